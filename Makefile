@@ -1,0 +1,35 @@
+# `make demo` and `make test` each work as the first command typed in a fresh checkout.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+RUN := OMP_NUM_THREADS=1 $(BIN)/python
+
+.PHONY: demo test lint wrong-factors figures clean
+
+demo: $(VENV)/installed
+	$(RUN) examples/drgrpo/demo.py
+
+test: $(VENV)/installed
+	$(RUN) -m pytest
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+wrong-factors: $(VENV)/installed
+	$(RUN) tests/wrong_factors/run.py
+
+figures: $(VENV)/installed
+	$(RUN) examples/drgrpo/figures.py
+
+# torch first: its pinned version decides everything else that is resolved.
+$(VENV)/installed: setup.py constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch numpy
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo,dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs .mypy_cache .pytest_cache .ruff_cache *.egg-info

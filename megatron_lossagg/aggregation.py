@@ -1,0 +1,279 @@
+"""Which loss is meant: the modes, their formulas, and the names other systems give them.
+
+Symbols (``docs/math.md``): a row s has n_s active tokens, its sample n_b, its prompt
+n_p; the step has N active tokens, B samples and P prompts; M microbatches on this
+rank, DP data-parallel ranks; the divisor is L or C. Every mode is one weight a row::
+
+    loss = sum_s w_s * sum_{t in s} m_t * x_t
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal
+
+from megatron_lossagg.errors import AggregationError
+
+DivisorRule = Literal["required", "optional", "none"]
+
+CUSTOM = "custom"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """One row of the table of modes."""
+
+    name: str
+    weight: str
+    """w_s as a format string over B, P, L and C; ``--help`` and the start of a run print it."""
+    divisor: DivisorRule
+    meaning: str
+
+
+MODES: dict[str, Mode] = {
+    mode.name: mode
+    for mode in (
+        Mode(
+            name="token_mean",
+            weight="1/N",
+            divisor="none",
+            meaning="mean over all active tokens of the step (DAPO)",
+        ),
+        Mode(
+            name="sample_mean",
+            weight="1/({B} n_b)",
+            divisor="none",
+            meaning="mean over samples of each sample's token mean (GRPO)",
+        ),
+        Mode(
+            name="prompt_mean",
+            weight="1/({P} n_p)",
+            divisor="none",
+            meaning="mean over prompts of each prompt's token mean (ScaleRL)",
+        ),
+        Mode(
+            name="constant",
+            weight="1/({B} {L})",
+            divisor="required",
+            meaning="token sums over a constant length L, mean over samples (Dr.GRPO)",
+        ),
+        Mode(
+            name="sample_sum",
+            weight="1/{B}",
+            divisor="none",
+            meaning="token sums, mean over samples",
+        ),
+        Mode(
+            name="token_sum",
+            weight="1/{C}",
+            divisor="optional",
+            meaning="sum over all active tokens, over a constant C (1 if none is given)",
+        ),
+        Mode(
+            name="microbatch_token_mean",
+            weight="1/(M DP n_mb)",
+            divisor="none",
+            meaning=(
+                "mean of microbatch token means; depends on the layout, "
+                "kept only to reproduce old runs"
+            ),
+        ),
+        Mode(
+            name=CUSTOM,
+            weight="given by the reducer path",
+            divisor="none",
+            meaning="what the factory at --loss-aggregation-reducer-path returns",
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alias:
+    """What another system's name stands for."""
+
+    mode: str
+    count_empty: bool = True
+    note: str = ""
+
+
+_EMPTY_LEAVES = "a fully masked sample leaves the count"
+
+# Sources: the systems' own code, listed with commits in docs/math.md.
+ALIASES: dict[str, Alias] = {
+    "areal:default": Alias(mode="token_mean"),
+    "megatron:calculate-per-token-loss": Alias(mode="token_mean"),
+    "megatron:default": Alias(mode="microbatch_token_mean", note="equal at CP = 1"),
+    "miles:calculate-per-token-loss": Alias(
+        mode="token_mean", note="without the phantom token of a fully masked sample"
+    ),
+    "miles:default": Alias(mode="sample_mean", note="give rollout ids as sample"),
+    "ms-swift:bnpo": Alias(mode="microbatch_token_mean"),
+    "ms-swift:dapo": Alias(mode="token_mean"),
+    "ms-swift:dr_grpo": Alias(mode="constant", note="L = max_completion_length"),
+    "ms-swift:grpo": Alias(mode="sample_mean"),
+    "nemo-rl:token_level_loss=False": Alias(
+        mode="sample_mean", count_empty=False, note=_EMPTY_LEAVES
+    ),
+    "nemo-rl:token_level_loss=True": Alias(mode="token_mean"),
+    "open-instruct:number": Alias(mode="token_sum", note="C = loss_denominator; no 1/B"),
+    "open-instruct:token": Alias(mode="token_mean"),
+    "openrlhf:token_level_loss=False": Alias(
+        mode="sample_mean", count_empty=False, note=_EMPTY_LEAVES
+    ),
+    "openrlhf:token_level_loss=True": Alias(mode="token_mean"),
+    "prime-rl:default": Alias(mode="token_mean"),
+    "roll:seq-mean-token-mean": Alias(mode="sample_mean", count_empty=False, note=_EMPTY_LEAVES),
+    "roll:seq-mean-token-sum": Alias(mode="sample_sum", count_empty=False, note=_EMPTY_LEAVES),
+    "roll:seq-mean-token-sum-norm": Alias(mode="token_sum", note="C = padded width; no 1/B"),
+    "roll:token-mean": Alias(mode="token_mean"),
+    "scalerl:prompt-average": Alias(mode="prompt_mean"),
+    "skyrl:prompt_mean": Alias(mode="prompt_mean"),
+    "skyrl:seq_mean_token_sum_norm": Alias(mode="constant", note="L = max_seq_len"),
+    "skyrl:sequence_mean": Alias(mode="sample_mean"),
+    "skyrl:token_mean": Alias(mode="token_mean"),
+    "skyrl:token_mean_legacy": Alias(mode="microbatch_token_mean"),
+    "slime:calculate-per-token-loss": Alias(
+        mode="token_mean", note="without the phantom token of a fully masked sample"
+    ),
+    "slime:default": Alias(mode="sample_mean", note="give rollout ids as sample"),
+    "tinker:sum": Alias(mode="token_sum"),
+    "trl:bnpo": Alias(mode="microbatch_token_mean"),
+    "trl:cispo": Alias(mode="token_mean"),
+    "trl:dapo": Alias(mode="token_mean"),
+    "trl:dr_grpo": Alias(mode="constant", note="L = max_completion_length"),
+    "trl:grpo": Alias(mode="sample_mean"),
+    "verl:seq-mean-token-mean": Alias(mode="sample_mean"),
+    "verl:seq-mean-token-sum": Alias(mode="sample_sum"),
+    "verl:seq-mean-token-sum-norm": Alias(mode="constant", note="L = loss_scale_factor"),
+    "verl:token-mean": Alias(mode="token_mean"),
+    "verl:token-sum": Alias(mode="token_sum"),
+}
+
+
+@dataclass(frozen=True)
+class Aggregation:
+    """How per-token losses become one scalar, and with which divisor.
+
+    Raises :class:`AggregationError` for an unknown mode, and for a divisor that is
+    missing, not a finite positive number, or given to a mode that takes none. The
+    object cannot exist in a wrong state.
+    """
+
+    mode: str
+    """A name of ``MODES``; for other systems' names see :meth:`named`."""
+    _: KW_ONLY
+    divisor: float | None = None
+    """L of ``constant`` (required) or C of ``token_sum`` (1 if not given), in tokens."""
+    count_empty: bool = True
+    """Whether a sample or prompt without active token keeps its place in B or P."""
+    reducer_path: str | None = None
+    """``pkg.mod:name`` of the factory; only with, and required by, mode ``custom``."""
+
+    def __post_init__(self) -> None:
+        mode = _known_mode(self.mode)
+        if (mode.name == CUSTOM) != bool(self.reducer_path):
+            raise AggregationError(
+                f"mode {mode.name!r} with reducer path {self.reducer_path!r}: a reducer path "
+                "replaces the mode. Give --loss-aggregation-reducer-path alone, or "
+                "--loss-aggregation alone"
+            )
+        if not isinstance(self.count_empty, bool):
+            raise AggregationError(f"count_empty is True or False, got {self.count_empty!r}")
+        object.__setattr__(self, "divisor", _checked_divisor(mode, self.divisor))
+
+    @classmethod
+    def named(
+        cls, name: str, *, divisor: float | None = None, count_empty: bool | None = None
+    ) -> Aggregation:
+        """Build from a mode or from another system's ``system:name``.
+
+        An alias stands for a mode *and* a ``count_empty``: giving a contradicting
+        ``count_empty`` raises :class:`AggregationError`.
+        """
+        if not isinstance(name, str):
+            raise AggregationError(f"a mode is a name, got {name!r}; {_known_names()}")
+        if ":" not in name:
+            return cls(name, divisor=divisor, count_empty=count_empty is None or count_empty)
+        alias = ALIASES.get(name)
+        if alias is None:
+            raise AggregationError(f"unknown name {name!r}{_nearest(name)}; {_known_names()}")
+        if count_empty is not None and count_empty != alias.count_empty:
+            raise AggregationError(
+                f"{name!r} stands for mode {alias.mode!r} with count_empty={alias.count_empty}, "
+                f"got count_empty={count_empty}: drop it, or name the mode {alias.mode!r} instead"
+            )
+        return cls(alias.mode, divisor=divisor, count_empty=alias.count_empty)
+
+    @property
+    def formula(self) -> str:
+        """w_s with this object's divisor and counts, such as ``1/(B 4096)``."""
+        counts = {"B": "B", "P": "P"} if self.count_empty else {"B": "V", "P": "Q"}
+        divisor = f"{1.0 if self.divisor is None else self.divisor:g}"
+        return MODES[self.mode].weight.format(**counts, L=divisor, C=divisor)
+
+    def __str__(self) -> str:
+        """Mode and formula on one line."""
+        name = self.mode if self.reducer_path is None else f"{self.mode} {self.reducer_path}"
+        return f"{name}: w_s = {self.formula}"
+
+
+def table_of_modes() -> Iterator[str]:
+    """Print-ready lines: every mode with its formula, then every alias."""
+    divisor = {"required": ", needs a divisor", "optional": ", may have a divisor", "none": ""}
+    width = max(len(name) for name in MODES)
+    for mode in MODES.values():
+        weight = mode.weight.format(B="B", P="P", L="L", C="C")
+        yield f"{mode.name:<{width}}  w_s = {weight:<24}  {mode.meaning}{divisor[mode.divisor]}"
+    yield ""
+    width = max(len(name) for name in ALIASES)
+    for name, alias in ALIASES.items():
+        empty = "" if alias.count_empty else ", count_empty=False"
+        note = f"  ({alias.note})" if alias.note else ""
+        yield f"{name:<{width}}  {alias.mode}{empty}{note}"
+
+
+def _known_mode(mode: object) -> Mode:
+    if not isinstance(mode, str):
+        raise AggregationError(f"a mode is a name, got {mode!r}; {_known_names()}")
+    if mode in MODES:
+        return MODES[mode]
+    if mode in ALIASES:
+        raise AggregationError(
+            f"{mode!r} is another system's name: write Aggregation.named({mode!r})"
+        )
+    raise AggregationError(f"unknown mode {mode!r}{_nearest(mode)}; {_known_names()}")
+
+
+def _nearest(name: str) -> str:
+    near = difflib.get_close_matches(name.lower(), [*MODES, *ALIASES], n=1, cutoff=0.4)
+    return f", did you mean {near[0]!r}?" if near else ""
+
+
+def _known_names() -> str:
+    return f"modes are {', '.join(MODES)}; other systems' names are written system:name"
+
+
+def _checked_divisor(mode: Mode, divisor: float | None) -> float | None:
+    if divisor is None:
+        if mode.divisor == "required":
+            raise AggregationError(
+                f"mode {mode.name!r} divides by a constant length and got none: give the longest "
+                "response that generation allows as --loss-aggregation-divisor (divisor=)"
+            )
+        return None
+    if mode.divisor == "none":
+        raise AggregationError(
+            f"mode {mode.name!r} takes no divisor, got {divisor!r}: drop "
+            "--loss-aggregation-divisor (divisor=), or choose constant or token_sum"
+        )
+    is_number = isinstance(divisor, (int, float)) and not isinstance(divisor, bool)
+    if not is_number or not math.isfinite(divisor) or divisor <= 0:
+        raise AggregationError(
+            f"a divisor is a finite number above 0, got {divisor!r}: "
+            "change --loss-aggregation-divisor (divisor=)"
+        )
+    return float(divisor)

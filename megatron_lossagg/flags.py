@@ -1,0 +1,96 @@
+"""The ``--loss-aggregation*`` flags; the only reader of a parsed Namespace.
+
+For Megatron's ``extra_args_provider``. Without a flag nothing is touched: stock Megatron
+bit for bit. ``--calculate-per-token-loss`` stays Megatron's: it chooses how Megatron scales
+(the regime), never which loss is meant.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import cast
+
+from megatron_lossagg.aggregation import CUSTOM, Aggregation, table_of_modes
+from megatron_lossagg.errors import AggregationError
+from megatron_lossagg.plan import EmptyStep
+
+
+def add_loss_aggregation_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the group of flags and return the parser, as ``extra_args_provider`` wants it."""
+    group = parser.add_argument_group(
+        "loss aggregation",
+        "How per-token losses become the step's scalar: loss = sum_s w_s sum_t m_t x_t. "
+        + "; ".join(" ".join(line.split()) for line in _mode_lines()),
+    )
+    group.add_argument(
+        "--loss-aggregation",
+        metavar="MODE|SYSTEM:NAME",
+        help="Which loss is trained: a mode listed above, or another system's name such as "
+        "verl:seq-mean-token-sum-norm. Default: stock Megatron, untouched.",
+    )
+    group.add_argument(
+        "--loss-aggregation-divisor",
+        type=float,
+        metavar="TOKENS",
+        help="L of constant (required), C of token_sum (default 1).",
+    )
+    group.add_argument(
+        "--loss-aggregation-count-empty",
+        action=argparse.BooleanOptionalAction,
+        help="Whether a sample or prompt without active token keeps its place in B or P. "
+        "Default: it does; an alias brings its own.",
+    )
+    group.add_argument(
+        "--loss-aggregation-empty-step",
+        choices=("zero", "error"),
+        default="zero",
+        help="A step without any active token: zero gradient and one warning, or an error.",
+    )
+    group.add_argument(
+        "--loss-aggregation-reducer-path",
+        metavar="PKG.MOD:NAME",
+        help="A factory(context) that replaces the mode; given alone, without mode or divisor.",
+    )
+    return parser
+
+
+def aggregation_from_args(args: argparse.Namespace) -> Aggregation | None:
+    """Read the flags: an :class:`Aggregation`, or None where no flag asks for one.
+
+    Raises :class:`AggregationError` for contradicting flags, at launch rather than at the
+    first step.
+    """
+    mode, divisor = args.loss_aggregation, args.loss_aggregation_divisor
+    count_empty, path = args.loss_aggregation_count_empty, args.loss_aggregation_reducer_path
+    if path is not None:
+        given = {
+            "--loss-aggregation": mode,
+            "--loss-aggregation-divisor": divisor,
+            "--[no-]loss-aggregation-count-empty": count_empty,
+        }
+        for flag, value in given.items():
+            if value is not None:
+                raise AggregationError(
+                    f"--loss-aggregation-reducer-path {path} replaces the mode, and {flag} {value} "
+                    "was given too: one of them would be ignored, drop one"
+                )
+        return Aggregation(CUSTOM, reducer_path=path)
+    if mode is None:
+        for flag, value in (("-divisor", divisor), ("-count-empty", count_empty)):
+            if value is not None:
+                raise AggregationError(
+                    f"--loss-aggregation{flag} {value} was given without --loss-aggregation: name "
+                    "the mode that it belongs to"
+                )
+        return None
+    return Aggregation.named(mode, divisor=divisor, count_empty=count_empty)
+
+
+def empty_step_from_args(args: argparse.Namespace) -> EmptyStep:
+    """Read ``--loss-aggregation-empty-step``, the ``empty_step`` of ``plan_step``."""
+    return cast(EmptyStep, args.loss_aggregation_empty_step)
+
+
+def _mode_lines() -> list[str]:
+    lines = list(table_of_modes())
+    return lines[: lines.index("")]

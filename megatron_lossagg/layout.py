@@ -1,0 +1,258 @@
+"""Which tokens of a microbatch this context-parallel rank holds, and in which order.
+
+A layout is index arithmetic on host integers: no tensor, no rank lookup, no
+collective. It cuts a microbatch's mask into *segments* (one packed row each) and says,
+as *runs* of consecutive mask positions, what this rank's per-token losses belong to.
+Zigzag: a row padded to a multiple of 2 CP is cut into 2 CP chunks; CP rank r holds the
+chunks r and 2 CP - 1 - r, in that order.
+
+Shape suffixes: R = runs of consecutive positions; S1 = segments + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megatron_lossagg.errors import LayoutError
+
+Ints = npt.NDArray[np.int64]
+IntsLike = Sequence[int] | Ints | torch.Tensor
+
+_CACHED_LAYOUTS = 256
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Layout:
+    """The tokens of one microbatch that one context-parallel rank holds.
+
+    Build it with one of the four named constructors. Building reads lengths on the
+    host; a CUDA ``cu_seqlens`` costs one host sync. Equal arguments give the same
+    cached object.
+    """
+
+    name: str
+    offset_S1: Ints
+    """Segment i lies at ``offset_S1[i]:offset_S1[i + 1]`` of the mask."""
+    start_R: Ints
+    """First mask position of a run."""
+    length_R: Ints
+    """Number of tokens of a run."""
+    segment_R: Ints
+    """Segment that a run belongs to."""
+    cp_size: int
+    cp_rank: int
+
+    @property
+    def num_segments(self) -> int:
+        """Number of segments, fillers included."""
+        return len(self.offset_S1) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of mask positions that the segments cover."""
+        return int(self.offset_S1[-1])
+
+    @property
+    def num_local_tokens(self) -> int:
+        """Number of tokens this rank holds."""
+        return int(self.length_R.sum())
+
+    @staticmethod
+    def thd_zigzag(cu_seqlens_padded: IntsLike, *, cp_size: int, cp_rank: int) -> Layout:
+        """Packed sequences, sliced as Megatron-Core and Transformer Engine slice them.
+
+        ``cu_seqlens_padded``: offsets of the *padded* segments, from 0, shape ``(n,)``
+        or ``(1, n)``. Mask and tokens are packed over these offsets before slicing.
+        Source: Transformer Engine ``thd_get_partitioned_indices``.
+        """
+        offset_S1 = _host_ints("cu_seqlens", cu_seqlens_padded)
+        _check_cp(cp_size, cp_rank)
+        return _thd_zigzag(offset_S1.tobytes(), cp_size, cp_rank)
+
+    @staticmethod
+    def bshd_zigzag(batch_size: int, seq_length: int, *, cp_size: int, cp_rank: int) -> Layout:
+        """One row a batch entry: mask ``[b, s]``, per-token losses ``[b, s / CP]``.
+
+        Source: Megatron-Core ``get_batch_on_this_cp_rank``.
+        """
+        if batch_size < 0 or seq_length < 0:
+            raise LayoutError(f"sizes are not negative, got [{batch_size}, {seq_length}]")
+        offset_S1 = np.arange(batch_size + 1, dtype=np.int64) * seq_length
+        _check_cp(cp_size, cp_rank)
+        layout = _thd_zigzag(offset_S1.tobytes(), cp_size, cp_rank)
+        return replace(layout, name="bshd_zigzag")
+
+    @staticmethod
+    def response_zigzag(
+        total_lengths: IntsLike,
+        response_lengths: IntsLike,
+        *,
+        cp_size: int,
+        cp_rank: int,
+        max_seq_len: int | None = None,
+    ) -> Layout:
+        """Response tokens only, as slime and miles hold them: mask = all responses in a row.
+
+        Response token j of a row of ``total`` tokens sits on logit ``total - response -
+        1 + j``, and the logit decides the rank: chunk = ceil(total / 2 CP), or
+        ceil(max_seq_len / 2 CP) for hosts that pad the batch (bshd). Source: slime
+        ``get_logits_and_tokens_offset_with_cp``.
+        """
+        total_S = _host_ints("total_lengths", total_lengths)
+        response_S = _host_ints("response_lengths", response_lengths)
+        _check_cp(cp_size, cp_rank)
+        return _response_zigzag(
+            total_S.tobytes(), response_S.tobytes(), cp_size, cp_rank, max_seq_len
+        )
+
+    @staticmethod
+    def local(row_lengths_here: IntsLike, *, cp_size: int, cp_rank: int) -> Layout:
+        """Mask and losses are already this rank's, as from Megatron-LM's ``get_batch``.
+
+        ``row_lengths_here``: tokens of each row on this rank.
+        """
+        length_S = _host_ints("row_lengths_here", row_lengths_here)
+        _check_cp(cp_size, cp_rank)
+        _check_lengths("row_lengths_here", length_S)
+        offset_S1 = _offsets(length_S)
+        return Layout(
+            name="local",
+            offset_S1=offset_S1,
+            start_R=offset_S1[:-1],
+            length_R=length_S,
+            segment_R=np.arange(len(length_S)),
+            cp_size=cp_size,
+            cp_rank=cp_rank,
+        )
+
+
+@lru_cache(maxsize=_CACHED_LAYOUTS)
+def _thd_zigzag(offsets: bytes, cp_size: int, cp_rank: int) -> Layout:
+    offset_S1 = np.frombuffer(offsets, dtype=np.int64)
+    if len(offset_S1) == 0 or offset_S1[0] != 0:
+        raise LayoutError(
+            f"cu_seqlens starts at 0 and has one entry more than segments, got {_some(offset_S1)}"
+        )
+    length_S = np.diff(offset_S1)
+    _check_lengths("cu_seqlens", length_S)
+    unpadded = np.flatnonzero(length_S % (2 * cp_size))
+    if cp_size > 1 and len(unpadded):
+        raise LayoutError(
+            f"segment {unpadded[0]} has {length_S[unpadded[0]]} tokens, not a multiple of 2 CP = "
+            f"{2 * cp_size}: pad every row and pass the padded offsets (cu_seqlens_padded)"
+        )
+    return _zigzag("thd_zigzag", offset_S1, length_S // (2 * cp_size), length_S, cp_size, cp_rank)
+
+
+def _zigzag(
+    name: str, offset_S1: Ints, chunk_S: Ints, length_S: Ints, cp_size: int, cp_rank: int
+) -> Layout:
+    segments = np.arange(len(length_S))
+    if cp_size == 1:
+        start_R, length_R, segment_R = offset_S1[:-1], length_S, segments
+    else:
+        order = (cp_rank, 2 * cp_size - 1 - cp_rank)
+        start_R = np.stack([offset_S1[:-1] + k * chunk_S for k in order], axis=1).ravel()
+        length_R, segment_R = np.repeat(chunk_S, 2), np.repeat(segments, 2)
+    return Layout(
+        name=name,
+        offset_S1=offset_S1,
+        start_R=start_R,
+        length_R=length_R,
+        segment_R=segment_R,
+        cp_size=cp_size,
+        cp_rank=cp_rank,
+    )
+
+
+@lru_cache(maxsize=_CACHED_LAYOUTS)
+def _response_zigzag(
+    totals: bytes, responses: bytes, cp_size: int, cp_rank: int, max_seq_len: int | None
+) -> Layout:
+    total_S = np.frombuffer(totals, dtype=np.int64)
+    response_S = np.frombuffer(responses, dtype=np.int64)
+    if total_S.shape != response_S.shape:
+        raise LayoutError(
+            f"got {len(total_S)} total_lengths and {len(response_S)} response_lengths: one "
+            "of each a row"
+        )
+    _check_lengths("response_lengths", response_S)
+    promptless = np.flatnonzero(response_S >= total_S)
+    if len(promptless):
+        row = promptless[0]
+        raise LayoutError(
+            f"row {row} has {total_S[row]} tokens of which {response_S[row]} are the response: "
+            "a response follows at least one prompt token, whose logit predicts its first"
+        )
+    if max_seq_len is not None and len(total_S) and total_S.max() > max_seq_len:
+        raise LayoutError(
+            f"row {total_S.argmax()} has {total_S.max()} tokens, max_seq_len is {max_seq_len}: "
+            "pass the length the batch is padded to"
+        )
+    offset_S1 = _offsets(response_S)
+    if cp_size == 1:
+        return _zigzag("response_zigzag", offset_S1, response_S, response_S, 1, 0)
+    padded_S = total_S if max_seq_len is None else np.full_like(total_S, max_seq_len)
+    chunk_S = -(-padded_S // (2 * cp_size))
+    first_logit_S = total_S - response_S - 1
+    start_R, length_R = [], []
+    for k in (cp_rank, 2 * cp_size - 1 - cp_rank):
+        # Logits of chunk k that predict a response token: [k c, (k+1) c) cut to the response.
+        lo_S = np.clip(k * chunk_S, first_logit_S, total_S - 1)
+        hi_S = np.clip((k + 1) * chunk_S, first_logit_S, total_S - 1)
+        start_R.append(offset_S1[:-1] + lo_S - first_logit_S)
+        length_R.append(hi_S - lo_S)
+    return Layout(
+        name="response_zigzag",
+        offset_S1=offset_S1,
+        start_R=np.stack(start_R, axis=1).ravel(),
+        length_R=np.stack(length_R, axis=1).ravel(),
+        segment_R=np.repeat(np.arange(len(total_S)), 2),
+        cp_size=cp_size,
+        cp_rank=cp_rank,
+    )
+
+
+def _host_ints(name: str, values: IntsLike) -> Ints:
+    array = (
+        values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    )
+    if array.size == 0:
+        return np.zeros(0, dtype=np.int64)
+    if array.ndim == 2 and array.shape[0] == 1:
+        array = array[0]
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise LayoutError(
+            f"{name} holds whole numbers in one dimension, got {array.dtype} of shape {array.shape}"
+        )
+    return np.ascontiguousarray(array, dtype=np.int64)
+
+
+def _check_cp(cp_size: int, cp_rank: int) -> None:
+    if cp_size < 1 or not 0 <= cp_rank < cp_size:
+        raise LayoutError(
+            f"CP rank {cp_rank} of {cp_size}: ranks run from 0 to cp_size - 1, pass this "
+            "process's rank in its context-parallel group"
+        )
+
+
+def _check_lengths(name: str, length_S: Ints) -> None:
+    if len(length_S) and length_S.min() < 0:
+        raise LayoutError(
+            f"{name} gives segment {length_S.argmin()} a length of {length_S.min()}: "
+            "lengths are not negative and offsets never fall"
+        )
+
+
+def _offsets(length_S: Ints) -> Ints:
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(length_S)])
+
+
+def _some(array: Ints) -> str:
+    return f"{array[:4].tolist()}{' ...' if len(array) > 4 else ''}"

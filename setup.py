@@ -1,0 +1,33 @@
+"""Metadata of megatron_lossagg; build system and tool settings are in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(
+    r'^__version__ = "(.+)"$', (HERE / "megatron_lossagg/__init__.py").read_text(), re.MULTILINE
+)
+assert VERSION is not None
+
+setup(
+    name="megatron-lossagg",
+    version=VERSION.group(1),
+    description="The loss you configured is the loss you train, on any Megatron layout.",
+    long_description=(HERE / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["megatron_lossagg", "megatron_lossagg.*"]),
+    package_data={"megatron_lossagg": ["py.typed"]},
+    python_requires=">=3.10",
+    # Small and loose: hosts bring their own torch and Megatron.
+    install_requires=["torch>=2.6", "numpy>=1.26"],
+    extras_require={
+        "megatron": ["megatron-core>=0.13"],
+        # Cannot be imported without CUDA.
+        "te": ["transformer-engine[pytorch]>=2.9"],
+        "demo": ["megatron-core>=0.13", "matplotlib", "tensorboard", "tqdm"],
+        "dev": ["hypothesis", "mypy", "pytest", "ruff", "tensorboard", "tqdm", "matplotlib"],
+    },
+)

@@ -1,0 +1,127 @@
+"""The law of the package, in one process: shares add up to the oracle's loss and gradient."""
+
+import itertools
+
+import oracle
+import pytest
+import torch
+from step_data import deal, make_rows
+
+from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
+
+AGGREGATIONS = {
+    "token_mean": {},
+    "sample_mean": {},
+    "sample_mean, count_empty=False": {"count_empty": False},
+    "prompt_mean": {},
+    "prompt_mean, count_empty=False": {"count_empty": False},
+    "constant": {"divisor": 40.0},
+    "constant, count_empty=False": {"divisor": 40.0, "count_empty": False},
+    "sample_sum": {},
+    "token_sum": {},
+    "token_sum, C": {"divisor": 7.0},
+    "microbatch_token_mean": {},
+}
+
+
+def named(label):
+    return label.split(",")[0], AGGREGATIONS[label]
+
+
+def plan_of(rows, keys, m, aggregation):
+    return plan_step(
+        aggregation,
+        Sequences(
+            active_tokens=[sum(row["counted"]) for row in rows],
+            sample=[row["sample"] for row in rows],
+            prompt=[row["prompt"] for row in rows],
+            microbatch=[key[1] for key in keys],
+            num_microbatches=m,
+        ),
+    )
+
+
+def padded(values, multiple, fill):
+    return list(values) + [fill] * (-len(values) % multiple)
+
+
+def pack(rows, indices, x, cp):
+    """Pack rows and one filler; returns rows, padded offsets, whole mask and whole x."""
+    offsets, mask, losses, named_rows = [0], [], [], []
+    for position, index in enumerate([*indices, None]):
+        if index is None:  # a filler whose mask is 1 everywhere: its weight must be 0
+            mask += [1] * 2 * cp
+            losses.append(torch.full((2 * cp,), 3.0, dtype=torch.float64))
+        else:
+            here = padded(rows[index]["trained"], 2 * cp, 0)
+            mask += here
+            tail = torch.full((len(here) - len(x[index]),), torch.nan, dtype=torch.float64)
+            losses.append(torch.cat([x[index], tail]))
+        offsets.append(len(mask))
+        named_rows.append(-1 if index is None else index)
+        assert position < len(named_rows)
+    mask = torch.tensor(mask)
+    losses = torch.cat(losses).masked_fill(mask == 0, torch.inf)
+    return named_rows, offsets, mask, losses
+
+
+def zigzag(offsets, cp, rank):
+    """The tokens of a rank, written out; shares nothing with the package."""
+    out = []
+    for begin, end in itertools.pairwise(offsets):
+        size = (end - begin) // (2 * cp)
+        for chunk in (rank, 2 * cp - 1 - rank):
+            out += range(begin + chunk * size, begin + (chunk + 1) * size)
+    return out
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("m", [1, 3, 4])
+@pytest.mark.parametrize("label", AGGREGATIONS)
+def test_shares_add_up_to_the_loss_however_the_tokens_are_split(label, m, cp):
+    mode, options = named(label)
+    rows = make_rows()
+    keys = deal(rows, 1, m)
+    plan = plan_of(rows, keys, m, Aggregation(mode, **options))
+    x = [torch.randn(len(r["counted"]), dtype=torch.float64, requires_grad=True) for r in rows]
+    expected = oracle.step_loss(
+        mode,
+        [{**r, "x": list(v), "microbatch": k} for r, v, k in zip(rows, x, keys, strict=True)],
+        microbatches=[m],
+        **options,
+    )
+    expected_grad = torch.autograd.grad(expected, x, allow_unused=True)
+    total, gauge = 0, 0
+    for index in range(m):
+        mine = [i for i, key in enumerate(keys) if key == (0, index)]
+        named_rows, offsets, mask, losses = pack(rows, mine, x, cp)
+        for rank in range(cp):
+            layout = Layout.thd_zigzag(offsets, cp_size=cp, cp_rank=rank)
+            reducer = plan.reducer(named_rows, mask, layout)
+            share = reducer(losses[zigzag(offsets, cp, rank)])
+            assert share.requires_grad or not mine
+            total = total + share
+            gauge = gauge + reducer.weight_sum()
+    grad = torch.autograd.grad(total, x, allow_unused=True)
+    torch.testing.assert_close(total, expected, rtol=1e-13, atol=1e-13)
+    for got, want in zip(grad, expected_grad, strict=True):
+        want = torch.zeros(()) if want is None else want
+        got = torch.zeros_like(want) if got is None else got
+        torch.testing.assert_close(got, want.expand_as(got).to(got), rtol=1e-13, atol=1e-15)
+    trained = oracle.weight_sum(
+        mode,
+        [{**r, "x": list(v), "microbatch": k} for r, v, k in zip(rows, x, keys, strict=True)],
+        microbatches=[m],
+        **options,
+    )
+    assert float(gauge) == pytest.approx(trained, rel=1e-6)
+    counted = oracle.weight_sum(
+        mode,
+        [
+            {**r, "trained": r["counted"], "x": list(v), "microbatch": k}
+            for r, v, k in zip(rows, x, keys, strict=True)
+        ],
+        microbatches=[m],
+        **options,
+    )
+    assert plan.expected_weight == pytest.approx(counted, rel=1e-12)
