@@ -43,24 +43,21 @@ def make_rows(seed=7):
     return rows
 
 
-def deal(rows, dp, num_microbatches):
+def deal(rows, dp, microbatches):
     """Assign rows to ``(rank, microbatch)``; returns one key a row, in the order of rows.
 
-    With 3 microbatches and more than one rank, the last rank gets only rows without an
-    active token. Otherwise rows go round robin. A rank's rows are dealt to its
-    microbatches unevenly; a microbatch may stay without rows.
+    ``microbatches``: M of each rank. With 3 microbatches and more than one rank, the last
+    rank gets only rows without an active token. Otherwise rows go round robin. A rank's
+    rows are dealt to its microbatches unevenly; a microbatch may stay without rows.
     """
     idle = [index for index, row in enumerate(rows) if not any(row["counted"])]
-    ranks = {}
-    for index in range(len(rows)):
-        if num_microbatches == 3 and dp > 1:
-            live = dp - 1
-            ranks[index] = dp - 1 if index in idle else index % live
-        else:
-            ranks[index] = index % dp
     keys = [None] * len(rows)
     for rank in range(dp):
-        mine = [index for index in range(len(rows)) if ranks[index] == rank]
+        if microbatches == [3] * dp and dp > 1:
+            live = [index for index in range(len(rows)) if index not in idle]
+            mine = idle if rank == dp - 1 else live[rank :: dp - 1]
+        else:
+            mine = list(range(rank, len(rows), dp))
         for position, index in enumerate(mine):
-            keys[index] = (rank, (position * position) % num_microbatches)
+            keys[index] = (rank, position * position % microbatches[rank])
     return keys

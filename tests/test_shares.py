@@ -48,7 +48,7 @@ def padded(values, multiple, fill):
 def pack(rows, indices, x, cp):
     """Pack rows and one filler; returns rows, padded offsets, whole mask and whole x."""
     offsets, mask, losses, named_rows = [0], [], [], []
-    for position, index in enumerate([*indices, None]):
+    for index in [*indices, None]:
         if index is None:  # a filler whose mask is 1 everywhere: its weight must be 0
             mask += [1] * 2 * cp
             losses.append(torch.full((2 * cp,), 3.0, dtype=torch.float64))
@@ -59,7 +59,6 @@ def pack(rows, indices, x, cp):
             losses.append(torch.cat([x[index], tail]))
         offsets.append(len(mask))
         named_rows.append(-1 if index is None else index)
-        assert position < len(named_rows)
     mask = torch.tensor(mask)
     losses = torch.cat(losses).masked_fill(mask == 0, torch.inf)
     return named_rows, offsets, mask, losses
@@ -81,7 +80,7 @@ def zigzag(offsets, cp, rank):
 def test_shares_add_up_to_the_loss_however_the_tokens_are_split(label, m, cp):
     mode, options = named(label)
     rows = make_rows()
-    keys = deal(rows, 1, m)
+    keys = deal(rows, 1, [m])
     plan = plan_of(rows, keys, m, Aggregation(mode, **options))
     x = [torch.randn(len(r["counted"]), dtype=torch.float64, requires_grad=True) for r in rows]
     expected = oracle.step_loss(

@@ -1,0 +1,148 @@
+"""A tiny GPT on stock Megatron-Core, and the batches it trains on; for launched workers."""
+
+import megatron_lossagg.cpu as cpu
+
+cpu.install()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
+from megatron.core.transformer import TransformerConfig  # noqa: E402
+from step_data import VOCABULARY  # noqa: E402
+
+
+def start(*, tp=1, pp=1, cp=1, ep=1, dtype=torch.float64):
+    """Initialize torch.distributed and Megatron's groups; DP is what is left of the world."""
+    # finalize_model_grads computes 1 / num_tokens in the default dtype.
+    torch.set_default_dtype(dtype)
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(
+        tp, pp, context_parallel_size=cp, expert_model_parallel_size=ep
+    )
+    model_parallel_cuda_manual_seed(1)
+
+
+def config_of(*, per_token=False, sequence_parallel=False, parallel=True, **more):
+    """The model's config; ``parallel=False`` for a reference on one process."""
+    sizes = {}
+    if parallel:
+        sizes = {
+            "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+            "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+            "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+            "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        }
+    dtype = torch.get_default_dtype()
+    return TransformerConfig(
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=2,
+        use_cpu_initialization=True,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        persist_layer_norm=False,
+        variable_seq_lengths=True,  # rows are packed to uneven lengths; pipeline stages ask
+        moe_token_dispatcher_type="alltoall",  # what variable_seq_lengths asks for, dense too
+        finalize_model_grads_func=finalize_model_grads,
+        calculate_per_token_loss=per_token,
+        sequence_parallel=sequence_parallel,
+        **sizes,
+        **more,
+    )
+
+
+def gpt(config, spec):
+    """This pipeline stage's model, with weights that do not depend on the layout."""
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=64,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        parallel_output=True,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+    )
+    cpu.initialize_weights([model], seed=3)
+    return model
+
+
+def wrapped(config, **ddp):
+    """The model in Megatron-Core's DistributedDataParallel."""
+    model = gpt(config, cpu.gpt_layer_spec(config))
+    dtype = torch.get_default_dtype()
+    ddp.setdefault("grad_reduce_in_fp32", dtype != torch.float64)
+    return DistributedDataParallel(config, DistributedDataParallelConfig(**ddp), model)
+
+
+def zigzag(offsets, cp_size, cp_rank):
+    """The tokens of a context-parallel rank, written out; shares nothing with the package."""
+    if cp_size == 1:
+        return list(range(offsets[-1]))
+    here = []
+    for begin, end in zip(offsets[:-1], offsets[1:], strict=True):
+        size = (end - begin) // (2 * cp_size)
+        for chunk in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            here += range(begin + chunk * size, begin + (chunk + 1) * size)
+    return here
+
+
+def microbatch(rows, indices, cp_size, cp_rank):
+    """Pack rows and, last, a filler whose mask is 1 everywhere; sliced for this rank."""
+    pad = 2 * cp_size
+    tokens, labels, coefficients, positions, mask, offsets = [], [], [], [], [], [0]
+    filler = {"tokens": [1] * (pad + 1), "coefficient": [2.0] * pad, "trained": [1] * pad}
+    for row in [*(rows[index] for index in indices), filler]:
+        fill = [0] * (-len(row["trained"]) % pad)
+        tokens += row["tokens"][:-1] + fill
+        labels += row["tokens"][1:] + fill
+        coefficients += row["coefficient"] + fill
+        mask += row["trained"] + fill
+        positions += range(len(row["trained"]) + len(fill))
+        offsets.append(len(tokens))
+    here = zigzag(offsets, cp_size, cp_rank)
+    dtype = torch.get_default_dtype()
+    offsets_tensor = torch.tensor(offsets, dtype=torch.int32)
+    longest = max(b - a for a, b in zip(offsets[:-1], offsets[1:], strict=True))
+    return {
+        "rows": [*indices, -1],
+        "offsets": offsets_tensor,
+        "mask": torch.tensor(mask),
+        "tokens": torch.tensor(tokens)[here][None],
+        "labels": torch.tensor(labels)[here][None],
+        "positions": torch.tensor(positions)[here][None],
+        "coefficient": torch.tensor(coefficients, dtype=dtype)[here],
+        "masked_here": torch.tensor(mask)[here] == 0,
+        "packed": PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=offsets_tensor,
+            cu_seqlens_kv=offsets_tensor,
+            cu_seqlens_q_padded=offsets_tensor,
+            cu_seqlens_kv_padded=offsets_tensor,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        ),
+    }
+
+
+def reported(forward_data, name):
+    """A reported value as Megatron-LM's train_step reduces it; last pipeline stage only."""
+    total = torch.stack([report[name].double() for report in forward_data]).sum(0)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    dist.all_reduce(total, group=group)
+    return (total[0] / total[1]).item()
