@@ -57,10 +57,12 @@ def add_loss_aggregation_args(parser: argparse.ArgumentParser) -> argparse.Argum
 def aggregation_from_args(args: argparse.Namespace) -> Aggregation | None:
     """Read the flags: an :class:`Aggregation`, or None where no flag asks for one.
 
-    Raises :class:`AggregationError` for contradicting flags, at launch rather than at the
-    first step.
+    A flag that ``args`` lacks (a host whose arguments come from a file) has its default; a
+    number that a file gives as text is read as a number. Raises :class:`AggregationError`
+    for contradicting flags, at launch rather than at the first step.
     """
-    mode, divisor = args.loss_aggregation, args.loss_aggregation_divisor
+    args = _with_defaults(args)
+    mode, divisor = args.loss_aggregation, _as_number(args.loss_aggregation_divisor)
     count_empty, path = args.loss_aggregation_count_empty, args.loss_aggregation_reducer_path
     if path is not None:
         given = {
@@ -88,7 +90,24 @@ def aggregation_from_args(args: argparse.Namespace) -> Aggregation | None:
 
 def empty_step_from_args(args: argparse.Namespace) -> EmptyStep:
     """Read ``--loss-aggregation-empty-step``, the ``empty_step`` of ``plan_step``."""
-    return cast(EmptyStep, args.loss_aggregation_empty_step)
+    return cast(EmptyStep, _with_defaults(args).loss_aggregation_empty_step)
+
+
+def _with_defaults(args: argparse.Namespace) -> argparse.Namespace:
+    defaults = add_loss_aggregation_args(argparse.ArgumentParser()).parse_args([])
+    given = {name: value for name, value in vars(args).items() if name in vars(defaults)}
+    return argparse.Namespace(**{**vars(defaults), **given})
+
+
+def _as_number(divisor: float | str | None) -> float | None:
+    if not isinstance(divisor, str):
+        return divisor
+    try:
+        return float(divisor)
+    except ValueError:
+        raise AggregationError(
+            f"--loss-aggregation-divisor is a number of tokens, got {divisor!r}"
+        ) from None
 
 
 def _mode_lines() -> list[str]:

@@ -39,12 +39,15 @@ def gradient_cases(reference):
 
     def run(processes, *arguments):
         if (processes, arguments) not in cache:
+            cache[processes, arguments] = "the launch of this layout failed in an earlier test"
             out = launched(
                 "gradient_worker.py", "compare", reference, *arguments, processes=processes
             )
             marked = [line for line in out.splitlines() if line.startswith("CASE ")]
             cache[processes, arguments] = [json.loads(line[5:]) for line in marked]
-        return cache[processes, arguments]
+        cases = cache[processes, arguments]
+        assert isinstance(cases, list), cases
+        return cases
 
     return run
 

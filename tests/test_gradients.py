@@ -8,20 +8,20 @@ from conftest import COUNTED, launched
 from gradient_cases import CASES
 
 LAYOUTS = {
-    "DP 2": (2,),
-    "DP 3": (3,),
-    "CP 2": (2, "--cp", "2"),
-    "DP 2 x CP 2": (4, "--cp", "2"),
-    "PP 2 x CP 2": (4, "--cp", "2", "--pp", "2"),
+    "DP2": (2,),
+    "DP3": (3,),
+    "CP2": (2, "--cp", "2"),
+    "DP2xCP2": (4, "--cp", "2"),
+    "PP2xCP2": (4, "--cp", "2", "--pp", "2"),
 }
 MICROBATCHES = ("1", "3", "4")
 REGIMES = ("average", "per-token")
 SINGLE = {
-    "TP 2": (2, "--tp", "2"),
-    "TP 2, sequence parallel": (2, "--tp", "2", "--sp"),
-    "TP 2 x CP 2, sequence parallel": (4, "--tp", "2", "--cp", "2", "--sp"),
-    "DP 2 x CP 2": (4, "--cp", "2"),
-    "PP 2": (2, "--pp", "2"),
+    "TP2": (2, "--tp", "2"),
+    "TP2-SP": (2, "--tp", "2", "--sp"),
+    "TP2xCP2-SP": (4, "--tp", "2", "--cp", "2", "--sp"),
+    "DP2xCP2": (4, "--cp", "2"),
+    "PP2": (2, "--pp", "2"),
 }
 
 

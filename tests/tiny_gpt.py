@@ -4,6 +4,8 @@ import megatron_lossagg.cpu as cpu
 
 cpu.install()
 
+import itertools  # noqa: E402
+
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
@@ -38,8 +40,10 @@ def config_of(*, per_token=False, sequence_parallel=False, parallel=True, **more
             "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
             "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
             "context_parallel_size": parallel_state.get_context_parallel_world_size(),
-            "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
         }
+    if parallel and "num_moe_experts" in more:
+        experts = parallel_state.get_expert_model_parallel_world_size()
+        sizes["expert_model_parallel_size"] = experts
     dtype = torch.get_default_dtype()
     return TransformerConfig(
         num_layers=2,
@@ -95,7 +99,7 @@ def zigzag(offsets, cp_size, cp_rank):
     if cp_size == 1:
         return list(range(offsets[-1]))
     here = []
-    for begin, end in zip(offsets[:-1], offsets[1:], strict=True):
+    for begin, end in itertools.pairwise(offsets):
         size = (end - begin) // (2 * cp_size)
         for chunk in (cp_rank, 2 * cp_size - 1 - cp_rank):
             here += range(begin + chunk * size, begin + (chunk + 1) * size)
@@ -118,7 +122,7 @@ def microbatch(rows, indices, cp_size, cp_rank):
     here = zigzag(offsets, cp_size, cp_rank)
     dtype = torch.get_default_dtype()
     offsets_tensor = torch.tensor(offsets, dtype=torch.int32)
-    longest = max(b - a for a, b in zip(offsets[:-1], offsets[1:], strict=True))
+    longest = max(b - a for a, b in itertools.pairwise(offsets))
     return {
         "rows": [*indices, -1],
         "offsets": offsets_tensor,

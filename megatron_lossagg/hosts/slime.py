@@ -1,0 +1,179 @@
+"""Dr.GRPO's constant divisor in an unmodified slime or miles, by one flag.
+
+Both hosts call ``--custom-pg-loss-reducer-function-path`` once a microbatch with four
+positional arguments, and the result once with this context-parallel rank's policy losses
+of the response tokens. Afterwards the host itself multiplies by M and DP * CP and divides
+by B, its count of rollouts; so the reducer returns masked sum / L and nothing else::
+
+    --custom-pg-loss-reducer-function-path megatron_lossagg.hosts.slime.constant_40960
+
+The divisor stands in the name (``constant_40960``, ``constant_4e4``, ``constant_0p5``): the
+hosts resolve the path with ``getattr``, and this module answers any ``constant_<L>``. Or the
+divisor comes from the host's arguments, set by ``--custom-config-path``::
+
+    custom_pg_loss_reducer_function_path: megatron_lossagg.hosts.slime.constant_from_args
+    loss_aggregation: constant
+    loss_aggregation_divisor: 40960
+
+Only the policy loss goes through it: KL and entropy keep the host's own average. Sources:
+slime 624b824a ``policy_loss_function``, miles 31f1ca96 ``policy_loss_function``.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.counts import StepTotals
+from megatron_lossagg.errors import AggregationError, ContractError, LayoutError, ReducerError
+from megatron_lossagg.flags import aggregation_from_args
+from megatron_lossagg.layout import Layout
+from megatron_lossagg.plan import StepPlan
+from megatron_lossagg.reducer import mask_faults
+
+HubReducer = Callable[[Tensor], Tensor]
+HubFactory = Callable[[Sequence[int], Sequence[int], Sequence[Tensor], bool], HubReducer]
+
+_NAME = re.compile(r"constant_(.+)")
+_CALLS_BETWEEN_MASK_CHECKS = 64
+
+
+class ReducerNameError(AggregationError, AttributeError):
+    """A ``constant_<L>`` whose L is no divisor."""
+
+
+def constant_from_args(
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    loss_masks: Sequence[Tensor],
+    calculate_per_token_loss: bool = False,
+) -> HubReducer:
+    """Make a microbatch's reducer with the divisor of the host's own arguments.
+
+    Reads ``loss_aggregation`` and ``loss_aggregation_divisor`` of Megatron's ``get_args()``.
+    Raises :class:`AggregationError` for any other mode than ``constant``: the hub gives no
+    other counts.
+    """
+    aggregation = aggregation_from_args(_host_args())
+    if aggregation is None or aggregation.mode != "constant" or not aggregation.count_empty:
+        raise AggregationError(
+            f"the host's arguments ask for {aggregation}: this hub can only do constant, with "
+            "empty samples counted; set loss_aggregation: constant and loss_aggregation_divisor"
+        )
+    factory = _factory(float(aggregation.divisor or 0))
+    return factory(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)
+
+
+def __getattr__(name: str) -> HubFactory:
+    """Answer ``constant_<L>``; the same name gives the same factory."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}; it has constant_from_args and, for "
+            "any divisor L, constant_<L>, such as constant_40960 or constant_0p5"
+        )
+    try:
+        divisor = float(match[1].replace("p", "."))
+        Aggregation("constant", divisor=divisor)
+    except ValueError as error:
+        raise ReducerNameError(
+            f"{name!r}: {match[1]!r} is no divisor: write a finite number above 0 such as "
+            "constant_40960, with p for the decimal point"
+        ) from error
+    return _factory(divisor)
+
+
+@cache
+def _factory(divisor: float) -> HubFactory:
+    masked_sum_over_constant = Aggregation("token_sum", divisor=divisor)
+    calls = 0
+
+    def get_pg_loss_reducer(
+        total_lengths: Sequence[int],
+        response_lengths: Sequence[int],
+        loss_masks: Sequence[Tensor],
+        calculate_per_token_loss: bool = False,
+    ) -> HubReducer:
+        """Slice the whole response masks for this rank; returns masked sum / L.
+
+        ``loss_masks``: one 0/1 mask ``[response]`` a sample, not sliced. No collective; one host
+        sync in 64 calls, to learn whether a CUDA mask held something else than 0 and 1.
+        """
+        nonlocal calls
+        calls += 1
+        if calls % _CALLS_BETWEEN_MASK_CHECKS == 0 and mask_faults.take():
+            raise ReducerError("a CUDA loss mask of the last microbatches held values but 0 and 1")
+        if calculate_per_token_loss:
+            raise ContractError(
+                "with --calculate-per-token-loss the host divides by all tokens, and the constant "
+                "would be lost: drop that flag to train with a constant divisor"
+            )
+        cp_size, cp_rank = _context_parallel()
+        _refuse_bshd(cp_size)
+        lengths = [mask.numel() for mask in loss_masks]
+        if lengths != [int(n) for n in response_lengths]:
+            raise LayoutError(
+                f"loss masks of {lengths[:6]} tokens for responses of "
+                f"{list(response_lengths)[:6]}: "
+                "one whole mask a sample, before slicing for context parallelism"
+            )
+        layout = Layout.response_zigzag(
+            total_lengths, response_lengths, cp_size=cp_size, cp_rank=cp_rank
+        )
+        mask = torch.cat(list(loss_masks)) if loss_masks else torch.zeros(0, dtype=torch.bool)
+        plan = _plan_of(masked_sum_over_constant, lengths)
+        return plan.reducer(range(len(lengths)), mask, layout)
+
+    return get_pg_loss_reducer
+
+
+def _plan_of(aggregation: Aggregation, response_lengths: list[int]) -> StepPlan:
+    """Plan one microbatch; the host owns the step, and token_sum needs no count of it."""
+    return StepPlan(
+        aggregation=aggregation,
+        totals=StepTotals(),
+        active_tokens=np.array(response_lengths, dtype=np.int64),
+        num_microbatches=None,
+        data_parallel_size=1,
+        sample_tokens=None,
+        prompt_tokens=None,
+        microbatch_tokens=None,
+    )
+
+
+def _context_parallel() -> tuple[int, int]:
+    """Size and rank: miles' own state where miles runs (also without Megatron), else Megatron's."""
+    miles = sys.modules.get("miles.backends.training_utils.parallel")
+    if miles is not None:
+        cp = miles.get_parallel_state().cp
+        return int(cp.size), int(cp.rank)
+    from megatron.core import parallel_state
+
+    return (
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_context_parallel_rank(),
+    )
+
+
+def _host_args() -> Any:
+    from megatron.training.global_vars import get_args
+
+    return get_args()
+
+
+def _refuse_bshd(cp_size: int) -> None:
+    if cp_size == 1 or "megatron.training.global_vars" not in sys.modules:
+        return
+    if getattr(_host_args(), "qkv_format", "thd") != "thd":
+        raise LayoutError(
+            "bshd with context parallelism cuts by max_seq_len, which this hub is not given: use "
+            "--qkv-format thd, or context parallel size 1"
+        )

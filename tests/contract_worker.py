@@ -1,0 +1,334 @@
+"""What the contract refuses and keeps account of, on a live model; DP 2, two processes."""
+
+import contextlib
+import re
+import types
+
+import pytest
+import tiny_gpt
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+import megatron_lossagg.cpu as cpu
+from megatron_lossagg import Aggregation, MegatronContract, Sequences, StepTotals, plan_step
+from megatron_lossagg.contract import _check_config, _checked_regime
+from megatron_lossagg.errors import ContractError
+
+CONSTANT = Aggregation("constant", divisor=10)
+
+
+@contextlib.contextmanager
+def refused(*words):
+    """The block raises a ContractError whose message has all the words."""
+    with pytest.raises(ContractError) as caught:
+        yield
+    for word in words:
+        assert re.search(word, str(caught.value)), (word, str(caught.value))
+
+
+def a_plan(contract, active=(3, 2), **options):
+    sequences = Sequences(active_tokens=list(active), **options)
+    return plan_step(CONSTANT, sequences, group=contract.dp_group)
+
+
+def a_reducer(contract, plan, rows):
+    offsets = torch.arange(len(rows) + 1) * 4
+    mask = torch.zeros(4 * len(rows), dtype=torch.int64)
+    for position, row in enumerate(rows):
+        if row >= 0:
+            mask[4 * position : 4 * position + int(plan.active_tokens[row])] = 1
+    return plan.reducer(rows, mask, contract.thd(offsets))
+
+
+def share_of(reducer):
+    return reducer(torch.ones(reducer.layout.num_local_tokens, requires_grad=True))
+
+
+def returns(step, contract, plan, rows):
+    reducer = a_reducer(contract, plan, rows)
+    share = share_of(reducer)
+    return step.returns(share, reducer, report={"loss": share})
+
+
+def check_unwrapped_chunk_is_refused(chunk, contract):
+    with refused("GPTModel", "DistributedDataParallel", "after wrapping"):
+        MegatronContract.read(chunk.module)
+
+
+def check_fsdp_is_refused_by_name(chunk, contract):
+    class FullyShardedDataParallel(torch.nn.Module):
+        pass
+
+    with refused("FSDP"):
+        _checked_regime([FullyShardedDataParallel()])
+
+
+def check_old_megatron_is_refused(chunk, contract):
+    import megatron.core
+
+    now = megatron.core.__version__
+    megatron.core.__version__ = "0.12.3"
+    try:
+        with refused(r"0\.12\.3", r"megatron-core>=0\.13"):
+            MegatronContract.read(chunk)
+    finally:
+        megatron.core.__version__ = now
+
+
+def check_regime_flipped_after_wrapping_is_refused(chunk, contract):
+    chunk.config.calculate_per_token_loss = True
+    try:
+        with refused("frozen", "--calculate-per-token-loss", "average regime|per-token regime"):
+            MegatronContract.read(chunk)
+        with refused("wrapped in the average regime"):
+            contract.step(a_plan(contract), num_microbatches=2)
+    finally:
+        chunk.config.calculate_per_token_loss = False
+
+
+def check_expert_buffer_scaled_for_the_other_regime_is_refused(chunk, contract):
+    config = tiny_gpt.config_of(per_token=True, num_moe_experts=2, add_bias_linear=False)
+    moe = tiny_gpt.wrapped(config)
+    assert MegatronContract.read(moe).regime == "per-token"
+    moe.expert_parallel_buffers[0].gradient_scaling_factor = 0.5
+    with refused(r"0\.5", "frozen"):
+        MegatronContract.read(moe)
+
+
+def check_router_built_in_the_other_regime_is_refused(chunk, contract):
+    config = tiny_gpt.config_of(num_moe_experts=2, add_bias_linear=False)
+    model = tiny_gpt.gpt(config, cpu.gpt_layer_spec(config))
+    config.calculate_per_token_loss = True  # between building and wrapping
+    moe = DistributedDataParallel(
+        config, DistributedDataParallelConfig(grad_reduce_in_fp32=False), model
+    )
+    with refused("router was built with calculate_per_token_loss=False"):
+        MegatronContract.read(moe)
+
+
+def check_hybrid_context_parallelism_is_refused(chunk, contract):
+    config = tiny_gpt.config_of()
+    config.hybrid_context_parallel = True
+    with refused("hybrid", "--hybrid-context-parallel"):
+        _check_config(config, 1)
+
+
+def check_full_iteration_graphs_are_refused(chunk, contract):
+    config = tiny_gpt.config_of(cuda_graph_impl="local", cuda_graph_scope="full_iteration")
+    with refused("full-iteration", "freezes K"):
+        _check_config(config, 1)
+
+
+def check_interleaving_over_two_stages_needs_overlap(chunk, contract):
+    config = tiny_gpt.config_of()
+    config.pipeline_model_parallel_size = 2
+    with refused("overlap_p2p_comm=True and batch_p2p_comm=False"):
+        _check_config(config, 2)
+    config.overlap_p2p_comm, config.batch_p2p_comm = True, False
+    _check_config(config, 2)
+
+
+def check_no_finalize_is_refused_except_for_evaluation(chunk, contract):
+    finalize, chunk.config.finalize_model_grads_func = chunk.config.finalize_model_grads_func, None
+    try:
+        with refused("finalize_model_grads_func"):
+            contract.step(a_plan(contract), num_microbatches=1)
+        step = contract.step(a_plan(contract), num_microbatches=1, forward_only=True)
+        returns(step, contract, step.plan, [0, 1])
+        step.close()
+    finally:
+        chunk.config.finalize_model_grads_func = finalize
+
+
+def check_ranks_that_disagree_on_the_aggregation_all_hear_of_it(chunk, contract):
+    mine = Aggregation("constant", divisor=10 + dist.get_rank())
+    with refused("rank 0 has .*1/\\(B 10\\)", "rank 1 has .*1/\\(B 11\\)", "same flags"):
+        MegatronContract.read(chunk, aggregation=mine)
+
+
+def check_a_refusal_on_one_rank_reaches_all(chunk, contract):
+    model = chunk.module if dist.get_rank() == 1 else chunk
+    with refused("rank 1: got a GPTModel"):
+        MegatronContract.read(model)
+
+
+def check_a_row_in_two_microbatches_is_named(chunk, contract):
+    plan = a_plan(contract, active=(3, 2, 1))
+    step = contract.step(plan, num_microbatches=2)
+    returns(step, contract, plan, [0, 1])
+    with refused("row 1 is in two microbatches", "trained once"):
+        returns(step, contract, plan, [1, 2])
+    contract._last_step = None
+
+
+def check_rows_in_no_microbatch_are_named(chunk, contract):
+    plan = a_plan(contract, active=(3, 2, 1))
+    step = contract.step(plan, num_microbatches=2)
+    returns(step, contract, plan, [0, -1])
+    with refused("1 of 3 rows", r"\(1\)"):
+        returns(step, contract, plan, [2])
+    contract._last_step = None
+
+
+def check_the_same_microbatch_twice_is_no_doubling(chunk, contract):
+    plan = a_plan(contract)
+    step = contract.step(plan, num_microbatches=2)
+    for rows in ([0], [0], [1], [1]):  # the rerun machine
+        returns(step, contract, plan, rows)
+    step.close()
+
+
+def check_more_calls_than_planned_are_refused(chunk, contract):
+    plan = a_plan(contract)
+    step = contract.step(plan, num_microbatches=1)
+    returns(step, contract, plan, [0, 1])
+    with refused("more than the 1 planned"):
+        returns(step, contract, plan, [-1])
+    contract._last_step = None
+
+
+def check_fewer_calls_than_planned_are_refused_on_close_and_by_the_next_step(chunk, contract):
+    plan = a_plan(contract)
+    step = contract.step(plan, num_microbatches=3)
+    returns(step, contract, plan, [0, 1])
+    with refused("ran for 1 microbatches, 3 were planned"):
+        step.close()
+    contract.step(plan, num_microbatches=2)
+    with refused("ran for 0 microbatches, 2 were planned"):
+        contract.step(plan, num_microbatches=2)
+
+
+def check_another_m_than_the_plan_is_refused(chunk, contract):
+    plan = a_plan(contract, microbatch=[0, 1], num_microbatches=2)
+    with refused("made for 2 microbatches", "runs 3"):
+        contract.step(plan, num_microbatches=3)
+    with refused("at least 1"):
+        contract.step(a_plan(contract), num_microbatches=0)
+
+
+def check_per_token_needs_n_and_an_int32(chunk, contract):
+    config = tiny_gpt.config_of(per_token=True)
+    per_token = MegatronContract.read(tiny_gpt.wrapped(config))
+    sequences = Sequences(active_tokens=[3, 2])
+    unknown = plan_step(CONSTANT, sequences, totals=StepTotals(samples=4))
+    with refused("active tokens", "StepTotals\\(active_tokens"):
+        per_token.step(unknown, num_microbatches=1)
+    huge = StepTotals(samples=4, active_tokens=2**31)
+    with refused("2147483648", "int32"):
+        per_token.step(plan_step(CONSTANT, sequences, totals=huge), num_microbatches=1)
+    assert contract.step(plan_step(CONSTANT, sequences, totals=huge), num_microbatches=1)
+    contract._last_step = None
+
+
+def check_a_share_is_a_scalar(chunk, contract):
+    plan = a_plan(contract)
+    step = contract.step(plan, num_microbatches=1)
+    reducer = a_reducer(contract, plan, [0, 1])
+    with refused("0-dim floating-point"):
+        step.returns(torch.ones(2), reducer)
+    with refused("kl is", "0-dim floating-point"):
+        step.returns(share_of(reducer), reducer, report={"kl": torch.ones(1)})
+    contract._last_step = None
+
+
+def check_a_reducer_of_another_step_is_refused(chunk, contract):
+    step = contract.step(a_plan(contract), num_microbatches=1)
+    other = a_reducer(contract, a_plan(contract, active=(1, 1, 1)), [0, 1, 2])
+    with refused("of a step of 3 rows, this one has 2"):
+        step.returns(share_of(other), other)
+    contract._last_step = None
+
+
+def check_what_is_returned_is_what_the_schedule_can_take(chunk, contract):
+    plan = a_plan(contract)
+    step = contract.step(plan, num_microbatches=4)
+    reducer = a_reducer(contract, plan, [0, 1])
+    share = share_of(reducer)
+    loss, num_tokens, report = step.returns(share, reducer, report={"loss": share})
+    assert step.factor == 4 * 2
+    assert not loss.is_leaf
+    assert loss._base is None
+    assert loss.data_ptr() != share.data_ptr()
+    assert (num_tokens.dtype, num_tokens.dim(), num_tokens.item()) == (torch.int32, 0, 1)
+    before = {name: value.clone() for name, value in report.items()}
+    loss /= 7  # the schedule scales in place
+    assert all(torch.equal(report[name], before[name]) for name in report)
+    assert not any(value.requires_grad for value in report.values())
+    assert set(report) == {"loss", "lossagg/weight_sum", "lossagg/weight_expected"}
+    contract._last_step = None
+
+
+def check_the_start_line_names_mode_formula_regime_and_k(chunk, contract):
+    line = contract.describe(CONSTANT)
+    for word in ("constant", "1/(B 10)", "average", "M DP CP", "DP 2"):
+        assert word in line, (word, line)
+
+
+def check_a_step_without_active_tokens_has_zero_gradient(chunk, contract):
+    import warnings
+
+    for per_token in (False, True):
+        live = tiny_gpt.wrapped(tiny_gpt.config_of(per_token=per_token))
+        its = MegatronContract.read(live)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            sequences = Sequences(active_tokens=[0])
+            plan = plan_step(Aggregation("token_mean"), sequences, group=its.dp_group)
+        assert [str(w.message) for w in caught] == [
+            "the step has no active token: its loss and gradient are zero"
+        ]
+        step = its.step(plan, num_microbatches=1)
+        row = {"tokens": [1, 2, 3], "coefficient": [1.0, 1.0], "trained": [0, 0]}
+        batch = tiny_gpt.microbatch([row], [0], 1, 0)
+
+        def forward_step(iterator, model, batch=batch, plan=plan, its=its, step=step):
+            logits = model(
+                batch["tokens"], batch["positions"], None, packed_seq_params=batch["packed"]
+            )
+
+            def loss_func(logits):
+                reducer = plan.reducer(batch["rows"], batch["mask"], its.thd(batch["offsets"]))
+                share = reducer(logits[0].logsumexp(-1))
+                return step.returns(share, reducer, report={"loss": share})
+
+            return logits, loss_func
+
+        live.zero_grad_buffer()
+        data = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter([batch]),
+            model=[live],
+            num_microbatches=1,
+            seq_length=64,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        step.close()
+        assert live.buffers[0].grad_data.count_nonzero() == 0
+        assert tiny_gpt.reported(data, "loss") == 0
+
+
+def main():
+    tiny_gpt.start(ep=2)
+    chunk = tiny_gpt.wrapped(tiny_gpt.config_of())
+    contract = MegatronContract.read([chunk], aggregation=CONSTANT)
+    checks = {
+        name: check
+        for name, check in globals().items()
+        if name.startswith("check_") and isinstance(check, types.FunctionType)
+    }
+    for name, check in checks.items():
+        try:
+            check(chunk, contract)
+        except Exception as error:
+            print(f"FAILED {name}: {type(error).__name__}: {error}", flush=True)
+            raise
+        if dist.get_rank() == 0:
+            print(f"HELD {name}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
