@@ -1,0 +1,264 @@
+"""A core attention for context parallelism in plain PyTorch.
+
+Megatron-Core's own ``DotProductAttention`` knows neither packed sequences nor context
+parallelism; Transformer Engine's knows both and needs a GPU. This one computes the same
+function on any device and in any dtype.
+
+Shape suffixes: t = tokens this rank holds, k = tokens of all context-parallel ranks
+(gathered), S1 = packed rows + 1, C = context-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from megatron_lossagg.errors import LossAggregationError
+
+_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+
+
+class UnsupportedModelError(LossAggregationError, ValueError):
+    """A model or batch that the CPU room does not build or compute."""
+
+
+class ContextParallelAttention(torch.nn.Module):
+    """Causal attention with the keys and values of all context-parallel ranks.
+
+    Goes into the ``core_attention`` slot of ``SelfAttentionSubmodules``. A row padded to
+    a multiple of 2 CP is cut into 2 CP chunks and rank r holds the chunks r and
+    2 CP - 1 - r, in that order. Keys and values are gathered in one collective; its
+    backward sums the ranks' gradients into the owner's (a reduce-scatter). Both are
+    ``megatron.core.tensor_parallel.mappings.gather_from_sequence_parallel_region``.
+    Queries stay, and see a gathered token of their own row at or before their own
+    position. No host sync.
+
+    The context-parallel size is ``config.context_parallel_size``; at 1 there is no
+    collective, whatever the groups are. (Rotary embeddings read the size of the
+    *group* instead: such a model in a context-parallel job also wants a
+    ``pg_collection`` whose ``cp`` is a group of this rank alone.)
+
+    Packed rows (``qkv_format="thd"``) lie at ``cu_seqlens_q_padded``, or ``cu_seqlens_q``
+    where no padded offsets are given. Padding follows the row's tokens, which therefore
+    never see it. The mask is dense, one bool for each pair of a local and a gathered
+    token (T^2 / CP bytes, kept as long as its ``cu_seqlens``): meant for small models.
+
+    ``attention_mask`` is not read, as in Transformer Engine under a causal mask type.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        model_comm_pgs: Any = None,
+    ) -> None:
+        super().__init__()
+        del layer_number, cp_comm_type
+        _check_supported(config, attn_mask_type, attention_type)
+        self.config = config
+        self.attn_mask_type = attn_mask_type
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.cp_size: int = config.context_parallel_size
+        self.cp_group: Any = None
+        self.cp_rank = 0
+        if self.cp_size > 1:
+            # Megatron-Core 0.13 and 0.14 call the process groups model_comm_pgs.
+            groups = pg_collection or model_comm_pgs
+            self.cp_group = groups.cp if groups else parallel_state.get_context_parallel_group()
+            self.cp_rank = self.cp_group.rank()
+            if self.cp_group.size() != self.cp_size:
+                raise UnsupportedModelError(
+                    f"config.context_parallel_size is {self.cp_size}, the context-parallel group "
+                    f"has {self.cp_group.size()} ranks: give both the same size, or 1 to the config"
+                )
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """Attend; one all-gather over the context-parallel group, none at CP 1.
+
+        ``query`` [t, heads, d] or [s, b, heads, d]; ``key`` and ``value`` the same with
+        their own number of heads, a divisor. Returns [t, heads * d] or [s, b, heads * d],
+        in the query's dtype.
+        """
+        del attention_mask
+        self._check_call(attn_mask_type, attention_bias, packed_seq_params)
+        if self.cp_size > 1:
+            key, value = self._gather(key, value)
+        num_repeats = query.size(-2) // key.size(-2)
+        if num_repeats > 1:
+            key, value = (x.repeat_interleave(num_repeats, dim=-2) for x in (key, value))
+        packed = packed_seq_params is not None
+        if packed:
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        mask_tk = self._mask(query, packed_seq_params)
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        output = self._attend(query, key, value, mask_tk)
+        output = output.permute(2, 0, 1, 3).flatten(2)
+        return output.squeeze(1) if packed else output.contiguous()
+
+    def _gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        both = tensor_parallel.gather_from_sequence_parallel_region(
+            torch.cat([key, value], dim=-1), group=self.cp_group
+        )
+        key, value = both.split([key.size(-1), value.size(-1)], dim=-1)
+        return key, value
+
+    def _mask(self, query: Tensor, packed_seq_params: Any) -> Tensor | None:
+        num_tokens = query.size(0)
+        if packed_seq_params is not None:
+            offset_S1 = packed_seq_params.cu_seqlens_q_padded
+            if offset_S1 is None:
+                offset_S1 = packed_seq_params.cu_seqlens_q
+            return _cached_causal_mask(
+                offset_S1, num_tokens, self.cp_size, self.cp_rank, query.device
+            )
+        if self.cp_size == 1:
+            return None
+        offset_S1 = torch.tensor([0, num_tokens * self.cp_size])
+        return _causal_mask(offset_S1, num_tokens, self.cp_size, self.cp_rank, query.device)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask_tk: Tensor | None) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        # Tensor-parallel ranks hold different heads, so they drop by different random states,
+        # as in Megatron-Core's DotProductAttention.
+        fork = dropout > 0 and not self.config.sequence_parallel
+        with tensor_parallel.get_cuda_rng_tracker().fork() if fork else nullcontext():
+            return F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask_tk,
+                dropout_p=dropout,
+                is_causal=mask_tk is None,
+                scale=self.softmax_scale,
+            )
+
+    def _check_call(
+        self,
+        attn_mask_type: AttnMaskType | None,
+        attention_bias: Tensor | None,
+        packed_seq_params: Any,
+    ) -> None:
+        _check_mask_type(attn_mask_type or self.attn_mask_type)
+        if attention_bias is not None:
+            raise UnsupportedModelError("got an attention_bias, wanted None: it is not computed")
+        if packed_seq_params is None:
+            return
+        if packed_seq_params.qkv_format != "thd":
+            raise UnsupportedModelError(
+                f"got packed_seq_params with qkv_format {packed_seq_params.qkv_format!r}, wanted "
+                "'thd': pass packed_seq_params=None for sbhd"
+            )
+        if getattr(packed_seq_params, "local_cp_size", None) is not None:
+            raise UnsupportedModelError(
+                "got packed_seq_params.local_cp_size, a context-parallel size of the microbatch: "
+                "turn hybrid context parallelism off"
+            )
+
+
+def _check_supported(config: Any, attn_mask_type: AttnMaskType, attention_type: str) -> None:
+    _check_mask_type(attn_mask_type)
+    if attention_type != "self":
+        raise UnsupportedModelError(f"got attention_type {attention_type!r}, wanted 'self'")
+    if config.window_size is not None:
+        raise UnsupportedModelError(
+            f"got window_size {config.window_size}, wanted None: no sliding window is computed"
+        )
+    softmax_type = getattr(config, "softmax_type", "vanilla")
+    if softmax_type != "vanilla":
+        raise UnsupportedModelError(f"got softmax_type {softmax_type!r}, wanted 'vanilla'")
+
+
+def _check_mask_type(attn_mask_type: AttnMaskType) -> None:
+    if attn_mask_type not in _CAUSAL:
+        raise UnsupportedModelError(
+            f"got attention mask type {attn_mask_type.name!r}, wanted one of "
+            f"{[mask_type.name for mask_type in _CAUSAL]}: only decoders are computed"
+        )
+
+
+# One entry a cu_seqlens tensor: all layers of a microbatch share its mask.
+_masks: Any = WeakIdKeyDictionary()
+
+
+def _cached_causal_mask(
+    offset_S1: Tensor, num_tokens: int, cp_size: int, cp_rank: int, device: torch.device
+) -> Tensor:
+    # Hosts that fill one buffer for every microbatch are told apart by its version.
+    version = None if offset_S1.is_inference() else offset_S1._version
+    cache_key = (version, num_tokens, cp_size, cp_rank, device)
+    known = _masks.get(offset_S1)
+    if version is not None and known is not None and known[0] == cache_key:
+        cached: Tensor = known[1]
+        return cached
+    mask_tk = _causal_mask(offset_S1, num_tokens, cp_size, cp_rank, device)
+    _masks[offset_S1] = (cache_key, mask_tk)
+    return mask_tk
+
+
+def _causal_mask(
+    offset_S1: Tensor, num_tokens: int, cp_size: int, cp_rank: int, device: torch.device
+) -> Tensor:
+    """Say which gathered token each local token sees: bool [t, k], k = C t, ranks in order."""
+    offset_S1 = offset_S1.reshape(-1)
+    if offset_S1.device.type == "cpu":
+        _check_offsets(offset_S1, num_tokens, cp_size)
+    position_Ct, start_t = _zigzag_positions(offset_S1.to(device), num_tokens, cp_size)
+    key_k = position_Ct.reshape(1, -1)
+    return (start_t[:, None] <= key_k) & (key_k <= position_Ct[cp_rank][:, None])
+
+
+def _zigzag_positions(offset_S1: Tensor, num_tokens: int, cp_size: int) -> tuple[Tensor, Tensor]:
+    """Give each rank's tokens their position in the whole pack [C, t], and their row's start [t].
+
+    Tokens past the last offset count as one more row: they must not be NaN.
+    """
+    end = offset_S1.new_full((1,), num_tokens * cp_size)
+    offset_S1 = torch.cat([offset_S1, end]).long()
+    local_S1 = offset_S1 // cp_size
+    index_t = torch.arange(num_tokens, device=offset_S1.device)
+    row_t = torch.bucketize(index_t, local_S1[1:], right=True)
+    start_t, within_t = offset_S1[row_t], index_t - local_S1[row_t]
+    chunk_t = (offset_S1[row_t + 1] - start_t) // (2 * cp_size)
+    rank_C = torch.arange(cp_size, device=offset_S1.device)[:, None]
+    second_t = within_t >= chunk_t
+    first_position_Ct = start_t + rank_C * chunk_t + within_t
+    second_position_Ct = start_t + (2 * cp_size - 2 - rank_C) * chunk_t + within_t
+    return torch.where(second_t, second_position_Ct, first_position_Ct), start_t
+
+
+def _check_offsets(offset_S1: Tensor, num_tokens: int, cp_size: int) -> None:
+    length_S = offset_S1.diff()
+    if cp_size > 1 and bool((length_S % (2 * cp_size)).any()):
+        raise UnsupportedModelError(
+            f"got rows of {length_S.tolist()} tokens at context-parallel size {cp_size}: pad every "
+            f"row to a multiple of {2 * cp_size} and pass cu_seqlens_q_padded"
+        )
+    if int(offset_S1[-1]) > num_tokens * cp_size:
+        raise UnsupportedModelError(
+            f"cu_seqlens ends at {int(offset_S1[-1])}, this rank holds {num_tokens} tokens and "
+            f"{cp_size} ranks {num_tokens * cp_size}: give every rank its 1 / {cp_size} of each row"
+        )

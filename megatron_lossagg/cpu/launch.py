@@ -1,0 +1,97 @@
+"""Run a program on several processes of this machine, under torch's own launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+_MARK = "MEGATRON_LOSSAGG_LAUNCH"
+_GRACE_SECONDS = 2.0
+
+
+def launch(
+    command: Sequence[str],
+    *,
+    processes: int,
+    timeout: float | None = None,
+    env: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run ``command`` on ``processes`` ranks over loopback and return what it printed.
+
+    ``command`` is a Python script with its arguments, or ``["-m", module, ...]``. ``env`` is
+    added to this process's environment; each rank gets one OpenMP thread unless it says
+    otherwise. The rendezvous takes a free port, so several launches can run at once. When
+    one rank fails, ``torch.distributed.run`` ends the others. After ``timeout`` seconds
+    everything is killed and ``subprocess.TimeoutExpired`` raised, with the output so far.
+    Nothing is left running, whatever happens.
+    """
+    mark = uuid.uuid4().hex
+    arguments = _torchrun(command, processes)
+    process = subprocess.Popen(
+        arguments,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=_environment(env, mark),
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired as expired:
+        _kill(process, mark)
+        stdout, stderr = process.communicate()
+        raise subprocess.TimeoutExpired(
+            arguments, expired.timeout, output=stdout, stderr=stderr
+        ) from None
+    finally:
+        _kill(process, mark)
+    return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
+
+
+def _torchrun(command: Sequence[str], processes: int) -> list[str]:
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr=127.0.0.1",
+        f"--nproc-per-node={processes}",
+        *command,
+    ]
+
+
+def _environment(env: Mapping[str, str] | None, mark: str) -> dict[str, str]:
+    ours = {"OMP_NUM_THREADS": "1", _MARK: mark}
+    if sys.platform == "linux":
+        ours["GLOO_SOCKET_IFNAME"] = "lo"
+    return {**os.environ, **ours, **(env or {})}
+
+
+def _kill(process: subprocess.Popen[str], mark: str) -> None:
+    """Kill the launcher's process group, then every rank: ranks have sessions of their own."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while (ranks := _marked(mark)) and time.monotonic() < deadline:
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _marked(mark: str) -> list[int]:
+    """Find the processes that inherited this launch's mark; Linux only, else none."""
+    wanted = f"{_MARK}={mark}".encode()
+    found = []
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if wanted in environ.read_bytes().split(b"\0"):
+                found.append(int(environ.parent.name))
+    return found

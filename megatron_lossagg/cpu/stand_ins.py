@@ -1,0 +1,287 @@
+"""Stand-ins for what Megatron-Core takes from CUDA, so that it trains on a CPU with gloo.
+
+Megatron-Core asks CUDA for a device, a random state, streams and two host-side
+promises. Each of those names is replaced by one that answers for the host; the
+table ``STAND_INS`` is all that is replaced. Nothing in it computes: schedules,
+distributed data parallelism, ``finalize_model_grads`` and the optimizers run as
+Megatron-Core ships them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import pkgutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed
+
+from megatron_lossagg.errors import LossAggregationError
+
+_HOST = torch.device("cpu")
+
+
+class CudaPresentError(LossAggregationError, RuntimeError):
+    """Stand-ins for CUDA were asked for on a machine that has CUDA."""
+
+
+class InstallOrderError(LossAggregationError, RuntimeError):
+    """Megatron-Core was imported before the stand-ins it binds at import."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StandIn:
+    """One replaced name."""
+
+    name: str
+    """Dotted path of what is replaced."""
+
+    replacement: str
+    """What answers in its place."""
+
+    needed_by: str
+    """A Megatron-Core symbol that does not run on a CPU without it."""
+
+    make: Callable[[Any], Any] = field(repr=False)
+    """Builds the replacement from the original, ``None`` where there is none."""
+
+
+class _HostStream:
+    """A stream of a device that has finished everything it was ever given."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        del args, kwargs
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _HostStream)
+
+    __hash__ = object.__hash__
+
+    def record_event(self, *args: object) -> _HostStream:
+        """Answer with itself: what has been submitted is done."""
+        del args
+        return self
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+
+class _HostGenerators:
+    """Answers every CUDA index with the host's random generator."""
+
+    def __getitem__(self, index: object) -> torch.Generator:
+        return torch.default_generator
+
+
+def _is_cuda(device: object) -> bool:
+    if isinstance(device, torch.device | str):
+        return torch.device(device).type == "cuda"
+    return isinstance(device, int)
+
+
+def _on_host(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def create(
+        *args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any
+    ) -> torch.Tensor:
+        del pin_memory  # Pinning asks for an accelerator; the result is the same without.
+        return factory(*args, device=_HOST if _is_cuda(device) else device, **kwargs)
+
+    return create
+
+
+def _cuda_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = original(self, *args, **kwargs)
+        if isinstance(answer, str) and not answer.startswith("torch.cuda."):
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
+
+    return type_
+
+
+def _splits_as_lists(original: Callable[..., Any]) -> Callable[..., Any]:
+    def as_list(splits: Any) -> Any:
+        return splits.tolist() if isinstance(splits, torch.Tensor) else splits
+
+    @functools.wraps(original)
+    def all_to_all_single(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        return original(
+            output, input, as_list(output_split_sizes), as_list(input_split_sizes), *args, **kwargs
+        )
+
+    return all_to_all_single
+
+
+def _always(answer: Any) -> Callable[[Any], Callable[..., Any]]:
+    return lambda original: lambda *args, **kwargs: answer
+
+
+def _instead(replacement: Any) -> Callable[[Any], Any]:
+    return lambda original: replacement
+
+
+def _host_random_state(*args: object, **kwargs: object) -> torch.Tensor:
+    return torch.default_generator.get_state()
+
+
+def _host_manual_seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+
+
+def _call_now(callback: Callable[[], None], **kwargs: object) -> None:
+    callback()
+
+
+STAND_INS: tuple[StandIn, ...] = (
+    StandIn(
+        name="torch.cuda.current_device",
+        replacement="torch.device('cpu')",
+        needed_by="megatron.core.distributed.param_and_grad_buffer._ParamAndGradBuffer",
+        make=_always(_HOST),
+    ),
+    StandIn(
+        name="torch.tensor",
+        replacement="itself, with device cuda read as cpu and without pinning",
+        needed_by="megatron.core.optimizer.clip_grads.get_grad_norm_fp32",
+        make=_on_host,
+    ),
+    StandIn(
+        name="torch.zeros",
+        replacement="itself, with device cuda read as cpu",
+        needed_by="megatron.core.pipeline_parallel.schedules.forward_backward_no_pipelining",
+        make=_on_host,
+    ),
+    StandIn(
+        name="torch.ones",
+        replacement="itself, with device cuda read as cpu",
+        needed_by="megatron.core.transformer.utils.get_default_causal_mask",
+        make=_on_host,
+    ),
+    StandIn(
+        name="torch.Tensor.cuda",
+        replacement="the tensor itself",
+        needed_by="megatron.core.tensor_parallel.data.broadcast_data",
+        make=_instead(lambda self, *args, **kwargs: self),
+    ),
+    StandIn(
+        name="torch.Tensor.type",
+        replacement="the name of the CUDA tensor type of the same dtype",
+        needed_by="megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params",
+        make=_cuda_type_name,
+    ),
+    StandIn(
+        name="torch.cuda.manual_seed",
+        replacement="seeds the host's generator",
+        needed_by="megatron.core.tensor_parallel.random.CudaRNGStatesTracker.add",
+        make=_instead(_host_manual_seed),
+    ),
+    StandIn(
+        name="torch.cuda.get_rng_state",
+        replacement="the state of the host's generator",
+        needed_by="megatron.core.tensor_parallel.random.CudaRNGStatesTracker.add",
+        make=_instead(_host_random_state),
+    ),
+    StandIn(
+        name="torch.cuda.random.get_rng_state",
+        replacement="the state of the host's generator",
+        needed_by="megatron.core.tensor_parallel.random.CudaRNGStatesTracker.fork",
+        make=_instead(_host_random_state),
+    ),
+    StandIn(
+        name="torch.cuda.default_generators",
+        replacement="the host's generator at every index",
+        needed_by="megatron.core.tensor_parallel.random._set_cuda_rng_state",
+        make=_instead(_HostGenerators()),
+    ),
+    StandIn(
+        name="torch.cuda._lazy_call",
+        replacement="calls at once instead of waiting for CUDA to start",
+        needed_by="megatron.core.tensor_parallel.random._set_cuda_rng_state",
+        make=_instead(_call_now),
+    ),
+    StandIn(
+        name="torch.cuda.synchronize",
+        replacement="returns at once",
+        needed_by="megatron.core.pipeline_parallel.p2p_communication.P2PCommunicator",
+        make=_always(None),
+    ),
+    StandIn(
+        name="torch.cuda.Stream",
+        replacement="a stream that has always finished",
+        needed_by="megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher",
+        make=_instead(_HostStream),
+    ),
+    StandIn(
+        name="torch.cuda.current_stream",
+        replacement="a stream that has always finished",
+        needed_by="megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher",
+        make=_always(_HostStream()),
+    ),
+    StandIn(
+        name="torch.cuda.stream",
+        replacement="a context that changes nothing",
+        needed_by="megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher",
+        make=_always(contextlib.nullcontext()),
+    ),
+    StandIn(
+        name="torch.distributed.all_to_all_single",
+        replacement="itself, with split sizes given as tensors read as lists",
+        needed_by="megatron.core.tensor_parallel.mappings.all_to_all",
+        make=_splits_as_lists,
+    ),
+    StandIn(
+        name="megatron.core.transformer.moe.moe_utils.te_general_gemm",
+        replacement="None where the import without Transformer Engine leaves the name undefined",
+        needed_by="megatron.core.transformer.moe.moe_utils.RouterGatingLinearFunction",
+        make=lambda original: original,
+    ),
+)
+
+_originals: dict[str, Any] = {}
+
+
+def install(*, allow_cuda: bool = False) -> None:
+    """Replace every name in ``STAND_INS`` in this process, once; later calls do nothing.
+
+    Call it before anything imports Megatron-Core, which binds some of the names at
+    import; it imports Megatron-Core itself. There is no way back but a new process.
+    ``allow_cuda=True`` keeps a machine with CUDA on its CPU.
+    """
+    if _originals:
+        return
+    if torch.cuda.is_available() and not allow_cuda:
+        raise CudaPresentError(
+            f"torch.cuda is available ({torch.cuda.device_count()} devices), and the stand-ins are "
+            "for machines without it: leave install() out to train on the GPU, or call "
+            "install(allow_cuda=True) to stay on the CPU"
+        )
+    if "megatron.core" in sys.modules:
+        raise InstallOrderError(
+            "megatron.core is imported already and has bound CUDA's own functions: call "
+            "megatron_lossagg.cpu.install() before the first import of megatron"
+        )
+    for stand_in in STAND_INS:
+        owner_name, _, attribute = stand_in.name.rpartition(".")
+        owner = _owner(owner_name)
+        _originals[stand_in.name] = original = getattr(owner, attribute, None)
+        setattr(owner, attribute, stand_in.make(original))
+
+
+def _owner(name: str) -> Any:
+    if name.startswith("megatron."):
+        return importlib.import_module(name)  # pkgutil would hide why an import fails
+    return pkgutil.resolve_name(name)

@@ -1,0 +1,147 @@
+"""The slime/miles hub on live Megatron-Core, DP 2 x CP 2: the host's own scaling around it.
+
+The host's part is written here from its source (slime 624b824a ``loss_function``): three
+outputs with num_tokens 1, loss * M / B * (DP * CP), average regime.
+"""
+
+import importlib
+import itertools
+import sys
+
+import oracle
+import tiny_gpt
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from step_data import make_rows
+
+import megatron_lossagg.cpu as cpu
+
+L = 40.0
+PROMPTS = [3, 1, 2, 1, 4, 2, 1, 9, 3, 6, 1, 2, 1, 5]
+
+
+def load_function(path):
+    """The hosts' way from a path to a function: dots only."""
+    module, _, attribute = path.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def samples():
+    """Whole token lists with a prompt length and a response mask each."""
+    rows = []
+    for row, prompt in zip(make_rows(), PROMPTS, strict=True):
+        total = len(row["tokens"]) + prompt
+        tokens = [5] * prompt + row["tokens"]
+        # Masks cover the response; the last token of it is trained as well.
+        mask = [*row["trained"], 1]
+        rows.append({"tokens": tokens, "response": total - prompt, "mask": mask})
+    rows[4]["mask"] = [0] * rows[4]["response"]
+    return rows
+
+
+def reference(path):
+    """Loss and gradients by the oracle, on one process from unpacked rows."""
+    tiny_gpt.start()
+    model = tiny_gpt.gpt(tiny_gpt.config_of(), get_gpt_layer_local_spec())
+    live = []
+    for number, row in enumerate(samples()):
+        tokens = torch.tensor(row["tokens"])
+        logits = model(tokens[None, :-1], torch.arange(len(tokens) - 1)[None], None)[0]
+        nll = -torch.log_softmax(logits, -1).gather(1, tokens[1:, None]).squeeze(1)
+        x = list(nll[-row["response"] :])
+        live.append({"x": x, "counted": row["mask"], "trained": row["mask"], "sample": number})
+    loss = oracle.step_loss("constant", live, divisor=L)
+    named = {shard.name: shard.parameter for shard in cpu.named_shards([model])}
+    grads = torch.autograd.grad(loss, list(named.values()))
+    torch.save((loss.item(), dict(zip(named, grads, strict=True))), path)
+
+
+def packed(rows, cp_size, cp_rank):
+    """One microbatch as the host packs it: whole rows padded to 2 CP, zigzag per row."""
+    tokens, positions, offsets, picks = [], [], [0], []
+    for row in rows:
+        total = len(row["tokens"])
+        padded = total + -total % (2 * cp_size)
+        tokens += row["tokens"] + [0] * (padded - total)
+        positions += range(padded)
+        first = total - row["response"] - 1
+        picks += [
+            row["tokens"][place + 1] if first <= place < total - 1 else -1
+            for place in range(padded)
+        ]
+        offsets.append(len(tokens))
+    here = tiny_gpt.zigzag(offsets, cp_size, cp_rank)
+    cu = torch.tensor(offsets, dtype=torch.int32)
+    longest = max(b - a for a, b in itertools.pairwise(offsets))
+    return {
+        "tokens": torch.tensor(tokens)[here][None],
+        "positions": torch.tensor(positions)[here][None],
+        "target": torch.tensor(picks)[here],
+        "total_lengths": [len(row["tokens"]) for row in rows],
+        "response_lengths": [row["response"] for row in rows],
+        "masks": [torch.tensor(row["mask"], dtype=torch.int32) for row in rows],
+        "packed": PackedSeqParams("thd", cu, cu, cu, cu, longest, longest),
+    }
+
+
+def compare(path):
+    tiny_gpt.start(cp=2)
+    loss, grads = torch.load(path)
+    factory = load_function("megatron_lossagg.hosts.slime.constant_40")
+    assert factory is load_function("megatron_lossagg.hosts.slime.constant_4e1")
+    chunk = tiny_gpt.wrapped(tiny_gpt.config_of())
+    rank, cp_rank = (
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_context_parallel_rank(),
+    )
+    mine = samples()[rank::2]
+    b, dp_cp = len(samples()), 4
+    for m in (1, 3):
+        batches = [packed(mine[number::m], 2, cp_rank) for number in range(m)]
+
+        def forward_step(iterator, model, m=m):
+            batch = next(iterator)
+            logits = model(
+                batch["tokens"], batch["positions"], None, packed_seq_params=batch["packed"]
+            )
+
+            def loss_func(logits):
+                here = batch["target"] >= 0
+                target = batch["target"][here][:, None]
+                x = -torch.log_softmax(logits[0][here], -1).gather(1, target).squeeze(1)
+                reducer = factory(
+                    batch["total_lengths"], batch["response_lengths"], batch["masks"], False
+                )
+                share = reducer(x)
+                scaled = share * m / b * dp_cp
+                report = {"loss": torch.stack([scaled.detach().clone(), torch.ones(())])}
+                return scaled, torch.tensor(1, dtype=torch.int), report
+
+            return logits, loss_func
+
+        chunk.zero_grad_buffer()
+        data = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(batches),
+            model=[chunk],
+            num_microbatches=m,
+            seq_length=64,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        assert abs(tiny_gpt.reported(data, "loss") - loss) < 1e-12 * abs(loss)
+        for shard in cpu.named_shards([chunk]):
+            got, want = shard.parameter.main_grad, grads[shard.name]
+            assert want.norm() > 1e-6, shard.name
+            assert (got - want).norm() < 1e-12 * want.norm(), (m, shard.name)
+    if dist.get_rank() == 0:
+        print("HUB equals the oracle at M = 1 and 3", flush=True)
+
+
+if __name__ == "__main__":
+    {"reference": reference, "compare": compare}[sys.argv[1]](sys.argv[2])
+    dist.destroy_process_group()
