@@ -91,12 +91,19 @@ def compare(path, arguments):
     results = torch.load(path)
     for per_token in (False, True):
         config = tiny_gpt.config_of(per_token=per_token, sequence_parallel=arguments.sp)
-        chunk = tiny_gpt.wrapped(config, use_distributed_optimizer=arguments.distributed_optimizer)
+        chunk = tiny_gpt.wrapped(
+            config,
+            use_distributed_optimizer=arguments.distributed_optimizer,
+            # Megatron refuses an average in the collective in the per-token regime.
+            average_in_collective=arguments.average_in_collective and not per_token,
+        )
         contract = MegatronContract.read([chunk])
         for microbatches, case in itertools.product(arguments.microbatches, CASES):
             want = results[key_of(case, contract.dp_size, microbatches)]
             got = train_step(case, chunk, contract, layouts_of(microbatches, contract.dp_size))
-            grad_error = gradient_error(chunk, want["grads"], contract)
+            if arguments.distributed_optimizer:
+                gather_gradients(chunk)
+            grad_error = gradient_error(chunk, want["grads"])
             errors = {
                 name: abs(value - want[name]) / max(abs(want[name]), 1e-30)
                 for name, value in got.items()
@@ -205,7 +212,17 @@ def evaluate(case, chunk, contract, ms):
         return train_step(case, chunk, contract, ms, forward_only=True).get("loss", 0.0)
 
 
-def gradient_error(chunk, want, contract):
+def gather_gradients(chunk):
+    """Bring together what the distributed optimizer's reduce-scatter left on each rank."""
+    size, rank = dist.get_world_size(chunk.dp_cp_group), dist.get_rank(chunk.dp_cp_group)
+    for bucket in itertools.chain(*(buffer.buckets for buffer in chunk.buffers)):
+        pieces = bucket.grad_data.view(size, -1)
+        mine = pieces[rank].clone()
+        pieces.fill_(torch.nan)
+        dist.all_gather(list(pieces), mine, group=chunk.dp_cp_group)
+
+
+def gradient_error(chunk, want):
     """Largest over this rank's parameters of norm(g - g_ref) / norm(g_ref)."""
     errors, names = [0.0], []
     for shard in cpu.named_shards([chunk]):
@@ -227,7 +244,7 @@ def main():
     for name in ("tp", "pp", "cp"):
         parser.add_argument(f"--{name}", type=int, default=1)
     parser.add_argument("--microbatches", nargs="+", default=["1", "3", "4"])
-    for name in ("float32", "sp", "distributed-optimizer"):
+    for name in ("float32", "sp", "distributed-optimizer", "average-in-collective"):
         parser.add_argument(f"--{name}", action="store_true")
     arguments = parser.parse_args()
     if arguments.what == "reference":

@@ -24,6 +24,11 @@ SINGLE = {
     "PP2": (2, "--pp", "2"),
 }
 
+OPTIONS = {
+    "distributed-optimizer": (2, "--cp", "2", "--distributed-optimizer"),
+    "average-in-collective": (2, "--average-in-collective"),
+}
+
 
 def the_case(cases, case, microbatches, regime):
     """Pick one case's errors; a case that did not run is an error here."""
@@ -66,6 +71,14 @@ def test_in_float32_with_megatrons_cross_entropy(gradient_cases, layout, case, r
         assert errors["gradient"] < 1e-5
         assert errors["loss"] < 1e-5
         assert errors["evaluation"] < 1e-5
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_how_megatron_reduces_gradients_does_not_change_them(gradient_cases, option, case, regime):
+    cases = gradient_cases(*OPTIONS[option], "--microbatches", "3")
+    assert the_case(cases, case, "3", regime)["gradient"] < 1e-12
 
 
 def test_stock_megatron_is_untouched_and_equals_token_mean_per_token():

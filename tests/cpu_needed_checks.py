@@ -1,0 +1,152 @@
+"""Takes one stand-in away at a time and sees Megatron-Core fail without it."""
+
+from __future__ import annotations
+
+import contextlib
+import pkgutil
+import sys
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from cpu_step import Layout, batches, step
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.tensor_parallel import broadcast_data, get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.utils import get_default_causal_mask
+
+from megatron_lossagg.cpu import STAND_INS, stand_ins
+
+
+def train_dense():
+    with Layout() as layout:
+        step(layout, layout.chunks(torch.float32), batches()["thd"])
+
+
+def optimize():
+    with Layout() as layout:
+        chunks = layout.chunks(torch.float32)
+        optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3, clip_grad=1.0), chunks)
+        step(layout, chunks, batches()["thd"])
+        optimizer.step()
+
+
+def mask_causally():
+    # Some versions cache it.
+    mask = getattr(get_default_causal_mask, "__wrapped__", get_default_causal_mask)
+    assert mask(3).tolist()[0] == [False, True, True]
+
+
+def broadcast():
+    with Layout():
+        assert broadcast_data(["x"], {"x": torch.arange(3)}, torch.int64)["x"].tolist() == [0, 1, 2]
+
+
+def fork_random_state():
+    with Layout():
+        before = torch.get_rng_state()
+        model_parallel_cuda_manual_seed(1)
+        tracker = get_cuda_rng_tracker()
+        with tracker.fork("model-parallel-rng"):
+            first = torch.rand(4)
+        outside = torch.get_rng_state()
+        with tracker.fork("data-parallel-rng"):
+            other = torch.rand(4)
+        assert not torch.equal(first, other)
+        assert torch.equal(outside, torch.get_rng_state())
+        model_parallel_cuda_manual_seed(1)
+        with tracker.fork("model-parallel-rng"):
+            assert torch.equal(first, torch.rand(4))
+        with tracker.fork("model-parallel-rng"):
+            assert not torch.equal(first, torch.rand(4))
+    torch.set_rng_state(before)
+
+
+def route_to_experts():
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = None  # made once a process
+    with Layout(moe=True) as layout:
+        step(layout, layout.chunks(torch.float32), batches()["thd"])
+
+
+def route_to_experts_beside_a_gpu():
+    with mock.patch("torch.cuda.is_available", return_value=True):
+        route_to_experts()
+
+
+def exchange_tokens():
+    with Layout(moe=True, ep=2) as layout:
+        step(layout, layout.chunks(torch.float32), batches()["thd"])
+
+
+def pass_between_stages():
+    with Layout(pp=2) as layout:
+        step(layout, layout.chunks(torch.float32), batches()["thd"])
+
+
+NEEDED_ON = {
+    1: {
+        "torch.cuda.current_device": train_dense,
+        "torch.zeros": train_dense,
+        "torch.tensor": optimize,
+        "torch.Tensor.type": optimize,
+        "torch.ones": mask_causally,
+        "torch.Tensor.cuda": broadcast,
+        "torch.cuda.manual_seed": fork_random_state,
+        "torch.cuda.get_rng_state": fork_random_state,
+        "torch.cuda.random.get_rng_state": fork_random_state,
+        "torch.cuda.default_generators": fork_random_state,
+        "torch.cuda._lazy_call": fork_random_state,
+        "torch.cuda.Stream": route_to_experts,
+        "torch.cuda.current_stream": route_to_experts,
+        "torch.cuda.stream": route_to_experts_beside_a_gpu,  # as under allow_cuda=True
+        "megatron.core.transformer.moe.moe_utils.te_general_gemm": route_to_experts,
+    },
+    2: {
+        "torch.distributed.all_to_all_single": exchange_tokens,
+        # Last: a stage that fails leaves its peer's message behind.
+        "torch.cuda.synchronize": pass_between_stages,
+    },
+}
+
+
+@contextlib.contextmanager
+def removed(name):
+    """Put the original of a stand-in back wherever it is bound."""
+    owner_name, _, attribute = name.rpartition(".")
+    owner = pkgutil.resolve_name(owner_name)
+    original, ours = stand_ins._originals[name], vars(owner)[attribute]
+    modules = [module for key, module in sys.modules.items() if key.startswith("megatron.core")]
+    bound = [(owner, attribute)] + [
+        (module, key)
+        for module in modules
+        for key, value in list(vars(module).items())
+        if value is ours and value is not None
+    ]
+    for place, key in bound:
+        setattr(place, key, original) if original is not None else delattr(place, key)
+    try:
+        yield
+    finally:
+        for place, key in bound:
+            setattr(place, key, ours)
+
+
+def failure(name, scenario):
+    """Return what went wrong without a stand-in, ``None`` where nothing did."""
+    scenario()
+    with removed(name):
+        try:
+            scenario()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"[:200]
+    return None
+
+
+def run(directory):
+    """Return, for each stand-in this world size exercises, how Megatron fails without it."""
+    del directory
+    covered = {name for scenarios in NEEDED_ON.values() for name in scenarios}
+    assert covered == {stand_in.name for stand_in in STAND_INS}
+    scenarios = NEEDED_ON[dist.get_world_size()]
+    return {name: failure(name, scenario) for name, scenario in scenarios.items()}

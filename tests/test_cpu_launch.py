@@ -1,0 +1,72 @@
+"""The launcher: output, environment, failure, time limit, nothing left running."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_lossagg.cpu.launch import launch
+
+RANKS = """
+import os, sys, torch.distributed as dist
+dist.init_process_group("gloo")
+sums = dist.new_group()
+import torch
+total = torch.ones(1) * dist.get_rank()
+dist.all_reduce(total)
+print("rank", dist.get_rank(), "total", int(total), os.environ["OMP_NUM_THREADS"],
+      os.environ["MASTER_ADDR"], os.environ["MARKED"], sys.argv[1:])
+dist.destroy_process_group()
+"""
+SLEEP = """
+import os, pathlib, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(f"{os.getpid()} {child.pid}")
+print("asleep", flush=True)
+time.sleep(600)
+"""
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+def test_ranks_run_over_loopback_and_their_output_comes_back(tmp_path: Path) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    result = launch([str(script), "argument"], processes=2, timeout=200, env={"MARKED": "yes"})
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == [
+        f"rank {rank} total 1 1 127.0.0.1 yes ['argument']" for rank in range(2)
+    ]
+
+
+def test_a_module_runs_too_and_a_failing_rank_is_seen() -> None:
+    result = launch(["-m", "json.tool", "--no-such-flag"], processes=1, timeout=200)
+    assert result.returncode != 0
+    assert "--no-such-flag" in result.stderr
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads /proc")
+def test_a_launch_that_outlasts_its_time_leaves_nothing_running(tmp_path: Path) -> None:
+    script = tmp_path / "sleep.py"
+    script.write_text(SLEEP)
+    for timeout in (6, 30, 120):  # A busy machine needs longer to start its ranks.
+        started = time.monotonic()
+        with pytest.raises(subprocess.TimeoutExpired) as caught:
+            launch([str(script), str(tmp_path)], processes=2, timeout=timeout)
+        assert time.monotonic() - started < timeout + 10
+        if all((tmp_path / rank).exists() for rank in "01"):
+            break
+    pids = [int(pid) for rank in "01" for pid in (tmp_path / rank).read_text().split()]
+    assert len(pids) == 4
+    assert not any(is_running(pid) for pid in pids)
+    assert str(caught.value.output).count("asleep") == 2
+    assert os.getpid() not in pids

@@ -1,0 +1,137 @@
+"""Stock Megatron-Core on CPU: one loss, one gradient and one training run at every layout."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_lossagg.cpu.launch import launch
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="needs megatron-core"
+)
+
+TESTS = Path(__file__).resolve().parent
+SCENARIOS = "gradients,train,attention,needed"
+# Megatron's vocabulary-parallel cross entropy computes in float32.
+FLOAT32, FLOAT64 = 1e-6, 1e-13
+
+
+def run_worker(scenarios: str, processes: int, directory: Path) -> dict[str, Any]:
+    paths = [str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
+    result = launch(
+        [str(TESTS / "cpu_worker.py"), scenarios, str(directory)],
+        processes=processes,
+        timeout=400,
+        env={"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONWARNINGS": "ignore"},
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    report: dict[str, Any] = json.loads(result.stdout)
+    return report
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    directory = tmp_path_factory.mktemp("cpu")
+    return {
+        1: run_worker(SCENARIOS, 1, directory),
+        2: run_worker(SCENARIOS, 2, directory),
+        4: run_worker("gradients", 4, directory),
+    }
+
+
+@pytest.mark.parametrize(
+    ("processes", "layout", "bound"),
+    [
+        (2, "dp2", FLOAT64),
+        (2, "cp2", FLOAT64),
+        (2, "pp2", FLOAT64),
+        (2, "pp2 vpp2", FLOAT64),
+        (2, "tp2", FLOAT32),
+        (2, "tp2 sp", FLOAT32),
+        (2, "moe ep2", FLOAT64),
+        (2, "moe ep2 cp2", FLOAT64),
+        (2, "mtp pp2", FLOAT32),
+        (4, "cp2 pp2", FLOAT64),
+        (4, "mtp cp2 tp2 sp", FLOAT32),
+        (4, "cp2 tp2 sp", FLOAT32),
+        (4, "moe tp2 sp ep2 cp2", FLOAT32),
+    ],
+)
+@pytest.mark.parametrize("form", ["thd", "sbhd"])
+def test_loss_and_gradients_do_not_depend_on_the_layout(
+    reports: dict[int, dict[str, Any]], processes: int, layout: str, bound: float, form: str
+) -> None:
+    assert reports[processes]["gradients"][f"{layout} {form}"] < bound
+
+
+@pytest.mark.parametrize("layout", ["dp2", "dp2 sharded", "cp2 sharded", "pp2"])
+def test_megatron_optimizers_train_the_same_at_every_layout(
+    reports: dict[int, dict[str, Any]], layout: str
+) -> None:
+    alone = reports[1]["train"]["one"]
+    for (loss, norm), (expected_loss, expected_norm) in zip(
+        reports[2]["train"][layout], alone, strict=True
+    ):
+        assert loss == pytest.approx(expected_loss, rel=1e-4)
+        assert norm == pytest.approx(expected_norm, rel=1e-4)
+    losses = [loss for loss, _ in alone]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0] / 2
+
+
+def test_attention_is_causal_attention_of_each_packed_row(
+    reports: dict[int, dict[str, Any]],
+) -> None:
+    errors = reports[1]["attention"]["errors against loops"]
+    assert errors["torch.float64"] < 1e-14
+    assert errors["torch.float32"] < 2e-6
+    assert errors["torch.bfloat16"] < 2e-2
+
+
+def test_attention_on_two_ranks_is_the_attention_of_the_whole(
+    reports: dict[int, dict[str, Any]],
+) -> None:
+    errors = reports[2]["attention"]["errors against the whole"]
+    assert errors["torch.float64"] < 1e-14
+    assert errors["torch.float32"] < 2e-6
+    assert errors["torch.bfloat16"] < 2e-2
+
+
+def test_attention_equals_megatrons_own_on_unpacked_rows(
+    reports: dict[int, dict[str, Any]],
+) -> None:
+    assert reports[1]["attention"]["error against Megatron's attention"] < 1e-13
+
+
+def test_tokens_past_the_last_row_are_finite(reports: dict[int, dict[str, Any]]) -> None:
+    assert reports[1]["attention"]["finite with a tail"]
+
+
+def test_a_model_without_cp_runs_in_a_job_with_cp(reports: dict[int, dict[str, Any]]) -> None:
+    assert reports[2]["attention"]["error without context parallelism"] < 1e-13
+
+
+def test_what_the_attention_cannot_compute_is_refused_by_name(
+    reports: dict[int, dict[str, Any]],
+) -> None:
+    mask, cross, window, no_mask, bias, form, length = reports[1]["attention"]["refusals"]
+    assert "'padding'" in mask
+    assert "'no_mask'" in no_mask
+    assert "'cross'" in cross
+    assert "window_size" in window
+    assert "attention_bias" in bias
+    assert "'sbhd'" in form
+    assert "this rank holds 20 tokens" in length
+    (unpadded,) = reports[2]["attention"]["refusals"]
+    assert "multiple of 4" in unpadded
+
+
+def test_megatron_fails_without_any_one_stand_in(reports: dict[int, dict[str, Any]]) -> None:
+    failures = {**reports[1]["needed"], **reports[2]["needed"]}
+    assert [name for name, failure in failures.items() if failure is None] == []
