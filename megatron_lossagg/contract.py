@@ -141,7 +141,7 @@ class StepContract:
     plan: StepPlan
     num_microbatches: int
     """M of this schedule call."""
-    _calls: int = 0
+    _filler_calls: int = 0
     _microbatch_of_row: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _microbatches: set[tuple[int, ...]] = field(default_factory=set)
 
@@ -173,30 +173,33 @@ class StepContract:
         dtype = torch.promote_types(share.dtype, torch.float32)
         loss = share.to(dtype) * self.factor
         counted = 1 if self.contract.regime == "average" else self._counted(reducer)
-        num_tokens = torch.tensor(counted, dtype=torch.int32, device=loss.device)
+        num_tokens = torch.full((), counted, dtype=torch.int32, device=loss.device)
         reports = {name: self._report(name, value) for name, value in (report or {}).items()}
         weight_sum, expected = reducer.weight_sum(), reducer.plan.expected_weight
         if weight_sum is not None:
-            weight_sum = weight_sum.to(loss.device)
+            weight_sum = weight_sum.to(loss.device, non_blocking=True)
             reports["lossagg/weight_sum"] = self._report("lossagg/weight_sum", weight_sum)
-        if weight_sum is not None and expected is not None:
-            reports["lossagg/weight_expected"] = torch.tensor([expected, 1.0], device=loss.device)
+            if expected is not None:
+                one = torch.ones_like(weight_sum)
+                reports["lossagg/weight_expected"] = torch.stack([one * expected, one])
         return loss, num_tokens, reports
 
     def close(self) -> None:
         """Check, after the schedule and before the optimizer, that every row and microbatch came.
 
-        Does nothing where loss_func is not called (all but the last pipeline stage) and
-        after an error. The next ``MegatronContract.step`` does it too, a step late.
+        Does nothing where loss_func is not called: on all but the last pipeline stage. The
+        next ``MegatronContract.step`` calls it too, a step late.
         """
         self.contract._last_step = None
-        if self._calls == 0 and not _is_last_stage():
+        calls = len(self._microbatches) + self._filler_calls
+        if calls == 0 and not _is_last_stage():
             return
-        if self._calls < self.num_microbatches:
+        if calls < self.num_microbatches:
             raise ContractError(
-                f"loss_func ran for {self._calls} microbatches, {self.num_microbatches} were "
-                "planned: pass the schedule's num_microbatches to contract.step()"
+                f"loss_func ran for {calls} microbatches, {self.num_microbatches} were planned: "
+                "pass the schedule's num_microbatches to contract.step()"
             )
+        self._check_no_row_missing()
 
     def _counted(self, reducer: Reducer) -> int:
         return reducer.counted_tokens if self.contract.cp_rank == 0 else 0
@@ -220,21 +223,27 @@ class StepContract:
                     f"{_listed(self._microbatch_of_row[row])} and with {_listed(rows)}: each row "
                     "is trained once"
                 )
-        again = bool(rows) and rows in self._microbatches  # the rerun machine runs one twice
-        self._microbatches.add(rows)
-        self._calls += not again
-        if self._calls > self.num_microbatches:
+        if rows:
+            self._microbatches.add(rows)  # the rerun machine runs one twice: a set
+        else:
+            self._filler_calls += 1
+        # Microbatches of fillers alone cannot be told apart from one that was run again.
+        at_least = len(self._microbatches) + (self._filler_calls > 0)
+        if at_least > self.num_microbatches:
             raise ContractError(
                 f"loss_func ran for more than the {self.num_microbatches} planned microbatches: "
                 "pass the schedule's num_microbatches to contract.step()"
             )
-        if self._calls == self.num_microbatches:
-            missing = set(range(len(self.plan.active_tokens))) - self._microbatch_of_row.keys()
-            if missing:
-                raise ContractError(
-                    f"{len(missing)} of {len(self.plan.active_tokens)} rows were in no microbatch "
-                    f"of the step ({_listed(sorted(missing))}): each row is trained once"
-                )
+        if at_least == self.num_microbatches:
+            self._check_no_row_missing()
+
+    def _check_no_row_missing(self) -> None:
+        missing = set(range(len(self.plan.active_tokens))) - self._microbatch_of_row.keys()
+        if missing:
+            raise ContractError(
+                f"{len(missing)} of {len(self.plan.active_tokens)} rows were in no microbatch of "
+                f"the step ({_listed(sorted(missing))}): each row is trained once"
+            )
 
 
 def _megatron_version() -> str:
@@ -316,7 +325,7 @@ def _check_live(chunks: Sequence[Any], regime: Regime) -> None:
         found = {buffer.gradient_scaling_factor for buffer in chunk.buffers}
         if per_token:
             found |= {b.gradient_scaling_factor for b in chunk.expert_parallel_buffers}
-        if found - {dense} or (per_token and average_in_collective):
+        if found - {dense}:
             raise ContractError(
                 f"chunk {index} scales gradients by {sorted(found)}, the {regime} regime over "
                 f"{group} ranks scales by {dense}: " + _FLIPPED

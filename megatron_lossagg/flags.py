@@ -43,8 +43,8 @@ def add_loss_aggregation_args(parser: argparse.ArgumentParser) -> argparse.Argum
     group.add_argument(
         "--loss-aggregation-empty-step",
         choices=("zero", "error"),
-        default="zero",
-        help="A step without any active token: zero gradient and one warning, or an error.",
+        help="A step without any active token: zero gradient and one warning (the default), or an "
+        "error.",
     )
     group.add_argument(
         "--loss-aggregation-reducer-path",
@@ -78,7 +78,12 @@ def aggregation_from_args(args: argparse.Namespace) -> Aggregation | None:
                 )
         return Aggregation(CUSTOM, reducer_path=path)
     if mode is None:
-        for flag, value in (("-divisor", divisor), ("-count-empty", count_empty)):
+        alone = {
+            "-divisor": divisor,
+            "-count-empty": count_empty,
+            "-empty-step": args.loss_aggregation_empty_step,
+        }
+        for flag, value in alone.items():
             if value is not None:
                 raise AggregationError(
                     f"--loss-aggregation{flag} {value} was given without --loss-aggregation: name "
@@ -90,7 +95,7 @@ def aggregation_from_args(args: argparse.Namespace) -> Aggregation | None:
 
 def empty_step_from_args(args: argparse.Namespace) -> EmptyStep:
     """Read ``--loss-aggregation-empty-step``, the ``empty_step`` of ``plan_step``."""
-    return cast(EmptyStep, _with_defaults(args).loss_aggregation_empty_step)
+    return cast(EmptyStep, _with_defaults(args).loss_aggregation_empty_step or "zero")
 
 
 def _with_defaults(args: argparse.Namespace) -> argparse.Namespace:

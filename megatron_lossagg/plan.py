@@ -45,7 +45,8 @@ class StepPlan:
     """n_s, int64 ``[S]``."""
     num_microbatches: int | None
     """M of this rank, where ``Sequences`` gave it."""
-    data_parallel_size: int
+    data_parallel_size: int | None
+    """DP; None where totals were given without a group in a job of several processes."""
     sample_tokens: Ints | None
     """n_b of each row's sample, int64 ``[S]``."""
     prompt_tokens: Ints | None
@@ -132,7 +133,8 @@ class StepPlan:
             case "sample_mean":
                 denominator = self._count("samples") * self._need("sample_tokens")
             case "prompt_mean":
-                denominator = self._count("prompts") * self._need("prompt_tokens")
+                prompt_tokens = self._need("prompt_tokens")
+                denominator = self._count("prompts") * prompt_tokens
             case "constant":
                 denominator = self._count("samples") * divisor
             case "sample_sum":
@@ -140,8 +142,14 @@ class StepPlan:
             case "token_sum":
                 denominator = divisor
             case "microbatch_token_mean":
+                microbatch_tokens = self._need("microbatch_tokens")
+                if self.data_parallel_size is None:
+                    raise PlanError(
+                        f"{self.aggregation} needs the data-parallel size: give "
+                        "group= beside totals="
+                    )
                 means = (self.num_microbatches or 1) * self.data_parallel_size
-                denominator = means * self._need("microbatch_tokens")
+                denominator = means * microbatch_tokens
             case _:
                 raise PlanError(
                     f"{self.aggregation}: only the custom reducer knows its weights; for those of "
@@ -185,7 +193,8 @@ def plan_step(
     """
     if empty_step not in ("zero", "error"):
         raise PlanError(f"empty_step is 'zero' or 'error', got {empty_step!r}")
-    if totals is None and group is None and dist.is_initialized() and dist.get_world_size() > 1:
+    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+    if totals is None and group is None and not is_alone:
         raise PlanError(
             f"this process is one of {dist.get_world_size()} and no group was given: pass "
             "group=contract.dp_group, or totals= where the step's counts are known"
@@ -207,7 +216,7 @@ def plan_step(
         totals=counts.totals,
         active_tokens=rows.active_tokens,
         num_microbatches=rows.num_microbatches,
-        data_parallel_size=exchange.size,
+        data_parallel_size=exchange.size if group is not None or is_alone else None,
         sample_tokens=counts.sample_tokens,
         prompt_tokens=counts.prompt_tokens,
         microbatch_tokens=rows.microbatch_tokens,

@@ -178,6 +178,19 @@ def check_the_same_microbatch_twice_is_no_doubling(chunk, contract):
     for rows in ([0], [0], [1], [1]):  # the rerun machine
         returns(step, contract, plan, rows)
     step.close()
+    step = contract.step(plan, num_microbatches=3)
+    for rows in ([-1], [-1], [0], [0], [1], [1]):
+        returns(step, contract, plan, rows)
+    step.close()
+
+
+def check_rows_missing_behind_fillers_are_named_on_close(chunk, contract):
+    plan = a_plan(contract)
+    step = contract.step(plan, num_microbatches=3)
+    for rows in ([-1], [-1], [0]):
+        returns(step, contract, plan, rows)
+    with refused("1 of 2 rows", r"\(1\)"):
+        step.close()
 
 
 def check_more_calls_than_planned_are_refused(chunk, contract):
