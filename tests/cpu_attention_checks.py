@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from megatron_lossagg.cpu import (
     ContextParallelAttention,
     UnsupportedModelError,
     initialize_weights,
+    named_shards,
 )
 
 OFFSETS = torch.tensor([0, 8, 8, 24, 28], dtype=torch.int32)
@@ -117,6 +119,7 @@ def refusals(layout):
     windowed = copy.copy(config)
     windowed.window_size = (4, 0)
     ours, inputs, causal = attention(config), drawn(torch.float32), AttnMaskType.causal
+    tied = SimpleNamespace(share_embeddings_and_output_weights=True)
     sbhd = PackedSeqParams(qkv_format="sbhd")
     return [
         message(lambda: ContextParallelAttention(config, 1, AttnMaskType.padding, "self")),
@@ -126,6 +129,8 @@ def refusals(layout):
         message(lambda: ours(*inputs, attention_bias=torch.zeros(1))),
         message(lambda: ours(*inputs, packed_seq_params=sbhd)),
         message(lambda: ours(*drawn(torch.float32, 20), packed_seq_params=packed(OFFSETS))),
+        message(lambda: next(named_shards([tied]))),
+        message(lambda: next(named_shards([build(config)])).cut(torch.zeros(3))),
     ]
 
 

@@ -80,6 +80,8 @@ class Layout:
         }
         experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.0}
         prediction = {"mtp_num_layers": 1, "calculate_per_token_loss": True}
+        kept = sizes | (experts if self.moe else {}) | (prediction if self.mtp else {})
+        kept = {name: value for name, value in kept.items() if name not in changes}
         return TransformerConfig(
             num_layers=4,
             hidden_size=32,
@@ -100,9 +102,7 @@ class Layout:
             overlap_p2p_comm=self.vpp > 1,
             batch_p2p_comm=self.vpp == 1,
             finalize_model_grads_func=finalize_model_grads,
-            **sizes,
-            **(experts if self.moe else {}),
-            **(prediction if self.mtp else {}),
+            **kept,
             **changes,
         )
 

@@ -21,7 +21,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from step_data import deal, make_rows
 
 import megatron_lossagg.cpu as cpu
-from megatron_lossagg import Aggregation, MegatronContract, Sequences, plan_step
+from megatron_lossagg import Aggregation, Layout, MegatronContract, Sequences, plan_step
+
+ROW_LENGTH = 28  # of unpacked rows: the longest, padded to a multiple of 2 CP
 
 
 def aggregation_of(case):
@@ -100,7 +102,8 @@ def compare(path, arguments):
         contract = MegatronContract.read([chunk])
         for microbatches, case in itertools.product(arguments.microbatches, CASES):
             want = results[key_of(case, contract.dp_size, microbatches)]
-            got = train_step(case, chunk, contract, layouts_of(microbatches, contract.dp_size))
+            ms = layouts_of(microbatches, contract.dp_size)
+            got = train_step(case, chunk, contract, ms, layout=arguments.layout)
             if arguments.distributed_optimizer:
                 gather_gradients(chunk)
             grad_error = gradient_error(chunk, want["grads"])
@@ -110,7 +113,7 @@ def compare(path, arguments):
             }
             worst = torch.tensor([grad_error, errors.get("loss", 0.0)], dtype=torch.float64)
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-            evaluated = evaluate(case, chunk, contract, layouts_of(microbatches, contract.dp_size))
+            evaluated = evaluate(case, chunk, contract, ms, arguments.layout)
             gauge = max(errors.get("weight_sum", 0.0), errors.get("weight_expected", 0.0))
             evaluation = abs(evaluated - want["loss"]) / abs(want["loss"]) if got else 0.0
             others = torch.tensor([gauge, evaluation], dtype=torch.float64)
@@ -128,7 +131,7 @@ def compare(path, arguments):
                 print("CASE " + json.dumps(line), flush=True)
 
 
-def train_step(case, chunk, contract, ms, *, forward_only=False):
+def train_step(case, chunk, contract, ms, *, layout="thd", forward_only=False):
     """Run one schedule call; returns the reported values on the last pipeline stage."""
     rows = make_rows()
     keys = deal(rows, contract.dp_size, ms)
@@ -140,7 +143,13 @@ def train_step(case, chunk, contract, ms, *, forward_only=False):
         [i for i, index in enumerate(mine) if keys[index][1] == number] for number in range(m)
     ]
     batches = [
-        tiny_gpt.microbatch(here, indices, contract.cp_size, contract.cp_rank)
+        tiny_gpt.microbatch(
+            here,
+            indices,
+            contract.cp_size,
+            contract.cp_rank,
+            row_length=ROW_LENGTH if layout == "bshd" else None,
+        )
         for indices in in_microbatch
     ]
     last = parallel_state.is_pipeline_last_stage()
@@ -172,10 +181,12 @@ def train_step(case, chunk, contract, ms, *, forward_only=False):
                 nll = output.reshape(-1)
             else:
                 picked = batch["labels"].reshape(-1, 1)
-                nll = -torch.log_softmax(output[0], dim=-1).gather(1, picked).squeeze(1)
+                logits = output.reshape(-1, output.size(-1))
+                nll = -torch.log_softmax(logits, dim=-1).gather(1, picked).squeeze(1)
             # What stands at a masked position must not matter.
             nll = nll.masked_fill(batch["masked_here"], torch.inf)
-            pg = plan.reducer(batch["rows"], batch["mask"], contract.thd(batch["offsets"]))
+            mask = batch["mask_here"] if layout == "local" else batch["mask"]
+            pg = plan.reducer(batch["rows"], mask, layout_of(batch, contract, layout))
             loss = pg(nll * batch["coefficient"])
             if "+" in case:
                 loss = loss + BETA * pg.under("token_mean")(nll.square())
@@ -206,10 +217,21 @@ def train_step(case, chunk, contract, ms, *, forward_only=False):
     return {name: tiny_gpt.reported(forward_data, key) for name, key in names.items()}
 
 
-def evaluate(case, chunk, contract, ms):
+def layout_of(batch, contract, name):
+    """The package's description of how a batch was sliced."""
+    place = {"cp_size": contract.cp_size, "cp_rank": contract.cp_rank}
+    if name == "bshd":
+        return Layout.bshd_zigzag(len(batch["rows"]), ROW_LENGTH, **place)
+    if name == "local":
+        return Layout.local(batch["offsets"].diff() // contract.cp_size, **place)
+    return contract.thd(batch["offsets"])
+
+
+def evaluate(case, chunk, contract, ms, layout):
     """The loss that a forward-only schedule call reports."""
     with torch.no_grad():
-        return train_step(case, chunk, contract, ms, forward_only=True).get("loss", 0.0)
+        got = train_step(case, chunk, contract, ms, layout=layout, forward_only=True)
+    return got.get("loss", 0.0)
 
 
 def gather_gradients(chunk):
@@ -243,6 +265,7 @@ def main():
     parser.add_argument("path")
     for name in ("tp", "pp", "cp"):
         parser.add_argument(f"--{name}", type=int, default=1)
+    parser.add_argument("--layout", choices=("thd", "bshd", "local"), default="thd")
     parser.add_argument("--microbatches", nargs="+", default=["1", "3", "4"])
     for name in ("float32", "sp", "distributed-optimizer", "average-in-collective"):
         parser.add_argument(f"--{name}", action="store_true")

@@ -5,7 +5,6 @@ outputs with num_tokens 1, loss * M / B * (DP * CP), average regime.
 """
 
 import importlib
-import itertools
 import sys
 
 import oracle
@@ -14,7 +13,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from step_data import make_rows
 
@@ -75,8 +73,6 @@ def packed(rows, cp_size, cp_rank):
         ]
         offsets.append(len(tokens))
     here = tiny_gpt.zigzag(offsets, cp_size, cp_rank)
-    cu = torch.tensor(offsets, dtype=torch.int32)
-    longest = max(b - a for a, b in itertools.pairwise(offsets))
     return {
         "tokens": torch.tensor(tokens)[here][None],
         "positions": torch.tensor(positions)[here][None],
@@ -84,7 +80,7 @@ def packed(rows, cp_size, cp_rank):
         "total_lengths": [len(row["tokens"]) for row in rows],
         "response_lengths": [row["response"] for row in rows],
         "masks": [torch.tensor(row["mask"], dtype=torch.int32) for row in rows],
-        "packed": PackedSeqParams("thd", cu, cu, cu, cu, longest, longest),
+        "packed": tiny_gpt.packed_at(offsets),
     }
 
 

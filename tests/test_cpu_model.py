@@ -117,10 +117,11 @@ def test_a_model_without_cp_runs_in_a_job_with_cp(reports: dict[int, dict[str, A
     assert reports[2]["attention"]["error without context parallelism"] < 1e-13
 
 
-def test_what_the_attention_cannot_compute_is_refused_by_name(
+def test_what_is_not_computed_is_refused_by_name(
     reports: dict[int, dict[str, Any]],
 ) -> None:
-    mask, cross, window, no_mask, bias, form, length = reports[1]["attention"]["refusals"]
+    refusals = reports[1]["attention"]["refusals"]
+    mask, cross, window, no_mask, bias, form, length, tied, shape = refusals
     assert "'padding'" in mask
     assert "'no_mask'" in no_mask
     assert "'cross'" in cross
@@ -128,6 +129,8 @@ def test_what_the_attention_cannot_compute_is_refused_by_name(
     assert "attention_bias" in bias
     assert "'sbhd'" in form
     assert "this rank holds 20 tokens" in length
+    assert "share_embeddings_and_output_weights=False" in tied
+    assert "shape (3,)" in shape
     (unpadded,) = reports[2]["attention"]["refusals"]
     assert "multiple of 4" in unpadded
 

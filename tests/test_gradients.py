@@ -27,6 +27,8 @@ SINGLE = {
 OPTIONS = {
     "distributed-optimizer": (2, "--cp", "2", "--distributed-optimizer"),
     "average-in-collective": (2, "--average-in-collective"),
+    "bshd": (2, "--cp", "2", "--layout", "bshd"),
+    "local": (2, "--cp", "2", "--layout", "local"),
 }
 
 
@@ -76,7 +78,9 @@ def test_in_float32_with_megatrons_cross_entropy(gradient_cases, layout, case, r
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("option", OPTIONS)
-def test_how_megatron_reduces_gradients_does_not_change_them(gradient_cases, option, case, regime):
+def test_other_ways_to_reduce_and_to_lay_out_give_the_same_gradient(
+    gradient_cases, option, case, regime
+):
     cases = gradient_cases(*OPTIONS[option], "--microbatches", "3")
     assert the_case(cases, case, "3", regime)["gradient"] < 1e-12
 

@@ -106,42 +106,54 @@ def zigzag(offsets, cp_size, cp_rank):
     return here
 
 
-def microbatch(rows, indices, cp_size, cp_rank):
-    """Pack rows and, last, a filler whose mask is 1 everywhere; sliced for this rank."""
+def microbatch(rows, indices, cp_size, cp_rank, *, row_length=None):
+    """Pack rows and, last, a filler whose mask is 1 everywhere; sliced for this rank.
+
+    ``row_length``: pad every row to it and leave the rows unpacked, ``[b, s / CP]``.
+    """
     pad = 2 * cp_size
     tokens, labels, coefficients, positions, mask, offsets = [], [], [], [], [], [0]
     filler = {"tokens": [1] * (pad + 1), "coefficient": [2.0] * pad, "trained": [1] * pad}
     for row in [*(rows[index] for index in indices), filler]:
-        fill = [0] * (-len(row["trained"]) % pad)
+        length = len(row["trained"])
+        fill = [0] * ((row_length or length + -length % pad) - length)
         tokens += row["tokens"][:-1] + fill
         labels += row["tokens"][1:] + fill
         coefficients += row["coefficient"] + fill
         mask += row["trained"] + fill
-        positions += range(len(row["trained"]) + len(fill))
+        positions += range(length + len(fill))
         offsets.append(len(tokens))
     here = zigzag(offsets, cp_size, cp_rank)
+    shape = (1, -1) if row_length is None else (len(offsets) - 1, -1)
     dtype = torch.get_default_dtype()
-    offsets_tensor = torch.tensor(offsets, dtype=torch.int32)
-    longest = max(b - a for a, b in itertools.pairwise(offsets))
+    mask = torch.tensor(mask)
     return {
         "rows": [*indices, -1],
-        "offsets": offsets_tensor,
-        "mask": torch.tensor(mask),
-        "tokens": torch.tensor(tokens)[here][None],
-        "labels": torch.tensor(labels)[here][None],
-        "positions": torch.tensor(positions)[here][None],
+        "offsets": torch.tensor(offsets, dtype=torch.int32),
+        "mask": mask,
+        "mask_here": mask[here],
+        "tokens": torch.tensor(tokens)[here].view(shape),
+        "labels": torch.tensor(labels)[here].view(shape),
+        "positions": torch.tensor(positions)[here].view(shape),
         "coefficient": torch.tensor(coefficients, dtype=dtype)[here],
-        "masked_here": torch.tensor(mask)[here] == 0,
-        "packed": PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=offsets_tensor,
-            cu_seqlens_kv=offsets_tensor,
-            cu_seqlens_q_padded=offsets_tensor,
-            cu_seqlens_kv_padded=offsets_tensor,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        ),
+        "masked_here": mask[here] == 0,
+        "packed": packed_at(offsets) if row_length is None else None,
     }
+
+
+def packed_at(offsets):
+    """Megatron's description of rows packed at padded offsets."""
+    offsets_tensor = torch.tensor(offsets, dtype=torch.int32)
+    longest = max(b - a for a, b in itertools.pairwise(offsets))
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=offsets_tensor,
+        cu_seqlens_kv=offsets_tensor,
+        cu_seqlens_q_padded=offsets_tensor,
+        cu_seqlens_kv_padded=offsets_tensor,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
 
 
 def reported(forward_data, name):
