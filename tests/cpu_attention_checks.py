@@ -11,7 +11,6 @@ import torch.distributed as dist
 from cpu_step import Layout, batches, build, cp_index, packed
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_lossagg.cpu import (
@@ -171,6 +170,8 @@ def sampled_logits(layout, directory, **arguments):
 
 
 def without_cp(layout, directory):
+    from megatron.core.process_groups_config import ProcessGroupCollection  # from 0.15 on
+
     groups = ProcessGroupCollection.use_mpu_process_groups()
     groups.cp, _ = dist.new_subgroups(group_size=1)
     found = sampled_logits(layout, directory, pg_collection=groups)

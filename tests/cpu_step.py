@@ -79,7 +79,11 @@ class Layout:
             "sequence_parallel": self.sp,
         }
         experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.0}
-        prediction = {"mtp_num_layers": 1, "calculate_per_token_loss": True}
+        prediction = {
+            "mtp_num_layers": 1,
+            "mtp_loss_scaling_factor": 0.1,
+            "calculate_per_token_loss": True,
+        }
         kept = sizes | (experts if self.moe else {}) | (prediction if self.mtp else {})
         kept = {name: value for name, value in kept.items() if name not in changes}
         return TransformerConfig(

@@ -1,0 +1,64 @@
+"""Runs examples/drgrpo/train.py with one thing wrong that no flag can say; a launched worker.
+
+``python drive_example.py FAULT -- FLAGS``
+"""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "drgrpo"))
+
+import train
+
+
+def another_divisor_on_rank_1():
+    if os.environ["RANK"] == "1":
+        sys.argv += ["--loss-aggregation-divisor", "1000"]
+
+
+def regime_flipped_after_wrapping():
+    build = train.build_model
+
+    def build_and_flip(*arguments, **options):
+        chunk = build(*arguments, **options)
+        chunk.config.calculate_per_token_loss = not chunk.config.calculate_per_token_loss
+        return chunk
+
+    train.build_model = build_and_flip
+
+
+def rows_left_out():
+    pack = train.pack
+    train.pack = lambda rows, numbers, *more: pack(rows[1:], list(numbers)[1:], *more)
+
+
+def rank_1_dies():
+    step = train.rl_step
+
+    def die_on_rank_1(run, rollouts):
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), 9)
+        return step(run, rollouts)
+
+    train.rl_step = die_on_rank_1
+
+
+# Reducer factories that a path can name.
+
+
+def not_a_scalar(context):
+    return lambda x: x
+
+
+def no_callable(context):
+    return None
+
+
+NOTHING = None
+
+if __name__ == "__main__":
+    fault, _, *flags = sys.argv[1:]
+    sys.argv = ["train.py", *flags]
+    globals()[fault]()
+    train.main()

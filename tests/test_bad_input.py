@@ -1,0 +1,170 @@
+"""Bad input ends the example on every rank, soon, with a clear message, before any step."""
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_lossagg.cpu import launch
+
+TESTS = Path(__file__).parent
+TRAIN = TESTS.parent / "examples" / "drgrpo" / "train.py"
+SMALL = [
+    "--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "2",
+    "--prompts-per-step", "2", "--samples-per-prompt", "2", "--warmup-batch-size", "4",
+]  # fmt: skip
+
+
+def run_example(flags, script=(str(TRAIN),), timeout=120):
+    return launch(
+        [*script, *map(str, flags)],
+        processes=2,
+        timeout=timeout,
+        env={"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])},
+    )
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """A small online run at DP 2, with its rollouts and a checkpoint."""
+    folder = tmp_path_factory.mktemp("recorded")
+    flags = ["--output", folder / "run", "--record", folder / "rollouts.jsonl", *SMALL]
+    flags += ["--warmup-steps", 2, "--steps", 2, "--save-interval", 2, "--eval-interval", 2]
+    done = run_example(flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+AGGREGATION = "--loss-aggregation"
+DIVISOR = "--loss-aggregation-divisor"
+PATH = "--loss-aggregation-reducer-path"
+
+# name: flags, then words that the message must have: what was got, wanted, what to change.
+FLAGS = {
+    "an unknown mode": ([AGGREGATION, "token_meen"], ["'token_meen'", "mean 'token_mean'"]),
+    "no divisor": ([AGGREGATION, "constant"], ["got none", DIVISOR]),
+    "a zero divisor": ([AGGREGATION, "constant", DIVISOR, "0"], ["got 0.0", "above 0", DIVISOR]),
+    "a negative divisor": ([AGGREGATION, "constant", DIVISOR, "-4"], ["got -4.0", "above 0"]),
+    "a NaN divisor": ([AGGREGATION, "constant", DIVISOR, "nan"], ["got nan", "finite"]),
+    "an infinite divisor": ([AGGREGATION, "constant", DIVISOR, "inf"], ["got inf", "finite"]),
+    "a divisor too many": ([AGGREGATION, "token_mean", DIVISOR, "4"], ["takes no divisor", "drop"]),
+    "a divisor alone": ([DIVISOR, "4"], ["without --loss-aggregation", "name the mode"]),
+    "a path and a mode": ([PATH, "a.b:c", AGGREGATION, "token_mean"], ["replaces the mode"]),
+    "a path to no module": ([PATH, "no_such_module:f"], ["no_such_module", "pkg.mod:name"]),
+    "a path to no callable": ([PATH, "drive_example:NOTHING"], ["None", "no callable"]),
+    "a factory of no callable": (
+        [PATH, "drive_example:no_callable"],
+        ["returned None", "callable"],
+    ),
+    "a share that is no scalar": ([PATH, "drive_example:not_a_scalar"], ["returned a", "0-dim"]),
+    "a prompt mean's alias contradicted": (
+        [AGGREGATION, "openrlhf:token_level_loss=False", "--loss-aggregation-count-empty"],
+        ["count_empty=False", "drop it"],
+    ),
+}
+FAULTS = {
+    "another_divisor_on_rank_1": ["rank 0 has", "rank 1 has", "same flags"],
+    "regime_flipped_after_wrapping": ["frozen", "--calculate-per-token-loss"],
+    "rows_left_out": ["in no microbatch", "each row is trained once"],
+}
+
+
+def check_refused(done, seconds, output, words):
+    """Every rank failed in time, nothing was trained, and the message says what to do."""
+    assert done.returncode != 0
+    assert seconds < 60
+    exit_codes = re.findall(r"exitcode\s*: (-?\d+)", done.stderr)
+    assert len(exit_codes) >= 2, done.stderr
+    assert "0" not in exit_codes
+    assert not steps_written(output)
+    said = done.stdout + done.stderr
+    for word in words:
+        assert word in said, said[-3000:]
+
+
+def steps_written(output):
+    metrics = output / "metrics.jsonl"
+    return metrics.read_text().splitlines() if metrics.exists() else []
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_flags(recorded, tmp_path, name):
+    flags, words = FLAGS[name]
+    start = time.monotonic()
+    done = run_example([*replay(recorded / "rollouts.jsonl", tmp_path), *flags])
+    check_refused(done, time.monotonic() - start, tmp_path / "run", words)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_that_no_flag_can_say(recorded, tmp_path, fault):
+    flags = [*replay(recorded / "rollouts.jsonl", tmp_path), AGGREGATION, "constant", DIVISOR, "8"]
+    start = time.monotonic()
+    done = run_example([fault, "--", *flags], script=[str(TESTS / "drive_example.py")])
+    check_refused(done, time.monotonic() - start, tmp_path / "run", FAULTS[fault])
+
+
+def test_a_rank_that_dies_in_a_step_ends_the_others(recorded, tmp_path):
+    flags = replay(recorded / "rollouts.jsonl", tmp_path)
+    start = time.monotonic()
+    done = run_example(["rank_1_dies", "--", *flags], script=[str(TESTS / "drive_example.py")])
+    check_refused(done, time.monotonic() - start, tmp_path / "run", ["Signal 9"])
+
+
+def truncated(lines):
+    return [*lines[:1], lines[1][: len(lines[1]) // 2], *lines[2:]], 2, "wanted one JSON object"
+
+
+def field_missing(lines):
+    record = json.loads(lines[2])
+    del record["advantage"]
+    return [*lines[:2], json.dumps(record), *lines[3:]], 3, "without ['advantage']"
+
+
+def mask_of_a_half(lines):
+    record = json.loads(lines[0])
+    record["mask"][0] = 0.5
+    return [json.dumps(record), *lines[1:]], 1, "mask"
+
+
+def mask_of_minus_one(lines):
+    record = json.loads(lines[0])
+    record["mask"][0] = -1
+    return [json.dumps(record), *lines[1:]], 1, "mask holds -1, wanted 0 or 1"
+
+
+def mask_too_short(lines):
+    record = json.loads(lines[1])
+    record["mask"].pop()
+    return [lines[0], json.dumps(record), *lines[2:]], 2, "one a token"
+
+
+@pytest.mark.parametrize(
+    "spoil", [truncated, field_missing, mask_of_a_half, mask_of_minus_one, mask_too_short]
+)
+def test_a_line_of_the_rollouts_is_named(recorded, tmp_path, spoil):
+    lines, number, words = spoil((recorded / "rollouts.jsonl").read_text().splitlines())
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("\n".join(lines) + "\n")
+    start = time.monotonic()
+    done = run_example(replay(bad, tmp_path))
+    where = f"{bad}, line {number}:"
+    check_refused(done, time.monotonic() - start, tmp_path / "run", [where, words, "--record"])
+
+
+def test_a_checkpoint_of_another_layout_is_refused(recorded):
+    before = steps_written(recorded / "run")
+    flags = ["--output", recorded / "run", "--resume", *SMALL, "--context-parallel-size", 2]
+    flags += ["--warmup-steps", 2, "--steps", 4, "--save-interval", 2, "--eval-interval", 2]
+    done = run_example(flags)
+    assert done.returncode != 0
+    said = done.stdout + done.stderr
+    assert "was written at" in said
+    assert "--context-parallel-size 1" in said
+    assert steps_written(recorded / "run") == before
+
+
+def replay(rollouts, folder):
+    return ["--mode", "replay", "--rollouts", rollouts, "--output", folder / "run", *SMALL]
