@@ -129,6 +129,10 @@ class Reducer:
         default_factory=dict, init=False, repr=False
     )
 
+    def __post_init__(self) -> None:
+        if self.custom is None:  # here rather than in the call, whose cost is constant
+            self._weight(torch.float32, self.keep.device)
+
     @staticmethod
     def build(
         plan: Plan,

@@ -18,12 +18,12 @@ SMALL = [
 ]  # fmt: skip
 
 
-def run_example(flags, script=(str(TRAIN),), timeout=120):
+def run_example(flags, script=(str(TRAIN),), timeout=120, env=None):
     return launch(
         [*script, *map(str, flags)],
         processes=2,
         timeout=timeout,
-        env={"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])},
+        env={"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]), **(env or {})},
     )
 
 

@@ -1,0 +1,237 @@
+"""Planning over 2 and 3 data-parallel ranks with gloo, without Megatron; a launched worker."""
+
+import contextlib
+import gc
+import types
+from collections import Counter
+
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from step_data import deal, make_rows
+
+from megatron_lossagg import Aggregation, Sequences, StepTotals, plan_step
+from megatron_lossagg.errors import PlanError
+
+AGGREGATIONS = [
+    Aggregation("token_mean"),
+    Aggregation("sample_mean"),
+    Aggregation("sample_mean", count_empty=False),
+    Aggregation("prompt_mean"),
+    Aggregation("prompt_mean", count_empty=False),
+    Aggregation("constant", divisor=40),
+    Aggregation("sample_sum"),
+    Aggregation("token_sum"),
+    Aggregation("microbatch_token_mean"),
+]
+_STARTS = ("all_", "broadcast", "reduce", "gather", "scatter")
+COLLECTIVES = [name for name in dir(dist) if name.startswith(_STARTS)]
+
+
+@contextlib.contextmanager
+def collectives_counted():
+    """Count every collective of torch.distributed that is called by its name."""
+    seen, originals = Counter(), {name: getattr(dist, name) for name in COLLECTIVES}
+
+    def counted(name, original):
+        def call(*arguments, **options):
+            seen[name] += 1
+            return original(*arguments, **options)
+
+        return call
+
+    for name, original in originals.items():
+        setattr(dist, name, counted(name, original))
+    try:
+        yield seen
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def mine(rows, keys):
+    return [index for index, key in enumerate(keys) if key[0] == dist.get_rank()]
+
+
+def dealt(m, **leave_out):
+    """All rows, this rank's, and its Sequences."""
+    rows = make_rows()
+    keys = deal(rows, dist.get_world_size(), [m] * dist.get_world_size())
+    here = mine(rows, keys)
+    fields = {
+        "sample": [rows[i]["sample"] for i in here],
+        "prompt": [rows[i]["prompt"] for i in here],
+        "microbatch": [keys[i][1] for i in here],
+    }
+    fields = {name: value for name, value in fields.items() if name not in leave_out}
+    counts = [sum(rows[i]["counted"]) for i in here]
+    return rows, keys, here, Sequences(active_tokens=counts, num_microbatches=m, **fields)
+
+
+def refused_everywhere(message, aggregation, sequences):
+    """Every rank raises the same message."""
+    with pytest.raises(PlanError, match=message) as caught:
+        plan_step(aggregation, sequences, group=dist.group.WORLD)
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, str(caught.value))
+    assert len(set(every)) == 1, every
+
+
+def check_weights_are_the_oracles_over_ranks():
+    for m in (1, 3, 4):
+        rows, keys, here, sequences = dealt(m)
+        for aggregation in AGGREGATIONS:
+            plan = plan_step(aggregation, sequences, group=dist.group.WORLD)
+            # The loss is linear in x: its derivative at one token of a row is the row's weight.
+            x = [
+                torch.zeros(len(row["counted"]), dtype=torch.float64, requires_grad=True)
+                for row in rows
+            ]
+            live = [
+                {**row, "trained": row["counted"], "x": list(v), "microbatch": k}
+                for row, v, k in zip(rows, x, keys, strict=True)
+            ]
+            loss = oracle.step_loss(
+                aggregation.mode,
+                live,
+                divisor=aggregation.divisor,
+                count_empty=aggregation.count_empty,
+                microbatches=[m] * dist.get_world_size(),
+            )
+            grads = torch.autograd.grad(loss, x, allow_unused=True)
+            for weight, index in zip(plan.weights.tolist(), here, strict=True):
+                want = 0.0 if grads[index] is None else grads[index].abs().max().item()
+                assert abs(weight - want) <= 1e-15 + 1e-13 * want, (aggregation, index)
+
+
+def check_a_step_makes_two_collectives_with_ids_and_one_without():
+    _, _, _, sequences = dealt(3)
+    with collectives_counted() as seen:
+        plan = plan_step(AGGREGATIONS[3], sequences, group=dist.group.WORLD)
+        for aggregation in AGGREGATIONS:
+            plan.under(aggregation).weights  # noqa: B018
+    assert seen.total() == 2, seen
+    _, _, _, sequences = dealt(3, sample=None, prompt=None)
+    with collectives_counted() as seen:
+        plan_step(AGGREGATIONS[1], sequences, group=dist.group.WORLD)
+    assert seen.total() == 1, seen
+
+
+def check_totals_make_no_collective():
+    with collectives_counted() as seen:
+        plan = plan_step(
+            Aggregation("constant", divisor=4),
+            Sequences(active_tokens=[3] * (1 + dist.get_rank())),
+            totals=StepTotals(samples=8),
+        )
+    assert seen.total() == 0, seen
+    assert plan.weights[0] == 1 / 32
+
+
+def check_without_ids_every_row_is_its_own_sample_on_every_rank():
+    sequences = Sequences(active_tokens=[1 + dist.get_rank()])
+    plan = plan_step(Aggregation("sample_mean"), sequences, group=dist.group.WORLD)
+    assert plan.totals.samples == dist.get_world_size()
+    assert plan.weights.tolist() == [1 / (dist.get_world_size() * (1 + dist.get_rank()))]
+
+
+def check_equal_ids_on_two_ranks_are_one_prompt():
+    sequences = Sequences(active_tokens=[1 + dist.get_rank()], prompt=[7])
+    plan = plan_step(Aggregation("prompt_mean"), sequences, group=dist.group.WORLD)
+    tokens = sum(range(1, dist.get_world_size() + 1))
+    assert plan.totals.prompts == 1
+    assert plan.weights.tolist() == [1 / tokens]
+
+
+def check_a_rank_without_rows_takes_part():
+    counts = [] if dist.get_rank() == 0 else [2, 3]
+    ids = [dist.get_rank()] * len(counts)
+    sequences = Sequences(active_tokens=counts, sample=ids, prompt=ids)
+    plan = plan_step(Aggregation("token_mean"), sequences, group=dist.group.WORLD)
+    assert plan.totals.active_tokens == 5 * (dist.get_world_size() - 1)
+    assert plan.totals.samples == dist.get_world_size() - 1
+
+
+def check_bad_counts_on_one_rank_are_told_on_all():
+    counts = [3, -1] if dist.get_rank() == 1 else [3, 1]
+    refused_everywhere(
+        "rank 1 of the data-parallel group: Sequences.active_tokens is -1 for row 1",
+        Aggregation("token_mean"),
+        Sequences(active_tokens=counts),
+    )
+
+
+def check_ids_of_the_wrong_length_on_one_rank_are_told_on_all():
+    ids = [1] if dist.get_rank() == 0 else [1, 2]
+    refused_everywhere(
+        "rank 0 of the data-parallel group: Sequences.sample has 1 entries",
+        Aggregation("sample_mean"),
+        Sequences(active_tokens=[3, 1], sample=ids),
+    )
+
+
+def check_ids_on_one_rank_only_are_refused():
+    ids = [1, 2] if dist.get_rank() == 0 else None
+    refused_everywhere(
+        "rank 0 has .* with prompt ids, rank 1 has .* with no ids",
+        Aggregation("token_mean"),
+        Sequences(active_tokens=[3, 1], prompt=ids),
+    )
+
+
+def check_aggregations_that_differ_are_refused():
+    refused_everywhere(
+        r"rank 0 has .*1/\(B 8\).*, rank 1 has .*1/\(B 9\)",
+        Aggregation("constant", divisor=8 + min(dist.get_rank(), 1)),
+        Sequences(active_tokens=[3, 1]),
+    )
+
+
+def check_a_sample_under_two_prompts_on_two_ranks_is_named():
+    refused_everywhere(
+        "sample 5 has rows under",
+        Aggregation("token_mean"),
+        Sequences(active_tokens=[3], sample=[5], prompt=[dist.get_rank()]),
+    )
+
+
+def check_a_claim_that_is_local_is_refused():
+    refused_everywhere(
+        f"sample 5 has {3 * dist.get_world_size()} active tokens in the step",
+        Aggregation("sample_mean"),
+        Sequences(active_tokens=[3], sample=[5], sample_tokens=[3]),
+    )
+
+
+def check_a_forgotten_group_is_refused():
+    with pytest.raises(PlanError, match=r"one of \d and no group.*contract\.dp_group"):
+        plan_step(Aggregation("token_mean"), Sequences(active_tokens=[3]))
+
+
+def check_a_microbatch_mean_with_totals_needs_the_group():
+    sequences = Sequences(active_tokens=[3], microbatch=[0])
+    mode = Aggregation("microbatch_token_mean")
+    with pytest.raises(PlanError, match="group= beside totals="):
+        plan_step(mode, sequences, totals=StepTotals())
+    plan = plan_step(mode, sequences, totals=StepTotals(), group=dist.group.WORLD)
+    assert plan.weights.tolist() == [1 / (3 * dist.get_world_size())]
+
+
+def main():
+    dist.init_process_group("gloo")
+    checks = {
+        name: check
+        for name, check in globals().items()
+        if name.startswith("check_") and isinstance(check, types.FunctionType)
+    }
+    for name, check in checks.items():
+        check()
+        if dist.get_rank() == 0:
+            print(f"HELD {name}", flush=True)
+    gc.collect()  # caught errors hold frames, and these the group, whose threads end with it
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Which loss a name means, and what refuses to exist."""
+
+import dataclasses
+import math
+
+import pytest
+
+from megatron_lossagg import Aggregation
+from megatron_lossagg.aggregation import ALIASES, MODES, table_of_modes
+from megatron_lossagg.errors import AggregationError
+
+FORMULAS = {
+    ("token_mean", None, True): "1/N",
+    ("sample_mean", None, True): "1/(B n_b)",
+    ("sample_mean", None, False): "1/(V n_b)",
+    ("prompt_mean", None, True): "1/(P n_p)",
+    ("prompt_mean", None, False): "1/(Q n_p)",
+    ("constant", 4096, True): "1/(B 4096)",
+    ("constant", 0.5, False): "1/(V 0.5)",
+    ("sample_sum", None, True): "1/B",
+    ("token_sum", None, True): "1/1",
+    ("token_sum", 7, True): "1/7",
+    ("microbatch_token_mean", None, True): "1/(M DP n_mb)",
+}
+
+# Systems' own names, from what each of them documents or does in code.
+KNOWN_AS = {
+    "verl:token-mean": ("token_mean", True),
+    "verl:seq-mean-token-mean": ("sample_mean", True),
+    "verl:seq-mean-token-sum": ("sample_sum", True),
+    "verl:token-sum": ("token_sum", True),
+    "skyrl:token_mean": ("token_mean", True),
+    "skyrl:sequence_mean": ("sample_mean", True),
+    "skyrl:prompt_mean": ("prompt_mean", True),
+    "skyrl:token_mean_legacy": ("microbatch_token_mean", True),
+    "trl:dapo": ("token_mean", True),
+    "trl:grpo": ("sample_mean", True),
+    "trl:bnpo": ("microbatch_token_mean", True),
+    "open-instruct:token": ("token_mean", True),
+    "nemo-rl:token_level_loss=True": ("token_mean", True),
+    "nemo-rl:token_level_loss=False": ("sample_mean", False),
+    "openrlhf:token_level_loss=False": ("sample_mean", False),
+    "roll:seq-mean-token-mean": ("sample_mean", False),
+    "slime:default": ("sample_mean", True),
+    "miles:default": ("sample_mean", True),
+    "tinker:sum": ("token_sum", True),
+    "megatron:default": ("microbatch_token_mean", True),
+}
+DR_GRPO = ["verl:seq-mean-token-sum-norm", "skyrl:seq_mean_token_sum_norm", "trl:dr_grpo"]
+
+
+@pytest.mark.parametrize(("mode", "divisor", "count_empty"), FORMULAS)
+def test_a_mode_prints_its_weight(mode, divisor, count_empty):
+    aggregation = Aggregation(mode, divisor=divisor, count_empty=count_empty)
+    assert aggregation.formula == FORMULAS[mode, divisor, count_empty]
+    assert str(aggregation) == f"{mode}: w_s = {aggregation.formula}"
+
+
+@pytest.mark.parametrize("name", KNOWN_AS)
+def test_another_systems_name_stands_for_mode_and_count_empty(name):
+    found = Aggregation.named(name)
+    assert (found.mode, found.count_empty) == KNOWN_AS[name]
+
+
+@pytest.mark.parametrize("name", DR_GRPO)
+def test_every_name_of_dr_grpo_is_constant_and_wants_its_divisor(name):
+    assert Aggregation.named(name, divisor=8) == Aggregation("constant", divisor=8)
+    with pytest.raises(AggregationError, match=r"got none.*--loss-aggregation-divisor"):
+        Aggregation.named(name)
+
+
+def test_an_alias_contradicted_is_refused_and_repeated_is_not():
+    name = "openrlhf:token_level_loss=False"
+    assert Aggregation.named(name, count_empty=False) == Aggregation.named(name)
+    with pytest.raises(AggregationError, match=r"count_empty=False, got count_empty=True: drop it"):
+        Aggregation.named(name, count_empty=True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "nearest"),
+    [
+        ("tokenmean", "token_mean"),
+        ("promt_mean", "prompt_mean"),
+        ("verl:token_mean", "verl:token-"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_nearest(wrong, nearest):
+    with pytest.raises(AggregationError, match=f"unknown .*{wrong}.*mean '{nearest}"):
+        Aggregation.named(wrong)
+
+
+def test_an_alias_is_no_mode():
+    with pytest.raises(AggregationError, match=r"Aggregation\.named\('verl:token-mean'\)"):
+        Aggregation("verl:token-mean")
+
+
+@pytest.mark.parametrize("divisor", [0, -1, math.nan, math.inf, -math.inf, True, "8"])
+@pytest.mark.parametrize("mode", ["constant", "token_sum"])
+def test_a_divisor_is_a_finite_number_above_zero(mode, divisor):
+    with pytest.raises(AggregationError, match=r"finite number above 0, got .*change"):
+        Aggregation(mode, divisor=divisor)
+
+
+@pytest.mark.parametrize("mode", [m for m, row in MODES.items() if row.divisor == "none"])
+def test_a_mode_without_divisor_takes_none(mode):
+    path = "a.b:c" if mode == "custom" else None
+    with pytest.raises(AggregationError, match=r"takes no divisor, got 8: drop"):
+        Aggregation(mode, divisor=8, reducer_path=path)
+
+
+@pytest.mark.parametrize("value", [None, 1, "yes"])
+def test_count_empty_is_a_bool(value):
+    with pytest.raises(AggregationError, match=f"True or False, got {value!r}"):
+        Aggregation("sample_mean", count_empty=value)
+
+
+@pytest.mark.parametrize("mode", [None, 3])
+def test_a_mode_is_a_name(mode):
+    with pytest.raises(AggregationError, match=f"a mode is a name, got {mode!r}"):
+        Aggregation.named(mode)
+
+
+def test_a_reducer_path_belongs_to_custom_and_to_nothing_else():
+    assert Aggregation("custom", reducer_path="a.b:c").reducer_path == "a.b:c"
+    for mode, path in (("custom", None), ("token_mean", "a.b:c")):
+        with pytest.raises(AggregationError, match="replaces the mode"):
+            Aggregation(mode, reducer_path=path)
+
+
+def test_an_aggregation_is_frozen_and_compares_by_value():
+    one = Aggregation("constant", divisor=8)
+    assert one == Aggregation("constant", divisor=8.0)
+    assert len({one, Aggregation("constant", divisor=8)}) == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.divisor = 9
+
+
+def test_the_table_prints_every_name():
+    lines = "\n".join(table_of_modes())
+    for name in [*MODES, *ALIASES]:
+        assert f"{name} " in lines

@@ -1,0 +1,73 @@
+"""Data flows one way, and Megatron stays behind three doors: read from the source."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "megatron_lossagg"
+ORDER = [
+    "errors", "aggregation", "layout", "exchange", "reducer", "plugins", "counts", "plan",
+    "buffer", "flags", "contract", "hosts",
+]  # fmt: skip
+MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+
+
+def imports_of(path):
+    """Every module imported anywhere in a file, inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def rooms_imported(path):
+    names = (name.split(".") for name in imports_of(path))
+    return {parts[1] for parts in names if parts[0] == "megatron_lossagg" and len(parts) > 1}
+
+
+@pytest.mark.parametrize("room", ORDER)
+def test_no_room_looks_forward(room):
+    files = (PACKAGE / room).rglob("*.py") if room == "hosts" else [PACKAGE / f"{room}.py"]
+    before = set(ORDER[: ORDER.index(room)])
+    for path in files:
+        assert rooms_imported(path) & set(ORDER) <= before, path
+
+
+def test_every_module_has_its_place_in_the_order():
+    rooms = {path.parts[0].removesuffix(".py") for path in MODULES}
+    assert rooms == {*ORDER, "cpu", "__init__"}
+
+
+def test_the_cpu_room_knows_nothing_of_aggregations():
+    for path in (PACKAGE / "cpu").glob("*.py"):
+        assert rooms_imported(path) <= {"cpu", "errors"}, path
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_megatron_is_imported_by_contract_hosts_and_cpu_alone(module):
+    names = {name.split(".")[0] for name in imports_of(PACKAGE / module)}
+    if module.parts[0] not in ("contract.py", "hosts", "cpu"):
+        assert "megatron" not in names
+    assert "transformer_engine" not in names
+
+
+def test_importing_the_package_imports_neither_megatron_nor_transformer_engine():
+    code = "import sys, megatron_lossagg; print({m.split('.')[0] for m in sys.modules})"
+    out = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert "'torch'" in out
+    assert "'megatron'" not in out
+    assert "'transformer_engine'" not in out
+
+
+def test_the_table_of_modes_needs_neither_torch_nor_argparse():
+    assert not {"torch", "numpy", "argparse"} & set(imports_of(PACKAGE / "aggregation.py"))
+
+
+def test_the_oracle_shares_no_code():
+    assert set(imports_of(Path(__file__).parent / "oracle.py")) == {"torch", "math"}

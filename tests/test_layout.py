@@ -1,0 +1,154 @@
+"""Every token is on exactly one context-parallel rank, and on the right one."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_lossagg import Layout
+from megatron_lossagg.errors import LayoutError
+
+CP_SIZES = (1, 2, 4, 8)
+
+
+def positions(layout):
+    """Mask positions that a layout's rank holds, in order, written out."""
+    out = []
+    for start, length in zip(layout.start_R, layout.length_R, strict=True):
+        out += range(start, start + length)
+    return out
+
+
+def responses_held(total, response, cp, rank, max_seq_len=None):
+    """Response tokens of a rank, by asking for each logit which chunk it is in."""
+    if cp == 1:
+        return list(range(response))
+    chunk = -(-(max_seq_len or total) // (2 * cp))
+    held = []
+    for which in (rank, 2 * cp - 1 - rank):
+        for j in range(response):
+            if (total - response - 1 + j) // chunk == which:
+                held.append(j)
+    return held
+
+
+@pytest.mark.parametrize("padded_to", [None, 24, 31])
+@pytest.mark.parametrize("cp", CP_SIZES)
+def test_every_response_token_is_on_the_rank_of_its_logit_and_on_no_other(cp, padded_to):
+    for total in range(1, 25):
+        for response in range(total):
+            union = []
+            for rank in range(cp):
+                layout = Layout.response_zigzag(
+                    [total], [response], cp_size=cp, cp_rank=rank, max_seq_len=padded_to
+                )
+                held = positions(layout)
+                assert held == responses_held(total, response, cp, rank, padded_to)
+                assert layout.num_local_tokens == len(held)
+                union += held
+            assert sorted(union) == list(range(response)), (total, response)
+
+
+def test_a_prompt_longer_than_a_chunk_does_not_wrap_round():  # failures c1
+    held = positions(Layout.response_zigzag([12], [8], cp_size=2, cp_rank=1))
+    assert held == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("cp", CP_SIZES)
+def test_rows_are_cut_one_by_one_in_the_order_of_the_ranks_two_chunks(cp):
+    lengths = [2 * cp * k for k in (1, 3, 0, 2)]
+    offsets = [0, *itertools.accumulate(lengths)]
+    union = []
+    for rank in range(cp):
+        expected = []
+        for begin, length in zip(offsets, lengths, strict=False):
+            chunk = length // (2 * cp)
+            for which in (rank, 2 * cp - 1 - rank):
+                expected += range(begin + which * chunk, begin + (which + 1) * chunk)
+        layout = Layout.thd_zigzag(offsets, cp_size=cp, cp_rank=rank)
+        assert positions(layout) == expected
+        segment_of = [next(i for i in range(4) if p < offsets[i + 1]) for p in expected]
+        assert np.repeat(layout.segment_R, layout.length_R).tolist() == segment_of
+        union += positions(layout)
+    assert sorted(union) == list(range(offsets[-1]))
+
+
+@pytest.mark.parametrize("cp", CP_SIZES)
+def test_bshd_cuts_every_batch_entry_alike(cp):
+    union = []
+    for rank in range(cp):
+        layout = Layout.bshd_zigzag(3, 16, cp_size=cp, cp_rank=rank)
+        mine = np.array(positions(layout)).reshape(3, 16 // cp)
+        assert (mine - mine[0] == np.arange(3)[:, None] * 16).all()
+        assert layout.num_segments == 3
+        union += positions(layout)
+    assert sorted(union) == list(range(48))
+
+
+def test_local_keeps_what_is_already_here():
+    layout = Layout.local([3, 0, 2], cp_size=2, cp_rank=1)
+    assert positions(layout) == [0, 1, 2, 3, 4]
+    assert (layout.num_segments, layout.num_tokens, layout.num_local_tokens) == (3, 5, 5)
+
+
+@pytest.mark.parametrize(
+    "offsets",
+    [
+        [0, 4, 12],
+        np.array([0, 4, 12]),
+        torch.tensor([0, 4, 12]),
+        torch.tensor([[0, 4, 12]], dtype=torch.int32),
+    ],
+    ids=["list", "numpy", "int64", "int32 (1, n)"],
+)
+def test_offsets_of_any_form_give_the_same_cached_layout(offsets):
+    layout = Layout.thd_zigzag(offsets, cp_size=2, cp_rank=0)
+    assert layout is Layout.thd_zigzag([0, 4, 12], cp_size=2, cp_rank=0)
+
+
+THD = {
+    "a segment that is no multiple of 2 CP": ([0, 4, 10], 2, "segment 1 has 6 .* 2 CP = 4: pad"),
+    "offsets that fall": ([0, 8, 4], 1, "length of -4"),
+    "offsets not from 0": ([4, 8], 1, "starts at 0"),
+    "no offset at all": ([], 1, "starts at 0"),
+    "fractions": ([0.0, 4.0], 1, "whole numbers"),
+    "two dimensions": (np.zeros((2, 2), dtype=int), 1, "one dimension"),
+}
+
+
+@pytest.mark.parametrize("name", THD)
+def test_thd_refuses(name):
+    offsets, cp, message = THD[name]
+    with pytest.raises(LayoutError, match=message):
+        Layout.thd_zigzag(offsets, cp_size=cp, cp_rank=0)
+
+
+@pytest.mark.parametrize(("size", "rank"), [(2, 2), (2, -1), (0, 0), (-1, 0)])
+def test_a_rank_outside_its_group_is_refused(size, rank):
+    with pytest.raises(LayoutError, match=f"CP rank {rank} of {size}: ranks run from 0"):
+        Layout.thd_zigzag([0, 8], cp_size=size, cp_rank=rank)
+    with pytest.raises(LayoutError, match="ranks run from 0"):
+        Layout.local([3], cp_size=size, cp_rank=rank)
+
+
+RESPONSES = {
+    "lengths of another number": ([5, 6], [2], None, "got 2 total_lengths and 1 response"),
+    "a response without prompt": ([5], [5], None, "follows at least one prompt token"),
+    "a negative response": ([5], [-1], None, "length of -1"),
+    "a row beyond the padding": ([5, 9], [2, 2], 8, "row 1 has 9 tokens, max_seq_len is 8"),
+}
+
+
+@pytest.mark.parametrize("name", RESPONSES)
+def test_responses_refuse(name):
+    totals, responses, padded, message = RESPONSES[name]
+    with pytest.raises(LayoutError, match=message):
+        Layout.response_zigzag(totals, responses, cp_size=2, cp_rank=0, max_seq_len=padded)
+
+
+def test_bshd_refuses_lengths_that_do_not_split():
+    with pytest.raises(LayoutError, match="multiple of 2 CP = 4"):
+        Layout.bshd_zigzag(2, 6, cp_size=2, cp_rank=0)
+    with pytest.raises(LayoutError, match="not negative"):
+        Layout.bshd_zigzag(-1, 8, cp_size=2, cp_rank=0)

@@ -1,0 +1,273 @@
+"""Counts to weights: by hand on small numbers, and over ranks with gloo."""
+
+import re
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import launched
+
+from megatron_lossagg import Aggregation, Sequences, StepTotals, plan_step
+from megatron_lossagg.errors import PlanError
+
+
+def weights(mode, divisor=None, count_empty=True, **rows):
+    aggregation = Aggregation(mode, divisor=divisor, count_empty=count_empty)
+    return plan_step(aggregation, Sequences(**rows)).weights.tolist()
+
+
+def test_token_mean_weighs_every_token_alike():
+    assert weights("token_mean", active_tokens=[1, 9]) == [1 / 10, 1 / 10]
+
+
+def test_sample_mean_weighs_every_sample_alike():
+    assert weights("sample_mean", active_tokens=[1, 9]) == [1 / 2, 1 / 18]
+
+
+def test_prompt_mean_is_sum_over_sum_and_no_mean_of_means():  # failures a24
+    assert weights("prompt_mean", active_tokens=[1, 9], prompt=[0, 0]) == [1 / 10, 1 / 10]
+    three = weights("prompt_mean", active_tokens=[1, 9, 5], prompt=[7, 7, -3])
+    assert three == [1 / 20, 1 / 20, 1 / 10]
+
+
+def test_constant_divides_by_the_number_of_samples_too():  # failures a7
+    assert weights("constant", divisor=8, active_tokens=[1, 9]) == [1 / 16, 1 / 16]
+    assert weights("constant", divisor=8, active_tokens=[1, 9, 3, 3]) == [1 / 32] * 4
+
+
+def test_token_sum_divides_by_its_constant_alone():
+    assert weights("token_sum", active_tokens=[1, 9]) == [1, 1]
+    assert weights("token_sum", divisor=8, active_tokens=[1, 9, 4]) == [1 / 8] * 3
+
+
+def test_sample_sum_divides_by_the_number_of_samples():
+    assert weights("sample_sum", active_tokens=[1, 9, 4]) == [1 / 3] * 3
+
+
+def test_microbatch_token_mean_counts_empty_microbatches_in_m():
+    rows = {"active_tokens": [1, 9, 5], "microbatch": [0, 0, 2], "num_microbatches": 4}
+    assert weights("microbatch_token_mean", **rows) == [1 / 40, 1 / 40, 1 / 20]
+    without_m = {"active_tokens": [1, 9, 5], "microbatch": [0, 0, 2]}
+    assert weights("microbatch_token_mean", **without_m) == [1 / 30, 1 / 30, 1 / 15]
+
+
+@pytest.mark.parametrize("mode", ["sample_mean", "sample_sum", "constant"])
+def test_a_masked_sample_keeps_its_place_and_weighs_nothing(mode):  # failures d2, d9
+    divisor = 4 if mode == "constant" else None
+    kept = weights(mode, divisor=divisor, active_tokens=[2, 0, 2])
+    left = weights(mode, divisor=divisor, count_empty=False, active_tokens=[2, 0, 2])
+    assert kept[1] == left[1] == 0
+    assert kept[0] / left[0] == pytest.approx(2 / 3)
+
+
+def test_a_masked_prompt_keeps_its_place_and_weighs_nothing():
+    rows = {"active_tokens": [2, 0], "prompt": [0, 1]}
+    assert weights("prompt_mean", **rows) == [1 / 4, 0]
+    assert weights("prompt_mean", count_empty=False, **rows) == [1 / 2, 0]
+
+
+def test_masked_rows_add_no_phantom_token():  # failures a17
+    assert weights("token_mean", active_tokens=[4, 0, 0, 4]) == [1 / 8, 0, 0, 1 / 8]
+
+
+def test_a_cut_sample_has_the_wholes_denominator():  # failures a22
+    whole = weights("sample_mean", active_tokens=[6, 3])
+    cut = weights("sample_mean", active_tokens=[4, 2, 3], sample=[5, 5, 9])
+    assert cut == [whole[0], whole[0], whole[1]]
+
+
+def test_counts_are_exact_beyond_2_24_and_2_31():  # failures e2, e3
+    assert weights("token_mean", active_tokens=[2**24, 1])[0] == 1 / (2**24 + 1)
+    plan = plan_step(Aggregation("token_mean"), Sequences(active_tokens=[2**31, 2**33, 1]))
+    assert plan.totals.active_tokens == 2**31 + 2**33 + 1
+
+
+def test_weights_are_float64_on_the_host():
+    plan = plan_step(Aggregation("token_mean"), Sequences(active_tokens=torch.tensor([1, 2])))
+    assert plan.weights.dtype == torch.float64
+    assert plan.weights.device.type == "cpu"
+
+
+def test_under_is_the_same_step_under_another_aggregation():
+    plan = plan_step(
+        Aggregation("constant", divisor=8), Sequences(active_tokens=[1, 9], prompt=[0, 1])
+    )
+    assert plan.under("token_mean").weights.tolist() == [1 / 10, 1 / 10]
+    assert plan.under("trl:grpo").weights.tolist() == [1 / 2, 1 / 18]
+    assert plan.under(Aggregation("prompt_mean")).weights.tolist() == [1 / 2, 1 / 18]
+    assert plan.weights.tolist() == [1 / 16, 1 / 16]
+
+
+EXPECTED = {
+    "token_mean": (None, 1.0),
+    "sample_mean": (None, 2 / 3),
+    "prompt_mean": (None, 1 / 2),
+    "constant": (8, 10 / 24),
+    "sample_sum": (None, 10 / 3),
+    "token_sum": (4, 10 / 4),
+}
+
+
+@pytest.mark.parametrize("mode", EXPECTED)
+def test_the_expected_weight_is_that_of_all_counted_tokens(mode):
+    divisor, expected = EXPECTED[mode]
+    rows = Sequences(active_tokens=[1, 9, 0], prompt=[0, 0, 1])
+    plan = plan_step(Aggregation(mode, divisor=divisor), rows)
+    assert plan.expected_weight == pytest.approx(expected, rel=1e-15)
+    assert float(plan.weights @ torch.tensor([1.0, 9, 0], dtype=torch.float64)) == pytest.approx(
+        expected
+    )
+
+
+def test_a_step_without_active_token_weighs_nothing_and_warns_once():
+    for mode in ("token_mean", "sample_mean", "sample_sum", "token_sum"):
+        with pytest.warns(RuntimeWarning, match="no active token") as caught:
+            assert weights(mode, active_tokens=[0, 0]) == [0, 0]
+        assert len(caught) == 1
+    with pytest.raises(PlanError, match="--loss-aggregation-empty-step"):
+        plan_step(Aggregation("token_mean"), Sequences(active_tokens=[0]), empty_step="error")
+
+
+def totals(**known):
+    return StepTotals(**known)
+
+
+def test_totals_replace_counting():
+    rows = Sequences(active_tokens=[2, 3])
+    plan = plan_step(Aggregation("constant", divisor=4), rows, totals=totals(samples=8))
+    assert plan.weights.tolist() == [1 / 32, 1 / 32]
+    assert plan.expected_weight is None  # N is not known
+    plan = plan_step(Aggregation("sample_mean"), rows, totals=totals(samples=8))
+    assert plan.weights.tolist() == [1 / 16, 1 / 24]
+
+
+LACKS = {
+    "N": ("token_mean", {"active_tokens": [2]}, {}, r"StepTotals\(active_tokens="),
+    "B": ("constant", {"active_tokens": [2]}, {}, r"StepTotals\(samples="),
+    "P": (
+        "prompt_mean",
+        {"active_tokens": [2], "prompt": [0], "prompt_tokens": [2]},
+        {},
+        r"StepTotals\(prompts=",
+    ),
+    "prompt ids": ("prompt_mean", {"active_tokens": [2]}, None, r"Sequences\(prompt="),
+    "microbatches": ("microbatch_token_mean", {"active_tokens": [2]}, None, "microbatch="),
+    "n_b of a cut sample": (
+        "sample_mean",
+        {"active_tokens": [2], "sample": [0]},
+        {"samples": 3},
+        r"give Sequences\(sample_tokens=",
+    ),
+    "n_p": (
+        "prompt_mean",
+        {"active_tokens": [2], "prompt": [0]},
+        {"prompts": 3},
+        r"give Sequences\(prompt_tokens=",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LACKS)
+def test_a_mode_raises_for_what_it_lacks_before_any_forward(what):
+    mode, rows, known, message = LACKS[what]
+    aggregation = Aggregation(mode, divisor=4 if mode == "constant" else None)
+    with pytest.raises(PlanError, match=message):
+        plan_step(aggregation, Sequences(**rows), totals=None if known is None else totals(**known))
+
+
+def test_v_and_q_have_to_be_known_where_empty_ones_leave():
+    with pytest.raises(PlanError, match=r"StepTotals\(active_samples="):
+        plan_step(
+            Aggregation("sample_sum", count_empty=False),
+            Sequences(active_tokens=[2]),
+            totals=totals(samples=3),
+        )
+
+
+def test_a_custom_reducers_plan_has_totals_and_no_weights():
+    custom = Aggregation("custom", reducer_path="a.b:c")
+    plan = plan_step(custom, Sequences(active_tokens=[2, 3]))
+    assert plan.totals.active_tokens == 5
+    assert plan.expected_weight is None
+    with pytest.raises(PlanError, match=r"plan\.under\(mode\)\.weights"):
+        plan.weights  # noqa: B018
+    assert plan.under("token_mean").weights.tolist() == [1 / 5, 1 / 5]
+
+
+BAD = {
+    "negative counts": ({"active_tokens": [2, -1]}, "active_tokens is -1 for row 1"),
+    "fractions": ({"active_tokens": [2.0]}, "whole number a row, got float64"),
+    "bools": ({"active_tokens": [True]}, "whole number a row, got bool"),
+    "two dimensions": ({"active_tokens": [[1, 2]]}, r"shape \(1, 2\)"),
+    "too few ids": ({"active_tokens": [1, 2], "sample": [1]}, "sample has 1 .* has 2"),
+    "too many prompts": ({"active_tokens": [1], "prompt": [1, 2]}, "prompt has 2 .* has 1"),
+    "a microbatch below 0": ({"active_tokens": [1], "microbatch": [-1]}, "microbatch is -1"),
+    "a microbatch beyond M": (
+        {"active_tokens": [1], "microbatch": [3], "num_microbatches": 3},
+        "names microbatch 3, num_microbatches is 3",
+    ),
+    "a sample under two prompts": (
+        {"active_tokens": [1, 2, 3], "sample": [4, 4, 5], "prompt": [0, 1, 1]},
+        "sample 4 has rows under 2 prompts",
+    ),
+    "a wrong claim of n_b": (
+        {"active_tokens": [1, 2], "sample": [4, 4], "sample_tokens": [3, 4]},
+        "sample 4 has 3 active tokens in the step, Sequences.sample_tokens says 4",
+    ),
+    "a wrong claim of n_p": (
+        {"active_tokens": [1, 2], "prompt": [4, 5], "prompt_tokens": [1, 1]},
+        "prompt 5 has 2 active tokens in the step, Sequences.prompt_tokens says 1",
+    ),
+    "a claim without ids": (
+        {"active_tokens": [1, 2], "sample_tokens": [1, 5]},
+        "row 1 is a sample of its own with 2 active tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_counts_and_ids_are_refused(what):
+    rows, message = BAD[what]
+    with pytest.raises(PlanError, match=message):
+        plan_step(Aggregation("token_mean"), Sequences(**rows))
+
+
+def test_sequences_only_stores():
+    assert Sequences(active_tokens="nonsense").active_tokens == "nonsense"
+
+
+def test_an_unknown_empty_step_is_refused():
+    with pytest.raises(PlanError, match="'zero' or 'error', got 'skip'"):
+        plan_step(Aggregation("token_mean"), Sequences(active_tokens=[1]), empty_step="skip")
+
+
+def test_numpy_integers_of_any_width_are_counts():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rows = np.array([1, 9], dtype=np.int32)
+        assert weights("token_mean", active_tokens=rows) == [1 / 10, 1 / 10]
+
+
+CHECKS = re.findall(
+    r"^def check_(\w+)\(", (Path(__file__).parent / "plan_worker.py").read_text(), re.MULTILINE
+)
+
+
+@pytest.fixture(scope="module")
+def held():
+    return {
+        processes: set(
+            re.findall(
+                r"^HELD check_(\w+)$", launched("plan_worker.py", processes=processes), re.MULTILINE
+            )
+        )
+        for processes in (2, 3)
+    }
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("check", CHECKS)
+def test_over_ranks(held, check, processes):
+    assert check in held[processes]

@@ -1,0 +1,307 @@
+"""Per-token losses to a share: what is seen, what is not, and at what cost."""
+
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
+from megatron_lossagg.errors import ReducerError, ReducerPathError
+from megatron_lossagg.reducer import mask_faults
+
+
+def a_plan(active=(3, 2), mode="token_sum", **options):
+    return plan_step(Aggregation(mode, **options), Sequences(active_tokens=list(active)))
+
+
+def thd(*lengths, cp_size=1, cp_rank=0):
+    return Layout.thd_zigzag(np.cumsum([0, *lengths]), cp_size=cp_size, cp_rank=cp_rank)
+
+
+def a_reducer(mask, active=(3, 2), rows=(0, 1), lengths=(4, 2), **options):
+    return a_plan(active, **options).reducer(list(rows), torch.tensor(mask), thd(*lengths))
+
+
+MASK = [1, 0, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("poison", [torch.inf, -torch.inf, torch.nan])
+def test_masked_positions_touch_neither_share_nor_gradient(poison):  # failures d4
+    x = torch.tensor([1.0, poison, 2, 3, 4, 5], requires_grad=True)
+    share = a_reducer(MASK)(x)
+    share.backward()
+    assert share.item() == 15
+    assert x.grad.tolist() == [1, 0, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_losses_are_accumulated_in_float32(dtype):  # failures e4, e7
+    n = 4097  # in bf16 a running sum of ones stops at 256, in fp16 at 2048
+    reducer = a_reducer([1] * n, active=[n], rows=[0], lengths=[n])
+    share = reducer(torch.ones(n, dtype=dtype))
+    assert share.dtype == torch.float32
+    assert share.item() == n
+
+
+def test_float64_stays_float64():
+    share = a_reducer(MASK, mode="sample_mean")(torch.ones(6, dtype=torch.float64))
+    assert share.dtype == torch.float64
+    assert share.item() == pytest.approx(1, abs=1e-15)
+
+
+def test_an_empty_rank_is_connected_to_the_graph():  # failures d6, f1
+    x = torch.zeros(0, requires_grad=True)
+    plan = a_plan([2])
+    layout = Layout.response_zigzag([12], [2], cp_size=2, cp_rank=1)
+    assert layout.num_local_tokens == 0
+    share = plan.reducer([0], torch.ones(2), layout)(x)
+    share.backward()
+    assert share.item() == 0
+    assert x.grad.shape == (0,)
+
+
+def test_a_microbatch_without_active_token_reaches_backward():
+    x = torch.full((6,), torch.nan, requires_grad=True)
+    share = a_reducer([0] * 6)(x)
+    share.backward()
+    assert share.item() == 0
+    assert x.grad.tolist() == [0] * 6
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_call_costs_the_same_operations_for_1_and_1000_rows_and_no_host_sync():
+    seen = []
+    for rows in (1, 1000):
+        plan = a_plan([2] * rows, mode="sample_mean")
+        reducer = plan.reducer(range(rows), torch.ones(2 * rows), thd(*[2] * rows))
+        with Operations() as operations:
+            reducer(torch.ones(2 * rows))
+        seen.append(operations.names)
+    assert seen[0] == seen[1]
+    assert not [name for name in seen[0] if "_local_scalar_dense" in name or "nonzero" in name]
+
+
+def test_building_costs_the_same_operations_for_1_and_1000_rows():
+    seen = []
+    for rows in (1, 1000):
+        plan = a_plan([8] * rows)
+        layout = thd(*[8] * rows, cp_size=2)
+        mask = torch.ones(8 * rows)
+        with Operations() as operations:
+            plan.reducer(range(rows), mask, layout)
+        seen.append(operations.names)
+    assert seen[0] == seen[1]
+
+
+def test_tokens_past_the_last_offset_weigh_nothing():
+    reducer = a_reducer([1, 1, 1, 1, 1, 0, 0], active=(3, 2), lengths=(3, 2))
+    x = torch.tensor([1.0, 1, 1, 1, 1, torch.nan, 7], requires_grad=True)
+    share = reducer(x)
+    share.backward()
+    assert share.item() == 5
+    assert x.grad.tolist() == [1] * 5 + [0, 0]
+
+
+def test_a_filler_weighs_nothing_and_may_have_any_mask():
+    reducer = a_reducer([1, 1, 1, 1, 1], active=(3,), rows=(0, -1), lengths=(3, 2))
+    assert reducer(torch.ones(5)).item() == 3
+    assert reducer.counted_tokens == 3
+    assert reducer.weight_sum().item() == 3
+
+
+def test_a_narrower_training_mask_keeps_the_denominator():  # failures I2
+    reducer = a_reducer([1, 0, 0, 0, 1, 0], mode="token_mean")
+    assert reducer(torch.ones(6)).item() == pytest.approx(2 / 5)
+    assert reducer.weight_sum().item() == pytest.approx(2 / 5)
+    assert reducer.counted_tokens == 5
+
+
+def test_under_reduces_the_same_tokens_under_another_aggregation():
+    reducer = a_reducer(MASK, mode="constant", divisor=10.0)
+    x = torch.arange(6.0)
+    assert reducer(x).item() == pytest.approx((0 + 2 + 3 + 4 + 5) / 20)
+    assert reducer.under("token_mean")(x).item() == pytest.approx(14 / 5)
+    assert reducer.under("sample_mean")(x).item() == pytest.approx((5 / 3 + 9 / 2) / 2)
+    assert reducer(x).item() == pytest.approx(14 / 20)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (0.5, r"holds 0\.5 at position 1: a mask is 0 or 1"),
+        (-1.0, "holds -1"),
+        (2.0, "holds 2"),
+        (float("nan"), "holds nan"),
+    ],
+)
+def test_a_mask_is_0_or_1(value, message):  # failures d14, d15
+    with pytest.raises(ReducerError, match=message):
+        a_reducer([1, value, 1, 1, 1, 1])
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int32, torch.float32, torch.bfloat16]
+)
+def test_a_mask_of_any_dtype_is_a_mask(dtype):
+    reducer = a_plan().reducer([0, 1], torch.tensor(MASK).to(dtype), thd(4, 2))
+    assert reducer(torch.ones(6)).item() == 5
+
+
+def test_no_mask_is_no_mask():  # failures c13
+    with pytest.raises(ReducerError, match="got None: pass the microbatch's whole loss mask"):
+        a_plan().reducer([0, 1], None, thd(4, 2))
+
+
+def test_a_mask_of_the_wrong_length_is_refused():
+    with pytest.raises(ReducerError, match="mask of 5 tokens, the layout thd_zigzag has 6"):
+        a_reducer([1] * 5)
+    with pytest.raises(ReducerError, match="mask of 7 tokens, the layout local has 6"):
+        a_plan().reducer([0, 1], torch.ones(7), Layout.local([4, 2], cp_size=1, cp_rank=0))
+
+
+def test_a_trained_token_past_the_end_is_refused():
+    with pytest.raises(ReducerError, match="1 at position 6, past the last segment's end 6"):
+        a_reducer([*MASK, 1])
+
+
+def test_a_mask_wider_than_its_count_is_refused():
+    with pytest.raises(ReducerError, match="segment 1 trains 2 tokens, the plan counted 1"):
+        a_reducer(MASK, active=(3, 1))
+
+
+ROWS = {
+    "too few": ([0], "got 1 rows for 2 segments"),
+    "unknown": ([0, 2], "row 2 is not one of the 2 rows"),
+    "below the filler": ([0, -2], "row -2 is not one"),
+    "doubled": ([1, 1], "row 1 is named by 2 segments"),
+    "fractions": ([0.0, 1.0], "one whole number a segment"),
+}
+
+
+@pytest.mark.parametrize("what", ROWS)
+def test_rows_name_each_segment_once(what):
+    rows, message = ROWS[what]
+    with pytest.raises(ReducerError, match=message):
+        a_reducer(MASK, rows=rows)
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.ones(5), r"got 5 per-token losses .* holds 6 on CP rank 0 of 1"),
+        (torch.ones(7), "got 7 per-token losses"),
+        (torch.ones(6, dtype=torch.int64), "floating-point tensor"),
+        (None, "floating-point tensor, got None"),
+    ],
+)
+def test_losses_are_those_of_this_ranks_slice(x, message):
+    with pytest.raises(ReducerError, match=message):
+        a_reducer(MASK)(x)
+
+
+def test_a_cuda_masks_fault_is_noted_without_reading_it_and_told_by_the_next_plan():
+    assert not mask_faults.take()
+    with Operations() as operations:
+        mask_faults.note(torch.tensor(False))
+        mask_faults.note(torch.tensor(True))
+        mask_faults.note(torch.tensor(False))
+    assert not [name for name in operations.names if "_local_scalar_dense" in name]
+    with pytest.raises(ValueError, match="CUDA mask of the step before"):
+        a_plan()
+    a_plan()  # told once
+
+
+# Custom reducers
+
+
+def doubled_sum(context):
+    assert context.rows.tolist() == [0, 1]
+    assert context.mask.tolist() == [bool(m) for m in MASK]
+    assert context.layout.num_tokens == 6
+    assert context.aggregation.mode == "token_sum"
+    assert context.arguments == "the host's"
+    weights = context.plan.under("token_mean").weights
+    return lambda x: 2 * x.sum() + 0 * weights.sum()
+
+
+def test_a_custom_reducer_gets_masked_losses_and_the_whole_context():
+    plan = a_plan()
+    reducer = plan.reducer(
+        [0, 1], torch.tensor(MASK), thd(4, 2), factory=doubled_sum, arguments="the host's"
+    )
+    assert reducer(torch.tensor([1.0, torch.nan, 1, 1, 1, 1])).item() == 10
+    assert reducer.weight_sum() is None
+    assert reducer.under("token_mean")(torch.ones(6)).item() == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("share", "message"),
+    [
+        (lambda x: x, r"float32 tensor of shape \(6,\): return a 0-dim"),
+        (lambda x: 1.0, r"returned 1\.0: return a 0-dim"),
+        (lambda x: x.sum().long(), "int64"),
+    ],
+)
+def test_a_custom_share_is_a_floating_scalar(share, message):
+    reducer = a_plan().reducer([0, 1], torch.tensor(MASK), thd(4, 2), factory=lambda c: share)
+    with pytest.raises(ReducerError, match=message):
+        reducer(torch.ones(6))
+
+
+def test_a_factory_returns_a_callable():
+    with pytest.raises(ReducerError, match="factory returned 3: return a callable"):
+        a_plan().reducer([0, 1], torch.tensor(MASK), thd(4, 2), factory=lambda c: 3)
+
+
+@pytest.fixture
+def module(monkeypatch):
+    made = types.ModuleType("a_users_module")
+    made.factory = lambda context: lambda x: x.sum() * 7
+    made.nested = types.SimpleNamespace(factory=made.factory)
+    made.number = 3
+    monkeypatch.setitem(sys.modules, "a_users_module", made)
+
+
+@pytest.mark.parametrize("path", ["a_users_module:factory", "a_users_module.factory"])
+def test_an_aggregations_reducer_path_is_loaded_with_a_colon_or_a_dot(module, path):
+    plan = plan_step(Aggregation("custom", reducer_path=path), Sequences(active_tokens=[3, 2]))
+    reducer = plan.reducer([0, 1], torch.tensor(MASK), thd(4, 2))
+    assert reducer(torch.ones(6)).item() == 35
+
+
+def test_a_colon_path_may_go_deeper(module):
+    plan = plan_step(
+        Aggregation("custom", reducer_path="a_users_module:nested.factory"),
+        Sequences(active_tokens=[3, 2]),
+    )
+    assert plan.reducer([0, 1], torch.tensor(MASK), thd(4, 2))(torch.ones(6)).item() == 35
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no_such_module_here:f", "importing 'no_such_module_here' raised"),
+        ("a_users_module:no_such", "has no 'no_such'"),
+        ("a_users_module:number", "leads to 3, no callable"),
+        ("nothing", "names no attribute of a module"),
+        (":f", "names no attribute"),
+        ("a_users_module:", "names no attribute"),
+    ],
+)
+def test_a_path_that_leads_nowhere_says_what_is_wanted(module, path, message):
+    plan = plan_step(Aggregation("custom", reducer_path=path), Sequences(active_tokens=[3, 2]))
+    with pytest.raises(ReducerPathError, match=message) as caught:
+        plan.reducer([0, 1], torch.tensor(MASK), thd(4, 2))
+    assert "pkg.mod:name" in str(caught.value)
