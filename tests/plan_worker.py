@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from step_data import deal, make_rows
 
-from megatron_lossagg import Aggregation, Sequences, StepTotals, plan_step
+from megatron_lossagg import Aggregation, Sequences, StepBuffer, StepTotals, plan_step
 from megatron_lossagg.errors import PlanError
 
 AGGREGATIONS = [
@@ -216,6 +216,23 @@ def check_a_microbatch_mean_with_totals_needs_the_group():
         plan_step(mode, sequences, totals=StepTotals())
     plan = plan_step(mode, sequences, totals=StepTotals(), group=dist.group.WORLD)
     assert plan.weights.tolist() == [1 / (3 * dist.get_world_size())]
+
+
+def check_tensor_parallel_ranks_without_data_plan_the_same_step():
+    alone, _ = dist.new_subgroups(group_size=1)  # data-parallel size 1, all ranks in one TP group
+    first = dist.get_rank() == 0
+    buffer = StepBuffer(iter([["a", "bbb"], ["cc"]]) if first else None, 2)
+    with collectives_counted() as seen:
+        plan = buffer.plan(
+            Aggregation("sample_mean"),
+            lambda rows: [len(row) for row in rows],
+            group=alone,
+            tp_group=dist.group.WORLD,
+        )
+    assert seen["broadcast_object_list"] == 1
+    assert plan.weights.tolist() == [1 / 3, 1 / 9, 1 / 6]
+    assert [mb.rows for mb in buffer] == [[0, 1], [2]]
+    assert [mb.data for mb in buffer] == ([["a", "bbb"], ["cc"]] if first else [None, None])
 
 
 def main():

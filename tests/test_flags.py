@@ -1,0 +1,122 @@
+"""The command line: every mode is reachable, nothing given is ignored."""
+
+import argparse
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_lossagg import (
+    Aggregation,
+    add_loss_aggregation_args,
+    aggregation_from_args,
+    empty_step_from_args,
+)
+from megatron_lossagg.aggregation import ALIASES, MODES
+from megatron_lossagg.errors import AggregationError
+
+
+def parser():
+    return add_loss_aggregation_args(argparse.ArgumentParser(allow_abbrev=False))
+
+
+def read(*argv):
+    return aggregation_from_args(parser().parse_args(argv))
+
+
+def test_the_set_of_flags_is_frozen():
+    flags = {flag for action in parser()._actions for flag in action.option_strings}
+    assert flags - {"-h", "--help"} == {
+        "--loss-aggregation",
+        "--loss-aggregation-divisor",
+        "--loss-aggregation-count-empty",
+        "--no-loss-aggregation-count-empty",
+        "--loss-aggregation-empty-step",
+        "--loss-aggregation-reducer-path",
+    }
+
+
+def test_no_flag_asks_for_nothing():
+    assert read() is None
+    assert empty_step_from_args(parser().parse_args([])) == "zero"
+
+
+def test_the_parser_comes_back_as_megatrons_extra_args_provider_wants_it():
+    given_parser = argparse.ArgumentParser()
+    assert add_loss_aggregation_args(given_parser) is given_parser
+
+
+@pytest.mark.parametrize("mode", [name for name in MODES if name != "custom"])
+def test_every_mode_is_reachable(mode):
+    divisor = ["--loss-aggregation-divisor", "8"] if MODES[mode].divisor != "none" else []
+    found = read("--loss-aggregation", mode, *divisor)
+    assert found == Aggregation(mode, divisor=8 if divisor else None)
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_every_alias_is_reachable(name):
+    needs = MODES[ALIASES[name].mode].divisor == "required"
+    found = read("--loss-aggregation", name, *["--loss-aggregation-divisor", "8"] * needs)
+    assert (found.mode, found.count_empty) == (ALIASES[name].mode, ALIASES[name].count_empty)
+
+
+def test_help_prints_every_modes_formula():
+    text = " ".join(parser().format_help().split())
+    for mode in MODES.values():
+        weight = mode.weight.format(B="B", P="P", L="L", C="C")
+        assert f"{mode.name} w_s = {weight} {mode.meaning}" in text
+
+
+def test_a_reducer_path_stands_alone():
+    found = read("--loss-aggregation-reducer-path", "pkg.mod:name")
+    assert found == Aggregation("custom", reducer_path="pkg.mod:name")
+
+
+CONTRADICTIONS = {
+    ("--loss-aggregation-reducer-path", "a.b:c", "--loss-aggregation", "token_mean"): "replaces",
+    ("--loss-aggregation-reducer-path", "a.b:c", "--loss-aggregation-divisor", "3"): "replaces",
+    ("--loss-aggregation-reducer-path", "a.b:c", "--no-loss-aggregation-count-empty"): "replaces",
+    ("--loss-aggregation-divisor", "3"): "-divisor 3.0 was given without --loss-aggregation",
+    ("--no-loss-aggregation-count-empty",): "-count-empty False was given without",
+    ("--loss-aggregation-empty-step", "error"): "-empty-step error was given without",
+    ("--loss-aggregation", "token_mean", "--loss-aggregation-divisor", "3"): "takes no divisor",
+    ("--loss-aggregation", "constant"): "got none",
+    ("--loss-aggregation", "token_meen"): "did you mean 'token_mean'",
+}
+
+
+@pytest.mark.parametrize("argv", CONTRADICTIONS, ids=" ".join)
+def test_flags_that_contradict_or_would_be_ignored_are_refused(argv):
+    with pytest.raises(AggregationError, match=CONTRADICTIONS[argv]):
+        read(*argv)
+
+
+def test_a_divisor_that_is_no_number_is_refused_by_the_parser(capsys):
+    with pytest.raises(SystemExit):
+        read("--loss-aggregation", "constant", "--loss-aggregation-divisor", "many")
+    assert "invalid float value: 'many'" in capsys.readouterr().err
+
+
+def test_arguments_from_a_file_have_the_flags_defaults():
+    host = argparse.Namespace(loss_aggregation="constant", loss_aggregation_divisor="4e4", lr=1e-6)
+    assert aggregation_from_args(host) == Aggregation("constant", divisor=40000)
+    host.loss_aggregation_divisor = "many"
+    with pytest.raises(AggregationError, match="number of tokens, got 'many'"):
+        aggregation_from_args(host)
+
+
+@given(
+    mode=st.sampled_from([name for name in MODES if name != "custom"]),
+    divisor=st.floats(min_value=1e-300, allow_infinity=False, allow_nan=False),
+    count_empty=st.sampled_from([None, True, False]),
+)
+def test_a_command_line_reads_back_as_it_was_written(mode, divisor, count_empty):
+    argv = ["--loss-aggregation", mode]
+    takes = MODES[mode].divisor != "none"
+    if takes:
+        argv += ["--loss-aggregation-divisor", repr(divisor)]
+    if count_empty is not None:
+        argv += [f"--{'' if count_empty else 'no-'}loss-aggregation-count-empty"]
+    assert read(*argv) == Aggregation(
+        mode, divisor=divisor if takes else None, count_empty=count_empty is not False
+    )

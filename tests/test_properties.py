@@ -1,0 +1,147 @@
+"""Laws of plan and layout on random steps, against the oracle."""
+
+import itertools
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_lossagg import Aggregation, Layout, Sequences, StepTotals, plan_step
+
+MODES = {
+    "token_mean": {},
+    "sample_mean": {},
+    "sample_mean, V": {"count_empty": False},
+    "prompt_mean": {},
+    "prompt_mean, Q": {"count_empty": False},
+    "constant": {"divisor": 3.5},
+    "constant, V": {"divisor": 3.5, "count_empty": False},
+    "sample_sum": {},
+    "token_sum": {"divisor": 11.0},
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore:the step has no active token")
+
+
+@st.composite
+def steps(draw):
+    """Rows with random masks, samples and prompts; a sample has one prompt."""
+    prompt_of_sample = draw(st.lists(st.integers(-2, 2), min_size=1, max_size=5))
+    rows = []
+    for _ in range(draw(st.integers(1, 9))):
+        sample = draw(st.integers(0, len(prompt_of_sample) - 1))
+        mask = draw(st.lists(st.integers(0, 1), max_size=6))
+        prompt = prompt_of_sample[sample]
+        rows.append({"counted": mask, "trained": mask, "sample": sample, "prompt": prompt})
+    return rows
+
+
+def sequences(rows, **more):
+    return Sequences(
+        active_tokens=[sum(row["counted"]) for row in rows],
+        sample=[row["sample"] for row in rows],
+        prompt=[row["prompt"] for row in rows],
+        **more,
+    )
+
+
+def aggregation(label):
+    return Aggregation(label.split(",")[0], **MODES[label])
+
+
+def expected_weights(label, rows):
+    """The loss is linear in x: a row's weight is its derivative at an active token."""
+    x = [torch.zeros(len(r["counted"]), dtype=torch.float64, requires_grad=True) for r in rows]
+    live = [{**row, "x": list(v)} for row, v in zip(rows, x, strict=True)]
+    loss = oracle.step_loss(label.split(",")[0], live, **MODES[label])
+    grads = torch.autograd.grad(loss, x, allow_unused=True) if loss.requires_grad else [None] * 99
+    return [
+        0.0 if g is None or not g.numel() else g.max().item()
+        for g, _ in zip(grads, rows, strict=False)
+    ]
+
+
+@given(rows=steps(), label=st.sampled_from(sorted(MODES)))
+@settings(max_examples=200, deadline=None)
+def test_a_weight_is_the_derivative_of_the_named_loss(rows, label):
+    plan = plan_step(aggregation(label), sequences(rows))
+    np.testing.assert_allclose(plan.weights, expected_weights(label, rows), rtol=1e-12, atol=1e-300)
+    total = sum(w * sum(r["counted"]) for w, r in zip(plan.weights.tolist(), rows, strict=True))
+    assert plan.expected_weight == pytest.approx(total, rel=1e-12)
+
+
+@given(rows=steps(), label=st.sampled_from(sorted(MODES)), order=st.randoms())
+@settings(max_examples=100, deadline=None)
+def test_the_order_of_rows_does_not_matter(rows, label, order):
+    weights = plan_step(aggregation(label), sequences(rows)).weights
+    places = list(range(len(rows)))
+    order.shuffle(places)
+    shuffled = plan_step(aggregation(label), sequences([rows[i] for i in places])).weights
+    assert shuffled.tolist() == weights[places].tolist()
+
+
+@given(rows=steps(), label=st.sampled_from(sorted(MODES)), data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_microbatches_do_not_matter_where_the_mode_has_none(rows, label, data):
+    m = data.draw(st.integers(1, 4))
+    microbatch = [data.draw(st.integers(0, m - 1)) for _ in rows]
+    weights = plan_step(aggregation(label), sequences(rows)).weights
+    split = plan_step(
+        aggregation(label), sequences(rows, microbatch=microbatch, num_microbatches=m)
+    )
+    assert split.weights.tolist() == weights.tolist()
+
+
+@given(rows=steps(), label=st.sampled_from(sorted(MODES)), data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_known_totals_give_each_rank_the_weights_that_counting_gives(rows, label, data):
+    whole = plan_step(aggregation(label), sequences(rows))
+    mine = [i for i in range(len(rows)) if data.draw(st.booleans())]
+    part = sequences(
+        [rows[i] for i in mine],
+        sample_tokens=whole.sample_tokens[mine],
+        prompt_tokens=whole.prompt_tokens[mine],
+    )
+    totals = StepTotals(**{name: getattr(whole.totals, name) for name in TOTALS})
+    assert plan_step(aggregation(label), part, totals=totals).weights.tolist() == (
+        whole.weights[mine].tolist()
+    )
+
+
+TOTALS = ("active_tokens", "samples", "prompts", "active_samples", "active_prompts")
+
+
+@given(chunks=st.lists(st.integers(0, 5), max_size=6), cp=st.integers(1, 6))
+@settings(max_examples=150, deadline=None)
+def test_the_ranks_of_a_packed_microbatch_hold_every_token_once(chunks, cp):
+    offsets = [0, *itertools.accumulate(2 * cp * n for n in chunks)]
+    layouts = [Layout.thd_zigzag(offsets, cp_size=cp, cp_rank=rank) for rank in range(cp)]
+    assert {layout.num_local_tokens for layout in layouts} == {offsets[-1] // cp}
+    assert sorted(itertools.chain(*map(held, layouts))) == list(range(offsets[-1]))
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 39)), max_size=6),
+    cp=st.integers(1, 6),
+    padding=st.integers(0, 9),
+    bshd=st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_the_ranks_of_responses_hold_every_token_once(rows, cp, padding, bshd):
+    totals = [total for total, _ in rows]
+    responses = [min(response, total - 1) for total, response in rows]
+    padded = max(totals, default=1) + padding if bshd else None
+    union = []
+    for rank in range(cp):
+        union += held(
+            Layout.response_zigzag(totals, responses, cp_size=cp, cp_rank=rank, max_seq_len=padded)
+        )
+    assert sorted(union) == list(range(sum(responses)))
+
+
+def held(layout):
+    runs = zip(layout.start_R, layout.length_R, strict=True)
+    return [p for start, length in runs for p in range(start, start + length)]
