@@ -90,6 +90,7 @@ class Counts:
 
 
 _UNKNOWN = -1
+_FIELDS = ("sample", "prompt", "microbatch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,12 +137,17 @@ class Rows:
                     f"sample_tokens says {fields['sample_tokens'][wrong[0]]}: give sample= for a "
                     "sample that was cut into rows"
                 )
-        names = ("sample", "prompt", "microbatch", "sample_tokens", "prompt_tokens")
+        names = (*_FIELDS, "sample_tokens", "prompt_tokens")
         return Rows(
             active_tokens=n_S,
             num_microbatches=m,
             **{name: fields.get(name) for name in names},
         )
+
+    @property
+    def given(self) -> list[str]:
+        """Which ids this rank has: all ranks must have the same."""
+        return [name for name in _FIELDS if getattr(self, name) is not None]
 
     @cached_property
     def microbatch_tokens(self) -> Ints | None:
@@ -194,7 +200,7 @@ def count_step(aggregation: Aggregation, rows: Rows, fault: str, exchange: Excha
     n_S = rows.active_tokens
     has_ids = rows.sample is not None or rows.prompt is not None
     mine_K = rows.pairs() if has_ids else np.zeros((0, 5), dtype=np.int64)
-    same = [_fingerprint(aggregation), rows.sample is not None, rows.prompt is not None]
+    same = [_fingerprint(aggregation), *(name in rows.given for name in _FIELDS)]
     counts = [len(n_S), n_S.sum(), (n_S > 0).sum(), len(mine_K), *rows.microbatch_means]
     told = exchange.integers(np.array([bool(fault), *counts, *same], dtype=np.int64))
     fault_W, rows_W, tokens_W, active_W, pairs_W, microbatches_W, m_W = told.T[:7]
@@ -252,8 +258,7 @@ def _raise_together(
     aggregation: Aggregation, rows: Rows, fault: str, exchange: Exchange
 ) -> NoReturn:
     """Bring the first faulty rank's message to all ranks and raise it on each."""
-    ids = [name for name in ("sample", "prompt") if getattr(rows, name) is not None]
-    given = f"{aggregation} with {' and '.join(ids) or 'no'} ids"
+    given = f"{aggregation} with {', '.join(rows.given) or 'no'} ids"
     texts = exchange.messages(f"!{fault}" if fault else given)
     for rank, text in enumerate(texts):
         if text.startswith("!"):

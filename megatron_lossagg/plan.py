@@ -185,7 +185,7 @@ def plan_step(
     ``sample_tokens`` or ``prompt_tokens`` beside them. ``empty_step``: what a step without
     any active token does, ``"zero"`` (zero weights and one warning) or ``"error"``.
 
-    Without totals: one all-gather of ten integers a rank, a second one of
+    Without totals: one all-gather of eleven integers a rank, a second one of
     (sample, prompt, tokens) rows where ids are given, each with one host sync; a third one
     only to bring an error's message to every rank. Wrong counts or ids, ranks that disagree
     on the aggregation, and (here, a step late) CUDA masks that were not 0/1 raise
@@ -203,7 +203,7 @@ def plan_step(
     fault = "a CUDA mask of the step before held values other than 0 and 1" * mask_faults.take()
     try:
         rows = Rows.checked(sequences)
-    except PlanError as error:
+    except (ValueError, TypeError, OverflowError) as error:  # never one rank alone
         rows, fault = Rows.checked(Sequences(active_tokens=[])), str(error)
     if totals is not None:
         if fault:

@@ -178,6 +178,19 @@ def check_ids_on_one_rank_only_are_refused():
         Aggregation("token_mean"),
         Sequences(active_tokens=[3, 1], prompt=ids),
     )
+    refused_everywhere(
+        "rank 0 has .* with microbatch ids, rank 1 has .* with no ids",
+        Aggregation("microbatch_token_mean"),
+        Sequences(active_tokens=[3, 1], microbatch=ids),
+    )
+
+
+def check_what_is_no_count_at_all_on_one_rank_is_told_on_all():
+    refused_everywhere(
+        "rank 1 of the data-parallel group: ",
+        Aggregation("token_mean"),
+        Sequences(active_tokens=[[1], [2, 3]] if dist.get_rank() == 1 else [3, 1]),
+    )
 
 
 def check_aggregations_that_differ_are_refused():
