@@ -1,0 +1,107 @@
+"""Rows packed end to end, as Megatron's packed sequences want them.
+
+Shape suffixes: P = packed tokens, every row padded; T = the tokens of them that this
+context-parallel rank holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import task
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from megatron_lossagg import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One training sequence."""
+
+    tokens: list[int]
+    """Prompt and response."""
+    mask: list[int]
+    """One 0/1 a response token."""
+    coefficients: tuple[list[float], ...] = ()
+    """Further numbers a response token, such as behaviour log-probabilities."""
+
+    @property
+    def active_tokens(self) -> int:
+        """n_s: response tokens that are trained on."""
+        return sum(self.mask)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """Packed rows; everything is shifted so that entry i belongs to logit i."""
+
+    rows: list[int]
+    """Positions of the rows in the step."""
+    token_P: Tensor
+    label_P: Tensor
+    """The next token of each."""
+    position_P: Tensor
+    mask_P: Tensor
+    """1 where logit i predicts a response token that is trained on; 0 at padding."""
+    coefficient_P: tuple[Tensor, ...]
+    cu_seqlens_padded: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """Packed tokens, padding included."""
+        return len(self.token_P)
+
+    def packed_seq_params(self) -> PackedSeqParams:
+        """Tell Megatron-Core's attention where rows begin and end."""
+        longest = int(self.cu_seqlens_padded.diff().max())
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=self.cu_seqlens_padded,
+            cu_seqlens_kv=self.cu_seqlens_padded,
+            cu_seqlens_q_padded=self.cu_seqlens_padded,
+            cu_seqlens_kv_padded=self.cu_seqlens_padded,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+
+
+def pack(rows: Sequence[Row], indices: Sequence[int], cp_size: int) -> Microbatch:
+    """Pack rows, each padded to a multiple of 2 CP. ``indices``: their positions in the step."""
+    multiple = 2 * cp_size
+    padded = [-(-len(row.tokens) // multiple) * multiple for row in rows]
+    offsets = torch.tensor([0, *padded]).cumsum(0)
+    token_P, label_P, position_P = torch.zeros((3, int(offsets[-1])), dtype=torch.long)
+    mask_P = torch.zeros(len(token_P))
+    coefficient_P = tuple(torch.zeros(len(token_P)) for _ in rows[0].coefficients)
+    for start, row in zip(offsets.tolist()[:-1], rows, strict=True):
+        n, response = len(row.tokens), len(row.mask)
+        token_P[start : start + n] = torch.tensor(row.tokens)
+        label_P[start : start + n - 1] = torch.tensor(row.tokens[1:])
+        position_P[start : start + n] = torch.tensor(task.positions(n - response, response))
+        # Logit n - 1 - response is the last of the prompt and predicts the first response token.
+        predicts = slice(start + n - 1 - response, start + n - 1)
+        mask_P[predicts] = torch.tensor(row.mask, dtype=torch.float32)
+        for target_P, values in zip(coefficient_P, row.coefficients, strict=True):
+            target_P[predicts] = torch.tensor(values)
+    return Microbatch(
+        rows=list(indices),
+        token_P=token_P,
+        label_P=label_P,
+        position_P=position_P,
+        mask_P=mask_P,
+        coefficient_P=coefficient_P,
+        cu_seqlens_padded=offsets.to(torch.int32),
+    )
+
+
+def held_positions(layout: Layout) -> Tensor:
+    """Return where the tokens that this context-parallel rank holds lie in the pack, int64 [T]."""
+    return torch.cat(
+        [
+            torch.arange(start, start + length)
+            for start, length in zip(layout.start_R.tolist(), layout.length_R.tolist(), strict=True)
+        ]
+    )

@@ -1,0 +1,58 @@
+"""Train three seeds online, print their accuracies, and draw the pictures of the README.
+
+``make figures`` runs this. Runs go to ``runs/figures``, pictures to ``examples/drgrpo/pictures``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+import demo
+import plots
+
+HERE = Path(__file__).resolve().parent
+SEEDS = (1, 2, 3)
+
+
+def main() -> None:
+    """Run every seed, then the replay and the gradient shares of the shipped rollouts."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=Path("runs/figures"), metavar="FOLDER")
+    parser.add_argument("--pictures", type=Path, default=HERE / "pictures", metavar="FOLDER")
+    args = parser.parse_args()
+    shutil.rmtree(args.output, ignore_errors=True)
+    args.pictures.mkdir(parents=True, exist_ok=True)
+
+    metrics = {}
+    for seed in SEEDS:
+        print(f"== seed {seed}", flush=True)
+        folder = args.output / f"seed{seed}"
+        demo.train_online(folder, "--seed", str(seed))
+        metrics[f"seed {seed}"] = folder / "metrics.jsonl"
+    plots.plot_training(
+        {name: plots.read_metrics(path) for name, path in metrics.items()},
+        args.pictures / "training.png",
+    )
+    for script, picture in (
+        ("replay_layouts.py", "layouts.png"),
+        ("gradient_share.py", "gradient_share.png"),
+    ):
+        folder = args.output / Path(script).stem
+        demo.run_shown([sys.executable, str(HERE / script), "--output", str(folder)])
+        shutil.copy(folder / picture, args.pictures / picture)
+
+    print("greedy accuracy on 200 held-out problems")
+    print(f"{'':8}{'before warm-up':>16}{'after warm-up':>16}{'after RL':>16}")
+    rows = {name: demo.accuracies(path) for name, path in metrics.items()}
+    for name, row in rows.items():
+        print(f"{name:8}" + "".join(f"{value:16.1%}" for value in row))
+    for label, of in (("lowest", min), ("highest", max)):
+        columns = zip(*rows.values(), strict=True)
+        print(f"{label:8}" + "".join(f"{of(column):16.1%}" for column in columns))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Measure which responses the gradient comes from, by length and by mode, on real gradients.
+
+::
+
+    torchrun --nproc_per_node 1 examples/drgrpo/gradient_share.py --output runs/share
+
+The rollouts of a step are one step of training. For every mode, the step's gradient g is
+taken once for each bucket of response lengths, with advantage 0 for all other rows, which stay
+counted: g_b. Gradients add up, g = sum_b g_b, so that
+
+    projection of b = <g_b, g> / <g, g>          signed, sums to 1 over buckets
+    norm of b       = |g_b| / sum_c |g_c|        sums to 1 over buckets
+
+Each is the mean over the recorded steps; the weights are those that the file starts from, and
+the loss is the policy term alone. A bucket without a row in a step has gradient 0.
+"""
+
+# ruff: noqa: E402  train installs the stand-ins for CUDA before Megatron-Core is imported.
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+import train
+from rollouts import Rollout, read_rollouts
+
+import torch
+from torch import Tensor
+
+DATA = Path(__file__).resolve().parent / "data"
+MODES = {
+    "constant": [],
+    "token_mean": ["--loss-aggregation", "token_mean"],
+    "sample_mean": ["--loss-aggregation", "sample_mean"],
+}
+BUCKETS = ((1, 3), (4, 7), (8, 11), (12, 20))
+
+
+def gradient(run: train.Run, rollouts: list[Rollout]) -> Tensor:
+    """Return the whole gradient of a step, flat, in float64."""
+    train.rl_step(run, rollouts)
+    parts = [p.main_grad.detach().double().flatten() for p in run.model.parameters()]
+    return torch.cat(parts)
+
+
+def main() -> None:
+    """Measure, print a table, write ``gradient_share.json`` and the picture."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--rollouts", type=Path, default=DATA / "rollouts.jsonl")
+    parser.add_argument("--start-from", type=Path, default=DATA / "warmup_weights.pt")
+    parser.add_argument("--steps", type=int, default=20)
+    own, train_flags = parser.parse_known_args()
+    by_step = list(read_rollouts(own.rollouts).values())[: own.steps]
+    flags = ["--mode", "replay", "--output", str(own.output), "--rollouts", str(own.rollouts)]
+    flags += ["--start-from", str(own.start_from), "--kl-coefficient", "0", *train_flags]
+    first = train.parse_args(flags)
+    train.start_processes(train.processes_of(first), first.seed)
+    runs = {
+        mode: train.build_run(train.parse_args([*flags, *more])) for mode, more in MODES.items()
+    }
+
+    names = {bucket: f"{bucket[0]}-{bucket[1]}" for bucket in BUCKETS}
+    shares = {
+        kind: {mode: dict.fromkeys(names.values(), 0.0) for mode in MODES}
+        for kind in ("norm", "projection")
+    }
+    for rollouts in by_step:
+        for mode, run in runs.items():
+            parts = {
+                names[bucket]: gradient(run, [_only(r, bucket) for r in rollouts])
+                for bucket in BUCKETS
+            }
+            whole = sum(parts.values(), torch.zeros(()))
+            sizes = sum(float(part.norm()) for part in parts.values())
+            if not sizes:  # no contrast in any group: nothing to attribute
+                continue
+            for name, part in parts.items():
+                shares["norm"][mode][name] += float(part.norm()) / sizes / len(by_step)
+                projection = float(part @ whole / (whole @ whole))
+                shares["projection"][mode][name] += projection / len(by_step)
+    train.stop_processes()
+
+    own.output.mkdir(parents=True, exist_ok=True)
+    (own.output / "gradient_share.json").write_text(json.dumps(shares, indent=1) + "\n")
+    for kind, by_mode in shares.items():
+        print(f"{kind:<12}" + "".join(f"{name:>9}" for name in names.values()))
+        for mode, by_bucket in by_mode.items():
+            print(f"{mode:<12}" + "".join(f"{share:9.3f}" for share in by_bucket.values()))
+    import plots
+
+    plots.plot_gradient_share(shares, own.output / "gradient_share.png")
+    print(own.output / "gradient_share.png")
+
+
+def _only(rollout: Rollout, bucket: tuple[int, int]) -> Rollout:
+    """Give a rollout of another length advantage 0: it stays counted and has no gradient."""
+    low, high = bucket
+    if low <= len(rollout.mask) <= high:
+        return rollout
+    return dataclasses.replace(rollout, advantage=0.0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,321 @@
+"""Rollouts: sample them, write them down, read them back strictly.
+
+A rollout is one line of ``rollouts.jsonl``, and what is trained on is exactly what the
+line says (log-probabilities are rounded before training, not after), so a replay of the
+file repeats the run that wrote it.
+
+Shape suffixes: B = rollouts; T = tokens, prompt and response; R = tokens of the longest
+response; V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import task
+import torch
+from torch import Tensor
+
+_DECIMALS = 5
+
+
+class RolloutFileError(ValueError):
+    """A file of rollouts that is malformed; says file, line and what is wrong."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """One response to one prompt, with everything that the loss needs."""
+
+    step: int
+    """RL step that trains on it, from 1."""
+    prompt_id: int
+    """Equal for all rollouts of one prompt, different between prompts of a step."""
+    prompt: str
+    response: str
+    response_tokens: list[int]
+    mask: list[int]
+    """1 where a response token is trained on, else 0."""
+    reward: float
+    advantage: float
+    """Reward minus the mean reward of the prompt's rollouts; Dr.GRPO divides by no deviation."""
+    behaviour_logprobs: list[float]
+    """Of each response token under the weights that sampled it."""
+    reference_logprobs: list[float]
+    """The same under the weights that the KL term holds on to."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and response."""
+        return task.encode(self.prompt) + self.response_tokens
+
+
+# --------------------------------------------------------------------------------------
+# Sampling
+
+
+def roll_out(
+    sampler: torch.nn.Module,
+    reference: torch.nn.Module,
+    *,
+    seed: int,
+    step: int,
+    prompts: range,
+    samples_per_prompt: int,
+) -> list[Rollout]:
+    """Sample a group of responses to each prompt, score them, take group advantages.
+
+    ``prompts``: positions within the step, of this data-parallel rank. The random numbers
+    of a rollout depend on (seed, step, position, sample) alone: not on the rank, not on the
+    rollouts beside it, not on what was drawn before.
+    """
+    problems = [task.training_problem(seed, step * 1_000_003 + position) for position in prompts]
+    prompt_B = [task.encode(p.prompt) for p in problems for _ in range(samples_per_prompt)]
+    draws = [
+        random.Random(f"sample {seed} {step} {position} {sample}")
+        for position in prompts
+        for sample in range(samples_per_prompt)
+    ]
+    uniform_BR = torch.tensor(
+        [[rng.random() for _ in range(task.MAX_RESPONSE_TOKENS)] for rng in draws],
+        dtype=torch.float64,
+    )
+    response_B, behaviour_B = generate(sampler, prompt_B, uniform_BR)
+    reference_B = response_logprobs(reference, prompt_B, response_B)
+    reward_B = [
+        problems[i // samples_per_prompt].reward(task.decode(response))
+        for i, response in enumerate(response_B)
+    ]
+    rollouts = []
+    for i, response in enumerate(response_B):
+        group = i // samples_per_prompt
+        group_rewards = reward_B[group * samples_per_prompt : (group + 1) * samples_per_prompt]
+        rollouts.append(
+            Rollout(
+                step=step,
+                prompt_id=prompts[group],
+                prompt=problems[group].prompt,
+                response=task.decode(response),
+                response_tokens=response,
+                mask=[1] * len(response),
+                reward=reward_B[i],
+                advantage=round(reward_B[i] - sum(group_rewards) / samples_per_prompt, _DECIMALS),
+                behaviour_logprobs=[round(x, _DECIMALS) for x in behaviour_B[i]],
+                reference_logprobs=[round(x, _DECIMALS) for x in reference_B[i]],
+            )
+        )
+    return rollouts
+
+
+@torch.no_grad()
+def generate(
+    sampler: torch.nn.Module, prompts: Sequence[list[int]], uniform_BR: Tensor | None
+) -> tuple[list[list[int]], list[list[float]]]:
+    """Generate until ``.`` or the length limit; return tokens and their log-probabilities.
+
+    ``uniform_BR``: numbers in [0, 1) that are looked up in the cumulative distribution
+    (temperature 1); None takes the likeliest token. Finished responses leave the batch.
+    """
+    num_rows = len(prompts)
+    length_B = torch.tensor([len(prompt) for prompt in prompts])
+    token_BT = torch.full(
+        (num_rows, int(length_B.max()) + task.MAX_RESPONSE_TOKENS), task.PAD, dtype=torch.long
+    )
+    for i, prompt in enumerate(prompts):
+        token_BT[i, : len(prompt)] = torch.tensor(prompt)
+    responses: list[list[int]] = [[] for _ in range(num_rows)]
+    logprobs: list[list[float]] = [[] for _ in range(num_rows)]
+    running = torch.arange(num_rows)
+    for r in range(task.MAX_RESPONSE_TOKENS):
+        last_B = length_B[running] + r - 1
+        logits_BTV = _logits(sampler, token_BT[running, : int(last_B.max()) + 1], length_B[running])
+        logprob_BV = torch.log_softmax(logits_BTV[torch.arange(len(running)), last_B].float(), -1)
+        if uniform_BR is None:
+            chosen_B = logprob_BV.argmax(-1)
+        else:
+            cumulative_BV = logprob_BV.double().exp().cumsum(-1)
+            # The last entry may round to less than 1: stay inside the vocabulary.
+            u_B1 = uniform_BR[running, r : r + 1] * cumulative_BV[:, -1:]
+            chosen_B = torch.searchsorted(cumulative_BV, u_B1, right=True).squeeze(1)
+            chosen_B.clamp_(max=logprob_BV.size(1) - 1)
+        token_BT[running, last_B + 1] = chosen_B
+        chosen_logprobs = logprob_BV.gather(1, chosen_B[:, None]).squeeze(1).tolist()
+        for i, token, logprob in zip(
+            running.tolist(), chosen_B.tolist(), chosen_logprobs, strict=True
+        ):
+            responses[i].append(token)
+            logprobs[i].append(logprob)
+        running = running[chosen_B != task.END]
+        if len(running) == 0:
+            break
+    return responses, logprobs
+
+
+@torch.no_grad()
+def response_logprobs(
+    scorer: torch.nn.Module, prompts: Sequence[list[int]], responses: Sequence[list[int]]
+) -> list[list[float]]:
+    """Return each response token's log-probability, from one forward pass."""
+    rows = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+    token_BT = torch.full((len(rows), max(map(len, rows))), task.PAD, dtype=torch.long)
+    for i, row in enumerate(rows):
+        token_BT[i, : len(row)] = torch.tensor(row)
+    length_B = torch.tensor([len(prompt) for prompt in prompts])
+    logprob_BTV = torch.log_softmax(_logits(scorer, token_BT[:, :-1], length_B).float(), -1)
+    logprob_BT = logprob_BTV.gather(2, token_BT[:, 1:, None]).squeeze(2)
+    return [
+        logprob_BT[i, len(prompt) - 1 : len(row) - 1].tolist()
+        for i, (prompt, row) in enumerate(zip(prompts, rows, strict=True))
+    ]
+
+
+def count_right(sampler: torch.nn.Module, problems: Sequence[task.Problem]) -> int:
+    """Return how many problems the likeliest responses solve."""
+    responses, _ = generate(sampler, [task.encode(p.prompt) for p in problems], None)
+    rewards = [
+        problem.reward(task.decode(response))
+        for problem, response in zip(problems, responses, strict=True)
+    ]
+    return int(sum(rewards))
+
+
+def _logits(model: torch.nn.Module, token_BT: Tensor, prompt_length_B: Tensor) -> Tensor:
+    index_T, length_B1 = torch.arange(token_BT.size(1)), prompt_length_B[:, None]
+    # The position ids of task.positions, for rows padded on the right.
+    shift_B1 = task.MAX_PROMPT_TOKENS - length_B1
+    position_BT = index_T + torch.where(index_T >= length_B1, shift_B1, 0)
+    position_BT.clamp_(max=task.MAX_PROMPT_TOKENS + task.MAX_RESPONSE_TOKENS - 1)
+    logits_BTV: Tensor = model(token_BT, position_BT, None)
+    return logits_BTV
+
+
+# --------------------------------------------------------------------------------------
+# The file
+
+
+def append_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:
+    """Add one line a rollout."""
+    with path.open("a") as file:
+        for rollout in rollouts:
+            file.write(json.dumps(asdict(rollout), separators=(",", ":")) + "\n")
+
+
+def read_rollouts(path: Path) -> dict[int, list[Rollout]]:
+    """Read a whole file of rollouts by step, before anything is trained on.
+
+    Raises :class:`RolloutFileError`, which names file, line and what is wrong.
+    """
+    steps: dict[int, list[Rollout]] = {}
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RolloutFileError(
+            f"{path} cannot be read ({error}): give --rollouts a file written by --record"
+        ) from None
+    for number, line in enumerate(text.splitlines(), start=1):
+        fault = _fault(line)
+        if isinstance(fault, str):
+            raise RolloutFileError(
+                f"{path}, line {number}: {fault}. Record the file again with --record, or mend or "
+                "delete the line"
+            )
+        steps.setdefault(fault.step, []).append(fault)
+    if not steps:
+        raise RolloutFileError(f"{path} has no rollouts: give --rollouts a file that has some")
+    return dict(sorted(steps.items()))
+
+
+_LISTS: dict[str, type] = {
+    "response_tokens": int,
+    "mask": int,
+    "behaviour_logprobs": float,
+    "reference_logprobs": float,
+}
+_SCALARS: dict[str, type] = {
+    "step": int,
+    "prompt_id": int,
+    "prompt": str,
+    "response": str,
+    "reward": float,
+    "advantage": float,
+}
+
+
+def _fault(line: str) -> Rollout | str:
+    """Turn a line into a rollout, or say what is wrong with it."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        return (
+            f"got {_shortened(line)}, wanted one JSON object ({error.msg} at column {error.colno})"
+        )
+    if not isinstance(record, dict):
+        return f"got {_shortened(line)}, wanted one JSON object"
+    wanted = {field.name for field in fields(Rollout)}
+    if record.keys() != wanted:
+        missing, unknown = sorted(wanted - record.keys()), sorted(record.keys() - wanted)
+        return f"got a rollout without {missing} and with unknown {unknown}"
+    return next(_value_faults(record), None) or Rollout(**record)
+
+
+def _value_faults(record: dict[str, Any]) -> Iterator[str]:
+    for name, kind in _SCALARS.items():
+        if not _is(record[name], kind):
+            yield f"{name} is {record[name]!r}, wanted {_KIND_NAMES[kind]}"
+            return
+    length = None
+    for name, kind in _LISTS.items():
+        values = record[name]
+        if not isinstance(values, list) or not all(_is(value, kind) for value in values):
+            yield f"{name} is {_shortened(repr(values))}, wanted a list of {_KIND_NAMES[kind]}"
+            return
+        length = len(values) if length is None else length
+        if len(values) != length:
+            yield f"{name} has {len(values)} entries, response_tokens has {length}: one a token"
+    if not length:
+        yield "the response is empty, wanted at least one token"
+    if (
+        length
+        and len(record["prompt"]) + length > task.MAX_PROMPT_TOKENS + task.MAX_RESPONSE_TOKENS
+    ):
+        yield (
+            f"prompt and response have {len(record['prompt']) + length} tokens, the model takes "
+            f"{task.MAX_PROMPT_TOKENS + task.MAX_RESPONSE_TOKENS}"
+        )
+    if record["step"] < 1:
+        yield f"step is {record['step']}, wanted 1 or more"
+    unknown = sorted(set(record["prompt"]) - set(task.ALPHABET))
+    if unknown or not record["prompt"]:
+        yield f"prompt is {record['prompt']!r}, wanted characters of {task.ALPHABET!r}"
+    for token in record["response_tokens"]:
+        if not 0 <= token < task.VOCABULARY_SIZE:
+            yield f"response token {token} is not one of the {task.VOCABULARY_SIZE} of the vocabulary"
+    for value in record["mask"]:
+        if value not in (0, 1):
+            yield f"mask holds {value}, wanted 0 or 1"
+    if task.decode(record["response_tokens"]) != record["response"]:
+        yield (
+            f"response is {record['response']!r}, its tokens say "
+            f"{task.decode(record['response_tokens'])!r}"
+        )
+
+
+_KIND_NAMES = {int: "a whole number", float: "a finite number", str: "a text"}
+
+
+def _is(value: object, kind: type) -> bool:
+    if isinstance(value, bool):
+        return False
+    if kind is float:
+        return isinstance(value, (int, float)) and math.isfinite(value)
+    return isinstance(value, kind)
+
+
+def _shortened(text: str) -> str:
+    return repr(text if len(text) <= 40 else text[:37] + "...")

@@ -1,0 +1,43 @@
+#!/bin/bash
+
+# Dr.GRPO on this machine's CPU, over loopback: 2 processes unless NPROC says otherwise.
+#
+#   launch/local_cpu.sh --output runs/online
+#   CP=2 launch/local_cpu.sh --output runs/cp2
+#   PP=2 launch/local_cpu.sh --mode replay --output runs/pp2 \
+#       --rollouts examples/drgrpo/data/rollouts.jsonl \
+#       --start-from examples/drgrpo/data/warmup_weights.pt
+
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+# One thread a process, or the processes fight for the cores.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+TP=${TP:-1}
+PP=${PP:-1}
+CP=${CP:-1}
+NPROC=${NPROC:-$((TP * PP * CP > 2 ? TP * PP * CP : 2))}
+PYTHON=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}
+
+DISTRIBUTED_ARGS=(
+    --standalone
+    --local-addr 127.0.0.1
+    --nproc-per-node "$NPROC"
+)
+
+MODEL_PARALLEL_ARGS=(
+    --tensor-model-parallel-size "$TP"
+    --pipeline-model-parallel-size "$PP"
+    --context-parallel-size "$CP"
+)
+
+TRAINING_ARGS=(
+    --num-microbatches 2
+)
+
+exec "$PYTHON" -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" examples/drgrpo/train.py \
+    "${MODEL_PARALLEL_ARGS[@]}" \
+    "${TRAINING_ARGS[@]}" \
+    "$@"
