@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# An empty environment has no PATH, and make then finds no program.
+export PATH := $(or $(PATH),/usr/local/bin:/usr/bin:/bin)
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
 
 .PHONY: demo test lint wrong-factors figures clean
