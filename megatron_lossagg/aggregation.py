@@ -12,7 +12,9 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
+from numbers import Real
 from typing import Literal
 
 from megatron_lossagg.errors import AggregationError
@@ -212,7 +214,7 @@ class Aggregation:
     def formula(self) -> str:
         """w_s with this object's divisor and counts, such as ``1/(B 4096)``."""
         counts = {"B": "B", "P": "P"} if self.count_empty else {"B": "V", "P": "Q"}
-        divisor = f"{1.0 if self.divisor is None else self.divisor:g}"
+        divisor = repr(self.divisor or 1.0).removesuffix(".0")
         return MODES[self.mode].weight.format(**counts, L=divisor, C=divisor)
 
     def __str__(self) -> str:
@@ -270,10 +272,13 @@ def _checked_divisor(mode: Mode, divisor: float | None) -> float | None:
             f"mode {mode.name!r} takes no divisor, got {divisor!r}: drop "
             "--loss-aggregation-divisor (divisor=), or choose constant or token_sum"
         )
-    is_number = isinstance(divisor, (int, float)) and not isinstance(divisor, bool)
-    if not is_number or not math.isfinite(divisor) or divisor <= 0:
+    number = math.nan
+    if isinstance(divisor, Real) and not isinstance(divisor, bool):
+        with suppress(OverflowError):  # a whole number beyond float64 is not finite either
+            number = float(divisor)
+    if not math.isfinite(number) or number <= 0:
         raise AggregationError(
             f"a divisor is a finite number above 0, got {divisor!r}: "
             "change --loss-aggregation-divisor (divisor=)"
         )
-    return float(divisor)
+    return number

@@ -83,10 +83,8 @@ class Layout:
         """
         if batch_size < 0 or seq_length < 0:
             raise LayoutError(f"sizes are not negative, got [{batch_size}, {seq_length}]")
-        offset_S1 = np.arange(batch_size + 1, dtype=np.int64) * seq_length
         _check_cp(cp_size, cp_rank)
-        layout = _thd_zigzag(offset_S1.tobytes(), cp_size, cp_rank)
-        return replace(layout, name="bshd_zigzag")
+        return _bshd_zigzag(batch_size, seq_length, cp_size, cp_rank)
 
     @staticmethod
     def response_zigzag(
@@ -119,17 +117,30 @@ class Layout:
         """
         length_S = _host_ints("row_lengths_here", row_lengths_here)
         _check_cp(cp_size, cp_rank)
-        _check_lengths("row_lengths_here", length_S)
-        offset_S1 = _offsets(length_S)
-        return Layout(
-            name="local",
-            offset_S1=offset_S1,
-            start_R=offset_S1[:-1],
-            length_R=length_S,
-            segment_R=np.arange(len(length_S)),
-            cp_size=cp_size,
-            cp_rank=cp_rank,
-        )
+        return _local(length_S.tobytes(), cp_size, cp_rank)
+
+
+@lru_cache(maxsize=_CACHED_LAYOUTS)
+def _local(lengths: bytes, cp_size: int, cp_rank: int) -> Layout:
+    length_S = np.frombuffer(lengths, dtype=np.int64)
+    _check_lengths("row_lengths_here", length_S)
+    offset_S1 = _offsets(length_S)
+    return Layout(
+        name="local",
+        offset_S1=offset_S1,
+        start_R=offset_S1[:-1],
+        length_R=length_S,
+        segment_R=np.arange(len(length_S)),
+        cp_size=cp_size,
+        cp_rank=cp_rank,
+    )
+
+
+@lru_cache(maxsize=_CACHED_LAYOUTS)
+def _bshd_zigzag(batch_size: int, seq_length: int, cp_size: int, cp_rank: int) -> Layout:
+    offset_S1 = np.arange(batch_size + 1, dtype=np.int64) * seq_length
+    layout = _thd_zigzag(offset_S1.tobytes(), cp_size, cp_rank)
+    return replace(layout, name="bshd_zigzag")
 
 
 @lru_cache(maxsize=_CACHED_LAYOUTS)
@@ -220,9 +231,12 @@ def _response_zigzag(
 
 
 def _host_ints(name: str, values: IntsLike) -> Ints:
-    array = (
-        values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
-    )
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu().numpy()
+    try:
+        array = np.asarray(values)
+    except ValueError:  # a ragged list
+        array = np.array(None)
     if array.size == 0:
         return np.zeros(0, dtype=np.int64)
     if array.ndim == 2 and array.shape[0] == 1:

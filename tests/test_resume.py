@@ -16,6 +16,7 @@ def flags_of(folder):
 
 def without_time(folder):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["phase"] == "start"
     return [json.dumps({k: v for k, v in line.items() if k != "seconds"}) for line in lines]
 
 
@@ -25,7 +26,7 @@ def never_killed(tmp_path_factory):
     done = run_example(flags_of(folder))
     assert done.returncode == 0, done.stdout + done.stderr
     lines = without_time(folder)
-    assert len(lines) == WARMUP + STEPS
+    assert len(lines) == 1 + WARMUP + STEPS
     return lines
 
 
@@ -44,7 +45,7 @@ def test_metrics_after_a_kill_are_byte_equal_to_those_of_a_run_never_killed(
     assert done.returncode != 0
     assert "Signal 9" in done.stderr
     written = without_time(tmp_path / "run")
-    assert len(written) == kill_after, (kill_after, written)
+    assert len(written) == 1 + kill_after, (kill_after, written)
     done = run_example([*flags_of(tmp_path / "run"), "--resume"], script=[str(TRAIN)])
     assert done.returncode == 0, done.stdout + done.stderr
     assert without_time(tmp_path / "run") == never_killed

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -104,9 +105,10 @@ def read_checkpoint(
             f"{saved.context}, or start anew with another --output"
         )
     for name, value in settings.items():
-        if first["settings"].get(name) != value:
+        before = first["settings"].get(name)
+        if before != value:
             raise CheckpointError(
-                f"{folder / position.name} was written with {name} {first['settings'].get(name)!r}, "
+                f"{folder / position.name} was written with {name} {before!r}, "
                 f"this run has {value!r}: resume with the same, or start anew with another --output"
             )
     return _read(folder / position.name / f"rank_{dist.get_rank()}.pt")
@@ -122,12 +124,12 @@ def restore(
     get_cuda_rng_tracker().set_states(state["rng_tracker"])
 
 
-def cut_back(state: dict[str, Any], appended_files: list[Path]) -> None:
-    """Drop what was appended after the checkpoint; one rank calls."""
+def cut_back(file_bytes: Mapping[str, int], appended_files: list[Path]) -> None:
+    """Drop what was appended after a checkpoint; a file it does not know is emptied."""
     for path in appended_files:
         if path.exists():
             with path.open("r+b") as file:
-                file.truncate(state["file_bytes"].get(path.name, 0))
+                file.truncate(file_bytes.get(path.name, 0))
 
 
 def _positions(folder: Path) -> list[Position]:

@@ -21,10 +21,24 @@ PROCESSES = 2
 
 def train_online(output: Path, *flags: str) -> None:
     """Run the example online on two processes, its progress shown as it comes."""
+    online = ["--mode", "online", "--output", str(output), "--num-microbatches", "2"]
+    run_shown([*torchrun(PROCESSES), str(HERE / "train.py"), *online, *flags])
+
+
+def replay_layouts(output: Path) -> None:
+    """Replay the shipped rollouts at every layout; it launches its own processes."""
+    run_shown([sys.executable, str(HERE / "replay_layouts.py"), "--output", str(output)])
+
+
+def share_gradient(output: Path) -> None:
+    """Measure which responses the gradient of the shipped rollouts comes from."""
+    run_shown([*torchrun(1), str(HERE / "gradient_share.py"), "--output", str(output)])
+
+
+def torchrun(num_processes: int) -> list[str]:
+    """Return the command that starts a script on processes of this machine."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--local-addr=127.0.0.1", f"--nproc-per-node={PROCESSES}"]
-    command += [str(HERE / "train.py"), "--mode", "online", "--output", str(output)]
-    run_shown([*command, "--num-microbatches", "2", *flags])
+    return [*command, "--local-addr=127.0.0.1", f"--nproc-per-node={num_processes}"]
 
 
 def run_shown(command: list[str]) -> None:
@@ -61,15 +75,13 @@ def main() -> None:
     print("== Warm-up, then Dr.GRPO with sampled rollouts, DP 2", flush=True)
     train_online(output / "online")
     metrics = output / "online" / "metrics.jsonl"
-    plots.plot_training({"seed 1": plots.read_metrics(metrics)}, output / "training.png")
+    plots.plot_training([metrics], output / "training.png")
 
     print("== Recorded rollouts at DP 2, CP 2, PP 2 with 1, 2, 4 microbatches", flush=True)
-    python = [sys.executable]
-    run_shown([*python, str(HERE / "replay_layouts.py"), "--output", str(output / "replay")])
+    replay_layouts(output / "replay")
 
     print("== Which responses the gradient comes from", flush=True)
-    share = [str(HERE / "gradient_share.py"), "--output", str(output / "share")]
-    run_shown([*python, *share])
+    share_gradient(output / "share")
 
     before, after_warmup, after_rl = accuracies(metrics)
     print("== Greedy accuracy on 200 held-out problems")

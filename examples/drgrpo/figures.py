@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 from pathlib import Path
 
 import demo
@@ -32,16 +31,13 @@ def main() -> None:
         folder = args.output / f"seed{seed}"
         demo.train_online(folder, "--seed", str(seed))
         metrics[f"seed {seed}"] = folder / "metrics.jsonl"
-    plots.plot_training(
-        {name: plots.read_metrics(path) for name, path in metrics.items()},
-        args.pictures / "training.png",
-    )
-    for script, picture in (
-        ("replay_layouts.py", "layouts.png"),
-        ("gradient_share.py", "gradient_share.png"),
+    plots.plot_training(list(metrics.values()), args.pictures / "training.png")
+    for measure, picture in (
+        (demo.replay_layouts, "layouts.png"),
+        (demo.share_gradient, "gradient_share.png"),
     ):
-        folder = args.output / Path(script).stem
-        demo.run_shown([sys.executable, str(HERE / script), "--output", str(folder)])
+        folder = args.output / Path(picture).stem
+        measure(folder)
         shutil.copy(folder / picture, args.pictures / picture)
 
     print("greedy accuracy on 200 held-out problems")

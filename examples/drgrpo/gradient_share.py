@@ -15,7 +15,6 @@ Each is the mean over the recorded steps; the weights are those that the file st
 the loss is the policy term alone. A bucket without a row in a step has gradient 0.
 """
 
-# ruff: noqa: E402  train installs the stand-ins for CUDA before Megatron-Core is imported.
 from __future__ import annotations
 
 import argparse
@@ -23,10 +22,9 @@ import dataclasses
 import json
 from pathlib import Path
 
+import torch
 import train
 from rollouts import Rollout, read_rollouts
-
-import torch
 from torch import Tensor
 
 DATA = Path(__file__).resolve().parent / "data"
@@ -34,6 +32,7 @@ MODES = {
     "constant": [],
     "token_mean": ["--loss-aggregation", "token_mean"],
     "sample_mean": ["--loss-aggregation", "sample_mean"],
+    "prompt_mean": ["--loss-aggregation", "prompt_mean"],
 }
 BUCKETS = ((1, 3), (4, 7), (8, 11), (12, 20))
 

@@ -11,11 +11,13 @@ import matplotlib
 
 matplotlib.use("Agg")
 
-import matplotlib.pyplot as plt  # noqa: E402  after the backend is chosen
+import matplotlib.pyplot as plt
 
 RIGHT, WRONG, GREY = "#1b7837", "#b2182b", "#888888"
 COLORS = {"DP 2": "#1f77b4", "CP 2": "#ff7f0e", "PP 2": "#2ca02c"}
 WIDTHS = {"DP 2": 5.0, "CP 2": 3.0, "PP 2": 1.2}
+SMALLEST = 1e-8
+"""Relative differences below it, 0 among them, are drawn here."""
 STYLES = {1: "-", 2: "--", 4: ":"}
 
 
@@ -25,19 +27,20 @@ def read_metrics(path: Path, phase: str = "rl") -> list[dict[str, Any]]:
     return [line for line in lines if line["phase"] == phase]
 
 
-def plot_training(metrics: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
+def plot_training(metrics_files: Sequence[Path], path: Path) -> None:
     """Draw reward, greedy accuracy, and response length of right and wrong answers apart.
 
-    ``metrics``: the RL lines of each run by its name; several runs are drawn as thin lines
-    with their mean.
+    ``metrics_files``: ``metrics.jsonl`` of each run; several runs are drawn as thin lines with
+    their mean. Step 0 is the end of the warm-up.
     """
+    metrics = [read_metrics(file) for file in metrics_files]
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     _mean_line(left, metrics, "reward", GREY, "reward of samples")
-    for i, lines in enumerate(metrics.values()):
-        seen = [line for line in lines if line.get("accuracy") is not None]
+    for i, (file, lines) in enumerate(zip(metrics_files, metrics, strict=True)):
+        seen = [(line["step"], line["accuracy"]) for line in lines if "accuracy" in line]
+        after_warmup = [(0, line["accuracy"]) for line in read_metrics(file, "warmup")[-1:]]
         left.plot(
-            [line["step"] for line in seen],
-            [line["accuracy"] for line in seen],
+            *zip(*after_warmup, *seen, strict=True),
             "o-",
             color="black",
             linewidth=1,
@@ -58,13 +61,13 @@ def plot_training(metrics: Mapping[str, Sequence[Mapping[str, Any]]], path: Path
 
 def _mean_line(
     axes: Any,
-    metrics: Mapping[str, Sequence[Mapping[str, Any]]],
+    metrics: Sequence[Sequence[Mapping[str, Any]]],
     name: str,
     color: str,
     label: str,
 ) -> None:
     by_step: dict[int, list[float]] = {}
-    for lines in metrics.values():
+    for lines in metrics:
         seen = [line for line in lines if line[name] is not None]
         for line in seen:
             by_step.setdefault(line["step"], []).append(line[name])
@@ -96,14 +99,16 @@ def plot_layouts(curves: Sequence[Any], path: Path) -> None:
         for curve in of_mode:
             loss, norm = curve.steps["loss"], curve.steps["grad_norm"]
             difference = [
-                max(_relative(a, b) for a, b in zip(pair, first, strict=True))
+                max(SMALLEST, *(_relative(a, b) for a, b in zip(pair, first, strict=True)))
                 for pair, first in zip(
                     zip(loss, norm, strict=True),
                     zip(of_mode[0].steps["loss"], of_mode[0].steps["grad_norm"], strict=True),
                     strict=True,
                 )
             ]
-            for axes, values in zip(row, (loss, norm, difference), strict=True):
+            drawn = [(row[0], loss), (row[1], norm)]
+            drawn += [(row[2], difference)] if curve is not of_mode[0] else []
+            for axes, values in drawn:
                 axes.plot(
                     range(1, len(values) + 1),
                     values,
@@ -115,8 +120,8 @@ def plot_layouts(curves: Sequence[Any], path: Path) -> None:
                 )
         row[0].set(ylabel="loss", title=mode)
         row[1].set(ylabel="grad norm", title=mode)
-        row[2].set(ylabel="relative difference", title=f"{mode}: difference from DP 2, M 1")
-        row[2].set(yscale="log", ylim=(1e-9, 10))
+        row[2].set(ylabel="relative difference", title="difference from DP 2, M 1")
+        row[2].set(yscale="log", ylim=(SMALLEST / 2, 10))
         row[2].axhline(1e-5, color="black", linewidth=0.8)
         row[2].text(1, 1.4e-5, "1e-5", fontsize=8)
         for axes in row:
@@ -130,7 +135,7 @@ def plot_layouts(curves: Sequence[Any], path: Path) -> None:
 
 
 def _relative(a: float, b: float) -> float:
-    return abs(a - b) / max(abs(a), abs(b))
+    return abs(a - b) / max(abs(a), abs(b)) if a != b else 0.0
 
 
 def plot_gradient_share(

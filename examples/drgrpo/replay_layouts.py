@@ -11,7 +11,6 @@ of the nine runs, over all steps, of loss and gradient norm must stay below 1e-5
 1e-2: the comparison is able to see a difference.
 """
 
-# ruff: noqa: E402  train installs the stand-ins for CUDA before Megatron-Core is imported.
 from __future__ import annotations
 
 import argparse
@@ -111,7 +110,8 @@ def check(curves: Sequence[Curve]) -> None:
 def table(curves: Sequence[Curve]) -> Iterator[str]:
     """Yield one line a replay, then the largest differences."""
     width = max(len(mode) for mode, _ in _modes())
-    yield f"{'':<{width}}  layout  M   loss, first    loss, last  grad norm, first    grad norm, last"
+    columns = "  layout  M   loss, first    loss, last  grad norm, first   grad norm, last"
+    yield " " * width + columns
     for curve in curves:
         loss, norm = (curve.steps[name] for name in NAMES)
         yield (

@@ -295,7 +295,7 @@ def _value_faults(record: dict[str, Any]) -> Iterator[str]:
         yield f"prompt is {record['prompt']!r}, wanted characters of {task.ALPHABET!r}"
     for token in record["response_tokens"]:
         if not 0 <= token < task.VOCABULARY_SIZE:
-            yield f"response token {token} is not one of the {task.VOCABULARY_SIZE} of the vocabulary"
+            yield f"response token is {token}, wanted one of 0 to {task.VOCABULARY_SIZE - 1}"
     for value in record["mask"]:
         if value not in (0, 1):
             yield f"mask holds {value}, wanted 0 or 1"

@@ -437,25 +437,24 @@ def save_if_due(run: Run, position: Position, optimizer: OptimizerWithSchedule) 
 
 
 def resumed(run: Run) -> tuple[Position, dict[str, Any] | None]:
-    """Return where to go on, and the newest checkpoint under ``--resume``."""
-    start = Position(0 if run.args.mode == "online" and run.args.warmup_steps else 1, 0)
-    metrics = run.output / "metrics.jsonl"
-    if not run.args.resume:
-        if metrics.exists():
-            raise CheckpointError(
-                f"{metrics} is another run's, and this one was not asked to go on from it: add "
-                "--resume, or give another --output"
-            )
-        return start, None
-    folder = run.output / "checkpoints"
-    position = latest_position(folder)
-    if position is None:
-        if dist.get_rank() == 0:
-            cut_back({"file_bytes": {}}, appended_files(run))
-        return start, None
-    state = read_checkpoint(folder, position, processes=run.processes, settings=settings(run))
-    if dist.get_rank() == 0:
-        cut_back(state, appended_files(run))
+    """Return where to go on, and the newest checkpoint under ``--resume``; one barrier."""
+    position, state = (
+        Position(0 if run.args.warmup_steps and run.args.mode == "online" else 1, 0),
+        None,
+    )
+    metrics, folder = run.output / "metrics.jsonl", run.output / "checkpoints"
+    if metrics.exists() and not run.args.resume:
+        raise CheckpointError(
+            f"{metrics} is another run's, and this one was not asked to go on from it: add "
+            "--resume, or give another --output"
+        )
+    newest = latest_position(folder)
+    if run.args.resume and newest is not None:
+        position = newest
+        state = read_checkpoint(folder, newest, processes=run.processes, settings=settings(run))
+    dist.barrier()  # every rank has looked: from here on rank 0 writes
+    if run.args.resume and dist.get_rank() == 0:
+        cut_back({} if state is None else state["file_bytes"], appended_files(run))
     return position, state
 
 
@@ -543,8 +542,8 @@ def contradictions(args: argparse.Namespace) -> Iterator[str]:
     if args.mode == "online":
         if tp * pp > 1:
             yield (
-                f"--mode online samples on each data-parallel rank, got TP {tp} x PP {pp}: set both "
-                "to 1, or use --mode replay"
+                "--mode online samples on each data-parallel rank, "
+                f"got TP {tp} x PP {pp}: set both to 1, or use --mode replay"
             )
         if args.warmup_batch_size % (dp * m):
             yield (
