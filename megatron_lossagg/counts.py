@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Integral
 from typing import NoReturn
 
 import numpy as np
@@ -121,6 +122,8 @@ class Rows:
             if getattr(sequences, name) is not None
         }
         microbatch_S, m = fields.get("microbatch"), sequences.num_microbatches
+        if m is not None and not _is_count(m):
+            raise PlanError(f"Sequences.num_microbatches is a whole number from 0, got {m!r}")
         if microbatch_S is not None:
             least = int(microbatch_S.max(initial=-1)) + 1
             m = least if m is None else m
@@ -174,11 +177,29 @@ class Rows:
                     f"Sequences({tokens}=...), each {ids}'s active tokens over the step, or drop "
                     "totals="
                 )
+        self._check_totals(totals)
         return Counts(
             totals=totals,
             sample_tokens=self.active_tokens if self.sample is None else self.sample_tokens,
             prompt_tokens=self.prompt_tokens,
         )
+
+    def _check_totals(self, totals: StepTotals) -> None:
+        """Raise where the step's totals, or its ids' tokens, cannot hold the rows that are here."""
+        pairs_K = self.pairs()
+        here = {"active_tokens": int(self.active_tokens.sum()), "samples": len(self.active_tokens)}
+        if self.sample is not None:
+            here["samples"] = len(_tokens_by_id("sample", pairs_K, self.sample, whole=False)[0])
+            _check_one_prompt(pairs_K)
+        if self.prompt is not None:
+            here["prompts"] = len(_tokens_by_id("prompt", pairs_K, self.prompt, whole=False)[0])
+        for name in ("active_tokens", "samples", "prompts", "active_samples", "active_prompts"):
+            value = getattr(totals, name)
+            if value is not None and (not _is_count(value) or value < here.get(name, 0)):
+                raise PlanError(
+                    f"StepTotals({name}={value!r}) is no count of a step whose rows here have "
+                    f"{here.get(name, 0)}: give the whole number counted over the whole step"
+                )
 
     def pairs(self) -> Ints:
         """Rows summed by their ids: int64 ``[k, 5]`` of sample, prompt, n, n_b, n_p.
@@ -218,25 +239,36 @@ def count_step(aggregation: Aggregation, rows: Rows, fault: str, exchange: Excha
     pairs_K = exchange.rows(mine_K, pairs_W)
     sample_tokens, prompt_tokens = n_S, None
     if rows.sample is not None:
-        samples, sample_tokens = _tokens_by_id("sample", pairs_K[:, 0], pairs_K, rows.sample)
+        samples, sample_tokens = _tokens_by_id("sample", pairs_K, rows.sample)
         _check_one_prompt(pairs_K)
         totals = replace(totals, samples=len(samples), active_samples=int((samples > 0).sum()))
     if rows.prompt is not None:
-        prompts, prompt_tokens = _tokens_by_id("prompt", pairs_K[:, 1], pairs_K, rows.prompt)
+        prompts, prompt_tokens = _tokens_by_id("prompt", pairs_K, rows.prompt)
         totals = replace(totals, prompts=len(prompts), active_prompts=int((prompts > 0).sum()))
     return Counts(totals=totals, sample_tokens=sample_tokens, prompt_tokens=prompt_tokens)
 
 
-def _tokens_by_id(kind: str, id_K: Ints, pairs_K: Ints, id_S: Ints) -> tuple[Ints, Ints]:
-    """Sum tokens over the step by id: of every id, and looked up for the local rows."""
+def _tokens_by_id(kind: str, pairs_K: Ints, id_S: Ints, *, whole: bool = True) -> tuple[Ints, Ints]:
+    """Sum tokens by id: of every id, and looked up for the local rows.
+
+    ``whole``: the pairs are the whole step's, and a claim must equal the sum; else it may
+    not be below it, and must be one claim for an id.
+    """
+    id_K = pairs_K[:, 0 if kind == "sample" else 1]
     ids, inverse = np.unique(id_K, return_inverse=True)
     tokens = np.zeros(len(ids), dtype=np.int64)
     np.add.at(tokens, inverse, pairs_K[:, 2])
     claim_K = pairs_K[:, 3 if kind == "sample" else 4]
-    wrong = np.flatnonzero((claim_K != _UNKNOWN) & (claim_K != tokens[inverse]))
+    one_claim = np.zeros_like(tokens)
+    one_claim[inverse] = claim_K
+    differs = claim_K != tokens[inverse]
+    if not whole:
+        differs = (claim_K < tokens[inverse]) | (claim_K != one_claim[inverse])
+    wrong = np.flatnonzero((claim_K != _UNKNOWN) & differs)
     if len(wrong):
         raise PlanError(
-            f"{kind} {id_K[wrong[0]]} has {tokens[inverse[wrong[0]]]} active tokens in the step, "
+            f"{kind} {id_K[wrong[0]]} has {tokens[inverse[wrong[0]]]} active tokens "
+            f"{'in the step' if whole else 'here alone'}, "
             f"Sequences.{kind}_tokens says {claim_K[wrong[0]]}: all its rows belong to one step"
         )
     return tokens, tokens[np.searchsorted(ids, id_S)]
@@ -258,7 +290,7 @@ def _raise_together(
     aggregation: Aggregation, rows: Rows, fault: str, exchange: Exchange
 ) -> NoReturn:
     """Bring the first faulty rank's message to all ranks and raise it on each."""
-    given = f"{aggregation} with {', '.join(rows.given) or 'no'} ids"
+    given = f"{aggregation} ({aggregation!r}) with {', '.join(rows.given) or 'no'} ids"
     texts = exchange.messages(f"!{fault}" if fault else given)
     for rank, text in enumerate(texts):
         if text.startswith("!"):
@@ -278,13 +310,17 @@ def _listed(values: Ints) -> str:
     return ", ".join(map(str, values[:4])) + (", ..." if len(values) > 4 else "")
 
 
+def _is_count(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
+
+
 def _checked_ints(name: str, values: IntsLike, length: int | None, *, lowest: int | None) -> Ints:
     if isinstance(values, Tensor) and values.device.type != "cpu":
         raise PlanError(
             f"Sequences.{name} is on {values.device}: counts and ids are host integers, pass a "
             "list or a CPU tensor"
         )
-    array = np.asarray(values)
+    array = np.asarray(values.detach() if isinstance(values, Tensor) else values)
     if array.size == 0 and array.ndim == 1:
         array = array.astype(np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -297,6 +333,8 @@ def _checked_ints(name: str, values: IntsLike, length: int | None, *, lowest: in
             f"Sequences.{name} has {len(array)} entries, active_tokens has {length}: one "
             "entry a row"
         )
+    if len(array) and array.max() > np.iinfo(np.int64).max:
+        raise PlanError(f"Sequences.{name} is {array.max()}: the largest is 2^63 - 1")
     if lowest is not None and len(array) and array.min() < lowest:
         raise PlanError(
             f"Sequences.{name} is {array.min()} for row {array.argmin()}: the smallest is {lowest}"

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from numbers import Integral
 
 import numpy as np
 import numpy.typing as npt
@@ -81,8 +82,11 @@ class Layout:
 
         Source: Megatron-Core ``get_batch_on_this_cp_rank``.
         """
-        if batch_size < 0 or seq_length < 0:
-            raise LayoutError(f"sizes are not negative, got [{batch_size}, {seq_length}]")
+        for size in (batch_size, seq_length):
+            if not isinstance(size, Integral) or size < 0:
+                raise LayoutError(
+                    f"sizes are whole numbers and not negative, got [{batch_size}, {seq_length}]"
+                )
         _check_cp(cp_size, cp_rank)
         return _bshd_zigzag(batch_size, seq_length, cp_size, cp_rank)
 
@@ -201,6 +205,8 @@ def _response_zigzag(
             f"row {row} has {total_S[row]} tokens of which {response_S[row]} are the response: "
             "a response follows at least one prompt token, whose logit predicts its first"
         )
+    if max_seq_len is not None and not isinstance(max_seq_len, Integral):
+        raise LayoutError(f"max_seq_len is a whole number of tokens, got {max_seq_len!r}")
     if max_seq_len is not None and len(total_S) and total_S.max() > max_seq_len:
         raise LayoutError(
             f"row {total_S.argmax()} has {total_S.max()} tokens, max_seq_len is {max_seq_len}: "
