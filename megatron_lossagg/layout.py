@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from numbers import Integral
 
 import numpy as np
@@ -63,6 +63,17 @@ class Layout:
     def num_local_tokens(self) -> int:
         """Number of tokens this rank holds."""
         return int(self.length_R.sum())
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """Where this rank's tokens lie in the mask, in order: int64 ``[num_local_tokens]``, CPU.
+
+        ``tokens[layout.positions]`` slices anything that is packed like the mask.
+        """
+        shift_R = self.start_R - (np.cumsum(self.length_R) - self.length_R)
+        return torch.from_numpy(
+            np.repeat(shift_R, self.length_R) + np.arange(self.num_local_tokens)
+        )
 
     @staticmethod
     def thd_zigzag(cu_seqlens_padded: IntsLike, *, cp_size: int, cp_rank: int) -> Layout:

@@ -97,6 +97,7 @@ def test_shares_add_up_to_the_loss_however_the_tokens_are_split(label, m, cp):
         for rank in range(cp):
             layout = Layout.thd_zigzag(offsets, cp_size=cp, cp_rank=rank)
             reducer = plan.reducer(named_rows, mask, layout)
+            assert layout.positions.tolist() == zigzag(offsets, cp, rank)
             share = reducer(losses[zigzag(offsets, cp, rank)])
             assert share.requires_grad or not mine
             total = total + share

@@ -14,8 +14,6 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_lossagg import Layout
-
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -94,14 +92,4 @@ def pack(rows: Sequence[Row], indices: Sequence[int], cp_size: int) -> Microbatc
         mask_P=mask_P,
         coefficient_P=coefficient_P,
         cu_seqlens_padded=offsets.to(torch.int32),
-    )
-
-
-def held_positions(layout: Layout) -> Tensor:
-    """Return where the tokens that this context-parallel rank holds lie in the pack, int64 [T]."""
-    return torch.cat(
-        [
-            torch.arange(start, start + length)
-            for start, length in zip(layout.start_R.tolist(), layout.length_R.tolist(), strict=True)
-        ]
     )

@@ -40,7 +40,7 @@ from typing import Any
 import task
 import torch
 import torch.distributed as dist
-from batch import Microbatch, Row, held_positions, pack
+from batch import Microbatch, Row, pack
 from checkpoint import (
     CheckpointError,
     Position,
@@ -133,7 +133,7 @@ def schedule_step(
     def forward_step(data: Iterator[Microbatch], model: Any) -> tuple[Tensor, Any]:
         mb = next(data)
         layout = contract.thd(mb.cu_seqlens_padded)
-        here_T = held_positions(layout)
+        here_T = layout.positions
         coefficients_T = tuple(c_P[here_T] for c_P in mb.coefficient_P)
 
         def loss_func(nll: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
