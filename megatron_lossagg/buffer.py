@@ -7,7 +7,7 @@ microbatches are read, counted, planned, and replayed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.counts import Sequences, StepTotals
 from megatron_lossagg.errors import PlanError
+from megatron_lossagg.layout import IntsLike
 from megatron_lossagg.plan import EmptyStep, StepPlan, plan_step
 
 
@@ -57,7 +58,7 @@ class StepBuffer:
     def plan(
         self,
         aggregation: Aggregation,
-        count: Callable[[Any], Sequence[int]],
+        count: Callable[[Any], IntsLike],
         *,
         group: ProcessGroup | None = None,
         tp_group: ProcessGroup | None = None,
@@ -66,12 +67,13 @@ class StepBuffer:
     ) -> StepPlan:
         """Count the buffered microbatches and plan the step; see :func:`plan_step`.
 
-        ``count``: active tokens of each row of a microbatch, fillers left out. ``group``: the
+        ``count``: active tokens of each row of a microbatch, fillers left out; the sums of a
+        float mask will do. ``group``: the
         data-parallel group. ``tp_group``: the tensor-parallel group, needed where some of
         its ranks have no iterator: its first rank broadcasts the counts, one
         ``broadcast_object_list``.
         """
-        counts = [[int(n) for n in count(data)] for data in self._data] if self._reads else None
+        counts = [_whole_numbers(count(data)) for data in self._data] if self._reads else None
         if tp_group is not None and dist.get_world_size(tp_group) > 1:
             shared = [counts]
             dist.broadcast_object_list(
@@ -99,3 +101,12 @@ class StepBuffer:
         for counts, data in zip(self._counts, self._data, strict=True):
             yield StepMicrobatch(rows=list(range(first, first + len(counts))), data=data)
             first += len(counts)
+
+
+def _whole_numbers(values: IntsLike) -> list[int]:
+    """Counts as Python integers; what is no whole number is left for plan_step to refuse."""
+    array = np.asarray(values)
+    if array.dtype.kind == "f" and (array == np.rint(array)).all():
+        array = array.astype(np.int64)
+    numbers: list[int] = array.tolist()
+    return numbers

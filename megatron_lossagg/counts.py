@@ -187,12 +187,16 @@ class Rows:
     def _check_totals(self, totals: StepTotals) -> None:
         """Raise where the step's totals, or its ids' tokens, cannot hold the rows that are here."""
         pairs_K = self.pairs()
-        here = {"active_tokens": int(self.active_tokens.sum()), "samples": len(self.active_tokens)}
+        here = {"active_tokens": int(self.active_tokens.sum())}
+        for kind, id_S in (("sample", self.sample), ("prompt", self.prompt)):
+            tokens = self.active_tokens
+            if id_S is not None:
+                tokens, _ = _tokens_by_id(kind, pairs_K, id_S, whole=False)
+            if kind == "sample" or id_S is not None:
+                here[f"{kind}s"] = len(tokens)
+                here[f"active_{kind}s"] = int((tokens > 0).sum())
         if self.sample is not None:
-            here["samples"] = len(_tokens_by_id("sample", pairs_K, self.sample, whole=False)[0])
             _check_one_prompt(pairs_K)
-        if self.prompt is not None:
-            here["prompts"] = len(_tokens_by_id("prompt", pairs_K, self.prompt, whole=False)[0])
         for name in ("active_tokens", "samples", "prompts", "active_samples", "active_prompts"):
             value = getattr(totals, name)
             if value is not None and (not _is_count(value) or value < here.get(name, 0)):

@@ -245,7 +245,10 @@ def _on(device: torch.device, array: np.typing.NDArray[np.generic]) -> Tensor:
 def _checked_rows(
     rows: Sequence[int] | Ints | Tensor, layout: Layout, active_tokens_S: Ints
 ) -> Ints:
-    rows_G = np.asarray(rows.cpu() if isinstance(rows, Tensor) else rows)
+    try:
+        rows_G = np.asarray(rows.cpu() if isinstance(rows, Tensor) else rows)
+    except ValueError:  # a ragged list
+        rows_G = np.array(None)
     if rows_G.size == 0:
         rows_G = rows_G.astype(np.int64)
     if rows_G.ndim != 1 or rows_G.dtype.kind not in "iu":

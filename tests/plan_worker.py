@@ -2,7 +2,11 @@
 
 import contextlib
 import gc
+import json
+import re
+import traceback
 import types
+import warnings
 from collections import Counter
 
 import oracle
@@ -13,6 +17,7 @@ from step_data import deal, make_rows
 
 from megatron_lossagg import Aggregation, Sequences, StepBuffer, StepTotals, plan_step
 from megatron_lossagg.errors import PlanError
+from megatron_lossagg.reducer import mask_faults
 
 AGGREGATIONS = [
     Aggregation("token_mean"),
@@ -25,7 +30,8 @@ AGGREGATIONS = [
     Aggregation("token_sum"),
     Aggregation("microbatch_token_mean"),
 ]
-_STARTS = ("all_", "broadcast", "reduce", "gather", "scatter")
+_STARTS = ("all_", "broadcast", "reduce", "gather", "scatter", "barrier", "monitored_barrier")
+_STARTS += ("send", "isend", "recv", "irecv", "batch_isend_irecv")
 COLLECTIVES = [name for name in dir(dist) if name.startswith(_STARTS)]
 
 
@@ -70,12 +76,18 @@ def dealt(m, **leave_out):
 
 
 def refused_everywhere(message, aggregation, sequences):
-    """Every rank raises the same message."""
-    with pytest.raises(PlanError, match=message) as caught:
+    """Every rank raises the same message; told to all before any of them gives up here."""
+    raised = None
+    try:
         plan_step(aggregation, sequences, group=dist.group.WORLD)
+    except Exception as error:
+        raised = type(error).__name__, str(error)
     every = [None] * dist.get_world_size()
-    dist.all_gather_object(every, str(caught.value))
+    dist.all_gather_object(every, raised)
     assert len(set(every)) == 1, every
+    assert raised is not None
+    assert raised[0] == "PlanError", every
+    assert re.search(message, raised[1]), every
 
 
 def check_weights_are_the_oracles_over_ranks():
@@ -201,6 +213,73 @@ def check_aggregations_that_differ_are_refused():
     )
 
 
+def check_aggregations_that_differ_where_the_formula_is_silent_are_refused():
+    other = dist.get_rank() == 1
+    refused_everywhere(
+        "rank 0 has .*, rank 1 has ",
+        Aggregation("token_mean", count_empty=not other),  # both print 1/N
+        Sequences(active_tokens=[3, 1]),
+    )
+
+
+def check_divisors_that_differ_by_one_token_are_refused():
+    refused_everywhere(
+        "rank 0 has .*1048576.*, rank 1 has .*1048577",
+        Aggregation("constant", divisor=2**20 + min(dist.get_rank(), 1)),
+        Sequences(active_tokens=[3, 1]),
+    )
+
+
+def check_an_empty_step_is_told_by_every_rank():
+    sequences = Sequences(active_tokens=[0] * (dist.get_rank() + 1))
+    with pytest.warns(RuntimeWarning, match="no active token") as caught:
+        plan_step(Aggregation("token_mean"), sequences, group=dist.group.WORLD)
+    assert len(caught) == 1
+    with pytest.raises(PlanError, match="--loss-aggregation-empty-step"):
+        plan_step(Aggregation("token_mean"), sequences, group=dist.group.WORLD, empty_step="error")
+
+
+def check_a_rank_without_active_token_warns_of_nothing():
+    sequences = Sequences(active_tokens=[0] if dist.get_rank() == 0 else [4])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = plan_step(Aggregation("token_mean"), sequences, group=dist.group.WORLD)
+    live = dist.get_world_size() - 1
+    assert plan.weights.tolist() == ([0.0] if dist.get_rank() == 0 else [1 / (4 * live)])
+
+
+def check_counts_are_int64_over_ranks():
+    sequences = Sequences(active_tokens=[2**33 + dist.get_rank()], sample=[0])
+    plan = plan_step(Aggregation("token_mean"), sequences, group=dist.group.WORLD)
+    size = dist.get_world_size()
+    whole = size * 2**33 + size * (size - 1) // 2
+    assert plan.totals.active_tokens == whole
+    assert plan.sample_tokens.tolist() == [whole]
+
+
+def check_a_cuda_masks_fault_on_one_rank_is_told_on_all():
+    if dist.get_rank() == 1:
+        mask_faults.note(torch.tensor(True))
+    refused_everywhere(
+        "rank 1 of the data-parallel group: a CUDA mask of the step before",
+        Aggregation("token_mean"),
+        Sequences(active_tokens=[3]),
+    )
+    plan_step(Aggregation("token_mean"), Sequences(active_tokens=[3]), group=dist.group.WORLD)
+
+
+def check_a_refused_step_leaves_no_rank_behind():
+    refused_everywhere(
+        "rank 0 of the data-parallel group",
+        Aggregation("token_mean"),
+        Sequences(active_tokens=[-1] if dist.get_rank() == 0 else [1]),
+    )
+    plan = plan_step(
+        Aggregation("token_mean"), Sequences(active_tokens=[1]), group=dist.group.WORLD
+    )
+    assert plan.totals.active_tokens == dist.get_world_size()
+
+
 def check_a_sample_under_two_prompts_on_two_ranks_is_named():
     refused_everywhere(
         "sample 5 has rows under",
@@ -256,9 +335,15 @@ def main():
         if name.startswith("check_") and isinstance(check, types.FunctionType)
     }
     for name, check in checks.items():
-        check()
+        failed = None
+        try:
+            check()
+        except (Exception, pytest.fail.Exception):  # printed below; the next check still runs
+            failed = traceback.format_exc()
+        every = [None] * dist.get_world_size()
+        dist.all_gather_object(every, failed)
         if dist.get_rank() == 0:
-            print(f"HELD {name}", flush=True)
+            print("CHECK", json.dumps([name, every]), flush=True)
     gc.collect()  # caught errors hold frames, and these the group, whose threads end with it
     dist.destroy_process_group()
 

@@ -17,7 +17,9 @@ FORMULAS = {
     ("prompt_mean", None, False): "1/(Q n_p)",
     ("constant", 4096, True): "1/(B 4096)",
     ("constant", 0.5, False): "1/(V 0.5)",
+    ("constant", 1048577, True): "1/(B 1048577)",
     ("sample_sum", None, True): "1/B",
+    ("sample_sum", None, False): "1/V",
     ("token_sum", None, True): "1/1",
     ("token_sum", 7, True): "1/7",
     ("microbatch_token_mean", None, True): "1/(M DP n_mb)",
@@ -37,7 +39,9 @@ KNOWN_AS = {
     "trl:grpo": ("sample_mean", True),
     "trl:bnpo": ("microbatch_token_mean", True),
     "open-instruct:token": ("token_mean", True),
+    "open-instruct:number": ("token_sum", True),
     "nemo-rl:token_level_loss=True": ("token_mean", True),
+    "scalerl:prompt-average": ("prompt_mean", True),
     "nemo-rl:token_level_loss=False": ("sample_mean", False),
     "openrlhf:token_level_loss=False": ("sample_mean", False),
     "roll:seq-mean-token-mean": ("sample_mean", False),
@@ -74,6 +78,23 @@ def test_an_alias_contradicted_is_refused_and_repeated_is_not():
     assert Aggregation.named(name, count_empty=False) == Aggregation.named(name)
     with pytest.raises(AggregationError, match=r"count_empty=False, got count_empty=True: drop it"):
         Aggregation.named(name, count_empty=True)
+    with pytest.raises(AggregationError, match=r"count_empty=True, got count_empty=False: drop it"):
+        Aggregation.named("trl:grpo", count_empty=False)
+
+
+@pytest.mark.parametrize("count_empty", [True, False])
+def test_a_mode_takes_the_count_empty_it_is_given(count_empty):
+    found = Aggregation.named("sample_mean", count_empty=count_empty)
+    assert found == Aggregation("sample_mean", count_empty=count_empty)
+    assert Aggregation.named("sample_mean").count_empty is True
+
+
+def test_every_alias_leads_to_a_mode_of_the_table():
+    assert {alias.mode for alias in ALIASES.values()} == {*MODES} - {"custom"}
+
+
+def test_every_mode_has_its_formula_held_here():
+    assert {mode for mode, _, _ in FORMULAS} == {*MODES} - {"custom"}
 
 
 @pytest.mark.parametrize(
@@ -99,6 +120,11 @@ def test_an_alias_is_no_mode():
 def test_a_divisor_is_a_finite_number_above_zero(mode, divisor):
     with pytest.raises(AggregationError, match=r"finite number above 0, got .*change"):
         Aggregation(mode, divisor=divisor)
+
+
+def test_a_divisor_that_no_float_holds_is_refused():
+    with pytest.raises(AggregationError, match="finite number above 0"):
+        Aggregation("constant", divisor=10**400)
 
 
 @pytest.mark.parametrize("mode", [m for m, row in MODES.items() if row.divisor == "none"])
@@ -136,6 +162,8 @@ def test_an_aggregation_is_frozen_and_compares_by_value():
 
 
 def test_the_table_prints_every_name():
-    lines = "\n".join(table_of_modes())
+    lines = list(table_of_modes())
     for name in [*MODES, *ALIASES]:
-        assert f"{name} " in lines
+        assert sum(line.split()[:1] == [name] for line in lines) == 1, name
+    alias = next(line for line in lines if line.startswith("roll:seq-mean-token-sum "))
+    assert alias.split("  ")[-2].strip() == "sample_sum, count_empty=False"

@@ -1,10 +1,12 @@
 """StepBuffer: read a step, count it, plan it, replay it."""
 
 import itertools
+import math
 
 import pytest
+import torch
 
-from megatron_lossagg import Aggregation, StepBuffer, StepTotals
+from megatron_lossagg import Aggregation, Layout, StepBuffer, StepTotals
 from megatron_lossagg.errors import PlanError
 
 
@@ -53,3 +55,43 @@ def test_an_endless_iterator_is_read_no_further_than_the_step():
     )
     assert plan.weights.tolist() == [0, 1 / 8, 1 / 8, 1 / 8]
     assert next(source) == 4
+
+
+@pytest.mark.parametrize("n", [2.5, math.nan])
+def test_a_count_that_is_no_whole_number_is_refused_and_not_cut(n):  # failures d14
+    buffer = StepBuffer(iter([["a"]]), 1)
+    with pytest.raises(PlanError, match="whole number"):
+        buffer.plan(Aggregation("token_mean"), lambda microbatch: [n])
+
+
+def test_counts_may_be_the_sums_of_masks():
+    masks = [torch.tensor([[1.0, 0, 1], [1, 1, 1]]), torch.tensor([[0.0, 0, 0]])]
+    plan = StepBuffer(iter(masks), 2).plan(Aggregation("sample_mean"), lambda mask: mask.sum(1))
+    assert plan.weights.tolist() == [1 / 6, 1 / 9, 0]
+
+
+def test_a_step_may_be_planned_again_under_another_aggregation():
+    buffer = StepBuffer(iter([["a", "bbb"], ["cc"]]), 2)
+    for mode, weights in (("sample_mean", [1 / 3, 1 / 9, 1 / 6]), ("sample_sum", [1 / 3] * 3)):
+        assert buffer.plan(Aggregation(mode), count).weights.tolist() == weights
+        assert [mb.rows for mb in buffer] == [[0, 1], [2]]
+
+
+def test_an_empty_step_is_told_as_plan_step_tells_it():
+    with pytest.warns(RuntimeWarning, match="no active token"):
+        StepBuffer(iter([[]]), 1).plan(Aggregation("token_mean"), count)
+    with pytest.raises(PlanError, match="--loss-aggregation-empty-step"):
+        StepBuffer(iter([[]]), 1).plan(Aggregation("token_mean"), count, empty_step="error")
+
+
+def test_the_weights_reach_the_microbatch_that_the_rows_name():
+    texts = [["a", "bbb"], [], ["cc"]]
+    buffer = StepBuffer(iter(texts), 3)
+    plan = buffer.plan(Aggregation("sample_mean"), count)
+    total = 0
+    for microbatch in buffer:
+        lengths = count(microbatch.data)
+        layout = Layout.local(lengths, cp_size=1, cp_rank=0)
+        mask = torch.ones(sum(lengths))
+        total += plan.reducer(microbatch.rows, mask, layout)(torch.ones(sum(lengths))).item()
+    assert total == pytest.approx(1)

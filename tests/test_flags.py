@@ -60,6 +60,25 @@ def test_every_alias_is_reachable(name):
     assert (found.mode, found.count_empty) == (ALIASES[name].mode, ALIASES[name].count_empty)
 
 
+@pytest.mark.parametrize(("flag", "kept"), [("--", True), ("--no-", False)])
+def test_count_empty_is_read_both_ways(flag, kept):
+    found = read("--loss-aggregation", "sample_mean", f"{flag}loss-aggregation-count-empty")
+    assert found == Aggregation("sample_mean", count_empty=kept)
+
+
+def test_what_an_empty_step_does_is_read_beside_a_mode():
+    argv = ["--loss-aggregation", "token_mean", "--loss-aggregation-empty-step"]
+    for choice in ("zero", "error"):
+        assert empty_step_from_args(parser().parse_args([*argv, choice])) == choice
+        assert read(*argv, choice) == Aggregation("token_mean")
+
+
+def test_the_regime_flag_of_megatron_is_not_read():
+    host = argparse.Namespace(calculate_per_token_loss=True, loss_aggregation="sample_mean")
+    assert aggregation_from_args(host) == Aggregation("sample_mean")
+    assert aggregation_from_args(argparse.Namespace(calculate_per_token_loss=True)) is None
+
+
 def test_help_prints_every_modes_formula():
     text = " ".join(parser().format_help().split())
     for mode in MODES.values():
@@ -80,7 +99,15 @@ CONTRADICTIONS = {
     ("--no-loss-aggregation-count-empty",): "-count-empty False was given without",
     ("--loss-aggregation-empty-step", "error"): "-empty-step error was given without",
     ("--loss-aggregation", "token_mean", "--loss-aggregation-divisor", "3"): "takes no divisor",
-    ("--loss-aggregation", "constant"): "got none",
+    ("--loss-aggregation", "constant"): r"got none: give .* --loss-aggregation-divisor",
+    ("--loss-aggregation", "constant", "--loss-aggregation-divisor", "nan"): "above 0, got nan",
+    ("--loss-aggregation", "constant", "--loss-aggregation-divisor", "0"): r"above 0, got 0\.0",
+    ("--loss-aggregation", "custom"): "Give --loss-aggregation-reducer-path alone",
+    (
+        "--loss-aggregation",
+        "roll:seq-mean-token-mean",
+        "--loss-aggregation-count-empty",
+    ): "count_empty=False, got count_empty=True",
     ("--loss-aggregation", "token_meen"): "did you mean 'token_mean'",
 }
 
@@ -89,6 +116,12 @@ CONTRADICTIONS = {
 def test_flags_that_contradict_or_would_be_ignored_are_refused(argv):
     with pytest.raises(AggregationError, match=CONTRADICTIONS[argv]):
         read(*argv)
+
+
+def test_an_empty_step_has_two_choices(capsys):
+    with pytest.raises(SystemExit):
+        read("--loss-aggregation", "token_mean", "--loss-aggregation-empty-step", "skip")
+    assert "invalid choice: 'skip'" in capsys.readouterr().err
 
 
 def test_a_divisor_that_is_no_number_is_refused_by_the_parser(capsys):
@@ -120,3 +153,27 @@ def test_a_command_line_reads_back_as_it_was_written(mode, divisor, count_empty)
     assert read(*argv) == Aggregation(
         mode, divisor=divisor if takes else None, count_empty=count_empty is not False
     )
+
+
+@given(
+    name=st.sampled_from(sorted(ALIASES)),
+    divisor=st.floats(min_value=1e-300, allow_infinity=False, allow_nan=False),
+    count_empty=st.sampled_from([None, True, False]),
+)
+def test_a_command_line_means_what_the_api_means_by_the_same_words(name, divisor, count_empty):
+    options = {} if count_empty is None else {"count_empty": count_empty}
+    argv = ["--loss-aggregation", name]
+    if MODES[ALIASES[name].mode].divisor != "none":
+        options["divisor"] = divisor
+        argv += [f"--loss-aggregation-divisor={divisor!r}"]
+    if count_empty is not None:
+        argv += [f"--{'' if count_empty else 'no-'}loss-aggregation-count-empty"]
+    assert told(read, *argv) == told(Aggregation.named, name, **options)
+
+
+def told(build, *arguments, **options):
+    """What a call returns, or the message it refuses with."""
+    try:
+        return build(*arguments, **options)
+    except AggregationError as error:
+        return str(error)

@@ -107,6 +107,46 @@ def test_offsets_of_any_form_give_the_same_cached_layout(offsets):
     assert layout is Layout.thd_zigzag([0, 4, 12], cp_size=2, cp_rank=0)
 
 
+BUILT = {
+    "thd": lambda rank: Layout.thd_zigzag([0, 8], cp_size=2, cp_rank=rank),
+    "bshd": lambda rank: Layout.bshd_zigzag(2, 8, cp_size=2, cp_rank=rank),
+    "response": lambda rank: Layout.response_zigzag([8], [3], cp_size=2, cp_rank=rank),
+    "local": lambda rank: Layout.local([8], cp_size=2, cp_rank=rank),
+}
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_equal_arguments_give_the_same_cached_layout(name):
+    assert BUILT[name](0) is BUILT[name](0)
+    assert BUILT[name](0) is not BUILT[name](1)
+
+
+def test_a_layout_cached_for_one_padding_is_not_given_for_another():
+    held = [
+        positions(Layout.response_zigzag([8], [7], cp_size=2, cp_rank=0, max_seq_len=n))
+        for n in (None, 8, 16)
+    ]
+    assert held == [[0, 1, 6], [0, 1, 6], [0, 1, 2, 3]]
+
+
+def test_responses_lie_one_behind_the_other_each_cut_on_its_own():
+    totals, responses = [12, 5, 9], [8, 2, 0]
+    for rank in range(2):
+        layout = Layout.response_zigzag(totals, responses, cp_size=2, cp_rank=rank)
+        expected = []
+        for total, response, begin in zip(totals, responses, (0, 8, 10), strict=True):
+            expected += [begin + j for j in responses_held(total, response, 2, rank)]
+        assert positions(layout) == expected
+        assert layout.offset_S1.tolist() == [0, 8, 10, 10]
+
+
+def test_a_rank_whose_chunks_are_all_prompt_holds_nothing():  # failures c16
+    held = [
+        positions(Layout.response_zigzag([16], [2], cp_size=4, cp_rank=rank)) for rank in range(4)
+    ]
+    assert held == [[1], [0], [], []]
+
+
 THD = {
     "a segment that is no multiple of 2 CP": ([0, 4, 10], 2, "segment 1 has 6 .* 2 CP = 4: pad"),
     "offsets that fall": ([0, 8, 4], 1, "length of -4"),
@@ -114,6 +154,8 @@ THD = {
     "no offset at all": ([], 1, "starts at 0"),
     "fractions": ([0.0, 4.0], 1, "whole numbers"),
     "two dimensions": (np.zeros((2, 2), dtype=int), 1, "one dimension"),
+    "a ragged list": ([[0], [1, 2]], 1, "one dimension"),
+    "nothing": (None, 1, "whole numbers"),
 }
 
 
@@ -130,13 +172,22 @@ def test_a_rank_outside_its_group_is_refused(size, rank):
         Layout.thd_zigzag([0, 8], cp_size=size, cp_rank=rank)
     with pytest.raises(LayoutError, match="ranks run from 0"):
         Layout.local([3], cp_size=size, cp_rank=rank)
+    with pytest.raises(LayoutError, match="ranks run from 0"):
+        Layout.bshd_zigzag(1, 8, cp_size=size, cp_rank=rank)
+    with pytest.raises(LayoutError, match="ranks run from 0"):
+        Layout.response_zigzag([8], [3], cp_size=size, cp_rank=rank)
 
 
 RESPONSES = {
     "lengths of another number": ([5, 6], [2], None, "got 2 total_lengths and 1 response"),
     "a response without prompt": ([5], [5], None, "follows at least one prompt token"),
     "a negative response": ([5], [-1], None, "length of -1"),
+    "a response longer than its row": ([5], [6], None, "has 5 tokens of which 6 are the response"),
+    "a negative total": ([-5], [0], None, "has -5 tokens"),
+    "fractions": ([5.0], [2], None, "total_lengths holds whole numbers"),
+    "fractions of a response": ([5], [2.0], None, "response_lengths holds whole numbers"),
     "a row beyond the padding": ([5, 9], [2, 2], 8, "row 1 has 9 tokens, max_seq_len is 8"),
+    "a padding that is no whole number": ([5], [2], 7.5, "max_seq_len .*whole number"),
 }
 
 
@@ -152,3 +203,15 @@ def test_bshd_refuses_lengths_that_do_not_split():
         Layout.bshd_zigzag(2, 6, cp_size=2, cp_rank=0)
     with pytest.raises(LayoutError, match="not negative"):
         Layout.bshd_zigzag(-1, 8, cp_size=2, cp_rank=0)
+
+
+def test_bshd_refuses_a_length_that_is_no_whole_number():
+    with pytest.raises(LayoutError, match="whole number"):
+        Layout.bshd_zigzag(2, 16 / 2, cp_size=2, cp_rank=0)
+
+
+def test_local_refuses_what_is_no_length():
+    with pytest.raises(LayoutError, match="row_lengths_here gives segment 1 a length of -2"):
+        Layout.local([3, -2], cp_size=1, cp_rank=0)
+    with pytest.raises(LayoutError, match="row_lengths_here holds whole numbers"):
+        Layout.local([3.0], cp_size=1, cp_rank=0)

@@ -1,5 +1,7 @@
 """Counts to weights: by hand on small numbers, and over ranks with gloo."""
 
+import json
+import math
 import re
 import warnings
 from pathlib import Path
@@ -9,7 +11,7 @@ import pytest
 import torch
 from conftest import launched
 
-from megatron_lossagg import Aggregation, Sequences, StepTotals, plan_step
+from megatron_lossagg import Aggregation, Layout, Sequences, StepTotals, plan_step
 from megatron_lossagg.errors import PlanError
 
 
@@ -53,6 +55,15 @@ def test_microbatch_token_mean_counts_empty_microbatches_in_m():
     assert weights("microbatch_token_mean", **without_m) == [1 / 30, 1 / 30, 1 / 15]
 
 
+def test_microbatch_token_mean_alone_depends_on_the_microbatches():  # failures a1
+    whole = {"active_tokens": [1, 9], "microbatch": [0, 0]}
+    split = {"active_tokens": [1, 9], "microbatch": [0, 1]}
+    assert weights("microbatch_token_mean", **whole) == [1 / 10, 1 / 10]
+    assert weights("microbatch_token_mean", **split) == [1 / 2, 1 / 18]
+    for mode in ("token_mean", "sample_mean", "sample_sum", "token_sum"):
+        assert weights(mode, **whole) == weights(mode, **split)
+
+
 @pytest.mark.parametrize("mode", ["sample_mean", "sample_sum", "constant"])
 def test_a_masked_sample_keeps_its_place_and_weighs_nothing(mode):  # failures d2, d9
     divisor = 4 if mode == "constant" else None
@@ -84,6 +95,43 @@ def test_counts_are_exact_beyond_2_24_and_2_31():  # failures e2, e3
     assert plan.totals.active_tokens == 2**31 + 2**33 + 1
 
 
+def test_row_0_is_a_row_like_any_other():
+    assert weights("sample_mean", active_tokens=[0, 2]) == [0, 1 / 4]
+    assert weights("sample_mean", active_tokens=[2, 0]) == [1 / 4, 0]
+    assert weights("prompt_mean", active_tokens=[0, 2], prompt=[0, 0]) == [0, 1 / 2]
+    rows = {"active_tokens": [0, 2], "microbatch": [0, 1]}
+    assert weights("microbatch_token_mean", **rows) == [0, 1 / 4]
+
+
+def test_an_id_is_only_a_name():
+    ids = {"sample": [-1, 2**40, 0], "prompt": [-1, -1, 2**62]}
+    assert weights("sample_mean", active_tokens=[1, 2, 4], **ids) == [1 / 3, 1 / 6, 1 / 12]
+    assert weights("prompt_mean", active_tokens=[1, 2, 4], **ids) == [1 / 6, 1 / 6, 1 / 8]
+
+
+def test_a_right_claim_changes_nothing():
+    rows = {"active_tokens": [4, 2, 3], "sample": [5, 5, 9], "prompt": [0, 0, 1]}
+    claims = {"sample_tokens": [6, 6, 3], "prompt_tokens": [6, 6, 3]}
+    for mode in ("sample_mean", "prompt_mean"):
+        assert weights(mode, **rows, **claims) == weights(mode, **rows)
+
+
+def test_a_prompt_keeps_its_own_count_beside_rows_cut_from_its_samples():
+    rows = {"active_tokens": [4, 2, 3], "sample": [5, 5, 9], "prompt": [0, 0, 0]}
+    assert weights("prompt_mean", **rows) == [1 / 9] * 3
+    assert weights("sample_mean", **rows) == [1 / 12, 1 / 12, 1 / 6]
+    assert weights("sample_sum", **rows) == [1 / 2] * 3
+
+
+def test_a_filler_is_in_no_count_and_weighs_nothing():
+    plan = plan_step(Aggregation("sample_mean"), Sequences(active_tokens=[2, 4]))
+    layout = Layout.thd_zigzag([0, 2, 5, 9], cp_size=1, cp_rank=0)
+    reducer = plan.reducer([0, -1, 1], torch.ones(9), layout)
+    assert plan.totals.samples == 2
+    assert reducer(torch.ones(9)).item() == 1
+    assert reducer.counted_tokens == 6
+
+
 def test_weights_are_float64_on_the_host():
     plan = plan_step(Aggregation("token_mean"), Sequences(active_tokens=torch.tensor([1, 2])))
     assert plan.weights.dtype == torch.float64
@@ -98,6 +146,20 @@ def test_under_is_the_same_step_under_another_aggregation():
     assert plan.under("trl:grpo").weights.tolist() == [1 / 2, 1 / 18]
     assert plan.under(Aggregation("prompt_mean")).weights.tolist() == [1 / 2, 1 / 18]
     assert plan.weights.tolist() == [1 / 16, 1 / 16]
+
+
+def test_the_expected_weight_of_a_microbatch_mean_is_the_share_of_live_microbatches():
+    rows = Sequences(active_tokens=[1, 9, 0], microbatch=[0, 0, 2], num_microbatches=4)
+    plan = plan_step(Aggregation("microbatch_token_mean"), rows)
+    assert plan.expected_weight == 1 / 4
+
+
+def test_the_expected_weight_is_1_where_empty_ones_leave():
+    rows = Sequences(active_tokens=[1, 9, 0], prompt=[0, 0, 1])
+    for mode in ("sample_mean", "prompt_mean"):
+        assert plan_step(Aggregation(mode, count_empty=False), rows).expected_weight == 1
+    sums = Aggregation("constant", divisor=8, count_empty=False)
+    assert plan_step(sums, rows).expected_weight == 10 / 16
 
 
 EXPECTED = {
@@ -141,6 +203,115 @@ def test_totals_replace_counting():
     assert plan.expected_weight is None  # N is not known
     plan = plan_step(Aggregation("sample_mean"), rows, totals=totals(samples=8))
     assert plan.weights.tolist() == [1 / 16, 1 / 24]
+
+
+def test_totals_are_asked_only_for_what_the_mode_needs():
+    rows = {"active_tokens": [2, 0]}
+    for mode, known, weight in (
+        ("token_sum", {}, 1),
+        ("token_mean", {"active_tokens": 10}, 1 / 10),
+        ("sample_sum", {"samples": 5}, 1 / 5),
+        ("sample_mean", {"samples": 5}, 1 / 10),
+    ):
+        plan = plan_step(Aggregation(mode), Sequences(**rows), totals=totals(**known))
+        assert plan.weights.tolist() == [weight, 0]
+
+
+def test_totals_with_prompts_weigh_as_counting_does():
+    rows = {"active_tokens": [1, 9], "prompt": [0, 0], "prompt_tokens": [20, 20]}
+    plan = plan_step(Aggregation("prompt_mean"), Sequences(**rows), totals=totals(prompts=3))
+    assert plan.weights.tolist() == [1 / 60, 1 / 60]
+    assert plan.expected_weight is None
+
+
+# Totals that cannot be those of a step with these rows: without a check the weight is
+# infinite, negative or quietly another loss's.
+IMPOSSIBLE = {
+    "B = 0": ("sample_sum", {"active_tokens": [2]}, {"samples": 0}, "samples=0"),
+    "B < 0": ("sample_sum", {"active_tokens": [2]}, {"samples": -3}, "samples=-3"),
+    "half a sample": ("sample_sum", {"active_tokens": [2]}, {"samples": 1.5}, r"samples=1\.5"),
+    "B = NaN": ("sample_sum", {"active_tokens": [2]}, {"samples": math.nan}, "samples=nan"),
+    "B below the rows here": ("sample_sum", {"active_tokens": [2, 0]}, {"samples": 1}, "samples=1"),
+    "V = 0": (
+        "sample_sum, V",
+        {"active_tokens": [2]},
+        {"active_samples": 0},
+        "active_samples=0",
+    ),
+    "V below the live rows here": (
+        "sample_sum, V",
+        {"active_tokens": [2, 0, 2]},
+        {"active_samples": 1},
+        "active_samples=1",
+    ),
+    "P below the prompts here": (
+        "prompt_mean",
+        {"active_tokens": [2, 2], "prompt": [0, 1], "prompt_tokens": [2, 2]},
+        {"prompts": 1},
+        "prompts=1",
+    ),
+    "Q = 0": (
+        "prompt_mean, Q",
+        {"active_tokens": [2], "prompt": [0], "prompt_tokens": [2]},
+        {"active_prompts": 0},
+        "active_prompts=0",
+    ),
+    "N = 0": ("token_mean", {"active_tokens": [2]}, {"active_tokens": 0}, "active_tokens=0"),
+    "N below the tokens here": (
+        "token_mean",
+        {"active_tokens": [2, 2]},
+        {"active_tokens": 3},
+        "active_tokens=3",
+    ),
+    "n_b = 0 beside tokens": (
+        "sample_mean",
+        {"active_tokens": [2], "sample": [7], "sample_tokens": [0]},
+        {"samples": 1},
+        "sample 7 has 2 active tokens here alone, .*sample_tokens says 0",
+    ),
+    "n_b below the sample's rows here": (
+        "sample_mean",
+        {"active_tokens": [2, 2], "sample": [7, 7], "sample_tokens": [3, 3]},
+        {"samples": 1},
+        "sample 7 has 4 active tokens here alone, .*sample_tokens says 3",
+    ),
+    "two n_p of one prompt": (
+        "prompt_mean",
+        {"active_tokens": [2, 2], "prompt": [7, 7], "prompt_tokens": [4, 5]},
+        {"prompts": 1},
+        "prompt 7 has .*prompt_tokens says",
+    ),
+    "a sample under two prompts": (
+        "prompt_mean",
+        {"active_tokens": [2, 2], "sample": [7, 7], "sample_tokens": [4, 4]}
+        | {"prompt": [0, 1], "prompt_tokens": [2, 2]},
+        {"prompts": 2},
+        "sample 7 has rows under 2 prompts",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:the step has no active token")
+@pytest.mark.parametrize("what", IMPOSSIBLE)
+def test_totals_that_contradict_the_rows_are_refused(what):
+    mode, rows, known, message = IMPOSSIBLE[what]
+    aggregation = Aggregation(mode.split(",")[0], count_empty="," not in mode)
+    with pytest.raises(PlanError, match=message):
+        plan_step(aggregation, Sequences(**rows), totals=totals(**known))
+
+
+def test_totals_as_small_as_the_rows_here_are_right():
+    rows = {"active_tokens": [2, 0], "sample": [7, 8], "sample_tokens": [2, 0]}
+    rows |= {"prompt": [1, 1], "prompt_tokens": [2, 2]}
+    least = {"active_tokens": 2, "samples": 2, "prompts": 1}
+    least |= {"active_samples": 1, "active_prompts": 1}
+    for mode in ("token_mean", "sample_mean", "prompt_mean", "sample_sum"):
+        for count_empty in (True, False):
+            aggregation = Aggregation(mode, count_empty=count_empty)
+            known = plan_step(aggregation, Sequences(**rows), totals=totals(**least))
+            counted = plan_step(aggregation, Sequences(**rows))
+            assert known.weights.tolist() == counted.weights.tolist()
+            assert known.expected_weight == counted.expected_weight
 
 
 LACKS = {
@@ -220,6 +391,34 @@ BAD = {
         {"active_tokens": [1, 2], "prompt": [4, 5], "prompt_tokens": [1, 1]},
         "prompt 5 has 2 active tokens in the step, Sequences.prompt_tokens says 1",
     ),
+    "microbatches of another number": (
+        {"active_tokens": [1, 2], "microbatch": [0]},
+        "microbatch has 1 .* has 2",
+    ),
+    "a fraction of a microbatch": (
+        {"active_tokens": [1], "microbatch": [0], "num_microbatches": 2.5},
+        "num_microbatches.*whole number",
+    ),
+    "fewer than no microbatch": (
+        {"active_tokens": [1], "num_microbatches": -1},
+        "num_microbatches.*-1",
+    ),
+    "counts that int64 does not hold": (
+        {"active_tokens": np.array([2**63 + 5], dtype=np.uint64)},
+        "active_tokens",
+    ),
+    "a negative claim": (
+        {"active_tokens": [1], "sample": [0], "sample_tokens": [-1]},
+        "sample_tokens is -1 for row 0",
+    ),
+    "NaN ids": ({"active_tokens": [1], "sample": [math.nan]}, "sample holds one whole number"),
+    "a count for the whole step": ({"active_tokens": 3}, r"a row, got int64 of shape \(\)"),
+    "a ragged list": ({"active_tokens": [[1], [2, 3]]}, "inhomogeneous"),
+    "nothing": ({"active_tokens": None}, "whole number a row"),
+    "a tensor with a gradient": (
+        {"active_tokens": torch.ones(2, requires_grad=True)},
+        "active_tokens",
+    ),
     "a claim without ids": (
         {"active_tokens": [1, 2], "sample_tokens": [1, 5]},
         "row 1 is a sample of its own with 2 active tokens",
@@ -256,18 +455,18 @@ CHECKS = re.findall(
 
 
 @pytest.fixture(scope="module")
-def held():
+def told():
+    """By number of processes and check: what failed on each rank, None where it held."""
+    out = {n: launched("plan_worker.py", processes=n, timeout=120) for n in (2, 3)}
     return {
-        processes: set(
-            re.findall(
-                r"^HELD check_(\w+)$", launched("plan_worker.py", processes=processes), re.MULTILINE
-            )
-        )
-        for processes in (2, 3)
+        n: dict(json.loads(line[6:]) for line in text.splitlines() if line.startswith("CHECK "))
+        for n, text in out.items()
     }
 
 
 @pytest.mark.parametrize("processes", [2, 3])
 @pytest.mark.parametrize("check", CHECKS)
-def test_over_ranks(held, check, processes):
-    assert check in held[processes]
+def test_over_ranks(told, check, processes):
+    faults = told[processes][f"check_{check}"]
+    assert len(faults) == processes
+    assert not any(faults), "\n".join(filter(None, faults))

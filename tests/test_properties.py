@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_shares import pack, zigzag
 
 from megatron_lossagg import Aggregation, Layout, Sequences, StepTotals, plan_step
 
@@ -112,6 +113,42 @@ def test_known_totals_give_each_rank_the_weights_that_counting_gives(rows, label
 
 
 TOTALS = ("active_tokens", "samples", "prompts", "active_samples", "active_prompts")
+
+
+@given(
+    rows=steps(),
+    label=st.sampled_from(sorted([*MODES, "microbatch_token_mean"])),
+    m=st.integers(1, 3),
+    cp=st.integers(1, 4),
+    seed=st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=150, deadline=None)
+def test_shares_over_microbatches_and_ranks_add_up_to_the_oracles_loss(rows, label, m, cp, seed):
+    random = torch.Generator().manual_seed(seed)
+    keys = [(0, int(torch.randint(m, (), generator=random))) for _ in rows]
+    x = [torch.randn(len(r["counted"]), generator=random, dtype=torch.float64) for r in rows]
+    for row in rows:  # the training mask may be narrower than the counting mask
+        kept = torch.rand(len(row["counted"]), generator=random) < 0.8
+        row["trained"] = [n * int(k) for n, k in zip(row["counted"], kept, strict=True)]
+    options = MODES.get(label, {})
+    plan = plan_step(
+        Aggregation(label.split(",")[0], **options),
+        sequences(rows, microbatch=[index for _, index in keys], num_microbatches=m),
+    )
+    total, gauge = 0.0, 0.0
+    for index in range(m):
+        mine = [i for i, key in enumerate(keys) if key == (0, index)]
+        named_rows, offsets, mask, losses = pack(rows, mine, x, cp)
+        for rank in range(cp):
+            layout = Layout.thd_zigzag(offsets, cp_size=cp, cp_rank=rank)
+            reducer = plan.reducer(named_rows, mask, layout)
+            total += reducer(losses[zigzag(offsets, cp, rank)]).item()
+            gauge += reducer.weight_sum().item()
+    live = [{**row, "x": list(v), "microbatch": k} for row, v, k in zip(rows, x, keys, strict=True)]
+    mode, split = label.split(",")[0], {"microbatches": [m], **options}
+    expected = oracle.step_loss(mode, live, **split).item()
+    assert total == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    assert gauge == pytest.approx(oracle.weight_sum(mode, live, **split), rel=1e-5, abs=1e-12)
 
 
 @given(chunks=st.lists(st.integers(0, 5), max_size=6), cp=st.integers(1, 6))
