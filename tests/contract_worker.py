@@ -9,7 +9,6 @@ import tiny_gpt
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg import Aggregation, MegatronContract, Sequences, StepTotals, plan_step
@@ -308,16 +307,7 @@ def check_a_step_without_active_tokens_has_zero_gradient(chunk, contract):
 
             return logits, loss_func
 
-        live.zero_grad_buffer()
-        data = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter([batch]),
-            model=[live],
-            num_microbatches=1,
-            seq_length=64,
-            micro_batch_size=1,
-            forward_only=False,
-        )
+        data = tiny_gpt.run_schedule(forward_step, live, [batch])
         step.close()
         assert live.buffers[0].grad_data.count_nonzero() == 0
         assert tiny_gpt.reported(data, "loss") == 0

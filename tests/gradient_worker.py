@@ -17,7 +17,6 @@ import torch.distributed as dist
 from gradient_cases import BETA, CASES
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from step_data import deal, make_rows
 
 import megatron_lossagg.cpu as cpu
@@ -194,16 +193,7 @@ def train_step(case, chunk, contract, ms, *, layout="thd", forward_only=False):
 
         return output, loss_func
 
-    chunk.zero_grad_buffer()
-    forward_data = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(batches),
-        model=[chunk],
-        num_microbatches=m,
-        seq_length=64,
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )
+    forward_data = tiny_gpt.run_schedule(forward_step, chunk, batches, forward_only=forward_only)
     if not last:
         return {}
     step.close()

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from step_data import make_rows
 
 import megatron_lossagg.cpu as cpu
@@ -119,16 +118,7 @@ def compare(path):
 
             return logits, loss_func
 
-        chunk.zero_grad_buffer()
-        data = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(batches),
-            model=[chunk],
-            num_microbatches=m,
-            seq_length=64,
-            micro_batch_size=1,
-            forward_only=False,
-        )
+        data = tiny_gpt.run_schedule(forward_step, chunk, batches)
         assert abs(tiny_gpt.reported(data, "loss") - loss) < 1e-12 * abs(loss)
         for shard in cpu.named_shards([chunk]):
             got, want = shard.parameter.main_grad, grads[shard.name]

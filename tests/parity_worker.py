@@ -4,7 +4,6 @@ import gradient_worker
 import tiny_gpt
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from step_data import deal, make_rows
 
 import megatron_lossagg.cpu as cpu
@@ -46,16 +45,7 @@ def stock_step(chunk, m):
 
         return logits, loss_func
 
-    chunk.zero_grad_buffer()
-    forward_data = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(batches),
-        model=[chunk],
-        num_microbatches=m,
-        seq_length=64,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    forward_data = tiny_gpt.run_schedule(forward_step, chunk, batches)
     return tiny_gpt.reported(forward_data, "loss"), chunk.buffers[0].grad_data.clone()
 
 

@@ -144,6 +144,8 @@ def test_count_empty_is_a_bool(value):
 def test_a_mode_is_a_name(mode):
     with pytest.raises(AggregationError, match=f"a mode is a name, got {mode!r}"):
         Aggregation.named(mode)
+    with pytest.raises(AggregationError, match=f"a mode is a name, got {mode!r}"):
+        Aggregation(mode)
 
 
 def test_a_reducer_path_belongs_to_custom_and_to_nothing_else():

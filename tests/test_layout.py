@@ -138,6 +138,33 @@ def test_responses_lie_one_behind_the_other_each_cut_on_its_own():
             expected += [begin + j for j in responses_held(total, response, 2, rank)]
         assert positions(layout) == expected
         assert layout.offset_S1.tolist() == [0, 8, 10, 10]
+        segment_of = [0 if p < 8 else 1 for p in expected]
+        assert np.repeat(layout.segment_R, layout.length_R).tolist() == segment_of
+
+
+@pytest.mark.parametrize("name", ["thd", "bshd", "response", "local"])
+def test_a_layout_says_whose_it_is(name):
+    layout = BUILT[name](1)
+    assert (layout.cp_size, layout.cp_rank) == (2, 1)
+    assert layout.name.startswith(name)
+
+
+def test_without_context_parallelism_every_token_is_here_and_no_length_needs_padding():
+    assert positions(Layout.thd_zigzag([0, 3, 8], cp_size=1, cp_rank=0)) == list(range(8))
+    assert positions(Layout.bshd_zigzag(2, 5, cp_size=1, cp_rank=0)) == list(range(10))
+    layout = Layout.response_zigzag([6, 4], [5, 2], cp_size=1, cp_rank=0)
+    assert positions(layout) == list(range(7))
+    assert (layout.cp_size, layout.cp_rank) == (1, 0)
+
+
+def test_an_empty_microbatch_is_a_layout_without_segments():
+    for layout in (
+        Layout.thd_zigzag([0], cp_size=2, cp_rank=1),
+        Layout.bshd_zigzag(0, 8, cp_size=2, cp_rank=1),
+        Layout.response_zigzag([], [], cp_size=2, cp_rank=1),
+        Layout.local([], cp_size=2, cp_rank=1),
+    ):
+        assert (layout.num_segments, layout.num_tokens, layout.num_local_tokens) == (0, 0, 0)
 
 
 def test_a_rank_whose_chunks_are_all_prompt_holds_nothing():  # failures c16

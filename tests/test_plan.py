@@ -383,6 +383,22 @@ BAD = {
         {"active_tokens": [1, 2, 3], "sample": [4, 4, 5], "prompt": [0, 1, 1]},
         "sample 4 has rows under 2 prompts",
     ),
+    "a sample under two prompts beside others": (
+        {"active_tokens": [1, 2, 3], "sample": [3, 4, 4], "prompt": [0, 0, 1]},
+        r"sample 4 has rows under 2 prompts \(0, 1\)",
+    ),
+    "a sample under four prompts": (
+        {"active_tokens": [1] * 4, "sample": [4] * 4, "prompt": [0, 1, 2, 3]},
+        r"under 4 prompts \(0, 1, 2, 3\)",
+    ),
+    "a sample under five prompts": (
+        {"active_tokens": [1] * 5, "sample": [4] * 5, "prompt": [0, 1, 2, 3, 4]},
+        r"under 5 prompts \(0, 1, 2, 3, \.\.\.\)",
+    ),
+    "counts on a device": (
+        {"active_tokens": torch.zeros(2, dtype=torch.int64, device="meta")},
+        "active_tokens is on meta: .* pass a list or a CPU tensor",
+    ),
     "a wrong claim of n_b": (
         {"active_tokens": [1, 2], "sample": [4, 4], "sample_tokens": [3, 4]},
         "sample 4 has 3 active tokens in the step, Sequences.sample_tokens says 4",
@@ -431,6 +447,22 @@ def test_bad_counts_and_ids_are_refused(what):
     rows, message = BAD[what]
     with pytest.raises(PlanError, match=message):
         plan_step(Aggregation("token_mean"), Sequences(**rows))
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_known_totals_let_no_bad_count_pass(what):
+    rows, _ = BAD[what]
+    known = totals(active_tokens=100, samples=100, prompts=100)
+    with pytest.raises(PlanError):
+        plan_step(Aggregation("token_mean"), Sequences(**rows), totals=known)
+
+
+def test_m_without_microbatches_of_rows_is_only_stored():
+    rows = Sequences(active_tokens=[1, 9], num_microbatches=3)
+    plan = plan_step(Aggregation("token_mean"), rows)
+    assert plan.num_microbatches == 3
+    assert plan.totals.microbatch_means is None
+    assert plan.weights.tolist() == [1 / 10, 1 / 10]
 
 
 def test_sequences_only_stores():

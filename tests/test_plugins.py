@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
-from megatron_lossagg.errors import LossAggregationError, ReducerPathError
+from megatron_lossagg.errors import LossAggregationError, ReducerError, ReducerPathError
 from megatron_lossagg.plugins import load_reducer_factory
 
 
@@ -42,6 +42,16 @@ def test_an_aggregations_path_makes_the_reducer_of_each_microbatch():
     layout = Layout.thd_zigzag([0, 4, 6], cp_size=1, cp_rank=0)
     reducer = plan.reducer([0, 1], torch.tensor([1, 0, 1, 1, 1, 1]), layout)
     assert reducer(torch.ones(6)).item() == 35
+
+
+def test_a_wrong_share_is_told_with_the_path_it_came_from(module):
+    module.factory = lambda context: lambda x: x
+    plan = plan_step(
+        Aggregation("custom", reducer_path="a_users_module:factory"), Sequences(active_tokens=[2])
+    )
+    layout = Layout.thd_zigzag([0, 2], cp_size=1, cp_rank=0)
+    with pytest.raises(ReducerError, match="custom reducer 'a_users_module:factory' returned a"):
+        plan.reducer([0], torch.ones(2), layout)(torch.ones(2))
 
 
 def test_a_factory_that_is_given_goes_before_the_path():

@@ -231,11 +231,15 @@ def test_a_mask_of_the_wrong_length_is_refused():
 def test_a_trained_token_past_the_end_is_refused():
     with pytest.raises(ReducerError, match="1 at position 6, past the last segment's end 6"):
         a_reducer([*MASK, 1])
+    with pytest.raises(ReducerError, match="1 at position 8, past the last segment's end 6"):
+        a_reducer([*MASK, 0, 0, 1])
 
 
 def test_a_mask_wider_than_its_count_is_refused():
     with pytest.raises(ReducerError, match="segment 1 trains 2 tokens, the plan counted 1"):
         a_reducer(MASK, active=(3, 1))
+    with pytest.raises(ReducerError, match="segment 0 trains 3 tokens, the plan counted 2"):
+        a_reducer(MASK, active=(2, 2))
 
 
 ROWS = {
@@ -265,6 +269,11 @@ def test_rows_of_any_form_pick_their_weights(form):
     x = torch.tensor([3.0, 9, 3, 3, 0, 0])
     assert reducer(x).item() == pytest.approx(9 / 6)
     assert reducer.counted_tokens == 5
+
+
+def test_the_doubled_row_is_the_one_that_is_named():
+    with pytest.raises(ReducerError, match="row 1 is named by 2 segments"):
+        a_reducer([1] * 6, active=(2, 2), rows=(0, 1, 1), lengths=(2, 2, 2))
 
 
 def test_several_fillers_are_no_doubled_row():

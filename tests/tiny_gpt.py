@@ -16,6 +16,7 @@ from megatron.core.distributed import (  # noqa: E402
 )
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from step_data import VOCABULARY  # noqa: E402
@@ -153,6 +154,20 @@ def packed_at(offsets):
         cu_seqlens_kv_padded=offsets_tensor,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+    )
+
+
+def run_schedule(forward_step, chunk, batches, *, forward_only=False):
+    """Zero the gradients and run Megatron's schedule over the batches, one a microbatch."""
+    chunk.zero_grad_buffer()
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(batches),
+        model=[chunk],
+        num_microbatches=len(batches),
+        seq_length=64,
+        micro_batch_size=1,
+        forward_only=forward_only,
     )
 
 
