@@ -79,6 +79,12 @@ def test_a_masked_prompt_keeps_its_place_and_weighs_nothing():
     assert weights("prompt_mean", count_empty=False, **rows) == [1 / 2, 0]
 
 
+def test_one_active_token_keeps_a_sample_and_its_prompt_in_the_count():
+    rows = {"active_tokens": [1, 0, 3], "sample": [5, 6, 7], "prompt": [0, 1, 2]}
+    assert weights("sample_sum", count_empty=False, **rows) == [1 / 2, 0, 1 / 2]
+    assert weights("prompt_mean", count_empty=False, **rows) == [1 / 2, 0, 1 / 6]
+
+
 def test_masked_rows_add_no_phantom_token():  # failures a17
     assert weights("token_mean", active_tokens=[4, 0, 0, 4]) == [1 / 8, 0, 0, 1 / 8]
 
@@ -192,6 +198,29 @@ def test_a_step_without_active_token_weighs_nothing_and_warns_once():
         plan_step(Aggregation("token_mean"), Sequences(active_tokens=[0]), empty_step="error")
 
 
+@pytest.mark.filterwarnings("ignore:the step has no active token")
+@pytest.mark.parametrize("mode", ["token_mean", "sample_mean", "sample_sum", "token_sum"])
+@pytest.mark.parametrize("count_empty", [True, False])
+def test_a_step_without_active_token_expects_no_weight(mode, count_empty):
+    aggregation = Aggregation(mode, count_empty=count_empty)
+    assert plan_step(aggregation, Sequences(active_tokens=[0, 0])).expected_weight == 0
+    assert plan_step(aggregation, Sequences(active_tokens=[])).expected_weight == 0
+
+
+def test_the_warning_of_an_empty_step_points_at_its_caller():
+    with pytest.warns(RuntimeWarning, match="no active token") as caught:
+        plan_step(Aggregation("token_mean"), Sequences(active_tokens=[0]))
+    assert caught[0].filename == __file__
+
+
+def test_known_totals_may_be_those_of_an_empty_step():
+    with pytest.warns(RuntimeWarning, match="no active token"):
+        plan = plan_step(
+            Aggregation("token_mean"), Sequences(active_tokens=[0]), totals=totals(active_tokens=0)
+        )
+    assert plan.weights.tolist() == [0]
+
+
 def totals(**known):
     return StepTotals(**known)
 
@@ -234,7 +263,7 @@ IMPOSSIBLE = {
     "B below the rows here": ("sample_sum", {"active_tokens": [2, 0]}, {"samples": 1}, "samples=1"),
     "V = 0": (
         "sample_sum, V",
-        {"active_tokens": [2]},
+        {"active_tokens": [1]},
         {"active_samples": 0},
         "active_samples=0",
     ),
@@ -252,7 +281,7 @@ IMPOSSIBLE = {
     ),
     "Q = 0": (
         "prompt_mean, Q",
-        {"active_tokens": [2], "prompt": [0], "prompt_tokens": [2]},
+        {"active_tokens": [1], "prompt": [0], "prompt_tokens": [1]},
         {"active_prompts": 0},
         "active_prompts=0",
     ),
