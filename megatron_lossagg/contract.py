@@ -22,10 +22,12 @@ consumer: Megatron adds both entries over microbatches and DP * CP and divides.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -33,7 +35,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.layout import IntsLike, Layout
+from megatron_lossagg.layout import Ints, IntsLike, Layout
 from megatron_lossagg.plan import StepPlan
 from megatron_lossagg.reducer import FILLER, Reducer
 
@@ -41,6 +43,7 @@ Regime = Literal["average", "per-token"]
 
 OLDEST_MEGATRON = (0, 13)
 _INT32_MAX = 2**31 - 1
+_NOT_SEEN = -1
 
 
 class MegatronContract:
@@ -75,8 +78,8 @@ class MegatronContract:
         try:
             regime = _checked_regime(chunks)
             told = f"megatron-core {_megatron_version()}, regime {regime}, {aggregation}"
-        except ContractError as error:
-            fault = str(error)
+        except Exception as error:  # whatever it is, no rank may leave the others waiting
+            fault = str(error) if isinstance(error, ContractError) else repr(error)
         _agree(fault, told)
         return MegatronContract(chunks=chunks, regime=regime)
 
@@ -142,8 +145,11 @@ class StepContract:
     num_microbatches: int
     """M of this schedule call."""
     _filler_calls: int = 0
-    _microbatch_of_row: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    _microbatches: set[tuple[int, ...]] = field(default_factory=set)
+    _index_of: dict[bytes, int] = field(default_factory=dict)
+    _microbatch_of_row: Ints = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._microbatch_of_row = np.full(len(self.plan.active_tokens), _NOT_SEEN)
 
     @property
     def factor(self) -> int:
@@ -191,13 +197,14 @@ class StepContract:
         next ``MegatronContract.step`` calls it too, a step late.
         """
         self.contract._last_step = None
-        calls = len(self._microbatches) + self._filler_calls
+        calls = len(self._index_of) + self._filler_calls
         if calls == 0 and not _is_last_stage():
             return
         if calls < self.num_microbatches:
             raise ContractError(
                 f"loss_func ran for {calls} microbatches, {self.num_microbatches} were planned: "
-                "pass the schedule's num_microbatches to contract.step()"
+                "pass the schedule's num_microbatches to contract.step(), and give each call rows "
+                "of its own"
             )
         self._check_no_row_missing()
 
@@ -210,25 +217,31 @@ class StepContract:
         return torch.stack([value * self._report_factor, torch.ones_like(value)])
 
     def _account(self, reducer: Reducer) -> None:
-        rows = tuple(int(row) for row in reducer.rows if row != FILLER)
-        if len(reducer.plan.active_tokens) != len(self.plan.active_tokens):
+        mine = self.plan.active_tokens
+        if reducer.plan.active_tokens is not mine:  # under() keeps the very array
             raise ContractError(
                 f"the reducer is of a step of {len(reducer.plan.active_tokens)} rows, this one has "
-                f"{len(self.plan.active_tokens)}: make it with this step's plan"
+                f"{len(mine)}, or it is of another plan of as many: make it with this step's plan "
+                "or plan.under(...)"
             )
-        for row in rows:
-            if self._microbatch_of_row.setdefault(row, rows) != rows:
+        rows = reducer.rows[reducer.rows != FILLER]
+        if len(rows):
+            # The rerun machine runs a microbatch twice: the same rows are the same microbatch.
+            index = self._index_of.setdefault(rows.tobytes(), len(self._index_of))
+            before = self._microbatch_of_row[rows]
+            taken = rows[(before != _NOT_SEEN) & (before != index)]
+            if len(taken):
                 raise ContractError(
-                    f"row {row} is in two microbatches of the step, with rows "
-                    f"{_listed(self._microbatch_of_row[row])} and with {_listed(rows)}: each row "
-                    "is trained once"
+                    f"row {taken[0]} is in two microbatches of the step, number "
+                    f"{self._microbatch_of_row[taken[0]]} and number {index} in the order of their "
+                    f"calls, the second with rows {_listed(rows.tolist())}: each row is "
+                    "trained once"
                 )
-        if rows:
-            self._microbatches.add(rows)  # the rerun machine runs one twice: a set
+            self._microbatch_of_row[rows] = index
         else:
             self._filler_calls += 1
         # Microbatches of fillers alone cannot be told apart from one that was run again.
-        at_least = len(self._microbatches) + (self._filler_calls > 0)
+        at_least = len(self._index_of) + (self._filler_calls > 0)
         if at_least > self.num_microbatches:
             raise ContractError(
                 f"loss_func ran for more than the {self.num_microbatches} planned microbatches: "
@@ -238,11 +251,11 @@ class StepContract:
             self._check_no_row_missing()
 
     def _check_no_row_missing(self) -> None:
-        missing = set(range(len(self.plan.active_tokens))) - self._microbatch_of_row.keys()
+        missing = np.flatnonzero(self._microbatch_of_row == _NOT_SEEN).tolist()
         if missing:
             raise ContractError(
                 f"{len(missing)} of {len(self.plan.active_tokens)} rows were in no microbatch of "
-                f"the step ({_listed(sorted(missing))}): each row is trained once"
+                f"the step ({_listed(missing)}): each row is trained once"
             )
 
 
@@ -255,7 +268,7 @@ def _megatron_version() -> str:
 def _checked_regime(chunks: Sequence[Any]) -> Regime:
     """Refuse what cannot be undone; return the regime that construction froze."""
     version = _megatron_version()
-    release = tuple(int(part) for part in version.split(".")[:2])
+    release = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if release < OLDEST_MEGATRON:
         raise ContractError(
             f"megatron-core {version}: before 0.13 num_tokens is reduced over another group and "

@@ -8,6 +8,7 @@ bit for bit. ``--calculate-per-token-loss`` stays Megatron's: it chooses how Meg
 from __future__ import annotations
 
 import argparse
+from functools import cache
 from typing import cast
 
 from megatron_lossagg.aggregation import CUSTOM, Aggregation, table_of_modes
@@ -99,9 +100,13 @@ def empty_step_from_args(args: argparse.Namespace) -> EmptyStep:
 
 
 def _with_defaults(args: argparse.Namespace) -> argparse.Namespace:
-    defaults = add_loss_aggregation_args(argparse.ArgumentParser()).parse_args([])
-    given = {name: value for name, value in vars(args).items() if name in vars(defaults)}
-    return argparse.Namespace(**{**vars(defaults), **given})
+    given = {name: value for name, value in vars(args).items() if name in _defaults()}
+    return argparse.Namespace(**{**_defaults(), **given})
+
+
+@cache
+def _defaults() -> dict[str, object]:
+    return vars(add_loss_aggregation_args(argparse.ArgumentParser()).parse_args([]))
 
 
 def _as_number(divisor: float | str | None) -> float | None:

@@ -137,7 +137,7 @@ class Layout:
 
 @lru_cache(maxsize=_CACHED_LAYOUTS)
 def _local(lengths: bytes, cp_size: int, cp_rank: int) -> Layout:
-    length_S = np.frombuffer(lengths, dtype=np.int64)
+    length_S = np.frombuffer(lengths, dtype=np.int64).copy()
     _check_lengths("row_lengths_here", length_S)
     offset_S1 = _offsets(length_S)
     return Layout(
@@ -160,7 +160,7 @@ def _bshd_zigzag(batch_size: int, seq_length: int, cp_size: int, cp_rank: int) -
 
 @lru_cache(maxsize=_CACHED_LAYOUTS)
 def _thd_zigzag(offsets: bytes, cp_size: int, cp_rank: int) -> Layout:
-    offset_S1 = np.frombuffer(offsets, dtype=np.int64)
+    offset_S1 = np.frombuffer(offsets, dtype=np.int64).copy()
     if len(offset_S1) == 0 or offset_S1[0] != 0:
         raise LayoutError(
             f"cu_seqlens starts at 0 and has one entry more than segments, got {_some(offset_S1)}"
@@ -201,8 +201,8 @@ def _zigzag(
 def _response_zigzag(
     totals: bytes, responses: bytes, cp_size: int, cp_rank: int, max_seq_len: int | None
 ) -> Layout:
-    total_S = np.frombuffer(totals, dtype=np.int64)
-    response_S = np.frombuffer(responses, dtype=np.int64)
+    total_S = np.frombuffer(totals, dtype=np.int64).copy()
+    response_S = np.frombuffer(responses, dtype=np.int64).copy()
     if total_S.shape != response_S.shape:
         raise LayoutError(
             f"got {len(total_S)} total_lengths and {len(response_S)} response_lengths: one "
@@ -266,7 +266,8 @@ def _host_ints(name: str, values: IntsLike) -> Ints:
 
 
 def _check_cp(cp_size: int, cp_rank: int) -> None:
-    if cp_size < 1 or not 0 <= cp_rank < cp_size:
+    whole = isinstance(cp_size, Integral) and isinstance(cp_rank, Integral)
+    if not whole or cp_size < 1 or not 0 <= cp_rank < cp_size:
         raise LayoutError(
             f"CP rank {cp_rank} of {cp_size}: ranks run from 0 to cp_size - 1, pass this "
             "process's rank in its context-parallel group"

@@ -191,6 +191,8 @@ def plan_step(
     on the aggregation, and (here, a step late) CUDA masks that were not 0/1 raise
     :class:`PlanError` with the same message on every rank of the group.
     """
+    if not isinstance(aggregation, Aggregation):
+        raise PlanError(f"got {aggregation!r}, wanted an Aggregation: Aggregation.named(...)")
     if empty_step not in ("zero", "error"):
         raise PlanError(f"empty_step is 'zero' or 'error', got {empty_step!r}")
     is_alone = not dist.is_initialized() or dist.get_world_size() == 1

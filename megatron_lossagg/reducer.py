@@ -213,7 +213,8 @@ class Reducer:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             raise ReducerError(f"per-token losses are a floating-point tensor, got {_shape_of(x)}")
         here = self.layout.num_local_tokens
-        if not here <= x.numel() <= here + self.num_past_end:
+        with_tail = (self.layout.num_tokens + self.num_past_end) // self.layout.cp_size
+        if x.numel() not in (here, with_tail):
             raise ReducerError(
                 f"got {x.numel()} per-token losses (shape {tuple(x.shape)}), the layout "
                 f"{self.layout.name} holds {here} on CP rank {self.layout.cp_rank} of "

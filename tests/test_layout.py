@@ -193,7 +193,7 @@ def test_thd_refuses(name):
         Layout.thd_zigzag(offsets, cp_size=cp, cp_rank=0)
 
 
-@pytest.mark.parametrize(("size", "rank"), [(2, 2), (2, -1), (0, 0), (-1, 0)])
+@pytest.mark.parametrize(("size", "rank"), [(2, 2), (2, -1), (0, 0), (-1, 0), (2.0, 0), (2, 0.5)])
 def test_a_rank_outside_its_group_is_refused(size, rank):
     with pytest.raises(LayoutError, match=f"CP rank {rank} of {size}: ranks run from 0"):
         Layout.thd_zigzag([0, 8], cp_size=size, cp_rank=rank)

@@ -498,6 +498,11 @@ def test_sequences_only_stores():
     assert Sequences(active_tokens="nonsense").active_tokens == "nonsense"
 
 
+def test_a_name_is_no_aggregation_yet():
+    with pytest.raises(PlanError, match=r"got 'token_mean', wanted an Aggregation"):
+        plan_step("token_mean", Sequences(active_tokens=[1]))
+
+
 def test_an_unknown_empty_step_is_refused():
     with pytest.raises(PlanError, match="'zero' or 'error', got 'skip'"):
         plan_step(Aggregation("token_mean"), Sequences(active_tokens=[1]), empty_step="skip")
