@@ -68,10 +68,9 @@ class StepBuffer:
         """Count the buffered microbatches and plan the step; see :func:`plan_step`.
 
         ``count``: active tokens of each row of a microbatch, fillers left out; the sums of a
-        float mask will do. ``group``: the
-        data-parallel group. ``tp_group``: the tensor-parallel group, needed where some of
-        its ranks have no iterator: its first rank broadcasts the counts, one
-        ``broadcast_object_list``.
+        float mask will do. ``group``: the data-parallel group. ``tp_group``: the
+        tensor-parallel group, needed where some of its ranks have no iterator: its first rank
+        broadcasts the counts, one ``broadcast_object_list``.
         """
         counts = [_whole_numbers(count(data)) for data in self._data] if self._reads else None
         if tp_group is not None and dist.get_world_size(tp_group) > 1:

@@ -77,7 +77,8 @@ class MegatronContract:
         fault, told = "", ""
         try:
             regime = _checked_regime(chunks)
-            told = f"megatron-core {_megatron_version()}, regime {regime}, {aggregation}"
+            told = f"megatron-core {_megatron_version()}, regime {regime}, "
+            told += f"{aggregation} ({aggregation!r})"  # a formula may be silent on count_empty
         except Exception as error:  # whatever it is, no rank may leave the others waiting
             fault = str(error) if isinstance(error, ContractError) else repr(error)
         _agree(fault, told)

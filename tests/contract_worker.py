@@ -253,6 +253,14 @@ def check_a_reducer_of_another_step_is_refused(chunk, contract):
     contract._last_step = None
 
 
+def check_a_reducer_of_another_plan_of_as_many_rows_is_refused(chunk, contract):
+    step = contract.step(a_plan(contract, active=(4, 4)), num_microbatches=1)
+    stale = a_reducer(contract, a_plan(contract, active=(1, 1)), [0, 1])
+    with refused("another plan of as many", r"plan\.under"):
+        step.returns(share_of(stale), stale)
+    contract._last_step = None
+
+
 def check_what_is_returned_is_what_the_schedule_can_take(chunk, contract):
     plan = a_plan(contract)
     step = contract.step(plan, num_microbatches=4)

@@ -381,3 +381,14 @@ def test_a_custom_reducer_sees_this_ranks_slice_alone():
 def test_a_factory_returns_a_callable():
     with pytest.raises(ReducerError, match="factory returned 3: return a callable"):
         a_plan().reducer([0, 1], torch.tensor(MASK), thd(4, 2), factory=lambda c: 3)
+
+
+def test_with_a_tail_the_losses_are_this_ranks_with_or_without_it():
+    mask = torch.cat([torch.ones(8), torch.zeros(8)])
+    reducer = a_plan([8]).reducer([0], mask, thd(8, cp_size=2, cp_rank=1))
+    assert reducer(torch.ones(4)).item() == 4
+    assert reducer(torch.ones(8)).item() == 4  # 16 tokens over CP 2: this rank's, tail included
+    with pytest.raises(ReducerError, match="got 6 per-token losses"):
+        reducer(torch.ones(6))
+    with pytest.raises(ReducerError, match="got 16 per-token losses"):
+        reducer(torch.ones(16))
