@@ -160,9 +160,9 @@ ALIASES: dict[str, Alias] = {
 class Aggregation:
     """How per-token losses become one scalar, and with which divisor.
 
-    Raises :class:`AggregationError` for an unknown mode, and for a divisor that is
-    missing, not a finite positive number, or given to a mode that takes none. The
-    object cannot exist in a wrong state.
+    Raises :class:`AggregationError` for an unknown mode, for a divisor that is missing, not
+    a finite positive number, or given to a mode that takes none, and for a reducer path
+    that is no text or beside a mode. The object cannot exist in a wrong state.
     """
 
     mode: str
@@ -177,9 +177,15 @@ class Aggregation:
 
     def __post_init__(self) -> None:
         mode = _known_mode(self.mode)
-        if (mode.name == CUSTOM) != bool(self.reducer_path):
+        path = self.reducer_path
+        if path is not None and (not isinstance(path, str) or not path):
             raise AggregationError(
-                f"mode {mode.name!r} with reducer path {self.reducer_path!r}: a reducer path "
+                f"a reducer path is written pkg.mod:name, got {path!r}: change "
+                "--loss-aggregation-reducer-path (reducer_path=)"
+            )
+        if (mode.name == CUSTOM) != (path is not None):
+            raise AggregationError(
+                f"mode {mode.name!r} with reducer path {path!r}: a reducer path "
                 "replaces the mode. Give --loss-aggregation-reducer-path alone, or "
                 "--loss-aggregation alone"
             )

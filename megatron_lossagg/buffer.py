@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.counts import Sequences, StepTotals
+from megatron_lossagg.counts import MOST_TOKENS, Sequences, StepTotals
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.layout import IntsLike
 from megatron_lossagg.plan import EmptyStep, StepPlan, plan_step
@@ -36,24 +37,33 @@ class StepBuffer:
     """Reads one optimizer step's microbatches, plans the step, replays them.
 
     ``data_iterator``: yields microbatches, or None on a rank that gets its data by
-    broadcast (Megatron-LM: all tensor-parallel ranks but the first). Reading happens here,
-    outside the schedule. Raises :class:`PlanError` where the iterator ends early.
+    broadcast (Megatron-LM: all tensor-parallel ranks but the first); an interleaved pipeline
+    has one a chunk, and a buffer for each. Reading happens here, outside the schedule.
+    Raises :class:`PlanError` for what is no iterator and for a ``num_microbatches`` that is
+    no whole number from 1; an iterator that ends early or raises is told by :meth:`plan`.
     """
 
     def __init__(self, data_iterator: Iterator[Any] | None, num_microbatches: int) -> None:
+        whole = isinstance(num_microbatches, Integral) and not isinstance(num_microbatches, bool)
+        if not whole or num_microbatches < 1:
+            raise PlanError(
+                f"num_microbatches is a whole number from 1, got {num_microbatches!r}: give the "
+                "number of microbatches that the schedule runs a step"
+            )
+        if data_iterator is not None and not hasattr(data_iterator, "__next__"):
+            raise PlanError(
+                f"got a {type(data_iterator).__name__}, wanted one iterator of microbatches or "
+                "None: an interleaved pipeline has one iterator a chunk, make a StepBuffer of "
+                "each; of a list of microbatches pass iter(...)"
+            )
         self.num_microbatches = num_microbatches
         self._counts: list[list[int]] = []
         self._data: list[Any] = [None] * num_microbatches
         self._reads = data_iterator is not None
+        self._fault = ""
+        self._cause: Exception | None = None
         if data_iterator is not None:
-            for index in range(num_microbatches):
-                try:
-                    self._data[index] = next(data_iterator)
-                except StopIteration:
-                    raise PlanError(
-                        f"the data iterator ended after {index} of {num_microbatches} microbatches"
-                        ": give whole steps, or lower num_microbatches"
-                    ) from None
+            self._read(data_iterator)
 
     def plan(
         self,
@@ -69,28 +79,45 @@ class StepBuffer:
 
         ``count``: active tokens of each row of a microbatch, fillers left out; the sums of a
         float mask will do. ``group``: the data-parallel group. ``tp_group``: the
-        tensor-parallel group, needed where some of its ranks have no iterator: its first rank
-        broadcasts the counts, one ``broadcast_object_list``.
+        tensor-parallel group, needed where some of its ranks have no iterator: all take the
+        counts of its first rank, by one ``all_gather_object``.
+
+        An iterator that ended early or raised, and a ``count`` that raises, are told as a
+        wrong count is: :class:`PlanError` with the same message on every rank of ``group``,
+        and on ``tp_group``'s. On the rank itself its cause is the error that was raised.
         """
-        counts = [_whole_numbers(count(data)) for data in self._data] if self._reads else None
+        counts, fault, cause = self._counted(count)
         if tp_group is not None and dist.get_world_size(tp_group) > 1:
-            shared = [counts]
-            dist.broadcast_object_list(
-                shared, src=dist.get_global_rank(tp_group, 0), group=tp_group
-            )
-            counts = shared[0]
-        if counts is None:
-            raise PlanError(
+            told: list[Any] = [None] * dist.get_world_size(tp_group)
+            dist.all_gather_object(told, (counts, fault), group=tp_group)
+            counts = told[0][0]
+            faults = (f"tensor-parallel rank {r}: {its}" for r, (_, its) in enumerate(told) if its)
+            fault = next(faults, "")
+        if counts is None and not fault:
+            fault = (
                 "this rank has no data iterator and got no counts: pass tp_group=, whose first "
                 "rank reads the data"
             )
-        self._counts = counts
+        if counts is None or fault:
+            counts = []
         sequences = Sequences(
             active_tokens=[n for microbatch in counts for n in microbatch],
             microbatch=np.repeat(np.arange(len(counts)), [len(c) for c in counts]),
             num_microbatches=self.num_microbatches,
         )
-        return plan_step(aggregation, sequences, group=group, totals=totals, empty_step=empty_step)
+        try:
+            plan = plan_step(
+                aggregation,
+                sequences,
+                group=group,
+                totals=totals,
+                empty_step=empty_step,
+                fault=fault,
+            )
+        except PlanError as error:
+            raise error from cause
+        self._counts = counts
+        return plan
 
     def __iter__(self) -> Iterator[StepMicrobatch]:
         """Replay the microbatches in order, each with its rows; may be called again."""
@@ -101,11 +128,50 @@ class StepBuffer:
             yield StepMicrobatch(rows=list(range(first, first + len(counts))), data=data)
             first += len(counts)
 
+    def _read(self, data_iterator: Iterator[Any]) -> None:
+        for index in range(self.num_microbatches):
+            try:
+                self._data[index] = next(data_iterator)
+            except StopIteration:
+                self._fault = (
+                    f"the data iterator ended after {index} of {self.num_microbatches} "
+                    "microbatches: give whole steps, or lower num_microbatches"
+                )
+                return
+            except Exception as error:  # whatever it is, the others wait in plan()
+                self._fault = (
+                    f"the data iterator raised {error!r} after {index} of "
+                    f"{self.num_microbatches} microbatches: its traceback is on that rank"
+                )
+                self._cause = error
+                return
+
+    def _counted(
+        self, count: Callable[[Any], IntsLike]
+    ) -> tuple[list[list[int]] | None, str, Exception | None]:
+        """Each microbatch's counts, or why there are none and the error behind it."""
+        if self._fault or not self._reads:
+            return None, self._fault, self._cause
+        counts = []
+        for index, data in enumerate(self._data):
+            try:
+                counts.append(_whole_numbers(count(data)))
+            except Exception as error:  # as above
+                fault = (
+                    f"counting microbatch {index} of {self.num_microbatches} raised {error!r}: "
+                    "count gives the active tokens of each row, on the host"
+                )
+                return None, fault, error
+        return counts, "", None
+
 
 def _whole_numbers(values: IntsLike) -> list[int]:
     """Counts as Python integers; what is no whole number is left for plan_step to refuse."""
     array = np.asarray(values)
-    if array.dtype.kind == "f" and (array == np.rint(array)).all():
+    if array.ndim != 1:
+        raise ValueError(f"{array.ndim} dimensions instead of one number a row")
+    whole = array.dtype.kind == "f" and (array == np.rint(array)).all()
+    if whole and (np.abs(array) <= MOST_TOKENS).all():
         array = array.astype(np.int64)
     numbers: list[int] = array.tolist()
     return numbers

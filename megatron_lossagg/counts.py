@@ -90,6 +90,9 @@ class Counts:
     prompt_tokens: Ints | None
 
 
+MOST_TOKENS = 2**53
+"""The largest count: whole numbers up to it are exact in the float64 of a weight."""
+
 _UNKNOWN = -1
 _FIELDS = ("sample", "prompt", "microbatch")
 
@@ -110,6 +113,7 @@ class Rows:
     def checked(sequences: Sequences) -> Rows:
         """Convert and check; raises :class:`PlanError`."""
         n_S = _checked_ints("active_tokens", sequences.active_tokens, None, lowest=0)
+        _check_sum(f"Sequences.active_tokens of {len(n_S)} rows", n_S)
         fields = {
             name: _checked_ints(name, getattr(sequences, name), len(n_S), lowest=lowest)
             for name, lowest in (
@@ -122,8 +126,11 @@ class Rows:
             if getattr(sequences, name) is not None
         }
         microbatch_S, m = fields.get("microbatch"), sequences.num_microbatches
-        if m is not None and not _is_count(m):
-            raise PlanError(f"Sequences.num_microbatches is a whole number from 0, got {m!r}")
+        if m is not None and (not _is_count(m) or m > MOST_TOKENS):
+            raise PlanError(
+                f"Sequences.num_microbatches is a whole number from 0 to 2^53, got {m!r}: give the "
+                "schedule's num_microbatches"
+            )
         if microbatch_S is not None:
             least = int(microbatch_S.max(initial=-1)) + 1
             m = least if m is None else m
@@ -157,9 +164,10 @@ class Rows:
         """n_mb of each row's microbatch."""
         if self.microbatch is None:
             return None
-        tokens = np.zeros(self.num_microbatches or 0, dtype=np.int64)
-        np.add.at(tokens, self.microbatch, self.active_tokens)
-        return tokens[self.microbatch]
+        used, inverse = np.unique(self.microbatch, return_inverse=True)
+        tokens = np.zeros(len(used), dtype=np.int64)
+        np.add.at(tokens, inverse, self.active_tokens)
+        return tokens[inverse]
 
     @property
     def microbatch_means(self) -> tuple[int, int]:
@@ -231,6 +239,7 @@ def count_step(aggregation: Aggregation, rows: Rows, fault: str, exchange: Excha
     fault_W, rows_W, tokens_W, active_W, pairs_W, microbatches_W, m_W = told.T[:7]
     if fault_W.any() or (told[:, 7:] != told[0, 7:]).any():
         _raise_together(aggregation, rows, fault, exchange)
+    _check_sum(f"Sequences.active_tokens of all {len(tokens_W)} ranks", tokens_W)
     totals = StepTotals(
         active_tokens=int(tokens_W.sum()),
         samples=int(rows_W.sum()),
@@ -298,7 +307,7 @@ def _raise_together(
     texts = exchange.messages(f"!{fault}" if fault else given)
     for rank, text in enumerate(texts):
         if text.startswith("!"):
-            raise PlanError(f"rank {rank} of the data-parallel group: {text[1:]}")
+            raise PlanError(f"{exchange.name(rank)}: {text[1:]}")
     other = next(rank for rank, text in enumerate(texts) if text != texts[0])
     raise PlanError(
         f"ranks of the data-parallel group disagree: rank 0 has {texts[0]}, rank {other} has "
@@ -308,6 +317,15 @@ def _raise_together(
 
 def _fingerprint(aggregation: Aggregation) -> int:
     return int.from_bytes(hashlib.sha256(repr(aggregation).encode()).digest()[:7], "big")
+
+
+def _check_sum(what: str, tokens: Ints) -> None:
+    total = sum(tokens.tolist())  # Python's integers do not wrap
+    if total > MOST_TOKENS:
+        raise PlanError(
+            f"{what} sum to {total}, the most that a step can count exactly is 2^53: give the "
+            "number of mask positions that are 1"
+        )
 
 
 def _listed(values: Ints) -> str:

@@ -33,6 +33,12 @@ class Exchange:
         """This process's rank in the group."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
+    def name(self, rank: int | None = None) -> str:
+        """Name a rank of the group for a message, by default this process's."""
+        if self.group is None and dist.is_initialized():
+            return f"rank {dist.get_rank()}"
+        return f"rank {self.rank if rank is None else rank} of the data-parallel group"
+
     def integers(self, mine: Ints) -> Ints:
         """Gather an int64 ``[K]`` of every rank; returns ``[W, K]``. One all-gather."""
         if self.group is None or self.size == 1:

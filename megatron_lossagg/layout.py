@@ -75,6 +75,18 @@ class Layout:
             np.repeat(shift_R, self.length_R) + np.arange(self.num_local_tokens)
         )
 
+    def place(self, index: int) -> tuple[int, int]:
+        """Find this rank's token ``index``: its segment, and its position in that segment.
+
+        Positions count from the segment's start in the mask, padding included; with ``local``
+        that is this rank's part of a row, with ``response_zigzag`` its response.
+        """
+        end_R = np.cumsum(self.length_R)
+        run = int(np.searchsorted(end_R, index, side="right"))
+        segment = int(self.segment_R[run])
+        position = self.start_R[run] + index - (end_R[run] - self.length_R[run])
+        return segment, int(position - self.offset_S1[segment])
+
     @staticmethod
     def thd_zigzag(cu_seqlens_padded: IntsLike, *, cp_size: int, cp_rank: int) -> Layout:
         """Packed sequences, sliced as Megatron-Core and Transformer Engine slice them.
@@ -120,6 +132,11 @@ class Layout:
         total_S = _host_ints("total_lengths", total_lengths)
         response_S = _host_ints("response_lengths", response_lengths)
         _check_cp(cp_size, cp_rank)
+        if max_seq_len is not None and (not isinstance(max_seq_len, Integral) or max_seq_len < 0):
+            raise LayoutError(
+                f"max_seq_len is a whole number of tokens from 0, got {max_seq_len!r}: pass the "
+                "length the batch is padded to"
+            )
         return _response_zigzag(
             total_S.tobytes(), response_S.tobytes(), cp_size, cp_rank, max_seq_len
         )
@@ -216,8 +233,6 @@ def _response_zigzag(
             f"row {row} has {total_S[row]} tokens of which {response_S[row]} are the response: "
             "a response follows at least one prompt token, whose logit predicts its first"
         )
-    if max_seq_len is not None and not isinstance(max_seq_len, Integral):
-        raise LayoutError(f"max_seq_len is a whole number of tokens, got {max_seq_len!r}")
     if max_seq_len is not None and len(total_S) and total_S.max() > max_seq_len:
         raise LayoutError(
             f"row {total_S.argmax()} has {total_S.max()} tokens, max_seq_len is {max_seq_len}: "

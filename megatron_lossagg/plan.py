@@ -24,12 +24,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lossagg.aggregation import CUSTOM, Aggregation
-from megatron_lossagg.counts import Rows, Sequences, StepTotals, count_step
-from megatron_lossagg.errors import PlanError
+from megatron_lossagg.counts import Counts, Rows, Sequences, StepTotals, count_step
+from megatron_lossagg.errors import PlanError, ReducerError
 from megatron_lossagg.exchange import Exchange
 from megatron_lossagg.layout import Ints, Layout
 from megatron_lossagg.plugins import load_reducer_factory
-from megatron_lossagg.reducer import Reducer, ReducerFactory, mask_faults
+from megatron_lossagg.reducer import Reducer, ReducerFactory, loss_faults, mask_faults
 
 Floats = npt.NDArray[np.float64]
 EmptyStep = Literal["zero", "error"]
@@ -53,6 +53,8 @@ class StepPlan:
     """n_p of each row's prompt, int64 ``[S]``."""
     microbatch_tokens: Ints | None
     """n_mb of each row's microbatch, int64 ``[S]``."""
+    microbatch: Ints | None = None
+    """Index of each row's microbatch, int64 ``[S]``; a reducer's error names it."""
 
     @cached_property
     def weights(self) -> Tensor:
@@ -119,6 +121,17 @@ class StepPlan:
             factory = load_reducer_factory(self.aggregation.reducer_path)
         return Reducer.build(self, rows, mask, layout, factory=factory, arguments=arguments)
 
+    def check(self) -> None:
+        """Raise what CUDA masks and losses noted since the last :func:`plan_step`, if anything.
+
+        The next ``plan_step`` raises it on every rank of its group. Call this where none
+        follows, after the last step, or to learn it before the optimizer's step. Raises
+        :class:`ReducerError` on this rank alone. One host sync for each device that noted
+        something, no collective.
+        """
+        if fault := _noted():
+            raise ReducerError(fault)
+
     def _count(self, name: str) -> int:
         counted = name if self.aggregation.count_empty else f"active_{name}"
         return self.totals.need(counted, self.aggregation)
@@ -126,7 +139,7 @@ class StepPlan:
     def _denominator(self) -> Floats:
         """1 / w_s, float64 ``[S]`` or 0-dim: the only place that branches on the mode."""
         divisor = self.aggregation.divisor or 1.0
-        denominator: float | Ints
+        denominator: float | Floats
         match self.aggregation.mode:
             case "token_mean":
                 denominator = self.totals.need("active_tokens", self.aggregation)
@@ -157,7 +170,7 @@ class StepPlan:
                 )
         return np.asarray(denominator, dtype=np.float64)
 
-    def _need(self, name: str) -> Ints:
+    def _need(self, name: str) -> Floats:
         counts_S: Ints | None = getattr(self, name)
         if counts_S is None:
             source = {
@@ -166,7 +179,7 @@ class StepPlan:
                 "microbatch_tokens": "Sequences(microbatch=...)",
             }[name]
             raise PlanError(f"{self.aggregation} needs {source}, which was not given")
-        return counts_S
+        return counts_S.astype(np.float64)  # exact up to 2^53; a product with B could wrap int64
 
 
 def plan_step(
@@ -176,6 +189,7 @@ def plan_step(
     group: ProcessGroup | None = None,
     totals: StepTotals | None = None,
     empty_step: EmptyStep = "zero",
+    fault: str = "",
 ) -> StepPlan:
     """Count the step over ``group`` and decide the weight of every row.
 
@@ -184,12 +198,15 @@ def plan_step(
     where the caller knows them; then no collective is made, and ids need
     ``sample_tokens`` or ``prompt_tokens`` beside them. ``empty_step``: what a step without
     any active token does, ``"zero"`` (zero weights and one warning) or ``"error"``.
+    ``fault``: why this rank has no counts to give, where it has none: the others of the group
+    do not wait for it but raise the same message.
 
     Without totals: one all-gather of eleven integers a rank, a second one of
     (sample, prompt, tokens) rows where ids are given, each with one host sync; a third one
     only to bring an error's message to every rank. Wrong counts or ids, ranks that disagree
-    on the aggregation, and (here, a step late) CUDA masks that were not 0/1 raise
-    :class:`PlanError` with the same message on every rank of the group.
+    on the aggregation, and (here, a step late) CUDA masks that were not 0/1 and CUDA losses
+    that were not finite raise :class:`PlanError` with the same message on every rank of the
+    group. With totals an error is this rank's alone, and names it.
     """
     if not isinstance(aggregation, Aggregation):
         raise PlanError(f"got {aggregation!r}, wanted an Aggregation: Aggregation.named(...)")
@@ -202,32 +219,53 @@ def plan_step(
             "group=contract.dp_group, or totals= where the step's counts are known"
         )
     exchange = Exchange(group)
-    fault = "a CUDA mask of the step before held values other than 0 and 1" * mask_faults.take()
+    noted = _noted()
+    fault = fault or (f"in the step before, {noted}" if noted else "")
     try:
         rows = Rows.checked(sequences)
     except (ValueError, TypeError, OverflowError) as error:  # never one rank alone
-        rows, fault = Rows.checked(Sequences(active_tokens=[])), str(error)
-    if totals is not None:
-        if fault:
-            raise PlanError(fault)
-        counts = rows.with_totals(totals)
-    else:
-        counts = count_step(aggregation, rows, fault, exchange)
-    plan = StepPlan(
-        aggregation=aggregation,
-        totals=counts.totals,
-        active_tokens=rows.active_tokens,
-        num_microbatches=rows.num_microbatches,
-        data_parallel_size=exchange.size if group is not None or is_alone else None,
-        sample_tokens=counts.sample_tokens,
-        prompt_tokens=counts.prompt_tokens,
-        microbatch_tokens=rows.microbatch_tokens,
-    )
-    if aggregation.mode != CUSTOM:
-        plan.weights  # noqa: B018  a mode that lacks something raises here, before any forward
+        rows, fault = Rows.checked(Sequences(active_tokens=[])), fault or str(error)
+    try:
+        counts = _counts(aggregation, rows, fault, totals, exchange)
+        plan = StepPlan(
+            aggregation=aggregation,
+            totals=counts.totals,
+            active_tokens=rows.active_tokens,
+            num_microbatches=rows.num_microbatches,
+            data_parallel_size=exchange.size if group is not None or is_alone else None,
+            sample_tokens=counts.sample_tokens,
+            prompt_tokens=counts.prompt_tokens,
+            microbatch_tokens=rows.microbatch_tokens,
+            microbatch=rows.microbatch,
+        )
+        if aggregation.mode != CUSTOM:
+            plan.weights  # noqa: B018  a mode that lacks something raises here, before any forward
+    except PlanError as error:
+        if totals is None:
+            raise
+        raise PlanError(f"{exchange.name()}: {error}") from None
     if counts.totals.active_tokens == 0:
         _empty_step(empty_step)
     return plan
+
+
+def _counts(
+    aggregation: Aggregation,
+    rows: Rows,
+    fault: str,
+    totals: StepTotals | None,
+    exchange: Exchange,
+) -> Counts:
+    if totals is None:
+        return count_step(aggregation, rows, fault, exchange)
+    if fault:
+        raise PlanError(fault)
+    return rows.with_totals(totals)
+
+
+def _noted() -> str:
+    """Read and clear what devices noted; one host sync for each that noted something."""
+    return "; ".join(text for text in (mask_faults.take(), loss_faults.take()) if text)
 
 
 def _ratio(part: float | None, whole: float | None) -> float | None:

@@ -6,7 +6,8 @@ A share is the sum over the tokens that this rank holds of this microbatch::
 
 Shares add up: over microbatches, context-parallel ranks and data-parallel ranks their
 sum is the step's loss, however the tokens were split. Nothing here knows a mode, a rank
-or a denominator: weights come from the plan, tokens from the layout.
+or a denominator: weights come from the plan, tokens from the layout. (Only the message of
+a mask or loss that is at fault names the rank.)
 
 Shape suffixes: T = tokens this rank holds of the microbatch; G = segments of the
 microbatch; R = runs of consecutive tokens; S = rows of the step.
@@ -14,12 +15,15 @@ microbatch; R = runs of consecutive tokens; S = rows of the step.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lossagg.aggregation import Aggregation
@@ -46,6 +50,11 @@ class Plan(Protocol):
     @property
     def active_tokens(self) -> Ints:
         """n_s, int64 ``[S]``."""
+        ...
+
+    @property
+    def microbatch(self) -> Ints | None:
+        """Index of each row's microbatch, int64 ``[S]``, where ``Sequences`` gave it."""
         ...
 
     @property
@@ -85,27 +94,52 @@ class ReducerContext:
 ReducerFactory = Callable[[ReducerContext], Callable[[Tensor], Tensor]]
 
 
-class _MaskFaults:
-    """Remembers on the device that a CUDA mask held something else than 0 and 1.
+_NEVER = 2**62
+_CALLS_KEPT = 1024
 
-    Checking it at once would cost a host sync a microbatch; the next plan reads it.
+
+class _DeviceFaults:
+    """Remembers on the device the first fault of a CUDA tensor; the next plan reads it.
+
+    Reading it at once would cost a host sync a microbatch. A device holds one integer, the
+    smallest of ``call * 2^32 + index`` over all faults; the host keeps what names the places
+    of the last calls.
     """
 
     def __init__(self) -> None:
-        self._flags: dict[torch.device, Tensor] = {}
+        self._first: dict[torch.device, Tensor] = {}
+        self._tell: deque[Callable[[int], str]] = deque(maxlen=_CALLS_KEPT)
+        self._calls = 0
 
-    def note(self, fault: Tensor) -> None:
-        """Add a 0-dim bool; no host sync."""
-        flag = self._flags.get(fault.device)
-        self._flags[fault.device] = fault if flag is None else flag | fault
+    def note(self, fault_T: Tensor, tell: Callable[[int], str]) -> None:
+        """Add a bool ``[T]``, T > 0; ``tell(index)`` names a place in it. No host sync."""
+        base, device = self._calls << 32, fault_T.device
+        index_T = torch.arange(base, base + len(fault_T), device=device)
+        first = torch.where(fault_T, index_T, _NEVER).amin()
+        before = self._first.get(device)
+        self._first[device] = first if before is None else torch.minimum(before, first)
+        self._tell.append(tell)
+        self._calls += 1
 
-    def take(self) -> bool:
-        """Read and clear; one host sync for each device that noted something."""
-        flags, self._flags = self._flags, {}
-        return any(bool(flag) for flag in flags.values())
+    def take(self) -> str:
+        """Tell the first fault and clear; one host sync for each device that noted something."""
+        firsts, tells, oldest = self._first, list(self._tell), self._calls - len(self._tell)
+        self._first, self._calls = {}, 0
+        self._tell.clear()
+        found = min((int(first) for first in firsts.values()), default=_NEVER)
+        if found == _NEVER:
+            return ""
+        call, index = divmod(found, 2**32)
+        if call < oldest:
+            return (
+                f"a mask or loss on a device was wrong more than {_CALLS_KEPT} reducers ago: call "
+                "plan_step or StepPlan.check more often to learn where"
+            )
+        return tells[call - oldest](index)
 
 
-mask_faults = _MaskFaults()
+mask_faults = _DeviceFaults()
+loss_faults = _DeviceFaults()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -122,6 +156,8 @@ class Reducer:
     keep: Tensor
     """bool ``[T]``: the training mask of the tokens this rank holds."""
     layout: Layout
+    microbatch_name: str
+    """For a message: ``microbatch 2 with rows 5, 6``."""
     custom: Callable[[Tensor], Tensor] | None = None
     num_past_end: int = 0
     """Mask positions past the last segment: as many losses may follow this rank's."""
@@ -145,7 +181,8 @@ class Reducer:
     ) -> Reducer:
         """Check and slice one microbatch; see ``StepPlan.reducer``."""
         rows_G = _checked_rows(rows, layout, plan.active_tokens)
-        keep_T = _local_mask(mask, rows_G, layout, plan.active_tokens)
+        name = _microbatch_name(plan, rows_G)
+        keep_T = _local_mask(mask, rows_G, layout, plan.active_tokens, name)
         custom = None
         if factory is not None:
             context = ReducerContext(
@@ -162,6 +199,7 @@ class Reducer:
             rows=rows_G,
             keep=keep_T,
             layout=layout,
+            microbatch_name=name,
             custom=custom,
             num_past_end=mask.numel() - layout.num_tokens,
         )
@@ -174,6 +212,10 @@ class Reducer:
         segment weigh 0). Returns a 0-dim share in float32, or float64 where x is float64,
         connected to the graph of x even when no token is active. Masked positions of x may
         hold inf or NaN: neither the share nor its gradient with respect to x sees them.
+
+        A loss of the training mask that is not finite raises :class:`ReducerError`, which
+        names its row and token; on CUDA it is noted, without a host sync, for the next
+        ``plan_step`` or ``StepPlan.check`` to raise.
         """
         x_T = self._local_losses(x)
         dtype = torch.promote_types(x.dtype, torch.float32)
@@ -181,11 +223,17 @@ class Reducer:
         # where, not *: a masked token may hold inf or nan, and inf * 0 is nan.
         x_T = torch.where(keep_T, x_T, 0).to(dtype)
         if self.custom is None:
-            return (x_T * self._weight(dtype, x.device)).sum()
-        share = self.custom(x_T)
+            share = (x_T * self._weight(dtype, x.device)).sum()
+        else:
+            share = self._custom_share(self.custom, x_T)
+        self._check_finite(x_T.detach(), share.detach())
+        return share
+
+    def _custom_share(self, custom: Callable[[Tensor], Tensor], x_T: Tensor) -> Tensor:
+        share = custom(x_T)
         if not isinstance(share, Tensor) or share.dim() != 0 or not share.is_floating_point():
             raise ReducerError(
-                f"the custom reducer {self.plan.aggregation.reducer_path or self.custom!r} "
+                f"the custom reducer {self.plan.aggregation.reducer_path or custom!r} "
                 f"returned {_shape_of(share)}: return a 0-dim floating-point "
                 "tensor, an additive share"
             )
@@ -208,6 +256,22 @@ class Reducer:
     def counted_tokens(self) -> int:
         """Active tokens of this microbatch by the plan's count, complete over CP."""
         return int(self.plan.active_tokens[self.rows[self.rows != FILLER]].sum())
+
+    def _check_finite(self, x_T: Tensor, share: Tensor) -> None:
+        """Raise, or on a device note, the first kept loss that is not finite; else the share."""
+        share_1 = share.isfinite().reshape(1).to(x_T.device, non_blocking=True)
+        fault_T1 = torch.cat([x_T.isfinite(), share_1]).logical_not()
+        if self.custom is None:
+            cause = "the sum overflows; scale the losses down, or give them in a wider type"
+        else:
+            cause = "the custom reducer made it"
+        tell = partial(_not_finite, self.microbatch_name, self.rows, self.layout, cause)
+        if not _on_host(x_T):
+            loss_faults.note(fault_T1, tell)
+        elif bool(fault_T1.any()):
+            index = int(fault_T1.int().argmax())
+            value = x_T[index] if index < len(x_T) else share
+            raise ReducerError(tell(index, f"{value.item()}"))
 
     def _local_losses(self, x: Tensor) -> Tensor:
         if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -238,9 +302,15 @@ class Reducer:
         return torch.where(self.keep.to(device, non_blocking=True), weight_T, 0)
 
 
+def _on_host(tensor: Tensor) -> bool:
+    """Whether reading a value costs no host sync."""
+    return tensor.device.type == "cpu"
+
+
 def _on(device: torch.device, array: np.typing.NDArray[np.generic]) -> Tensor:
     tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    tensor = tensor.pin_memory() if device.type == "cuda" else tensor
+    return tensor.to(device, non_blocking=True)
 
 
 def _checked_rows(
@@ -275,7 +345,63 @@ def _checked_rows(
     return rows_G.astype(np.int64)
 
 
-def _local_mask(mask: Tensor, rows_G: Ints, layout: Layout, active_tokens_S: Ints) -> Tensor:
+def _microbatch_name(plan: Plan, rows_G: Ints) -> str:
+    real = rows_G[rows_G != FILLER]
+    rows = ", ".join(map(str, real[:6])) + (", ..." if len(real) > 6 else "")
+    if not len(real):
+        return "a microbatch without rows"
+    number = "a microbatch"
+    if plan.microbatch is not None:
+        number = f"microbatch {plan.microbatch[real[0]]}"
+    return f"{number} with rows {rows}"
+
+
+def _here(layout: Layout) -> str:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return f"rank {rank} (context-parallel rank {layout.cp_rank})"
+
+
+def _not_finite(
+    microbatch: str,
+    rows_G: Ints,
+    layout: Layout,
+    cause: str,
+    index: int,
+    value: str = "not finite",
+) -> str:
+    """Say which token's loss is not finite; past the last: the share alone, by ``cause``."""
+    if index == layout.num_local_tokens:
+        return (
+            f"{_here(layout)}: every trained loss of {microbatch} is finite and their share is "
+            f"{value}: {cause}"
+        )
+    segment, token = layout.place(index)
+    row = rows_G[segment]
+    whose = "a filler" if row == FILLER else f"row {row}"
+    part = " of this rank's part" * (layout.name == "local" and layout.cp_size > 1)
+    return (
+        f"{_here(layout)}: the loss of {whose} (segment {segment} of {microbatch}) is {value} at "
+        f"its token {token}{part}: find what made it (log-probability, importance ratio, "
+        "advantage), or clear the mask there: a masked loss may be anything"
+    )
+
+
+_COEFFICIENT = (
+    "a mask is 0 or 1; multiply a coefficient (importance ratio, token weight) into the per-token "
+    "losses"
+)
+
+
+def _not_a_mask(microbatch: str, layout: Layout, position: int) -> str:
+    return (
+        f"{_here(layout)}: the CUDA mask of {microbatch} held something else than 0 and 1 at "
+        f"position {position}: {_COEFFICIENT}"
+    )
+
+
+def _local_mask(
+    mask: Tensor, rows_G: Ints, layout: Layout, active_tokens_S: Ints, microbatch: str
+) -> Tensor:
     """Check the whole mask and slice it; bool ``[T]`` on the mask's device."""
     if not isinstance(mask, Tensor):
         raise ReducerError(
@@ -290,10 +416,10 @@ def _local_mask(mask: Tensor, rows_G: Ints, layout: Layout, active_tokens_S: Int
             f"{layout.num_tokens}: pass the whole mask, packed and padded like the tokens, "
             "before slicing for context parallelism"
         )
-    if mask.device.type == "cpu":
+    if _on_host(mask):
         _check_mask(mask, rows_G, layout, active_tokens_S)
-    elif mask.dtype != torch.bool:
-        mask_faults.note(((mask != 0) & (mask != 1)).any())
+    elif mask.dtype != torch.bool and len(mask):
+        mask_faults.note((mask != 0) & (mask != 1), partial(_not_a_mask, microbatch, layout))
     here = layout.num_local_tokens
     shift_R = layout.start_R - (np.cumsum(layout.length_R) - layout.length_R)
     if shift_R.any():
@@ -309,8 +435,7 @@ def _check_mask(mask: Tensor, rows_G: Ints, layout: Layout, active_tokens_S: Int
     wrong = torch.nonzero((mask != 0) & (mask != 1))
     if len(wrong):
         raise ReducerError(
-            f"the mask holds {mask[wrong[0]].item()} at position {wrong[0].item()}: a mask is 0 or "
-            "1; multiply a coefficient (importance ratio, token weight) into the per-token losses"
+            f"the mask holds {mask[wrong[0]].item()} at position {wrong[0].item()}: {_COEFFICIENT}"
         )
     end = layout.num_tokens
     beyond = torch.nonzero(mask[end:])

@@ -9,15 +9,15 @@ import types
 import warnings
 from collections import Counter
 
-import oracle
 import pytest
 import torch
 import torch.distributed as dist
 from step_data import deal, make_rows
 
-from megatron_lossagg import Aggregation, Sequences, StepBuffer, StepTotals, plan_step
-from megatron_lossagg.errors import PlanError
-from megatron_lossagg.reducer import mask_faults
+from megatron_lossagg import Aggregation, Layout, Sequences, StepBuffer, StepTotals, plan_step
+from megatron_lossagg.errors import PlanError, ReducerError
+from megatron_lossagg.proof import oracle
+from megatron_lossagg.reducer import loss_faults, mask_faults
 
 AGGREGATIONS = [
     Aggregation("token_mean"),
@@ -76,10 +76,15 @@ def dealt(m, **leave_out):
 
 
 def refused_everywhere(message, aggregation, sequences):
+    """Every rank refuses to plan, with the same message."""
+    raised_everywhere(message, plan_step, aggregation, sequences, group=dist.group.WORLD)
+
+
+def raised_everywhere(message, call, *arguments, **options):
     """Every rank raises the same message; told to all before any of them gives up here."""
     raised = None
     try:
-        plan_step(aggregation, sequences, group=dist.group.WORLD)
+        call(*arguments, **options)
     except Exception as error:
         raised = type(error).__name__, str(error)
     every = [None] * dist.get_world_size()
@@ -258,14 +263,58 @@ def check_counts_are_int64_over_ranks():
 
 
 def check_a_cuda_masks_fault_on_one_rank_is_told_on_all():
-    if dist.get_rank() == 1:
-        mask_faults.note(torch.tensor(True))
+    faults = torch.tensor([False, dist.get_rank() == 1])
+    mask_faults.note(faults, "the CUDA mask is wrong at position {}".format)
     refused_everywhere(
-        "rank 1 of the data-parallel group: a CUDA mask of the step before",
+        "rank 1 of the data-parallel group: in the step before, .* wrong at position 1",
         Aggregation("token_mean"),
         Sequences(active_tokens=[3]),
     )
     plan_step(Aggregation("token_mean"), Sequences(active_tokens=[3]), group=dist.group.WORLD)
+
+
+def check_a_cuda_loss_that_is_not_finite_on_one_rank_is_told_on_all():
+    if dist.get_rank() == 1:
+        loss_faults.note(torch.tensor([False, True]), "the loss is nan at token {}".format)
+    refused_everywhere(
+        "rank 1 of the data-parallel group: in the step before, the loss is nan at token 1",
+        Aggregation("token_mean"),
+        Sequences(active_tokens=[3]),
+    )
+    plan_step(Aggregation("token_mean"), Sequences(active_tokens=[3]), group=dist.group.WORLD)
+
+
+def check_a_loss_that_is_not_finite_names_the_rank_that_holds_it():
+    plan = plan_step(
+        Aggregation("token_mean"), Sequences(active_tokens=[3]), group=dist.group.WORLD
+    )
+    reducer = plan.reducer([0], torch.ones(3), Layout.local([3], cp_size=1, cp_rank=0))
+    with pytest.raises(ReducerError, match=rf"^rank {dist.get_rank()} \(context-parallel rank 0"):
+        reducer(torch.tensor([1, 1, torch.nan]))
+
+
+def check_counts_whose_sum_over_ranks_is_not_exact_are_refused_on_all():
+    for n in (2**53, 2**53 // dist.get_world_size() + 1):
+        refused_everywhere(
+            r"of all \d ranks sum to \d+, the most .* 2\^53",
+            Aggregation("sample_mean"),
+            Sequences(active_tokens=[n], sample=[5]),
+        )
+
+
+def check_an_error_beside_totals_names_its_rank_and_makes_no_collective():
+    rank, live = dist.get_rank(), Sequences(active_tokens=[3])
+    mode, known = Aggregation("sample_sum"), StepTotals(samples=0)
+    with collectives_counted() as seen:
+        with pytest.raises(PlanError, match=rf"^rank {rank}: StepTotals\(samples=0\)"):
+            plan_step(mode, live, totals=known)
+        with pytest.raises(PlanError, match=rf"^rank {rank} of the data-parallel group: StepTot"):
+            plan_step(mode, live, totals=known, group=dist.group.WORLD)
+        with pytest.raises(PlanError, match=rf"^rank {rank}: Sequences\.active_tokens is -1"):
+            plan_step(mode, Sequences(active_tokens=[-1]), totals=StepTotals(samples=9))
+        with pytest.raises(PlanError, match=rf"^rank {rank}: sample_sum: .* needs StepTotals"):
+            plan_step(mode, live, totals=StepTotals())
+    assert seen.total() == 0, seen
 
 
 def check_a_refused_step_leaves_no_rank_behind():
@@ -321,10 +370,77 @@ def check_tensor_parallel_ranks_without_data_plan_the_same_step():
             group=alone,
             tp_group=dist.group.WORLD,
         )
-    assert seen["broadcast_object_list"] == 1
+    assert seen["all_gather_object"] == 1
     assert plan.weights.tolist() == [1 / 3, 1 / 9, 1 / 6]
     assert [mb.rows for mb in buffer] == [[0, 1], [2]]
     assert [mb.data for mb in buffer] == ([["a", "bbb"], ["cc"]] if first else [None, None])
+
+
+def raising():
+    yield ["a"]
+    raise OSError("the file is gone")
+
+
+def lengths(rows):
+    return [len(row) for row in rows]
+
+
+BUFFERS = {
+    "ended after 1 of 2 microbatches: give whole steps": (lambda: iter([["a"]]), lengths),
+    r"raised OSError\('the file is gone'\) after 1 of 2": (raising, lengths),
+    "counting microbatch 1 of 2 raised ": (lambda: iter([["a"], [3]]), lengths),
+    "counting microbatch 0 of 2 raised ": (lambda: iter([["a"], ["b"]]), lambda rows: 1),
+    "active_tokens is -1 for row 1": (lambda: iter([[2], [-1]]), lambda rows: rows),
+}
+
+
+def check_a_buffer_that_cannot_read_or_count_on_one_rank_is_told_on_all():
+    for message, (iterator, count) in BUFFERS.items():
+        faulty = dist.get_rank() == 1
+        buffer = StepBuffer(iterator() if faulty else iter([["a"], ["bb"]]), 2)
+        raised_everywhere(
+            f"rank 1 of the data-parallel group: .*{message}",
+            buffer.plan,
+            Aggregation("token_mean"),
+            count if faulty else lengths,
+            group=dist.group.WORLD,
+        )
+        with pytest.raises(PlanError, match=r"call plan\(\)"):  # nothing to replay
+            next(iter(buffer))
+    whole = StepBuffer(iter([["a"], ["bb"]]), 2)
+    plan = whole.plan(Aggregation("token_mean"), lengths, group=dist.group.WORLD)
+    assert plan.totals.active_tokens == 3 * dist.get_world_size()
+
+
+def check_a_buffer_that_cannot_read_is_told_to_tensor_parallel_ranks_without_data():
+    alone, _ = dist.new_subgroups(group_size=1)
+    for faulty in range(dist.get_world_size()):
+        for message, (iterator, count) in BUFFERS.items():
+            if dist.get_rank() == faulty:
+                source, mine = iterator(), count
+            else:
+                source, mine = (iter([["a"], ["bb"]]) if dist.get_rank() == 0 else None), lengths
+            if faulty and "is -1" in message:
+                continue  # the counts of the first rank are taken
+            raised_everywhere(
+                message if "is -1" in message else f"tensor-parallel rank {faulty}: .*{message}",
+                StepBuffer(source, 2).plan,
+                Aggregation("token_mean"),
+                mine,
+                group=alone,
+                tp_group=dist.group.WORLD,
+            )
+
+
+def check_ranks_without_iterator_and_counts_are_told_together():
+    source = None if dist.get_rank() == 1 else iter([["a"]])
+    raised_everywhere(
+        "rank 1 of the data-parallel group: this rank has no data iterator .* pass tp_group=",
+        StepBuffer(source, 1).plan,
+        Aggregation("token_mean"),
+        lengths,
+        group=dist.group.WORLD,
+    )
 
 
 def main():

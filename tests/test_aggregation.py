@@ -155,6 +155,13 @@ def test_a_reducer_path_belongs_to_custom_and_to_nothing_else():
             Aggregation(mode, reducer_path=path)
 
 
+@pytest.mark.parametrize("path", [3, b"a.b:c", ["a.b:c"], 0, False, ""])
+@pytest.mark.parametrize("mode", ["custom", "token_mean"])
+def test_a_reducer_path_is_text(mode, path):
+    with pytest.raises(AggregationError, match=r"pkg\.mod:name, got .*: change --loss-agg"):
+        Aggregation(mode, reducer_path=path)
+
+
 def test_an_aggregation_is_frozen_and_compares_by_value():
     one = Aggregation("constant", divisor=8)
     assert one == Aggregation("constant", divisor=8.0)

@@ -33,8 +33,49 @@ def test_microbatches_without_rows_count_in_m():
 
 
 def test_an_iterator_that_ends_within_a_step_is_an_error():
+    buffer = StepBuffer(iter([["a"], ["b"]]), 3)  # told by plan(), which every rank calls
     with pytest.raises(PlanError, match="ended after 2 of 3 microbatches: give whole steps"):
-        StepBuffer(iter([["a"], ["b"]]), 3)
+        buffer.plan(Aggregation("token_mean"), count)
+
+
+def test_an_error_of_the_iterator_or_of_count_is_the_cause_of_the_plans():
+    def broken():
+        yield ["a"]
+        raise OSError("the file is gone")
+
+    with pytest.raises(PlanError, match=r"iterator raised OSError.* after 1 of 2 micro") as caught:
+        StepBuffer(broken(), 2).plan(Aggregation("token_mean"), count)
+    assert isinstance(caught.value.__cause__, OSError)
+    buffer = StepBuffer(iter([["a"], None]), 2)
+    with pytest.raises(PlanError, match="counting microbatch 1 of 2 raised TypeErr") as caught:
+        buffer.plan(Aggregation("token_mean"), count)
+    assert isinstance(caught.value.__cause__, TypeError)
+
+
+def test_a_count_without_dimension_is_refused():
+    with pytest.raises(PlanError, match=r"0 dimensions instead of one number a row.*: count gives"):
+        StepBuffer(iter([["a"]]), 1).plan(Aggregation("token_mean"), len)
+
+
+@pytest.mark.parametrize("m", [0, -1, 2.0, 1.5, True, "2", None])
+def test_a_step_has_a_whole_number_of_microbatches_from_1(m):
+    with pytest.raises(PlanError, match=f"whole number from 1, got {m!r}: give the number"):
+        StepBuffer(iter([["a"], ["b"]]), m)
+
+
+@pytest.mark.parametrize("source", [[iter([]), iter([])], [None, None], ["a", "b"], ()])
+def test_a_list_is_no_iterator(source):
+    with pytest.raises(PlanError, match=r"got a (list|tuple), .* a chunk, make a StepBuffer of"):
+        StepBuffer(source, 2)
+
+
+def test_whatever_has_next_is_an_iterator():  # Megatron's RerunDataIterator has no __iter__
+    class Reader:
+        def __next__(self):
+            return ["abc"]
+
+    plan = StepBuffer(Reader(), 2).plan(Aggregation("token_mean"), count)
+    assert plan.totals.active_tokens == 6
 
 
 def test_replaying_before_planning_is_an_error():
@@ -57,7 +98,7 @@ def test_an_endless_iterator_is_read_no_further_than_the_step():
     assert next(source) == 4
 
 
-@pytest.mark.parametrize("n", [2.5, math.nan])
+@pytest.mark.parametrize("n", [2.5, math.nan, math.inf, 1e300])
 def test_a_count_that_is_no_whole_number_is_refused_and_not_cut(n):  # failures d14
     buffer = StepBuffer(iter([["a"]]), 1)
     with pytest.raises(PlanError, match="whole number"):

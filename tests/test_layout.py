@@ -214,6 +214,9 @@ RESPONSES = {
     "fractions": ([5.0], [2], None, "total_lengths holds whole numbers"),
     "fractions of a response": ([5], [2.0], None, "response_lengths holds whole numbers"),
     "a row beyond the padding": ([5, 9], [2, 2], 8, "row 1 has 9 tokens, max_seq_len is 8"),
+    "a padding below 0": ([5], [2], -1, "max_seq_len is .* from 0, got -1: pass the length"),
+    "a padding below 0 without rows": ([], [], -1, "max_seq_len is .* from 0, got -1"),
+    "paddings": ([5], [2], [8], "max_seq_len is a whole number"),
     "a padding that is no whole number": ([5], [2], 7.5, "max_seq_len .*whole number"),
 }
 

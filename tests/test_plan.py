@@ -448,6 +448,19 @@ BAD = {
         {"active_tokens": [1], "num_microbatches": -1},
         "num_microbatches.*-1",
     ),
+    "a count that float64 does not hold": (
+        {"active_tokens": [2**53 + 1]},
+        r"of 1 rows sum to 9007199254740993, the most .* 2\^53",
+    ),
+    "counts whose sum wraps int64": (
+        {"active_tokens": [2**62, 2**62]},
+        "of 2 rows sum to 9223372036854775808, the most",
+    ),
+    "counts whose sum wraps to 0": ({"active_tokens": [2**62] * 4}, "sum to 18446744073709551616"),
+    "more microbatches than there can be": (
+        {"active_tokens": [1], "num_microbatches": 2**70},
+        "num_microbatches.*got 1180591620717411303424",
+    ),
     "counts that int64 does not hold": (
         {"active_tokens": np.array([2**63 + 5], dtype=np.uint64)},
         "active_tokens",
@@ -484,6 +497,35 @@ def test_known_totals_let_no_bad_count_pass(what):
     known = totals(active_tokens=100, samples=100, prompts=100)
     with pytest.raises(PlanError):
         plan_step(Aggregation("token_mean"), Sequences(**rows), totals=known)
+
+
+def test_the_largest_counts_are_weighed_without_wrapping():
+    rows = {"active_tokens": [2**52, 2**52 - 4096] + [1] * 4096}  # B n_b is above 2^63
+    assert weights("sample_mean", **rows)[0] == 1 / (4098 * 2**52)
+    assert weights("prompt_mean", **rows, prompt=range(4098))[0] == 1 / (4098 * 2**52)
+
+
+def test_a_microbatchs_index_may_be_any():
+    rows = {"active_tokens": [1, 3], "microbatch": [0, 2**50], "num_microbatches": 2**51}
+    assert weights("microbatch_token_mean", **rows) == [1 / 2**51, 1 / (3 * 2**51)]
+
+
+def test_a_plan_keeps_the_microbatch_of_each_row():
+    rows = Sequences(active_tokens=[1, 9], microbatch=[1, 0])
+    plan = plan_step(Aggregation("token_mean"), rows)
+    assert plan.under("sample_mean").microbatch.tolist() == [1, 0]
+    assert plan_step(Aggregation("token_mean"), Sequences(active_tokens=[1])).microbatch is None
+
+
+def test_a_callers_own_fault_is_told_in_the_plans_place():
+    for known in (None, totals(active_tokens=9)):
+        with pytest.raises(PlanError, match="rank 0 of the data-parallel group: no file"):
+            plan_step(
+                Aggregation("token_mean"),
+                Sequences(active_tokens=[]),
+                fault="no file",
+                totals=known,
+            )
 
 
 def test_m_without_microbatches_of_rows_is_only_stored():

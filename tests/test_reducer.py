@@ -5,13 +5,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
-from megatron_lossagg.errors import ReducerError
-from megatron_lossagg.reducer import mask_faults
+from megatron_lossagg import Aggregation, Layout, Sequences, plan_step, reducer
+from megatron_lossagg.errors import PlanError, ReducerError
+from megatron_lossagg.reducer import loss_faults, mask_faults
 
 
-def a_plan(active=(3, 2), mode="token_sum", **options):
-    return plan_step(Aggregation(mode, **options), Sequences(active_tokens=list(active)))
+def a_plan(active=(3, 2), mode="token_sum", microbatch=None, **options):
+    sequences = Sequences(active_tokens=list(active), microbatch=microbatch)
+    return plan_step(Aggregation(mode, **options), sequences)
 
 
 def thd(*lengths, cp_size=1, cp_rank=0):
@@ -78,7 +79,34 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_call_costs_the_same_operations_for_1_and_1000_rows_and_no_host_sync():
+@pytest.fixture
+def on_cuda(monkeypatch):
+    """Reducers treat CPU tensors as CUDA tensors, whose values they may not read."""
+    monkeypatch.setattr(reducer, "_on_host", lambda tensor: False)
+    yield
+    mask_faults.take(), loss_faults.take()
+
+
+def read_by_the_host(operations):
+    return [n for n in operations.names if "_local_scalar_dense" in n or "nonzero" in n]
+
+
+def test_a_call_costs_the_same_operations_for_1_and_1000_rows():
+    assert_same_operations_for_1_and_1000_rows()
+
+
+def test_on_cuda_a_call_costs_the_same_operations_for_1_and_1000_rows_and_no_host_sync(on_cuda):
+    operations = assert_same_operations_for_1_and_1000_rows()
+    assert not read_by_the_host(operations)
+
+
+def test_on_a_device_a_call_reads_nothing(monkeypatch):  # reading a meta tensor raises
+    monkeypatch.setattr(reducer, "loss_faults", reducer._DeviceFaults())
+    share = a_reducer(MASK, mode="sample_mean")(torch.ones(6, device="meta"))
+    assert share.device.type == "meta"
+
+
+def assert_same_operations_for_1_and_1000_rows():
     seen = []
     for rows in (1, 1000):
         plan = a_plan([2] * rows, mode="sample_mean")
@@ -87,7 +115,7 @@ def test_a_call_costs_the_same_operations_for_1_and_1000_rows_and_no_host_sync()
             reducer(torch.ones(2 * rows))
         seen.append(operations.names)
     assert seen[0] == seen[1]
-    assert not [name for name in seen[0] if "_local_scalar_dense" in name or "nonzero" in name]
+    return operations
 
 
 def test_the_operations_are_really_seen():
@@ -303,16 +331,196 @@ def test_losses_are_those_of_this_ranks_slice(x, message):
         a_reducer(MASK)(x)
 
 
-def test_a_cuda_masks_fault_is_noted_without_reading_it_and_told_by_the_next_plan():
-    assert not mask_faults.take()
+def test_a_cuda_masks_fault_is_noted_without_reading_it_and_told_by_the_next_plan(on_cuda):
+    plan = a_plan(microbatch=[4, 4])
     with Operations() as operations:
-        mask_faults.note(torch.tensor(False))
-        mask_faults.note(torch.tensor(True))
-        mask_faults.note(torch.tensor(False))
-    assert not [name for name in operations.names if "_local_scalar_dense" in name]
-    with pytest.raises(ValueError, match="CUDA mask of the step before"):
+        for mask in (MASK, [1.0, 0, 0.5, 1, 3, 1], [2.0] * 6):
+            plan.reducer([0, 1], torch.tensor(mask), thd(4, 2))
+        plan.reducer([0], torch.zeros(0), thd(0))
+    assert not read_by_the_host(operations)
+    with pytest.raises(PlanError) as caught:
         a_plan()
+    message = str(caught.value)
+    assert "in the step before, rank 0 (context-parallel rank 0): the CUDA mask of" in message
+    assert "microbatch 4 with rows 0, 1 held something else than 0 and 1 at position 2" in message
+    assert "multiply a coefficient (importance ratio, token weight) into the per-token" in message
     a_plan()  # told once
+
+
+# Losses that are not finite
+
+
+LAYOUTS = {
+    "thd": (lambda rank: thd(8, 4, 12, cp_size=2, cp_rank=rank), [8, 4, 12]),
+    "bshd": (lambda rank: Layout.bshd_zigzag(3, 8, cp_size=2, cp_rank=rank), [8] * 3),
+    "response": (
+        lambda rank: Layout.response_zigzag([9, 4, 14], [8, 1, 3], cp_size=2, cp_rank=rank),
+        [8, 1, 3],
+    ),
+    "response, padded": (
+        lambda rank: Layout.response_zigzag(
+            [9, 4, 14], [8, 1, 3], cp_size=2, cp_rank=rank, max_seq_len=16
+        ),
+        [8, 1, 3],
+    ),
+}
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_loss_that_is_not_finite_names_its_row_segment_and_token(name, rank, value):
+    layout_of, lengths = LAYOUTS[name]
+    layout, rows = layout_of(rank), [5, 3, 4]
+    plan = a_plan([0, 0, 0, *(lengths[rows.index(row)] for row in (3, 4, 5))], mode="sample_mean")
+    whole = torch.ones(sum(lengths))
+    places = [(g, t) for g, length in enumerate(lengths) for t in range(length)]
+    held = layout.positions.tolist()
+    for position in held:
+        x = whole.clone()
+        x[position] = value
+        segment, token = places[position]
+        with pytest.raises(ReducerError) as caught:
+            plan.reducer(rows, torch.ones(len(x)), layout)(x[held])
+        assert str(caught.value).startswith(
+            f"rank 0 (context-parallel rank {rank}): the loss of row {rows[segment]} (segment "
+            f"{segment} of a microbatch with rows 5, 3, 4) is {value} at its token {token}: find "
+        )
+
+
+def test_the_first_of_several_losses_that_are_not_finite_is_named():
+    x = torch.tensor([torch.nan, torch.nan, 1, -torch.inf, torch.nan, 1])
+    with pytest.raises(ReducerError, match=r"row 0 .*is nan at its token 0: .* clear the mask"):
+        a_reducer(MASK)(x)
+    with pytest.raises(ReducerError, match=r"row 0 .*is -inf at its token 3"):
+        a_reducer([0, 0, 1, 1, 1, 1])(x)
+
+
+def test_a_loss_that_is_not_finite_names_its_microbatch_where_the_plan_knows_it():
+    reducer = a_plan((3, 2), microbatch=[7, 7]).reducer([0, 1], torch.tensor(MASK), thd(4, 2))
+    with pytest.raises(ReducerError, match=r"row 1 \(segment 1 of microbatch 7 with rows 0, 1\)"):
+        reducer(torch.tensor([1, 1, 1, 1, 1, torch.nan]))
+
+
+def test_a_long_microbatch_is_named_by_its_first_rows():
+    reducer = a_reducer([1] * 9, active=[1] * 9, rows=range(9), lengths=[1] * 9)
+    with pytest.raises(ReducerError, match=r"with rows 0, 1, 2, 3, 4, 5, \.\.\.\) is nan"):
+        reducer(torch.full((9,), torch.nan))
+
+
+def test_of_a_row_that_is_sliced_already_the_token_is_that_of_this_ranks_part():
+    layout = Layout.local([4, 2], cp_size=2, cp_rank=1)
+    reducer = a_plan((8, 4)).reducer([0, 1], torch.ones(6), layout)
+    with pytest.raises(ReducerError, match=r"row 1 .* at its token 1 of this rank's part: "):
+        reducer(torch.tensor([1, 1, 1, 1, 1, torch.nan]))
+
+
+def test_a_fillers_trained_loss_that_is_not_finite_is_named_too():
+    reducer = a_reducer([1] * 5, active=(3,), rows=(0, -1), lengths=(3, 2))
+    with pytest.raises(ReducerError, match=r"a filler \(segment 1 of a microbatch with rows 0\)"):
+        reducer(torch.tensor([1, 1, 1, 1, torch.nan]))
+    only = a_reducer([1] * 2, active=(3,), rows=(-1,), lengths=(2,))
+    with pytest.raises(ReducerError, match=r"a filler \(segment 0 of a microbatch without rows\)"):
+        only(torch.tensor([1, torch.nan]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_sum_of_finite_losses_that_overflows_says_so(dtype):
+    x = torch.full((6,), torch.finfo(dtype).max, dtype=dtype)
+    with pytest.raises(
+        ReducerError, match="every trained loss of a microbatch with rows 0, 1 is f"
+    ):
+        a_reducer(MASK)(x)
+    with pytest.raises(ReducerError, match="is inf: the sum overflows; scale the losses down"):
+        a_reducer(MASK)(x)
+    assert a_reducer(MASK, mode="token_sum", divisor=64)(x / 8).isfinite()
+
+
+def test_a_custom_reducers_losses_are_checked_before_its_share_is_believed():
+    def factory(context):
+        return lambda x: x.nan_to_num().sum()
+
+    custom = a_plan().reducer([0, 1], torch.tensor(MASK), thd(4, 2), factory=factory)
+    assert custom(torch.tensor([1, torch.nan, 1, 1, 1, 1])).item() == 5
+    with pytest.raises(ReducerError, match=r"row 1 .* is nan at its token 0"):
+        custom(torch.tensor([1.0, 1, 1, 1, torch.nan, 1]))
+    wrong = a_plan().reducer(
+        [0, 1], torch.tensor(MASK), thd(4, 2), factory=lambda c: lambda x: x.sum() * torch.nan
+    )
+    with pytest.raises(
+        ReducerError, match="is finite and their share is nan: the custom reducer m"
+    ):
+        wrong(torch.ones(6))
+
+
+@pytest.mark.parametrize("mode", ["token_mean", "sample_mean", "token_sum"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_check_changes_neither_share_nor_gradient(mode, dtype, monkeypatch):
+    generator = torch.Generator().manual_seed(7)
+    values = torch.randn(6, generator=generator).to(dtype)
+    seen = []
+    for check in (reducer.Reducer._check_finite, lambda *arguments: None):
+        monkeypatch.setattr(reducer.Reducer, "_check_finite", check)
+        x = values.clone().requires_grad_()
+        share = a_reducer(MASK, mode=mode)(x)
+        share.backward()
+        seen.append((share.item(), x.grad.tolist()))
+        assert x.tolist() == values.tolist()
+    assert seen[0] == seen[1]
+
+
+def test_a_cuda_loss_that_is_not_finite_is_noted_and_told_by_the_next_plan(on_cuda):
+    plan = a_plan(microbatch=[4, 4])
+    mask = torch.tensor(MASK, dtype=torch.bool)
+    bad = torch.tensor([1, torch.inf, 1, 1, 1, torch.nan], requires_grad=True)
+    with Operations() as operations:
+        for x in (torch.ones(6), bad, torch.full((6,), torch.nan)):
+            plan.reducer([0, 1], mask, thd(4, 2))(x)
+    assert not read_by_the_host(operations)
+    with pytest.raises(PlanError) as caught:
+        a_plan()
+    assert (
+        "in the step before, rank 0 (context-parallel rank 0): the loss of row 1 (segment 1 of "
+        "microbatch 4 with rows 0, 1) is not finite at its token 1: find what made it"
+    ) in str(caught.value)
+    a_plan()  # told once
+
+
+def test_a_cuda_sum_that_overflows_is_told_by_the_next_plan(on_cuda):
+    a_reducer(MASK)(torch.full((6,), 3e38))
+    with pytest.raises(PlanError, match=r"every trained loss .* share is not finite: the sum over"):
+        a_plan()
+
+
+def test_after_the_last_step_the_plan_tells_what_a_device_noted(on_cuda):
+    plan = a_plan()
+    plan.check()
+    plan.reducer([0, 1], torch.tensor(MASK) != 0, thd(4, 2))(torch.full((6,), torch.nan))
+    plan.reducer([0, 1], torch.full((6,), 2), thd(4, 2))
+    both = r"CUDA mask of .* held something else .*; rank 0 .* the loss of row 0 .* is not finite"
+    with pytest.raises(ReducerError, match=both):
+        plan.check()
+    plan.check()  # told once
+
+
+def test_what_a_device_noted_is_bounded_and_never_lost(on_cuda):
+    faults = reducer._DeviceFaults()
+    faults.note(torch.tensor([True]), str)
+    for _ in range(5000):
+        faults.note(torch.tensor([False]), str)
+    assert len(faults._tell) < 2000
+    assert len(faults._first) == 1
+    assert "reducers ago: call plan_step or StepPlan.check more often" in faults.take()
+    assert faults.take() == ""
+
+
+def test_a_note_in_the_last_place_of_many_is_found():
+    faults = reducer._DeviceFaults()
+    for call in range(3000):
+        fault = torch.zeros(3, dtype=torch.bool)
+        fault[2] = call >= 2500
+        faults.note(fault, f"call {call}, place {{}}".format)
+    assert faults.take() == "call 2500, place 2"
 
 
 # Custom reducers
