@@ -9,6 +9,7 @@ from megatron_lossagg.flags import (
     add_loss_aggregation_args,
     aggregation_from_args,
     empty_step_from_args,
+    probe_from_args,
 )
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.plan import StepPlan, plan_step
@@ -33,4 +34,5 @@ __all__ = [
     "aggregation_from_args",
     "empty_step_from_args",
     "plan_step",
+    "probe_from_args",
 ]

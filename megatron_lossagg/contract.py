@@ -34,9 +34,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.layout import Ints, IntsLike, Layout
 from megatron_lossagg.plan import StepPlan
+from megatron_lossagg.probe import ProbeReport, Trial, run_probe
 from megatron_lossagg.reducer import FILLER, Reducer
 
 Regime = Literal["average", "per-token"]
@@ -63,15 +65,21 @@ class MegatronContract:
         self.dp_size = dist.get_world_size(self.dp_group)
         self.dp_cp_size = dist.get_world_size(chunks[0].dp_cp_group)
         """DP * CP: the size of the group whose gradients the chunks reduce over."""
+        self.probe: ProbeReport | None = None
+        """What the startup probe measured; None where it was not asked for."""
 
     @staticmethod
-    def read(model: Any, *, aggregation: Aggregation | None = None) -> MegatronContract:
+    def read(
+        model: Any, *, aggregation: Aggregation | None = None, probe: bool = True
+    ) -> MegatronContract:
         """Read regime and groups off the DDP-wrapped chunks, and refuse what cannot be undone.
 
         ``model``: the chunks as handed to the schedule, or one chunk. ``aggregation``: checked
-        to be the same on every rank of the world. Collectives: one ``all_gather_object`` over
-        the world, which brings a refusal on one rank to all. Call it outside the schedule,
-        on every rank.
+        to be the same on every rank of the world. ``probe``: then measure K with
+        :func:`~megatron_lossagg.probe.run_probe`, once a process and kind of model, and raise
+        :class:`ContractError` where Megatron undoes another factor. Collectives: one
+        ``all_gather_object`` over the world, which brings a refusal on one rank to all, and
+        the probe's. Call it outside the schedule, on every rank.
         """
         chunks = list(model) if isinstance(model, (list, tuple)) else [model]
         fault, told = "", ""
@@ -82,7 +90,10 @@ class MegatronContract:
         except Exception as error:  # whatever it is, no rank may leave the others waiting
             fault = str(error) if isinstance(error, ContractError) else repr(error)
         _agree(fault, told)
-        return MegatronContract(chunks=chunks, regime=regime)
+        contract = MegatronContract(chunks=chunks, regime=regime)
+        if probe:
+            contract.probe = run_probe(chunks, contract, contract._trial)
+        return contract
 
     def thd(self, cu_seqlens_padded: IntsLike) -> Layout:
         """Return ``Layout.thd_zigzag`` for this rank; a CUDA tensor costs one host sync."""
@@ -128,12 +139,33 @@ class MegatronContract:
         self._last_step = StepContract(contract=self, plan=plan, num_microbatches=num_microbatches)
         return self._last_step
 
+    def _trial(self, counted: Sequence[int], active_tokens: int) -> Trial:
+        """Begin the probe's step: one row a microbatch, of as many tokens as ``counted``."""
+        plan = StepPlan(  # plan_step would also raise what the step before left to be raised
+            aggregation=Aggregation("token_sum"),
+            totals=StepTotals(active_tokens=active_tokens),
+            active_tokens=np.array(counted, dtype=np.int64),
+            num_microbatches=len(counted),
+            data_parallel_size=self.dp_size,
+            sample_tokens=None,
+            prompt_tokens=None,
+            microbatch_tokens=None,
+        )
+        step = StepContract(contract=self, plan=plan, num_microbatches=len(counted))
+
+        def returns(share: Tensor, m: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            layout = Layout.local([counted[m]], cp_size=1, cp_rank=0)
+            mask = torch.ones(counted[m], device="cpu")
+            return step.returns(share, plan.reducer([m], mask, layout))
+
+        return Trial(factor=step.factor, returns=returns)
+
     def describe(self, aggregation: Aggregation) -> str:
         """One line for the start of a run: mode, formula, regime, K."""
         k = "M DP CP" if self.regime == "average" else "N"
         return (
             f"loss aggregation {aggregation}; regime {self.regime}, K = {k} "
-            f"(DP {self.dp_size}, CP {self.cp_size})"
+            f"(DP {self.dp_size}, CP {self.cp_size}); probe: {self.probe or 'off'}"
         )
 
 

@@ -31,3 +31,7 @@ class ReducerPathError(LossAggregationError, ImportError):
 
 class ContractError(LossAggregationError, RuntimeError):
     """A Megatron-Core, configuration or call sequence whose scaling cannot be undone."""
+
+
+class ProofError(LossAggregationError, ValueError):
+    """Parallel sizes or options under which no proof can run."""

@@ -48,6 +48,12 @@ def add_loss_aggregation_args(parser: argparse.ArgumentParser) -> argparse.Argum
         "error.",
     )
     group.add_argument(
+        "--loss-aggregation-probe",
+        action=argparse.BooleanOptionalAction,
+        help="Whether to measure at startup, in under a second, what Megatron does to a loss, and "
+        "stop where it is not what is undone. Default: it is measured.",
+    )
+    group.add_argument(
         "--loss-aggregation-reducer-path",
         metavar="PKG.MOD:NAME",
         help="A factory(context) that replaces the mode; given alone, without mode or divisor.",
@@ -83,6 +89,7 @@ def aggregation_from_args(args: argparse.Namespace) -> Aggregation | None:
             "-divisor": divisor,
             "-count-empty": count_empty,
             "-empty-step": args.loss_aggregation_empty_step,
+            "-probe": args.loss_aggregation_probe,
         }
         for flag, value in alone.items():
             if value is not None:
@@ -97,6 +104,11 @@ def aggregation_from_args(args: argparse.Namespace) -> Aggregation | None:
 def empty_step_from_args(args: argparse.Namespace) -> EmptyStep:
     """Read ``--loss-aggregation-empty-step``, the ``empty_step`` of ``plan_step``."""
     return cast(EmptyStep, _with_defaults(args).loss_aggregation_empty_step or "zero")
+
+
+def probe_from_args(args: argparse.Namespace) -> bool:
+    """Read ``--[no-]loss-aggregation-probe``, the ``probe`` of ``MegatronContract.read``."""
+    return _with_defaults(args).loss_aggregation_probe is not False
 
 
 def _with_defaults(args: argparse.Namespace) -> argparse.Namespace:

@@ -286,6 +286,13 @@ def check_the_start_line_names_mode_formula_regime_and_k(chunk, contract):
         assert word in line, (word, line)
 
 
+def check_the_start_line_says_whether_k_was_measured(chunk, contract):
+    assert "probe: K = 6 measured through DDP, schedule, finalize" in contract.describe(CONSTANT)
+    off = MegatronContract.read(chunk, probe=False)
+    assert off.probe is None
+    assert off.describe(CONSTANT).endswith("probe: off")
+
+
 def check_a_step_without_active_tokens_has_zero_gradient(chunk, contract):
     import warnings
 

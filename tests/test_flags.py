@@ -14,6 +14,7 @@ from megatron_lossagg import (
 )
 from megatron_lossagg.aggregation import ALIASES, MODES
 from megatron_lossagg.errors import AggregationError
+from megatron_lossagg.flags import probe_from_args
 
 
 def parser():
@@ -32,6 +33,8 @@ def test_the_set_of_flags_is_frozen():
         "--loss-aggregation-count-empty",
         "--no-loss-aggregation-count-empty",
         "--loss-aggregation-empty-step",
+        "--loss-aggregation-probe",
+        "--no-loss-aggregation-probe",
         "--loss-aggregation-reducer-path",
     }
 
@@ -73,6 +76,18 @@ def test_what_an_empty_step_does_is_read_beside_a_mode():
         assert read(*argv, choice) == Aggregation("token_mean")
 
 
+@pytest.mark.parametrize(
+    ("argv", "wanted"),
+    [((), True), (("--loss-aggregation-probe",), True), (("--no-loss-aggregation-probe",), False)],
+)
+def test_the_probe_is_on_unless_it_is_turned_off(argv, wanted):
+    for path in ("--loss-aggregation", "token_mean"), ("--loss-aggregation-reducer-path", "a.b:c"):
+        args = parser().parse_args([*path, *argv])
+        assert probe_from_args(args) is wanted
+        assert aggregation_from_args(args) is not None
+    assert probe_from_args(argparse.Namespace(lr=1e-6)) is True
+
+
 def test_the_regime_flag_of_megatron_is_not_read():
     host = argparse.Namespace(calculate_per_token_loss=True, loss_aggregation="sample_mean")
     assert aggregation_from_args(host) == Aggregation("sample_mean")
@@ -97,6 +112,7 @@ CONTRADICTIONS = {
     ("--loss-aggregation-reducer-path", "a.b:c", "--no-loss-aggregation-count-empty"): "replaces",
     ("--loss-aggregation-divisor", "3"): "-divisor 3.0 was given without --loss-aggregation",
     ("--no-loss-aggregation-count-empty",): "-count-empty False was given without",
+    ("--no-loss-aggregation-probe",): "-probe False was given without --loss-aggregation",
     ("--loss-aggregation-empty-step", "error"): "-empty-step error was given without",
     ("--loss-aggregation", "token_mean", "--loss-aggregation-divisor", "3"): "takes no divisor",
     ("--loss-aggregation", "constant"): r"got none: give .* --loss-aggregation-divisor",

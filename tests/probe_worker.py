@@ -1,0 +1,496 @@
+"""The startup probe on real Megatron-Core: stock passes, a patched one is caught, nothing moves.
+
+``probe_worker.py`` runs every layout that its number of processes has; ``probe_worker.py
+alone`` lets one rank fail while the others wait.
+"""
+
+import contextlib
+import copy
+import functools
+import gc
+import os
+import re
+import sys
+from datetime import timedelta
+
+import tiny_gpt
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, pipeline_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from step_data import VOCABULARY
+
+import megatron_lossagg.cpu as cpu
+from megatron_lossagg import Aggregation, MegatronContract, probe
+from megatron_lossagg.errors import ContractError
+
+REPEATS = 20
+PARTS = ("DDP", "schedule", "finalize")
+
+# By number of processes; DP is what is left.
+LAYOUTS = {
+    2: {
+        "DP2": {},
+        "CP2": {"cp": 2},
+        "PP2": {"pp": 2},
+        "PP2xVPP2": {"pp": 2, "vpp": 2},
+        "TP2": {"tp": 2},
+        "EP2": {"ep": 2},
+    },
+    4: {
+        "DP2xCP2": {"cp": 2},
+        "DP2xPP2": {"pp": 2},
+        "CP2xPP2xVPP2": {"cp": 2, "pp": 2, "vpp": 2},
+        "DP2xTP2": {"tp": 2},
+        "DP4xEP2, 2 optimizer instances": {"ep": 2, "instances": 2},
+    },
+}
+MODEL = ("vpp", "ep", "instances")  # what of a layout the model's construction asks for
+DDP_OPTIONS = {
+    "plain": {},
+    "overlap": {"overlap_grad_reduce": True},
+    "distributed": {"use_distributed_optimizer": True},
+    "distributed, overlap": {"use_distributed_optimizer": True, "overlap_grad_reduce": True},
+    "in collective": {"average_in_collective": True},
+}
+
+
+@contextlib.contextmanager
+def layout_of(*, tp=1, pp=1, cp=1, ep=1, vpp=1, instances=1):
+    """Megatron's groups for one layout, and no trace of them afterwards."""
+    del instances  # Megatron makes their groups only where einops is installed
+    parallel_state.initialize_model_parallel(
+        tp,
+        pp,
+        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+    )
+    model_parallel_cuda_manual_seed(1)
+    try:
+        yield
+    finally:
+        gc.collect()
+        parallel_state.destroy_model_parallel()
+
+
+@functools.cache
+def groups_of_two_instances():
+    """The groups of two distributed-optimizer instances over four ranks at EP 2."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    def mine(*every):
+        return dist.new_subgroups_by_enumeration([list(ranks) for ranks in every])[0]
+
+    groups = ProcessGroupCollection()
+    groups.dp = groups.dp_cp = parallel_state.get_data_parallel_group()
+    groups.intra_dp_cp = mine((0, 1), (2, 3))
+    groups.inter_dist_opt = mine((0, 2), (1, 3))
+    groups.expt_dp = parallel_state.get_expert_data_parallel_group()
+    groups.intra_expt_dp = mine((0,), (1,), (2,), (3,))
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.ep = parallel_state.get_expert_model_parallel_group()
+    return groups
+
+
+def live_chunks(*, per_token, dtype=torch.float32, vpp=1, ep=1, instances=1, wrapper=None, **ddp):
+    """A real GPT of this layout in the DDP class that a run would use."""
+    more = {}
+    if ep > 1:
+        more = {"num_moe_experts": 2, "add_bias_linear": False, "moe_aux_loss_coeff": 0.01}
+    torch.set_default_dtype(torch.float64 if dtype == torch.float64 else torch.float32)
+    config = tiny_gpt.config_of(per_token=per_token, **more)
+    config.params_dtype = config.pipeline_dtype = dtype
+    with patched(parallel_state, "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", None):
+        spec = cpu.gpt_layer_spec(config)  # one layer a stage, virtual or not
+    if vpp > 1:
+        config.num_layers = 2 * vpp
+        config.virtual_pipeline_model_parallel_size = vpp
+        config.microbatch_group_size_per_vp_stage = 2
+        config.overlap_p2p_comm, config.batch_p2p_comm = True, False
+    ddp.setdefault("grad_reduce_in_fp32", dtype == torch.bfloat16)
+    groups = {}
+    if instances > 1:
+        ddp |= {"num_distributed_optimizer_instances": instances}
+        groups = {"pg_collection": groups_of_two_instances()}
+    chunks = []
+    for stage in range(vpp):
+        model = GPTModel(
+            config,
+            spec,
+            vocab_size=VOCABULARY,
+            max_sequence_length=64,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=True) and stage == 0,
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+            and stage == vpp - 1,
+            share_embeddings_and_output_weights=False,
+            position_embedding_type="rope",
+            **({"vp_stage": stage} if vpp > 1 else {}),
+        )
+        wrapped = (wrapper or DistributedDataParallel)(
+            config, DistributedDataParallelConfig(**ddp), model, **groups
+        )
+        for buffer in wrapped.buffers + wrapped.expert_parallel_buffers:
+            buffer.grad_data.uniform_()
+        chunks.append(wrapped)
+    return chunks
+
+
+def facts(chunks):
+    """All that the probe must leave as it is, in a form that compares."""
+    buffers = [b for chunk in chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
+    tracker = get_cuda_rng_tracker().get_states()
+    return {
+        "config": [{name: id(v) for name, v in vars(c.config).items()} for c in chunks],
+        "ddp config": [dict(vars(c.ddp_config)) for c in chunks],
+        "chunk": [{name: id(v) for name, v in vars(c).items()} for c in chunks],
+        "globals": {name: id(v) for name, v in vars(parallel_state).items() if name.isupper()},
+        "default dtype": torch.get_default_dtype(),
+        "random state": torch.get_rng_state().tolist(),
+        "tracker": {name: state.tolist() for name, state in tracker.items()},
+        "gradients": [b.grad_data.tolist() for b in buffers],
+        "parameters": [p.tolist() for chunk in chunks for p in chunk.parameters()],
+        "groups": {
+            (name, value)
+            for chunk in chunks
+            for group in chunk.bucket_groups
+            for name, value in vars(group).items()
+            if isinstance(value, bool)
+        },
+    }
+
+
+def read(chunks, **options):
+    """Read with a probe that measures: not one that remembers."""
+    probe._known.clear()
+    return MegatronContract.read(chunks, **options)
+
+
+def check_stock_passes_and_nothing_moves(layout, say):
+    cases = [(name, torch.float32) for name in DDP_OPTIONS]
+    cases += [("plain", torch.float64), ("plain", torch.bfloat16), ("distributed", torch.bfloat16)]
+    for per_token in (False, True):
+        for name, dtype in cases:
+            ddp = dict(DDP_OPTIONS[name])
+            if per_token and ddp.get("average_in_collective"):
+                continue  # Megatron-Core refuses it
+            if "instances" in layout and name != "distributed":
+                continue  # the others Megatron-Core refuses, or they want CUDA streams
+            model = {key: layout[key] for key in MODEL if key in layout}
+            chunks = live_chunks(per_token=per_token, dtype=dtype, **model, **ddp)
+            before = facts(chunks)
+            report = read(chunks).probe
+            after = facts(chunks)
+            changed = [key for key in before if before[key] != after[key]]
+            assert not changed, changed
+            assert report.measured == PARTS, report
+            assert report.read == (), report
+            assert all(abs(k / report.expected - 1) < 1e-5 for k in report.factors), report
+            assert report.seconds < 10, report
+            dtype_name = str(dtype).removeprefix("torch.")
+            regime = "per-token" if per_token else "average"
+            say(f"STOCK {regime}, {name}, {dtype_name}: {report}")
+
+
+def drop_m():
+    """The schedule does not divide by M."""
+    original = schedules.forward_step
+
+    def forward_step(forward_step_func, data_iterator, model, num_microbatches, *more, **named):
+        return original(forward_step_func, data_iterator, model, 1, *more, **named)
+
+    return patched(schedules, "forward_step", forward_step)
+
+
+def times_cp():
+    """The schedule multiplies the loss by CP."""
+    original = schedules.forward_step
+
+    def forward_step(forward_step_func, *more, **named):
+        def scaled(*arguments):
+            output, loss_func = forward_step_func(*arguments)
+
+            def loss_times_cp(output):
+                loss, *rest = loss_func(output)
+                return loss * parallel_state.get_context_parallel_world_size(), *rest
+
+            return output, loss_times_cp
+
+        return original(scaled, *more, **named)
+
+    return patched(schedules, "forward_step", forward_step)
+
+
+def ddp_averages():
+    """DDP averages, whatever its scaling factor says."""
+    original = DistributedDataParallel.finish_grad_sync
+
+    def finish_grad_sync(self, *more, **named):
+        original(self, *more, **named)
+        self.scale_gradients(1 / dist.get_world_size(self.dp_cp_group))
+
+    return patched(DistributedDataParallel, "finish_grad_sync", finish_grad_sync)
+
+
+def experts_doubled():
+    """DDP scales the gradients of experts otherwise."""
+    original = DistributedDataParallel.finish_grad_sync
+
+    def finish_grad_sync(self, *more, **named):
+        original(self, *more, **named)
+        for buffer in self.expert_parallel_buffers:
+            buffer.scale_gradients(2)
+
+    return patched(DistributedDataParallel, "finish_grad_sync", finish_grad_sync)
+
+
+def finalize_not_called():
+    """The schedule forgets finalize_model_grads_func."""
+    original = pipeline_parallel.get_forward_backward_func
+
+    def get_forward_backward_func(*arguments):
+        schedule = original(*arguments)
+
+        def forgetful(*, model, **named):
+            model[0].config.finalize_model_grads_func = None
+            return schedule(model=model, **named)
+
+        return forgetful
+
+    return patched(pipeline_parallel, "get_forward_backward_func", get_forward_backward_func)
+
+
+def finalize_does_not_divide(model, num_tokens=None, **named):
+    finalize_model_grads(model, None, **named)
+
+
+def num_tokens_over_dp_only(model, num_tokens=None, **named):
+    finalize_model_grads(model, None, **named)
+    if num_tokens is None:
+        return
+    last = parallel_state.get_pipeline_model_parallel_last_rank()
+    dist.broadcast(num_tokens, last, group=parallel_state.get_pipeline_model_parallel_group())
+    dist.all_reduce(num_tokens, group=parallel_state.get_data_parallel_group())
+    if num_tokens > 0:
+        for chunk in model:
+            chunk.scale_gradients(1 / num_tokens)
+
+
+@contextlib.contextmanager
+def patched(owner, name, value):
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def finalized_by(function):
+    """A fault in the host's own finalize function."""
+    return lambda chunks: patched(chunks[0].config, "finalize_model_grads_func", function)
+
+
+def flipped(chunks):
+    config = chunks[0].config
+    return patched(config, "calculate_per_token_loss", not config.calculate_per_token_loss)
+
+
+# A fault, and where it changes a number: from regime, DP * CP, CP and EP.
+FAULTS = {
+    "drop_m": (lambda chunks: drop_m(), lambda per_token, dp_cp, cp, ep: not per_token),
+    "times_cp": (lambda chunks: times_cp(), lambda per_token, dp_cp, cp, ep: cp > 1),
+    "ddp_averages": (lambda chunks: ddp_averages(), lambda per_token, dp_cp, cp, ep: dp_cp > 1),
+    "experts_doubled": (lambda chunks: experts_doubled(), lambda per_token, dp_cp, cp, ep: ep > 1),
+    "finalize_not_called": (
+        lambda chunks: finalize_not_called(),
+        lambda per_token, dp_cp, cp, ep: per_token or dp_cp > 1,
+    ),
+    "finalize_does_not_divide": (
+        finalized_by(finalize_does_not_divide),
+        lambda per_token, dp_cp, cp, ep: per_token,
+    ),
+    "num_tokens_over_dp_only": (
+        finalized_by(num_tokens_over_dp_only),
+        lambda per_token, dp_cp, cp, ep: per_token and cp > 1,
+    ),
+    "flipped": (flipped, lambda per_token, dp_cp, cp, ep: dp_cp > 1),
+}
+
+
+def check_patched_megatron_is_caught(layout, say):
+    model = {key: layout[key] for key in MODEL if key in layout}
+    model["use_distributed_optimizer"] = "instances" in layout
+    cp = parallel_state.get_context_parallel_world_size()
+    for per_token in (False, True):
+        chunks = live_chunks(per_token=per_token, **model)
+        before = facts(chunks)
+        dp_cp = dist.get_world_size(chunks[0].dp_cp_group)
+        regime = "per-token" if per_token else "average"
+        for fault, (patch, bites) in FAULTS.items():
+            caught = 0
+            wanted = bites(per_token, dp_cp, cp, layout.get("ep", 1))
+            repeats = REPEATS if wanted else 1
+            for _ in range(repeats):
+                with patch(chunks):
+                    message = refusal(chunks)
+                if message is None:
+                    continue
+                caught += 1
+                if fault == "flipped":
+                    assert "frozen" in message, message
+                    continue
+                found = re.match(
+                    r"rank \d+: the startup probe measured K = (\S+)(?: to (\S+))?, expected K = "
+                    r"(?:M DP CP|N) = (\d+) in the (\S+) regime",
+                    message,
+                )
+                assert found, message
+                assert {found[1], found[2]} != {found[3]}, message
+                assert found[4] == regime, message
+            assert caught == (REPEATS if wanted else 0), (fault, regime, caught, message)
+            verdict = f"{caught} of {repeats} caught" if wanted else "changes no number, passes"
+            say(f"FAULT {regime}, {fault}: {verdict}: {message}")
+        assert facts(chunks) == before
+
+
+def refusal(chunks):
+    """The message of the ContractError that every rank raises, None where none does."""
+    try:
+        read(chunks)
+    except ContractError as error:
+        message = str(error)
+    else:
+        message = None
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, message)
+    assert len(set(every)) == 1, every
+    return message
+
+
+def check_what_cannot_be_measured_is_read(layout, say):
+    chunks = live_chunks(per_token=True)
+    config = chunks[0].config
+
+    def finalize_of_the_live_model(model, *more, **named):
+        finalize_model_grads(chunks, *more, **named)
+
+    def finalize_fails_late_on_one_rank(*more, **named):
+        finalize_model_grads(*more, **named)
+        if dist.get_rank() == 1:
+            raise KeyError("no such table")
+
+    class Wants(DistributedDataParallel):
+        def __init__(self, config, ddp_config, module, *, more, **named):
+            super().__init__(config, ddp_config, module, **named)
+
+    before = facts(chunks)
+    for finalize, reason in {
+        None: "None until training sets it",
+        finalize_of_the_live_model: "works on the live model",
+        finalize_fails_late_on_one_rank: "rank 1: KeyError: 'no such table'",
+    }.items():
+        with patched(config, "finalize_model_grads_func", finalize):
+            report = read(chunks).probe
+        assert report.measured == ("DDP", "schedule"), report
+        assert report.read[0].startswith("finalize ("), report
+        assert reason in report.read[0], report
+    assert facts(chunks) == before
+    say(f"READ finalize: {report}")
+    custom = live_chunks(per_token=True, wrapper=lambda *a: Wants(*a, more=1))
+    report = read(custom).probe
+    assert report.measured == ("schedule", "finalize"), report
+    assert "DDP (rank 0: TypeError" in report.read[0], report
+    say(f"READ DDP: {report}")
+    with patched(pipeline_parallel, "get_forward_backward_func", lambda: lambda **named: 1 / 0):
+        report = read(chunks).probe
+    assert (report.measured, report.factors) == ((), None), report
+    assert "schedule (rank 0: ZeroDivisionError" in str(report), report
+    say(f"READ all: {report}")
+
+
+def check_groups_of_ones_own_are_read(layout, say):
+    groups = copy.copy(groups_of_two_instances())
+    groups.dp = groups.dp_cp = groups.intra_dp_cp  # half of what parallel_state says
+
+    def wrapper(*arguments):
+        return DistributedDataParallel(*arguments, pg_collection=groups)
+
+    report = read(live_chunks(per_token=True, wrapper=wrapper)).probe
+    assert (report.measured, report.factors) == ((), None), report
+    assert "the chunks' groups are not parallel_state's" in str(report), report
+
+
+def check_once_a_process_and_kind(layout, say):
+    chunks = live_chunks(per_token=False)
+    first = read(chunks)
+    assert not first.probe.repeated
+    line = first.describe(Aggregation("token_mean"))
+    assert f"probe: K = {first.probe.expected} measured through DDP, schedule, finalize" in line
+    assert MegatronContract.read(live_chunks(per_token=False)).probe.repeated
+    others = {"per_token": True}, {"per_token": False, "overlap_grad_reduce": True}
+    for other in others:
+        assert not MegatronContract.read(live_chunks(**other)).probe.repeated
+    contract = MegatronContract.read(chunks, probe=False)
+    assert contract.probe is None
+    assert "probe: off" in contract.describe(Aggregation("token_mean"))
+
+
+def run(layouts):
+    dist.init_process_group("gloo")
+
+    for name, layout in layouts.items():
+        with layout_of(**layout):
+
+            def say(line, name=name):
+                if dist.get_rank() == 0:
+                    print(f"{name}: {line}", flush=True)
+
+            check_stock_passes_and_nothing_moves(layout, say)
+            check_patched_megatron_is_caught(layout, say)
+            if name == "DP2":
+                check_what_cannot_be_measured_is_read(layout, say)
+                check_once_a_process_and_kind(layout, say)
+            if "instances" in layout:
+                check_groups_of_ones_own_are_read(layout, say)
+            say("HELD")
+    dist.destroy_process_group()
+
+
+def run_alone(where):
+    """Rank 1 fails in the finalize or the schedule, before a message that the other waits for."""
+    dist.init_process_group("gloo")
+    probe._PATIENCE = timedelta(seconds=2)
+
+    def fails_on_rank_1(function):
+        def failing(*more, **named):
+            if dist.get_rank() == 1:
+                raise KeyError("no such table")
+            return function(*more, **named)
+
+        return failing
+
+    with layout_of(pp=2 if where == "schedule" else 1):
+        chunks = live_chunks(per_token=True)
+        config = chunks[0].config
+        if where == "finalize":
+            config.finalize_model_grads_func = fails_on_rank_1(finalize_model_grads)
+        else:
+            schedules.forward_step = fails_on_rank_1(schedules.forward_step)
+        MegatronContract.read(chunks)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["alone"]:
+        run_alone(*sys.argv[2:])
+    else:
+        wanted = LAYOUTS[int(os.environ["WORLD_SIZE"])]
+        run({name: wanted[name] for name in sys.argv[1:] or wanted})
