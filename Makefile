@@ -1,13 +1,14 @@
 # `make demo` and `make test` each work as the first command typed in a fresh checkout.
 
 PYTHON ?= python3
-VENV ?= .venv
+# Another Python has an environment of its own beside the first.
+VENV ?= $(if $(filter python3,$(PYTHON)),.venv,.venv-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 # An empty environment has no PATH, and make then finds no program.
 export PATH := $(or $(PATH),/usr/local/bin:/usr/bin:/bin)
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
 
-.PHONY: demo test lint wrong-factors figures clean
+.PHONY: demo test lint wrong-factors test-versions figures clean
 
 demo: $(VENV)/installed
 	$(RUN) examples/drgrpo/demo.py
@@ -23,6 +24,9 @@ lint: $(VENV)/installed
 wrong-factors: $(VENV)/installed
 	$(RUN) tests/wrong_factors/run.py
 
+test-versions: $(VENV)/installed
+	$(RUN) tests/versions.py
+
 figures: $(VENV)/installed
 	$(RUN) examples/drgrpo/figures.py
 
@@ -34,4 +38,4 @@ $(VENV)/installed: setup.py constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv* .versions runs .mypy_cache .pytest_cache .ruff_cache *.egg-info

@@ -21,13 +21,23 @@ setup(
     packages=find_packages(include=["megatron_lossagg", "megatron_lossagg.*"]),
     package_data={"megatron_lossagg": ["py.typed"]},
     python_requires=">=3.10",
+    entry_points={"console_scripts": ["lossagg = megatron_lossagg.cli.main:main"]},
     # Small and loose: hosts bring their own torch and Megatron.
-    install_requires=["torch>=2.6", "numpy>=1.26"],
+    install_requires=["torch>=2.6", "numpy>=1.26", "rich>=13"],
     extras_require={
         "megatron": ["megatron-core>=0.13"],
         # Cannot be imported without CUDA.
         "te": ["transformer-engine[pytorch]>=2.9"],
         "demo": ["megatron-core>=0.13", "matplotlib", "tensorboard", "tqdm"],
-        "dev": ["hypothesis", "mypy", "pytest", "ruff", "tensorboard", "tqdm", "matplotlib"],
+        "dev": [
+            "einops",
+            "hypothesis",
+            "mypy",
+            "pytest",
+            "ruff",
+            "tensorboard",
+            "tqdm",
+            "matplotlib",
+        ],
     },
 )

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_lossagg.cpu import launch
+from megatron_lossagg.proof.cases import CASES
+from megatron_lossagg.proof.job import Job
 
 TESTS = Path(__file__).parent
 COUNTED = {"cases": 0, "skipped": 0}
@@ -14,8 +16,17 @@ COUNTED = {"cases": 0, "skipped": 0}
 
 def launched(script, *arguments, processes, timeout=600):
     """Run a worker of this folder on several processes against the package beside it."""
+    return _launched([str(TESTS / script), *map(str, arguments)], processes, timeout)
+
+
+def launched_module(module, *arguments, processes, timeout=600):
+    """Run a module of the package on several processes."""
+    return _launched(["-m", module, *map(str, arguments)], processes, timeout)
+
+
+def _launched(command, processes, timeout):
     done = launch(
-        [str(TESTS / script), *map(str, arguments)],
+        command,
         processes=processes,
         timeout=timeout,
         env={"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])},
@@ -25,39 +36,40 @@ def launched(script, *arguments, processes, timeout=600):
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory):
-    """File of every case's loss and gradients, computed on one process by the oracle."""
-    path = tmp_path_factory.mktemp("reference") / "reference.pt"
-    launched("gradient_worker.py", "reference", path, processes=1)
-    return path
-
-
-@pytest.fixture(scope="session")
-def gradient_cases(reference):
-    """Function of a layout's arguments: its cases, each with its errors; launched once."""
+def proven(tmp_path_factory):
+    """Function of layouts: their verdicts by (layout, case, regime), one launch a world size."""
     cache = {}
 
-    def run(processes, *arguments):
-        if (processes, arguments) not in cache:
-            cache[processes, arguments] = "the launch of this layout failed in an earlier test"
-            out = launched(
-                "gradient_worker.py", "compare", reference, *arguments, processes=processes
-            )
-            marked = [line for line in out.splitlines() if line.startswith("CASE ")]
-            cache[processes, arguments] = [json.loads(line[5:]) for line in marked]
-        cases = cache[processes, arguments]
-        assert isinstance(cases, list), cases
-        return cases
+    def verdicts_of(layouts):
+        for size in sorted({layout.world_size for layout in layouts}):
+            job = Job(layouts=[x for x in layouts if x.world_size == size], cases=CASES)
+            key = job.to_json()
+            if key not in cache:
+                cache[key] = "the launch of these layouts failed in an earlier test"
+                cache[key] = prove_job(job, tmp_path_factory.mktemp("job"))
+            assert isinstance(cache[key], list), cache[key]
+            yield from cache[key]
 
-    return run
+    return lambda layouts: {(v["layout"], v["case"], v["regime"]): v for v in verdicts_of(layouts)}
+
+
+def prove_job(job, folder):
+    """Launch a job of ``megatron_lossagg.proof``; the verdicts, as its events told them."""
+    job_file, events = folder / "job.json", folder / "events.jsonl"
+    job_file.write_text(job.to_json())
+    launched_module("megatron_lossagg.proof", job_file, events, processes=job.world_size)
+    told = [json.loads(line) for line in events.read_text().splitlines()]
+    verdicts = [v for event in told if event["event"] == "layout" for v in event["verdicts"]]
+    assert len(verdicts) == job.num_rows
+    return verdicts
 
 
 def pytest_terminal_summary(terminalreporter):
     """Count the gradient cases as the issue of the day did: printed, so that none is lost."""
     if COUNTED["cases"]:
-        from test_gradients import CASES, LAYOUTS, MICROBATCHES
+        from test_gradients import CASES, MICROBATCHES, SPLITS
 
         terminalreporter.write_line(
-            f"gradient cases: {len(CASES)} x {len(LAYOUTS)} x {len(MICROBATCHES)} x 2 regimes = "
+            f"gradient cases: {len(CASES)} x {len(SPLITS)} x {len(MICROBATCHES)} x 2 regimes = "
             f"{COUNTED['cases']}, skipped {COUNTED['skipped']}"
         )

@@ -7,7 +7,6 @@ outputs with num_tokens 1, loss * M / B * (DP * CP), average regime.
 import importlib
 import sys
 
-import oracle
 import tiny_gpt
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from step_data import make_rows
 
 import megatron_lossagg.cpu as cpu
+from megatron_lossagg.proof import oracle
 
 L = 40.0
 PROMPTS = [3, 1, 2, 1, 4, 2, 1, 9, 3, 6, 1, 2, 1, 5]

@@ -1,75 +1,77 @@
 """Stock Megatron's own loss beside this package, DP 2 x CP 2; run under torch.distributed.run."""
 
-import gradient_worker
-import tiny_gpt
-import torch
-import torch.distributed as dist
-from step_data import deal, make_rows
-
 import megatron_lossagg.cpu as cpu
-from megatron_lossagg import MegatronContract
+
+cpu.install()
+
+from dataclasses import replace  # noqa: E402
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from megatron_lossagg import Aggregation  # noqa: E402
+from megatron_lossagg.proof import model as megatron  # noqa: E402
+from megatron_lossagg.proof.cases import Case  # noqa: E402
+from megatron_lossagg.proof.parallelism import Parallelism  # noqa: E402
+from megatron_lossagg.proof.prove import Run  # noqa: E402
+from megatron_lossagg.proof.reference import Reference  # noqa: E402
+from megatron_lossagg.proof.rows import make_rows  # noqa: E402
+
+LAYOUT = Parallelism(dp=2, cp=2, microbatches=3)
 
 
-def stock_step(chunk, m):
+def stock_step(run):
     """A step with Megatron-LM's loss_func: masked sum, token count, report."""
-    from megatron.core import parallel_state
 
-    rank, dp = (
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_data_parallel_world_size(),
-    )
-    cp_rank = parallel_state.get_context_parallel_rank()
-    # Stock counts the training mask; the plan counts the counting mask: take them equal.
-    rows = [{**row, "counted": row["trained"]} for row in make_rows()]
-    keys = deal(rows, dp, [m] * dp)
-    batches = [
-        tiny_gpt.microbatch(
-            rows, [i for i, key in enumerate(keys) if key == (rank, number)], 2, cp_rank
-        )
-        for number in range(m)
-    ]
-
-    def forward_step(iterator, model):
+    def forward_step(iterator, chunk):
         batch = next(iterator)
-        logits = model(batch["tokens"], batch["positions"], None, packed_seq_params=batch["packed"])
+        output = megatron.forward(chunk, batch, LAYOUT)
 
-        def loss_func(logits):
-            picked = batch["labels"].reshape(-1, 1)
-            nll = -torch.log_softmax(logits[0], dim=-1).gather(1, picked).squeeze(1)
-            keep = ~batch["masked_here"]
+        def loss_func(output):
+            nll = megatron.token_losses(output, batch, LAYOUT)
+            keep = batch.mask_here == 1
             keep[-2:] = False  # the filler: stock has no row to say it by but the mask
-            x = nll * batch["coefficient"]
+            x = nll * batch.coefficient
             total = torch.where(keep, x, 0).sum()
             report = {"loss": torch.stack([total.detach().clone(), keep.sum()])}
             return total, keep.sum().to(torch.int), report
 
-        return logits, loss_func
+        return output, loss_func
 
-    forward_data = tiny_gpt.run_schedule(forward_step, chunk, batches)
-    return tiny_gpt.reported(forward_data, "loss"), chunk.buffers[0].grad_data.clone()
+    data = megatron.run_schedule(forward_step, run.chunks, run.batches)
+    return megatron.reported(data, "loss"), run.chunks[0].buffers[0].grad_data.clone()
 
 
 def main():
-    tiny_gpt.start(cp=2)
-    gradient_worker.make_rows = lambda: [{**row, "counted": row["trained"]} for row in make_rows()]
-    for per_token in (False, True):
-        config = tiny_gpt.config_of(per_token=per_token)
-        chunk = tiny_gpt.wrapped(config)
-        before_config = dict(vars(config))
-        loss, before = stock_step(chunk, 3)
-        contract = MegatronContract.read([chunk])
-        assert dict(vars(config)) == before_config
-        again, after = stock_step(chunk, 3)
-        assert torch.equal(before, after)
-        assert loss == again
-        if per_token:
-            ours = gradient_worker.train_step("token_mean", chunk, contract, [3, 3])
-            assert abs(ours["loss"] - loss) < 1e-12 * abs(loss)
-            error = (chunk.buffers[0].grad_data - before).norm() / before.norm()
-            assert error < 1e-12, error
-            assert len(list(cpu.named_shards([chunk]))) > 10
-            if dist.get_rank() in (0, 3):
-                print("PARITY bit for bit, token_mean within 1e-12", flush=True)
+    dist.init_process_group("gloo")
+    # Stock counts the training mask; the plan counts the counting mask: take them equal.
+    rows = [replace(row, counted=row.trained) for row in make_rows()]
+    nothing = Reference(
+        padded=4,
+        losses_Y=torch.zeros(0),
+        gradients_YP=torch.zeros(0, 0),
+        parameters={},
+        rows=rows,
+    )
+    with megatron.split_world(LAYOUT):
+        for per_token in (False, True):
+            run = Run(LAYOUT, nothing, per_token=per_token)
+            config = run.chunks[0].config
+            before_config = dict(vars(config))
+            loss, before = stock_step(run)
+            again, after = stock_step(run)
+            assert torch.equal(before, after)
+            assert loss == again
+            assert dict(vars(config)) == before_config
+            if per_token:
+                ours = run.train(Case(aggregation=Aggregation("token_mean"))).values
+                assert abs(ours["loss"] - loss) < 1e-12 * abs(loss)
+                error = (run.chunks[0].buffers[0].grad_data - before).norm() / before.norm()
+                assert error < 1e-12, error
+                assert len(list(cpu.named_shards(run.chunks))) > 10
+                if dist.get_rank() in (0, 3):
+                    print("PARITY bit for bit, token_mean within 1e-12", flush=True)
+        del run
     dist.destroy_process_group()
 
 

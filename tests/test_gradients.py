@@ -1,88 +1,82 @@
 """On real Megatron-Core every layout trains the gradient that the oracle names.
 
-Cases: see ``gradient_worker.py``; data with every degenerate row: ``step_data.py``.
+All layouts of one world size are proven in one launch of ``megatron_lossagg.proof``; the
+data with every degenerate row is its ``rows.py``, the oracle its ``oracle.py``.
 """
 
 import pytest
 from conftest import COUNTED, launched
-from gradient_cases import CASES
 
-LAYOUTS = {
-    "DP2": (2,),
-    "DP3": (3,),
-    "CP2": (2, "--cp", "2"),
-    "DP2xCP2": (4, "--cp", "2"),
-    "PP2xCP2": (4, "--cp", "2", "--pp", "2"),
+from megatron_lossagg.proof.cases import CASES
+from megatron_lossagg.proof.parallelism import Parallelism
+
+SPLITS = {
+    "DP2": {"dp": 2},
+    "DP3": {"dp": 3},
+    "CP2": {"cp": 2},
+    "DP2xCP2": {"dp": 2, "cp": 2},
+    "PP2xCP2": {"pp": 2, "cp": 2},
 }
-MICROBATCHES = ("1", "3", "4")
+MICROBATCHES = (1, 3, 4)
 REGIMES = ("average", "per-token")
-SINGLE = {
-    "TP2": (2, "--tp", "2"),
-    "TP2-SP": (2, "--tp", "2", "--sp"),
-    "TP2xCP2-SP": (4, "--tp", "2", "--cp", "2", "--sp"),
-    "DP2xCP2": (4, "--cp", "2"),
-    "PP2": (2, "--pp", "2"),
+OTHERS = {
+    "CP4": {"cp": 4, "microbatches": 5},
+    "TP2": {"tp": 2},
+    "TP2-SP": {"tp": 2, "sequence_parallel": True},
+    "PP2": {"pp": 2},
+    "PP2xVPP2": {"pp": 2, "vpp": 2, "microbatches": 4},
+    "distributed-optimizer": {"cp": 2, "distributed_optimizer": True},
+    "average-in-collective": {"dp": 2, "average_in_collective": True},
+    "overlap-grad-reduce": {"dp": 2, "overlap_grad_reduce": True},
+    "recompute": {"cp": 2, "recompute": True},
+    "bshd": {"cp": 2, "packing": "bshd"},
+    "local": {"cp": 2, "packing": "local"},
+    "float32": {"dp": 2, "cp": 2, "float32": True},
+    "float32-TP2-SP": {"tp": 2, "cp": 2, "sequence_parallel": True, "float32": True},
 }
-
-OPTIONS = {
-    "distributed-optimizer": (2, "--cp", "2", "--distributed-optimizer"),
-    "average-in-collective": (2, "--average-in-collective"),
-    "bshd": (2, "--cp", "2", "--layout", "bshd"),
-    "local": (2, "--cp", "2", "--layout", "local"),
-}
+NAMES = [str(case) for case in CASES]
 
 
-def the_case(cases, case, microbatches, regime):
-    """Pick one case's errors; a case that did not run is an error here."""
-    (found,) = [
-        line
-        for line in cases
-        if (line["case"], line["M"], line["regime"]) == (case, microbatches, regime)
-    ]
-    return found
+def layout_of(sizes, **more):
+    return Parallelism(**{**sizes, **more})
+
+
+@pytest.fixture(scope="module")
+def verdicts(proven):
+    """Every verdict of this file's layouts, by layout, case and regime."""
+    layouts = [layout_of(s, microbatches=m) for s in SPLITS.values() for m in MICROBATCHES]
+    return proven([*layouts, *(layout_of(sizes) for sizes in OTHERS.values())])
 
 
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("microbatches", MICROBATCHES)
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_gradient_is_that_of_the_named_loss(gradient_cases, layout, case, microbatches, regime):
-    cases = gradient_cases(*LAYOUTS[layout], "--microbatches", *MICROBATCHES)
-    errors = the_case(cases, case, microbatches, regime)
+@pytest.mark.parametrize("case", NAMES)
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_gradient_is_that_of_the_named_loss(verdicts, split, case, microbatches, regime):
+    layout = layout_of(SPLITS[split], microbatches=microbatches)
+    verdict = verdicts[str(layout), case, regime]
     COUNTED["cases"] += 1
-    assert errors["gradient"] < 1e-12
-    assert errors["loss"] < 1e-12
-    assert errors["evaluation"] < 1e-12
-    assert errors["gauge"] < 1e-6  # kept in float32
+    assert verdict["gradient_error"] < 1e-12, verdict["explanation"]
+    assert verdict["loss_error"] < 1e-12, verdict["explanation"]
+    assert verdict["gauge_error"] < 1e-6  # kept in float32
 
 
 @pytest.mark.parametrize("regime", REGIMES)
-@pytest.mark.parametrize("case", CASES)
-def test_ranks_with_3_and_5_microbatches_train_the_named_loss(gradient_cases, case, regime):
-    cases = gradient_cases(2, "--microbatches", "3+5")
-    assert the_case(cases, case, "3+5", regime)["gradient"] < 1e-12
+@pytest.mark.parametrize("case", NAMES)
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_ways_to_split_reduce_and_lay_out_give_it_too(verdicts, name, case, regime):
+    layout = layout_of(OTHERS[name])
+    verdict = verdicts[str(layout), case, regime]
+    bound = 1e-5 if layout.float32 else 1e-12
+    assert verdict["gradient_error"] < bound, verdict["explanation"]
+    assert verdict["loss_error"] < bound, verdict["explanation"]
 
 
 @pytest.mark.parametrize("regime", REGIMES)
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("layout", SINGLE)
-def test_in_float32_with_megatrons_cross_entropy(gradient_cases, layout, case, regime):
-    cases = gradient_cases(*SINGLE[layout], "--float32", "--microbatches", "1", "3")
-    for microbatches in ("1", "3"):
-        errors = the_case(cases, case, microbatches, regime)
-        assert errors["gradient"] < 1e-5
-        assert errors["loss"] < 1e-5
-        assert errors["evaluation"] < 1e-5
-
-
-@pytest.mark.parametrize("regime", REGIMES)
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("option", OPTIONS)
-def test_other_ways_to_reduce_and_to_lay_out_give_the_same_gradient(
-    gradient_cases, option, case, regime
-):
-    cases = gradient_cases(*OPTIONS[option], "--microbatches", "3")
-    assert the_case(cases, case, "3", regime)["gradient"] < 1e-12
+@pytest.mark.parametrize("case", NAMES)
+def test_ranks_with_3_and_5_microbatches_train_the_named_loss(proven, case, regime):
+    layout = Parallelism(dp=2, microbatches=(3, 5))
+    assert proven([layout])[str(layout), case, regime]["gradient_error"] < 1e-12
 
 
 def test_stock_megatron_is_untouched_and_equals_token_mean_per_token():

@@ -3,7 +3,6 @@
 import itertools
 
 import numpy as np
-import oracle
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 from test_shares import pack, zigzag
 
 from megatron_lossagg import Aggregation, Layout, Sequences, StepTotals, plan_step
+from megatron_lossagg.proof import oracle
 
 MODES = {
     "token_mean": {},

@@ -2,12 +2,12 @@
 
 import itertools
 
-import oracle
 import pytest
 import torch
 from step_data import deal, make_rows
 
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
+from megatron_lossagg.proof import oracle
 
 AGGREGATIONS = {
     "token_mean": {},

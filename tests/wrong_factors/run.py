@@ -1,14 +1,15 @@
-"""Add each wrong factor on purpose and see the ordinary gradient tests fail.
+"""Add each wrong factor on purpose and see ``lossagg verify`` fail and name it.
 
 A file of this folder names a fault, a source file, and the lines to replace (conflict
-markers). For each one the package and its tests are copied, the lines replaced, and
-``tests/test_gradients.py`` run unchanged at DP 2 x CP 2, where DP * CP, M and N differ.
-Exit status 1 where a fault is not caught, where its lines are not found exactly once, or
-where the unpatched copy fails.
+markers). For each one the package is copied, the lines replaced, and the copy verifies
+itself at DP 3 x CP 2 with M = 4, where M, DP, CP, DP * CP and N differ. Exit status 1 where
+a fault is not caught, where the cause that is printed is not the fault (its file's name is
+the cause's), where its lines are not found exactly once, or where the unpatched copy fails.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -19,46 +20,51 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-SELECTED = ["tests/test_gradients.py", "-k", "named_loss and DP2xCP2"]
+VERIFY = ["verify", "--dp", "3", "--cp", "2", "--microbatches", "4"]
 
 
 def main(names: list[str]) -> int:
     """Run the faults named, all by default; print a line each."""
     files = [HERE / f"{name}.txt" for name in names] or sorted(HERE.glob("*.txt"))
-    with tempfile.TemporaryDirectory() as folder:
-        passed, failed = run_tests(None, Path(folder) / "unpatched")
-    print(f"unpatched: {passed} passed, {failed} failed", flush=True)
-    uncaught = [] if passed and not failed else ["unpatched"]
+    failed, total, _ = verify(None)
+    print(f"unpatched: {failed} of {total} rows fail", flush=True)
+    good = failed == 0
+    caught = named = 0
     for file in files:
-        with tempfile.TemporaryDirectory() as folder:
-            passed, failed = run_tests(file, Path(folder) / "patched")
-        what = file.read_text().splitlines()[0]
+        failed, total, causes = verify(file)
+        caught += failed > 0
+        named += file.stem in causes
         verdict = "caught" if failed else "NOT CAUGHT"
-        print(f"{verdict}: {file.stem}: {failed} of {passed + failed} failed. {what}", flush=True)
-        if not failed:
-            uncaught.append(file.stem)
-    print(f"{len(files)} wrong factors, {len(files) - len(set(uncaught) - {'unpatched'})} caught")
-    return int(bool(uncaught))
+        cause = ", ".join(causes) or "no cause"
+        print(f"{verdict}: {file.stem}: {failed} of {total} rows fail; {cause}", flush=True)
+    print(f"{len(files)} wrong factors, {caught} caught, {named} named")
+    return int(not (good and caught == named == len(files)))
 
 
-def run_tests(file: Path | None, copy: Path) -> tuple[int, int]:
-    """Copy, patch and test; returns how many tests passed and failed."""
-    for part in ("megatron_lossagg", "tests", "pyproject.toml"):
-        source = ROOT / part
-        copier = shutil.copytree if source.is_dir() else shutil.copy
-        (copy / part).parent.mkdir(parents=True, exist_ok=True)
-        copier(source, copy / part)
-    if file is not None:
-        apply(file, copy)
-    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *SELECTED]
-    done = subprocess.run(
-        command, cwd=copy, env=environment, capture_output=True, text=True, check=False
-    )
-    counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|error)", done.stdout)}
-    if done.returncode not in (0, 1) or not counts:
-        raise SystemExit(f"pytest ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
-    return counts.get("passed", 0), counts.get("failed", 0) + counts.get("error", 0)
+def verify(file: Path | None) -> tuple[int, int, list[str]]:
+    """Copy, patch and verify: how many rows fail, of how many, and the causes named."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        shutil.copytree(ROOT / "megatron_lossagg", copy / "megatron_lossagg")
+        if file is not None:
+            apply(file, copy)
+        report = copy / "report.json"
+        command = [sys.executable, "-m", "megatron_lossagg", *VERIFY, "--json", str(report)]
+        environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            command, cwd=copy, env=environment, capture_output=True, text=True, check=False
+        )
+        if done.returncode not in (0, 1):
+            raise SystemExit(f"verify ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
+        rows = json.loads(report.read_text())["verdicts"]
+    if not rows:
+        raise SystemExit(f"verify has no rows\n{done.stdout}\n{done.stderr}")
+    failed = [row for row in rows if not row["passed"]]
+    for row in failed:  # what is printed is what is in the report
+        if row["explanation"] not in done.stdout:
+            raise SystemExit(f"not printed: {row['explanation']}\n{done.stdout}")
+    causes = [cause for row in failed for cause in row["causes"]]
+    return len(failed), len(rows), sorted(set(causes))
 
 
 def apply(file: Path, copy: Path) -> None:

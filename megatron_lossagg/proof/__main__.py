@@ -1,0 +1,26 @@
+"""A rank of a verification: ``python -m megatron_lossagg.proof JOB EVENTS``, under a launcher.
+
+JOB: a file with ``Job.to_json``. EVENTS: a file that rank 0 appends a JSON line an event to.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from megatron_lossagg.proof.job import Event, Job, run_job
+
+
+def main(job: str, events: str) -> None:
+    """Run the job and write its events."""
+    with Path(events).open("a", buffering=1) as file:
+
+        def tell(event: Event) -> None:
+            file.write(json.dumps(event) + "\n")
+
+        run_job(Job.from_json(Path(job).read_text()), tell)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,116 @@
+"""Which aggregations a proof tries, and what the oracle says of each.
+
+Shape suffix: Y = tokens of all rows and a filler, padded (``reference.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.proof import oracle
+from megatron_lossagg.proof.reference import Reference
+from megatron_lossagg.proof.rows import Deal, Row
+
+BETA = 0.3
+"""Weight of a case's second term."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A loss: x = coefficient * y under one aggregation, and y^2 under a second, if any."""
+
+    aggregation: Aggregation
+    second: Aggregation | None = None
+
+    def __str__(self) -> str:
+        """Mode, what differs from its default, and the second term."""
+        name = self.aggregation.mode
+        if not self.aggregation.count_empty:
+            name += ", count_empty=False"
+        return name if self.second is None else f"{name} + {self.second.mode}"
+
+
+CASES: tuple[Case, ...] = (
+    Case(aggregation=Aggregation("token_mean")),
+    Case(aggregation=Aggregation("sample_mean")),
+    Case(aggregation=Aggregation("sample_mean", count_empty=False)),
+    Case(aggregation=Aggregation("prompt_mean")),
+    Case(aggregation=Aggregation("prompt_mean", count_empty=False)),
+    Case(aggregation=Aggregation("constant", divisor=40.0)),
+    Case(aggregation=Aggregation("constant", divisor=40.0, count_empty=False)),
+    Case(aggregation=Aggregation("constant", divisor=40.0), second=Aggregation("token_mean")),
+    Case(aggregation=Aggregation("sample_sum")),
+    Case(aggregation=Aggregation("token_sum", divisor=7.0)),
+    Case(aggregation=Aggregation("microbatch_token_mean")),
+)
+"""Every mode of the table, with both ways to count empty samples, and a sum of two modes."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Expected:
+    """What the oracle says of a step: float64."""
+
+    loss: float
+    slope_Y: Tensor
+    """d loss / d y."""
+    weight_sum: float
+    weight_expected: float
+
+    def gradient(self, reference: Reference) -> dict[str, Tensor]:
+        """Return every parameter's gradient."""
+        return reference.gradient(self.slope_Y)
+
+
+def expected(case: Case, reference: Reference, deal: Deal) -> Expected:
+    """Ask the oracle for a step's loss and its derivative by every token's loss."""
+    y_Y = reference.losses_Y.clone().requires_grad_()
+    rows, spans = reference.rows, reference.spans(1)
+
+    def live(form: Any) -> list[dict[str, Any]]:
+        return [
+            {**as_oracle(row, key), "x": [form(y_Y[at], c) for at, c in tokens]}
+            for row, key, span in zip(rows, deal.keys, spans[:-1], strict=True)
+            for tokens in [list(zip(span, row.coefficient, strict=True))]
+        ]
+
+    linear = live(lambda y, c: c * y)
+    options = oracle_options(case.aggregation, deal.microbatches)
+    loss = oracle.step_loss(case.aggregation.mode, linear, **options)
+    if case.second is not None:
+        second = oracle_options(case.second, deal.microbatches)
+        squares = live(lambda y, c: y * y)
+        loss = loss + BETA * oracle.step_loss(case.second.mode, squares, **second)
+    (slope_Y,) = torch.autograd.grad(loss, y_Y)
+    counted = [{**row, "trained": row["counted"]} for row in linear]
+    return Expected(
+        loss=loss.item(),
+        slope_Y=slope_Y,
+        weight_sum=oracle.weight_sum(case.aggregation.mode, linear, **options),
+        weight_expected=oracle.weight_sum(case.aggregation.mode, counted, **options),
+    )
+
+
+def as_oracle(row: Row, key: tuple[int, int]) -> dict[str, Any]:
+    """Write a row as ``oracle.py`` reads it, without its losses."""
+    return {
+        "counted": row.counted,
+        "trained": row.trained,
+        "sample": row.sample,
+        "prompt": row.prompt,
+        "microbatch": key,
+    }
+
+
+def oracle_options(aggregation: Aggregation, microbatches: Sequence[int]) -> dict[str, Any]:
+    """Write an aggregation as ``oracle.py`` reads it."""
+    return {
+        "divisor": aggregation.divisor,
+        "count_empty": aggregation.count_empty,
+        "microbatches": list(microbatches),
+    }

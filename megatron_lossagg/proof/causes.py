@@ -1,0 +1,412 @@
+"""Known faults of a loss's normalisation, each as the token weights that it would train.
+
+A fault leaves its arithmetic in the gradient: a factor, another denominator, a token that
+weighs what another should. Each cause here predicts, with the oracle and never with the
+package, the weight of every token in the gradient and in the reported loss; the causes
+whose predictions agree with all that was measured are the likely ones.
+
+Shape suffix: Y = tokens of all rows and a filler, padded (``reference.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.proof import oracle
+from megatron_lossagg.proof.cases import BETA, Case, as_oracle, oracle_options
+from megatron_lossagg.proof.parallelism import Parallelism
+from megatron_lossagg.proof.reference import Reference
+from megatron_lossagg.proof.rows import Deal, Row, zigzag
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Facts:
+    """A step as it was dealt and split, and the numbers that faults confuse."""
+
+    reference: Reference
+    deal: Deal
+    parallelism: Parallelism
+    per_token: bool
+
+    @cached_property
+    def spans(self) -> list[range]:
+        """Each row's tokens in Y as this split pads them; the filler's is the last."""
+        return self.reference.spans(self.parallelism.row_multiple)
+
+    @cached_property
+    def num_counted(self) -> list[int]:
+        """n_s of each row."""
+        return [sum(row.counted) for row in self.reference.rows]
+
+    @property
+    def n(self) -> int:
+        """N."""
+        return sum(self.num_counted)
+
+    @property
+    def m(self) -> int:
+        """M, the same on every rank."""
+        return self.deal.microbatches[0]
+
+    @property
+    def idle_rows(self) -> int:
+        """Rows without a counted token."""
+        return self.num_counted.count(0)
+
+    @property
+    def masked(self) -> int:
+        """Ones in the training masks as they are passed, those of fillers included."""
+        fillers = sum(self.deal.microbatches) * self.parallelism.row_multiple
+        return sum(sum(row.trained) for row in self.reference.rows) + fillers
+
+    def samples(self, aggregation: Aggregation) -> int:
+        """B, or V where empty samples leave."""
+        tokens: dict[int, int] = {}
+        for row, n in zip(self.reference.rows, self.num_counted, strict=True):
+            tokens[row.sample] = tokens.get(row.sample, 0) + n
+        return sum(aggregation.count_empty or n > 0 for n in tokens.values())
+
+    def named(
+        self,
+        aggregation: Aggregation,
+        *,
+        only: Sequence[int] | None = None,
+        change: Callable[[int, Row], Row] = lambda index, row: row,
+    ) -> Tensor:
+        """Ask the oracle for every token's weight, float64 ``[Y]``.
+
+        ``only``: as if these rows were the step. ``change``: as if a row were another.
+        """
+        rows = self.reference.rows
+        x_Y = torch.zeros_like(self.reference.losses_Y, requires_grad=True)
+        step = []
+        for index in range(len(rows)) if only is None else only:
+            row = as_oracle(change(index, rows[index]), self.deal.keys[index])
+            step.append({**row, "x": [x_Y[at] for at in self.spans[index][: len(rows[index])]]})
+        options = oracle_options(aggregation, self.deal.microbatches)
+        loss = oracle.step_loss(aggregation.mode, step, **options)
+        if not loss.requires_grad:  # nothing is trained
+            return torch.zeros_like(self.reference.losses_Y)
+        (weight_Y,) = torch.autograd.grad(loss, x_Y)
+        return weight_Y
+
+    def row_weights(self, aggregation: Aggregation) -> list[float]:
+        """w_s of each row; 0 where it has no counted token."""
+        weight_Y = self.named(aggregation, change=lambda _, row: replace(row, trained=row.counted))
+        spans = self.spans[:-1]
+        return [weight_Y[span.start : span.stop].max().item() for span in spans]
+
+    def slope(self, case: Case, first_Y: Tensor, second_Y: Tensor | None) -> Tensor:
+        """d loss / d y of a case whose terms weigh tokens by these weights."""
+        slope_Y = first_Y * self._coefficient_Y
+        if case.second is not None and second_Y is not None:
+            slope_Y = slope_Y + 2 * BETA * second_Y * self.reference.losses_Y
+        return slope_Y
+
+    def loss(self, case: Case, first_Y: Tensor, second_Y: Tensor | None) -> float:
+        """Value of a case whose terms weigh tokens by these weights."""
+        y_Y = self.reference.losses_Y
+        loss = (first_Y * self._coefficient_Y * y_Y).sum()
+        if case.second is not None and second_Y is not None:
+            loss = loss + BETA * (second_Y * y_Y * y_Y).sum()
+        return loss.item()
+
+    @cached_property
+    def _coefficient_Y(self) -> Tensor:
+        coefficient_Y = torch.ones_like(self.reference.losses_Y)  # 1 at padding
+        for row, span in zip(self.reference.rows, self.spans, strict=False):
+            begin = span.start
+            coefficient_Y[begin : begin + len(row)] = torch.tensor(row.coefficient).double()
+        coefficient_Y[self.spans[-1].start :] = 2.0
+        return coefficient_Y
+
+
+Weights = tuple[Tensor, Tensor]
+"""Of every token: in the gradient, in the reported loss; float64 ``[Y]`` each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """A fault: what it is called, what happened, and the weights it would leave."""
+
+    name: str
+    what: str
+    weights: Callable[[Facts, Aggregation], Weights]
+
+    def predict(self, facts: Facts, case: Case) -> tuple[Tensor, float]:
+        """Return d loss / d y of the gradient that would be trained, and the reported loss."""
+        first = self.weights(facts, case.aggregation)
+        second = self.weights(facts, case.second) if case.second else (None, None)
+        return facts.slope(case, first[0], second[0]), facts.loss(case, first[1], second[1])
+
+
+def _factor(
+    average: Callable[[Facts], float],
+    per_token: Callable[[Facts], float],
+    reported: Callable[[Facts], float] = lambda facts: 1.0,
+) -> Callable[[Facts, Aggregation], Weights]:
+    """Weights that are multiples of the named ones: of the gradient by regime, of the report."""
+
+    def weights(facts: Facts, aggregation: Aggregation) -> Weights:
+        named_Y = facts.named(aggregation)
+        factor = per_token(facts) if facts.per_token else average(facts)
+        return factor * named_Y, reported(facts) * named_Y
+
+    return weights
+
+
+def _one(facts: Facts) -> float:
+    return 1.0
+
+
+def _both(weight_Y: Tensor) -> Weights:
+    return weight_Y, weight_Y
+
+
+def _rank_local(facts: Facts, aggregation: Aggregation) -> Weights:
+    gradient_Y = torch.zeros_like(facts.reference.losses_Y)
+    reported_Y = torch.zeros_like(facts.reference.losses_Y)
+    for rank in range(facts.parallelism.dp):
+        mine = facts.deal.of_rank(rank)
+        n = sum(facts.num_counted[index] for index in mine)
+        if not n:
+            continue
+        local_Y = facts.named(aggregation, only=mine)
+        if aggregation.mode == "microbatch_token_mean":
+            local_Y = local_Y * facts.parallelism.dp  # a rank alone is DP = 1
+        reported_Y += local_Y
+        gradient_Y += local_Y * (n / facts.n if facts.per_token else 1.0)
+    return gradient_Y, reported_Y
+
+
+def _phantom_tokens(facts: Facts, aggregation: Aggregation) -> Weights:
+    grown = (facts.n + facts.idle_rows) / facts.n
+    named_Y = facts.named(aggregation)
+    if aggregation.mode == "token_mean":
+        named_Y = named_Y / grown
+    return named_Y * (grown if facts.per_token else 1.0), named_Y
+
+
+def _without_batch(facts: Facts, aggregation: Aggregation) -> Weights:
+    factor = facts.samples(aggregation) if aggregation.mode == "constant" else 1
+    return _both(factor * facts.named(aggregation))
+
+
+def _empty_leave(facts: Facts, aggregation: Aggregation) -> Weights:
+    return _both(facts.named(replace(aggregation, count_empty=False)))
+
+
+def _row_means(facts: Facts, aggregation: Aggregation) -> Weights:
+    named_Y = facts.named(aggregation)
+    if aggregation.mode != "sample_mean":
+        return _both(named_Y)
+    cut_Y = facts.named(
+        replace(aggregation, count_empty=True),
+        change=lambda index, row: replace(row, sample=index),
+    )
+    return _both(cut_Y * (len(facts.reference.rows) / facts.samples(aggregation)))
+
+
+def _training_mask_counts(facts: Facts, aggregation: Aggregation) -> Weights:
+    return _both(facts.named(aggregation, change=lambda _, row: replace(row, counted=row.trained)))
+
+
+def _microbatch_means(facts: Facts, aggregation: Aggregation) -> Weights:
+    return _both(facts.named(Aggregation("microbatch_token_mean")))
+
+
+def _filler(facts: Facts, aggregation: Aggregation) -> Weights:
+    weight_Y = facts.named(aggregation).clone()
+    row_weights = facts.row_weights(aggregation)
+    filler = facts.spans[-1]
+    for rank, m in enumerate(facts.deal.microbatches):
+        mine = facts.deal.of_rank(rank)
+        last = row_weights[mine[-1]] if mine else 0.0
+        weight_Y[filler.start : filler.stop] += m * last
+    return _both(weight_Y)
+
+
+def _mask_held(
+    order: Callable[[Parallelism, int], list[int]],
+) -> Callable[[Facts, Aggregation], Weights]:
+    """Weights where a rank slices its mask by other chunks than its tokens."""
+
+    def weights(facts: Facts, aggregation: Aggregation) -> Weights:
+        cp = facts.parallelism.cp
+        if cp == 1 or facts.parallelism.packing == "local":
+            return _both(facts.named(aggregation))
+        weight_Y = torch.zeros_like(facts.reference.losses_Y)
+        weight_S = facts.row_weights(aggregation)
+        rows = zip(facts.reference.rows, facts.spans[:-1], weight_S, strict=True)
+        for row, span, weight in rows:
+            mask = row.trained + [0] * (len(span) - len(row))
+            size = len(span) // (2 * cp)
+            for rank in range(cp):
+                taken = [
+                    mask[chunk * size + i]
+                    for chunk in order(facts.parallelism, rank)
+                    for i in range(size)
+                ]
+                for at, kept in zip(zigzag([0, len(span)], cp, rank), taken, strict=True):
+                    weight_Y[span[at]] += weight * kept
+        return _both(weight_Y)
+
+    return weights
+
+
+def _swapped(parallelism: Parallelism, rank: int) -> list[int]:
+    chunks = [rank, 2 * parallelism.cp - 1 - rank]
+    return chunks[::-1] if rank == 1 else chunks
+
+
+def _neighbours(parallelism: Parallelism, rank: int) -> list[int]:
+    return [2 * rank, 2 * rank + 1]
+
+
+CAUSES: tuple[Cause, ...] = (
+    Cause(
+        name="times_cp",
+        what="the loss is multiplied by CP once more, and nothing in Megatron takes it back",
+        weights=_factor(lambda f: f.parallelism.cp, lambda f: f.parallelism.cp),
+    ),
+    Cause(
+        name="over_m",
+        what="Megatron's mean over microbatches is not undone (K lacks M)",
+        weights=_factor(lambda f: 1 / f.m, _one, lambda f: 1 / f.m),
+    ),
+    Cause(
+        name="without_cp",
+        what="DDP averages over DP * CP and K undoes DP only",
+        weights=_factor(lambda f: 1 / f.parallelism.cp, _one, lambda f: 1 / f.parallelism.cp),
+    ),
+    Cause(
+        name="without_dp",
+        what="DDP averages over DP * CP and K undoes CP only",
+        weights=_factor(lambda f: 1 / f.parallelism.dp, _one, lambda f: 1 / f.parallelism.dp),
+    ),
+    Cause(
+        name="times_dp",
+        what="a data-parallel mean is undone where the regime has none",
+        weights=_factor(_one, lambda f: f.parallelism.dp),
+    ),
+    Cause(
+        name="num_tokens_on_every_cp_rank",
+        what="every CP rank returns the whole count and Megatron adds them over DP * CP",
+        weights=_factor(_one, lambda f: 1 / f.parallelism.cp),
+    ),
+    Cause(
+        name="num_tokens_of_the_training_mask",
+        what="num_tokens counts the ones of the training masks, fillers too, not the planned N",
+        weights=_factor(_one, lambda f: f.n / f.masked),
+    ),
+    Cause(
+        name="report_without_m",
+        what="the report lacks M: Megatron averages it over microbatches",
+        weights=_factor(_one, _one, lambda f: 1 / f.m),
+    ),
+    Cause(
+        name="schedule_without_m",
+        what="the schedule no longer divides by M (a patched Megatron)",
+        weights=_factor(lambda f: f.m, _one),
+    ),
+    Cause(
+        name="reduced_by_sum",
+        what="gradients are summed over ranks where the regime averages them",
+        weights=_factor(lambda f: f.parallelism.dp_cp, _one),
+    ),
+    Cause(
+        name="reduced_by_mean",
+        what="gradients are averaged over ranks where the regime sums them",
+        weights=_factor(_one, lambda f: 1 / f.parallelism.dp_cp),
+    ),
+    Cause(
+        name="not_divided_by_n",
+        what="finalize_model_grads does not divide by num_tokens",
+        weights=_factor(_one, lambda f: f.n),
+    ),
+    Cause(
+        name="rank_local_counts",
+        what="N, B and P are those of a data-parallel rank, not of the step",
+        weights=_rank_local,
+    ),
+    Cause(
+        name="phantom_token",
+        what="each of z fully masked rows adds a token to N (clamped per sample)",
+        weights=_phantom_tokens,
+    ),
+    Cause(
+        name="constant_without_batch",
+        what="constant divides by L and forgets B",
+        weights=_without_batch,
+    ),
+    Cause(
+        name="empty_samples_leave",
+        what="fully masked samples and prompts leave the count though count_empty is on",
+        weights=_empty_leave,
+    ),
+    Cause(
+        name="mean_of_row_means",
+        what="a sample that was cut into rows is averaged row by row",
+        weights=_row_means,
+    ),
+    Cause(
+        name="training_mask_counts",
+        what="the denominators count the training mask, not the counting mask",
+        weights=_training_mask_counts,
+    ),
+    Cause(
+        name="microbatch_means",
+        what="the mean of microbatch means is trained, whatever mode is named",
+        weights=_microbatch_means,
+    ),
+    Cause(
+        name="filler_weighs",
+        what="a filler's tokens weigh what the rank's last row weighs",
+        weights=_filler,
+    ),
+    Cause(
+        name="chunks_swapped",
+        what="CP rank 1 takes its two zigzag chunks of the mask in the wrong order",
+        weights=_mask_held(_swapped),
+    ),
+    Cause(
+        name="contiguous_chunks",
+        what="a CP rank slices the mask into two neighbouring chunks, its tokens zigzag",
+        weights=_mask_held(_neighbours),
+    ),
+)
+"""Every cause that is recognised by its weights."""
+
+MASKED_LOSSES_REACH = Cause(
+    name="mask_by_multiplication",
+    what="a masked token's inf or NaN reaches the loss (inf * 0 is NaN): replace, do not multiply",
+    weights=lambda facts, aggregation: _both(facts.named(aggregation)),
+)
+"""Recognised by a gradient that is right where masked losses are finite, and not finite else."""
+
+
+def symbols(factor: float, facts: Facts, *, tolerance: float) -> list[str]:
+    """Name a measured factor by the sizes of the step that equal it: ``1/(M DP)``."""
+    sizes = {"M": facts.m, "DP": facts.parallelism.dp, "CP": facts.parallelism.cp}
+    sizes |= {"TP": facts.parallelism.tp, "PP": facts.parallelism.pp}
+    powers: dict[str, float] = {"N": facts.n}
+    names = [name for name, size in sizes.items() if size > 1]
+    for bits in range(1, 2 ** len(names)):
+        chosen = [name for place, name in enumerate(names) if bits >> place & 1]
+        product = 1
+        for name in chosen:
+            product *= sizes[name]
+        powers[" ".join(chosen)] = product
+    found = [name for name, value in powers.items() if abs(factor / value - 1) < tolerance]
+    inverse = [
+        f"1/({name})" if " " in name else f"1/{name}"
+        for name, value in powers.items()
+        if abs(factor * value - 1) < tolerance
+    ]
+    return sorted(found + inverse, key=len)

@@ -1,0 +1,349 @@
+"""The proof's model and batches on the installed Megatron-Core: groups, chunks, schedule.
+
+Stock schedules, ``DistributedDataParallel`` and ``finalize_model_grads``; on a CPU with the
+stand-ins of ``megatron_lossagg.cpu``, which must be installed before this is imported.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import (
+    gather_from_tensor_model_parallel_region,
+    model_parallel_cuda_manual_seed,
+)
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+import megatron_lossagg.cpu as cpu
+from megatron_lossagg.proof.parallelism import ModelShape, Parallelism
+from megatron_lossagg.proof.rows import VOCABULARY, Row, filler_row, zigzag
+
+SEED = 3
+ROW_LENGTH = 32
+"""Length of every row of a bshd batch, and more than any row's."""
+
+
+@contextmanager
+def split_world(parallelism: Parallelism) -> Iterator[None]:
+    """Initialize Megatron's groups and random states; destroy the groups at the end."""
+    instances = {}
+    if parallelism.optimizer_instances > 1:
+        instances = {"num_distributed_optimizer_instances": parallelism.optimizer_instances}
+    experts = {}
+    if parallelism.moe:  # gloo gathers no uneven splits of an expert over TP
+        experts = {"expert_tensor_parallel_size": 1}
+    parallel_state.initialize_model_parallel(
+        parallelism.tp,
+        parallelism.pp,
+        virtual_pipeline_model_parallel_size=parallelism.vpp if parallelism.vpp > 1 else None,
+        context_parallel_size=parallelism.cp,
+        expert_model_parallel_size=parallelism.ep,
+        **experts,
+        **instances,
+    )
+    default = torch.get_default_dtype()
+    try:
+        # finalize_model_grads computes 1 / num_tokens in the default dtype.
+        torch.set_default_dtype(dtype_of(parallelism))
+        model_parallel_cuda_manual_seed(SEED)
+        yield
+    finally:
+        torch.set_default_dtype(default)
+        parallel_state.destroy_model_parallel()
+
+
+def join_world() -> None:
+    """Initialize torch.distributed from the launcher's environment: NCCL with CUDA, else gloo."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("nccl")
+    else:
+        dist.init_process_group("gloo")
+
+
+def dtype_of(parallelism: Parallelism) -> torch.dtype:
+    """Return the dtype of weights and gradients."""
+    return torch.float32 if parallelism.float32 else torch.float64
+
+
+def device() -> torch.device:
+    """Return where the proof runs: this rank's GPU where there is one."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def config_of(parallelism: Parallelism, *, per_token: bool) -> Any:
+    """Build the model's configuration under a split."""
+    dtype = dtype_of(parallelism)
+    more: dict[str, Any] = {}
+    if parallelism.moe:
+        more = {
+            "expert_model_parallel_size": parallelism.ep,
+            "expert_tensor_parallel_size": 1,
+            "moe_aux_loss_coeff": 0.1,
+            "moe_z_loss_coeff": 0.01,
+        }
+    if parallelism.mtp:
+        more |= {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3}
+    if parallelism.recompute:
+        more |= {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    return TransformerConfig(
+        **_shape_options(parallelism.shape, dtype),
+        **more,
+        tensor_model_parallel_size=parallelism.tp,
+        pipeline_model_parallel_size=parallelism.pp,
+        virtual_pipeline_model_parallel_size=parallelism.vpp if parallelism.vpp > 1 else None,
+        context_parallel_size=parallelism.cp,
+        sequence_parallel=parallelism.sequence_parallel,
+        overlap_p2p_comm=parallelism.vpp > 1,
+        batch_p2p_comm=parallelism.vpp == 1,
+        finalize_model_grads_func=finalize_model_grads,
+        calculate_per_token_loss=per_token,
+    )
+
+
+def _shape_options(shape: ModelShape, dtype: torch.dtype) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_heads,
+        "use_cpu_initialization": not torch.cuda.is_available(),
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "init_method_std": 0.2,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": False,
+        "persist_layer_norm": False,
+        "variable_seq_lengths": True,  # rows are packed to uneven lengths; pipeline stages ask
+        "moe_token_dispatcher_type": "alltoall",  # what variable_seq_lengths asks for, dense too
+    }
+    if shape.num_experts:
+        options |= {
+            "num_moe_experts": shape.num_experts,
+            "moe_router_topk": 2,
+            "moe_ffn_hidden_size": 2 * shape.hidden_size,
+            "add_bias_linear": False,
+        }
+    return options
+
+
+def wrapped_chunks(parallelism: Parallelism, config: Any) -> list[Any]:
+    """Build this rank's model chunks in Megatron-Core's DistributedDataParallel."""
+    interleaved = parallelism.vpp > 1
+    models = [
+        _model(config, vp_stage=stage if interleaved else None) for stage in range(parallelism.vpp)
+    ]
+    per_token = config.calculate_per_token_loss
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=parallelism.float32,
+        use_distributed_optimizer=parallelism.distributed_optimizer,
+        num_distributed_optimizer_instances=parallelism.optimizer_instances,
+        # Megatron refuses an average in the collective in the per-token regime.
+        average_in_collective=parallelism.average_in_collective and not per_token,
+        overlap_grad_reduce=parallelism.overlap_grad_reduce,
+    )
+    chunks = [DistributedDataParallel(config, ddp, model) for model in models]
+    if parallelism.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = no_sync if interleaved else no_sync[0]
+    return chunks
+
+
+def _model(config: Any, *, vp_stage: int | None) -> Any:
+    at = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+    mtp = cpu.gpt_mtp_spec(config, vp_stage=vp_stage) if config.mtp_num_layers else None
+    model = GPTModel(
+        config,
+        cpu.gpt_layer_spec(config, vp_stage=vp_stage),
+        mtp_block_spec=mtp,
+        vocab_size=VOCABULARY,
+        max_sequence_length=4 * ROW_LENGTH,
+        pre_process=parallel_state.is_pipeline_first_stage(**at),
+        post_process=parallel_state.is_pipeline_last_stage(**at),
+        parallel_output=True,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+        vp_stage=vp_stage,
+    ).to(device())
+    cpu.initialize_weights([model], seed=SEED)
+    return model
+
+
+def reference_model(shape: ModelShape) -> Any:
+    """Build the same model whole, on one process, with Megatron's own attention."""
+    config = TransformerConfig(**_shape_options(shape, torch.float64))
+    model = GPTModel(
+        config,
+        get_gpt_decoder_block_spec(config, use_transformer_engine=False),
+        vocab_size=VOCABULARY,
+        max_sequence_length=4 * ROW_LENGTH,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+    )
+    cpu.initialize_weights([model], seed=SEED)
+    return model
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """One microbatch: rows and, last, a filler whose mask is 1; tokens sliced for this rank."""
+
+    rows: list[int]
+    """Positions of the rows among this rank's, -1 for the filler."""
+    offsets: Tensor
+    """int32 ``[segments + 1]`` on the CPU: padded, before slicing."""
+    mask: Tensor
+    """int64, before slicing."""
+    mask_here: Tensor
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    coefficient: Tensor
+    """Flat, in this rank's order; 1 at padding."""
+    packed: Any
+
+
+def pack(rows: Sequence[Row], indices: Sequence[int], parallelism: Parallelism) -> Batch:
+    """Pack some of this rank's rows and a filler, padded, sliced for this rank."""
+    multiple = parallelism.row_multiple
+    bshd = parallelism.packing == "bshd"
+    tokens: list[int] = []
+    labels: list[int] = []
+    positions: list[int] = []
+    mask: list[int] = []
+    coefficient: list[float] = []
+    offsets = [0]
+    for row in [*(rows[index] for index in indices), filler_row(multiple)]:
+        goal = (
+            -(-ROW_LENGTH // multiple) * multiple if bshd else -(-len(row) // multiple) * multiple
+        )
+        fill = goal - len(row)
+        tokens += row.tokens + [0] * fill
+        labels += row.labels + [0] * fill
+        mask += row.trained + [0] * fill
+        coefficient += row.coefficient + [1.0] * fill
+        positions += range(goal)
+        offsets.append(len(tokens))
+    cp_rank = parallel_state.get_context_parallel_rank()
+    here = zigzag(offsets, parallelism.cp, cp_rank)
+    shape = (len(offsets) - 1, -1) if bshd else (1, -1)
+    to = device()
+    return Batch(
+        rows=[*indices, -1],
+        offsets=torch.tensor(offsets, dtype=torch.int32),
+        mask=torch.tensor(mask),
+        mask_here=torch.tensor(mask)[here],
+        tokens=torch.tensor(tokens)[here].view(shape).to(to),
+        labels=torch.tensor(labels)[here].view(shape).to(to),
+        positions=torch.tensor(positions)[here].view(shape).to(to),
+        coefficient=torch.tensor(coefficient, dtype=dtype_of(parallelism))[here].to(to),
+        packed=None if bshd else _packed_at(offsets),
+    )
+
+
+def _packed_at(offsets: Sequence[int]) -> Any:
+    at = torch.tensor(offsets, dtype=torch.int32, device=device())
+    longest = max(end - begin for begin, end in pairwise(offsets))
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=at,
+        cu_seqlens_kv=at,
+        cu_seqlens_q_padded=at,
+        cu_seqlens_kv_padded=at,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def forward(model: Any, batch: Batch, parallelism: Parallelism) -> Tensor:
+    """Run one microbatch through this stage: logits, or token losses by Megatron in float32."""
+    options: dict[str, Any] = {"packed_seq_params": batch.packed}
+    if parallelism.float32:
+        options["labels"] = batch.labels
+    if parallelism.mtp:
+        mask = batch.mask_here.view_as(batch.labels).to(device(), torch.get_default_dtype())
+        options["loss_mask"] = mask
+    output: Tensor = model(batch.tokens, batch.positions, None, **options)
+    return output
+
+
+def token_losses(output: Tensor, batch: Batch, parallelism: Parallelism) -> Tensor:
+    """Return the last stage's negative log-probabilities, flat in this rank's order."""
+    if parallelism.float32:
+        return output.reshape(-1)
+    if parallelism.tp > 1:
+        output = gather_from_tensor_model_parallel_region(output)
+    picked = batch.labels.reshape(-1, 1)
+    log_probability = torch.log_softmax(output.reshape(-1, output.size(-1)), dim=-1)
+    return -log_probability.gather(1, picked).squeeze(1)
+
+
+def run_schedule(
+    forward_step: Callable[..., Any],
+    chunks: Sequence[Any],
+    batches: Sequence[Batch],
+    *,
+    forward_only: bool = False,
+) -> list[dict[str, Tensor]]:
+    """Zero the gradients and run Megatron's schedule, one batch a microbatch."""
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    iterators = [iter(batches) for _ in chunks]
+    reports: list[dict[str, Tensor]] = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=list(chunks),
+        num_microbatches=len(batches),
+        seq_length=ROW_LENGTH,
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+    return reports
+
+
+def reported(reports: Sequence[dict[str, Tensor]], name: str) -> float:
+    """Reduce a reported value as Megatron-LM's train_step does; last pipeline stage only."""
+    total = torch.stack([report[name].double() for report in reports]).sum(0)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    dist.all_reduce(total, group=group)
+    return float(total[0] / total[1])
+
+
+def gather_gradients(chunks: Sequence[Any]) -> None:
+    """Bring together what a distributed optimizer's reduce-scatter left on each rank."""
+    for chunk in chunks:
+        for bucket_group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            group = bucket_group.intra_distributed_optimizer_instance_group
+            size, rank = dist.get_world_size(group), dist.get_rank(group)
+            for bucket in bucket_group.buckets:
+                pieces = bucket.grad_data.view(size, -1)
+                mine = pieces[rank].clone()
+                pieces.fill_(torch.nan)
+                dist.all_gather(list(pieces), mine, group=group)

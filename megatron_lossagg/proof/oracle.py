@@ -1,0 +1,111 @@
+"""Every mode as its paper writes it: float64 loops over tokens, and nothing of the package.
+
+A step is a list of rows; a row is a dict with
+
+    x           list of 0-dim float64 tensors, one a token
+    counted     list of 0/1, the counting mask
+    trained     list of 0/1, the training mask
+    sample, prompt    ids
+    microbatch  (data-parallel rank, index on that rank)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Row = dict[str, Any]
+
+
+def step_loss(
+    mode: str,
+    rows: Sequence[Row],
+    *,
+    divisor: float | None = None,
+    count_empty: bool = True,
+    microbatches: Sequence[int] | None = None,
+) -> Tensor:
+    """The step's loss under a mode; ``microbatches``: M of each data-parallel rank."""
+    if mode == "token_mean":  # DAPO, arXiv 2503.14476, eq. 8
+        return _over(_sum(rows), _tokens(rows))
+    if mode == "sample_mean":  # GRPO, arXiv 2402.03300, eq. 3
+        groups = _kept(_groups(rows, "sample"), count_empty)
+        return _over(_total(_over(_sum(g), _tokens(g)) for g in groups), len(groups))
+    if mode == "prompt_mean":  # ScaleRL, arXiv 2510.13786, prompt average
+        groups = _kept(_groups(rows, "prompt"), count_empty)
+        return _over(_total(_over(_sum(g), _tokens(g)) for g in groups), len(groups))
+    if mode == "constant":  # Dr. GRPO, arXiv 2503.20783, listing of masked_mean
+        groups = _kept(_groups(rows, "sample"), count_empty)
+        assert divisor is not None
+        return _over(_total(_sum(g) / divisor for g in groups), len(groups))
+    if mode == "sample_sum":
+        groups = _kept(_groups(rows, "sample"), count_empty)
+        return _over(_total(_sum(g) for g in groups), len(groups))
+    if mode == "token_sum":
+        return _sum(rows) / (1 if divisor is None else divisor)
+    if mode == "microbatch_token_mean":
+        assert microbatches is not None
+        ranks = []
+        for rank, m in enumerate(microbatches):
+            means = []
+            for index in range(m):
+                here = [row for row in rows if row["microbatch"] == (rank, index)]
+                means.append(_over(_sum(here), _tokens(here)))
+            ranks.append(_total(means) / m)
+        return _total(ranks) / len(microbatches)
+    raise KeyError(mode)
+
+
+def weight_sum(
+    mode: str,
+    rows: Sequence[Row],
+    *,
+    divisor: float | None = None,
+    count_empty: bool = True,
+    microbatches: Sequence[int] | None = None,
+) -> float:
+    """The loss of per-token losses that are all 1: what the gauge should read."""
+    ones = [{**row, "x": [torch.ones((), dtype=torch.float64)] * len(row["x"])} for row in rows]
+    loss = step_loss(
+        mode, ones, divisor=divisor, count_empty=count_empty, microbatches=microbatches
+    )
+    return float(loss)
+
+
+def _sum(rows: Sequence[Row]) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64)
+    for row in rows:
+        for x, m in zip(row["x"], row["trained"], strict=True):
+            if m == 1:
+                total = total + x
+    return total
+
+
+def _tokens(rows: Sequence[Row]) -> float:
+    return math.fsum(m for row in rows for m in row["counted"])
+
+
+def _groups(rows: Sequence[Row], key: str) -> list[list[Row]]:
+    groups: dict[int, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row[key], []).append(row)
+    return list(groups.values())
+
+
+def _kept(groups: list[list[Row]], count_empty: bool) -> list[list[Row]]:
+    return [group for group in groups if count_empty or _tokens(group) > 0]
+
+
+def _over(total: Tensor, count: float) -> Tensor:
+    return total / count if count else total * 0
+
+
+def _total(values: Iterable[Tensor]) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64)
+    for value in values:
+        total = total + value
+    return total

@@ -1,0 +1,192 @@
+"""How a proof splits its step: parallel sizes and Megatron options, one frozen value each."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from megatron_lossagg.errors import ProofError
+
+_HEAD_SIZE = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """What decides the proof model's weights: two equal shapes have one reference.
+
+    A multi-token-prediction layer stands beside the main loss and is not part of it.
+    """
+
+    num_layers: int
+    num_heads: int
+    num_experts: int
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the model."""
+        return self.num_heads * _HEAD_SIZE
+
+    @property
+    def name(self) -> str:
+        """A file name's worth of it."""
+        experts = f"-moe{self.num_experts}" if self.num_experts else ""
+        return f"{self.num_layers}x{self.hidden_size}{experts}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallelism:
+    """Parallel sizes, microbatches and Megatron options of one proof.
+
+    Raises :class:`ProofError` where the sizes contradict each other.
+    """
+
+    dp: int = 1
+    """Data-parallel size without CP."""
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    """Model chunks a pipeline stage; above 1 the pipeline is interleaved."""
+    cp: int = 1
+    ep: int = 1
+    """Expert-parallel size, over DP * CP * TP; above 1 the model has experts."""
+    microbatches: int | tuple[int, ...] = 3
+    """M, or M of each data-parallel rank; reported values assume one M."""
+    packing: str = "thd"
+    """``thd`` (packed), ``bshd`` (one row a batch entry) or ``local`` (sliced by the host)."""
+    moe: bool = False
+    """Experts, with router and z losses beside the main loss."""
+    mtp: bool = False
+    """A multi-token-prediction layer with a loss of its own."""
+    float32: bool = False
+    """Weights in float32 and Megatron's own cross entropy; float64 log-probabilities if not."""
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = False
+    optimizer_instances: int = 1
+    average_in_collective: bool = False
+    """In the average regime; Megatron refuses it in the per-token regime."""
+    overlap_grad_reduce: bool = False
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "tp", "pp", "vpp", "cp", "ep", "optimizer_instances"):
+            if getattr(self, name) < 1:
+                raise ProofError(f"{name} is at least 1, got {getattr(self, name)}")
+        if len(self.m_of_ranks) != self.dp or min(self.m_of_ranks) < 1:
+            raise ProofError(
+                f"microbatches is at least 1, one number or one for each of {self.dp} "
+                f"data-parallel ranks, got {self.microbatches}"
+            )
+        self._check_options()
+
+    def _check_options(self) -> None:
+        if self.packing not in ("thd", "bshd", "local"):
+            raise ProofError(f"packing is thd, bshd or local, got {self.packing!r}")
+        if self.vpp > 1 and self.pp == 1:
+            raise ProofError(f"vpp {self.vpp} needs pp above 1: an interleaved pipeline has stages")
+        if self.vpp > 1 and any(m % self.pp for m in self.m_of_ranks):
+            raise ProofError(
+                f"an interleaved pipeline runs a multiple of pp {self.pp} microbatches, got "
+                f"{self.microbatches}: change --microbatches"
+            )
+        if self.ep > 1 and not self.moe:
+            raise ProofError(f"ep {self.ep} needs experts: add --moe")
+        if (self.dp * self.cp * self.tp) % self.ep:
+            raise ProofError(
+                f"ep {self.ep} does not divide dp * cp * tp = {self.dp * self.cp * self.tp}"
+            )
+        if self.optimizer_instances > 1 and not self.distributed_optimizer:
+            raise ProofError("several optimizer instances need --distributed-optimizer")
+        if (self.dp * self.cp) % self.optimizer_instances:
+            raise ProofError(
+                f"{self.optimizer_instances} optimizer instances do not divide dp * cp = "
+                f"{self.dp * self.cp}"
+            )
+        if self.mtp and not self.float32:
+            raise ProofError(
+                "a multi-token-prediction model takes its labels to Megatron's cross entropy, "
+                "which is float32: add --float32"
+            )
+        if self.packing == "local" and self.mtp:
+            raise ProofError("mtp is proven with packing thd or bshd")
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def m_of_ranks(self) -> list[int]:
+        """M of each data-parallel rank."""
+        m = self.microbatches
+        return [m] * self.dp if isinstance(m, int) else list(m)
+
+    @property
+    def one_m(self) -> bool:
+        """Whether M is the same on every rank."""
+        return len(set(self.m_of_ranks)) == 1
+
+    @property
+    def dp_cp(self) -> int:
+        """Number of ranks whose gradients are reduced together."""
+        return self.dp * self.cp
+
+    @property
+    def shape(self) -> ModelShape:
+        """The smallest model that this split divides, at least four layers and four heads."""
+        stages = self.pp * self.vpp
+        return ModelShape(
+            num_layers=stages * math.ceil(4 / stages),
+            num_heads=math.lcm(4, self.tp),
+            num_experts=math.lcm(4, self.ep) if self.moe else 0,
+        )
+
+    @property
+    def row_multiple(self) -> int:
+        """What a row's length is padded to a multiple of: 2 CP, times TP under SP."""
+        return 2 * self.cp * (self.tp if self.sequence_parallel else 1)
+
+    @property
+    def tolerance(self) -> float:
+        """Largest relative error that passes: rounding of the least precise part, and a margin."""
+        if self.float32:
+            return 1e-5
+        return 1e-6 if self.moe else 1e-12  # Megatron's routers compute in float32
+
+    def __str__(self) -> str:
+        """Sizes above 1, then options."""
+        names = ("dp", "tp", "pp", "vpp", "cp", "ep")
+        sizes = [f"{n.upper()} {getattr(self, n)}" for n in names if getattr(self, n) > 1]
+        flags = {
+            "moe": "MoE",
+            "mtp": "MTP",
+            "float32": "float32",
+            "sequence_parallel": "sequence parallel",
+            "distributed_optimizer": "distributed optimizer",
+            "average_in_collective": "average in collective",
+            "overlap_grad_reduce": "overlap grad reduce",
+            "recompute": "recompute",
+        }
+        options = [text for name, text in flags.items() if getattr(self, name)]
+        if self.optimizer_instances > 1:
+            options.append(f"{self.optimizer_instances} instances")
+        if self.packing != "thd":
+            options.append(self.packing)
+        m = "+".join(map(str, self.m_of_ranks if not self.one_m else self.m_of_ranks[:1]))
+        return ", ".join([" x ".join(sizes or ["DP 1"]), f"M {m}", *options])
+
+
+def standard(*, moe: bool = False) -> list[Parallelism]:
+    """The layouts that ``lossagg verify`` runs by default: each split once, on four ranks."""
+    layouts = [
+        Parallelism(dp=4, microbatches=3),
+        Parallelism(dp=2, cp=2, microbatches=3),
+        Parallelism(cp=4, microbatches=5),
+        Parallelism(cp=2, pp=2, microbatches=3),
+        Parallelism(dp=2, tp=2, sequence_parallel=True, microbatches=3),
+        Parallelism(dp=2, pp=2, vpp=2, microbatches=4),
+        Parallelism(dp=2, cp=2, microbatches=3, distributed_optimizer=True),
+    ]
+    if moe:
+        layouts = [replace(layout, moe=True) for layout in layouts]
+        layouts.append(Parallelism(dp=2, cp=2, ep=2, moe=True, microbatches=3))
+    return layouts

@@ -1,0 +1,369 @@
+"""Train one step of every case under a split and compare it with the oracle's.
+
+Called on every rank. Shape suffixes: Y = tokens of all rows and a filler, padded; H =
+hypotheses, each the slopes d loss / d y of a gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+import megatron_lossagg.cpu as cpu
+from megatron_lossagg import Layout, MegatronContract, Sequences, StepPlan, plan_step
+from megatron_lossagg.errors import ProofError, ReducerError
+from megatron_lossagg.proof import model as megatron
+from megatron_lossagg.proof.cases import BETA, Case, Expected, expected
+from megatron_lossagg.proof.causes import CAUSES, MASKED_LOSSES_REACH, Facts, symbols
+from megatron_lossagg.proof.job import REGIMES
+from megatron_lossagg.proof.parallelism import Parallelism
+from megatron_lossagg.proof.reference import Reference
+from megatron_lossagg.proof.rows import deal
+
+GAUGE_TOLERANCE = 1e-6  # the gauge is kept in float32
+
+
+@dataclass(kw_only=True)
+class Verdict:
+    """One case under one split and regime: what was measured, and whether it is the loss named."""
+
+    layout: str
+    case: str
+    regime: str
+    k: int
+    """What the package multiplies shares by in this regime and split."""
+    gradient_error: float
+    """Largest over all parameters of norm(g - g_oracle) / norm(g_oracle)."""
+    loss_error: float | None
+    """Relative error of the reported loss, of training and of a forward-only call; None where
+    ranks have different M, as reported values assume one."""
+    gauge_error: float | None
+    """Relative error of ``lossagg/weight_sum`` and ``lossagg/weight_expected``; None likewise."""
+    measured_factor: float
+    """The gradient's multiple of the oracle's, by projection; 1 is wanted."""
+    tolerance: float
+    causes: list[str] = field(default_factory=list)
+    """Where it failed: names of the causes that explain all rows of this layout."""
+    explanation: str = ""
+    """Where it failed: the likely cause in words, or what was measured."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether gradient, loss and gauge are the named loss's."""
+        right = self.gradient_error < self.tolerance and self.loss_is_right
+        return right and (self.gauge_error is None or self.gauge_error < GAUGE_TOLERANCE)
+
+    @property
+    def loss_is_right(self) -> bool:
+        """Whether the reported loss is the named one, where it is defined."""
+        return self.loss_error is None or self.loss_error < self.tolerance
+
+
+@dataclass(kw_only=True, eq=False)
+class _Measured:
+    """One step's outcome on this rank."""
+
+    gradients: list[tuple[Any, Tensor]]
+    """(shard, gradient), of the main loss alone."""
+    values: dict[str, float]
+    """Reported values, the same on every rank; NaN or inf as they came."""
+
+
+class Run:
+    """The cases of one split in one regime: model, contract and data, ready to step."""
+
+    def __init__(self, parallelism: Parallelism, reference: Reference, *, per_token: bool) -> None:
+        self.parallelism = parallelism
+        self.reference = reference
+        config = megatron.config_of(parallelism, per_token=per_token)
+        self.chunks = megatron.wrapped_chunks(parallelism, config)
+        # The step measures what the probe would, and goes on to say which row fails and why.
+        self.contract = MegatronContract.read(self.chunks, probe=False)
+        self.facts = Facts(
+            reference=reference,
+            deal=deal(reference.rows, parallelism.m_of_ranks),
+            parallelism=parallelism,
+            per_token=per_token,
+        )
+        rank = dist.get_rank(self.contract.dp_group)
+        self.num_microbatches = parallelism.m_of_ranks[rank]
+        self._mine = self.facts.deal.of_rank(rank)
+        rows = reference.rows
+        self._rows = [rows[index] for index in self._mine]
+        self._numbers = [self.facts.deal.keys[index][1] for index in self._mine]
+        self.batches = [
+            megatron.pack(
+                self._rows,
+                [place for place, number in enumerate(self._numbers) if number == microbatch],
+                parallelism,
+            )
+            for microbatch in range(self.num_microbatches)
+        ]
+        self._side: list[Tensor] | None = None
+
+    @property
+    def factor(self) -> int:
+        """K of this split and step."""
+        if self.facts.per_token:
+            return self.facts.n
+        return self.num_microbatches * self.contract.dp_cp_size
+
+    def train(self, case: Case, *, poison: bool = True) -> _Measured:
+        """Run one step; the gradient of the main loss and what was reported."""
+        values = self._step(case, poison=poison)
+        return _Measured(gradients=self._main_gradients(case), values=values)
+
+    def evaluate(self, case: Case) -> float:
+        """Run a forward-only step; the reported loss."""
+        with torch.no_grad():
+            return self._step(case, forward_only=True)["loss"]
+
+    def _main_gradients(self, case: Case) -> list[tuple[Any, Tensor]]:
+        totals = self._gradients()
+        if not (self.parallelism.moe or self.parallelism.mtp):
+            return totals
+        if self._side is None:  # the same for every case: it sees rows and M, no weights
+            self._step(case, main=0.0)
+            self._side = [gradient for _, gradient in self._gradients()]
+        pairs = zip(totals, self._side, strict=True)
+        return [(shard, total - side) for (shard, total), side in pairs]
+
+    def _gradients(self) -> list[tuple[Any, Tensor]]:
+        if self.parallelism.distributed_optimizer:
+            megatron.gather_gradients(self.chunks)
+        gradients = []
+        for shard in cpu.named_shards(self.chunks):
+            main_grad = shard.parameter.main_grad  # type: ignore[attr-defined]
+            # A copy: the next schedule call zeroes the buffer.
+            gradients.append((shard, main_grad.to("cpu", torch.float64, copy=True)))
+        return gradients
+
+    def _step(
+        self, case: Case, *, poison: bool = True, main: float = 1.0, forward_only: bool = False
+    ) -> dict[str, float]:
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        if last:  # the stages without labels need no plan
+            plan = self._plan(case)
+            step = self.contract.step(
+                plan, num_microbatches=self.num_microbatches, forward_only=forward_only
+            )
+
+        def forward_step(iterator: Any, chunk: Any) -> Any:
+            batch = next(iterator)
+            output = megatron.forward(chunk, batch, self.parallelism)
+
+            def loss_func(output: Tensor) -> Any:
+                y = megatron.token_losses(output, batch, self.parallelism)
+                if poison:  # what stands at a masked position must not matter
+                    y = y.masked_fill(batch.mask_here.to(y.device) == 0, torch.inf)
+                mask = batch.mask_here if self.parallelism.packing == "local" else batch.mask
+                reducer = plan.reducer(batch.rows, mask, self._layout(batch))
+                try:
+                    share = reducer(y * batch.coefficient)
+                    if case.second is not None:
+                        share = share + BETA * reducer.under(case.second)(y.square())
+                except ReducerError:  # a masked loss got through: a failed row, not the end
+                    share = (y * torch.nan).sum()
+                return step.returns(share * main, reducer, report={"loss": share})
+
+            return output, loss_func
+
+        reports = megatron.run_schedule(
+            forward_step, self.chunks, self.batches, forward_only=forward_only
+        )
+        values = torch.full((3,), -torch.inf, dtype=torch.float64)
+        if last:
+            step.close()
+            names = ("loss", "lossagg/weight_sum", "lossagg/weight_expected")
+            values = torch.tensor([megatron.reported(reports, n) for n in names]).double()
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, values.tolist())
+        told = next(v for v in reversed(every) if v[0] != -math.inf)
+        return dict(zip(("loss", "weight_sum", "weight_expected"), told, strict=True))
+
+    def _plan(self, case: Case) -> StepPlan:
+        sequences = Sequences(
+            active_tokens=[sum(row.counted) for row in self._rows],
+            sample=[row.sample for row in self._rows],
+            prompt=[row.prompt for row in self._rows],
+            microbatch=self._numbers,
+            num_microbatches=self.num_microbatches,
+        )
+        return plan_step(case.aggregation, sequences, group=self.contract.dp_group)
+
+    def _layout(self, batch: megatron.Batch) -> Layout:
+        place = {"cp_size": self.contract.cp_size, "cp_rank": self.contract.cp_rank}
+        if self.parallelism.packing == "bshd":
+            return Layout.bshd_zigzag(len(batch.rows), int(batch.offsets[1]), **place)
+        if self.parallelism.packing == "local":
+            return Layout.local(batch.offsets.diff() // self.contract.cp_size, **place)
+        return self.contract.thd(batch.offsets)
+
+    def errors(self, measured: _Measured, slopes_HY: Tensor) -> list[float]:
+        """Return each hypothesis's largest relative error over all parameters and ranks."""
+        every_HP = slopes_HY @ self.reference.gradients_YP
+        whole = every_HP.norm(dim=1)
+        errors_H = torch.zeros(len(slopes_HY), dtype=torch.float64)
+        for shard, gradient in measured.gradients:
+            if shard.name in self.reference.parameters:
+                wanted = self.reference.of_parameter(every_HP, shard.name)
+                norms = wanted.flatten(1).norm(dim=1)
+                cut = torch.stack([shard.cut(one) for one in wanted])
+            else:  # a multi-token-prediction layer: the main loss does not reach it
+                norms, cut = whole, torch.zeros(len(whole), *gradient.shape).double()
+            error_H = (gradient - cut).flatten(1).norm(dim=1) / norms.clamp_min(1e-300)
+            errors_H = torch.maximum(errors_H, error_H.nan_to_num(nan=math.inf))
+        return _maximum(errors_H)
+
+    def factor_of(self, measured: _Measured, slope_Y: Tensor) -> float:
+        """Project the gradient on the one wanted; 1 where they are equal."""
+        wanted = self.reference.gradient(slope_Y)
+        products = torch.zeros(2, dtype=torch.float64)
+        for shard, gradient in measured.gradients:
+            if shard.name in wanted:
+                cut = shard.cut(wanted[shard.name])
+                products += torch.stack([(gradient * cut).sum(), (cut * cut).sum()])
+        products = products.to(megatron.device())
+        dist.all_reduce(products)
+        return float(products[0] / products[1])
+
+    def check_every_parameter_is_compared(self) -> None:
+        """Raise :class:`ProofError` where a parameter of the model lies on no rank."""
+        names = [shard.name for shard in cpu.named_shards(self.chunks)]
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, names)
+        missing = set(self.reference.parameters) - set(chain(*every))
+        if missing:
+            raise ProofError(f"parameters on no rank: {sorted(missing)}")
+
+
+def _maximum(errors_H: Tensor) -> list[float]:
+    errors_H = errors_H.to(megatron.device())
+    dist.all_reduce(errors_H, op=dist.ReduceOp.MAX)
+    return [float(error) for error in errors_H]
+
+
+def _relative(got: float, want: float) -> float:
+    return abs(got - want) / max(abs(want), 1e-30) if math.isfinite(got) else math.inf
+
+
+def prove(
+    parallelism: Parallelism,
+    cases: Sequence[Case],
+    reference: Reference,
+    *,
+    regimes: Sequence[str] = REGIMES,
+    progress: Callable[[Verdict], None] = lambda verdict: None,
+) -> Iterator[Verdict]:
+    """Run every case of a split in both regimes; all ranks get the same verdicts.
+
+    The failed ones of a split are explained together, after its last case: a cause has to
+    agree with every row of it.
+    """
+    done: list[tuple[Run, Case, Expected, Verdict]] = []
+    with megatron.split_world(parallelism):
+        for regime in regimes:
+            run = Run(parallelism, reference, per_token=regime == "per-token")
+            run.check_every_parameter_is_compared()
+            for case in cases:
+                wanted = expected(case, reference, run.facts.deal)
+                verdict = _verdict(run, case, wanted)
+                progress(verdict)
+                done.append((run, case, wanted, verdict))
+        _explain(done)
+        del run
+    yield from (verdict for *_, verdict in done)
+
+
+def _verdict(run: Run, case: Case, wanted: Expected) -> Verdict:
+    measured = run.train(case)
+    (gradient_error,) = run.errors(measured, wanted.slope_Y[None])
+    factor = run.factor_of(measured, wanted.slope_Y)
+    loss_error = gauge_error = None
+    if run.parallelism.one_m:
+        got = measured.values
+        losses = (got["loss"], run.evaluate(case))
+        loss_error = max(_relative(loss, wanted.loss) for loss in losses)
+        gauge_error = max(
+            _relative(got["weight_sum"], wanted.weight_sum),
+            _relative(got["weight_expected"], wanted.weight_expected),
+        )
+    return Verdict(
+        layout=str(run.parallelism),
+        case=str(case),
+        regime=run.contract.regime,
+        k=run.factor,
+        gradient_error=gradient_error,
+        loss_error=loss_error,
+        gauge_error=gauge_error,
+        measured_factor=factor,
+        tolerance=run.parallelism.tolerance,
+    )
+
+
+def _explain(done: Sequence[tuple[Run, Case, Expected, Verdict]]) -> None:
+    """Name, for the failed verdicts, the causes that agree with every verdict of the split."""
+    if all(verdict.passed for *_, verdict in done):
+        return
+    likely = {cause.name: cause for cause in CAUSES}
+    only_poison = True
+    for run, case, wanted, verdict in done:
+        tolerance = 100 * verdict.tolerance
+        predicted = {name: cause.predict(run.facts, case) for name, cause in likely.items()}
+        if verdict.passed:
+            errors = _distances(run, wanted, [slope for slope, _ in predicted.values()])
+            loss = wanted.loss
+        else:
+            measured = run.train(case, poison=False)
+            slopes = [wanted.slope_Y, *(slope for slope, _ in predicted.values())]
+            right, *errors = run.errors(measured, torch.stack(slopes))
+            loss = measured.values["loss"]
+            is_right = max(right, _relative(loss, wanted.loss)) < verdict.tolerance
+            only_poison = only_poison and is_right
+            verdict.measured_factor = run.factor_of(measured, wanted.slope_Y)
+            verdict.explanation = _measured_in_words(run, verdict, loss / wanted.loss)
+        likely = {
+            name: cause
+            for (name, cause), error in zip(likely.items(), errors, strict=True)
+            if error < tolerance
+            and (verdict.loss_error is None or _relative(loss, predicted[name][1]) < tolerance)
+        }
+    if only_poison:
+        likely = {MASKED_LOSSES_REACH.name: MASKED_LOSSES_REACH}
+    for *_, verdict in done:
+        if not verdict.passed:
+            verdict.causes = list(likely)
+            why = "; or: ".join(cause.what for cause in likely.values())
+            verdict.explanation += ": " + (why or "no known cause explains every row of the layout")
+
+
+def _distances(run: Run, wanted: Expected, slopes: Sequence[Tensor]) -> list[float]:
+    """Return how far each predicted gradient is from the oracle's, as ``Run.errors`` measures."""
+    if not slopes:
+        return []
+    gradient_P = wanted.slope_Y @ run.reference.gradients_YP
+    others_HP = torch.stack(list(slopes)) @ run.reference.gradients_YP
+    return [float(e) for e in (others_HP - gradient_P).norm(dim=1) / gradient_P.norm()]
+
+
+def _measured_in_words(run: Run, verdict: Verdict, loss_factor: float) -> str:
+    tolerance = 100 * verdict.tolerance
+
+    def told(what: str, factor: float) -> str:
+        named = symbols(factor, run.facts, tolerance=tolerance) if math.isfinite(factor) else []
+        return f"{what} measured {' = '.join([f'{factor:.12g}', *named])}, wanted 1"
+
+    parts = []
+    if verdict.gradient_error >= verdict.tolerance:
+        parts.append(told("gradient", verdict.measured_factor))
+    if not verdict.loss_is_right:
+        parts.append(told("reported loss", loss_factor))
+    return "; ".join(parts or ["the gauge is not the oracle's"])

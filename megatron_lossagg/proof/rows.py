@@ -1,0 +1,136 @@
+"""The step that every proof trains on: uneven rows with each degenerate case, and their deal.
+
+Nothing of the package is used here: the same rows go through Megatron and through the oracle.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count, pairwise
+
+VOCABULARY = 32
+"""Token ids are below it."""
+
+LENGTHS = (9, 4, 17, 1, 12, 3, 8, 25, 6, 7, 2, 11, 5, 10)
+"""Tokens of each row: longer and shorter than 2 CP, and one of a single token."""
+
+# Sample 2 is cut into rows 2 and 3, sample 9 into rows 9 and 13 (far apart); prompts 0 and 1
+# are dealt over ranks and microbatches.
+_SAMPLE = (0, 1, 2, 2, 4, 5, 6, 7, 8, 9, 10, 11, 12, 9)
+_PROMPT_OF_SAMPLE = {0: 0, 1: 1, 2: 0, 4: 1, 5: 2, 6: 0, 7: 1, 8: 2, 9: 3, 10: 3, 11: 0, 12: 1}
+_MASKED_ALONE = (4, 6)  # fully masked: one alone in its sample, in a live prompt
+_MASKED_PROMPT = (5, 8)  # a prompt without any active token
+_NOTHING_TRAINED = (11,)  # counted, but nothing is left to train
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One training sequence; token t predicts ``labels[t]``."""
+
+    tokens: list[int]
+    labels: list[int]
+    coefficient: list[float]
+    """A factor of each token's loss, as an advantage or an importance ratio."""
+    counted: list[int]
+    """The counting mask."""
+    trained: list[int]
+    """The training mask: the counting mask, narrowed as by rejection sampling."""
+    sample: int
+    prompt: int
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def make_rows(copies: int = 1, *, seed: int = 7) -> list[Row]:
+    """Fourteen rows with every degenerate case, ``copies`` times with other tokens and ids."""
+    rng = random.Random(seed)
+    return [_row(rng, index, copy) for copy in range(copies) for index in range(len(LENGTHS))]
+
+
+def _row(rng: random.Random, index: int, copy: int) -> Row:
+    length = LENGTHS[index]
+    counted = [int(rng.random() < 0.8) for _ in range(length)]
+    counted[rng.randrange(length)] = 1
+    if index in _MASKED_ALONE + _MASKED_PROMPT:
+        counted = [0] * length
+    trained = [m if rng.random() < 0.8 else 0 for m in counted]
+    if index in _NOTHING_TRAINED:
+        trained = [0] * length
+    tokens = [rng.randrange(VOCABULARY) for _ in range(length + 1)]
+    return Row(
+        tokens=tokens[:-1],
+        labels=tokens[1:],
+        coefficient=[rng.uniform(-1.5, 1.5) for _ in range(length)],
+        counted=counted,
+        trained=trained,
+        sample=_SAMPLE[index] + 100 * (copy + 1),
+        prompt=_PROMPT_OF_SAMPLE[_SAMPLE[index]] - 2 + 10 * copy,  # ids may be negative
+    )
+
+
+def filler_row(length: int) -> Row:
+    """Return a row that only fills a shape: its mask is 1 everywhere, and it must weigh nothing."""
+    ones = [1] * length
+    tokens = [(5 * index + 1) % VOCABULARY for index in range(length + 1)]
+    return Row(
+        tokens=tokens[:-1],
+        labels=tokens[1:],
+        coefficient=[2.0] * length,
+        counted=ones,
+        trained=ones,
+        sample=-1,
+        prompt=-1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deal:
+    """Which data-parallel rank and microbatch each row of a step goes to."""
+
+    microbatches: list[int]
+    """M of each data-parallel rank."""
+    keys: list[tuple[int, int]] = field(repr=False)
+    """(rank, microbatch) of each row."""
+
+    def of_rank(self, rank: int) -> list[int]:
+        """The rows of a rank, by position in the step."""
+        return [row for row, key in enumerate(self.keys) if key[0] == rank]
+
+    def of_microbatch(self, rank: int, microbatch: int) -> list[int]:
+        """The rows of one microbatch, by position in the step."""
+        return [row for row, key in enumerate(self.keys) if key == (rank, microbatch)]
+
+
+def deal(rows: list[Row], microbatches: list[int]) -> Deal:
+    """Deal rows to ranks and, unevenly, to each rank's microbatches; some stay without rows.
+
+    ``microbatches``: M of each rank. With M = 3 everywhere and more than one rank, the last
+    rank gets only rows without an active token.
+    """
+    dp = len(microbatches)
+    live = [index for index, row in enumerate(rows) if any(row.counted)]
+    idle = [index for index, row in enumerate(rows) if not any(row.counted)]
+    keys = [(0, 0)] * len(rows)
+    for rank, m in enumerate(microbatches):
+        if dp > 1 and set(microbatches) == {3}:
+            mine = idle if rank == dp - 1 else live[rank :: dp - 1]
+        else:
+            mine = list(range(rank, len(rows), dp))
+        for position, index in zip(count(), mine):
+            keys[index] = (rank, position * position % m)
+    return Deal(microbatches=microbatches, keys=keys)
+
+
+def zigzag(offsets: Sequence[int], cp_size: int, cp_rank: int) -> list[int]:
+    """Write out the tokens of a context-parallel rank; shares nothing with the package."""
+    if cp_size == 1:
+        return list(range(offsets[-1]))
+    here: list[int] = []
+    for begin, end in pairwise(offsets):
+        size = (end - begin) // (2 * cp_size)
+        for chunk in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            here += range(begin + chunk * size, begin + (chunk + 1) * size)
+    return here
