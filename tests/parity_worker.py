@@ -1,4 +1,4 @@
-"""Stock Megatron's own loss beside this package, DP 2 x CP 2; run under torch.distributed.run."""
+"""Stock Megatron's own loss and loss scale beside this package, DP 2 x CP 2; a launched worker."""
 
 import megatron_lossagg.cpu as cpu
 
@@ -42,6 +42,21 @@ def stock_step(run):
     return megatron.reported(data, "loss"), run.chunks[0].buffers[0].grad_data.clone()
 
 
+def check_a_loss_scale(run):
+    """Megatron's grad_scale_func runs on top of what the contract returns."""
+    case = Case(aggregation=Aggregation("prompt_mean"))
+    buffer = run.chunks[0].buffers[0].grad_data
+    plain = run.train(case).values["loss"]
+    unscaled = buffer.clone()
+    run.chunks[0].config.grad_scale_func = lambda loss: loss * 1024
+    assert run.train(case).values["loss"] == plain
+    assert unscaled.norm() > 0
+    assert torch.equal(buffer, unscaled * 1024)
+    run.chunks[0].config.grad_scale_func = None
+    if dist.get_rank() == 0:
+        print(f"SCALED by 1024 exactly, {run.contract.regime}", flush=True)
+
+
 def main():
     dist.init_process_group("gloo")
     # Stock counts the training mask; the plan counts the counting mask: take them equal.
@@ -71,6 +86,7 @@ def main():
                 assert len(list(cpu.named_shards(run.chunks))) > 10
                 if dist.get_rank() in (0, 3):
                     print("PARITY bit for bit, token_mean within 1e-12", flush=True)
+            check_a_loss_scale(run)
         del run
     dist.destroy_process_group()
 

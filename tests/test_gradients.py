@@ -79,6 +79,15 @@ def test_ranks_with_3_and_5_microbatches_train_the_named_loss(proven, case, regi
     assert proven([layout])[str(layout), case, regime]["gradient_error"] < 1e-12
 
 
-def test_stock_megatron_is_untouched_and_equals_token_mean_per_token():
-    out = launched("parity_worker.py", processes=4)
-    assert out.count("PARITY bit for bit, token_mean within 1e-12") == 2, out
+@pytest.fixture(scope="module")
+def parity():
+    return launched("parity_worker.py", processes=4)
+
+
+def test_stock_megatron_is_untouched_and_equals_token_mean_per_token(parity):
+    assert parity.count("PARITY bit for bit, token_mean within 1e-12") == 2, parity
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_a_loss_scale_multiplies_the_gradient_exactly_and_not_the_report(parity, regime):
+    assert f"SCALED by 1024 exactly, {regime}" in parity, parity

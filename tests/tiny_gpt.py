@@ -21,6 +21,9 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noq
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from step_data import VOCABULARY  # noqa: E402
 
+from megatron_lossagg.proof.model import reported  # noqa: E402, F401  for the workers
+from megatron_lossagg.proof.rows import zigzag  # noqa: E402
+
 
 def start(*, tp=1, pp=1, cp=1, ep=1, dtype=torch.float64):
     """Initialize torch.distributed and Megatron's groups; DP is what is left of the world."""
@@ -95,18 +98,6 @@ def wrapped(config, **ddp):
     return DistributedDataParallel(config, DistributedDataParallelConfig(**ddp), model)
 
 
-def zigzag(offsets, cp_size, cp_rank):
-    """The tokens of a context-parallel rank, written out; shares nothing with the package."""
-    if cp_size == 1:
-        return list(range(offsets[-1]))
-    here = []
-    for begin, end in itertools.pairwise(offsets):
-        size = (end - begin) // (2 * cp_size)
-        for chunk in (cp_rank, 2 * cp_size - 1 - cp_rank):
-            here += range(begin + chunk * size, begin + (chunk + 1) * size)
-    return here
-
-
 def microbatch(rows, indices, cp_size, cp_rank, *, row_length=None):
     """Pack rows and, last, a filler whose mask is 1 everywhere; sliced for this rank.
 
@@ -169,11 +160,3 @@ def run_schedule(forward_step, chunk, batches, *, forward_only=False):
         micro_batch_size=1,
         forward_only=forward_only,
     )
-
-
-def reported(forward_data, name):
-    """A reported value as Megatron-LM's train_step reduces it; last pipeline stage only."""
-    total = torch.stack([report[name].double() for report in forward_data]).sum(0)
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    dist.all_reduce(total, group=group)
-    return (total[0] / total[1]).item()

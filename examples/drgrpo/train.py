@@ -88,7 +88,11 @@ from megatron_lossagg import (
     aggregation_from_args,
     plan_step,
 )
-from megatron_lossagg.flags import add_loss_aggregation_args, empty_step_from_args
+from megatron_lossagg.flags import (
+    add_loss_aggregation_args,
+    empty_step_from_args,
+    probe_from_args,
+)
 
 NUM_HELD_OUT = 200
 
@@ -597,7 +601,9 @@ def build_run(args: argparse.Namespace) -> Run:
         processes=processes,
         aggregation=aggregation,
         model=model,
-        contract=MegatronContract.read([model], aggregation=aggregation),
+        contract=MegatronContract.read(
+            [model], aggregation=aggregation, probe=probe_from_args(args)
+        ),
     )
 
 

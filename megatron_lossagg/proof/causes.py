@@ -122,7 +122,9 @@ class Facts:
         coefficient_Y = torch.ones_like(self.reference.losses_Y)  # 1 at padding
         for row, span in zip(self.reference.rows, self.spans, strict=False):
             begin = span.start
-            coefficient_Y[begin : begin + len(row)] = torch.tensor(row.coefficient).double()
+            coefficient_Y[begin : begin + len(row)] = torch.tensor(
+                row.coefficient, dtype=torch.float64
+            )
         coefficient_Y[self.spans[-1].start :] = 2.0
         return coefficient_Y
 

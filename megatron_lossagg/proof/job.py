@@ -33,6 +33,8 @@ class Job:
     regimes: Sequence[str] = REGIMES
 
     def __post_init__(self) -> None:
+        for name in ("layouts", "cases", "regimes"):  # equal whatever sequence they came in
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         sizes = {layout.world_size for layout in self.layouts}
         if len(sizes) != 1:
             raise ProofError(f"a job runs on one number of ranks, got layouts for {sorted(sizes)}")

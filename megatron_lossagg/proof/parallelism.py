@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from megatron_lossagg.errors import ProofError
+from megatron_lossagg.proof.rows import VOCABULARY
 
 _HEAD_SIZE = 4
 
@@ -81,6 +82,11 @@ class Parallelism:
     def _check_options(self) -> None:
         if self.packing not in ("thd", "bshd", "local"):
             raise ProofError(f"packing is thd, bshd or local, got {self.packing!r}")
+        if VOCABULARY % self.tp:
+            raise ProofError(
+                f"tp {self.tp} does not divide the proof model's {VOCABULARY} token ids: take a "
+                "power of two up to it"
+            )
         if self.vpp > 1 and self.pp == 1:
             raise ProofError(f"vpp {self.vpp} needs pp above 1: an interleaved pipeline has stages")
         if self.vpp > 1 and any(m % self.pp for m in self.m_of_ranks):

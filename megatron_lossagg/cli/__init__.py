@@ -1,0 +1,1 @@
+"""The command line: ``lossagg verify`` and ``lossagg explain``."""

@@ -1,0 +1,351 @@
+"""The page of ``lossagg verify --html``: complete, escaped, self-contained, and it fits."""
+
+import html
+import json
+import math
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from megatron_lossagg.cli.page import GAUGE_TOLERANCE, page
+
+LAYOUTS = ["DP 4, M 3", "DP 2 x CP 2, M 3, distributed optimizer, overlap grad reduce, bshd"]
+CASES = ["token_mean", "sample_mean, count_empty=False", "constant + token_mean"]
+REGIMES = ["average", "per-token"]
+VOID = {"meta", "br", "link", "img"}
+
+
+def verdict(**changes):
+    return {
+        "layout": LAYOUTS[0],
+        "case": CASES[0],
+        "regime": REGIMES[0],
+        "k": 12,
+        "gradient_error": 1.25e-15,
+        "loss_error": 0.0,
+        "gauge_error": 5.6e-08,
+        "measured_factor": 0.9999999999999998,
+        "tolerance": 1e-12,
+        "causes": [],
+        "explanation": "",
+        "passed": True,
+        **changes,
+    }
+
+
+def failed(**changes):
+    wrong = {
+        "gradient_error": 2 / 3,
+        "measured_factor": 1 / 3,
+        "causes": ["over_m"],
+        "explanation": "measured 0.333333333333 = 1/M; likely: 1/M is not undone (K lacks M)",
+        "passed": False,
+    }
+    return verdict(**{**wrong, **changes})
+
+
+def report(verdicts=None, **changes):
+    if verdicts is None:
+        keys = [(a, b, c) for a in LAYOUTS for b in REGIMES for c in CASES]
+        verdicts = [verdict(layout=a, regime=b, case=c) for a, b, c in keys]
+    return {
+        "tool": {"name": "megatron_lossagg", "version": "0.1.0"},
+        "started": "2026-01-02T03:04:05+00:00",
+        "seconds": 41.2,
+        "command": "lossagg verify --html page.html",
+        "environment": [
+            {"name": "torch", "state": "found", "version": "2.13.0", "detail": "CPU and gloo"},
+            {"name": "transformer-engine", "state": "missing", "version": "", "detail": "optional"},
+            {"name": "apex", "state": "broken", "version": "0.9", "detail": "another project"},
+        ],
+        "layouts": LAYOUTS,
+        "verdicts": verdicts,
+        "passed": all(v["passed"] for v in verdicts),
+        **changes,
+    }
+
+
+class Reader(HTMLParser):
+    """A page's tags, rows and text; raises where a tag is not closed in its place."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.rows, self.words = [], [], [], []
+        self.feed(text)
+        self.close()
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "tr" and "tbody" in self.open:
+            self.rows.append([])
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" in self.open:
+            return
+        self.words.append(data)
+        if "tbody" in self.open:
+            self.rows[-1].append(data)
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.words).split())
+
+    def of_class(self, name):
+        return [tag for tag, attrs in self.tags if name in (attrs.get("class") or "").split()]
+
+
+MIXED = report(
+    [
+        verdict(),
+        failed(),
+        failed(gradient_error=math.inf, measured_factor=math.nan),
+        failed(gradient_error=None, loss_error=None, gauge_error=None, measured_factor=None),
+        failed(layout=LAYOUTS[1], gradient_error=4.5e30, causes=[]),
+        verdict(layout=LAYOUTS[1], gradient_error=0.0),
+        verdict(layout=LAYOUTS[1], tolerance=1e-5),
+    ]
+)
+
+
+def test_every_verdict_is_a_row_with_its_numbers():
+    verdicts = report()["verdicts"]
+    rows = Reader(page(report())).rows
+    assert len(rows) == len(verdicts) == 12
+    for row, wanted in zip(rows, verdicts, strict=True):
+        numbers = ["12", "1", "1.2e-15", "0", "5.6e-08"]
+        assert row == [wanted["case"], wanted["regime"], *numbers, "PASS"]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (report(), "12 of 12 rows pass: the loss trained is the loss named"),
+        (MIXED, "4 of 7 rows fail: the loss trained or reported is not the loss named"),
+        (report([verdict()], layouts=LAYOUTS[:1]), "1 of 1 row passes: the loss trained is"),
+        (report([verdict(), failed()]), "1 of 2 rows fails: the loss trained or reported"),
+        (report([verdict()] * 2, passed=False), "The run did not finish: 2 rows measured"),
+        (report([verdict()]), "The run did not finish: 1 row measured"),  # a layout has no row
+        (report([]), "The run did not finish: nothing was measured"),
+    ],
+)
+def test_the_verdict_stands_at_the_top(given, says):
+    read = Reader(page(given))
+    assert read.text.startswith(f"{says}")  # the title
+    assert f"lossagg verify {says}" in read.text.replace(" :", ":")
+
+
+def test_versions_and_layouts_are_told():
+    text = Reader(page(report())).text
+    for words in ("0.1.0", "2.13.0", "CPU and gloo", "broken 0.9 another project", *LAYOUTS):
+        assert words in text
+    assert "lossagg verify --html page.html" in text
+    assert "missing optional" in text
+
+
+def test_a_failed_row_carries_its_explanation_and_a_passing_one_none():
+    for row, given in zip(Reader(page(MIXED)).rows, MIXED["verdicts"], strict=True):
+        assert row[7:] == ["PASS"] if given["passed"] else ["FAIL", given["explanation"]]
+
+
+def test_causes_are_named_once_with_a_link_to_their_first_row():
+    read = Reader(page(MIXED))
+    links = [attrs["href"] for tag, attrs in read.tags if tag == "a"]
+    targets = {attrs["id"] for _, attrs in read.tags if "id" in attrs}
+    assert {"#row-2", "#row-5"} <= set(links)
+    assert {link.removeprefix("#") for link in links} <= targets
+    assert read.text.count("over_m") == 1
+    assert "no known cause" in read.text
+
+
+def test_a_layout_without_rows_is_named():
+    text = Reader(page(report([verdict()], passed=False))).text
+    assert f"The run ended before the rows of {LAYOUTS[1]}" in text
+    assert f"{LAYOUTS[1]} not measured" in text
+
+
+def test_what_is_out_of_tolerance_is_marked():
+    over = [verdict(gauge_error=2 * GAUGE_TOLERANCE, passed=False), failed(loss_error=math.nan)]
+    assert Reader(page(report())).of_class("over") == []
+    assert len(Reader(page(report(over))).of_class("over")) == 3
+
+
+def test_the_gauge_has_the_tolerance_of_the_proof():
+    source = (Path(__file__).parent.parent / "megatron_lossagg/proof/prove.py").read_text()
+    (tolerance,) = re.findall(r"^GAUGE_TOLERANCE = (\S+)", source, re.MULTILINE)
+    assert float(tolerance) == GAUGE_TOLERANCE
+
+
+def test_a_point_for_every_finite_error_and_a_place_for_the_others():
+    read = Reader(page(MIXED))
+    assert len(read.of_class("point")) == 5
+    assert len(read.of_class("lost")) == 2
+    assert "nan" not in page(MIXED).lower()
+    assert "inf" not in re.sub("infinities", "", page(MIXED))
+
+
+def test_an_error_stands_left_or_right_of_its_tolerance():
+    text = page(report([verdict(), failed(), verdict(gradient_error=0.0)], layouts=LAYOUTS[:1]))
+    (bar,) = (float(x) for x in re.findall(r'class="bar" d="M([\d.]+)', text))
+    right, zero = (float(x) for x in re.findall(r'class="point pass" cx="([\d.]+)', text))
+    (wrong,) = (float(x) for x in re.findall(r'class="point fail" d="M([\d.]+)', text))
+    assert zero < right < bar < wrong
+
+
+def test_text_is_escaped():
+    evil = "<script>alert('&\"')</script>"
+    fact = {"name": evil, "state": evil, "version": evil, "detail": evil}
+    rows = [failed(layout=evil, case=evil, regime=evil, k=evil, causes=[evil], explanation=evil)]
+    given = report(
+        rows,
+        layouts=[evil, f"{evil} without rows"],
+        command=evil,
+        started=evil,
+        environment=[fact, {**fact, "version": ""}],
+        tool={"name": evil, "version": evil},
+    )
+    read = Reader(page(given))
+    assert read.text.count(evil) >= 12
+    shapes, harmless = (
+        {(tag, *attrs) for tag, attrs in r.tags} for r in (read, Reader(page(MIXED)))
+    )
+    assert shapes <= harmless
+
+
+@pytest.mark.parametrize("given", [report(), MIXED, report([])], ids=["passed", "mixed", "empty"])
+def test_nothing_is_loaded_and_nothing_runs(given):
+    text = page(given)
+    read = Reader(text)
+    assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in read.tags}
+    assert not any({"src", "srcset", "data"} & set(attrs) for _, attrs in read.tags)
+    assert all(attrs["href"].startswith("#") for _, attrs in read.tags if "href" in attrs)
+    assert "://" not in text
+    assert "url(" not in text
+    assert "@import" not in text
+
+
+def test_the_plot_has_a_title_and_a_description():
+    read = Reader(page(MIXED))
+    (plot,) = (attrs for tag, attrs in read.tags if tag == "svg" and "role" in attrs)
+    targets = {attrs["id"]: tag for tag, attrs in read.tags if "id" in attrs}
+    assert [targets[name] for name in plot["aria-labelledby"].split()] == ["title", "desc"]
+    assert "Errors from 0 to 4.5e+30. 2 rows without a finite error." in read.text
+
+
+def luminance(colour):
+    digits = colour if len(colour) == 6 else "".join(2 * digit for digit in colour)
+    parts = [int(digits[at : at + 2], 16) / 255 for at in (0, 2, 4)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_text_can_be_read_in_both_schemes(scheme):
+    root = re.findall(r":root\{(.*?)\}", page(report()), re.DOTALL)[scheme]
+    colours = {name: luminance(c) for name, c in re.findall(r"--(\w+):#([0-9a-f]+)", root)}
+    for name in ("ink", "soft", "pass", "fail"):
+        darker, lighter = sorted((colours[name], colours["paper"]))
+        assert (lighter + 0.05) / (darker + 0.05) >= 4.5, name  # WCAG AA
+
+
+# The browser shows the page in a frame 1000 pixels wide; the script around the frame measures
+# it, so that the page itself is the one that users get.
+
+MEASURE = """<!DOCTYPE html><meta charset="utf-8"><title>not measured</title>
+<iframe id="page" style="width:1000px;height:4000px;border:0" srcdoc="%s"></iframe>
+<pre id="measured"></pre>
+<script>
+addEventListener("load", () => {
+  const page = document.getElementById("page").contentDocument;
+  const all = [...page.body.querySelectorAll("*")];
+  const name = (element) => element.tagName + " " + element.textContent.trim().slice(0, 60);
+  const leaves = (element) => {
+    const box = element.getBoundingClientRect();
+    return box.right > 1000.5 || box.left < -0.5;
+  };
+  const spills = (element) =>
+    element.clientWidth > 0 && !element.closest("svg")
+    && element.scrollWidth > element.clientWidth + 1;
+  const root = page.documentElement;
+  document.getElementById("measured").textContent = JSON.stringify({
+    rows: page.querySelectorAll("tbody tr").length,
+    rows_seen: [...page.querySelectorAll("tbody tr")].filter((row) => row.offsetHeight > 10).length,
+    points: page.querySelectorAll("svg .point").length,
+    width: [root.clientWidth, root.scrollWidth],
+    overflowing: all.filter((element) => leaves(element) || spills(element)).map(name),
+    loaded: page.defaultView.performance.getEntriesByType("resource").length,
+    columns: new Set([...page.querySelectorAll("tbody tr")].map((row) =>
+      [...row.cells].slice(0, 8).map((cell) => cell.offsetLeft).join())).size,
+  });
+});
+</script>
+"""
+
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+LONG = "a_word_that_is_much_longer_than_its_place_" * 4
+WIDE = report(
+    [
+        *MIXED["verdicts"],
+        failed(case=LONG, measured_factor=-1.23456789e-123, k=2**31, explanation=LONG * 2),
+        failed(layout=f"DP 1024 x TP 8, M 4096, {LONG}", causes=[LONG]),
+    ],
+    command=f"lossagg verify --html {LONG}",
+    environment=[{"name": LONG, "state": "broken", "version": LONG, "detail": LONG}],
+)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    found = shutil.which("chromium")
+    if found is None:
+        pytest.skip("no browser: chromium is not on PATH")
+    return found
+
+
+@pytest.mark.parametrize("given", [report(), MIXED, WIDE], ids=["passed", "mixed", "wide"])
+def test_a_browser_shows_every_row_and_point_and_nothing_overflows(browser, given, tmp_path):
+    shown = tmp_path / "measure.html"
+    shown.write_text(MEASURE % html.escape(page(given)), encoding="utf-8")
+    flags = [*FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1200,4000"]
+    done = subprocess.run(
+        [browser, *flags, "--dump-dom", shown.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    (found,) = re.findall(r'<pre id="measured">(.*?)</pre>', done.stdout, re.DOTALL)
+    measured = json.loads(html.unescape(found))
+    errors = [v["gradient_error"] for v in given["verdicts"]]
+    finite = sum(error is not None and math.isfinite(error) for error in errors)
+    assert measured == {
+        "rows": len(errors),
+        "rows_seen": len(errors),
+        "points": finite,
+        "width": [1000, 1000],
+        "overflowing": [],
+        "loaded": 0,
+        "columns": 1,
+    }
