@@ -488,7 +488,7 @@ def _about_the_dashboard(e: Explanation) -> Iterator[str]:
             cells = [_number(b.ones), "1", _number(b.rising), "1", "this mode"]
         else:
             ratios = [_ratio(b.ones_ratio), _number(b.rising), _ratio(b.rising_ratio)]
-            cells = [_number(b.ones), *ratios, "only scaled" if b.scales_only else "other weights"]
+            cells = [_number(b.ones), *ratios, "scaled" if b.scales_only else "reweighted"]
         table.append([b.mode, b.w_s, *cells])
     yield from _table(table, left=2)
     yield ""
