@@ -509,7 +509,7 @@ _known: dict[Any, ProbeReport] = {}
 
 def _kind(chunks: Sequence[Any], contract: Contract, parts: Mapping[str, Any]) -> Any:
     """Tell apart what may scale losses differently."""
-    functions = tuple((getattr(f, "__qualname__", ""), id(f)) for f in parts.values())
+    functions = tuple(parts.values())  # kept alive: the id of one that is gone may come again
     groups = ("dp_group", "dp_cp_group", "intra_dp_cp_group", "intra_expt_dp_group")
     kinds = tuple(
         (

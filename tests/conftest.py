@@ -24,12 +24,18 @@ def launched_module(module, *arguments, processes, timeout=600):
     return _launched(["-m", module, *map(str, arguments)], processes, timeout)
 
 
+def worker_path():
+    """Where a launched worker finds the package, this folder, and a release of Megatron-Core."""
+    given = filter(None, [os.environ.get("PYTHONPATH")])
+    return os.pathsep.join([str(TESTS.parent), str(TESTS), *given])
+
+
 def _launched(command, processes, timeout):
     done = launch(
         command,
         processes=processes,
         timeout=timeout,
-        env={"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])},
+        env={"PYTHONPATH": worker_path()},
     )
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
     return done.stdout

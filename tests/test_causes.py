@@ -14,10 +14,10 @@ from megatron_lossagg.proof.rows import deal, filler_row, make_rows
 BY_NAME = {cause.name: cause for cause in CAUSES}
 
 
-def facts_of(parallelism, *, per_token):
+def facts_of(parallelism, *, per_token, copies=1):
     """A step whose token losses are drawn: causes look at losses and never at gradients."""
-    padded = 24
-    rows = make_rows()
+    padded = 96
+    rows = make_rows(copies)
     tokens = sum(-(-len(row) // padded) * padded for row in [*rows, filler_row(padded)])
     losses = torch.rand(tokens, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     reference = Reference(
@@ -109,3 +109,23 @@ def test_a_measured_factor_is_named_by_the_sizes_it_equals(factor, names):
 def test_a_factor_that_several_sizes_equal_has_all_their_names():
     facts = facts_of(Parallelism(dp=2, cp=2, microbatches=2), per_token=False)
     assert symbols(4.0, facts, tolerance=1e-9) == ["M DP", "M CP", "DP CP"]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("dp", [1, 2, 4])
+@pytest.mark.parametrize("copies", [1, 2])
+def test_ones_of_the_training_masks_are_never_n_by_accident(dp, cp, microbatches, copies):
+    layout = Parallelism(dp=dp, cp=cp, microbatches=microbatches)
+    facts = facts_of(layout, per_token=True, copies=copies)
+    assert facts.masked != facts.n
+
+
+@pytest.mark.parametrize("packing", ["thd", "bshd"])
+def test_a_mask_sliced_by_other_chunks_trains_another_loss_in_either_packing(packing):
+    layout = Parallelism(cp=2, packing=packing)
+    facts = facts_of(layout, per_token=False)
+    named = facts.named(CASES[0].aggregation)
+    for name in ("chunks_swapped", "contiguous_chunks"):
+        weights, _ = BY_NAME[name].weights(facts, CASES[0].aggregation)
+        assert (weights - named).norm() > 0.1 * named.norm()

@@ -1,12 +1,11 @@
 """The startup probe on live Megatron-Core: each layout of ``probe_worker.py`` holds its laws."""
 
-import os
 import re
 import time
 from pathlib import Path
 
 import pytest
-from conftest import TESTS, launched
+from conftest import TESTS, launched, worker_path
 
 from megatron_lossagg.cpu import launch
 
@@ -101,7 +100,7 @@ def test_a_rank_that_fails_alone_ends_the_run_with_its_reason(where):
         [str(TESTS / "probe_worker.py"), "alone", where],
         processes=2,
         timeout=120,
-        env={"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])},
+        env={"PYTHONPATH": worker_path()},
     )
     assert done.returncode != 0
     assert f"the startup probe failed on rank 1 in the {where}" in done.stderr, done.stderr[-4000:]

@@ -1,11 +1,14 @@
 """``lossagg verify``, as a user runs it: this machine, a launcher of two nodes, wrong usage."""
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -101,12 +104,22 @@ def test_a_launcher_with_another_number_of_ranks_is_told():
         (["--ep", "2"], "ep 2 needs experts: add --moe"),
         (["--moe", "--ep", "3", "--dp", "2"], "ep 3 does not divide dp * cp * tp = 2"),
         (["--pp", "2", "--vpp", "2", "--microbatches", "3"], "a multiple of pp 2"),
-        (["--mtp"], "add --float32"),
-        (["--optimizer-instances", "2"], "need --distributed-optimizer"),
+        (["--dp", "2", "--mtp"], "add --float32"),
+        (["--dp", "2", "--optimizer-instances", "2"], "need --distributed-optimizer"),
         (["--loss-aggregation", "constant"], "--loss-aggregation-divisor"),
         (["--loss-aggregation", "tokenmean"], "did you mean 'token_mean'?"),
         (["--loss-aggregation-reducer-path", "a.b:c"], "a custom reducer has no formula"),
-        (["--json", "/nowhere/at/all.json"], "its folder does not exist"),
+        (["--json", "/nowhere/at/all.json"], "cannot be written: name a file"),
+        (["--html", "/"], "cannot be written: name a file"),
+        (["--tp", "-1"], "tp is at least 1, got -1"),
+        (["--tp", "3"], "tp 3 does not divide the proof model's 32 token ids"),
+        (["--dp", "2", "--sequence-parallel"], "give tp above 1"),
+        (["--moe", "--tp", "2"], "experts with tp above 1 under sequence_parallel"),
+        (["--float32"], "float32 without a size"),
+        (
+            ["--dp", "2", "--average-in-collective", "--regime", "per-token"],
+            "refuses average_in_collective in the per-token regime",
+        ),
     ],
 )
 def test_wrong_usage_ends_with_status_2_and_says_what_to_change(capsys, arguments, message):
@@ -142,6 +155,32 @@ def test_transformer_engine_that_cannot_load_is_said_plainly(tmp_path):
     assert "no libcudart" in out
     assert "uninstall it on a machine without CUDA" in out
     assert "nothing to verify: megatron-core is broken" in err
+
+
+def test_ended_by_a_signal_it_leaves_no_rank_behind():
+    process = lossagg("verify", "--dp", 2, *ONE)
+    deadline = time.monotonic() + 60
+    while not (ranks := ranks_of(process.pid)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert ranks
+    process.terminate()
+    assert ended(process)[0] == 128 + signal.SIGTERM
+    assert not ranks_of(process.pid, known=ranks)
+
+
+def ranks_of(parent, known=()):
+    """Processes of a verification's ranks that a launcher under ``parent`` started."""
+    found = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = status.read_text().rsplit(")", 1)[1].split()
+            command = (status.parent / "cmdline").read_bytes()
+            if b"megatron_lossagg.proof\0" in command:
+                found[int(status.parent.name)] = int(fields[1])
+    if known:
+        return {pid for pid in found if pid in known}
+    under = {pid for pid, up in found.items() if up == parent}  # the launcher itself
+    return {pid for pid, up in found.items() if up in under} | under
 
 
 def test_the_environment_names_what_is_there_and_what_is_not():

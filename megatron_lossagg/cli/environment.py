@@ -14,6 +14,8 @@ from typing import Literal
 
 import torch
 
+_PATIENCE = 300.0  # seconds for the imports, from a slow file system too
+
 State = Literal["found", "missing", "broken"]
 
 # In a process of its own: importing Megatron-Core here would come before the CPU stand-ins.
@@ -88,9 +90,18 @@ def _imported() -> dict[str, tuple[str, str]]:
     """Error and version of each package, as another process saw them."""
     rank = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(rank)}
-    done = subprocess.run(
-        [sys.executable, "-c", _IMPORTS], capture_output=True, text=True, check=False, env=kept
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _IMPORTS],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=kept,
+            timeout=_PATIENCE,
+        )
+    except subprocess.TimeoutExpired:
+        late = f"its import did not end within {_PATIENCE:.0f} s"
+        return dict.fromkeys(_DISTRIBUTIONS, (late, ""))
     lines = [line[5:] for line in done.stdout.splitlines() if line.startswith("FACT ")]
     told = dict(json.loads(line) for line in lines)
     died = (done.stderr.strip().splitlines() or ["no message"])[-1]

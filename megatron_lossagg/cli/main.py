@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
 import megatron_lossagg
 from megatron_lossagg.cli import explain, verify
-from megatron_lossagg.errors import LossAggregationError
+from megatron_lossagg.errors import ContractError, LossAggregationError, ReducerError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,8 +29,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     args = parser.parse_args(arguments)
+    if arguments is None:  # the process is ours; leaving it ends the ranks that were launched
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         status: int = args.run(args)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except (ContractError, ReducerError) as error:  # Megatron-Core is not what the contract says
+        print(f"lossagg: {error}", file=sys.stderr)
+        return 1
     except LossAggregationError as error:
         print(f"lossagg: {error}", file=sys.stderr)
         return 2

@@ -9,12 +9,12 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
+from megatron_lossagg.proof.parallelism import GAUGE_TOLERANCE
+
 Verdict = Mapping[str, Any]
 Layouts = Mapping[str, Sequence[Verdict]]
 """The verdicts of each layout, in the report's order; none where the run ended before it."""
 
-GAUGE_TOLERANCE = 1e-6
-"""What ``proof.prove`` holds the gauge to; importing it would import Megatron-Core."""
 
 _ERRORS = ("gradient_error", "loss_error", "gauge_error")
 _COLUMNS = {

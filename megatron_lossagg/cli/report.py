@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from megatron_lossagg.cli.environment import Fact
+
 Report = Mapping[str, Any]
 _COLUMNS = ("aggregation", "regime", "K", "factor", "gradient error", "loss error", "")
 
@@ -38,8 +40,7 @@ def progress(num_rows: int) -> Iterator[Callable[[], None]]:
 def show(report: Report) -> None:
     """Print a report: facts, a row for each verdict, the causes of failed ones, a summary."""
     for fact in report["environment"]:
-        text = f"{fact['name']:<18} {fact['version'] or fact['state']}"
-        print(f"{text:<36}{fact['detail']}".rstrip())
+        print(Fact(**fact))
     print()
     if sys.stdout.isatty():
         _show_rich(report)
@@ -53,13 +54,13 @@ def summary(report: Report) -> str:
     """One sentence: how many rows pass, on what, how exactly, how long it took."""
     verdicts = report["verdicts"]
     passed = sum(verdict["passed"] for verdict in verdicts)
-    errors = [v["gradient_error"] for v in verdicts if v["gradient_error"] is not None]
+    errors = [v["gradient_error"] for v in verdicts]
     versions = {fact["name"]: fact["version"] for fact in report["environment"]}
     num = len(report["layouts"])
     layouts = f"{num} layout{'s' * (num > 1)}"
-    worst = f"; largest gradient error {max(errors):.1e}" if errors else ""
+    worst = f"; largest gradient error {_worst(errors)}" if errors else ""
     return (
-        f"{passed} of {len(verdicts)} rows pass on {layouts}, "
+        f"{passed} of {report['num_rows']} rows pass on {layouts}, "
         f"megatron-core {versions['megatron-core']}, torch {versions['torch']}{worst}; "
         f"{report['seconds']:.0f} s"
     )
@@ -74,9 +75,14 @@ def cells(verdict: Mapping[str, Any]) -> tuple[str, ...]:
         str(verdict["k"]),
         "not finite" if factor is None else f"{factor:.9f}",
         _error(verdict["gradient_error"]),
-        "-" if "+" in verdict["layout"] else _error(verdict["loss_error"]),
+        _error(verdict["loss_error"]),
         "PASS" if verdict["passed"] else "FAIL",
     )
+
+
+def _worst(errors: Sequence[float | None]) -> str:
+    known = [error for error in errors if error is not None]
+    return _error(max(known) if len(known) == len(errors) else None)
 
 
 def _error(error: float | None) -> str:

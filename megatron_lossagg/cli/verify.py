@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,7 @@ from megatron_lossagg.proof.cases import CASES, Case
 from megatron_lossagg.proof.job import REGIMES, Event, Job, run_job
 from megatron_lossagg.proof.parallelism import Parallelism, standard
 
+_TIMEOUT = 900.0
 _SIZES = {
     "dp": "data-parallel size, without context parallelism",
     "tp": "tensor-parallel size",
@@ -73,47 +75,109 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     run.add_argument("--html", type=Path, metavar="FILE", help="write it as one page")
     run.add_argument(
-        "--timeout", type=float, default=900.0, metavar="SECONDS", help="end a launch after this"
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help=f"end the ranks launched here after this (default {_TIMEOUT:.0f})",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the verification; returns the exit status. Raises :class:`ProofError` for wrong usage."""
-    cases, layouts = _cases(args), _layouts(args)
-    job = Job(layouts=layouts, cases=cases, regimes=[args.regime] if args.regime else REGIMES)
-    for path in (args.json, args.html):
-        if path is not None and not path.resolve().parent.is_dir():
-            raise ProofError(f"{path}: its folder does not exist: make it first")
-    under_launcher = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    first = not under_launcher or os.environ["RANK"] == "0"
-    facts = environment() if first else []
-    broken = [f for f in facts if f.name == "megatron-core" and f.state != "found"]
-    if broken:
+    job = _job(args)
+    rank = _launchers_rank()
+    if rank not in (None, 0):
+        return 0 if run_job(job, lambda event: None) else 1
+    _check_files(args)
+    facts = environment()
+    core = next(fact for fact in facts if fact.name == "megatron-core")
+    if core.state != "found":
         print(*facts, sep="\n")
-        raise ProofError(f"nothing to verify: megatron-core is {broken[0].state}")
+        raise ProofError(f"nothing to verify: megatron-core is {core.state}")
     begun, started = time.monotonic(), datetime.now(timezone.utc)
     verdicts: list[dict[str, Any]] = []
-    if under_launcher:
-        passed = _as_a_rank(job, verdicts)
-        if not first:
-            return 0 if passed else 1
-    else:
-        _launched(job, verdicts, timeout=args.timeout)
-    report = show.finite(
-        {
-            "tool": {"name": "megatron_lossagg", "version": megatron_lossagg.__version__},
-            "started": started.isoformat(timespec="seconds"),
-            "seconds": time.monotonic() - begun,
-            "command": " ".join(["lossagg", *sys.argv[1:]]),
-            "environment": [asdict(fact) for fact in facts],
-            "layouts": [str(layout) for layout in layouts],
-            "verdicts": verdicts,
-            "passed": all(v["passed"] for v in verdicts) and len(verdicts) == job.num_rows,
-        }
-    )
-    show.show(report)
-    _write(args, report)
-    return 0 if report["passed"] else 1
+    ran_on: list[str] = []
+    status = 1
+
+    def finish() -> None:
+        nonlocal status
+        if ran_on != [core.version]:
+            print(f"the ranks ran megatron-core {ran_on}, this process has {core.version}")
+        whole = len(verdicts) == job.num_rows and ran_on == [core.version]
+        passed = whole and all(verdict["passed"] for verdict in verdicts)
+        report = show.finite(
+            {
+                "tool": {"name": "megatron_lossagg", "version": megatron_lossagg.__version__},
+                "started": started.isoformat(timespec="seconds"),
+                "seconds": time.monotonic() - begun,
+                "command": shlex.join(["lossagg", *sys.argv[1:]]),
+                "environment": [asdict(fact) for fact in facts],
+                "layouts": [str(layout) for layout in job.layouts],
+                "num_rows": job.num_rows,
+                "verdicts": verdicts,
+                "passed": passed,
+            }
+        )
+        show.show(report)
+        sys.stdout.flush()
+        _write(args, report)
+        status = 0 if passed else 1
+
+    with show.progress(job.num_rows) as advance:
+
+        def take(event: Event) -> None:
+            if event["event"] == "start":
+                ran_on.append(event["megatron"])
+            elif event["event"] == "row":
+                advance()
+            elif event["event"] == "layout":
+                verdicts.extend(event["verdicts"])
+            elif rank is not None:  # the launcher's other ranks wait for the report
+                finish()
+
+        if rank is not None:
+            run_job(job, take)
+            return status
+        failure = _launched(job, take, timeout=args.timeout or _TIMEOUT)
+    finish()
+    if failure:
+        told = failure.splitlines()  # the first rank's traceback says why, the others' that it went
+        print(
+            "A rank failed:", *([t for t in told if t.startswith("[rank")] or told)[:40], sep="\n  "
+        )
+    return 1 if failure else status
+
+
+def _launchers_rank() -> int | None:
+    """Return this process's rank under torchrun, None without a launcher."""
+    ranks = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))
+    if None in ranks:
+        return None
+    if not all(text and text.isdecimal() for text in ranks):
+        raise ProofError(f"RANK and WORLD_SIZE are {ranks}: a launcher gives whole numbers")
+    return int(ranks[0] or 0)
+
+
+def _job(args: argparse.Namespace) -> Job:
+    per_token = args.regime == "per-token"
+    if args.average_in_collective and per_token:
+        raise ProofError(
+            "Megatron-Core refuses average_in_collective in the per-token regime: drop one"
+        )
+    if args.timeout is not None and _launchers_rank() is not None:
+        raise ProofError("--timeout is for ranks launched here; a launcher has its own: drop it")
+    regimes = [args.regime] if args.regime else REGIMES
+    return Job(layouts=_layouts(args), cases=_cases(args), regimes=regimes)
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    """Refuse, before the run, a file that could not be written after it."""
+    for path in (args.json, args.html):
+        if path is None:
+            continue
+        folder = path.resolve().parent
+        if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise ProofError(f"{path} cannot be written: name a file in a folder that exists")
 
 
 def _cases(args: argparse.Namespace) -> Sequence[Case]:
@@ -131,10 +195,20 @@ def _cases(args: argparse.Namespace) -> Sequence[Case]:
 def _layouts(args: argparse.Namespace) -> list[Parallelism]:
     names = [field.name for field in fields(Parallelism)]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    world = int(os.environ.get("WORLD_SIZE", 0))
-    if not world and not given.keys() - {"moe"}:
-        return standard(moe=bool(args.moe))
-    if world and "dp" not in given:
+    split = given.keys() & {"dp", "tp", "pp", "vpp", "cp", "ep"}
+    if _launchers_rank() is None:
+        if not split and given.keys() <= {"moe"}:
+            return standard(moe=bool(args.moe))
+        if not split:
+            raise ProofError(
+                f"{', '.join(sorted(given))} without a size: add --dp, --tp, --pp or --cp, or drop "
+                "it for the standard set"
+            )
+    for name in split:
+        if given[name] < 1:
+            raise ProofError(f"{name} is at least 1, got {given[name]}")
+    if _launchers_rank() is not None and "dp" not in given:
+        world = int(os.environ["WORLD_SIZE"])
         rest = given.get("tp", 1) * given.get("pp", 1) * given.get("cp", 1)
         if world % rest:
             raise ProofError(f"{world} ranks are no multiple of tp * pp * cp = {rest}")
@@ -144,42 +218,34 @@ def _layouts(args: argparse.Namespace) -> list[Parallelism]:
     return [Parallelism(**given)]
 
 
-def _as_a_rank(job: Job, verdicts: list[dict[str, Any]]) -> bool:
-    """Run as one of a launcher's ranks; fills ``verdicts`` on rank 0; the same answer on all."""
-    if os.environ["RANK"] != "0":
-        return run_job(job, lambda event: None)
-    with show.progress(job.num_rows) as advance:
-        return run_job(job, lambda event: _take(event, verdicts, advance))
+def _launched(job: Job, take: Callable[[Event], None], *, timeout: float) -> str:
+    """Launch the job's ranks on this machine's CPU and follow rank 0's events.
 
-
-def _launched(job: Job, verdicts: list[dict[str, Any]], *, timeout: float) -> None:
-    """Launch the job's ranks on this machine and follow rank 0's events; fills ``verdicts``."""
+    Returns what the ranks said if one failed, else nothing.
+    """
     package = str(Path(megatron_lossagg.__file__).resolve().parent.parent)
-    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    with tempfile.TemporaryDirectory() as folder, show.progress(job.num_rows) as advance:
+    # The user's path first: their Megatron-Core, not one that is installed beside this package.
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), package]))
+    with tempfile.TemporaryDirectory() as folder:
         job_file, events = Path(folder) / "job.json", Path(folder) / "events.jsonl"
         job_file.write_text(job.to_json())
         events.touch()
         ended = threading.Event()
-        follower = threading.Thread(
-            target=_follow, args=(events, ended, lambda e: _take(e, verdicts, advance))
-        )
+        follower = threading.Thread(target=_follow, args=(events, ended, take))
         follower.start()
         try:
             done = launch(
                 ["-m", "megatron_lossagg.proof", str(job_file), str(events)],
                 processes=job.world_size,
                 timeout=timeout,
-                env={"PYTHONPATH": path},
+                env={"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
             )
-            failure = done.stderr if done.returncode else ""
         except subprocess.TimeoutExpired as expired:
-            failure = f"{expired.stderr!s}\nended after {timeout:.0f} s (--timeout)"
+            return f"{expired.stderr!s}\nended after {timeout:.0f} s (--timeout)"
         finally:
             ended.set()
             follower.join()
-    if failure:
-        print("A rank ended before the last row:", *failure.splitlines()[-60:], sep="\n  ")
+    return (done.stderr or f"exit status {done.returncode}") if done.returncode else ""
 
 
 def _follow(events: Path, ended: threading.Event, take: Callable[[Event], None]) -> None:
@@ -194,13 +260,6 @@ def _follow(events: Path, ended: threading.Event, take: Callable[[Event], None])
             if last_round:
                 return
             time.sleep(0.1)
-
-
-def _take(event: Event, verdicts: list[dict[str, Any]], advance: Callable[[], None]) -> None:
-    if event["event"] == "row":
-        advance()
-    else:
-        verdicts.extend(event["verdicts"])
 
 
 def _write(args: argparse.Namespace, report: show.Report) -> None:

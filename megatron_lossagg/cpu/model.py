@@ -53,13 +53,14 @@ class SequenceParallelNorm:
         return norm
 
 
-def gpt_layer_spec(config: Any, *, vp_stage: int | None = None) -> Any:
+def gpt_layer_spec(config: Any, *, vp_stage: int | None = None, own_attention: bool = True) -> Any:
     """Return Megatron-Core's local block spec with our attention and norms in their slots.
 
     Pass it to ``GPTModel`` as ``transformer_layer_spec``. It covers this pipeline stage's
     layers (dense or mixture of experts, ``config.moe_layer_freq``) and the final norm, so
     call it after ``initialize_model_parallel``, with ``vp_stage`` where the stages of an
-    interleaved pipeline differ. Source: ``gpt_layer_specs.get_gpt_decoder_block_spec``.
+    interleaved pipeline differ. ``own_attention=False`` leaves Megatron-Core's own, for whole
+    unpacked rows. Source: ``gpt_layer_specs.get_gpt_decoder_block_spec``.
     """
     if config.moe_grouped_gemm:
         raise UnsupportedModelError(
@@ -76,7 +77,10 @@ def gpt_layer_spec(config: Any, *, vp_stage: int | None = None) -> Any:
         qk_l2_norm=getattr(config, "qk_l2_norm", False),
         vp_stage=vp_stage,
     )
-    _swap(spec, _replacements())
+    table = _replacements()
+    if not own_attention:
+        del table[DotProductAttention]
+    _swap(spec, table)
     return spec
 
 

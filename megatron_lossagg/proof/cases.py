@@ -70,13 +70,13 @@ class Expected:
 def expected(case: Case, reference: Reference, deal: Deal) -> Expected:
     """Ask the oracle for a step's loss and its derivative by every token's loss."""
     y_Y = reference.losses_Y.clone().requires_grad_()
-    rows, spans = reference.rows, reference.spans(1)
+    rows, starts = reference.rows, reference.starts
 
     def live(form: Any) -> list[dict[str, Any]]:
         return [
             {**as_oracle(row, key), "x": [form(y_Y[at], c) for at, c in tokens]}
-            for row, key, span in zip(rows, deal.keys, spans[:-1], strict=True)
-            for tokens in [list(zip(span, row.coefficient, strict=True))]
+            for row, key, start in zip(rows, deal.keys, starts[:-1], strict=True)
+            for tokens in [list(enumerate(row.coefficient, start))]
         ]
 
     linear = live(lambda y, c: c * y)

@@ -36,8 +36,11 @@ class Facts:
 
     @cached_property
     def spans(self) -> list[range]:
-        """Each row's tokens in Y as this split pads them; the filler's is the last."""
-        return self.reference.spans(self.parallelism.row_multiple)
+        """Each row's tokens in Y as this split packs them; the filler's is the last."""
+        lengths = [*map(len, self.reference.rows), self.parallelism.row_multiple]
+        padded = map(self.parallelism.padded, lengths)
+        starts = self.reference.starts
+        return [range(at, at + length) for at, length in zip(starts, padded, strict=True)]
 
     @cached_property
     def num_counted(self) -> list[int]:
@@ -226,7 +229,8 @@ def _microbatch_means(facts: Facts, aggregation: Aggregation) -> Weights:
 def _filler(facts: Facts, aggregation: Aggregation) -> Weights:
     weight_Y = facts.named(aggregation).clone()
     row_weights = facts.row_weights(aggregation)
-    filler = facts.spans[-1]
+    begin = facts.spans[-1].start
+    filler = range(begin, begin + facts.parallelism.row_multiple)  # its mask is 0 behind that
     for rank, m in enumerate(facts.deal.microbatches):
         mine = facts.deal.of_rank(rank)
         last = row_weights[mine[-1]] if mine else 0.0

@@ -77,8 +77,9 @@ def run_job(job: Job, tell: Callable[[Event], None]) -> bool:
 
     Installs the CPU stand-ins where there is no CUDA, so call it before Megatron-Core is
     imported. Initializes torch.distributed (NCCL with CUDA, gloo without) from the
-    launcher's environment, and destroys it. Events: ``row`` for each case as it is done,
-    ``layout`` with the layout's verdicts.
+    launcher's environment, and destroys it when rank 0 has told the ``end``. Events:
+    ``start`` with Megatron-Core's version, ``row`` for each case as it is done, ``layout``
+    with the layout's verdicts, ``end``.
     """
     import torch
     import torch.distributed as dist
@@ -97,6 +98,8 @@ def run_job(job: Job, tell: Callable[[Event], None]) -> bool:
             f"{dist.get_world_size()}: change --dp, or the number of processes"
         )
     first = dist.get_rank() == 0
+    if first:
+        tell({"event": "start", "megatron": model.megatron_version()})
     references = _references(job.layouts) if first else {}
     box = [references]
     dist.broadcast_object_list(box, src=0, device=model.device())
@@ -116,6 +119,9 @@ def run_job(job: Job, tell: Callable[[Event], None]) -> bool:
         if first:
             told = [{**asdict(v), "passed": v.passed} for v in verdicts]
             tell({"event": "layout", "layout": str(layout), "verdicts": told})
+    if first:
+        tell({"event": "end"})
+    dist.barrier()  # a launcher ends the others as soon as one rank has failed
     gc.collect()  # a group that is still held aborts the process at its end
     dist.destroy_process_group()
     return passed
@@ -136,7 +142,7 @@ def _references(layouts: Sequence[Parallelism]) -> Mapping[tuple[ModelShape, int
     multiples: dict[tuple[ModelShape, int], int] = {}
     for layout in layouts:
         key = _key(layout)
-        multiples[key] = math.lcm(multiples.get(key, 1), layout.row_multiple)
+        multiples[key] = math.lcm(multiples.get(key, 1), layout.padded(1))
     with tempfile.TemporaryDirectory() as folder:
         return {
             (shape, copies): reference(shape, copies=copies, padded=padded, folder=Path(folder))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -22,7 +23,6 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import (
@@ -33,12 +33,14 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 import megatron_lossagg.cpu as cpu
+from megatron_lossagg.errors import ProofError
 from megatron_lossagg.proof.parallelism import ModelShape, Parallelism
 from megatron_lossagg.proof.rows import VOCABULARY, Row, filler_row, zigzag
 
 SEED = 3
-ROW_LENGTH = 32
-"""Length of every row of a bshd batch, and more than any row's."""
+_ROTARY_BASE = 10_000
+_LONGEST = 128
+"""More than any row's length."""
 
 
 @contextmanager
@@ -73,10 +75,21 @@ def split_world(parallelism: Parallelism) -> Iterator[None]:
 def join_world() -> None:
     """Initialize torch.distributed from the launcher's environment: NCCL with CUDA, else gloo."""
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        local, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local >= devices:
+            raise ProofError(
+                f"local rank {local} has no GPU of its own, this machine has {devices}: start as "
+                "many processes as GPUs, or hide the GPUs with CUDA_VISIBLE_DEVICES="
+            )
+        torch.cuda.set_device(local)
         dist.init_process_group("nccl")
     else:
         dist.init_process_group("gloo")
+
+
+def megatron_version() -> str:
+    """Return the version of the Megatron-Core that this process imported."""
+    return str(megatron.core.__version__)
 
 
 def dtype_of(parallelism: Parallelism) -> torch.dtype:
@@ -184,16 +197,26 @@ def _model(config: Any, *, vp_stage: int | None) -> Any:
         cpu.gpt_layer_spec(config, vp_stage=vp_stage),
         mtp_block_spec=mtp,
         vocab_size=VOCABULARY,
-        max_sequence_length=4 * ROW_LENGTH,
+        max_sequence_length=_LONGEST,
         pre_process=parallel_state.is_pipeline_first_stage(**at),
         post_process=parallel_state.is_pipeline_last_stage(**at),
         parallel_output=True,
         share_embeddings_and_output_weights=False,
         position_embedding_type="rope",
+        rotary_base=_ROTARY_BASE,
         vp_stage=vp_stage,
     ).to(device())
     cpu.initialize_weights([model], seed=SEED)
+    _compute_rotations_in_float64(model)
     return model
+
+
+def _compute_rotations_in_float64(model: Any) -> None:
+    """Replace the float32 frequencies: cosines of other devices would differ in the last bit."""
+    rotary = model.rotary_pos_emb
+    half = rotary.inv_freq.numel()
+    exponents = torch.arange(half, dtype=torch.float64) / half
+    rotary.inv_freq = (_ROTARY_BASE**-exponents).to(rotary.inv_freq.device)
 
 
 def reference_model(shape: ModelShape) -> Any:
@@ -201,13 +224,15 @@ def reference_model(shape: ModelShape) -> Any:
     config = TransformerConfig(**_shape_options(shape, torch.float64))
     model = GPTModel(
         config,
-        get_gpt_decoder_block_spec(config, use_transformer_engine=False),
+        cpu.gpt_layer_spec(config, own_attention=False),
         vocab_size=VOCABULARY,
-        max_sequence_length=4 * ROW_LENGTH,
+        max_sequence_length=_LONGEST,
         share_embeddings_and_output_weights=False,
         position_embedding_type="rope",
+        rotary_base=_ROTARY_BASE,
     )
     cpu.initialize_weights([model], seed=SEED)
+    _compute_rotations_in_float64(model)
     return model
 
 
@@ -241,9 +266,7 @@ def pack(rows: Sequence[Row], indices: Sequence[int], parallelism: Parallelism) 
     coefficient: list[float] = []
     offsets = [0]
     for row in [*(rows[index] for index in indices), filler_row(multiple)]:
-        goal = (
-            -(-ROW_LENGTH // multiple) * multiple if bshd else -(-len(row) // multiple) * multiple
-        )
+        goal = parallelism.padded(len(row))
         fill = goal - len(row)
         tokens += row.tokens + [0] * fill
         labels += row.labels + [0] * fill
@@ -321,7 +344,7 @@ def run_schedule(
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks),
         num_microbatches=len(batches),
-        seq_length=ROW_LENGTH,
+        seq_length=_LONGEST,
         micro_batch_size=1,
         forward_only=forward_only,
     )

@@ -8,6 +8,12 @@ from dataclasses import dataclass, replace
 from megatron_lossagg.errors import ProofError
 from megatron_lossagg.proof.rows import VOCABULARY
 
+GAUGE_TOLERANCE = 1e-6
+"""Largest relative error of the gauge that passes: it is kept in float32."""
+
+BSHD_LENGTH = 32
+"""Length of every row of a bshd batch, more than any row's."""
+
 _HEAD_SIZE = 4
 
 
@@ -80,6 +86,10 @@ class Parallelism:
         self._check_options()
 
     def _check_options(self) -> None:
+        if self.sequence_parallel and self.tp == 1:
+            raise ProofError("sequence parallelism is over tensor-parallel ranks: give tp above 1")
+        if self.moe and self.tp > 1 and not self.sequence_parallel:
+            raise ProofError("Megatron-Core runs experts with tp above 1 under sequence_parallel")
         if self.packing not in ("thd", "bshd", "local"):
             raise ProofError(f"packing is thd, bshd or local, got {self.packing!r}")
         if VOCABULARY % self.tp:
@@ -150,6 +160,12 @@ class Parallelism:
     def row_multiple(self) -> int:
         """What a row's length is padded to a multiple of: 2 CP, times TP under SP."""
         return 2 * self.cp * (self.tp if self.sequence_parallel else 1)
+
+    def padded(self, length: int) -> int:
+        """Length of a row as it is packed."""
+        if self.packing == "bshd":
+            length = max(length, BSHD_LENGTH)
+        return -(-length // self.row_multiple) * self.row_multiple
 
     @property
     def tolerance(self) -> float:

@@ -24,11 +24,12 @@ from megatron_lossagg.proof import model as megatron
 from megatron_lossagg.proof.cases import BETA, Case, Expected, expected
 from megatron_lossagg.proof.causes import CAUSES, MASKED_LOSSES_REACH, Facts, symbols
 from megatron_lossagg.proof.job import REGIMES
-from megatron_lossagg.proof.parallelism import Parallelism
+from megatron_lossagg.proof.parallelism import GAUGE_TOLERANCE, Parallelism
 from megatron_lossagg.proof.reference import Reference
 from megatron_lossagg.proof.rows import deal
 
-GAUGE_TOLERANCE = 1e-6  # the gauge is kept in float32
+WEIGHT_SUM, WEIGHT_EXPECTED = "lossagg/weight_sum", "lossagg/weight_expected"
+_REPORTED = ("loss", WEIGHT_SUM, WEIGHT_EXPECTED)
 
 
 @dataclass(kw_only=True)
@@ -39,7 +40,7 @@ class Verdict:
     case: str
     regime: str
     k: int
-    """What the package multiplies shares by in this regime and split."""
+    """What the package multiplied shares by, as its ``StepContract.factor`` says."""
     gradient_error: float
     """Largest over all parameters of norm(g - g_oracle) / norm(g_oracle)."""
     loss_error: float | None
@@ -73,8 +74,14 @@ class _Measured:
 
     gradients: list[tuple[Any, Tensor]]
     """(shard, gradient), of the main loss alone."""
-    values: dict[str, float]
-    """Reported values, the same on every rank; NaN or inf as they came."""
+    values: list[dict[str, float]]
+    """K and what was reported, of every rank of the last stage; NaN or inf as they came."""
+    told: str
+    """What the package said of a loss that is not finite; empty if nothing."""
+
+    def worst(self, name: str, wanted: float) -> float:
+        """Return the reported value that is furthest from ``wanted``; NaN before all."""
+        return max((values[name] for values in self.values), key=lambda v: _relative(v, wanted))
 
 
 class Run:
@@ -109,29 +116,23 @@ class Run:
         ]
         self._side: list[Tensor] | None = None
 
-    @property
-    def factor(self) -> int:
-        """K of this split and step."""
-        if self.facts.per_token:
-            return self.facts.n
-        return self.num_microbatches * self.contract.dp_cp_size
-
     def train(self, case: Case, *, poison: bool = True) -> _Measured:
         """Run one step; the gradient of the main loss and what was reported."""
-        values = self._step(case, poison=poison)
-        return _Measured(gradients=self._main_gradients(case), values=values)
+        measured = self._step(case, poison=poison)
+        measured.gradients = self._main_gradients(case)
+        return measured
 
-    def evaluate(self, case: Case) -> float:
-        """Run a forward-only step; the reported loss."""
+    def evaluate(self, case: Case) -> _Measured:
+        """Run a forward-only step; what was reported, without gradients."""
         with torch.no_grad():
-            return self._step(case, forward_only=True)["loss"]
+            return self._step(case, forward_only=True)
 
     def _main_gradients(self, case: Case) -> list[tuple[Any, Tensor]]:
         totals = self._gradients()
         if not (self.parallelism.moe or self.parallelism.mtp):
             return totals
         if self._side is None:  # the same for every case: it sees rows and M, no weights
-            self._step(case, main=0.0)
+            self._step(case, main=0.0, poison=False)
             self._side = [gradient for _, gradient in self._gradients()]
         pairs = zip(totals, self._side, strict=True)
         return [(shard, total - side) for (shard, total), side in pairs]
@@ -148,7 +149,8 @@ class Run:
 
     def _step(
         self, case: Case, *, poison: bool = True, main: float = 1.0, forward_only: bool = False
-    ) -> dict[str, float]:
+    ) -> _Measured:
+        faults: list[str] = []
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         if last:  # the stages without labels need no plan
             plan = self._plan(case)
@@ -170,7 +172,8 @@ class Run:
                     share = reducer(y * batch.coefficient)
                     if case.second is not None:
                         share = share + BETA * reducer.under(case.second)(y.square())
-                except ReducerError:  # a masked loss got through: a failed row, not the end
+                except ReducerError as error:  # a failed row, not the end of the others
+                    faults.append(str(error))
                     share = (y * torch.nan).sum()
                 return step.returns(share * main, reducer, report={"loss": share})
 
@@ -179,15 +182,22 @@ class Run:
         reports = megatron.run_schedule(
             forward_step, self.chunks, self.batches, forward_only=forward_only
         )
-        values = torch.full((3,), -torch.inf, dtype=torch.float64)
+        values = None
         if last:
             step.close()
-            names = ("loss", "lossagg/weight_sum", "lossagg/weight_expected")
-            values = torch.tensor([megatron.reported(reports, n) for n in names]).double()
+            try:
+                plan.check()  # what CUDA noted instead of raising
+            except ReducerError as error:
+                faults.append(str(error))
+            values = {name: megatron.reported(reports, name) for name in _REPORTED}
+            values["k"] = step.factor
         every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, values.tolist())
-        told = next(v for v in reversed(every) if v[0] != -math.inf)
-        return dict(zip(("loss", "weight_sum", "weight_expected"), told, strict=True))
+        dist.all_gather_object(every, (values, faults))
+        return _Measured(
+            gradients=[],
+            values=[values for values, _ in every if values is not None],
+            told=next((told[0] for _, told in every if told), ""),
+        )
 
     def _plan(self, case: Case) -> StepPlan:
         sequences = Sequences(
@@ -219,7 +229,9 @@ class Run:
                 cut = torch.stack([shard.cut(one) for one in wanted])
             else:  # a multi-token-prediction layer: the main loss does not reach it
                 norms, cut = whole, torch.zeros(len(whole), *gradient.shape).double()
-            error_H = (gradient - cut).flatten(1).norm(dim=1) / norms.clamp_min(1e-300)
+            # A parameter that no trained token reaches has only rounding, of the whole gradient.
+            floor = 1e-3 * self.parallelism.tolerance * whole
+            error_H = (gradient - cut).flatten(1).norm(dim=1) / torch.maximum(norms, floor)
             errors_H = torch.maximum(errors_H, error_H.nan_to_num(nan=math.inf))
         return _maximum(errors_H)
 
@@ -289,59 +301,65 @@ def _verdict(run: Run, case: Case, wanted: Expected) -> Verdict:
     factor = run.factor_of(measured, wanted.slope_Y)
     loss_error = gauge_error = None
     if run.parallelism.one_m:
-        got = measured.values
-        losses = (got["loss"], run.evaluate(case))
-        loss_error = max(_relative(loss, wanted.loss) for loss in losses)
-        gauge_error = max(
-            _relative(got["weight_sum"], wanted.weight_sum),
-            _relative(got["weight_expected"], wanted.weight_expected),
-        )
+        gauge = {WEIGHT_SUM: wanted.weight_sum, WEIGHT_EXPECTED: wanted.weight_expected}
+        steps = (measured, run.evaluate(case))
+        loss_error = max(_relative(s.worst("loss", wanted.loss), wanted.loss) for s in steps)
+        gauge_error = max(_relative(measured.worst(n, want), want) for n, want in gauge.items())
     return Verdict(
         layout=str(run.parallelism),
         case=str(case),
         regime=run.contract.regime,
-        k=run.factor,
+        k=int(measured.values[0]["k"]),
         gradient_error=gradient_error,
         loss_error=loss_error,
         gauge_error=gauge_error,
         measured_factor=factor,
+        explanation=measured.told,
         tolerance=run.parallelism.tolerance,
     )
 
 
 def _explain(done: Sequence[tuple[Run, Case, Expected, Verdict]]) -> None:
-    """Name, for the failed verdicts, the causes that agree with every verdict of the split."""
+    """Name, for the failed verdicts, the causes that agree with every verdict of the split.
+
+    The failed ones are run again without inf at masked positions, so that what is measured
+    is finite; where they are right then, the inf is the cause.
+    """
     if all(verdict.passed for *_, verdict in done):
         return
     likely = {cause.name: cause for cause in CAUSES}
-    only_poison = True
+    right_without_inf = True
     for run, case, wanted, verdict in done:
         tolerance = 100 * verdict.tolerance
         predicted = {name: cause.predict(run.facts, case) for name, cause in likely.items()}
+        slopes = [slope for slope, _ in predicted.values()]
         if verdict.passed:
-            errors = _distances(run, wanted, [slope for slope, _ in predicted.values()])
+            errors = _distances(run, wanted, slopes)
             loss = wanted.loss
         else:
             measured = run.train(case, poison=False)
-            slopes = [wanted.slope_Y, *(slope for slope, _ in predicted.values())]
-            right, *errors = run.errors(measured, torch.stack(slopes))
-            loss = measured.values["loss"]
+            right, *errors = run.errors(measured, torch.stack([wanted.slope_Y, *slopes]))
+            loss = measured.worst("loss", wanted.loss)
             is_right = max(right, _relative(loss, wanted.loss)) < verdict.tolerance
-            only_poison = only_poison and is_right
-            verdict.measured_factor = run.factor_of(measured, wanted.slope_Y)
-            verdict.explanation = _measured_in_words(run, verdict, loss / wanted.loss)
-        likely = {
-            name: cause
-            for (name, cause), error in zip(likely.items(), errors, strict=True)
+            right_without_inf = right_without_inf and is_right
+            factor = run.factor_of(measured, wanted.slope_Y)
+            told = _measured_in_words(run, verdict, factor, loss / wanted.loss, is_right)
+            verdict.explanation = f"{told} ({verdict.explanation})" if verdict.explanation else told
+        agree = [
+            name
+            for name, error in zip(likely, errors, strict=True)
             if error < tolerance
             and (verdict.loss_error is None or _relative(loss, predicted[name][1]) < tolerance)
-        }
-    if only_poison:
+        ]
+        box = [agree]  # rank 0's: all ranks go on with as many
+        dist.broadcast_object_list(box, src=0, device=megatron.device())
+        likely = {name: likely[name] for name in box[0]}
+    if right_without_inf:
         likely = {MASKED_LOSSES_REACH.name: MASKED_LOSSES_REACH}
+    why = "; or: ".join(cause.what for cause in likely.values())
     for *_, verdict in done:
         if not verdict.passed:
             verdict.causes = list(likely)
-            why = "; or: ".join(cause.what for cause in likely.values())
             verdict.explanation += ": " + (why or "no known cause explains every row of the layout")
 
 
@@ -354,7 +372,11 @@ def _distances(run: Run, wanted: Expected, slopes: Sequence[Tensor]) -> list[flo
     return [float(e) for e in (others_HP - gradient_P).norm(dim=1) / gradient_P.norm()]
 
 
-def _measured_in_words(run: Run, verdict: Verdict, loss_factor: float) -> str:
+def _measured_in_words(
+    run: Run, verdict: Verdict, factor: float, loss_factor: float, right_without_inf: bool
+) -> str:
+    if right_without_inf:
+        return "not finite with inf at masked positions, right without"
     tolerance = 100 * verdict.tolerance
 
     def told(what: str, factor: float) -> str:
@@ -363,7 +385,7 @@ def _measured_in_words(run: Run, verdict: Verdict, loss_factor: float) -> str:
 
     parts = []
     if verdict.gradient_error >= verdict.tolerance:
-        parts.append(told("gradient", verdict.measured_factor))
+        parts.append(told("gradient", factor))
     if not verdict.loss_is_right:
         parts.append(told("reported loss", loss_factor))
     return "; ".join(parts or ["the gauge is not the oracle's"])

@@ -45,15 +45,11 @@ class Reference:
     parameters: dict[str, tuple[int, ...]]
     """Global name and whole shape, in the order of P."""
 
-    def spans(self, row_multiple: int) -> list[range]:
-        """Return each row's tokens in Y, padded to ``row_multiple``; the filler's is the last."""
-        spans, begin = [], 0
-        for row in [*self.rows, filler_row(self.padded)]:
-            length = self.padded if row.sample < 0 else len(row)
-            here = row_multiple if row.sample < 0 else -(-length // row_multiple) * row_multiple
-            spans.append(range(begin, begin + here))
-            begin += -(-length // self.padded) * self.padded
-        return spans
+    @property
+    def starts(self) -> list[int]:
+        """Where each row begins in Y; the filler's is the last."""
+        lengths = (-(-len(row) // self.padded) * self.padded for row in self.rows)
+        return [0, *accumulate(lengths)]
 
     def gradient(self, slope_Y: Tensor) -> dict[str, Tensor]:
         """Return every parameter's gradient of a loss whose derivatives by y are ``slope_Y``."""

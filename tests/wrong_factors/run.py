@@ -33,7 +33,7 @@ def main(names: list[str]) -> int:
     for file in files:
         failed, total, causes = verify(file)
         caught += failed > 0
-        named += file.stem in causes
+        named += causes == [file.stem]
         verdict = "caught" if failed else "NOT CAUGHT"
         cause = ", ".join(causes) or "no cause"
         print(f"{verdict}: {file.stem}: {failed} of {total} rows fail; {cause}", flush=True)
