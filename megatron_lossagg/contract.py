@@ -22,6 +22,7 @@ consumer: Megatron adds both entries over microbatches and DP * CP and divides.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -368,9 +369,10 @@ def _check_live(chunks: Sequence[Any], regime: Regime) -> None:
         average_in_collective = bool(chunk.ddp_config.average_in_collective)
         group = dist.get_world_size(chunk.dp_cp_group)
         dense = 1.0 if per_token or average_in_collective else 1.0 / group
-        found = {buffer.gradient_scaling_factor for buffer in chunk.buffers}
-        if per_token:
-            found |= {b.gradient_scaling_factor for b in chunk.expert_parallel_buffers}
+        buffers = [*chunk.buffers, *(chunk.expert_parallel_buffers if per_token else [])]
+        # DDP scales by each bucket's own copy.
+        scaled = itertools.chain(buffers, *(buffer.buckets for buffer in buffers))
+        found = {part.gradient_scaling_factor for part in scaled}
         if found - {dense}:
             raise ContractError(
                 f"chunk {index} scales gradients by {sorted(found)}, the {regime} regime over "

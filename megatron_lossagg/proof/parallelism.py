@@ -209,6 +209,7 @@ def standard(*, moe: bool = False) -> list[Parallelism]:
         Parallelism(dp=2, cp=2, microbatches=3, distributed_optimizer=True),
     ]
     if moe:
-        layouts = [replace(layout, moe=True) for layout in layouts]
+        # At EP 1 stock 0.16.1 does not sum experts' gradients over TP (Megatron-LM#5916).
+        layouts = [replace(layout, moe=True, ep=layout.tp) for layout in layouts]
         layouts.append(Parallelism(dp=2, cp=2, ep=2, moe=True, microbatches=3))
     return layouts

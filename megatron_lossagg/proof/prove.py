@@ -357,10 +357,20 @@ def _explain(done: Sequence[tuple[Run, Case, Expected, Verdict]]) -> None:
     if right_without_inf:
         likely = {MASKED_LOSSES_REACH.name: MASKED_LOSSES_REACH}
     why = "; or: ".join(cause.what for cause in likely.values())
+    parallelism = done[0][0].parallelism
+    if not why and parallelism.moe and parallelism.ep < parallelism.tp:
+        why = _EXPERTS_APART
     for *_, verdict in done:
         if not verdict.passed:
             verdict.causes = list(likely)
             verdict.explanation += ": " + (why or "no known cause explains every row of the layout")
+
+
+_EXPERTS_APART = (
+    "with fewer expert-parallel than tensor-parallel ranks stock Megatron-Core (0.16.1) leaves the "
+    "experts' gradients of TP ranks apart (NVIDIA/Megatron-LM#5916), whatever the loss: take ep = "
+    "tp"
+)
 
 
 def _distances(run: Run, wanted: Expected, slopes: Sequence[Tensor]) -> list[float]:

@@ -1,0 +1,288 @@
+"""A step in which something goes wrong.
+
+``python fault_worker.py FAULT``, run under torch.distributed.run. ``killed LAYOUT FILE``: the
+last rank kills itself in loss_func of its second microbatch and leaves the time in FILE.
+``alone FOLDER``, on one process: ranks that it starts, and that no launcher watches, lose one;
+a JSON line a loss. ``nan``: a loss of one rank is NaN. ``stock``: what stock Megatron-Core
+does wrong by itself; a JSON line a fault.
+"""
+
+import megatron_lossagg.cpu as cpu
+
+cpu.install()
+
+import json  # noqa: E402
+import multiprocessing  # noqa: E402
+import os  # noqa: E402
+import signal  # noqa: E402
+import sys  # noqa: E402
+import time  # noqa: E402
+from dataclasses import replace  # noqa: E402
+from datetime import timedelta  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from matrix_worker import gradients, without_values  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+
+from megatron_lossagg import Aggregation  # noqa: E402
+from megatron_lossagg.proof import model as megatron  # noqa: E402
+from megatron_lossagg.proof.cases import Case  # noqa: E402
+from megatron_lossagg.proof.job import REGIMES  # noqa: E402
+from megatron_lossagg.proof.parallelism import Parallelism  # noqa: E402
+from megatron_lossagg.proof.prove import Run  # noqa: E402
+from megatron_lossagg.proof.rows import make_rows, zigzag  # noqa: E402
+
+TOKEN_MEAN = Case(aggregation=Aggregation("token_mean"))
+LAYOUTS = {
+    "DP2": Parallelism(dp=2),
+    "PP2": Parallelism(pp=2),
+    "DP2xCP2": Parallelism(dp=2, cp=2, microbatches=4),
+}
+LOST = {
+    "DP2-killed": (LAYOUTS["DP2"], signal.SIGKILL),
+    "PP2-killed": (LAYOUTS["PP2"], signal.SIGKILL),
+    "DP2-stopped": (LAYOUTS["DP2"], signal.SIGSTOP),
+}
+HANGS_AFTER = 150
+"""Seconds until a rank that has not ended, start and training included, is called hung."""
+
+
+def our_step(run, meddle, *, main=1):
+    """A step of token_mean times ``main``, and the loss that the last stage reports.
+
+    ``meddle(losses, batch, number)`` gives what the reducer gets.
+    """
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    if last:
+        plan = run._plan(TOKEN_MEAN)
+        step = run.contract.step(plan, num_microbatches=run.num_microbatches)
+
+    def forward_step(iterator, chunk):
+        number, batch = next(iterator)
+        output = megatron.forward(chunk, batch, run.parallelism)
+
+        def loss_func(output):
+            losses = meddle(megatron.token_losses(output, batch, run.parallelism), batch, number)
+            reducer = plan.reducer(batch.rows, batch.mask, run.contract.thd(batch.offsets))
+            share = reducer(losses)
+            return step.returns(share * main, reducer, report={"loss": share})
+
+        return output, loss_func
+
+    reports = megatron.run_schedule(forward_step, run.chunks, list(enumerate(run.batches)))
+    return megatron.reported(reports, "loss") if last else None
+
+
+def killed(name, file):
+    dist.init_process_group("gloo")
+    train(LAYOUTS[name], losing_the_last_rank(signal.SIGKILL, Path(file)))
+
+
+def losing_the_last_rank(by, file):
+    def meddle(losses, batch, number):
+        if number == 1 and dist.get_rank() == dist.get_world_size() - 1:
+            file.write_text(str(time.time()))
+            os.kill(os.getpid(), by)
+        return losses
+
+    return meddle
+
+
+def alone(folder):
+    """Run each of ``LOST`` on two processes, and tell how and when the first one ended."""
+    fork = multiprocessing.get_context("fork")  # Megatron-Core is imported once
+    for name, (layout, by) in LOST.items():
+        here = Path(folder, name)
+        here.mkdir()
+        ranks = [fork.Process(target=one_alone, args=(r, here, layout, by)) for r in range(2)]
+        for rank in ranks:
+            rank.start()
+        ranks[0].join(HANGS_AFTER)
+        seconds = time.time() - float((here / "time").read_text())
+        ended = ranks[0].exitcode
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+        told = {"lost": name, "ended": ended, "other": ranks[1].exitcode, "seconds": seconds}
+        print(json.dumps(told), flush=True)
+
+
+def one_alone(rank, here, layout, by):
+    meet = {"init_method": f"file://{here}/meet", "rank": rank, "world_size": layout.world_size}
+    dist.init_process_group("gloo", **meet)
+    train(layout, losing_the_last_rank(by, here / "time"), timeout=timedelta(seconds=10))
+
+
+def nan():
+    """Print which loss is made NaN: its place in the row is found without the package."""
+    layout = LAYOUTS["DP2xCP2"]
+
+    def meddle(losses, batch, number):
+        if number != 1 or dist.get_rank() != 3:
+            return losses
+        index = int(batch.mask_here[: -layout.row_multiple // layout.cp].nonzero()[-1])
+        offsets = batch.offsets.tolist()
+        position = zigzag(offsets, layout.cp, parallel_state.get_context_parallel_rank())[index]
+        segment = max(s for s, begin in enumerate(offsets[:-1]) if begin <= position)
+        where = {"microbatch": number, "rows": batch.rows[:-1], "row": batch.rows[segment]}
+        where |= {"token": position - offsets[segment], "time": time.time()}
+        print(json.dumps(where), flush=True)
+        return losses.index_fill(0, torch.tensor([index]), torch.nan)
+
+    dist.init_process_group("gloo")
+    train(layout, meddle)
+
+
+def train(layout, meddle, *, timeout=None):
+    """A step; ``timeout``: of the gradients' all-reduce, which Megatron-Core takes in minutes."""
+    with megatron.split_world(layout):
+        run = Run(layout, without_values(make_rows()), per_token=False)
+        if timeout is not None:
+            dist.distributed_c10d._set_pg_timeout(timeout, run.chunks[0].dp_cp_group)
+        our_step(run, meddle)
+    print("THE STEP WENT THROUGH", flush=True)
+
+
+def stock_step(chunks, batches, layout, returns):
+    """A step whose loss_func returns ``returns(loss, num_tokens)``; nothing of this package."""
+
+    def forward_step(iterator, chunk):
+        batch = next(iterator)
+        output = megatron.forward(chunk, batch, layout)
+
+        def loss_func(output):
+            losses = megatron.token_losses(output, batch, layout) * batch.mask_here
+            num_tokens = batch.mask_here.sum().to(torch.int)
+            return (*returns(losses.sum(), num_tokens), {})
+
+        return output, loss_func
+
+    megatron.run_schedule(forward_step, chunks, batches)
+    return gradients(chunks)
+
+
+def as_stock(loss, num_tokens):
+    return loss, num_tokens
+
+
+def stock_model(layout, *, per_token):
+    config = megatron.config_of(layout, per_token=per_token)
+    return megatron.wrapped_chunks(layout, config)
+
+
+def a_masked_microbatch_under_mtp(layout):
+    """Stock and this package with MTP's loss alone, where rank 0's first microbatch is masked."""
+    found = {}
+    for regime in REGIMES:
+        per_token = regime == "per-token"
+        run = Run(layout, without_values(make_rows()), per_token=per_token)
+        if dist.get_rank() == 0:
+            first = run.batches[0]
+            nothing = {n: torch.zeros_like(getattr(first, n)) for n in ("mask", "mask_here")}
+            run.batches[0] = replace(first, **nothing)
+        model = stock_model(layout, per_token=per_token)
+        stock = stock_step(model, run.batches, layout, lambda loss, n: (loss * 0, n))
+        loss = our_step(run, lambda losses, batch, number: losses, main=0)
+        found[regime] = {
+            "stock_nan": any(bool(g.isnan().any()) for g in stock),
+            "nan_where_stock_is": all(
+                torch.equal(ours.isnan(), theirs.isnan())
+                for ours, theirs in zip(gradients(run.chunks), stock, strict=True)
+            ),
+            "our_loss": loss,
+        }
+    return found
+
+
+def copies_of_experts_over_tensor_ranks(layout):
+    """How far the two ranks' gradients of an expert that both hold are apart, and the router's."""
+    model = stock_model(layout, per_token=False)
+    stock_step(model, batches_of(layout), layout, as_stock)
+    apart = {}
+    for shard in cpu.named_shards(model):
+        mine = shard.parameter.main_grad
+        both = [torch.empty_like(mine) for _ in range(2)]
+        dist.all_gather(both, mine)
+        if "experts" in shard.name or "router" in shard.name:
+            kind = "experts" if "experts" in shard.name else "router"
+            error = float((both[0] - both[1]).norm() / both[0].norm().clamp_min(1e-300))
+            apart[kind] = max(error, apart.get(kind, 0.0))
+    return apart
+
+
+def batches_of(layout):
+    return Run(layout, without_values(make_rows()), per_token=False).batches
+
+
+def counts_past_int32(layout):
+    """N times the gradient over the undivided one, for an N below 2^31 and for that N."""
+    model, batches = stock_model(layout, per_token=True), batches_of(layout)
+
+    def step(count):
+        """A step in which this rank's first microbatch returns ``count``, the others 0."""
+        counts = iter([count, *(0 for _ in batches[1:])])
+
+        def returns(loss, num_tokens):
+            return loss, num_tokens.new_tensor(next(counts))
+
+        return stock_step(model, batches, layout, returns)
+
+    undivided = step(1 - dist.get_rank())  # N = 1
+    return {str(2 * n): 2 * n * ratio(step(n), undivided) for n in (2**29, 2**30)}
+
+
+def ratio(left, right):
+    """The multiple of one gradient that another is; both have one buffer."""
+    (left,), (right,) = left, right
+    factor = float((left * right).sum() / (right * right).sum())
+    assert (left - factor * right).norm() < 1e-12 * left.norm()
+    return factor
+
+
+def regime_flipped_after_wrapping(layout):
+    """The gradient of a model that was wrapped in the other regime, over the right one."""
+    batches, found = batches_of(layout), {}
+    for regime in REGIMES:
+        per_token = regime == "per-token"
+        right = stock_step(stock_model(layout, per_token=per_token), batches, layout, as_stock)
+        wrong = stock_model(layout, per_token=not per_token)
+        wrong[0].config.calculate_per_token_loss = per_token
+        flipped = stock_step(wrong, batches, layout, as_stock)
+        found[regime] = ratio(flipped, right)
+    return found
+
+
+def two_outputs_per_token(layout):
+    """Router losses where loss_func returns no count, over those where it does; and N."""
+    model, batches = stock_model(layout, per_token=True), batches_of(layout)
+    three = stock_step(model, batches, layout, lambda loss, n: (loss * 0, n))
+    two = stock_step(model, batches, layout, lambda loss, n: (loss * 0,))
+    count = torch.tensor(sum(int(batch.mask_here.sum()) for batch in batches))
+    dist.all_reduce(count)
+    factors = [float(a.norm() / b.norm()) for a, b in zip(two, three, strict=True)]
+    return {"factors": factors, "N": int(count)}
+
+
+STOCK = {
+    a_masked_microbatch_under_mtp: Parallelism(dp=2, mtp=True, float32=True),
+    copies_of_experts_over_tensor_ranks: Parallelism(tp=2, sequence_parallel=True, moe=True),
+    counts_past_int32: LAYOUTS["DP2"],
+    regime_flipped_after_wrapping: LAYOUTS["DP2"],
+    two_outputs_per_token: Parallelism(dp=2, moe=True),
+}
+
+
+def stock():
+    dist.init_process_group("gloo")
+    for fault, layout in STOCK.items():
+        with megatron.split_world(layout):
+            found = fault(layout)
+        if dist.get_rank() == 0:
+            print(json.dumps({fault.__name__: found}), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    {"killed": killed, "nan": nan, "stock": stock, "alone": alone}[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,123 @@
+"""A rank that is lost or has a NaN ends its step soon and says why; faults that are stock's own.
+
+The second half shows, on stock Megatron-Core without this package's loss_func, what the
+contract refuses or leaves alone, and why: when one of these fails after an update, stock has
+been mended, and what it stands for here can go.
+"""
+
+import json
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from conftest import launched, worker_path
+
+from megatron_lossagg.cpu import launch
+
+WORKER = Path(__file__).parent / "fault_worker.py"
+SECONDS = 60
+"""From the fault to the end of every rank; seen: 2 under the launcher, 10 after a timeout."""
+THROUGH = "THE STEP WENT THROUGH"
+LOST = ("DP2-killed", "PP2-killed", "DP2-stopped")
+MEGATRON = version("megatron-core")
+
+
+def ended(*arguments, processes):
+    """What the worker's launch left; it raises where the launch hangs."""
+    command = [str(WORKER), *arguments]
+    environment = {"PYTHONPATH": worker_path()}
+    return launch(command, processes=processes, timeout=300, env=environment)
+
+
+def test_the_launcher_ends_the_other_rank_when_one_is_killed_in_loss_func(tmp_path):
+    """PP 2: the last stage dies, the first waits for its gradient."""
+    done = ended("killed", "PP2", str(tmp_path / "time"), processes=2)
+    assert (tmp_path / "time").exists(), done.stderr[-4000:]
+    assert time.time() - float((tmp_path / "time").read_text()) < SECONDS
+    assert done.returncode != 0
+    assert "Signal 9" in done.stderr
+    assert THROUGH not in done.stdout
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Ranks without a launcher: how the first ended after the second was lost."""
+    out = launched("fault_worker.py", "alone", tmp_path_factory.mktemp("alone"), processes=1)
+    assert THROUGH not in out
+    return {told["lost"]: told for told in map(json.loads, out.splitlines())}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_nobody_waits_for_a_lost_rank_without_a_launcher_either(alone, name):
+    """Killed: the connection closes. Stopped: the process group's timeout, here 10 s."""
+    told = alone[name]
+    assert told["other"] == -9
+    assert told["ended"] == 1  # by an exception; None if it still waited
+    assert told["seconds"] < SECONDS
+
+
+def test_a_nan_loss_is_named_by_rank_microbatch_row_and_token_and_ends_the_launch():
+    """DP 2 x CP 2: rank 3's second microbatch; the token's place is found without the package."""
+    done = ended("nan", processes=4)
+    assert THROUGH not in done.stdout
+    assert done.stdout, done.stderr[-4000:]
+    (told,) = map(json.loads, done.stdout.splitlines())
+    assert time.time() - told["time"] < SECONDS
+    assert done.returncode != 0
+    rows = ", ".join(map(str, told["rows"]))
+    said = [line for line in done.stderr.splitlines() if "ReducerError: " in line]
+    assert len(said) == 1, said
+    for words in (
+        "rank 3 (context-parallel rank 1)",
+        f"the loss of row {told['row']} ",
+        f"microbatch {told['microbatch']} with rows {rows})",
+        f"is nan at its token {told['token']}:",
+    ):
+        assert words in said[0]
+
+
+@pytest.fixture(scope="module")
+def stock():
+    told = {}
+    for line in launched("fault_worker.py", "stock", processes=2).splitlines():
+        told |= json.loads(line)
+    return told
+
+
+@pytest.mark.skipif(not MEGATRON.startswith("0.16."), reason="seen in megatron-core 0.16")
+def test_stock_mtp_is_nan_after_a_masked_microbatch_and_this_package_is_not_to_blame(stock):
+    """In the average regime it divides by the microbatch's tokens. The named loss is finite."""
+    found = stock["a_masked_microbatch_under_mtp"]
+    assert found["average"]["stock_nan"]
+    assert not found["per-token"]["stock_nan"]
+    assert all(each["nan_where_stock_is"] for each in found.values())
+    assert found["average"]["our_loss"] == found["per-token"]["our_loss"] > 0
+
+
+@pytest.mark.skipif(not MEGATRON.startswith("0.16."), reason="seen in megatron-core 0.16")
+def test_stock_leaves_experts_apart_over_tensor_ranks_at_ep_1_and_etp_1(stock):
+    """TP 2 with sequence parallel: both ranks hold an expert, and none sums its gradients."""
+    found = stock["copies_of_experts_over_tensor_ranks"]
+    assert found["experts"] > 0.1
+    assert found["router"] < 1e-6
+
+
+def test_stock_does_not_divide_by_counts_that_wrap_in_int32(stock):
+    found = stock["counts_past_int32"]
+    assert found[str(2**30)] == pytest.approx(1)
+    assert found[str(2**31)] == pytest.approx(2**31)
+
+
+def test_stock_trains_a_multiple_where_the_regime_is_flipped_after_wrapping(stock):
+    """DP 2: DDP's factor was frozen at 1/2 for the average, at 1 for the sum."""
+    found = stock["regime_flipped_after_wrapping"]
+    assert found["per-token"] == pytest.approx(1 / 2)
+    assert found["average"] == pytest.approx(2)
+
+
+def test_stock_trains_side_losses_n_times_where_two_outputs_are_returned_per_token(stock):
+    """Why ``StepContract.returns`` makes three."""
+    found = stock["two_outputs_per_token"]
+    assert found["N"] > 1
+    assert found["factors"] == pytest.approx([found["N"]] * len(found["factors"]))

@@ -1,0 +1,115 @@
+"""Splits combined as in a real run, and the losses that Megatron-Core adds beside the main one.
+
+Side losses: at equal layout and regime stock Megatron's loss_func and this package's leave
+the same bits in every gradient buffer (``matrix_worker.py``, one launch). Combinations: the
+gradient is the oracle's (``megatron_lossagg.proof``, one launch a world size).
+"""
+
+import json
+
+import pytest
+from conftest import launched, prove_job
+
+from megatron_lossagg import Aggregation
+from megatron_lossagg.proof.cases import Case
+from megatron_lossagg.proof.job import REGIMES, Job
+from megatron_lossagg.proof.parallelism import Parallelism
+
+# Megatron-Core trains no experts on TP 2 without sequence parallelism.
+SIDE = {
+    "MoE-DP2": Parallelism(dp=2, moe=True),
+    "MoE-EP2xDP2": Parallelism(dp=2, ep=2, moe=True),
+    "MoE-CP2": Parallelism(cp=2, moe=True),
+    "MoE-TP2-SP": Parallelism(tp=2, ep=2, sequence_parallel=True, moe=True),
+    "MoE-PP2": Parallelism(pp=2, moe=True),
+    "MTP-DP2": Parallelism(dp=2, mtp=True, float32=True),
+    "MTP-CP2": Parallelism(cp=2, mtp=True, float32=True),
+}
+WHOLE = [
+    (name, regime)
+    for name, layout in SIDE.items()
+    for regime in REGIMES
+    if regime == "per-token" or layout.cp == 1
+]
+CASES = (
+    Case(aggregation=Aggregation("token_mean")),
+    Case(aggregation=Aggregation("prompt_mean")),
+    Case(aggregation=Aggregation("constant", divisor=40.0)),
+)
+COMBINED = {
+    "TP2-SPxCP2xPP2": Parallelism(tp=2, cp=2, pp=2, sequence_parallel=True),
+    "DP2xCP2xPP2": Parallelism(dp=2, cp=2, pp=2),
+    "DP2xCP2xPP2xVPP2": Parallelism(dp=2, cp=2, pp=2, vpp=2, microbatches=4),
+    "MoE-EP2xCP2xTP2-SP": Parallelism(cp=2, tp=2, ep=2, sequence_parallel=True, moe=True),
+    "DP4-2-optimizer-instances": Parallelism(
+        dp=4, distributed_optimizer=True, optimizer_instances=2
+    ),
+    "overlap-and-distributed-optimizer": Parallelism(
+        dp=2, cp=2, overlap_grad_reduce=True, distributed_optimizer=True
+    ),
+    "recompute-CP2xTP2": Parallelism(cp=2, tp=2, recompute=True),
+    "MTP-DP2xCP2": Parallelism(dp=2, cp=2, mtp=True, float32=True),
+}
+
+
+@pytest.fixture(scope="module")
+def side():
+    """What every rank found, by layout, regime and whether tokens were rejected."""
+    job = Job(layouts=list(SIDE.values()), cases=())
+    out = launched("matrix_worker.py", "side", job.to_json(), processes=job.world_size)
+    told = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    return {(t["layout"], t["regime"], t["rejected"]): t["ranks"] for t in told}
+
+
+@pytest.fixture(scope="module")
+def combined(tmp_path_factory):
+    """Function of a world size: the verdicts of its layouts, by layout, case and regime."""
+    cache = {}
+
+    def verdicts_of(size):
+        if size not in cache:
+            cache[size] = {}  # a launch that failed is not tried again
+            layouts = [layout for layout in COMBINED.values() if layout.world_size == size]
+            told = prove_job(Job(layouts=layouts, cases=CASES), tmp_path_factory.mktemp("job"))
+            cache[size] = {(v["layout"], v["case"], v["regime"]): v for v in told}
+        return cache[size]
+
+    return verdicts_of
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("name", SIDE)
+def test_side_losses_come_out_bit_for_bit_as_without_this_package(side, name, regime):
+    for found in side[str(SIDE[name]), regime, False]:
+        assert found["there"]
+        assert found["stock_twice"]
+        assert found["token_mean"]
+        assert found["sample_mean"]
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("name", SIDE)
+def test_rejected_tokens_do_not_scale_side_losses(side, name, regime):
+    for found in side[str(SIDE[name]), regime, True]:
+        assert found["there"]
+        assert found["token_mean"]
+        assert found["sample_mean"]
+
+
+@pytest.mark.parametrize(("name", "regime"), WHOLE)
+def test_main_and_side_losses_add_up_as_in_stock_where_stock_has_the_mode(side, name, regime):
+    """token_mean per token; microbatch_token_mean in the average regime at CP 1."""
+    for found in side[str(SIDE[name]), regime, False]:
+        assert found["main"] > 1e-3
+        assert found["whole"] < SIDE[name].tolerance
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("case", list(map(str, CASES)))
+@pytest.mark.parametrize("name", COMBINED)
+def test_splits_combined_train_the_gradient_of_the_named_loss(combined, name, case, regime):
+    layout = COMBINED[name]
+    verdict = combined(layout.world_size)[str(layout), case, regime]
+    assert verdict["gradient_error"] < layout.tolerance, verdict["explanation"]
+    assert verdict["loss_error"] < layout.tolerance, verdict["explanation"]
+    assert verdict["gauge_error"] < 1e-6  # kept in float32
