@@ -27,6 +27,11 @@ wrong-factors: $(VENV)/installed
 test-versions: $(VENV)/installed
 	$(RUN) tests/versions.py
 
+# `make mutants MODULES="plan layout"` for some of them; docs/mutants.md.
+.PHONY: mutants
+mutants: $(VENV)/installed
+	$(RUN) tests/mutants.py $(MODULES)
+
 figures: $(VENV)/installed
 	$(RUN) examples/drgrpo/figures.py
 
@@ -38,4 +43,4 @@ $(VENV)/installed: setup.py constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv* .versions runs .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv* .versions .mutants runs .mypy_cache .pytest_cache .ruff_cache *.egg-info

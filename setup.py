@@ -32,6 +32,7 @@ setup(
         "dev": [
             "einops",
             "hypothesis",
+            "mutmut",
             "mypy",
             "pytest",
             "ruff",

@@ -2,7 +2,10 @@
 
 import dataclasses
 import math
+import re
+from fractions import Fraction
 
+import numpy as np
 import pytest
 
 from megatron_lossagg import Aggregation
@@ -110,6 +113,13 @@ def test_an_unknown_name_is_answered_with_the_nearest(wrong, nearest):
         Aggregation.named(wrong)
 
 
+def test_a_name_that_is_near_by_a_part_is_answered_too_and_one_far_from_all_with_the_modes():
+    with pytest.raises(AggregationError, match="'mean', did you mean 'token_mean'"):
+        Aggregation.named("mean")
+    with pytest.raises(AggregationError, match=r"'zzzz'; modes are token_mean, sample_mean, "):
+        Aggregation.named("zzzz")
+
+
 def test_an_alias_is_no_mode():
     with pytest.raises(AggregationError, match=r"Aggregation\.named\('verl:token-mean'\)"):
         Aggregation("verl:token-mean")
@@ -125,6 +135,13 @@ def test_a_divisor_is_a_finite_number_above_zero(mode, divisor):
 def test_a_divisor_that_no_float_holds_is_refused():
     with pytest.raises(AggregationError, match="finite number above 0"):
         Aggregation("constant", divisor=10**400)
+
+
+@pytest.mark.parametrize("divisor", [8, 8.0, np.int32(8), np.float32(8), Fraction(8)])
+def test_a_divisor_of_any_kind_of_number_is_kept_as_a_float(divisor):
+    kept = Aggregation("constant", divisor=divisor).divisor
+    assert type(kept) is float
+    assert kept == 8
 
 
 @pytest.mark.parametrize("mode", [m for m, row in MODES.items() if row.divisor == "none"])
@@ -162,6 +179,11 @@ def test_a_reducer_path_is_text(mode, path):
         Aggregation(mode, reducer_path=path)
 
 
+def test_a_custom_reducer_prints_its_path():
+    custom = Aggregation("custom", reducer_path="a.b:c")
+    assert str(custom) == "custom a.b:c: w_s = given by the reducer path"
+
+
 def test_an_aggregation_is_frozen_and_compares_by_value():
     one = Aggregation("constant", divisor=8)
     assert one == Aggregation("constant", divisor=8.0)
@@ -176,3 +198,29 @@ def test_the_table_prints_every_name():
         assert sum(line.split()[:1] == [name] for line in lines) == 1, name
     alias = next(line for line in lines if line.startswith("roll:seq-mean-token-sum "))
     assert alias.split("  ")[-2].strip() == "sample_sum, count_empty=False"
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        ["token_mean", "w_s = 1/N", "mean over all active tokens of the step (DAPO)"],
+        ["sample_sum", "w_s = 1/B", "token sums, mean over samples"],
+        [
+            *("constant", "w_s = 1/(B L)"),
+            "token sums over a constant length L, mean over samples (Dr.GRPO), needs a divisor",
+        ],
+        [
+            *("token_sum", "w_s = 1/C"),
+            f"{MODES['token_sum'].meaning}, may have a divisor",
+        ],
+        ["trl:grpo", "sample_mean"],
+        ["trl:dr_grpo", "constant", "(L = max_completion_length)"],
+        [
+            *("roll:seq-mean-token-mean", "sample_mean, count_empty=False"),
+            "(a fully masked sample leaves the count)",
+        ],
+    ],
+    ids=lambda columns: columns[0],
+)
+def test_the_table_says_which_divisor_a_mode_takes_and_what_an_alias_stands_for(columns):
+    assert columns in [re.split(r"\s{2,}", line) for line in table_of_modes()]

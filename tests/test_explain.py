@@ -95,6 +95,8 @@ def test_the_chain_of_factors_ends_at_exactly_1(mode, regime, k):
 
 def test_num_tokens_add_up_to_n_in_the_per_token_regime():
     told = explained("prompt_mean", regime="per-token")
+    # 12,3,40/5,0,20 dealt in turn to 2 ranks x 2 microbatches: 12+0, 3+20, 40, 5
+    assert told.num_tokens == (12, 23, 40, 5)
     assert sum(told.num_tokens) == told.totals.active_tokens == 80
 
 
@@ -128,6 +130,19 @@ def test_a_regime_that_is_not_undone_says_what_would_be_trained(capsys):
     assert "trains 1/(M DP CP) = 1/64 of this loss" in " ".join(capsys.readouterr().out.split())
 
 
+def test_where_k_is_1_a_bare_share_is_not_called_wrong(capsys):
+    arguments = ["--dp", "1", "--cp", "1", "--microbatches", "1"]
+    assert main(["explain", "token_mean", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "bare share is right too" in out
+    assert "of this loss, without" not in " ".join(out.split())
+
+
+def test_the_flags_that_train_it_have_the_divisor_exactly(capsys):
+    assert main(["explain", "constant", "--divisor", "1234567"]) == 0
+    assert "--loss-aggregation-divisor 1234567\n" in capsys.readouterr().out
+
+
 def test_json_has_what_is_printed(tmp_path, capsys):
     path = tmp_path / "explained.json"
     assert main(["explain", "constant", "--divisor", "40", "--json", str(path)]) == 0
@@ -153,8 +168,8 @@ def test_text_is_at_most_100_columns_wide(capsys):
         (["token_mean", "--lengths", "3,-1"], "has '-1' where a sample's active tokens should be"),
         (["token_mean", "--lengths", "3,,4"], "has '' where a sample's active tokens should be"),
         (["token_mean", "--lengths", "0,0/0"], "3 fully masked samples and no active token"),
-        (["token_mean", "--dp", "0"], "0"),
-        (["token_mean", "--microbatches", "0"], "0"),
+        (["token_mean", "--dp", "0"], "--dp is a whole number from 1, got 0"),
+        (["token_mean", "--microbatches", "0"], "--microbatches is a whole number from 1, got 0"),
         (["token_mean", "--json", "/nowhere/at/all.json"], "cannot be written"),
         (["token_mean", "--lengths", "2147483648", "--regime", "per-token"], "int32"),
     ],

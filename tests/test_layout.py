@@ -149,6 +149,22 @@ def test_a_layout_says_whose_it_is(name):
     assert layout.name.startswith(name)
 
 
+@pytest.mark.parametrize("cp", [1, 2])
+def test_a_layout_has_its_constructors_name_and_int64_indices_on_any_number_of_ranks(cp):
+    rank = {"cp_size": cp, "cp_rank": 0}
+    for layout, name in (
+        (Layout.thd_zigzag([0, 8], **rank), "thd_zigzag"),
+        (Layout.bshd_zigzag(2, 8, **rank), "bshd_zigzag"),
+        (Layout.response_zigzag([8], [3], **rank), "response_zigzag"),
+        (Layout.response_zigzag([8], [3], **rank, max_seq_len=16), "response_zigzag"),
+        (Layout.local([8], **rank), "local"),
+    ):
+        assert layout.name == name
+        indices = (layout.offset_S1, layout.start_R, layout.length_R, layout.segment_R)
+        assert {array.dtype for array in indices} == {np.dtype(np.int64)}
+        assert layout.positions.dtype == torch.int64
+
+
 def test_without_context_parallelism_every_token_is_here_and_no_length_needs_padding():
     assert positions(Layout.thd_zigzag([0, 3, 8], cp_size=1, cp_rank=0)) == list(range(8))
     assert positions(Layout.bshd_zigzag(2, 5, cp_size=1, cp_rank=0)) == list(range(10))
@@ -162,6 +178,7 @@ def test_an_empty_microbatch_is_a_layout_without_segments():
         Layout.thd_zigzag([0], cp_size=2, cp_rank=1),
         Layout.bshd_zigzag(0, 8, cp_size=2, cp_rank=1),
         Layout.response_zigzag([], [], cp_size=2, cp_rank=1),
+        Layout.response_zigzag([], [], cp_size=2, cp_rank=1, max_seq_len=0),
         Layout.local([], cp_size=2, cp_rank=1),
     ):
         assert (layout.num_segments, layout.num_tokens, layout.num_local_tokens) == (0, 0, 0)
@@ -176,10 +193,10 @@ def test_a_rank_whose_chunks_are_all_prompt_holds_nothing():  # failures c16
 
 THD = {
     "a segment that is no multiple of 2 CP": ([0, 4, 10], 2, "segment 1 has 6 .* 2 CP = 4: pad"),
-    "offsets that fall": ([0, 8, 4], 1, "length of -4"),
+    "offsets that fall": ([0, 8, 4], 1, "^cu_seqlens gives segment 1 a length of -4"),
     "offsets not from 0": ([4, 8], 1, "starts at 0"),
     "no offset at all": ([], 1, "starts at 0"),
-    "fractions": ([0.0, 4.0], 1, "whole numbers"),
+    "fractions": ([0.0, 4.0], 1, "^cu_seqlens holds whole numbers"),
     "two dimensions": (np.zeros((2, 2), dtype=int), 1, "one dimension"),
     "a ragged list": ([[0], [1, 2]], 1, "one dimension"),
     "nothing": (None, 1, "whole numbers"),
@@ -191,6 +208,16 @@ def test_thd_refuses(name):
     offsets, cp, message = THD[name]
     with pytest.raises(LayoutError, match=message):
         Layout.thd_zigzag(offsets, cp_size=cp, cp_rank=0)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "told"),
+    [([1, 2, 3, 4], "[1, 2, 3, 4]"), ([1, 2, 3, 4, 5], "[1, 2, 3, 4] ...")],
+)
+def test_refused_offsets_are_told_by_their_first_four(offsets, told):
+    with pytest.raises(LayoutError) as caught:
+        Layout.thd_zigzag(offsets, cp_size=1, cp_rank=0)
+    assert str(caught.value).endswith(f"one entry more than segments, got {told}")
 
 
 @pytest.mark.parametrize(("size", "rank"), [(2, 2), (2, -1), (0, 0), (-1, 0), (2.0, 0), (2, 0.5)])
@@ -208,7 +235,7 @@ def test_a_rank_outside_its_group_is_refused(size, rank):
 RESPONSES = {
     "lengths of another number": ([5, 6], [2], None, "got 2 total_lengths and 1 response"),
     "a response without prompt": ([5], [5], None, "follows at least one prompt token"),
-    "a negative response": ([5], [-1], None, "length of -1"),
+    "a negative response": ([5], [-1], None, "^response_lengths gives segment 0 .* -1"),
     "a response longer than its row": ([5], [6], None, "has 5 tokens of which 6 are the response"),
     "a negative total": ([-5], [0], None, "has -5 tokens"),
     "fractions": ([5.0], [2], None, "total_lengths holds whole numbers"),

@@ -234,6 +234,16 @@ def test_totals_replace_counting():
     assert plan.weights.tolist() == [1 / 16, 1 / 24]
 
 
+def test_the_expected_weight_is_unknown_where_its_counts_are():
+    plan = plan_step(
+        Aggregation("token_sum"), Sequences(active_tokens=[2]), totals=totals(active_tokens=5)
+    )
+    assert plan.expected_weight == 5
+    assert plan.under("sample_sum").expected_weight is None
+    assert plan.under(Aggregation("constant", divisor=4)).expected_weight is None
+    assert plan.under("sample_mean").expected_weight is None
+
+
 def test_totals_are_asked_only_for_what_the_mode_needs():
     rows = {"active_tokens": [2, 0]}
     for mode, known, weight in (
@@ -344,13 +354,13 @@ def test_totals_as_small_as_the_rows_here_are_right():
 
 
 LACKS = {
-    "N": ("token_mean", {"active_tokens": [2]}, {}, r"StepTotals\(active_tokens="),
-    "B": ("constant", {"active_tokens": [2]}, {}, r"StepTotals\(samples="),
+    "N": ("token_mean", {"active_tokens": [2]}, {}, r"^rank.*: token_mean.* StepTotals\(active"),
+    "B": ("constant", {"active_tokens": [2]}, {}, r"^rank.*: constant.* StepTotals\(samples="),
     "P": (
         "prompt_mean",
         {"active_tokens": [2], "prompt": [0], "prompt_tokens": [2]},
         {},
-        r"StepTotals\(prompts=",
+        r"^rank.*: prompt_mean.* StepTotals\(prompts=",
     ),
     "prompt ids": ("prompt_mean", {"active_tokens": [2]}, None, r"Sequences\(prompt="),
     "microbatches": ("microbatch_token_mean", {"active_tokens": [2]}, None, "microbatch="),

@@ -1,5 +1,7 @@
 """Per-token losses to a share: what is seen, what is not, and at what cost."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -213,6 +215,13 @@ def test_a_narrower_training_mask_keeps_the_denominator():  # failures I2
     assert reducer.counted_tokens == 5
 
 
+def test_the_gauge_is_a_float32_scalar_whatever_the_losses_are():
+    reducer = a_reducer(MASK, mode="token_mean")
+    reducer(torch.ones(6, dtype=torch.float64))
+    assert reducer.weight_sum().dtype == torch.float32
+    assert reducer.weight_sum().shape == ()
+
+
 def test_under_reduces_the_same_tokens_under_another_aggregation():
     reducer = a_reducer(MASK, mode="constant", divisor=10.0)
     x = torch.arange(6.0)
@@ -408,6 +417,13 @@ def test_a_long_microbatch_is_named_by_its_first_rows():
         reducer(torch.full((9,), torch.nan))
 
 
+def test_a_microbatch_of_six_rows_is_named_by_all_of_them():
+    for n, told in ((6, "0, 1, 2, 3, 4, 5)"), (7, "0, 1, 2, 3, 4, 5, ...)")):
+        reducer = a_reducer([1] * n, active=[1] * n, rows=range(n), lengths=[1] * n)
+        with pytest.raises(ReducerError, match=re.escape(f"with rows {told} is nan")):
+            reducer(torch.full((n,), torch.nan))
+
+
 def test_of_a_row_that_is_sliced_already_the_token_is_that_of_this_ranks_part():
     layout = Layout.local([4, 2], cp_size=2, cp_rank=1)
     reducer = a_plan((8, 4)).reducer([0, 1], torch.ones(6), layout)
@@ -521,6 +537,17 @@ def test_a_note_in_the_last_place_of_many_is_found():
         fault[2] = call >= 2500
         faults.note(fault, f"call {call}, place {{}}".format)
     assert faults.take() == "call 2500, place 2"
+
+
+def test_the_place_of_a_note_is_kept_for_1024_calls():
+    for later, told in ((1023, "1"), (1024, "more than 1024 reducers ago")):
+        faults = reducer._DeviceFaults()
+        faults.note(torch.tensor([False, True]), str)
+        for _ in range(later):
+            faults.note(torch.tensor([False]), str)
+        assert told in faults.take()
+        faults.note(torch.tensor([False, False, True]), str)
+        assert faults.take() == "2"
 
 
 # Custom reducers

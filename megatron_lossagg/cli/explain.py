@@ -373,7 +373,7 @@ def _loss(plan: StepPlan, sum_S: Tensor) -> float:
 def _flags(name: str, divisor: float | None, count_empty: bool | None) -> str:
     flags = [f"--loss-aggregation {name}"]
     if divisor is not None:
-        flags.append(f"--loss-aggregation-divisor {_number(divisor)}")
+        flags.append(f"--loss-aggregation-divisor {_exact(divisor)}")
     if count_empty is not None:
         flags.append(f"--{'' if count_empty else 'no-'}loss-aggregation-count-empty")
     return " ".join(flags)
@@ -410,7 +410,7 @@ def _about_the_mode(e: Explanation) -> Iterator[str]:
         yield from _text(f"{e.name} stands for it{f': {e.note}' if e.note else ''}.")
     if e.divisor is not None and MODES[e.mode].divisor == "none":
         yield from _text(
-            f"It takes no divisor: {_number(e.divisor)} is for the modes beside it, below."
+            f"It takes no divisor: {_exact(e.divisor)} is for the modes beside it, below."
         )
     yield from _text(f"Train it with  {e.flags}")
 
@@ -465,11 +465,16 @@ def _about_the_factors(e: Explanation) -> Iterator[str]:
             f"({some} = {e.totals.active_tokens})"
         )
     yield from _text(f"loss_func returns share * {e.factor}, and as num_tokens {tokens}.")
+    if e.factor == 1:
+        yield from _text("K is 1 here, so one that returns the bare share is right too.")
+    else:
+        yield from _text(
+            f"One that returns the bare share beside the same num_tokens trains {e.undone_not} = "
+            f"1/{e.factor} of this loss, without an error."
+        )
     yield from _text(
-        f"One that returns the bare share beside the same num_tokens trains {e.undone_not} = "
-        f"1/{e.factor} of this loss, without an error."
+        "K does not depend on the mode: M DP CP in the average regime, N in the per-token one."
     )
-    yield from _text("K depends on regime and layout, never on the mode.")
 
 
 def _about_the_dashboard(e: Explanation) -> Iterator[str]:
@@ -507,6 +512,10 @@ def _about_the_dashboard(e: Explanation) -> Iterator[str]:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.6g}"
+
+
+def _exact(divisor: float) -> str:
+    return repr(divisor).removesuffix(".0")
 
 
 def _ratio(value: float | None) -> str:

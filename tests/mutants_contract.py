@@ -1,0 +1,46 @@
+"""What mutants of contract.py run against; for ``mutants.py`` alone, pytest does not collect it."""
+
+import pickle
+from pathlib import Path
+
+import contract_worker
+import pytest
+from mutants_forks import on_two_ranks
+
+import megatron_lossagg.proof.prove  # noqa: F401  before the forks
+from megatron_lossagg import Aggregation
+from megatron_lossagg.proof import job
+from megatron_lossagg.proof.cases import Case
+from megatron_lossagg.proof.parallelism import Parallelism
+
+LAYOUTS = (
+    Parallelism(dp=2),
+    Parallelism(dp=2, average_in_collective=True),
+    Parallelism(cp=2, microbatches=2),
+    Parallelism(tp=2),
+    Parallelism(pp=2),
+    Parallelism(pp=2, vpp=2, microbatches=4),
+)
+CASES = (
+    Case(aggregation=Aggregation("token_mean")),
+    Case(aggregation=Aggregation("constant", divisor=40.0), second=Aggregation("token_mean")),
+)
+KEPT = Path("references.pickle")  # the oracle's side has no part in the contract: once
+if not KEPT.exists():
+    KEPT.write_bytes(pickle.dumps(job._references(LAYOUTS)))
+REFERENCES = pickle.loads(KEPT.read_bytes())
+
+
+def test_the_checks_of_the_contract_worker_hold():
+    on_two_ranks(contract_worker.main)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_gradient_is_the_oracles_in_both_regimes(layout, monkeypatch):
+    monkeypatch.setattr(job, "_references", lambda layouts: REFERENCES)
+    todo = job.Job(layouts=[layout], cases=CASES)
+
+    def work():
+        assert job.run_job(todo, lambda event: None)
+
+    on_two_ranks(work)

@@ -1,0 +1,19 @@
+"""What mutants of plan.py run against over ranks; for ``mutants.py`` alone."""
+
+import contextlib
+import io
+import json
+
+import plan_worker
+from mutants_forks import on_two_ranks
+
+
+def test_the_checks_of_the_plan_worker_hold():
+    def work():
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            plan_worker.main()
+        told = [json.loads(line[6:]) for line in out.getvalue().splitlines()]
+        for name, every in told:
+            assert not any(every), (name, every)
+
+    on_two_ranks(work)
