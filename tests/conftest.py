@@ -35,7 +35,8 @@ def _launched(command, processes, timeout):
         command,
         processes=processes,
         timeout=timeout,
-        env={"PYTHONPATH": worker_path()},
+        # Unbuffered, a line and its end are two writes, and the ranks share the output.
+        env={"PYTHONPATH": worker_path(), "PYTHONUNBUFFERED": ""},
     )
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
     return done.stdout
