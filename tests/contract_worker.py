@@ -14,6 +14,7 @@ import megatron_lossagg.cpu as cpu
 from megatron_lossagg import Aggregation, MegatronContract, Sequences, StepTotals, plan_step
 from megatron_lossagg.contract import _check_config, _checked_regime
 from megatron_lossagg.errors import ContractError
+from megatron_lossagg.proof.model import megatron_version
 
 CONSTANT = Aggregation("constant", divisor=10)
 
@@ -330,6 +331,8 @@ def check_a_step_without_active_tokens_has_zero_gradient(chunk, contract):
 
 def main():
     tiny_gpt.start(ep=2)
+    if dist.get_rank() == 0:
+        print(f"RAN megatron-core {megatron_version()}", flush=True)
     chunk = tiny_gpt.wrapped(tiny_gpt.config_of())
     contract = MegatronContract.read([chunk], aggregation=CONSTANT)
     checks = {

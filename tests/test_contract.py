@@ -1,6 +1,7 @@
 """Each ``check_`` of ``contract_worker.py`` holds on live Megatron-Core, on two ranks."""
 
 import re
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,15 @@ CHECKS = re.findall(
 
 @pytest.fixture(scope="module")
 def held():
-    out = launched("contract_worker.py", processes=2)
-    return set(re.findall(r"^HELD check_(\w+)$", out, re.MULTILINE))
+    return launched("contract_worker.py", processes=2)
 
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_contract(held, check):
-    assert check in held
+    assert f"HELD check_{check}" in held.splitlines()
+
+
+def test_the_ranks_ran_the_megatron_core_that_this_process_has(held):
+    """``versions.py`` puts another before the one installed."""
+    (ran,) = re.findall(r"^RAN megatron-core ([\w.]+)", held, re.MULTILINE)
+    assert ran == version("megatron-core")
