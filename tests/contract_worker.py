@@ -1,6 +1,7 @@
 """What the contract refuses and keeps account of, on a live model; DP 2, two processes."""
 
 import contextlib
+import dataclasses
 import re
 import types
 
@@ -116,7 +117,11 @@ def check_hybrid_context_parallelism_is_refused(chunk, contract):
 
 
 def check_full_iteration_graphs_are_refused(chunk, contract):
-    config = tiny_gpt.config_of(cuda_graph_impl="local", cuda_graph_scope="full_iteration")
+    # cuda_graph_impl came with 0.15; enable_cuda_graph stood for it.
+    fields = {field.name for field in dataclasses.fields(chunk.config)}
+    local = {"cuda_graph_impl": "local"} if "cuda_graph_impl" in fields else {}
+    config = tiny_gpt.config_of(**local, cuda_graph_scope="full_iteration")
+    config.enable_cuda_graph = True
     with refused("full-iteration", "freezes K"):
         _check_config(config, 1)
 
