@@ -65,6 +65,17 @@ def check_fsdp_is_refused_by_name(chunk, contract):
     with refused("FSDP"):
         _checked_regime([FullyShardedDataParallel()])
 
+    class Wrapped(torch.nn.Module):
+        __module__ = "megatron_fsdp.wrapper"
+
+    with refused("Wrapped: Megatron-FSDP"):
+        _checked_regime([Wrapped()])
+
+
+def check_no_chunk_is_refused(chunk, contract):
+    with refused("got no model chunk"):
+        MegatronContract.read([])
+
 
 def check_old_megatron_is_refused(chunk, contract):
     import megatron.core
@@ -124,11 +135,18 @@ def check_full_iteration_graphs_are_refused(chunk, contract):
     config.enable_cuda_graph = True
     with refused("full-iteration", "freezes K"):
         _check_config(config, 1)
+    config = tiny_gpt.config_of()
+    config.cuda_graph_impl = "full_iteration"  # so named from 0.18 on
+    with refused("full-iteration", "freezes K"):
+        _check_config(config, 1)
 
 
 def check_interleaving_over_two_stages_needs_overlap(chunk, contract):
     config = tiny_gpt.config_of()
     config.pipeline_model_parallel_size = 2
+    with refused("overlap_p2p_comm=True and batch_p2p_comm=False"):
+        _check_config(config, 2)
+    config.overlap_p2p_comm, config.batch_p2p_comm = True, True
     with refused("overlap_p2p_comm=True and batch_p2p_comm=False"):
         _check_config(config, 2)
     config.overlap_p2p_comm, config.batch_p2p_comm = True, False
@@ -286,10 +304,22 @@ def check_what_is_returned_is_what_the_schedule_can_take(chunk, contract):
     contract._last_step = None
 
 
+def check_a_share_in_bfloat16_is_scaled_in_float32(chunk, contract):
+    plan = a_plan(contract)
+    step = contract.step(plan, num_microbatches=3)
+    share = torch.tensor(1.0, dtype=torch.bfloat16, requires_grad=True)
+    loss, _, report = step.returns(share, a_reducer(contract, plan, [0, 1]), report={"x": share})
+    assert (loss.dtype, loss.item()) == (torch.float32, 6.0)
+    assert (report["x"].dtype, report["x"].tolist()) == (torch.float32, [6.0, 1.0])
+    contract._last_step = None
+
+
 def check_the_start_line_names_mode_formula_regime_and_k(chunk, contract):
     line = contract.describe(CONSTANT)
     for word in ("constant", "1/(B 10)", "average", "M DP CP", "DP 2"):
         assert word in line, (word, line)
+    per_token = MegatronContract.read(tiny_gpt.wrapped(tiny_gpt.config_of(per_token=True)))
+    assert "regime per-token, K = N (DP 2, CP 1)" in per_token.describe(CONSTANT)
 
 
 def check_the_start_line_says_whether_k_was_measured(chunk, contract):

@@ -151,12 +151,10 @@ class Run:
         self, case: Case, *, poison: bool = True, main: float = 1.0, forward_only: bool = False
     ) -> _Measured:
         faults: list[str] = []
-        last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-        if last:  # the stages without labels need no plan
-            plan = self._plan(case)
-            step = self.contract.step(
-                plan, num_microbatches=self.num_microbatches, forward_only=forward_only
-            )
+        plan = self._plan(case)
+        step = self.contract.step(
+            plan, num_microbatches=self.num_microbatches, forward_only=forward_only
+        )
 
         def forward_step(iterator: Any, chunk: Any) -> Any:
             batch = next(iterator)
@@ -182,13 +180,13 @@ class Run:
         reports = megatron.run_schedule(
             forward_step, self.chunks, self.batches, forward_only=forward_only
         )
+        step.close()
+        try:
+            plan.check()  # what CUDA noted instead of raising
+        except ReducerError as error:
+            faults.append(str(error))
         values = None
-        if last:
-            step.close()
-            try:
-                plan.check()  # what CUDA noted instead of raising
-            except ReducerError as error:
-                faults.append(str(error))
+        if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             values = {name: megatron.reported(reports, name) for name in _REPORTED}
             values["k"] = step.factor
         every: list[Any] = [None] * dist.get_world_size()
