@@ -24,8 +24,9 @@ lint: $(VENV)/installed
 wrong-factors: $(VENV)/installed
 	$(RUN) tests/wrong_factors/run.py
 
+# `make test-versions WHOLE=1` for every aggregation and test; docs/compatibility.md.
 test-versions: $(VENV)/installed
-	$(RUN) tests/versions.py
+	$(RUN) tests/versions.py $(if $(WHOLE),--whole)
 
 # `make mutants MODULES="plan layout"` for some of them; docs/mutants.md.
 .PHONY: mutants
