@@ -171,6 +171,20 @@ def check_ranks_that_disagree_on_the_aggregation_all_hear_of_it(chunk, contract)
         MegatronContract.read(chunk, aggregation=mine)
 
 
+def check_ranks_of_different_regimes_all_hear_of_it(chunk, contract):
+    mine = tiny_gpt.wrapped(tiny_gpt.config_of(per_token=dist.get_rank() == 1))
+    with refused("rank 0 has .*regime average", "rank 1 has .*regime per-token"):
+        MegatronContract.read(mine)
+
+
+def check_any_error_of_one_rank_reaches_all_with_its_kind(chunk, contract):
+    mine = tiny_gpt.wrapped(tiny_gpt.config_of())
+    if dist.get_rank() == 1:
+        mine.ddp_config = None
+    with refused(r"^rank 1: AttributeError\(.*average_in_collective"):
+        MegatronContract.read(mine)
+
+
 def check_a_refusal_on_one_rank_reaches_all(chunk, contract):
     model = chunk.module if dist.get_rank() == 1 else chunk
     with refused("rank 1: got a GPTModel"):
@@ -193,6 +207,15 @@ def check_rows_in_no_microbatch_are_named(chunk, contract):
     with refused("1 of 3 rows", r"\(1\)"):
         returns(step, contract, plan, [2])
     contract._last_step = None
+
+
+def check_many_missing_rows_are_told_by_the_first_six(chunk, contract):
+    for missing, told in ((6, "1, 2, 3, 4, 5, 6"), (7, "1, 2, 3, 4, 5, 6, ...")):
+        plan = a_plan(contract, active=[1] * (missing + 1))
+        step = contract.step(plan, num_microbatches=1)
+        with refused(re.escape(f"{missing} of {missing + 1} rows"), re.escape(f"({told})")):
+            returns(step, contract, plan, [0])
+        contract._last_step = None
 
 
 def check_the_same_microbatch_twice_is_no_doubling(chunk, contract):
@@ -254,6 +277,9 @@ def check_per_token_needs_n_and_an_int32(chunk, contract):
     huge = StepTotals(samples=4, active_tokens=2**31)
     with refused("2147483648", "int32"):
         per_token.step(plan_step(CONSTANT, sequences, totals=huge), num_microbatches=1)
+    most = StepTotals(samples=4, active_tokens=2**31 - 1)
+    step = per_token.step(plan_step(CONSTANT, sequences, totals=most), num_microbatches=1)
+    assert step.factor == 2**31 - 1
     assert contract.step(plan_step(CONSTANT, sequences, totals=huge), num_microbatches=1)
     contract._last_step = None
 
@@ -262,7 +288,7 @@ def check_a_share_is_a_scalar(chunk, contract):
     plan = a_plan(contract)
     step = contract.step(plan, num_microbatches=1)
     reducer = a_reducer(contract, plan, [0, 1])
-    with refused("0-dim floating-point"):
+    with refused("^share is", "0-dim floating-point"):
         step.returns(torch.ones(2), reducer)
     with refused("kl is", "0-dim floating-point"):
         step.returns(share_of(reducer), reducer, report={"kl": torch.ones(1)})
@@ -316,7 +342,7 @@ def check_a_share_in_bfloat16_is_scaled_in_float32(chunk, contract):
 
 def check_the_start_line_names_mode_formula_regime_and_k(chunk, contract):
     line = contract.describe(CONSTANT)
-    for word in ("constant", "1/(B 10)", "average", "M DP CP", "DP 2"):
+    for word in ("constant", "1/(B 10)", "regime average, K = M DP CP (DP 2, CP 1)"):
         assert word in line, (word, line)
     per_token = MegatronContract.read(tiny_gpt.wrapped(tiny_gpt.config_of(per_token=True)))
     assert "regime per-token, K = N (DP 2, CP 1)" in per_token.describe(CONSTANT)

@@ -92,6 +92,7 @@ def main():
                 assert len(list(cpu.named_shards(run.chunks))) > 10
                 if dist.get_rank() in (0, 3):
                     print("PARITY bit for bit, token_mean within 1e-12", flush=True)
+            assert "(DP 2, CP 2)" in run.contract.describe(Aggregation("token_mean"))
             check_a_loss_scale(run)
         del run
     dist.destroy_process_group()

@@ -331,7 +331,7 @@ def test_a_microbatch_without_segments_is_an_empty_share():
     [
         (torch.ones(5), r"got 5 per-token losses .* holds 6 on CP rank 0 of 1"),
         (torch.ones(7), "got 7 per-token losses"),
-        (torch.ones(6, dtype=torch.int64), "floating-point tensor"),
+        (torch.ones(6, dtype=torch.int64), r"floating-point tensor, got a torch\.int64 tensor of"),
         (None, "floating-point tensor, got None"),
     ],
 )
@@ -429,6 +429,11 @@ def test_of_a_row_that_is_sliced_already_the_token_is_that_of_this_ranks_part():
     reducer = a_plan((8, 4)).reducer([0, 1], torch.ones(6), layout)
     with pytest.raises(ReducerError, match=r"row 1 .* at its token 1 of this rank's part: "):
         reducer(torch.tensor([1, 1, 1, 1, 1, torch.nan]))
+    whole = a_plan((4, 2)).reducer(
+        [0, 1], torch.ones(6), Layout.local([4, 2], cp_size=1, cp_rank=0)
+    )
+    with pytest.raises(ReducerError, match=r"row 1 .* at its token 1: "):
+        whole(torch.tensor([1, 1, 1, 1, 1, torch.nan]))
 
 
 def test_a_fillers_trained_loss_that_is_not_finite_is_named_too():
@@ -561,6 +566,19 @@ def doubled_sum(context):
     assert context.arguments == "the host's"
     weights = context.plan.under("token_mean").weights
     return lambda x: 2 * x.sum() + 0 * weights.sum()
+
+
+def test_a_custom_reducer_gets_float32_where_the_losses_are_narrower():
+    seen = []
+    reducer = a_plan().reducer(
+        [0, 1],
+        torch.tensor(MASK),
+        thd(4, 2),
+        factory=lambda c: lambda x: (seen.append(x.dtype), x.sum())[1],
+    )
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        reducer(torch.ones(6, dtype=dtype))
+    assert seen == [torch.float32, torch.float32, torch.float64]
 
 
 def test_a_custom_reducer_gets_masked_losses_and_the_whole_context():
