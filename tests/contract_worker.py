@@ -109,6 +109,16 @@ def check_expert_buffer_scaled_for_the_other_regime_is_refused(chunk, contract):
         MegatronContract.read(moe)
 
 
+def check_experts_averaged_in_their_own_collective_are_accepted(chunk, contract):
+    """EP 2: Megatron scales their buffers otherwise than the dense ones."""
+    config = tiny_gpt.config_of(num_moe_experts=2, add_bias_linear=False)
+    moe = tiny_gpt.wrapped(config, average_in_collective=True)
+    factors = {moe.buffers[0].gradient_scaling_factor}
+    factors |= {buffer.gradient_scaling_factor for buffer in moe.expert_parallel_buffers}
+    assert factors == {1.0, 0.5}
+    assert MegatronContract.read(moe).regime == "average"
+
+
 def check_router_built_in_the_other_regime_is_refused(chunk, contract):
     config = tiny_gpt.config_of(num_moe_experts=2, add_bias_linear=False)
     model = tiny_gpt.gpt(config, cpu.gpt_layer_spec(config))
@@ -390,9 +400,17 @@ def check_a_step_without_active_tokens_has_zero_gradient(chunk, contract):
         assert tiny_gpt.reported(data, "loss") == 0
 
 
+def check_without_torch_distributed_no_contract_is_read(chunk, contract):
+    """The last one: it ends torch.distributed."""
+    dist.destroy_process_group()
+    with refused("torch.distributed is not initialized: read the contract after it is"):
+        MegatronContract.read(chunk)
+
+
 def main():
     tiny_gpt.start(ep=2)
-    if dist.get_rank() == 0:
+    first = dist.get_rank() == 0
+    if first:
         print(f"RAN megatron-core {megatron_version()}", flush=True)
     chunk = tiny_gpt.wrapped(tiny_gpt.config_of())
     contract = MegatronContract.read([chunk], aggregation=CONSTANT)
@@ -407,9 +425,8 @@ def main():
         except Exception as error:
             print(f"FAILED {name}: {type(error).__name__}: {error}", flush=True)
             raise
-        if dist.get_rank() == 0:
+        if first:
             print(f"HELD {name}", flush=True)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
