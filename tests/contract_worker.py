@@ -73,7 +73,7 @@ def check_fsdp_is_refused_by_name(chunk, contract):
 
 
 def check_no_chunk_is_refused(chunk, contract):
-    with refused("got no model chunk"):
+    with refused("^rank 0: got no model chunk: pass the chunks that the schedule gets$"):
         MegatronContract.read([])
 
 
@@ -85,6 +85,8 @@ def check_old_megatron_is_refused(chunk, contract):
     try:
         with refused(r"0\.12\.3", r"megatron-core>=0\.13"):
             MegatronContract.read(chunk)
+        megatron.core.__version__ = "0.13.0"
+        assert MegatronContract.read(chunk).regime == "average"
     finally:
         megatron.core.__version__ = now
 
@@ -238,6 +240,15 @@ def check_the_same_microbatch_twice_is_no_doubling(chunk, contract):
     for rows in ([-1], [-1], [0], [0], [1], [1]):
         returns(step, contract, plan, rows)
     step.close()
+
+
+def check_a_microbatch_of_fillers_missing_behind_another_is_noticed(chunk, contract):
+    plan = a_plan(contract)
+    step = contract.step(plan, num_microbatches=3)
+    for rows in ([0, 1], [-1]):
+        returns(step, contract, plan, rows)
+    with refused("ran for 2 microbatches, 3 were planned"):
+        step.close()
 
 
 def check_rows_missing_behind_fillers_are_named_on_close(chunk, contract):
