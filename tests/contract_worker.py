@@ -102,6 +102,16 @@ def check_regime_flipped_after_wrapping_is_refused(chunk, contract):
         chunk.config.calculate_per_token_loss = False
 
 
+def check_a_bucket_scaled_otherwise_than_its_buffer_is_refused(chunk, contract):
+    bucket = chunk.buffers[0].buckets[0]
+    now, bucket.gradient_scaling_factor = bucket.gradient_scaling_factor, 0.25
+    try:
+        with refused(r"scales gradients by \[0\.25, 0\.5\]", "frozen"):
+            MegatronContract.read(chunk)
+    finally:
+        bucket.gradient_scaling_factor = now
+
+
 def check_expert_buffer_scaled_for_the_other_regime_is_refused(chunk, contract):
     config = tiny_gpt.config_of(per_token=True, num_moe_experts=2, add_bias_linear=False)
     moe = tiny_gpt.wrapped(config)
@@ -414,7 +424,7 @@ def check_a_step_without_active_tokens_has_zero_gradient(chunk, contract):
 def check_without_torch_distributed_no_contract_is_read(chunk, contract):
     """The last one: it ends torch.distributed."""
     dist.destroy_process_group()
-    with refused("torch.distributed is not initialized: read the contract after it is"):
+    with refused("^torch.distributed is not initialized: read the contract after it is$"):
         MegatronContract.read(chunk)
 
 
