@@ -6,6 +6,7 @@ gradient is the oracle's (``megatron_lossagg.proof``, one launch a world size).
 """
 
 import json
+from importlib.metadata import version
 
 import pytest
 from conftest import launched, prove_job
@@ -25,10 +26,15 @@ SIDE = {
     "MTP-DP2": Parallelism(dp=2, mtp=True, float32=True),
     "MTP-CP2": Parallelism(cp=2, mtp=True, float32=True),
 }
+MEGATRON = version("megatron-core")
+if MEGATRON < "0.16":  # packs no rows under multi-token prediction
+    SIDE = {name: layout for name, layout in SIDE.items() if not layout.mtp}
+# Before 0.15 stock divides by a microbatch's tokens even where there are none, and is NaN.
+SIDE_REGIMES = REGIMES if MEGATRON >= "0.15" else ("per-token",)
 WHOLE = [
     (name, regime)
     for name, layout in SIDE.items()
-    for regime in REGIMES
+    for regime in SIDE_REGIMES
     if regime == "per-token" or layout.cp == 1
 ]
 CASES = (
@@ -77,7 +83,7 @@ def combined(tmp_path_factory):
     return verdicts_of
 
 
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("regime", SIDE_REGIMES)
 @pytest.mark.parametrize("name", SIDE)
 def test_side_losses_come_out_bit_for_bit_as_without_this_package(side, name, regime):
     for found in side[str(SIDE[name]), regime, False]:
@@ -87,7 +93,7 @@ def test_side_losses_come_out_bit_for_bit_as_without_this_package(side, name, re
         assert found["sample_mean"]
 
 
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("regime", SIDE_REGIMES)
 @pytest.mark.parametrize("name", SIDE)
 def test_rejected_tokens_do_not_scale_side_losses(side, name, regime):
     for found in side[str(SIDE[name]), regime, True]:
