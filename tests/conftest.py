@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_lossagg.cpu import launch
-from megatron_lossagg.proof.cases import CASES
-from megatron_lossagg.proof.job import Job
+from megatron_lossagg.verify.cases import CASES
+from megatron_lossagg.verify.job import Job
 
 TESTS = Path(__file__).parent
 COUNTED = {"cases": 0, "skipped": 0}
@@ -61,10 +61,10 @@ def proven(tmp_path_factory):
 
 
 def prove_job(job, folder):
-    """Launch a job of ``megatron_lossagg.proof``; the verdicts, as its events told them."""
+    """Launch a job of ``megatron_lossagg.verify``; the verdicts, as its events told them."""
     job_file, events = folder / "job.json", folder / "events.jsonl"
     job_file.write_text(job.to_json())
-    launched_module("megatron_lossagg.proof", job_file, events, processes=job.world_size)
+    launched_module("megatron_lossagg.verify", job_file, events, processes=job.world_size)
     told = [json.loads(line) for line in events.read_text().splitlines()]
     verdicts = [v for event in told if event["event"] == "layout" for v in event["verdicts"]]
     assert len(verdicts) == job.num_rows

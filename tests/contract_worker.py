@@ -15,7 +15,7 @@ import megatron_lossagg.cpu as cpu
 from megatron_lossagg import Aggregation, MegatronContract, Sequences, StepTotals, plan_step
 from megatron_lossagg.contract import _check_config, _checked_regime
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.proof.model import megatron_version
+from megatron_lossagg.verify.model import megatron_version
 
 CONSTANT = Aggregation("constant", divisor=10)
 

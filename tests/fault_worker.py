@@ -27,12 +27,12 @@ from matrix_worker import gradients, without_values  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 
 from megatron_lossagg import Aggregation  # noqa: E402
-from megatron_lossagg.proof import model as megatron  # noqa: E402
-from megatron_lossagg.proof.cases import Case  # noqa: E402
-from megatron_lossagg.proof.job import REGIMES  # noqa: E402
-from megatron_lossagg.proof.parallelism import Parallelism  # noqa: E402
-from megatron_lossagg.proof.prove import Run  # noqa: E402
-from megatron_lossagg.proof.rows import make_rows, zigzag  # noqa: E402
+from megatron_lossagg.verify import model as megatron  # noqa: E402
+from megatron_lossagg.verify.cases import Case  # noqa: E402
+from megatron_lossagg.verify.job import REGIMES  # noqa: E402
+from megatron_lossagg.verify.parallelism import Parallelism  # noqa: E402
+from megatron_lossagg.verify.prove import Run  # noqa: E402
+from megatron_lossagg.verify.rows import make_rows, zigzag  # noqa: E402
 
 TOKEN_MEAN = Case(aggregation=Aggregation("token_mean"))
 LAYOUTS = {

@@ -15,7 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from step_data import make_rows
 
 import megatron_lossagg.cpu as cpu
-from megatron_lossagg.proof import oracle
+from megatron_lossagg.verify import oracle
 
 L = 40.0
 PROMPTS = [3, 1, 2, 1, 4, 2, 1, 9, 3, 6, 1, 2, 1, 5]

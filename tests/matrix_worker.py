@@ -20,12 +20,12 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.utils import get_batch_on_this_cp_rank  # noqa: E402
 
 from megatron_lossagg import Aggregation, Layout  # noqa: E402
-from megatron_lossagg.proof import model as megatron  # noqa: E402
-from megatron_lossagg.proof.cases import Case  # noqa: E402
-from megatron_lossagg.proof.job import REGIMES, Job  # noqa: E402
-from megatron_lossagg.proof.prove import Run  # noqa: E402
-from megatron_lossagg.proof.reference import Reference  # noqa: E402
-from megatron_lossagg.proof.rows import make_rows  # noqa: E402
+from megatron_lossagg.verify import model as megatron  # noqa: E402
+from megatron_lossagg.verify.cases import Case  # noqa: E402
+from megatron_lossagg.verify.job import REGIMES, Job  # noqa: E402
+from megatron_lossagg.verify.prove import Run  # noqa: E402
+from megatron_lossagg.verify.reference import Reference  # noqa: E402
+from megatron_lossagg.verify.rows import make_rows  # noqa: E402
 
 MODES = ("token_mean", "sample_mean")
 

@@ -7,11 +7,11 @@ import contract_worker
 import pytest
 from mutants_forks import on_two_ranks
 
-import megatron_lossagg.proof.prove  # noqa: F401  before the forks
+import megatron_lossagg.verify.prove  # noqa: F401  before the forks
 from megatron_lossagg import Aggregation
-from megatron_lossagg.proof import job
-from megatron_lossagg.proof.cases import Case
-from megatron_lossagg.proof.parallelism import Parallelism
+from megatron_lossagg.verify import job
+from megatron_lossagg.verify.cases import Case
+from megatron_lossagg.verify.parallelism import Parallelism
 
 LAYOUTS = (
     Parallelism(dp=2),

@@ -16,8 +16,8 @@ from step_data import deal, make_rows
 
 from megatron_lossagg import Aggregation, Layout, Sequences, StepBuffer, StepTotals, plan_step
 from megatron_lossagg.errors import PlanError, ReducerError
-from megatron_lossagg.proof import oracle
 from megatron_lossagg.reducer import loss_faults, mask_faults
+from megatron_lossagg.verify import oracle
 
 AGGREGATIONS = [
     Aggregation("token_mean"),

@@ -1,11 +1,11 @@
-"""The rows of ``megatron_lossagg.proof.rows`` as the dicts that the oracle takes."""
+"""The rows of ``megatron_lossagg.verify.rows`` as the dicts that the oracle takes."""
 
 from types import SimpleNamespace
 
-from megatron_lossagg.proof import rows as proof
+from megatron_lossagg.verify import rows as verification
 
-VOCABULARY = proof.VOCABULARY
-NUM_ROWS = len(proof.LENGTHS)
+VOCABULARY = verification.VOCABULARY
+NUM_ROWS = len(verification.LENGTHS)
 
 
 def make_rows():
@@ -19,7 +19,7 @@ def make_rows():
             "sample": row.sample,
             "prompt": row.prompt,
         }
-        for row in proof.make_rows()
+        for row in verification.make_rows()
     ]
 
 
@@ -27,4 +27,4 @@ def deal(rows, dp, microbatches):
     """Assign rows to ``(rank, microbatch)``; returns one key a row, in the order of rows."""
     assert len(microbatches) == dp
     counted = [SimpleNamespace(counted=row["counted"]) for row in rows]
-    return proof.deal(counted, microbatches).keys
+    return verification.deal(counted, microbatches).keys

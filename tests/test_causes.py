@@ -5,11 +5,11 @@ from itertools import combinations
 import pytest
 import torch
 
-from megatron_lossagg.proof.cases import CASES, expected
-from megatron_lossagg.proof.causes import CAUSES, Facts, symbols
-from megatron_lossagg.proof.parallelism import Parallelism
-from megatron_lossagg.proof.reference import Reference
-from megatron_lossagg.proof.rows import deal, filler_row, make_rows
+from megatron_lossagg.verify.cases import CASES, expected
+from megatron_lossagg.verify.causes import CAUSES, Facts, symbols
+from megatron_lossagg.verify.parallelism import Parallelism
+from megatron_lossagg.verify.reference import Reference
+from megatron_lossagg.verify.rows import deal, filler_row, make_rows
 
 BY_NAME = {cause.name: cause for cause in CAUSES}
 

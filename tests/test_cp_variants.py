@@ -11,8 +11,8 @@ import torch
 from conftest import launched
 
 from megatron_lossagg import Layout
-from megatron_lossagg.proof.job import Job
-from megatron_lossagg.proof.parallelism import Parallelism
+from megatron_lossagg.verify.job import Job
+from megatron_lossagg.verify.parallelism import Parallelism
 
 SLICED = {"CP2": Parallelism(dp=2, cp=2), "CP4": Parallelism(cp=4)}
 # Offsets in units of 2 CP tokens: one row, uneven rows, an empty row between two, many rows.

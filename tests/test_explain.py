@@ -9,7 +9,7 @@ import torch
 from megatron_lossagg.aggregation import MODES
 from megatron_lossagg.cli.explain import EXAMPLE, Split, explain, read_lengths
 from megatron_lossagg.cli.main import main
-from megatron_lossagg.proof import oracle
+from megatron_lossagg.verify import oracle
 
 NAMES = [name for name in MODES if name != "custom"]
 DIVISOR = 40.0

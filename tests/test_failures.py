@@ -34,7 +34,7 @@ from megatron_lossagg.errors import (
     ReducerError,
 )
 from megatron_lossagg.exchange import Exchange
-from megatron_lossagg.proof import oracle
+from megatron_lossagg.verify import oracle
 
 MODES = {
     "token_mean": {},

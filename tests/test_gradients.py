@@ -1,14 +1,14 @@
 """On real Megatron-Core every layout trains the gradient that the oracle names.
 
-All layouts of one world size are proven in one launch of ``megatron_lossagg.proof``; the
+All layouts of one world size are proven in one launch of ``megatron_lossagg.verify``; the
 data with every degenerate row is its ``rows.py``, the oracle its ``oracle.py``.
 """
 
 import pytest
 from conftest import COUNTED, launched
 
-from megatron_lossagg.proof.cases import CASES
-from megatron_lossagg.proof.parallelism import Parallelism
+from megatron_lossagg.verify.cases import CASES
+from megatron_lossagg.verify.parallelism import Parallelism
 
 SPLITS = {
     "DP2": {"dp": 2},

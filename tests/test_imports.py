@@ -9,8 +9,8 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "megatron_lossagg"
 ORDER = [
-    "errors", "aggregation", "layout", "exchange", "reducer", "plugins", "counts", "plan",
-    "buffer", "flags", "probe", "contract", "hosts", "cpu", "proof", "cli",
+    "errors", "integers", "aggregation", "scaling", "layout", "exchange", "reducer", "plugins",
+    "counts", "plan", "buffer", "flags", "probe", "contract", "hosts", "cpu", "verify", "cli",
 ]  # fmt: skip
 ANNOTATIONS = {
     "__future__", "__future__.annotations", "collections.abc", "collections.abc.Iterable",
@@ -61,7 +61,7 @@ def test_the_cpu_room_knows_nothing_of_aggregations():
 @pytest.mark.parametrize("module", MODULES, ids=str)
 def test_megatron_is_imported_behind_five_doors_alone(module):
     names = {name.split(".")[0] for name in imports_of(PACKAGE / module)}
-    if module.parts[0] not in ("probe.py", "contract.py", "hosts", "cpu", "proof"):
+    if module.parts[0] not in ("probe.py", "contract.py", "hosts", "cpu", "verify"):
         assert "megatron" not in names
     assert "transformer_engine" not in names
 
@@ -79,4 +79,4 @@ def test_the_table_of_modes_needs_neither_torch_nor_argparse():
 
 
 def test_the_oracle_shares_no_code():
-    assert set(imports_of(PACKAGE / "proof" / "oracle.py")) - ANNOTATIONS == {"torch", "math"}
+    assert set(imports_of(PACKAGE / "verify" / "oracle.py")) - ANNOTATIONS == {"torch", "math"}

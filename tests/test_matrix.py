@@ -2,7 +2,7 @@
 
 Side losses: at equal layout and regime stock Megatron's loss_func and this package's leave
 the same bits in every gradient buffer (``matrix_worker.py``, one launch). Combinations: the
-gradient is the oracle's (``megatron_lossagg.proof``, one launch a world size).
+gradient is the oracle's (``megatron_lossagg.verify``, one launch a world size).
 """
 
 import json
@@ -12,9 +12,9 @@ import pytest
 from conftest import launched, prove_job
 
 from megatron_lossagg import Aggregation
-from megatron_lossagg.proof.cases import Case
-from megatron_lossagg.proof.job import REGIMES, Job
-from megatron_lossagg.proof.parallelism import Parallelism
+from megatron_lossagg.verify.cases import Case
+from megatron_lossagg.verify.job import REGIMES, Job
+from megatron_lossagg.verify.parallelism import Parallelism
 
 # Megatron-Core trains no experts on TP 2 without sequence parallelism.
 SIDE = {

@@ -10,8 +10,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from megatron_lossagg.cli.page import page
-from megatron_lossagg.proof.parallelism import GAUGE_TOLERANCE
+from megatron_lossagg.verify.page import page
+from megatron_lossagg.verify.parallelism import GAUGE_TOLERANCE
 
 LAYOUTS = ["DP 4, M 3", "DP 2 x CP 2, M 3, distributed optimizer, overlap grad reduce, bshd"]
 CASES = ["token_mean", "sample_mean, count_empty=False", "constant + token_mean"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_shares import pack, zigzag
 
 from megatron_lossagg import Aggregation, Layout, Sequences, StepTotals, plan_step
-from megatron_lossagg.proof import oracle
+from megatron_lossagg.verify import oracle
 
 MODES = {
     "token_mean": {},

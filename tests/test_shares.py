@@ -7,7 +7,7 @@ import torch
 from step_data import deal, make_rows
 
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
-from megatron_lossagg.proof import oracle
+from megatron_lossagg.verify import oracle
 
 AGGREGATIONS = {
     "token_mean": {},

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from wrong_factors.run import apply
 
-from megatron_lossagg.cli.environment import environment
 from megatron_lossagg.cli.main import main
-from megatron_lossagg.proof.cases import CASES
-from megatron_lossagg.proof.job import Job
-from megatron_lossagg.proof.parallelism import Parallelism, standard
+from megatron_lossagg.verify.cases import CASES
+from megatron_lossagg.verify.environment import environment
+from megatron_lossagg.verify.job import Job
+from megatron_lossagg.verify.parallelism import Parallelism, standard
 
 ROOT = Path(__file__).parent.parent
 ONE = ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "40"]
@@ -175,7 +175,7 @@ def ranks_of(parent, known=()):
         with contextlib.suppress(OSError):
             fields = status.read_text().rsplit(")", 1)[1].split()
             command = (status.parent / "cmdline").read_bytes()
-            if b"megatron_lossagg.proof\0" in command:
+            if b"megatron_lossagg.verify\0" in command:
                 found[int(status.parent.name)] = int(fields[1])
     if known:
         return {pid for pid in found if pid in known}

@@ -21,8 +21,8 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noq
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from step_data import VOCABULARY  # noqa: E402
 
-from megatron_lossagg.proof.model import reported  # noqa: E402, F401  for the workers
-from megatron_lossagg.proof.rows import zigzag  # noqa: E402
+from megatron_lossagg.verify.model import reported  # noqa: E402, F401  for the workers
+from megatron_lossagg.verify.rows import zigzag  # noqa: E402
 
 
 def start(*, tp=1, pp=1, cp=1, ep=1, dtype=torch.float64):

@@ -26,7 +26,7 @@ from megatron_lossagg.aggregation import ALIASES, CUSTOM, MODES, Aggregation
 from megatron_lossagg.counts import Sequences, StepTotals
 from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.plan import StepPlan, plan_step
-from megatron_lossagg.proof.job import REGIMES
+from megatron_lossagg.verify.job import REGIMES
 
 EXAMPLE = "12,3,40/5,0,20"
 """Uneven lengths, a fully masked sample, two prompts."""

@@ -8,8 +8,9 @@ import sys
 from collections.abc import Sequence
 
 import megatron_lossagg
-from megatron_lossagg.cli import explain, verify
+from megatron_lossagg.cli import explain
 from megatron_lossagg.errors import ContractError, LossAggregationError, ReducerError
+from megatron_lossagg.verify import command as verify
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -81,7 +81,7 @@ def import_megatron() -> None:
     """Import, once for all ranks, the stand-ins and every module of Megatron that they use."""
     sys.path.insert(0, str(ROOT))
     importlib.import_module(STAND_INS).install()
-    importlib.import_module("megatron_lossagg.proof.prove")
+    importlib.import_module("megatron_lossagg.verify.prove")
 
 
 def run_ranks(copy: Path, arguments: list[str], printed: Path) -> list[int]:

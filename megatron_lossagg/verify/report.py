@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from megatron_lossagg.cli.environment import Fact
+from megatron_lossagg.verify.environment import Fact
 
 Report = Mapping[str, Any]
 _COLUMNS = ("aggregation", "regime", "K", "factor", "gradient error", "loss error", "")

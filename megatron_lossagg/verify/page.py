@@ -9,7 +9,7 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
-from megatron_lossagg.proof.parallelism import GAUGE_TOLERANCE
+from megatron_lossagg.verify.parallelism import GAUGE_TOLERANCE
 
 Verdict = Mapping[str, Any]
 Layouts = Mapping[str, Sequence[Verdict]]

@@ -26,8 +26,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_lossagg.proof.parallelism import ModelShape
-from megatron_lossagg.proof.rows import Row, filler_row, make_rows
+from megatron_lossagg.verify.parallelism import ModelShape
+from megatron_lossagg.verify.rows import Row, filler_row, make_rows
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,7 +70,7 @@ class Reference:
 def compute(shape: ModelShape, *, copies: int, padded: int) -> Reference:
     """Compute the reference in this process, which has Megatron's groups of size 1."""
     import megatron_lossagg.cpu as cpu
-    from megatron_lossagg.proof.model import reference_model
+    from megatron_lossagg.verify.model import reference_model
 
     model = reference_model(shape)
     named = {shard.name: shard.parameter for shard in cpu.named_shards([model])}

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.proof import oracle
-from megatron_lossagg.proof.reference import Reference
-from megatron_lossagg.proof.rows import Deal, Row
+from megatron_lossagg.verify import oracle
+from megatron_lossagg.verify.reference import Reference
+from megatron_lossagg.verify.rows import Deal, Row
 
 BETA = 0.3
 """Weight of a case's second term."""

@@ -20,13 +20,13 @@ from torch import Tensor
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg import Layout, MegatronContract, Sequences, StepPlan, plan_step
 from megatron_lossagg.errors import ProofError, ReducerError
-from megatron_lossagg.proof import model as megatron
-from megatron_lossagg.proof.cases import BETA, Case, Expected, expected
-from megatron_lossagg.proof.causes import CAUSES, MASKED_LOSSES_REACH, Facts, symbols
-from megatron_lossagg.proof.job import REGIMES
-from megatron_lossagg.proof.parallelism import GAUGE_TOLERANCE, Parallelism
-from megatron_lossagg.proof.reference import Reference
-from megatron_lossagg.proof.rows import deal
+from megatron_lossagg.verify import model as megatron
+from megatron_lossagg.verify.cases import BETA, Case, Expected, expected
+from megatron_lossagg.verify.causes import CAUSES, MASKED_LOSSES_REACH, Facts, symbols
+from megatron_lossagg.verify.job import REGIMES
+from megatron_lossagg.verify.parallelism import GAUGE_TOLERANCE, Parallelism
+from megatron_lossagg.verify.reference import Reference
+from megatron_lossagg.verify.rows import deal
 
 WEIGHT_SUM, WEIGHT_EXPECTED = "lossagg/weight_sum", "lossagg/weight_expected"
 _REPORTED = ("loss", WEIGHT_SUM, WEIGHT_EXPECTED)

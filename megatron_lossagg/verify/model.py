@@ -34,8 +34,8 @@ from torch import Tensor
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg.errors import ProofError
-from megatron_lossagg.proof.parallelism import ModelShape, Parallelism
-from megatron_lossagg.proof.rows import VOCABULARY, Row, filler_row, zigzag
+from megatron_lossagg.verify.parallelism import ModelShape, Parallelism
+from megatron_lossagg.verify.rows import VOCABULARY, Row, filler_row, zigzag
 
 SEED = 3
 _ROTARY_BASE = 10_000

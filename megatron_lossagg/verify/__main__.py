@@ -1,4 +1,4 @@
-"""A rank of a verification: ``python -m megatron_lossagg.proof JOB EVENTS``, under a launcher.
+"""A rank of a verification: ``python -m megatron_lossagg.verify JOB EVENTS``, under a launcher.
 
 JOB: a file with ``Job.to_json``. EVENTS: a file that rank 0 appends a JSON line an event to.
 """
@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from megatron_lossagg.proof.job import Event, Job, run_job
+from megatron_lossagg.verify.job import Event, Job, run_job
 
 
 def main(job: str, events: str) -> None:

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.proof import oracle
-from megatron_lossagg.proof.cases import BETA, Case, as_oracle, oracle_options
-from megatron_lossagg.proof.parallelism import Parallelism
-from megatron_lossagg.proof.reference import Reference
-from megatron_lossagg.proof.rows import Deal, Row, zigzag
+from megatron_lossagg.verify import oracle
+from megatron_lossagg.verify.cases import BETA, Case, as_oracle, oracle_options
+from megatron_lossagg.verify.parallelism import Parallelism
+from megatron_lossagg.verify.reference import Reference
+from megatron_lossagg.verify.rows import Deal, Row, zigzag
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -26,14 +26,14 @@ from typing import Any
 
 import megatron_lossagg
 from megatron_lossagg.aggregation import CUSTOM
-from megatron_lossagg.cli import report as show
-from megatron_lossagg.cli.environment import environment
 from megatron_lossagg.cpu import launch
 from megatron_lossagg.errors import ProofError
 from megatron_lossagg.flags import add_loss_aggregation_args, aggregation_from_args
-from megatron_lossagg.proof.cases import CASES, Case
-from megatron_lossagg.proof.job import REGIMES, Event, Job, run_job
-from megatron_lossagg.proof.parallelism import Parallelism, standard
+from megatron_lossagg.verify import report as show
+from megatron_lossagg.verify.cases import CASES, Case
+from megatron_lossagg.verify.environment import environment
+from megatron_lossagg.verify.job import REGIMES, Event, Job, run_job
+from megatron_lossagg.verify.parallelism import Parallelism, standard
 
 _TIMEOUT = 900.0
 _SIZES = {
@@ -235,7 +235,7 @@ def _launched(job: Job, take: Callable[[Event], None], *, timeout: float) -> str
         follower.start()
         try:
             done = launch(
-                ["-m", "megatron_lossagg.proof", str(job_file), str(events)],
+                ["-m", "megatron_lossagg.verify", str(job_file), str(events)],
                 processes=job.world_size,
                 timeout=timeout,
                 env={"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
@@ -266,6 +266,6 @@ def _write(args: argparse.Namespace, report: show.Report) -> None:
     if args.json is not None:
         args.json.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
     if args.html is not None:
-        from megatron_lossagg.cli.page import page
+        from megatron_lossagg.verify.page import page
 
         args.html.write_text(page(report), encoding="utf-8")

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from megatron_lossagg.errors import ProofError
-from megatron_lossagg.proof.rows import VOCABULARY
+from megatron_lossagg.verify.rows import VOCABULARY
 
 GAUGE_TOLERANCE = 1e-6
 """Largest relative error of the gauge that passes: it is kept in float32."""

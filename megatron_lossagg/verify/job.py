@@ -17,8 +17,8 @@ from typing import Any
 
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.errors import ProofError
-from megatron_lossagg.proof.cases import Case
-from megatron_lossagg.proof.parallelism import ModelShape, Parallelism
+from megatron_lossagg.verify.cases import Case
+from megatron_lossagg.verify.parallelism import ModelShape, Parallelism
 
 REGIMES = ("average", "per-token")
 Event = dict[str, Any]
@@ -88,8 +88,8 @@ def run_job(job: Job, tell: Callable[[Event], None]) -> bool:
         import megatron_lossagg.cpu as cpu
 
         cpu.install()
-    from megatron_lossagg.proof import model
-    from megatron_lossagg.proof.prove import prove
+    from megatron_lossagg.verify import model
+    from megatron_lossagg.verify.prove import prove
 
     model.join_world()
     if dist.get_world_size() != job.world_size:
@@ -137,7 +137,7 @@ def _key(layout: Parallelism) -> tuple[ModelShape, int]:
 
 
 def _references(layouts: Sequence[Parallelism]) -> Mapping[tuple[ModelShape, int], Any]:
-    from megatron_lossagg.proof.reference import reference
+    from megatron_lossagg.verify.reference import reference
 
     multiples: dict[tuple[ModelShape, int], int] = {}
     for layout in layouts:

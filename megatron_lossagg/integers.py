@@ -1,0 +1,69 @@
+"""The one conversion of lists, arrays and tensors to host integers, and its checks.
+
+Counts, ids, lengths and offsets all enter here. The caller passes what it calls the values
+and which error it raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Integral
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+__all__ = ["Ints", "IntsLike", "first_few", "host_integers", "is_integer"]
+
+Ints = npt.NDArray[np.int64]
+IntsLike = Sequence[int] | Ints | Tensor
+
+_LARGEST = int(np.iinfo(np.int64).max)
+
+
+def is_integer(value: object, *, lowest: int = 0, highest: int = _LARGEST) -> bool:
+    """Whether a value is an integer (not a bool) from ``lowest`` to ``highest``."""
+    is_integral = isinstance(value, Integral) and not isinstance(value, bool)
+    return is_integral and lowest <= int(value) <= highest  # type: ignore[call-overload]
+
+
+def host_integers(
+    name: str,
+    values: object,
+    error: type[ValueError],
+    *,
+    lowest: int | None = None,
+    length: int | None = None,
+) -> Ints:
+    """Convert to a contiguous int64 array of one dimension; ``[1, n]`` counts as ``[n]``.
+
+    Raises ``error`` for other dtypes or shapes, for a value below ``lowest`` or above
+    2^63 - 1, and for another length than ``length``. A CUDA tensor costs one host sync.
+    """
+    if isinstance(values, Tensor):
+        values = values.detach().cpu().numpy()
+    try:
+        array = np.asarray(values)
+    except ValueError:  # a ragged list
+        array = np.array(None)
+    if array.ndim == 2 and len(array) == 1:
+        array = array[0]
+    if array.size == 0 and array.ndim == 1:
+        array = array.astype(np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        got = f"{array.dtype} of shape {array.shape}" if array.ndim else repr(values)
+        raise error(f"{name}: got {got}, expected integers in one dimension")
+    if length is not None and len(array) != length:
+        raise error(f"{name}: got {len(array)} entries, expected {length}, one per row")
+    if len(array) and array.max() > _LARGEST:
+        raise error(f"{name}: got {array.max()}, the largest is 2^63 - 1")
+    if lowest is not None and len(array) and array.min() < lowest:
+        raise error(
+            f"{name}: got {array.min()} at index {array.argmin()}, the smallest is {lowest}"
+        )
+    return np.ascontiguousarray(array, dtype=np.int64)
+
+
+def first_few(values: Sequence[object] | npt.NDArray[np.generic], most: int = 6) -> str:
+    """Write the first values for a message: ``4, 5, 9, ...``."""
+    return ", ".join(map(str, values[:most])) + (", ..." if len(values) > most else "")

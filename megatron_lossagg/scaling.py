@@ -1,0 +1,128 @@
+"""How Megatron-Core scales a loss on its way to the gradient: two regimes, K, its factors.
+
+Pure arithmetic, and the only place of it: ``contract`` multiplies by K, ``probe`` measures
+K, ``explain`` prints the factors and ``verify`` names the wrong ones from here. For
+``loss_func`` that returns ``(loss, num_tokens, report)``, megatron-core 0.13 to 0.19:
+
+=========  =====================  ==================  ==========================  =========
+regime     schedule               DDP                 finalize                    K
+=========  =====================  ==================  ==========================  =========
+average    / num_tokens, / M      mean over DP * CP   nothing                     M DP CP
+per-token  nothing                sum                 / sum of all num_tokens     N
+=========  =====================  ==================  ==========================  =========
+
+K is what a share is multiplied by so that the step's gradient is the sum of the shares'
+gradients. Sources: ``schedules.forward_step_calc_loss``,
+``DistributedDataParallel.__init__``, ``finalize_model_grads``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+__all__ = [
+    "K_FORMULA",
+    "MOST_TOKENS_PER_TOKEN",
+    "REGIMES",
+    "Factor",
+    "Regime",
+    "Scaling",
+    "ddp_factor",
+]
+
+Regime = Literal["average", "per-token"]
+REGIMES: tuple[Regime, Regime] = ("average", "per-token")
+
+MOST_TOKENS_PER_TOKEN = 2**31 - 1
+"""The largest N of a step in the per-token regime: Megatron-Core sums num_tokens in int32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factor:
+    """One place between a share and the gradient, and what it multiplies by."""
+
+    where: str
+    does: str
+    factor: Fraction
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """The factors of one schedule call."""
+
+    regime: Regime
+    num_microbatches: int
+    """M of this schedule call."""
+    dp_cp_size: int
+    """DP * CP."""
+    active_tokens: int | None = None
+    """N of the step; needed in the per-token regime."""
+
+    @property
+    def k(self) -> int:
+        """K: M DP CP in the average regime, N in the per-token regime."""
+        return self.report_factor if self.regime == "average" else int(self.active_tokens or 0)
+
+    @property
+    def report_factor(self) -> int:
+        """M DP CP: a value reported as ``[share * M DP CP, 1]`` comes out as the step's loss.
+
+        Megatron adds both entries over microbatches and DP * CP ranks and divides.
+        """
+        return self.num_microbatches * self.dp_cp_size
+
+    def num_tokens(self, counted: int, cp_rank: int) -> int:
+        """Return the num_tokens that loss_func reports for a microbatch.
+
+        ``counted``: active tokens of its rows by the plan, complete over CP. The average
+        regime divides by it at once, so it is 1. In the per-token regime CP rank 0 reports
+        ``counted`` and the other CP ranks 0, so that the sum over the step is N.
+        """
+        if self.regime == "average":
+            return 1
+        return counted if cp_rank == 0 else 0
+
+    def factors(self) -> Iterator[Factor]:
+        """List what multiplies a share on its way to the gradient; the product is 1."""
+        m, ranks, n = self.num_microbatches, self.dp_cp_size, max(self.k, 1)
+        if self.regime == "average":
+            yield Factor(
+                where="loss_func", does="returns share * K, K = M DP CP", factor=Fraction(self.k)
+            )
+            yield Factor(
+                where="schedule", does="/ num_tokens, which is 1; / M", factor=Fraction(1, m)
+            )
+            yield Factor(
+                where="DDP",
+                does="mean over the DP CP ranks: their sum / (DP CP)",
+                factor=Fraction(1, ranks),
+            )
+            yield Factor(where="finalize_model_grads", does="nothing", factor=Fraction(1))
+        else:
+            yield Factor(
+                where="loss_func", does="returns share * K, K = N", factor=Fraction(self.k)
+            )
+            yield Factor(where="schedule", does="nothing", factor=Fraction(1))
+            yield Factor(where="DDP", does="sum over the DP CP ranks", factor=Fraction(1))
+            yield Factor(
+                where="finalize_model_grads",
+                does="/ sum of the step's num_tokens, which is N",
+                factor=Fraction(1, n),
+            )
+
+
+K_FORMULA: dict[Regime, str] = {"average": "M DP CP", "per-token": "N"}
+
+
+def ddp_factor(regime: Regime, dp_cp_size: int, *, average_in_collective: bool) -> float:
+    """Return the ``gradient_scaling_factor`` that DDP freezes in a dense buffer when it is built.
+
+    1 / (DP CP) in the average regime, unless the collective itself averages; else 1. A dense
+    parameter only: experts' buffers have a factor of their own in the average regime.
+    """
+    if regime == "per-token" or average_in_collective:
+        return 1.0
+    return 1.0 / dp_cp_size
