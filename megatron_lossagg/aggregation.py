@@ -1,8 +1,8 @@
-"""Which loss is meant: the modes, their formulas, and the names other systems give them.
+"""Which loss is configured: the modes, their formulas, and the names other systems give them.
 
 Symbols (``docs/math.md``): a row s has n_s active tokens, its sample n_b, its prompt
 n_p; the step has N active tokens, B samples and P prompts; M microbatches on this
-rank, DP data-parallel ranks; the divisor is L or C. Every mode is one weight a row::
+rank, DP data-parallel ranks; the divisor is L or C. Every mode is one weight per row::
 
     loss = sum_s w_s * sum_{t in s} m_t * x_t
 """
@@ -11,13 +11,24 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from numbers import Real
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_lossagg.errors import AggregationError
+
+__all__ = [
+    "ALIASES",
+    "CUSTOM",
+    "MODES",
+    "Aggregation",
+    "Alias",
+    "Mode",
+    "alias_lines",
+    "mode_lines",
+]
 
 DivisorRule = Literal["required", "optional", "none"]
 
@@ -33,6 +44,10 @@ class Mode:
     """w_s as a format string over B, P, L and C; ``--help`` and the start of a run print it."""
     divisor: DivisorRule
     meaning: str
+    denominator: Callable[[Any], Any] | None
+    """1 / w_s from the step's counts (``plan.StepCounts``); None for a custom reducer."""
+    expected: Callable[[Any], float] | None
+    """The sum of w_s n_s over a step that has an active token, likewise."""
 
 
 MODES: dict[str, Mode] = {
@@ -43,36 +58,48 @@ MODES: dict[str, Mode] = {
             weight="1/N",
             divisor="none",
             meaning="mean over all active tokens of the step (DAPO)",
+            denominator=lambda c: c.n,
+            expected=lambda c: c.n / c.n,
         ),
         Mode(
             name="sample_mean",
             weight="1/({B} n_b)",
             divisor="none",
             meaning="mean over samples of each sample's token mean (GRPO)",
+            denominator=lambda c: c.sample_tokens * c.samples,
+            expected=lambda c: c.active_samples / c.samples,
         ),
         Mode(
             name="prompt_mean",
             weight="1/({P} n_p)",
             divisor="none",
             meaning="mean over prompts of each prompt's token mean (ScaleRL)",
+            denominator=lambda c: c.prompt_tokens * c.prompts,
+            expected=lambda c: c.active_prompts / c.prompts,
         ),
         Mode(
             name="constant",
             weight="1/({B} {L})",
             divisor="required",
             meaning="token sums over a constant length L, mean over samples (Dr.GRPO)",
+            denominator=lambda c: c.samples * c.divisor,
+            expected=lambda c: c.n / (c.samples * c.divisor),
         ),
         Mode(
             name="sample_sum",
             weight="1/{B}",
             divisor="none",
             meaning="token sums, mean over samples",
+            denominator=lambda c: c.samples,
+            expected=lambda c: c.n / c.samples,
         ),
         Mode(
             name="token_sum",
             weight="1/{C}",
             divisor="optional",
             meaning="sum over all active tokens, over a constant C (1 if none is given)",
+            denominator=lambda c: c.divisor,
+            expected=lambda c: c.n / c.divisor,
         ),
         Mode(
             name="microbatch_token_mean",
@@ -82,15 +109,31 @@ MODES: dict[str, Mode] = {
                 "mean of microbatch token means; depends on the layout, "
                 "kept only to reproduce old runs"
             ),
+            denominator=lambda c: c.microbatch_tokens * c.num_microbatches * c.data_parallel_size,
+            expected=lambda c: c.microbatch_means / c.data_parallel_size,
         ),
         Mode(
             name=CUSTOM,
             weight="given by the reducer path",
             divisor="none",
             meaning="what the factory at --loss-aggregation-reducer-path returns",
+            denominator=None,
+            expected=None,
         ),
     )
 }
+
+_PAPERS = {
+    "grpo": "sample_mean",
+    "dapo": "token_mean",
+    "drgrpo": "constant",
+    "scalerl": "prompt_mean",
+    "seqmeantokenmean": "sample_mean",
+    "seqmeantokensum": "sample_sum",
+    "seqmeantokensumnorm": "constant",
+    "sequencemean": "sample_mean",
+}
+"""What people call a mode, without punctuation: suggested, never taken for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +145,7 @@ class Alias:
     note: str = ""
 
 
-_EMPTY_LEAVES = "a fully masked sample leaves the count"
+_EMPTY_LEAVES = "a fully masked sample does not count"
 
 # Sources: the systems' own code, listed with commits in docs/math.md.
 ALIASES: dict[str, Alias] = {
@@ -162,7 +205,7 @@ class Aggregation:
 
     Raises :class:`AggregationError` for an unknown mode, for a divisor that is missing, not
     a finite positive number, or given to a mode that takes none, and for a reducer path
-    that is no text or beside a mode. The object cannot exist in a wrong state.
+    that is not a string or beside a mode. The object cannot exist in a wrong state.
     """
 
     mode: str
@@ -171,7 +214,7 @@ class Aggregation:
     divisor: float | None = None
     """L of ``constant`` (required) or C of ``token_sum`` (1 if not given), in tokens."""
     count_empty: bool = True
-    """Whether a sample or prompt without active token keeps its place in B or P."""
+    """Whether a sample or prompt with no active tokens still counts toward B or P."""
     reducer_path: str | None = None
     """``pkg.mod:name`` of the factory; only with, and required by, mode ``custom``."""
 
@@ -229,14 +272,17 @@ class Aggregation:
         return f"{name}: w_s = {self.formula}"
 
 
-def table_of_modes() -> Iterator[str]:
-    """Print-ready lines: every mode with its formula, then every alias."""
+def mode_lines() -> Iterator[str]:
+    """Write every mode with its formula, a line each."""
     divisor = {"required": ", needs a divisor", "optional": ", may have a divisor", "none": ""}
     width = max(len(name) for name in MODES)
     for mode in MODES.values():
         weight = mode.weight.format(B="B", P="P", L="L", C="C")
         yield f"{mode.name:<{width}}  w_s = {weight:<24}  {mode.meaning}{divisor[mode.divisor]}"
-    yield ""
+
+
+def alias_lines() -> Iterator[str]:
+    """Write every other system's name and what it stands for, a line each."""
     width = max(len(name) for name in ALIASES)
     for name, alias in ALIASES.items():
         empty = "" if alias.count_empty else ", count_empty=False"
@@ -257,8 +303,21 @@ def _known_mode(mode: object) -> Mode:
 
 
 def _nearest(name: str) -> str:
-    near = difflib.get_close_matches(name.lower(), [*MODES, *ALIASES], n=1, cutoff=0.4)
-    return f", did you mean {near[0]!r}?" if near else ""
+    """Suggest what may be meant: the mode of a paper, the names of a system, close spellings."""
+    known = [*MODES, *ALIASES]
+    letters = _letters(name)
+    names = [other for other in known if _letters(other) == letters]
+    if not names and letters in _PAPERS:
+        names = [_PAPERS[letters]]
+    if not names and ":" in name:
+        names = [other for other in ALIASES if other.startswith(name.lower().split(":")[0] + ":")]
+    if not names:
+        names = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
+    return f", did you mean {' or '.join(map(repr, names))}?" if names else ""
+
+
+def _letters(name: str) -> str:
+    return "".join(filter(str.isalnum, name.lower()))
 
 
 def _known_names() -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,10 @@ from torch.distributed import ProcessGroup
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.counts import MOST_TOKENS, Sequences, StepTotals
 from megatron_lossagg.errors import PlanError
-from megatron_lossagg.layout import IntsLike
+from megatron_lossagg.integers import IntsLike, is_integer
 from megatron_lossagg.plan import EmptyStep, StepPlan, plan_step
+
+__all__ = ["StepBuffer", "StepMicrobatch"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,22 +39,21 @@ class StepBuffer:
 
     ``data_iterator``: yields microbatches, or None on a rank that gets its data by
     broadcast (Megatron-LM: all tensor-parallel ranks but the first); an interleaved pipeline
-    has one a chunk, and a buffer for each. Reading happens here, outside the schedule.
-    Raises :class:`PlanError` for what is no iterator and for a ``num_microbatches`` that is
-    no whole number from 1; an iterator that ends early or raises is told by :meth:`plan`.
+    has one per chunk, and a buffer for each. Reading happens here, outside the schedule.
+    Raises :class:`PlanError` for what is not an iterator and for a ``num_microbatches`` that
+    is not an integer from 1; an iterator that ends early or raises is reported by :meth:`plan`.
     """
 
     def __init__(self, data_iterator: Iterator[Any] | None, num_microbatches: int) -> None:
-        whole = isinstance(num_microbatches, Integral) and not isinstance(num_microbatches, bool)
-        if not whole or num_microbatches < 1:
+        if not is_integer(num_microbatches, lowest=1):
             raise PlanError(
-                f"num_microbatches is a whole number from 1, got {num_microbatches!r}: give the "
-                "number of microbatches that the schedule runs a step"
+                f"got num_microbatches {num_microbatches!r}, expected an integer from 1: give the "
+                "number of microbatches that the schedule runs per step"
             )
         if data_iterator is not None and not hasattr(data_iterator, "__next__"):
             raise PlanError(
-                f"got a {type(data_iterator).__name__}, wanted one iterator of microbatches or "
-                "None: an interleaved pipeline has one iterator a chunk, make a StepBuffer of "
+                f"got a {type(data_iterator).__name__}, expected one iterator of microbatches or "
+                "None: an interleaved pipeline has one iterator per chunk, make a StepBuffer of "
                 "each; of a list of microbatches pass iter(...)"
             )
         self.num_microbatches = num_microbatches
@@ -74,6 +74,8 @@ class StepBuffer:
         tp_group: ProcessGroup | None = None,
         totals: StepTotals | None = None,
         empty_step: EmptyStep = "zero",
+        rejects_tokens: bool = False,
+        locate: bool = False,
     ) -> StepPlan:
         """Count the buffered microbatches and plan the step; see :func:`plan_step`.
 
@@ -82,17 +84,17 @@ class StepBuffer:
         tensor-parallel group, needed where some of its ranks have no iterator: all take the
         counts of its first rank, by one ``all_gather_object``.
 
-        An iterator that ended early or raised, and a ``count`` that raises, are told as a
+        An iterator that ended early or raised, and a ``count`` that raises, are reported as a
         wrong count is: :class:`PlanError` with the same message on every rank of ``group``,
         and on ``tp_group``'s. On the rank itself its cause is the error that was raised.
         """
         counts, fault, cause = self._counted(count)
         if tp_group is not None and dist.get_world_size(tp_group) > 1:
-            told: list[Any] = [None] * dist.get_world_size(tp_group)
-            dist.all_gather_object(told, (counts, fault), group=tp_group)
-            counts = told[0][0]
-            faults = (f"tensor-parallel rank {r}: {its}" for r, (_, its) in enumerate(told) if its)
-            fault = next(faults, "")
+            gathered: list[Any] = [None] * dist.get_world_size(tp_group)
+            dist.all_gather_object(gathered, (counts, fault), group=tp_group)
+            counts = gathered[0][0]
+            faults = [f"tensor-parallel rank {r}: {f}" for r, (_, f) in enumerate(gathered) if f]
+            fault = next(iter(faults), "")
         if counts is None and not fault:
             fault = (
                 "this rank has no data iterator and got no counts: pass tp_group=, whose first "
@@ -113,6 +115,8 @@ class StepBuffer:
                 totals=totals,
                 empty_step=empty_step,
                 fault=fault,
+                rejects_tokens=rejects_tokens,
+                locate=locate,
             )
         except PlanError as error:
             raise error from cause
@@ -155,7 +159,7 @@ class StepBuffer:
         counts = []
         for index, data in enumerate(self._data):
             try:
-                counts.append(_whole_numbers(count(data)))
+                counts.append(_host_counts(count(data)))
             except Exception as error:  # as above
                 fault = (
                     f"counting microbatch {index} of {self.num_microbatches} raised {error!r}: "
@@ -165,13 +169,13 @@ class StepBuffer:
         return counts, "", None
 
 
-def _whole_numbers(values: IntsLike) -> list[int]:
-    """Counts as Python integers; what is no whole number is left for plan_step to refuse."""
+def _host_counts(values: IntsLike) -> list[int]:
+    """Convert counts to Python numbers; plan_step refuses those that are not integers."""
     array = np.asarray(values)
     if array.ndim != 1:
-        raise ValueError(f"{array.ndim} dimensions instead of one number a row")
-    whole = array.dtype.kind == "f" and (array == np.rint(array)).all()
-    if whole and (np.abs(array) <= MOST_TOKENS).all():
+        raise ValueError(f"got {array.ndim} dimensions, expected one number per row")
+    is_integral = array.dtype.kind == "f" and (array == np.rint(array)).all()
+    if is_integral and (np.abs(array) <= MOST_TOKENS).all():
         array = array.astype(np.int64)
     numbers: list[int] = array.tolist()
     return numbers

@@ -1,59 +1,76 @@
 """The integers of one optimizer step, counted over the data-parallel group.
 
-Counting makes one all-gather of a few integers a rank and, where ids are given, one of
-(sample, prompt, tokens) rows; a third one only brings an error's message to every rank.
+Counting makes one all-gather of a few integers per rank and, where ids are given, one of
+a few integers per row; a third one only brings an error's message to every rank.
 
 Shape suffixes: S = rows of this data-parallel rank in the step; W = ranks of the group;
-K = pairs of ids, over the group.
+A = rows of all ranks; I = distinct ids.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from numbers import Integral
-from typing import NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.exchange import Exchange
-from megatron_lossagg.layout import Ints, IntsLike
+from megatron_lossagg.integers import Ints, IntsLike, first_few, host_integers, is_integer
+
+__all__ = ["MOST_TOKENS", "Counts", "Rows", "Sequences", "StepTotals", "count_step"]
+
+Ids = IntsLike | Sequence[str] | npt.NDArray[np.str_]
+Kind = Literal["sample", "prompt"]
+
+MOST_TOKENS = 2**53
+"""The largest count: integers up to it are exact in the float64 of a weight."""
+
+_UNKNOWN = -1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sequences:
     """The rows this data-parallel rank trains on in one optimizer step.
 
-    Each field holds one whole number a row, int64 ``[S]``, on the CPU: a list, a numpy
-    array or a tensor. Counts are complete over context parallelism. Filler rows are left
-    out. This class only stores; :func:`plan_step` checks, so that all ranks fail together.
+    Each field but the last two holds one integer per row, int64 ``[S]``, on the CPU: a list,
+    a numpy array or a tensor. Counts are complete over context parallelism. Filler rows are
+    left out. This class only stores; :func:`plan_step` checks, so that all ranks fail
+    together.
     """
 
     active_tokens: IntsLike
     """n_s: tokens whose counting mask is 1."""
-    sample: IntsLike | None = None
-    """Id of the row's sample, global over the data-parallel group; None: each row its own."""
-    prompt: IntsLike | None = None
-    """Id of the row's prompt, global over the data-parallel group."""
+    sample: Ids | None = None
+    """Id of the row's sample, integer or string; None: each row is its own sample.
+
+    Ids are global over the data-parallel group: equal ids on two ranks are one sample.
+    """
+    prompt: Ids | None = None
+    """Id of the row's prompt, integer or string, global likewise."""
     microbatch: IntsLike | None = None
-    """Index of the row's microbatch on this rank; wanted by ``microbatch_token_mean``."""
+    """Index of the row's microbatch on this rank; needed by ``microbatch_token_mean``."""
     sample_tokens: IntsLike | None = None
     """n_b of the row's sample over the whole step, where the caller knows it."""
     prompt_tokens: IntsLike | None = None
     """n_p of the row's prompt over the whole step, where the caller knows it."""
     num_microbatches: int | None = None
-    """M, microbatches without rows included; None: the largest ``microbatch`` plus one."""
+    """M, microbatches with no rows included; None: the largest ``microbatch`` plus one."""
+    samples_per_prompt: int | None = None
+    """How many samples each prompt has over the step; a check that ids are global, if given."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTotals:
     """Counts of the whole step over the data-parallel group; None where not known.
 
-    Handed to :func:`plan_step` it replaces the collectives: a mode raises
+    Given to :func:`plan_step` it replaces the collectives: a mode raises
     :class:`PlanError` for what it lacks.
     """
 
@@ -70,31 +87,28 @@ class StepTotals:
     microbatch_means: float | None = None
     """Sum over ranks of (microbatches with an active token) / (M of the rank)."""
 
-    def need(self, name: str, aggregation: Aggregation) -> int:
-        """Return a total, or raise :class:`PlanError` if it is not known."""
-        value = getattr(self, name)
-        if value is None:
-            raise PlanError(
-                f"{aggregation} needs StepTotals({name}=...) of the whole step, which was not "
-                "given: give it, or let plan_step count (drop totals=)"
-            )
-        return int(value)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """The step's totals, and what each local row's sample and prompt count in it."""
+    """The step's totals, and the tokens of each local row's sample and prompt in it."""
 
     totals: StepTotals
     sample_tokens: Ints | None
     prompt_tokens: Ints | None
 
 
-MOST_TOKENS = 2**53
-"""The largest count: whole numbers up to it are exact in the float64 of a weight."""
+class _RankCounts(NamedTuple):
+    """What a rank sends in the first all-gather: an int64 each, then gathered int64 ``[W]``."""
 
-_UNKNOWN = -1
-_FIELDS = ("sample", "prompt", "microbatch")
+    has_fault: Any
+    fingerprint: Any
+    """Of the aggregation and of which ids are given: the same on every rank."""
+    samples_per_prompt: Any
+    rows: Any
+    tokens: Any
+    active_rows: Any
+    active_microbatches: Any
+    num_microbatches: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,88 +116,81 @@ class Rows:
     """The checked fields of :class:`Sequences`; int64 ``[S]`` each."""
 
     active_tokens: Ints
-    sample: Ints | None
-    prompt: Ints | None
-    microbatch: Ints | None
-    sample_tokens: Ints | None
-    prompt_tokens: Ints | None
-    num_microbatches: int | None
+    sample: Ints | None = None
+    prompt: Ints | None = None
+    microbatch: Ints | None = None
+    sample_tokens: Ints | None = None
+    prompt_tokens: Ints | None = None
+    num_microbatches: int | None = None
+    samples_per_prompt: int | None = None
+
+    @staticmethod
+    def empty() -> Rows:
+        """Return no rows: what a rank counts that has only a fault to tell."""
+        return Rows(active_tokens=np.zeros(0, dtype=np.int64))
 
     @staticmethod
     def checked(sequences: Sequences) -> Rows:
         """Convert and check; raises :class:`PlanError`."""
-        n_S = _checked_ints("active_tokens", sequences.active_tokens, None, lowest=0)
+        n_S = _checked("active_tokens", sequences.active_tokens, None, lowest=0)
+        assert n_S is not None
         _check_sum(f"Sequences.active_tokens of {len(n_S)} rows", n_S)
-        fields = {
-            name: _checked_ints(name, getattr(sequences, name), len(n_S), lowest=lowest)
-            for name, lowest in (
-                ("sample", None),
-                ("prompt", None),
-                ("microbatch", 0),
-                ("sample_tokens", 0),
-                ("prompt_tokens", 0),
-            )
-            if getattr(sequences, name) is not None
-        }
-        microbatch_S, m = fields.get("microbatch"), sequences.num_microbatches
-        if m is not None and (not _is_count(m) or m > MOST_TOKENS):
-            raise PlanError(
-                f"Sequences.num_microbatches is a whole number from 0 to 2^53, got {m!r}: give the "
-                "schedule's num_microbatches"
-            )
-        if microbatch_S is not None:
-            least = int(microbatch_S.max(initial=-1)) + 1
-            m = least if m is None else m
-            if m < least:
-                raise PlanError(
-                    f"microbatch names microbatch {least - 1}, num_microbatches is {m}: indices "
-                    "run from 0 to num_microbatches - 1"
-                )
-        if fields.get("sample") is None and fields.get("sample_tokens") is not None:
-            wrong = np.flatnonzero(fields["sample_tokens"] != n_S)
-            if len(wrong):
-                raise PlanError(
-                    f"row {wrong[0]} is a sample of its own with {n_S[wrong[0]]} active tokens, "
-                    f"sample_tokens says {fields['sample_tokens'][wrong[0]]}: give sample= for a "
-                    "sample that was cut into rows"
-                )
-        names = (*_FIELDS, "sample_tokens", "prompt_tokens")
-        return Rows(
+        rows = Rows(
             active_tokens=n_S,
-            num_microbatches=m,
-            **{name: fields.get(name) for name in names},
+            sample=_checked_ids("sample", sequences.sample, len(n_S)),
+            prompt=_checked_ids("prompt", sequences.prompt, len(n_S)),
+            microbatch=_checked("microbatch", sequences.microbatch, len(n_S), lowest=0),
+            sample_tokens=_checked("sample_tokens", sequences.sample_tokens, len(n_S), lowest=0),
+            prompt_tokens=_checked("prompt_tokens", sequences.prompt_tokens, len(n_S), lowest=0),
+            num_microbatches=sequences.num_microbatches,
+            samples_per_prompt=sequences.samples_per_prompt,
         )
+        rows._check_own_samples()
+        rows._check_samples_per_prompt()
+        return replace(rows, num_microbatches=rows._checked_num_microbatches())
 
     @property
     def given(self) -> list[str]:
         """Which ids this rank has: all ranks must have the same."""
-        return [name for name in _FIELDS if getattr(self, name) is not None]
+        return [
+            name for name in ("sample", "prompt", "microbatch") if getattr(self, name) is not None
+        ]
 
     @cached_property
     def microbatch_tokens(self) -> Ints | None:
         """n_mb of each row's microbatch."""
         if self.microbatch is None:
             return None
-        used, inverse = np.unique(self.microbatch, return_inverse=True)
-        tokens = np.zeros(len(used), dtype=np.int64)
-        np.add.at(tokens, inverse, self.active_tokens)
-        return tokens[inverse]
+        microbatches = _Groups.of(self.microbatch)
+        return microbatches.sums(self.active_tokens)[microbatches.index]
 
     @property
-    def microbatch_means(self) -> tuple[int, int]:
-        """Microbatches with an active token, and M; 0 and 0 where not given."""
-        if self.microbatch is None or not self.num_microbatches:
-            return 0, 0
-        return len(np.unique(self.microbatch[self.active_tokens > 0])), self.num_microbatches
+    def active_microbatches(self) -> int:
+        """Microbatches with an active token; 0 where ``microbatch`` is not given."""
+        if self.microbatch is None:
+            return 0
+        return _Groups.of(self.microbatch[self.active_tokens > 0]).num
+
+    @property
+    def table(self) -> Ints:
+        """Sample, prompt, n, claimed n_b and n_p of each row, int64 ``[S, 5]``; -1: not given."""
+        table = np.full((len(self.active_tokens), 5), _UNKNOWN, dtype=np.int64)
+        claim = None if self.sample is None else self.sample_tokens
+        for column, values in enumerate(
+            (self.sample, self.prompt, self.active_tokens, claim, self.prompt_tokens)
+        ):
+            if values is not None:
+                table[:, column] = values
+        return table
 
     def with_totals(self, totals: StepTotals) -> Counts:
         """Counts where the caller knows the step's totals; raises where ids need more."""
-        for ids, tokens in (("sample", "sample_tokens"), ("prompt", "prompt_tokens")):
-            if getattr(self, ids) is not None and getattr(self, tokens) is None:
+        for kind in ("sample", "prompt"):
+            if getattr(self, kind) is not None and getattr(self, f"{kind}_tokens") is None:
                 raise PlanError(
-                    f"totals= makes no collective, and a {ids} may have rows on other ranks: give "
-                    f"Sequences({tokens}=...), each {ids}'s active tokens over the step, or drop "
-                    "totals="
+                    f"totals= makes no collective, and a {kind} may have rows on other ranks: give "
+                    f"Sequences({kind}_tokens=...), each {kind}'s active tokens over the step, or "
+                    "drop totals="
                 )
         self._check_totals(totals)
         return Counts(
@@ -192,110 +199,210 @@ class Rows:
             prompt_tokens=self.prompt_tokens,
         )
 
+    def _checked_num_microbatches(self) -> int | None:
+        m = self.num_microbatches
+        if m is not None and not is_integer(m, highest=MOST_TOKENS):
+            raise PlanError(
+                f"got num_microbatches {m!r}, expected an integer from 0 to 2^53: give the "
+                "schedule's num_microbatches"
+            )
+        if self.microbatch is None:
+            return m
+        least = int(self.microbatch.max(initial=-1)) + 1
+        if m is not None and m < least:
+            raise PlanError(
+                f"microbatch names microbatch {least - 1}, num_microbatches is {m}: indices "
+                "run from 0 to num_microbatches - 1"
+            )
+        return least if m is None else m
+
+    def _check_samples_per_prompt(self) -> None:
+        number = self.samples_per_prompt
+        if number is not None and not is_integer(number, lowest=1):
+            raise PlanError(
+                f"got samples_per_prompt {number!r}, expected an integer from 1: give the number "
+                "of samples drawn for each prompt, or leave it out"
+            )
+        if number is not None and self.prompt is None:
+            raise PlanError(f"got samples_per_prompt {number} and no prompt ids: give prompt=")
+
+    def _check_own_samples(self) -> None:
+        if self.sample is not None or self.sample_tokens is None:
+            return
+        wrong = np.flatnonzero(self.sample_tokens != self.active_tokens)
+        if len(wrong):
+            raise PlanError(
+                f"row {wrong[0]} is a sample of its own with {self.active_tokens[wrong[0]]} active "
+                f"tokens, sample_tokens says {self.sample_tokens[wrong[0]]}: give sample= for a "
+                "sample that was split into rows"
+            )
+
     def _check_totals(self, totals: StepTotals) -> None:
         """Raise where the step's totals, or its ids' tokens, cannot hold the rows that are here."""
-        pairs_K = self.pairs()
+        table = self.table
         here = {"active_tokens": int(self.active_tokens.sum())}
-        for kind, id_S in (("sample", self.sample), ("prompt", self.prompt)):
+        for kind in ("sample", "prompt"):
             tokens = self.active_tokens
-            if id_S is not None:
-                tokens, _ = _tokens_by_id(kind, pairs_K, id_S, whole=False)
-            if kind == "sample" or id_S is not None:
+            if getattr(self, kind) is not None:
+                tokens = _tokens_by_id(kind, table, is_whole=False).tokens
+            if kind == "sample" or getattr(self, kind) is not None:
                 here[f"{kind}s"] = len(tokens)
                 here[f"active_{kind}s"] = int((tokens > 0).sum())
         if self.sample is not None:
-            _check_one_prompt(pairs_K)
+            _check_one_prompt(table)
         for name in ("active_tokens", "samples", "prompts", "active_samples", "active_prompts"):
             value = getattr(totals, name)
-            if value is not None and (not _is_count(value) or value < here.get(name, 0)):
+            if value is not None and not is_integer(value, lowest=here.get(name, 0)):
                 raise PlanError(
-                    f"StepTotals({name}={value!r}) is no count of a step whose rows here have "
-                    f"{here.get(name, 0)}: give the whole number counted over the whole step"
+                    f"got StepTotals({name}={value!r}) for a step whose rows here have "
+                    f"{here.get(name, 0)}: give the integer counted over the whole step"
                 )
-
-    def pairs(self) -> Ints:
-        """Rows summed by their ids: int64 ``[k, 5]`` of sample, prompt, n, n_b, n_p.
-
-        n_b and n_p are the caller's claims; -1 stands for an id or claim that is not given.
-        """
-        unknown_S = np.full(len(self.active_tokens), _UNKNOWN, dtype=np.int64)
-        claim_S = None if self.sample is None else self.sample_tokens
-        columns = (self.sample, self.prompt, claim_S, self.prompt_tokens)
-        keys = np.stack([unknown_S if c is None else c for c in columns], axis=1)
-        unique, inverse = np.unique(keys, axis=0, return_inverse=True)
-        tokens = np.zeros(len(unique), dtype=np.int64)
-        np.add.at(tokens, inverse.ravel(), self.active_tokens)
-        return np.insert(unique, 2, tokens, axis=1)
 
 
 def count_step(aggregation: Aggregation, rows: Rows, fault: str, exchange: Exchange) -> Counts:
     """Count over the group; every rank raises the same :class:`PlanError` or none does."""
     n_S = rows.active_tokens
     has_ids = rows.sample is not None or rows.prompt is not None
-    mine_K = rows.pairs() if has_ids else np.zeros((0, 5), dtype=np.int64)
-    same = [_fingerprint(aggregation), *(name in rows.given for name in _FIELDS)]
-    counts = [len(n_S), n_S.sum(), (n_S > 0).sum(), len(mine_K), *rows.microbatch_means]
-    told = exchange.integers(np.array([bool(fault), *counts, *same], dtype=np.int64))
-    fault_W, rows_W, tokens_W, active_W, pairs_W, microbatches_W, m_W = told.T[:7]
-    if fault_W.any() or (told[:, 7:] != told[0, 7:]).any():
+    own = _RankCounts(
+        has_fault=bool(fault),
+        fingerprint=_fingerprint(aggregation, rows),
+        samples_per_prompt=rows.samples_per_prompt or 0,
+        rows=len(n_S),
+        tokens=int(n_S.sum()),
+        active_rows=int((n_S > 0).sum()),
+        active_microbatches=rows.active_microbatches,
+        num_microbatches=0 if rows.microbatch is None else rows.num_microbatches or 0,
+    )
+    gathered = _RankCounts(*exchange.integers(np.array(own, dtype=np.int64)).T)  # int64 [W] each
+    same = (gathered.fingerprint, gathered.samples_per_prompt)
+    if np.any(gathered.has_fault) or any((values != values[0]).any() for values in same):
         _raise_together(aggregation, rows, fault, exchange)
-    _check_sum(f"Sequences.active_tokens of all {len(tokens_W)} ranks", tokens_W)
+    _check_sum(f"Sequences.active_tokens of all {exchange.size} ranks", gathered.tokens)
+    m_W = gathered.num_microbatches
+    means = float((gathered.active_microbatches / m_W).sum()) if np.all(m_W) else None
     totals = StepTotals(
-        active_tokens=int(tokens_W.sum()),
-        samples=int(rows_W.sum()),
-        active_samples=int(active_W.sum()),
-        microbatch_means=float((microbatches_W / m_W).sum()) if m_W.all() else None,
+        active_tokens=int(np.sum(gathered.tokens)),
+        samples=int(np.sum(gathered.rows)),
+        active_samples=int(np.sum(gathered.active_rows)),
+        microbatch_means=means,
     )
     if not has_ids:
         return Counts(totals=totals, sample_tokens=n_S, prompt_tokens=None)
 
-    pairs_K = exchange.rows(mine_K, pairs_W)
+    table_A = exchange.rows(rows.table, gathered.rows)
+    first = int(np.sum(gathered.rows[: exchange.rank]))
+    here = slice(first, first + len(n_S))
     sample_tokens, prompt_tokens = n_S, None
     if rows.sample is not None:
-        samples, sample_tokens = _tokens_by_id("sample", pairs_K, rows.sample)
-        _check_one_prompt(pairs_K)
-        totals = replace(totals, samples=len(samples), active_samples=int((samples > 0).sum()))
+        samples = _tokens_by_id("sample", table_A)
+        _check_one_prompt(table_A)
+        sample_tokens = samples.of_rows[here]
+        totals = replace(totals, samples=len(samples.tokens), active_samples=samples.num_active)
     if rows.prompt is not None:
-        prompts, prompt_tokens = _tokens_by_id("prompt", pairs_K, rows.prompt)
-        totals = replace(totals, prompts=len(prompts), active_prompts=int((prompts > 0).sum()))
+        prompts = _tokens_by_id("prompt", table_A)
+        prompt_tokens = prompts.of_rows[here]
+        totals = replace(totals, prompts=len(prompts.tokens), active_prompts=prompts.num_active)
+        if rows.samples_per_prompt is not None:
+            _check_samples_per_prompt(table_A, rows)
     return Counts(totals=totals, sample_tokens=sample_tokens, prompt_tokens=prompt_tokens)
 
 
-def _tokens_by_id(kind: str, pairs_K: Ints, id_S: Ints, *, whole: bool = True) -> tuple[Ints, Ints]:
-    """Sum tokens by id: of every id, and looked up for the local rows.
+@dataclass(frozen=True)
+class _Groups:
+    """Rows grouped by id."""
 
-    ``whole``: the pairs are the whole step's, and a claim must equal the sum; else it may
-    not be below it, and must be one claim for an id.
+    num: int
+    """Number of distinct ids."""
+    index: Ints
+    """Index of each row's id among them, int64 ``[A]``."""
+
+    @staticmethod
+    def of(id_A: Ints) -> _Groups:
+        """Group by id: in one pass where the ids are close to one another, else by sorting."""
+        if not len(id_A):
+            return _Groups(0, id_A)
+        low = int(id_A.min())
+        span = int(id_A.max()) - low + 1
+        if span > 4 * len(id_A) + 64:
+            unique, index = np.unique(id_A, return_inverse=True)
+            return _Groups(len(unique), index)
+        offset_A = id_A - low
+        is_used = np.zeros(span, dtype=bool)
+        is_used[offset_A] = True
+        return _Groups(int(is_used.sum()), (np.cumsum(is_used) - 1)[offset_A])
+
+    def sums(self, values_A: Ints) -> Ints:
+        """Sum integers by id, int64 ``[I]``; exact below 2^53, which counts are."""
+        return np.bincount(self.index, values_A, minlength=self.num).astype(np.int64)
+
+    def one_of(self, values_A: Ints) -> Ints:
+        """Pick one row's value per id, int64 ``[I]``."""
+        picked_I = np.zeros(self.num, dtype=np.int64)
+        picked_I[self.index] = values_A
+        return picked_I
+
+
+class _Tokens(NamedTuple):
+    """Active tokens by id, and of each row's id."""
+
+    tokens: Ints
+    of_rows: Ints
+
+    @property
+    def num_active(self) -> int:
+        return int((self.tokens > 0).sum())
+
+
+def _tokens_by_id(kind: str, table_A: Ints, *, is_whole: bool = True) -> _Tokens:
+    """Sum tokens by id.
+
+    ``is_whole``: the rows are the whole step's, and a claim must equal the sum; else it may
+    not be below it, and must be one claim per id.
     """
-    id_K = pairs_K[:, 0 if kind == "sample" else 1]
-    ids, inverse = np.unique(id_K, return_inverse=True)
-    tokens = np.zeros(len(ids), dtype=np.int64)
-    np.add.at(tokens, inverse, pairs_K[:, 2])
-    claim_K = pairs_K[:, 3 if kind == "sample" else 4]
-    one_claim = np.zeros_like(tokens)
-    one_claim[inverse] = claim_K
-    differs = claim_K != tokens[inverse]
-    if not whole:
-        differs = (claim_K < tokens[inverse]) | (claim_K != one_claim[inverse])
-    wrong = np.flatnonzero((claim_K != _UNKNOWN) & differs)
+    id_A = table_A[:, 0 if kind == "sample" else 1]
+    claim_A = table_A[:, 3 if kind == "sample" else 4]
+    groups = _Groups.of(id_A)
+    tokens_I = groups.sums(table_A[:, 2])
+    sum_A = tokens_I[groups.index]
+    differs_A = claim_A != sum_A
+    if not is_whole:
+        differs_A = (claim_A < sum_A) | (claim_A != groups.one_of(claim_A)[groups.index])
+    wrong = np.flatnonzero((claim_A != _UNKNOWN) & differs_A)
     if len(wrong):
         raise PlanError(
-            f"{kind} {id_K[wrong[0]]} has {tokens[inverse[wrong[0]]]} active tokens "
-            f"{'in the step' if whole else 'here alone'}, "
-            f"Sequences.{kind}_tokens says {claim_K[wrong[0]]}: all its rows belong to one step"
+            f"{kind} {id_A[wrong[0]]} has {sum_A[wrong[0]]} active tokens "
+            f"{'in the step' if is_whole else 'here alone'}, "
+            f"Sequences.{kind}_tokens says {claim_A[wrong[0]]}: all its rows belong to one step"
         )
-    return tokens, tokens[np.searchsorted(ids, id_S)]
+    return _Tokens(tokens_I, sum_A)
 
 
-def _check_one_prompt(pairs_K: Ints) -> None:
-    prompt_of_sample = np.unique(pairs_K[:, :2], axis=0)
-    samples, prompts = np.unique(prompt_of_sample[:, 0], return_counts=True)
-    if (prompts > 1).any():
-        sample = samples[prompts > 1][0]
-        found = prompt_of_sample[prompt_of_sample[:, 0] == sample, 1]
+def _check_one_prompt(table_A: Ints) -> None:
+    sample_A, prompt_A = table_A[:, 0], table_A[:, 1]
+    samples = _Groups.of(sample_A)
+    wrong = np.flatnonzero(prompt_A != samples.one_of(prompt_A)[samples.index])
+    if len(wrong):
+        sample = sample_A[wrong].min()
+        found = np.unique(prompt_A[sample_A == sample])
         raise PlanError(
-            f"sample {sample} has rows under {len(found)} prompts ({_listed(found)}): a sample "
-            "belongs to one prompt; ids are global over the data-parallel group"
+            f"sample {sample} has rows under {len(found)} prompts ({first_few(found, 4)}): a "
+            "sample belongs to one prompt; ids are global over the data-parallel group"
+        )
+
+
+def _check_samples_per_prompt(table_A: Ints, rows: Rows) -> None:
+    sample_A = table_A[:, 0] if rows.sample is not None else np.arange(len(table_A))
+    samples = _Groups.of(sample_A)
+    prompt_of_sample = samples.one_of(table_A[:, 1])
+    prompts = _Groups.of(prompt_of_sample)
+    samples_I = np.bincount(prompts.index, minlength=prompts.num)
+    wrong = np.flatnonzero(samples_I != rows.samples_per_prompt)
+    if len(wrong):
+        prompt = prompts.one_of(prompt_of_sample)[wrong[0]]
+        raise PlanError(
+            f"prompt {prompt} has {samples_I[wrong[0]]} samples over the step, samples_per_prompt "
+            f"is {rows.samples_per_prompt}: ids are global over the data-parallel group, and "
+            "numbers that start at 0 on every rank merge prompts; add rank * prompts per rank"
         )
 
 
@@ -304,6 +411,8 @@ def _raise_together(
 ) -> NoReturn:
     """Bring the first faulty rank's message to all ranks and raise it on each."""
     given = f"{aggregation} ({aggregation!r}) with {', '.join(rows.given) or 'no'} ids"
+    if rows.samples_per_prompt is not None:
+        given += f" and samples_per_prompt {rows.samples_per_prompt}"
     texts = exchange.messages(f"!{fault}" if fault else given)
     for rank, text in enumerate(texts):
         if text.startswith("!"):
@@ -315,12 +424,16 @@ def _raise_together(
     )
 
 
-def _fingerprint(aggregation: Aggregation) -> int:
-    return int.from_bytes(hashlib.sha256(repr(aggregation).encode()).digest()[:7], "big")
+def _fingerprint(aggregation: Aggregation, rows: Rows) -> int:
+    return _hashed(f"{aggregation!r} {rows.given}")
 
 
-def _check_sum(what: str, tokens: Ints) -> None:
-    total = sum(tokens.tolist())  # Python's integers do not wrap
+def _hashed(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def _check_sum(what: str, tokens: npt.NDArray[np.int64] | int) -> None:
+    total = sum(np.asarray(tokens).tolist())  # Python's integers do not wrap
     if total > MOST_TOKENS:
         raise PlanError(
             f"{what} sum to {total}, the most that a step can count exactly is 2^53: give the "
@@ -328,37 +441,28 @@ def _check_sum(what: str, tokens: Ints) -> None:
         )
 
 
-def _listed(values: Ints) -> str:
-    return ", ".join(map(str, values[:4])) + (", ..." if len(values) > 4 else "")
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
-
-
-def _checked_ints(name: str, values: IntsLike, length: int | None, *, lowest: int | None) -> Ints:
+def _checked(
+    name: str, values: IntsLike | None, length: int | None, *, lowest: int | None = None
+) -> Ints | None:
+    if values is None and length is not None:
+        return None
     if isinstance(values, Tensor) and values.device.type != "cpu":
         raise PlanError(
             f"Sequences.{name} is on {values.device}: counts and ids are host integers, pass a "
             "list or a CPU tensor"
         )
-    array = np.asarray(values.detach() if isinstance(values, Tensor) else values)
-    if array.size == 0 and array.ndim == 1:
-        array = array.astype(np.int64)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise PlanError(
-            f"Sequences.{name} holds one whole number a row, got "
-            f"{array.dtype} of shape {array.shape}"
-        )
-    if length is not None and len(array) != length:
-        raise PlanError(
-            f"Sequences.{name} has {len(array)} entries, active_tokens has {length}: one "
-            "entry a row"
-        )
-    if len(array) and array.max() > np.iinfo(np.int64).max:
-        raise PlanError(f"Sequences.{name} is {array.max()}: the largest is 2^63 - 1")
-    if lowest is not None and len(array) and array.min() < lowest:
-        raise PlanError(
-            f"Sequences.{name} is {array.min()} for row {array.argmin()}: the smallest is {lowest}"
-        )
-    return array.astype(np.int64)
+    return host_integers(f"Sequences.{name}", values, PlanError, lowest=lowest, length=length)
+
+
+def _checked_ids(name: Kind, ids: Ids | None, length: int) -> Ints | None:
+    """Check ids; strings become 63-bit hashes, the same on every rank."""
+    if ids is None or isinstance(ids, Tensor):
+        return _checked(name, ids, length)
+    array = np.asarray(ids)
+    if array.dtype.kind not in "UO" or not all(isinstance(one, str) for one in array.flat):
+        return _checked(name, array, length)
+    texts, index = np.unique(array.astype(np.str_), return_inverse=True)
+    hashes = np.array([_hashed(text) for text in texts.tolist()], dtype=np.int64)
+    if len(np.unique(hashes)) < len(texts):
+        raise PlanError(f"Sequences.{name}: two strings have one 63-bit hash: pass integer ids")
+    return _checked(name, hashes[index.ravel()].reshape(array.shape), length)

@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other: a few integers, ragged rows, a message.
+"""What the ranks of a group send each other: a few integers, ragged rows, a message.
 
 Each call is one collective and one host sync. The tensors live where the group's backend
 wants them: on the CPU for gloo, on the current CUDA device for NCCL.
@@ -12,7 +12,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_lossagg.layout import Ints
+from megatron_lossagg.integers import Ints
+
+__all__ = ["Exchange"]
 
 _MESSAGE_BYTES = 2048
 
@@ -39,34 +41,40 @@ class Exchange:
             return f"rank {dist.get_rank()}"
         return f"rank {self.rank if rank is None else rank} of the data-parallel group"
 
-    def integers(self, mine: Ints) -> Ints:
-        """Gather an int64 ``[K]`` of every rank; returns ``[W, K]``. One all-gather."""
-        if self.group is None or self.size == 1:
-            return mine[None]
-        device = self._device()
-        mine_here = torch.from_numpy(np.ascontiguousarray(mine)).to(device)
-        every = [torch.empty_like(mine_here) for _ in range(self.size)]
-        dist.all_gather(every, mine_here, group=self.group)
-        gathered: Ints = torch.stack(every).cpu().numpy()
-        return gathered
+    @property
+    def ranks(self) -> tuple[int, ...] | None:
+        """Global ranks of the group; None without a group."""
+        return None if self.group is None else tuple(dist.get_process_group_ranks(self.group))
 
-    def rows(self, mine: Ints, counts_W: Ints) -> Ints:
+    def integers(self, own: Ints) -> Ints:
+        """Gather an int64 ``[K]`` of every rank; returns ``[W, K]``. One all-gather."""
+        if self.size == 1:
+            return own[None]
+        own_tensor = torch.from_numpy(np.ascontiguousarray(own)).to(self._device())
+        gathered = [torch.empty_like(own_tensor) for _ in range(self.size)]
+        dist.all_gather(gathered, own_tensor, group=self.group)
+        integers: Ints = torch.stack(gathered).cpu().numpy()
+        return integers
+
+    def rows(self, own: Ints, counts_W: Ints) -> Ints:
         """Gather int64 ``[n, C]`` of every rank, n differing; returns ``[sum n, C]``.
 
         One all-gather. ``counts_W``: every rank's n, already known to all.
         """
-        padded = np.zeros((int(counts_W.max()), mine.shape[1]), dtype=np.int64)
-        padded[: len(mine)] = mine
-        every = self.integers(padded.ravel()).reshape(self.size, *padded.shape)
-        return np.concatenate([rows[:n] for rows, n in zip(every, counts_W, strict=True)])
+        if self.size == 1:
+            return own
+        padded = np.zeros((int(counts_W.max()), own.shape[1]), dtype=np.int64)
+        padded[: len(own)] = own
+        gathered = self.integers(padded.ravel()).reshape(self.size, *padded.shape)
+        return np.concatenate([rows[:n] for rows, n in zip(gathered, counts_W, strict=True)])
 
-    def messages(self, mine: str) -> list[str]:
-        """Gather a text of every rank, cut to 2048 bytes. One all-gather."""
+    def messages(self, own: str) -> list[str]:
+        """Gather a string of every rank, cut to 2048 bytes. One all-gather."""
         packed = np.zeros(_MESSAGE_BYTES, dtype=np.uint8)
-        encoded = np.frombuffer(mine.encode()[:_MESSAGE_BYTES], dtype=np.uint8)
+        encoded = np.frombuffer(own.encode()[:_MESSAGE_BYTES], dtype=np.uint8)
         packed[: len(encoded)] = encoded
-        every = self.integers(packed.view(np.int64))
-        return [row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in every]
+        gathered = self.integers(packed.view(np.int64))
+        return [row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in gathered]
 
     def _device(self) -> torch.device:
         # A backend is named "gloo", "nccl" or "cpu:gloo,cuda:nccl".

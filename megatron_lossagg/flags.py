@@ -11,17 +11,29 @@ import argparse
 from functools import cache
 from typing import cast
 
-from megatron_lossagg.aggregation import CUSTOM, Aggregation, table_of_modes
+from megatron_lossagg.aggregation import CUSTOM, Aggregation, mode_lines
 from megatron_lossagg.errors import AggregationError
 from megatron_lossagg.plan import EmptyStep
+from megatron_lossagg.plugins import load_reducer_factory
+
+__all__ = [
+    "add_loss_aggregation_args",
+    "aggregation_from_args",
+    "empty_step_from_args",
+    "probe_from_args",
+]
 
 
 def add_loss_aggregation_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the group of flags and return the parser, as ``extra_args_provider`` wants it."""
+    """Add the group of flags and return the parser, as ``extra_args_provider`` wants it.
+
+    Raises :class:`AggregationError` where the parser has one of the flags already.
+    """
+    _check_free(parser)
     group = parser.add_argument_group(
         "loss aggregation",
         "How per-token losses become the step's scalar: loss = sum_s w_s sum_t m_t x_t. "
-        + "; ".join(" ".join(line.split()) for line in _mode_lines()),
+        + "; ".join(" ".join(line.split()) for line in mode_lines()),
     )
     group.add_argument(
         "--loss-aggregation",
@@ -38,20 +50,20 @@ def add_loss_aggregation_args(parser: argparse.ArgumentParser) -> argparse.Argum
     group.add_argument(
         "--loss-aggregation-count-empty",
         action=argparse.BooleanOptionalAction,
-        help="Whether a sample or prompt without active token keeps its place in B or P. "
+        help="Whether a sample or prompt with no active tokens still counts toward B or P. "
         "Default: it does; an alias brings its own.",
     )
     group.add_argument(
         "--loss-aggregation-empty-step",
         choices=("zero", "error"),
-        help="A step without any active token: zero gradient and one warning (the default), or an "
+        help="A step with no active tokens: zero gradient and one warning (the default), or an "
         "error.",
     )
     group.add_argument(
         "--loss-aggregation-probe",
         action=argparse.BooleanOptionalAction,
         help="Whether to measure at startup, in under a second, what Megatron does to a loss, and "
-        "stop where it is not what is undone. Default: it is measured.",
+        "stop where it is not what is compensated. Default: it is measured.",
     )
     group.add_argument(
         "--loss-aggregation-reducer-path",
@@ -65,8 +77,9 @@ def aggregation_from_args(args: argparse.Namespace) -> Aggregation | None:
     """Read the flags: an :class:`Aggregation`, or None where no flag asks for one.
 
     A flag that ``args`` lacks (a host whose arguments come from a file) has its default; a
-    number that a file gives as text is read as a number. Raises :class:`AggregationError`
-    for contradicting flags, at launch rather than at the first step.
+    number that a file gives as a string is read as a number. Raises :class:`AggregationError`
+    for contradicting flags, and :class:`ReducerPathError` for a reducer path that leads to no
+    callable, at launch rather than at the first step: it imports the path's module.
     """
     args = _with_defaults(args)
     mode, divisor = args.loss_aggregation, _as_number(args.loss_aggregation_divisor)
@@ -83,7 +96,9 @@ def aggregation_from_args(args: argparse.Namespace) -> Aggregation | None:
                     f"--loss-aggregation-reducer-path {path} replaces the mode, and {flag} {value} "
                     "was given too: one of them would be ignored, drop one"
                 )
-        return Aggregation(CUSTOM, reducer_path=path)
+        aggregation = Aggregation(CUSTOM, reducer_path=path)
+        load_reducer_factory(path)  # a path that leads nowhere is found at launch
+        return aggregation
     if mode is None:
         alone = {
             "-divisor": divisor,
@@ -128,10 +143,17 @@ def _as_number(divisor: float | str | None) -> float | None:
         return float(divisor)
     except ValueError:
         raise AggregationError(
-            f"--loss-aggregation-divisor is a number of tokens, got {divisor!r}"
+            f"got --loss-aggregation-divisor {divisor!r}, expected a number of tokens"
         ) from None
 
 
-def _mode_lines() -> list[str]:
-    lines = list(table_of_modes())
-    return lines[: lines.index("")]
+def _check_free(parser: argparse.ArgumentParser) -> None:
+    taken = [
+        flag for flag in parser._option_string_actions if flag.startswith("--loss-aggregation")
+    ]
+    if taken:
+        raise AggregationError(
+            f"this parser has {', '.join(taken)} already: call add_loss_aggregation_args once; if "
+            "they are the host's own, leave ours out, drop what the host does with them, and build "
+            "Aggregation.named(...) from its arguments"
+        )

@@ -34,8 +34,9 @@ def host_integers(
     *,
     lowest: int | None = None,
     length: int | None = None,
+    squeeze: bool = False,
 ) -> Ints:
-    """Convert to a contiguous int64 array of one dimension; ``[1, n]`` counts as ``[n]``.
+    """Convert to a contiguous int64 array of one dimension; ``squeeze``: from ``[1, n]`` too.
 
     Raises ``error`` for other dtypes or shapes, for a value below ``lowest`` or above
     2^63 - 1, and for another length than ``length``. A CUDA tensor costs one host sync.
@@ -46,7 +47,7 @@ def host_integers(
         array = np.asarray(values)
     except ValueError:  # a ragged list
         array = np.array(None)
-    if array.ndim == 2 and len(array) == 1:
+    if squeeze and array.ndim == 2 and len(array) == 1:
         array = array[0]
     if array.size == 0 and array.ndim == 1:
         array = array.astype(np.int64)

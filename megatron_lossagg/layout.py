@@ -11,21 +11,18 @@ Shape suffixes: R = runs of consecutive positions; S1 = segments + 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from numbers import Integral
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from megatron_lossagg.errors import LayoutError
+from megatron_lossagg.integers import Ints, IntsLike, first_few, host_integers, is_integer
 
-Ints = npt.NDArray[np.int64]
-IntsLike = Sequence[int] | Ints | torch.Tensor
+__all__ = ["Layout"]
 
-_CACHED_LAYOUTS = 256
+_CACHED_LAYOUTS = 64
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,21 +45,30 @@ class Layout:
     """Segment that a run belongs to."""
     cp_size: int
     cp_rank: int
+    is_local: bool = False
+    """Whether the mask is already this rank's, not the whole one."""
+    allows_tail: bool = False
+    """Whether positions may follow the last segment, which weigh 0."""
 
     @property
     def num_segments(self) -> int:
         """Number of segments, fillers included."""
         return len(self.offset_S1) - 1
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """Number of mask positions that the segments cover."""
         return int(self.offset_S1[-1])
 
-    @property
+    @cached_property
     def num_local_tokens(self) -> int:
         """Number of tokens this rank holds."""
         return int(self.length_R.sum())
+
+    @cached_property
+    def is_in_order(self) -> bool:
+        """Whether this rank's tokens are the mask's first positions, in their order."""
+        return not self._shift_R.any()
 
     @cached_property
     def positions(self) -> torch.Tensor:
@@ -70,10 +76,21 @@ class Layout:
 
         ``tokens[layout.positions]`` slices anything that is packed like the mask.
         """
-        shift_R = self.start_R - (np.cumsum(self.length_R) - self.length_R)
-        return torch.from_numpy(
-            np.repeat(shift_R, self.length_R) + np.arange(self.num_local_tokens)
-        )
+        position_T = np.repeat(self._shift_R, self.length_R)
+        position_T += np.arange(self.num_local_tokens)
+        return torch.from_numpy(position_T)
+
+    def has_segment_starts_every(self, width: int) -> bool:
+        """Whether each ``width``-th token that this rank holds is the first of its segment."""
+        length_S = np.bincount(self.segment_R, self.length_R, minlength=self.num_segments)
+        starts = np.arange(0, self.num_local_tokens, width)
+        return bool(np.isin(starts, _offsets(length_S.astype(np.int64))).all())
+
+    @property
+    def _shift_R(self) -> Ints:
+        """How far a run lies in the mask behind its place among this rank's tokens."""
+        shift_R: Ints = self.start_R - (np.cumsum(self.length_R) - self.length_R)
+        return shift_R
 
     def place(self, index: int) -> tuple[int, int]:
         """Find this rank's token ``index``: its segment, and its position in that segment.
@@ -95,7 +112,7 @@ class Layout:
         or ``(1, n)``. Mask and tokens are packed over these offsets before slicing.
         Source: Transformer Engine ``thd_get_partitioned_indices``.
         """
-        offset_S1 = _host_ints("cu_seqlens", cu_seqlens_padded)
+        offset_S1 = host_integers("cu_seqlens", cu_seqlens_padded, LayoutError, squeeze=True)
         _check_cp(cp_size, cp_rank)
         return _thd_zigzag(offset_S1.tobytes(), cp_size, cp_rank)
 
@@ -106,9 +123,10 @@ class Layout:
         Source: Megatron-Core ``get_batch_on_this_cp_rank``.
         """
         for size in (batch_size, seq_length):
-            if not isinstance(size, Integral) or size < 0:
+            if not is_integer(size):
                 raise LayoutError(
-                    f"sizes are whole numbers and not negative, got [{batch_size}, {seq_length}]"
+                    f"got sizes [{batch_size!r}, {seq_length!r}], expected integers from 0: pass "
+                    "the batch's number of rows and their length"
                 )
         _check_cp(cp_size, cp_rank)
         return _bshd_zigzag(batch_size, seq_length, cp_size, cp_rank)
@@ -129,12 +147,12 @@ class Layout:
         ceil(max_seq_len / 2 CP) for hosts that pad the batch (bshd). Source: slime
         ``get_logits_and_tokens_offset_with_cp``.
         """
-        total_S = _host_ints("total_lengths", total_lengths)
-        response_S = _host_ints("response_lengths", response_lengths)
+        total_S = host_integers("total_lengths", total_lengths, LayoutError, squeeze=True)
+        response_S = host_integers("response_lengths", response_lengths, LayoutError, squeeze=True)
         _check_cp(cp_size, cp_rank)
-        if max_seq_len is not None and (not isinstance(max_seq_len, Integral) or max_seq_len < 0):
+        if max_seq_len is not None and not is_integer(max_seq_len):
             raise LayoutError(
-                f"max_seq_len is a whole number of tokens from 0, got {max_seq_len!r}: pass the "
+                f"got max_seq_len {max_seq_len!r}, expected a number of tokens from 0: pass the "
                 "length the batch is padded to"
             )
         return _response_zigzag(
@@ -147,7 +165,7 @@ class Layout:
 
         ``row_lengths_here``: tokens of each row on this rank.
         """
-        length_S = _host_ints("row_lengths_here", row_lengths_here)
+        length_S = host_integers("row_lengths_here", row_lengths_here, LayoutError, squeeze=True)
         _check_cp(cp_size, cp_rank)
         return _local(length_S.tobytes(), cp_size, cp_rank)
 
@@ -165,6 +183,7 @@ def _local(lengths: bytes, cp_size: int, cp_rank: int) -> Layout:
         segment_R=np.arange(len(length_S)),
         cp_size=cp_size,
         cp_rank=cp_rank,
+        is_local=True,
     )
 
 
@@ -172,7 +191,7 @@ def _local(lengths: bytes, cp_size: int, cp_rank: int) -> Layout:
 def _bshd_zigzag(batch_size: int, seq_length: int, cp_size: int, cp_rank: int) -> Layout:
     offset_S1 = np.arange(batch_size + 1, dtype=np.int64) * seq_length
     layout = _thd_zigzag(offset_S1.tobytes(), cp_size, cp_rank)
-    return replace(layout, name="bshd_zigzag")
+    return replace(layout, name="bshd_zigzag", allows_tail=False)
 
 
 @lru_cache(maxsize=_CACHED_LAYOUTS)
@@ -180,7 +199,8 @@ def _thd_zigzag(offsets: bytes, cp_size: int, cp_rank: int) -> Layout:
     offset_S1 = np.frombuffer(offsets, dtype=np.int64).copy()
     if len(offset_S1) == 0 or offset_S1[0] != 0:
         raise LayoutError(
-            f"cu_seqlens starts at 0 and has one entry more than segments, got {_some(offset_S1)}"
+            f"got cu_seqlens [{first_few(offset_S1, 4)}], expected offsets from 0, one more than "
+            "segments"
         )
     length_S = np.diff(offset_S1)
     _check_lengths("cu_seqlens", length_S)
@@ -190,7 +210,8 @@ def _thd_zigzag(offsets: bytes, cp_size: int, cp_rank: int) -> Layout:
             f"segment {unpadded[0]} has {length_S[unpadded[0]]} tokens, not a multiple of 2 CP = "
             f"{2 * cp_size}: pad every row and pass the padded offsets (cu_seqlens_padded)"
         )
-    return _zigzag("thd_zigzag", offset_S1, length_S // (2 * cp_size), length_S, cp_size, cp_rank)
+    layout = _zigzag("thd_zigzag", offset_S1, length_S // (2 * cp_size), length_S, cp_size, cp_rank)
+    return replace(layout, allows_tail=True)
 
 
 def _zigzag(
@@ -262,27 +283,8 @@ def _response_zigzag(
     )
 
 
-def _host_ints(name: str, values: IntsLike) -> Ints:
-    if isinstance(values, torch.Tensor):
-        values = values.detach().cpu().numpy()
-    try:
-        array = np.asarray(values)
-    except ValueError:  # a ragged list
-        array = np.array(None)
-    if array.size == 0:
-        return np.zeros(0, dtype=np.int64)
-    if array.ndim == 2 and array.shape[0] == 1:
-        array = array[0]
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise LayoutError(
-            f"{name} holds whole numbers in one dimension, got {array.dtype} of shape {array.shape}"
-        )
-    return np.ascontiguousarray(array, dtype=np.int64)
-
-
 def _check_cp(cp_size: int, cp_rank: int) -> None:
-    whole = isinstance(cp_size, Integral) and isinstance(cp_rank, Integral)
-    if not whole or cp_size < 1 or not 0 <= cp_rank < cp_size:
+    if not is_integer(cp_size, lowest=1) or not is_integer(cp_rank, highest=cp_size - 1):
         raise LayoutError(
             f"CP rank {cp_rank} of {cp_size}: ranks run from 0 to cp_size - 1, pass this "
             "process's rank in its context-parallel group"
@@ -299,7 +301,3 @@ def _check_lengths(name: str, length_S: Ints) -> None:
 
 def _offsets(length_S: Ints) -> Ints:
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(length_S)])
-
-
-def _some(array: Ints) -> str:
-    return f"{array[:4].tolist()}{' ...' if len(array) > 4 else ''}"

@@ -1,7 +1,7 @@
-"""The step's integers, and the one weight a row that follows from them.
+"""The step's integers, and the one weight per row that follows from them.
 
 A step is described by counts that are known before its first forward: n_s active tokens
-a row, and which sample, prompt and microbatch the row belongs to. :func:`plan_step`
+per row, and which sample, prompt and microbatch the row belongs to. :func:`plan_step`
 counts over the data-parallel group and decides every weight; nothing after it branches
 on the mode. Counting makes the step's only collectives.
 
@@ -11,8 +11,7 @@ Shape suffix: S = rows of this data-parallel rank in the step.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -23,16 +22,30 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lossagg.aggregation import CUSTOM, Aggregation
-from megatron_lossagg.counts import Counts, Rows, Sequences, StepTotals, count_step
+from megatron_lossagg.aggregation import CUSTOM, MODES, Aggregation
+from megatron_lossagg.counts import Rows, Sequences, StepTotals, count_step
 from megatron_lossagg.errors import PlanError, ReducerError
 from megatron_lossagg.exchange import Exchange
-from megatron_lossagg.layout import Ints, Layout
+from megatron_lossagg.faults import Faults
+from megatron_lossagg.integers import Ints, IntsLike
+from megatron_lossagg.layout import Layout
+from megatron_lossagg.microbatch import Microbatch
 from megatron_lossagg.plugins import load_reducer_factory
-from megatron_lossagg.reducer import Reducer, ReducerFactory, loss_faults, mask_faults
+from megatron_lossagg.reducer import Reducer, ReducerFactory
+
+__all__ = ["EmptyStep", "StepCounts", "StepPlan", "StepState", "plan_step"]
 
 Floats = npt.NDArray[np.float64]
 EmptyStep = Literal["zero", "error"]
+
+
+@dataclass(kw_only=True, eq=False)
+class StepState:
+    """What happens to a plan while its step runs; shared by ``StepPlan.under``."""
+
+    faults: Faults
+    is_stepped: bool = False
+    """Whether a training step has begun over the plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,52 +60,55 @@ class StepPlan:
     """M of this rank, where ``Sequences`` gave it."""
     data_parallel_size: int | None
     """DP; None where totals were given without a group in a job of several processes."""
+    group_ranks: tuple[int, ...] | None
+    """Global ranks that were counted over; None where no group was given."""
     sample_tokens: Ints | None
     """n_b of each row's sample, int64 ``[S]``."""
     prompt_tokens: Ints | None
     """n_p of each row's prompt, int64 ``[S]``."""
     microbatch_tokens: Ints | None
     """n_mb of each row's microbatch, int64 ``[S]``."""
-    microbatch: Ints | None = None
+    microbatch: Ints | None
     """Index of each row's microbatch, int64 ``[S]``; a reducer's error names it."""
+    rejects_tokens: bool
+    """Whether training masks were declared to select fewer tokens than were counted."""
+    state: StepState = field(repr=False)
 
     @cached_property
     def weights(self) -> Tensor:
-        """w_s, float64 ``[S]`` on the CPU; 0 for a row without active token, never NaN.
+        """w_s, float64 ``[S]`` on the CPU; 0 for a row with no active tokens, never NaN.
 
         Raises :class:`PlanError` where the mode lacks a total or an id.
         """
-        denominator_S = np.broadcast_to(self._denominator(), self.active_tokens.shape)
+        denominator = MODES[self.aggregation.mode].denominator
+        if denominator is None:
+            raise PlanError(
+                f"{self.aggregation}: only the custom reducer knows its weights; for those of "
+                "a mode use plan.under(mode).weights"
+            )
+        value = np.asarray(denominator(StepCounts(self)), dtype=np.float64)
+        denominator_S = np.broadcast_to(value, self.active_tokens.shape)
         weight_S = np.zeros(len(self.active_tokens))
         # Where n_s = 0 the denominator may be 0 too (n_b, n_mb): there is nothing to weigh.
         np.divide(1.0, denominator_S, out=weight_S, where=self.active_tokens > 0)
         return torch.from_numpy(weight_S)
 
-    @property
+    @cached_property
     def expected_weight(self) -> float | None:
         """The sum over all active tokens of w m by the plan's integers; None if not known.
 
         1 for a mean (V/B or Q/P of it where empty ones count), N/(B L), N/B or N/C for a
         sum over a constant.
         """
-        totals, empty = self.totals, self.aggregation.count_empty
-        n, divisor = totals.active_tokens, self.aggregation.divisor or 1.0
-        samples = totals.samples if empty else totals.active_samples
-        prompts = totals.prompts if empty else totals.active_prompts
-        match self.aggregation.mode:
-            case "token_mean":
-                return _ratio(n, n)
-            case "sample_mean":
-                return _ratio(totals.active_samples, samples)
-            case "prompt_mean":
-                return _ratio(totals.active_prompts, prompts)
-            case "microbatch_token_mean":
-                return _ratio(totals.microbatch_means, self.data_parallel_size)
-            case "constant" | "sample_sum":
-                return _ratio(n, None if samples is None else samples * divisor)
-            case "token_sum":
-                return _ratio(n, divisor)
-        return None
+        expected = MODES[self.aggregation.mode].expected
+        if expected is None:
+            return None
+        if self.totals.active_tokens == 0:
+            return 0.0
+        try:
+            return float(expected(StepCounts(self)))
+        except PlanError:  # a total that is not needed for a weight
+            return None
 
     def under(self, aggregation: Aggregation | str) -> StepPlan:
         """Return the same step under another aggregation, without a collective."""
@@ -102,7 +118,7 @@ class StepPlan:
 
     def reducer(
         self,
-        rows: Sequence[int] | Ints | Tensor,
+        rows: IntsLike,
         mask: Tensor,
         layout: Layout,
         *,
@@ -113,72 +129,131 @@ class StepPlan:
 
         ``rows``: for each segment its position in ``Sequences``, -1 for a filler. ``mask``:
         the microbatch's whole 0/1 training mask, packed like its tokens, before slicing for
-        context parallelism (already this rank's for ``Layout.local``). ``factory``: a custom
-        reducer's; by default the one that the aggregation's reducer path names.
-        Raises :class:`ReducerError`. No collective; no host sync for a CUDA mask.
+        context parallelism (already this rank's for ``Layout.local``). ``mask[i]`` belongs to
+        the loss at logit i, the prediction of token i + 1: shift it before packing, never
+        after slicing; it is 0 at padding. ``factory``: a custom reducer's; by default the one
+        that the aggregation's reducer path names.
+
+        Raises :class:`ReducerError`; a CUDA mask's faults are raised when the step closes. No
+        collective; no host sync for a CUDA mask.
         """
         if factory is None and self.aggregation.reducer_path is not None:
             factory = load_reducer_factory(self.aggregation.reducer_path)
-        return Reducer.build(self, rows, mask, layout, factory=factory, arguments=arguments)
+        microbatch = Microbatch.checked(
+            rows,
+            mask,
+            layout,
+            active_tokens=self.active_tokens,
+            microbatch_of_row=self.microbatch,
+            faults=self.state.faults,
+        )
+        return Reducer.of(self, microbatch, factory, arguments)
 
     def check(self) -> None:
-        """Raise what CUDA masks and losses noted since the last :func:`plan_step`, if anything.
+        """Raise the first fault that devices found in this step's masks and losses, if any.
 
-        The next ``plan_step`` raises it on every rank of its group. Call this where none
-        follows, after the last step, or to learn it before the optimizer's step. Raises
-        :class:`ReducerError` on this rank alone. One host sync for each device that noted
-        something, no collective.
+        Closing the step calls it (``StepContract.close``); call it where no contract is used.
+        Raises :class:`ReducerError` on this rank alone. One host sync for each device that
+        recorded something, no collective. Warns once per process where rows trained fewer
+        tokens than were counted and ``plan_step(rejects_tokens=True)`` did not declare it.
         """
-        if fault := _noted():
+        if fault := self.state.faults.take():
             raise ReducerError(fault)
+        if self.state.faults.trains_fewer and not self.rejects_tokens:
+            _warn_once(
+                "fewer tokens",
+                "rows train fewer tokens than were counted, so lossagg/weight_sum is not "
+                "lossagg/weight_expected: check the mask, rows and Sequences.active_tokens, or "
+                "plan with plan_step(rejects_tokens=True) if tokens are rejected on purpose",
+            )
 
-    def _count(self, name: str) -> int:
-        counted = name if self.aggregation.count_empty else f"active_{name}"
-        return self.totals.need(counted, self.aggregation)
 
-    def _denominator(self) -> Floats:
-        """1 / w_s, float64 ``[S]`` or 0-dim: the only place that branches on the mode."""
-        divisor = self.aggregation.divisor or 1.0
-        denominator: float | Floats
-        match self.aggregation.mode:
-            case "token_mean":
-                denominator = self.totals.need("active_tokens", self.aggregation)
-            case "sample_mean":
-                denominator = self._count("samples") * self._need("sample_tokens")
-            case "prompt_mean":
-                prompt_tokens = self._need("prompt_tokens")
-                denominator = self._count("prompts") * prompt_tokens
-            case "constant":
-                denominator = self._count("samples") * divisor
-            case "sample_sum":
-                denominator = self._count("samples")
-            case "token_sum":
-                denominator = divisor
-            case "microbatch_token_mean":
-                microbatch_tokens = self._need("microbatch_tokens")
-                if self.data_parallel_size is None:
-                    raise PlanError(
-                        f"{self.aggregation} needs the data-parallel size: give "
-                        "group= beside totals="
-                    )
-                means = (self.num_microbatches or 1) * self.data_parallel_size
-                denominator = means * microbatch_tokens
-            case _:
-                raise PlanError(
-                    f"{self.aggregation}: only the custom reducer knows its weights; for those of "
-                    "a mode use plan.under(mode).weights"
-                )
-        return np.asarray(denominator, dtype=np.float64)
+class StepCounts:
+    """A plan's counts as the table of modes asks for them.
 
-    def _need(self, name: str) -> Floats:
-        counts_S: Ints | None = getattr(self, name)
+    Where empty samples and prompts do not count, ``samples`` is V and ``prompts`` is Q. A
+    count that is not known raises :class:`PlanError`.
+    """
+
+    def __init__(self, plan: StepPlan) -> None:
+        self._plan = plan
+        self.divisor = plan.aggregation.divisor or 1.0
+        """L or C; 1 if none is given."""
+        self.num_microbatches = plan.num_microbatches or 1
+        """M of this rank."""
+
+    @property
+    def n(self) -> int:
+        """N."""
+        return int(self._total("active_tokens"))
+
+    @property
+    def samples(self) -> int:
+        """B, or V."""
+        return int(self._total("samples" if self._counts_empty else "active_samples"))
+
+    @property
+    def prompts(self) -> int:
+        """P, or Q."""
+        return int(self._total("prompts" if self._counts_empty else "active_prompts"))
+
+    @property
+    def active_samples(self) -> int:
+        """V."""
+        return int(self._total("active_samples"))
+
+    @property
+    def active_prompts(self) -> int:
+        """Q."""
+        return int(self._total("active_prompts"))
+
+    @property
+    def microbatch_means(self) -> float:
+        """Sum over ranks of (microbatches with an active token) / (M of the rank)."""
+        return self._total("microbatch_means")
+
+    @property
+    def data_parallel_size(self) -> int:
+        """DP."""
+        if self._plan.data_parallel_size is None:
+            raise PlanError(
+                f"{self._plan.aggregation} needs the data-parallel size: give group= beside totals="
+            )
+        return self._plan.data_parallel_size
+
+    @property
+    def sample_tokens(self) -> Floats:
+        """n_b of each row's sample, float64 ``[S]``."""
+        return self._of_rows("sample_tokens", "Sequences(sample_tokens=...)")
+
+    @property
+    def prompt_tokens(self) -> Floats:
+        """n_p of each row's prompt, float64 ``[S]``."""
+        source = "Sequences(prompt=...), or prompt_tokens= beside totals="
+        return self._of_rows("prompt_tokens", source)
+
+    @property
+    def microbatch_tokens(self) -> Floats:
+        """n_mb of each row's microbatch, float64 ``[S]``."""
+        return self._of_rows("microbatch_tokens", "Sequences(microbatch=...)")
+
+    @property
+    def _counts_empty(self) -> bool:
+        return self._plan.aggregation.count_empty
+
+    def _total(self, name: str) -> float:
+        value: float | None = getattr(self._plan.totals, name)
+        if value is None:
+            raise PlanError(
+                f"{self._plan.aggregation} needs StepTotals({name}=...) of the whole step, which "
+                "was not given: give it, or let plan_step count (drop totals=)"
+            )
+        return value
+
+    def _of_rows(self, name: str, source: str) -> Floats:
+        counts_S: Ints | None = getattr(self._plan, name)
         if counts_S is None:
-            source = {
-                "sample_tokens": "Sequences(sample_tokens=...)",
-                "prompt_tokens": "Sequences(prompt=...), or prompt_tokens= beside totals=",
-                "microbatch_tokens": "Sequences(microbatch=...)",
-            }[name]
-            raise PlanError(f"{self.aggregation} needs {source}, which was not given")
+            raise PlanError(f"{self._plan.aggregation} needs {source}, which was not given")
         return counts_S.astype(np.float64)  # exact up to 2^53; a product with B could wrap int64
 
 
@@ -190,28 +265,33 @@ def plan_step(
     totals: StepTotals | None = None,
     empty_step: EmptyStep = "zero",
     fault: str = "",
+    rejects_tokens: bool = False,
+    locate: bool = False,
 ) -> StepPlan:
     """Count the step over ``group`` and decide the weight of every row.
 
     ``group``: the dense data-parallel group *without* context parallelism, as
     ``MegatronContract.dp_group``; every rank of it calls. ``totals``: the step's counts
     where the caller knows them; then no collective is made, and ids need
-    ``sample_tokens`` or ``prompt_tokens`` beside them. ``empty_step``: what a step without
-    any active token does, ``"zero"`` (zero weights and one warning) or ``"error"``.
+    ``sample_tokens`` or ``prompt_tokens`` beside them. ``empty_step``: what a step with
+    no active tokens does, ``"zero"`` (zero weights and one warning) or ``"error"``.
     ``fault``: why this rank has no counts to give, where it has none: the others of the group
-    do not wait for it but raise the same message.
+    do not wait for it but raise the same message. ``rejects_tokens``: declares that training
+    masks may select fewer tokens than are counted here (rejection sampling), so that nothing
+    warns of it. ``locate``: name row and token of a CUDA loss that is not finite, not only its
+    microbatch, at the price of another pass over the losses of every call.
 
-    Without totals: one all-gather of eleven integers a rank, a second one of
-    (sample, prompt, tokens) rows where ids are given, each with one host sync; a third one
-    only to bring an error's message to every rank. Wrong counts or ids, ranks that disagree
-    on the aggregation, and (here, a step late) CUDA masks that were not 0/1 and CUDA losses
-    that were not finite raise :class:`PlanError` with the same message on every rank of the
-    group. With totals an error is this rank's alone, and names it.
+    Without totals: one all-gather of eight integers per rank, a second one of five integers
+    per row where ids are given, each with one host sync; a third one only to bring an error's
+    message to every rank. Wrong counts or ids, and ranks that disagree on the aggregation,
+    raise :class:`PlanError` with the same message on every rank of the group. With totals an
+    error is this rank's alone, and names it. A sample with more active tokens than the divisor
+    of ``constant`` gives one warning per process.
     """
     if not isinstance(aggregation, Aggregation):
-        raise PlanError(f"got {aggregation!r}, wanted an Aggregation: Aggregation.named(...)")
+        raise PlanError(f"got {aggregation!r}, expected an Aggregation: Aggregation.named(...)")
     if empty_step not in ("zero", "error"):
-        raise PlanError(f"empty_step is 'zero' or 'error', got {empty_step!r}")
+        raise PlanError(f"got empty_step {empty_step!r}, expected 'zero' or 'error'")
     is_alone = not dist.is_initialized() or dist.get_world_size() == 1
     if totals is None and group is None and not is_alone:
         raise PlanError(
@@ -219,24 +299,32 @@ def plan_step(
             "group=contract.dp_group, or totals= where the step's counts are known"
         )
     exchange = Exchange(group)
-    noted = _noted()
-    fault = fault or (f"in the step before, {noted}" if noted else "")
+    rows = Rows.empty()
+    if not fault:
+        try:
+            rows = Rows.checked(sequences)
+        except (ValueError, TypeError, OverflowError) as error:  # never one rank alone
+            fault = str(error)
     try:
-        rows = Rows.checked(sequences)
-    except (ValueError, TypeError, OverflowError) as error:  # never one rank alone
-        rows, fault = Rows.checked(Sequences(active_tokens=[])), fault or str(error)
-    try:
-        counts = _counts(aggregation, rows, fault, totals, exchange)
+        if totals is None:
+            counts = count_step(aggregation, rows, fault, exchange)
+        elif fault:
+            raise PlanError(fault)
+        else:
+            counts = rows.with_totals(totals)
         plan = StepPlan(
             aggregation=aggregation,
             totals=counts.totals,
             active_tokens=rows.active_tokens,
             num_microbatches=rows.num_microbatches,
             data_parallel_size=exchange.size if group is not None or is_alone else None,
+            group_ranks=exchange.ranks,
             sample_tokens=counts.sample_tokens,
             prompt_tokens=counts.prompt_tokens,
             microbatch_tokens=rows.microbatch_tokens,
             microbatch=rows.microbatch,
+            rejects_tokens=rejects_tokens,
+            state=StepState(faults=Faults(locate=locate)),
         )
         if aggregation.mode != CUSTOM:
             plan.weights  # noqa: B018  a mode that lacks something raises here, before any forward
@@ -246,38 +334,39 @@ def plan_step(
         raise PlanError(f"{exchange.name()}: {error}") from None
     if counts.totals.active_tokens == 0:
         _empty_step(empty_step)
+    _check_divisor(plan)
     return plan
 
 
-def _counts(
-    aggregation: Aggregation,
-    rows: Rows,
-    fault: str,
-    totals: StepTotals | None,
-    exchange: Exchange,
-) -> Counts:
-    if totals is None:
-        return count_step(aggregation, rows, fault, exchange)
-    if fault:
-        raise PlanError(fault)
-    return rows.with_totals(totals)
-
-
-def _noted() -> str:
-    """Read and clear what devices noted; one host sync for each that noted something."""
-    return "; ".join(text for text in (mask_faults.take(), loss_faults.take()) if text)
-
-
-def _ratio(part: float | None, whole: float | None) -> float | None:
-    if part is None or whole is None:
-        return None
-    return part / whole if part else 0.0
+def _check_divisor(plan: StepPlan) -> None:
+    """Warn once where ``constant`` divides by less than the longest sample of this rank."""
+    tokens_S, divisor = plan.sample_tokens, plan.aggregation.divisor
+    if plan.aggregation.mode != "constant" or tokens_S is None or divisor is None:
+        return
+    longest = int(tokens_S.max(initial=0))
+    if longest > divisor:
+        _warn_once(
+            "divisor",
+            f"constant divides by {divisor:g}, and a sample has {longest} active tokens: the "
+            "divisor L is the longest response that generation allows, and the gradient grows "
+            "with its inverse; check --loss-aggregation-divisor (divisor=)",
+        )
 
 
 def _empty_step(empty_step: EmptyStep) -> None:
-    message = "the step has no active token: its loss and gradient are zero"
+    message = "the step has no active tokens: its loss and gradient are zero"
     if empty_step == "error":
         raise PlanError(
             f"{message}; --loss-aggregation-empty-step error (empty_step=) was set, zero goes on"
         )
     warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(what: str, message: str) -> None:
+    """Warn of what would otherwise be said every step; once per process."""
+    if what not in _warned:
+        _warned.add(what)
+        warnings.warn(message, RuntimeWarning, stacklevel=4)

@@ -8,6 +8,8 @@ from functools import cache
 from megatron_lossagg.errors import ReducerPathError
 from megatron_lossagg.reducer import ReducerFactory
 
+__all__ = ["load_reducer_factory"]
+
 
 @cache
 def load_reducer_factory(path: str) -> ReducerFactory:
@@ -35,5 +37,7 @@ def load_reducer_factory(path: str) -> ReducerFactory:
                 f"reducer path {path!r}: {module_name!r} has no {name!r}; {wanted}"
             ) from error
     if not callable(factory):
-        raise ReducerPathError(f"reducer path {path!r} leads to {factory!r}, no callable: {wanted}")
+        raise ReducerPathError(
+            f"reducer path {path!r} leads to {factory!r}, which is not callable: {wanted}"
+        )
     return factory

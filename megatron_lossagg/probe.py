@@ -32,7 +32,7 @@ from torch import Tensor
 
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.exchange import Exchange
-from megatron_lossagg.layout import Ints
+from megatron_lossagg.integers import Ints
 
 DDP, SCHEDULE, FINALIZE = "DDP", "schedule", "finalize"
 _PATIENCE = timedelta(seconds=60)

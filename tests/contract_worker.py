@@ -1,6 +1,7 @@
 """What the contract refuses and keeps account of, on a live model; DP 2, two processes."""
 
 import contextlib
+import copy
 import dataclasses
 import re
 import types
@@ -12,9 +13,8 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 import megatron_lossagg.cpu as cpu
-from megatron_lossagg import Aggregation, MegatronContract, Sequences, StepTotals, plan_step
-from megatron_lossagg.contract import _check_config, _checked_regime
-from megatron_lossagg.errors import ContractError
+from megatron_lossagg import Aggregation, MegatronContract, Sequences, StepTotals, live, plan_step
+from megatron_lossagg.errors import ContractError, ReducerError
 from megatron_lossagg.verify.model import megatron_version
 
 CONSTANT = Aggregation("constant", divisor=10)
@@ -27,6 +27,18 @@ def refused(*words):
         yield
     for word in words:
         assert re.search(word, str(caught.value)), (word, str(caught.value))
+
+
+class AbandonedError(Exception):
+    """Leaves a step as an error in it would."""
+
+
+@contextlib.contextmanager
+def abandoned(step):
+    """A step that ends before it is whole; an exception inside it checks nothing."""
+    with contextlib.suppress(AbandonedError), step:
+        yield step
+        raise AbandonedError
 
 
 def a_plan(contract, active=(3, 2), **options):
@@ -63,13 +75,13 @@ def check_fsdp_is_refused_by_name(chunk, contract):
         pass
 
     with refused("FSDP"):
-        _checked_regime([FullyShardedDataParallel()])
+        live.checked_regime([FullyShardedDataParallel()])
 
     class Wrapped(torch.nn.Module):
         __module__ = "megatron_fsdp.wrapper"
 
     with refused("Wrapped: Megatron-FSDP"):
-        _checked_regime([Wrapped()])
+        live.checked_regime([Wrapped()])
 
 
 def check_no_chunk_is_refused(chunk, contract):
@@ -146,7 +158,7 @@ def check_hybrid_context_parallelism_is_refused(chunk, contract):
     config = tiny_gpt.config_of()
     config.hybrid_context_parallel = True
     with refused("hybrid", "--hybrid-context-parallel"):
-        _check_config(config, 1)
+        live.check_config(config, 1)
 
 
 def check_full_iteration_graphs_are_refused(chunk, contract):
@@ -156,23 +168,23 @@ def check_full_iteration_graphs_are_refused(chunk, contract):
     config = tiny_gpt.config_of(**local, cuda_graph_scope="full_iteration")
     config.enable_cuda_graph = True
     with refused("full-iteration", "freezes K"):
-        _check_config(config, 1)
+        live.check_config(config, 1)
     config = tiny_gpt.config_of()
     config.cuda_graph_impl = "full_iteration"  # so named from 0.18 on
     with refused("full-iteration", "freezes K"):
-        _check_config(config, 1)
+        live.check_config(config, 1)
 
 
 def check_interleaving_over_two_stages_needs_overlap(chunk, contract):
     config = tiny_gpt.config_of()
     config.pipeline_model_parallel_size = 2
     with refused("overlap_p2p_comm=True and batch_p2p_comm=False"):
-        _check_config(config, 2)
+        live.check_config(config, 2)
     config.overlap_p2p_comm, config.batch_p2p_comm = True, True
     with refused("overlap_p2p_comm=True and batch_p2p_comm=False"):
-        _check_config(config, 2)
+        live.check_config(config, 2)
     config.overlap_p2p_comm, config.batch_p2p_comm = True, False
-    _check_config(config, 2)
+    live.check_config(config, 2)
 
 
 def check_no_finalize_is_refused_except_for_evaluation(chunk, contract):
@@ -215,29 +227,26 @@ def check_a_refusal_on_one_rank_reaches_all(chunk, contract):
 
 def check_a_row_in_two_microbatches_is_named(chunk, contract):
     plan = a_plan(contract, active=(3, 2, 1))
-    step = contract.step(plan, num_microbatches=2)
-    returns(step, contract, plan, [0, 1])
-    with refused("row 1 is in two microbatches", "trained once"):
-        returns(step, contract, plan, [1, 2])
-    contract._last_step = None
+    with abandoned(contract.step(plan, num_microbatches=2)) as step:
+        returns(step, contract, plan, [0, 1])
+        with refused("row 1 is in two microbatches", "trained once"):
+            returns(step, contract, plan, [1, 2])
 
 
 def check_rows_in_no_microbatch_are_named(chunk, contract):
     plan = a_plan(contract, active=(3, 2, 1))
-    step = contract.step(plan, num_microbatches=2)
-    returns(step, contract, plan, [0, -1])
-    with refused("1 of 3 rows", r"\(1\)"):
-        returns(step, contract, plan, [2])
-    contract._last_step = None
+    with abandoned(contract.step(plan, num_microbatches=2)) as step:
+        returns(step, contract, plan, [0, -1])
+        with refused("1 of 3 rows", r"\(1\)"):
+            returns(step, contract, plan, [2])
 
 
 def check_many_missing_rows_are_told_by_the_first_six(chunk, contract):
     for missing, told in ((6, "1, 2, 3, 4, 5, 6"), (7, "1, 2, 3, 4, 5, 6, ...")):
         plan = a_plan(contract, active=[1] * (missing + 1))
-        step = contract.step(plan, num_microbatches=1)
-        with refused(re.escape(f"{missing} of {missing + 1} rows"), re.escape(f"({told})")):
+        words = re.escape(f"{missing} of {missing + 1} rows"), re.escape(f"({told})")
+        with abandoned(contract.step(plan, num_microbatches=1)) as step, refused(*words):
             returns(step, contract, plan, [0])
-        contract._last_step = None
 
 
 def check_the_same_microbatch_twice_is_no_doubling(chunk, contract):
@@ -246,6 +255,7 @@ def check_the_same_microbatch_twice_is_no_doubling(chunk, contract):
     for rows in ([0], [0], [1], [1]):  # the rerun machine
         returns(step, contract, plan, rows)
     step.close()
+    plan = a_plan(contract)
     step = contract.step(plan, num_microbatches=3)
     for rows in ([-1], [-1], [0], [0], [1], [1]):
         returns(step, contract, plan, rows)
@@ -272,30 +282,120 @@ def check_rows_missing_behind_fillers_are_named_on_close(chunk, contract):
 
 def check_more_calls_than_planned_are_refused(chunk, contract):
     plan = a_plan(contract)
-    step = contract.step(plan, num_microbatches=1)
-    returns(step, contract, plan, [0, 1])
-    with refused("more than the 1 planned"):
-        returns(step, contract, plan, [-1])
-    contract._last_step = None
+    with abandoned(contract.step(plan, num_microbatches=1)) as step:
+        returns(step, contract, plan, [0, 1])
+        with refused("more than the 1 planned"):
+            returns(step, contract, plan, [-1])
 
 
-def check_fewer_calls_than_planned_are_refused_on_close_and_by_the_next_step(chunk, contract):
+def check_fewer_calls_than_planned_are_refused_on_close(chunk, contract):
     plan = a_plan(contract)
     step = contract.step(plan, num_microbatches=3)
-    returns(step, contract, plan, [0, 1])
-    with refused("ran for 1 microbatches, 3 were planned"):
-        step.close()
-    contract.step(plan, num_microbatches=2)
+    with refused("ran for 1 microbatches, 3 were planned"), step:
+        returns(step, contract, plan, [0, 1])
+    step = contract.step(a_plan(contract), num_microbatches=2)
     with refused("ran for 0 microbatches, 2 were planned"):
-        contract.step(plan, num_microbatches=2)
+        step.close()
+    step.close()  # refused once
+
+
+def check_a_step_that_was_not_closed_is_refused_by_the_next(chunk, contract):
+    step = contract.step(a_plan(contract), num_microbatches=2)
+    with refused("the step before was not closed", "with contract.step", r"step\.close\(\)"):
+        contract.step(a_plan(contract), num_microbatches=2)
+    with refused("ran for 0"):
+        step.close()
+
+
+def check_an_exception_inside_a_step_is_not_masked(chunk, contract):
+    step = contract.step(a_plan(contract), num_microbatches=2)
+    with pytest.raises(KeyError, match="of the host"), step:
+        raise KeyError("of the host")
+    assert step.is_closed
+
+
+def check_a_fault_that_a_device_found_is_raised_when_the_step_closes(chunk, contract):
+    plan = a_plan(contract)
+    step = contract.step(plan, num_microbatches=1)
+    returns(step, contract, plan, [0, 1])
+    plan.state.faults.record([torch.tensor(torch.nan)], lambda values: "found on the device")
+    with pytest.raises(ReducerError, match=r"^found on the device$"):
+        step.close()
+    plan = a_plan(contract)
+    with contract.step(plan, num_microbatches=1) as step:
+        returns(step, contract, plan, [0, 1])
+
+
+def check_a_plan_trains_one_step(chunk, contract):
+    plan = a_plan(contract)
+    for _ in range(2):  # evaluation may use it, before and again
+        with contract.step(plan, num_microbatches=1, forward_only=True) as step:
+            returns(step, contract, plan, [0, 1])
+    with contract.step(plan, num_microbatches=1) as step:
+        returns(step, contract, plan, [0, 1])
+    with refused("has trained a step before", "plan_step for each", "forward_only=True"):
+        contract.step(plan.under("token_mean"), num_microbatches=1)
+    with contract.step(plan, num_microbatches=1, forward_only=True) as step:
+        returns(step, contract, plan, [0, 1])
+
+
+def check_a_plan_counted_over_other_ranks_is_refused(chunk, contract):
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    plan = plan_step(CONSTANT, Sequences(active_tokens=[3, 2]), group=alone)
+    rank = dist.get_rank()
+    with refused(rf"counted over ranks \[{rank}\], .* is \[0, 1\]", r"group=contract\.dp_group"):
+        contract.step(plan, num_microbatches=1)
+    known = plan_step(CONSTANT, Sequences(active_tokens=[3, 2]), totals=StepTotals(samples=4))
+    with contract.step(known, num_microbatches=1) as step:
+        returns(step, contract, known, [0, 1])
+
+
+def check_m_is_an_integer(chunk, contract):
+    for number in ("2", 2.0, True, 0, -1, None):
+        with refused(
+            rf"got num_microbatches {re.escape(repr(number))}, expected an integer from 1"
+        ):
+            contract.step(a_plan(contract), num_microbatches=number)
+
+
+def check_what_is_a_mean_already_is_reported_with_its_count(chunk, contract):
+    plan = a_plan(contract)
+    with contract.step(plan, num_microbatches=1) as step:
+        reducer = a_reducer(contract, plan, [0, 1])
+        means = {
+            "clipfrac": (torch.tensor(3.0, requires_grad=True), 12),
+            "reward": (torch.tensor(1.5, dtype=torch.bfloat16), torch.tensor(2)),
+        }
+        _, _, report = step.returns(share_of(reducer), reducer, means=means)
+        with refused("the sum of kl is", "0-dim floating-point"):
+            step.returns(share_of(reducer), reducer, means={"kl": (torch.ones(2), 2)})
+    assert report["clipfrac"].tolist() == [3, 12]
+    assert not report["clipfrac"].requires_grad
+    assert (report["reward"].dtype, report["reward"].tolist()) == (torch.float32, [1.5, 2])
+
+
+def check_groups_that_contradict_the_config_are_refused(chunk, contract):
+    now = chunk.config.context_parallel_size
+    chunk.config.context_parallel_size = 2
+    try:
+        with refused("context parallelism of size 2 in the config", r"over ranks \[[01]\]"):
+            live.LiveGroups.of([chunk])
+    finally:
+        chunk.config.context_parallel_size = now
+
+
+def check_chunks_with_groups_of_their_own_are_refused(chunk, contract):
+    other = copy.copy(chunk)
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    other.dp_cp_group = groups[dist.get_rank()]
+    with refused(r"chunk 1 has ranks \[[01]\] in its dp_cp_group, chunk 0 \[0, 1\]", "same groups"):
+        live.LiveGroups.of([chunk, other])
 
 
 def check_another_m_than_the_plan_is_refused(chunk, contract):
     plan = a_plan(contract, microbatch=[0, 1], num_microbatches=2)
     with refused("made for 2 microbatches", "runs 3"):
         contract.step(plan, num_microbatches=3)
-    with refused("at least 1"):
-        contract.step(a_plan(contract), num_microbatches=0)
 
 
 def check_per_token_needs_n_and_an_int32(chunk, contract):
@@ -309,66 +409,64 @@ def check_per_token_needs_n_and_an_int32(chunk, contract):
     with refused("2147483648", "int32"):
         per_token.step(plan_step(CONSTANT, sequences, totals=huge), num_microbatches=1)
     most = StepTotals(samples=4, active_tokens=2**31 - 1)
-    step = per_token.step(plan_step(CONSTANT, sequences, totals=most), num_microbatches=1)
-    assert step.factor == 2**31 - 1
-    assert contract.step(plan_step(CONSTANT, sequences, totals=huge), num_microbatches=1)
-    contract._last_step = None
+    plan = plan_step(CONSTANT, sequences, totals=most)
+    with abandoned(per_token.step(plan, num_microbatches=1)) as step:
+        assert step.factor == 2**31 - 1
+    with abandoned(contract.step(plan_step(CONSTANT, sequences, totals=huge), num_microbatches=1)):
+        pass
 
 
 def check_a_share_is_a_scalar(chunk, contract):
     plan = a_plan(contract)
-    step = contract.step(plan, num_microbatches=1)
-    reducer = a_reducer(contract, plan, [0, 1])
-    with refused("^share is", "0-dim floating-point"):
-        step.returns(torch.ones(2), reducer)
-    with refused("kl is", "0-dim floating-point"):
-        step.returns(share_of(reducer), reducer, report={"kl": torch.ones(1)})
-    contract._last_step = None
+    with abandoned(contract.step(plan, num_microbatches=1)) as step:
+        reducer = a_reducer(contract, plan, [0, 1])
+        with refused("^share is", "0-dim floating-point"):
+            step.returns(torch.ones(2), reducer)
+        with refused("kl is", "0-dim floating-point"):
+            step.returns(share_of(reducer), reducer, report={"kl": torch.ones(1)})
 
 
 def check_a_reducer_of_another_step_is_refused(chunk, contract):
-    step = contract.step(a_plan(contract), num_microbatches=1)
-    other = a_reducer(contract, a_plan(contract, active=(1, 1, 1)), [0, 1, 2])
-    with refused("of a step of 3 rows, this one has 2"):
-        step.returns(share_of(other), other)
-    contract._last_step = None
+    with abandoned(contract.step(a_plan(contract), num_microbatches=1)) as step:
+        other = a_reducer(contract, a_plan(contract, active=(1, 1, 1)), [0, 1, 2])
+        with refused("of a step of 3 rows, this one has 2"):
+            step.returns(share_of(other), other)
 
 
 def check_a_reducer_of_another_plan_of_as_many_rows_is_refused(chunk, contract):
-    step = contract.step(a_plan(contract, active=(4, 4)), num_microbatches=1)
-    stale = a_reducer(contract, a_plan(contract, active=(1, 1)), [0, 1])
-    with refused("another plan of as many", r"plan\.under"):
-        step.returns(share_of(stale), stale)
-    contract._last_step = None
+    with abandoned(contract.step(a_plan(contract, active=(4, 4)), num_microbatches=1)) as step:
+        stale = a_reducer(contract, a_plan(contract, active=(1, 1)), [0, 1])
+        with refused("another plan of as many", r"plan\.under"):
+            step.returns(share_of(stale), stale)
 
 
 def check_what_is_returned_is_what_the_schedule_can_take(chunk, contract):
     plan = a_plan(contract)
-    step = contract.step(plan, num_microbatches=4)
-    reducer = a_reducer(contract, plan, [0, 1])
-    share = share_of(reducer)
-    loss, num_tokens, report = step.returns(share, reducer, report={"loss": share})
-    assert step.factor == 4 * 2
-    assert not loss.is_leaf
-    assert loss._base is None
-    assert loss.data_ptr() != share.data_ptr()
-    assert (num_tokens.dtype, num_tokens.dim(), num_tokens.item()) == (torch.int32, 0, 1)
-    before = {name: value.clone() for name, value in report.items()}
-    loss /= 7  # the schedule scales in place
-    assert all(torch.equal(report[name], before[name]) for name in report)
-    assert not any(value.requires_grad for value in report.values())
-    assert set(report) == {"loss", "lossagg/weight_sum", "lossagg/weight_expected"}
-    contract._last_step = None
+    with abandoned(contract.step(plan, num_microbatches=4)) as step:
+        reducer = a_reducer(contract, plan, [0, 1])
+        share = share_of(reducer)
+        loss, num_tokens, report = step.returns(share, reducer, report={"loss": share})
+        assert step.factor == 4 * 2
+        assert not loss.is_leaf
+        assert loss._base is None
+        assert loss.data_ptr() != share.data_ptr()
+        assert (num_tokens.dtype, num_tokens.dim(), num_tokens.item()) == (torch.int32, 0, 1)
+        before = {name: value.clone() for name, value in report.items()}
+        loss /= 7  # the schedule scales in place
+        assert all(torch.equal(report[name], before[name]) for name in report)
+        assert not any(value.requires_grad for value in report.values())
+        assert set(report) == {"loss", "lossagg/weight_sum", "lossagg/weight_expected"}
 
 
 def check_a_share_in_bfloat16_is_scaled_in_float32(chunk, contract):
     plan = a_plan(contract)
-    step = contract.step(plan, num_microbatches=3)
-    share = torch.tensor(1.0, dtype=torch.bfloat16, requires_grad=True)
-    loss, _, report = step.returns(share, a_reducer(contract, plan, [0, 1]), report={"x": share})
-    assert (loss.dtype, loss.item()) == (torch.float32, 6.0)
-    assert (report["x"].dtype, report["x"].tolist()) == (torch.float32, [6.0, 1.0])
-    contract._last_step = None
+    with abandoned(contract.step(plan, num_microbatches=3)) as step:
+        share = torch.tensor(1.0, dtype=torch.bfloat16, requires_grad=True)
+        loss, _, report = step.returns(
+            share, a_reducer(contract, plan, [0, 1]), report={"x": share}
+        )
+        assert (loss.dtype, loss.item()) == (torch.float32, 6.0)
+        assert (report["x"].dtype, report["x"].tolist()) == (torch.float32, [6.0, 1.0])
 
 
 def check_the_start_line_names_mode_formula_regime_and_k(chunk, contract):
@@ -397,7 +495,7 @@ def check_a_step_without_active_tokens_has_zero_gradient(chunk, contract):
             sequences = Sequences(active_tokens=[0])
             plan = plan_step(Aggregation("token_mean"), sequences, group=its.dp_group)
         assert [str(w.message) for w in caught] == [
-            "the step has no active token: its loss and gradient are zero"
+            "the step has no active tokens: its loss and gradient are zero"
         ]
         step = its.step(plan, num_microbatches=1)
         row = {"tokens": [1, 2, 3], "coefficient": [1.0, 1.0], "trained": [0, 0]}

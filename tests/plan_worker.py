@@ -16,7 +16,6 @@ from step_data import deal, make_rows
 
 from megatron_lossagg import Aggregation, Layout, Sequences, StepBuffer, StepTotals, plan_step
 from megatron_lossagg.errors import PlanError, ReducerError
-from megatron_lossagg.reducer import loss_faults, mask_faults
 from megatron_lossagg.verify import oracle
 
 AGGREGATIONS = [
@@ -173,7 +172,7 @@ def check_a_rank_without_rows_takes_part():
 def check_bad_counts_on_one_rank_are_told_on_all():
     counts = [3, -1] if dist.get_rank() == 1 else [3, 1]
     refused_everywhere(
-        "rank 1 of the data-parallel group: Sequences.active_tokens is -1 for row 1",
+        "rank 1 of the data-parallel group: Sequences.active_tokens: got -1 at index 1",
         Aggregation("token_mean"),
         Sequences(active_tokens=counts),
     )
@@ -182,7 +181,7 @@ def check_bad_counts_on_one_rank_are_told_on_all():
 def check_ids_of_the_wrong_length_on_one_rank_are_told_on_all():
     ids = [1] if dist.get_rank() == 0 else [1, 2]
     refused_everywhere(
-        "rank 0 of the data-parallel group: Sequences.sample has 1 entries",
+        "rank 0 of the data-parallel group: Sequences.sample: got 1 entries, expected 2",
         Aggregation("sample_mean"),
         Sequences(active_tokens=[3, 1], sample=ids),
     )
@@ -237,7 +236,7 @@ def check_divisors_that_differ_by_one_token_are_refused():
 
 def check_an_empty_step_is_told_by_every_rank():
     sequences = Sequences(active_tokens=[0] * (dist.get_rank() + 1))
-    with pytest.warns(RuntimeWarning, match="no active token") as caught:
+    with pytest.warns(RuntimeWarning, match="no active tokens") as caught:
         plan_step(Aggregation("token_mean"), sequences, group=dist.group.WORLD)
     assert len(caught) == 1
     with pytest.raises(PlanError, match="--loss-aggregation-empty-step"):
@@ -262,26 +261,43 @@ def check_counts_are_int64_over_ranks():
     assert plan.sample_tokens.tolist() == [whole]
 
 
-def check_a_cuda_masks_fault_on_one_rank_is_told_on_all():
-    faults = torch.tensor([False, dist.get_rank() == 1])
-    mask_faults.note(faults, "the CUDA mask is wrong at position {}".format)
-    refused_everywhere(
-        "rank 1 of the data-parallel group: in the step before, .* wrong at position 1",
-        Aggregation("token_mean"),
-        Sequences(active_tokens=[3]),
-    )
-    plan_step(Aggregation("token_mean"), Sequences(active_tokens=[3]), group=dist.group.WORLD)
+def check_the_plan_knows_the_ranks_it_was_counted_over():
+    sequences = Sequences(active_tokens=[3])
+    world = plan_step(Aggregation("token_mean"), sequences, group=dist.group.WORLD)
+    assert world.group_ranks == tuple(range(dist.get_world_size()))
+    assert world.under("sample_mean").group_ranks == world.group_ranks
+    known = plan_step(Aggregation("token_sum"), sequences, totals=StepTotals())
+    assert known.group_ranks is None
 
 
-def check_a_cuda_loss_that_is_not_finite_on_one_rank_is_told_on_all():
-    if dist.get_rank() == 1:
-        loss_faults.note(torch.tensor([False, True]), "the loss is nan at token {}".format)
+def check_prompts_numbered_on_each_rank_are_found_by_samples_per_prompt():
+    own = {"active_tokens": [3, 4], "prompt": [0, 0], "samples_per_prompt": 2}
     refused_everywhere(
-        "rank 1 of the data-parallel group: in the step before, the loss is nan at token 1",
-        Aggregation("token_mean"),
-        Sequences(active_tokens=[3]),
+        rf"prompt 0 has {2 * dist.get_world_size()} samples over the step, samples_per_prompt is 2",
+        Aggregation("prompt_mean"),
+        Sequences(**own),
     )
-    plan_step(Aggregation("token_mean"), Sequences(active_tokens=[3]), group=dist.group.WORLD)
+    own["prompt"] = [dist.get_rank()] * 2
+    plan_step(Aggregation("prompt_mean"), Sequences(**own), group=dist.group.WORLD)
+
+
+def check_ranks_that_disagree_on_samples_per_prompt_raise_together():
+    number = 2 + (dist.get_rank() == 1)
+    refused_everywhere(
+        "rank 0 has .*samples_per_prompt 2, rank 1 has .*samples_per_prompt 3",
+        Aggregation("prompt_mean"),
+        Sequences(
+            active_tokens=[3] * number, prompt=[dist.get_rank()] * number, samples_per_prompt=number
+        ),
+    )
+
+
+def check_string_ids_are_the_same_on_every_rank():
+    sequences = Sequences(active_tokens=[3, 5], prompt=["shared", f"of rank {dist.get_rank()}"])
+    plan = plan_step(Aggregation("prompt_mean"), sequences, group=dist.group.WORLD)
+    size = dist.get_world_size()
+    assert plan.totals.prompts == 1 + size
+    assert plan.prompt_tokens.tolist() == [3 * size, 5]
 
 
 def check_a_loss_that_is_not_finite_names_the_rank_that_holds_it():
@@ -306,11 +322,11 @@ def check_an_error_beside_totals_names_its_rank_and_makes_no_collective():
     rank, live = dist.get_rank(), Sequences(active_tokens=[3])
     mode, known = Aggregation("sample_sum"), StepTotals(samples=0)
     with collectives_counted() as seen:
-        with pytest.raises(PlanError, match=rf"^rank {rank}: StepTotals\(samples=0\)"):
+        with pytest.raises(PlanError, match=rf"^rank {rank}: got StepTotals\(samples=0\)"):
             plan_step(mode, live, totals=known)
         with pytest.raises(PlanError, match=rf"^rank {rank} of the data-parallel group: StepTot"):
             plan_step(mode, live, totals=known, group=dist.group.WORLD)
-        with pytest.raises(PlanError, match=rf"^rank {rank}: Sequences\.active_tokens is -1"):
+        with pytest.raises(PlanError, match=rf"^rank {rank}: Sequences\.active_tokens: got -1"):
             plan_step(mode, Sequences(active_tokens=[-1]), totals=StepTotals(samples=9))
         with pytest.raises(PlanError, match=rf"^rank {rank}: sample_sum: .* needs StepTotals"):
             plan_step(mode, live, totals=StepTotals())
@@ -390,7 +406,7 @@ BUFFERS = {
     r"raised OSError\('the file is gone'\) after 1 of 2": (raising, lengths),
     "counting microbatch 1 of 2 raised ": (lambda: iter([["a"], [3]]), lengths),
     "counting microbatch 0 of 2 raised ": (lambda: iter([["a"], ["b"]]), lambda rows: 1),
-    "active_tokens is -1 for row 1": (lambda: iter([[2], [-1]]), lambda rows: rows),
+    "active_tokens: got -1 for row 1": (lambda: iter([[2], [-1]]), lambda rows: rows),
 }
 
 

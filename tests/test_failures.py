@@ -58,6 +58,10 @@ class Threads(Exchange):
     def rank(self):
         return 0 if self.group is None else self.group[0]
 
+    @property
+    def ranks(self):
+        return None if self.group is None else tuple(range(self.size))
+
     def integers(self, mine):
         if self.group is None:
             return mine[None]
@@ -117,7 +121,7 @@ def plans(aggregation, rows, dp, m):
 
 def a_contract(plan, m, *, dp=1, cp=1, cp_rank=0, regime="average"):
     read = types.SimpleNamespace(
-        regime=regime, dp_cp_size=dp * cp, cp_rank=cp_rank, _last_step=None
+        regime=regime, dp_cp_size=dp * cp, cp_rank=cp_rank, is_last_stage=True
     )
     return StepContract(contract=read, plan=plan, num_microbatches=m)
 
@@ -294,7 +298,7 @@ def test_a15_tokens_that_were_not_counted_yet_are_refused():
     with pytest.raises(ReducerError, match="trains 3 tokens, the plan counted 0"):
         plan.reducer([0], torch.ones(3), layout)
     known = StepTotals(active_tokens=0)
-    with pytest.raises(PlanError, match="no count of a step"):
+    with pytest.raises(PlanError, match="for a step whose rows here have 3"):
         plan_step(Aggregation("token_mean"), Sequences(active_tokens=[3]), totals=known)
 
 

@@ -12,6 +12,8 @@ import torch
 from conftest import launched
 
 from megatron_lossagg import Aggregation, Layout, Sequences, StepTotals, plan_step
+from megatron_lossagg import plan as plan_module
+from megatron_lossagg.aggregation import MODES
 from megatron_lossagg.errors import PlanError
 
 
@@ -191,14 +193,14 @@ def test_the_expected_weight_is_that_of_all_counted_tokens(mode):
 
 def test_a_step_without_active_token_weighs_nothing_and_warns_once():
     for mode in ("token_mean", "sample_mean", "sample_sum", "token_sum"):
-        with pytest.warns(RuntimeWarning, match="no active token") as caught:
+        with pytest.warns(RuntimeWarning, match="no active tokens") as caught:
             assert weights(mode, active_tokens=[0, 0]) == [0, 0]
         assert len(caught) == 1
     with pytest.raises(PlanError, match="--loss-aggregation-empty-step"):
         plan_step(Aggregation("token_mean"), Sequences(active_tokens=[0]), empty_step="error")
 
 
-@pytest.mark.filterwarnings("ignore:the step has no active token")
+@pytest.mark.filterwarnings("ignore:the step has no active tokens")
 @pytest.mark.parametrize("mode", ["token_mean", "sample_mean", "sample_sum", "token_sum"])
 @pytest.mark.parametrize("count_empty", [True, False])
 def test_a_step_without_active_token_expects_no_weight(mode, count_empty):
@@ -208,13 +210,13 @@ def test_a_step_without_active_token_expects_no_weight(mode, count_empty):
 
 
 def test_the_warning_of_an_empty_step_points_at_its_caller():
-    with pytest.warns(RuntimeWarning, match="no active token") as caught:
+    with pytest.warns(RuntimeWarning, match="no active tokens") as caught:
         plan_step(Aggregation("token_mean"), Sequences(active_tokens=[0]))
     assert caught[0].filename == __file__
 
 
 def test_known_totals_may_be_those_of_an_empty_step():
-    with pytest.warns(RuntimeWarning, match="no active token"):
+    with pytest.warns(RuntimeWarning, match="no active tokens"):
         plan = plan_step(
             Aggregation("token_mean"), Sequences(active_tokens=[0]), totals=totals(active_tokens=0)
         )
@@ -330,7 +332,7 @@ IMPOSSIBLE = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:the step has no active token")
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:the step has no active tokens")
 @pytest.mark.parametrize("what", IMPOSSIBLE)
 def test_totals_that_contradict_the_rows_are_refused(what):
     mode, rows, known, message = IMPOSSIBLE[what]
@@ -397,7 +399,7 @@ def test_v_and_q_have_to_be_known_where_empty_ones_leave():
 
 
 def test_a_custom_reducers_plan_has_totals_and_no_weights():
-    custom = Aggregation("custom", reducer_path="a.b:c")
+    custom = Aggregation("custom", reducer_path="math:fsum")
     plan = plan_step(custom, Sequences(active_tokens=[2, 3]))
     assert plan.totals.active_tokens == 5
     assert plan.expected_weight is None
@@ -407,13 +409,25 @@ def test_a_custom_reducers_plan_has_totals_and_no_weights():
 
 
 BAD = {
-    "negative counts": ({"active_tokens": [2, -1]}, "active_tokens is -1 for row 1"),
-    "fractions": ({"active_tokens": [2.0]}, "whole number a row, got float64"),
-    "bools": ({"active_tokens": [True]}, "whole number a row, got bool"),
+    "negative counts": (
+        {"active_tokens": [2, -1]},
+        "active_tokens: got -1 at index 1, the smallest is 0",
+    ),
+    "fractions": ({"active_tokens": [2.0]}, "got float64 of .* expected integers"),
+    "bools": ({"active_tokens": [True]}, "got bool of .* expected integers"),
     "two dimensions": ({"active_tokens": [[1, 2]]}, r"shape \(1, 2\)"),
-    "too few ids": ({"active_tokens": [1, 2], "sample": [1]}, "sample has 1 .* has 2"),
-    "too many prompts": ({"active_tokens": [1], "prompt": [1, 2]}, "prompt has 2 .* has 1"),
-    "a microbatch below 0": ({"active_tokens": [1], "microbatch": [-1]}, "microbatch is -1"),
+    "too few ids": (
+        {"active_tokens": [1, 2], "sample": [1]},
+        "sample: got 1 entries, expected 2, one per row",
+    ),
+    "too many prompts": (
+        {"active_tokens": [1], "prompt": [1, 2]},
+        "prompt: got 2 entries, expected 1",
+    ),
+    "a microbatch below 0": (
+        {"active_tokens": [1], "microbatch": [-1]},
+        "microbatch: got -1 at index 0",
+    ),
     "a microbatch beyond M": (
         {"active_tokens": [1], "microbatch": [3], "num_microbatches": 3},
         "names microbatch 3, num_microbatches is 3",
@@ -448,11 +462,11 @@ BAD = {
     ),
     "microbatches of another number": (
         {"active_tokens": [1, 2], "microbatch": [0]},
-        "microbatch has 1 .* has 2",
+        "microbatch: got 1 entries, expected 2",
     ),
     "a fraction of a microbatch": (
         {"active_tokens": [1], "microbatch": [0], "num_microbatches": 2.5},
-        "num_microbatches.*whole number",
+        r"got num_microbatches 2\.5, expected an integer",
     ),
     "fewer than no microbatch": (
         {"active_tokens": [1], "num_microbatches": -1},
@@ -469,7 +483,7 @@ BAD = {
     "counts whose sum wraps to 0": ({"active_tokens": [2**62] * 4}, "sum to 18446744073709551616"),
     "more microbatches than there can be": (
         {"active_tokens": [1], "num_microbatches": 2**70},
-        "num_microbatches.*got 1180591620717411303424",
+        "num_microbatches 1180591620717411303424, expected",
     ),
     "counts that int64 does not hold": (
         {"active_tokens": np.array([2**63 + 5], dtype=np.uint64)},
@@ -477,12 +491,15 @@ BAD = {
     ),
     "a negative claim": (
         {"active_tokens": [1], "sample": [0], "sample_tokens": [-1]},
-        "sample_tokens is -1 for row 0",
+        "sample_tokens: got -1 at index 0",
     ),
-    "NaN ids": ({"active_tokens": [1], "sample": [math.nan]}, "sample holds one whole number"),
-    "a count for the whole step": ({"active_tokens": 3}, r"a row, got int64 of shape \(\)"),
-    "a ragged list": ({"active_tokens": [[1], [2, 3]]}, "inhomogeneous"),
-    "nothing": ({"active_tokens": None}, "whole number a row"),
+    "NaN ids": ({"active_tokens": [1], "sample": [math.nan]}, "sample: got float64"),
+    "a count for the whole step": ({"active_tokens": 3}, "active_tokens: got 3, expected integers"),
+    "a ragged list": (
+        {"active_tokens": [[1], [2, 3]]},
+        r"got \[\[1\], \[2, 3\]\], expected integers",
+    ),
+    "nothing": ({"active_tokens": None}, "got None, expected integers"),
     "a tensor with a gradient": (
         {"active_tokens": torch.ones(2, requires_grad=True)},
         "active_tokens",
@@ -551,12 +568,12 @@ def test_sequences_only_stores():
 
 
 def test_a_name_is_no_aggregation_yet():
-    with pytest.raises(PlanError, match=r"got 'token_mean', wanted an Aggregation"):
+    with pytest.raises(PlanError, match="got 'token_mean', expected an Aggregation"):
         plan_step("token_mean", Sequences(active_tokens=[1]))
 
 
 def test_an_unknown_empty_step_is_refused():
-    with pytest.raises(PlanError, match="'zero' or 'error', got 'skip'"):
+    with pytest.raises(PlanError, match="got empty_step 'skip', expected 'zero' or 'error'"):
         plan_step(Aggregation("token_mean"), Sequences(active_tokens=[1]), empty_step="skip")
 
 
@@ -565,6 +582,94 @@ def test_numpy_integers_of_any_width_are_counts():
         warnings.simplefilter("error")
         rows = np.array([1, 9], dtype=np.int32)
         assert weights("token_mean", active_tokens=rows) == [1 / 10, 1 / 10]
+
+
+def test_strings_are_ids_like_integers():
+    rows = {"active_tokens": [4, 2, 3, 1]}
+    as_integers = {"sample": [5, 5, 9, 7], "prompt": [0, 0, 1, 1]}
+    as_strings = {"sample": ["a", "a", "b9", ""], "prompt": np.array(["p", "p", "q", "q"])}
+    as_objects = {
+        "sample": np.array(["a", "a", "b9", ""], dtype=object),
+        "prompt": ["p"] * 2 + ["q"] * 2,
+    }
+    for mode in ("sample_mean", "prompt_mean"):
+        expected = weights(mode, **rows, **as_integers)
+        assert weights(mode, **rows, **as_strings) == expected
+        assert weights(mode, **rows, **as_objects) == expected
+
+
+def test_strings_with_one_hash_are_refused(monkeypatch):
+    monkeypatch.setattr("megatron_lossagg.counts._hashed", lambda text: len(text))
+    assert weights("prompt_mean", active_tokens=[1, 9], prompt=["a", "bb"]) == [1 / 2, 1 / 18]
+    with pytest.raises(PlanError, match="two strings have one 63-bit hash: pass integer ids"):
+        weights("prompt_mean", active_tokens=[1, 9], prompt=["a", "b"])
+
+
+def test_ids_of_mixed_kinds_are_refused():
+    with pytest.raises(PlanError, match=r"prompt: got .*, expected integers"):
+        weights("prompt_mean", active_tokens=[1, 9], prompt=np.array(["a", 3], dtype=object))
+
+
+def test_ids_far_apart_group_as_close_ones_do():
+    near = {"sample": [3, 1, 3, 2, 1], "prompt": [0, 0, 0, 1, 0]}
+    far = {name: [(id_ - 2) * 2**60 for id_ in ids] for name, ids in near.items()}
+    for mode in ("sample_mean", "prompt_mean"):
+        rows = {"active_tokens": [4, 2, 3, 1, 5]}
+        assert weights(mode, **rows, **near) == weights(mode, **rows, **far)
+
+
+def test_samples_per_prompt_finds_prompts_that_were_merged():
+    rows = {"active_tokens": [1, 2, 3, 4], "sample": [0, 0, 1, 2], "prompt": [0, 0, 0, 7]}
+    with pytest.raises(PlanError, match=r"prompt 7 has 1 samples .* is 2: ids are global over"):
+        weights("prompt_mean", **rows, samples_per_prompt=2)
+    rows["prompt"] = [0, 0, 7, 7]
+    with pytest.raises(PlanError, match="prompt 0 has 1 samples over the step"):
+        weights("prompt_mean", **rows, samples_per_prompt=2)
+    rows["sample"] = [0, 1, 2, 3]
+    whole = weights("prompt_mean", **rows, samples_per_prompt=2)
+    assert whole == weights("prompt_mean", **rows)
+    del rows["sample"]
+    assert weights("prompt_mean", **rows, samples_per_prompt=2) == whole
+
+
+@pytest.mark.parametrize("number", [0, -1, 2.0, "2", True])
+def test_samples_per_prompt_is_an_integer_from_1(number):
+    rows = {"active_tokens": [1], "prompt": [0], "samples_per_prompt": number}
+    with pytest.raises(PlanError, match=r"samples_per_prompt .*, expected an integer from 1"):
+        weights("prompt_mean", **rows)
+
+
+def test_samples_per_prompt_needs_prompts():
+    with pytest.raises(PlanError, match=r"samples_per_prompt .* no prompt ids: give prompt="):
+        weights("token_mean", active_tokens=[1], samples_per_prompt=2)
+
+
+def test_a_divisor_below_the_longest_sample_warns_once(monkeypatch):
+    monkeypatch.setattr(plan_module, "_warned", set())
+    weights("constant", divisor=6, active_tokens=[6, 2])
+    weights("token_sum", divisor=2, active_tokens=[6, 2])
+    with pytest.warns(RuntimeWarning, match="divides by 5, and a sample has 6 active tokens"):
+        weights("constant", divisor=5, active_tokens=[6, 2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        weights("constant", divisor=4, active_tokens=[6, 2])
+    monkeypatch.setattr(plan_module, "_warned", set())
+    with pytest.warns(RuntimeWarning, match="a sample has 8 active tokens"):
+        weights("constant", divisor=7, active_tokens=[6, 2], sample=[0, 0])
+
+
+def test_every_mode_has_its_denominator_and_expected_sum_in_the_table():
+    """The weights times the tokens add up to the table's expected sum."""
+    rows = {"active_tokens": [1, 9, 0, 4], "sample": [0, 0, 1, 2], "prompt": [0, 0, 0, 1]}
+    rows["microbatch"] = [0, 1, 1, 1]
+    for mode in MODES.values():
+        if mode.name == "custom":
+            assert mode.denominator is mode.expected is None
+            continue
+        divisor = None if mode.divisor == "none" else 40
+        plan = plan_step(Aggregation(mode.name, divisor=divisor), Sequences(**rows))
+        total = float(plan.weights @ torch.tensor([1.0, 9, 0, 4], dtype=torch.float64))
+        assert plan.expected_weight == pytest.approx(total, rel=1e-12)
 
 
 CHECKS = re.findall(

@@ -77,7 +77,7 @@ WRONG = {
     "a_users_module:no_such": "'a_users_module' has no 'no_such'",
     "a_users_module:nested.no_such": "has no 'nested.no_such'",
     "a_users_module.nested.factory": "importing 'a_users_module.nested' raised",
-    "a_users_module:number": "leads to 3, no callable",
+    "a_users_module:number": "leads to 3, which is not callable",
     "nothing": "'nothing' names no attribute of a module",
     "": "'' names no attribute",
     ":f": "names no attribute",

@@ -18,8 +18,8 @@ MODES = {
     "sample_mean, V": {"count_empty": False},
     "prompt_mean": {},
     "prompt_mean, Q": {"count_empty": False},
-    "constant": {"divisor": 3.5},
-    "constant, V": {"divisor": 3.5, "count_empty": False},
+    "constant": {"divisor": 350.5},
+    "constant, V": {"divisor": 350.5, "count_empty": False},
     "sample_sum": {},
     "token_sum": {"divisor": 11.0},
 }

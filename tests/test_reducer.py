@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_lossagg import Aggregation, Layout, Sequences, plan_step, reducer
-from megatron_lossagg.errors import PlanError, ReducerError
-from megatron_lossagg.reducer import loss_faults, mask_faults
+from megatron_lossagg import Aggregation, Layout, Sequences, microbatch, plan_step, reducer
+from megatron_lossagg import plan as plan_module
+from megatron_lossagg.errors import ReducerError
 
 
-def a_plan(active=(3, 2), mode="token_sum", microbatch=None, **options):
+def a_plan(active=(3, 2), mode="token_sum", microbatch=None, locate=False, **options):
     sequences = Sequences(active_tokens=list(active), microbatch=microbatch)
-    return plan_step(Aggregation(mode, **options), sequences)
+    return plan_step(Aggregation(mode, **options), sequences, locate=locate)
 
 
 def thd(*lengths, cp_size=1, cp_rank=0):
@@ -77,20 +77,20 @@ class Operations(TorchDispatchMode):
         self.names = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
+        if func not in (torch.ops.aten.detach.default, torch.ops.aten.lift_fresh.default):
+            self.names.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture
 def on_cuda(monkeypatch):
     """Reducers treat CPU tensors as CUDA tensors, whose values they may not read."""
-    monkeypatch.setattr(reducer, "_on_host", lambda tensor: False)
-    yield
-    mask_faults.take(), loss_faults.take()
+    for module in (microbatch, reducer):
+        monkeypatch.setattr(module, "on_host", lambda tensor: False)
 
 
 def read_by_the_host(operations):
-    return [n for n in operations.names if "_local_scalar_dense" in n or "nonzero" in n]
+    return [n for n in operations.names if "_local_scalar_dense" in n or "aten.nonzero" in n]
 
 
 def test_a_call_costs_the_same_operations_for_1_and_1000_rows():
@@ -102,8 +102,7 @@ def test_on_cuda_a_call_costs_the_same_operations_for_1_and_1000_rows_and_no_hos
     assert not read_by_the_host(operations)
 
 
-def test_on_a_device_a_call_reads_nothing(monkeypatch):  # reading a meta tensor raises
-    monkeypatch.setattr(reducer, "loss_faults", reducer._DeviceFaults())
+def test_on_a_device_a_call_reads_nothing():  # reading a meta tensor raises
     share = a_reducer(MASK, mode="sample_mean")(torch.ones(6, device="meta"))
     assert share.device.type == "meta"
 
@@ -128,7 +127,7 @@ def test_the_operations_are_really_seen():
     assert [name for name in operations.names if "nonzero" in name]
 
 
-@pytest.mark.parametrize("shape", [(6,), (1, 6), (6, 1), (2, 3)])
+@pytest.mark.parametrize("shape", [(6,), (1, 6), (6, 1), (1, 6, 1)])
 def test_losses_and_mask_of_any_shape_are_read_in_order(shape):
     reducer = a_plan().reducer([0, 1], torch.tensor(MASK).reshape(shape), thd(4, 2))
     assert reducer(torch.arange(6.0).reshape(shape)).item() == 14
@@ -254,7 +253,9 @@ def test_a_mask_of_any_dtype_is_a_mask(dtype):
 
 
 def test_no_mask_is_no_mask():  # failures c13
-    with pytest.raises(ReducerError, match="got None: pass the microbatch's whole loss mask"):
+    with pytest.raises(
+        ReducerError, match=r"got the mask None, expected .* pass the microbatch's whole"
+    ):
         a_plan().reducer([0, 1], None, thd(4, 2))
 
 
@@ -283,12 +284,12 @@ ROWS = {
     "too few": ([0], "got 1 rows for 2 segments"),
     "unknown": ([0, 2], "row 2 is not one of the 2 rows"),
     "below the filler": ([0, -2], "row -2 is not one"),
-    "doubled": ([1, 1], "row 1 is named by 2 segments"),
-    "fractions": ([0.0, 1.0], "one whole number a segment"),
-    "truths": ([False, True], "one whole number a segment"),
-    "two dimensions": ([[0, 1]], "one whole number a segment"),
-    "a ragged list": ([[0], [1, 2]], "one whole number a segment"),
-    "nothing": (None, "one whole number a segment"),
+    "doubled": ([1, 1], "row 1 appears in 2 segments"),
+    "fractions": ([0.0, 1.0], "rows: got .* expected integers in one dim"),
+    "truths": ([False, True], "rows: got .* expected integers in one dim"),
+    "two dimensions": ([[0, 1]], "rows: got .* expected integers in one dim"),
+    "a ragged list": ([[0], [1, 2]], "rows: got .* expected integers in one dim"),
+    "nothing": (None, "rows: got .* expected integers in one dim"),
 }
 
 
@@ -309,7 +310,7 @@ def test_rows_of_any_form_pick_their_weights(form):
 
 
 def test_the_doubled_row_is_the_one_that_is_named():
-    with pytest.raises(ReducerError, match="row 1 is named by 2 segments"):
+    with pytest.raises(ReducerError, match="row 1 appears in 2 segments"):
         a_reducer([1] * 6, active=(2, 2), rows=(0, 1, 1), lengths=(2, 2, 2))
 
 
@@ -331,8 +332,11 @@ def test_a_microbatch_without_segments_is_an_empty_share():
     [
         (torch.ones(5), r"got 5 per-token losses .* holds 6 on CP rank 0 of 1"),
         (torch.ones(7), "got 7 per-token losses"),
-        (torch.ones(6, dtype=torch.int64), r"floating-point tensor, got a torch\.int64 tensor of"),
-        (None, "floating-point tensor, got None"),
+        (
+            torch.ones(6, dtype=torch.int64),
+            r"got a torch\.int64 tensor of .*, expected per-token losses",
+        ),
+        (None, "got None, expected per-token losses in floating point"),
     ],
 )
 def test_losses_are_those_of_this_ranks_slice(x, message):
@@ -340,20 +344,125 @@ def test_losses_are_those_of_this_ranks_slice(x, message):
         a_reducer(MASK)(x)
 
 
-def test_a_cuda_masks_fault_is_noted_without_reading_it_and_told_by_the_next_plan(on_cuda):
-    plan = a_plan(microbatch=[4, 4])
+MASKS = {
+    "values other than 0 and 1": (
+        [1.0, 0, 0.5, 1, 3, 1],
+        "has 2 values other than 0 and 1: a mask",
+    ),
+    "a token past the end": ([*MASK, 1.0, 0], "is 1 at 1 positions past the last segment's end 6"),
+    "more trained than counted": ([1.0, 0, 1, 0, 1, 1], "segment 1 trains 1 tokens too many, .* 1"),
+}
+
+
+@pytest.mark.parametrize("what", MASKS)
+def test_a_cuda_masks_fault_is_recorded_without_reading_it_and_raised_with_its_step(on_cuda, what):
+    mask, message = MASKS[what]
+    plan = a_plan((3, 1) if "more" in what else (3, 2), microbatch=[4, 4])
     with Operations() as operations:
-        for mask in (MASK, [1.0, 0, 0.5, 1, 3, 1], [2.0] * 6):
-            plan.reducer([0, 1], torch.tensor(mask), thd(4, 2))
+        plan.reducer([0, -1], torch.tensor(MASK), thd(4, 2))
+        plan.reducer([0, 1], torch.tensor(mask), thd(4, 2))
         plan.reducer([0], torch.zeros(0), thd(0))
     assert not read_by_the_host(operations)
-    with pytest.raises(PlanError) as caught:
-        a_plan()
-    message = str(caught.value)
-    assert "in the step before, rank 0 (context-parallel rank 0): the CUDA mask of" in message
-    assert "microbatch 4 with rows 0, 1 held something else than 0 and 1 at position 2" in message
-    assert "multiply a coefficient (importance ratio, token weight) into the per-token" in message
-    a_plan()  # told once
+    with pytest.raises(ReducerError, match=r"rank 0 \(context-parallel rank 0\).*" + message):
+        plan.check()
+    plan.check()  # raised once
+
+
+@pytest.mark.parametrize("cp_rank", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.float32])
+def test_on_cuda_a_mask_is_sliced_and_weighed_as_on_the_cpu(monkeypatch, dtype, cp_rank):
+    generator = torch.Generator().manual_seed(3)
+    lengths = [0, 8, 4, 0, 12]
+    mask = (torch.rand(28, generator=generator) < 0.6).to(dtype)
+    mask[24:] = 0
+    parts = mask[:24].long().split(lengths)
+    plan = a_plan([int(part.sum()) for part in parts], mode="sample_mean")
+    seen = []
+    for is_host in (True, False):
+        for module in (microbatch, reducer):
+            monkeypatch.setattr(module, "on_host", lambda tensor, is_host=is_host: is_host)
+        layout = thd(*lengths, cp_size=2, cp_rank=cp_rank)
+        made = plan.reducer(range(5), mask, layout)
+        x = torch.arange(12.0, requires_grad=True)
+        share = made(x)
+        share.backward()
+        seen.append((made.microbatch.keep.tolist(), share.item(), x.grad.tolist()))
+        plan.check()
+    assert seen[0] == seen[1]
+
+
+def test_a_fault_of_one_plan_is_never_raised_by_another(on_cuda):
+    first, second = a_plan(), a_plan()
+    first.reducer([0, 1], torch.tensor(MASK), thd(4, 2))(torch.full((6,), torch.nan))
+    a_plan().check()
+    second.check()
+    with pytest.raises(ReducerError, match="is nan"):
+        first.under("token_mean").check()  # the same step
+    first.check()
+
+
+WRONG_LENGTHS = {
+    "thd": lambda cp, rank: thd(8 * cp, 4 * cp, cp_size=cp, cp_rank=rank),
+    "bshd": lambda cp, rank: Layout.bshd_zigzag(2, 4 * cp, cp_size=cp, cp_rank=rank),
+    "response": lambda cp, rank: Layout.response_zigzag([12, 9], [8, 3], cp_size=cp, cp_rank=rank),
+    "response, padded": lambda cp, rank: Layout.response_zigzag(
+        [12, 9], [8, 3], cp_size=cp, cp_rank=rank, max_seq_len=16
+    ),
+    "local": lambda cp, rank: Layout.local([2, 3], cp_size=cp, cp_rank=rank),
+}
+
+
+@pytest.mark.parametrize(("cp", "rank"), [(cp, rank) for cp in (1, 2, 3, 4) for rank in range(cp)])
+@pytest.mark.parametrize("name", WRONG_LENGTHS)
+def test_losses_of_any_wrong_length_are_refused(name, cp, rank):
+    layout = WRONG_LENGTHS[name](cp, rank)
+    right = layout.num_local_tokens
+    made = a_plan((40, 40)).reducer([0, 1], torch.ones(layout.num_tokens), layout)
+    assert made(torch.ones(right)).item() == right
+    for wrong in {*range(2 * right + 1), right + 1, layout.num_tokens} - {right}:
+        with pytest.raises(ReducerError, match=f"got {wrong} per-token losses .* holds {right} on"):
+            made(torch.ones(wrong))
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_losses_given_as_s_b_to_bshd_are_refused(cp):
+    layout = Layout.bshd_zigzag(2, 12, cp_size=cp, cp_rank=0)
+    made = a_plan((12, 12)).reducer([0, 1], torch.ones(2, 12), layout)
+    x = torch.arange(24.0 // cp).reshape(2, 12 // cp)
+    assert made(x).item() == x.sum().item()
+    assert made(x.reshape(-1)).item() == x.sum().item()
+    for wrong in (x.t(), x.t().contiguous(), x.reshape(2, 2, 6 // cp), x.reshape(4, 6 // cp)):
+        with pytest.raises(ReducerError, match=r"not each of their rows begins .* not \[s, b\]"):
+            made(wrong)
+
+
+def test_a_mask_that_selects_fewer_tokens_warns_once_unless_declared(monkeypatch):
+    monkeypatch.setattr(plan_module, "_warned", set())
+    sequences = Sequences(active_tokens=[4, 2])
+    for declared in (True, False):
+        plan = plan_step(Aggregation("token_mean"), sequences, rejects_tokens=declared)
+        plan.reducer([0, 1], torch.tensor(MASK), thd(4, 2))
+        if declared:
+            plan.check()
+        else:
+            with pytest.warns(RuntimeWarning, match="fewer tokens than were counted"):
+                plan.check()
+            plan.check()  # once
+
+
+def test_a_device_mask_that_selects_fewer_tokens_warns_too(monkeypatch, on_cuda):
+    monkeypatch.setattr(plan_module, "_warned", set())
+    plan = a_plan((4, 2))
+    plan.reducer([0, 1], torch.tensor(MASK), thd(4, 2))
+    with pytest.warns(RuntimeWarning, match="fewer tokens than were counted"):
+        plan.check()
+
+
+def test_a_local_mask_holds_a_part_of_each_row_and_warns_of_nothing(monkeypatch):
+    monkeypatch.setattr(plan_module, "_warned", set())
+    plan = a_plan((8, 4))
+    plan.reducer([0, 1], torch.ones(6), Layout.local([4, 2], cp_size=2, cp_rank=1))
+    plan.check()  # a warning is an error in these tests
 
 
 # Losses that are not finite
@@ -393,7 +502,7 @@ def test_a_loss_that_is_not_finite_names_its_row_segment_and_token(name, rank, v
             plan.reducer(rows, torch.ones(len(x)), layout)(x[held])
         assert str(caught.value).startswith(
             f"rank 0 (context-parallel rank {rank}): the loss of row {rows[segment]} (segment "
-            f"{segment} of a microbatch with rows 5, 3, 4) is {value} at its token {token}: find "
+            f"{segment} of a microbatch with rows 5, 3, 4) is {value} at its token {token}: check "
         )
 
 
@@ -469,90 +578,99 @@ def test_a_custom_reducers_losses_are_checked_before_its_share_is_believed():
         [0, 1], torch.tensor(MASK), thd(4, 2), factory=lambda c: lambda x: x.sum() * torch.nan
     )
     with pytest.raises(
-        ReducerError, match="is finite and their share is nan: the custom reducer m"
+        ReducerError, match="is finite and their share is nan: check the custom red"
     ):
         wrong(torch.ones(6))
 
 
 @pytest.mark.parametrize("mode", ["token_mean", "sample_mean", "token_sum"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_the_check_changes_neither_share_nor_gradient(mode, dtype, monkeypatch):
+@pytest.mark.parametrize("poison", [None, torch.inf, torch.nan])
+def test_the_masked_sum_is_bit_for_bit_the_plain_one(mode, dtype, poison, monkeypatch):
+    """The CPU's plain sum, its fallback where a masked loss is not finite, and the device's."""
     generator = torch.Generator().manual_seed(7)
     values = torch.randn(6, generator=generator).to(dtype)
-    seen = []
-    for check in (reducer.Reducer._check_finite, lambda *arguments: None):
-        monkeypatch.setattr(reducer.Reducer, "_check_finite", check)
+    weights = a_plan(mode=mode).weights.to(torch.promote_types(dtype, torch.float32))
+    weight_T = torch.repeat_interleave(weights, torch.tensor([4, 2])) * torch.tensor(MASK)
+    expected = (values * weight_T).sum()
+    if poison is not None:
+        values[1] = poison  # not trained
+    for is_host in (True, False):
+        for module in (microbatch, reducer):
+            monkeypatch.setattr(module, "on_host", lambda tensor, is_host=is_host: is_host)
         x = values.clone().requires_grad_()
         share = a_reducer(MASK, mode=mode)(x)
         share.backward()
-        seen.append((share.item(), x.grad.tolist()))
-        assert x.tolist() == values.tolist()
-    assert seen[0] == seen[1]
+        assert torch.equal(share, expected)
+        assert torch.equal(x.grad, weight_T.to(dtype))
+        assert torch.equal(x.detach(), values) or poison is torch.nan
 
 
-def test_a_cuda_loss_that_is_not_finite_is_noted_and_told_by_the_next_plan(on_cuda):
+def test_a_cuda_loss_that_is_not_finite_is_recorded_and_raised_with_its_step(on_cuda):
     plan = a_plan(microbatch=[4, 4])
     mask = torch.tensor(MASK, dtype=torch.bool)
     bad = torch.tensor([1, torch.inf, 1, 1, 1, torch.nan], requires_grad=True)
     with Operations() as operations:
-        for x in (torch.ones(6), bad, torch.full((6,), torch.nan)):
+        for x in (torch.ones(6), bad, torch.full((6,), torch.inf)):
             plan.reducer([0, 1], mask, thd(4, 2))(x)
     assert not read_by_the_host(operations)
-    with pytest.raises(PlanError) as caught:
-        a_plan()
-    assert (
-        "in the step before, rank 0 (context-parallel rank 0): the loss of row 1 (segment 1 of "
-        "microbatch 4 with rows 0, 1) is not finite at its token 1: find what made it"
-    ) in str(caught.value)
-    a_plan()  # told once
-
-
-def test_a_cuda_sum_that_overflows_is_told_by_the_next_plan(on_cuda):
-    a_reducer(MASK)(torch.full((6,), 3e38))
-    with pytest.raises(PlanError, match=r"every trained loss .* share is not finite: the sum over"):
-        a_plan()
-
-
-def test_after_the_last_step_the_plan_tells_what_a_device_noted(on_cuda):
-    plan = a_plan()
-    plan.check()
-    plan.reducer([0, 1], torch.tensor(MASK) != 0, thd(4, 2))(torch.full((6,), torch.nan))
-    plan.reducer([0, 1], torch.full((6,), 2), thd(4, 2))
-    both = r"CUDA mask of .* held something else .*; rank 0 .* the loss of row 0 .* is not finite"
-    with pytest.raises(ReducerError, match=both):
+    with pytest.raises(ReducerError) as caught:
         plan.check()
-    plan.check()  # told once
+    assert str(caught.value).startswith(
+        "rank 0 (context-parallel rank 0): the share of microbatch 4 with rows 0, 1 is nan: a "
+        "trained loss is not finite, or the sum overflows; plan the step with plan_step(locate=True"
+    )
+    plan.check()  # raised once
 
 
-def test_what_a_device_noted_is_bounded_and_never_lost(on_cuda):
-    faults = reducer._DeviceFaults()
-    faults.note(torch.tensor([True]), str)
-    for _ in range(5000):
-        faults.note(torch.tensor([False]), str)
-    assert len(faults._tell) < 2000
-    assert len(faults._first) == 1
-    assert "reducers ago: call plan_step or StepPlan.check more often" in faults.take()
-    assert faults.take() == ""
+def test_a_cuda_loss_that_is_not_finite_is_located_on_demand(on_cuda):
+    plan = a_plan(microbatch=[4, 4], locate=True)
+    bad = torch.tensor([1, torch.inf, 1, 1, 1, torch.nan], requires_grad=True)
+    with Operations() as operations:
+        made = plan.reducer([0, 1], torch.tensor(MASK), thd(4, 2))
+        made(torch.ones(6)), made(bad), made(torch.full((6,), torch.nan))
+    assert not read_by_the_host(operations)
+    with pytest.raises(ReducerError) as caught:
+        plan.check()
+    assert (
+        "rank 0 (context-parallel rank 0): the loss of row 1 (segment 1 of microbatch 4 with rows "
+        "0, 1) is not finite at its token 1: check log-probabilities"
+    ) in str(caught.value)
 
 
-def test_a_note_in_the_last_place_of_many_is_found():
-    faults = reducer._DeviceFaults()
-    for call in range(3000):
-        fault = torch.zeros(3, dtype=torch.bool)
-        fault[2] = call >= 2500
-        faults.note(fault, f"call {call}, place {{}}".format)
-    assert faults.take() == "call 2500, place 2"
+@pytest.mark.parametrize("locate", [False, True])
+def test_a_cuda_sum_that_overflows_is_raised_with_its_step(on_cuda, locate):
+    plan = a_plan(locate=locate)
+    plan.reducer([0, 1], torch.tensor(MASK), thd(4, 2))(torch.full((6,), 3e38))
+    message = "every trained loss .* share is inf: the sum over" if locate else "or the sum overfl"
+    with pytest.raises(ReducerError, match=message):
+        plan.check()
 
 
-def test_the_place_of_a_note_is_kept_for_1024_calls():
-    for later, told in ((1023, "1"), (1024, "more than 1024 reducers ago")):
-        faults = reducer._DeviceFaults()
-        faults.note(torch.tensor([False, True]), str)
-        for _ in range(later):
-            faults.note(torch.tensor([False]), str)
-        assert told in faults.take()
-        faults.note(torch.tensor([False, False, True]), str)
-        assert faults.take() == "2"
+def test_on_cuda_a_custom_reducer_that_swallows_a_nan_is_raised_with_its_step(on_cuda):
+    plan = a_plan()
+    custom = plan.reducer(
+        [0, 1], torch.tensor(MASK), thd(4, 2), factory=lambda c: lambda x: x.nan_to_num().sum()
+    )
+    custom(torch.tensor([1, torch.nan, 1, 1, 1, 1]))
+    plan.check()
+    custom(torch.tensor([torch.nan, 1, 1, 1, 1, 1]))
+    with pytest.raises(ReducerError, match="is nan"):
+        plan.check()
+
+
+def test_a_device_holds_4_bytes_per_token_for_the_backward_pass_of_all_metrics(on_cuda):
+    made = a_reducer(MASK, mode="sample_mean")
+    held = {}
+
+    def pack(tensor):
+        held[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        for _ in range(5):
+            made(torch.ones(6, requires_grad=True))
+    assert sum(held.values()) == 4 * 6
 
 
 # Custom reducers

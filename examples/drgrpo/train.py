@@ -155,16 +155,16 @@ def schedule_step(
         return nll, loss_func
 
     run.model.zero_grad_buffer()
-    reports = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=microbatches,
-        model=[run.model],
-        num_microbatches=m,
-        seq_length=MAX_TOKENS,
-        micro_batch_size=1,
-        forward_only=False,
-    )
-    step.close()
+    with step:
+        reports = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=microbatches,
+            model=[run.model],
+            num_microbatches=m,
+            seq_length=MAX_TOKENS,
+            micro_batch_size=1,
+            forward_only=False,
+        )
     return add_reports(reports)
 
 

@@ -1,13 +1,13 @@
 """Dr.GRPO's constant divisor in an unmodified slime or miles, by one flag.
 
-Both hosts call ``--custom-pg-loss-reducer-function-path`` once a microbatch with four
+Both hosts call ``--custom-pg-loss-reducer-function-path`` once per microbatch with four
 positional arguments, and the result once with this context-parallel rank's policy losses
 of the response tokens. Afterwards the host itself multiplies by M and DP * CP and divides
 by B, its count of rollouts; so the reducer returns masked sum / L and nothing else::
 
     --custom-pg-loss-reducer-function-path megatron_lossagg.hosts.slime.constant_40960
 
-The divisor stands in the name (``constant_40960``, ``constant_4e4``, ``constant_0p5``): the
+The divisor is encoded in the name (``constant_40960``, ``constant_4e4``, ``constant_0p5``): the
 hosts resolve the path with ``getattr``, and this module answers any ``constant_<L>``. Or the
 divisor comes from the host's arguments, set by ``--custom-config-path``::
 
@@ -24,30 +24,30 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.counts import StepTotals
-from megatron_lossagg.errors import AggregationError, ContractError, LayoutError, ReducerError
+from megatron_lossagg.counts import Sequences, StepTotals
+from megatron_lossagg.errors import AggregationError, ContractError, LayoutError
+from megatron_lossagg.faults import Faults
 from megatron_lossagg.flags import aggregation_from_args
 from megatron_lossagg.layout import Layout
-from megatron_lossagg.plan import StepPlan
-from megatron_lossagg.reducer import mask_faults
+from megatron_lossagg.plan import StepPlan, StepState, plan_step
 
 HubReducer = Callable[[Tensor], Tensor]
 HubFactory = Callable[[Sequence[int], Sequence[int], Sequence[Tensor], bool], HubReducer]
 
 _NAME = re.compile(r"constant_(.+)")
-_CALLS_BETWEEN_MASK_CHECKS = 64
+_CALLS_BETWEEN_CHECKS = 64
 
 
 class ReducerNameError(AggregationError, AttributeError):
-    """A ``constant_<L>`` whose L is no divisor."""
+    """A ``constant_<L>`` whose L is not a valid divisor."""
 
 
 def constant_from_args(
@@ -85,7 +85,7 @@ def __getattr__(name: str) -> HubFactory:
         Aggregation("constant", divisor=divisor)
     except ValueError as error:
         raise ReducerNameError(
-            f"{name!r}: {match[1]!r} is no divisor: write a finite number above 0 such as "
+            f"{name!r}: {match[1]!r} is not a valid divisor: write a finite number above 0 such as "
             "constant_40960, with p for the decimal point"
         ) from error
     return _factory(divisor)
@@ -94,6 +94,8 @@ def __getattr__(name: str) -> HubFactory:
 @cache
 def _factory(divisor: float) -> HubFactory:
     masked_sum_over_constant = Aggregation("token_sum", divisor=divisor)
+    # The host owns the step and closes none: what devices found is read every few microbatches.
+    state = StepState(faults=Faults())
     calls = 0
 
     def get_pg_loss_reducer(
@@ -104,13 +106,10 @@ def _factory(divisor: float) -> HubFactory:
     ) -> HubReducer:
         """Slice the whole response masks for this rank; returns masked sum / L.
 
-        ``loss_masks``: one 0/1 mask ``[response]`` a sample, not sliced. No collective; one host
-        sync in 64 calls, to learn whether a CUDA mask held something else than 0 and 1.
+        ``loss_masks``: one 0/1 mask ``[response]`` per sample, not sliced. No collective; one
+        host sync every 64 calls, to raise what a device found in masks and losses since.
         """
         nonlocal calls
-        calls += 1
-        if calls % _CALLS_BETWEEN_MASK_CHECKS == 0 and mask_faults.take():
-            raise ReducerError("a CUDA loss mask of the last microbatches held values but 0 and 1")
         if calculate_per_token_loss:
             raise ContractError(
                 "with --calculate-per-token-loss the host divides by all tokens, and the constant "
@@ -123,30 +122,30 @@ def _factory(divisor: float) -> HubFactory:
             raise LayoutError(
                 f"loss masks of {lengths[:6]} tokens for responses of "
                 f"{list(response_lengths)[:6]}: "
-                "one whole mask a sample, before slicing for context parallelism"
+                "one whole mask per sample, before slicing for context parallelism"
             )
         layout = Layout.response_zigzag(
             total_lengths, response_lengths, cp_size=cp_size, cp_rank=cp_rank
         )
         mask = torch.cat(list(loss_masks)) if loss_masks else torch.zeros(0, dtype=torch.bool)
-        plan = _plan_of(masked_sum_over_constant, lengths)
+        plan = _plan_of(masked_sum_over_constant, lengths, state)
+        calls += 1
+        if calls % _CALLS_BETWEEN_CHECKS == 0:
+            plan.check()
         return plan.reducer(range(len(lengths)), mask, layout)
 
     return get_pg_loss_reducer
 
 
-def _plan_of(aggregation: Aggregation, response_lengths: list[int]) -> StepPlan:
-    """Plan one microbatch; the host owns the step, and token_sum needs no count of it."""
-    return StepPlan(
-        aggregation=aggregation,
+def _plan_of(aggregation: Aggregation, lengths: list[int], state: StepState) -> StepPlan:
+    """Plan one microbatch; the host counts the step itself, and token_sum needs no count of it."""
+    plan = plan_step(
+        aggregation,
+        Sequences(active_tokens=lengths),
         totals=StepTotals(),
-        active_tokens=np.array(response_lengths, dtype=np.int64),
-        num_microbatches=None,
-        data_parallel_size=1,
-        sample_tokens=None,
-        prompt_tokens=None,
-        microbatch_tokens=None,
+        rejects_tokens=True,  # counts here are lengths, of which masks select some
     )
+    return replace(plan, state=state)
 
 
 def _context_parallel() -> tuple[int, int]:

@@ -180,9 +180,8 @@ class Run:
         reports = megatron.run_schedule(
             forward_step, self.chunks, self.batches, forward_only=forward_only
         )
-        step.close()
         try:
-            plan.check()  # what CUDA noted instead of raising
+            step.close()  # raises what a device found
         except ReducerError as error:
             faults.append(str(error))
         values = None
@@ -205,7 +204,9 @@ class Run:
             microbatch=self._numbers,
             num_microbatches=self.num_microbatches,
         )
-        return plan_step(case.aggregation, sequences, group=self.contract.dp_group)
+        return plan_step(
+            case.aggregation, sequences, group=self.contract.dp_group, rejects_tokens=True
+        )
 
     def _layout(self, batch: megatron.Batch) -> Layout:
         place = {"cp_size": self.contract.cp_size, "cp_rank": self.contract.cp_rank}

@@ -1,0 +1,57 @@
+"""What devices found in the masks and losses of one step; read once, when the step closes.
+
+Reading a value of a CUDA tensor stalls the host until the device has caught up. So a check
+on a device leaves its result there, and all results of a step are read in one go. A
+:class:`Faults` belongs to the plan of its step and is shared by ``StepPlan.under``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+__all__ = ["Describe", "Faults", "on_host"]
+
+Describe = Callable[[list[float]], str]
+"""From the values that were recorded to a message; empty where they are no fault."""
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether reading a value of the tensor costs no host sync."""
+    return tensor.device.type == "cpu"
+
+
+class Faults:
+    """The results of a step's checks that still lie on a device, in the order of the checks.
+
+    ``locate``: whether a loss that is not finite is located on the device as well, so that
+    its row and token can be named; it costs another pass over the losses of every call.
+    """
+
+    def __init__(self, *, locate: bool = False) -> None:
+        self.locate = locate
+        self.trains_fewer = False
+        """Whether a row was seen to train fewer tokens than were counted."""
+        self._recorded: list[tuple[list[Tensor], Describe]] = []
+
+    def record(self, values: list[Tensor], describe: Describe) -> None:
+        """Keep 0-dim tensors and what their values mean. No operation, no host sync."""
+        self._recorded.append(([value.detach() for value in values], describe))
+
+    def take(self) -> str:
+        """Return the message of the first fault, empty if there is none, and forget them all.
+
+        One host sync for each device and dtype that something was recorded on.
+        """
+        recorded, self._recorded = self._recorded, []
+        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for value in (value for values, _ in recorded for value in values):
+            groups.setdefault((value.device, value.dtype), []).append(value)
+        read = {key: iter(torch.stack(group).tolist()) for key, group in groups.items()}
+        messages = [
+            describe([next(read[value.device, value.dtype]) for value in values])
+            for values, describe in recorded
+        ]
+        return next(filter(None, messages), "")

@@ -1,0 +1,81 @@
+"""Which rows and microbatches of a step have come; pure integers.
+
+Each row is in exactly one microbatch of the step. The same microbatch called again (the
+rerun machine does so) is not a doubled row: the same rows are the same microbatch.
+
+Shape suffix: S = rows of this data-parallel rank in the step.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_lossagg.errors import ContractError
+from megatron_lossagg.integers import Ints, first_few
+
+__all__ = ["Ledger"]
+
+_NOT_SEEN = -1
+
+
+class Ledger:
+    """Tracks the rows of one schedule call of ``num_microbatches`` over ``num_rows`` rows."""
+
+    def __init__(self, *, num_rows: int, num_microbatches: int) -> None:
+        self.num_microbatches = num_microbatches
+        self._index_of: dict[bytes, int] = {}
+        self._filler_calls = 0
+        self._microbatch_S = np.full(num_rows, _NOT_SEEN)
+
+    def add(self, rows: Ints) -> None:
+        """Note a microbatch by its rows, fillers left out.
+
+        Raises :class:`ContractError` for a row that another microbatch had, for more
+        microbatches than planned, and for rows that are missing when the last one comes.
+        """
+        if len(rows):
+            index = self._index_of.setdefault(rows.tobytes(), len(self._index_of))
+            before = self._microbatch_S[rows]
+            taken = rows[(before != _NOT_SEEN) & (before != index)]
+            if len(taken):
+                raise ContractError(
+                    f"row {taken[0]} is in two microbatches of the step, number "
+                    f"{self._microbatch_S[taken[0]]} and number {index} in the order of their "
+                    f"calls, the second with rows {first_few(rows)}: each row is trained once"
+                )
+            self._microbatch_S[rows] = index
+        else:
+            self._filler_calls += 1
+        # Microbatches of fillers alone cannot be told apart from one that was run again.
+        at_least = len(self._index_of) + (self._filler_calls > 0)
+        if at_least > self.num_microbatches:
+            raise ContractError(
+                f"loss_func ran for more than the {self.num_microbatches} planned microbatches: "
+                "pass the schedule's num_microbatches to contract.step()"
+            )
+        if at_least == self.num_microbatches:
+            self._check_no_row_missing()
+
+    def close(self, *, may_be_empty: bool) -> None:
+        """Raise :class:`ContractError` where a microbatch or a row has not come.
+
+        ``may_be_empty``: whether none at all is right, as on all but the last pipeline stage.
+        """
+        calls = len(self._index_of) + self._filler_calls
+        if calls == 0 and may_be_empty:
+            return
+        if calls < self.num_microbatches:
+            raise ContractError(
+                f"loss_func ran for {calls} microbatches, {self.num_microbatches} were planned: "
+                "pass the schedule's num_microbatches to contract.step(), and give each call rows "
+                "of its own"
+            )
+        self._check_no_row_missing()
+
+    def _check_no_row_missing(self) -> None:
+        missing = np.flatnonzero(self._microbatch_S == _NOT_SEEN)
+        if len(missing):
+            raise ContractError(
+                f"{len(missing)} of {len(self._microbatch_S)} rows were in no microbatch of "
+                f"the step ({first_few(missing)}): each row is trained once"
+            )

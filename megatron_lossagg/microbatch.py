@@ -1,0 +1,325 @@
+"""The rows and the training mask of one microbatch: checked, and sliced for this rank.
+
+Everything that the reducers of a microbatch share, under whatever aggregation. A mask on the
+CPU is checked here, in numpy; the checks of a mask on a device are left on the device, for
+the step to read when it closes.
+
+Shape suffixes: P = positions of the whole mask; T = tokens that this rank holds;
+G = segments of the microbatch; R = runs of consecutive positions; S = rows of the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lossagg.errors import ReducerError
+from megatron_lossagg.faults import Faults, on_host
+from megatron_lossagg.integers import Ints, IntsLike, first_few, host_integers
+from megatron_lossagg.layout import Layout
+
+__all__ = ["FILLER", "Microbatch", "to_device"]
+
+FILLER = -1
+"""The entry of ``rows`` that represents a filler or padding segment."""
+
+_NO_LIMIT = np.iinfo(np.int64).max
+_COEFFICIENT = (
+    "a mask is 0 or 1; multiply a coefficient (importance ratio, token weight) into the per-token "
+    "losses"
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Microbatch:
+    """One microbatch: which rows, which tokens of them this rank holds, and which it trains."""
+
+    rows: Ints
+    """int64 ``[G]``: the row of each segment, -1 for a filler."""
+    layout: Layout
+    keep: Tensor
+    """bool ``[T]``, on the mask's device: the training mask of the tokens this rank holds."""
+    num_past_end: int
+    """Mask positions past the last segment: as many losses may follow this rank's."""
+    active_tokens: Ints
+    """n_s of the step's rows, int64 ``[S]``."""
+    microbatch_of_row: Ints | None
+    """Index of each row's microbatch, int64 ``[S]``, where it is known."""
+    faults: Faults
+    """Where checks on a device leave their results."""
+    _keep_on: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    @staticmethod
+    def checked(
+        rows: IntsLike,
+        mask: Tensor,
+        layout: Layout,
+        *,
+        active_tokens: Ints,
+        microbatch_of_row: Ints | None,
+        faults: Faults,
+    ) -> Microbatch:
+        """Check rows and mask and slice the mask; see ``StepPlan.reducer``.
+
+        Raises :class:`ReducerError`. No collective. No host sync, unless ``rows`` is a CUDA
+        tensor.
+        """
+        rows_G = _checked_rows(rows, layout, len(active_tokens))
+        mask_P = _checked_shape(mask, layout)
+        checks = _Checks(layout=layout, rows_G=rows_G, counted_G=_of_rows(active_tokens, rows_G))
+        check = checks.on_host if on_host(mask_P) else checks.on_device
+        return Microbatch(
+            rows=rows_G,
+            layout=layout,
+            keep=check(mask_P, faults),
+            num_past_end=len(mask_P) - layout.num_tokens,
+            active_tokens=active_tokens,
+            microbatch_of_row=microbatch_of_row,
+            faults=faults,
+        )
+
+    def keep_on(self, device: torch.device) -> Tensor:
+        """Return ``keep`` on a device; copied there once."""
+        if device not in self._keep_on:
+            self._keep_on[device] = self.keep.to(device, non_blocking=True)
+        return self._keep_on[device]
+
+    def packed_weights(self, weight_S: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Give each token its row's weight, 0 where it is not trained; ``[T]``.
+
+        ``weight_S``: float64 ``[S]`` on the CPU.
+        """
+        weight_G = _of_rows(weight_S.numpy(), self.rows)
+        weight_R = weight_G.astype(str(dtype).removeprefix("torch."))[self.layout.segment_R]
+        weight_T = np.repeat(weight_R, self.layout.length_R)
+        if on_host(self.keep):
+            np.multiply(weight_T, self.keep.numpy(), out=weight_T)
+            return to_device(weight_T, device)
+        return to_device(weight_T, device).mul_(self.keep_on(device))
+
+    @property
+    def counted_tokens(self) -> int:
+        """Active tokens of this microbatch by the plan's count, complete over CP."""
+        return int(_of_rows(self.active_tokens, self.rows).sum())
+
+    def __str__(self) -> str:
+        """Name it for a message: ``microbatch 2 with rows 5, 6``."""
+        real = self.rows[self.rows != FILLER]
+        if not len(real):
+            return "a microbatch without rows"
+        number = "a microbatch"
+        if self.microbatch_of_row is not None:
+            number = f"microbatch {self.microbatch_of_row[real[0]]}"
+        return f"{number} with rows {first_few(real)}"
+
+    def place_of(self, index: int) -> tuple[str, str]:
+        """Name, for a message, the row and the token in it that this rank's ``index`` is."""
+        segment, token = self.layout.place(index)
+        row = self.rows[segment]
+        whose = "a filler" if row == FILLER else f"row {row}"
+        is_part = self.layout.is_local and self.layout.cp_size > 1
+        part = " of this rank's part" if is_part else ""
+        return f"{whose} (segment {segment} of {self})", f"{token}{part}"
+
+    def this_rank(self) -> str:
+        """Name this rank for a message."""
+        return _this_rank(self.layout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Checks:
+    """The checks of one mask: 0 or 1, nothing past the end, no row with more than its count.
+
+    Each rank checks that the tokens it holds are 0 or 1; together the context-parallel ranks
+    hold them all. Tokens per row are summed over the whole mask.
+    """
+
+    layout: Layout
+    rows_G: Ints
+    counted_G: Ints
+    """The plan's count of each segment's row, 0 for a filler."""
+
+    def on_host(self, mask_P: Tensor, faults: Faults) -> Tensor:
+        """Check in numpy and slice; raises :class:`ReducerError`."""
+        if mask_P.dtype in (torch.float16, torch.bfloat16):  # too narrow for a count
+            mask_P = mask_P.float()
+        value_P: npt.NDArray[Any] = mask_P.numpy()
+        end = self.layout.num_tokens
+        if self.layout.is_in_order:
+            value_T = value_P[: self.layout.num_local_tokens]
+        else:
+            value_T = np.take(value_P, self.layout.positions.numpy())
+        if value_T.dtype == np.bool_:
+            keep_T = np.copy(value_T)
+        else:
+            keep_T = np.not_equal(value_T, 0)
+            if not np.array_equal(keep_T, np.equal(value_T, 1)):
+                self._raise_not_a_mask(value_T)
+        if np.any(value_P[end:]):
+            position = end + int(np.flatnonzero(value_P[end:])[0])
+            raise ReducerError(f"the mask is 1 at position {position}, {self._past_end()}")
+        trained_G = self._tokens_by_segment(value_P)
+        is_row_G = self.rows_G != FILLER
+        if (is_row_G & (trained_G > self.counted_G)).any():
+            segment = int(np.flatnonzero(is_row_G & (trained_G > self.counted_G))[0])
+            raise ReducerError(self._too_many(segment, f"{trained_G[segment]:.0f} tokens"))
+        if self._holds_whole_rows and (trained_G < self.counted_G).any():
+            faults.trains_fewer = True
+        return torch.from_numpy(keep_T)
+
+    def on_device(self, mask_P: Tensor, faults: Faults) -> Tensor:
+        """Slice, and leave the results of the same checks on the device. No host sync."""
+        device = mask_P.device
+        if self.layout.is_in_order:
+            value_T = mask_P[: self.layout.num_local_tokens]
+        else:
+            index_T = to_device(self.layout.positions.numpy(), device)
+            value_T = torch.index_select(mask_P, 0, index_T)
+        keep_T = value_T == 1
+        if len(self.rows_G) and len(mask_P):
+            # The sum before a segment's end lies at the position before it, or is 0 at the start.
+            offset_S1 = self.layout.offset_S1
+            small_3S1 = to_device(
+                np.stack(
+                    [
+                        np.maximum(offset_S1 - 1, 0),
+                        offset_S1 > 0,
+                        np.append(np.where(self.rows_G == FILLER, _NO_LIMIT, self.counted_G), 0),
+                        np.append(self.counted_G, 0),
+                    ]
+                ),
+                device,
+            )
+            trained_P = torch.cumsum(mask_P, dim=0, dtype=torch.int32)
+            trained_S1 = trained_P[small_3S1[0]] * small_3S1[1]
+            trained_G = trained_S1[1:] - trained_S1[:-1]
+            excess, segment = (trained_G - small_3S1[2, :-1]).max(dim=0)
+            fewer = (trained_G < small_3S1[3, :-1]).any().long()
+            past_end = trained_P[-1] - trained_S1[-1]
+            wrong = torch.count_nonzero(value_T) - torch.count_nonzero(keep_T)
+            faults.record(
+                [wrong, past_end, excess, segment, fewer], partial(self._describe, faults)
+            )
+        return keep_T
+
+    @property
+    def _holds_whole_rows(self) -> bool:
+        """Whether the mask has whole rows; a local one has this rank's part of each."""
+        return self.layout.cp_size == 1 or not self.layout.is_local
+
+    def _describe(self, faults: Faults, values: list[float]) -> str:
+        wrong, past_end, excess, segment, fewer = map(int, values)
+        rows = first_few(self.rows_G[self.rows_G != FILLER])
+        where = f"{_this_rank(self.layout)}: the mask of rows {rows}"
+        if wrong:
+            return f"{where} has {wrong} values other than 0 and 1: {_COEFFICIENT}"
+        if past_end:
+            return f"{where} is 1 at {past_end} positions {self._past_end()}"
+        if excess > 0:
+            return f"{where}: {self._too_many(segment, f'{excess} tokens too many')}"
+        if self._holds_whole_rows and fewer:
+            faults.trains_fewer = True
+        return ""
+
+    def _past_end(self) -> str:
+        return (
+            f"past the last segment's end {self.layout.num_tokens}: such a token belongs to no "
+            "row; end cu_seqlens after it, or clear the mask there"
+        )
+
+    def _tokens_by_segment(self, value_P: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Sum the mask by segment in a type that holds the sums."""
+        start_G, length_G = self.layout.offset_S1[:-1], np.diff(self.layout.offset_S1)
+        trained_G = np.zeros(len(length_G))
+        filled = length_G > 0  # reduceat gives an empty segment its neighbour's value
+        if value_P.dtype == np.bool_:
+            value_P = value_P.view(np.uint8)
+        narrow = value_P.dtype.itemsize == 1
+        trained_G[filled] = np.add.reduceat(
+            value_P[: self.layout.num_tokens],
+            start_G[filled],
+            dtype=np.uint32 if narrow else value_P.dtype,
+        )
+        return trained_G
+
+    def _raise_not_a_mask(self, value_T: npt.NDArray[Any]) -> None:
+        index = int(np.flatnonzero((value_T != 0) & (value_T != 1))[0])
+        position = int(self.layout.positions[index])
+        raise ReducerError(
+            f"the mask holds {value_T[index]} at position {position}: {_COEFFICIENT}"
+        )
+
+    def _too_many(self, segment: int, trained: str) -> str:
+        return (
+            f"segment {segment} trains {trained}, the plan counted {self.counted_G[segment]} for "
+            f"its row {self.rows_G[segment]}: a training mask may select fewer tokens than the "
+            "counting mask, never more; check rows and Sequences.active_tokens"
+        )
+
+
+def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """Copy an array to a device without a host sync; the array itself where that is the CPU."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def _this_rank(layout: Layout) -> str:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return f"rank {rank} (context-parallel rank {layout.cp_rank})"
+
+
+def _of_rows(values_S: npt.NDArray[Any], rows_G: Ints) -> npt.NDArray[Any]:
+    """Look up a value per segment, 0 for a filler."""
+    value_G = np.zeros(len(rows_G), dtype=values_S.dtype)
+    is_row_G = rows_G != FILLER
+    value_G[is_row_G] = values_S[rows_G[is_row_G]]
+    return value_G
+
+
+def _checked_rows(rows: IntsLike, layout: Layout, num_rows: int) -> Ints:
+    rows_G = host_integers("rows", rows, ReducerError)
+    if len(rows_G) != layout.num_segments:
+        raise ReducerError(
+            f"got {len(rows_G)} rows for {layout.num_segments} segments of the layout "
+            f"{layout.name}: one entry per segment, -1 for a filler or padding segment"
+        )
+    in_order = np.sort(rows_G[rows_G != FILLER])
+    if len(in_order) and (in_order[0] < FILLER or in_order[-1] >= num_rows):
+        wrong = rows_G[(rows_G < FILLER) | (rows_G >= num_rows)][0]
+        raise ReducerError(
+            f"row {wrong} is not one of the {num_rows} rows of the step on this rank: rows are "
+            "positions in Sequences.active_tokens, or -1"
+        )
+    doubled = in_order[1:][np.diff(in_order) == 0]
+    if len(doubled):
+        times = int((rows_G == doubled[0]).sum())
+        raise ReducerError(
+            f"row {doubled[0]} appears in {times} segments of one microbatch: each row is in "
+            "exactly one segment of one microbatch of the step"
+        )
+    return rows_G
+
+
+def _checked_shape(mask: Tensor, layout: Layout) -> Tensor:
+    if not isinstance(mask, Tensor):
+        raise ReducerError(
+            f"got the mask {mask!r}, expected a tensor of 0 and 1: pass the microbatch's whole "
+            "loss mask, packed like its tokens"
+        )
+    past_end = mask.numel() - layout.num_tokens
+    if past_end < 0 or (past_end > 0 and not layout.allows_tail):
+        raise ReducerError(
+            f"got a mask of {mask.numel()} tokens, the layout {layout.name} has "
+            f"{layout.num_tokens}: pass the whole mask, packed and padded like the tokens, "
+            "before slicing for context parallelism"
+        )
+    return mask.detach().reshape(-1)
