@@ -291,7 +291,9 @@ class _Chunk(torch.nn.Module):
         self.input = tensor[0] if isinstance(tensor, list) else tensor
 
     def forward(self) -> Tensor:
-        total = torch.stack([weight.sum() for weight in self.parameters()]).sum().view(1, 1, 1)
+        # A sum owns its storage: Megatron refuses to free an output that is a view.
+        sums = torch.stack([weight.sum() for weight in self.parameters()])
+        total = sums.view(1, 1, -1).sum(dim=-1, keepdim=True)
         return total if self.input is None else self.input + total
 
 

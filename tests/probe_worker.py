@@ -11,7 +11,9 @@ import gc
 import os
 import re
 import sys
+import tempfile
 from datetime import timedelta
+from pathlib import Path
 
 import tiny_gpt
 import torch
@@ -21,17 +23,22 @@ from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
+    param_and_grad_buffer,
 )
 from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.core.timers import Timers
+from megatron.core.transformer.module import Float16Module
 from step_data import VOCABULARY
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg import Aggregation, MegatronContract, probe
 from megatron_lossagg.errors import ContractError
 
-REPEATS = 20
+REPEATS = int(os.environ.get("PROBE_REPEATS", "2"))
+"""How often each fault is put in; .ci/run asks for 20."""
 PARTS = ("DDP", "schedule", "finalize")
 
 # By number of processes; DP is what is left.
@@ -59,6 +66,58 @@ DDP_OPTIONS = {
     "distributed": {"use_distributed_optimizer": True},
     "distributed, overlap": {"use_distributed_optimizer": True, "overlap_grad_reduce": True},
     "in collective": {"average_in_collective": True},
+}
+# What megatron.training 0.16.1 gives DistributedDataParallelConfig from its flags.
+MEGATRON_LM_DDP_OPTIONS = {
+    "defaults": {"grad_reduce_in_fp32": True, "check_for_nan_in_grad": True},
+    "reduced in the parameters' dtype": {"check_for_nan_in_grad": True},
+    "small buckets": {
+        "grad_reduce_in_fp32": True,
+        "check_for_nan_in_grad": True,
+        "check_for_large_grads": True,
+        "overlap_grad_reduce": True,
+        "bucket_size": 100,
+    },
+    "all overlaps": {
+        "grad_reduce_in_fp32": True,
+        "check_for_nan_in_grad": True,
+        "check_for_large_grads": True,
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "align_param_gather": True,
+        "bucket_size": 100,
+        "pad_buckets_for_high_nccl_busbw": True,
+    },
+    "fp32 accumulation": {
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "reduce_scatter_with_fp32_accumulation": True,
+    },
+}
+MEGATRON_LM_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MEGATRON_LM_FAULTS = ("DP2", "PP2", "PP2xVPP2", "DP2xCP2")
+# Set after construction, because the model that they need is not built here.
+MODULES_AND_MEMORY = {
+    "enable_autocast": True,
+    "autocast_dtype": torch.bfloat16,
+    "sequence_parallel": True,
+    "num_moe_experts": 2,
+    "moe_router_enable_expert_bias": True,
+    "mtp_num_layers": 1,
+    "mtp_standalone": True,
+    "qk_layernorm": True,
+    "has_cond_embedder": True,
+    "defer_embedding_wgrad_compute": True,
+    "delay_wgrad_compute": True,
+    "overlap_moe_expert_parallel_comm": True,
+    "cuda_graph_impl": "local",
+    "enable_cuda_graph": True,
+    "external_cuda_graph": True,
+    "recompute_granularity": "full",
+    "num_microbatches_with_partial_activation_checkpoints": 1,
+    "cpu_offloading": True,
+    "fine_grained_activation_offloading": True,
 }
 
 
@@ -101,8 +160,22 @@ def groups_of_two_instances():
     return groups
 
 
-def live_chunks(*, per_token, dtype=torch.float32, vpp=1, ep=1, instances=1, wrapper=None, **ddp):
-    """A real GPT of this layout in the DDP class that a run would use."""
+def live_chunks(
+    *,
+    per_token,
+    dtype=torch.float32,
+    vpp=1,
+    ep=1,
+    instances=1,
+    wrapper=None,
+    options=None,
+    converted=lambda config, model: model,
+    **ddp,
+):
+    """A real GPT of this layout in the DDP class that a run would use.
+
+    ``options``: set on its config. ``converted``: puts a module around it.
+    """
     more = {}
     if ep > 1:
         more = {"num_moe_experts": 2, "add_bias_linear": False, "moe_aux_loss_coeff": 0.01}
@@ -116,6 +189,9 @@ def live_chunks(*, per_token, dtype=torch.float32, vpp=1, ep=1, instances=1, wra
         config.virtual_pipeline_model_parallel_size = vpp
         config.microbatch_group_size_per_vp_stage = 2
         config.overlap_p2p_comm, config.batch_p2p_comm = True, False
+    for name, value in (options or {}).items():
+        assert hasattr(config, name), name
+        setattr(config, name, value)
     ddp.setdefault("grad_reduce_in_fp32", dtype == torch.bfloat16)
     groups = {}
     if instances > 1:
@@ -136,11 +212,65 @@ def live_chunks(*, per_token, dtype=torch.float32, vpp=1, ep=1, instances=1, wra
             **({"vp_stage": stage} if vpp > 1 else {}),
         )
         wrapped = (wrapper or DistributedDataParallel)(
-            config, DistributedDataParallelConfig(**ddp), model, **groups
+            config, DistributedDataParallelConfig(**ddp), converted(config, model), **groups
         )
         for buffer in wrapped.buffers + wrapped.expert_parallel_buffers:
             buffer.grad_data.uniform_()
         chunks.append(wrapped)
+    return chunks
+
+
+def megatron_lm_chunks(name, *, per_token, dtype, folder, **model):
+    """The chunks of a run of megatron.training 0.16.1, its config as in the middle of train().
+
+    From ``core_transformer_config_from_args``, ``get_model`` and ``train``, with every flag
+    that sets one of their options; and, last, options that need modules or memory.
+    """
+    options = {
+        "deallocate_pipeline_outputs": True,
+        "variable_seq_lengths": False,
+        "fp16": dtype == torch.float16,
+        "bf16": dtype == torch.bfloat16,
+    }
+    if model.get("vpp", 1) > 1 and name == "all overlaps":
+        options["overlap_p2p_comm_warmup_flush"] = True
+    chunks = live_chunks(
+        per_token=per_token,
+        dtype=dtype,
+        options=options,
+        converted=Float16Module if dtype != torch.float32 else lambda config, module: module,
+        **model,
+        **MEGATRON_LM_DDP_OPTIONS[name],
+    )
+    config, ddp_config = chunks[0].config, chunks[0].ddp_config
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            lr=1e-3,
+            fp16=config.fp16,
+            bf16=config.bf16,
+            params_dtype=dtype,
+            loss_scale=1024.0 if config.fp16 else None,
+            use_distributed_optimizer=ddp_config.use_distributed_optimizer,
+            overlap_param_gather=ddp_config.overlap_param_gather,
+        ),
+        chunks,
+    )
+
+    def hooks(method):
+        every = [getattr(chunk, method) for chunk in chunks]
+        return every if len(every) > 1 else every[0]
+
+    config.grad_scale_func = optimizer.scale_loss
+    config.timers = Timers(2, "minmax")
+    if ddp_config.overlap_grad_reduce:
+        config.no_sync_func = hooks("no_sync")
+        config.grad_sync_func = hooks("start_grad_sync")  # --align-grad-reduce, the default
+    if ddp_config.overlap_param_gather:
+        config.param_sync_func = hooks("start_param_sync")
+    config.finalize_model_grads_func = finalize_model_grads
+    config.config_logger_dir = str(folder)
+    for option, value in MODULES_AND_MEMORY.items():
+        setattr(config, option, value)
     return chunks
 
 
@@ -198,6 +328,34 @@ def check_stock_passes_and_nothing_moves(layout, say):
             dtype_name = str(dtype).removeprefix("torch.")
             regime = "per-token" if per_token else "average"
             say(f"STOCK {regime}, {name}, {dtype_name}: {report}")
+
+
+def check_the_config_of_megatron_lm_passes(layout, say):
+    model = {key: layout[key] for key in MODEL if key in layout}
+    for per_token in (False, True):
+        for name in MEGATRON_LM_DDP_OPTIONS:
+            for dtype_name, dtype in MEGATRON_LM_DTYPES.items():
+                # Megatron keeps the reduce-scatter that a config asked for in a global.
+                reduce_scatter = param_and_grad_buffer.dist_reduce_scatter_func
+                with (
+                    tempfile.TemporaryDirectory() as folder,
+                    patched(param_and_grad_buffer, "dist_reduce_scatter_func", reduce_scatter),
+                ):
+                    chunks = megatron_lm_chunks(
+                        name, per_token=per_token, dtype=dtype, folder=folder, **model
+                    )
+                    before = facts(chunks)
+                    report = read(chunks).probe
+                    after = facts(chunks)
+                    assert not list(Path(folder).iterdir())
+                changed = [key for key in before if before[key] != after[key]]
+                assert not changed, changed
+                assert not chunks[0].config.timers._timers
+                assert report.measured == PARTS, report
+                assert report.read == (), report
+                assert all(abs(k / report.expected - 1) < 1e-5 for k in report.factors), report
+                regime = "per-token" if per_token else "average"
+                say(f"MEGATRON-LM {regime}, {name}, {dtype_name}: {report}")
 
 
 def drop_m():
@@ -455,6 +613,8 @@ def run(layouts):
                     print(f"{name}: {line}", flush=True)
 
             check_stock_passes_and_nothing_moves(layout, say)
+            if "instances" not in layout:
+                check_the_config_of_megatron_lm_passes(layout, say)
             check_patched_megatron_is_caught(layout, say)
             if name == "DP2":
                 check_what_cannot_be_measured_is_read(layout, say)
