@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import tempfile
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 
@@ -34,8 +35,9 @@ from megatron.core.transformer.module import Float16Module
 from step_data import VOCABULARY
 
 import megatron_lossagg.cpu as cpu
-from megatron_lossagg import Aggregation, MegatronContract, probe
+from megatron_lossagg import Aggregation, MegatronContract
 from megatron_lossagg.errors import ContractError
+from megatron_lossagg.probe import startup, together
 
 REPEATS = int(os.environ.get("PROBE_REPEATS", "2"))
 """How often each fault is put in; .ci/run asks for 20."""
@@ -96,7 +98,7 @@ MEGATRON_LM_DDP_OPTIONS = {
     },
 }
 MEGATRON_LM_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-MEGATRON_LM_FAULTS = ("DP2", "PP2", "PP2xVPP2", "DP2xCP2")
+MEGATRON_LM_LAYOUTS = ("DP2", "PP2", "PP2xVPP2", "DP2xCP2")
 # Set after construction, because the model that they need is not built here.
 MODULES_AND_MEMORY = {
     "enable_autocast": True,
@@ -300,7 +302,7 @@ def facts(chunks):
 
 def read(chunks, **options):
     """Read with a probe that measures: not one that remembers."""
-    probe._known.clear()
+    startup._known.clear()
     return MegatronContract.read(chunks, **options)
 
 
@@ -398,6 +400,20 @@ def ddp_averages():
     return patched(DistributedDataParallel, "finish_grad_sync", finish_grad_sync)
 
 
+def second_step_doubled():
+    """DDP scales gradients differently from the second step on."""
+    original = DistributedDataParallel.finish_grad_sync
+    steps = Counter()
+
+    def finish_grad_sync(self, *more, **named):
+        original(self, *more, **named)
+        steps[id(self)] += 1
+        if steps[id(self)] > 1:
+            self.scale_gradients(2)
+
+    return patched(DistributedDataParallel, "finish_grad_sync", finish_grad_sync)
+
+
 def experts_doubled():
     """DDP scales the gradients of experts otherwise."""
     original = DistributedDataParallel.finish_grad_sync
@@ -467,6 +483,10 @@ FAULTS = {
     "drop_m": (lambda chunks: drop_m(), lambda per_token, dp_cp, cp, ep: not per_token),
     "times_cp": (lambda chunks: times_cp(), lambda per_token, dp_cp, cp, ep: cp > 1),
     "ddp_averages": (lambda chunks: ddp_averages(), lambda per_token, dp_cp, cp, ep: dp_cp > 1),
+    "second_step_doubled": (
+        lambda chunks: second_step_doubled(),
+        lambda per_token, dp_cp, cp, ep: True,
+    ),
     "experts_doubled": (lambda chunks: experts_doubled(), lambda per_token, dp_cp, cp, ep: ep > 1),
     "finalize_not_called": (
         lambda chunks: finalize_not_called(),
@@ -487,13 +507,37 @@ FAULTS = {
 def check_patched_megatron_is_caught(layout, say):
     model = {key: layout[key] for key in MODEL if key in layout}
     model["use_distributed_optimizer"] = "instances" in layout
+
+    def chunks_of(per_token):
+        return live_chunks(per_token=per_token, **model)
+
+    catch_faults(chunks_of, layout, lambda line: say(f"FAULT {line}"))
+
+
+def check_faults_are_caught_under_the_config_of_megatron_lm(layout, say):
+    model = {key: layout[key] for key in MODEL if key in layout}
+
+    def chunks_of(per_token):
+        return megatron_lm_chunks(
+            "all overlaps", per_token=per_token, dtype=torch.bfloat16, folder="", **model
+        )
+
+    # The gradients are reduced without it, at a time of their own.
+    left_out = {("finalize_not_called", "average")}
+    catch_faults(chunks_of, layout, lambda line: say(f"MEGATRON-LM FAULT {line}"), left_out)
+
+
+def catch_faults(chunks_of, layout, say, left_out=()):
+    """Put each fault in ``REPEATS`` times, in both regimes."""
     cp = parallel_state.get_context_parallel_world_size()
     for per_token in (False, True):
-        chunks = live_chunks(per_token=per_token, **model)
+        chunks = chunks_of(per_token)
         before = facts(chunks)
         dp_cp = dist.get_world_size(chunks[0].dp_cp_group)
         regime = "per-token" if per_token else "average"
         for fault, (patch, bites) in FAULTS.items():
+            if (fault, regime) in left_out:
+                continue
             caught = 0
             wanted = bites(per_token, dp_cp, cp, layout.get("ep", 1))
             repeats = REPEATS if wanted else 1
@@ -516,7 +560,7 @@ def check_patched_megatron_is_caught(layout, say):
                 assert found[4] == regime, message
             assert caught == (REPEATS if wanted else 0), (fault, regime, caught, message)
             verdict = f"{caught} of {repeats} caught" if wanted else "changes no number, passes"
-            say(f"FAULT {regime}, {fault}: {verdict}: {message}")
+            say(f"{regime}, {fault}: {verdict}: {message}")
         assert facts(chunks) == before
 
 
@@ -575,6 +619,22 @@ def check_what_cannot_be_measured_is_read(layout, say):
     say(f"READ all: {report}")
 
 
+def check_gradients_reduced_twice_are_caught(layout, say):
+    """The schedule and finalize both start a reduction that does not overlap.
+
+    A second mean changes no number, a second sum over two ranks doubles on later stages.
+    """
+    for per_token in (False, True):
+        chunks = live_chunks(per_token=per_token)
+        with patched(chunks[0].config, "grad_sync_func", chunks[0].start_grad_sync):
+            message = refusal(chunks)
+        if not per_token:
+            assert message is None, message
+            continue
+        assert "would be 2 times that of its loss" in message, message
+        say(f"TWICE {message}")
+
+
 def check_groups_of_ones_own_are_read(layout, say):
     groups = copy.copy(groups_of_two_instances())
     groups.dp = groups.dp_cp = groups.intra_dp_cp  # half of what parallel_state says
@@ -582,7 +642,14 @@ def check_groups_of_ones_own_are_read(layout, say):
     def wrapper(*arguments):
         return DistributedDataParallel(*arguments, pg_collection=groups)
 
-    report = read(live_chunks(per_token=True, wrapper=wrapper)).probe
+    assert_only_read(live_chunks(per_token=True, wrapper=wrapper))
+    groups = copy.copy(groups_of_two_instances())
+    groups.pp = groups.inter_dist_opt  # two stages, where parallel_state has one
+    assert_only_read(live_chunks(per_token=True, wrapper=wrapper))
+
+
+def assert_only_read(chunks):
+    report = read(chunks).probe
     assert (report.measured, report.factors) == ((), None), report
     assert "the chunks' groups are not parallel_state's" in str(report), report
 
@@ -592,7 +659,8 @@ def check_once_a_process_and_kind(layout, say):
     first = read(chunks)
     assert not first.probe.repeated
     line = first.describe(Aggregation("token_mean"))
-    assert f"probe: K = {first.probe.expected} measured through DDP, schedule, finalize" in line
+    assert "probe: K = M DP CP confirmed through DDP, schedule, finalize: measured 6 at " in line
+    assert "at the probe's own M = 3 (" in line
     assert MegatronContract.read(live_chunks(per_token=False)).probe.repeated
     others = {"per_token": True}, {"per_token": False, "overlap_grad_reduce": True}
     for other in others:
@@ -613,9 +681,12 @@ def run(layouts):
                     print(f"{name}: {line}", flush=True)
 
             check_stock_passes_and_nothing_moves(layout, say)
-            if "instances" not in layout:
-                check_the_config_of_megatron_lm_passes(layout, say)
             check_patched_megatron_is_caught(layout, say)
+            if name in MEGATRON_LM_LAYOUTS:
+                check_the_config_of_megatron_lm_passes(layout, say)
+                check_faults_are_caught_under_the_config_of_megatron_lm(layout, say)
+            if name == "DP2xPP2":
+                check_gradients_reduced_twice_are_caught(layout, say)
             if name == "DP2":
                 check_what_cannot_be_measured_is_read(layout, say)
                 check_once_a_process_and_kind(layout, say)
@@ -628,7 +699,7 @@ def run(layouts):
 def run_alone(where):
     """Rank 1 fails in the finalize or the schedule, before a message that the other waits for."""
     dist.init_process_group("gloo")
-    probe._PATIENCE = timedelta(seconds=2)
+    together.PATIENCE = timedelta(seconds=2)
 
     def fails_on_rank_1(function):
         def failing(*more, **named):
