@@ -6,6 +6,7 @@ alone`` lets one rank fail while the others wait.
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import gc
 import os
@@ -242,19 +243,20 @@ def megatron_lm_chunks(name, *, per_token, dtype, folder, **model):
         options=options,
         converted=Float16Module if dtype != torch.float32 else lambda config, module: module,
         **model,
-        **MEGATRON_LM_DDP_OPTIONS[name],
+        **known_to(DistributedDataParallelConfig, MEGATRON_LM_DDP_OPTIONS[name]),
     )
     config, ddp_config = chunks[0].config, chunks[0].ddp_config
+    optimizer_options = {
+        "lr": 1e-3,
+        "fp16": config.fp16,
+        "bf16": config.bf16,
+        "params_dtype": dtype,
+        "loss_scale": 1024.0 if config.fp16 else None,
+        "use_distributed_optimizer": ddp_config.use_distributed_optimizer,
+        "overlap_param_gather": ddp_config.overlap_param_gather,
+    }
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            lr=1e-3,
-            fp16=config.fp16,
-            bf16=config.bf16,
-            params_dtype=dtype,
-            loss_scale=1024.0 if config.fp16 else None,
-            use_distributed_optimizer=ddp_config.use_distributed_optimizer,
-            overlap_param_gather=ddp_config.overlap_param_gather,
-        ),
+        OptimizerConfig(**known_to(OptimizerConfig, optimizer_options)),
         chunks,
     )
 
@@ -271,9 +273,15 @@ def megatron_lm_chunks(name, *, per_token, dtype, folder, **model):
         config.param_sync_func = hooks("start_param_sync")
     config.finalize_model_grads_func = finalize_model_grads
     config.config_logger_dir = str(folder)
-    for option, value in MODULES_AND_MEMORY.items():
+    for option, value in known_to(type(config), MODULES_AND_MEMORY).items():
         setattr(config, option, value)
     return chunks
+
+
+def known_to(config_class, options):
+    """Those of the options that this release of Megatron-Core has."""
+    names = {field.name for field in dataclasses.fields(config_class)}
+    return {name: value for name, value in options.items() if name in names}
 
 
 def facts(chunks):
