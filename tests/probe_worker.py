@@ -44,7 +44,7 @@ REPEATS = int(os.environ.get("PROBE_REPEATS", "2"))
 """How often each fault is put in; .ci/run asks for 20."""
 PARTS = ("DDP", "schedule", "finalize")
 
-# By number of processes; DP is what is left.
+# By number of processes; DP is the rest.
 LAYOUTS = {
     2: {
         "DP2": {},
@@ -126,7 +126,7 @@ MODULES_AND_MEMORY = {
 
 @contextlib.contextmanager
 def layout_of(*, tp=1, pp=1, cp=1, ep=1, vpp=1, instances=1):
-    """Megatron's groups for one layout, and no trace of them afterwards."""
+    """Set up Megatron's groups for one layout, and remove them afterwards."""
     del instances  # Megatron makes their groups only where einops is installed
     parallel_state.initialize_model_parallel(
         tp,
@@ -145,18 +145,19 @@ def layout_of(*, tp=1, pp=1, cp=1, ep=1, vpp=1, instances=1):
 
 @functools.cache
 def groups_of_two_instances():
-    """The groups of two distributed-optimizer instances over four ranks at EP 2."""
+    """Make the groups of two distributed-optimizer instances over four ranks at EP 2."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    def mine(*every):
-        return dist.new_subgroups_by_enumeration([list(ranks) for ranks in every])[0]
+    def own_group(*ranks_by_group):
+        groups = [list(ranks) for ranks in ranks_by_group]
+        return dist.new_subgroups_by_enumeration(groups)[0]
 
     groups = ProcessGroupCollection()
     groups.dp = groups.dp_cp = parallel_state.get_data_parallel_group()
-    groups.intra_dp_cp = mine((0, 1), (2, 3))
-    groups.inter_dist_opt = mine((0, 2), (1, 3))
+    groups.intra_dp_cp = own_group((0, 1), (2, 3))
+    groups.inter_dist_opt = own_group((0, 2), (1, 3))
     groups.expt_dp = parallel_state.get_expert_data_parallel_group()
-    groups.intra_expt_dp = mine((0,), (1,), (2,), (3,))
+    groups.intra_expt_dp = own_group((0,), (1,), (2,), (3,))
     groups.tp = parallel_state.get_tensor_model_parallel_group()
     groups.pp = parallel_state.get_pipeline_model_parallel_group()
     groups.ep = parallel_state.get_expert_model_parallel_group()
@@ -175,7 +176,7 @@ def live_chunks(
     converted=lambda config, model: model,
     **ddp,
 ):
-    """A real GPT of this layout in the DDP class that a run would use.
+    """Build a real GPT of this layout in the DDP class that a run would use.
 
     ``options``: set on its config. ``converted``: puts a module around it.
     """
@@ -224,7 +225,7 @@ def live_chunks(
 
 
 def megatron_lm_chunks(name, *, per_token, dtype, folder, **model):
-    """The chunks of a run of megatron.training 0.16.1, its config as in the middle of train().
+    """Build the chunks of a run of megatron.training 0.16.1, with its config as inside train().
 
     From ``core_transformer_config_from_args``, ``get_model`` and ``train``, with every flag
     that sets one of their options; and, last, options that need modules or memory.
@@ -261,8 +262,8 @@ def megatron_lm_chunks(name, *, per_token, dtype, folder, **model):
     )
 
     def hooks(method):
-        every = [getattr(chunk, method) for chunk in chunks]
-        return every if len(every) > 1 else every[0]
+        by_chunk = [getattr(chunk, method) for chunk in chunks]
+        return by_chunk if len(by_chunk) > 1 else by_chunk[0]
 
     config.grad_scale_func = optimizer.scale_loss
     config.timers = Timers(2, "minmax")
@@ -279,13 +280,13 @@ def megatron_lm_chunks(name, *, per_token, dtype, folder, **model):
 
 
 def known_to(config_class, options):
-    """Those of the options that this release of Megatron-Core has."""
+    """Return the options that this release of Megatron-Core has."""
     names = {field.name for field in dataclasses.fields(config_class)}
     return {name: value for name, value in options.items() if name in names}
 
 
 def facts(chunks):
-    """All that the probe must leave as it is, in a form that compares."""
+    """List all that the probe must leave unchanged, in a form that compares."""
     buffers = [b for chunk in chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
     tracker = get_cuda_rng_tracker().get_states()
     return {
@@ -309,12 +310,12 @@ def facts(chunks):
 
 
 def read(chunks, **options):
-    """Read with a probe that measures: not one that remembers."""
+    """Read with a probe that measures, not one that finds an earlier report."""
     startup._known.clear()
     return MegatronContract.read(chunks, **options)
 
 
-def check_stock_passes_and_nothing_moves(layout, say):
+def check_stock_passes_and_nothing_moves(layout, emit):
     cases = [(name, torch.float32) for name in DDP_OPTIONS]
     cases += [("plain", torch.float64), ("plain", torch.bfloat16), ("distributed", torch.bfloat16)]
     for per_token in (False, True):
@@ -337,10 +338,10 @@ def check_stock_passes_and_nothing_moves(layout, say):
             assert report.seconds < 10, report
             dtype_name = str(dtype).removeprefix("torch.")
             regime = "per-token" if per_token else "average"
-            say(f"STOCK {regime}, {name}, {dtype_name}: {report}")
+            emit(f"STOCK {regime}, {name}, {dtype_name}: {report}")
 
 
-def check_the_config_of_megatron_lm_passes(layout, say):
+def check_the_config_of_megatron_lm_passes(layout, emit):
     model = {key: layout[key] for key in MODEL if key in layout}
     for per_token in (False, True):
         for name in MEGATRON_LM_DDP_OPTIONS:
@@ -365,7 +366,7 @@ def check_the_config_of_megatron_lm_passes(layout, say):
                 assert report.read == (), report
                 assert all(abs(k / report.expected - 1) < 1e-5 for k in report.factors), report
                 regime = "per-token" if per_token else "average"
-                say(f"MEGATRON-LM {regime}, {name}, {dtype_name}: {report}")
+                emit(f"MEGATRON-LM {regime}, {name}, {dtype_name}: {report}")
 
 
 def drop_m():
@@ -398,7 +399,7 @@ def times_cp():
 
 
 def ddp_averages():
-    """DDP averages, whatever its scaling factor says."""
+    """DDP averages whatever its scaling factor is."""
     original = DistributedDataParallel.finish_grad_sync
 
     def finish_grad_sync(self, *more, **named):
@@ -423,7 +424,7 @@ def second_step_doubled():
 
 
 def experts_doubled():
-    """DDP scales the gradients of experts otherwise."""
+    """DDP scales the gradients of experts differently."""
     original = DistributedDataParallel.finish_grad_sync
 
     def finish_grad_sync(self, *more, **named):
@@ -512,17 +513,17 @@ FAULTS = {
 }
 
 
-def check_patched_megatron_is_caught(layout, say):
+def check_patched_megatron_is_caught(layout, emit):
     model = {key: layout[key] for key in MODEL if key in layout}
     model["use_distributed_optimizer"] = "instances" in layout
 
     def chunks_of(per_token):
         return live_chunks(per_token=per_token, **model)
 
-    catch_faults(chunks_of, layout, lambda line: say(f"FAULT {line}"))
+    catch_faults(chunks_of, layout, lambda line: emit(f"FAULT {line}"))
 
 
-def check_faults_are_caught_under_the_config_of_megatron_lm(layout, say):
+def check_faults_are_caught_under_the_config_of_megatron_lm(layout, emit):
     model = {key: layout[key] for key in MODEL if key in layout}
 
     def chunks_of(per_token):
@@ -532,10 +533,10 @@ def check_faults_are_caught_under_the_config_of_megatron_lm(layout, say):
 
     # The gradients are reduced without it, at a time of their own.
     left_out = {("finalize_not_called", "average")}
-    catch_faults(chunks_of, layout, lambda line: say(f"MEGATRON-LM FAULT {line}"), left_out)
+    catch_faults(chunks_of, layout, lambda line: emit(f"MEGATRON-LM FAULT {line}"), left_out)
 
 
-def catch_faults(chunks_of, layout, say, left_out=()):
+def catch_faults(chunks_of, layout, emit, left_out=()):
     """Put each fault in ``REPEATS`` times, in both regimes."""
     cp = parallel_state.get_context_parallel_world_size()
     for per_token in (False, True):
@@ -543,11 +544,11 @@ def catch_faults(chunks_of, layout, say, left_out=()):
         before = facts(chunks)
         dp_cp = dist.get_world_size(chunks[0].dp_cp_group)
         regime = "per-token" if per_token else "average"
-        for fault, (patch, bites) in FAULTS.items():
+        for fault, (patch, changes_a_number) in FAULTS.items():
             if (fault, regime) in left_out:
                 continue
             caught = 0
-            wanted = bites(per_token, dp_cp, cp, layout.get("ep", 1))
+            wanted = changes_a_number(per_token, dp_cp, cp, layout.get("ep", 1))
             repeats = REPEATS if wanted else 1
             for _ in range(repeats):
                 with patch(chunks):
@@ -568,25 +569,25 @@ def catch_faults(chunks_of, layout, say, left_out=()):
                 assert found[4] == regime, message
             assert caught == (REPEATS if wanted else 0), (fault, regime, caught, message)
             verdict = f"{caught} of {repeats} caught" if wanted else "changes no number, passes"
-            say(f"{regime}, {fault}: {verdict}: {message}")
+            emit(f"{regime}, {fault}: {verdict}: {message}")
         assert facts(chunks) == before
 
 
 def refusal(chunks):
-    """The message of the ContractError that every rank raises, None where none does."""
+    """Return the message of the ContractError that every rank raises, None where none does."""
     try:
         read(chunks)
     except ContractError as error:
         message = str(error)
     else:
         message = None
-    every = [None] * dist.get_world_size()
-    dist.all_gather_object(every, message)
-    assert len(set(every)) == 1, every
+    message_by_rank = [None] * dist.get_world_size()
+    dist.all_gather_object(message_by_rank, message)
+    assert len(set(message_by_rank)) == 1, message_by_rank
     return message
 
 
-def check_what_cannot_be_measured_is_read(layout, say):
+def check_what_cannot_be_measured_is_read(layout, emit):
     chunks = live_chunks(per_token=True)
     config = chunks[0].config
 
@@ -614,20 +615,20 @@ def check_what_cannot_be_measured_is_read(layout, say):
         assert report.read[0].startswith("finalize ("), report
         assert reason in report.read[0], report
     assert facts(chunks) == before
-    say(f"READ finalize: {report}")
+    emit(f"READ finalize: {report}")
     custom = live_chunks(per_token=True, wrapper=lambda *a: Wants(*a, more=1))
     report = read(custom).probe
     assert report.measured == ("schedule", "finalize"), report
     assert "DDP (rank 0: TypeError" in report.read[0], report
-    say(f"READ DDP: {report}")
+    emit(f"READ DDP: {report}")
     with patched(pipeline_parallel, "get_forward_backward_func", lambda: lambda **named: 1 / 0):
         report = read(chunks).probe
     assert (report.measured, report.factors) == ((), None), report
     assert "schedule (rank 0: ZeroDivisionError" in str(report), report
-    say(f"READ all: {report}")
+    emit(f"READ all: {report}")
 
 
-def check_gradients_reduced_twice_are_caught(layout, say):
+def check_gradients_reduced_twice_are_caught(layout, emit):
     """The schedule and finalize both start a reduction that does not overlap.
 
     A second mean changes no number, a second sum over two ranks doubles on later stages.
@@ -640,10 +641,10 @@ def check_gradients_reduced_twice_are_caught(layout, say):
             assert message is None, message
             continue
         assert "would be 2 times that of its loss" in message, message
-        say(f"TWICE {message}")
+        emit(f"TWICE {message}")
 
 
-def check_groups_of_ones_own_are_read(layout, say):
+def check_groups_other_than_the_globals_are_read(layout, emit):
     groups = copy.copy(groups_of_two_instances())
     groups.dp = groups.dp_cp = groups.intra_dp_cp  # half of what parallel_state says
 
@@ -662,7 +663,7 @@ def assert_only_read(chunks):
     assert "the chunks' groups are not parallel_state's" in str(report), report
 
 
-def check_once_a_process_and_kind(layout, say):
+def check_once_per_process_and_kind(layout, emit):
     chunks = live_chunks(per_token=False)
     first = read(chunks)
     assert not first.probe.repeated
@@ -684,23 +685,23 @@ def run(layouts):
     for name, layout in layouts.items():
         with layout_of(**layout):
 
-            def say(line, name=name):
+            def emit(line, name=name):
                 if dist.get_rank() == 0:
                     print(f"{name}: {line}", flush=True)
 
-            check_stock_passes_and_nothing_moves(layout, say)
-            check_patched_megatron_is_caught(layout, say)
+            check_stock_passes_and_nothing_moves(layout, emit)
+            check_patched_megatron_is_caught(layout, emit)
             if name in MEGATRON_LM_LAYOUTS:
-                check_the_config_of_megatron_lm_passes(layout, say)
-                check_faults_are_caught_under_the_config_of_megatron_lm(layout, say)
+                check_the_config_of_megatron_lm_passes(layout, emit)
+                check_faults_are_caught_under_the_config_of_megatron_lm(layout, emit)
             if name == "DP2xPP2":
-                check_gradients_reduced_twice_are_caught(layout, say)
+                check_gradients_reduced_twice_are_caught(layout, emit)
             if name == "DP2":
-                check_what_cannot_be_measured_is_read(layout, say)
-                check_once_a_process_and_kind(layout, say)
+                check_what_cannot_be_measured_is_read(layout, emit)
+                check_once_per_process_and_kind(layout, emit)
             if "instances" in layout:
-                check_groups_of_ones_own_are_read(layout, say)
-            say("HELD")
+                check_groups_other_than_the_globals_are_read(layout, emit)
+            emit("PASSED")
     dist.destroy_process_group()
 
 
