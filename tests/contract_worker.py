@@ -478,7 +478,8 @@ def check_the_start_line_names_mode_formula_regime_and_k(chunk, contract):
 
 
 def check_the_start_line_says_whether_k_was_measured(chunk, contract):
-    assert "probe: K = 6 measured through DDP, schedule, finalize" in contract.describe(CONSTANT)
+    line = contract.describe(CONSTANT)
+    assert "probe: K = M DP CP confirmed through DDP, schedule, finalize: measured 6 at" in line
     off = MegatronContract.read(chunk, probe=False)
     assert off.probe is None
     assert off.describe(CONSTANT).endswith("probe: off")

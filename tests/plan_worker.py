@@ -406,7 +406,7 @@ BUFFERS = {
     r"raised OSError\('the file is gone'\) after 1 of 2": (raising, lengths),
     "counting microbatch 1 of 2 raised ": (lambda: iter([["a"], [3]]), lengths),
     "counting microbatch 0 of 2 raised ": (lambda: iter([["a"], ["b"]]), lambda rows: 1),
-    "active_tokens: got -1 for row 1": (lambda: iter([[2], [-1]]), lambda rows: rows),
+    "Sequences.active_tokens: got -1 at index 1": (lambda: iter([[2], [-1]]), lambda rows: rows),
 }
 
 

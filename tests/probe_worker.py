@@ -6,12 +6,16 @@ alone`` lets one rank fail while the others wait.
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import gc
 import os
 import re
 import sys
+import tempfile
+from collections import Counter
 from datetime import timedelta
+from pathlib import Path
 
 import tiny_gpt
 import torch
@@ -21,20 +25,26 @@ from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
+    param_and_grad_buffer,
 )
 from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.core.timers import Timers
+from megatron.core.transformer.module import Float16Module
 from step_data import VOCABULARY
 
 import megatron_lossagg.cpu as cpu
-from megatron_lossagg import Aggregation, MegatronContract, probe
+from megatron_lossagg import Aggregation, MegatronContract
 from megatron_lossagg.errors import ContractError
+from megatron_lossagg.probe import startup, together
 
-REPEATS = 20
+REPEATS = int(os.environ.get("PROBE_REPEATS", "2"))
+"""How often each fault is put in; .ci/run asks for 20."""
 PARTS = ("DDP", "schedule", "finalize")
 
-# By number of processes; DP is what is left.
+# By number of processes; DP is the rest.
 LAYOUTS = {
     2: {
         "DP2": {},
@@ -60,11 +70,63 @@ DDP_OPTIONS = {
     "distributed, overlap": {"use_distributed_optimizer": True, "overlap_grad_reduce": True},
     "in collective": {"average_in_collective": True},
 }
+# What megatron.training 0.16.1 gives DistributedDataParallelConfig from its flags.
+MEGATRON_LM_DDP_OPTIONS = {
+    "defaults": {"grad_reduce_in_fp32": True, "check_for_nan_in_grad": True},
+    "reduced in the parameters' dtype": {"check_for_nan_in_grad": True},
+    "small buckets": {
+        "grad_reduce_in_fp32": True,
+        "check_for_nan_in_grad": True,
+        "check_for_large_grads": True,
+        "overlap_grad_reduce": True,
+        "bucket_size": 100,
+    },
+    "all overlaps": {
+        "grad_reduce_in_fp32": True,
+        "check_for_nan_in_grad": True,
+        "check_for_large_grads": True,
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "align_param_gather": True,
+        "bucket_size": 100,
+        "pad_buckets_for_high_nccl_busbw": True,
+    },
+    "fp32 accumulation": {
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "reduce_scatter_with_fp32_accumulation": True,
+    },
+}
+MEGATRON_LM_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MEGATRON_LM_LAYOUTS = ("DP2", "PP2", "PP2xVPP2", "DP2xCP2")
+# Set after construction, because the model that they need is not built here.
+MODULES_AND_MEMORY = {
+    "enable_autocast": True,
+    "autocast_dtype": torch.bfloat16,
+    "sequence_parallel": True,
+    "num_moe_experts": 2,
+    "moe_router_enable_expert_bias": True,
+    "mtp_num_layers": 1,
+    "mtp_standalone": True,
+    "qk_layernorm": True,
+    "has_cond_embedder": True,
+    "defer_embedding_wgrad_compute": True,
+    "delay_wgrad_compute": True,
+    "overlap_moe_expert_parallel_comm": True,
+    "cuda_graph_impl": "local",
+    "enable_cuda_graph": True,
+    "external_cuda_graph": True,
+    "recompute_granularity": "full",
+    "num_microbatches_with_partial_activation_checkpoints": 1,
+    "cpu_offloading": True,
+    "fine_grained_activation_offloading": True,
+}
 
 
 @contextlib.contextmanager
 def layout_of(*, tp=1, pp=1, cp=1, ep=1, vpp=1, instances=1):
-    """Megatron's groups for one layout, and no trace of them afterwards."""
+    """Set up Megatron's groups for one layout, and remove them afterwards."""
     del instances  # Megatron makes their groups only where einops is installed
     parallel_state.initialize_model_parallel(
         tp,
@@ -83,26 +145,41 @@ def layout_of(*, tp=1, pp=1, cp=1, ep=1, vpp=1, instances=1):
 
 @functools.cache
 def groups_of_two_instances():
-    """The groups of two distributed-optimizer instances over four ranks at EP 2."""
+    """Make the groups of two distributed-optimizer instances over four ranks at EP 2."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    def mine(*every):
-        return dist.new_subgroups_by_enumeration([list(ranks) for ranks in every])[0]
+    def own_group(*ranks_by_group):
+        groups = [list(ranks) for ranks in ranks_by_group]
+        return dist.new_subgroups_by_enumeration(groups)[0]
 
     groups = ProcessGroupCollection()
     groups.dp = groups.dp_cp = parallel_state.get_data_parallel_group()
-    groups.intra_dp_cp = mine((0, 1), (2, 3))
-    groups.inter_dist_opt = mine((0, 2), (1, 3))
+    groups.intra_dp_cp = own_group((0, 1), (2, 3))
+    groups.inter_dist_opt = own_group((0, 2), (1, 3))
     groups.expt_dp = parallel_state.get_expert_data_parallel_group()
-    groups.intra_expt_dp = mine((0,), (1,), (2,), (3,))
+    groups.intra_expt_dp = own_group((0,), (1,), (2,), (3,))
     groups.tp = parallel_state.get_tensor_model_parallel_group()
     groups.pp = parallel_state.get_pipeline_model_parallel_group()
     groups.ep = parallel_state.get_expert_model_parallel_group()
     return groups
 
 
-def live_chunks(*, per_token, dtype=torch.float32, vpp=1, ep=1, instances=1, wrapper=None, **ddp):
-    """A real GPT of this layout in the DDP class that a run would use."""
+def live_chunks(
+    *,
+    per_token,
+    dtype=torch.float32,
+    vpp=1,
+    ep=1,
+    instances=1,
+    wrapper=None,
+    options=None,
+    converted=lambda config, model: model,
+    **ddp,
+):
+    """Build a real GPT of this layout in the DDP class that a run would use.
+
+    ``options``: set on its config. ``converted``: puts a module around it.
+    """
     more = {}
     if ep > 1:
         more = {"num_moe_experts": 2, "add_bias_linear": False, "moe_aux_loss_coeff": 0.01}
@@ -116,6 +193,9 @@ def live_chunks(*, per_token, dtype=torch.float32, vpp=1, ep=1, instances=1, wra
         config.virtual_pipeline_model_parallel_size = vpp
         config.microbatch_group_size_per_vp_stage = 2
         config.overlap_p2p_comm, config.batch_p2p_comm = True, False
+    for name, value in (options or {}).items():
+        assert hasattr(config, name), name
+        setattr(config, name, value)
     ddp.setdefault("grad_reduce_in_fp32", dtype == torch.bfloat16)
     groups = {}
     if instances > 1:
@@ -136,7 +216,7 @@ def live_chunks(*, per_token, dtype=torch.float32, vpp=1, ep=1, instances=1, wra
             **({"vp_stage": stage} if vpp > 1 else {}),
         )
         wrapped = (wrapper or DistributedDataParallel)(
-            config, DistributedDataParallelConfig(**ddp), model, **groups
+            config, DistributedDataParallelConfig(**ddp), converted(config, model), **groups
         )
         for buffer in wrapped.buffers + wrapped.expert_parallel_buffers:
             buffer.grad_data.uniform_()
@@ -144,8 +224,69 @@ def live_chunks(*, per_token, dtype=torch.float32, vpp=1, ep=1, instances=1, wra
     return chunks
 
 
+def megatron_lm_chunks(name, *, per_token, dtype, folder, **model):
+    """Build the chunks of a run of megatron.training 0.16.1, with its config as inside train().
+
+    From ``core_transformer_config_from_args``, ``get_model`` and ``train``, with every flag
+    that sets one of their options; and, last, options that need modules or memory.
+    """
+    options = {
+        "deallocate_pipeline_outputs": True,
+        "variable_seq_lengths": False,
+        "fp16": dtype == torch.float16,
+        "bf16": dtype == torch.bfloat16,
+    }
+    if model.get("vpp", 1) > 1 and name == "all overlaps":
+        options["overlap_p2p_comm_warmup_flush"] = True
+    chunks = live_chunks(
+        per_token=per_token,
+        dtype=dtype,
+        options=options,
+        converted=Float16Module if dtype != torch.float32 else lambda config, module: module,
+        **model,
+        **known_to(DistributedDataParallelConfig, MEGATRON_LM_DDP_OPTIONS[name]),
+    )
+    config, ddp_config = chunks[0].config, chunks[0].ddp_config
+    optimizer_options = {
+        "lr": 1e-3,
+        "fp16": config.fp16,
+        "bf16": config.bf16,
+        "params_dtype": dtype,
+        "loss_scale": 1024.0 if config.fp16 else None,
+        "use_distributed_optimizer": ddp_config.use_distributed_optimizer,
+        "overlap_param_gather": ddp_config.overlap_param_gather,
+    }
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(**known_to(OptimizerConfig, optimizer_options)),
+        chunks,
+    )
+
+    def hooks(method):
+        by_chunk = [getattr(chunk, method) for chunk in chunks]
+        return by_chunk if len(by_chunk) > 1 else by_chunk[0]
+
+    config.grad_scale_func = optimizer.scale_loss
+    config.timers = Timers(2, "minmax")
+    if ddp_config.overlap_grad_reduce:
+        config.no_sync_func = hooks("no_sync")
+        config.grad_sync_func = hooks("start_grad_sync")  # --align-grad-reduce, the default
+    if ddp_config.overlap_param_gather:
+        config.param_sync_func = hooks("start_param_sync")
+    config.finalize_model_grads_func = finalize_model_grads
+    config.config_logger_dir = str(folder)
+    for option, value in known_to(type(config), MODULES_AND_MEMORY).items():
+        setattr(config, option, value)
+    return chunks
+
+
+def known_to(config_class, options):
+    """Return the options that this release of Megatron-Core has."""
+    names = {field.name for field in dataclasses.fields(config_class)}
+    return {name: value for name, value in options.items() if name in names}
+
+
 def facts(chunks):
-    """All that the probe must leave as it is, in a form that compares."""
+    """List all that the probe must leave unchanged, in a form that compares."""
     buffers = [b for chunk in chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
     tracker = get_cuda_rng_tracker().get_states()
     return {
@@ -169,12 +310,12 @@ def facts(chunks):
 
 
 def read(chunks, **options):
-    """Read with a probe that measures: not one that remembers."""
-    probe._known.clear()
+    """Read with a probe that measures, not one that finds an earlier report."""
+    startup._known.clear()
     return MegatronContract.read(chunks, **options)
 
 
-def check_stock_passes_and_nothing_moves(layout, say):
+def check_stock_passes_and_nothing_moves(layout, emit):
     cases = [(name, torch.float32) for name in DDP_OPTIONS]
     cases += [("plain", torch.float64), ("plain", torch.bfloat16), ("distributed", torch.bfloat16)]
     for per_token in (False, True):
@@ -197,7 +338,35 @@ def check_stock_passes_and_nothing_moves(layout, say):
             assert report.seconds < 10, report
             dtype_name = str(dtype).removeprefix("torch.")
             regime = "per-token" if per_token else "average"
-            say(f"STOCK {regime}, {name}, {dtype_name}: {report}")
+            emit(f"STOCK {regime}, {name}, {dtype_name}: {report}")
+
+
+def check_the_config_of_megatron_lm_passes(layout, emit):
+    model = {key: layout[key] for key in MODEL if key in layout}
+    for per_token in (False, True):
+        for name in MEGATRON_LM_DDP_OPTIONS:
+            for dtype_name, dtype in MEGATRON_LM_DTYPES.items():
+                # Megatron keeps the reduce-scatter that a config asked for in a global.
+                reduce_scatter = param_and_grad_buffer.dist_reduce_scatter_func
+                with (
+                    tempfile.TemporaryDirectory() as folder,
+                    patched(param_and_grad_buffer, "dist_reduce_scatter_func", reduce_scatter),
+                ):
+                    chunks = megatron_lm_chunks(
+                        name, per_token=per_token, dtype=dtype, folder=folder, **model
+                    )
+                    before = facts(chunks)
+                    report = read(chunks).probe
+                    after = facts(chunks)
+                    assert not list(Path(folder).iterdir())
+                changed = [key for key in before if before[key] != after[key]]
+                assert not changed, changed
+                assert not chunks[0].config.timers._timers
+                assert report.measured == PARTS, report
+                assert report.read == (), report
+                assert all(abs(k / report.expected - 1) < 1e-5 for k in report.factors), report
+                regime = "per-token" if per_token else "average"
+                emit(f"MEGATRON-LM {regime}, {name}, {dtype_name}: {report}")
 
 
 def drop_m():
@@ -230,7 +399,7 @@ def times_cp():
 
 
 def ddp_averages():
-    """DDP averages, whatever its scaling factor says."""
+    """DDP averages whatever its scaling factor is."""
     original = DistributedDataParallel.finish_grad_sync
 
     def finish_grad_sync(self, *more, **named):
@@ -240,8 +409,22 @@ def ddp_averages():
     return patched(DistributedDataParallel, "finish_grad_sync", finish_grad_sync)
 
 
+def second_step_doubled():
+    """DDP scales gradients differently from the second step on."""
+    original = DistributedDataParallel.finish_grad_sync
+    steps = Counter()
+
+    def finish_grad_sync(self, *more, **named):
+        original(self, *more, **named)
+        steps[id(self)] += 1
+        if steps[id(self)] > 1:
+            self.scale_gradients(2)
+
+    return patched(DistributedDataParallel, "finish_grad_sync", finish_grad_sync)
+
+
 def experts_doubled():
-    """DDP scales the gradients of experts otherwise."""
+    """DDP scales the gradients of experts differently."""
     original = DistributedDataParallel.finish_grad_sync
 
     def finish_grad_sync(self, *more, **named):
@@ -309,6 +492,10 @@ FAULTS = {
     "drop_m": (lambda chunks: drop_m(), lambda per_token, dp_cp, cp, ep: not per_token),
     "times_cp": (lambda chunks: times_cp(), lambda per_token, dp_cp, cp, ep: cp > 1),
     "ddp_averages": (lambda chunks: ddp_averages(), lambda per_token, dp_cp, cp, ep: dp_cp > 1),
+    "second_step_doubled": (
+        lambda chunks: second_step_doubled(),
+        lambda per_token, dp_cp, cp, ep: True,
+    ),
     "experts_doubled": (lambda chunks: experts_doubled(), lambda per_token, dp_cp, cp, ep: ep > 1),
     "finalize_not_called": (
         lambda chunks: finalize_not_called(),
@@ -326,18 +513,42 @@ FAULTS = {
 }
 
 
-def check_patched_megatron_is_caught(layout, say):
+def check_patched_megatron_is_caught(layout, emit):
     model = {key: layout[key] for key in MODEL if key in layout}
     model["use_distributed_optimizer"] = "instances" in layout
+
+    def chunks_of(per_token):
+        return live_chunks(per_token=per_token, **model)
+
+    catch_faults(chunks_of, layout, lambda line: emit(f"FAULT {line}"))
+
+
+def check_faults_are_caught_under_the_config_of_megatron_lm(layout, emit):
+    model = {key: layout[key] for key in MODEL if key in layout}
+
+    def chunks_of(per_token):
+        return megatron_lm_chunks(
+            "all overlaps", per_token=per_token, dtype=torch.bfloat16, folder="", **model
+        )
+
+    # The gradients are reduced without it, at a time of their own.
+    left_out = {("finalize_not_called", "average")}
+    catch_faults(chunks_of, layout, lambda line: emit(f"MEGATRON-LM FAULT {line}"), left_out)
+
+
+def catch_faults(chunks_of, layout, emit, left_out=()):
+    """Put each fault in ``REPEATS`` times, in both regimes."""
     cp = parallel_state.get_context_parallel_world_size()
     for per_token in (False, True):
-        chunks = live_chunks(per_token=per_token, **model)
+        chunks = chunks_of(per_token)
         before = facts(chunks)
         dp_cp = dist.get_world_size(chunks[0].dp_cp_group)
         regime = "per-token" if per_token else "average"
-        for fault, (patch, bites) in FAULTS.items():
+        for fault, (patch, changes_a_number) in FAULTS.items():
+            if (fault, regime) in left_out:
+                continue
             caught = 0
-            wanted = bites(per_token, dp_cp, cp, layout.get("ep", 1))
+            wanted = changes_a_number(per_token, dp_cp, cp, layout.get("ep", 1))
             repeats = REPEATS if wanted else 1
             for _ in range(repeats):
                 with patch(chunks):
@@ -358,25 +569,25 @@ def check_patched_megatron_is_caught(layout, say):
                 assert found[4] == regime, message
             assert caught == (REPEATS if wanted else 0), (fault, regime, caught, message)
             verdict = f"{caught} of {repeats} caught" if wanted else "changes no number, passes"
-            say(f"FAULT {regime}, {fault}: {verdict}: {message}")
+            emit(f"{regime}, {fault}: {verdict}: {message}")
         assert facts(chunks) == before
 
 
 def refusal(chunks):
-    """The message of the ContractError that every rank raises, None where none does."""
+    """Return the message of the ContractError that every rank raises, None where none does."""
     try:
         read(chunks)
     except ContractError as error:
         message = str(error)
     else:
         message = None
-    every = [None] * dist.get_world_size()
-    dist.all_gather_object(every, message)
-    assert len(set(every)) == 1, every
+    message_by_rank = [None] * dist.get_world_size()
+    dist.all_gather_object(message_by_rank, message)
+    assert len(set(message_by_rank)) == 1, message_by_rank
     return message
 
 
-def check_what_cannot_be_measured_is_read(layout, say):
+def check_what_cannot_be_measured_is_read(layout, emit):
     chunks = live_chunks(per_token=True)
     config = chunks[0].config
 
@@ -404,37 +615,61 @@ def check_what_cannot_be_measured_is_read(layout, say):
         assert report.read[0].startswith("finalize ("), report
         assert reason in report.read[0], report
     assert facts(chunks) == before
-    say(f"READ finalize: {report}")
+    emit(f"READ finalize: {report}")
     custom = live_chunks(per_token=True, wrapper=lambda *a: Wants(*a, more=1))
     report = read(custom).probe
     assert report.measured == ("schedule", "finalize"), report
     assert "DDP (rank 0: TypeError" in report.read[0], report
-    say(f"READ DDP: {report}")
+    emit(f"READ DDP: {report}")
     with patched(pipeline_parallel, "get_forward_backward_func", lambda: lambda **named: 1 / 0):
         report = read(chunks).probe
     assert (report.measured, report.factors) == ((), None), report
     assert "schedule (rank 0: ZeroDivisionError" in str(report), report
-    say(f"READ all: {report}")
+    emit(f"READ all: {report}")
 
 
-def check_groups_of_ones_own_are_read(layout, say):
+def check_gradients_reduced_twice_are_caught(layout, emit):
+    """The schedule and finalize both start a reduction that does not overlap.
+
+    A second mean changes no number, a second sum over two ranks doubles on later stages.
+    """
+    for per_token in (False, True):
+        chunks = live_chunks(per_token=per_token)
+        with patched(chunks[0].config, "grad_sync_func", chunks[0].start_grad_sync):
+            message = refusal(chunks)
+        if not per_token:
+            assert message is None, message
+            continue
+        assert "would be 2 times that of its loss" in message, message
+        emit(f"TWICE {message}")
+
+
+def check_groups_other_than_the_globals_are_read(layout, emit):
     groups = copy.copy(groups_of_two_instances())
     groups.dp = groups.dp_cp = groups.intra_dp_cp  # half of what parallel_state says
 
     def wrapper(*arguments):
         return DistributedDataParallel(*arguments, pg_collection=groups)
 
-    report = read(live_chunks(per_token=True, wrapper=wrapper)).probe
+    assert_only_read(live_chunks(per_token=True, wrapper=wrapper))
+    groups = copy.copy(groups_of_two_instances())
+    groups.pp = groups.inter_dist_opt  # two stages, where parallel_state has one
+    assert_only_read(live_chunks(per_token=True, wrapper=wrapper))
+
+
+def assert_only_read(chunks):
+    report = read(chunks).probe
     assert (report.measured, report.factors) == ((), None), report
     assert "the chunks' groups are not parallel_state's" in str(report), report
 
 
-def check_once_a_process_and_kind(layout, say):
+def check_once_per_process_and_kind(layout, emit):
     chunks = live_chunks(per_token=False)
     first = read(chunks)
     assert not first.probe.repeated
     line = first.describe(Aggregation("token_mean"))
-    assert f"probe: K = {first.probe.expected} measured through DDP, schedule, finalize" in line
+    assert "probe: K = M DP CP confirmed through DDP, schedule, finalize: measured 6 at " in line
+    assert "at the probe's own M = 3 (" in line
     assert MegatronContract.read(live_chunks(per_token=False)).probe.repeated
     others = {"per_token": True}, {"per_token": False, "overlap_grad_reduce": True}
     for other in others:
@@ -450,25 +685,30 @@ def run(layouts):
     for name, layout in layouts.items():
         with layout_of(**layout):
 
-            def say(line, name=name):
+            def emit(line, name=name):
                 if dist.get_rank() == 0:
                     print(f"{name}: {line}", flush=True)
 
-            check_stock_passes_and_nothing_moves(layout, say)
-            check_patched_megatron_is_caught(layout, say)
+            check_stock_passes_and_nothing_moves(layout, emit)
+            check_patched_megatron_is_caught(layout, emit)
+            if name in MEGATRON_LM_LAYOUTS:
+                check_the_config_of_megatron_lm_passes(layout, emit)
+                check_faults_are_caught_under_the_config_of_megatron_lm(layout, emit)
+            if name == "DP2xPP2":
+                check_gradients_reduced_twice_are_caught(layout, emit)
             if name == "DP2":
-                check_what_cannot_be_measured_is_read(layout, say)
-                check_once_a_process_and_kind(layout, say)
+                check_what_cannot_be_measured_is_read(layout, emit)
+                check_once_per_process_and_kind(layout, emit)
             if "instances" in layout:
-                check_groups_of_ones_own_are_read(layout, say)
-            say("HELD")
+                check_groups_other_than_the_globals_are_read(layout, emit)
+            emit("PASSED")
     dist.destroy_process_group()
 
 
 def run_alone(where):
     """Rank 1 fails in the finalize or the schedule, before a message that the other waits for."""
     dist.init_process_group("gloo")
-    probe._PATIENCE = timedelta(seconds=2)
+    together.PATIENCE = timedelta(seconds=2)
 
     def fails_on_rank_1(function):
         def failing(*more, **named):

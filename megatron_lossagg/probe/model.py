@@ -1,0 +1,196 @@
+"""The probe's model: a tiny chunk per stage, under copies of the live configs."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["build", "free", "reduced_part", "schedule_starts_sync"]
+
+_PIECE = 128  # elements of w per rank; Megatron pads a bucket to a multiple of it
+
+_PLAIN_CONFIG: Mapping[str, Any] = {
+    # host callbacks
+    "timers": None,
+    "no_sync_func": None,
+    "grad_sync_func": None,
+    "param_sync_func": None,
+    "grad_scale_func": None,
+    "config_logger_dir": "",
+    # the shape and dtype of what stages send one another
+    "hidden_size": 1,
+    "params_dtype": torch.float32,
+    "pipeline_dtype": torch.float32,
+    "enable_autocast": False,
+    "variable_seq_lengths": False,
+    "sequence_parallel": False,
+    # what needs modules that the probe's chunk does not have
+    "num_moe_experts": None,
+    "moe_router_enable_expert_bias": False,
+    "mtp_num_layers": None,
+    "mtp_standalone": False,
+    "qk_layernorm": False,
+    "has_cond_embedder": False,
+    "defer_embedding_wgrad_compute": False,
+    "delay_wgrad_compute": False,
+    "overlap_moe_expert_parallel_comm": False,
+    # memory and speed
+    "cuda_graph_impl": "none",
+    "enable_cuda_graph": False,
+    "external_cuda_graph": False,
+    "recompute_granularity": None,
+    "num_microbatches_with_partial_activation_checkpoints": None,
+    "cpu_offloading": False,
+    "fine_grained_activation_offloading": False,
+}
+_PLAIN_DDP_CONFIG: Mapping[str, Any] = {
+    "overlap_param_gather": False,
+    "align_param_gather": False,
+    "check_for_nan_in_grad": False,
+    "check_for_large_grads": False,
+    "fp8_param_gather": False,
+    "reuse_grad_buf_for_mxfp8_param_ag": False,
+    "nccl_ub": False,
+    "pad_buckets_for_high_nccl_busbw": False,  # a padded bucket leaves some ranks no weight
+}
+_GROUPS = {
+    "dp": "dp_group",
+    "dp_cp": "dp_cp_group",
+    "expt_dp": "expt_dp_group",
+    "intra_dp_cp": "intra_dp_cp_group",
+    "intra_expt_dp": "intra_expt_dp_group",
+    "inter_dist_opt": "inter_dist_opt_group",
+    "tp": "tp_group",
+    "pp": "pp_group",
+    "ep": "ep_group",
+}
+
+
+class ProbeChunk(torch.nn.Module):
+    """One stage of the probe's model: out = in + the sum of its weights."""
+
+    pre_process = post_process = False
+    share_embeddings_and_output_weights = False
+
+    def __init__(self, live: Any, config: Any, vp_stage: int | None) -> None:
+        from megatron.core.enums import ModelType
+
+        super().__init__()
+        self.config = config
+        self.vp_stage = vp_stage
+        self.model_type = ModelType.encoder_or_decoder
+        self.input: Tensor | None = None
+        device = next(live.module.parameters()).device
+        self.dense = _weight(live.dp_cp_group, device)
+        if live.expert_parallel_buffers:
+            self.expert = _weight(live.expt_dp_group, device)
+            self.expert.allreduce = False  # how DistributedDataParallel recognizes an expert's
+
+    def set_input_tensor(self, tensor: Any) -> None:
+        """Take what the stage before sent; the schedule calls it."""
+        self.input = tensor[0] if isinstance(tensor, list) else tensor
+
+    def forward(self) -> Tensor:
+        """Return ``[1, 1, 1]`` with storage of its own.
+
+        With ``deallocate_pipeline_outputs`` the schedule frees the output once it is sent, and
+        refuses to free a view.
+        """
+        sums = torch.stack([weight.sum() for weight in self.parameters()])
+        total = sums.view(1, 1, -1).sum(dim=-1, keepdim=True)
+        return total if self.input is None else self.input + total
+
+
+def _weight(group: Any, device: torch.device) -> Any:
+    size = _PIECE * dist.get_world_size(group)
+    return torch.nn.Parameter(torch.zeros(size, dtype=torch.float32, device=device))
+
+
+def build(
+    chunks: Sequence[Any], wrapper: Any, finalize: Callable[..., None], num_stages: int
+) -> list[Any]:
+    """Wrap a :class:`ProbeChunk` for each live chunk in ``wrapper``, a class like DDP.
+
+    ``finalize``: what the schedule calls to finalize. The live configs are copied.
+    """
+    config = _changed(chunks[0].config, _PLAIN_CONFIG)
+    config.microbatch_group_size_per_vp_stage = num_stages
+    config.finalize_model_grads_func = finalize
+    built = []
+    for index, chunk in enumerate(chunks):
+        module = ProbeChunk(chunk, config, index if len(chunks) > 1 else None)
+        ddp_config = _changed(chunk.ddp_config, _PLAIN_DDP_CONFIG)
+        built.append(
+            wrapper(config=config, ddp_config=ddp_config, module=module, **_groups(chunk, wrapper))
+        )
+    # Megatron before 0.14 reduces once per step only with it.
+    config.no_sync_func = _per_chunk([chunk.no_sync for chunk in built])
+    if schedule_starts_sync(chunks):
+        config.grad_sync_func = _per_chunk([chunk.start_grad_sync for chunk in built])
+    return built
+
+
+def free(built: Sequence[Any]) -> None:
+    """Free the buffers: DDP's hooks keep them alive until the next garbage collection."""
+    for chunk in built:
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+            for data in (buffer.grad_data, buffer.param_data):
+                if data is not None:
+                    data.untyped_storage().resize_(0)
+
+
+def schedule_starts_sync(chunks: Sequence[Any]) -> bool:
+    """Whether the schedule starts the chunks' reductions, as with ``--align-grad-reduce``.
+
+    Any other ``grad_sync_func`` is the host's own and is left out of the probe.
+    """
+    hooks = chunks[0].config.grad_sync_func
+    hooks = hooks if isinstance(hooks, list) else [hooks]
+    return len(hooks) == len(chunks) and all(
+        getattr(hook, "__name__", None) == "start_grad_sync" and hook.__self__ is chunk
+        for hook, chunk in zip(hooks, chunks, strict=True)
+    )
+
+
+def reduced_part(chunk: Any, weight: Any, group: Any) -> Tensor:
+    """Return what is reduced of a gradient: all of it, or this rank's optimizer shard.
+
+    ``group``: the ranks that share the distributed optimizer's shards.
+    """
+    gradient: Tensor = weight.main_grad
+    if not chunk.ddp_config.use_distributed_optimizer:
+        return gradient
+    return gradient.view(dist.get_world_size(group), -1)[dist.get_rank(group)]
+
+
+def _groups(chunk: Any, wrapper: Any) -> dict[str, Any]:
+    """Pass the live chunk's groups where the class takes them (from 0.15 on)."""
+    if "pg_collection" not in inspect.signature(wrapper.__init__).parameters:
+        return {}
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    groups = ProcessGroupCollection()
+    for name, attribute in _GROUPS.items():
+        if hasattr(chunk, attribute):
+            setattr(groups, name, getattr(chunk, attribute))
+    return {"pg_collection": groups}
+
+
+def _per_chunk(hooks: list[Any]) -> Any:
+    """Return hooks as Megatron takes them: a list, or the only one."""
+    return hooks if len(hooks) > 1 else hooks[0]
+
+
+def _changed(config: Any, changes: Mapping[str, Any]) -> Any:
+    """Return a shallow copy with the changes to those fields that this version has."""
+    changed = copy.copy(config)
+    for name, value in changes.items():
+        if hasattr(config, name):
+            setattr(changed, name, value)
+    return changed

@@ -1,0 +1,159 @@
+"""Run the probe once per kind of model, and report what was measured and what was only read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_lossagg.probe.measure import (
+    DDP,
+    FINALIZE,
+    SCHEDULE,
+    BeginTrial,
+    Contract,
+    ProbeStep,
+    check_factors,
+    interval,
+    measure,
+)
+from megatron_lossagg.probe.model import schedule_starts_sync
+from megatron_lossagg.probe.together import world_flags
+from megatron_lossagg.scaling import K_FORMULA, Scaling
+
+__all__ = ["ProbeReport", "run_probe"]
+
+_OWN_GROUPS = (
+    "DDP, schedule and finalize (the chunks' groups are not parallel_state's, so only the caller "
+    "of the schedule knows which groups it gets)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeReport:
+    """What the startup probe found; equal on all ranks but for ``seconds``."""
+
+    seconds: float
+    expected: int | None = None
+    """K of the probe's step, as the contract computes it."""
+    factors: tuple[float, float] | None = None
+    """Lowest and highest K measured over ranks and stages; None where nothing was measured."""
+    scaling: Scaling | None = None
+    """Regime and sizes of the probe's step: its M and N are not those of the run's steps."""
+    measured: tuple[str, ...] = ()
+    """The parts that were run: of "DDP", "schedule", "finalize"."""
+    read: tuple[str, ...] = ()
+    """The parts that were read and not run, each with the reason."""
+    repeated: bool = False
+    """Whether this was found earlier in the process, for a model of the same kind."""
+
+    def __str__(self) -> str:
+        findings = []
+        if self.factors is not None and self.scaling is not None:
+            own_sizes = {
+                "average": f"M = {self.scaling.num_microbatches}",
+                "per-token": f"N = {self.scaling.active_tokens}",
+            }
+            findings.append(
+                f"K = {K_FORMULA[self.scaling.regime]} confirmed through "
+                f"{', '.join(self.measured)}: measured {interval(self.factors)} at the probe's own "
+                f"{own_sizes[self.scaling.regime]}"
+            )
+        if self.read:
+            findings.append("read, not measured: " + ", ".join(self.read))
+        when = "measured earlier" if self.repeated else f"{self.seconds:.2f} s"
+        return f"{'; '.join(findings)} ({when})"
+
+
+_known: dict[Any, ProbeReport] = {}
+"""What was measured in this process, by kind of model."""
+
+
+def run_probe(chunks: Sequence[Any], contract: Contract, begin: BeginTrial) -> ProbeReport:
+    """Measure K on the live Megatron-Core; raise :class:`ContractError` where it differs.
+
+    ``chunks``: the DDP-wrapped chunks; they stay unchanged. ``begin``: makes the step that is
+    measured. A part that cannot run the probe (a finalize function bound to the live model, a
+    DDP class that needs more arguments) is replaced by Megatron-Core's own and reported as
+    read. A kind of model is measured once per process: same regime, classes, DDP configs,
+    groups and functions.
+
+    Symbols: ``type(chunk)``, ``pipeline_parallel.get_forward_backward_func``,
+    ``config.finalize_model_grads_func``. Collectives: eleven all-gathers of an integer or two
+    over the world, and those of two small steps. Host syncs: one each. Call it on every rank,
+    outside the schedule. A rank that fails alone while others wait for it raises
+    :class:`ContractError` after a minute at most, and the launcher ends the others.
+    """
+    started = time.perf_counter()
+    own_groups = _has_own_groups(chunks)
+    parts = {} if own_groups else _live_parts(chunks)
+    kind = None if own_groups else _kind(chunks, contract, parts)
+    own_groups_by_rank, known_by_rank = world_flags(own_groups, kind in _known)
+    if own_groups_by_rank.any():
+        return ProbeReport(read=(_OWN_GROUPS,), seconds=time.perf_counter() - started)
+    if known_by_rank.all():
+        return replace(_known[kind], repeated=True)
+    step = ProbeStep.of(chunks[0], contract, begin)
+    ratios, read = measure(chunks, step, parts)
+    measured = tuple(name for name in parts if name not in read)
+    factors = None
+    if ratios is not None:
+        factors = check_factors(ratios, step, contract, measured)
+    report = ProbeReport(
+        expected=step.k,
+        factors=factors,
+        scaling=step.scaling,
+        seconds=time.perf_counter() - started,
+        measured=measured,
+        read=tuple(f"{name} ({reason})" for name, reason in read.items()),
+    )
+    _known[kind] = report
+    return report
+
+
+def _has_own_groups(chunks: Sequence[Any]) -> bool:
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return True
+    globals_by_name = {
+        "dp_group": parallel_state.get_data_parallel_group(),
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "pp_group": parallel_state.get_pipeline_model_parallel_group(),
+    }
+    return any(
+        dist.get_process_group_ranks(getattr(chunk, name)) != dist.get_process_group_ranks(group)
+        for chunk in chunks
+        for name, group in globals_by_name.items()
+    )
+
+
+def _live_parts(chunks: Sequence[Any]) -> dict[str, Any]:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    return {
+        DDP: type(chunks[0]),
+        SCHEDULE: get_forward_backward_func(),
+        FINALIZE: chunks[0].config.finalize_model_grads_func,
+    }
+
+
+def _kind(chunks: Sequence[Any], contract: Contract, parts: Mapping[str, Any]) -> Any:
+    """Distinguish what may scale losses differently."""
+    functions = tuple(parts.values())  # kept alive: the id of a freed one may be used again
+    groups = ("dp_group", "dp_cp_group", "pp_group", "intra_dp_cp_group", "intra_expt_dp_group")
+    kinds = tuple(
+        (
+            type(chunk),
+            repr(chunk.ddp_config),
+            *(tuple(dist.get_process_group_ranks(getattr(chunk, name))) for name in groups),
+        )
+        for chunk in chunks
+    )
+    config = chunks[0].config
+    options = ("overlap_p2p_comm", "batch_p2p_comm", "overlap_p2p_comm_warmup_flush")
+    pipeline = (schedule_starts_sync(chunks), *(getattr(config, name, None) for name in options))
+    return contract.regime, contract.cp_size, pipeline, functions, kinds
