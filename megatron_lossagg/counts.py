@@ -162,7 +162,7 @@ class Rows:
         if self.microbatch is None:
             return None
         microbatches = _Groups.of(self.microbatch)
-        return microbatches.sums(self.active_tokens)[microbatches.index]
+        return microbatches.sums(self.active_tokens)[microbatches.index_A]
 
     @property
     def active_microbatches(self) -> int:
@@ -172,16 +172,12 @@ class Rows:
         return _Groups.of(self.microbatch[self.active_tokens > 0]).num
 
     @property
-    def table(self) -> Ints:
-        """Sample, prompt, n, claimed n_b and n_p of each row, int64 ``[S, 5]``; -1: not given."""
-        table = np.full((len(self.active_tokens), 5), _UNKNOWN, dtype=np.int64)
+    def table(self) -> _Table:
+        """Ids, tokens and claims of each row."""
+        unknown_S = np.full(len(self.active_tokens), _UNKNOWN, dtype=np.int64)
         claim = None if self.sample is None else self.sample_tokens
-        for column, values in enumerate(
-            (self.sample, self.prompt, self.active_tokens, claim, self.prompt_tokens)
-        ):
-            if values is not None:
-                table[:, column] = values
-        return table
+        columns = (self.sample, self.prompt, self.active_tokens, claim, self.prompt_tokens)
+        return _Table(*(unknown_S if column is None else column for column in columns))
 
     def with_totals(self, totals: StepTotals) -> Counts:
         """Counts where the caller knows the step's totals; raises where ids need more."""
@@ -240,16 +236,19 @@ class Rows:
     def _check_totals(self, totals: StepTotals) -> None:
         """Raise where the step's totals, or its ids' tokens, cannot hold the rows that are here."""
         table = self.table
-        here = {"active_tokens": int(self.active_tokens.sum())}
-        for kind in ("sample", "prompt"):
-            tokens = self.active_tokens
+        here = {
+            "active_tokens": int(self.active_tokens.sum()),
+            "samples": len(self.active_tokens),
+            "active_samples": int(np.count_nonzero(self.active_tokens)),
+        }
+        kinds: tuple[Kind, Kind] = ("sample", "prompt")
+        for kind in kinds:
             if getattr(self, kind) is not None:
-                tokens = _tokens_by_id(kind, table, is_whole=False).tokens
-            if kind == "sample" or getattr(self, kind) is not None:
-                here[f"{kind}s"] = len(tokens)
-                here[f"active_{kind}s"] = int((tokens > 0).sum())
-        if self.sample is not None:
-            _check_one_prompt(table)
+                groups = _Groups.of(getattr(self, kind))
+                tokens = _tokens_by_id(kind, table, groups, is_whole=False)
+                here |= {f"{kind}s": tokens.num, f"active_{kind}s": tokens.num_active}
+                if kind == "sample":
+                    _check_one_prompt(table, groups)
         for name in ("active_tokens", "samples", "prompts", "active_samples", "active_prompts"):
             value = getattr(totals, name)
             if value is not None and not is_integer(value, lowest=here.get(name, 0)):
@@ -289,21 +288,22 @@ def count_step(aggregation: Aggregation, rows: Rows, fault: str, exchange: Excha
     if not has_ids:
         return Counts(totals=totals, sample_tokens=n_S, prompt_tokens=None)
 
-    table_A = exchange.rows(rows.table, gathered.rows)
+    table = _Table(*exchange.rows(rows.table, gathered.rows))
     first = int(np.sum(gathered.rows[: exchange.rank]))
     here = slice(first, first + len(n_S))
-    sample_tokens, prompt_tokens = n_S, None
+    samples, sample_tokens, prompt_tokens = None, n_S, None
     if rows.sample is not None:
-        samples = _tokens_by_id("sample", table_A)
-        _check_one_prompt(table_A)
-        sample_tokens = samples.of_rows[here]
-        totals = replace(totals, samples=len(samples.tokens), active_samples=samples.num_active)
+        samples = _Groups.of(table.sample)
+        by_sample = _tokens_by_id("sample", table, samples)
+        _check_one_prompt(table, samples)
+        sample_tokens = by_sample.of_rows[here]
+        totals = replace(totals, samples=by_sample.num, active_samples=by_sample.num_active)
     if rows.prompt is not None:
-        prompts = _tokens_by_id("prompt", table_A)
-        prompt_tokens = prompts.of_rows[here]
-        totals = replace(totals, prompts=len(prompts.tokens), active_prompts=prompts.num_active)
+        by_prompt = _tokens_by_id("prompt", table, _Groups.of(table.prompt))
+        prompt_tokens = by_prompt.of_rows[here]
+        totals = replace(totals, prompts=by_prompt.num, active_prompts=by_prompt.num_active)
         if rows.samples_per_prompt is not None:
-            _check_samples_per_prompt(table_A, rows)
+            _check_samples_per_prompt(table, samples, rows.samples_per_prompt)
     return Counts(totals=totals, sample_tokens=sample_tokens, prompt_tokens=prompt_tokens)
 
 
@@ -311,97 +311,104 @@ def count_step(aggregation: Aggregation, rows: Rows, fault: str, exchange: Excha
 class _Groups:
     """Rows grouped by id."""
 
-    num: int
-    """Number of distinct ids."""
-    index: Ints
-    """Index of each row's id among them, int64 ``[A]``."""
+    index_A: Ints
+    """Index of each row's id among I candidates, not all of which need occur."""
+    num_rows_I: Ints
+    """How many rows have it."""
 
     @staticmethod
     def of(id_A: Ints) -> _Groups:
         """Group by id: in one pass where the ids are close to one another, else by sorting."""
         if not len(id_A):
-            return _Groups(0, id_A)
-        low = int(id_A.min())
-        span = int(id_A.max()) - low + 1
-        if span > 4 * len(id_A) + 64:
-            unique, index = np.unique(id_A, return_inverse=True)
-            return _Groups(len(unique), index)
-        offset_A = id_A - low
-        is_used = np.zeros(span, dtype=bool)
-        is_used[offset_A] = True
-        return _Groups(int(is_used.sum()), (np.cumsum(is_used) - 1)[offset_A])
+            return _Groups(id_A, id_A)
+        low, high = int(id_A.min()), int(id_A.max())
+        if high - low > 4 * len(id_A) + 64:
+            _, index_A = np.unique(id_A, return_inverse=True)
+        else:
+            index_A = id_A - low if low else id_A
+        return _Groups(index_A, np.bincount(index_A))
+
+    @property
+    def num(self) -> int:
+        """Number of distinct ids."""
+        return int(np.count_nonzero(self.num_rows_I))
 
     def sums(self, values_A: Ints) -> Ints:
         """Sum integers by id, int64 ``[I]``; exact below 2^53, which counts are."""
-        return np.bincount(self.index, values_A, minlength=self.num).astype(np.int64)
+        sums_I = np.bincount(self.index_A, values_A, minlength=len(self.num_rows_I))
+        return sums_I.astype(np.int64)
 
     def one_of(self, values_A: Ints) -> Ints:
         """Pick one row's value per id, int64 ``[I]``."""
-        picked_I = np.zeros(self.num, dtype=np.int64)
-        picked_I[self.index] = values_A
+        picked_I = np.zeros(len(self.num_rows_I), dtype=np.int64)
+        picked_I[self.index_A] = values_A
         return picked_I
 
 
-class _Tokens(NamedTuple):
-    """Active tokens by id, and of each row's id."""
+class _Table(NamedTuple):
+    """What is known of rows, int64 ``[A]`` each; -1 for an id or claim that is not given."""
 
+    sample: Ints
+    prompt: Ints
     tokens: Ints
+    sample_tokens: Ints
+    """Claimed n_b."""
+    prompt_tokens: Ints
+    """Claimed n_p."""
+
+
+class _Tokens(NamedTuple):
+    """Active tokens of each id that occurs, and of each row's id."""
+
+    num: int
+    num_active: int
     of_rows: Ints
 
-    @property
-    def num_active(self) -> int:
-        return int((self.tokens > 0).sum())
 
-
-def _tokens_by_id(kind: str, table_A: Ints, *, is_whole: bool = True) -> _Tokens:
+def _tokens_by_id(kind: Kind, table: _Table, groups: _Groups, *, is_whole: bool = True) -> _Tokens:
     """Sum tokens by id.
 
     ``is_whole``: the rows are the whole step's, and a claim must equal the sum; else it may
     not be below it, and must be one claim per id.
     """
-    id_A = table_A[:, 0 if kind == "sample" else 1]
-    claim_A = table_A[:, 3 if kind == "sample" else 4]
-    groups = _Groups.of(id_A)
-    tokens_I = groups.sums(table_A[:, 2])
-    sum_A = tokens_I[groups.index]
+    claim_A: Ints = getattr(table, f"{kind}_tokens")
+    tokens_I = groups.sums(table.tokens)
+    sum_A = tokens_I[groups.index_A]
     differs_A = claim_A != sum_A
     if not is_whole:
-        differs_A = (claim_A < sum_A) | (claim_A != groups.one_of(claim_A)[groups.index])
-    wrong = np.flatnonzero((claim_A != _UNKNOWN) & differs_A)
+        differs_A = (claim_A < sum_A) | (claim_A != groups.one_of(claim_A)[groups.index_A])
+    wrong = np.flatnonzero(differs_A & (claim_A != _UNKNOWN))
     if len(wrong):
         raise PlanError(
-            f"{kind} {id_A[wrong[0]]} has {sum_A[wrong[0]]} active tokens "
+            f"{kind} {getattr(table, kind)[wrong[0]]} has {sum_A[wrong[0]]} active tokens "
             f"{'in the step' if is_whole else 'here alone'}, "
             f"Sequences.{kind}_tokens says {claim_A[wrong[0]]}: all its rows belong to one step"
         )
-    return _Tokens(tokens_I, sum_A)
+    return _Tokens(groups.num, int(np.count_nonzero(tokens_I)), sum_A)
 
 
-def _check_one_prompt(table_A: Ints) -> None:
-    sample_A, prompt_A = table_A[:, 0], table_A[:, 1]
-    samples = _Groups.of(sample_A)
-    wrong = np.flatnonzero(prompt_A != samples.one_of(prompt_A)[samples.index])
+def _check_one_prompt(table: _Table, samples: _Groups) -> None:
+    wrong = np.flatnonzero(table.prompt != samples.one_of(table.prompt)[samples.index_A])
     if len(wrong):
-        sample = sample_A[wrong].min()
-        found = np.unique(prompt_A[sample_A == sample])
+        sample = table.sample[wrong].min()
+        found = np.unique(table.prompt[table.sample == sample])
         raise PlanError(
             f"sample {sample} has rows under {len(found)} prompts ({first_few(found, 4)}): a "
             "sample belongs to one prompt; ids are global over the data-parallel group"
         )
 
 
-def _check_samples_per_prompt(table_A: Ints, rows: Rows) -> None:
-    sample_A = table_A[:, 0] if rows.sample is not None else np.arange(len(table_A))
-    samples = _Groups.of(sample_A)
-    prompt_of_sample = samples.one_of(table_A[:, 1])
+def _check_samples_per_prompt(table: _Table, samples: _Groups | None, number: int) -> None:
+    prompt_of_sample = table.prompt
+    if samples is not None:
+        prompt_of_sample = samples.one_of(table.prompt)[samples.num_rows_I > 0]
     prompts = _Groups.of(prompt_of_sample)
-    samples_I = np.bincount(prompts.index, minlength=prompts.num)
-    wrong = np.flatnonzero(samples_I != rows.samples_per_prompt)
+    wrong = np.flatnonzero((prompts.num_rows_I != number) & (prompts.num_rows_I > 0))
     if len(wrong):
         prompt = prompts.one_of(prompt_of_sample)[wrong[0]]
         raise PlanError(
-            f"prompt {prompt} has {samples_I[wrong[0]]} samples over the step, samples_per_prompt "
-            f"is {rows.samples_per_prompt}: ids are global over the data-parallel group, and "
+            f"prompt {prompt} has {prompts.num_rows_I[wrong[0]]} samples over the step, "
+            f"samples_per_prompt is {number}: ids are global over the data-parallel group, and "
             "numbers that start at 0 on every rank merge prompts; add rank * prompts per rank"
         )
 
@@ -433,7 +440,10 @@ def _hashed(text: str) -> int:
 
 
 def _check_sum(what: str, tokens: npt.NDArray[np.int64] | int) -> None:
-    total = sum(np.asarray(tokens).tolist())  # Python's integers do not wrap
+    array = np.asarray(tokens)
+    if len(array) * int(array.max(initial=0)) <= MOST_TOKENS:
+        return
+    total = sum(array.tolist())  # Python's integers do not wrap
     if total > MOST_TOKENS:
         raise PlanError(
             f"{what} sum to {total}, the most that a step can count exactly is 2^53: give the "

@@ -6,6 +6,7 @@ wants them: on the CPU for gloo, on the current CUDA device for NCCL.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,17 +57,18 @@ class Exchange:
         integers: Ints = torch.stack(gathered).cpu().numpy()
         return integers
 
-    def rows(self, own: Ints, counts_W: Ints) -> Ints:
-        """Gather int64 ``[n, C]`` of every rank, n differing; returns ``[sum n, C]``.
+    def rows(self, own: Sequence[Ints], counts_W: Ints) -> Sequence[Ints]:
+        """Gather columns of int64 ``[n]`` of every rank, n differing; each ``[sum n]``.
 
         One all-gather. ``counts_W``: every rank's n, already known to all.
         """
         if self.size == 1:
             return own
-        padded = np.zeros((int(counts_W.max()), own.shape[1]), dtype=np.int64)
-        padded[: len(own)] = own
+        padded = np.zeros((len(own), int(counts_W.max())), dtype=np.int64)
+        padded[:, : len(own[0])] = own
         gathered = self.integers(padded.ravel()).reshape(self.size, *padded.shape)
-        return np.concatenate([rows[:n] for rows, n in zip(gathered, counts_W, strict=True)])
+        parts = [rows[:, :n] for rows, n in zip(gathered, counts_W, strict=True)]
+        return list(np.concatenate(parts, axis=1))
 
     def messages(self, own: str) -> list[str]:
         """Gather a string of every rank, cut to 2048 bytes. One all-gather."""
