@@ -324,9 +324,7 @@ def check_an_error_beside_totals_names_its_rank_and_makes_no_collective():
     with collectives_counted() as seen:
         with pytest.raises(PlanError, match=rf"^rank {rank}: got StepTotals\(samples=0\)"):
             plan_step(mode, live, totals=known)
-        with pytest.raises(
-            PlanError, match=rf"^rank {rank} of the data-parallel group: got StepT"
-        ):
+        with pytest.raises(PlanError, match=rf"^rank {rank} of the data-parallel group: got StepT"):
             plan_step(mode, live, totals=known, group=dist.group.WORLD)
         with pytest.raises(PlanError, match=rf"^rank {rank}: Sequences\.active_tokens: got -1"):
             plan_step(mode, Sequences(active_tokens=[-1]), totals=StepTotals(samples=9))

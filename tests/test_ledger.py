@@ -1,0 +1,64 @@
+"""Which rows came: every order, every omission and doubling of small steps."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from megatron_lossagg.errors import ContractError
+from megatron_lossagg.ledger import Ledger
+
+
+def after(num_rows, num_microbatches, calls):
+    ledger = Ledger(num_rows=num_rows, num_microbatches=num_microbatches)
+    for rows in calls:
+        ledger.add(np.array(rows, dtype=np.int64))
+    return ledger
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations([(0, 2), (1,), ()])))
+def test_a_whole_step_closes_in_any_order(order):
+    after(3, 3, order).close(may_be_empty=False)
+
+
+def test_a_microbatch_that_is_run_again_is_not_doubled():
+    after(3, 2, [(0, 2), (0, 2), (1,), (0, 2), (1,)]).close(may_be_empty=False)
+
+
+def test_a_row_in_two_microbatches_is_named_with_both():
+    message = "row 2 is in two .* number 0 and number 1 .* rows 1, 2"
+    with pytest.raises(ContractError, match=message):
+        after(3, 2, [(0, 2), (1, 2)])
+    with pytest.raises(ContractError, match="row 1 is in two"):
+        after(3, 3, [(0, 1), (1, 0)])  # other rows, or another order of them, is another call
+
+
+def test_more_microbatches_than_planned_are_refused():
+    with pytest.raises(ContractError, match="for more than the 2 planned"):
+        after(3, 2, [(0,), (1, 2), ()])
+    with pytest.raises(ContractError, match="for more than the 1 planned"):
+        after(2, 1, [(0, 1), ()])
+
+
+def test_rows_that_are_missing_when_the_last_microbatch_comes_are_named():
+    with pytest.raises(ContractError, match=r"2 of 4 rows were in no .* \(1, 3\)"):
+        after(4, 2, [(0,), (2,)])
+
+
+def test_missing_microbatches_and_rows_are_found_on_closing():
+    with pytest.raises(ContractError, match="ran for 1 microbatches, 2 were planned"):
+        after(2, 2, [(0, 1)]).close(may_be_empty=False)
+    with pytest.raises(ContractError, match=r"1 of 2 rows .* \(1\)"):
+        after(2, 3, [(), (), (0,)]).close(may_be_empty=False)
+
+
+def test_a_stage_that_calls_no_loss_func_may_close_an_empty_ledger():
+    after(2, 2, []).close(may_be_empty=True)
+    with pytest.raises(ContractError, match="ran for 0 microbatches, 2 were planned"):
+        after(2, 2, []).close(may_be_empty=False)
+    with pytest.raises(ContractError, match="ran for 1 microbatches"):
+        after(2, 2, [(0,)]).close(may_be_empty=True)
+
+
+def test_a_step_of_fillers_alone_closes():
+    after(0, 2, [(), ()]).close(may_be_empty=False)

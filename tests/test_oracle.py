@@ -1,0 +1,84 @@
+"""The oracle against numbers worked out by hand, so that it is no second opinion of itself."""
+
+import pytest
+import torch
+
+from megatron_lossagg.verify import oracle
+
+# x, counted, trained, sample, prompt, microbatch. Sample 0 is cut into two rows.
+TABLE = [
+    ([1.0, 2.0, 4.0], [1, 0, 1], [1, 0, 1], 0, 0, (0, 0)),  # sum 5, n 2
+    ([3.0], [1], [1], 0, 0, (0, 1)),  # sum 3, n 1
+    ([8.0, 6.0], [1, 1], [1, 0], 1, 0, (1, 0)),  # sum 8, n 2: a token is rejected
+    ([9.0], [0], [0], 2, 1, (1, 0)),  # masked
+    ([2.0, 2.0, 2.0, 4.0], [1, 1, 1, 1], [1, 1, 1, 1], 3, 2, (1, 1)),  # sum 10, n 4
+]
+# N 9; samples: (8, 3), (8, 2), (0, 0), (10, 4); prompts: (16, 5), (0, 0), (10, 4).
+BY_HAND = {
+    ("token_mean", True): 26 / 9,
+    ("sample_mean", True): (8 / 3 + 8 / 2 + 0 + 10 / 4) / 4,
+    ("sample_mean", False): (8 / 3 + 8 / 2 + 10 / 4) / 3,
+    ("prompt_mean", True): (16 / 5 + 0 + 10 / 4) / 3,
+    ("prompt_mean", False): (16 / 5 + 10 / 4) / 2,
+    ("constant", True): 26 / 7 / 4,
+    ("constant", False): 26 / 7 / 3,
+    ("sample_sum", True): 26 / 4,
+    ("token_sum", True): 26 / 7,
+    # rank 0: 5/2, 3/1 over M 3; rank 1: 8/2, 10/4 over M 2
+    ("microbatch_token_mean", True): ((5 / 2 + 3) / 3 + (4 + 10 / 4) / 2) / 2,
+}
+EXPECTED_SUMS = {  # the same with every x = 1 and the counting mask
+    "token_mean": 1,
+    "sample_mean": 3 / 4,
+    "prompt_mean": 2 / 3,
+    "constant": 9 / 7 / 4,
+    "sample_sum": 9 / 4,
+    "token_sum": 9 / 7,
+    "microbatch_token_mean": (2 / 3 + 2 / 2) / 2,
+}
+
+
+def rows(*, trained=True):
+    return [
+        {
+            "x": [torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in x],
+            "counted": counted,
+            "trained": kept if trained else counted,
+            "sample": sample,
+            "prompt": prompt,
+            "microbatch": microbatch,
+        }
+        for x, counted, kept, sample, prompt, microbatch in TABLE
+    ]
+
+
+def options(mode):
+    return {
+        "divisor": 7 if mode in ("constant", "token_sum") else None,
+        "microbatches": [3, 2],
+    }
+
+
+@pytest.mark.parametrize(("mode", "count_empty"), BY_HAND)
+def test_the_loss_is_the_one_worked_out_by_hand(mode, count_empty):
+    loss = oracle.step_loss(mode, rows(), count_empty=count_empty, **options(mode))
+    assert loss.item() == pytest.approx(BY_HAND[mode, count_empty], rel=1e-15)
+
+
+@pytest.mark.parametrize("mode", EXPECTED_SUMS)
+def test_the_weight_sum_is_the_loss_of_ones(mode):
+    found = oracle.weight_sum(mode, rows(trained=False), **options(mode))
+    assert found == pytest.approx(EXPECTED_SUMS[mode], rel=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("mode", "weight"),
+    [("token_mean", 1 / 9), ("sample_mean", 1 / 4 / 2), ("prompt_mean", 1 / 3 / 5)],
+)
+def test_a_tokens_gradient_is_its_weight_and_0_where_it_is_not_trained(mode, weight):
+    step = rows()
+    oracle.step_loss(mode, step, **options(mode)).backward()
+    kept, rejected = step[2]["x"]
+    assert kept.grad.item() == pytest.approx(weight, rel=1e-15)
+    assert rejected.grad is None
+    assert step[3]["x"][0].grad is None
