@@ -231,12 +231,22 @@ class Aggregation:
 
 def table_of_modes() -> Iterator[str]:
     """Print-ready lines: every mode with its formula, then every alias."""
+    yield from mode_lines()
+    yield ""
+    yield from alias_lines()
+
+
+def mode_lines() -> Iterator[str]:
+    """Print-ready lines: every mode with its formula and meaning."""
     divisor = {"required": ", needs a divisor", "optional": ", may have a divisor", "none": ""}
     width = max(len(name) for name in MODES)
     for mode in MODES.values():
         weight = mode.weight.format(B="B", P="P", L="L", C="C")
         yield f"{mode.name:<{width}}  w_s = {weight:<24}  {mode.meaning}{divisor[mode.divisor]}"
-    yield ""
+
+
+def alias_lines() -> Iterator[str]:
+    """Print-ready lines: every other system's name with the mode that it stands for."""
     width = max(len(name) for name in ALIASES)
     for name, alias in ALIASES.items():
         empty = "" if alias.count_empty else ", count_empty=False"
