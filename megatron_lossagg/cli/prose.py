@@ -146,13 +146,7 @@ def _dashboard(e: Explanation, width: int) -> Iterator[str]:
         width,
     )
     yield ""
-    table = [["mode", "w_s", "all 1", "ratio", "rising", "ratio", "gradient"]]
-    table += [[c.mode, c.w_s, *_compared(c, e.mode)] for c in e.comparisons]
-    if _width_of(table) > width:  # the formulas are the ones that lossagg explain --list prints
-        table = [[cells[0], *cells[2:]] for cells in table]
-        yield from _table(table, left=1)
-    else:
-        yield from _table(table, left=2)
+    yield from _comparison_table(e, width)
     yield ""
     ranks = number_of(e.split.dp, "rank")
     microbatches = number_of(e.split.microbatches, "microbatch")
@@ -174,23 +168,30 @@ def _dashboard(e: Explanation, width: int) -> Iterator[str]:
     )
 
 
-def _compared(c: Comparison, mode: str) -> list[str]:
-    """The last five cells of a comparison."""
-    if c.ones is None:
+def _comparison_table(e: Explanation, width: int) -> Iterator[str]:
+    """Write the modes with their formulas; without them, and shorter, where space is short."""
+    for with_formula, digits in ((True, 5), (False, 5), (False, 3)):
+        head = ["mode", "w_s", "all 1", "ratio", "rising", "ratio", "gradient"]
+        table = [head, *([c.mode, c.w_s, *_losses(c, e.mode, digits)] for c in e.comparisons)]
+        if not with_formula:
+            table = [[cells[0], *cells[2:]] for cells in table]
+        if _width_of(table) <= width:
+            break
+    yield from _table(table, left=2 if with_formula else 1)
+
+
+def _losses(c: Comparison, mode: str, digits: int) -> list[str]:
+    """Write the two losses of a comparison, their ratios, and what becomes of the gradient."""
+    if None in (c.ones, c.ones_ratio, c.rising, c.rising_ratio):
         return ["", "", "", "", "no divisor"]
-    losses = [f"{loss:.5g}" for loss in (c.ones, c.rising or 0.0)]
+    numbers = [f"{x:.{digits}g}" for x in (c.ones, c.ones_ratio, c.rising, c.rising_ratio)]
     if c.mode == mode:
-        return [losses[0], "1", losses[1], "1", "this mode"]
-    gradient = "scaled" if c.scales_only else "reweighted"
-    return [losses[0], _ratio(c.ones_ratio), losses[1], _ratio(c.rising_ratio), gradient]
+        return [*numbers, "this mode"]
+    return [*numbers, "scaled" if c.scales_only else "reweighted"]
 
 
 def _number(value: float) -> str:
     return f"{value:.6g}"
-
-
-def _ratio(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
 
 
 def _text(text: str, width: int) -> list[str]:
