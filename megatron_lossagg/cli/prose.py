@@ -170,7 +170,7 @@ def _dashboard(e: Explanation, width: int) -> Iterator[str]:
 
 def _comparison_table(e: Explanation, width: int) -> Iterator[str]:
     """Write the modes with their formulas; without them, and shorter, where space is short."""
-    for with_formula, digits in ((True, 5), (False, 5), (False, 3)):
+    for with_formula, digits in ((True, 5), (False, 5), (False, 3), (False, 2)):
         head = ["mode", "w_s", "all 1", "ratio", "rising", "ratio", "gradient"]
         table = [head, *([c.mode, c.w_s, *_losses(c, e.mode, digits)] for c in e.comparisons)]
         if not with_formula:
