@@ -207,12 +207,29 @@ def test_a_wide_terminal_shows_the_formulas_beside_the_losses(monkeypatch, capsy
     assert [cell for cell in rows["100"] if cell not in ("1/(B", "n_b)")] == rows["72"]
 
 
-def test_list_prints_every_mode_and_every_other_systems_name(capsys):
+@pytest.mark.parametrize("columns", [72, 80, 100])
+def test_list_prints_every_mode_and_every_other_systems_name(monkeypatch, capsys, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
     with pytest.raises(SystemExit) as ended:
         main(["explain", "--list"])
     assert ended.value.code == 0
-    names = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line]
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= columns
+    names = [line.split()[0] for line in lines if line and not line.startswith(" ")]
     assert names == [*MODES, *ALIASES]
+    for mode in MODES.values():
+        assert " ".join(mode.meaning.split()) in " ".join(out.split())
+
+
+@pytest.mark.parametrize("command", ["explain", "verify"])
+def test_the_description_of_a_command_fits_80_columns(monkeypatch, capsys, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    description = text[text.index("\n\n") : text.index("options:")]
+    assert max(map(len, description.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(

@@ -263,9 +263,9 @@ def test_a_package_that_is_missing_is_never_imported(tmp_path, monkeypatch):
 
 
 def test_verify_goes_on_where_only_an_optional_package_is_slow(tmp_path, monkeypatch, capfd):
-    fake(tmp_path, "apex", SLOW.format(seconds=8))
+    fake(tmp_path, "apex", SLOW.format(seconds=3))
     only_on_path(monkeypatch, tmp_path)
-    monkeypatch.setitem(environment_module.PATIENCE, "apex", 1.0)
+    monkeypatch.setitem(environment_module.PATIENCE, "apex", 0.5)
     assert main(["verify", "--dp", "1", "--regime", "average", *ONE]) == 0
     out = capfd.readouterr().out
     assert out.startswith("PASS: 1 of 1 case passes on 1 layout of 1 rank, ")

@@ -1,10 +1,11 @@
-"""Explain what a mode means on rows you can check by hand, before you train with it.
+"""Explain what a mode means on rows you can check by hand, before you train.
 
-Prints the formula; the weight of every row; the factors between loss_func and the gradient,
-in Megatron-Core's regime and your layout; and the losses to expect on the dashboard beside
-those of the other modes. Nothing is trained, and Megatron-Core is not needed. Rows are
-written as active tokens per sample: "," separates samples, "/" separates prompts, 0 is a
-fully masked sample. They are assigned in turn to the data-parallel ranks' microbatches.
+Prints the formula; the weight of every row; the factors between loss_func and
+the gradient, in Megatron-Core's regime and your layout; and the losses to
+expect on the dashboard, compared with those of the other modes. Nothing is
+trained, and Megatron-Core is not needed. Rows are written as active tokens per
+sample: "," separates samples, "/" separates prompts, 0 is a fully masked
+sample. They are assigned in turn to the data-parallel ranks' microbatches.
 Exit status: 0, or 2 for wrong usage.
 """
 
@@ -26,7 +27,7 @@ from megatron_lossagg.cli.explanation import (
     explain,
     read_lengths,
 )
-from megatron_lossagg.cli.prose import lines
+from megatron_lossagg.cli.prose import hanging, lines
 from megatron_lossagg.scaling import REGIMES
 
 __all__ = ["add_arguments", "run"]
@@ -45,7 +46,8 @@ class _PrintModes(argparse.Action):
         values: str | Sequence[object] | None,
         option_string: str | None = None,
     ) -> None:
-        print(*table_of_modes(), sep="\n")
+        for line in table_of_modes():
+            print(*hanging(line, width=_width()), sep="\n")
         parser.exit()
 
 
@@ -111,9 +113,12 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.json is not None:
         _write(args.json, explanation)
-    columns = shutil.get_terminal_size().columns
-    print(*lines(explanation, width=min(max(columns, NARROWEST), WIDEST)), sep="\n")
+    print(*lines(explanation, width=_width()), sep="\n")
     return 0
+
+
+def _width() -> int:
+    return min(max(shutil.get_terminal_size().columns, NARROWEST), WIDEST)
 
 
 def _write(path: Path, explanation: Explanation) -> None:

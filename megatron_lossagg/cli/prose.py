@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 
@@ -10,7 +11,7 @@ from megatron_lossagg.cli.explanation import Comparison, Explanation, exact
 from megatron_lossagg.scaling import K_FORMULA, REGIMES
 from megatron_lossagg.verify.words import number_of
 
-__all__ = ["lines"]
+__all__ = ["hanging", "lines"]
 
 _INDENT = "  "
 _GAP = "  "
@@ -30,6 +31,14 @@ def lines(e: Explanation, *, width: int) -> Iterator[str]:
     yield from _factors(e, width)
     yield from ("", "ON THE DASHBOARD")
     yield from _dashboard(e, width)
+
+
+def hanging(line: str, *, width: int) -> list[str]:
+    """Wrap a line of a table; what does not fit continues under its second column."""
+    second_column = re.match(r"\S*\s*", line)
+    indent = " " * (second_column.end() if second_column else 0)
+    wrapped = textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False)
+    return wrapped or [""]
 
 
 def _mode(e: Explanation, width: int) -> Iterator[str]:

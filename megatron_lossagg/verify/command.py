@@ -1,11 +1,12 @@
-"""Prove on the installed, unmodified Megatron-Core that it trains the configured loss.
+"""Prove that the installed, unmodified Megatron-Core trains the configured loss.
 
-A small model and uneven rows with every degenerate case go through Megatron's own
-schedules, DistributedDataParallel and finalize_model_grads; every parameter's gradient
-and the reported loss are compared with a float64 oracle on one process. Without
-options: a standard set of layouts on 4 CPU processes of this machine. Under torchrun:
-the launcher's ranks, with CUDA and NCCL where available. Exit status: 0 if all cases
-pass, 1 if a case failed, 2 for wrong usage.
+A small model and uneven rows with every degenerate case go through Megatron's
+own schedules, DistributedDataParallel and finalize_model_grads; every
+parameter's gradient and the reported loss are compared with a float64 oracle
+on one process. Without options: a standard set of layouts on 4 CPU processes
+of this machine. Under torchrun: the launcher's ranks, with CUDA and NCCL where
+available. Exit status: 0 if all cases pass, 1 if a case failed, 2 for wrong
+usage.
 """
 
 from __future__ import annotations
@@ -240,7 +241,7 @@ def _launched(job: Job, take: Callable[[Event], None], *, timeout: float) -> str
     Returns the ranks' standard error if one failed, else nothing.
     """
     package = str(Path(megatron_lossagg.__file__).resolve().parent.parent)
-    # The user's path first: their Megatron-Core, not one that is installed beside this package.
+    # The user's path first: their Megatron-Core, not one that is installed next to this package.
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), package]))
     with tempfile.TemporaryDirectory() as folder:
         job_file, events = Path(folder) / "job.json", Path(folder) / "events.jsonl"

@@ -205,7 +205,7 @@ def _output(process: subprocess.Popen[str], timeout: float | None = None) -> tup
 
 
 def _fact_of(output: tuple[str, str], otherwise: Any) -> Any:
-    """Read the line that a process wrote beside whatever an import prints."""
+    """Read the line that a process wrote, among what an import may print."""
     lines = [line[5:] for line in output[0].splitlines() if line.startswith("FACT ")]
     return json.loads(lines[-1]) if lines else otherwise
 

@@ -61,7 +61,7 @@ class Parallelism:
     packing: str = "thd"
     """``thd`` (packed), ``bshd`` (one row per batch entry) or ``local`` (sliced by the host)."""
     moe: bool = False
-    """Experts, with router and z losses beside the main loss."""
+    """Experts, with router and z losses in addition to the main loss."""
     mtp: bool = False
     """A multi-token-prediction layer with a loss of its own."""
     float32: bool = False
