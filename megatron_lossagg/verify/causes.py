@@ -182,32 +182,24 @@ def _factor(
     return weights
 
 
-def _sizes_of(change: Callable[[Facts], dict[str, int]]) -> Callable[[Facts, Aggregation], Weights]:
+def _scaled_as(wrong: Callable[[Facts], Scaling]) -> Callable[[Facts, Aggregation], Weights]:
     """Make the weights where K and the report are computed with other sizes."""
-
-    def wrong(facts: Facts) -> Scaling:
-        return replace(facts.scaling, **change(facts))  # type: ignore[arg-type]
-
     return _factor(
         lambda facts: Fraction(wrong(facts).k, facts.scaling.k),
         lambda facts: Fraction(wrong(facts).report_factor, facts.scaling.report_factor),
     )
 
 
-def _megatrons(
-    where: str, wrong: Callable[[Fraction, Facts], Fraction | int]
+def _instead(
+    where: str, wrong: Callable[[Facts], Fraction]
 ) -> Callable[[Facts, Aggregation], Weights]:
-    """Make the weights where one of Megatron's factors is another one; the report is right."""
+    """Make the weights where Megatron has another factor at a place; the report is right."""
 
     def gradient(facts: Facts) -> Fraction:
         (right,) = (place.factor for place in facts.scaling.factors() if place.where == where)
-        return wrong(right, facts) / right
+        return wrong(facts) / right
 
     return _factor(gradient, _one)
-
-
-def _ddp_average(right: Fraction, facts: Facts) -> Fraction:
-    return Fraction(1, facts.parallelism.dp_cp)
 
 
 def _only_per_token(
@@ -337,17 +329,17 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         name="over_m",
         what="Megatron's mean over microbatches is not compensated (K lacks M)",
-        weights=_sizes_of(lambda f: {"num_microbatches": 1}),
+        weights=_scaled_as(lambda f: replace(f.scaling, num_microbatches=1)),
     ),
     Cause(
         name="without_cp",
         what="DDP averages over DP * CP and K compensates only DP",
-        weights=_sizes_of(lambda f: {"dp_cp_size": f.parallelism.dp}),
+        weights=_scaled_as(lambda f: replace(f.scaling, dp_cp_size=f.parallelism.dp)),
     ),
     Cause(
         name="without_dp",
         what="DDP averages over DP * CP and K compensates only CP",
-        weights=_sizes_of(lambda f: {"dp_cp_size": f.parallelism.cp}),
+        weights=_scaled_as(lambda f: replace(f.scaling, dp_cp_size=f.parallelism.cp)),
     ),
     Cause(
         name="times_dp",
@@ -372,22 +364,22 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         name="schedule_without_m",
         what="the schedule no longer divides by M (a patched Megatron)",
-        weights=_megatrons("schedule", lambda right, f: 1),
+        weights=_instead("schedule", _one),
     ),
     Cause(
         name="reduced_by_sum",
         what="gradients are summed over ranks where the regime averages them",
-        weights=_megatrons("DDP", lambda right, f: 1),
+        weights=_instead("DDP", _one),
     ),
     Cause(
         name="reduced_by_mean",
         what="gradients are averaged over ranks where the regime sums them",
-        weights=_megatrons("DDP", _ddp_average),
+        weights=_instead("DDP", lambda f: Fraction(1, f.parallelism.dp_cp)),
     ),
     Cause(
         name="not_divided_by_n",
         what="finalize_model_grads does not divide by num_tokens",
-        weights=_megatrons("finalize_model_grads", lambda right, f: 1),
+        weights=_instead("finalize_model_grads", _one),
     ),
     Cause(
         name="rank_local_counts",

@@ -102,9 +102,6 @@ def run(args: argparse.Namespace) -> int:
 
     def finish() -> None:
         nonlocal status
-        if ran_on != [core.version]:
-            versions = ", ".join(ran_on) or "nothing"
-            print(f"megatron-core: the ranks ran {versions}, this process found {core.version}")
         complete = len(verdicts) == job.num_verdicts and ran_on == [core.version]
         passed = complete and all(verdict["passed"] for verdict in verdicts)
         report = show.finite(
@@ -122,6 +119,9 @@ def run(args: argparse.Namespace) -> int:
             }
         )
         show.show(report)
+        if ran_on != [core.version]:
+            versions = ", ".join(ran_on) or "none"
+            print(f"The ranks ran megatron-core {versions}, expected {core.version} as found here")
         sys.stdout.flush()
         _write(args, report)
         status = 0 if passed else 1
