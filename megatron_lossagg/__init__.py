@@ -1,19 +1,29 @@
-"""The loss you configured is the loss you train, on any Megatron layout."""
+"""The loss you configured is the loss you train, on any Megatron layout.
 
-from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.buffer import StepBuffer, StepMicrobatch
-from megatron_lossagg.contract import MegatronContract, StepContract
-from megatron_lossagg.counts import Sequences, StepTotals
-from megatron_lossagg.errors import LossAggregationError
-from megatron_lossagg.flags import (
-    add_loss_aggregation_args,
-    aggregation_from_args,
-    empty_step_from_args,
-    probe_from_args,
-)
-from megatron_lossagg.layout import Layout
-from megatron_lossagg.plan import StepPlan, plan_step
-from megatron_lossagg.reducer import Reducer, ReducerContext
+A name loads its module, and with it torch, when it is first used: ``lossagg --version`` and
+``--help`` need neither.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_lossagg.aggregation import Aggregation
+    from megatron_lossagg.buffer import StepBuffer, StepMicrobatch
+    from megatron_lossagg.contract import MegatronContract, StepContract
+    from megatron_lossagg.counts import Sequences, StepTotals
+    from megatron_lossagg.errors import LossAggregationError
+    from megatron_lossagg.flags import (
+        add_loss_aggregation_args,
+        aggregation_from_args,
+        empty_step_from_args,
+        probe_from_args,
+    )
+    from megatron_lossagg.layout import Layout
+    from megatron_lossagg.plan import StepPlan, plan_step
+    from megatron_lossagg.reducer import Reducer, ReducerContext
 
 __version__ = "0.1.0"
 
@@ -36,3 +46,35 @@ __all__ = [
     "plan_step",
     "probe_from_args",
 ]
+
+_MODULE_OF = {
+    "Aggregation": "aggregation",
+    "Layout": "layout",
+    "LossAggregationError": "errors",
+    "MegatronContract": "contract",
+    "Reducer": "reducer",
+    "ReducerContext": "reducer",
+    "Sequences": "counts",
+    "StepBuffer": "buffer",
+    "StepContract": "contract",
+    "StepMicrobatch": "buffer",
+    "StepPlan": "plan",
+    "StepTotals": "counts",
+    "add_loss_aggregation_args": "flags",
+    "aggregation_from_args": "flags",
+    "empty_step_from_args": "flags",
+    "plan_step": "plan",
+    "probe_from_args": "flags",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = value  # the next use does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -11,7 +11,7 @@ import argparse
 from functools import cache
 from typing import cast
 
-from megatron_lossagg.aggregation import CUSTOM, Aggregation, mode_lines
+from megatron_lossagg.aggregation import CUSTOM, MODES, Aggregation
 from megatron_lossagg.errors import AggregationError
 from megatron_lossagg.plan import EmptyStep
 from megatron_lossagg.plugins import load_reducer_factory
@@ -32,8 +32,7 @@ def add_loss_aggregation_args(parser: argparse.ArgumentParser) -> argparse.Argum
     _check_free(parser)
     group = parser.add_argument_group(
         "loss aggregation",
-        "How per-token losses become the step's scalar: loss = sum_s w_s sum_t m_t x_t. "
-        + "; ".join(" ".join(line.split()) for line in mode_lines()),
+        _description(),
     )
     group.add_argument(
         "--loss-aggregation",
@@ -157,3 +156,21 @@ def _check_free(parser: argparse.ArgumentParser) -> None:
             "they are the host's own, leave ours out, drop what the host does with them, and build "
             "Aggregation.named(...) from its arguments"
         )
+
+
+def _description() -> str:
+    """Describe the group: one line per mode, and one short paragraph where argparse re-wraps it."""
+    width = max(map(len, MODES))
+    weights = {
+        mode.name: mode.weight.format(B="B", P="P", L="L", C="C")
+        for mode in MODES.values()
+        if mode.name != CUSTOM
+    }
+    lines = [f"{name:<{width}}  w_s = {weight};" for name, weight in weights.items()]
+    return "\n".join(
+        [
+            "loss = sum_s w_s sum_t m_t x_t, with one weight w_s per row s. The modes:",
+            *lines,
+            "what each means, and other systems' names: lossagg explain --list",
+        ]
+    )

@@ -67,7 +67,7 @@ def prove_job(job, folder):
     launched_module("megatron_lossagg.verify", job_file, events, processes=job.world_size)
     told = [json.loads(line) for line in events.read_text().splitlines()]
     verdicts = [v for event in told if event["event"] == "layout" for v in event["verdicts"]]
-    assert len(verdicts) == job.num_rows
+    assert len(verdicts) == job.num_verdicts
     return verdicts
 
 

@@ -27,4 +27,4 @@ def deal(rows, dp, microbatches):
     """Assign rows to ``(rank, microbatch)``; returns one key a row, in the order of rows."""
     assert len(microbatches) == dp
     counted = [SimpleNamespace(counted=row["counted"]) for row in rows]
-    return verification.deal(counted, microbatches).keys
+    return verification.assign_rows(counted, microbatches).keys

@@ -1,21 +1,22 @@
-"""Known faults are told apart by the weights they leave, wherever the layout tells them apart."""
+"""Known faults are distinguished by their weights in every layout where they differ."""
 
 from itertools import combinations
 
 import pytest
 import torch
 
+from megatron_lossagg.scaling import REGIMES
 from megatron_lossagg.verify.cases import CASES, expected
 from megatron_lossagg.verify.causes import CAUSES, Facts, symbols
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.reference import Reference
-from megatron_lossagg.verify.rows import deal, filler_row, make_rows
+from megatron_lossagg.verify.rows import assign_rows, filler_row, make_rows
 
 BY_NAME = {cause.name: cause for cause in CAUSES}
 
 
-def facts_of(parallelism, *, per_token, copies=1):
-    """A step whose token losses are drawn: causes look at losses and never at gradients."""
+def facts_of(parallelism, *, regime, copies=1):
+    """A step with random token losses: causes depend on losses and never on gradients."""
     padded = 96
     rows = make_rows(copies)
     tokens = sum(-(-len(row) // padded) * padded for row in [*rows, filler_row(padded)])
@@ -27,15 +28,19 @@ def facts_of(parallelism, *, per_token, copies=1):
         gradients_YP=torch.zeros(tokens, 0, dtype=torch.float64),
         parameters={},
     )
-    dealt = deal(rows, parallelism.m_of_ranks)
-    return Facts(reference=reference, deal=dealt, parallelism=parallelism, per_token=per_token)
+    return Facts(
+        reference=reference,
+        assignment=assign_rows(rows, parallelism.m_of_ranks),
+        parallelism=parallelism,
+        regime=regime,
+    )
 
 
 def predictions(cause, parallelism):
     """Slopes and losses of every case in both regimes, in one row."""
     parts = []
-    for per_token in (False, True):
-        facts = facts_of(parallelism, per_token=per_token)
+    for regime in REGIMES:
+        facts = facts_of(parallelism, regime=regime)
         for case in CASES:
             slope, loss = cause.predict(facts, case)
             parts += [slope, torch.tensor([loss], dtype=torch.float64)]
@@ -55,15 +60,16 @@ def test_no_two_causes_are_equal_where_m_dp_and_cp_differ(at_dp3_cp2_m4, one, ot
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_every_cause_trains_another_loss_than_the_one_named(at_dp3_cp2_m4, name):
+def test_every_cause_trains_another_loss_than_the_configured_one(at_dp3_cp2_m4, name):
     layout = Parallelism(dp=3, cp=2, microbatches=4)
-    named = []
-    for per_token in (False, True):
-        facts = facts_of(layout, per_token=per_token)
+    configured = []
+    for regime in REGIMES:
+        facts = facts_of(layout, regime=regime)
         for case in CASES:
-            wanted = expected(case, facts.reference, facts.deal)
-            named += [wanted.slope_Y, torch.tensor([wanted.loss], dtype=torch.float64)]
-    assert (at_dp3_cp2_m4[name] - torch.cat(named)).norm() > 1e-3 * torch.cat(named).norm()
+            wanted = expected(case, facts.reference, facts.assignment)
+            configured += [wanted.slope_Y, torch.tensor([wanted.loss], dtype=torch.float64)]
+    right = torch.cat(configured)
+    assert (at_dp3_cp2_m4[name] - right).norm() > 1e-3 * right.norm()
 
 
 def test_factors_of_cp_and_of_dp_are_equal_where_cp_is_dp():
@@ -74,17 +80,44 @@ def test_factors_of_cp_and_of_dp_are_equal_where_cp_is_dp():
     assert torch.equal(without_cp, without_dp)
 
 
-@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_named_weights_give_the_oracles_slope_and_loss(case, per_token):
-    facts = facts_of(Parallelism(dp=3, cp=2, microbatches=4), per_token=per_token)
-    second = facts.named(case.second) if case.second else None
-    wanted = expected(case, facts.reference, facts.deal)
-    slope = facts.slope(case, facts.named(case.aggregation), second)
+def test_the_token_weights_give_the_oracles_slope_and_loss(case, regime):
+    facts = facts_of(Parallelism(dp=3, cp=2, microbatches=4), regime=regime)
+    second = facts.token_weights(case.second) if case.second else None
+    wanted = expected(case, facts.reference, facts.assignment)
+    slope = facts.slope(case, facts.token_weights(case.aggregation), second)
     assert torch.allclose(slope, wanted.slope_Y, rtol=1e-13, atol=0)
-    assert facts.loss(case, facts.named(case.aggregation), second) == pytest.approx(
+    assert facts.loss(case, facts.token_weights(case.aggregation), second) == pytest.approx(
         wanted.loss, rel=1e-13
     )
+
+
+# Of the gradient in either regime, and of the report: worked out by hand for DP 3, CP 2, M 4.
+FACTORS = {
+    "times_cp": (2, 2, 1),
+    "over_m": (1 / 4, 1, 1 / 4),
+    "without_cp": (1 / 2, 1, 1 / 2),
+    "without_dp": (1 / 3, 1, 1 / 3),
+    "times_dp": (1, 3, 1),
+    "num_tokens_on_every_cp_rank": (1, 1 / 2, 1),
+    "report_without_m": (1, 1, 1 / 4),
+    "schedule_without_m": (4, 1, 1),
+    "reduced_by_sum": (6, 1, 1),
+    "reduced_by_mean": (1, 1 / 6, 1),
+    "not_divided_by_n": (1, 78, 1),
+}
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_a_wrong_factor_multiplies_gradient_and_report_as_worked_out_by_hand(name):
+    aggregation = CASES[0].aggregation
+    for regime, factor in zip(REGIMES, FACTORS[name], strict=False):
+        facts = facts_of(Parallelism(dp=3, cp=2, microbatches=4), regime=regime)
+        right = facts.token_weights(aggregation)
+        gradient, reported = BY_NAME[name].weights(facts, aggregation)
+        assert torch.allclose(gradient, factor * right, rtol=1e-12, atol=0)
+        assert torch.allclose(reported, FACTORS[name][2] * right, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -102,12 +135,12 @@ def test_the_named_weights_give_the_oracles_slope_and_loss(case, per_token):
     ],
 )
 def test_a_measured_factor_is_named_by_the_sizes_it_equals(factor, names):
-    facts = facts_of(Parallelism(dp=3, cp=2, microbatches=4), per_token=False)
+    facts = facts_of(Parallelism(dp=3, cp=2, microbatches=4), regime="average")
     assert symbols(factor, facts, tolerance=1e-9) == names
 
 
 def test_a_factor_that_several_sizes_equal_has_all_their_names():
-    facts = facts_of(Parallelism(dp=2, cp=2, microbatches=2), per_token=False)
+    facts = facts_of(Parallelism(dp=2, cp=2, microbatches=2), regime="average")
     assert symbols(4.0, facts, tolerance=1e-9) == ["M DP", "M CP", "DP CP"]
 
 
@@ -115,17 +148,17 @@ def test_a_factor_that_several_sizes_equal_has_all_their_names():
 @pytest.mark.parametrize("cp", [1, 2, 4])
 @pytest.mark.parametrize("dp", [1, 2, 4])
 @pytest.mark.parametrize("copies", [1, 2])
-def test_ones_of_the_training_masks_are_never_n_by_accident(dp, cp, microbatches, copies):
+def test_the_ones_of_the_training_masks_are_never_n_by_accident(dp, cp, microbatches, copies):
     layout = Parallelism(dp=dp, cp=cp, microbatches=microbatches)
-    facts = facts_of(layout, per_token=True, copies=copies)
+    facts = facts_of(layout, regime="per-token", copies=copies)
     assert facts.masked != facts.n
 
 
 @pytest.mark.parametrize("packing", ["thd", "bshd"])
 def test_a_mask_sliced_by_other_chunks_trains_another_loss_in_either_packing(packing):
     layout = Parallelism(cp=2, packing=packing)
-    facts = facts_of(layout, per_token=False)
-    named = facts.named(CASES[0].aggregation)
+    facts = facts_of(layout, regime="average")
+    right = facts.token_weights(CASES[0].aggregation)
     for name in ("chunks_swapped", "contiguous_chunks"):
         weights, _ = BY_NAME[name].weights(facts, CASES[0].aggregation)
-        assert (weights - named).norm() > 0.1 * named.norm()
+        assert (weights - right).norm() > 0.1 * right.norm()

@@ -12,7 +12,7 @@ from megatron_lossagg import (
     aggregation_from_args,
     empty_step_from_args,
 )
-from megatron_lossagg.aggregation import ALIASES, MODES
+from megatron_lossagg.aggregation import ALIASES, CUSTOM, MODES
 from megatron_lossagg.errors import AggregationError
 from megatron_lossagg.flags import probe_from_args
 
@@ -97,11 +97,22 @@ def test_the_regime_flag_of_megatron_is_not_read():
     assert aggregation_from_args(argparse.Namespace(calculate_per_token_loss=True)) is None
 
 
-def test_help_prints_every_modes_formula():
-    text = " ".join(parser().format_help().split())
+@pytest.mark.parametrize("raw", [False, True])
+def test_help_prints_every_modes_formula_shortly_and_one_per_line_where_text_is_raw(raw):
+    flags = parser()
+    if raw:
+        flags.formatter_class = argparse.RawDescriptionHelpFormatter
+    text = flags.format_help()
     for mode in MODES.values():
+        if mode.name == CUSTOM:
+            continue
         weight = mode.weight.format(B="B", P="P", L="L", C="C")
-        assert f"{mode.name} w_s = {weight} {mode.meaning}" in text
+        assert f"{mode.name} w_s = {weight};" in " ".join(text.split())
+        lines = [line for line in text.splitlines() if line.split()[:2] == [mode.name, "w_s"]]
+        assert len(lines) == 1 or not raw
+    assert "lossagg explain --list" in " ".join(text.split())
+    description = text[text.index("loss = sum_s") : text.index("--list")]
+    assert len(description.split()) < 60
 
 
 def test_a_reducer_path_stands_alone():

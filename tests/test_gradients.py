@@ -58,7 +58,7 @@ def test_the_gradient_is_that_of_the_named_loss(verdicts, split, case, microbatc
     COUNTED["cases"] += 1
     assert verdict["gradient_error"] < 1e-12, verdict["explanation"]
     assert verdict["loss_error"] < 1e-12, verdict["explanation"]
-    assert verdict["gauge_error"] < 1e-6  # kept in float32
+    assert verdict["weight_sum_error"] < 1e-6  # computed in float32
 
 
 @pytest.mark.parametrize("regime", REGIMES)

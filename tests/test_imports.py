@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import megatron_lossagg
+
 PACKAGE = Path(__file__).parent.parent / "megatron_lossagg"
 ORDER = [
     "errors", "integers", "aggregation", "scaling", "layout", "exchange", "counts", "faults",
@@ -71,12 +73,36 @@ def test_megatron_is_imported_behind_five_doors_alone(module):
     assert "transformer_engine" not in names
 
 
-def test_importing_the_package_imports_neither_megatron_nor_transformer_engine():
-    code = "import sys, megatron_lossagg; print({m.split('.')[0] for m in sys.modules})"
+def modules_after(code):
+    """The top-level packages that a process has imported after this code."""
+    code = f"import sys\n{code}\nprint({{m.partition('.')[0] for m in sys.modules}})"
     out = subprocess.check_output([sys.executable, "-c", code], text=True)
-    assert "'torch'" in out
-    assert "'megatron'" not in out
-    assert "'transformer_engine'" not in out
+    return ast.literal_eval(out.splitlines()[-1])
+
+
+def test_importing_the_package_imports_neither_megatron_nor_transformer_engine():
+    modules = modules_after("from megatron_lossagg import *")
+    assert "torch" in modules
+    assert not {"megatron", "transformer_engine"} & modules
+
+
+@pytest.mark.parametrize("option", ["--version", "--help"])
+def test_the_version_and_the_help_need_no_torch(option):
+    modules = modules_after(
+        "from megatron_lossagg.cli.main import main\n"
+        f"try: main([{option!r}])\n"
+        "except SystemExit as ended: assert ended.code == 0"
+    )
+    assert "megatron_lossagg" in modules
+    assert not {"torch", "numpy", "rich", "megatron"} & modules
+
+
+def test_every_public_name_can_be_imported_and_is_listed():
+    for name in megatron_lossagg.__all__:
+        assert getattr(megatron_lossagg, name).__module__.startswith("megatron_lossagg.")
+        assert name in dir(megatron_lossagg)
+    with pytest.raises(AttributeError, match="no attribute 'absent'"):
+        megatron_lossagg.absent  # noqa: B018
 
 
 def test_the_table_of_modes_needs_neither_torch_nor_argparse():

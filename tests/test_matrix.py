@@ -118,4 +118,4 @@ def test_splits_combined_train_the_gradient_of_the_named_loss(combined, name, ca
     verdict = combined(layout.world_size)[str(layout), case, regime]
     assert verdict["gradient_error"] < layout.tolerance, verdict["explanation"]
     assert verdict["loss_error"] < layout.tolerance, verdict["explanation"]
-    assert verdict["gauge_error"] < 1e-6  # kept in float32
+    assert verdict["weight_sum_error"] < 1e-6  # computed in float32

@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 import pytest
 
 from megatron_lossagg.verify.page import page
-from megatron_lossagg.verify.parallelism import GAUGE_TOLERANCE
+from megatron_lossagg.verify.parallelism import WEIGHT_SUM_TOLERANCE
 
 LAYOUTS = ["DP 4, M 3", "DP 2 x CP 2, M 3, distributed optimizer, overlap grad reduce, bshd"]
 CASES = ["token_mean", "sample_mean, count_empty=False", "constant + token_mean"]
@@ -23,11 +23,12 @@ def verdict(**changes):
     return {
         "layout": LAYOUTS[0],
         "case": CASES[0],
+        "formula": "1/(B 4096)",
         "regime": REGIMES[0],
         "k": 12,
         "gradient_error": 1.25e-15,
         "loss_error": 0.0,
-        "gauge_error": 5.6e-08,
+        "weight_sum_error": 5.6e-08,
         "measured_factor": 0.9999999999999998,
         "tolerance": 1e-12,
         "causes": [],
@@ -42,7 +43,7 @@ def failed(**changes):
         "gradient_error": 2 / 3,
         "measured_factor": 1 / 3,
         "causes": ["over_m"],
-        "explanation": "measured 0.333333333333 = 1/M; likely: 1/M is not undone (K lacks M)",
+        "explanation": "gradient: measured factor 0.333333333333 = 1/M, expected 1: K lacks M",
         "passed": False,
     }
     return verdict(**{**wrong, **changes})
@@ -61,6 +62,13 @@ def report(verdicts=None, **changes):
             {"name": "torch", "state": "found", "version": "2.13.0", "detail": "CPU and gloo"},
             {"name": "transformer-engine", "state": "missing", "version": "", "detail": "optional"},
             {"name": "apex", "state": "broken", "version": "0.9", "detail": "another project"},
+            {
+                "name": "megatron-core",
+                "state": "found",
+                "version": "0.16.1",
+                "path": "/folder/of/megatron",
+                "commit": "0123456789ab, modified",
+            },
         ],
         "layouts": LAYOUTS,
         "verdicts": verdicts,
@@ -113,7 +121,7 @@ MIXED = report(
         verdict(),
         failed(),
         failed(gradient_error=math.inf, measured_factor=math.nan),
-        failed(gradient_error=None, loss_error=None, gauge_error=None, measured_factor=None),
+        failed(gradient_error=None, loss_error=None, weight_sum_error=None, measured_factor=None),
         failed(layout=LAYOUTS[1], gradient_error=4.5e30, causes=[]),
         verdict(layout=LAYOUTS[1], gradient_error=0.0),
         verdict(layout=LAYOUTS[1], tolerance=1e-5),
@@ -121,64 +129,75 @@ MIXED = report(
 )
 
 
-def test_every_verdict_is_a_row_with_its_numbers():
+def test_every_verdict_has_a_line_with_its_formula_and_numbers():
     verdicts = report()["verdicts"]
     rows = Reader(page(report())).rows
     assert len(rows) == len(verdicts) == 12
     for row, wanted in zip(rows, verdicts, strict=True):
         numbers = ["12", "1", "1.2e-15", "0", "5.6e-08"]
-        assert row == [wanted["case"], wanted["regime"], *numbers, "PASS"]
+        assert row == [wanted["case"], wanted["formula"], wanted["regime"], *numbers, "PASS"]
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (report(), "12 of 12 rows pass: the loss trained is the loss named"),
-        (MIXED, "4 of 7 rows fail: the loss trained or reported is not the loss named"),
-        (report([verdict()], layouts=LAYOUTS[:1]), "1 of 1 row passes: the loss trained is"),
-        (report([verdict(), failed()]), "1 of 2 rows fails: the loss trained or reported"),
-        (report([verdict()] * 2, passed=False), "The run did not finish: 2 rows measured"),
-        (report([verdict()]), "The run did not finish: 1 row measured"),  # a layout has no row
+        (report(), "12 of 12 cases pass: the trained loss is the configured loss"),
+        (MIXED, "4 of 7 cases fail: the trained or the reported loss is not the configured loss"),
+        (report([verdict()], layouts=LAYOUTS[:1]), "1 of 1 case passes: the trained loss is"),
+        (report([verdict(), failed()]), "1 of 2 cases fails: the trained or the reported"),
+        (report([verdict()] * 2, passed=False), "The run did not finish: 2 cases measured"),
+        (report([verdict()]), "The run did not finish: 1 case measured"),  # a layout has no case
         (report([]), "The run did not finish: nothing was measured"),
     ],
 )
-def test_the_verdict_stands_at_the_top(given, says):
+def test_the_result_is_at_the_top(given, says):
     read = Reader(page(given))
     assert read.text.startswith(f"{says}")  # the title
     assert f"lossagg verify {says}" in read.text.replace(" :", ":")
 
 
-def test_versions_and_layouts_are_told():
+def test_the_table_follows_the_result_and_the_causes_follow_the_table():
+    text = page(MIXED)
+    order = ["<h1>", "<h2>Cases<", "Why</h2>", "<h2>Gradient", "<h2>Run<", "<h2>How to read it<"]
+    places = [text.index(part) for part in order]
+    assert places == sorted(places)
+
+
+def test_versions_and_layouts_are_listed_with_the_checkout_of_megatron():
     text = Reader(page(report())).text
     for words in ("0.1.0", "2.13.0", "CPU and gloo", "broken 0.9 another project", *LAYOUTS):
         assert words in text
     assert "lossagg verify --html page.html" in text
     assert "missing optional" in text
+    assert "0.16.1 /folder/of/megatron, commit 0123456789ab, modified" in text
 
 
-def test_a_failed_row_carries_its_explanation_and_a_passing_one_none():
+def test_a_failed_case_has_its_explanation_and_a_passing_one_none():
     for row, given in zip(Reader(page(MIXED)).rows, MIXED["verdicts"], strict=True):
-        assert row[7:] == ["PASS"] if given["passed"] else ["FAIL", given["explanation"]]
+        assert row[8:] == ["PASS"] if given["passed"] else ["FAIL", given["explanation"]]
 
 
-def test_causes_are_named_once_with_a_link_to_their_first_row():
+def test_causes_are_listed_once_with_a_link_to_their_first_case():
     read = Reader(page(MIXED))
     links = [attrs["href"] for tag, attrs in read.tags if tag == "a"]
     targets = {attrs["id"] for _, attrs in read.tags if "id" in attrs}
-    assert {"#row-2", "#row-5"} <= set(links)
+    assert {"#why", "#case-2", "#case-5"} <= set(links)
     assert {link.removeprefix("#") for link in links} <= targets
     assert read.text.count("over_m") == 1
     assert "no known cause" in read.text
 
 
-def test_a_layout_without_rows_is_named():
+def test_a_layout_without_cases_is_listed():
     text = Reader(page(report([verdict()], passed=False))).text
-    assert f"The run ended before the rows of {LAYOUTS[1]}" in text
+    assert f"The run ended before the cases of {LAYOUTS[1]}" in text
     assert f"{LAYOUTS[1]} not measured" in text
 
 
 def test_what_is_out_of_tolerance_is_marked():
-    over = [verdict(gauge_error=2 * GAUGE_TOLERANCE, passed=False), failed(loss_error=math.nan)]
+    over = [
+        verdict(weight_sum_error=2 * WEIGHT_SUM_TOLERANCE, passed=False),
+        failed(loss_error=math.nan),
+    ]
     assert Reader(page(report())).of_class("over") == []
     assert len(Reader(page(report(over))).of_class("over")) == 3
 
@@ -202,17 +221,19 @@ def test_an_error_stands_left_or_right_of_its_tolerance():
 def test_text_is_escaped():
     evil = "<script>alert('&\"')</script>"
     fact = {"name": evil, "state": evil, "version": evil, "detail": evil}
-    rows = [failed(layout=evil, case=evil, regime=evil, k=evil, causes=[evil], explanation=evil)]
+    place = {"path": evil, "commit": evil}
+    words = dict.fromkeys(("layout", "case", "formula", "regime", "k", "explanation"), evil)
+    rows = [failed(**words, causes=[evil])]
     given = report(
         rows,
-        layouts=[evil, f"{evil} without rows"],
+        layouts=[evil, f"{evil} without cases"],
         command=evil,
         started=evil,
-        environment=[fact, {**fact, "version": ""}],
+        environment=[fact, {**fact, "version": ""}, {**fact, **place}],
         tool={"name": evil, "version": evil},
     )
     read = Reader(page(given))
-    assert read.text.count(evil) >= 12
+    assert read.text.count(evil) >= 16
     shapes, harmless = (
         {(tag, *attrs) for tag, attrs in r.tags} for r in (read, Reader(page(MIXED)))
     )
@@ -236,7 +257,13 @@ def test_the_plot_has_a_title_and_a_description():
     (plot,) = (attrs for tag, attrs in read.tags if tag == "svg" and "role" in attrs)
     targets = {attrs["id"]: tag for tag, attrs in read.tags if "id" in attrs}
     assert [targets[name] for name in plot["aria-labelledby"].split()] == ["title", "desc"]
-    assert "Errors from 0 to 4.5e+30. 2 rows without a finite error." in read.text
+    described = "7 cases on 2 layouts, logarithmic scale. Errors from 0 to 4.5e+30. 2 cases without"
+    assert f"{described} a finite error." in read.text
+
+
+def test_one_layout_and_one_case_are_singular():
+    text = Reader(page(report([verdict()], layouts=LAYOUTS[:1]))).text
+    assert "1 case on 1 layout, logarithmic scale." in text
 
 
 def luminance(colour):
@@ -282,7 +309,7 @@ addEventListener("load", () => {
     overflowing: all.filter((element) => leaves(element) || spills(element)).map(name),
     loaded: page.defaultView.performance.getEntriesByType("resource").length,
     columns: new Set([...page.querySelectorAll("tbody tr")].map((row) =>
-      [...row.cells].slice(0, 8).map((cell) => cell.offsetLeft).join())).size,
+      [...row.cells].slice(0, 9).map((cell) => cell.offsetLeft).join())).size,
   });
 });
 </script>

@@ -1,4 +1,4 @@
-"""``lossagg verify``, as a user runs it: this machine, a launcher of two nodes, wrong usage."""
+"""``lossagg verify`` as a user runs it: this machine, a launcher of two nodes, wrong usage."""
 
 import contextlib
 import json
@@ -14,11 +14,15 @@ from pathlib import Path
 import pytest
 from wrong_factors.run import apply
 
+from megatron_lossagg.cli.explanation import Split, explain
 from megatron_lossagg.cli.main import main
+from megatron_lossagg.verify import environment as environment_module
 from megatron_lossagg.verify.cases import CASES
 from megatron_lossagg.verify.environment import environment
 from megatron_lossagg.verify.job import Job
 from megatron_lossagg.verify.parallelism import Parallelism, standard
+from megatron_lossagg.verify.rows import make_rows
+from megatron_lossagg.verify.words import number_of
 
 ROOT = Path(__file__).parent.parent
 ONE = ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "40"]
@@ -41,20 +45,41 @@ def ended(process, timeout=300):
     return process.returncode, out, err
 
 
-def test_one_layout_passes_and_says_so_in_text_json_and_html(tmp_path):
+def test_one_layout_passes_in_text_json_and_html(tmp_path):
     report, page = tmp_path / "report.json", tmp_path / "report.html"
     process = lossagg(
         "verify", "--dp", 2, "--moe", "--ep", 2, "--json", report, "--html", page, *ONE
     )
     status, out, err = ended(process)
     assert status == 0, out + err
-    assert "2 of 2 rows pass on 1 layout" in out
-    told = json.loads(report.read_text())
-    assert told["passed"]
-    assert [row["layout"] for row in told["verdicts"]] == ["DP 2 x EP 2, M 3, MoE"] * 2
-    assert {row["regime"] for row in told["verdicts"]} == {"average", "per-token"}
-    assert all(0 < row["gradient_error"] < 1e-6 for row in told["verdicts"])
+    first, *lines = out.splitlines()
+    assert first.startswith("PASS: 2 of 2 cases pass on 1 layout of 2 ranks, megatron-core ")
+    assert "cases pass" not in "".join(lines)  # the result of one layout is printed once
+    assert [line.split()[:4] for line in lines if line.startswith("  constant")] == [
+        ["constant", "1/(B", "40)", regime] for regime in ("average", "per-token")
+    ]
+    written = json.loads(report.read_text())
+    verdicts = written["verdicts"]
+    assert written["passed"]
+    assert [v["layout"] for v in verdicts] == ["DP 2 x EP 2, M 3, MoE"] * 2
+    assert [v["regime"] for v in verdicts] == ["average", "per-token"]
+    assert [v["formula"] for v in verdicts] == ["1/(B 40)"] * 2
+    assert all(0 < v["gradient_error"] < 1e-6 for v in verdicts)
+    (core,) = [fact for fact in written["environment"] if fact["name"] == "megatron-core"]
+    assert (Path(core["path"]) / "megatron/core/__init__.py").is_file()
+    assert f"megatron-core      {core['version']}" in out
+    assert core["path"] in out
     assert "DP 2 x EP 2, M 3, MoE" in page.read_text()
+    assert core["path"] in page.read_text()
+    # K of explain is what the StepContract multiplied by on the live Megatron-Core.
+    for v in verdicts:
+        explanation = explain(
+            "constant",
+            prompts=[[sum(row.counted) for row in make_rows()]],
+            split=Split(regime=v["regime"], microbatches=3, dp=2, cp=1),
+            divisor=40.0,
+        )
+        assert explanation.factor == v["k"]
 
 
 def test_a_wrong_factor_fails_with_status_1_and_its_cause(tmp_path):
@@ -62,9 +87,10 @@ def test_a_wrong_factor_fails_with_status_1_and_its_cause(tmp_path):
     apply(ROOT / "tests/wrong_factors/num_tokens_on_every_cp_rank.txt", tmp_path)
     status, out, err = ended(lossagg("verify", "--cp", 2, *ONE, path=tmp_path))
     assert status == 1, out + err
-    assert "1 of 2 rows pass" in out
-    assert "gradient measured 0.5 = 1/CP, wanted 1" in out
-    assert "every CP rank returns the whole count" in out
+    assert out.startswith("FAIL: 1 of 2 cases pass on 1 layout of 2 ranks")
+    assert "gradient: measured factor 0.5 = 1/CP, expected 1: every CP rank" in out
+    assert out.index("  constant") < out.index("every CP rank returns the whole count")
+    assert out.index("every CP rank returns the whole count") < out.index("megatron-core   ")
 
 
 def test_two_nodes_of_a_launcher_pass_and_rank_0_alone_reports(tmp_path):
@@ -83,27 +109,26 @@ def test_two_nodes_of_a_launcher_pass_and_rank_0_alone_reports(tmp_path):
         processes.append(process)
     results = [ended(process) for process in processes]
     assert [status for status, *_ in results] == [0, 0], results
-    assert ["2 of 2 rows pass" in out for _, out, _ in results] == [True, False]
+    assert ["2 of 2 cases pass" in out for _, out, _ in results] == [True, False]
     assert json.loads(report.read_text())["layouts"] == ["PP 2 x CP 2, M 3"]
 
 
-def test_a_launcher_with_another_number_of_ranks_is_told():
+def test_a_launcher_with_another_number_of_ranks_is_refused():
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     process = lossagg("verify", "--dp", 3, *ONE, launcher=launcher, GLOO_SOCKET_IFNAME="lo")
     status, _, err = ended(process)
     assert status != 0
-    assert "DP 3, M 3 is for 3 ranks, the launcher started 2" in err
-    assert "change --dp" in err
+    assert "DP 3, M 3: got 2 ranks from the launcher, expected 3. Change --dp" in err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--dp", "0"], "dp is at least 1, got 0"),
+        (["--dp", "0"], "dp: got 0, expected at least 1"),
         (["--pp", "1", "--vpp", "2"], "vpp 2 needs pp above 1"),
         (["--ep", "2"], "ep 2 needs experts: add --moe"),
         (["--moe", "--ep", "3", "--dp", "2"], "ep 3 does not divide dp * cp * tp = 2"),
-        (["--pp", "2", "--vpp", "2", "--microbatches", "3"], "a multiple of pp 2"),
+        (["--pp", "2", "--vpp", "2", "--microbatches", "3"], "expected a multiple of pp 2"),
         (["--dp", "2", "--mtp"], "add --float32"),
         (["--dp", "2", "--optimizer-instances", "2"], "need --distributed-optimizer"),
         (["--loss-aggregation", "constant"], "--loss-aggregation-divisor"),
@@ -111,8 +136,8 @@ def test_a_launcher_with_another_number_of_ranks_is_told():
         (["--loss-aggregation-reducer-path", "a.b:c"], "a custom reducer has no formula"),
         (["--json", "/nowhere/at/all.json"], "cannot be written: name a file"),
         (["--html", "/"], "cannot be written: name a file"),
-        (["--tp", "-1"], "tp is at least 1, got -1"),
-        (["--tp", "3"], "tp 3 does not divide the proof model's 32 token ids"),
+        (["--tp", "-1"], "tp: got -1, expected at least 1"),
+        (["--tp", "3"], "tp 3 does not divide the model's 32 token ids"),
         (["--dp", "2", "--sequence-parallel"], "give tp above 1"),
         (["--moe", "--tp", "2"], "experts with tp above 1 under sequence_parallel"),
         (["--float32"], "float32 without a size"),
@@ -122,7 +147,7 @@ def test_a_launcher_with_another_number_of_ranks_is_told():
         ),
     ],
 )
-def test_wrong_usage_ends_with_status_2_and_says_what_to_change(capsys, arguments, message):
+def test_wrong_usage_ends_with_status_2_and_what_to_change(capsys, arguments, message):
     assert main(["verify", *arguments]) == 2
     out, err = capsys.readouterr()
     assert message in err
@@ -135,7 +160,7 @@ def test_the_standard_set_splits_in_every_way_on_one_number_of_ranks():
     for size in ("dp", "tp", "pp", "vpp", "cp"):
         assert any(getattr(layout, size) > 1 for layout in layouts), size
     job = Job(layouts=layouts, cases=CASES)
-    assert job.num_rows == 7 * 11 * 2
+    assert job.num_verdicts == 7 * 11 * 2
     assert Job.from_json(job.to_json()) == job
 
 
@@ -144,7 +169,7 @@ def test_a_job_keeps_different_numbers_of_microbatches():
     assert Job.from_json(job.to_json()).layouts[0].m_of_ranks == [3, 5]
 
 
-def test_transformer_engine_that_cannot_load_is_said_plainly(tmp_path):
+def test_transformer_engine_that_cannot_load_is_reported_as_broken(tmp_path):
     package = tmp_path / "transformer_engine"
     package.mkdir()
     (package / "__init__.py").write_text("__version__ = '2.9'\nraise OSError('no libcudart')\n")
@@ -183,9 +208,109 @@ def ranks_of(parent, known=()):
     return {pid for pid, up in found.items() if up in under} | under
 
 
-def test_the_environment_names_what_is_there_and_what_is_not():
+def test_the_environment_lists_what_is_installed_and_what_is_missing():
     facts = {fact.name: fact for fact in environment()}
     assert facts["torch"].state == "found"
     assert facts["megatron-core"].state == "found"
     assert facts["megatron-core"].version[0].isdigit()
     assert set(facts) == {"python", "torch", "megatron-core", "transformer-engine", "apex"}
+
+
+SLOW = """import sys, time
+if not hasattr(sys, "was_slow"):  # once per process: Megatron-Core tries more than once
+    sys.was_slow = True
+    time.sleep({seconds})
+raise ImportError("slow, and not apex")
+"""
+
+
+def fake(folder, name, source):
+    (folder / name).mkdir(parents=True)
+    (folder / name / "__init__.py").write_text(source)
+
+
+def only_on_path(monkeypatch, folder):
+    """Processes find Megatron-Core's fakes in ``folder`` before the installed one."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(ROOT)]))
+
+
+def test_an_import_that_takes_too_long_is_slow_and_a_package_that_is_absent_is_missing(
+    tmp_path, monkeypatch
+):
+    fake(tmp_path, "apex", SLOW.format(seconds=600))
+    fake(tmp_path, "megatron", "")
+    fake(tmp_path / "megatron", "core", "__version__ = '0.99'\nimport time\ntime.sleep(600)\n")
+    only_on_path(monkeypatch, tmp_path)
+    begun = time.monotonic()
+    found = environment({"megatron-core": 3.0, "transformer-engine": 300.0, "apex": 2.0})
+    facts = {fact.name: fact for fact in found}
+    assert {name: facts[name].state for name in environment_module.PATIENCE} == {
+        "megatron-core": "slow",
+        "transformer-engine": "missing",  # never imported
+        "apex": "slow",
+    }
+    assert "did not end within 2 s; optional" in str(facts["apex"])
+    assert str(facts["apex"]).split(maxsplit=1)[1].startswith("slow, not judged")
+    assert time.monotonic() - begun < 300
+
+
+def test_a_package_that_is_missing_is_never_imported(tmp_path, monkeypatch):
+    (tmp_path / "apex").mkdir()  # a folder of that name is not the package
+    fake(tmp_path, "megatron", "")
+    only_on_path(monkeypatch, tmp_path)
+    facts = {fact.name: fact.state for fact in environment()}
+    assert facts["apex"] == facts["megatron-core"] == "missing"
+
+
+def test_verify_goes_on_where_only_an_optional_package_is_slow(tmp_path, monkeypatch, capfd):
+    fake(tmp_path, "apex", SLOW.format(seconds=3))
+    only_on_path(monkeypatch, tmp_path)
+    monkeypatch.setitem(environment_module.PATIENCE, "apex", 0.5)
+    assert main(["verify", "--dp", "1", "--regime", "average", *ONE]) == 0
+    out = capfd.readouterr().out
+    assert out.startswith("PASS: 1 of 1 case passes on 1 layout of 1 rank, ")
+    assert "apex               slow, not judged" in out
+
+
+def test_verify_stops_where_megatron_core_is_slow_and_does_not_call_it_broken(
+    tmp_path, monkeypatch, capsys
+):
+    fake(tmp_path, "megatron", "")
+    fake(tmp_path / "megatron", "core", "import time\ntime.sleep(600)\n")
+    only_on_path(monkeypatch, tmp_path)
+    monkeypatch.setitem(environment_module.PATIENCE, "megatron-core", 1.0)
+    assert main(["verify", "--dp", "1", *ONE]) == 2
+    out, err = capsys.readouterr()
+    assert "nothing to verify: megatron-core is slow, not judged" in err
+    assert "run again" in out
+    assert "broken" not in out + err
+
+
+@pytest.mark.parametrize(("tracked", "changed"), [(True, False), (True, True), (False, False)])
+def test_the_commit_of_megatron_core_is_that_of_its_checkout(tmp_path, tracked, changed):
+    """A folder inside another repository, as an environment in a checkout, has no commit."""
+
+    def git(*arguments):
+        who = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
+        command = ["git", "-C", str(tmp_path), *who, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    file = tmp_path / "megatron" / "core" / "__init__.py"
+    fake(file.parent.parent, "core", "")
+    (tmp_path / "other.py").write_text("")
+    git("init", "--quiet")
+    git("add", str(file) if tracked else "other.py")
+    git("commit", "--quiet", "--message", "one")
+    if changed:
+        file.write_text("changed = True\n")
+    fact = environment_module.Fact(name="megatron-core", state="found", version="0.16.1")
+    located = environment_module._located(fact, file)
+    assert located.path == str(tmp_path)
+    commit = git("rev-parse", "HEAD")[:12] + (", modified" if changed else "")
+    assert located.commit == (commit if tracked else "")
+    assert str(located).endswith(f"{tmp_path}, commit {commit}" if tracked else str(tmp_path))
+
+
+def test_counts_have_the_right_number():
+    counts = [number_of(1, "rank"), number_of(2, "layout"), number_of(0, "microbatch")]
+    assert counts == ["1 rank", "2 layouts", "0 microbatches"]

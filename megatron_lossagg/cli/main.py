@@ -1,35 +1,32 @@
-"""The ``lossagg`` command."""
+"""The ``lossagg`` command: finds the command that was asked for and loads only that."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import signal
 import sys
 from collections.abc import Sequence
 
 import megatron_lossagg
-from megatron_lossagg.cli import explain
 from megatron_lossagg.errors import ContractError, LossAggregationError, ReducerError
-from megatron_lossagg.verify import command as verify
+
+_COMMANDS = {
+    "verify": (
+        "megatron_lossagg.verify.command",
+        "prove that the installed Megatron-Core trains the configured loss",
+    ),
+    "explain": (
+        "megatron_lossagg.cli.explain",
+        "print what a mode means, and the values to expect on the dashboard",
+    ),
+}
+"""Module and summary of each command; the module has ``add_arguments`` and ``run``."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit status: 0, 1 for a failed row, 2 for wrong usage."""
-    parser = argparse.ArgumentParser(
-        prog="lossagg",
-        description="The loss you configured is the loss you train: prove it, and explain it.",
-    )
-    version = f"megatron_lossagg {megatron_lossagg.__version__}"
-    parser.add_argument("--version", action="version", version=version)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, module, summary in (
-        ("verify", verify, "prove on the installed Megatron-Core that it trains the loss named"),
-        ("explain", explain, "say what a mode means, and what to expect on the dashboard"),
-    ):
-        command = commands.add_parser(name, help=summary, description=module.__doc__)
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
-    args = parser.parse_args(arguments)
+    """Run a command; return its exit status: 0, 1 for a failed case, 2 for wrong usage."""
+    args = _parser(sys.argv[1:] if arguments is None else arguments).parse_args(arguments)
     if arguments is None:  # the process is ours; leaving it ends the ranks that were launched
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
@@ -43,3 +40,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"lossagg: {error}", file=sys.stderr)
         return 2
     return status
+
+
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """Build the parser; import the module of the command in ``arguments``, and no other's."""
+    parser = argparse.ArgumentParser(
+        prog="lossagg",
+        description="The loss you configured is the loss you train: prove it, and explain it.",
+    )
+    version = f"megatron_lossagg {megatron_lossagg.__version__}"
+    parser.add_argument("--version", action="version", version=version)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, (module_name, summary) in _COMMANDS.items():
+        command = commands.add_parser(name, help=summary)
+        if name in arguments[:1]:  # the options before a command print and exit
+            module = importlib.import_module(module_name)
+            command.description = module.__doc__
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    return parser

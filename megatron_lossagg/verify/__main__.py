@@ -1,6 +1,6 @@
 """A rank of a verification: ``python -m megatron_lossagg.verify JOB EVENTS``, under a launcher.
 
-JOB: a file with ``Job.to_json``. EVENTS: a file that rank 0 appends a JSON line an event to.
+JOB: a file with ``Job.to_json``. EVENTS: a file that rank 0 appends one JSON line per event to.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ def main(job: str, events: str) -> None:
     """Run the job and write its events."""
     with Path(events).open("a", buffering=1) as file:
 
-        def tell(event: Event) -> None:
+        def report(event: Event) -> None:
             file.write(json.dumps(event) + "\n")
 
-        run_job(Job.from_json(Path(job).read_text()), tell)
+        run_job(Job.from_json(Path(job).read_text()), report)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Which aggregations a proof tries, and what the oracle says of each.
+"""The aggregations that a verification trains, and the oracle's values for each.
 
 Shape suffix: Y = tokens of all rows and a filler, padded (``reference.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.verify import oracle
 from megatron_lossagg.verify.reference import Reference
-from megatron_lossagg.verify.rows import Deal, Row
+from megatron_lossagg.verify.rows import Assignment, Row
 
 BETA = 0.3
 """Weight of a case's second term."""
@@ -34,6 +34,12 @@ class Case:
         if not self.aggregation.count_empty:
             name += ", count_empty=False"
         return name if self.second is None else f"{name} + {self.second.mode}"
+
+    @property
+    def formula(self) -> str:
+        """w_s of each term, with the divisor's value: ``1/(B 40), 1/N``."""
+        terms = [self.aggregation] if self.second is None else [self.aggregation, self.second]
+        return ", ".join(term.formula for term in terms)
 
 
 CASES: tuple[Case, ...] = (
@@ -54,7 +60,7 @@ CASES: tuple[Case, ...] = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Expected:
-    """What the oracle says of a step: float64."""
+    """The oracle's values for a step, in float64."""
 
     loss: float
     slope_Y: Tensor
@@ -67,24 +73,26 @@ class Expected:
         return reference.gradient(self.slope_Y)
 
 
-def expected(case: Case, reference: Reference, deal: Deal) -> Expected:
-    """Ask the oracle for a step's loss and its derivative by every token's loss."""
+def expected(case: Case, reference: Reference, assignment: Assignment) -> Expected:
+    """Compute a step's loss and its derivative by every token's loss with the oracle."""
     y_Y = reference.losses_Y.clone().requires_grad_()
-    rows, starts = reference.rows, reference.starts
 
-    def live(form: Any) -> list[dict[str, Any]]:
+    def oracle_rows(term: Callable[[Tensor, float], Tensor]) -> list[dict[str, Any]]:
+        rows = zip(reference.rows, assignment.keys, reference.starts[:-1], strict=True)
         return [
-            {**as_oracle(row, key), "x": [form(y_Y[at], c) for at, c in tokens]}
-            for row, key, start in zip(rows, deal.keys, starts[:-1], strict=True)
-            for tokens in [list(enumerate(row.coefficient, start))]
+            {
+                **as_oracle(row, key),
+                "x": [term(y_Y[at], c) for at, c in enumerate(row.coefficient, start)],
+            }
+            for row, key, start in rows
         ]
 
-    linear = live(lambda y, c: c * y)
-    options = oracle_options(case.aggregation, deal.microbatches)
+    linear = oracle_rows(lambda y, c: c * y)
+    options = oracle_options(case.aggregation, assignment.microbatches)
     loss = oracle.step_loss(case.aggregation.mode, linear, **options)
     if case.second is not None:
-        second = oracle_options(case.second, deal.microbatches)
-        squares = live(lambda y, c: y * y)
+        second = oracle_options(case.second, assignment.microbatches)
+        squares = oracle_rows(lambda y, c: y * y)
         loss = loss + BETA * oracle.step_loss(case.second.mode, squares, **second)
     (slope_Y,) = torch.autograd.grad(loss, y_Y)
     counted = [{**row, "trained": row["counted"]} for row in linear]

@@ -1,9 +1,9 @@
 """Known faults of a loss's normalisation, each as the token weights that it would train.
 
-A fault leaves its arithmetic in the gradient: a factor, another denominator, a token that
-weighs what another should. Each cause here predicts, with the oracle and never with the
-package, the weight of every token in the gradient and in the reported loss; the causes
-whose predictions agree with all that was measured are the likely ones.
+A fault leaves its arithmetic in the gradient: a factor, another denominator, a token with
+the weight of another. Each cause predicts the weight of every token in the gradient and in
+the reported loss, from the oracle's weights and the factors of ``scaling.py``. The causes
+whose predictions agree with every measurement are the likely ones.
 
 Shape suffix: Y = tokens of all rows and a filler, padded (``reference.py``).
 """
@@ -12,27 +12,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.scaling import Regime, Scaling
 from megatron_lossagg.verify import oracle
 from megatron_lossagg.verify.cases import BETA, Case, as_oracle, oracle_options
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.reference import Reference
-from megatron_lossagg.verify.rows import Deal, Row, zigzag
+from megatron_lossagg.verify.rows import Assignment, Row, zigzag
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Facts:
-    """A step as it was dealt and split, and the numbers that faults confuse."""
+    """A step as it was assigned and split, and the numbers that faults confuse."""
 
     reference: Reference
-    deal: Deal
+    assignment: Assignment
     parallelism: Parallelism
-    per_token: bool
+    regime: Regime
+
+    @cached_property
+    def scaling(self) -> Scaling:
+        """The factors that are right for this step."""
+        return Scaling(
+            regime=self.regime,
+            num_microbatches=self.m,
+            dp_cp_size=self.parallelism.dp_cp,
+            active_tokens=self.n,
+        )
+
+    @property
+    def per_token(self) -> bool:
+        """Whether the regime is per-token."""
+        return self.regime == "per-token"
 
     @cached_property
     def spans(self) -> list[range]:
@@ -55,44 +72,44 @@ class Facts:
     @property
     def m(self) -> int:
         """M, the same on every rank."""
-        return self.deal.microbatches[0]
+        return self.assignment.microbatches[0]
 
     @property
     def idle_rows(self) -> int:
-        """Rows without a counted token."""
+        """The number of rows with no counted tokens."""
         return self.num_counted.count(0)
 
     @property
     def masked(self) -> int:
-        """Ones in the training masks as they are passed, those of fillers included."""
-        fillers = sum(self.deal.microbatches) * self.parallelism.row_multiple
+        """The number of ones in the training masks as they are passed, with those of fillers."""
+        fillers = sum(self.assignment.microbatches) * self.parallelism.row_multiple
         return sum(sum(row.trained) for row in self.reference.rows) + fillers
 
     def samples(self, aggregation: Aggregation) -> int:
-        """B, or V where empty samples leave."""
+        """Return B, or V with ``count_empty=False``."""
         tokens: dict[int, int] = {}
         for row, n in zip(self.reference.rows, self.num_counted, strict=True):
             tokens[row.sample] = tokens.get(row.sample, 0) + n
         return sum(aggregation.count_empty or n > 0 for n in tokens.values())
 
-    def named(
+    def token_weights(
         self,
         aggregation: Aggregation,
         *,
         only: Sequence[int] | None = None,
         change: Callable[[int, Row], Row] = lambda index, row: row,
     ) -> Tensor:
-        """Ask the oracle for every token's weight, float64 ``[Y]``.
+        """Compute every token's weight with the oracle: float64 ``[Y]``.
 
-        ``only``: as if these rows were the step. ``change``: as if a row were another.
+        ``only``: take these rows for the whole step. ``change``: replace each row by another.
         """
         rows = self.reference.rows
         x_Y = torch.zeros_like(self.reference.losses_Y, requires_grad=True)
         step = []
         for index in range(len(rows)) if only is None else only:
-            row = as_oracle(change(index, rows[index]), self.deal.keys[index])
+            row = as_oracle(change(index, rows[index]), self.assignment.keys[index])
             step.append({**row, "x": [x_Y[at] for at in self.spans[index][: len(rows[index])]]})
-        options = oracle_options(aggregation, self.deal.microbatches)
+        options = oracle_options(aggregation, self.assignment.microbatches)
         loss = oracle.step_loss(aggregation.mode, step, **options)
         if not loss.requires_grad:  # nothing is trained
             return torch.zeros_like(self.reference.losses_Y)
@@ -100,20 +117,22 @@ class Facts:
         return weight_Y
 
     def row_weights(self, aggregation: Aggregation) -> list[float]:
-        """w_s of each row; 0 where it has no counted token."""
-        weight_Y = self.named(aggregation, change=lambda _, row: replace(row, trained=row.counted))
+        """Return w_s of each row; 0 where it has no counted tokens."""
+        weight_Y = self.token_weights(
+            aggregation, change=lambda _, row: replace(row, trained=row.counted)
+        )
         spans = self.spans[:-1]
         return [weight_Y[span.start : span.stop].max().item() for span in spans]
 
     def slope(self, case: Case, first_Y: Tensor, second_Y: Tensor | None) -> Tensor:
-        """d loss / d y of a case whose terms weigh tokens by these weights."""
+        """Compute d loss / d y of a case whose terms have these token weights."""
         slope_Y = first_Y * self._coefficient_Y
         if case.second is not None and second_Y is not None:
             slope_Y = slope_Y + 2 * BETA * second_Y * self.reference.losses_Y
         return slope_Y
 
     def loss(self, case: Case, first_Y: Tensor, second_Y: Tensor | None) -> float:
-        """Value of a case whose terms weigh tokens by these weights."""
+        """Compute the loss of a case whose terms have these token weights."""
         y_Y = self.reference.losses_Y
         loss = (first_Y * self._coefficient_Y * y_Y).sum()
         if case.second is not None and second_Y is not None:
@@ -138,7 +157,7 @@ Weights = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """A fault: what it is called, what happened, and the weights it would leave."""
+    """A fault: its name, what happened, and the weights it would train."""
 
     name: str
     what: str
@@ -152,22 +171,46 @@ class Cause:
 
 
 def _factor(
-    average: Callable[[Facts], float],
-    per_token: Callable[[Facts], float],
-    reported: Callable[[Facts], float] = lambda facts: 1.0,
+    gradient: Callable[[Facts], Fraction | float], report: Callable[[Facts], Fraction | float]
 ) -> Callable[[Facts, Aggregation], Weights]:
-    """Weights that are multiples of the named ones: of the gradient by regime, of the report."""
+    """Make the weights that are multiples of the right ones, in the gradient and the report."""
 
     def weights(facts: Facts, aggregation: Aggregation) -> Weights:
-        named_Y = facts.named(aggregation)
-        factor = per_token(facts) if facts.per_token else average(facts)
-        return factor * named_Y, reported(facts) * named_Y
+        right_Y = facts.token_weights(aggregation)
+        return float(gradient(facts)) * right_Y, float(report(facts)) * right_Y
 
     return weights
 
 
-def _one(facts: Facts) -> float:
-    return 1.0
+def _scaled_as(wrong: Callable[[Facts], Scaling]) -> Callable[[Facts, Aggregation], Weights]:
+    """Make the weights where K and the report are computed with other sizes."""
+    return _factor(
+        lambda facts: Fraction(wrong(facts).k, facts.scaling.k),
+        lambda facts: Fraction(wrong(facts).report_factor, facts.scaling.report_factor),
+    )
+
+
+def _instead(
+    where: str, wrong: Callable[[Facts], Fraction]
+) -> Callable[[Facts, Aggregation], Weights]:
+    """Make the weights where Megatron has another factor at a place; the report is right."""
+
+    def gradient(facts: Facts) -> Fraction:
+        (right,) = (place.factor for place in facts.scaling.factors() if place.where == where)
+        return wrong(facts) / right
+
+    return _factor(gradient, _one)
+
+
+def _only_per_token(
+    factor: Callable[[Facts], Fraction],
+) -> Callable[[Facts, Aggregation], Weights]:
+    """Make the weights of a fault that only the per-token regime has; the report is right."""
+    return _factor(lambda facts: factor(facts) if facts.per_token else Fraction(1), _one)
+
+
+def _one(facts: Facts) -> Fraction:
+    return Fraction(1)
 
 
 def _both(weight_Y: Tensor) -> Weights:
@@ -178,11 +221,11 @@ def _rank_local(facts: Facts, aggregation: Aggregation) -> Weights:
     gradient_Y = torch.zeros_like(facts.reference.losses_Y)
     reported_Y = torch.zeros_like(facts.reference.losses_Y)
     for rank in range(facts.parallelism.dp):
-        mine = facts.deal.of_rank(rank)
-        n = sum(facts.num_counted[index] for index in mine)
+        rows = facts.assignment.of_rank(rank)
+        n = sum(facts.num_counted[index] for index in rows)
         if not n:
             continue
-        local_Y = facts.named(aggregation, only=mine)
+        local_Y = facts.token_weights(aggregation, only=rows)
         if aggregation.mode == "microbatch_token_mean":
             local_Y = local_Y * facts.parallelism.dp  # a rank alone is DP = 1
         reported_Y += local_Y
@@ -192,48 +235,50 @@ def _rank_local(facts: Facts, aggregation: Aggregation) -> Weights:
 
 def _phantom_tokens(facts: Facts, aggregation: Aggregation) -> Weights:
     grown = (facts.n + facts.idle_rows) / facts.n
-    named_Y = facts.named(aggregation)
+    right_Y = facts.token_weights(aggregation)
     if aggregation.mode == "token_mean":
-        named_Y = named_Y / grown
-    return named_Y * (grown if facts.per_token else 1.0), named_Y
+        right_Y = right_Y / grown
+    return right_Y * (grown if facts.per_token else 1.0), right_Y
 
 
 def _without_batch(facts: Facts, aggregation: Aggregation) -> Weights:
     factor = facts.samples(aggregation) if aggregation.mode == "constant" else 1
-    return _both(factor * facts.named(aggregation))
+    return _both(factor * facts.token_weights(aggregation))
 
 
 def _empty_leave(facts: Facts, aggregation: Aggregation) -> Weights:
-    return _both(facts.named(replace(aggregation, count_empty=False)))
+    return _both(facts.token_weights(replace(aggregation, count_empty=False)))
 
 
 def _row_means(facts: Facts, aggregation: Aggregation) -> Weights:
-    named_Y = facts.named(aggregation)
+    right_Y = facts.token_weights(aggregation)
     if aggregation.mode != "sample_mean":
-        return _both(named_Y)
-    cut_Y = facts.named(
+        return _both(right_Y)
+    by_row_Y = facts.token_weights(
         replace(aggregation, count_empty=True),
         change=lambda index, row: replace(row, sample=index),
     )
-    return _both(cut_Y * (len(facts.reference.rows) / facts.samples(aggregation)))
+    return _both(by_row_Y * (len(facts.reference.rows) / facts.samples(aggregation)))
 
 
 def _training_mask_counts(facts: Facts, aggregation: Aggregation) -> Weights:
-    return _both(facts.named(aggregation, change=lambda _, row: replace(row, counted=row.trained)))
+    return _both(
+        facts.token_weights(aggregation, change=lambda _, row: replace(row, counted=row.trained))
+    )
 
 
 def _microbatch_means(facts: Facts, aggregation: Aggregation) -> Weights:
-    return _both(facts.named(Aggregation("microbatch_token_mean")))
+    return _both(facts.token_weights(Aggregation("microbatch_token_mean")))
 
 
 def _filler(facts: Facts, aggregation: Aggregation) -> Weights:
-    weight_Y = facts.named(aggregation).clone()
+    weight_Y = facts.token_weights(aggregation).clone()
     row_weights = facts.row_weights(aggregation)
     begin = facts.spans[-1].start
-    filler = range(begin, begin + facts.parallelism.row_multiple)  # its mask is 0 behind that
-    for rank, m in enumerate(facts.deal.microbatches):
-        mine = facts.deal.of_rank(rank)
-        last = row_weights[mine[-1]] if mine else 0.0
+    filler = range(begin, begin + facts.parallelism.row_multiple)  # its mask is 0 after that
+    for rank, m in enumerate(facts.assignment.microbatches):
+        rows = facts.assignment.of_rank(rank)
+        last = row_weights[rows[-1]] if rows else 0.0
         weight_Y[filler.start : filler.stop] += m * last
     return _both(weight_Y)
 
@@ -241,12 +286,12 @@ def _filler(facts: Facts, aggregation: Aggregation) -> Weights:
 def _mask_held(
     order: Callable[[Parallelism, int], list[int]],
 ) -> Callable[[Facts, Aggregation], Weights]:
-    """Weights where a rank slices its mask by other chunks than its tokens."""
+    """Make the weights where a rank slices its mask by other chunks than its tokens."""
 
     def weights(facts: Facts, aggregation: Aggregation) -> Weights:
         cp = facts.parallelism.cp
         if cp == 1 or facts.parallelism.packing == "local":
-            return _both(facts.named(aggregation))
+            return _both(facts.token_weights(aggregation))
         weight_Y = torch.zeros_like(facts.reference.losses_Y)
         weight_S = facts.row_weights(aggregation)
         rows = zip(facts.reference.rows, facts.spans[:-1], weight_S, strict=True)
@@ -278,63 +323,63 @@ def _neighbours(parallelism: Parallelism, rank: int) -> list[int]:
 CAUSES: tuple[Cause, ...] = (
     Cause(
         name="times_cp",
-        what="the loss is multiplied by CP once more, and nothing in Megatron takes it back",
-        weights=_factor(lambda f: f.parallelism.cp, lambda f: f.parallelism.cp),
+        what="the loss is multiplied by CP once more, and nothing in Megatron divides by it",
+        weights=_factor(lambda f: f.parallelism.cp, _one),
     ),
     Cause(
         name="over_m",
-        what="Megatron's mean over microbatches is not undone (K lacks M)",
-        weights=_factor(lambda f: 1 / f.m, _one, lambda f: 1 / f.m),
+        what="Megatron's mean over microbatches is not compensated (K lacks M)",
+        weights=_scaled_as(lambda f: replace(f.scaling, num_microbatches=1)),
     ),
     Cause(
         name="without_cp",
-        what="DDP averages over DP * CP and K undoes DP only",
-        weights=_factor(lambda f: 1 / f.parallelism.cp, _one, lambda f: 1 / f.parallelism.cp),
+        what="DDP averages over DP * CP and K compensates only DP",
+        weights=_scaled_as(lambda f: replace(f.scaling, dp_cp_size=f.parallelism.dp)),
     ),
     Cause(
         name="without_dp",
-        what="DDP averages over DP * CP and K undoes CP only",
-        weights=_factor(lambda f: 1 / f.parallelism.dp, _one, lambda f: 1 / f.parallelism.dp),
+        what="DDP averages over DP * CP and K compensates only CP",
+        weights=_scaled_as(lambda f: replace(f.scaling, dp_cp_size=f.parallelism.cp)),
     ),
     Cause(
         name="times_dp",
-        what="a data-parallel mean is undone where the regime has none",
-        weights=_factor(_one, lambda f: f.parallelism.dp),
+        what="a data-parallel mean is compensated where the regime has none",
+        weights=_only_per_token(lambda f: Fraction(f.parallelism.dp)),
     ),
     Cause(
         name="num_tokens_on_every_cp_rank",
         what="every CP rank returns the whole count and Megatron adds them over DP * CP",
-        weights=_factor(_one, lambda f: 1 / f.parallelism.cp),
+        weights=_only_per_token(lambda f: Fraction(1, f.parallelism.cp)),
     ),
     Cause(
         name="num_tokens_of_the_training_mask",
         what="num_tokens counts the ones of the training masks, fillers too, not the planned N",
-        weights=_factor(_one, lambda f: f.n / f.masked),
+        weights=_only_per_token(lambda f: Fraction(f.n, f.masked)),
     ),
     Cause(
         name="report_without_m",
         what="the report lacks M: Megatron averages it over microbatches",
-        weights=_factor(_one, _one, lambda f: 1 / f.m),
+        weights=_factor(_one, lambda f: Fraction(1, f.m)),
     ),
     Cause(
         name="schedule_without_m",
         what="the schedule no longer divides by M (a patched Megatron)",
-        weights=_factor(lambda f: f.m, _one),
+        weights=_instead("schedule", _one),
     ),
     Cause(
         name="reduced_by_sum",
         what="gradients are summed over ranks where the regime averages them",
-        weights=_factor(lambda f: f.parallelism.dp_cp, _one),
+        weights=_instead("DDP", _one),
     ),
     Cause(
         name="reduced_by_mean",
         what="gradients are averaged over ranks where the regime sums them",
-        weights=_factor(_one, lambda f: 1 / f.parallelism.dp_cp),
+        weights=_instead("DDP", lambda f: Fraction(1, f.parallelism.dp_cp)),
     ),
     Cause(
         name="not_divided_by_n",
         what="finalize_model_grads does not divide by num_tokens",
-        weights=_factor(_one, lambda f: f.n),
+        weights=_instead("finalize_model_grads", _one),
     ),
     Cause(
         name="rank_local_counts",
@@ -343,7 +388,7 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         name="phantom_token",
-        what="each of z fully masked rows adds a token to N (clamped per sample)",
+        what="every fully masked row adds a token to N (clamped per sample)",
         weights=_phantom_tokens,
     ),
     Cause(
@@ -353,12 +398,12 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         name="empty_samples_leave",
-        what="fully masked samples and prompts leave the count though count_empty is on",
+        what="fully masked samples and prompts are not counted although count_empty is on",
         weights=_empty_leave,
     ),
     Cause(
         name="mean_of_row_means",
-        what="a sample that was cut into rows is averaged row by row",
+        what="a sample that was split into rows is averaged row by row",
         weights=_row_means,
     ),
     Cause(
@@ -368,12 +413,12 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         name="microbatch_means",
-        what="the mean of microbatch means is trained, whatever mode is named",
+        what="the mean of microbatch means is trained, whatever mode is configured",
         weights=_microbatch_means,
     ),
     Cause(
         name="filler_weighs",
-        what="a filler's tokens weigh what the rank's last row weighs",
+        what="a filler's tokens have the weight of the rank's last row",
         weights=_filler,
     ),
     Cause(
@@ -383,7 +428,7 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         name="contiguous_chunks",
-        what="a CP rank slices the mask into two neighbouring chunks, its tokens zigzag",
+        what="a CP rank takes two neighbouring chunks of the mask, and zigzag chunks of its tokens",
         weights=_mask_held(_neighbours),
     ),
 )
@@ -392,13 +437,13 @@ CAUSES: tuple[Cause, ...] = (
 MASKED_LOSSES_REACH = Cause(
     name="mask_by_multiplication",
     what="a masked token's inf or NaN reaches the loss (inf * 0 is NaN): replace, do not multiply",
-    weights=lambda facts, aggregation: _both(facts.named(aggregation)),
+    weights=lambda facts, aggregation: _both(facts.token_weights(aggregation)),
 )
-"""Recognised by a gradient that is right where masked losses are finite, and not finite else."""
+"""Recognised by a gradient that is right only where the masked losses are finite."""
 
 
 def symbols(factor: float, facts: Facts, *, tolerance: float) -> list[str]:
-    """Name a measured factor by the sizes of the step that equal it: ``1/(M DP)``."""
+    """Name the sizes of the step that equal a measured factor: ``1/(M DP)``."""
     sizes = {"M": facts.m, "DP": facts.parallelism.dp, "CP": facts.parallelism.cp}
     sizes |= {"TP": facts.parallelism.tp, "PP": facts.parallelism.pp}
     powers: dict[str, float] = {"N": facts.n}

@@ -1,10 +1,12 @@
-"""Prove on the installed, unmodified Megatron-Core that the loss trained is the loss named.
+"""Prove that the installed, unmodified Megatron-Core trains the configured loss.
 
-A small model and uneven rows with every degenerate case go through Megatron's own schedules,
-DistributedDataParallel and finalize_model_grads; every parameter's gradient and the reported
-loss are compared with a float64 oracle on one process. Without options: a standard set of
-layouts on 4 CPU processes of this machine. Under torchrun: the launcher's ranks, with CUDA
-and NCCL where they are. Exit status: 0 all rows pass, 1 a row failed, 2 wrong usage.
+A small model and uneven rows with every degenerate case go through Megatron's
+own schedules, DistributedDataParallel and finalize_model_grads; every
+parameter's gradient and the reported loss are compared with a float64 oracle
+on one process. Without options: a standard set of layouts on 4 CPU processes
+of this machine. Under torchrun: the launcher's ranks, with CUDA and NCCL where
+available. Exit status: 0 if all cases pass, 1 if a case failed, 2 for wrong
+usage.
 """
 
 from __future__ import annotations
@@ -29,25 +31,27 @@ from megatron_lossagg.aggregation import CUSTOM
 from megatron_lossagg.cpu import launch
 from megatron_lossagg.errors import ProofError
 from megatron_lossagg.flags import add_loss_aggregation_args, aggregation_from_args
+from megatron_lossagg.scaling import REGIMES
 from megatron_lossagg.verify import report as show
 from megatron_lossagg.verify.cases import CASES, Case
-from megatron_lossagg.verify.environment import environment
-from megatron_lossagg.verify.job import REGIMES, Event, Job, run_job
+from megatron_lossagg.verify.environment import Fact, environment
+from megatron_lossagg.verify.job import Event, Job, run_job
 from megatron_lossagg.verify.parallelism import Parallelism, standard
+from megatron_lossagg.verify.words import number_of
 
 _TIMEOUT = 900.0
 _SIZES = {
     "dp": "data-parallel size, without context parallelism",
     "tp": "tensor-parallel size",
     "pp": "pipeline-parallel size",
-    "vpp": "model chunks a pipeline stage; above 1 the pipeline is interleaved",
+    "vpp": "model chunks per pipeline stage; above 1 the pipeline is interleaved",
     "cp": "context-parallel size",
     "ep": "expert-parallel size, with --moe",
     "microbatches": "M, microbatches of the step on each data-parallel rank (default 3)",
     "optimizer-instances": "distributed optimizer instances",
 }
 _SWITCHES = {
-    "moe": "experts, with router and z losses beside the main loss",
+    "moe": "experts, with router and z losses in addition to the main loss",
     "mtp": "a multi-token-prediction layer; with --float32",
     "float32": "weights in float32 and Megatron's own cross entropy",
     "sequence-parallel": "sequence parallelism, with --tp",
@@ -59,7 +63,7 @@ _SWITCHES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``lossagg verify``; none of the layout's means the standard set."""
+    """Add the options of ``lossagg verify``; with no layout option, the standard set is run."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     layout = parser.add_argument_group("layout", "one layout instead of the standard set")
     for name, text in _SIZES.items():
@@ -71,29 +75,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_loss_aggregation_args(parser)
     run = parser.add_argument_group("run")
-    run.add_argument("--regime", choices=REGIMES, help="one of Megatron's regimes, not both")
+    run.add_argument("--regime", choices=REGIMES, help="verify one of Megatron's two regimes")
     run.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
-    run.add_argument("--html", type=Path, metavar="FILE", help="write it as one page")
+    run.add_argument("--html", type=Path, metavar="FILE", help="write the report as one HTML page")
     run.add_argument(
         "--timeout",
         type=float,
         metavar="SECONDS",
-        help=f"end the ranks launched here after this (default {_TIMEOUT:.0f})",
+        help=f"end the ranks launched here after this time (default {_TIMEOUT:.0f})",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the verification; returns the exit status. Raises :class:`ProofError` for wrong usage."""
+    """Run the verification; return the exit status. Raises :class:`ProofError` for wrong usage."""
     job = _job(args)
     rank = _launchers_rank()
     if rank not in (None, 0):
         return 0 if run_job(job, lambda event: None) else 1
     _check_files(args)
     facts = environment()
-    core = next(fact for fact in facts if fact.name == "megatron-core")
-    if core.state != "found":
-        print(*facts, sep="\n")
-        raise ProofError(f"nothing to verify: megatron-core is {core.state}")
+    core = _megatron_core(facts)
     begun, started = time.monotonic(), datetime.now(timezone.utc)
     verdicts: list[dict[str, Any]] = []
     ran_on: list[str] = []
@@ -101,10 +102,8 @@ def run(args: argparse.Namespace) -> int:
 
     def finish() -> None:
         nonlocal status
-        if ran_on != [core.version]:
-            print(f"the ranks ran megatron-core {ran_on}, this process has {core.version}")
-        whole = len(verdicts) == job.num_rows and ran_on == [core.version]
-        passed = whole and all(verdict["passed"] for verdict in verdicts)
+        complete = len(verdicts) == job.num_verdicts and ran_on == [core.version]
+        passed = complete and all(verdict["passed"] for verdict in verdicts)
         report = show.finite(
             {
                 "tool": {"name": "megatron_lossagg", "version": megatron_lossagg.__version__},
@@ -113,22 +112,26 @@ def run(args: argparse.Namespace) -> int:
                 "command": shlex.join(["lossagg", *sys.argv[1:]]),
                 "environment": [asdict(fact) for fact in facts],
                 "layouts": [str(layout) for layout in job.layouts],
-                "num_rows": job.num_rows,
+                "num_ranks": job.world_size,
+                "num_verdicts": job.num_verdicts,
                 "verdicts": verdicts,
                 "passed": passed,
             }
         )
         show.show(report)
+        if ran_on != [core.version]:
+            versions = ", ".join(ran_on) or "none"
+            print(f"The ranks ran megatron-core {versions}, expected {core.version} as found here")
         sys.stdout.flush()
         _write(args, report)
         status = 0 if passed else 1
 
-    with show.progress(job.num_rows) as advance:
+    with show.progress(job.num_verdicts) as advance:
 
         def take(event: Event) -> None:
             if event["event"] == "start":
                 ran_on.append(event["megatron"])
-            elif event["event"] == "row":
+            elif event["event"] == "case":
                 advance()
             elif event["event"] == "layout":
                 verdicts.extend(event["verdicts"])
@@ -141,11 +144,22 @@ def run(args: argparse.Namespace) -> int:
         failure = _launched(job, take, timeout=args.timeout or _TIMEOUT)
     finish()
     if failure:
-        told = failure.splitlines()  # the first rank's traceback says why, the others' that it went
-        print(
-            "A rank failed:", *([t for t in told if t.startswith("[rank")] or told)[:40], sep="\n  "
-        )
+        lines = failure.splitlines()  # the first rank's traceback has the reason
+        of_ranks = [line for line in lines if line.startswith("[rank")]
+        print("A rank failed:", *(of_ranks or lines)[:40], sep="\n  ")
     return 1 if failure else status
+
+
+def _megatron_core(facts: Sequence[Fact]) -> Fact:
+    """Return the fact of Megatron-Core; without it nothing can be verified.
+
+    The other packages are optional: one that is slow to import does not end the run.
+    """
+    core = next(fact for fact in facts if fact.name == "megatron-core")
+    if core.state != "found":
+        print(*facts, sep="\n")
+        raise ProofError(f"nothing to verify: megatron-core is {core.state_in_words}")
+    return core
 
 
 def _launchers_rank() -> int | None:
@@ -154,7 +168,7 @@ def _launchers_rank() -> int | None:
     if None in ranks:
         return None
     if not all(text and text.isdecimal() for text in ranks):
-        raise ProofError(f"RANK and WORLD_SIZE are {ranks}: a launcher gives whole numbers")
+        raise ProofError(f"RANK and WORLD_SIZE: got {ranks}, expected integers from a launcher")
     return int(ranks[0] or 0)
 
 
@@ -186,7 +200,7 @@ def _cases(args: argparse.Namespace) -> Sequence[Case]:
         return CASES
     if aggregation.mode == CUSTOM:
         raise ProofError(
-            f"{aggregation.reducer_path}: a custom reducer has no formula to compare with; verify "
+            f"{aggregation.reducer_path}: a custom reducer has no formula to compare with. Verify "
             "a mode, and compare your reducer's gradient between layouts in a test of your own"
         )
     return [Case(aggregation=aggregation)]
@@ -206,14 +220,17 @@ def _layouts(args: argparse.Namespace) -> list[Parallelism]:
             )
     for name in split:
         if given[name] < 1:
-            raise ProofError(f"{name} is at least 1, got {given[name]}")
+            raise ProofError(f"{name}: got {given[name]}, expected at least 1")
     if _launchers_rank() is not None and "dp" not in given:
         world = int(os.environ["WORLD_SIZE"])
         rest = given.get("tp", 1) * given.get("pp", 1) * given.get("cp", 1)
         if world % rest:
-            raise ProofError(f"{world} ranks are no multiple of tp * pp * cp = {rest}")
+            raise ProofError(
+                f"got {number_of(world, 'rank')} from the launcher, expected a multiple of tp * pp "
+                f"* cp = {rest}"
+            )
         given["dp"] = world // rest
-    if given.get("vpp", 1) > 1:  # an interleaved pipeline wants a multiple of pp
+    if given.get("vpp", 1) > 1:  # an interleaved pipeline needs a multiple of pp
         given.setdefault("microbatches", 2 * given.get("pp", 1))
     return [Parallelism(**given)]
 
@@ -221,10 +238,10 @@ def _layouts(args: argparse.Namespace) -> list[Parallelism]:
 def _launched(job: Job, take: Callable[[Event], None], *, timeout: float) -> str:
     """Launch the job's ranks on this machine's CPU and follow rank 0's events.
 
-    Returns what the ranks said if one failed, else nothing.
+    Returns the ranks' standard error if one failed, else nothing.
     """
     package = str(Path(megatron_lossagg.__file__).resolve().parent.parent)
-    # The user's path first: their Megatron-Core, not one that is installed beside this package.
+    # The user's path first: their Megatron-Core, not one that is installed next to this package.
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), package]))
     with tempfile.TemporaryDirectory() as folder:
         job_file, events = Path(folder) / "job.json", Path(folder) / "events.jsonl"
@@ -252,10 +269,10 @@ def _follow(events: Path, ended: threading.Event, take: Callable[[Event], None])
     with events.open() as file:
         partial = ""
         while True:
-            last_round = ended.is_set()  # before reading: what is written until then is read
+            last_round = ended.is_set()  # before reading, so that all that was written is read
             partial += file.read()
-            *whole, partial = partial.split("\n")
-            for line in whole:
+            *complete, partial = partial.split("\n")
+            for line in complete:
                 take(json.loads(line))
             if last_round:
                 return

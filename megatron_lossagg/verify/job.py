@@ -1,7 +1,7 @@
 """A verification as a value, and what each rank of it does.
 
-The command line writes a :class:`Job`; every rank runs it; rank 0 tells what happens as
-events, one JSON-ready dict each.
+The command line writes a :class:`Job`; every rank runs it; rank 0 reports events, one
+JSON-ready dict each.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ from typing import Any
 
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.errors import ProofError
+from megatron_lossagg.scaling import REGIMES, Regime
 from megatron_lossagg.verify.cases import Case
 from megatron_lossagg.verify.parallelism import ModelShape, Parallelism
+from megatron_lossagg.verify.words import number_of
 
-REGIMES = ("average", "per-token")
 Event = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Which splits, cases and regimes are proven; all splits on one number of ranks."""
+    """The layouts, cases and regimes to verify; all layouts have one number of ranks."""
 
     layouts: Sequence[Parallelism]
     cases: Sequence[Case]
-    regimes: Sequence[str] = REGIMES
+    regimes: Sequence[Regime] = REGIMES
 
     def __post_init__(self) -> None:
-        for name in ("layouts", "cases", "regimes"):  # equal whatever sequence they came in
+        for name in ("layouts", "cases", "regimes"):  # a list and a tuple are equal jobs
             object.__setattr__(self, name, tuple(getattr(self, name)))
         sizes = {layout.world_size for layout in self.layouts}
         if len(sizes) != 1:
-            raise ProofError(f"a job runs on one number of ranks, got layouts for {sorted(sizes)}")
+            raise ProofError(f"got layouts for {sorted(sizes)} ranks, expected one number of ranks")
 
     @property
     def world_size(self) -> int:
@@ -45,8 +46,8 @@ class Job:
         return self.layouts[0].world_size
 
     @property
-    def num_rows(self) -> int:
-        """Number of verdicts it will give."""
+    def num_verdicts(self) -> int:
+        """Number of verdicts: one per layout, case and regime."""
         return len(self.layouts) * len(self.cases) * len(self.regimes)
 
     def to_json(self) -> str:
@@ -59,12 +60,17 @@ class Job:
         data = json.loads(text)
         return Job(
             layouts=[_parallelism(layout) for layout in data["layouts"]],
-            cases=[
-                Case(**{k: a and Aggregation(**a) for k, a in case.items()})
-                for case in data["cases"]
-            ],
+            cases=[_case(case) for case in data["cases"]],
             regimes=data["regimes"],
         )
+
+
+def _case(data: dict[str, Any]) -> Case:
+    second = data["second"]
+    return Case(
+        aggregation=Aggregation(**data["aggregation"]),
+        second=None if second is None else Aggregation(**second),
+    )
 
 
 def _parallelism(data: dict[str, Any]) -> Parallelism:
@@ -72,14 +78,14 @@ def _parallelism(data: dict[str, Any]) -> Parallelism:
     return Parallelism(**{**data, "microbatches": m if isinstance(m, int) else tuple(m)})
 
 
-def run_job(job: Job, tell: Callable[[Event], None]) -> bool:
-    """Run a job on this rank; ``tell`` is called on rank 0 alone. Returns whether all passed.
+def run_job(job: Job, report: Callable[[Event], None]) -> bool:
+    """Run a job on this rank; ``report`` is called on rank 0 only. Return whether all passed.
 
     Installs the CPU stand-ins where there is no CUDA, so call it before Megatron-Core is
     imported. Initializes torch.distributed (NCCL with CUDA, gloo without) from the
-    launcher's environment, and destroys it when rank 0 has told the ``end``. Events:
-    ``start`` with Megatron-Core's version, ``row`` for each case as it is done, ``layout``
-    with the layout's verdicts, ``end``.
+    launcher's environment, and destroys it after rank 0 has reported the ``end``. Events:
+    ``start`` with Megatron-Core's version, ``case`` after each case, ``layout`` with the
+    layout's verdicts, ``end``.
     """
     import torch
     import torch.distributed as dist
@@ -94,12 +100,12 @@ def run_job(job: Job, tell: Callable[[Event], None]) -> bool:
     model.join_world()
     if dist.get_world_size() != job.world_size:
         raise ProofError(
-            f"{job.layouts[0]} is for {job.world_size} ranks, the launcher started "
-            f"{dist.get_world_size()}: change --dp, or the number of processes"
+            f"{job.layouts[0]}: got {number_of(dist.get_world_size(), 'rank')} from the launcher, "
+            f"expected {job.world_size}. Change --dp, or the number of processes"
         )
     first = dist.get_rank() == 0
     if first:
-        tell({"event": "start", "megatron": model.megatron_version()})
+        report({"event": "start", "megatron": model.megatron_version()})
     references = _references(job.layouts) if first else {}
     box = [references]
     dist.broadcast_object_list(box, src=0, device=model.device())
@@ -112,15 +118,15 @@ def run_job(job: Job, tell: Callable[[Event], None]) -> bool:
                 job.cases,
                 references[_key(layout)],
                 regimes=job.regimes,
-                progress=lambda verdict: tell({"event": "row"}) if first else None,
+                progress=lambda verdict: report({"event": "case"}) if first else None,
             )
         )
         passed = passed and all(verdict.passed for verdict in verdicts)
         if first:
-            told = [{**asdict(v), "passed": v.passed} for v in verdicts]
-            tell({"event": "layout", "layout": str(layout), "verdicts": told})
+            written = [{**asdict(v), "passed": v.passed} for v in verdicts]
+            report({"event": "layout", "layout": str(layout), "verdicts": written})
     if first:
-        tell({"event": "end"})
+        report({"event": "end"})
     dist.barrier()  # a launcher ends the others as soon as one rank has failed
     gc.collect()  # a group that is still held aborts the process at its end
     dist.destroy_process_group()
@@ -128,7 +134,7 @@ def run_job(job: Job, tell: Callable[[Event], None]) -> bool:
 
 
 def _copies(layout: Parallelism) -> int:
-    """How often the 14 rows are drawn: so that most microbatches have one, four times at most."""
+    """Return how often the 14 rows are drawn: most microbatches get one, at most four times."""
     return min(4, math.ceil(sum(layout.m_of_ranks) / 14))
 
 

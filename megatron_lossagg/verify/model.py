@@ -1,4 +1,4 @@
-"""The proof's model and batches on the installed Megatron-Core: groups, chunks, schedule.
+"""Model and batches of a verification on the installed Megatron-Core: groups, schedule.
 
 Stock schedules, ``DistributedDataParallel`` and ``finalize_model_grads``; on a CPU with the
 stand-ins of ``megatron_lossagg.cpu``, which must be installed before this is imported.
@@ -78,8 +78,8 @@ def join_world() -> None:
         local, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
         if local >= devices:
             raise ProofError(
-                f"local rank {local} has no GPU of its own, this machine has {devices}: start as "
-                "many processes as GPUs, or hide the GPUs with CUDA_VISIBLE_DEVICES="
+                f"got local rank {local}, expected one rank per GPU, this machine has {devices}: "
+                "start as many processes as GPUs, or hide the GPUs with CUDA_VISIBLE_DEVICES="
             )
         torch.cuda.set_device(local)
         dist.init_process_group("nccl")
@@ -98,14 +98,14 @@ def dtype_of(parallelism: Parallelism) -> torch.dtype:
 
 
 def device() -> torch.device:
-    """Return where the proof runs: this rank's GPU where there is one."""
+    """Return the device of this rank: its GPU where there is one."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def config_of(parallelism: Parallelism, *, per_token: bool) -> Any:
-    """Build the model's configuration under a split."""
+    """Build the model's configuration for a layout."""
     dtype = dtype_of(parallelism)
     more: dict[str, Any] = {}
     if parallelism.moe:
@@ -154,8 +154,8 @@ def _shape_options(shape: ModelShape, dtype: torch.dtype) -> dict[str, Any]:
         "gradient_accumulation_fusion": False,
         "bias_activation_fusion": False,
         "persist_layer_norm": False,
-        "variable_seq_lengths": True,  # rows are packed to uneven lengths; pipeline stages ask
-        "moe_token_dispatcher_type": "alltoall",  # what variable_seq_lengths asks for, dense too
+        "variable_seq_lengths": True,  # rows are packed to uneven lengths
+        "moe_token_dispatcher_type": "alltoall",  # variable_seq_lengths requires it, dense too
     }
     if shape.num_experts:
         options |= {
@@ -220,7 +220,7 @@ def _compute_rotations_in_float64(model: Any) -> None:
 
 
 def reference_model(shape: ModelShape) -> Any:
-    """Build the same model whole, on one process, with Megatron's own attention."""
+    """Build the same model unsplit, on one process, with Megatron's own attention."""
     config = TransformerConfig(**_shape_options(shape, torch.float64))
     model = GPTModel(
         config,
@@ -275,18 +275,18 @@ def pack(rows: Sequence[Row], indices: Sequence[int], parallelism: Parallelism) 
         positions += range(goal)
         offsets.append(len(tokens))
     cp_rank = parallel_state.get_context_parallel_rank()
-    here = zigzag(offsets, parallelism.cp, cp_rank)
+    of_rank = zigzag(offsets, parallelism.cp, cp_rank)
     shape = (len(offsets) - 1, -1) if bshd else (1, -1)
     to = device()
     return Batch(
         rows=[*indices, -1],
         offsets=torch.tensor(offsets, dtype=torch.int32),
         mask=torch.tensor(mask),
-        mask_here=torch.tensor(mask)[here],
-        tokens=torch.tensor(tokens)[here].view(shape).to(to),
-        labels=torch.tensor(labels)[here].view(shape).to(to),
-        positions=torch.tensor(positions)[here].view(shape).to(to),
-        coefficient=torch.tensor(coefficient, dtype=dtype_of(parallelism))[here].to(to),
+        mask_here=torch.tensor(mask)[of_rank],
+        tokens=torch.tensor(tokens)[of_rank].view(shape).to(to),
+        labels=torch.tensor(labels)[of_rank].view(shape).to(to),
+        positions=torch.tensor(positions)[of_rank].view(shape).to(to),
+        coefficient=torch.tensor(coefficient, dtype=dtype_of(parallelism))[of_rank].to(to),
         packed=None if bshd else _packed_at(offsets),
     )
 
@@ -335,7 +335,7 @@ def run_schedule(
     *,
     forward_only: bool = False,
 ) -> list[dict[str, Tensor]]:
-    """Zero the gradients and run Megatron's schedule, one batch a microbatch."""
+    """Zero the gradients and run Megatron's schedule, one batch per microbatch."""
     for chunk in chunks:
         chunk.zero_grad_buffer()
     iterators = [iter(batches) for _ in chunks]
@@ -360,13 +360,13 @@ def reported(reports: Sequence[dict[str, Tensor]], name: str) -> float:
 
 
 def gather_gradients(chunks: Sequence[Any]) -> None:
-    """Bring together what a distributed optimizer's reduce-scatter left on each rank."""
+    """Gather the gradients that a distributed optimizer's reduce-scatter left on each rank."""
     for chunk in chunks:
         for bucket_group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             group = bucket_group.intra_distributed_optimizer_instance_group
             size, rank = dist.get_world_size(group), dist.get_rank(group)
             for bucket in bucket_group.buckets:
                 pieces = bucket.grad_data.view(size, -1)
-                mine = pieces[rank].clone()
+                own = pieces[rank].clone()
                 pieces.fill_(torch.nan)
-                dist.all_gather(list(pieces), mine, group=group)
+                dist.all_gather(list(pieces), own, group=group)

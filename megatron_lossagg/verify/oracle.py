@@ -1,8 +1,8 @@
-"""Every mode as its paper writes it: float64 loops over tokens, and nothing of the package.
+"""Every mode as its paper defines it: float64 loops over tokens, and no code of the package.
 
 A step is a list of rows; a row is a dict with
 
-    x           list of 0-dim float64 tensors, one a token
+    x           list of 0-dim float64 tensors, one per token
     counted     list of 0/1, the counting mask
     trained     list of 0/1, the training mask
     sample, prompt    ids
@@ -29,7 +29,7 @@ def step_loss(
     count_empty: bool = True,
     microbatches: Sequence[int] | None = None,
 ) -> Tensor:
-    """The step's loss under a mode; ``microbatches``: M of each data-parallel rank."""
+    """Compute the step's loss under a mode; ``microbatches``: M of each data-parallel rank."""
     if mode == "token_mean":  # DAPO, arXiv 2503.14476, eq. 8
         return _over(_sum(rows), _tokens(rows))
     if mode == "sample_mean":  # GRPO, arXiv 2402.03300, eq. 3
@@ -53,8 +53,8 @@ def step_loss(
         for rank, m in enumerate(microbatches):
             means = []
             for index in range(m):
-                here = [row for row in rows if row["microbatch"] == (rank, index)]
-                means.append(_over(_sum(here), _tokens(here)))
+                packed = [row for row in rows if row["microbatch"] == (rank, index)]
+                means.append(_over(_sum(packed), _tokens(packed)))
             ranks.append(_total(means) / m)
         return _total(ranks) / len(microbatches)
     raise KeyError(mode)
@@ -68,7 +68,7 @@ def weight_sum(
     count_empty: bool = True,
     microbatches: Sequence[int] | None = None,
 ) -> float:
-    """The loss of per-token losses that are all 1: what the gauge should read."""
+    """Compute the loss of per-token losses that are all 1: the right weight sum."""
     ones = [{**row, "x": [torch.ones((), dtype=torch.float64)] * len(row["x"])} for row in rows]
     loss = step_loss(
         mode, ones, divisor=divisor, count_empty=count_empty, microbatches=microbatches

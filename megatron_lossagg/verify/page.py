@@ -1,4 +1,8 @@
-"""A verification as one page for a pull request: self-contained HTML, read without a script."""
+"""A verification as one page for a pull request: self-contained HTML, no script.
+
+The result comes first, then the table of cases, the causes of what failed, the plot of errors,
+the environment, and how to read it.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +13,34 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
-from megatron_lossagg.verify.parallelism import GAUGE_TOLERANCE
+from megatron_lossagg.scaling import K_FORMULA
+from megatron_lossagg.verify.environment import Fact
+from megatron_lossagg.verify.parallelism import WEIGHT_SUM_TOLERANCE
+from megatron_lossagg.verify.words import error_text, number_of
+
+__all__ = ["page"]
 
 Verdict = Mapping[str, Any]
 Layouts = Mapping[str, Sequence[Verdict]]
 """The verdicts of each layout, in the report's order; none where the run ended before it."""
 
-
-_ERRORS = ("gradient_error", "loss_error", "gauge_error")
+_ERRORS = ("gradient_error", "loss_error", "weight_sum_error")
 _COLUMNS = {
-    "aggregation": "the loss that is named",
+    "aggregation": "the configured loss",
+    "w_s": "the weight of a row, with the divisor's value",
     "regime": "how Megatron scales the loss",
     "K": "what the package multiplies the loss by",
-    "factor, 1 wanted": "the gradient's measured multiple of the oracle's",
+    "factor": "the gradient's measured multiple of the oracle's; 1 is right",
     "gradient error": "largest relative error of any parameter's gradient",
     "loss error": "relative error of the reported loss",
-    "gauge error": "relative error of the reported sum of weights",
+    "weight sum error": "relative error of the reported weight sum",
     "verdict": "PASS where every error is below its tolerance",
 }
 
 
 def page(report: Mapping[str, Any]) -> str:
     """Write a report as a page; errors may be None, infinite or NaN, text is escaped."""
-    verdicts = [{**verdict, "row": row} for row, verdict in enumerate(report["verdicts"], 1)]
+    verdicts = [{**verdict, "number": n} for n, verdict in enumerate(report["verdicts"], 1)]
     layouts: dict[str, list[Verdict]] = {str(layout): [] for layout in report["layouts"]}
     for verdict in verdicts:
         layouts.setdefault(str(verdict["layout"]), []).append(verdict)
@@ -39,12 +48,12 @@ def page(report: Mapping[str, Any]) -> str:
     found, meaning = _outcome(verdicts, passed)
     body = [
         f'<header class="{_class(passed)}"><p class="soft">lossagg verify</p>',
-        f"<h1><b>{found}:</b> {meaning}</h1>{_lead(verdicts)}</header>",
-        _failures(verdicts, layouts),
-        _facts(report, layouts),
-        _plot(layouts),
-        _READING,
+        f"<h1><b>{found}:</b> {meaning}</h1>{_lead(verdicts, layouts)}</header>",
         _tables(layouts),
+        _failures(verdicts, layouts),
+        _plot(layouts),
+        _facts(report, layouts),
+        _READING,
     ]
     head = (
         '<meta charset="utf-8">'
@@ -61,56 +70,58 @@ def page(report: Mapping[str, Any]) -> str:
 
 
 def _outcome(verdicts: Sequence[Verdict], passed: bool) -> tuple[str, str]:
-    """What was found, and what it means."""
+    """Write what was found, and what it means."""
     failed = sum(not verdict["passed"] for verdict in verdicts)
+    cases = number_of(len(verdicts), "case")
     if failed:
-        what = "the loss trained or reported is not the loss named"
-        return f"{failed} of {_rows(len(verdicts))} fail{'s' * (failed == 1)}", what
+        fail = "fails" if failed == 1 else "fail"
+        what = "the trained or the reported loss is not the configured loss"
+        return f"{failed} of {cases} {fail}", what
     if not passed:
-        measured = f"{_rows(len(verdicts))} measured, none of them fails"
+        measured = f"{cases} measured, none of them fails"
         return "The run did not finish", measured if verdicts else "nothing was measured"
     pass_ = "passes" if len(verdicts) == 1 else "pass"
-    return (
-        f"{len(verdicts)} of {_rows(len(verdicts))} {pass_}",
-        "the loss trained is the loss named",
-    )
+    return f"{len(verdicts)} of {cases} {pass_}", "the trained loss is the configured loss"
 
 
-def _lead(verdicts: Sequence[Verdict]) -> str:
+def _lead(verdicts: Sequence[Verdict], layouts: Layouts) -> str:
     if not verdicts:
         return ""
     errors = [_number(verdict["gradient_error"]) for verdict in verdicts]
     largest = max(error if math.isfinite(error) else math.inf for error in errors)
     allowed = sorted({_number(verdict["tolerance"]) for verdict in verdicts})
     bars = " or ".join(f"{bar:g}" for bar in allowed)
+    why = ' <a href="#why">Why</a>' if _failures(verdicts, layouts) else ""
     return (
-        f"<p>Largest relative error of any parameter's gradient: {_error(largest)}. "
-        f"Allowed: {bars}.</p>"
+        f"<p>Largest relative error of any parameter's gradient: {error_text(largest)}. "
+        f"Allowed: {bars}.{why}</p>"
     )
 
 
 def _failures(verdicts: Sequence[Verdict], layouts: Layouts) -> str:
-    """The causes named, each with its first row, and the layouts without rows."""
+    """Write the causes, each with its first case, and the layouts that were not measured."""
     by_cause: dict[tuple[str, ...], list[Verdict]] = {}
     for verdict in verdicts:
         if not verdict["passed"]:
             by_cause.setdefault(tuple(verdict["causes"]), []).append(verdict)
     items = [
         f"<li><p><b>{escape(' or '.join(causes) or 'no known cause')}</b> "
-        f'<span class="soft">{_rows(len(failed))}{", first" if failed[1:] else ":"} '
-        f'<a href="#row-{failed[0]["row"]}">{escape(_where(failed[0]))}</a></span></p>'
+        f'<span class="soft">{number_of(len(failed), "case")}{", first" if failed[1:] else ":"} '
+        f'<a href="#case-{failed[0]["number"]}">{escape(_where(failed[0]))}</a></span></p>'
         f"<p>{escape(_explanation(failed[0]))}</p></li>"
         for causes, failed in by_cause.items()
     ]
     missing = [escape(layout) for layout, measured in layouts.items() if not measured]
     if missing:
-        ended = "The run ended before the rows of " + "; ".join(missing)
+        ended = "The run ended before the cases of " + "; ".join(missing)
         items.append(f"<li><p><b>not measured</b></p><p>{ended}</p></li>")
-    return f'<section><h2>Why</h2><ul class="why">{"".join(items)}</ul></section>' if items else ""
+    if not items:
+        return ""
+    return f'<section><h2 id="why">Why</h2><ul class="why">{"".join(items)}</ul></section>'
 
 
 def _facts(report: Mapping[str, Any], layouts: Layouts) -> str:
-    """What ran, with which versions, on which layouts."""
+    """Write what ran, with which versions, on which layouts."""
     tool = report["tool"]
     run = [
         ("command", f"<code>{escape(str(report['command']))}</code>"),
@@ -132,12 +143,14 @@ def _definitions(title: str, facts: Sequence[tuple[str, str]]) -> str:
     return f'<section class="{title.lower()}"><h2>{title}</h2><dl>{pairs}</dl></section>'
 
 
-def _fact(fact: Mapping[str, Any]) -> str:
-    state, version = str(fact["state"]), escape(str(fact["version"]))
-    if state == "broken":
-        version = f"<b>broken</b> {version}"
-    detail = f'<span class="soft">{escape(str(fact["detail"]))}</span>' if fact["detail"] else ""
-    return f"{version or escape(state)} {detail}".strip()
+def _fact(values: Mapping[str, Any]) -> str:
+    fact = Fact(**values)
+    version = escape(fact.version)
+    if fact.state in ("broken", "slow"):
+        version = f"<b>{fact.state_in_words}</b> {version}"
+    detail = fact.detail_in_words
+    details = f'<span class="soft">{escape(detail)}</span>' if detail else ""
+    return f"{version or escape(fact.state)} {details}".strip()
 
 
 def _count(verdicts: Sequence[Verdict]) -> str:
@@ -156,46 +169,47 @@ def _tables(layouts: Layouts) -> str:
     tables = []
     for number, (layout, verdicts) in enumerate(layouts.items(), 1):
         bodies = "".join(
-            f"<tbody>{''.join(map(_row, group))}</tbody>"
+            f"<tbody>{''.join(map(_case, group))}</tbody>"
             for _, group in groupby(verdicts, key=lambda verdict: str(verdict["regime"]))
         )
         tables.append(
             f'<div class="wide"><table id="layout-{number}"><caption><b>{escape(layout)}</b> '
             f"{_count(verdicts)}</caption>{head if verdicts else ''}{bodies}</table></div>"
         )
-    return f'<section><h2 id="rows">Rows</h2>{"".join(tables)}</section>'
+    return f"<section><h2>Cases</h2>{''.join(tables)}</section>"
 
 
-def _row(verdict: Verdict) -> str:
-    bars = (_number(verdict["tolerance"]), _number(verdict["tolerance"]), GAUGE_TOLERANCE)
+def _case(verdict: Verdict) -> str:
+    bars = (_number(verdict["tolerance"]), _number(verdict["tolerance"]), WEIGHT_SUM_TOLERANCE)
     errors = [_number(verdict[name]) for name in _ERRORS]
     passed = bool(verdict["passed"])
     factor = _number(verdict["measured_factor"])
     cells = [
         f'<th scope="row">{escape(str(verdict["case"]))}</th>',
+        f"<td>{escape(str(verdict['formula']))}</td>",
         f"<td>{escape(str(verdict['regime']))}</td>",
         f"<td>{escape(str(verdict['k']))}</td>",
         f"<td>{f'{factor:.9g}' if math.isfinite(factor) else 'not finite'}</td>",
         *(
-            f"<td{'' if error < bar else ' class=over'}>{_error(error)}</td>"
+            f"<td{'' if error < bar else ' class=over'}>{error_text(error)}</td>"
             for error, bar in zip(errors, bars, strict=True)
         ),
         f'<td class="{_class(passed)}">{"PASS" if passed else "FAIL"}</td>',
     ]
     if not passed:
         cells.append(f'<td class="why">{escape(_explanation(verdict))}</td>')
-    return f'<tr id="row-{verdict["row"]}">{"".join(cells)}</tr>'
+    return f'<tr id="case-{verdict["number"]}">{"".join(cells)}</tr>'
 
 
-# The plot: a band for each layout, gradient errors from left to right on one axis for every
-# report, so that two reports can be laid side by side. Lengths are pixels at full width.
+# The plot: one band per layout, gradient errors from left to right on the same axis in every
+# report, so that two reports can be compared. Lengths are pixels at full width.
 
 _WIDTH, _LEFT, _RIGHT, _LOST, _TOP, _BAND = 940, 218, 24, 84, 8, 48
-_DECADES = (-17, 1)  # the axis where no error is larger; smaller ones stand at its left end
+_DECADES = (-17, 1)  # the axis where no error is larger; smaller ones are drawn at its left end
 
 
 def _plot(layouts: Layouts) -> str:
-    """Draw the gradient error of every row, and the tolerance."""
+    """Draw the gradient error of every case, and the tolerance."""
     measured = {layout: verdicts for layout, verdicts in layouts.items() if verdicts}
     errors = [_number(v["gradient_error"]) for verdicts in measured.values() for v in verdicts]
     finite = [error for error in errors if math.isfinite(error)]
@@ -207,7 +221,7 @@ def _plot(layouts: Layouts) -> str:
     end = _WIDTH - _RIGHT - lost
 
     def x(error: float) -> float:
-        """Where an error stands; those that are not finite have a place of their own."""
+        """Return the position of an error; those that are not finite have a place of their own."""
         if not math.isfinite(error):
             return end + lost / 2 + _RIGHT / 2
         decade = math.log10(max(error, 10.0**low))
@@ -240,16 +254,17 @@ def _plot(layouts: Layouts) -> str:
         axis.append(f'<path class="grid" d="M{end + _RIGHT / 2} {_TOP}V{top}"/>')
         axis.append(f'<text class="tick" x="{x(math.nan):.1f}" y="{top + 20}">not finite</text>')
     return (
-        '<section><h2>Gradient error of every row</h2><figure><svg role="img" '
+        '<section><h2>Gradient error of every case</h2><figure><svg role="img" '
         f'viewBox="0 0 {_WIDTH} {top + 26}" aria-labelledby="plot-title plot-desc">'
-        '<title id="plot-title">Gradient error of every row, by layout</title>'
+        '<title id="plot-title">Gradient error of every case, by layout</title>'
         f'<desc id="plot-desc">{_described(errors, finite, measured)}</desc>'
         f"{''.join(axis)}{''.join(marks)}</svg>"
         "<figcaption>Relative, on a logarithmic scale. <svg class=key viewBox='0 0 12 12'>"
-        '<circle class="pass" cx="6" cy="6" r="3.5"/></svg> the row passes '
+        '<circle class="pass" cx="6" cy="6" r="3.5"/></svg> the case passes '
         '<svg class=key viewBox=\'0 0 12 12\'><path class="fail" d="M6 1l5 5-5 5-5-5z"/></svg> '
-        "the row fails, by its gradient or by its loss or gauge. In a layout from top to bottom: "
-        "the order of its table. A wrong factor stands near 1.</figcaption></figure></section>"
+        "the case fails, by its gradient, reported loss or weight sum. In a layout from top to "
+        "bottom: the order of its table. A wrong factor is an error near 1.</figcaption></figure>"
+        "</section>"
     )
 
 
@@ -261,7 +276,7 @@ def _label(lines: Sequence[str], middle: float) -> Iterator[str]:
 
 def _point(verdict: Verdict, x: float, y: float) -> str:
     error = _number(verdict["gradient_error"])
-    title = f"<title>{escape(_where(verdict))}: {_error(error)}</title>"
+    title = f"<title>{escape(_where(verdict))}: {error_text(error)}</title>"
     kind = "point" if math.isfinite(error) else "lost"
     if verdict["passed"]:
         place = f'cx="{x:.1f}" cy="{y:.1f}" r="3.5"'
@@ -270,11 +285,12 @@ def _point(verdict: Verdict, x: float, y: float) -> str:
 
 
 def _described(errors: Sequence[float], finite: Sequence[float], layouts: Layouts) -> str:
-    text = f"{_rows(len(errors))} on {len(layouts)} layouts, logarithmic scale."
+    cases, bands = number_of(len(errors), "case"), number_of(len(layouts), "layout")
+    text = f"{cases} on {bands}, logarithmic scale."
     if finite:
-        text += f" Errors from {_error(min(finite))} to {_error(max(finite))}."
+        text += f" Errors from {error_text(min(finite))} to {error_text(max(finite))}."
     lost = len(errors) - len(finite)
-    return text + (f" {_rows(lost)} without a finite error." if lost else "")
+    return text + (f" {number_of(lost, 'case')} without a finite error." if lost else "")
 
 
 def _power(decade: int) -> str:
@@ -283,10 +299,6 @@ def _power(decade: int) -> str:
 
 def _class(passed: bool) -> str:
     return "pass" if passed else "fail"
-
-
-def _rows(count: int) -> str:
-    return "1 row" if count == 1 else f"{count} rows"
 
 
 def _where(verdict: Verdict) -> str:
@@ -298,38 +310,35 @@ def _explanation(verdict: Verdict) -> str:
 
 
 def _number(value: Any) -> float:
-    """Read a number of the report; NaN where JSON had none."""
+    """Read a number of the report; None is NaN."""
     return math.nan if value is None else float(value)
 
 
-def _error(error: float) -> str:
-    if not math.isfinite(error):
-        return "not finite"
-    return f"{error:.1e}" if error else "0"
-
-
 _READING = f"""<section class="reading"><h2>How to read it</h2>
-<p>Each row trains one optimizer step of a small model with the installed Megatron-Core as it is:
+<p>Each case trains one optimizer step of a small model with the installed Megatron-Core as shipped:
 its own schedule, <code>DistributedDataParallel</code> and <code>finalize_model_grads</code>. Every
 parameter's gradient, and the reported loss, is compared with a float64 oracle: loops over tokens as
-the papers write them, in one process, on unpacked rows. The data are uneven on purpose: rows with
-holes, fully masked rows and prompts, samples cut over ranks and microbatches, infinities at every
+the papers define them, in one process, on unpacked rows. The data are uneven on purpose: rows with
+holes, fully masked rows and prompts, samples split over ranks and microbatches, infinities at every
 masked position.</p>
 <dl>
-<div><dt>regime</dt><dd>How Megatron scales, never which loss is meant:
+<div><dt>w_s</dt><dd>The weight of each token of row s in the configured loss, with the divisor's
+value; of both terms where a case adds two.</dd></div>
+<div><dt>regime</dt><dd>How Megatron scales, never which loss is configured:
 <code>calculate_per_token_loss</code> off (average) or on (per-token).</dd></div>
-<div><dt>K</dt><dd>What the package multiplies a returned loss by, so that what Megatron does to it
-on its way to the gradient cancels: M DP CP in the average regime, the step's active tokens N in the
-per-token regime.</dd></div>
-<div><dt>factor</dt><dd>How many times the oracle's gradient was trained, by projection. 1 is
-wanted; 1/M, say, is a mean over microbatches that nobody undid. A factor of 1 beside a large error
-is a wrong direction, or a wrong reported loss.</dd></div>
+<div><dt>K</dt><dd>The package multiplies a returned loss by it, to cancel Megatron's own factors on
+the way to the gradient: {K_FORMULA["average"]} in the average regime, the step's active tokens
+{K_FORMULA["per-token"]} in the per-token regime.</dd></div>
+<div><dt>factor</dt><dd>The trained gradient as a multiple of the oracle's, by projection. 1 is
+right; 1/M, for example, is a mean over microbatches that was not compensated. A factor of 1 beside
+a large error is a wrong direction, or a wrong reported loss.</dd></div>
 <div><dt>gradient error</dt><dd>The largest, over all parameters, of
 ‖g &minus; g<sub>oracle</sub>‖ / ‖g<sub>oracle</sub>‖.</dd></div>
 <div><dt>loss error</dt><dd>The reported loss against the oracle's, in training and in a
 forward-only call.</dd></div>
-<div><dt>gauge error</dt><dd><code>lossagg/weight_sum</code> and <code>weight_expected</code>,
-reported in float32: {GAUGE_TOLERANCE:g} is allowed.</dd></div>
+<div><dt>weight sum error</dt><dd><code>lossagg/weight_sum</code> and
+<code>lossagg/weight_expected</code>, reported in float32: {WEIGHT_SUM_TOLERANCE:g} is
+allowed.</dd></div>
 <div><dt>tolerance</dt><dd>The rounding of the least precise part, and a margin: 1e-12 in float64,
 1e-06 with experts (Megatron's routers compute in float32), 1e-05 in float32. A wrong factor or a
 wrong denominator is an error many orders of magnitude larger.</dd></div>
@@ -389,12 +398,12 @@ scroll-margin-top:16px}
 caption,thead,tbody{display:block;text-align:left}
 caption{padding:8px 0;font-size:14px}
 caption b:first-child{margin-right:10px}
-tr{display:grid;grid-template-columns:minmax(0,1fr) 76px 60px 116px 100px 84px 88px 60px;
+tr{display:grid;grid-template-columns:minmax(0,1fr) 112px 70px 48px 96px 96px 76px 112px 48px;
 column-gap:8px;padding:3px 0;border-top:1px solid var(--line);break-inside:avoid}
 tbody+tbody{border-top:2px solid var(--line)}
 tr:target{outline:2px solid var(--soft);outline-offset:2px}
 th,td{padding:0;text-align:right;font-weight:400}
-th:first-child,td:nth-child(2),th:nth-child(2){text-align:left}
+th:first-child,td:nth-child(2),th:nth-child(2),td:nth-child(3),th:nth-child(3){text-align:left}
 thead th{color:var(--soft);font-size:12px}
 td.over,td.fail{font-weight:650}
 td.over{color:var(--fail)}

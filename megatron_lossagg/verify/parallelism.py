@@ -1,4 +1,4 @@
-"""How a proof splits its step: parallel sizes and Megatron options, one frozen value each."""
+"""How a verification splits its step: parallel sizes and Megatron options, frozen."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass, replace
 from megatron_lossagg.errors import ProofError
 from megatron_lossagg.verify.rows import VOCABULARY
 
-GAUGE_TOLERANCE = 1e-6
-"""Largest relative error of the gauge that passes: it is kept in float32."""
+WEIGHT_SUM_TOLERANCE = 1e-6
+"""Largest relative error of the weight sum that passes: it is computed in float32."""
 
 BSHD_LENGTH = 32
-"""Length of every row of a bshd batch, more than any row's."""
+"""Padded length of every row of a bshd batch, more than any row's length."""
 
 _HEAD_SIZE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What decides the proof model's weights: two equal shapes have one reference.
+    """What determines the weights of the model: two equal shapes have one reference.
 
-    A multi-token-prediction layer stands beside the main loss and is not part of it.
+    A multi-token-prediction layer has a loss of its own and is not part of the shape.
     """
 
     num_layers: int
@@ -35,14 +35,14 @@ class ModelShape:
 
     @property
     def name(self) -> str:
-        """A file name's worth of it."""
+        """The shape as part of a file name."""
         experts = f"-moe{self.num_experts}" if self.num_experts else ""
         return f"{self.num_layers}x{self.hidden_size}{experts}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """Parallel sizes, microbatches and Megatron options of one proof.
+    """Parallel sizes, microbatches and Megatron options of one layout.
 
     Raises :class:`ProofError` where the sizes contradict each other.
     """
@@ -52,16 +52,16 @@ class Parallelism:
     tp: int = 1
     pp: int = 1
     vpp: int = 1
-    """Model chunks a pipeline stage; above 1 the pipeline is interleaved."""
+    """Model chunks per pipeline stage; above 1 the pipeline is interleaved."""
     cp: int = 1
     ep: int = 1
     """Expert-parallel size, over DP * CP * TP; above 1 the model has experts."""
     microbatches: int | tuple[int, ...] = 3
-    """M, or M of each data-parallel rank; reported values assume one M."""
+    """M, or one M per data-parallel rank; reported values assume one M."""
     packing: str = "thd"
-    """``thd`` (packed), ``bshd`` (one row a batch entry) or ``local`` (sliced by the host)."""
+    """``thd`` (packed), ``bshd`` (one row per batch entry) or ``local`` (sliced by the host)."""
     moe: bool = False
-    """Experts, with router and z losses beside the main loss."""
+    """Experts, with router and z losses in addition to the main loss."""
     mtp: bool = False
     """A multi-token-prediction layer with a loss of its own."""
     float32: bool = False
@@ -77,11 +77,11 @@ class Parallelism:
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "vpp", "cp", "ep", "optimizer_instances"):
             if getattr(self, name) < 1:
-                raise ProofError(f"{name} is at least 1, got {getattr(self, name)}")
+                raise ProofError(f"{name}: got {getattr(self, name)}, expected at least 1")
         if len(self.m_of_ranks) != self.dp or min(self.m_of_ranks) < 1:
             raise ProofError(
-                f"microbatches is at least 1, one number or one for each of {self.dp} "
-                f"data-parallel ranks, got {self.microbatches}"
+                f"microbatches: got {self.microbatches}, expected one number from 1, or one for "
+                f"each of the {self.dp} data-parallel ranks"
             )
         self._check_options()
 
@@ -91,18 +91,18 @@ class Parallelism:
         if self.moe and self.tp > 1 and not self.sequence_parallel:
             raise ProofError("Megatron-Core runs experts with tp above 1 under sequence_parallel")
         if self.packing not in ("thd", "bshd", "local"):
-            raise ProofError(f"packing is thd, bshd or local, got {self.packing!r}")
+            raise ProofError(f"packing: got {self.packing!r}, expected thd, bshd or local")
         if VOCABULARY % self.tp:
             raise ProofError(
-                f"tp {self.tp} does not divide the proof model's {VOCABULARY} token ids: take a "
-                "power of two up to it"
+                f"tp {self.tp} does not divide the model's {VOCABULARY} token ids: take a power of "
+                "two up to it"
             )
         if self.vpp > 1 and self.pp == 1:
             raise ProofError(f"vpp {self.vpp} needs pp above 1: an interleaved pipeline has stages")
         if self.vpp > 1 and any(m % self.pp for m in self.m_of_ranks):
             raise ProofError(
-                f"an interleaved pipeline runs a multiple of pp {self.pp} microbatches, got "
-                f"{self.microbatches}: change --microbatches"
+                f"microbatches: got {self.microbatches}, expected a multiple of pp {self.pp} for "
+                "an interleaved pipeline. Change --microbatches"
             )
         if self.ep > 1 and not self.moe:
             raise ProofError(f"ep {self.ep} needs experts: add --moe")
@@ -119,11 +119,11 @@ class Parallelism:
             )
         if self.mtp and not self.float32:
             raise ProofError(
-                "a multi-token-prediction model takes its labels to Megatron's cross entropy, "
-                "which is float32: add --float32"
+                "a multi-token-prediction model uses Megatron's cross entropy, which is float32: "
+                "add --float32"
             )
         if self.packing == "local" and self.mtp:
-            raise ProofError("mtp is proven with packing thd or bshd")
+            raise ProofError("packing: got local with mtp, expected thd or bshd")
 
     @property
     def world_size(self) -> int:
@@ -148,7 +148,7 @@ class Parallelism:
 
     @property
     def shape(self) -> ModelShape:
-        """The smallest model that this split divides, at least four layers and four heads."""
+        """The smallest model that these sizes divide, at least four layers and four heads."""
         stages = self.pp * self.vpp
         return ModelShape(
             num_layers=stages * math.ceil(4 / stages),
@@ -158,11 +158,11 @@ class Parallelism:
 
     @property
     def row_multiple(self) -> int:
-        """What a row's length is padded to a multiple of: 2 CP, times TP under SP."""
+        """A row's length is padded to a multiple of this: 2 CP, times TP under SP."""
         return 2 * self.cp * (self.tp if self.sequence_parallel else 1)
 
     def padded(self, length: int) -> int:
-        """Length of a row as it is packed."""
+        """Return the length of a row as it is packed."""
         if self.packing == "bshd":
             length = max(length, BSHD_LENGTH)
         return -(-length // self.row_multiple) * self.row_multiple
@@ -198,7 +198,7 @@ class Parallelism:
 
 
 def standard(*, moe: bool = False) -> list[Parallelism]:
-    """The layouts that ``lossagg verify`` runs by default: each split once, on four ranks."""
+    """Return the layouts that ``lossagg verify`` runs by default: each split, on four ranks."""
     layouts = [
         Parallelism(dp=4, microbatches=3),
         Parallelism(dp=2, cp=2, microbatches=3),

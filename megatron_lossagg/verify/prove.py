@@ -1,4 +1,4 @@
-"""Train one step of every case under a split and compare it with the oracle's.
+"""Train one step of every case in a layout and compare it with the oracle.
 
 Called on every rank. Shape suffixes: Y = tokens of all rows and a filler, padded; H =
 hypotheses, each the slopes d loss / d y of a gradient.
@@ -20,13 +20,13 @@ from torch import Tensor
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg import Layout, MegatronContract, Sequences, StepPlan, plan_step
 from megatron_lossagg.errors import ProofError, ReducerError
+from megatron_lossagg.scaling import REGIMES, Regime
 from megatron_lossagg.verify import model as megatron
 from megatron_lossagg.verify.cases import BETA, Case, Expected, expected
 from megatron_lossagg.verify.causes import CAUSES, MASKED_LOSSES_REACH, Facts, symbols
-from megatron_lossagg.verify.job import REGIMES
-from megatron_lossagg.verify.parallelism import GAUGE_TOLERANCE, Parallelism
+from megatron_lossagg.verify.parallelism import WEIGHT_SUM_TOLERANCE, Parallelism
 from megatron_lossagg.verify.reference import Reference
-from megatron_lossagg.verify.rows import deal
+from megatron_lossagg.verify.rows import assign_rows
 
 WEIGHT_SUM, WEIGHT_EXPECTED = "lossagg/weight_sum", "lossagg/weight_expected"
 _REPORTED = ("loss", WEIGHT_SUM, WEIGHT_EXPECTED)
@@ -34,37 +34,41 @@ _REPORTED = ("loss", WEIGHT_SUM, WEIGHT_EXPECTED)
 
 @dataclass(kw_only=True)
 class Verdict:
-    """One case under one split and regime: what was measured, and whether it is the loss named."""
+    """What was measured for one case in one layout and regime, and whether it is right."""
 
     layout: str
     case: str
-    regime: str
+    formula: str
+    """w_s of each term, with the divisor's value."""
+    regime: Regime
     k: int
-    """What the package multiplied shares by, as its ``StepContract.factor`` says."""
+    """The ``StepContract.factor`` of this step, which the package multiplied shares by."""
     gradient_error: float
     """Largest over all parameters of norm(g - g_oracle) / norm(g_oracle)."""
     loss_error: float | None
     """Relative error of the reported loss, of training and of a forward-only call; None where
-    ranks have different M, as reported values assume one."""
-    gauge_error: float | None
-    """Relative error of ``lossagg/weight_sum`` and ``lossagg/weight_expected``; None likewise."""
+    ranks have different M, because reported values assume one M."""
+    weight_sum_error: float | None
+    """Relative error of ``lossagg/weight_sum`` and ``lossagg/weight_expected``; None as above."""
     measured_factor: float
-    """The gradient's multiple of the oracle's, by projection; 1 is wanted."""
+    """The gradient's multiple of the oracle's, by projection; 1 is right."""
     tolerance: float
     causes: list[str] = field(default_factory=list)
-    """Where it failed: names of the causes that explain all rows of this layout."""
+    """Where it failed: names of the causes that explain all cases of this layout."""
     explanation: str = ""
     """Where it failed: the likely cause in words, or what was measured."""
 
     @property
     def passed(self) -> bool:
-        """Whether gradient, loss and gauge are the named loss's."""
+        """Whether gradient, reported loss and weight sum are those of the configured loss."""
         right = self.gradient_error < self.tolerance and self.loss_is_right
-        return right and (self.gauge_error is None or self.gauge_error < GAUGE_TOLERANCE)
+        return right and (
+            self.weight_sum_error is None or self.weight_sum_error < WEIGHT_SUM_TOLERANCE
+        )
 
     @property
     def loss_is_right(self) -> bool:
-        """Whether the reported loss is the named one, where it is defined."""
+        """Whether the reported loss is the configured one, where it is defined."""
         return self.loss_error is None or self.loss_error < self.tolerance
 
 
@@ -73,39 +77,38 @@ class _Measured:
     """One step's outcome on this rank."""
 
     gradients: list[tuple[Any, Tensor]]
-    """(shard, gradient), of the main loss alone."""
+    """(shard, gradient), of the main loss only."""
     values: list[dict[str, float]]
-    """K and what was reported, of every rank of the last stage; NaN or inf as they came."""
-    told: str
-    """What the package said of a loss that is not finite; empty if nothing."""
+    """K and the reported values of every rank of the last stage; NaN and inf are kept."""
+    fault: str
+    """The first rank's error message for a mask or a loss; empty if there was none."""
 
     def worst(self, name: str, wanted: float) -> float:
-        """Return the reported value that is furthest from ``wanted``; NaN before all."""
+        """Return the reported value that is furthest from ``wanted``; NaN is the furthest."""
         return max((values[name] for values in self.values), key=lambda v: _relative(v, wanted))
 
 
 class Run:
-    """The cases of one split in one regime: model, contract and data, ready to step."""
+    """Model, contract and data of one layout in one regime, ready to step."""
 
     def __init__(self, parallelism: Parallelism, reference: Reference, *, per_token: bool) -> None:
         self.parallelism = parallelism
         self.reference = reference
         config = megatron.config_of(parallelism, per_token=per_token)
         self.chunks = megatron.wrapped_chunks(parallelism, config)
-        # The step measures what the probe would, and goes on to say which row fails and why.
+        # The steps measure what the probe would, and then find which case fails and why.
         self.contract = MegatronContract.read(self.chunks, probe=False)
         self.facts = Facts(
             reference=reference,
-            deal=deal(reference.rows, parallelism.m_of_ranks),
+            assignment=assign_rows(reference.rows, parallelism.m_of_ranks),
             parallelism=parallelism,
-            per_token=per_token,
+            regime="per-token" if per_token else "average",
         )
         rank = dist.get_rank(self.contract.dp_group)
         self.num_microbatches = parallelism.m_of_ranks[rank]
-        self._mine = self.facts.deal.of_rank(rank)
-        rows = reference.rows
-        self._rows = [rows[index] for index in self._mine]
-        self._numbers = [self.facts.deal.keys[index][1] for index in self._mine]
+        assignment, rows_of_rank = self.facts.assignment, self.facts.assignment.of_rank(rank)
+        self._rows = [reference.rows[index] for index in rows_of_rank]
+        self._numbers = [assignment.keys[index][1] for index in rows_of_rank]
         self.batches = [
             megatron.pack(
                 self._rows,
@@ -117,13 +120,13 @@ class Run:
         self._side: list[Tensor] | None = None
 
     def train(self, case: Case, *, poison: bool = True) -> _Measured:
-        """Run one step; the gradient of the main loss and what was reported."""
+        """Run one step; return the gradient of the main loss and the reported values."""
         measured = self._step(case, poison=poison)
         measured.gradients = self._main_gradients(case)
         return measured
 
     def evaluate(self, case: Case) -> _Measured:
-        """Run a forward-only step; what was reported, without gradients."""
+        """Run a forward-only step; return the reported values, without gradients."""
         with torch.no_grad():
             return self._step(case, forward_only=True)
 
@@ -131,7 +134,7 @@ class Run:
         totals = self._gradients()
         if not (self.parallelism.moe or self.parallelism.mtp):
             return totals
-        if self._side is None:  # the same for every case: it sees rows and M, no weights
+        if self._side is None:  # the same for every case: it depends on rows and M only
             self._step(case, main=0.0, poison=False)
             self._side = [gradient for _, gradient in self._gradients()]
         pairs = zip(totals, self._side, strict=True)
@@ -162,7 +165,7 @@ class Run:
 
             def loss_func(output: Tensor) -> Any:
                 y = megatron.token_losses(output, batch, self.parallelism)
-                if poison:  # what stands at a masked position must not matter
+                if poison:  # the value at a masked position must not matter
                     y = y.masked_fill(batch.mask_here.to(y.device) == 0, torch.inf)
                 mask = batch.mask_here if self.parallelism.packing == "local" else batch.mask
                 reducer = plan.reducer(batch.rows, mask, self._layout(batch))
@@ -170,7 +173,7 @@ class Run:
                     share = reducer(y * batch.coefficient)
                     if case.second is not None:
                         share = share + BETA * reducer.under(case.second)(y.square())
-                except ReducerError as error:  # a failed row, not the end of the others
+                except ReducerError as error:  # a failed case does not end the others
                     faults.append(str(error))
                     share = (y * torch.nan).sum()
                 return step.returns(share * main, reducer, report={"loss": share})
@@ -188,12 +191,12 @@ class Run:
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             values = {name: megatron.reported(reports, name) for name in _REPORTED}
             values["k"] = step.factor
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, (values, faults))
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (values, faults))
         return _Measured(
             gradients=[],
-            values=[values for values, _ in every if values is not None],
-            told=next((told[0] for _, told in every if told), ""),
+            values=[values for values, _ in gathered if values is not None],
+            fault=next((faults[0] for _, faults in gathered if faults), ""),
         )
 
     def _plan(self, case: Case) -> StepPlan:
@@ -218,12 +221,12 @@ class Run:
 
     def errors(self, measured: _Measured, slopes_HY: Tensor) -> list[float]:
         """Return each hypothesis's largest relative error over all parameters and ranks."""
-        every_HP = slopes_HY @ self.reference.gradients_YP
-        whole = every_HP.norm(dim=1)
+        hypotheses_HP = slopes_HY @ self.reference.gradients_YP
+        whole = hypotheses_HP.norm(dim=1)
         errors_H = torch.zeros(len(slopes_HY), dtype=torch.float64)
         for shard, gradient in measured.gradients:
             if shard.name in self.reference.parameters:
-                wanted = self.reference.of_parameter(every_HP, shard.name)
+                wanted = self.reference.of_parameter(hypotheses_HP, shard.name)
                 norms = wanted.flatten(1).norm(dim=1)
                 cut = torch.stack([shard.cut(one) for one in wanted])
             else:  # a multi-token-prediction layer: the main loss does not reach it
@@ -235,7 +238,7 @@ class Run:
         return _maximum(errors_H)
 
     def factor_of(self, measured: _Measured, slope_Y: Tensor) -> float:
-        """Project the gradient on the one wanted; 1 where they are equal."""
+        """Project the gradient on the right one: 1 where they are equal."""
         wanted = self.reference.gradient(slope_Y)
         products = torch.zeros(2, dtype=torch.float64)
         for shard, gradient in measured.gradients:
@@ -247,13 +250,16 @@ class Run:
         return float(products[0] / products[1])
 
     def check_every_parameter_is_compared(self) -> None:
-        """Raise :class:`ProofError` where a parameter of the model lies on no rank."""
+        """Raise :class:`ProofError` where no rank has a parameter of the reference."""
         names = [shard.name for shard in cpu.named_shards(self.chunks)]
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, names)
-        missing = set(self.reference.parameters) - set(chain(*every))
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, names)
+        missing = set(self.reference.parameters) - set(chain(*gathered))
         if missing:
-            raise ProofError(f"parameters on no rank: {sorted(missing)}")
+            raise ProofError(
+                f"no rank has the parameters {sorted(missing)} of the reference, so that their "
+                "gradients cannot be compared"
+            )
 
 
 def _maximum(errors_H: Tensor) -> list[float]:
@@ -271,13 +277,13 @@ def prove(
     cases: Sequence[Case],
     reference: Reference,
     *,
-    regimes: Sequence[str] = REGIMES,
+    regimes: Sequence[Regime] = REGIMES,
     progress: Callable[[Verdict], None] = lambda verdict: None,
 ) -> Iterator[Verdict]:
-    """Run every case of a split in both regimes; all ranks get the same verdicts.
+    """Run every case of a layout in both regimes; all ranks get the same verdicts.
 
-    The failed ones of a split are explained together, after its last case: a cause has to
-    agree with every row of it.
+    The failed ones of a layout are explained together, after its last case: a cause has to
+    agree with every case of it.
     """
     done: list[tuple[Run, Case, Expected, Verdict]] = []
     with megatron.split_world(parallelism):
@@ -285,7 +291,7 @@ def prove(
             run = Run(parallelism, reference, per_token=regime == "per-token")
             run.check_every_parameter_is_compared()
             for case in cases:
-                wanted = expected(case, reference, run.facts.deal)
+                wanted = expected(case, reference, run.facts.assignment)
                 verdict = _verdict(run, case, wanted)
                 progress(verdict)
                 done.append((run, case, wanted, verdict))
@@ -298,31 +304,34 @@ def _verdict(run: Run, case: Case, wanted: Expected) -> Verdict:
     measured = run.train(case)
     (gradient_error,) = run.errors(measured, wanted.slope_Y[None])
     factor = run.factor_of(measured, wanted.slope_Y)
-    loss_error = gauge_error = None
+    loss_error = weight_sum_error = None
     if run.parallelism.one_m:
-        gauge = {WEIGHT_SUM: wanted.weight_sum, WEIGHT_EXPECTED: wanted.weight_expected}
+        sums = {WEIGHT_SUM: wanted.weight_sum, WEIGHT_EXPECTED: wanted.weight_expected}
         steps = (measured, run.evaluate(case))
         loss_error = max(_relative(s.worst("loss", wanted.loss), wanted.loss) for s in steps)
-        gauge_error = max(_relative(measured.worst(n, want), want) for n, want in gauge.items())
+        weight_sum_error = max(
+            _relative(measured.worst(name, right), right) for name, right in sums.items()
+        )
     return Verdict(
         layout=str(run.parallelism),
         case=str(case),
+        formula=case.formula,
         regime=run.contract.regime,
         k=int(measured.values[0]["k"]),
         gradient_error=gradient_error,
         loss_error=loss_error,
-        gauge_error=gauge_error,
+        weight_sum_error=weight_sum_error,
         measured_factor=factor,
-        explanation=measured.told,
+        explanation=measured.fault,
         tolerance=run.parallelism.tolerance,
     )
 
 
 def _explain(done: Sequence[tuple[Run, Case, Expected, Verdict]]) -> None:
-    """Name, for the failed verdicts, the causes that agree with every verdict of the split.
+    """Find the causes that agree with every verdict of the layout, for the failed ones.
 
-    The failed ones are run again without inf at masked positions, so that what is measured
-    is finite; where they are right then, the inf is the cause.
+    The failed cases are run again without inf at masked positions, so that the measured
+    values are finite; where they are right then, the inf is the cause.
     """
     if all(verdict.passed for *_, verdict in done):
         return
@@ -342,8 +351,9 @@ def _explain(done: Sequence[tuple[Run, Case, Expected, Verdict]]) -> None:
             is_right = max(right, _relative(loss, wanted.loss)) < verdict.tolerance
             right_without_inf = right_without_inf and is_right
             factor = run.factor_of(measured, wanted.slope_Y)
-            told = _measured_in_words(run, verdict, factor, loss / wanted.loss, is_right)
-            verdict.explanation = f"{told} ({verdict.explanation})" if verdict.explanation else told
+            words = _measured_in_words(run, verdict, factor, loss / wanted.loss, is_right)
+            fault = f" ({verdict.explanation})" if verdict.explanation else ""
+            verdict.explanation = words + fault
         agree = [
             name
             for name, error in zip(likely, errors, strict=True)
@@ -362,18 +372,20 @@ def _explain(done: Sequence[tuple[Run, Case, Expected, Verdict]]) -> None:
     for *_, verdict in done:
         if not verdict.passed:
             verdict.causes = list(likely)
-            verdict.explanation += ": " + (why or "no known cause explains every row of the layout")
+            verdict.explanation += ": " + (
+                why or "no known cause explains every case of the layout"
+            )
 
 
 _EXPERTS_APART = (
-    "with fewer expert-parallel than tensor-parallel ranks stock Megatron-Core (0.16.1) leaves the "
-    "experts' gradients of TP ranks apart (NVIDIA/Megatron-LM#5916), whatever the loss: take ep = "
+    "with fewer expert-parallel than tensor-parallel ranks stock Megatron-Core (0.16.1) does not "
+    "sum the experts' gradients over TP ranks (NVIDIA/Megatron-LM#5916), with any loss: take ep = "
     "tp"
 )
 
 
 def _distances(run: Run, wanted: Expected, slopes: Sequence[Tensor]) -> list[float]:
-    """Return how far each predicted gradient is from the oracle's, as ``Run.errors`` measures."""
+    """Return each predicted gradient's relative distance from the oracle's, over all parameters."""
     if not slopes:
         return []
     gradient_P = wanted.slope_Y @ run.reference.gradients_YP
@@ -388,13 +400,13 @@ def _measured_in_words(
         return "not finite with inf at masked positions, right without"
     tolerance = 100 * verdict.tolerance
 
-    def told(what: str, factor: float) -> str:
-        named = symbols(factor, run.facts, tolerance=tolerance) if math.isfinite(factor) else []
-        return f"{what} measured {' = '.join([f'{factor:.12g}', *named])}, wanted 1"
+    def factor_text(what: str, factor: float) -> str:
+        names = symbols(factor, run.facts, tolerance=tolerance) if math.isfinite(factor) else []
+        return f"{what}: measured factor {' = '.join([f'{factor:.12g}', *names])}, expected 1"
 
     parts = []
     if verdict.gradient_error >= verdict.tolerance:
-        parts.append(told("gradient", factor))
+        parts.append(factor_text("gradient", factor))
     if not verdict.loss_is_right:
-        parts.append(told("reported loss", loss_factor))
-    return "; ".join(parts or ["the gauge is not the oracle's"])
+        parts.append(factor_text("reported loss", loss_factor))
+    return "; ".join(parts or ["the reported weight sum is not the oracle's"])

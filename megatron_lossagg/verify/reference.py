@@ -1,13 +1,13 @@
 """The reference: each token's loss and its gradient, on one process in float64.
 
 The model runs on single unpacked rows through Megatron-Core's own attention. A step's loss
-is a function of the token losses y (``oracle.py``), so that its gradient is, by the chain
-rule, a combination of the tokens' gradients::
+is a function of the token losses y (``oracle.py``), so its gradient is, by the chain rule,
+a combination of the tokens' gradients::
 
     d loss / d theta = sum_t (d loss / d y_t) * (d y_t / d theta)
 
-The second factor depends on no aggregation, split or regime: it is computed once, and also
-says what gradient a fault would leave.
+The second factor does not depend on aggregation, layout or regime: it is computed once, and
+it also gives the gradient that a fault would train.
 
 Shape suffixes: Y = tokens of all rows and a filler, padded; P = parameters of the model.
 """
@@ -37,7 +37,7 @@ class Reference:
     rows: list[Row]
     """The step's rows."""
     padded: int
-    """What rows are padded to a multiple of here; the last row is a filler of this length."""
+    """Rows are padded to a multiple of this; the last row is a filler of this length."""
     losses_Y: Tensor
     """float64: negative log-probability of each label."""
     gradients_YP: Tensor
@@ -47,7 +47,7 @@ class Reference:
 
     @property
     def starts(self) -> list[int]:
-        """Where each row begins in Y; the filler's is the last."""
+        """The index in Y where each row begins; the filler is the last."""
         lengths = (-(-len(row) // self.padded) * self.padded for row in self.rows)
         return [0, *accumulate(lengths)]
 
@@ -56,10 +56,10 @@ class Reference:
         flat_P = slope_Y @ self.gradients_YP
         return {name: self.of_parameter(flat_P[None], name)[0] for name in self.parameters}
 
-    def of_parameter(self, every_HP: Tensor, name: str) -> Tensor:
-        """Cut one parameter out of flat gradients ``[H, P]``: ``[H, *shape]``."""
+    def of_parameter(self, flat_HP: Tensor, name: str) -> Tensor:
+        """Slice one parameter out of flat gradients ``[H, P]``: ``[H, *shape]``."""
         begin, end = self._places[name]
-        return every_HP[:, begin:end].reshape(-1, *self.parameters[name])
+        return flat_HP[:, begin:end].reshape(-1, *self.parameters[name])
 
     @cached_property
     def _places(self) -> dict[str, tuple[int, int]]:
@@ -104,7 +104,7 @@ def compute(shape: ModelShape, *, copies: int, padded: int) -> Reference:
 def reference(shape: ModelShape, *, copies: int, padded: int, folder: Path) -> Reference:
     """Compute the reference in a process of its own, on the CPU; keep it in ``folder``.
 
-    The caller's process may already be a rank of a job, whose groups the model would take.
+    The caller's process may already be a rank of a job, whose groups the model would use.
     """
     file = folder / f"{shape.name}-{copies}-{padded}.pt"
     if not file.exists():

@@ -1,4 +1,7 @@
-"""A verification as it is shown: a rich table with a progress bar on a terminal, text elsewhere."""
+"""A verification as it is printed: a rich table with a progress bar on a terminal, else text.
+
+The result comes first, then the table, the causes of what failed, and the environment.
+"""
 
 from __future__ import annotations
 
@@ -14,79 +17,86 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from megatron_lossagg.verify.environment import Fact
+from megatron_lossagg.verify.words import error_text, number_of
+
+__all__ = ["Report", "cells", "finite", "progress", "show", "summary"]
 
 Report = Mapping[str, Any]
-_COLUMNS = ("aggregation", "regime", "K", "factor", "gradient error", "loss error", "")
+_COLUMNS = ("aggregation", "w_s", "regime", "K", "factor", "gradient error", "loss error", "")
+_LEFT = 3
+"""The first columns are aligned to the left."""
 
 
 @contextmanager
-def progress(num_rows: int) -> Iterator[Callable[[], None]]:
-    """Show a bar on a terminal, nothing elsewhere; call what it gives once a row."""
+def progress(num_verdicts: int) -> Iterator[Callable[[], None]]:
+    """Show a bar on a terminal, nothing elsewhere; the caller advances it once per case."""
     if not sys.stderr.isatty():
         yield lambda: None
         return
     columns = (
-        TextColumn("proving"),
+        TextColumn("verifying"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("rows"),
+        TextColumn("cases"),
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("rows", total=num_rows)
+        task = bar.add_task("cases", total=num_verdicts)
         yield lambda: bar.advance(task)
 
 
 def show(report: Report) -> None:
-    """Print a report: facts, a row for each verdict, the causes of failed ones, a summary."""
-    for fact in report["environment"]:
-        print(Fact(**fact))
+    """Print a report; one of several layouts ends with the result again, where a reader is."""
+    print(summary(report))
     print()
     if sys.stdout.isatty():
         _show_rich(report)
     else:
         _show_plain(report)
     _show_causes(report)
-    print(summary(report))
+    for fact in report["environment"]:
+        print(Fact(**fact))
+    if len(report["layouts"]) > 1:
+        print()
+        print(summary(report))
 
 
 def summary(report: Report) -> str:
-    """One sentence: how many rows pass, on what, how exactly, how long it took."""
+    """Write the result: how many cases pass, where, the largest error, the time it took."""
     verdicts = report["verdicts"]
     passed = sum(verdict["passed"] for verdict in verdicts)
     errors = [v["gradient_error"] for v in verdicts]
     versions = {fact["name"]: fact["version"] for fact in report["environment"]}
-    num = len(report["layouts"])
-    layouts = f"{num} layout{'s' * (num > 1)}"
-    worst = f"; largest gradient error {_worst(errors)}" if errors else ""
+    num_verdicts = report["num_verdicts"]
+    largest = f"; largest gradient error {_largest(errors)}" if errors else ""
+    pass_ = "passes" if num_verdicts == 1 else "pass"
     return (
-        f"{passed} of {report['num_rows']} rows pass on {layouts}, "
-        f"megatron-core {versions['megatron-core']}, torch {versions['torch']}{worst}; "
+        f"{'PASS' if report['passed'] else 'FAIL'}: "
+        f"{passed} of {number_of(num_verdicts, 'case')} {pass_} on "
+        f"{number_of(len(report['layouts']), 'layout')} of {number_of(report['num_ranks'], 'rank')}"
+        f", megatron-core {versions['megatron-core']}, torch {versions['torch']}{largest}; "
         f"{report['seconds']:.0f} s"
     )
 
 
 def cells(verdict: Mapping[str, Any]) -> tuple[str, ...]:
-    """One verdict in the columns of the table."""
+    """Write one verdict in the columns of the table."""
     factor = verdict["measured_factor"]
     return (
         verdict["case"],
+        verdict["formula"],
         verdict["regime"],
         str(verdict["k"]),
         "not finite" if factor is None else f"{factor:.9f}",
-        _error(verdict["gradient_error"]),
-        _error(verdict["loss_error"]),
+        error_text(verdict["gradient_error"]),
+        error_text(verdict["loss_error"]),
         "PASS" if verdict["passed"] else "FAIL",
     )
 
 
-def _worst(errors: Sequence[float | None]) -> str:
+def _largest(errors: Sequence[float | None]) -> str:
     known = [error for error in errors if error is not None]
-    return _error(max(known) if len(known) == len(errors) else None)
-
-
-def _error(error: float | None) -> str:
-    return "not finite" if error is None else f"{error:.1e}"
+    return error_text(max(known) if len(known) == len(errors) else None)
 
 
 def _layouts(report: Report) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
@@ -105,8 +115,8 @@ def _show_plain(report: Report) -> None:
 
 
 def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
-    left = [cell.ljust(width) for cell, width in zip(row[:2], widths, strict=False)]
-    right = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
+    left = [cell.ljust(width) for cell, width in zip(row[:_LEFT], widths, strict=False)]
+    right = [cell.rjust(width) for cell, width in zip(row[_LEFT:], widths[_LEFT:], strict=True)]
     return "  ".join(left + right).rstrip()
 
 
@@ -114,8 +124,8 @@ def _show_rich(report: Report) -> None:
     console = Console()
     for layout, verdicts in _layouts(report):
         table = Table(title=layout, title_justify="left", title_style="bold", header_style="dim")
-        for column in _COLUMNS:
-            table.add_column(column, justify="left" if column in _COLUMNS[:2] else "right")
+        for index, column in enumerate(_COLUMNS):
+            table.add_column(column, justify="left" if index < _LEFT else "right")
         for verdict in verdicts:
             *most, outcome = cells(verdict)
             colour = "green" if verdict["passed"] else "bold red"
@@ -133,7 +143,7 @@ def _show_causes(report: Report) -> None:
 
 
 def finite(value: Any) -> Any:
-    """Replace numbers that JSON has no name for by None, at any depth."""
+    """Replace numbers that JSON cannot represent by None, at any depth."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

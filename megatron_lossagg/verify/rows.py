@@ -1,4 +1,4 @@
-"""The step that every proof trains on: uneven rows with each degenerate case, and their deal.
+"""The step of every verification: uneven rows with each degenerate case, and their assignment.
 
 Nothing of the package is used here: the same rows go through Megatron and through the oracle.
 """
@@ -16,12 +16,12 @@ VOCABULARY = 32
 LENGTHS = (9, 4, 17, 1, 12, 3, 8, 25, 6, 7, 2, 11, 5, 10)
 """Tokens of each row: longer and shorter than 2 CP, and one of a single token."""
 
-# Sample 2 is cut into rows 2 and 3, sample 9 into rows 9 and 13 (far apart); prompts 0 and 1
-# are dealt over ranks and microbatches.
+# Sample 2 is split into rows 2 and 3, sample 9 into rows 9 and 13 (far apart); prompts 0 and 1
+# are spread over ranks and microbatches.
 _SAMPLE = (0, 1, 2, 2, 4, 5, 6, 7, 8, 9, 10, 11, 12, 9)
 _PROMPT_OF_SAMPLE = {0: 0, 1: 1, 2: 0, 4: 1, 5: 2, 6: 0, 7: 1, 8: 2, 9: 3, 10: 3, 11: 0, 12: 1}
 _MASKED_ALONE = (4, 6)  # fully masked: one alone in its sample, in a live prompt
-_MASKED_PROMPT = (5, 8)  # a prompt without any active token
+_MASKED_PROMPT = (5, 8)  # a prompt with no active tokens
 _NOTHING_TRAINED = (11,)  # counted, but nothing is left to train
 
 
@@ -36,7 +36,7 @@ class Row:
     counted: list[int]
     """The counting mask."""
     trained: list[int]
-    """The training mask: the counting mask, narrowed as by rejection sampling."""
+    """The training mask: it selects fewer tokens than the counting mask, as rejection does."""
     sample: int
     prompt: int
 
@@ -79,7 +79,7 @@ def _row(rng: random.Random, index: int, copy: int) -> Row:
 
 
 def filler_row(length: int) -> Row:
-    """Return a row that only fills a shape: its mask is 1 everywhere, and it must weigh nothing."""
+    """Return a row that only fills a shape: its mask is 1 everywhere, its weight must be 0."""
     ones = [1] * length
     tokens = [(5 * index + 1) % VOCABULARY for index in range(length + 1)]
     return Row(
@@ -94,7 +94,7 @@ def filler_row(length: int) -> Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Deal:
+class Assignment:
     """Which data-parallel rank and microbatch each row of a step goes to."""
 
     microbatches: list[int]
@@ -103,19 +103,19 @@ class Deal:
     """(rank, microbatch) of each row."""
 
     def of_rank(self, rank: int) -> list[int]:
-        """The rows of a rank, by position in the step."""
+        """Return the rows of a rank, by position in the step."""
         return [row for row, key in enumerate(self.keys) if key[0] == rank]
 
     def of_microbatch(self, rank: int, microbatch: int) -> list[int]:
-        """The rows of one microbatch, by position in the step."""
+        """Return the rows of one microbatch, by position in the step."""
         return [row for row, key in enumerate(self.keys) if key == (rank, microbatch)]
 
 
-def deal(rows: list[Row], microbatches: list[int]) -> Deal:
-    """Deal rows to ranks and, unevenly, to each rank's microbatches; some stay without rows.
+def assign_rows(rows: list[Row], microbatches: list[int]) -> Assignment:
+    """Assign rows to ranks and, unevenly, to each rank's microbatches; some get no rows.
 
     ``microbatches``: M of each rank. With M = 3 everywhere and more than one rank, the last
-    rank gets only rows without an active token.
+    rank gets only rows with no active tokens.
     """
     dp = len(microbatches)
     live = [index for index, row in enumerate(rows) if any(row.counted)]
@@ -123,21 +123,21 @@ def deal(rows: list[Row], microbatches: list[int]) -> Deal:
     keys = [(0, 0)] * len(rows)
     for rank, m in enumerate(microbatches):
         if dp > 1 and set(microbatches) == {3}:
-            mine = idle if rank == dp - 1 else live[rank :: dp - 1]
+            of_rank = idle if rank == dp - 1 else live[rank :: dp - 1]
         else:
-            mine = list(range(rank, len(rows), dp))
-        for position, index in zip(count(), mine):
+            of_rank = list(range(rank, len(rows), dp))
+        for position, index in zip(count(), of_rank):
             keys[index] = (rank, position * position % m)
-    return Deal(microbatches=microbatches, keys=keys)
+    return Assignment(microbatches=microbatches, keys=keys)
 
 
 def zigzag(offsets: Sequence[int], cp_size: int, cp_rank: int) -> list[int]:
-    """Write out the tokens of a context-parallel rank; shares nothing with the package."""
+    """List the token positions of a context-parallel rank; shares no code with the package."""
     if cp_size == 1:
         return list(range(offsets[-1]))
-    here: list[int] = []
+    positions: list[int] = []
     for begin, end in pairwise(offsets):
         size = (end - begin) // (2 * cp_size)
         for chunk in (cp_rank, 2 * cp_size - 1 - cp_rank):
-            here += range(begin + chunk * size, begin + (chunk + 1) * size)
-    return here
+            positions += range(begin + chunk * size, begin + (chunk + 1) * size)
+    return positions
