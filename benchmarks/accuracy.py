@@ -61,9 +61,7 @@ def _exact(workload: Workload, plan: StepPlan, x_P: Tensor) -> tuple[float, floa
     return float(terms_P.sum()), float(terms_P.abs().sum())
 
 
-def _share(
-    workload: Workload, plan: StepPlan, x_P: Tensor, cp_size: int, cp_rank: int
-) -> float:
+def _share(workload: Workload, plan: StepPlan, x_P: Tensor, cp_size: int, cp_rank: int) -> float:
     layout = Layout.response_zigzag(
         workload.total_S, workload.response_S, cp_size=cp_size, cp_rank=cp_rank
     )

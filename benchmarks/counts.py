@@ -105,11 +105,12 @@ def held_for_backward(workload: Workload) -> Held:
 
 
 def tensors_of(value: object, depth: int = 2) -> list[Tensor]:
-    """Find the tensors that an object of the package keeps; not the plan's, which are the host's."""
+    """Find the tensors that an object of the package keeps, except the plan's: the host's."""
     if isinstance(value, Tensor):
         return [value]
-    if isinstance(value, dict):
-        return [tensor for part in value.values() for tensor in tensors_of(part, depth)]
+    if isinstance(value, (dict, list, tuple)):
+        parts = value.values() if isinstance(value, dict) else value
+        return [tensor for part in parts for tensor in tensors_of(part, depth)]
     if depth == 0 or not type(value).__module__.startswith("megatron_lossagg"):
         return []
     names = [name for name in getattr(value, "__dict__", {}) if name not in ("plan", "layout")]

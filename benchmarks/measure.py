@@ -27,16 +27,21 @@ class Effort:
 
     rounds: int
     seconds: float
+    fewest: int = 5
 
     def compare(self, pieces: dict[str, Callable[[], object]]) -> Times:
         """Measure side by side; every microbatch has lengths that were not seen before."""
         return side_by_side(
-            pieces, rounds=self.rounds, seconds=self.seconds, before=forget_layouts
+            pieces,
+            rounds=self.rounds,
+            seconds=self.seconds,
+            fewest=self.fewest,
+            before=forget_layouts,
         )
 
 
 FULL = Effort(rounds=200, seconds=3.0)
-QUICK = Effort(rounds=30, seconds=0.25)
+QUICK = Effort(rounds=30, seconds=0.2, fewest=3)
 
 
 class Contenders:
@@ -221,9 +226,9 @@ def planning(num_rows: int, effort: Effort) -> Json:
         "sample and prompt": {"sample": np.arange(num_rows), "prompt": prompt_S},
     }
     pieces = {
-        ids: lambda ids=ids: plan_step(
-            AGGREGATION, Sequences(active_tokens=active_S, **given[ids])
-        ).weights
+        ids: lambda ids=ids: (
+            plan_step(AGGREGATION, Sequences(active_tokens=active_S, **given[ids])).weights
+        )
         for ids in IDS
     }
     times = effort.compare(pieces)

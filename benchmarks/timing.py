@@ -57,11 +57,12 @@ def side_by_side(
     *,
     rounds: int,
     seconds: float,
+    fewest: int = 5,
     before: Callable[[], None] = lambda: None,
 ) -> Times:
     """Measure pieces of code in turn, ``rounds`` times or until ``seconds`` are over.
 
-    At least five rounds; the order turns with each. ``before`` runs before each call and
+    At least ``fewest`` rounds; the order turns with each. ``before`` runs before each call and
     outside the clock. CPU time of this process, so that other processes do not count: set
     one thread.
     """
@@ -72,7 +73,7 @@ def side_by_side(
     gc.disable()
     try:
         for number in range(rounds):
-            if number >= 5 and time.perf_counter() > ends:
+            if number >= fewest and time.perf_counter() > ends:
                 break
             turn = number % len(names)
             for name in names[turn:] + names[:turn]:
