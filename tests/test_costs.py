@@ -8,6 +8,8 @@ import json
 
 import pytest
 import torch
+from conftest import launched_module
+
 from benchmarks import counts
 from benchmarks.counting import bytes_saved_for_backward, counted, device_path
 from benchmarks.report import (
@@ -19,7 +21,6 @@ from benchmarks.report import (
     SLACK_BYTES,
 )
 from benchmarks.workloads import CP_SIZES, Workload
-from conftest import launched_module
 
 ROWS = (1, 64, 4096)
 SCALARS_ON_CPU = 1
