@@ -2,15 +2,17 @@
 
 An *operation* is what PyTorch dispatches and what launches a kernel on a GPU: ATen operations
 that are not a view and not an allocation. Its *bytes* are those of its tensor inputs and
-outputs, so that an operation in place counts its tensor twice, read and written. What numpy
-does is not seen.
+outputs, so that an operation in place counts its tensor twice, read and written; an expanded
+dimension is not counted. numpy's work on the host is counted apart, by the arrays that go into
+and come out of the functions ``np.*`` that the package calls; not its operators and methods.
 
 A *read* is what waits for a device: a value, a shape that depends on values, or a tensor,
 brought to the host. Reads are counted of tensors on a device and of everything computed from
 them; where the trace runs on a CPU, the block's inputs are named as such.
 
 The *device path* is the package's code for CUDA tensors. It is traced on CPU tensors by
-patching the one function that decides, ``DECIDES``.
+patching the one function that decides, ``DECIDES``; a host tensor that the package moves to the
+device of another counts as the copy that it would be.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -66,6 +69,8 @@ class Counted:
 
     operations: Counter[str] = field(default_factory=Counter)
     bytes: int = 0
+    numpy_bytes: int = 0
+    """Bytes that numpy's functions read and wrote on the host."""
     reads: Counter[str] = field(default_factory=Counter)
     collectives: Counter[str] = field(default_factory=Counter)
     collective_bytes: int = 0
@@ -91,7 +96,11 @@ class Counted:
 def counted(*on_device: Tensor) -> Iterator[Counted]:
     """Count what the block does; ``on_device``: tensors that stand for a device's."""
     counts = Counted()
-    with _Functions(counts) as functions, _Operations(counts, functions.derived):
+    with (
+        _replaced_everywhere(np, _Numpy(np, counts)),
+        _Functions(counts) as functions,
+        _Operations(counts, functions.derived),
+    ):
         for tensor in on_device:
             functions.derived.add(tensor)
         yield counts
@@ -103,7 +112,10 @@ def device_path() -> Iterator[None]:
     module, name = DECIDES.rsplit(".", 1)
     if module not in sys.modules:  # everything that a reducer needs has been imported
         module, name = DECIDED.rsplit(".", 1)
-    with _replaced_everywhere(getattr(sys.modules[module], name), lambda tensor: False):
+    with (
+        _replaced_everywhere(getattr(sys.modules[module], name), lambda tensor: False),
+        mock.patch.object(_Functions, "on_device_path", True),
+    ):
         yield
 
 
@@ -164,7 +176,9 @@ class _Operations(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """Sees what is not dispatched on a CPU and is a copy from a device elsewhere."""
+    """Sees what is not dispatched on a CPU and is a copy from or to a device elsewhere."""
+
+    on_device_path = False
 
     def __init__(self, counts: Counted) -> None:
         super().__init__()
@@ -172,11 +186,50 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        # On a CPU `.to(x.device)` cannot be told from a copy to the host; a name can.
-        to_host = name == "to" and "cpu" in (*args[1:], *(kwargs or {}).values())
-        if (name in READING_FUNCTIONS or to_host) and args[0] in self.derived:
+        if name in READING_FUNCTIONS and args[0] in self.derived:
             self.counts.reads[name] += 1
+        if name == "to":
+            self._see_move(args[0], (*args[1:], *(kwargs or {}).values()))
         return func(*args, **(kwargs or {}))
+
+    def _see_move(self, tensor: Tensor, options: tuple[Any, ...]) -> None:
+        # On a CPU `.to(x.device)` cannot be told from a copy to the host; a name can.
+        if "cpu" in options and tensor in self.derived:
+            self.counts.reads["to"] += 1
+        to_device = any(isinstance(option, torch.device) for option in options)
+        if self.on_device_path and to_device and tensor not in self.derived:
+            self.counts.operations["_to_copy"] += 1
+            self.counts.bytes += 2 * _bytes(tensor)
+            self.derived.add(tensor)
+
+
+class _Numpy:
+    """numpy, a function of it or a ufunc's method, with the bytes of its arrays counted."""
+
+    def __init__(self, original: Any, counts: Counted) -> None:
+        self._original, self._counts = original, counts
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._original, name)
+        if not callable(value) or isinstance(value, type):
+            return value
+        return _Numpy(value, self._counts)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = self._original(*args, **kwargs)
+        # An array that is written, out=, is among the outputs.
+        given = {name: value for name, value in kwargs.items() if name != "out"}
+        came_in, came_out = _arrays((args, given)), _arrays(outputs)
+        is_view = "out" not in kwargs and any(
+            np.may_share_memory(a, b) for a in came_in for b in came_out
+        )
+        if not is_view:  # as of ascontiguousarray, which mostly has nothing to do
+            self._counts.numpy_bytes += sum(array.nbytes for array in (*came_in, *came_out))
+        return outputs
+
+
+def _arrays(tree: Any) -> list[np.ndarray]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, np.ndarray)]
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -216,7 +269,7 @@ def _attributes_of_graph(share: Tensor) -> Iterator[Tensor]:
 
 @contextmanager
 def _replaced_everywhere(function: Any, replacement: Any) -> Iterator[None]:
-    """Replace a function in every module of the package that imported it by name."""
+    """Replace a value in every module of the package that has a name for it."""
     package = DECIDES.split(".")[0]
     modules = [module for name, module in sys.modules.items() if name.split(".")[0] == package]
     with ExitStack() as stack:

@@ -20,6 +20,7 @@ MASK_TYPES = {"bool": torch.bool, "int32": torch.int32, "float32": torch.float32
 class CallCounts:
     """One microbatch's reducer: built, called, and its share's backward."""
 
+    path: str
     build: Counted
     forward: Counted
     backward: Counted
@@ -39,8 +40,12 @@ class CallCounts:
 
     @property
     def build_bytes_per_position(self) -> float:
-        """Bytes per mask position to build."""
-        return self.build.bytes / self.num_positions
+        """Bytes per mask position to build.
+
+        On the CPU numpy's too; on the device path those that move on the device or to it.
+        """
+        on_host = self.build.numpy_bytes if self.path == "cpu" else 0
+        return (self.build.bytes + on_host) / self.num_positions
 
 
 def of_a_call(
@@ -59,6 +64,7 @@ def of_a_call(
         with counted(share) as backward:
             share.backward()
     return CallCounts(
+        path=path,
         build=build,
         forward=forward,
         backward=backward,

@@ -138,7 +138,7 @@ def _build_goals(results: Results) -> Iterator[Row]:
             goal=f"{BUILD_RATIO} x",
             reached=ratio["median"] <= BUILD_RATIO,
         )
-    for path, title in (("cpu", "CPU (numpy not seen)"), ("device", "CUDA path")):
+    for path, title in (("cpu", "CPU"), ("device", "CUDA path")):
         for cp in CP_SIZES:
             found = {
                 mask: results["counts"]["build"][f"CP {cp} {mask} {path}"]["bytes_per_position"]

@@ -6,6 +6,7 @@ the same code and prints times beside. The CUDA path is traced on CPU tensors.
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from conftest import launched_module
@@ -21,6 +22,7 @@ from benchmarks.report import (
     SLACK_BYTES,
 )
 from benchmarks.workloads import CP_SIZES, Workload
+from megatron_lossagg import layout
 
 ROWS = (1, 64, 4096)
 SCALARS_ON_CPU = 1
@@ -59,7 +61,7 @@ def test_a_call_moves_few_bytes_per_local_token(path, cp_size):
 
 @PATHS
 @CP
-@MASKS
+@MASKS  # on the CPU with what numpy's functions read and write
 def test_building_moves_few_bytes_per_mask_position(path, cp_size, mask):
     workload = of_rows(64, mean_tokens=1024, cp_size=cp_size)
     found = counts.of_a_call(workload, path, counts.MASK_TYPES[mask])
@@ -160,6 +162,27 @@ def test_a_read_of_the_host_is_not_counted():
         lengths.sum().item()
         torch.repeat_interleave(x, lengths.long(), output_size=5)
     assert counts_of_read.num_reads == 0
+
+
+def test_numpy_is_counted_by_the_arrays_of_its_functions_and_left_as_it_was():
+    array = layout.np.arange(100)
+    with counted() as counts_of_numpy:
+        doubled = layout.np.multiply(array, 2)
+        layout.np.cumsum(doubled, out=array)
+        layout.np.add.reduceat(array, [0, 50])
+        layout.np.ascontiguousarray(array)
+    assert counts_of_numpy.numpy_bytes == 8 * (200 + 200 + 102)
+    assert layout.np is np
+
+
+def test_a_copy_to_the_device_is_counted_once():
+    mask, weights, scale = torch.ones(100), torch.ones(100), torch.ones(1)
+    with device_path(), counted(mask) as copied:
+        weights.to(mask.device, non_blocking=True)
+        weights.to(mask.device, non_blocking=True)
+        mask.to(scale.device)
+    assert copied.operations == {"_to_copy": 1}
+    assert copied.bytes == 800
 
 
 def test_the_cuda_path_differs_from_the_cpu_path_and_ends_with_its_block():
