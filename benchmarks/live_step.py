@@ -56,12 +56,12 @@ class Clock:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             if self._inside:
                 return function(*args, **kwargs)
-            self._inside, started = True, time.perf_counter()
+            self._inside, started = True, time.thread_time()
             try:
                 return function(*args, **kwargs)
             finally:
                 self._inside = False
-                self.seconds[name] += time.perf_counter() - started
+                self.seconds[name] += time.thread_time() - started
 
         return wrapped
 
@@ -69,10 +69,10 @@ class Clock:
         """Wrap a reducer's call so that its backward is timed too."""
 
         def began(gradient: Tensor) -> None:
-            self._backward_began = time.perf_counter()
+            self._backward_began = time.thread_time()
 
         def ended(gradient: Tensor) -> None:
-            self.seconds["backward"] += time.perf_counter() - self._backward_began
+            self.seconds["backward"] += time.thread_time() - self._backward_began
 
         def wrapped(reducer: Reducer, x: Tensor) -> Tensor:
             share = call(reducer, x)
@@ -87,9 +87,9 @@ class Clock:
         """Wrap what is one training step up to the optimizer's."""
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            before, started = sum(self.seconds.values()), time.perf_counter()
+            before, started = sum(self.seconds.values()), time.thread_time()
             result = step(*args, **kwargs)
-            taken = time.perf_counter() - started
+            taken = time.thread_time() - started
             self.steps.append((sum(self.seconds.values()) - before, taken))
             return result
 
@@ -119,9 +119,9 @@ def share_of_time(run: Any) -> dict[str, Any]:
         step = train.OptimizerWithSchedule.step
 
         def optimizer_step(self: Any) -> Any:
-            started = time.perf_counter()
+            started = time.thread_time()
             result = step(self)
-            optimizer_seconds.append(time.perf_counter() - started)
+            optimizer_seconds.append(time.thread_time() - started)
             return result
 
         with mock.patch.object(train.OptimizerWithSchedule, "step", optimizer_step):

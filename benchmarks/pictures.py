@@ -82,7 +82,7 @@ def _ratios(workloads: dict[str, Any], path: Path) -> None:
         title="A whole microbatch: above 1 this package is faster",
     )
     axis.set_xticks(range(len(workloads)), list(workloads))
-    axis.legend(fontsize=8, ncols=3)
+    figure.legend(loc="outside lower center", fontsize=8, ncols=5)
     axis.grid(axis="y", alpha=0.3)
     figure.savefig(path, dpi=130)
     plt.close(figure)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -214,7 +215,7 @@ def _step_goal(live: Results | None) -> Row:
             f"{time['step_ms']['median']:.1f} ms, {time['microbatches']} microbatches)"
         )
     return Row(
-        what="share of a training step of the example",
+        what="share of a training step of the example, CPU time of one process",
         measured=measured,
         goal=f"below {SHARE_OF_STEP:.1%}",
         reached=reached,
@@ -284,8 +285,10 @@ def write_into(path: Path, results: Results) -> None:
 def markdown(results: Results) -> str:
     """Lay out the goals and the numbers behind them."""
     parts = [
-        f"Measured by `{results['machine']['command']}`: {_machine(results).split(', ', 1)[1]}. "
-        "**Not measured on a GPU.**",
+        _filled(
+            f"Measured by `{results['machine']['command']}` on {_machine(results).split(', ', 1)[1]}. "
+            "**Not measured on a GPU.**"
+        ),
         _section("Goals", ["what", "measured", "goal", "reached"], _goal_cells(results)),
         _section(
             "Times of a workload",
@@ -432,10 +435,14 @@ def _paper(results: Results) -> str:
     )
 
 
+def _filled(note: str) -> str:
+    return textwrap.fill(note, 138, break_long_words=False, break_on_hyphens=False)
+
+
 def _section(title: str, columns: list[str], lines: list[list[str]], note: str = "") -> str:
     table = [
         "| " + " | ".join(columns) + " |",
         "|" + "---|" * len(columns),
         *("| " + " | ".join(line) + " |" for line in lines),
     ]
-    return "\n".join([f"\n### {title}\n", *([note, ""] if note else []), *table])
+    return "\n".join([f"\n### {title}\n", *([_filled(note), ""] if note else []), *table])
