@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ class Effort:
     seconds: float
     fewest: int = 5
 
-    def compare(self, pieces: dict[str, Callable[[], object]]) -> Times:
+    def compare(self, pieces: Mapping[str, Callable[[], object]]) -> Times:
         """Measure side by side; every microbatch has lengths that were not seen before."""
         return side_by_side(
             pieces,
@@ -116,7 +116,7 @@ class Contenders:
         for _ in range(NUM_METRICS):
             scaled(self.padded.metric_SW)
 
-    def microbatches(self) -> dict[str, Callable[[], object]]:
+    def microbatches(self) -> Mapping[str, Callable[[], object]]:
         """Name every contender that can do this workload."""
         pieces = {
             "ours": self.microbatch,

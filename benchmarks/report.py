@@ -284,11 +284,9 @@ def write_into(path: Path, results: Results) -> None:
 
 def markdown(results: Results) -> str:
     """Lay out the goals and the numbers behind them."""
+    command, machine = _machine(results).split(", ", 1)
     parts = [
-        _filled(
-            f"Measured by `{results['machine']['command']}` on {_machine(results).split(', ', 1)[1]}. "
-            "**Not measured on a GPU.**"
-        ),
+        _filled(f"Measured by `{command}` on {machine}. **Not measured on a GPU.**"),
         _section("Goals", ["what", "measured", "goal", "reached"], _goal_cells(results)),
         _section(
             "Times of a workload",
