@@ -131,7 +131,7 @@ def run_rows(output: Path) -> str:
             print(
                 f"{name} {dtype}: build {row['build_seconds'] * 1e6:.0f} us, call forward + "
                 f"backward {row['call_seconds'] * 1e6:.0f} us, {row['of_copy_bandwidth']:.0%} of "
-                f"the copy bandwidth at {row['bytes_per_token']:.1f} bytes per token, (x * w).sum() "
+                f"the copy bandwidth at {row['bytes_per_token']:.1f} bytes per token, floor "
                 f"{row['floor_seconds'] * 1e6:.0f} us; with the host's launches "
                 f"{row['call_seconds_with_launches'] * 1e6:.0f} against "
                 f"{row['floor_seconds_with_launches'] * 1e6:.0f} us; host syncs "
