@@ -57,7 +57,6 @@ READING_OPERATIONS = {
     "_unique2",
     "unique_dim",
     "unique_consecutive",
-    "repeat_interleave",  # without output_size it reads the total
     "bincount",
 }
 READING_FUNCTIONS = {"cpu", "numpy", "tolist", "__array__"}
@@ -166,8 +165,8 @@ class _Operations(TorchDispatchMode):
         if any(tensor in self.derived for tensor in came_in):
             for tensor in came_out:
                 self.derived.add(tensor)
-            if name in READING_OPERATIONS or _indexes_by_mask(name, args):
-                self.counts.reads[name] += not _size_given(name, kwargs)
+            if _reads(name, args, kwargs or {}):
+                self.counts.reads[name] += 1
         touches = bool(came_in or came_out)  # promote_types is dispatched too
         if touches and not func.is_view and name not in ALLOCATIONS:
             self.counts.operations[name] += 1
@@ -245,14 +244,13 @@ def _bytes(tensor: Tensor) -> int:
     return numel * tensor.element_size()
 
 
-def _indexes_by_mask(name: str, args: Any) -> bool:
-    if name not in ("index", "index_put", "index_put_"):
-        return False
-    return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in _tensors(args[1]))
-
-
-def _size_given(name: str, kwargs: Any) -> bool:
-    return name == "repeat_interleave" and (kwargs or {}).get("output_size") is not None
+def _reads(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether an operation's result has a shape or a place that depends on values."""
+    if name in ("index", "index_put", "index_put_"):
+        return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in _tensors(args[1]))
+    if name == "repeat_interleave":  # without output_size it reads the total
+        return kwargs.get("output_size") is None
+    return name in READING_OPERATIONS
 
 
 def _attributes_of_graph(share: Tensor) -> Iterator[Tensor]:
