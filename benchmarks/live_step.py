@@ -152,19 +152,20 @@ def reads(run: Any) -> dict[str, Any]:
     ) -> Any:
         calls["returns"] += 1
         inputs = tensors_of([share, *tensors_of(reducer), *tensors_of((args, kwargs))])
-        with device_path(), counted(*inputs) as counts:
+        with counted(*inputs) as counts:
             result = returns(step, share, reducer, *args, **kwargs)
         _add(totals["returns"], counts)
         return result
 
     def counted_close(step: StepContract) -> Any:
         calls["close"] += 1
-        with device_path(), counted(*tensors_of(step.plan, depth=3)) as counts:
+        with counted(*tensors_of(step.plan, depth=3)) as counts:
             result = close(step)
         _add(totals["close"], counts)
         return result
 
     with (
+        device_path(),
         mock.patch.object(StepContract, "returns", counted_returns),
         mock.patch.object(StepContract, "close", counted_close),
     ):
