@@ -1,0 +1,1 @@
+"""What the package costs, beside the known algorithms: ``python benchmarks/run.py``."""
