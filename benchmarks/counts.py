@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.counting import Counted, bytes_saved_for_backward, counted, device_path
-from benchmarks.workloads import TOKEN_MEAN, Workload
-from megatron_lossagg import Reducer
+from benchmarks.workloads import AGGREGATION, TOKEN_MEAN, Workload
+from megatron_lossagg import Aggregation, Reducer
 
 PATHS = ("cpu", "device")
 MASK_TYPES = {"bool": torch.bool, "int32": torch.int32, "float32": torch.float32}
@@ -49,10 +49,13 @@ class CallCounts:
 
 
 def of_a_call(
-    workload: Workload, path: str = "cpu", mask_type: torch.dtype = torch.int32
+    workload: Workload,
+    path: str = "cpu",
+    mask_type: torch.dtype = torch.int32,
+    aggregation: Aggregation = AGGREGATION,
 ) -> CallCounts:
     """Count one microbatch on the CPU or as if its tensors were on a device."""
-    plan, layout = workload.plan, workload.layout()
+    plan, layout = workload.plan.under(aggregation), workload.layout()
     mask_P = workload.mask_P.to(mask_type)
     x_T = workload.x_T.detach().requires_grad_()
     rows = range(workload.num_rows)

@@ -7,7 +7,8 @@ on a device leaves its result there, and all results of a step are read in one g
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -43,15 +44,23 @@ class Faults:
     def take(self) -> str:
         """Return the message of the first fault, empty if there is none, and forget them all.
 
-        One host sync for each device and dtype that something was recorded on.
+        One host sync for each device that something was recorded on.
         """
         recorded, self._recorded = self._recorded, []
-        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for value in (value for values, _ in recorded for value in values):
-            groups.setdefault((value.device, value.dtype), []).append(value)
-        read = {key: iter(torch.stack(group).tolist()) for key, group in groups.items()}
-        messages = [
-            describe([next(read[value.device, value.dtype]) for value in values])
-            for values, describe in recorded
-        ]
+        read = _read([value for values, _ in recorded for value in values])
+        messages = [describe([next(read) for _ in values]) for values, describe in recorded]
         return next(filter(None, messages), "")
+
+
+def _read(values: list[Tensor]) -> Iterator[float]:
+    """Read 0-dim tensors in their order, in one go per device."""
+    groups: dict[torch.device, dict[torch.dtype, list[int]]] = {}
+    for index, value in enumerate(values):
+        groups.setdefault(value.device, {}).setdefault(value.dtype, []).append(index)
+    read = [0.0] * len(values)
+    for by_dtype in groups.values():
+        stacks = [torch.stack([values[i] for i in indices]) for indices in by_dtype.values()]
+        numbers = torch.cat([stack.double() for stack in stacks]).tolist()
+        for index, number in zip(chain(*by_dtype.values()), numbers, strict=True):
+            read[index] = number
+    return iter(read)

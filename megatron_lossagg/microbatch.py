@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.errors import ReducerError
 from megatron_lossagg.faults import Faults, on_host
 from megatron_lossagg.integers import Ints, IntsLike, first_few, host_integers
 from megatron_lossagg.layout import Layout
+
+if TYPE_CHECKING:
+    from megatron_lossagg.plan import StepPlan
 
 __all__ = ["FILLER", "Microbatch", "to_device"]
 
@@ -55,6 +59,9 @@ class Microbatch:
     faults: Faults
     """Where checks on a device leave their results."""
     _keep_on: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _weights: dict[tuple[Aggregation, torch.dtype, torch.device], Tensor] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @staticmethod
     def checked(
@@ -91,14 +98,28 @@ class Microbatch:
             self._keep_on[device] = self.keep.to(device, non_blocking=True)
         return self._keep_on[device]
 
-    def packed_weights(self, weight_S: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def weights(self, plan: StepPlan, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Give each token its row's weight, 0 where it is not trained; ``[T]``.
 
-        ``weight_S``: float64 ``[S]`` on the CPU.
+        Made once for an aggregation, dtype (float32 or float64) and device.
         """
-        weight_G = _of_rows(weight_S.numpy(), self.rows)
-        weight_R = weight_G.astype(str(dtype).removeprefix("torch."))[self.layout.segment_R]
-        weight_T = np.repeat(weight_R, self.layout.length_R)
+        key = (plan.aggregation, dtype, device)
+        if key not in self._weights:
+            self._weights[key] = self._packed(plan.weights.numpy(), dtype, device)
+        return self._weights[key]
+
+    def _packed(
+        self, weight_S: npt.NDArray[np.float64], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        weight_G = _of_rows(weight_S, self.rows)
+        weight_G = weight_G.astype(str(dtype).removeprefix("torch."))
+        values = weight_G[weight_G > 0]
+        if len(values) and FILLER not in self.rows and (values == values[0]).all():
+            # Rows of weight 0 train nothing: one weight for all that is kept is the same.
+            if on_host(self.keep):
+                return to_device(np.multiply(self.keep.numpy(), values[0]), device)
+            return torch.mul(self.keep_on(device), torch.tensor(values[0], dtype=dtype))
+        weight_T = np.repeat(weight_G[self.layout.segment_R], self.layout.length_R)
         if on_host(self.keep):
             np.multiply(weight_T, self.keep.numpy(), out=weight_T)
             return to_device(weight_T, device)
@@ -160,7 +181,7 @@ class _Checks:
             keep_T = np.copy(value_T)
         else:
             keep_T = np.not_equal(value_T, 0)
-            if not np.array_equal(keep_T, np.equal(value_T, 1)):
+            if not _is_0_or_1(value_T, keep_T):
                 self._raise_not_a_mask(value_T)
         if np.any(value_P[end:]):
             position = end + int(np.flatnonzero(value_P[end:])[0])
@@ -180,9 +201,12 @@ class _Checks:
         if self.layout.is_in_order:
             value_T = mask_P[: self.layout.num_local_tokens]
         else:
-            index_T = to_device(self.layout.positions.numpy(), device)
-            value_T = torch.index_select(mask_P, 0, index_T)
-        keep_T = value_T == 1
+            index_T = self.layout.positions.numpy()
+            if len(mask_P) <= np.iinfo(np.int32).max:  # half the bytes to copy and to read
+                index_T = index_T.astype(np.int32)
+            value_T = torch.index_select(mask_P, 0, to_device(index_T, device))
+        is_bool = value_T.dtype == torch.bool
+        keep_T = value_T.clone() if is_bool else value_T == 1
         if len(self.rows_G) and len(mask_P):
             # The sum before a segment's end lies at the position before it, or is 0 at the start.
             offset_S1 = self.layout.offset_S1
@@ -197,13 +221,16 @@ class _Checks:
                 ),
                 device,
             )
-            trained_P = torch.cumsum(mask_P, dim=0, dtype=torch.int32)
+            counted_P = keep_T if len(keep_T) == len(mask_P) else mask_P
+            trained_P = torch.cumsum(counted_P, dim=0, dtype=torch.int32)
             trained_S1 = trained_P[small_3S1[0]] * small_3S1[1]
             trained_G = trained_S1[1:] - trained_S1[:-1]
             excess, segment = (trained_G - small_3S1[2, :-1]).max(dim=0)
             fewer = (trained_G < small_3S1[3, :-1]).any().long()
             past_end = trained_P[-1] - trained_S1[-1]
-            wrong = torch.count_nonzero(value_T) - torch.count_nonzero(keep_T)
+            wrong = torch.zeros_like(past_end)
+            if not is_bool:
+                wrong = torch.count_nonzero(value_T) - torch.count_nonzero(keep_T)
             faults.record(
                 [wrong, past_end, excess, segment, fewer], partial(self._describe, faults)
             )
@@ -262,6 +289,13 @@ class _Checks:
             f"its row {self.rows_G[segment]}: a training mask may select fewer tokens than the "
             "counting mask, never more; check rows and Sequences.active_tokens"
         )
+
+
+def _is_0_or_1(value_T: npt.NDArray[Any], keep_T: npt.NDArray[np.bool_]) -> bool:
+    """Whether the values, of which ``keep_T`` are not 0, are 1 there."""
+    if value_T.dtype.kind in "iu":  # no value has a bit that 1 has not
+        return int(np.bitwise_or.reduce(value_T, initial=0)) in (0, 1)
+    return np.array_equal(keep_T, np.equal(value_T, 1))
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,9 +101,6 @@ class Reducer:
     plan: StepPlan
     microbatch: Microbatch
     custom: Callable[[Tensor], Tensor] | None = None
-    _weights: dict[tuple[torch.dtype, torch.device], Tensor] = field(
-        default_factory=dict, init=False, repr=False
-    )
 
     def __post_init__(self) -> None:
         if self.custom is None:  # here rather than in the call, whose cost is constant
@@ -192,10 +189,7 @@ class Reducer:
         return self.microbatch.counted_tokens
 
     def _weight(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if (dtype, device) not in self._weights:
-            weight_T = self.microbatch.packed_weights(self.plan.weights, dtype, device)
-            self._weights[dtype, device] = weight_T
-        return self._weights[dtype, device]
+        return self.microbatch.weights(self.plan, dtype, device)
 
     def _local_losses(self, x: Tensor) -> Tensor:
         if not isinstance(x, Tensor) or not x.is_floating_point():

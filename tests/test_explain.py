@@ -138,7 +138,7 @@ def test_an_alias_is_explained_as_the_mode_that_it_stands_for(capsys):
     assert main(["explain", name, "--lengths", "3,5/9,0"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert out.startswith("sample_mean: w_s = 1/(V n_b)")
-    assert f"{name} is another system's name for it: a fully masked sample leaves" in out
+    assert f"{name} is another system's name for it: a fully masked sample does not" in out
 
 
 def test_a_mode_that_lacks_its_divisor_has_no_numbers(capsys):
@@ -236,7 +236,7 @@ def test_the_description_of_a_command_fits_80_columns(monkeypatch, capsys, comma
     ("arguments", "message"),
     [
         (["constant"], "--loss-aggregation-divisor"),
-        (["prompt_meen"], "did you mean 'prompt_mean'?"),
+        (["prompt_meen"], "did you mean 'prompt_mean' or"),
         (["custom"], "custom has no formula to explain"),
         (["token_mean", "--lengths", "3,-1"], "got '-1', expected a sample's active tokens"),
         (["token_mean", "--lengths", "3,,4"], "got '', expected a sample's active tokens"),
