@@ -4,34 +4,25 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from megatron_lossagg.cpu.launch import launch
+from conftest import launched
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="needs megatron-core"
 )
 
-TESTS = Path(__file__).resolve().parent
 SCENARIOS = "gradients,train,attention,needed"
 # Megatron's vocabulary-parallel cross entropy computes in float32.
 FLOAT32, FLOAT64 = 1e-6, 1e-13
 
 
 def run_worker(scenarios: str, processes: int, directory: Path) -> dict[str, Any]:
-    paths = [str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
-    result = launch(
-        [str(TESTS / "cpu_worker.py"), scenarios, str(directory)],
-        processes=processes,
-        timeout=400,
-        env={"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONWARNINGS": "ignore"},
+    report: dict[str, Any] = json.loads(
+        launched("cpu_worker.py", scenarios, directory, processes=processes)
     )
-    assert result.returncode == 0, result.stderr[-4000:]
-    report: dict[str, Any] = json.loads(result.stdout)
     return report
 
 
