@@ -1,9 +1,11 @@
 """What the tests share: launches, their mark, gradient cases and their count, seeds."""
 
 import json
+import math
 import os
 import random
 import subprocess
+from importlib.metadata import version
 from inspect import unwrap
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -15,12 +17,15 @@ from fork_server import WITH_MEGATRON, WITHOUT_MEGATRON, ForkServer
 
 from megatron_lossagg.cpu import launch
 from megatron_lossagg.verify.cases import CASES
-from megatron_lossagg.verify.job import Job
+from megatron_lossagg.verify.job import Job, references_of
+from megatron_lossagg.verify.reference import reference_file
 
 TESTS = Path(__file__).parent
 NEEDS_NO_MEGATRON = {"plan_worker.py"}
 """Workers that must run where Megatron-Core is not imported."""
 SERVERS = {}
+RELEASE = tuple(int(part) for part in version("megatron-core").split(".")[:2])
+"""Of Megatron-Core: major and minor."""
 
 
 def launched(script, *arguments, processes, timeout=600):
@@ -69,12 +74,17 @@ def _seeds():
 
 @pytest.fixture(scope="session")
 def proven(tmp_path_factory):
-    """Function of layouts: their verdicts by (layout, case, regime), one launch a world size."""
+    """Function of layouts and cases: verdicts by (layout, case, regime); a launch per world size.
+
+    A launch is made once a session, its references too, whichever tests ask for them.
+    """
+    references = tmp_path_factory.mktemp("references")
     cache = {}
 
-    def verdicts_of(layouts):
+    def verdicts_of(layouts, cases):
         for size in sorted({layout.world_size for layout in layouts}):
-            job = Job(layouts=[x for x in layouts if x.world_size == size], cases=CASES)
+            of_size = [layout for layout in layouts if layout.world_size == size]
+            job = Job(layouts=of_size, cases=cases, references=str(references))
             key = job.to_json()
             if key not in cache:
                 cache[key] = "the launch of these layouts failed in an earlier test"
@@ -82,11 +92,15 @@ def proven(tmp_path_factory):
             assert isinstance(cache[key], list), cache[key]
             yield from cache[key]
 
-    return lambda layouts: {(v["layout"], v["case"], v["regime"]): v for v in verdicts_of(layouts)}
+    return lambda layouts, cases=CASES: {
+        (v["layout"], v["case"], v["regime"]): v for v in verdicts_of(layouts, cases)
+    }
 
 
 def prove_job(job, folder):
     """Launch a job of ``megatron_lossagg.verify``; the verdicts, as its events told them."""
+    for (shape, copies), padded in references_of(job.layouts).items():
+        compute_reference(Path(job.references), shape, copies=copies, padded=padded)
     job_file, events = folder / "job.json", folder / "events.jsonl"
     job_file.write_text(job.to_json())
     launched_module("megatron_lossagg.verify", job_file, events, processes=job.world_size)
@@ -94,6 +108,20 @@ def prove_job(job, folder):
     verdicts = [v for event in told if event["event"] == "layout" for v in event["verdicts"]]
     assert len(verdicts) == job.num_rows
     return verdicts
+
+
+def compute_reference(folder, shape, *, copies, padded):
+    """Compute a reference as rank 0 of a job would, for rows padded to a multiple of 8.
+
+    Most jobs have it in common; rank 0 would import Megatron-Core for each one.
+    """
+    file = reference_file(folder, shape, copies=copies, padded=padded)
+    common = reference_file(folder, shape, copies=copies, padded=math.lcm(8, padded))
+    if not common.exists():
+        sizes = (shape.num_layers, shape.num_heads, shape.num_experts, copies, math.lcm(8, padded))
+        launched_module("megatron_lossagg.verify.reference", *sizes, common, processes=1)
+    if not file.exists():
+        file.symlink_to(common)
 
 
 def pytest_collection_modifyitems(items):

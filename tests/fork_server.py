@@ -284,10 +284,9 @@ class ForkServer:
 
 
 def _described(rank: int, status: int) -> str:
-    """Say how a rank ended, in the words of the launcher where it has them."""
-    if status < 0:
-        return f"rank {rank} received Signal {-status} ({signal.Signals(-status).name})\n"
-    return f"rank {rank} exitcode : {status}\n"
+    """Report how a rank ended, in the launcher's words."""
+    words = f"Signal {-status} ({signal.Signals(-status).name}) received" if status < 0 else ""
+    return f"rank {rank} exitcode : {status} {words}".rstrip() + "\n"
 
 
 class _ClientGoneError(Exception):

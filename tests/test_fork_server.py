@@ -120,7 +120,7 @@ def test_a_module_runs_too_and_its_failure_is_seen(forked):
         ("print('on rank 1', file=sys.stderr); os._exit(3)", "rank 1 exitcode : 3"),
         (
             "print('on rank 1', file=sys.stderr); os.kill(os.getpid(), 9)",
-            "rank 1 received Signal 9",
+            "rank 1 exitcode : -9 Signal 9",
         ),
     ],
 )
@@ -131,7 +131,7 @@ def test_a_rank_that_fails_ends_the_others(forked, tmp_path, failure, ended):
     assert done.returncode == 1
     assert "on rank 1" in done.stderr
     assert ended in done.stderr
-    assert "rank 0 received Signal 9" in done.stderr
+    assert "rank 0 exitcode : -9 Signal 9 (SIGKILL) received" in done.stderr
     assert not is_running(int((tmp_path / "0").read_text()))
 
 
