@@ -8,13 +8,17 @@ BIN := $(VENV)/bin
 export PATH := $(or $(PATH),/usr/local/bin:/usr/bin:/bin)
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
 
-.PHONY: demo test lint wrong-factors test-versions figures clean
+.PHONY: demo test check lint wrong-factors test-versions figures clean
 
 demo: $(VENV)/installed
 	$(RUN) examples/drgrpo/demo.py
 
 test: $(VENV)/installed
 	$(RUN) -m pytest
+
+# The inner loop: what starts no process and needs no GPU, within a minute.
+check: lint
+	$(RUN) -m pytest --quiet -m "not launches and not gpu"
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
