@@ -76,15 +76,18 @@ def _seeds():
 def proven(tmp_path_factory):
     """Function of layouts and cases: verdicts by (layout, case, regime); a launch per world size.
 
-    A launch is made once a session, its references too, whichever tests ask for them.
+    Unpacked rows are proven apart: their padding makes the reference three times as large. A
+    launch is made once per session, its references too, whichever tests ask for them.
     """
     references = tmp_path_factory.mktemp("references")
     cache = {}
 
     def verdicts_of(layouts, cases):
-        for size in sorted({layout.world_size for layout in layouts}):
-            of_size = [layout for layout in layouts if layout.world_size == size]
-            job = Job(layouts=of_size, cases=cases, references=str(references))
+        groups = {}
+        for layout in layouts:
+            groups.setdefault((layout.world_size, layout.packing == "bshd"), []).append(layout)
+        for group in groups.values():
+            job = Job(layouts=group, cases=cases, references=str(references))
             key = job.to_json()
             if key not in cache:
                 cache[key] = "the launch of these layouts failed in an earlier test"
