@@ -8,13 +8,17 @@ BIN := $(VENV)/bin
 export PATH := $(or $(PATH),/usr/local/bin:/usr/bin:/bin)
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
 
-.PHONY: demo test lint wrong-factors test-versions figures clean
+.PHONY: demo test check lint wrong-factors test-versions figures clean
 
 demo: $(VENV)/installed
 	$(RUN) examples/drgrpo/demo.py
 
 test: $(VENV)/installed
 	$(RUN) -m pytest
+
+# The inner loop: what starts no process and needs no GPU, within a minute.
+check: lint
+	$(RUN) -m pytest --quiet -m "not launches and not gpu"
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -32,6 +36,15 @@ test-versions: $(VENV)/installed
 .PHONY: mutants
 mutants: $(VENV)/installed
 	$(RUN) tests/mutants.py $(MODULES)
+
+# `make bench QUICK=1` in about 20 seconds; docs/performance.md.
+.PHONY: bench gpu
+bench: $(VENV)/installed
+	$(RUN) benchmarks/run.py $(if $(QUICK),--quick)
+
+# From a bare checkout: torch and a megatron-core wheel on the path, nothing installed.
+gpu:
+	$(PYTHON) benchmarks/gpu.py
 
 figures: $(VENV)/installed
 	$(RUN) examples/drgrpo/figures.py

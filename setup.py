@@ -32,6 +32,7 @@ setup(
         "dev": [
             "einops",
             "hypothesis",
+            "libcst",
             "mutmut",
             "mypy",
             "pytest",

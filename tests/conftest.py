@@ -1,27 +1,42 @@
-"""What the tests share: launched gradient cases, their reference, and the line that counts them."""
+"""What the tests share: launches, their mark, gradient cases and their count, seeds."""
 
 import json
+import math
 import os
+import random
+import subprocess
+from importlib.metadata import version
+from inspect import unwrap
 from pathlib import Path
+from types import CodeType, FunctionType
 
+import numpy as np
 import pytest
+import torch
+from fork_server import WITH_MEGATRON, WITHOUT_MEGATRON, ForkServer
 
 from megatron_lossagg.cpu import launch
 from megatron_lossagg.verify.cases import CASES
-from megatron_lossagg.verify.job import Job
+from megatron_lossagg.verify.job import Job, references_of
+from megatron_lossagg.verify.reference import reference_file
 
 TESTS = Path(__file__).parent
-COUNTED = {"cases": 0, "skipped": 0}
+NEEDS_NO_MEGATRON = {"plan_worker.py"}
+"""Workers that must run where Megatron-Core is not imported."""
+SERVERS = {}
+RELEASE = tuple(int(part) for part in version("megatron-core").split(".")[:2])
+"""Of Megatron-Core: major and minor."""
 
 
 def launched(script, *arguments, processes, timeout=600):
     """Run a worker of this folder on several processes against the package beside it."""
-    return _launched([str(TESTS / script), *map(str, arguments)], processes, timeout)
+    imports = WITHOUT_MEGATRON if script in NEEDS_NO_MEGATRON else WITH_MEGATRON
+    return _launched([str(TESTS / script), *map(str, arguments)], processes, timeout, imports)
 
 
 def launched_module(module, *arguments, processes, timeout=600):
     """Run a module of the package on several processes."""
-    return _launched(["-m", module, *map(str, arguments)], processes, timeout)
+    return _launched(["-m", module, *map(str, arguments)], processes, timeout, WITH_MEGATRON)
 
 
 def worker_path():
@@ -30,26 +45,49 @@ def worker_path():
     return os.pathsep.join([str(TESTS.parent), str(TESTS), *given])
 
 
-def _launched(command, processes, timeout):
-    done = launch(
-        command,
-        processes=processes,
-        timeout=timeout,
-        # Unbuffered, a line and its end are two writes, and the ranks share the output.
-        env={"PYTHONPATH": worker_path(), "PYTHONUNBUFFERED": ""},
-    )
+def fork_server(imports=WITH_MEGATRON):
+    """Return the session's process that has imported ``imports`` and forks ranks."""
+    if imports not in SERVERS:
+        SERVERS[imports] = ForkServer(imports, path=worker_path())
+    return SERVERS[imports]
+
+
+def _launched(command, processes, timeout, imports):
+    done = fork_server(imports).launch(command, processes=processes, timeout=timeout)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
     return done.stdout
 
 
+def pytest_unconfigure():
+    for server in SERVERS.values():
+        server.close()
+    SERVERS.clear()
+
+
+@pytest.fixture(autouse=True)
+def _seeds():
+    """Draw the same numbers in every test, alone or after others."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+
+
 @pytest.fixture(scope="session")
 def proven(tmp_path_factory):
-    """Function of layouts: their verdicts by (layout, case, regime), one launch a world size."""
+    """Function of layouts and cases: verdicts by (layout, case, regime); a launch per world size.
+
+    Unpacked rows are proven apart: their padding makes the reference three times as large. A
+    launch is made once per session, its references too, whichever tests ask for them.
+    """
+    references = tmp_path_factory.mktemp("references")
     cache = {}
 
-    def verdicts_of(layouts):
-        for size in sorted({layout.world_size for layout in layouts}):
-            job = Job(layouts=[x for x in layouts if x.world_size == size], cases=CASES)
+    def verdicts_of(layouts, cases):
+        groups = {}
+        for layout in layouts:
+            groups.setdefault((layout.world_size, layout.packing == "bshd"), []).append(layout)
+        for group in groups.values():
+            job = Job(layouts=group, cases=cases, references=str(references))
             key = job.to_json()
             if key not in cache:
                 cache[key] = "the launch of these layouts failed in an earlier test"
@@ -57,11 +95,15 @@ def proven(tmp_path_factory):
             assert isinstance(cache[key], list), cache[key]
             yield from cache[key]
 
-    return lambda layouts: {(v["layout"], v["case"], v["regime"]): v for v in verdicts_of(layouts)}
+    return lambda layouts, cases=CASES: {
+        (v["layout"], v["case"], v["regime"]): v for v in verdicts_of(layouts, cases)
+    }
 
 
 def prove_job(job, folder):
     """Launch a job of ``megatron_lossagg.verify``; the verdicts, as its events told them."""
+    for (shape, copies), padded in references_of(job.layouts).items():
+        compute_reference(Path(job.references), shape, copies=copies, padded=padded)
     job_file, events = folder / "job.json", folder / "events.jsonl"
     job_file.write_text(job.to_json())
     launched_module("megatron_lossagg.verify", job_file, events, processes=job.world_size)
@@ -71,12 +113,66 @@ def prove_job(job, folder):
     return verdicts
 
 
+def compute_reference(folder, shape, *, copies, padded):
+    """Compute a reference as rank 0 of a job would, for rows padded to a multiple of 8.
+
+    Most jobs have it in common; rank 0 would import Megatron-Core for each one.
+    """
+    file = reference_file(folder, shape, copies=copies, padded=padded)
+    common = reference_file(folder, shape, copies=copies, padded=math.lcm(8, padded))
+    if not common.exists():
+        sizes = (shape.num_layers, shape.num_heads, shape.num_experts, copies, math.lcm(8, padded))
+        launched_module("megatron_lossagg.verify.reference", *sizes, common, processes=1)
+    if not file.exists():
+        file.symlink_to(common)
+
+
+def pytest_collection_modifyitems(items):
+    """Mark the tests that start a process, themselves or in a fixture: ``-m "not launches"``."""
+    for item in items:
+        definitions = item._fixtureinfo.name2fixturedefs.values()
+        functions = [item.function, *(d.func for one in definitions for d in one)]
+        if any(starts_a_process(function, set()) for function in functions):
+            item.add_marker("launches")
+
+
+STARTS = (launch, ForkServer, subprocess, subprocess.Popen)
+"""A function that names one of them starts a process."""
+
+
+def starts_a_process(function, seen):
+    """Whether a function of this folder, or one that it names, names something of ``STARTS``."""
+    function = unwrap(function)
+    if not isinstance(function, FunctionType) or function.__code__ in seen:
+        return False
+    seen.add(function.__code__)
+    if not function.__code__.co_filename.startswith(str(TESTS)):
+        return False
+    named = [function.__globals__.get(name) for name in names_in(function.__code__)]
+    if any(one is start for one in named for start in STARTS):
+        return True
+    return any(starts_a_process(one, seen) for one in named if isinstance(one, FunctionType))
+
+
+def names_in(code):
+    """Every global name and attribute in a function's code, and in the functions inside it."""
+    inside = [names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*inside)
+
+
 def pytest_terminal_summary(terminalreporter):
-    """Count the gradient cases as the issue of the day did: printed, so that none is lost."""
-    if COUNTED["cases"]:
+    """Count the gradient cases: printed, so that none is lost."""
+    ran, skipped = (
+        sum("::test_the_gradient_is_that_of_the_named_loss[" in report.nodeid for report in reports)
+        for reports in (
+            [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, ())],
+            terminalreporter.stats.get("skipped", ()),
+        )
+    )
+    if ran or skipped:
         from test_gradients import CASES, MICROBATCHES, SPLITS
 
         terminalreporter.write_line(
             f"gradient cases: {len(CASES)} x {len(SPLITS)} x {len(MICROBATCHES)} x 2 regimes = "
-            f"{COUNTED['cases']}, skipped {COUNTED['skipped']}"
+            f"{ran}, skipped {skipped}"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import pkgutil
 import sys
+import traceback
 from unittest import mock
 
 import torch
@@ -133,13 +134,14 @@ def removed(name):
 
 
 def failure(name, scenario):
-    """Return what went wrong without a stand-in, ``None`` where nothing did."""
+    """Return what went wrong without a stand-in, and in which function; None where nothing did."""
     scenario()
     with removed(name):
         try:
             scenario()
         except Exception as error:
-            return f"{type(error).__name__}: {error}"[:200]
+            frames = traceback.extract_tb(error.__traceback__)
+            return f"{type(error).__name__} in {frames[-1].name}: {error}"[:200]
     return None
 
 

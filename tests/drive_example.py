@@ -1,11 +1,14 @@
 """Runs examples/drgrpo/train.py with one thing wrong that no flag can say; a launched worker.
 
-``python drive_example.py FAULT -- FLAGS``
+``python drive_example.py FAULT -- FLAGS``; ``flags_are_read -- FILE`` runs no step.
 """
 
+import json
 import os
 import sys
 from pathlib import Path
+
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "drgrpo"))
 
@@ -45,16 +48,31 @@ def rank_1_dies():
 
 
 def all_ranks_killed():
-    """SIGKILL on every rank right after it has passed step KILL_AFTER of the run."""
+    """SIGKILL on every rank right after all have passed step KILL_AFTER of the run."""
     write, seen = train.MetricsLog.write, []
 
     def write_and_die(log, phase, *arguments):
         write(log, phase, *arguments)
         seen.extend([phase] * (phase != "start"))
         if len(seen) == int(os.environ["KILL_AFTER"]):
+            dist.barrier()  # the first rank to die ends the others: rank 0 has written
             os.kill(os.getpid(), 9)
 
     train.MetricsLog.write = write_and_die
+
+
+def flags_are_read():
+    """Print, for each list of flags in a file, what the example refuses them with."""
+    _, file = sys.argv
+    refused = {}
+    for name, flags in json.loads(Path(file).read_text()).items():
+        args = train.parse_args(["--output", "runs", *flags])
+        try:
+            train.aggregation_from_args(args)
+        except train.LossAggregationError as error:
+            refused[name] = str(error)
+    print(json.dumps(refused))
+    sys.exit()
 
 
 # Reducer factories that a path can name.

@@ -7,6 +7,8 @@ a JSON line a loss. ``nan``: a loss of one rank is NaN. ``stock``: what stock Me
 does wrong by itself; a JSON line a fault.
 """
 
+import contextlib
+
 import megatron_lossagg.cpu as cpu
 
 cpu.install()
@@ -71,7 +73,8 @@ def our_step(run, meddle, *, main=1):
 
         return output, loss_func
 
-    reports = megatron.run_schedule(forward_step, run.chunks, list(enumerate(run.batches)))
+    with step if last else contextlib.nullcontext():
+        reports = megatron.run_schedule(forward_step, run.chunks, list(enumerate(run.batches)))
     return megatron.reported(reports, "loss") if last else None
 
 

@@ -1,30 +1,32 @@
 """Bad input ends the example on every rank, soon, with a clear message, before any step."""
 
 import json
-import os
 import re
 import time
-from pathlib import Path
 
 import pytest
+from conftest import TESTS, fork_server, launched, worker_path
 
 from megatron_lossagg.cpu import launch
 
-TESTS = Path(__file__).parent
 TRAIN = TESTS.parent / "examples" / "drgrpo" / "train.py"
+DRIVE = TESTS / "drive_example.py"
 SMALL = [
     "--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "2",
     "--prompts-per-step", "2", "--samples-per-prompt", "2", "--warmup-batch-size", "4",
 ]  # fmt: skip
 
 
-def run_example(flags, script=(str(TRAIN),), timeout=120, env=None):
-    return launch(
-        [*script, *map(str, flags)],
-        processes=2,
-        timeout=timeout,
-        env={"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]), **(env or {})},
-    )
+def run_example(flags, script=TRAIN, timeout=120, env=None):
+    """Run the example on two forked ranks."""
+    command = [str(script), *map(str, flags)]
+    return fork_server().launch(command, processes=2, timeout=timeout, env=env)
+
+
+def launch_example(flags, script=TRAIN):
+    """Run the example on two ranks under the launcher."""
+    command = [str(script), *map(str, flags)]
+    return launch(command, processes=2, timeout=120, env={"PYTHONPATH": worker_path()})
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +55,12 @@ FLAGS = {
     "a divisor too many": ([AGGREGATION, "token_mean", DIVISOR, "4"], ["takes no divisor", "drop"]),
     "a divisor alone": ([DIVISOR, "4"], ["without --loss-aggregation", "name the mode"]),
     "a path and a mode": ([PATH, "a.b:c", AGGREGATION, "token_mean"], ["replaces the mode"]),
+    "a prompt mean's alias contradicted": (
+        [AGGREGATION, "openrlhf:token_level_loss=False", "--loss-aggregation-count-empty"],
+        ["count_empty=False", "drop it"],
+    ),
+}
+PATHS = {
     "a path to no module": ([PATH, "no_such_module:f"], ["no_such_module", "pkg.mod:name"]),
     "a path to no callable": ([PATH, "drive_example:NOTHING"], ["None", "no callable"]),
     "a factory of no callable": (
@@ -60,10 +68,6 @@ FLAGS = {
         ["returned None", "callable"],
     ),
     "a share that is no scalar": ([PATH, "drive_example:not_a_scalar"], ["returned a", "0-dim"]),
-    "a prompt mean's alias contradicted": (
-        [AGGREGATION, "openrlhf:token_level_loss=False", "--loss-aggregation-count-empty"],
-        ["count_empty=False", "drop it"],
-    ),
 }
 FAULTS = {
     "another_divisor_on_rank_1": ["rank 0 has", "rank 1 has", "same flags"],
@@ -90,9 +94,31 @@ def steps_written(output):
     return metrics.read_text().splitlines() if metrics.exists() else []
 
 
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory):
+    """What the example's own reading of its flags refuses each of ``FLAGS`` with."""
+    file = tmp_path_factory.mktemp("flags") / "flags.json"
+    file.write_text(json.dumps({name: flags for name, (flags, _) in FLAGS.items()}))
+    return json.loads(launched("drive_example.py", "flags_are_read", "--", file, processes=1))
+
+
 @pytest.mark.parametrize("name", FLAGS)
-def test_flags(recorded, tmp_path, name):
-    flags, words = FLAGS[name]
+def test_flags(refused, name):
+    _, words = FLAGS[name]
+    for word in words:
+        assert word in refused[name]
+
+
+def test_refused_flags_end_the_launch_on_every_rank(recorded, tmp_path):
+    flags, words = FLAGS["no divisor"]
+    start = time.monotonic()
+    done = launch_example([*replay(recorded / "rollouts.jsonl", tmp_path), *flags])
+    check_refused(done, time.monotonic() - start, tmp_path / "run", words)
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_a_path_to_no_reducer_ends_the_run(recorded, tmp_path, name):
+    flags, words = PATHS[name]
     start = time.monotonic()
     done = run_example([*replay(recorded / "rollouts.jsonl", tmp_path), *flags])
     check_refused(done, time.monotonic() - start, tmp_path / "run", words)
@@ -102,14 +128,14 @@ def test_flags(recorded, tmp_path, name):
 def test_faults_that_no_flag_can_say(recorded, tmp_path, fault):
     flags = [*replay(recorded / "rollouts.jsonl", tmp_path), AGGREGATION, "constant", DIVISOR, "8"]
     start = time.monotonic()
-    done = run_example([fault, "--", *flags], script=[str(TESTS / "drive_example.py")])
+    done = run_example([fault, "--", *flags], script=DRIVE)
     check_refused(done, time.monotonic() - start, tmp_path / "run", FAULTS[fault])
 
 
 def test_a_rank_that_dies_in_a_step_ends_the_others(recorded, tmp_path):
     flags = replay(recorded / "rollouts.jsonl", tmp_path)
     start = time.monotonic()
-    done = run_example(["rank_1_dies", "--", *flags], script=[str(TESTS / "drive_example.py")])
+    done = launch_example(["rank_1_dies", "--", *flags], script=DRIVE)
     check_refused(done, time.monotonic() - start, tmp_path / "run", ["Signal 9"])
 
 

@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import launched
 
-from megatron_lossagg.cpu.launch import launch
+from megatron_lossagg.cpu import STAND_INS
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="needs megatron-core"
 )
 
-TESTS = Path(__file__).resolve().parent
 SCENARIOS = "gradients,train,attention,needed"
 # Megatron's vocabulary-parallel cross entropy computes in float32.
 FLOAT32, FLOAT64 = 1e-6, 1e-13
 
 
 def run_worker(scenarios: str, processes: int, directory: Path) -> dict[str, Any]:
-    paths = [str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
-    result = launch(
-        [str(TESTS / "cpu_worker.py"), scenarios, str(directory)],
-        processes=processes,
-        timeout=400,
-        env={"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONWARNINGS": "ignore"},
+    report: dict[str, Any] = json.loads(
+        launched("cpu_worker.py", scenarios, directory, processes=processes)
     )
-    assert result.returncode == 0, result.stderr[-4000:]
-    report: dict[str, Any] = json.loads(result.stdout)
     return report
 
 
@@ -138,6 +132,43 @@ def test_what_is_not_computed_is_refused_by_name(
     assert "multiple of 4" in unpadded
 
 
-def test_megatron_fails_without_any_one_stand_in(reports: dict[int, dict[str, Any]]) -> None:
+# What asks for CUDA, in a torch built without it, and in one that finds no driver.
+NO_CUDA = r"(AssertionError|RuntimeError) in _lazy_init: .*(CUDA|NVIDIA)"
+FAILS_WITHOUT = {
+    "torch.cuda.current_device": NO_CUDA,
+    "torch.tensor": NO_CUDA,
+    "torch.zeros": NO_CUDA,
+    "torch.ones": NO_CUDA,
+    "torch.Tensor.cuda": NO_CUDA,
+    # It asserts the type of gradients that it clips.
+    "torch.Tensor.type": r"AssertionError in clip_grad_by_total_norm_fp32: ",
+    # The checks' own assertion: forked random states are not those of the seed.
+    "torch.cuda.manual_seed": r"AssertionError in fork_random_state: ",
+    "torch.cuda.get_rng_state": NO_CUDA,
+    "torch.cuda.random.get_rng_state": NO_CUDA,
+    "torch.cuda.default_generators": r"TypeError in cb: tuple indices must be integers .*device",
+    "torch.cuda._lazy_call": r"AssertionError in fork_random_state: ",
+    "torch.cuda.synchronize": NO_CUDA,
+    "torch.cuda.Stream": r"RuntimeError in __new__: .*(CUDA|NVIDIA)",
+    "torch.cuda.current_stream": NO_CUDA,
+    "torch.cuda.stream": r"AttributeError in __enter__: '_HostStream' object has no .*'device'",
+    "torch.distributed.all_to_all_single": (
+        r"TypeError in all_to_all_single: .*incompatible function arguments"
+    ),
+    "megatron.core.transformer.moe.moe_utils.te_general_gemm": (
+        r"NameError in forward: name 'te_general_gemm' is not defined"
+    ),
+}
+
+
+def test_each_stand_in_has_a_failure_without_it() -> None:
+    assert list(FAILS_WITHOUT) == [stand_in.name for stand_in in STAND_INS]
+
+
+@pytest.mark.parametrize("name", FAILS_WITHOUT)
+def test_megatron_fails_without_any_one_stand_in(
+    reports: dict[int, dict[str, Any]], name: str
+) -> None:
     failures = {**reports[1]["needed"], **reports[2]["needed"]}
-    assert [name for name, failure in failures.items() if failure is None] == []
+    assert failures[name] is not None, f"{name} is not needed: Megatron-Core runs without it"
+    assert re.match(FAILS_WITHOUT[name], failures[name]), failures[name]

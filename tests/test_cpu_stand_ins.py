@@ -6,49 +6,37 @@ import base64
 import hashlib
 import importlib.metadata
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import fork_server
+from fork_server import WITHOUT_MEGATRON
 
 from megatron_lossagg.cpu import STAND_INS
 
-ROOT = Path(__file__).resolve().parent.parent
-
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "PYTHONWARNINGS": "ignore",
-        "OMP_NUM_THREADS": "1",
-    }
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    """Run Python on one rank, forked from a process that has imported torch and no Megatron."""
+    return fork_server(WITHOUT_MEGATRON).launch(arguments, processes=1, timeout=400)
 
 
-def printed(program: str) -> Any:
-    result = python("-c", program)
+def printed(program: str, folder: Path, *arguments: str) -> Any:
+    script = folder / "program.py"
+    script.write_text(program)
+    result = python(str(script), *arguments)
     assert result.returncode == 0, result.stderr[-3000:]
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def test_importing_the_room_imports_no_megatron() -> None:
+def test_importing_the_room_imports_no_megatron(tmp_path: Path) -> None:
     program = """
 import json, sys
 import megatron_lossagg.cpu
 print(json.dumps([name for name in sys.modules if name.split(".")[0] == "megatron"]))
 """
-    assert printed(program) == []
+    assert printed(program, tmp_path) == []
 
 
 def test_the_room_prints_its_table() -> None:
@@ -106,12 +94,7 @@ print(json.dumps({"torch": changed, "megatron": megatron}))
 
 
 def test_exactly_the_names_in_the_table_are_replaced(tmp_path: Path) -> None:
-    program = tmp_path / "replaced.py"
-    program.write_text(REPLACED)
-    ours, stock = (
-        json.loads(python(str(program), which).stdout.splitlines()[-1])
-        for which in ("with", "without")
-    )
+    ours, stock = (printed(REPLACED, tmp_path, which) for which in ("with", "without"))
     torch_names = set(ours["torch"]) - set(stock["torch"])  # Importing changes some by itself.
     shared = ours["megatron"].keys() & stock["megatron"].keys()
     added = ours["megatron"].keys() - shared
@@ -119,7 +102,7 @@ def test_exactly_the_names_in_the_table_are_replaced(tmp_path: Path) -> None:
     assert torch_names | added | changed == {stand_in.name for stand_in in STAND_INS}
 
 
-def test_installing_twice_changes_nothing_more() -> None:
+def test_installing_twice_changes_nothing_more(tmp_path: Path) -> None:
     program = """
 import json, torch
 from megatron_lossagg.cpu import install
@@ -128,10 +111,10 @@ first = torch.zeros
 install()
 print(json.dumps(first is torch.zeros))
 """
-    assert printed(program) is True
+    assert printed(program, tmp_path) is True
 
 
-def test_a_machine_with_cuda_is_refused_unless_allowed() -> None:
+def test_a_machine_with_cuda_is_refused_unless_allowed(tmp_path: Path) -> None:
     program = """
 import json, torch
 from megatron_lossagg.cpu import CudaPresentError, install
@@ -145,12 +128,12 @@ torch.cuda.is_available = lambda: False
 install(allow_cuda=True)
 print(json.dumps([message, str(torch.zeros(1, device="cuda").device)]))
 """
-    message, device = printed(program)
+    message, device = printed(program, tmp_path)
     assert "allow_cuda=True" in message
     assert device == "cpu"
 
 
-def test_installing_after_megatron_is_refused() -> None:
+def test_installing_after_megatron_is_refused(tmp_path: Path) -> None:
     program = """
 import json
 import megatron.core
@@ -160,4 +143,4 @@ try:
 except InstallOrderError as error:
     print(json.dumps(str(error)))
 """
-    assert "before the first import of megatron" in printed(program)
+    assert "before the first import of megatron" in printed(program, tmp_path)

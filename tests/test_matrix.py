@@ -6,10 +6,9 @@ gradient is the oracle's (``megatron_lossagg.verify``, one launch a world size).
 """
 
 import json
-from importlib.metadata import version
 
 import pytest
-from conftest import launched, prove_job
+from conftest import RELEASE, launched
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.verify.cases import Case
@@ -26,11 +25,10 @@ SIDE = {
     "MTP-DP2": Parallelism(dp=2, mtp=True, float32=True),
     "MTP-CP2": Parallelism(cp=2, mtp=True, float32=True),
 }
-MEGATRON = version("megatron-core")
-if MEGATRON < "0.16":  # packs no rows under multi-token prediction
+if RELEASE < (0, 16):  # packs no rows under multi-token prediction
     SIDE = {name: layout for name, layout in SIDE.items() if not layout.mtp}
 # Before 0.15 stock divides by a microbatch's tokens even where there are none, and is NaN.
-SIDE_REGIMES = REGIMES if MEGATRON >= "0.15" else ("per-token",)
+SIDE_REGIMES = REGIMES if RELEASE >= (0, 15) else ("per-token",)
 WHOLE = [
     (name, regime)
     for name, layout in SIDE.items()
@@ -67,22 +65,6 @@ def side():
     return {(t["layout"], t["regime"], t["rejected"]): t["ranks"] for t in told}
 
 
-@pytest.fixture(scope="module")
-def combined(tmp_path_factory):
-    """Function of a world size: the verdicts of its layouts, by layout, case and regime."""
-    cache = {}
-
-    def verdicts_of(size):
-        if size not in cache:
-            cache[size] = {}  # a launch that failed is not tried again
-            layouts = [layout for layout in COMBINED.values() if layout.world_size == size]
-            told = prove_job(Job(layouts=layouts, cases=CASES), tmp_path_factory.mktemp("job"))
-            cache[size] = {(v["layout"], v["case"], v["regime"]): v for v in told}
-        return cache[size]
-
-    return verdicts_of
-
-
 @pytest.mark.parametrize("regime", SIDE_REGIMES)
 @pytest.mark.parametrize("name", SIDE)
 def test_side_losses_come_out_bit_for_bit_as_without_this_package(side, name, regime):
@@ -113,9 +95,10 @@ def test_main_and_side_losses_add_up_as_in_stock_where_stock_has_the_mode(side, 
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("case", list(map(str, CASES)))
 @pytest.mark.parametrize("name", COMBINED)
-def test_splits_combined_train_the_gradient_of_the_named_loss(combined, name, case, regime):
+def test_splits_combined_train_the_gradient_of_the_named_loss(proven, name, case, regime):
     layout = COMBINED[name]
-    verdict = combined(layout.world_size)[str(layout), case, regime]
+    of_size = [one for one in COMBINED.values() if one.world_size == layout.world_size]
+    verdict = proven(of_size, CASES)[str(layout), case, regime]
     assert verdict["gradient_error"] < layout.tolerance, verdict["explanation"]
     assert verdict["loss_error"] < layout.tolerance, verdict["explanation"]
     assert verdict["weight_sum_error"] < 1e-6  # computed in float32

@@ -1,6 +1,7 @@
 """``docs/testing.md`` names a test or a reason for every public failure, and the tests exist."""
 
 import ast
+import functools
 import re
 from collections import Counter
 from pathlib import Path
@@ -14,6 +15,7 @@ TABLE = re.findall(r"^\| ([a-i]\d+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", PAGE,
 NAMED = re.compile(r"`tests/(\w+\.py)::(\w+)`")
 
 
+@functools.cache
 def functions(file):
     return {n.name for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.FunctionDef)}
 

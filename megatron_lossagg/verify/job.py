@@ -32,6 +32,8 @@ class Job:
     layouts: Sequence[Parallelism]
     cases: Sequence[Case]
     regimes: Sequence[Regime] = REGIMES
+    references: str | None = None
+    """Folder that keeps the oracle's references for later jobs; None: computed anew."""
 
     def __post_init__(self) -> None:
         for name in ("layouts", "cases", "regimes"):  # a list and a tuple are equal jobs
@@ -62,6 +64,7 @@ class Job:
             layouts=[_parallelism(layout) for layout in data["layouts"]],
             cases=[_case(case) for case in data["cases"]],
             regimes=data["regimes"],
+            references=data["references"],
         )
 
 
@@ -106,7 +109,7 @@ def run_job(job: Job, report: Callable[[Event], None]) -> bool:
     first = dist.get_rank() == 0
     if first:
         report({"event": "start", "megatron": model.megatron_version()})
-    references = _references(job.layouts) if first else {}
+    references = _references(job.layouts, job.references) if first else {}
     box = [references]
     dist.broadcast_object_list(box, src=0, device=model.device())
     references = box[0]
@@ -142,15 +145,24 @@ def _key(layout: Parallelism) -> tuple[ModelShape, int]:
     return layout.shape, _copies(layout)
 
 
-def _references(layouts: Sequence[Parallelism]) -> Mapping[tuple[ModelShape, int], Any]:
-    from megatron_lossagg.verify.reference import reference
-
+def references_of(layouts: Sequence[Parallelism]) -> dict[tuple[ModelShape, int], int]:
+    """Return the references that layouts need: (shape, copies), and what rows are padded to."""
     multiples: dict[tuple[ModelShape, int], int] = {}
     for layout in layouts:
         key = _key(layout)
         multiples[key] = math.lcm(multiples.get(key, 1), layout.padded(1))
+    return multiples
+
+
+def _references(
+    layouts: Sequence[Parallelism], kept: str | None = None
+) -> Mapping[tuple[ModelShape, int], Any]:
+    from megatron_lossagg.verify.reference import reference
+
     with tempfile.TemporaryDirectory() as folder:
         return {
-            (shape, copies): reference(shape, copies=copies, padded=padded, folder=Path(folder))
-            for (shape, copies), padded in multiples.items()
+            (shape, copies): reference(
+                shape, copies=copies, padded=padded, folder=Path(kept or folder)
+            )
+            for (shape, copies), padded in references_of(layouts).items()
         }

@@ -101,12 +101,17 @@ def compute(shape: ModelShape, *, copies: int, padded: int) -> Reference:
     )
 
 
+def reference_file(folder: Path, shape: ModelShape, *, copies: int, padded: int) -> Path:
+    """Return where a folder keeps the reference for rows padded to ``padded``, or a multiple."""
+    return folder / f"{shape.name}-{copies}-{padded}.pt"
+
+
 def reference(shape: ModelShape, *, copies: int, padded: int, folder: Path) -> Reference:
     """Compute the reference in a process of its own, on the CPU; keep it in ``folder``.
 
     The caller's process may already be a rank of a job, whose groups the model would use.
     """
-    file = folder / f"{shape.name}-{copies}-{padded}.pt"
+    file = reference_file(folder, shape, copies=copies, padded=padded)
     if not file.exists():
         # A rank's own rendezvous, and its GPU, are not the reference's.
         ours = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

@@ -18,21 +18,22 @@ import json
 import os
 import re
 import shutil
-import signal
-import socket
 import sys
 import tempfile
-import time
 import traceback
 from pathlib import Path
-from typing import NoReturn
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
+sys.path.insert(0, str(HERE.parent))
+
+from fork_server import STAND_INS, fork_ranks  # noqa: E402
+
 RANKS = 6
 VERIFY = ["verify", "--dp", "3", "--cp", "2", "--microbatches", "4"]
-STAND_INS = "megatron_lossagg.cpu"
 SECONDS = 300.0
+UNEXPECTED = 70
+"""Exit status of a rank whose command raised: neither that it passed nor that a row failed."""
 
 
 def main(names: list[str]) -> int:
@@ -86,52 +87,23 @@ def import_megatron() -> None:
 
 def run_ranks(copy: Path, arguments: list[str], printed: Path) -> list[int]:
     """Fork the ranks of a command of the copy; their exit statuses, -9 where one was killed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    pids = [fork_rank(rank, port, copy, arguments, printed) for rank in range(RANKS)]
-    statuses: dict[int, int] = {}
-    deadline = time.monotonic() + SECONDS
-    while len(statuses) < RANKS:
-        for pid in [pid for pid in pids if pid not in statuses]:
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                statuses[pid] = os.waitstatus_to_exitcode(status)
-        if time.monotonic() > deadline or not set(statuses.values()) <= {0, 1}:
-            for pid in [pid for pid in pids if pid not in statuses]:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-                statuses[pid] = -signal.SIGKILL
-        time.sleep(0.05)
-    return [statuses[pid] for pid in pids]
+    outputs = [copy / f"printed-{rank}.txt" for rank in range(RANKS)]
+    ended = fork_ranks(
+        lambda: run_command(copy, arguments),
+        processes=RANKS,
+        outputs=[(output, output) for output in outputs],
+        # PYTHONPATH: of the process that computes the reference
+        environment={**os.environ, "PYTHONPATH": str(copy)},
+        timeout=SECONDS,
+        good=(0, 1),
+    )
+    printed.write_text("".join(output.read_text() for output in outputs if output.exists()))
+    return ended.statuses
 
 
-def fork_rank(rank: int, port: int, copy: Path, arguments: list[str], printed: Path) -> int:
-    """Start a rank; its process's number."""
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid == 0:
-        environment = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": RANKS,
-            "LOCAL_WORLD_SIZE": RANKS,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "PYTHONPATH": copy,  # of the process that computes the reference
-        }
-        os.environ.update({name: str(value) for name, value in environment.items()})
-        be_rank(copy, arguments, printed)
-    return pid
-
-
-def be_rank(copy: Path, arguments: list[str], printed: Path) -> NoReturn:
-    """Run the copy's command line in this process, and end it."""
-    status = 70
+def run_command(copy: Path, arguments: list[str]) -> int:
+    """Run the copy's command line in this process, a rank; its exit status."""
     try:
-        output = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
         for name in list(sys.modules):
             ours = name.partition(".")[0] == "megatron_lossagg"
             if ours and not name.startswith(STAND_INS):
@@ -140,13 +112,11 @@ def be_rank(copy: Path, arguments: list[str], printed: Path) -> NoReturn:
         sys.path.insert(0, str(copy))
         command = importlib.import_module("megatron_lossagg.cli.main")
         assert command.__file__.startswith(str(copy)), command.__file__
-        status = command.main(arguments)
+        status: int = command.main(arguments)
     except BaseException:
         traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        return UNEXPECTED
+    return status
 
 
 def apply(file: Path, copy: Path) -> None:

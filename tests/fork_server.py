@@ -1,0 +1,352 @@
+"""Ranks forked from a process that has imported torch and Megatron-Core already.
+
+Under ``megatron_lossagg.cpu.launch`` every rank imports for seconds before it starts. A
+:class:`ForkServer` is a process that imports once and forks the ranks of each launch: a rank
+has the environment, the arguments and the exit status that it would have under the launcher,
+and nothing that it does reaches another launch. What differs: the ranks share the seed of
+string hashes, and they end without the interpreter's own teardown. What is about launching
+itself is therefore tested under the launcher (``test_cpu_launch.py``, ``test_faults.py``).
+
+``python fork_server.py MODULE ...`` is the process of a :class:`ForkServer`. It installs the
+CPU stand-ins where one of the modules needs Megatron-Core, imports the modules, and answers
+requests, one JSON object per line.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+STAND_INS = "megatron_lossagg.cpu"
+WITHOUT_MEGATRON = ("torch.distributed",)
+WITH_MEGATRON = ("megatron_lossagg.verify.prove",)
+"""What to import: the module that imports all of Megatron-Core that the package uses."""
+
+_POLL_SECONDS = 0.02
+
+
+class Ended(NamedTuple):
+    """How the ranks of a launch ended."""
+
+    statuses: list[int]
+    """Exit status of each rank, -9 where it was killed."""
+    timed_out: bool
+
+
+def fork_ranks(
+    work: Callable[[], int | None],
+    *,
+    processes: int,
+    outputs: Sequence[tuple[Path, Path]],
+    environment: Mapping[str, str],
+    timeout: float,
+    good: Collection[int] = (0,),
+    wait: Callable[[float], None] = time.sleep,
+) -> Ended:
+    """Fork the ranks of a launch, each of which runs ``work``, and wait for their end.
+
+    ``outputs``: the files for stdout and stderr of each rank, appended to. ``environment``: all
+    of it but what the launcher adds. ``work`` returns the exit status. As soon as a rank ends
+    with a status that is not ``good``, and after ``timeout`` seconds, the others are killed,
+    with the processes that they started. ``wait`` is called between two looks at the ranks;
+    where it raises, all of them are killed.
+    """
+    _check_single_threaded()
+    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    port = listener.getsockname()[1]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pids: list[int] = []
+    statuses: dict[int, int] = {}
+    store = None
+    timed_out = False
+    try:
+        for rank in range(processes):
+            pid = os.fork()
+            if pid == 0:
+                listener.close()
+                added = _environment_of(rank, processes, port)
+                _be_rank(work, {**environment, **added}, outputs[rank])
+            pids.append(pid)
+        # The store outlives every rank, as the launcher's does; it runs a thread: after the forks.
+        store = _store(listener, port)
+        deadline = time.monotonic() + timeout
+        while len(statuses) < processes and set(statuses.values()) <= set(good):
+            for pid in set(pids) - set(statuses):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    statuses[pid] = os.waitstatus_to_exitcode(status)
+            if len(statuses) < processes:
+                timed_out = time.monotonic() > deadline
+                if timed_out:
+                    break
+                wait(_POLL_SECONDS)
+    finally:
+        for pid in pids:
+            _kill(pid, is_running=pid not in statuses)
+        for pid in set(pids) - set(statuses):
+            statuses[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        del store  # joins its thread: the next launch forks
+        listener.close()
+    return Ended([statuses[pid] for pid in pids], timed_out)
+
+
+def _check_single_threaded() -> None:
+    """Raise where this process has threads, which a fork would leave behind with their locks."""
+    tasks = Path("/proc/self/task")
+    if tasks.exists() and len(names := list(tasks.iterdir())) > 1:
+        raise RuntimeError(
+            f"got a process with {len(names)} threads, expected 1 before a fork: import the "
+            "modules that start threads in the ranks"
+        )
+
+
+def _environment_of(rank: int, processes: int, port: int) -> dict[str, str]:
+    """Return what ``torch.distributed.run`` adds to a rank's environment on one node."""
+    here, everywhere = str(rank), str(processes)
+    return {
+        "RANK": here,
+        "LOCAL_RANK": here,
+        "ROLE_RANK": here,
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": everywhere,
+        "LOCAL_WORLD_SIZE": everywhere,
+        "ROLE_WORLD_SIZE": everywhere,
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def _store(listener: socket.socket, port: int) -> Any:
+    from torch.distributed import TCPStore
+
+    return TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _be_rank(
+    work: Callable[[], int | None], environment: Mapping[str, str], output: tuple[Path, Path]
+) -> NoReturn:
+    """Run ``work`` in this process, and end it."""
+    status = 1
+    try:
+        os.setsid()  # a group of its own, to be killed with what it starts
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for number, path in zip((1, 2), output, strict=True):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), number)
+        for name in set(os.environ) - set(environment):
+            del os.environ[name]
+        os.environ.update(environment)
+        status = work() or 0
+    except SystemExit as ended:
+        if ended.code is None or isinstance(ended.code, int):
+            status = ended.code or 0
+        else:
+            print(ended.code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # torch.distributed's names the rank
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(status & 0xFF)
+
+
+def _kill(pid: int, *, is_running: bool) -> None:
+    """Kill the processes of a rank's group, and the rank before it has made one."""
+    for kill in (os.killpg, *([os.kill] if is_running else [])):
+        try:
+            kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+class ForkServer:
+    """A process that imports once and forks the ranks of each launch; started when first used."""
+
+    def __init__(self, imports: Sequence[str], *, path: str) -> None:
+        """``imports``: modules that every rank finds imported. ``path``: its ``PYTHONPATH``."""
+        self._imports = imports
+        self._environment = {
+            "PYTHONPATH": path,
+            # Unbuffered, a line and its end are two writes.
+            "PYTHONUNBUFFERED": "",
+            "OMP_NUM_THREADS": "1",
+            # Asked in another way, whether there is CUDA initializes it: no fork survives that.
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        }
+        if sys.platform == "linux":
+            self._environment["GLOO_SOCKET_IFNAME"] = "lo"
+        self._server: subprocess.Popen[str] | None = None
+        self._errors: Any = None
+
+    def launch(
+        self,
+        command: Sequence[str],
+        *,
+        processes: int,
+        timeout: float,
+        env: Mapping[str, str] | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run ``command`` as :func:`megatron_lossagg.cpu.launch` does, on forked ranks.
+
+        The output has all lines of rank 0, then all of rank 1, and so on. Where a rank fails,
+        the return code is 1 and stderr ends with how each rank ended.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            outputs = [
+                (f"{folder}/{rank}.out", f"{folder}/{rank}.err") for rank in range(processes)
+            ]
+            answer = self._ask(
+                {
+                    "command": list(command),
+                    "processes": processes,
+                    "outputs": outputs,
+                    "environment": {**os.environ, **self._environment, **(env or {})},
+                    "folder": str(Path.cwd()),
+                    "timeout": timeout,
+                }
+            )
+            stdout, stderr = (
+                "".join(Path(path).read_text() if Path(path).exists() else "" for path in paths)
+                for paths in zip(*outputs, strict=True)
+            )
+        statuses = answer["statuses"]
+        if any(statuses):
+            stderr += "".join(_described(rank, status) for rank, status in enumerate(statuses))
+        if answer["timed_out"]:
+            raise subprocess.TimeoutExpired(list(command), timeout, output=stdout, stderr=stderr)
+        return subprocess.CompletedProcess(list(command), int(any(statuses)), stdout, stderr)
+
+    def close(self) -> None:
+        """End the process, and with it the ranks of a launch that was interrupted."""
+        if self._server is not None:
+            server, self._server = self._server, None
+            assert server.stdin is not None
+            assert server.stdout is not None
+            server.stdin.close()
+            server.wait()
+            server.stdout.close()
+            self._errors.close()
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        if self._server is None:
+            self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by close()
+            self._server = subprocess.Popen(
+                [sys.executable, __file__, *self._imports],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                text=True,
+                env={**os.environ, **self._environment},
+                start_new_session=True,  # an interrupt from the keyboard ends it through close()
+            )
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        try:
+            self._server.stdin.write(json.dumps(request) + "\n")
+            self._server.stdin.flush()
+            line = self._server.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            status = self._server.wait()
+            self._errors.seek(0)
+            raise RuntimeError(
+                f"the fork server ended with {status}:\n{self._errors.read()[-8000:]}"
+            )
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def _described(rank: int, status: int) -> str:
+    """Report how a rank ended, in the launcher's words."""
+    words = f"Signal {-status} ({signal.Signals(-status).name}) received" if status < 0 else ""
+    return f"rank {rank} exitcode : {status} {words}".rstrip() + "\n"
+
+
+class _ClientGoneError(Exception):
+    """The process that made the request has ended."""
+
+
+def serve(imports: Sequence[str]) -> None:
+    """Import, then fork the ranks of each request until the requests end."""
+    requests = os.fdopen(os.dup(0), "rb", buffering=0)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    import torch
+
+    # A machine with CUDA runs the workers as it would under the launcher: they decide.
+    needs_megatron = any(name.startswith("megatron") for name in imports)
+    if needs_megatron and not torch.cuda.is_available():
+        importlib.import_module(STAND_INS).install()
+    for name in imports:
+        importlib.import_module(name)
+
+    def wait(seconds: float) -> None:
+        # No request follows before the answer: what can be read is the end.
+        if select.select([requests], [], [], seconds)[0]:
+            raise _ClientGoneError
+
+    for line in iter(requests.readline, b""):
+        request = json.loads(line)
+
+        def work(request: dict[str, Any] = request) -> None:
+            answers.close()
+            requests.close()
+            os.chdir(request["folder"])
+            _run(request["command"])
+
+        try:
+            ended = fork_ranks(
+                work,
+                processes=request["processes"],
+                outputs=[(Path(out), Path(err)) for out, err in request["outputs"]],
+                environment=request["environment"],
+                timeout=request["timeout"],
+                wait=wait,
+            )
+        except _ClientGoneError:
+            return
+        answers.write(json.dumps(ended._asdict()) + "\n")
+        answers.flush()
+
+
+def _run(command: Sequence[str]) -> None:
+    """Run a script, or ``-m`` and a module, as ``__main__`` with its arguments."""
+    if command[0] == "-m":
+        sys.path[0] = str(Path.cwd())
+        sys.argv = list(command[1:])
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(command[0]).resolve().parent)
+        sys.argv = list(command)
+        runpy.run_path(command[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1:])
