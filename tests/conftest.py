@@ -101,14 +101,14 @@ def proven(tmp_path_factory):
 
 
 def prove_job(job, folder):
-    """Launch a job of ``megatron_lossagg.verify``; the verdicts, as its events told them."""
+    """Launch a job of ``megatron_lossagg.verify``; return the verdicts that its events report."""
     for (shape, copies), padded in references_of(job.layouts).items():
         compute_reference(Path(job.references), shape, copies=copies, padded=padded)
     job_file, events = folder / "job.json", folder / "events.jsonl"
     job_file.write_text(job.to_json())
     launched_module("megatron_lossagg.verify", job_file, events, processes=job.world_size)
-    told = [json.loads(line) for line in events.read_text().splitlines()]
-    verdicts = [v for event in told if event["event"] == "layout" for v in event["verdicts"]]
+    reported = [json.loads(line) for line in events.read_text().splitlines()]
+    verdicts = [v for event in reported if event["event"] == "layout" for v in event["verdicts"]]
     assert len(verdicts) == job.num_verdicts
     return verdicts
 
@@ -163,7 +163,10 @@ def names_in(code):
 def pytest_terminal_summary(terminalreporter):
     """Count the gradient cases: printed, so that none is lost."""
     ran, skipped = (
-        sum("::test_the_gradient_is_that_of_the_named_loss[" in report.nodeid for report in reports)
+        sum(
+            "::test_the_gradient_is_that_of_the_configured_loss[" in report.nodeid
+            for report in reports
+        )
         for reports in (
             [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, ())],
             terminalreporter.stats.get("skipped", ()),

@@ -1,4 +1,4 @@
-"""What the tests of the CPU room run on each rank; ``test_cpu_model.py`` launches it.
+"""What the tests of ``megatron_lossagg.cpu`` run on each rank; ``test_cpu_model.py`` launches it.
 
 ``cpu_worker.py SCENARIO,... DIRECTORY`` runs scenarios at every layout of its world size
 and prints one JSON object, from rank 0. The one-process run leaves its losses, gradients

@@ -1,4 +1,4 @@
-"""Runs examples/drgrpo/train.py with one thing wrong that no flag can say; a launched worker.
+"""Run examples/drgrpo/train.py with one fault that no flag can cause; a launched worker.
 
 ``python drive_example.py FAULT -- FLAGS``; ``flags_are_read -- FILE`` runs no step.
 """

@@ -3,8 +3,8 @@
 ``python fault_worker.py FAULT``, run under torch.distributed.run. ``killed LAYOUT FILE``: the
 last rank kills itself in loss_func of its second microbatch and leaves the time in FILE.
 ``alone FOLDER``, on one process: ranks that it starts, and that no launcher watches, lose one;
-a JSON line a loss. ``nan``: a loss of one rank is NaN. ``stock``: what stock Megatron-Core
-does wrong by itself; a JSON line a fault.
+one JSON line per loss. ``nan``: a loss of one rank is NaN. ``stock``: what stock Megatron-Core
+does wrong by itself; one JSON line per fault.
 """
 
 import contextlib
@@ -94,28 +94,34 @@ def losing_the_last_rank(by, file):
 
 
 def alone(folder):
-    """Run each of ``LOST`` on two processes, and tell how and when the first one ended."""
+    """Run each of ``LOST`` on two processes, and print how and when the first one ended."""
     fork = multiprocessing.get_context("fork")  # Megatron-Core is imported once
     for name, (layout, by) in LOST.items():
-        here = Path(folder, name)
-        here.mkdir()
-        ranks = [fork.Process(target=one_alone, args=(r, here, layout, by)) for r in range(2)]
+        meeting_folder = Path(folder, name)
+        meeting_folder.mkdir()
+        ranks = [
+            fork.Process(target=one_alone, args=(r, meeting_folder, layout, by)) for r in range(2)
+        ]
         for rank in ranks:
             rank.start()
         ranks[0].join(HANGS_AFTER)
-        seconds = time.time() - float((here / "time").read_text())
+        seconds = time.time() - float((meeting_folder / "time").read_text())
         ended = ranks[0].exitcode
         for rank in ranks:
             rank.kill()
             rank.join()
-        told = {"lost": name, "ended": ended, "other": ranks[1].exitcode, "seconds": seconds}
-        print(json.dumps(told), flush=True)
+        outcome = {"lost": name, "ended": ended, "other": ranks[1].exitcode, "seconds": seconds}
+        print(json.dumps(outcome), flush=True)
 
 
-def one_alone(rank, here, layout, by):
-    meet = {"init_method": f"file://{here}/meet", "rank": rank, "world_size": layout.world_size}
+def one_alone(rank, meeting_folder, layout, by):
+    meet = {
+        "init_method": f"file://{meeting_folder}/meet",
+        "rank": rank,
+        "world_size": layout.world_size,
+    }
     dist.init_process_group("gloo", **meet)
-    train(layout, losing_the_last_rank(by, here / "time"), timeout=timedelta(seconds=10))
+    train(layout, losing_the_last_rank(by, meeting_folder / "time"), timeout=timedelta(seconds=10))
 
 
 def nan():
@@ -205,9 +211,9 @@ def copies_of_experts_over_tensor_ranks(layout):
     stock_step(model, batches_of(layout), layout, as_stock)
     apart = {}
     for shard in cpu.named_shards(model):
-        mine = shard.parameter.main_grad
-        both = [torch.empty_like(mine) for _ in range(2)]
-        dist.all_gather(both, mine)
+        own_gradient = shard.parameter.main_grad
+        both = [torch.empty_like(own_gradient) for _ in range(2)]
+        dist.all_gather(both, own_gradient)
         if "experts" in shard.name or "router" in shard.name:
             kind = "experts" if "experts" in shard.name else "router"
             error = float((both[0] - both[1]).norm() / both[0].norm().clamp_min(1e-300))

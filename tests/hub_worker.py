@@ -28,7 +28,7 @@ def load_function(path):
 
 
 def samples():
-    """Whole token lists with a prompt length and a response mask each."""
+    """Whole token lists with a prompt length and a response mask for each."""
     rows = []
     for row, prompt in zip(make_rows(), PROMPTS, strict=True):
         total = len(row["tokens"]) + prompt
@@ -71,11 +71,11 @@ def packed(rows, cp_size, cp_rank):
             for place in range(padded)
         ]
         offsets.append(len(tokens))
-    here = tiny_gpt.zigzag(offsets, cp_size, cp_rank)
+    held = tiny_gpt.zigzag(offsets, cp_size, cp_rank)
     return {
-        "tokens": torch.tensor(tokens)[here][None],
-        "positions": torch.tensor(positions)[here][None],
-        "target": torch.tensor(picks)[here],
+        "tokens": torch.tensor(tokens)[held][None],
+        "positions": torch.tensor(positions)[held][None],
+        "target": torch.tensor(picks)[held],
         "total_lengths": [len(row["tokens"]) for row in rows],
         "response_lengths": [row["response"] for row in rows],
         "masks": [torch.tensor(row["mask"], dtype=torch.int32) for row in rows],
@@ -93,10 +93,10 @@ def compare(path):
         parallel_state.get_data_parallel_rank(),
         parallel_state.get_context_parallel_rank(),
     )
-    mine = samples()[rank::2]
+    own_samples = samples()[rank::2]
     b, dp_cp = len(samples()), 4
     for m in (1, 3):
-        batches = [packed(mine[number::m], 2, cp_rank) for number in range(m)]
+        batches = [packed(own_samples[number::m], 2, cp_rank) for number in range(m)]
 
         def forward_step(iterator, model, m=m):
             batch = next(iterator)
@@ -105,9 +105,9 @@ def compare(path):
             )
 
             def loss_func(logits):
-                here = batch["target"] >= 0
-                target = batch["target"][here][:, None]
-                x = -torch.log_softmax(logits[0][here], -1).gather(1, target).squeeze(1)
+                is_response = batch["target"] >= 0
+                target = batch["target"][is_response][:, None]
+                x = -torch.log_softmax(logits[0][is_response], -1).gather(1, target).squeeze(1)
                 reducer = factory(
                     batch["total_lengths"], batch["response_lengths"], batch["masks"], False
                 )

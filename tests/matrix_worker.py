@@ -3,7 +3,7 @@
 ``python matrix_worker.py side|slices JOB``, JOB as ``Job.to_json`` writes it; run under
 torch.distributed.run. ``side``: MoE and MTP losses under stock's loss_func and under this
 package's, on two models. ``slices``: an unpacked batch as Megatron-Core and as ``Layout``
-cut it. Rank 0 prints a JSON line a comparison, with what every rank found.
+slice it. Rank 0 prints one JSON line per comparison, with what every rank found.
 """
 
 import megatron_lossagg.cpu as cpu
@@ -34,7 +34,7 @@ def stock_step(chunks, run, *, main):
     """A step with the loss_func of Megatron-LM's pretrain_gpt.py, its loss times ``main``.
 
     ``chunks``: a model that this package has not seen. Stock has one mask; where the training
-    mask is narrower it counts the counting mask.
+    mask selects fewer tokens it counts the counting mask.
     """
     layout = run.parallelism
     filler = layout.row_multiple // layout.cp
@@ -47,7 +47,7 @@ def stock_step(chunks, run, *, main):
             losses = megatron.token_losses(output, batch, layout) * batch.coefficient
             loss_mask, count_mask = batch.mask_here.clone(), counting.mask_here.clone()
             for mask in (loss_mask, count_mask):
-                mask[-filler:] = 0  # stock has no row to say a filler by but the mask
+                mask[-filler:] = 0  # stock recognizes a filler by its mask alone
             loss = torch.sum(losses * loss_mask)
             num_tokens = count_mask.sum().to(torch.int)
             report = torch.stack([loss.detach().clone(), num_tokens.to(loss.dtype)])
@@ -124,11 +124,11 @@ def side(layout):
     for regime in REGIMES:
         for rejected in (False, True):
             found = compare(layout, per_token=regime == "per-token", rejected=rejected)
-            tell(found, layout=str(layout), regime=regime, rejected=rejected)
+            print_comparison(found, layout=str(layout), regime=regime, rejected=rejected)
 
 
 def slices(layout):
-    """Cut a batch for this rank as Megatron-Core and as the layout does."""
+    """Slice a batch for this rank as Megatron-Core and as the layout does."""
     place = {"cp_size": layout.cp, "cp_rank": parallel_state.get_context_parallel_rank()}
     for rows, length in ((1, 2 * layout.cp), (3, 8 * layout.cp), (2, 10 * layout.cp)):
         whole = {
@@ -144,10 +144,10 @@ def slices(layout):
                 for name, value in whole.items()
             }
             found["shorter"] = cut["tokens"].shape == (rows, length // layout.cp)
-            tell(found, layout=str(layout), rows=rows, length=length)
+            print_comparison(found, layout=str(layout), rows=rows, length=length)
 
 
-def tell(found, **key):
+def print_comparison(found, **key):
     """Print what every rank found, on rank 0."""
     ranks = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, found)

@@ -30,7 +30,7 @@ def stock_step(run):
         def loss_func(output):
             nll = megatron.token_losses(output, batch, LAYOUT)
             keep = batch.mask_here == 1
-            keep[-2:] = False  # the filler: stock has no row to say it by but the mask
+            keep[-2:] = False  # the filler: stock recognizes it by its mask alone
             x = nll * batch.coefficient
             total = torch.where(keep, x, 0).sum()
             report = {"loss": torch.stack([total.detach().clone(), keep.sum()])}

@@ -1,4 +1,4 @@
-"""The startup probe on real Megatron-Core: stock passes, a patched one is caught, nothing moves.
+"""The startup probe on real Megatron-Core: stock passes unchanged, a patched one is caught.
 
 ``probe_worker.py`` runs every layout that its number of processes has; ``probe_worker.py
 alone`` lets one rank fail while the others wait.
@@ -41,7 +41,7 @@ from megatron_lossagg.errors import ContractError
 from megatron_lossagg.probe import startup, together
 
 REPEATS = int(os.environ.get("PROBE_REPEATS", "2"))
-"""How often each fault is put in; .ci/run asks for 20."""
+"""How often each fault is introduced; .ci/run asks for 20."""
 PARTS = ("DDP", "schedule", "finalize")
 
 # By number of processes; DP is the rest.
@@ -187,7 +187,7 @@ def live_chunks(
     config = tiny_gpt.config_of(per_token=per_token, **more)
     config.params_dtype = config.pipeline_dtype = dtype
     with patched(parallel_state, "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", None):
-        spec = cpu.gpt_layer_spec(config)  # one layer a stage, virtual or not
+        spec = cpu.gpt_layer_spec(config)  # one layer per stage, virtual or not
     if vpp > 1:
         config.num_layers = 2 * vpp
         config.virtual_pipeline_model_parallel_size = vpp
@@ -315,7 +315,7 @@ def read(chunks, **options):
     return MegatronContract.read(chunks, **options)
 
 
-def check_stock_passes_and_nothing_moves(layout, emit):
+def check_stock_passes_and_is_left_unchanged(layout, emit):
     cases = [(name, torch.float32) for name in DDP_OPTIONS]
     cases += [("plain", torch.float64), ("plain", torch.bfloat16), ("distributed", torch.bfloat16)]
     for per_token in (False, True):
@@ -399,7 +399,7 @@ def times_cp():
 
 
 def ddp_averages():
-    """DDP averages whatever its scaling factor is."""
+    """DDP averages for any scaling factor."""
     original = DistributedDataParallel.finish_grad_sync
 
     def finish_grad_sync(self, *more, **named):
@@ -646,7 +646,7 @@ def check_gradients_reduced_twice_are_caught(layout, emit):
 
 def check_groups_other_than_the_globals_are_read(layout, emit):
     groups = copy.copy(groups_of_two_instances())
-    groups.dp = groups.dp_cp = groups.intra_dp_cp  # half of what parallel_state says
+    groups.dp = groups.dp_cp = groups.intra_dp_cp  # half of parallel_state's
 
     def wrapper(*arguments):
         return DistributedDataParallel(*arguments, pg_collection=groups)
@@ -689,7 +689,7 @@ def run(layouts):
                 if dist.get_rank() == 0:
                     print(f"{name}: {line}", flush=True)
 
-            check_stock_passes_and_nothing_moves(layout, emit)
+            check_stock_passes_and_is_left_unchanged(layout, emit)
             check_patched_megatron_is_caught(layout, emit)
             if name in MEGATRON_LM_LAYOUTS:
                 check_the_config_of_megatron_lm_passes(layout, emit)

@@ -23,8 +23,8 @@ def make_rows():
     ]
 
 
-def deal(rows, dp, microbatches):
-    """Assign rows to ``(rank, microbatch)``; returns one key a row, in the order of rows."""
+def assign(rows, dp, microbatches):
+    """Assign rows to ``(rank, microbatch)``; returns one key per row, in the order of rows."""
     assert len(microbatches) == dp
     counted = [SimpleNamespace(counted=row["counted"]) for row in rows]
     return verification.assign_rows(counted, microbatches).keys

@@ -80,7 +80,7 @@ def test_the_weights_times_tokens_add_up_to_the_loss_of_ones(mode):
 
 @pytest.mark.parametrize(("microbatches", "dp", "cp"), [(4, 8, 2), (1, 1, 1), (3, 5, 7)])
 @pytest.mark.parametrize("mode", NAMES)
-def test_shares_times_k_come_through_the_average_regime_as_their_sum(mode, microbatches, dp, cp):
+def test_the_average_regime_turns_shares_times_k_into_their_sum(mode, microbatches, dp, cp):
     """Megatron's arithmetic written out: the schedule's mean, then DDP's."""
     explanation = explained(mode, microbatches=microbatches, dp=dp, cp=cp)
     assert explanation.num_tokens == (1,) * len(explanation.num_tokens)
@@ -93,7 +93,7 @@ def test_shares_times_k_come_through_the_average_regime_as_their_sum(mode, micro
 
 @pytest.mark.parametrize(("microbatches", "dp", "cp"), [(4, 8, 2), (1, 1, 1), (3, 5, 7)])
 @pytest.mark.parametrize("mode", NAMES)
-def test_shares_times_k_come_through_the_per_token_regime_as_their_sum(mode, microbatches, dp, cp):
+def test_the_per_token_regime_turns_shares_times_k_into_their_sum(mode, microbatches, dp, cp):
     """Megatron's arithmetic written out: DDP's sum, then / the sum of all num_tokens."""
     explanation = explained(mode, regime="per-token", microbatches=microbatches, dp=dp, cp=cp)
     shares = [[Fraction(7 * r + m, 3) for m in range(microbatches)] for r in range(dp * cp)]
@@ -166,7 +166,7 @@ def test_where_k_is_1_a_bare_share_is_right(capsys):
     assert "1 rank x 1 microbatch;" in out
 
 
-def test_the_flags_that_train_it_have_the_divisor_exactly(capsys):
+def test_the_printed_flags_have_the_exact_divisor(capsys):
     assert main(["explain", "constant", "--divisor", "1234567"]) == 0
     assert "--loss-aggregation-divisor 1234567\n" in capsys.readouterr().out
 

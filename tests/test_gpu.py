@@ -116,7 +116,7 @@ def test_share_and_gradient_are_those_of_the_cpu(data, aggregation, cp_size, mas
     plan.check()
 
 
-def test_a_mask_on_the_host_serves_losses_on_a_device(data):
+def test_a_mask_on_the_host_works_with_losses_on_a_device(data):
     mask, x = data
     plan, layout = a_plan(mask), a_layout()
     share = plan.reducer(range(len(LENGTHS)), mask, layout)(x.cuda())
@@ -125,7 +125,7 @@ def test_a_mask_on_the_host_serves_losses_on_a_device(data):
 
 
 @pytest.mark.parametrize("mask_type", [torch.bool, torch.int32, torch.float32])
-def test_building_calling_and_returning_wait_for_nothing(contract, data, mask_type):
+def test_building_calling_and_returning_make_no_host_sync(contract, data, mask_type):
     mask, x = data
     plan, layout = a_plan(mask), a_layout()
     mask, x = mask.to(mask_type).cuda(), x.cuda().requires_grad_()

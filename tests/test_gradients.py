@@ -53,7 +53,7 @@ def verdicts(proven):
 @pytest.mark.parametrize("microbatches", MICROBATCHES)
 @pytest.mark.parametrize("case", NAMES)
 @pytest.mark.parametrize("split", SPLITS)
-def test_the_gradient_is_that_of_the_named_loss(verdicts, split, case, microbatches, regime):
+def test_the_gradient_is_that_of_the_configured_loss(verdicts, split, case, microbatches, regime):
     layout = layout_of(SPLITS[split], microbatches=microbatches)
     verdict = verdicts[str(layout), case, regime]
     assert verdict["gradient_error"] < 1e-12, verdict["explanation"]
@@ -64,7 +64,9 @@ def test_the_gradient_is_that_of_the_named_loss(verdicts, split, case, microbatc
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("case", NAMES)
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_ways_to_split_reduce_and_lay_out_give_it_too(verdicts, name, case, regime):
+def test_other_splits_reductions_and_layouts_train_the_configured_loss(
+    verdicts, name, case, regime
+):
     layout = layout_of(OTHERS[name])
     verdict = verdicts[str(layout), case, regime]
     bound = 1e-5 if layout.float32 else 1e-12
@@ -74,7 +76,7 @@ def test_other_ways_to_split_reduce_and_lay_out_give_it_too(verdicts, name, case
 
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("case", NAMES)
-def test_ranks_with_3_and_5_microbatches_train_the_named_loss(verdicts, case, regime):
+def test_ranks_with_3_and_5_microbatches_train_the_configured_loss(verdicts, case, regime):
     assert verdicts[str(UNEVEN), case, regime]["gradient_error"] < 1e-12
 
 

@@ -55,7 +55,7 @@ def of(lines, layout, kind):
 
 
 @pytest.mark.parametrize(("processes", "layout"), CASES, ids=lambda value: str(value))
-def test_stock_megatron_passes_and_nothing_of_it_moves(printed, processes, layout):
+def test_stock_megatron_passes_and_is_left_unchanged(printed, processes, layout):
     lines = printed(processes)
     assert of(lines, layout, "PASSED")
     stock = of(lines, layout, "STOCK")
@@ -65,7 +65,7 @@ def test_stock_megatron_passes_and_nothing_of_it_moves(printed, processes, layou
 
 
 @pytest.mark.parametrize(("processes", "layout"), MEGATRON_LM_LAYOUTS, ids=str)
-def test_the_config_of_megatron_lm_passes_and_nothing_of_it_moves(printed, processes, layout):
+def test_the_config_of_megatron_lm_passes_and_is_left_unchanged(printed, processes, layout):
     """Both regimes, five sets of DDP options, three dtypes; every option of the config set."""
     lines = of(printed(processes), layout, "MEGATRON-LM average")
     lines += of(printed(processes), layout, "MEGATRON-LM per-token")
@@ -133,7 +133,7 @@ def test_gradients_that_are_reduced_twice_are_caught(printed):
     assert "expected K = N = " in line
 
 
-def test_what_cannot_be_measured_is_said_to_be_read(printed):
+def test_what_cannot_be_measured_is_reported_as_read(printed):
     lines = printed(2)
     assert [line.split()[2] for line in of(lines, "DP2", "READ")] == ["finalize:", "DDP:", "all:"]
 

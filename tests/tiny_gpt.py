@@ -115,7 +115,7 @@ def microbatch(rows, indices, cp_size, cp_rank, *, row_length=None):
         mask += row["trained"] + fill
         positions += range(length + len(fill))
         offsets.append(len(tokens))
-    here = zigzag(offsets, cp_size, cp_rank)
+    held = zigzag(offsets, cp_size, cp_rank)
     shape = (1, -1) if row_length is None else (len(offsets) - 1, -1)
     dtype = torch.get_default_dtype()
     mask = torch.tensor(mask)
@@ -123,12 +123,12 @@ def microbatch(rows, indices, cp_size, cp_rank, *, row_length=None):
         "rows": [*indices, -1],
         "offsets": torch.tensor(offsets, dtype=torch.int32),
         "mask": mask,
-        "mask_here": mask[here],
-        "tokens": torch.tensor(tokens)[here].view(shape),
-        "labels": torch.tensor(labels)[here].view(shape),
-        "positions": torch.tensor(positions)[here].view(shape),
-        "coefficient": torch.tensor(coefficients, dtype=dtype)[here],
-        "masked_here": mask[here] == 0,
+        "mask_here": mask[held],
+        "tokens": torch.tensor(tokens)[held].view(shape),
+        "labels": torch.tensor(labels)[held].view(shape),
+        "positions": torch.tensor(positions)[held].view(shape),
+        "coefficient": torch.tensor(coefficients, dtype=dtype)[held],
+        "masked_here": mask[held] == 0,
         "packed": packed_at(offsets) if row_length is None else None,
     }
 
@@ -149,7 +149,7 @@ def packed_at(offsets):
 
 
 def run_schedule(forward_step, chunk, batches, *, forward_only=False):
-    """Zero the gradients and run Megatron's schedule over the batches, one a microbatch."""
+    """Zero the gradients and run Megatron's schedule over the batches, one per microbatch."""
     chunk.zero_grad_buffer()
     return get_forward_backward_func()(
         forward_step_func=forward_step,

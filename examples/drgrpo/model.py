@@ -244,7 +244,7 @@ def load_weights(path: Path, model: torch.nn.Module) -> None:
         if full is None or tuple(full.shape) != shard.full_shape:
             got = "nothing" if full is None else f"shape {tuple(full.shape)}"
             raise WeightsError(
-                f"{path} has {got} for {shard.name}, the model wants shape {shard.full_shape}: "
+                f"{path} has {got} for {shard.name}, the model has shape {shard.full_shape}: "
                 "give the --num-layers and --hidden-size that the weights were trained with"
             )
         with torch.no_grad():
