@@ -62,7 +62,7 @@ FLAGS = {
 }
 PATHS = {
     "a path to no module": ([PATH, "no_such_module:f"], ["no_such_module", "pkg.mod:name"]),
-    "a path to no callable": ([PATH, "drive_example:NOTHING"], ["None", "no callable"]),
+    "a path to no callable": ([PATH, "drive_example:NOTHING"], ["None", "not callable"]),
     "a factory of no callable": (
         [PATH, "drive_example:no_callable"],
         ["returned None", "callable"],

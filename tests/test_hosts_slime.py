@@ -100,7 +100,7 @@ def test_bshd_with_context_parallelism_is_refused(miles_cp, host_args):
 
 
 def test_masks_sliced_beforehand_are_refused(miles_cp):
-    with pytest.raises(LayoutError, match="one whole mask a sample"):
+    with pytest.raises(LayoutError, match="one whole mask per sample"):
         slime.constant_10([5, 4], [3, 2], [MASKS[0][:1], MASKS[1]], False)
 
 
