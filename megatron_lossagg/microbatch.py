@@ -112,13 +112,14 @@ class Microbatch:
         self, weight_S: npt.NDArray[np.float64], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         weight_G = _of_rows(weight_S, self.rows)
-        weight_G = weight_G.astype(str(dtype).removeprefix("torch."))
         values = weight_G[weight_G > 0]
+        weight_G = weight_G.astype(str(dtype).removeprefix("torch."))
         if len(values) and FILLER not in self.rows and (values == values[0]).all():
-            # Rows of weight 0 train nothing: one weight for all that is kept is the same.
+            # Rows of weight 0 train nothing, so one weight serves for all that is kept.
+            weight = weight_G.max()
             if on_host(self.keep):
-                return to_device(np.multiply(self.keep.numpy(), values[0]), device)
-            return torch.mul(self.keep_on(device), torch.tensor(values[0], dtype=dtype))
+                return to_device(np.multiply(self.keep.numpy(), weight), device)
+            return torch.mul(self.keep_on(device), torch.tensor(weight, dtype=dtype))
         weight_T = np.repeat(weight_G[self.layout.segment_R], self.layout.length_R)
         if on_host(self.keep):
             np.multiply(weight_T, self.keep.numpy(), out=weight_T)
@@ -268,11 +269,11 @@ class _Checks:
         filled = length_G > 0  # reduceat gives an empty segment its neighbour's value
         if value_P.dtype == np.bool_:
             value_P = value_P.view(np.uint8)
-        narrow = value_P.dtype.itemsize == 1
+        is_float = value_P.dtype.kind == "f"
         trained_G[filled] = np.add.reduceat(
             value_P[: self.layout.num_tokens],
             start_G[filled],
-            dtype=np.uint32 if narrow else value_P.dtype,
+            dtype=value_P.dtype if is_float else np.result_type(value_P.dtype, np.int32),
         )
         return trained_G
 

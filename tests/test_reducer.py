@@ -244,12 +244,37 @@ def test_a_mask_is_0_or_1(value, message):  # failures d14, d15
         a_reducer([1, value, 1, 1, 1, 1])
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bool, torch.uint8, torch.int32, torch.float32, torch.bfloat16]
-)
+MASK_DTYPES = [
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+]
+
+
+@pytest.mark.parametrize("dtype", MASK_DTYPES)
 def test_a_mask_of_any_dtype_is_a_mask(dtype):
-    reducer = a_plan().reducer([0, 1], torch.tensor(MASK).to(dtype), thd(4, 2))
-    assert reducer(torch.ones(6)).item() == 5
+    n = 70_000  # more than an int16 or a half holds
+    reducer = a_plan((n, 2)).reducer([0, 1], torch.ones(n + 2).to(dtype), thd(n, 2))
+    assert reducer(torch.ones(n + 2)).item() == n + 2
+    with pytest.raises(ReducerError, match=f"trains {n} tokens, the plan counted {n - 1}"):
+        a_plan((n - 1, 2)).reducer([0, 1], torch.ones(n + 2).to(dtype), thd(n, 2))
+
+
+@pytest.mark.parametrize("dtype", MASK_DTYPES[2:])
+def test_a_value_other_than_0_and_1_is_refused_in_any_dtype(dtype):
+    for value in (-1, 2, 100):
+        mask = torch.tensor(MASK)
+        mask[3] = value
+        with pytest.raises(ReducerError, match=rf"the mask holds {value}\S* at position 3"):
+            a_plan().reducer([0, 1], mask.to(dtype), thd(4, 2))
+
+
+def test_rows_of_one_weight_beside_masked_rows_and_fillers_weigh_as_they_should():
+    plan = a_plan((3, 0, 2), mode="constant", divisor=5)
+    x = torch.arange(1.0, 9)
+    made = plan.reducer([0, 1, 2], torch.tensor([1, 1, 1, 0, 0, 0, 1, 1]), thd(3, 3, 2))
+    assert made(x).item() == pytest.approx((1 + 2 + 3 + 7 + 8) / 15)
+    made = plan.reducer([0, -1, 2], torch.ones(8), thd(3, 3, 2))
+    assert made(x).item() == pytest.approx((1 + 2 + 3 + 7 + 8) / 15)
 
 
 def test_none_is_refused_as_a_mask():  # failures c13

@@ -133,7 +133,7 @@ def test_a_launcher_with_another_number_of_ranks_is_refused():
         (["--dp", "2", "--optimizer-instances", "2"], "need --distributed-optimizer"),
         (["--loss-aggregation", "constant"], "--loss-aggregation-divisor"),
         (["--loss-aggregation", "tokenmean"], "did you mean 'token_mean'?"),
-        (["--loss-aggregation-reducer-path", "a.b:c"], "a custom reducer has no formula"),
+        (["--loss-aggregation-reducer-path", "math:fsum"], "a custom reducer has no formula"),
         (["--json", "/nowhere/at/all.json"], "cannot be written: name a file"),
         (["--html", "/"], "cannot be written: name a file"),
         (["--tp", "-1"], "tp: got -1, expected at least 1"),
