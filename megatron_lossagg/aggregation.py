@@ -205,7 +205,7 @@ class Aggregation:
 
     Raises :class:`AggregationError` for an unknown mode, for a divisor that is missing, not
     a finite positive number, or given to a mode that takes none, and for a reducer path
-    that is not a string or beside a mode. The object cannot exist in a wrong state.
+    that is not a string or is given with a mode. An invalid object cannot exist.
     """
 
     mode: str

@@ -180,7 +180,7 @@ class Rows:
         return _Table(*(unknown_S if column is None else column for column in columns))
 
     def with_totals(self, totals: StepTotals) -> Counts:
-        """Counts where the caller knows the step's totals; raises where ids need more."""
+        """Count where the caller knows the step's totals; raises where ids need more."""
         for kind in ("sample", "prompt"):
             if getattr(self, kind) is not None and getattr(self, f"{kind}_tokens") is None:
                 raise PlanError(

@@ -217,7 +217,7 @@ class StepCounts:
         """DP."""
         if self._plan.data_parallel_size is None:
             raise PlanError(
-                f"{self._plan.aggregation} needs the data-parallel size: give group= beside totals="
+                f"{self._plan.aggregation} needs the data-parallel size: give group= with totals="
             )
         return self._plan.data_parallel_size
 
@@ -229,7 +229,7 @@ class StepCounts:
     @property
     def prompt_tokens(self) -> _Floats:
         """n_p of each row's prompt, float64 ``[S]``."""
-        source = "Sequences(prompt=...), or prompt_tokens= beside totals="
+        source = "Sequences(prompt=...), or prompt_tokens= with totals="
         return self._of_rows("prompt_tokens", source)
 
     @property
@@ -273,7 +273,7 @@ def plan_step(
     ``group``: the dense data-parallel group *without* context parallelism, as
     ``MegatronContract.dp_group``; every rank of it calls. ``totals``: the step's counts
     where the caller knows them; then no collective is made, and ids need
-    ``sample_tokens`` or ``prompt_tokens`` beside them. ``empty_step``: what a step with
+    ``sample_tokens`` or ``prompt_tokens`` with them. ``empty_step``: what a step with
     no active tokens does, ``"zero"`` (zero weights and one warning) or ``"error"``.
     ``fault``: why this rank has no counts to give, where it has none: the others of the group
     do not wait for it but raise the same message. ``rejects_tokens``: declares that training

@@ -48,7 +48,7 @@ def rank_1_dies():
 
 
 def all_ranks_killed():
-    """SIGKILL on every rank right after all have passed step KILL_AFTER of the run."""
+    """Kill every rank by SIGKILL right after all have passed step KILL_AFTER of the run."""
     write, seen = train.MetricsLog.write, []
 
     def write_and_die(log, phase, *arguments):

@@ -52,7 +52,7 @@ HANGS_AFTER = 150
 
 
 def our_step(run, meddle, *, main=1):
-    """A step of token_mean times ``main``, and the loss that the last stage reports.
+    """Run a step of token_mean times ``main``; return the loss that the last stage reports.
 
     ``meddle(losses, batch, number)`` gives what the reducer gets.
     """
@@ -145,7 +145,7 @@ def nan():
 
 
 def train(layout, meddle, *, timeout=None):
-    """A step; ``timeout``: of the gradients' all-reduce, which Megatron-Core takes in minutes."""
+    """Run a step; ``timeout``: of the gradients' all-reduce, minutes in Megatron-Core."""
     with megatron.split_world(layout):
         run = Run(layout, without_values(make_rows()), per_token=False)
         if timeout is not None:
@@ -155,7 +155,7 @@ def train(layout, meddle, *, timeout=None):
 
 
 def stock_step(chunks, batches, layout, returns):
-    """A step whose loss_func returns ``returns(loss, num_tokens)``; nothing of this package."""
+    """Run a step with ``returns(loss, num_tokens)`` as loss_func's result, without this package."""
 
     def forward_step(iterator, chunk):
         batch = next(iterator)
@@ -182,7 +182,7 @@ def stock_model(layout, *, per_token):
 
 
 def a_masked_microbatch_under_mtp(layout):
-    """Stock and this package with MTP's loss alone, where rank 0's first microbatch is masked."""
+    """Compare stock and this package with MTP's loss alone and a masked microbatch on rank 0."""
     found = {}
     for regime in REGIMES:
         per_token = regime == "per-token"
@@ -206,7 +206,7 @@ def a_masked_microbatch_under_mtp(layout):
 
 
 def copies_of_experts_over_tensor_ranks(layout):
-    """How far the two ranks' gradients of an expert that both hold are apart, and the router's."""
+    """Compare the two ranks' gradients of an expert that both hold, and of the router."""
     model = stock_model(layout, per_token=False)
     stock_step(model, batches_of(layout), layout, as_stock)
     apart = {}
@@ -226,11 +226,11 @@ def batches_of(layout):
 
 
 def counts_past_int32(layout):
-    """N times the gradient over the undivided one, for an N below 2^31 and for that N."""
+    """Measure N times the gradient over the undivided one, for N below 2^31 and N = 2^31."""
     model, batches = stock_model(layout, per_token=True), batches_of(layout)
 
     def step(count):
-        """A step in which this rank's first microbatch returns ``count``, the others 0."""
+        """Run a step in which this rank's first microbatch returns ``count``, the others 0."""
         counts = iter([count, *(0 for _ in batches[1:])])
 
         def returns(loss, num_tokens):
@@ -243,7 +243,7 @@ def counts_past_int32(layout):
 
 
 def ratio(left, right):
-    """The multiple of one gradient that another is; both have one buffer."""
+    """Return the multiple of one gradient that another is; both have one buffer."""
     (left,), (right,) = left, right
     factor = float((left * right).sum() / (right * right).sum())
     assert (left - factor * right).norm() < 1e-12 * left.norm()
@@ -251,7 +251,7 @@ def ratio(left, right):
 
 
 def regime_flipped_after_wrapping(layout):
-    """The gradient of a model that was wrapped in the other regime, over the right one."""
+    """Divide the gradient of a model wrapped in the other regime by the right one."""
     batches, found = batches_of(layout), {}
     for regime in REGIMES:
         per_token = regime == "per-token"
@@ -264,7 +264,7 @@ def regime_flipped_after_wrapping(layout):
 
 
 def two_outputs_per_token(layout):
-    """Router losses where loss_func returns no count, over those where it does; and N."""
+    """Divide router gradients without a returned count by those with one; return N too."""
     model, batches = stock_model(layout, per_token=True), batches_of(layout)
     three = stock_step(model, batches, layout, lambda loss, n: (loss * 0, n))
     two = stock_step(model, batches, layout, lambda loss, n: (loss * 0,))

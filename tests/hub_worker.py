@@ -22,13 +22,13 @@ PROMPTS = [3, 1, 2, 1, 4, 2, 1, 9, 3, 6, 1, 2, 1, 5]
 
 
 def load_function(path):
-    """The hosts' way from a path to a function: dots only."""
+    """Load a function as the hosts do: a path with dots only."""
     module, _, attribute = path.rpartition(".")
     return getattr(importlib.import_module(module), attribute)
 
 
 def samples():
-    """Whole token lists with a prompt length and a response mask for each."""
+    """Return whole token lists with a prompt length and a response mask for each."""
     rows = []
     for row, prompt in zip(make_rows(), PROMPTS, strict=True):
         total = len(row["tokens"]) + prompt
@@ -41,7 +41,7 @@ def samples():
 
 
 def reference(path):
-    """Loss and gradients by the oracle, on one process from unpacked rows."""
+    """Save loss and gradients by the oracle, on one process from unpacked rows."""
     tiny_gpt.start()
     model = tiny_gpt.gpt(tiny_gpt.config_of(), get_gpt_layer_local_spec())
     live = []
@@ -58,7 +58,7 @@ def reference(path):
 
 
 def packed(rows, cp_size, cp_rank):
-    """One microbatch as the host packs it: whole rows padded to 2 CP, zigzag per row."""
+    """Pack one microbatch as the host does: whole rows padded to 2 CP, zigzag per row."""
     tokens, positions, offsets, picks = [], [], [0], []
     for row in rows:
         total = len(row["tokens"])

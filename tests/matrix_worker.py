@@ -31,7 +31,7 @@ MODES = ("token_mean", "sample_mean")
 
 
 def stock_step(chunks, run, *, main):
-    """A step with the loss_func of Megatron-LM's pretrain_gpt.py, its loss times ``main``.
+    """Run a step with the loss_func of Megatron-LM's pretrain_gpt.py, times ``main``.
 
     ``chunks``: a model that this package has not seen. Stock has one mask; where the training
     mask selects fewer tokens it counts the counting mask.
@@ -60,20 +60,20 @@ def stock_step(chunks, run, *, main):
 
 
 def with_counting_masks(run):
-    """Each microbatch, and the same with the counting mask in the training mask's place."""
+    """Yield each microbatch, and a copy with the counting mask as its training mask."""
     rows = [replace(row, trained=row.counted) for row in run._rows]
     for batch in run.batches:
         yield batch, megatron.pack(rows, batch.rows[:-1], run.parallelism)
 
 
 def our_step(run, mode, *, main):
-    """A step under contract.step(...).returns(share * main, reducer)."""
+    """Run a step under contract.step(...).returns(share * main, reducer)."""
     run._step(Case(aggregation=Aggregation(mode)), poison=False, main=main)
     return gradients(run.chunks)
 
 
 def gradients(chunks):
-    """Every gradient buffer of the model, dense and experts', as finalize left it."""
+    """Return every gradient buffer of the model, dense and experts', as finalize left it."""
     return [
         buffer.grad_data.clone()
         for chunk in chunks
@@ -86,7 +86,7 @@ def the_same(left, right):
 
 
 def distance(left, right):
-    """Relative, the largest over buffers."""
+    """Return the largest relative difference over buffers."""
     return max(float((a - b).norm() / b.norm()) for a, b in zip(left, right, strict=True))
 
 
@@ -112,7 +112,7 @@ def compare(layout, *, per_token, rejected):
 
 
 def without_values(rows):
-    """A step's rows, and no losses or gradients: what this compares with is stock."""
+    """Make a reference with rows only: the comparison is with stock, not with the oracle."""
     none = torch.zeros(0)
     return Reference(
         rows=rows, padded=4, losses_Y=none, gradients_YP=none.view(0, 0), parameters={}

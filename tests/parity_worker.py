@@ -1,4 +1,4 @@
-"""Stock Megatron's own loss and loss scale beside this package, DP 2 x CP 2; a launched worker."""
+"""Stock Megatron's own loss and loss scale and this package's, DP 2 x CP 2; a launched worker."""
 
 import megatron_lossagg.cpu as cpu
 
@@ -21,7 +21,7 @@ LAYOUT = Parallelism(dp=2, cp=2, microbatches=3)
 
 
 def stock_step(run):
-    """A step with Megatron-LM's loss_func: masked sum, token count, report."""
+    """Run a step with Megatron-LM's loss_func: masked sum, token count, report."""
 
     def forward_step(iterator, chunk):
         batch = next(iterator)

@@ -369,7 +369,7 @@ def check_a_forgotten_group_is_refused():
 def check_a_microbatch_mean_with_totals_needs_the_group():
     sequences = Sequences(active_tokens=[3], microbatch=[0])
     mode = Aggregation("microbatch_token_mean")
-    with pytest.raises(PlanError, match="group= beside totals="):
+    with pytest.raises(PlanError, match="group= with totals="):
         plan_step(mode, sequences, totals=StepTotals())
     plan = plan_step(mode, sequences, totals=StepTotals(), group=dist.group.WORLD)
     assert plan.weights.tolist() == [1 / (3 * dist.get_world_size())]

@@ -370,7 +370,7 @@ def check_the_config_of_megatron_lm_passes(layout, emit):
 
 
 def drop_m():
-    """The schedule does not divide by M."""
+    """Patch the schedule so that it does not divide by M."""
     original = schedules.forward_step
 
     def forward_step(forward_step_func, data_iterator, model, num_microbatches, *more, **named):
@@ -380,7 +380,7 @@ def drop_m():
 
 
 def times_cp():
-    """The schedule multiplies the loss by CP."""
+    """Patch the schedule so that it multiplies the loss by CP."""
     original = schedules.forward_step
 
     def forward_step(forward_step_func, *more, **named):
@@ -399,7 +399,7 @@ def times_cp():
 
 
 def ddp_averages():
-    """DDP averages for any scaling factor."""
+    """Patch DDP so that it averages with any scaling factor."""
     original = DistributedDataParallel.finish_grad_sync
 
     def finish_grad_sync(self, *more, **named):
@@ -410,7 +410,7 @@ def ddp_averages():
 
 
 def second_step_doubled():
-    """DDP scales gradients differently from the second step on."""
+    """Patch DDP so that it scales gradients differently from the second step on."""
     original = DistributedDataParallel.finish_grad_sync
     steps = Counter()
 
@@ -424,7 +424,7 @@ def second_step_doubled():
 
 
 def experts_doubled():
-    """DDP scales the gradients of experts differently."""
+    """Patch DDP so that it scales the gradients of experts differently."""
     original = DistributedDataParallel.finish_grad_sync
 
     def finish_grad_sync(self, *more, **named):
@@ -436,7 +436,7 @@ def experts_doubled():
 
 
 def finalize_not_called():
-    """The schedule forgets finalize_model_grads_func."""
+    """Patch the schedule so that it does not call finalize_model_grads_func."""
     original = pipeline_parallel.get_forward_backward_func
 
     def get_forward_backward_func(*arguments):
@@ -478,7 +478,7 @@ def patched(owner, name, value):
 
 
 def finalized_by(function):
-    """A fault in the host's own finalize function."""
+    """Introduce a fault in the host's own finalize function."""
     return lambda chunks: patched(chunks[0].config, "finalize_model_grads_func", function)
 
 
@@ -706,7 +706,7 @@ def run(layouts):
 
 
 def run_alone(where):
-    """Rank 1 fails in the finalize or the schedule, before a message that the other waits for."""
+    """Let rank 1 fail in finalize or in the schedule, before a message that the other expects."""
     dist.init_process_group("gloo")
     together.PATIENCE = timedelta(seconds=2)
 

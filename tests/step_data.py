@@ -9,7 +9,7 @@ NUM_ROWS = len(verification.LENGTHS)
 
 
 def make_rows():
-    """Fourteen uneven rows with every degenerate case; ``tokens`` has one more than labels."""
+    """Make fourteen uneven rows with every degenerate case; ``tokens`` has one more than labels."""
     return [
         {
             "tokens": [*row.tokens, row.labels[-1]],

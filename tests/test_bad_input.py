@@ -31,7 +31,7 @@ def launch_example(flags, script=TRAIN):
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """A small online run at DP 2, with its rollouts and a checkpoint."""
+    """Run a small online training at DP 2, with its rollouts and a checkpoint."""
     folder = tmp_path_factory.mktemp("recorded")
     flags = ["--output", folder / "run", "--record", folder / "rollouts.jsonl", *SMALL]
     flags += ["--warmup-steps", 2, "--steps", 2, "--save-interval", 2, "--eval-interval", 2]

@@ -16,7 +16,7 @@ BY_NAME = {cause.name: cause for cause in CAUSES}
 
 
 def facts_of(parallelism, *, regime, copies=1):
-    """A step with random token losses: causes depend on losses and never on gradients."""
+    """Make a step with random token losses: causes depend on losses and never on gradients."""
     padded = 96
     rows = make_rows(copies)
     tokens = sum(-(-len(row) // padded) * padded for row in [*rows, filler_row(padded)])
@@ -37,7 +37,7 @@ def facts_of(parallelism, *, regime, copies=1):
 
 
 def predictions(cause, parallelism):
-    """Slopes and losses of every case in both regimes, in one row."""
+    """Concatenate slopes and losses of every case in both regimes, in one row."""
     parts = []
     for regime in REGIMES:
         facts = facts_of(parallelism, regime=regime)

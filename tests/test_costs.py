@@ -1,7 +1,7 @@
 """What a step may cost: operations, bytes, host syncs, tensors held, collectives.
 
 Counted in a dispatch trace, so the numbers hold on any machine; ``benchmarks/`` counts with
-the same code and prints times beside. The CUDA path is traced on CPU tensors.
+the same code and prints times as well. The CUDA path is traced on CPU tensors.
 """
 
 import json

@@ -27,7 +27,7 @@ def explained(mode, lengths=DEFAULT_LENGTHS, *, divisor=DIVISOR, **options):
 
 
 def oracle_loss(mode, prompts, split, value, *, count_empty=True):
-    """The oracle on rows whose token t has the loss value(t); rows assigned in turn."""
+    """Run the oracle on rows whose token t has the loss value(t), assigned in turn."""
     slots = [(r, m) for m in range(split.microbatches) for r in range(split.dp)]
     rows = []
     for prompt, lengths in enumerate(prompts):
@@ -191,7 +191,7 @@ def test_text_and_tables_fit_the_terminal(monkeypatch, capsys, mode, regime, ter
     monkeypatch.setenv("COLUMNS", terminal)
     assert main(["explain", mode, "--divisor", "4096", "--regime", regime]) == 0
     lines = capsys.readouterr().out.splitlines()
-    lines = [line for line in lines if "Train it with" not in line]  # flags are not cut
+    lines = [line for line in lines if "Train it with" not in line]  # flags are not truncated
     assert max(map(len, lines)) <= widest
     assert max(map(len, lines)) > widest - 12  # and the width is used
 

@@ -331,9 +331,9 @@ def test_a23_a_prompt_may_span_microbatches_but_not_steps():
     rows = assigned(lengths(2, 6, 3), m=3)
     rows[2]["prompt"] = 1
     run_and_compare("prompt_mean", rows, m=3)
-    cut = Sequences(active_tokens=[2], prompt=[0], prompt_tokens=[8])
+    part = Sequences(active_tokens=[2], prompt=[0], prompt_tokens=[8])
     with pytest.raises(PlanError, match="all its rows belong to one step"):
-        plan_step(Aggregation("prompt_mean"), cut)
+        plan_step(Aggregation("prompt_mean"), part)
 
 
 def test_a24_a_prompt_of_1_and_9_tokens_is_sum_over_sum():

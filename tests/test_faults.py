@@ -1,7 +1,7 @@
 """A lost rank or a NaN ends the step soon, with the reason; faults of stock Megatron-Core.
 
 The second half shows, on stock Megatron-Core without this package's loss_func, what the
-contract refuses or leaves alone, and why: when one of these fails after an update, stock has
+contract refuses or leaves unchanged, and why: when one of these fails after an update, stock has
 been fixed, and the refusal or workaround can go.
 """
 
@@ -40,7 +40,7 @@ def test_the_launcher_ends_the_other_rank_when_one_is_killed_in_loss_func(tmp_pa
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """Ranks without a launcher: how the first ended after the second was lost."""
+    """Run ranks without a launcher; return how the first ended after the second was lost."""
     out = launched("fault_worker.py", "alone", tmp_path_factory.mktemp("alone"), processes=1)
     assert THROUGH not in out
     return {outcome["lost"]: outcome for outcome in map(json.loads, out.splitlines())}

@@ -1,4 +1,4 @@
-"""On real Megatron-Core every layout trains the gradient that the oracle names.
+"""On real Megatron-Core every layout trains the oracle's gradient.
 
 All layouts of one world size are proven in one launch of ``megatron_lossagg.verify``; the
 data with every degenerate row is its ``rows.py``, the oracle its ``oracle.py``.
@@ -44,7 +44,7 @@ def layout_of(sizes, **more):
 
 @pytest.fixture(scope="module")
 def verdicts(proven):
-    """Every verdict of this file's layouts, by layout, case and regime."""
+    """Return every verdict of this file's layouts, by layout, case and regime."""
     layouts = [layout_of(s, microbatches=m) for s in SPLITS.values() for m in MICROBATCHES]
     return proven([*layouts, *(layout_of(sizes) for sizes in OTHERS.values()), UNEVEN])
 

@@ -13,7 +13,7 @@ CP_SIZES = (1, 2, 4, 8)
 
 
 def positions(layout):
-    """Mask positions that a layout's rank holds, in order, written out."""
+    """List the mask positions that a layout's rank holds, in order."""
     out = []
     for start, length in zip(layout.start_R, layout.length_R, strict=True):
         out += range(start, start + length)
@@ -21,7 +21,7 @@ def positions(layout):
 
 
 def responses_held(total, response, cp, rank, max_seq_len=None):
-    """Response tokens of a rank, by asking for each logit which chunk it is in."""
+    """List a rank's response tokens, by the chunk of each token's logit."""
     if cp == 1:
         return list(range(response))
     chunk = -(-(max_seq_len or total) // (2 * cp))
@@ -192,7 +192,7 @@ def test_a_rank_whose_chunks_are_all_prompt_holds_nothing():  # failures c16
 
 
 THD = {
-    "a segment that is no multiple of 2 CP": ([0, 4, 10], 2, "segment 1 has 6 .* 2 CP = 4: pad"),
+    "a segment that is not a multiple of 2 CP": ([0, 4, 10], 2, "segment 1 has 6 .* 2 CP = 4: pad"),
     "offsets that fall": ([0, 8, 4], 1, "^cu_seqlens gives segment 1 a length of -4"),
     "offsets not from 0": ([4, 8], 1, "expected offsets from 0"),
     "no offset at all": ([], 1, "expected offsets from 0"),

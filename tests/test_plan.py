@@ -93,8 +93,8 @@ def test_masked_rows_add_no_phantom_token():  # failures a17
 
 def test_a_split_sample_has_the_denominator_of_the_whole():  # failures a22
     whole = weights("sample_mean", active_tokens=[6, 3])
-    cut = weights("sample_mean", active_tokens=[4, 2, 3], sample=[5, 5, 9])
-    assert cut == [whole[0], whole[0], whole[1]]
+    split = weights("sample_mean", active_tokens=[4, 2, 3], sample=[5, 5, 9])
+    assert split == [whole[0], whole[0], whole[1]]
 
 
 def test_counts_are_exact_beyond_2_24_and_2_31():  # failures e2, e3
@@ -304,7 +304,7 @@ IMPOSSIBLE = {
         {"active_tokens": 3},
         "active_tokens=3",
     ),
-    "n_b = 0 beside tokens": (
+    "n_b = 0 with tokens": (
         "sample_mean",
         {"active_tokens": [2], "sample": [7], "sample_tokens": [0]},
         {"samples": 1},
@@ -366,7 +366,7 @@ LACKS = {
     ),
     "prompt ids": ("prompt_mean", {"active_tokens": [2]}, None, r"Sequences\(prompt="),
     "microbatches": ("microbatch_token_mean", {"active_tokens": [2]}, None, "microbatch="),
-    "n_b of a cut sample": (
+    "n_b of a split sample": (
         "sample_mean",
         {"active_tokens": [2], "sample": [0]},
         {"samples": 3},
@@ -436,7 +436,7 @@ BAD = {
         {"active_tokens": [1, 2, 3], "sample": [4, 4, 5], "prompt": [0, 1, 1]},
         "sample 4 has rows under 2 prompts",
     ),
-    "a sample under two prompts beside others": (
+    "a sample under two prompts among others": (
         {"active_tokens": [1, 2, 3], "sample": [3, 4, 4], "prompt": [0, 0, 1]},
         r"sample 4 has rows under 2 prompts \(0, 1\)",
     ),
@@ -679,7 +679,7 @@ CHECKS = re.findall(
 
 @pytest.fixture(scope="module")
 def faults_by_check():
-    """By number of processes and check: what failed on each rank, None where it passed."""
+    """Return each rank's failure, None where it passed, by number of processes and check."""
     out = {n: launched("plan_worker.py", processes=n, timeout=120) for n in (2, 3)}
     return {
         n: dict(json.loads(line[6:]) for line in text.splitlines() if line.startswith("CHECK "))

@@ -37,7 +37,7 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def printed():
-    """Function of a number of processes: the lines that the worker printed."""
+    """Return a function from a number of processes to the lines that the worker printed."""
     cache = {}
 
     def lines(processes):
@@ -109,7 +109,7 @@ def test_a_patched_megatron_is_caught_under_the_config_of_megatron_lm(printed, f
 
 
 def verdicts_of(printed, cases, kind, fault):
-    """What the worker printed about a fault, with the regime: one per layout and regime."""
+    """Return the worker's lines about a fault, with the regime: one per layout and regime."""
     return [
         (found[1], found[2])
         for processes, layout in cases
@@ -119,7 +119,7 @@ def verdicts_of(printed, cases, kind, fault):
 
 
 def regimes_caught(verdicts):
-    """The regimes in which the fault changes a number; every repeat of it must be caught."""
+    """Return the regimes in which the fault changes a number; every repeat must be caught."""
     regimes = set()
     for regime, verdict in verdicts:
         if not verdict.startswith("changes no number"):

@@ -84,7 +84,7 @@ class Operations(TorchDispatchMode):
 
 @pytest.fixture
 def on_cuda(monkeypatch):
-    """Reducers treat CPU tensors as CUDA tensors, whose values they may not read."""
+    """Make reducers treat CPU tensors as CUDA tensors, whose values they may not read."""
     for module in (microbatch, reducer):
         monkeypatch.setattr(module, "on_host", lambda tensor: False)
 
@@ -268,7 +268,7 @@ def test_a_value_other_than_0_and_1_is_refused_in_any_dtype(dtype):
             a_plan().reducer([0, 1], mask.to(dtype), thd(4, 2))
 
 
-def test_rows_of_one_weight_beside_masked_rows_and_fillers_weigh_as_they_should():
+def test_rows_of_one_weight_among_masked_rows_and_fillers_keep_that_weight():
     plan = a_plan((3, 0, 2), mode="constant", divisor=5)
     x = torch.arange(1.0, 9)
     made = plan.reducer([0, 1, 2], torch.tensor([1, 1, 1, 0, 0, 0, 1, 1]), thd(3, 3, 2))

@@ -194,7 +194,7 @@ def test_ended_by_a_signal_it_leaves_no_rank_behind():
 
 
 def ranks_of(parent, known=()):
-    """Processes of a verification's ranks that a launcher under ``parent`` started."""
+    """List the processes of a verification's ranks that a launcher under ``parent`` started."""
     found = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -230,7 +230,7 @@ def fake(folder, name, source):
 
 
 def only_on_path(monkeypatch, folder):
-    """Processes find Megatron-Core's fakes in ``folder`` before the installed one."""
+    """Make processes find Megatron-Core's fakes in ``folder`` before the installed one."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(ROOT)]))
 
 

@@ -37,7 +37,7 @@ def start(*, tp=1, pp=1, cp=1, ep=1, dtype=torch.float64):
 
 
 def config_of(*, per_token=False, sequence_parallel=False, parallel=True, **more):
-    """The model's config; ``parallel=False`` for a reference on one process."""
+    """Return the model's config; ``parallel=False`` for a reference on one process."""
     sizes = {}
     if parallel:
         sizes = {
@@ -74,7 +74,7 @@ def config_of(*, per_token=False, sequence_parallel=False, parallel=True, **more
 
 
 def gpt(config, spec):
-    """This pipeline stage's model, with weights that do not depend on the layout."""
+    """Build this pipeline stage's model, with weights that do not depend on the layout."""
     model = GPTModel(
         config,
         spec,
@@ -91,7 +91,7 @@ def gpt(config, spec):
 
 
 def wrapped(config, **ddp):
-    """The model in Megatron-Core's DistributedDataParallel."""
+    """Wrap the model in Megatron-Core's DistributedDataParallel."""
     model = gpt(config, cpu.gpt_layer_spec(config))
     dtype = torch.get_default_dtype()
     ddp.setdefault("grad_reduce_in_fp32", dtype != torch.float64)
@@ -134,7 +134,7 @@ def microbatch(rows, indices, cp_size, cp_rank, *, row_length=None):
 
 
 def packed_at(offsets):
-    """Megatron's description of rows packed at padded offsets."""
+    """Describe rows packed at padded offsets to Megatron."""
     offsets_tensor = torch.tensor(offsets, dtype=torch.int32)
     longest = max(b - a for a, b in itertools.pairwise(offsets))
     return PackedSeqParams(

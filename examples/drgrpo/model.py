@@ -78,7 +78,7 @@ class OptimizerWithSchedule:
         return float(grad_norm)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on."""
+        """Return everything that the next step depends on."""
         return {
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
@@ -229,7 +229,7 @@ def save_weights(path: Path, model: DistributedDataParallel) -> None:
 
 
 def load_weights(path: Path, model: torch.nn.Module) -> None:
-    """Read weights by their global names and cut them to this rank's pieces, at any processes.
+    """Read weights by their global names and slice them to this rank's pieces, at any layout.
 
     Call it before the optimizer is built. Raises :class:`WeightsError`.
     """

@@ -130,7 +130,7 @@ def table(curves: Sequence[Curve]) -> Iterator[str]:
 
 
 def _modes() -> list[tuple[str, bool]]:
-    """Each mode that is replayed, and whether layouts agree under it."""
+    """Yield each mode that is replayed, and whether layouts agree under it."""
     return [("constant", True), (LAYOUT_DEPENDENT, False)]
 
 

@@ -73,7 +73,7 @@ def roll_out(
 
     ``prompts``: positions within the step, of this data-parallel rank. The random numbers
     of a rollout depend on (seed, step, position, sample) alone: not on the rank, not on the
-    rollouts beside it, not on what was drawn before.
+    other rollouts, not on what was drawn before.
     """
     problems = [task.training_problem(seed, step * 1_000_003 + position) for position in prompts]
     prompt_B = [task.encode(p.prompt) for p in problems for _ in range(samples_per_prompt)]

@@ -276,7 +276,7 @@ def rl_step(run: Run, rollouts: list[Rollout]) -> Ratios:
 
 
 def rollout_ratios(rollouts: list[Rollout]) -> Ratios:
-    """Reward, and mean response length of right and wrong answers apart."""
+    """Return reward, and mean response length of right and of wrong answers."""
     right = [len(r.mask) for r in rollouts if r.reward > 0]
     wrong = [len(r.mask) for r in rollouts if r.reward <= 0]
     return {

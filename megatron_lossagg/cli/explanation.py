@@ -1,4 +1,4 @@
-"""Compute what ``lossagg explain`` prints: weights, factors, and losses beside other modes'."""
+"""Compute what ``lossagg explain`` prints: weights, factors, and losses under every mode."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def _plan_of(aggregation: Aggregation, lengths: list[int], state: StepState) -> 
 
 
 def _context_parallel() -> tuple[int, int]:
-    """Size and rank: miles' own state where miles runs (also without Megatron), else Megatron's."""
+    """Return size and rank: miles' where miles runs (also without Megatron), else Megatron's."""
     miles = sys.modules.get("miles.backends.training_utils.parallel")
     if miles is not None:
         cp = miles.get_parallel_state().cp

@@ -330,7 +330,7 @@ value; of both terms where a case adds two.</dd></div>
 the way to the gradient: {K_FORMULA["average"]} in the average regime, the step's active tokens
 {K_FORMULA["per-token"]} in the per-token regime.</dd></div>
 <div><dt>factor</dt><dd>The trained gradient as a multiple of the oracle's, by projection. 1 is
-right; 1/M, for example, is a mean over microbatches that was not compensated. A factor of 1 beside
+right; 1/M, for example, is a mean over microbatches that was not compensated. A factor of 1 with
 a large error is a wrong direction, or a wrong reported loss.</dd></div>
 <div><dt>gradient error</dt><dd>The largest, over all parameters, of
 ‖g &minus; g<sub>oracle</sub>‖ / ‖g<sub>oracle</sub>‖.</dd></div>

@@ -6,7 +6,7 @@ itself at DP 3 x CP 2 with M = 4, where M, DP, CP, DP * CP and N differ. Exit st
 a fault is not caught, where the cause that is printed is not the fault (its file's name is
 the cause's), where its lines are not found exactly once, or where the unpatched copy fails.
 
-The ranks are forked from this process, which has imported Megatron-Core behind the CPU
+The ranks are forked from this process, which has imported Megatron-Core with the CPU
 stand-ins: a rank has a launcher's environment, forgets the package but for the
 stand-ins, and runs the copy's command line.
 """
