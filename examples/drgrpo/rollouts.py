@@ -252,11 +252,9 @@ def _fault(line: str) -> Rollout | str:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        return (
-            f"got {_shortened(line)}, wanted one JSON object ({error.msg} at column {error.colno})"
-        )
+        return f"got {_shortened(line)}, expected one JSON object ({error.msg} at column {error.colno})"
     if not isinstance(record, dict):
-        return f"got {_shortened(line)}, wanted one JSON object"
+        return f"got {_shortened(line)}, expected one JSON object"
     wanted = {field.name for field in fields(Rollout)}
     if record.keys() != wanted:
         missing, unknown = sorted(wanted - record.keys()), sorted(record.keys() - wanted)
