@@ -30,7 +30,7 @@ __all__ = [
     "mode_lines",
 ]
 
-DivisorRule = Literal["required", "optional", "none"]
+_DivisorRule = Literal["required", "optional", "none"]
 
 CUSTOM = "custom"
 
@@ -42,7 +42,7 @@ class Mode:
     name: str
     weight: str
     """w_s as a format string over B, P, L and C; ``--help`` and the start of a run print it."""
-    divisor: DivisorRule
+    divisor: _DivisorRule
     meaning: str
     denominator: Callable[[Any], Any] | None
     """1 / w_s from the step's counts (``plan.StepCounts``); None for a custom reducer."""
@@ -133,12 +133,12 @@ _PAPERS = {
     "seqmeantokensumnorm": "constant",
     "sequencemean": "sample_mean",
 }
-"""What people call a mode, without punctuation: suggested, never taken for it."""
+"""Common names of modes, without punctuation: suggested, never accepted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alias:
-    """What another system's name stands for."""
+    """The mode that another system's name means."""
 
     mode: str
     count_empty: bool = True
@@ -205,7 +205,7 @@ class Aggregation:
 
     Raises :class:`AggregationError` for an unknown mode, for a divisor that is missing, not
     a finite positive number, or given to a mode that takes none, and for a reducer path
-    that is not a string or beside a mode. The object cannot exist in a wrong state.
+    that is not a string or is given with a mode. An invalid object cannot exist.
     """
 
     mode: str
@@ -223,7 +223,7 @@ class Aggregation:
         path = self.reducer_path
         if path is not None and (not isinstance(path, str) or not path):
             raise AggregationError(
-                f"a reducer path is written pkg.mod:name, got {path!r}: change "
+                f"got reducer path {path!r}, expected pkg.mod:name: change "
                 "--loss-aggregation-reducer-path (reducer_path=)"
             )
         if (mode.name == CUSTOM) != (path is not None):
@@ -233,7 +233,7 @@ class Aggregation:
                 "--loss-aggregation alone"
             )
         if not isinstance(self.count_empty, bool):
-            raise AggregationError(f"count_empty is True or False, got {self.count_empty!r}")
+            raise AggregationError(f"got count_empty {self.count_empty!r}, expected True or False")
         object.__setattr__(self, "divisor", _checked_divisor(mode, self.divisor))
 
     @classmethod
@@ -242,11 +242,11 @@ class Aggregation:
     ) -> Aggregation:
         """Build from a mode or from another system's ``system:name``.
 
-        An alias stands for a mode *and* a ``count_empty``: giving a contradicting
+        An alias means a mode *and* a ``count_empty``: giving a contradicting
         ``count_empty`` raises :class:`AggregationError`.
         """
         if not isinstance(name, str):
-            raise AggregationError(f"a mode is a name, got {name!r}; {_known_names()}")
+            raise AggregationError(f"got {name!r}, expected the name of a mode; {_known_names()}")
         if ":" not in name:
             return cls(name, divisor=divisor, count_empty=count_empty is None or count_empty)
         alias = ALIASES.get(name)
@@ -254,7 +254,7 @@ class Aggregation:
             raise AggregationError(f"unknown name {name!r}{_nearest(name)}; {_known_names()}")
         if count_empty is not None and count_empty != alias.count_empty:
             raise AggregationError(
-                f"{name!r} stands for mode {alias.mode!r} with count_empty={alias.count_empty}, "
+                f"{name!r} means mode {alias.mode!r} with count_empty={alias.count_empty}, "
                 f"got count_empty={count_empty}: drop it, or name the mode {alias.mode!r} instead"
             )
         return cls(alias.mode, divisor=divisor, count_empty=alias.count_empty)
@@ -273,7 +273,7 @@ class Aggregation:
 
 
 def mode_lines() -> Iterator[str]:
-    """Write every mode with its formula, a line each."""
+    """Yield one line per mode, with its formula."""
     divisor = {"required": ", needs a divisor", "optional": ", may have a divisor", "none": ""}
     width = max(len(name) for name in MODES)
     for mode in MODES.values():
@@ -282,7 +282,7 @@ def mode_lines() -> Iterator[str]:
 
 
 def alias_lines() -> Iterator[str]:
-    """Write every other system's name and what it stands for, a line each."""
+    """Yield one line per name of another system, with the mode that it means."""
     width = max(len(name) for name in ALIASES)
     for name, alias in ALIASES.items():
         empty = "" if alias.count_empty else ", count_empty=False"
@@ -292,7 +292,7 @@ def alias_lines() -> Iterator[str]:
 
 def _known_mode(mode: object) -> Mode:
     if not isinstance(mode, str):
-        raise AggregationError(f"a mode is a name, got {mode!r}; {_known_names()}")
+        raise AggregationError(f"got {mode!r}, expected the name of a mode; {_known_names()}")
     if mode in MODES:
         return MODES[mode]
     if mode in ALIASES:
@@ -303,7 +303,7 @@ def _known_mode(mode: object) -> Mode:
 
 
 def _nearest(name: str) -> str:
-    """Suggest what may be meant: the mode of a paper, the names of a system, close spellings."""
+    """Suggest names: the mode of a paper, the names of a system, close spellings."""
     known = [*MODES, *ALIASES]
     letters = _letters(name)
     names = [other for other in known if _letters(other) == letters]
@@ -339,11 +339,11 @@ def _checked_divisor(mode: Mode, divisor: float | None) -> float | None:
         )
     number = math.nan
     if isinstance(divisor, Real) and not isinstance(divisor, bool):
-        with suppress(OverflowError):  # a whole number beyond float64 is not finite either
+        with suppress(OverflowError):  # an integer beyond float64 is not finite either
             number = float(divisor)
     if not math.isfinite(number) or number <= 0:
         raise AggregationError(
-            f"a divisor is a finite number above 0, got {divisor!r}: "
+            f"got divisor {divisor!r}, expected a finite number above 0: "
             "change --loss-aggregation-divisor (divisor=)"
         )
     return number

@@ -31,7 +31,7 @@ class StepMicrobatch:
     rows: list[int]
     """Its rows' positions in the step, for ``StepPlan.reducer``; fillers are the caller's."""
     data: Any
-    """What the iterator gave; None on a tensor-parallel rank without an iterator."""
+    """What the iterator returned; None on a tensor-parallel rank without an iterator."""
 
 
 class StepBuffer:
@@ -142,7 +142,7 @@ class StepBuffer:
                     "microbatches: give whole steps, or lower num_microbatches"
                 )
                 return
-            except Exception as error:  # whatever it is, the others wait in plan()
+            except Exception as error:  # of any type: the other ranks wait in plan()
                 self._fault = (
                     f"the data iterator raised {error!r} after {index} of "
                     f"{self.num_microbatches} microbatches: its traceback is on that rank"
@@ -153,7 +153,7 @@ class StepBuffer:
     def _counted(
         self, count: Callable[[Any], IntsLike]
     ) -> tuple[list[list[int]] | None, str, Exception | None]:
-        """Each microbatch's counts, or why there are none and the error behind it."""
+        """Count each microbatch, or return why that failed and the error that caused it."""
         if self._fault or not self._reads:
             return None, self._fault, self._cause
         counts = []

@@ -77,7 +77,7 @@ class MegatronContract:
             groups = LiveGroups.of(chunks)
             settings = f"megatron-core {megatron_version()}, regime {regime}, "
             settings += f"{aggregation} ({aggregation!r})"  # a formula may not show count_empty
-        except Exception as error:  # whatever it is, no rank may leave the others waiting
+        except Exception as error:  # of any type: no rank may leave the others waiting
             fault = str(error) if isinstance(error, ContractError) else repr(error)
         _agree(fault, settings)
         contract = MegatronContract(chunks=chunks, regime=regime, groups=groups)
@@ -104,12 +104,12 @@ class MegatronContract:
         Compares what construction froze with the live config once more, and raises
         :class:`ContractError` where they differ, where the config has no
         ``finalize_model_grads_func`` (except for ``forward_only``), where the plan was counted
-        over other ranks than ``dp_group``, has trained a step before or was made for another
-        number of microbatches, and where the step before was not closed. No collective.
+        over other ranks than ``dp_group``, has already trained a step or was made for another
+        number of microbatches, and where the previous step was not closed. No collective.
         """
         if self._latest is not None and self._latest.is_left_open:
             raise ContractError(
-                "the step before was not closed: write `with contract.step(...) as step:` around "
+                "the previous step was not closed: write `with contract.step(...) as step:` around "
                 "the schedule call, or call step.close() after it, before the optimizer's step"
             )
         check_live(self._chunks, self.regime)
@@ -143,7 +143,7 @@ class MegatronContract:
             )
         if plan.state.is_stepped and not forward_only:
             raise ContractError(
-                "the plan has trained a step before: a plan is for one optimizer step; call "
+                "the plan has already trained a step: a plan is for one optimizer step; call "
                 "plan_step for each, or pass forward_only=True where nothing is trained"
             )
         n = plan.totals.active_tokens
@@ -175,7 +175,7 @@ class MegatronContract:
         return Trial(factor=step.factor, returns=returns)
 
     def describe(self, aggregation: Aggregation) -> str:
-        """One line for the start of a run: mode, formula, regime, K."""
+        """Write one line for the start of a run: mode, formula, regime, K."""
         return (
             f"loss aggregation {aggregation}; regime {self.regime}, K = {K_FORMULA[self.regime]} "
             f"(DP {self.dp_size}, CP {self.cp_size}); probe: {self.probe or 'off'}"
@@ -277,10 +277,10 @@ class StepContract:
         return loss, num_tokens, reports
 
     def close(self) -> None:
-        """Check, after the schedule and before the optimizer, that the step is whole and sound.
+        """Check, after the schedule and before the optimizer, that the step is complete.
 
-        Every row and microbatch came (on the last pipeline stage, which alone calls loss_func),
-        and no device found a fault in a mask or loss. Raises :class:`ContractError` or
+        Every row and microbatch arrived (on the last pipeline stage, which alone calls
+        loss_func), and no device found a fault in a mask or loss. Raises :class:`ContractError` or
         :class:`ReducerError` on this rank. One host sync for each device that recorded
         something, no collective. ``with`` calls it.
         """
@@ -299,8 +299,8 @@ class StepContract:
         own, its = self.plan.active_tokens, reducer.plan.active_tokens
         if its is not own:  # under() keeps the very array
             raise ContractError(
-                f"the reducer is of a step of {len(its)} rows, this one has {len(own)}, or it is "
-                "of another plan of as many: make it with this step's plan or plan.under(...)"
+                f"got a reducer of another plan ({len(its)} rows), expected one of this plan "
+                f"({len(own)} rows): make it with plan.reducer(...) or under(...)"
             )
         self._ledger.add(reducer.rows[reducer.rows != FILLER])
 

@@ -24,10 +24,10 @@ from megatron_lossagg.errors import PlanError
 from megatron_lossagg.exchange import Exchange
 from megatron_lossagg.integers import Ints, IntsLike, first_few, host_integers, is_integer
 
-__all__ = ["MOST_TOKENS", "Counts", "Rows", "Sequences", "StepTotals", "count_step"]
+__all__ = ["MOST_TOKENS", "Counts", "Ids", "Rows", "Sequences", "StepTotals", "count_step"]
 
 Ids = IntsLike | Sequence[str] | npt.NDArray[np.str_]
-Kind = Literal["sample", "prompt"]
+_Kind = Literal["sample", "prompt"]
 
 MOST_TOKENS = 2**53
 """The largest count: integers up to it are exact in the float64 of a weight."""
@@ -126,7 +126,7 @@ class Rows:
 
     @staticmethod
     def empty() -> Rows:
-        """Return no rows: what a rank counts that has only a fault to tell."""
+        """Return no rows: what a rank counts that has only a fault to report."""
         return Rows(active_tokens=np.zeros(0, dtype=np.int64))
 
     @staticmethod
@@ -151,7 +151,7 @@ class Rows:
 
     @property
     def given(self) -> list[str]:
-        """Which ids this rank has: all ranks must have the same."""
+        """The ids that this rank has: all ranks must have the same."""
         return [
             name for name in ("sample", "prompt", "microbatch") if getattr(self, name) is not None
         ]
@@ -180,7 +180,7 @@ class Rows:
         return _Table(*(unknown_S if column is None else column for column in columns))
 
     def with_totals(self, totals: StepTotals) -> Counts:
-        """Counts where the caller knows the step's totals; raises where ids need more."""
+        """Count where the caller knows the step's totals; raises where ids need more."""
         for kind in ("sample", "prompt"):
             if getattr(self, kind) is not None and getattr(self, f"{kind}_tokens") is None:
                 raise PlanError(
@@ -229,32 +229,32 @@ class Rows:
         if len(wrong):
             raise PlanError(
                 f"row {wrong[0]} is a sample of its own with {self.active_tokens[wrong[0]]} active "
-                f"tokens, sample_tokens says {self.sample_tokens[wrong[0]]}: give sample= for a "
+                f"tokens, its sample_tokens is {self.sample_tokens[wrong[0]]}: give sample= for a "
                 "sample that was split into rows"
             )
 
     def _check_totals(self, totals: StepTotals) -> None:
-        """Raise where the step's totals, or its ids' tokens, cannot hold the rows that are here."""
+        """Raise where the step's totals, or its ids' tokens, are below those of this rank."""
         table = self.table
-        here = {
+        least = {
             "active_tokens": int(self.active_tokens.sum()),
             "samples": len(self.active_tokens),
             "active_samples": int(np.count_nonzero(self.active_tokens)),
         }
-        kinds: tuple[Kind, Kind] = ("sample", "prompt")
+        kinds: tuple[_Kind, _Kind] = ("sample", "prompt")
         for kind in kinds:
             if getattr(self, kind) is not None:
                 groups = _Groups.of(getattr(self, kind))
                 tokens = _tokens_by_id(kind, table, groups, is_whole=False)
-                here |= {f"{kind}s": tokens.num, f"active_{kind}s": tokens.num_active}
+                least |= {f"{kind}s": tokens.num, f"active_{kind}s": tokens.num_active}
                 if kind == "sample":
                     _check_one_prompt(table, groups)
         for name in ("active_tokens", "samples", "prompts", "active_samples", "active_prompts"):
             value = getattr(totals, name)
-            if value is not None and not is_integer(value, lowest=here.get(name, 0)):
+            if value is not None and not is_integer(value, lowest=least.get(name, 0)):
                 raise PlanError(
-                    f"got StepTotals({name}={value!r}) for a step whose rows here have "
-                    f"{here.get(name, 0)}: give the integer counted over the whole step"
+                    f"got StepTotals({name}={value!r}) for a step whose rows on this rank have "
+                    f"{least.get(name, 0)}: give the integer counted over the whole step"
                 )
 
 
@@ -290,17 +290,17 @@ def count_step(aggregation: Aggregation, rows: Rows, fault: str, exchange: Excha
 
     table = _Table(*exchange.rows(rows.table, gathered.rows))
     first = int(np.sum(gathered.rows[: exchange.rank]))
-    here = slice(first, first + len(n_S))
+    own_rows = slice(first, first + len(n_S))
     samples, sample_tokens, prompt_tokens = None, n_S, None
     if rows.sample is not None:
         samples = _Groups.of(table.sample)
         by_sample = _tokens_by_id("sample", table, samples)
         _check_one_prompt(table, samples)
-        sample_tokens = by_sample.of_rows[here]
+        sample_tokens = by_sample.of_rows[own_rows]
         totals = replace(totals, samples=by_sample.num, active_samples=by_sample.num_active)
     if rows.prompt is not None:
         by_prompt = _tokens_by_id("prompt", table, _Groups.of(table.prompt))
-        prompt_tokens = by_prompt.of_rows[here]
+        prompt_tokens = by_prompt.of_rows[own_rows]
         totals = replace(totals, prompts=by_prompt.num, active_prompts=by_prompt.num_active)
         if rows.samples_per_prompt is not None:
             _check_samples_per_prompt(table, samples, rows.samples_per_prompt)
@@ -365,7 +365,7 @@ class _Tokens(NamedTuple):
     of_rows: Ints
 
 
-def _tokens_by_id(kind: Kind, table: _Table, groups: _Groups, *, is_whole: bool = True) -> _Tokens:
+def _tokens_by_id(kind: _Kind, table: _Table, groups: _Groups, *, is_whole: bool = True) -> _Tokens:
     """Sum tokens by id.
 
     ``is_whole``: the rows are the whole step's, and a claim must equal the sum; else it may
@@ -381,8 +381,8 @@ def _tokens_by_id(kind: Kind, table: _Table, groups: _Groups, *, is_whole: bool 
     if len(wrong):
         raise PlanError(
             f"{kind} {getattr(table, kind)[wrong[0]]} has {sum_A[wrong[0]]} active tokens "
-            f"{'in the step' if is_whole else 'here alone'}, "
-            f"Sequences.{kind}_tokens says {claim_A[wrong[0]]}: all its rows belong to one step"
+            f"{'in the step' if is_whole else 'on this rank alone'}, "
+            f"Sequences.{kind}_tokens is {claim_A[wrong[0]]}: all its rows belong to one step"
         )
     return _Tokens(groups.num, int(np.count_nonzero(tokens_I)), sum_A)
 
@@ -464,7 +464,7 @@ def _checked(
     return host_integers(f"Sequences.{name}", values, PlanError, lowest=lowest, length=length)
 
 
-def _checked_ids(name: Kind, ids: Ids | None, length: int) -> Ints | None:
+def _checked_ids(name: _Kind, ids: Ids | None, length: int) -> Ints | None:
     """Check ids; strings become 63-bit hashes, the same on every rank."""
     if ids is None or isinstance(ids, Tensor):
         return _checked(name, ids, length)

@@ -1,8 +1,19 @@
 """What this package raises: one base, and one class for each thing that can be wrong.
 
 Every class also inherits the standard type it refines, so ``except ValueError``
-keeps working. A message says what was got, what was wanted and what to change.
+keeps working. A message states what was got, what was expected and what to change.
 """
+
+__all__ = [
+    "AggregationError",
+    "ContractError",
+    "LayoutError",
+    "LossAggregationError",
+    "PlanError",
+    "ProofError",
+    "ReducerError",
+    "ReducerPathError",
+]
 
 
 class LossAggregationError(Exception):
@@ -10,7 +21,7 @@ class LossAggregationError(Exception):
 
 
 class AggregationError(LossAggregationError, ValueError):
-    """An aggregation that names no loss: unknown mode, missing or superfluous divisor."""
+    """An invalid aggregation: unknown mode, missing or superfluous divisor."""
 
 
 class PlanError(LossAggregationError, ValueError):
@@ -18,7 +29,7 @@ class PlanError(LossAggregationError, ValueError):
 
 
 class LayoutError(LossAggregationError, ValueError):
-    """Lengths, offsets or ranks that describe no split of the tokens."""
+    """Lengths, offsets or ranks that do not describe a split of the tokens."""
 
 
 class ReducerError(LossAggregationError, ValueError):
@@ -26,12 +37,12 @@ class ReducerError(LossAggregationError, ValueError):
 
 
 class ReducerPathError(LossAggregationError, ImportError):
-    """A custom reducer path that leads to no callable."""
+    """A custom reducer path that does not lead to a callable."""
 
 
 class ContractError(LossAggregationError, RuntimeError):
-    """A Megatron-Core, configuration or call sequence whose scaling cannot be undone."""
+    """A Megatron-Core, configuration or call sequence whose scaling cannot be compensated."""
 
 
 class ProofError(LossAggregationError, ValueError):
-    """Parallel sizes or options under which no proof can run."""
+    """Parallel sizes or options that cannot be verified."""

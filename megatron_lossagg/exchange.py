@@ -1,7 +1,7 @@
 """What the ranks of a group send each other: a few integers, ragged rows, a message.
 
-Each call is one collective and one host sync. The tensors live where the group's backend
-wants them: on the CPU for gloo, on the current CUDA device for NCCL.
+Each call is one collective and one host sync. The tensors are where the group's backend
+needs them: on the CPU for gloo, on the current CUDA device for NCCL.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Exchange:
         return list(np.concatenate(parts, axis=1))
 
     def messages(self, own: str) -> list[str]:
-        """Gather a string of every rank, cut to 2048 bytes. One all-gather."""
+        """Gather a string of every rank, truncated to 2048 bytes. One all-gather."""
         packed = np.zeros(_MESSAGE_BYTES, dtype=np.uint8)
         encoded = np.frombuffer(own.encode()[:_MESSAGE_BYTES], dtype=np.uint8)
         packed[: len(encoded)] = encoded

@@ -16,7 +16,7 @@ from torch import Tensor
 __all__ = ["Describe", "Faults", "on_host"]
 
 Describe = Callable[[list[float]], str]
-"""From the values that were recorded to a message; empty where they are no fault."""
+"""From the recorded values to a message; empty where they are not a fault."""
 
 
 def on_host(tensor: Tensor) -> bool:
@@ -25,7 +25,7 @@ def on_host(tensor: Tensor) -> bool:
 
 
 class Faults:
-    """The results of a step's checks that still lie on a device, in the order of the checks.
+    """The results of a step's checks that are still on a device, in the order of the checks.
 
     ``locate``: whether a loss that is not finite is located on the device as well, so that
     its row and token can be named; it costs another pass over the losses of every call.

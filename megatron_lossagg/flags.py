@@ -2,7 +2,7 @@
 
 For Megatron's ``extra_args_provider``. Without a flag nothing is touched: stock Megatron
 bit for bit. ``--calculate-per-token-loss`` stays Megatron's: it chooses how Megatron scales
-(the regime), never which loss is meant.
+(the regime), never which loss is configured.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def aggregation_from_args(args: argparse.Namespace) -> Aggregation | None:
 
     A flag that ``args`` lacks (a host whose arguments come from a file) has its default; a
     number that a file gives as a string is read as a number. Raises :class:`AggregationError`
-    for contradicting flags, and :class:`ReducerPathError` for a reducer path that leads to no
-    callable, at launch rather than at the first step: it imports the path's module.
+    for contradicting flags, and :class:`ReducerPathError` for a reducer path that does not lead
+    to a callable, at launch rather than at the first step: it imports the path's module.
     """
     args = _with_defaults(args)
     mode, divisor = args.loss_aggregation, _as_number(args.loss_aggregation_divisor)
@@ -96,7 +96,7 @@ def aggregation_from_args(args: argparse.Namespace) -> Aggregation | None:
                     "was given too: one of them would be ignored, drop one"
                 )
         aggregation = Aggregation(CUSTOM, reducer_path=path)
-        load_reducer_factory(path)  # a path that leads nowhere is found at launch
+        load_reducer_factory(path)  # an invalid path fails at launch
         return aggregation
     if mode is None:
         alone = {

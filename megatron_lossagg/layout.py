@@ -1,10 +1,10 @@
 """Which tokens of a microbatch this context-parallel rank holds, and in which order.
 
 A layout is index arithmetic on host integers: no tensor, no rank lookup, no
-collective. It cuts a microbatch's mask into *segments* (one packed row each) and says,
-as *runs* of consecutive mask positions, what this rank's per-token losses belong to.
-Zigzag: a row padded to a multiple of 2 CP is cut into 2 CP chunks; CP rank r holds the
-chunks r and 2 CP - 1 - r, in that order.
+collective. It splits a microbatch's mask into *segments* (one packed row each) and lists,
+as *runs* of consecutive mask positions, the tokens that this rank's per-token losses
+belong to. Zigzag: a row padded to a multiple of 2 CP is split into 2 CP chunks; CP rank r
+holds the chunks r and 2 CP - 1 - r, in that order.
 
 Shape suffixes: R = runs of consecutive positions; S1 = segments + 1.
 """
@@ -36,7 +36,7 @@ class Layout:
 
     name: str
     offset_S1: Ints
-    """Segment i lies at ``offset_S1[i]:offset_S1[i + 1]`` of the mask."""
+    """Segment i is at ``offset_S1[i]:offset_S1[i + 1]`` of the mask."""
     start_R: Ints
     """First mask position of a run."""
     length_R: Ints
@@ -72,7 +72,7 @@ class Layout:
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """Where this rank's tokens lie in the mask, in order: int64 ``[num_local_tokens]``, CPU.
+        """Mask positions of this rank's tokens, in order: int64 ``[num_local_tokens]``, CPU.
 
         ``tokens[layout.positions]`` slices anything that is packed like the mask.
         """
@@ -88,7 +88,7 @@ class Layout:
 
     @property
     def _shift_R(self) -> Ints:
-        """How far a run lies in the mask behind its place among this rank's tokens."""
+        """Offset between a run's mask positions and its indices among this rank's tokens."""
         shift_R: Ints = self.start_R - (np.cumsum(self.length_R) - self.length_R)
         return shift_R
 
@@ -106,7 +106,7 @@ class Layout:
 
     @staticmethod
     def thd_zigzag(cu_seqlens_padded: IntsLike, *, cp_size: int, cp_rank: int) -> Layout:
-        """Packed sequences, sliced as Megatron-Core and Transformer Engine slice them.
+        """Lay out packed sequences, sliced as Megatron-Core and Transformer Engine slice them.
 
         ``cu_seqlens_padded``: offsets of the *padded* segments, from 0, shape ``(n,)``
         or ``(1, n)``. Mask and tokens are packed over these offsets before slicing.
@@ -118,7 +118,7 @@ class Layout:
 
     @staticmethod
     def bshd_zigzag(batch_size: int, seq_length: int, *, cp_size: int, cp_rank: int) -> Layout:
-        """One row a batch entry: mask ``[b, s]``, per-token losses ``[b, s / CP]``.
+        """Lay out one row per batch entry: mask ``[b, s]``, per-token losses ``[b, s / CP]``.
 
         Source: Megatron-Core ``get_batch_on_this_cp_rank``.
         """
@@ -140,7 +140,7 @@ class Layout:
         cp_rank: int,
         max_seq_len: int | None = None,
     ) -> Layout:
-        """Response tokens only, as slime and miles hold them: mask = all responses in a row.
+        """Lay out response tokens only, as slime and miles do: mask = all responses end to end.
 
         Response token j of a row of ``total`` tokens sits on logit ``total - response -
         1 + j``, and the logit decides the rank: chunk = ceil(total / 2 CP), or
@@ -161,7 +161,7 @@ class Layout:
 
     @staticmethod
     def local(row_lengths_here: IntsLike, *, cp_size: int, cp_rank: int) -> Layout:
-        """Mask and losses are already this rank's, as from Megatron-LM's ``get_batch``.
+        """Take mask and losses as already this rank's, as from Megatron-LM's ``get_batch``.
 
         ``row_lengths_here``: tokens of each row on this rank.
         """
@@ -243,8 +243,8 @@ def _response_zigzag(
     response_S = np.frombuffer(responses, dtype=np.int64).copy()
     if total_S.shape != response_S.shape:
         raise LayoutError(
-            f"got {len(total_S)} total_lengths and {len(response_S)} response_lengths: one "
-            "of each a row"
+            f"got {len(total_S)} total_lengths and {len(response_S)} response_lengths, "
+            "expected one of each per row"
         )
     _check_lengths("response_lengths", response_S)
     promptless = np.flatnonzero(response_S >= total_S)
@@ -267,7 +267,7 @@ def _response_zigzag(
     first_logit_S = total_S - response_S - 1
     start_R, length_R = [], []
     for k in (cp_rank, 2 * cp_size - 1 - cp_rank):
-        # Logits of chunk k that predict a response token: [k c, (k+1) c) cut to the response.
+        # Logits of chunk k that predict a response token: [k c, (k+1) c) clipped to the response.
         lo_S = np.clip(k * chunk_S, first_logit_S, total_S - 1)
         hi_S = np.clip((k + 1) * chunk_S, first_logit_S, total_S - 1)
         start_R.append(offset_S1[:-1] + lo_S - first_logit_S)

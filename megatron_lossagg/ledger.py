@@ -1,4 +1,4 @@
-"""Which rows and microbatches of a step have come; pure integers.
+"""Which rows and microbatches of a step have arrived; pure integers.
 
 Each row is in exactly one microbatch of the step. The same microbatch called again (the
 rerun machine does so) is not a doubled row: the same rows are the same microbatch.
@@ -33,10 +33,10 @@ class Ledger:
         return len(self._index_of) + self._filler_calls
 
     def add(self, rows: Ints) -> None:
-        """Note a microbatch by its rows, fillers left out.
+        """Record a microbatch by its rows, fillers left out.
 
         Raises :class:`ContractError` for a row that another microbatch had, for more
-        microbatches than planned, and for rows that are missing when the last one comes.
+        microbatches than planned, and for rows that are missing when the last one arrives.
         """
         if len(rows):
             index = self._index_of.setdefault(rows.tobytes(), len(self._index_of))
@@ -51,7 +51,7 @@ class Ledger:
             self._microbatch_S[rows] = index
         else:
             self._filler_calls += 1
-        # Microbatches of fillers alone cannot be told apart from one that was run again.
+        # Several microbatches of fillers alone look like one that was run again.
         at_least = len(self._index_of) + (self._filler_calls > 0)
         if at_least > self.num_microbatches:
             raise ContractError(
@@ -62,7 +62,7 @@ class Ledger:
             self._check_no_row_missing()
 
     def close(self, *, may_be_empty: bool) -> None:
-        """Raise :class:`ContractError` where a microbatch or a row has not come.
+        """Raise :class:`ContractError` where a microbatch or a row is missing.
 
         ``may_be_empty``: whether none at all is right, as on all but the last pipeline stage.
         """

@@ -20,9 +20,9 @@ from torch.distributed import ProcessGroup
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.scaling import Regime, ddp_factor
 
-__all__ = ["LiveGroups", "check_live", "checked_regime", "megatron_version"]
+__all__ = ["LiveGroups", "check_config", "check_live", "checked_regime", "megatron_version"]
 
-OLDEST_MEGATRON = (0, 13)
+_OLDEST_MEGATRON = (0, 13)
 
 _FLIPPED = (
     "the regime is frozen when the model is built and wrapped; set --calculate-per-token-loss "
@@ -106,7 +106,7 @@ def checked_regime(chunks: Sequence[Any]) -> Regime:
     """Refuse what cannot be compensated; return the regime that construction froze."""
     version = megatron_version()
     release = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    if release < OLDEST_MEGATRON:
+    if release < _OLDEST_MEGATRON:
         raise ContractError(
             f"megatron-core {version}: before 0.13 num_tokens is reduced over another group and "
             "the schedule multiplies by CP: install megatron-core>=0.13"
@@ -186,6 +186,6 @@ def check_live(chunks: Sequence[Any], regime: Regime) -> None:
             frozen = getattr(module, "calculate_per_token_loss", None)
             if isinstance(frozen, bool) and frozen != per_token:
                 raise ContractError(
-                    f"{name} was built with calculate_per_token_loss={frozen}, the config now says "
+                    f"{name} was built with calculate_per_token_loss={frozen}, the config now has "
                     f"{per_token}: {_FLIPPED}"
                 )

@@ -1,6 +1,6 @@
 """The rows and the training mask of one microbatch: checked, and sliced for this rank.
 
-Everything that the reducers of a microbatch share, under whatever aggregation. A mask on the
+Everything that the reducers of a microbatch share, under any aggregation. A mask on the
 CPU is checked here, in numpy; the checks of a mask on a device are left on the device, for
 the step to read when it closes.
 
@@ -234,7 +234,7 @@ class _Checks:
         is_bool = value_T.dtype == torch.bool
         keep_T = value_T.clone() if is_bool else value_T == 1
         if len(self.rows_G) and len(mask_P):
-            # The sum before a segment's end lies at the position before it, or is 0 at the start.
+            # The sum up to a segment's end is at the position before it, or is 0 at the start.
             offset_S1 = self.layout.offset_S1
             small_3S1 = to_device(
                 np.stack(
@@ -318,7 +318,7 @@ class _Checks:
 
 def _is_0_or_1(value_T: npt.NDArray[Any], keep_T: npt.NDArray[np.bool_]) -> bool:
     """Whether the values, of which ``keep_T`` are not 0, are 1 there."""
-    if value_T.dtype.kind in "iu":  # no value has a bit that 1 has not
+    if value_T.dtype.kind in "iu":  # no value may have a bit that 1 does not have
         return int(np.bitwise_or.reduce(value_T, initial=0)) in (0, 1)
     return np.array_equal(keep_T, np.equal(value_T, 1))
 

@@ -35,7 +35,7 @@ from megatron_lossagg.reducer import Reducer, ReducerFactory
 
 __all__ = ["EmptyStep", "StepCounts", "StepPlan", "StepState", "plan_step"]
 
-Floats = npt.NDArray[np.float64]
+_Floats = npt.NDArray[np.float64]
 EmptyStep = Literal["zero", "error"]
 
 
@@ -217,23 +217,23 @@ class StepCounts:
         """DP."""
         if self._plan.data_parallel_size is None:
             raise PlanError(
-                f"{self._plan.aggregation} needs the data-parallel size: give group= beside totals="
+                f"{self._plan.aggregation} needs the data-parallel size: give group= with totals="
             )
         return self._plan.data_parallel_size
 
     @property
-    def sample_tokens(self) -> Floats:
+    def sample_tokens(self) -> _Floats:
         """n_b of each row's sample, float64 ``[S]``."""
         return self._of_rows("sample_tokens", "Sequences(sample_tokens=...)")
 
     @property
-    def prompt_tokens(self) -> Floats:
+    def prompt_tokens(self) -> _Floats:
         """n_p of each row's prompt, float64 ``[S]``."""
-        source = "Sequences(prompt=...), or prompt_tokens= beside totals="
+        source = "Sequences(prompt=...), or prompt_tokens= with totals="
         return self._of_rows("prompt_tokens", source)
 
     @property
-    def microbatch_tokens(self) -> Floats:
+    def microbatch_tokens(self) -> _Floats:
         """n_mb of each row's microbatch, float64 ``[S]``."""
         return self._of_rows("microbatch_tokens", "Sequences(microbatch=...)")
 
@@ -250,7 +250,7 @@ class StepCounts:
             )
         return value
 
-    def _of_rows(self, name: str, source: str) -> Floats:
+    def _of_rows(self, name: str, source: str) -> _Floats:
         counts_S: Ints | None = getattr(self._plan, name)
         if counts_S is None:
             raise PlanError(f"{self._plan.aggregation} needs {source}, which was not given")
@@ -273,7 +273,7 @@ def plan_step(
     ``group``: the dense data-parallel group *without* context parallelism, as
     ``MegatronContract.dp_group``; every rank of it calls. ``totals``: the step's counts
     where the caller knows them; then no collective is made, and ids need
-    ``sample_tokens`` or ``prompt_tokens`` beside them. ``empty_step``: what a step with
+    ``sample_tokens`` or ``prompt_tokens`` with them. ``empty_step``: what a step with
     no active tokens does, ``"zero"`` (zero weights and one warning) or ``"error"``.
     ``fault``: why this rank has no counts to give, where it has none: the others of the group
     do not wait for it but raise the same message. ``rejects_tokens``: declares that training
@@ -303,7 +303,7 @@ def plan_step(
     if not fault:
         try:
             rows = Rows.checked(sequences)
-        except (ValueError, TypeError, OverflowError) as error:  # never one rank alone
+        except (ValueError, TypeError, OverflowError) as error:  # no rank may fail alone
             fault = str(error)
     try:
         if totals is None:
@@ -357,7 +357,8 @@ def _empty_step(empty_step: EmptyStep) -> None:
     message = "the step has no active tokens: its loss and gradient are zero"
     if empty_step == "error":
         raise PlanError(
-            f"{message}; --loss-aggregation-empty-step error (empty_step=) was set, zero goes on"
+            f"{message}; --loss-aggregation-empty-step error (empty_step=) was set: set zero to "
+            "continue"
         )
     warnings.warn(message, RuntimeWarning, stacklevel=3)
 
@@ -366,7 +367,7 @@ _warned: set[str] = set()
 
 
 def _warn_once(what: str, message: str) -> None:
-    """Warn of what would otherwise be said every step; once per process."""
+    """Warn once per process of what may recur in every step."""
     if what not in _warned:
         _warned.add(what)
         warnings.warn(message, RuntimeWarning, stacklevel=4)

@@ -1,4 +1,4 @@
-"""Custom reducers: from a path to the factory it names."""
+"""Custom reducers: load the factory at a path."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ def load_reducer_factory(path: str) -> ReducerFactory:
     Raises :class:`ReducerPathError` where the module does not import, has no such name, or
     the name is not callable. ``name`` may be dotted after a colon.
     """
-    wanted = "write pkg.mod:name of a factory(context) -> Callable[[Tensor], Tensor]"
+    expected = "write pkg.mod:name of a factory(context) -> Callable[[Tensor], Tensor]"
     module_name, colon, name = path.partition(":") if ":" in path else path.rpartition(".")
     if not module_name or not name or not colon:
-        raise ReducerPathError(f"reducer path {path!r} names no attribute of a module: {wanted}")
+        raise ReducerPathError(f"reducer path {path!r} is not an attribute of a module: {expected}")
     try:
         factory: object = importlib.import_module(module_name)
     except Exception as error:  # a module may fail to import with anything
         raise ReducerPathError(
             f"reducer path {path!r}: importing {module_name!r} raised {error!r}; install it on "
-            f"every node or put it on PYTHONPATH, and {wanted}"
+            f"every node or put it on PYTHONPATH, and {expected}"
         ) from error
     for part in name.split("."):
         try:
             factory = getattr(factory, part)
         except AttributeError as error:
             raise ReducerPathError(
-                f"reducer path {path!r}: {module_name!r} has no {name!r}; {wanted}"
+                f"reducer path {path!r}: {module_name!r} has no {name!r}; {expected}"
             ) from error
     if not callable(factory):
         raise ReducerPathError(
-            f"reducer path {path!r} leads to {factory!r}, which is not callable: {wanted}"
+            f"reducer path {path!r} leads to {factory!r}, which is not callable: {expected}"
         )
     return factory

@@ -63,7 +63,7 @@ ReducerFactory = Callable[[ReducerContext], Callable[[Tensor], Tensor]]
 
 
 class _MaskedSum(torch.autograd.Function):
-    """sum_t w_t x_t over the kept tokens, whatever the others hold.
+    """sum_t w_t x_t over the kept tokens, for any values of the others.
 
     The gradient is w itself, which is 0 where a token is not kept: the backward pass is one
     product. In the forward pass a masked token may hold inf or NaN, and inf * 0 is NaN, so
@@ -196,17 +196,17 @@ class Reducer:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             raise ReducerError(f"got {_kind(x)}, expected per-token losses in floating point")
         layout = self.layout
-        here, past_end = layout.num_local_tokens, self.microbatch.num_past_end
-        if x.numel() not in (here, here + past_end // layout.cp_size):
+        num_local, past_end = layout.num_local_tokens, self.microbatch.num_past_end
+        if x.numel() not in (num_local, num_local + past_end // layout.cp_size):
             raise ReducerError(
                 f"got {x.numel()} per-token losses (shape {tuple(x.shape)}), the layout "
-                f"{layout.name} holds {here} on CP rank {layout.cp_rank} of {layout.cp_size}: "
+                f"{layout.name} holds {num_local} on CP rank {layout.cp_rank} of {layout.cp_size}: "
                 "pass the losses of this rank's slice, in its order"
             )
         if x.dim() > 1:
             self._check_row_starts(x)
         x_T = x.reshape(-1)
-        return x_T if x_T.numel() == here else x_T[:here]
+        return x_T if x_T.numel() == num_local else x_T[:num_local]
 
     def _check_row_starts(self, x: Tensor) -> None:
         """Refuse losses of several dimensions in another order, such as ``[s, b]`` for [b, s]."""

@@ -1,6 +1,6 @@
 """How Megatron-Core scales a loss on its way to the gradient: two regimes, K, its factors.
 
-Pure arithmetic, and the only place of it: ``contract`` multiplies by K, ``probe`` measures
+Pure arithmetic, and the only place for it: ``contract`` multiplies by K, ``probe`` measures
 K, ``explain`` prints the factors and ``verify`` names the wrong ones from here. For
 ``loss_func`` that returns ``(loss, num_tokens, report)``, megatron-core 0.13 to 0.19:
 

@@ -29,7 +29,7 @@ RELEASE = tuple(int(part) for part in version("megatron-core").split(".")[:2])
 
 
 def launched(script, *arguments, processes, timeout=600):
-    """Run a worker of this folder on several processes against the package beside it."""
+    """Run a worker of this folder on several processes against this checkout's package."""
     imports = WITHOUT_MEGATRON if script in NEEDS_NO_MEGATRON else WITH_MEGATRON
     return _launched([str(TESTS / script), *map(str, arguments)], processes, timeout, imports)
 
@@ -40,7 +40,7 @@ def launched_module(module, *arguments, processes, timeout=600):
 
 
 def worker_path():
-    """Where a launched worker finds the package, this folder, and a release of Megatron-Core."""
+    """Return where a launched worker finds the package, this folder, and a release of Megatron."""
     given = filter(None, [os.environ.get("PYTHONPATH")])
     return os.pathsep.join([str(TESTS.parent), str(TESTS), *given])
 
@@ -74,10 +74,11 @@ def _seeds():
 
 @pytest.fixture(scope="session")
 def proven(tmp_path_factory):
-    """Function of layouts and cases: verdicts by (layout, case, regime); a launch per world size.
+    """Return a function from layouts and cases to verdicts; one launch per world size.
 
-    Unpacked rows are proven apart: their padding makes the reference three times as large. A
-    launch is made once per session, its references too, whichever tests ask for them.
+    The verdicts' keys are (layout, case, regime). Unpacked rows are proven apart: their padding
+    makes the reference three times as large. A launch is made once per session, its references
+    too, for all tests that need them.
     """
     references = tmp_path_factory.mktemp("references")
     cache = {}
@@ -101,14 +102,14 @@ def proven(tmp_path_factory):
 
 
 def prove_job(job, folder):
-    """Launch a job of ``megatron_lossagg.verify``; the verdicts, as its events told them."""
+    """Launch a job of ``megatron_lossagg.verify``; return the verdicts that its events report."""
     for (shape, copies), padded in references_of(job.layouts).items():
         compute_reference(Path(job.references), shape, copies=copies, padded=padded)
     job_file, events = folder / "job.json", folder / "events.jsonl"
     job_file.write_text(job.to_json())
     launched_module("megatron_lossagg.verify", job_file, events, processes=job.world_size)
-    told = [json.loads(line) for line in events.read_text().splitlines()]
-    verdicts = [v for event in told if event["event"] == "layout" for v in event["verdicts"]]
+    reported = [json.loads(line) for line in events.read_text().splitlines()]
+    verdicts = [v for event in reported if event["event"] == "layout" for v in event["verdicts"]]
     assert len(verdicts) == job.num_verdicts
     return verdicts
 
@@ -155,7 +156,7 @@ def starts_a_process(function, seen):
 
 
 def names_in(code):
-    """Every global name and attribute in a function's code, and in the functions inside it."""
+    """Return every global name and attribute in a function's code and its inner functions."""
     inside = [names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
     return set(code.co_names).union(*inside)
 
@@ -163,7 +164,10 @@ def names_in(code):
 def pytest_terminal_summary(terminalreporter):
     """Count the gradient cases: printed, so that none is lost."""
     ran, skipped = (
-        sum("::test_the_gradient_is_that_of_the_named_loss[" in report.nodeid for report in reports)
+        sum(
+            "::test_the_gradient_is_that_of_the_configured_loss[" in report.nodeid
+            for report in reports
+        )
         for reports in (
             [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, ())],
             terminalreporter.stats.get("skipped", ()),

@@ -1,4 +1,4 @@
-"""What the contract refuses and keeps account of, on a live model; DP 2, two processes."""
+"""What the contract refuses and tracks, on a live model; DP 2, two processes."""
 
 import contextlib
 import copy
@@ -22,7 +22,7 @@ CONSTANT = Aggregation("constant", divisor=10)
 
 @contextlib.contextmanager
 def refused(*words):
-    """The block raises a ContractError whose message has all the words."""
+    """Assert that the block raises a ContractError whose message has all the words."""
     with pytest.raises(ContractError) as caught:
         yield
     for word in words:
@@ -30,12 +30,12 @@ def refused(*words):
 
 
 class AbandonedError(Exception):
-    """Leaves a step as an error in it would."""
+    """Ends a step as an error in it would."""
 
 
 @contextlib.contextmanager
 def abandoned(step):
-    """A step that ends before it is whole; an exception inside it checks nothing."""
+    """Enter a step that ends early by an exception, so that nothing is checked at its end."""
     with contextlib.suppress(AbandonedError), step:
         yield step
         raise AbandonedError
@@ -114,7 +114,7 @@ def check_regime_flipped_after_wrapping_is_refused(chunk, contract):
         chunk.config.calculate_per_token_loss = False
 
 
-def check_a_bucket_scaled_otherwise_than_its_buffer_is_refused(chunk, contract):
+def check_a_bucket_scaled_differently_from_its_buffer_is_refused(chunk, contract):
     bucket = chunk.buffers[0].buckets[0]
     now, bucket.gradient_scaling_factor = bucket.gradient_scaling_factor, 0.25
     try:
@@ -134,7 +134,7 @@ def check_expert_buffer_scaled_for_the_other_regime_is_refused(chunk, contract):
 
 
 def check_experts_averaged_in_their_own_collective_are_accepted(chunk, contract):
-    """EP 2: Megatron scales their buffers otherwise than the dense ones."""
+    """EP 2: Megatron scales their buffers differently from the dense ones."""
     config = tiny_gpt.config_of(num_moe_experts=2, add_bias_linear=False)
     moe = tiny_gpt.wrapped(config, average_in_collective=True)
     factors = {moe.buffers[0].gradient_scaling_factor}
@@ -162,7 +162,7 @@ def check_hybrid_context_parallelism_is_refused(chunk, contract):
 
 
 def check_full_iteration_graphs_are_refused(chunk, contract):
-    # cuda_graph_impl came with 0.15; enable_cuda_graph stood for it.
+    # cuda_graph_impl came with 0.15; before it was enable_cuda_graph.
     fields = {field.name for field in dataclasses.fields(chunk.config)}
     local = {"cuda_graph_impl": "local"} if "cuda_graph_impl" in fields else {}
     config = tiny_gpt.config_of(**local, cuda_graph_scope="full_iteration")
@@ -199,24 +199,24 @@ def check_no_finalize_is_refused_except_for_evaluation(chunk, contract):
         chunk.config.finalize_model_grads_func = finalize
 
 
-def check_ranks_that_disagree_on_the_aggregation_all_hear_of_it(chunk, contract):
-    mine = Aggregation("constant", divisor=10 + dist.get_rank())
+def check_ranks_that_disagree_on_the_aggregation_are_refused_on_all(chunk, contract):
+    own_aggregation = Aggregation("constant", divisor=10 + dist.get_rank())
     with refused("rank 0 has .*1/\\(B 10\\)", "rank 1 has .*1/\\(B 11\\)", "same flags"):
-        MegatronContract.read(chunk, aggregation=mine)
+        MegatronContract.read(chunk, aggregation=own_aggregation)
 
 
-def check_ranks_of_different_regimes_all_hear_of_it(chunk, contract):
-    mine = tiny_gpt.wrapped(tiny_gpt.config_of(per_token=dist.get_rank() == 1))
+def check_ranks_of_different_regimes_are_refused_on_all(chunk, contract):
+    own_chunk = tiny_gpt.wrapped(tiny_gpt.config_of(per_token=dist.get_rank() == 1))
     with refused("rank 0 has .*regime average", "rank 1 has .*regime per-token"):
-        MegatronContract.read(mine)
+        MegatronContract.read(own_chunk)
 
 
-def check_any_error_of_one_rank_reaches_all_with_its_kind(chunk, contract):
-    mine = tiny_gpt.wrapped(tiny_gpt.config_of())
+def check_any_error_of_one_rank_reaches_all_with_its_type(chunk, contract):
+    own_chunk = tiny_gpt.wrapped(tiny_gpt.config_of())
     if dist.get_rank() == 1:
-        mine.ddp_config = None
+        own_chunk.ddp_config = None
     with refused(r"^rank 1: AttributeError\(.*average_in_collective"):
-        MegatronContract.read(mine)
+        MegatronContract.read(own_chunk)
 
 
 def check_a_refusal_on_one_rank_reaches_all(chunk, contract):
@@ -241,15 +241,15 @@ def check_rows_in_no_microbatch_are_named(chunk, contract):
             returns(step, contract, plan, [2])
 
 
-def check_many_missing_rows_are_told_by_the_first_six(chunk, contract):
-    for missing, told in ((6, "1, 2, 3, 4, 5, 6"), (7, "1, 2, 3, 4, 5, 6, ...")):
+def check_the_first_six_of_many_missing_rows_are_listed(chunk, contract):
+    for missing, listed in ((6, "1, 2, 3, 4, 5, 6"), (7, "1, 2, 3, 4, 5, 6, ...")):
         plan = a_plan(contract, active=[1] * (missing + 1))
-        words = re.escape(f"{missing} of {missing + 1} rows"), re.escape(f"({told})")
+        words = re.escape(f"{missing} of {missing + 1} rows"), re.escape(f"({listed})")
         with abandoned(contract.step(plan, num_microbatches=1)) as step, refused(*words):
             returns(step, contract, plan, [0])
 
 
-def check_the_same_microbatch_twice_is_no_doubling(chunk, contract):
+def check_a_microbatch_that_is_run_twice_is_not_doubled(chunk, contract):
     plan = a_plan(contract)
     step = contract.step(plan, num_microbatches=2)
     for rows in ([0], [0], [1], [1]):  # the rerun machine
@@ -262,7 +262,7 @@ def check_the_same_microbatch_twice_is_no_doubling(chunk, contract):
     step.close()
 
 
-def check_a_microbatch_of_fillers_missing_behind_another_is_noticed(chunk, contract):
+def check_a_missing_microbatch_of_fillers_is_reported(chunk, contract):
     plan = a_plan(contract)
     step = contract.step(plan, num_microbatches=3)
     for rows in ([0, 1], [-1]):
@@ -271,7 +271,7 @@ def check_a_microbatch_of_fillers_missing_behind_another_is_noticed(chunk, contr
         step.close()
 
 
-def check_rows_missing_behind_fillers_are_named_on_close(chunk, contract):
+def check_rows_missing_among_fillers_are_named_on_close(chunk, contract):
     plan = a_plan(contract)
     step = contract.step(plan, num_microbatches=3)
     for rows in ([-1], [-1], [0]):
@@ -304,7 +304,7 @@ def check_a_step_that_was_not_closed_is_refused_by_the_next(chunk, contract):
     contract.step(plan, num_microbatches=2)  # given up before the schedule
     step = contract.step(a_plan(contract), num_microbatches=2)
     returns(step, contract, step.plan, [0, 1])
-    with refused("the step before was not closed", "with contract.step", r"step\.close\(\)"):
+    with refused("the previous step was not closed", "with contract.step", r"step\.close\(\)"):
         contract.step(a_plan(contract), num_microbatches=2)
     with refused("ran for 1"):
         step.close()
@@ -335,7 +335,7 @@ def check_a_plan_trains_one_step(chunk, contract):
             returns(step, contract, plan, [0, 1])
     with contract.step(plan, num_microbatches=1) as step:
         returns(step, contract, plan, [0, 1])
-    with refused("has trained a step before", "plan_step for each", "forward_only=True"):
+    with refused("has already trained a step", "plan_step for each", "forward_only=True"):
         contract.step(plan.under("token_mean"), num_microbatches=1)
     with contract.step(plan, num_microbatches=1, forward_only=True) as step:
         returns(step, contract, plan, [0, 1])
@@ -360,7 +360,7 @@ def check_m_is_an_integer(chunk, contract):
             contract.step(a_plan(contract), num_microbatches=number)
 
 
-def check_what_is_a_mean_already_is_reported_with_its_count(chunk, contract):
+def check_a_value_that_is_already_a_mean_is_reported_with_its_count(chunk, contract):
     plan = a_plan(contract)
     with contract.step(plan, num_microbatches=1) as step:
         reducer = a_reducer(contract, plan, [0, 1])
@@ -431,18 +431,18 @@ def check_a_share_is_a_scalar(chunk, contract):
 def check_a_reducer_of_another_step_is_refused(chunk, contract):
     with abandoned(contract.step(a_plan(contract), num_microbatches=1)) as step:
         other = a_reducer(contract, a_plan(contract, active=(1, 1, 1)), [0, 1, 2])
-        with refused("of a step of 3 rows, this one has 2"):
+        with refused(r"another plan \(3 rows\), expected one of this plan \(2 rows\)"):
             step.returns(share_of(other), other)
 
 
 def check_a_reducer_of_another_plan_of_as_many_rows_is_refused(chunk, contract):
     with abandoned(contract.step(a_plan(contract, active=(4, 4)), num_microbatches=1)) as step:
         stale = a_reducer(contract, a_plan(contract, active=(1, 1)), [0, 1])
-        with refused("another plan of as many", r"plan\.under"):
+        with refused(r"another plan \(2 rows\), .* \(2 rows\)", r"plan\.reducer.* or under"):
             step.returns(share_of(stale), stale)
 
 
-def check_what_is_returned_is_what_the_schedule_can_take(chunk, contract):
+def check_the_returned_values_have_the_form_that_the_schedule_takes(chunk, contract):
     plan = a_plan(contract)
     with abandoned(contract.step(plan, num_microbatches=4)) as step:
         reducer = a_reducer(contract, plan, [0, 1])
@@ -479,7 +479,7 @@ def check_the_start_line_names_mode_formula_regime_and_k(chunk, contract):
     assert "regime per-token, K = N (DP 2, CP 1)" in per_token.describe(CONSTANT)
 
 
-def check_the_start_line_says_whether_k_was_measured(chunk, contract):
+def check_the_start_line_reports_whether_k_was_measured(chunk, contract):
     line = contract.describe(CONSTANT)
     assert "probe: K = M DP CP confirmed through DDP, schedule, finalize: measured 6 at" in line
     off = MegatronContract.read(chunk, probe=False)
@@ -548,7 +548,7 @@ def main():
             print(f"FAILED {name}: {type(error).__name__}: {error}", flush=True)
             raise
         if first:
-            print(f"HELD {name}", flush=True)
+            print(f"PASSED {name}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Takes one stand-in away at a time and sees Megatron-Core fail without it."""
+"""Take away one stand-in at a time and check that Megatron-Core fails without it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def fork_random_state():
 
 
 def route_to_experts():
-    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = None  # made once a process
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = None  # made once per process
     with Layout(moe=True) as layout:
         step(layout, layout.chunks(torch.float32), batches()["thd"])
 
@@ -105,7 +105,7 @@ NEEDED_ON = {
     },
     2: {
         "torch.distributed.all_to_all_single": exchange_tokens,
-        # Last: a stage that fails leaves its peer's message behind.
+        # Last: a stage that fails leaves its peer's message unreceived.
         "torch.cuda.synchronize": pass_between_stages,
     },
 }

@@ -1,6 +1,6 @@
 """One small GPT model, one step's data and one train step, at any layout.
 
-Shared by what the tests of the CPU room launch; importing it installs the stand-ins.
+Shared by what the tests of ``megatron_lossagg.cpu`` launch; importing it installs the stand-ins.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def batches():
 
 
 def cp_index(offsets, cp):
-    """Say which tokens this context-parallel rank holds, row by row."""
+    """Index the tokens that this context-parallel rank holds, row by row."""
     rank, held = parallel_state.get_context_parallel_rank(), []
     for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
         chunks = torch.arange(start, end).chunk(2 * cp)
@@ -183,13 +183,13 @@ def step(layout, chunks, microbatches):
     dp = parallel_state.get_data_parallel_world_size()
     dp_rank = parallel_state.get_data_parallel_rank()
     num_microbatches = NUM_MICROBATCHES // dp
-    mine = microbatches[dp_rank * num_microbatches :][:num_microbatches]
+    own_microbatches = microbatches[dp_rank * num_microbatches :][:num_microbatches]
     scale = num_microbatches * dp * layout.cp
 
     def forward_step(iterator, model):
         tokens, labels, weight, offsets = next(iterator)
-        every = offsets if offsets is not None else torch.tensor([0, tokens.size(1)])
-        index = cp_index(every, layout.cp)
+        row_offsets = offsets if offsets is not None else torch.tensor([0, tokens.size(1)])
+        index = cp_index(row_offsets, layout.cp)
         tokens, labels, weight = (x[:, index] for x in (tokens, labels, weight))
         by_megatron = {"labels": labels} if layout.tp > 1 or layout.mtp else {}
         if layout.mtp:
@@ -210,7 +210,7 @@ def step(layout, chunks, microbatches):
 
         return output, loss_func
 
-    iterators = [iter(mine) for _ in chunks]
+    iterators = [iter(own_microbatches) for _ in chunks]
     reports = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],

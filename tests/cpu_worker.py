@@ -1,4 +1,4 @@
-"""What the tests of the CPU room run on each rank; ``test_cpu_model.py`` launches it.
+"""What the tests of ``megatron_lossagg.cpu`` run on each rank; ``test_cpu_model.py`` launches it.
 
 ``cpu_worker.py SCENARIO,... DIRECTORY`` runs scenarios at every layout of its world size
 and prints one JSON object, from rank 0. The one-process run leaves its losses, gradients
@@ -76,7 +76,7 @@ def gradients(directory):
 
 
 def worst_error(found, reference, chunks):
-    """Largest error of a tensor, relative to that tensor's largest entry, over all ranks."""
+    """Return a tensor's largest error over all ranks, relative to its largest entry."""
     cuts = {shard.name: shard.cut for shard in named_shards(chunks)}
     assert dist.get_world_size() > 1 or found.keys() == reference.keys()
     worst = torch.zeros((), dtype=torch.float64)

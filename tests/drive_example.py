@@ -1,4 +1,4 @@
-"""Runs examples/drgrpo/train.py with one thing wrong that no flag can say; a launched worker.
+"""Run examples/drgrpo/train.py with one fault that no flag can cause; a launched worker.
 
 ``python drive_example.py FAULT -- FLAGS``; ``flags_are_read -- FILE`` runs no step.
 """
@@ -48,7 +48,7 @@ def rank_1_dies():
 
 
 def all_ranks_killed():
-    """SIGKILL on every rank right after all have passed step KILL_AFTER of the run."""
+    """Kill every rank by SIGKILL right after all have passed step KILL_AFTER of the run."""
     write, seen = train.MetricsLog.write, []
 
     def write_and_die(log, phase, *arguments):

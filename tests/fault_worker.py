@@ -3,8 +3,8 @@
 ``python fault_worker.py FAULT``, run under torch.distributed.run. ``killed LAYOUT FILE``: the
 last rank kills itself in loss_func of its second microbatch and leaves the time in FILE.
 ``alone FOLDER``, on one process: ranks that it starts, and that no launcher watches, lose one;
-a JSON line a loss. ``nan``: a loss of one rank is NaN. ``stock``: what stock Megatron-Core
-does wrong by itself; a JSON line a fault.
+one JSON line per loss. ``nan``: a loss of one rank is NaN. ``stock``: what stock Megatron-Core
+does wrong by itself; one JSON line per fault.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ HANGS_AFTER = 150
 
 
 def our_step(run, meddle, *, main=1):
-    """A step of token_mean times ``main``, and the loss that the last stage reports.
+    """Run a step of token_mean times ``main``; return the loss that the last stage reports.
 
     ``meddle(losses, batch, number)`` gives what the reducer gets.
     """
@@ -94,28 +94,34 @@ def losing_the_last_rank(by, file):
 
 
 def alone(folder):
-    """Run each of ``LOST`` on two processes, and tell how and when the first one ended."""
+    """Run each of ``LOST`` on two processes, and print how and when the first one ended."""
     fork = multiprocessing.get_context("fork")  # Megatron-Core is imported once
     for name, (layout, by) in LOST.items():
-        here = Path(folder, name)
-        here.mkdir()
-        ranks = [fork.Process(target=one_alone, args=(r, here, layout, by)) for r in range(2)]
+        meeting_folder = Path(folder, name)
+        meeting_folder.mkdir()
+        ranks = [
+            fork.Process(target=one_alone, args=(r, meeting_folder, layout, by)) for r in range(2)
+        ]
         for rank in ranks:
             rank.start()
         ranks[0].join(HANGS_AFTER)
-        seconds = time.time() - float((here / "time").read_text())
+        seconds = time.time() - float((meeting_folder / "time").read_text())
         ended = ranks[0].exitcode
         for rank in ranks:
             rank.kill()
             rank.join()
-        told = {"lost": name, "ended": ended, "other": ranks[1].exitcode, "seconds": seconds}
-        print(json.dumps(told), flush=True)
+        outcome = {"lost": name, "ended": ended, "other": ranks[1].exitcode, "seconds": seconds}
+        print(json.dumps(outcome), flush=True)
 
 
-def one_alone(rank, here, layout, by):
-    meet = {"init_method": f"file://{here}/meet", "rank": rank, "world_size": layout.world_size}
+def one_alone(rank, meeting_folder, layout, by):
+    meet = {
+        "init_method": f"file://{meeting_folder}/meet",
+        "rank": rank,
+        "world_size": layout.world_size,
+    }
     dist.init_process_group("gloo", **meet)
-    train(layout, losing_the_last_rank(by, here / "time"), timeout=timedelta(seconds=10))
+    train(layout, losing_the_last_rank(by, meeting_folder / "time"), timeout=timedelta(seconds=10))
 
 
 def nan():
@@ -139,7 +145,7 @@ def nan():
 
 
 def train(layout, meddle, *, timeout=None):
-    """A step; ``timeout``: of the gradients' all-reduce, which Megatron-Core takes in minutes."""
+    """Run a step; ``timeout``: of the gradients' all-reduce, minutes in Megatron-Core."""
     with megatron.split_world(layout):
         run = Run(layout, without_values(make_rows()), per_token=False)
         if timeout is not None:
@@ -149,7 +155,7 @@ def train(layout, meddle, *, timeout=None):
 
 
 def stock_step(chunks, batches, layout, returns):
-    """A step whose loss_func returns ``returns(loss, num_tokens)``; nothing of this package."""
+    """Run a step with ``returns(loss, num_tokens)`` as loss_func's result, without this package."""
 
     def forward_step(iterator, chunk):
         batch = next(iterator)
@@ -176,7 +182,7 @@ def stock_model(layout, *, per_token):
 
 
 def a_masked_microbatch_under_mtp(layout):
-    """Stock and this package with MTP's loss alone, where rank 0's first microbatch is masked."""
+    """Compare stock and this package with MTP's loss alone and a masked microbatch on rank 0."""
     found = {}
     for regime in REGIMES:
         per_token = regime == "per-token"
@@ -200,14 +206,14 @@ def a_masked_microbatch_under_mtp(layout):
 
 
 def copies_of_experts_over_tensor_ranks(layout):
-    """How far the two ranks' gradients of an expert that both hold are apart, and the router's."""
+    """Compare the two ranks' gradients of an expert that both hold, and of the router."""
     model = stock_model(layout, per_token=False)
     stock_step(model, batches_of(layout), layout, as_stock)
     apart = {}
     for shard in cpu.named_shards(model):
-        mine = shard.parameter.main_grad
-        both = [torch.empty_like(mine) for _ in range(2)]
-        dist.all_gather(both, mine)
+        own_gradient = shard.parameter.main_grad
+        both = [torch.empty_like(own_gradient) for _ in range(2)]
+        dist.all_gather(both, own_gradient)
         if "experts" in shard.name or "router" in shard.name:
             kind = "experts" if "experts" in shard.name else "router"
             error = float((both[0] - both[1]).norm() / both[0].norm().clamp_min(1e-300))
@@ -220,11 +226,11 @@ def batches_of(layout):
 
 
 def counts_past_int32(layout):
-    """N times the gradient over the undivided one, for an N below 2^31 and for that N."""
+    """Measure N times the gradient over the undivided one, for N below 2^31 and N = 2^31."""
     model, batches = stock_model(layout, per_token=True), batches_of(layout)
 
     def step(count):
-        """A step in which this rank's first microbatch returns ``count``, the others 0."""
+        """Run a step in which this rank's first microbatch returns ``count``, the others 0."""
         counts = iter([count, *(0 for _ in batches[1:])])
 
         def returns(loss, num_tokens):
@@ -237,7 +243,7 @@ def counts_past_int32(layout):
 
 
 def ratio(left, right):
-    """The multiple of one gradient that another is; both have one buffer."""
+    """Return the multiple of one gradient that another is; both have one buffer."""
     (left,), (right,) = left, right
     factor = float((left * right).sum() / (right * right).sum())
     assert (left - factor * right).norm() < 1e-12 * left.norm()
@@ -245,7 +251,7 @@ def ratio(left, right):
 
 
 def regime_flipped_after_wrapping(layout):
-    """The gradient of a model that was wrapped in the other regime, over the right one."""
+    """Divide the gradient of a model wrapped in the other regime by the right one."""
     batches, found = batches_of(layout), {}
     for regime in REGIMES:
         per_token = regime == "per-token"
@@ -258,7 +264,7 @@ def regime_flipped_after_wrapping(layout):
 
 
 def two_outputs_per_token(layout):
-    """Router losses where loss_func returns no count, over those where it does; and N."""
+    """Divide router gradients without a returned count by those with one; return N too."""
     model, batches = stock_model(layout, per_token=True), batches_of(layout)
     three = stock_step(model, batches, layout, lambda loss, n: (loss * 0, n))
     two = stock_step(model, batches, layout, lambda loss, n: (loss * 0,))

@@ -104,7 +104,7 @@ def fork_ranks(
 
 
 def _check_single_threaded() -> None:
-    """Raise where this process has threads, which a fork would leave behind with their locks."""
+    """Raise where this process has threads, whose locks a fork would leave held."""
     tasks = Path("/proc/self/task")
     if tasks.exists() and len(names := list(tasks.iterdir())) > 1:
         raise RuntimeError(

@@ -22,13 +22,13 @@ PROMPTS = [3, 1, 2, 1, 4, 2, 1, 9, 3, 6, 1, 2, 1, 5]
 
 
 def load_function(path):
-    """The hosts' way from a path to a function: dots only."""
+    """Load a function as the hosts do: a path with dots only."""
     module, _, attribute = path.rpartition(".")
     return getattr(importlib.import_module(module), attribute)
 
 
 def samples():
-    """Whole token lists with a prompt length and a response mask each."""
+    """Return whole token lists with a prompt length and a response mask for each."""
     rows = []
     for row, prompt in zip(make_rows(), PROMPTS, strict=True):
         total = len(row["tokens"]) + prompt
@@ -41,7 +41,7 @@ def samples():
 
 
 def reference(path):
-    """Loss and gradients by the oracle, on one process from unpacked rows."""
+    """Save loss and gradients by the oracle, on one process from unpacked rows."""
     tiny_gpt.start()
     model = tiny_gpt.gpt(tiny_gpt.config_of(), get_gpt_layer_local_spec())
     live = []
@@ -58,7 +58,7 @@ def reference(path):
 
 
 def packed(rows, cp_size, cp_rank):
-    """One microbatch as the host packs it: whole rows padded to 2 CP, zigzag per row."""
+    """Pack one microbatch as the host does: whole rows padded to 2 CP, zigzag per row."""
     tokens, positions, offsets, picks = [], [], [0], []
     for row in rows:
         total = len(row["tokens"])
@@ -71,11 +71,11 @@ def packed(rows, cp_size, cp_rank):
             for place in range(padded)
         ]
         offsets.append(len(tokens))
-    here = tiny_gpt.zigzag(offsets, cp_size, cp_rank)
+    held = tiny_gpt.zigzag(offsets, cp_size, cp_rank)
     return {
-        "tokens": torch.tensor(tokens)[here][None],
-        "positions": torch.tensor(positions)[here][None],
-        "target": torch.tensor(picks)[here],
+        "tokens": torch.tensor(tokens)[held][None],
+        "positions": torch.tensor(positions)[held][None],
+        "target": torch.tensor(picks)[held],
         "total_lengths": [len(row["tokens"]) for row in rows],
         "response_lengths": [row["response"] for row in rows],
         "masks": [torch.tensor(row["mask"], dtype=torch.int32) for row in rows],
@@ -93,10 +93,10 @@ def compare(path):
         parallel_state.get_data_parallel_rank(),
         parallel_state.get_context_parallel_rank(),
     )
-    mine = samples()[rank::2]
+    own_samples = samples()[rank::2]
     b, dp_cp = len(samples()), 4
     for m in (1, 3):
-        batches = [packed(mine[number::m], 2, cp_rank) for number in range(m)]
+        batches = [packed(own_samples[number::m], 2, cp_rank) for number in range(m)]
 
         def forward_step(iterator, model, m=m):
             batch = next(iterator)
@@ -105,9 +105,9 @@ def compare(path):
             )
 
             def loss_func(logits):
-                here = batch["target"] >= 0
-                target = batch["target"][here][:, None]
-                x = -torch.log_softmax(logits[0][here], -1).gather(1, target).squeeze(1)
+                is_response = batch["target"] >= 0
+                target = batch["target"][is_response][:, None]
+                x = -torch.log_softmax(logits[0][is_response], -1).gather(1, target).squeeze(1)
                 reducer = factory(
                     batch["total_lengths"], batch["response_lengths"], batch["masks"], False
                 )

@@ -3,7 +3,7 @@
 ``python matrix_worker.py side|slices JOB``, JOB as ``Job.to_json`` writes it; run under
 torch.distributed.run. ``side``: MoE and MTP losses under stock's loss_func and under this
 package's, on two models. ``slices``: an unpacked batch as Megatron-Core and as ``Layout``
-cut it. Rank 0 prints a JSON line a comparison, with what every rank found.
+slice it. Rank 0 prints one JSON line per comparison, with what every rank found.
 """
 
 import megatron_lossagg.cpu as cpu
@@ -31,10 +31,10 @@ MODES = ("token_mean", "sample_mean")
 
 
 def stock_step(chunks, run, *, main):
-    """A step with the loss_func of Megatron-LM's pretrain_gpt.py, its loss times ``main``.
+    """Run a step with the loss_func of Megatron-LM's pretrain_gpt.py, times ``main``.
 
     ``chunks``: a model that this package has not seen. Stock has one mask; where the training
-    mask is narrower it counts the counting mask.
+    mask selects fewer tokens it counts the counting mask.
     """
     layout = run.parallelism
     filler = layout.row_multiple // layout.cp
@@ -47,7 +47,7 @@ def stock_step(chunks, run, *, main):
             losses = megatron.token_losses(output, batch, layout) * batch.coefficient
             loss_mask, count_mask = batch.mask_here.clone(), counting.mask_here.clone()
             for mask in (loss_mask, count_mask):
-                mask[-filler:] = 0  # stock has no row to say a filler by but the mask
+                mask[-filler:] = 0  # stock recognizes a filler by its mask alone
             loss = torch.sum(losses * loss_mask)
             num_tokens = count_mask.sum().to(torch.int)
             report = torch.stack([loss.detach().clone(), num_tokens.to(loss.dtype)])
@@ -60,20 +60,20 @@ def stock_step(chunks, run, *, main):
 
 
 def with_counting_masks(run):
-    """Each microbatch, and the same with the counting mask in the training mask's place."""
+    """Yield each microbatch, and a copy with the counting mask as its training mask."""
     rows = [replace(row, trained=row.counted) for row in run._rows]
     for batch in run.batches:
         yield batch, megatron.pack(rows, batch.rows[:-1], run.parallelism)
 
 
 def our_step(run, mode, *, main):
-    """A step under contract.step(...).returns(share * main, reducer)."""
+    """Run a step under contract.step(...).returns(share * main, reducer)."""
     run._step(Case(aggregation=Aggregation(mode)), poison=False, main=main)
     return gradients(run.chunks)
 
 
 def gradients(chunks):
-    """Every gradient buffer of the model, dense and experts', as finalize left it."""
+    """Return every gradient buffer of the model, dense and experts', as finalize left it."""
     return [
         buffer.grad_data.clone()
         for chunk in chunks
@@ -86,7 +86,7 @@ def the_same(left, right):
 
 
 def distance(left, right):
-    """Relative, the largest over buffers."""
+    """Return the largest relative difference over buffers."""
     return max(float((a - b).norm() / b.norm()) for a, b in zip(left, right, strict=True))
 
 
@@ -112,7 +112,7 @@ def compare(layout, *, per_token, rejected):
 
 
 def without_values(rows):
-    """A step's rows, and no losses or gradients: what this compares with is stock."""
+    """Make a reference with rows only: the comparison is with stock, not with the oracle."""
     none = torch.zeros(0)
     return Reference(
         rows=rows, padded=4, losses_Y=none, gradients_YP=none.view(0, 0), parameters={}
@@ -124,11 +124,11 @@ def side(layout):
     for regime in REGIMES:
         for rejected in (False, True):
             found = compare(layout, per_token=regime == "per-token", rejected=rejected)
-            tell(found, layout=str(layout), regime=regime, rejected=rejected)
+            print_comparison(found, layout=str(layout), regime=regime, rejected=rejected)
 
 
 def slices(layout):
-    """Cut a batch for this rank as Megatron-Core and as the layout does."""
+    """Slice a batch for this rank as Megatron-Core and as the layout does."""
     place = {"cp_size": layout.cp, "cp_rank": parallel_state.get_context_parallel_rank()}
     for rows, length in ((1, 2 * layout.cp), (3, 8 * layout.cp), (2, 10 * layout.cp)):
         whole = {
@@ -144,10 +144,10 @@ def slices(layout):
                 for name, value in whole.items()
             }
             found["shorter"] = cut["tokens"].shape == (rows, length // layout.cp)
-            tell(found, layout=str(layout), rows=rows, length=length)
+            print_comparison(found, layout=str(layout), rows=rows, length=length)
 
 
-def tell(found, **key):
+def print_comparison(found, **key):
     """Print what every rank found, on rank 0."""
     ranks = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, found)

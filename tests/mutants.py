@@ -123,7 +123,7 @@ def sampled(folder: Path, module: str, number: int) -> list[str]:
 
 
 def main() -> int:
-    """Run mutmut for each module and print what survived, then one line a module."""
+    """Run mutmut for each module and print what survived, then one line per module."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("modules", nargs="*", metavar="MODULE", help=", ".join(TESTS))
     parser.add_argument("--sample", type=int, metavar="N")
@@ -151,8 +151,8 @@ def main() -> int:
         count = Counter(statuses.values())
         of = f" of {len(statuses)}, sampled" if options.sample else ""
         tried = len(statuses) - count.pop("not checked", 0)
-        told = ", ".join(f"{number} {status}" for status, number in sorted(count.items()))
-        lines.append(f"{module}: {tried} mutants{of}: {told}")
+        statuses_text = ", ".join(f"{number} {status}" for status, number in sorted(count.items()))
+        lines.append(f"{module}: {tried} mutants{of}: {statuses_text}")
     print("", *lines, sep="\n")
     return 0
 

@@ -12,8 +12,8 @@ def test_the_checks_of_the_plan_worker_hold():
     def work():
         with contextlib.redirect_stdout(io.StringIO()) as out:
             plan_worker.main()
-        told = [json.loads(line[6:]) for line in out.getvalue().splitlines()]
-        for name, every in told:
-            assert not any(every), (name, every)
+        results = [json.loads(line[6:]) for line in out.getvalue().splitlines()]
+        for name, faults in results:
+            assert not any(faults), (name, faults)
 
     on_two_ranks(work)

@@ -1,4 +1,4 @@
-"""Stock Megatron's own loss and loss scale beside this package, DP 2 x CP 2; a launched worker."""
+"""Stock Megatron's own loss and loss scale and this package's, DP 2 x CP 2; a launched worker."""
 
 import megatron_lossagg.cpu as cpu
 
@@ -21,7 +21,7 @@ LAYOUT = Parallelism(dp=2, cp=2, microbatches=3)
 
 
 def stock_step(run):
-    """A step with Megatron-LM's loss_func: masked sum, token count, report."""
+    """Run a step with Megatron-LM's loss_func: masked sum, token count, report."""
 
     def forward_step(iterator, chunk):
         batch = next(iterator)
@@ -30,7 +30,7 @@ def stock_step(run):
         def loss_func(output):
             nll = megatron.token_losses(output, batch, LAYOUT)
             keep = batch.mask_here == 1
-            keep[-2:] = False  # the filler: stock has no row to say it by but the mask
+            keep[-2:] = False  # the filler: stock recognizes it by its mask alone
             x = nll * batch.coefficient
             total = torch.where(keep, x, 0).sum()
             report = {"loss": torch.stack([total.detach().clone(), keep.sum()])}

@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from step_data import deal, make_rows
+from step_data import assign, make_rows
 
 from megatron_lossagg import Aggregation, Layout, Sequences, StepBuffer, StepTotals, plan_step
 from megatron_lossagg.errors import PlanError, ReducerError
@@ -36,7 +36,7 @@ COLLECTIVES = [name for name in dir(dist) if name.startswith(_STARTS)]
 
 @contextlib.contextmanager
 def collectives_counted():
-    """Count every collective of torch.distributed that is called by its name."""
+    """Count every collective of torch.distributed that is called by name."""
     seen, originals = Counter(), {name: getattr(dist, name) for name in COLLECTIVES}
 
     def counted(name, original):
@@ -55,48 +55,48 @@ def collectives_counted():
             setattr(dist, name, original)
 
 
-def mine(rows, keys):
+def rows_of_this_rank(rows, keys):
     return [index for index, key in enumerate(keys) if key[0] == dist.get_rank()]
 
 
-def dealt(m, **leave_out):
-    """All rows, this rank's, and its Sequences."""
+def assigned(m, **leave_out):
+    """Return all rows with their keys, this rank's indices, and its Sequences."""
     rows = make_rows()
-    keys = deal(rows, dist.get_world_size(), [m] * dist.get_world_size())
-    here = mine(rows, keys)
+    keys = assign(rows, dist.get_world_size(), [m] * dist.get_world_size())
+    indices = rows_of_this_rank(rows, keys)
     fields = {
-        "sample": [rows[i]["sample"] for i in here],
-        "prompt": [rows[i]["prompt"] for i in here],
-        "microbatch": [keys[i][1] for i in here],
+        "sample": [rows[i]["sample"] for i in indices],
+        "prompt": [rows[i]["prompt"] for i in indices],
+        "microbatch": [keys[i][1] for i in indices],
     }
     fields = {name: value for name, value in fields.items() if name not in leave_out}
-    counts = [sum(rows[i]["counted"]) for i in here]
-    return rows, keys, here, Sequences(active_tokens=counts, num_microbatches=m, **fields)
+    counts = [sum(rows[i]["counted"]) for i in indices]
+    return rows, keys, indices, Sequences(active_tokens=counts, num_microbatches=m, **fields)
 
 
 def refused_everywhere(message, aggregation, sequences):
-    """Every rank refuses to plan, with the same message."""
+    """Assert that every rank refuses to plan, with the same message."""
     raised_everywhere(message, plan_step, aggregation, sequences, group=dist.group.WORLD)
 
 
 def raised_everywhere(message, call, *arguments, **options):
-    """Every rank raises the same message; told to all before any of them gives up here."""
+    """Assert that every rank raises the same message; all compare before any of them fails."""
     raised = None
     try:
         call(*arguments, **options)
     except Exception as error:
         raised = type(error).__name__, str(error)
-    every = [None] * dist.get_world_size()
-    dist.all_gather_object(every, raised)
-    assert len(set(every)) == 1, every
+    raised_by_rank = [None] * dist.get_world_size()
+    dist.all_gather_object(raised_by_rank, raised)
+    assert len(set(raised_by_rank)) == 1, raised_by_rank
     assert raised is not None
-    assert raised[0] == "PlanError", every
-    assert re.search(message, raised[1]), every
+    assert raised[0] == "PlanError", raised_by_rank
+    assert re.search(message, raised[1]), raised_by_rank
 
 
 def check_weights_are_the_oracles_over_ranks():
     for m in (1, 3, 4):
-        rows, keys, here, sequences = dealt(m)
+        rows, keys, indices, sequences = assigned(m)
         for aggregation in AGGREGATIONS:
             plan = plan_step(aggregation, sequences, group=dist.group.WORLD)
             # The loss is linear in x: its derivative at one token of a row is the row's weight.
@@ -116,19 +116,19 @@ def check_weights_are_the_oracles_over_ranks():
                 microbatches=[m] * dist.get_world_size(),
             )
             grads = torch.autograd.grad(loss, x, allow_unused=True)
-            for weight, index in zip(plan.weights.tolist(), here, strict=True):
+            for weight, index in zip(plan.weights.tolist(), indices, strict=True):
                 want = 0.0 if grads[index] is None else grads[index].abs().max().item()
                 assert abs(weight - want) <= 1e-15 + 1e-13 * want, (aggregation, index)
 
 
 def check_a_step_makes_two_collectives_with_ids_and_one_without():
-    _, _, _, sequences = dealt(3)
+    _, _, _, sequences = assigned(3)
     with collectives_counted() as seen:
         plan = plan_step(AGGREGATIONS[3], sequences, group=dist.group.WORLD)
         for aggregation in AGGREGATIONS:
             plan.under(aggregation).weights  # noqa: B018
     assert seen.total() == 2, seen
-    _, _, _, sequences = dealt(3, sample=None, prompt=None)
+    _, _, _, sequences = assigned(3, sample=None, prompt=None)
     with collectives_counted() as seen:
         plan_step(AGGREGATIONS[1], sequences, group=dist.group.WORLD)
     assert seen.total() == 1, seen
@@ -169,7 +169,7 @@ def check_a_rank_without_rows_takes_part():
     assert plan.totals.samples == dist.get_world_size() - 1
 
 
-def check_bad_counts_on_one_rank_are_told_on_all():
+def check_bad_counts_on_one_rank_are_reported_on_all():
     counts = [3, -1] if dist.get_rank() == 1 else [3, 1]
     refused_everywhere(
         "rank 1 of the data-parallel group: Sequences.active_tokens: got -1 at index 1",
@@ -178,7 +178,7 @@ def check_bad_counts_on_one_rank_are_told_on_all():
     )
 
 
-def check_ids_of_the_wrong_length_on_one_rank_are_told_on_all():
+def check_ids_of_the_wrong_length_on_one_rank_are_reported_on_all():
     ids = [1] if dist.get_rank() == 0 else [1, 2]
     refused_everywhere(
         "rank 0 of the data-parallel group: Sequences.sample: got 1 entries, expected 2",
@@ -201,7 +201,7 @@ def check_ids_on_one_rank_only_are_refused():
     )
 
 
-def check_what_is_no_count_at_all_on_one_rank_is_told_on_all():
+def check_a_value_that_is_not_a_count_on_one_rank_is_reported_on_all():
     refused_everywhere(
         "rank 1 of the data-parallel group: ",
         Aggregation("token_mean"),
@@ -217,7 +217,7 @@ def check_aggregations_that_differ_are_refused():
     )
 
 
-def check_aggregations_that_differ_where_the_formula_is_silent_are_refused():
+def check_different_aggregations_with_the_same_formula_are_refused():
     other = dist.get_rank() == 1
     refused_everywhere(
         "rank 0 has .*, rank 1 has ",
@@ -234,7 +234,7 @@ def check_divisors_that_differ_by_one_token_are_refused():
     )
 
 
-def check_an_empty_step_is_told_by_every_rank():
+def check_every_rank_reports_an_empty_step():
     sequences = Sequences(active_tokens=[0] * (dist.get_rank() + 1))
     with pytest.warns(RuntimeWarning, match="no active tokens") as caught:
         plan_step(Aggregation("token_mean"), sequences, group=dist.group.WORLD)
@@ -243,7 +243,7 @@ def check_an_empty_step_is_told_by_every_rank():
         plan_step(Aggregation("token_mean"), sequences, group=dist.group.WORLD, empty_step="error")
 
 
-def check_a_rank_without_active_token_warns_of_nothing():
+def check_a_rank_with_no_active_tokens_does_not_warn():
     sequences = Sequences(active_tokens=[0] if dist.get_rank() == 0 else [4])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -333,7 +333,7 @@ def check_an_error_beside_totals_names_its_rank_and_makes_no_collective():
     assert seen.total() == 0, seen
 
 
-def check_a_refused_step_leaves_no_rank_behind():
+def check_after_a_refused_step_all_ranks_can_plan_again():
     refused_everywhere(
         "rank 0 of the data-parallel group",
         Aggregation("token_mean"),
@@ -369,7 +369,7 @@ def check_a_forgotten_group_is_refused():
 def check_a_microbatch_mean_with_totals_needs_the_group():
     sequences = Sequences(active_tokens=[3], microbatch=[0])
     mode = Aggregation("microbatch_token_mean")
-    with pytest.raises(PlanError, match="group= beside totals="):
+    with pytest.raises(PlanError, match="group= with totals="):
         plan_step(mode, sequences, totals=StepTotals())
     plan = plan_step(mode, sequences, totals=StepTotals(), group=dist.group.WORLD)
     assert plan.weights.tolist() == [1 / (3 * dist.get_world_size())]
@@ -410,7 +410,7 @@ BUFFERS = {
 }
 
 
-def check_a_buffer_that_cannot_read_or_count_on_one_rank_is_told_on_all():
+def check_a_buffer_that_cannot_read_or_count_on_one_rank_is_reported_on_all():
     for message, (iterator, count) in BUFFERS.items():
         faulty = dist.get_rank() == 1
         buffer = StepBuffer(iterator() if faulty else iter([["a"], ["bb"]]), 2)
@@ -428,27 +428,30 @@ def check_a_buffer_that_cannot_read_or_count_on_one_rank_is_told_on_all():
     assert plan.totals.active_tokens == 3 * dist.get_world_size()
 
 
-def check_a_buffer_that_cannot_read_is_told_to_tensor_parallel_ranks_without_data():
+def check_a_buffer_that_cannot_read_is_reported_on_tensor_parallel_ranks_without_data():
     alone, _ = dist.new_subgroups(group_size=1)
     for faulty in range(dist.get_world_size()):
         for message, (iterator, count) in BUFFERS.items():
             if dist.get_rank() == faulty:
-                source, mine = iterator(), count
+                source, own_count = iterator(), count
             else:
-                source, mine = (iter([["a"], ["bb"]]) if dist.get_rank() == 0 else None), lengths
+                source, own_count = (
+                    (iter([["a"], ["bb"]]) if dist.get_rank() == 0 else None),
+                    lengths,
+                )
             if faulty and "got -1" in message:
                 continue  # the counts of the first rank are taken
             raised_everywhere(
                 message if "got -1" in message else f"tensor-parallel rank {faulty}: .*{message}",
                 StepBuffer(source, 2).plan,
                 Aggregation("token_mean"),
-                mine,
+                own_count,
                 group=alone,
                 tp_group=dist.group.WORLD,
             )
 
 
-def check_ranks_without_iterator_and_counts_are_told_together():
+def check_a_rank_without_iterator_and_counts_is_reported_on_all():
     source = None if dist.get_rank() == 1 else iter([["a"]])
     raised_everywhere(
         "rank 1 of the data-parallel group: this rank has no data iterator .* pass tp_group=",
@@ -472,10 +475,10 @@ def main():
             check()
         except (Exception, pytest.fail.Exception):  # printed below; the next check still runs
             failed = traceback.format_exc()
-        every = [None] * dist.get_world_size()
-        dist.all_gather_object(every, failed)
+        failed_by_rank = [None] * dist.get_world_size()
+        dist.all_gather_object(failed_by_rank, failed)
         if dist.get_rank() == 0:
-            print("CHECK", json.dumps([name, every]), flush=True)
+            print("CHECK", json.dumps([name, failed_by_rank]), flush=True)
     gc.collect()  # caught errors hold frames, and these the group, whose threads end with it
     dist.destroy_process_group()
 

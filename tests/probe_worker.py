@@ -1,4 +1,4 @@
-"""The startup probe on real Megatron-Core: stock passes, a patched one is caught, nothing moves.
+"""The startup probe on real Megatron-Core: stock passes unchanged, a patched one is caught.
 
 ``probe_worker.py`` runs every layout that its number of processes has; ``probe_worker.py
 alone`` lets one rank fail while the others wait.
@@ -41,7 +41,7 @@ from megatron_lossagg.errors import ContractError
 from megatron_lossagg.probe import startup, together
 
 REPEATS = int(os.environ.get("PROBE_REPEATS", "2"))
-"""How often each fault is put in; .ci/run asks for 20."""
+"""How often each fault is introduced; .ci/run asks for 20."""
 PARTS = ("DDP", "schedule", "finalize")
 
 # By number of processes; DP is the rest.
@@ -187,7 +187,7 @@ def live_chunks(
     config = tiny_gpt.config_of(per_token=per_token, **more)
     config.params_dtype = config.pipeline_dtype = dtype
     with patched(parallel_state, "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", None):
-        spec = cpu.gpt_layer_spec(config)  # one layer a stage, virtual or not
+        spec = cpu.gpt_layer_spec(config)  # one layer per stage, virtual or not
     if vpp > 1:
         config.num_layers = 2 * vpp
         config.virtual_pipeline_model_parallel_size = vpp
@@ -315,7 +315,7 @@ def read(chunks, **options):
     return MegatronContract.read(chunks, **options)
 
 
-def check_stock_passes_and_nothing_moves(layout, emit):
+def check_stock_passes_and_is_left_unchanged(layout, emit):
     cases = [(name, torch.float32) for name in DDP_OPTIONS]
     cases += [("plain", torch.float64), ("plain", torch.bfloat16), ("distributed", torch.bfloat16)]
     for per_token in (False, True):
@@ -370,7 +370,7 @@ def check_the_config_of_megatron_lm_passes(layout, emit):
 
 
 def drop_m():
-    """The schedule does not divide by M."""
+    """Patch the schedule so that it does not divide by M."""
     original = schedules.forward_step
 
     def forward_step(forward_step_func, data_iterator, model, num_microbatches, *more, **named):
@@ -380,7 +380,7 @@ def drop_m():
 
 
 def times_cp():
-    """The schedule multiplies the loss by CP."""
+    """Patch the schedule so that it multiplies the loss by CP."""
     original = schedules.forward_step
 
     def forward_step(forward_step_func, *more, **named):
@@ -399,7 +399,7 @@ def times_cp():
 
 
 def ddp_averages():
-    """DDP averages whatever its scaling factor is."""
+    """Patch DDP so that it averages with any scaling factor."""
     original = DistributedDataParallel.finish_grad_sync
 
     def finish_grad_sync(self, *more, **named):
@@ -410,7 +410,7 @@ def ddp_averages():
 
 
 def second_step_doubled():
-    """DDP scales gradients differently from the second step on."""
+    """Patch DDP so that it scales gradients differently from the second step on."""
     original = DistributedDataParallel.finish_grad_sync
     steps = Counter()
 
@@ -424,7 +424,7 @@ def second_step_doubled():
 
 
 def experts_doubled():
-    """DDP scales the gradients of experts differently."""
+    """Patch DDP so that it scales the gradients of experts differently."""
     original = DistributedDataParallel.finish_grad_sync
 
     def finish_grad_sync(self, *more, **named):
@@ -436,7 +436,7 @@ def experts_doubled():
 
 
 def finalize_not_called():
-    """The schedule forgets finalize_model_grads_func."""
+    """Patch the schedule so that it does not call finalize_model_grads_func."""
     original = pipeline_parallel.get_forward_backward_func
 
     def get_forward_backward_func(*arguments):
@@ -478,7 +478,7 @@ def patched(owner, name, value):
 
 
 def finalized_by(function):
-    """A fault in the host's own finalize function."""
+    """Introduce a fault in the host's own finalize function."""
     return lambda chunks: patched(chunks[0].config, "finalize_model_grads_func", function)
 
 
@@ -646,7 +646,7 @@ def check_gradients_reduced_twice_are_caught(layout, emit):
 
 def check_groups_other_than_the_globals_are_read(layout, emit):
     groups = copy.copy(groups_of_two_instances())
-    groups.dp = groups.dp_cp = groups.intra_dp_cp  # half of what parallel_state says
+    groups.dp = groups.dp_cp = groups.intra_dp_cp  # half of parallel_state's
 
     def wrapper(*arguments):
         return DistributedDataParallel(*arguments, pg_collection=groups)
@@ -689,7 +689,7 @@ def run(layouts):
                 if dist.get_rank() == 0:
                     print(f"{name}: {line}", flush=True)
 
-            check_stock_passes_and_nothing_moves(layout, emit)
+            check_stock_passes_and_is_left_unchanged(layout, emit)
             check_patched_megatron_is_caught(layout, emit)
             if name in MEGATRON_LM_LAYOUTS:
                 check_the_config_of_megatron_lm_passes(layout, emit)
@@ -706,7 +706,7 @@ def run(layouts):
 
 
 def run_alone(where):
-    """Rank 1 fails in the finalize or the schedule, before a message that the other waits for."""
+    """Let rank 1 fail in finalize or in the schedule, before a message that the other expects."""
     dist.init_process_group("gloo")
     together.PATIENCE = timedelta(seconds=2)
 

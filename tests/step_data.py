@@ -9,7 +9,7 @@ NUM_ROWS = len(verification.LENGTHS)
 
 
 def make_rows():
-    """Fourteen uneven rows with every degenerate case; ``tokens`` has one more than labels."""
+    """Make fourteen uneven rows with every degenerate case; ``tokens`` has one more than labels."""
     return [
         {
             "tokens": [*row.tokens, row.labels[-1]],
@@ -23,8 +23,8 @@ def make_rows():
     ]
 
 
-def deal(rows, dp, microbatches):
-    """Assign rows to ``(rank, microbatch)``; returns one key a row, in the order of rows."""
+def assign(rows, dp, microbatches):
+    """Assign rows to ``(rank, microbatch)``; returns one key per row, in the order of rows."""
     assert len(microbatches) == dp
     counted = [SimpleNamespace(counted=row["counted"]) for row in rows]
     return verification.assign_rows(counted, microbatches).keys

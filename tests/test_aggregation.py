@@ -70,13 +70,13 @@ def test_another_systems_name_stands_for_mode_and_count_empty(name):
 
 
 @pytest.mark.parametrize("name", DR_GRPO)
-def test_every_name_of_dr_grpo_is_constant_and_wants_its_divisor(name):
+def test_every_name_of_dr_grpo_is_constant_and_requires_a_divisor(name):
     assert Aggregation.named(name, divisor=8) == Aggregation("constant", divisor=8)
     with pytest.raises(AggregationError, match=r"got none.*--loss-aggregation-divisor"):
         Aggregation.named(name)
 
 
-def test_an_alias_contradicted_is_refused_and_repeated_is_not():
+def test_a_count_empty_that_contradicts_an_alias_is_refused():
     name = "openrlhf:token_level_loss=False"
     assert Aggregation.named(name, count_empty=False) == Aggregation.named(name)
     with pytest.raises(AggregationError, match=r"count_empty=False, got count_empty=True: drop it"):
@@ -96,7 +96,7 @@ def test_every_alias_leads_to_a_mode_of_the_table():
     assert {alias.mode for alias in ALIASES.values()} == {*MODES} - {"custom"}
 
 
-def test_every_mode_has_its_formula_held_here():
+def test_this_file_lists_the_formula_of_every_mode():
     assert {mode for mode, _, _ in FORMULAS} == {*MODES} - {"custom"}
 
 
@@ -108,19 +108,19 @@ def test_every_mode_has_its_formula_held_here():
         ("verl:token_mean", "verl:token-"),
     ],
 )
-def test_an_unknown_name_is_answered_with_the_nearest(wrong, nearest):
+def test_an_unknown_name_is_answered_with_the_closest_one(wrong, nearest):
     with pytest.raises(AggregationError, match=f"unknown .*{wrong}.*mean '{nearest}"):
         Aggregation.named(wrong)
 
 
-def test_a_name_that_is_near_by_a_part_is_answered_too_and_one_far_from_all_with_the_modes():
+def test_a_partial_name_is_answered_with_a_suggestion_and_an_unrelated_one_with_the_modes():
     with pytest.raises(AggregationError, match="'mean', did you mean 'token_mean'"):
         Aggregation.named("mean")
     with pytest.raises(AggregationError, match=r"'zzzz'; modes are token_mean, sample_mean, "):
         Aggregation.named("zzzz")
 
 
-def test_an_alias_is_no_mode():
+def test_an_alias_is_not_accepted_as_a_mode():
     with pytest.raises(AggregationError, match=r"Aggregation\.named\('verl:token-mean'\)"):
         Aggregation("verl:token-mean")
 
@@ -128,12 +128,14 @@ def test_an_alias_is_no_mode():
 @pytest.mark.parametrize("divisor", [0, -1, math.nan, math.inf, -math.inf, True, "8"])
 @pytest.mark.parametrize("mode", ["constant", "token_sum"])
 def test_a_divisor_is_a_finite_number_above_zero(mode, divisor):
-    with pytest.raises(AggregationError, match=r"finite number above 0, got .*change"):
+    with pytest.raises(
+        AggregationError, match=r"got divisor .*, expected a finite number above 0: change"
+    ):
         Aggregation(mode, divisor=divisor)
 
 
-def test_a_divisor_that_no_float_holds_is_refused():
-    with pytest.raises(AggregationError, match="finite number above 0"):
+def test_a_divisor_beyond_float64_is_refused():
+    with pytest.raises(AggregationError, match="expected a finite number above 0"):
         Aggregation("constant", divisor=10**400)
 
 
@@ -145,7 +147,7 @@ def test_a_divisor_of_any_kind_of_number_is_kept_as_a_float(divisor):
 
 
 @pytest.mark.parametrize("mode", [m for m, row in MODES.items() if row.divisor == "none"])
-def test_a_mode_without_divisor_takes_none(mode):
+def test_a_mode_without_a_divisor_refuses_one(mode):
     path = "a.b:c" if mode == "custom" else None
     with pytest.raises(AggregationError, match=r"takes no divisor, got 8: drop"):
         Aggregation(mode, divisor=8, reducer_path=path)
@@ -153,15 +155,17 @@ def test_a_mode_without_divisor_takes_none(mode):
 
 @pytest.mark.parametrize("value", [None, 1, "yes"])
 def test_count_empty_is_a_bool(value):
-    with pytest.raises(AggregationError, match=f"True or False, got {value!r}"):
+    with pytest.raises(
+        AggregationError, match=f"got count_empty {value!r}, expected True or False"
+    ):
         Aggregation("sample_mean", count_empty=value)
 
 
 @pytest.mark.parametrize("mode", [None, 3])
 def test_a_mode_is_a_name(mode):
-    with pytest.raises(AggregationError, match=f"a mode is a name, got {mode!r}"):
+    with pytest.raises(AggregationError, match=f"got {mode!r}, expected the name of a mode"):
         Aggregation.named(mode)
-    with pytest.raises(AggregationError, match=f"a mode is a name, got {mode!r}"):
+    with pytest.raises(AggregationError, match=f"got {mode!r}, expected the name of a mode"):
         Aggregation(mode)
 
 
@@ -174,8 +178,10 @@ def test_a_reducer_path_belongs_to_custom_and_to_nothing_else():
 
 @pytest.mark.parametrize("path", [3, b"a.b:c", ["a.b:c"], 0, False, ""])
 @pytest.mark.parametrize("mode", ["custom", "token_mean"])
-def test_a_reducer_path_is_text(mode, path):
-    with pytest.raises(AggregationError, match=r"pkg\.mod:name, got .*: change --loss-agg"):
+def test_a_reducer_path_is_a_string(mode, path):
+    with pytest.raises(
+        AggregationError, match=r"got reducer path .*, expected pkg\.mod:name: change --loss-agg"
+    ):
         Aggregation(mode, reducer_path=path)
 
 
@@ -222,5 +228,5 @@ def test_the_table_prints_every_name():
     ],
     ids=lambda columns: columns[0],
 )
-def test_the_table_says_which_divisor_a_mode_takes_and_what_an_alias_stands_for(columns):
+def test_the_table_lists_the_divisor_of_each_mode_and_the_meaning_of_each_alias(columns):
     assert columns in [re.split(r"\s{2,}", line) for line in [*mode_lines(), *alias_lines()]]

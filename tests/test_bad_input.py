@@ -1,4 +1,4 @@
-"""Bad input ends the example on every rank, soon, with a clear message, before any step."""
+"""Bad input ends the example quickly on every rank, with a clear message, before any step."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def launch_example(flags, script=TRAIN):
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """A small online run at DP 2, with its rollouts and a checkpoint."""
+    """Run a small online training at DP 2, with its rollouts and a checkpoint."""
     folder = tmp_path_factory.mktemp("recorded")
     flags = ["--output", folder / "run", "--record", folder / "rollouts.jsonl", *SMALL]
     flags += ["--warmup-steps", 2, "--steps", 2, "--save-interval", 2, "--eval-interval", 2]
@@ -44,14 +44,23 @@ AGGREGATION = "--loss-aggregation"
 DIVISOR = "--loss-aggregation-divisor"
 PATH = "--loss-aggregation-reducer-path"
 
-# name: flags, then words that the message must have: what was got, wanted, what to change.
+# name: flags, then words that the message must have: what was got, expected, what to change.
 FLAGS = {
     "an unknown mode": ([AGGREGATION, "token_meen"], ["'token_meen'", "mean 'token_mean'"]),
     "no divisor": ([AGGREGATION, "constant"], ["got none", DIVISOR]),
-    "a zero divisor": ([AGGREGATION, "constant", DIVISOR, "0"], ["got 0.0", "above 0", DIVISOR]),
-    "a negative divisor": ([AGGREGATION, "constant", DIVISOR, "-4"], ["got -4.0", "above 0"]),
-    "a NaN divisor": ([AGGREGATION, "constant", DIVISOR, "nan"], ["got nan", "finite"]),
-    "an infinite divisor": ([AGGREGATION, "constant", DIVISOR, "inf"], ["got inf", "finite"]),
+    "a zero divisor": (
+        [AGGREGATION, "constant", DIVISOR, "0"],
+        ["got divisor 0.0", "above 0", DIVISOR],
+    ),
+    "a negative divisor": (
+        [AGGREGATION, "constant", DIVISOR, "-4"],
+        ["got divisor -4.0", "above 0"],
+    ),
+    "a NaN divisor": ([AGGREGATION, "constant", DIVISOR, "nan"], ["got divisor nan", "finite"]),
+    "an infinite divisor": (
+        [AGGREGATION, "constant", DIVISOR, "inf"],
+        ["got divisor inf", "finite"],
+    ),
     "a divisor too many": ([AGGREGATION, "token_mean", DIVISOR, "4"], ["takes no divisor", "drop"]),
     "a divisor alone": ([DIVISOR, "4"], ["without --loss-aggregation", "name the mode"]),
     "a path and a mode": ([PATH, "a.b:c", AGGREGATION, "token_mean"], ["replaces the mode"]),
@@ -62,12 +71,15 @@ FLAGS = {
 }
 PATHS = {
     "a path to no module": ([PATH, "no_such_module:f"], ["no_such_module", "pkg.mod:name"]),
-    "a path to no callable": ([PATH, "drive_example:NOTHING"], ["None", "not callable"]),
-    "a factory of no callable": (
+    "a path to a value that is not callable": (
+        [PATH, "drive_example:NOTHING"],
+        ["None", "not callable"],
+    ),
+    "a factory that returns no callable": (
         [PATH, "drive_example:no_callable"],
         ["returned None", "callable"],
     ),
-    "a share that is no scalar": ([PATH, "drive_example:not_a_scalar"], ["returned a", "0-dim"]),
+    "a share that is not a scalar": ([PATH, "drive_example:not_a_scalar"], ["returned a", "0-dim"]),
 }
 FAULTS = {
     "another_divisor_on_rank_1": ["rank 0 has", "rank 1 has", "same flags"],
@@ -77,16 +89,16 @@ FAULTS = {
 
 
 def check_refused(done, seconds, output, words):
-    """Every rank failed in time, nothing was trained, and the message says what to do."""
+    """Assert that every rank failed in time, that nothing was trained, and the message's words."""
     assert done.returncode != 0
     assert seconds < 60
     exit_codes = re.findall(r"exitcode\s*: (-?\d+)", done.stderr)
     assert len(exit_codes) >= 2, done.stderr
     assert "0" not in exit_codes
     assert not steps_written(output)
-    said = done.stdout + done.stderr
+    printed = done.stdout + done.stderr
     for word in words:
-        assert word in said, said[-3000:]
+        assert word in printed, printed[-3000:]
 
 
 def steps_written(output):
@@ -96,7 +108,7 @@ def steps_written(output):
 
 @pytest.fixture(scope="module")
 def refused(tmp_path_factory):
-    """What the example's own reading of its flags refuses each of ``FLAGS`` with."""
+    """Return the message that the example's flag parsing refuses each of ``FLAGS`` with."""
     file = tmp_path_factory.mktemp("flags") / "flags.json"
     file.write_text(json.dumps({name: flags for name, (flags, _) in FLAGS.items()}))
     return json.loads(launched("drive_example.py", "flags_are_read", "--", file, processes=1))
@@ -125,7 +137,7 @@ def test_a_path_to_no_reducer_ends_the_run(recorded, tmp_path, name):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_that_no_flag_can_say(recorded, tmp_path, fault):
+def test_faults_beyond_the_flags_end_the_run(recorded, tmp_path, fault):
     flags = [*replay(recorded / "rollouts.jsonl", tmp_path), AGGREGATION, "constant", DIVISOR, "8"]
     start = time.monotonic()
     done = run_example([fault, "--", *flags], script=DRIVE)
@@ -140,7 +152,7 @@ def test_a_rank_that_dies_in_a_step_ends_the_others(recorded, tmp_path):
 
 
 def truncated(lines):
-    return [*lines[:1], lines[1][: len(lines[1]) // 2], *lines[2:]], 2, "wanted one JSON object"
+    return [*lines[:1], lines[1][: len(lines[1]) // 2], *lines[2:]], 2, "expected one JSON object"
 
 
 def field_missing(lines):
@@ -158,19 +170,19 @@ def mask_of_a_half(lines):
 def mask_of_minus_one(lines):
     record = json.loads(lines[0])
     record["mask"][0] = -1
-    return [json.dumps(record), *lines[1:]], 1, "mask holds -1, wanted 0 or 1"
+    return [json.dumps(record), *lines[1:]], 1, "mask holds -1, expected 0 or 1"
 
 
 def mask_too_short(lines):
     record = json.loads(lines[1])
     record["mask"].pop()
-    return [lines[0], json.dumps(record), *lines[2:]], 2, "one a token"
+    return [lines[0], json.dumps(record), *lines[2:]], 2, "give one per token"
 
 
 @pytest.mark.parametrize(
     "spoil", [truncated, field_missing, mask_of_a_half, mask_of_minus_one, mask_too_short]
 )
-def test_a_line_of_the_rollouts_is_named(recorded, tmp_path, spoil):
+def test_a_malformed_line_of_the_rollouts_is_named(recorded, tmp_path, spoil):
     lines, number, words = spoil((recorded / "rollouts.jsonl").read_text().splitlines())
     bad = tmp_path / "bad.jsonl"
     bad.write_text("\n".join(lines) + "\n")
@@ -186,9 +198,9 @@ def test_a_checkpoint_of_another_layout_is_refused(recorded):
     flags += ["--warmup-steps", 2, "--steps", 4, "--save-interval", 2, "--eval-interval", 2]
     done = run_example(flags)
     assert done.returncode != 0
-    said = done.stdout + done.stderr
-    assert "was written at" in said
-    assert "--context-parallel-size 1" in said
+    printed = done.stdout + done.stderr
+    assert "was written at" in printed
+    assert "--context-parallel-size 1" in printed
     assert steps_written(recorded / "run") == before
 
 

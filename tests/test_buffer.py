@@ -33,12 +33,12 @@ def test_microbatches_without_rows_count_in_m():
 
 
 def test_an_iterator_that_ends_within_a_step_is_an_error():
-    buffer = StepBuffer(iter([["a"], ["b"]]), 3)  # told by plan(), which every rank calls
+    buffer = StepBuffer(iter([["a"], ["b"]]), 3)  # reported by plan(), which every rank calls
     with pytest.raises(PlanError, match="ended after 2 of 3 microbatches: give whole steps"):
         buffer.plan(Aggregation("token_mean"), count)
 
 
-def test_an_error_of_the_iterator_or_of_count_is_the_cause_of_the_plans():
+def test_an_error_of_the_iterator_or_of_count_is_the_cause_of_the_plan_error():
     def broken():
         yield ["a"]
         raise OSError("the file is gone")
@@ -60,7 +60,7 @@ def test_a_count_without_dimension_is_refused():
 
 
 @pytest.mark.parametrize("m", [0, -1, 2.0, 1.5, True, "2", None])
-def test_a_step_has_a_whole_number_of_microbatches_from_1(m):
+def test_num_microbatches_is_an_integer_from_1(m):
     with pytest.raises(
         PlanError, match=f"got num_microbatches {m!r}, expected an integer from 1: give"
     ):
@@ -68,12 +68,12 @@ def test_a_step_has_a_whole_number_of_microbatches_from_1(m):
 
 
 @pytest.mark.parametrize("source", [[iter([]), iter([])], [None, None], ["a", "b"], ()])
-def test_a_list_is_no_iterator(source):
+def test_a_list_is_refused_as_an_iterator(source):
     with pytest.raises(PlanError, match=r"got a (list|tuple), .* per chunk, make a StepBuffer of"):
         StepBuffer(source, 2)
 
 
-def test_whatever_has_next_is_an_iterator():  # Megatron's RerunDataIterator has no __iter__
+def test_anything_with_next_is_an_iterator():  # Megatron's RerunDataIterator has no __iter__
     class Reader:
         def __next__(self):
             return ["abc"]
@@ -103,7 +103,7 @@ def test_an_endless_iterator_is_read_no_further_than_the_step():
 
 
 @pytest.mark.parametrize("n", [2.5, math.nan, math.inf, 1e300])
-def test_a_count_that_is_no_whole_number_is_refused_and_not_cut(n):  # failures d14
+def test_a_fractional_count_is_refused_and_not_truncated(n):  # failures d14
     buffer = StepBuffer(iter([["a"]]), 1)
     with pytest.raises(PlanError, match="expected integers"):
         buffer.plan(Aggregation("token_mean"), lambda microbatch: [n])
@@ -122,7 +122,7 @@ def test_a_step_may_be_planned_again_under_another_aggregation():
         assert [mb.rows for mb in buffer] == [[0, 1], [2]]
 
 
-def test_an_empty_step_is_told_as_plan_step_tells_it():
+def test_an_empty_step_is_handled_as_in_plan_step():
     with pytest.warns(RuntimeWarning, match="no active token"):
         StepBuffer(iter([[]]), 1).plan(Aggregation("token_mean"), count)
     with pytest.raises(PlanError, match="--loss-aggregation-empty-step"):

@@ -16,7 +16,7 @@ BY_NAME = {cause.name: cause for cause in CAUSES}
 
 
 def facts_of(parallelism, *, regime, copies=1):
-    """A step with random token losses: causes depend on losses and never on gradients."""
+    """Make a step with random token losses: causes depend on losses and never on gradients."""
     padded = 96
     rows = make_rows(copies)
     tokens = sum(-(-len(row) // padded) * padded for row in [*rows, filler_row(padded)])
@@ -37,7 +37,7 @@ def facts_of(parallelism, *, regime, copies=1):
 
 
 def predictions(cause, parallelism):
-    """Slopes and losses of every case in both regimes, in one row."""
+    """Concatenate slopes and losses of every case in both regimes, in one row."""
     parts = []
     for regime in REGIMES:
         facts = facts_of(parallelism, regime=regime)
@@ -110,7 +110,7 @@ FACTORS = {
 
 
 @pytest.mark.parametrize("name", FACTORS)
-def test_a_wrong_factor_multiplies_gradient_and_report_as_worked_out_by_hand(name):
+def test_a_wrong_factor_multiplies_gradient_and_report_as_computed_by_hand(name):
     aggregation = CASES[0].aggregation
     for regime, factor in zip(REGIMES, FACTORS[name], strict=False):
         facts = facts_of(Parallelism(dp=3, cp=2, microbatches=4), regime=regime)
@@ -139,7 +139,7 @@ def test_a_measured_factor_is_named_by_the_sizes_it_equals(factor, names):
     assert symbols(factor, facts, tolerance=1e-9) == names
 
 
-def test_a_factor_that_several_sizes_equal_has_all_their_names():
+def test_a_factor_equal_to_several_sizes_is_named_by_all_of_them():
     facts = facts_of(Parallelism(dp=2, cp=2, microbatches=2), regime="average")
     assert symbols(4.0, facts, tolerance=1e-9) == ["M DP", "M CP", "DP CP"]
 
@@ -148,7 +148,7 @@ def test_a_factor_that_several_sizes_equal_has_all_their_names():
 @pytest.mark.parametrize("cp", [1, 2, 4])
 @pytest.mark.parametrize("dp", [1, 2, 4])
 @pytest.mark.parametrize("copies", [1, 2])
-def test_the_ones_of_the_training_masks_are_never_n_by_accident(dp, cp, microbatches, copies):
+def test_the_ones_of_the_training_masks_never_add_up_to_n(dp, cp, microbatches, copies):
     layout = Parallelism(dp=dp, cp=cp, microbatches=microbatches)
     facts = facts_of(layout, regime="per-token", copies=copies)
     assert facts.masked != facts.n

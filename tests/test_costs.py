@@ -1,7 +1,7 @@
 """What a step may cost: operations, bytes, host syncs, tensors held, collectives.
 
 Counted in a dispatch trace, so the numbers hold on any machine; ``benchmarks/`` counts with
-the same code and prints times beside. The CUDA path is traced on CPU tensors.
+the same code and prints times as well. The CUDA path is traced on CPU tensors.
 """
 
 import json
@@ -59,7 +59,7 @@ def test_a_call_moves_few_bytes_per_local_token(path, cp_size):
     assert backward <= CALL_BYTES[1] + SLACK_BYTES
 
 
-# The goal is 20. Where it is missed, at CP 1, docs/performance.md says by what.
+# The goal is 20. Where it is missed, at CP 1, docs/performance.md explains why.
 MORE_BYTES = {
     ("sample_mean", "cpu", 1): {"bool": 16, "int32": 26, "float32": 29},
     ("sample_mean", "device", 1): {"bool": 28, "int32": 36, "float32": 36},

@@ -8,7 +8,7 @@ from megatron_lossagg.counts import Rows, count_step
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.exchange import Exchange
 
-# Two samples of prompt 5, one cut into two rows; a masked sample of prompt 9.
+# Two samples of prompt 5, one split into two rows; a masked sample of prompt 9.
 ROWS = {
     "active_tokens": [4, 2, 3, 0],
     "sample": [7, 7, 8, 3],
@@ -41,7 +41,7 @@ def test_without_ids_each_row_is_a_sample_and_there_are_no_prompts():
     assert counts.prompt_tokens is None
 
 
-def test_no_rows_are_counted_as_none():
+def test_no_rows_give_counts_of_zero():
     _, counts = counted(active_tokens=[], sample=[], prompt=[])
     assert (counts.totals.samples, counts.totals.prompts, counts.totals.active_tokens) == (0, 0, 0)
     assert counts.sample_tokens.tolist() == counts.prompt_tokens.tolist() == []
@@ -49,7 +49,7 @@ def test_no_rows_are_counted_as_none():
 
 @pytest.mark.parametrize("spread", [1, 2**40])
 @pytest.mark.parametrize("shift", [0, -3, 2**50])
-def test_what_ids_are_called_changes_no_count(spread, shift):
+def test_renaming_ids_changes_no_count(spread, shift):
     rng = np.random.default_rng(5)
     prompt = rng.integers(0, 6, 40)
     sample = prompt * 4 + rng.integers(0, 4, 40)
@@ -64,7 +64,7 @@ def test_what_ids_are_called_changes_no_count(spread, shift):
     assert plain.sample_tokens.tolist() == by_hand
 
 
-def test_known_totals_are_taken_with_the_claims_beside_them():
+def test_known_totals_are_used_together_with_the_claimed_tokens():
     rows = Rows.checked(Sequences(**ROWS, sample_tokens=[6, 6, 8, 0], prompt_tokens=[20] * 3 + [0]))
     totals = StepTotals(active_tokens=100, samples=9, prompts=4)
     counts = rows.with_totals(totals)
@@ -73,7 +73,7 @@ def test_known_totals_are_taken_with_the_claims_beside_them():
     assert counts.prompt_tokens.tolist() == [20, 20, 20, 0]
 
 
-def test_a_fault_is_raised_in_the_counts_place():
+def test_a_fault_is_raised_instead_of_counting():
     rows = Rows.empty()
     with pytest.raises(PlanError, match="rank 0 of the data-parallel group: no file"):
         count_step(Aggregation("token_mean"), rows, "no file", Exchange(None))

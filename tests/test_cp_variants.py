@@ -1,7 +1,7 @@
 """The tokens of a layout are those that Megatron-Core and Transformer Engine put on a rank.
 
 Their own slicing functions run here: Megatron-Core's for unpacked rows on any machine,
-Transformer Engine's for packed rows where it and CUDA are.
+Transformer Engine's for packed rows where it and CUDA are available.
 """
 
 import json
@@ -27,20 +27,20 @@ def slices():
 
 
 @pytest.mark.parametrize("name", SLICED)
-def test_megatron_cuts_an_unpacked_batch_as_bshd_zigzag_says(slices, name):
+def test_megatron_slices_an_unpacked_batch_like_bshd_zigzag(slices, name):
     """Tokens, a mask and a field with a dimension more; the group given, and the live one."""
-    here = [told for told in slices if told["layout"] == str(SLICED[name])]
-    assert len(here) == 6
-    for told in here:
-        assert all(all(found.values()) for found in told["ranks"]), told
+    comparisons = [c for c in slices if c["layout"] == str(SLICED[name])]
+    assert len(comparisons) == 6
+    for comparison in comparisons:
+        assert all(all(found.values()) for found in comparison["ranks"]), comparison
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("offsets", OFFSETS)
 @pytest.mark.parametrize("cp_size", [2, 4, 8])
-def test_transformer_engine_cuts_packed_rows_as_thd_zigzag_says(cp_size, offsets):
+def test_transformer_engine_slices_packed_rows_like_thd_zigzag(cp_size, offsets):
     if not torch.cuda.is_available():
-        pytest.skip("Transformer Engine cuts packed rows with a CUDA kernel")
+        pytest.skip("Transformer Engine slices packed rows with a CUDA kernel")
     pytest.importorskip("transformer_engine.pytorch", exc_type=ImportError)
     import transformer_engine_torch
 

@@ -1,4 +1,4 @@
-"""The stand-ins: what they replace, what they leave alone, when they refuse."""
+"""The stand-ins: what they replace, what they leave unchanged, when they refuse."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def printed(program: str, folder: Path, *arguments: str) -> Any:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def test_importing_the_room_imports_no_megatron(tmp_path: Path) -> None:
+def test_importing_the_cpu_package_imports_no_megatron(tmp_path: Path) -> None:
     program = """
 import json, sys
 import megatron_lossagg.cpu
@@ -39,7 +39,7 @@ print(json.dumps([name for name in sys.modules if name.split(".")[0] == "megatro
     assert printed(program, tmp_path) == []
 
 
-def test_the_room_prints_its_table() -> None:
+def test_the_cpu_package_prints_its_table() -> None:
     output = python("-m", "megatron_lossagg.cpu").stdout
     for stand_in in STAND_INS:
         assert stand_in.name in output

@@ -17,7 +17,7 @@ def exchange(request, tmp_path):
     dist.destroy_process_group()
 
 
-def test_alone_everything_comes_back(exchange):
+def test_alone_a_process_gets_back_what_it_sends(exchange):
     own = np.array([3, -1, 2**62])
     columns = [np.array([1, 2]), np.array([3, 4])]
     assert (exchange.size, exchange.rank) == (1, 0)
@@ -27,7 +27,7 @@ def test_alone_everything_comes_back(exchange):
     assert exchange.messages("a fault") == ["a fault"]
 
 
-def test_a_message_is_cut_to_2048_bytes_between_characters(exchange):
+def test_a_message_is_truncated_to_2048_bytes_between_characters(exchange):
     (message,) = exchange.messages("é" * 2000)
     assert message == "é" * 1024
     (message,) = exchange.messages("a" + "é" * 2000)

@@ -27,7 +27,7 @@ def explained(mode, lengths=DEFAULT_LENGTHS, *, divisor=DIVISOR, **options):
 
 
 def oracle_loss(mode, prompts, split, value, *, count_empty=True):
-    """The oracle on rows whose token t has the loss value(t); rows assigned in turn."""
+    """Run the oracle on rows whose token t has the loss value(t), assigned in turn."""
     slots = [(r, m) for m in range(split.microbatches) for r in range(split.dp)]
     rows = []
     for prompt, lengths in enumerate(prompts):
@@ -80,7 +80,7 @@ def test_the_weights_times_tokens_add_up_to_the_loss_of_ones(mode):
 
 @pytest.mark.parametrize(("microbatches", "dp", "cp"), [(4, 8, 2), (1, 1, 1), (3, 5, 7)])
 @pytest.mark.parametrize("mode", NAMES)
-def test_shares_times_k_come_through_the_average_regime_as_their_sum(mode, microbatches, dp, cp):
+def test_the_average_regime_turns_shares_times_k_into_their_sum(mode, microbatches, dp, cp):
     """Megatron's arithmetic written out: the schedule's mean, then DDP's."""
     explanation = explained(mode, microbatches=microbatches, dp=dp, cp=cp)
     assert explanation.num_tokens == (1,) * len(explanation.num_tokens)
@@ -93,7 +93,7 @@ def test_shares_times_k_come_through_the_average_regime_as_their_sum(mode, micro
 
 @pytest.mark.parametrize(("microbatches", "dp", "cp"), [(4, 8, 2), (1, 1, 1), (3, 5, 7)])
 @pytest.mark.parametrize("mode", NAMES)
-def test_shares_times_k_come_through_the_per_token_regime_as_their_sum(mode, microbatches, dp, cp):
+def test_the_per_token_regime_turns_shares_times_k_into_their_sum(mode, microbatches, dp, cp):
     """Megatron's arithmetic written out: DDP's sum, then / the sum of all num_tokens."""
     explanation = explained(mode, regime="per-token", microbatches=microbatches, dp=dp, cp=cp)
     shares = [[Fraction(7 * r + m, 3) for m in range(microbatches)] for r in range(dp * cp)]
@@ -166,7 +166,7 @@ def test_where_k_is_1_a_bare_share_is_right(capsys):
     assert "1 rank x 1 microbatch;" in out
 
 
-def test_the_flags_that_train_it_have_the_divisor_exactly(capsys):
+def test_the_printed_flags_have_the_exact_divisor(capsys):
     assert main(["explain", "constant", "--divisor", "1234567"]) == 0
     assert "--loss-aggregation-divisor 1234567\n" in capsys.readouterr().out
 
@@ -191,7 +191,7 @@ def test_text_and_tables_fit_the_terminal(monkeypatch, capsys, mode, regime, ter
     monkeypatch.setenv("COLUMNS", terminal)
     assert main(["explain", mode, "--divisor", "4096", "--regime", regime]) == 0
     lines = capsys.readouterr().out.splitlines()
-    lines = [line for line in lines if "Train it with" not in line]  # flags are not cut
+    lines = [line for line in lines if "Train it with" not in line]  # flags are not truncated
     assert max(map(len, lines)) <= widest
     assert max(map(len, lines)) > widest - 12  # and the width is used
 

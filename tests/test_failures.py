@@ -1,9 +1,9 @@
-"""Public failures, one test a row of ``docs/testing.md``: the row's input shape, the oracle's loss.
+"""Public failures, one test for each of ``docs/testing.md``: its input shape, the oracle's loss.
 
 A step runs over simulated data-parallel and context-parallel ranks in one process: ranks
 plan together in threads, shares go through ``StepContract.returns`` and then through
-Megatron's arithmetic as written in ``docs/megatron-contract.md``. Live Megatron-Core is the
-business of ``test_gradients.py``.
+Megatron's arithmetic as written in ``docs/megatron-contract.md``. ``test_gradients.py``
+tests live Megatron-Core.
 """
 
 import argparse
@@ -62,15 +62,15 @@ class Threads(Exchange):
     def ranks(self):
         return None if self.group is None else tuple(range(self.size))
 
-    def integers(self, mine):
+    def integers(self, own):
         if self.group is None:
-            return mine[None]
+            return own[None]
         rank, barrier, slots = self.group
-        slots[rank] = mine.copy()
+        slots[rank] = own.copy()
         barrier.wait(10)
-        every = np.stack(slots)
+        gathered = np.stack(slots)
         barrier.wait(10)
-        return every
+        return gathered
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +79,7 @@ def ranks_are_threads(monkeypatch):
 
 
 def row(*mask, trained=None, sample=None, prompt=0, microbatch=(0, 0)):
-    """A row as the oracle takes it, its losses drawn from its place in the mask's pattern."""
+    """Make a row as the oracle takes it, with random losses."""
     mask = list(mask)
     x = torch.randn(len(mask), dtype=torch.float64, requires_grad=True)
     return {
@@ -92,8 +92,8 @@ def lengths(*counts, **options):
     return [row(*[1] * n, **options) for n in counts]
 
 
-def dealt(rows, dp=1, m=1):
-    """Deal rows round robin over ranks, then over their microbatches; fill in sample ids."""
+def assigned(rows, dp=1, m=1):
+    """Assign rows in turn to ranks, then to their microbatches; fill in sample ids."""
     for i, r in enumerate(rows):
         r["microbatch"] = (i % dp, i // dp % m)
         r["sample"] = i + 100 if r["sample"] is None else r["sample"]
@@ -105,15 +105,15 @@ def plans(aggregation, rows, dp, m):
     barrier, slots = threading.Barrier(dp), [None] * dp
 
     def plan(rank):
-        here = [r for r in rows if r["microbatch"][0] == rank]
+        own_rows = [r for r in rows if r["microbatch"][0] == rank]
         fields = Sequences(
-            active_tokens=[sum(r["counted"]) for r in here],
-            sample=[r["sample"] for r in here],
-            prompt=[r["prompt"] for r in here],
-            microbatch=[r["microbatch"][1] for r in here],
+            active_tokens=[sum(r["counted"]) for r in own_rows],
+            sample=[r["sample"] for r in own_rows],
+            prompt=[r["prompt"] for r in own_rows],
+            microbatch=[r["microbatch"][1] for r in own_rows],
             num_microbatches=m,
         )
-        return here, plan_step(aggregation, fields, group=(rank, barrier, slots))
+        return own_rows, plan_step(aggregation, fields, group=(rank, barrier, slots))
 
     with ThreadPoolExecutor(dp) as ranks:
         return list(ranks.map(plan, range(dp)))
@@ -126,13 +126,13 @@ def a_contract(plan, m, *, dp=1, cp=1, cp_rank=0, regime="average"):
     return StepContract(contract=read, plan=plan, num_microbatches=m)
 
 
-def packed(here, indices, cp, pad=0):
-    """Masks and losses at padded offsets, inf wherever nothing is trained."""
+def packed(own_rows, indices, cp, pad=0):
+    """Pack masks and losses at padded offsets, with inf wherever nothing is trained."""
     offsets, mask, x = [0], [], []
     for i in indices:
-        fill = pad + -(len(here[i]["x"]) + pad) % (2 * cp)
-        mask += [*here[i]["trained"], *[0] * fill]
-        x += [here[i]["x"], torch.zeros(fill, dtype=torch.float64)]
+        fill = pad + -(len(own_rows[i]["x"]) + pad) % (2 * cp)
+        mask += [*own_rows[i]["trained"], *[0] * fill]
+        x += [own_rows[i]["x"], torch.zeros(fill, dtype=torch.float64)]
         offsets.append(len(mask))
     mask = torch.tensor(mask, dtype=torch.int64)
     x = torch.cat([torch.zeros(0, dtype=torch.float64, requires_grad=True), *x])
@@ -140,25 +140,25 @@ def packed(here, indices, cp, pad=0):
 
 
 def zigzag(offsets, cp, rank):
-    here = []
+    held = []
     for begin, end in itertools.pairwise(offsets):
         size = (end - begin) // (2 * cp)
         for k in (rank, 2 * cp - 1 - rank):
-            here += range(begin + k * size, begin + (k + 1) * size)
-    return here
+            held += range(begin + k * size, begin + (k + 1) * size)
+    return held
 
 
 def run(aggregation, rows, *, dp=1, cp=1, m=1, regime="average", pad=0):
-    """One step; returns the loss whose gradient reaches the optimizer, and all that came out."""
+    """Run one step; return the loss whose gradient reaches the optimizer, and what was reported."""
     total, tokens, reports, numbers = 0, 0, [], []
-    for here, plan in plans(aggregation, rows, dp, m):
+    for own_rows, plan in plans(aggregation, rows, dp, m):
         for cp_rank in range(cp):
             step = a_contract(plan, m, dp=dp, cp=cp, cp_rank=cp_rank, regime=regime)
             for index in range(m):
-                mine = [i for i, r in enumerate(here) if r["microbatch"][1] == index]
-                offsets, mask, x = packed(here, mine, cp, pad)
+                indices = [i for i, r in enumerate(own_rows) if r["microbatch"][1] == index]
+                offsets, mask, x = packed(own_rows, indices, cp, pad)
                 layout = Layout.thd_zigzag(offsets, cp_size=cp, cp_rank=cp_rank)
-                reducer = plan.reducer(mine, mask, layout)
+                reducer = plan.reducer(indices, mask, layout)
                 share = reducer(x[zigzag(offsets, cp, cp_rank)])
                 loss, num_tokens, report = step.returns(share, reducer, report={"loss": share})
                 before = {name: value.clone() for name, value in report.items()}
@@ -178,7 +178,7 @@ def reported(out, name="loss"):
     return (value[0] / value[1]).item()
 
 
-def named(mode, rows, **options):
+def oracle_loss(mode, rows, **options):
     as_lists = [{**r, "x": list(r["x"])} for r in rows]
     return oracle.step_loss(mode, as_lists, **options)
 
@@ -188,14 +188,14 @@ def gradients(loss, rows):
     return [torch.zeros_like(r["x"]) if g is None else g for g, r in zip(found, rows, strict=True)]
 
 
-def holds(mode, rows, *, count_empty=True, oracle_rows=None, **layout):
-    """Value and gradient of the step are those of the oracle."""
+def run_and_compare(mode, rows, *, count_empty=True, oracle_rows=None, **layout):
+    """Run a step, assert that value and gradient are the oracle's, and return what it reported."""
     options = MODES[mode]
-    want = named(mode, oracle_rows or rows, count_empty=count_empty, **options)
+    want = oracle_loss(mode, oracle_rows or rows, count_empty=count_empty, **options)
     out = run(Aggregation(mode, count_empty=count_empty, **options), rows, **layout)
     torch.testing.assert_close(out.loss, want, rtol=1e-12, atol=1e-14)
     assert reported(out) == pytest.approx(want.item(), rel=1e-12, abs=1e-14)
-    # Over no token at all the oracle's zero has no graph; the package's must have one.
+    # With no active tokens the oracle's zero has no graph; the package's must have one.
     wanted = gradients(want + 0 * sum(r["x"].sum() for r in rows), rows)
     for got, expected in zip(gradients(out.loss, rows), wanted, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-15)
@@ -205,71 +205,71 @@ def holds(mode, rows, *, count_empty=True, oracle_rows=None, **layout):
 # (a) denominators
 
 
-def test_a1_microbatches_of_1_and_7_tokens_are_no_mean_of_means():
+def test_a1_microbatches_of_1_and_7_tokens_are_weighted_by_tokens():
     for m in (1, 2):
-        holds("token_mean", dealt(lengths(1, 7), m=m), m=m)
+        run_and_compare("token_mean", assigned(lengths(1, 7), m=m), m=m)
 
 
-def test_a2_ranks_of_1_and_7_tokens_are_no_mean_of_means():
-    holds("token_mean", dealt(lengths(1, 7), dp=2), dp=2)
+def test_a2_ranks_of_1_and_7_tokens_are_weighted_by_tokens():
+    run_and_compare("token_mean", assigned(lengths(1, 7), dp=2), dp=2)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a3_every_mode_is_deaf_to_the_number_of_microbatches(mode):
+def test_a3_every_mode_is_invariant_to_the_number_of_microbatches(mode):
     for m in (1, 2, 4):
-        holds(mode, dealt(lengths(1, 7, 2, 5), m=m), m=m)
+        run_and_compare(mode, assigned(lengths(1, 7, 2, 5), m=m), m=m)
 
 
 def test_a4_eight_microbatches_are_not_eight_times_the_loss():
-    holds("token_mean", dealt(lengths(*range(1, 9)), m=8), m=8)
+    run_and_compare("token_mean", assigned(lengths(*range(1, 9)), m=8), m=8)
 
 
-def test_a5_equal_rows_of_unequal_tokens_weigh_by_tokens():
-    holds("token_mean", dealt(lengths(1, 9, 2, 8), m=2), m=2)
+def test_a5_equal_numbers_of_rows_are_weighted_by_tokens():
+    run_and_compare("token_mean", assigned(lengths(1, 9, 2, 8), m=2), m=2)
 
 
 def test_a6_four_ranks_of_equal_losses_give_that_loss():
-    rows = dealt(lengths(2, 2, 2, 2), dp=4)
+    rows = assigned(lengths(2, 2, 2, 2), dp=4)
     for r in rows:
         r["x"].data.fill_(3.0)
-    assert holds("sample_mean", rows, dp=4).loss.item() == 3.0
+    assert run_and_compare("sample_mean", rows, dp=4).loss.item() == 3.0
 
 
-def test_a7_more_samples_of_one_loss_do_not_scale_it():
+def test_a7_more_samples_of_equal_loss_do_not_change_the_loss():
     for b in (1, 2, 8):
-        rows = dealt(lengths(*[5] * b))
+        rows = assigned(lengths(*[5] * b))
         for r in rows:
             r["x"].data.fill_(2.0)
-        assert holds("constant", rows).loss.item() == 10 / 40
+        assert run_and_compare("constant", rows).loss.item() == 10 / 40
 
 
 @pytest.mark.parametrize("mode", ["constant", "sample_mean"])
-def test_a8_padding_wider_changes_nothing(mode):
-    rows = dealt(lengths(3, 6))
+def test_a8_more_padding_changes_nothing(mode):
+    rows = assigned(lengths(3, 6))
     for pad in (0, 50):
-        holds(mode, rows, pad=pad, cp=2)
+        run_and_compare(mode, rows, pad=pad, cp=2)
 
 
 @pytest.mark.parametrize("divisor", [None, 0, -1, float("nan")])
-def test_a9_a_constant_has_no_divisor_of_its_own(divisor):
+def test_a9_constant_has_no_default_divisor(divisor):
     with pytest.raises(AggregationError, match="--loss-aggregation-divisor"):
         Aggregation("constant", divisor=divisor)
 
 
-def test_a10_a_sample_masked_late_leaves_n():
-    rows = dealt([*lengths(25), row(*[0] * 5)])
-    assert holds("token_mean", rows, regime="per-token").tokens == 25
+def test_a10_a_sample_masked_late_is_not_counted_in_n():
+    rows = assigned([*lengths(25), row(*[0] * 5)])
+    assert run_and_compare("token_mean", rows, regime="per-token").tokens == 25
 
 
-def test_a11_a_token_without_finite_loss_leaves_sum_and_count():
-    rows = dealt([row(1, 0, 1), row(1, 1)])
-    out = holds("token_mean", rows, regime="per-token")  # inf stands at what is not trained
+def test_a11_a_masked_token_with_a_non_finite_loss_is_in_neither_sum_nor_count():
+    rows = assigned([row(1, 0, 1), row(1, 1)])
+    out = run_and_compare("token_mean", rows, regime="per-token")  # inf where nothing is trained
     assert out.tokens == 4
 
 
 def test_a12_a_reducer_of_another_window_is_refused():
-    first = plans(Aggregation("token_mean"), dealt(lengths(2, 3)), 1, 1)[0][1]
-    other = plans(Aggregation("token_mean"), dealt(lengths(4, 3)), 1, 1)[0][1]
+    first = plans(Aggregation("token_mean"), assigned(lengths(2, 3)), 1, 1)[0][1]
+    other = plans(Aggregation("token_mean"), assigned(lengths(4, 3)), 1, 1)[0][1]
     layout = Layout.thd_zigzag([0, 4, 7], cp_size=1, cp_rank=0)
     reducer = other.reducer([0, 1], torch.ones(7), layout)
     with pytest.raises(ContractError, match="another plan"):
@@ -277,17 +277,17 @@ def test_a12_a_reducer_of_another_window_is_refused():
 
 
 @pytest.mark.parametrize("regime", REGIMES)
-def test_a13_four_microbatches_train_what_one_trains(regime):
+def test_a13_four_microbatches_train_the_same_loss_as_one(regime):
     for m in (1, 4):
-        holds("sample_mean", dealt(lengths(1, 7, 2, 5), m=m), m=m, regime=regime)
+        run_and_compare("sample_mean", assigned(lengths(1, 7, 2, 5), m=m), m=m, regime=regime)
 
 
-def test_a14_a_microbatch_that_went_around_the_contract_is_missed():
-    here, plan = plans(Aggregation("token_mean"), dealt(lengths(2, 3), m=2), 1, 2)[0]
+def test_a14_a_microbatch_that_bypasses_the_contract_is_reported():
+    own_rows, plan = plans(Aggregation("token_mean"), assigned(lengths(2, 3), m=2), 1, 2)[0]
     step = a_contract(plan, 2)
     layout = Layout.thd_zigzag([0, 2], cp_size=1, cp_rank=0)
     reducer = plan.reducer([0], torch.ones(2), layout)
-    step.returns(reducer(here[0]["x"]), reducer)
+    step.returns(reducer(own_rows[0]["x"]), reducer)
     with pytest.raises(ContractError, match="ran for 1 microbatches, 2 were planned"):
         step.close()
 
@@ -298,72 +298,72 @@ def test_a15_tokens_that_were_not_counted_yet_are_refused():
     with pytest.raises(ReducerError, match="trains 3 tokens, the plan counted 0"):
         plan.reducer([0], torch.ones(3), layout)
     known = StepTotals(active_tokens=0)
-    with pytest.raises(PlanError, match="for a step whose rows here have 3"):
+    with pytest.raises(PlanError, match="for a step whose rows on this rank have 3"):
         plan_step(Aggregation("token_mean"), Sequences(active_tokens=[3]), totals=known)
 
 
 def test_a16_holes_inside_a_response_are_in_no_count():
-    rows = dealt([row(1, 0, 0, 1), row(0, 1, 1)])
-    assert holds("token_mean", rows, regime="per-token").tokens == 4
+    rows = assigned([row(1, 0, 0, 1), row(0, 1, 1)])
+    assert run_and_compare("token_mean", rows, regime="per-token").tokens == 4
 
 
 @pytest.mark.parametrize("regime", REGIMES)
 def test_a17_a_fully_masked_sample_adds_no_phantom_token(regime):
-    rows = dealt([*lengths(3), row(0, 0), row(0), *lengths(1)], m=2)
-    holds("token_mean", rows, m=2, regime=regime)
+    rows = assigned([*lengths(3), row(0, 0), row(0), *lengths(1)], m=2)
+    run_and_compare("token_mean", rows, m=2, regime=regime)
 
 
 def test_a19_a_longer_prompt_changes_nothing():
     for prompt in (1, 30):
-        rows = dealt([row(*[0] * prompt, 1, 1), *lengths(5)])
-        assert holds("token_mean", rows, regime="per-token").tokens == 7
+        rows = assigned([row(*[0] * prompt, 1, 1), *lengths(5)])
+        assert run_and_compare("token_mean", rows, regime="per-token").tokens == 7
 
 
 @pytest.mark.parametrize("mode", ["sample_mean", "prompt_mean"])
-def test_a22_a_sample_cut_over_microbatches_and_ranks_is_one_sample(mode):
-    rows = dealt([*lengths(4, 9, 3), *lengths(2, 6)], dp=2, m=2)
+def test_a22_a_sample_split_over_microbatches_and_ranks_is_one_sample(mode):
+    rows = assigned([*lengths(4, 9, 3), *lengths(2, 6)], dp=2, m=2)
     rows[0]["sample"] = rows[1]["sample"] = rows[4]["sample"] = 7
     for regime in REGIMES:
-        holds(mode, rows, dp=2, m=2, regime=regime)
+        run_and_compare(mode, rows, dp=2, m=2, regime=regime)
 
 
-def test_a23_a_prompt_may_straddle_microbatches_and_no_step():
-    rows = dealt(lengths(2, 6, 3), m=3)
+def test_a23_a_prompt_may_span_microbatches_but_not_steps():
+    rows = assigned(lengths(2, 6, 3), m=3)
     rows[2]["prompt"] = 1
-    holds("prompt_mean", rows, m=3)
-    cut = Sequences(active_tokens=[2], prompt=[0], prompt_tokens=[8])
+    run_and_compare("prompt_mean", rows, m=3)
+    part = Sequences(active_tokens=[2], prompt=[0], prompt_tokens=[8])
     with pytest.raises(PlanError, match="all its rows belong to one step"):
-        plan_step(Aggregation("prompt_mean"), cut)
+        plan_step(Aggregation("prompt_mean"), part)
 
 
 def test_a24_a_prompt_of_1_and_9_tokens_is_sum_over_sum():
-    holds("prompt_mean", dealt([*lengths(1, 9), *lengths(4, prompt=1)]))
+    run_and_compare("prompt_mean", assigned([*lengths(1, 9), *lengths(4, prompt=1)]))
 
 
-def test_a25_five_samples_on_two_ranks_are_five():
-    holds("sample_mean", dealt(lengths(1, 7, 2, 5, 3), dp=2, m=3), dp=2, m=3)
+def test_a25_five_samples_on_two_ranks_count_as_five():
+    run_and_compare("sample_mean", assigned(lengths(1, 7, 2, 5, 3), dp=2, m=3), dp=2, m=3)
 
 
 def test_a26_a_hundred_tokens_are_divided_by_a_hundred():
-    rows = dealt(lengths(100))
+    rows = assigned(lengths(100))
     rows[0]["x"].data.fill_(1.0)
-    assert holds("token_mean", rows).loss.item() == pytest.approx(1, rel=1e-14)
+    assert run_and_compare("token_mean", rows).loss.item() == pytest.approx(1, rel=1e-14)
 
 
-def test_a27_no_epsilon_stands_in_a_divisor():
+def test_a27_no_divisor_contains_an_epsilon():
     plan = plan_step(Aggregation("sample_mean"), Sequences(active_tokens=[3, 7]))
     assert plan.weights.tolist() == [1 / 6, 1 / 14]
 
 
-def test_a28_every_rank_undoes_the_same_n():
-    both = plans(Aggregation("constant", divisor=9), dealt(lengths(1, 7), dp=2), 2, 1)
+def test_a28_every_rank_compensates_the_same_n():
+    both = plans(Aggregation("constant", divisor=9), assigned(lengths(1, 7), dp=2), 2, 1)
     factors = [a_contract(plan, 1, dp=2, regime="per-token").factor for _, plan in both]
     assert factors == [8, 8]
 
 
-def test_a31_packing_one_or_two_samples_a_microbatch_changes_nothing():
+def test_a31_packing_one_or_two_samples_per_microbatch_changes_nothing():
     for m in (4, 2):
-        holds("sample_mean", dealt(lengths(1, 7, 2, 5), m=m), m=m)
+        run_and_compare("sample_mean", assigned(lengths(1, 7, 2, 5), m=m), m=m)
 
 
 # (b) parallel factors
@@ -371,18 +371,18 @@ def test_a31_packing_one_or_two_samples_a_microbatch_changes_nothing():
 
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_b3_one_valid_token_is_not_thinned_by_context_parallelism(cp, regime):
-    holds("token_mean", dealt([row(*[0] * 9, 1, *[0] * 6)]), cp=cp, regime=regime)
+def test_b3_context_parallelism_does_not_dilute_a_single_valid_token(cp, regime):
+    run_and_compare("token_mean", assigned([row(*[0] * 9, 1, *[0] * 6)]), cp=cp, regime=regime)
 
 
 @pytest.mark.parametrize("m", [2, 5])
-def test_b8_two_or_five_microbatches_are_one_gradient(m):
-    holds("constant", dealt(lengths(1, 7, 2, 5, 3), m=m), m=m, cp=2)
+def test_b8_two_and_five_microbatches_give_the_same_gradient(m):
+    run_and_compare("constant", assigned(lengths(1, 7, 2, 5, 3), m=m), m=m, cp=2)
 
 
 @pytest.mark.parametrize("dp", [1, 2, 4])
-def test_b10_the_mean_over_ranks_is_undone(dp):
-    holds("sample_sum", dealt(lengths(1, 7, 2, 5), dp=dp), dp=dp)
+def test_b10_the_mean_over_ranks_is_compensated(dp):
+    run_and_compare("sample_sum", assigned(lengths(1, 7, 2, 5), dp=dp), dp=dp)
 
 
 def test_b27_losses_gathered_over_context_parallelism_are_refused():
@@ -395,38 +395,40 @@ def test_b27_losses_gathered_over_context_parallelism_are_refused():
 # (c) layouts
 
 
-def test_c8_unpadded_offsets_are_refused_and_padded_ones_right_below_2_cp():
+def test_c8_unpadded_offsets_are_refused_and_rows_below_2_cp_tokens_are_right():
     with pytest.raises(LayoutError, match="cu_seqlens_padded"):
         Layout.thd_zigzag([0, 7], cp_size=2, cp_rank=0)
-    holds("sample_mean", dealt(lengths(1, 3, 7)), cp=4)
+    run_and_compare("sample_mean", assigned(lengths(1, 3, 7)), cp=4)
 
 
 # (d) degenerate input
 
 
 @pytest.mark.parametrize("regime", REGIMES)
-def test_d1_a_microbatch_or_shard_without_token_is_finite(regime):
-    holds("token_mean", dealt([row(0, 0), *lengths(1, 3)], m=3), m=3, cp=2, regime=regime)
+def test_d1_a_microbatch_or_shard_with_no_active_tokens_is_finite(regime):
+    run_and_compare(
+        "token_mean", assigned([row(0, 0), *lengths(1, 3)], m=3), m=3, cp=2, regime=regime
+    )
 
 
-def test_d2_a_masked_sample_leaves_the_others_as_they_are():
-    holds("sample_mean", dealt([row(0, 0), *lengths(2, 5)]))
+def test_d2_a_masked_sample_does_not_change_the_others():
+    run_and_compare("sample_mean", assigned([row(0, 0), *lengths(2, 5)]))
 
 
 @pytest.mark.filterwarnings("ignore:the step has no active token")
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("mode", MODES)
-def test_d3_a_step_without_token_is_zero_in_every_mode(mode, regime):
-    assert holds(mode, dealt([row(0, 0), row(0)]), regime=regime).loss.item() == 0
+def test_d3_a_step_with_no_active_tokens_is_zero_in_every_mode(mode, regime):
+    assert run_and_compare(mode, assigned([row(0, 0), row(0)]), regime=regime).loss.item() == 0
 
 
 @pytest.mark.parametrize("count_empty", [True, False])
-def test_d9_one_of_four_masked_is_a_quarter_or_a_third_as_asked(count_empty):
-    rows = dealt([*lengths(2, 5, 1), row(0)])
-    holds("sample_mean", rows, count_empty=count_empty)
+def test_d9_one_masked_sample_of_four_counts_toward_b_only_if_configured(count_empty):
+    rows = assigned([*lengths(2, 5, 1), row(0)])
+    run_and_compare("sample_mean", rows, count_empty=count_empty)
 
 
-def test_d12_a_step_of_no_rows_warns_or_stops():
+def test_d12_a_step_with_no_rows_warns_or_stops():
     nothing = Sequences(active_tokens=[])
     with pytest.warns(RuntimeWarning, match="no active token"):
         assert plan_step(Aggregation("sample_mean"), nothing).weights.tolist() == []
@@ -436,35 +438,37 @@ def test_d12_a_step_of_no_rows_warns_or_stops():
 
 @pytest.mark.parametrize("cp", [1, 4])
 def test_d18_one_giant_sample_beside_single_tokens(cp):
-    holds("sample_mean", dealt(lengths(1, 10_000, 1, 1), m=2), m=2, cp=cp)
+    run_and_compare("sample_mean", assigned(lengths(1, 10_000, 1, 1), m=2), m=2, cp=cp)
 
 
 # (e) to (h): types, keys, regimes, reports
 
 
-def test_e1_counts_are_whole_numbers_that_an_int_adds_up():
+def test_e1_counts_are_int32_and_add_up_in_an_int():
     for regime in REGIMES:
-        numbers = holds("token_mean", dealt(lengths(2, 3), m=2), m=2, regime=regime).numbers
+        numbers = run_and_compare(
+            "token_mean", assigned(lengths(2, 3), m=2), m=2, regime=regime
+        ).numbers
         total = torch.zeros((), dtype=torch.int)
         for number in numbers:
             total += number
             assert (number.dtype, number.dim()) == (torch.int32, 0)
 
 
-def test_f7_a_rank_without_token_reports_the_same_keys():
-    out = holds("token_mean", dealt([row(0, 0), *lengths(3)], dp=2), dp=2)
+def test_f7_a_rank_with_no_active_tokens_reports_the_same_keys():
+    out = run_and_compare("token_mean", assigned([row(0, 0), *lengths(3)], dp=2), dp=2)
     assert len({tuple((k, tuple(v.shape)) for k, v in r.items()) for r in out.reports}) == 1
 
 
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("mode", MODES)
-def test_g2_a_mode_names_one_loss_in_both_regimes(mode, regime):
-    rows = dealt(lengths(1, 7, 2, 5, 3), dp=2, m=2)
-    holds(mode, rows, dp=2, m=2, cp=2, regime=regime)
+def test_g2_a_mode_is_the_same_loss_in_both_regimes(mode, regime):
+    rows = assigned(lengths(1, 7, 2, 5, 3), dp=2, m=2)
+    run_and_compare(mode, rows, dp=2, m=2, cp=2, regime=regime)
 
 
-def test_g6_every_mode_asked_for_by_flag_is_another_loss():
-    rows, found = dealt([*lengths(1, 7), *lengths(5, prompt=1)]), []
+def test_g6_each_mode_set_by_flag_trains_a_different_loss():
+    rows, found = assigned([*lengths(1, 7), *lengths(5, prompt=1)]), []
     for mode, options in MODES.items():
         argv = ["--loss-aggregation", mode]
         argv += ["--loss-aggregation-divisor", "40"] if options else []
@@ -476,16 +480,16 @@ def test_g6_every_mode_asked_for_by_flag_is_another_loss():
 
 
 @pytest.mark.parametrize("m", [1, 2, 4])
-def test_h1_the_reported_loss_is_the_trained_one_at_every_split(m):
-    holds("token_mean", dealt(lengths(1, 7, 2, 5), m=m), m=m)
+def test_h1_the_reported_loss_is_the_trained_loss_for_any_number_of_microbatches(m):
+    run_and_compare("token_mean", assigned(lengths(1, 7, 2, 5), m=m), m=m)
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_h2_the_reported_loss_does_not_grow_with_context_parallelism(cp):
-    holds("sample_mean", dealt(lengths(1, 7)), cp=cp)
+    run_and_compare("sample_mean", assigned(lengths(1, 7)), cp=cp)
 
 
-def test_h4_a_mean_of_reports_is_the_loss_as_their_sum_is():
-    out = holds("token_mean", dealt(lengths(1, 7), dp=2), dp=2)
+def test_h4_the_mean_of_the_reports_is_the_loss_like_their_sum():
+    out = run_and_compare("token_mean", assigned(lengths(1, 7), dp=2), dp=2)
     ratios = [(r["loss"][0] / r["loss"][1]).item() for r in out.reports]
     assert np.mean(ratios) == pytest.approx(out.loss.item(), rel=1e-12)

@@ -1,8 +1,8 @@
-"""A rank that is lost or has a NaN ends its step soon and says why; faults that are stock's own.
+"""A lost rank or a NaN ends the step soon, with the reason; faults of stock Megatron-Core.
 
 The second half shows, on stock Megatron-Core without this package's loss_func, what the
-contract refuses or leaves alone, and why: when one of these fails after an update, stock has
-been mended, and what it stands for here can go.
+contract refuses or leaves unchanged, and why: when one of these fails after an update, stock has
+been fixed, and the refusal or workaround can go.
 """
 
 import json
@@ -22,7 +22,7 @@ LOST = ("DP2-killed", "PP2-killed", "DP2-stopped")
 
 
 def ended(*arguments, processes):
-    """What the worker's launch left; it raises where the launch hangs."""
+    """Run the worker under the launcher; raise where it hangs."""
     command = [str(WORKER), *arguments]
     environment = {"PYTHONPATH": worker_path()}
     return launch(command, processes=processes, timeout=300, env=environment)
@@ -40,19 +40,19 @@ def test_the_launcher_ends_the_other_rank_when_one_is_killed_in_loss_func(tmp_pa
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """Ranks without a launcher: how the first ended after the second was lost."""
+    """Run ranks without a launcher; return how the first ended after the second was lost."""
     out = launched("fault_worker.py", "alone", tmp_path_factory.mktemp("alone"), processes=1)
     assert THROUGH not in out
-    return {told["lost"]: told for told in map(json.loads, out.splitlines())}
+    return {outcome["lost"]: outcome for outcome in map(json.loads, out.splitlines())}
 
 
 @pytest.mark.parametrize("name", LOST)
-def test_nobody_waits_for_a_lost_rank_without_a_launcher_either(alone, name):
+def test_no_rank_waits_for_a_lost_rank_without_a_launcher(alone, name):
     """Killed: the connection closes. Stopped: the process group's timeout, here 10 s."""
-    told = alone[name]
-    assert told["other"] == -9
-    assert told["ended"] == 1  # by an exception; None if it still waited
-    assert told["seconds"] < SECONDS
+    outcome = alone[name]
+    assert outcome["other"] == -9
+    assert outcome["ended"] == 1  # by an exception; None if it still waited
+    assert outcome["seconds"] < SECONDS
 
 
 def test_a_nan_loss_is_named_by_rank_microbatch_row_and_token_and_ends_the_launch():
@@ -60,32 +60,32 @@ def test_a_nan_loss_is_named_by_rank_microbatch_row_and_token_and_ends_the_launc
     done = ended("nan", processes=4)
     assert THROUGH not in done.stdout
     assert done.stdout, done.stderr[-4000:]
-    (told,) = map(json.loads, done.stdout.splitlines())
-    assert time.time() - told["time"] < SECONDS
+    (outcome,) = map(json.loads, done.stdout.splitlines())
+    assert time.time() - outcome["time"] < SECONDS
     assert done.returncode != 0
-    rows = ", ".join(map(str, told["rows"]))
-    said = [line for line in done.stderr.splitlines() if "ReducerError: " in line]
-    assert len(said) == 1, said
+    rows = ", ".join(map(str, outcome["rows"]))
+    errors = [line for line in done.stderr.splitlines() if "ReducerError: " in line]
+    assert len(errors) == 1, errors
     for words in (
         "rank 3 (context-parallel rank 1)",
-        f"the loss of row {told['row']} ",
-        f"microbatch {told['microbatch']} with rows {rows})",
-        f"is nan at its token {told['token']}:",
+        f"the loss of row {outcome['row']} ",
+        f"microbatch {outcome['microbatch']} with rows {rows})",
+        f"is nan at its token {outcome['token']}:",
     ):
-        assert words in said[0]
+        assert words in errors[0]
 
 
 @pytest.fixture(scope="module")
 def stock():
-    told = {}
+    outcome = {}
     for line in launched("fault_worker.py", "stock", processes=2).splitlines():
-        told |= json.loads(line)
-    return told
+        outcome |= json.loads(line)
+    return outcome
 
 
 @pytest.mark.skipif(RELEASE != (0, 16), reason="seen in megatron-core 0.16")
-def test_stock_mtp_is_nan_after_a_masked_microbatch_and_this_package_is_not_to_blame(stock):
-    """In the average regime it divides by the microbatch's tokens. The named loss is finite."""
+def test_stock_mtp_is_nan_after_a_masked_microbatch_with_and_without_this_package(stock):
+    """It divides by the microbatch's tokens in the average regime. The main loss is finite."""
     found = stock["a_masked_microbatch_under_mtp"]
     assert found["average"]["stock_nan"]
     assert not found["per-token"]["stock_nan"]
@@ -94,7 +94,7 @@ def test_stock_mtp_is_nan_after_a_masked_microbatch_and_this_package_is_not_to_b
 
 
 @pytest.mark.skipif(RELEASE != (0, 16), reason="seen in megatron-core 0.16")
-def test_stock_leaves_experts_apart_over_tensor_ranks_at_ep_1_and_etp_1(stock):
+def test_stock_does_not_sum_expert_gradients_over_tensor_ranks_at_ep_1_and_etp_1(stock):
     """TP 2 with sequence parallel: both ranks hold an expert, and none sums its gradients."""
     found = stock["copies_of_experts_over_tensor_ranks"]
     assert found["experts"] > 0.1

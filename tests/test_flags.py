@@ -39,7 +39,7 @@ def test_the_set_of_flags_is_frozen():
     }
 
 
-def test_no_flag_asks_for_nothing():
+def test_without_flags_there_is_no_aggregation():
     assert read() is None
     assert empty_step_from_args(parser().parse_args([])) == "zero"
 
@@ -69,7 +69,7 @@ def test_count_empty_is_read_both_ways(flag, kept):
     assert found == Aggregation("sample_mean", count_empty=kept)
 
 
-def test_what_an_empty_step_does_is_read_beside_a_mode():
+def test_empty_step_is_read_together_with_a_mode():
     argv = ["--loss-aggregation", "token_mean", "--loss-aggregation-empty-step"]
     for choice in ("zero", "error"):
         assert empty_step_from_args(parser().parse_args([*argv, choice])) == choice
@@ -98,7 +98,7 @@ def test_the_regime_flag_of_megatron_is_not_read():
 
 
 @pytest.mark.parametrize("raw", [False, True])
-def test_help_prints_every_modes_formula_shortly_and_one_per_line_where_text_is_raw(raw):
+def test_help_prints_every_modes_formula_briefly_and_one_per_line_where_text_is_raw(raw):
     flags = parser()
     if raw:
         flags.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -115,7 +115,7 @@ def test_help_prints_every_modes_formula_shortly_and_one_per_line_where_text_is_
     assert len(description.split()) < 60
 
 
-def test_a_reducer_path_stands_alone():
+def test_a_reducer_path_is_given_alone():
     found = read("--loss-aggregation-reducer-path", "math:fsum")
     assert found == Aggregation("custom", reducer_path="math:fsum")
 
@@ -139,8 +139,8 @@ CONTRADICTIONS = {
     ("--loss-aggregation-empty-step", "error"): "-empty-step error was given without",
     ("--loss-aggregation", "token_mean", "--loss-aggregation-divisor", "3"): "takes no divisor",
     ("--loss-aggregation", "constant"): r"got none: give .* --loss-aggregation-divisor",
-    ("--loss-aggregation", "constant", "--loss-aggregation-divisor", "nan"): "above 0, got nan",
-    ("--loss-aggregation", "constant", "--loss-aggregation-divisor", "0"): r"above 0, got 0\.0",
+    ("--loss-aggregation", "constant", "--loss-aggregation-divisor", "nan"): "got divisor nan, exp",
+    ("--loss-aggregation", "constant", "--loss-aggregation-divisor", "0"): r"got divisor 0\.0, exp",
     ("--loss-aggregation", "custom"): "Give --loss-aggregation-reducer-path alone",
     (
         "--loss-aggregation",
@@ -163,7 +163,7 @@ def test_an_empty_step_has_two_choices(capsys):
     assert "invalid choice: 'skip'" in capsys.readouterr().err
 
 
-def test_a_divisor_that_is_no_number_is_refused_by_the_parser(capsys):
+def test_a_divisor_that_is_not_a_number_is_refused_by_the_parser(capsys):
     with pytest.raises(SystemExit):
         read("--loss-aggregation", "constant", "--loss-aggregation-divisor", "many")
     assert "invalid float value: 'many'" in capsys.readouterr().err
@@ -201,7 +201,7 @@ def test_a_command_line_reads_back_as_it_was_written(mode, divisor, count_empty)
     divisor=st.floats(min_value=1e-300, allow_infinity=False, allow_nan=False),
     count_empty=st.sampled_from([None, True, False]),
 )
-def test_a_command_line_means_what_the_api_means_by_the_same_words(name, divisor, count_empty):
+def test_a_command_line_gives_the_same_aggregation_as_the_api(name, divisor, count_empty):
     options = {} if count_empty is None else {"count_empty": count_empty}
     argv = ["--loss-aggregation", name]
     if MODES[ALIASES[name].mode].divisor != "none":
@@ -209,11 +209,11 @@ def test_a_command_line_means_what_the_api_means_by_the_same_words(name, divisor
         argv += [f"--loss-aggregation-divisor={divisor!r}"]
     if count_empty is not None:
         argv += [f"--{'' if count_empty else 'no-'}loss-aggregation-count-empty"]
-    assert told(read, *argv) == told(Aggregation.named, name, **options)
+    assert result_or_message(read, *argv) == result_or_message(Aggregation.named, name, **options)
 
 
-def told(build, *arguments, **options):
-    """What a call returns, or the message it refuses with."""
+def result_or_message(build, *arguments, **options):
+    """Return what a call returns, or the message of its refusal."""
     try:
         return build(*arguments, **options)
     except AggregationError as error:

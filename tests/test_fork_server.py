@@ -22,14 +22,14 @@ names = ("RANK", "LOCAL_RANK", "ROLE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_W
          "GLOO_SOCKET_IFNAME", "PYTHONPATH", "GIVEN")
 import torch.distributed as dist
 dist.init_process_group("gloo")
-every = [None] * dist.get_world_size()
-told = {name: os.environ.get(name) for name in names}
-told |= {"argv": sys.argv[1:], "path": sys.path[0], "name": __name__, "folder": os.getcwd()}
-told |= {"group": os.getpgid(0) == os.getpid(), "stdin": sys.stdin.read()}
-told["main"] = sys.modules["__main__"].__dict__.get("told") is told
-dist.all_gather_object(every, told)
+gathered = [None] * dist.get_world_size()
+facts = {name: os.environ.get(name) for name in names}
+facts |= {"argv": sys.argv[1:], "path": sys.path[0], "name": __name__, "folder": os.getcwd()}
+facts |= {"group": os.getpgid(0) == os.getpid(), "stdin": sys.stdin.read()}
+facts["main"] = sys.modules["__main__"].__dict__.get("facts") is facts
+dist.all_gather_object(gathered, facts)
 if dist.get_rank() == 0:
-    print(json.dumps(every))
+    print(json.dumps(gathered))
 dist.destroy_process_group()
 """
 FAILS = """

@@ -54,7 +54,7 @@ def contract():
 
 @pytest.fixture
 def data():
-    """A packed microbatch: a 0/1 mask with holes, losses with inf and NaN where it is 0."""
+    """Make a packed microbatch: a 0/1 mask with holes, losses with inf and NaN where it is 0."""
     generator = torch.Generator().manual_seed(5)
     mask = torch.rand(sum(LENGTHS), generator=generator) < 0.7
     mask[LENGTHS[0] : LENGTHS[0] + LENGTHS[1]] = False  # a row without active tokens
@@ -84,7 +84,7 @@ def share_and_gradient(plan, mask, x, layout, *, device):
 
 @contextlib.contextmanager
 def no_sync():
-    """The block raises where it waits for the device."""
+    """Raise where the block waits for the device."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -116,7 +116,7 @@ def test_share_and_gradient_are_those_of_the_cpu(data, aggregation, cp_size, mas
     plan.check()
 
 
-def test_a_mask_on_the_host_serves_losses_on_a_device(data):
+def test_a_mask_on_the_host_works_with_losses_on_a_device(data):
     mask, x = data
     plan, layout = a_plan(mask), a_layout()
     share = plan.reducer(range(len(LENGTHS)), mask, layout)(x.cuda())
@@ -125,7 +125,7 @@ def test_a_mask_on_the_host_serves_losses_on_a_device(data):
 
 
 @pytest.mark.parametrize("mask_type", [torch.bool, torch.int32, torch.float32])
-def test_building_calling_and_returning_wait_for_nothing(contract, data, mask_type):
+def test_building_calling_and_returning_make_no_host_sync(contract, data, mask_type):
     mask, x = data
     plan, layout = a_plan(mask), a_layout()
     mask, x = mask.to(mask_type).cuda(), x.cuda().requires_grad_()
@@ -144,7 +144,7 @@ def test_building_calling_and_returning_wait_for_nothing(contract, data, mask_ty
 
 
 def a_step_with(contract, plan, mask, x):
-    """One microbatch; nothing is read, so nothing is raised, before the step closes."""
+    """Make a step of one microbatch; nothing is read, so nothing is raised, before it closes."""
     mask, x = mask.cuda(), x.cuda()
     with contract.step(plan, num_microbatches=1) as step, no_sync():
         reducer = plan.reducer(range(len(LENGTHS)), mask, a_layout())

@@ -1,4 +1,4 @@
-"""On real Megatron-Core every layout trains the gradient that the oracle names.
+"""On real Megatron-Core every layout trains the oracle's gradient.
 
 All layouts of one world size are proven in one launch of ``megatron_lossagg.verify``; the
 data with every degenerate row is its ``rows.py``, the oracle its ``oracle.py``.
@@ -44,7 +44,7 @@ def layout_of(sizes, **more):
 
 @pytest.fixture(scope="module")
 def verdicts(proven):
-    """Every verdict of this file's layouts, by layout, case and regime."""
+    """Return every verdict of this file's layouts, by layout, case and regime."""
     layouts = [layout_of(s, microbatches=m) for s in SPLITS.values() for m in MICROBATCHES]
     return proven([*layouts, *(layout_of(sizes) for sizes in OTHERS.values()), UNEVEN])
 
@@ -53,7 +53,7 @@ def verdicts(proven):
 @pytest.mark.parametrize("microbatches", MICROBATCHES)
 @pytest.mark.parametrize("case", NAMES)
 @pytest.mark.parametrize("split", SPLITS)
-def test_the_gradient_is_that_of_the_named_loss(verdicts, split, case, microbatches, regime):
+def test_the_gradient_is_that_of_the_configured_loss(verdicts, split, case, microbatches, regime):
     layout = layout_of(SPLITS[split], microbatches=microbatches)
     verdict = verdicts[str(layout), case, regime]
     assert verdict["gradient_error"] < 1e-12, verdict["explanation"]
@@ -64,7 +64,9 @@ def test_the_gradient_is_that_of_the_named_loss(verdicts, split, case, microbatc
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("case", NAMES)
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_ways_to_split_reduce_and_lay_out_give_it_too(verdicts, name, case, regime):
+def test_other_splits_reductions_and_layouts_train_the_configured_loss(
+    verdicts, name, case, regime
+):
     layout = layout_of(OTHERS[name])
     verdict = verdicts[str(layout), case, regime]
     bound = 1e-5 if layout.float32 else 1e-12
@@ -74,7 +76,7 @@ def test_other_ways_to_split_reduce_and_lay_out_give_it_too(verdicts, name, case
 
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("case", NAMES)
-def test_ranks_with_3_and_5_microbatches_train_the_named_loss(verdicts, case, regime):
+def test_ranks_with_3_and_5_microbatches_train_the_configured_loss(verdicts, case, regime):
     assert verdicts[str(UNEVEN), case, regime]["gradient_error"] < 1e-12
 
 

@@ -18,7 +18,7 @@ from megatron_lossagg.hosts import slime
 
 @pytest.fixture
 def miles_cp(monkeypatch):
-    """Stand where miles keeps its parallel state, which needs no Megatron."""
+    """Replace miles' parallel state, which needs no Megatron."""
 
     def at(size, rank):
         cp = types.SimpleNamespace(size=size, rank=rank)
@@ -32,7 +32,7 @@ def miles_cp(monkeypatch):
 
 @pytest.fixture
 def host_args(monkeypatch):
-    """Stand where Megatron-LM keeps the host's arguments."""
+    """Replace the place where Megatron-LM keeps the host's arguments."""
 
     def these(**arguments):
         module = types.ModuleType("megatron.training.global_vars")
@@ -54,7 +54,7 @@ def test_on_live_megatron_the_hosts_own_scaling_makes_it_dr_grpo(tmp_path):
 @pytest.mark.parametrize(
     ("name", "divisor"), [("constant_40960", 40960), ("constant_5e-1", 0.5), ("constant_0p5", 0.5)]
 )
-def test_the_divisor_stands_in_the_name(miles_cp, name, divisor):
+def test_the_divisor_is_encoded_in_the_name(miles_cp, name, divisor):
     reducer = getattr(slime, name)([5, 4], [3, 2], MASKS, False)
     x = torch.tensor([1.0, torch.nan, 2.0, 4.0, 8.0])
     assert reducer(x).item() == 15.0 / divisor
@@ -66,24 +66,24 @@ def test_a_name_without_a_valid_divisor_is_refused(name):
         getattr(slime, name)
 
 
-def test_another_name_is_an_attribute_error_that_lists_what_there_is():
+def test_another_name_is_an_attribute_error_that_lists_the_valid_names():
     with pytest.raises(AttributeError, match=r"constant_<L>, such as constant_40960"):
         slime.token_mean  # noqa: B018
 
 
 def test_shares_of_the_context_parallel_ranks_add_up(miles_cp):
-    # Row 0 of 5 tokens is cut in chunks of 2, row 1 of 4 in chunks of 1; response token j
+    # Row 0 of 5 tokens is split into chunks of 2, row 1 of 4 into chunks of 1; response token j
     # sits on logit prompt - 1 + j.
     x = {0: [1.0, 2.0, 4.0], 1: [8.0, 16.0]}
     logits = {0: [1, 2, 3], 1: [1, 2]}
     total = 0
     for rank in (0, 1):
         miles_cp(2, rank)
-        here = []
+        held = []
         for row, chunk in ((0, 2), (1, 1)):
             for k in (rank, 3 - rank):
-                here += [v for v, p in zip(x[row], logits[row], strict=True) if p // chunk == k]
-        total += slime.constant_10([5, 4], [3, 2], MASKS, False)(torch.tensor(here)).item()
+                held += [v for v, p in zip(x[row], logits[row], strict=True) if p // chunk == k]
+        total += slime.constant_10([5, 4], [3, 2], MASKS, False)(torch.tensor(held)).item()
     assert total == pytest.approx((1 + 4 + 8 + 16) / 10)
 
 
@@ -111,7 +111,7 @@ def test_losses_that_were_gathered_over_cp_are_refused(miles_cp):
         reducer(torch.ones(5))
 
 
-def test_no_sample_at_all_gives_a_zero_share(miles_cp):
+def test_a_microbatch_with_no_samples_gives_a_zero_share(miles_cp):
     x = torch.zeros(0, requires_grad=True)
     share = slime.constant_10([], [], [], False)(x)
     assert share.item() == 0
@@ -119,7 +119,9 @@ def test_no_sample_at_all_gives_a_zero_share(miles_cp):
 
 
 def test_the_divisor_comes_from_the_hosts_arguments(miles_cp, host_args):
-    host_args(loss_aggregation="constant", loss_aggregation_divisor="4e1")  # YAML reads 4e1 as text
+    host_args(
+        loss_aggregation="constant", loss_aggregation_divisor="4e1"
+    )  # YAML reads 4e1 as a string
     reducer = slime.constant_from_args([5, 4], [3, 2], MASKS, False)
     assert reducer(torch.ones(5)).item() == pytest.approx(4 / 40)
 

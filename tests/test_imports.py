@@ -1,4 +1,4 @@
-"""Data flows one way, and Megatron stays behind five doors: read from the source."""
+"""Imports go one way, and only five modules import Megatron: read from the source."""
 
 import ast
 import subprocess
@@ -23,9 +23,9 @@ MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 
 def imports_of(path):
-    """Every module imported anywhere in a file, inside functions too."""
+    """Yield every module imported anywhere in a file, inside functions too."""
     tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):  # what only a type checker imports is no flow of data
+    for node in ast.walk(tree):  # imports for a type checker alone do not count
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             node.body = []
     for node in ast.walk(tree):
@@ -37,36 +37,36 @@ def imports_of(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def rooms_imported(path):
+def modules_imported(path):
     names = (name.split(".") for name in imports_of(path))
     return {parts[1] for parts in names if parts[0] == "megatron_lossagg" and len(parts) > 1}
 
 
-def files_of(room):
-    folder = sorted((PACKAGE / room).rglob("*.py"))
-    return folder or [PACKAGE / f"{room}.py"] * (PACKAGE / f"{room}.py").exists()
+def files_of(module):
+    folder = sorted((PACKAGE / module).rglob("*.py"))
+    return folder or [PACKAGE / f"{module}.py"] * (PACKAGE / f"{module}.py").exists()
 
 
-@pytest.mark.parametrize("room", ORDER)
-def test_no_room_looks_forward(room):
-    before = set(ORDER[: ORDER.index(room)])
-    for path in files_of(room):
-        assert rooms_imported(path) & {*ORDER} - {room} <= before, path
+@pytest.mark.parametrize("module", ORDER)
+def test_no_module_imports_a_later_one(module):
+    before = set(ORDER[: ORDER.index(module)])
+    for path in files_of(module):
+        assert modules_imported(path) & {*ORDER} - {module} <= before, path
 
 
 def test_every_module_has_its_place_in_the_order():
-    rooms = {path.parts[0].removesuffix(".py") for path in MODULES}
-    assert rooms == {*ORDER, "__init__", "__main__"}
+    names = {path.parts[0].removesuffix(".py") for path in MODULES}
+    assert names == {*ORDER, "__init__", "__main__"}
 
 
-def test_the_cpu_room_knows_nothing_of_aggregations():
+def test_the_cpu_package_imports_nothing_of_aggregations():
     assert files_of("cpu")
     for path in files_of("cpu"):
-        assert rooms_imported(path) <= {"cpu", "errors"}, path
+        assert modules_imported(path) <= {"cpu", "errors"}, path
 
 
 @pytest.mark.parametrize("module", MODULES, ids=str)
-def test_megatron_is_imported_behind_five_doors_alone(module):
+def test_megatron_is_imported_by_five_modules_only(module):
     names = {name.split(".")[0] for name in imports_of(PACKAGE / module)}
     if module.parts[0] not in ("probe", "live.py", "hosts", "cpu", "verify"):
         assert "megatron" not in names
@@ -74,7 +74,7 @@ def test_megatron_is_imported_behind_five_doors_alone(module):
 
 
 def modules_after(code):
-    """The top-level packages that a process has imported after this code."""
+    """Return the top-level packages that a process has imported after this code."""
     code = f"import sys\n{code}\nprint({{m.partition('.')[0] for m in sys.modules}})"
     out = subprocess.check_output([sys.executable, "-c", code], text=True)
     return ast.literal_eval(out.splitlines()[-1])

@@ -48,7 +48,7 @@ def test_empty_sequences_are_integers():
         assert host_integers("n", empty, PlanError).tolist() == []
 
 
-def test_one_row_of_two_dimensions_is_squeezed_on_demand_alone():
+def test_one_row_of_two_dimensions_is_squeezed_only_on_demand():
     assert host_integers("n", [[1, 2]], PlanError, squeeze=True).tolist() == [1, 2]
     with pytest.raises(PlanError, match=r"of shape \(1, 2\)"):
         host_integers("n", [[1, 2]], PlanError)

@@ -13,7 +13,7 @@ CP_SIZES = (1, 2, 4, 8)
 
 
 def positions(layout):
-    """Mask positions that a layout's rank holds, in order, written out."""
+    """List the mask positions that a layout's rank holds, in order."""
     out = []
     for start, length in zip(layout.start_R, layout.length_R, strict=True):
         out += range(start, start + length)
@@ -21,7 +21,7 @@ def positions(layout):
 
 
 def responses_held(total, response, cp, rank, max_seq_len=None):
-    """Response tokens of a rank, by asking for each logit which chunk it is in."""
+    """List a rank's response tokens, by the chunk of each token's logit."""
     if cp == 1:
         return list(range(response))
     chunk = -(-(max_seq_len or total) // (2 * cp))
@@ -50,13 +50,13 @@ def test_every_response_token_is_on_the_rank_of_its_logit_and_on_no_other(cp, pa
             assert sorted(union) == list(range(response)), (total, response)
 
 
-def test_a_prompt_longer_than_a_chunk_does_not_wrap_round():  # failures c1
+def test_a_prompt_longer_than_a_chunk_does_not_wrap_around():  # failures c1
     held = positions(Layout.response_zigzag([12], [8], cp_size=2, cp_rank=1))
     assert held == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("cp", CP_SIZES)
-def test_rows_are_cut_one_by_one_in_the_order_of_the_ranks_two_chunks(cp):
+def test_each_row_is_split_on_its_own_and_a_rank_holds_its_two_chunks_in_order(cp):
     lengths = [2 * cp * k for k in (1, 3, 0, 2)]
     offsets = [0, *itertools.accumulate(lengths)]
     union = []
@@ -75,18 +75,18 @@ def test_rows_are_cut_one_by_one_in_the_order_of_the_ranks_two_chunks(cp):
 
 
 @pytest.mark.parametrize("cp", CP_SIZES)
-def test_bshd_cuts_every_batch_entry_alike(cp):
+def test_bshd_splits_every_batch_entry_alike(cp):
     union = []
     for rank in range(cp):
         layout = Layout.bshd_zigzag(3, 16, cp_size=cp, cp_rank=rank)
-        mine = np.array(positions(layout)).reshape(3, 16 // cp)
-        assert (mine - mine[0] == np.arange(3)[:, None] * 16).all()
+        by_entry = np.array(positions(layout)).reshape(3, 16 // cp)
+        assert (by_entry - by_entry[0] == np.arange(3)[:, None] * 16).all()
         assert layout.num_segments == 3
         union += positions(layout)
     assert sorted(union) == list(range(48))
 
 
-def test_local_keeps_what_is_already_here():
+def test_local_keeps_every_token_it_is_given():
     layout = Layout.local([3, 0, 2], cp_size=2, cp_rank=1)
     assert positions(layout) == [0, 1, 2, 3, 4]
     assert (layout.num_segments, layout.num_tokens, layout.num_local_tokens) == (3, 5, 5)
@@ -129,7 +129,7 @@ def test_a_layout_cached_for_one_padding_is_not_given_for_another():
     assert held == [[0, 1, 6], [0, 1, 6], [0, 1, 2, 3]]
 
 
-def test_responses_lie_one_behind_the_other_each_cut_on_its_own():
+def test_responses_are_consecutive_and_each_is_split_on_its_own():
     totals, responses = [12, 5, 9], [8, 2, 0]
     for rank in range(2):
         layout = Layout.response_zigzag(totals, responses, cp_size=2, cp_rank=rank)
@@ -143,7 +143,7 @@ def test_responses_lie_one_behind_the_other_each_cut_on_its_own():
 
 
 @pytest.mark.parametrize("name", ["thd", "bshd", "response", "local"])
-def test_a_layout_says_whose_it_is(name):
+def test_a_layout_records_its_rank_and_its_name(name):
     layout = BUILT[name](1)
     assert (layout.cp_size, layout.cp_rank) == (2, 1)
     assert layout.name.startswith(name)
@@ -165,7 +165,7 @@ def test_a_layout_has_its_constructors_name_and_int64_indices_on_any_number_of_r
         assert layout.positions.dtype == torch.int64
 
 
-def test_without_context_parallelism_every_token_is_here_and_no_length_needs_padding():
+def test_without_context_parallelism_the_rank_holds_every_token_and_no_length_needs_padding():
     assert positions(Layout.thd_zigzag([0, 3, 8], cp_size=1, cp_rank=0)) == list(range(8))
     assert positions(Layout.bshd_zigzag(2, 5, cp_size=1, cp_rank=0)) == list(range(10))
     layout = Layout.response_zigzag([6, 4], [5, 2], cp_size=1, cp_rank=0)
@@ -192,7 +192,7 @@ def test_a_rank_whose_chunks_are_all_prompt_holds_nothing():  # failures c16
 
 
 THD = {
-    "a segment that is no multiple of 2 CP": ([0, 4, 10], 2, "segment 1 has 6 .* 2 CP = 4: pad"),
+    "a segment that is not a multiple of 2 CP": ([0, 4, 10], 2, "segment 1 has 6 .* 2 CP = 4: pad"),
     "offsets that fall": ([0, 8, 4], 1, "^cu_seqlens gives segment 1 a length of -4"),
     "offsets not from 0": ([4, 8], 1, "expected offsets from 0"),
     "no offset at all": ([], 1, "expected offsets from 0"),
@@ -211,13 +211,13 @@ def test_thd_refuses(name):
 
 
 @pytest.mark.parametrize(
-    ("offsets", "told"),
+    ("offsets", "listed"),
     [([1, 2, 3, 4], "[1, 2, 3, 4]"), ([1, 2, 3, 4, 5], "[1, 2, 3, 4, ...]")],
 )
-def test_refused_offsets_are_told_by_their_first_four(offsets, told):
+def test_a_refusal_lists_the_first_four_offsets(offsets, listed):
     with pytest.raises(LayoutError) as caught:
         Layout.thd_zigzag(offsets, cp_size=1, cp_rank=0)
-    assert str(caught.value).startswith(f"got cu_seqlens {told}, expected offsets")
+    assert str(caught.value).startswith(f"got cu_seqlens {listed}, expected offsets")
 
 
 @pytest.mark.parametrize(("size", "rank"), [(2, 2), (2, -1), (0, 0), (-1, 0), (2.0, 0), (2, 0.5)])
@@ -262,12 +262,12 @@ def test_bshd_refuses_lengths_that_do_not_split():
         Layout.bshd_zigzag(-1, 8, cp_size=2, cp_rank=0)
 
 
-def test_bshd_refuses_a_length_that_is_no_whole_number():
+def test_bshd_refuses_a_length_that_is_not_an_integer():
     with pytest.raises(LayoutError, match=r"got sizes \[2, 8\.0\], expected integers"):
         Layout.bshd_zigzag(2, 16 / 2, cp_size=2, cp_rank=0)
 
 
-def test_local_refuses_what_is_no_length():
+def test_local_refuses_invalid_lengths():
     with pytest.raises(LayoutError, match="row_lengths_here gives segment 1 a length of -2"):
         Layout.local([3, -2], cp_size=1, cp_rank=0)
     with pytest.raises(LayoutError, match="row_lengths_here: got float64"):

@@ -1,8 +1,8 @@
-"""Splits combined as in a real run, and the losses that Megatron-Core adds beside the main one.
+"""Splits combined as in a real run, and the losses that Megatron-Core adds to the main one.
 
 Side losses: at equal layout and regime stock Megatron's loss_func and this package's leave
 the same bits in every gradient buffer (``matrix_worker.py``, one launch). Combinations: the
-gradient is the oracle's (``megatron_lossagg.verify``, one launch a world size).
+gradient is the oracle's (``megatron_lossagg.verify``, one launch per world size).
 """
 
 import json
@@ -58,11 +58,11 @@ COMBINED = {
 
 @pytest.fixture(scope="module")
 def side():
-    """What every rank found, by layout, regime and whether tokens were rejected."""
+    """Return what every rank found, by layout, regime and whether tokens were rejected."""
     job = Job(layouts=list(SIDE.values()), cases=())
     out = launched("matrix_worker.py", "side", job.to_json(), processes=job.world_size)
-    told = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    return {(t["layout"], t["regime"], t["rejected"]): t["ranks"] for t in told}
+    comparisons = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    return {(c["layout"], c["regime"], c["rejected"]): c["ranks"] for c in comparisons}
 
 
 @pytest.mark.parametrize("regime", SIDE_REGIMES)
@@ -95,7 +95,7 @@ def test_main_and_side_losses_add_up_as_in_stock_where_stock_has_the_mode(side, 
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("case", list(map(str, CASES)))
 @pytest.mark.parametrize("name", COMBINED)
-def test_splits_combined_train_the_gradient_of_the_named_loss(proven, name, case, regime):
+def test_splits_combined_train_the_configured_loss(proven, name, case, regime):
     layout = COMBINED[name]
     of_size = [one for one in COMBINED.values() if one.world_size == layout.world_size]
     verdict = proven(of_size, CASES)[str(layout), case, regime]

@@ -1,11 +1,11 @@
-"""The oracle against numbers worked out by hand, so that it is no second opinion of itself."""
+"""The oracle against numbers worked out by hand, so that it is not checked against itself."""
 
 import pytest
 import torch
 
 from megatron_lossagg.verify import oracle
 
-# x, counted, trained, sample, prompt, microbatch. Sample 0 is cut into two rows.
+# x, counted, trained, sample, prompt, microbatch. Sample 0 is split into two rows.
 TABLE = [
     ([1.0, 2.0, 4.0], [1, 0, 1], [1, 0, 1], 0, 0, (0, 0)),  # sum 5, n 2
     ([3.0], [1], [1], 0, 0, (0, 1)),  # sum 3, n 1
@@ -60,7 +60,7 @@ def options(mode):
 
 
 @pytest.mark.parametrize(("mode", "count_empty"), BY_HAND)
-def test_the_loss_is_the_one_worked_out_by_hand(mode, count_empty):
+def test_the_loss_is_the_one_computed_by_hand(mode, count_empty):
     loss = oracle.step_loss(mode, rows(), count_empty=count_empty, **options(mode))
     assert loss.item() == pytest.approx(BY_HAND[mode, count_empty], rel=1e-15)
 

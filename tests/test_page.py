@@ -139,7 +139,7 @@ def test_every_verdict_has_a_line_with_its_formula_and_numbers():
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "headline"),
     [
         (report(), "12 of 12 cases pass: the trained loss is the configured loss"),
         (MIXED, "4 of 7 cases fail: the trained or the reported loss is not the configured loss"),
@@ -150,10 +150,10 @@ def test_every_verdict_has_a_line_with_its_formula_and_numbers():
         (report([]), "The run did not finish: nothing was measured"),
     ],
 )
-def test_the_result_is_at_the_top(given, says):
+def test_the_result_is_at_the_top(given, headline):
     read = Reader(page(given))
-    assert read.text.startswith(f"{says}")  # the title
-    assert f"lossagg verify {says}" in read.text.replace(" :", ":")
+    assert read.text.startswith(f"{headline}")  # the title
+    assert f"lossagg verify {headline}" in read.text.replace(" :", ":")
 
 
 def test_the_table_follows_the_result_and_the_causes_follow_the_table():
@@ -210,7 +210,7 @@ def test_a_point_for_every_finite_error_and_a_place_for_the_others():
     assert "inf" not in re.sub("infinities", "", page(MIXED))
 
 
-def test_an_error_stands_left_or_right_of_its_tolerance():
+def test_an_error_is_drawn_left_or_right_of_its_tolerance():
     text = page(report([verdict(), failed(), verdict(gradient_error=0.0)], layouts=LAYOUTS[:1]))
     (bar,) = (float(x) for x in re.findall(r'class="bar" d="M([\d.]+)', text))
     right, zero = (float(x) for x in re.findall(r'class="point pass" cx="([\d.]+)', text))
@@ -241,7 +241,7 @@ def test_text_is_escaped():
 
 
 @pytest.mark.parametrize("given", [report(), MIXED, report([])], ids=["passed", "mixed", "empty"])
-def test_nothing_is_loaded_and_nothing_runs(given):
+def test_the_page_loads_nothing_and_runs_nothing(given):
     text = page(given)
     read = Reader(text)
     assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in read.tags}

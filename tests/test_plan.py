@@ -30,7 +30,7 @@ def test_sample_mean_weighs_every_sample_alike():
     assert weights("sample_mean", active_tokens=[1, 9]) == [1 / 2, 1 / 18]
 
 
-def test_prompt_mean_is_sum_over_sum_and_no_mean_of_means():  # failures a24
+def test_prompt_mean_is_sum_over_sum_and_not_a_mean_of_means():  # failures a24
     assert weights("prompt_mean", active_tokens=[1, 9], prompt=[0, 0]) == [1 / 10, 1 / 10]
     three = weights("prompt_mean", active_tokens=[1, 9, 5], prompt=[7, 7, -3])
     assert three == [1 / 20, 1 / 20, 1 / 10]
@@ -67,7 +67,7 @@ def test_microbatch_token_mean_alone_depends_on_the_microbatches():  # failures 
 
 
 @pytest.mark.parametrize("mode", ["sample_mean", "sample_sum", "constant"])
-def test_a_masked_sample_keeps_its_place_and_weighs_nothing(mode):  # failures d2, d9
+def test_a_masked_sample_still_counts_and_has_weight_0(mode):  # failures d2, d9
     divisor = 4 if mode == "constant" else None
     kept = weights(mode, divisor=divisor, active_tokens=[2, 0, 2])
     left = weights(mode, divisor=divisor, count_empty=False, active_tokens=[2, 0, 2])
@@ -75,7 +75,7 @@ def test_a_masked_sample_keeps_its_place_and_weighs_nothing(mode):  # failures d
     assert kept[0] / left[0] == pytest.approx(2 / 3)
 
 
-def test_a_masked_prompt_keeps_its_place_and_weighs_nothing():
+def test_a_masked_prompt_still_counts_and_has_weight_0():
     rows = {"active_tokens": [2, 0], "prompt": [0, 1]}
     assert weights("prompt_mean", **rows) == [1 / 4, 0]
     assert weights("prompt_mean", count_empty=False, **rows) == [1 / 2, 0]
@@ -91,10 +91,10 @@ def test_masked_rows_add_no_phantom_token():  # failures a17
     assert weights("token_mean", active_tokens=[4, 0, 0, 4]) == [1 / 8, 0, 0, 1 / 8]
 
 
-def test_a_cut_sample_has_the_wholes_denominator():  # failures a22
+def test_a_split_sample_has_the_denominator_of_the_whole():  # failures a22
     whole = weights("sample_mean", active_tokens=[6, 3])
-    cut = weights("sample_mean", active_tokens=[4, 2, 3], sample=[5, 5, 9])
-    assert cut == [whole[0], whole[0], whole[1]]
+    split = weights("sample_mean", active_tokens=[4, 2, 3], sample=[5, 5, 9])
+    assert split == [whole[0], whole[0], whole[1]]
 
 
 def test_counts_are_exact_beyond_2_24_and_2_31():  # failures e2, e3
@@ -117,21 +117,21 @@ def test_an_id_is_only_a_name():
     assert weights("prompt_mean", active_tokens=[1, 2, 4], **ids) == [1 / 6, 1 / 6, 1 / 8]
 
 
-def test_a_right_claim_changes_nothing():
+def test_a_correct_claim_changes_nothing():
     rows = {"active_tokens": [4, 2, 3], "sample": [5, 5, 9], "prompt": [0, 0, 1]}
     claims = {"sample_tokens": [6, 6, 3], "prompt_tokens": [6, 6, 3]}
     for mode in ("sample_mean", "prompt_mean"):
         assert weights(mode, **rows, **claims) == weights(mode, **rows)
 
 
-def test_a_prompt_keeps_its_own_count_beside_rows_cut_from_its_samples():
+def test_a_prompt_keeps_its_count_when_its_samples_are_split_into_rows():
     rows = {"active_tokens": [4, 2, 3], "sample": [5, 5, 9], "prompt": [0, 0, 0]}
     assert weights("prompt_mean", **rows) == [1 / 9] * 3
     assert weights("sample_mean", **rows) == [1 / 12, 1 / 12, 1 / 6]
     assert weights("sample_sum", **rows) == [1 / 2] * 3
 
 
-def test_a_filler_is_in_no_count_and_weighs_nothing():
+def test_a_filler_is_in_no_count_and_has_weight_0():
     plan = plan_step(Aggregation("sample_mean"), Sequences(active_tokens=[2, 4]))
     layout = Layout.thd_zigzag([0, 2, 5, 9], cp_size=1, cp_rank=0)
     reducer = plan.reducer([0, -1, 1], torch.ones(9), layout)
@@ -162,7 +162,7 @@ def test_the_expected_weight_of_a_microbatch_mean_is_the_share_of_live_microbatc
     assert plan.expected_weight == 1 / 4
 
 
-def test_the_expected_weight_is_1_where_empty_ones_leave():
+def test_the_expected_weight_is_1_where_empty_ones_do_not_count():
     rows = Sequences(active_tokens=[1, 9, 0], prompt=[0, 0, 1])
     for mode in ("sample_mean", "prompt_mean"):
         assert plan_step(Aggregation(mode, count_empty=False), rows).expected_weight == 1
@@ -191,7 +191,7 @@ def test_the_expected_weight_is_that_of_all_counted_tokens(mode):
     )
 
 
-def test_a_step_without_active_token_weighs_nothing_and_warns_once():
+def test_a_step_with_no_active_tokens_has_weight_0_and_warns_once():
     for mode in ("token_mean", "sample_mean", "sample_sum", "token_sum"):
         with pytest.warns(RuntimeWarning, match="no active tokens") as caught:
             assert weights(mode, active_tokens=[0, 0]) == [0, 0]
@@ -203,7 +203,7 @@ def test_a_step_without_active_token_weighs_nothing_and_warns_once():
 @pytest.mark.filterwarnings("ignore:the step has no active tokens")
 @pytest.mark.parametrize("mode", ["token_mean", "sample_mean", "sample_sum", "token_sum"])
 @pytest.mark.parametrize("count_empty", [True, False])
-def test_a_step_without_active_token_expects_no_weight(mode, count_empty):
+def test_a_step_with_no_active_tokens_has_expected_weight_0(mode, count_empty):
     aggregation = Aggregation(mode, count_empty=count_empty)
     assert plan_step(aggregation, Sequences(active_tokens=[0, 0])).expected_weight == 0
     assert plan_step(aggregation, Sequences(active_tokens=[])).expected_weight == 0
@@ -246,7 +246,7 @@ def test_the_expected_weight_is_unknown_where_its_counts_are():
     assert plan.under("sample_mean").expected_weight is None
 
 
-def test_totals_are_asked_only_for_what_the_mode_needs():
+def test_only_the_totals_that_the_mode_needs_are_required():
     rows = {"active_tokens": [2, 0]}
     for mode, known, weight in (
         ("token_sum", {}, 1),
@@ -258,7 +258,7 @@ def test_totals_are_asked_only_for_what_the_mode_needs():
         assert plan.weights.tolist() == [weight, 0]
 
 
-def test_totals_with_prompts_weigh_as_counting_does():
+def test_totals_with_prompts_give_the_same_weights_as_counting():
     rows = {"active_tokens": [1, 9], "prompt": [0, 0], "prompt_tokens": [20, 20]}
     plan = plan_step(Aggregation("prompt_mean"), Sequences(**rows), totals=totals(prompts=3))
     assert plan.weights.tolist() == [1 / 60, 1 / 60]
@@ -304,23 +304,23 @@ IMPOSSIBLE = {
         {"active_tokens": 3},
         "active_tokens=3",
     ),
-    "n_b = 0 beside tokens": (
+    "n_b = 0 with tokens": (
         "sample_mean",
         {"active_tokens": [2], "sample": [7], "sample_tokens": [0]},
         {"samples": 1},
-        "sample 7 has 2 active tokens here alone, .*sample_tokens says 0",
+        "sample 7 has 2 active tokens on this rank alone, .*sample_tokens is 0",
     ),
     "n_b below the sample's rows here": (
         "sample_mean",
         {"active_tokens": [2, 2], "sample": [7, 7], "sample_tokens": [3, 3]},
         {"samples": 1},
-        "sample 7 has 4 active tokens here alone, .*sample_tokens says 3",
+        "sample 7 has 4 active tokens on this rank alone, .*sample_tokens is 3",
     ),
     "two n_p of one prompt": (
         "prompt_mean",
         {"active_tokens": [2, 2], "prompt": [7, 7], "prompt_tokens": [4, 5]},
         {"prompts": 1},
-        "prompt 7 has .*prompt_tokens says",
+        "prompt 7 has .*prompt_tokens is",
     ),
     "a sample under two prompts": (
         "prompt_mean",
@@ -341,7 +341,7 @@ def test_totals_that_contradict_the_rows_are_refused(what):
         plan_step(aggregation, Sequences(**rows), totals=totals(**known))
 
 
-def test_totals_as_small_as_the_rows_here_are_right():
+def test_totals_equal_to_the_local_counts_are_accepted():
     rows = {"active_tokens": [2, 0], "sample": [7, 8], "sample_tokens": [2, 0]}
     rows |= {"prompt": [1, 1], "prompt_tokens": [2, 2]}
     least = {"active_tokens": 2, "samples": 2, "prompts": 1}
@@ -366,7 +366,7 @@ LACKS = {
     ),
     "prompt ids": ("prompt_mean", {"active_tokens": [2]}, None, r"Sequences\(prompt="),
     "microbatches": ("microbatch_token_mean", {"active_tokens": [2]}, None, "microbatch="),
-    "n_b of a cut sample": (
+    "n_b of a split sample": (
         "sample_mean",
         {"active_tokens": [2], "sample": [0]},
         {"samples": 3},
@@ -389,7 +389,7 @@ def test_a_mode_raises_for_what_it_lacks_before_any_forward(what):
         plan_step(aggregation, Sequences(**rows), totals=None if known is None else totals(**known))
 
 
-def test_v_and_q_have_to_be_known_where_empty_ones_leave():
+def test_v_and_q_are_required_where_empty_ones_do_not_count():
     with pytest.raises(PlanError, match=r"StepTotals\(active_samples="):
         plan_step(
             Aggregation("sample_sum", count_empty=False),
@@ -436,7 +436,7 @@ BAD = {
         {"active_tokens": [1, 2, 3], "sample": [4, 4, 5], "prompt": [0, 1, 1]},
         "sample 4 has rows under 2 prompts",
     ),
-    "a sample under two prompts beside others": (
+    "a sample under two prompts among others": (
         {"active_tokens": [1, 2, 3], "sample": [3, 4, 4], "prompt": [0, 0, 1]},
         r"sample 4 has rows under 2 prompts \(0, 1\)",
     ),
@@ -454,11 +454,11 @@ BAD = {
     ),
     "a wrong claim of n_b": (
         {"active_tokens": [1, 2], "sample": [4, 4], "sample_tokens": [3, 4]},
-        "sample 4 has 3 active tokens in the step, Sequences.sample_tokens says 4",
+        "sample 4 has 3 active tokens in the step, Sequences.sample_tokens is 4",
     ),
     "a wrong claim of n_p": (
         {"active_tokens": [1, 2], "prompt": [4, 5], "prompt_tokens": [1, 1]},
-        "prompt 5 has 2 active tokens in the step, Sequences.prompt_tokens says 1",
+        "prompt 5 has 2 active tokens in the step, Sequences.prompt_tokens is 1",
     ),
     "microbatches of another number": (
         {"active_tokens": [1, 2], "microbatch": [0]},
@@ -519,7 +519,7 @@ def test_bad_counts_and_ids_are_refused(what):
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_known_totals_let_no_bad_count_pass(what):
+def test_bad_counts_are_refused_with_known_totals_too(what):
     rows, _ = BAD[what]
     known = totals(active_tokens=100, samples=100, prompts=100)
     with pytest.raises(PlanError):
@@ -532,7 +532,7 @@ def test_the_largest_counts_are_weighed_without_wrapping():
     assert weights("prompt_mean", **rows, prompt=range(4098))[0] == 1 / (4098 * 2**52)
 
 
-def test_a_microbatchs_index_may_be_any():
+def test_microbatch_indices_may_have_gaps():
     rows = {"active_tokens": [1, 3], "microbatch": [0, 2**50], "num_microbatches": 2**51}
     assert weights("microbatch_token_mean", **rows) == [1 / 2**51, 1 / (3 * 2**51)]
 
@@ -544,7 +544,7 @@ def test_a_plan_keeps_the_microbatch_of_each_row():
     assert plan_step(Aggregation("token_mean"), Sequences(active_tokens=[1])).microbatch is None
 
 
-def test_a_callers_own_fault_is_told_in_the_plans_place():
+def test_a_callers_own_fault_is_raised_instead_of_a_plan():
     for known in (None, totals(active_tokens=9)):
         with pytest.raises(PlanError, match="rank 0 of the data-parallel group: no file"):
             plan_step(
@@ -555,7 +555,7 @@ def test_a_callers_own_fault_is_told_in_the_plans_place():
             )
 
 
-def test_m_without_microbatches_of_rows_is_only_stored():
+def test_num_microbatches_without_microbatch_is_only_stored():
     rows = Sequences(active_tokens=[1, 9], num_microbatches=3)
     plan = plan_step(Aggregation("token_mean"), rows)
     assert plan.num_microbatches == 3
@@ -567,7 +567,7 @@ def test_sequences_only_stores():
     assert Sequences(active_tokens="nonsense").active_tokens == "nonsense"
 
 
-def test_a_name_is_no_aggregation_yet():
+def test_a_string_is_refused_as_an_aggregation():
     with pytest.raises(PlanError, match="got 'token_mean', expected an Aggregation"):
         plan_step("token_mean", Sequences(active_tokens=[1]))
 
@@ -610,7 +610,7 @@ def test_ids_of_mixed_kinds_are_refused():
         weights("prompt_mean", active_tokens=[1, 9], prompt=np.array(["a", 3], dtype=object))
 
 
-def test_ids_far_apart_group_as_close_ones_do():
+def test_sparse_ids_are_grouped_like_dense_ones():
     near = {"sample": [3, 1, 3, 2, 1], "prompt": [0, 0, 0, 1, 0]}
     far = {name: [(id_ - 2) * 2**60 for id_ in ids] for name, ids in near.items()}
     for mode in ("sample_mean", "prompt_mean"):
@@ -678,8 +678,8 @@ CHECKS = re.findall(
 
 
 @pytest.fixture(scope="module")
-def told():
-    """By number of processes and check: what failed on each rank, None where it held."""
+def faults_by_check():
+    """Return each rank's failure, None where it passed, by number of processes and check."""
     out = {n: launched("plan_worker.py", processes=n, timeout=120) for n in (2, 3)}
     return {
         n: dict(json.loads(line[6:]) for line in text.splitlines() if line.startswith("CHECK "))
@@ -689,7 +689,7 @@ def told():
 
 @pytest.mark.parametrize("processes", [2, 3])
 @pytest.mark.parametrize("check", CHECKS)
-def test_over_ranks(told, check, processes):
-    faults = told[processes][f"check_{check}"]
+def test_over_ranks(faults_by_check, check, processes):
+    faults = faults_by_check[processes][f"check_{check}"]
     assert len(faults) == processes
     assert not any(faults), "\n".join(filter(None, faults))

@@ -1,4 +1,4 @@
-"""A custom reducer's path leads to its factory, or says what is wrong with it."""
+"""A custom reducer's path leads to its factory, or to an error that names the fault."""
 
 import importlib
 import sys
@@ -18,7 +18,7 @@ def seven_sums(context):
 
 @pytest.fixture(autouse=True)
 def module(monkeypatch):
-    """A user's module, importable by name; what was loaded from it is forgotten."""
+    """Make a user's module importable by name; clear the cache of loaded factories."""
     made = types.ModuleType("a_users_module")
     made.factory = seven_sums
     made.nested = types.SimpleNamespace(factory=seven_sums)
@@ -44,7 +44,7 @@ def test_an_aggregations_path_makes_the_reducer_of_each_microbatch():
     assert reducer(torch.ones(6)).item() == 35
 
 
-def test_a_wrong_share_is_told_with_the_path_it_came_from(module):
+def test_an_error_about_a_share_names_the_reducer_path(module):
     module.factory = lambda context: lambda x: x
     plan = plan_step(
         Aggregation("custom", reducer_path="a_users_module:factory"), Sequences(active_tokens=[2])
@@ -54,7 +54,7 @@ def test_a_wrong_share_is_told_with_the_path_it_came_from(module):
         plan.reducer([0], torch.ones(2), layout)(torch.ones(2))
 
 
-def test_a_factory_that_is_given_goes_before_the_path():
+def test_a_given_factory_takes_precedence_over_the_path():
     aggregation = Aggregation("custom", reducer_path="a_users_module:no_such")
     plan = plan_step(aggregation, Sequences(active_tokens=[2]))
     layout = Layout.thd_zigzag([0, 2], cp_size=1, cp_rank=0)
@@ -78,15 +78,15 @@ WRONG = {
     "a_users_module:nested.no_such": "has no 'nested.no_such'",
     "a_users_module.nested.factory": "importing 'a_users_module.nested' raised",
     "a_users_module:number": "leads to 3, which is not callable",
-    "nothing": "'nothing' names no attribute of a module",
-    "": "'' names no attribute",
-    ":f": "names no attribute",
-    "a_users_module:": "names no attribute",
+    "nothing": "'nothing' is not an attribute of a module",
+    "": "'' is not an attribute",
+    ":f": "is not an attribute",
+    "a_users_module:": "is not an attribute",
 }
 
 
 @pytest.mark.parametrize("path", WRONG)
-def test_a_path_that_leads_nowhere_says_what_was_got_and_what_is_wanted(path):
+def test_an_invalid_path_is_refused_with_what_was_got_and_what_is_expected(path):
     with pytest.raises(ReducerPathError, match=WRONG[path]) as caught:
         load_reducer_factory(path)
     assert "write pkg.mod:name of a factory(context)" in str(caught.value)
@@ -94,7 +94,7 @@ def test_a_path_that_leads_nowhere_says_what_was_got_and_what_is_wanted(path):
     assert isinstance(caught.value, LossAggregationError)
 
 
-def test_a_module_that_fails_to_import_is_told_with_its_own_error(tmp_path, monkeypatch):
+def test_a_module_that_fails_to_import_is_reported_with_its_own_error(tmp_path, monkeypatch):
     (tmp_path / "a_broken_module.py").write_text("raise RuntimeError('no license')\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ReducerPathError, match=r"raised RuntimeError\('no license'\).*PYTHONPATH"):

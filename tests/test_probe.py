@@ -37,7 +37,7 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def printed():
-    """Function of a number of processes: the lines that the worker printed."""
+    """Return a function from a number of processes to the lines that the worker printed."""
     cache = {}
 
     def lines(processes):
@@ -55,7 +55,7 @@ def of(lines, layout, kind):
 
 
 @pytest.mark.parametrize(("processes", "layout"), CASES, ids=lambda value: str(value))
-def test_stock_megatron_passes_and_nothing_of_it_moves(printed, processes, layout):
+def test_stock_megatron_passes_and_is_left_unchanged(printed, processes, layout):
     lines = printed(processes)
     assert of(lines, layout, "PASSED")
     stock = of(lines, layout, "STOCK")
@@ -65,7 +65,7 @@ def test_stock_megatron_passes_and_nothing_of_it_moves(printed, processes, layou
 
 
 @pytest.mark.parametrize(("processes", "layout"), MEGATRON_LM_LAYOUTS, ids=str)
-def test_the_config_of_megatron_lm_passes_and_nothing_of_it_moves(printed, processes, layout):
+def test_the_config_of_megatron_lm_passes_and_is_left_unchanged(printed, processes, layout):
     """Both regimes, five sets of DDP options, three dtypes; every option of the config set."""
     lines = of(printed(processes), layout, "MEGATRON-LM average")
     lines += of(printed(processes), layout, "MEGATRON-LM per-token")
@@ -109,7 +109,7 @@ def test_a_patched_megatron_is_caught_under_the_config_of_megatron_lm(printed, f
 
 
 def verdicts_of(printed, cases, kind, fault):
-    """What the worker printed about a fault, with the regime: one per layout and regime."""
+    """Return the worker's lines about a fault, with the regime: one per layout and regime."""
     return [
         (found[1], found[2])
         for processes, layout in cases
@@ -119,7 +119,7 @@ def verdicts_of(printed, cases, kind, fault):
 
 
 def regimes_caught(verdicts):
-    """The regimes in which the fault changes a number; every repeat of it must be caught."""
+    """Return the regimes in which the fault changes a number; every repeat must be caught."""
     regimes = set()
     for regime, verdict in verdicts:
         if not verdict.startswith("changes no number"):
@@ -133,7 +133,7 @@ def test_gradients_that_are_reduced_twice_are_caught(printed):
     assert "expected K = N = " in line
 
 
-def test_what_cannot_be_measured_is_said_to_be_read(printed):
+def test_what_cannot_be_measured_is_reported_as_read(printed):
     lines = printed(2)
     assert [line.split()[2] for line in of(lines, "DP2", "READ")] == ["finalize:", "DDP:", "all:"]
 

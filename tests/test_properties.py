@@ -1,4 +1,4 @@
-"""Laws of plan and layout on random steps, against the oracle."""
+"""Invariants of plan and layout on random steps, against the oracle."""
 
 import itertools
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the step has no active token")
 
 @st.composite
 def steps(draw):
-    """Rows with random masks, samples and prompts; a sample has one prompt."""
+    """Draw rows with random masks, samples and prompts; a sample has one prompt."""
     prompt_of_sample = draw(st.lists(st.integers(-2, 2), min_size=1, max_size=5))
     rows = []
     for _ in range(draw(st.integers(1, 9))):
@@ -54,7 +54,7 @@ def aggregation(label):
 
 
 def expected_weights(label, rows):
-    """The loss is linear in x: a row's weight is its derivative at an active token."""
+    """Differentiate the loss, linear in x: a row's weight is the derivative at an active token."""
     x = [torch.zeros(len(r["counted"]), dtype=torch.float64, requires_grad=True) for r in rows]
     live = [{**row, "x": list(v)} for row, v in zip(rows, x, strict=True)]
     loss = oracle.step_loss(label.split(",")[0], live, **MODES[label])
@@ -67,7 +67,7 @@ def expected_weights(label, rows):
 
 @given(rows=steps(), label=st.sampled_from(sorted(MODES)))
 @settings(max_examples=200, deadline=None)
-def test_a_weight_is_the_derivative_of_the_named_loss(rows, label):
+def test_a_weight_is_the_derivative_of_the_configured_loss(rows, label):
     plan = plan_step(aggregation(label), sequences(rows))
     np.testing.assert_allclose(plan.weights, expected_weights(label, rows), rtol=1e-12, atol=1e-300)
     total = sum(w * sum(r["counted"]) for w, r in zip(plan.weights.tolist(), rows, strict=True))
@@ -86,7 +86,7 @@ def test_the_order_of_rows_does_not_matter(rows, label, order):
 
 @given(rows=steps(), label=st.sampled_from(sorted(MODES)), data=st.data())
 @settings(max_examples=100, deadline=None)
-def test_microbatches_do_not_matter_where_the_mode_has_none(rows, label, data):
+def test_microbatches_do_not_matter_where_the_mode_ignores_them(rows, label, data):
     m = data.draw(st.integers(1, 4))
     microbatch = [data.draw(st.integers(0, m - 1)) for _ in rows]
     weights = plan_step(aggregation(label), sequences(rows)).weights
@@ -100,15 +100,15 @@ def test_microbatches_do_not_matter_where_the_mode_has_none(rows, label, data):
 @settings(max_examples=100, deadline=None)
 def test_known_totals_give_each_rank_the_weights_that_counting_gives(rows, label, data):
     whole = plan_step(aggregation(label), sequences(rows))
-    mine = [i for i in range(len(rows)) if data.draw(st.booleans())]
+    own_rows = [i for i in range(len(rows)) if data.draw(st.booleans())]
     part = sequences(
-        [rows[i] for i in mine],
-        sample_tokens=whole.sample_tokens[mine],
-        prompt_tokens=whole.prompt_tokens[mine],
+        [rows[i] for i in own_rows],
+        sample_tokens=whole.sample_tokens[own_rows],
+        prompt_tokens=whole.prompt_tokens[own_rows],
     )
     totals = StepTotals(**{name: getattr(whole.totals, name) for name in TOTALS})
     assert plan_step(aggregation(label), part, totals=totals).weights.tolist() == (
-        whole.weights[mine].tolist()
+        whole.weights[own_rows].tolist()
     )
 
 
@@ -127,7 +127,7 @@ def test_shares_over_microbatches_and_ranks_add_up_to_the_oracles_loss(rows, lab
     random = torch.Generator().manual_seed(seed)
     keys = [(0, int(torch.randint(m, (), generator=random))) for _ in rows]
     x = [torch.randn(len(r["counted"]), generator=random, dtype=torch.float64) for r in rows]
-    for row in rows:  # the training mask may be narrower than the counting mask
+    for row in rows:  # the training mask may select fewer tokens than the counting one
         kept = torch.rand(len(row["counted"]), generator=random) < 0.8
         row["trained"] = [n * int(k) for n, k in zip(row["counted"], kept, strict=True)]
     options = MODES.get(label, {})
@@ -135,20 +135,20 @@ def test_shares_over_microbatches_and_ranks_add_up_to_the_oracles_loss(rows, lab
         Aggregation(label.split(",")[0], **options),
         sequences(rows, microbatch=[index for _, index in keys], num_microbatches=m),
     )
-    total, gauge = 0.0, 0.0
+    total, weight_sum = 0.0, 0.0
     for index in range(m):
-        mine = [i for i, key in enumerate(keys) if key == (0, index)]
-        named_rows, offsets, mask, losses = pack(rows, mine, x, cp)
+        indices = [i for i, key in enumerate(keys) if key == (0, index)]
+        named_rows, offsets, mask, losses = pack(rows, indices, x, cp)
         for rank in range(cp):
             layout = Layout.thd_zigzag(offsets, cp_size=cp, cp_rank=rank)
             reducer = plan.reducer(named_rows, mask, layout)
             total += reducer(losses[zigzag(offsets, cp, rank)]).item()
-            gauge += reducer.weight_sum().item()
+            weight_sum += reducer.weight_sum().item()
     live = [{**row, "x": list(v), "microbatch": k} for row, v, k in zip(rows, x, keys, strict=True)]
     mode, split = label.split(",")[0], {"microbatches": [m], **options}
     expected = oracle.step_loss(mode, live, **split).item()
     assert total == pytest.approx(expected, rel=1e-12, abs=1e-12)
-    assert gauge == pytest.approx(oracle.weight_sum(mode, live, **split), rel=1e-5, abs=1e-12)
+    assert weight_sum == pytest.approx(oracle.weight_sum(mode, live, **split), rel=1e-5, abs=1e-12)
 
 
 @given(chunks=st.lists(st.integers(0, 5), max_size=6), cp=st.integers(1, 6))
@@ -157,7 +157,7 @@ def test_the_ranks_of_a_packed_microbatch_hold_every_token_once(chunks, cp):
     offsets = [0, *itertools.accumulate(2 * cp * n for n in chunks)]
     layouts = [Layout.thd_zigzag(offsets, cp_size=cp, cp_rank=rank) for rank in range(cp)]
     assert {layout.num_local_tokens for layout in layouts} == {offsets[-1] // cp}
-    assert sorted(itertools.chain(*map(held, layouts))) == list(range(offsets[-1]))
+    assert sorted(itertools.chain(*map(positions_of, layouts))) == list(range(offsets[-1]))
 
 
 @given(
@@ -173,12 +173,12 @@ def test_the_ranks_of_responses_hold_every_token_once(rows, cp, padding, bshd):
     padded = max(totals, default=1) + padding if bshd else None
     union = []
     for rank in range(cp):
-        union += held(
+        union += positions_of(
             Layout.response_zigzag(totals, responses, cp_size=cp, cp_rank=rank, max_seq_len=padded)
         )
     assert sorted(union) == list(range(sum(responses)))
 
 
-def held(layout):
+def positions_of(layout):
     runs = zip(layout.start_R, layout.length_R, strict=True)
     return [p for start, length in runs for p in range(start, start + length)]

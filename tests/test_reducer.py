@@ -31,7 +31,7 @@ MASK = [1, 0, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("poison", [torch.inf, -torch.inf, torch.nan])
-def test_masked_positions_touch_neither_share_nor_gradient(poison):  # failures d4
+def test_masked_positions_affect_neither_share_nor_gradient(poison):  # failures d4
     x = torch.tensor([1.0, poison, 2, 3, 4, 5], requires_grad=True)
     share = a_reducer(MASK)(x)
     share.backward()
@@ -65,7 +65,7 @@ def test_an_empty_rank_is_connected_to_the_graph():  # failures d6, f1
     assert x.grad.shape == (0,)
 
 
-def test_a_microbatch_without_active_token_reaches_backward():
+def test_a_microbatch_with_no_active_tokens_reaches_backward():
     x = torch.full((6,), torch.nan, requires_grad=True)
     share = a_reducer([0] * 6)(x)
     share.backward()
@@ -86,7 +86,7 @@ class Operations(TorchDispatchMode):
 
 @pytest.fixture
 def on_cuda(monkeypatch):
-    """Reducers treat CPU tensors as CUDA tensors, whose values they may not read."""
+    """Make reducers treat CPU tensors as CUDA tensors, whose values they may not read."""
     for module in (microbatch, reducer):
         monkeypatch.setattr(module, "on_host", lambda tensor: False)
 
@@ -121,7 +121,7 @@ def assert_same_operations_for_1_and_1000_rows():
     return operations
 
 
-def test_the_operations_are_really_seen():
+def test_the_operation_counter_sees_reads_and_nonzero():
     with Operations() as operations:
         torch.nonzero(torch.ones(2))
         torch.ones(()).item()
@@ -139,9 +139,9 @@ def test_bshd_losses_are_read_row_by_row():
     plan = a_plan((8, 8), mode="sample_mean")
     x = torch.arange(16.0).reshape(2, 8)
     shares = []
-    for rank, mine in ((0, [0, 1, 6, 7]), (1, [2, 3, 4, 5])):
+    for rank, positions in ((0, [0, 1, 6, 7]), (1, [2, 3, 4, 5])):
         layout = Layout.bshd_zigzag(2, 8, cp_size=2, cp_rank=rank)
-        shares.append(plan.reducer([1, 0], torch.ones(2, 8), layout)(x[:, mine]).item())
+        shares.append(plan.reducer([1, 0], torch.ones(2, 8), layout)(x[:, positions]).item())
     assert sum(shares) == pytest.approx(x.mean().item())
     assert shares[0] == pytest.approx(x[:, [0, 1, 6, 7]].sum().item() / 16)
 
@@ -154,7 +154,7 @@ def test_the_inputs_are_not_changed():  # failures c12
     assert x.tolist() == [2.0] * 6
 
 
-def test_a_mask_that_changes_later_changes_nothing_here():
+def test_later_changes_of_a_mask_have_no_effect():
     mask = torch.tensor(MASK)
     reducer = a_plan().reducer([0, 1], mask, thd(4, 2))
     mask.zero_()
@@ -193,7 +193,7 @@ def test_building_costs_the_same_operations_for_1_and_1000_rows():
     assert seen[0] == seen[1]
 
 
-def test_tokens_past_the_last_offset_weigh_nothing():
+def test_tokens_past_the_last_offset_have_weight_0():
     reducer = a_reducer([1, 1, 1, 1, 1, 0, 0], active=(3, 2), lengths=(3, 2))
     x = torch.tensor([1.0, 1, 1, 1, 1, torch.nan, 7], requires_grad=True)
     share = reducer(x)
@@ -202,21 +202,21 @@ def test_tokens_past_the_last_offset_weigh_nothing():
     assert x.grad.tolist() == [1] * 5 + [0, 0]
 
 
-def test_a_filler_weighs_nothing_and_may_have_any_mask():
+def test_a_filler_has_weight_0_and_may_have_any_mask():
     reducer = a_reducer([1, 1, 1, 1, 1], active=(3,), rows=(0, -1), lengths=(3, 2))
     assert reducer(torch.ones(5)).item() == 3
     assert reducer.counted_tokens == 3
     assert reducer.weight_sum().item() == 3
 
 
-def test_a_narrower_training_mask_keeps_the_denominator():  # failures I2
+def test_a_training_mask_that_selects_fewer_tokens_keeps_the_denominator():  # failures I2
     reducer = a_reducer([1, 0, 0, 0, 1, 0], mode="token_mean")
     assert reducer(torch.ones(6)).item() == pytest.approx(2 / 5)
     assert reducer.weight_sum().item() == pytest.approx(2 / 5)
     assert reducer.counted_tokens == 5
 
 
-def test_the_gauge_is_a_float32_scalar_whatever_the_losses_are():
+def test_the_weight_sum_is_a_float32_scalar_for_losses_of_any_dtype():
     reducer = a_reducer(MASK, mode="token_mean")
     reducer(torch.ones(6, dtype=torch.float64))
     assert reducer.weight_sum().dtype == torch.float32
@@ -270,7 +270,7 @@ def test_a_value_other_than_0_and_1_is_refused_in_any_dtype(dtype):
             a_plan().reducer([0, 1], mask.to(dtype), thd(4, 2))
 
 
-def test_rows_of_one_weight_beside_masked_rows_and_fillers_weigh_as_they_should():
+def test_rows_of_one_weight_among_masked_rows_and_fillers_keep_that_weight():
     plan = a_plan((3, 0, 2), mode="constant", divisor=5)
     x = torch.arange(1.0, 9)
     made = plan.reducer([0, 1, 2], torch.tensor([1, 1, 1, 0, 0, 0, 1, 1]), thd(3, 3, 2))
@@ -279,7 +279,7 @@ def test_rows_of_one_weight_beside_masked_rows_and_fillers_weigh_as_they_should(
     assert made(x).item() == pytest.approx((1 + 2 + 3 + 7 + 8) / 15)
 
 
-def test_no_mask_is_no_mask():  # failures c13
+def test_none_is_refused_as_a_mask():  # failures c13
     with pytest.raises(
         ReducerError, match=r"got the mask None, expected .* pass the microbatch's whole"
     ):
@@ -300,7 +300,7 @@ def test_a_trained_token_past_the_end_is_refused():
         a_reducer([*MASK, 0, 0, 1])
 
 
-def test_a_mask_wider_than_its_count_is_refused():
+def test_a_mask_that_selects_more_tokens_than_counted_is_refused():
     with pytest.raises(ReducerError, match="segment 1 trains 2 tokens, the plan counted 1"):
         a_reducer(MASK, active=(3, 1))
     with pytest.raises(ReducerError, match="segment 0 trains 3 tokens, the plan counted 2"):
@@ -321,7 +321,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("what", ROWS)
-def test_rows_name_each_segment_once(what):
+def test_rows_have_one_entry_per_segment_and_no_row_twice(what):
     rows, message = ROWS[what]
     with pytest.raises(ReducerError, match=message):
         a_plan().reducer(rows, torch.tensor(MASK), thd(4, 2))
@@ -341,7 +341,7 @@ def test_the_doubled_row_is_the_one_that_is_named():
         a_reducer([1] * 6, active=(2, 2), rows=(0, 1, 1), lengths=(2, 2, 2))
 
 
-def test_several_fillers_are_no_doubled_row():
+def test_several_fillers_are_not_a_doubled_row():
     reducer = a_reducer([1] * 6, active=(2,), rows=(-1, 0, -1), lengths=(2, 2, 2))
     assert reducer(torch.arange(6.0)).item() == 5
 
@@ -366,7 +366,7 @@ def test_a_microbatch_without_segments_is_an_empty_share():
         (None, "got None, expected per-token losses in floating point"),
     ],
 )
-def test_losses_are_those_of_this_ranks_slice(x, message):
+def test_losses_other_than_those_of_this_ranks_slice_are_refused(x, message):
     with pytest.raises(ReducerError, match=message):
         a_reducer(MASK)(x)
 
@@ -485,7 +485,7 @@ def test_a_device_mask_that_selects_fewer_tokens_warns_too(monkeypatch, on_cuda)
         plan.check()
 
 
-def test_a_local_mask_holds_a_part_of_each_row_and_warns_of_nothing(monkeypatch):
+def test_a_local_mask_holds_a_part_of_each_row_and_does_not_warn(monkeypatch):
     monkeypatch.setattr(plan_module, "_warned", set())
     plan = a_plan((8, 4))
     plan.reducer([0, 1], torch.ones(6), Layout.local([4, 2], cp_size=2, cp_rank=1))
@@ -554,13 +554,13 @@ def test_a_long_microbatch_is_named_by_its_first_rows():
 
 
 def test_a_microbatch_of_six_rows_is_named_by_all_of_them():
-    for n, told in ((6, "0, 1, 2, 3, 4, 5)"), (7, "0, 1, 2, 3, 4, 5, ...)")):
+    for n, listed in ((6, "0, 1, 2, 3, 4, 5)"), (7, "0, 1, 2, 3, 4, 5, ...)")):
         reducer = a_reducer([1] * n, active=[1] * n, rows=range(n), lengths=[1] * n)
-        with pytest.raises(ReducerError, match=re.escape(f"with rows {told} is nan")):
+        with pytest.raises(ReducerError, match=re.escape(f"with rows {listed} is nan")):
             reducer(torch.full((n,), torch.nan))
 
 
-def test_of_a_row_that_is_sliced_already_the_token_is_that_of_this_ranks_part():
+def test_a_token_of_a_local_row_is_counted_in_this_ranks_part():
     layout = Layout.local([4, 2], cp_size=2, cp_rank=1)
     reducer = a_plan((8, 4)).reducer([0, 1], torch.ones(6), layout)
     with pytest.raises(ReducerError, match=r"row 1 .* at its token 1 of this rank's part: "):
@@ -582,7 +582,7 @@ def test_a_fillers_trained_loss_that_is_not_finite_is_named_too():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_a_sum_of_finite_losses_that_overflows_says_so(dtype):
+def test_an_overflowing_sum_of_finite_losses_is_reported(dtype):
     x = torch.full((6,), torch.finfo(dtype).max, dtype=dtype)
     with pytest.raises(
         ReducerError, match="every trained loss of a microbatch with rows 0, 1 is f"
@@ -593,7 +593,7 @@ def test_a_sum_of_finite_losses_that_overflows_says_so(dtype):
     assert a_reducer(MASK, mode="token_sum", divisor=64)(x / 8).isfinite()
 
 
-def test_a_custom_reducers_losses_are_checked_before_its_share_is_believed():
+def test_the_losses_of_a_custom_reducer_are_checked_as_well_as_its_share():
     def factory(context):
         return lambda x: x.nan_to_num().sum()
 
@@ -725,7 +725,7 @@ def doubled_sum(context):
     return lambda x: 2 * x.sum() + 0 * weights.sum()
 
 
-def test_a_custom_reducer_gets_float32_where_the_losses_are_narrower():
+def test_a_custom_reducer_gets_float32_for_half_precision_losses():
     seen = []
     reducer = a_plan().reducer(
         [0, 1],
@@ -756,7 +756,7 @@ def test_a_custom_reducer_gets_masked_losses_and_the_whole_context():
         (lambda x: x.sum().long(), "int64"),
     ],
 )
-def test_a_custom_share_is_a_floating_scalar(share, message):
+def test_a_custom_share_is_a_floating_point_scalar(share, message):
     reducer = a_plan().reducer([0, 1], torch.tensor(MASK), thd(4, 2), factory=lambda c: share)
     with pytest.raises(ReducerError, match=message):
         reducer(torch.ones(6))
@@ -773,7 +773,7 @@ def test_a_custom_share_may_be_of_any_float_type_and_keeps_its_graph():
     assert x.grad.tolist() == MASK
 
 
-def test_a_custom_reducer_sees_this_ranks_slice_alone():
+def test_a_custom_reducer_sees_only_this_ranks_slice():
     seen = {}
 
     def factory(context):
@@ -793,7 +793,7 @@ def test_a_factory_returns_a_callable():
         a_plan().reducer([0, 1], torch.tensor(MASK), thd(4, 2), factory=lambda c: 3)
 
 
-def test_with_a_tail_the_losses_are_this_ranks_with_or_without_it():
+def test_losses_may_include_or_omit_the_tail():
     mask = torch.cat([torch.ones(8), torch.zeros(8)])
     reducer = a_plan([8]).reducer([0], mask, thd(8, cp_size=2, cp_rank=1))
     assert reducer(torch.ones(4)).item() == 4

@@ -1,4 +1,4 @@
-"""A run whose ranks were all killed goes on as if nothing had happened."""
+"""A run whose ranks were all killed resumes as if it had not been interrupted."""
 
 import json
 
@@ -39,7 +39,7 @@ KILLED_AFTER = [
 
 
 @pytest.mark.parametrize("kill_after", KILLED_AFTER)
-def test_metrics_after_a_kill_are_byte_equal_to_those_of_a_run_never_killed(
+def test_metrics_after_a_kill_are_byte_equal_to_those_of_an_uninterrupted_run(
     never_killed, tmp_path, kill_after
 ):
     done = run_example(

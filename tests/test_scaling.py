@@ -61,7 +61,7 @@ def test_a_reported_share_comes_out_as_the_steps_loss(m, dp, cp):
     assert sum(a for a, _ in entries) / sum(b for _, b in entries) == sum(shares)
 
 
-def test_ddp_averages_in_the_average_regime_alone_and_once():
+def test_ddp_averages_once_and_only_in_the_average_regime():
     assert ddp_factor("average", 8, average_in_collective=False) == 1 / 8
     assert ddp_factor("average", 8, average_in_collective=True) == 1
     assert ddp_factor("per-token", 8, average_in_collective=False) == 1

@@ -1,10 +1,10 @@
-"""The law of the package, in one process: shares add up to the oracle's loss and gradient."""
+"""The package's invariant, in one process: shares add up to the oracle's loss and gradient."""
 
 import itertools
 
 import pytest
 import torch
-from step_data import deal, make_rows
+from step_data import assign, make_rows
 
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
 from megatron_lossagg.verify import oracle
@@ -24,7 +24,7 @@ AGGREGATIONS = {
 }
 
 
-def named(label):
+def mode_and_options(label):
     return label.split(",")[0], AGGREGATIONS[label]
 
 
@@ -53,9 +53,9 @@ def pack(rows, indices, x, cp):
             mask += [1] * 2 * cp
             losses.append(torch.full((2 * cp,), 3.0, dtype=torch.float64))
         else:
-            here = padded(rows[index]["trained"], 2 * cp, 0)
-            mask += here
-            tail = torch.full((len(here) - len(x[index]),), torch.nan, dtype=torch.float64)
+            row_mask = padded(rows[index]["trained"], 2 * cp, 0)
+            mask += row_mask
+            tail = torch.full((len(row_mask) - len(x[index]),), torch.nan, dtype=torch.float64)
             losses.append(torch.cat([x[index], tail]))
         offsets.append(len(mask))
         named_rows.append(-1 if index is None else index)
@@ -65,7 +65,7 @@ def pack(rows, indices, x, cp):
 
 
 def zigzag(offsets, cp, rank):
-    """The tokens of a rank, written out; shares nothing with the package."""
+    """List the tokens of a rank; shares no code with the package."""
     out = []
     for begin, end in itertools.pairwise(offsets):
         size = (end - begin) // (2 * cp)
@@ -77,10 +77,10 @@ def zigzag(offsets, cp, rank):
 @pytest.mark.parametrize("cp", [1, 2, 4])
 @pytest.mark.parametrize("m", [1, 3, 4])
 @pytest.mark.parametrize("label", AGGREGATIONS)
-def test_shares_add_up_to_the_loss_however_the_tokens_are_split(label, m, cp):
-    mode, options = named(label)
+def test_shares_add_up_to_the_loss_for_any_split_of_the_tokens(label, m, cp):
+    mode, options = mode_and_options(label)
     rows = make_rows()
-    keys = deal(rows, 1, [m])
+    keys = assign(rows, 1, [m])
     plan = plan_of(rows, keys, m, Aggregation(mode, **options))
     x = [torch.randn(len(r["counted"]), dtype=torch.float64, requires_grad=True) for r in rows]
     expected = oracle.step_loss(
@@ -90,18 +90,18 @@ def test_shares_add_up_to_the_loss_however_the_tokens_are_split(label, m, cp):
         **options,
     )
     expected_grad = torch.autograd.grad(expected, x, allow_unused=True)
-    total, gauge = 0, 0
+    total, weight_sum = 0, 0
     for index in range(m):
-        mine = [i for i, key in enumerate(keys) if key == (0, index)]
-        named_rows, offsets, mask, losses = pack(rows, mine, x, cp)
+        indices = [i for i, key in enumerate(keys) if key == (0, index)]
+        named_rows, offsets, mask, losses = pack(rows, indices, x, cp)
         for rank in range(cp):
             layout = Layout.thd_zigzag(offsets, cp_size=cp, cp_rank=rank)
             reducer = plan.reducer(named_rows, mask, layout)
             assert layout.positions.tolist() == zigzag(offsets, cp, rank)
             share = reducer(losses[zigzag(offsets, cp, rank)])
-            assert share.requires_grad or not mine
+            assert share.requires_grad or not indices
             total = total + share
-            gauge = gauge + reducer.weight_sum()
+            weight_sum = weight_sum + reducer.weight_sum()
     grad = torch.autograd.grad(total, x, allow_unused=True)
     torch.testing.assert_close(total, expected, rtol=1e-13, atol=1e-13)
     for got, want in zip(grad, expected_grad, strict=True):
@@ -114,7 +114,7 @@ def test_shares_add_up_to_the_loss_however_the_tokens_are_split(label, m, cp):
         microbatches=[m],
         **options,
     )
-    assert float(gauge) == pytest.approx(trained, rel=1e-6)
+    assert float(weight_sum) == pytest.approx(trained, rel=1e-6)
     counted = oracle.weight_sum(
         mode,
         [

@@ -93,7 +93,7 @@ def test_a_wrong_factor_fails_with_status_1_and_its_cause(tmp_path):
     assert out.index("every CP rank returns the whole count") < out.index("megatron-core   ")
 
 
-def test_two_nodes_of_a_launcher_pass_and_rank_0_alone_reports(tmp_path):
+def test_two_nodes_of_a_launcher_pass_and_only_rank_0_reports(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -194,7 +194,7 @@ def test_ended_by_a_signal_it_leaves_no_rank_behind():
 
 
 def ranks_of(parent, known=()):
-    """Processes of a verification's ranks that a launcher under ``parent`` started."""
+    """List the processes of a verification's ranks that a launcher under ``parent`` started."""
     found = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -230,7 +230,7 @@ def fake(folder, name, source):
 
 
 def only_on_path(monkeypatch, folder):
-    """Processes find Megatron-Core's fakes in ``folder`` before the installed one."""
+    """Make processes find Megatron-Core's fakes in ``folder`` before the installed one."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(ROOT)]))
 
 
@@ -311,6 +311,6 @@ def test_the_commit_of_megatron_core_is_that_of_its_checkout(tmp_path, tracked, 
     assert str(located).endswith(f"{tmp_path}, commit {commit}" if tracked else str(tmp_path))
 
 
-def test_counts_have_the_right_number():
+def test_nouns_agree_with_their_counts():
     counts = [number_of(1, "rank"), number_of(2, "layout"), number_of(0, "microbatch")]
     assert counts == ["1 rank", "2 layouts", "0 microbatches"]

@@ -13,7 +13,7 @@ SPEC.loader.exec_module(run)
 
 
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("*.txt")), ids=lambda file: file.stem)
-def test_its_lines_stand_once_in_the_source(file, tmp_path):
+def test_its_lines_occur_once_in_the_source(file, tmp_path):
     shutil.copytree(run.ROOT / "megatron_lossagg", tmp_path / "megatron_lossagg")
     before = {path: path.read_text() for path in tmp_path.rglob("*.py")}
     run.apply(file, tmp_path)
@@ -21,9 +21,9 @@ def test_its_lines_stand_once_in_the_source(file, tmp_path):
     assert len(changed) == 1
 
 
-def test_lines_that_are_not_there_are_an_error(tmp_path):
+def test_lines_that_do_not_occur_are_an_error(tmp_path):
     (tmp_path / "a.py").write_text("one\n")
     patch = tmp_path / "patch.txt"
     patch.write_text("A fault\n\na.py\n<<<<<<<\ntwo\n=======\nthree\n>>>>>>>\n")
-    with pytest.raises(SystemExit, match=r"stand 0 times in a\.py, not 1"):
+    with pytest.raises(SystemExit, match=r"occur 0 times in a\.py, expected 1"):
         run.apply(patch, tmp_path)

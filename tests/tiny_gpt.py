@@ -37,7 +37,7 @@ def start(*, tp=1, pp=1, cp=1, ep=1, dtype=torch.float64):
 
 
 def config_of(*, per_token=False, sequence_parallel=False, parallel=True, **more):
-    """The model's config; ``parallel=False`` for a reference on one process."""
+    """Return the model's config; ``parallel=False`` for a reference on one process."""
     sizes = {}
     if parallel:
         sizes = {
@@ -74,7 +74,7 @@ def config_of(*, per_token=False, sequence_parallel=False, parallel=True, **more
 
 
 def gpt(config, spec):
-    """This pipeline stage's model, with weights that do not depend on the layout."""
+    """Build this pipeline stage's model, with weights that do not depend on the layout."""
     model = GPTModel(
         config,
         spec,
@@ -91,7 +91,7 @@ def gpt(config, spec):
 
 
 def wrapped(config, **ddp):
-    """The model in Megatron-Core's DistributedDataParallel."""
+    """Wrap the model in Megatron-Core's DistributedDataParallel."""
     model = gpt(config, cpu.gpt_layer_spec(config))
     dtype = torch.get_default_dtype()
     ddp.setdefault("grad_reduce_in_fp32", dtype != torch.float64)
@@ -115,7 +115,7 @@ def microbatch(rows, indices, cp_size, cp_rank, *, row_length=None):
         mask += row["trained"] + fill
         positions += range(length + len(fill))
         offsets.append(len(tokens))
-    here = zigzag(offsets, cp_size, cp_rank)
+    held = zigzag(offsets, cp_size, cp_rank)
     shape = (1, -1) if row_length is None else (len(offsets) - 1, -1)
     dtype = torch.get_default_dtype()
     mask = torch.tensor(mask)
@@ -123,18 +123,18 @@ def microbatch(rows, indices, cp_size, cp_rank, *, row_length=None):
         "rows": [*indices, -1],
         "offsets": torch.tensor(offsets, dtype=torch.int32),
         "mask": mask,
-        "mask_here": mask[here],
-        "tokens": torch.tensor(tokens)[here].view(shape),
-        "labels": torch.tensor(labels)[here].view(shape),
-        "positions": torch.tensor(positions)[here].view(shape),
-        "coefficient": torch.tensor(coefficients, dtype=dtype)[here],
-        "masked_here": mask[here] == 0,
+        "mask_here": mask[held],
+        "tokens": torch.tensor(tokens)[held].view(shape),
+        "labels": torch.tensor(labels)[held].view(shape),
+        "positions": torch.tensor(positions)[held].view(shape),
+        "coefficient": torch.tensor(coefficients, dtype=dtype)[held],
+        "masked_here": mask[held] == 0,
         "packed": packed_at(offsets) if row_length is None else None,
     }
 
 
 def packed_at(offsets):
-    """Megatron's description of rows packed at padded offsets."""
+    """Describe rows packed at padded offsets to Megatron."""
     offsets_tensor = torch.tensor(offsets, dtype=torch.int32)
     longest = max(b - a for a, b in itertools.pairwise(offsets))
     return PackedSeqParams(
@@ -149,7 +149,7 @@ def packed_at(offsets):
 
 
 def run_schedule(forward_step, chunk, batches, *, forward_only=False):
-    """Zero the gradients and run Megatron's schedule over the batches, one a microbatch."""
+    """Zero the gradients and run Megatron's schedule over the batches, one per microbatch."""
     chunk.zero_grad_buffer()
     return get_forward_backward_func()(
         forward_step_func=forward_step,

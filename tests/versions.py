@@ -5,7 +5,7 @@ everything else on the path; torch and the rest are this environment's. For each
 ``lossagg verify`` in both regimes, on the standard set of layouts with one aggregation and on
 a model with experts with every one, then the tests of the contract, and of the probe on two
 ranks. With ``--whole``: every aggregation on all layouts, the probe on four ranks too, and the
-side losses. Prints a line a release; exit status 1 if one fails.
+side losses. Prints one line per release; exit status 1 if one fails.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LAYOUTS = {
     "MoE": ["--dp", "2", "--cp", "2", "--ep", "2", "--moe"],
 }
 PROBE = "tests/test_probe.py"
-ON_TWO_RANKS = f"{PROBE}::test_stock_megatron_passes_and_nothing_of_it_moves"
+ON_TWO_RANKS = f"{PROBE}::test_stock_megatron_passes_and_is_left_unchanged"
 TESTS = ["tests/test_contract.py", ON_TWO_RANKS, "-k", "contract or [2-"]
 WHOLE = ["tests/test_contract.py", PROBE, "tests/test_matrix.py", "-k", "not combined"]
 
@@ -51,19 +51,19 @@ def main() -> int:
     for release in releases:
         begun = time.monotonic()
         path = installed(release)
-        told, good = [], True
+        lines, good = [], True
         for name, options in LAYOUTS.items():
             if not (options or args.whole):
                 options = ONE
             line, passed = verify(path, release, options)
-            told.append(f"{name}: {line}")
+            lines.append(f"{name}: {line}")
             good = good and passed
         line, passed = run_tests(path, WHOLE if args.whole else TESTS)
-        told.append(line)
+        lines.append(line)
         if not (good and passed):
             failed.append(release)
         seconds = time.monotonic() - begun
-        print(f"megatron-core {release}: {'; '.join(told)}; {seconds:.0f} s", flush=True)
+        print(f"megatron-core {release}: {'; '.join(lines)}; {seconds:.0f} s", flush=True)
     print(f"{len(releases)} releases, {len(failed)} failed: {failed or 'none'}")
     return int(bool(failed))
 
@@ -80,23 +80,25 @@ def installed(release: str) -> str:
 
 
 def verify(path: str, release: str, options: list[str]) -> tuple[str, bool]:
-    """Run ``lossagg verify``; say how many rows pass, and check that it ran on the release."""
+    """Run ``lossagg verify``; return how many cases pass, and check that it ran on the release."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = ["-m", "megatron_lossagg", "verify", *options, "--json", str(report)]
         done = run(path, command)
         if not report.exists():
             return f"no report\n{done.stdout}\n{done.stderr}", False
-        told = json.loads(report.read_text())
-    rows = told["verdicts"]
-    versions = {fact["name"]: fact["version"] for fact in told["environment"]}
-    # From 0.18 on the version has the commit of the folder it runs in behind a plus.
+        data = json.loads(report.read_text())
+    verdicts = data["verdicts"]
+    versions = {fact["name"]: fact["version"] for fact in data["environment"]}
+    # From 0.18 on the version ends with a plus and the commit of the folder it runs in.
     if versions["megatron-core"].partition("+")[0] != release:
         return f"ran on {versions['megatron-core']}", False
-    errors = [row["gradient_error"] for row in rows if row["gradient_error"] is not None]
-    passed = sum(row["passed"] for row in rows)
-    line = f"{passed} of {len(rows)} rows, gradient error {max(errors, default=0.0):.1e}"
-    return line if told["passed"] else f"{line}\n{done.stdout}", bool(told["passed"])
+    errors = [
+        verdict["gradient_error"] for verdict in verdicts if verdict["gradient_error"] is not None
+    ]
+    passed = sum(verdict["passed"] for verdict in verdicts)
+    line = f"{passed} of {len(verdicts)} cases, gradient error {max(errors, default=0.0):.1e}"
+    return line if data["passed"] else f"{line}\n{done.stdout}", bool(data["passed"])
 
 
 def run_tests(path: str, tests: list[str]) -> tuple[str, bool]:

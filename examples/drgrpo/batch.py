@@ -22,9 +22,9 @@ class Row:
     tokens: list[int]
     """Prompt and response."""
     mask: list[int]
-    """One 0/1 a response token."""
+    """One 0/1 per response token."""
     coefficients: tuple[list[float], ...] = ()
-    """Further numbers a response token, such as behaviour log-probabilities."""
+    """Further numbers per response token, such as behaviour log-probabilities."""
 
     @property
     def active_tokens(self) -> int:
@@ -53,7 +53,7 @@ class Microbatch:
         return len(self.token_P)
 
     def packed_seq_params(self) -> PackedSeqParams:
-        """Tell Megatron-Core's attention where rows begin and end."""
+        """Describe to Megatron-Core's attention where rows begin and end."""
         longest = int(self.cu_seqlens_padded.diff().max())
         return PackedSeqParams(
             qkv_format="thd",

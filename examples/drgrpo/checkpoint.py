@@ -1,7 +1,7 @@
-"""Checkpoints that a killed run goes on from, exactly.
+"""Checkpoints that a killed run resumes from exactly.
 
-A checkpoint is a folder with one file a rank. It gets its name when all ranks have written,
-so a folder with a checkpoint's name is whole. Files that a run appends to are cut back to
+A checkpoint is a folder with one file per rank. It gets its name when all ranks have written,
+so a folder with a checkpoint's name is whole. Files that a run appends to are truncated to
 their length at the checkpoint.
 """
 
@@ -26,7 +26,7 @@ _NAME = re.compile(r"(warmup|rl)_(\d{6})")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that this run cannot go on from."""
+    """A checkpoint that this run cannot resume from."""
 
 
 @dataclass(frozen=True, order=True)

@@ -40,11 +40,11 @@ def divide_over_ranks(ratios: Ratios) -> dict[str, float | None]:
     Only the last pipeline stage has a loss, and its tensor-parallel ranks have the same.
     """
     has_loss = parallel_state.is_pipeline_last_stage()
-    speaks = has_loss and parallel_state.get_tensor_model_parallel_rank() == 0
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, ratios if speaks else {})
+    reports = has_loss and parallel_state.get_tensor_model_parallel_rank() == 0
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, ratios if reports else {})
     sums: Ratios = {}
-    for of_rank in every:
+    for of_rank in gathered:
         for name, (total, count) in of_rank.items():
             before = sums.get(name, (0.0, 0.0))
             sums[name] = (before[0] + total, before[1] + count)
@@ -52,7 +52,7 @@ def divide_over_ranks(ratios: Ratios) -> dict[str, float | None]:
 
 
 class MetricsLog:
-    """Writes one line a step on rank 0; does nothing on the others.
+    """Writes one line per step on rank 0; does nothing on the others.
 
     ``first_step``: steps already written, over both phases, for TensorBoard to overwrite what
     a killed run wrote after its checkpoint.

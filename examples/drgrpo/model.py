@@ -78,7 +78,7 @@ class OptimizerWithSchedule:
         return float(grad_norm)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on."""
+        """Return everything that the next step depends on."""
         return {
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
@@ -229,7 +229,7 @@ def save_weights(path: Path, model: DistributedDataParallel) -> None:
 
 
 def load_weights(path: Path, model: torch.nn.Module) -> None:
-    """Read weights by their global names and cut them to this rank's pieces, at any processes.
+    """Read weights by their global names and slice them to this rank's pieces, at any layout.
 
     Call it before the optimizer is built. Raises :class:`WeightsError`.
     """
@@ -244,7 +244,7 @@ def load_weights(path: Path, model: torch.nn.Module) -> None:
         if full is None or tuple(full.shape) != shard.full_shape:
             got = "nothing" if full is None else f"shape {tuple(full.shape)}"
             raise WeightsError(
-                f"{path} has {got} for {shard.name}, the model wants shape {shard.full_shape}: "
+                f"{path} has {got} for {shard.name}, the model has shape {shard.full_shape}: "
                 "give the --num-layers and --hidden-size that the weights were trained with"
             )
         with torch.no_grad():

@@ -51,7 +51,7 @@ class Curve:
 
 
 class LayoutsDifferError(AssertionError):
-    """The same loss came out differently at two layouts, or a different one the same."""
+    """Layouts that should agree differ, or layouts that should differ agree."""
 
 
 def replay_all(
@@ -62,7 +62,7 @@ def replay_all(
     num_steps: int,
     train_flags: Sequence[str],
 ) -> list[Curve]:
-    """Run every replay, one launch a layout, and read the curves back."""
+    """Run every replay, one launch per layout, and read the curves back."""
     shutil.rmtree(output, ignore_errors=True)
     flags = ["--mode", "replay", "--rollouts", str(rollouts), "--steps", str(num_steps)]
     flags += ["--start-from", str(weights)] if weights is not None else []
@@ -90,25 +90,25 @@ def largest_difference(curves: Sequence[Curve], name: str) -> float:
 
 
 def check(curves: Sequence[Curve]) -> None:
-    """Raise :class:`LayoutsDifferError` unless the layouts agree where they are to agree."""
+    """Raise :class:`LayoutsDifferError` unless the layouts agree where they should."""
     for mode, expected_equal in _modes():
         of_mode = [curve for curve in curves if curve.mode == mode]
         for name in NAMES:
             difference = largest_difference(of_mode, name)
             if expected_equal and difference >= LARGEST_DIFFERENCE:
                 raise LayoutsDifferError(
-                    f"{mode}: {name} differs by {difference:.1e} between layouts, wanted below "
+                    f"{mode}: {name} differs by {difference:.1e} between layouts, expected below "
                     f"{LARGEST_DIFFERENCE:g}"
                 )
             if not expected_equal and difference <= SMALLEST_DIFFERENCE:
                 raise LayoutsDifferError(
-                    f"{mode}: {name} differs by {difference:.1e} between layouts, wanted above "
-                    f"{SMALLEST_DIFFERENCE:g}: the rollouts do not tell layouts apart"
+                    f"{mode}: {name} differs by {difference:.1e} between layouts, expected above "
+                    f"{SMALLEST_DIFFERENCE:g}: record rollouts that distinguish the layouts"
                 )
 
 
 def table(curves: Sequence[Curve]) -> Iterator[str]:
-    """Yield one line a replay, then the largest differences."""
+    """Yield one line per replay, then the largest differences."""
     width = max(len(mode) for mode, _ in _modes())
     columns = "  layout  M   loss, first    loss, last  grad norm, first   grad norm, last"
     yield " " * width + columns
@@ -125,12 +125,12 @@ def table(curves: Sequence[Curve]) -> Iterator[str]:
         yield (
             f"{mode:<{width}}  largest relative difference over {len(of_mode)} layouts and "
             f"{len(of_mode[0].steps['loss'])} steps: loss {loss:.1e}, grad norm {norm:.1e} "
-            f"(wanted {limit})"
+            f"(expected {limit})"
         )
 
 
 def _modes() -> list[tuple[str, bool]]:
-    """Each mode that is replayed, and whether layouts agree under it."""
+    """Yield each mode that is replayed, and whether layouts agree under it."""
     return [("constant", True), (LAYOUT_DEPENDENT, False)]
 
 

@@ -1,7 +1,7 @@
-"""Rollouts: sample them, write them down, read them back strictly.
+"""Rollouts: sample them, write them, read them back strictly.
 
 A rollout is one line of ``rollouts.jsonl``, and what is trained on is exactly what the
-line says (log-probabilities are rounded before training, not after), so a replay of the
+line holds (log-probabilities are rounded before training, not after), so a replay of the
 file repeats the run that wrote it.
 
 Shape suffixes: B = rollouts; T = tokens, prompt and response; R = tokens of the longest
@@ -26,7 +26,7 @@ _DECIMALS = 5
 
 
 class RolloutFileError(ValueError):
-    """A file of rollouts that is malformed; says file, line and what is wrong."""
+    """A malformed file of rollouts; the message names file, line and fault."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Rollout:
     behaviour_logprobs: list[float]
     """Of each response token under the weights that sampled it."""
     reference_logprobs: list[float]
-    """The same under the weights that the KL term holds on to."""
+    """The same under the reference weights of the KL term."""
 
     @property
     def tokens(self) -> list[int]:
@@ -73,7 +73,7 @@ def roll_out(
 
     ``prompts``: positions within the step, of this data-parallel rank. The random numbers
     of a rollout depend on (seed, step, position, sample) alone: not on the rank, not on the
-    rollouts beside it, not on what was drawn before.
+    other rollouts, not on what was drawn before.
     """
     problems = [task.training_problem(seed, step * 1_000_003 + position) for position in prompts]
     prompt_B = [task.encode(p.prompt) for p in problems for _ in range(samples_per_prompt)]
@@ -200,7 +200,7 @@ def _logits(model: torch.nn.Module, token_BT: Tensor, prompt_length_B: Tensor) -
 
 
 def append_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:
-    """Add one line a rollout."""
+    """Add one line per rollout."""
     with path.open("a") as file:
         for rollout in rollouts:
             file.write(json.dumps(asdict(rollout), separators=(",", ":")) + "\n")
@@ -222,7 +222,7 @@ def read_rollouts(path: Path) -> dict[int, list[Rollout]]:
         fault = _fault(line)
         if isinstance(fault, str):
             raise RolloutFileError(
-                f"{path}, line {number}: {fault}. Record the file again with --record, or mend or "
+                f"{path}, line {number}: {fault}. Record the file again with --record, or fix or "
                 "delete the line"
             )
         steps.setdefault(fault.step, []).append(fault)
@@ -248,7 +248,7 @@ _SCALARS: dict[str, type] = {
 
 
 def _fault(line: str) -> Rollout | str:
-    """Turn a line into a rollout, or say what is wrong with it."""
+    """Turn a line into a rollout, or describe its fault."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
@@ -267,19 +267,22 @@ def _fault(line: str) -> Rollout | str:
 def _value_faults(record: dict[str, Any]) -> Iterator[str]:
     for name, kind in _SCALARS.items():
         if not _is(record[name], kind):
-            yield f"{name} is {record[name]!r}, wanted {_KIND_NAMES[kind]}"
+            yield f"{name} is {record[name]!r}, expected {_KIND_NAMES[kind]}"
             return
     length = None
     for name, kind in _LISTS.items():
         values = record[name]
         if not isinstance(values, list) or not all(_is(value, kind) for value in values):
-            yield f"{name} is {_shortened(repr(values))}, wanted a list of {_KIND_NAMES[kind]}"
+            yield f"{name} is {_shortened(repr(values))}, expected a list of {_KIND_NAMES[kind]}"
             return
         length = len(values) if length is None else length
         if len(values) != length:
-            yield f"{name} has {len(values)} entries, response_tokens has {length}: one a token"
+            yield (
+                f"{name} has {len(values)} entries, response_tokens has {length}: "
+                "give one per token"
+            )
     if not length:
-        yield "the response is empty, wanted at least one token"
+        yield "the response is empty, expected at least one token"
     if (
         length
         and len(record["prompt"]) + length > task.MAX_PROMPT_TOKENS + task.MAX_RESPONSE_TOKENS
@@ -289,24 +292,24 @@ def _value_faults(record: dict[str, Any]) -> Iterator[str]:
             f"{task.MAX_PROMPT_TOKENS + task.MAX_RESPONSE_TOKENS}"
         )
     if record["step"] < 1:
-        yield f"step is {record['step']}, wanted 1 or more"
+        yield f"step is {record['step']}, expected 1 or more"
     unknown = sorted(set(record["prompt"]) - set(task.ALPHABET))
     if unknown or not record["prompt"]:
-        yield f"prompt is {record['prompt']!r}, wanted characters of {task.ALPHABET!r}"
+        yield f"prompt is {record['prompt']!r}, expected characters of {task.ALPHABET!r}"
     for token in record["response_tokens"]:
         if not 0 <= token < task.VOCABULARY_SIZE:
-            yield f"response token is {token}, wanted one of 0 to {task.VOCABULARY_SIZE - 1}"
+            yield f"response token is {token}, expected one of 0 to {task.VOCABULARY_SIZE - 1}"
     for value in record["mask"]:
         if value not in (0, 1):
-            yield f"mask holds {value}, wanted 0 or 1"
+            yield f"mask holds {value}, expected 0 or 1"
     if task.decode(record["response_tokens"]) != record["response"]:
         yield (
-            f"response is {record['response']!r}, its tokens say "
+            f"response is {record['response']!r}, its tokens decode to "
             f"{task.decode(record['response_tokens'])!r}"
         )
 
 
-_KIND_NAMES = {int: "a whole number", float: "a finite number", str: "a text"}
+_KIND_NAMES = {int: "an integer", float: "a finite number", str: "a string"}
 
 
 def _is(value: object, kind: type) -> bool:

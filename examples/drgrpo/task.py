@@ -72,15 +72,15 @@ class Problem:
 
 
 def encode(text: str) -> list[int]:
-    """Return one token a character."""
+    """Return one token per character."""
     return [ALPHABET.index(character) for character in text]
 
 
 def positions(prompt_length: int, response_length: int) -> list[int]:
     """Return the position ids: a response starts at the same one after any prompt.
 
-    Then the n-th step stands at one place and the operation it needs at another, whatever the
-    prompt's length, and a two-layer model learns where to look in seconds.
+    Then the n-th step is at one position and the operation it needs at another, for any
+    prompt length, and a two-layer model learns where to look in seconds.
     """
     return [*range(prompt_length), *range(MAX_PROMPT_TOKENS, MAX_PROMPT_TOKENS + response_length)]
 

@@ -25,7 +25,7 @@ import warnings
 
 from megatron_lossagg import cpu
 
-# Once a process and import: Transformer Engine and Apex are not installed.
+# Once per process and import: Transformer Engine and Apex are not installed.
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
 cpu.install(allow_cuda=True)  # a laptop's GPU stays unused
 
@@ -248,7 +248,7 @@ def rl_step(run: Run, rollouts: list[Rollout]) -> Ratios:
         for rollout in rollouts
     ]
     parts = [split(len(rows), m, i) for i in range(m)]
-    # All counts of the step are known here, before the first forward: one weight a row follows.
+    # All counts of the step are known here, before the first forward: one weight per row follows.
     plan = plan_step(
         run.aggregation,
         Sequences(
@@ -276,7 +276,7 @@ def rl_step(run: Run, rollouts: list[Rollout]) -> Ratios:
 
 
 def rollout_ratios(rollouts: list[Rollout]) -> Ratios:
-    """Reward, and mean response length of right and wrong answers apart."""
+    """Return reward, and mean response length of right and of wrong answers."""
     right = [len(r.mask) for r in rollouts if r.reward > 0]
     wrong = [len(r.mask) for r in rollouts if r.reward <= 0]
     return {
@@ -296,7 +296,7 @@ def split(count: int, num_parts: int, part: int) -> range:
 
 
 def train_online(run: Run) -> None:
-    """Warm up, then alternate between sampling and training; goes on from a checkpoint."""
+    """Warm up, then alternate between sampling and training; resumes from a checkpoint."""
     args = run.args
     at, state = resumed(run)
     sampler, reference = build_sampler(run.model), build_sampler(run.model)
@@ -334,7 +334,7 @@ def train_online(run: Run) -> None:
             dist.barrier()
             at, state = Position(1, 0), None
 
-        load_weights(weights, reference)  # the KL term holds on to the end of the warm-up
+        load_weights(weights, reference)  # the KL term's reference is the end of the warm-up
         optimizer = rl_optimizer(run, args.steps)
         if state is not None:
             restore(state, run.model, optimizer)
@@ -377,8 +377,8 @@ def train_replay(run: Run) -> None:
         for step, (_, rollouts) in enumerate(chosen, start=1):
             if step <= at.step:
                 continue
-            mine = split(len(rollouts), run.processes.data, run.dp_rank)
-            ratios = rl_step(run, [rollouts[i] for i in mine])
+            own = split(len(rollouts), run.processes.data, run.dp_rank)
+            ratios = rl_step(run, [rollouts[i] for i in own])
             metrics = {"grad_norm": optimizer.step(), **divide_over_ranks(ratios)}
             log.write("rl", step, metrics)
             save_if_due(run, Position(1, step), optimizer)
@@ -401,17 +401,17 @@ def accuracy(run: Run, sampler: torch.nn.Module) -> float:
     """Return the share of held-out problems that greedy responses solve, shared over ranks."""
     sync_weights(sampler, run.model)
     problems = task.held_out_problems(NUM_HELD_OUT)
-    mine = split(NUM_HELD_OUT, run.processes.data, run.dp_rank)
-    right = count_right(sampler, [problems[i] for i in mine])
-    return divide_over_ranks({"accuracy": (right, len(mine))})["accuracy"] or 0.0
+    own = split(NUM_HELD_OUT, run.processes.data, run.dp_rank)
+    right = count_right(sampler, [problems[i] for i in own])
+    return divide_over_ranks({"accuracy": (right, len(own))})["accuracy"] or 0.0
 
 
 def record(run: Run, rollouts: list[Rollout]) -> None:
     """Append the step's rollouts of all data-parallel ranks, in rank order."""
-    every: list[Any] = [None] * run.processes.data
-    dist.all_gather_object(every, rollouts, group=run.contract.dp_group)
+    gathered: list[Any] = [None] * run.processes.data
+    dist.all_gather_object(gathered, rollouts, group=run.contract.dp_group)
     if dist.get_rank() == 0:
-        append_rollouts(run.args.record, [rollout for of_rank in every for rollout in of_rank])
+        append_rollouts(run.args.record, [rollout for of_rank in gathered for rollout in of_rank])
 
 
 def appended_files(run: Run) -> list[Path]:
@@ -449,7 +449,7 @@ def resumed(run: Run) -> tuple[Position, dict[str, Any] | None]:
     metrics, folder = run.output / "metrics.jsonl", run.output / "checkpoints"
     if metrics.exists() and not run.args.resume:
         raise CheckpointError(
-            f"{metrics} is another run's, and this one was not asked to go on from it: add "
+            f"{metrics} is another run's, and this one was not asked to resume it: add "
             "--resume, or give another --output"
         )
     newest = latest_position(folder)
@@ -467,7 +467,7 @@ def resumed(run: Run) -> tuple[Position, dict[str, Any] | None]:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the flags; names that Megatron-LM has too mean what they mean there."""
+    """Read the flags; those that Megatron-LM has too have the same meaning."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -496,7 +496,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
     warmup = parser.add_argument_group("supervised warm-up (online)")
     warmup.add_argument("--warmup-steps", type=int, default=600)
-    warmup.add_argument("--warmup-batch-size", type=int, default=128, help="rows a step")
+    warmup.add_argument("--warmup-batch-size", type=int, default=128, help="rows per step")
     warmup.add_argument("--warmup-lr", type=float, default=3e-3)
     warmup.add_argument("--warmup-weight-decay", type=float, default=0.1)
 
@@ -527,7 +527,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def contradictions(args: argparse.Namespace) -> Iterator[str]:
-    """Say which flags do not go together."""
+    """Yield the contradictions between flags."""
     tp, pp, cp = (
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,

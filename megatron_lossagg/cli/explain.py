@@ -32,8 +32,8 @@ from megatron_lossagg.scaling import REGIMES
 
 __all__ = ["add_arguments", "run"]
 
-NARROWEST, WIDEST = 72, 100
-"""Columns of the text, whatever the terminal has."""
+_NARROWEST, _WIDEST = 72, 100
+"""Limits on the width of the text, in columns."""
 
 
 class _PrintModes(argparse.Action):
@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _width() -> int:
-    return min(max(shutil.get_terminal_size().columns, NARROWEST), WIDEST)
+    return min(max(shutil.get_terminal_size().columns, _NARROWEST), _WIDEST)
 
 
 def _write(path: Path, explanation: Explanation) -> None:

@@ -1,4 +1,4 @@
-"""Compute what ``lossagg explain`` prints: weights, factors, and losses beside other modes'."""
+"""Compute what ``lossagg explain`` prints: weights, factors, and losses under every mode."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def _rows(
 
 
 def _chain(scaling: Scaling) -> Iterator[Link]:
-    """The table of docs/megatron-contract.md, "Two regimes", with numbers."""
+    """Fill in the table of docs/megatron-contract.md, "Two regimes", with numbers."""
     so_far = Fraction(1)
     for place in scaling.factors():
         so_far *= place.factor
@@ -270,7 +270,7 @@ def _chain(scaling: Scaling) -> Iterator[Link]:
 
 
 def _comparisons(plan: StepPlan, divisor: float | None) -> Iterator[Comparison]:
-    """Every mode on the plan's rows, with the plan's own ``count_empty``."""
+    """Compare every mode on the plan's rows, with the plan's own ``count_empty``."""
     n_S = torch.from_numpy(plan.active_tokens).double()
     rising_S = n_S * (n_S + 1) / 2 / n_S.max()  # sum over t = 1..n_s of t / max n_s
     ones, rising = _loss(plan, n_S), _loss(plan, rising_S)

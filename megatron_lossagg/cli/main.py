@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import megatron_lossagg
 from megatron_lossagg.errors import ContractError, LossAggregationError, ReducerError
 
+__all__ = ["main"]
+
 _COMMANDS = {
     "verify": (
         "megatron_lossagg.verify.command",
@@ -33,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = args.run(args)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except (ContractError, ReducerError) as error:  # Megatron-Core is not what the contract says
+    except (ContractError, ReducerError) as error:  # Megatron-Core breaks the contract
         print(f"lossagg: {error}", file=sys.stderr)
         return 1
     except LossAggregationError as error:

@@ -18,7 +18,7 @@ _GAP = "  "
 _NARROWEST_CELL = 16
 """A wrapped column keeps at least as many columns."""
 
-Table = Sequence[Sequence[str]]
+_Table = Sequence[Sequence[str]]
 
 
 def lines(e: Explanation, *, width: int) -> Iterator[str]:
@@ -214,16 +214,16 @@ def _text(text: str, width: int) -> list[str]:
     )
 
 
-def _widths(table: Table) -> list[int]:
+def _widths(table: _Table) -> list[int]:
     return [max(map(len, column)) for column in zip(*table, strict=True)]
 
 
-def _width_of(table: Table) -> int:
+def _width_of(table: _Table) -> int:
     widths = _widths(table)
     return len(_INDENT) + sum(widths) + len(_GAP) * (len(widths) - 1)
 
 
-def _wrapped(table: Table, *, column: int, width: int) -> Table:
+def _wrapped(table: _Table, *, column: int, width: int) -> _Table:
     """Wrap one column over several lines so that the table is at most ``width`` wide."""
     excess = _width_of(table) - width
     if excess <= 0:
@@ -238,7 +238,7 @@ def _wrapped(table: Table, *, column: int, width: int) -> Table:
     return wrapped
 
 
-def _table(table: Table, *, left: int) -> Iterator[str]:
+def _table(table: _Table, *, left: int) -> Iterator[str]:
     """Align the columns: the first ``left`` to the left, the others to the right."""
     widths = _widths(table)
     for row in table:

@@ -23,18 +23,20 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_lossagg.errors import LossAggregationError
 
+__all__ = ["ContextParallelAttention", "UnsupportedModelError"]
+
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
 class UnsupportedModelError(LossAggregationError, ValueError):
-    """A model or batch that the CPU room does not build or compute."""
+    """A model or batch that ``megatron_lossagg.cpu`` does not build or compute."""
 
 
 class ContextParallelAttention(torch.nn.Module):
     """Causal attention with the keys and values of all context-parallel ranks.
 
     Goes into the ``core_attention`` slot of ``SelfAttentionSubmodules``. A row padded to
-    a multiple of 2 CP is cut into 2 CP chunks and rank r holds the chunks r and
+    a multiple of 2 CP is split into 2 CP chunks and rank r holds the chunks r and
     2 CP - 1 - r, in that order. Keys and values are gathered in one collective; its
     backward sums the ranks' gradients into the owner's (a reduce-scatter). Both are
     ``megatron.core.tensor_parallel.mappings.gather_from_sequence_parallel_region``.
@@ -42,14 +44,14 @@ class ContextParallelAttention(torch.nn.Module):
     position. No host sync.
 
     The context-parallel size is ``config.context_parallel_size``; at 1 there is no
-    collective, whatever the groups are. (Rotary embeddings read the size of the
+    collective, for any groups. (Rotary embeddings read the size of the
     *group* instead: such a model in a context-parallel job also wants a
     ``pg_collection`` whose ``cp`` is a group of this rank alone.)
 
     Packed rows (``qkv_format="thd"``) lie at ``cu_seqlens_q_padded``, or ``cu_seqlens_q``
     where no padded offsets are given. Padding follows the row's tokens, which therefore
     never see it. The mask is dense, one bool for each pair of a local and a gathered
-    token (T^2 / CP bytes, kept as long as its ``cu_seqlens``): meant for small models.
+    token (T^2 / CP bytes, kept as long as its ``cu_seqlens``): for small models.
 
     ``attention_mask`` is not read, as in Transformer Engine under a causal mask type.
     """
@@ -164,12 +166,12 @@ class ContextParallelAttention(torch.nn.Module):
     ) -> None:
         _check_mask_type(attn_mask_type or self.attn_mask_type)
         if attention_bias is not None:
-            raise UnsupportedModelError("got an attention_bias, wanted None: it is not computed")
+            raise UnsupportedModelError("got an attention_bias, expected None: it is not computed")
         if packed_seq_params is None:
             return
         if packed_seq_params.qkv_format != "thd":
             raise UnsupportedModelError(
-                f"got packed_seq_params with qkv_format {packed_seq_params.qkv_format!r}, wanted "
+                f"got packed_seq_params with qkv_format {packed_seq_params.qkv_format!r}, expected "
                 "'thd': pass packed_seq_params=None for sbhd"
             )
         if getattr(packed_seq_params, "local_cp_size", None) is not None:
@@ -182,32 +184,32 @@ class ContextParallelAttention(torch.nn.Module):
 def _check_supported(config: Any, attn_mask_type: AttnMaskType, attention_type: str) -> None:
     _check_mask_type(attn_mask_type)
     if attention_type != "self":
-        raise UnsupportedModelError(f"got attention_type {attention_type!r}, wanted 'self'")
+        raise UnsupportedModelError(f"got attention_type {attention_type!r}, expected 'self'")
     if config.window_size is not None:
         raise UnsupportedModelError(
-            f"got window_size {config.window_size}, wanted None: no sliding window is computed"
+            f"got window_size {config.window_size}, expected None: no sliding window is computed"
         )
     softmax_type = getattr(config, "softmax_type", "vanilla")
     if softmax_type != "vanilla":
-        raise UnsupportedModelError(f"got softmax_type {softmax_type!r}, wanted 'vanilla'")
+        raise UnsupportedModelError(f"got softmax_type {softmax_type!r}, expected 'vanilla'")
 
 
 def _check_mask_type(attn_mask_type: AttnMaskType) -> None:
     if attn_mask_type not in _CAUSAL:
         raise UnsupportedModelError(
-            f"got attention mask type {attn_mask_type.name!r}, wanted one of "
+            f"got attention mask type {attn_mask_type.name!r}, expected one of "
             f"{[mask_type.name for mask_type in _CAUSAL]}: only decoders are computed"
         )
 
 
-# One entry a cu_seqlens tensor: all layers of a microbatch share its mask.
+# One entry per cu_seqlens tensor: all layers of a microbatch share its mask.
 _masks: Any = WeakIdKeyDictionary()
 
 
 def _cached_causal_mask(
     offset_S1: Tensor, num_tokens: int, cp_size: int, cp_rank: int, device: torch.device
 ) -> Tensor:
-    # Hosts that fill one buffer for every microbatch are told apart by its version.
+    # A host may fill one buffer for every microbatch: its version distinguishes them.
     version = None if offset_S1.is_inference() else offset_S1._version
     cache_key = (version, num_tokens, cp_size, cp_rank, device)
     known = _masks.get(offset_S1)
@@ -222,7 +224,7 @@ def _cached_causal_mask(
 def _causal_mask(
     offset_S1: Tensor, num_tokens: int, cp_size: int, cp_rank: int, device: torch.device
 ) -> Tensor:
-    """Say which gathered token each local token sees: bool [t, k], k = C t, ranks in order."""
+    """Mark the gathered tokens that each local token sees: bool [t, k], k = C t, ranks in order."""
     offset_S1 = offset_S1.reshape(-1)
     if offset_S1.device.type == "cpu":
         _check_offsets(offset_S1, num_tokens, cp_size)

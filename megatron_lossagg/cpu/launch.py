@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+__all__ = ["launch"]
+
 _MARK = "MEGATRON_LOSSAGG_LAUNCH"
 _GRACE_SECONDS = 2.0
 
@@ -26,11 +28,11 @@ def launch(
     """Run ``command`` on ``processes`` ranks over loopback and return what it printed.
 
     ``command`` is a Python script with its arguments, or ``["-m", module, ...]``. ``env`` is
-    added to this process's environment; each rank gets one OpenMP thread unless it says
-    otherwise. The rendezvous takes a free port, so several launches can run at once. When
+    added to this process's environment; each rank gets one OpenMP thread unless it
+    sets another number. The rendezvous takes a free port, so several launches can run at once. When
     one rank fails, ``torch.distributed.run`` ends the others. After ``timeout`` seconds
     everything is killed and ``subprocess.TimeoutExpired`` raised, with the output so far.
-    Nothing is left running, whatever happens.
+    Nothing is left running in any case.
     """
     mark = uuid.uuid4().hex
     arguments = _torchrun(command, processes)

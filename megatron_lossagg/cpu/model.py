@@ -29,7 +29,16 @@ from torch import Tensor
 
 from megatron_lossagg.cpu.attention import ContextParallelAttention, UnsupportedModelError
 
-_CUT_MODULES = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
+__all__ = [
+    "SequenceParallelNorm",
+    "Shard",
+    "gpt_layer_spec",
+    "gpt_mtp_spec",
+    "initialize_weights",
+    "named_shards",
+]
+
+_SPLIT_MODULES = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
 
 
 class SequenceParallelNorm:
@@ -137,10 +146,10 @@ class Shard:
     """Shape of the whole tensor."""
 
     dim: int
-    """The dimension that tensor parallelism cuts."""
+    """The dimension that tensor parallelism splits."""
 
     stride: int
-    """Number of blocks along ``dim`` that are cut one by one: 2 for gate and up of a GLU."""
+    """Number of blocks along ``dim`` that are split one by one: 2 for gate and up of a GLU."""
 
     index: int
     """This rank's place among the pieces."""
@@ -152,7 +161,7 @@ class Shard:
         """Return this rank's piece of a tensor shaped like the whole parameter."""
         if tuple(full.shape) != self.full_shape:
             raise UnsupportedModelError(
-                f"got a tensor of shape {tuple(full.shape)} for {self.name}, wanted the whole "
+                f"got a tensor of shape {tuple(full.shape)} for {self.name}, expected the whole "
                 f"tensor's {self.full_shape}"
             )
         if self.num_pieces == 1:
@@ -184,7 +193,7 @@ def initialize_weights(chunks: Iterable[torch.nn.Module], *, seed: int) -> None:
     """Overwrite the weights by ones that do not depend on the layout; no collective.
 
     Every parameter's whole tensor is drawn in float64 from a generator seeded by (seed,
-    global name), cut to this rank's piece and rounded to the parameter's dtype. Normal,
+    global name), sliced to this rank's piece and rounded to the parameter's dtype. Normal,
     with ``config.init_method_std``, divided by sqrt(2 num_layers) where a layer adds to
     the residual; the gains of norms have mean 1, biases are drawn too. Call it before
     the optimizer is built: optimizers copy the weights.
@@ -225,19 +234,20 @@ def _global_name(model: torch.nn.Module, name: str) -> str:
 
 
 def _shard(name: str, parameter: Any, module: Any, config: Any) -> Shard:
-    is_cut = getattr(parameter, "tensor_model_parallel", None)
-    if is_cut is None and isinstance(module, _CUT_MODULES) and name.endswith("weight"):
+    is_split = getattr(parameter, "tensor_model_parallel", None)
+    if is_split is None and isinstance(module, _SPLIT_MODULES) and name.endswith("weight"):
         raise UnsupportedModelError(
-            f"{name} does not say how it is cut: build the model with perform_initialization=True"
+            f"{name} does not record how it is split: build the model with "
+            "perform_initialization=True"
         )
     shape = list(parameter.shape)
     dim, stride, index, num_pieces = 0, 1, 0, 1
-    if is_cut:
+    if is_split:
         dim, stride = parameter.partition_dim, parameter.partition_stride
         index, num_pieces = _place(is_expert=getattr(module, "is_expert", False))
         shape[dim] *= num_pieces
         if config.gated_linear_unit and ".linear_fc1." in name:
-            # Megatron-Core before 0.16 lays gate and up out the same way without saying so.
+            # Megatron-Core before 0.16 lays gate and up out the same way without recording it.
             stride = 2
     return Shard(
         name=name,

@@ -1,8 +1,8 @@
 """Stand-ins for what Megatron-Core takes from CUDA, so that it trains on a CPU with gloo.
 
 Megatron-Core asks CUDA for a device, a random state, streams and two host-side
-promises. Each of those names is replaced by one that answers for the host; the
-table ``STAND_INS`` is all that is replaced. Nothing in it computes: schedules,
+promises. Each of those names is replaced by one for the host; the table ``STAND_INS`` is
+all that is replaced. Nothing in it computes: schedules,
 distributed data parallelism, ``finalize_model_grads`` and the optimizers run as
 Megatron-Core ships them.
 """
@@ -22,6 +22,14 @@ import torch
 import torch.distributed
 
 from megatron_lossagg.errors import LossAggregationError
+
+__all__ = [
+    "STAND_INS",
+    "CudaPresentError",
+    "InstallOrderError",
+    "StandIn",
+    "install",
+]
 
 _HOST = torch.device("cpu")
 
@@ -258,7 +266,7 @@ def install(*, allow_cuda: bool = False) -> None:
     """Replace every name in ``STAND_INS`` in this process, once; later calls do nothing.
 
     Call it before anything imports Megatron-Core, which binds some of the names at
-    import; it imports Megatron-Core itself. There is no way back but a new process.
+    import; it imports Megatron-Core itself. Only a new process reverts it.
     ``allow_cuda=True`` keeps a machine with CUDA on its CPU.
     """
     if _originals:

@@ -1,1 +1,1 @@
-"""Doors into training systems that bring their own loss: one file a host."""
+"""Entry points for training systems with a loss of their own, one file per host."""

@@ -39,6 +39,8 @@ from megatron_lossagg.flags import aggregation_from_args
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.plan import StepPlan, StepState, plan_step
 
+__all__ = ["HubFactory", "HubReducer", "ReducerNameError", "constant_from_args"]
+
 HubReducer = Callable[[Tensor], Tensor]
 HubFactory = Callable[[Sequence[int], Sequence[int], Sequence[Tensor], bool], HubReducer]
 
@@ -73,7 +75,7 @@ def constant_from_args(
 
 
 def __getattr__(name: str) -> HubFactory:
-    """Answer ``constant_<L>``; the same name gives the same factory."""
+    """Return the factory ``constant_<L>``; the same name gives the same factory."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise AttributeError(
@@ -94,7 +96,7 @@ def __getattr__(name: str) -> HubFactory:
 @cache
 def _factory(divisor: float) -> HubFactory:
     masked_sum_over_constant = Aggregation("token_sum", divisor=divisor)
-    # The host owns the step and closes none: what devices found is read every few microbatches.
+    # The host owns the step and closes none, so what devices found is read every few microbatches.
     state = StepState(faults=Faults())
     calls = 0
 
@@ -149,7 +151,7 @@ def _plan_of(aggregation: Aggregation, lengths: list[int], state: StepState) -> 
 
 
 def _context_parallel() -> tuple[int, int]:
-    """Size and rank: miles' own state where miles runs (also without Megatron), else Megatron's."""
+    """Return size and rank: miles' where miles runs (also without Megatron), else Megatron's."""
     miles = sys.modules.get("miles.backends.training_utils.parallel")
     if miles is not None:
         cp = miles.get_parallel_state().cp
@@ -173,6 +175,6 @@ def _refuse_bshd(cp_size: int) -> None:
         return
     if getattr(_host_args(), "qkv_format", "thd") != "thd":
         raise LayoutError(
-            "bshd with context parallelism cuts by max_seq_len, which this hub is not given: use "
+            "bshd with context parallelism splits by max_seq_len, which this hub is not given: use "
             "--qkv-format thd, or context parallel size 1"
         )

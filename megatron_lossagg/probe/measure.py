@@ -251,7 +251,7 @@ def check_factors(
             f"CP {contract.cp_size}, PP {step.num_stages}; through {', '.join(measured)}). A "
             f"step's gradient would be {interval((low, high))} times that of its loss, because "
             "this Megatron-Core scales losses differently. Remove what patches it, or turn the "
-            "probe off (--no-loss-aggregation-probe) if you know better"
+            "probe off (--no-loss-aggregation-probe) if this factor is intended"
         )
     return step.factors(float(ratios_by_rank.min()), float(ratios_by_rank.max()))
 

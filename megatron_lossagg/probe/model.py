@@ -72,7 +72,7 @@ _GROUPS = {
 }
 
 
-class ProbeChunk(torch.nn.Module):
+class _ProbeChunk(torch.nn.Module):
     """One stage of the probe's model: out = in + the sum of its weights."""
 
     pre_process = post_process = False
@@ -115,7 +115,7 @@ def _weight(group: Any, device: torch.device) -> Any:
 def build(
     chunks: Sequence[Any], wrapper: Any, finalize: Callable[..., None], num_stages: int
 ) -> list[Any]:
-    """Wrap a :class:`ProbeChunk` for each live chunk in ``wrapper``, a class like DDP.
+    """Wrap a :class:`_ProbeChunk` for each live chunk in ``wrapper``, a class like DDP.
 
     ``finalize``: what the schedule calls to finalize. The live configs are copied.
     """
@@ -124,7 +124,7 @@ def build(
     config.finalize_model_grads_func = finalize
     built = []
     for index, chunk in enumerate(chunks):
-        module = ProbeChunk(chunk, config, index if len(chunks) > 1 else None)
+        module = _ProbeChunk(chunk, config, index if len(chunks) > 1 else None)
         ddp_config = _changed(chunk.ddp_config, _PLAIN_DDP_CONFIG)
         built.append(
             wrapper(config=config, ddp_config=ddp_config, module=module, **_groups(chunk, wrapper))

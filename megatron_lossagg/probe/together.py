@@ -19,7 +19,7 @@ from megatron_lossagg.errors import ContractError
 from megatron_lossagg.exchange import Exchange
 from megatron_lossagg.integers import Ints
 
-__all__ = ["NotMeasuredError", "part", "untouched", "world", "world_flags"]
+__all__ = ["PATIENCE", "NotMeasuredError", "part", "untouched", "world", "world_flags"]
 
 PATIENCE = timedelta(seconds=60)
 """How long a rank that failed waits for the others to leave their collectives."""
@@ -28,7 +28,7 @@ _parts_run = itertools.count()
 
 
 class NotMeasuredError(Exception):
-    """A part of Megatron cannot run the probe: the part, the reason. Equal on all ranks."""
+    """A part of Megatron cannot run the probe; carries part and reason, equal on all ranks."""
 
 
 def world() -> Exchange:

@@ -17,6 +17,16 @@ from megatron_lossagg.verify import oracle
 from megatron_lossagg.verify.reference import Reference
 from megatron_lossagg.verify.rows import Assignment, Row
 
+__all__ = [
+    "BETA",
+    "CASES",
+    "Case",
+    "Expected",
+    "as_oracle",
+    "expected",
+    "oracle_options",
+]
+
 BETA = 0.3
 """Weight of a case's second term."""
 

@@ -26,6 +26,8 @@ from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.reference import Reference
 from megatron_lossagg.verify.rows import Assignment, Row, zigzag
 
+__all__ = ["CAUSES", "MASKED_LOSSES_REACH", "Cause", "Facts", "Weights", "symbols"]
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Facts:

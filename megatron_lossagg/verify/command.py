@@ -39,6 +39,8 @@ from megatron_lossagg.verify.job import Event, Job, run_job
 from megatron_lossagg.verify.parallelism import Parallelism, standard
 from megatron_lossagg.verify.words import number_of
 
+__all__ = ["add_arguments", "run"]
+
 _TIMEOUT = 900.0
 _SIZES = {
     "dp": "data-parallel size, without context parallelism",

@@ -204,10 +204,10 @@ def _output(process: subprocess.Popen[str], timeout: float | None = None) -> tup
     return process.communicate(timeout=None if timeout is None else max(timeout, 0.0))
 
 
-def _fact_of(output: tuple[str, str], otherwise: Any) -> Any:
+def _fact_of(output: tuple[str, str], default: Any) -> Any:
     """Read the line that a process wrote, among what an import may print."""
     lines = [line[5:] for line in output[0].splitlines() if line.startswith("FACT ")]
-    return json.loads(lines[-1]) if lines else otherwise
+    return json.loads(lines[-1]) if lines else default
 
 
 def _distribution_version(package: _Package) -> str:

@@ -22,6 +22,8 @@ from megatron_lossagg.verify.cases import Case
 from megatron_lossagg.verify.parallelism import ModelShape, Parallelism
 from megatron_lossagg.verify.words import number_of
 
+__all__ = ["Event", "Job", "references_of", "run_job"]
+
 Event = dict[str, Any]
 
 

@@ -37,7 +37,24 @@ from megatron_lossagg.errors import ProofError
 from megatron_lossagg.verify.parallelism import ModelShape, Parallelism
 from megatron_lossagg.verify.rows import VOCABULARY, Row, filler_row, zigzag
 
-SEED = 3
+__all__ = [
+    "Batch",
+    "config_of",
+    "device",
+    "forward",
+    "gather_gradients",
+    "join_world",
+    "megatron_version",
+    "pack",
+    "reference_model",
+    "reported",
+    "run_schedule",
+    "split_world",
+    "token_losses",
+    "wrapped_chunks",
+]
+
+_SEED = 3
 _ROTARY_BASE = 10_000
 _LONGEST = 128
 """More than any row's length."""
@@ -50,7 +67,7 @@ def split_world(parallelism: Parallelism) -> Iterator[None]:
     if parallelism.optimizer_instances > 1:
         instances = {"num_distributed_optimizer_instances": parallelism.optimizer_instances}
     experts = {}
-    if parallelism.moe:  # gloo gathers no uneven splits of an expert over TP
+    if parallelism.moe:  # gloo cannot gather uneven splits of an expert over TP
         experts = {"expert_tensor_parallel_size": 1}
     parallel_state.initialize_model_parallel(
         parallelism.tp,
@@ -64,8 +81,8 @@ def split_world(parallelism: Parallelism) -> Iterator[None]:
     default = torch.get_default_dtype()
     try:
         # finalize_model_grads computes 1 / num_tokens in the default dtype.
-        torch.set_default_dtype(dtype_of(parallelism))
-        model_parallel_cuda_manual_seed(SEED)
+        torch.set_default_dtype(_dtype_of(parallelism))
+        model_parallel_cuda_manual_seed(_SEED)
         yield
     finally:
         torch.set_default_dtype(default)
@@ -92,7 +109,7 @@ def megatron_version() -> str:
     return str(megatron.core.__version__)
 
 
-def dtype_of(parallelism: Parallelism) -> torch.dtype:
+def _dtype_of(parallelism: Parallelism) -> torch.dtype:
     """Return the dtype of weights and gradients."""
     return torch.float32 if parallelism.float32 else torch.float64
 
@@ -106,7 +123,7 @@ def device() -> torch.device:
 
 def config_of(parallelism: Parallelism, *, per_token: bool) -> Any:
     """Build the model's configuration for a layout."""
-    dtype = dtype_of(parallelism)
+    dtype = _dtype_of(parallelism)
     more: dict[str, Any] = {}
     if parallelism.moe:
         more = {
@@ -206,7 +223,7 @@ def _model(config: Any, *, vp_stage: int | None) -> Any:
         rotary_base=_ROTARY_BASE,
         vp_stage=vp_stage,
     ).to(device())
-    cpu.initialize_weights([model], seed=SEED)
+    cpu.initialize_weights([model], seed=_SEED)
     _compute_rotations_in_float64(model)
     return model
 
@@ -231,7 +248,7 @@ def reference_model(shape: ModelShape) -> Any:
         position_embedding_type="rope",
         rotary_base=_ROTARY_BASE,
     )
-    cpu.initialize_weights([model], seed=SEED)
+    cpu.initialize_weights([model], seed=_SEED)
     _compute_rotations_in_float64(model)
     return model
 
@@ -286,7 +303,7 @@ def pack(rows: Sequence[Row], indices: Sequence[int], parallelism: Parallelism) 
         tokens=torch.tensor(tokens)[of_rank].view(shape).to(to),
         labels=torch.tensor(labels)[of_rank].view(shape).to(to),
         positions=torch.tensor(positions)[of_rank].view(shape).to(to),
-        coefficient=torch.tensor(coefficient, dtype=dtype_of(parallelism))[of_rank].to(to),
+        coefficient=torch.tensor(coefficient, dtype=_dtype_of(parallelism))[of_rank].to(to),
         packed=None if bshd else _packed_at(offsets),
     )
 

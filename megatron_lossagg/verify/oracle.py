@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+__all__ = ["Row", "step_loss", "weight_sum"]
+
 Row = dict[str, Any]
 
 

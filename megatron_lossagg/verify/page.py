@@ -20,8 +20,8 @@ from megatron_lossagg.verify.words import error_text, number_of
 
 __all__ = ["page"]
 
-Verdict = Mapping[str, Any]
-Layouts = Mapping[str, Sequence[Verdict]]
+_Verdict = Mapping[str, Any]
+_Layouts = Mapping[str, Sequence[_Verdict]]
 """The verdicts of each layout, in the report's order; none where the run ended before it."""
 
 _ERRORS = ("gradient_error", "loss_error", "weight_sum_error")
@@ -41,7 +41,7 @@ _COLUMNS = {
 def page(report: Mapping[str, Any]) -> str:
     """Write a report as a page; errors may be None, infinite or NaN, text is escaped."""
     verdicts = [{**verdict, "number": n} for n, verdict in enumerate(report["verdicts"], 1)]
-    layouts: dict[str, list[Verdict]] = {str(layout): [] for layout in report["layouts"]}
+    layouts: dict[str, list[_Verdict]] = {str(layout): [] for layout in report["layouts"]}
     for verdict in verdicts:
         layouts.setdefault(str(verdict["layout"]), []).append(verdict)
     passed = bool(report["passed"]) and all(layouts.values()) and bool(verdicts)
@@ -69,7 +69,7 @@ def page(report: Mapping[str, Any]) -> str:
     )
 
 
-def _outcome(verdicts: Sequence[Verdict], passed: bool) -> tuple[str, str]:
+def _outcome(verdicts: Sequence[_Verdict], passed: bool) -> tuple[str, str]:
     """Write what was found, and what it means."""
     failed = sum(not verdict["passed"] for verdict in verdicts)
     cases = number_of(len(verdicts), "case")
@@ -84,7 +84,7 @@ def _outcome(verdicts: Sequence[Verdict], passed: bool) -> tuple[str, str]:
     return f"{len(verdicts)} of {cases} {pass_}", "the trained loss is the configured loss"
 
 
-def _lead(verdicts: Sequence[Verdict], layouts: Layouts) -> str:
+def _lead(verdicts: Sequence[_Verdict], layouts: _Layouts) -> str:
     if not verdicts:
         return ""
     errors = [_number(verdict["gradient_error"]) for verdict in verdicts]
@@ -98,9 +98,9 @@ def _lead(verdicts: Sequence[Verdict], layouts: Layouts) -> str:
     )
 
 
-def _failures(verdicts: Sequence[Verdict], layouts: Layouts) -> str:
+def _failures(verdicts: Sequence[_Verdict], layouts: _Layouts) -> str:
     """Write the causes, each with its first case, and the layouts that were not measured."""
-    by_cause: dict[tuple[str, ...], list[Verdict]] = {}
+    by_cause: dict[tuple[str, ...], list[_Verdict]] = {}
     for verdict in verdicts:
         if not verdict["passed"]:
             by_cause.setdefault(tuple(verdict["causes"]), []).append(verdict)
@@ -120,7 +120,7 @@ def _failures(verdicts: Sequence[Verdict], layouts: Layouts) -> str:
     return f'<section><h2 id="why">Why</h2><ul class="why">{"".join(items)}</ul></section>'
 
 
-def _facts(report: Mapping[str, Any], layouts: Layouts) -> str:
+def _facts(report: Mapping[str, Any], layouts: _Layouts) -> str:
     """Write what ran, with which versions, on which layouts."""
     tool = report["tool"]
     run = [
@@ -153,7 +153,7 @@ def _fact(values: Mapping[str, Any]) -> str:
     return f"{version or escape(fact.state)} {details}".strip()
 
 
-def _count(verdicts: Sequence[Verdict]) -> str:
+def _count(verdicts: Sequence[_Verdict]) -> str:
     if not verdicts:
         return '<b class="fail">not measured</b>'
     passed = sum(bool(verdict["passed"]) for verdict in verdicts)
@@ -161,7 +161,7 @@ def _count(verdicts: Sequence[Verdict]) -> str:
     return text if passed == len(verdicts) else f'<b class="fail">{text}</b>'
 
 
-def _tables(layouts: Layouts) -> str:
+def _tables(layouts: _Layouts) -> str:
     titles = "".join(
         f'<th scope="col" title="{title}">{name}</th>' for name, title in _COLUMNS.items()
     )
@@ -179,7 +179,7 @@ def _tables(layouts: Layouts) -> str:
     return f"<section><h2>Cases</h2>{''.join(tables)}</section>"
 
 
-def _case(verdict: Verdict) -> str:
+def _case(verdict: _Verdict) -> str:
     bars = (_number(verdict["tolerance"]), _number(verdict["tolerance"]), WEIGHT_SUM_TOLERANCE)
     errors = [_number(verdict[name]) for name in _ERRORS]
     passed = bool(verdict["passed"])
@@ -208,7 +208,7 @@ _WIDTH, _LEFT, _RIGHT, _LOST, _TOP, _BAND = 940, 218, 24, 84, 8, 48
 _DECADES = (-17, 1)  # the axis where no error is larger; smaller ones are drawn at its left end
 
 
-def _plot(layouts: Layouts) -> str:
+def _plot(layouts: _Layouts) -> str:
     """Draw the gradient error of every case, and the tolerance."""
     measured = {layout: verdicts for layout, verdicts in layouts.items() if verdicts}
     errors = [_number(v["gradient_error"]) for verdicts in measured.values() for v in verdicts]
@@ -274,7 +274,7 @@ def _label(lines: Sequence[str], middle: float) -> Iterator[str]:
         yield f'<text x="0" y="{y:.1f}">{escape(line)}</text>'
 
 
-def _point(verdict: Verdict, x: float, y: float) -> str:
+def _point(verdict: _Verdict, x: float, y: float) -> str:
     error = _number(verdict["gradient_error"])
     title = f"<title>{escape(_where(verdict))}: {error_text(error)}</title>"
     kind = "point" if math.isfinite(error) else "lost"
@@ -284,7 +284,7 @@ def _point(verdict: Verdict, x: float, y: float) -> str:
     return f'<path class="{kind} fail" d="M{x:.1f} {y - 5:.1f}l5 5-5 5-5-5z">{title}</path>'
 
 
-def _described(errors: Sequence[float], finite: Sequence[float], layouts: Layouts) -> str:
+def _described(errors: Sequence[float], finite: Sequence[float], layouts: _Layouts) -> str:
     cases, bands = number_of(len(errors), "case"), number_of(len(layouts), "layout")
     text = f"{cases} on {bands}, logarithmic scale."
     if finite:
@@ -301,11 +301,11 @@ def _class(passed: bool) -> str:
     return "pass" if passed else "fail"
 
 
-def _where(verdict: Verdict) -> str:
+def _where(verdict: _Verdict) -> str:
     return f"{verdict['layout']}; {verdict['case']}; {verdict['regime']}"
 
 
-def _explanation(verdict: Verdict) -> str:
+def _explanation(verdict: _Verdict) -> str:
     return str(verdict["explanation"] or "no explanation was given")
 
 
@@ -330,7 +330,7 @@ value; of both terms where a case adds two.</dd></div>
 the way to the gradient: {K_FORMULA["average"]} in the average regime, the step's active tokens
 {K_FORMULA["per-token"]} in the per-token regime.</dd></div>
 <div><dt>factor</dt><dd>The trained gradient as a multiple of the oracle's, by projection. 1 is
-right; 1/M, for example, is a mean over microbatches that was not compensated. A factor of 1 beside
+right; 1/M, for example, is a mean over microbatches that was not compensated. A factor of 1 with
 a large error is a wrong direction, or a wrong reported loss.</dd></div>
 <div><dt>gradient error</dt><dd>The largest, over all parameters, of
 ‖g &minus; g<sub>oracle</sub>‖ / ‖g<sub>oracle</sub>‖.</dd></div>

@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from megatron_lossagg.errors import ProofError
 from megatron_lossagg.verify.rows import VOCABULARY
 
+__all__ = ["WEIGHT_SUM_TOLERANCE", "ModelShape", "Parallelism", "standard"]
+
 WEIGHT_SUM_TOLERANCE = 1e-6
 """Largest relative error of the weight sum that passes: it is computed in float32."""
 
-BSHD_LENGTH = 32
+_BSHD_LENGTH = 32
 """Padded length of every row of a bshd batch, more than any row's length."""
 
 _HEAD_SIZE = 4
@@ -164,7 +166,7 @@ class Parallelism:
     def padded(self, length: int) -> int:
         """Return the length of a row as it is packed."""
         if self.packing == "bshd":
-            length = max(length, BSHD_LENGTH)
+            length = max(length, _BSHD_LENGTH)
         return -(-length // self.row_multiple) * self.row_multiple
 
     @property

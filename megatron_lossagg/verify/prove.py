@@ -28,8 +28,10 @@ from megatron_lossagg.verify.parallelism import WEIGHT_SUM_TOLERANCE, Parallelis
 from megatron_lossagg.verify.reference import Reference
 from megatron_lossagg.verify.rows import assign_rows
 
-WEIGHT_SUM, WEIGHT_EXPECTED = "lossagg/weight_sum", "lossagg/weight_expected"
-_REPORTED = ("loss", WEIGHT_SUM, WEIGHT_EXPECTED)
+__all__ = ["Run", "Verdict", "prove"]
+
+_WEIGHT_SUM, _WEIGHT_EXPECTED = "lossagg/weight_sum", "lossagg/weight_expected"
+_REPORTED = ("loss", _WEIGHT_SUM, _WEIGHT_EXPECTED)
 
 
 @dataclass(kw_only=True)
@@ -306,7 +308,7 @@ def _verdict(run: Run, case: Case, wanted: Expected) -> Verdict:
     factor = run.factor_of(measured, wanted.slope_Y)
     loss_error = weight_sum_error = None
     if run.parallelism.one_m:
-        sums = {WEIGHT_SUM: wanted.weight_sum, WEIGHT_EXPECTED: wanted.weight_expected}
+        sums = {_WEIGHT_SUM: wanted.weight_sum, _WEIGHT_EXPECTED: wanted.weight_expected}
         steps = (measured, run.evaluate(case))
         loss_error = max(_relative(s.worst("loss", wanted.loss), wanted.loss) for s in steps)
         weight_sum_error = max(
@@ -360,7 +362,7 @@ def _explain(done: Sequence[tuple[Run, Case, Expected, Verdict]]) -> None:
             if error < tolerance
             and (verdict.loss_error is None or _relative(loss, predicted[name][1]) < tolerance)
         ]
-        box = [agree]  # rank 0's: all ranks go on with as many
+        box = [agree]  # rank 0's: all ranks continue with the same causes
         dist.broadcast_object_list(box, src=0, device=megatron.device())
         likely = {name: likely[name] for name in box[0]}
     if right_without_inf:

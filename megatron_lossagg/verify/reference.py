@@ -29,6 +29,8 @@ from torch import Tensor
 from megatron_lossagg.verify.parallelism import ModelShape
 from megatron_lossagg.verify.rows import Row, filler_row, make_rows
 
+__all__ = ["Reference", "compute", "reference", "reference_file"]
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Reference:

@@ -46,7 +46,7 @@ def progress(num_verdicts: int) -> Iterator[Callable[[], None]]:
 
 
 def show(report: Report) -> None:
-    """Print a report; one of several layouts ends with the result again, where a reader is."""
+    """Print a report; with several layouts, repeat the result at the end."""
     print(summary(report))
     print()
     if sys.stdout.isatty():

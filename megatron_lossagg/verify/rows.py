@@ -10,6 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 
+__all__ = [
+    "LENGTHS",
+    "VOCABULARY",
+    "Assignment",
+    "Row",
+    "assign_rows",
+    "filler_row",
+    "make_rows",
+    "zigzag",
+]
+
 VOCABULARY = 32
 """Token ids are below it."""
 
@@ -45,7 +56,7 @@ class Row:
 
 
 def make_rows(copies: int = 1, *, seed: int = 7) -> list[Row]:
-    """Fourteen rows with every degenerate case, ``copies`` times with other tokens and ids."""
+    """Make 14 rows with every degenerate case, ``copies`` times with other tokens and ids."""
     rng = random.Random(seed)
     rows = [_row(rng, index, copy) for copy in range(copies) for index in range(len(LENGTHS))]
     # Fillers add an even number of ones to the training masks: kept odd, what is not trained

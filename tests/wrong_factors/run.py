@@ -1,4 +1,4 @@
-"""Add each wrong factor on purpose and see ``lossagg verify`` fail and name it.
+"""Add each wrong factor on purpose and check that ``lossagg verify`` fails and names it.
 
 A file of this folder names a fault, a source file, and the lines to replace (conflict
 markers). For each one the package is copied, the lines replaced, and the copy verifies
@@ -6,8 +6,8 @@ itself at DP 3 x CP 2 with M = 4, where M, DP, CP, DP * CP and N differ. Exit st
 a fault is not caught, where the cause that is printed is not the fault (its file's name is
 the cause's), where its lines are not found exactly once, or where the unpatched copy fails.
 
-The ranks are forked from this process, which has imported Megatron-Core behind the CPU
-stand-ins: a rank has what a launcher would tell it, forgets the package but for the
+The ranks are forked from this process, which has imported Megatron-Core with the CPU
+stand-ins: a rank has a launcher's environment, forgets the package but for the
 stand-ins, and runs the copy's command line.
 """
 
@@ -33,15 +33,15 @@ RANKS = 6
 VERIFY = ["verify", "--dp", "3", "--cp", "2", "--microbatches", "4"]
 SECONDS = 300.0
 UNEXPECTED = 70
-"""Exit status of a rank whose command raised: neither that it passed nor that a row failed."""
+"""Exit status of a rank whose command raised: neither that it passed nor that a case failed."""
 
 
 def main(names: list[str]) -> int:
-    """Run the faults named, all by default; print a line each."""
+    """Run the faults named, all by default; print one line each."""
     import_megatron()
     files = [HERE / f"{name}.txt" for name in names] or sorted(HERE.glob("*.txt"))
     failed, total, _ = verify(None)
-    print(f"unpatched: {failed} of {total} rows fail", flush=True)
+    print(f"unpatched: {failed} of {total} cases fail", flush=True)
     good = failed == 0
     caught = named = 0
     for file in files:
@@ -50,13 +50,13 @@ def main(names: list[str]) -> int:
         named += causes == [file.stem]
         verdict = "caught" if failed else "NOT CAUGHT"
         cause = ", ".join(causes) or "no cause"
-        print(f"{verdict}: {file.stem}: {failed} of {total} rows fail; {cause}", flush=True)
+        print(f"{verdict}: {file.stem}: {failed} of {total} cases fail; {cause}", flush=True)
     print(f"{len(files)} wrong factors, {caught} caught, {named} named")
     return int(not (good and caught == named == len(files)))
 
 
 def verify(file: Path | None) -> tuple[int, int, list[str]]:
-    """Copy, patch and verify: how many rows fail, of how many, and the causes named."""
+    """Copy, patch and verify: how many cases fail, of how many, and the causes named."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         shutil.copytree(ROOT / "megatron_lossagg", copy / "megatron_lossagg")
@@ -64,18 +64,18 @@ def verify(file: Path | None) -> tuple[int, int, list[str]]:
             apply(file, copy)
         report, printed = copy / "report.json", copy / "printed.txt"
         statuses = run_ranks(copy, [*VERIFY, "--json", str(report)], printed)
-        told = printed.read_text()
+        output = printed.read_text()
         if not set(statuses) <= {0, 1} or not report.exists():
-            raise SystemExit(f"the ranks ended with {statuses}\n{told}")
-        rows = json.loads(report.read_text())["verdicts"]
-    if not rows:
-        raise SystemExit(f"verify has no rows\n{told}")
-    failed = [row for row in rows if not row["passed"]]
-    for row in failed:  # what is printed is what is in the report
-        if row["explanation"] not in told:
-            raise SystemExit(f"not printed: {row['explanation']}\n{told}")
-    causes = [cause for row in failed for cause in row["causes"]]
-    return len(failed), len(rows), sorted(set(causes))
+            raise SystemExit(f"the ranks ended with {statuses}\n{output}")
+        verdicts = json.loads(report.read_text())["verdicts"]
+    if not verdicts:
+        raise SystemExit(f"verify has no cases\n{output}")
+    failed = [verdict for verdict in verdicts if not verdict["passed"]]
+    for verdict in failed:  # what is printed is what is in the report
+        if verdict["explanation"] not in output:
+            raise SystemExit(f"not printed: {verdict['explanation']}\n{output}")
+    causes = [cause for verdict in failed for cause in verdict["causes"]]
+    return len(failed), len(verdicts), sorted(set(causes))
 
 
 def import_megatron() -> None:
@@ -129,7 +129,9 @@ def apply(file: Path, copy: Path) -> None:
     path, old, new = match.groups()
     source = (copy / path).read_text()
     if source.count(old) != 1:
-        raise SystemExit(f"{file.name}: its lines stand {source.count(old)} times in {path}, not 1")
+        raise SystemExit(
+            f"{file.name}: its lines occur {source.count(old)} times in {path}, expected 1"
+        )
     if path.startswith(STAND_INS.replace(".", "/")):
         raise SystemExit(f"{file.name}: {path} is not loaded from the copy: fault another file")
     (copy / path).write_text(source.replace(old, new))
