@@ -12,7 +12,7 @@ set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# One thread a process, or the processes fight for the cores.
+# One thread per process, or the processes compete for the cores.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 TP=${TP:-1}

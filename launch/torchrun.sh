@@ -47,7 +47,7 @@ TRAINING_ARGS=(
     --samples-per-prompt 8
 )
 
-# The loss is --loss-aggregation's, by default constant over the longest response (Dr.GRPO).
+# --loss-aggregation chooses the loss; by default constant over the longest response (Dr.GRPO).
 KL_ARGS=(
     --kl-coefficient 0.01
     --kl-aggregation token_mean

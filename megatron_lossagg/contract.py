@@ -107,7 +107,7 @@ class MegatronContract:
         over other ranks than ``dp_group``, has already trained a step or was made for another
         number of microbatches, and where the previous step was not closed. No collective.
         """
-        if self._latest is not None and not self._latest.is_closed:
+        if self._latest is not None and self._latest.is_left_open:
             raise ContractError(
                 "the previous step was not closed: write `with contract.step(...) as step:` around "
                 "the schedule call, or call step.close() after it, before the optimizer's step"
@@ -225,6 +225,11 @@ class StepContract:
         self.is_closed = True
 
     @property
+    def is_left_open(self) -> bool:
+        """Whether loss_func ran for it, on this rank, and nothing has closed it."""
+        return self._ledger.num_calls > 0 and not self.is_closed
+
+    @property
     def factor(self) -> int:
         """K: M DP CP in the average regime, N in the per-token regime."""
         return self._scaling.k
@@ -261,9 +266,7 @@ class StepContract:
         )
         reports = {name: self._report(name, value) for name, value in (report or {}).items()}
         for name, (total, count) in (means or {}).items():
-            _check_scalar(f"the sum of {name}", total)
-            total = _widened(total.detach())
-            reports[name] = torch.stack([total, torch.as_tensor(count).detach().to(total)])
+            reports[name] = _mean(name, total, count)
         weight_sum, expected = reducer.weight_sum(), reducer.plan.expected_weight
         if weight_sum is not None:
             weight_sum = weight_sum.to(loss.device, non_blocking=True)
@@ -284,8 +287,8 @@ class StepContract:
         if self.is_closed:
             return
         self.is_closed = True
-        self._ledger.close(may_be_empty=not self.contract.is_last_stage)
         self.plan.check()
+        self._ledger.close(may_be_empty=not self.contract.is_last_stage)
 
     def _report(self, name: str, share: Tensor) -> Tensor:
         _check_scalar(name, share)
@@ -316,6 +319,14 @@ def _agree(fault: str, settings: str) -> None:
                 f"ranks disagree: rank 0 has {first}, rank {rank} has {settings_of_rank}: start "
                 "all ranks with the same flags and versions"
             )
+
+
+def _mean(name: str, total: Tensor, count: Tensor | float) -> Tensor:
+    _check_scalar(f"the sum of {name}", total)
+    total = _widened(total.detach())
+    if isinstance(count, Tensor):
+        return torch.stack([total, count.detach().to(total, non_blocking=True)])
+    return torch.stack([total, torch.full_like(total, count)])
 
 
 def _widened(value: Tensor) -> Tensor:

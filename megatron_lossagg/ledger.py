@@ -27,6 +27,11 @@ class Ledger:
         self._filler_calls = 0
         self._microbatch_S = np.full(num_rows, _NOT_SEEN)
 
+    @property
+    def num_calls(self) -> int:
+        """Microbatches that came; those of fillers alone count again when they are run again."""
+        return len(self._index_of) + self._filler_calls
+
     def add(self, rows: Ints) -> None:
         """Record a microbatch by its rows, fillers left out.
 
@@ -61,14 +66,13 @@ class Ledger:
 
         ``may_be_empty``: whether none at all is right, as on all but the last pipeline stage.
         """
-        calls = len(self._index_of) + self._filler_calls
-        if calls == 0 and may_be_empty:
+        if self.num_calls == 0 and may_be_empty:
             return
-        if calls < self.num_microbatches:
+        if self.num_calls < self.num_microbatches:
             raise ContractError(
-                f"loss_func ran for {calls} microbatches, {self.num_microbatches} were planned: "
-                "pass the schedule's num_microbatches to contract.step(), and give each call rows "
-                "of its own"
+                f"loss_func ran for {self.num_calls} microbatches, {self.num_microbatches} were "
+                "planned: pass the schedule's num_microbatches to contract.step(), and give each "
+                "call rows of its own"
             )
         self._check_no_row_missing()
 

@@ -29,7 +29,7 @@ from megatron_lossagg.layout import Layout
 if TYPE_CHECKING:
     from megatron_lossagg.plan import StepPlan
 
-__all__ = ["FILLER", "Microbatch", "to_device"]
+__all__ = ["FILLER", "Microbatch", "Place", "to_device"]
 
 FILLER = -1
 """The entry of ``rows`` that represents a filler or padding segment."""
@@ -42,20 +42,50 @@ _COEFFICIENT = (
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Place:
+    """How messages name a microbatch, its rows and its tokens; holds no tensor."""
+
+    rows: Ints
+    layout: Layout
+    microbatch_of_row: Ints | None
+
+    def __str__(self) -> str:
+        """Name the microbatch: ``microbatch 2 with rows 5, 6``."""
+        real = self.rows[self.rows != FILLER]
+        if not len(real):
+            return "a microbatch without rows"
+        number = "a microbatch"
+        if self.microbatch_of_row is not None:
+            number = f"microbatch {self.microbatch_of_row[real[0]]}"
+        return f"{number} with rows {first_few(real)}"
+
+    @property
+    def rank(self) -> str:
+        """Name this rank."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return f"rank {rank} (context-parallel rank {self.layout.cp_rank})"
+
+    def token(self, index: int) -> tuple[str, str]:
+        """Name the row, and the token in it, that this rank's token ``index`` is."""
+        segment, token = self.layout.place(index)
+        row = self.rows[segment]
+        whose = "a filler" if row == FILLER else f"row {row}"
+        is_part = self.layout.is_local and self.layout.cp_size > 1
+        part = " of this rank's part" if is_part else ""
+        return f"{whose} (segment {segment} of {self})", f"{token}{part}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Microbatch:
     """One microbatch: which rows, which tokens of them this rank holds, and which it trains."""
 
-    rows: Ints
-    """int64 ``[G]``: the row of each segment, -1 for a filler."""
-    layout: Layout
+    place: Place
     keep: Tensor
     """bool ``[T]``, on the mask's device: the training mask of the tokens this rank holds."""
     num_past_end: int
     """Mask positions past the last segment: as many losses may follow this rank's."""
     active_tokens: Ints
     """n_s of the step's rows, int64 ``[S]``."""
-    microbatch_of_row: Ints | None
-    """Index of each row's microbatch, int64 ``[S]``, where it is known."""
     faults: Faults
     """Where checks on a device leave their results."""
     _keep_on: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
@@ -80,17 +110,26 @@ class Microbatch:
         """
         rows_G = _checked_rows(rows, layout, len(active_tokens))
         mask_P = _checked_shape(mask, layout)
-        checks = _Checks(layout=layout, rows_G=rows_G, counted_G=_of_rows(active_tokens, rows_G))
+        place = Place(rows=rows_G, layout=layout, microbatch_of_row=microbatch_of_row)
+        checks = _Checks(place=place, counted_G=_of_rows(active_tokens, rows_G))
         check = checks.on_host if on_host(mask_P) else checks.on_device
         return Microbatch(
-            rows=rows_G,
-            layout=layout,
+            place=place,
             keep=check(mask_P, faults),
             num_past_end=len(mask_P) - layout.num_tokens,
             active_tokens=active_tokens,
-            microbatch_of_row=microbatch_of_row,
             faults=faults,
         )
+
+    @property
+    def rows(self) -> Ints:
+        """int64 ``[G]``: the row of each segment, -1 for a filler."""
+        return self.place.rows
+
+    @property
+    def layout(self) -> Layout:
+        """Which tokens this rank holds."""
+        return self.place.layout
 
     def keep_on(self, device: torch.device) -> Tensor:
         """Return ``keep`` on a device; copied there once."""
@@ -131,29 +170,6 @@ class Microbatch:
         """Active tokens of this microbatch by the plan's count, complete over CP."""
         return int(_of_rows(self.active_tokens, self.rows).sum())
 
-    def __str__(self) -> str:
-        """Name it for a message: ``microbatch 2 with rows 5, 6``."""
-        real = self.rows[self.rows != FILLER]
-        if not len(real):
-            return "a microbatch without rows"
-        number = "a microbatch"
-        if self.microbatch_of_row is not None:
-            number = f"microbatch {self.microbatch_of_row[real[0]]}"
-        return f"{number} with rows {first_few(real)}"
-
-    def place_of(self, index: int) -> tuple[str, str]:
-        """Name, for a message, the row and the token in it that this rank's ``index`` is."""
-        segment, token = self.layout.place(index)
-        row = self.rows[segment]
-        whose = "a filler" if row == FILLER else f"row {row}"
-        is_part = self.layout.is_local and self.layout.cp_size > 1
-        part = " of this rank's part" if is_part else ""
-        return f"{whose} (segment {segment} of {self})", f"{token}{part}"
-
-    def this_rank(self) -> str:
-        """Name this rank for a message."""
-        return _this_rank(self.layout)
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Checks:
@@ -163,10 +179,19 @@ class _Checks:
     hold them all. Tokens per row are summed over the whole mask.
     """
 
-    layout: Layout
-    rows_G: Ints
+    place: Place
     counted_G: Ints
     """The plan's count of each segment's row, 0 for a filler."""
+
+    @property
+    def layout(self) -> Layout:
+        """Which tokens this rank holds."""
+        return self.place.layout
+
+    @property
+    def rows_G(self) -> Ints:
+        """The row of each segment."""
+        return self.place.rows
 
     def on_host(self, mask_P: Tensor, faults: Faults) -> Tensor:
         """Check in numpy and slice; raises :class:`ReducerError`."""
@@ -244,8 +269,7 @@ class _Checks:
 
     def _describe(self, faults: Faults, values: list[float]) -> str:
         wrong, past_end, excess, segment, fewer = map(int, values)
-        rows = first_few(self.rows_G[self.rows_G != FILLER])
-        where = f"{_this_rank(self.layout)}: the mask of rows {rows}"
+        where = f"{self.place.rank}: the mask of {self.place}"
         if wrong:
             return f"{where} has {wrong} values other than 0 and 1: {_COEFFICIENT}"
         if past_end:
@@ -305,11 +329,6 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
-
-
-def _this_rank(layout: Layout) -> str:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    return f"rank {rank} (context-parallel rank {layout.cp_rank})"
 
 
 def _of_rows(values_S: npt.NDArray[Any], rows_G: Ints) -> npt.NDArray[Any]:

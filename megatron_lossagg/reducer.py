@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +27,7 @@ from megatron_lossagg.errors import ReducerError
 from megatron_lossagg.faults import on_host
 from megatron_lossagg.integers import Ints
 from megatron_lossagg.layout import Layout
-from megatron_lossagg.microbatch import Microbatch
+from megatron_lossagg.microbatch import Microbatch, Place
 
 if TYPE_CHECKING:
     from megatron_lossagg.plan import StepPlan
@@ -243,50 +244,52 @@ class Reducer:
         if self.microbatch.faults.locate and x_T.numel():
             fault_T = self._faults_of(x_T)
             found += [fault_T.any(), fault_T.int().argmax()]
-        self.microbatch.faults.record(found, self._describe)
+        # A partial of what names the tokens: the weights and the mask may go before the step ends.
+        describe = partial(_describe, self.microbatch.place, self.custom is not None)
+        self.microbatch.faults.record(found, describe)
 
     def _faults_of(self, x_T: Tensor) -> Tensor:
         """Mark the losses that the mask keeps and that are not finite; bool ``[T]``."""
         return self.microbatch.keep_on(x_T.device) & x_T.detach().isfinite().logical_not()
 
-    def _describe(self, values: list[float]) -> str:
-        share, *place = values
-        if math.isfinite(share):
-            return ""
-        if place and place[0]:
-            return self._not_finite("not finite", int(place[1]))
-        if place or not self.layout.num_local_tokens:
-            return self._not_finite(f"{share}", None)
-        rank, microbatch = self.microbatch.this_rank(), self.microbatch
-        return (
-            f"{rank}: the share of {microbatch} is {share}: a trained loss is not finite, or the "
-            "sum overflows; plan the step with plan_step(locate=True) to have row and token named"
-        )
-
     def _raise_not_finite(self, x_T: Tensor, share: Tensor) -> None:
-        fault_T = self._faults_of(x_T)
+        place, fault_T = self.microbatch.place, self._faults_of(x_T)
         if fault_T.any():
             index = int(fault_T.int().argmax())
-            raise ReducerError(self._not_finite(f"{x_T[index].item()}", index))
-        raise ReducerError(self._not_finite(f"{share.item()}", None))
+            raise ReducerError(_loss_is(f"{x_T[index].item()}", place, index))
+        raise ReducerError(_share_is(f"{share.item()}", place, self.custom is not None))
 
-    def _not_finite(self, value: str, index: int | None) -> str:
-        """Name the token whose loss is not finite; None: only the share is not."""
-        rank, microbatch = self.microbatch.this_rank(), self.microbatch
-        if index is not None:
-            row, token = microbatch.place_of(index)
-            return (
-                f"{rank}: the loss of {row} is {value} at its token {token}: check "
-                "log-probabilities, importance ratios and advantages, or clear the mask there: a "
-                "masked loss may be anything"
-            )
-        cause = "the sum overflows; scale the losses down, or pass them in a wider type"
-        if self.custom is not None:
-            cause = "check the custom reducer"
-        return (
-            f"{rank}: every trained loss of {microbatch} is finite and their share is {value}: "
-            f"{cause}"
-        )
+
+def _describe(place: Place, is_custom: bool, values: list[float]) -> str:
+    share, *located = values
+    if math.isfinite(share):
+        return ""
+    if located and located[0]:
+        return _loss_is("not finite", place, int(located[1]))
+    if located or not place.layout.num_local_tokens:
+        return _share_is(f"{share}", place, is_custom)
+    return (
+        f"{place.rank}: the share of {place} is {share}: a trained loss is not finite, or the sum "
+        "overflows; plan the step with plan_step(locate=True) to have row and token named"
+    )
+
+
+def _loss_is(value: str, place: Place, index: int) -> str:
+    row, token = place.token(index)
+    return (
+        f"{place.rank}: the loss of {row} is {value} at its token {token}: check "
+        "log-probabilities, importance ratios and advantages, or clear the mask there: a masked "
+        "loss may be anything"
+    )
+
+
+def _share_is(value: str, place: Place, is_custom: bool) -> str:
+    cause = "the sum overflows; scale the losses down, or pass them in a wider type"
+    if is_custom:
+        cause = "check the custom reducer"
+    return (
+        f"{place.rank}: every trained loss of {place} is finite and their share is {value}: {cause}"
+    )
 
 
 def _kind(value: object) -> str:

@@ -1,8 +1,8 @@
-"""Mutate five modules with mutmut and list the mutants that no test notices.
+"""Mutate the core's modules with mutmut and list the mutants that no test notices.
 
     python tests/mutants.py [MODULE ...] [--sample N]
 
-MODULE: aggregation, plan, layout, reducer, contract; by default all. ``--sample``: a random N of
+MODULE: a key of ``TESTS``; by default all. ``--sample``: a random N of
 each module's mutants, always the same ones. Everything happens in copies, in ``.mutants/``. The
 copies differ from the package in one way: mutmut skips decorated functions, so ``@property``,
 ``@cached_property`` and ``@lru_cache`` are applied in a line after the function. Lines that begin
@@ -38,13 +38,22 @@ PURE = [
     *(f"--deselect=tests/test_plan.py::test_{name}" for name in LEFT_OUT),
 ]
 TESTS = {
-    "aggregation": ["test_aggregation", "test_flags"],
-    "plan": ["test_plan", "test_reducer", "test_plugins", "mutants_plan"],
+    "integers": ["test_integers", "test_layout"],
+    "aggregation": ["test_aggregation", "test_flags", "test_plan"],
+    "scaling": ["test_scaling", "test_explain"],
     "layout": ["test_layout", "test_reducer"],
-    "reducer": ["test_reducer", "test_plugins", "mutants_plan"],
+    "exchange": ["test_exchange", "mutants_plan"],
+    "counts": ["test_counts", "test_plan", "mutants_plan"],
+    "faults": ["test_reducer"],
+    "microbatch": ["test_reducer", "test_shares"],
+    "reducer": ["test_reducer", "test_plugins"],
+    "plan": ["test_plan", "test_reducer", "test_plugins", "mutants_plan"],
+    "ledger": ["test_ledger"],
+    "live": ["mutants_contract"],
     "contract": ["mutants_contract"],
 }
-ARGUMENTS = {"contract": ["-W", "ignore"]}  # what torch warns of at import
+# What torch warns of at import.
+ARGUMENTS = {"live": ["-W", "ignore"], "contract": ["-W", "ignore"]}
 CONFIG = """
 [tool.mutmut]
 source_paths = ["{package}"]

@@ -1,6 +1,8 @@
 """Per-token losses to a share: what is seen, what is not, and at what cost."""
 
+import gc
 import re
+import weakref
 
 import numpy as np
 import pytest
@@ -681,6 +683,18 @@ def test_on_cuda_a_custom_reducer_that_swallows_a_nan_is_raised_with_its_step(on
     plan.check()
     custom(torch.tensor([torch.nan, 1, 1, 1, 1, 1]))
     with pytest.raises(ReducerError, match="is nan"):
+        plan.check()
+
+
+def test_what_a_step_has_to_read_keeps_neither_mask_nor_weights_until_it_closes(on_cuda):
+    plan = a_plan(mode="sample_mean")
+    made = plan.reducer([0, 1], torch.tensor(MASK), thd(4, 2))
+    made(torch.full((6,), torch.nan)), made.under("token_mean")(torch.ones(6))
+    kept = weakref.ref(made.microbatch)
+    del made
+    gc.collect()
+    assert kept() is None
+    with pytest.raises(ReducerError, match="with rows 0, 1 is nan"):
         plan.check()
 
 
