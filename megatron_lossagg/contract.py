@@ -2,7 +2,7 @@
 
 How Megatron scales a loss, and why K compensates it, is in :mod:`megatron_lossagg.scaling`.
 In the per-token regime num_tokens comes from the counting side, so that the sum over the
-step is the plan's N whatever the training mask; stock Megatron's side losses (MoE, MTP)
+step is the plan's N for any training mask; stock Megatron's side losses (MoE, MTP)
 keep their 1/N.
 """
 

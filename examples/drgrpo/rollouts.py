@@ -252,7 +252,8 @@ def _fault(line: str) -> Rollout | str:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        return f"got {_shortened(line)}, expected one JSON object ({error.msg} at column {error.colno})"
+        place = f"{error.msg} at column {error.colno}"
+        return f"got {_shortened(line)}, expected one JSON object ({place})"
     if not isinstance(record, dict):
         return f"got {_shortened(line)}, expected one JSON object"
     wanted = {field.name for field in fields(Rollout)}
