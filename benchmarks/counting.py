@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 
 import megatron_lossagg  # noqa: F401  whose modules are looked through
 
-DECIDES = "megatron_lossagg.faults.on_host"
+DECIDES = "megatron_lossagg.devices.on_host"
 """The function of the package that says whether a tensor is on the host."""
 DECIDED = "megatron_lossagg.reducer._on_host"
 """Its name before there was a module of faults: to measure an old commit."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.counts import Sequences, StepTotals
+from megatron_lossagg.devices import moved
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integers import IntsLike, is_integer
 from megatron_lossagg.layout import Layout
@@ -143,8 +144,9 @@ class MegatronContract:
             )
         if plan.state.is_stepped and not forward_only:
             raise ContractError(
-                "the plan has already trained a step: a plan is for one optimizer step; call "
-                "plan_step for each, or pass forward_only=True where nothing is trained"
+                "the plan has already begun to train a step: a plan is for one optimizer step; "
+                "call plan_step for each, and again after a step that was given up, or pass "
+                "forward_only=True where nothing is trained"
             )
         n = plan.totals.active_tokens
         if self.regime == "per-token" and n is None:
@@ -168,9 +170,8 @@ class MegatronContract:
         step = StepContract(contract=self, plan=plan, num_microbatches=len(counted))
 
         def returns(share: Tensor, m: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            layout = Layout.local([counted[m]], cp_size=1, cp_rank=0)
             mask = torch.ones(counted[m], device="cpu")
-            return step.returns(share, plan.reducer([m], mask, layout))
+            return step.returns(share, plan.reducer([m], mask, self.local([counted[m]])))
 
         return Trial(factor=step.factor, returns=returns)
 
@@ -256,6 +257,7 @@ class StepContract:
         host sync.
         """
         _check_scalar("share", share)
+        _check_names([*(report or {}), *(means or {})])
         self._track(reducer)
         loss = _widened(share) * self.factor
         num_tokens = torch.full(
@@ -269,7 +271,7 @@ class StepContract:
             reports[name] = _mean(name, total, count)
         weight_sum, expected = reducer.weight_sum(), reducer.plan.expected_weight
         if weight_sum is not None:
-            weight_sum = weight_sum.to(loss.device, non_blocking=True)
+            weight_sum = moved(weight_sum, loss.device)
             reports["lossagg/weight_sum"] = self._report("lossagg/weight_sum", weight_sum)
             if expected is not None:
                 one = torch.ones_like(weight_sum)
@@ -302,6 +304,13 @@ class StepContract:
                 f"got a reducer of another plan ({len(its)} rows), expected one of this plan "
                 f"({len(own)} rows): make it with plan.reducer(...) or under(...)"
             )
+        layout, contract = reducer.layout, self.contract
+        if (layout.cp_size, layout.cp_rank) != (contract.cp_size, contract.cp_rank):
+            raise ContractError(
+                f"got a reducer of CP rank {layout.cp_rank} of {layout.cp_size}, this rank is "
+                f"{contract.cp_rank} of {contract.cp_size}: make the layout with contract.thd(...) "
+                "or contract.local(...), or pass it the contract's cp_size and cp_rank"
+            )
         self._ledger.add(reducer.rows[reducer.rows != FILLER])
 
 
@@ -321,11 +330,20 @@ def _agree(fault: str, settings: str) -> None:
             )
 
 
+def _check_names(names: Sequence[str]) -> None:
+    taken = {name for name in names if names.count(name) > 1 or name.startswith("lossagg/")}
+    if taken:
+        raise ContractError(
+            f"got the reported names {sorted(taken)}, expected each once and none that starts with "
+            "lossagg/: rename them"
+        )
+
+
 def _mean(name: str, total: Tensor, count: Tensor | float) -> Tensor:
     _check_scalar(f"the sum of {name}", total)
     total = _widened(total.detach())
     if isinstance(count, Tensor):
-        return torch.stack([total, count.detach().to(total, non_blocking=True)])
+        return torch.stack([total, moved(count.detach(), total.device).to(total.dtype)])
     return torch.stack([total, torch.full_like(total, count)])
 
 

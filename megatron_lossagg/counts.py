@@ -33,6 +33,7 @@ MOST_TOKENS = 2**53
 """The largest count: integers up to it are exact in the float64 of a weight."""
 
 _UNKNOWN = -1
+_ID_KINDS: tuple[_Kind, _Kind] = ("sample", "prompt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +105,8 @@ class _RankCounts(NamedTuple):
     fingerprint: Any
     """Of the aggregation and of which ids are given: the same on every rank."""
     samples_per_prompt: Any
+    string_ids: Any
+    """A bit per kind of id that is given as strings; -1 where there are no rows."""
     rows: Any
     tokens: Any
     active_rows: Any
@@ -123,6 +126,8 @@ class Rows:
     prompt_tokens: Ints | None = None
     num_microbatches: int | None = None
     samples_per_prompt: int | None = None
+    string_ids: tuple[str, ...] = ()
+    """Which of the ids were strings."""
 
     @staticmethod
     def empty() -> Rows:
@@ -144,6 +149,7 @@ class Rows:
             prompt_tokens=_checked("prompt_tokens", sequences.prompt_tokens, len(n_S), lowest=0),
             num_microbatches=sequences.num_microbatches,
             samples_per_prompt=sequences.samples_per_prompt,
+            string_ids=tuple(n for n in _ID_KINDS if _are_strings(getattr(sequences, n))),
         )
         rows._check_own_samples()
         rows._check_samples_per_prompt()
@@ -188,6 +194,11 @@ class Rows:
                     f"Sequences({kind}_tokens=...), each {kind}'s active tokens over the step, or "
                     "drop totals="
                 )
+        if self.samples_per_prompt is not None:
+            raise PlanError(
+                "totals= makes no collective, and samples_per_prompt is checked over the whole "
+                "step: drop one of them"
+            )
         self._check_totals(totals)
         return Counts(
             totals=totals,
@@ -241,8 +252,7 @@ class Rows:
             "samples": len(self.active_tokens),
             "active_samples": int(np.count_nonzero(self.active_tokens)),
         }
-        kinds: tuple[_Kind, _Kind] = ("sample", "prompt")
-        for kind in kinds:
+        for kind in _ID_KINDS:
             if getattr(self, kind) is not None:
                 groups = _Groups.of(getattr(self, kind))
                 tokens = _tokens_by_id(kind, table, groups, is_whole=False)
@@ -266,6 +276,7 @@ def count_step(aggregation: Aggregation, rows: Rows, fault: str, exchange: Excha
         has_fault=bool(fault),
         fingerprint=_fingerprint(aggregation, rows),
         samples_per_prompt=rows.samples_per_prompt or 0,
+        string_ids=sum(1 << _ID_KINDS.index(n) for n in rows.string_ids) if len(n_S) else -1,
         rows=len(n_S),
         tokens=int(n_S.sum()),
         active_rows=int((n_S > 0).sum()),
@@ -273,8 +284,9 @@ def count_step(aggregation: Aggregation, rows: Rows, fault: str, exchange: Excha
         num_microbatches=0 if rows.microbatch is None else rows.num_microbatches or 0,
     )
     gathered = _RankCounts(*exchange.integers(np.array(own, dtype=np.int64)).T)  # int64 [W] each
-    same = (gathered.fingerprint, gathered.samples_per_prompt)
-    if np.any(gathered.has_fault) or any((values != values[0]).any() for values in same):
+    of_rows = gathered.string_ids[gathered.string_ids >= 0]
+    same = (gathered.fingerprint, gathered.samples_per_prompt, of_rows)
+    if np.any(gathered.has_fault) or any((values != values[:1]).any() for values in same):
         _raise_together(aggregation, rows, fault, exchange)
     _check_sum(f"Sequences.active_tokens of all {exchange.size} ranks", gathered.tokens)
     m_W = gathered.num_microbatches
@@ -417,7 +429,8 @@ def _raise_together(
     aggregation: Aggregation, rows: Rows, fault: str, exchange: Exchange
 ) -> NoReturn:
     """Bring the first faulty rank's message to all ranks and raise it on each."""
-    given = f"{aggregation} ({aggregation!r}) with {', '.join(rows.given) or 'no'} ids"
+    ids = [f"{n} (strings)" if n in rows.string_ids else n for n in rows.given]
+    given = f"{aggregation} ({aggregation!r}) with {', '.join(ids) or 'no'} ids"
     if rows.samples_per_prompt is not None:
         given += f" and samples_per_prompt {rows.samples_per_prompt}"
     texts = exchange.messages(f"!{fault}" if fault else given)
@@ -466,13 +479,20 @@ def _checked(
 
 def _checked_ids(name: _Kind, ids: Ids | None, length: int) -> Ints | None:
     """Check ids; strings become 63-bit hashes, the same on every rank."""
-    if ids is None or isinstance(ids, Tensor):
-        return _checked(name, ids, length)
+    if not _are_strings(ids):
+        return _checked(name, ids, length)  # type: ignore[arg-type]
     array = np.asarray(ids)
-    if array.dtype.kind not in "UO" or not all(isinstance(one, str) for one in array.flat):
-        return _checked(name, array, length)
     texts, index = np.unique(array.astype(np.str_), return_inverse=True)
     hashes = np.array([_hashed(text) for text in texts.tolist()], dtype=np.int64)
     if len(np.unique(hashes)) < len(texts):
         raise PlanError(f"Sequences.{name}: two strings have one 63-bit hash: pass integer ids")
     return _checked(name, hashes[index.ravel()].reshape(array.shape), length)
+
+
+def _are_strings(ids: object) -> bool:
+    """Whether all of some ids are strings; a mixture is left to be refused as no integers."""
+    if isinstance(ids, np.ndarray):
+        ids = ids.ravel().tolist() if ids.dtype.kind in "UO" else ()
+    if not isinstance(ids, Sequence) or not len(ids):
+        return False
+    return all(isinstance(one, str) for one in ids)

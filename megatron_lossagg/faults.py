@@ -13,15 +13,10 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-__all__ = ["Describe", "Faults", "on_host"]
+__all__ = ["Describe", "Faults"]
 
 Describe = Callable[[list[float]], str]
 """From the recorded values to a message; empty where they are not a fault."""
-
-
-def on_host(tensor: Tensor) -> bool:
-    """Whether reading a value of the tensor costs no host sync."""
-    return tensor.device.type == "cpu"
 
 
 class Faults:

@@ -36,7 +36,7 @@ def host_integers(
     length: int | None = None,
     squeeze: bool = False,
 ) -> Ints:
-    """Convert to a contiguous int64 array of one dimension; ``squeeze``: from ``[1, n]`` too.
+    """Copy to a contiguous int64 array of one dimension; ``squeeze``: from ``[1, n]`` too.
 
     Raises ``error`` for other dtypes or shapes, for a value below ``lowest`` or above
     2^63 - 1, and for another length than ``length``. A CUDA tensor costs one host sync.
@@ -62,7 +62,7 @@ def host_integers(
         raise error(
             f"{name}: got {array.min()} at index {array.argmin()}, the smallest is {lowest}"
         )
-    return np.ascontiguousarray(array, dtype=np.int64)
+    return np.array(array, dtype=np.int64)
 
 
 def first_few(values: Sequence[object] | npt.NDArray[np.generic], most: int = 6) -> str:

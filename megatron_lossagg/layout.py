@@ -11,6 +11,7 @@ Shape suffixes: R = runs of consecutive positions; S1 = segments + 1.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -49,6 +50,8 @@ class Layout:
     """Whether the mask is already this rank's, not the whole one."""
     allows_tail: bool = False
     """Whether positions may follow the last segment, which weigh 0."""
+    batch_shape: tuple[int, int] | None = None
+    """``[b, s]`` of the whole mask where rows are not packed."""
 
     @property
     def num_segments(self) -> int:
@@ -70,7 +73,7 @@ class Layout:
         """Whether this rank's tokens are the mask's first positions, in their order."""
         return not self._shift_R.any()
 
-    @cached_property
+    @property
     def positions(self) -> torch.Tensor:
         """Mask positions of this rank's tokens, in order: int64 ``[num_local_tokens]``, CPU.
 
@@ -80,11 +83,22 @@ class Layout:
         position_T += np.arange(self.num_local_tokens)
         return torch.from_numpy(position_T)
 
-    def has_segment_starts_every(self, width: int) -> bool:
-        """Whether each ``width``-th token that this rank holds is the first of its segment."""
-        length_S = np.bincount(self.segment_R, self.length_R, minlength=self.num_segments)
-        starts = np.arange(0, self.num_local_tokens, width)
-        return bool(np.isin(starts, _offsets(length_S.astype(np.int64))).all())
+    def is_in_rows(self, sizes: Sequence[int], *, is_local: bool) -> bool:
+        """Whether a tensor of several dimensions can hold the tokens in their order.
+
+        ``sizes``: its dimensions but those of 1. Unpacked rows: they are ``[b, s]``, and
+        ``[b, s / CP]`` of what this rank holds. Packed rows: two, and each row of the tensor
+        begins with a segment.
+        """
+        if self.batch_shape is not None:
+            b, s = self.batch_shape
+            return list(sizes) == [n for n in (b, s // self.cp_size if is_local else s) if n != 1]
+        length_S = np.diff(self.offset_S1)
+        if is_local:
+            length_S = np.bincount(self.segment_R, self.length_R, minlength=self.num_segments)
+        offset_S1 = _offsets(length_S.astype(np.int64))
+        starts = np.arange(0, offset_S1[-1], sizes[-1])
+        return len(sizes) == 2 and bool(np.isin(starts, offset_S1).all())
 
     @property
     def _shift_R(self) -> Ints:
@@ -191,7 +205,12 @@ def _local(lengths: bytes, cp_size: int, cp_rank: int) -> Layout:
 def _bshd_zigzag(batch_size: int, seq_length: int, cp_size: int, cp_rank: int) -> Layout:
     offset_S1 = np.arange(batch_size + 1, dtype=np.int64) * seq_length
     layout = _thd_zigzag(offset_S1.tobytes(), cp_size, cp_rank)
-    return replace(layout, name="bshd_zigzag", allows_tail=False)
+    return replace(
+        layout,
+        name="bshd_zigzag",
+        allows_tail=False,
+        batch_shape=(batch_size, seq_length),
+    )
 
 
 @lru_cache(maxsize=_CACHED_LAYOUTS)

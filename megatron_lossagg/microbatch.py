@@ -5,7 +5,8 @@ CPU is checked here, in numpy; the checks of a mask on a device are left on the 
 the step to read when it closes.
 
 Shape suffixes: P = positions of the whole mask; T = tokens that this rank holds;
-G = segments of the microbatch; R = runs of consecutive positions; S = rows of the step.
+G = segments of the microbatch (G1, G2: and one or two more); R = runs of consecutive
+positions; S = rows of the step.
 """
 
 from __future__ import annotations
@@ -21,19 +22,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.devices import from_host, moved, on_host
 from megatron_lossagg.errors import ReducerError
-from megatron_lossagg.faults import Faults, on_host
+from megatron_lossagg.faults import Faults
 from megatron_lossagg.integers import Ints, IntsLike, first_few, host_integers
 from megatron_lossagg.layout import Layout
 
 if TYPE_CHECKING:
     from megatron_lossagg.plan import StepPlan
 
-__all__ = ["FILLER", "Microbatch", "Place", "to_device"]
+__all__ = ["FILLER", "Microbatch", "Place"]
 
 FILLER = -1
 """The entry of ``rows`` that represents a filler or padding segment."""
 
+_MASK_DTYPES = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+)
 _NO_LIMIT = np.iinfo(np.int64).max
 _COEFFICIENT = (
     "a mask is 0 or 1; multiply a coefficient (importance ratio, token weight) into the per-token "
@@ -43,7 +49,7 @@ _COEFFICIENT = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Place:
-    """How messages name a microbatch, its rows and its tokens; holds no tensor."""
+    """How messages name a microbatch, its rows and its tokens; host integers alone."""
 
     rows: Ints
     layout: Layout
@@ -109,6 +115,8 @@ class Microbatch:
         tensor.
         """
         rows_G = _checked_rows(rows, layout, len(active_tokens))
+        if microbatch_of_row is not None:
+            _check_one_microbatch(rows_G, microbatch_of_row)
         mask_P = _checked_shape(mask, layout)
         place = Place(rows=rows_G, layout=layout, microbatch_of_row=microbatch_of_row)
         checks = _Checks(place=place, counted_G=_of_rows(active_tokens, rows_G))
@@ -134,7 +142,7 @@ class Microbatch:
     def keep_on(self, device: torch.device) -> Tensor:
         """Return ``keep`` on a device; copied there once."""
         if device not in self._keep_on:
-            self._keep_on[device] = self.keep.to(device, non_blocking=True)
+            self._keep_on[device] = moved(self.keep, device)
         return self._keep_on[device]
 
     def weights(self, plan: StepPlan, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -157,13 +165,13 @@ class Microbatch:
             # Rows of weight 0 train nothing, so one weight serves for all that is kept.
             weight = weight_G.max()
             if on_host(self.keep):
-                return to_device(np.multiply(self.keep.numpy(), weight), device)
+                return from_host(np.multiply(self.keep.numpy(), weight), device)
             return torch.mul(self.keep_on(device), torch.tensor(weight, dtype=dtype))
         weight_T = np.repeat(weight_G[self.layout.segment_R], self.layout.length_R)
         if on_host(self.keep):
             np.multiply(weight_T, self.keep.numpy(), out=weight_T)
-            return to_device(weight_T, device)
-        return to_device(weight_T, device).mul_(self.keep_on(device))
+            return from_host(weight_T, device)
+        return from_host(weight_T, device).mul_(self.keep_on(device))
 
     @property
     def counted_tokens(self) -> int:
@@ -230,36 +238,34 @@ class _Checks:
             index_T = self.layout.positions.numpy()
             if len(mask_P) <= np.iinfo(np.int32).max:  # half the bytes to copy and to read
                 index_T = index_T.astype(np.int32)
-            value_T = torch.index_select(mask_P, 0, to_device(index_T, device))
+            value_T = torch.index_select(mask_P, 0, from_host(index_T, device))
         is_bool = value_T.dtype == torch.bool
         keep_T = value_T.clone() if is_bool else value_T == 1
-        if len(self.rows_G) and len(mask_P):
-            # The sum up to a segment's end is at the position before it, or is 0 at the start.
-            offset_S1 = self.layout.offset_S1
-            small_3S1 = to_device(
+        if len(mask_P):
+            # Segment G is what follows the last one, and may train nothing.
+            limit_G = np.where(self.rows_G == FILLER, _NO_LIMIT, self.counted_G)
+            end_G2 = np.append(self.layout.offset_S1, len(mask_P))
+            last_G2, is_past_0_G2, limit_G2, counted_G2 = from_host(
                 np.stack(
                     [
-                        np.maximum(offset_S1 - 1, 0),
-                        offset_S1 > 0,
-                        np.append(np.where(self.rows_G == FILLER, _NO_LIMIT, self.counted_G), 0),
-                        np.append(self.counted_G, 0),
+                        np.maximum(end_G2 - 1, 0),  # where the sum up to an end is found
+                        end_G2 > 0,
+                        np.append(limit_G, [0, 0]),
+                        np.append(self.counted_G, [0, 0]),
                     ]
                 ),
                 device,
             )
-            counted_P = keep_T if len(keep_T) == len(mask_P) else mask_P
-            trained_P = torch.cumsum(counted_P, dim=0, dtype=torch.int32)
-            trained_S1 = trained_P[small_3S1[0]] * small_3S1[1]
-            trained_G = trained_S1[1:] - trained_S1[:-1]
-            excess, segment = (trained_G - small_3S1[2, :-1]).max(dim=0)
-            fewer = (trained_G < small_3S1[3, :-1]).any().long()
-            past_end = trained_P[-1] - trained_S1[-1]
-            wrong = torch.zeros_like(past_end)
+            selected_P = keep_T if len(keep_T) == len(mask_P) else mask_P
+            sum_P = torch.cumsum(selected_P, dim=0, dtype=torch.int32)
+            sum_G2 = sum_P[last_G2] * is_past_0_G2
+            trained_G1 = sum_G2[1:] - sum_G2[:-1]
+            excess, segment = (trained_G1 - limit_G2[:-1]).max(dim=0)
+            fewer = (trained_G1 < counted_G2[:-1]).any().long()
+            wrong = torch.zeros_like(excess)
             if not is_bool:
                 wrong = torch.count_nonzero(value_T) - torch.count_nonzero(keep_T)
-            faults.record(
-                [wrong, past_end, excess, segment, fewer], partial(self._describe, faults)
-            )
+            faults.record([wrong, excess, segment, fewer], partial(self._describe, faults))
         return keep_T
 
     @property
@@ -268,12 +274,12 @@ class _Checks:
         return self.layout.cp_size == 1 or not self.layout.is_local
 
     def _describe(self, faults: Faults, values: list[float]) -> str:
-        wrong, past_end, excess, segment, fewer = map(int, values)
+        wrong, excess, segment, fewer = map(int, values)
         where = f"{self.place.rank}: the mask of {self.place}"
         if wrong:
             return f"{where} has {wrong} values other than 0 and 1: {_COEFFICIENT}"
-        if past_end:
-            return f"{where} is 1 at {past_end} positions {self._past_end()}"
+        if excess > 0 and segment == len(self.rows_G):
+            return f"{where} is 1 at {excess} positions {self._past_end()}"
         if excess > 0:
             return f"{where}: {self._too_many(segment, f'{excess} tokens too many')}"
         if self._holds_whole_rows and fewer:
@@ -323,14 +329,6 @@ def _is_0_or_1(value_T: npt.NDArray[Any], keep_T: npt.NDArray[np.bool_]) -> bool
     return np.array_equal(keep_T, np.equal(value_T, 1))
 
 
-def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """Copy an array to a device without a host sync; the array itself where that is the CPU."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
-
-
 def _of_rows(values_S: npt.NDArray[Any], rows_G: Ints) -> npt.NDArray[Any]:
     """Look up a value per segment, 0 for a filler."""
     value_G = np.zeros(len(rows_G), dtype=values_S.dtype)
@@ -363,11 +361,27 @@ def _checked_rows(rows: IntsLike, layout: Layout, num_rows: int) -> Ints:
     return rows_G
 
 
+def _check_one_microbatch(rows_G: Ints, microbatch_S: Ints) -> None:
+    own_rows = rows_G[rows_G != FILLER]
+    planned = microbatch_S[own_rows]
+    other = np.flatnonzero(planned != planned[:1])
+    if len(other):
+        raise ReducerError(
+            f"row {own_rows[0]} was planned in microbatch {planned[0]} and row "
+            f"{own_rows[other[0]]} in microbatch {planned[other[0]]}: pass the rows of one "
+            "microbatch, as Sequences.microbatch has them"
+        )
+
+
 def _checked_shape(mask: Tensor, layout: Layout) -> Tensor:
     if not isinstance(mask, Tensor):
         raise ReducerError(
             f"got the mask {mask!r}, expected a tensor of 0 and 1: pass the microbatch's whole "
             "loss mask, packed like its tokens"
+        )
+    if mask.dtype not in _MASK_DTYPES:
+        raise ReducerError(
+            f"got a mask of {mask.dtype}, expected bool, a signed integer, uint8 or a float type"
         )
     past_end = mask.numel() - layout.num_tokens
     if past_end < 0 or (past_end > 0 and not layout.allows_tail):
@@ -375,5 +389,12 @@ def _checked_shape(mask: Tensor, layout: Layout) -> Tensor:
             f"got a mask of {mask.numel()} tokens, the layout {layout.name} has "
             f"{layout.num_tokens}: pass the whole mask, packed and padded like the tokens, "
             "before slicing for context parallelism"
+        )
+    sizes = [size for size in mask.shape if size != 1]
+    has_rows = layout.batch_shape is not None and len(sizes) > 1 and mask.numel() > 0
+    if has_rows and not layout.is_in_rows(sizes, is_local=False):
+        raise ReducerError(
+            f"got a mask of shape {tuple(mask.shape)}, expected [b, s] = {layout.batch_shape}: "
+            "pass it so and not as [s, b], or flat"
         )
     return mask.detach().reshape(-1)

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_lossagg.aggregation import CUSTOM, MODES, Aggregation
 from megatron_lossagg.counts import Rows, Sequences, StepTotals, count_step
-from megatron_lossagg.errors import PlanError, ReducerError
+from megatron_lossagg.errors import LossAggregationError, PlanError, ReducerError
 from megatron_lossagg.exchange import Exchange
 from megatron_lossagg.faults import Faults
 from megatron_lossagg.integers import Ints, IntsLike
@@ -33,9 +33,11 @@ from megatron_lossagg.microbatch import Microbatch
 from megatron_lossagg.plugins import load_reducer_factory
 from megatron_lossagg.reducer import Reducer, ReducerFactory
 
-__all__ = ["EmptyStep", "StepCounts", "StepPlan", "StepState", "plan_step"]
+__all__ = ["EmptyStep", "StepCounts", "StepPlan", "StepState", "plan_step", "warn_of_divisor"]
 
 _Floats = npt.NDArray[np.float64]
+
+_LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 EmptyStep = Literal["zero", "error"]
 
 
@@ -48,7 +50,7 @@ class StepState:
     """Whether a training step has begun over the plan."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class StepPlan:
     """One optimizer step under one aggregation: the weights, and what they came from."""
 
@@ -90,7 +92,15 @@ class StepPlan:
         denominator_S = np.broadcast_to(value, self.active_tokens.shape)
         weight_S = np.zeros(len(self.active_tokens))
         # Where n_s = 0 the denominator may be 0 too (n_b, n_mb): there is nothing to weigh.
-        np.divide(1.0, denominator_S, out=weight_S, where=self.active_tokens > 0)
+        is_active_S = self.active_tokens > 0
+        with np.errstate(all="ignore"):
+            np.divide(1.0, denominator_S, out=weight_S, where=is_active_S)
+        beyond = np.flatnonzero(is_active_S & ~((weight_S >= _LEAST) & (weight_S <= _MOST)))
+        if len(beyond):
+            raise PlanError(
+                f"{self.aggregation} gives row {beyond[0]} a weight of {weight_S[beyond[0]]}, "
+                "beyond what float32 holds: change --loss-aggregation-divisor (divisor=)"
+            )
         return torch.from_numpy(weight_S)
 
     @cached_property
@@ -114,7 +124,9 @@ class StepPlan:
         """Return the same step under another aggregation, without a collective."""
         if isinstance(aggregation, str):
             aggregation = Aggregation.named(aggregation)
-        return replace(self, aggregation=aggregation)
+        plan = replace(self, aggregation=aggregation)
+        _check_divisor(plan)
+        return plan
 
     def reducer(
         self,
@@ -288,10 +300,6 @@ def plan_step(
     error is this rank's alone, and names it. A sample with more active tokens than the divisor
     of ``constant`` gives one warning per process.
     """
-    if not isinstance(aggregation, Aggregation):
-        raise PlanError(f"got {aggregation!r}, expected an Aggregation: Aggregation.named(...)")
-    if empty_step not in ("zero", "error"):
-        raise PlanError(f"got empty_step {empty_step!r}, expected 'zero' or 'error'")
     is_alone = not dist.is_initialized() or dist.get_world_size() == 1
     if totals is None and group is None and not is_alone:
         raise PlanError(
@@ -302,9 +310,10 @@ def plan_step(
     rows = Rows.empty()
     if not fault:
         try:
+            _check_arguments(aggregation, empty_step)
             rows = Rows.checked(sequences)
-        except (ValueError, TypeError, OverflowError) as error:  # no rank may fail alone
-            fault = str(error)
+        except Exception as error:  # whatever it is, no rank may leave the others waiting
+            fault = str(error) if isinstance(error, LossAggregationError) else repr(error)
     try:
         if totals is None:
             counts = count_step(aggregation, rows, fault, exchange)
@@ -338,18 +347,30 @@ def plan_step(
     return plan
 
 
+def _check_arguments(aggregation: Aggregation, empty_step: EmptyStep) -> None:
+    if not isinstance(aggregation, Aggregation):
+        raise PlanError(f"got {aggregation!r}, expected an Aggregation: Aggregation.named(...)")
+    if aggregation.reducer_path is not None:
+        load_reducer_factory(aggregation.reducer_path)
+    if empty_step not in ("zero", "error"):
+        raise PlanError(f"got empty_step {empty_step!r}, expected 'zero' or 'error'")
+
+
 def _check_divisor(plan: StepPlan) -> None:
     """Warn once where ``constant`` divides by less than the longest sample of this rank."""
-    tokens_S, divisor = plan.sample_tokens, plan.aggregation.divisor
-    if plan.aggregation.mode != "constant" or tokens_S is None or divisor is None:
-        return
-    longest = int(tokens_S.max(initial=0))
+    if plan.aggregation.mode == "constant" and plan.sample_tokens is not None:
+        warn_of_divisor(plan.aggregation.divisor or 1.0, plan.sample_tokens)
+
+
+def warn_of_divisor(divisor: float, tokens: IntsLike) -> None:
+    """Warn, once per process, where L is below the longest of some responses."""
+    longest = 0 if "divisor" in _warned else int(np.max(tokens, initial=0))
     if longest > divisor:
         _warn_once(
             "divisor",
-            f"constant divides by {divisor:g}, and a sample has {longest} active tokens: the "
-            "divisor L is the longest response that generation allows, and the gradient grows "
-            "with its inverse; check --loss-aggregation-divisor (divisor=)",
+            f"constant divides by {divisor:g}, and a sample has {longest} tokens: the divisor L is "
+            "the longest response that generation allows, and the gradient grows with its inverse; "
+            "check --loss-aggregation-divisor (divisor=)",
         )
 
 

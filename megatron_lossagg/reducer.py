@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.devices import moved, on_host
 from megatron_lossagg.errors import ReducerError
-from megatron_lossagg.faults import on_host
 from megatron_lossagg.integers import Ints
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.microbatch import Microbatch, Place
@@ -48,7 +48,7 @@ class ReducerContext:
     rows: Ints
     """int64 ``[G]``: the row of each segment, -1 for a filler."""
     mask: Tensor
-    """bool ``[T]``: the training mask, sliced for this rank."""
+    """bool ``[T]``: the training mask, sliced for this rank, on its device; shared, read only."""
     layout: Layout
     arguments: object
     """The host's parsed arguments, or None."""
@@ -58,6 +58,8 @@ class ReducerContext:
         """The plan's aggregation."""
         return self.plan.aggregation
 
+
+_LOSS_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 ReducerFactory = Callable[[ReducerContext], Callable[[Tensor], Tensor]]
 
@@ -193,7 +195,7 @@ class Reducer:
         return self.microbatch.weights(self.plan, dtype, device)
 
     def _local_losses(self, x: Tensor) -> Tensor:
-        if not isinstance(x, Tensor) or not x.is_floating_point():
+        if not isinstance(x, Tensor) or x.dtype not in _LOSS_DTYPES:
             raise ReducerError(f"got {_kind(x)}, expected per-token losses in floating point")
         layout = self.layout
         num_local, past_end = layout.num_local_tokens, self.microbatch.num_past_end
@@ -213,7 +215,7 @@ class Reducer:
         sizes = [size for size in x.shape if size != 1]
         if len(sizes) < 2 or x.numel() == 0:
             return
-        if len(sizes) > 2 or not self.layout.has_segment_starts_every(sizes[-1]):
+        if not self.layout.is_in_rows(sizes, is_local=True):
             raise ReducerError(
                 f"got losses of shape {tuple(x.shape)}, and not each of their rows begins with a "
                 f"segment of the layout {self.layout.name}: pass them in the order of the mask, "
@@ -231,7 +233,7 @@ class Reducer:
                 f"returned {_kind(share)}: return a 0-dim floating-point tensor, an additive share"
             )
         # A custom reducer may swallow a NaN; 0 * x is NaN where x is not finite, else 0.
-        seen = share.detach().to(x_T.device) + (x_T.detach() * 0).sum()
+        seen = moved(share.detach(), x_T.device) + (x_T.detach() * 0).sum()
         if not on_host(seen):
             self._record(x_T, seen)
         elif not math.isfinite(seen.item()):

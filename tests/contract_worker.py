@@ -13,7 +13,15 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 import megatron_lossagg.cpu as cpu
-from megatron_lossagg import Aggregation, MegatronContract, Sequences, StepTotals, live, plan_step
+from megatron_lossagg import (
+    Aggregation,
+    Layout,
+    MegatronContract,
+    Sequences,
+    StepTotals,
+    live,
+    plan_step,
+)
 from megatron_lossagg.errors import ContractError, ReducerError
 from megatron_lossagg.verify.model import megatron_version
 
@@ -335,7 +343,7 @@ def check_a_plan_trains_one_step(chunk, contract):
             returns(step, contract, plan, [0, 1])
     with contract.step(plan, num_microbatches=1) as step:
         returns(step, contract, plan, [0, 1])
-    with refused("has already trained a step", "plan_step for each", "forward_only=True"):
+    with refused("has already begun to train a step", "plan_step for each", "forward_only=True"):
         contract.step(plan.under("token_mean"), num_microbatches=1)
     with contract.step(plan, num_microbatches=1, forward_only=True) as step:
         returns(step, contract, plan, [0, 1])
@@ -374,6 +382,29 @@ def check_a_value_that_is_already_a_mean_is_reported_with_its_count(chunk, contr
     assert report["clipfrac"].tolist() == [3, 12]
     assert not report["clipfrac"].requires_grad
     assert (report["reward"].dtype, report["reward"].tolist()) == (torch.float32, [1.5, 2])
+
+
+def check_a_reducer_of_another_context_parallel_layout_is_refused(chunk, contract):
+    plan = a_plan(contract, active=(4, 4))
+    with abandoned(contract.step(plan, num_microbatches=1)) as step:
+        for layout in (
+            Layout.local([4, 4], cp_size=2, cp_rank=0),
+            Layout.thd_zigzag([0, 4, 8], cp_size=2, cp_rank=1),
+        ):
+            reducer = plan.reducer([0, 1], torch.ones(layout.num_tokens), layout)
+            with refused(r"CP rank [01] of 2, this rank is 0 of 1", r"contract\.thd"):
+                step.returns(share_of(reducer), reducer)
+
+
+def check_reported_names_are_the_callers_own_and_once(chunk, contract):
+    plan = a_plan(contract)
+    with abandoned(contract.step(plan, num_microbatches=1)) as step:
+        reducer = a_reducer(contract, plan, [0, 1])
+        share = share_of(reducer)
+        with refused(r"\['lossagg/weight_sum'\]", "rename"):
+            step.returns(share, reducer, report={"lossagg/weight_sum": share})
+        with refused(r"\['kl'\]", "each once"):
+            step.returns(share, reducer, report={"kl": share}, means={"kl": (share, 1)})
 
 
 def check_groups_that_contradict_the_config_are_refused(chunk, contract):

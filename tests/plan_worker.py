@@ -292,6 +292,28 @@ def check_ranks_that_disagree_on_samples_per_prompt_raise_together():
     )
 
 
+def check_what_is_no_sequences_on_one_rank_is_raised_on_all():
+    sequences = None if dist.get_rank() == 1 else Sequences(active_tokens=[3])
+    refused_everywhere("rank 1 of .*AttributeError", Aggregation("token_mean"), sequences)
+    grads = [torch.tensor(3.0, requires_grad=True)] if dist.get_rank() == 1 else [3]
+    refused_everywhere("rank 1 of", Aggregation("token_mean"), Sequences(active_tokens=grads))
+    aggregation = "token_mean" if dist.get_rank() == 1 else Aggregation("token_mean")
+    message = "rank 1 of .*got 'token_mean', expected an Aggregation"
+    refused_everywhere(message, aggregation, Sequences(active_tokens=[3]))
+
+
+def check_ids_that_are_strings_on_one_rank_only_are_refused():
+    prompt = ["7", "8"] if dist.get_rank() == 1 else [7, 8]
+    refused_everywhere(
+        r"rank 0 has .* with prompt ids, rank 1 has .* with prompt \(strings\) ids",
+        Aggregation("prompt_mean"),
+        Sequences(active_tokens=[3, 4], prompt=prompt),
+    )
+    prompt = [] if dist.get_rank() == 1 else ["7", "8"]  # with no rows, ids have no kind
+    sequences = Sequences(active_tokens=[1] * len(prompt), prompt=prompt)
+    plan_step(Aggregation("prompt_mean"), sequences, group=dist.group.WORLD)
+
+
 def check_string_ids_are_the_same_on_every_rank():
     sequences = Sequences(active_tokens=[3, 5], prompt=["shared", f"of rank {dist.get_rank()}"])
     plan = plan_step(Aggregation("prompt_mean"), sequences, group=dist.group.WORLD)

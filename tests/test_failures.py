@@ -121,7 +121,7 @@ def plans(aggregation, rows, dp, m):
 
 def a_contract(plan, m, *, dp=1, cp=1, cp_rank=0, regime="average"):
     read = types.SimpleNamespace(
-        regime=regime, dp_cp_size=dp * cp, cp_rank=cp_rank, is_last_stage=True
+        regime=regime, dp_cp_size=dp * cp, cp_size=cp, cp_rank=cp_rank, is_last_stage=True
     )
     return StepContract(contract=read, plan=plan, num_microbatches=m)
 

@@ -7,6 +7,8 @@ import pytest
 import torch
 from conftest import launched
 
+from megatron_lossagg import microbatch, reducer
+from megatron_lossagg import plan as plan_module
 from megatron_lossagg.errors import (
     AggregationError,
     ContractError,
@@ -111,6 +113,25 @@ def test_losses_that_were_gathered_over_cp_are_refused(miles_cp):
         reducer(torch.ones(5))
 
 
+def test_a_divisor_below_a_response_warns_once(miles_cp, monkeypatch):
+    monkeypatch.setattr(plan_module, "_warned", set())
+    slime.constant_3([5, 4], [3, 2], MASKS, False)
+    with pytest.warns(RuntimeWarning, match="divides by 2, and a sample has 3 tokens"):
+        slime.constant_2([5, 4], [3, 2], MASKS, False)
+    slime.constant_2([5, 4], [3, 2], MASKS, False)
+
+
+def test_a_nan_on_a_device_is_raised_with_its_rows_by_a_later_call(miles_cp, monkeypatch):
+    for module in (microbatch, reducer):
+        monkeypatch.setattr(module, "on_host", lambda tensor: False)
+    make = lambda: slime.constant_12345([5, 4], [3, 2], MASKS, False)  # noqa: E731
+    make()(torch.tensor([1, 1, 1, torch.nan, 1]))
+    with pytest.raises(ReducerError, match="the share of a microbatch with rows 0, 1 is nan"):
+        make()
+    for _ in range(70):  # raised once
+        make()(torch.ones(5))
+
+
 def test_a_microbatch_with_no_samples_gives_a_zero_share(miles_cp):
     x = torch.zeros(0, requires_grad=True)
     share = slime.constant_10([], [], [], False)(x)
@@ -132,6 +153,11 @@ def test_the_divisor_comes_from_the_hosts_arguments(miles_cp, host_args):
         {},
         {"loss_aggregation": "sample_mean"},
         {"loss_aggregation": "roll:seq-mean-token-sum"},
+        {
+            "loss_aggregation": "constant",
+            "loss_aggregation_divisor": 40,
+            "loss_aggregation_count_empty": False,
+        },
     ],
 )
 def test_any_other_aggregation_in_the_hosts_arguments_is_refused(miles_cp, host_args, arguments):

@@ -606,8 +606,9 @@ def test_strings_with_one_hash_are_refused(monkeypatch):
 
 
 def test_ids_of_mixed_kinds_are_refused():
-    with pytest.raises(PlanError, match=r"prompt: got .*, expected integers"):
-        weights("prompt_mean", active_tokens=[1, 9], prompt=np.array(["a", 3], dtype=object))
+    for mixed in (np.array(["a", 3], dtype=object), ["7", 7]):
+        with pytest.raises(PlanError, match=r"prompt: got .*, expected integers"):
+            weights("prompt_mean", active_tokens=[1, 9], prompt=mixed)
 
 
 def test_sparse_ids_are_grouped_like_dense_ones():
@@ -648,14 +649,39 @@ def test_a_divisor_below_the_longest_sample_warns_once(monkeypatch):
     monkeypatch.setattr(plan_module, "_warned", set())
     weights("constant", divisor=6, active_tokens=[6, 2])
     weights("token_sum", divisor=2, active_tokens=[6, 2])
-    with pytest.warns(RuntimeWarning, match="divides by 5, and a sample has 6 active tokens"):
+    with pytest.warns(RuntimeWarning, match="divides by 5, and a sample has 6 tokens"):
         weights("constant", divisor=5, active_tokens=[6, 2])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         weights("constant", divisor=4, active_tokens=[6, 2])
     monkeypatch.setattr(plan_module, "_warned", set())
-    with pytest.warns(RuntimeWarning, match="a sample has 8 active tokens"):
+    with pytest.warns(RuntimeWarning, match="a sample has 8 tokens"):
         weights("constant", divisor=7, active_tokens=[6, 2], sample=[0, 0])
+
+
+def test_a_divisor_below_the_longest_sample_warns_under_too(monkeypatch):
+    monkeypatch.setattr(plan_module, "_warned", set())
+    plan = plan_step(Aggregation("token_mean"), Sequences(active_tokens=[300]))
+    with pytest.warns(RuntimeWarning, match="divides by 10, and a sample has 300 tokens"):
+        plan.under(Aggregation("constant", divisor=10))
+
+
+@pytest.mark.parametrize("divisor", [1e308, 1e40, 1e-40])
+def test_a_weight_that_float32_does_not_hold_is_refused(divisor):
+    with pytest.raises(PlanError, match=r"gives row 1 a weight of .*, beyond what float32 holds"):
+        weights("constant", divisor=divisor, active_tokens=[0, 3])
+
+
+def test_a_reducer_path_that_leads_nowhere_is_refused_when_the_step_is_planned():
+    custom = Aggregation("custom", reducer_path="no.such:f")
+    with pytest.raises(PlanError, match=r"importing 'no\.such' raised ModuleNotFoundError"):
+        plan_step(custom, Sequences(active_tokens=[3]))
+
+
+def test_samples_per_prompt_is_not_checked_from_totals_and_says_so():
+    rows = Sequences(active_tokens=[3], prompt=[0], prompt_tokens=[3], samples_per_prompt=1)
+    with pytest.raises(PlanError, match="samples_per_prompt is checked over the whole step"):
+        plan_step(Aggregation("prompt_mean"), rows, totals=totals(prompts=2))
 
 
 def test_every_mode_has_its_denominator_and_expected_sum_in_the_table():

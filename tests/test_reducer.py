@@ -463,6 +463,63 @@ def test_losses_given_as_s_b_to_bshd_are_refused(cp):
             made(wrong)
 
 
+def test_losses_in_rows_of_another_length_are_refused_by_bshd():
+    layout = Layout.bshd_zigzag(4, 8, cp_size=2, cp_rank=0)
+    made = a_plan((8,) * 4).reducer(range(4), torch.ones(4, 8), layout)
+    assert made(torch.ones(4, 4)).item() == made(torch.ones(4, 1, 4)).item() == 16
+    for shape in ((2, 8), (8, 2), (2, 2, 4)):
+        with pytest.raises(ReducerError, match=r"not \[s, b\], or flat"):
+            made(torch.ones(shape))
+
+
+def test_a_mask_given_as_s_b_to_bshd_is_refused():
+    layout = Layout.bshd_zigzag(2, 6, cp_size=1, cp_rank=0)
+    for shape in ((6, 2), (3, 4), (2, 2, 3)):
+        with pytest.raises(ReducerError, match=r"got a mask of .*expected \[b, s\] = \(2, 6\)"):
+            a_plan((6, 6)).reducer([0, 1], torch.ones(shape), layout)
+    for shape in ((2, 6), (12,), (2, 1, 6)):
+        assert a_plan((6, 6)).reducer([0, 1], torch.ones(shape), layout).counted_tokens == 12
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.complex64])
+def test_a_mask_of_another_dtype_is_refused(dtype):
+    with pytest.raises(ReducerError, match=rf"got a mask of {dtype}, expected bool"):
+        a_plan().reducer([0, 1], torch.tensor(MASK).to(dtype), thd(4, 2))
+
+
+def test_losses_of_eight_bits_are_refused():
+    with pytest.raises(
+        ReducerError, match=r"float8_e4m3fn tensor of .*, expected per-token losses"
+    ):
+        a_reducer(MASK)(torch.ones(6).to(torch.float8_e4m3fn))
+
+
+def test_rows_of_two_planned_microbatches_are_refused():
+    plan = a_plan((3, 2), microbatch=[0, 1])
+    with pytest.raises(ReducerError, match=r"row 0 was planned in microbatch 0 and row 1 in .* 1:"):
+        plan.reducer([0, 1], torch.tensor(MASK), thd(4, 2))
+    assert plan.reducer([-1, 1], torch.tensor(MASK), thd(4, 2)).counted_tokens == 2
+
+
+def test_rows_and_counts_that_change_later_change_nothing_here():
+    counts, rows = torch.tensor([3, 2]), np.array([0, 1])
+    plan = plan_step(Aggregation("token_mean"), Sequences(active_tokens=counts))
+    made = plan.reducer(rows, torch.tensor(MASK), thd(4, 2))
+    counts.mul_(2), rows.__setitem__(slice(None), [1, 0])
+    assert made.counted_tokens == 5
+    assert made.under("sample_mean")(torch.ones(6)).item() == pytest.approx(1)
+    assert made.rows.tolist() == [0, 1]
+
+
+def test_on_cuda_a_mask_with_no_segments_selects_nothing(on_cuda):
+    plan = a_plan()
+    plan.reducer([], torch.tensor([0, 0]), thd())
+    plan.check()
+    plan.reducer([], torch.tensor([0, 1, 1]), thd())
+    with pytest.raises(ReducerError, match="is 1 at 2 positions past the last segment's end 0"):
+        plan.check()
+
+
 def test_a_mask_that_selects_fewer_tokens_warns_once_unless_declared(monkeypatch):
     monkeypatch.setattr(plan_module, "_warned", set())
     sequences = Sequences(active_tokens=[4, 2])

@@ -37,7 +37,7 @@ from megatron_lossagg.errors import AggregationError, ContractError, LayoutError
 from megatron_lossagg.faults import Faults
 from megatron_lossagg.flags import aggregation_from_args
 from megatron_lossagg.layout import Layout
-from megatron_lossagg.plan import StepPlan, StepState, plan_step
+from megatron_lossagg.plan import StepPlan, StepState, plan_step, warn_of_divisor
 
 __all__ = ["HubFactory", "HubReducer", "ReducerNameError", "constant_from_args"]
 
@@ -45,6 +45,7 @@ HubReducer = Callable[[Tensor], Tensor]
 HubFactory = Callable[[Sequence[int], Sequence[int], Sequence[Tensor], bool], HubReducer]
 
 _NAME = re.compile(r"constant_(.+)")
+_FIRST_CHECKS = (2, 4, 8, 16, 32)
 _CALLS_BETWEEN_CHECKS = 64
 
 
@@ -130,9 +131,10 @@ def _factory(divisor: float) -> HubFactory:
             total_lengths, response_lengths, cp_size=cp_size, cp_rank=cp_rank
         )
         mask = torch.cat(list(loss_masks)) if loss_masks else torch.zeros(0, dtype=torch.bool)
+        warn_of_divisor(divisor, lengths)
         plan = _plan_of(masked_sum_over_constant, lengths, state)
         calls += 1
-        if calls % _CALLS_BETWEEN_CHECKS == 0:
+        if calls in _FIRST_CHECKS or calls % _CALLS_BETWEEN_CHECKS == 0:
             plan.check()
         return plan.reducer(range(len(lengths)), mask, layout)
 
