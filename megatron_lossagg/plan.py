@@ -293,7 +293,7 @@ def plan_step(
     warns of it. ``locate``: name row and token of a CUDA loss that is not finite, not only its
     microbatch, at the price of another pass over the losses of every call.
 
-    Without totals: one all-gather of eight integers per rank, a second one of five integers
+    Without totals: one all-gather of nine integers per rank, a second one of five integers
     per row where ids are given, each with one host sync; a third one only to bring an error's
     message to every rank. Wrong counts or ids, and ranks that disagree on the aggregation,
     raise :class:`PlanError` with the same message on every rank of the group. With totals an

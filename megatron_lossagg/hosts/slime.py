@@ -110,7 +110,7 @@ def _factory(divisor: float) -> HubFactory:
         """Slice the whole response masks for this rank; returns masked sum / L.
 
         ``loss_masks``: one 0/1 mask ``[response]`` per sample, not sliced. No collective; one
-        host sync every 64 calls, to raise what a device found in masks and losses since.
+        host sync at calls 2, 4, 8, 16, 32 and every 64th, to raise what a device has found.
         """
         nonlocal calls
         if calculate_per_token_loss:
