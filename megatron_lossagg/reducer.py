@@ -205,10 +205,10 @@ class Reducer:
                 f"{layout.name} holds {num_local} on CP rank {layout.cp_rank} of {layout.cp_size}: "
                 "pass the losses of this rank's slice, in its order"
             )
-        if x.dim() > 1:
+        if x.dim() != 1:
             self._check_row_starts(x)
-        x_T = x.reshape(-1)
-        return x_T if x_T.numel() == num_local else x_T[:num_local]
+            x = x.reshape(-1)
+        return x if x.numel() == num_local else x[:num_local]
 
     def _check_row_starts(self, x: Tensor) -> None:
         """Refuse losses of several dimensions in another order, such as ``[s, b]`` for [b, s]."""
