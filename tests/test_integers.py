@@ -43,6 +43,18 @@ def test_what_is_not_integers_is_refused_with_the_callers_error_and_name(form):
             host_integers("lengths", BAD[form], error)
 
 
+def test_the_bounds_themselves_are_accepted():
+    largest = np.array([2**63 - 1, 0], dtype=np.uint64)
+    assert host_integers("n", largest, PlanError, lowest=0).tolist() == [2**63 - 1, 0]
+
+
+def test_a_message_shows_what_was_got():
+    with pytest.raises(PlanError, match=r"^n: got 'seven', expected integers"):
+        host_integers("n", "seven", PlanError)
+    with pytest.raises(PlanError, match=r"^n: got 3, expected integers"):
+        host_integers("n", 3, PlanError)
+
+
 def test_empty_sequences_are_integers():
     for empty in ([], np.zeros(0), torch.zeros(0)):
         assert host_integers("n", empty, PlanError).tolist() == []
