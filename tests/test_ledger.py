@@ -48,6 +48,8 @@ def test_rows_that_are_missing_when_the_last_microbatch_comes_are_named():
 def test_missing_microbatches_and_rows_are_found_on_closing():
     with pytest.raises(ContractError, match="ran for 1 microbatches, 2 were planned"):
         after(2, 2, [(0, 1)]).close(may_be_empty=False)
+    with pytest.raises(ContractError, match="ran for 2 microbatches, 3 were planned"):
+        after(2, 3, [(0, 1), ()]).close(may_be_empty=False)
     with pytest.raises(ContractError, match=r"1 of 2 rows .* \(1\)"):
         after(2, 3, [(), (), (0,)]).close(may_be_empty=False)
 
