@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,9 +27,6 @@ from megatron_lossagg.errors import ReducerError
 from megatron_lossagg.faults import Faults
 from megatron_lossagg.integers import Ints, IntsLike, first_few, host_integers
 from megatron_lossagg.layout import Layout
-
-if TYPE_CHECKING:
-    from megatron_lossagg.plan import StepPlan
 
 __all__ = ["FILLER", "Microbatch", "Place"]
 
@@ -145,14 +142,17 @@ class Microbatch:
             self._keep_on[device] = moved(self.keep, device)
         return self._keep_on[device]
 
-    def weights(self, plan: StepPlan, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def weights(
+        self, aggregation: Aggregation, w_S: Tensor, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         """Give each token its row's weight, 0 where it is not trained; ``[T]``.
 
-        Made once for an aggregation, dtype (float32 or float64) and device.
+        ``w_S``: the step's weights under the aggregation. Made once for an aggregation, dtype
+        (float32 or float64) and device.
         """
-        key = (plan.aggregation, dtype, device)
+        key = (aggregation, dtype, device)
         if key not in self._weights:
-            self._weights[key] = self._packed(plan.weights.numpy(), dtype, device)
+            self._weights[key] = self._packed(w_S.numpy(), dtype, device)
         return self._weights[key]
 
     def _packed(

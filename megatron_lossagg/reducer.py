@@ -192,7 +192,7 @@ class Reducer:
         return self.microbatch.counted_tokens
 
     def _weight(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self.microbatch.weights(self.plan, dtype, device)
+        return self.microbatch.weights(self.plan.aggregation, self.plan.weights, dtype, device)
 
     def _local_losses(self, x: Tensor) -> Tensor:
         if not isinstance(x, Tensor) or x.dtype not in _LOSS_DTYPES:
