@@ -44,7 +44,7 @@ TESTS = {
     "layout": ["test_layout", "test_reducer"],
     "exchange": ["test_exchange", "mutants_plan"],
     "counts": ["test_counts", "test_plan", "mutants_plan"],
-    "faults": ["test_reducer"],
+    "faults": ["test_step_faults", "test_reducer"],
     "microbatch": ["test_reducer", "test_shares"],
     "reducer": ["test_reducer", "test_plugins"],
     "plan": ["test_plan", "test_reducer", "test_plugins", "mutants_plan"],
