@@ -75,7 +75,6 @@ class _MaskedSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_T: Tensor, keep_T: Tensor, weight_T: Tensor) -> Tensor:
         ctx.save_for_backward(weight_T)
-        ctx.dtype = x_T.dtype
         kept_T = torch.where(keep_T, x_T, 0)
         if kept_T.dtype != weight_T.dtype:
             kept_T = kept_T.to(weight_T.dtype)
@@ -84,8 +83,7 @@ class _MaskedSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (weight_T,) = ctx.saved_tensors
-        gradient_T = gradients[0] * weight_T
-        return gradient_T if gradient_T.dtype == ctx.dtype else gradient_T.to(ctx.dtype), None, None
+        return gradients[0] * weight_T, None, None  # autograd casts it to the dtype of x
 
 
 def _masked_sum(x_T: Tensor, keep_T: Tensor, weight_T: Tensor) -> Tensor:

@@ -493,6 +493,10 @@ BAD = {
         {"active_tokens": [1], "sample": [0], "sample_tokens": [-1]},
         "sample_tokens: got -1 at index 0",
     ),
+    "a negative claim of n_p": (
+        {"active_tokens": [1], "prompt": [0], "prompt_tokens": [-1]},
+        "prompt_tokens: got -1 at index 0",
+    ),
     "NaN ids": ({"active_tokens": [1], "sample": [math.nan]}, "sample: got float64"),
     "a count for the whole step": ({"active_tokens": 3}, "active_tokens: got 3, expected integers"),
     "a ragged list": (

@@ -743,6 +743,16 @@ def test_on_cuda_a_custom_reducer_that_swallows_a_nan_is_raised_with_its_step(on
         plan.check()
 
 
+def test_on_cuda_a_custom_share_that_is_not_finite_is_the_custom_reducers(on_cuda):
+    plan = a_plan(locate=True)
+    wrong = plan.reducer(
+        [0, 1], torch.tensor(MASK), thd(4, 2), factory=lambda c: lambda x: x.sum() * torch.nan
+    )
+    wrong(torch.ones(6))
+    with pytest.raises(ReducerError, match="is finite and their share is nan: check the custom"):
+        plan.check()
+
+
 def test_what_a_step_has_to_read_keeps_neither_mask_nor_weights_until_it_closes(on_cuda):
     plan = a_plan(mode="sample_mean")
     made = plan.reducer([0, 1], torch.tensor(MASK), thd(4, 2))
