@@ -230,3 +230,27 @@ def test_the_table_prints_every_name():
 )
 def test_the_table_lists_the_divisor_of_each_mode_and_the_meaning_of_each_alias(columns):
     assert columns in [re.split(r"\s{2,}", line) for line in [*mode_lines(), *alias_lines()]]
+
+
+@pytest.mark.parametrize(
+    ("name", "suggested"),
+    [
+        ("drgrpo", ["constant"]),
+        ("Dr. GRPO", ["constant"]),
+        ("grpo", ["sample_mean"]),
+        ("DAPO", ["token_mean"]),
+        ("verl:token_mean", ["verl:token-mean"]),
+        ("VERL:seq_mean", [name for name in ALIASES if name.startswith("verl:")]),
+    ],
+)
+def test_a_name_of_a_paper_or_system_is_answered_with_its_own_modes(name, suggested):
+    with pytest.raises(AggregationError) as caught:
+        Aggregation.named(name)
+    answer = str(caught.value).split("did you mean ")[1].split("?")[0]
+    assert answer == " or ".join(map(repr, suggested))
+
+
+def test_the_table_has_the_symbols_of_the_formulas():
+    lines = {line.split()[0]: line for line in mode_lines()}
+    assert "w_s = 1/(P n_p)" in lines["prompt_mean"]
+    assert "w_s = 1/(B n_b)" in lines["sample_mean"]

@@ -463,6 +463,18 @@ def test_losses_given_as_s_b_to_bshd_are_refused(cp):
             made(wrong)
 
 
+def test_packed_losses_in_rows_are_read_where_each_row_begins_with_a_segment():
+    made = a_plan((3, 3)).reducer([0, 1], torch.ones(6), thd(3, 3))
+    assert made(torch.arange(6.0).reshape(2, 3)).item() == 15
+    assert made(torch.ones(2, 1, 3, 1)).item() == 6
+    with pytest.raises(ReducerError, match="each of their rows begins with a segment"):
+        made(torch.ones(3, 2))
+    long = a_plan((8, 4)).reducer([0, 1], torch.ones(12), thd(8, 4))
+    for shape in ((2, 6), (3, 2, 2)):
+        with pytest.raises(ReducerError, match="each of their rows begins with a segment"):
+            long(torch.ones(shape))
+
+
 def test_losses_in_rows_of_another_length_are_refused_by_bshd():
     layout = Layout.bshd_zigzag(4, 8, cp_size=2, cp_rank=0)
     made = a_plan((8,) * 4).reducer(range(4), torch.ones(4, 8), layout)
