@@ -208,6 +208,7 @@ def ranks_of(parent, known=()):
     return {pid for pid, up in found.items() if up in under} | under
 
 
+@pytest.mark.launches
 def test_the_environment_lists_what_is_installed_and_what_is_missing():
     facts = {fact.name: fact for fact in environment()}
     assert facts["torch"].state == "found"
@@ -234,6 +235,7 @@ def only_on_path(monkeypatch, folder):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(ROOT)]))
 
 
+@pytest.mark.launches
 def test_an_import_that_takes_too_long_is_slow_and_a_package_that_is_absent_is_missing(
     tmp_path, monkeypatch
 ):
@@ -262,6 +264,7 @@ def test_a_package_that_is_missing_is_never_imported(tmp_path, monkeypatch):
     assert facts["apex"] == facts["megatron-core"] == "missing"
 
 
+@pytest.mark.launches
 def test_verify_goes_on_where_only_an_optional_package_is_slow(tmp_path, monkeypatch, capfd):
     fake(tmp_path, "apex", SLOW.format(seconds=3))
     only_on_path(monkeypatch, tmp_path)
@@ -272,6 +275,7 @@ def test_verify_goes_on_where_only_an_optional_package_is_slow(tmp_path, monkeyp
     assert "apex               slow, not judged" in out
 
 
+@pytest.mark.launches
 def test_verify_stops_where_megatron_core_is_slow_and_does_not_call_it_broken(
     tmp_path, monkeypatch, capsys
 ):
