@@ -85,8 +85,8 @@ class Floor:
     """What has to be done and nothing else: ``cat``, one gather, one multiply; ``(x * w).sum()``.
 
     Checks nothing, and a NaN at a masked position reaches the loss. Building includes the
-    index of this rank's tokens, as it does for the package. At CP 1 all tokens are here: there
-    is no mask to gather, only the weights, one per row.
+    index of this rank's tokens, as it does for the package. At CP 1 all tokens are
+    local, so only the weights are gathered, not the mask.
     """
 
     def __init__(self, workload: Workload, weight_S: Tensor) -> None:
