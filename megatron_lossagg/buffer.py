@@ -7,9 +7,10 @@ microbatches are read, counted, planned, and replayed.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
@@ -18,10 +19,31 @@ from torch.distributed import ProcessGroup
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.counts import MOST_TOKENS, Sequences, StepTotals
 from megatron_lossagg.errors import PlanError
-from megatron_lossagg.integers import IntsLike, is_integer
+from megatron_lossagg.integers import Ints, IntsLike, host_integers, is_integer
+from megatron_lossagg.microbatch import FILLER
 from megatron_lossagg.plan import EmptyStep, StepPlan, plan_step
 
-__all__ = ["StepBuffer", "StepMicrobatch"]
+__all__ = ["MicrobatchRows", "StepBuffer", "StepMicrobatch"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MicrobatchRows:
+    """What a step must know of a microbatch before it runs: one entry per segment, on the host.
+
+    Numbers are those of whole rows, before slicing for context parallelism.
+    """
+
+    active_tokens: IntsLike
+    """n_s of each segment; the sums of a float mask will do."""
+    lengths: IntsLike | None = None
+    """Tokens of each segment, padding included; None where no layout is made from them."""
+    sample: IntsLike | None = None
+    """Sample id of each segment; None: each row is its own sample."""
+    prompt: IntsLike | None = None
+    """Prompt id of each segment, global over the data-parallel group."""
+    is_filler: IntsLike | None = None
+    """1 for a segment that only fills a shape, whose other numbers (but its length) are not read;
+    None: no segment is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +51,23 @@ class StepMicrobatch:
     """One replayed microbatch."""
 
     rows: list[int]
-    """Its rows' positions in the step, for ``StepPlan.reducer``; fillers are the caller's."""
+    """Its rows' positions in the step, for ``StepPlan.reducer``; -1 for a filler that ``count``
+    named, others are the caller's."""
     data: Any
     """What the iterator returned; None on a tensor-parallel rank without an iterator."""
+    lengths: list[int] | None = None
+    """``MicrobatchRows.lengths``, where ``count`` gave them."""
+
+
+class _Counted(NamedTuple):
+    """The numbers of one microbatch as Python integers, to be sent to other ranks."""
+
+    is_filler: list[bool]
+    lengths: list[int] | None
+    active_tokens: list[int]
+    """Of rows, without fillers; as are the ids."""
+    sample: list[int] | None
+    prompt: list[int] | None
 
 
 class StepBuffer:
@@ -57,7 +93,7 @@ class StepBuffer:
                 "each; of a list of microbatches pass iter(...)"
             )
         self.num_microbatches = num_microbatches
-        self._counts: list[list[int]] = []
+        self._counts: list[_Counted] = []
         self._data: list[Any] = [None] * num_microbatches
         self._reads = data_iterator is not None
         self._fault = ""
@@ -68,7 +104,7 @@ class StepBuffer:
     def plan(
         self,
         aggregation: Aggregation,
-        count: Callable[[Any], IntsLike],
+        count: Callable[[Any], IntsLike | MicrobatchRows],
         *,
         group: ProcessGroup | None = None,
         tp_group: ProcessGroup | None = None,
@@ -79,10 +115,10 @@ class StepBuffer:
     ) -> StepPlan:
         """Count the buffered microbatches and plan the step; see :func:`plan_step`.
 
-        ``count``: active tokens of each row of a microbatch, fillers left out; the sums of a
-        float mask will do. ``group``: the data-parallel group. ``tp_group``: the
+        ``count``: active tokens of each row of a microbatch, fillers left out, or
+        :class:`MicrobatchRows`. ``group``: the data-parallel group. ``tp_group``: the
         tensor-parallel group, needed where some of its ranks have no iterator: all take the
-        counts of its first rank, by one ``all_gather_object``.
+        numbers of its first rank, by one ``all_gather_object``.
 
         An iterator that ended early or raised, and a ``count`` that raises, are reported as a
         wrong count is: :class:`PlanError` with the same message on every rank of ``group``,
@@ -103,8 +139,10 @@ class StepBuffer:
         if counts is None or fault:
             counts = []
         sequences = Sequences(
-            active_tokens=[n for microbatch in counts for n in microbatch],
-            microbatch=np.repeat(np.arange(len(counts)), [len(c) for c in counts]),
+            active_tokens=[n for counted in counts for n in counted.active_tokens],
+            sample=_ids([counted.sample for counted in counts]),
+            prompt=_ids([counted.prompt for counted in counts]),
+            microbatch=np.repeat(np.arange(len(counts)), [len(c.active_tokens) for c in counts]),
             num_microbatches=self.num_microbatches,
         )
         try:
@@ -128,9 +166,11 @@ class StepBuffer:
         if len(self._counts) != self.num_microbatches:
             raise PlanError("StepBuffer replays a planned step: call plan() before iterating")
         first = 0
-        for counts, data in zip(self._counts, self._data, strict=True):
-            yield StepMicrobatch(rows=list(range(first, first + len(counts))), data=data)
-            first += len(counts)
+        for counted, data in zip(self._counts, self._data, strict=True):
+            numbers = itertools.count(first)
+            rows = [FILLER if filler else next(numbers) for filler in counted.is_filler]
+            yield StepMicrobatch(rows=rows, data=data, lengths=counted.lengths)
+            first = next(numbers)
 
     def _read(self, data_iterator: Iterator[Any]) -> None:
         for index in range(self.num_microbatches):
@@ -151,15 +191,15 @@ class StepBuffer:
                 return
 
     def _counted(
-        self, count: Callable[[Any], IntsLike]
-    ) -> tuple[list[list[int]] | None, str, Exception | None]:
+        self, count: Callable[[Any], IntsLike | MicrobatchRows]
+    ) -> tuple[list[_Counted] | None, str, Exception | None]:
         """Count each microbatch, or return why that failed and the error that caused it."""
         if self._fault or not self._reads:
             return None, self._fault, self._cause
         counts = []
         for index, data in enumerate(self._data):
             try:
-                counts.append(_host_counts(count(data)))
+                counts.append(_counted(count(data)))
             except Exception as error:  # as above
                 fault = (
                     f"counting microbatch {index} of {self.num_microbatches} raised {error!r}: "
@@ -169,13 +209,49 @@ class StepBuffer:
         return counts, "", None
 
 
-def _host_counts(values: IntsLike) -> list[int]:
-    """Convert counts to Python numbers; plan_step refuses those that are not integers."""
+def _counted(rows: IntsLike | MicrobatchRows) -> _Counted:
+    """Convert what ``count`` gave; plan_step refuses counts that are not integers."""
+    if not isinstance(rows, MicrobatchRows):
+        rows = MicrobatchRows(active_tokens=rows)
+    active_G = _active_tokens(rows.active_tokens)
+    size = len(active_G)
+    is_filler_G = _of_segments("is_filler", rows.is_filler, size)
+    keep_G = np.ones(size, dtype=bool) if is_filler_G is None else is_filler_G == 0
+
+    def of_rows(name: str, values: IntsLike | None) -> list[int] | None:
+        of_segments = _of_segments(name, values, size)
+        return None if of_segments is None else of_segments[keep_G].tolist()
+
+    length_G = _of_segments("lengths", rows.lengths, size)
+    return _Counted(
+        is_filler=(~keep_G).tolist(),
+        lengths=None if length_G is None else length_G.tolist(),
+        active_tokens=active_G[keep_G].tolist(),
+        sample=of_rows("sample", rows.sample),
+        prompt=of_rows("prompt", rows.prompt),
+    )
+
+
+def _of_segments(name: str, values: IntsLike | None, size: int) -> Ints | None:
+    if values is None:
+        return None
+    if isinstance(values, list) and values and isinstance(values[0], bool):
+        values = [int(value) for value in values]
+    return host_integers(name, values, PlanError, length=size)
+
+
+def _active_tokens(values: IntsLike) -> np.ndarray[Any, Any]:
     array = np.asarray(values)
     if array.ndim != 1:
         raise ValueError(f"got {array.ndim} dimensions, expected one number per row")
     is_integral = array.dtype.kind == "f" and (array == np.rint(array)).all()
     if is_integral and (np.abs(array) <= MOST_TOKENS).all():
         array = array.astype(np.int64)
-    numbers: list[int] = array.tolist()
-    return numbers
+    return array
+
+
+def _ids(of_microbatches: list[list[int] | None]) -> list[int] | None:
+    """Join the ids of a step; a microbatch without ids is one where no row needs any."""
+    if all(ids is None for ids in of_microbatches):
+        return None
+    return [i for ids in of_microbatches for i in ids or []]

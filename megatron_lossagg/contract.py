@@ -44,6 +44,8 @@ class MegatronContract:
         self.regime: Regime = regime
         self.dp_group = groups.dp_group
         """The dense data-parallel group without context parallelism."""
+        self.tp_group = groups.tp_group
+        """The tensor-parallel group."""
         self.cp_size = groups.cp_size
         self.cp_rank = groups.cp_rank
         self.dp_size = groups.dp_size

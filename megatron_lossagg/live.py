@@ -12,7 +12,7 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -47,6 +47,7 @@ class LiveGroups:
     dp_cp_size: int
     cp_size: int
     cp_rank: int
+    tp_group: ProcessGroup
     is_last_stage: bool
     """Whether this rank's pipeline stage calls loss_func."""
 
@@ -64,7 +65,7 @@ class LiveGroups:
                         f"chunk {index} has ranks {list(found)} in its {name}, chunk 0 "
                         f"{list(expected)}: wrap all chunks of a rank with the same groups"
                     )
-        cp = _ranks(_cp_group(first))
+        cp = _ranks(_model_group(first, "cp"))
         size = int(first.config.context_parallel_size)
         is_product = set(cp) <= set(dp_cp) and len(cp) * len(dp) == len(dp_cp)
         if len(cp) != size or not is_product or set(cp) & set(dp) != {dist.get_rank()}:
@@ -80,6 +81,7 @@ class LiveGroups:
             dp_cp_size=len(dp_cp),
             cp_size=size,
             cp_rank=cp.index(dist.get_rank()),
+            tp_group=_model_group(first, "tp"),
             is_last_stage=stages[-1] == dist.get_rank(),
         )
 
@@ -88,17 +90,21 @@ def _ranks(group: ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
 
-def _cp_group(chunk: Any) -> ProcessGroup:
-    """Return the context-parallel group that the model was built with (named from 0.14 on)."""
+def _model_group(chunk: Any, name: Literal["cp", "tp"]) -> ProcessGroup:
+    """Return a group that the model was built with (the model keeps them from 0.14 on)."""
     module = chunk
     while hasattr(module, "module"):
         module = module.module
-    group: ProcessGroup | None = getattr(getattr(module, "pg_collection", None), "cp", None)
+    group: ProcessGroup | None = getattr(getattr(module, "pg_collection", None), name, None)
     if group is not None:
         return group
     from megatron.core import parallel_state
 
-    global_group: ProcessGroup = parallel_state.get_context_parallel_group()
+    global_groups = {
+        "cp": parallel_state.get_context_parallel_group,
+        "tp": parallel_state.get_tensor_model_parallel_group,
+    }
+    global_group: ProcessGroup = global_groups[name]()
     return global_group
 
 

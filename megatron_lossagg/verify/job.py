@@ -43,6 +43,13 @@ class Job:
         sizes = {layout.world_size for layout in self.layouts}
         if len(sizes) != 1:
             raise ProofError(f"got layouts for {sorted(sizes)} ranks, expected one number of ranks")
+        hooked = any(layout.hooked for layout in self.layouts)
+        sums = [str(case) for case in self.cases if case.second is not None]
+        if hooked and sums:
+            raise ProofError(
+                f"got the case {sums[0]}, expected one aggregation with a hooked schedule: the "
+                "hook replaces one loss"
+            )
 
     @property
     def world_size(self) -> int:

@@ -351,12 +351,17 @@ def run_schedule(
     batches: Sequence[Batch],
     *,
     forward_only: bool = False,
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda schedule: schedule,
+    reads: bool = True,
 ) -> list[dict[str, Tensor]]:
-    """Zero the gradients and run Megatron's schedule, one batch per microbatch."""
+    """Zero the gradients and run Megatron's schedule, one batch per microbatch.
+
+    ``reads``: whether this rank has data iterators; without, they are None.
+    """
     for chunk in chunks:
         chunk.zero_grad_buffer()
-    iterators = [iter(batches) for _ in chunks]
-    reports: list[dict[str, Tensor]] = get_forward_backward_func()(
+    iterators = [iter(batches) if reads else None for _ in chunks]
+    reports: list[dict[str, Tensor]] = wrap(get_forward_backward_func())(
         forward_step_func=forward_step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks),
@@ -369,8 +374,13 @@ def run_schedule(
 
 
 def reported(reports: Sequence[dict[str, Tensor]], name: str) -> float:
-    """Reduce a reported value as Megatron-LM's train_step does; last pipeline stage only."""
-    total = torch.stack([report[name].double() for report in reports]).sum(0)
+    """Reduce a reported value as Megatron-LM's train_step does; last pipeline stage only.
+
+    NaN where a rank has no reports, because its step was ended by an error.
+    """
+    total = torch.full((2,), torch.nan, dtype=torch.float64, device=device())
+    if reports:
+        total = torch.stack([report[name].double() for report in reports]).sum(0)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     dist.all_reduce(total, group=group)
     return float(total[0] / total[1])

@@ -75,6 +75,8 @@ class Parallelism:
     """In the average regime; Megatron refuses it in the per-token regime."""
     overlap_grad_reduce: bool = False
     recompute: bool = False
+    hooked: bool = False
+    """Through ``megatron_lossagg.schedule`` around a host's loop, instead of a loop of our own."""
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "vpp", "cp", "ep", "optimizer_instances"):
@@ -189,6 +191,7 @@ class Parallelism:
             "average_in_collective": "average in collective",
             "overlap_grad_reduce": "overlap grad reduce",
             "recompute": "recompute",
+            "hooked": "hooked schedule",
         }
         options = [text for name, text in flags.items() if getattr(self, name)]
         if self.optimizer_instances > 1:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,14 +20,17 @@ from torch import Tensor
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg import Layout, MegatronContract, Sequences, StepPlan, plan_step
+from megatron_lossagg.buffer import MicrobatchRows
 from megatron_lossagg.errors import ProofError, ReducerError
+from megatron_lossagg.microbatch import FILLER
 from megatron_lossagg.scaling import REGIMES, Regime
+from megatron_lossagg.schedule import Adapter, HostLoss, ScheduleHook
 from megatron_lossagg.verify import model as megatron
 from megatron_lossagg.verify.cases import BETA, Case, Expected, expected
 from megatron_lossagg.verify.causes import CAUSES, MASKED_LOSSES_REACH, Facts, symbols
 from megatron_lossagg.verify.parallelism import WEIGHT_SUM_TOLERANCE, Parallelism
 from megatron_lossagg.verify.reference import Reference
-from megatron_lossagg.verify.rows import assign_rows
+from megatron_lossagg.verify.rows import Row, assign_rows
 
 __all__ = ["Run", "Verdict", "prove"]
 
@@ -121,6 +125,10 @@ class Run:
         ]
         self._side: list[Tensor] | None = None
 
+    def row(self, index: int) -> Row | None:
+        """Return a row of this rank; None for the filler."""
+        return None if index == FILLER else self._rows[index]
+
     def train(self, case: Case, *, poison: bool = True) -> _Measured:
         """Run one step; return the gradient of the main loss and the reported values."""
         measured = self._step(case, poison=poison)
@@ -155,6 +163,22 @@ class Run:
     def _step(
         self, case: Case, *, poison: bool = True, main: float = 1.0, forward_only: bool = False
     ) -> _Measured:
+        run = self._hooked if self.parallelism.hooked else self._looped
+        reports, k, faults = run(case, poison=poison, main=main, forward_only=forward_only)
+        values = None
+        if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            values = {name: megatron.reported(reports, name) for name in _REPORTED}
+            values["k"] = k
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (values, faults))
+        return _Measured(
+            gradients=[],
+            values=[values for values, _ in gathered if values is not None],
+            fault=next((faults[0] for _, faults in gathered if faults), ""),
+        )
+
+    def _looped(self, case: Case, *, poison: bool, main: float, forward_only: bool) -> _Ran:
+        """Run a step in a loop of our own: plan, reducer and contract."""
         faults: list[str] = []
         plan = self._plan(case)
         step = self.contract.step(
@@ -166,11 +190,8 @@ class Run:
             output = megatron.forward(chunk, batch, self.parallelism)
 
             def loss_func(output: Tensor) -> Any:
-                y = megatron.token_losses(output, batch, self.parallelism)
-                if poison:  # the value at a masked position must not matter
-                    y = y.masked_fill(batch.mask_here.to(y.device) == 0, torch.inf)
-                mask = batch.mask_here if self.parallelism.packing == "local" else batch.mask
-                reducer = plan.reducer(batch.rows, mask, self._layout(batch))
+                y = self._losses(output, batch, poison)
+                reducer = plan.reducer(batch.rows, self._mask(batch), self._layout(batch.offsets))
                 try:
                     share = reducer(y * batch.coefficient)
                     if case.second is not None:
@@ -189,17 +210,52 @@ class Run:
             step.close()  # raises what a device found
         except ReducerError as error:
             faults.append(str(error))
-        values = None
-        if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-            values = {name: megatron.reported(reports, name) for name in _REPORTED}
-            values["k"] = step.factor
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (values, faults))
-        return _Measured(
-            gradients=[],
-            values=[values for values, _ in gathered if values is not None],
-            fault=next((faults[0] for _, faults in gathered if faults), ""),
+        return _Ran(reports, step.factor, faults)
+
+    def _hooked(self, case: Case, *, poison: bool, main: float, forward_only: bool) -> _Ran:
+        """Run a step as a host does that knows nothing of this package, under the hook."""
+        faults: list[str] = []
+        hook = ScheduleHook(
+            case.aggregation, _Adapter(self, poison, main), probe=False, rejects_tokens=True
         )
+        reads = parallel_state.get_tensor_model_parallel_rank() == 0
+        # A tensor-parallel rank without data gets each microbatch from the rank that has it.
+        sent = [iter(self.batches) for _ in self.chunks]
+
+        def loss_func(batch: megatron.Batch, output: Tensor) -> Any:
+            mask = batch.mask_here.to(output.device)
+            y = megatron.token_losses(output, batch, self.parallelism)
+            loss, num_tokens = (y * batch.coefficient * mask).sum(), mask.sum()
+            report = torch.stack([loss.detach(), num_tokens.to(loss.dtype)])
+            return loss, num_tokens.int(), {"loss": report}
+
+        def forward_step(iterator: Any, chunk: Any) -> Any:
+            batch = next(iterator if reads else sent[self.chunks.index(chunk)])
+            output = megatron.forward(chunk, batch, self.parallelism)
+            return output, partial(loss_func, batch)
+
+        reports: list[dict[str, Tensor]] = []
+        try:
+            reports = megatron.run_schedule(
+                forward_step,
+                self.chunks,
+                self.batches,
+                forward_only=forward_only,
+                wrap=hook.aggregated,
+                reads=reads,
+            )
+        except ReducerError as error:
+            faults.append(str(error))
+        return _Ran(reports, hook.factor, faults)
+
+    def _losses(self, output: Tensor, batch: megatron.Batch, poison: bool) -> Tensor:
+        y = megatron.token_losses(output, batch, self.parallelism)
+        if poison:  # the value at a masked position must not matter
+            y = y.masked_fill(batch.mask_here.to(y.device) == 0, torch.inf)
+        return y
+
+    def _mask(self, batch: megatron.Batch) -> Tensor:
+        return batch.mask_here if self.parallelism.packing == "local" else batch.mask
 
     def _plan(self, case: Case) -> StepPlan:
         sequences = Sequences(
@@ -213,13 +269,13 @@ class Run:
             case.aggregation, sequences, group=self.contract.dp_group, rejects_tokens=True
         )
 
-    def _layout(self, batch: megatron.Batch) -> Layout:
+    def _layout(self, offsets: Tensor) -> Layout:
         place = {"cp_size": self.contract.cp_size, "cp_rank": self.contract.cp_rank}
         if self.parallelism.packing == "bshd":
-            return Layout.bshd_zigzag(len(batch.rows), int(batch.offsets[1]), **place)
+            return Layout.bshd_zigzag(len(offsets) - 1, int(offsets[1]), **place)
         if self.parallelism.packing == "local":
-            return Layout.local(batch.offsets.diff() // self.contract.cp_size, **place)
-        return self.contract.thd(batch.offsets)
+            return Layout.local(offsets.diff() // self.contract.cp_size, **place)
+        return self.contract.thd(offsets)
 
     def errors(self, measured: _Measured, slopes_HY: Tensor) -> list[float]:
         """Return each hypothesis's largest relative error over all parameters and ranks."""
@@ -262,6 +318,48 @@ class Run:
                 f"no rank has the parameters {sorted(missing)} of the reference, so that their "
                 "gradients cannot be compared"
             )
+
+
+class _Ran(NamedTuple):
+    """What a step left on this rank: Megatron's reports, K, and what was raised."""
+
+    reports: list[dict[str, Tensor]]
+    k: int
+    faults: list[str]
+
+
+class _Adapter(Adapter):
+    """What :meth:`Run._hooked` says of its microbatches to the hook."""
+
+    loss_name = "loss"
+    gives_prompts = True
+
+    def __init__(self, run: Run, poison: bool, main: float) -> None:
+        self._run = run
+        self._poison = poison
+        self._main = main
+
+    def rows(self, data: megatron.Batch) -> MicrobatchRows:
+        rows = [self._run.row(index) for index in data.rows]
+        return MicrobatchRows(
+            active_tokens=[sum(row.counted) if row else 0 for row in rows],
+            lengths=data.offsets.diff(),
+            sample=[row.sample if row else 0 for row in rows],
+            prompt=[row.prompt if row else 0 for row in rows],
+            is_filler=[row is None for row in rows],
+        )
+
+    def loss(self, loss_func: Any, output: Tensor) -> HostLoss:
+        (batch,) = loss_func.args
+        return HostLoss(
+            losses=self._run._losses(output, batch, self._poison) * batch.coefficient * self._main,
+            mask=self._run._mask(batch),
+            report=loss_func(output)[2],
+        )
+
+    def layout(self, contract: MegatronContract, lengths: Sequence[int]) -> Layout:
+        offsets = torch.tensor([0, *lengths]).cumsum(0)
+        return self._run._layout(offsets)
 
 
 def _maximum(errors_H: Tensor) -> list[float]:

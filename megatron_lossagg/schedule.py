@@ -1,0 +1,291 @@
+"""The one hook that every Megatron host has: what ``get_forward_backward_func()`` returns.
+
+A host calls its schedule with keywords, once per step. :class:`ScheduleHook` wraps it: reads
+the step's microbatches, counts and plans them, replays them to the host's own
+``forward_step_func``, and returns to Megatron, in place of the host's loss, the configured one.
+What only the host knows is its :class:`Adapter`'s.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.buffer import MicrobatchRows, StepBuffer, StepMicrobatch
+from megatron_lossagg.contract import MegatronContract, StepContract
+from megatron_lossagg.errors import AggregationError, ContractError
+from megatron_lossagg.layout import Layout
+from megatron_lossagg.plan import EmptyStep, StepPlan
+
+__all__ = ["Adapter", "HostLoss", "ScheduleHook", "aggregated"]
+
+Schedule = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HostLoss:
+    """What a host's loss_func computes of one microbatch, before it is summed."""
+
+    losses: Tensor
+    """Per-token losses in the layout's order, with every term that is trained."""
+    mask: Tensor
+    """The 0/1 mask that the host would multiply them by, as the layout wants it."""
+    report: Mapping[str, Tensor]
+    """The host's own report; it is kept beside ours."""
+
+
+class Adapter(ABC):
+    """What a host's microbatches and its loss look like."""
+
+    loss_name = "lm loss"
+    """The name under which the host reports its loss. The configured loss takes it, and the
+    host's own number moves to ``host <name>``."""
+    gives_prompts = False
+    """Whether :meth:`rows` gives prompt ids, which ``prompt_mean`` needs."""
+
+    @abstractmethod
+    def rows(self, data: Any) -> MicrobatchRows:
+        """Count a microbatch, as the data iterator returned it; on the host, before slicing.
+
+        Called once per microbatch and step, outside the schedule, on each rank that reads data.
+        """
+
+    @abstractmethod
+    def loss(self, loss_func: Callable[..., Any], output: Tensor) -> HostLoss:
+        """Take apart the host's loss of a microbatch.
+
+        ``loss_func``: what the host's forward_step returned beside its output. ``output``: what
+        the schedule gives it. No collective that the host does not make itself.
+        """
+
+    def layout(self, contract: MegatronContract, lengths: Sequence[int]) -> Layout:
+        """Say which tokens the mask and the losses of :meth:`loss` are.
+
+        ``lengths``: those of :meth:`rows`, of whole rows. By default mask and losses are this
+        rank's already, an equal part of each row, as from Megatron-LM's ``get_batch``.
+        """
+        return contract.local([length // contract.cp_size for length in lengths])
+
+    def applies(self, call: Mapping[str, Any]) -> bool:
+        """Whether a call of the schedule computes the host's loss.
+
+        ``call``: its keywords. Others are left alone: by default those that collect other data.
+        """
+        return not call.get("collect_non_loss_data")
+
+
+class ScheduleHook:
+    """Puts an aggregation into a host's schedule; one for a run, for training and evaluation.
+
+    ``empty_step``, ``rejects_tokens``: as for :func:`~megatron_lossagg.plan.plan_step`.
+    ``probe``: as for :meth:`MegatronContract.read`, which the first call makes.
+    Raises :class:`AggregationError` for ``prompt_mean`` where the adapter has no prompt ids.
+    """
+
+    def __init__(
+        self,
+        aggregation: Aggregation,
+        adapter: Adapter,
+        *,
+        empty_step: EmptyStep = "zero",
+        probe: bool = True,
+        rejects_tokens: bool = False,
+    ) -> None:
+        if aggregation.mode == "prompt_mean" and not adapter.gives_prompts:
+            raise AggregationError(
+                f"prompt_mean needs prompt ids, and the data that {type(adapter).__name__} reads "
+                "has none: choose another --loss-aggregation, such as sample_mean"
+            )
+        self.aggregation = aggregation
+        self.adapter = adapter
+        self.contract: MegatronContract | None = None
+        """Read by the first call; None before."""
+        self.num_steps = 0
+        """Calls of a schedule whose loss was replaced, training and evaluation."""
+        self.factor = 1
+        """K of the latest step; 1 before, and on a rank that computes no loss."""
+        self._chunks: list[Any] = []
+        self._empty_step: EmptyStep = empty_step
+        self._probe = probe
+        self._rejects_tokens = rejects_tokens
+
+    def aggregated(self, schedule: Schedule) -> Schedule:
+        """Wrap what ``get_forward_backward_func()`` returned.
+
+        The wrapped schedule takes the same keywords and returns what the schedule returns, with
+        our report beside the host's. Raises what ``plan_step``, ``StepPlan.reducer`` and
+        ``StepContract.close`` raise; and :class:`ContractError` for positional arguments, and
+        for a ``forward_step_func`` that does not read one microbatch per call.
+
+        Collectives, outside the schedule: those of ``MegatronContract.read`` in the first call;
+        on the last pipeline stage those of ``plan_step``, and one ``all_gather_object`` over
+        tensor-parallel ranks.
+        """
+
+        @functools.wraps(schedule)
+        def run(*args: Any, **call: Any) -> Any:
+            if args:
+                raise ContractError(
+                    f"got {len(args)} positional arguments for the schedule, expected keywords "
+                    "alone, as Megatron-LM passes them"
+                )
+            if not self.adapter.applies(call):
+                return schedule(**call)
+            return self._run(schedule, call)
+
+        return run
+
+    def _run(self, schedule: Schedule, call: dict[str, Any]) -> Any:
+        forward_only = bool(call.get("forward_only", False))
+        contract = self._contract(call["model"], forward_only)
+        self.num_steps += 1
+        if not contract.is_last_stage:  # only the last stage computes a loss
+            return schedule(**call)
+        iterators, num_microbatches = call["data_iterator"], call["num_microbatches"]
+        is_list = isinstance(iterators, (list, tuple))
+        source = iterators[-1] if is_list else iterators
+        buffer = StepBuffer(source, num_microbatches)
+        plan = buffer.plan(
+            self.aggregation,
+            self.adapter.rows,
+            group=contract.dp_group,
+            tp_group=contract.tp_group,
+            empty_step=self._empty_step,
+            rejects_tokens=self._rejects_tokens,
+        )
+        replay = None if source is None else _Replay()
+        step = contract.step(plan, num_microbatches=num_microbatches, forward_only=forward_only)
+        self.factor = step.factor
+        call["data_iterator"] = [*iterators[:-1], replay] if is_list else replay
+        call["forward_step_func"] = _Replaced(
+            adapter=self.adapter,
+            forward_step=call["forward_step_func"],
+            chunk=self._chunks[-1],
+            microbatches=iter(buffer),
+            replay=replay,
+            plan=plan,
+            step=step,
+        )
+        with step:
+            return schedule(**call)
+
+    def _contract(self, model: Any, forward_only: bool) -> MegatronContract:
+        """Read the contract in the first call, and of another model; probe where it trains."""
+        chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+        is_known = [id(chunk) for chunk in chunks] == [id(chunk) for chunk in self._chunks]
+        needs_probe = self._probe and not forward_only
+        if self.contract is None or not is_known or (needs_probe and self.contract.probe is None):
+            self.contract = MegatronContract.read(
+                chunks, aggregation=self.aggregation, probe=needs_probe
+            )
+            self._chunks = chunks
+            if dist.get_rank() == 0:
+                print(self.contract.describe(self.aggregation), flush=True)
+        return self.contract
+
+
+def aggregated(
+    schedule: Schedule, aggregation: Aggregation, adapter: Adapter, **options: Any
+) -> Schedule:
+    """Wrap one schedule; ``options`` are :class:`ScheduleHook`'s, whose :meth:`aggregated` it is.
+
+    A host that asks for a schedule several times makes one :class:`ScheduleHook` instead.
+    """
+    return ScheduleHook(aggregation, adapter, **options).aggregated(schedule)
+
+
+class _Replay:
+    """The data iterator of a step: gives the microbatch whose turn it is, once."""
+
+    def __init__(self) -> None:
+        self._data: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._data:
+            raise ContractError(
+                "forward_step_func read more than one microbatch in a call: a step of M "
+                "microbatches reads M times"
+            )
+        # A host may move its tensors to a device in place: the buffered step stays on the host.
+        return copy.copy(self._data.pop())
+
+    def turn_to(self, data: Any) -> None:
+        """Give ``data`` next."""
+        self._data = [data]
+
+    def check_read(self) -> None:
+        """Raise :class:`ContractError` where the microbatch was not read."""
+        if self._data:
+            raise ContractError(
+                "forward_step_func did not read its microbatch from the data iterator that the "
+                "schedule gave it: its loss would be weighted by another microbatch's rows"
+            )
+
+
+class _Replaced:
+    """A host's forward_step_func whose loss_func returns the configured loss's share."""
+
+    def __init__(
+        self,
+        *,
+        adapter: Adapter,
+        forward_step: Callable[..., Any],
+        chunk: Any,
+        microbatches: Iterator[StepMicrobatch],
+        replay: _Replay | None,
+        plan: StepPlan,
+        step: StepContract,
+    ) -> None:
+        functools.update_wrapper(self, forward_step)
+        self._adapter = adapter
+        self._forward_step = forward_step
+        self._chunk = chunk
+        self._microbatches = microbatches
+        self._replay = replay
+        self._plan = plan
+        self._step = step
+
+    def __call__(self, data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if model is not self._chunk:  # of an interleaved pipeline, only the last has a loss
+            return self._forward_step(data_iterator, model, *args, **kwargs)
+        microbatch = next(self._microbatches, None)
+        if microbatch is None:
+            raise ContractError(
+                f"the schedule ran more than its {self._step.num_microbatches} microbatches: pass "
+                "it num_microbatches"
+            )
+        if self._replay is not None:
+            self._replay.turn_to(microbatch.data)
+        output, loss_func = self._forward_step(data_iterator, model, *args, **kwargs)
+        if self._replay is not None:
+            self._replay.check_read()
+        return output, functools.partial(self._returns, microbatch, loss_func)
+
+    def _returns(
+        self, microbatch: StepMicrobatch, loss_func: Callable[..., Any], output: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        name = self._adapter.loss_name
+        host = self._adapter.loss(loss_func, output)
+        lengths = microbatch.lengths
+        if lengths is None:
+            raise ContractError(
+                f"{type(self._adapter).__name__}.rows gave no lengths: give MicrobatchRows(lengths="
+                "...), from which the layout is made"
+            )
+        layout = self._adapter.layout(self._step.contract, lengths)
+        reducer = self._plan.reducer(microbatch.rows, host.mask, layout)
+        share = reducer(host.losses)
+        loss, num_tokens, ours = self._step.returns(share, reducer, report={name: share})
+        theirs = {f"host {key}" if key == name else key: v for key, v in host.report.items()}
+        return loss, num_tokens, {**theirs, **ours}
