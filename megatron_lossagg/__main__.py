@@ -1,6 +1,4 @@
-"""``python -m megatron_lossagg``: the ``lossagg`` command, also under torchrun."""
-
-from __future__ import annotations
+"""``python -m megatron_lossagg``: the ``lossagg`` command, for launchers that start modules."""
 
 import sys
 

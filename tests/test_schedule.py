@@ -5,7 +5,7 @@ as Megatron-LM's does; tensor-parallel ranks but the first read no data.
 """
 
 import pytest
-from test_gradients import OTHERS, SPLITS, UNEVEN, layout_of
+from test_gradients import OTHERS, SPLITS
 
 from megatron_lossagg.verify.cases import CASES
 from megatron_lossagg.verify.parallelism import Parallelism
@@ -14,7 +14,11 @@ CASES = [case for case in CASES if case.second is None]
 NAMES = [str(case) for case in CASES]
 REGIMES = ("average", "per-token")
 LAYOUTS = {
-    **{f"{name}-M{m}": {**sizes, "microbatches": m} for name, sizes in SPLITS.items() for m in (1, 3, 4)},
+    **{
+        f"{name}-M{m}": {**sizes, "microbatches": m}
+        for name, sizes in SPLITS.items()
+        for m in (1, 3, 4)
+    },
     **OTHERS,
     "uneven": {"dp": 2, "microbatches": (3, 5)},
 }

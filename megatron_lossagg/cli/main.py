@@ -18,6 +18,10 @@ _COMMANDS = {
         "megatron_lossagg.verify.command",
         "prove that the installed Megatron-Core trains the configured loss",
     ),
+    "run": (
+        "megatron_lossagg.cli.run",
+        "run an unmodified Megatron-LM script with --loss-aggregation",
+    ),
     "explain": (
         "megatron_lossagg.cli.explain",
         "print what a mode means, and the values to expect on the dashboard",

@@ -36,6 +36,7 @@ __all__ = [
     "gpt_mtp_spec",
     "initialize_weights",
     "named_shards",
+    "use_own_modules",
 ]
 
 _SPLIT_MODULES = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
@@ -100,9 +101,15 @@ def gpt_mtp_spec(config: Any, *, vp_stage: int | None = None) -> Any:
     Source: ``gpt_layer_specs.get_gpt_mtp_block_spec``.
     """
     layer_spec = gpt_layer_spec(config, vp_stage=vp_stage)
-    spec = gpt_layer_specs.get_gpt_mtp_block_spec(
-        config, layer_spec, use_transformer_engine=False, vp_stage=vp_stage
+    return use_own_modules(
+        gpt_layer_specs.get_gpt_mtp_block_spec(
+            config, layer_spec, use_transformer_engine=False, vp_stage=vp_stage
+        )
     )
+
+
+def use_own_modules(spec: Any) -> Any:
+    """Put our attention and norms into a built spec, in place, and return it."""
     _swap(spec, _replacements())
     return spec
 

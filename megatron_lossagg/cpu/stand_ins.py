@@ -14,7 +14,7 @@ import functools
 import importlib
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,8 @@ __all__ = [
     "InstallOrderError",
     "StandIn",
     "install",
+    "replace",
+    "replaced",
 ]
 
 _HOST = torch.device("cpu")
@@ -74,6 +76,10 @@ class _HostStream:
         """Answer with itself: what has been submitted is done."""
         del args
         return self
+
+    def wait_stream(self, stream: object) -> None:
+        """Return at once: the other stream has finished too."""
+        del stream
 
     def synchronize(self) -> None:
         """Return at once."""
@@ -282,11 +288,21 @@ def install(*, allow_cuda: bool = False) -> None:
             "megatron.core is imported already and has bound CUDA's own functions: call "
             "megatron_lossagg.cpu.install() before the first import of megatron"
         )
-    for stand_in in STAND_INS:
+    replace(STAND_INS)
+
+
+def replace(stand_ins: Sequence[StandIn]) -> None:
+    """Replace the names of a table in this process."""
+    for stand_in in stand_ins:
         owner_name, _, attribute = stand_in.name.rpartition(".")
         owner = _owner(owner_name)
         _originals[stand_in.name] = original = getattr(owner, attribute, None)
         setattr(owner, attribute, stand_in.make(original))
+
+
+def replaced() -> frozenset[str]:
+    """Return the names that were replaced in this process."""
+    return frozenset(_originals)
 
 
 def _owner(name: str) -> Any:

@@ -1,0 +1,117 @@
+"""Run an unmodified Megatron-LM script with --loss-aggregation.
+
+Under torchrun, in a Megatron-LM checkout: write the script and all its
+options as ever, and the options below anywhere among them. Without any of
+them the script runs as it is. Known scripts: pretrain_gpt.py, packed SFT
+included, and those that share its loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from megatron_lossagg.errors import ContractError, LossAggregationError
+from megatron_lossagg.flags import (
+    add_loss_aggregation_args,
+    aggregation_from_args,
+    empty_step_from_args,
+    probe_from_args,
+)
+
+__all__ = ["add_arguments", "run"]
+
+_OWN_LOOP = "get_forward_backward_func"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``lossagg run``."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--cpu",
+        action="store_true",
+        help="train on CPU and gloo, with stand-ins for CUDA (docs/hosts/megatron-lm.md); give it "
+        "before the script",
+    )
+    parser.add_argument(
+        "script", help="a script of a Megatron-LM checkout, such as pretrain_gpt.py"
+    )
+    parser.add_argument(
+        "arguments",
+        nargs=argparse.REMAINDER,
+        metavar="...",
+        help="the script's own options, and those of the group below",
+    )
+    add_loss_aggregation_args(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the script in this process; return its exit status.
+
+    Raises :class:`ContractError` where an aggregation was asked for and no step was aggregated.
+    """
+    parser = argparse.ArgumentParser(prog="lossagg run", add_help=False, allow_abbrev=False)
+    flags, rest = add_loss_aggregation_args(parser).parse_known_args(args.arguments)
+    aggregation = aggregation_from_args(flags)
+    script = Path(args.script)
+    if not script.is_file():
+        raise LossAggregationError(
+            f"got the script {script}, which is no file here: give its path, as to python"
+        )
+    wants_help = bool({"-h", "--help"} & set(rest))
+    if wants_help and os.environ.get("RANK", "0") == "0":
+        parser.usage = argparse.SUPPRESS
+        parser.print_help()
+    sys.argv = [str(script), *rest]
+    sys.path[0] = str(script.resolve().parent)
+    if args.cpu:
+        from megatron_lossagg.cpu.training import install_training
+
+        install_training()
+    if aggregation is None or wants_help:
+        return _run(script)
+    if _OWN_LOOP in script.read_text():
+        raise ContractError(
+            f"{script} calls {_OWN_LOOP} itself, expected a script that trains by megatron.training"
+            "'s pretrain: put megatron_lossagg.schedule.aggregated(...) around its schedule"
+        )
+    from megatron_lossagg.hosts import megatron_lm
+
+    hook = megatron_lm.install(
+        aggregation, empty_step=empty_step_from_args(flags), probe=probe_from_args(flags)
+    )
+    status = _run(script)
+    if status == 0 and hook.num_steps == 0:
+        raise ContractError(
+            f"{script} ended without a step that --loss-aggregation {aggregation} could reach: its "
+            "training loop is not the one of megatron.training, or it made no step"
+        )
+    return status
+
+
+def _run(script: Path) -> int:
+    """Run the script as ``python script`` would; return its exit status."""
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as ended:
+        if ended.code is None or isinstance(ended.code, int):
+            status = ended.code or 0
+        else:
+            print(ended.code, file=sys.stderr)
+            status = 1
+        if status:
+            return status
+    _leave_together()
+    return 0
+
+
+def _leave_together() -> None:
+    """End gloo in step: its threads abort now and then where a rank ends before the others."""
+    import torch.distributed as dist
+
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.barrier()
+        dist.destroy_process_group()

@@ -1,0 +1,213 @@
+"""Stand-ins for what Megatron-LM's ``megatron.training`` takes from CUDA.
+
+Beyond those for Megatron-Core: a Megatron-LM checkout's scripts then train on a CPU with gloo,
+with the attention and the norms of this package, which know context and sequence parallelism.
+Nothing in the table computes but these. What Megatron-LM takes from CUDA kernels is
+turned off by its own flags, which ``docs/hosts/megatron-lm.md`` lists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_lossagg.cpu.stand_ins import StandIn, install, replace, replaced
+from megatron_lossagg.layout import Layout
+
+__all__ = ["TRAINING_STAND_INS", "install_training"]
+
+
+def _answering(answer: Any) -> Callable[[Any], Callable[..., Any]]:
+    return lambda original: lambda *args, **kwargs: answer
+
+
+def _with_keywords(**more: Any) -> Callable[[Any], Callable[..., Any]]:
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return original(*args, **{**kwargs, **more})
+
+        return call
+
+    return make
+
+
+def _own_modules(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def submodules(*args: Any, **kwargs: Any) -> Any:
+        from megatron_lossagg.cpu.model import use_own_modules
+
+        return use_own_modules(original(*args, **kwargs))
+
+    return submodules
+
+
+def _keep_pipeline_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def config_of(*args: Any, **kwargs: Any) -> Any:
+        config = original(*args, **kwargs)
+        config.deallocate_pipeline_outputs = False
+        return config
+
+    return config_of
+
+
+def _partitioned(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Slice packed rows by our layout where Transformer Engine's function would be asked."""
+    from megatron.core import utils
+
+    def indices(offsets: Any, num_tokens: int, cp_size: int, cp_rank: int) -> torch.Tensor:
+        del num_tokens
+        return Layout.thd_zigzag(offsets, cp_size=cp_size, cp_rank=cp_rank).positions
+
+    engine = types.SimpleNamespace(thd_get_partitioned_indices=indices)
+
+    @functools.wraps(original)
+    def sliced(
+        batch: Any, cu_seqlens: Any, cu_seqlens_padded: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if cu_seqlens_padded is None:  # 0.16.1's SFTDataset gives none; its offsets are padded
+            cu_seqlens_padded = cu_seqlens
+        theirs = {name: getattr(utils, name, None) for name in ("tex", "is_te_min_version")}
+        ours = {"tex": engine, "is_te_min_version": lambda *args, **kwargs: True}
+        vars(utils).update(ours)
+        try:
+            return original(batch, cu_seqlens, cu_seqlens_padded, *args, **kwargs)
+        finally:
+            vars(utils).update(theirs)
+
+    return sliced
+
+
+_PROPERTIES = types.SimpleNamespace(
+    major=8, minor=0, name="cpu", total_memory=0, multi_processor_count=1
+)
+
+TRAINING_STAND_INS: tuple[StandIn, ...] = (
+    StandIn(
+        name="torch.cuda.device_count",
+        replacement="1",
+        needed_by="megatron.training.initialize._set_random_seed",
+        make=_answering(1),
+    ),
+    StandIn(
+        name="torch.cuda.set_device",
+        replacement="returns at once",
+        needed_by="megatron.training.initialize._initialize_distributed",
+        make=_answering(None),
+    ),
+    StandIn(
+        name="torch.cuda.get_device_properties",
+        replacement="compute capability 8.0",
+        needed_by="megatron.training.utils.get_device_arch_version",
+        make=_answering(_PROPERTIES),
+    ),
+    StandIn(
+        name="megatron.training.training.initialize_megatron",
+        replacement="itself, with allow_no_cuda=True",
+        needed_by="megatron.training.training.pretrain",
+        make=_with_keywords(allow_no_cuda=True),
+    ),
+    StandIn(
+        name="megatron.training.training.set_jit_fusion_options",
+        replacement="returns at once: it warms up CUDA kernels",
+        needed_by="megatron.training.training.pretrain",
+        make=_answering(None),
+    ),
+    StandIn(
+        name="megatron.legacy.fused_kernels.load",
+        replacement="returns at once: it builds CUDA kernels; until 0.16",
+        needed_by="megatron.training.initialize._compile_dependencies",
+        make=_answering(None),
+    ),
+    StandIn(
+        name="megatron.training.arguments.core_transformer_config_from_args",
+        replacement="itself, with deallocate_pipeline_outputs=False: gloo still reads them",
+        needed_by="megatron.core.pipeline_parallel.schedules.deallocate_output_tensor",
+        make=_keep_pipeline_outputs,
+    ),
+    StandIn(
+        name="megatron.core.utils.get_thd_batch_on_this_cp_rank",
+        replacement="itself, with Layout.thd_zigzag for Transformer Engine's indices",
+        needed_by="pretrain_gpt.get_batch: packed rows, context parallelism; until 0.18",
+        make=_partitioned,
+    ),
+    StandIn(
+        name="megatron.core.transformer.transformer_block._get_block_submodules",
+        replacement="itself, with the package's attention and norms in the spec",
+        needed_by="context parallelism, packed rows, sequence parallelism",
+        make=_own_modules,
+    ),
+    StandIn(
+        name="megatron.core.transformer.multi_token_prediction._get_mtp_block_submodules",
+        replacement="itself, with the package's attention and norms in the spec",
+        needed_by="context parallelism, packed rows, sequence parallelism",
+        make=_own_modules,
+    ),
+)
+
+
+def install_training() -> None:
+    """Install the stand-ins for Megatron-Core and for ``megatron.training``, which it imports.
+
+    Call it before anything imports Megatron; later calls do nothing. ``megatron`` must lead to a
+    Megatron-LM checkout: run from its folder or with it on the path.
+    """
+    if TRAINING_STAND_INS[0].name in replaced():
+        return
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes most of a short run
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # asked for by Megatron-LM
+    absent = _triton_while_importing()
+    install()
+    importlib.import_module("megatron.training.training")
+    for name in absent:
+        del sys.modules[name]
+    replace([stand_in for stand_in in TRAINING_STAND_INS if _exists(stand_in.name)])
+
+
+def _exists(name: str) -> bool:
+    """Whether this release of Megatron-LM has a name."""
+    owner, _, attribute = name.rpartition(".")
+    try:
+        return hasattr(importlib.import_module(owner), attribute)
+    except ImportError:
+        return False
+
+
+class _Absent(types.ModuleType):
+    """A module whose every name is a decorator that changes nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _decorator
+
+
+def _decorator(*args: Any, **kwargs: Any) -> Any:
+    return args[0] if args and callable(args[0]) else _decorator
+
+
+def _triton_while_importing() -> list[str]:
+    """Answer for triton, which Megatron imports unguarded; return what to remove again."""
+    if importlib.util.find_spec("triton") is not None:
+        return []
+    # Both look for triton when they are imported, and must see that there is none.
+    for looking in ("torch._dynamo", "transformers.utils"):
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(looking)
+
+    triton, language = _Absent("triton"), _Absent("triton.language")
+    vars(triton).update(__path__=[], __version__="0", language=language)
+    vars(language).update(constexpr=object)
+    names = {"triton": triton, "triton.language": language}
+    sys.modules.update(names)
+    return list(names)

@@ -1,0 +1,136 @@
+"""Megatron-LM: an unmodified checkout's scripts with ``--loss-aggregation``.
+
+``train()`` and ``evaluate()`` of ``megatron.training.training`` look up one name,
+``get_forward_backward_func``, and call what it returns with keywords. That name is rebound
+(:func:`install`); nothing else changes. After the schedule Megatron-LM multiplies by nothing
+more: it logs sum / count of each reported pair, over microbatches and data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.buffer import MicrobatchRows
+from megatron_lossagg.errors import ContractError
+from megatron_lossagg.integers import Ints
+from megatron_lossagg.plan import EmptyStep
+from megatron_lossagg.schedule import Adapter, HostLoss, ScheduleHook
+
+__all__ = ["PretrainAdapter", "install"]
+
+_HOOK = "get_forward_backward_func"
+
+
+class PretrainAdapter(Adapter):
+    """``pretrain_gpt.py``, packed or not, and scripts that share its data and its loss.
+
+    A row is a packed conversation where the data has ``cu_seqlens``, else an entry of the
+    batch. The loss is a masked sum of per-token losses whose mask is the first argument of a
+    ``functools.partial``; the first microbatch of a run is compared with that, so that a loss
+    with more terms is refused and not dropped.
+    """
+
+    def __init__(self) -> None:
+        self._is_checked = False
+
+    def rows(self, data: Any) -> MicrobatchRows:
+        """Count the mask of each row; ``data`` is the dict of Megatron-LM's data sets."""
+        mask = data["loss_mask"].detach().cpu().numpy()
+        offset_G1 = _offsets(data, mask.shape)
+        total_P1 = np.concatenate([[0], np.cumsum(mask.ravel() != 0)])
+        length_G = np.diff(offset_G1)
+        is_tail_G = np.zeros(len(length_G), dtype=np.int64)
+        tail = mask.size - offset_G1[-1]
+        active_G = np.diff(total_P1[offset_G1])
+        if tail:  # positions past the last row
+            length_G, active_G, is_tail_G = (
+                np.append(array, value)
+                for array, value in ((length_G, tail), (active_G, 0), (is_tail_G, 1))
+            )
+        return MicrobatchRows(active_tokens=active_G, lengths=length_G, is_filler=is_tail_G)
+
+    def loss(self, loss_func: Callable[..., Any], output: Tensor) -> HostLoss:
+        """Take the mask out of ``partial(loss_func, loss_mask, ...)``; the output is the losses."""
+        mask = loss_func.args[0] if isinstance(loss_func, functools.partial) else None
+        if not isinstance(mask, Tensor) or mask.numel() != output.numel():
+            raise ContractError(
+                f"got {loss_func!r} from forward_step, expected functools.partial(loss_func, "
+                "loss_mask, ...) with one mask value per loss, as in pretrain_gpt.py: this "
+                "script's loss is not known here"
+            )
+        losses, mask = output.reshape(-1).float(), mask.reshape(-1)
+        theirs, *_, report = loss_func(output)
+        if not self._is_checked:
+            _check_is_masked_sum(theirs, losses, mask)
+            self._is_checked = True
+        return HostLoss(losses=losses, mask=mask, report=report)
+
+
+def install(
+    aggregation: Aggregation,
+    *,
+    empty_step: EmptyStep = "zero",
+    probe: bool = True,
+    adapter: Adapter | None = None,
+) -> ScheduleHook:
+    """Rebind Megatron-LM's schedule in this process; return the hook, which counts its steps.
+
+    Call it before ``pretrain``, with ``megatron.training`` on the path. ``adapter``: by default
+    :class:`PretrainAdapter`. Raises :class:`ContractError` where ``megatron.training.training``
+    has no such name, and what :class:`~megatron_lossagg.schedule.ScheduleHook` raises.
+    """
+    hook = ScheduleHook(
+        aggregation, adapter or PretrainAdapter(), empty_step=empty_step, probe=probe
+    )
+    training = importlib.import_module("megatron.training.training")
+    stock = getattr(training, _HOOK, None)
+    if stock is None:
+        raise ContractError(
+            f"{training.__file__} has no {_HOOK}, expected Megatron-LM's own training loop (core_"
+            "v0.16.1 and later): this loop is not known here"
+        )
+
+    @functools.wraps(stock)
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        return hook.aggregated(stock(*args, **kwargs))
+
+    setattr(training, _HOOK, hooked)
+    return hook
+
+
+def _offsets(data: Any, shape: tuple[int, ...]) -> Ints:
+    """Return where the rows of a microbatch start and end in its flat mask."""
+    b, s = shape
+    packed = data.get("cu_seqlens_padded")
+    packed = data.get("cu_seqlens") if packed is None else packed
+    if packed is None:
+        return np.arange(b + 1, dtype=np.int64) * s
+    if b != 1:
+        raise ValueError(
+            f"got {b} packed entries in a microbatch, expected one: --micro-batch-size 1"
+        )
+    # From 0.19 on the data set pads its offsets with empty segments: they are no rows.
+    return np.unique(packed.detach().cpu().numpy().ravel()).astype(np.int64)
+
+
+def _check_is_masked_sum(theirs: Tensor, losses: Tensor, mask: Tensor) -> None:
+    """Raise :class:`ContractError` where the host's loss is more than a masked sum."""
+    with torch.no_grad():
+        ours = float((losses * mask.float()).sum())
+    found = float(theirs)
+    if not math.isclose(found, ours, rel_tol=1e-3, abs_tol=1e-6) and math.isfinite(ours):
+        raise ContractError(
+            f"the script's loss_func gave {found:.6g} for the first microbatch, the masked sum of "
+            f"its per-token losses is {ours:.6g}: it has terms that are not known here (a "
+            "distillation loss, a penalty), and they would be lost; train it without "
+            "--loss-aggregation"
+        )

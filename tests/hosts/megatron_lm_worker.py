@@ -1,0 +1,130 @@
+"""One run of an unmodified Megatron-LM script, with the numbers that tests compare in full.
+
+``megatron_lm_worker.py FILE [--by-hand] SCRIPT ...``: appends one JSON line per training step
+(loss by name, grad norm) and per evaluation to FILE, from the last rank. Weights do not depend
+on the layout. ``--by-hand``: on one process, also each step's ``sample_mean`` and its gradient's
+norm, by loops over conversations that go through the model one by one, unpacked.
+"""
+
+import functools
+import json
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import megatron_lossagg.cpu as cpu
+from megatron_lossagg.cli.main import main
+from megatron_lossagg.cpu.training import install_training
+
+SEED = 5
+
+
+def watch(training, write):
+    """Wrap the functions of ``megatron.training.training`` whose results are compared."""
+    train_step, evaluate = training.train_step, training.evaluate
+    setup = training.setup_model_and_optimizer
+
+    @functools.wraps(train_step)
+    def watched_step(*args, **kwargs):
+        out = train_step(*args, **kwargs)
+        write({"step": values(out[0]), "grad_norm": float(out[5])})
+        return out
+
+    @functools.wraps(evaluate)
+    def watched_evaluate(*args, **kwargs):
+        out = evaluate(*args, **kwargs)
+        write({"evaluate": values(out[0] or {})})
+        return out
+
+    @functools.wraps(setup)
+    def setup_with_own_weights(*args, **kwargs):
+        out = setup(*args, **kwargs)
+        if training.get_args().iteration == 0:  # a float32 optimizer has no copies of the weights
+            cpu.initialize_weights(out[0], seed=SEED)
+        return out
+
+    training.train_step, training.evaluate = watched_step, watched_evaluate
+    training.setup_model_and_optimizer = setup_with_own_weights
+
+
+def values(losses):
+    return {name: float(value) for name, value in losses.items()}
+
+
+def watch_by_hand(training, write):
+    """Compute each training step by hand, from the batches that the script read."""
+    from megatron.training import utils
+
+    get_batch = utils.get_batch_on_this_tp_rank
+    get_schedule = training.get_forward_backward_func
+    batches = []
+
+    def recorded(*args, **kwargs):
+        batch = get_batch(*args, **kwargs)
+        batches.append(dict(batch))
+        return batch
+
+    def get(*args, **kwargs):
+        schedule = get_schedule(*args, **kwargs)
+
+        def run(**call):
+            batches.clear()
+            result = schedule(**call)
+            if not call.get("forward_only"):
+                write({"by_hand": by_hand(call["model"][0], batches)})
+            return result
+
+        return run
+
+    utils.get_batch_on_this_tp_rank = recorded
+    training.get_forward_backward_func = get
+
+
+def by_hand(model, batches):
+    """Return the mean over conversations of their mean token loss, and its gradient's norm."""
+    means, num_rows = [], 0
+    for batch in batches:
+        offsets = batch.get("cu_seqlens")
+        size = batch["tokens"].size(1)
+        for entry in range(len(batch["tokens"])):
+            cuts = [0, size] if offsets is None else offsets[0].tolist()
+            for start, end in pairwise(cuts):
+                if start == end:
+                    continue
+                num_rows += 1
+                tokens, labels, mask, positions = (
+                    batch[name][entry, start:end]
+                    for name in ("tokens", "labels", "loss_mask", "position_ids")
+                )
+                if not mask.any():
+                    continue
+                losses = model(tokens[None], positions[None], None, labels=labels[None])[0]
+                active = [losses[t] for t in range(len(mask)) if mask[t] == 1]
+                means.append(sum(active) / len(active))
+    loss = sum(means) / num_rows
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    norm = sum((g.double() ** 2).sum() for g in gradients) ** 0.5
+    return {"sample_mean": loss.item(), "grad_norm": norm.item(), "rows": num_rows}
+
+
+def run(file, arguments):
+    install_training()
+    from megatron.training import training
+
+    def write(event):
+        if dist.get_rank() == dist.get_world_size() - 1:
+            with Path(file).open("a") as out:
+                out.write(json.dumps(event) + "\n")
+
+    watch(training, write)
+    if arguments[0] == "--by-hand":
+        del arguments[0]
+        watch_by_hand(training, write)
+    return main(["run", "--cpu", *arguments])
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1], sys.argv[2:]))
