@@ -126,7 +126,7 @@ def _check_is_masked_sum(theirs: Tensor, losses: Tensor, mask: Tensor) -> None:
     """Raise :class:`ContractError` where the host's loss is more than a masked sum."""
     with torch.no_grad():
         ours = float((losses * mask.float()).sum())
-    found = float(theirs)
+    found = float(theirs.detach())
     if not math.isclose(found, ours, rel_tol=1e-3, abs_tol=1e-6) and math.isfinite(ours):
         raise ContractError(
             f"the script's loss_func gave {found:.6g} for the first microbatch, the masked sum of "

@@ -1,0 +1,367 @@
+"""The schedule hook on live Megatron-Core, around a host's loop as Megatron-LM's; DP 2."""
+
+import functools
+import itertools
+import re
+import types
+
+import pytest
+import tiny_gpt
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.rerun_state_machine import (
+    RerunDataIterator,
+    RerunMode,
+    destroy_rerun_state_machine,
+    get_rerun_state_machine,
+    initialize_rerun_state_machine,
+)
+from step_data import VOCABULARY
+
+from megatron_lossagg import Aggregation
+from megatron_lossagg.buffer import MicrobatchRows
+from megatron_lossagg.errors import AggregationError, ContractError, PlanError
+from megatron_lossagg.hosts.megatron_lm import PretrainAdapter
+from megatron_lossagg.schedule import ScheduleHook, aggregated
+
+SAMPLE_MEAN = Aggregation("sample_mean")
+M, LENGTH = 2, 8
+
+
+def a_batch(seed, *, cuts=None, entries=2):
+    """Make what Megatron-LM's data loader gives; ``cuts``: offsets of one packed entry."""
+    draw = torch.Generator().manual_seed(seed)
+    shape = (1 if cuts else entries, LENGTH)
+    tokens = torch.randint(VOCABULARY, (shape[0], LENGTH + 1), generator=draw)
+    mask = (torch.rand(shape, generator=draw) < 0.6).float()
+    mask[:, 0] = 1
+    batch = {
+        "tokens": tokens[:, :-1],
+        "labels": tokens[:, 1:],
+        "loss_mask": mask,
+        "position_ids": torch.arange(LENGTH).expand(shape),
+    }
+    if cuts:
+        mask[0, cuts[-1] :] = 0
+        batch["cu_seqlens"] = torch.tensor([cuts], dtype=torch.int32)
+    return batch
+
+
+def batches(rank, **options):
+    return [a_batch(10 * rank + number, **options) for number in range(M)]
+
+
+def host_loss(mask, output):
+    losses, mask = output.view(-1).float(), mask.view(-1)
+    loss, num_tokens = (losses * mask).sum(), mask.sum().int()
+    report = torch.stack([loss.detach(), num_tokens.float()])
+    return loss, num_tokens, {"lm loss": report, "accuracy": report.clone()}
+
+
+def forward_step(iterator, model):
+    data = next(iterator)
+    for name in list(data):
+        data[name] = data[name].clone()  # as a host that moves its dict to a device in place
+    offsets = data.get("cu_seqlens")
+    packed = None if offsets is None else tiny_gpt.packed_at(packed_offsets(offsets))
+    output = model(
+        data["tokens"],
+        data["position_ids"],
+        None,
+        labels=data["labels"],
+        packed_seq_params=packed,
+    )
+    data["tokens"] = None
+    return output, functools.partial(host_loss, data["loss_mask"])
+
+
+def packed_offsets(offsets):
+    """Return where rows lie, and the tail of the entry as a row of its own, as a list."""
+    return sorted({*offsets.flatten().tolist(), LENGTH})
+
+
+def run(schedule, chunk, data, **more):
+    chunk.zero_grad_buffer()
+    return schedule(
+        **{
+            "forward_step_func": forward_step,
+            "data_iterator": data if hasattr(data, "__next__") else map(dict, data),
+            "model": [chunk],
+            "num_microbatches": M,
+            "seq_length": LENGTH,
+            "micro_batch_size": 2,
+            **more,
+        }
+    )
+
+
+def gradient(chunk):
+    return chunk.buffers[0].grad_data.clone()
+
+
+def by_hand(chunk, of_ranks):
+    """Return the mean over rows of their mean loss, and its gradient, by loops; all ranks' data."""
+    model, means, num_rows = chunk.module, [], 0
+    for data in (data for rank in of_ranks for data in rank):
+        offsets = data.get("cu_seqlens")
+        cuts = [0, LENGTH] if offsets is None else sorted(set(offsets.flatten().tolist()))
+        for entry in range(len(data["tokens"])):
+            for start, end in itertools.pairwise(cuts):
+                names = ("tokens", "labels", "loss_mask", "position_ids")
+                at = {name: data[name][entry, start:end] for name in names}
+                positions = at["position_ids"][None]
+                losses = model(at["tokens"][None], positions, None, labels=at["labels"][None])[0]
+                active = [losses[t] for t in range(end - start) if at["loss_mask"][t] == 1]
+                num_rows += 1
+                if active:
+                    means.append(sum(active) / len(active))
+    loss = sum(means) / num_rows
+    return loss.item(), torch.autograd.grad(loss, list(model.parameters()))
+
+
+def assert_trains_by_hand(chunk, reports, of_ranks):
+    loss, gradients = by_hand(chunk, of_ranks)
+    assert abs(tiny_gpt.reported(reports, "lm loss") - loss) < 1e-6 * abs(loss)
+    for parameter, wanted in zip(chunk.module.parameters(), gradients, strict=True):
+        scale = 1e-5 * wanted.norm() + 1e-7
+        assert (parameter.main_grad - wanted).norm() < scale
+
+
+def a_hook(**options):
+    return ScheduleHook(SAMPLE_MEAN, PretrainAdapter(), **options)
+
+
+def check_an_entry_of_the_batch_is_a_row(chunk, stock):
+    schedule = a_hook().aggregated(stock)
+    reports = run(schedule, chunk, batches(dist.get_rank()))
+    assert_trains_by_hand(chunk, reports, [batches(0), batches(1)])
+
+
+def check_packed_conversations_are_rows_and_empty_tail_segments_are_none(chunk, stock):
+    cuts = [0, 3, 7, 8, 8, 8]
+    reports = run(a_hook().aggregated(stock), chunk, batches(dist.get_rank(), cuts=cuts))
+    assert_trains_by_hand(chunk, reports, [batches(r, cuts=cuts) for r in (0, 1)])
+
+
+def check_positions_past_the_last_conversation_are_no_row(chunk, stock):
+    cuts = [0, 3, 6]
+    reports = run(a_hook().aggregated(stock), chunk, batches(dist.get_rank(), cuts=cuts))
+    assert_trains_by_hand(chunk, reports, [batches(r, cuts=cuts) for r in (0, 1)])
+
+
+def check_evaluation_reports_the_same_loss_and_one_contract_serves_both(chunk, stock):
+    hook = a_hook()
+    data = batches(dist.get_rank())
+    trained = run(hook.aggregated(stock), chunk, data)
+    contract = hook.contract
+    assert contract.probe is not None
+    with torch.no_grad():
+        evaluated = run(hook.aggregated(stock), chunk, data, forward_only=True)
+    for name in ("lm loss", "host lm loss"):
+        assert tiny_gpt.reported(trained, name) == tiny_gpt.reported(evaluated, name)
+    assert hook.contract is contract
+    assert hook.num_steps == 2
+
+
+def check_an_evaluation_first_leaves_the_probe_to_the_first_training_step(chunk, stock):
+    hook = a_hook()
+    with torch.no_grad():
+        run(hook.aggregated(stock), chunk, batches(dist.get_rank()), forward_only=True)
+    assert hook.contract.probe is None
+    run(hook.aggregated(stock), chunk, batches(dist.get_rank()))
+    assert hook.contract.probe is not None
+
+
+def check_the_hosts_report_stays_beside_ours(chunk, stock):
+    data = batches(dist.get_rank())
+    theirs = run(stock, chunk, data)
+    ours = run(a_hook().aggregated(stock), chunk, data)
+    names = {"lm loss", "lossagg/weight_sum", "lossagg/weight_expected"}
+    assert set(ours[0]) == {"host lm loss", "accuracy"} | names
+    for before, after in zip(theirs, ours, strict=True):
+        assert torch.equal(before["lm loss"], after["host lm loss"])
+        assert torch.equal(before["accuracy"], after["accuracy"])
+
+
+def check_what_a_host_does_to_its_microbatch_does_not_reach_the_one_that_was_read(chunk, stock):
+    data = batches(dist.get_rank())
+    held = [batch["tokens"] for batch in data]
+    run(a_hook().aggregated(stock), chunk, iter(data))
+    assert all(batch["tokens"] is tokens for batch, tokens in zip(data, held, strict=True))
+
+
+def check_a_call_that_collects_other_data_is_left_alone(chunk, stock):
+    def other_step(iterator, model):
+        data = next(iterator)
+        output = model(data["tokens"], data["position_ids"], None, labels=data["labels"])
+        return output, lambda output, non_loss_data: output.sum(1)
+
+    hook, data = a_hook(), batches(dist.get_rank())
+    call = {
+        "forward_step_func": other_step,
+        "forward_only": True,
+        "collect_non_loss_data": True,
+    }
+    with torch.no_grad():
+        theirs, ours = (run(s, chunk, data, **call) for s in (stock, hook.aggregated(stock)))
+    assert len(ours) == M
+    assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
+    assert hook.num_steps == 0
+
+
+def check_the_rerun_machine_repeats_a_step_with_the_same_gradient(chunk, stock):
+    run(a_hook().aggregated(stock), chunk, batches(dist.get_rank()))
+    wanted = gradient(chunk)
+    destroy_rerun_state_machine()
+    initialize_rerun_state_machine(
+        mode=RerunMode.VALIDATE_RESULTS, result_rejected_tracker_filename=None
+    )
+    machine = get_rerun_state_machine()
+
+    def validated_loss(mask, output):
+        loss, *rest = host_loss(mask, output)
+        machine.validate_result(
+            result=loss,
+            rejection_func=lambda loss: True,  # so that it runs the step again, to compare
+            message="a result that is suspected",
+            tolerance=0.0,
+            fatal=False,
+        )
+        return loss, *rest
+
+    def validated_step(iterator, model):
+        output, loss_func = forward_step(iterator, model)
+        return output, functools.partial(validated_loss, *loss_func.args)
+
+    hook = a_hook()
+    schedule = hook.aggregated(stock)
+    iterator = RerunDataIterator(map(dict, 2 * batches(dist.get_rank())))
+    try:
+        for calls in (1, 3):  # it validates nothing in the first step of a run
+            while machine.should_run_forward_backward(iterator):
+                run(schedule, chunk, iterator, forward_step_func=validated_step)
+                assert torch.equal(gradient(chunk), wanted)
+            assert hook.num_steps == calls
+            machine.should_checkpoint_and_exit()
+    finally:
+        destroy_rerun_state_machine()
+
+
+def check_an_adapter_of_whole_rows_gives_its_own_layout(chunk, stock):
+    class Whole(PretrainAdapter):
+        def layout(self, contract, lengths):
+            return contract.thd(torch.tensor([0, *lengths]).cumsum(0))
+
+    schedule = aggregated(stock, SAMPLE_MEAN, Whole(), probe=False)
+    reports = run(schedule, chunk, batches(dist.get_rank()))
+    assert_trains_by_hand(chunk, reports, [batches(0), batches(1)])
+
+
+def refused(kind, *words):
+    return pytest.raises(kind, match=".*".join(re.escape(word) for word in words))
+
+
+def check_positional_arguments_are_refused(chunk, stock):
+    with refused(ContractError, "got 2 positional arguments", "expected keywords"):
+        a_hook().aggregated(stock)(forward_step, iter([]))
+
+
+def check_a_forward_step_that_reads_two_microbatches_is_refused(chunk, stock):
+    def greedy(iterator, model):
+        next(iterator)
+        return forward_step(iterator, model)
+
+    with refused(ContractError, "read more than one microbatch in a call"):
+        run(a_hook().aggregated(stock), chunk, batches(0), forward_step_func=greedy)
+
+
+def check_a_forward_step_that_reads_elsewhere_is_refused(chunk, stock):
+    elsewhere = iter(batches(0))
+    with refused(ContractError, "did not read its microbatch from the data iterator"):
+        run(
+            a_hook().aggregated(stock),
+            chunk,
+            batches(0),
+            forward_step_func=lambda iterator, model: forward_step(elsewhere, model),
+        )
+
+
+def check_a_schedule_that_runs_more_microbatches_is_refused(chunk, stock):
+    def longer(**call):
+        return stock(**{**call, "num_microbatches": M + 1})
+
+    with refused(ContractError, f"ran more than its {M} microbatches"):
+        run(a_hook().aggregated(longer), chunk, batches(0))
+
+
+def check_an_iterator_that_ends_early_is_refused_on_every_rank(chunk, stock):
+    short = batches(0)[: M - dist.get_rank()]
+    with refused(PlanError, "rank 1", "the data iterator ended after 1 of 2 microbatches"):
+        run(a_hook().aggregated(stock), chunk, short)
+
+
+def check_an_adapter_without_lengths_is_refused(chunk, stock):
+    class NoLengths(PretrainAdapter):
+        def rows(self, data):
+            return MicrobatchRows(active_tokens=data["loss_mask"].sum(1))
+
+    with refused(ContractError, "NoLengths.rows gave no lengths"):
+        run(aggregated(stock, SAMPLE_MEAN, NoLengths()), chunk, batches(0))
+
+
+def check_a_loss_with_another_term_is_refused(chunk, stock):
+    def with_penalty(mask, output):
+        loss, *rest = host_loss(mask, output)
+        return loss + 0.5, *rest
+
+    def penalized(iterator, model):
+        output, loss_func = forward_step(iterator, model)
+        return output, functools.partial(with_penalty, *loss_func.args)
+
+    with refused(ContractError, "has terms that are not known here"):
+        run(a_hook().aggregated(stock), chunk, batches(0), forward_step_func=penalized)
+
+
+def check_a_loss_without_the_mask_as_its_first_argument_is_refused(chunk, stock):
+    def hidden(iterator, model):
+        output, loss_func = forward_step(iterator, model)
+        return output, lambda output: loss_func(output)
+
+    with refused(ContractError, "expected functools.partial(loss_func, loss_mask"):
+        run(a_hook().aggregated(stock), chunk, batches(0), forward_step_func=hidden)
+
+
+def check_two_packed_entries_in_a_microbatch_are_refused(chunk, stock):
+    data = [{**batch, "cu_seqlens": torch.tensor([[0, 8]] * 2)} for batch in batches(0)]
+    with refused(PlanError, "got 2 packed entries", "--micro-batch-size 1"):
+        run(a_hook().aggregated(stock), chunk, data)
+
+
+def check_prompt_mean_without_prompt_ids_is_refused_before_the_first_step(chunk, stock):
+    with refused(AggregationError, "prompt_mean needs prompt ids", "choose another"):
+        ScheduleHook(Aggregation("prompt_mean"), PretrainAdapter())
+
+
+def main():
+    tiny_gpt.start(dtype=torch.float32)
+    chunk = tiny_gpt.wrapped(tiny_gpt.config_of())
+    stock = get_forward_backward_func()
+    checks = {
+        name: check
+        for name, check in globals().items()
+        if name.startswith("check_") and isinstance(check, types.FunctionType)
+    }
+    for name, check in checks.items():
+        try:
+            check(chunk, stock)
+        except BaseException as error:
+            print(f"FAILED {name}: {type(error).__name__}: {error}", flush=True)
+            raise
+        if dist.get_rank() == 0:
+            print(f"PASSED {name}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
