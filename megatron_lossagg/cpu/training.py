@@ -162,10 +162,10 @@ def install_training() -> None:
     Call it before anything imports Megatron; later calls do nothing. ``megatron`` must lead to a
     Megatron-LM checkout: run from its folder or with it on the path.
     """
-    if TRAINING_STAND_INS[0].name in replaced():
-        return
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes most of a short run
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # asked for by Megatron-LM
+    if TRAINING_STAND_INS[0].name in replaced():
+        return
     absent = _triton_while_importing()
     install()
     importlib.import_module("megatron.training.training")

@@ -2,12 +2,17 @@
 
 ``megatron_lm_worker.py FILE [--by-hand] SCRIPT ...``: appends one JSON line per training step
 (loss by name, grad norm) and per evaluation to FILE, from the last rank. Weights do not depend
-on the layout. ``--by-hand``: on one process, also each step's ``sample_mean`` and its gradient's
-norm, by loops over conversations that go through the model one by one, unpacked.
+on the layout, and change with ``SEED``. ``--by-hand``: on one process, also each step's
+``sample_mean`` and its gradient's norm, by loops over conversations that go through the model one
+by one, unpacked. ``--plain``: the script by ``runpy`` alone, without ``lossagg run``.
+``KILL_AFTER=n``: every rank kills itself in step n + 1.
 """
 
 import functools
 import json
+import os
+import runpy
+import signal
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +24,8 @@ import megatron_lossagg.cpu as cpu
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.cpu.training import install_training
 
-SEED = 5
+SEED = int(os.environ.get("SEED", "5"))
+KILL_AFTER = int(os.environ.get("KILL_AFTER", "-1"))
 
 
 def watch(training, write):
@@ -29,6 +35,8 @@ def watch(training, write):
 
     @functools.wraps(train_step)
     def watched_step(*args, **kwargs):
+        if training.get_args().curr_iteration == KILL_AFTER:
+            os.kill(os.getpid(), signal.SIGKILL)
         out = train_step(*args, **kwargs)
         write({"step": values(out[0]), "grad_norm": float(out[5])})
         return out
@@ -120,7 +128,15 @@ def run(file, arguments):
                 out.write(json.dumps(event) + "\n")
 
     watch(training, write)
-    if arguments[0] == "--by-hand":
+    option = arguments[0]
+    if option == "--plain":
+        del arguments[0]
+        sys.argv, sys.path[0] = arguments, str(Path(arguments[0]).parent)
+        runpy.run_path(arguments[0], run_name="__main__")
+        dist.barrier()
+        dist.destroy_process_group()
+        return 0
+    if option == "--by-hand":
         del arguments[0]
         watch_by_hand(training, write)
     return main(["run", "--cpu", *arguments])

@@ -1,0 +1,213 @@
+"""An unmodified Megatron-LM checkout under ``lossagg run``: its real loop, data and optimizer.
+
+``HOSTS_DIR=... pytest tests/test_hosts_megatron_lm.py``, with the checkout in
+``$HOSTS_DIR/Megatron-LM`` (``tools/fetch_hosts.sh``) and the packages in ``NEEDS``; without, these
+tests skip. What the hook does without a checkout is in ``test_schedule.py``.
+"""
+
+import json
+import os
+import shlex
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from conftest import worker_path
+from fork_server import ForkServer
+
+HOSTS = Path(__file__).parent / "hosts"
+WORKER = HOSTS / "megatron_lm_worker.py"
+CHECKOUT = Path(os.environ.get("HOSTS_DIR", "")) / "Megatron-LM"
+NEEDS = ("six", "regex", "yaml", "pydantic", "pybind11", "transformers", "datasets", "tokenizers")
+MISSING = [name for name in NEEDS if find_spec(name) is None]
+
+pytestmark = [
+    pytest.mark.skipif("HOSTS_DIR" not in os.environ, reason="HOSTS_DIR is not set"),
+    pytest.mark.skipif(
+        "HOSTS_DIR" in os.environ and not (CHECKOUT / "pretrain_gpt.py").exists(),
+        reason=f"no Megatron-LM checkout in {CHECKOUT}",
+    ),
+    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
+]
+
+COMMON = shlex.split(
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 4 --train-iters 3 "
+    "--lr 1e-3 --lr-decay-style constant --split 90,5,5 --eval-iters 1 --eval-interval 3 "
+    "--log-interval 1 --transformer-impl local --distributed-backend gloo "
+    "--no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion "
+    "--attention-dropout 0 --hidden-dropout 0 --num-workers 0 "
+    "--untie-embeddings-and-output-weights"
+)
+MOCK = shlex.split("--tokenizer-type NullTokenizer --vocab-size 128 --mock-data --eod-mask-loss")
+SFT = shlex.split(
+    "--sft --no-create-attention-mask-in-dataloader --tokenizer-type SFTTokenizer "
+    "--legacy-tokenizer --sft-tokenizer-prompt-format nemotron-h-aligned"
+)
+SAMPLE_MEAN = ["--loss-aggregation", "sample_mean"]
+PER_TOKEN = ["--calculate-per-token-loss"]
+OVERLAP = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+LAYOUTS = {
+    ("sft", "DP2"): (2, []),
+    ("sft", "CP2"): (2, ["--context-parallel-size", "2"]),
+    ("sft", "PP2"): (2, ["--pipeline-model-parallel-size", "2"]),
+    ("sft", "DP2xCP2"): (4, ["--context-parallel-size", "2", *OVERLAP]),
+    ("mock", "DP2"): (2, []),
+    ("mock", "CP2"): (2, ["--context-parallel-size", "2"]),
+    ("mock", "TP2"): (2, ["--tensor-model-parallel-size", "2"]),
+    ("mock", "TP2-SP"): (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
+    ("mock", "PP2"): (2, ["--pipeline-model-parallel-size", "2"]),
+    ("mock", "PP2xVPP2"): (
+        2,
+        ["--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"],
+    ),
+    ("mock", "DP2xCP2"): (4, ["--context-parallel-size", "2", *OVERLAP]),
+}
+
+
+@pytest.fixture(scope="module")
+def megatron_lm(tmp_path_factory):
+    """Return a function that runs a script of the checkout and returns what its worker wrote."""
+    folder = tmp_path_factory.mktemp("megatron_lm")
+    path = os.pathsep.join([str(CHECKOUT), str(HOSTS), worker_path()])
+    server = ForkServer(["imports_megatron_lm"], path=path)
+    release = f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
+    environment = {
+        "HF_HOME": str(folder / "hf"),
+        # The checkout pins a Python of its own for pyenv; make builds its helpers for this one.
+        "PYENV_VERSION": release,
+    }
+    made = server.launch(
+        [str(HOSTS / "make_sft_data.py"), str(folder)], processes=1, timeout=100, env=environment
+    )
+    assert made.returncode == 0, made.stderr
+    paths = [
+        "--tokenizer-model",
+        str(folder / "tokenizer"),
+        "--data-path",
+        str(folder / "data.jsonl"),
+    ]
+    data = {"mock": MOCK, "sft": [*SFT, *paths]}
+    counter = iter(range(1000))
+
+    def run(kind, *more, processes=1, before=(), env=None, script="pretrain_gpt.py", fails=False):
+        file = folder / f"{next(counter)}.jsonl"
+        command = [str(WORKER), str(file), *before, str(CHECKOUT / script)]
+        done = server.launch(
+            [*command, *COMMON, *data[kind], *more],
+            processes=processes,
+            timeout=300,
+            env={**environment, **(env or {})},
+        )
+        if fails:
+            assert done.returncode != 0, done.stdout[-3000:]
+            return done.stdout + done.stderr
+        assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+        run.output = done.stdout
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [json.loads(line) for line in lines]
+
+    yield run
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def alone(megatron_lm):
+    """Return the runs on one process, with each step computed by hand beside it."""
+    kinds = ("sft", "mock")
+    return {kind: megatron_lm(kind, *SAMPLE_MEAN, before=["--by-hand"]) for kind in kinds}
+
+
+@pytest.fixture(scope="module")
+def stock(megatron_lm):
+    """Return the stock script's runs on packed conversations, without a flag of ours."""
+    layouts = {name: LAYOUTS["sft", name] for name in ("DP2", "CP2")}
+    return {name: megatron_lm("sft", *more, processes=n) for name, (n, more) in layouts.items()}
+
+
+def steps(events):
+    return [event for event in events if "step" in event]
+
+
+def numbers(events, name="lm loss"):
+    """Return loss and grad norm of each step, and the loss of each evaluation."""
+    return [
+        value
+        for event in events
+        for value in (
+            [event["step"][name], event["grad_norm"]]
+            if "step" in event
+            else [event["evaluate"][name]]
+            if "evaluate" in event
+            else []
+        )
+    ]
+
+
+@pytest.mark.parametrize("kind", ["sft", "mock"])
+def test_on_one_process_loss_and_gradient_are_those_of_loops_over_conversations(alone, kind):
+    by_hand = [event["by_hand"] for event in alone[kind] if "by_hand" in event]
+    assert len(by_hand) == 3
+    for hand, event in zip(by_hand, steps(alone[kind]), strict=True):
+        assert event["step"]["lm loss"] == pytest.approx(hand["sample_mean"], rel=1e-6)
+        assert event["grad_norm"] == pytest.approx(hand["grad_norm"], rel=1e-6)
+    if kind == "sft":
+        assert {hand["rows"] for hand in by_hand} != {4}, "every entry held one conversation"
+
+
+@pytest.mark.parametrize("regime", ["average", "per-token"])
+@pytest.mark.parametrize(("kind", "layout"), LAYOUTS)
+def test_every_layout_and_regime_trains_and_evaluates_the_same_loss(
+    megatron_lm, alone, kind, layout, regime
+):
+    processes, more = LAYOUTS[kind, layout]
+    more = [*more, *(PER_TOKEN if regime == "per-token" else [])]
+    events = megatron_lm(kind, *SAMPLE_MEAN, *more, processes=processes)
+    assert len(steps(events)) == 3
+    assert numbers(events) == pytest.approx(numbers(alone[kind]), rel=1e-6)
+
+
+def test_stock_reports_one_loss_at_dp_2_and_cp_2_and_trains_two(stock):
+    one, other = (steps(stock[name]) for name in ("DP2", "CP2"))
+    assert one[0]["step"]["lm loss"] == pytest.approx(other[0]["step"]["lm loss"], rel=1e-6)
+    assert abs(one[0]["grad_norm"] / other[0]["grad_norm"] - 1) > 1e-4
+    assert abs(one[1]["grad_norm"] / other[1]["grad_norm"] - 1) > 0.05
+
+
+def test_microbatch_token_mean_at_dp_2_is_the_stock_loss(megatron_lm, stock):
+    events = megatron_lm("sft", "--loss-aggregation", "microbatch_token_mean", processes=2)
+    ours = [event["grad_norm"] for event in steps(events)]
+    assert ours == pytest.approx([event["grad_norm"] for event in steps(stock["DP2"])], rel=1e-6)
+
+
+def test_without_a_flag_the_script_runs_bit_for_bit_as_it_is(megatron_lm, stock):
+    plain = megatron_lm("sft", processes=2, before=["--plain"])
+    assert plain == stock["DP2"]
+
+
+def test_a_run_that_was_killed_resumes_with_the_same_losses(megatron_lm, tmp_path):
+    keep = ["--save-interval", "1", "--ckpt-format", "torch", *SAMPLE_MEAN]
+    whole = megatron_lm("mock", *keep, "--save", str(tmp_path / "whole"), processes=2)
+    kept = ["--save", str(tmp_path / "killed"), "--load", str(tmp_path / "killed")]
+    text = megatron_lm("mock", *keep, *kept, processes=2, env={"KILL_AFTER": "2"}, fails=True)
+    assert "Signal 9" in text
+    resumed = megatron_lm("mock", *keep, *kept, processes=2)
+    assert steps(resumed) == steps(whole)[2:]
+
+
+def test_help_shows_our_options_and_the_scripts(megatron_lm):
+    megatron_lm("mock", "--help")
+    assert "--loss-aggregation MODE|SYSTEM:NAME" in megatron_lm.output
+    assert "--tensor-model-parallel-size" in megatron_lm.output
+
+
+def test_prompt_mean_is_refused_before_the_script_starts(megatron_lm):
+    text = megatron_lm("mock", "--loss-aggregation", "prompt_mean", fails=True)
+    assert "prompt_mean needs prompt ids" in text
+    assert "building GPT model" not in text
+
+
+def test_a_script_without_a_training_step_is_an_error(megatron_lm):
+    text = megatron_lm("mock", *SAMPLE_MEAN, "--skip-train", "--eval-iters", "0", fails=True)
+    assert "ended without a step that --loss-aggregation sample_mean" in text
