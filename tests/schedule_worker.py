@@ -22,6 +22,7 @@ from step_data import VOCABULARY
 from megatron_lossagg import Aggregation
 from megatron_lossagg.buffer import MicrobatchRows
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
+from megatron_lossagg.hosts import bridge, megatron_lm
 from megatron_lossagg.hosts.megatron_lm import PretrainAdapter
 from megatron_lossagg.schedule import ScheduleHook, aggregated
 
@@ -63,7 +64,7 @@ def forward_step(iterator, model):
     data = next(iterator)
     for name in list(data):
         data[name] = data[name].clone()  # as a host that moves its dict to a device in place
-    offsets = data.get("cu_seqlens")
+    offsets = data.get("cu_seqlens", data.get("cu_seqlens_q"))
     packed = None if offsets is None else tiny_gpt.packed_at(packed_offsets(offsets))
     output = model(
         data["tokens"],
@@ -78,7 +79,7 @@ def forward_step(iterator, model):
 
 def packed_offsets(offsets):
     """Return where rows lie, and the tail of the entry as a row of its own, as a list."""
-    return sorted({*offsets.flatten().tolist(), LENGTH})
+    return sorted({*offsets.flatten().tolist(), LENGTH} - {-1})
 
 
 def run(schedule, chunk, data, **more):
@@ -148,6 +149,17 @@ def check_positions_past_the_last_conversation_are_no_row(chunk, stock):
     cuts = [0, 3, 6]
     reports = run(a_hook().aggregated(stock), chunk, batches(dist.get_rank(), cuts=cuts))
     assert_trains_by_hand(chunk, reports, [batches(r, cuts=cuts) for r in (0, 1)])
+
+
+def check_bridges_offsets_are_rows_and_its_sentinels_are_none(chunk, stock):
+    for name, cuts in {"cu_seqlens_q": [0, 3, 8], "cu_seqlens": [0, 3, 8, -1, -1]}.items():
+        of_ranks = [batches(rank, cuts=[0, 3, 8]) for rank in (0, 1)]
+        data = [dict(batch) for batch in of_ranks[dist.get_rank()]]
+        for batch in data:
+            del batch["cu_seqlens"]
+            batch[name] = torch.tensor([cuts], dtype=torch.int32)
+        reports = run(a_hook().aggregated(stock), chunk, data)
+        assert_trains_by_hand(chunk, reports, of_ranks)
 
 
 def check_evaluation_reports_the_same_loss_and_one_contract_serves_both(chunk, stock):
@@ -256,6 +268,12 @@ def check_an_adapter_of_whole_rows_gives_its_own_layout(chunk, stock):
     schedule = aggregated(stock, SAMPLE_MEAN, Whole(), probe=False)
     reports = run(schedule, chunk, batches(dist.get_rank()))
     assert_trains_by_hand(chunk, reports, [batches(0), batches(1)])
+
+
+def check_a_host_that_is_not_there_is_refused_by_name(chunk, stock):
+    for install, name in ((megatron_lm.install, "Megatron-LM"), (bridge.install, "Bridge")):
+        with refused(ContractError, "cannot be imported", name, "put its checkout on PYTHONPATH"):
+            install(SAMPLE_MEAN)
 
 
 def refused(kind, *words):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,9 +25,11 @@ from megatron_lossagg.integers import Ints
 from megatron_lossagg.plan import EmptyStep
 from megatron_lossagg.schedule import Adapter, HostLoss, ScheduleHook
 
-__all__ = ["PretrainAdapter", "install"]
+__all__ = ["PretrainAdapter", "install", "rebind"]
 
 _HOOK = "get_forward_backward_func"
+_PACKED_AT = ("cu_seqlens_q_padded", "cu_seqlens_q", "cu_seqlens_padded", "cu_seqlens")
+"""Offsets of packed rows in Megatron-LM's and Megatron-Bridge's data; the first that is given."""
 
 
 class PretrainAdapter(Adapter):
@@ -91,35 +93,56 @@ def install(
     hook = ScheduleHook(
         aggregation, adapter or PretrainAdapter(), empty_step=empty_step, probe=probe
     )
-    training = importlib.import_module("megatron.training.training")
-    stock = getattr(training, _HOOK, None)
-    if stock is None:
-        raise ContractError(
-            f"{training.__file__} has no {_HOOK}, expected Megatron-LM's own training loop (core_"
-            "v0.16.1 and later): this loop is not known here"
-        )
+    rebind(hook, ["megatron.training.training"], "Megatron-LM's (core_v0.16.1 and later)")
+    return hook
 
+
+def rebind(hook: ScheduleHook, modules: Sequence[str], host: str) -> None:
+    """Put a hook around the schedule that modules of a host's training loop look up by name.
+
+    ``host``: whose loop it is, for messages. Raises :class:`ContractError` where a module cannot be
+    imported or has no such name; then none is changed.
+    """
+    stocks: dict[str, Any] = {}
+    for name in modules:
+        try:
+            stocks[name] = getattr(importlib.import_module(name), _HOOK, None)
+        except ImportError as error:
+            raise ContractError(
+                f"{name} cannot be imported ({error}), expected the training loop of {host}: put "
+                "its checkout on PYTHONPATH, or run where it is installed"
+            ) from error
+        if stocks[name] is None:
+            raise ContractError(
+                f"{name} has no {_HOOK}, expected the training loop of {host}: this loop is not "
+                "known here; put megatron_lossagg.schedule.aggregated(...) around its schedule"
+            )
+    for name, stock in stocks.items():
+        setattr(importlib.import_module(name), _HOOK, _hooked(hook, stock))
+
+
+def _hooked(hook: ScheduleHook, stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
-    def hooked(*args: Any, **kwargs: Any) -> Any:
+    def get(*args: Any, **kwargs: Any) -> Any:
         return hook.aggregated(stock(*args, **kwargs))
 
-    setattr(training, _HOOK, hooked)
-    return hook
+    return get
 
 
 def _offsets(data: Any, shape: tuple[int, ...]) -> Ints:
     """Return where the rows of a microbatch start and end in its flat mask."""
     b, s = shape
-    packed = data.get("cu_seqlens_padded")
-    packed = data.get("cu_seqlens") if packed is None else packed
+    packed = next((data[name] for name in _PACKED_AT if data.get(name) is not None), None)
     if packed is None:
         return np.arange(b + 1, dtype=np.int64) * s
     if b != 1:
         raise ValueError(
             f"got {b} packed entries in a microbatch, expected one: --micro-batch-size 1"
         )
-    # From 0.19 on the data set pads its offsets with empty segments: they are no rows.
-    return np.unique(packed.detach().cpu().numpy().ravel()).astype(np.int64)
+    # Data sets pad their offsets: Megatron-LM from 0.19 on with empty segments, Megatron-Bridge
+    # with -1. Neither is a row.
+    offset_G1 = np.unique(packed.detach().cpu().numpy().ravel()).astype(np.int64)
+    return offset_G1[offset_G1 >= 0]
 
 
 def _check_is_masked_sum(theirs: Tensor, losses: Tensor, mask: Tensor) -> None:

@@ -1,0 +1,38 @@
+"""Megatron-Bridge: ``install(aggregation)`` before ``pretrain`` or ``finetune``.
+
+Its training and its evaluation look up one name, ``get_forward_backward_func``, each in a module of
+its own; both are rebound. Data and loss are as Megatron-LM's: a dict with ``loss_mask`` and the
+offsets of packed rows, a masked sum whose mask is the first argument of a ``functools.partial``.
+Bridge multiplies by nothing after the schedule.
+"""
+
+from __future__ import annotations
+
+from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.hosts.megatron_lm import PretrainAdapter, rebind
+from megatron_lossagg.plan import EmptyStep
+from megatron_lossagg.schedule import Adapter, ScheduleHook
+
+__all__ = ["install"]
+
+
+def install(
+    aggregation: Aggregation,
+    *,
+    empty_step: EmptyStep = "zero",
+    probe: bool = True,
+    adapter: Adapter | None = None,
+) -> ScheduleHook:
+    """Rebind Megatron-Bridge's schedules in this process; return the hook, which counts its steps.
+
+    ``adapter``: by default Megatron-LM's, which knows Bridge's text data; a loss with more terms
+    (distillation) is refused in the first step. Raises :class:`ContractError` where Bridge is not
+    there, and what :class:`~megatron_lossagg.schedule.ScheduleHook` raises: ``prompt_mean``, for
+    there are no prompt ids.
+    """
+    hook = ScheduleHook(
+        aggregation, adapter or PretrainAdapter(), empty_step=empty_step, probe=probe
+    )
+    modules = ["megatron.bridge.training.train", "megatron.bridge.training.eval"]
+    rebind(hook, modules, "Megatron-Bridge")
+    return hook
