@@ -43,8 +43,9 @@ COMMON = shlex.split(
 MOCK = shlex.split("--tokenizer-type NullTokenizer --vocab-size 128 --mock-data --eod-mask-loss")
 SFT = shlex.split(
     "--sft --no-create-attention-mask-in-dataloader --tokenizer-type SFTTokenizer "
-    "--legacy-tokenizer --sft-tokenizer-prompt-format nemotron-h-aligned"
+    "--sft-tokenizer-prompt-format nemotron-h-aligned"
 )
+UNTIL_0_16 = ["--legacy-tokenizer"]
 SAMPLE_MEAN = ["--loss-aggregation", "sample_mean"]
 PER_TOKEN = ["--calculate-per-token-loss"]
 OVERLAP = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
@@ -88,7 +89,9 @@ def megatron_lm(tmp_path_factory):
         "--data-path",
         str(folder / "data.jsonl"),
     ]
-    data = {"mock": MOCK, "sft": [*SFT, *paths]}
+    options = (CHECKOUT / "megatron" / "training" / "arguments.py").read_text()
+    older = [option for option in UNTIL_0_16 if option in options]
+    data = {"mock": MOCK, "sft": [*SFT, *older, *paths]}
     counter = iter(range(1000))
 
     def run(kind, *more, processes=1, before=(), env=None, script="pretrain_gpt.py", fails=False):

@@ -100,6 +100,12 @@ TRAINING_STAND_INS: tuple[StandIn, ...] = (
         make=_answering(1),
     ),
     StandIn(
+        name="torch.cuda.is_available",
+        replacement="False, whatever the device count is",
+        needed_by="torch.utils.data.DataLoader(pin_memory=True), where NVML counts devices",
+        make=_answering(False),
+    ),
+    StandIn(
         name="torch.cuda.set_device",
         replacement="returns at once",
         needed_by="megatron.training.initialize._initialize_distributed",

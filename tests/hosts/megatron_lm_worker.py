@@ -63,31 +63,27 @@ def values(losses):
 
 
 def watch_by_hand(training, write):
-    """Compute each training step by hand, from the batches that the script read."""
-    from megatron.training import utils
-
-    get_batch = utils.get_batch_on_this_tp_rank
+    """Compute each training step by hand, from the batches that the script reads."""
     get_schedule = training.get_forward_backward_func
-    batches = []
-
-    def recorded(*args, **kwargs):
-        batch = get_batch(*args, **kwargs)
-        batches.append(dict(batch))
-        return batch
 
     def get(*args, **kwargs):
         schedule = get_schedule(*args, **kwargs)
 
         def run(**call):
-            batches.clear()
-            result = schedule(**call)
+            batches = []
+
+            def recorded(data_iterator):
+                while True:
+                    batches.append(next(data_iterator))
+                    yield dict(batches[-1])
+
+            result = schedule(**{**call, "data_iterator": recorded(call["data_iterator"])})
             if not call.get("forward_only"):
                 write({"by_hand": by_hand(call["model"][0], batches)})
             return result
 
         return run
 
-    utils.get_batch_on_this_tp_rank = recorded
     training.get_forward_backward_func = get
 
 
