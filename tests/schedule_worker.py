@@ -151,6 +151,18 @@ def check_positions_past_the_last_conversation_are_no_row(chunk, stock):
     assert_trains_by_hand(chunk, reports, [batches(r, cuts=cuts) for r in (0, 1)])
 
 
+def check_each_packed_entry_of_a_microbatch_has_its_own_offsets(chunk, stock):
+    of_ranks = [[a_batch(10 * rank + number) for number in range(M)] for rank in (0, 1)]
+    cuts = torch.tensor([[0, 3, 8, 8], [0, 2, 5, 8]], dtype=torch.int32)
+    adapter = PretrainAdapter()
+    for batch in (batch for rank in of_ranks for batch in rank):
+        rows = adapter.rows({**batch, "cu_seqlens": cuts})
+        assert rows.lengths.tolist() == [3, 5, 2, 3, 3]
+        mask = batch["loss_mask"]
+        wanted = [mask[0, :3], mask[0, 3:], mask[1, :2], mask[1, 2:5], mask[1, 5:]]
+        assert rows.active_tokens.tolist() == [int(part.sum()) for part in wanted]
+
+
 def check_bridges_offsets_are_rows_and_its_sentinels_are_none(chunk, stock):
     for name, cuts in {"cu_seqlens_q": [0, 3, 8], "cu_seqlens": [0, 3, 8, -1, -1]}.items():
         of_ranks = [batches(rank, cuts=[0, 3, 8]) for rank in (0, 1)]
@@ -348,12 +360,6 @@ def check_a_loss_without_the_mask_as_its_first_argument_is_refused(chunk, stock)
 
     with refused(ContractError, "expected functools.partial(loss_func, loss_mask"):
         run(a_hook().aggregated(stock), chunk, batches(0), forward_step_func=hidden)
-
-
-def check_two_packed_entries_in_a_microbatch_are_refused(chunk, stock):
-    data = [{**batch, "cu_seqlens": torch.tensor([[0, 8]] * 2)} for batch in batches(0)]
-    with refused(PlanError, "got 2 packed entries", "--micro-batch-size 1"):
-        run(a_hook().aggregated(stock), chunk, data)
 
 
 def check_prompt_mean_without_prompt_ids_is_refused_before_the_first_step(chunk, stock):

@@ -18,6 +18,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_lossagg.cpu.stand_ins import StandIn, install, replace, replaced
@@ -61,31 +62,42 @@ def _keep_pipeline_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
     return config_of
 
 
-def _partitioned(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Slice packed rows by our layout where Transformer Engine's function would be asked."""
+def _indices(offsets: Any, num_tokens: int, cp_size: int, cp_rank: int) -> torch.Tensor:
+    """Answer as Transformer Engine's ``thd_get_partitioned_indices``."""
+    del num_tokens
+    return Layout.thd_zigzag(np.unique(offsets), cp_size=cp_size, cp_rank=cp_rank).positions
+
+
+def _with_indices(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function of ``megatron.core.utils`` find Transformer Engine's indices."""
     from megatron.core import utils
 
-    def indices(offsets: Any, num_tokens: int, cp_size: int, cp_rank: int) -> torch.Tensor:
-        del num_tokens
-        return Layout.thd_zigzag(offsets, cp_size=cp_size, cp_rank=cp_rank).positions
-
-    engine = types.SimpleNamespace(thd_get_partitioned_indices=indices)
+    engine = types.SimpleNamespace(thd_get_partitioned_indices=_indices)
 
     @functools.wraps(original)
-    def sliced(
-        batch: Any, cu_seqlens: Any, cu_seqlens_padded: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if cu_seqlens_padded is None:  # 0.16.1's SFTDataset gives none; its offsets are padded
-            cu_seqlens_padded = cu_seqlens
+    def sliced(*args: Any, **kwargs: Any) -> Any:
         theirs = {name: getattr(utils, name, None) for name in ("tex", "is_te_min_version")}
-        ours = {"tex": engine, "is_te_min_version": lambda *args, **kwargs: True}
-        vars(utils).update(ours)
+        vars(utils).update(tex=engine, is_te_min_version=lambda *args, **kwargs: True)
         try:
-            return original(batch, cu_seqlens, cu_seqlens_padded, *args, **kwargs)
+            return original(*args, **kwargs)
         finally:
             vars(utils).update(theirs)
 
     return sliced
+
+
+def _with_padded_offsets(original: Callable[..., Any]) -> Callable[..., Any]:
+    sliced = _with_indices(original)
+
+    @functools.wraps(original)
+    def padded(
+        batch: Any, cu_seqlens: Any, cu_seqlens_padded: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if cu_seqlens_padded is None:  # 0.16.1's SFTDataset gives none; its offsets are padded
+            cu_seqlens_padded = cu_seqlens
+        return sliced(batch, cu_seqlens, cu_seqlens_padded, *args, **kwargs)
+
+    return padded
 
 
 _PROPERTIES = types.SimpleNamespace(
@@ -145,7 +157,13 @@ TRAINING_STAND_INS: tuple[StandIn, ...] = (
         name="megatron.core.utils.get_thd_batch_on_this_cp_rank",
         replacement="itself, with Layout.thd_zigzag for Transformer Engine's indices",
         needed_by="pretrain_gpt.get_batch: packed rows, context parallelism; until 0.18",
-        make=_partitioned,
+        make=_with_padded_offsets,
+    ),
+    StandIn(
+        name="megatron.core.utils._get_batch_on_this_cp_rank_per_document_balancing",
+        replacement="itself, with Layout.thd_zigzag for Transformer Engine's indices",
+        needed_by="pretrain_gpt.get_batch: packed rows, context parallelism; from 0.19 on",
+        make=_with_indices,
     ),
     StandIn(
         name="megatron.core.transformer.transformer_block._get_block_submodules",

@@ -132,17 +132,31 @@ def _hooked(hook: ScheduleHook, stock: Callable[..., Any]) -> Callable[..., Any]
 def _offsets(data: Any, shape: tuple[int, ...]) -> Ints:
     """Return where the rows of a microbatch start and end in its flat mask."""
     b, s = shape
+    entry_B = np.arange(b, dtype=np.int64)[:, None] * s
     packed = next((data[name] for name in _PACKED_AT if data.get(name) is not None), None)
     if packed is None:
-        return np.arange(b + 1, dtype=np.int64) * s
-    if b != 1:
-        raise ValueError(
-            f"got {b} packed entries in a microbatch, expected one: --micro-batch-size 1"
-        )
+        return np.append(entry_B, b * s)
+    _check_split_by_rows()
+    offset_BG = packed.detach().cpu().numpy().reshape(b, -1).astype(np.int64)
     # Data sets pad their offsets: Megatron-LM from 0.19 on with empty segments, Megatron-Bridge
     # with -1. Neither is a row.
-    offset_G1 = np.unique(packed.detach().cpu().numpy().ravel()).astype(np.int64)
-    return offset_G1[offset_G1 >= 0]
+    return np.unique((offset_BG + entry_B)[offset_BG >= 0])
+
+
+def _check_split_by_rows() -> None:
+    """Refuse packed rows that context parallelism splits as one, from 0.19 on."""
+    try:
+        from megatron.training import get_args
+    except ImportError:  # Megatron-Bridge
+        return
+    args = get_args()
+    as_one = getattr(args, "dataloader_inter_document_masking", False) and not args.sft
+    if as_one and args.context_parallel_size > 1:
+        raise ContractError(
+            "--dataloader-inter-document-masking splits an entry over context-parallel ranks as a "
+            "whole, so that a document's tokens lie unevenly on them, which is not known here: use "
+            "--context-parallel-size 1, or leave the flag out"
+        )
 
 
 def _check_is_masked_sum(theirs: Tensor, losses: Tensor, mask: Tensor) -> None:
