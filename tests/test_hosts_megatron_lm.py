@@ -2,7 +2,8 @@
 
 ``HOSTS_DIR=... pytest tests/test_hosts_megatron_lm.py``, with the checkout in
 ``$HOSTS_DIR/Megatron-LM`` (``tools/fetch_hosts.sh``) and the packages in ``NEEDS``; without, these
-tests skip. What the hook does without a checkout is in ``test_schedule.py``.
+tests skip. With ``-s`` it prints the first step of every run. What the hook does without a
+checkout is in ``test_schedule.py``.
 """
 
 import json
@@ -19,7 +20,6 @@ from fork_server import ForkServer
 HOSTS = Path(__file__).parent / "hosts"
 WORKER = HOSTS / "megatron_lm_worker.py"
 CHECKOUT = Path(os.environ.get("HOSTS_DIR", "")) / "Megatron-LM"
-CORE = CHECKOUT / "megatron" / "core" / "package_info.py"
 NEEDS = ("six", "regex", "yaml", "pydantic", "pybind11", "transformers", "datasets", "tokenizers")
 MISSING = [name for name in NEEDS if find_spec(name) is None]
 
@@ -113,7 +113,10 @@ def megatron_lm(tmp_path_factory):
             return done.stdout + done.stderr
         assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
         lines = file.read_text().splitlines() if file.exists() else []
-        return [json.loads(line) for line in lines]
+        events = [json.loads(line) for line in lines]
+        for event in (event for event in events[:2] if "step" in event or "by_hand" in event):
+            print(f"{kind:4} {processes} ranks {' '.join([*before, *map(str, more)])}: {event}")
+        return events
 
     yield run
     server.close()
@@ -175,14 +178,10 @@ def test_every_layout_and_regime_trains_and_evaluates_the_same_loss(
     assert numbers(events) == pytest.approx(numbers(alone[kind]), rel=1e-6)
 
 
-@pytest.mark.skipif(
-    CORE.exists() and "MINOR = 16" not in CORE.read_text(), reason="a fault of core_v0.16"
-)
 def test_stock_reports_one_loss_at_dp_2_and_cp_2_and_trains_two(stock):
-    one, other = (steps(stock[name]) for name in ("DP2", "CP2"))
-    assert one[0]["step"]["lm loss"] == pytest.approx(other[0]["step"]["lm loss"], rel=1e-6)
-    assert abs(one[0]["grad_norm"] / other[0]["grad_norm"] - 1) > 1e-4
-    assert abs(one[1]["grad_norm"] / other[1]["grad_norm"] - 1) > 0.05
+    one, other = (steps(stock[name])[0] for name in ("DP2", "CP2"))
+    assert one["step"]["lm loss"] == pytest.approx(other["step"]["lm loss"], rel=1e-6)
+    assert abs(one["grad_norm"] / other["grad_norm"] - 1) > 0.01
 
 
 def test_microbatch_token_mean_at_dp_2_is_the_stock_loss(megatron_lm, stock):

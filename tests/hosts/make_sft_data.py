@@ -1,7 +1,7 @@
 """Make a small chat data set of uneven conversations and a word tokenizer for it.
 
-``python make_sft_data.py FOLDER`` writes ``data.jsonl`` and ``tokenizer/``. Megatron-LM's
-``--sft`` reads both; each line holds one to four conversations, which it packs.
+``python make_sft_data.py FOLDER [SEED]`` writes ``data.jsonl`` and ``tokenizer/``. Megatron-LM's
+``--sft`` reads both; each line holds one to three conversations, which it packs.
 """
 
 import json
@@ -18,7 +18,7 @@ ROLES = ["System", "User", "Assistant"]
 CONTROLS = ["<unk>", "</s>", "<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>", "<SPECIAL_233>"]
 
 
-def make(folder):
+def make(folder, seed):
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = {word: index for index, word in enumerate(CONTROLS + WORDS + ROLES)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -29,7 +29,7 @@ def make(folder):
         eos_token="</s>",
         additional_special_tokens=CONTROLS[2:],
     ).save_pretrained(folder / "tokenizer")
-    rng = random.Random(5)
+    rng = random.Random(seed)
 
     def say(count):
         return " ".join(rng.choice(WORDS) for _ in range(count))
@@ -37,7 +37,7 @@ def make(folder):
     lines = []
     for _ in range(40):
         messages = []
-        for _ in range(rng.randint(1, 4)):
+        for _ in range(rng.randint(1, 3)):
             answer = rng.choice([1, 1, 2, 4, 9])
             messages += [
                 {"role": "system", "content": say(1)},
@@ -49,4 +49,4 @@ def make(folder):
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]))
+    make(Path(sys.argv[1]), int((sys.argv[2:] or ["5"])[0]))
