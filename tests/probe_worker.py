@@ -295,10 +295,10 @@ def facts(chunks):
         "chunk": [{name: id(v) for name, v in vars(c).items()} for c in chunks],
         "globals": {name: id(v) for name, v in vars(parallel_state).items() if name.isupper()},
         "default dtype": torch.get_default_dtype(),
-        "random state": torch.get_rng_state().tolist(),
-        "tracker": {name: state.tolist() for name, state in tracker.items()},
-        "gradients": [b.grad_data.tolist() for b in buffers],
-        "parameters": [p.tolist() for chunk in chunks for p in chunk.parameters()],
+        "random state": bits(torch.get_rng_state()),
+        "tracker": {name: bits(state) for name, state in tracker.items()},
+        "gradients": [bits(b.grad_data) for b in buffers],
+        "parameters": [bits(p.detach()) for chunk in chunks for p in chunk.parameters()],
         "groups": {
             (name, value)
             for chunk in chunks
@@ -307,6 +307,10 @@ def facts(chunks):
             if isinstance(value, bool)
         },
     }
+
+
+def bits(tensor):
+    return tensor.view(torch.uint8).numpy().tobytes()
 
 
 def read(chunks, **options):
