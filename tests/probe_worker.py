@@ -39,6 +39,7 @@ import megatron_lossagg.cpu as cpu
 from megatron_lossagg import Aggregation, MegatronContract
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.probe import startup, together
+from megatron_lossagg.verify.model import destroy_groups
 
 REPEATS = int(os.environ.get("PROBE_REPEATS", "2"))
 """How often each fault is introduced; .ci/run asks for 20."""
@@ -138,6 +139,8 @@ def layout_of(*, tp=1, pp=1, cp=1, ep=1, vpp=1, instances=1):
     model_parallel_cuda_manual_seed(1)
     try:
         yield
+        dist.barrier()  # no rank still uses a group
+        destroy_groups()
     finally:
         gc.collect()
         parallel_state.destroy_model_parallel()
