@@ -1,10 +1,14 @@
-"""What the tests share: launches, their mark, gradient cases and their count, seeds."""
+"""What the tests share: launches, early ones, their mark, gradient cases and their count, seeds."""
 
 import json
 import math
 import os
 import random
 import subprocess
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import wraps
 from importlib.metadata import version
 from inspect import unwrap
 from pathlib import Path
@@ -23,7 +27,13 @@ from megatron_lossagg.verify.reference import reference_file
 TESTS = Path(__file__).parent
 NEEDS_NO_MEGATRON = {"plan_worker.py"}
 """Workers that must run where Megatron-Core is not imported."""
-SERVERS = {}
+ENVIRONMENT = dict(os.environ)
+"""Of every launch: a test may patch ``os.environ`` while an early launch starts."""
+FOLDER = tempfile.TemporaryDirectory()
+REFERENCES = threading.Lock()
+"""Held by the thread that computes a reference: the others would compute the same one."""
+LAUNCHES_AT_ONCE = 2
+"""How many early launches run next to the tests; ranks wait for one another half of the time."""
 RELEASE = tuple(int(part) for part in version("megatron-core").split(".")[:2])
 """Of Megatron-Core: major and minor."""
 
@@ -41,14 +51,18 @@ def launched_module(module, *arguments, processes, timeout=600):
 
 def worker_path():
     """Return where a launched worker finds the package, this folder, and a release of Megatron."""
-    given = filter(None, [os.environ.get("PYTHONPATH")])
+    given = filter(None, [ENVIRONMENT.get("PYTHONPATH")])
     return os.pathsep.join([str(TESTS.parent), str(TESTS), *given])
+
+
+SERVERS = {
+    imports: ForkServer(imports, path=worker_path(), environment=ENVIRONMENT)
+    for imports in (WITH_MEGATRON, WITHOUT_MEGATRON)
+}
 
 
 def fork_server(imports=WITH_MEGATRON):
     """Return the session's process that has imported ``imports`` and forks ranks."""
-    if imports not in SERVERS:
-        SERVERS[imports] = ForkServer(imports, path=worker_path())
     return SERVERS[imports]
 
 
@@ -58,10 +72,68 @@ def _launched(command, processes, timeout, imports):
     return done.stdout
 
 
+def early(function):
+    """Make a session fixture of a function without arguments that launches something.
+
+    A thread calls it once the tests are collected, where one of them needs it: it runs while
+    the tests before that one do.
+    """
+
+    @pytest.fixture(scope="session", name=function.__name__)
+    @wraps(function)
+    def fixture():
+        return EARLY.begin(function).result()
+
+    EARLY.functions.add(function)
+    return fixture
+
+
+class Early:
+    """The early fixtures' functions, and the calls of them that have begun."""
+
+    def __init__(self):
+        self.functions = set()
+        self._threads = ThreadPoolExecutor(LAUNCHES_AT_ONCE)
+        self._begun = {}
+
+    def begin(self, function):
+        """Call it in a thread, once; return the future."""
+        if function not in self._begun:
+            self._begun[function] = self._threads.submit(function)
+        return self._begun[function]
+
+    def end(self):
+        """Call no further functions. Those that run fail when their fork server is closed."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+EARLY = Early()
+
+
+def new_folder(name=None):
+    """Return a folder for an early launch, which can ask for no fixture; the one of a name."""
+    if name is None:
+        return Path(tempfile.mkdtemp(dir=FOLDER.name))
+    folder = Path(FOLDER.name, name)
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def pytest_collection_finish(session):
+    """Begin what the collected tests need, in their order."""
+    if session.config.option.collectonly:
+        return
+    for item in session.items:
+        for function in fixture_functions(item):
+            if unwrap(function) in EARLY.functions:
+                EARLY.begin(unwrap(function))
+
+
 def pytest_unconfigure():
+    EARLY.end()
     for server in SERVERS.values():
         server.close()
-    SERVERS.clear()
+    FOLDER.cleanup()
 
 
 @pytest.fixture(autouse=True)
@@ -72,33 +144,14 @@ def _seeds():
     np.random.seed(0)
 
 
-@pytest.fixture(scope="session")
-def proven(tmp_path_factory):
-    """Return a function from layouts and cases to verdicts; one launch per world size.
+def proven(layouts, cases=CASES):
+    """Run every case of layouts of one world size in both regimes; return the verdicts.
 
-    The verdicts' keys are (layout, case, regime). Unpacked rows are proven apart: their padding
-    makes the reference three times as large. A launch is made once per session, its references
-    too, for all tests that need them.
+    The verdicts' keys are (layout, case, regime). References are made once per session.
     """
-    references = tmp_path_factory.mktemp("references")
-    cache = {}
-
-    def verdicts_of(layouts, cases):
-        groups = {}
-        for layout in layouts:
-            groups.setdefault((layout.world_size, layout.packing == "bshd"), []).append(layout)
-        for group in groups.values():
-            job = Job(layouts=group, cases=cases, references=str(references))
-            key = job.to_json()
-            if key not in cache:
-                cache[key] = "the launch of these layouts failed in an earlier test"
-                cache[key] = prove_job(job, tmp_path_factory.mktemp("job"))
-            assert isinstance(cache[key], list), cache[key]
-            yield from cache[key]
-
-    return lambda layouts, cases=CASES: {
-        (v["layout"], v["case"], v["regime"]): v for v in verdicts_of(layouts, cases)
-    }
+    job = Job(layouts=layouts, cases=cases, references=str(new_folder("references")))
+    verdicts = prove_job(job, new_folder())
+    return {(v["layout"], v["case"], v["regime"]): v for v in verdicts}
 
 
 def prove_job(job, folder):
@@ -121,23 +174,29 @@ def compute_reference(folder, shape, *, copies, padded):
     """
     file = reference_file(folder, shape, copies=copies, padded=padded)
     common = reference_file(folder, shape, copies=copies, padded=math.lcm(8, padded))
-    if not common.exists():
-        sizes = (shape.num_layers, shape.num_heads, shape.num_experts, copies, math.lcm(8, padded))
-        launched_module("megatron_lossagg.verify.reference", *sizes, common, processes=1)
-    if not file.exists():
-        file.symlink_to(common)
+    sizes = (shape.num_layers, shape.num_heads, shape.num_experts, copies, math.lcm(8, padded))
+    with REFERENCES:
+        if not common.exists():
+            launched_module("megatron_lossagg.verify.reference", *sizes, common, processes=1)
+        if not file.exists():
+            file.symlink_to(common)
 
 
 def pytest_collection_modifyitems(items):
     """Mark the tests that start a process, themselves or in a fixture: ``-m "not launches"``."""
     for item in items:
-        definitions = item._fixtureinfo.name2fixturedefs.values()
-        functions = [item.function, *(d.func for one in definitions for d in one)]
+        functions = [item.function, *fixture_functions(item)]
         if any(starts_a_process(function, set()) for function in functions):
             item.add_marker("launches")
 
 
-STARTS = (launch, ForkServer, subprocess, subprocess.Popen)
+def fixture_functions(item):
+    """List the functions of the fixtures that a test needs."""
+    definitions = item._fixtureinfo.name2fixturedefs.values()
+    return [definition.func for same_name in definitions for definition in same_name]
+
+
+STARTS = (launch, fork_server, ForkServer, subprocess, subprocess.Popen)
 """A function that names one of them starts a process."""
 
 

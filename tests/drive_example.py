@@ -6,6 +6,7 @@
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch.distributed as dist
@@ -41,6 +42,7 @@ def rank_1_dies():
 
     def die_on_rank_1(run, rollouts):
         if os.environ["RANK"] == "1":
+            print(f"rank 1 dies at {time.time()}", flush=True)
             os.kill(os.getpid(), 9)
         return step(run, rollouts)
 

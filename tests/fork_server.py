@@ -7,13 +7,16 @@ and nothing that it does reaches another launch. What differs: the ranks share t
 string hashes, and they end without the interpreter's own teardown. What is about launching
 itself is therefore tested under the launcher (``test_cpu_launch.py``, ``test_faults.py``).
 
-``python fork_server.py MODULE ...`` is the process of a :class:`ForkServer`. It installs the
-CPU stand-ins where one of the modules needs Megatron-Core, imports the modules, and answers
-requests, one JSON object per line.
+``python fork_server.py SOCKET MODULE ...`` is the process of a :class:`ForkServer`. It installs
+the CPU stand-ins where one of the modules needs Megatron-Core, imports the modules, and forks one
+process per connection to its socket. That process reads the request, forks the ranks, and answers
+when they have ended, so that several launches run at once. Request and answer are one line of
+JSON each.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -24,15 +27,18 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 STAND_INS = "megatron_lossagg.cpu"
 WITHOUT_MEGATRON = ("torch.distributed",)
-WITH_MEGATRON = ("megatron_lossagg.verify.prove",)
-"""What to import: the module that imports all of Megatron-Core that the package uses."""
+WITH_MEGATRON = ("megatron_lossagg.verify.prove", "megatron_lossagg.cpu.model")
+"""What to import: the modules that import all of Megatron-Core that the package uses."""
 
 _POLL_SECONDS = 0.02
 
@@ -186,12 +192,21 @@ def _kill(pid: int, *, is_running: bool) -> None:
 
 
 class ForkServer:
-    """A process that imports once and forks the ranks of each launch; started when first used."""
+    """A process that imports once and forks the ranks of each launch; started when first used.
 
-    def __init__(self, imports: Sequence[str], *, path: str) -> None:
-        """``imports``: modules that every rank finds imported. ``path``: its ``PYTHONPATH``."""
+    Threads may launch at the same time.
+    """
+
+    def __init__(
+        self, imports: Sequence[str], *, path: str, environment: Mapping[str, str] = os.environ
+    ) -> None:
+        """``imports``: modules that every rank finds imported.
+
+        ``path``: its ``PYTHONPATH``. ``environment``: of every rank, but for what is set here.
+        """
         self._imports = imports
         self._environment = {
+            **environment,
             "PYTHONPATH": path,
             # Unbuffered, a line and its end are two writes.
             "PYTHONUNBUFFERED": "",
@@ -201,8 +216,10 @@ class ForkServer:
         }
         if sys.platform == "linux":
             self._environment["GLOO_SOCKET_IFNAME"] = "lo"
-        self._server: subprocess.Popen[str] | None = None
-        self._errors: Any = None
+        self._starting = threading.Lock()
+        self._server: subprocess.Popen[bytes] | None = None
+        self._folder: Any = None
+        self._is_closed = False
 
     def launch(
         self,
@@ -226,7 +243,7 @@ class ForkServer:
                     "command": list(command),
                     "processes": processes,
                     "outputs": outputs,
-                    "environment": {**os.environ, **self._environment, **(env or {})},
+                    "environment": {**self._environment, **(env or {})},
                     "folder": str(Path.cwd()),
                     "timeout": timeout,
                 }
@@ -243,44 +260,52 @@ class ForkServer:
         return subprocess.CompletedProcess(list(command), int(any(statuses)), stdout, stderr)
 
     def close(self) -> None:
-        """End the process, and with it the ranks of a launch that was interrupted."""
+        """End the process, the ranks of every launch that is still running, and later launches."""
+        self._is_closed = True
         if self._server is not None:
             server, self._server = self._server, None
             assert server.stdin is not None
-            assert server.stdout is not None
             server.stdin.close()
             server.wait()
-            server.stdout.close()
-            self._errors.close()
+            self._folder.cleanup()
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        if self._server is None:
-            self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by close()
-            self._server = subprocess.Popen(
-                [sys.executable, __file__, *self._imports],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
-                text=True,
-                env={**os.environ, **self._environment},
-                start_new_session=True,  # an interrupt from the keyboard ends it through close()
-            )
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
+        with self._starting:
+            if self._is_closed:
+                raise RuntimeError("the fork server is closed")
+            if self._server is None:
+                self._start()
         try:
-            self._server.stdin.write(json.dumps(request) + "\n")
-            self._server.stdin.flush()
-            line = self._server.stdout.readline()
-        except BrokenPipeError:
-            line = ""
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(f"{self._folder.name}/socket")
+                connection.sendall(json.dumps(request).encode() + b"\n")
+                with connection.makefile("rb") as answers:
+                    line = answers.readline()
+        except (BrokenPipeError, ConnectionError):
+            line = b""
         if not line:
-            status = self._server.wait()
-            self._errors.seek(0)
-            raise RuntimeError(
-                f"the fork server ended with {status}:\n{self._errors.read()[-8000:]}"
-            )
+            errors = Path(self._folder.name, "errors").read_text()
+            raise RuntimeError(f"the fork server did not answer:\n{errors[-8000:]}")
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        with (
+            socket.socket(socket.AF_UNIX) as listener,
+            Path(self._folder.name, "errors").open("w") as errors,
+        ):
+            listener.bind(f"{self._folder.name}/socket")
+            listener.listen(128)  # a launch can connect before the imports are done
+            self._server = subprocess.Popen(
+                [sys.executable, __file__, str(listener.fileno()), *self._imports],
+                stdin=subprocess.PIPE,
+                stdout=errors,
+                stderr=errors,
+                pass_fds=[listener.fileno()],
+                env=self._environment,
+                start_new_session=True,  # an interrupt from the keyboard ends it through close()
+            )
 
 
 def _described(rank: int, status: int) -> str:
@@ -290,14 +315,11 @@ def _described(rank: int, status: int) -> str:
 
 
 class _ClientGoneError(Exception):
-    """The process that made the request has ended."""
+    """The process that made the request has ended, or does not wait for the answer."""
 
 
-def serve(imports: Sequence[str]) -> None:
-    """Import, then fork the ranks of each request until the requests end."""
-    requests = os.fdopen(os.dup(0), "rb", buffering=0)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+def serve(listener: socket.socket, imports: Sequence[str]) -> None:
+    """Import, then fork a process for each connection until standard input ends."""
     import torch
 
     # A machine with CUDA runs the workers as it would under the launcher: they decide.
@@ -306,34 +328,60 @@ def serve(imports: Sequence[str]) -> None:
         importlib.import_module(STAND_INS).install()
     for name in imports:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # else every collection in a rank walks all that was imported
+
+    while True:
+        stdin_or_listener, _, _ = select.select([sys.stdin, listener], [], [])
+        if sys.stdin in stdin_or_listener:  # nothing is written to it: it has ended
+            break
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            status = 1
+            try:
+                with suppress(_ClientGoneError, ConnectionError):
+                    _answer(connection)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        connection.close()
+        _reap(os.WNOHANG)
+    _reap(0)  # each of them sees that standard input has ended
+
+
+def _reap(options: int) -> None:
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, options) != (0, 0):
+            continue
+
+
+def _answer(connection: socket.socket) -> None:
+    """Read a request, fork its ranks, and write how they ended."""
+    with connection.makefile("rb") as requests:
+        request = json.loads(requests.readline())
 
     def wait(seconds: float) -> None:
-        # No request follows before the answer: what can be read is the end.
-        if select.select([requests], [], [], seconds)[0]:
+        # Nothing is written before the answer: what can be read is an end.
+        if select.select([connection, sys.stdin], [], [], seconds)[0]:
             raise _ClientGoneError
 
-    for line in iter(requests.readline, b""):
-        request = json.loads(line)
+    def work() -> None:
+        connection.close()
+        os.chdir(request["folder"])
+        _run(request["command"])
 
-        def work(request: dict[str, Any] = request) -> None:
-            answers.close()
-            requests.close()
-            os.chdir(request["folder"])
-            _run(request["command"])
-
-        try:
-            ended = fork_ranks(
-                work,
-                processes=request["processes"],
-                outputs=[(Path(out), Path(err)) for out, err in request["outputs"]],
-                environment=request["environment"],
-                timeout=request["timeout"],
-                wait=wait,
-            )
-        except _ClientGoneError:
-            return
-        answers.write(json.dumps(ended._asdict()) + "\n")
-        answers.flush()
+    ended = fork_ranks(
+        work,
+        processes=request["processes"],
+        outputs=[(Path(out), Path(err)) for out, err in request["outputs"]],
+        environment=request["environment"],
+        timeout=request["timeout"],
+        wait=wait,
+    )
+    connection.sendall(json.dumps(ended._asdict()).encode() + b"\n")
 
 
 def _run(command: Sequence[str]) -> None:
@@ -349,4 +397,4 @@ def _run(command: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1:])
+    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])

@@ -39,6 +39,7 @@ import megatron_lossagg.cpu as cpu
 from megatron_lossagg import Aggregation, MegatronContract
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.probe import startup, together
+from megatron_lossagg.verify.model import destroy_groups
 
 REPEATS = int(os.environ.get("PROBE_REPEATS", "2"))
 """How often each fault is introduced; .ci/run asks for 20."""
@@ -138,6 +139,8 @@ def layout_of(*, tp=1, pp=1, cp=1, ep=1, vpp=1, instances=1):
     model_parallel_cuda_manual_seed(1)
     try:
         yield
+        dist.barrier()  # no rank still uses a group
+        destroy_groups()
     finally:
         gc.collect()
         parallel_state.destroy_model_parallel()
@@ -295,10 +298,10 @@ def facts(chunks):
         "chunk": [{name: id(v) for name, v in vars(c).items()} for c in chunks],
         "globals": {name: id(v) for name, v in vars(parallel_state).items() if name.isupper()},
         "default dtype": torch.get_default_dtype(),
-        "random state": torch.get_rng_state().tolist(),
-        "tracker": {name: state.tolist() for name, state in tracker.items()},
-        "gradients": [b.grad_data.tolist() for b in buffers],
-        "parameters": [p.tolist() for chunk in chunks for p in chunk.parameters()],
+        "random state": bits(torch.get_rng_state()),
+        "tracker": {name: bits(state) for name, state in tracker.items()},
+        "gradients": [bits(b.grad_data) for b in buffers],
+        "parameters": [bits(p.detach()) for chunk in chunks for p in chunk.parameters()],
         "groups": {
             (name, value)
             for chunk in chunks
@@ -307,6 +310,10 @@ def facts(chunks):
             if isinstance(value, bool)
         },
     }
+
+
+def bits(tensor):
+    return tensor.view(torch.uint8).numpy().tobytes()
 
 
 def read(chunks, **options):

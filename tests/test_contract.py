@@ -5,14 +5,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from conftest import launched
+from conftest import early, launched
 
 CHECKS = re.findall(
     r"^def check_(\w+)\(", (Path(__file__).parent / "contract_worker.py").read_text(), re.MULTILINE
 )
 
 
-@pytest.fixture(scope="module")
+@early
 def output():
     return launched("contract_worker.py", processes=2)
 

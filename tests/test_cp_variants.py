@@ -8,7 +8,7 @@ import json
 
 import pytest
 import torch
-from conftest import launched
+from conftest import early, launched
 
 from megatron_lossagg import Layout
 from megatron_lossagg.verify.job import Job
@@ -19,7 +19,7 @@ SLICED = {"CP2": Parallelism(dp=2, cp=2), "CP4": Parallelism(cp=4)}
 OFFSETS = ((0, 1), (0, 3, 4, 9), (0, 2, 2, 5), tuple(range(0, 120, 3)))
 
 
-@pytest.fixture(scope="module")
+@early
 def slices():
     job = Job(layouts=list(SLICED.values()), cases=())
     out = launched("matrix_worker.py", "slices", job.to_json(), processes=job.world_size)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import launched
+from conftest import early, launched, new_folder
 
 from megatron_lossagg.cpu import STAND_INS
 
@@ -29,9 +29,9 @@ def run_worker(scenarios: str, processes: int, directory: Path) -> dict[str, Any
     return report
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    directory = tmp_path_factory.mktemp("cpu")
+@early
+def reports() -> dict[int, dict[str, Any]]:
+    directory = new_folder()
     return {
         1: run_worker(SCENARIOS, 1, directory),
         2: run_worker(SCENARIOS, 2, directory),

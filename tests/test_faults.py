@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import RELEASE, launched, worker_path
+from conftest import RELEASE, early, fork_server, launched, new_folder, worker_path
 
 from megatron_lossagg.cpu import launch
 
@@ -21,16 +21,10 @@ THROUGH = "THE STEP WENT THROUGH"
 LOST = ("DP2-killed", "PP2-killed", "DP2-stopped")
 
 
-def ended(*arguments, processes):
-    """Run the worker under the launcher; raise where it hangs."""
-    command = [str(WORKER), *arguments]
-    environment = {"PYTHONPATH": worker_path()}
-    return launch(command, processes=processes, timeout=300, env=environment)
-
-
 def test_the_launcher_ends_the_other_rank_when_one_is_killed_in_loss_func(tmp_path):
     """PP 2: the last stage dies, the first waits for its gradient."""
-    done = ended("killed", "PP2", str(tmp_path / "time"), processes=2)
+    command = [str(WORKER), "killed", "PP2", str(tmp_path / "time")]
+    done = launch(command, processes=2, timeout=300, env={"PYTHONPATH": worker_path()})
     assert (tmp_path / "time").exists(), done.stderr[-4000:]
     assert time.time() - float((tmp_path / "time").read_text()) < SECONDS
     assert done.returncode != 0
@@ -38,10 +32,10 @@ def test_the_launcher_ends_the_other_rank_when_one_is_killed_in_loss_func(tmp_pa
     assert THROUGH not in done.stdout
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
+@early
+def alone():
     """Run ranks without a launcher; return how the first ended after the second was lost."""
-    out = launched("fault_worker.py", "alone", tmp_path_factory.mktemp("alone"), processes=1)
+    out = launched("fault_worker.py", "alone", new_folder(), processes=1)
     assert THROUGH not in out
     return {outcome["lost"]: outcome for outcome in map(json.loads, out.splitlines())}
 
@@ -57,7 +51,7 @@ def test_no_rank_waits_for_a_lost_rank_without_a_launcher(alone, name):
 
 def test_a_nan_loss_is_named_by_rank_microbatch_row_and_token_and_ends_the_launch():
     """DP 2 x CP 2: rank 3's second microbatch; the token's place is found without the package."""
-    done = ended("nan", processes=4)
+    done = fork_server().launch([str(WORKER), "nan"], processes=4, timeout=300)
     assert THROUGH not in done.stdout
     assert done.stdout, done.stderr[-4000:]
     (outcome,) = map(json.loads, done.stdout.splitlines())
@@ -75,7 +69,7 @@ def test_a_nan_loss_is_named_by_rank_microbatch_row_and_token_and_ends_the_launc
         assert words in errors[0]
 
 
-@pytest.fixture(scope="module")
+@early
 def stock():
     outcome = {}
     for line in launched("fault_worker.py", "stock", processes=2).splitlines():

@@ -1,11 +1,12 @@
 """On real Megatron-Core every layout trains the oracle's gradient.
 
-All layouts of one world size are proven in one launch of ``megatron_lossagg.verify``; the
+All layouts of one world size are proven in one launch of ``megatron_lossagg.verify``, but for
+unpacked rows: their padding makes the reference three times as large. The
 data with every degenerate row is its ``rows.py``, the oracle its ``oracle.py``.
 """
 
 import pytest
-from conftest import launched
+from conftest import early, launched, proven
 
 from megatron_lossagg.verify.cases import CASES
 from megatron_lossagg.verify.parallelism import Parallelism
@@ -42,11 +43,46 @@ def layout_of(sizes, **more):
     return Parallelism(**{**sizes, **more})
 
 
-@pytest.fixture(scope="module")
-def verdicts(proven):
-    """Return every verdict of this file's layouts, by layout, case and regime."""
+def layouts_of_size(world_size, packings=("thd", "local")):
     layouts = [layout_of(s, microbatches=m) for s in SPLITS.values() for m in MICROBATCHES]
-    return proven([*layouts, *(layout_of(sizes) for sizes in OTHERS.values()), UNEVEN])
+    layouts += [*map(layout_of, OTHERS.values()), UNEVEN]
+    return [one for one in layouts if one.world_size == world_size and one.packing in packings]
+
+
+@early
+def verdicts_of_four_ranks():
+    return proven(layouts_of_size(4))
+
+
+@early
+def verdicts_of_two_ranks():
+    return proven(layouts_of_size(2))
+
+
+@early
+def verdicts_of_three_ranks():
+    return proven(layouts_of_size(3))
+
+
+@early
+def verdicts_of_unpacked_rows():
+    return proven(layouts_of_size(2, packings=("bshd",)))
+
+
+@pytest.fixture(scope="module")
+def verdicts(
+    verdicts_of_four_ranks,
+    verdicts_of_two_ranks,
+    verdicts_of_three_ranks,
+    verdicts_of_unpacked_rows,
+):
+    """Return every verdict of this file's layouts, by layout, case and regime."""
+    return (
+        verdicts_of_four_ranks
+        | verdicts_of_two_ranks
+        | verdicts_of_three_ranks
+        | verdicts_of_unpacked_rows
+    )
 
 
 @pytest.mark.parametrize("regime", REGIMES)
@@ -80,7 +116,7 @@ def test_ranks_with_3_and_5_microbatches_train_the_configured_loss(verdicts, cas
     assert verdicts[str(UNEVEN), case, regime]["gradient_error"] < 1e-12
 
 
-@pytest.fixture(scope="module")
+@early
 def parity():
     return launched("parity_worker.py", processes=4)
 

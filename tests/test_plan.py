@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import launched
+from conftest import early, launched
 
 from megatron_lossagg import Aggregation, Layout, Sequences, StepTotals, plan_step
 from megatron_lossagg import plan as plan_module
@@ -707,7 +707,7 @@ CHECKS = re.findall(
 )
 
 
-@pytest.fixture(scope="module")
+@early
 def faults_by_check():
     """Return each rank's failure, None where it passed, by number of processes and check."""
     out = {n: launched("plan_worker.py", processes=n, timeout=120) for n in (2, 3)}

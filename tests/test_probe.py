@@ -6,9 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import TESTS, launched, worker_path
-
-from megatron_lossagg.cpu import launch
+from conftest import TESTS, early, fork_server, launched
 
 SOURCE = (Path(__file__).parent / "probe_worker.py").read_text()
 LAYOUTS = {
@@ -35,19 +33,20 @@ FAULTS = {
 }
 
 
+@early
+def printed_by_two():
+    return launched("probe_worker.py", processes=2, timeout=1800).splitlines()
+
+
+@early
+def printed_by_four():
+    return launched("probe_worker.py", processes=4, timeout=1800).splitlines()
+
+
 @pytest.fixture(scope="module")
-def printed():
-    """Return a function from a number of processes to the lines that the worker printed."""
-    cache = {}
-
-    def lines(processes):
-        if processes not in cache:
-            cache[processes] = "this launch failed in an earlier test"
-            cache[processes] = launched("probe_worker.py", processes=processes).splitlines()
-        assert isinstance(cache[processes], list), cache[processes]
-        return cache[processes]
-
-    return lines
+def printed(printed_by_two, printed_by_four):
+    """Return the lines that the worker printed, by number of processes."""
+    return {2: printed_by_two, 4: printed_by_four}
 
 
 def of(lines, layout, kind):
@@ -56,7 +55,7 @@ def of(lines, layout, kind):
 
 @pytest.mark.parametrize(("processes", "layout"), CASES, ids=lambda value: str(value))
 def test_stock_megatron_passes_and_is_left_unchanged(printed, processes, layout):
-    lines = printed(processes)
+    lines = printed[processes]
     assert of(lines, layout, "PASSED")
     stock = of(lines, layout, "STOCK")
     assert len(stock) == (4 if "instances" in layout else 15)
@@ -67,8 +66,8 @@ def test_stock_megatron_passes_and_is_left_unchanged(printed, processes, layout)
 @pytest.mark.parametrize(("processes", "layout"), MEGATRON_LM_LAYOUTS, ids=str)
 def test_the_config_of_megatron_lm_passes_and_is_left_unchanged(printed, processes, layout):
     """Both regimes, five sets of DDP options, three dtypes; every option of the config set."""
-    lines = of(printed(processes), layout, "MEGATRON-LM average")
-    lines += of(printed(processes), layout, "MEGATRON-LM per-token")
+    lines = of(printed[processes], layout, "MEGATRON-LM average")
+    lines += of(printed[processes], layout, "MEGATRON-LM per-token")
     assert len(lines) == 2 * 5 * 3
     for line in lines:
         assert re.search(CONFIRMED, line), line
@@ -79,7 +78,7 @@ def test_the_probe_is_quick(printed):
     seconds = [
         float(found[1])
         for processes in LAYOUTS
-        for line in printed(processes)
+        for line in printed[processes]
         if (found := re.search(r"STOCK .*\((\d+\.\d\d) s\)$", line))
     ]
     print(f"\n{len(seconds)} probes of stock Megatron-Core, {max(seconds):.2f} s at most")
@@ -113,7 +112,7 @@ def verdicts_of(printed, cases, kind, fault):
     return [
         (found[1], found[2])
         for processes, layout in cases
-        for line in of(printed(processes), layout, kind)
+        for line in of(printed[processes], layout, kind)
         if (found := re.match(rf"{re.escape(layout)}: {kind} (\S+), {fault}: (.*)", line))
     ]
 
@@ -129,12 +128,12 @@ def regimes_caught(verdicts):
 
 
 def test_gradients_that_are_reduced_twice_are_caught(printed):
-    (line,) = of(printed(4), "DP2xPP2", "TWICE")
+    (line,) = of(printed[4], "DP2xPP2", "TWICE")
     assert "expected K = N = " in line
 
 
 def test_what_cannot_be_measured_is_reported_as_read(printed):
-    lines = printed(2)
+    lines = printed[2]
     assert [line.split()[2] for line in of(lines, "DP2", "READ")] == ["finalize:", "DDP:", "all:"]
 
 
@@ -147,12 +146,8 @@ def test_the_layouts_and_faults_here_are_the_workers():
 @pytest.mark.parametrize("where", ["finalize", "schedule"])
 def test_a_rank_that_fails_alone_ends_the_run_with_its_reason(where):
     start = time.monotonic()
-    done = launch(
-        [str(TESTS / "probe_worker.py"), "alone", where],
-        processes=2,
-        timeout=120,
-        env={"PYTHONPATH": worker_path()},
-    )
+    command = [str(TESTS / "probe_worker.py"), "alone", where]
+    done = fork_server().launch(command, processes=2, timeout=120)
     assert done.returncode != 0
     assert f"the startup probe failed on rank 1 in the {where}" in done.stderr, done.stderr[-4000:]
     assert "KeyError: 'no such table'" in done.stderr

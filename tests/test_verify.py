@@ -1,4 +1,7 @@
-"""``lossagg verify`` as a user runs it: this machine, a launcher of two nodes, wrong usage."""
+"""``lossagg verify`` as a user runs it: this machine, a launcher of two nodes, wrong usage.
+
+Where a test is not about launching, the command runs in this process and forks its ranks.
+"""
 
 import contextlib
 import json
@@ -12,10 +15,12 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import ENVIRONMENT, TESTS, early, fork_server, new_folder
 from wrong_factors.run import apply
 
 from megatron_lossagg.cli.explanation import Split, explain
 from megatron_lossagg.cli.main import main
+from megatron_lossagg.verify import command as command_module
 from megatron_lossagg.verify import environment as environment_module
 from megatron_lossagg.verify.cases import CASES
 from megatron_lossagg.verify.environment import environment
@@ -33,7 +38,7 @@ def lossagg(*arguments, path=ROOT, launcher=(), **environment):
     return subprocess.Popen(
         [sys.executable, *launcher, "-m", "megatron_lossagg", *map(str, arguments)],
         cwd=path,
-        env={**os.environ, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1", **environment},
+        env={**ENVIRONMENT, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -45,12 +50,42 @@ def ended(process, timeout=300):
     return process.returncode, out, err
 
 
-def test_one_layout_passes_in_text_json_and_html(tmp_path):
-    report, page = tmp_path / "report.json", tmp_path / "report.html"
+@early
+def facts():
+    """Return what this machine has."""
+    return environment()
+
+
+@pytest.fixture
+def forks_ranks(monkeypatch):
+    """Return a function that makes the command of this process fork its ranks."""
+
+    def fork_from_now_on(copy=None):
+        """``copy``: a folder with another copy of the package for the ranks."""
+
+        def launch(command, *, env, **options):
+            if copy is not None:
+                command = [str(TESTS / "copy_worker.py"), str(copy), *command[2:]]
+                env = {**env, "PYTHONPATH": str(copy)}
+            return fork_server().launch(command, env=env, **options)
+
+        monkeypatch.setattr(command_module, "launch", launch)
+
+    return fork_from_now_on
+
+
+@early
+def one_layout():
+    """Return how the command ended, what it printed, and its report and page."""
+    report, page = new_folder() / "report.json", new_folder() / "report.html"
     process = lossagg(
         "verify", "--dp", 2, "--moe", "--ep", 2, "--json", report, "--html", page, *ONE
     )
-    status, out, err = ended(process)
+    return *ended(process), report, page
+
+
+def test_one_layout_passes_in_text_json_and_html(one_layout):
+    status, out, err, report, page = one_layout
     assert status == 0, out + err
     first, *lines = out.splitlines()
     assert first.startswith("PASS: 2 of 2 cases pass on 1 layout of 2 ranks, megatron-core ")
@@ -82,10 +117,16 @@ def test_one_layout_passes_in_text_json_and_html(tmp_path):
         assert explanation.factor == v["k"]
 
 
-def test_a_wrong_factor_fails_with_status_1_and_its_cause(tmp_path):
+@pytest.mark.launches
+def test_a_wrong_factor_fails_with_status_1_and_its_cause(
+    tmp_path, monkeypatch, capsys, facts, forks_ranks
+):
     shutil.copytree(ROOT / "megatron_lossagg", tmp_path / "megatron_lossagg")
     apply(ROOT / "tests/wrong_factors/num_tokens_on_every_cp_rank.txt", tmp_path)
-    status, out, err = ended(lossagg("verify", "--cp", 2, *ONE, path=tmp_path))
+    forks_ranks(tmp_path)
+    monkeypatch.setattr(command_module, "environment", lambda: facts)
+    status = main(["verify", "--cp", "2", *ONE])
+    out, err = capsys.readouterr()
     assert status == 1, out + err
     assert out.startswith("FAIL: 1 of 2 cases pass on 1 layout of 2 ranks")
     assert "gradient: measured factor 0.5 = 1/CP, expected 1: every CP rank" in out
@@ -93,11 +134,13 @@ def test_a_wrong_factor_fails_with_status_1_and_its_cause(tmp_path):
     assert out.index("every CP rank returns the whole count") < out.index("megatron-core   ")
 
 
-def test_two_nodes_of_a_launcher_pass_and_only_rank_0_reports(tmp_path):
+@early
+def two_nodes():
+    """Return how the launcher of each node ended and what it printed, and the report."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    report = tmp_path / "report.json"
+    report = new_folder() / "report.json"
     processes = []
     for node in range(2):
         launcher = [
@@ -107,18 +150,21 @@ def test_two_nodes_of_a_launcher_pass_and_only_rank_0_reports(tmp_path):
         arguments = ["verify", "--cp", 2, "--pp", 2, "--json", report, *ONE]
         process = lossagg(*arguments, launcher=launcher, GLOO_SOCKET_IFNAME="lo")
         processes.append(process)
-    results = [ended(process) for process in processes]
+    return [ended(process) for process in processes], report
+
+
+def test_two_nodes_of_a_launcher_pass_and_only_rank_0_reports(two_nodes):
+    results, report = two_nodes
     assert [status for status, *_ in results] == [0, 0], results
     assert ["2 of 2 cases pass" in out for _, out, _ in results] == [True, False]
     assert json.loads(report.read_text())["layouts"] == ["PP 2 x CP 2, M 3"]
 
 
 def test_a_launcher_with_another_number_of_ranks_is_refused():
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    process = lossagg("verify", "--dp", 3, *ONE, launcher=launcher, GLOO_SOCKET_IFNAME="lo")
-    status, _, err = ended(process)
-    assert status != 0
-    assert "DP 3, M 3: got 2 ranks from the launcher, expected 3. Change --dp" in err
+    command = ["-m", "megatron_lossagg", "verify", "--dp", "3", *ONE]
+    done = fork_server().launch(command, processes=2, timeout=300)
+    assert done.returncode != 0
+    assert "DP 3, M 3: got 2 ranks from the launcher, expected 3. Change --dp" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -209,8 +255,8 @@ def ranks_of(parent, known=()):
 
 
 @pytest.mark.launches
-def test_the_environment_lists_what_is_installed_and_what_is_missing():
-    facts = {fact.name: fact for fact in environment()}
+def test_the_environment_lists_what_is_installed_and_what_is_missing(facts):
+    facts = {fact.name: fact for fact in facts}
     assert facts["torch"].state == "found"
     assert facts["megatron-core"].state == "found"
     assert facts["megatron-core"].version[0].isdigit()
@@ -265,10 +311,13 @@ def test_a_package_that_is_missing_is_never_imported(tmp_path, monkeypatch):
 
 
 @pytest.mark.launches
-def test_verify_goes_on_where_only_an_optional_package_is_slow(tmp_path, monkeypatch, capfd):
+def test_verify_goes_on_where_only_an_optional_package_is_slow(
+    tmp_path, monkeypatch, capfd, forks_ranks
+):
     fake(tmp_path, "apex", SLOW.format(seconds=3))
     only_on_path(monkeypatch, tmp_path)
     monkeypatch.setitem(environment_module.PATIENCE, "apex", 0.5)
+    forks_ranks()
     assert main(["verify", "--dp", "1", "--regime", "average", *ONE]) == 0
     out = capfd.readouterr().out
     assert out.startswith("PASS: 1 of 1 case passes on 1 layout of 1 rank, ")

@@ -133,6 +133,7 @@ def run_job(job: Job, report: Callable[[Event], None]) -> bool:
                 progress=lambda verdict: report({"event": "case"}) if first else None,
             )
         )
+        gc.collect()  # of the models, which hold the layout's groups
         passed = passed and all(verdict.passed for verdict in verdicts)
         if first:
             written = [{**asdict(v), "passed": v.passed} for v in verdicts]

@@ -40,6 +40,7 @@ from megatron_lossagg.verify.rows import VOCABULARY, Row, filler_row, zigzag
 __all__ = [
     "Batch",
     "config_of",
+    "destroy_groups",
     "device",
     "forward",
     "gather_gradients",
@@ -84,9 +85,24 @@ def split_world(parallelism: Parallelism) -> Iterator[None]:
         torch.set_default_dtype(_dtype_of(parallelism))
         model_parallel_cuda_manual_seed(_SEED)
         yield
+        dist.barrier()  # no rank still uses a group
+        destroy_groups()
     finally:
         torch.set_default_dtype(default)
         parallel_state.destroy_model_parallel()
+
+
+def destroy_groups() -> None:
+    """Destroy this rank's groups, most of which ``destroy_model_parallel`` only forgets.
+
+    A gloo group has a thread that wakes 100 times per second until the group is garbage.
+    """
+    for group in {group for group in vars(parallel_state).values() if _is_group(group)}:
+        dist.destroy_process_group(group)
+
+
+def _is_group(value: Any) -> bool:
+    return isinstance(value, dist.ProcessGroup) and value is not dist.group.WORLD
 
 
 def join_world() -> None:

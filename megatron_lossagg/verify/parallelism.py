@@ -152,10 +152,10 @@ class Parallelism:
 
     @property
     def shape(self) -> ModelShape:
-        """The smallest model that these sizes divide, at least four layers and four heads."""
+        """The smallest model that these sizes divide, at least two layers and four heads."""
         stages = self.pp * self.vpp
         return ModelShape(
-            num_layers=stages * math.ceil(4 / stages),
+            num_layers=stages * math.ceil(2 / stages),
             num_heads=math.lcm(4, self.tp),
             num_experts=math.lcm(4, self.ep) if self.moe else 0,
         )

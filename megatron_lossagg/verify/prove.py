@@ -102,6 +102,7 @@ class Run:
         self.reference = reference
         config = megatron.config_of(parallelism, per_token=per_token)
         self.chunks = megatron.wrapped_chunks(parallelism, config)
+        self._shards = list(cpu.named_shards(self.chunks))
         # The steps measure what the probe would, and then find which case fails and why.
         self.contract = MegatronContract.read(self.chunks, probe=False)
         self.facts = Facts(
@@ -154,7 +155,7 @@ class Run:
         if self.parallelism.distributed_optimizer:
             megatron.gather_gradients(self.chunks)
         gradients = []
-        for shard in cpu.named_shards(self.chunks):
+        for shard in self._shards:
             main_grad = shard.parameter.main_grad  # type: ignore[attr-defined]
             # A copy: the next schedule call zeroes the buffer.
             gradients.append((shard, main_grad.to("cpu", torch.float64, copy=True)))
@@ -309,7 +310,7 @@ class Run:
 
     def check_every_parameter_is_compared(self) -> None:
         """Raise :class:`ProofError` where no rank has a parameter of the reference."""
-        names = [shard.name for shard in cpu.named_shards(self.chunks)]
+        names = [shard.name for shard in self._shards]
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, names)
         missing = set(self.reference.parameters) - set(chain(*gathered))

@@ -27,6 +27,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 sys.path.insert(0, str(HERE.parent))
 
+from copy_worker import use_copy  # noqa: E402
 from fork_server import STAND_INS, fork_ranks  # noqa: E402
 
 RANKS = 6
@@ -104,12 +105,7 @@ def run_ranks(copy: Path, arguments: list[str], printed: Path) -> list[int]:
 def run_command(copy: Path, arguments: list[str]) -> int:
     """Run the copy's command line in this process, a rank; its exit status."""
     try:
-        for name in list(sys.modules):
-            ours = name.partition(".")[0] == "megatron_lossagg"
-            if ours and not name.startswith(STAND_INS):
-                del sys.modules[name]
-        os.chdir(copy)
-        sys.path.insert(0, str(copy))
+        use_copy(copy)
         command = importlib.import_module("megatron_lossagg.cli.main")
         assert command.__file__.startswith(str(copy)), command.__file__
         status: int = command.main(arguments)
