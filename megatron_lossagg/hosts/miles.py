@@ -161,7 +161,8 @@ def _steps(args: Any, data: dict[str, Any]) -> list[HostStep]:
         )
     num_full = len(rollouts) // size
     sizes = [size] * num_full
-    if "multimodal_train_inputs" in data:  # scheduled by the trainer, which counts samples
+    is_late = getattr(args, "delay_split_train_data_by_dp", False)
+    if is_late or "multimodal_train_inputs" in data:  # the trainer splits, and counts samples
         _check_legacy_split(args, rollouts, size)
     elif getattr(args, "allow_partial_train_step", False) and args.use_dynamic_batch_size:
         sizes += [len(rollouts) % size] * (len(rollouts) % size > 0)
@@ -180,10 +181,10 @@ def _check_legacy_split(args: Any, rollouts: Sequence[Sequence[int]], size: int)
     is_mixed = num_steps > 1 and getattr(args, "balance_data", False)
     if num_samples > len(rollouts) or len(rollouts) % size or is_mixed:
         raise ContractError(
-            f"got multimodal_train_inputs with {num_samples} samples of {len(rollouts)} rollouts "
-            f"in {num_steps} steps of {size}, expected one sample per rollout and full steps in "
-            "order, since miles then splits samples, not rollouts: train one step per rollout "
-            "batch, or drop --balance-data"
+            f"got multimodal inputs or --delay-split-train-data-by-dp with {num_samples} samples "
+            f"of {len(rollouts)} rollouts in {num_steps} steps of {size}, expected one sample per "
+            "rollout and full steps in order, since miles then splits samples, not rollouts: train "
+            "one step per rollout batch, or drop --balance-data"
         )
 
 
