@@ -40,7 +40,8 @@ def samples():
         tokens = [5] * prompt + row["tokens"]
         # Masks cover the response; the last token of it is trained as well.
         mask = [*row["trained"], 1]
-        ids = {"sample": row["sample"], "prompt": row["prompt"]}
+        # Larger prompts: one with fewer active tokens than rollouts is refused.
+        ids = {"sample": row["sample"], "prompt": row["sample"] // 5}
         rows.append({"tokens": tokens, "response": total - prompt, "mask": mask, **ids})
     rows[4]["mask"] = [0] * rows[4]["response"]
     return rows

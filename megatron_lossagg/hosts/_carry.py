@@ -40,12 +40,21 @@ from megatron_lossagg.errors import AggregationError, ContractError, PlanError
 from megatron_lossagg.flags import add_loss_aggregation_args, aggregation_from_args
 from megatron_lossagg.plan import EmptyStep, StepPlan, plan_step
 
-__all__ = ["Host", "HostStep", "carried", "check_set_up", "denominators", "log_once"]
+__all__ = [
+    "REDUCER",
+    "Host",
+    "HostStep",
+    "carried",
+    "check_set_up",
+    "denominators",
+    "is_ours",
+    "log_once",
+]
 
 _Floats = npt.NDArray[np.float64]
 
 _OURS = "megatron_lossagg."
-_REDUCER = "custom_pg_loss_reducer_function_path"
+REDUCER = "custom_pg_loss_reducer_function_path"
 _INIT = "custom_megatron_init_path"
 _FLOAT32_ROUNDING = 1e-6
 
@@ -99,7 +108,7 @@ def check_set_up(args: Any, host: Host, *, is_carried: bool | None = None) -> Ag
     _check_names(args, host)
     aggregation = aggregation_from_args(args)
     carry = getattr(args, host.carry_argument, None)
-    reducer = getattr(args, _REDUCER, None)
+    reducer = getattr(args, REDUCER, None)
     if is_carried is None:
         is_carried = carry == host.carry_path
     if is_carried:
@@ -110,21 +119,21 @@ def check_set_up(args: Any, host: Host, *, is_carried: bool | None = None) -> Ag
             )
         if reducer is not None:
             raise ContractError(
-                f"got {_REDUCER} {reducer} beside {host.carry_argument}, expected one of them: the "
+                f"got {REDUCER} {reducer} beside {host.carry_argument}, expected one of them: the "
                 "reducer would replace the carried weights for the policy loss alone. Drop "
-                f"{_REDUCER}"
+                f"{REDUCER}"
             )
         _check_carried(args, aggregation)
-    is_from_args = _is_ours(reducer) and str(reducer).endswith(".constant_from_args")
+    is_from_args = is_ours(reducer) and str(reducer).endswith(".constant_from_args")
     if aggregation is not None and not is_carried and not carry and not is_from_args:
         raise ContractError(
             f"got loss_aggregation ({aggregation}) and nothing that reads it: set "
             f"{host.carry_argument} to {host.carry_path}, or drop loss_aggregation"
         )
-    if _is_ours(reducer):
+    if is_ours(reducer):
         module, _, name = str(reducer).rpartition(".")
         getattr(importlib.import_module(module), name)  # an invalid name fails here, at startup
-    if (is_carried or _is_ours(reducer)) and getattr(args, "calculate_per_token_loss", False):
+    if (is_carried or is_ours(reducer)) and getattr(args, "calculate_per_token_loss", False):
         raise ContractError(
             f"got --calculate-per-token-loss, expected the average regime: with it {host.name} "
             "ignores every denominator and divides by all tokens. Drop that flag"
@@ -252,7 +261,7 @@ def _remedy(aggregation: Aggregation) -> str:
 
 def _check_names(args: Any, host: Host) -> None:
     """Refuse what a file of arguments may hold without any effect."""
-    hooks = (host.carry_argument, _REDUCER, _INIT)
+    hooks = (host.carry_argument, REDUCER, _INIT)
     for name, value in vars(args).items():
         plain = name.replace("-", "_").lower()
         near = difflib.get_close_matches(plain, _flags(), n=1, cutoff=0.8)
@@ -261,7 +270,7 @@ def _check_names(args: Any, host: Host) -> None:
                 f"got {name}: {value!r}, which nothing reads, expected one of "
                 f"{', '.join(_flags())}: write {(near or ['loss_aggregation'])[0]}"
             )
-        if not _is_ours(value):
+        if not is_ours(value):
             continue
         if ":" in value:
             raise ContractError(
@@ -275,7 +284,8 @@ def _check_names(args: Any, host: Host) -> None:
             )
 
 
-def _is_ours(value: object) -> bool:
+def is_ours(value: object) -> bool:
+    """Whether an argument is a path into this package."""
     return isinstance(value, str) and value.startswith(_OURS)
 
 

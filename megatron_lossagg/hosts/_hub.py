@@ -32,7 +32,14 @@ from megatron_lossagg.flags import aggregation_from_args
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.plan import StepPlan, StepState, plan_step, warn_of_divisor
 
-__all__ = ["HubFactory", "HubReducer", "ReducerNameError", "constant_from_args", "factory_named"]
+__all__ = [
+    "HubFactory",
+    "HubReducer",
+    "ReducerNameError",
+    "constant_from_args",
+    "factory_named",
+    "refuse_bshd",
+]
 
 HubReducer = Callable[[Tensor], Tensor]
 HubFactory = Callable[[Sequence[int], Sequence[int], Sequence[Tensor], bool], HubReducer]
@@ -175,9 +182,13 @@ def _host_args() -> Any:
 
 
 def _refuse_bshd(cp_size: int) -> None:
-    if cp_size == 1 or "megatron.training.global_vars" not in sys.modules:
-        return
-    if getattr(_host_args(), "qkv_format", "thd") != "thd":
+    if cp_size > 1 and "megatron.training.global_vars" in sys.modules:
+        refuse_bshd(_host_args(), cp_size)
+
+
+def refuse_bshd(args: Any, cp_size: int) -> None:
+    """Raise :class:`LayoutError` where the host splits by a length that the hub is not given."""
+    if cp_size > 1 and getattr(args, "qkv_format", "thd") != "thd":
         raise LayoutError(
             "bshd with context parallelism splits by max_seq_len, which this hub is not given: use "
             "--qkv-format thd, or context parallel size 1"

@@ -27,8 +27,21 @@ import numpy as np
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.errors import ContractError, PlanError
 from megatron_lossagg.flags import empty_step_from_args
-from megatron_lossagg.hosts._carry import Host, HostStep, check_set_up, denominators, log_once
-from megatron_lossagg.hosts._hub import HubFactory, constant_from_args, factory_named
+from megatron_lossagg.hosts._carry import (
+    REDUCER,
+    Host,
+    HostStep,
+    check_set_up,
+    denominators,
+    is_ours,
+    log_once,
+)
+from megatron_lossagg.hosts._hub import (
+    HubFactory,
+    constant_from_args,
+    factory_named,
+    refuse_bshd,
+)
 
 __all__ = ["carry_weights", "check", "constant_from_args", "with_weights"]
 
@@ -52,6 +65,8 @@ def check(args: Any) -> None:
     what :func:`carry_weights` refuses. Logs the aggregation on rank 0. No collective.
     """
     aggregation = check_set_up(args, _HOST)
+    if is_ours(getattr(args, REDUCER, None)):
+        refuse_bshd(args, getattr(args, "context_parallel_size", 1))
     if aggregation is not None and getattr(args, _HOST.carry_argument, None):
         _check_miles(args, aggregation)
         log_once(_HOST, aggregation)
