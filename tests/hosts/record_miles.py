@@ -17,6 +17,7 @@ COMMIT = "31f1ca961a94cb860cec3b2dea34ec332bfa8f76"
 def main():
     with recording.one_process() as monkey:
         miles_worker.load()
+        miles_worker.start(1, torch.float32)
         megatron_host.object_store_in_process(monkey)
         from miles.backends.training_utils import cp_utils
         from miles.backends.training_utils.loss import loss_function

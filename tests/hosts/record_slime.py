@@ -7,6 +7,7 @@
 import megatron_host
 import recording
 import slime_worker
+import tiny_gpt
 import torch
 
 COMMIT = "624b824a898ab0ec1fcb4d373004c7f3852bf515"
@@ -15,6 +16,7 @@ COMMIT = "624b824a898ab0ec1fcb4d373004c7f3852bf515"
 def main():
     with recording.one_process() as monkey:
         slime_worker.load()
+        tiny_gpt.start(dtype=torch.float32)
         megatron_host.object_store_in_process(monkey)
         from megatron.core import mpu
         from slime.backends.megatron_utils import cp_utils

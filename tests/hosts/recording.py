@@ -7,7 +7,6 @@ from pathlib import Path
 
 import megatron_host
 import pytest
-import tiny_gpt
 import torch
 import torch.distributed as dist
 
@@ -17,10 +16,9 @@ CP_SIZES = (1, 2, 4)
 
 @contextlib.contextmanager
 def one_process():
-    """Start torch.distributed and Megatron's groups of one process."""
+    """Let this process be the only rank, and end its groups."""
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29531"}
     os.environ.update(alone)
-    tiny_gpt.start(dtype=torch.float32)
     with pytest.MonkeyPatch.context() as monkey:
         yield monkey
     dist.destroy_process_group()
