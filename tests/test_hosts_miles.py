@@ -128,6 +128,12 @@ def test_dropped_rollouts_keep_what_they_have(data, samples):
         assert value == pytest.approx(want)
 
 
+def test_a_conversion_without_denominators_gets_them(data, samples):
+    of_host = miles.with_weights(carrying(), samples, dict(data))["rollout_mask_sums"]
+    del data["rollout_mask_sums"]
+    assert miles.with_weights(carrying(), samples, data)["rollout_mask_sums"] == of_host
+
+
 def test_a_smaller_last_step_has_its_own_size(data, samples):
     args = carrying(global_batch_size=5, allow_partial_train_step=True)
     data = miles.with_weights(args, samples, data)

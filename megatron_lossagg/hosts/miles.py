@@ -114,7 +114,7 @@ def with_weights(args: Any, samples: Sequence[Any], data: dict[str, Any]) -> dic
         dropped=[row for row in range(len(masks)) if row not in in_a_step],
         empty_step=empty_step_from_args(args),
     )
-    host_S = data["rollout_mask_sums"]
+    host_S = data.get("rollout_mask_sums") or [1.0] * len(masks)  # of rows that miles drops
     data["rollout_mask_sums"] = np.where(np.isnan(denominator_S), host_S, denominator_S).tolist()
     return data
 
