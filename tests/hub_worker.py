@@ -1,11 +1,14 @@
-"""The slime/miles hub on live Megatron-Core, DP 2 x CP 2: the host's own scaling around it.
+"""The slime/miles hub and carried weights on live Megatron-Core, DP 2 x CP 2.
 
-The host's part is written here from its source (slime 624b824a ``loss_function``): three
-outputs with num_tokens 1, loss * M / B * (DP * CP), average regime.
+The host's part is written here from its source (slime 624b824a ``get_sum_of_sample_mean``,
+``loss_function``): sum of masked sums / max(d_s, 1), three outputs with num_tokens 1,
+loss * M / G * (DP * CP), average regime. Where there is a checkout, ``hosts/slime_worker.py`` runs
+the host's own.
 """
 
 import importlib
 import sys
+from argparse import Namespace
 
 import tiny_gpt
 import torch
@@ -18,6 +21,8 @@ import megatron_lossagg.cpu as cpu
 from megatron_lossagg.verify import oracle
 
 L = 40.0
+HUB = "hub"
+MODES = ("token_mean", "sample_mean", "prompt_mean", "constant")
 PROMPTS = [3, 1, 2, 1, 4, 2, 1, 9, 3, 6, 1, 2, 1, 5]
 
 
@@ -35,32 +40,41 @@ def samples():
         tokens = [5] * prompt + row["tokens"]
         # Masks cover the response; the last token of it is trained as well.
         mask = [*row["trained"], 1]
-        rows.append({"tokens": tokens, "response": total - prompt, "mask": mask})
+        # Larger prompts: one with fewer active tokens than rollouts is refused.
+        ids = {"sample": row["sample"], "prompt": row["sample"] // 5}
+        rows.append({"tokens": tokens, "response": total - prompt, "mask": mask, **ids})
     rows[4]["mask"] = [0] * rows[4]["response"]
     return rows
 
 
 def reference(path):
-    """Save loss and gradients by the oracle, on one process from unpacked rows."""
+    """Save losses and gradients by the oracle, on one process from unpacked rows."""
     tiny_gpt.start()
     model = tiny_gpt.gpt(tiny_gpt.config_of(), get_gpt_layer_local_spec())
     live = []
-    for number, row in enumerate(samples()):
+    for row in samples():
         tokens = torch.tensor(row["tokens"])
         logits = model(tokens[None, :-1], torch.arange(len(tokens) - 1)[None], None)[0]
         nll = -torch.log_softmax(logits, -1).gather(1, tokens[1:, None]).squeeze(1)
         x = list(nll[-row["response"] :])
-        live.append({"x": x, "counted": row["mask"], "trained": row["mask"], "sample": number})
-    loss = oracle.step_loss("constant", live, divisor=L)
+        ids = {"sample": row["sample"], "prompt": row["prompt"]}
+        live.append({"x": x, "counted": row["mask"], "trained": row["mask"], **ids})
     named = {shard.name: shard.parameter for shard in cpu.named_shards([model])}
-    grads = torch.autograd.grad(loss, list(named.values()))
-    torch.save((loss.item(), dict(zip(named, grads, strict=True))), path)
+    saved = {}
+    for mode in (HUB, *MODES):
+        # The hub's B counts rows: each is a rollout of its own.
+        rows = [{**row, "sample": n} for n, row in enumerate(live)] if mode == HUB else live
+        divisor = L if mode in (HUB, "constant") else None
+        loss = oracle.step_loss("constant" if mode == HUB else mode, rows, divisor=divisor)
+        grads = torch.autograd.grad(loss, list(named.values()), retain_graph=True)
+        saved[mode] = loss.item(), dict(zip(named, grads, strict=True))
+    torch.save(saved, path)
 
 
 def packed(rows, cp_size, cp_rank):
     """Pack one microbatch as the host does: whole rows padded to 2 CP, zigzag per row."""
-    tokens, positions, offsets, picks = [], [], [0], []
-    for row in rows:
+    tokens, positions, offsets, picks, masks, numbers = [], [], [0], [], [], []
+    for number, row in enumerate(rows):
         total = len(row["tokens"])
         padded = total + -total % (2 * cp_size)
         tokens += row["tokens"] + [0] * (padded - total)
@@ -70,12 +84,16 @@ def packed(rows, cp_size, cp_rank):
             row["tokens"][place + 1] if first <= place < total - 1 else -1
             for place in range(padded)
         ]
+        masks += [0] * first + row["mask"] + [0] * (padded - total + 1)
+        numbers += [number] * padded
         offsets.append(len(tokens))
     held = tiny_gpt.zigzag(offsets, cp_size, cp_rank)
     return {
         "tokens": torch.tensor(tokens)[held][None],
         "positions": torch.tensor(positions)[held][None],
         "target": torch.tensor(picks)[held],
+        "mask_here": torch.tensor(masks)[held],
+        "row_here": torch.tensor(numbers)[held],
         "total_lengths": [len(row["tokens"]) for row in rows],
         "response_lengths": [row["response"] for row in rows],
         "masks": [torch.tensor(row["mask"], dtype=torch.int32) for row in rows],
@@ -85,7 +103,7 @@ def packed(rows, cp_size, cp_rank):
 
 def compare(path):
     tiny_gpt.start(cp=2)
-    loss, grads = torch.load(path)
+    saved = torch.load(path)
     factory = load_function("megatron_lossagg.hosts.slime.constant_40")
     assert factory is load_function("megatron_lossagg.hosts.slime.constant_4e1")
     chunk = tiny_gpt.wrapped(tiny_gpt.config_of())
@@ -94,38 +112,78 @@ def compare(path):
         parallel_state.get_context_parallel_rank(),
     )
     own_samples = samples()[rank::2]
-    b, dp_cp = len(samples()), 4
     for m in (1, 3):
         batches = [packed(own_samples[number::m], 2, cp_rank) for number in range(m)]
 
-        def forward_step(iterator, model, m=m):
-            batch = next(iterator)
-            logits = model(
-                batch["tokens"], batch["positions"], None, packed_seq_params=batch["packed"]
+        def hub(batch, x):
+            reducer = factory(
+                batch["total_lengths"], batch["response_lengths"], batch["masks"], False
             )
+            return reducer(x)
 
-            def loss_func(logits):
-                is_response = batch["target"] >= 0
-                target = batch["target"][is_response][:, None]
-                x = -torch.log_softmax(logits[0][is_response], -1).gather(1, target).squeeze(1)
-                reducer = factory(
-                    batch["total_lengths"], batch["response_lengths"], batch["masks"], False
-                )
-                share = reducer(x)
-                scaled = share * m / b * dp_cp
-                report = {"loss": torch.stack([scaled.detach().clone(), torch.ones(())])}
-                return scaled, torch.tensor(1, dtype=torch.int), report
-
-            return logits, loss_func
-
-        data = tiny_gpt.run_schedule(forward_step, chunk, batches)
-        assert abs(tiny_gpt.reported(data, "loss") - loss) < 1e-12 * abs(loss)
-        for shard in cpu.named_shards([chunk]):
-            got, want = shard.parameter.main_grad, grads[shard.name]
-            assert want.norm() > 1e-6, shard.name
-            assert (got - want).norm() < 1e-12 * want.norm(), (m, shard.name)
+        train(chunk, batches, hub, len(samples()), saved[HUB])
+        for mode in MODES:
+            rollouts = len({row["sample"] for row in samples()})
+            carry(mode, own_samples, batches, rollouts)
+            train(chunk, batches, carried, rollouts, saved[mode])
+            if dist.get_rank() == 0:
+                print(f"CARRIED {mode} equals the oracle at M = {m}", flush=True)
     if dist.get_rank() == 0:
         print("HUB equals the oracle at M = 1 and 3", flush=True)
+
+
+def carry(mode, own_samples, batches, rollouts):
+    """Carry the weights to the microbatches as slime does, in a rollout batch of one step."""
+    m = len(batches)
+    numbers = [list(range(len(own_samples)))[number::m] for number in range(m)]
+    data = {
+        "loss_masks": [torch.tensor(row["mask"], dtype=torch.int32) for row in own_samples],
+        "rollout_ids": [row["sample"] for row in own_samples],
+        "prompt": [row["prompt"] for row in own_samples],
+        "rollout_mask_sums": torch.ones(len(own_samples)),  # of the default dtype, float64
+        "micro_batch_indices": numbers,
+        "num_microbatches": [m],
+        "global_batch_sizes": [rollouts],
+    }
+    divisor = L if mode == "constant" else None
+    args = Namespace(loss_aggregation=mode, loss_aggregation_divisor=divisor)
+    load_function("megatron_lossagg.hosts.slime.carry_weights")(args, 0, data)
+    for batch, rows in zip(batches, numbers, strict=True):
+        batch["denominators"] = data["rollout_mask_sums"][rows]
+
+
+def carried(batch, x):
+    """Reduce as the host does, with the denominators that travelled with the rows."""
+    is_response = batch["target"] >= 0
+    denominator = batch["denominators"].clamp(min=1)[batch["row_here"][is_response]]
+    return (x * batch["mask_here"][is_response] / denominator).sum()
+
+
+def train(chunk, batches, reduce, rollouts, want):
+    """Run the schedule with the host's scaling around ``reduce``; compare loss and gradients."""
+    loss, grads = want
+    m, dp_cp = len(batches), 4
+
+    def forward_step(iterator, model):
+        batch = next(iterator)
+        logits = model(batch["tokens"], batch["positions"], None, packed_seq_params=batch["packed"])
+
+        def loss_func(logits):
+            is_response = batch["target"] >= 0
+            target = batch["target"][is_response][:, None]
+            x = -torch.log_softmax(logits[0][is_response], -1).gather(1, target).squeeze(1)
+            scaled = reduce(batch, x) * m / rollouts * dp_cp
+            report = {"loss": torch.stack([scaled.detach().clone(), torch.ones(())])}
+            return scaled, torch.tensor(1, dtype=torch.int), report
+
+        return logits, loss_func
+
+    data = tiny_gpt.run_schedule(forward_step, chunk, batches)
+    assert abs(tiny_gpt.reported(data, "loss") - loss) < 1e-12 * abs(loss)
+    for shard in cpu.named_shards([chunk]):
+        got, wanted = shard.parameter.main_grad, grads[shard.name]
+        assert wanted.norm() > 1e-6, shard.name
+        assert (got - wanted).norm() < 1e-12 * wanted.norm(), (m, shard.name)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""The four-argument hub of slime and miles: masked sum / L and nothing else."""
+"""slime: weights carried with the data, and the four-argument hub of slime and miles."""
 
 import sys
 import types
+from argparse import Namespace
 
 import pytest
 import torch
 from conftest import launched
+from real_hosts import CASES, LAYOUTS, check_hub, flags, needs, recorded, trained, wanted
 
 from megatron_lossagg import microbatch, reducer
 from megatron_lossagg import plan as plan_module
@@ -13,9 +15,10 @@ from megatron_lossagg.errors import (
     AggregationError,
     ContractError,
     LayoutError,
+    PlanError,
     ReducerError,
 )
-from megatron_lossagg.hosts import slime
+from megatron_lossagg.hosts import _carry, slime
 
 
 @pytest.fixture
@@ -47,10 +50,12 @@ def host_args(monkeypatch):
 MASKS = [torch.tensor([1, 0, 1], dtype=torch.int32), torch.tensor([1, 1], dtype=torch.int32)]
 
 
-def test_on_live_megatron_the_hosts_own_scaling_makes_it_dr_grpo(tmp_path):
+def test_on_live_megatron_the_hosts_own_scaling_makes_it_the_configured_loss(tmp_path):
     file = tmp_path / "reference.pt"
     launched("hub_worker.py", "reference", file, processes=1)
-    assert "HUB equals the oracle" in launched("hub_worker.py", "compare", file, processes=4)
+    out = launched("hub_worker.py", "compare", file, processes=4)
+    assert "HUB equals the oracle" in out
+    assert out.count("CARRIED") == 8
 
 
 @pytest.mark.parametrize(
@@ -164,3 +169,292 @@ def test_any_other_aggregation_in_the_hosts_arguments_is_refused(miles_cp, host_
     host_args(**arguments)
     with pytest.raises(AggregationError, match="can only do constant"):
         slime.constant_from_args([5, 4], [3, 2], MASKS, False)
+
+
+CARRY = "megatron_lossagg.hosts.slime.carry_weights"
+
+
+@pytest.fixture
+def references(tmp_path_factory):
+    """Return a function from a dtype to the file of its reference."""
+
+    def reference(dtype):
+        file = tmp_path_factory.getbasetemp() / f"slime_{dtype}.pt"
+        if not file.exists():
+            launched("hosts/slime_worker.py", "reference", dtype, file, processes=1)
+        return file
+
+    return reference
+
+
+@needs("slime")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("dp", "cp"), LAYOUTS)
+def test_slimes_own_training_step_trains_the_configured_loss(references, dtype, dp, cp):
+    arguments = ("compare", dtype, cp, references(dtype))
+    out = launched("hosts/slime_worker.py", *arguments, processes=dp * cp)
+    assert "SLIME equals the oracle" in out
+    assert "slime logs rollout/log_probs" in out
+    assert out.count("slime DP ") == 2 * 12
+
+
+@needs("slime")
+def test_slimes_own_loader_parser_and_rebuilt_groups_take_the_hooks():
+    out = launched("hosts/slime_worker.py", "wiring", processes=2)
+    assert "WIRING of slime holds" in out
+
+
+def stock(**given):
+    """Return slime's arguments, as far as the hooks read them."""
+    defaults = {
+        "calculate_per_token_loss": False,
+        "custom_megatron_init_path": None,
+        "custom_pg_loss_reducer_function_path": None,
+        "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer",
+        "global_batch_size": 4,
+        "load_debug_rollout_data_subsample": None,
+        "n_samples_per_prompt": 2,
+        "rollout_data_postprocess_path": None,
+        "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
+    }
+    return Namespace(**{**defaults, **given})
+
+
+def carrying(mode="token_mean", **given):
+    """Return slime's arguments with weights carried."""
+    return stock(**{**flags(mode), "rollout_data_postprocess_path": CARRY, **given})
+
+
+@pytest.fixture
+def data():
+    """Return a rollout batch as slime's own code made it, and what its reducer returned."""
+    data = recorded("slime")
+    data["loss_masks"] = [torch.tensor(mask, dtype=torch.int32) for mask in data["loss_masks"]]
+    assert data["dtype of rollout_mask_sums"] == "torch.float32"
+    data["rollout_mask_sums"] = torch.tensor(data["rollout_mask_sums"], dtype=torch.float32)
+    return data
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """Take this process for the data-parallel group."""
+    monkeypatch.setattr(slime, "_data_parallel_group", lambda: None)
+
+
+def rows_of_steps(data):
+    microbatches = iter(data["micro_batch_indices"])
+    for m, rollouts in zip(data["num_microbatches"], data["global_batch_sizes"], strict=True):
+        yield [row for _ in range(m) for row in next(microbatches)], rollouts
+
+
+@pytest.mark.parametrize(("name", "keywords"), CASES, ids=[name for name, _ in CASES])
+def test_recorded_sums_over_carried_denominators_are_the_configured_loss(
+    data, alone, name, keywords
+):
+    slime.carry_weights(carrying(**flags(**keywords)), 0, data)
+    denominators = data["rollout_mask_sums"].tolist()
+    recording = recorded("slime")
+    steps = list(rows_of_steps(data))
+    assert [len(rows) for rows, _ in steps] == [6, 6]
+    for rows, rollouts in steps:
+        got = trained(recording, denominators, rows, rollouts)
+        assert got == pytest.approx(wanted(recording, rows, keywords), rel=1e-6)
+
+
+def test_sample_mean_is_what_slime_carries_by_default(data, alone):
+    before = data["rollout_mask_sums"]
+    slime.carry_weights(carrying("sample_mean"), 0, data)
+    after = data["rollout_mask_sums"]
+    assert after.dtype == before.dtype
+    assert torch.equal(after, before.clamp(min=1))  # the host clamps a masked rollout's 0
+
+
+def test_slime_still_clamps_scales_and_counts_as_it_was_recorded(data):
+    assert data["first row with a denominator of 0.5"] == data["sums"]["1"][0][0]
+    factor = data["factor"]
+    assert factor["loss"] == factor["M"] * factor["DP CP"] / factor["G"]
+    assert data["num_tokens"] == 1
+
+
+def test_carrying_twice_changes_nothing(data, alone):
+    slime.carry_weights(carrying(), 0, data)
+    once = data["rollout_mask_sums"]
+    slime.carry_weights(carrying(), 0, data)
+    assert torch.equal(data["rollout_mask_sums"], once)
+
+
+def test_the_reducer_is_slimes_own_token_sum_over_the_constant(miles_cp):
+    check_hub(slime.constant_40, recorded("slime"), miles_cp)
+
+
+def test_given_prompt_ids_are_taken_and_taken_out(data, alone):
+    ids = data["prompt"] = [f"prompt {prompt}" for prompt in data["prompts"]]
+    slime.carry_weights(carrying("prompt_mean", data_source_path="mine.Source"), 0, data)
+    given = data["rollout_mask_sums"]
+    assert "prompt" not in data
+    slime.carry_weights(carrying("prompt_mean"), 0, data)
+    assert torch.equal(data["rollout_mask_sums"], given)
+    data["prompt"] = ids
+    slime.carry_weights(carrying("token_mean"), 0, data)
+    assert data["prompt"] is ids
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"data_source_path": "mine.Source"},
+        {"rollout_function_path": "mine.rollout"},
+        {"load_debug_rollout_data_subsample": 0.5},
+    ],
+)
+def test_prompts_are_not_guessed_from_another_data_source(data, alone, arguments):
+    with pytest.raises(PlanError, match=r"expected slime's own data source.*Return data\['prompt"):
+        slime.carry_weights(carrying("prompt_mean", **arguments), 0, data)
+
+
+def test_prompts_of_another_size_are_refused(data, alone):
+    with pytest.raises(PlanError, match="samples_per_prompt"):
+        slime.carry_weights(carrying("prompt_mean", n_samples_per_prompt=3), 0, data)
+
+
+def test_a_given_prompt_in_two_steps_is_refused(data, alone):
+    data["prompt"] = [0] * len(data["prompts"])
+    with pytest.raises(PlanError, match=r"got 1 prompts in 2 steps, 1 of which.*--global-batch"):
+        slime.carry_weights(carrying("prompt_mean"), 0, data)
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("prompt_mean", r"row 0 .* with 1 active tokens.*2 times too small. Drop prompts"),
+        ("token_mean", r"weight of 0.5.* Choose another mode"),
+    ],
+)
+def test_a_denominator_that_slime_would_clamp_is_refused(data, alone, mode, message):
+    for mask in data["loss_masks"]:
+        mask.zero_()
+    data["loss_masks"][0][0] = 1
+    if mode == "token_mean":
+        data["loss_masks"][5][0] = 1
+    with pytest.raises(PlanError, match=message):
+        slime.carry_weights(carrying(mode), 0, data)
+
+
+def test_a_mask_that_is_not_0_or_1_is_refused(data, alone):
+    data["loss_masks"][3][0] = 2
+    with pytest.raises(PlanError, match="got loss_masks with 1 values other than 0 and 1"):
+        slime.carry_weights(carrying(), 0, data)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"loss_aggregation": None}, AggregationError, "no loss_aggregation.*ignores command-line"),
+        ({"calculate_per_token_loss": True}, ContractError, "Drop that flag"),
+        (
+            {"custom_pg_loss_reducer_function_path": "megatron_lossagg.hosts.slime.constant_4"},
+            ContractError,
+            "expected one of them.*Drop custom_pg_loss_reducer_function_path",
+        ),
+        (
+            {"custom_pg_loss_reducer_function_path": "mine.reducer"},
+            ContractError,
+            "expected one of them",
+        ),
+        (
+            {"loss_aggregation": None, "loss_aggregation_reducer_path": "math:sqrt"},
+            AggregationError,
+            "a custom reducer knows none",
+        ),
+        ({"loss_aggregation_probe": True}, AggregationError, "nothing is measured. Drop it"),
+        (
+            {"loss_aggregation": "constant", "loss_aggregation_divisor": 0.5},
+            AggregationError,
+            "divisor of 0.5, expected at least 1",
+        ),
+        ({"loss_aggregation": "token_sum"}, AggregationError, "expected at least 4"),
+        ({"loss_agregation": "constant"}, AggregationError, "write loss_aggregation"),
+        ({"loss-aggregation": "constant"}, AggregationError, "loss-aggregation: 'constant'"),
+        ({"lossagg_mode": "constant"}, AggregationError, "lossagg_mode: 'constant'"),
+        (
+            {"custom_megatron_init_pth": "megatron_lossagg.hosts.slime.check"},
+            ContractError,
+            "custom_megatron_init_pth .*, which slime does not call",
+        ),
+        (
+            {"custom_megatron_init_path": "megatron_lossagg.hosts.slime:check"},
+            ContractError,
+            "Write megatron_lossagg.hosts.slime.check",
+        ),
+    ],
+)
+def test_a_wrong_set_up_is_refused_at_startup_and_before_the_first_step(
+    data, alone, arguments, kind, message
+):
+    for call in (slime.check, lambda args: slime.carry_weights(args, 0, data)):
+        with pytest.raises(kind, match=f"^got.*{message}"):
+            call(carrying(**arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        (flags("token_mean"), ContractError, "nothing that reads it: set rollout_data_postprocess"),
+        (
+            {
+                **flags("constant", 40),
+                "custom_pg_loss_reducer_function_path": "megatron_lossagg.hosts.slime.constant_40",
+            },
+            ContractError,
+            "nothing that reads it",
+        ),
+        (
+            {"custom_pg_loss_reducer_function_path": "megatron_lossagg.hosts.slime.constant_0"},
+            AggregationError,
+            "'0' is not a valid divisor",
+        ),
+        (
+            {
+                "custom_pg_loss_reducer_function_path": "megatron_lossagg.hosts.slime.constant_4",
+                "calculate_per_token_loss": True,
+            },
+            ContractError,
+            "Drop that flag",
+        ),
+        (
+            {"custom_pg_loss_reducer_function_path": "megatron_lossagg.hosts.slime:constant_4"},
+            ContractError,
+            "Write megatron_lossagg.hosts.slime.constant_4",
+        ),
+    ],
+)
+def test_a_wrong_hub_is_refused_at_startup(arguments, kind, message):
+    with pytest.raises(kind, match=message):
+        slime.check(stock(**arguments))
+
+
+def test_the_start_passes_what_is_right_and_logs_it_once(caplog):
+    _carry.log_once.cache_clear()
+    slime.check(stock())
+    slime.check(stock(rollout_data_postprocess_path="mine.postprocess", **flags("token_mean")))
+    hub = "custom_pg_loss_reducer_function_path"
+    slime.check(stock(**{hub: "megatron_lossagg.hosts.slime.constant_40"}))
+    from_args = {hub: "megatron_lossagg.hosts.slime.constant_from_args"}
+    slime.check(stock(**from_args, **flags("constant", 40)))
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        slime.check(carrying("sample_sum"))
+        slime.check(carrying("sample_sum"))
+    assert [record.message for record in caplog.records] == [
+        "megatron_lossagg trains sample_sum: w_s = 1/B, carried to slime as rollout_mask_sums = "
+        "1 / (w_s G): for the policy loss, entropy, KL and the logged metrics alike"
+    ]
+
+
+def test_a_colon_path_is_answered_with_the_dotted_one():
+    import megatron_lossagg.hosts as hosts
+
+    with pytest.raises(AttributeError, match=r"last dot, write megatron_lossagg\.hosts\.slime\.f$"):
+        getattr(hosts, "slime:f")
+    with pytest.raises(AttributeError, match=r"no attribute 'absent'$"):
+        hosts.absent  # noqa: B018

@@ -1,182 +1,186 @@
-"""Dr.GRPO's constant divisor in an unmodified slime or miles, by one flag.
+"""Every mode in an unmodified slime, by arguments alone.
 
-Both hosts call ``--custom-pg-loss-reducer-function-path`` once per microbatch with four
-positional arguments, and the result once with this context-parallel rank's policy losses
-of the response tokens. Afterwards the host itself multiplies by M and DP * CP and divides
-by B, its count of rollouts; so the reducer returns masked sum / L and nothing else::
+**All of the loss.** The weights travel with the data, for the policy loss, entropy, KL and
+logged metrics alike. A file for ``--custom-config-path``::
+
+    loss_aggregation: token_mean
+    rollout_data_postprocess_path: megatron_lossagg.hosts.slime.carry_weights
+    custom_megatron_init_path: megatron_lossagg.hosts.slime.check
+
+**The policy loss alone**, Dr.GRPO's constant, by one flag; the divisor is encoded in the name
+(``constant_40960``, ``constant_4e4``, ``constant_0p5``)::
 
     --custom-pg-loss-reducer-function-path megatron_lossagg.hosts.slime.constant_40960
 
-The divisor is encoded in the name (``constant_40960``, ``constant_4e4``, ``constant_0p5``): the
-hosts resolve the path with ``getattr``, and this module answers any ``constant_<L>``. Or the
-divisor comes from the host's arguments, set by ``--custom-config-path``::
-
-    custom_pg_loss_reducer_function_path: megatron_lossagg.hosts.slime.constant_from_args
-    loss_aggregation: constant
-    loss_aggregation_divisor: 40960
-
-Only the policy loss goes through it: KL and entropy keep the host's own average. Sources:
-slime 624b824a ``policy_loss_function``, miles 31f1ca96 ``policy_loss_function``.
+or from the file's ``loss_aggregation: constant`` with ``constant_from_args``. KL and entropy
+keep the host's own average there. ``docs/hosts/slime.md`` has both, and what is refused.
+Source: slime 624b824a ``MegatronTrainRayActor.train_actor``, ``loss_function``.
 """
 
 from __future__ import annotations
 
-import re
+import logging
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.counts import Sequences, StepTotals
-from megatron_lossagg.errors import AggregationError, ContractError, LayoutError
-from megatron_lossagg.faults import Faults
-from megatron_lossagg.flags import aggregation_from_args
-from megatron_lossagg.layout import Layout
-from megatron_lossagg.plan import StepPlan, StepState, plan_step, warn_of_divisor
+from megatron_lossagg.errors import PlanError
+from megatron_lossagg.flags import empty_step_from_args
+from megatron_lossagg.hosts._carry import Host, HostStep, check_set_up, denominators, log_once
+from megatron_lossagg.hosts._hub import HubFactory, constant_from_args, factory_named
 
-__all__ = ["HubFactory", "HubReducer", "ReducerNameError", "constant_from_args"]
+__all__ = ["carry_weights", "check", "constant_from_args"]
 
-HubReducer = Callable[[Tensor], Tensor]
-HubFactory = Callable[[Sequence[int], Sequence[int], Sequence[Tensor], bool], HubReducer]
-
-_NAME = re.compile(r"constant_(.+)")
-_FIRST_CHECKS = (2, 4, 8, 16, 32)
-_CALLS_BETWEEN_CHECKS = 64
-
-
-class ReducerNameError(AggregationError, AttributeError):
-    """A ``constant_<L>`` whose L is not a valid divisor."""
-
-
-def constant_from_args(
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-    loss_masks: Sequence[Tensor],
-    calculate_per_token_loss: bool = False,
-) -> HubReducer:
-    """Make a microbatch's reducer with the divisor of the host's own arguments.
-
-    Reads ``loss_aggregation`` and ``loss_aggregation_divisor`` of Megatron's ``get_args()``.
-    Raises :class:`AggregationError` for any other mode than ``constant``: the hub gives no
-    other counts.
-    """
-    aggregation = aggregation_from_args(_host_args())
-    if aggregation is None or aggregation.mode != "constant" or not aggregation.count_empty:
-        raise AggregationError(
-            f"the host's arguments ask for {aggregation}: this hub can only do constant, with "
-            "empty samples counted; set loss_aggregation: constant and loss_aggregation_divisor"
-        )
-    factory = _factory(float(aggregation.divisor or 0))
-    return factory(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)
+_HOST = Host(
+    name="slime",
+    module="megatron_lossagg.hosts.slime",
+    carry_argument="rollout_data_postprocess_path",
+    about_flags="slime ignores command-line flags that it does not know, ours among them",
+)
+_STOCK_SOURCES = ("data_source_path", "rollout_function_path")
 
 
 def __getattr__(name: str) -> HubFactory:
-    """Return the factory ``constant_<L>``; the same name gives the same factory."""
-    match = _NAME.fullmatch(name)
-    if match is None:
-        raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}; it has constant_from_args and, for "
-            "any divisor L, constant_<L>, such as constant_40960 or constant_0p5"
+    """Return the reducer factory ``constant_<L>``; the same name gives the same factory."""
+    return factory_named(name, __name__)
+
+
+def check(args: Any) -> None:
+    """Refuse a wrong set-up at startup; for ``--custom-megatron-init-path``.
+
+    Finds misspelled arguments, which slime takes without a word, hooks that contradict each
+    other, and hooks that are missing. Logs the aggregation on rank 0. No collective.
+    """
+    aggregation = check_set_up(args, _HOST)
+    if aggregation is not None:
+        log_once(_HOST, aggregation)
+
+
+def carry_weights(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    """Overwrite ``rollout_mask_sums`` with d_s = 1 / (w_s G).
+
+    For ``--rollout-data-postprocess-path``; a function of your own there calls this one last.
+    ``rollout_data``: this data-parallel rank's rows of the rollout batch. Reads ``loss_masks``
+    (one ``[response]`` 0/1 mask per row), ``rollout_ids``, ``micro_batch_indices``,
+    ``num_microbatches`` (M per step) and ``global_batch_sizes`` (G per step); for ``prompt_mean``
+    also ``prompt``, an id per row, which it takes out. Without it, prompts are ``rollout_id //
+    n_samples_per_prompt``, which holds for slime's own data source alone; others are refused.
+
+    slime calls it on every rank after advantages were computed. Per step the collectives of
+    :func:`plan_step` over the data-parallel group without context parallelism, and one host sync
+    to count masks. Raises :class:`PlanError` and what :func:`check` raises.
+    """
+    aggregation = check_set_up(args, _HOST, is_carried=True)
+    assert aggregation is not None
+    log_once(_HOST, aggregation)
+    active_tokens, fault = _active_tokens(rollout_data["loss_masks"])
+    rollout_ids = [int(rollout) for rollout in rollout_data["rollout_ids"]]
+    prompt, samples_per_prompt = None, None
+    if aggregation.mode == "prompt_mean":
+        try:
+            prompt, samples_per_prompt = _prompts(args, rollout_ids, rollout_data)
+        except PlanError as error:
+            fault = fault or str(error)
+    denominator_S = denominators(
+        aggregation,
+        _steps(rollout_data),
+        active_tokens=active_tokens,
+        sample=rollout_ids,
+        prompt=prompt,
+        samples_per_prompt=samples_per_prompt,
+        group=_data_parallel_group(),
+        empty_step=empty_step_from_args(args),
+        fault=fault,
+    )
+    host_S = rollout_data["rollout_mask_sums"]
+    rollout_data["rollout_mask_sums"] = torch.from_numpy(denominator_S).to(host_S)
+
+
+def _steps(rollout_data: dict[str, Any]) -> list[HostStep]:
+    microbatches = iter(rollout_data["micro_batch_indices"])
+    steps = []
+    per_step = rollout_data["num_microbatches"], rollout_data["global_batch_sizes"]
+    for m, rollouts in zip(*per_step, strict=True):
+        rows_of_microbatch = [next(microbatches) for _ in range(m)]
+        sizes = [len(rows) for rows in rows_of_microbatch]
+        steps.append(
+            HostStep(
+                rows=[row for rows in rows_of_microbatch for row in rows],
+                rollouts=int(rollouts),
+                microbatch=np.repeat(np.arange(m), sizes).tolist(),
+                num_microbatches=int(m),
+            )
         )
-    try:
-        divisor = float(match[1].replace("p", "."))
-        Aggregation("constant", divisor=divisor)
-    except ValueError as error:
-        raise ReducerNameError(
-            f"{name!r}: {match[1]!r} is not a valid divisor: write a finite number above 0 such as "
-            "constant_40960, with p for the decimal point"
-        ) from error
-    return _factory(divisor)
+    return steps
+
+
+def _active_tokens(masks: Sequence[Tensor]) -> tuple[list[int], str]:
+    """Count each row's active tokens, and report a mask that is not 0 or 1; one host sync."""
+    if not masks:
+        return [], ""
+    counts_S = torch.stack([mask.sum() for mask in masks])
+    whole = torch.cat(list(masks))
+    num_other = ((whole != 0) & (whole != 1)).sum()
+    *counts, other = torch.cat([counts_S, num_other[None]]).tolist()
+    fault = ""
+    if other:
+        fault = f"got loss_masks with {int(other)} values other than 0 and 1, expected a 0/1 mask: "
+        fault += "make loss_mask of each Sample 0 or 1"
+    return [max(int(count), 0) for count in counts], fault
+
+
+def _prompts(
+    args: Any, rollout_ids: Sequence[int], rollout_data: dict[str, Any]
+) -> tuple[Sequence[int], int | None]:
+    """Return the prompt id of each row, and how many rollouts each must have if it was derived."""
+    given = rollout_data.pop("prompt", None)
+    if given is not None:
+        return list(given), None
+    foreign = [
+        f"{name} {path}"
+        for name in _STOCK_SOURCES
+        if not (path := str(getattr(args, name, None))).startswith("slime.")
+    ]
+    if getattr(args, "load_debug_rollout_data_subsample", None) is not None:
+        foreign.append("load_debug_rollout_data_subsample")
+    if foreign:
+        raise PlanError(
+            f"got prompt_mean with {', '.join(foreign)}, expected slime's own data source or "
+            "prompt ids: slime carries none, and rollout_id // n_samples_per_prompt holds for its "
+            "own source alone. Return data['prompt'], an integer per sample, from "
+            "--custom-convert-samples-to-train-data-path"
+        )
+    number = int(args.n_samples_per_prompt)
+    _log_derived_prompts(number)
+    return [rollout // number for rollout in rollout_ids], number
 
 
 @cache
-def _factory(divisor: float) -> HubFactory:
-    masked_sum_over_constant = Aggregation("token_sum", divisor=divisor)
-    # The host owns the step and closes none, so what devices found is read every few microbatches.
-    state = StepState(faults=Faults())
-    calls = 0
-
-    def get_pg_loss_reducer(
-        total_lengths: Sequence[int],
-        response_lengths: Sequence[int],
-        loss_masks: Sequence[Tensor],
-        calculate_per_token_loss: bool = False,
-    ) -> HubReducer:
-        """Slice the whole response masks for this rank; returns masked sum / L.
-
-        ``loss_masks``: one 0/1 mask ``[response]`` per sample, not sliced. No collective; one
-        host sync at calls 2, 4, 8, 16, 32 and every 64th, to raise what a device has found.
-        """
-        nonlocal calls
-        if calculate_per_token_loss:
-            raise ContractError(
-                "with --calculate-per-token-loss the host divides by all tokens, and the constant "
-                "would be lost: drop that flag to train with a constant divisor"
-            )
-        cp_size, cp_rank = _context_parallel()
-        _refuse_bshd(cp_size)
-        lengths = [mask.numel() for mask in loss_masks]
-        if lengths != [int(n) for n in response_lengths]:
-            raise LayoutError(
-                f"loss masks of {lengths[:6]} tokens for responses of "
-                f"{list(response_lengths)[:6]}: "
-                "one whole mask per sample, before slicing for context parallelism"
-            )
-        layout = Layout.response_zigzag(
-            total_lengths, response_lengths, cp_size=cp_size, cp_rank=cp_rank
-        )
-        mask = torch.cat(list(loss_masks)) if loss_masks else torch.zeros(0, dtype=torch.bool)
-        warn_of_divisor(divisor, lengths)
-        plan = _plan_of(masked_sum_over_constant, lengths, state)
-        calls += 1
-        if calls in _FIRST_CHECKS or calls % _CALLS_BETWEEN_CHECKS == 0:
-            plan.check()
-        return plan.reducer(range(len(lengths)), mask, layout)
-
-    return get_pg_loss_reducer
-
-
-def _plan_of(aggregation: Aggregation, lengths: list[int], state: StepState) -> StepPlan:
-    """Plan one microbatch; the host counts the step itself, and token_sum needs no count of it."""
-    plan = plan_step(
-        aggregation,
-        Sequences(active_tokens=lengths),
-        totals=StepTotals(),
-        rejects_tokens=True,  # counts here are lengths, of which masks select some
-    )
-    return replace(plan, state=state)
-
-
-def _context_parallel() -> tuple[int, int]:
-    """Return size and rank: miles' where miles runs (also without Megatron), else Megatron's."""
-    miles = sys.modules.get("miles.backends.training_utils.parallel")
-    if miles is not None:
-        cp = miles.get_parallel_state().cp
-        return int(cp.size), int(cp.rank)
-    from megatron.core import parallel_state
-
-    return (
-        parallel_state.get_context_parallel_world_size(),
-        parallel_state.get_context_parallel_rank(),
+def _log_derived_prompts(number: int) -> None:
+    logging.getLogger(__name__).warning(
+        "slime carries no prompt ids: prompt_mean takes rollout_id // %d for them, which holds "
+        "for slime's own data source",
+        number,
     )
 
 
-def _host_args() -> Any:
-    from megatron.training.global_vars import get_args
+def _data_parallel_group() -> ProcessGroup:
+    """Return the data-parallel group without context parallelism, as torch.distributed knows it.
 
-    return get_args()
+    slime wraps groups to destroy and rebuild them between train calls; the wrapper answers a few
+    functions of torch.distributed only.
+    """
+    from megatron.core import mpu
 
-
-def _refuse_bshd(cp_size: int) -> None:
-    if cp_size == 1 or "megatron.training.global_vars" not in sys.modules:
-        return
-    if getattr(_host_args(), "qkv_format", "thd") != "thd":
-        raise LayoutError(
-            "bshd with context parallelism splits by max_seq_len, which this hub is not given: use "
-            "--qkv-format thd, or context parallel size 1"
-        )
+    group: Any = mpu.get_data_parallel_group(with_context_parallel=False)
+    reloadable = sys.modules.get("slime.utils.reloadable_process_group")
+    if reloadable is not None and isinstance(group, reloadable.ReloadableProcessGroup):
+        group = group.group
+    process_group: ProcessGroup = group
+    return process_group

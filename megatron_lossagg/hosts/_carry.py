@@ -1,0 +1,299 @@
+"""Weights carried to slime and miles as one denominator per row.
+
+Both hosts reduce the policy loss, entropy, KL and every metric of a microbatch alike, on
+each context-parallel rank, and multiply by what Megatron's average regime divides by::
+
+    (sum_s sum_t m_t x_t / max(d_s, 1)) * M * DP CP / G
+
+G is the step's number of rollouts. d_s (``rollout_mask_sums``) is a field of the data that
+travels with its row, by default n_b, the active tokens of the row's rollout. So ::
+
+    d_s = 1 / (w_s G)
+
+trains sum_s w_s sum_t m_t x_t, whatever the mode, the layout and the microbatches. A d_s
+below 1 would be raised to 1 by the host: it is refused. In the per-token regime the host ignores
+d_s: refused as well. Sources: slime 624b824a and miles 31f1ca96, ``loss_function`` and
+``get_sum_of_sample_mean``.
+
+Shape suffix: S = rows of the host's lists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megatron_lossagg.aggregation import CUSTOM, Aggregation
+from megatron_lossagg.counts import Ids, Sequences
+from megatron_lossagg.errors import AggregationError, ContractError, PlanError
+from megatron_lossagg.flags import add_loss_aggregation_args, aggregation_from_args
+from megatron_lossagg.plan import EmptyStep, StepPlan, plan_step
+
+__all__ = [
+    "REDUCER",
+    "Host",
+    "HostStep",
+    "carried",
+    "check_set_up",
+    "denominators",
+    "is_ours",
+    "log_once",
+]
+
+_Floats = npt.NDArray[np.float64]
+
+_OURS = "megatron_lossagg."
+REDUCER = "custom_pg_loss_reducer_function_path"
+_INIT = "custom_megatron_init_path"
+_FLOAT32_ROUNDING = 1e-6
+
+_REMEDIES = {
+    "constant": "give a divisor (loss_aggregation_divisor) of at least 1",
+    "token_sum": "give a divisor (loss_aggregation_divisor) of at least G",
+    "prompt_mean": "drop prompts with fewer active tokens than rollouts, or choose token_mean or "
+    "sample_mean",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """Where a host takes our functions, and how its users write arguments."""
+
+    name: str
+    module: str
+    """Of our entry points for it."""
+    carry_argument: str
+    """The argument that names ``carry_weights``."""
+    about_flags: str
+    """What the host does with a flag that it does not know."""
+
+    @property
+    def carry_path(self) -> str:
+        """Path of our function, as the host's loader reads it."""
+        return f"{self.module}.carry_weights"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostStep:
+    """One optimizer step: its rows of the host's lists, and the rollouts it is divided by."""
+
+    rows: Sequence[int]
+    rollouts: int
+    """G."""
+    microbatch: Sequence[int] | None = None
+    """Index of each row's microbatch on this rank."""
+    num_microbatches: int | None = None
+    """M."""
+
+
+def check_set_up(args: Any, host: Host, *, is_carried: bool | None = None) -> Aggregation | None:
+    """Read the host's arguments and refuse those that would train another loss.
+
+    ``is_carried``: whether ``carry_weights`` runs; None: what the arguments say. Returns the
+    aggregation, None where no argument asks for one. Raises :class:`ContractError` for hooks
+    that contradict each other or are not called, and :class:`AggregationError` for arguments
+    that are misspelled, contradict each other or would be ignored. No collective, no host sync.
+    """
+    _check_names(args, host)
+    aggregation = aggregation_from_args(args)
+    carry = getattr(args, host.carry_argument, None)
+    reducer = getattr(args, REDUCER, None)
+    if is_carried is None:
+        is_carried = carry == host.carry_path
+    if is_carried:
+        if aggregation is None:
+            raise AggregationError(
+                f"got {host.carry_argument} and no loss_aggregation, expected the mode to carry: "
+                f"set loss_aggregation in the file of --custom-config-path. {host.about_flags}"
+            )
+        if reducer is not None:
+            raise ContractError(
+                f"got {REDUCER} {reducer} beside {host.carry_argument}, expected one of them: the "
+                "reducer would replace the carried weights for the policy loss alone. Drop "
+                f"{REDUCER}"
+            )
+        _check_carried(args, aggregation)
+    is_from_args = is_ours(reducer) and str(reducer).endswith(".constant_from_args")
+    if aggregation is not None and not is_carried and not carry and not is_from_args:
+        raise ContractError(
+            f"got loss_aggregation ({aggregation}) and nothing that reads it: set "
+            f"{host.carry_argument} to {host.carry_path}, or drop loss_aggregation"
+        )
+    if is_ours(reducer):
+        module, _, name = str(reducer).rpartition(".")
+        getattr(importlib.import_module(module), name)  # an invalid name fails here, at startup
+    if (is_carried or is_ours(reducer)) and getattr(args, "calculate_per_token_loss", False):
+        raise ContractError(
+            f"got --calculate-per-token-loss, expected the average regime: with it {host.name} "
+            "ignores every denominator and divides by all tokens. Drop that flag"
+        )
+    return aggregation
+
+
+def carried(plan: StepPlan, rollouts: int) -> _Floats:
+    """Turn weights into the host's denominators: d_s = 1 / (w_s G), float64 ``[S]``.
+
+    A row with no active tokens has 1: it adds nothing. Raises :class:`PlanError` on this rank
+    where d_s is below 1, which the host would raise to 1.
+    """
+    weight_S = plan.weights.numpy()
+    above = np.flatnonzero(weight_S * rollouts > 1 + _FLOAT32_ROUNDING)
+    if len(above):
+        row = above[0]
+        raise PlanError(
+            f"{plan.aggregation} gives row {row} of this step, with {plan.active_tokens[row]} "
+            f"active tokens, a weight of {weight_S[row]:.6g}, expected at most 1/G = 1/{rollouts} "
+            "(G: rollouts of the step): the host raises a denominator below 1 to 1 and would train "
+            f"the row with a weight {weight_S[row] * rollouts:.4g} times too small. "
+            f"{_remedy(plan.aggregation)}"
+        )
+    denominator_S = np.ones(len(weight_S))
+    np.divide(1.0, weight_S * rollouts, out=denominator_S, where=weight_S > 0)
+    return denominator_S
+
+
+def denominators(
+    aggregation: Aggregation,
+    steps: Sequence[HostStep],
+    *,
+    active_tokens: Sequence[int],
+    sample: Sequence[int],
+    prompt: Sequence[int] | Sequence[str] | None = None,
+    samples_per_prompt: int | None = None,
+    dropped: Sequence[int] = (),
+    group: ProcessGroup | None = None,
+    empty_step: EmptyStep = "zero",
+    fault: str = "",
+) -> _Floats:
+    """Compute d_s of every row of a rollout batch, float64 ``[S]``; NaN for a row of no step.
+
+    ``active_tokens``, ``sample`` and ``prompt`` have one entry per row. ``dropped``: rows that
+    the host leaves out. Every rank of ``group`` calls, with the same number of steps: per step
+    the collectives of :func:`plan_step`, and once more where prompts are given and there are
+    several steps. ``fault``: why this rank has no counts, raised on all ranks. Raises
+    :class:`PlanError`.
+    """
+    denominator_S = np.full(len(active_tokens), np.nan)
+
+    def plan_of(step: HostStep, check: int | None) -> StepPlan:
+        return plan_step(
+            aggregation,
+            Sequences(
+                active_tokens=[active_tokens[row] for row in step.rows],
+                sample=[sample[row] for row in step.rows],
+                prompt=_at(prompt, step.rows),
+                microbatch=step.microbatch,
+                num_microbatches=step.num_microbatches,
+                samples_per_prompt=check,
+            ),
+            group=group,
+            empty_step=empty_step,
+            fault=fault,
+        )
+
+    num_prompts = 0
+    for step in steps:
+        plan = plan_of(step, samples_per_prompt)
+        denominator_S[list(step.rows)] = carried(plan, step.rollouts)
+        num_prompts += plan.totals.prompts or 0
+    if prompt is not None and (len(steps) > 1 or dropped):
+        rows = [row for step in steps for row in step.rows]
+        whole = plan_of(HostStep(rows=rows, rollouts=1), None).totals.prompts or 0
+        halved = {prompt[row] for row in dropped} & {prompt[row] for row in rows}
+        if num_prompts != whole or halved:
+            raise PlanError(
+                f"got {whole} prompts in {len(steps)} steps, {num_prompts - whole + len(halved)} "
+                "of which continue in another step or are dropped in part, expected each prompt "
+                "within one step: make --global-batch-size a multiple of --n-samples-per-prompt"
+            )
+    return denominator_S
+
+
+@cache
+def log_once(host: Host, aggregation: Aggregation) -> None:
+    """Log, once per process and on rank 0, what is carried; ``cache`` keeps it to once."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logging.getLogger(__name__).info(
+            "megatron_lossagg trains %s, carried to %s as rollout_mask_sums = 1 / (w_s G): for "
+            "the policy loss, entropy, KL and the logged metrics alike",
+            aggregation,
+            host.name,
+        )
+
+
+def _check_carried(args: Any, aggregation: Aggregation) -> None:
+    if aggregation.mode == CUSTOM:
+        raise AggregationError(
+            f"got loss_aggregation_reducer_path {aggregation.reducer_path}, expected a mode: one "
+            "denominator per row is carried, and a custom reducer knows none. Set loss_aggregation"
+        )
+    if getattr(args, "loss_aggregation_probe", None) is not None:
+        raise AggregationError(
+            f"got loss_aggregation_probe {args.loss_aggregation_probe}, expected none: the host "
+            "compensates for Megatron itself and nothing is measured. Drop it"
+        )
+    if not aggregation.count_empty:
+        return
+    divisor, rollouts = aggregation.divisor or 1.0, getattr(args, "global_batch_size", None) or 1
+    least = {"constant": 1, "token_sum": rollouts}.get(aggregation.mode, 0)
+    if divisor < least:
+        raise AggregationError(
+            f"got {aggregation} with a divisor of {divisor:g}, expected at least {least}: the host "
+            f"raises a denominator below 1 to 1. {_remedy(aggregation)}"
+        )
+
+
+def _remedy(aggregation: Aggregation) -> str:
+    remedy = _REMEDIES.get(aggregation.mode, "choose another mode, or train more tokens per step")
+    return remedy[0].upper() + remedy[1:]
+
+
+def _check_names(args: Any, host: Host) -> None:
+    """Refuse what a file of arguments may hold without any effect."""
+    hooks = (host.carry_argument, REDUCER, _INIT)
+    for name, value in vars(args).items():
+        plain = name.replace("-", "_").lower()
+        near = difflib.get_close_matches(plain, _flags(), n=1, cutoff=0.8)
+        if name not in _flags() and (near or plain.startswith(("lossagg", "loss_agg"))):
+            raise AggregationError(
+                f"got {name}: {value!r}, which nothing reads, expected one of "
+                f"{', '.join(_flags())}: write {(near or ['loss_aggregation'])[0]}"
+            )
+        if not is_ours(value):
+            continue
+        if ":" in value:
+            raise ContractError(
+                f"got {name} {value}, expected dots only: {host.name} splits a path at its last "
+                f"dot. Write {value.replace(':', '.')}"
+            )
+        if name not in hooks:
+            raise ContractError(
+                f"got {name} {value}, which {host.name} does not call, expected one of "
+                f"{', '.join(hooks)}: correct the name"
+            )
+
+
+def is_ours(value: object) -> bool:
+    """Whether an argument is a path into this package."""
+    return isinstance(value, str) and value.startswith(_OURS)
+
+
+def _at(ids: Sequence[int] | Sequence[str] | None, rows: Sequence[int]) -> Ids | None:
+    return None if ids is None else [ids[row] for row in rows]  # type: ignore[return-value]
+
+
+@cache
+def _flags() -> tuple[str, ...]:
+    parser = add_loss_aggregation_args(argparse.ArgumentParser())
+    return tuple(vars(parser.parse_args([])))

@@ -1,0 +1,89 @@
+"""What the tests of slime and miles share: recorded numbers, and the hosts' own code if present."""
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_lossagg.verify import oracle
+
+HOSTS_DIR = os.environ.get("HOSTS_DIR")
+RECORDED = Path(__file__).parent / "hosts" / "recorded"
+LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
+"""DP and CP."""
+CARRIED = {
+    "token_mean": {},
+    "sample_mean": {},
+    "prompt_mean": {},
+    "constant": {"divisor": 40.0},
+    "sample_sum": {},
+    "token_sum": {"divisor": 50.0},
+}
+CASES = [(mode, {**more, "mode": mode}) for mode, more in CARRIED.items()] + [
+    (f"{mode}, empty ones do not count", {**CARRIED[mode], "mode": mode, "count_empty": False})
+    for mode in ("sample_mean", "prompt_mean", "constant")
+]
+
+
+def needs(host):
+    """Skip a test where the checkout of a host is missing, or what it imports."""
+    reasons = [] if HOSTS_DIR else ["HOSTS_DIR is not set"]
+    if HOSTS_DIR and not Path(HOSTS_DIR, host).is_dir():
+        reasons.append(f"HOSTS_DIR has no {host}")
+    modules = ("ray", "transformers", "httpx", "psutil", "wandb", "six", "regex", "pydantic")
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if not reasons and missing:
+        reasons.append(f"not installed: {', '.join(missing)}")
+    reason = f"{'; '.join(reasons)}: run tools/fetch_hosts.sh and read docs/hosts/{host}.md"
+    return pytest.mark.skipif(bool(reasons), reason=reason)
+
+
+def recorded(host):
+    """Load what the host's own code returned."""
+    return json.loads((RECORDED / f"{host}.json").read_text())
+
+
+def flags(mode, divisor=None, count_empty=None):
+    """Return the arguments that ask for an aggregation."""
+    return {
+        "loss_aggregation": mode,
+        "loss_aggregation_divisor": divisor,
+        "loss_aggregation_count_empty": count_empty,
+    }
+
+
+def trained(data, denominators, rows, rollouts):
+    """Compute a step's loss as the host does: its recorded sums, clamped denominators, 1 / G."""
+    of_ranks = data["sums"]["2"]
+    total = sum(of_rank[row] / max(denominators[row], 1) for of_rank in of_ranks for row in rows)
+    return total / rollouts
+
+
+def wanted(data, rows, keywords):
+    """Compute a step's loss by the oracle, from masks and per-token losses."""
+    steps_rows = [
+        {
+            "x": [torch.tensor(x, dtype=torch.float64) for x in data["x"][row]],
+            "counted": data["loss_masks"][row],
+            "trained": data["loss_masks"][row],
+            "sample": data["rollout_ids"][row],
+            "prompt": data["prompts"][row],
+        }
+        for row in rows
+    ]
+    return float(oracle.step_loss(rows=steps_rows, **keywords))
+
+
+def check_hub(make, data, at):
+    """Compare the reducer with the host's own token sums, on every rank; ``at``: sets CP."""
+    masks = [torch.tensor(mask, dtype=torch.int32) for mask in data["loss_masks"]]
+    for size, ranks in data["held"].items():
+        for rank, held in enumerate(ranks):
+            at(int(size), rank)
+            reducer = make(data["total_lengths"], data["response_lengths"], masks, False)
+            x = torch.tensor([loss for row in held for loss in row])
+            want = sum(data["sums"][size][rank]) / 40
+            assert reducer(x).item() == pytest.approx(want, rel=1e-6, abs=1e-7)
