@@ -43,18 +43,26 @@ _LIKE_THE_LOSS = ("loss", "kl_penalty")
 
 
 def aggregated(
-    loss_fn: Any, aggregation: Aggregation, *, samples_per_step: int | None = None
+    loss_fn: Any,
+    aggregation: Aggregation,
+    *,
+    samples_per_step: int | None = None,
+    weights_in_data: bool = False,
 ) -> AggregatedLoss:
     """Wrap NeMo-RL's ``ClippedPGLossFn`` for ``grpo_train``.
 
+    ``weights_in_data``: the patch ``docs/hosts/patches/nemo-rl-prompt-mean.patch`` is applied, so
+    that the trainer calls :meth:`AggregatedLoss.weights_of`; prompt_mean needs it.
     ``samples_per_step``: B, where rows with ``sample_mask`` 0 are to count as well:
     ``policy.train_global_batch_size``. Raises :class:`AggregationError` for a mode or an option of
     the loss that cannot be aggregated here.
     """
-    if aggregation.mode not in _MODES:
-        hint = "apply docs/hosts/patches/nemo-rl-prompt-mean.patch, or " * (
-            aggregation.mode == "prompt_mean"
-        )
+    if aggregation.mode not in _MODES and not (
+        weights_in_data and aggregation.mode == "prompt_mean"
+    ):
+        hint = (
+            "apply docs/hosts/patches/nemo-rl-prompt-mean.patch and pass weights_in_data=True, or "
+        ) * (aggregation.mode == "prompt_mean")
         raise AggregationError(
             f"got {aggregation}, and NeMo-RL gives a loss function no prompts and no microbatches: "
             f"{hint}choose one of {', '.join(_MODES)}"
@@ -76,7 +84,7 @@ def aggregated(
             "positive_example_nll_weight adds a mean over each microbatch's correct samples, which "
             "no weights of the step can be: set loss_fn.positive_example_nll_weight to 0"
         )
-    return AggregatedLoss(loss_fn, aggregation, samples_per_step)
+    return AggregatedLoss(loss_fn, aggregation, samples_per_step, weights_in_data)
 
 
 @dataclass(eq=False)
@@ -86,6 +94,7 @@ class AggregatedLoss:
     loss_fn: Any
     aggregation: Aggregation
     samples_per_step: int | None = None
+    weights_in_data: bool = False
 
     @property
     def loss_type(self) -> Any:
@@ -124,7 +133,15 @@ class AggregatedLoss:
         """
         sample_mask = data["sample_mask"]
         n_b = (data["token_mask"][:, 1:] * sample_mask[:, None]).sum(-1)
-        weight_b = self._weights(n_b, sample_mask, global_valid_seqs, global_valid_toks)
+        if self.weights_in_data:
+            if "loss_weights" not in data:
+                raise ContractError(
+                    "weights_in_data=True, and the batch has no loss_weights: apply "
+                    "docs/hosts/patches/nemo-rl-prompt-mean.patch to NeMo-RL"
+                )
+            weight_b = [float(weight) for weight in data["loss_weights"]]
+        else:
+            weight_b = self._weights(n_b, sample_mask, global_valid_seqs, global_valid_toks)
         losses: list[Tensor] = []
         metrics: dict[str, Any] = {}
         for row, weight in enumerate(weight_b):
@@ -141,6 +158,23 @@ class AggregatedLoss:
                 of_row[name] = float(of_row[name] * factor)
             _add(metrics, of_row)
         return torch.stack(losses).sum() if losses else next_token_logprobs.sum(), metrics
+
+    def weights_of(self, data: Any, *, rows_per_step: int, samples_per_prompt: int) -> Tensor:
+        """Plan all steps of a batch in the trainer; returns w_s, float64 ``[rows]``.
+
+        ``data``: the whole batch, each prompt's samples together, each ``rows_per_step`` rows one
+        optimizer step. Rows whose ``sample_mask`` is 0 are in no count. No collective.
+        """
+        sample_mask = data["sample_mask"]
+        n_S = (data["token_mask"][:, 1:] * sample_mask[:, None]).sum(-1).to("cpu", torch.int64)
+        prompt_S = torch.arange(len(n_S)) // samples_per_prompt
+        weight_S = torch.zeros(len(n_S), dtype=torch.float64)
+        for start in range(0, len(n_S), rows_per_step):
+            rows = torch.arange(start, min(start + rows_per_step, len(n_S)))
+            rows = rows[(sample_mask.cpu() != 0)[rows]]
+            counts = Sequences(active_tokens=n_S[rows], prompt=prompt_S[rows])
+            weight_S[rows] = plan_step(self.aggregation, counts).weights
+        return weight_S
 
     def _weights(
         self, n_b: Tensor, sample_mask: Tensor, valid_seqs: Tensor, valid_toks: Tensor

@@ -30,7 +30,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -60,9 +60,11 @@ _REDUCTION = "apply_loss_reduction_to_advantages_minibatch"
 _NOT_HERE = (CUSTOM, "microbatch_token_mean")
 
 
-def aggregated(trainer: Any, aggregation: Aggregation) -> Any:
+def aggregated(trainer: Any, aggregation: Aggregation, *, carry_weights: bool = False) -> Any:
     """Make a subclass of a SkyRL trainer whose policy loss has our weights.
 
+    ``carry_weights``: leave w_s in the batch too, ``loss_weights`` ``[rows, 1]``, for a SkyRL
+    with ``docs/hosts/patches/skyrl-kl-entropy.patch``, whose KL and entropy then have them.
     Raises :class:`AggregationError` here for a mode that needs microbatches, and where the
     trainer is built for a policy loss that is not proportional to advantages.
     """
@@ -76,7 +78,7 @@ def aggregated(trainer: Any, aggregation: Aggregation) -> Any:
         """A SkyRL trainer; every mini-batch's advantages are multiplied by w_s."""
 
         def __init__(self, cfg: Any, *args: Any, **kwargs: Any) -> None:
-            check_config(cfg)
+            check_config(cfg, carry_weights=carry_weights)
             super().__init__(cfg, *args, **kwargs)
 
         def _normalize_advantages(
@@ -96,6 +98,8 @@ def aggregated(trainer: Any, aggregation: Aggregation) -> Any:
                     f"mini-batches: this version does not call {_REDUCTION} once for each; use "
                     "skyrl 0.3.0 or a9564572"
                 )
+            if carry_weights:
+                data["loss_weights"] = weighing.column(data["advantages"])
             return data
 
     return LossAggregationTrainer
@@ -110,6 +114,14 @@ class _Weighing:
     samples: list[int] | None
     """Sample of each row, where SkyRL trains step by step; None: each row is one."""
     num_calls: int = 0
+    weights: list[Tensor] = field(default_factory=list)
+
+    def column(self, like: Tensor) -> Tensor:
+        """Return w_s of all mini-batches, ``[rows, 1]``; 0 for rows in none of them."""
+        weight_S = like.new_zeros(len(like), 1)
+        for (start, end), weights in zip(self.boundaries, self.weights, strict=True):
+            weight_S[start:end, 0] = weights.to(like)
+        return weight_S
 
     def reduce(
         self,
@@ -142,6 +154,7 @@ class _Weighing:
             ),
             group=None,
         )
+        self.weights.append(plan.weights)
         return advantages * plan.weights.to(advantages)[:, None]
 
 
@@ -175,7 +188,7 @@ def _in_place_of_the_reduction(trainer: Any, weighing: _Weighing) -> Iterator[No
         setattr(module, _REDUCTION, own)
 
 
-def check_config(cfg: Any) -> None:
+def check_config(cfg: Any, *, carry_weights: bool = False) -> None:
     """Refuse a policy loss whose weights cannot be carried by advantages; warn of KL, entropy."""
     algorithm = cfg.trainer.algorithm
     loss = str(algorithm.policy_loss_type)
@@ -193,10 +206,11 @@ def check_config(cfg: Any) -> None:
         )
     terms = {"use_kl_loss": "KL", "use_entropy_loss": "entropy"}
     kept = [term for name, term in terms.items() if getattr(algorithm, name)]
-    if kept:
+    if kept and not carry_weights:
         warnings.warn(
             f"{' and '.join(kept)} stay SkyRL's means of each microbatch, whatever the "
-            "aggregation: apply docs/hosts/patches/skyrl-kl-entropy.patch, or turn them off",
+            "aggregation: turn them off, or apply docs/hosts/patches/skyrl-kl-entropy.patch and "
+            "pass carry_weights=True",
             RuntimeWarning,
             stacklevel=3,
         )

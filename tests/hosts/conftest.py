@@ -2,4 +2,6 @@
 
 import stand_ins
 
-stand_ins.install(stand_ins.RAY, stand_ins.HYDRA, stand_ins.DATA, stand_ins.ENGINES)
+stand_ins.install(
+    stand_ins.RAY, stand_ins.HYDRA, stand_ins.DATA, stand_ins.ENGINES, stand_ins.SERVERS
+)

@@ -28,6 +28,7 @@ class Step:
 
     def __init__(self, lengths, *, dtype=torch.float64):
         generator = torch.Generator().manual_seed(5)
+        self.prompts = PROMPTS
         self.lengths = [length for rank in lengths for mb in rank for length in mb]
         self.dp_size, self.num_microbatches = len(lengths), len(lengths[0])
         self.microbatches, first = [], 0
@@ -55,7 +56,7 @@ class Step:
     def plan(self, aggregation: Aggregation) -> StepPlan:
         """Plan the whole step in this process: the ranks of a step are simulated."""
         microbatch = [n for n, mb in enumerate(self.microbatches) for _ in mb["rows"]]
-        prompt = PROMPTS[: len(self.lengths)]
+        prompt = self.prompts[: len(self.lengths)]
         rows = Sequences(active_tokens=self.lengths, prompt=prompt, microbatch=microbatch)
         return plan_step(aggregation, rows)
 

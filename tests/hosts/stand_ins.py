@@ -21,8 +21,25 @@ DATA = ("datasets", "pandas", "pyarrow")
 ENGINES = ("peft", "torchdata")
 """verl's other engines import them beside its Megatron engine."""
 
-GYM = ("skyrl_gym",)
-"""skyrl's environments, another package."""
+SERVERS = ("skyrl_gym", "aiohttp", "httpx", "requests", "urllib3")
+"""Environments, and clients of inference servers."""
+
+NEMO = (
+    "nemo_automodel",
+    "transformer_engine",
+    "tensorstore",
+    "decord",
+    "zmq",
+    "pynvml",
+    "uvicorn",
+    "fastapi",
+    "mlflow",
+    "swanlab",
+    "wandb",
+    "prometheus_client",
+    "soundfile",
+)
+"""NeMo-RL's other backends and media."""
 
 
 class _Anything:
@@ -40,6 +57,11 @@ class _Anything:
         if name.startswith("__"):
             raise AttributeError(name)
         return self
+
+    def __or__(self, other):
+        return self  # of types
+
+    __ror__ = __getitem__ = __or__
 
     def __bool__(self):
         return False  # such as whether ray is initialized
