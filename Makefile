@@ -32,6 +32,11 @@ wrong-factors: $(VENV)/installed
 test-versions: $(VENV)/installed
 	$(RUN) tests/versions.py $(if $(WHOLE),--whole)
 
+# Released verl, TRL and SkyRL on the CPU, in an environment of its own; docs/hosts/.
+.PHONY: test-hosts
+test-hosts: $(VENV)/installed
+	$(RUN) tests/hosts/run.py
+
 # `make mutants MODULES="plan layout"` for some of them; docs/mutants.md.
 .PHONY: mutants
 mutants: $(VENV)/installed

@@ -21,7 +21,11 @@ setup(
     packages=find_packages(include=["megatron_lossagg", "megatron_lossagg.*"]),
     package_data={"megatron_lossagg": ["py.typed"]},
     python_requires=">=3.10",
-    entry_points={"console_scripts": ["lossagg = megatron_lossagg.cli.main:main"]},
+    entry_points={
+        "console_scripts": ["lossagg = megatron_lossagg.cli.main:main"],
+        # verl takes the attribute of each in every process that imports it.
+        "verl.plugins": ["megatron_lossagg = megatron_lossagg.hosts.verl:plugin"],
+    },
     # Small and loose: hosts bring their own torch and Megatron.
     install_requires=["torch>=2.6", "numpy>=1.26", "rich>=13"],
     extras_require={

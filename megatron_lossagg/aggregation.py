@@ -156,12 +156,12 @@ ALIASES: dict[str, Alias] = {
         mode="token_mean", note="without the phantom token of a fully masked sample"
     ),
     "miles:default": Alias(mode="sample_mean", note="give rollout ids as sample"),
-    "ms-swift:bnpo": Alias(mode="microbatch_token_mean"),
+    "ms-swift:bnpo": Alias(mode="token_mean", note="of its Megatron trainer from 4.6.0 on"),
     "ms-swift:dapo": Alias(mode="token_mean"),
     "ms-swift:dr_grpo": Alias(mode="constant", note="L = max_completion_length"),
     "ms-swift:grpo": Alias(mode="sample_mean"),
     "nemo-rl:token_level_loss=False": Alias(
-        mode="sample_mean", count_empty=False, note=_EMPTY_LEAVES
+        mode="sample_mean", note="leave out rows whose sample_mask is 0"
     ),
     "nemo-rl:token_level_loss=True": Alias(mode="token_mean"),
     "open-instruct:number": Alias(mode="token_sum", note="C = loss_denominator; no 1/B"),
@@ -191,6 +191,9 @@ ALIASES: dict[str, Alias] = {
     "trl:dapo": Alias(mode="token_mean"),
     "trl:dr_grpo": Alias(mode="constant", note="L = max_completion_length"),
     "trl:grpo": Alias(mode="sample_mean"),
+    "trl:luspo": Alias(mode="sample_sum"),
+    "trl:sapo": Alias(mode="sample_mean"),
+    "trl:vespo": Alias(mode="token_mean"),
     "verl:seq-mean-token-mean": Alias(mode="sample_mean"),
     "verl:seq-mean-token-sum": Alias(mode="sample_sum"),
     "verl:seq-mean-token-sum-norm": Alias(mode="constant", note="L = loss_scale_factor"),

@@ -134,7 +134,7 @@ def test_weights_by_hand(capsys):
 
 
 def test_an_alias_is_explained_as_the_mode_that_it_stands_for(capsys):
-    name = "nemo-rl:token_level_loss=False"
+    name = "openrlhf:token_level_loss=False"
     assert main(["explain", name, "--lengths", "3,5/9,0"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert out.startswith("sample_mean: w_s = 1/(V n_b)")

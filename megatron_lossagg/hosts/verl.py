@@ -1,0 +1,365 @@
+"""Every aggregation in an unmodified verl: ``pip install`` and one config line.
+
+verl imports the entry points of ``verl.plugins`` with every ``import verl``, in each worker;
+ours registers policy losses under these names::
+
+    actor_rollout_ref.actor.policy_loss.loss_mode=lossagg_constant
+    actor_rollout_ref.actor.loss_scale_factor=40960                  # L of constant, C of token_sum
+
+``lossagg_<mode>`` is verl's ``vanilla`` policy loss under our weights, ``lossagg_<mode>+gspo``
+another one of its policy losses. They know N and B, which verl counts: token_mean, sample_mean,
+constant, sample_sum and token_sum, with empty samples counted, for the policy loss alone.
+
+``VERL_ENGINE_VENDOR=lossagg`` in every worker's environment replaces verl's Megatron engine by
+a subclass that plans the step itself. Then prompt_mean works too (a prompt is a ``uid``),
+``lossagg_<mode>_no_count_empty``, and KL, entropy and distillation have the policy's weights.
+
+verl's losses compute per-token losses ``[b, s]`` and call ``agg_loss`` on them. While one runs,
+:func:`_aggregated` puts a share in that function's place::
+
+    loss = DP * sum_s w_s sum_t m_t x_t
+
+Every context-parallel rank has whole rows: verl gathers log-probabilities with a gradient for
+its own slice only. Afterwards verl multiplies by M (two outputs), or by tokens / DP where
+``calculate_per_token_loss`` is set, and either gives the step's gradient. Sources: verl 1dda039b
+``agg_loss``, ``ppo_loss``, ``MegatronEngine.forward_backward_batch``,
+``MegatronEngineWithLMHead.postprocess_micro_batch_func``, ``postprocess_thd_engine``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lossagg.aggregation import MODES, Aggregation
+from megatron_lossagg.counts import Sequences, StepTotals
+from megatron_lossagg.errors import AggregationError, ContractError, PlanError
+from megatron_lossagg.integers import Ints, host_integers
+from megatron_lossagg.layout import Layout
+from megatron_lossagg.plan import StepPlan, plan_step
+
+__all__ = ["VENDOR", "LossMode"]
+
+VENDOR = "lossagg"
+"""The value of ``VERL_ENGINE_VENDOR`` that selects the engine of this module."""
+
+_PREFIX, _NO_EMPTY = "lossagg_", "_no_count_empty"
+_MODES = ("token_mean", "sample_mean", "constant", "sample_sum", "token_sum", "prompt_mean")
+_COUNT_SAMPLES = ("sample_mean", "constant", "sample_sum", "prompt_mean")
+_NOT_BY_AGG_LOSS = ("geo_mean",)
+"""verl's policy losses that average over a microbatch themselves."""
+_AGGREGATES = (
+    "verl.trainer.ppo.core_algos",
+    "verl.workers.utils.losses",
+    "verl.trainer.distillation.losses",
+)
+"""verl's modules that have the name ``agg_loss``."""
+_PADDING_UID = re.compile(r"pad[0-9a-f]{32}")
+"""The uid of the rows that verl adds to make a batch divisible, all of them fully masked."""
+
+_AggLoss = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class LossMode:
+    """What a registered ``policy_loss.loss_mode`` means."""
+
+    mode: str
+    count_empty: bool
+    loss: str
+    """verl's own policy loss, whose per-token losses are aggregated."""
+
+    @property
+    def name(self) -> str:
+        """The registered name."""
+        no_empty = "" if self.count_empty else _NO_EMPTY
+        loss = "" if self.loss == "vanilla" else f"+{self.loss}"
+        return f"{_PREFIX}{self.mode}{no_empty}{loss}"
+
+    @staticmethod
+    def named(name: str) -> LossMode | None:
+        """Read a registered name; None for a name of verl's own."""
+        match = re.fullmatch(f"{_PREFIX}(\\w+?)({_NO_EMPTY})?(?:\\+(\\w+))?", name)
+        if match is None:
+            return None
+        return LossMode(match[1], match[2] is None, match[3] or "vanilla")
+
+    def aggregation(self, loss_scale_factor: float | None) -> Aggregation:
+        """Add the divisor of ``actor.loss_scale_factor``, where the mode has one."""
+        takes_one = MODES[self.mode].divisor != "none"
+        if MODES[self.mode].divisor == "required" and loss_scale_factor is None:
+            raise AggregationError(
+                f"loss_mode={self.name} divides by a constant length and got none: set "
+                "actor_rollout_ref.actor.loss_scale_factor to the longest response that "
+                "generation allows"
+            )
+        return Aggregation(
+            self.mode,
+            divisor=loss_scale_factor if takes_one else None,
+            count_empty=self.count_empty,
+        )
+
+
+def __getattr__(name: str) -> object:
+    """Register with verl when its plugin loader takes the attribute ``plugin``."""
+    if name != "plugin":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return _register()
+    except Exception as error:  # verl hides what a plugin raises
+        warnings.warn(f"megatron_lossagg: not registered with verl: {error!r}", stacklevel=2)
+        raise
+
+
+@cache
+def _register() -> tuple[str, ...]:
+    """Register the policy losses, and the engine where it is selected; returns the names."""
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
+
+    losses = [name for name in POLICY_LOSS_REGISTRY if name not in _NOT_BY_AGG_LOSS]
+    modes = [
+        LossMode(mode, count_empty, loss)
+        for loss in losses
+        for mode in _MODES
+        for count_empty in ((True, False) if mode in _COUNT_SAMPLES else (True,))
+    ]
+    for mode in modes:
+        loss = POLICY_LOSS_REGISTRY[mode.loss]
+        register_policy_loss(mode.name)(partial(_policy_loss, mode, loss))
+    if os.environ.get("VERL_ENGINE_VENDOR") == VENDOR:
+        from verl.workers.engine import EngineRegistry
+        from verl.workers.engine.megatron import MegatronEngineWithLMHead
+
+        register = EngineRegistry.register(
+            model_type="language_model", backend="megatron", device="cuda", vendor=VENDOR
+        )
+        register(_engine(MegatronEngineWithLMHead))
+    return tuple(mode.name for mode in modes)
+
+
+def _policy_loss(
+    mode: LossMode,
+    loss: Callable[..., tuple[Tensor, dict[str, Any]]],
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Any]]:
+    """Run one of verl's policy losses, aggregated by our weights instead of its ``agg_loss``.
+
+    Tensors: ``[b, s]``, whole rows. Where the engine of this module runs, its plan is in place
+    already; else N and B are verl's own counts, ``config.global_batch_info``. No collective;
+    one host sync, for the rows' tokens.
+    """
+    arguments = {
+        "old_log_prob": old_log_prob,
+        "log_prob": log_prob,
+        "advantages": advantages,
+        "response_mask": response_mask,
+        "loss_agg_mode": loss_agg_mode,
+        "config": config,
+        "rollout_is_weights": rollout_is_weights,
+    }
+    if _planned:
+        calls = _planned[-1].num_calls
+        result = loss(**arguments)
+        _check_called(mode, _planned[-1].num_calls - calls)
+        return result
+    rows = _Rows.of_microbatch(mode, config, response_mask)
+    with _aggregated(rows):
+        result = loss(**arguments)
+    _check_called(mode, rows.num_calls)
+    rows.plan.check()
+    return result
+
+
+@dataclass(eq=False)
+class _Rows:
+    """A microbatch's rows, and the plan that has their weights; stands in for ``agg_loss``."""
+
+    plan: StepPlan
+    rows: Ints
+    """int64 ``[b]``: position in the plan, -1 for a row that verl added as padding."""
+    dp_size: int
+    num_calls: int = 0
+
+    @staticmethod
+    def of_microbatch(mode: LossMode, config: Any, mask: Tensor) -> _Rows:
+        """Plan one microbatch from verl's counts of the step."""
+        if mode.mode == "prompt_mean" or not mode.count_empty:
+            raise AggregationError(
+                f"loss_mode={mode.name} needs counts of the whole step that verl gives no policy "
+                f"loss: set VERL_ENGINE_VENDOR={VENDOR} in the environment of every worker, or "
+                "choose a mode that counts empty samples"
+            )
+        if os.environ.get("VERL_ENGINE_VENDOR") == VENDOR:
+            raise ContractError(
+                f"VERL_ENGINE_VENDOR={VENDOR} is set and verl runs another engine: use the "
+                "megatron backend on CUDA, and see this process's log for why the plugin failed"
+            )
+        counts = config.global_batch_info
+        wanted = ("dp_size", "batch_num_tokens", "global_batch_size")
+        missing = [name for name in wanted if counts.get(name) is None]
+        if missing:
+            raise PlanError(
+                f"verl's global_batch_info lacks {', '.join(missing)}, so the step's counts are "
+                "not known: use an engine that counts them (megatron, fsdp)"
+            )
+        _warn_of_other_terms(mode, config)
+        plan = plan_step(
+            mode.aggregation(counts.get("loss_scale_factor")),
+            Sequences(active_tokens=mask.sum(-1)),
+            totals=StepTotals(
+                active_tokens=int(counts["batch_num_tokens"]),
+                samples=int(counts["global_batch_size"]),
+            ),
+            rejects_tokens=True,  # verl's bypass_mode rejects tokens inside the loss
+        )
+        return _Rows(plan, host_integers("rows", range(len(mask)), PlanError), counts["dp_size"])
+
+    def agg_loss(self, loss_mat: Tensor, loss_mask: Tensor, *_: object, **__: object) -> Tensor:
+        """Return DP * share; ``loss_mat``, ``loss_mask``: ``[b, s]``, whole rows."""
+        self.num_calls += 1
+        layout = Layout.bshd_zigzag(*loss_mask.shape, cp_size=1, cp_rank=0)
+        return self.plan.reducer(self.rows, loss_mask, layout)(loss_mat) * self.dp_size
+
+
+_planned: list[_Rows] = []
+"""The microbatch whose loss the engine of this module is computing."""
+
+
+@contextmanager
+def _aggregated(rows: _Rows) -> Iterator[None]:
+    """Put a share in the place of ``agg_loss``, in each module of verl that has the name."""
+    modules = [sys.modules[name] for name in _AGGREGATES if name in sys.modules]
+    own: list[_AggLoss] = [module.agg_loss for module in modules]
+    try:
+        for module in modules:
+            module.agg_loss = rows.agg_loss  # type: ignore[attr-defined]
+        yield
+    finally:
+        for module, agg_loss in zip(modules, own, strict=True):
+            module.agg_loss = agg_loss  # type: ignore[attr-defined]
+
+
+def _check_called(mode: LossMode, num_calls: int) -> None:
+    if num_calls != 1:
+        raise ContractError(
+            f"verl's policy loss {mode.loss!r} called agg_loss {num_calls} times, expected once: "
+            "its loss cannot be aggregated here; choose another policy loss"
+        )
+
+
+@cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+def _warn_of_other_terms(mode: LossMode, config: Any) -> None:
+    if config.use_kl_loss or config.entropy_coeff:
+        _warn_once(
+            f"loss_mode={mode.name} weighs the policy loss alone: KL and entropy keep "
+            f"loss_agg_mode={config.loss_agg_mode}; set VERL_ENGINE_VENDOR={VENDOR} for one "
+            "aggregation of all"
+        )
+
+
+def _engine(base: Any) -> Any:
+    """Make verl's Megatron engine with a plan for every step."""
+
+    class LossAggregationEngine(base):  # type: ignore[misc]
+        """verl's Megatron engine; a ``lossagg_`` loss mode gives every loss the plan's weights."""
+
+        def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any):
+            _check_engine(engine_config)
+            super().__init__(model_config, engine_config, *args, **kwargs)
+
+        def forward_backward_batch(
+            self, data: Any, loss_function: Any, forward_only: bool = False
+        ) -> Any:
+            """Plan the step over the data-parallel group, then run verl's own step.
+
+            ``data``: this data-parallel rank's rows. Two all-gathers where uids are needed, else
+            one; the faults that devices found are read before the optimizer's step.
+            """
+            config = getattr(loss_function, "keywords", {}).get("config")
+            policy_loss = getattr(config, "policy_loss", None)  # not of a critic
+            mode = policy_loss and LossMode.named(policy_loss.get("loss_mode", "vanilla"))
+            if config is None or not mode:
+                return super().forward_backward_batch(data, loss_function, forward_only)
+            group, dp_size = self.get_data_parallel_group(), self.get_data_parallel_size()
+            plan, rows = _plan_batch(mode.aggregation(config.loss_scale_factor), data, group)
+            data[_ROW] = rows
+            planned = partial(_with_plan, loss_function, plan, dp_size)
+            output = super().forward_backward_batch(data, planned, forward_only)
+            plan.check()
+            return output
+
+    return LossAggregationEngine
+
+
+_ROW = "lossagg_row"
+"""Field of the batch: each row's position in the plan, -1 for padding."""
+
+
+def _check_engine(engine_config: Any) -> None:
+    if engine_config.dynamic_context_parallel:
+        raise ContractError(
+            "dynamic_context_parallel gives every rank all rows of the step, and they would be "
+            "counted once per rank: set "
+            "actor_rollout_ref.actor.megatron.dynamic_context_parallel=False, or unset "
+            "VERL_ENGINE_VENDOR"
+        )
+
+
+def _plan_batch(aggregation: Aggregation, data: Any, group: Any) -> tuple[StepPlan, Tensor]:
+    """Count this rank's rows; returns the plan, and each row's position in it, int64 ``[b]``."""
+    mask, fault = data["loss_mask"], ""
+    sums = [row.sum() for row in mask.unbind()] if mask.is_nested else [*mask.sum(-1)]
+    n_b = torch.stack(sums).to("cpu", torch.int64) if sums else torch.zeros(0, dtype=torch.int64)
+    uids = [str(uid) for uid in data["uid"]] if "uid" in data.keys() else [""] * len(n_b)  # noqa: SIM118
+    is_row_b = torch.tensor([_PADDING_UID.fullmatch(uid) is None for uid in uids], dtype=torch.bool)
+    if aggregation.mode == "prompt_mean" and not all(uids):
+        fault = (
+            "prompt_mean needs the prompt of each row, and verl's batch has no uid: keep uid in "
+            "the batch that update_actor is given"
+        )
+    plan = plan_step(
+        aggregation,
+        Sequences(
+            active_tokens=n_b[is_row_b],
+            prompt=[uid for uid, is_row in zip(uids, is_row_b, strict=True) if is_row]
+            if aggregation.mode == "prompt_mean"
+            else None,
+        ),
+        group=group,
+        fault=fault,
+        rejects_tokens=True,
+    )
+    return plan, torch.where(is_row_b, is_row_b.cumsum(0) - 1, -1)
+
+
+def _with_plan(
+    loss_function: Callable[..., Any], plan: StepPlan, dp_size: int, **arguments: Any
+) -> Any:
+    """Call verl's loss function on a microbatch, every aggregation in it by the plan."""
+    rows = host_integers("rows", arguments["data"][_ROW], PlanError)
+    _planned.append(_Rows(plan, rows, dp_size))
+    try:
+        with _aggregated(_planned[-1]):
+            return loss_function(**arguments)
+    finally:
+        _planned.pop()

@@ -1,0 +1,7 @@
+"""Stand-ins first: the hosts import ray and others when they are imported."""
+
+import stand_ins
+
+stand_ins.install(
+    stand_ins.RAY, stand_ins.HYDRA, stand_ins.DATA, stand_ins.ENGINES, stand_ins.SERVERS
+)

@@ -1,0 +1,98 @@
+"""Modules in place of what the hosts import and their loss functions never call.
+
+A stand-in has any attribute: false, a class that takes anything, or a decorator that returns what
+it decorates. Each name says which host imports it, and what installing it would cost.
+"""
+
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+
+RAY = ("ray",)
+"""verl and skyrl start workers with it; 240 MB."""
+HYDRA = ("hydra",)
+"""verl reads its configuration files with it; needs a source build of antlr4."""
+
+
+DATA = ("datasets", "pandas", "pyarrow")
+"""verl, skyrl and trl read data sets with them; 250 MB."""
+
+ENGINES = ("peft", "torchdata")
+"""verl's other engines import them beside its Megatron engine."""
+
+SERVERS = ("skyrl_gym", "aiohttp", "httpx", "requests", "urllib3")
+"""Environments, and clients of inference servers."""
+
+NEMO = (
+    "nemo_automodel",
+    "transformer_engine",
+    "tensorstore",
+    "decord",
+    "zmq",
+    "pynvml",
+    "uvicorn",
+    "fastapi",
+    "mlflow",
+    "swanlab",
+    "wandb",
+    "prometheus_client",
+    "soundfile",
+)
+"""NeMo-RL's other backends and media."""
+
+
+class _Anything:
+    """A class, a decorator, a constant: whatever a module does with it at import."""
+
+    def __init__(self, *arguments, **options):
+        pass
+
+    def __call__(self, *arguments, **options):
+        if len(arguments) == 1 and not options and callable(arguments[0]):
+            return arguments[0]
+        return self
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __or__(self, other):
+        return self  # of types
+
+    __ror__ = __getitem__ = __or__
+
+    def __bool__(self):
+        return False  # such as whether ray is initialized
+
+    def __mro_entries__(self, bases):
+        return (_Anything,)
+
+
+class _Module(types.ModuleType):
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything()
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def __init__(self, names):
+        self.names = set(names)
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname.split(".")[0] in self.names:
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        return _Module(spec.name)
+
+    def exec_module(self, module):
+        pass
+
+
+def install(*groups):
+    """Put stand-ins before everything else that is imported under their names."""
+    sys.meta_path.insert(0, _Finder(name for group in groups for name in group))

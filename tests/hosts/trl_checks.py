@@ -1,0 +1,121 @@
+"""TRL as released: the real ``GRPOTrainer._compute_loss``, per microbatch and process."""
+
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+import trl
+from ragged import MASKED, STEPS, Step, assert_same
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+from megatron_lossagg import Aggregation
+from megatron_lossagg.aggregation import ALIASES
+
+L = 11
+NAMES = [name.removeprefix("trl:") for name in ALIASES if name.startswith("trl:")]
+POLICY = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+
+
+def named(loss_type):
+    return Aggregation.named(f"trl:{loss_type}", divisor=L if loss_type == "dr_grpo" else None)
+
+
+def theirs(step, loss_type, losses=None):
+    """Mean over processes of the sums over microbatches, as accelerate's DDP averages gradients.
+
+    The ratio is x against old log-probabilities of 0, unclipped; A is -1: the loss is x.
+    """
+    accelerator = SimpleNamespace(
+        num_processes=step.dp_size,
+        gather=lambda t: t,
+        reduce=lambda t, reduction=None: t,
+        gather_for_metrics=lambda t: t,
+        sync_gradients=True,
+    )
+    total = 0
+    for mb in step.microbatches:
+        log_p = mb["x"].exp().log()
+        trainer = SimpleNamespace(
+            _get_per_token_logps_and_entropies=lambda *_, log_p=log_p, **__: (
+                log_p,
+                torch.zeros_like(log_p),
+                None,
+            ),
+            aux_loss_enabled=False,
+            top_entropy_quantile=1.0,
+            off_policy_mask_threshold=None,
+            importance_sampling_level="token",
+            beta=0.0,
+            loss_type=loss_type,
+            epsilon_low=1e9,
+            epsilon_high=1e9,
+            max_completion_length=L,
+            use_vllm=False,
+            vllm_importance_sampling_correction=False,
+            current_gradient_accumulation_steps=step.num_microbatches,
+            accelerator=accelerator,
+            _entropy_bonus_enabled=False,
+            model=SimpleNamespace(training=True),
+            tools=None,
+            _metrics=defaultdict(lambda: defaultdict(list)),
+            args=SimpleNamespace(
+                delta=None,
+                use_bias_correction_kl=False,
+                steps_per_generation=step.num_microbatches,
+                sapo_temperature_neg=1.05,
+                sapo_temperature_pos=1.0,
+                **dict.fromkeys(
+                    ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), 1.0
+                ),
+            ),
+            router_aux_loss_coef=0,
+            get_gamma_weights=lambda advantages, **_: torch.ones_like(advantages),
+        )
+        rows, width = mb["mask"].shape
+        inputs = {
+            "prompt_ids": torch.zeros(rows, 1, dtype=torch.long),
+            "prompt_mask": torch.ones(rows, 1, dtype=torch.long),
+            "completion_ids": torch.zeros(rows, width, dtype=torch.long),
+            "completion_mask": mb["mask"].long(),
+            "advantages": -torch.ones(rows, dtype=torch.float64),
+            "old_per_token_logps": torch.zeros_like(log_p),
+            "num_items_in_batch": torch.tensor(float(sum(step.lengths))),
+        }
+        total = total + GRPOTrainer._compute_loss(trainer, None, inputs)
+    return total / step.dp_size
+
+
+def per_token(step, loss_type):
+    """Return TRL's loss per token for these inputs."""
+    if loss_type in ("cispo", "vespo"):
+        weight = (lambda x: x.exp().detach()) if loss_type == "cispo" else torch.ones_like
+        return [weight(mb["x"]) * mb["x"] for mb in step.microbatches]
+    if loss_type == "sapo":
+        t = 1.05
+        return [torch.sigmoid(t * (mb["x"].exp() - 1)) * 4 / t for mb in step.microbatches]
+    return [mb["x"].exp() for mb in step.microbatches]
+
+
+def test_every_loss_type_of_trl_has_an_alias():
+    assert trl.__version__ == "1.16.0"
+    assert {*NAMES} == {*POLICY, "sapo", "cispo", "vespo"}
+
+
+@pytest.mark.parametrize("lengths", STEPS)
+@pytest.mark.parametrize("loss_type", NAMES)
+def test_an_alias_is_the_hosts_own_aggregation(loss_type, lengths):
+    step = Step(STEPS[lengths])
+    ours = step.loss(named(loss_type), per_token(step, loss_type))
+    assert_same(ours, theirs(step, loss_type), step.leaves)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "luspo"])
+def test_trl_averages_microbatches_which_differs_where_they_have_unequally_many_rows(loss_type):
+    # As at the end of an epoch: a row of the smaller microbatch weighs more.
+    step = Step([[MASKED[0][0], MASKED[0][1][:1]]])
+    host = theirs(step, loss_type)
+    ours = step.loss(named(loss_type), per_token(step, loss_type))
+    grads = [torch.autograd.grad(loss, step.leaves, retain_graph=True) for loss in (host, ours)]
+    ratio = [(a.norm() / b.norm()).item() for a, b in zip(*grads, strict=True)]
+    assert ratio == pytest.approx([4 / 6, 4 / 2])

@@ -1,0 +1,208 @@
+"""verl as released: its agg_loss, its policy losses through our registry, its Megatron engine."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import verl
+from ragged import LENGTHS, MASKED, STEPS, Step, assert_same, launched
+from verl.trainer.ppo import core_algos
+from verl.workers.config import ActorConfig, PolicyLossConfig
+
+from megatron_lossagg import Aggregation
+from megatron_lossagg.aggregation import ALIASES
+from megatron_lossagg.errors import AggregationError, ContractError, PlanError
+from megatron_lossagg.hosts.verl import LossMode
+
+MODES = [name.removeprefix("verl:") for name in ALIASES if name.startswith("verl:")]
+L = 8
+OURS = {ALIASES[f"verl:{mode}"].mode: mode for mode in MODES}
+LOSSES = [
+    name
+    for name in core_algos.POLICY_LOSS_REGISTRY
+    if not name.startswith("lossagg") and name not in ("geo_mean", "bypass_mode")
+]
+
+
+def named(mode):
+    return Aggregation.named(f"verl:{mode}", divisor=L if mode.endswith("norm") else None)
+
+
+def counts(step):
+    return {
+        "dp_size": step.dp_size,
+        "batch_num_tokens": sum(step.lengths),
+        "global_batch_size": len(step.lengths),
+        "loss_scale_factor": L,
+    }
+
+
+def config(step, **changes):
+    made = ActorConfig(strategy="megatron", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **changes)
+    made.global_batch_info.update(counts(step))
+    return made
+
+
+def theirs(step, mode, **arguments):
+    """Sum over the step as the Megatron engine does: * M, / M, mean over ranks."""
+    losses = [
+        core_algos.agg_loss(mb["x"], mb["mask"], mode, **arguments) for mb in step.microbatches
+    ]
+    return torch.stack(losses).sum() / arguments.get("dp_size", 1)
+
+
+def test_every_mode_of_verl_has_an_alias():
+    text = Path(core_algos.__file__).with_name("core_algos.py").read_text()
+    body = text[text.index("def agg_loss") : text.index("Invalid loss_agg_mode")]
+    assert all(f'"{mode}"' in body for mode in MODES)
+    assert len(MODES) == 5
+    assert verl.__version__ == "0.9.1"
+
+
+@pytest.mark.parametrize("lengths", STEPS)
+@pytest.mark.parametrize("mode", MODES)
+def test_an_alias_is_the_hosts_own_aggregation(mode, lengths):
+    step = Step(STEPS[lengths])
+    assert_same(step.loss(named(mode)), theirs(step, mode, **counts(step)), step.leaves)
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode.startswith("seq-mean")])
+def test_without_global_batch_size_verl_leaves_masked_rows_out_of_each_microbatch(mode):
+    # As called for the logged entropy; its Megatron and FSDP engines pass global_batch_size.
+    step = Step([[MASKED[0][0]]])  # three rows, one of them fully masked
+    divisor = {"loss_scale_factor": L}
+    without_empty = Aggregation(named(mode).mode, divisor=named(mode).divisor, count_empty=False)
+    got = theirs(step, mode, **divisor)
+    assert_same(got, step.loss(without_empty), step.leaves)
+    counted = theirs(step, mode, **divisor, global_batch_size=3)
+    assert (got / counted).item() == pytest.approx(3 / 2)
+
+
+def test_without_loss_scale_factor_verl_divides_by_the_padded_width():
+    step = Step(LENGTHS)
+    given = {**counts(step), "loss_scale_factor": None}
+    widths = [mb["mask"].shape[1] for mb in step.microbatches]
+    assert widths == [6, 9, 9, 9]  # the same row weighs more in the narrower microbatch
+    shares = [
+        core_algos.agg_loss(
+            torch.ones_like(mb["x"]), mb["mask"], "seq-mean-token-sum-norm", **given
+        )
+        for mb in step.microbatches
+    ]
+    per_token = [
+        share / mb["mask"].sum() for share, mb in zip(shares, step.microbatches, strict=True)
+    ]
+    assert (per_token[0] / per_token[1]).item() == pytest.approx(9 / 6)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("mode", OURS)
+def test_a_registered_loss_is_verls_own_under_our_weights(mode, loss):
+    step = Step(MASKED)
+    if loss == "sapo":  # which ignores loss_agg_mode
+        mode = "sample_mean"
+    made = config(step, policy_loss=PolicyLossConfig(dro_beta=0.1))
+    if mode == "token_sum":  # ours divides by it, verl's does not
+        made.global_batch_info["loss_scale_factor"] = None
+    want, metrics = run_step(step, loss, made, OURS[mode])
+    got, same_metrics = run_step(step, LossMode(mode, True, loss).name, made, "token-mean")
+    assert_same(got, want, step.leaves)
+    assert same_metrics == metrics
+
+
+def run_step(step, name, made, loss_agg_mode):
+    """Sum a policy loss over the step as the Megatron engine does; returns metrics too."""
+    torch.manual_seed(3)  # clip_cov and kl_cov draw tokens
+    losses, metrics = [], []
+    for mb in step.microbatches:
+        loss, of_microbatch = core_algos.get_policy_loss_fn(name)(
+            old_log_prob=(mb["x"] + 0.3 * mb["other"]).detach(),
+            log_prob=mb["x"],
+            advantages=mb["advantages"],
+            response_mask=mb["mask"],
+            loss_agg_mode=loss_agg_mode,
+            config=made,
+        )
+        losses.append(loss)
+        metrics.append(of_microbatch)
+    return torch.stack(losses).sum() / step.dp_size, metrics
+
+
+def run_one(step, name, made):
+    mb = step.microbatches[0]
+    return core_algos.get_policy_loss_fn(name)(
+        old_log_prob=mb["other"],
+        log_prob=mb["x"],
+        advantages=mb["advantages"],
+        response_mask=mb["mask"],
+        config=made,
+    )
+
+
+def test_a_loss_that_averages_by_itself_is_not_registered():
+    # verl's geo_mean is a mean over each microbatch: it depends on how the step is split.
+    with pytest.raises(ValueError, match="Unsupported loss mode: lossagg_token_mean\\+geo_mean"):
+        core_algos.get_policy_loss_fn("lossagg_token_mean+geo_mean")
+
+
+@pytest.mark.parametrize("name", ["lossagg_prompt_mean", "lossagg_sample_mean_no_count_empty"])
+def test_what_verl_does_not_count_needs_the_engine(name):
+    step = Step(LENGTHS)
+    with pytest.raises(AggregationError, match="set VERL_ENGINE_VENDOR=lossagg in the env"):
+        run_one(step, name, config(step))
+
+
+def test_constant_without_a_divisor_is_refused():
+    step = Step(LENGTHS)
+    made = config(step)
+    made.global_batch_info["loss_scale_factor"] = None
+    with pytest.raises(AggregationError, match=r"set actor_rollout_ref\.actor\.loss_scale_factor"):
+        run_one(step, "lossagg_constant", made)
+
+
+def test_an_engine_that_counts_nothing_is_refused():
+    step = Step(LENGTHS)
+    made = config(step)
+    made.global_batch_info["batch_num_tokens"] = None
+    with pytest.raises(PlanError, match="lacks batch_num_tokens"):
+        run_one(step, "lossagg_token_mean", made)
+
+
+def test_a_selected_engine_that_does_not_run_is_an_error(monkeypatch):
+    step = Step(LENGTHS)
+    monkeypatch.setenv("VERL_ENGINE_VENDOR", "lossagg")
+    with pytest.raises(ContractError, match="verl runs another engine"):
+        run_one(step, "lossagg_token_mean", config(step))
+
+
+def test_kl_and_entropy_beside_the_policy_loss_are_warned_of():
+    step = Step(LENGTHS)
+    made = config(step, use_kl_loss=True)
+    with pytest.warns(RuntimeWarning, match="KL and entropy keep loss_agg_mode=token-mean"):
+        run_one(step, "lossagg_sample_mean", made)
+
+
+def test_agg_loss_is_verls_own_again_afterwards():
+    own = core_algos.agg_loss
+    step = Step(LENGTHS)
+    run_one(step, "lossagg_sample_mean", config(step))
+    assert core_algos.agg_loss is own
+    with pytest.raises(AttributeError):
+        run_one(step, "lossagg_sample_mean", None)
+    assert core_algos.agg_loss is own
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    file = tmp_path_factory.mktemp("reference") / "reference.pt"
+    launched("verl_engine_worker.py", "reference", file, 0, processes=1)
+    return file
+
+
+@pytest.mark.parametrize("per_token", [0, 1])
+def test_on_verls_own_engine_policy_kl_and_entropy_have_our_weights(reference, per_token):
+    out = launched("verl_engine_worker.py", "compare", reference, per_token, processes=4)
+    print(out)
+    assert out.count(": the oracle") == 13
+    # Of an odd number of tokens verl counts one less per microbatch, at CP 2: too large a loss.
+    assert out.count(" times the oracle") == 2 * per_token

@@ -1,0 +1,229 @@
+"""NeMo-RL's adapter against what NeMo-RL's own loss function returned.
+
+``hosts/recorded/nemo_rl.json`` holds the inputs and outputs of ``ClippedPGLossFn`` at 7ea279ab,
+by ``hosts/record_nemo_rl.py``. Live on Megatron-Core: ``test_hosts_verl.py``.
+"""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_lossagg import Aggregation
+from megatron_lossagg.errors import AggregationError, ContractError, PlanError
+from megatron_lossagg.hosts.nemo_rl import aggregated
+
+RECORDED = json.loads((Path(__file__).parent / "hosts/recorded/nemo_rl.json").read_text())
+RUNS = {run["name"]: run for run in RECORDED["runs"]}
+L = 12
+B, V, N = 7, 6, 18  # of 8 rows one has sample_mask 0, and one is fully masked
+
+
+def microbatches():
+    return [
+        {name: torch.tensor(value, dtype=torch.float64) for name, value in mb.items()}
+        for mb in RECORDED["microbatches"]
+    ]
+
+
+MULTIPLIED = {"sampling_importance_ratio"}
+
+COUNTS = {
+    "global_valid_seqs": torch.tensor(float(B), dtype=torch.float64),
+    "global_valid_toks": torch.tensor(float(N), dtype=torch.float64),
+}
+
+
+class ClippedPG:
+    """PPO's clip and k3, reduced as NeMo-RL does: written from its source."""
+
+    input_type = "logprob"
+    positive_example_nll_weight = 0.0
+
+    def __init__(self, loss_type):
+        self.loss_type = SimpleNamespace(value=loss_type)
+        self.metric_normalizations = {"loss": loss_type}
+
+    def __call__(self, x, data, global_valid_seqs, global_valid_toks):
+        a = data["advantages"][:, 1:]
+        ratio = (x - data["prev_logprobs"][:, 1:]).exp()
+        pg = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2))
+        log_ratio = (data["reference_policy_logprobs"][:, 1:] - x).clamp(-20, 20)
+        kl = (log_ratio.exp() - 1 - log_ratio).clamp(-10, 10) * (x - x.detach()).exp()
+        token_mask, sample_mask = data["token_mask"][:, 1:], data["sample_mask"]
+
+        def reduce(values):
+            if self.loss_type.value == "token_level":
+                return (values * token_mask * sample_mask[:, None]).sum() / (
+                    global_valid_toks + 1e-8
+                )
+            means = (values * token_mask).sum(-1) / (token_mask.sum(-1) + 1e-8)
+            return (means * sample_mask).sum() / (global_valid_seqs + 1e-8)
+
+        loss = reduce(pg) + reduce(0.01 * kl)
+        return loss, {"loss": loss.item(), "kl_penalty": reduce(kl).item()}
+
+
+def run(loss_fn):
+    results = []
+    for mb in microbatches():
+        x = mb.pop("next_token_logprobs").requires_grad_()
+        loss, metrics = loss_fn(x, data=mb, **COUNTS)
+        (gradient,) = torch.autograd.grad(loss, x)
+        results.append({"loss": loss.item(), "gradient": gradient.tolist(), "metrics": metrics})
+    return results
+
+
+def assert_same(got, want, metrics=("loss", "kl_penalty")):
+    for one, other in zip(got, want, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-7)
+        gradients = [torch.tensor(each["gradient"]) for each in (one, other)]
+        assert torch.allclose(*gradients, rtol=1e-6, atol=1e-10)
+        assert gradients[1].norm() > 1e-3
+        for name in metrics:
+            assert float(one["metrics"][name]) == pytest.approx(
+                float(other["metrics"][name]), rel=1e-6
+            ), name
+
+
+@pytest.mark.parametrize("name", ["token", "sequence"])
+def test_the_loss_written_here_is_nemo_rls(name):
+    assert_same(run(ClippedPG(RUNS[name]["loss_type"])), RUNS[name]["theirs"])
+
+
+@pytest.mark.parametrize("mode", ["token_mean", "sample_mean", "constant", "sample_sum"])
+@pytest.mark.parametrize("name", ["token", "sequence"])
+def test_the_adapter_gives_what_it_gave_around_nemo_rls_own_loss(name, mode):
+    aggregation = Aggregation(mode, divisor=L if mode == "constant" else None)
+    ours = run(aggregated(ClippedPG(RUNS[name]["loss_type"]), aggregation))
+    assert_same(ours, RUNS[name]["ours"][mode])
+
+
+@pytest.mark.parametrize(
+    ("name", "alias"),
+    [
+        ("token", "nemo-rl:token_level_loss=True"),
+        ("token, KL, dual clip, TIS", "nemo-rl:token_level_loss=True"),
+        ("sequence", "nemo-rl:token_level_loss=False"),
+        ("GSPO", "nemo-rl:token_level_loss=False"),
+    ],
+)
+def test_under_its_alias_nemo_rls_loss_gradient_and_every_metric_stay(name, alias):
+    recorded = RUNS[name]
+    ours = recorded["ours"][Aggregation.named(alias).mode]
+    metrics = set(recorded["theirs"][0]["metrics"]) - (MULTIPLIED if name == "GSPO" else set())
+    assert_same(ours, recorded["theirs"], metrics=metrics)
+
+
+def test_nemo_rl_multiplies_a_metric_of_gspo_by_the_microbatchs_rows():
+    # [b, 1] weights times a [b] mask make [b, b]; row by row, as for packed sequences, b is 1.
+    (name,) = MULTIPLIED
+    recorded = RUNS["GSPO"]
+    theirs, ours = (
+        runs[0]["metrics"] for runs in (recorded["theirs"], recorded["ours"]["constant"])
+    )
+    assert theirs[name] / ours[name] == pytest.approx(4, rel=1e-6)
+
+
+def test_nemo_rl_counts_a_fully_masked_row_whose_sample_mask_is_1():
+    aggregation = Aggregation.named("nemo-rl:token_level_loss=False")
+    assert aggregation == Aggregation("sample_mean", count_empty=True)
+    # The sum of the rows' means is that of B w_s, and would be V / B of it without the empty row.
+    total = sum(each["loss"] for each in RUNS["sequence"]["theirs"])
+    by_sum = RUNS["sequence"]["ours"]["sample_mean"]
+    assert total == pytest.approx(sum(each["loss"] for each in by_sum), rel=1e-7)
+    assert total * B / V != pytest.approx(total)
+
+
+def test_constant_divides_by_valid_samples_and_the_divisor():
+    theirs, ours = RUNS["token"]["theirs"], RUNS["token"]["ours"]["constant"]
+    for one, other in zip(ours, theirs, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"] * N / (B * L), rel=1e-7)
+
+
+def test_metrics_other_than_the_loss_keep_nemo_rls_normalizers():
+    for name, recorded in RUNS.items():
+        multiplied = MULTIPLIED if name == "GSPO" else set()
+        for mode in recorded["ours"].values():
+            for one, other in zip(mode, recorded["theirs"], strict=True):
+                kept = set(other["metrics"]) - {"loss", "kl_penalty"} - multiplied
+                assert len(kept) >= 13
+                for name in kept:
+                    same = pytest.approx(float(other["metrics"][name]), rel=1e-7, abs=1e-12)
+                    assert float(one["metrics"][name]) == same, name
+    loss_fn = ClippedPG("token_level")
+    made = aggregated(loss_fn, Aggregation("constant", divisor=L))
+    assert made.metric_normalizations is loss_fn.metric_normalizations
+    assert (made.loss_type, made.input_type) == (loss_fn.loss_type, "logprob")
+    assert made.use_fused_linear_logprobs is False
+
+
+def test_rows_without_sample_mask_count_where_the_step_is_given_whole():
+    few = run(aggregated(ClippedPG("token_level"), Aggregation("constant", divisor=L)))
+    whole = aggregated(
+        ClippedPG("token_level"), Aggregation("constant", divisor=L), samples_per_step=8
+    )
+    for one, other in zip(run(whole), few, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"] * B / 8, rel=1e-9)
+
+
+def test_empty_samples_that_nemo_rl_counts_cannot_be_left_out_here():
+    made = aggregated(ClippedPG("token_level"), Aggregation("sample_mean", count_empty=False))
+    with pytest.raises(PlanError, match="1 rows have sample_mask 1 and no active tokens"):
+        run(made)
+
+
+def test_placeholder_counts_of_split_steps_are_refused():
+    made = aggregated(ClippedPG("token_level"), Aggregation("sample_mean"))
+    mb = microbatches()[0]
+    x, one = mb.pop("next_token_logprobs"), torch.ones(())
+    with pytest.raises(ContractError, match="placeholders of NeMo-RL's split training steps"):
+        made(x, data=mb, global_valid_seqs=one, global_valid_toks=one)
+
+
+def test_weights_from_the_trainer_make_prompt_mean():
+    made = aggregated(ClippedPG("token_level"), Aggregation("prompt_mean"), weights_in_data=True)
+    # Prompts (0, 1), (2, 3), ... and steps of four rows; the last row is in no count.
+    data = {
+        "token_mask": torch.tensor(
+            [[1, *[1] * n, *[0] * (3 - n)] for n in (3, 1, 0, 2, 1, 1, 2, 2)]
+        ),
+        "sample_mask": torch.tensor([1, 1, 1, 1, 1, 1, 1, 0]),
+    }
+    weights = made.weights_of(data, rows_per_step=4, samples_per_prompt=2)
+    want = [1 / 8, 1 / 8, 0, 1 / 4, 1 / 4, 1 / 4, 1 / 4, 0]
+    assert weights.tolist() == pytest.approx(want)
+    mb = microbatches()[0]
+    x = mb.pop("next_token_logprobs")
+    with pytest.raises(ContractError, match=r"apply docs/hosts/patches/nemo-rl-prompt-mean\.patch"):
+        made(x, data=mb, **COUNTS)
+    with_weights = {**mb, "loss_weights": torch.tensor([0.5, 0.0, 0.25, 1.0])}
+    loss, _ = made(x, data=with_weights, **COUNTS)
+    rows = [
+        ClippedPG("token_level")(x[n : n + 1], {k: v[n : n + 1] for k, v in mb.items()}, **COUNTS)
+        for n in range(4)
+    ]
+    want = sum(w * row[0] * N for w, row in zip((0.5, 0, 0.25, 1), rows, strict=True))
+    assert loss.item() == pytest.approx(want.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["prompt_mean", "microbatch_token_mean"])
+def test_a_mode_that_nemo_rl_has_no_counts_for_is_refused_at_startup(mode):
+    with pytest.raises(AggregationError, match="no prompts and no microbatches"):
+        aggregated(ClippedPG("token_level"), Aggregation(mode))
+
+
+def test_wrong_wrapping_is_refused_at_startup():
+    mode = Aggregation("sample_mean")
+    with pytest.raises(AggregationError, match="expected NeMo-RL's ClippedPGLossFn"):
+        aggregated(object(), mode)
+    loss_fn = ClippedPG("token_level")
+    with pytest.raises(AggregationError, match="expected an integer"):
+        aggregated(loss_fn, mode, samples_per_step=0)
+    loss_fn.positive_example_nll_weight = 0.1
+    with pytest.raises(AggregationError, match=r"set loss_fn\.positive_example_nll_weight to 0"):
+        aggregated(loss_fn, mode)
+    with pytest.raises(PlanError, match=r"give policy\.train_global_batch_size"):
+        run(aggregated(ClippedPG("token_level"), mode, samples_per_step=5))

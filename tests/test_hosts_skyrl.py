@@ -1,0 +1,160 @@
+"""SkyRL's adapter without SkyRL; live in ``test_hosts_verl.py``, real in ``make test-hosts``."""
+
+import sys
+import types
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_lossagg import Aggregation
+from megatron_lossagg.errors import AggregationError, ContractError, PlanError
+from megatron_lossagg.hosts import skyrl
+
+
+def config(**changes):
+    algorithm = {
+        "policy_loss_type": "regular",
+        "use_kl_loss": False,
+        "use_entropy_loss": False,
+        **changes,
+    }
+    return SimpleNamespace(trainer=SimpleNamespace(algorithm=SimpleNamespace(**algorithm)))
+
+
+@pytest.fixture
+def trainer(monkeypatch):
+    """Make a trainer in a module of its own, which reduces each mini-batch as SkyRL does."""
+    module = types.ModuleType("a_skyrl_trainer")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    module.apply_loss_reduction_to_advantages_minibatch = lambda **_: None
+
+    class Trainer:
+        __module__ = module.__name__
+        num_calls_left = 99
+
+        def __init__(self, cfg):
+            self.cfg = cfg
+
+        def _normalize_advantages(self, data, boundaries, prompts=None):
+            for start, end in boundaries[: self.num_calls_left]:
+                reduce = module.apply_loss_reduction_to_advantages_minibatch
+                data["advantages"][start:end] = reduce(
+                    advantages=data["advantages"][start:end],
+                    loss_mask=data["loss_mask"][start:end],
+                    loss_reduction="token_mean",
+                    micro_batch_size=1,
+                    max_seq_len=None,
+                    prompt_boundaries=prompts and [(a - start, b - start) for a, b in prompts],
+                )
+            return data
+
+    Trainer._normalize_advantages.__module__ = module.__name__
+    return Trainer
+
+
+class Data(dict):
+    metadata = types.MappingProxyType({})
+
+
+def data(mask, **metadata):
+    made = Data(advantages=torch.ones(len(mask), len(mask[0])), loss_mask=torch.tensor(mask))
+    made.metadata = metadata
+    return made
+
+
+MASK = [[1, 1, 0], [1, 0, 0], [0, 0, 0], [1, 1, 1]]
+
+
+def test_a_mini_batch_is_one_step(trainer):
+    made = skyrl.aggregated(trainer, Aggregation("sample_mean"))(config())
+    out = made._normalize_advantages(data(MASK), [(0, 2), (2, 4)])["advantages"]
+    assert out[:, 0].tolist() == pytest.approx([1 / 4, 1 / 2, 0, 1 / 6])
+
+
+def test_turns_of_a_trajectory_are_one_sample(trainer):
+    made = skyrl.aggregated(trainer, Aggregation("sample_mean"))(config())
+    steps = data(MASK, is_last_step=[False, True, True, True])
+    out = made._normalize_advantages(steps, [(0, 4)])["advantages"]
+    assert out[:, 0].tolist() == pytest.approx([1 / 9, 1 / 9, 0, 1 / 9])
+
+
+@pytest.mark.parametrize(("count_empty", "prompts"), [(True, 3), (False, 2)])
+def test_an_empty_prompt_counts_where_it_is_to_count(trainer, count_empty, prompts):
+    aggregation = Aggregation("prompt_mean", count_empty=count_empty)
+    made = skyrl.aggregated(trainer, aggregation)(config())
+    out = made._normalize_advantages(data(MASK), [(0, 4)], [(0, 2), (2, 3), (3, 4)])["advantages"]
+    each = [1 / 3, 1 / 3, 0, 1 / 3]
+    assert out[:, 0].tolist() == pytest.approx([w / prompts for w in each])
+
+
+def test_prompt_mean_without_prompts_is_refused(trainer):
+    made = skyrl.aggregated(trainer, Aggregation("prompt_mean"))(config())
+    with pytest.raises(PlanError, match="needs Sequences"):
+        made._normalize_advantages(data(MASK), [(0, 4)])
+
+
+def test_skyrls_own_reduction_is_back_afterwards(trainer):
+    module = sys.modules["a_skyrl_trainer"]
+    own = module.apply_loss_reduction_to_advantages_minibatch
+    made = skyrl.aggregated(trainer, Aggregation("sample_mean"))(config())
+    made._normalize_advantages(data(MASK), [(0, 4)])
+    with pytest.raises(PlanError, match="other than 0 and 1"):
+        made._normalize_advantages(data([[2, 1, 0]]), [(0, 1)])
+    assert module.apply_loss_reduction_to_advantages_minibatch is own
+
+
+def test_a_trainer_that_does_not_reduce_is_an_error(trainer):
+    made = skyrl.aggregated(trainer, Aggregation("sample_mean"))(config())
+    made.num_calls_left = 1
+    with pytest.raises(ContractError, match="SkyRL reduced 1 of 2 mini-batches"):
+        made._normalize_advantages(data(MASK), [(0, 2), (2, 4)])
+    del sys.modules["a_skyrl_trainer"].apply_loss_reduction_to_advantages_minibatch
+    with pytest.raises(ContractError, match="has no apply_loss_reduction"):
+        made._normalize_advantages(data(MASK), [(0, 4)])
+
+
+@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov", "cross_entropy"])
+def test_a_loss_that_is_not_proportional_to_advantages_is_refused_at_startup(trainer, loss):
+    made = skyrl.aggregated(trainer, Aggregation("sample_mean"))
+    with pytest.raises(AggregationError, match=f"policy_loss_type={loss} is not proportional"):
+        made(config(policy_loss_type=loss))
+
+
+def test_kl_and_entropy_and_unknown_losses_are_warned_of(trainer):
+    made = skyrl.aggregated(trainer, Aggregation("sample_mean"))
+    with pytest.warns(RuntimeWarning, match="KL and entropy stay SkyRL's means"):
+        made(config(use_kl_loss=True, use_entropy_loss=True))
+    with pytest.warns(RuntimeWarning, match="policy_loss_type=mine is not one of SkyRL's own"):
+        made(config(policy_loss_type="mine"))
+
+
+def test_a_mode_of_microbatches_is_refused(trainer):
+    with pytest.raises(AggregationError, match="SkyRL's trainer knows no microbatches"):
+        skyrl.aggregated(trainer, Aggregation("microbatch_token_mean"))
+
+
+def test_the_entry_point_reads_its_own_arguments():
+    aggregation, rest = skyrl._split(
+        ["a=1", "loss_aggregation=constant", "loss_aggregation_divisor=4e3", "trainer.b=2"]
+    )
+    assert aggregation == Aggregation("constant", divisor=4000)
+    assert rest == ["a=1", "trainer.b=2"]
+    aggregation, _ = skyrl._split(
+        ["loss_aggregation=prompt_mean", "loss_aggregation_count_empty=False"]
+    )
+    assert aggregation == Aggregation("prompt_mean", count_empty=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["a=1"], "got no loss_aggregation: add loss_aggregation=prompt_mean"),
+        (["loss_aggregation_mode=constant"], "expected one of loss_aggregation, "),
+        (["loss_aggregation=sample_mean", "loss_aggregation_count_empty=1"], "true or false"),
+        (["loss_aggregation_divisor=3"], "without --loss-aggregation"),
+    ],
+)
+def test_wrong_arguments_of_the_entry_point_are_refused(arguments, message):
+    with pytest.raises(AggregationError, match=message):
+        skyrl._split(arguments)
