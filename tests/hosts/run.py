@@ -40,6 +40,7 @@ def main() -> int:
     # Hosts warn at import; warnings of this package stay errors.
     ignored = [f"-Wignore::{kind}Warning" for kind in ("User", "Deprecation", "Future", "Syntax")]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *ignored]
+    command += ["-p", "stand_ins_first"]
     arguments = sys.argv[1:] or checks
     return subprocess.run([*command, *arguments], cwd=ROOT, env=environment).returncode
 
