@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron_lossagg.aggregation import Aggregation
-    from megatron_lossagg.buffer import StepBuffer, StepMicrobatch
+    from megatron_lossagg.buffer import MicrobatchRows, StepBuffer, StepMicrobatch
     from megatron_lossagg.contract import MegatronContract, StepContract
     from megatron_lossagg.counts import Sequences, StepTotals
     from megatron_lossagg.errors import LossAggregationError
@@ -24,16 +24,21 @@ if TYPE_CHECKING:
     from megatron_lossagg.layout import Layout
     from megatron_lossagg.plan import StepPlan, plan_step
     from megatron_lossagg.reducer import Reducer, ReducerContext
+    from megatron_lossagg.schedule import Adapter, HostLoss, ScheduleHook, aggregated
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Adapter",
     "Aggregation",
+    "HostLoss",
     "Layout",
     "LossAggregationError",
     "MegatronContract",
+    "MicrobatchRows",
     "Reducer",
     "ReducerContext",
+    "ScheduleHook",
     "Sequences",
     "StepBuffer",
     "StepContract",
@@ -41,6 +46,7 @@ __all__ = [
     "StepPlan",
     "StepTotals",
     "add_loss_aggregation_args",
+    "aggregated",
     "aggregation_from_args",
     "empty_step_from_args",
     "plan_step",
@@ -48,12 +54,16 @@ __all__ = [
 ]
 
 _MODULE_OF = {
+    "Adapter": "schedule",
     "Aggregation": "aggregation",
+    "HostLoss": "schedule",
     "Layout": "layout",
     "LossAggregationError": "errors",
     "MegatronContract": "contract",
+    "MicrobatchRows": "buffer",
     "Reducer": "reducer",
     "ReducerContext": "reducer",
+    "ScheduleHook": "schedule",
     "Sequences": "counts",
     "StepBuffer": "buffer",
     "StepContract": "contract",
@@ -61,6 +71,7 @@ _MODULE_OF = {
     "StepPlan": "plan",
     "StepTotals": "counts",
     "add_loss_aggregation_args": "flags",
+    "aggregated": "schedule",
     "aggregation_from_args": "flags",
     "empty_step_from_args": "flags",
     "plan_step": "plan",

@@ -362,6 +362,12 @@ def check_a_loss_without_the_mask_as_its_first_argument_is_refused(chunk, stock)
         run(a_hook().aggregated(stock), chunk, batches(0), forward_step_func=hidden)
 
 
+def check_data_of_another_kind_is_refused_by_name(chunk, stock):
+    data = [tuple(batch.values()) for batch in batches(0)]
+    with refused(PlanError, "got tuple from the data iterator", "dict with loss_mask"):
+        run(a_hook().aggregated(stock), chunk, iter(data))
+
+
 def check_prompt_mean_without_prompt_ids_is_refused_before_the_first_step(chunk, stock):
     with refused(AggregationError, "prompt_mean needs prompt ids", "choose another"):
         ScheduleHook(Aggregation("prompt_mean"), PretrainAdapter())

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import launched
+from conftest import early, launched, proven
 
 from megatron_lossagg.verify.cases import CASES
 from megatron_lossagg.verify.parallelism import Parallelism
@@ -36,9 +36,24 @@ CHECKS = re.findall(
 )
 
 
+def hooked_verdicts(world_size):
+    layouts = [Parallelism(**sizes, hooked=True) for sizes in LAYOUTS.values()]
+    return proven([layout for layout in layouts if layout.world_size == world_size], CASES)
+
+
+@early
+def hooked_verdicts_of_two_ranks():
+    return hooked_verdicts(2)
+
+
+@early
+def hooked_verdicts_of_four_ranks():
+    return hooked_verdicts(4)
+
+
 @pytest.fixture(scope="module")
-def verdicts(proven):
-    return proven([Parallelism(**sizes, hooked=True) for sizes in LAYOUTS.values()], CASES)
+def verdicts(hooked_verdicts_of_two_ranks, hooked_verdicts_of_four_ranks):
+    return hooked_verdicts_of_two_ranks | hooked_verdicts_of_four_ranks
 
 
 @pytest.mark.parametrize("regime", REGIMES)
@@ -51,11 +66,11 @@ def test_a_hooked_host_trains_and_reports_the_configured_loss(verdicts, name, ca
         assert verdict["loss_error"] < 1e-12, verdict["explanation"]
 
 
-@pytest.fixture(scope="module")
-def output():
+@early
+def output_of_the_hook():
     return launched("schedule_worker.py", processes=2)
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_the_hook(output, check):
-    assert f"PASSED check_{check}" in output.splitlines()
+def test_the_hook(output_of_the_hook, check):
+    assert f"PASSED check_{check}" in output_of_the_hook.splitlines()

@@ -16,13 +16,12 @@ import os
 import sys
 import types
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 
 from megatron_lossagg.cpu.stand_ins import StandIn, install, replace, replaced
-from megatron_lossagg.layout import Layout
 
 __all__ = ["TRAINING_STAND_INS", "install_training"]
 
@@ -63,9 +62,19 @@ def _keep_pipeline_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _indices(offsets: Any, num_tokens: int, cp_size: int, cp_rank: int) -> torch.Tensor:
-    """Answer as Transformer Engine's ``thd_get_partitioned_indices``."""
+    """Answer as Transformer Engine's ``thd_get_partitioned_indices``: chunks r and 2 CP - 1 - r.
+
+    A row that is not a multiple of 2 CP tokens is refused, as there.
+    """
     del num_tokens
-    return Layout.thd_zigzag(np.unique(offsets), cp_size=cp_size, cp_rank=cp_rank).positions
+    positions = []
+    for begin, end in pairwise(sorted({int(offset) for offset in offsets.flatten()})):
+        size, rest = divmod(end - begin, 2 * cp_size)
+        if rest:
+            raise ValueError(f"got a row of {end - begin} tokens, expected a multiple of 2 CP")
+        for chunk in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            positions.append(torch.arange(begin + chunk * size, begin + (chunk + 1) * size))
+    return torch.cat(positions)
 
 
 def _with_indices(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -155,13 +164,13 @@ TRAINING_STAND_INS: tuple[StandIn, ...] = (
     ),
     StandIn(
         name="megatron.core.utils.get_thd_batch_on_this_cp_rank",
-        replacement="itself, with Layout.thd_zigzag for Transformer Engine's indices",
+        replacement="itself, with indices of its own for Transformer Engine's",
         needed_by="pretrain_gpt.get_batch: packed rows, context parallelism; until 0.18",
         make=_with_padded_offsets,
     ),
     StandIn(
         name="megatron.core.utils._get_batch_on_this_cp_rank_per_document_balancing",
-        replacement="itself, with Layout.thd_zigzag for Transformer Engine's indices",
+        replacement="itself, with indices of its own for Transformer Engine's",
         needed_by="pretrain_gpt.get_batch: packed rows, context parallelism; from 0.19 on",
         make=_with_indices,
     ),

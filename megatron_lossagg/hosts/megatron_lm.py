@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,11 @@ class PretrainAdapter(Adapter):
 
     def rows(self, data: Any) -> MicrobatchRows:
         """Count the mask of each row; ``data`` is the dict of Megatron-LM's data sets."""
+        if not isinstance(data, Mapping) or data.get("loss_mask") is None:
+            raise ContractError(
+                f"got {type(data).__name__} from the data iterator, expected Megatron-LM's dict with "
+                "loss_mask: the data of this script is not known here"
+            )
         mask = data["loss_mask"].detach().cpu().numpy()
         offset_G1 = _offsets(data, mask.shape)
         total_P1 = np.concatenate([[0], np.cumsum(mask.ravel() != 0)])

@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from megatron_lossagg.scaling import REGIMES
 from megatron_lossagg.verify import report as show
 from megatron_lossagg.verify.cases import CASES, Case
 from megatron_lossagg.verify.environment import Fact, environment
+from megatron_lossagg.verify.hosts import HOSTS, host_fact
 from megatron_lossagg.verify.job import Event, Job, run_job
 from megatron_lossagg.verify.parallelism import Parallelism, standard
 from megatron_lossagg.verify.words import number_of
@@ -78,6 +79,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_loss_aggregation_args(parser)
     run = parser.add_argument_group("run")
+    run.add_argument(
+        "--host",
+        choices=sorted(HOSTS),
+        help="first look whether this training system is installed here and has what its adapter "
+        "uses; megatron-lm and bridge are then verified as with --hooked",
+    )
     run.add_argument("--regime", choices=REGIMES, help="verify one of Megatron's two regimes")
     run.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     run.add_argument("--html", type=Path, metavar="FILE", help="write the report as one HTML page")
@@ -91,12 +98,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the verification; return the exit status. Raises :class:`ProofError` for wrong usage."""
+    host_facts = [] if args.host is None else [host_fact(args.host)]
+    if args.host is not None and HOSTS[args.host].is_hooked:
+        args.hooked = True
     job = _job(args)
     rank = _launchers_rank()
     if rank not in (None, 0):
         return 0 if run_job(job, lambda event: None) else 1
     _check_files(args)
-    facts = environment()
+    facts = [*environment(), *host_facts]
     core = _megatron_core(facts)
     begun, started = time.monotonic(), datetime.now(timezone.utc)
     verdicts: list[dict[str, Any]] = []
@@ -214,8 +224,9 @@ def _layouts(args: argparse.Namespace) -> list[Parallelism]:
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     split = given.keys() & {"dp", "tp", "pp", "vpp", "cp", "ep"}
     if _launchers_rank() is None:
-        if not split and given.keys() <= {"moe"}:
-            return standard(moe=bool(args.moe))
+        if not split and given.keys() <= {"moe", "hooked"}:
+            layouts = standard(moe=bool(args.moe))
+            return [replace(layout, hooked=bool(args.hooked)) for layout in layouts]
         if not split:
             raise ProofError(
                 f"{', '.join(sorted(given))} without a size: add --dp, --tp, --pp or --cp, or drop "

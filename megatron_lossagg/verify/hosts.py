@@ -1,0 +1,148 @@
+"""What of a training system is installed, and whether it has what its adapter holds on to.
+
+Nothing of it is imported: most need a GPU to be. Its source files are searched for the options,
+functions and fields that ``megatron_lossagg.hosts`` uses, at the commits that each page of
+``docs/hosts`` names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from megatron_lossagg.errors import ProofError
+from megatron_lossagg.verify.environment import Fact
+
+__all__ = ["HOSTS", "Host", "host_fact"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """A training system."""
+
+    package: str
+    uses: Mapping[str, tuple[str, ...]]
+    """What its adapter holds on to, by the file that has it, from the package's folder."""
+    written_for: str
+    """The commits and releases that the adapter was tested with."""
+    is_hooked: bool = False
+    """Whether its adapter is around Megatron's schedule: verified by ``--hooked``."""
+
+
+_SCHEDULE = "get_forward_backward_func("
+
+HOSTS: Mapping[str, Host] = {
+    "megatron-lm": Host(
+        package="megatron.training",
+        uses={"training.py": (_SCHEDULE, "forward_step_func=", "data_iterator=")},
+        written_for="core_v0.16.1, core_v0.17.1, core_v0.19.0, d98e8a64",
+        is_hooked=True,
+    ),
+    "bridge": Host(
+        package="megatron.bridge",
+        uses={"training/train.py": (_SCHEDULE,), "training/eval.py": (_SCHEDULE,)},
+        written_for="067f987d",
+        is_hooked=True,
+    ),
+    "slime": Host(
+        package="slime",
+        uses={
+            "utils/arguments.py": (
+                "--rollout-data-postprocess-path",
+                "--custom-pg-loss-reducer-function-path",
+                "--custom-megatron-init-path",
+                "--custom-config-path",
+            ),
+            "backends/megatron_utils/loss.py": ("rollout_mask_sums",),
+        },
+        written_for="624b824a",
+    ),
+    "miles": Host(
+        package="miles",
+        uses={
+            "utils/arguments.py": (
+                "--custom-convert-samples-to-train-data-path",
+                "--custom-pg-loss-reducer-function-path",
+                "--custom-megatron-init-path",
+                "--custom-config-path",
+            ),
+            "ray/rollout/train_data_conversion.py": (
+                "def convert_samples_to_train_data(",
+                "rollout_mask_sums",
+            ),
+        },
+        written_for="31f1ca96",
+    ),
+    "verl": Host(
+        package="verl",
+        uses={
+            "__init__.py": ("verl.plugins",),
+            "trainer/ppo/core_algos.py": ("def register_policy_loss(", "POLICY_LOSS_REGISTRY"),
+            "workers/engine/base.py": ("class EngineRegistry",),
+        },
+        written_for="0.9.1, 1dda039b",
+    ),
+    "skyrl": Host(
+        package="skyrl",
+        uses={
+            "train/trainer.py": ("def _normalize_advantages(",),
+            "train/entrypoints/main_base.py": ("override_entrypoint", "class BasePPOExp"),
+        },
+        written_for="0.3.0, a9564572",
+    ),
+    "nemo-rl": Host(
+        package="nemo_rl",
+        uses={
+            "algorithms/loss/interfaces.py": ("metric_normalizations", "global_valid_seqs"),
+            "algorithms/loss/loss_functions.py": ("class ClippedPGLossFn",),
+        },
+        written_for="7ea279ab",
+    ),
+}
+
+
+def host_fact(name: str) -> Fact:
+    """Find a host and look for what its adapter uses, without importing it.
+
+    Raises :class:`ProofError` where the host is not installed, or lacks something.
+    """
+    host = HOSTS[name]
+    folder = _folder(host.package)
+    if folder is None:
+        raise ProofError(
+            f"nothing to verify: {host.package} is not installed here: install {name}, or put its "
+            "checkout on PYTHONPATH"
+        )
+    lacks = [
+        f"{text!r} in {file}"
+        for file, texts in host.uses.items()
+        for text in texts
+        if text not in _text(folder / file)
+    ]
+    if lacks:
+        raise ProofError(
+            f"{name} in {folder} lacks {', '.join(lacks)}: the adapter was written for "
+            f"{host.written_for} (docs/hosts); use such a release"
+        )
+    number = sum(map(len, host.uses.values()))
+    return Fact(
+        name=name,
+        state="found",
+        version="has all",
+        detail=f"{number} names that its adapter uses, in {folder}",
+    )
+
+
+def _folder(package: str) -> Path | None:
+    try:
+        spec = find_spec(package)
+    except ImportError:
+        return None
+    places = [] if spec is None else list(spec.submodule_search_locations or [])
+    return Path(places[0]) if places else None
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
