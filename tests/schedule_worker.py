@@ -364,7 +364,7 @@ def check_a_loss_without_the_mask_as_its_first_argument_is_refused(chunk, stock)
 
 def check_data_of_another_kind_is_refused_by_name(chunk, stock):
     data = [tuple(batch.values()) for batch in batches(0)]
-    with refused(PlanError, "got tuple from the data iterator", "dict with loss_mask"):
+    with refused(PlanError, "got tuple from the data iterator", "dict", "with loss_mask"):
         run(a_hook().aggregated(stock), chunk, iter(data))
 
 

@@ -48,8 +48,8 @@ class PretrainAdapter(Adapter):
         """Count the mask of each row; ``data`` is the dict of Megatron-LM's data sets."""
         if not isinstance(data, Mapping) or data.get("loss_mask") is None:
             raise ContractError(
-                f"got {type(data).__name__} from the data iterator, expected Megatron-LM's dict with "
-                "loss_mask: the data of this script is not known here"
+                f"got {type(data).__name__} from the data iterator, expected Megatron-LM's dict "
+                "with loss_mask: the data of this script is not known here"
             )
         mask = data["loss_mask"].detach().cpu().numpy()
         offset_G1 = _offsets(data, mask.shape)
