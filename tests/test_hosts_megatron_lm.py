@@ -118,6 +118,7 @@ def megatron_lm(tmp_path_factory):
             print(f"{kind:4} {processes} ranks {' '.join([*before, *map(str, more)])}: {event}")
         return events
 
+    run.launch = server.launch
     yield run
     server.close()
 
@@ -223,3 +224,14 @@ def test_prompt_mean_is_refused_before_the_script_starts(megatron_lm):
 def test_a_script_without_a_training_step_is_an_error(megatron_lm):
     text = megatron_lm("mock", *SAMPLE_MEAN, "--skip-train", "--eval-iters", "0", fails=True)
     assert "ended without a step that --loss-aggregation sample_mean" in text
+
+
+RL_NEEDS = [name for name in ("httpx", "fastapi", "uvicorn", "wandb") if find_spec(name) is None]
+
+
+@pytest.mark.skipif(bool(RL_NEEDS), reason=f"train_rl.py imports {', '.join(RL_NEEDS)}")
+def test_train_rls_own_forward_step_and_loss_train_the_mean_over_rollouts(megatron_lm):
+    done = megatron_lm.launch([str(HOSTS / "train_rl_worker.py")], processes=2, timeout=200)
+    assert done.returncode == 0, done.stderr[-6000:]
+    for kind in ("unpacked", "packed"):
+        assert f"TRAIN_RL equals the loops, {kind}" in done.stdout

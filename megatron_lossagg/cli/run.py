@@ -3,7 +3,7 @@
 Under torchrun, in a Megatron-LM checkout: write the script and all its
 options as ever, and the options below anywhere among them. Without any of
 them the script runs as it is. Known scripts: pretrain_gpt.py, packed SFT
-included, and those that share its loss.
+included, those that share its loss, and train_rl.py.
 """
 
 from __future__ import annotations
@@ -80,8 +80,12 @@ def run(args: argparse.Namespace) -> int:
         )
     from megatron_lossagg.hosts import megatron_lm
 
+    adapter = megatron_lm.ADAPTERS.get(script.name, megatron_lm.PretrainAdapter)
     hook = megatron_lm.install(
-        aggregation, empty_step=empty_step_from_args(flags), probe=probe_from_args(flags)
+        aggregation,
+        empty_step=empty_step_from_args(flags),
+        probe=probe_from_args(flags),
+        adapter=adapter(),
     )
     status = _run(script)
     if status == 0 and hook.num_steps == 0:

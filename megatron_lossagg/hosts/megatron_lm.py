@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -25,7 +26,7 @@ from megatron_lossagg.integers import Ints
 from megatron_lossagg.plan import EmptyStep
 from megatron_lossagg.schedule import Adapter, HostLoss, ScheduleHook
 
-__all__ = ["PretrainAdapter", "install", "rebind"]
+__all__ = ["ADAPTERS", "PretrainAdapter", "RLAdapter", "install", "rebind"]
 
 _HOOK = "get_forward_backward_func"
 _PACKED_AT = ("cu_seqlens_q_padded", "cu_seqlens_q", "cu_seqlens_padded", "cu_seqlens")
@@ -52,18 +53,7 @@ class PretrainAdapter(Adapter):
                 "with loss_mask: the data of this script is not known here"
             )
         mask = data["loss_mask"].detach().cpu().numpy()
-        offset_G1 = _offsets(data, mask.shape)
-        total_P1 = np.concatenate([[0], np.cumsum(mask.ravel() != 0)])
-        length_G = np.diff(offset_G1)
-        is_tail_G = np.zeros(len(length_G), dtype=np.int64)
-        tail = mask.size - offset_G1[-1]
-        active_G = np.diff(total_P1[offset_G1])
-        if tail:  # positions past the last row
-            length_G, active_G, is_tail_G = (
-                np.append(array, value)
-                for array, value in ((length_G, tail), (active_G, 0), (is_tail_G, 1))
-            )
-        return MicrobatchRows(active_tokens=active_G, lengths=length_G, is_filler=is_tail_G)
+        return _rows_at(_offsets(data, mask.shape), mask.ravel())
 
     def loss(self, loss_func: Callable[..., Any], output: Tensor) -> HostLoss:
         """Take the mask out of ``partial(loss_func, loss_mask, ...)``; the output is the losses."""
@@ -80,6 +70,47 @@ class PretrainAdapter(Adapter):
             _check_is_masked_sum(theirs, losses, mask)
             self._is_checked = True
         return HostLoss(losses=losses, mask=mask, report=report)
+
+
+class RLAdapter(PretrainAdapter):
+    """``train_rl.py`` of core_v0.16: rollouts, one per entry of the batch or packed into bins.
+
+    The per-token losses hold policy, KL and entropy terms together. A mask is shifted by one
+    against its tokens, as log-probabilities are. No prompt ids: a rollout's group does not reach
+    the microbatch. Context parallelism is refused.
+    """
+
+    def rows(self, data: Any) -> MicrobatchRows:
+        """Count rollouts: ``data`` is ``prepare_data_for_update``'s tuple, or a bin's index."""
+        from megatron.training import get_args
+
+        args = get_args()
+        if args.context_parallel_size > 1:
+            raise ContractError(
+                "train_rl.py with context parallelism gathers log-probabilities over its ranks, "
+                "which is not known here: use --context-parallel-size 1"
+            )
+        if not args.rl_use_sequence_packing:
+            mask = data[3][:, 1:].detach().cpu().numpy()
+            return MicrobatchRows(
+                active_tokens=(mask != 0).sum(1), lengths=np.full(len(mask), mask.shape[1])
+            )
+        from megatron.rl.rl_utils import get_rl_runtime_state
+
+        context, index = get_rl_runtime_state().packing_context, int(data[0])
+        mask = context.packed_loss_mask[index, 1:].detach().cpu().numpy()
+        info = context.packing_info
+        length_S = [info.seq_lengths[row] for row in info.bin_seq_indices[index]]
+        start_S = list(info.seq_starts[index])[: len(length_S)]
+        end = start_S[-1] + length_S[-1] if length_S else 0
+        offset_S1 = np.clip([*start_S, end], 0, len(mask))
+        if offset_S1[0] != 0:
+            raise ContractError(f"got a bin whose first row begins at {start_S[0]}, expected 0")
+        return _rows_at(offset_S1.astype(np.int64), mask)
+
+
+ADAPTERS: Mapping[str, type[PretrainAdapter]] = {"train_rl.py": RLAdapter}
+"""The adapter of a script, by its name, where it is not :class:`PretrainAdapter`."""
 
 
 def install(
@@ -146,6 +177,18 @@ def _offsets(data: Any, shape: tuple[int, ...]) -> Ints:
     # Data sets pad their offsets: Megatron-LM from 0.19 on with empty segments, Megatron-Bridge
     # with -1. Neither is a row.
     return np.unique((offset_BG + entry_B)[offset_BG >= 0])
+
+
+def _rows_at(offset_G1: Ints, mask_P: npt.NDArray[Any]) -> MicrobatchRows:
+    """Count the rows of a flat mask; positions past the last one are a filler."""
+    total_P1 = np.concatenate([[0], np.cumsum(mask_P != 0)])
+    length_G, active_G = np.diff(offset_G1), np.diff(total_P1[offset_G1])
+    tail = len(mask_P) - offset_G1[-1]
+    is_tail_G = np.zeros(len(length_G) + bool(tail), dtype=np.int64)
+    if tail:
+        is_tail_G[-1] = 1
+        length_G, active_G = np.append(length_G, tail), np.append(active_G, 0)
+    return MicrobatchRows(active_tokens=active_G, lengths=length_G, is_filler=is_tail_G)
 
 
 def _check_split_by_rows() -> None:
