@@ -4,12 +4,12 @@ import contextlib
 import copy
 import dataclasses
 import re
-import types
 
 import pytest
 import tiny_gpt
 import torch
 import torch.distributed as dist
+from check_runner import run_checks
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 import megatron_lossagg.cpu as cpu
@@ -562,24 +562,11 @@ def check_without_torch_distributed_no_contract_is_read(chunk, contract):
 
 def main():
     tiny_gpt.start(ep=2)
-    first = dist.get_rank() == 0
-    if first:
+    if dist.get_rank() == 0:
         print(f"RAN megatron-core {megatron_version()}", flush=True)
     chunk = tiny_gpt.wrapped(tiny_gpt.config_of())
     contract = MegatronContract.read([chunk], aggregation=CONSTANT)
-    checks = {
-        name: check
-        for name, check in globals().items()
-        if name.startswith("check_") and isinstance(check, types.FunctionType)
-    }
-    for name, check in checks.items():
-        try:
-            check(chunk, contract)
-        except Exception as error:
-            print(f"FAILED {name}: {type(error).__name__}: {error}", flush=True)
-            raise
-        if first:
-            print(f"PASSED {name}", flush=True)
+    run_checks(globals(), chunk, contract)
 
 
 if __name__ == "__main__":

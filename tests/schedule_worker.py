@@ -3,12 +3,12 @@
 import functools
 import itertools
 import re
-import types
 
 import pytest
 import tiny_gpt
 import torch
 import torch.distributed as dist
+from check_runner import run_checks
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.rerun_state_machine import (
     RerunDataIterator,
@@ -377,19 +377,7 @@ def main():
     tiny_gpt.start(dtype=torch.float32)
     chunk = tiny_gpt.wrapped(tiny_gpt.config_of())
     stock = get_forward_backward_func()
-    checks = {
-        name: check
-        for name, check in globals().items()
-        if name.startswith("check_") and isinstance(check, types.FunctionType)
-    }
-    for name, check in checks.items():
-        try:
-            check(chunk, stock)
-        except BaseException as error:
-            print(f"FAILED {name}: {type(error).__name__}: {error}", flush=True)
-            raise
-        if dist.get_rank() == 0:
-            print(f"PASSED {name}", flush=True)
+    run_checks(globals(), chunk, stock)
     dist.destroy_process_group()
 
 
