@@ -15,6 +15,7 @@ from conftest import fork_server
 from fork_server import WITHOUT_MEGATRON
 
 from megatron_lossagg.cpu import STAND_INS
+from megatron_lossagg.cpu.training import TRAINING_STAND_INS
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -39,9 +40,9 @@ print(json.dumps([name for name in sys.modules if name.split(".")[0] == "megatro
     assert printed(program, tmp_path) == []
 
 
-def test_the_cpu_package_prints_its_table() -> None:
+def test_the_cpu_package_prints_its_tables() -> None:
     output = python("-m", "megatron_lossagg.cpu").stdout
-    for stand_in in STAND_INS:
+    for stand_in in (*STAND_INS, *TRAINING_STAND_INS):
         assert stand_in.name in output
         assert stand_in.replacement in output
         assert stand_in.needed_by in output

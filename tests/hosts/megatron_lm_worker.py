@@ -5,12 +5,14 @@
 on the layout, and change with ``SEED``. ``--by-hand``: on one process, also each step's
 ``sample_mean`` and its gradient's norm, by loops over conversations that go through the model one
 by one, unpacked. ``--plain``: the script by ``runpy`` alone, without ``lossagg run``.
-``KILL_AFTER=n``: every rank kills itself in step n + 1.
+``KILL_AFTER=n``: every rank kills itself in step n + 1. ``WITHOUT=name``: one stand-in of
+``megatron_lossagg.cpu.training`` is taken away.
 """
 
 import functools
 import json
 import os
+import pkgutil
 import runpy
 import signal
 import sys
@@ -22,6 +24,7 @@ import torch.distributed as dist
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg.cli.main import main
+from megatron_lossagg.cpu import stand_ins
 from megatron_lossagg.cpu.training import install_training
 
 SEED = int(os.environ.get("SEED", "5"))
@@ -116,6 +119,9 @@ def by_hand(model, batches):
 
 def run(file, arguments):
     install_training()
+    if name := os.environ.get("WITHOUT"):
+        owner, _, attribute = name.rpartition(".")
+        setattr(pkgutil.resolve_name(owner), attribute, stand_ins._originals[name])
     from megatron.training import training
 
     def write(event):
