@@ -150,6 +150,13 @@ def check_config(config: Any, num_chunks: int) -> None:
             "hybrid context parallelism changes CP with every microbatch, so rows have no single "
             "layout: drop --hybrid-context-parallel"
         )
+    for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):  # from 0.19 on
+        if (getattr(config, name, 1) or 1) > 1:
+            raise ContractError(
+                f"{name} is {getattr(config, name)}: its ranks train microbatches of their own, "
+                "outside the data-parallel group that is counted over, which is not compensated "
+                "here: set it to 1"
+            )
     graphs = [getattr(config, name, None) for name in ("cuda_graph_impl", "cuda_graph_scope")]
     if "full_iteration" in str(graphs):
         raise ContractError(

@@ -151,24 +151,28 @@ class ScheduleHook:
             return schedule(**call)
         iterators, num_microbatches = call["data_iterator"], call["num_microbatches"]
         is_list = isinstance(iterators, (list, tuple))
+        others = list(iterators[:-1]) if is_list else []
         source = iterators[-1] if is_list else iterators
-        buffer = StepBuffer(source, num_microbatches)
+        ahead = None if source is None else _ReadInOrder(others, source, num_microbatches)
+        buffer = StepBuffer(ahead, num_microbatches)
         plan = buffer.plan(
             self.aggregation,
             self.adapter.rows,
             group=contract.dp_group,
             tp_group=contract.tp_group,
-            empty_step=self._empty_step,
+            # An evaluation without an active token trains nothing wrong.
+            empty_step="zero" if forward_only else self._empty_step,
             rejects_tokens=self._rejects_tokens,
         )
         replay = None if source is None else _Replay()
         step = contract.step(plan, num_microbatches=num_microbatches, forward_only=forward_only)
         self.factor = step.factor
-        call["data_iterator"] = [*iterators[:-1], replay] if is_list else replay
+        others = others if ahead is None else ahead.others
+        call["data_iterator"] = [*others, replay] if is_list else replay
         call["forward_step_func"] = _Replaced(
             adapter=self.adapter,
             forward_step=call["forward_step_func"],
-            chunk=self._chunks[-1],
+            chunk=_unwrapped(self._chunks[-1]),
             microbatches=iter(buffer),
             replay=replay,
             plan=plan,
@@ -200,6 +204,38 @@ def aggregated(
     A host that asks for a schedule several times makes one :class:`ScheduleHook` instead.
     """
     return ScheduleHook(aggregation, adapter, **options).aggregated(schedule)
+
+
+class _ReadInOrder:
+    """The last chunk's iterator, read after a step of the other chunks' iterators.
+
+    Where a host's chunks share one source, the first reads it and the others get what it kept.
+    """
+
+    def __init__(self, others: Sequence[Any], last: Any, num_microbatches: int) -> None:
+        self.others = list(others)
+        """The others' iterators, which replay the step once it was read."""
+        self._last = last
+        self._num_microbatches = num_microbatches
+        self._is_begun = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._is_begun:
+            self._is_begun = True
+            for index, other in enumerate(self.others):
+                if other is not None:
+                    self.others[index] = iter([next(other) for _ in range(self._num_microbatches)])
+        return next(self._last)
+
+
+def _unwrapped(chunk: Any) -> Any:
+    """Return the model inside its wrappers (DDP, Float16Module)."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
 
 
 class _Replay:
@@ -257,7 +293,9 @@ class _Replaced:
         self._step = step
 
     def __call__(self, data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if model is not self._chunk:  # of an interleaved pipeline, only the last has a loss
+        # Of an interleaved pipeline only the last chunk has a loss. A schedule that overlaps
+        # experts' communication passes chunks unwrapped.
+        if _unwrapped(model) is not self._chunk:
             return self._forward_step(data_iterator, model, *args, **kwargs)
         microbatch = next(self._microbatches, None)
         if microbatch is None:

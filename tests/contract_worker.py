@@ -553,6 +553,18 @@ def check_a_step_without_active_tokens_has_zero_gradient(chunk, contract):
         assert tiny_gpt.reported(data, "loss") == 0
 
 
+def check_weights_rematerialized_over_ranks_of_their_own_are_refused(chunk, contract):
+    for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
+        had = hasattr(chunk.config, name)
+        before = getattr(chunk.config, name, None)
+        setattr(chunk.config, name, 2)
+        try:
+            with refused(f"{name} is 2", "outside the data-parallel group", "set it to 1"):
+                MegatronContract.read(chunk)
+        finally:
+            setattr(chunk.config, name, before) if had else delattr(chunk.config, name)
+
+
 def check_without_torch_distributed_no_contract_is_read(chunk, contract):
     """The last one: it ends torch.distributed."""
     dist.destroy_process_group()

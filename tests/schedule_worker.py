@@ -1,5 +1,6 @@
 """The schedule hook on live Megatron-Core, around a host's loop as Megatron-LM's; DP 2."""
 
+import collections
 import functools
 import itertools
 import re
@@ -130,7 +131,8 @@ def assert_trains_by_hand(chunk, reports, of_ranks):
 
 
 def a_hook(**options):
-    return ScheduleHook(SAMPLE_MEAN, PretrainAdapter(), **options)
+    # Bridge's data is Megatron-LM's, and asks nothing of megatron.training, which is not here.
+    return ScheduleHook(SAMPLE_MEAN, bridge.BridgeAdapter(), **options)
 
 
 def check_an_entry_of_the_batch_is_a_row(chunk, stock):
@@ -154,13 +156,34 @@ def check_positions_past_the_last_conversation_are_no_row(chunk, stock):
 def check_each_packed_entry_of_a_microbatch_has_its_own_offsets(chunk, stock):
     of_ranks = [[a_batch(10 * rank + number) for number in range(M)] for rank in (0, 1)]
     cuts = torch.tensor([[0, 3, 8, 8], [0, 2, 5, 8]], dtype=torch.int32)
-    adapter = PretrainAdapter()
+    adapter = bridge.BridgeAdapter()
     for batch in (batch for rank in of_ranks for batch in rank):
         rows = adapter.rows({**batch, "cu_seqlens": cuts})
         assert rows.lengths.tolist() == [3, 5, 2, 3, 3]
         mask = batch["loss_mask"]
         wanted = [mask[0, :3], mask[0, 3:], mask[1, :2], mask[1, 2:5], mask[1, 5:]]
         assert rows.active_tokens.tolist() == [int(part.sum()) for part in wanted]
+
+
+def check_what_is_only_padding_is_no_row(chunk, stock):
+    """As Bridge's packed data has it: offsets with and without padding, or a padding mask."""
+    mask = torch.ones(1, 8)
+    mask[:, 6:] = 0
+    padded = torch.tensor([[0, 3, 6, 8, -1]], dtype=torch.int32)
+    unpadded = torch.tensor([[0, 2, 5, 5, -1]], dtype=torch.int32)
+    is_padding = torch.tensor([[False] * 6 + [True] * 2])
+    for data in (
+        {"cu_seqlens_q_padded": padded, "cu_seqlens_q": unpadded},
+        {"cu_seqlens": padded, "cu_seqlens_unpadded": unpadded},
+        {"cu_seqlens_q": padded, "padding_mask": is_padding},
+    ):
+        rows = bridge.BridgeAdapter().rows({"loss_mask": mask, **data})
+        assert rows.lengths.tolist() == [3, 3, 2]
+        assert rows.is_filler.tolist() == [0, 0, 1]
+    cuts = torch.tensor([[0, 3, 6, 6], [0, 2, 5, 5]])  # each entry's tail is its own
+    rows = bridge.BridgeAdapter().rows({"loss_mask": torch.ones(2, 8), "cu_seqlens": cuts})
+    assert rows.lengths.tolist() == [3, 3, 2, 2, 3, 3]
+    assert rows.is_filler.tolist() == [0, 0, 1, 0, 0, 1]
 
 
 def check_bridges_offsets_are_rows_and_its_sentinels_are_none(chunk, stock):
@@ -351,6 +374,62 @@ def check_a_loss_with_another_term_is_refused(chunk, stock):
 
     with refused(ContractError, "has terms that are not known here"):
         run(a_hook().aggregated(stock), chunk, batches(0), forward_step_func=penalized)
+
+
+def check_a_term_is_found_where_the_first_microbatch_cannot_show_it(chunk, stock):
+    def with_penalty(mask, output):
+        loss, *rest = host_loss(mask, output)
+        return loss + 0.5 * (mask.sum() > 0), *rest
+
+    def penalized(iterator, model):
+        output, loss_func = forward_step(iterator, model)
+        return output, functools.partial(with_penalty, *loss_func.args)
+
+    data = batches(0)
+    data[0]["loss_mask"].zero_()
+    with refused(ContractError, "has terms that are not known here"):
+        run(a_hook().aggregated(stock), chunk, data, forward_step_func=penalized)
+
+
+def check_a_mask_by_keyword_is_refused_by_name(chunk, stock):
+    def by_keyword(iterator, model):
+        output, loss_func = forward_step(iterator, model)
+        return output, functools.partial(host_loss, mask=loss_func.args[0])
+
+    with refused(ContractError, "expected functools.partial(loss_func, loss_mask"):
+        run(a_hook().aggregated(stock), chunk, batches(0), forward_step_func=by_keyword)
+
+
+def check_a_chunk_that_a_schedule_unwraps_is_still_the_losss(chunk, stock):
+    def unwrapping(**call):
+        step = call["forward_step_func"]
+        return stock(**{**call, "forward_step_func": lambda it, model: step(it, model.module)})
+
+    reports = run(a_hook().aggregated(unwrapping), chunk, batches(dist.get_rank()))
+    assert_trains_by_hand(chunk, reports, [batches(0), batches(1)])
+
+
+def check_chunks_that_share_a_source_are_read_in_order(chunk, stock):
+    kept = collections.deque()
+
+    def reads_and_keeps():
+        for batch in batches(dist.get_rank()):
+            kept.append(dict(batch))
+            yield dict(batch)
+
+    def gets_what_was_kept():
+        while True:
+            yield kept.popleft()
+
+    def of_the_last(**call):  # one chunk is enough to see what the schedule gets
+        first, last = call["data_iterator"]
+        assert len(list(first)) == M
+        return stock(**{**call, "data_iterator": last})
+
+    iterators = [reads_and_keeps(), gets_what_was_kept()]
+    schedule = a_hook().aggregated(of_the_last)
+    reports = run(schedule, chunk, iter([]), data_iterator=iterators)
+    assert_trains_by_hand(chunk, reports, [batches(0), batches(1)])
 
 
 def check_a_loss_without_the_mask_as_its_first_argument_is_refused(chunk, stock):

@@ -13,7 +13,14 @@ from megatron_lossagg.hosts.megatron_lm import PretrainAdapter, rebind
 from megatron_lossagg.plan import EmptyStep
 from megatron_lossagg.schedule import Adapter, ScheduleHook
 
-__all__ = ["install"]
+__all__ = ["BridgeAdapter", "install"]
+
+
+class BridgeAdapter(PretrainAdapter):
+    """Megatron-Bridge's text data; each packed row is split over context-parallel ranks."""
+
+    def _check_split(self) -> None:
+        """Refuse nothing: Bridge has no other split."""
 
 
 def install(
@@ -25,14 +32,12 @@ def install(
 ) -> ScheduleHook:
     """Rebind Megatron-Bridge's schedules in this process; return the hook, which counts its steps.
 
-    ``adapter``: by default Megatron-LM's, which knows Bridge's text data; a loss with more terms
+    ``adapter``: by default :class:`BridgeAdapter`; a loss with more terms
     (distillation) is refused in the first step. Raises :class:`ContractError` where Bridge is not
     there, and what :class:`~megatron_lossagg.schedule.ScheduleHook` raises: ``prompt_mean``, for
     there are no prompt ids.
     """
-    hook = ScheduleHook(
-        aggregation, adapter or PretrainAdapter(), empty_step=empty_step, probe=probe
-    )
+    hook = ScheduleHook(aggregation, adapter or BridgeAdapter(), empty_step=empty_step, probe=probe)
     modules = ["megatron.bridge.training.train", "megatron.bridge.training.eval"]
     rebind(hook, modules, "Megatron-Bridge")
     return hook

@@ -8,9 +8,11 @@ more: it logs sum / count of each reported pair, over microbatches and data-para
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,15 +24,20 @@ from torch import Tensor
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.buffer import MicrobatchRows
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.integers import Ints
 from megatron_lossagg.plan import EmptyStep
 from megatron_lossagg.schedule import Adapter, HostLoss, ScheduleHook
 
 __all__ = ["ADAPTERS", "PretrainAdapter", "RLAdapter", "install", "rebind"]
 
 _HOOK = "get_forward_backward_func"
-_PACKED_AT = ("cu_seqlens_q_padded", "cu_seqlens_q", "cu_seqlens_padded", "cu_seqlens")
-"""Offsets of packed rows in Megatron-LM's and Megatron-Bridge's data; the first that is given."""
+_PACKED_AT = (
+    ("cu_seqlens_q_padded", "cu_seqlens_q"),
+    ("cu_seqlens_q", ""),
+    ("cu_seqlens_padded", "cu_seqlens"),
+    ("cu_seqlens", "cu_seqlens_unpadded"),
+)
+"""Offsets of packed rows in Megatron-LM's and Megatron-Bridge's data, and those without padding
+beside them; the first that is given."""
 
 
 class PretrainAdapter(Adapter):
@@ -38,8 +45,8 @@ class PretrainAdapter(Adapter):
 
     A row is a packed conversation where the data has ``cu_seqlens``, else an entry of the
     batch. The loss is a masked sum of per-token losses whose mask is the first argument of a
-    ``functools.partial``; the first microbatch of a run is compared with that, so that a loss
-    with more terms is refused and not dropped.
+    ``functools.partial``; the first training microbatch with an active token is compared
+    with that, so that a loss with more terms is refused and not dropped.
     """
 
     def __init__(self) -> None:
@@ -52,12 +59,21 @@ class PretrainAdapter(Adapter):
                 f"got {type(data).__name__} from the data iterator, expected Megatron-LM's dict "
                 "with loss_mask: the data of this script is not known here"
             )
-        mask = data["loss_mask"].detach().cpu().numpy()
-        return _rows_at(_offsets(data, mask.shape), mask.ravel())
+        mask = _host(data["loss_mask"])
+        if all(data.get(name) is None for name, _ in _PACKED_AT):
+            starts = np.arange(len(mask)) * mask.shape[1]
+            return _rows_from(starts.tolist(), [False] * len(mask), mask.ravel())
+        self._check_split()
+        return _packed_rows(data, mask)
+
+    def _check_split(self) -> None:
+        """Refuse packed rows that context parallelism does not split one by one."""
+        _check_split_by_rows()
 
     def loss(self, loss_func: Callable[..., Any], output: Tensor) -> HostLoss:
         """Take the mask out of ``partial(loss_func, loss_mask, ...)``; the output is the losses."""
-        mask = loss_func.args[0] if isinstance(loss_func, functools.partial) else None
+        given = loss_func.args if isinstance(loss_func, functools.partial) else ()
+        mask = next(iter(given), None)
         if not isinstance(mask, Tensor) or mask.numel() != output.numel():
             raise ContractError(
                 f"got {loss_func!r} from forward_step, expected functools.partial(loss_func, "
@@ -66,9 +82,8 @@ class PretrainAdapter(Adapter):
             )
         losses, mask = output.reshape(-1).float(), mask.reshape(-1)
         theirs, *_, report = loss_func(output)
-        if not self._is_checked:
-            _check_is_masked_sum(theirs, losses, mask)
-            self._is_checked = True
+        if not self._is_checked and torch.is_grad_enabled():
+            self._is_checked = _is_masked_sum(theirs, losses, mask)
         return HostLoss(losses=losses, mask=mask, report=report)
 
 
@@ -91,22 +106,24 @@ class RLAdapter(PretrainAdapter):
                 "which is not known here: use --context-parallel-size 1"
             )
         if not args.rl_use_sequence_packing:
-            mask = data[3][:, 1:].detach().cpu().numpy()
+            mask = _host(data[3])[:, 1:]
             return MicrobatchRows(
                 active_tokens=(mask != 0).sum(1), lengths=np.full(len(mask), mask.shape[1])
             )
         from megatron.rl.rl_utils import get_rl_runtime_state
 
         context, index = get_rl_runtime_state().packing_context, int(data[0])
-        mask = context.packed_loss_mask[index, 1:].detach().cpu().numpy()
+        mask = _host(context.packed_loss_mask[index, 1:])
         info = context.packing_info
         length_S = [info.seq_lengths[row] for row in info.bin_seq_indices[index]]
         start_S = list(info.seq_starts[index])[: len(length_S)]
-        end = start_S[-1] + length_S[-1] if length_S else 0
-        offset_S1 = np.clip([*start_S, end], 0, len(mask))
-        if offset_S1[0] != 0:
+        if start_S[:1] not in ([], [0]):
             raise ContractError(f"got a bin whose first row begins at {start_S[0]}, expected 0")
-        return _rows_at(offset_S1.astype(np.int64), mask)
+        is_filler = [False] * len(start_S)
+        end = start_S[-1] + length_S[-1] if length_S else 0
+        if end < len(mask):
+            start_S, is_filler = [*start_S, end], [*is_filler, True]
+        return _rows_from(start_S, is_filler, mask)
 
 
 ADAPTERS: Mapping[str, type[PretrainAdapter]] = {"train_rl.py": RLAdapter}
@@ -155,6 +172,16 @@ def rebind(hook: ScheduleHook, modules: Sequence[str], host: str) -> None:
             )
     for name, stock in stocks.items():
         setattr(importlib.import_module(name), _HOOK, _hooked(hook, stock))
+    atexit.register(_say_if_unused, hook, host)
+
+
+def _say_if_unused(hook: ScheduleHook, host: str) -> None:
+    if hook.num_steps == 0:
+        print(
+            f"lossagg: no step reached --loss-aggregation {hook.aggregation}: the process ended "
+            f"without the training loop of {host}, or the hook was installed after it began",
+            file=sys.stderr,
+        )
 
 
 def _hooked(hook: ScheduleHook, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -165,38 +192,59 @@ def _hooked(hook: ScheduleHook, stock: Callable[..., Any]) -> Callable[..., Any]
     return get
 
 
-def _offsets(data: Any, shape: tuple[int, ...]) -> Ints:
-    """Return where the rows of a microbatch start and end in its flat mask."""
-    b, s = shape
-    entry_B = np.arange(b, dtype=np.int64)[:, None] * s
-    packed = next((data[name] for name in _PACKED_AT if data.get(name) is not None), None)
-    if packed is None:
-        return np.append(entry_B, b * s)
-    _check_split_by_rows()
-    offset_BG = packed.detach().cpu().numpy().reshape(b, -1).astype(np.int64)
-    # Data sets pad their offsets: Megatron-LM from 0.19 on with empty segments, Megatron-Bridge
-    # with -1. Neither is a row.
-    return np.unique((offset_BG + entry_B)[offset_BG >= 0])
+def _packed_rows(data: Any, mask_BP: npt.NDArray[Any]) -> MicrobatchRows:
+    """Count the rows of a microbatch from its offsets, each entry's from its own.
+
+    What is no row: an empty segment, with which Megatron-LM pads offsets from 0.19 on; -1, with
+    which Megatron-Bridge does; positions past an entry's last row; a segment that holds nothing
+    but padding, by the offsets without padding or by ``padding_mask``.
+    """
+    b, s = mask_BP.shape
+    padded, unpadded = next(pair for pair in _PACKED_AT if data.get(pair[0]) is not None)
+    offset_BG = _host(data[padded]).reshape(b, -1)
+    logical = None if data.get(unpadded) is None else _host(data[unpadded]).reshape(b, -1)
+    padding_mask = data.get("padding_mask")
+    padding_BP = None if padding_mask is None else _host(padding_mask).reshape(b, s) != 0
+    starts: list[int] = []
+    is_filler: list[bool] = []
+    for entry in range(b):
+        offset_G = offset_BG[entry][offset_BG[entry] >= 0]
+        if not len(offset_G) or offset_G[0] != 0:
+            raise ValueError(f"got the offsets {offset_G}, expected them to begin with 0")
+        logical_G = offset_G if logical is None else logical[entry][: len(offset_G)]
+        for k in np.flatnonzero(np.diff(offset_G)):
+            start, end = offset_G[k], offset_G[k + 1]
+            is_padding = padding_BP is not None and padding_BP[entry, start:end].all()
+            starts.append(entry * s + start)
+            is_filler.append(bool(is_padding or logical_G[k] == logical_G[k + 1]))
+        if offset_G[-1] < s:
+            starts.append(entry * s + offset_G[-1])
+            is_filler.append(True)
+    return _rows_from(starts, is_filler, mask_BP.ravel())
 
 
-def _rows_at(offset_G1: Ints, mask_P: npt.NDArray[Any]) -> MicrobatchRows:
-    """Count the rows of a flat mask; positions past the last one are a filler."""
+def _rows_from(
+    starts: Sequence[int], is_filler: Sequence[bool], mask_P: npt.NDArray[Any]
+) -> MicrobatchRows:
+    """Count the segments of a flat mask, each up to the next one's start."""
+    offset_G1 = np.array([*starts, len(mask_P)], dtype=np.int64)
     total_P1 = np.concatenate([[0], np.cumsum(mask_P != 0)])
-    length_G, active_G = np.diff(offset_G1), np.diff(total_P1[offset_G1])
-    tail = len(mask_P) - offset_G1[-1]
-    is_tail_G = np.zeros(len(length_G) + bool(tail), dtype=np.int64)
-    if tail:
-        is_tail_G[-1] = 1
-        length_G, active_G = np.append(length_G, tail), np.append(active_G, 0)
-    return MicrobatchRows(active_tokens=active_G, lengths=length_G, is_filler=is_tail_G)
+    return MicrobatchRows(
+        active_tokens=np.diff(total_P1[offset_G1]),
+        lengths=np.diff(offset_G1),
+        is_filler=np.array(is_filler, dtype=np.int64),
+    )
+
+
+def _host(values: Tensor) -> npt.NDArray[Any]:
+    array: npt.NDArray[Any] = values.detach().cpu().numpy()
+    return array
 
 
 def _check_split_by_rows() -> None:
     """Refuse packed rows that context parallelism splits as one, from 0.19 on."""
-    try:
-        from megatron.training import get_args
-    except ImportError:  # Megatron-Bridge
-        return
+    from megatron.training import get_args
+
     args = get_args()
     as_one = getattr(args, "dataloader_inter_document_masking", False) and not args.sft
     if as_one and args.context_parallel_size > 1:
@@ -207,15 +255,24 @@ def _check_split_by_rows() -> None:
         )
 
 
-def _check_is_masked_sum(theirs: Tensor, losses: Tensor, mask: Tensor) -> None:
-    """Raise :class:`ContractError` where the host's loss is more than a masked sum."""
+def _is_masked_sum(theirs: Tensor, losses: Tensor, mask: Tensor) -> bool:
+    """Compare a host's loss with the masked sum; False where this microbatch cannot tell.
+
+    Raises :class:`ContractError` where it is more. One host sync.
+    """
     with torch.no_grad():
-        ours = float((losses * mask.float()).sum())
-    found = float(theirs.detach())
-    if not math.isclose(found, ours, rel_tol=1e-3, abs_tol=1e-6) and math.isfinite(ours):
+        terms = torch.where(mask != 0, losses, 0) * mask.float()
+        ours, scale = terms.sum().item(), terms.abs().sum().item()
+    if scale == 0 or not math.isfinite(scale):
+        return False
+    found = theirs.item()
+    if not math.isfinite(found):  # inf at a masked position, which a product keeps
+        return False
+    if not abs(found - ours) <= 1e-4 * scale:
         raise ContractError(
-            f"the script's loss_func gave {found:.6g} for the first microbatch, the masked sum of "
-            f"its per-token losses is {ours:.6g}: it has terms that are not known here (a "
+            f"the script's loss_func gave {found:.6g} for a microbatch, the masked sum of its "
+            f"per-token losses is {ours:.6g}: it has terms that are not known here (a "
             "distillation loss, a penalty), and they would be lost; train it without "
             "--loss-aggregation"
         )
+    return True
