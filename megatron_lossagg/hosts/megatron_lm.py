@@ -146,7 +146,7 @@ def install(
     hook = ScheduleHook(
         aggregation, adapter or PretrainAdapter(), empty_step=empty_step, probe=probe
     )
-    rebind(hook, ["megatron.training.training"], "Megatron-LM's (core_v0.16.1 and later)")
+    rebind(hook, ["megatron.training.training"], "Megatron-LM (core_v0.16.1 and later)")
     return hook
 
 
