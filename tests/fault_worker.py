@@ -33,8 +33,8 @@ from megatron_lossagg.verify import model as megatron  # noqa: E402
 from megatron_lossagg.verify.cases import Case  # noqa: E402
 from megatron_lossagg.verify.job import REGIMES  # noqa: E402
 from megatron_lossagg.verify.parallelism import Parallelism  # noqa: E402
-from megatron_lossagg.verify.prove import Run  # noqa: E402
 from megatron_lossagg.verify.rows import make_rows, zigzag  # noqa: E402
+from megatron_lossagg.verify.run import Run  # noqa: E402
 
 TOKEN_MEAN = Case(aggregation=Aggregation("token_mean"))
 LAYOUTS = {

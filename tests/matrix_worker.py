@@ -23,9 +23,9 @@ from megatron_lossagg import Aggregation, Layout  # noqa: E402
 from megatron_lossagg.verify import model as megatron  # noqa: E402
 from megatron_lossagg.verify.cases import Case  # noqa: E402
 from megatron_lossagg.verify.job import REGIMES, Job  # noqa: E402
-from megatron_lossagg.verify.prove import Run  # noqa: E402
 from megatron_lossagg.verify.reference import Reference  # noqa: E402
 from megatron_lossagg.verify.rows import make_rows  # noqa: E402
+from megatron_lossagg.verify.run import Run  # noqa: E402
 
 MODES = ("token_mean", "sample_mean")
 

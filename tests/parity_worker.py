@@ -13,9 +13,9 @@ from megatron_lossagg import Aggregation  # noqa: E402
 from megatron_lossagg.verify import model as megatron  # noqa: E402
 from megatron_lossagg.verify.cases import Case  # noqa: E402
 from megatron_lossagg.verify.parallelism import Parallelism  # noqa: E402
-from megatron_lossagg.verify.prove import Run  # noqa: E402
 from megatron_lossagg.verify.reference import Reference  # noqa: E402
 from megatron_lossagg.verify.rows import make_rows  # noqa: E402
+from megatron_lossagg.verify.run import Run  # noqa: E402
 
 LAYOUT = Parallelism(dp=2, cp=2, microbatches=3)
 

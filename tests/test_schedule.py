@@ -1,6 +1,6 @@
 """Through the schedule hook, a host's loop that knows nothing of us trains the configured loss.
 
-The host's side of the gradient cases is in ``megatron_lossagg.verify.prove``: a loss_func that
+The host's side of the gradient cases is in ``megatron_lossagg.verify.run``: a loss_func that
 returns a masked sum, as Megatron-LM's does; tensor-parallel ranks but the first read no data.
 Each ``check_`` of ``schedule_worker.py`` is a test by its name.
 """

@@ -1,7 +1,6 @@
-"""Train one step of every case in a layout and compare it with the oracle.
+"""Train one step of every case in a layout, compare it with the oracle, and explain what fails.
 
-Called on every rank. Shape suffixes: Y = tokens of all rows and a filler, padded; H =
-hypotheses, each the slopes d loss / d y of a gradient.
+Called on every rank. Shape suffixes: Y = tokens of all rows and a filler, padded; H = hypotheses.
 """
 
 from __future__ import annotations
@@ -9,33 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import chain
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
-import megatron_lossagg.cpu as cpu
-from megatron_lossagg import Layout, MegatronContract, Sequences, StepPlan, plan_step
-from megatron_lossagg.buffer import MicrobatchRows
-from megatron_lossagg.errors import ProofError, ReducerError
-from megatron_lossagg.microbatch import FILLER
 from megatron_lossagg.scaling import REGIMES, Regime
-from megatron_lossagg.schedule import Adapter, HostLoss, ScheduleHook
 from megatron_lossagg.verify import model as megatron
-from megatron_lossagg.verify.cases import BETA, Case, Expected, expected
-from megatron_lossagg.verify.causes import CAUSES, MASKED_LOSSES_REACH, Facts, symbols
+from megatron_lossagg.verify.cases import Case, Expected, expected
+from megatron_lossagg.verify.causes import CAUSES, MASKED_LOSSES_REACH, symbols
 from megatron_lossagg.verify.parallelism import WEIGHT_SUM_TOLERANCE, Parallelism
 from megatron_lossagg.verify.reference import Reference
-from megatron_lossagg.verify.rows import Row, assign_rows
+from megatron_lossagg.verify.run import WEIGHT_EXPECTED, WEIGHT_SUM, Run, relative
 
-__all__ = ["Run", "Verdict", "prove"]
-
-_WEIGHT_SUM, _WEIGHT_EXPECTED = "lossagg/weight_sum", "lossagg/weight_expected"
-_REPORTED = ("loss", _WEIGHT_SUM, _WEIGHT_EXPECTED)
+__all__ = ["Verdict", "prove"]
 
 
 @dataclass(kw_only=True)
@@ -78,301 +64,6 @@ class Verdict:
         return self.loss_error is None or self.loss_error < self.tolerance
 
 
-@dataclass(kw_only=True, eq=False)
-class _Measured:
-    """One step's outcome on this rank."""
-
-    gradients: list[tuple[Any, Tensor]]
-    """(shard, gradient), of the main loss only."""
-    values: list[dict[str, float]]
-    """K and the reported values of every rank of the last stage; NaN and inf are kept."""
-    fault: str
-    """The first rank's error message for a mask or a loss; empty if there was none."""
-
-    def worst(self, name: str, wanted: float) -> float:
-        """Return the reported value that is furthest from ``wanted``; NaN is the furthest."""
-        return max((values[name] for values in self.values), key=lambda v: _relative(v, wanted))
-
-
-class Run:
-    """Model, contract and data of one layout in one regime, ready to step."""
-
-    def __init__(self, parallelism: Parallelism, reference: Reference, *, per_token: bool) -> None:
-        self.parallelism = parallelism
-        self.reference = reference
-        config = megatron.config_of(parallelism, per_token=per_token)
-        self.chunks = megatron.wrapped_chunks(parallelism, config)
-        self._shards = list(cpu.named_shards(self.chunks))
-        # The steps measure what the probe would, and then find which case fails and why.
-        self.contract = MegatronContract.read(self.chunks, probe=False)
-        self.facts = Facts(
-            reference=reference,
-            assignment=assign_rows(reference.rows, parallelism.m_of_ranks),
-            parallelism=parallelism,
-            regime="per-token" if per_token else "average",
-        )
-        rank = dist.get_rank(self.contract.dp_group)
-        self.num_microbatches = parallelism.m_of_ranks[rank]
-        assignment, rows_of_rank = self.facts.assignment, self.facts.assignment.of_rank(rank)
-        self._rows = [reference.rows[index] for index in rows_of_rank]
-        self._numbers = [assignment.keys[index][1] for index in rows_of_rank]
-        self.batches = [
-            megatron.pack(
-                self._rows,
-                [place for place, number in enumerate(self._numbers) if number == microbatch],
-                parallelism,
-            )
-            for microbatch in range(self.num_microbatches)
-        ]
-        self._side: list[Tensor] | None = None
-
-    def row(self, index: int) -> Row | None:
-        """Return a row of this rank; None for the filler."""
-        return None if index == FILLER else self._rows[index]
-
-    def train(self, case: Case, *, poison: bool = True) -> _Measured:
-        """Run one step; return the gradient of the main loss and the reported values."""
-        measured = self._step(case, poison=poison)
-        measured.gradients = self._main_gradients(case)
-        return measured
-
-    def evaluate(self, case: Case) -> _Measured:
-        """Run a forward-only step; return the reported values, without gradients."""
-        with torch.no_grad():
-            return self._step(case, forward_only=True)
-
-    def _main_gradients(self, case: Case) -> list[tuple[Any, Tensor]]:
-        totals = self._gradients()
-        if not (self.parallelism.moe or self.parallelism.mtp):
-            return totals
-        if self._side is None:  # the same for every case: it depends on rows and M only
-            self._step(case, main=0.0, poison=False)
-            self._side = [gradient for _, gradient in self._gradients()]
-        pairs = zip(totals, self._side, strict=True)
-        return [(shard, total - side) for (shard, total), side in pairs]
-
-    def _gradients(self) -> list[tuple[Any, Tensor]]:
-        if self.parallelism.distributed_optimizer:
-            megatron.gather_gradients(self.chunks)
-        gradients = []
-        for shard in self._shards:
-            main_grad = shard.parameter.main_grad  # type: ignore[attr-defined]
-            # A copy: the next schedule call zeroes the buffer.
-            gradients.append((shard, main_grad.to("cpu", torch.float64, copy=True)))
-        return gradients
-
-    def _step(
-        self, case: Case, *, poison: bool = True, main: float = 1.0, forward_only: bool = False
-    ) -> _Measured:
-        run = self._hooked if self.parallelism.hooked else self._looped
-        reports, k, faults = run(case, poison=poison, main=main, forward_only=forward_only)
-        values = None
-        if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-            values = {name: megatron.reported(reports, name) for name in _REPORTED}
-            values["k"] = k
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (values, faults))
-        return _Measured(
-            gradients=[],
-            values=[values for values, _ in gathered if values is not None],
-            fault=next((faults[0] for _, faults in gathered if faults), ""),
-        )
-
-    def _looped(self, case: Case, *, poison: bool, main: float, forward_only: bool) -> _Ran:
-        """Run a step in a loop of our own: plan, reducer and contract."""
-        faults: list[str] = []
-        plan = self._plan(case)
-        step = self.contract.step(
-            plan, num_microbatches=self.num_microbatches, forward_only=forward_only
-        )
-
-        def forward_step(iterator: Any, chunk: Any) -> Any:
-            batch = next(iterator)
-            output = megatron.forward(chunk, batch, self.parallelism)
-
-            def loss_func(output: Tensor) -> Any:
-                y = self._losses(output, batch, poison)
-                reducer = plan.reducer(batch.rows, self._mask(batch), self._layout(batch.offsets))
-                try:
-                    share = reducer(y * batch.coefficient)
-                    if case.second is not None:
-                        share = share + BETA * reducer.under(case.second)(y.square())
-                except ReducerError as error:  # a failed case does not end the others
-                    faults.append(str(error))
-                    share = (y * torch.nan).sum()
-                return step.returns(share * main, reducer, report={"loss": share})
-
-            return output, loss_func
-
-        reports = megatron.run_schedule(
-            forward_step, self.chunks, self.batches, forward_only=forward_only
-        )
-        try:
-            step.close()  # raises what a device found
-        except ReducerError as error:
-            faults.append(str(error))
-        return _Ran(reports, step.factor, faults)
-
-    def _hooked(self, case: Case, *, poison: bool, main: float, forward_only: bool) -> _Ran:
-        """Run a step as a host does that knows nothing of this package, under the hook."""
-        faults: list[str] = []
-        hook = ScheduleHook(
-            case.aggregation, _Adapter(self, poison, main), probe=False, rejects_tokens=True
-        )
-        reads = parallel_state.get_tensor_model_parallel_rank() == 0
-        # A tensor-parallel rank without data gets each microbatch from the rank that has it.
-        sent = [iter(self.batches) for _ in self.chunks]
-
-        def loss_func(batch: megatron.Batch, output: Tensor) -> Any:
-            mask = batch.mask_here.to(output.device)
-            y = megatron.token_losses(output, batch, self.parallelism)
-            loss, num_tokens = (y * batch.coefficient * mask).sum(), mask.sum()
-            report = torch.stack([loss.detach(), num_tokens.to(loss.dtype)])
-            return loss, num_tokens.int(), {"loss": report}
-
-        def forward_step(iterator: Any, chunk: Any) -> Any:
-            batch = next(iterator if reads else sent[self.chunks.index(chunk)])
-            output = megatron.forward(chunk, batch, self.parallelism)
-            return output, partial(loss_func, batch)
-
-        reports: list[dict[str, Tensor]] = []
-        try:
-            reports = megatron.run_schedule(
-                forward_step,
-                self.chunks,
-                self.batches,
-                forward_only=forward_only,
-                wrap=hook.aggregated,
-                reads=reads,
-            )
-        except ReducerError as error:
-            faults.append(str(error))
-        return _Ran(reports, hook.factor, faults)
-
-    def _losses(self, output: Tensor, batch: megatron.Batch, poison: bool) -> Tensor:
-        y = megatron.token_losses(output, batch, self.parallelism)
-        if poison:  # the value at a masked position must not matter
-            y = y.masked_fill(batch.mask_here.to(y.device) == 0, torch.inf)
-        return y
-
-    def _mask(self, batch: megatron.Batch) -> Tensor:
-        return batch.mask_here if self.parallelism.packing == "local" else batch.mask
-
-    def _plan(self, case: Case) -> StepPlan:
-        sequences = Sequences(
-            active_tokens=[sum(row.counted) for row in self._rows],
-            sample=[row.sample for row in self._rows],
-            prompt=[row.prompt for row in self._rows],
-            microbatch=self._numbers,
-            num_microbatches=self.num_microbatches,
-        )
-        return plan_step(
-            case.aggregation, sequences, group=self.contract.dp_group, rejects_tokens=True
-        )
-
-    def _layout(self, offsets: Tensor) -> Layout:
-        place = {"cp_size": self.contract.cp_size, "cp_rank": self.contract.cp_rank}
-        if self.parallelism.packing == "bshd":
-            return Layout.bshd_zigzag(len(offsets) - 1, int(offsets[1]), **place)
-        if self.parallelism.packing == "local":
-            return Layout.local(offsets.diff() // self.contract.cp_size, **place)
-        return self.contract.thd(offsets)
-
-    def errors(self, measured: _Measured, slopes_HY: Tensor) -> list[float]:
-        """Return each hypothesis's largest relative error over all parameters and ranks."""
-        hypotheses_HP = slopes_HY @ self.reference.gradients_YP
-        whole = hypotheses_HP.norm(dim=1)
-        errors_H = torch.zeros(len(slopes_HY), dtype=torch.float64)
-        for shard, gradient in measured.gradients:
-            if shard.name in self.reference.parameters:
-                wanted = self.reference.of_parameter(hypotheses_HP, shard.name)
-                norms = wanted.flatten(1).norm(dim=1)
-                cut = torch.stack([shard.cut(one) for one in wanted])
-            else:  # a multi-token-prediction layer: the main loss does not reach it
-                norms, cut = whole, torch.zeros(len(whole), *gradient.shape).double()
-            # A parameter that no trained token reaches has only rounding, of the whole gradient.
-            floor = 1e-3 * self.parallelism.tolerance * whole
-            error_H = (gradient - cut).flatten(1).norm(dim=1) / torch.maximum(norms, floor)
-            errors_H = torch.maximum(errors_H, error_H.nan_to_num(nan=math.inf))
-        return _maximum(errors_H)
-
-    def factor_of(self, measured: _Measured, slope_Y: Tensor) -> float:
-        """Project the gradient on the right one: 1 where they are equal."""
-        wanted = self.reference.gradient(slope_Y)
-        products = torch.zeros(2, dtype=torch.float64)
-        for shard, gradient in measured.gradients:
-            if shard.name in wanted:
-                cut = shard.cut(wanted[shard.name])
-                products += torch.stack([(gradient * cut).sum(), (cut * cut).sum()])
-        products = products.to(megatron.device())
-        dist.all_reduce(products)
-        return float(products[0] / products[1])
-
-    def check_every_parameter_is_compared(self) -> None:
-        """Raise :class:`ProofError` where no rank has a parameter of the reference."""
-        names = [shard.name for shard in self._shards]
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, names)
-        missing = set(self.reference.parameters) - set(chain(*gathered))
-        if missing:
-            raise ProofError(
-                f"no rank has the parameters {sorted(missing)} of the reference, so that their "
-                "gradients cannot be compared"
-            )
-
-
-class _Ran(NamedTuple):
-    """What a step left on this rank: Megatron's reports, K, and what was raised."""
-
-    reports: list[dict[str, Tensor]]
-    k: int
-    faults: list[str]
-
-
-class _Adapter(Adapter):
-    """What :meth:`Run._hooked` says of its microbatches to the hook."""
-
-    loss_name = "loss"
-    gives_prompts = True
-
-    def __init__(self, run: Run, poison: bool, main: float) -> None:
-        self._run = run
-        self._poison = poison
-        self._main = main
-
-    def rows(self, data: megatron.Batch) -> MicrobatchRows:
-        rows = [self._run.row(index) for index in data.rows]
-        return MicrobatchRows(
-            active_tokens=[sum(row.counted) if row else 0 for row in rows],
-            lengths=data.offsets.diff(),
-            sample=[row.sample if row else 0 for row in rows],
-            prompt=[row.prompt if row else 0 for row in rows],
-            is_filler=[row is None for row in rows],
-        )
-
-    def loss(self, loss_func: Any, output: Tensor) -> HostLoss:
-        (batch,) = loss_func.args
-        return HostLoss(
-            losses=self._run._losses(output, batch, self._poison) * batch.coefficient * self._main,
-            mask=self._run._mask(batch),
-            report=loss_func(output)[2],
-        )
-
-    def layout(self, contract: MegatronContract, lengths: Sequence[int]) -> Layout:
-        offsets = torch.tensor([0, *lengths]).cumsum(0)
-        return self._run._layout(offsets)
-
-
-def _maximum(errors_H: Tensor) -> list[float]:
-    errors_H = errors_H.to(megatron.device())
-    dist.all_reduce(errors_H, op=dist.ReduceOp.MAX)
-    return [float(error) for error in errors_H]
-
-
-def _relative(got: float, want: float) -> float:
-    return abs(got - want) / max(abs(want), 1e-30) if math.isfinite(got) else math.inf
-
-
 def prove(
     parallelism: Parallelism,
     cases: Sequence[Case],
@@ -407,11 +98,11 @@ def _verdict(run: Run, case: Case, wanted: Expected) -> Verdict:
     factor = run.factor_of(measured, wanted.slope_Y)
     loss_error = weight_sum_error = None
     if run.parallelism.one_m:
-        sums = {_WEIGHT_SUM: wanted.weight_sum, _WEIGHT_EXPECTED: wanted.weight_expected}
+        sums = {WEIGHT_SUM: wanted.weight_sum, WEIGHT_EXPECTED: wanted.weight_expected}
         steps = (measured, run.evaluate(case))
-        loss_error = max(_relative(s.worst("loss", wanted.loss), wanted.loss) for s in steps)
+        loss_error = max(relative(s.worst("loss", wanted.loss), wanted.loss) for s in steps)
         weight_sum_error = max(
-            _relative(measured.worst(name, right), right) for name, right in sums.items()
+            relative(measured.worst(name, right), right) for name, right in sums.items()
         )
     return Verdict(
         layout=str(run.parallelism),
@@ -449,7 +140,7 @@ def _explain(done: Sequence[tuple[Run, Case, Expected, Verdict]]) -> None:
             measured = run.train(case, poison=False)
             right, *errors = run.errors(measured, torch.stack([wanted.slope_Y, *slopes]))
             loss = measured.worst("loss", wanted.loss)
-            is_right = max(right, _relative(loss, wanted.loss)) < verdict.tolerance
+            is_right = max(right, relative(loss, wanted.loss)) < verdict.tolerance
             right_without_inf = right_without_inf and is_right
             factor = run.factor_of(measured, wanted.slope_Y)
             words = _measured_in_words(run, verdict, factor, loss / wanted.loss, is_right)
@@ -459,7 +150,7 @@ def _explain(done: Sequence[tuple[Run, Case, Expected, Verdict]]) -> None:
             name
             for name, error in zip(likely, errors, strict=True)
             if error < tolerance
-            and (verdict.loss_error is None or _relative(loss, predicted[name][1]) < tolerance)
+            and (verdict.loss_error is None or relative(loss, predicted[name][1]) < tolerance)
         ]
         box = [agree]  # rank 0's: all ranks continue with the same causes
         dist.broadcast_object_list(box, src=0, device=megatron.device())
