@@ -235,8 +235,6 @@ def _counted(rows: IntsLike | MicrobatchRows) -> _Counted:
 def _of_segments(name: str, values: IntsLike | None, size: int) -> Ints | None:
     if values is None:
         return None
-    if isinstance(values, list) and values and isinstance(values[0], bool):
-        values = [int(value) for value in values]
     return host_integers(name, values, PlanError, length=size)
 
 

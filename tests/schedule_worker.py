@@ -31,6 +31,10 @@ SAMPLE_MEAN = Aggregation("sample_mean")
 M, LENGTH = 2, 8
 
 
+def refused(kind, *words):
+    return pytest.raises(kind, match=".*".join(re.escape(word) for word in words))
+
+
 def a_batch(seed, *, cuts=None, entries=2):
     """Make what Megatron-LM's data loader gives; ``cuts``: offsets of one packed entry."""
     draw = torch.Generator().manual_seed(seed)
@@ -180,6 +184,8 @@ def check_what_is_only_padding_is_no_row(chunk, stock):
         rows = bridge.BridgeAdapter().rows({"loss_mask": mask, **data})
         assert rows.lengths.tolist() == [3, 3, 2]
         assert rows.is_filler.tolist() == [0, 0, 1]
+    with pytest.raises(ValueError, match=r"cu_seqlens .* offsets from 0 that never fall"):
+        bridge.BridgeAdapter().rows({"loss_mask": mask, "cu_seqlens": torch.tensor([[0, 5, 3]])})
     cuts = torch.tensor([[0, 3, 6, 6], [0, 2, 5, 5]])  # each entry's tail is its own
     rows = bridge.BridgeAdapter().rows({"loss_mask": torch.ones(2, 8), "cu_seqlens": cuts})
     assert rows.lengths.tolist() == [3, 3, 2, 2, 3, 3]
@@ -236,6 +242,18 @@ def check_what_a_host_does_to_its_microbatch_does_not_reach_the_one_that_was_rea
     held = [batch["tokens"] for batch in data]
     run(a_hook().aggregated(stock), chunk, iter(data))
     assert all(batch["tokens"] is tokens for batch, tokens in zip(data, held, strict=True))
+
+
+def check_an_empty_step_is_an_error_in_training_and_none_in_evaluation(chunk, stock):
+    data = batches(0)
+    for batch in data:
+        batch["loss_mask"].zero_()
+    schedule = a_hook(empty_step="error").aggregated(stock)
+    with pytest.warns(RuntimeWarning, match="no active tokens"), torch.no_grad():
+        reports = run(schedule, chunk, data, forward_only=True)
+    assert tiny_gpt.reported(reports, "lm loss") == 0
+    with refused(PlanError, "no active tokens", "--loss-aggregation-empty-step error"):
+        run(schedule, chunk, data)
 
 
 def check_a_call_that_collects_other_data_is_left_alone(chunk, stock):
@@ -309,10 +327,6 @@ def check_a_host_that_is_not_there_is_refused_by_name(chunk, stock):
     for install, name in ((megatron_lm.install, "Megatron-LM"), (bridge.install, "Bridge")):
         with refused(ContractError, "cannot be imported", name, "put its checkout on PYTHONPATH"):
             install(SAMPLE_MEAN)
-
-
-def refused(kind, *words):
-    return pytest.raises(kind, match=".*".join(re.escape(word) for word in words))
 
 
 def check_positional_arguments_are_refused(chunk, stock):

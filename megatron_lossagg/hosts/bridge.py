@@ -32,12 +32,11 @@ def install(
 ) -> ScheduleHook:
     """Rebind Megatron-Bridge's schedules in this process; return the hook, which counts its steps.
 
-    ``adapter``: by default :class:`BridgeAdapter`; a loss with more terms
-    (distillation) is refused in the first step. Raises :class:`ContractError` where Bridge is not
+    ``adapter``: by default :class:`BridgeAdapter`; a loss with more terms (distillation) is
+    refused in the first step. Raises :class:`ContractError` where Bridge is not
     there, and what :class:`~megatron_lossagg.schedule.ScheduleHook` raises: ``prompt_mean``, for
     there are no prompt ids.
     """
     hook = ScheduleHook(aggregation, adapter or BridgeAdapter(), empty_step=empty_step, probe=probe)
     modules = ["megatron.bridge.training.train", "megatron.bridge.training.eval"]
-    rebind(hook, modules, "Megatron-Bridge")
-    return hook
+    return rebind(hook, modules, "Megatron-Bridge")

@@ -61,14 +61,23 @@ class PretrainAdapter(Adapter):
             )
         mask = _host(data["loss_mask"])
         if all(data.get(name) is None for name, _ in _PACKED_AT):
-            starts = np.arange(len(mask)) * mask.shape[1]
-            return _rows_from(starts.tolist(), [False] * len(mask), mask.ravel())
+            start_G = np.arange(len(mask)) * mask.shape[1]
+            return _rows_from(start_G, np.zeros(len(mask)), mask.ravel())
         self._check_split()
         return _packed_rows(data, mask)
 
     def _check_split(self) -> None:
-        """Refuse packed rows that context parallelism does not split one by one."""
-        _check_split_by_rows()
+        """Refuse packed rows that context parallelism splits as one, from 0.19 on."""
+        from megatron.training import get_args
+
+        args = get_args()
+        as_one = getattr(args, "dataloader_inter_document_masking", False) and not args.sft
+        if as_one and args.context_parallel_size > 1:
+            raise ContractError(
+                "--dataloader-inter-document-masking splits an entry over context-parallel ranks "
+                "as a whole, so that a document's tokens lie unevenly on them, which is not known "
+                "here: use --context-parallel-size 1, or leave the flag out"
+            )
 
     def loss(self, loss_func: Callable[..., Any], output: Tensor) -> HostLoss:
         """Take the mask out of ``partial(loss_func, loss_mask, ...)``; the output is the losses."""
@@ -127,7 +136,7 @@ class RLAdapter(PretrainAdapter):
 
 
 ADAPTERS: Mapping[str, type[PretrainAdapter]] = {"train_rl.py": RLAdapter}
-"""The adapter of a script, by its name, where it is not :class:`PretrainAdapter`."""
+"""Adapters by script name; every other script has :class:`PretrainAdapter`."""
 
 
 def install(
@@ -143,15 +152,13 @@ def install(
     :class:`PretrainAdapter`. Raises :class:`ContractError` where ``megatron.training.training``
     has no such name, and what :class:`~megatron_lossagg.schedule.ScheduleHook` raises.
     """
-    hook = ScheduleHook(
-        aggregation, adapter or PretrainAdapter(), empty_step=empty_step, probe=probe
-    )
-    rebind(hook, ["megatron.training.training"], "Megatron-LM (core_v0.16.1 and later)")
-    return hook
+    adapter = adapter or PretrainAdapter()
+    hook = ScheduleHook(aggregation, adapter, empty_step=empty_step, probe=probe)
+    return rebind(hook, ["megatron.training.training"], "Megatron-LM (core_v0.16.1 and later)")
 
 
-def rebind(hook: ScheduleHook, modules: Sequence[str], host: str) -> None:
-    """Put a hook around the schedule that modules of a host's training loop look up by name.
+def rebind(hook: ScheduleHook, modules: Sequence[str], host: str) -> ScheduleHook:
+    """Put a hook around the schedule that a host's modules look up by name; return the hook.
 
     ``host``: whose loop it is, for messages. Raises :class:`ContractError` where a module cannot be
     imported or has no such name; then none is changed.
@@ -173,6 +180,7 @@ def rebind(hook: ScheduleHook, modules: Sequence[str], host: str) -> None:
     for name, stock in stocks.items():
         setattr(importlib.import_module(name), _HOOK, _hooked(hook, stock))
     atexit.register(_say_if_unused, hook, host)
+    return hook
 
 
 def _say_if_unused(hook: ScheduleHook, host: str) -> None:
@@ -195,64 +203,49 @@ def _hooked(hook: ScheduleHook, stock: Callable[..., Any]) -> Callable[..., Any]
 def _packed_rows(data: Any, mask_BP: npt.NDArray[Any]) -> MicrobatchRows:
     """Count the rows of a microbatch from its offsets, each entry's from its own.
 
-    What is no row: an empty segment, with which Megatron-LM pads offsets from 0.19 on; -1, with
-    which Megatron-Bridge does; positions past an entry's last row; a segment that holds nothing
-    but padding, by the offsets without padding or by ``padding_mask``.
+    Not counted as rows: empty segments (Megatron-LM pads offsets with them from 0.19 on), -1
+    (Megatron-Bridge's padding of offsets), positions past an entry's last row, and segments that
+    hold nothing but padding, by the offsets without padding or by ``padding_mask``.
     """
     b, s = mask_BP.shape
-    padded, unpadded = next(pair for pair in _PACKED_AT if data.get(pair[0]) is not None)
-    offset_BG = _host(data[padded]).reshape(b, -1)
-    logical = None if data.get(unpadded) is None else _host(data[unpadded]).reshape(b, -1)
-    padding_mask = data.get("padding_mask")
-    padding_BP = None if padding_mask is None else _host(padding_mask).reshape(b, s) != 0
-    starts: list[int] = []
-    is_filler: list[bool] = []
-    for entry in range(b):
-        offset_G = offset_BG[entry][offset_BG[entry] >= 0]
-        if not len(offset_G) or offset_G[0] != 0:
-            raise ValueError(f"got the offsets {offset_G}, expected them to begin with 0")
-        logical_G = offset_G if logical is None else logical[entry][: len(offset_G)]
-        for k in np.flatnonzero(np.diff(offset_G)):
-            start, end = offset_G[k], offset_G[k + 1]
-            is_padding = padding_BP is not None and padding_BP[entry, start:end].all()
-            starts.append(entry * s + start)
-            is_filler.append(bool(is_padding or logical_G[k] == logical_G[k + 1]))
-        if offset_G[-1] < s:
-            starts.append(entry * s + offset_G[-1])
-            is_filler.append(True)
-    return _rows_from(starts, is_filler, mask_BP.ravel())
+    name, unpadded = next(pair for pair in _PACKED_AT if data.get(pair[0]) is not None)
+    given_BG = _host(data[name]).reshape(b, -1).astype(np.int64)
+    offset_BG = np.maximum.accumulate(given_BG, axis=1)  # -1 becomes the end of the last row
+    if (offset_BG[:, 0] != 0).any() or ((given_BG >= 0) & (given_BG != offset_BG)).any():
+        raise ValueError(f"got {name} {given_BG.tolist()}, expected offsets from 0 that never fall")
+    end_BG = np.append(offset_BG[:, 1:], np.full((b, 1), s), axis=1)
+    is_filler_BG = np.zeros_like(offset_BG, dtype=bool)
+    is_filler_BG[:, -1] = True  # what follows the last row
+    if data.get(unpadded) is not None:
+        logical_BG = np.maximum.accumulate(_host(data[unpadded]).reshape(b, -1), axis=1)
+        is_filler_BG[:, :-1] |= np.diff(logical_BG) == 0
+    if data.get("padding_mask") is not None:
+        is_padding_BP = _host(data["padding_mask"]).reshape(b, s) != 0
+        total_BP1 = np.pad(np.cumsum(is_padding_BP, axis=1), ((0, 0), (1, 0)))
+        padding_BG = np.take_along_axis(total_BP1, end_BG, 1)
+        padding_BG -= np.take_along_axis(total_BP1, offset_BG, 1)
+        is_filler_BG |= padding_BG == end_BG - offset_BG
+    is_segment_BG = end_BG > offset_BG
+    start_BG = offset_BG + s * np.arange(b)[:, None]
+    return _rows_from(start_BG[is_segment_BG], is_filler_BG[is_segment_BG], mask_BP.ravel())
 
 
 def _rows_from(
-    starts: Sequence[int], is_filler: Sequence[bool], mask_P: npt.NDArray[Any]
+    start_G: npt.ArrayLike, is_filler_G: npt.ArrayLike, mask_P: npt.NDArray[Any]
 ) -> MicrobatchRows:
     """Count the segments of a flat mask, each up to the next one's start."""
-    offset_G1 = np.array([*starts, len(mask_P)], dtype=np.int64)
+    offset_G1 = np.append(np.asarray(start_G, dtype=np.int64), len(mask_P))
     total_P1 = np.concatenate([[0], np.cumsum(mask_P != 0)])
     return MicrobatchRows(
         active_tokens=np.diff(total_P1[offset_G1]),
         lengths=np.diff(offset_G1),
-        is_filler=np.array(is_filler, dtype=np.int64),
+        is_filler=np.asarray(is_filler_G, dtype=np.int64),
     )
 
 
 def _host(values: Tensor) -> npt.NDArray[Any]:
     array: npt.NDArray[Any] = values.detach().cpu().numpy()
     return array
-
-
-def _check_split_by_rows() -> None:
-    """Refuse packed rows that context parallelism splits as one, from 0.19 on."""
-    from megatron.training import get_args
-
-    args = get_args()
-    as_one = getattr(args, "dataloader_inter_document_masking", False) and not args.sft
-    if as_one and args.context_parallel_size > 1:
-        raise ContractError(
-            "--dataloader-inter-document-masking splits an entry over context-parallel ranks as a "
-            "whole, so that a document's tokens lie unevenly on them, which is not known here: use "
-            "--context-parallel-size 1, or leave the flag out"
-        )
 
 
 def _is_masked_sum(theirs: Tensor, losses: Tensor, mask: Tensor) -> bool:
