@@ -14,7 +14,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from megatron_lossagg.errors import ContractError, LossAggregationError
+from megatron_lossagg.errors import AggregationError, ContractError, LossAggregationError
 from megatron_lossagg.flags import (
     add_loss_aggregation_args,
     aggregation_from_args,
@@ -30,6 +30,7 @@ _OWN_LOOP = "get_forward_backward_func"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``lossagg run``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.allow_abbrev = False  # the script's own options are not abbreviations of ours
     parser.add_argument(
         "--cpu",
         action="store_true",
@@ -54,12 +55,20 @@ def run(args: argparse.Namespace) -> int:
     Raises :class:`ContractError` where an aggregation was asked for and no step was aggregated.
     """
     parser = argparse.ArgumentParser(prog="lossagg run", add_help=False, allow_abbrev=False)
-    flags, rest = add_loss_aggregation_args(parser).parse_known_args(args.arguments)
+    add_loss_aggregation_args(parser)
+    # ``args`` has those that stand before the script; of a flag given twice, the last one counts.
+    flags, rest = parser.parse_known_args(args.arguments, args)
+    unknown = [option for option in rest if option.startswith(("--loss-agg", "--no-loss-agg"))]
+    if unknown:
+        raise AggregationError(
+            f"got {unknown[0]}, which is not an option of ours, expected those that lossagg run "
+            "--help lists: correct the name"
+        )
     aggregation = aggregation_from_args(flags)
     script = Path(args.script)
     if not script.is_file():
         raise LossAggregationError(
-            f"got the script {script}, which is no file here: give its path, as to python"
+            f"got the script {script}, which does not exist: give the path that python would take"
         )
     wants_help = bool({"-h", "--help"} & set(rest))
     if wants_help and os.environ.get("RANK", "0") == "0":
@@ -72,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
         install_training()
     if aggregation is None or wants_help:
-        return _run(script)
+        return _run(script, on_cpu=args.cpu)
     if _OWN_LOOP in script.read_text():
         raise ContractError(
             f"{script} calls {_OWN_LOOP} itself, expected a script that trains by megatron.training"
@@ -87,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         probe=probe_from_args(flags),
         adapter=adapter(),
     )
-    status = _run(script)
+    status = _run(script, on_cpu=args.cpu)
     if status == 0 and hook.num_steps == 0:
         raise ContractError(
             f"{script} ended without a step that --loss-aggregation {aggregation} could reach: its "
@@ -96,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-def _run(script: Path) -> int:
+def _run(script: Path, *, on_cpu: bool) -> int:
     """Run the script as ``python script`` would; return its exit status."""
     try:
         runpy.run_path(str(script), run_name="__main__")
@@ -108,7 +117,8 @@ def _run(script: Path) -> int:
             status = 1
         if status:
             return status
-    _leave_together()
+    if on_cpu:
+        _leave_together()
     return 0
 
 
@@ -116,6 +126,6 @@ def _leave_together() -> None:
     """End gloo in step: its threads abort now and then where a rank ends before the others."""
     import torch.distributed as dist
 
-    if dist.is_initialized() and dist.get_backend() == "gloo":
+    if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

@@ -1,0 +1,72 @@
+"""``lossagg run`` on scripts that are not Megatron-LM's: what reaches the script, what is refused.
+
+On Megatron-LM itself: ``test_hosts_megatron_lm.py``.
+"""
+
+import sys
+
+import pytest
+
+from megatron_lossagg.cli.main import main
+
+ECHO = "import sys; print('argv', sys.argv[1:]); sys.exit(int(sys.argv[-1]))\n"
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """Return a script that prints its arguments and exits with the last one."""
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "echo.py"
+    path.write_text(ECHO)
+    return path
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_without_a_flag_the_script_gets_its_arguments_and_gives_its_status(script, capsys, status):
+    assert main(["run", str(script), "--lr", "1e-3", str(status)]) == status
+    assert f"argv ['--lr', '1e-3', '{status}']" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("place", ["before the script", "after it"])
+def test_a_flag_is_never_ignored_wherever_it_stands(script, capsys, place):
+    flag = ["--loss-aggregation", "token_mean"]
+    before, after = (flag, []) if place == "before the script" else ([], flag)
+    assert main(["run", *before, str(script), *after, "0"]) == 1
+    out, err = capsys.readouterr()
+    assert "megatron.training.training cannot be imported" in err  # no checkout is on the path
+    assert "argv" not in out
+
+
+def test_a_flag_given_twice_counts_as_it_was_given_last(script, capsys):
+    flags = ["--loss-aggregation", "token_mean", str(script), "--loss-aggregation", "constant"]
+    assert main(["run", *flags, "0"]) == 2
+    assert "constant" in capsys.readouterr().err  # which needs a divisor
+
+
+@pytest.mark.parametrize(
+    "flag", ["--loss-aggregaton", "--loss-aggregation-divisr", "--no-loss-aggregation-prob"]
+)
+def test_a_misspelled_flag_does_not_reach_the_script(script, capsys, flag):
+    assert main(["run", str(script), flag, "token_mean", "0"]) == 2
+    out, err = capsys.readouterr()
+    assert f"got {flag}, which is not an option of ours" in err
+    assert "argv" not in out
+
+
+def test_a_contradiction_is_refused_before_the_script_runs(script, capsys):
+    assert main(["run", str(script), "--loss-aggregation-divisor", "8", "0"]) == 2
+    out, err = capsys.readouterr()
+    assert "without --loss-aggregation" in err
+    assert "argv" not in out
+
+
+def test_a_script_with_a_schedule_of_its_own_is_refused(script, capsys):
+    script.write_text(f"from megatron.core import get_forward_backward_func\n{ECHO}")
+    assert main(["run", str(script), "--loss-aggregation", "token_mean", "0"]) == 1
+    assert "calls get_forward_backward_func itself" in capsys.readouterr().err
+
+
+def test_a_script_that_does_not_exist_is_wrong_usage(tmp_path, capsys):
+    assert main(["run", str(tmp_path / "absent.py")]) == 2
+    assert "absent.py, which does not exist" in capsys.readouterr().err
