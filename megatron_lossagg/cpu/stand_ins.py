@@ -28,6 +28,7 @@ __all__ = [
     "CudaPresentError",
     "InstallOrderError",
     "StandIn",
+    "always",
     "install",
     "replace",
     "replaced",
@@ -140,7 +141,8 @@ def _splits_as_lists(original: Callable[..., Any]) -> Callable[..., Any]:
     return all_to_all_single
 
 
-def _always(answer: Any) -> Callable[[Any], Callable[..., Any]]:
+def always(answer: Any) -> Callable[[Any], Callable[..., Any]]:
+    """Make replacements that answer ``answer`` to every call."""
     return lambda original: lambda *args, **kwargs: answer
 
 
@@ -165,7 +167,7 @@ STAND_INS: tuple[StandIn, ...] = (
         name="torch.cuda.current_device",
         replacement="torch.device('cpu')",
         needed_by="megatron.core.distributed.param_and_grad_buffer._ParamAndGradBuffer",
-        make=_always(_HOST),
+        make=always(_HOST),
     ),
     StandIn(
         name="torch.tensor",
@@ -231,7 +233,7 @@ STAND_INS: tuple[StandIn, ...] = (
         name="torch.cuda.synchronize",
         replacement="returns at once",
         needed_by="megatron.core.pipeline_parallel.p2p_communication.P2PCommunicator",
-        make=_always(None),
+        make=always(None),
     ),
     StandIn(
         name="torch.cuda.Stream",
@@ -243,13 +245,13 @@ STAND_INS: tuple[StandIn, ...] = (
         name="torch.cuda.current_stream",
         replacement="a stream that has always finished",
         needed_by="megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher",
-        make=_always(_HostStream()),
+        make=always(_HostStream()),
     ),
     StandIn(
         name="torch.cuda.stream",
         replacement="a context that changes nothing",
         needed_by="megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher",
-        make=_always(contextlib.nullcontext()),
+        make=always(contextlib.nullcontext()),
     ),
     StandIn(
         name="torch.distributed.all_to_all_single",

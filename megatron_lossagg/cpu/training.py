@@ -21,13 +21,9 @@ from typing import Any
 
 import torch
 
-from megatron_lossagg.cpu.stand_ins import StandIn, install, replace, replaced
+from megatron_lossagg.cpu.stand_ins import StandIn, always, install, replace, replaced
 
 __all__ = ["TRAINING_STAND_INS", "install_training"]
-
-
-def _answering(answer: Any) -> Callable[[Any], Callable[..., Any]]:
-    return lambda original: lambda *args, **kwargs: answer
 
 
 def _with_keywords(**more: Any) -> Callable[[Any], Callable[..., Any]]:
@@ -118,25 +114,25 @@ TRAINING_STAND_INS: tuple[StandIn, ...] = (
         name="torch.cuda.device_count",
         replacement="1",
         needed_by="megatron.training.initialize._set_random_seed",
-        make=_answering(1),
+        make=always(1),
     ),
     StandIn(
         name="torch.cuda.is_available",
         replacement="False, whatever the device count is",
         needed_by="torch.utils.data.DataLoader(pin_memory=True), where NVML counts devices",
-        make=_answering(False),
+        make=always(False),
     ),
     StandIn(
         name="torch.cuda.set_device",
         replacement="returns at once",
         needed_by="megatron.training.initialize._initialize_distributed",
-        make=_answering(None),
+        make=always(None),
     ),
     StandIn(
         name="torch.cuda.get_device_properties",
         replacement="compute capability 8.0",
         needed_by="megatron.training.utils.get_device_arch_version",
-        make=_answering(_PROPERTIES),
+        make=always(_PROPERTIES),
     ),
     StandIn(
         name="megatron.training.training.initialize_megatron",
@@ -148,13 +144,13 @@ TRAINING_STAND_INS: tuple[StandIn, ...] = (
         name="megatron.training.training.set_jit_fusion_options",
         replacement="returns at once: it warms up CUDA kernels",
         needed_by="megatron.training.training.pretrain",
-        make=_answering(None),
+        make=always(None),
     ),
     StandIn(
         name="megatron.legacy.fused_kernels.load",
         replacement="returns at once: it builds CUDA kernels; until 0.16",
         needed_by="megatron.training.initialize._compile_dependencies",
-        make=_answering(None),
+        make=always(None),
     ),
     StandIn(
         name="megatron.training.arguments.core_transformer_config_from_args",
