@@ -74,6 +74,12 @@ class Adapter(ABC):
         """
         return contract.local([length // contract.cp_size for length in lengths])
 
+    def prepare(self, aggregation: Aggregation) -> None:  # noqa: B027
+        """Wrap what else of the host this aggregation needs; by default nothing.
+
+        Called once, by :class:`ScheduleHook`.
+        """
+
     def applies(self, call: Mapping[str, Any]) -> bool:
         """Whether a call of the schedule computes the host's loss.
 
@@ -116,6 +122,7 @@ class ScheduleHook:
         self._empty_step: EmptyStep = empty_step
         self._probe = probe
         self._rejects_tokens = rejects_tokens
+        adapter.prepare(aggregation)
 
     def aggregated(self, schedule: Schedule) -> Schedule:
         """Wrap what ``get_forward_backward_func()`` returned.

@@ -175,11 +175,11 @@ def test_empty_samples_that_nemo_rl_counts_cannot_be_left_out_here():
         run(made)
 
 
-def test_placeholder_counts_of_split_steps_are_refused():
+def test_split_steps_which_pass_1_for_the_steps_counts_are_refused():
     made = aggregated(ClippedPG("token_level"), Aggregation("sample_mean"))
     mb = microbatches()[0]
     x, one = mb.pop("next_token_logprobs"), torch.ones(())
-    with pytest.raises(ContractError, match="placeholders of NeMo-RL's split training steps"):
+    with pytest.raises(ContractError, match="NeMo-RL's split training steps pass 1"):
         made(x, data=mb, global_valid_seqs=one, global_valid_toks=one)
 
 

@@ -87,9 +87,10 @@ def run(args: argparse.Namespace) -> int:
             f"{script} calls {_OWN_LOOP} itself, expected a script that trains by megatron.training"
             "'s pretrain: put megatron_lossagg.schedule.aggregated(...) around its schedule"
         )
-    from megatron_lossagg.hosts import megatron_lm
+    from megatron_lossagg.hosts import megatron_lm, megatron_rl
 
-    adapter = megatron_lm.ADAPTERS.get(script.name, megatron_lm.PretrainAdapter)
+    is_rl = script.name == "train_rl.py"
+    adapter = megatron_rl.RLAdapter if is_rl else megatron_lm.PretrainAdapter
     hook = megatron_lm.install(
         aggregation,
         empty_step=empty_step_from_args(flags),

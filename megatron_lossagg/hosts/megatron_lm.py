@@ -27,7 +27,7 @@ from megatron_lossagg.errors import ContractError
 from megatron_lossagg.plan import EmptyStep
 from megatron_lossagg.schedule import Adapter, HostLoss, ScheduleHook
 
-__all__ = ["ADAPTERS", "PretrainAdapter", "RLAdapter", "install", "rebind"]
+__all__ = ["PretrainAdapter", "count_segments", "install", "on_host", "rebind"]
 
 _HOOK = "get_forward_backward_func"
 _PACKED_AT = (
@@ -59,10 +59,10 @@ class PretrainAdapter(Adapter):
                 f"got {type(data).__name__} from the data iterator, expected Megatron-LM's dict "
                 "with loss_mask: the data of this script is not known here"
             )
-        mask = _host(data["loss_mask"])
+        mask = on_host(data["loss_mask"])
         if all(data.get(name) is None for name, _ in _PACKED_AT):
             start_G = np.arange(len(mask)) * mask.shape[1]
-            return _rows_from(start_G, np.zeros(len(mask)), mask.ravel())
+            return count_segments(start_G, np.zeros(len(mask)), mask.ravel())
         self._check_split()
         return _packed_rows(data, mask)
 
@@ -94,49 +94,6 @@ class PretrainAdapter(Adapter):
         if not self._is_checked and torch.is_grad_enabled():
             self._is_checked = _is_masked_sum(theirs, losses, mask)
         return HostLoss(losses=losses, mask=mask, report=report)
-
-
-class RLAdapter(PretrainAdapter):
-    """``train_rl.py`` of core_v0.16: rollouts, one per entry of the batch or packed into bins.
-
-    The per-token losses hold policy, KL and entropy terms together. A mask is shifted by one
-    against its tokens, as log-probabilities are. No prompt ids: a rollout's group does not reach
-    the microbatch. Context parallelism is refused.
-    """
-
-    def rows(self, data: Any) -> MicrobatchRows:
-        """Count rollouts: ``data`` is ``prepare_data_for_update``'s tuple, or a bin's index."""
-        from megatron.training import get_args
-
-        args = get_args()
-        if args.context_parallel_size > 1:
-            raise ContractError(
-                "train_rl.py with context parallelism gathers log-probabilities over its ranks, "
-                "which is not known here: use --context-parallel-size 1"
-            )
-        if not args.rl_use_sequence_packing:
-            mask = _host(data[3])[:, 1:]
-            return MicrobatchRows(
-                active_tokens=(mask != 0).sum(1), lengths=np.full(len(mask), mask.shape[1])
-            )
-        from megatron.rl.rl_utils import get_rl_runtime_state
-
-        context, index = get_rl_runtime_state().packing_context, int(data[0])
-        mask = _host(context.packed_loss_mask[index, 1:])
-        info = context.packing_info
-        length_S = [info.seq_lengths[row] for row in info.bin_seq_indices[index]]
-        start_S = list(info.seq_starts[index])[: len(length_S)]
-        if start_S[:1] not in ([], [0]):
-            raise ContractError(f"got a bin whose first row begins at {start_S[0]}, expected 0")
-        is_filler = [False] * len(start_S)
-        end = start_S[-1] + length_S[-1] if length_S else 0
-        if end < len(mask):
-            start_S, is_filler = [*start_S, end], [*is_filler, True]
-        return _rows_from(start_S, is_filler, mask)
-
-
-ADAPTERS: Mapping[str, type[PretrainAdapter]] = {"train_rl.py": RLAdapter}
-"""Adapters by script name; every other script has :class:`PretrainAdapter`."""
 
 
 def install(
@@ -209,7 +166,7 @@ def _packed_rows(data: Any, mask_BP: npt.NDArray[Any]) -> MicrobatchRows:
     """
     b, s = mask_BP.shape
     name, unpadded = next(pair for pair in _PACKED_AT if data.get(pair[0]) is not None)
-    given_BG = _host(data[name]).reshape(b, -1).astype(np.int64)
+    given_BG = on_host(data[name]).reshape(b, -1).astype(np.int64)
     offset_BG = np.maximum.accumulate(given_BG, axis=1)  # -1 becomes the end of the last row
     if (offset_BG[:, 0] != 0).any() or ((given_BG >= 0) & (given_BG != offset_BG)).any():
         raise ValueError(f"got {name} {given_BG.tolist()}, expected offsets from 0 that never fall")
@@ -217,21 +174,24 @@ def _packed_rows(data: Any, mask_BP: npt.NDArray[Any]) -> MicrobatchRows:
     is_filler_BG = np.zeros_like(offset_BG, dtype=bool)
     is_filler_BG[:, -1] = True  # what follows the last row
     if data.get(unpadded) is not None:
-        logical_BG = np.maximum.accumulate(_host(data[unpadded]).reshape(b, -1), axis=1)
+        logical_BG = np.maximum.accumulate(on_host(data[unpadded]).reshape(b, -1), axis=1)
         is_filler_BG[:, :-1] |= np.diff(logical_BG) == 0
     if data.get("padding_mask") is not None:
-        is_padding_BP = _host(data["padding_mask"]).reshape(b, s) != 0
+        is_padding_BP = on_host(data["padding_mask"]).reshape(b, s) != 0
         total_BP1 = np.pad(np.cumsum(is_padding_BP, axis=1), ((0, 0), (1, 0)))
         padding_BG = np.take_along_axis(total_BP1, end_BG, 1)
         padding_BG -= np.take_along_axis(total_BP1, offset_BG, 1)
         is_filler_BG |= padding_BG == end_BG - offset_BG
     is_segment_BG = end_BG > offset_BG
     start_BG = offset_BG + s * np.arange(b)[:, None]
-    return _rows_from(start_BG[is_segment_BG], is_filler_BG[is_segment_BG], mask_BP.ravel())
+    return count_segments(start_BG[is_segment_BG], is_filler_BG[is_segment_BG], mask_BP.ravel())
 
 
-def _rows_from(
-    start_G: npt.ArrayLike, is_filler_G: npt.ArrayLike, mask_P: npt.NDArray[Any]
+def count_segments(
+    start_G: npt.ArrayLike,
+    is_filler_G: npt.ArrayLike,
+    mask_P: npt.NDArray[Any],
+    prompt_G: npt.ArrayLike | None = None,
 ) -> MicrobatchRows:
     """Count the segments of a flat mask, each up to the next one's start."""
     offset_G1 = np.append(np.asarray(start_G, dtype=np.int64), len(mask_P))
@@ -240,10 +200,12 @@ def _rows_from(
         active_tokens=np.diff(total_P1[offset_G1]),
         lengths=np.diff(offset_G1),
         is_filler=np.asarray(is_filler_G, dtype=np.int64),
+        prompt=None if prompt_G is None else np.asarray(prompt_G, dtype=np.int64),
     )
 
 
-def _host(values: Tensor) -> npt.NDArray[Any]:
+def on_host(values: Tensor) -> npt.NDArray[Any]:
+    """Return a tensor's numbers on the host."""
     array: npt.NDArray[Any] = values.detach().cpu().numpy()
     return array
 

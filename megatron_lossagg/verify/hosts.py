@@ -1,8 +1,8 @@
-"""What of a training system is installed, and whether it has what its adapter holds on to.
+"""What of a training system is installed, and whether it has what its adapter uses.
 
-Nothing of it is imported: most need a GPU to be. Its source files are searched for the options,
-functions and fields that ``megatron_lossagg.hosts`` uses, at the commits that each page of
-``docs/hosts`` names.
+No module of it is imported (its parent packages are, to find it): most need a GPU. Its source
+files are searched for the options, functions and fields that ``megatron_lossagg.hosts`` uses, at
+the commits that each page of ``docs/hosts`` names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Host:
 
     package: str
     uses: Mapping[str, tuple[str, ...]]
-    """What its adapter holds on to, by the file that has it, from the package's folder."""
+    """What its adapter uses, by the file that has it, from the package's folder."""
     written_for: str
     """The commits and releases that the adapter was tested with."""
     is_hooked: bool = False

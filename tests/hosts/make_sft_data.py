@@ -49,4 +49,4 @@ def make(folder, seed):
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]), int((sys.argv[2:] or ["5"])[0]))
+    make(Path(sys.argv[1]), int(sys.argv[2]))
