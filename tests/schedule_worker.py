@@ -4,6 +4,7 @@ import collections
 import functools
 import itertools
 import re
+import warnings
 
 import pytest
 import tiny_gpt
@@ -254,6 +255,21 @@ def check_an_empty_step_is_an_error_in_training_and_none_in_evaluation(chunk, st
     assert tiny_gpt.reported(reports, "lm loss") == 0
     with refused(PlanError, "no active tokens", "--loss-aggregation-empty-step error"):
         run(schedule, chunk, data)
+
+
+def check_rejected_tokens_are_warned_of_unless_they_were_declared(chunk, stock):
+    def forward_step_that_rejects(iterator, model):
+        output, loss_func = forward_step(iterator, model)
+        (mask,) = loss_func.args
+        mask[:, 0] = 0
+        return output, functools.partial(host_loss, mask)
+
+    rejects = {"forward_step_func": forward_step_that_rejects}
+    with warnings.catch_warnings():  # first: the warning is given once
+        warnings.filterwarnings("error", ".*fewer tokens")
+        run(a_hook(rejects_tokens=True).aggregated(stock), chunk, batches(0), **rejects)
+    with pytest.warns(RuntimeWarning, match="fewer tokens than were counted"):
+        run(a_hook().aggregated(stock), chunk, batches(0), **rejects)
 
 
 def check_a_call_that_collects_other_data_is_left_alone(chunk, stock):
