@@ -185,8 +185,9 @@ def check_what_is_only_padding_is_no_row(chunk, stock):
         rows = bridge.BridgeAdapter().rows({"loss_mask": mask, **data})
         assert rows.lengths.tolist() == [3, 3, 2]
         assert rows.is_filler.tolist() == [0, 0, 1]
-    with pytest.raises(ValueError, match=r"cu_seqlens .* offsets from 0 that never fall"):
-        bridge.BridgeAdapter().rows({"loss_mask": mask, "cu_seqlens": torch.tensor([[0, 5, 3]])})
+    for wrong in ([[0, 5, 3]], [[2, 5, 8]]):
+        with pytest.raises(ValueError, match=r"cu_seqlens .* offsets from 0 that never fall"):
+            bridge.BridgeAdapter().rows({"loss_mask": mask, "cu_seqlens": torch.tensor(wrong)})
     cuts = torch.tensor([[0, 3, 6, 6], [0, 2, 5, 5]])  # each entry's tail is its own
     rows = bridge.BridgeAdapter().rows({"loss_mask": torch.ones(2, 8), "cu_seqlens": cuts})
     assert rows.lengths.tolist() == [3, 3, 2, 2, 3, 3]
@@ -419,6 +420,22 @@ def check_a_term_is_found_where_the_first_microbatch_cannot_show_it(chunk, stock
     data[0]["loss_mask"].zero_()
     with refused(ContractError, "has terms that are not known here"):
         run(a_hook().aggregated(stock), chunk, data, forward_step_func=penalized)
+
+
+def check_an_evaluation_without_the_term_does_not_hide_it_from_training(chunk, stock):
+    def with_penalty(mask, output):
+        loss, *rest = host_loss(mask, output)
+        return loss + 0.5 * torch.is_grad_enabled(), *rest
+
+    def penalized(iterator, model):
+        output, loss_func = forward_step(iterator, model)
+        return output, functools.partial(with_penalty, *loss_func.args)
+
+    schedule = a_hook().aggregated(stock)
+    with torch.no_grad():
+        run(schedule, chunk, batches(0), forward_step_func=penalized, forward_only=True)
+    with refused(ContractError, "has terms that are not known here"):
+        run(schedule, chunk, batches(0), forward_step_func=penalized)
 
 
 def check_a_mask_by_keyword_is_refused_by_name(chunk, stock):
