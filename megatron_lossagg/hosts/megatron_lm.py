@@ -89,7 +89,7 @@ class PretrainAdapter(Adapter):
                 "loss_mask, ...) with one mask value per loss, as in pretrain_gpt.py: this "
                 "script's loss is not known here"
             )
-        losses, mask = output.reshape(-1).float(), mask.reshape(-1)
+        losses, mask = output.reshape(-1), mask.reshape(-1)
         theirs, *_, report = loss_func(output)
         if not self._is_checked and torch.is_grad_enabled():
             self._is_checked = _is_masked_sum(theirs, losses, mask)
