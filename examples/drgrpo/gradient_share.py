@@ -12,7 +12,8 @@ counted: g_b. Gradients add up, g = sum_b g_b, so that
     norm of b       = |g_b| / sum_c |g_c|        sums to 1 over buckets
 
 Each is the mean over the recorded steps; the weights are those that the file starts from, and
-the loss is the policy term alone. A bucket without a row in a step has gradient 0.
+the loss is the policy term alone. A bucket without a row in a step has gradient 0. The share of
+the active tokens that each bucket holds is printed beside.
 """
 
 from __future__ import annotations
@@ -84,16 +85,28 @@ def main() -> None:
                 shares["projection"][mode][name] += projection / len(by_step)
     train.stop_processes()
 
+    tokens = token_shares([rollout for rollouts in by_step for rollout in rollouts])
     own.output.mkdir(parents=True, exist_ok=True)
-    (own.output / "gradient_share.json").write_text(json.dumps(shares, indent=1) + "\n")
+    written = json.dumps({**shares, "tokens": tokens}, indent=1) + "\n"
+    (own.output / "gradient_share.json").write_text(written)
     for kind, by_mode in shares.items():
         print(f"{kind:<12}" + "".join(f"{name:>9}" for name in names.values()))
         for mode, by_bucket in by_mode.items():
             print(f"{mode:<12}" + "".join(f"{share:9.3f}" for share in by_bucket.values()))
+    print(f"{'tokens':<12}" + "".join(f"{share:9.3f}" for share in tokens.values()))
     import plots
 
-    plots.plot_gradient_share(shares, own.output / "gradient_share.png")
+    plots.plot_gradient_share(shares, tokens, own.output / "gradient_share.png")
     print(own.output / "gradient_share.png")
+
+
+def token_shares(rollouts: list[Rollout]) -> dict[str, float]:
+    """Return the share of all active tokens that the responses of each bucket hold."""
+    tokens = {
+        f"{low}-{high}": sum(sum(r.mask) for r in rollouts if low <= len(r.mask) <= high)
+        for low, high in BUCKETS
+    }
+    return {bucket: count / sum(tokens.values()) for bucket, count in tokens.items()}
 
 
 def _only(rollout: Rollout, bucket: tuple[int, int]) -> Rollout:

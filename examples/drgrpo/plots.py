@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 RIGHT, WRONG, GREY = "#1b7837", "#b2182b", "#888888"
-COLORS = {"DP 2": "#1f77b4", "CP 2": "#ff7f0e", "PP 2": "#2ca02c"}
-WIDTHS = {"DP 2": 5.0, "CP 2": 3.0, "PP 2": 1.2}
-SMALLEST = 1e-8
-"""Relative differences below it, 0 among them, are drawn here."""
-STYLES = {1: "-", 2: "--", 4: ":"}
+BLUE, BAND = "#1f77b4", "#c8c8c8"
 
 
 def read_metrics(path: Path, phase: str = "rl") -> list[dict[str, Any]]:
@@ -31,7 +28,7 @@ def plot_training(metrics_files: Sequence[Path], path: Path) -> None:
     """Draw reward, greedy accuracy, and response length of right and wrong answers apart.
 
     ``metrics_files``: ``metrics.jsonl`` of each run; several runs are drawn as thin lines with
-    their mean. Step 0 is the end of the warm-up.
+    their mean, and named by their folder. Step 0 is the end of the warm-up.
     """
     metrics = [read_metrics(file) for file in metrics_files]
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
@@ -39,6 +36,14 @@ def plot_training(metrics_files: Sequence[Path], path: Path) -> None:
     for i, (file, lines) in enumerate(zip(metrics_files, metrics, strict=True)):
         seen = [(line["step"], line["accuracy"]) for line in lines if "accuracy" in line]
         after_warmup = [(0, line["accuracy"]) for line in read_metrics(file, "warmup")[-1:]]
+        if len(metrics) > 1:
+            left.annotate(
+                file.parent.name.replace("seed", "seed "),
+                seen[-1],
+                xytext=(4, 5),
+                textcoords="offset points",
+                fontsize=8,
+            )
         left.plot(
             *zip(*after_warmup, *seen, strict=True),
             "o-",
@@ -85,65 +90,62 @@ def _mean_line(
 
 
 def plot_layouts(curves: Sequence[Any], path: Path) -> None:
-    """Draw loss and gradient norm of the same replay at every layout, one row a mode.
+    """Draw the gradient norm of the same replay at every layout: one line, one grey band.
 
-    The third column is what the first two cannot show: each curve's relative difference from
-    the first one's, of loss and gradient norm, whichever is larger.
+    Each norm is divided by that of its mode's first layout, because modes differ in scale. The
+    first mode is drawn as a line per layout, the second as a band from lowest to highest.
     """
-    modes = list(dict.fromkeys(curve.mode for curve in curves))
-    figure, grid = plt.subplots(
-        len(modes), 3, figsize=(15, 3.6 * len(modes)), layout="constrained", squeeze=False
+    of_mode: dict[str, list[Any]] = {}
+    for curve in curves:
+        of_mode.setdefault(curve.mode, []).append(curve)
+    (line_mode, line_curves), (band_mode, band_curves) = of_mode.items()
+    first = f"{line_curves[0].layout}, M {line_curves[0].num_microbatches}"
+    steps = range(1, len(line_curves[0].steps["grad_norm"]) + 1)
+
+    figure, axes = plt.subplots(figsize=(12, 4.2), layout="constrained")
+    by_step = list(zip(*map(_norms_over_first, repeat(band_curves[0]), band_curves), strict=True))
+    low, high = [min(norms) for norms in by_step], [max(norms) for norms in by_step]
+    axes.fill_between(
+        steps,
+        low,
+        high,
+        color=BAND,
+        label=f"{band_mode}: from lowest to highest of {len(band_curves)} layouts",
     )
-    for row, mode in zip(grid, modes, strict=True):
-        of_mode = [curve for curve in curves if curve.mode == mode]
-        for curve in of_mode:
-            loss, norm = curve.steps["loss"], curve.steps["grad_norm"]
-            difference = [
-                max(SMALLEST, *(_relative(a, b) for a, b in zip(pair, first, strict=True)))
-                for pair, first in zip(
-                    zip(loss, norm, strict=True),
-                    zip(of_mode[0].steps["loss"], of_mode[0].steps["grad_norm"], strict=True),
-                    strict=True,
-                )
-            ]
-            drawn = [(row[0], loss), (row[1], norm)]
-            drawn += [(row[2], difference)] if curve is not of_mode[0] else []
-            for axes, values in drawn:
-                axes.plot(
-                    range(1, len(values) + 1),
-                    values,
-                    STYLES[curve.num_microbatches],
-                    color=COLORS[curve.layout],
-                    # Thick below thin: curves that agree stay visible under each other.
-                    linewidth=WIDTHS[curve.layout],
-                    label=f"{curve.layout}, M {curve.num_microbatches}",
-                )
-        row[0].set(ylabel="loss", title=mode)
-        row[1].set(ylabel="grad norm", title=mode)
-        row[2].set(ylabel="relative difference", title="difference from DP 2, M 1")
-        row[2].set(yscale="log", ylim=(SMALLEST / 2, 10))
-        row[2].axhline(1e-5, color="black", linewidth=0.8)
-        row[2].text(1, 1.4e-5, "1e-5", fontsize=8)
-        for axes in row:
-            axes.set(xlabel="step")
-            axes.xaxis.get_major_locator().set_params(integer=True)
-            axes.grid(alpha=0.3)
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", fontsize=9)
-    figure.savefig(path, dpi=110)
+    for i, curve in enumerate(line_curves):
+        axes.plot(
+            steps,
+            _norms_over_first(line_curves[0], curve),
+            color=BLUE,
+            linewidth=1.8,
+            label=f"{line_mode}: {len(line_curves)} layouts, a line each" if i == 0 else None,
+        )
+    axes.set(xlabel="step", ylabel=f"grad norm over that at {first}")
+    axes.set_title("One step's gradient norm at DP 2, CP 2 and PP 2 with 1, 2 and 4 microbatches")
+    axes.set_xlim(1, len(steps))
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower left", fontsize=9)
+    figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
-def _relative(a: float, b: float) -> float:
-    return abs(a - b) / max(abs(a), abs(b)) if a != b else 0.0
+def _norms_over_first(first: Any, curve: Any) -> list[float]:
+    return [
+        norm / of_first
+        for norm, of_first in zip(curve.steps["grad_norm"], first.steps["grad_norm"], strict=True)
+    ]
 
 
 def plot_gradient_share(
-    shares: Mapping[str, Mapping[str, Mapping[str, float]]], path: Path
+    shares: Mapping[str, Mapping[str, Mapping[str, float]]],
+    tokens: Mapping[str, float],
+    path: Path,
 ) -> None:
     """Draw how much of the gradient comes from responses of each length, by mode.
 
     ``shares``: of ``gradient_share.py``: ``norm`` and ``projection`` by mode and bucket.
+    ``tokens``: each bucket's share of the active tokens.
     """
     figure, row = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     titles = {
@@ -161,9 +163,10 @@ def plot_gradient_share(
                 width,
                 label=mode,
             )
-        axes.set_xticks(range(len(buckets)), buckets)
+        names = [f"{bucket}\n{tokens[bucket]:.0%} of tokens" for bucket in buckets]
+        axes.set_xticks(range(len(buckets)), names)
         axes.axhline(0, color="black", linewidth=0.8)
-        axes.set(xlabel="response length, tokens", title=title)
+        axes.set(xlabel="response length, tokens", ylabel="share, mean over steps", title=title)
         axes.title.set_fontsize(10)
         axes.grid(alpha=0.3, axis="y")
     row[0].legend(fontsize=9)
