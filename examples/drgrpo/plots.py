@@ -53,6 +53,7 @@ def plot_training(metrics_files: Sequence[Path], path: Path) -> None:
             label="greedy accuracy, 200 held-out problems" if i == 0 else None,
         )
     left.set(xlabel="RL step", ylabel="share right", ylim=(0, 1.02), title="Reward")
+    left.margins(x=0.12 if len(metrics) > 1 else 0.05)  # room for the seeds' names
     _mean_line(right, metrics, "response_length_right", RIGHT, "right answers")
     _mean_line(right, metrics, "response_length_wrong", WRONG, "wrong answers")
     right.set(xlabel="RL step", ylabel="tokens", title="Mean response length")
