@@ -51,6 +51,19 @@ bench: $(VENV)/installed
 gpu:
 	$(PYTHON) benchmarks/gpu.py
 
+# The site into site/, in an environment of its own: it needs no torch. mkdocs.yml.
+.PHONY: docs
+docs: .venv-docs/installed
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	@echo "site/index.html; with search: $(PYTHON) -m http.server --directory site"
+
+# The packages of the extra `docs`, without this package and its torch.
+.venv-docs/installed: setup.py constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --constraint constraints.txt \
+		$$(sed -n 's/.*"docs": \[\(.*\)\],/\1/p' setup.py | tr -d '",')
+	touch $@
+
 figures: $(VENV)/installed
 	$(RUN) examples/drgrpo/figures.py
 
@@ -62,4 +75,4 @@ $(VENV)/installed: setup.py constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv* .versions .mutants runs .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv* .versions .mutants runs site .mypy_cache .pytest_cache .ruff_cache *.egg-info

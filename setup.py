@@ -32,6 +32,7 @@ setup(
         "megatron": ["megatron-core>=0.13"],
         # Cannot be imported without CUDA.
         "te": ["transformer-engine[pytorch]>=2.9"],
+        "docs": ["latex2mathml", "mkdocs", "mkdocs-material", "mkdocstrings[python]", "ruff"],
         "demo": ["megatron-core>=0.13", "matplotlib", "tensorboard", "tqdm"],
         "dev": [
             "einops",
