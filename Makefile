@@ -54,7 +54,7 @@ gpu:
 # The site into site/, in an environment of its own: it needs no torch. mkdocs.yml.
 .PHONY: docs
 docs: .venv-docs/installed
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 	@echo "site/index.html; with search: $(PYTHON) -m http.server --directory site"
 
 # The packages of the extra `docs`, without this package and its torch.
