@@ -3,6 +3,7 @@
 import argparse
 import ast
 import functools
+import importlib
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from megatron_lossagg import (
     plan_step,
 )
 from megatron_lossagg.aggregation import ALIASES, MODES
-from megatron_lossagg.cli.main import main
+from megatron_lossagg.cli.main import _parser, main
 from megatron_lossagg.hosts.megatron_lm import PretrainAdapter
 from megatron_lossagg.verify.causes import CAUSES, MASKED_LOSSES_REACH
 
@@ -167,3 +168,33 @@ def test_the_factors_of_a_switch_are_those_that_explain_prints():
         (row,) = re.findall(rf"^\| `{mode}` \| scaled .*$", page, re.M)
         factors = re.findall(r"(?:here|times|by) ([\d.]+)", row)
         assert factors == [ratios[mode]] * 3
+
+
+COMMANDS = sorted(
+    {
+        (page.name, " ".join(command.split()))
+        for page in [ROOT / "README.md", *DOCS.rglob("*.md")]
+        for command in re.findall(
+            r"(?:lossagg|-m megatron_lossagg) ((?:verify|explain)\b[^`#\n]*)", page.read_text()
+        )
+        if " -" in command and "--list" not in command  # which prints and exits
+    }
+)
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS)
+def test_a_command_on_a_page_has_flags_that_exist(page, command):
+    filled = {"MODE": "token_mean", "NEW": "token_mean", "L": "4096", "...": "3,0/5"}
+    words = [filled.get(word, word) for word in command.split()]
+    _parser(words).parse_args(words)
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.stem)
+def test_python_on_a_page_parses_and_imports_names_that_exist(page):
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron_los"):
+                module = importlib.import_module(node.module)
+                for name in node.names:
+                    if not hasattr(module, name.name):
+                        importlib.import_module(f"{node.module}.{name.name}")
