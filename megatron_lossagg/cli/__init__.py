@@ -1,1 +1,1 @@
-"""The command line: ``lossagg verify`` and ``lossagg explain``."""
+"""The command line: ``lossagg verify``, ``run``, ``explain`` and ``plot``."""

@@ -5,7 +5,8 @@ the gradient, in Megatron-Core's regime and your layout; and the losses to
 expect on the dashboard, compared with those of the other modes. Nothing is
 trained, and Megatron-Core is not needed. Rows are written as active tokens per
 sample: "," separates samples, "/" separates prompts, 0 is a fully masked
-sample. They are assigned in turn to the data-parallel ranks' microbatches.
+sample; --lengths-file reads recorded ones instead. They are assigned in turn
+to the data-parallel ranks' microbatches.
 Exit status: 0, or 2 for wrong usage.
 """
 
@@ -25,9 +26,12 @@ from megatron_lossagg.cli.explanation import (
     Explanation,
     Split,
     explain,
+    explain_rollouts,
     read_lengths,
 )
 from megatron_lossagg.cli.prose import hanging, lines
+from megatron_lossagg.cli.rollouts import add_reading_arguments, read_rollouts
+from megatron_lossagg.cli.shares import add_bucket_argument, read_buckets
 from megatron_lossagg.scaling import REGIMES
 
 __all__ = ["add_arguments", "run"]
@@ -77,11 +81,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="whether a fully masked sample or prompt still counts toward B or P "
         "(default: it does; another system's name brings its own)",
     )
-    parser.add_argument(
+    lengths = parser.add_mutually_exclusive_group()
+    lengths.add_argument(
         "--lengths",
         default=DEFAULT_LENGTHS,
         metavar="N,N/N",
         help=f"active tokens of each sample (default {DEFAULT_LENGTHS})",
+    )
+    lengths.add_argument(
+        "--lengths-file",
+        type=Path,
+        metavar="FILE",
+        help="recorded rollouts, as lossagg plot reads them, in place of --lengths",
     )
     sizes = Split()
     for name, text in (
@@ -100,17 +111,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"per-token is Megatron's --calculate-per-token-loss (default {sizes.regime})",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write it as JSON")
+    file_group = add_reading_arguments(parser)
+    add_bucket_argument(file_group)
 
 
 def run(args: argparse.Namespace) -> int:
     """Explain a mode and return 0. Raises :class:`LossAggregationError` for wrong usage."""
-    explanation = explain(
-        args.mode,
-        prompts=read_lengths(args.lengths),
-        split=Split(regime=args.regime, microbatches=args.microbatches, dp=args.dp, cp=args.cp),
-        divisor=args.divisor,
-        count_empty=args.count_empty,
-    )
+    split = Split(regime=args.regime, microbatches=args.microbatches, dp=args.dp, cp=args.cp)
+    if args.lengths_file is None:
+        explanation = explain(
+            args.mode,
+            prompts=read_lengths(args.lengths),
+            split=split,
+            divisor=args.divisor,
+            count_empty=args.count_empty,
+        )
+    else:
+        explanation = explain_rollouts(
+            args.mode,
+            rollouts=read_rollouts([args.lengths_file], args),
+            split=split,
+            divisor=args.divisor,
+            count_empty=args.count_empty,
+            highs=None if args.buckets is None else read_buckets(args.buckets),
+        )
     if args.json is not None:
         _write(args.json, explanation)
     print(*lines(explanation, width=_width()), sep="\n")

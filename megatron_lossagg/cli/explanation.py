@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_lossagg.aggregation import ALIASES, CUSTOM, MODES, Aggregation
-from megatron_lossagg.counts import Sequences, StepTotals
+from megatron_lossagg.cli.rollouts import Rollouts, Step
+from megatron_lossagg.cli.shares import Shares, plan_of, shares_of
+from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.errors import LossAggregationError
-from megatron_lossagg.plan import StepPlan, plan_step
+from megatron_lossagg.plan import StepPlan
 from megatron_lossagg.scaling import (
     K_FORMULA,
     MOST_TOKENS_PER_TOKEN,
@@ -35,6 +37,7 @@ __all__ = [
     "Split",
     "exact",
     "explain",
+    "explain_rollouts",
     "read_lengths",
 ]
 
@@ -125,16 +128,25 @@ class Explanation:
     """The one given, even where this mode takes none."""
     split: Split
     totals: StepTotals
+    """Of a file with several steps, those of the first; so are factor and num_tokens."""
     rows: tuple[Row, ...]
+    """None of a file: it has ``shares``."""
+    shares: Shares | None
+    """Of a file, what ``lossagg plot`` draws of it."""
     total_weight: float
-    """The sum of w_s n_s."""
+    """The sum of w_s n_s; of a file with several steps, their mean."""
     chain: tuple[Link, ...]
     factor: int
     """K."""
     num_tokens: tuple[int, ...]
     """Of loss_func on CP rank 0: one per microbatch with rows in the per-token regime, else 1."""
     comparisons: tuple[Comparison, ...]
-    """Every mode on the same rows, this one too."""
+    """Every mode on the same rows, this one too; of a file with several steps, their mean."""
+
+    @property
+    def several_steps(self) -> bool:
+        """Whether it is about more than one step."""
+        return self.shares is not None and self.shares.num_steps > 1
 
     @property
     def k_formula(self) -> str:
@@ -168,8 +180,37 @@ def explain(
     Raises :class:`LossAggregationError` for an unknown mode, and for rows or sizes that do
     not describe a step.
     """
-    alias = ALIASES.get(name)
-    mode = alias.mode if alias else name
+    aggregation = _aggregation(name, divisor, count_empty)
+    plan = _planned(aggregation, _step(prompts), split)
+    explanation = _explanation(name, [plan], split, divisor, count_empty)
+    rows = tuple(_rows(plan, prompts, split, explanation.total_weight))
+    return replace(explanation, rows=rows)
+
+
+def explain_rollouts(
+    name: str,
+    *,
+    rollouts: Rollouts,
+    split: Split,
+    divisor: float | None = None,
+    count_empty: bool | None = None,
+    highs: Sequence[int] | None = None,
+) -> Explanation:
+    """Compute the same on recorded steps; ``highs``: of the buckets of :func:`shares_of`."""
+    aggregation = _aggregation(name, divisor, count_empty)
+    if aggregation.mode == "prompt_mean" and rollouts.steps[0].prompt is None:
+        raise ExplainError(
+            f"prompt_mean: got no prompts from {rollouts.source}: give every record a 'prompt_id'"
+        )
+    plans = [_planned(aggregation, step, split) for step in rollouts.steps]
+    shares = shares_of(rollouts, microbatches=split.microbatches, dp=split.dp, highs=highs)
+    explanation = _explanation(name, plans, split, divisor, count_empty)
+    return replace(explanation, shares=shares)
+
+
+def _aggregation(name: str, divisor: float | None, count_empty: bool | None) -> Aggregation:
+    """Read the name; a divisor that its mode does not take is for the others."""
+    mode = ALIASES[name].mode if name in ALIASES else name
     if mode == CUSTOM:
         raise ExplainError(
             "custom has no formula to explain: its loss is what the factory of "
@@ -177,33 +218,46 @@ def explain(
             f"{', '.join(other for other in MODES if other != CUSTOM)}"
         )
     taken = None if mode in MODES and MODES[mode].divisor == "none" else divisor
-    aggregation = Aggregation.named(name, divisor=taken, count_empty=count_empty)
-    plan = _planned(aggregation, prompts, split)
+    return Aggregation.named(name, divisor=taken, count_empty=count_empty)
+
+
+def _explanation(
+    name: str,
+    plans: Sequence[StepPlan],
+    split: Split,
+    divisor: float | None,
+    count_empty: bool | None,
+) -> Explanation:
+    """Compute all but the rows and shares."""
+    plan, alias = plans[0], ALIASES.get(name)
+    aggregation = plan.aggregation
     scaling = Scaling(
         regime=split.regime,
         num_microbatches=split.microbatches,
         dp_cp_size=split.dp * split.cp,
         active_tokens=plan.totals.active_tokens,
     )
-    comparisons = tuple(_comparisons(plan, divisor))
-    total_weight = next(c.ones for c in comparisons if c.mode == mode)
+    comparisons = tuple(_comparisons(plans, divisor))
+    total_weight = next(c.ones for c in comparisons if c.mode == aggregation.mode)
     assert total_weight is not None
-    rows = tuple(_rows(plan, prompts, split, total_weight))
-    counted = Counter[tuple[int, int]]()
-    for row in rows:
-        counted[row.microbatch, row.rank] += row.n_s
-    num_tokens = [scaling.num_tokens(count, cp_rank=0) for count in counted.values()]
+    assert plan.microbatch is not None
+    counted = np.bincount(plan.microbatch, weights=plan.active_tokens).astype(int)
+    num_tokens = [
+        scaling.num_tokens(int(counted[slot]), cp_rank=0)
+        for slot in dict.fromkeys(plan.microbatch.tolist())
+    ]
     return Explanation(
         name=name,
         note=alias.note if alias else "",
-        mode=mode,
+        mode=aggregation.mode,
         formula=aggregation.formula,
-        meaning=MODES[mode].meaning,
-        flags=_flags(name, taken, count_empty),
+        meaning=MODES[aggregation.mode].meaning,
+        flags=_flags(name, aggregation.divisor, count_empty),
         divisor=divisor,
         split=split,
         totals=plan.totals,
-        rows=rows,
+        rows=(),
+        shares=None,
         total_weight=total_weight,
         chain=tuple(_chain(scaling)),
         factor=scaling.k,
@@ -212,30 +266,29 @@ def explain(
     )
 
 
-def _planned(aggregation: Aggregation, prompts: Sequence[Sequence[int]], split: Split) -> StepPlan:
+def _step(prompts: Sequence[Sequence[int]]) -> Step:
     tokens = [n for prompt in prompts for n in prompt]
     if not any(tokens):
         raise ExplainError(
             f"--lengths: got {number_of(len(tokens), 'fully masked sample')} and no active token, "
             "so that every weight is 0. Give at least one sample above 0"
         )
-    if split.regime == "per-token" and sum(tokens) > MOST_TOKENS_PER_TOKEN:
+    return Step(
+        active_tokens=np.array(tokens),
+        sample=None,
+        prompt=np.array([p for p, prompt in enumerate(prompts) for _ in prompt]),
+    )
+
+
+def _planned(aggregation: Aggregation, step: Step, split: Split) -> StepPlan:
+    tokens = int(step.active_tokens.sum())
+    if split.regime == "per-token" and tokens > MOST_TOKENS_PER_TOKEN:
         raise ExplainError(
-            f"--lengths: got {sum(tokens)} active tokens, expected at most "
+            f"--lengths: got {tokens} active tokens in a step, expected at most "
             f"{MOST_TOKENS_PER_TOKEN}, because Megatron-Core sums them in int32 in the per-token "
             "regime. Give fewer, or --regime average"
         )
-    # One process plans for all: M DP microbatches on one rank weigh as M on each of DP ranks.
-    slots = split.microbatches * split.dp
-    return plan_step(
-        aggregation,
-        Sequences(
-            active_tokens=tokens,
-            prompt=[p for p, prompt in enumerate(prompts) for _ in prompt],
-            microbatch=[s % slots for s in range(len(tokens))],
-            num_microbatches=slots,
-        ),
-    )
+    return plan_of(step, aggregation, split.microbatches, split.dp)
 
 
 def _rows(
@@ -269,33 +322,43 @@ def _chain(scaling: Scaling) -> Iterator[Link]:
         yield Link(where=place.where, does=place.does, factor=place.factor, so_far=so_far)
 
 
-def _comparisons(plan: StepPlan, divisor: float | None) -> Iterator[Comparison]:
-    """Compare every mode on the plan's rows, with the plan's own ``count_empty``."""
-    n_S = torch.from_numpy(plan.active_tokens).double()
-    rising_S = n_S * (n_S + 1) / 2 / n_S.max()  # sum over t = 1..n_s of t / max n_s
-    ones, rising = _loss(plan, n_S), _loss(plan, rising_S)
+def _comparisons(plans: Sequence[StepPlan], divisor: float | None) -> Iterator[Comparison]:
+    """Compare every mode on the plans' rows, with the plans' own ``count_empty``."""
+    longest = max(plan.active_tokens.max() for plan in plans)
+    ones_S = [torch.from_numpy(plan.active_tokens).double() for plan in plans]
+    rising_S = [n_S * (n_S + 1) / 2 / longest for n_S in ones_S]  # sum of t / longest, t = 1..n_s
+    ones, rising = _mean_loss(plans, ones_S), _mean_loss(plans, rising_S)
     for mode in (mode for mode in MODES.values() if mode.name != CUSTOM):
+        if mode.name == "prompt_mean" and plans[0].prompt_tokens is None:
+            continue
         if mode.divisor == "required" and divisor is None:
             yield Comparison(mode=mode.name, w_s=mode.weight.format(B="B", L="L"))
             continue
-        other = plan.under(
-            Aggregation.named(
-                mode.name,
-                divisor=None if mode.divisor == "none" else divisor,
-                count_empty=plan.aggregation.count_empty,
-            )
+        aggregation = Aggregation.named(
+            mode.name,
+            divisor=None if mode.divisor == "none" else divisor,
+            count_empty=plans[0].aggregation.count_empty,
         )
-        other_ones, other_rising = _loss(other, n_S), _loss(other, rising_S)
-        scaled_S = plan.weights * (other_ones / ones)
+        others = [plan.under(aggregation) for plan in plans]
+        other_ones, other_rising = _mean_loss(others, ones_S), _mean_loss(others, rising_S)
+        scale = other_ones / ones
         yield Comparison(
             mode=mode.name,
-            w_s=other.aggregation.formula,
+            w_s=aggregation.formula,
             ones=other_ones,
-            ones_ratio=other_ones / ones,
+            ones_ratio=scale,
             rising=other_rising,
             rising_ratio=other_rising / rising,
-            scales_only=torch.allclose(other.weights, scaled_S, rtol=1e-9, atol=0),
+            scales_only=all(
+                torch.allclose(other.weights, plan.weights * scale, rtol=1e-9, atol=0)
+                for plan, other in zip(plans, others, strict=True)
+            ),
         )
+
+
+def _mean_loss(plans: Sequence[StepPlan], sum_S_by_step: Sequence[Tensor]) -> float:
+    losses = [_loss(plan, sum_S) for plan, sum_S in zip(plans, sum_S_by_step, strict=True)]
+    return math.fsum(losses) / len(losses)
 
 
 def _loss(plan: StepPlan, sum_S: Tensor) -> float:

@@ -26,6 +26,10 @@ _COMMANDS = {
         "megatron_lossagg.cli.explain",
         "print what a mode means, and the values to expect on the dashboard",
     ),
+    "plot": (
+        "megatron_lossagg.cli.plot",
+        "draw which responses the loss comes from, under every mode",
+    ),
 }
 """Module and summary of each command; the module has ``add_arguments`` and ``run``."""
 

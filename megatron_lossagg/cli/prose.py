@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron_lossagg.aggregation import MODES
 from megatron_lossagg.cli.explanation import Comparison, Explanation, exact
+from megatron_lossagg.cli.shares import Shares
 from megatron_lossagg.scaling import K_FORMULA, REGIMES
 from megatron_lossagg.verify.words import number_of
 
@@ -56,8 +57,52 @@ def _mode(e: Explanation, width: int) -> Iterator[str]:
 
 
 def _weights(e: Explanation, width: int) -> Iterator[str]:
-    t = e.totals
     yield from _text("loss = sum over rows s of w_s * (sum of the row's per-token losses)", width)
+    yield from _weights_of_rows(e, width) if e.shares is None else _shares(e, e.shares, width)
+
+
+def _shares(e: Explanation, shares: Shares, width: int) -> Iterator[str]:
+    """Write what ``lossagg plot`` draws: this mode in detail, then every mode."""
+    yield from _text(f"{shares.summary}.", width)
+    yield ""
+    unit = f"{shares.unit}s"
+    table = [["length", "responses", "of all", f"of {unit}", "of weight", f"weight / {unit}"]]
+    for bucket in shares.buckets:
+        weight = bucket.weight[e.mode]
+        table.append(
+            [
+                bucket.label,
+                str(bucket.num),
+                *(f"{share:.1%}" for share in (bucket.responses, bucket.tokens, weight)),
+                f"{weight / bucket.tokens:.3g}" if bucket.tokens else "",
+            ]
+        )
+    yield from _table(table, left=0)
+    yield ""
+    yield from _text(
+        f"of weight: the part of the step's w_s n_s. weight / {unit}: how much a {shares.unit} of "
+        "such a response weighs, 1 for a mean one.",
+        width,
+    )
+    yield ""
+    yield from _text("The same part under every mode, by the bucket's longest response:", width)
+    yield ""
+    table = [["", *(_in_thousands(bucket.high) for bucket in shares.buckets)]]
+    for mode in shares.buckets[0].weight:
+        table.append([mode, *(f"{bucket.weight[mode]:.1%}" for bucket in shares.buckets)])
+    yield from _table(table, left=1)
+    yield ""
+    for note in shares.notes:
+        yield from _text(note, width)
+
+
+def _in_thousands(number: int) -> str:
+    """Write a length in few columns."""
+    return f"{number // 1000}k" if number >= 10_000 and number % 1000 == 0 else str(number)
+
+
+def _weights_of_rows(e: Explanation, width: int) -> Iterator[str]:
+    t = e.totals
     yield from _text(
         f"N = {number_of(t.active_tokens or 0, 'active token')}, "
         f"B = {number_of(t.samples or 0, 'sample')} "
@@ -113,6 +158,8 @@ def _factors(e: Explanation, width: int) -> Iterator[str]:
     yield from _text(
         f"regime {s.regime}, M = {microbatches} per rank, DP = {s.dp}, CP = {s.cp}", width
     )
+    if e.several_steps and s.regime == "per-token":
+        yield from _text("K is N, which every step has its own of: here the first step's.", width)
     yield ""
     table = [["where", "what happens to a share", "factor", "so far"]]
     table += [[x.where, x.does, str(x.factor), str(x.so_far)] for x in e.chain]
@@ -162,6 +209,8 @@ def _dashboard(e: Explanation, width: int) -> Iterator[str]:
     lacking = [c.mode for c in e.comparisons if c.ones is None]
     if lacking:
         yield from _text(f"To compare with {', '.join(lacking)}, give --divisor.", width)
+    if e.several_steps:
+        yield from _text("Losses are means over the steps.", width)
     yield from _text(
         f"ratio: to {e.mode}. For microbatch_token_mean the rows are assigned in turn to {ranks} x "
         f"{microbatches}; its values change with them.",

@@ -1,0 +1,82 @@
+"""Draw which responses the loss comes from, under every mode, on recorded rollouts.
+
+Reads one record per response (prompt id, and response length or mask) and
+draws the share of the loss weight by response length, with the histogram of
+the lengths and each bucket's share of the tokens. A .jsonl file of
+{"prompt_id": 7, "response_length": 512}, with "mask" (0 or 1 per token) for
+the length where there is one and "step" where there are several; the .pt
+files of slime's and miles' --save-debug-rollout-data; verl's rollout_data_dir
+and TRL's log_completions, which have texts and no lengths and need one of
+the options below. Several files are several steps. lossagg explain MODE
+--lengths-file FILE prints the same as numbers.
+Exit status: 0, or 2 for wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_lossagg.cli.explanation import Split
+from megatron_lossagg.cli.picture import draw
+from megatron_lossagg.cli.rollouts import RolloutsError, add_reading_arguments, read_rollouts
+from megatron_lossagg.cli.shares import add_bucket_argument, read_buckets, shares_of
+from megatron_lossagg.cli.shares_page import page
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``lossagg plot``."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="recorded rollouts")
+    parser.add_argument(
+        "--png",
+        type=Path,
+        metavar="FILE",
+        help="write the picture here (default: the first file's name with .png, in the current "
+        "folder, unless --html is given); needs matplotlib",
+    )
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write one page with the picture, the numbers, and how to read them",
+    )
+    sizes = Split()
+    for name, text in (("dp", "data-parallel ranks"), ("microbatches", "microbatches per rank")):
+        default = getattr(sizes, name)
+        parser.add_argument(
+            f"--{name}",
+            type=int,
+            default=default,
+            metavar="N",
+            help=f"for microbatch_token_mean: {text} (default {default})",
+        )
+    add_bucket_argument(add_reading_arguments(parser))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Draw, and return 0. Raises :class:`LossAggregationError` for wrong usage."""
+    split = Split(microbatches=args.microbatches, dp=args.dp)
+    highs = None if args.buckets is None else read_buckets(args.buckets)
+    shares = shares_of(
+        read_rollouts(args.files, args), microbatches=split.microbatches, dp=split.dp, highs=highs
+    )
+    print(f"{shares.summary}.", shares.finding, *shares.notes, sep="\n")
+    png = args.png
+    if png is None and args.html is None:
+        png = Path(args.files[0].with_suffix(".png").name)
+    if png is not None:
+        draw(shares, png)
+        print(png)
+    if args.html is not None:
+        try:
+            args.html.write_text(page(shares), encoding="utf-8")
+        except OSError as error:
+            raise RolloutsError(
+                f"--html {args.html} cannot be written ({error.strerror}): name a file in a folder "
+                "that exists"
+            ) from None
+        print(args.html)
+    return 0

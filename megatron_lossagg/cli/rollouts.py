@@ -1,0 +1,405 @@
+"""Read recorded rollouts: each response's trained tokens, its prompt and its step.
+
+One record per response, in JSON lines (``.jsonl``), a ``torch.save`` file (``.pt``) or Parquet.
+The first name that a record has counts:
+
+======== ============================================== ==========================================
+field    names                                          without it
+======== ============================================== ==========================================
+length   ``mask``, ``loss_mask``, ``response_length``   the text is measured, if asked to
+text     ``output``, ``completion``                     an error
+prompt   ``prompt_id``, ``group_index``, ``input``,     there is no ``prompt_mean``
+         ``prompt``
+sample   ``sample_id``, ``rollout_id``                  each record is a sample of its own
+step     ``step``                                       a file is one step
+======== ============================================== ==========================================
+
+These are the names of our own files and of what the systems write:
+
+- slime 624b824a, ``--save-debug-rollout-data``: ``save_debug_rollout_data`` writes
+  ``{"rollout_id", "samples"}`` with ``Sample.to_dict`` of each; miles 31f1ca96 the same.
+- verl 0.9.1, ``trainer.rollout_data_dir``: ``RayPPOTrainer._write_generations`` writes JSON lines
+  with the decoded ``input`` and ``output`` and ``step``, and no length.
+- TRL 1.16.0 (and commit f2cd5771), ``log_completions``: ``GRPOTrainer.log`` writes Parquet with
+  ``step``, ``prompt`` and ``completion``, as texts or messages, and no length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import importlib
+import json
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_lossagg.counts import MOST_TOKENS
+from megatron_lossagg.errors import LossAggregationError
+from megatron_lossagg.integers import Ints
+from megatron_lossagg.verify.words import number_of
+
+__all__ = ["Rollouts", "RolloutsError", "Step", "add_reading_arguments", "read_rollouts"]
+
+_MASKS = ("mask", "loss_mask")
+_TEXTS = ("output", "completion")
+_PROMPTS = ("prompt_id", "group_index", "input", "prompt")
+_SAMPLES = ("sample_id", "rollout_id")
+_KEYS = {*_MASKS, "response_length", *_TEXTS, *_PROMPTS, *_SAMPLES, "step", "remove_sample"}
+
+_Record = Mapping[str, Any]
+
+
+class RolloutsError(LossAggregationError, ValueError):
+    """A file of rollouts that cannot be read; the message names file, record and fault."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Step:
+    """The rows of one optimizer step; an integer per row, int64 ``[S]``."""
+
+    active_tokens: Ints
+    sample: Ints | None
+    """None: each row is its own sample."""
+    prompt: Ints | None
+    """None: the file has no prompts."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rollouts:
+    """What was read."""
+
+    steps: tuple[Step, ...]
+    """Those with an active token."""
+    masked_steps: int
+    """How many steps have none; they train nothing and are left out."""
+    unit: str
+    """What a length counts: ``token`` or, if asked for, ``character``."""
+    source: str
+    """File names, and what the lengths and prompts were read from, in words."""
+
+
+def add_reading_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add what reading a file may need to be told; return the group."""
+    group = parser.add_argument_group("recorded rollouts")
+    lengths = group.add_mutually_exclusive_group()
+    lengths.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
+        help="for files with texts and no lengths (verl, TRL): encode them again with this "
+        "tokenizer.json",
+    )
+    lengths.add_argument(
+        "--characters",
+        action="store_true",
+        help="for the same files: count characters instead of tokens",
+    )
+    group.add_argument(
+        "--trust-pickle",
+        action="store_true",
+        help="load a .pt file that holds more than tensors, arrays and plain values; it may run "
+        "code",
+    )
+    return group
+
+
+def read_rollouts(paths: Sequence[Path], args: argparse.Namespace) -> Rollouts:
+    """Read files of rollouts; ``args``: of :func:`add_reading_arguments`.
+
+    Records without ``step`` are one step per file. Raises :class:`RolloutsError`.
+    """
+    reader = _Reader(_measure(args), unit="character" if args.characters else "token")
+    rows: dict[tuple[int, int], list[_Row]] = {}
+    for number, path in enumerate(paths):
+        num_rows = 0
+        for place, record in _records(path, trusted=args.trust_pickle):
+            row = reader.row(record, place)
+            rows.setdefault((number, row.step), []).append(row)
+            num_rows += 1
+        if not num_rows:
+            raise RolloutsError(f"{path}: got no records, expected one per response")
+    steps = [reader.step(of_step) for _, of_step in sorted(rows.items(), key=lambda kv: kv[0])]
+    active = tuple(step for step in steps if step.active_tokens.any())
+    if not active:
+        raise RolloutsError(
+            f"{_names(paths)}: got {number_of(sum(map(len, rows.values())), 'response')} and no "
+            "active token, so that every weight is 0: give a file with a response that is trained"
+        )
+    return Rollouts(
+        steps=active,
+        masked_steps=len(steps) - len(active),
+        unit=reader.unit,
+        source=f"{_names(paths)}: {reader.in_words}",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Row:
+    active_tokens: int
+    sample: int
+    prompt: int
+    step: int
+
+
+class _Reader:
+    """From records to integers: the same names in every record, ids by first appearance."""
+
+    def __init__(self, measure: Callable[[str], int] | None, *, unit: str) -> None:
+        self._measure = measure
+        self.unit = unit
+        self._prompt_key: str | None = None
+        self._lengths_from: dict[str, None] = {}
+        self._ids: dict[str, dict[object, int]] = {"prompt": {}, "sample": {}}
+        self._num_rows = 0
+        self._has_samples = False
+
+    @property
+    def in_words(self) -> str:
+        lengths = " and ".join(self._lengths_from)
+        return f"lengths from {lengths}, prompts from {self._prompt_key or 'nothing'}"
+
+    def row(self, record: _Record, place: str) -> _Row:
+        """Read a record; ``place`` names it in errors."""
+        prompt_key = _first(record, _PROMPTS)
+        if not self._num_rows:
+            self._prompt_key = prompt_key
+        if prompt_key != self._prompt_key:
+            raise RolloutsError(
+                f"{place}: got its prompt from {prompt_key or 'nothing'}, expected "
+                f"{self._prompt_key or 'nothing'} as in the record before it: give the same names "
+                "in every record"
+            )
+        self._num_rows += 1
+        sample_key = _first(record, _SAMPLES)
+        self._has_samples |= sample_key is not None
+        own = ("own", self._num_rows)
+        return _Row(
+            active_tokens=self._active_tokens(record, place),
+            sample=self._id("sample", own if sample_key is None else record[sample_key]),
+            prompt=-1 if prompt_key is None else self._id("prompt", record[prompt_key]),
+            step=_integer(record, "step", place) if record.get("step") is not None else 0,
+        )
+
+    def step(self, rows: Sequence[_Row]) -> Step:
+        """Collect the rows of one step."""
+        columns = {
+            name: np.fromiter((getattr(row, name) for row in rows), np.int64, len(rows))
+            for name in ("active_tokens", "sample", "prompt")
+        }
+        return Step(
+            active_tokens=columns["active_tokens"],
+            sample=columns["sample"] if self._has_samples else None,
+            prompt=None if self._prompt_key is None else columns["prompt"],
+        )
+
+    def _id(self, kind: str, value: object) -> int:
+        known = self._ids[kind]
+        if isinstance(value, list | dict):  # messages
+            value = json.dumps(value, sort_keys=True, default=str)
+        return known.setdefault(value, len(known))
+
+    def _active_tokens(self, record: _Record, place: str) -> int:
+        mask_key = _first(record, _MASKS)
+        given = record.get("response_length")
+        length = None if given is None else _integer(record, "response_length", place)
+        if mask_key is not None:
+            self._lengths_from[mask_key] = None
+            active = _sum_of_mask(record[mask_key], f"{place}: {mask_key}", length)
+        elif length is not None:
+            self._lengths_from["response_length"] = None
+            active = length
+        else:
+            active = self._measured(record, place)
+        return 0 if record.get("remove_sample") else active  # slime: trains on none of it
+
+    def _measured(self, record: _Record, place: str) -> int:
+        key = _first(record, _TEXTS)
+        if key is None:
+            raise RolloutsError(
+                f"{place}: got {_listed(record)}, expected a length: give 'mask' (0 or 1 per "
+                "response token) or 'response_length'"
+            )
+        if self._measure is None:
+            raise RolloutsError(
+                f"{place}: got a text ({key!r}) and no length, and how many tokens a text has "
+                "depends on its tokenizer. Give --tokenizer tokenizer.json of the model, or "
+                "--characters to count characters instead"
+            )
+        again = "characters of" if self.unit == "character" else "encoding again"
+        self._lengths_from[f"{again} {key!r}"] = None
+        return self._measure(_text(record[key], f"{place}: {key}"))
+
+
+def _first(record: _Record, names: Iterable[str]) -> str | None:
+    return next((name for name in names if record.get(name) is not None), None)
+
+
+def _integer(record: _Record, name: str, place: str) -> int:
+    value = record[name]
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_TOKENS:
+        raise RolloutsError(
+            f"{place}: {name} is {_short(value)}, expected an integer from 0 to 2^53"
+        )
+    return value
+
+
+def _sum_of_mask(mask: object, name: str, length: int | None) -> int:
+    values = mask.tolist() if hasattr(mask, "tolist") else mask  # a tensor or an array
+    if not isinstance(values, list) or any(value not in (0, 1) for value in values):
+        raise RolloutsError(f"{name} is {_short(values)}, expected a list of 0 and 1 per token")
+    if length is not None and len(values) != length:
+        raise RolloutsError(
+            f"{name} has {number_of(len(values), 'value')}, expected response_length, which is "
+            f"{length}: a mask has one value per response token"
+        )
+    return int(sum(values))
+
+
+def _text(value: object, name: str) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
+        content = value[0].get("content")
+        if isinstance(content, str):
+            return content
+    raise RolloutsError(
+        f"{name} is {_short(value)}, expected a text or one message with a text: of several "
+        "messages only the training run knows which tokens it trains. Record 'mask'"
+    )
+
+
+def _measure(args: argparse.Namespace) -> Callable[[str], int] | None:
+    """Return what measures a text, where asked for."""
+    if args.characters:
+        return len
+    if args.tokenizer is None:
+        return None
+    tokenizers = _imported("tokenizers", "--tokenizer")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(args.tokenizer))
+    except Exception as error:  # the library raises Exception itself
+        raise RolloutsError(
+            f"--tokenizer {args.tokenizer} cannot be read ({error}): give the tokenizer.json of "
+            "the model"
+        ) from None
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def _records(path: Path, *, trusted: bool) -> Iterator[tuple[str, _Record]]:
+    """Yield every record of a file with its place in words."""
+    if not path.is_file():
+        raise RolloutsError(f"got {path}, which is not a file: give a file of rollouts")
+    kinds: dict[str, Callable[[], Iterable[tuple[int, object]]]] = {
+        ".jsonl": lambda: _json_lines(path),
+        ".pt": lambda: enumerate(_samples_of_torch(path, trusted=trusted)),
+        ".parquet": lambda: enumerate(_rows_of_parquet(path)),
+    }
+    kind = kinds.get(path.suffix)
+    if kind is None:
+        raise RolloutsError(
+            f"{path}: got the ending {path.suffix!r}, expected {', '.join(kinds)}: rename it, or "
+            'write one line {"prompt_id": 7, "response_length": 512} per response'
+        )
+    word = "line" if path.suffix == ".jsonl" else "record"
+    for number, record in kind():
+        place = f"{path}, {word} {number}"
+        if not isinstance(record, Mapping):
+            raise RolloutsError(f"{place}: got {_short(record)}, expected an object with names")
+        yield place, record
+
+
+def _json_lines(path: Path) -> Iterator[tuple[int, object]]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, json.loads(line)
+    except OSError as error:
+        raise RolloutsError(f"{path} cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise RolloutsError(f"{path} is not UTF-8 text, expected JSON lines") from None
+    except json.JSONDecodeError as error:
+        raise RolloutsError(
+            f"{path}, line {number}: got {_short(line.strip())}, expected one JSON object "
+            f"({error.msg} at column {error.colno})"
+        ) from None
+
+
+def _samples_of_torch(path: Path, *, trusted: bool) -> Sequence[object]:
+    import torch
+
+    try:
+        with torch.serialization.safe_globals(_array_parts()):
+            dump = torch.load(path, map_location="cpu", weights_only=not trusted)
+    except pickle.UnpicklingError as error:
+        reason = str(error).replace("\n", " ")
+        unknown = reason.partition("GLOBAL ")[2].split(" ")[0] or "an object of its own"
+        raise RolloutsError(
+            f"{path}: got {unknown}, expected tensors, arrays and plain values: if you wrote this "
+            "file, give --trust-pickle, which runs what it holds"
+        ) from None
+    except Exception as error:  # of any library that a pickle names
+        raise RolloutsError(
+            f"{path} cannot be loaded by torch ({type(error).__name__}: {_short(str(error))}): "
+            "give what --save-debug-rollout-data of slime or miles writes"
+        ) from None
+    samples = dump.get("samples") if isinstance(dump, Mapping) else None
+    if not isinstance(samples, list):
+        raise RolloutsError(
+            f"{path}: got {type(dump).__name__} without 'samples', expected what "
+            "--save-debug-rollout-data of slime or miles writes"
+        )
+    return samples
+
+
+def _array_parts() -> list[Any]:
+    """Return what the pickle of a numpy array or scalar calls: it makes data and runs nothing."""
+    core = importlib.import_module("numpy._core.multiarray")
+    parts: list[Any] = [np.ndarray, np.dtype, *{type(np.dtype(c)) for c in np.typecodes["All"]}]
+    parts.append((codecs.encode, "_codecs.encode"))
+    for name in ("_reconstruct", "scalar"):
+        # numpy 1 and 2 name their module differently.
+        parts += [(getattr(core, name), f"numpy.{c}.multiarray.{name}") for c in ("core", "_core")]
+    return parts
+
+
+def _rows_of_parquet(path: Path) -> Sequence[object]:
+    _imported("pyarrow", str(path))
+    parquet = importlib.import_module("pyarrow.parquet")
+    try:
+        names = [name for name in parquet.read_schema(path).names if name in _KEYS]
+        rows: list[object] = parquet.read_table(path, columns=names).to_pylist()
+    except Exception as error:  # pyarrow's own errors, some of them OSError
+        raise RolloutsError(
+            f"{path} cannot be read as Parquet ({_short(str(error))}): give a file that the "
+            "training run has finished"
+        ) from None
+    return rows
+
+
+def _imported(name: str, wanted_by: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise RolloutsError(
+            f"{wanted_by} needs the package {name}, which is not installed: pip install {name}"
+        ) from None
+
+
+def _names(paths: Sequence[Path]) -> str:
+    more = f" and {number_of(len(paths) - 1, 'more file')}" if paths[1:] else ""
+    return f"{paths[0].name}{more}"
+
+
+def _listed(record: _Record) -> str:
+    return ", ".join(repr(name) for name in list(record)[:8]) or "an empty record"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
