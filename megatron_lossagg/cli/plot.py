@@ -1,14 +1,14 @@
-"""Draw which responses the loss comes from, under every mode, on recorded rollouts.
+"""Draw which responses the loss comes from, under every mode.
 
-Reads one record per response (prompt id, and response length or mask) and
-draws the share of the loss weight by response length, with the histogram of
-the lengths and each bucket's share of the tokens. A .jsonl file of
-{"prompt_id": 7, "response_length": 512}, with "mask" (0 or 1 per token) for
-the length where there is one and "step" where there are several; the .pt
-files of slime's and miles' --save-debug-rollout-data; verl's rollout_data_dir
-and TRL's log_completions, which have texts and no lengths and need one of
-the options below. Several files are several steps. lossagg explain MODE
---lengths-file FILE prints the same as numbers.
+Reads recorded rollouts and draws the share of the loss weight by response
+length, with the histogram of the lengths and each bucket's share of the
+tokens. A FILE is JSON lines such as {"prompt_id": 7, "response_length": 512},
+with "mask" (0 or 1 per token) in place of the length where tokens are masked,
+and "step" where there are several; or a .pt of slime's or miles'
+--save-debug-rollout-data; or what verl's rollout_data_dir and TRL's
+log_completions write, which have texts and no lengths and need --tokenizer
+or --characters. Several files are several steps. For the same as numbers:
+lossagg explain MODE --lengths-file FILE.
 Exit status: 0, or 2 for wrong usage.
 """
 

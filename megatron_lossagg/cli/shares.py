@@ -106,7 +106,7 @@ class Shares:
         most, least = max(weights, key=weights.__getitem__), min(weights, key=weights.__getitem__)
         return (
             f"Responses of {tail[0].low} {self.unit}s and more are "
-            f"{sum(bucket.responses for bucket in tail):.1%} of all. They have "
+            f"{sum(bucket.responses for bucket in tail):.1%} of the trained ones. They have "
             f"{weights[most]:.1%} of the loss weight under {most}, {weights[least]:.1%} under "
             f"{least}."
         )
