@@ -41,7 +41,7 @@ SPLIT = (
 
 
 def rollouts(steps):
-    return Rollouts(steps=steps, masked_steps=0, unit="token", source="a list")
+    return Rollouts(steps=steps, masked_steps=0, unit="token", caveat="", source="a list")
 
 
 def shares(steps, highs=None):
@@ -202,7 +202,7 @@ def test_the_page_loads_nothing_and_has_every_number():
 
 
 def test_file_names_are_escaped_in_the_page():
-    hostile = Rollouts(steps=STEPS, masked_steps=0, unit="token", source="<b>&.jsonl")
+    hostile = Rollouts(steps=STEPS, masked_steps=0, unit="token", caveat="", source="<b>&.jsonl")
     text = page(shares_of(hostile, microbatches=1, dp=1))
     assert "<b>" not in text
     assert "&lt;b&gt;&amp;.jsonl" in text

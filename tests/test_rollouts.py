@@ -130,7 +130,8 @@ def test_texts_without_lengths_are_refused_unless_a_measure_is_given(tmp_path):
     rollouts = read(file, flags=["--characters"])
     assert columns(rollouts.steps[0]) == ([3, 2, 0], [0, 0, 1], None)
     assert rollouts.unit == "character"
-    assert rollouts.source == "7.jsonl: lengths from characters of 'output', prompts from input"
+    assert rollouts.caveat.startswith("Lengths are characters, not tokens")
+    assert rollouts.source == "7.jsonl: lengths from the text of 'output', prompts from input"
 
 
 def test_a_tokenizer_encodes_texts_again(tmp_path):
@@ -143,6 +144,7 @@ def test_a_tokenizer_encodes_texts_again(tmp_path):
     rollouts = read(file, flags=["--tokenizer", str(tmp_path / "tokenizer.json")])
     assert columns(rollouts.steps[0])[0] == [5]
     assert rollouts.unit == "token"
+    assert rollouts.caveat.startswith("Lengths are those of texts encoded again")
     with pytest.raises(RolloutsError, match="cannot be read"):
         read(file, flags=["--tokenizer", str(file)])
 
@@ -158,7 +160,7 @@ def test_a_trl_table_is_read_with_texts_or_messages(tmp_path):
         parquet.write_table(pyarrow.table(table), file)
         rollouts = read(file, flags=["--characters"])
         assert columns(rollouts.steps[0]) == ([4, 1], [0, 0], None)
-        assert rollouts.source.endswith("characters of 'completion', prompts from prompt")
+        assert rollouts.source.endswith("the text of 'completion', prompts from prompt")
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ _TEXTS = ("output", "completion")
 _PROMPTS = ("prompt_id", "group_index", "input", "prompt")
 _SAMPLES = ("sample_id", "rollout_id")
 _KEYS = {*_MASKS, "response_length", *_TEXTS, *_PROMPTS, *_SAMPLES, "step", "remove_sample"}
+_MEASURED = "the text of "
 
 _Record = Mapping[str, Any]
 
@@ -79,6 +80,8 @@ class Rollouts:
     """How many steps have none; they train nothing and are left out."""
     unit: str
     """What a length counts: ``token`` or, if asked for, ``character``."""
+    caveat: str
+    """Why lengths that were measured on texts are not those of the trained tokens, or nothing."""
     source: str
     """File names, and what the lengths and prompts were read from, in words."""
 
@@ -134,6 +137,7 @@ def read_rollouts(paths: Sequence[Path], args: argparse.Namespace) -> Rollouts:
         steps=active,
         masked_steps=len(steps) - len(active),
         unit=reader.unit,
+        caveat=reader.caveat,
         source=f"{_names(paths)}: {reader.in_words}",
     )
 
@@ -162,6 +166,17 @@ class _Reader:
     def in_words(self) -> str:
         lengths = " and ".join(self._lengths_from)
         return f"lengths from {lengths}, prompts from {self._prompt_key or 'nothing'}"
+
+    @property
+    def caveat(self) -> str:
+        if not any(name.startswith(_MEASURED) for name in self._lengths_from):
+            return ""
+        if self.unit == "character":
+            return "Lengths are characters, not tokens: shares of the trained tokens differ."
+        return (
+            "Lengths are those of texts encoded again: without special tokens such as the end, and "
+            "not always the tokens that were sampled."
+        )
 
     def row(self, record: _Record, place: str) -> _Row:
         """Read a record; ``place`` names it in errors."""
@@ -230,8 +245,7 @@ class _Reader:
                 "depends on its tokenizer. Give --tokenizer tokenizer.json of the model, or "
                 "--characters to count characters instead"
             )
-        again = "characters of" if self.unit == "character" else "encoding again"
-        self._lengths_from[f"{again} {key!r}"] = None
+        self._lengths_from[f"{_MEASURED}{key!r}"] = None
         return self._measure(_text(record[key], f"{place}: {key}"))
 
 

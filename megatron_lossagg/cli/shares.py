@@ -63,6 +63,7 @@ class Shares:
     buckets: tuple[Bucket, ...]
     source: str
     unit: str
+    caveat: str
     num_steps: int
     masked_steps: int
     responses: int
@@ -126,10 +127,8 @@ class Shares:
     def notes(self) -> tuple[str, ...]:
         """What a reader has to know beside the numbers."""
         notes = [f"Read from {self.source}."]
-        if self.unit != "token":
-            notes.append(
-                f"Lengths are {self.unit}s, not tokens: shares of the trained tokens differ."
-            )
+        if self.caveat:
+            notes.append(self.caveat)
         if self.masked:
             notes.append(
                 f"{number_of(self.masked, 'response')} with no active token: no weight in any "
@@ -225,6 +224,7 @@ def shares_of(
         ),
         source=rollouts.source,
         unit=rollouts.unit,
+        caveat=rollouts.caveat,
         num_steps=num,
         masked_steps=rollouts.masked_steps,
         responses=len(lengths),
