@@ -18,6 +18,8 @@ setup(
     long_description=(HERE / "README.md").read_text(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords="megatron, reinforcement learning, loss aggregation, GRPO, DAPO",
     packages=find_packages(include=["megatron_lossagg", "megatron_lossagg.*"]),
     package_data={"megatron_lossagg": ["py.typed"]},
     python_requires=">=3.10",
@@ -33,6 +35,9 @@ setup(
         # Cannot be imported without CUDA.
         "te": ["transformer-engine[pytorch]>=2.9"],
         "docs": ["latex2mathml", "mkdocs", "mkdocs-material", "mkdocstrings[python]", "ruff"],
+        "plot": ["matplotlib"],
+        # Runs examples/which_mode.ipynb as Jupyter does.
+        "notebook": ["ipykernel", "matplotlib", "nbclient"],
         "demo": ["megatron-core>=0.13", "matplotlib", "tensorboard", "tqdm"],
         "dev": [
             "einops",
