@@ -301,6 +301,24 @@ def test_the_losses_of_a_file_are_means_over_its_steps(tmp_path, mode):
     assert found[mode] == pytest.approx(sum(losses) / len(losses), rel=1e-12)
 
 
+def test_modes_that_weigh_tokens_alike_rescale_every_step(tmp_path, capsys):
+    out = tmp_path / "out.json"
+    options = ["--lengths-file", str(RECORDED), "--divisor", "16", "--json", str(out)]
+    assert main(["explain", "constant", *options]) == 0
+    kinds = {
+        c["mode"]: ("scaled" if c["scales_only"] else "rescaled" if c["scales_steps"] else "other")
+        for c in json.loads(out.read_text())["comparisons"]
+    }
+    assert kinds == {
+        "constant": "scaled", "sample_sum": "scaled", "token_sum": "scaled",
+        "token_mean": "rescaled",
+        "sample_mean": "other", "prompt_mean": "other", "microbatch_token_mean": "other",
+    }  # fmt: skip
+    printed = capsys.readouterr().out
+    for mode, word in (("token_mean", "rescaled"), ("sample_mean", "reweighted")):
+        assert re.search(rf"^ +{mode} .*{word}$", printed, re.MULTILINE)
+
+
 def test_prompt_mean_of_a_file_without_prompts_is_refused(tmp_path, capsys):
     file = tmp_path / "lengths.jsonl"
     file.write_text('{"response_length": 3}\n{"response_length": 4}\n')

@@ -109,6 +109,8 @@ class Comparison:
     rising_ratio: float | None = None
     scales_only: bool | None = None
     """Whether on these rows its gradient is the explained mode's times a number."""
+    scales_steps: bool | None = None
+    """Whether it is so in every step, by a number of the step's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,11 +351,23 @@ def _comparisons(plans: Sequence[StepPlan], divisor: float | None) -> Iterator[C
             ones_ratio=scale,
             rising=other_rising,
             rising_ratio=other_rising / rising,
-            scales_only=all(
-                torch.allclose(other.weights, plan.weights * scale, rtol=1e-9, atol=0)
-                for plan, other in zip(plans, others, strict=True)
+            scales_only=_scales(plans, others, [scale] * len(plans)),
+            scales_steps=_scales(
+                plans,
+                others,
+                [
+                    _loss(other, n_S) / _loss(plan, n_S)
+                    for plan, other, n_S in zip(plans, others, ones_S, strict=True)
+                ],
             ),
         )
+
+
+def _scales(plans: Sequence[StepPlan], others: Sequence[StepPlan], scales: Sequence[float]) -> bool:
+    return all(
+        torch.allclose(other.weights, plan.weights * scale, rtol=1e-9, atol=0)
+        for plan, other, scale in zip(plans, others, scales, strict=True)
+    )
 
 
 def _mean_loss(plans: Sequence[StepPlan], sum_S_by_step: Sequence[Tensor]) -> float:

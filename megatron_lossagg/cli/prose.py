@@ -210,7 +210,11 @@ def _dashboard(e: Explanation, width: int) -> Iterator[str]:
     if lacking:
         yield from _text(f"To compare with {', '.join(lacking)}, give --divisor.", width)
     if e.several_steps:
-        yield from _text("Losses are means over the steps.", width)
+        yield from _text(
+            "Losses are means over the steps. rescaled: in every step the gradient is only scaled, "
+            "by a number of the step's own.",
+            width,
+        )
     yield from _text(
         f"ratio: to {e.mode}. For microbatch_token_mean the rows are assigned in turn to {ranks} x "
         f"{microbatches}; its values change with them.",
@@ -245,7 +249,9 @@ def _losses(c: Comparison, mode: str, digits: int) -> list[str]:
     numbers = [f"{x:.{digits}g}" for x in (c.ones, c.ones_ratio, c.rising, c.rising_ratio)]
     if c.mode == mode:
         return [*numbers, "this mode"]
-    return [*numbers, "scaled" if c.scales_only else "reweighted"]
+    if c.scales_only:
+        return [*numbers, "scaled"]
+    return [*numbers, "rescaled" if c.scales_steps else "reweighted"]
 
 
 def _number(value: float) -> str:
