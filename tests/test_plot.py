@@ -118,9 +118,19 @@ def test_modes_with_equal_shares_are_one_group():
         ("prompt_mean",),
         ("microbatch_token_mean",),
     )
-    alike = shares((step([5, 5, 5, 5, 5, 5], [0, 0, 1, 1, 2, 2]),))
+    alike = shares((step([5, 5, 5, 5, 5, 5], [0, 0, 1, 1, 2, 2]),), [4, 6])
     assert len(alike.groups) == 1
-    assert alike.finding == "Every mode weighs these responses alike, by length."
+    assert alike.finding.startswith("Every mode has the same shares")
+
+
+def test_the_finding_is_about_the_longest_quarter_at_most():
+    found = shares((step([10, 10, 10, 20, 20, 20, 100], [0, 0, 0, 0, 1, 1, 1]),), [10, 20, 100])
+    assert found.finding == (
+        "Responses of 21 tokens and more are 14.3% of the trained ones. They have 52.6% of the "
+        "loss weight under token_mean, 14.3% under sample_mean."
+    )
+    equal = shares((step([5] * 7, [0] * 7),), [4, 6])
+    assert equal.finding == "Every mode has the same shares on these responses."
 
 
 def test_without_prompts_there_is_no_prompt_mean_and_a_note_says_it():
@@ -153,9 +163,9 @@ def test_given_buckets_get_one_more_for_longer_responses():
     assert labels == ["1-10", "11-30", "31-700"]
 
 
-@pytest.mark.parametrize("text", ["", "3,a", "3,,4", "0,3", "4,3", "3,3"])
+@pytest.mark.parametrize("text", ["", "3,a", "3,,4", "0,3", "4,3", "3,3", "1,2,3,4,5,6,7,8"])
 def test_buckets_that_do_not_rise_are_refused(text):
-    with pytest.raises(RolloutsError, match=r"expected (rising )?integers"):
+    with pytest.raises(RolloutsError, match=r"expected (rising integers|integers|at most 7)"):
         read_buckets(text)
 
 

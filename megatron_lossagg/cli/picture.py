@@ -43,6 +43,8 @@ def draw(shares: Shares, path: Path) -> None:
 
 
 def _histogram(axes: Axes, shares: Shares) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     numbers = [bucket.num for bucket in shares.buckets]
     axes.bar(range(len(numbers)), numbers, width=_GROUP, color=_GREY)
     for k, bucket in enumerate(shares.buckets):
@@ -53,10 +55,11 @@ def _histogram(axes: Axes, shares: Shares) -> None:
             textcoords="offset points",
             ha="center",
             va="bottom",
-            fontsize=8,
+            fontsize=min(8, 50 / len(numbers)),
         )
     axes.set_ylim(0, max(numbers) * 1.35)
     axes.set_ylabel("responses")
+    axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.set_title(shares.summary, loc="left", fontsize=9, color="#444444")
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -79,4 +82,4 @@ def _weights(axes: Axes, shares: Shares) -> None:
     axes.set_xlabel(f"response length, active {shares.unit}s")
     axes.set_ylabel("share of the loss weight, %")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8.5, title="mode", title_fontsize=8.5, alignment="left")
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, fontsize=9)

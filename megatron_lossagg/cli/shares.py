@@ -96,14 +96,18 @@ class Shares:
     @property
     def finding(self) -> str:
         """What the longest responses have: a quarter of all at most, a bucket at least."""
-        if len(self.groups) == 1 or len(self.buckets) == 1:
-            return "Every mode weighs these responses alike, by length."
+        leaders = [group[0] for group in self.groups if group[0] != "microbatch_token_mean"]
+        if len(self.buckets) == 1:
+            return "All responses are in one bucket."
+        if len(leaders) == 1:
+            but = "" if len(self.groups) == 1 else " but microbatch_token_mean"
+            return f"Every mode{but} has the same shares on these responses."
         tails = (self.buckets[k:] for k in range(1, len(self.buckets)))
         tail = next(
             (tail for tail in tails if sum(bucket.responses for bucket in tail) <= 0.25),
             self.buckets[-1:],
         )
-        weights = {group[0]: sum(b.weight[group[0]] for b in tail) for group in self.groups}
+        weights = {mode: sum(bucket.weight[mode] for bucket in tail) for mode in leaders}
         most, least = max(weights, key=weights.__getitem__), min(weights, key=weights.__getitem__)
         return (
             f"Responses of {tail[0].low} {self.unit}s and more are "
@@ -155,8 +159,8 @@ def add_bucket_argument(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--buckets",
         metavar="N,N",
-        help="highest response length of each bucket, such as 256,1024,4096 (default: at most "
-        f"{MOST_BUCKETS} buckets, chosen from the lengths)",
+        help="highest response length of each bucket, such as 256,1024,4096, at most "
+        f"{MOST_BUCKETS} (default: chosen from the lengths)",
     )
 
 
@@ -170,6 +174,11 @@ def read_buckets(text: str) -> list[int]:
     highs = [int(n) for n in numbers]
     if highs[0] < 1 or any(low >= high for low, high in pairwise(highs)):
         raise RolloutsError(f"--buckets {text!r}: expected rising integers from 1")
+    if len(highs) > MOST_BUCKETS:
+        raise RolloutsError(
+            f"--buckets {text!r}: got {len(highs)}, expected at most {MOST_BUCKETS}, which is what "
+            "the picture and the table have space for"
+        )
     return highs
 
 

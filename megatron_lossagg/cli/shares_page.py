@@ -104,7 +104,7 @@ def _bar(kind: str, x: float, y: float, width: float, height: float, title: str)
 
 
 def _label(x: float, y: float, text: str, column: float) -> str:
-    size = "" if column >= 108 else ' style="font-size:10px"'
+    size = "" if column >= 124 else ' style="font-size:10px"'
     return f'<text class="tick"{size} x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
 
 
