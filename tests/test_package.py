@@ -32,6 +32,8 @@ build_meta.build_wheel(folder)
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """Build from a copy, which stray files of the checkout cannot reach; return sdist, wheel."""
+    for name in ("setuptools", "pip"):
+        pytest.importorskip(name, reason=f"{name} is not installed")
     folder = tmp_path_factory.mktemp("release")
     copy, dist = folder / "copy", folder / "dist"
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
