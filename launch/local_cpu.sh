@@ -12,20 +12,14 @@ set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# One thread per process, or the processes compete for the cores.
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-
 TP=${TP:-1}
 PP=${PP:-1}
 CP=${CP:-1}
-NPROC=${NPROC:-$((TP * PP * CP > 2 ? TP * PP * CP : 2))}
-PYTHON=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}
 
-DISTRIBUTED_ARGS=(
-    --standalone
-    --local-addr 127.0.0.1
-    --nproc-per-node "$NPROC"
-)
+export DEVICE=cpu
+export NUM_NODES=1
+export PROCESSES_PER_NODE=${NPROC:-$((TP * PP * CP > 2 ? TP * PP * CP : 2))}
+export PYTHON=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}
 
 MODEL_PARALLEL_ARGS=(
     --tensor-model-parallel-size "$TP"
@@ -37,7 +31,7 @@ TRAINING_ARGS=(
     --num-microbatches 2
 )
 
-exec "$PYTHON" -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" examples/drgrpo/train.py \
+exec launch/torchrun.sh examples/drgrpo/train.py \
     "${MODEL_PARALLEL_ARGS[@]}" \
     "${TRAINING_ARGS[@]}" \
     "$@"

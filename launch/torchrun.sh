@@ -1,62 +1,92 @@
 #!/bin/bash
 
-# Dr.GRPO over several machines, on their CPUs: run it on each with its NODE_RANK.
+# torchrun on one node, or on each of several. The arguments are what torchrun is to run:
 #
-#   NUM_NODES=2 NODE_RANK=0 MASTER_ADDR=host0 PROCESSES_PER_NODE=4 CP=2 \
-#       launch/torchrun.sh --output /shared/runs/online
+#   launch/torchrun.sh -m megatron_lossagg verify
+#   launch/torchrun.sh -m megatron_lossagg run pretrain_gpt.py --loss-aggregation sample_mean ...
+#   launch/torchrun.sh examples/drgrpo/train.py --output runs/online
+#
+#   NUM_NODES=2 NODE_RANK=0 MASTER_ADDR=host0 launch/torchrun.sh ...    # host0
+#   NUM_NODES=2 NODE_RANK=1 MASTER_ADDR=host0 launch/torchrun.sh ...    # host1
+#
+# DEVICE=cpu instead of GPUs and NCCL: CPU and gloo, 2 processes per node unless PROCESSES_PER_NODE
+# says otherwise. The package must be installed on every node: launch/README.md.
 
 set -euo pipefail
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+DEVICE=${DEVICE:-cuda}
+PYTHON=${PYTHON:-python3}
 
+# PET_*: torchrun's own variables, set by Kubeflow in every pod. SLURM_NODEID: by srun in every task.
+NUM_NODES=${NUM_NODES:-${PET_NNODES:-1}}
+NODE_RANK=${NODE_RANK:-${PET_NODE_RANK:-${SLURM_NODEID:-0}}}
+MASTER_ADDR=${MASTER_ADDR:-${PET_MASTER_ADDR:-localhost}}
+MASTER_PORT=${MASTER_PORT:-${PET_MASTER_PORT:-29500}}
+PROCESSES_PER_NODE=${PROCESSES_PER_NODE:-${PET_NPROC_PER_NODE:-}}
+
+# One thread per process: torchrun's own default, without its warning. Processes share the cores.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-PROCESSES_PER_NODE=${PROCESSES_PER_NODE:-2}
-NUM_NODES=${NUM_NODES:-1}
-NODE_RANK=${NODE_RANK:-0}
-MASTER_ADDR=${MASTER_ADDR:-localhost}
-MASTER_PORT=${MASTER_PORT:-6000}
+# What a rank prints is in the log when the rank dies.
+export PYTHONUNBUFFERED=${PYTHONUNBUFFERED:-1}
 
-TP=${TP:-1}
-PP=${PP:-1}
-CP=${CP:-1}
+case $DEVICE in
+cuda)
+    PROCESSES_PER_NODE=${PROCESSES_PER_NODE:-gpu}
+
+    # One hardware queue starts kernels in the order in which they were issued, so that communication
+    # for tensor and context parallelism overlaps. Megatron-LM asks for it before Blackwell, and
+    # refuses it with FSDP: set another number there.
+    export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+
+    # slime and miles: reductions inside NVLink switches only where GPUs are linked by NVLink.
+    if nvidia-smi topo -m 2>/dev/null | grep -E 'NV[0-9]+' >/dev/null; then HAS_NVLINK=1; else HAS_NVLINK=0; fi
+    export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-$HAS_NVLINK}
+
+    # Megatron-LM's RL examples: NCCL says why it failed.
+    export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
+
+    # Of your network, so without a default here; export them, and they reach every rank:
+    #   NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME   the interface, where a node has several
+    #   NCCL_IB_SL=1, NCCL_IB_TIMEOUT=19         Megatron-LM: InfiniBand's service level, and patience
+    #                                            with a large or busy fabric
+    #   NCCL_P2P_NET_CHUNKSIZE=2097152           Megatron-LM: larger messages between pipeline stages
+    #   NVTE_FWD_LAYERNORM_SM_MARGIN=16, NVTE_BWD_LAYERNORM_SM_MARGIN=16
+    #                                            Megatron-LM: multiprocessors left for communication
+    ;;
+cpu)
+    PROCESSES_PER_NODE=${PROCESSES_PER_NODE:-2}
+
+    # Without a visible GPU the ranks take gloo.
+    export CUDA_VISIBLE_DEVICES=
+
+    # Megatron-LM's training loop needs stand-ins for CUDA: docs/hosts/megatron-lm.md.
+    if [[ ${*:1:3} == "-m megatron_lossagg run" ]]; then
+        set -- "${@:1:3}" --cpu "${@:4}"
+    fi
+    ;;
+*)
+    echo "DEVICE: got $DEVICE, expected cuda or cpu: correct it" >&2
+    exit 2
+    ;;
+esac
 
 DISTRIBUTED_ARGS=(
     --nproc-per-node "$PROCESSES_PER_NODE"
-    --nnodes "$NUM_NODES"
-    --node-rank "$NODE_RANK"
-    --master-addr "$MASTER_ADDR"
-    --master-port "$MASTER_PORT"
 )
+if [[ $NUM_NODES == 1 ]]; then
+    # A free port of this machine: several runs can share it.
+    DISTRIBUTED_ARGS+=(
+        --standalone
+        --local-addr 127.0.0.1
+    )
+else
+    DISTRIBUTED_ARGS+=(
+        --nnodes "$NUM_NODES"
+        --node-rank "$NODE_RANK"
+        --master-addr "$MASTER_ADDR"
+        --master-port "$MASTER_PORT"
+    )
+fi
 
-MODEL_ARGS=(
-    --num-layers 2
-    --hidden-size 64
-    --num-attention-heads 4
-)
-
-MODEL_PARALLEL_ARGS=(
-    --tensor-model-parallel-size "$TP"
-    --pipeline-model-parallel-size "$PP"
-    --context-parallel-size "$CP"
-)
-
-TRAINING_ARGS=(
-    --num-microbatches 2
-    --prompts-per-step 16
-    --samples-per-prompt 8
-)
-
-# --loss-aggregation chooses the loss; by default constant over the longest response (Dr.GRPO).
-KL_ARGS=(
-    --kl-coefficient 0.01
-    --kl-aggregation token_mean
-)
-
-exec "${PYTHON:-python3}" -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" \
-    examples/drgrpo/train.py \
-    "${MODEL_ARGS[@]}" \
-    "${MODEL_PARALLEL_ARGS[@]}" \
-    "${TRAINING_ARGS[@]}" \
-    "${KL_ARGS[@]}" \
-    "$@"
+exec "$PYTHON" -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" "$@"

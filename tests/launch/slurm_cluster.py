@@ -1,0 +1,164 @@
+"""A Slurm cluster of two nodes on this machine's loopback: its daemons, files and ports are its own.
+
+``python slurm_cluster.py COMMAND ...`` runs a command while the cluster is up, with ``sbatch`` and
+the like bound to it; its end ends the cluster. Needs Debian's ``slurm-wlm`` and ``munge``.
+"""
+
+import contextlib
+import getpass
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+NODES = ("node0", "node1")
+GPUS = 8
+"""What each node claims to have: jobs can ask for them as on a real cluster; no device is behind."""
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
+PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+"""Daemons are not on every user's PATH."""
+
+CONFIGURATION = """\
+ClusterName=loopback
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller_port}
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmctldLogFile={folder}/slurmctld.log
+StateSaveLocation={folder}/state
+SlurmUser={user}
+SlurmdUser={user}
+SlurmdPidFile={folder}/%n.pid
+SlurmdLogFile={folder}/%n.log
+SlurmdSpoolDir={folder}/%n
+AuthInfo=socket={folder}/munge.socket
+CredType=cred/munge
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/affinity
+SwitchType=switch/none
+MpiDefault=none
+SchedulerType=sched/backfill
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+# The controller's own habits are made for large clusters: a job that fails is requeued at once here.
+SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=1
+MinJobAge=3600
+ReturnToService=2
+JobCompType=jobcomp/none
+AccountingStorageType=accounting_storage/none
+GresTypes=gpu
+{nodes}
+PartitionName=main Nodes=ALL Default=YES MaxTime=60 State=UP
+"""
+
+
+def missing_programs():
+    """List what a cluster needs and this machine lacks."""
+    return [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
+
+
+@contextlib.contextmanager
+def loopback_cluster():
+    """Start the daemons; yield the environment in which Slurm's commands reach them."""
+    with tempfile.TemporaryDirectory(prefix="slurm") as name, contextlib.ExitStack() as daemons:
+        folder = Path(name)
+        folder.chmod(0o755)  # munged wants nobody else to write above its socket
+        configure(folder)
+        environment = {**os.environ, "PATH": PATH, "SLURM_CONF": f"{folder}/slurm.conf"}
+        munge = (
+            *("--foreground", f"--key-file={folder}/munge.key", f"--socket={folder}/munge.socket"),
+            *(f"--pid-file={folder}/munge.pid", f"--seed-file={folder}/munge.seed", "--force"),
+            f"--log-file={folder}/munge.log",
+        )
+        daemons.enter_context(daemon(["munged", *munge], folder, environment))
+        wait_for(lambda: (folder / "munge.socket").exists(), "munged", folder)
+        daemons.enter_context(daemon(["slurmctld", "-D"], folder, environment))
+        for node in NODES:
+            daemons.enter_context(daemon(["slurmd", "-D", "-N", node], folder, environment))
+        wait_for(lambda: idle_nodes(environment) == len(NODES), "two idle nodes", folder)
+        yield environment
+
+
+def configure(folder):
+    """Write what the daemons read."""
+    user, host = getpass.getuser(), socket.gethostname().partition(".")[0]
+    controller_port, *node_ports = free_ports(1 + len(NODES))
+    nodes = [
+        f"NodeName={node} NodeAddr=127.0.0.1 NodeHostname={host} Port={port} "
+        f"CPUs={os.cpu_count()} RealMemory=512 Gres=gpu:{GPUS} State=UNKNOWN"
+        for node, port in zip(NODES, node_ports, strict=True)
+    ]
+    (folder / "slurm.conf").write_text(
+        CONFIGURATION.format(
+            folder=folder,
+            user=user,
+            host=host,
+            controller_port=controller_port,
+            nodes="\n".join(nodes),
+        )
+    )
+    (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-{GPUS - 1}]\n")
+    for gpu in range(GPUS):
+        (folder / f"gpu{gpu}").touch()
+    (folder / "state").mkdir()
+    for node in NODES:
+        (folder / node).mkdir()
+    key = folder / "munge.key"
+    key.write_bytes(secrets.token_bytes(128))
+    key.chmod(0o400)
+
+
+def free_ports(count):
+    """Return free ports of the loopback."""
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+@contextlib.contextmanager
+def daemon(command, folder, environment):
+    """Keep a daemon running; what it prints is in a file of its name."""
+    name = command[-1] if command[-2] == "-N" else command[0]
+    with (folder / f"{name}.out").open("w") as out:
+        process = subprocess.Popen(
+            command, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            yield
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def idle_nodes(environment):
+    """Count the nodes that wait for jobs."""
+    command = ["sinfo", "--noheader", "--Node", "--format=%T"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    return done.stdout.split().count("idle")
+
+
+def wait_for(condition, what, folder, seconds=30):
+    """Wait until a condition holds; where it does not in time, raise with the daemons' logs."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            logs = sorted([*folder.glob("*.log"), *folder.glob("*.out")])
+            told = "\n".join(f"{log.name}:\n{log.read_text()[-2000:]}" for log in logs)
+            raise TimeoutError(f"got no {what} in {seconds} s, see its log\n{told}")
+        time.sleep(0.2)
+
+
+if __name__ == "__main__":
+    with loopback_cluster() as cluster:
+        sys.exit(subprocess.run(sys.argv[1:], env=cluster).returncode)
