@@ -1,4 +1,4 @@
-"""A Slurm cluster of two nodes on this machine's loopback: its daemons, files and ports are its own.
+"""A Slurm cluster of two nodes on loopback, whose daemons, files and ports are its own.
 
 ``python slurm_cluster.py COMMAND ...`` runs a command while the cluster is up, with ``sbatch`` and
 the like bound to it; its end ends the cluster. Needs Debian's ``slurm-wlm`` and ``munge``.
@@ -19,7 +19,7 @@ from pathlib import Path
 
 NODES = ("node0", "node1")
 GPUS = 8
-"""What each node claims to have: jobs can ask for them as on a real cluster; no device is behind."""
+"""What each node claims to have, so that jobs can ask for them; no device is behind them."""
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 """Daemons are not on every user's PATH."""
@@ -36,7 +36,8 @@ SlurmdUser={user}
 SlurmdPidFile={folder}/%n.pid
 SlurmdLogFile={folder}/%n.log
 SlurmdSpoolDir={folder}/%n
-AuthInfo=socket={folder}/munge.socket
+# A requeued job waits until its credential has expired: two minutes unless told otherwise.
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 CredType=cred/munge
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/affinity
@@ -45,7 +46,6 @@ MpiDefault=none
 SchedulerType=sched/backfill
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
-# The controller's own habits are made for large clusters: a job that fails is requeued at once here.
 SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=1
 MinJobAge=3600
 ReturnToService=2

@@ -1,0 +1,64 @@
+"""torchrun.sh on several nodes of a Ray cluster; the entry point of ``ray_job.sh torchrun``.
+
+``python -m launch.ray_nodes NUM_NODES ARGUMENTS``: one agent per node, rank 0 on the first one.
+With ``DEVICE=cuda`` an agent holds its node's GPUs, ``PROCESSES_PER_NODE`` of them, 8 by default.
+"""
+
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+
+def rendezvous():
+    """Return this node's address and a free port of it."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return ray.util.get_node_ip_address(), free.getsockname()[1]
+
+
+def agent(arguments, variables):
+    """Run torchrun.sh on this node until it ends; return its exit status."""
+    module = importlib.util.find_spec("launch.ray_nodes")  # where this node has it
+    script = Path(module.origin).with_name("torchrun.sh")
+    return subprocess.run(["bash", script, *arguments], env={**os.environ, **variables}).returncode
+
+
+def main():
+    """Place the agents, wait for them, and end with the first failure's status."""
+    num_nodes, *arguments = sys.argv[1:]
+    on_gpus = os.environ.get("DEVICE", "cuda") == "cuda"
+    gpus = int(os.environ.get("PROCESSES_PER_NODE", "8")) if on_gpus else 0
+    ray.init()
+    node = {"CPU": 1, **({"GPU": gpus} if gpus else {})}
+    nodes = placement_group([node] * int(num_nodes), strategy="STRICT_SPREAD")
+    print(f"waiting for {num_nodes} nodes with {node}", flush=True)
+    ray.get(nodes.ready())
+
+    def start(function, rank, *given):
+        place = PlacementGroupSchedulingStrategy(nodes, placement_group_bundle_index=rank)
+        options = {"num_cpus": 1, "num_gpus": gpus, "max_retries": 0, "scheduling_strategy": place}
+        return ray.remote(function).options(**options).remote(*given)
+
+    address, port = ray.get(start(rendezvous, 0))
+    print(f"rank 0 at {address}:{port}", flush=True)
+    shared = {"NUM_NODES": num_nodes, "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    running = [
+        start(agent, rank, arguments, {**shared, "NODE_RANK": str(rank)})
+        for rank in range(int(num_nodes))
+    ]
+    while running:
+        (ended,), running = ray.wait(running)
+        status = ray.get(ended)
+        if status:  # the other agents would wait for this one: they end with the job
+            sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""What the tests of ``launch/`` share: the scripts, their environment, small things to launch."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LAUNCH = ROOT / "launch"
+TORCHRUN = LAUNCH / "torchrun.sh"
+TIMEOUT = 900
+
+VERIFY_ONE_CASE = (
+    *("-m", "megatron_lossagg", "verify", "--cp", "2"),
+    *("--loss-aggregation", "sample_mean", "--regime", "average"),
+)
+PASSED = "PASS: 1 of 1 cases pass on 1 layout of 2 ranks"
+
+EXAMPLE = ROOT / "examples" / "drgrpo" / "train.py"
+WARM = ROOT / "examples" / "drgrpo" / "data" / "warmup_weights.pt"
+STEPS = 60
+SMALL_EXAMPLE = (
+    *("--warmup-steps", "0", "--start-from", str(WARM), "--num-microbatches", "2"),
+    *("--prompts-per-step", "4", "--samples-per-prompt", "4", "--steps", str(STEPS)),
+    *("--eval-interval", "20", "--save-interval", "10"),
+)
+"""Starts from weights that are right now and then, so that every term of the loss is at work."""
+
+
+def environment(**more):
+    """Return an environment in which the scripts find this checkout, on CPU, over loopback."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    ours = {
+        "DEVICE": "cpu",
+        "PROCESSES_PER_NODE": "1",
+        "PYTHON": sys.executable,
+        "PYTHONPATH": path,
+        "PYTHONWARNINGS": "ignore",
+    }
+    return {**os.environ, **ours, **more}
+
+
+def on_two_nodes(arguments, *, folder, **more):
+    """Run torchrun.sh as two nodes would, at once; return how each ended and what it printed."""
+    agents = []
+    port = str(free_port())
+    with contextlib.ExitStack() as files:
+        for node in range(2):
+            out = files.enter_context((folder / f"node{node}.out").open("w+"))
+            of_node = {
+                "NUM_NODES": "2",
+                "NODE_RANK": str(node),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+            agents.append(
+                subprocess.Popen(
+                    [TORCHRUN, *map(str, arguments)],
+                    cwd=folder,
+                    env=environment(**of_node, **more),
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+        ended = [agent.wait(timeout=TIMEOUT) for agent in agents]
+    return [(status, (folder / f"node{n}.out").read_text()) for n, status in enumerate(ended)]
+
+
+def free_port():
+    """Return a free port of the loopback."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def metrics_without_time(folder):
+    """Read what the example logged, without the one field that no run repeats."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    logged = [json.loads(line) for line in lines]
+    return [json.dumps({k: v for k, v in line.items() if k != "seconds"}) for line in logged]

@@ -1,0 +1,125 @@
+"""``launch/torchrun.sh``: what it runs, on one node and on two, and what it passes on."""
+
+import os
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from launching import PASSED, TORCHRUN, VERIFY_ONE_CASE, environment, on_two_nodes
+
+SINGLE_NODE = "-m torch.distributed.run --nproc-per-node 2 --standalone --local-addr 127.0.0.1"
+CHECKOUT = Path(os.environ.get("HOSTS_DIR", "")) / "Megatron-LM"
+NEEDS = ("six", "regex", "yaml", "pydantic", "pybind11")
+MISSING = [name for name in NEEDS if find_spec(name) is None]
+
+
+def torchrun(*arguments, folder, **variables):
+    """Run torchrun.sh with nothing set but what is given."""
+    kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    return subprocess.run(
+        [TORCHRUN, *arguments],
+        cwd=folder,
+        env={**kept, **variables},
+        capture_output=True,
+        text=True,
+    )
+
+
+def command(*arguments, folder, **variables):
+    """Return the command line that torchrun.sh would start: echo stands in Python's place."""
+    done = torchrun(*arguments, folder=folder, PYTHON="echo", **variables)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_arguments_are_passed_on_as_they_are(tmp_path):
+    script = tmp_path / "arguments.py"
+    script.write_text("import sys\nprint(sys.argv[1:])\n")
+    given = ["two words", "", "--flag", "*", "$HOME"]
+    done = subprocess.run(
+        [TORCHRUN, script, *given], env=environment(), cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{given}\n"
+
+
+def test_a_failing_rank_is_the_status_of_the_script(tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text("raise SystemExit(3)\n")
+    done = subprocess.run([TORCHRUN, script], env=environment(), cwd=tmp_path, capture_output=True)
+    assert done.returncode != 0
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("NUM_NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PROCESSES_PER_NODE"),
+        ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_NPROC_PER_NODE"),
+    ],
+    ids=["ours", "Kubeflow's"],
+)
+def test_several_nodes_meet_where_the_variables_say(tmp_path, names):
+    variables = dict(zip(names, ("4", "3", "host0", "6000", "8"), strict=True))
+    assert command("x.py", folder=tmp_path, DEVICE="cpu", **variables) == (
+        "-m torch.distributed.run --nproc-per-node 8 --nnodes 4 --node-rank 3 "
+        "--master-addr host0 --master-port 6000 x.py"
+    )
+
+
+def test_a_slurm_task_is_the_node_of_its_number(tmp_path):
+    variables = {"DEVICE": "cpu", "NUM_NODES": "2", "MASTER_ADDR": "host0", "SLURM_NODEID": "1"}
+    assert "--node-rank 1 " in command("x.py", folder=tmp_path, **variables)
+
+
+def test_gpus_are_the_default_and_each_gets_a_rank(tmp_path):
+    assert command("x.py", folder=tmp_path) == SINGLE_NODE.replace(" 2 ", " gpu ") + " x.py"
+
+
+def test_on_the_cpu_lossagg_run_is_told_so_and_other_commands_are_not_changed(tmp_path):
+    def on_cpu(*arguments):
+        return command(*arguments, folder=tmp_path, DEVICE="cpu")
+
+    lossagg = ("-m", "megatron_lossagg")
+    script = ("pretrain_gpt.py", "--lr", "1e-3")
+    assert on_cpu(*lossagg, "run", *script) == (
+        f"{SINGLE_NODE} -m megatron_lossagg run --cpu pretrain_gpt.py --lr 1e-3"
+    )
+    assert on_cpu(*lossagg, "verify", "--cp", "2") == (
+        f"{SINGLE_NODE} -m megatron_lossagg verify --cp 2"
+    )
+
+
+def test_an_unknown_device_is_refused(tmp_path):
+    done = torchrun("x.py", folder=tmp_path, DEVICE="tpu")
+    assert done.returncode == 2
+    assert done.stderr == "DEVICE: got tpu, expected cuda or cpu: correct it\n"
+
+
+def test_verify_passes_over_two_nodes_and_only_the_first_reports(tmp_path):
+    ended = on_two_nodes(VERIFY_ONE_CASE, folder=tmp_path)
+    assert [status for status, _ in ended] == [0, 0], ended
+    assert [PASSED in told for _, told in ended] == [True, False]
+
+
+@pytest.mark.skipif(
+    not (CHECKOUT / "pretrain_gpt.py").exists() or bool(MISSING),
+    reason=f"needs HOSTS_DIR with a checkout of Megatron-LM, and {', '.join(NEEDS)}",
+)
+def test_megatron_lm_trains_over_two_nodes(tmp_path):
+    flags = (
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
+        "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 4 --train-iters 2 "
+        "--lr 1e-3 --split 90,5,5 --eval-iters 1 --log-interval 1 --transformer-impl local "
+        "--distributed-backend gloo --no-gradient-accumulation-fusion --no-persist-layer-norm "
+        "--no-masked-softmax-fusion --attention-dropout 0 --hidden-dropout 0 --num-workers 0 "
+        "--tokenizer-type NullTokenizer --vocab-size 250 --mock-data"
+    )
+    arguments = ["-m", "megatron_lossagg", "run", CHECKOUT / "pretrain_gpt.py"]
+    arguments += ["--loss-aggregation", "sample_mean", *flags.split()]
+    path = os.pathsep.join([str(CHECKOUT), environment()["PYTHONPATH"]])
+    ended = on_two_nodes(arguments, folder=tmp_path, PYTHONPATH=path)
+    assert [status for status, _ in ended] == [0, 0], ended
+    told = "\n".join(told for _, told in ended)
+    assert "sample_mean" in told
+    assert "iteration        2/       2" in told
