@@ -17,7 +17,7 @@ VERIFY_ONE_CASE = (
     *("-m", "megatron_lossagg", "verify", "--cp", "2"),
     *("--loss-aggregation", "sample_mean", "--regime", "average"),
 )
-PASSED = "PASS: 1 of 1 cases pass on 1 layout of 2 ranks"
+PASSED = "PASS: 1 of 1 case passes on 1 layout of 2 ranks"
 
 EXAMPLE = ROOT / "examples" / "drgrpo" / "train.py"
 WARM = ROOT / "examples" / "drgrpo" / "data" / "warmup_weights.pt"
@@ -35,7 +35,6 @@ def environment(**more):
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     ours = {
         "DEVICE": "cpu",
-        "PROCESSES_PER_NODE": "1",
         "PYTHON": sys.executable,
         "PYTHONPATH": path,
         "PYTHONWARNINGS": "ignore",
@@ -43,24 +42,29 @@ def environment(**more):
     return {**os.environ, **ours, **more}
 
 
-def on_two_nodes(arguments, *, folder, **more):
+def our_names(node, port):
+    """Return what torchrun.sh reads on a node of two."""
+    return {
+        "NUM_NODES": "2",
+        "NODE_RANK": str(node),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "PROCESSES_PER_NODE": "1",
+    }
+
+
+def on_two_nodes(arguments, *, folder, command=(TORCHRUN,), names=our_names, **more):
     """Run torchrun.sh as two nodes would, at once; return how each ended and what it printed."""
     agents = []
-    port = str(free_port())
+    (port,) = free_ports(1)
     with contextlib.ExitStack() as files:
         for node in range(2):
             out = files.enter_context((folder / f"node{node}.out").open("w+"))
-            of_node = {
-                "NUM_NODES": "2",
-                "NODE_RANK": str(node),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-            }
             agents.append(
                 subprocess.Popen(
-                    [TORCHRUN, *map(str, arguments)],
+                    [*command, *map(str, arguments)],
                     cwd=folder,
-                    env=environment(**of_node, **more),
+                    env=environment(**names(node, port), **more),
                     stdout=out,
                     stderr=subprocess.STDOUT,
                 )
@@ -69,11 +73,13 @@ def on_two_nodes(arguments, *, folder, **more):
     return [(status, (folder / f"node{n}.out").read_text()) for n, status in enumerate(ended)]
 
 
-def free_port():
-    """Return a free port of the loopback."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+def free_ports(count):
+    """Return free ports of the loopback."""
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
 
 
 def metrics_without_time(folder):

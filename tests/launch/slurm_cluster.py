@@ -17,6 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from launching import free_ports
+
 NODES = ("node0", "node1")
 GPUS = 8
 """What each node claims to have, so that jobs can ask for them; no device is behind them."""
@@ -111,15 +113,6 @@ def configure(folder):
     key = folder / "munge.key"
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o400)
-
-
-def free_ports(count):
-    """Return free ports of the loopback."""
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 @contextlib.contextmanager

@@ -38,7 +38,11 @@ def test_the_arguments_are_passed_on_as_they_are(tmp_path):
     script.write_text("import sys\nprint(sys.argv[1:])\n")
     given = ["two words", "", "--flag", "*", "$HOME"]
     done = subprocess.run(
-        [TORCHRUN, script, *given], env=environment(), cwd=tmp_path, capture_output=True, text=True
+        [TORCHRUN, script, *given],
+        env=environment(PROCESSES_PER_NODE="1"),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{given}\n"
@@ -47,7 +51,12 @@ def test_the_arguments_are_passed_on_as_they_are(tmp_path):
 def test_a_failing_rank_is_the_status_of_the_script(tmp_path):
     script = tmp_path / "fails.py"
     script.write_text("raise SystemExit(3)\n")
-    done = subprocess.run([TORCHRUN, script], env=environment(), cwd=tmp_path, capture_output=True)
+    done = subprocess.run(
+        [TORCHRUN, script],
+        env=environment(PROCESSES_PER_NODE="1"),
+        cwd=tmp_path,
+        capture_output=True,
+    )
     assert done.returncode != 0
 
 
