@@ -4,8 +4,10 @@
 With ``DEVICE=cuda`` an agent holds its node's GPUs, ``PROCESSES_PER_NODE`` of them, 8 by default.
 """
 
+import contextlib
 import importlib.util
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -18,9 +20,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 def rendezvous():
     """Return this node's address and a free port of it."""
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return ray.util.get_node_ip_address(), free.getsockname()[1]
+    # Above those of Ray's workers, below those that Linux gives to outgoing connections: Ray opens
+    # many of them before the agent listens.
+    for port in random.sample(range(20000, 32000), 100):
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind(("", port))
+            return ray.util.get_node_ip_address(), port
+    raise OSError("got 100 ports in use, expected a free one from 20000 to 31999: free some")
 
 
 def agent(arguments, variables):

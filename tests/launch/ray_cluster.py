@@ -53,8 +53,10 @@ def loopback_cluster():
 @contextlib.contextmanager
 def node(arguments, log, environment):
     """Keep a node running, in a process group that ends with it."""
-    # Ray's address is for jobs; a node that finds the variable would join another cluster.
-    variables = {name: value for name, value in environment.items() if name != "RAY_ADDRESS"}
+    # Ray's address is for jobs; a node that finds the variable would join another cluster. Workers
+    # are to find the package where a job's runtime environment puts it.
+    ours = ("RAY_ADDRESS", "PYTHONPATH")
+    variables = {name: value for name, value in environment.items() if name not in ours}
     with log.open("w") as out:
         process = subprocess.Popen(
             [ray(), "start", "--block", *arguments],
