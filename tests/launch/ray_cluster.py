@@ -61,6 +61,7 @@ def node(arguments, log, environment):
         process = subprocess.Popen(
             [ray(), "start", "--block", *arguments],
             env=variables,
+            cwd=log.parent,  # that of the jobs' drivers, where workers look for modules too
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
