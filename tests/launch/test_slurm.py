@@ -9,6 +9,7 @@ from launching import (
     EXAMPLE,
     LAUNCH,
     PASSED,
+    ROOT,
     SMALL_EXAMPLE,
     STEPS,
     TIMEOUT,
@@ -76,14 +77,22 @@ def has_ended(cluster, job):
     return state(cluster, job) in ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")
 
 
-def test_verify_passes_over_two_nodes_and_only_the_first_reports(cluster, tmp_path):
-    job, log = submit(cluster, VERIFY_ONE_CASE, folder=tmp_path)
+def test_the_command_of_the_readme_verifies_over_two_nodes(cluster, tmp_path):
+    """As it stands there, in a checkout beside this one; one case instead of all."""
+    (checkout := tmp_path / "Megatron-LM").mkdir()
+    (tmp_path / "megatron_lossagg").symlink_to(ROOT)
+    lines = (LAUNCH / "README.md").read_text().splitlines()
+    third = next(line.split() for line in lines if line.strip().startswith("sbatch "))
+    less = VERIFY_ONE_CASE[VERIFY_ONE_CASE.index("--loss-aggregation") :]
+    job = slurm(cluster, *third, *less, folder=checkout).split()[-1]
+    log = checkout / f"lossagg-{job}.out"
     wait_until(lambda: has_ended(cluster, job), log)
     told = log.read_text()
     assert state(cluster, job) == "COMPLETED", told
     assert "start 0: node0 node1, rank 0 at 127.0.0.1:" in told
-    assert re.findall(r"^(\d): PASS.*$", told, re.MULTILINE) == ["0"], told
+    assert re.findall(r"^(\d): PASS", told, re.MULTILINE) == ["0"], told
     assert PASSED in told
+    assert (checkout / "report.html").exists()
 
 
 def test_a_killed_job_is_requeued_and_resumes_to_byte_equal_metrics(cluster, tmp_path):

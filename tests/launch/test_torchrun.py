@@ -119,10 +119,11 @@ def test_megatron_lm_trains_over_two_nodes(tmp_path):
     flags = (
         "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
         "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 4 --train-iters 2 "
-        "--lr 1e-3 --split 90,5,5 --eval-iters 1 --log-interval 1 --transformer-impl local "
-        "--distributed-backend gloo --no-gradient-accumulation-fusion --no-persist-layer-norm "
-        "--no-masked-softmax-fusion --attention-dropout 0 --hidden-dropout 0 --num-workers 0 "
-        "--tokenizer-type NullTokenizer --vocab-size 250 --mock-data"
+        "--lr 1e-3 --split 90,5,5 --eval-iters 1 --eval-interval 2 --log-interval 1 "
+        "--transformer-impl local --distributed-backend gloo --no-gradient-accumulation-fusion "
+        "--no-persist-layer-norm --no-masked-softmax-fusion --attention-dropout 0 "
+        "--hidden-dropout 0 --num-workers 0 --tokenizer-type NullTokenizer "
+        "--vocab-size 250 --mock-data"
     )
     arguments = ["-m", "megatron_lossagg", "run", CHECKOUT / "pretrain_gpt.py"]
     arguments += ["--loss-aggregation", "sample_mean", *flags.split()]
