@@ -10,8 +10,8 @@
 # torchrun, and launch/torchrun.sh runs on NUM_NODES nodes of the cluster:
 #
 #   NUM_NODES=2 launch/ray_job.sh torchrun -m megatron_lossagg verify
-#   NUM_NODES=2 MEGATRON_PATH=/root/Megatron-LM launch/ray_job.sh \
-#       torchrun -m megatron_lossagg run /root/Megatron-LM/pretrain_gpt.py ...
+#   NUM_NODES=2 MEGATRON_PATH=/opt/Megatron-LM launch/ray_job.sh \
+#       torchrun -m megatron_lossagg run /opt/Megatron-LM/pretrain_gpt.py ...
 #   launch/ray_job.sh torchrun /shared/megatron_lossagg/examples/drgrpo/train.py \
 #       --output /shared/runs/online
 #

@@ -63,7 +63,7 @@ def test_verify_passes_over_two_nodes(cluster):
 def test_every_worker_gets_the_package_and_the_variables_that_are_set(cluster, tmp_path):
     script = tmp_path / "driver.py"
     script.write_text(WORKERS)
-    variables = {"NCCL_SOCKET_IFNAME": "eth9", "MEGATRON_PATH": "/root/Megatron-LM"}
+    variables = {"NCCL_SOCKET_IFNAME": "eth9", "MEGATRON_PATH": "/opt/Megatron-LM"}
     done = submit(cluster, "python3", script, **variables)
     assert done.returncode == 0, done.stdout
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("SEEN ")]
@@ -74,7 +74,7 @@ def test_every_worker_gets_the_package_and_the_variables_that_are_set(cluster, t
         assert not file.startswith(str(ROOT))
         assert env["NCCL_SOCKET_IFNAME"] == "eth9"
         assert env["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
-        assert "/root/Megatron-LM" in env["PYTHONPATH"].split(":")
+        assert "/opt/Megatron-LM" in env["PYTHONPATH"].split(":")
         assert "NCCL_IB_SL" not in env  # not set here, so not set there
 
 
