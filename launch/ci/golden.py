@@ -1,0 +1,229 @@
+"""Compare a report of ``lossagg verify --json`` with a golden one.
+
+    python launch/ci/golden.py write REPORT GOLDEN
+    python launch/ci/golden.py options GOLDEN
+    python launch/ci/golden.py compare GOLDEN REPORT [--log FILE]
+
+A golden file has what does not depend on the machine: the options, the number of ranks, and for
+each layout, case and regime the weight's formula, K, the gradient's factor and that it passes.
+What a machine may change in its last digits, the errors, has a bound. Versions and devices are
+shown and not compared. ``write`` refuses a report that did not pass.
+
+``compare`` prints a summary in Markdown, and appends it to the file that ``GITHUB_STEP_SUMMARY``
+names, if it names one. Exit status: 0 the same, 1 different or no report, 2 wrong usage. It needs
+Python and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Json = dict[str, Any]
+
+EXACT = ("formula", "k", "passed")
+ERRORS = ("gradient_error", "loss_error", "weight_sum_error")
+WEIGHT_SUM_TOLERANCE = 1e-6
+"""The weight sum is reported in float32."""
+FACTOR_TOLERANCES = 100
+"""A factor is a projection over all parameters: as many tolerances may it be off."""
+OUTPUTS = ("--json", "--html")
+LOG_LINES = 30
+
+
+class Difference(NamedTuple):
+    """One line of the table."""
+
+    where: str
+    what: str
+    golden: object
+    got: object
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    write = commands.add_parser("write", help="make a golden file of a report that passed")
+    write.add_argument("report", type=Path)
+    write.add_argument("golden", type=Path)
+    options = commands.add_parser("options", help="print its ranks and the options of verify")
+    options.add_argument("golden", type=Path)
+    compare = commands.add_parser("compare", help="compare a report with a golden file")
+    compare.add_argument("golden", type=Path)
+    compare.add_argument("report", type=Path)
+    compare.add_argument("--log", type=Path, help="what to quote where there is no report")
+    args = parser.parse_args()
+    if args.command == "write":
+        return write_golden(read(args.report), args.golden)
+    golden = read(args.golden)
+    if args.command == "options":
+        print(golden["num_ranks"], shlex.join(golden["options"]))
+        return 0
+    if not args.report.exists():
+        return finish(False, no_report(args.report, args.log))
+    report = read(args.report)
+    differences = list(compared(golden, report))
+    return finish(not differences, summary(golden, report, differences))
+
+
+def read(path: Path) -> Json:
+    """Read a JSON file; wrong usage where it is none."""
+    try:
+        found: Json = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        print(f"{path}: got {error}, expected a JSON file of this tool", file=sys.stderr)
+        raise SystemExit(2) from None
+    return found
+
+
+def write_golden(report: Json, path: Path) -> int:
+    """Write what of a report does not depend on the machine."""
+    if not report["passed"]:
+        print("the report did not pass: a golden file is of one that did", file=sys.stderr)
+        return 2
+    golden = {
+        "options": options_of(report["command"]),
+        "num_ranks": report["num_ranks"],
+        "layouts": report["layouts"],
+        "cases": [
+            {
+                **{name: verdict[name] for name in ("layout", "case", "regime", *EXACT)},
+                "factor": round(verdict["measured_factor"], 6),
+                "tolerance": verdict["tolerance"],
+            }
+            for verdict in report["verdicts"]
+        ],
+    }
+    path.write_text(json.dumps(golden, indent=1) + "\n")
+    print(f"{path}: {len(golden['cases'])} cases, {shlex.join(golden['options'])}")
+    return 0
+
+
+def options_of(command: str) -> list[str]:
+    """Return the options of ``lossagg verify``, without the files that it wrote."""
+    words = shlex.split(command)
+    words = words[words.index("verify") + 1 :]
+    for name in OUTPUTS:
+        while name in words:
+            del words[words.index(name) : words.index(name) + 2]
+    return words
+
+
+def compared(golden: Json, report: Json) -> Iterator[Difference]:
+    """Find what differs."""
+    for name in ("num_ranks", "layouts"):
+        if golden[name] != report[name]:
+            yield Difference("the run", name, golden[name], report[name])
+    if not report["passed"]:
+        yield Difference("the run", "passed", True, False)
+    found = {name_of(verdict): verdict for verdict in report["verdicts"]}
+    for case in golden["cases"]:
+        where = name_of(case)
+        verdict = found.pop(where, None)
+        if verdict is None:
+            yield Difference(where, "case", "measured", "missing")
+        else:
+            yield from of_case(where, case, verdict)
+    for where in found:
+        yield Difference(where, "case", "none", "measured")
+
+
+def of_case(where: str, case: Json, verdict: Json) -> Iterator[Difference]:
+    """Compare one case: what is exact, the factor, and the errors with their bounds."""
+    for name in EXACT:
+        if verdict[name] != case[name]:
+            yield Difference(where, name, case[name], verdict[name])
+    factor = verdict["measured_factor"]
+    allowed = FACTOR_TOLERANCES * case["tolerance"]
+    if factor is None or not abs(factor - case["factor"]) <= allowed:
+        yield Difference(where, "factor", f"{case['factor']:g}", number(factor))
+    for name in ERRORS:
+        bound = WEIGHT_SUM_TOLERANCE if name == "weight_sum_error" else case["tolerance"]
+        error = verdict[name]
+        undefined = error is None and name != "gradient_error" and verdict["passed"]
+        if not undefined and (error is None or not error < bound):
+            yield Difference(where, name, f"below {bound:g}", number(error))
+
+
+def name_of(case: Json) -> str:
+    """Name a case of a golden file or a report."""
+    return f"{case['layout']}; {case['case']}; {case['regime']}"
+
+
+def number(value: float | None) -> str:
+    """Write a measured number; None stands for one that is not finite."""
+    return "not finite" if value is None else f"{value:.12g}"
+
+
+def summary(golden: Json, report: Json, differences: list[Difference]) -> str:
+    """Write the result, what differs, the causes, and where it was run."""
+    cases = len(golden["cases"])
+    if not differences:
+        result = f"PASS: {cases} cases as in the golden file, on {report['num_ranks']} ranks"
+    else:
+        wrong = {difference.where for difference in differences}
+        result = f"FAIL: {len(wrong)} of {cases} cases differ from the golden file"
+    lines = [f"## {result}", ""]
+    if causes := causes_of(report):
+        lines += ["**Cause**", "", *causes, ""]
+    if differences:
+        rows = [[cell(value) for value in difference] for difference in differences]
+        lines += table(["case", "what", "golden", "got"], rows)
+    facts = [
+        [fact["name"], fact["version"] or fact["state"], fact["detail"]]
+        for fact in report["environment"]
+    ]
+    lines += table(["environment", "version", ""], [[cell(v) for v in row] for row in facts])
+    return "\n".join([*lines, f"`{report['command']}`, {report['started']}", ""])
+
+
+def causes_of(report: Json) -> list[str]:
+    """List each explanation of the cases that failed once, with the first case that has it."""
+    first: dict[str, str] = {}
+    for verdict in report["verdicts"]:
+        if not verdict["passed"]:
+            name = ", ".join(verdict["causes"]) or "no known cause"
+            text = f"**{name}**: {verdict['explanation']}"
+            first.setdefault(text, name_of(verdict))
+    return [f"- {text} ({where})" for text, where in first.items()]
+
+
+def no_report(path: Path, log: Path | None) -> str:
+    """Say that the run wrote nothing, and quote the end of its log."""
+    lines = [f"## FAIL: {path.name} was not written: the run did not reach its end", ""]
+    if log is not None and log.exists():
+        lines += ["```", *log.read_text(errors="replace").splitlines()[-LOG_LINES:], "```"]
+    return "\n".join([*lines, ""])
+
+
+def table(columns: list[str], rows: list[list[str]]) -> list[str]:
+    """Write a Markdown table."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return [*("| " + " | ".join(line) + " |" for line in lines), ""]
+
+
+def cell(value: object) -> str:
+    """Write a value so that it stays in its cell."""
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def finish(passed: bool, text: str) -> int:
+    """Print a summary, hand it to GitHub where it asks for one; return the exit status."""
+    print(text)
+    if file := os.environ.get("GITHUB_STEP_SUMMARY"):
+        with Path(file).open("a") as target:
+            target.write(text + "\n")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""Reports against a golden file: the same passes, a real wrong factor fails with its cause.
+
+The reports are of ``lossagg verify`` on four ranks, of this package and of copies with a fault of
+``tests/wrong_factors``. ``launch/ci/golden.py`` runs as its own process, as in a workflow.
+"""
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import TESTS, early, launched, new_folder
+from test_wrong_factors import FOLDER, run
+
+ROOT = TESTS.parent
+SCRIPT = ROOT / "launch" / "ci" / "golden.py"
+GOLDEN = ROOT / "launch" / "ci" / "golden" / "4_ranks.json"
+FAULTS = ("over_m", "times_cp")
+
+
+def golden_command(*arguments, summary=None):
+    """Run golden.py; returns its status and what it printed, and appends to ``summary``."""
+    environment = {k: v for k, v in os.environ.items() if k != "GITHUB_STEP_SUMMARY"}
+    if summary is not None:
+        environment["GITHUB_STEP_SUMMARY"] = str(summary)
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *map(str, arguments)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def report_of(fault):
+    """Verify a copy of the package with the golden file's options; returns the report's file."""
+    folder = new_folder()
+    shutil.copytree(ROOT / "megatron_lossagg", folder / "megatron_lossagg")
+    if fault is not None:
+        run.apply(FOLDER / f"{fault}.txt", folder)
+    golden = json.loads(GOLDEN.read_text())
+    report = folder / "report.json"
+    arguments = [folder, *golden["options"], "--json", report]
+    launched("verify_copy_worker.py", *arguments, processes=golden["num_ranks"])
+    return report
+
+
+@early
+def right_report():
+    return report_of(None)
+
+
+@early
+def wrong_reports():
+    return {fault: report_of(fault) for fault in FAULTS}
+
+
+def test_the_report_of_this_package_is_as_in_the_golden_file(right_report, tmp_path):
+    summary = tmp_path / "summary.md"
+    status, printed = golden_command("compare", GOLDEN, right_report, summary=summary)
+    assert status == 0, printed
+    assert "PASS: 22 cases as in the golden file, on 4 ranks" in printed
+    assert summary.read_text() == printed
+
+
+def test_writing_the_golden_file_again_changes_nothing(right_report, tmp_path):
+    status, printed = golden_command("write", right_report, tmp_path / "again.json")
+    assert status == 0, printed
+    assert (tmp_path / "again.json").read_text() == GOLDEN.read_text()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_factor_fails_with_its_cause_in_the_summary(wrong_reports, fault, tmp_path):
+    summary = tmp_path / "summary.md"
+    summary.write_text("before\n")
+    status, printed = golden_command("compare", GOLDEN, wrong_reports[fault], summary=summary)
+    assert status == 1
+    assert "cases differ from the golden file" in printed
+    assert fault in printed
+    assert "measured factor" in printed
+    failed = [v for v in json.loads(wrong_reports[fault].read_text())["verdicts"] if v["causes"]]
+    assert failed[0]["explanation"] in printed
+    assert summary.read_text() == "before\n" + printed
+
+
+def test_a_report_that_did_not_pass_is_refused_as_a_golden_file(wrong_reports, tmp_path):
+    golden = tmp_path / "golden.json"
+    status, printed = golden_command("write", wrong_reports[FAULTS[0]], golden)
+    assert status == 2
+    assert "did not pass" in printed
+    assert not golden.exists()
+
+
+CHANGES = {
+    "K": (lambda r: r["verdicts"][0].update(k=7), "| k | 12 | 7 |"),
+    "formula": (lambda r: r["verdicts"][0].update(formula="2/N"), "| formula | 1/N | 2/N |"),
+    "factor": (
+        lambda r: r["verdicts"][0].update(measured_factor=1 + 1e-9),
+        "| factor | 1 | 1.000000001 |",
+    ),
+    "no factor": (
+        lambda r: r["verdicts"][0].update(measured_factor=None),
+        "| factor | 1 | not finite |",
+    ),
+    "error beyond the golden tolerance": (
+        lambda r: r["verdicts"][0].update(gradient_error=2e-12, tolerance=1),
+        "| gradient_error | below 1e-12 | 2e-12 |",
+    ),
+    "weight sum": (
+        lambda r: r["verdicts"][0].update(weight_sum_error=1e-5),
+        "| weight_sum_error | below 1e-06 | 1e-05 |",
+    ),
+    "a case is missing": (lambda r: r["verdicts"].pop(), "| case | measured | missing |"),
+    "a case more": (
+        lambda r: r["verdicts"].append({**r["verdicts"][0], "case": "another"}),
+        "another; average | case | none | measured |",
+    ),
+    "ranks": (lambda r: r.update(num_ranks=8), "| the run | num_ranks | 4 | 8 |"),
+    "the run": (lambda r: r.update(passed=False), "| the run | passed | True | False |"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_does_not_depend_on_the_machine_must_be_equal(right_report, name, tmp_path):
+    change, expected = CHANGES[name]
+    report = json.loads(right_report.read_text())
+    change(report)
+    changed = tmp_path / "report.json"
+    changed.write_text(json.dumps(report))
+    status, printed = golden_command("compare", GOLDEN, changed)
+    assert status == 1
+    assert expected in printed
+
+
+def test_errors_below_their_bound_times_and_versions_may_differ(right_report, tmp_path):
+    report = copy.deepcopy(json.loads(right_report.read_text()))
+    for verdict in report["verdicts"]:
+        verdict.update(gradient_error=9e-13, loss_error=9e-13, measured_factor=1 - 9e-13)
+    report["environment"][1]["version"] = "9.9"
+    report.update(seconds=1e6, started="another day")
+    changed = tmp_path / "report.json"
+    changed.write_text(json.dumps(report))
+    status, printed = golden_command("compare", GOLDEN, changed)
+    assert status == 0, printed
+    assert "9.9" in printed
+
+
+def test_a_run_without_a_report_fails_and_quotes_the_end_of_its_log(tmp_path):
+    log = tmp_path / "log.txt"
+    log.write_text("\n".join(f"line {i}" for i in range(100)))
+    arguments = ("compare", GOLDEN, tmp_path / "none.json", "--log", log)
+    status, printed = golden_command(*arguments)
+    assert status == 1
+    assert "was not written" in printed
+    assert "line 99" in printed
+    assert "line 9\n" not in printed
+
+
+def test_a_file_that_is_no_json_is_wrong_usage(tmp_path):
+    (tmp_path / "golden.json").write_text("{")
+    status, printed = golden_command("options", tmp_path / "golden.json")
+    assert status == 2
+    assert "expected a JSON file" in printed
+
+
+@pytest.mark.parametrize("file", sorted(GOLDEN.parent.glob("*.json")), ids=lambda file: file.stem)
+def test_a_golden_file_names_its_ranks_and_its_options(file):
+    status, printed = golden_command("options", file)
+    ranks, *options = printed.split()
+    assert status == 0
+    assert int(ranks) == int(file.stem.partition("_")[0])
+    assert options[0].startswith("--")
+    golden = json.loads(file.read_text())
+    assert all(case["passed"] and case["factor"] == 1 for case in golden["cases"])
