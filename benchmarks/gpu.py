@@ -1,10 +1,17 @@
-"""Everything that needs a GPU, by one command: ``python benchmarks/gpu.py``.
+"""Everything that needs a GPU, by one command: ``make gpu``.
 
 From a bare checkout with torch and a megatron-core wheel on the path; nothing of this
-repository has to be installed. Runs every test marked ``gpu`` (where pytest is installed),
-``lossagg verify`` on NCCL with one rank, and the GPU rows: time by CUDA events against the
-measured copy bandwidth, kernels by the profiler, host syncs. Output goes to ``--output``, by
-default ``$OUT`` or ``runs/gpu``. Exit status: 0 all passed, 1 something failed, 2 no CUDA.
+repository has to be installed. Its parts:
+
+- tests: every test marked ``gpu``, Transformer Engine's partition of packed rows against
+  ``Layout`` among them where it can be imported; needs pytest
+- verify: ``lossagg verify`` on NCCL, over all GPUs of this machine
+- rows: time by CUDA events against the measured copy bandwidth, kernels, host syncs
+
+Writes ``gpu.json`` and ``gpu.html``, which state device, driver and versions, ``summary.md`` and
+the parts' logs to ``--output``, by default ``$OUT`` or ``runs/gpu``. Exit status: 0 all passed, 1
+a part failed or could not be run, 2 no CUDA. ``--cpu`` runs what needs none, one layout of
+verify on gloo with two ranks, to try the command: the rest is then reported as not run.
 """
 
 from __future__ import annotations
@@ -13,10 +20,10 @@ import argparse
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import xml.etree.ElementTree as ElementTree
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +33,10 @@ if str(ROOT) not in sys.path:
 
 PARTS = ("tests", "verify", "rows")
 NO_CUDA = 2
+CPU_RANKS = 2
 
-TOKENS = {"64k": 2**16, "1M": 2**20, "4M": 2**22}
-TOKENS_PER_ROW = 1024
-WARMUP, REPEATS = 10, 50
-COPIED_BYTES = 2**28
-QUEUE_CYCLES = 10_000_000
-"""About 5 ms of the device, longer than the host takes to launch a call."""
-GOAL_AT_4M = 0.8
-"""Of the copy bandwidth."""
-BYTES_FUSED = 9 + 8
-"""Per token, what a fused kernel moves: the dispatch trace does not see into it."""
+Json = dict[str, Any]
+PASSED, FAILED, NOT_RUN = "passed", "FAILED", "not run"
 
 
 def main() -> int:
@@ -47,232 +47,208 @@ def main() -> int:
     default = Path(os.environ.get("OUT") or ROOT / "runs" / "gpu")
     parser.add_argument("--output", type=Path, default=default, metavar="FOLDER")
     parser.add_argument("--only", choices=PARTS, help="one part instead of all three")
+    parser.add_argument("--cpu", action="store_true", help="only what needs no GPU")
     args = parser.parse_args()
     try:
         import torch
     except ModuleNotFoundError:
         print("torch is not installed: put it on the path, built for CUDA", file=sys.stderr)
         return NO_CUDA
-    if not torch.cuda.is_available():
+    if not args.cpu and not torch.cuda.is_available():
         print(
             f"torch {torch.__version__} sees no CUDA device: run this on a machine with a GPU and "
             "a torch built for CUDA; `make bench` and `make test` need none",
             file=sys.stderr,
         )
         return NO_CUDA
-    args.output.mkdir(parents=True, exist_ok=True)
-    passed = {}
+    output = args.output.resolve()
+    output.mkdir(parents=True, exist_ok=True)
+    parts: dict[str, Json] = {}
     for part in PARTS:
         if args.only in (None, part):
             print(f"== {part}", flush=True)
-            passed[part] = globals()[f"run_{part}"](args.output.resolve())
-    print("  ".join(f"{part}: {verdict}" for part, verdict in passed.items()))
-    return 1 if "FAILED" in passed.values() else 0
+            parts[part] = globals()[f"run_{part}"](output, on_cpu=args.cpu)
+    verdict = overall(parts, on_cpu=args.cpu)
+    write(output, verdict, parts, on_cpu=args.cpu)
+    for name, found in parts.items():
+        print(f"{name}: {found['verdict']}{', ' * bool(found['reason'])}{found['reason']}")
+    print(f"{verdict}; {output / 'gpu.json'}, {output / 'gpu.html'}")
+    return 0 if verdict == PASSED else 1
 
 
-def run_tests(output: Path) -> str:
+def overall(parts: dict[str, Json], *, on_cpu: bool) -> str:
+    """Judge the run: a part that did not run is not a pass, but for those that need a GPU."""
+    verdicts = {part["verdict"] for part in parts.values()}
+    if FAILED in verdicts:
+        return FAILED
+    if on_cpu:
+        return PASSED if PASSED in verdicts else NOT_RUN
+    return NOT_RUN if NOT_RUN in verdicts else PASSED
+
+
+def write(output: Path, verdict: str, parts: dict[str, Json], *, on_cpu: bool) -> None:
+    """Write the result as JSON, as a page and as a summary in Markdown."""
+    from benchmarks import gpu_machine, gpu_page
+
+    result = {
+        "verdict": verdict,
+        "on_cpu": on_cpu,
+        "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": gpu_machine.facts(),
+        "parts": parts,
+    }
+    (output / "gpu.json").write_text(json.dumps(result, indent=1) + "\n")
+    (output / "gpu.html").write_text(gpu_page.page(result), encoding="utf-8")
+    (output / "summary.md").write_text(gpu_page.markdown(result))
+
+
+def run_tests(output: Path, *, on_cpu: bool) -> Json:
     """Run every test marked ``gpu``; only the files that have one, for what they import."""
+    if on_cpu:
+        return part(NOT_RUN, "needs a GPU")
     if importlib.util.find_spec("pytest") is None:
-        return "skipped, pytest is not installed"
+        return part(NOT_RUN, "pytest is not installed: pip install pytest")
     files = sorted((ROOT / "tests").glob("test_*.py"))
     marked = [str(file) for file in files if "mark.gpu" in file.read_text()]
+    junit = output / "tests.xml"
+    junit.unlink(missing_ok=True)
     command = ["-m", "pytest", "-m", "gpu", "-W", "default", "-ra", "-p", "no:cacheprovider"]
-    return logged([*command, *marked], output / "tests.txt")
+    passed = logged([*command, f"--junitxml={junit}", *marked], output / "tests.txt")
+    return tests_of(junit, passed=passed)
 
 
-def run_verify(output: Path) -> str:
-    """Run ``lossagg verify`` as the only rank of a launcher: NCCL on the first GPU."""
-    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    if importlib.util.find_spec("rich") is None:
-        return run_verify_without_tables(output, {**rank, **address})
-    report = ["--json", str(output / "verify.json"), "--html", str(output / "verify.html")]
-    command = ["-m", "megatron_lossagg", "verify", "--dp", "1", *report]
-    return logged(command, output / "verify.txt", {**rank, **address})
+def tests_of(junit: Path, *, passed: bool) -> Json:
+    """Read pytest's results; nothing passed means that nothing was tested."""
+    if not junit.exists():
+        return part(FAILED, "pytest ended before it had results: tests.txt")
+    cases = []
+    for case in ElementTree.parse(junit).iter("testcase"):
+        ended = next((e for e in case if e.tag in ("failure", "error", "skipped")), None)
+        reason = "" if ended is None else ended.get("message", "")
+        outcome = "passed" if ended is None else "skipped" if ended.tag == "skipped" else "failed"
+        cases.append({"test": case.get("name"), "outcome": outcome, "reason": reason})
+    counts = {o: sum(c["outcome"] == o for c in cases) for o in ("passed", "failed", "skipped")}
+    reason = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+    verdict = FAILED if not passed else PASSED if counts["passed"] else NOT_RUN
+    return {**part(verdict, reason), **counts, "cases": cases, "partition": partition_of(cases)}
 
 
-def run_verify_without_tables(output: Path, environment: dict[str, str]) -> str:
+def partition_of(cases: list[Json]) -> str:
+    """Say whether Transformer Engine's partition was compared with ``Layout``."""
+    its = [case for case in cases if case["test"].startswith("test_transformer_engine_slices")]
+    if any(case["outcome"] == "failed" for case in its):
+        return "differs from Layout.thd_zigzag"
+    if any(case["outcome"] == "passed" for case in its):
+        return "equal to Layout.thd_zigzag"
+    return f"not compared: {its[0]['reason'] if its else 'the test was not found'}"
+
+
+def run_verify(output: Path, *, on_cpu: bool) -> Json:
+    """Run ``lossagg verify`` under torchrun on every GPU of this machine, once per layout."""
+    import torch
+
+    ranks = CPU_RANKS if on_cpu else torch.cuda.device_count()
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
+    to_verify = layouts_of(ranks)[-1:] if on_cpu else layouts_of(ranks)
+    layouts, good = [], True
+    for number, sizes in enumerate(to_verify):
+        name = f"verify_{number}"
+        if importlib.util.find_spec("rich") is None:
+            found = verify_without_tables(output, name, ranks, sizes, hidden)
+        else:
+            found = verify(output, name, ranks, sizes, hidden)
+        layouts.append(found)
+        good = good and found["passed"]
+    reason = "; ".join(layout["summary"] for layout in layouts)
+    return {**part(PASSED if good else FAILED, reason), "ranks": ranks, "layouts": layouts}
+
+
+def layouts_of(ranks: int) -> list[dict[str, int]]:
+    """Return the sizes to verify beside DP, which takes the rest of the ranks."""
+    if ranks % 4 == 0:
+        return [{"cp": 2, "pp": 2}, {"cp": 2, "tp": 2}]
+    return [{}, {"cp": 2}] if ranks % 2 == 0 else [{}]
+
+
+def verify(
+    output: Path, name: str, ranks: int, sizes: dict[str, int], environment: dict[str, str]
+) -> Json:
+    """Run one layout by the command line; its report and page stay beside the log."""
+    file = output / f"{name}.json"
+    file.unlink(missing_ok=True)
+    options = [word for size, value in sizes.items() for word in (f"--{size}", str(value))]
+    options += ["--sequence-parallel"] * ("tp" in sizes)
+    outputs = ["--json", str(file), "--html", str(file.with_suffix(".html"))]
+    command = [*torchrun(ranks), "-m", "megatron_lossagg", "verify", *options, *outputs]
+    passed = logged(command, output / f"{name}.txt", environment)
+    found: Json = {"passed": passed, "files": [file.name, f"{name}.html", f"{name}.txt"]}
+    if not file.exists():
+        return {**found, "passed": False, "summary": f"{name} ended before its report: {name}.txt"}
+    report = json.loads(file.read_text())
+    cases = sum(verdict["passed"] for verdict in report["verdicts"])
+    found["summary"] = f"{', '.join(report['layouts'])}: {cases} of {report['num_verdicts']} cases"
+    return {**found, "passed": passed and report["passed"]}
+
+
+def verify_without_tables(
+    output: Path, name: str, ranks: int, sizes: dict[str, int], environment: dict[str, str]
+) -> Json:
     """Run the same verification by its ranks' module, where rich is not installed."""
     from megatron_lossagg.verify.cases import CASES
     from megatron_lossagg.verify.job import Job
     from megatron_lossagg.verify.parallelism import Parallelism
 
-    job = Job(layouts=[Parallelism(dp=1)], cases=CASES)
-    job_file, events = output / "verify_job.json", output / "verify_events.jsonl"
+    others = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1)
+    layout = Parallelism(dp=ranks // others, sequence_parallel="tp" in sizes, **sizes)
+    job = Job(layouts=[layout], cases=CASES)
+    job_file, events = output / f"{name}_job.json", output / f"{name}_events.jsonl"
     job_file.write_text(job.to_json())
     events.unlink(missing_ok=True)
-    command = ["-m", "megatron_lossagg.verify", str(job_file), str(events)]
-    ran = logged(command, output / "verify.txt", environment)
+    command = [*torchrun(ranks), "-m", "megatron_lossagg.verify", str(job_file), str(events)]
+    passed = logged(command, output / f"{name}.txt", environment)
     lines = events.read_text().splitlines() if events.exists() else []
     verdicts = [v for event in map(json.loads, lines) for v in event.get("verdicts", [])]
-    failed = [v for v in verdicts if not v["passed"]]
-    print(f"{len(verdicts) - len(failed)} of {job.num_rows} cases pass")
-    return ran if len(verdicts) == job.num_rows and not failed else "FAILED"
-
-
-def run_rows(output: Path) -> str:
-    """Measure, print and write the GPU rows."""
-    import torch
-
-    torch.cuda.set_device(0)
-    found: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(0),
-        "torch": str(torch.__version__),
-        "cuda": torch.version.cuda,
-        "copy_bytes_per_second": copy_bandwidth(),
-        "rows": [],
-    }
-    for name, num_tokens in TOKENS.items():
-        for dtype in ("float32", "bfloat16"):
-            row = {"tokens": name, "dtype": dtype, **a_call(num_tokens, dtype)}
-            bandwidth = row["bytes_per_token"] * num_tokens / row["call_seconds"]
-            row["of_copy_bandwidth"] = bandwidth / found["copy_bytes_per_second"]
-            found["rows"].append(row)
-            print(
-                f"{name} {dtype}: build {row['build_seconds'] * 1e6:.0f} us, call forward + "
-                f"backward {row['call_seconds'] * 1e6:.0f} us, {row['of_copy_bandwidth']:.0%} of "
-                f"the copy bandwidth at {row['bytes_per_token']:.1f} bytes per token, floor "
-                f"{row['floor_seconds'] * 1e6:.0f} us; with the host's launches "
-                f"{row['call_seconds_with_launches'] * 1e6:.0f} against "
-                f"{row['floor_seconds_with_launches'] * 1e6:.0f} us; host syncs "
-                f"{row['sync'] or 'none'}"
-            )
-    (output / "rows.json").write_text(json.dumps(found, indent=1) + "\n")
-    at_4m = next(r for r in found["rows"] if (r["tokens"], r["dtype"]) == ("4M", "float32"))
-    print(f"goal: {GOAL_AT_4M:.0%} at 4M fp32 tokens, got {at_4m['of_copy_bandwidth']:.0%}")
-    synced = any(row["sync"] for row in found["rows"])
-    reached = at_4m["of_copy_bandwidth"] >= GOAL_AT_4M
-    if synced:
-        return "FAILED"
-    return "passed" if reached else "measured, the bandwidth goal was missed"
-
-
-def a_call(num_tokens: int, dtype: str) -> dict[str, Any]:
-    """Time building and a call on one microbatch; its kernels; whether anything waited."""
-    import torch
-
-    from benchmarks.counting import counted
-    from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
-
-    num_rows = num_tokens // TOKENS_PER_ROW
-    rows = range(num_rows)
-    generator = torch.Generator().manual_seed(1)
-    mask = (torch.rand(num_tokens, generator=generator) < 0.8).int()
-    active = mask.view(num_rows, TOKENS_PER_ROW).sum(1)
-    plan = plan_step(Aggregation("sample_mean"), Sequences(active_tokens=active))
-    layout = Layout.local([TOKENS_PER_ROW] * num_rows, cp_size=1, cp_rank=0)
-    mask = mask.cuda()
-    x = torch.randn(num_tokens, generator=generator).to("cuda", getattr(torch, dtype))
-    x.requires_grad_()
-    w = (torch.rand(num_tokens, generator=generator)).cuda()
-    reducer = plan.reducer(rows, mask, layout)
-
-    def call() -> None:
-        torch.autograd.grad(reducer(x), x)
-
-    def floor() -> None:
-        torch.autograd.grad((x * w).sum(), x)
-
-    def build() -> None:
-        plan.reducer(rows, mask, layout)
-
-    times = {
-        "build_seconds": seconds(build),
-        "call_seconds": seconds(call),
-        "floor_seconds": seconds(floor),
-        "call_seconds_with_launches": seconds(call, queued=False),
-        "floor_seconds_with_launches": seconds(floor, queued=False),
-    }
-    sync = ""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        build()
-        call()
-    except RuntimeError as error:
-        sync = str(error).splitlines()[0]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    with counted() as counts:
-        call()
-    traced = counts.bytes / num_tokens
-    plan.check()
+    right = sum(verdict["passed"] for verdict in verdicts)
     return {
-        **times,
-        "sync": sync,
-        "bytes_per_token": traced if traced > BYTES_FUSED / 2 else float(BYTES_FUSED),
-        "kernels_call": kernels(call),
-        "kernels_build": kernels(build),
+        "passed": passed and right == job.num_verdicts,
+        "files": [events.name, f"{name}.txt"],
+        "summary": f"{layout}: {right} of {job.num_verdicts} cases",
     }
 
 
-def seconds(piece: Callable[[], object], *, queued: bool = True) -> float:
-    """Median time between CUDA events around a piece of code.
-
-    ``queued``: behind a kernel that keeps the device busy while the host launches the rest, so
-    that the device's time comes out; without, the host's launches count where they are slower.
-    """
-    import torch
-
-    for _ in range(WARMUP):
-        piece()
-    pairs = []
-    for _ in range(REPEATS):
-        torch.cuda.synchronize()
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        if queued:
-            torch.cuda._sleep(QUEUE_CYCLES)
-        began.record()
-        piece()
-        ended.record()
-        pairs.append((began, ended))
-    torch.cuda.synchronize()
-    times = sorted(began.elapsed_time(ended) / 1e3 for began, ended in pairs)
-    return float(times[len(times) // 2])
+def torchrun(ranks: int) -> list[str]:
+    """Return the launcher's arguments for ranks of this machine."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    return [*launcher, "--nproc-per-node", str(ranks)]
 
 
-def copy_bandwidth() -> float:
-    """Bytes per second that a copy on the device reads and writes."""
-    import torch
+def run_rows(output: Path, *, on_cpu: bool) -> Json:
+    """Measure the GPU rows."""
+    if on_cpu:
+        return part(NOT_RUN, "needs a GPU")
+    from benchmarks import gpu_rows
 
-    source = torch.ones(COPIED_BYTES // 4, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * COPIED_BYTES / seconds(lambda: target.copy_(source))
-
-
-def kernels(piece: Callable[[], None]) -> dict[str, int]:
-    """Names and counts of the kernels that a piece of code launches."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    piece()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        piece()
-        torch.cuda.synchronize()
-    on_device = torch.autograd.DeviceType.CUDA
-    counts: dict[str, int] = {}
-    for event in profiled.events():
-        if event.device_type == on_device:
-            counts[event.name] = counts.get(event.name, 0) + 1
-    return counts
+    found = gpu_rows.measure()
+    synced = [f"{row['tokens']} {row['dtype']}" for row in found["rows"] if row["sync"]]
+    if synced:
+        return {**part(FAILED, f"waits for the device: {', '.join(synced)}"), **found}
+    reason = "" if found["goal_reached"] else "the bandwidth goal was missed"
+    return {**part(PASSED, reason), **found}
 
 
-def free_port() -> int:
-    """Return a port of this machine that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def part(verdict: str, reason: str = "") -> Json:
+    """Start a part's result."""
+    return {"verdict": verdict, "reason": reason}
 
 
-def logged(arguments: list[str], log: Path, environment: dict[str, str] | None = None) -> str:
-    """Run a Python command of this checkout; print and keep what it says."""
+def logged(arguments: list[str], log: Path, environment: dict[str, str] | None = None) -> bool:
+    """Run a Python command of this checkout; print and keep its output; whether it passed."""
     given = filter(None, [os.environ.get("PYTHONPATH")])
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *given])
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path, **(environment or {})},
+        env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path, **(environment or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -280,7 +256,7 @@ def logged(arguments: list[str], log: Path, environment: dict[str, str] | None =
     )
     log.write_text(done.stdout)
     print(done.stdout[-6000:], flush=True)
-    return "passed" if done.returncode == 0 else "FAILED"
+    return done.returncode == 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,194 @@
+"""``make gpu``: refused without a GPU, its CPU form run by the workflow's script, its reports.
+
+What needs a GPU is in ``test_gpu.py`` and was not run where there is none.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from conftest import TESTS, early, new_folder
+
+from benchmarks import gpu, gpu_page
+
+ROOT = TESTS.parent
+CUDA = torch.cuda.is_available()  # now: another test of this process may put stand-ins in place
+without_cuda = pytest.mark.skipif(CUDA, reason="this machine has CUDA")
+
+MACHINE = {"devices": "8 x A <GPU>", "driver": "570.1", "torch": "2.13.0", "NCCL": "2.27.3"}
+ROW = {
+    "tokens": "4M",
+    "dtype": "float32",
+    "build_seconds": 1e-3,
+    "call_seconds": 2e-4,
+    "floor_seconds": 1e-4,
+    "call_seconds_with_launches": 3e-4,
+    "floor_seconds_with_launches": 2e-4,
+    "of_copy_bandwidth": 0.85,
+    "sync": "",
+}
+
+
+def ran(command, output, **environment):
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "OUT": str(output), "PYTHON": sys.executable, **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+@without_cuda
+@pytest.mark.parametrize(
+    "command",
+    [[sys.executable, "benchmarks/gpu.py"], ["make", "gpu"], ["launch/ci/gpu.sh"]],
+    ids=["script", "make", "workflow"],
+)
+def test_without_a_gpu_it_says_so_and_fails_before_it_writes(command, tmp_path):
+    summary = tmp_path / "summary.md"
+    done = ran(command, tmp_path / "out", GITHUB_STEP_SUMMARY=str(summary))
+    assert done.returncode == gpu.NO_CUDA
+    assert "sees no CUDA device: run this on a machine with a GPU" in done.stderr
+    assert not (tmp_path / "out").exists()
+    if command[0] == "launch/ci/gpu.sh":
+        assert "ended with status 2 before it had a result" in summary.read_text()
+
+
+@early
+def cpu_form():
+    folder = new_folder()
+    summary = folder / "summary.md"
+    done = ran(["launch/ci/gpu.sh"], folder, DEVICE="cpu", GITHUB_STEP_SUMMARY=f"{summary}.github")
+    return folder, done
+
+
+def test_its_cpu_form_verifies_on_gloo_and_says_that_no_gpu_took_part(cpu_form):
+    folder, done = cpu_form
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    result = json.loads((folder / "gpu.json").read_text())
+    assert result["on_cpu"]
+    verdicts = {name: part["verdict"] for name, part in result["parts"].items()}
+    assert verdicts == {"tests": "not run", "verify": "passed", "rows": "not run"}
+    (layout,) = result["parts"]["verify"]["layouts"]
+    assert layout["summary"] == "CP 2, M 3: 22 of 22 cases"
+    report = json.loads((folder / layout["files"][0]).read_text())
+    assert report["passed"]
+    assert report["num_ranks"] == gpu.CPU_RANKS
+    machine = result["machine"]
+    assert machine["torch"] == torch.__version__
+    assert {"devices", "driver", "CUDA of torch", "NCCL", "megatron-core"} <= machine.keys()
+    page = (folder / "gpu.html").read_text()
+    assert "no GPU took part, nothing was measured" in page
+    summary = (folder / "summary.md").read_text()
+    assert (folder / "summary.md.github").read_text() == summary
+
+
+@without_cuda
+def test_tests_that_were_all_skipped_are_not_a_pass(tmp_path):
+    """Run the tests that Transformer Engine's partition is compared by, where there is no GPU."""
+    junit = tmp_path / "tests.xml"
+    files = ["tests/test_cp_variants.py", "tests/test_gpu.py"]
+    command = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={junit}"]
+    done = ran([sys.executable, *command, *files], tmp_path)
+    assert done.returncode == 0, done.stdout
+    found = gpu.tests_of(junit, passed=True)
+    assert found["verdict"] == gpu.NOT_RUN
+    assert found["passed"] == found["failed"] == 0
+    assert found["skipped"] == len(found["cases"]) > 50
+    assert found["partition"].startswith("not compared: ")
+    assert "CUDA kernel" in found["partition"]
+
+
+def junit_of(tmp_path, *cases):
+    file = tmp_path / "tests.xml"
+    file.write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
+    return file
+
+
+PARTITION = '<testcase name="test_transformer_engine_slices_packed_rows_like_thd_zigzag[2]">'
+
+
+@pytest.mark.parametrize(
+    ("case", "passed", "verdict", "partition"),
+    [
+        (f"{PARTITION}</testcase>", True, gpu.PASSED, "equal to Layout.thd_zigzag"),
+        (
+            f'{PARTITION}<failure message="differ"/></testcase>',
+            False,
+            gpu.FAILED,
+            "differs from Layout.thd_zigzag",
+        ),
+        ('<testcase name="test_other"/>', True, gpu.PASSED, "not compared: the test was not found"),
+    ],
+)
+def test_the_partition_is_judged_by_its_own_tests(tmp_path, case, passed, verdict, partition):
+    found = gpu.tests_of(junit_of(tmp_path, case), passed=passed)
+    assert (found["verdict"], found["partition"]) == (verdict, partition)
+
+
+def test_pytest_without_results_is_a_failure(tmp_path):
+    assert gpu.tests_of(tmp_path / "none.xml", passed=True)["verdict"] == gpu.FAILED
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "on_cpu", "expected"),
+    [
+        (("passed", "passed", "passed"), False, "passed"),
+        (("passed", "FAILED", "not run"), False, "FAILED"),
+        (("not run", "passed", "passed"), False, "not run"),
+        (("not run", "passed", "not run"), True, "passed"),
+        (("not run", "FAILED", "not run"), True, "FAILED"),
+        (("not run",), True, "not run"),
+    ],
+)
+def test_on_a_gpu_a_part_that_did_not_run_is_not_a_pass(verdicts, on_cpu, expected):
+    parts = {str(number): gpu.part(verdict) for number, verdict in enumerate(verdicts)}
+    assert gpu.overall(parts, on_cpu=on_cpu) == expected
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 16])
+def test_the_layouts_to_verify_split_every_gpu_of_the_node(ranks):
+    for sizes in gpu.layouts_of(ranks):
+        others = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1)
+        assert ranks % others == 0
+
+
+class Cells(HTMLParser):
+    """The text of a page."""
+
+    def __init__(self):
+        super().__init__()
+        self.text = []
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_page_and_summary_state_device_driver_and_versions_and_every_number():
+    case = {"test": "test_a", "outcome": "skipped", "reason": "no <kernel>"}
+    tests = gpu.part("passed", "1 passed") | {"cases": [case], "partition": "equal to ours"}
+    rows = gpu.part("passed") | {"copy_bytes_per_second": 4e12, "rows": [ROW]}
+    layout = {"passed": True, "files": ["verify_0.html"], "summary": "DP 8: 22 of 22 cases"}
+    verify = gpu.part("passed", "DP 8") | {"ranks": 8, "layouts": [layout]}
+    result = {
+        "verdict": "passed",
+        "on_cpu": False,
+        "written": "2026-11-22",
+        "machine": MACHINE,
+        "parts": {"tests": tests, "verify": verify, "rows": rows},
+    }
+    page, reader = gpu_page.page(result), Cells()
+    reader.feed(page)
+    text = " ".join(reader.text)
+    for value in (*MACHINE, *MACHINE.values(), "no <kernel>", "equal to ours", "4000 GB/s", "85%"):
+        assert value in text
+    assert "http" not in page.replace("http-equiv", "")  # self-contained
+    summary = gpu_page.markdown(result)
+    for value in (*MACHINE, *MACHINE.values(), "passed", "equal to ours"):
+        assert value in summary
