@@ -42,14 +42,15 @@ test-hosts: $(VENV)/installed
 mutants: $(VENV)/installed
 	$(RUN) tests/mutants.py $(MODULES)
 
-# `make bench QUICK=1` in about 20 seconds; docs/performance.md.
+# `make bench QUICK=1` in about 20 seconds; `SCALE=1` for 1,024 ranks; docs/performance.md.
 .PHONY: bench gpu
 bench: $(VENV)/installed
-	$(RUN) benchmarks/run.py $(if $(QUICK),--quick)
+	$(RUN) $(if $(SCALE),-m benchmarks.scale,benchmarks/run.py) $(if $(QUICK),--quick)
 
 # From a bare checkout: torch and a megatron-core wheel on the path, nothing installed.
+# `make gpu DEVICE=cpu` tries the command where there is none.
 gpu:
-	$(PYTHON) benchmarks/gpu.py
+	$(PYTHON) benchmarks/gpu.py $(if $(filter cpu,$(DEVICE)),--cpu)
 
 # The site into site/, in an environment of its own: it needs no torch. mkdocs.yml.
 .PHONY: docs

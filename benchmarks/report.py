@@ -32,12 +32,6 @@ COLLECTIVES = 2
 SHARE_OF_STEP = 0.005
 ERROR = 1e-7
 
-ASSUMED_BYTES_PER_SECOND = 10e9
-ASSUMED_SECONDS_PER_HOP = 5e-6
-PAPER_RANKS = 16_384
-PAPER_ROWS = 64
-PAPER_SPLITS = {1: "none", 8: "TP 8", 64: "TP 8, PP 8", 256: "TP 8, PP 8, CP 4"}
-
 CONTENDERS = {
     "ours": "this package",
     "floor": "floor",
@@ -274,40 +268,45 @@ def _machine(results: Results) -> str:
 
 
 def write_into(path: Path, results: Results) -> None:
-    """Replace what stands between the markers of a Markdown file."""
-    before, marker, rest = path.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not marker or not end:
-        raise SystemExit(f"{path} has no lines {BEGIN!r} and {END!r}: add them around the tables")
-    path.write_text(f"{before}{BEGIN}\n\n{markdown(results)}\n{END}{after}")
+    """Write the tables between their markers in a Markdown file."""
+    write_between(path, BEGIN, END, markdown(results))
+
+
+def write_between(path: Path, begin: str, end: str, text: str) -> None:
+    """Replace what stands between two markers of a file."""
+    before, begun, rest = path.read_text().partition(begin)
+    _, ended, after = rest.partition(end)
+    if not begun or not ended:
+        raise SystemExit(f"{path} has no lines {begin!r} and {end!r}: add them around the tables")
+    path.write_text(f"{before}{begin}\n\n{text}\n{end}{after}")
 
 
 def markdown(results: Results) -> str:
     """Lay out the goals and the numbers behind them."""
     command, machine = _machine(results).split(", ", 1)
     parts = [
-        _filled(f"Measured by `{command}` on {machine}. **Not measured on a GPU.**"),
-        _section("Goals", ["what", "measured", "goal", "reached"], _goal_cells(results)),
-        _section(
+        filled(f"Measured by `{command}` on {machine}. **Not measured on a GPU.**"),
+        section("Goals", ["what", "measured", "goal", "reached"], _goal_cells(results)),
+        section(
             "Times of a workload",
             ["workload", "local tokens", *_time_columns()],
             _time_cells(results["workloads"]),
             "CPU microseconds, medians. A call is forward and backward; a microbatch is building, "
             "one forward and backward, and five forwards under three aggregations.",
         ),
-        _section(
+        section(
             "A whole microbatch, times this package's",
             ["workload", *(CONTENDERS[name] for name in list(CONTENDERS)[1:])],
             _ahead_cells(results["workloads"]),
             "Above 1 this package is faster. Padded matrix and scaled advantages get losses that "
             "are padded already.",
         ),
-        _section(
+        section(
             "Operations of a call",
             ["path", "forward", "backward"],
             _operation_cells(results["counts"]["calls"]),
         ),
-        _section(
+        section(
             "Errors over sum abs(w x)",
             ["losses", "this package", "CP 8 against CP 1", "loop over samples"],
             _accuracy_cells(results["accuracy"]),
@@ -317,15 +316,13 @@ def markdown(results: Results) -> str:
     ]
     if results["live"] is not None:
         parts.append(
-            _section(
+            section(
                 "A training step of the example",
                 ["call", "ms per step"],
                 [[f"`{k}`", f"{v:.3f}"] for k, v in results["live"]["time"]["ms_by_call"].items()],
                 "One process; backward is that of all the reducers' calls.",
             )
         )
-    if results["collectives"] is not None:
-        parts.append(_paper(results))
     return "\n".join(parts)
 
 
@@ -398,49 +395,16 @@ def _accuracy_cells(accuracy: Results) -> list[list[str]]:
     ]
 
 
-def _paper(results: Results) -> str:
-    """Extrapolate planning to many ranks from the constants measured here."""
-    found, planned = results["collectives"], results["planning"]["1000000"]
-    fixed = found["none"]["bytes_per_rank"]
-    per_row = (found["prompt"]["bytes_per_rank"] - fixed) / found["rows"]
-    host_ms_per_row = planned["prompt"] / 1e6
-    lines = []
-    for model_size, split in PAPER_SPLITS.items():
-        dp = PAPER_RANKS // model_size
-        received = dp * (fixed + PAPER_ROWS * per_row)
-        wire = received / ASSUMED_BYTES_PER_SECOND + 2 * (dp - 1) * ASSUMED_SECONDS_PER_HOP
-        host = dp * PAPER_ROWS / 8 * host_ms_per_row
-        lines.append(
-            [
-                split,
-                f"{dp:,}",
-                f"{received / 1e6:.2f} MB",
-                f"{wire * 1e3:.1f} ms",
-                f"{host:.2f} ms",
-            ]
-        )
-    return _section(
-        f"On paper: one step on {PAPER_RANKS:,} ranks",
-        ["split over", "DP", "received per rank", "collectives", "counting on the host"],
-        lines,
-        f"Measured on two ranks: plan_step brings {fixed:.0f} bytes per rank of its group without "
-        f"ids, and {per_row:.1f} more per row with prompt ids of eight rows each, in at most "
-        f"{COLLECTIVES} all-gathers. Measured here: {host_ms_per_row * 1e6:.0f} ns of counting per "
-        f"row, taken per gathered prompt. Assumed, not measured: {PAPER_ROWS} rows per rank, "
-        f"{ASSUMED_BYTES_PER_SECOND / 1e9:.0f} GB/s, and the slowest algorithm, a ring with "
-        f"{ASSUMED_SECONDS_PER_HOP * 1e6:.0f} microseconds per hop. Nothing else communicates: a "
-        "microbatch costs what it costs on one rank.",
-    )
-
-
-def _filled(note: str) -> str:
+def filled(note: str) -> str:
+    """Wrap a paragraph."""
     return textwrap.fill(note, 138, break_long_words=False, break_on_hyphens=False)
 
 
-def _section(title: str, columns: list[str], lines: list[list[str]], note: str = "") -> str:
+def section(title: str, columns: list[str], lines: list[list[str]], note: str = "") -> str:
+    """Lay out a heading, a note and a table."""
     table = [
         "| " + " | ".join(columns) + " |",
         "|" + "---|" * len(columns),
         *("| " + " | ".join(line) + " |" for line in lines),
     ]
-    return "\n".join([f"\n### {title}\n", *([_filled(note), ""] if note else []), *table])
+    return "\n".join([f"\n### {title}\n", *([filled(note), ""] if note else []), *table])

@@ -1,0 +1,180 @@
+"""What a step costs around its microbatches as ranks grow: ``python -m benchmarks.scale``.
+
+    python -m benchmarks.scale [--quick] [--json FILE] [--doc FILE] [--pictures FOLDER]
+
+Up to 1,024 ranks are threads of this process that exchange what they have (``in_process.py``),
+each with rows of its own: every rank's weights are compared with those of one process that has
+all rows. Up to 16,384 ranks, one rank of torch's fake process group runs alone: its sizes and
+calls are the real ones, the others' rows are copies of its own. A late and a lost rank are run
+on gloo (``late_rank.py``). ``--from`` takes the numbers of an earlier run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+warnings.filterwarnings("ignore", module="megatron")  # of what is not installed
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+
+from benchmarks import run, scale_report  # noqa: E402
+from benchmarks.counting import counted  # noqa: E402
+from benchmarks.in_process import run_ranks, traffic  # noqa: E402
+from benchmarks.rank_step import Clock, Cost, RankRows, a_step, read  # noqa: E402
+from benchmarks.workloads import AGGREGATION  # noqa: E402
+from megatron_lossagg import plan_step  # noqa: E402
+
+Json = dict[str, Any]
+
+THREADS = (2, 4, 16, 64, 256, 1024)
+ALONE = (*THREADS, 2048, 16384)
+QUICK_THREADS, QUICK_ALONE = (2, 8, 64), (2, 64, 1024)
+ROWS_PER_RANK = 64
+ROWS = 1_000_000
+REPEATS = 5
+
+WORKLOADS: dict[str, tuple[Callable[[int], int], bool]] = {
+    scale_report.NO_IDS: (lambda size: ROWS_PER_RANK * size, False),
+    scale_report.WITH_IDS: (lambda size: ROWS_PER_RANK * size, True),
+    scale_report.A_MILLION: (lambda size: ROWS, True),
+}
+"""Rows of the step for a number of ranks, and whether they have prompt ids."""
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="few ranks, no launches; 20 s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers")
+    parser.add_argument("--doc", type=Path, metavar="FILE", help="write the tables into it")
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw into it")
+    parser.add_argument("--from", type=Path, metavar="FILE", dest="earlier", help="measure nothing")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    results = json.loads(args.earlier.read_text()) if args.earlier else measured(quick=args.quick)
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
+    print(scale_report.markdown(results))
+    if args.doc is not None:
+        scale_report.write_into(args.doc, results)
+    if args.pictures is not None:
+        from benchmarks import pictures
+
+        args.pictures.mkdir(parents=True, exist_ok=True)
+        pictures.scale(results, args.pictures / "scale.png")
+    return 0
+
+
+def measured(*, quick: bool) -> Json:
+    """Run every workload on every number of ranks; launches are None with ``quick``."""
+    started = time.perf_counter()
+    results: Json = {
+        "machine": {**run.machine(), "command": "python -m benchmarks.scale"},
+        "threads": {},
+        "alone": {},
+        "late": None,
+    }
+    results["machine"]["command"] += " --quick" if quick else ""
+    for name, (rows_of, has_ids) in WORKLOADS.items():
+        results["threads"][name] = [
+            in_threads(size, rows_of(size), has_ids=has_ids)
+            for size in (QUICK_THREADS if quick else THREADS)
+        ]
+        results["alone"][name] = [
+            alone(size, rows_of(size), has_ids=has_ids)
+            for size in (QUICK_ALONE if quick else ALONE)
+        ]
+    if not quick:
+        run.say("a late and a lost rank")
+        results["late"] = {
+            case: run.launched("benchmarks.late_rank", case, processes=4)
+            for case in ("late", "lost")
+        }
+    results["machine"]["seconds"] = round(time.perf_counter() - started)
+    results["machine"]["load_at_end"] = os.getloadavg()[0]
+    return results
+
+
+def in_threads(size: int, num_rows: int, *, has_ids: bool) -> Json:
+    """Run every rank of a world in this process; the cost of each call, its median over ranks.
+
+    Raises where a rank's weights or totals differ from those of one process with all rows.
+    """
+    run.say(f"{size} ranks in threads, {num_rows} rows")
+    whole = plan_step(AGGREGATION, RankRows(0, num_rows, has_ids).sequences)
+    weights_A = whole.weights.numpy()
+
+    def work(rank: int) -> dict[str, Cost]:
+        clock = Clock(traffic=traffic())
+        rows = RankRows.of(rank, size, num_rows, has_ids=has_ids)
+        plan = a_step(read(clock), rows, clock)
+        own = weights_A[rows.first : rows.first + rows.num]
+        if plan.totals != whole.totals or not np.array_equal(plan.weights.numpy(), own):
+            raise SystemExit(f"rank {rank} of {size} plans another step than one process does")
+        return clock.costs
+
+    started = time.perf_counter()
+    costs = run_ranks(size, work)
+    return {**point(size, num_rows, costs), "seconds": time.perf_counter() - started}
+
+
+def alone(size: int, num_rows: int, *, has_ids: bool) -> Json:
+    """Run rank 0 of a world of ``size`` alone, on torch's fake group; medians over repeats.
+
+    It has the rows of the last rank, which has most: the others are padded to them.
+    """
+    run.say(f"rank 0 of {size}, {num_rows} rows")
+    rows = RankRows.of(size - 1, size, num_rows, has_ids=has_ids)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        costs = []
+        for _ in range(REPEATS):
+            clock = Clock()
+            a_step(read(clock), rows, clock)
+            costs.append(clock.costs)
+        found = point(size, num_rows, costs)
+        with counted() as counts:
+            plan_step(AGGREGATION, rows.sequences, group=dist.group.WORLD)
+        brought = {"collectives": counts.num_collectives, "bytes": counts.collective_bytes}
+        found["plan_step"].update(brought)
+        for call in ("read", "step", "close"):  # not traced
+            del found[call]["collectives"], found[call]["bytes"]
+        return found
+    finally:
+        dist.destroy_process_group()
+
+
+def point(size: int, num_rows: int, costs: Sequence[dict[str, Cost]]) -> Json:
+    """Summarize the costs of ranks or repeats; the median is the low one, a value that occurred."""
+    summary = {
+        call: {
+            key: statistics.median_low([asdict(cost[call])[key] for cost in costs])
+            for key in ("cpu", "collectives", "bytes")
+        }
+        for call in costs[0]
+    }
+    return {"ranks": size, "rows": num_rows, **summary}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
