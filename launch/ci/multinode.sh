@@ -41,8 +41,12 @@ COMMAND=(
 
 case $LAUNCHER in
 slurm)
-    sbatch --wait --nodes "$NUM_NODES" --output "$FOLDER/log.txt" "$@" \
-        launch/slurm.sbatch "${COMMAND[@]}"
+    # A workflow that is cancelled takes its job with it.
+    JOB_NAME=lossagg-ci-$$
+    trap 'scancel --name "$JOB_NAME"; exit 143' INT TERM
+    sbatch --wait --job-name "$JOB_NAME" --nodes "$NUM_NODES" --output "$FOLDER/log.txt" "$@" \
+        launch/slurm.sbatch "${COMMAND[@]}" &
+    wait $!
     ;;
 torchrun)
     if [[ ${DEVICE:-cuda} == cpu ]]; then
