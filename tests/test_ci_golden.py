@@ -63,7 +63,7 @@ def test_the_report_of_this_package_is_as_in_the_golden_file(right_report, tmp_p
     summary = tmp_path / "summary.md"
     status, printed = golden_command("compare", GOLDEN, right_report, summary=summary)
     assert status == 0, printed
-    assert "PASS: 22 cases as in the golden file, on 4 ranks" in printed
+    assert "PASS: 22 of 22 cases as in the golden file, on 4 ranks" in printed
     assert summary.read_text() == printed
 
 
@@ -79,7 +79,7 @@ def test_a_wrong_factor_fails_with_its_cause_in_the_summary(wrong_reports, fault
     summary.write_text("before\n")
     status, printed = golden_command("compare", GOLDEN, wrong_reports[fault], summary=summary)
     assert status == 1
-    assert "cases differ from the golden file" in printed
+    assert "of 22 cases differ from the golden file" in printed
     assert fault in printed
     assert "measured factor" in printed
     failed = [v for v in json.loads(wrong_reports[fault].read_text())["verdicts"] if v["causes"]]

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -34,7 +35,8 @@ WEIGHT_SUM_TOLERANCE = 1e-6
 FACTOR_TOLERANCES = 100
 """A factor is a projection over all parameters: as many tolerances may it be off."""
 OUTPUTS = ("--json", "--html")
-LOG_LINES = 30
+LOG_LINES, LOG_ERRORS = 30, 10
+ERROR = re.compile(r"lossagg: |[Ee]rror: ")
 
 
 class Difference(NamedTuple):
@@ -168,7 +170,9 @@ def summary(golden: Json, report: Json, differences: list[Difference]) -> str:
     """Write the result, what differs, the causes, and where it was run."""
     cases = len(golden["cases"])
     if not differences:
-        result = f"PASS: {cases} cases as in the golden file, on {report['num_ranks']} ranks"
+        result = (
+            f"PASS: {cases} of {cases} cases as in the golden file, on {report['num_ranks']} ranks"
+        )
     else:
         wrong = {difference.where for difference in differences}
         result = f"FAIL: {len(wrong)} of {cases} cases differ from the golden file"
@@ -198,10 +202,14 @@ def causes_of(report: Json) -> list[str]:
 
 
 def no_report(path: Path, log: Path | None) -> str:
-    """Say that the run wrote nothing, and quote the end of its log."""
+    """Say that the run wrote nothing; quote its log's first errors, and its end."""
     lines = [f"## FAIL: {path.name} was not written: the run did not reach its end", ""]
     if log is not None and log.exists():
-        lines += ["```", *log.read_text(errors="replace").splitlines()[-LOG_LINES:], "```"]
+        printed = log.read_text(errors="replace").splitlines()
+        # A launcher ends with a page of its own, so the cause is rarely among the last lines.
+        errors = dict.fromkeys(line for line in printed if ERROR.search(line))
+        first = list(errors)[:LOG_ERRORS]
+        lines += ["```", *first, "...", *printed[-LOG_LINES:], "```"]
     return "\n".join([*lines, ""])
 
 

@@ -1,0 +1,106 @@
+"""``launch/ci/multinode.sh``: a verification by a launcher or a Slurm cluster, and the comparison.
+
+The cluster is that of ``tests/launch``: two nodes on loopback, where Debian's Slurm is installed.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import TESTS
+
+ROOT = TESTS.parent
+SCRIPT = ROOT / "launch" / "ci" / "multinode.sh"
+GOLDEN = ROOT / "launch" / "ci" / "golden" / "4_ranks.json"
+CLUSTER = TESTS / "launch" / "slurm_cluster.py"
+ONE_CASE = {"case": "sample_mean", "regime": "average"}
+SLURM = ("munged", "slurmctld", "slurmd", "sbatch")
+SYSTEM_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+
+
+@pytest.fixture
+def golden(tmp_path):
+    """Write a golden file of one case of the real one: a short run."""
+    found = json.loads(GOLDEN.read_text())
+    found["options"] += ["--loss-aggregation", ONE_CASE["case"], "--regime", ONE_CASE["regime"]]
+    found["cases"] = [case for case in found["cases"] if ONE_CASE.items() <= case.items()]
+    file = tmp_path / "golden.json"
+    file.write_text(json.dumps(found))
+    return file
+
+
+def ran(golden, folder, *options, launcher=(), **environment):
+    return subprocess.run(
+        [*launcher, str(SCRIPT), str(golden), str(folder), *options],
+        env={**os.environ, "PYTHON": sys.executable, "DEVICE": "cpu", **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def test_on_this_machine_it_writes_report_page_and_log_and_passes(golden, tmp_path):
+    summary = tmp_path / "summary.md"
+    done = ran(golden, tmp_path / "out", LAUNCHER="torchrun", GITHUB_STEP_SUMMARY=str(summary))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "PASS: 1 of 1 cases as in the golden file, on 4 ranks" in done.stdout
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "report.json",
+        "report.html",
+        "log.txt",
+    }
+    assert "PASS: 1 of 1 cases" in summary.read_text()
+
+
+def test_a_run_that_breaks_fails_with_the_end_of_its_log(golden, tmp_path):
+    broken = json.loads(golden.read_text())
+    broken["options"] = ["--cp", "3"]  # does not divide four ranks
+    golden.write_text(json.dumps(broken))
+    done = ran(golden, tmp_path / "out", LAUNCHER="torchrun")
+    assert done.returncode == 1
+    assert "report.json was not written" in done.stdout
+    assert "expected a multiple of tp * pp * cp = 3" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "launcher", "message"),
+    [
+        ((), "torchrun", "expected a golden file and a folder"),
+        ((GOLDEN, "out"), "other", "expected slurm or torchrun"),
+        (("none.json", "out"), "torchrun", "none.json: got"),
+    ],
+)
+def test_wrong_usage_says_what_was_expected(arguments, launcher, message, tmp_path):
+    arguments = [tmp_path / a if a == "out" else a for a in arguments]
+    done = subprocess.run(
+        [str(SCRIPT), *map(str, arguments)],
+        env={**os.environ, "PYTHON": sys.executable, "LAUNCHER": launcher},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+@pytest.mark.skipif(not CLUSTER.exists(), reason="tests/launch has no cluster")
+@pytest.mark.skipif(
+    any(shutil.which(name, path=SYSTEM_PATH) is None for name in SLURM),
+    reason="Slurm is not installed: apt-get install slurm-wlm munge",
+)
+def test_over_two_slurm_nodes_it_submits_waits_and_compares(golden, tmp_path):
+    done = ran(
+        golden,
+        tmp_path / "out",
+        launcher=(sys.executable, str(CLUSTER)),
+        NUM_NODES="2",
+        PROCESSES_PER_NODE="2",
+        PYTHONPATH=str(ROOT),
+        OMP_NUM_THREADS="1",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "PASS: 1 of 1 cases as in the golden file, on 4 ranks" in done.stdout
+    assert (tmp_path / "out" / "report.html").exists()
