@@ -43,10 +43,11 @@ case $LAUNCHER in
 slurm)
     # A workflow that is cancelled takes its job with it.
     JOB_NAME=lossagg-ci-$$
-    trap 'scancel --name "$JOB_NAME"; exit 143' INT TERM
+    trap 'scancel --name "$JOB_NAME"; kill "$SBATCH"; exit 143' INT TERM
     sbatch --wait --job-name "$JOB_NAME" --nodes "$NUM_NODES" --output "$FOLDER/log.txt" "$@" \
         launch/slurm.sbatch "${COMMAND[@]}" &
-    wait $!
+    SBATCH=$!
+    wait "$SBATCH"
     ;;
 torchrun)
     if [[ ${DEVICE:-cuda} == cpu ]]; then
