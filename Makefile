@@ -37,6 +37,12 @@ test-versions: $(VENV)/installed
 test-hosts: $(VENV)/installed
 	$(RUN) tests/hosts/run.py
 
+# The scripts of launch/; what needs Slurm, Ray or another program skips where there is none.
+# `.ci/launch` installs them.
+.PHONY: test-launch
+test-launch: $(VENV)/installed
+	$(RUN) -m pytest tests/launch -rs
+
 # `make mutants MODULES="plan layout"` for some of them; docs/mutants.md.
 .PHONY: mutants
 mutants: $(VENV)/installed

@@ -2,7 +2,7 @@
 
 # What a change must pass, on a CPU: targets of the Makefile, one after the other.
 #
-#   launch/ci/check.sh                         # lint, wrong-factors, test, test-versions, test-hosts
+#   launch/ci/check.sh                         # all that is in TARGETS
 #   launch/ci/check.sh lint check              # some of them
 #   PYTHON=python3.12 launch/ci/check.sh test-versions
 #
@@ -12,7 +12,8 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit
 
-(($#)) || set -- lint wrong-factors test test-versions test-hosts
+TARGETS=(lint wrong-factors test test-versions test-hosts test-launch docs)
+(($#)) || set -- "${TARGETS[@]}"
 
 STATUS=0
 ROWS=()

@@ -1,6 +1,6 @@
 """``launch/ci/multinode.sh``: a verification by a launcher or a Slurm cluster, and the comparison.
 
-The cluster is that of ``tests/launch``: two nodes on loopback, where Debian's Slurm is installed.
+The cluster has two nodes on loopback, where Debian's Slurm is installed.
 """
 
 import json
