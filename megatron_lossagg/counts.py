@@ -308,11 +308,11 @@ def count_step(aggregation: Aggregation, rows: Rows, fault: str, exchange: Excha
         samples = _Groups.of(table.sample)
         by_sample = _tokens_by_id("sample", table, samples)
         _check_one_prompt(table, samples)
-        sample_tokens = by_sample.of_rows[own_rows]
+        sample_tokens = by_sample.of_rows[own_rows].copy()  # a view would keep every rank's rows
         totals = replace(totals, samples=by_sample.num, active_samples=by_sample.num_active)
     if rows.prompt is not None:
         by_prompt = _tokens_by_id("prompt", table, _Groups.of(table.prompt))
-        prompt_tokens = by_prompt.of_rows[own_rows]
+        prompt_tokens = by_prompt.of_rows[own_rows].copy()
         totals = replace(totals, prompts=by_prompt.num, active_prompts=by_prompt.num_active)
         if rows.samples_per_prompt is not None:
             _check_samples_per_prompt(table, samples, rows.samples_per_prompt)

@@ -34,6 +34,12 @@ def test_totals_and_tokens_by_hand():
     assert rows.microbatch_tokens.tolist() == [4, 5, 5, 0]
 
 
+def test_counts_of_a_rank_keep_no_memory_of_the_other_ranks_rows():
+    _, counts = counted(**ROWS)
+    assert counts.sample_tokens.base is None
+    assert counts.prompt_tokens.base is None
+
+
 def test_without_ids_each_row_is_a_sample_and_there_are_no_prompts():
     _, counts = counted(active_tokens=[4, 0])
     assert counts.totals == StepTotals(active_tokens=4, samples=2, active_samples=1)
