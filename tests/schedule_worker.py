@@ -217,6 +217,7 @@ def check_evaluation_reports_the_same_loss_and_one_contract_serves_both(chunk, s
         assert tiny_gpt.reported(trained, name) == tiny_gpt.reported(evaluated, name)
     assert hook.contract is contract
     assert hook.num_steps == 2
+    assert hook.factor == M * dist.get_world_size()
 
 
 def check_an_evaluation_first_leaves_the_probe_to_the_first_training_step(chunk, stock):
@@ -256,6 +257,16 @@ def check_an_empty_step_is_an_error_in_training_and_none_in_evaluation(chunk, st
     assert tiny_gpt.reported(reports, "lm loss") == 0
     with refused(PlanError, "no active tokens", "--loss-aggregation-empty-step error"):
         run(schedule, chunk, data)
+
+
+def check_an_evaluation_needs_no_finalize_model_grads_func(chunk, stock):
+    finalize = chunk.config.finalize_model_grads_func
+    chunk.config.finalize_model_grads_func = None
+    try:
+        with torch.no_grad():
+            run(a_hook().aggregated(stock), chunk, batches(0), forward_only=True)
+    finally:
+        chunk.config.finalize_model_grads_func = finalize
 
 
 def check_rejected_tokens_are_warned_of_unless_they_were_declared(chunk, stock):

@@ -319,6 +319,8 @@ class _Adapter(Adapter):
         )
 
     def layout(self, contract: MegatronContract, lengths: Sequence[int]) -> Layout:
+        if self._run.parallelism.packing == "local":
+            return super().layout(contract, lengths)
         offsets = torch.tensor([0, *lengths]).cumsum(0)
         return self._run._layout(offsets)
 
