@@ -1,13 +1,16 @@
 """slime: weights carried with the data, and the four-argument hub of slime and miles."""
 
+import os
+import subprocess
 import sys
 import types
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import launched
-from real_hosts import CASES, LAYOUTS, check_hub, flags, needs, recorded, trained, wanted
+from conftest import TESTS, launched
+from real_hosts import CASES, HOSTS_DIR, LAYOUTS, check_hub, flags, needs, recorded, trained, wanted
 
 from megatron_lossagg import microbatch, reducer
 from megatron_lossagg import plan as plan_module
@@ -202,6 +205,27 @@ def test_slimes_own_training_step_trains_the_configured_loss(references, dtype, 
 def test_slimes_own_loader_parser_and_rebuilt_groups_take_the_hooks():
     out = launched("hosts/slime_worker.py", "wiring", processes=2)
     assert "WIRING of slime holds" in out
+
+
+@needs("slime")
+@pytest.mark.parametrize(("divisor", "outcome"), [(8, "6 passed"), (4, "6 failed")])
+def test_slimes_own_test_of_context_parallelism_passes_with_our_reducer_in_it(divisor, outcome):
+    checkout = Path(HOSTS_DIR, "slime")
+    folders = [TESTS.parent, TESTS / "hosts", checkout, os.environ.get("PYTHONPATH", "")]
+    options = ["-q", "-p", "slime_cp_reducer", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "tests/test_loss_cp_invariance.py"],
+        cwd=checkout,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, folders)),
+            "LOSSAGG_DIVISOR": str(divisor),
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert outcome in done.stdout, done.stdout + done.stderr
 
 
 def stock(**given):
