@@ -188,10 +188,7 @@ def _packed_rows(data: Any, mask_BP: npt.NDArray[Any]) -> MicrobatchRows:
 
 
 def count_segments(
-    start_G: npt.ArrayLike,
-    is_filler_G: npt.ArrayLike,
-    mask_P: npt.NDArray[Any],
-    prompt_G: npt.ArrayLike | None = None,
+    start_G: npt.ArrayLike, is_filler_G: npt.ArrayLike, mask_P: npt.NDArray[Any]
 ) -> MicrobatchRows:
     """Count the segments of a flat mask, each up to the next one's start."""
     offset_G1 = np.append(np.asarray(start_G, dtype=np.int64), len(mask_P))
@@ -200,7 +197,6 @@ def count_segments(
         active_tokens=np.diff(total_P1[offset_G1]),
         lengths=np.diff(offset_G1),
         is_filler=np.asarray(is_filler_G, dtype=np.int64),
-        prompt=None if prompt_G is None else np.asarray(prompt_G, dtype=np.int64),
     )
 
 

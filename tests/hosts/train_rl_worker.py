@@ -80,12 +80,13 @@ def by_hand(models, groups, mode):
     ``models``: those of the current, the old and the reference weights.
     """
     model, old_model, ref_model = models
-    turns, prompts = [], []
+    samples, prompts = [], []
     for group in groups:
         rewards = torch.tensor([rollout.reward for rollout in group], dtype=torch.float64)
         spread = ((rewards - rewards.mean()) ** 2).mean().sqrt()
         of_group = []
         for rollout, reward in zip(group, rewards, strict=True):
+            losses = []
             advantage = ((reward - rewards.mean()) / (1e-4 + spread)).float()
             for row, mask in zip(rollout.trajectory, rollout.generation_mask, strict=True):
                 tokens, positions = torch.tensor(row)[None], torch.arange(len(row))[None]
@@ -93,7 +94,6 @@ def by_hand(models, groups, mode):
                 with torch.no_grad():
                     old_p = old_model(tokens, positions, None)[0].log_softmax(-1)
                     ref_p = ref_model(tokens, positions, None)[0].log_softmax(-1)
-                losses = []
                 for t, (token, trained) in enumerate(zip(row[1:], mask[1:], strict=True)):
                     if not trained:
                         continue
@@ -103,10 +103,10 @@ def by_hand(models, groups, mode):
                     kl = (ref - now).exp() - (ref - now) - 1
                     policy = -min(ratio * advantage, clipped * advantage)
                     losses.append(policy + BETA * kl + ENTROPY * now.exp() * now)
-                of_group.append(losses)
-        turns += of_group
+            of_group.append(losses)
+        samples += of_group
         prompts.append([loss for losses in of_group for loss in losses])
-    means = turns if mode == "sample_mean" else prompts
+    means = samples if mode == "sample_mean" else prompts
     loss = sum(sum(losses) / len(losses) for losses in means if losses)
     loss = loss / len(means)
     return loss.item(), torch.autograd.grad(loss, list(model.parameters()))
