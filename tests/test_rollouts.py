@@ -134,14 +134,32 @@ def test_texts_without_lengths_are_refused_unless_a_measure_is_given(tmp_path):
     assert rollouts.source == "7.jsonl: lengths from the text of 'output', prompts from input"
 
 
-def test_a_tokenizer_encodes_texts_again(tmp_path):
+@pytest.mark.parametrize("length", [{"response_length": 3}, {"mask": [1, 1]}])
+@pytest.mark.parametrize("flags", [["--characters"], ["--tokenizer", "tokenizer.json"]])
+def test_a_measure_of_texts_is_refused_where_a_record_has_a_length(tmp_path, length, flags):
+    """Token counts would be called characters, or be mixed with them."""
+    if "--tokenizer" in flags:
+        flags = ["--tokenizer", str(saved_tokenizer(tmp_path))]
+    for records in ([{**VERL[0], **length}], [VERL[0], {**VERL[1], **length}]):
+        file = json_lines(tmp_path / "r.jsonl", records)
+        with pytest.raises(RolloutsError, match=rf"line {len(records)}: got a length \('") as error:
+            read(file, flags=flags)
+        assert f"({next(iter(length))!r}) and {flags[0]}" in str(error.value)
+
+
+def saved_tokenizer(folder):
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     model = tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?")
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def test_a_tokenizer_encodes_texts_again(tmp_path):
+    tokenizer = saved_tokenizer(tmp_path)
     file = json_lines(tmp_path / "7.jsonl", [{"input": "q", "output": "a b a long word"}])
-    rollouts = read(file, flags=["--tokenizer", str(tmp_path / "tokenizer.json")])
+    rollouts = read(file, flags=["--tokenizer", str(tokenizer)])
     assert columns(rollouts.steps[0])[0] == [5]
     assert rollouts.unit == "token"
     assert rollouts.caveat.startswith("Lengths are those of texts encoded again")

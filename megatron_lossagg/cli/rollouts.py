@@ -6,7 +6,8 @@ The first name that a record has counts:
 ======== ============================================== ==========================================
 field    names                                          without it
 ======== ============================================== ==========================================
-length   ``mask``, ``loss_mask``, ``response_length``   the text is measured, if asked to
+length   ``mask``, ``loss_mask``, ``response_length``   the text is measured, if asked to; then
+                                                        no record may have a length
 text     ``output``, ``completion``                     an error
 prompt   ``prompt_id``, ``group_index``, ``input``,     there is no ``prompt_mean``
          ``prompt``
@@ -50,7 +51,6 @@ _TEXTS = ("output", "completion")
 _PROMPTS = ("prompt_id", "group_index", "input", "prompt")
 _SAMPLES = ("sample_id", "rollout_id")
 _KEYS = {*_MASKS, "response_length", *_TEXTS, *_PROMPTS, *_SAMPLES, "step", "remove_sample"}
-_MEASURED = "the text of "
 
 _Record = Mapping[str, Any]
 
@@ -116,7 +116,7 @@ def read_rollouts(paths: Sequence[Path], args: argparse.Namespace) -> Rollouts:
 
     Records without ``step`` are one step per file. Raises :class:`RolloutsError`.
     """
-    reader = _Reader(_measure(args), unit="character" if args.characters else "token")
+    reader = _Reader(args)
     rows: dict[tuple[int, int], list[_Row]] = {}
     for number, path in enumerate(paths):
         num_rows = 0
@@ -153,9 +153,10 @@ class _Row:
 class _Reader:
     """From records to integers: the same names in every record, ids by first appearance."""
 
-    def __init__(self, measure: Callable[[str], int] | None, *, unit: str) -> None:
-        self._measure = measure
-        self.unit = unit
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._measure = _measure(args)
+        self._measure_flag = "--characters" if args.characters else "--tokenizer"
+        self.unit = "character" if args.characters else "token"
         self._prompt_key: str | None = None
         self._lengths_from: dict[str, None] = {}
         self._ids: dict[str, dict[object, int]] = {"prompt": {}, "sample": {}}
@@ -169,7 +170,7 @@ class _Reader:
 
     @property
     def caveat(self) -> str:
-        if not any(name.startswith(_MEASURED) for name in self._lengths_from):
+        if self._measure is None:
             return ""
         if self.unit == "character":
             return "Lengths are characters, not tokens: shares of the trained tokens differ."
@@ -219,6 +220,13 @@ class _Reader:
         return known.setdefault(value, len(known))
 
     def _active_tokens(self, record: _Record, place: str) -> int:
+        length_key = _first(record, (*_MASKS, "response_length"))
+        if length_key is not None and self._measure is not None:
+            raise RolloutsError(
+                f"{place}: got a length ({length_key!r}) and {self._measure_flag}, expected "
+                "the flag only for records with texts and no lengths: leave it out, or give only "
+                "such records"
+            )
         mask_key = _first(record, _MASKS)
         given = record.get("response_length")
         length = None if given is None else _integer(record, "response_length", place)
@@ -245,7 +253,7 @@ class _Reader:
                 "depends on its tokenizer. Give --tokenizer tokenizer.json of the model, or "
                 "--characters to count characters instead"
             )
-        self._lengths_from[f"{_MEASURED}{key!r}"] = None
+        self._lengths_from[f"the text of {key!r}"] = None
         return self._measure(_text(record[key], f"{place}: {key}"))
 
 
