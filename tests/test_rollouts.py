@@ -103,6 +103,24 @@ def test_a_slime_dump_is_read_with_arrays_removed_samples_and_split_rollouts(tmp
     assert columns(step) == ([1, 0, 2, 5, 2], [0, 1, 1, 1, 1], [0, 1, 2, 2, 3])
 
 
+@pytest.mark.parametrize("made", [torch.tensor, np.array])
+@pytest.mark.parametrize("ids", [[4, 4, 5], [[1, 2], [1, 2], [1, 3]]], ids=["numbers", "tokens"])
+def test_ids_that_are_tensors_or_arrays_are_told_apart_by_value(tmp_path, made, ids):
+    names = ("group_index", "rollout_id")
+    for wrapped in (made, lambda part: [made(part)]):
+        samples = [sample(**{name: wrapped(value) for name in names}) for value in ids]
+        torch.save({"samples": samples}, tmp_path / "3.pt")
+        assert columns(read(tmp_path / "3.pt").steps[0]) == ([2, 2, 2], [0, 0, 1], [0, 0, 1])
+
+
+def test_long_ids_differ_where_one_value_does(tmp_path):
+    """Printed, both tensors are [0, 0, 0, ..., 0, 0, 0]."""
+    ids = [torch.zeros(5000, dtype=torch.int64) for _ in range(2)]
+    ids[1][2500] = 1
+    torch.save({"samples": [sample(group_index=[i]) for i in ids]}, tmp_path / "3.pt")
+    assert columns(read(tmp_path / "3.pt").steps[0])[1] == [0, 1]
+
+
 class Own:
     """Something that a dump may hold and torch does not load by itself."""
 
@@ -206,6 +224,8 @@ def test_a_package_that_is_absent_is_named(tmp_path, monkeypatch, package, file,
         ('{"response_length": true}', "response_length is True, expected an integer"),
         ('{"response_length": 1.5}', "response_length is 1.5, expected an integer"),
         ('{"response_length": 1, "step": "a"}', "step is 'a', expected an integer"),
+        ('{"response_length": 1, "prompt_id": 1.5}', "prompt_id is 1.5, expected a string, an int"),
+        ('{"response_length": 1, "sample_id": true}', "sample_id is True, expected a string, an i"),
         ('{"response_length": 0}', "got 1 response and no active token"),
         (
             '{"response_length": 1, "prompt_id": 1}\n\n{"response_length": 1}',

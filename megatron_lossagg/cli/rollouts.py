@@ -196,8 +196,12 @@ class _Reader:
         own = ("own", self._num_rows)
         return _Row(
             active_tokens=self._active_tokens(record, place),
-            sample=self._id("sample", own if sample_key is None else record[sample_key]),
-            prompt=-1 if prompt_key is None else self._id("prompt", record[prompt_key]),
+            sample=self._number(
+                "sample", own if sample_key is None else _id(record, sample_key, place)
+            ),
+            prompt=(
+                -1 if prompt_key is None else self._number("prompt", _id(record, prompt_key, place))
+            ),
             step=_integer(record, "step", place) if record.get("step") is not None else 0,
         )
 
@@ -213,10 +217,8 @@ class _Reader:
             prompt=None if self._prompt_key is None else columns["prompt"],
         )
 
-    def _id(self, kind: str, value: object) -> int:
+    def _number(self, kind: str, value: object) -> int:
         known = self._ids[kind]
-        if isinstance(value, list | dict):  # messages
-            value = json.dumps(value, sort_keys=True, default=str)
         return known.setdefault(value, len(known))
 
     def _active_tokens(self, record: _Record, place: str) -> int:
@@ -270,8 +272,29 @@ def _integer(record: _Record, name: str, place: str) -> int:
     return value
 
 
+def _id(record: _Record, name: str, place: str) -> str | int:
+    value = _plain(record[name])
+    if isinstance(value, list | dict):  # messages or token ids
+        return json.dumps(value, sort_keys=True, default=_in_json)
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise RolloutsError(
+            f"{place}: {name} is {_short(value)}, expected a string, an integer, a list or an "
+            "object: give records to the same prompt or sample the same one"
+        )
+    return value
+
+
+def _plain(value: object) -> object:
+    """Return what a tensor or an array holds, and anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _in_json(value: object) -> object:
+    return _plain(value) if hasattr(value, "tolist") else str(value)
+
+
 def _sum_of_mask(mask: object, name: str, length: int | None) -> int:
-    values = mask.tolist() if hasattr(mask, "tolist") else mask  # a tensor or an array
+    values = _plain(mask)
     if not isinstance(values, list) or any(value not in (0, 1) for value in values):
         raise RolloutsError(f"{name} is {_short(values)}, expected a list of 0 and 1 per token")
     if length is not None and len(values) != length:
