@@ -245,6 +245,11 @@ def test_the_description_of_a_command_fits_80_columns(monkeypatch, capsys, comma
         (["token_mean", "--microbatches", "0"], "--microbatches: got 0, expected an integer"),
         (["token_mean", "--json", "/nowhere/at/all.json"], "cannot be written"),
         (["token_mean", "--lengths", "2147483648", "--regime", "per-token"], "int32"),
+        (["token_mean", "--characters"], "got --characters without --lengths-file"),
+        (["token_mean", "--tokenizer", "t.json"], "got --tokenizer without --lengths-file"),
+        (["token_mean", "--trust-pickle"], "got --trust-pickle without --lengths-file"),
+        (["token_mean", "--buckets", ""], "got --buckets without --lengths-file"),
+        (["token_mean", "--characters", "--buckets", "5"], "--characters and --buckets without"),
     ],
 )  # fmt: skip
 def test_wrong_usage_ends_with_status_2_and_what_to_change(capsys, arguments, message):

@@ -337,6 +337,14 @@ def test_prompt_mean_of_a_file_without_prompts_is_refused(tmp_path, capsys):
     assert main(["explain", "token_mean", "--lengths-file", str(file)]) == 0
 
 
+def test_too_many_tokens_of_a_file_are_an_error_of_its_flag(tmp_path, capsys):
+    file = tmp_path / "lengths.jsonl"
+    file.write_text('{"response_length": 2147483648}')
+    options = ["--lengths-file", str(file), "--regime", "per-token"]
+    assert main(["explain", "token_mean", *options]) == 2
+    assert "--lengths-file: got 2147483648 active tokens in a step" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("terminal", "widest"), [("40", 72), ("80", 80)])
 def test_an_explained_file_fits_the_terminal(monkeypatch, capsys, terminal, widest):
     monkeypatch.setenv("COLUMNS", terminal)

@@ -38,6 +38,8 @@ __all__ = ["add_arguments", "run"]
 
 _NARROWEST, _WIDEST = 72, 100
 """Limits on the width of the text, in columns."""
+_OF_A_FILE = ("tokenizer", "characters", "trust_pickle", "buckets")
+"""Options that only --lengths-file has a use for."""
 
 
 class _PrintModes(argparse.Action):
@@ -119,6 +121,7 @@ def run(args: argparse.Namespace) -> int:
     """Explain a mode and return 0. Raises :class:`LossAggregationError` for wrong usage."""
     split = Split(regime=args.regime, microbatches=args.microbatches, dp=args.dp, cp=args.cp)
     if args.lengths_file is None:
+        _refuse_options_of_a_file(args)
         explanation = explain(
             args.mode,
             prompts=read_lengths(args.lengths),
@@ -139,6 +142,16 @@ def run(args: argparse.Namespace) -> int:
         _write(args.json, explanation)
     print(*lines(explanation, width=_width()), sep="\n")
     return 0
+
+
+def _refuse_options_of_a_file(args: argparse.Namespace) -> None:
+    given = [name for name in _OF_A_FILE if getattr(args, name) not in (None, False)]
+    if given:
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ExplainError(
+            f"got {flags} without --lengths-file, expected recorded rollouts: give "
+            f"--lengths-file FILE, or leave out {flags}"
+        )
 
 
 def _width() -> int:

@@ -183,7 +183,7 @@ def explain(
     not describe a step.
     """
     aggregation = _aggregation(name, divisor, count_empty)
-    plan = _planned(aggregation, _step(prompts), split)
+    plan = _planned(aggregation, _step(prompts), split, flag="--lengths")
     explanation = _explanation(name, [plan], split, divisor, count_empty)
     rows = tuple(_rows(plan, prompts, split, explanation.total_weight))
     return replace(explanation, rows=rows)
@@ -204,7 +204,7 @@ def explain_rollouts(
         raise ExplainError(
             f"prompt_mean: got no prompts from {rollouts.source}: give every record a 'prompt_id'"
         )
-    plans = [_planned(aggregation, step, split) for step in rollouts.steps]
+    plans = [_planned(aggregation, step, split, flag="--lengths-file") for step in rollouts.steps]
     shares = shares_of(rollouts, microbatches=split.microbatches, dp=split.dp, highs=highs)
     explanation = _explanation(name, plans, split, divisor, count_empty)
     return replace(explanation, shares=shares)
@@ -282,11 +282,12 @@ def _step(prompts: Sequence[Sequence[int]]) -> Step:
     )
 
 
-def _planned(aggregation: Aggregation, step: Step, split: Split) -> StepPlan:
+def _planned(aggregation: Aggregation, step: Step, split: Split, *, flag: str) -> StepPlan:
+    """Plan a step; ``flag``: what gave it, for errors."""
     tokens = int(step.active_tokens.sum())
     if split.regime == "per-token" and tokens > MOST_TOKENS_PER_TOKEN:
         raise ExplainError(
-            f"--lengths: got {tokens} active tokens in a step, expected at most "
+            f"{flag}: got {tokens} active tokens in a step, expected at most "
             f"{MOST_TOKENS_PER_TOKEN}, because Megatron-Core sums them in int32 in the per-token "
             "regime. Give fewer, or --regime average"
         )
