@@ -133,6 +133,24 @@ def test_the_finding_is_about_the_longest_quarter_at_most():
     assert equal.finding == "Every mode has the same shares on these responses."
 
 
+def test_the_finding_is_not_about_buckets_that_are_empty():
+    found = shares((step([5, 50], [0, 0]),), [10, 100, 1000])
+    assert found.buckets[-1].num == 0
+    assert found.finding == (
+        "Responses of 11 tokens and more are 50.0% of the trained ones. They have 90.9% of the "
+        "loss weight under token_mean, 50.0% under sample_mean."
+    )
+
+
+def test_the_finding_names_no_mode_twice():
+    """In each step the longest bucket has all responses or none: every mode gives it the same."""
+    found = shares((step([1, 9], [0, 0]), step([100], [0])), [1, 10, 100])
+    assert found.finding == (
+        "Responses of 11 tokens and more are 50.0% of the trained ones. They have 50.0% of the "
+        "loss weight under each of token_mean, sample_mean."
+    )
+
+
 def test_without_prompts_there_is_no_prompt_mean_and_a_note_says_it():
     found = shares((step([5, 8], None),))
     assert "prompt_mean" not in found.buckets[0].weight

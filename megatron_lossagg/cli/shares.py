@@ -97,23 +97,27 @@ class Shares:
     def finding(self) -> str:
         """What the longest responses have: a quarter of all at most, a bucket at least."""
         leaders = [group[0] for group in self.groups if group[0] != "microbatch_token_mean"]
+        filled = self.buckets[: 1 + max(k for k, bucket in enumerate(self.buckets) if bucket.num)]
         if len(self.buckets) == 1:
             return "All responses are in one bucket."
         if len(leaders) == 1:
             but = "" if len(self.groups) == 1 else " but microbatch_token_mean"
             return f"Every mode{but} has the same shares on these responses."
-        tails = (self.buckets[k:] for k in range(1, len(self.buckets)))
+        tails = (filled[k:] for k in range(1, len(filled)))
         tail = next(
             (tail for tail in tails if sum(bucket.responses for bucket in tail) <= 0.25),
-            self.buckets[-1:],
+            filled[-1:],
         )
         weights = {mode: sum(bucket.weight[mode] for bucket in tail) for mode in leaders}
         most, least = max(weights, key=weights.__getitem__), min(weights, key=weights.__getitem__)
+        if math.isclose(weights[most], weights[least], rel_tol=1e-9):
+            under = f"each of {', '.join(leaders)}"
+        else:
+            under = f"{most}, {weights[least]:.1%} under {least}"
         return (
             f"Responses of {tail[0].low} {self.unit}s and more are "
             f"{sum(bucket.responses for bucket in tail):.1%} of the trained ones. They have "
-            f"{weights[most]:.1%} of the loss weight under {most}, {weights[least]:.1%} under "
-            f"{least}."
+            f"{weights[most]:.1%} of the loss weight under {under}."
         )
 
     @property
