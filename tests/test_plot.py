@@ -151,6 +151,12 @@ def test_the_finding_names_no_mode_twice():
     )
 
 
+def test_a_note_says_which_steps_are_left_out():
+    left_out = Rollouts(steps=STEPS, masked_steps=1, unit="token", caveat="", source="a list")
+    notes = shares_of(left_out, microbatches=1, dp=1).notes
+    assert "1 step with no active token: left out." in notes
+
+
 def test_without_prompts_there_is_no_prompt_mean_and_a_note_says_it():
     found = shares((step([5, 8], None),))
     assert "prompt_mean" not in found.buckets[0].weight
@@ -179,6 +185,12 @@ def test_buckets_are_round_at_most_seven_and_hold_every_response(lengths, labels
 def test_given_buckets_get_one_more_for_longer_responses():
     labels = [bucket.label for bucket in shares(STEPS, read_buckets("10, 30")).buckets]
     assert labels == ["1-10", "11-30", "31-700"]
+
+
+def test_given_buckets_are_at_most_seven_with_the_one_for_longer_responses():
+    assert len(shares(STEPS, read_buckets("1,2,3,4,5,6,700")).buckets) == 7
+    with pytest.raises(RolloutsError, match="a response of length 700, which needs one more"):
+        shares(STEPS, read_buckets("1,2,3,4,5,6,699"))
 
 
 @pytest.mark.parametrize("text", ["", "3,a", "3,,4", "0,3", "4,3", "3,3", "1,2,3,4,5,6,7,8"])

@@ -143,7 +143,7 @@ class Shares:
                 "mode, not in the picture."
             )
         if self.masked_steps:
-            notes.append(f"{number_of(self.masked_steps, 'step')} without one: left out.")
+            notes.append(f"{number_of(self.masked_steps, 'step')} with no active token: left out.")
         if self.num_steps > 1:
             notes.append(
                 f"A share is the mean over the {self.num_steps} steps of the share in each step."
@@ -164,7 +164,7 @@ def add_bucket_argument(group: argparse._ArgumentGroup) -> None:
         "--buckets",
         metavar="N,N",
         help="highest response length of each bucket, such as 256,1024,4096, at most "
-        f"{MOST_BUCKETS} (default: chosen from the lengths)",
+        f"{MOST_BUCKETS} with the one for longer responses (default: chosen from the lengths)",
     )
 
 
@@ -306,6 +306,12 @@ def _edges(active: Ints, highs: Sequence[int] | None) -> list[int]:
     """
     shortest, longest = int(active.min()), int(active.max())
     if highs is not None:
+        if highs[-1] < longest and len(highs) == MOST_BUCKETS:
+            raise RolloutsError(
+                f"--buckets {','.join(map(str, highs))}: got {len(highs)} and a response of "
+                f"length {longest}, which needs one more, expected at most {MOST_BUCKETS} with "
+                f"it: give fewer, or end with {longest}"
+            )
         return [0, *highs, *([longest] if highs[-1] < longest else [])]
     if longest <= MOST_TIMES_THE_MEDIAN * np.median(active):
         for width in _round_numbers(1, 2, 3, 4, 5):
