@@ -17,7 +17,7 @@ PP=${PP:-1}
 CP=${CP:-1}
 
 export DEVICE=cpu
-export NUM_NODES=1
+export NUM_NODES=1 NODE_RANK=0
 export PROCESSES_PER_NODE=${NPROC:-$((TP * PP * CP > 2 ? TP * PP * CP : 2))}
 export PYTHON=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}
 

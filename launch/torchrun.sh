@@ -17,12 +17,27 @@ set -euo pipefail
 DEVICE=${DEVICE:-cuda}
 PYTHON=${PYTHON:-python3}
 
-# PET_*: torchrun's own variables, set by Kubeflow in every pod. SLURM_NODEID: by srun in every task.
-NUM_NODES=${NUM_NODES:-${PET_NNODES:-1}}
+# PET_*: torchrun's own variables, set by Kubeflow in every pod. SLURM_*: by srun in every task.
+NUM_NODES=${NUM_NODES:-${PET_NNODES:-${SLURM_NNODES:-}}}
 NODE_RANK=${NODE_RANK:-${PET_NODE_RANK:-${SLURM_NODEID:-0}}}
-MASTER_ADDR=${MASTER_ADDR:-${PET_MASTER_ADDR:-localhost}}
+MASTER_ADDR=${MASTER_ADDR:-${PET_MASTER_ADDR:-}}
 MASTER_PORT=${MASTER_PORT:-${PET_MASTER_PORT:-29500}}
 PROCESSES_PER_NODE=${PROCESSES_PER_NODE:-${PET_NPROC_PER_NODE:-}}
+
+# A node that takes itself for the only one trains a model of its own.
+if [[ -z $NUM_NODES && -n $MASTER_ADDR ]]; then
+    echo "NUM_NODES: got none with MASTER_ADDR=$MASTER_ADDR, expected the number of nodes: set it" >&2
+    exit 2
+fi
+NUM_NODES=${NUM_NODES:-1}
+if [[ $NUM_NODES == 1 && $NODE_RANK != 0 ]]; then
+    echo "NODE_RANK: got $NODE_RANK with one node, expected 0: correct it or set NUM_NODES" >&2
+    exit 2
+fi
+if [[ $NUM_NODES != 1 && -z $MASTER_ADDR ]]; then
+    echo "MASTER_ADDR: got none with $NUM_NODES nodes, expected the first node's address: set it, or NUM_NODES=1" >&2
+    exit 2
+fi
 
 # One thread per process: torchrun's own default, without its warning. Processes share the cores.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

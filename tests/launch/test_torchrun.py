@@ -81,6 +81,35 @@ def test_a_slurm_task_is_the_node_of_its_number(tmp_path):
     assert "--node-rank 1 " in command("x.py", folder=tmp_path, **variables)
 
 
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"NODE_RANK": "0", "MASTER_ADDR": "host0"}, "NUM_NODES: got none with MASTER_ADDR=host0"),
+        ({"NODE_RANK": "1", "MASTER_ADDR": "host0"}, "NUM_NODES: got none with MASTER_ADDR=host0"),
+        ({"NODE_RANK": "1"}, "NODE_RANK: got 1 with one node, expected 0"),
+        ({"NODE_RANK": "1", "NUM_NODES": "1"}, "NODE_RANK: got 1 with one node, expected 0"),
+        ({"NUM_NODES": "2"}, "MASTER_ADDR: got none with 2 nodes"),
+        ({"SLURM_NNODES": "2", "SLURM_NODEID": "0"}, "MASTER_ADDR: got none with 2 nodes"),
+    ],
+    ids=lambda given: " ".join(f"{k}={v}" for k, v in given.items()) if type(given) is dict else "",
+)
+def test_a_node_of_several_never_trains_alone(tmp_path, variables, message):
+    done = torchrun("x.py", folder=tmp_path, PYTHON="echo", DEVICE="cpu", **variables)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(message)
+
+
+def test_under_srun_the_number_of_nodes_is_that_of_the_step(tmp_path):
+    variables = {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "MASTER_ADDR": "host0"}
+    printed = command("x.py", folder=tmp_path, DEVICE="cpu", **variables)
+    assert "--nnodes 2 --node-rank 1 --master-addr host0 " in printed
+
+
+def test_one_node_that_a_scheduler_describes_is_single(tmp_path):
+    variables = {"NUM_NODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "host0"}
+    assert command("x.py", folder=tmp_path, DEVICE="cpu", **variables) == f"{SINGLE_NODE} x.py"
+
+
 def test_gpus_are_the_default_and_each_gets_a_rank(tmp_path):
     assert command("x.py", folder=tmp_path) == SINGLE_NODE.replace(" 2 ", " gpu ") + " x.py"
 
