@@ -7,6 +7,7 @@ The reports are of ``lossagg verify`` on four ranks, of this package and of copi
 import copy
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -73,17 +74,29 @@ def test_writing_the_golden_file_again_changes_nothing(right_report, tmp_path):
     assert (tmp_path / "again.json").read_text() == GOLDEN.read_text()
 
 
+@pytest.mark.parametrize("form", [["--json", "{}"], ["--json={}"]], ids=len)
+def test_a_golden_file_names_no_file_of_the_machine(right_report, form, tmp_path):
+    report = json.loads(right_report.read_text())
+    written = [word.format(right_report) for word in form]
+    report["command"] = shlex.join(["lossagg", "verify", *written, "--cp", "2"])
+    again = tmp_path / "report.json"
+    again.write_text(json.dumps(report))
+    status, printed = golden_command("write", again, tmp_path / "golden.json")
+    assert status == 0, printed
+    assert json.loads((tmp_path / "golden.json").read_text())["options"] == ["--cp", "2"]
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_factor_fails_with_its_cause_in_the_summary(wrong_reports, fault, tmp_path):
     summary = tmp_path / "summary.md"
     summary.write_text("before\n")
     status, printed = golden_command("compare", GOLDEN, wrong_reports[fault], summary=summary)
     assert status == 1
-    assert "of 22 cases differ from the golden file" in printed
+    failing = [v for v in json.loads(wrong_reports[fault].read_text())["verdicts"] if v["causes"]]
+    assert f"FAIL: {len(failing)} of 22 cases differ from the golden file" in printed
     assert fault in printed
     assert "measured factor" in printed
-    failed = [v for v in json.loads(wrong_reports[fault].read_text())["verdicts"] if v["causes"]]
-    assert failed[0]["explanation"] in printed
+    assert failing[0]["explanation"] in printed
     assert summary.read_text() == "before\n" + printed
 
 
@@ -136,6 +149,22 @@ def test_what_does_not_depend_on_the_machine_must_be_equal(right_report, name, t
     assert expected in printed
 
 
+def test_the_cases_the_run_and_what_is_not_in_the_golden_file_are_counted_apart(
+    right_report, tmp_path
+):
+    report = json.loads(right_report.read_text())
+    for verdict in report["verdicts"]:
+        verdict.update(k=7)
+    report["verdicts"].append({**report["verdicts"][0], "case": "another"})
+    report.update(num_ranks=8, passed=False)
+    changed = tmp_path / "report.json"
+    changed.write_text(json.dumps(report))
+    _, printed = golden_command("compare", GOLDEN, changed)
+    assert (
+        "## FAIL: 22 of 22 cases differ from the golden file; 1 more measured; the run differs\n"
+    ) in printed
+
+
 def test_errors_below_their_bound_times_and_versions_may_differ(right_report, tmp_path):
     report = copy.deepcopy(json.loads(right_report.read_text()))
     for verdict in report["verdicts"]:
@@ -149,13 +178,21 @@ def test_errors_below_their_bound_times_and_versions_may_differ(right_report, tm
     assert "9.9" in printed
 
 
-def test_a_run_without_a_report_fails_and_quotes_the_end_of_its_log(tmp_path):
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [(None, "report.json was not written: "), ('{"passed": tr', "report.json is incomplete: ")],
+)
+def test_a_run_without_a_whole_report_fails_and_quotes_the_end_of_its_log(
+    written, message, tmp_path
+):
+    if written is not None:
+        (tmp_path / "report.json").write_text(written)
     log = tmp_path / "log.txt"
     log.write_text("\n".join(f"line {i}" for i in range(100)))
-    arguments = ("compare", GOLDEN, tmp_path / "none.json", "--log", log)
+    arguments = ("compare", GOLDEN, tmp_path / "report.json", "--log", log)
     status, printed = golden_command(*arguments)
     assert status == 1
-    assert "was not written" in printed
+    assert message in printed
     assert "line 99" in printed
     assert "line 9\n" not in printed
 
@@ -170,9 +207,10 @@ def test_a_file_that_is_no_json_is_wrong_usage(tmp_path):
 @pytest.mark.parametrize("file", sorted(GOLDEN.parent.glob("*.json")), ids=lambda file: file.stem)
 def test_a_golden_file_names_its_ranks_and_its_options(file):
     status, printed = golden_command("options", file)
-    ranks, *options = printed.split()
+    ranks, *options = printed.splitlines()
     assert status == 0
     assert int(ranks) == int(file.stem.partition("_")[0])
     assert options[0].startswith("--")
     golden = json.loads(file.read_text())
+    assert options == golden["options"]
     assert all(case["passed"] and case["factor"] == 1 for case in golden["cases"])

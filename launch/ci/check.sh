@@ -9,8 +9,8 @@
 # All targets run, also after one that failed. The table at the end goes to the terminal and, on
 # GitHub, to the job's summary. Exit status 1 if a target failed.
 
-set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 TARGETS=(lint wrong-factors test test-versions test-hosts test-launch docs)
 (($#)) || set -- "${TARGETS[@]}"

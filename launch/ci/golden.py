@@ -1,7 +1,7 @@
 """Compare a report of ``lossagg verify --json`` with a golden one.
 
     python launch/ci/golden.py write REPORT GOLDEN
-    python launch/ci/golden.py options GOLDEN
+    python launch/ci/golden.py options GOLDEN        # the number of ranks, then one option per line
     python launch/ci/golden.py compare GOLDEN REPORT [--log FILE]
 
 A golden file has what does not depend on the machine: the options, the number of ranks, and for
@@ -35,6 +35,8 @@ WEIGHT_SUM_TOLERANCE = 1e-6
 FACTOR_TOLERANCES = 100
 """A factor is a projection over all parameters: as many tolerances may it be off."""
 OUTPUTS = ("--json", "--html")
+RUN = "the run"
+"""Where what differs is of no one case."""
 LOG_LINES, LOG_ERRORS = 30, 10
 ERROR = re.compile(r"lossagg: |[Ee]rror: ")
 
@@ -68,11 +70,14 @@ def main() -> int:
         return write_golden(read(args.report), args.golden)
     golden = read(args.golden)
     if args.command == "options":
-        print(golden["num_ranks"], shlex.join(golden["options"]))
+        print(golden["num_ranks"], *golden["options"], sep="\n")
         return 0
-    if not args.report.exists():
-        return finish(False, no_report(args.report, args.log))
-    report = read(args.report)
+    try:
+        report: Json = json.loads(args.report.read_text())
+    except FileNotFoundError:
+        return finish(False, no_report("was not written", args.report, args.log))
+    except json.JSONDecodeError:
+        return finish(False, no_report("is incomplete", args.report, args.log))
     differences = list(compared(golden, report))
     return finish(not differences, summary(golden, report, differences))
 
@@ -117,16 +122,16 @@ def options_of(command: str) -> list[str]:
     for name in OUTPUTS:
         while name in words:
             del words[words.index(name) : words.index(name) + 2]
-    return words
+    return [word for word in words if word.partition("=")[0] not in OUTPUTS]
 
 
 def compared(golden: Json, report: Json) -> Iterator[Difference]:
     """Find what differs."""
     for name in ("num_ranks", "layouts"):
         if golden[name] != report[name]:
-            yield Difference("the run", name, golden[name], report[name])
+            yield Difference(RUN, name, golden[name], report[name])
     if not report["passed"]:
-        yield Difference("the run", "passed", True, False)
+        yield Difference(RUN, "passed", True, False)
     found = {name_of(verdict): verdict for verdict in report["verdicts"]}
     for case in golden["cases"]:
         where = name_of(case)
@@ -168,14 +173,17 @@ def number(value: float | None) -> str:
 
 def summary(golden: Json, report: Json, differences: list[Difference]) -> str:
     """Write the result, what differs, the causes, and where it was run."""
-    cases = len(golden["cases"])
+    cases = {name_of(case) for case in golden["cases"]}
+    of = f"of {len(cases)} cases"
     if not differences:
-        result = (
-            f"PASS: {cases} of {cases} cases as in the golden file, on {report['num_ranks']} ranks"
-        )
+        result = f"PASS: {len(cases)} {of} as in the golden file, on {report['num_ranks']} ranks"
     else:
         wrong = {difference.where for difference in differences}
-        result = f"FAIL: {len(wrong)} of {cases} cases differ from the golden file"
+        result = f"FAIL: {len(wrong & cases)} {of} differ from the golden file"
+        if more := len(wrong - cases - {RUN}):
+            result += f"; {more} more measured"
+        if RUN in wrong:
+            result += "; the run differs"
     lines = [f"## {result}", ""]
     if causes := causes_of(report):
         lines += ["**Cause**", "", *causes, ""]
@@ -201,9 +209,9 @@ def causes_of(report: Json) -> list[str]:
     return [f"- {text} ({where})" for text, where in first.items()]
 
 
-def no_report(path: Path, log: Path | None) -> str:
-    """Say that the run wrote nothing; quote its log's first errors, and its end."""
-    lines = [f"## FAIL: {path.name} was not written: the run did not reach its end", ""]
+def no_report(what: str, path: Path, log: Path | None) -> str:
+    """Say that the run wrote no whole report; quote its log's first errors, and its end."""
+    lines = [f"## FAIL: {path.name} {what}: the run did not reach its end", ""]
     if log is not None and log.exists():
         printed = log.read_text(errors="replace").splitlines()
         # A launcher ends with a page of its own, so the cause is rarely among the last lines.

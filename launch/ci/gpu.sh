@@ -8,8 +8,8 @@
 #
 # Writes gpu.json, gpu.html and the logs to $OUT, by default runs/gpu.
 
-set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 export OUT=${OUT:-$PWD/runs/gpu}
 export PYTHON=${PYTHON:-python3}

@@ -5,20 +5,24 @@ The cluster has two nodes on loopback, where Debian's Slurm is installed.
 
 import json
 import os
-import shutil
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from conftest import TESTS
+from slurm_cluster import loopback_cluster, missing_programs
 
 ROOT = TESTS.parent
 SCRIPT = ROOT / "launch" / "ci" / "multinode.sh"
 GOLDEN = ROOT / "launch" / "ci" / "golden" / "4_ranks.json"
 CLUSTER = TESTS / "launch" / "slurm_cluster.py"
 ONE_CASE = {"case": "sample_mean", "regime": "average"}
-SLURM = ("munged", "slurmctld", "slurmd", "sbatch")
-SYSTEM_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+WORKFLOW = ROOT / ".github" / "workflows" / "multinode.yml"
+needs_slurm = pytest.mark.skipif(
+    bool(missing_programs()), reason=f"not installed: {', '.join(missing_programs())}"
+)
 
 
 @pytest.fixture
@@ -71,6 +75,8 @@ def test_a_run_that_breaks_fails_with_the_end_of_its_log(golden, tmp_path):
         ((), "torchrun", "expected a golden file and a folder"),
         ((GOLDEN, "out"), "other", "expected slurm or torchrun"),
         (("none.json", "out"), "torchrun", "none.json: got"),
+        ((GOLDEN, GOLDEN), "torchrun", "File exists"),
+        ((GOLDEN, "out", "--gpus-per-node", "8"), "torchrun", "expected no options for sbatch"),
     ],
 )
 def test_wrong_usage_says_what_was_expected(arguments, launcher, message, tmp_path):
@@ -86,11 +92,7 @@ def test_wrong_usage_says_what_was_expected(arguments, launcher, message, tmp_pa
     assert message in done.stderr
 
 
-@pytest.mark.skipif(not CLUSTER.exists(), reason="tests/launch has no cluster")
-@pytest.mark.skipif(
-    any(shutil.which(name, path=SYSTEM_PATH) is None for name in SLURM),
-    reason="Slurm is not installed: apt-get install slurm-wlm munge",
-)
+@needs_slurm
 def test_over_two_slurm_nodes_it_submits_waits_and_compares(golden, tmp_path):
     done = ran(
         golden,
@@ -104,3 +106,42 @@ def test_over_two_slurm_nodes_it_submits_waits_and_compares(golden, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASS: 1 of 1 cases as in the golden file, on 4 ranks" in done.stdout
     assert (tmp_path / "out" / "report.html").exists()
+
+
+@needs_slurm
+def test_a_workflow_that_is_cancelled_leaves_no_job_behind(tmp_path):
+    """The step of multinode.yml as GitHub runs it: a cancelled run's signal goes to its shell."""
+    yaml = pytest.importorskip("yaml")
+    steps = yaml.safe_load(WORKFLOW.read_text())["jobs"]["verify"]["steps"]
+    (step,) = (step for step in steps if "multinode.sh" in step.get("run", ""))
+    given = {"GOLDEN": "4_ranks", "FOLDER": str(tmp_path / "out"), "NUM_NODES": "2"}
+    ours = {"SBATCH_OPTIONS": "", "DEVICE": "cpu", "PYTHON": sys.executable}
+    (tmp_path / "step.sh").write_text(step["run"])
+    with loopback_cluster() as cluster, (tmp_path / "step.log").open("w") as log:
+
+        def jobs():
+            command = ["squeue", "--noheader", "--states=PENDING,RUNNING", "--format=%j"]
+            return subprocess.run(command, env=cluster, capture_output=True, text=True).stdout
+
+        shell = subprocess.Popen(
+            ["bash", "-e", tmp_path / "step.sh"],
+            cwd=ROOT,
+            env={**cluster, **given, **ours},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            wait_until(lambda: "lossagg-ci-" in jobs())
+            shell.send_signal(signal.SIGINT)
+            wait_until(lambda: not jobs())
+            assert shell.wait(timeout=60) == 143
+        finally:
+            subprocess.run(["scancel", "--me"], env=cluster)
+            shell.wait(timeout=60)
+
+
+def wait_until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
