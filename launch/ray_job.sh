@@ -35,7 +35,7 @@ fi
 #   PYTHONPATH                    Megatron-LM's checkout, which is no installed package
 ENV_VARS=(
     "CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
-    "PYTHONUNBUFFERED=1"
+    "PYTHONUNBUFFERED=${PYTHONUNBUFFERED:-1}"
 )
 if [[ -n ${MEGATRON_PATH:-} ]]; then
     ENV_VARS+=("PYTHONPATH=$MEGATRON_PATH")
@@ -45,13 +45,11 @@ fi
 if [[ -z ${NCCL_NVLS_ENABLE:-} ]] && TOPOLOGY=$(nvidia-smi topo -m 2>/dev/null); then
     if [[ $TOPOLOGY =~ NV[0-9] ]]; then NCCL_NVLS_ENABLE=1; else NCCL_NVLS_ENABLE=0; fi
 fi
-# Passed on where they are set: the interface of the network between nodes, the network's settings,
-# and what torchrun.sh and verl read.
-for NAME in DEVICE PROCESSES_PER_NODE PYTHON OMP_NUM_THREADS MASTER_ADDR \
-    GLOO_SOCKET_IFNAME TP_SOCKET_IFNAME NCCL_SOCKET_IFNAME \
-    NCCL_DEBUG NCCL_NVLS_ENABLE NCCL_CUMEM_ENABLE NCCL_P2P_LEVEL NCCL_P2P_NET_CHUNKSIZE \
-    NCCL_IB_SL NCCL_IB_TC NCCL_IB_TIMEOUT NCCL_IB_QPS_PER_CONNECTION \
-    NVTE_FWD_LAYERNORM_SM_MARGIN NVTE_BWD_LAYERNORM_SM_MARGIN VERL_ENGINE_VENDOR; do
+# Passed on where they are set: every exported setting of the libraries that communicate and of
+# Transformer Engine, and what torchrun.sh and verl read.
+SETTINGS=$(compgen -e | grep -E '^(NCCL|GLOO|TP|NVTE)_') || true
+for NAME in DEVICE PROCESSES_PER_NODE PYTHON OMP_NUM_THREADS MASTER_ADDR VERL_ENGINE_VENDOR \
+    NCCL_NVLS_ENABLE $SETTINGS; do
     if [[ -n ${!NAME:-} ]]; then
         ENV_VARS+=("$NAME=${!NAME}")
     fi

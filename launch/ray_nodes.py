@@ -1,7 +1,8 @@
 """torchrun.sh on several nodes of a Ray cluster; the entry point of ``ray_job.sh torchrun``.
 
 ``python -m launch.ray_nodes NUM_NODES ARGUMENTS``: one agent per node, rank 0 on the first one.
-With ``DEVICE=cuda`` an agent holds its node's GPUs, ``PROCESSES_PER_NODE`` of them, 8 by default.
+With ``DEVICE=cuda`` an agent holds ``PROCESSES_PER_NODE`` of its node's GPUs, by default as many as
+the node of the cluster with the fewest has; nodes without GPUs do not count.
 """
 
 import contextlib
@@ -16,6 +17,22 @@ from pathlib import Path
 import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+
+def gpus_per_node():
+    """Return the number of GPUs that an agent holds; end where no node has them."""
+    counts = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
+    if not any(counts):
+        sys.exit(
+            "got no node with a GPU, expected one: start Ray where GPUs are, or set DEVICE=cpu"
+        )
+    given = os.environ.get("PROCESSES_PER_NODE") or str(min(filter(None, counts)))
+    if not given.isdecimal() or not 1 <= int(given) <= max(counts):
+        sys.exit(
+            f"PROCESSES_PER_NODE: got {given}, expected an integer from 1 to {max(counts)}, "
+            "the most GPUs of a node: correct it, or unset it for the fewest"
+        )
+    return int(given)
 
 
 def rendezvous():
@@ -40,8 +57,8 @@ def main():
     """Place the agents, wait for them, and end with the first failure's status."""
     num_nodes, *arguments = sys.argv[1:]
     on_gpus = os.environ.get("DEVICE", "cuda") == "cuda"
-    gpus = int(os.environ.get("PROCESSES_PER_NODE", "8")) if on_gpus else 0
     ray.init()
+    gpus = gpus_per_node() if on_gpus else 0
     node = {"CPU": 1, **({"GPU": gpus} if gpus else {})}
     nodes = placement_group([node] * int(num_nodes), strategy="STRICT_SPREAD")
     print(f"waiting for {num_nodes} nodes with {node}", flush=True)

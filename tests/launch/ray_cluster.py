@@ -19,6 +19,8 @@ from launching import free_ports
 
 CPUS = 2
 """Of each node."""
+GPUS = (4, 3)
+"""What the nodes claim to have; no device is behind them."""
 
 
 def ray():
@@ -41,7 +43,8 @@ def loopback_cluster():
             "RAY_USAGE_STATS_ENABLED": "0",
         }
         for index, arguments in enumerate([head, [f"--address=127.0.0.1:{port}"]]):
-            arguments += ["--node-ip-address=127.0.0.1", f"--num-cpus={CPUS}", "--num-gpus=0"]
+            arguments += ["--node-ip-address=127.0.0.1", f"--num-cpus={CPUS}"]
+            arguments += [f"--num-gpus={GPUS[index]}"]
             arguments += [f"--dashboard-agent-listen-port={others.pop()}"]
             arguments += ["--object-store-memory=100000000"]
             nodes.enter_context(node(arguments, Path(name) / f"node{index}.out", environment))

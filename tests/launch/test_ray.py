@@ -63,8 +63,16 @@ def test_verify_passes_over_two_nodes(cluster):
 def test_every_worker_gets_the_package_and_the_variables_that_are_set(cluster, tmp_path):
     script = tmp_path / "driver.py"
     script.write_text(WORKERS)
-    variables = {"NCCL_SOCKET_IFNAME": "eth9", "MEGATRON_PATH": "/opt/Megatron-LM"}
-    done = submit(cluster, "python3", script, **variables)
+    settings = {
+        "NCCL_SOCKET_IFNAME": "eth9",
+        "NCCL_IB_HCA": "mlx5_0,mlx5_1",
+        "TP_SOCKET_IFNAME": "eth9",
+        "GLOO_SOCKET_IFNAME": "eth9",
+        "NVTE_FUSED_ATTN": "0",
+        "PYTHONUNBUFFERED": "2",
+    }
+    given = {**settings, "MEGATRON_PATH": "/opt/Megatron-LM", "NOT_NCCL_DEBUG": "1"}
+    done = submit(cluster, "python3", script, **given)
     assert done.returncode == 0, done.stdout
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("SEEN ")]
     seen = json.loads(line.removeprefix("SEEN "))
@@ -72,7 +80,8 @@ def test_every_worker_gets_the_package_and_the_variables_that_are_set(cluster, t
     for _, file, env in seen:
         assert "/py_modules_files/" in file
         assert not file.startswith(str(ROOT))
-        assert env["NCCL_SOCKET_IFNAME"] == "eth9"
+        assert settings.items() <= env.items()
+        assert "NOT_NCCL_DEBUG" not in env
         assert env["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
         assert "/opt/Megatron-LM" in env["PYTHONPATH"].split(":")
         assert "NCCL_IB_SL" not in env  # not set here, so not set there
@@ -83,3 +92,21 @@ def test_a_failing_node_fails_the_job(cluster, tmp_path):
     script.write_text("import os\nif os.environ['RANK'] == '1': raise SystemExit(3)\n")
     done = submit(cluster, "torchrun", script, NUM_NODES="2")
     assert done.returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "waiting for 2 nodes with {'CPU': 1, 'GPU': 3}"),
+        ({"PROCESSES_PER_NODE": "2"}, "waiting for 2 nodes with {'CPU': 1, 'GPU': 2}"),
+        ({"PROCESSES_PER_NODE": "gpu"}, "got gpu, expected an integer from 1 to 4"),
+        ({"PROCESSES_PER_NODE": "5"}, "got 5, expected an integer from 1 to 4"),
+    ],
+    ids=["default", "fewer", "no integer", "more than any node has"],
+)
+def test_on_gpus_an_agent_holds_what_every_node_has(cluster, given, message):
+    """The nodes claim 4 and 3 GPUs; no device is behind them, so that torchrun then fails."""
+    less = {name: value for name, value in cluster.items() if name != "PROCESSES_PER_NODE"}
+    done = submit(less, "torchrun", "none.py", NUM_NODES="2", **{**given, "DEVICE": "cuda"})
+    assert done.returncode != 0
+    assert message in done.stdout
