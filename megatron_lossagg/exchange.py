@@ -52,9 +52,9 @@ class Exchange:
         if self.size == 1:
             return own[None]
         own_tensor = torch.from_numpy(np.ascontiguousarray(own)).to(self._device())
-        gathered = [torch.empty_like(own_tensor) for _ in range(self.size)]
-        dist.all_gather(gathered, own_tensor, group=self.group)
-        integers: Ints = torch.stack(gathered).cpu().numpy()
+        gathered = own_tensor.new_empty(self.size, len(own_tensor))
+        dist.all_gather(list(gathered.unbind()), own_tensor, group=self.group)
+        integers: Ints = gathered.cpu().numpy()
         return integers
 
     def rows(self, own: Sequence[Ints], counts_W: Ints) -> Sequence[Ints]:
