@@ -1,6 +1,9 @@
 """``lossagg explain``: its numbers are the oracle's, and its factors cancel Megatron's."""
 
 import json
+import signal
+import subprocess
+import sys
 from fractions import Fraction
 
 import pytest
@@ -257,3 +260,12 @@ def test_wrong_usage_ends_with_status_2_and_what_to_change(capsys, arguments, me
     out, err = capsys.readouterr()
     assert message in err
     assert not out
+
+
+@pytest.mark.parametrize("command", [["explain", "token_mean"], ["explain", "--list"]])
+def test_a_reader_that_ends_early_ends_the_command_without_an_error(command):
+    program = [sys.executable, "-m", "megatron_lossagg", *command]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == -signal.SIGPIPE

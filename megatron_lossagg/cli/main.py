@@ -13,6 +13,9 @@ from megatron_lossagg.errors import ContractError, LossAggregationError, Reducer
 
 __all__ = ["main"]
 
+_PIPED = {"explain", "plot"}
+"""Commands that end quietly where the reader of their output does, as in ``| head``."""
+
 _COMMANDS = {
     "verify": (
         "megatron_lossagg.verify.command",
@@ -36,9 +39,12 @@ _COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return its exit status: 0, 1 for a failed case, 2 for wrong usage."""
-    args = _parser(sys.argv[1:] if arguments is None else arguments).parse_args(arguments)
     if arguments is None:  # the process is ours; leaving it ends the ranks that were launched
+        arguments = sys.argv[1:]
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        if _PIPED.intersection(arguments[:1]):
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    args = _parser(arguments).parse_args(arguments)
     try:
         status: int = args.run(args)
     except KeyboardInterrupt:
