@@ -9,6 +9,7 @@ included, those that share its loss, and train_rl.py.
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import runpy
 import sys
@@ -99,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
     )
     status = _run(script, on_cpu=args.cpu)
     if status == 0 and hook.num_steps == 0:
+        atexit.unregister(megatron_lm.report_if_unused)  # once is enough
         raise ContractError(
             f"{script} ended without a step that --loss-aggregation {aggregation} could reach: its "
             "training loop is not the one of megatron.training, or it made no step"

@@ -27,7 +27,7 @@ from megatron_lossagg.errors import ContractError
 from megatron_lossagg.plan import EmptyStep
 from megatron_lossagg.schedule import Adapter, HostLoss, ScheduleHook
 
-__all__ = ["PretrainAdapter", "count_segments", "install", "on_host", "rebind"]
+__all__ = ["PretrainAdapter", "count_segments", "install", "on_host", "rebind", "report_if_unused"]
 
 _HOOK = "get_forward_backward_func"
 _PACKED_AT = (
@@ -136,11 +136,12 @@ def rebind(hook: ScheduleHook, modules: Sequence[str], host: str) -> ScheduleHoo
             )
     for name, stock in stocks.items():
         setattr(importlib.import_module(name), _HOOK, _hooked(hook, stock))
-    atexit.register(_say_if_unused, hook, host)
+    atexit.register(report_if_unused, hook, host)
     return hook
 
 
-def _say_if_unused(hook: ScheduleHook, host: str) -> None:
+def report_if_unused(hook: ScheduleHook, host: str) -> None:
+    """Print, as the process ends, that no step reached the hook."""
     if hook.num_steps == 0:
         print(
             f"lossagg: no step reached --loss-aggregation {hook.aggregation}: the process ended "
