@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def facts() -> dict[str, str]:
-    """Describe this machine, each fact by its name; what cannot be found says so."""
+    """Describe this machine, each fact by its name; one that cannot be found is given as such."""
     packages = {
         fact.name: fact.version if fact.state == "found" else fact.state_in_words
         for fact in environment()

@@ -32,7 +32,7 @@ fi
 # Ray's workers do not inherit this shell's environment: what they need is named here. slime and
 # miles, single node and several:
 #   CUDA_DEVICE_MAX_CONNECTIONS   torchrun.sh has the reason
-#   PYTHONPATH                    Megatron-LM's checkout, which is no installed package
+#   PYTHONPATH                    Megatron-LM's checkout, which pip does not install
 ENV_VARS=(
     "CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
     "PYTHONUNBUFFERED=${PYTHONUNBUFFERED:-1}"

@@ -64,7 +64,7 @@ def main() -> int:
     compare = commands.add_parser("compare", help="compare a report with a golden file")
     compare.add_argument("golden", type=Path)
     compare.add_argument("report", type=Path)
-    compare.add_argument("--log", type=Path, help="what to quote where there is no report")
+    compare.add_argument("--log", type=Path, help="log to quote if the report is missing")
     args = parser.parse_args()
     if args.command == "write":
         return write_golden(read(args.report), args.golden)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -72,6 +73,29 @@ def on_two_nodes(arguments, *, folder, command=(TORCHRUN,), names=our_names, **m
             )
         ended = [agent.wait(timeout=TIMEOUT) for agent in agents]
     return [(status, (folder / f"node{n}.out").read_text()) for n, status in enumerate(ended)]
+
+
+@contextlib.contextmanager
+def running(command, log, environment, *, folder=None):
+    """Keep a process running, with what it starts; ``log`` is what it prints."""
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            cwd=folder,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            yield
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def free_ports(count):

@@ -1,13 +1,12 @@
 """A Ray cluster of two nodes on loopback, whose files and ports are its own.
 
-``python ray_cluster.py COMMAND ...`` runs a command while the cluster is up; ``RAY_ADDRESS`` says
-where jobs are submitted. Needs ``ray[default]`` on the PATH.
+``python ray_cluster.py COMMAND ...`` runs a command while the cluster is up; its ``RAY_ADDRESS``
+is where jobs are submitted. Needs ``ray[default]`` on the PATH.
 """
 
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -15,7 +14,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from launching import free_ports
+from launching import free_ports, running
 
 CPUS = 2
 """Of each node."""
@@ -53,31 +52,14 @@ def loopback_cluster():
         yield environment
 
 
-@contextlib.contextmanager
 def node(arguments, log, environment):
-    """Keep a node running, in a process group that ends with it."""
+    """Keep a node running."""
     # Ray's address is for jobs; a node that finds the variable would join another cluster. Workers
     # are to find the package where a job's runtime environment puts it.
     ours = ("RAY_ADDRESS", "PYTHONPATH")
     variables = {name: value for name, value in environment.items() if name not in ours}
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [ray(), "start", "--block", *arguments],
-            env=variables,
-            cwd=log.parent,  # that of the jobs' drivers, where workers look for modules too
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            yield
-        finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(timeout=30)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+    # Its folder is that of the jobs' drivers, where workers look for modules too.
+    return running([ray(), "start", "--block", *arguments], log, variables, folder=log.parent)
 
 
 def wait_for_jobs(address, log, seconds=180):

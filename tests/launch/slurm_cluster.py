@@ -9,7 +9,6 @@ import getpass
 import os
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from launching import free_ports
+from launching import free_ports, running
 
 NODES = ("node0", "node1")
 GPUS = 8
@@ -38,7 +37,7 @@ SlurmdUser={user}
 SlurmdPidFile={folder}/%n.pid
 SlurmdLogFile={folder}/%n.log
 SlurmdSpoolDir={folder}/%n
-# A requeued job waits until its credential has expired: two minutes unless told otherwise.
+# A requeued job waits until its credential has expired: two minutes by default.
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 CredType=cred/munge
 ProctrackType=proctrack/linuxproc
@@ -115,23 +114,10 @@ def configure(folder):
     key.chmod(0o400)
 
 
-@contextlib.contextmanager
 def daemon(command, folder, environment):
     """Keep a daemon running; what it prints is in a file of its name."""
     name = command[-1] if command[-2] == "-N" else command[0]
-    with (folder / f"{name}.out").open("w") as out:
-        process = subprocess.Popen(
-            command, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            yield
-        finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(timeout=20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    return running(command, folder / f"{name}.out", environment)
 
 
 def idle_nodes(environment):
@@ -147,8 +133,8 @@ def wait_for(condition, what, folder, seconds=30):
     while not condition():
         if time.monotonic() > deadline:
             logs = sorted([*folder.glob("*.log"), *folder.glob("*.out")])
-            told = "\n".join(f"{log.name}:\n{log.read_text()[-2000:]}" for log in logs)
-            raise TimeoutError(f"got no {what} in {seconds} s, see its log\n{told}")
+            tails = "\n".join(f"{log.name}:\n{log.read_text()[-2000:]}" for log in logs)
+            raise TimeoutError(f"got no {what} in {seconds} s, see its log\n{tails}")
         time.sleep(0.2)
 
 

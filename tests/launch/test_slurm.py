@@ -87,11 +87,11 @@ def test_the_command_of_the_readme_verifies_over_two_nodes(cluster, tmp_path):
     job = slurm(cluster, *third, *less, folder=checkout).split()[-1]
     log = checkout / f"lossagg-{job}.out"
     wait_until(lambda: has_ended(cluster, job), log)
-    told = log.read_text()
-    assert state(cluster, job) == "COMPLETED", told
-    assert "start 0: node0 node1, rank 0 at 127.0.0.1:" in told
-    assert re.findall(r"^(\d): PASS", told, re.MULTILINE) == ["0"], told
-    assert PASSED in told
+    output = log.read_text()
+    assert state(cluster, job) == "COMPLETED", output
+    assert "start 0: node0 node1, rank 0 at 127.0.0.1:" in output
+    assert re.findall(r"^(\d): PASS", output, re.MULTILINE) == ["0"], output
+    assert PASSED in output
     assert (checkout / "report.html").exists()
 
 
@@ -99,8 +99,8 @@ def test_a_killed_job_is_requeued_and_resumes_to_byte_equal_metrics(cluster, tmp
     """Killed twice: the whole step by scancel, then the ranks of one node alone."""
     never_killed, killed = tmp_path / "never_killed", tmp_path / "killed"
     flags = [EXAMPLE, *SMALL_EXAMPLE, "--resume"]
-    for status, told in on_two_nodes([*flags, "--output", never_killed], folder=tmp_path):
-        assert status == 0, told
+    for status, output in on_two_nodes([*flags, "--output", never_killed], folder=tmp_path):
+        assert status == 0, output
     expected = metrics_without_time(never_killed)
     assert len(expected) == STEPS
 
@@ -117,9 +117,9 @@ def test_a_killed_job_is_requeued_and_resumes_to_byte_equal_metrics(cluster, tmp
         before.append(lines_of(metrics))
         assert len(before[-1]) < len(expected), "the kill came too late"
     wait_until(lambda: has_ended(cluster, job), log)
-    told = log.read_text()
-    assert state(cluster, job) == "COMPLETED", told
-    assert [f"start {n}:" in told for n in range(4)] == [True, True, True, False]
+    output = log.read_text()
+    assert state(cluster, job) == "COMPLETED", output
+    assert [f"start {n}:" in output for n in range(4)] == [True, True, True, False]
     assert metrics_without_time(killed) == expected
     # Resumed, not begun anew: the steps before the last checkpoint were not taken again.
     assert lines_of(metrics)[:30] == before[1][:30]

@@ -27,7 +27,7 @@ def torchrun(*arguments, folder, **variables):
 
 
 def command(*arguments, folder, **variables):
-    """Return the command line that torchrun.sh would start: echo stands in Python's place."""
+    """Return the command line that torchrun.sh would start, with echo as its Python."""
     done = torchrun(*arguments, folder=folder, PYTHON="echo", **variables)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -137,7 +137,7 @@ def test_an_unknown_device_is_refused(tmp_path):
 def test_verify_passes_over_two_nodes_and_only_the_first_reports(tmp_path):
     ended = on_two_nodes(VERIFY_ONE_CASE, folder=tmp_path)
     assert [status for status, _ in ended] == [0, 0], ended
-    assert [PASSED in told for _, told in ended] == [True, False]
+    assert [PASSED in output for _, output in ended] == [True, False]
 
 
 @pytest.mark.skipif(
@@ -159,6 +159,6 @@ def test_megatron_lm_trains_over_two_nodes(tmp_path):
     path = os.pathsep.join([str(CHECKOUT), environment()["PYTHONPATH"]])
     ended = on_two_nodes(arguments, folder=tmp_path, PYTHONPATH=path)
     assert [status for status, _ in ended] == [0, 0], ended
-    told = "\n".join(told for _, told in ended)
-    assert "sample_mean" in told
-    assert "iteration        2/       2" in told
+    output = "\n".join(output for _, output in ended)
+    assert "sample_mean" in output
+    assert "iteration        2/       2" in output
