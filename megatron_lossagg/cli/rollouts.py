@@ -28,19 +28,15 @@ These are the names of our own files and of what the systems write:
 from __future__ import annotations
 
 import argparse
-import codecs
-import importlib
 import json
-import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from megatron_lossagg.cli.rollout_files import Record, RolloutsError, imported, records, short
 from megatron_lossagg.counts import MOST_TOKENS
-from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.integers import Ints
 from megatron_lossagg.verify.words import number_of
 
@@ -51,12 +47,6 @@ _TEXTS = ("output", "completion")
 _PROMPTS = ("prompt_id", "group_index", "input", "prompt")
 _SAMPLES = ("sample_id", "rollout_id")
 _KEYS = {*_MASKS, "response_length", *_TEXTS, *_PROMPTS, *_SAMPLES, "step", "remove_sample"}
-
-_Record = Mapping[str, Any]
-
-
-class RolloutsError(LossAggregationError, ValueError):
-    """A file of rollouts that cannot be read; the message names file, record and fault."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -120,7 +110,7 @@ def read_rollouts(paths: Sequence[Path], args: argparse.Namespace) -> Rollouts:
     rows: dict[tuple[int, int], list[_Row]] = {}
     for number, path in enumerate(paths):
         num_rows = 0
-        for place, record in _records(path, trusted=args.trust_pickle):
+        for place, record in records(path, trusted=args.trust_pickle, names=_KEYS):
             row = reader.row(record, place)
             rows.setdefault((number, row.step), []).append(row)
             num_rows += 1
@@ -179,7 +169,7 @@ class _Reader:
             "not always the tokens that were sampled."
         )
 
-    def row(self, record: _Record, place: str) -> _Row:
+    def row(self, record: Record, place: str) -> _Row:
         """Read a record; ``place`` names it in errors."""
         prompt_key = _first(record, _PROMPTS)
         if not self._num_rows:
@@ -221,7 +211,7 @@ class _Reader:
         known = self._ids[kind]
         return known.setdefault(value, len(known))
 
-    def _active_tokens(self, record: _Record, place: str) -> int:
+    def _active_tokens(self, record: Record, place: str) -> int:
         length_key = _first(record, (*_MASKS, "response_length"))
         if length_key is not None and self._measure is not None:
             raise RolloutsError(
@@ -242,7 +232,7 @@ class _Reader:
             active = self._measured(record, place)
         return 0 if record.get("remove_sample") else active  # slime: trains on none of it
 
-    def _measured(self, record: _Record, place: str) -> int:
+    def _measured(self, record: Record, place: str) -> int:
         key = _first(record, _TEXTS)
         if key is None:
             raise RolloutsError(
@@ -259,26 +249,26 @@ class _Reader:
         return self._measure(_text(record[key], f"{place}: {key}"))
 
 
-def _first(record: _Record, names: Iterable[str]) -> str | None:
+def _first(record: Record, names: Iterable[str]) -> str | None:
     return next((name for name in names if record.get(name) is not None), None)
 
 
-def _integer(record: _Record, name: str, place: str) -> int:
+def _integer(record: Record, name: str, place: str) -> int:
     value = record[name]
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_TOKENS:
         raise RolloutsError(
-            f"{place}: {name} is {_short(value)}, expected an integer from 0 to 2^53"
+            f"{place}: {name} is {short(value)}, expected an integer from 0 to 2^53"
         )
     return value
 
 
-def _id(record: _Record, name: str, place: str) -> str | int:
+def _id(record: Record, name: str, place: str) -> str | int:
     value = _plain(record[name])
     if isinstance(value, list | dict):  # messages or token ids
         return json.dumps(value, sort_keys=True, default=_in_json)
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise RolloutsError(
-            f"{place}: {name} is {_short(value)}, expected a string, an integer, a list or an "
+            f"{place}: {name} is {short(value)}, expected a string, an integer, a list or an "
             "object: give records to the same prompt or sample the same one"
         )
     return value
@@ -296,7 +286,7 @@ def _in_json(value: object) -> object:
 def _sum_of_mask(mask: object, name: str, length: int | None) -> int:
     values = _plain(mask)
     if not isinstance(values, list) or any(value not in (0, 1) for value in values):
-        raise RolloutsError(f"{name} is {_short(values)}, expected a list of 0 and 1 per token")
+        raise RolloutsError(f"{name} is {short(values)}, expected a list of 0 and 1 per token")
     if length is not None and len(values) != length:
         raise RolloutsError(
             f"{name} has {number_of(len(values), 'value')}, expected response_length, which is "
@@ -313,7 +303,7 @@ def _text(value: object, name: str) -> str:
         if isinstance(content, str):
             return content
     raise RolloutsError(
-        f"{name} is {_short(value)}, expected a text or one message with a text: of several "
+        f"{name} is {short(value)}, expected a text or one message with a text: of several "
         "messages only the training run knows which tokens it trains. Record 'mask'"
     )
 
@@ -324,7 +314,7 @@ def _measure(args: argparse.Namespace) -> Callable[[str], int] | None:
         return len
     if args.tokenizer is None:
         return None
-    tokenizers = _imported("tokenizers", "--tokenizer")
+    tokenizers = imported("tokenizers", "--tokenizer")
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(args.tokenizer))
     except Exception as error:  # the library raises Exception itself
@@ -335,116 +325,10 @@ def _measure(args: argparse.Namespace) -> Callable[[str], int] | None:
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-def _records(path: Path, *, trusted: bool) -> Iterator[tuple[str, _Record]]:
-    """Yield every record of a file with its place in words."""
-    if not path.is_file():
-        raise RolloutsError(f"got {path}, which is not a file: give a file of rollouts")
-    kinds: dict[str, Callable[[], Iterable[tuple[int, object]]]] = {
-        ".jsonl": lambda: _json_lines(path),
-        ".pt": lambda: enumerate(_samples_of_torch(path, trusted=trusted)),
-        ".parquet": lambda: enumerate(_rows_of_parquet(path)),
-    }
-    kind = kinds.get(path.suffix)
-    if kind is None:
-        raise RolloutsError(
-            f"{path}: got the ending {path.suffix!r}, expected {', '.join(kinds)}: rename it, or "
-            'write one line {"prompt_id": 7, "response_length": 512} per response'
-        )
-    word = "line" if path.suffix == ".jsonl" else "record"
-    for number, record in kind():
-        place = f"{path}, {word} {number}"
-        if not isinstance(record, Mapping):
-            raise RolloutsError(f"{place}: got {_short(record)}, expected an object with names")
-        yield place, record
-
-
-def _json_lines(path: Path) -> Iterator[tuple[int, object]]:
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield number, json.loads(line)
-    except OSError as error:
-        raise RolloutsError(f"{path} cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError:
-        raise RolloutsError(f"{path} is not UTF-8 text, expected JSON lines") from None
-    except json.JSONDecodeError as error:
-        raise RolloutsError(
-            f"{path}, line {number}: got {_short(line.strip())}, expected one JSON object "
-            f"({error.msg} at column {error.colno})"
-        ) from None
-
-
-def _samples_of_torch(path: Path, *, trusted: bool) -> Sequence[object]:
-    import torch
-
-    try:
-        with torch.serialization.safe_globals(_array_parts()):
-            dump = torch.load(path, map_location="cpu", weights_only=not trusted)
-    except pickle.UnpicklingError as error:
-        reason = str(error).replace("\n", " ")
-        unknown = reason.partition("GLOBAL ")[2].split(" ")[0] or "an object of its own"
-        raise RolloutsError(
-            f"{path}: got {unknown}, expected tensors, arrays and plain values: if you wrote this "
-            "file, give --trust-pickle, which runs what it holds"
-        ) from None
-    except Exception as error:  # of any library that a pickle names
-        raise RolloutsError(
-            f"{path} cannot be loaded by torch ({type(error).__name__}: {_short(str(error))}): "
-            "give what --save-debug-rollout-data of slime or miles writes"
-        ) from None
-    samples = dump.get("samples") if isinstance(dump, Mapping) else None
-    if not isinstance(samples, list):
-        raise RolloutsError(
-            f"{path}: got {type(dump).__name__} without 'samples', expected what "
-            "--save-debug-rollout-data of slime or miles writes"
-        )
-    return samples
-
-
-def _array_parts() -> list[Any]:
-    """Return what the pickle of a numpy array or scalar calls: it makes data and runs nothing."""
-    core = importlib.import_module("numpy._core.multiarray")
-    parts: list[Any] = [np.ndarray, np.dtype, *{type(np.dtype(c)) for c in np.typecodes["All"]}]
-    parts.append((codecs.encode, "_codecs.encode"))
-    for name in ("_reconstruct", "scalar"):
-        # numpy 1 and 2 name their module differently.
-        parts += [(getattr(core, name), f"numpy.{c}.multiarray.{name}") for c in ("core", "_core")]
-    return parts
-
-
-def _rows_of_parquet(path: Path) -> Sequence[object]:
-    _imported("pyarrow", str(path))
-    parquet = importlib.import_module("pyarrow.parquet")
-    try:
-        names = [name for name in parquet.read_schema(path).names if name in _KEYS]
-        rows: list[object] = parquet.read_table(path, columns=names).to_pylist()
-    except Exception as error:  # pyarrow's own errors, some of them OSError
-        raise RolloutsError(
-            f"{path} cannot be read as Parquet ({_short(str(error))}): give a file that the "
-            "training run has finished"
-        ) from None
-    return rows
-
-
-def _imported(name: str, wanted_by: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise RolloutsError(
-            f"{wanted_by} needs the package {name}, which is not installed: pip install {name}"
-        ) from None
-
-
 def _names(paths: Sequence[Path]) -> str:
     more = f" and {number_of(len(paths) - 1, 'more file')}" if paths[1:] else ""
     return f"{paths[0].name}{more}"
 
 
-def _listed(record: _Record) -> str:
+def _listed(record: Record) -> str:
     return ", ".join(repr(name) for name in list(record)[:8]) or "an empty record"
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
