@@ -46,6 +46,7 @@ setup(
             "mutmut",
             "mypy",
             "pytest",
+            "pyyaml",
             "ruff",
             "tensorboard",
             "tqdm",

@@ -11,6 +11,7 @@ import sys
 import time
 
 import pytest
+import yaml
 from conftest import TESTS
 from slurm_cluster import loopback_cluster, missing_programs
 
@@ -111,7 +112,6 @@ def test_over_two_slurm_nodes_it_submits_waits_and_compares(golden, tmp_path):
 @needs_slurm
 def test_a_workflow_that_is_cancelled_leaves_no_job_behind(tmp_path):
     """The step of multinode.yml as GitHub runs it: a cancelled run's signal goes to its shell."""
-    yaml = pytest.importorskip("yaml")
     steps = yaml.safe_load(WORKFLOW.read_text())["jobs"]["verify"]["steps"]
     (step,) = (step for step in steps if "multinode.sh" in step.get("run", ""))
     given = {"GOLDEN": "4_ranks", "FOLDER": str(tmp_path / "out"), "NUM_NODES": "2"}

@@ -1,9 +1,8 @@
 """The workflows in ``.github/``: what they may do on your machines."""
 
 import pytest
+import yaml
 from launching import ROOT
-
-yaml = pytest.importorskip("yaml")
 
 WORKFLOWS = {
     file.stem: yaml.safe_load(file.read_text())
