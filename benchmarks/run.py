@@ -10,7 +10,6 @@ Markdown file by the tables, ``--from`` takes the numbers of an earlier run.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -28,6 +27,7 @@ if str(ROOT) not in sys.path:
 import torch  # noqa: E402
 
 from benchmarks import accuracy, counts, measure, report  # noqa: E402
+from benchmarks.command import run_command  # noqa: E402
 from benchmarks.workloads import Workload, workloads  # noqa: E402
 from megatron_lossagg.cpu import launch  # noqa: E402
 
@@ -38,34 +38,24 @@ PLANNED_ROWS = (4096, 1_000_000)
 
 def main() -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    return run_command(
+        __doc__,
+        quick_means="rough times, no launches; 20 s",
+        measured=run,
+        text=report.text,
+        write_into=report.write_into,
+        draw=draw,
     )
-    parser.add_argument("--quick", action="store_true", help="rough times, no launches; 20 s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers")
-    parser.add_argument("--doc", type=Path, metavar="FILE", help="write the tables into it")
-    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw into it")
-    parser.add_argument("--from", type=Path, metavar="FILE", dest="earlier", help="measure nothing")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    if args.earlier is not None:
-        results = json.loads(args.earlier.read_text())
-    else:
-        results = run(quick=args.quick)
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
-    print(report.text(results))
-    if args.doc is not None:
-        report.write_into(args.doc, results)
-    if args.pictures is not None:
-        from benchmarks import pictures
-
-        pictures.draw(results, args.pictures)
-    return 0
 
 
-def run(*, quick: bool) -> dict[str, Any]:
+def draw(results: dict[str, Any], folder: Path) -> None:
+    """Draw the curves and the ratios."""
+    from benchmarks import pictures
+
+    pictures.draw(results, folder)
+
+
+def run(quick: bool) -> dict[str, Any]:
     """Count and measure everything; a part that ``quick`` leaves out is None."""
     effort = measure.QUICK if quick else measure.FULL
     started = time.perf_counter()

@@ -11,8 +11,6 @@ on gloo (``late_rank.py``). ``--from`` takes the numbers of an earlier run.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import sys
@@ -30,11 +28,11 @@ if str(ROOT) not in sys.path:
 warnings.filterwarnings("ignore", module="megatron")  # of what is not installed
 
 import numpy as np  # noqa: E402
-import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from benchmarks import run, scale_report  # noqa: E402
+from benchmarks.command import run_command  # noqa: E402
 from benchmarks.counting import counted  # noqa: E402
 from benchmarks.in_process import run_ranks, traffic  # noqa: E402
 from benchmarks.rank_step import Clock, Cost, RankRows, a_step, read  # noqa: E402
@@ -60,32 +58,25 @@ WORKLOADS: dict[str, tuple[Callable[[int], int], bool]] = {
 
 def main() -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    return run_command(
+        __doc__,
+        quick_means="few ranks, no launches; 20 s",
+        measured=measured,
+        text=scale_report.markdown,
+        write_into=scale_report.write_into,
+        draw=draw,
     )
-    parser.add_argument("--quick", action="store_true", help="few ranks, no launches; 20 s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers")
-    parser.add_argument("--doc", type=Path, metavar="FILE", help="write the tables into it")
-    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw into it")
-    parser.add_argument("--from", type=Path, metavar="FILE", dest="earlier", help="measure nothing")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    results = json.loads(args.earlier.read_text()) if args.earlier else measured(quick=args.quick)
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
-    print(scale_report.markdown(results))
-    if args.doc is not None:
-        scale_report.write_into(args.doc, results)
-    if args.pictures is not None:
-        from benchmarks import pictures
-
-        args.pictures.mkdir(parents=True, exist_ok=True)
-        pictures.scale(results, args.pictures / "scale.png")
-    return 0
 
 
-def measured(*, quick: bool) -> Json:
+def draw(results: Json, folder: Path) -> None:
+    """Draw the costs against the number of ranks."""
+    from benchmarks import pictures
+
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures.scale(results, folder / "scale.png")
+
+
+def measured(quick: bool) -> Json:
     """Run every workload on every number of ranks; launches are None with ``quick``."""
     started = time.perf_counter()
     results: Json = {
