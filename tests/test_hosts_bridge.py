@@ -1,20 +1,94 @@
-"""Megatron-Bridge's own loss function under the schedule hook, on live Megatron-Core; DP 2.
+"""Megatron-Bridge's own ``pretrain`` with the recipe's one call, on the CPU.
 
-``HOSTS_DIR=... pytest tests/test_hosts_bridge.py``, with the checkout in
-``$HOSTS_DIR/Megatron-Bridge``; without, it skips. Its data is tried in ``test_schedule.py``.
+``HOSTS_DIR=... pytest tests/test_hosts_bridge.py``: the checkout in ``$HOSTS_DIR/Megatron-Bridge``
+with its ``3rdparty/Megatron-LM`` (``tools/fetch_hosts.sh``), after ``make test-hosts``, which
+installs what it imports; without, it skips. Bridge's data is tried in ``test_schedule.py`` too.
 """
 
+import json
 import os
+from itertools import count
 from pathlib import Path
 
 import pytest
-from conftest import launched
+from conftest import TESTS, worker_path
+from fork_server import ForkServer
 
-LOSSES = (
-    Path(os.environ.get("HOSTS_DIR", "")) / "Megatron-Bridge/src/megatron/bridge/training/losses.py"
+BRIDGE = Path(os.environ.get("HOSTS_DIR", "")) / "Megatron-Bridge"
+CORE = BRIDGE / "3rdparty" / "Megatron-LM"
+INSTALLED = TESTS.parent / ".venv-hosts"
+MISSING = [path for path in (BRIDGE / "src", CORE / "megatron", INSTALLED) if not path.is_dir()]
+pytestmark = pytest.mark.skipif(
+    bool(MISSING), reason=f"no {', '.join(map(str, MISSING))}: set HOSTS_DIR, make test-hosts"
 )
+LAYOUTS = {
+    "DP 2": (2, 1, "average"),
+    "CP 2": (2, 2, "average"),
+    "CP 2, per-token": (2, 2, "per-token"),
+    "DP 2 x CP 2, per-token": (4, 2, "per-token"),
+}
+"""Processes, CP and the regime."""
 
 
-@pytest.mark.skipif(not LOSSES.exists(), reason=f"no checkout with {LOSSES}: set HOSTS_DIR")
-def test_bridges_own_loss_function_is_replaced_by_the_configured_loss():
-    assert "BRIDGE equals the loops" in launched("bridge_worker.py", LOSSES, processes=2)
+@pytest.fixture(scope="module")
+def bridge(tmp_path_factory):
+    """Return a function that trains with Bridge and returns what its worker wrote."""
+    folder = tmp_path_factory.mktemp("bridge")
+    hosts = TESTS / "hosts"
+    paths = [BRIDGE / "src", CORE, hosts, *worker_path().split(os.pathsep), INSTALLED]
+    path = os.pathsep.join(map(str, paths))
+    server = ForkServer(["imports_bridge"], path=path)
+    files = (folder / f"{number}.json" for number in count())
+
+    def train(aggregation, processes, cp, regime):
+        file = next(files)
+        command = [str(hosts / "bridge_worker.py"), str(file), aggregation, str(cp), regime]
+        done = server.launch(command, processes=processes, timeout=300)
+        assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+        numbers = json.loads(file.read_text())
+        print(aggregation, processes, cp, regime, numbers["steps"])
+        return numbers
+
+    yield train
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def alone(bridge):
+    """Return the run on one process, with each step computed by hand beside it."""
+    return bridge("sample_mean", 1, 1, "average")
+
+
+@pytest.fixture(scope="module")
+def stock(bridge):
+    """Return Bridge's own runs, without the recipe's call."""
+    return {name: bridge("stock", *LAYOUTS[name]) for name in ("DP 2", "CP 2")}
+
+
+def close(got, wanted, tolerance=1e-6):
+    return got == pytest.approx(wanted, rel=tolerance, abs=0)
+
+
+def test_on_one_process_loss_and_gradient_are_those_of_loops_over_conversations(alone):
+    for step, hand in zip(alone["steps"], alone["by_hand"], strict=True):
+        assert close(step["lm loss"], hand["loss"])
+        assert close(step["grad_norm"], hand["grad_norm"])
+        assert close(step["lossagg/weight_sum"], 8 / 9)  # of nine conversations one is masked
+    assert alone["hooked"] == len(alone["steps"]) + len(alone["evaluated"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_and_regime_trains_and_evaluates_the_same_loss(bridge, alone, layout):
+    numbers = bridge("sample_mean", *LAYOUTS[layout])
+    for step, wanted in zip(numbers["steps"], alone["steps"], strict=True):
+        assert close(step["lm loss"], wanted["lm loss"])
+        assert close(step["grad_norm"], wanted["grad_norm"], 3e-6)
+    for got, wanted in zip(numbers["evaluated"], alone["evaluated"], strict=True):
+        assert close(got["lm loss"], wanted["lm loss"])
+
+
+def test_stock_reports_one_loss_at_dp_2_and_cp_2_and_trains_two(stock, alone):
+    first = {name: numbers["steps"][0] for name, numbers in stock.items()}
+    assert close(first["DP 2"]["lm loss"], first["CP 2"]["lm loss"])
+    assert not close(first["DP 2"]["grad_norm"], first["CP 2"]["grad_norm"], 0.05)
+    assert close(first["DP 2"]["lm loss"], alone["steps"][0]["host lm loss"])

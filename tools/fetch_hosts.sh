@@ -29,16 +29,19 @@ for host in "${hosts[@]}"; do
         continue
     fi
     folder=$HOSTS_DIR/$name
-    if [[ $(git -C "$folder" rev-parse HEAD 2>/dev/null) == "$commit" ]]; then
-        echo "$name $commit is there"
-        continue
-    fi
     if [[ -e $folder && ! -d $folder/.git ]]; then
         echo "$folder is there and no clone: move it away" >&2
         exit 1
     fi
-    git init --quiet "$folder"
-    git -C "$folder" fetch --quiet --depth 1 "$url" "$commit"
-    git -C "$folder" checkout --quiet --detach FETCH_HEAD
-    echo "$name $commit"
+    if [[ $(git -C "$folder" rev-parse HEAD 2>/dev/null) == "$commit" ]]; then
+        echo "$name $commit is there"
+    else
+        git init --quiet "$folder"
+        git -C "$folder" fetch --quiet --depth 1 "$url" "$commit"
+        git -C "$folder" checkout --quiet --detach FETCH_HEAD
+        echo "$name $commit"
+    fi
+    if [[ $name == Megatron-Bridge ]]; then # trains with a Megatron-Core of its own
+        git -C "$folder" submodule --quiet update --init --depth 1 3rdparty/Megatron-LM
+    fi
 done

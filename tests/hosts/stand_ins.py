@@ -24,6 +24,9 @@ ENGINES = ("peft", "torchdata")
 SERVERS = ("skyrl_gym", "aiohttp", "httpx", "requests", "urllib3")
 """Environments, and clients of inference servers."""
 
+BRIDGE = ("transformer_engine", "modelopt", "nvidia_resiliency_ext")
+"""Megatron-Bridge's kernels for models that are not built here, distillation, restarts."""
+
 NEMO = (
     "nemo_automodel",
     "transformer_engine",
@@ -71,6 +74,8 @@ class _Anything:
 
 
 class _Module(types.ModuleType):
+    __version__ = "2.9.0"  # of Transformer Engine: compared by Megatron-Bridge
+
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
