@@ -1,8 +1,10 @@
-"""What the tests of slime and miles share: recorded numbers, and the hosts' own code if present."""
+"""What the tests of hosts share: recorded numbers, and the hosts' own code if present."""
 
 import importlib.util
 import json
 import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,9 @@ from megatron_lossagg.verify import oracle
 
 HOSTS_DIR = os.environ.get("HOSTS_DIR")
 RECORDED = Path(__file__).parent / "hosts" / "recorded"
+PATCHES = Path(__file__).parent.parent / "docs" / "hosts" / "patches"
+INSTALLED = Path(__file__).parent.parent / ".venv-hosts"
+"""What the hosts import, by ``make test-hosts``."""
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 """DP and CP."""
 CARRIED = {
@@ -39,6 +44,38 @@ def needs(host):
         reasons.append(f"not installed: {', '.join(missing)}")
     reason = f"{'; '.join(reasons)}: run tools/fetch_hosts.sh and read docs/hosts/{host}.md"
     return pytest.mark.skipif(bool(reasons), reason=reason)
+
+
+def needs_checkout(host):
+    """Skip a test where the checkout of a host is missing, or what ``make test-hosts`` installs."""
+    reason = None
+    if not HOSTS_DIR:
+        reason = "HOSTS_DIR is not set: run tools/fetch_hosts.sh"
+    elif not Path(HOSTS_DIR, host).is_dir():
+        reason = f"HOSTS_DIR has no {host}: run tools/fetch_hosts.sh"
+    elif not INSTALLED.is_dir():
+        reason = "what the hosts import is not installed: run make test-hosts"
+    return pytest.mark.skipif(reason is not None, reason=str(reason))
+
+
+def copy_of(host, package, folder, *, patch=None):
+    """Copy a host's package to a folder, patched if wanted; returns the folder."""
+    shutil.copytree(Path(HOSTS_DIR, host, package), folder / package)
+    if patch is not None:
+        # As if outside of any repository, which git would take the paths to be relative to.
+        environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
+        command = ["git", "apply", str(PATCHES / patch)]
+        subprocess.run(command, cwd=folder, env=environment, check=True)
+    return folder
+
+
+def in_float64(files):
+    """Let a copied host compute in float64 what it computes in float32."""
+    for file in files:
+        text = file.read_text()
+        changed = text.replace("torch.float32", "torch.float64").replace(".float()", ".double()")
+        assert changed != text
+        file.write_text(changed)
 
 
 def recorded(host):

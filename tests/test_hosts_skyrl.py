@@ -1,11 +1,17 @@
-"""SkyRL's adapter without SkyRL; live in ``test_hosts_verl.py``, real in ``make test-hosts``."""
+"""SkyRL's adapter without SkyRL, and with its own worker where ``HOSTS_DIR`` has a checkout.
 
+Live without SkyRL in ``test_hosts_verl.py``, released in ``make test-hosts``.
+"""
+
+import re
 import sys
 import types
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import launched
+from real_hosts import copy_of, in_float64, needs_checkout
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
@@ -158,3 +164,76 @@ def test_the_entry_point_reads_its_own_arguments():
 def test_wrong_arguments_of_the_entry_point_are_refused(arguments, message):
     with pytest.raises(AggregationError, match=message):
         skyrl._split(arguments)
+
+
+PATCH = "skyrl-kl-entropy.patch"
+EVERYTHING = "pg kl entropy"
+IN_FLOAT32 = (
+    "skyrl/backends/skyrl_train/distributed/megatron/model_utils.py",
+    "skyrl/backends/skyrl_train/utils/torch_utils.py",
+)
+"""Where SkyRL computes log-probabilities and ratios in float32."""
+MODES = ("token_mean", "sample_mean", "constant", "sample_sum", "prompt_mean")
+MODES_WITHOUT_EMPTY = ("prompt_mean without empty", "sample_mean without empty")
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """Compute the oracle's losses and gradients of the step, term by term."""
+    file = tmp_path_factory.mktemp("reference") / "reference.pt"
+    launched("host_worker.py", "reference", file, processes=1)
+    return file
+
+
+def errors_of(reference, checkout, cases, *, cp=1, tp=1, pp=1, processes=4, bound=1e-12):
+    """Train steps on SkyRL's worker; return each case's gradient error and padding microbatches."""
+    arguments = (reference, checkout, cp, tp, pp, bound, *cases)
+    out = launched("hosts/skyrl_worker.py", *arguments, processes=processes)
+    print(out)
+    lines = re.findall(r"^(.*): (\S+), (\S+) padding microbatches per rank$", out, re.MULTILINE)
+    assert [case for case, _, _ in lines] == cases
+    return {case: (float(error), float(padding)) for case, error, padding in lines}
+
+
+@needs_checkout("SkyRL")
+def test_with_the_patch_policy_kl_and_entropy_have_our_weights(reference, tmp_path):
+    checkout = copy_of("SkyRL", "skyrl", tmp_path, patch=PATCH)
+    in_float64(checkout / file for file in IN_FLOAT32)
+    every = [f"{mode}/{EVERYTHING}/packed/3" for mode in MODES + MODES_WITHOUT_EMPTY]
+    one = [f"{mode}/{EVERYTHING}/packed/1" for mode in MODES]
+    by_tokens = [f"{mode}/{EVERYTHING}/tokens/0" for mode in MODES]
+    errors = errors_of(reference, checkout, [*every, *one, *by_tokens], cp=2)
+    assert all(error < 1e-12 for error, _ in errors.values())
+    # One rank of two has one microbatch more, so that the other one trains on one of padding.
+    assert {errors[case][1] for case in by_tokens} == {0.5}
+
+
+@needs_checkout("SkyRL")
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_with_the_patch_the_weights_are_ours_on_split_models_and_padded_rows(
+    reference, tmp_path, sizes
+):
+    checkout = copy_of("SkyRL", "skyrl", tmp_path, patch=PATCH)
+    in_float64(checkout / file for file in IN_FLOAT32)
+    cases = [f"prompt_mean/{EVERYTHING}/{how}/{m}" for how in ("packed", "padded") for m in (1, 3)]
+    errors = errors_of(reference, checkout, cases, **sizes)
+    assert all(error < 1e-12 for error, _ in errors.values())
+
+
+@needs_checkout("SkyRL")
+def test_the_patch_keeps_the_weights_in_skyrls_own_precision(reference, tmp_path):
+    checkout = copy_of("SkyRL", "skyrl", tmp_path, patch=PATCH)
+    cases = [f"{mode}/{EVERYTHING}/packed/3" for mode in MODES]
+    errors = errors_of(reference, checkout, cases, processes=2, bound=1e-5)
+    assert all(error < 1e-5 for error, _ in errors.values())
+
+
+@needs_checkout("SkyRL")
+def test_without_the_patch_only_the_policy_loss_has_our_weights(reference, tmp_path):
+    checkout = copy_of("SkyRL", "skyrl", tmp_path)
+    in_float64(checkout / file for file in IN_FLOAT32)
+    cases = [f"prompt_mean/{terms}/packed/3" for terms in ("pg", "pg kl", EVERYTHING)]
+    errors = [error for error, _ in errors_of(reference, checkout, cases, cp=2).values()]
+    assert errors[0] < 1e-12
+    assert errors[1] > 0.05
+    assert errors[2] > 0.05

@@ -14,6 +14,7 @@ hosts=(
     "miles https://github.com/radixark/miles.git 31f1ca961a94cb860cec3b2dea34ec332bfa8f76"
     "Megatron-LM https://github.com/NVIDIA/Megatron-LM.git 55ac7082517c3878ae653c07c09c534b8aed49f6"
     "NeMo-RL https://github.com/NVIDIA-NeMo/RL.git 7ea279abfbeb698b092856d0dab61e7cf39bc909"
+    "SkyRL https://github.com/NovaSky-AI/SkyRL.git a9564572eb8e91076be43c1bd5e4615e3de17265"
     "Megatron-Bridge https://github.com/NVIDIA-NeMo/Megatron-Bridge.git 067f987df03b8355b03192d88d70f1709fedf51a"
 )
 

@@ -27,6 +27,9 @@ SERVERS = ("skyrl_gym", "aiohttp", "httpx", "requests", "urllib3")
 BRIDGE = ("transformer_engine", "modelopt", "nvidia_resiliency_ext")
 """Megatron-Bridge's kernels for models that are not built here, distillation, restarts."""
 
+SKYRL_WORKER = ("cloudpathlib", "megatron.bridge", "pybase64", "torchdata", "zstandard")
+"""SkyRL's Megatron worker loads models with Bridge; data loaders, wire formats, cloud paths."""
+
 NEMO = (
     "nemo_automodel",
     "transformer_engine",
@@ -84,10 +87,10 @@ class _Module(types.ModuleType):
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(self, names):
-        self.names = set(names)
+        self.names = tuple(names)
 
     def find_spec(self, fullname, path=None, target=None):
-        if fullname.split(".")[0] in self.names:
+        if any(fullname == name or fullname.startswith(f"{name}.") for name in self.names):
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
         return None
 
