@@ -116,6 +116,11 @@ class AggregatedLoss:
         """The wrapped loss's."""
         return bool(getattr(self.loss_fn, "use_fused_linear_logprobs", False))
 
+    @property
+    def reference_policy_kl_penalty(self) -> float:
+        """The wrapped loss's: NeMo-RL prepares unfiltered log-probabilities for KL by it."""
+        return float(getattr(self.loss_fn, "reference_policy_kl_penalty", 0.0))
+
     def __call__(
         self,
         next_token_logprobs: Tensor,
