@@ -1,15 +1,19 @@
-"""NeMo-RL's adapter against what NeMo-RL's own loss function returned.
+"""NeMo-RL's adapter against what NeMo-RL's own loss function returned, and in its own worker.
 
 ``hosts/recorded/nemo_rl.json`` holds the inputs and outputs of ``ClippedPGLossFn`` at 7ea279ab,
-by ``hosts/record_nemo_rl.py``. Live on Megatron-Core: ``test_hosts_verl.py``.
+by ``hosts/record_nemo_rl.py``. Its trainer and Megatron worker run where ``HOSTS_DIR`` has a
+checkout. Live on Megatron-Core without NeMo-RL: ``test_hosts_verl.py``.
 """
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import launched
+from real_hosts import copy_of, in_float64, needs_checkout
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
@@ -160,6 +164,14 @@ def test_metrics_other_than_the_loss_keep_nemo_rls_normalizers():
     assert made.use_fused_linear_logprobs is False
 
 
+def test_what_nemo_rl_asks_of_the_loss_before_it_is_called_is_the_wrapped_losss():
+    # Under top-k or top-p sampling, KL is computed on log-probabilities without the filter.
+    loss_fn = ClippedPG("token_level")
+    loss_fn.reference_policy_kl_penalty = 0.01
+    made = aggregated(loss_fn, Aggregation("constant", divisor=L))
+    assert made.reference_policy_kl_penalty == 0.01
+
+
 def test_rows_without_sample_mask_count_where_the_step_is_given_whole():
     few = run(aggregated(ClippedPG("token_level"), Aggregation("constant", divisor=L)))
     whole = aggregated(
@@ -227,3 +239,72 @@ def test_wrong_wrapping_is_refused_at_startup():
         aggregated(loss_fn, mode)
     with pytest.raises(PlanError, match=r"give policy\.train_global_batch_size"):
         run(aggregated(ClippedPG("token_level"), mode, samples_per_step=5))
+
+
+PATCH = "nemo-rl-prompt-mean.patch"
+IN_FLOAT32 = "nemo_rl/distributed/model_utils.py"
+"""Where NeMo-RL computes log-probabilities in float32."""
+TOKEN, SEQUENCE = "token/all prompts/{}", "sequence/prompts with tokens/{}"
+MICROBATCHES = {
+    "M = 1": (1, 2, "padded", 6, 1),
+    "M = 3": (1, 2, "padded", 2, 3),
+    "by tokens": (1, 2, "dynamic", 24, None),
+    "packed": (1, 2, "packed", 24, None),
+    "packed, CP 2": (2, 4, "packed", 24, None),
+}
+"""CP, processes, how rows are put together, rows or tokens of a microbatch, M."""
+
+
+def planned(checkout, file):
+    """Run NeMo-RL's trainer until it trains."""
+    launched("hosts/nemo_rl_worker.py", "plan", checkout, file, processes=1)
+    return checkout, file
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory):
+    """Plan two optimizer steps in NeMo-RL's patched trainer; compute the references."""
+    folder = tmp_path_factory.mktemp("nemo_rl")
+    checkout = copy_of("NeMo-RL", "nemo_rl", folder, patch=PATCH)
+    in_float64([checkout / IN_FLOAT32])
+    return planned(checkout, folder / "steps.pt")
+
+
+def errors_of(steps, cp, processes, how, *cases):
+    """Train the steps in NeMo-RL's worker; return each case's gradient error and microbatches."""
+    arguments = ("train", *steps, cp, how, *cases)
+    out = launched("hosts/nemo_rl_worker.py", *arguments, processes=processes)
+    lines = re.findall(r"^(.*): (\S+), (\d+) microbatches$", out, re.MULTILINE)
+    print(*lines, sep="\n")
+    assert [case for case, _, _ in lines] == list(cases)
+    return [(float(error), int(microbatches)) for _, error, microbatches in lines]
+
+
+@needs_checkout("NeMo-RL")
+@pytest.mark.parametrize("name", MICROBATCHES)
+def test_with_the_patch_nemo_rl_trains_prompt_mean(steps, name):
+    cp, processes, how, size, num_microbatches = MICROBATCHES[name]
+    token, sequence = errors_of(
+        steps, cp, processes, how, TOKEN.format(size), SEQUENCE.format(size)
+    )
+    assert token[0] < 1e-12
+    assert sequence[0] < 1e-7  # NeMo-RL adds 1e-8 to the counts that it divides by
+    if num_microbatches is not None:
+        assert token[1] == 2 * num_microbatches  # of two steps
+    else:
+        assert token[1] > 2
+
+
+@needs_checkout("NeMo-RL")
+def test_the_patch_keeps_the_weights_in_nemo_rls_own_precision(tmp_path):
+    checkout = copy_of("NeMo-RL", "nemo_rl", tmp_path, patch=PATCH)
+    steps = planned(checkout, tmp_path / "steps.pt")
+    ((error, _),) = errors_of(steps, 1, 2, "packed", TOKEN.format(24))
+    assert error < 1e-5
+
+
+@needs_checkout("NeMo-RL")
+def test_without_the_patch_nemo_rl_stops_in_the_first_step(tmp_path):
+    steps = planned(copy_of("NeMo-RL", "nemo_rl", tmp_path), tmp_path / "steps.pt")
+    with pytest.raises(AssertionError, match="apply docs/hosts/patches/nemo-rl-prompt-mean"):
+        errors_of(steps, 1, 2, "padded", TOKEN.format(6))

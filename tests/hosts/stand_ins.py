@@ -47,6 +47,17 @@ NEMO = (
 )
 """NeMo-RL's other backends and media."""
 
+NEMO_WORKER = (
+    "megatron.bridge",
+    "megatron.core.inference.config",
+    "megatron.core.inference.shards",
+    "megatron.core.transformer.moe.moe_logging",
+    "nemo_rl.models.megatron.setup",
+    "scipy",
+    "torchdata",
+)
+"""NeMo-RL's Megatron worker builds models with Bridge, and needs a newer Megatron-Core."""
+
 
 class _Anything:
     """A class, a decorator, a constant: whatever a module does with it at import."""
