@@ -1,14 +1,24 @@
-"""``lossagg verify --host``: a system is found without importing it, or what it lacks is named."""
+"""``lossagg verify --host``: a system is found, and its own functions run, or why they do not.
+
+What is found is not imported. The functions of released verl and SkyRL run in
+``hosts/verify_checks.py``; of systems that are not released, here, from checkouts in ``HOSTS_DIR``.
+"""
 
 import importlib
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_lossagg.cli.main import main
+from megatron_lossagg.verify.host_runs.__main__ import CHECKS
+from megatron_lossagg.verify.host_runs.launch import run_host
 from megatron_lossagg.verify.hosts import HOSTS, host_fact
 
+ROOT = Path(__file__).parent.parent
 CHECKOUTS = {"megatron-lm": "Megatron-LM", "bridge": "Megatron-Bridge/src", "nemo-rl": "NeMo-RL"}
 
 
@@ -43,6 +53,87 @@ def test_what_a_host_lacks_is_named_with_its_file_and_the_commit(a_host, capsys)
 def test_a_host_that_is_not_installed_is_wrong_usage(capsys):
     assert main(["verify", "--host", "miles"]) == 2
     assert "nothing to verify: miles is not installed here" in capsys.readouterr().err
+
+
+def write_host(folder, name, init):
+    """Write a package that has what a host's adapter uses and does ``init`` when imported."""
+    for file, texts in HOSTS[name].uses.items():
+        path = folder / name / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(f"# {text}" for text in texts))
+    (folder / name / "__init__.py").write_text(f"{init}  # verl.plugins")
+
+
+@pytest.fixture
+def verl_that(tmp_path, monkeypatch):
+    """Return a function that writes a verl and puts it first on the path of processes."""
+
+    def write(init):
+        write_host(tmp_path, "verl", init)
+        path = os.pathsep.join([str(tmp_path), str(ROOT)])
+        monkeypatch.setenv("PYTHONPATH", path)
+
+    return write
+
+
+def test_an_import_that_fails_is_not_run_with_the_reason_and_what_to_install(verl_that):
+    verl_that("import ray_of_tests.core")
+    host = run_host("verl")
+    assert host["passed"]
+    (check,) = host["checks"]
+    assert check["state"] == "NOT RUN"
+    assert check["explanation"].startswith(
+        "ModuleNotFoundError: No module named 'ray_of_tests'. Install ray_of_tests, which verl "
+    )
+
+
+@pytest.mark.parametrize(
+    ("init", "reason"),
+    [
+        ("raise RuntimeError('no GPU')", "RuntimeError: no GPU. Run where python can import verl"),
+        ("import sys; sys.exit('bye')", "SystemExit: bye. Run where python can import verl"),
+        (
+            "import os; print('last words', flush=True); os._exit(3)",
+            "the process ended with status 3; it printed last: last words",
+        ),
+        ("import time; time.sleep(100)", r"the process did not end within 8 s (--timeout)"),
+    ],
+)
+def test_whatever_an_import_does_is_a_reason(verl_that, init, reason):
+    verl_that(init)
+    host = run_host("verl", timeout=8.0 if "sleep" in init else 100.0)
+    assert host["passed"]
+    (check,) = host["checks"]
+    assert check["state"] == "NOT RUN"
+    assert check["explanation"].startswith(reason)
+
+
+def test_what_did_not_run_is_in_text_json_and_html_and_changes_no_status(verl_that, tmp_path):
+    verl_that("import ray_of_tests")
+    report, page = tmp_path / "report.json", tmp_path / "page.html"
+    more = ["--dp", "1", "--loss-aggregation", "token_mean", "--regime", "average"]
+    command = [sys.executable, "-m", "megatron_lossagg", "verify", "--host", "verl", *more]
+    done = subprocess.run(
+        [*command, "--json", str(report), "--html", str(page)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = json.loads(report.read_text())
+    assert written["passed"]
+    assert [check["state"] for check in written["host"]["checks"]] == ["NOT RUN"]
+    first, second, *_ = done.stdout.splitlines()
+    assert first.startswith("PASS: 1 of 1 case passes")
+    assert second == "verl: 0 of 1 check of its own code passes, 1 not run"
+    reason = written["host"]["checks"][0]["explanation"]
+    assert "Install ray_of_tests" in reason
+    html_reason = reason.replace("'", "&#x27;")
+    for text, wanted in ((done.stdout, reason), (page.read_text(), html_reason)):
+        assert "NOT RUN" in text
+        assert "0 of 1 check of its own code passes, 1 not run" in text
+        assert wanted in text
+
+
+def test_every_host_has_checks():
+    assert set(CHECKS) == set(HOSTS)
 
 
 @pytest.mark.skipif("HOSTS_DIR" not in os.environ, reason="HOSTS_DIR is not set")

@@ -5,8 +5,10 @@ own schedules, DistributedDataParallel and finalize_model_grads; every
 parameter's gradient and the reported loss are compared with a float64 oracle
 on one process. Without options: a standard set of layouts on 4 CPU processes
 of this machine. Under torchrun: the launcher's ranks, with CUDA and NCCL where
-available. Exit status: 0 if all cases pass, 1 if a case failed, 2 for wrong
-usage.
+available. With --host, a training system's own functions are compared with the
+oracle first. Exit status: 0 if all cases pass and no check of a host failed, 1
+if one failed, 2 for wrong usage; a check that could not run is named and
+changes no status.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from megatron_lossagg.scaling import REGIMES
 from megatron_lossagg.verify import report as show
 from megatron_lossagg.verify.cases import CASES, Case
 from megatron_lossagg.verify.environment import Fact, environment
+from megatron_lossagg.verify.host_runs.launch import TIMEOUT, run_host
 from megatron_lossagg.verify.hosts import HOSTS, host_fact
 from megatron_lossagg.verify.job import Event, Job, run_job
 from megatron_lossagg.verify.parallelism import Parallelism, standard
@@ -83,7 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--host",
         choices=sorted(HOSTS),
         help="first look whether this training system is installed here and has what its adapter "
-        "uses; megatron-lm and bridge are then verified as with --hooked",
+        "uses, and run its own functions on the CPU against the oracle (megatron-lm: "
+        "pretrain_gpt.py); megatron-lm and bridge are then verified as with --hooked",
     )
     run.add_argument("--regime", choices=REGIMES, help="verify one of Megatron's two regimes")
     run.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
@@ -92,7 +96,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout",
         type=float,
         metavar="SECONDS",
-        help=f"end the ranks launched here after this time (default {_TIMEOUT:.0f})",
+        help=f"end the ranks launched here after this time (default {_TIMEOUT:.0f}), and the "
+        f"checks of --host (default {TIMEOUT:.0f})",
     )
 
 
@@ -109,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
     facts = [*environment(), *host_facts]
     core = _megatron_core(facts)
     begun, started = time.monotonic(), datetime.now(timezone.utc)
+    host = _host_report(args)
     verdicts: list[dict[str, Any]] = []
     ran_on: list[str] = []
     status = 1
@@ -117,6 +123,7 @@ def run(args: argparse.Namespace) -> int:
         nonlocal status
         complete = len(verdicts) == job.num_verdicts and ran_on == [core.version]
         passed = complete and all(verdict["passed"] for verdict in verdicts)
+        passed = passed and (host is None or host["passed"])
         report = show.finite(
             {
                 "tool": {"name": "megatron_lossagg", "version": megatron_lossagg.__version__},
@@ -128,6 +135,7 @@ def run(args: argparse.Namespace) -> int:
                 "num_ranks": job.world_size,
                 "num_verdicts": job.num_verdicts,
                 "verdicts": verdicts,
+                "host": host,
                 "passed": passed,
             }
         )
@@ -161,6 +169,13 @@ def run(args: argparse.Namespace) -> int:
         of_ranks = [line for line in lines if line.startswith("[rank")]
         print("A rank failed:", *(of_ranks or lines)[:40], sep="\n  ")
     return 1 if failure else status
+
+
+def _host_report(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Run the checks of ``--host``, in a process of their own."""
+    if args.host is None:
+        return None
+    return run_host(args.host, aggregation_from_args(args), timeout=args.timeout or TIMEOUT)
 
 
 def _megatron_core(facts: Sequence[Fact]) -> Fact:

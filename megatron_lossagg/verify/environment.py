@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["PATIENCE", "Fact", "State", "environment"]
+__all__ = ["PATIENCE", "Fact", "State", "environment", "unlaunched"]
 
 State = Literal["found", "missing", "broken", "slow"]
 
@@ -190,14 +190,19 @@ def _imports(installed: list[str]) -> Iterator[dict[str, subprocess.Popen[str]]]
 
 
 def _python(code: str, arguments: list[str] | tuple[str, ...]) -> subprocess.Popen[str]:
-    launcher = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
     return subprocess.Popen(
         [sys.executable, "-c", code, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={name: value for name, value in os.environ.items() if not name.startswith(launcher)},
+        env=unlaunched(),
     )
+
+
+def unlaunched() -> dict[str, str]:
+    """Return this process's environment variables, without those of a launcher's rank."""
+    launcher = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
 
 
 def _output(process: subprocess.Popen[str], timeout: float | None = None) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """A verification as one page for a pull request: self-contained HTML, no script.
 
-The result comes first, then the table of cases, the causes of what failed, the plot of errors,
-the environment, and how to read it.
+The result comes first, then the table of cases, the checks of a host, the causes of what failed,
+the plot of errors, the environment, and how to read it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_lossagg.scaling import K_FORMULA
 from megatron_lossagg.verify.environment import Fact
+from megatron_lossagg.verify.host_runs import section as host_section
 from megatron_lossagg.verify.parallelism import WEIGHT_SUM_TOLERANCE
 from megatron_lossagg.verify.words import error_text, number_of
 
@@ -45,11 +46,15 @@ def page(report: Mapping[str, Any]) -> str:
     for verdict in verdicts:
         layouts.setdefault(str(verdict["layout"]), []).append(verdict)
     passed = bool(report["passed"]) and all(layouts.values()) and bool(verdicts)
-    found, meaning = _outcome(verdicts, passed)
+    host = report.get("host")
+    of_host = host_section.outcome(host) if host else None
+    found, meaning = _outcome(verdicts, passed, of_host)
+    lead = _lead(verdicts, layouts) + (host_section.lead(host) if host else "")
     body = [
         f'<header class="{_class(passed)}"><p class="soft">lossagg verify</p>',
-        f"<h1><b>{found}:</b> {meaning}</h1>{_lead(verdicts, layouts)}</header>",
+        f"<h1><b>{found}:</b> {meaning}</h1>{lead}</header>",
         _tables(layouts),
+        host_section.section(host) if host else "",
         _failures(verdicts, layouts),
         _plot(layouts),
         _facts(report, layouts),
@@ -60,7 +65,8 @@ def page(report: Mapping[str, Any]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta http-equiv="Content-Security-Policy" '
         "content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{found}: {meaning}</title><style>{_STYLE}</style>"
+        f"<title>{found}: {meaning}</title><style>{_STYLE}"
+        f"{host_section.STYLE if host else ''}</style>"
     )
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body><main>\n'
@@ -69,14 +75,18 @@ def page(report: Mapping[str, Any]) -> str:
     )
 
 
-def _outcome(verdicts: Sequence[_Verdict], passed: bool) -> tuple[str, str]:
-    """Write what was found, and what it means."""
+def _outcome(
+    verdicts: Sequence[_Verdict], passed: bool, of_host: tuple[str, str] | None
+) -> tuple[str, str]:
+    """Write what was found, and what it means; ``of_host``: of failed checks of a host."""
     failed = sum(not verdict["passed"] for verdict in verdicts)
     cases = number_of(len(verdicts), "case")
     if failed:
         fail = "fails" if failed == 1 else "fail"
         what = "the trained or the reported loss is not the configured loss"
         return f"{failed} of {cases} {fail}", what
+    if of_host:
+        return of_host
     if not passed:
         measured = f"{cases} measured, none of them fails"
         return "The run did not finish", measured if verdicts else "nothing was measured"

@@ -15,7 +15,6 @@ Shape suffixes: Y = tokens of all rows and a filler, padded; P = parameters of t
 from __future__ import annotations
 
 import math
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_lossagg.verify.environment import unlaunched
 from megatron_lossagg.verify.parallelism import ModelShape
 from megatron_lossagg.verify.rows import Row, filler_row, make_rows
 
@@ -117,12 +117,10 @@ def reference(shape: ModelShape, *, copies: int, padded: int, folder: Path) -> R
     if not file.exists():
         # A rank's own rendezvous, and its GPU, are not the reference's.
         ours = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        launcher = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(launcher)}
         sizes = (shape.num_layers, shape.num_heads, shape.num_experts)
         command = [sys.executable, "-m", __name__, *map(str, (*sizes, copies, padded)), str(file)]
         done = subprocess.run(
-            command, env={**kept, **ours}, capture_output=True, text=True, check=False
+            command, env={**unlaunched(), **ours}, capture_output=True, text=True, check=False
         )
         if done.returncode:
             raise RuntimeError(f"the reference was not computed:\n{done.stderr[-4000:]}")

@@ -1,6 +1,7 @@
 """A verification as it is printed: a rich table with a progress bar on a terminal, else text.
 
-The result comes first, then the table, the causes of what failed, and the environment.
+The result comes first, then the table, the checks of a host, the causes of what failed, and the
+environment.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from megatron_lossagg.verify.environment import Fact
+from megatron_lossagg.verify.host_runs.outcome import PASS, counted
+from megatron_lossagg.verify.host_runs.outcome import cells as host_cells
 from megatron_lossagg.verify.words import error_text, number_of
 
 __all__ = ["Report", "cells", "finite", "progress", "show", "summary"]
 
 Report = Mapping[str, Any]
 _COLUMNS = ("aggregation", "w_s", "regime", "K", "factor", "gradient error", "loss error", "")
+_HOST_COLUMNS = ("check", "function", "loss error", "gradient error", "")
 _LEFT = 3
-"""The first columns are aligned to the left."""
+"""The first columns are aligned to the left; of a host's checks the first two."""
 
 
 @contextmanager
@@ -53,6 +57,7 @@ def show(report: Report) -> None:
         _show_rich(report)
     else:
         _show_plain(report)
+    _show_host(report)
     _show_causes(report)
     for fact in report["environment"]:
         print(Fact(**fact))
@@ -62,7 +67,10 @@ def show(report: Report) -> None:
 
 
 def summary(report: Report) -> str:
-    """Write the result: how many cases pass, where, the largest error, the time it took."""
+    """Write the result: how many cases pass, where, the largest error, the time it took.
+
+    A second line has the result of a host's checks.
+    """
     verdicts = report["verdicts"]
     passed = sum(verdict["passed"] for verdict in verdicts)
     errors = [v["gradient_error"] for v in verdicts]
@@ -75,8 +83,13 @@ def summary(report: Report) -> str:
         f"{passed} of {number_of(num_verdicts, 'case')} {pass_} on "
         f"{number_of(len(report['layouts']), 'layout')} of {number_of(report['num_ranks'], 'rank')}"
         f", megatron-core {versions['megatron-core']}, torch {versions['torch']}{largest}; "
-        f"{report['seconds']:.0f} s"
+        f"{report['seconds']:.0f} s{_host_summary(report)}"
     )
+
+
+def _host_summary(report: Report) -> str:
+    host = report.get("host")
+    return f"\n{host['name']}: {counted(host['checks'])}" if host else ""
 
 
 def cells(verdict: Mapping[str, Any]) -> tuple[str, ...]:
@@ -106,18 +119,40 @@ def _layouts(report: Report) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
 
 def _show_plain(report: Report) -> None:
     rows = [_COLUMNS, *(cells(verdict) for verdict in report["verdicts"])]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+    widths = _widths(rows)
     for layout, verdicts in _layouts(report):
         print(layout)
         for row in (_COLUMNS, *(cells(verdict) for verdict in verdicts)):
-            print("  " + _aligned(row, widths))
+            print("  " + _aligned(row, widths, left=_LEFT))
         print()
 
 
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
-    left = [cell.ljust(width) for cell, width in zip(row[:_LEFT], widths, strict=False)]
-    right = [cell.rjust(width) for cell, width in zip(row[_LEFT:], widths[_LEFT:], strict=True)]
-    return "  ".join(left + right).rstrip()
+def _show_host(report: Report) -> None:
+    """Print a host's checks, and why one failed or did not run."""
+    host = report.get("host")
+    if not host:
+        return
+    print(f"{host['name']}: {counted(host['checks'])}, {host['seconds']:.0f} s")
+    rows = [_HOST_COLUMNS, *map(host_cells, host["checks"])]
+    widths = _widths(rows)
+    for row in rows:
+        print("  " + _aligned(row, widths, left=2))
+    print()
+    explained = [check for check in host["checks"] if check["state"] != PASS]
+    for check in explained:
+        print(f"{check['state']} {host['name']}; {check['check']}\n     {check['explanation']}")
+    if explained:
+        print()
+
+
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int], *, left: int) -> str:
+    first = [cell.ljust(width) for cell, width in zip(row[:left], widths, strict=False)]
+    rest = [cell.rjust(width) for cell, width in zip(row[left:], widths[left:], strict=True)]
+    return "  ".join(first + rest).rstrip()
 
 
 def _show_rich(report: Report) -> None:

@@ -35,7 +35,7 @@ def theirs(step, loss_type, losses=None):
     )
     total = 0
     for mb in step.microbatches:
-        log_p = mb["x"].exp().log()
+        log_p = mb.log_probs.exp().log()
         trainer = SimpleNamespace(
             _get_per_token_logps_and_entropies=lambda *_, log_p=log_p, **__: (
                 log_p,
@@ -72,12 +72,12 @@ def theirs(step, loss_type, losses=None):
             router_aux_loss_coef=0,
             get_gamma_weights=lambda advantages, **_: torch.ones_like(advantages),
         )
-        rows, width = mb["mask"].shape
+        rows, width = mb.mask.shape
         inputs = {
             "prompt_ids": torch.zeros(rows, 1, dtype=torch.long),
             "prompt_mask": torch.ones(rows, 1, dtype=torch.long),
             "completion_ids": torch.zeros(rows, width, dtype=torch.long),
-            "completion_mask": mb["mask"].long(),
+            "completion_mask": mb.mask.long(),
             "advantages": -torch.ones(rows, dtype=torch.float64),
             "old_per_token_logps": torch.zeros_like(log_p),
             "num_items_in_batch": torch.tensor(float(sum(step.lengths))),
@@ -90,11 +90,11 @@ def per_token(step, loss_type):
     """Return TRL's loss per token for these inputs."""
     if loss_type in ("cispo", "vespo"):
         weight = (lambda x: x.exp().detach()) if loss_type == "cispo" else torch.ones_like
-        return [weight(mb["x"]) * mb["x"] for mb in step.microbatches]
+        return [weight(mb.log_probs) * mb.log_probs for mb in step.microbatches]
     if loss_type == "sapo":
         t = 1.05
-        return [torch.sigmoid(t * (mb["x"].exp() - 1)) * 4 / t for mb in step.microbatches]
-    return [mb["x"].exp() for mb in step.microbatches]
+        return [torch.sigmoid(t * (mb.log_probs.exp() - 1)) * 4 / t for mb in step.microbatches]
+    return [mb.log_probs.exp() for mb in step.microbatches]
 
 
 def test_every_loss_type_of_trl_has_an_alias():

@@ -5,48 +5,27 @@ from pathlib import Path
 import pytest
 import torch
 import verl
-from ragged import LENGTHS, MASKED, STEPS, Step, assert_same, launched
+from ragged import LENGTHS, MASKED, Step, assert_same, launched
 from verl.trainer.ppo import core_algos
-from verl.workers.config import ActorConfig, PolicyLossConfig
 
 from megatron_lossagg import Aggregation
-from megatron_lossagg.aggregation import ALIASES
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
-from megatron_lossagg.hosts.verl import LossMode
+from megatron_lossagg.verify.host_runs import verl as verl_checks
+from megatron_lossagg.verify.host_runs.outcome import PASS, outcome_of
+from megatron_lossagg.verify.host_runs.verl import DIVISOR, actor_config, alias
 
-MODES = [name.removeprefix("verl:") for name in ALIASES if name.startswith("verl:")]
-L = 8
-OURS = {ALIASES[f"verl:{mode}"].mode: mode for mode in MODES}
-LOSSES = [
-    name
-    for name in core_algos.POLICY_LOSS_REGISTRY
-    if not name.startswith("lossagg") and name not in ("geo_mean", "bypass_mode")
-]
-
-
-def named(mode):
-    return Aggregation.named(f"verl:{mode}", divisor=L if mode.endswith("norm") else None)
+CHECKS = verl_checks.checks()
+MODES = verl_checks.modes()
 
 
 def counts(step):
-    return {
-        "dp_size": step.dp_size,
-        "batch_num_tokens": sum(step.lengths),
-        "global_batch_size": len(step.lengths),
-        "loss_scale_factor": L,
-    }
-
-
-def config(step, **changes):
-    made = ActorConfig(strategy="megatron", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **changes)
-    made.global_batch_info.update(counts(step))
-    return made
+    return actor_config(step).global_batch_info
 
 
 def theirs(step, mode, **arguments):
     """Sum over the step as the Megatron engine does: * M, / M, mean over ranks."""
     losses = [
-        core_algos.agg_loss(mb["x"], mb["mask"], mode, **arguments) for mb in step.microbatches
+        core_algos.agg_loss(mb.log_probs, mb.mask, mode, **arguments) for mb in step.microbatches
     ]
     return torch.stack(losses).sum() / arguments.get("dp_size", 1)
 
@@ -59,19 +38,25 @@ def test_every_mode_of_verl_has_an_alias():
     assert verl.__version__ == "0.9.1"
 
 
-@pytest.mark.parametrize("lengths", STEPS)
-@pytest.mark.parametrize("mode", MODES)
-def test_an_alias_is_the_hosts_own_aggregation(mode, lengths):
-    step = Step(STEPS[lengths])
-    assert_same(step.loss(named(mode)), theirs(step, mode, **counts(step)), step.leaves)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+def test_what_lossagg_verify_runs_of_verl_is_the_oracles(check):
+    outcome = outcome_of(check, host="verl")
+    assert outcome.state == PASS, outcome.explanation
+
+
+def test_every_mode_and_policy_loss_of_verl_is_checked():
+    losses = {name for name in core_algos.POLICY_LOSS_REGISTRY if not name.startswith("lossagg_")}
+    ours = {check.name.partition("+")[2] or "vanilla" for check in CHECKS[len(MODES) :]}
+    assert ours == losses - {"geo_mean", "bypass_mode"}
+    assert len(CHECKS) == 5 + 5 * (len(ours) - 1) + 1  # sapo has one mode
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode.startswith("seq-mean")])
 def test_without_global_batch_size_verl_leaves_masked_rows_out_of_each_microbatch(mode):
     # As called for the logged entropy; its Megatron and FSDP engines pass global_batch_size.
     step = Step([[MASKED[0][0]]])  # three rows, one of them fully masked
-    divisor = {"loss_scale_factor": L}
-    without_empty = Aggregation(named(mode).mode, divisor=named(mode).divisor, count_empty=False)
+    divisor = {"loss_scale_factor": DIVISOR}
+    without_empty = Aggregation(alias(mode).mode, divisor=alias(mode).divisor, count_empty=False)
     got = theirs(step, mode, **divisor)
     assert_same(got, step.loss(without_empty), step.leaves)
     counted = theirs(step, mode, **divisor, global_batch_size=3)
@@ -81,60 +66,25 @@ def test_without_global_batch_size_verl_leaves_masked_rows_out_of_each_microbatc
 def test_without_loss_scale_factor_verl_divides_by_the_padded_width():
     step = Step(LENGTHS)
     given = {**counts(step), "loss_scale_factor": None}
-    widths = [mb["mask"].shape[1] for mb in step.microbatches]
+    widths = [mb.mask.shape[1] for mb in step.microbatches]
     assert widths == [6, 9, 9, 9]  # the same row weighs more in the narrower microbatch
     shares = [
         core_algos.agg_loss(
-            torch.ones_like(mb["x"]), mb["mask"], "seq-mean-token-sum-norm", **given
+            torch.ones_like(mb.log_probs), mb.mask, "seq-mean-token-sum-norm", **given
         )
         for mb in step.microbatches
     ]
-    per_token = [
-        share / mb["mask"].sum() for share, mb in zip(shares, step.microbatches, strict=True)
-    ]
+    per_token = [share / mb.mask.sum() for share, mb in zip(shares, step.microbatches, strict=True)]
     assert (per_token[0] / per_token[1]).item() == pytest.approx(9 / 6)
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("mode", OURS)
-def test_a_registered_loss_is_verls_own_under_our_weights(mode, loss):
-    step = Step(MASKED)
-    if loss == "sapo":  # which ignores loss_agg_mode
-        mode = "sample_mean"
-    made = config(step, policy_loss=PolicyLossConfig(dro_beta=0.1))
-    if mode == "token_sum":  # ours divides by it, verl's does not
-        made.global_batch_info["loss_scale_factor"] = None
-    want, metrics = run_step(step, loss, made, OURS[mode])
-    got, same_metrics = run_step(step, LossMode(mode, True, loss).name, made, "token-mean")
-    assert_same(got, want, step.leaves)
-    assert same_metrics == metrics
-
-
-def run_step(step, name, made, loss_agg_mode):
-    """Sum a policy loss over the step as the Megatron engine does; returns metrics too."""
-    torch.manual_seed(3)  # clip_cov and kl_cov draw tokens
-    losses, metrics = [], []
-    for mb in step.microbatches:
-        loss, of_microbatch = core_algos.get_policy_loss_fn(name)(
-            old_log_prob=(mb["x"] + 0.3 * mb["other"]).detach(),
-            log_prob=mb["x"],
-            advantages=mb["advantages"],
-            response_mask=mb["mask"],
-            loss_agg_mode=loss_agg_mode,
-            config=made,
-        )
-        losses.append(loss)
-        metrics.append(of_microbatch)
-    return torch.stack(losses).sum() / step.dp_size, metrics
 
 
 def run_one(step, name, made):
     mb = step.microbatches[0]
     return core_algos.get_policy_loss_fn(name)(
-        old_log_prob=mb["other"],
-        log_prob=mb["x"],
-        advantages=mb["advantages"],
-        response_mask=mb["mask"],
+        old_log_prob=mb.old_log_probs,
+        log_prob=mb.log_probs,
+        advantages=mb.advantages,
+        response_mask=mb.mask,
         config=made,
     )
 
@@ -149,12 +99,12 @@ def test_a_loss_that_averages_by_itself_is_not_registered():
 def test_what_verl_does_not_count_needs_the_engine(name):
     step = Step(LENGTHS)
     with pytest.raises(AggregationError, match="set VERL_ENGINE_VENDOR=lossagg in the env"):
-        run_one(step, name, config(step))
+        run_one(step, name, actor_config(step))
 
 
 def test_constant_without_a_divisor_is_refused():
     step = Step(LENGTHS)
-    made = config(step)
+    made = actor_config(step)
     made.global_batch_info["loss_scale_factor"] = None
     with pytest.raises(AggregationError, match=r"set actor_rollout_ref\.actor\.loss_scale_factor"):
         run_one(step, "lossagg_constant", made)
@@ -162,7 +112,7 @@ def test_constant_without_a_divisor_is_refused():
 
 def test_an_engine_that_counts_nothing_is_refused():
     step = Step(LENGTHS)
-    made = config(step)
+    made = actor_config(step)
     made.global_batch_info["batch_num_tokens"] = None
     with pytest.raises(PlanError, match="lacks batch_num_tokens"):
         run_one(step, "lossagg_token_mean", made)
@@ -172,12 +122,12 @@ def test_a_selected_engine_that_does_not_run_is_an_error(monkeypatch):
     step = Step(LENGTHS)
     monkeypatch.setenv("VERL_ENGINE_VENDOR", "lossagg")
     with pytest.raises(ContractError, match="verl runs another engine"):
-        run_one(step, "lossagg_token_mean", config(step))
+        run_one(step, "lossagg_token_mean", actor_config(step))
 
 
 def test_kl_and_entropy_beside_the_policy_loss_are_warned_of():
     step = Step(LENGTHS)
-    made = config(step, use_kl_loss=True)
+    made = actor_config(step, use_kl_loss=True)
     with pytest.warns(RuntimeWarning, match="KL and entropy keep loss_agg_mode=token-mean"):
         run_one(step, "lossagg_sample_mean", made)
 
@@ -185,7 +135,7 @@ def test_kl_and_entropy_beside_the_policy_loss_are_warned_of():
 def test_agg_loss_is_verls_own_again_afterwards():
     own = core_algos.agg_loss
     step = Step(LENGTHS)
-    run_one(step, "lossagg_sample_mean", config(step))
+    run_one(step, "lossagg_sample_mean", actor_config(step))
     assert core_algos.agg_loss is own
     with pytest.raises(AttributeError):
         run_one(step, "lossagg_sample_mean", None)

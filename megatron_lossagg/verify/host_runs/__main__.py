@@ -1,0 +1,51 @@
+"""Run a host's checks: ``python -m megatron_lossagg.verify.host_runs HOST FILE AGGREGATION``.
+
+FILE gets one JSON line per check as it ends; hosts print to standard output. AGGREGATION: JSON
+of the configured one, for a host that is run as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.verify.host_runs import skyrl, verl
+from megatron_lossagg.verify.host_runs.outcome import Outcome, not_run, outcome_of
+from megatron_lossagg.verify.host_runs.step import Check
+
+CHECKS: Mapping[str, Callable[[Aggregation], list[Check]]] = {
+    "verl": lambda _: verl.checks(),
+    "skyrl": lambda _: skyrl.checks(),
+}
+
+
+def main(host: str, file: str, aggregation: str) -> None:
+    """Run the checks of a host and write their outcomes."""
+    signal.signal(signal.SIGTERM, _exit)  # so that what was launched is ended
+
+    def write(outcome: Outcome) -> None:
+        with Path(file).open("a") as out:
+            out.write(json.dumps(asdict(outcome)) + "\n")
+
+    try:
+        checks = CHECKS[host](Aggregation(**json.loads(aggregation)))
+    except (Exception, SystemExit) as error:
+        write(not_run(f"import of {host}", error, host=host))
+        return
+    for check in checks:
+        write(outcome_of(check, host=host))
+
+
+def _exit(*_: Any) -> None:
+    """Raise what no check catches."""
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

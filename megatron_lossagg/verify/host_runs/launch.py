@@ -1,0 +1,97 @@
+"""Start a host's checks in a process of their own, on the CPU, and collect their outcomes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import megatron_lossagg
+from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.verify.environment import unlaunched
+from megatron_lossagg.verify.host_runs.outcome import FAIL, NOT_RUN, Outcome
+
+__all__ = ["DEFAULT", "TIMEOUT", "run_host"]
+
+DEFAULT = Aggregation("sample_mean")
+"""What a host that is run as a whole trains, where no aggregation is configured."""
+TIMEOUT = 600.0
+"""Seconds that a host's checks may take, imports included."""
+_GRACE_SECONDS = 10.0
+
+
+def run_host(
+    host: str,
+    aggregation: Aggregation | None = None,
+    *,
+    timeout: float = TIMEOUT,
+) -> dict[str, Any]:
+    """Run a host's checks; return the report's part about them.
+
+    ::
+
+        {"name", "seconds", "passed": no check failed, "checks": [Outcome, ...]}
+
+    A process that ends early or is ended after ``timeout`` seconds leaves one more outcome, not
+    run, with the reason.
+    """
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        file, log = Path(folder) / "outcomes.jsonl", Path(folder) / "log"
+        with log.open("w") as out:
+            ended = _ended(_command(host, file, aggregation or DEFAULT), out, timeout)
+        lines = file.read_text().splitlines() if file.exists() else []
+        outcomes = [json.loads(line) for line in lines]
+        printed = log.read_text(errors="replace").strip().splitlines()
+    if ended:
+        last = f"; it printed last: {printed[-1][:300]}" if printed else ""
+        reason = f"the process {ended}{last}. Run the import of {host} by itself"
+        begins = "the checks that follow" if outcomes else f"the checks of {host}"
+        outcomes.append(
+            asdict(Outcome(check=begins, function="", state=NOT_RUN, explanation=reason))
+        )
+    return {
+        "name": host,
+        "seconds": time.monotonic() - begun,
+        "passed": all(outcome["state"] != FAIL for outcome in outcomes),
+        "checks": outcomes,
+    }
+
+
+def _command(host: str, file: Path, aggregation: Aggregation) -> list[str]:
+    arguments = [host, str(file), json.dumps(asdict(aggregation))]
+    return [sys.executable, "-m", "megatron_lossagg.verify.host_runs", *arguments]
+
+
+def _ended(command: list[str], out: Any, timeout: float) -> str:
+    """Run a command to its end; return how it ended where that was not with status 0."""
+    package = str(Path(megatron_lossagg.__file__).resolve().parent.parent)
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), package]))
+    more = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, stdout=out, stderr=subprocess.STDOUT, env={**unlaunched(), **more}
+    )
+    try:
+        status = process.wait(timeout)
+        return f"ended with status {status}" if status else ""
+    except subprocess.TimeoutExpired:
+        return f"did not end within {timeout:g} s (--timeout)"
+    finally:
+        _stop(process)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is not None:
+        return
+    process.terminate()  # it ends what it launched
+    try:
+        process.wait(_GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

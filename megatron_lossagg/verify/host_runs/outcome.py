@@ -1,0 +1,126 @@
+"""How a check ended: passed, failed, or not run with the reason; as the reports have it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron_lossagg.errors import LossAggregationError
+from megatron_lossagg.verify.host_runs.step import Check, Comparison, NotRunError
+from megatron_lossagg.verify.words import error_text, number_of
+
+__all__ = [
+    "FAIL",
+    "NOT_RUN",
+    "PASS",
+    "Outcome",
+    "State",
+    "cells",
+    "counted",
+    "not_run",
+    "outcome_of",
+]
+
+State = Literal["PASS", "FAIL", "NOT RUN"]
+PASS: State = "PASS"
+FAIL: State = "FAIL"
+NOT_RUN: State = "NOT RUN"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """One check of a host; numbers are None where there was nothing to compare."""
+
+    check: str
+    function: str
+    """The host's function."""
+    state: State
+    got: float | None = None
+    wanted: float | None = None
+    loss_error: float | None = None
+    gradient_error: float | None = None
+    factor: float | None = None
+    tolerance: float | None = None
+    explanation: str = ""
+
+
+def outcome_of(check: Check, *, host: str) -> Outcome:
+    """Run a check; whatever it raises becomes an outcome."""
+    try:
+        found = check.compare()
+    except (ImportError, NotRunError) as error:
+        return not_run(check.name, error, host=host, function=check.function)
+    except (Exception, SystemExit) as error:
+        return Outcome(
+            check=check.name,
+            function=check.function,
+            state=FAIL,
+            explanation=f"{check.function} raised {_sentence(error)}, expected a loss: use a "
+            f"release of {host} that the adapter was written for (docs/hosts)",
+        )
+    if found is None:
+        return Outcome(check=check.name, function=check.function, state=PASS)
+    passed = max(found.loss_error, found.gradient_error) < check.tolerance
+    return Outcome(
+        check=check.name,
+        function=check.function,
+        state=PASS if passed else FAIL,
+        got=found.got,
+        wanted=found.wanted,
+        loss_error=found.loss_error,
+        gradient_error=found.gradient_error,
+        factor=found.factor,
+        tolerance=check.tolerance,
+        explanation="" if passed else _difference(check, found, host),
+    )
+
+
+def not_run(check: str, error: BaseException, *, host: str, function: str = "") -> Outcome:
+    """Say why a check did not run, and what to change."""
+    text = str(error) if isinstance(error, NotRunError) else _sentence(error)
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        text += f". Install {error.name.partition('.')[0]}, which {host} imports, or run where "
+        text += f"{host} trains"
+    elif not isinstance(error, LossAggregationError):
+        text += f". Run where python can import {host}"
+    return Outcome(check=check, function=function, state=NOT_RUN, explanation=text)
+
+
+def _sentence(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or ["no message"]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def _difference(check: Check, found: Comparison, host: str) -> str:
+    factor = f"{found.factor:.9g}" if math.isfinite(found.factor) else "not finite"
+    text = (
+        f"{check.function}: got a loss of {found.got:.9g}, expected {found.wanted:.9g}; got a "
+        f"{check.gradient} of {factor} times the expected one, with an error of "
+        f"{error_text(found.gradient_error)}"
+    )
+    return f"{text}. Use a release of {host} that the adapter was written for (docs/hosts)"
+
+
+def counted(outcomes: Sequence[Mapping[str, Any]]) -> str:
+    """Count outcomes: ``4 of 6 checks of its own code pass, 1 fails, 1 not run``."""
+    number = dict.fromkeys((PASS, FAIL, NOT_RUN), 0)
+    for outcome in outcomes:
+        number[outcome["state"]] += 1
+    pass_ = "passes" if len(outcomes) == 1 else "pass"
+    checks = number_of(len(outcomes), "check")
+    text = f"{number[PASS]} of {checks} of its own code {pass_}"
+    if number[FAIL]:
+        text += f", {number[FAIL]} {'fails' if number[FAIL] == 1 else 'fail'}"
+    return text + (f", {number[NOT_RUN]} not run" if number[NOT_RUN] else "")
+
+
+def cells(outcome: Mapping[str, Any]) -> tuple[str, ...]:
+    """Write an outcome in a table: check, function, errors, state; no errors where none exist."""
+    errors = [
+        "" if outcome["wanted"] is None else error_text(outcome[name])
+        for name in ("loss_error", "gradient_error")
+    ]
+    function = ".".join(outcome["function"].split(".")[-2:])
+    return (outcome["check"], function, *errors, outcome["state"])

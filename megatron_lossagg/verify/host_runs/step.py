@@ -1,0 +1,207 @@
+"""One drawn step of ragged rows, and what a host's function makes of it, against the oracle.
+
+The step has two data-parallel ranks of two microbatches of three rows: rows with holes, fully
+masked rows, a prompt with no active tokens, prompts over microbatches and ranks, and microbatches
+of different widths.
+
+Shape suffixes: b = rows of a microbatch, s = its width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.errors import LossAggregationError
+from megatron_lossagg.verify import oracle
+from megatron_lossagg.verify.cases import oracle_options
+
+__all__ = [
+    "LENGTHS",
+    "PROMPTS",
+    "Check",
+    "Comparison",
+    "Microbatch",
+    "NotRunError",
+    "Step",
+    "compare",
+    "ppo_losses",
+]
+
+LENGTHS = (((5, 0, 3), (2, 0, 4)), ((6, 6, 0), (0, 0, 5)))
+"""Active tokens per data-parallel rank, microbatch and row."""
+PROMPTS = (0, 0, 0, 1, 1, 2, 2, 2, 3, 3, 3, 4)
+"""Prompt of each row: 2 is on both ranks, 3 has no active tokens."""
+
+
+class NotRunError(LossAggregationError):
+    """A check that cannot run here; the message has the reason and what to change."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Microbatch:
+    """Rows of one microbatch, each tensor ``[b, s]``."""
+
+    log_probs: Tensor
+    """A leaf."""
+    old_log_probs: Tensor
+    advantages: Tensor
+    mask: Tensor
+    """Boolean."""
+    rows: range
+    """Position of each row in the step."""
+    place: tuple[int, int]
+    """Data-parallel rank, and index on that rank."""
+
+
+class Step:
+    """The microbatches of one optimizer step; ``lengths`` as :data:`LENGTHS`."""
+
+    def __init__(
+        self,
+        lengths: Sequence[Sequence[Sequence[int]]] = LENGTHS,
+        *,
+        prompts: Sequence[int] = PROMPTS,
+        dtype: torch.dtype = torch.float64,
+    ):
+        generator = torch.Generator().manual_seed(5)
+        self.lengths = [length for rank in lengths for rows in rank for length in rows]
+        self.prompts = list(prompts[: len(self.lengths)])
+        self.dp_size, self.num_microbatches = len(lengths), len(lengths[0])
+        self.microbatches: list[Microbatch] = []
+        first = 0
+        for rank, of_rank in enumerate(lengths):
+            for index, rows in enumerate(of_rank):
+                width = max(rows) + 1 + len(self.microbatches)
+                mask = torch.zeros(len(rows), width, dtype=torch.bool)
+                for row, length in enumerate(rows):
+                    mask[row, torch.randperm(width, generator=generator)[:length]] = True
+                drawn = torch.randn(3, len(rows), width, generator=generator, dtype=dtype)
+                self.microbatches.append(
+                    Microbatch(
+                        log_probs=drawn[0].requires_grad_(),
+                        old_log_probs=drawn[0].detach() + 0.3 * drawn[1],
+                        advantages=drawn[2],
+                        mask=mask,
+                        rows=range(first, first + len(rows)),
+                        place=(rank, index),
+                    )
+                )
+                first += len(rows)
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """The log-probabilities of each microbatch."""
+        return [mb.log_probs for mb in self.microbatches]
+
+    @property
+    def log_probs(self) -> list[Tensor]:
+        """Per-token losses that are the log-probabilities."""
+        return self.leaves
+
+    @cached_property
+    def _masks(self) -> list[list[int]]:
+        return [row.int().tolist() for mb in self.microbatches for row in mb.mask]
+
+    def wanted(self, aggregation: Aggregation, losses: Sequence[Tensor]) -> Tensor:
+        """Compute the step's loss by the oracle, 0-dim float64.
+
+        ``losses``: per-token losses of each microbatch, ``[b, s]``.
+        """
+        rows = [
+            {
+                "x": list(x.double().unbind()),
+                "counted": self._masks[row],
+                "trained": self._masks[row],
+                "sample": row,
+                "prompt": self.prompts[row],
+                "microbatch": mb.place,
+            }
+            for mb, loss in zip(self.microbatches, losses, strict=True)
+            for row, x in zip(mb.rows, loss, strict=True)
+        ]
+        options = oracle_options(aggregation, [self.num_microbatches] * self.dp_size)
+        return oracle.step_loss(aggregation.mode, rows, **options)
+
+
+def ppo_losses(mb: Microbatch, *, clip: float, dual_clip: float | None = None) -> Tensor:
+    """Compute PPO's clipped losses, ``[b, s]``: arXiv 1707.06347 eq. 7, 1912.09729 eq. 5.
+
+    ::
+
+        x = -min(r A, clamp(r, 1 - clip, 1 + clip) A);  where A < 0: x = min(x, -dual_clip A)
+    """
+    ratio, advantages = (mb.log_probs - mb.old_log_probs).exp(), mb.advantages
+    losses = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
+    if dual_clip is None:
+        return losses
+    return torch.where(advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A host's loss and gradient against the wanted ones."""
+
+    got: float
+    wanted: float
+    loss_error: float
+    """Relative."""
+    gradient_error: float
+    """The largest norm(g - g_wanted) / norm(g_wanted) of all leaves."""
+    factor: float
+    """The gradient as a multiple of the wanted one, by projection."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One named comparison of a host's function."""
+
+    name: str
+    function: str
+    """The host's function, by its dotted path."""
+    compare: Callable[[], Comparison | None]
+    """Runs it; None where there are no numbers and what it did not raise is the result."""
+    gradient: str = "gradient"
+    """What of the gradient is compared."""
+    tolerance: float = 1e-6
+    """Hosts count in float32 and add small numbers to divisors."""
+
+
+def compare(got: Tensor, wanted: Tensor, leaves: Sequence[Tensor]) -> Comparison:
+    """Compare two 0-dim losses of the same leaves, and their gradients."""
+    gradients: list[list[Tensor]] = []
+    for loss in (got, wanted):
+        of_leaves = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
+        gradients.append(
+            [
+                torch.zeros_like(leaf).double() if g is None else g.double()
+                for leaf, g in zip(leaves, of_leaves, strict=True)
+            ]
+        )
+    ours, theirs = (torch.cat([g.flatten() for g in of_loss]) for of_loss in gradients)
+    pairs = zip(*gradients, strict=True)
+    return Comparison(
+        got=got.item(),
+        wanted=wanted.item(),
+        loss_error=relative_error(got.item(), wanted.item()),
+        gradient_error=max(_over((g - w).norm().item(), w.norm().item()) for g, w in pairs),
+        factor=_over((ours @ theirs).item(), (theirs @ theirs).item()),
+    )
+
+
+def relative_error(got: float, wanted: float) -> float:
+    """Return abs(got - wanted) / abs(wanted)."""
+    return _over(abs(got - wanted), abs(wanted))
+
+
+def _over(difference: float, size: float) -> float:
+    """Divide; 0 / 0 is 0, for leaves that take no part."""
+    if size == 0:
+        return 0.0 if difference == 0 else math.inf
+    return difference / size

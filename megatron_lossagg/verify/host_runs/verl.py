@@ -1,0 +1,139 @@
+"""verl: ``agg_loss`` in every mode, and its policy losses under this package's weights.
+
+The engine calls a policy loss per microbatch, multiplies by M where Megatron divides by it, and
+averages over data-parallel ranks: a step's loss is the sum over microbatches, over DP.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lossagg.aggregation import ALIASES, Aggregation
+from megatron_lossagg.verify.host_runs.step import Check, Comparison, Step, compare, ppo_losses
+
+__all__ = ["DIVISOR", "SELF_AVERAGED", "actor_config", "alias", "checks", "modes", "run_loss"]
+
+DIVISOR = 8.0
+"""``loss_scale_factor`` of the drawn step."""
+SELF_AVERAGED = ("geo_mean", "bypass_mode")
+"""Policy losses that do not go through ``agg_loss`` alone."""
+_CORE = "verl.trainer.ppo.core_algos"
+_CLIP, _DUAL_CLIP = 0.2, 3.0
+
+
+def checks() -> list[Check]:
+    """List the checks; imports verl and registers this package's losses with it."""
+    from verl.trainer.ppo import core_algos
+
+    from megatron_lossagg.hosts import verl
+
+    _ = verl.plugin  # registers with verl, as its own loader does
+    listed = [
+        Check(
+            name=f"verl:{mode}",
+            function=f"{_CORE}.agg_loss",
+            compare=partial(_agg_loss, core_algos.agg_loss, mode),
+        )
+        for mode in modes()
+    ]
+    losses = [
+        name
+        for name in core_algos.POLICY_LOSS_REGISTRY
+        if name not in SELF_AVERAGED and not name.startswith("lossagg_")
+    ]
+    for loss in losses:
+        for mode in modes():
+            mode = "seq-mean-token-mean" if loss == "sapo" else mode  # which knows no other
+            check = _policy_loss(core_algos.POLICY_LOSS_REGISTRY, mode, loss)
+            if check.name not in [other.name for other in listed]:
+                listed.append(check)
+    return listed
+
+
+def modes() -> list[str]:
+    """Return verl's names of its modes, as the aliases have them."""
+    return [name.removeprefix("verl:") for name in ALIASES if name.startswith("verl:")]
+
+
+def alias(mode: str) -> Aggregation:
+    """Return what a mode of verl stands for, with the drawn step's divisor."""
+    return Aggregation.named(f"verl:{mode}", divisor=DIVISOR if mode.endswith("norm") else None)
+
+
+def actor_config(step: Step, *, divisor: float | None = DIVISOR, **changes: Any) -> Any:
+    """Make verl's ``ActorConfig`` with the step's counts, as its engines set them."""
+    from verl.workers.config import ActorConfig
+
+    config = ActorConfig(
+        strategy="megatron", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **changes
+    )
+    config.global_batch_info.update(_counts(step, divisor))
+    return config
+
+
+def _counts(step: Step, divisor: float | None) -> dict[str, Any]:
+    return {
+        "dp_size": step.dp_size,
+        "batch_num_tokens": sum(step.lengths),
+        "global_batch_size": len(step.lengths),
+        "loss_scale_factor": divisor,
+    }
+
+
+def _agg_loss(agg_loss: Any, mode: str) -> Comparison:
+    step = Step()
+    counts = _counts(step, DIVISOR)
+    shares = [agg_loss(mb.log_probs, mb.mask, mode, **counts) for mb in step.microbatches]
+    got = torch.stack(shares).sum() / step.dp_size
+    return compare(got, step.wanted(alias(mode), step.log_probs), step.leaves)
+
+
+def _policy_loss(registry: Any, mode: str, loss: str) -> Check:
+    """Check one registered loss: vanilla against the oracle, others against verl's own."""
+    from megatron_lossagg.hosts.verl import LossMode
+
+    name = LossMode(alias(mode).mode, True, loss).name
+    function = f"{_CORE}.{registry[loss].__name__}"
+    return Check(name=name, function=function, compare=partial(_registered, name, mode, loss))
+
+
+def _registered(name: str, mode: str, loss: str) -> Comparison:
+    from verl.workers.config import PolicyLossConfig
+
+    step = Step()
+    config = actor_config(
+        step,
+        divisor=DIVISOR if mode.endswith("norm") else None,  # token_sum takes one, verl's does not
+        clip_ratio=_CLIP,
+        policy_loss=PolicyLossConfig(dro_beta=0.1),
+    )
+    got = run_loss(step, name, config, "token-mean")
+    if loss == "vanilla":
+        losses = [ppo_losses(mb, clip=_CLIP, dual_clip=_DUAL_CLIP) for mb in step.microbatches]
+        wanted = step.wanted(alias(mode), losses)
+    else:
+        wanted = run_loss(step, loss, config, mode)
+    return compare(got, wanted, step.leaves)
+
+
+def run_loss(step: Step, name: str, config: Any, mode: str) -> Tensor:
+    """Sum a policy loss over the step as verl's Megatron engine does."""
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+
+    torch.manual_seed(3)  # clip_cov and kl_cov draw tokens
+    losses = []
+    for mb in step.microbatches:
+        loss, _ = get_policy_loss_fn(name)(
+            old_log_prob=mb.old_log_probs,
+            log_prob=mb.log_probs,
+            advantages=mb.advantages,
+            response_mask=mb.mask,
+            loss_agg_mode=mode,
+            config=config,
+        )
+        losses.append(loss)
+    return torch.stack(losses).sum() / step.dp_size

@@ -1,0 +1,64 @@
+"""``lossagg verify --host`` on released verl and SkyRL, and on a wrong ``agg_loss`` of verl."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import verl
+from ragged import check_of
+
+ONE = ["--dp", "1", "--loss-aggregation", "token_mean", "--regime", "average"]
+
+
+def lossagg_verify(folder, host):
+    """Run the command with ``folder`` first on the path; return it ended, and its report."""
+    # Each process of the command has the stand-ins; on a user's machine the dependencies are there.
+    (folder / "sitecustomize.py").write_text("import stand_ins_first\n")
+    report, page = folder / "report.json", folder / "page.html"
+    command = ["-m", "megatron_lossagg", "verify", "--host", host, *ONE]
+    done = subprocess.run(
+        [sys.executable, *command, "--json", str(report), "--html", str(page)],
+        env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ['PYTHONPATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    return done, json.loads(report.read_text()), page.read_text()
+
+
+@pytest.mark.parametrize(("host", "number"), [("verl", 51), ("skyrl", 14)])
+def test_the_command_runs_a_hosts_own_functions(tmp_path, host, number):
+    done, report, page = lossagg_verify(tmp_path, host)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{host}: {number} of {number} checks of its own code pass" in done.stdout
+    assert f"{number} of {number} checks of its own code pass" in page
+    assert report["passed"]
+    assert {check["state"] for check in report["host"]["checks"]} == {"PASS"}
+    errors = [check["gradient_error"] for check in report["host"]["checks"]]
+    print(f"{host}: largest gradient error {max(errors):.1e}, {report['host']['seconds']:.0f} s")
+
+
+def test_a_wrong_function_of_the_host_fails_by_name(tmp_path):
+    copy = tmp_path / "verl"
+    shutil.copytree(Path(verl.__file__).parent, copy, ignore=shutil.ignore_patterns("*.pyc"))
+    core = copy / "trainer" / "ppo" / "core_algos.py"
+    text = core.read_text()
+    body = text.index("    return loss\n", text.index("def agg_loss("))
+    core.write_text(f"{text[:body]}    return loss * 2\n{text[body:]}")
+
+    done, report, page = lossagg_verify(tmp_path, "verl")
+
+    assert done.returncode == 1
+    assert done.stdout.startswith("FAIL: 1 of 1 case passes")
+    check = check_of(report["host"]["checks"], "verl:token-mean")
+    assert check["state"] == "FAIL"
+    assert check["got"] == pytest.approx(2 * check["wanted"])
+    said = f"verl.trainer.ppo.core_algos.agg_loss: got a loss of {check['got']:.9g}, expected"
+    for text in (check["explanation"], done.stdout, page):
+        assert said in text
+        assert "got a gradient of 2 times the expected one" in text
+    assert check_of(report["host"]["checks"], "lossagg_token_mean")["state"] == "PASS"
