@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.verify.host_runs import skyrl, verl
+from megatron_lossagg.verify.host_runs import megatron_lm, nemo_rl, skyrl, verl
 from megatron_lossagg.verify.host_runs.outcome import Outcome, not_run, outcome_of
 from megatron_lossagg.verify.host_runs.step import Check
 
 CHECKS: Mapping[str, Callable[[Aggregation], list[Check]]] = {
     "verl": lambda _: verl.checks(),
     "skyrl": lambda _: skyrl.checks(),
+    "nemo-rl": lambda _: nemo_rl.checks(),
+    "megatron-lm": megatron_lm.checks,
 }
 
 

@@ -90,7 +90,7 @@ def not_run(check: str, error: BaseException, *, host: str, function: str = "") 
 
 def _sentence(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or ["no message"]
-    return f"{type(error).__name__}: {lines[0]}"
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}"
 
 
 def _difference(check: Check, found: Comparison, host: str) -> str:

@@ -27,11 +27,14 @@ __all__ = [
     "PROMPTS",
     "Check",
     "Comparison",
+    "HostError",
     "Microbatch",
     "NotRunError",
     "Step",
     "compare",
+    "over",
     "ppo_losses",
+    "relative_error",
 ]
 
 LENGTHS = (((5, 0, 3), (2, 0, 4)), ((6, 6, 0), (0, 0, 5)))
@@ -42,6 +45,10 @@ PROMPTS = (0, 0, 0, 1, 1, 2, 2, 2, 3, 3, 3, 4)
 
 class NotRunError(LossAggregationError):
     """A check that cannot run here; the message has the reason and what to change."""
+
+
+class HostError(LossAggregationError):
+    """A host's code under an adapter of this package ended with an error of the adapter."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -190,17 +197,17 @@ def compare(got: Tensor, wanted: Tensor, leaves: Sequence[Tensor]) -> Comparison
         got=got.item(),
         wanted=wanted.item(),
         loss_error=relative_error(got.item(), wanted.item()),
-        gradient_error=max(_over((g - w).norm().item(), w.norm().item()) for g, w in pairs),
-        factor=_over((ours @ theirs).item(), (theirs @ theirs).item()),
+        gradient_error=max(over((g - w).norm().item(), w.norm().item()) for g, w in pairs),
+        factor=over((ours @ theirs).item(), (theirs @ theirs).item()),
     )
 
 
 def relative_error(got: float, wanted: float) -> float:
     """Return abs(got - wanted) / abs(wanted)."""
-    return _over(abs(got - wanted), abs(wanted))
+    return over(abs(got - wanted), abs(wanted))
 
 
-def _over(difference: float, size: float) -> float:
+def over(difference: float, size: float) -> float:
     """Divide; 0 / 0 is 0, for leaves that take no part."""
     if size == 0:
         return 0.0 if difference == 0 else math.inf
