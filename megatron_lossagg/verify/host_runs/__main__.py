@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.verify.host_runs import megatron_lm, nemo_rl, skyrl, verl
+from megatron_lossagg.verify.host_runs import (
+    bridge,
+    megatron_lm,
+    miles,
+    nemo_rl,
+    skyrl,
+    slime,
+    verl,
+)
 from megatron_lossagg.verify.host_runs.outcome import Outcome, not_run, outcome_of
 from megatron_lossagg.verify.host_runs.step import Check
 
@@ -24,6 +32,9 @@ CHECKS: Mapping[str, Callable[[Aggregation], list[Check]]] = {
     "skyrl": lambda _: skyrl.checks(),
     "nemo-rl": lambda _: nemo_rl.checks(),
     "megatron-lm": megatron_lm.checks,
+    "bridge": bridge.checks,
+    "slime": lambda _: slime.checks(),
+    "miles": lambda _: miles.checks(),
 }
 
 

@@ -68,18 +68,23 @@ class Microbatch:
 
 
 class Step:
-    """The microbatches of one optimizer step; ``lengths`` as :data:`LENGTHS`."""
+    """The microbatches of one optimizer step; ``lengths`` as :data:`LENGTHS`.
+
+    ``samples``: sample of each row; None: each row is its own.
+    """
 
     def __init__(
         self,
         lengths: Sequence[Sequence[Sequence[int]]] = LENGTHS,
         *,
         prompts: Sequence[int] = PROMPTS,
+        samples: Sequence[int] | None = None,
         dtype: torch.dtype = torch.float64,
     ):
         generator = torch.Generator().manual_seed(5)
         self.lengths = [length for rank in lengths for rows in rank for length in rows]
         self.prompts = list(prompts[: len(self.lengths)])
+        self.samples = list(range(len(self.lengths)) if samples is None else samples)
         self.dp_size, self.num_microbatches = len(lengths), len(lengths[0])
         self.microbatches: list[Microbatch] = []
         first = 0
@@ -126,7 +131,7 @@ class Step:
                 "x": list(x.double().unbind()),
                 "counted": self._masks[row],
                 "trained": self._masks[row],
-                "sample": row,
+                "sample": self.samples[row],
                 "prompt": self.prompts[row],
                 "microbatch": mb.place,
             }

@@ -1,0 +1,50 @@
+"""Megatron-Bridge: its training modules are imported, and the hook is bound in each.
+
+Its loop builds models for CUDA through Transformer Engine, which a check on the CPU cannot run.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib import import_module
+
+from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.verify.host_runs.step import Check, HostError, NotRunError
+
+__all__ = ["checks"]
+
+_MODULES = ("megatron.bridge.training.train", "megatron.bridge.training.eval")
+_HOOK = "get_forward_backward_func"
+
+
+def checks(aggregation: Aggregation) -> list[Check]:
+    """List the checks, one per module and one for the loop; imports nothing yet."""
+    listed = [
+        Check(
+            name=f"{module.rpartition('.')[2]} is hooked, {aggregation.mode}",
+            function=f"{module}.{_HOOK}",
+            compare=partial(_bound, module, aggregation),
+        )
+        for module in _MODULES
+    ]
+    loop = Check(name="the training loop", function=f"{_MODULES[0]}.train", compare=_loop)
+    return [*listed, loop]
+
+
+def _bound(name: str, aggregation: Aggregation) -> None:
+    """Install the adapter, and look at the name that a module's loop calls."""
+    module = {each: import_module(each) for each in _MODULES}[name]
+    stock = getattr(module, _HOOK)
+    from megatron_lossagg.hosts.bridge import install
+
+    install(aggregation)
+    bound = getattr(module, _HOOK)
+    if bound is stock or getattr(bound, "__wrapped__", None) is not stock:
+        raise HostError(f"{name}.{_HOOK} is {bound!r} after install, expected the hooked {stock!r}")
+
+
+def _loop() -> None:
+    raise NotRunError(
+        "Bridge builds its models for CUDA through Transformer Engine, expected a loop that runs "
+        "on the CPU: train a few steps at two layouts on your GPUs and compare loss and grad norm"
+    )
