@@ -7,15 +7,21 @@ What is found is not imported. The functions of released verl and SkyRL run in
 import importlib
 import json
 import os
+import platform
 import subprocess
 import sys
+import types
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import real_hosts
 
 from megatron_lossagg.cli.main import main
+from megatron_lossagg.hosts import megatron_lm
 from megatron_lossagg.verify.host_runs.__main__ import CHECKS
-from megatron_lossagg.verify.host_runs.launch import run_host
+from megatron_lossagg.verify.host_runs.launch import DEFAULT, run_host
+from megatron_lossagg.verify.host_runs.outcome import outcome_of
 from megatron_lossagg.verify.hosts import HOSTS, host_fact
 
 ROOT = Path(__file__).parent.parent
@@ -132,8 +138,79 @@ def test_what_did_not_run_is_in_text_json_and_html_and_changes_no_status(verl_th
         assert wanted in text
 
 
+BRIDGE = ("megatron.bridge.training.train", "megatron.bridge.training.eval")
+
+
+@pytest.fixture
+def bridge(monkeypatch):
+    """Put modules with the name that Bridge's loops call in Bridge's place."""
+
+    def get_forward_backward_func():
+        raise AssertionError
+
+    for name in BRIDGE:
+        module = types.ModuleType(name)
+        module.get_forward_backward_func = get_forward_backward_func
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(megatron_lm.atexit, "register", lambda *_: None)
+
+
+def test_bridges_modules_are_hooked_and_its_loop_is_not_run(bridge):
+    checks = CHECKS["bridge"](DEFAULT)
+    states = [outcome_of(check, host="bridge").state for check in checks]
+    assert states == ["PASS", "PASS", "NOT RUN"]
+
+
+def test_a_hook_that_does_not_bind_fails_by_name(bridge, monkeypatch):
+    monkeypatch.setattr("megatron_lossagg.hosts.bridge.install", lambda aggregation: None)
+    first, *_ = CHECKS["bridge"](DEFAULT)
+    outcome = outcome_of(first, host="bridge")
+    assert outcome.state == "FAIL"
+    assert "megatron.bridge.training.train.get_forward_backward_func after" in outcome.explanation
+
+
 def test_every_host_has_checks():
     assert set(CHECKS) == set(HOSTS)
+
+
+HOSTS_DIR = Path(os.environ.get("HOSTS_DIR", ""))
+SERVING = "('polars', 'sglang', 'sglang_router', 'torch_memory_saver', 'mooncake', 'pylatexenc')"
+
+
+def run_checkout(monkeypatch, folder, name, *checkouts):
+    """Run a host's checks from checkouts, with stand-ins for what serves rollouts."""
+    (folder / "sitecustomize.py").write_text(f"import stand_ins\nstand_ins.install({SERVING})\n")
+    own = [folder, ROOT, ROOT / "tests" / "hosts", *(HOSTS_DIR / each for each in checkouts)]
+    path = os.pathsep.join([*map(str, own), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setenv("PYENV_VERSION", platform.python_version())  # for a checkout's make
+    host = run_host(name)
+    numbers = [check["gradient_error"] for check in host["checks"]]
+    print(f"{name}: {numbers}, {host['seconds']:.0f} s")
+    assert [(check["state"], check["explanation"]) for check in host["checks"]] == [
+        ("PASS", "")
+    ] * len(numbers)
+    return host["checks"]
+
+
+@pytest.mark.parametrize("name", ["slime", "miles"])
+def test_the_policy_loss_of_slime_and_miles_is_the_oracles(monkeypatch, tmp_path, name):
+    (skip,) = real_hosts.needs(name).args
+    if skip:
+        pytest.skip(real_hosts.needs(name).kwargs["reason"])
+    checks = run_checkout(monkeypatch, tmp_path, name, name, "Megatron-LM")
+    assert len(checks) == 10
+
+
+@pytest.mark.skipif(
+    not (HOSTS_DIR / "Megatron-LM" / "pretrain_gpt.py").exists(), reason="HOSTS_DIR"
+)
+def test_megatron_lms_own_script_trains_the_oracles_loss_in_every_layout(monkeypatch, tmp_path):
+    missing = [name for name in ("regex", "pydantic", "yaml") if find_spec(name) is None]
+    if missing:
+        pytest.skip(f"not installed: {', '.join(missing)}")
+    checks = run_checkout(monkeypatch, tmp_path, "megatron-lm", "Megatron-LM")
+    assert len(checks) == 3
 
 
 @pytest.mark.skipif("HOSTS_DIR" not in os.environ, reason="HOSTS_DIR is not set")

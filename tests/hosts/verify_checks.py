@@ -11,7 +11,19 @@ import pytest
 import verl
 from ragged import check_of
 
+from megatron_lossagg.verify.host_runs.launch import run_host
+
 ONE = ["--dp", "1", "--loss-aggregation", "token_mean", "--regime", "average"]
+
+
+NEMO_RL = Path(os.environ.get("HOSTS_DIR", "")) / "NeMo-RL"
+OLDER_TRANSFORMERS = """
+import stand_ins_first, stand_ins
+stand_ins.install(stand_ins.NEMO)
+from transformers import AutoProcessor
+import transformers
+transformers.__version__ = "5.11.0"  # NeMo-RL's patch of a tokenizer asserts an older one
+"""
 
 
 def lossagg_verify(folder, host):
@@ -22,12 +34,16 @@ def lossagg_verify(folder, host):
     command = ["-m", "megatron_lossagg", "verify", "--host", host, *ONE]
     done = subprocess.run(
         [sys.executable, *command, "--json", str(report), "--html", str(page)],
-        env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ['PYTHONPATH']}"},
+        env={**os.environ, "PYTHONPATH": path_with(folder)},
         capture_output=True,
         text=True,
         timeout=600,
     )
     return done, json.loads(report.read_text()), page.read_text()
+
+
+def path_with(*folders):
+    return os.pathsep.join([*map(str, folders), os.environ["PYTHONPATH"]])
 
 
 @pytest.mark.parametrize(("host", "number"), [("verl", 51), ("skyrl", 14)])
@@ -40,6 +56,15 @@ def test_the_command_runs_a_hosts_own_functions(tmp_path, host, number):
     assert {check["state"] for check in report["host"]["checks"]} == {"PASS"}
     errors = [check["gradient_error"] for check in report["host"]["checks"]]
     print(f"{host}: largest gradient error {max(errors):.1e}, {report['host']['seconds']:.0f} s")
+
+
+@pytest.mark.skipif(not NEMO_RL.is_dir(), reason="HOSTS_DIR has no NeMo-RL")
+def test_nemo_rls_loss_function_is_the_oracles(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(OLDER_TRANSFORMERS)
+    monkeypatch.setenv("PYTHONPATH", path_with(tmp_path, NEMO_RL))
+    host = run_host("nemo-rl")
+    states = [(check["state"], check["explanation"]) for check in host["checks"]]
+    assert states == [("PASS", "")] * 12
 
 
 def test_a_wrong_function_of_the_host_fails_by_name(tmp_path):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 from importlib import import_module
+from types import ModuleType
 
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.verify.host_runs.step import Check, HostError, NotRunError
@@ -18,29 +19,32 @@ _HOOK = "get_forward_backward_func"
 
 
 def checks(aggregation: Aggregation) -> list[Check]:
-    """List the checks, one per module and one for the loop; imports nothing yet."""
+    """List the checks, one per module and one for the loop; imports both modules."""
+    modules = {name: import_module(name) for name in _MODULES}
     listed = [
         Check(
-            name=f"{module.rpartition('.')[2]} is hooked, {aggregation.mode}",
-            function=f"{module}.{_HOOK}",
+            name=f"{name.rpartition('.')[2]} is hooked, {aggregation.mode}",
+            function=f"{name}.{_HOOK}",
             compare=partial(_bound, module, aggregation),
         )
-        for module in _MODULES
+        for name, module in modules.items()
     ]
     loop = Check(name="the training loop", function=f"{_MODULES[0]}.train", compare=_loop)
     return [*listed, loop]
 
 
-def _bound(name: str, aggregation: Aggregation) -> None:
+def _bound(module: ModuleType, aggregation: Aggregation) -> None:
     """Install the adapter, and look at the name that a module's loop calls."""
-    module = {each: import_module(each) for each in _MODULES}[name]
-    stock = getattr(module, _HOOK)
     from megatron_lossagg.hosts.bridge import install
 
+    stock = getattr(module, _HOOK, None)
     install(aggregation)
     bound = getattr(module, _HOOK)
-    if bound is stock or getattr(bound, "__wrapped__", None) is not stock:
-        raise HostError(f"{name}.{_HOOK} is {bound!r} after install, expected the hooked {stock!r}")
+    if getattr(bound, "__wrapped__", None) is not stock:
+        raise HostError(
+            f"got {bound!r} as {module.__name__}.{_HOOK} after install, expected the hooked "
+            f"{stock!r}: use a release that the adapter was written for (docs/hosts)"
+        )
 
 
 def _loop() -> None:
