@@ -308,7 +308,7 @@ addEventListener("load", () => {
     width: [root.clientWidth, root.scrollWidth],
     overflowing: all.filter((element) => leaves(element) || spills(element)).map(name),
     loaded: page.defaultView.performance.getEntriesByType("resource").length,
-    columns: new Set([...page.querySelectorAll("tbody tr")].map((row) =>
+    columns: new Set([...page.querySelectorAll("table:not(.host) tbody tr")].map((row) =>
       [...row.cells].slice(0, 9).map((cell) => cell.offsetLeft).join())).size,
   });
 });
@@ -336,6 +336,54 @@ WIDE = report(
 )
 
 
+def check(**changes):
+    return {
+        "check": "verl:token-mean",
+        "function": "verl.trainer.ppo.core_algos.agg_loss",
+        "state": "PASS",
+        "got": 0.5,
+        "wanted": 0.5,
+        "loss_error": 0.0,
+        "gradient_error": 1.5e-16,
+        "explanation": "",
+        **changes,
+    }
+
+
+def hosted(*checks):
+    passed = all(each["state"] != "FAIL" for each in checks)
+    host = {"name": "verl", "seconds": 6.2, "passed": passed, "checks": list(checks)}
+    return report(host=host, passed=passed)
+
+
+NOT_RUN = check(
+    check=LONG, state="NOT RUN", got=None, wanted=None, explanation=f"No module named '{LONG}'"
+)
+WRONG = check(
+    state="FAIL", gradient_error=None, explanation="agg_loss: got a loss of 1, expected 2"
+)
+
+
+def test_a_check_of_a_host_that_did_not_run_is_no_pass_and_no_failure():
+    reader = Reader(page(hosted(check(), NOT_RUN)))
+    assert "12 of 12 cases pass:" in reader.text
+    assert "verl: 1 of 2 checks of its own code pass, 1 not run." in reader.text
+    *_, ran, absent = reader.rows
+    assert ran == ["verl:token-mean", "core_algos.agg_loss", "0", "1.5e-16", "PASS"]
+    assert absent[0] == LONG
+    assert "NOT RUN" in absent
+    assert f"No module named '{LONG}'" in absent
+
+
+def test_a_failed_check_of_a_host_is_the_result():
+    reader = Reader(page(hosted(check(), WRONG, NOT_RUN)))
+    said = "1 of 3 checks of verl fails: its own code does not train the configured loss"
+    assert said in reader.text
+    wrong = reader.rows[-2]
+    assert "not finite" in wrong
+    assert WRONG["explanation"] in wrong
+
+
 @pytest.fixture(scope="module")
 def browser():
     found = shutil.which("chromium")
@@ -344,7 +392,11 @@ def browser():
     return found
 
 
-@pytest.mark.parametrize("given", [report(), MIXED, WIDE], ids=["passed", "mixed", "wide"])
+@pytest.mark.parametrize(
+    "given",
+    [report(), MIXED, WIDE, hosted(check(), WRONG, NOT_RUN)],
+    ids=["passed", "mixed", "wide", "a host"],
+)
 def test_a_browser_shows_every_row_and_point_and_nothing_overflows(browser, given, tmp_path):
     shown = tmp_path / "measure.html"
     shown.write_text(MEASURE % html.escape(page(given)), encoding="utf-8")
@@ -361,9 +413,10 @@ def test_a_browser_shows_every_row_and_point_and_nothing_overflows(browser, give
     measured = json.loads(html.unescape(found))
     errors = [v["gradient_error"] for v in given["verdicts"]]
     finite = sum(error is not None and math.isfinite(error) for error in errors)
+    rows = len(errors) + len(given.get("host", {}).get("checks", []))
     assert measured == {
-        "rows": len(errors),
-        "rows_seen": len(errors),
+        "rows": rows,
+        "rows_seen": rows,
         "points": finite,
         "width": [1000, 1000],
         "overflowing": [],

@@ -21,7 +21,7 @@ _COLUMNS = {
 
 STYLE = """
 .host tr{grid-template-columns:minmax(0,1.2fr) minmax(0,1fr) 96px 96px 76px}
-.host td:nth-child(3){text-align:right}
+.host td:nth-child(3),.host th:nth-child(3){text-align:right}
 """
 
 
@@ -48,7 +48,10 @@ def section(host: Mapping[str, Any]) -> str:
     rows = "".join(map(_row, host["checks"]))
     took = f"{host['seconds']:.0f} s"
     return (
-        f'<section><h2 id="host">{escape(host["name"])}</h2><div class="wide">'
+        f'<section><h2 id="host">{escape(host["name"])}</h2>'
+        "<p>The system's own functions, as installed here, in a process of their own on the CPU: "
+        "loss and gradient of a drawn step against the oracle. A check that did not run proves "
+        'nothing.</p><div class="wide">'
         f'<table class="host"><caption>{counted(host["checks"])}, {took}</caption>'
         f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div></section>"
     )
