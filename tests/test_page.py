@@ -364,7 +364,7 @@ WRONG = check(
 )
 
 
-def test_a_check_of_a_host_that_did_not_run_is_no_pass_and_no_failure():
+def test_a_check_of_a_host_that_did_not_run_counts_as_neither_pass_nor_failure():
     reader = Reader(page(hosted(check(), NOT_RUN)))
     assert "12 of 12 cases pass:" in reader.text
     assert "verl: 1 of 2 checks of its own code pass, 1 not run." in reader.text

@@ -7,9 +7,11 @@ import torch
 import verl
 from ragged import LENGTHS, MASKED, Step, assert_same, launched
 from verl.trainer.ppo import core_algos
+from verl.workers.config import PolicyLossConfig
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
+from megatron_lossagg.hosts.verl import LossMode
 from megatron_lossagg.verify.host_runs import verl as verl_checks
 from megatron_lossagg.verify.host_runs.outcome import PASS, outcome_of
 from megatron_lossagg.verify.host_runs.verl import DIVISOR, actor_config, alias
@@ -76,6 +78,18 @@ def test_without_loss_scale_factor_verl_divides_by_the_padded_width():
     ]
     per_token = [share / mb.mask.sum() for share, mb in zip(shares, step.microbatches, strict=True)]
     assert (per_token[0] / per_token[1]).item() == pytest.approx(9 / 6)
+
+
+@pytest.mark.parametrize(
+    "loss", sorted({check.name.partition("+")[2] or "vanilla" for check in CHECKS[len(MODES) :]})
+)
+def test_a_registered_loss_has_verls_own_metrics(loss):
+    made = actor_config(Step(MASKED), policy_loss=PolicyLossConfig(dro_beta=0.1))
+    metrics = []
+    for name in (loss, LossMode("sample_mean", True, loss).name):
+        torch.manual_seed(3)  # clip_cov and kl_cov draw tokens
+        metrics.append(run_one(Step(MASKED), name, made)[1])
+    assert metrics[0] == metrics[1]
 
 
 def run_one(step, name, made):

@@ -50,8 +50,9 @@ def run_host(
         outcomes = [json.loads(line) for line in lines]
         printed = log.read_text(errors="replace").strip().splitlines()
     if ended:
-        last = f"; it printed last: {printed[-1][:300]}" if printed else ""
-        reason = f"the process {ended}{last}. Run the import of {host} by itself"
+        reason = f"the process {ended}"
+        if printed and "--timeout" not in ended:
+            reason += f"; it printed last: {printed[-1][:300]}. Import {host} by itself"
         begins = "the checks that follow" if outcomes else f"the checks of {host}"
         outcomes.append(
             asdict(Outcome(check=begins, function="", state=NOT_RUN, explanation=reason))
@@ -81,7 +82,7 @@ def _ended(command: list[str], out: Any, timeout: float) -> str:
         status = process.wait(timeout)
         return f"ended with status {status}" if status else ""
     except subprocess.TimeoutExpired:
-        return f"did not end within {timeout:g} s (--timeout)"
+        return f"did not end within {timeout:g} s: give it more by --timeout"
     finally:
         _stop(process)
 

@@ -78,7 +78,7 @@ def outcome_of(check: Check, *, host: str) -> Outcome:
 
 
 def not_run(check: str, error: BaseException, *, host: str, function: str = "") -> Outcome:
-    """Say why a check did not run, and what to change."""
+    """Describe why a check did not run, and what to change."""
     text = str(error) if isinstance(error, NotRunError) else _sentence(error)
     if isinstance(error, ModuleNotFoundError) and error.name:
         text += f". Install {error.name.partition('.')[0]}, which {host} imports, or run where "
