@@ -29,6 +29,10 @@ FAIL: State = "FAIL"
 NOT_RUN: State = "NOT RUN"
 
 
+_REMEDIES = {"megatron": "Put a Megatron-LM checkout on PYTHONPATH"}
+"""What to do about a missing module that is not a package of its name."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """One check of a host; numbers are None where there was nothing to compare."""
@@ -81,8 +85,9 @@ def not_run(check: str, error: BaseException, *, host: str, function: str = "") 
     """Describe why a check did not run, and what to change."""
     text = str(error) if isinstance(error, NotRunError) else _sentence(error)
     if isinstance(error, ModuleNotFoundError) and error.name:
-        text += f". Install {error.name.partition('.')[0]}, which {host} imports, or run where "
-        text += f"{host} trains"
+        package = error.name.partition(".")[0]
+        remedy = _REMEDIES.get(package, f"Install the package that provides {package}")
+        text += f". {remedy}, or run where {host} trains"
     elif not isinstance(error, LossAggregationError):
         text += f". Run where python can import {host}"
     return Outcome(check=check, function=function, state=NOT_RUN, explanation=text)
