@@ -40,15 +40,20 @@ def bridge(tmp_path_factory):
     server = ForkServer(["imports_bridge"], path=path)
     files = (folder / f"{number}.json" for number in count())
 
-    def train(aggregation, processes, cp, regime):
+    def launch(processes, program, *arguments):
         file = next(files)
-        command = [str(hosts / "bridge_worker.py"), str(file), aggregation, str(cp), regime]
+        command = [*program, str(file), *map(str, arguments)]
         done = server.launch(command, processes=processes, timeout=300)
         assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
-        numbers = json.loads(file.read_text())
+        return file.read_text()
+
+    def train(aggregation, processes, cp, regime):
+        worker = [str(hosts / "bridge_worker.py")]
+        numbers = json.loads(launch(processes, worker, aggregation, cp, regime))
         print(aggregation, processes, cp, regime, numbers["steps"])
         return numbers
 
+    train.launch = launch
     yield train
     server.close()
 
@@ -92,3 +97,14 @@ def test_stock_reports_one_loss_at_dp_2_and_cp_2_and_trains_two(stock, alone):
     assert close(first["DP 2"]["lm loss"], first["CP 2"]["lm loss"])
     assert not close(first["DP 2"]["grad_norm"], first["CP 2"]["grad_norm"], 0.05)
     assert close(first["DP 2"]["lm loss"], alone["steps"][0]["host lm loss"])
+
+
+def test_verify_binds_the_hook_in_bridges_own_modules(bridge):
+    checks = ["-m", "megatron_lossagg.verify.host_runs", "bridge"]
+    written = bridge.launch(1, checks, json.dumps({"mode": "sample_mean"}))
+    outcomes = {found["check"]: found["state"] for found in map(json.loads, written.splitlines())}
+    assert outcomes == {
+        "train is hooked, sample_mean": "PASS",
+        "eval is hooked, sample_mean": "PASS",
+        "the training loop": "NOT RUN",
+    }

@@ -11,7 +11,7 @@ NeMo-RL divides by its own counts in the loss function, so that shares add up::
 The wrapped loss function is called row by row, as NeMo-RL's own wrapper for packed sequences
 does, and each row's loss is multiplied by its count and by w_s. Metrics keep their normalizers.
 Afterwards NeMo-RL divides by CP and multiplies by M / CP, Megatron multiplies by CP / M, DDP
-sums, and finalize divides by nothing. Every context-parallel rank holds whole rows. MoE and MTP
+sums, and finalize divides by nothing. Every context-parallel rank has whole rows. MoE and MTP
 losses are scaled by NeMo-RL itself, by 1 / N; nothing here touches them.
 
 A row whose ``sample_mask`` is 0 is in none of NeMo-RL's counts, and in none of ours; give
