@@ -5,9 +5,7 @@ import re
 import time
 
 import pytest
-from conftest import TESTS, fork_server, launched, worker_path
-
-from megatron_lossagg.cpu import launch
+from conftest import TESTS, fork_server, launched
 
 TRAIN = TESTS.parent / "examples" / "drgrpo" / "train.py"
 DRIVE = TESTS / "drive_example.py"
@@ -139,10 +137,9 @@ def test_faults_beyond_the_flags_end_the_run(recorded, tmp_path, fault):
 
 
 def test_a_rank_that_dies_in_a_step_ends_the_others(recorded, tmp_path):
-    """Under the launcher, within seconds of the death."""
+    """Within seconds of the death, as under the launcher (``test_faults.py``)."""
     flags = replay(recorded / "rollouts.jsonl", tmp_path)
-    command = [str(DRIVE), "rank_1_dies", "--", *map(str, flags)]
-    done = launch(command, processes=2, timeout=300, env={"PYTHONPATH": worker_path()})
+    done = run_example(["rank_1_dies", "--", *flags], script=DRIVE)
     (died,) = re.findall(r"rank 1 dies at (\S+)", done.stdout)
     check_refused(done, time.time() - float(died), tmp_path / "run", ["Signal 9"])
 

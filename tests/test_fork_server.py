@@ -6,7 +6,7 @@ import sys
 import time
 
 import pytest
-from conftest import TESTS, fork_server, launched, worker_path
+from conftest import TESTS, fork_server, worker_path
 from fork_server import WITHOUT_MEGATRON, ForkServer, fork_ranks
 from test_cpu_launch import RANKS, SLEEP, is_running
 
@@ -15,23 +15,21 @@ from megatron_lossagg.verify.job import Job
 from megatron_lossagg.verify.parallelism import Parallelism
 
 ENVIRONMENT = """
-import json, os, sys
+import json, os, pathlib, runpy, sys
 names = ("RANK", "LOCAL_RANK", "ROLE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
          "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "OMP_NUM_THREADS",
          "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE",
          "GLOO_SOCKET_IFNAME", "PYTHONPATH", "GIVEN")
-import torch.distributed as dist
-dist.init_process_group("gloo")
-gathered = [None] * dist.get_world_size()
 facts = {name: os.environ.get(name) for name in names}
-facts |= {"argv": sys.argv[1:], "path": sys.path[0], "name": __name__, "folder": os.getcwd()}
+facts |= {"argv": sys.argv[2:], "path": sys.path[0], "name": __name__, "folder": os.getcwd()}
 facts |= {"group": os.getpgid(0) == os.getpid(), "stdin": sys.stdin.read()}
 facts["main"] = sys.modules["__main__"].__dict__.get("facts") is facts
-dist.all_gather_object(gathered, facts)
-if dist.get_rank() == 0:
-    print(json.dumps(gathered))
-dist.destroy_process_group()
+pathlib.Path(sys.argv[1], facts["RANK"]).write_text(json.dumps(facts))
+del sys.argv[:2]
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
+"""Writes what a rank finds to a file of its number, and runs a worker."""
 FAILS = """
 import os, pathlib, sys, time
 if os.environ["RANK"] == "1":
@@ -68,30 +66,32 @@ def written(folder, text):
     return script
 
 
-def test_a_worker_prints_the_same_under_the_launcher():
-    layouts = [Parallelism(cp=2)]
-    arguments = ["slices", Job(layouts=layouts, cases=()).to_json()]
-    done = launch(
-        [str(TESTS / "matrix_worker.py"), *arguments],
-        processes=2,
-        timeout=200,
-        env={"PYTHONPATH": worker_path(), "PYTHONUNBUFFERED": ""},
-    )
-    assert done.returncode == 0, done.stderr
-    forked = launched("matrix_worker.py", *arguments, processes=2)
-    assert forked == done.stdout
+@pytest.fixture(scope="module")
+def in_both(tmp_path_factory):
+    """Run a worker under the launcher and forked; return what the ranks found and printed."""
+    script = written(tmp_path_factory.mktemp("scripts"), ENVIRONMENT)
+    worker = [str(TESTS / "matrix_worker.py"), "slices"]
+    worker.append(Job(layouts=[Parallelism(cp=2)], cases=()).to_json())
+    env = {"GIVEN": "yes", "PYTHONPATH": worker_path(), "PYTHONUNBUFFERED": ""}
+    found = []
+    for start in (launch, fork_server().launch):
+        folder = tmp_path_factory.mktemp("facts")
+        done = start([str(script), str(folder), *worker], processes=2, timeout=200, env=env)
+        assert done.returncode == 0, done.stderr
+        facts = [json.loads((folder / rank).read_text()) for rank in "01"]
+        found.append((facts, done.stdout))
+    return found
+
+
+def test_a_worker_prints_the_same_as_under_the_launcher(in_both):
+    (_, launched), (_, forked) = in_both
+    assert forked == launched
     assert len(forked.splitlines()) == 6
 
 
-def test_a_rank_has_the_launchers_environment_arguments_and_name(forked, tmp_path):
+def test_a_rank_has_the_launchers_environment_arguments_and_name(in_both):
     """But for a group of processes, which the launcher gives its ranks as well."""
-    script = written(tmp_path, ENVIRONMENT)
-    env = {"GIVEN": "yes", "PYTHONPATH": worker_path()}
-    under_launcher = launch([str(script), "a", "b"], processes=2, timeout=200, env=env)
-    assert under_launcher.returncode == 0, under_launcher.stderr
-    under_fork = forked(script, "a", "b", env=env)
-    assert under_fork.returncode == 0, under_fork.stderr
-    ranks, wanted = (json.loads(done.stdout) for done in (under_fork, under_launcher))
+    (wanted, _), (ranks, _) = in_both
     assert ranks == wanted
     assert [rank["RANK"] for rank in ranks] == ["0", "1"]
     assert all(rank["main"] and rank["GIVEN"] == "yes" for rank in ranks)
