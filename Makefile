@@ -37,7 +37,8 @@ test-versions: $(VENV)/installed
 test-hosts: $(VENV)/installed
 	$(RUN) tests/hosts/run.py
 
-# The scripts of launch/; what needs Slurm, Ray or another program skips where there is none.
+# The scripts of launch/, those of launch/ci/ and `make gpu` among them; what needs Slurm, Ray or
+# another program skips where there is none.
 # `.ci/launch` installs them.
 .PHONY: test-launch
 test-launch: $(VENV)/installed
