@@ -71,6 +71,7 @@ def report(verdicts=None, **changes):
             },
         ],
         "layouts": LAYOUTS,
+        "num_verdicts": len(verdicts),
         "verdicts": verdicts,
         "passed": all(v["passed"] for v in verdicts),
         **changes,
@@ -377,11 +378,13 @@ def test_a_check_of_a_host_that_did_not_run_counts_as_neither_pass_nor_failure()
 
 def test_a_failed_check_of_a_host_is_the_result():
     reader = Reader(page(hosted(check(), WRONG, NOT_RUN)))
-    said = "1 of 3 checks of verl fails: its own code does not train the configured loss"
-    assert said in reader.text
+    title = "1 of 3 checks of verl fails: its own code does not train the configured loss"
+    assert title in reader.text
     wrong = reader.rows[-2]
     assert "not finite" in wrong
     assert WRONG["explanation"] in wrong
+    unfinished = {**hosted(check(), WRONG), "verdicts": []}
+    assert "The run did not finish: nothing was measured" in Reader(page(unfinished)).text
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,9 @@ from pathlib import Path
 
 import pytest
 import real_hosts
+import torch
 from conftest import fork_server
+from test_cpu_launch import is_running
 
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.hosts import megatron_lm
@@ -24,6 +26,7 @@ from megatron_lossagg.verify import command
 from megatron_lossagg.verify.host_runs.__main__ import CHECKS
 from megatron_lossagg.verify.host_runs.launch import DEFAULT, run_host
 from megatron_lossagg.verify.host_runs.outcome import outcome_of
+from megatron_lossagg.verify.host_runs.step import Check, compare
 from megatron_lossagg.verify.hosts import HOSTS, host_fact
 
 ROOT = Path(__file__).parent.parent
@@ -105,19 +108,53 @@ def test_an_import_that_fails_is_not_run_with_the_reason_and_what_to_install(ver
             "import os; print('last words', flush=True); os._exit(3)",
             "the process ended with status 3; it printed last: last words",
         ),
-        (
-            "import time; time.sleep(100)",
-            "the process did not end within 2 s: give it more by --timeout",
-        ),
     ],
 )
 def test_whatever_an_import_does_is_a_reason(verl_that, init, reason):
     verl_that(init)
-    host = run_host("verl", timeout=2.0 if "sleep" in init else 100.0)
+    host = run_host("verl", timeout=100.0)
     assert host["passed"]
     (check,) = host["checks"]
     assert check["state"] == "NOT RUN"
     assert check["explanation"].startswith(reason)
+
+
+def test_an_import_that_does_not_end_is_ended(verl_that, tmp_path):
+    file = tmp_path / "pid"
+    verl_that(f"import os, time; open({str(file)!r}, 'w').write(str(os.getpid())); time.sleep(100)")
+    (check,) = run_host("verl", timeout=8.0)["checks"]
+    assert check["state"] == "NOT RUN"
+    assert check["explanation"] == "the process did not end within 8 s: give it more by --timeout"
+    assert not is_running(int(file.read_text()))
+
+
+def test_a_host_without_what_the_adapter_looks_up_fails(verl_that):
+    verl_that("")
+    host = run_host("verl")
+    (check,) = host["checks"]
+    assert check["state"] == "FAIL"
+    assert "use a release of verl that the adapter was written for" in check["explanation"]
+    assert not host["passed"]
+
+
+def test_a_finite_loss_with_a_nan_gradient_fails():
+    def nan_behind_where():
+        leaves = [torch.full((2,), -1.0).requires_grad_(), torch.ones(2).requires_grad_()]
+        wanted = sum(leaf.sum() for leaf in leaves)
+        x = leaves[0]
+        return compare(wanted + torch.where(x > 0, x.sqrt(), 0 * x).sum(), wanted, leaves)
+
+    check = Check(name="a loss", function="f", compare=nan_behind_where)
+    outcome = outcome_of(check, host="verl")
+    assert outcome.loss_error == 0
+    assert outcome.state == "FAIL"
+
+
+def test_host_under_a_launcher_is_refused(verl_that, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["verify", "--host", "verl"]) == 2
+    assert "run lossagg verify --host verl without the launcher" in capsys.readouterr().err
 
 
 def test_what_did_not_run_is_in_text_json_and_html_and_changes_no_status(

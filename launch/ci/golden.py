@@ -110,6 +110,8 @@ def write_golden(report: Json, path: Path) -> int:
             for verdict in report["verdicts"]
         ],
     }
+    if states := host_states(report):
+        golden["host"] = states
     path.write_text(json.dumps(golden, indent=1) + "\n")
     print(f"{path}: {len(golden['cases'])} cases, {shlex.join(golden['options'])}")
     return 0
@@ -132,6 +134,10 @@ def compared(golden: Json, report: Json) -> Iterator[Difference]:
             yield Difference(RUN, name, golden[name], report[name])
     if not report["passed"]:
         yield Difference(RUN, "passed", True, False)
+    wanted, got = golden.get("host", {}), host_states(report)
+    for check in wanted | got:
+        if wanted.get(check) != got.get(check):
+            yield Difference(RUN, check, wanted.get(check, "none"), got.get(check, "missing"))
     found = {name_of(verdict): verdict for verdict in report["verdicts"]}
     for case in golden["cases"]:
         where = name_of(case)
@@ -142,6 +148,12 @@ def compared(golden: Json, report: Json) -> Iterator[Difference]:
             yield from of_case(where, case, verdict)
     for where in found:
         yield Difference(where, "case", "none", "measured")
+
+
+def host_states(report: Json) -> dict[str, str]:
+    """Return the state of each check of ``--host``; empty without."""
+    host = report.get("host")
+    return {check["check"]: check["state"] for check in host["checks"]} if host else {}
 
 
 def of_case(where: str, case: Json, verdict: Json) -> Iterator[Difference]:
@@ -206,6 +218,9 @@ def causes_of(report: Json) -> list[str]:
             name = ", ".join(verdict["causes"]) or "no known cause"
             text = f"**{name}**: {verdict['explanation']}"
             first.setdefault(text, name_of(verdict))
+    for check in (report.get("host") or {"checks": ()})["checks"]:
+        if check["explanation"]:
+            first.setdefault(f"**{check['state']}**: {check['explanation']}", check["check"])
     return [f"- {text} ({where})" for text, where in first.items()]
 
 

@@ -103,6 +103,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the verification; return the exit status. Raises :class:`ProofError` for wrong usage."""
+    if args.host is not None and _launchers_rank() is not None:
+        raise ProofError(
+            "got --host under a launcher, whose other ranks would wait for the checks: run "
+            f"lossagg verify --host {args.host} without the launcher, and the layouts under it"
+        )
     host_facts = [] if args.host is None else [host_fact(args.host)]
     if args.host is not None and HOSTS[args.host].is_hooked:
         args.hooked = True

@@ -47,8 +47,9 @@ def page(report: Mapping[str, Any]) -> str:
         layouts.setdefault(str(verdict["layout"]), []).append(verdict)
     passed = bool(report["passed"]) and all(layouts.values()) and bool(verdicts)
     host = report.get("host")
-    of_host = host_section.outcome(host) if host else None
-    found, meaning = _outcome(verdicts, passed, of_host)
+    of_host = host_section.headline(host) if host else None
+    is_whole = len(verdicts) == report["num_verdicts"]
+    found, meaning = _outcome(verdicts, passed, of_host if is_whole else None)
     lead = _lead(verdicts, layouts) + (host_section.lead(host) if host else "")
     body = [
         f'<header class="{_class(passed)}"><p class="soft">lossagg verify</p>',

@@ -13,6 +13,7 @@ the reference policy, the model (a tiny GPT instead of one that Megatron-Bridge 
 optimizer, which records gradients and changes nothing.
 """
 
+import math
 import os
 import sys
 import types
@@ -94,7 +95,7 @@ def drawn(seed, *shape):
 
 
 def prompts():
-    """Return the data loader's batch: one user message a prompt."""
+    """Return the data loader's batch: one user message per prompt."""
     lengths = [2 + number % 3 for number in range(PROMPTS)]
     logs = [
         [{"role": "user", "content": "", "token_ids": torch.arange(n) + number + 1}]
@@ -333,6 +334,7 @@ def train():
         metrics = worker.train(
             shards[dp_rank], loss_of(loss, aggregation), gbs=ROWS_PER_STEP, mbs=int(rows)
         )
+        assert all(map(math.isfinite, optimizer.errors)), optimizer.errors  # max drops NaN
         worst = torch.tensor(max(optimizer.errors))
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         assert next(optimizer.steps, None) is None

@@ -13,6 +13,7 @@ and ``torch.compile`` (eager).
 It prints the largest relative error of a gradient; metrics are checked to BOUND.
 """
 
+import math
 import os
 import sys
 import typing
@@ -170,6 +171,7 @@ def error_of(chunk, grads):
         want = shard.cut(grads[shard.name])
         assert want.norm() > 1e-7, shard.name
         errors.append(((shard.parameter.main_grad - want).norm() / want.norm()).item())
+    assert all(map(math.isfinite, errors)), errors  # max drops NaN
     worst = torch.tensor(max(errors))
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return worst.item()

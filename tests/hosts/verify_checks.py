@@ -82,8 +82,8 @@ def test_a_wrong_function_of_the_host_fails_by_name(tmp_path):
     check = check_of(report["host"]["checks"], "verl:token-mean")
     assert check["state"] == "FAIL"
     assert check["got"] == pytest.approx(2 * check["wanted"])
-    said = f"verl.trainer.ppo.core_algos.agg_loss: got a loss of {check['got']:.9g}, expected"
+    reason = f"verl.trainer.ppo.core_algos.agg_loss: got a loss of {check['got']:.9g}, expected"
     for text in (check["explanation"], done.stdout, page):
-        assert said in text
+        assert reason in text
         assert "got a gradient of 2 times the expected one" in text
     assert check_of(report["host"]["checks"], "lossagg_token_mean")["state"] == "PASS"

@@ -107,6 +107,23 @@ def test_a_report_that_did_not_pass_is_refused_as_a_golden_file(wrong_report, tm
     assert not golden.exists()
 
 
+def test_a_hosts_check_that_no_longer_runs_differs_with_its_reason(right_report, tmp_path):
+    report = json.loads(right_report.read_text())
+    check = {"check": "verl:token-mean", "state": "PASS", "explanation": ""}
+    report["host"] = {"name": "verl", "checks": [check]}
+    before, golden = tmp_path / "before.json", tmp_path / "golden.json"
+    before.write_text(json.dumps(report))
+    assert golden_command("write", before, golden)[0] == 0
+    assert golden_command("compare", golden, before)[0] == 0
+    check.update(state="NOT RUN", explanation="No module named 'ray'")
+    after = tmp_path / "after.json"
+    after.write_text(json.dumps(report))
+    status, printed = golden_command("compare", golden, after)
+    assert status == 1
+    assert "| verl:token-mean | PASS | NOT RUN |" in printed
+    assert "No module named 'ray'" in printed
+
+
 CHANGES = {
     "K": (lambda r: r["verdicts"][0].update(k=7), "| k | 12 | 7 |"),
     "formula": (lambda r: r["verdicts"][0].update(formula="2/N"), "| formula | 1/N | 2/N |"),

@@ -24,7 +24,7 @@ from megatron_lossagg.verify.host_runs import (
     slime,
     verl,
 )
-from megatron_lossagg.verify.host_runs.outcome import Outcome, not_run, outcome_of
+from megatron_lossagg.verify.host_runs.outcome import Outcome, ended_by, outcome_of
 from megatron_lossagg.verify.host_runs.step import Check
 
 CHECKS: Mapping[str, Callable[[Aggregation], list[Check]]] = {
@@ -49,14 +49,15 @@ def main(host: str, file: str, aggregation: str) -> None:
     try:
         checks = CHECKS[host](Aggregation(**json.loads(aggregation)))
     except (Exception, SystemExit) as error:
-        write(not_run(f"import of {host}", error, host=host))
+        write(ended_by(error, f"import of {host}", host=host))
         return
     for check in checks:
         write(outcome_of(check, host=host))
 
 
 def _exit(*_: Any) -> None:
-    """Raise what no check catches."""
+    """Raise what no check catches, once: ending what was launched is not interrupted."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 

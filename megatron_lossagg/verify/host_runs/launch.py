@@ -46,8 +46,8 @@ def run_host(
         file, log = Path(folder) / "outcomes.jsonl", Path(folder) / "log"
         with log.open("w") as out:
             ended = _ended(_command(host, file, aggregation or DEFAULT), out, timeout)
-        lines = file.read_text().splitlines() if file.exists() else []
-        outcomes = [json.loads(line) for line in lines]
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        outcomes = [json.loads(line) for line in lines if line.endswith("\n")]
         printed = log.read_text(errors="replace").strip().splitlines()
     if ended:
         reason = f"the process {ended}"
@@ -76,7 +76,11 @@ def _ended(command: list[str], out: Any, timeout: float) -> str:
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), package]))
     more = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        command, stdout=out, stderr=subprocess.STDOUT, env={**unlaunched(), **more}
+        command,
+        stdout=out,
+        stderr=subprocess.STDOUT,
+        env={**unlaunched(), **more},
+        start_new_session=True,  # Ctrl-C reaches it once, through _stop
     )
     try:
         status = process.wait(timeout)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.verify.host_runs.step import (
     Check,
     Comparison,
@@ -58,8 +59,17 @@ def checks(aggregation: Aggregation) -> list[Check]:
         )
 
     @cache
+    def ran(layout: str) -> list[dict[str, float]] | LossAggregationError:
+        try:
+            return _run(script, aggregation, layout)
+        except (HostError, NotRunError) as error:
+            return error
+
     def steps(layout: str) -> list[dict[str, float]]:
-        return _run(script, aggregation, layout)
+        events = ran(layout)
+        if isinstance(events, LossAggregationError):
+            raise events
+        return events
 
     def compare(layout: str) -> Comparison:
         wanted = [event for event in steps("DP 1") if "wanted_loss" in event]
@@ -90,16 +100,19 @@ def _script() -> Path:
     )
 
 
-def _run(script: Path, aggregation: Aggregation, layout: str) -> list[dict[str, float]]:
-    """Run the script in a layout; return what its last rank wrote."""
+def _run(script: Path, aggregation: Aggregation | None, layout: str) -> list[dict[str, float]]:
+    """Run the script in a layout, stock without an aggregation; return what its last rank wrote.
+
+    Raises :class:`NotRunError` where the stock script fails too, else :class:`HostError`.
+    """
     processes, more = _LAYOUTS[layout]
-    keywords = {name: getattr(aggregation, name) for name in ("mode", "divisor", "count_empty")}
-    wanted = json.dumps(keywords if processes == 1 else None)
-    flags = ["--loss-aggregation", aggregation.mode]
-    if aggregation.divisor is not None:
-        flags += ["--loss-aggregation-divisor", repr(aggregation.divisor)]
-    if not aggregation.count_empty:
-        flags += ["--no-loss-aggregation-count-empty"]
+    flags, keywords = [], None
+    if aggregation is not None:
+        flags = _flags(aggregation)
+        if processes == 1:
+            names = ("mode", "divisor", "count_empty")
+            keywords = {name: getattr(aggregation, name) for name in names}
+    wanted = json.dumps(keywords)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "steps.jsonl"
         module = f"{__package__}.megatron_lm_rank"
@@ -116,9 +129,23 @@ def _run(script: Path, aggregation: Aggregation, layout: str) -> list[dict[str, 
             ) from expired
         if done.returncode:
             error = _first_error(done.stderr)
-            kind = HostError if error.startswith("megatron_lossagg.") else NotRunError
-            raise kind(f"{script} did not run in the layout {layout}: {error}")
+            if aggregation is None:
+                raise NotRunError(
+                    f"{script} fails in the layout {layout} without an aggregation too: {error}. "
+                    "Run it by itself with lossagg run --cpu"
+                )
+            _run(script, None, layout)
+            raise HostError(f"{script} fails in the layout {layout}, where it runs stock: {error}")
         return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def _flags(aggregation: Aggregation) -> list[str]:
+    flags = ["--loss-aggregation", aggregation.mode]
+    if aggregation.divisor is not None:
+        flags += ["--loss-aggregation-divisor", repr(aggregation.divisor)]
+    if not aggregation.count_empty:
+        flags += ["--no-loss-aggregation-count-empty"]
+    return flags
 
 
 def _first_error(text: str) -> str:

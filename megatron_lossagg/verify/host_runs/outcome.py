@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+import megatron_lossagg
 from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.verify.host_runs.step import Check, Comparison, NotRunError
+from megatron_lossagg.verify.hosts import HOSTS
 from megatron_lossagg.verify.words import error_text, number_of
 
 __all__ = [
@@ -19,7 +23,7 @@ __all__ = [
     "State",
     "cells",
     "counted",
-    "not_run",
+    "ended_by",
     "outcome_of",
 ]
 
@@ -29,7 +33,8 @@ FAIL: State = "FAIL"
 NOT_RUN: State = "NOT RUN"
 
 
-_REMEDIES = {"megatron": "Put a Megatron-LM checkout on PYTHONPATH"}
+_PACKAGE = Path(megatron_lossagg.__file__).parent
+_REMEDIES = {"megatron": "Put the Megatron-LM that it needs on PYTHONPATH"}
 """What to do about a missing module that is not a package of its name."""
 
 
@@ -54,16 +59,8 @@ def outcome_of(check: Check, *, host: str) -> Outcome:
     """Run a check; whatever it raises becomes an outcome."""
     try:
         found = check.compare()
-    except (ImportError, NotRunError) as error:
-        return not_run(check.name, error, host=host, function=check.function)
     except (Exception, SystemExit) as error:
-        return Outcome(
-            check=check.name,
-            function=check.function,
-            state=FAIL,
-            explanation=f"{check.function} raised {_sentence(error)}, expected a loss: use a "
-            f"release of {host} that the adapter was written for (docs/hosts)",
-        )
+        return ended_by(error, check.name, host=host, function=check.function)
     if found is None:
         return Outcome(check=check.name, function=check.function, state=PASS)
     passed = max(found.loss_error, found.gradient_error) < check.tolerance
@@ -79,6 +76,39 @@ def outcome_of(check: Check, *, host: str) -> Outcome:
         tolerance=check.tolerance,
         explanation="" if passed else _difference(check, found, host),
     )
+
+
+def ended_by(error: BaseException, check: str, *, host: str, function: str = "") -> Outcome:
+    """Describe what a check raised: a package that is missing is not run, all else fails.
+
+    While the checks are listed (no ``function``), what the host's own import raises is not run.
+    """
+    if isinstance(error, NotRunError) or _is_missing_elsewhere(error, host):
+        return not_run(check, error, host=host, function=function)
+    if not function and not _is_raised_here(error):
+        return not_run(check, error, host=host)
+    got = f"{function} raised {_sentence(error)}, expected a loss"
+    if not function:
+        got = f"got {_sentence(error)} before the first check, expected what the adapter uses"
+    return Outcome(
+        check=check,
+        function=function,
+        state=FAIL,
+        explanation=f"{got}: use a release of {host} that the adapter was written for (docs/hosts)",
+    )
+
+
+def _is_missing_elsewhere(error: BaseException, host: str) -> bool:
+    """Whether a package is missing that is not the host itself."""
+    own = HOSTS[host].package
+    return isinstance(error, ModuleNotFoundError) and not f"{error.name}.".startswith(f"{own}.")
+
+
+def _is_raised_here(error: BaseException) -> bool:
+    """Whether this package's own code raised it, such as by a name that the host lacks."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    files = [file for file in files if not file.startswith("<frozen")]
+    return bool(files) and Path(files[-1]).is_relative_to(_PACKAGE)
 
 
 def not_run(check: str, error: BaseException, *, host: str, function: str = "") -> Outcome:

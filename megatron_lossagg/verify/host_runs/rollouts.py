@@ -23,7 +23,7 @@ from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.verify.cases import CASES
 from megatron_lossagg.verify.host_runs.step import Check, Comparison, Step, compare, ppo_losses
 
-__all__ = ["CONSTANT", "Rollouts", "carried_checks", "join_alone", "parsed"]
+__all__ = ["CONSTANT", "Rollouts", "carried_checks", "flags", "join_alone", "parsed"]
 
 CONSTANT = Aggregation("constant", divisor=40.0)
 """What ``constant_40`` names."""

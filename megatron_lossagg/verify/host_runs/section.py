@@ -9,7 +9,7 @@ from typing import Any
 from megatron_lossagg.verify.host_runs.outcome import FAIL, PASS, cells, counted
 from megatron_lossagg.verify.words import number_of
 
-__all__ = ["STYLE", "lead", "outcome", "section"]
+__all__ = ["STYLE", "headline", "lead", "section"]
 
 _COLUMNS = {
     "check": "what is compared with the oracle",
@@ -25,7 +25,7 @@ STYLE = """
 """
 
 
-def outcome(host: Mapping[str, Any]) -> tuple[str, str] | None:
+def headline(host: Mapping[str, Any]) -> tuple[str, str] | None:
     """Write what was found and what it means, where a check failed; else None."""
     failed = sum(check["state"] == FAIL for check in host["checks"])
     if not failed:

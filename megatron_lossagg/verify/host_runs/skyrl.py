@@ -67,7 +67,7 @@ def reductions() -> list[str]:
 
 
 def alias(name: str) -> Aggregation:
-    """Return what a reduction of SkyRL stands for, with the drawn step's divisor."""
+    """Return the aggregation of a reduction of SkyRL, with the drawn step's divisor."""
     return Aggregation.named(f"skyrl:{name}", divisor=DIVISOR if name.endswith("norm") else None)
 
 
@@ -107,7 +107,7 @@ def _reduced(utils: Any, name: str) -> Comparison:
         prompt_boundaries=prompt_boundaries(step.prompts),
     )
     got = utils.reduce_loss(whole(step, "log_probs") * scale, mask)
-    return compare(got, step.wanted(alias(name), step.log_probs), step.leaves)
+    return compare(got, step.wanted(alias(name), step.leaves), step.leaves)
 
 
 def _trained(utils: Any, base: Any, aggregation: Aggregation) -> Comparison:

@@ -109,13 +109,8 @@ class Step:
 
     @property
     def leaves(self) -> list[Tensor]:
-        """The log-probabilities of each microbatch."""
+        """The log-probabilities of each microbatch, which are per-token losses too."""
         return [mb.log_probs for mb in self.microbatches]
-
-    @property
-    def log_probs(self) -> list[Tensor]:
-        """Per-token losses that are the log-probabilities."""
-        return self.leaves
 
     @cached_property
     def _masks(self) -> list[list[int]]:
@@ -213,7 +208,8 @@ def relative_error(got: float, wanted: float) -> float:
 
 
 def over(difference: float, size: float) -> float:
-    """Divide; 0 / 0 is 0, for leaves that take no part."""
+    """Divide; 0 / 0 is 0, for leaves that take no part. What is not finite is inf, never NaN."""
     if size == 0:
         return 0.0 if difference == 0 else math.inf
-    return difference / size
+    quotient = difference / size
+    return quotient if math.isfinite(quotient) else math.inf

@@ -60,7 +60,7 @@ def modes() -> list[str]:
 
 
 def alias(mode: str) -> Aggregation:
-    """Return what a mode of verl stands for, with the drawn step's divisor."""
+    """Return the aggregation of a mode of verl, with the drawn step's divisor."""
     return Aggregation.named(f"verl:{mode}", divisor=DIVISOR if mode.endswith("norm") else None)
 
 
@@ -89,7 +89,7 @@ def _agg_loss(agg_loss: Any, mode: str) -> Comparison:
     counts = _counts(step, DIVISOR)
     shares = [agg_loss(mb.log_probs, mb.mask, mode, **counts) for mb in step.microbatches]
     got = torch.stack(shares).sum() / step.dp_size
-    return compare(got, step.wanted(alias(mode), step.log_probs), step.leaves)
+    return compare(got, step.wanted(alias(mode), step.leaves), step.leaves)
 
 
 def _policy_loss(registry: Any, mode: str, loss: str) -> Check:
