@@ -151,7 +151,8 @@ def _flags(aggregation: Aggregation) -> list[str]:
 def _first_error(text: str) -> str:
     """Return the first error that a rank printed."""
     lines = [line.rpartition("]: ")[2] for line in text.splitlines()]
-    errors = [line for line in lines if line.partition(":")[0].endswith(("Error", "Exit"))]
+    kinds = ("Error", "Exit", "lossagg")  # the last: what the command itself refuses
+    errors = [line for line in lines if line.partition(":")[0].endswith(kinds)]
     return (errors or lines or ["nothing printed"])[0]
 
 
