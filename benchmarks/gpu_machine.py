@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def facts() -> dict[str, str]:
-    """Describe this machine, each fact by its name; one that cannot be found is given as such."""
+    """Collect what is known of this machine; a missing package has its state in words."""
     packages = {
         fact.name: fact.version if fact.state == "found" else fact.state_in_words
         for fact in environment()

@@ -23,10 +23,11 @@ from conftest import fork_server
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.hosts import megatron_lm
 from megatron_lossagg.verify import command
+from megatron_lossagg.verify.host_runs import megatron_lm as checks_of_megatron_lm
 from megatron_lossagg.verify.host_runs.__main__ import CHECKS
 from megatron_lossagg.verify.host_runs.launch import DEFAULT, run_host
 from megatron_lossagg.verify.host_runs.outcome import outcome_of
-from megatron_lossagg.verify.host_runs.step import Check, compare
+from megatron_lossagg.verify.host_runs.step import Check, HostError, NotRunError, compare
 from megatron_lossagg.verify.hosts import HOSTS, host_fact
 
 ROOT = Path(__file__).parent.parent
@@ -263,6 +264,24 @@ def test_megatron_lms_own_script_trains_the_oracles_loss_in_every_layout(monkeyp
         pytest.skip(f"not installed: {', '.join(missing)}")
     checks = run_checkout(monkeypatch, tmp_path, "megatron-lm", "Megatron-LM")
     assert len(checks) == 3
+
+
+@pytest.mark.skipif(not (HOSTS_DIR / "Megatron-LM").exists(), reason="HOSTS_DIR")
+@pytest.mark.parametrize(
+    ("script", "kind", "words"),
+    [
+        ("raise RuntimeError('broken')", NotRunError, "aggregation too: RuntimeError: broken"),
+        ("", HostError, "where it runs stock: .*ended without a step"),
+    ],
+    ids=["stock fails too", "stock runs"],
+)
+def test_a_script_that_fails_is_a_failure_only_where_it_runs_stock(
+    monkeypatch, tmp_path, script, kind, words
+):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HOSTS_DIR / "Megatron-LM"), *sys.path]))
+    (tmp_path / "script.py").write_text(script)
+    with pytest.raises(kind, match=words):
+        checks_of_megatron_lm._run(tmp_path / "script.py", DEFAULT, "DP 1")
 
 
 @pytest.mark.skipif("HOSTS_DIR" not in os.environ, reason="HOSTS_DIR is not set")

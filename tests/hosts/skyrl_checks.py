@@ -4,12 +4,12 @@ import importlib.metadata
 
 import pytest
 import torch
-from ragged import LENGTHS, Step, assert_same
+from ragged import LENGTHS, STEPS, Step, assert_same
 
 from megatron_lossagg.hosts.skyrl import _LINEAR, aggregated
 from megatron_lossagg.verify.host_runs import skyrl
 from megatron_lossagg.verify.host_runs.outcome import PASS, outcome_of
-from megatron_lossagg.verify.host_runs.skyrl import alias, batch, trainer
+from megatron_lossagg.verify.host_runs.skyrl import alias, batch, reduced, trainer
 
 CHECKS = skyrl.checks()  # makes SkyRL's models import on a Python before 3.12
 
@@ -30,6 +30,13 @@ def test_every_reduction_of_skyrl_has_an_alias():
 def test_what_lossagg_verify_runs_of_skyrl_is_the_oracles(check):
     outcome = outcome_of(check, host="skyrl")
     assert outcome.state == PASS, outcome.explanation
+
+
+@pytest.mark.parametrize("lengths", STEPS)
+@pytest.mark.parametrize("reduction", NAMES)
+def test_an_alias_is_the_hosts_own_reduction(reduction, lengths):
+    step = Step(STEPS[lengths])
+    assert_same(step.loss(alias(reduction)), reduced(step, ppo_utils, reduction), step.leaves)
 
 
 @pytest.mark.parametrize("normalize", [False, True])

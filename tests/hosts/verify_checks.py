@@ -3,13 +3,16 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import verl
 from ragged import check_of
+from test_cpu_launch import is_running
 
 from megatron_lossagg.verify.host_runs.launch import run_host
 
@@ -87,3 +90,27 @@ def test_a_wrong_function_of_the_host_fails_by_name(tmp_path):
         assert reason in text
         assert "got a gradient of 2 times the expected one" in text
     assert check_of(report["host"]["checks"], "lossagg_token_mean")["state"] == "PASS"
+
+
+def test_ctrl_c_ends_the_ranks_that_a_check_launched(tmp_path):
+    """A verl that launches a rank when it is imported, as Megatron-LM's check does."""
+    pid, rank = tmp_path / "pid", tmp_path / "rank.py"
+    rank.write_text(f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid()))\n")
+    rank.write_text(rank.read_text() + "time.sleep(100)\n")
+    launches = f"cpu.launch([{str(rank)!r}], processes=1, timeout=100)"
+    (tmp_path / "verl").mkdir()
+    (tmp_path / "verl" / "__init__.py").write_text(f"from megatron_lossagg import cpu; {launches}")
+    command = "from megatron_lossagg.verify.host_runs.launch import run_host; run_host('verl')"
+    checked = subprocess.Popen(
+        [sys.executable, "-c", command],
+        env={**os.environ, "PYTHONPATH": path_with(tmp_path)},
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 100
+    while not (pid.exists() and pid.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    os.killpg(checked.pid, signal.SIGINT)  # as a terminal does
+    checked.wait(timeout=60)
+    assert not is_running(int(pid.read_text()))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import verl
-from ragged import LENGTHS, MASKED, Step, assert_same, launched
+from ragged import LENGTHS, MASKED, STEPS, Step, assert_same, launched
 from verl.trainer.ppo import core_algos
 from verl.workers.config import PolicyLossConfig
 
@@ -46,6 +46,13 @@ def test_what_lossagg_verify_runs_of_verl_is_the_oracles(check):
     assert outcome.state == PASS, outcome.explanation
 
 
+@pytest.mark.parametrize("lengths", STEPS)
+@pytest.mark.parametrize("mode", MODES)
+def test_an_alias_is_the_hosts_own_aggregation(mode, lengths):
+    step = Step(STEPS[lengths])
+    assert_same(step.loss(alias(mode)), theirs(step, mode, **counts(step)), step.leaves)
+
+
 def test_every_mode_and_policy_loss_of_verl_is_checked():
     losses = {name for name in core_algos.POLICY_LOSS_REGISTRY if not name.startswith("lossagg_")}
     ours = {check.name.partition("+")[2] or "vanilla" for check in CHECKS[len(MODES) :]}
@@ -83,18 +90,24 @@ def test_without_loss_scale_factor_verl_divides_by_the_padded_width():
 @pytest.mark.parametrize(
     "loss", sorted({check.name.partition("+")[2] or "vanilla" for check in CHECKS[len(MODES) :]})
 )
-def test_a_registered_loss_has_verls_own_metrics(loss):
-    made = actor_config(Step(MASKED), policy_loss=PolicyLossConfig(dro_beta=0.1))
+@pytest.mark.parametrize("mode", MODES)
+def test_a_registered_loss_has_verls_own_metrics(mode, loss):
+    if loss == "sapo":  # which ignores loss_agg_mode
+        mode = "seq-mean-token-mean"
+    step = Step(MASKED)
+    divisor = DIVISOR if mode.endswith("norm") else None  # token_sum takes one, verl's does not
+    made = actor_config(step, divisor=divisor, policy_loss=PolicyLossConfig(dro_beta=0.1))
     metrics = []
-    for name in (loss, LossMode("sample_mean", True, loss).name):
+    for name, given in ((loss, mode), (LossMode(alias(mode).mode, True, loss).name, "token-mean")):
         torch.manual_seed(3)  # clip_cov and kl_cov draw tokens
-        metrics.append(run_one(Step(MASKED), name, made)[1])
+        metrics.append([run_one(step, name, made, number, given)[1] for number in range(4)])
     assert metrics[0] == metrics[1]
 
 
-def run_one(step, name, made):
-    mb = step.microbatches[0]
+def run_one(step, name, made, number=0, mode="token-mean"):
+    mb = step.microbatches[number]
     return core_algos.get_policy_loss_fn(name)(
+        loss_agg_mode=mode,
         old_log_prob=mb.old_log_probs,
         log_prob=mb.log_probs,
         advantages=mb.advantages,

@@ -36,11 +36,12 @@ _LAYOUTS: Mapping[str, tuple[int, tuple[str, ...]]] = {
     "CP 2": (2, ("--context-parallel-size", "2")),
 }
 """Processes and options."""
+_STEPS = 3
 _OPTIONS = shlex.split(
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
-    "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 4 --train-iters 3 "
-    "--lr 1e-3 --lr-decay-style constant --split 90,5,5 --eval-iters 1 --eval-interval 100 "
-    "--log-interval 1 --transformer-impl local --distributed-backend gloo "
+    "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 4 "
+    f"--train-iters {_STEPS} --lr 1e-3 --lr-decay-style constant --split 90,5,5 --eval-iters 1 "
+    "--eval-interval 100 --log-interval 1 --transformer-impl local --distributed-backend gloo "
     "--no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion "
     "--attention-dropout 0 --hidden-dropout 0 --num-workers 0 "
     "--untie-embeddings-and-output-weights "
@@ -74,11 +75,13 @@ def checks(aggregation: Aggregation) -> list[Check]:
     def compare(layout: str) -> Comparison:
         wanted = [event for event in steps("DP 1") if "wanted_loss" in event]
         got = [event for event in steps(layout) if "loss" in event]
+        if not len(got) == len(wanted) == _STEPS:
+            raise HostError(f"got {len(got)} training steps in {layout}, expected {_STEPS}")
         return _worst(got, wanted)
 
     return [
         Check(
-            name=f"pretrain_gpt.py, {aggregation.mode}, {layout}, 3 steps",
+            name=f"pretrain_gpt.py, {aggregation.mode}, {layout}, {_STEPS} steps",
             function="megatron.training.training.train_step",
             compare=partial(compare, layout),
             gradient="norm of the gradient",
@@ -136,7 +139,8 @@ def _run(script: Path, aggregation: Aggregation | None, layout: str) -> list[dic
                 )
             _run(script, None, layout)
             raise HostError(f"{script} fails in the layout {layout}, where it runs stock: {error}")
-        return [json.loads(line) for line in file.read_text().splitlines()]
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [json.loads(line) for line in lines]
 
 
 def _flags(aggregation: Aggregation) -> list[str]:

@@ -21,7 +21,16 @@ from megatron_lossagg.aggregation import ALIASES, Aggregation
 from megatron_lossagg.verify.cases import CASES
 from megatron_lossagg.verify.host_runs.step import Check, Comparison, Microbatch, Step, compare
 
-__all__ = ["DIVISOR", "alias", "batch", "checks", "prompt_boundaries", "reductions", "trainer"]
+__all__ = [
+    "DIVISOR",
+    "alias",
+    "batch",
+    "checks",
+    "prompt_boundaries",
+    "reduced",
+    "reductions",
+    "trainer",
+]
 
 DIVISOR = 9.0
 """``max_seq_len`` of the drawn step."""
@@ -95,8 +104,13 @@ def whole(step: Step, field: str) -> Tensor:
 
 
 def _reduced(utils: Any, name: str) -> Comparison:
-    """Compare a reduction of advantages that are 1; the per-token losses are log-probabilities."""
     step = Step()
+    got = reduced(step, utils, name)
+    return compare(got, step.wanted(alias(name), step.leaves), step.leaves)
+
+
+def reduced(step: Step, utils: Any, name: str) -> Tensor:
+    """Reduce log-probabilities as per-token losses: SkyRL scales advantages that are 1."""
     mask = whole(step, "mask").double()
     scale = getattr(utils, _REDUCTION)(
         advantages=torch.ones_like(mask),
@@ -106,8 +120,8 @@ def _reduced(utils: Any, name: str) -> Comparison:
         max_seq_len=DIVISOR,
         prompt_boundaries=prompt_boundaries(step.prompts),
     )
-    got = utils.reduce_loss(whole(step, "log_probs") * scale, mask)
-    return compare(got, step.wanted(alias(name), step.leaves), step.leaves)
+    loss: Tensor = utils.reduce_loss(whole(step, "log_probs") * scale, mask)
+    return loss
 
 
 def _trained(utils: Any, base: Any, aggregation: Aggregation) -> Comparison:
