@@ -154,7 +154,8 @@ def a_step(contract: MegatronContract, rows: RankRows, clock: Clock) -> StepPlan
     with clock("step"):
         step = contract.step(plan, num_microbatches=1)
     reducer = plan.reducer(range(rows.num), mask, contract.local(tokens))
-    step.returns(reducer(torch.ones(len(mask))), reducer)
+    x = torch.ones(len(mask), requires_grad=True)
+    step.returns(reducer(x), reducer)[0].backward()
     with clock("close"):
         step.close()
     return plan

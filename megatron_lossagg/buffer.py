@@ -111,7 +111,6 @@ class StepBuffer:
         totals: StepTotals | None = None,
         empty_step: EmptyStep = "zero",
         rejects_tokens: bool = False,
-        locate: bool = False,
     ) -> StepPlan:
         """Count the buffered microbatches and plan the step; see :func:`plan_step`.
 
@@ -154,7 +153,6 @@ class StepBuffer:
                 empty_step=empty_step,
                 fault=fault,
                 rejects_tokens=rejects_tokens,
-                locate=locate,
             )
         except PlanError as error:
             raise error from cause

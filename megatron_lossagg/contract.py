@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,15 +23,24 @@ from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.counts import Sequences, StepTotals
 from megatron_lossagg.devices import moved
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.integers import IntsLike, is_integer
+from megatron_lossagg.exchange import Exchange
+from megatron_lossagg.integers import IntsLike, first_few, is_integer
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.ledger import Ledger
-from megatron_lossagg.live import LiveGroups, check_live, checked_regime, megatron_version
+from megatron_lossagg.live import (
+    LiveGroups,
+    check_live,
+    checked_regime,
+    is_rerunning,
+    megatron_version,
+)
 from megatron_lossagg.microbatch import FILLER
+from megatron_lossagg.ownership import check_ownership
 from megatron_lossagg.plan import StepPlan, plan_step
 from megatron_lossagg.probe import ProbeReport, Trial, run_probe
 from megatron_lossagg.reducer import Reducer
 from megatron_lossagg.scaling import K_FORMULA, MOST_TOKENS_PER_TOKEN, Regime, Scaling
+from megatron_lossagg.state import ReducerCall, run_step
 
 __all__ = ["MegatronContract", "StepContract"]
 
@@ -46,6 +57,8 @@ class MegatronContract:
         """The dense data-parallel group without context parallelism."""
         self.tp_group = groups.tp_group
         """The tensor-parallel group."""
+        self.cp_group = groups.cp_group
+        """The context-parallel group."""
         self.cp_size = groups.cp_size
         self.cp_rank = groups.cp_rank
         self.dp_size = groups.dp_size
@@ -55,15 +68,16 @@ class MegatronContract:
         """Whether this rank's pipeline stage calls loss_func."""
         self.probe: ProbeReport | None = None
         """What the startup probe measured; None where it was not asked for."""
+        self._agreed: set[Aggregation] = set()
+        self._finalize = self._config.finalize_model_grads_func
 
     @staticmethod
-    def read(
-        model: Any, *, aggregation: Aggregation | None = None, probe: bool = True
-    ) -> MegatronContract:
+    def read(model: Any, *, aggregation: Aggregation, probe: bool = True) -> MegatronContract:
         """Read regime and groups from the DDP-wrapped chunks; refuse what K cannot compensate.
 
         ``model``: the chunks as passed to the schedule, or one chunk. ``aggregation``: checked
-        to be the same on every rank of the world. ``probe``: then measure K with
+        to be the same on every rank of the world, as is ``probe``; of a later change of mode call
+        :meth:`agree_on`. ``probe``: then measure K with
         :func:`~megatron_lossagg.probe.run_probe`, once per process and kind of model, and
         raise :class:`ContractError` where Megatron applies another factor. Collectives: one
         ``all_gather_object`` over the world, which brings a refusal on one rank to all, and
@@ -78,15 +92,26 @@ class MegatronContract:
         try:
             regime = checked_regime(chunks)
             groups = LiveGroups.of(chunks)
-            settings = f"megatron-core {megatron_version()}, regime {regime}, "
-            settings += f"{aggregation} ({aggregation!r})"  # a formula may not show count_empty
+            settings = f"megatron-core {megatron_version()}, regime {regime}, probe {probe}, "
+            settings += _settings_of(aggregation)
         except Exception as error:  # of any type: no rank may leave the others waiting
             fault = str(error) if isinstance(error, ContractError) else repr(error)
         _agree(fault, settings)
         contract = MegatronContract(chunks=chunks, regime=regime, groups=groups)
+        contract._agreed.add(aggregation)
         if probe:
             contract.probe = run_probe(chunks, contract, contract._trial)
         return contract
+
+    def agree_on(self, aggregation: Aggregation) -> None:
+        """Check that a further aggregation of the run is the same on every rank.
+
+        :meth:`step` takes plans of the aggregations that :meth:`read` and this method have seen.
+        Raises :class:`ContractError` on every rank. One ``all_gather_object`` over the world, by
+        every rank.
+        """
+        _agree("", _settings_of(aggregation))
+        self._agreed.add(aggregation)
 
     def thd(self, cu_seqlens_padded: IntsLike) -> Layout:
         """Return ``Layout.thd_zigzag`` for this rank; a CUDA tensor costs one host sync."""
@@ -97,18 +122,29 @@ class MegatronContract:
         return Layout.local(row_lengths_here, cp_size=self.cp_size, cp_rank=self.cp_rank)
 
     def step(
-        self, plan: StepPlan, *, num_microbatches: int, forward_only: bool = False
+        self,
+        plan: StepPlan,
+        *,
+        num_microbatches: int,
+        forward_only: bool = False,
+        accumulates: bool = False,
+        also: Sequence[StepPlan] = (),
     ) -> StepContract:
         """Begin a schedule call of ``num_microbatches`` over ``plan``; close it by ``with``.
 
-        ``forward_only``: nothing is trained, and the plan may be used again. What the rerun
-        state machine repeats belongs inside the same step.
+        ``forward_only``: nothing is trained, and the plan may be used again; the schedule runs
+        under ``torch.no_grad()``. ``accumulates``: gradients of earlier schedule calls are kept
+        on purpose; else they must be zero when the first loss is returned. ``also``: plans over
+        the same rows with other counts, whose reducers make further terms of the loss. What the
+        rerun state machine repeats belongs inside the same step.
 
         Compares what construction froze with the live config once more, and raises
         :class:`ContractError` where they differ, where the config has no
-        ``finalize_model_grads_func`` (except for ``forward_only``), where the plan was counted
-        over other ranks than ``dp_group``, has already trained a step or was made for another
-        number of microbatches, and where the previous step was not closed. No collective.
+        ``finalize_model_grads_func`` or another than :meth:`read` saw (except for
+        ``forward_only``), where the plan was counted over other ranks than ``dp_group``, has
+        already trained a step, was made for another number of microbatches or under an
+        aggregation that the ranks have not agreed on, and where the previous step was not closed.
+        No collective.
         """
         if self._latest is not None and self._latest.is_left_open:
             raise ContractError(
@@ -121,6 +157,8 @@ class MegatronContract:
                 "config.finalize_model_grads_func is None: the schedule would reduce no gradient "
                 "over data-parallel ranks; set it to finalize_model_grads before the first step"
             )
+        if not forward_only:
+            self._check_finalize()
         if not is_integer(num_microbatches, lowest=1):
             raise ContractError(
                 f"got num_microbatches {num_microbatches!r}, expected an integer from 1: pass "
@@ -132,9 +170,30 @@ class MegatronContract:
                 f"{num_microbatches}: pass the same number to Sequences and to step()"
             )
         self._check_plan(plan, forward_only)
-        plan.state.is_stepped = plan.state.is_stepped or not forward_only
-        self._latest = StepContract(contract=self, plan=plan, num_microbatches=num_microbatches)
+        for one in (plan, *also):
+            one.state.is_stepped = one.state.is_stepped or not forward_only
+        self._latest = StepContract(
+            contract=self,
+            plan=plan,
+            num_microbatches=num_microbatches,
+            forward_only=forward_only,
+            accumulates=accumulates,
+            also=tuple(also),
+        )
+        run_step(one.state for one in (plan, *also))
         return self._latest
+
+    def _check_finalize(self) -> None:
+        """Compare the finalize function with the one that the probe measured."""
+        now = self._config.finalize_model_grads_func
+        if self._finalize is None:  # training sets it before its first step
+            self._finalize = now
+        if not _is_same_function(now, self._finalize):
+            raise ContractError(
+                f"config.finalize_model_grads_func is {now!r}, it was {self._finalize!r} when the "
+                "contract was read: another function may scale gradients differently; read the "
+                "contract again after replacing it"
+            )
 
     def _check_plan(self, plan: StepPlan, forward_only: bool) -> None:
         own = tuple(dist.get_process_group_ranks(self.dp_group))
@@ -149,6 +208,11 @@ class MegatronContract:
                 "the plan has already begun to train a step: a plan is for one optimizer step; "
                 "call plan_step for each, and again after a step that was given up, or pass "
                 "forward_only=True where nothing is trained"
+            )
+        if plan.aggregation not in self._agreed:
+            raise ContractError(
+                f"the plan is under {plan.aggregation}, which the ranks have not agreed on: pass "
+                "it to MegatronContract.read, or call contract.agree_on(...) on every rank"
             )
         n = plan.totals.active_tokens
         if self.regime == "per-token" and n is None:
@@ -173,7 +237,8 @@ class MegatronContract:
 
         def returns(share: Tensor, m: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             mask = torch.ones(counted[m], device="cpu")
-            return step.returns(share, plan.reducer([m], mask, self.local([counted[m]])))
+            # Shares of the probe come from no reducer.
+            return step._outputs(share, plan.reducer([m], mask, self.local([counted[m]])))
 
         return Trial(factor=step.factor, returns=returns)
 
@@ -197,14 +262,23 @@ class StepContract:
     plan: StepPlan
     num_microbatches: int
     """M of this schedule call."""
+    forward_only: bool = False
+    accumulates: bool = False
+    also: tuple[StepPlan, ...] = ()
     is_closed: bool = False
     _ledger: Ledger = field(init=False)
     _scaling: Scaling = field(init=False)
+    _trained: list[tuple[int, list[ReducerCall]]] = field(default_factory=list)
+    """Of each call of loss_func whose loss requires a gradient: its number, its reducer's calls."""
 
     def __post_init__(self) -> None:
         self._ledger = Ledger(
-            num_rows=len(self.plan.active_tokens), num_microbatches=self.num_microbatches
+            num_rows=len(self.plan.active_tokens),
+            num_microbatches=self.num_microbatches,
+            is_rerunning=is_rerunning,
         )
+        for plan in self._plans:
+            plan.state.calls = []
         self._scaling = Scaling(
             regime=self.contract.regime,
             num_microbatches=self.num_microbatches,
@@ -225,7 +299,17 @@ class StepContract:
         """Close the step, unless an exception ends it."""
         if kind is None:
             self.close()
+        self._end()
+
+    def _end(self) -> None:
         self.is_closed = True
+        run_step(())
+        for plan in self._plans:
+            plan.state.calls = None
+
+    @property
+    def _plans(self) -> tuple[StepPlan, ...]:
+        return (self.plan, *self.also)
 
     @property
     def is_left_open(self) -> bool:
@@ -246,10 +330,11 @@ class StepContract:
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Make what loss_func returns: ``(loss, num_tokens, report)``.
 
-        ``share``: 0-dim, the sum of all terms' shares. ``reducer``: the microbatch's main
-        reducer, whose rows are tracked. ``report``: 0-dim shares by name. ``means``: local sums
-        with their counts by name, of what is a mean already (clip fraction, reward): Megatron
-        adds both over the step and divides, so one mean over the step is logged.
+        ``share``: 0-dim, the sum of all terms' shares, made by calling reducers of this
+        microbatch. ``reducer``: the microbatch's main reducer, whose rows are tracked.
+        ``report``: 0-dim shares by name. ``means``: local sums with their counts by name, of what
+        is a mean already (clip fraction, reward): Megatron adds both over the step and divides,
+        so one mean over the step is logged.
 
         loss is ``share * K`` in fp32 or better with storage of its own (the schedule scales it
         in place); num_tokens an int32 0-dim tensor on its device; each report a detached
@@ -257,10 +342,26 @@ class StepContract:
         ``lossagg/weight_sum`` and ``lossagg/weight_expected``. The weight-sum check sees the
         weights as sliced and masked, not what is done to a share afterwards. No collective, no
         host sync.
+
+        Raises :class:`ContractError` where the reducer was not called, belongs to another plan,
+        aggregation, microbatch or context-parallel rank, and where the share needs no gradient in
+        a training step or one in a ``forward_only`` step.
         """
         _check_scalar("share", share)
         _check_names([*(report or {}), *(means or {})])
-        self._track(reducer)
+        self._check_source(share, reducer)
+        if not (self._ledger.num_calls or self.forward_only or self.accumulates):
+            self._look_at_gradients()
+        return self._outputs(share, reducer, report, means)
+
+    def _outputs(
+        self,
+        share: Tensor,
+        reducer: Reducer,
+        report: Mapping[str, Tensor] | None = None,
+        means: Mapping[str, tuple[Tensor, Tensor | float]] | None = None,
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        self._ledger.add(reducer.rows[reducer.rows != FILLER])
         loss = _widened(share) * self.factor
         num_tokens = torch.full(
             (),
@@ -284,27 +385,69 @@ class StepContract:
         """Check, after the schedule and before the optimizer, that the step is complete.
 
         Every row and microbatch arrived (on the last pipeline stage, which alone calls
-        loss_func), and no device found a fault in a mask or loss. Raises :class:`ContractError` or
-        :class:`ReducerError` on this rank. One host sync for each device that recorded
-        something, no collective. ``with`` calls it.
+        loss_func), every loss was trained through its reducer, gradients were zero before, and no
+        device found a fault in a mask or loss. With context parallelism and the layout ``local``,
+        each row's tokens were trained once over the context-parallel ranks. Raises
+        :class:`ContractError` or :class:`ReducerError` on this rank. One host sync for each device
+        that recorded something; one all-gather over the context-parallel group if the layout is
+        ``local``. ``with`` calls it.
         """
         if self.is_closed:
             return
-        self.is_closed = True
-        self.plan.check()
-        self._ledger.close(may_be_empty=not self.contract.is_last_stage)
+        self._end()
+        fault = self._incomplete()
+        trained_S = self.plan.state.trained.of_rows()
+        if trained_S is not None:
+            check_ownership(
+                Exchange(self.contract.cp_group),
+                self.plan.state.faults,
+                trained_S,
+                self.plan.active_tokens,
+                settings=f"{self.plan.aggregation!r} {self.plan.state.rejects_tokens}",
+                rejects_tokens=self.plan.state.rejects_tokens,
+                has_failed=bool(fault),
+            )
+        for plan in self._plans:
+            plan.check()
+        if fault:
+            raise ContractError(fault)
+
+    def _incomplete(self) -> str:
+        """Say what is missing of the step, empty if nothing is."""
+        try:
+            self._ledger.close(may_be_empty=not self.contract.is_last_stage)
+        except ContractError as error:
+            return str(error)
+        for number, calls in self._trained:
+            if not any(call.has_gradient for call in calls):
+                return (
+                    f"no gradient reached the main reducer's share in call {number} of loss_func: "
+                    "return the share that the reducer made, alone or added to others', and let "
+                    "the schedule run its backward pass"
+                )
+        return ""
 
     def _report(self, name: str, share: Tensor) -> Tensor:
         _check_scalar(name, share)
         value = _widened(share.detach())
         return torch.stack([value * self._scaling.report_factor, torch.ones_like(value)])
 
-    def _track(self, reducer: Reducer) -> None:
+    def _check_source(self, share: Tensor, reducer: Reducer) -> None:
+        """Check which reducers made a share, and whether it is trained as the step declares."""
+        calls = [call for plan in self._plans for call in plan.state.calls or ()]
+        for plan in self._plans:
+            plan.state.calls = []
         own, its = self.plan.active_tokens, reducer.plan.active_tokens
         if its is not own:  # under() keeps the very array
             raise ContractError(
                 f"got a reducer of another plan ({len(its)} rows), expected one of this plan "
                 f"({len(own)} rows): make it with plan.reducer(...) or under(...)"
+            )
+        if reducer.plan.aggregation != self.plan.aggregation:
+            raise ContractError(
+                f"got a main reducer under {reducer.plan.aggregation}, the step's plan is under "
+                f"{self.plan.aggregation}: pass the reducer of the step's own aggregation; others "
+                "are for further terms"
             )
         layout, contract = reducer.layout, self.contract
         if (layout.cp_size, layout.cp_rank) != (contract.cp_size, contract.cp_rank):
@@ -313,7 +456,76 @@ class StepContract:
                 f"{contract.cp_rank} of {contract.cp_size}: make the layout with contract.thd(...) "
                 "or contract.local(...), or pass it the contract's cp_size and cp_rank"
             )
-        self._ledger.add(reducer.rows[reducer.rows != FILLER])
+        main = [call for call in calls if call.microbatch is reducer.microbatch]
+        if not main:
+            raise ContractError(
+                "got a reducer that was not called in this microbatch: make the reducer anew for "
+                "each microbatch, and the loss by calling it"
+            )
+        for call in calls:
+            if not np.array_equal(call.rows, reducer.rows):
+                raise ContractError(
+                    f"a reducer of rows {first_few(call.rows)} was called in the microbatch of "
+                    f"rows {first_few(reducer.rows)}: make every reducer of a loss for its own "
+                    "microbatch"
+                )
+        self._check_gradient(share, calls)
+        if share.requires_grad:
+            self._trained.append((self._ledger.num_calls, main))
+
+    def _check_gradient(self, share: Tensor, calls: Sequence[ReducerCall]) -> None:
+        if self.forward_only and share.requires_grad:
+            raise ContractError(
+                "got a loss that requires a gradient in a step with forward_only=True: run an "
+                "evaluation under torch.no_grad(), or begin a training step"
+            )
+        if self.forward_only or share.requires_grad:
+            return
+        if self.plan.active_tokens.any() or any(call.requires_grad for call in calls):
+            raise ContractError(
+                "got a loss that requires no gradient in a training step, so that nothing would "
+                "be trained: do not detach it, call the reducer outside no_grad and "
+                "inference_mode, let a custom reducer keep its graph, or pass forward_only=True"
+            )
+
+    def _look_at_gradients(self) -> None:
+        """Look at some values of each gradient buffer, which are zero before the first loss."""
+        for index, chunk in enumerate(self.contract._chunks):
+            # Then parameters are gathered into the gradient buffers.
+            if getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
+                continue
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                data = buffer.grad_data
+                if data.numel() and data.untyped_storage().size():
+                    some = data[:: -(-data.numel() // _GRADIENTS_LOOKED_AT)]
+                    describe = partial(_describe_gradients, index)
+                    self.plan.state.faults.record([some.count_nonzero()], describe)
+
+
+_GRADIENTS_LOOKED_AT = 4096
+
+
+def _describe_gradients(chunk: int, values: list[float]) -> str:
+    if not values[0]:
+        return ""
+    return (
+        f"the gradients of chunk {chunk} were not zero when the step's first loss was returned: "
+        "call zero_grad_buffer() on every chunk before the schedule, also after a step that "
+        "failed; if gradients of several schedule calls are added on purpose, pass "
+        "contract.step(accumulates=True)"
+    )
+
+
+def _is_same_function(one: Any, other: Any) -> bool:
+    """Whether two callables are one, or partials of one with the same arguments."""
+    if isinstance(one, partial) and isinstance(other, partial):
+        same = one.args == other.args and one.keywords == other.keywords
+        return same and _is_same_function(one.func, other.func)
+    return bool(one == other)
+
+
+def _settings_of(aggregation: Aggregation) -> str:
+    return f"{aggregation} ({aggregation!r})"  # a formula may not show count_empty
 
 
 def _agree(fault: str, settings: str) -> None:

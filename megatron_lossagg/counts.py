@@ -10,7 +10,7 @@ A = rows of all ranks; I = distinct ids.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, NoReturn
@@ -96,6 +96,10 @@ class Counts:
     totals: StepTotals
     sample_tokens: Ints | None
     prompt_tokens: Ints | None
+    longest_sample: int
+    """The largest n_b that is known."""
+    doubts: tuple[str, ...] = ()
+    """What is probably wrong in the ids, the same on every rank."""
 
 
 class _RankCounts(NamedTuple):
@@ -103,7 +107,7 @@ class _RankCounts(NamedTuple):
 
     has_fault: Any
     fingerprint: Any
-    """Of the aggregation and of which ids are given: the same on every rank."""
+    """Of the aggregation, the options and which ids are given: the same on every rank."""
     samples_per_prompt: Any
     string_ids: Any
     """A bit per kind of id that is given as strings; -1 where there are no rows."""
@@ -112,6 +116,8 @@ class _RankCounts(NamedTuple):
     active_rows: Any
     active_microbatches: Any
     num_microbatches: Any
+    longest: Any
+    """The largest n_s."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,10 +206,12 @@ class Rows:
                 "step: drop one of them"
             )
         self._check_totals(totals)
+        sample_tokens = self.active_tokens if self.sample is None else self.sample_tokens
         return Counts(
             totals=totals,
-            sample_tokens=self.active_tokens if self.sample is None else self.sample_tokens,
+            sample_tokens=sample_tokens,
             prompt_tokens=self.prompt_tokens,
+            longest_sample=0 if sample_tokens is None else int(sample_tokens.max(initial=0)),
         )
 
     def _checked_num_microbatches(self) -> int | None:
@@ -268,13 +276,23 @@ class Rows:
                 )
 
 
-def count_step(aggregation: Aggregation, rows: Rows, fault: str, exchange: Exchange) -> Counts:
-    """Count over the group; every rank raises the same :class:`PlanError` or none does."""
+def count_step(
+    aggregation: Aggregation,
+    rows: Rows,
+    fault: str,
+    exchange: Exchange,
+    options: Sequence[str] = (),
+) -> Counts:
+    """Count over the group; every rank raises the same :class:`PlanError` or none does.
+
+    ``options``: what else must be the same on every rank, in words.
+    """
+    settings = [f"{aggregation} ({aggregation!r})", *options]
     n_S = rows.active_tokens
     has_ids = rows.sample is not None or rows.prompt is not None
     own = _RankCounts(
         has_fault=bool(fault),
-        fingerprint=_fingerprint(aggregation, rows),
+        fingerprint=_hashed(_BETWEEN.join([*settings, *rows.given])),
         samples_per_prompt=rows.samples_per_prompt or 0,
         string_ids=sum(1 << _ID_KINDS.index(n) for n in rows.string_ids) if len(n_S) else -1,
         rows=len(n_S),
@@ -282,12 +300,13 @@ def count_step(aggregation: Aggregation, rows: Rows, fault: str, exchange: Excha
         active_rows=int((n_S > 0).sum()),
         active_microbatches=rows.active_microbatches,
         num_microbatches=0 if rows.microbatch is None else rows.num_microbatches or 0,
+        longest=n_S.max(initial=0),
     )
     gathered = _RankCounts(*exchange.integers(np.array(own, dtype=np.int64)).T)  # int64 [W] each
     of_rows = gathered.string_ids[gathered.string_ids >= 0]
     same = (gathered.fingerprint, gathered.samples_per_prompt, of_rows)
     if np.any(gathered.has_fault) or any((values != values[:1]).any() for values in same):
-        _raise_together(aggregation, rows, fault, exchange)
+        _raise_together(settings, rows, fault, exchange)
     _check_sum(f"Sequences.active_tokens of all {exchange.size} ranks", gathered.tokens)
     m_W = gathered.num_microbatches
     means = float((gathered.active_microbatches / m_W).sum()) if np.all(m_W) else None
@@ -298,17 +317,24 @@ def count_step(aggregation: Aggregation, rows: Rows, fault: str, exchange: Excha
         microbatch_means=means,
     )
     if not has_ids:
-        return Counts(totals=totals, sample_tokens=n_S, prompt_tokens=None)
+        return Counts(
+            totals=totals,
+            sample_tokens=n_S,
+            prompt_tokens=None,
+            longest_sample=int(gathered.longest.max()),
+        )
 
     table = _Table(*exchange.rows(rows.table, gathered.rows))
     first = int(np.sum(gathered.rows[: exchange.rank]))
     own_rows = slice(first, first + len(n_S))
     samples, sample_tokens, prompt_tokens = None, n_S, None
+    longest = int(gathered.longest.max())
     if rows.sample is not None:
         samples = _Groups.of(table.sample)
         by_sample = _tokens_by_id("sample", table, samples)
         _check_one_prompt(table, samples)
         sample_tokens = by_sample.of_rows[own_rows].copy()  # a view would keep every rank's rows
+        longest = int(by_sample.of_rows.max(initial=0))
         totals = replace(totals, samples=by_sample.num, active_samples=by_sample.num_active)
     if rows.prompt is not None:
         by_prompt = _tokens_by_id("prompt", table, _Groups.of(table.prompt))
@@ -316,7 +342,36 @@ def count_step(aggregation: Aggregation, rows: Rows, fault: str, exchange: Excha
         totals = replace(totals, prompts=by_prompt.num, active_prompts=by_prompt.num_active)
         if rows.samples_per_prompt is not None:
             _check_samples_per_prompt(table, samples, rows.samples_per_prompt)
-    return Counts(totals=totals, sample_tokens=sample_tokens, prompt_tokens=prompt_tokens)
+    return Counts(
+        totals=totals,
+        sample_tokens=sample_tokens,
+        prompt_tokens=prompt_tokens,
+        longest_sample=longest,
+        doubts=tuple(_doubts(rows, table, gathered.rows)),
+    )
+
+
+def _doubts(rows: Rows, table: _Table, rows_W: Ints) -> Iterator[str]:
+    """Describe ids that look like placeholders, or like numbers that start anew on every rank."""
+    if rows.samples_per_prompt is not None:  # which was checked
+        return
+    ends_W = np.cumsum(rows_W)
+    for kind in _ID_KINDS:
+        if getattr(rows, kind) is None:
+            continue
+        ids_A: Ints = getattr(table, kind)
+        of_ranks = [np.unique(ids) for ids in np.split(ids_A, ends_W[:-1]) if len(ids)]
+        if len(ids_A) > 1 and (ids_A == ids_A[0]).all():
+            yield (
+                f"all {len(ids_A)} rows of the step have one {kind} id: if that is a placeholder, "
+                f"leave {kind}= out; one {kind} then has all tokens"
+            )
+        elif len(of_ranks) > 1 and all(np.array_equal(ids, of_ranks[0]) for ids in of_ranks):
+            yield (
+                f"every data-parallel rank has the same {kind} ids: ids are global, and numbers "
+                f"that start at 0 on every rank merge {kind}s; add an offset per rank, or pass "
+                "samples_per_prompt= to have it checked"
+            )
 
 
 @dataclass(frozen=True)
@@ -425,31 +480,32 @@ def _check_samples_per_prompt(table: _Table, samples: _Groups | None, number: in
         )
 
 
-def _raise_together(
-    aggregation: Aggregation, rows: Rows, fault: str, exchange: Exchange
-) -> NoReturn:
+def _raise_together(settings: list[str], rows: Rows, fault: str, exchange: Exchange) -> NoReturn:
     """Bring the first faulty rank's message to all ranks and raise it on each."""
     ids = [f"{n} (strings)" if n in rows.string_ids else n for n in rows.given]
-    given = f"{aggregation} ({aggregation!r}) with {', '.join(ids) or 'no'} ids"
-    if rows.samples_per_prompt is not None:
-        given += f" and samples_per_prompt {rows.samples_per_prompt}"
-    texts = exchange.messages(f"!{fault}" if fault else given)
+    parts = [*settings, f"{', '.join(ids) or 'no'} ids"]
+    parts.append(f"samples_per_prompt {rows.samples_per_prompt}")
+    texts = exchange.messages(f"!{fault}" if fault else _BETWEEN.join(parts))
     for rank, text in enumerate(texts):
         if text.startswith("!"):
             raise PlanError(f"{exchange.name(rank)}: {text[1:]}")
-    other = next(rank for rank, text in enumerate(texts) if text != texts[0])
+    other = next((rank for rank, text in enumerate(texts) if text != texts[0]), 0)
+    pairs = zip(texts[0].split(_BETWEEN), texts[other].split(_BETWEEN), strict=False)
+    differing = [pair for pair in pairs if pair[0] != pair[1]]
     raise PlanError(
-        f"ranks of the data-parallel group disagree: rank 0 has {texts[0]}, rank {other} has "
-        f"{texts[other]}: start all ranks with the same flags and give all of them the same ids"
+        f"ranks of the data-parallel group disagree: rank 0 has "
+        f"{' and '.join(first for first, _ in differing)}, rank {other} has "
+        f"{' and '.join(second for _, second in differing)}: start all ranks with the same flags "
+        "and give all of them the same ids"
     )
 
 
-def _fingerprint(aggregation: Aggregation, rows: Rows) -> int:
-    return _hashed(f"{aggregation!r} {rows.given}")
+_BETWEEN = "\n"
 
 
 def _hashed(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+    encoded = text.encode(errors="surrogatepass")
+    return int.from_bytes(hashlib.sha256(encoded).digest()[:8], "big") >> 1
 
 
 def _check_sum(what: str, tokens: npt.NDArray[np.int64] | int) -> None:
@@ -480,7 +536,14 @@ def _checked(
 def _checked_ids(name: _Kind, ids: Ids | None, length: int) -> Ints | None:
     """Check ids; strings become 63-bit hashes, the same on every rank."""
     if not _are_strings(ids):
-        return _checked(name, ids, length)  # type: ignore[arg-type]
+        checked = _checked(name, ids, length)  # type: ignore[arg-type]
+        if checked is not None and (checked == _UNKNOWN).any():
+            raise PlanError(
+                f"Sequences.{name}: got the id -1 at index {(checked == _UNKNOWN).argmax()}, which "
+                f"frameworks use for an unknown one: give every row the id of its {name}, or leave "
+                f"{name}= out"
+            )
+        return checked
     array = np.asarray(ids)
     texts, index = np.unique(array.astype(np.str_), return_inverse=True)
     hashes = np.array([_hashed(text) for text in texts.tolist()], dtype=np.int64)

@@ -1,7 +1,7 @@
 """What the ranks of a group send each other: a few integers, ragged rows, a message.
 
-Each call is one collective and one host sync. The tensors are where the group's backend
-needs them: on the CPU for gloo, on the current CUDA device for NCCL.
+Each call is one collective and, except :meth:`Exchange.tensors`, one host sync. The tensors
+are where the group's backend needs them: on the CPU for gloo, on the current CUDA device for NCCL.
 """
 
 from __future__ import annotations
@@ -51,11 +51,20 @@ class Exchange:
         """Gather an int64 ``[K]`` of every rank; returns ``[W, K]``. One all-gather."""
         if self.size == 1:
             return own[None]
-        own_tensor = torch.from_numpy(np.ascontiguousarray(own)).to(self._device())
-        gathered = own_tensor.new_empty(self.size, len(own_tensor))
-        dist.all_gather(list(gathered.unbind()), own_tensor, group=self.group)
-        integers: Ints = gathered.cpu().numpy()
+        integers: Ints = self.tensors(torch.from_numpy(np.ascontiguousarray(own))).cpu().numpy()
         return integers
+
+    def tensors(self, own: torch.Tensor) -> torch.Tensor:
+        """Gather a ``[K]`` of every rank; returns ``[W, K]`` on the backend's device.
+
+        One all-gather; no host sync where ``own`` is on that device.
+        """
+        if self.size == 1:
+            return own[None]
+        own = own.to(self._device())
+        gathered = own.new_empty(self.size, len(own))
+        dist.all_gather(list(gathered.unbind()), own, group=self.group)
+        return gathered
 
     def rows(self, own: Sequence[Ints], counts_W: Ints) -> Sequence[Ints]:
         """Gather columns of int64 ``[n]`` of every rank, n differing; each ``[sum n]``.
@@ -71,9 +80,13 @@ class Exchange:
         return list(np.concatenate(parts, axis=1))
 
     def messages(self, own: str) -> list[str]:
-        """Gather a string of every rank, truncated to 2048 bytes. One all-gather."""
+        """Gather a string of every rank, truncated to 2048 bytes. One all-gather.
+
+        Never raises on one rank only: what UTF-8 cannot encode (half of a surrogate pair, as in
+        the name of a file that is not UTF-8) becomes a question mark.
+        """
         packed = np.zeros(_MESSAGE_BYTES, dtype=np.uint8)
-        encoded = np.frombuffer(own.encode()[:_MESSAGE_BYTES], dtype=np.uint8)
+        encoded = np.frombuffer(own.encode(errors="replace")[:_MESSAGE_BYTES], dtype=np.uint8)
         packed[: len(encoded)] = encoded
         gathered = self.integers(packed.view(np.int64))
         return [row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in gathered]

@@ -1,4 +1,4 @@
-"""What devices found in the masks and losses of one step; read once, when the step closes.
+"""What devices found in the masks, losses and gradients of one step; read once, when it closes.
 
 Reading a value of a CUDA tensor stalls the host until the device has caught up. So a check
 on a device leaves its result there, and all results of a step are read in one go. A
@@ -7,29 +7,32 @@ on a device leaves its result there, and all results of a step are read in one g
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-__all__ = ["Describe", "Faults"]
+__all__ = ["Describe", "Faults", "warn_once"]
 
 Describe = Callable[[list[float]], str]
-"""From the recorded values to a message; empty where they are not a fault."""
+"""From the recorded values to a message; empty if they are not a fault."""
+
+_warned: set[str] = set()
+
+
+def warn_once(what: str, message: str) -> None:
+    """Warn once per process of what may recur in every step."""
+    if what not in _warned:
+        _warned.add(what)
+        warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
 class Faults:
-    """The results of a step's checks that are still on a device, in the order of the checks.
+    """The results of a step's checks that are still on a device, in the order of the checks."""
 
-    ``locate``: whether a loss that is not finite is located on the device as well, so that
-    its row and token can be named; it costs another pass over the losses of every call.
-    """
-
-    def __init__(self, *, locate: bool = False) -> None:
-        self.locate = locate
-        self.trains_fewer = False
-        """Whether a row was seen to train fewer tokens than were counted."""
+    def __init__(self) -> None:
         self._recorded: list[tuple[list[Tensor], Describe]] = []
 
     def record(self, values: list[Tensor], describe: Describe) -> None:

@@ -53,6 +53,10 @@ class Layout:
     batch_shape: tuple[int, int] | None = None
     """``[b, s]`` of the whole mask where rows are not packed."""
 
+    def __post_init__(self) -> None:
+        for array in (self.offset_S1, self.start_R, self.length_R, self.segment_R):
+            array.flags.writeable = False  # shared by all who hold the layout
+
     @property
     def num_segments(self) -> int:
         """Number of segments, fillers included."""

@@ -1,12 +1,14 @@
 """Which rows and microbatches of a step have arrived; pure integers.
 
-Each row is in exactly one microbatch of the step. The same microbatch called again (the
-rerun machine does so) is not a doubled row: the same rows are the same microbatch.
+Each row is in exactly one microbatch of the step. While Megatron's rerun machine repeats a step,
+all its microbatches come once more: a new pass over the same rows.
 
 Shape suffix: S = rows of this data-parallel rank in the step.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 
@@ -19,46 +21,48 @@ _NOT_SEEN = -1
 
 
 class Ledger:
-    """Tracks the rows of one schedule call of ``num_microbatches`` over ``num_rows`` rows."""
+    """Tracks the rows of one schedule call of ``num_microbatches`` over ``num_rows`` rows.
 
-    def __init__(self, *, num_rows: int, num_microbatches: int) -> None:
+    ``is_rerunning``: whether the rerun machine repeats the step now.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_rows: int,
+        num_microbatches: int,
+        is_rerunning: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.num_microbatches = num_microbatches
-        self._index_of: dict[bytes, int] = {}
-        self._filler_calls = 0
+        self.num_calls = 0
+        """Microbatches of the current pass that came."""
+        self._is_rerunning = is_rerunning
         self._microbatch_S = np.full(num_rows, _NOT_SEEN)
 
-    @property
-    def num_calls(self) -> int:
-        """Microbatches that came; those of fillers alone count again when they are run again."""
-        return len(self._index_of) + self._filler_calls
-
     def add(self, rows: Ints) -> None:
-        """Record a microbatch by its rows, fillers left out.
+        """Record a microbatch by its rows, padding left out.
 
         Raises :class:`ContractError` for a row that another microbatch had, for more
         microbatches than planned, and for rows that are missing when the last one arrives.
         """
-        if len(rows):
-            index = self._index_of.setdefault(rows.tobytes(), len(self._index_of))
-            before = self._microbatch_S[rows]
-            taken = rows[(before != _NOT_SEEN) & (before != index)]
-            if len(taken):
-                raise ContractError(
-                    f"row {taken[0]} is in two microbatches of the step, number "
-                    f"{self._microbatch_S[taken[0]]} and number {index} in the order of their "
-                    f"calls, the second with rows {first_few(rows)}: each row is trained once"
-                )
-            self._microbatch_S[rows] = index
-        else:
-            self._filler_calls += 1
-        # Several microbatches of fillers alone look like one that was run again.
-        at_least = len(self._index_of) + (self._filler_calls > 0)
-        if at_least > self.num_microbatches:
+        if self.num_calls == self.num_microbatches and self._is_rerunning():
+            self.num_calls = 0
+            self._microbatch_S.fill(_NOT_SEEN)
+        if self.num_calls == self.num_microbatches:
             raise ContractError(
                 f"loss_func ran for more than the {self.num_microbatches} planned microbatches: "
                 "pass the schedule's num_microbatches to contract.step()"
             )
-        if at_least == self.num_microbatches:
+        taken = rows[self._microbatch_S[rows] != _NOT_SEEN]
+        if len(taken):
+            raise ContractError(
+                f"row {taken[0]} is in two microbatches of the step, number "
+                f"{self._microbatch_S[taken[0]]} and number {self.num_calls} in the order of their "
+                f"calls, the second with rows {first_few(rows)}: each row is trained once"
+            )
+        self._microbatch_S[rows] = self.num_calls
+        self.num_calls += 1
+        if self.num_calls == self.num_microbatches:
             self._check_no_row_missing()
 
     def close(self, *, may_be_empty: bool) -> None:

@@ -20,7 +20,14 @@ from torch.distributed import ProcessGroup
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.scaling import Regime, ddp_factor
 
-__all__ = ["LiveGroups", "check_config", "check_live", "checked_regime", "megatron_version"]
+__all__ = [
+    "LiveGroups",
+    "check_config",
+    "check_live",
+    "checked_regime",
+    "is_rerunning",
+    "megatron_version",
+]
 
 _OLDEST_MEGATRON = (0, 13)
 
@@ -45,6 +52,7 @@ class LiveGroups:
     """The dense data-parallel group without context parallelism."""
     dp_size: int
     dp_cp_size: int
+    cp_group: ProcessGroup
     cp_size: int
     cp_rank: int
     tp_group: ProcessGroup
@@ -65,7 +73,8 @@ class LiveGroups:
                         f"chunk {index} has ranks {list(found)} in its {name}, chunk 0 "
                         f"{list(expected)}: wrap all chunks of a rank with the same groups"
                     )
-        cp = _ranks(_model_group(first, "cp"))
+        cp_group = _model_group(first, "cp")
+        cp = _ranks(cp_group)
         size = int(first.config.context_parallel_size)
         is_product = set(cp) <= set(dp_cp) and len(cp) * len(dp) == len(dp_cp)
         if len(cp) != size or not is_product or set(cp) & set(dp) != {dist.get_rank()}:
@@ -79,6 +88,7 @@ class LiveGroups:
             dp_group=first.dp_group,
             dp_size=len(dp),
             dp_cp_size=len(dp_cp),
+            cp_group=cp_group,
             cp_size=size,
             cp_rank=cp.index(dist.get_rank()),
             tp_group=_model_group(first, "tp"),
@@ -202,3 +212,11 @@ def check_live(chunks: Sequence[Any], regime: Regime) -> None:
                     f"{name} was built with calculate_per_token_loss={frozen}, the config now has "
                     f"{per_token}: {_FLIPPED}"
                 )
+
+
+def is_rerunning() -> bool:
+    """Whether Megatron's rerun machine runs a step again (``RerunState``, from 0.9 on)."""
+    from megatron.core import rerun_state_machine
+
+    machine = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
+    return machine is not None and "RERUNNING" in machine.state.name

@@ -1,4 +1,4 @@
-"""The rows and the training mask of one microbatch: checked, and sliced for this rank.
+"""The rows and the loss mask of one microbatch: checked, and sliced for this rank.
 
 Everything that the reducers of a microbatch share, under any aggregation. A mask on the
 CPU is checked here, in numpy; the checks of a mask on a device are left on the device, for
@@ -12,7 +12,6 @@ positions; S = rows of the step.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,9 +23,10 @@ from torch import Tensor
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.devices import from_host, moved, on_host
 from megatron_lossagg.errors import ReducerError
-from megatron_lossagg.faults import Faults
+from megatron_lossagg.faults import Faults, warn_once
 from megatron_lossagg.integers import Ints, IntsLike, first_few, host_integers
 from megatron_lossagg.layout import Layout
+from megatron_lossagg.state import StepState
 
 __all__ = ["FILLER", "Microbatch", "Place"]
 
@@ -37,7 +37,6 @@ _MASK_DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
 )
-_NO_LIMIT = np.iinfo(np.int64).max
 _COEFFICIENT = (
     "a mask is 0 or 1; multiply a coefficient (importance ratio, token weight) into the per-token "
     "losses"
@@ -89,8 +88,8 @@ class Microbatch:
     """Mask positions past the last segment: as many losses may follow this rank's."""
     active_tokens: Ints
     """n_s of the step's rows, int64 ``[S]``."""
-    faults: Faults
-    """Where checks on a device leave their results."""
+    state: StepState
+    """The step's: where checks on a device leave their results."""
     _keep_on: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
     _weights: dict[tuple[Aggregation, torch.dtype, torch.device], Tensor] = field(
         default_factory=dict, init=False, repr=False
@@ -104,7 +103,7 @@ class Microbatch:
         *,
         active_tokens: Ints,
         microbatch_of_row: Ints | None,
-        faults: Faults,
+        state: StepState,
     ) -> Microbatch:
         """Check rows and mask and slice the mask; see ``StepPlan.reducer``.
 
@@ -116,15 +115,29 @@ class Microbatch:
             _check_one_microbatch(rows_G, microbatch_of_row)
         mask_P = _checked_shape(mask, layout)
         place = Place(rows=rows_G, layout=layout, microbatch_of_row=microbatch_of_row)
-        checks = _Checks(place=place, counted_G=_of_rows(active_tokens, rows_G))
+        checks = _Checks(
+            place=place,
+            counted_G=_of_rows(active_tokens, rows_G),
+            rejects_tokens=state.rejects_tokens,
+        )
         check = checks.on_host if on_host(mask_P) else checks.on_device
+        keep_T, trained_G = check(mask_P, state.faults)
+        if layout.is_local and layout.cp_size > 1:
+            is_row_G = rows_G != FILLER
+            trained_G = trained_G[from_host(np.flatnonzero(is_row_G), trained_G.device)]
+            state.trained.add(rows_G[is_row_G], trained_G, len(active_tokens))
         return Microbatch(
             place=place,
-            keep=check(mask_P, faults),
+            keep=keep_T,
             num_past_end=len(mask_P) - layout.num_tokens,
             active_tokens=active_tokens,
-            faults=faults,
+            state=state,
         )
+
+    @property
+    def faults(self) -> Faults:
+        """Where checks on a device leave their results."""
+        return self.state.faults
 
     @property
     def rows(self) -> Ints:
@@ -143,16 +156,20 @@ class Microbatch:
         return self._keep_on[device]
 
     def weights(
-        self, aggregation: Aggregation, w_S: Tensor, dtype: torch.dtype, device: torch.device
+        self,
+        aggregation: Aggregation,
+        weight_S: npt.NDArray[np.float64],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> Tensor:
         """Give each token its row's weight, 0 where it is not trained; ``[T]``.
 
-        ``w_S``: the step's weights under the aggregation. Made once for an aggregation, dtype
+        ``weight_S``: the step's weights under the aggregation. Made once for an aggregation, dtype
         (float32 or float64) and device.
         """
         key = (aggregation, dtype, device)
         if key not in self._weights:
-            self._weights[key] = self._packed(w_S.numpy(), dtype, device)
+            self._weights[key] = self._packed(weight_S, dtype, device)
         return self._weights[key]
 
     def _packed(
@@ -181,15 +198,18 @@ class Microbatch:
 
 @dataclass(frozen=True, kw_only=True)
 class _Checks:
-    """The checks of one mask: 0 or 1, nothing past the end, no row with more than its count.
+    """The checks of one mask: 0 or 1, nothing past the end, each row's tokens as counted.
 
     Each rank checks that the tokens it holds are 0 or 1; together the context-parallel ranks
-    hold them all. Tokens per row are summed over the whole mask.
+    hold them all. Tokens per row are summed over the whole mask. Both methods return the mask
+    that this rank keeps, bool ``[T]``, and the tokens it trains of each segment, ``[G]``.
     """
 
     place: Place
     counted_G: Ints
     """The plan's count of each segment's row, 0 for a filler."""
+    rejects_tokens: bool
+    """Whether a row may train fewer tokens than were counted."""
 
     @property
     def layout(self) -> Layout:
@@ -201,7 +221,7 @@ class _Checks:
         """The row of each segment."""
         return self.place.rows
 
-    def on_host(self, mask_P: Tensor, faults: Faults) -> Tensor:
+    def on_host(self, mask_P: Tensor, faults: Faults) -> tuple[Tensor, Tensor]:
         """Check in numpy and slice; raises :class:`ReducerError`."""
         if mask_P.dtype in (torch.float16, torch.bfloat16):  # too narrow for a count
             mask_P = mask_P.float()
@@ -220,16 +240,19 @@ class _Checks:
         if np.any(value_P[end:]):
             position = end + int(np.flatnonzero(value_P[end:])[0])
             raise ReducerError(f"the mask is 1 at position {position}, {self._past_end()}")
-        trained_G = self._tokens_by_segment(value_P)
-        is_row_G = self.rows_G != FILLER
-        if (is_row_G & (trained_G > self.counted_G)).any():
-            segment = int(np.flatnonzero(is_row_G & (trained_G > self.counted_G))[0])
-            raise ReducerError(self._too_many(segment, f"{trained_G[segment]:.0f} tokens"))
-        if self._holds_whole_rows and (trained_G < self.counted_G).any():
-            faults.trains_fewer = True
-        return torch.from_numpy(keep_T)
+        with np.errstate(invalid="ignore"):  # NaN at a token that another rank holds and checks
+            trained_G = self._tokens_by_segment(value_P).astype(np.int64)
+        missing_G = self.counted_G - trained_G
+        if len(missing_G):
+            self._raise_if(self._miscounted(int(missing_G.min()), int(missing_G.argmin())))
+            self._raise_if(self._miscounted(int(missing_G.max()), int(missing_G.argmax())))
+            if self._shows_a_shift and np.any(
+                value_P[np.maximum(self.layout.offset_S1[1:] - 1, 0)]
+            ):
+                _warn_of_shift()
+        return torch.from_numpy(keep_T), torch.from_numpy(trained_G)
 
-    def on_device(self, mask_P: Tensor, faults: Faults) -> Tensor:
+    def on_device(self, mask_P: Tensor, faults: Faults) -> tuple[Tensor, Tensor]:
         """Slice, and leave the results of the same checks on the device. No host sync."""
         device = mask_P.device
         if self.layout.is_in_order:
@@ -241,50 +264,83 @@ class _Checks:
             value_T = torch.index_select(mask_P, 0, from_host(index_T, device))
         is_bool = value_T.dtype == torch.bool
         keep_T = value_T.clone() if is_bool else value_T == 1
-        if len(mask_P):
-            # Segment G is what follows the last one, and may train nothing.
-            limit_G = np.where(self.rows_G == FILLER, _NO_LIMIT, self.counted_G)
-            end_G2 = np.append(self.layout.offset_S1, len(mask_P))
-            last_G2, is_past_0_G2, limit_G2, counted_G2 = from_host(
-                np.stack(
-                    [
-                        np.maximum(end_G2 - 1, 0),  # where the sum up to an end is found
-                        end_G2 > 0,
-                        np.append(limit_G, [0, 0]),
-                        np.append(self.counted_G, [0, 0]),
-                    ]
-                ),
-                device,
-            )
-            selected_P = keep_T if len(keep_T) == len(mask_P) else mask_P
-            sum_P = torch.cumsum(selected_P, dim=0, dtype=torch.int32)
-            sum_G2 = sum_P[last_G2] * is_past_0_G2
-            trained_G1 = sum_G2[1:] - sum_G2[:-1]
-            excess, segment = (trained_G1 - limit_G2[:-1]).max(dim=0)
-            fewer = (trained_G1 < counted_G2[:-1]).any().long()
-            wrong = torch.zeros_like(excess)
-            if not is_bool:
-                wrong = torch.count_nonzero(value_T) - torch.count_nonzero(keep_T)
-            faults.record([wrong, excess, segment, fewer], partial(self._describe, faults))
-        return keep_T
+        if not len(mask_P):
+            return keep_T, torch.zeros(len(self.rows_G), dtype=torch.int64, device=device)
+        # Segment G is what follows the last one, and may train nothing.
+        end_G2 = np.append(self.layout.offset_S1, len(mask_P))
+        last_G2, is_past_0_G2, counted_G2 = from_host(
+            np.stack(
+                [
+                    np.maximum(end_G2 - 1, 0),  # the index of the sum up to an end
+                    end_G2 > 0,
+                    np.append(self.counted_G, [0, 0]),
+                ]
+            ),
+            device,
+        )
+        selected_P = keep_T if len(keep_T) == len(mask_P) else mask_P
+        sum_P = torch.cumsum(selected_P, dim=0, dtype=torch.int32)
+        sum_G2 = sum_P[last_G2] * is_past_0_G2
+        trained_G1 = sum_G2[1:] - sum_G2[:-1]
+        missing_G1 = counted_G2[:-1] - trained_G1
+        wrong = torch.zeros_like(missing_G1[0])
+        if not is_bool:
+            wrong = torch.count_nonzero(value_T) - torch.count_nonzero(keep_T)
+        found = [wrong, *missing_G1.min(dim=0), *missing_G1.max(dim=0)]
+        if self._shows_a_shift:
+            found.append(selected_P[last_G2[1:-1]].any())
+        faults.record(found, self._describe)
+        return keep_T, trained_G1[:-1]
 
     @property
     def _holds_whole_rows(self) -> bool:
         """Whether the mask has whole rows; a local one has this rank's part of each."""
         return self.layout.cp_size == 1 or not self.layout.is_local
 
-    def _describe(self, faults: Faults, values: list[float]) -> str:
-        wrong, excess, segment, fewer = map(int, values)
+    @property
+    def _shows_a_shift(self) -> bool:
+        """Whether a segment's last position predicts a token that is not in it."""
+        return self.layout.name in ("thd_zigzag", "bshd_zigzag") and len(self.rows_G) > 0
+
+    def _describe(self, values: list[float]) -> str:
+        wrong, least, least_segment, most, most_segment, *at_last = map(int, values)
         where = f"{self.place.rank}: the mask of {self.place}"
         if wrong:
             return f"{where} has {wrong} values other than 0 and 1: {_COEFFICIENT}"
-        if excess > 0 and segment == len(self.rows_G):
-            return f"{where} is 1 at {excess} positions {self._past_end()}"
-        if excess > 0:
-            return f"{where}: {self._too_many(segment, f'{excess} tokens too many')}"
-        if self._holds_whole_rows and fewer:
-            faults.trains_fewer = True
+        if least < 0 and least_segment == len(self.rows_G):
+            return f"{where} is 1 at {-least} positions {self._past_end()}"
+        for missing, segment in ((least, least_segment), (most, most_segment)):
+            if fault := self._miscounted(missing, segment):
+                return f"{where}: {fault}"
+        if any(at_last):
+            _warn_of_shift()
         return ""
+
+    def _miscounted(self, missing: int, segment: int) -> str:
+        """Describe a segment that trains ``missing`` tokens fewer than were counted, if wrong."""
+        is_fault = missing < 0 or (
+            missing > 0 and self._holds_whole_rows and not self.rejects_tokens
+        )
+        if not is_fault:
+            return ""
+        row, counted = self.rows_G[segment], self.counted_G[segment]
+        if row == FILLER:
+            return (
+                f"segment {segment} is named as padding (-1) and its mask is 1 at {-missing} "
+                "positions: give its row, or clear the mask there"
+            )
+        return (
+            f"segment {segment} trains {counted - missing} tokens, the plan counted {counted} for "
+            f"its row {row}: "
+            + (
+                "a loss mask never selects more tokens than were counted; check rows and "
+                "Sequences.active_tokens"
+                if missing < 0
+                else "check the mask, rows and Sequences.active_tokens; if tokens are rejected on "
+                "purpose, declare it with --loss-aggregation-rejects-tokens "
+                "(plan_step(rejects_tokens=True))"
+            )
+        )
 
     def _past_end(self) -> str:
         return (
@@ -314,12 +370,20 @@ class _Checks:
             f"the mask holds {value_T[index]} at position {position}: {_COEFFICIENT}"
         )
 
-    def _too_many(self, segment: int, trained: str) -> str:
-        return (
-            f"segment {segment} trains {trained}, the plan counted {self.counted_G[segment]} for "
-            f"its row {self.rows_G[segment]}: a training mask may select fewer tokens than the "
-            "counting mask, never more; check rows and Sequences.active_tokens"
-        )
+    @staticmethod
+    def _raise_if(fault: str) -> None:
+        if fault:
+            raise ReducerError(fault)
+
+
+def _warn_of_shift() -> None:
+    warn_once(
+        "shift",
+        "the mask is 1 at the last position of a segment, whose logit predicts a token that the "
+        "segment does not hold: mask[i] belongs to logit i, the prediction of token i + 1; shift "
+        "it before packing. Ignore this if each label is one token longer than its row, as in "
+        "pretraining data",
+    )
 
 
 def _is_0_or_1(value_T: npt.NDArray[Any], keep_T: npt.NDArray[np.bool_]) -> bool:
@@ -370,6 +434,13 @@ def _check_one_microbatch(rows_G: Ints, microbatch_S: Ints) -> None:
             f"row {own_rows[0]} was planned in microbatch {planned[0]} and row "
             f"{own_rows[other[0]]} in microbatch {planned[other[0]]}: pass the rows of one "
             "microbatch, as Sequences.microbatch has them"
+        )
+    whole = np.flatnonzero(microbatch_S == planned[:1]) if len(own_rows) else own_rows
+    if len(own_rows) != len(whole):
+        missing = np.setdiff1d(whole, own_rows)
+        raise ReducerError(
+            f"microbatch {planned[0]} was planned with {len(whole)} rows, got {len(own_rows)} "
+            f"without {first_few(missing)}: pass all of its rows, as Sequences.microbatch has them"
         )
 
 

@@ -26,28 +26,20 @@ from megatron_lossagg.aggregation import CUSTOM, MODES, Aggregation
 from megatron_lossagg.counts import Rows, Sequences, StepTotals, count_step
 from megatron_lossagg.errors import LossAggregationError, PlanError, ReducerError
 from megatron_lossagg.exchange import Exchange
-from megatron_lossagg.faults import Faults
+from megatron_lossagg.faults import warn_once
 from megatron_lossagg.integers import Ints, IntsLike
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.microbatch import Microbatch
 from megatron_lossagg.plugins import load_reducer_factory
 from megatron_lossagg.reducer import Reducer, ReducerFactory
+from megatron_lossagg.state import StepState
 
-__all__ = ["EmptyStep", "StepCounts", "StepPlan", "StepState", "plan_step", "warn_of_divisor"]
+__all__ = ["EmptyStep", "StepCounts", "StepPlan", "plan_step", "warn_of_divisor"]
 
 _Floats = npt.NDArray[np.float64]
 
 _LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 EmptyStep = Literal["zero", "error"]
-
-
-@dataclass(kw_only=True, eq=False)
-class StepState:
-    """What happens to a plan while its step runs; shared by ``StepPlan.under``."""
-
-    faults: Faults
-    is_stepped: bool = False
-    """Whether a training step has begun over the plan."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,16 +64,34 @@ class StepPlan:
     """n_mb of each row's microbatch, int64 ``[S]``."""
     microbatch: Ints | None
     """Index of each row's microbatch, int64 ``[S]``; a reducer's error names it."""
-    rejects_tokens: bool
-    """Whether training masks were declared to select fewer tokens than were counted."""
+    longest_sample: int
+    """The largest n_b, over the group if one was counted over."""
     state: StepState = field(repr=False)
+    _under: dict[Aggregation, StepPlan] = field(default_factory=dict, init=False, repr=False)
 
-    @cached_property
+    def __post_init__(self) -> None:
+        for array in (
+            self.active_tokens,
+            self.sample_tokens,
+            self.prompt_tokens,
+            self.microbatch_tokens,
+            self.microbatch,
+        ):
+            if array is not None:
+                array.flags.writeable = False  # the weights follow from them
+
+    @property
     def weights(self) -> Tensor:
         """w_s, float64 ``[S]`` on the CPU; 0 for a row with no active tokens, never NaN.
 
-        Raises :class:`PlanError` where the mode lacks a total or an id.
+        A copy: changing it changes nothing that is trained. Raises :class:`PlanError` if the
+        mode lacks a total or an id.
         """
+        return torch.from_numpy(self.weight_S.copy())
+
+    @cached_property
+    def weight_S(self) -> _Floats:
+        """:attr:`weights` as a read-only array, computed once."""
         denominator = MODES[self.aggregation.mode].denominator
         if denominator is None:
             raise PlanError(
@@ -101,7 +111,8 @@ class StepPlan:
                 f"{self.aggregation} gives row {beyond[0]} a weight of {weight_S[beyond[0]]}, "
                 "beyond what float32 holds: change --loss-aggregation-divisor (divisor=)"
             )
-        return torch.from_numpy(weight_S)
+        weight_S.flags.writeable = False
+        return weight_S
 
     @cached_property
     def expected_weight(self) -> float | None:
@@ -121,12 +132,14 @@ class StepPlan:
             return None
 
     def under(self, aggregation: Aggregation | str) -> StepPlan:
-        """Return the same step under another aggregation, without a collective."""
+        """Return the same step under another aggregation, without a collective; made once."""
         if isinstance(aggregation, str):
             aggregation = Aggregation.named(aggregation)
-        plan = replace(self, aggregation=aggregation)
-        _check_divisor(plan)
-        return plan
+        if aggregation not in self._under:
+            plan = replace(self, aggregation=aggregation)
+            _check_divisor(plan)
+            self._under[aggregation] = plan
+        return self._under[aggregation]
 
     def reducer(
         self,
@@ -157,7 +170,7 @@ class StepPlan:
             layout,
             active_tokens=self.active_tokens,
             microbatch_of_row=self.microbatch,
-            faults=self.state.faults,
+            state=self.state,
         )
         return Reducer.of(self, microbatch, factory, arguments)
 
@@ -165,19 +178,11 @@ class StepPlan:
         """Raise the first fault that devices found in this step's masks and losses, if any.
 
         Closing the step calls it (``StepContract.close``); call it where no contract is used.
-        Raises :class:`ReducerError` on this rank alone. One host sync for each device that
-        recorded something, no collective. Warns once per process where rows trained fewer
-        tokens than were counted and ``plan_step(rejects_tokens=True)`` did not declare it.
+        Raises :class:`ReducerError` on this rank only. One host sync for each device that
+        recorded something, no collective.
         """
         if fault := self.state.faults.take():
             raise ReducerError(fault)
-        if self.state.faults.trains_fewer and not self.rejects_tokens:
-            _warn_once(
-                "fewer tokens",
-                "rows train fewer tokens than were counted, so lossagg/weight_sum is not "
-                "lossagg/weight_expected: check the mask, rows and Sequences.active_tokens, or "
-                "plan with plan_step(rejects_tokens=True) if tokens are rejected on purpose",
-            )
 
 
 class StepCounts:
@@ -278,27 +283,27 @@ def plan_step(
     empty_step: EmptyStep = "zero",
     fault: str = "",
     rejects_tokens: bool = False,
-    locate: bool = False,
 ) -> StepPlan:
     """Count the step over ``group`` and decide the weight of every row.
 
     ``group``: the dense data-parallel group *without* context parallelism, as
     ``MegatronContract.dp_group``; every rank of it calls. ``totals``: the step's counts
     where the caller knows them; then no collective is made, and ids need
-    ``sample_tokens`` or ``prompt_tokens`` with them. ``empty_step``: what a step with
-    no active tokens does, ``"zero"`` (zero weights and one warning) or ``"error"``.
-    ``fault``: why this rank has no counts to give, where it has none: the others of the group
-    do not wait for it but raise the same message. ``rejects_tokens``: declares that training
-    masks may select fewer tokens than are counted here (rejection sampling), so that nothing
-    warns of it. ``locate``: name row and token of a CUDA loss that is not finite, not only its
-    microbatch, at the price of another pass over the losses of every call.
+    ``sample_tokens`` or ``prompt_tokens`` with them. With a group as well, its first step is
+    counted all the same, and totals that differ from the counts are refused. ``empty_step``:
+    what a step with no active tokens does, ``"zero"`` (zero weights and one warning) or
+    ``"error"``. ``fault``: why this rank has no counts to give, where it has none: the others of
+    the group do not wait for it but raise the same message. ``rejects_tokens``: declares that
+    loss masks may select fewer tokens than are counted here (rejection sampling), which is an
+    error otherwise.
 
-    Without totals: one all-gather of nine integers per rank, a second one of five integers
+    Without totals: one all-gather of ten integers per rank, a second one of five integers
     per row where ids are given, each with one host sync; a third one only to bring an error's
-    message to every rank. Wrong counts or ids, and ranks that disagree on the aggregation,
-    raise :class:`PlanError` with the same message on every rank of the group. With totals an
-    error is this rank's alone, and names it. A sample with more active tokens than the divisor
-    of ``constant`` gives one warning per process.
+    message to every rank. Wrong counts or ids, and ranks that disagree on the aggregation or on
+    an option, raise :class:`PlanError` with the same message on every rank of the group. With
+    totals an error is this rank's alone, and names it. A sample with more active tokens than the
+    divisor of ``constant``, and ids that look as if they were not global, give one warning per
+    process, on all ranks alike.
     """
     is_alone = not dist.is_initialized() or dist.get_world_size() == 1
     if totals is None and group is None and not is_alone:
@@ -314,12 +319,21 @@ def plan_step(
             rows = Rows.checked(sequences)
         except Exception as error:  # whatever it is, no rank may leave the others waiting
             fault = str(error) if isinstance(error, LossAggregationError) else repr(error)
+    verifies = totals is not None and group is not None and exchange.ranks not in _verified
     try:
-        if totals is None:
-            counts = count_step(aggregation, rows, fault, exchange)
+        if totals is None or verifies:
+            options = [
+                f"empty_step {empty_step!r}",
+                f"rejects_tokens {rejects_tokens}",
+                f"{totals}",
+            ]
+            counts = count_step(aggregation, rows, fault, exchange, options)
         elif fault:
             raise PlanError(fault)
-        else:
+        if totals is not None:
+            if verifies:
+                _check_given(totals, counts.totals)
+                _verified.add(exchange.ranks)
             counts = rows.with_totals(totals)
         plan = StepPlan(
             aggregation=aggregation,
@@ -332,11 +346,11 @@ def plan_step(
             prompt_tokens=counts.prompt_tokens,
             microbatch_tokens=rows.microbatch_tokens,
             microbatch=rows.microbatch,
-            rejects_tokens=rejects_tokens,
-            state=StepState(faults=Faults(locate=locate)),
+            longest_sample=counts.longest_sample,
+            state=StepState(rejects_tokens=rejects_tokens),
         )
         if aggregation.mode != CUSTOM:
-            plan.weights  # noqa: B018  a mode that lacks something raises here, before any forward
+            plan.weight_S  # noqa: B018  a mode that lacks something raises here, before any forward
     except PlanError as error:
         if totals is None:
             raise
@@ -344,7 +358,23 @@ def plan_step(
     if counts.totals.active_tokens == 0:
         _empty_step(empty_step)
     _check_divisor(plan)
+    for doubt in counts.doubts:
+        warn_once(doubt, doubt)
     return plan
+
+
+_verified: set[tuple[int, ...] | None] = set()
+"""Groups whose first step with given totals was counted."""
+
+
+def _check_given(given: StepTotals, counted: StepTotals) -> None:
+    for name, value in vars(given).items():
+        found = getattr(counted, name)
+        if value is not None and found is not None and value != found:
+            raise PlanError(
+                f"got StepTotals({name}={value!r}), the group's sequences have {found}: give the "
+                "totals of the whole step over the data-parallel group, or drop totals="
+            )
 
 
 def _check_arguments(aggregation: Aggregation, empty_step: EmptyStep) -> None:
@@ -357,16 +387,16 @@ def _check_arguments(aggregation: Aggregation, empty_step: EmptyStep) -> None:
 
 
 def _check_divisor(plan: StepPlan) -> None:
-    """Warn once where ``constant`` divides by less than the longest sample of this rank."""
-    if plan.aggregation.mode == "constant" and plan.sample_tokens is not None:
-        warn_of_divisor(plan.aggregation.divisor or 1.0, plan.sample_tokens)
+    """Warn once where ``constant`` divides by less than the longest sample."""
+    if plan.aggregation.mode == "constant":
+        warn_of_divisor(plan.aggregation.divisor or 1.0, [plan.longest_sample])
 
 
 def warn_of_divisor(divisor: float, tokens: IntsLike) -> None:
     """Warn, once per process, where L is below the longest of some responses."""
-    longest = 0 if "divisor" in _warned else int(np.max(tokens, initial=0))
+    longest = int(np.max(tokens, initial=0))
     if longest > divisor:
-        _warn_once(
+        warn_once(
             "divisor",
             f"constant divides by {divisor:g}, and a sample has {longest} tokens: the divisor L is "
             "the longest response that generation allows, and the gradient grows with its inverse; "
@@ -382,13 +412,3 @@ def _empty_step(empty_step: EmptyStep) -> None:
             "continue"
         )
     warnings.warn(message, RuntimeWarning, stacklevel=3)
-
-
-_warned: set[str] = set()
-
-
-def _warn_once(what: str, message: str) -> None:
-    """Warn once per process of what may recur in every step."""
-    if what not in _warned:
-        _warned.add(what)
-        warnings.warn(message, RuntimeWarning, stacklevel=4)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from megatron_lossagg.errors import ReducerError
 from megatron_lossagg.integers import Ints
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.microbatch import Microbatch, Place
+from megatron_lossagg.state import ReducerCall
 
 if TYPE_CHECKING:
     from megatron_lossagg.plan import StepPlan
@@ -65,7 +67,7 @@ ReducerFactory = Callable[[ReducerContext], Callable[[Tensor], Tensor]]
 
 
 class _MaskedSum(torch.autograd.Function):
-    """sum_t w_t x_t over the kept tokens, for any values of the others.
+    """sum_t w_t x_t over the kept tokens, for any values of the others; and the extremes of x.
 
     The gradient is w itself, which is 0 where a token is not kept: the backward pass is one
     product. In the forward pass a masked token may hold inf or NaN, and inf * 0 is NaN, so
@@ -73,12 +75,15 @@ class _MaskedSum(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_T: Tensor, keep_T: Tensor, weight_T: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x_T: Tensor, keep_T: Tensor, weight_T: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         ctx.save_for_backward(weight_T)
         kept_T = torch.where(keep_T, x_T, 0)
         if kept_T.dtype != weight_T.dtype:
             kept_T = kept_T.to(weight_T.dtype)
-        return kept_T.mul_(weight_T).sum()
+        extremes = _extremes(kept_T)
+        return kept_T.mul_(weight_T).sum(), extremes
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
@@ -86,9 +91,17 @@ class _MaskedSum(torch.autograd.Function):
         return gradients[0] * weight_T, None, None  # autograd casts it to the dtype of x
 
 
-def _masked_sum(x_T: Tensor, keep_T: Tensor, weight_T: Tensor) -> Tensor:
-    share: Tensor = _MaskedSum.apply(x_T, keep_T, weight_T)  # type: ignore[no-untyped-call]
-    return share
+def _masked_sum(x_T: Tensor, keep_T: Tensor, weight_T: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    found: tuple[Tensor, tuple[Tensor, ...]]
+    found = _MaskedSum.apply(x_T, keep_T, weight_T)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _extremes(kept_T: Tensor) -> tuple[Tensor, ...]:
+    """Largest loss and its index, smallest and its index; a NaN is both. Empty for no tokens."""
+    if not kept_T.numel():
+        return ()
+    return (*kept_T.max(dim=0), *kept_T.min(dim=0))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -152,27 +165,39 @@ class Reducer:
 
         A loss that the mask keeps and that is not finite raises :class:`ReducerError`, which
         names its row and token. On CUDA the share stays on the device without a host sync,
-        and closing the step raises it; row and token are named there if the step was planned
-        with ``locate=True``. On the CPU one scalar is read.
+        and closing the step raises it. On the CPU one scalar is read.
+
+        While a step runs, the call is noted; a reducer of a plan that is not the step's raises.
         """
         x_T = self._local_losses(x)
         dtype = torch.promote_types(x.dtype, torch.float32)
+        share = self._share(x, x_T, dtype)
+        call = ReducerCall(
+            microbatch=self.microbatch, rows=self.rows, requires_grad=x.requires_grad
+        )
+        self.plan.state.note_call(call, share)
+        return share
+
+    def _share(self, x: Tensor, x_T: Tensor, dtype: torch.dtype) -> Tensor:
         if self.custom is not None:
             return self._custom_share(self.custom, x_T, dtype)
         weight_T = self._weight(dtype, x.device)
         if not on_host(x):
-            share = _masked_sum(x_T, self.microbatch.keep_on(x.device), weight_T)
-            self._record(x_T, share)
+            share, extremes = _masked_sum(x_T, self.microbatch.keep_on(x.device), weight_T)
+            self._record(share, extremes)
             return share
         share = (x_T * weight_T).sum()
         if not math.isfinite(share.item()):  # a masked token may be the reason
-            share = _masked_sum(x_T, self.microbatch.keep_on(x.device), weight_T)
+            share, _ = _masked_sum(x_T, self.microbatch.keep_on(x.device), weight_T)
             if not math.isfinite(share.item()):
                 self._raise_not_finite(x_T.detach(), share)
         return share
 
     def under(self, aggregation: Aggregation | str) -> Reducer:
-        """Return a reducer over the same tokens under another aggregation, without a collective."""
+        """Return a reducer over the same tokens under another aggregation, without a collective.
+
+        The weights are computed once per step and aggregation.
+        """
         return replace(self, plan=self.plan.under(aggregation), custom=None)
 
     def weight_sum(self) -> Tensor | None:
@@ -190,7 +215,8 @@ class Reducer:
         return self.microbatch.counted_tokens
 
     def _weight(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self.microbatch.weights(self.plan.aggregation, self.plan.weights, dtype, device)
+        weight_S = self.plan.weight_S
+        return self.microbatch.weights(self.plan.aggregation, weight_S, dtype, device)
 
     def _local_losses(self, x: Tensor) -> Tensor:
         if not isinstance(x, Tensor) or x.dtype not in _LOSS_DTYPES:
@@ -206,7 +232,30 @@ class Reducer:
         if x.dim() != 1:
             self._check_row_starts(x)
             x = x.reshape(-1)
-        return x if x.numel() == num_local else x[:num_local]
+        if x.numel() == num_local:
+            return x
+        self._check_tail_is_no_padding()
+        return x[:num_local]
+
+    def _check_tail_is_no_padding(self) -> None:
+        """Refuse losses past the last segment that padded segments would explain exactly.
+
+        With offsets before padding, rows whose lengths divide by 2 CP all the same would get
+        other tokens' losses.
+        """
+        cp, num_tokens = self.layout.cp_size, self.microbatch.num_past_end + self.layout.num_tokens
+        length_S = np.diff(self.layout.offset_S1)
+        multiple = 4 * cp
+        while cp > 1 and multiple <= num_tokens:
+            if int((-(-length_S // multiple) * multiple).sum()) == num_tokens:
+                raise ReducerError(
+                    f"got losses and a mask of {num_tokens} tokens for segments that end at "
+                    f"{self.layout.num_tokens}, which is what padding each segment to a multiple "
+                    f"of {multiple} would give: pass the padded offsets (cu_seqlens_padded), or, "
+                    "if the tokens after the last segment belong to no row, end the offsets after "
+                    "them and give that segment -1"
+                )
+            multiple *= 2
 
     def _check_row_starts(self, x: Tensor) -> None:
         """Refuse losses of several dimensions in another order, such as ``[s, b]`` for [b, s]."""
@@ -230,23 +279,17 @@ class Reducer:
                 f"the custom reducer {self.plan.aggregation.reducer_path or custom!r} "
                 f"returned {_kind(share)}: return a 0-dim floating-point tensor, an additive share"
             )
-        # A custom reducer may swallow a NaN; 0 * x is NaN where x is not finite, else 0.
-        seen = moved(share.detach(), x_T.device) + (x_T.detach() * 0).sum()
-        if not on_host(seen):
-            self._record(x_T, seen)
-        elif not math.isfinite(seen.item()):
+        if not on_host(x_T):
+            self._record(moved(share, x_T.device), _extremes(x_T.detach()))
+        elif not (math.isfinite(share.item()) and x_T.isfinite().all()):  # it may swallow a NaN
             self._raise_not_finite(x_T.detach(), share)
         return share
 
-    def _record(self, x_T: Tensor, share: Tensor) -> None:
-        """Leave the share on its device, for the step to read when it closes."""
-        found = [share]
-        if self.microbatch.faults.locate and x_T.numel():
-            fault_T = self._faults_of(x_T)
-            found += [fault_T.any(), fault_T.int().argmax()]
+    def _record(self, share: Tensor, extremes: tuple[Tensor, ...]) -> None:
+        """Leave what shows a fault on its device, for the step to read when it closes."""
         # A partial of what names the tokens: the weights and the mask may go before the step ends.
         describe = partial(_describe, self.microbatch.place, self.custom is not None)
-        self.microbatch.faults.record(found, describe)
+        self.microbatch.faults.record([share, *extremes], describe)
 
     def _faults_of(self, x_T: Tensor) -> Tensor:
         """Mark the losses that the mask keeps and that are not finite; bool ``[T]``."""
@@ -261,25 +304,21 @@ class Reducer:
 
 
 def _describe(place: Place, is_custom: bool, values: list[float]) -> str:
-    share, *located = values
-    if math.isfinite(share):
-        return ""
-    if located and located[0]:
-        return _loss_is("not finite", place, int(located[1]))
-    if located or not place.layout.num_local_tokens:
-        return _share_is(f"{share}", place, is_custom)
-    return (
-        f"{place.rank}: the share of {place} is {share}: a trained loss is not finite, or the sum "
-        "overflows; plan the step with plan_step(locate=True) to have row and token named"
-    )
+    share, *extremes = values
+    found = zip(extremes[::2], extremes[1::2], strict=True)
+    wrong = [(int(index), value) for value, index in found if not math.isfinite(value)]
+    if wrong:
+        index, value = min(wrong, key=lambda one: one[0])
+        return _loss_is(f"{value}", place, index)
+    return "" if math.isfinite(share) else _share_is(f"{share}", place, is_custom)
 
 
 def _loss_is(value: str, place: Place, index: int) -> str:
     row, token = place.token(index)
     return (
-        f"{place.rank}: the loss of {row} is {value} at its token {token}: check "
-        "log-probabilities, importance ratios and advantages, or clear the mask there: a masked "
-        "loss may be anything"
+        f"{place.rank}: the loss of {row} is {value} at its token {token}: check what the loss is "
+        "computed from (logits; in RL also importance ratios and advantages), or clear the mask "
+        "there: a masked loss may be anything"
     )
 
 

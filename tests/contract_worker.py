@@ -3,7 +3,9 @@
 import contextlib
 import copy
 import dataclasses
+import functools
 import re
+import warnings
 
 import pytest
 import tiny_gpt
@@ -11,6 +13,13 @@ import torch
 import torch.distributed as dist
 from check_runner import run_checks
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.rerun_state_machine import (
+    RerunMode,
+    RerunState,
+    destroy_rerun_state_machine,
+    get_rerun_state_machine,
+    initialize_rerun_state_machine,
+)
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg import (
@@ -35,6 +44,10 @@ def refused(*words):
         yield
     for word in words:
         assert re.search(word, str(caught.value)), (word, str(caught.value))
+
+
+def read(model, **options):
+    return MegatronContract.read(model, aggregation=CONSTANT, **options)
 
 
 class AbandonedError(Exception):
@@ -68,14 +81,19 @@ def share_of(reducer):
 
 
 def returns(step, contract, plan, rows):
+    """Return what a loss_func does, and run the backward pass of a training step."""
     reducer = a_reducer(contract, plan, rows)
-    share = share_of(reducer)
-    return step.returns(share, reducer, report={"loss": share})
+    with torch.set_grad_enabled(not step.forward_only):
+        share = share_of(reducer)
+        out = step.returns(share, reducer, report={"loss": share})
+    if not step.forward_only:
+        out[0].backward()
+    return out
 
 
 def check_unwrapped_chunk_is_refused(chunk, contract):
     with refused("GPTModel", "DistributedDataParallel", "after wrapping"):
-        MegatronContract.read(chunk.module)
+        read(chunk.module)
 
 
 def check_fsdp_is_refused_by_name(chunk, contract):
@@ -94,7 +112,7 @@ def check_fsdp_is_refused_by_name(chunk, contract):
 
 def check_no_chunk_is_refused(chunk, contract):
     with refused("^rank 0: got no model chunk: pass the chunks that the schedule gets$"):
-        MegatronContract.read([])
+        read([])
 
 
 def check_old_megatron_is_refused(chunk, contract):
@@ -104,9 +122,9 @@ def check_old_megatron_is_refused(chunk, contract):
     megatron.core.__version__ = "0.12.3"
     try:
         with refused(r"0\.12\.3", r"megatron-core>=0\.13"):
-            MegatronContract.read(chunk)
+            read(chunk)
         megatron.core.__version__ = "0.13.0"
-        assert MegatronContract.read(chunk).regime == "average"
+        assert read(chunk).regime == "average"
     finally:
         megatron.core.__version__ = now
 
@@ -115,7 +133,7 @@ def check_regime_flipped_after_wrapping_is_refused(chunk, contract):
     chunk.config.calculate_per_token_loss = True
     try:
         with refused("frozen", "--calculate-per-token-loss", "average regime|per-token regime"):
-            MegatronContract.read(chunk)
+            read(chunk)
         with refused("wrapped in the average regime"):
             contract.step(a_plan(contract), num_microbatches=2)
     finally:
@@ -127,7 +145,7 @@ def check_a_bucket_scaled_differently_from_its_buffer_is_refused(chunk, contract
     now, bucket.gradient_scaling_factor = bucket.gradient_scaling_factor, 0.25
     try:
         with refused(r"scales gradients by \[0\.25, 0\.5\]", "frozen"):
-            MegatronContract.read(chunk)
+            read(chunk)
     finally:
         bucket.gradient_scaling_factor = now
 
@@ -135,10 +153,10 @@ def check_a_bucket_scaled_differently_from_its_buffer_is_refused(chunk, contract
 def check_expert_buffer_scaled_for_the_other_regime_is_refused(chunk, contract):
     config = tiny_gpt.config_of(per_token=True, num_moe_experts=2, add_bias_linear=False)
     moe = tiny_gpt.wrapped(config)
-    assert MegatronContract.read(moe).regime == "per-token"
+    assert read(moe).regime == "per-token"
     moe.expert_parallel_buffers[0].gradient_scaling_factor = 0.5
     with refused(r"0\.5", "frozen"):
-        MegatronContract.read(moe)
+        read(moe)
 
 
 def check_experts_averaged_in_their_own_collective_are_accepted(chunk, contract):
@@ -148,7 +166,7 @@ def check_experts_averaged_in_their_own_collective_are_accepted(chunk, contract)
     factors = {moe.buffers[0].gradient_scaling_factor}
     factors |= {buffer.gradient_scaling_factor for buffer in moe.expert_parallel_buffers}
     assert factors == {1.0, 0.5}
-    assert MegatronContract.read(moe).regime == "average"
+    assert read(moe).regime == "average"
 
 
 def check_router_built_in_the_other_regime_is_refused(chunk, contract):
@@ -159,7 +177,7 @@ def check_router_built_in_the_other_regime_is_refused(chunk, contract):
         config, DistributedDataParallelConfig(grad_reduce_in_fp32=False), model
     )
     with refused("router was built with calculate_per_token_loss=False"):
-        MegatronContract.read(moe)
+        read(moe)
 
 
 def check_hybrid_context_parallelism_is_refused(chunk, contract):
@@ -216,7 +234,7 @@ def check_ranks_that_disagree_on_the_aggregation_are_refused_on_all(chunk, contr
 def check_ranks_of_different_regimes_are_refused_on_all(chunk, contract):
     own_chunk = tiny_gpt.wrapped(tiny_gpt.config_of(per_token=dist.get_rank() == 1))
     with refused("rank 0 has .*regime average", "rank 1 has .*regime per-token"):
-        MegatronContract.read(own_chunk)
+        read(own_chunk)
 
 
 def check_any_error_of_one_rank_reaches_all_with_its_type(chunk, contract):
@@ -224,13 +242,13 @@ def check_any_error_of_one_rank_reaches_all_with_its_type(chunk, contract):
     if dist.get_rank() == 1:
         own_chunk.ddp_config = None
     with refused(r"^rank 1: AttributeError\(.*average_in_collective"):
-        MegatronContract.read(own_chunk)
+        read(own_chunk)
 
 
 def check_a_refusal_on_one_rank_reaches_all(chunk, contract):
     model = chunk.module if dist.get_rank() == 1 else chunk
     with refused("rank 1: got a GPTModel"):
-        MegatronContract.read(model)
+        read(model)
 
 
 def check_a_row_in_two_microbatches_is_named(chunk, contract):
@@ -257,17 +275,37 @@ def check_the_first_six_of_many_missing_rows_are_listed(chunk, contract):
             returns(step, contract, plan, [0])
 
 
-def check_a_microbatch_that_is_run_twice_is_not_doubled(chunk, contract):
-    plan = a_plan(contract)
-    step = contract.step(plan, num_microbatches=2)
-    for rows in ([0], [0], [1], [1]):  # the rerun machine
-        returns(step, contract, plan, rows)
-    step.close()
-    plan = a_plan(contract)
-    step = contract.step(plan, num_microbatches=3)
-    for rows in ([-1], [-1], [0], [0], [1], [1]):
-        returns(step, contract, plan, rows)
-    step.close()
+@contextlib.contextmanager
+def rerunning():
+    """Let Megatron's own rerun machine run a step again."""
+    destroy_rerun_state_machine()
+    initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)
+    machine = get_rerun_state_machine()
+    machine.state = RerunState.RERUNNING_IN_PLACE
+    try:
+        yield
+    finally:
+        destroy_rerun_state_machine()
+
+
+def check_what_the_rerun_machine_repeats_is_not_doubled(chunk, contract):
+    for calls in ([[0], [1]], [[-1], [0], [1]]):
+        plan = a_plan(contract)
+        with contract.step(plan, num_microbatches=len(calls)) as step:
+            for rows in calls:
+                returns(step, contract, plan, rows)
+            with rerunning():
+                for rows in calls:
+                    returns(step, contract, plan, rows)
+
+
+def check_a_microbatch_that_comes_again_is_refused(chunk, contract):
+    plan = a_plan(contract, active=(3,))
+    with abandoned(contract.step(plan, num_microbatches=2)) as step:
+        returns(step, contract, plan, [0])
+        returns(step, contract, plan, [-1])
+        with refused("more than the 2 planned"):
+            returns(step, contract, plan, [0])
 
 
 def check_a_missing_microbatch_of_fillers_is_reported(chunk, contract):
@@ -279,13 +317,13 @@ def check_a_missing_microbatch_of_fillers_is_reported(chunk, contract):
         step.close()
 
 
-def check_rows_missing_among_fillers_are_named_on_close(chunk, contract):
+def check_rows_missing_among_fillers_are_named(chunk, contract):
     plan = a_plan(contract)
-    step = contract.step(plan, num_microbatches=3)
-    for rows in ([-1], [-1], [0]):
-        returns(step, contract, plan, rows)
-    with refused("1 of 2 rows", r"\(1\)"):
-        step.close()
+    with abandoned(contract.step(plan, num_microbatches=3)) as step:
+        for rows in ([-1], [-1]):
+            returns(step, contract, plan, rows)
+        with refused("1 of 2 rows", r"\(1\)"):
+            returns(step, contract, plan, [0])
 
 
 def check_more_calls_than_planned_are_refused(chunk, contract):
@@ -370,15 +408,16 @@ def check_m_is_an_integer(chunk, contract):
 
 def check_a_value_that_is_already_a_mean_is_reported_with_its_count(chunk, contract):
     plan = a_plan(contract)
-    with contract.step(plan, num_microbatches=1) as step:
-        reducer = a_reducer(contract, plan, [0, 1])
+    with abandoned(contract.step(plan, num_microbatches=2)) as step:
+        reducer = a_reducer(contract, plan, [0])
         means = {
             "clipfrac": (torch.tensor(3.0, requires_grad=True), 12),
             "reward": (torch.tensor(1.5, dtype=torch.bfloat16), torch.tensor(2)),
         }
         _, _, report = step.returns(share_of(reducer), reducer, means=means)
         with refused("the sum of kl is", "0-dim floating-point"):
-            step.returns(share_of(reducer), reducer, means={"kl": (torch.ones(2), 2)})
+            other = a_reducer(contract, plan, [1])
+            step.returns(share_of(other), other, means={"kl": (torch.ones(2), 2)})
     assert report["clipfrac"].tolist() == [3, 12]
     assert not report["clipfrac"].requires_grad
     assert (report["reward"].dtype, report["reward"].tolist()) == (torch.float32, [1.5, 2])
@@ -391,7 +430,8 @@ def check_a_reducer_of_another_context_parallel_layout_is_refused(chunk, contrac
             Layout.local([4, 4], cp_size=2, cp_rank=0),
             Layout.thd_zigzag([0, 4, 8], cp_size=2, cp_rank=1),
         ):
-            reducer = plan.reducer([0, 1], torch.ones(layout.num_tokens), layout)
+            mask = torch.ones(layout.num_tokens)
+            reducer = plan.reducer([0, 1], mask, layout)
             with refused(r"CP rank [01] of 2, this rank is 0 of 1", r"contract\.thd"):
                 step.returns(share_of(reducer), reducer)
 
@@ -433,7 +473,7 @@ def check_another_m_than_the_plan_is_refused(chunk, contract):
 
 def check_per_token_needs_n_and_an_int32(chunk, contract):
     config = tiny_gpt.config_of(per_token=True)
-    per_token = MegatronContract.read(tiny_gpt.wrapped(config))
+    per_token = read(tiny_gpt.wrapped(config))
     sequences = Sequences(active_tokens=[3, 2])
     unknown = plan_step(CONSTANT, sequences, totals=StepTotals(samples=4))
     with refused("active tokens", "StepTotals\\(active_tokens"):
@@ -462,15 +502,17 @@ def check_a_share_is_a_scalar(chunk, contract):
 def check_a_reducer_of_another_step_is_refused(chunk, contract):
     with abandoned(contract.step(a_plan(contract), num_microbatches=1)) as step:
         other = a_reducer(contract, a_plan(contract, active=(1, 1, 1)), [0, 1, 2])
+        share = share_of(a_reducer(contract, step.plan, [0, 1]))
         with refused(r"another plan \(3 rows\), expected one of this plan \(2 rows\)"):
-            step.returns(share_of(other), other)
+            step.returns(share, other)
 
 
 def check_a_reducer_of_another_plan_of_as_many_rows_is_refused(chunk, contract):
     with abandoned(contract.step(a_plan(contract, active=(4, 4)), num_microbatches=1)) as step:
         stale = a_reducer(contract, a_plan(contract, active=(1, 1)), [0, 1])
+        share = share_of(a_reducer(contract, step.plan, [0, 1]))
         with refused(r"another plan \(2 rows\), .* \(2 rows\)", r"plan\.reducer.* or under"):
-            step.returns(share_of(stale), stale)
+            step.returns(share, stale)
 
 
 def check_the_returned_values_have_the_form_that_the_schedule_takes(chunk, contract):
@@ -494,36 +536,34 @@ def check_the_returned_values_have_the_form_that_the_schedule_takes(chunk, contr
 def check_a_share_in_bfloat16_is_scaled_in_float32(chunk, contract):
     plan = a_plan(contract)
     with abandoned(contract.step(plan, num_microbatches=3)) as step:
-        share = torch.tensor(1.0, dtype=torch.bfloat16, requires_grad=True)
-        loss, _, report = step.returns(
-            share, a_reducer(contract, plan, [0, 1]), report={"x": share}
-        )
-        assert (loss.dtype, loss.item()) == (torch.float32, 6.0)
-        assert (report["x"].dtype, report["x"].tolist()) == (torch.float32, [6.0, 1.0])
+        reducer = a_reducer(contract, plan, [0, 1])
+        share = share_of(reducer).bfloat16()
+        loss, _, report = step.returns(share, reducer, report={"x": share})
+        assert (loss.dtype, loss.item()) == (torch.float32, 6 * share.item())
+        assert report["x"].dtype == torch.float32
+        assert report["x"].tolist() == [6 * share.item(), 1.0]
 
 
 def check_the_start_line_names_mode_formula_regime_and_k(chunk, contract):
     line = contract.describe(CONSTANT)
     for word in ("constant", "1/(B 10)", "regime average, K = M DP CP (DP 2, CP 1)"):
         assert word in line, (word, line)
-    per_token = MegatronContract.read(tiny_gpt.wrapped(tiny_gpt.config_of(per_token=True)))
+    per_token = read(tiny_gpt.wrapped(tiny_gpt.config_of(per_token=True)))
     assert "regime per-token, K = N (DP 2, CP 1)" in per_token.describe(CONSTANT)
 
 
 def check_the_start_line_reports_whether_k_was_measured(chunk, contract):
     line = contract.describe(CONSTANT)
     assert "probe: K = M DP CP confirmed through DDP, schedule, finalize: measured 6 at" in line
-    off = MegatronContract.read(chunk, probe=False)
+    off = read(chunk, probe=False)
     assert off.probe is None
     assert off.describe(CONSTANT).endswith("probe: off")
 
 
 def check_a_step_without_active_tokens_has_zero_gradient(chunk, contract):
-    import warnings
-
     for per_token in (False, True):
         live = tiny_gpt.wrapped(tiny_gpt.config_of(per_token=per_token))
-        its = MegatronContract.read(live)
+        its = MegatronContract.read(live, aggregation=Aggregation("token_mean"))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             sequences = Sequences(active_tokens=[0])
@@ -560,16 +600,219 @@ def check_weights_rematerialized_over_ranks_of_their_own_are_refused(chunk, cont
         setattr(chunk.config, name, 2)
         try:
             with refused(f"{name} is 2", "outside the data-parallel group", "set it to 1"):
-                MegatronContract.read(chunk)
+                read(chunk)
         finally:
             setattr(chunk.config, name, before) if had else delattr(chunk.config, name)
+
+
+def check_a_loss_without_a_graph_is_refused_in_a_training_step(chunk, contract):
+    """Megatron-Core skips the backward pass of such a loss."""
+    x = torch.ones(8, requires_grad=True)
+
+    def detached(reducer):
+        return reducer(x.detach())
+
+    def without_grad(reducer):
+        with torch.no_grad():
+            return reducer(x)
+
+    def in_inference_mode(reducer):
+        with torch.inference_mode():
+            return reducer(x)
+
+    for make in (detached, without_grad, in_inference_mode):
+        plan = a_plan(contract)
+        with abandoned(contract.step(plan, num_microbatches=1)) as step:
+            reducer = a_reducer(contract, plan, [0, 1])
+            with refused("requires no gradient in a training step", "forward_only=True"):
+                step.returns(make(reducer), reducer)
+
+    def through_numpy(context):
+        return lambda x: torch.tensor(float(x.detach().numpy().mean()))
+
+    plan = a_plan(contract)
+    with abandoned(contract.step(plan, num_microbatches=1)) as step:
+        layout = contract.thd([0, 4, 8])
+        mask = torch.tensor([1, 1, 1, 0, 1, 1, 0, 0])
+        reducer = plan.reducer([0, 1], mask, layout, factory=through_numpy)
+        with refused("requires no gradient", "let a custom reducer keep its graph"):
+            step.returns(reducer(x), reducer)
+
+
+def check_a_step_without_active_tokens_may_have_losses_without_a_graph(chunk, contract):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plans = [a_plan(contract, active=(0, 0)) for _ in range(2)]
+    with contract.step(plans[0], num_microbatches=1) as step:
+        reducer = a_reducer(contract, plans[0], [0, 1])
+        step.returns(reducer(torch.ones(8)), reducer)
+    with abandoned(contract.step(plans[1], num_microbatches=1)) as step:
+        reducer = a_reducer(contract, plans[1], [0, 1])
+        with refused("requires no gradient in a training step"):
+            step.returns(share_of(reducer).detach(), reducer)
+
+
+def check_a_forward_only_step_that_is_trained_is_refused(chunk, contract):
+    plan = a_plan(contract)
+    with abandoned(contract.step(plan, num_microbatches=1, forward_only=True)) as step:
+        reducer = a_reducer(contract, plan, [0, 1])
+        with refused("requires a gradient in a step with forward_only=True", "no_grad"):
+            step.returns(share_of(reducer), reducer)
+
+
+def check_a_loss_that_no_reducer_made_is_refused(chunk, contract):
+    plan = a_plan(contract)
+    x = torch.ones(8, requires_grad=True)
+    with abandoned(contract.step(plan, num_microbatches=1)) as step:
+        reducer = a_reducer(contract, plan, [0, 1])
+        with refused("was not called in this microbatch"):
+            step.returns(x.mean(), reducer)
+
+
+def check_a_loss_that_is_not_the_called_reducers_is_refused_when_the_step_closes(chunk, contract):
+    plan = a_plan(contract)
+    x = torch.ones(8, requires_grad=True)
+    step = contract.step(plan, num_microbatches=1)
+    reducer = a_reducer(contract, plan, [0, 1])
+    loss, _, _ = step.returns(x.mean(), reducer, report={"loss": reducer(x)})
+    loss.backward()
+    with refused("no gradient reached the main reducer's share in call 0"):
+        step.close()
+
+
+def check_a_share_of_a_reducer_of_another_microbatch_is_refused(chunk, contract):
+    plan = a_plan(contract)
+    with abandoned(contract.step(plan, num_microbatches=2)) as step:
+        cached = a_reducer(contract, plan, [0])
+        step.returns(share_of(cached), cached)
+        own = a_reducer(contract, plan, [1])
+        with refused("was not called in this microbatch", "anew for each microbatch"):
+            step.returns(share_of(cached), own)
+        with refused("a reducer of rows 0 was called in the microbatch of rows 1"):
+            step.returns(share_of(own) + share_of(cached), own)
+
+
+def check_a_main_reducer_under_another_aggregation_is_refused(chunk, contract):
+    plan = a_plan(contract)
+    with abandoned(contract.step(plan, num_microbatches=1)) as step:
+        other = a_reducer(contract, plan.under("token_sum"), [0, 1])
+        with refused("a main reducer under token_sum", "step's plan is under constant"):
+            step.returns(share_of(other), other)
+        main = a_reducer(contract, plan, [0, 1])
+        share = share_of(main) + share_of(main.under("token_mean"))  # a further term
+        step.returns(share, main)
+
+
+def check_a_reducer_of_a_second_plan_is_refused_unless_it_is_declared(chunk, contract):
+    first, second = a_plan(contract), a_plan(contract, active=(2, 2))
+    with abandoned(contract.step(first, num_microbatches=1)):
+        reducer = a_reducer(contract, second, [0, 1])
+        with pytest.raises(ReducerError, match=r"other than the running step's: .* also="):
+            share_of(reducer)
+    first, second = a_plan(contract), a_plan(contract, active=(2, 2))
+    with contract.step(first, num_microbatches=1, also=[second]) as step:
+        main, further = (a_reducer(contract, plan, [0, 1]) for plan in (first, second))
+        step.returns(share_of(main) + share_of(further), main)[0].backward()
+    with refused("has already begun to train"):
+        contract.step(second, num_microbatches=1)
+    share_of(further)  # no step runs
+
+
+def check_a_fault_of_a_declared_plan_is_raised_when_the_step_closes(chunk, contract):
+    first, second = a_plan(contract), a_plan(contract)
+    step = contract.step(first, num_microbatches=1, also=[second])
+    returns(step, contract, first, [0, 1])
+    second.state.faults.record([torch.ones(())], lambda values: "of the second")
+    with pytest.raises(ReducerError, match="of the second"):
+        step.close()
+
+
+def check_gradients_that_are_not_zero_when_a_step_begins_are_refused(chunk, contract):
+    """Two schedule calls, or a retry of a failed step, without zeroing between."""
+    for value in (1.0, torch.nan):
+        chunk.buffers[0].grad_data[-1:].fill_(0)
+        chunk.buffers[0].grad_data.fill_(value)
+        step = contract.step(a_plan(contract), num_microbatches=1)
+        returns(step, contract, step.plan, [0, 1])
+        with pytest.raises(ReducerError, match=r"chunk 0 were not zero .*zero_grad_buffer\(\)"):
+            step.close()
+        with contract.step(a_plan(contract), num_microbatches=1, accumulates=True) as step:
+            returns(step, contract, step.plan, [0, 1])
+        with contract.step(a_plan(contract), num_microbatches=1, forward_only=True) as step:
+            returns(step, contract, step.plan, [0, 1])
+    chunk.zero_grad_buffer()
+    with contract.step(a_plan(contract), num_microbatches=2) as step:
+        returns(step, contract, step.plan, [0])
+        chunk.buffers[0].grad_data.fill_(1)  # the first microbatch's backward pass
+        returns(step, contract, step.plan, [1])
+    chunk.zero_grad_buffer()
+
+
+def check_a_finalize_function_that_is_replaced_is_refused(chunk, contract):
+    stock = chunk.config.finalize_model_grads_func
+
+    def doubled(*args, **kwargs):
+        stock(*args, **kwargs)
+
+    try:
+        chunk.config.finalize_model_grads_func = doubled
+        with refused("finalize_model_grads_func is .*doubled", "when the contract was read"):
+            contract.step(a_plan(contract), num_microbatches=1)
+        chunk.config.finalize_model_grads_func = functools.partial(stock, a=1)
+        its = read(chunk, probe=False)
+        chunk.config.finalize_model_grads_func = functools.partial(stock, a=1)  # as Bridge does
+        its.step(a_plan(its), num_microbatches=1)
+        chunk.config.finalize_model_grads_func = functools.partial(stock, a=2)
+        with refused("a=2.* it was .*a=1"):
+            its.step(a_plan(its), num_microbatches=1)
+        chunk.config.finalize_model_grads_func = None
+        early = read(chunk, probe=False)
+        for function in (stock, doubled):  # training sets the first one
+            chunk.config.finalize_model_grads_func = function
+            if function is stock:
+                early.step(a_plan(early), num_microbatches=1)
+            else:
+                with refused("doubled"):
+                    early.step(a_plan(early), num_microbatches=1)
+    finally:
+        chunk.config.finalize_model_grads_func = stock
+
+
+def check_an_aggregation_that_the_ranks_did_not_agree_on_is_refused(chunk, contract):
+    other = Aggregation("sample_mean")
+    its = read(chunk, probe=False)
+    plan = plan_step(other, Sequences(active_tokens=[3, 2]), group=its.dp_group)
+    with refused("under sample_mean.*not agreed on", r"contract\.agree_on"):
+        its.step(plan, num_microbatches=1)
+    with refused("rank 0 has token_mean", "rank 1 has sample_mean"):
+        its.agree_on(Aggregation("token_mean") if dist.get_rank() == 0 else other)
+    its.agree_on(other)
+    with its.step(plan, num_microbatches=1) as step:
+        returns(step, its, plan, [0, 1])
+
+
+def check_what_the_probe_cannot_read_on_one_rank_reaches_all(chunk, contract):
+    class Unreadable(DistributedDataParallelConfig):
+        def __repr__(self):
+            raise RuntimeError("cannot be shown")
+
+    own_chunk = tiny_gpt.wrapped(tiny_gpt.config_of())
+    if dist.get_rank() == 1:
+        own_chunk.ddp_config.__class__ = Unreadable
+    with refused("^rank 1: the startup probe cannot read .*RuntimeError: cannot be shown"):
+        read(own_chunk)
+
+
+def check_ranks_that_disagree_on_the_probe_are_refused_and_do_not_wait(chunk, contract):
+    with refused("rank 0 has .*probe True", "rank 1 has .*probe False"):
+        read(chunk, probe=dist.get_rank() == 0)
 
 
 def check_without_torch_distributed_no_contract_is_read(chunk, contract):
     """The last one: it ends torch.distributed."""
     dist.destroy_process_group()
     with refused("^torch.distributed is not initialized: read the contract after it is$"):
-        MegatronContract.read(chunk)
+        read(chunk)
 
 
 def main():

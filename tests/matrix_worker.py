@@ -37,7 +37,6 @@ def stock_step(chunks, run, *, main):
     mask selects fewer tokens it counts the counting mask.
     """
     layout = run.parallelism
-    filler = layout.row_multiple // layout.cp
 
     def forward_step(iterator, chunk):
         batch, counting = next(iterator)
@@ -45,9 +44,7 @@ def stock_step(chunks, run, *, main):
 
         def loss_func(output):
             losses = megatron.token_losses(output, batch, layout) * batch.coefficient
-            loss_mask, count_mask = batch.mask_here.clone(), counting.mask_here.clone()
-            for mask in (loss_mask, count_mask):
-                mask[-filler:] = 0  # stock recognizes a filler by its mask alone
+            loss_mask, count_mask = batch.mask_here, counting.mask_here
             loss = torch.sum(losses * loss_mask)
             num_tokens = count_mask.sum().to(torch.int)
             report = torch.stack([loss.detach().clone(), num_tokens.to(loss.dtype)])

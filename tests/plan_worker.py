@@ -1,6 +1,7 @@
 """Planning over 2 and 3 data-parallel ranks with gloo, without Megatron; a launched worker."""
 
 import contextlib
+import dataclasses
 import gc
 import json
 import re
@@ -190,12 +191,12 @@ def check_ids_of_the_wrong_length_on_one_rank_are_reported_on_all():
 def check_ids_on_one_rank_only_are_refused():
     ids = [1, 2] if dist.get_rank() == 0 else None
     refused_everywhere(
-        "rank 0 has .* with prompt ids, rank 1 has .* with no ids",
+        "rank 0 has prompt ids, rank 1 has no ids",
         Aggregation("token_mean"),
         Sequences(active_tokens=[3, 1], prompt=ids),
     )
     refused_everywhere(
-        "rank 0 has .* with microbatch ids, rank 1 has .* with no ids",
+        "rank 0 has microbatch ids, rank 1 has no ids",
         Aggregation("microbatch_token_mean"),
         Sequences(active_tokens=[3, 1], microbatch=ids),
     )
@@ -305,7 +306,7 @@ def check_what_is_no_sequences_on_one_rank_is_raised_on_all():
 def check_ids_that_are_strings_on_one_rank_only_are_refused():
     prompt = ["7", "8"] if dist.get_rank() == 1 else [7, 8]
     refused_everywhere(
-        r"rank 0 has .* with prompt ids, rank 1 has .* with prompt \(strings\) ids",
+        r"rank 0 has prompt ids, rank 1 has prompt \(strings\) ids",
         Aggregation("prompt_mean"),
         Sequences(active_tokens=[3, 4], prompt=prompt),
     )
@@ -346,13 +347,113 @@ def check_an_error_beside_totals_names_its_rank_and_makes_no_collective():
     with collectives_counted() as seen:
         with pytest.raises(PlanError, match=rf"^rank {rank}: got StepTotals\(samples=0\)"):
             plan_step(mode, live, totals=known)
-        with pytest.raises(PlanError, match=rf"^rank {rank} of the data-parallel group: got StepT"):
-            plan_step(mode, live, totals=known, group=dist.group.WORLD)
         with pytest.raises(PlanError, match=rf"^rank {rank}: Sequences\.active_tokens: got -1"):
             plan_step(mode, Sequences(active_tokens=[-1]), totals=StepTotals(samples=9))
         with pytest.raises(PlanError, match=rf"^rank {rank}: sample_sum: .* needs StepTotals"):
             plan_step(mode, live, totals=StepTotals())
     assert seen.total() == 0, seen
+
+
+def check_given_totals_are_verified_in_the_groups_first_step():
+    """Those of one rank, and those of ten times the step, trained other weights silently."""
+    mode, size = Aggregation("token_mean"), dist.get_world_size()
+    own = Sequences(active_tokens=[3, 2])
+    for wrong in ({"active_tokens": 5}, {"active_tokens": 50 * size}, {"samples": 3 * size}):
+        with pytest.raises(PlanError, match=r"got StepTotals.*the group's sequences have"):
+            plan_step(mode, own, totals=StepTotals(**wrong), group=dist.group.WORLD)
+    raised_everywhere(
+        r"disagree: rank 0 has .*active_tokens=0, .*rank 1 has .*active_tokens=1,",
+        plan_step,
+        mode,
+        own,
+        totals=StepTotals(active_tokens=dist.get_rank()),
+        group=dist.group.WORLD,
+    )
+    fault = "its own fault" if dist.get_rank() == 1 else ""
+    right = StepTotals(active_tokens=5 * size, samples=2 * size)
+    raised_everywhere(
+        "rank 1 of the data-parallel group: its own fault$",
+        plan_step,
+        mode,
+        own,
+        totals=right,
+        group=dist.group.WORLD,
+        fault=fault,
+    )
+    for collectives in (1, 0):
+        with collectives_counted() as seen:
+            plan = plan_step(mode, own, totals=right, group=dist.group.WORLD)
+        assert seen.total() == collectives, seen
+        assert plan.weights.tolist() == [1 / (5 * size)] * 2
+
+
+def check_ranks_that_disagree_on_an_option_raise_together():
+    """One would stop on an empty step while the others enter the schedule."""
+    is_second = dist.get_rank() == 1
+    for name, values in {
+        "empty_step": ("zero", "error"),
+        "rejects_tokens": (False, True),
+    }.items():
+        raised_everywhere(
+            f"disagree: rank 0 has {name} {values[0]!r}, rank 1 has {name} {values[1]!r}: start",
+            plan_step,
+            Aggregation("token_mean"),
+            Sequences(active_tokens=[0]),
+            group=dist.group.WORLD,
+            **{name: values[is_second]},
+        )
+
+
+def check_a_fault_that_utf_8_cannot_encode_reaches_all():
+    fault = "cannot read \udcff" if dist.get_rank() == 1 else ""
+    raised_everywhere(
+        r"rank 1 of the data-parallel group: cannot read \?$",
+        plan_step,
+        Aggregation("token_mean"),
+        Sequences(active_tokens=[3]),
+        group=dist.group.WORLD,
+        fault=fault,
+    )
+
+
+def check_a_warning_of_one_ranks_sample_is_raised_on_all_where_warnings_are_errors():
+    from megatron_lossagg import faults
+
+    sequences = Sequences(active_tokens=[9 if dist.get_rank() == 1 else 2])
+    for ids in ({}, {"sample": [dist.get_rank()]}):
+        faults._warned.clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(RuntimeWarning, match="divides by 5, and a sample has 9 tokens"):
+                plan_step(
+                    Aggregation("constant", divisor=5),
+                    dataclasses.replace(sequences, **ids),
+                    group=dist.group.WORLD,
+                )
+
+
+def check_ids_that_start_anew_on_every_rank_are_warned_of_on_all():
+    from megatron_lossagg import faults
+
+    def warned(**ids):
+        faults._warned.clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            plan_step(
+                Aggregation("token_mean"),
+                Sequences(active_tokens=[3, 2], **ids),
+                group=dist.group.WORLD,
+            )
+        return [str(w.message) for w in caught]
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for kind in ("sample", "prompt"):
+        (message,) = warned(**{kind: [0, 1]})
+        assert f"every data-parallel rank has the same {kind} ids" in message
+        (message,) = warned(**{kind: [7, 7]})
+        assert f"all {2 * size} rows of the step have one {kind} id" in message
+        assert not warned(**{kind: [2 * rank, 2 * rank + 1]})
+    assert not warned(prompt=[0, 0], samples_per_prompt=2 * size)
 
 
 def check_after_a_refused_step_all_ranks_can_plan_again():

@@ -319,7 +319,7 @@ def bits(tensor):
 def read(chunks, **options):
     """Read with a probe that measures, not one that finds an earlier report."""
     startup._known.clear()
-    return MegatronContract.read(chunks, **options)
+    return MegatronContract.read(chunks, aggregation=Aggregation("token_mean"), **options)
 
 
 def check_stock_passes_and_is_left_unchanged(layout, emit):
@@ -677,11 +677,11 @@ def check_once_per_process_and_kind(layout, emit):
     line = first.describe(Aggregation("token_mean"))
     assert "probe: K = M DP CP confirmed through DDP, schedule, finalize: measured 6 at " in line
     assert "at the probe's own M = 3 (" in line
-    assert MegatronContract.read(live_chunks(per_token=False)).probe.repeated
+    assert read(live_chunks(per_token=False)).probe.repeated
     others = {"per_token": True}, {"per_token": False, "overlap_grad_reduce": True}
     for other in others:
-        assert not MegatronContract.read(live_chunks(**other)).probe.repeated
-    contract = MegatronContract.read(chunks, probe=False)
+        assert not read(live_chunks(**other)).probe.repeated
+    contract = read(chunks, probe=False)
     assert contract.probe is None
     assert "probe: off" in contract.describe(Aggregation("token_mean"))
 
@@ -732,7 +732,7 @@ def run_alone(where):
             config.finalize_model_grads_func = fails_on_rank_1(finalize_model_grads)
         else:
             schedules.forward_step = fails_on_rank_1(schedules.forward_step)
-        MegatronContract.read(chunks)
+        read(chunks)
 
 
 if __name__ == "__main__":

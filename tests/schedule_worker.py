@@ -4,7 +4,6 @@ import collections
 import functools
 import itertools
 import re
-import warnings
 
 import pytest
 import tiny_gpt
@@ -23,7 +22,7 @@ from step_data import VOCABULARY
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.buffer import MicrobatchRows
-from megatron_lossagg.errors import AggregationError, ContractError, PlanError
+from megatron_lossagg.errors import AggregationError, ContractError, PlanError, ReducerError
 from megatron_lossagg.hosts import bridge, megatron_lm
 from megatron_lossagg.hosts.megatron_lm import PretrainAdapter
 from megatron_lossagg.schedule import ScheduleHook, aggregated
@@ -269,7 +268,7 @@ def check_an_evaluation_needs_no_finalize_model_grads_func(chunk, stock):
         chunk.config.finalize_model_grads_func = finalize
 
 
-def check_rejected_tokens_are_warned_of_unless_they_were_declared(chunk, stock):
+def check_rejected_tokens_are_refused_unless_they_were_declared(chunk, stock):
     def forward_step_that_rejects(iterator, model):
         output, loss_func = forward_step(iterator, model)
         (mask,) = loss_func.args
@@ -277,10 +276,8 @@ def check_rejected_tokens_are_warned_of_unless_they_were_declared(chunk, stock):
         return output, functools.partial(host_loss, mask)
 
     rejects = {"forward_step_func": forward_step_that_rejects}
-    with warnings.catch_warnings():  # first: the warning is given once
-        warnings.filterwarnings("error", ".*fewer tokens")
-        run(a_hook(rejects_tokens=True).aggregated(stock), chunk, batches(0), **rejects)
-    with pytest.warns(RuntimeWarning, match="fewer tokens than were counted"):
+    run(a_hook(rejects_tokens=True).aggregated(stock), chunk, batches(0), **rejects)
+    with pytest.raises(ReducerError, match="segment 0 trains 4 tokens, the plan counted 5"):
         run(a_hook().aggregated(stock), chunk, batches(0), **rejects)
 
 

@@ -121,7 +121,7 @@ def names_that_are_reported():
         Sequences(active_tokens=[2]),
         totals=StepTotals(active_tokens=2, samples=1),
     )
-    step = StepContract(contract=contract, plan=plan, num_microbatches=1)
+    step = StepContract(contract=contract, plan=plan, num_microbatches=1, accumulates=True)
     layout = Layout.local([2], cp_size=1, cp_rank=0)
     reducer = plan.reducer([0], torch.ones(2), layout)
     share = reducer(torch.ones(2, requires_grad=True))

@@ -47,7 +47,10 @@ def contract():
     )
     linear = torch.nn.Linear(4, 4).cuda()
     chunk = DistributedDataParallel(config, DistributedDataParallelConfig(), linear)
-    yield MegatronContract.read(chunk, probe=False)
+    contract = MegatronContract.read(chunk, aggregation=MODES[0], probe=False)
+    for mode in MODES[1:]:
+        contract.agree_on(mode)
+    yield contract
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
@@ -145,11 +148,11 @@ def test_building_calling_and_returning_make_no_host_sync(contract, data, mask_t
 
 def a_step_with(contract, plan, mask, x):
     """Make a step of one microbatch; nothing is read, so nothing is raised, before it closes."""
-    mask, x = mask.cuda(), x.cuda()
+    mask, x = mask.cuda(), x.cuda().requires_grad_()
     with contract.step(plan, num_microbatches=1) as step, no_sync():
         reducer = plan.reducer(range(len(LENGTHS)), mask, a_layout())
-        share = reducer(x)
-        step.returns(share, reducer)
+        loss, _, _ = step.returns(reducer(x), reducer)
+        loss.backward()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

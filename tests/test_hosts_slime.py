@@ -12,8 +12,7 @@ import torch
 from conftest import TESTS, launched
 from real_hosts import CASES, HOSTS_DIR, LAYOUTS, check_hub, flags, needs, recorded, trained, wanted
 
-from megatron_lossagg import microbatch, reducer
-from megatron_lossagg import plan as plan_module
+from megatron_lossagg import faults, microbatch, reducer
 from megatron_lossagg.errors import (
     AggregationError,
     ContractError,
@@ -122,7 +121,7 @@ def test_losses_that_were_gathered_over_cp_are_refused(miles_cp):
 
 
 def test_a_divisor_below_a_response_warns_once(miles_cp, monkeypatch):
-    monkeypatch.setattr(plan_module, "_warned", set())
+    monkeypatch.setattr(faults, "_warned", set())
     slime.constant_3([5, 4], [3, 2], MASKS, False)
     with pytest.warns(RuntimeWarning, match="divides by 2, and a sample has 3 tokens"):
         slime.constant_2([5, 4], [3, 2], MASKS, False)

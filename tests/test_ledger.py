@@ -9,8 +9,12 @@ from megatron_lossagg.errors import ContractError
 from megatron_lossagg.ledger import Ledger
 
 
-def after(num_rows, num_microbatches, calls):
-    ledger = Ledger(num_rows=num_rows, num_microbatches=num_microbatches)
+def after(num_rows, num_microbatches, calls, *, is_rerunning=False):
+    ledger = Ledger(
+        num_rows=num_rows,
+        num_microbatches=num_microbatches,
+        is_rerunning=lambda: is_rerunning,
+    )
     for rows in calls:
         ledger.add(np.array(rows, dtype=np.int64))
     return ledger
@@ -21,8 +25,21 @@ def test_a_whole_step_closes_in_any_order(order):
     after(3, 3, order).close(may_be_empty=False)
 
 
-def test_a_microbatch_that_is_run_again_is_not_doubled():
-    after(3, 2, [(0, 2), (0, 2), (1,), (0, 2), (1,)]).close(may_be_empty=False)
+def test_a_step_that_the_rerun_machine_repeats_is_a_new_pass():
+    calls = [(0, 2), (1,), ()]
+    after(3, 3, calls * 2, is_rerunning=True).close(may_be_empty=False)
+    after(3, 3, calls + calls[::-1], is_rerunning=True).close(may_be_empty=False)
+    with pytest.raises(ContractError, match="ran for 1 microbatches, 3 were planned"):
+        after(3, 3, [*calls, (1,)], is_rerunning=True).close(may_be_empty=False)
+    with pytest.raises(ContractError, match="row 0 is in two"):
+        after(3, 3, [*calls, (0, 2), (0, 1)], is_rerunning=True)
+
+
+def test_a_microbatch_that_comes_again_without_the_rerun_machine_is_refused():
+    with pytest.raises(ContractError, match=r"row 0 is in two .* number 0 and number 1"):
+        after(3, 2, [(0, 2), (0, 2)])
+    with pytest.raises(ContractError, match="for more than the 2 planned"):
+        after(1, 2, [(0,), (), (0,)])  # a row, padding, the row again
 
 
 def test_a_row_in_two_microbatches_is_named_with_both():
@@ -30,7 +47,7 @@ def test_a_row_in_two_microbatches_is_named_with_both():
     with pytest.raises(ContractError, match=message):
         after(3, 2, [(0, 2), (1, 2)])
     with pytest.raises(ContractError, match="row 1 is in two"):
-        after(3, 3, [(0, 1), (1, 0)])  # other rows, or another order of them, is another call
+        after(3, 3, [(0, 1), (1, 0)])
 
 
 def test_more_microbatches_than_planned_are_refused():

@@ -11,8 +11,7 @@ import pytest
 import torch
 from conftest import early, launched
 
-from megatron_lossagg import Aggregation, Layout, Sequences, StepTotals, plan_step
-from megatron_lossagg import plan as plan_module
+from megatron_lossagg import Aggregation, Layout, Sequences, StepTotals, faults, plan_step
 from megatron_lossagg.aggregation import MODES
 from megatron_lossagg.errors import PlanError
 
@@ -112,7 +111,7 @@ def test_row_0_is_a_row_like_any_other():
 
 
 def test_an_id_is_only_a_name():
-    ids = {"sample": [-1, 2**40, 0], "prompt": [-1, -1, 2**62]}
+    ids = {"sample": [-2, 2**40, 0], "prompt": [-2, -2, 2**62]}
     assert weights("sample_mean", active_tokens=[1, 2, 4], **ids) == [1 / 3, 1 / 6, 1 / 12]
     assert weights("prompt_mean", active_tokens=[1, 2, 4], **ids) == [1 / 6, 1 / 6, 1 / 8]
 
@@ -134,7 +133,8 @@ def test_a_prompt_keeps_its_count_when_its_samples_are_split_into_rows():
 def test_a_filler_is_in_no_count_and_has_weight_0():
     plan = plan_step(Aggregation("sample_mean"), Sequences(active_tokens=[2, 4]))
     layout = Layout.thd_zigzag([0, 2, 5, 9], cp_size=1, cp_rank=0)
-    reducer = plan.reducer([0, -1, 1], torch.ones(9), layout)
+    mask = torch.tensor([1, 1, 0, 0, 0, 1, 1, 1, 1])
+    reducer = plan.reducer([0, -1, 1], mask, layout)
     assert plan.totals.samples == 2
     assert reducer(torch.ones(9)).item() == 1
     assert reducer.counted_tokens == 6
@@ -650,7 +650,7 @@ def test_samples_per_prompt_needs_prompts():
 
 
 def test_a_divisor_below_the_longest_sample_warns_once(monkeypatch):
-    monkeypatch.setattr(plan_module, "_warned", set())
+    monkeypatch.setattr(faults, "_warned", set())
     weights("constant", divisor=6, active_tokens=[6, 2])
     weights("token_sum", divisor=2, active_tokens=[6, 2])
     with pytest.warns(RuntimeWarning, match="divides by 5, and a sample has 6 tokens"):
@@ -658,13 +658,13 @@ def test_a_divisor_below_the_longest_sample_warns_once(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         weights("constant", divisor=4, active_tokens=[6, 2])
-    monkeypatch.setattr(plan_module, "_warned", set())
+    monkeypatch.setattr(faults, "_warned", set())
     with pytest.warns(RuntimeWarning, match="a sample has 8 tokens"):
         weights("constant", divisor=7, active_tokens=[6, 2], sample=[0, 0])
 
 
 def test_a_divisor_below_the_longest_sample_warns_under_too(monkeypatch):
-    monkeypatch.setattr(plan_module, "_warned", set())
+    monkeypatch.setattr(faults, "_warned", set())
     plan = plan_step(Aggregation("token_mean"), Sequences(active_tokens=[300]))
     with pytest.warns(RuntimeWarning, match="divides by 10, and a sample has 300 tokens"):
         plan.under(Aggregation("constant", divisor=10))

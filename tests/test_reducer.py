@@ -2,6 +2,7 @@
 
 import gc
 import re
+import warnings
 import weakref
 
 import numpy as np
@@ -9,14 +10,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_lossagg import Aggregation, Layout, Sequences, microbatch, plan_step, reducer
-from megatron_lossagg import plan as plan_module
+from megatron_lossagg import Aggregation, Layout, Sequences, faults, microbatch, plan_step, reducer
 from megatron_lossagg.errors import ReducerError
 
 
-def a_plan(active=(3, 2), mode="token_sum", microbatch=None, locate=False, **options):
+def a_plan(active=(3, 2), mode="token_sum", microbatch=None, rejects_tokens=True, **options):
     sequences = Sequences(active_tokens=list(active), microbatch=microbatch)
-    return plan_step(Aggregation(mode, **options), sequences, locate=locate)
+    return plan_step(Aggregation(mode, **options), sequences, rejects_tokens=rejects_tokens)
 
 
 def thd(*lengths, cp_size=1, cp_rank=0):
@@ -89,6 +89,18 @@ def on_cuda(monkeypatch):
     """Make reducers treat CPU tensors as CUDA tensors, whose values they may not read."""
     for module in (microbatch, reducer):
         monkeypatch.setattr(module, "on_host", lambda tensor: False)
+
+
+def on_cuda_if(device, monkeypatch):
+    if device == "device":
+        for module in (microbatch, reducer):
+            monkeypatch.setattr(module, "on_host", lambda tensor: False)
+
+
+def reducer_checked(plan, rows):
+    """Make a reducer; on a device its mask's faults are raised when the step is checked."""
+    plan.reducer(rows, torch.tensor(MASK), thd(4, 2))
+    plan.check()
 
 
 def read_by_the_host(operations):
@@ -202,11 +214,22 @@ def test_tokens_past_the_last_offset_have_weight_0():
     assert x.grad.tolist() == [1] * 5 + [0, 0]
 
 
-def test_a_filler_has_weight_0_and_may_have_any_mask():
-    reducer = a_reducer([1, 1, 1, 1, 1], active=(3,), rows=(0, -1), lengths=(3, 2))
-    assert reducer(torch.ones(5)).item() == 3
+def test_a_filler_has_weight_0_and_any_losses():
+    reducer = a_reducer([1, 1, 1, 0, 0], active=(3,), rows=(0, -1), lengths=(3, 2))
+    assert reducer(torch.tensor([1, 1, 1, torch.nan, torch.inf])).item() == 3
     assert reducer.counted_tokens == 3
     assert reducer.weight_sum().item() == 3
+
+
+@pytest.mark.parametrize("rejects_tokens", [False, True])
+@pytest.mark.parametrize("device", ["host", "device"])
+def test_a_segment_named_as_padding_whose_mask_is_1_is_refused(device, rejects_tokens, monkeypatch):
+    """Its tokens would not be trained, and nothing else would say so."""
+    on_cuda_if(device, monkeypatch)
+    plan = a_plan((3, 2), rejects_tokens=rejects_tokens)
+    message = r"segment 1 is named as padding \(-1\) and its mask is 1 at 2 positions: give its row"
+    with pytest.raises(ReducerError, match=message):
+        reducer_checked(plan, [0, -1])
 
 
 def test_a_training_mask_that_selects_fewer_tokens_keeps_the_denominator():  # failures I2
@@ -275,7 +298,7 @@ def test_rows_of_one_weight_among_masked_rows_and_fillers_keep_that_weight():
     x = torch.arange(1.0, 9)
     made = plan.reducer([0, 1, 2], torch.tensor([1, 1, 1, 0, 0, 0, 1, 1]), thd(3, 3, 2))
     assert made(x).item() == pytest.approx((1 + 2 + 3 + 7 + 8) / 15)
-    made = plan.reducer([0, -1, 2], torch.ones(8), thd(3, 3, 2))
+    made = plan.reducer([0, -1, 2], torch.tensor([1, 1, 1, 0, 0, 0, 1, 1]), thd(3, 3, 2))
     assert made(x).item() == pytest.approx((1 + 2 + 3 + 7 + 8) / 15)
 
 
@@ -342,7 +365,7 @@ def test_the_doubled_row_is_the_one_that_is_named():
 
 
 def test_several_fillers_are_not_a_doubled_row():
-    reducer = a_reducer([1] * 6, active=(2,), rows=(-1, 0, -1), lengths=(2, 2, 2))
+    reducer = a_reducer([0, 0, 1, 1, 0, 0], active=(2,), rows=(-1, 0, -1), lengths=(2, 2, 2))
     assert reducer(torch.arange(6.0)).item() == 5
 
 
@@ -377,7 +400,10 @@ MASKS = {
         "has 2 values other than 0 and 1: a mask",
     ),
     "a token past the end": ([*MASK, 1.0, 0], "is 1 at 1 positions past the last segment's end 6"),
-    "more trained than counted": ([1.0, 0, 1, 0, 1, 1], "segment 1 trains 1 tokens too many, .* 1"),
+    "more trained than counted": (
+        [1.0, 0, 1, 0, 1, 1],
+        "segment 1 trains 2 tokens, the plan counted 1 ",
+    ),
 }
 
 
@@ -386,9 +412,9 @@ def test_a_cuda_masks_fault_is_recorded_without_reading_it_and_raised_with_its_s
     mask, message = MASKS[what]
     plan = a_plan((3, 1) if "more" in what else (3, 2), microbatch=[4, 4])
     with Operations() as operations:
-        plan.reducer([0, -1], torch.tensor(MASK), thd(4, 2))
+        plan.reducer([-1, -1], torch.zeros(6), thd(4, 2))
         plan.reducer([0, 1], torch.tensor(mask), thd(4, 2))
-        plan.reducer([0], torch.zeros(0), thd(0))
+        plan.reducer([-1], torch.zeros(0), thd(0))
     assert not read_by_the_host(operations)
     with pytest.raises(ReducerError, match=r"rank 0 \(context-parallel rank 0\).*" + message):
         plan.check()
@@ -423,7 +449,7 @@ def test_a_fault_of_one_plan_is_never_raised_by_another(on_cuda):
     first.reducer([0, 1], torch.tensor(MASK), thd(4, 2))(torch.full((6,), torch.nan))
     a_plan().check()
     second.check()
-    with pytest.raises(ReducerError, match="is nan"):
+    with pytest.raises(ReducerError, match=r"row 0 .* is nan at its token 0"):
         first.under("token_mean").check()  # the same step
     first.check()
 
@@ -506,11 +532,40 @@ def test_losses_of_eight_bits_are_refused():
         a_reducer(MASK)(torch.ones(6).to(torch.float8_e4m3fn))
 
 
+def test_part_of_a_planned_microbatch_is_refused():
+    """It would be weighed by the tokens of the whole one."""
+    plan = a_plan((3, 2, 4), microbatch=[0, 0, 2], mode="microbatch_token_mean")
+    with pytest.raises(ReducerError, match="microbatch 0 was planned with 2 rows, got 1 without 1"):
+        plan.reducer([0, -1], torch.tensor([1, 0, 1, 1, 0, 0]), thd(4, 2))
+    plan.reducer([2], torch.ones(4), thd(4))
+
+
+def test_weights_are_a_copy_and_counts_are_read_only():
+    plan = a_plan((3, 1), mode="sample_mean", microbatch=[0, 0])
+    plan.weights.mul_(7)
+    assert plan.weights.tolist() == [1 / 6, 1 / 2]
+    layout = thd(4, 2)
+    arrays = [plan.active_tokens, plan.sample_tokens, plan.microbatch, plan.microbatch_tokens]
+    arrays += [layout.offset_S1, layout.start_R, layout.length_R, layout.segment_R]
+    for array in arrays:
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 5
+
+
+def test_weights_are_computed_once_per_step_and_aggregation():
+    plan = a_plan((3, 2), mode="sample_mean")
+    made = [plan.reducer([0, 1], torch.tensor(MASK), thd(4, 2)) for _ in range(2)]
+    first, second = (one.under("token_mean") for one in made)
+    assert first.plan is second.plan
+    assert first.plan.weight_S is second.plan.weight_S
+
+
 def test_rows_of_two_planned_microbatches_are_refused():
     plan = a_plan((3, 2), microbatch=[0, 1])
     with pytest.raises(ReducerError, match=r"row 0 was planned in microbatch 0 and row 1 in .* 1:"):
         plan.reducer([0, 1], torch.tensor(MASK), thd(4, 2))
-    assert plan.reducer([-1, 1], torch.tensor(MASK), thd(4, 2)).counted_tokens == 2
+    mask = torch.tensor([0, 0, 0, 0, 1, 1])
+    assert plan.reducer([-1, 1], mask, thd(4, 2)).counted_tokens == 2
 
 
 def test_rows_and_counts_that_change_later_change_nothing_here():
@@ -532,33 +587,45 @@ def test_on_cuda_a_mask_with_no_segments_selects_nothing(on_cuda):
         plan.check()
 
 
-def test_a_mask_that_selects_fewer_tokens_warns_once_unless_declared(monkeypatch):
-    monkeypatch.setattr(plan_module, "_warned", set())
-    sequences = Sequences(active_tokens=[4, 2])
-    for declared in (True, False):
-        plan = plan_step(Aggregation("token_mean"), sequences, rejects_tokens=declared)
-        plan.reducer([0, 1], torch.tensor(MASK), thd(4, 2))
-        if declared:
-            plan.check()
-        else:
-            with pytest.warns(RuntimeWarning, match="fewer tokens than were counted"):
-                plan.check()
-            plan.check()  # once
+@pytest.mark.parametrize("device", ["host", "device"])
+def test_a_mask_that_selects_fewer_tokens_is_refused_unless_declared(monkeypatch, device):
+    on_cuda_if(device, monkeypatch)
+    declared = a_plan((4, 2), rejects_tokens=True)
+    declared.reducer([0, 1], torch.tensor(MASK), thd(4, 2))
+    declared.check()
+    plan = a_plan((4, 2), rejects_tokens=False)
+    message = "segment 0 trains 3 tokens, the plan counted 4 for its row 0: .*rejects-tokens"
+    with pytest.raises(ReducerError, match=message):
+        reducer_checked(plan, [0, 1])
 
 
-def test_a_device_mask_that_selects_fewer_tokens_warns_too(monkeypatch, on_cuda):
-    monkeypatch.setattr(plan_module, "_warned", set())
-    plan = a_plan((4, 2))
-    plan.reducer([0, 1], torch.tensor(MASK), thd(4, 2))
-    with pytest.warns(RuntimeWarning, match="fewer tokens than were counted"):
-        plan.check()
-
-
-def test_a_local_mask_holds_a_part_of_each_row_and_does_not_warn(monkeypatch):
-    monkeypatch.setattr(plan_module, "_warned", set())
-    plan = a_plan((8, 4))
+@pytest.mark.parametrize("device", ["host", "device"])
+def test_a_local_mask_holds_a_part_of_each_row(monkeypatch, device):
+    on_cuda_if(device, monkeypatch)
+    plan = a_plan((8, 4), rejects_tokens=False)
     plan.reducer([0, 1], torch.ones(6), Layout.local([4, 2], cp_size=2, cp_rank=1))
-    plan.check()  # a warning is an error in these tests
+    plan.check()
+    assert plan.state.trained.of_rows().tolist() == [4, 2]
+
+
+@pytest.mark.parametrize("device", ["host", "device"])
+@pytest.mark.parametrize(("layout", "warns"), [("thd", True), ("bshd", True), ("response", False)])
+def test_a_mask_that_looks_unshifted_warns_once(monkeypatch, device, layout, warns):
+    """A segment's last logit predicts the next segment's first token."""
+    on_cuda_if(device, monkeypatch)
+    monkeypatch.setattr(faults, "_warned", set())
+    layout = {
+        "thd": lambda: thd(4, 2),
+        "bshd": lambda: Layout.bshd_zigzag(2, 3, cp_size=1, cp_rank=0),
+        "response": lambda: Layout.response_zigzag([5, 3], [4, 2], cp_size=1, cp_rank=0),
+    }[layout]()
+    for mask, expected in (([1, 0, 0, 0, 1, 0], False), (MASK, warns), (MASK, False)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            plan = a_plan((6, 6))
+            plan.reducer([0, 1], torch.tensor(mask), layout)
+            plan.check()
+        assert ["last position of a segment" in str(w.message) for w in caught] == [True] * expected
 
 
 # Losses that are not finite
@@ -641,15 +708,6 @@ def test_a_token_of_a_local_row_is_counted_in_this_ranks_part():
         whole(torch.tensor([1, 1, 1, 1, 1, torch.nan]))
 
 
-def test_a_fillers_trained_loss_that_is_not_finite_is_named_too():
-    reducer = a_reducer([1] * 5, active=(3,), rows=(0, -1), lengths=(3, 2))
-    with pytest.raises(ReducerError, match=r"a filler \(segment 1 of a microbatch with rows 0\)"):
-        reducer(torch.tensor([1, 1, 1, 1, torch.nan]))
-    only = a_reducer([1] * 2, active=(3,), rows=(-1,), lengths=(2,))
-    with pytest.raises(ReducerError, match=r"a filler \(segment 0 of a microbatch without rows\)"):
-        only(torch.tensor([1, torch.nan]))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_an_overflowing_sum_of_finite_losses_is_reported(dtype):
     x = torch.full((6,), torch.finfo(dtype).max, dtype=dtype)
@@ -702,25 +760,8 @@ def test_the_masked_sum_is_bit_for_bit_the_plain_one(mode, dtype, poison, monkey
         assert torch.equal(x.detach(), values) or poison is torch.nan
 
 
-def test_a_cuda_loss_that_is_not_finite_is_recorded_and_raised_with_its_step(on_cuda):
+def test_a_cuda_loss_that_is_not_finite_is_located_without_reading_it(on_cuda):
     plan = a_plan(microbatch=[4, 4])
-    mask = torch.tensor(MASK, dtype=torch.bool)
-    bad = torch.tensor([1, torch.inf, 1, 1, 1, torch.nan], requires_grad=True)
-    with Operations() as operations:
-        for x in (torch.ones(6), bad, torch.full((6,), torch.inf)):
-            plan.reducer([0, 1], mask, thd(4, 2))(x)
-    assert not read_by_the_host(operations)
-    with pytest.raises(ReducerError) as caught:
-        plan.check()
-    assert str(caught.value).startswith(
-        "rank 0 (context-parallel rank 0): the share of microbatch 4 with rows 0, 1 is nan: a "
-        "trained loss is not finite, or the sum overflows; plan the step with plan_step(locate=True"
-    )
-    plan.check()  # raised once
-
-
-def test_a_cuda_loss_that_is_not_finite_is_located_on_demand(on_cuda):
-    plan = a_plan(microbatch=[4, 4], locate=True)
     bad = torch.tensor([1, torch.inf, 1, 1, 1, torch.nan], requires_grad=True)
     with Operations() as operations:
         made = plan.reducer([0, 1], torch.tensor(MASK), thd(4, 2))
@@ -730,16 +771,15 @@ def test_a_cuda_loss_that_is_not_finite_is_located_on_demand(on_cuda):
         plan.check()
     assert (
         "rank 0 (context-parallel rank 0): the loss of row 1 (segment 1 of microbatch 4 with rows "
-        "0, 1) is not finite at its token 1: check log-probabilities"
+        "0, 1) is nan at its token 1: check what the loss is computed from"
     ) in str(caught.value)
+    plan.check()  # raised once
 
 
-@pytest.mark.parametrize("locate", [False, True])
-def test_a_cuda_sum_that_overflows_is_raised_with_its_step(on_cuda, locate):
-    plan = a_plan(locate=locate)
+def test_a_cuda_sum_that_overflows_is_raised_with_its_step(on_cuda):
+    plan = a_plan()
     plan.reducer([0, 1], torch.tensor(MASK), thd(4, 2))(torch.full((6,), 3e38))
-    message = "every trained loss .* share is inf: the sum over" if locate else "or the sum overfl"
-    with pytest.raises(ReducerError, match=message):
+    with pytest.raises(ReducerError, match=r"every trained loss .* share is inf: the sum over"):
         plan.check()
 
 
@@ -751,12 +791,12 @@ def test_on_cuda_a_custom_reducer_that_swallows_a_nan_is_raised_with_its_step(on
     custom(torch.tensor([1, torch.nan, 1, 1, 1, 1]))
     plan.check()
     custom(torch.tensor([torch.nan, 1, 1, 1, 1, 1]))
-    with pytest.raises(ReducerError, match="is nan"):
+    with pytest.raises(ReducerError, match=r"row 0 .* is nan at its token 0"):
         plan.check()
 
 
 def test_on_cuda_a_custom_share_that_is_not_finite_is_the_custom_reducers(on_cuda):
-    plan = a_plan(locate=True)
+    plan = a_plan()
     wrong = plan.reducer(
         [0, 1], torch.tensor(MASK), thd(4, 2), factory=lambda c: lambda x: x.sum() * torch.nan
     )
@@ -773,7 +813,7 @@ def test_what_a_step_has_to_read_keeps_neither_mask_nor_weights_until_it_closes(
     del made
     gc.collect()
     assert kept() is None
-    with pytest.raises(ReducerError, match="with rows 0, 1 is nan"):
+    with pytest.raises(ReducerError, match=r"of a microbatch with rows 0, 1\) is nan"):
         plan.check()
 
 
@@ -873,11 +913,28 @@ def test_a_factory_returns_a_callable():
 
 
 def test_losses_may_include_or_omit_the_tail():
-    mask = torch.cat([torch.ones(8), torch.zeros(8)])
+    mask = torch.cat([torch.ones(8), torch.zeros(4)])
     reducer = a_plan([8]).reducer([0], mask, thd(8, cp_size=2, cp_rank=1))
     assert reducer(torch.ones(4)).item() == 4
-    assert reducer(torch.ones(8)).item() == 4  # 16 tokens over CP 2: this rank's, tail included
-    with pytest.raises(ReducerError, match="got 6 per-token losses"):
-        reducer(torch.ones(6))
-    with pytest.raises(ReducerError, match="got 16 per-token losses"):
-        reducer(torch.ones(16))
+    assert reducer(torch.ones(6)).item() == 4  # 12 tokens over CP 2: this rank's, tail included
+    with pytest.raises(ReducerError, match="got 5 per-token losses"):
+        reducer(torch.ones(5))
+    with pytest.raises(ReducerError, match="got 12 per-token losses"):
+        reducer(torch.ones(12))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "total"), [((4, 8), 16), ((12,), 16), ((4, 4, 4, 4), 32), ((8, 24), 48)]
+)
+def test_losses_of_padded_rows_under_offsets_without_padding_are_refused(lengths, total):
+    """Lengths that are multiples of 2 CP all the same: other tokens would be trained."""
+    mask = torch.zeros(total)
+    mask[0] = 1
+    plan = a_plan([1] + [0] * (len(lengths) - 1))
+    layout = thd(*lengths, cp_size=2, cp_rank=0)
+    made = plan.reducer(range(len(lengths)), mask, layout)
+    assert made(torch.ones(layout.num_local_tokens)).item() == 1  # sliced by the same offsets
+    with pytest.raises(ReducerError, match=r"pass the padded offsets .* give that segment -1"):
+        made(torch.ones(total // 2))
+    tail = thd(*lengths, total - sum(lengths), cp_size=2, cp_rank=0)
+    assert plan.reducer([*range(len(lengths)), -1], mask, tail)(torch.ones(total // 2)).item() == 1

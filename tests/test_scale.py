@@ -13,7 +13,7 @@ from conftest import early, launched, launched_module, new_folder
 from benchmarks.late_rank import FAULTY_RANK, FAULTY_STEP, LATE, STEPS, TIMEOUT
 from benchmarks.scale_report import NO_IDS, WITH_IDS
 
-BYTES_PER_RANK, BYTES_PER_ROW = 72, 40
+BYTES_PER_RANK, BYTES_PER_ROW = 80, 40
 PROCESSES = 4
 BUSY = 0.5
 """Seconds that a call may take on a busy machine, where it waits for nobody; below LATE."""
@@ -57,7 +57,7 @@ def lost_after():
 
 @pytest.mark.parametrize("side", ["threads", "alone"])
 @pytest.mark.parametrize(("workload", "per_row"), [(NO_IDS, 0), (WITH_IDS, BYTES_PER_ROW)])
-def test_plan_step_brings_72_bytes_per_rank_and_40_per_row_with_ids(costs, side, workload, per_row):
+def test_plan_step_brings_80_bytes_per_rank_and_40_per_row_with_ids(costs, side, workload, per_row):
     for point in costs[workload][side]:
         expected = BYTES_PER_RANK * point["ranks"] + per_row * point["rows"]
         assert point["plan_step"]["bytes"] == expected

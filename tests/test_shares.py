@@ -38,6 +38,7 @@ def plan_of(rows, keys, m, aggregation):
             microbatch=[key[1] for key in keys],
             num_microbatches=m,
         ),
+        rejects_tokens=True,
     )
 
 
@@ -49,8 +50,8 @@ def pack(rows, indices, x, cp):
     """Pack rows and one filler; returns rows, padded offsets, whole mask and whole x."""
     offsets, mask, losses, named_rows = [0], [], [], []
     for index in [*indices, None]:
-        if index is None:  # a filler whose mask is 1 everywhere: its weight must be 0
-            mask += [1] * 2 * cp
+        if index is None:
+            mask += [0] * 2 * cp
             losses.append(torch.full((2 * cp,), 3.0, dtype=torch.float64))
         else:
             row_mask = padded(rows[index]["trained"], 2 * cp, 0)

@@ -99,13 +99,13 @@ def wrapped(config, **ddp):
 
 
 def microbatch(rows, indices, cp_size, cp_rank, *, row_length=None):
-    """Pack rows and, last, a filler whose mask is 1 everywhere; sliced for this rank.
+    """Pack rows and, last, a filler; sliced for this rank.
 
     ``row_length``: pad every row to it and leave the rows unpacked, ``[b, s / CP]``.
     """
     pad = 2 * cp_size
     tokens, labels, coefficients, positions, mask, offsets = [], [], [], [], [], [0]
-    filler = {"tokens": [1] * (pad + 1), "coefficient": [2.0] * pad, "trained": [1] * pad}
+    filler = {"tokens": [1] * (pad + 1), "coefficient": [2.0] * pad, "trained": [0] * pad}
     for row in [*(rows[index] for index in indices), filler]:
         length = len(row["trained"])
         fill = [0] * ((row_length or length + -length % pad) - length)

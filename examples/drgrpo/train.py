@@ -95,6 +95,7 @@ from megatron_lossagg.flags import (
 )
 
 NUM_HELD_OUT = 200
+WARM_UP = Aggregation("token_mean")
 
 # What a term of the loss is: per-token negative log-probabilities [T] and the microbatch's
 # coefficients [T] to the step's share and the shares to report.
@@ -200,7 +201,7 @@ def warmup_step(run: Run, stream: Iterator[list[Row]]) -> Ratios:
 
     buffer = StepBuffer(stream, run.args.num_microbatches)
     plan = buffer.plan(
-        Aggregation("token_mean"),
+        WARM_UP,
         count=lambda rows: [row.active_tokens for row in rows],
         group=run.contract.dp_group,
     )
@@ -596,14 +597,14 @@ def build_run(args: argparse.Namespace) -> Run:
     )
     if args.start_from is not None:
         load_weights(args.start_from, model)
+    contract = MegatronContract.read([model], aggregation=aggregation, probe=probe_from_args(args))
+    contract.agree_on(WARM_UP)
     return Run(
         args=args,
         processes=processes,
         aggregation=aggregation,
         model=model,
-        contract=MegatronContract.read(
-            [model], aggregation=aggregation, probe=probe_from_args(args)
-        ),
+        contract=contract,
     )
 
 

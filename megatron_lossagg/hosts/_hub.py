@@ -27,10 +27,10 @@ from torch import Tensor
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.counts import Sequences, StepTotals
 from megatron_lossagg.errors import AggregationError, ContractError, LayoutError
-from megatron_lossagg.faults import Faults
 from megatron_lossagg.flags import aggregation_from_args
 from megatron_lossagg.layout import Layout
-from megatron_lossagg.plan import StepPlan, StepState, plan_step, warn_of_divisor
+from megatron_lossagg.plan import StepPlan, plan_step, warn_of_divisor
+from megatron_lossagg.state import StepState
 
 __all__ = [
     "HubFactory",
@@ -104,7 +104,7 @@ def factory_named(name: str, module: str) -> HubFactory:
 def _factory(divisor: float) -> HubFactory:
     masked_sum_over_constant = Aggregation("token_sum", divisor=divisor)
     # The host owns the step and closes none, so what devices found is read every few microbatches.
-    state = StepState(faults=Faults())
+    state = StepState(rejects_tokens=True)  # counts here are lengths, of which masks select some
     calls = 0
 
     def get_pg_loss_reducer(
@@ -153,7 +153,6 @@ def _plan_of(aggregation: Aggregation, lengths: list[int], state: StepState) -> 
         aggregation,
         Sequences(active_tokens=lengths),
         totals=StepTotals(),
-        rejects_tokens=True,  # counts here are lengths, of which masks select some
     )
     return replace(plan, state=state)
 

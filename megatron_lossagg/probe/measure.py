@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -70,8 +71,8 @@ class ProbeStep:
     num_stages: int
     dp_size: int
     dp_cp_rank: int
-    trials: tuple[Trial, Trial]
-    """One for each run of the step."""
+    begin: Callable[[], Trial]
+    """Begin one run of the step."""
 
     @staticmethod
     def of(chunk: Any, contract: Contract, begin: BeginTrial) -> ProbeStep:
@@ -97,13 +98,13 @@ class ProbeStep:
             num_stages=num_stages,
             dp_size=contract.dp_size,
             dp_cp_rank=dist.get_rank(chunk.dp_cp_group),
-            trials=(begin(own_counts, active_tokens), begin(own_counts, active_tokens)),
+            begin=partial(begin, own_counts, active_tokens),
         )
 
     @property
     def k(self) -> int:
         """K as the contract computes it."""
-        return self.trials[0].factor
+        return self.begin().factor
 
     def value(self, d: int, m: int) -> int:
         """Return v(d, m)."""
@@ -176,11 +177,11 @@ def _run(chunks: Sequence[Any], step: ProbeStep, parts: Mapping[str, Any]) -> tu
     with part(DDP):
         built = build(chunks, parts[DDP], record, step.num_stages)
     ratios: list[Tensor] = []
-    for trial in step.trials:
+    for _ in range(2):
         with part(SCHEDULE):
             for chunk in built:
                 chunk.zero_grad_buffer()
-            _run_schedule(built, step, trial, parts[SCHEDULE])
+            _run_schedule(built, step, step.begin(), parts[SCHEDULE])
         with part(FINALIZE):
             is_finalized = bool(finalize_calls)
             while finalize_calls:

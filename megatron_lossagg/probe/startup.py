@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_lossagg.errors import ContractError
 from megatron_lossagg.probe.measure import (
     DDP,
     FINALIZE,
@@ -21,7 +22,7 @@ from megatron_lossagg.probe.measure import (
     measure,
 )
 from megatron_lossagg.probe.model import schedule_starts_sync
-from megatron_lossagg.probe.together import world_flags
+from megatron_lossagg.probe.together import world, world_flags
 from megatron_lossagg.scaling import K_FORMULA, Scaling
 
 __all__ = ["ProbeReport", "run_probe"]
@@ -88,15 +89,30 @@ def run_probe(chunks: Sequence[Any], contract: Contract, begin: BeginTrial) -> P
     :class:`ContractError` after a minute at most, and the launcher ends the others.
     """
     started = time.perf_counter()
-    own_groups = _has_own_groups(chunks)
-    parts = {} if own_groups else _live_parts(chunks)
-    kind = None if own_groups else _kind(chunks, contract, parts)
-    own_groups_by_rank, known_by_rank = world_flags(own_groups, kind in _known)
-    if own_groups_by_rank.any():
+    fault, own_groups, parts, kind, step = "", False, {}, None, None
+    try:
+        own_groups = _has_own_groups(chunks)
+        if not own_groups:
+            parts = _live_parts(chunks)
+            kind = _kind(chunks, contract, parts)
+            step = ProbeStep.of(chunks[0], contract, begin)
+        is_known = kind in _known
+    except Exception as error:  # of any kind: no rank may leave the others waiting
+        fault, is_known = f"{type(error).__name__}: {error}", False
+    own_groups_by_rank, known_by_rank, failed_by_rank = world_flags(
+        own_groups, is_known, bool(fault)
+    )
+    if failed_by_rank.any():
+        rank = int(failed_by_rank.argmax())
+        raise ContractError(
+            f"rank {rank}: the startup probe cannot read the live model, "
+            f"{world().messages(fault)[rank]}: fix the error, or turn the probe off with "
+            "--no-loss-aggregation-probe"
+        )
+    if own_groups_by_rank.any() or step is None:
         return ProbeReport(read=(_OWN_GROUPS,), seconds=time.perf_counter() - started)
     if known_by_rank.all():
         return replace(_known[kind], repeated=True)
-    step = ProbeStep.of(chunks[0], contract, begin)
     ratios, read = measure(chunks, step, parts)
     measured = tuple(name for name in parts if name not in read)
     factors = None

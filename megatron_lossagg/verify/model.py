@@ -34,6 +34,7 @@ from torch import Tensor
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg.errors import ProofError
+from megatron_lossagg.microbatch import FILLER
 from megatron_lossagg.verify.parallelism import ModelShape, Parallelism
 from megatron_lossagg.verify.rows import VOCABULARY, Row, filler_row, zigzag
 
@@ -271,7 +272,7 @@ def reference_model(shape: ModelShape) -> Any:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
-    """One microbatch: rows and, last, a filler whose mask is 1; tokens sliced for this rank."""
+    """One microbatch: rows and, last, a filler; tokens sliced for this rank."""
 
     rows: list[int]
     """Positions of the rows among this rank's, -1 for the filler."""
@@ -280,6 +281,9 @@ class Batch:
     mask: Tensor
     """int64, before slicing."""
     mask_here: Tensor
+    side_mask_here: Tensor
+    """Of the model's own multi-token-prediction loss: the filler's tokens too, for stock
+    divides by the tokens of a microbatch, which may have no others."""
     tokens: Tensor
     labels: Tensor
     positions: Tensor
@@ -296,14 +300,17 @@ def pack(rows: Sequence[Row], indices: Sequence[int], parallelism: Parallelism) 
     labels: list[int] = []
     positions: list[int] = []
     mask: list[int] = []
+    side_mask: list[int] = []
     coefficient: list[float] = []
     offsets = [0]
-    for row in [*(rows[index] for index in indices), filler_row(multiple)]:
+    for index in [*indices, FILLER]:
+        row = filler_row(multiple) if index == FILLER else rows[index]
         goal = parallelism.padded(len(row))
         fill = goal - len(row)
         tokens += row.tokens + [0] * fill
         labels += row.labels + [0] * fill
         mask += row.trained + [0] * fill
+        side_mask += [1] * goal if index == FILLER else row.trained + [0] * fill
         coefficient += row.coefficient + [1.0] * fill
         positions += range(goal)
         offsets.append(len(tokens))
@@ -312,10 +319,11 @@ def pack(rows: Sequence[Row], indices: Sequence[int], parallelism: Parallelism) 
     shape = (len(offsets) - 1, -1) if bshd else (1, -1)
     to = device()
     return Batch(
-        rows=[*indices, -1],
+        rows=[*indices, FILLER],
         offsets=torch.tensor(offsets, dtype=torch.int32),
         mask=torch.tensor(mask),
         mask_here=torch.tensor(mask)[of_rank],
+        side_mask_here=torch.tensor(side_mask)[of_rank],
         tokens=torch.tensor(tokens)[of_rank].view(shape).to(to),
         labels=torch.tensor(labels)[of_rank].view(shape).to(to),
         positions=torch.tensor(positions)[of_rank].view(shape).to(to),
@@ -344,7 +352,7 @@ def forward(model: Any, batch: Batch, parallelism: Parallelism) -> Tensor:
     if parallelism.float32:
         options["labels"] = batch.labels
     if parallelism.mtp:
-        mask = batch.mask_here.view_as(batch.labels).to(device(), torch.get_default_dtype())
+        mask = batch.side_mask_here.view_as(batch.labels).to(device(), torch.get_default_dtype())
         options["loss_mask"] = mask
     output: Tensor = model(batch.tokens, batch.positions, None, **options)
     return output

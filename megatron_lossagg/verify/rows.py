@@ -58,14 +58,7 @@ class Row:
 def make_rows(copies: int = 1, *, seed: int = 7) -> list[Row]:
     """Make 14 rows with every degenerate case, ``copies`` times with other tokens and ids."""
     rng = random.Random(seed)
-    rows = [_row(rng, index, copy) for copy in range(copies) for index in range(len(LENGTHS))]
-    # Fillers add an even number of ones to the training masks: kept odd, what is not trained
-    # never equals it, and a count of the training masks is never N by accident.
-    rejected = sum(sum(row.counted) - sum(row.trained) for row in rows)
-    if rejected % 2 == 0:
-        trained = rows[2].trained
-        trained[trained.index(1)] = 0
-    return rows
+    return [_row(rng, index, copy) for copy in range(copies) for index in range(len(LENGTHS))]
 
 
 def _row(rng: random.Random, index: int, copy: int) -> Row:
@@ -85,22 +78,21 @@ def _row(rng: random.Random, index: int, copy: int) -> Row:
         counted=counted,
         trained=trained,
         sample=_SAMPLE[index] + 100 * (copy + 1),
-        prompt=_PROMPT_OF_SAMPLE[_SAMPLE[index]] - 2 + 10 * copy,  # ids may be negative
+        prompt=_PROMPT_OF_SAMPLE[_SAMPLE[index]] - 20 + 10 * copy,  # ids may be negative
     )
 
 
 def filler_row(length: int) -> Row:
-    """Return a row that only fills a shape: its mask is 1 everywhere, its weight must be 0."""
-    ones = [1] * length
+    """Return a row that only fills a shape: its mask is 0, its losses must not be seen."""
     tokens = [(5 * index + 1) % VOCABULARY for index in range(length + 1)]
     return Row(
         tokens=tokens[:-1],
         labels=tokens[1:],
         coefficient=[2.0] * length,
-        counted=ones,
-        trained=ones,
-        sample=-1,
-        prompt=-1,
+        counted=[0] * length,
+        trained=[0] * length,
+        sample=0,
+        prompt=0,
     )
 
 

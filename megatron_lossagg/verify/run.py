@@ -26,7 +26,7 @@ from megatron_lossagg.errors import ProofError, ReducerError
 from megatron_lossagg.microbatch import FILLER
 from megatron_lossagg.schedule import Adapter, HostLoss, ScheduleHook
 from megatron_lossagg.verify import model as megatron
-from megatron_lossagg.verify.cases import BETA, Case
+from megatron_lossagg.verify.cases import BETA, CASES, Case
 from megatron_lossagg.verify.causes import Facts
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.reference import Reference
@@ -64,7 +64,9 @@ class Run:
         self.chunks = megatron.wrapped_chunks(parallelism, config)
         self._shards = list(cpu.named_shards(self.chunks))
         # The steps measure what the probe would, and then find which case fails and why.
-        self.contract = MegatronContract.read(self.chunks, probe=False)
+        first = CASES[0].aggregation
+        self.contract = MegatronContract.read(self.chunks, aggregation=first, probe=False)
+        self._agreed = {first}
         self.facts = Facts(
             reference=reference,
             assignment=assign_rows(reference.rows, parallelism.m_of_ranks),
@@ -141,6 +143,9 @@ class Run:
     def _looped(self, case: Case, *, poison: bool, main: float, forward_only: bool) -> _Ran:
         """Run a step in a loop of our own: plan, reducer and contract."""
         faults: list[str] = []
+        if case.aggregation not in self._agreed:
+            self.contract.agree_on(case.aggregation)
+            self._agreed.add(case.aggregation)
         plan = self._plan(case)
         step = self.contract.step(
             plan, num_microbatches=self.num_microbatches, forward_only=forward_only
@@ -159,7 +164,7 @@ class Run:
                         share = share + BETA * reducer.under(case.second)(y.square())
                 except ReducerError as error:  # a failed case does not end the others
                     faults.append(str(error))
-                    share = (y * torch.nan).sum()
+                    share = reducer(y.nan_to_num() * 0) + (y * torch.nan).sum()
                 return step.returns(share * main, reducer, report={"loss": share})
 
             return output, loss_func
