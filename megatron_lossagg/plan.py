@@ -320,20 +320,16 @@ def plan_step(
         except Exception as error:  # whatever it is, no rank may leave the others waiting
             fault = str(error) if isinstance(error, LossAggregationError) else repr(error)
     verifies = totals is not None and group is not None and exchange.ranks not in _verified
+    if totals is None or verifies:
+        options = [f"empty_step {empty_step!r}", f"rejects_tokens {rejects_tokens}", f"{totals}"]
+        counts = count_step(aggregation, rows, fault, exchange, options)
+    if totals is not None and verifies:
+        _check_given(totals, counts.totals)
+        _verified.add(exchange.ranks)
     try:
-        if totals is None or verifies:
-            options = [
-                f"empty_step {empty_step!r}",
-                f"rejects_tokens {rejects_tokens}",
-                f"{totals}",
-            ]
-            counts = count_step(aggregation, rows, fault, exchange, options)
-        elif fault:
-            raise PlanError(fault)
         if totals is not None:
-            if verifies:
-                _check_given(totals, counts.totals)
-                _verified.add(exchange.ranks)
+            if fault:
+                raise PlanError(fault)
             counts = rows.with_totals(totals)
         plan = StepPlan(
             aggregation=aggregation,

@@ -14,7 +14,7 @@ from megatron_lossagg.errors import ContractError, ReducerError
 
 MODE = Aggregation("sample_mean")
 # Two rows of 8 and 4 tokens, of which 5 and 2 are active; the slices that ranks 0 and 1 hold.
-MASKS = ([1, 0, 1, 1, 1, 0], [1, 0, 0, 1, 0, 1])
+MASKS = ([1, 1, 1, 0, 1, 0], [1, 0, 0, 1, 0, 1])
 LENGTHS = [4, 2]
 ACTIVE = [5, 2]
 

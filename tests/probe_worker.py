@@ -671,16 +671,16 @@ def assert_only_read(chunks):
 
 
 def check_once_per_process_and_kind(layout, emit):
-    chunks = live_chunks(per_token=False)
+    chunks, mode = live_chunks(per_token=False), Aggregation("token_mean")
     first = read(chunks)
     assert not first.probe.repeated
     line = first.describe(Aggregation("token_mean"))
     assert "probe: K = M DP CP confirmed through DDP, schedule, finalize: measured 6 at " in line
     assert "at the probe's own M = 3 (" in line
-    assert read(live_chunks(per_token=False)).probe.repeated
+    assert MegatronContract.read(live_chunks(per_token=False), aggregation=mode).probe.repeated
     others = {"per_token": True}, {"per_token": False, "overlap_grad_reduce": True}
     for other in others:
-        assert not read(live_chunks(**other)).probe.repeated
+        assert not MegatronContract.read(live_chunks(**other), aggregation=mode).probe.repeated
     contract = read(chunks, probe=False)
     assert contract.probe is None
     assert "probe: off" in contract.describe(Aggregation("token_mean"))
