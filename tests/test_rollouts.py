@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -89,17 +90,18 @@ def test_a_step_with_no_active_token_is_left_out_and_counted(tmp_path):
     assert (len(rollouts.steps), rollouts.masked_steps) == (1, 1)
 
 
-def test_a_slime_dump_is_read_with_arrays_removed_samples_and_split_rollouts(tmp_path):
+@pytest.mark.parametrize("made", [torch.tensor, np.array], ids=["tensors", "arrays"])
+def test_a_slime_dump_is_read_with_removed_samples_and_split_rollouts(tmp_path, made):
     samples = [
         sample(loss_mask=[1, 0]),
         sample(group_index=1, remove_sample=True),
-        sample(group_index=1, rollout_id=7, rollout_routed_experts=np.zeros((3, 2), np.int32)),
-        sample(group_index=1, rollout_id=7, response_length=5, reward=np.float64(1.0)),
-        sample(group_index=1, loss_mask=torch.tensor([1, 1])),
+        sample(group_index=1, rollout_id=7, rollout_routed_experts=made([[0, 1]])),
+        sample(group_index=1, rollout_id=7, response_length=5, reward=made(1.0)),
+        sample(group_index=1, loss_mask=made([1, 1])),
     ]
     file = tmp_path / "3.pt"
     torch.save({"rollout_id": 3, "samples": samples}, file)
-    (step,) = read(file).steps
+    (step,) = read(file, flags=["--trust-pickle"] if made is np.array else []).steps
     assert columns(step) == ([1, 0, 2, 5, 2], [0, 1, 1, 1, 1], [0, 1, 2, 2, 3])
 
 
@@ -110,7 +112,9 @@ def test_ids_that_are_tensors_or_arrays_are_told_apart_by_value(tmp_path, made, 
     for wrapped in (made, lambda part: [made(part)]):
         samples = [sample(**{name: wrapped(value) for name in names}) for value in ids]
         torch.save({"samples": samples}, tmp_path / "3.pt")
-        assert columns(read(tmp_path / "3.pt").steps[0]) == ([2, 2, 2], [0, 0, 1], [0, 0, 1])
+        flags = ["--trust-pickle"] if made is np.array else []
+        found = read(tmp_path / "3.pt", flags=flags)
+        assert columns(found.steps[0]) == ([2, 2, 2], [0, 0, 1], [0, 0, 1])
 
 
 def test_long_ids_differ_where_one_value_does(tmp_path):
@@ -119,6 +123,55 @@ def test_long_ids_differ_where_one_value_does(tmp_path):
     ids[1][2500] = 1
     torch.save({"samples": [sample(group_index=[i]) for i in ids]}, tmp_path / "3.pt")
     assert columns(read(tmp_path / "3.pt").steps[0])[1] == [0, 1]
+
+
+FORGED = """
+import struct, sys
+import numpy as np, torch
+
+class Called:
+    def __init__(self, called, given, state):
+        self.made = called, given, state
+    def __reduce__(self):
+        return self.made
+
+fields = {"f": (np.dtype("O"), 0)}
+objects = Called(np.dtype, ("V8", False, True), (3, "|", None, ("f",), fields, 8, 1, 0))
+address = struct.pack("<Q", 0x4141414141414141)
+reconstruct = np._core.multiarray._reconstruct
+mask = Called(reconstruct, (np.ndarray, (0,), b"b"), (1, (1,), objects, False, address))
+samples = [{"response_length": 3, "loss_mask": mask, "group_index": 0}]
+torch.save({"rollout_id": 0, "samples": samples}, sys.argv[1])
+"""
+"""Writes a dump whose mask is an address that NumPy takes for an object: the flags of its dtype,
+the last number, deny that it holds one."""
+
+
+def test_a_dump_that_forges_an_object_is_refused_before_numpy_sees_it(tmp_path):
+    """In a process of its own: reading the address would end it by a signal."""
+    file = tmp_path / "forged.pt"
+    subprocess.run([sys.executable, "-c", FORGED, str(file)], check=True)
+    for command in (["explain", "token_mean", "--lengths-file"], ["plot", "--html", "page.html"]):
+        program = [sys.executable, "-m", "megatron_lossagg", *command, str(file)]
+        done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 2, done
+        (line,) = done.stderr.splitlines()
+        assert line.startswith(f"lossagg: {file}: got numpy.")
+        assert "--trust-pickle" in line
+        assert '{"prompt_id": 7, "response_length": 512}' in line
+        assert not done.stdout
+
+
+@pytest.mark.parametrize("value", [np.zeros(2), np.float64(1), np.dtype("i4")], ids=type)
+def test_a_dump_with_numpy_is_loaded_only_when_trusted(tmp_path, value):
+    """Whatever torch's own ``weights_only`` refuses."""
+    file = tmp_path / "3.pt"
+    torch.save({"samples": [sample(metadata={"own": value})]}, file)
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(file, weights_only=True)
+    with pytest.raises(RolloutsError, match=r"got numpy\S*, expected .*--trust-pickle"):
+        read(file)
+    assert columns(read(file, flags=["--trust-pickle"]).steps[0])[0] == [2]
 
 
 class Own:
@@ -295,5 +348,7 @@ def test_what_a_host_dumps_by_its_own_code_is_read(tmp_path, host):
     pytest.importorskip("httpx", reason="httpx, which slime imports, is not installed")
     command = [sys.executable, "-c", DUMP, host, f"{HOSTS_DIR}/{host}"]
     subprocess.run([*command, str(tmp_path / "{rollout_id}.pt")], check=True)
-    rollouts = read(tmp_path / "3.pt")
+    with pytest.raises(RolloutsError, match=r"got numpy\S*, expected .*--trust-pickle"):
+        read(tmp_path / "3.pt")
+    rollouts = read(tmp_path / "3.pt", flags=["--trust-pickle"])
     assert columns(rollouts.steps[0]) == ([3, 2, 0, 6], [0, 0, 1, 1], None)

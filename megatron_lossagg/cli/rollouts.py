@@ -95,8 +95,8 @@ def add_reading_arguments(parser: argparse.ArgumentParser) -> argparse._Argument
     group.add_argument(
         "--trust-pickle",
         action="store_true",
-        help="load a .pt file that holds more than tensors, arrays and plain values; it may run "
-        "code",
+        help="load a .pt file that holds more than tensors and plain values, such as NumPy arrays; "
+        "it may run code",
     )
     return group
 
