@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 import torch
 from real_hosts import HOSTS_DIR
 
+from megatron_lossagg.cli.main import main
 from megatron_lossagg.cli.rollouts import RolloutsError, add_reading_arguments, read_rollouts
 
 RECORDED = Path(__file__).parent.parent / "examples" / "drgrpo" / "data" / "rollouts.jsonl"
@@ -292,6 +295,106 @@ def test_a_fault_is_named_by_file_and_line(tmp_path, text, message):
     with pytest.raises(RolloutsError, match=message) as error:
         read(file)
     assert "r.jsonl" in str(error.value)
+
+
+DEEP, LONG = "[" * 100_000 + "]" * 100_000, "9" * 5_000
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (DEEP, r"line 1: got '\[+\.\.\., expected one JSON object \(nested too deeply\)$"),
+        (f'{{"response_length": 1, "prompt_id": {DEEP}}}', r"line 1: .* \(nested too deeply\)$"),
+        (LONG, r"line 1: got '9+\.\.\., expected one JSON object .Exceeds the limit"),
+        (f'{{"response_length": {LONG}}}', "line 1: got .* expected one JSON object .Exceeds"),
+        (f'{{"response_length": 1, "prompt_id": {"[" * 500}{"]" * 500}}}', None),
+        ("\N{SNOWMAN}".encode("utf-16"), "is not UTF-8 text, expected JSON lines"),
+        (b'{"prompt_id": "\xff"}', "is not UTF-8 text"),
+        (b"\x00\x1b[31m", r"line 1: got '\\x00\\x1b\[31m', expected one JSON object"),
+        ("\ufeff{}", "line 1: got .* expected one JSON object"),
+        (f'{{"{"k" * 5_000}": 1}}', r"line 1: got 'k+\.\.\., expected a length"),
+    ],
+    ids=["deep", "deep id", "long", "long length", "fairly deep", "UTF-16", "Latin-1", "controls",
+         "BOM", "long name"],
+)  # fmt: skip
+def test_a_hostile_line_ends_in_one_short_line(tmp_path, capsys, content, message):
+    file = tmp_path / "r.jsonl"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    status = main(["explain", "token_mean", "--lengths-file", str(file)])
+    err = capsys.readouterr().err
+    if message is None:
+        assert (status, err) == (0, "")
+        return
+    assert status == 2
+    (line,) = err.splitlines()
+    assert re.search(message, line)
+    assert line.startswith(f"lossagg: {file}")
+    assert len(line) < 600
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def endless():
+    value = []
+    value.append(value)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"loss_mask": torch.tensor([1 + 0j])}, "loss_mask is .*, expected a list of 0 and 1"),
+        ({"loss_mask": [torch.tensor([1, 0])] * 2}, "loss_mask is .*, expected a list of 0 and 1"),
+        ({"loss_mask": torch.zeros(2).to_sparse()}, "loss_mask is a Tensor, .* plain numbers"),
+        ({"loss_mask": torch.zeros(2, device="meta")}, "loss_mask is a Tensor, .* plain numbers"),
+        ({"group_index": torch.zeros(2, device="meta")}, "group_index is a Tensor, .* plain"),
+        ({"group_index": [torch.zeros(2, device="meta")]}, "group_index is .*, expected"),
+        ({"group_index": nested(3_000)}, "group_index is a list, expected a string"),
+        ({"group_index": endless()}, "group_index is .*, expected a string"),
+        ({"group_index": {1: 2, "a": 3}}, "group_index is .*, expected a string"),
+        ({"response_length": nested(3_000)}, "response_length is a list, expected an integer"),
+        ({"response_length": torch.ones(2, 2)}, "response_length is .*, expected an integer"),
+    ],
+    ids=["complex", "list of tensors", "sparse", "meta", "meta id", "list with meta id", "deep id",
+         "endless id", "id with mixed keys", "deep length", "square length"],
+)  # fmt: skip
+def test_a_hostile_record_of_a_dump_is_named_in_one_line(tmp_path, capsys, fields, message):
+    file = tmp_path / "3.pt"
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(20_000)  # another program's
+    torch.save({"samples": [sample(), sample(**fields)]}, file)
+    sys.setrecursionlimit(limit)
+    assert main(["explain", "token_mean", "--lengths-file", str(file)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(f"{file}, record 1: {message}", line)
+    assert len(line) < 600
+
+
+def test_a_text_that_no_tokenizer_takes_is_named(tmp_path):
+    tokenizer = saved_tokenizer(tmp_path)
+    file = json_lines(tmp_path / "7.jsonl", [{"input": "q", "output": "a \ud800"}])
+    with pytest.raises(RolloutsError, match=r"line 1: output is 'a .*, expected a text that"):
+        read(file, flags=["--tokenizer", str(tokenizer)])
+
+
+@pytest.mark.parametrize("name", ["n" * 300 + ".jsonl", "loop.jsonl", "pipe.jsonl"])
+def test_a_path_that_leads_to_no_file_is_refused(tmp_path, name):
+    (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(RolloutsError, match="which is not a file"):
+        read(tmp_path / name)
+
+
+def test_more_tokens_than_an_integer_holds_are_refused(tmp_path, capsys):
+    file = json_lines(tmp_path / "r.jsonl", [{"response_length": 2**53}] * 2_000)
+    assert main(["explain", "token_mean", "--lengths-file", str(file)]) == 2
+    assert main(["plot", str(file), "--html", str(tmp_path / "p.html")]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
 
 
 def test_a_completion_of_several_messages_is_refused(tmp_path):

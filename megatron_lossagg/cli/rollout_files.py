@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lossagg.errors import LossAggregationError
+from megatron_lossagg.files import is_file
 
 __all__ = ["Record", "RolloutsError", "imported", "records", "short"]
 
@@ -31,7 +32,7 @@ def records(path: Path, *, trusted: bool, names: Collection[str]) -> Iterator[tu
     it says of a NumPy array is believed. ``names``: the columns of a Parquet file that are read.
     Raises :class:`RolloutsError`.
     """
-    if not path.is_file():
+    if not is_file(path):
         raise RolloutsError(f"got {path}, which is not a file: give a file of rollouts")
     kinds: dict[str, Callable[[], Iterable[tuple[int, object]]]] = {
         ".jsonl": lambda: _json_lines(path),
@@ -62,10 +63,15 @@ def _json_lines(path: Path) -> Iterator[tuple[int, object]]:
         raise RolloutsError(f"{path} cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
         raise RolloutsError(f"{path} is not UTF-8 text, expected JSON lines") from None
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, json.JSONDecodeError):
+            reason = f"{error.msg} at column {error.colno}"
+        elif isinstance(error, RecursionError):
+            reason = "nested too deeply"
+        else:
+            reason = str(error).partition(";")[0]  # an integer of too many digits
         raise RolloutsError(
-            f"{path}, line {number}: got {short(line.strip())}, expected one JSON object "
-            f"({error.msg} at column {error.colno})"
+            f"{path}, line {number}: got {short(line.strip())}, expected one JSON object ({reason})"
         ) from None
 
 
@@ -122,5 +128,8 @@ def imported(name: str, wanted_by: str) -> Any:
 
 def short(value: object) -> str:
     """Write a value for a message, in 60 characters at most."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # nested too deeply, or of a class that cannot write it
+        text = f"a {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."
