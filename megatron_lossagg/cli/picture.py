@@ -38,7 +38,7 @@ def drawn(shares: Shares, path: Path) -> bytes:
     picture = BytesIO()
     try:
         figure.savefig(picture, format=path.suffix[1:] or "png", dpi=120)
-    except ValueError as error:
+    except Exception as error:  # of matplotlib, and of what some formats need
         raise RolloutsError(f"--png {path} cannot be written ({error}): name a .png file") from None
     return picture.getvalue()
 
