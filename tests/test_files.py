@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lossagg.cli.main import main
+from megatron_lossagg.cli.main import _COMMANDS, main
 from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.files import OutputError, check_outputs, printable, write_whole
 from megatron_lossagg.verify import command as verify
@@ -147,7 +147,7 @@ def test_a_new_output_has_the_permissions_of_any_new_file(recorded):
 NO_SPACE = """
 import resource, runpy, signal, sys
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-from megatron_lossagg.cli.main import main
+from megatron_lossagg.cli.main import _COMMANDS, main
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 sys.exit(main(sys.argv[1:]))
 """
@@ -260,6 +260,14 @@ def test_a_reader_that_ended_ends_any_command_without_a_traceback(arguments):
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
     assert len(done.stderr.splitlines()) <= 1
+
+
+def test_an_interrupt_ends_a_command_that_is_still_being_imported(tmp_path, monkeypatch):
+    """Importing torch takes most of the time of ``explain``."""
+    tmp_path.joinpath("slow_command.py").write_text("raise KeyboardInterrupt")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(_COMMANDS, "explain", ("slow_command", ""))
+    assert main(["explain", "token_mean"]) == 128 + signal.SIGINT
 
 
 def test_a_closed_output_ends_without_a_traceback():

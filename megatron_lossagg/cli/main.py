@@ -94,8 +94,8 @@ class _Output(FileIO):
 
 
 def _run(arguments: Sequence[str]) -> int:
-    args = _parser(arguments).parse_args(arguments)
     try:
+        args = _parser(arguments).parse_args(arguments)
         status: int = args.run(args)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
