@@ -143,8 +143,12 @@ class Alias:
     mode: str
     count_empty: bool = True
     note: str = ""
+    """Which number is the divisor, and when that system's own loss is this one."""
 
 
+_EQUALLY_MANY = "if microbatches have equally many samples"
+_SWIFT_TOKENS = "of its Megatron trainer, from 4.6.0 on"
+_TRL_TOKENS = "if steps_per_generation = gradient_accumulation_steps"
 _EMPTY_LEAVES = "a fully masked sample does not count"
 
 # Sources: the systems' own code, listed with commits in docs/math.md.
@@ -156,10 +160,10 @@ ALIASES: dict[str, Alias] = {
         mode="token_mean", note="without the phantom token of a fully masked sample"
     ),
     "miles:default": Alias(mode="sample_mean", note="give rollout ids as sample"),
-    "ms-swift:bnpo": Alias(mode="token_mean", note="of its Megatron trainer from 4.6.0 on"),
-    "ms-swift:dapo": Alias(mode="token_mean"),
-    "ms-swift:dr_grpo": Alias(mode="constant", note="L = max_completion_length"),
-    "ms-swift:grpo": Alias(mode="sample_mean"),
+    "ms-swift:bnpo": Alias(mode="token_mean", note=_SWIFT_TOKENS),
+    "ms-swift:dapo": Alias(mode="token_mean", note=_SWIFT_TOKENS),
+    "ms-swift:dr_grpo": Alias(mode="constant", note=f"L = max_completion_length; {_EQUALLY_MANY}"),
+    "ms-swift:grpo": Alias(mode="sample_mean", note=_EQUALLY_MANY),
     "nemo-rl:token_level_loss=False": Alias(
         mode="sample_mean", note="leave out rows whose sample_mask is 0"
     ),
@@ -174,7 +178,9 @@ ALIASES: dict[str, Alias] = {
     "roll:seq-mean-token-mean": Alias(mode="sample_mean", count_empty=False, note=_EMPTY_LEAVES),
     "roll:seq-mean-token-sum": Alias(mode="sample_sum", count_empty=False, note=_EMPTY_LEAVES),
     "roll:seq-mean-token-sum-norm": Alias(mode="token_sum", note="C = padded width; no 1/B"),
-    "roll:token-mean": Alias(mode="token_mean"),
+    "roll:token-mean": Alias(
+        mode="token_mean", note="if losses outside of the mask are 0: ROLL masks the divisor only"
+    ),
     "scalerl:prompt-average": Alias(mode="prompt_mean"),
     "skyrl:prompt_mean": Alias(mode="prompt_mean"),
     "skyrl:seq_mean_token_sum_norm": Alias(mode="constant", note="L = max_seq_len"),
@@ -187,13 +193,16 @@ ALIASES: dict[str, Alias] = {
     "slime:default": Alias(mode="sample_mean", note="give rollout ids as sample"),
     "tinker:sum": Alias(mode="token_sum"),
     "trl:bnpo": Alias(mode="microbatch_token_mean"),
-    "trl:cispo": Alias(mode="token_mean"),
-    "trl:dapo": Alias(mode="token_mean"),
-    "trl:dr_grpo": Alias(mode="constant", note="L = max_completion_length"),
-    "trl:grpo": Alias(mode="sample_mean"),
-    "trl:luspo": Alias(mode="sample_sum"),
-    "trl:sapo": Alias(mode="sample_mean"),
-    "trl:vespo": Alias(mode="token_mean"),
+    "trl:cispo": Alias(mode="token_mean", note=_TRL_TOKENS),
+    "trl:dapo": Alias(mode="token_mean", note=_TRL_TOKENS),
+    "trl:dr_grpo": Alias(mode="constant", note=f"L = max_completion_length; {_EQUALLY_MANY}"),
+    "trl:grpo": Alias(mode="sample_mean", note=_EQUALLY_MANY),
+    "trl:luspo": Alias(
+        mode="sample_sum",
+        note=f"{_EQUALLY_MANY}; with beta or token-level ratios from 1.10.0 on",
+    ),
+    "trl:sapo": Alias(mode="sample_mean", note=_EQUALLY_MANY),
+    "trl:vespo": Alias(mode="token_mean", note=_TRL_TOKENS),
     "verl:seq-mean-token-mean": Alias(mode="sample_mean"),
     "verl:seq-mean-token-sum": Alias(mode="sample_sum"),
     "verl:seq-mean-token-sum-norm": Alias(mode="constant", note="L = loss_scale_factor"),

@@ -4,13 +4,16 @@ import dataclasses
 import math
 import re
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.aggregation import ALIASES, MODES, alias_lines, mode_lines
+from megatron_lossagg.cli.main import main
 from megatron_lossagg.errors import AggregationError
+from megatron_lossagg.verify.host_runs.step import Step
 
 FORMULAS = {
     ("token_mean", None, True): "1/N",
@@ -221,8 +224,8 @@ def test_the_table_prints_every_name():
             *("token_sum", "w_s = 1/C"),
             f"{MODES['token_sum'].meaning}, may have a divisor",
         ],
-        ["trl:grpo", "sample_mean"],
-        ["trl:dr_grpo", "constant", "(L = max_completion_length)"],
+        ["skyrl:prompt_mean", "prompt_mean"],
+        ["verl:seq-mean-token-sum-norm", "constant", "(L = loss_scale_factor)"],
         [
             *("roll:seq-mean-token-mean", "sample_mean, count_empty=False"),
             "(a fully masked sample does not count)",
@@ -232,6 +235,108 @@ def test_the_table_prints_every_name():
 )
 def test_the_table_lists_the_divisor_of_each_mode_and_the_meaning_of_each_alias(columns):
     assert columns in [re.split(r"\s{2,}", line) for line in [*mode_lines(), *alias_lines()]]
+
+
+EQUALLY_MANY = "if microbatches have equally many samples"
+GENERATION = "if steps_per_generation = gradient_accumulation_steps"
+MASKED_NUMERATOR = "if losses outside of the mask are 0: ROLL masks the divisor only"
+CONDITIONS = {
+    "ms-swift:bnpo": "of its Megatron trainer, from 4.6.0 on",
+    "ms-swift:dapo": "of its Megatron trainer, from 4.6.0 on",
+    "ms-swift:dr_grpo": f"L = max_completion_length; {EQUALLY_MANY}",
+    "ms-swift:grpo": EQUALLY_MANY,
+    "roll:token-mean": MASKED_NUMERATOR,
+    "trl:cispo": GENERATION,
+    "trl:dapo": GENERATION,
+    "trl:dr_grpo": f"L = max_completion_length; {EQUALLY_MANY}",
+    "trl:grpo": EQUALLY_MANY,
+    "trl:luspo": f"{EQUALLY_MANY}; with beta or token-level ratios from 1.10.0 on",
+    "trl:sapo": EQUALLY_MANY,
+    "trl:vespo": GENERATION,
+}
+"""Systems that train the alias' loss only sometimes: tests/hosts/trl_checks.py, and below."""
+
+
+@pytest.mark.parametrize("name", CONDITIONS)
+def test_an_alias_says_when_its_system_trains_that_loss(name, capsys):
+    assert ALIASES[name].note == CONDITIONS[name]
+    (line,) = [line for line in alias_lines() if line.split()[0] == name]
+    assert line.endswith(f"({CONDITIONS[name]})")
+    divisor = ["--divisor", "8"] if MODES[ALIASES[name].mode].divisor == "required" else []
+    assert main(["explain", name, *divisor]) == 0
+    assert CONDITIONS[name] in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_table_of_the_math_is_the_list():
+    page = (Path(__file__).parent.parent / "docs" / "math.md").read_text()
+    rows = {
+        name: (mode.strip("`"), empty == ", `count_empty=False`", note.strip())
+        for name, mode, empty, note in re.findall(
+            r"^\| `([\w-]+:[^`]+)` \| (`\w+`)(, `count_empty=False`)? \|(.*)\|$", page, re.MULTILINE
+        )
+    }
+    assert rows == {
+        name: (alias.mode, not alias.count_empty, alias.note) for name, alias in ALIASES.items()
+    }
+
+
+@pytest.mark.parametrize("name", CONDITIONS)
+def test_no_page_calls_a_loss_unchanged_that_is_so_only_sometimes(name):
+    page = (Path(__file__).parent.parent / "docs" / "coming-from.md").read_text()
+    (row,) = re.findall(rf"^\|.*`{name}`.*$", page, re.MULTILINE)
+    says = row.split(" | ")[-1].rstrip(" |")
+    assert says not in ("unchanged", "as read")
+
+
+def test_rolls_token_mean_trains_what_its_mask_leaves_out():
+    """``functionals.agg_loss`` at 8eb27cc2: the sum of all losses over the tokens of the mask."""
+    step = Step()
+    alias, tokens = Aggregation.named("roll:token-mean"), sum(step.lengths)
+
+    def theirs(losses):
+        return sum(x.sum() for x in losses) / tokens
+
+    inside = [x * mb.mask for x, mb in zip(step.leaves, step.microbatches, strict=True)]
+    assert theirs(inside).item() == pytest.approx(step.wanted(alias, inside).item(), rel=1e-12)
+    ours = step.wanted(alias, step.leaves)
+    rest = sum((x * ~mb.mask).sum() for x, mb in zip(step.leaves, step.microbatches, strict=True))
+    assert theirs(step.leaves).item() == pytest.approx((ours + rest / tokens).item(), rel=1e-12)
+    assert abs(rest.item() / tokens) > 0.1
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "bnpo"])
+def test_swifts_token_mean_is_that_of_the_step_from_4_6_0_on(loss_type):
+    """``loss_func`` of its Megatron trainer, and Megatron's means over microbatches and ranks.
+
+    4.5.3 divides dapo by the tokens of the whole rollout and lacks the last factor; its bnpo is a
+    mean of microbatch means.
+    """
+    step, rollout = Step(), 100
+    M, tokens = step.num_microbatches, sum(step.lengths)
+
+    def theirs(release, rank):
+        of_rank = [mb for mb in step.microbatches if mb.place[0] == rank]
+        sums = [(mb.log_probs * mb.mask).sum() for mb in of_rank]
+        if release == "4.6.0":
+            losses = [x / (tokens / step.dp_size) * M for x in sums]
+        elif loss_type == "dapo":
+            losses = [x / (rollout / step.dp_size) for x in sums]
+        else:
+            losses = [x / mb.mask.sum().clamp(min=1) for x, mb in zip(sums, of_rank, strict=True)]
+        return sum(losses) / M
+
+    def mean(release):
+        return sum(theirs(release, rank) for rank in range(step.dp_size)).item() / step.dp_size
+
+    alias = Aggregation.named(f"ms-swift:{loss_type}")
+    ours = step.wanted(alias, step.leaves).item()
+    assert mean("4.6.0") == pytest.approx(ours, rel=1e-12)
+    old = {
+        "dapo": ours * tokens / rollout / M,
+        "bnpo": step.wanted(Aggregation("microbatch_token_mean"), step.leaves).item(),
+    }
+    assert mean("4.5.3") == pytest.approx(old[loss_type], rel=1e-12)
+    assert abs(old[loss_type] / ours - 1) > 0.01
 
 
 @pytest.mark.parametrize(

@@ -246,6 +246,8 @@ def test_the_description_of_a_command_fits_80_columns(monkeypatch, capsys, comma
         (["token_mean", "--lengths", "0,0/0"], "got 3 fully masked samples and no active token"),
         (["token_mean", "--dp", "0"], "--dp: got 0, expected an integer from 1"),
         (["token_mean", "--microbatches", "0"], "--microbatches: got 0, expected an integer"),
+        (["token_mean", "--dp", "9" * 30], "expected an integer from 1 to 2147483647"),
+        (["token_mean", "--cp", str(2**31)], "--cp: got 2147483648, expected an integer"),
         (["token_mean", "--json", "/nowhere/at/all.json"], "cannot be written"),
         (["token_mean", "--lengths", "2147483648", "--regime", "per-token"], "int32"),
         (["token_mean", "--characters"], "got --characters without --lengths-file"),

@@ -276,6 +276,7 @@ def test_html_alone_needs_no_matplotlib_and_a_png_says_that_it_does(tmp_path, mo
         (["--html", "absent/page.html"], "--html absent/page.html cannot be written"),
         (["--png", "absent/picture.png"], "--png absent/picture.png cannot be written"),
         (["--png", "picture.doc"], "--png picture.doc cannot be written"),
+        (["--png", "picture.pgf"], "--png picture.pgf cannot be written ('xelatex' not found"),
         (["--buckets", "9,3"], "expected rising integers"),
         (["--dp", "0"], "--dp: got 0"),
     ],
@@ -283,6 +284,7 @@ def test_html_alone_needs_no_matplotlib_and_a_png_says_that_it_does(tmp_path, mo
 def test_wrong_usage_ends_with_status_2(tmp_path, monkeypatch, capsys, flags, message):
     if "--png" in flags:
         pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    monkeypatch.setenv("PATH", "")  # no TeX
     monkeypatch.chdir(tmp_path)
     assert main(["plot", str(RECORDED), *flags]) == 2
     assert message in capsys.readouterr().err

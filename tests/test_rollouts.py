@@ -2,6 +2,9 @@
 
 import argparse
 import json
+import os
+import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +14,7 @@ import pytest
 import torch
 from real_hosts import HOSTS_DIR
 
+from megatron_lossagg.cli.main import main
 from megatron_lossagg.cli.rollouts import RolloutsError, add_reading_arguments, read_rollouts
 
 RECORDED = Path(__file__).parent.parent / "examples" / "drgrpo" / "data" / "rollouts.jsonl"
@@ -89,17 +93,18 @@ def test_a_step_with_no_active_token_is_left_out_and_counted(tmp_path):
     assert (len(rollouts.steps), rollouts.masked_steps) == (1, 1)
 
 
-def test_a_slime_dump_is_read_with_arrays_removed_samples_and_split_rollouts(tmp_path):
+@pytest.mark.parametrize("made", [torch.tensor, np.array], ids=["tensors", "arrays"])
+def test_a_slime_dump_is_read_with_removed_samples_and_split_rollouts(tmp_path, made):
     samples = [
         sample(loss_mask=[1, 0]),
         sample(group_index=1, remove_sample=True),
-        sample(group_index=1, rollout_id=7, rollout_routed_experts=np.zeros((3, 2), np.int32)),
-        sample(group_index=1, rollout_id=7, response_length=5, reward=np.float64(1.0)),
-        sample(group_index=1, loss_mask=torch.tensor([1, 1])),
+        sample(group_index=1, rollout_id=7, rollout_routed_experts=made([[0, 1]])),
+        sample(group_index=1, rollout_id=7, response_length=5, reward=made(1.0)),
+        sample(group_index=1, loss_mask=made([1, 1])),
     ]
     file = tmp_path / "3.pt"
     torch.save({"rollout_id": 3, "samples": samples}, file)
-    (step,) = read(file).steps
+    (step,) = read(file, flags=["--trust-pickle"] if made is np.array else []).steps
     assert columns(step) == ([1, 0, 2, 5, 2], [0, 1, 1, 1, 1], [0, 1, 2, 2, 3])
 
 
@@ -110,7 +115,9 @@ def test_ids_that_are_tensors_or_arrays_are_told_apart_by_value(tmp_path, made, 
     for wrapped in (made, lambda part: [made(part)]):
         samples = [sample(**{name: wrapped(value) for name in names}) for value in ids]
         torch.save({"samples": samples}, tmp_path / "3.pt")
-        assert columns(read(tmp_path / "3.pt").steps[0]) == ([2, 2, 2], [0, 0, 1], [0, 0, 1])
+        flags = ["--trust-pickle"] if made is np.array else []
+        found = read(tmp_path / "3.pt", flags=flags)
+        assert columns(found.steps[0]) == ([2, 2, 2], [0, 0, 1], [0, 0, 1])
 
 
 def test_long_ids_differ_where_one_value_does(tmp_path):
@@ -119,6 +126,55 @@ def test_long_ids_differ_where_one_value_does(tmp_path):
     ids[1][2500] = 1
     torch.save({"samples": [sample(group_index=[i]) for i in ids]}, tmp_path / "3.pt")
     assert columns(read(tmp_path / "3.pt").steps[0])[1] == [0, 1]
+
+
+FORGED = """
+import struct, sys
+import numpy as np, torch
+
+class Called:
+    def __init__(self, called, given, state):
+        self.made = called, given, state
+    def __reduce__(self):
+        return self.made
+
+fields = {"f": (np.dtype("O"), 0)}
+objects = Called(np.dtype, ("V8", False, True), (3, "|", None, ("f",), fields, 8, 1, 0))
+address = struct.pack("<Q", 0x4141414141414141)
+reconstruct = np._core.multiarray._reconstruct
+mask = Called(reconstruct, (np.ndarray, (0,), b"b"), (1, (1,), objects, False, address))
+samples = [{"response_length": 3, "loss_mask": mask, "group_index": 0}]
+torch.save({"rollout_id": 0, "samples": samples}, sys.argv[1])
+"""
+"""Writes a dump whose mask is an address that NumPy takes for an object: the flags of its dtype,
+the last number, deny that it holds one."""
+
+
+def test_a_dump_that_forges_an_object_is_refused_before_numpy_sees_it(tmp_path):
+    """In a process of its own: reading the address would end it by a signal."""
+    file = tmp_path / "forged.pt"
+    subprocess.run([sys.executable, "-c", FORGED, str(file)], check=True)
+    for command in (["explain", "token_mean", "--lengths-file"], ["plot", "--html", "page.html"]):
+        program = [sys.executable, "-m", "megatron_lossagg", *command, str(file)]
+        done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 2, done
+        (line,) = done.stderr.splitlines()
+        assert line.startswith(f"lossagg: {file}: got numpy.")
+        assert "--trust-pickle" in line
+        assert '{"prompt_id": 7, "response_length": 512}' in line
+        assert not done.stdout
+
+
+@pytest.mark.parametrize("value", [np.zeros(2), np.float64(1), np.dtype("i4")], ids=type)
+def test_a_dump_with_numpy_is_loaded_only_when_trusted(tmp_path, value):
+    """Whatever torch's own ``weights_only`` refuses."""
+    file = tmp_path / "3.pt"
+    torch.save({"samples": [sample(metadata={"own": value})]}, file)
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(file, weights_only=True)
+    with pytest.raises(RolloutsError, match=r"got numpy\S*, expected .*--trust-pickle"):
+        read(file)
+    assert columns(read(file, flags=["--trust-pickle"]).steps[0])[0] == [2]
 
 
 class Own:
@@ -241,6 +297,106 @@ def test_a_fault_is_named_by_file_and_line(tmp_path, text, message):
     assert "r.jsonl" in str(error.value)
 
 
+DEEP, LONG = "[" * 100_000 + "]" * 100_000, "9" * 5_000
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (DEEP, r"line 1: got '\[+\.\.\., expected one JSON object \(nested too deeply\)$"),
+        (f'{{"response_length": 1, "prompt_id": {DEEP}}}', r"line 1: .* \(nested too deeply\)$"),
+        (LONG, r"line 1: got '9+\.\.\., expected one JSON object .Exceeds the limit"),
+        (f'{{"response_length": {LONG}}}', "line 1: got .* expected one JSON object .Exceeds"),
+        (f'{{"response_length": 1, "prompt_id": {"[" * 500}{"]" * 500}}}', None),
+        ("\N{SNOWMAN}".encode("utf-16"), "is not UTF-8 text, expected JSON lines"),
+        (b'{"prompt_id": "\xff"}', "is not UTF-8 text"),
+        (b"\x00\x1b[31m", r"line 1: got '\\x00\\x1b\[31m', expected one JSON object"),
+        ("\ufeff{}", "line 1: got .* expected one JSON object"),
+        (f'{{"{"k" * 5_000}": 1}}', r"line 1: got 'k+\.\.\., expected a length"),
+    ],
+    ids=["deep", "deep id", "long", "long length", "fairly deep", "UTF-16", "Latin-1", "controls",
+         "BOM", "long name"],
+)  # fmt: skip
+def test_a_hostile_line_ends_in_one_short_line(tmp_path, capsys, content, message):
+    file = tmp_path / "r.jsonl"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    status = main(["explain", "token_mean", "--lengths-file", str(file)])
+    err = capsys.readouterr().err
+    if message is None:
+        assert (status, err) == (0, "")
+        return
+    assert status == 2
+    (line,) = err.splitlines()
+    assert re.search(message, line)
+    assert line.startswith(f"lossagg: {file}")
+    assert len(line) < 600
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def endless():
+    value = []
+    value.append(value)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"loss_mask": torch.tensor([1 + 0j])}, "loss_mask is .*, expected a list of 0 and 1"),
+        ({"loss_mask": [torch.tensor([1, 0])] * 2}, "loss_mask is .*, expected a list of 0 and 1"),
+        ({"loss_mask": torch.zeros(2).to_sparse()}, "loss_mask is a Tensor, .* plain numbers"),
+        ({"loss_mask": torch.zeros(2, device="meta")}, "loss_mask is a Tensor, .* plain numbers"),
+        ({"group_index": torch.zeros(2, device="meta")}, "group_index is a Tensor, .* plain"),
+        ({"group_index": [torch.zeros(2, device="meta")]}, "group_index is .*, expected"),
+        ({"group_index": nested(3_000)}, "group_index is a list, expected a string"),
+        ({"group_index": endless()}, "group_index is .*, expected a string"),
+        ({"group_index": {1: 2, "a": 3}}, "group_index is .*, expected a string"),
+        ({"response_length": nested(3_000)}, "response_length is a list, expected an integer"),
+        ({"response_length": torch.ones(2, 2)}, "response_length is .*, expected an integer"),
+    ],
+    ids=["complex", "list of tensors", "sparse", "meta", "meta id", "list with meta id", "deep id",
+         "endless id", "id with mixed keys", "deep length", "square length"],
+)  # fmt: skip
+def test_a_hostile_record_of_a_dump_is_named_in_one_line(tmp_path, capsys, fields, message):
+    file = tmp_path / "3.pt"
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(20_000)  # another program's
+    torch.save({"samples": [sample(), sample(**fields)]}, file)
+    sys.setrecursionlimit(limit)
+    assert main(["explain", "token_mean", "--lengths-file", str(file)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(f"{file}, record 1: {message}", line)
+    assert len(line) < 600
+
+
+def test_a_text_that_no_tokenizer_takes_is_named(tmp_path):
+    tokenizer = saved_tokenizer(tmp_path)
+    file = json_lines(tmp_path / "7.jsonl", [{"input": "q", "output": "a \ud800"}])
+    with pytest.raises(RolloutsError, match=r"line 1: output is 'a .*, expected a text that"):
+        read(file, flags=["--tokenizer", str(tokenizer)])
+
+
+@pytest.mark.parametrize("name", ["n" * 300 + ".jsonl", "loop.jsonl", "pipe.jsonl"])
+def test_a_path_that_leads_to_no_file_is_refused(tmp_path, name):
+    (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(RolloutsError, match="which is not a file"):
+        read(tmp_path / name)
+
+
+def test_more_tokens_than_an_integer_holds_are_refused(tmp_path, capsys):
+    file = json_lines(tmp_path / "r.jsonl", [{"response_length": 2**53}] * 2_000)
+    assert main(["explain", "token_mean", "--lengths-file", str(file)]) == 2
+    assert main(["plot", str(file), "--html", str(tmp_path / "p.html")]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
 def test_a_completion_of_several_messages_is_refused(tmp_path):
     turns = [{"role": "assistant", "content": "a"}, {"role": "tool", "content": "b"}]
     file = json_lines(tmp_path / "r.jsonl", [{"prompt": "q", "completion": turns}])
@@ -295,5 +451,7 @@ def test_what_a_host_dumps_by_its_own_code_is_read(tmp_path, host):
     pytest.importorskip("httpx", reason="httpx, which slime imports, is not installed")
     command = [sys.executable, "-c", DUMP, host, f"{HOSTS_DIR}/{host}"]
     subprocess.run([*command, str(tmp_path / "{rollout_id}.pt")], check=True)
-    rollouts = read(tmp_path / "3.pt")
+    with pytest.raises(RolloutsError, match=r"got numpy\S*, expected .*--trust-pickle"):
+        read(tmp_path / "3.pt")
+    rollouts = read(tmp_path / "3.pt", flags=["--trust-pickle"])
     assert columns(rollouts.steps[0]) == ([3, 2, 0, 6], [0, 0, 1, 1], None)

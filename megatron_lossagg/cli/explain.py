@@ -23,7 +23,6 @@ from megatron_lossagg.aggregation import alias_lines, mode_lines
 from megatron_lossagg.cli.explanation import (
     DEFAULT_LENGTHS,
     ExplainError,
-    Explanation,
     Split,
     explain,
     explain_rollouts,
@@ -32,6 +31,7 @@ from megatron_lossagg.cli.explanation import (
 from megatron_lossagg.cli.prose import hanging, lines
 from megatron_lossagg.cli.rollouts import add_reading_arguments, read_rollouts
 from megatron_lossagg.cli.shares import add_bucket_argument, read_buckets
+from megatron_lossagg.files import check_outputs, write_whole
 from megatron_lossagg.scaling import REGIMES
 
 __all__ = ["add_arguments", "run"]
@@ -119,6 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Explain a mode and return 0. Raises :class:`LossAggregationError` for wrong usage."""
+    check_outputs({"--json": args.json}, inputs=[args.lengths_file, args.tokenizer])
     split = Split(regime=args.regime, microbatches=args.microbatches, dp=args.dp, cp=args.cp)
     if args.lengths_file is None:
         _refuse_options_of_a_file(args)
@@ -139,7 +140,8 @@ def run(args: argparse.Namespace) -> int:
             highs=None if args.buckets is None else read_buckets(args.buckets),
         )
     if args.json is not None:
-        _write(args.json, explanation)
+        text = json.dumps(asdict(explanation), indent=1, allow_nan=False, default=str)
+        write_whole("--json", args.json, text + "\n")
     print(*lines(explanation, width=_width()), sep="\n")
     return 0
 
@@ -156,14 +158,3 @@ def _refuse_options_of_a_file(args: argparse.Namespace) -> None:
 
 def _width() -> int:
     return min(max(shutil.get_terminal_size().columns, _NARROWEST), _WIDEST)
-
-
-def _write(path: Path, explanation: Explanation) -> None:
-    text = json.dumps(asdict(explanation), indent=1, allow_nan=False, default=str)
-    try:
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ExplainError(
-            f"--json {path} cannot be written ({error.strerror}): name a file in a folder that "
-            "exists"
-        ) from None

@@ -43,6 +43,8 @@ __all__ = [
 
 DEFAULT_LENGTHS = "12,3,40/5,0,20"
 """Uneven lengths, a fully masked sample, two prompts."""
+_MOST = 2**31 - 1
+"""Of a size: the product of two is an int64."""
 
 
 class ExplainError(LossAggregationError, ValueError):
@@ -62,8 +64,8 @@ class Split:
     def __post_init__(self) -> None:
         for flag in ("microbatches", "dp", "cp"):
             size = getattr(self, flag)
-            if size < 1:
-                raise ExplainError(f"--{flag}: got {size}, expected an integer from 1")
+            if not 1 <= size <= _MOST:
+                raise ExplainError(f"--{flag}: got {size}, expected an integer from 1 to {_MOST}")
         if self.regime not in REGIMES:
             raise ExplainError(
                 f"--regime: got {self.regime!r}, expected {' or '.join(map(repr, REGIMES))}"

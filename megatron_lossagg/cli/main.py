@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Sequence
+from io import BufferedWriter, FileIO, TextIOWrapper
+from typing import TYPE_CHECKING, NoReturn
 
 import megatron_lossagg
 from megatron_lossagg.errors import ContractError, LossAggregationError, ReducerError
+from megatron_lossagg.files import printable
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 __all__ = ["main"]
 
@@ -39,28 +46,74 @@ _COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return its exit status: 0, 1 for a failed case, 2 for wrong usage."""
-    if arguments is None:  # the process is ours; leaving it ends the ranks that were launched
-        arguments = sys.argv[1:]
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        if _PIPED.intersection(arguments[:1]):
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    args = _parser(arguments).parse_args(arguments)
+    if arguments is not None:
+        return _run(arguments)
+    # The process is ours; leaving it ends the ranks that were launched.
+    arguments = sys.argv[1:]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    if arguments[:1] == ["run"]:  # what is printed, and how it fails, is the script's
+        return _run(arguments)
+    if _PIPED.intersection(arguments[:1]):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    if sys.stdout is None:  # closed
+        return _run(arguments)
+    output = _Output(1, "w", closefd=False)
+    sys.stdout = TextIOWrapper(
+        BufferedWriter(output),
+        encoding=sys.stdout.encoding,
+        errors="backslashreplace",
+        line_buffering=output.isatty(),
+    )
     try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()
+            if output.error is not None:
+                raise output.error
+    except OSError:
+        if output.error is None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is flushed at the end
+        reason = output.error.strerror
+        print(f"lossagg: the output cannot be written ({reason})", file=sys.stderr)
+        return 1
+
+
+class _Output(FileIO):
+    """Standard output that remembers its error: argparse hides it."""
+
+    error: OSError | None = None
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+
+def _run(arguments: Sequence[str]) -> int:
+    try:
+        args = _parser(arguments).parse_args(arguments)
         status: int = args.run(args)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except (ContractError, ReducerError) as error:  # Megatron-Core breaks the contract
-        print(f"lossagg: {error}", file=sys.stderr)
-        return 1
     except LossAggregationError as error:
-        print(f"lossagg: {error}", file=sys.stderr)
-        return 2
+        print(f"lossagg: {printable(str(error))}", file=sys.stderr)
+        is_broken = isinstance(error, ContractError | ReducerError)  # by Megatron-Core
+        return 1 if is_broken else 2
     return status
 
 
-def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
+
+
+def _parser(arguments: Sequence[str]) -> _Parser:
     """Build the parser; import the module of the command in ``arguments``, and no other's."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="lossagg",
         description="The loss you configured is the loss you train: prove it, and explain it.",
     )

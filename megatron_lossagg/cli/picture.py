@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from megatron_lossagg.cli.shares import Shares
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["COLORS", "draw"]
+__all__ = ["COLORS", "drawn"]
 
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#555555")
 """Okabe and Ito's, which colour-blind readers can tell apart; one for each mode at most."""
@@ -20,8 +21,8 @@ _GROUP = 0.84
 """Part of a bucket's width that its bars take."""
 
 
-def draw(shares: Shares, path: Path) -> None:
-    """Write the picture. Raises :class:`RolloutsError` where that is not possible."""
+def drawn(shares: Shares, path: Path) -> bytes:
+    """Return the picture, in the format of the path's ending. Raises :class:`RolloutsError`."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -34,12 +35,12 @@ def draw(shares: Shares, path: Path) -> None:
     _histogram(above, shares)
     _weights(below, shares)
     figure.suptitle(f"{shares.finding}\n", fontsize=11, x=0.01, ha="left", wrap=True)
+    picture = BytesIO()
     try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:  # ValueError: an ending that is not a picture's
-        raise RolloutsError(
-            f"--png {path} cannot be written ({error}): name a .png file in a folder that exists"
-        ) from None
+        figure.savefig(picture, format=path.suffix[1:] or "png", dpi=120)
+    except Exception as error:  # of matplotlib, and of what some formats need
+        raise RolloutsError(f"--png {path} cannot be written ({error}): name a .png file") from None
+    return picture.getvalue()
 
 
 def _histogram(axes: Axes, shares: Shares) -> None:

@@ -15,13 +15,15 @@ Exit status: 0, or 2 for wrong usage.
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from megatron_lossagg.cli.explanation import Split
-from megatron_lossagg.cli.picture import draw
-from megatron_lossagg.cli.rollouts import RolloutsError, add_reading_arguments, read_rollouts
+from megatron_lossagg.cli.picture import drawn
+from megatron_lossagg.cli.rollouts import add_reading_arguments, read_rollouts
 from megatron_lossagg.cli.shares import add_bucket_argument, read_buckets, shares_of
 from megatron_lossagg.cli.shares_page import page
+from megatron_lossagg.files import OutputError, check_outputs, printable, write_whole
 
 __all__ = ["add_arguments", "run"]
 
@@ -35,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="write the picture here (default: the first file's name with .png, in the current "
-        "folder, unless --html is given); needs matplotlib",
+        "folder, unless --html is given or it exists); needs matplotlib",
     )
     parser.add_argument(
         "--html",
@@ -58,25 +60,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Draw, and return 0. Raises :class:`LossAggregationError` for wrong usage."""
+    png = args.png
+    if png is None and args.html is None:
+        png = Path(f"{args.files[0].stem}.png")
+        if os.path.lexists(png):
+            raise OutputError(
+                f"got {png}, which exists, and no --png: give --png {png} to replace it, or "
+                "another name"
+            )
+    check_outputs({"--png": png, "--html": args.html}, inputs=[*args.files, args.tokenizer])
     split = Split(microbatches=args.microbatches, dp=args.dp)
     highs = None if args.buckets is None else read_buckets(args.buckets)
     shares = shares_of(
         read_rollouts(args.files, args), microbatches=split.microbatches, dp=split.dp, highs=highs
     )
     print(f"{shares.summary}.", shares.finding, *shares.notes, sep="\n")
-    png = args.png
-    if png is None and args.html is None:
-        png = Path(args.files[0].with_suffix(".png").name)
     if png is not None:
-        draw(shares, png)
-        print(png)
+        write_whole("--png", png, drawn(shares, png))
+        print(printable(str(png)))
     if args.html is not None:
-        try:
-            args.html.write_text(page(shares), encoding="utf-8")
-        except OSError as error:
-            raise RolloutsError(
-                f"--html {args.html} cannot be written ({error.strerror}): name a file in a folder "
-                "that exists"
-            ) from None
-        print(args.html)
+        write_whole("--html", args.html, page(shares))
+        print(printable(str(args.html)))
     return 0

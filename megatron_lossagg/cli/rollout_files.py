@@ -5,7 +5,6 @@ Each holds records, objects with names; ``rollouts`` has what the names mean.
 
 from __future__ import annotations
 
-import codecs
 import importlib
 import json
 import pickle
@@ -13,13 +12,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megatron_lossagg.errors import LossAggregationError
+from megatron_lossagg.files import is_file
 
 __all__ = ["Record", "RolloutsError", "imported", "records", "short"]
 
 Record = Mapping[str, Any]
+_A_RECORD = 'one line or row {"prompt_id": 7, "response_length": 512} per response'
 
 
 class RolloutsError(LossAggregationError, ValueError):
@@ -29,10 +28,11 @@ class RolloutsError(LossAggregationError, ValueError):
 def records(path: Path, *, trusted: bool, names: Collection[str]) -> Iterator[tuple[str, Record]]:
     """Yield every record of a file with its place in words, such as ``a.jsonl, line 3``.
 
-    ``trusted``: load a pickle that names more than tensors, arrays and plain values. ``names``:
-    the columns of a Parquet file that are read. Raises :class:`RolloutsError`.
+    ``trusted``: also load a pickle that torch's ``weights_only`` refuses; it may run code, and what
+    it says of a NumPy array is believed. ``names``: the columns of a Parquet file that are read.
+    Raises :class:`RolloutsError`.
     """
-    if not path.is_file():
+    if not is_file(path):
         raise RolloutsError(f"got {path}, which is not a file: give a file of rollouts")
     kinds: dict[str, Callable[[], Iterable[tuple[int, object]]]] = {
         ".jsonl": lambda: _json_lines(path),
@@ -43,7 +43,7 @@ def records(path: Path, *, trusted: bool, names: Collection[str]) -> Iterator[tu
     if kind is None:
         raise RolloutsError(
             f"{path}: got the ending {path.suffix!r}, expected {', '.join(kinds)}: rename it, or "
-            'write one line {"prompt_id": 7, "response_length": 512} per response'
+            f"write {_A_RECORD}"
         )
     word = "line" if path.suffix == ".jsonl" else "record"
     for number, record in kind():
@@ -63,10 +63,15 @@ def _json_lines(path: Path) -> Iterator[tuple[int, object]]:
         raise RolloutsError(f"{path} cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
         raise RolloutsError(f"{path} is not UTF-8 text, expected JSON lines") from None
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, json.JSONDecodeError):
+            reason = f"{error.msg} at column {error.colno}"
+        elif isinstance(error, RecursionError):
+            reason = "nested too deeply"
+        else:
+            reason = str(error).partition(";")[0]  # an integer of too many digits
         raise RolloutsError(
-            f"{path}, line {number}: got {short(line.strip())}, expected one JSON object "
-            f"({error.msg} at column {error.colno})"
+            f"{path}, line {number}: got {short(line.strip())}, expected one JSON object ({reason})"
         ) from None
 
 
@@ -74,14 +79,14 @@ def _samples_of_torch(path: Path, *, trusted: bool) -> Sequence[object]:
     import torch
 
     try:
-        with torch.serialization.safe_globals(_array_parts()):
-            dump = torch.load(path, map_location="cpu", weights_only=not trusted)
+        dump = torch.load(path, map_location="cpu", weights_only=not trusted)
     except pickle.UnpicklingError as error:
         reason = str(error).replace("\n", " ")
         unknown = reason.partition("GLOBAL ")[2].split(" ")[0] or "an object of its own"
         raise RolloutsError(
-            f"{path}: got {unknown}, expected tensors, arrays and plain values: if you wrote this "
-            "file, give --trust-pickle, which runs what it holds"
+            f"{path}: got {unknown}, expected tensors and plain values, which are all that torch "
+            "loads without running code of the file. If you trust who wrote it, give "
+            f"--trust-pickle; else save the rollouts as JSON lines or Parquet, {_A_RECORD}"
         ) from None
     except Exception as error:  # of any library that a pickle names
         raise RolloutsError(
@@ -95,17 +100,6 @@ def _samples_of_torch(path: Path, *, trusted: bool) -> Sequence[object]:
             "--save-debug-rollout-data of slime or miles writes"
         )
     return samples
-
-
-def _array_parts() -> list[Any]:
-    """Return what the pickle of a numpy array or scalar calls: it makes data and runs nothing."""
-    core = importlib.import_module("numpy._core.multiarray")
-    parts: list[Any] = [np.ndarray, np.dtype, *{type(np.dtype(c)) for c in np.typecodes["All"]}]
-    parts.append((codecs.encode, "_codecs.encode"))
-    for name in ("_reconstruct", "scalar"):
-        # numpy 1 and 2 name their module differently.
-        parts += [(getattr(core, name), f"numpy.{c}.multiarray.{name}") for c in ("core", "_core")]
-    return parts
 
 
 def _rows_of_parquet(path: Path, wanted: Collection[str]) -> Sequence[object]:
@@ -134,5 +128,8 @@ def imported(name: str, wanted_by: str) -> Any:
 
 def short(value: object) -> str:
     """Write a value for a message, in 60 characters at most."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # nested too deeply, or of a class that cannot write it
+        text = f"a {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."

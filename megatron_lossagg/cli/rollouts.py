@@ -30,6 +30,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,7 @@ import numpy as np
 
 from megatron_lossagg.cli.rollout_files import Record, RolloutsError, imported, records, short
 from megatron_lossagg.counts import MOST_TOKENS
+from megatron_lossagg.files import printable
 from megatron_lossagg.integers import Ints
 from megatron_lossagg.verify.words import number_of
 
@@ -95,8 +97,8 @@ def add_reading_arguments(parser: argparse.ArgumentParser) -> argparse._Argument
     group.add_argument(
         "--trust-pickle",
         action="store_true",
-        help="load a .pt file that holds more than tensors, arrays and plain values; it may run "
-        "code",
+        help="load a .pt file that holds more than tensors and plain values, such as NumPy arrays; "
+        "it may run code",
     )
     return group
 
@@ -246,7 +248,14 @@ class _Reader:
                 "--characters to count characters instead"
             )
         self._lengths_from[f"the text of {key!r}"] = None
-        return self._measure(_text(record[key], f"{place}: {key}"))
+        text = _text(record[key], f"{place}: {key}")
+        try:
+            return self._measure(text)
+        except Exception as error:  # of the tokenizer's library
+            raise RolloutsError(
+                f"{place}: {key} is {short(text)}, expected a text that {self._measure_flag} can "
+                f"encode ({short(str(error))})"
+            ) from None
 
 
 def _first(record: Record, names: Iterable[str]) -> str | None:
@@ -263,29 +272,38 @@ def _integer(record: Record, name: str, place: str) -> int:
 
 
 def _id(record: Record, name: str, place: str) -> str | int:
-    value = _plain(record[name])
+    value = _plain(record[name], f"{place}: {name}")
+
+    def in_json(part: object) -> object:
+        return _plain(part, f"{place}: {name}") if hasattr(part, "tolist") else str(part)
+
+    if isinstance(value, str | int) and not isinstance(value, bool):
+        return value
     if isinstance(value, list | dict):  # messages or token ids
-        return json.dumps(value, sort_keys=True, default=_in_json)
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise RolloutsError(
-            f"{place}: {name} is {short(value)}, expected a string, an integer, a list or an "
-            "object: give records to the same prompt or sample the same one"
-        )
-    return value
+        with suppress(TypeError, ValueError, RecursionError):  # names of two kinds, endless, deep
+            return json.dumps(value, sort_keys=True, default=in_json)
+    raise RolloutsError(
+        f"{place}: {name} is {short(value)}, expected a string, an integer, a list or an "
+        "object: give records to the same prompt or sample the same one"
+    )
 
 
-def _plain(value: object) -> object:
+def _plain(value: object, name: str) -> object:
     """Return what a tensor or an array holds, and anything else as it is."""
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def _in_json(value: object) -> object:
-    return _plain(value) if hasattr(value, "tolist") else str(value)
+    if not hasattr(value, "tolist"):
+        return value
+    try:
+        return value.tolist()
+    except Exception:  # of a tensor that is sparse, or has no data
+        raise RolloutsError(
+            f"{name} is a {type(value).__name__}, expected one whose values can be listed: record "
+            "plain numbers"
+        ) from None
 
 
 def _sum_of_mask(mask: object, name: str, length: int | None) -> int:
-    values = _plain(mask)
-    if not isinstance(values, list) or any(value not in (0, 1) for value in values):
+    values = _plain(mask, name)
+    if not isinstance(values, list) or not all(map(_is_bit, values)):
         raise RolloutsError(f"{name} is {short(values)}, expected a list of 0 and 1 per token")
     if length is not None and len(values) != length:
         raise RolloutsError(
@@ -293,6 +311,10 @@ def _sum_of_mask(mask: object, name: str, length: int | None) -> int:
             f"{length}: a mask has one value per response token"
         )
     return int(sum(values))
+
+
+def _is_bit(value: object) -> bool:
+    return isinstance(value, int | float) and value in (0, 1)
 
 
 def _text(value: object, name: str) -> str:
@@ -319,16 +341,16 @@ def _measure(args: argparse.Namespace) -> Callable[[str], int] | None:
         tokenizer = tokenizers.Tokenizer.from_file(str(args.tokenizer))
     except Exception as error:  # the library raises Exception itself
         raise RolloutsError(
-            f"--tokenizer {args.tokenizer} cannot be read ({error}): give the tokenizer.json of "
-            "the model"
+            f"--tokenizer {args.tokenizer} cannot be read ({short(str(error))}): give the "
+            "tokenizer.json of the model"
         ) from None
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def _names(paths: Sequence[Path]) -> str:
     more = f" and {number_of(len(paths) - 1, 'more file')}" if paths[1:] else ""
-    return f"{paths[0].name}{more}"
+    return f"{printable(paths[0].name)}{more}"
 
 
 def _listed(record: Record) -> str:
-    return ", ".join(repr(name) for name in list(record)[:8]) or "an empty record"
+    return ", ".join(short(name) for name in list(record)[:8]) or "an empty record"

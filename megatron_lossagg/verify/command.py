@@ -32,6 +32,7 @@ import megatron_lossagg
 from megatron_lossagg.aggregation import CUSTOM
 from megatron_lossagg.cpu import launch
 from megatron_lossagg.errors import ProofError
+from megatron_lossagg.files import check_outputs, write_whole
 from megatron_lossagg.flags import add_loss_aggregation_args, aggregation_from_args
 from megatron_lossagg.scaling import REGIMES
 from megatron_lossagg.verify import report as show
@@ -219,12 +220,7 @@ def _job(args: argparse.Namespace) -> Job:
 
 def _check_files(args: argparse.Namespace) -> None:
     """Refuse, before the run, a file that could not be written after it."""
-    for path in (args.json, args.html):
-        if path is None:
-            continue
-        folder = path.resolve().parent
-        if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise ProofError(f"{path} cannot be written: name a file in a folder that exists")
+    check_outputs({"--json": args.json, "--html": args.html})
 
 
 def _cases(args: argparse.Namespace) -> Sequence[Case]:
@@ -315,8 +311,8 @@ def _follow(events: Path, ended: threading.Event, take: Callable[[Event], None])
 
 def _write(args: argparse.Namespace, report: show.Report) -> None:
     if args.json is not None:
-        args.json.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+        write_whole("--json", args.json, json.dumps(report, indent=1, allow_nan=False) + "\n")
     if args.html is not None:
         from megatron_lossagg.verify.page import page
 
-        args.html.write_text(page(report), encoding="utf-8")
+        write_whole("--html", args.html, page(report))

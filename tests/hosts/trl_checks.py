@@ -21,11 +21,14 @@ def named(loss_type):
     return Aggregation.named(f"trl:{loss_type}", divisor=L if loss_type == "dr_grpo" else None)
 
 
-def theirs(step, loss_type, losses=None):
+def theirs(step, loss_type, *, generated=None, steps=1, beta=0.0):
     """Mean over processes of the sums over microbatches, as accelerate's DDP averages gradients.
 
-    The ratio is x against old log-probabilities of 0, unclipped; A is -1: the loss is x.
+    The ratio is x against old log-probabilities of 0, unclipped; A is -1: the loss is x. With
+    ``beta``, the log-probabilities of the reference model are 0 as well. ``generated``: active
+    tokens of the generation batch, which has the rows of that many ``steps``.
     """
+    generated = sum(step.lengths) if generated is None else generated
     accelerator = SimpleNamespace(
         num_processes=step.dp_size,
         gather=lambda t: t,
@@ -46,7 +49,7 @@ def theirs(step, loss_type, losses=None):
             top_entropy_quantile=1.0,
             off_policy_mask_threshold=None,
             importance_sampling_level="token",
-            beta=0.0,
+            beta=beta,
             loss_type=loss_type,
             epsilon_low=1e9,
             epsilon_high=1e9,
@@ -62,7 +65,7 @@ def theirs(step, loss_type, losses=None):
             args=SimpleNamespace(
                 delta=None,
                 use_bias_correction_kl=False,
-                steps_per_generation=step.num_microbatches,
+                steps_per_generation=step.num_microbatches * steps,
                 sapo_temperature_neg=1.05,
                 sapo_temperature_pos=1.0,
                 **dict.fromkeys(
@@ -80,7 +83,8 @@ def theirs(step, loss_type, losses=None):
             "completion_mask": mb.mask.long(),
             "advantages": -torch.ones(rows, dtype=torch.float64),
             "old_per_token_logps": torch.zeros_like(log_p),
-            "num_items_in_batch": torch.tensor(float(sum(step.lengths))),
+            "ref_per_token_logps": torch.zeros_like(log_p),
+            "num_items_in_batch": torch.tensor(float(generated)),
         }
         total = total + GRPOTrainer._compute_loss(trainer, None, inputs)
     return total / step.dp_size
@@ -110,7 +114,24 @@ def test_an_alias_is_the_hosts_own_aggregation(loss_type, lengths):
     assert_same(ours, theirs(step, loss_type), step.leaves)
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "luspo"])
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "vespo"])
+def test_a_generation_batch_of_several_steps_gives_trl_the_divisor_of_their_mean(loss_type):
+    step, others = Step(MASKED), 57
+    host = theirs(step, loss_type, generated=sum(step.lengths) + others, steps=2)
+    ours = step.loss(named(loss_type), per_token(step, loss_type))
+    mean = (sum(step.lengths) + others) / 2
+    assert abs(sum(step.lengths) / mean - 1) > 0.1
+    assert_same(ours * sum(step.lengths) / mean, host, step.leaves)
+
+
+def test_the_kl_of_luspo_is_summed_over_the_tokens_of_the_mask():
+    """Before 1.10.0 it was a mean over the padded width."""
+    step, beta = Step(MASKED), 0.3
+    losses = [x + beta * (torch.exp(-x.log()) + x.log() - 1) for x in per_token(step, "luspo")]
+    assert_same(step.loss(named("luspo"), losses), theirs(step, "luspo", beta=beta), step.leaves)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "sapo", "dr_grpo", "luspo"])
 def test_trl_averages_microbatches_which_differs_where_they_have_unequally_many_rows(loss_type):
     # As at the end of an epoch: a row of the smaller microbatch weighs more.
     step = Step([[MASKED[0][0], MASKED[0][1][:1]]])

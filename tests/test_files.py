@@ -1,0 +1,276 @@
+"""Files of the command: what is read is never written over, and what is written is whole."""
+
+import argparse
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_lossagg.cli.main import _COMMANDS, main
+from megatron_lossagg.errors import LossAggregationError
+from megatron_lossagg.files import OutputError, check_outputs, printable, write_whole
+from megatron_lossagg.verify import command as verify
+
+RECORDS = "".join(f'{{"prompt_id": {n % 2}, "response_length": {n + 3}}}\n' for n in range(6))
+HOSTILE = "\x1b[31mred\x1b]0;owned\x07\u202e\n.jsonl"
+UNDECODABLE = os.fsdecode(b"bad\xff.jsonl")
+
+
+@pytest.fixture
+def recorded(tmp_path, monkeypatch):
+    """Return recorded rollouts in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "rollouts.jsonl"
+    file.write_text(RECORDS)
+    return file
+
+
+def lossagg(*arguments, **options):
+    """Run the command in a process of its own."""
+    program = [sys.executable, "-m", "megatron_lossagg", *map(str, arguments)]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    return subprocess.run(program, text=True, errors="surrogateescape", **options)
+
+
+def spelled(kind, file):
+    """Return another spelling of a file."""
+    other = file.with_name("other.jsonl")
+    if kind == "symbolic link":
+        other.symlink_to(file.name)
+    elif kind == "hard link":
+        other.hardlink_to(file)
+    elif kind == "linked folder":
+        folder = file.parent / "folder"
+        folder.symlink_to(".")
+        return folder / file.name
+    elif kind == "relative":
+        return f"../{file.parent.name}/{file.name}"
+    return other if other.exists() else file
+
+
+WRITES = {
+    "plot --html": lambda read, write: ["plot", read, "--html", write],
+    "plot --png": lambda read, write: ["plot", read, "--png", write],
+    "explain --json": lambda read, write: [
+        "explain", "token_mean", "--lengths-file", read, "--json", write,
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "kind", ["itself", "relative", "symbolic link", "hard link", "linked folder"]
+)
+@pytest.mark.parametrize("write", WRITES)
+def test_an_output_that_is_an_input_is_refused_by_any_spelling(recorded, capsys, write, kind):
+    output = spelled(kind, recorded)
+    assert main(list(map(str, WRITES[write](recorded, output)))) == 2
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert f"{write.split()[1]} {output} is {recorded}, which is read: name another file" in line
+    assert not out
+    assert recorded.read_text() == RECORDS
+
+
+def test_an_output_that_is_the_tokenizer_is_refused(recorded, capsys):
+    tokenizer = recorded.with_name("tokenizer.json")
+    tokenizer.write_text("{}")
+    arguments = ["--tokenizer", str(tokenizer), "--html", str(tokenizer)]
+    assert main(["plot", str(recorded), *arguments]) == 2
+    assert f"{tokenizer}, which is read" in capsys.readouterr().err
+    assert tokenizer.read_text() == "{}"
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_one_file_for_two_outputs_is_refused(recorded, capsys, exists):
+    output = recorded.with_name("page.html")
+    if exists:
+        output.write_text("older")
+    assert main(["plot", str(recorded), "--html", "page.html", "--png", str(output)]) == 2
+    err = capsys.readouterr().err
+    assert f"--png {output} and --html page.html are the same file: name another file" in err
+    assert output.exists() == exists
+
+
+def test_the_outputs_of_verify_are_checked_before_its_run(recorded):
+    args = argparse.Namespace(json=recorded, html=recorded)
+    with pytest.raises(LossAggregationError, match="the same file"):
+        verify._check_files(args)
+
+
+def test_a_default_picture_replaces_no_file(recorded, capsys):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    picture = recorded.with_name("rollouts.png")
+    target = recorded.with_name("absent.png")
+    for make in (lambda: picture.write_text("mine"), lambda: picture.symlink_to(target)):
+        make()
+        before = picture.is_symlink() or picture.read_text()
+        assert main(["plot", str(recorded)]) == 2
+        out, err = capsys.readouterr()
+        assert "got rollouts.png, which exists, and no --png: give --png rollouts.png" in err
+        assert not out
+        assert (picture.is_symlink() or picture.read_text()) == before
+        assert not target.exists()
+        picture.unlink()
+    picture.write_text("mine")
+    assert main(["plot", str(recorded), "--png", "rollouts.png"]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_existing_output_is_replaced_whole_and_keeps_its_link_and_its_mode(recorded):
+    real, link = recorded.with_name("real.json"), recorded.with_name("link.json")
+    real.write_text("older")
+    real.chmod(0o640)
+    link.symlink_to("real.json")
+    with real.open() as opened:
+        assert main(["explain", "token_mean", "--json", "link.json"]) == 0
+        assert opened.read() == "older"  # whoever reads the older one reads it to its end
+    assert json.loads(real.read_text())["mode"] == "token_mean"
+    assert link.is_symlink()
+    assert stat.S_IMODE(real.stat().st_mode) == 0o640
+    assert sorted(file.name for file in recorded.parent.iterdir()) == [
+        "link.json", "real.json", "rollouts.jsonl",
+    ]  # fmt: skip
+
+
+def test_a_new_output_has_the_permissions_of_any_new_file(recorded):
+    recorded.with_name("any").touch()
+    write_whole("--json", recorded.with_name("new.json"), "text")
+    modes = {recorded.with_name(name).stat().st_mode for name in ("any", "new.json")}
+    assert len(modes) == 1
+
+
+NO_SPACE = """
+import resource, runpy, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+from megatron_lossagg.cli.main import _COMMANDS, main
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_an_output_that_cannot_be_finished_leaves_the_older_one(recorded, write):
+    if "png" in write:
+        pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    older = recorded.with_name("older")
+    older.write_text("older")
+    words = WRITES[write](recorded, older)
+    program = [sys.executable, "-c", NO_SPACE, *map(str, words)]
+    done = subprocess.run(program, capture_output=True, text=True)
+    assert done.returncode == 2, done
+    assert f"{write.split()[1]} {older} cannot be written (File too large)" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert older.read_text() == "older"
+    assert sorted(file.name for file in recorded.parent.iterdir()) == ["older", "rollouts.jsonl"]
+
+
+def test_an_output_may_be_a_pipe(recorded):
+    pipe = recorded.with_name("pipe")
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_whole("--json", pipe, "text")
+    assert os.read(reader, 10) == b"text"
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    os.close(reader)
+
+
+@pytest.mark.parametrize("path", ["absent/file", ".", "rollouts.jsonl/file"])
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(recorded, path):
+    with pytest.raises(OutputError, match=r"--json .* cannot be written: name a file in a folder"):
+        check_outputs({"--json": recorded.parent / path})
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain ünï.jsonl", "plain ünï.jsonl"),
+        ("\x1b[31m\a\n\t\x7f\x9b", r"\x1b[31m\x07\n\t\x7f\x9b"),
+        (UNDECODABLE, r"bad\udcff.jsonl"),
+        ("\u202e", r"\u202e"),
+        (r"back\slash", r"back\slash"),
+    ],
+)
+def test_what_a_terminal_would_act_on_is_printed_as_an_escape(text, shown):
+    assert printable(text) == shown
+
+
+@pytest.mark.parametrize("name", [HOSTILE, UNDECODABLE], ids=["escapes", "undecodable"])
+def test_a_hostile_file_name_is_printed_with_escapes_and_works(tmp_path, name):
+    file = tmp_path / name
+    file.write_text(RECORDS)
+    page = tmp_path / f"{name}.html"
+    done = lossagg("plot", file, "--html", page, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "</html>" in page.read_text()
+    file.write_text("{")
+    refused = lossagg("explain", "token_mean", "--lengths-file", file)
+    assert refused.returncode == 2
+    unknown = lossagg("explain", "token_mean", name)
+    assert unknown.returncode == 2
+    for text in (done.stdout, refused.stderr, unknown.stderr):
+        assert printable(name) in text
+        assert text.replace("\n", "").isprintable()
+    assert len(refused.stderr.splitlines()) == 1
+
+
+def test_a_name_that_the_locale_cannot_encode_is_printed_with_escapes(tmp_path):
+    file = tmp_path / "ünï.jsonl"
+    file.write_text(RECORDS)
+    plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = lossagg("plot", file, "--html", "p.html", cwd=tmp_path, env=plain)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["explain", "token_mean"],
+        ["explain", "--list"],
+        ["--version"],
+        ["plot", "rollouts.jsonl", "--html", "p.html"],
+    ],
+    ids=" ".join,
+)
+def test_a_full_output_ends_in_one_line(recorded, arguments):
+    with Path("/dev/full").open("w") as full:
+        done = lossagg(*arguments, stdout=full, cwd=recorded.parent)
+    assert done.returncode == 1, done
+    assert done.stderr == "lossagg: the output cannot be written (No space left on device)\n"
+
+
+def test_a_full_device_named_as_an_output_ends_in_one_line(recorded, capsys):
+    assert main(["explain", "token_mean", "--json", "/dev/full"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--json /dev/full cannot be written (No space left on device)" in line
+
+
+@pytest.mark.parametrize("arguments", [["verify", "--help"], ["--help"]], ids=" ".join)
+def test_a_reader_that_ended_ends_any_command_without_a_traceback(arguments):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = lossagg(*arguments, stdout=writer)
+    os.close(writer)
+    assert done.returncode in (1, -signal.SIGPIPE)
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+    assert len(done.stderr.splitlines()) <= 1
+
+
+def test_an_interrupt_ends_a_command_that_is_still_being_imported(tmp_path, monkeypatch):
+    """Importing torch takes most of the time of ``explain``."""
+    tmp_path.joinpath("slow_command.py").write_text("raise KeyboardInterrupt")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(_COMMANDS, "explain", ("slow_command", ""))
+    assert main(["explain", "token_mean"]) == 128 + signal.SIGINT
+
+
+def test_a_closed_output_ends_without_a_traceback():
+    done = lossagg("explain", "token_mean", stdout=None, preexec_fn=lambda: os.close(1))
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) <= 1
