@@ -37,7 +37,6 @@ class RLAdapter(PretrainAdapter):
     gives_prompts = True
 
     def __init__(self) -> None:
-        super().__init__()
         self._turns = _Turns()
         self._needs_prompts = False
 
