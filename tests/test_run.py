@@ -3,9 +3,11 @@
 On Megatron-LM itself: ``test_hosts_megatron_lm.py``.
 """
 
+import subprocess
 import sys
 
 import pytest
+from conftest import worker_path
 
 from megatron_lossagg.cli.main import main
 
@@ -70,3 +72,81 @@ def test_a_script_with_a_schedule_of_its_own_is_refused(script, capsys):
 def test_a_script_that_does_not_exist_is_wrong_usage(tmp_path, capsys):
     assert main(["run", str(tmp_path / "absent.py")]) == 2
     assert "absent.py, which does not exist" in capsys.readouterr().err
+
+
+def test_cpu_may_stand_after_the_script(script, capsys):
+    flag = ["--loss-aggregation", "token_mean"]
+    assert main(["run", str(script), "--cpu", *flag, "0"]) == 1
+    out, err = capsys.readouterr()
+    assert "megatron.training" in err  # no checkout is on the path
+    assert "argv" not in out
+
+
+READS_AHEAD = """
+from megatron_lossagg import Aggregation, StepBuffer
+
+def reads_a_file():
+    yield [3]
+    raise OSError("disk gone")
+
+def counts(data):
+    return [data["tokens"]]
+
+StepBuffer({iterator}, 2).plan(Aggregation("token_mean"), {count})
+"""
+
+
+@pytest.mark.parametrize(
+    ("iterator", "count", "function", "error"),
+    [
+        ("reads_a_file()", "lambda data: data", "reads_a_file", "OSError: disk gone"),
+        ("iter([[1], [2]])", "counts", "counts", "TypeError: list indices must be"),
+    ],
+)
+def test_an_error_of_a_data_set_keeps_its_traceback_and_is_no_wrong_usage(
+    script, capsys, iterator, count, function, error
+):
+    script.write_text(READS_AHEAD.format(iterator=iterator, count=count))
+    assert main(["run", str(script)]) == 1
+    err = capsys.readouterr().err
+    place = err.index(f'{script.name}", line ')
+    assert place < err.index(f"in {function}") < err.index(error) < err.index("lossagg: rank 0")
+
+
+LOOP = """
+import sys
+sys.path.insert(0, {folder!r})
+from megatron_lossagg import Aggregation, ScheduleHook
+from megatron_lossagg.hosts import megatron_lm
+
+hook = ScheduleHook(Aggregation("token_mean"), megatron_lm.PretrainAdapter())
+megatron_lm.rebind(hook, ["a_loop"], "a loop")
+import a_loop
+{ends}
+"""
+ENDS = {
+    "pass": "without the training loop of a loop, or the hook was installed after it began",
+    "a_loop.get_forward_backward_func()": "the training loop of a loop had no step left to do",
+    "sys.exit()": "without the training loop of a loop",
+    "sys.exit(2)": None,
+    "sys.exit('a reason')": None,
+    "import argparse; argparse.ArgumentParser().parse_args(['--unknown'])": None,
+    "raise ValueError('MASTER_ADDR expected')": None,
+}
+
+
+@pytest.mark.parametrize("ends", ENDS)
+def test_a_process_says_that_no_step_came_unless_it_failed(tmp_path, ends):
+    (tmp_path / "a_loop.py").write_text("def get_forward_backward_func():\n    return print\n")
+    code = LOOP.format(folder=str(tmp_path), ends=ends)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": worker_path()},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    wanted = ENDS[ends]
+    assert (done.returncode == 0) == (wanted is not None), done.stderr
+    assert done.stderr.count("lossagg: no step reached") == (wanted is not None), done.stderr
+    assert wanted is None or wanted in done.stderr

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from megatron_lossagg.cpu.stand_ins import StandIn, always, install, replace, replaced
+from megatron_lossagg.errors import ContractError
 
 __all__ = ["TRAINING_STAND_INS", "install_training"]
 
@@ -189,12 +190,21 @@ def install_training() -> None:
     """Install the stand-ins for Megatron-Core and for ``megatron.training``, which it imports.
 
     Call it before anything imports Megatron; later calls do nothing. ``megatron`` must lead to a
-    Megatron-LM checkout: run from its folder or with it on the path.
+    Megatron-LM checkout: run from its folder or with it on the path. Raises
+    :class:`ContractError` where it does not, before anything is replaced.
     """
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes most of a short run
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # asked for by Megatron-LM
     if TRAINING_STAND_INS[0].name in replaced():
         return
+    found = None
+    with contextlib.suppress(ModuleNotFoundError):  # no megatron at all
+        found = importlib.util.find_spec("megatron.training")
+    if found is None:
+        raise ContractError(
+            "megatron.training cannot be found, expected a Megatron-LM checkout: run in its "
+            "folder, or put it on PYTHONPATH"
+        )
     absent = _triton_while_importing()
     install()
     importlib.import_module("megatron.training.training")

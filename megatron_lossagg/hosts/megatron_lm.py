@@ -13,7 +13,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -110,16 +110,20 @@ def install(
     *,
     empty_step: EmptyStep = "zero",
     probe: bool = True,
+    rejects_tokens: bool = False,
     adapter: Adapter | None = None,
 ) -> ScheduleHook:
     """Rebind Megatron-LM's schedule in this process; return the hook, which counts its steps.
 
     Call it before ``pretrain``, with ``megatron.training`` on the path. ``adapter``: by default
-    :class:`PretrainAdapter`. Raises :class:`ContractError` where ``megatron.training.training``
+    :class:`PretrainAdapter`. ``rejects_tokens``: the script trains fewer tokens than its data has,
+    on purpose. Raises :class:`ContractError` where ``megatron.training.training``
     has no such name, and what :class:`~megatron_lossagg.schedule.ScheduleHook` raises.
     """
     adapter = adapter or PretrainAdapter()
-    hook = ScheduleHook(aggregation, adapter, empty_step=empty_step, probe=probe)
+    hook = ScheduleHook(
+        aggregation, adapter, empty_step=empty_step, probe=probe, rejects_tokens=rejects_tokens
+    )
     return rebind(hook, ["megatron.training.training"], "Megatron-LM (core_v0.16.1 and later)")
 
 
@@ -145,16 +149,42 @@ def rebind(hook: ScheduleHook, modules: Sequence[str], host: str) -> ScheduleHoo
             )
     for name, stock in stocks.items():
         setattr(importlib.import_module(name), _HOOK, _hooked(hook, stock))
+    _keep_exit_status()
     atexit.register(report_if_unused, hook, host)
     return hook
 
 
+_exit_status: list[Any] = []
+"""What ``sys.exit`` was called with last."""
+
+
+def _keep_exit_status() -> None:
+    """Keep what ``sys.exit`` gets: nothing tells a function at exit how the process ends."""
+    stock = sys.exit
+
+    @functools.wraps(stock)
+    def kept(status: Any = None, /) -> NoReturn:
+        _exit_status[:] = [status]
+        stock(status)
+
+    sys.exit = kept
+
+
 def report_if_unused(hook: ScheduleHook, host: str) -> None:
-    """Print, as the process ends, that no step reached the hook."""
-    if hook.num_steps == 0:
+    """Print, as the process ends, that no step reached the hook.
+
+    Nothing where an exception or an exit status other than 0 ends it: that says why already.
+    """
+    failed = hasattr(sys, "last_value") or any(_exit_status)
+    if hook.num_steps == 0 and not failed:
+        why = (
+            f"the training loop of {host} had no step left to do"
+            if hook.is_found
+            else f"the process ended without the training loop of {host}, or the hook was "
+            "installed after it began"
+        )
         print(
-            f"lossagg: no step reached --loss-aggregation {hook.aggregation}: the process ended "
-            f"without the training loop of {host}, or the hook was installed after it began",
+            f"lossagg: no step reached --loss-aggregation {hook.aggregation}: {why}",
             file=sys.stderr,
         )
 
