@@ -3,8 +3,10 @@
 On Megatron-LM itself: ``test_hosts_megatron_lm.py``.
 """
 
+import json
 import subprocess
 import sys
+import types
 
 import pytest
 from conftest import worker_path
@@ -113,17 +115,6 @@ def test_an_error_of_a_data_set_keeps_its_traceback_and_is_no_wrong_usage(
     assert place < err.index(f"in {function}") < err.index(error) < err.index("lossagg: rank 0")
 
 
-LOOP = """
-import sys
-sys.path.insert(0, {folder!r})
-from megatron_lossagg import Aggregation, ScheduleHook
-from megatron_lossagg.hosts import megatron_lm
-
-hook = ScheduleHook(Aggregation("token_mean"), megatron_lm.PretrainAdapter())
-megatron_lm.rebind(hook, ["a_loop"], "a loop")
-import a_loop
-{ends}
-"""
 ENDS = {
     "pass": "without the training loop of a loop, or the hook was installed after it began",
     "a_loop.get_forward_backward_func()": "the training loop of a loop had no step left to do",
@@ -135,18 +126,59 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("ends", ENDS)
-def test_a_process_says_that_no_step_came_unless_it_failed(tmp_path, ends):
+LOOP = """
+import os, sys
+sys.path.insert(0, {folder!r})
+from megatron_lossagg import Aggregation, ScheduleHook
+from megatron_lossagg.hosts import megatron_lm
+
+hook = ScheduleHook(Aggregation("token_mean"), megatron_lm.PretrainAdapter())
+megatron_lm.rebind(hook, ["a_loop"], "a loop")
+import a_loop
+statuses = []
+for number, ends in enumerate({ends!r}):
+    if os.fork() == 0:  # one import for all; each child ends as a process does
+        os.dup2(os.open(f"{folder}/{{number}}", os.O_WRONLY | os.O_CREAT), 2)
+        break
+    statuses.append(os.waitstatus_to_exitcode(os.wait()[1]))
+else:
+    print(statuses, flush=True)
+    os._exit(0)
+exec(ends)
+"""
+
+
+def test_a_process_says_that_no_step_came_unless_it_failed(tmp_path):
     (tmp_path / "a_loop.py").write_text("def get_forward_backward_func():\n    return print\n")
-    code = LOOP.format(folder=str(tmp_path), ends=ends)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PYTHONPATH": worker_path()},
-        capture_output=True,
-        text=True,
-        check=False,
+    code = LOOP.format(folder=str(tmp_path), ends=list(ENDS))
+    environment = {"PYTHONPATH": worker_path()}
+    written = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    statuses = json.loads(written)
+    for number, (ends, wanted) in enumerate(ENDS.items()):
+        err = (tmp_path / str(number)).read_text()
+        assert (statuses[number] == 0) == (wanted is not None), ends
+        assert err.count("lossagg: no step reached") == (wanted is not None), err
+        assert wanted is None or wanted in err
+
+
+def test_train_rl_of_a_later_release_is_refused_by_name_before_it_starts(
+    script, capsys, monkeypatch
+):
+    later = types.ModuleType("megatron.rl.rl_utils")
+    # The signatures of Megatron-LM at d98e8a64; of core_v0.19.0 on, "rows" are what is prepared.
+    exec(
+        "def prepare_trajectories(rows, tokenizer, seq_length, skip_bos_token): ...\n"
+        "def prepare_data_for_update(model, ref_state_dict, rollouts, tokenizer, sequence_packing,"
+        " is_correction, request_ledger): ...",
+        vars(later),
     )
-    wanted = ENDS[ends]
-    assert (done.returncode == 0) == (wanted is not None), done.stderr
-    assert done.stderr.count("lossagg: no step reached") == (wanted is not None), done.stderr
-    assert wanted is None or wanted in done.stderr
+    for name in ("megatron", "megatron.rl"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "megatron.rl.rl_utils", later)
+    script = script.rename(script.parent / "train_rl.py")
+    assert main(["run", str(script), "--loss-aggregation", "sample_mean", "0"]) == 1
+    out, err = capsys.readouterr()
+    assert "prepare_trajectories is prepare_trajectories(rows, tokenizer" in err
+    assert "expected the one of Megatron-LM core_v0.16 or 0.17, with rollouts" in err
+    assert "or train without --loss-aggregation" in err
+    assert "argv" not in out
