@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import tempfile
 import threading
 from collections import namedtuple
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from megatron_lossagg import Aggregation, Layout, MicrobatchRows, StepBuffer, StepTotals
 from megatron_lossagg import buffer as buffer_module
@@ -209,6 +211,20 @@ def one_object(held, name):
         yield held
 
 
+class Refills(Dataset):
+    """A data set that keeps one array for all of its entries."""
+
+    def __init__(self):
+        self.entry = np.zeros(4)
+
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, number):
+        self.entry[:] = number
+        return {"tokens": self.entry}
+
+
 T, A = torch.zeros(2, 4), np.zeros((2, 4))
 REUSED = {
     "one tensor": lambda: refilled(T, lambda: T),
@@ -222,6 +238,7 @@ REUSED = {
     "views of a NumPy array": lambda: refilled(A, lambda: {"a": A[::-1], "b": A[:, ::2]}),
     "tensors over a NumPy array": lambda: refilled(A, lambda: torch.from_numpy(A)),
     "an array of objects": lambda: refilled(T, lambda: np.array([T, None], dtype=object)[:1]),
+    "a DataLoader without a collation": lambda: iter(DataLoader(Refills(), batch_size=None)),
     "one dict": lambda: one_object({}, "tokens"),
     "one list": lambda: one_object([], ""),
     "one dataclass": lambda: one_object(Batch(None), "tokens"),
@@ -247,6 +264,15 @@ def test_a_ring_of_buffers_is_replayed_as_it_was_read(slots):
 
 
 DATASET = torch.arange(60.0).view(10, 6)
+
+
+def memory_map():
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(bytes(800))
+        file.flush()
+        yield from np.memmap(file.name, mode="r+", shape=(10, 10))
+
+
 OWN_MEMORY = {
     "fresh tensors": lambda: (torch.full((4,), float(number)) for number in range(9)),
     "slices of a dataset": lambda: (DATASET[number] for number in range(9)),
@@ -254,6 +280,8 @@ OWN_MEMORY = {
         {"tokens": DATASET[number, :-1], "labels": DATASET[number, 1:]} for number in range(9)
     ),
     "slices of an array": lambda: iter(DATASET.numpy()),
+    "slices of a memory map": memory_map,
+    "a DataLoader": lambda: iter(DataLoader(Refills())),
     "slices of a meta tensor": lambda: iter(DATASET.to("meta")),
     "empty views of one tensor": lambda: ({"a": DATASET[number:number]} for number in range(9)),
     "one tokenizer in each": lambda: (
