@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         aggregation_from_args,
         empty_step_from_args,
         probe_from_args,
+        rejects_tokens_from_args,
     )
     from megatron_lossagg.layout import Layout
     from megatron_lossagg.plan import StepPlan, plan_step
@@ -51,6 +52,7 @@ __all__ = [
     "empty_step_from_args",
     "plan_step",
     "probe_from_args",
+    "rejects_tokens_from_args",
 ]
 
 _MODULE_OF = {
@@ -76,6 +78,7 @@ _MODULE_OF = {
     "empty_step_from_args": "flags",
     "plan_step": "plan",
     "probe_from_args": "flags",
+    "rejects_tokens_from_args": "flags",
 }
 
 

@@ -20,6 +20,7 @@ from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.counts import MOST_TOKENS, Sequences, StepTotals
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.integers import Ints, IntsLike, host_integers, is_integer
+from megatron_lossagg.lookahead import Lookahead
 from megatron_lossagg.microbatch import FILLER
 from megatron_lossagg.plan import EmptyStep, StepPlan, plan_step
 
@@ -50,6 +51,8 @@ class MicrobatchRows:
 class StepMicrobatch:
     """One replayed microbatch."""
 
+    index: int
+    """Its position in the step."""
     rows: list[int]
     """Its rows' positions in the step, for ``StepPlan.reducer``; -1 for a filler that ``count``
     named, others are the caller's."""
@@ -76,11 +79,24 @@ class StepBuffer:
     ``data_iterator``: yields microbatches, or None on a rank that gets its data by
     broadcast (Megatron-LM: all tensor-parallel ranks but the first); an interleaved pipeline
     has one per chunk, and a buffer for each. Reading happens here, outside the schedule.
+    ``source``: where ``data_iterator`` is made anew for each step, what it reads from.
+
+    An iterator may use its memory again: a buffer that it refills, one dict for all microbatches,
+    views of one storage. The first step of an iterator (``source``), and the first with more
+    microbatches than before, is copied while it is read, and is right on any of them. Where no
+    two microbatches of that step shared a byte, the copies are dropped, and later steps are not
+    copied. One of these in which two share memory is refused, and so is a shared one that cannot
+    be copied. Seen are the tensors and NumPy arrays in dicts, lists, tuples, dataclasses and the
+    attributes of a microbatch.
+
     Raises :class:`PlanError` for what is not an iterator and for a ``num_microbatches`` that
-    is not an integer from 1; an iterator that ends early or raises is reported by :meth:`plan`.
+    is not an integer from 1. An iterator that ends early, raises, or is refused is reported by
+    :meth:`plan`, on every rank.
     """
 
-    def __init__(self, data_iterator: Iterator[Any] | None, num_microbatches: int) -> None:
+    def __init__(
+        self, data_iterator: Iterator[Any] | None, num_microbatches: int, *, source: Any = None
+    ) -> None:
         if not is_integer(num_microbatches, lowest=1):
             raise PlanError(
                 f"got num_microbatches {num_microbatches!r}, expected an integer from 1: give the "
@@ -94,12 +110,13 @@ class StepBuffer:
             )
         self.num_microbatches = num_microbatches
         self._counts: list[_Counted] = []
+        self._rows: list[list[int]] = []
         self._data: list[Any] = [None] * num_microbatches
         self._reads = data_iterator is not None
         self._fault = ""
         self._cause: Exception | None = None
         if data_iterator is not None:
-            self._read(data_iterator)
+            self._read(data_iterator, data_iterator if source is None else source)
 
     def plan(
         self,
@@ -137,6 +154,13 @@ class StepBuffer:
             )
         if counts is None or fault:
             counts = []
+        rows, num_rows = _numbered(counts), sum(len(counted.active_tokens) for counted in counts)
+        replayed = [row for of_microbatch in rows for row in of_microbatch if row != FILLER]
+        if replayed != list(range(num_rows)):  # a wrong replay would fail in the schedule, on some
+            fault = (
+                f"the replay has rows {replayed[:8]}, expected each of the step's {num_rows} rows "
+                "once, in order: this is a defect of megatron_lossagg, report it"
+            )
         sequences = Sequences(
             active_tokens=[n for counted in counts for n in counted.active_tokens],
             sample=_ids([counted.sample for counted in counts]),
@@ -156,24 +180,22 @@ class StepBuffer:
             )
         except PlanError as error:
             raise error from cause
-        self._counts = counts
+        self._counts, self._rows = counts, rows
         return plan
 
     def __iter__(self) -> Iterator[StepMicrobatch]:
         """Replay the microbatches in order, each with its rows; may be called again."""
         if len(self._counts) != self.num_microbatches:
             raise PlanError("StepBuffer replays a planned step: call plan() before iterating")
-        first = 0
-        for counted, data in zip(self._counts, self._data, strict=True):
-            numbers = itertools.count(first)
-            rows = [FILLER if filler else next(numbers) for filler in counted.is_filler]
-            yield StepMicrobatch(rows=rows, data=data, lengths=counted.lengths)
-            first = next(numbers)
+        replayed = zip(self._counts, self._rows, self._data, strict=True)
+        for index, (counted, rows, data) in enumerate(replayed):
+            yield StepMicrobatch(index=index, rows=rows, data=data, lengths=counted.lengths)
 
-    def _read(self, data_iterator: Iterator[Any]) -> None:
+    def _read(self, data_iterator: Iterator[Any], source: Any) -> None:
+        ahead = Lookahead(source, self.num_microbatches)
         for index in range(self.num_microbatches):
             try:
-                self._data[index] = next(data_iterator)
+                ahead.add(next(data_iterator))
             except StopIteration:
                 self._fault = (
                     f"the data iterator ended after {index} of {self.num_microbatches} "
@@ -187,6 +209,10 @@ class StepBuffer:
                 )
                 self._cause = error
                 return
+        try:
+            self._data = ahead.microbatches()
+        except PlanError as error:
+            self._fault = str(error)
 
     def _counted(
         self, count: Callable[[Any], IntsLike | MicrobatchRows]
@@ -228,6 +254,14 @@ def _counted(rows: IntsLike | MicrobatchRows) -> _Counted:
         sample=of_rows("sample", rows.sample),
         prompt=of_rows("prompt", rows.prompt),
     )
+
+
+def _numbered(counts: list[_Counted]) -> list[list[int]]:
+    """Number the rows of a step; a filler is no row."""
+    numbers = itertools.count()
+    return [
+        [FILLER if filler else next(numbers) for filler in counted.is_filler] for counted in counts
+    ]
 
 
 def _of_segments(name: str, values: IntsLike | None, size: int) -> Ints | None:

@@ -21,6 +21,7 @@ __all__ = [
     "aggregation_from_args",
     "empty_step_from_args",
     "probe_from_args",
+    "rejects_tokens_from_args",
 ]
 
 
@@ -57,6 +58,13 @@ def add_loss_aggregation_args(parser: argparse.ArgumentParser) -> argparse.Argum
         choices=("zero", "error"),
         help="A step with no active tokens: zero gradient and one warning (the default), or an "
         "error.",
+    )
+    group.add_argument(
+        "--loss-aggregation-rejects-tokens",
+        action="store_true",
+        default=None,
+        help="The script rejects tokens on purpose: a loss mask that trains fewer tokens than the "
+        "data had is then no error.",
     )
     group.add_argument(
         "--loss-aggregation-probe",
@@ -103,6 +111,7 @@ def aggregation_from_args(args: argparse.Namespace) -> Aggregation | None:
             "-divisor": divisor,
             "-count-empty": count_empty,
             "-empty-step": args.loss_aggregation_empty_step,
+            "-rejects-tokens": args.loss_aggregation_rejects_tokens,
             "-probe": args.loss_aggregation_probe,
         }
         for flag, value in alone.items():
@@ -118,6 +127,11 @@ def aggregation_from_args(args: argparse.Namespace) -> Aggregation | None:
 def empty_step_from_args(args: argparse.Namespace) -> EmptyStep:
     """Read ``--loss-aggregation-empty-step``, the ``empty_step`` of ``plan_step``."""
     return cast(EmptyStep, _with_defaults(args).loss_aggregation_empty_step or "zero")
+
+
+def rejects_tokens_from_args(args: argparse.Namespace) -> bool:
+    """Read ``--loss-aggregation-rejects-tokens``, the ``rejects_tokens`` of ``plan_step``."""
+    return _with_defaults(args).loss_aggregation_rejects_tokens is True
 
 
 def probe_from_args(args: argparse.Namespace) -> bool:

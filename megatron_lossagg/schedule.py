@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -22,6 +24,7 @@ from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.buffer import MicrobatchRows, StepBuffer, StepMicrobatch
 from megatron_lossagg.contract import MegatronContract, StepContract
 from megatron_lossagg.errors import AggregationError, ContractError
+from megatron_lossagg.faults import Faults
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.plan import EmptyStep, StepPlan
 
@@ -40,6 +43,9 @@ class HostLoss:
     """The 0/1 mask that the host would multiply them by, as the layout wants it."""
     report: Mapping[str, Tensor]
     """The host's own report; it is kept beside ours."""
+    masked_sum: Tensor | None = None
+    """The host's own loss, 0-dim, where it should be the sum of ``losses`` times ``mask``: compared
+    with that in each training microbatch, so that no term is lost. None: nothing is compared."""
 
 
 class Adapter(ABC):
@@ -47,7 +53,7 @@ class Adapter(ABC):
 
     loss_name = "lm loss"
     """The name under which the host reports its loss. The configured loss takes it, and the
-    host's own number moves to ``host <name>``."""
+    host's own number moves to ``stock/<name>``, with ``_`` for spaces."""
     gives_prompts = False
     """Whether :meth:`rows` gives prompt ids, which ``prompt_mean`` needs."""
 
@@ -116,6 +122,8 @@ class ScheduleHook:
         """Read by the first call; None before."""
         self.num_steps = 0
         """Calls of a schedule whose loss was replaced, training and evaluation."""
+        self.is_found = False
+        """Whether the host's loop has asked for its schedule."""
         self.factor = 1
         """K of the latest step; 1 before, and on a rank that computes no loss."""
         self._chunks: list[Any] = []
@@ -136,6 +144,8 @@ class ScheduleHook:
         on the last pipeline stage those of ``plan_step``, and one ``all_gather_object`` over
         tensor-parallel ranks.
         """
+
+        self.is_found = True
 
         @functools.wraps(schedule)
         def run(*args: Any, **call: Any) -> Any:
@@ -158,13 +168,14 @@ class ScheduleHook:
             return schedule(**call)
         iterators, num_microbatches = call["data_iterator"], call["num_microbatches"]
         is_list = isinstance(iterators, (list, tuple))
-        others = list(iterators[:-1]) if is_list else []
-        source = iterators[-1] if is_list else iterators
-        ahead = None if source is None else _ReadInOrder(others, source, num_microbatches)
-        buffer = StepBuffer(ahead, num_microbatches)
+        chunks = [*iterators] if is_list else [iterators]
+        source = chunks[-1]
+        buffer = StepBuffer(
+            None if source is None else _InLockstep(chunks), num_microbatches, source=source
+        )
         plan = buffer.plan(
             self.aggregation,
-            self.adapter.rows,
+            lambda data: self.adapter.rows(data[-1]),
             group=contract.dp_group,
             tp_group=contract.tp_group,
             # An evaluation without an active token trains nothing wrong.
@@ -174,8 +185,12 @@ class ScheduleHook:
         replay = None if source is None else _Replay()
         step = contract.step(plan, num_microbatches=num_microbatches, forward_only=forward_only)
         self.factor = step.factor
-        others = others if ahead is None else ahead.others
-        call["data_iterator"] = [*others, replay] if is_list else replay
+        if source is not None:
+            chunks[:-1] = [
+                None if chunk is None else iter([microbatch.data[index] for microbatch in buffer])
+                for index, chunk in enumerate(chunks[:-1])
+            ]
+        call["data_iterator"] = [*chunks[:-1], replay] if is_list else replay
         call["forward_step_func"] = _Replaced(
             adapter=self.adapter,
             forward_step=call["forward_step_func"],
@@ -184,6 +199,7 @@ class ScheduleHook:
             replay=replay,
             plan=plan,
             step=step,
+            trains=not forward_only,
         )
         with step:
             return schedule(**call)
@@ -213,29 +229,20 @@ def aggregated(
     return ScheduleHook(aggregation, adapter, **options).aggregated(schedule)
 
 
-class _ReadInOrder:
-    """The last chunk's iterator, read after a step of the other chunks' iterators.
+class _InLockstep:
+    """The iterators of a rank's chunks: gives what each has for a microbatch, in their order.
 
-    Where a host's chunks share one source, the first reads it and the others get what it kept.
+    Where chunks share one source, the first reads it and the others get what it kept.
     """
 
-    def __init__(self, others: Sequence[Any], last: Any, num_microbatches: int) -> None:
-        self.others = list(others)
-        """The others' iterators, which replay the step once it was read."""
-        self._last = last
-        self._num_microbatches = num_microbatches
-        self._is_begun = False
+    def __init__(self, chunks: Sequence[Any]) -> None:
+        self._chunks = chunks
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
-    def __next__(self) -> Any:
-        if not self._is_begun:
-            self._is_begun = True
-            for index, other in enumerate(self.others):
-                if other is not None:
-                    self.others[index] = iter([next(other) for _ in range(self._num_microbatches)])
-        return next(self._last)
+    def __next__(self) -> tuple[Any, ...]:
+        return tuple([chunk if chunk is None else next(chunk) for chunk in self._chunks])
 
 
 def _unwrapped(chunk: Any) -> Any:
@@ -289,6 +296,7 @@ class _Replaced:
         replay: _Replay | None,
         plan: StepPlan,
         step: StepContract,
+        trains: bool,
     ) -> None:
         functools.update_wrapper(self, forward_step)
         self._adapter = adapter
@@ -298,6 +306,7 @@ class _Replaced:
         self._replay = replay
         self._plan = plan
         self._step = step
+        self._trains = trains
 
     def __call__(self, data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         # Of an interleaved pipeline only the last chunk has a loss. A schedule that overlaps
@@ -311,7 +320,7 @@ class _Replaced:
                 "it num_microbatches"
             )
         if self._replay is not None:
-            self._replay.turn_to(microbatch.data)
+            self._replay.turn_to(microbatch.data[-1])
         output, loss_func = self._forward_step(data_iterator, model, *args, **kwargs)
         if self._replay is not None:
             self._replay.check_read()
@@ -331,6 +340,33 @@ class _Replaced:
         layout = self._adapter.layout(self._step.contract, lengths)
         reducer = self._plan.reducer(microbatch.rows, host.mask, layout)
         share = reducer(host.losses)
+        if self._trains:
+            compare(host, self._plan.state.faults, microbatch.index)
         loss, num_tokens, ours = self._step.returns(share, reducer, report={name: share})
-        theirs = {f"host {key}" if key == name else key: v for key, v in host.report.items()}
-        return loss, num_tokens, {**theirs, **ours}
+        theirs = dict(host.report)
+        if name in theirs:  # after ours, and nothing that a search for the name finds
+            ours[f"stock/{name.replace(' ', '_')}"] = theirs.pop(name)
+        return loss, num_tokens, {**ours, **theirs}
+
+
+def compare(host: HostLoss, faults: Faults, microbatch: int) -> None:
+    """Compare the host's loss with the masked sum, on its device; ``faults`` are read later."""
+    if host.masked_sum is None:
+        return
+    with torch.no_grad():
+        terms = torch.where(host.mask != 0, host.losses, 0) * host.mask.float()
+        values = [host.masked_sum, terms.sum(), terms.abs().sum()]
+    faults.record(values, functools.partial(_more_than_sum, microbatch))
+
+
+def _more_than_sum(microbatch: int, values: list[float]) -> str:
+    found, ours, scale = values
+    # A product keeps an inf at a masked position; a loss that is not finite is found elsewhere.
+    if not math.isfinite(found + scale) or abs(found - ours) <= 1e-4 * scale:
+        return ""
+    return (
+        f"the script's loss_func gave {found:.6g} for microbatch {microbatch} of rank "
+        f"{dist.get_rank()}, the masked sum of its per-token losses is {ours:.6g}: it has terms "
+        "or factors that are not known here (a distillation loss, a penalty, a coefficient), and "
+        "they would be lost; train it without --loss-aggregation"
+    )

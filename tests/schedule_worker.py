@@ -20,12 +20,13 @@ from megatron.core.rerun_state_machine import (
 )
 from step_data import VOCABULARY
 
-from megatron_lossagg import Aggregation
+from megatron_lossagg import Aggregation, buffer
 from megatron_lossagg.buffer import MicrobatchRows
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError, ReducerError
+from megatron_lossagg.faults import Faults
 from megatron_lossagg.hosts import bridge, megatron_lm
 from megatron_lossagg.hosts.megatron_lm import PretrainAdapter
-from megatron_lossagg.schedule import ScheduleHook, aggregated
+from megatron_lossagg.schedule import ScheduleHook, aggregated, compare
 
 SAMPLE_MEAN = Aggregation("sample_mean")
 M, LENGTH = 2, 8
@@ -212,7 +213,7 @@ def check_evaluation_reports_the_same_loss_and_one_contract_serves_both(chunk, s
     assert contract.probe is not None
     with torch.no_grad():
         evaluated = run(hook.aggregated(stock), chunk, data, forward_only=True)
-    for name in ("lm loss", "host lm loss"):
+    for name in ("lm loss", "stock/lm_loss"):
         assert tiny_gpt.reported(trained, name) == tiny_gpt.reported(evaluated, name)
     assert hook.contract is contract
     assert hook.num_steps == 2
@@ -233,9 +234,9 @@ def check_the_hosts_report_stays_beside_ours(chunk, stock):
     theirs = run(stock, chunk, data)
     ours = run(a_hook().aggregated(stock), chunk, data)
     names = {"lm loss", "lossagg/weight_sum", "lossagg/weight_expected"}
-    assert set(ours[0]) == {"host lm loss", "accuracy"} | names
+    assert set(ours[0]) == {"stock/lm_loss", "accuracy"} | names
     for before, after in zip(theirs, ours, strict=True):
-        assert torch.equal(before["lm loss"], after["host lm loss"])
+        assert torch.equal(before["lm loss"], after["stock/lm_loss"])
         assert torch.equal(before["accuracy"], after["accuracy"])
 
 
@@ -268,7 +269,7 @@ def check_an_evaluation_needs_no_finalize_model_grads_func(chunk, stock):
         chunk.config.finalize_model_grads_func = finalize
 
 
-def check_rejected_tokens_are_refused_unless_they_were_declared(chunk, stock):
+def check_rejected_tokens_are_an_error_unless_they_were_declared(chunk, stock):
     def forward_step_that_rejects(iterator, model):
         output, loss_func = forward_step(iterator, model)
         (mask,) = loss_func.args
@@ -354,6 +355,113 @@ def check_a_host_that_is_not_there_is_refused_by_name(chunk, stock):
             install(SAMPLE_MEAN)
 
 
+def refills_one_buffer(data):
+    """Yield one dict of static tensors, into which each microbatch is copied."""
+    static = {name: value.clone() for name, value in data[0].items()}
+    held = dict(static)
+    for batch in data:
+        for name, value in batch.items():
+            static[name].copy_(value)
+        held.update(static)  # what a host did to the dict is undone
+        yield held
+
+
+def fills_one_dict(data):
+    held = {}
+    for batch in data:
+        held.update(batch)
+        yield held
+
+
+def views_one_storage(data):
+    static = {name: value.clone() for name, value in data[0].items()}
+    for batch in data:
+        yield {name: static[name].copy_(value).view(-1, LENGTH) for name, value in batch.items()}
+
+
+def wraps_one_numpy_array(data):
+    arrays = {name: value.numpy().copy() for name, value in data[0].items()}
+    for batch in data:
+        for name, value in batch.items():
+            arrays[name][:] = value.numpy()
+        yield {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def has_a_ring_of_two(data):
+    ring = [refills_one_buffer(data[slot::2]) for slot in range(2)]
+    for number in range(len(data)):
+        yield dict(next(ring[number % 2]))
+
+
+def check_loaders_that_use_their_memory_again_train_what_stock_megatron_trains_of(chunk, stock):
+    steps = 2
+    data = [a_batch(100 * dist.get_rank() + number) for number in range(3 * steps)]
+
+    def trained(schedule, loader):
+        iterator, gradients = loader(data), []
+        for _ in range(steps):
+            run(schedule, chunk, iterator, num_microbatches=3)
+            gradients.append(gradient(chunk))
+        return torch.stack(gradients)
+
+    def fresh(data):
+        return (dict(batch) for batch in data)
+
+    of_stock, ours = trained(stock, fresh), trained(a_hook().aggregated(stock), fresh)
+    assert not torch.equal(ours[0], ours[1])
+    for loader in (
+        refills_one_buffer,
+        fills_one_dict,
+        views_one_storage,
+        wraps_one_numpy_array,
+        has_a_ring_of_two,
+    ):
+        assert torch.equal(trained(stock, loader), of_stock), loader.__name__
+        assert torch.equal(trained(a_hook().aggregated(stock), loader), ours), loader.__name__
+
+
+def check_chunks_over_one_buffer_train_their_own_microbatches(chunk, stock):
+    data = batches(dist.get_rank())
+    seen = []
+
+    def of_the_last(**call):
+        first, last = call["data_iterator"]
+        seen.extend(batch["tokens"] for batch in first)
+        return stock(**{**call, "data_iterator": last})
+
+    iterators = [refills_one_buffer(data), refills_one_buffer(data)]
+    schedule = a_hook().aggregated(of_the_last)
+    reports = run(schedule, chunk, iter([]), data_iterator=iterators)
+    assert all(torch.equal(a, b["tokens"]) for a, b in zip(seen, data, strict=True))
+    assert_trains_by_hand(chunk, reports, [batches(0), batches(1)])
+
+
+def check_memory_that_is_shared_from_a_later_step_on_is_refused_on_every_rank(chunk, stock):
+    def later():
+        yield from map(dict, batches(0))
+        yield from (refills_one_buffer if dist.get_rank() else iter)(batches(0))
+
+    schedule, iterator = a_hook().aggregated(stock), later()
+    run(schedule, chunk, iterator)
+    with refused(PlanError, "rank 1 of the data", "microbatches 0 and 1", "let it yield copies"):
+        run(schedule, chunk, iterator)
+
+
+def check_a_wrong_replay_is_an_error_on_every_rank_before_the_schedule(chunk, stock):
+    right = buffer._numbered
+
+    def not_run(**call):
+        raise AssertionError("the schedule ran")
+
+    if dist.get_rank() == 1:
+        buffer._numbered = lambda counts: [[row + 1 for row in rows] for rows in right(counts)]
+    try:
+        with refused(PlanError, "rank 1", "the replay has rows [1, 2, 3, 4]", "expected each"):
+            run(a_hook().aggregated(not_run), chunk, batches(0))
+    finally:
+        buffer._numbered = right
+
+
 def check_positional_arguments_are_refused(chunk, stock):
     with refused(ContractError, "got 2 positional arguments", "expected keywords"):
         a_hook().aggregated(stock)(forward_step, iter([]))
@@ -402,48 +510,89 @@ def check_an_adapter_without_lengths_is_refused(chunk, stock):
         run(aggregated(stock, SAMPLE_MEAN, NoLengths()), chunk, batches(0))
 
 
-def check_a_loss_with_another_term_is_refused(chunk, stock):
-    def with_penalty(mask, output):
+def changed(change):
+    """Return a forward_step whose loss_func gives ``change(loss, mask)`` instead of its loss."""
+
+    def changed_loss(mask, output):
         loss, *rest = host_loss(mask, output)
-        return loss + 0.5, *rest
+        return change(loss, mask), *rest
 
-    def penalized(iterator, model):
+    def step(iterator, model):
         output, loss_func = forward_step(iterator, model)
-        return output, functools.partial(with_penalty, *loss_func.args)
+        return output, functools.partial(changed_loss, *loss_func.args)
 
-    with refused(ContractError, "has terms that are not known here"):
-        run(a_hook().aggregated(stock), chunk, batches(0), forward_step_func=penalized)
+    return step
 
 
-def check_a_term_is_found_where_the_first_microbatch_cannot_show_it(chunk, stock):
-    def with_penalty(mask, output):
-        loss, *rest = host_loss(mask, output)
-        return loss + 0.5 * (mask.sum() > 0), *rest
+def check_a_loss_with_another_term_is_refused_in_whichever_microbatch_it_comes(chunk, stock):
+    masked = batches(0)
+    masked[0]["loss_mask"].zero_()
+    for data, of in ((batches(0), 0), (masked, 1)):
+        calls = itertools.count()
+        step = changed(lambda loss, mask, n=calls, of=of: loss + 0.5 * (next(n) == of))
+        with refused(ReducerError, f"for microbatch {of} of rank {dist.get_rank()}", "not known"):
+            run(a_hook().aggregated(stock), chunk, data, forward_step_func=step)
 
-    def penalized(iterator, model):
+
+def check_a_penalty_that_warms_up_and_a_factor_from_a_later_step_on_are_refused(chunk, stock):
+    for change in (lambda loss, beta: loss + beta, lambda loss, beta: loss * (1 - 0.9 * beta)):
+        beta = torch.zeros(())
+        step = changed(lambda loss, mask, change=change, beta=beta: change(loss, beta))
+        schedule = a_hook().aggregated(stock)
+        for _ in range(2):
+            run(schedule, chunk, batches(0), forward_step_func=step)
+        beta += 1
+        with refused(ReducerError, "terms or factors that are not known here"):
+            run(schedule, chunk, batches(0), forward_step_func=step)
+
+
+def check_the_comparison_waits_for_no_device(chunk, stock):
+    losses = torch.ones(4, device="meta", requires_grad=True)
+    mask = torch.ones(4, device="meta")
+    host = PretrainAdapter().loss(functools.partial(host_loss_of_a_device, mask), losses)
+    faults = Faults()
+    compare(host, faults, 0)  # a meta tensor raises where it is read
+    with pytest.raises(NotImplementedError, match="meta"):
+        faults.take()
+
+
+def host_loss_of_a_device(mask, output):
+    loss = (output * mask).sum()
+    return loss, mask.sum().int(), {"lm loss": torch.stack([loss.detach(), mask.sum()])}
+
+
+def check_an_inf_at_a_masked_position_is_no_term(chunk, stock):
+    def poisoned(iterator, model):
         output, loss_func = forward_step(iterator, model)
-        return output, functools.partial(with_penalty, *loss_func.args)
+        (mask,) = loss_func.args
+        output = torch.where(mask == 0, torch.inf, output)
+        return output, loss_func
 
-    data = batches(0)
-    data[0]["loss_mask"].zero_()
-    with refused(ContractError, "has terms that are not known here"):
-        run(a_hook().aggregated(stock), chunk, data, forward_step_func=penalized)
+    run(a_hook().aggregated(stock), chunk, batches(0), forward_step_func=poisoned)
 
 
-def check_an_evaluation_without_the_term_does_not_hide_it_from_training(chunk, stock):
-    def with_penalty(mask, output):
-        loss, *rest = host_loss(mask, output)
-        return loss + 0.5 * torch.is_grad_enabled(), *rest
-
-    def penalized(iterator, model):
-        output, loss_func = forward_step(iterator, model)
-        return output, functools.partial(with_penalty, *loss_func.args)
-
-    schedule = a_hook().aggregated(stock)
+def check_an_evaluation_is_not_compared(chunk, stock):
+    step = changed(lambda loss, mask: loss + 0.5)
     with torch.no_grad():
-        run(schedule, chunk, batches(0), forward_step_func=penalized, forward_only=True)
-    with refused(ContractError, "has terms that are not known here"):
-        run(schedule, chunk, batches(0), forward_step_func=penalized)
+        run(
+            a_hook().aggregated(stock), chunk, batches(0), forward_step_func=step, forward_only=True
+        )
+
+
+def check_tuples_of_a_model_or_a_loss_are_refused_by_name(chunk, stock):
+    def of_a_tuple(iterator, model):
+        output, loss_func = forward_step(iterator, model)
+        return output, functools.partial(
+            lambda mask, output: loss_func(output)[-1], loss_func.args[0]
+        )
+
+    with refused(ContractError, "from loss_func, expected a tuple of the masked sum"):
+        run(a_hook().aggregated(stock), chunk, batches(0), forward_step_func=of_a_tuple)
+    mask, pair = torch.ones(4), (torch.ones(4), torch.ones(2))  # as pretrain_bert.py's
+    with refused(
+        ContractError, "got a tuple from forward_step, expected one tensor", "train it wi"
+    ):
+        PretrainAdapter().loss(functools.partial(host_loss, mask), pair)
 
 
 def check_a_mask_by_keyword_is_refused_by_name(chunk, stock):

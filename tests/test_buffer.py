@@ -2,11 +2,19 @@
 
 import itertools
 import math
+import tempfile
+import threading
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset
 
-from megatron_lossagg import Aggregation, Layout, StepBuffer, StepTotals
+from megatron_lossagg import Aggregation, Layout, MicrobatchRows, StepBuffer, StepTotals
+from megatron_lossagg import buffer as buffer_module
 from megatron_lossagg.errors import PlanError
 
 
@@ -140,3 +148,217 @@ def test_the_weights_reach_the_microbatch_that_the_rows_name():
         mask = torch.ones(sum(lengths))
         total += plan.reducer(microbatch.rows, mask, layout)(torch.ones(sum(lengths))).item()
     assert total == pytest.approx(1)
+
+
+def values(data):
+    """Return what a microbatch holds, as lists, whatever its containers are."""
+    if isinstance(data, (torch.Tensor, np.ndarray)):
+        return values(data.tolist())
+    if isinstance(data, dict):
+        return {name: values(value) for name, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [values(value) for value in data]
+    if hasattr(data, "__dict__"):
+        return values(vars(data))
+    return data
+
+
+def replayed(source, num_microbatches=3):
+    buffer = StepBuffer(source, num_microbatches)
+    buffer.plan(Aggregation("token_mean"), lambda data: [1])
+    return [microbatch.data for microbatch in buffer]
+
+
+@dataclass
+class Batch:
+    tokens: Any
+
+
+class Plain:
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+
+class Slotted:
+    __slots__ = ("tokens",)
+
+
+def one_slotted_object():
+    held = Slotted()
+    for number in range(9):
+        held.tokens = number
+        yield held
+
+
+Pair = namedtuple("Pair", "tokens name")
+
+
+def refilled(memory, made):
+    """Yield ``made()`` over memory that holds 0, 1, 2, ... as time goes."""
+    for number in range(9):
+        memory[...] = number
+        yield made()
+
+
+def one_object(held, name):
+    for number in range(9):
+        if isinstance(held, dict):
+            held[name] = torch.tensor([number])
+        elif isinstance(held, list):
+            held[:] = [torch.tensor([number])]
+        else:
+            setattr(held, name, torch.tensor([number]))
+        yield held
+
+
+class Refills(Dataset):
+    """A data set that keeps one array for all of its entries."""
+
+    def __init__(self):
+        self.entry = np.zeros(4)
+
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, number):
+        self.entry[:] = number
+        return {"tokens": self.entry}
+
+
+T, A = torch.zeros(2, 4), np.zeros((2, 4))
+REUSED = {
+    "one tensor": lambda: refilled(T, lambda: T),
+    "fresh dicts over one tensor": lambda: refilled(T, lambda: {"a": T[0], "b": T.T}),
+    "lists in dicts": lambda: refilled(T, lambda: {"a": [T.view(-1), "x"], "b": None}),
+    "a tuple of a tuple": lambda: refilled(T, lambda: (1, (T,))),
+    "a named tuple": lambda: refilled(T, lambda: Pair(T.detach(), "x")),
+    "a dataclass": lambda: refilled(T, lambda: Batch([T])),
+    "an object": lambda: refilled(T, lambda: Plain([T])),
+    "a NumPy array": lambda: refilled(A, lambda: {"a": A}),
+    "views of a NumPy array": lambda: refilled(A, lambda: {"a": A[::-1], "b": A[:, ::2]}),
+    "tensors over a NumPy array": lambda: refilled(A, lambda: torch.from_numpy(A)),
+    "an array of objects": lambda: refilled(T, lambda: np.array([T, None], dtype=object)[:1]),
+    "a DataLoader without a collation": lambda: iter(DataLoader(Refills(), batch_size=None)),
+    "one dict": lambda: one_object({}, "tokens"),
+    "one list": lambda: one_object([], ""),
+    "one dataclass": lambda: one_object(Batch(None), "tokens"),
+    "one object": lambda: one_object(Plain(None), "tokens"),
+}
+
+
+@pytest.mark.parametrize("name", REUSED)
+def test_an_iterator_that_uses_its_memory_again_is_replayed_as_it_was_read(name):
+    wanted = [values(data) for data in itertools.islice(REUSED[name](), 6)]
+    source = REUSED[name]()
+    for step in range(2):
+        assert [values(data) for data in replayed(source)] == wanted[3 * step : 3 * step + 3]
+    assert wanted[0] != wanted[1]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 5])
+def test_a_ring_of_buffers_is_replayed_as_it_was_read(slots):
+    ring = [torch.zeros(4) for _ in range(slots)]
+    source = (ring[number % slots].fill_(number) for number in range(12))
+    for step in range(2):
+        assert [int(data[0]) for data in replayed(source, 6)] == [*range(6 * step, 6 * step + 6)]
+
+
+DATASET = torch.arange(60.0).view(10, 6)
+
+
+def memory_map():
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(bytes(800))
+        file.flush()
+        yield from np.memmap(file.name, mode="r+", shape=(10, 10))
+
+
+OWN_MEMORY = {
+    "fresh tensors": lambda: (torch.full((4,), float(number)) for number in range(9)),
+    "slices of a dataset": lambda: (DATASET[number] for number in range(9)),
+    "tokens and labels over one row": lambda: (
+        {"tokens": DATASET[number, :-1], "labels": DATASET[number, 1:]} for number in range(9)
+    ),
+    "slices of an array": lambda: iter(DATASET.numpy()),
+    "slices of a memory map": memory_map,
+    "a DataLoader": lambda: iter(DataLoader(Refills())),
+    "slices of a meta tensor": lambda: iter(DATASET.to("meta")),
+    "empty views of one tensor": lambda: ({"a": DATASET[number:number]} for number in range(9)),
+    "one tokenizer in each": lambda: (
+        {"tokens": DATASET[number], "tokenizer": math} for number in range(9)
+    ),
+    "text": lambda: iter(["the same"] * 9),
+}
+
+
+@pytest.mark.parametrize("name", OWN_MEMORY)
+def test_microbatches_with_memory_of_their_own_are_not_copied(name):
+    read = []
+
+    def recorded():
+        for data in OWN_MEMORY[name]():
+            read.append(data)
+            yield data
+
+    source = recorded()
+    for step in range(2):
+        for data, original in zip(replayed(source), read[3 * step :], strict=True):
+            assert data is original
+
+
+def test_only_the_first_step_of_an_iterator_is_copied_while_it_is_read(monkeypatch):
+    copies = []
+    clone = torch.Tensor.clone
+    monkeypatch.setattr(torch.Tensor, "clone", lambda t: copies.append(t) or clone(t))
+    source = (torch.full((4,), float(number)) for number in range(99))
+    numbers = []
+    for num_microbatches in (2, 2, 4, 4, 2):
+        replayed(source, num_microbatches)
+        numbers.append(len(copies))
+    assert numbers == [2, 2, 6, 6, 6]  # and the first with more microbatches
+    mapped = (iter([torch.zeros(4)]) for _ in range(3))
+    for _ in range(3):  # an iterator that is made anew, over one source
+        StepBuffer(map(str, next(mapped)), 1, source=source)
+    assert len(copies) == 6
+
+
+def test_memory_that_is_shared_from_a_later_step_on_is_refused():
+    def later():
+        yield from torch.zeros(3, 4)
+        yield from refilled(T, lambda: T)
+
+    source = later()
+    replayed(source)
+    with pytest.raises(
+        PlanError, match=r"microbatches 0 and 1 of the step share memory.*no two did"
+    ):
+        replayed(source)
+
+
+def test_a_meta_tensor_stands_for_a_device():
+    held = torch.zeros(4, device="meta")
+    copied = replayed(iter([{"a": held}, {"a": held[2:]}, {"a": held[:2]}]))
+    assert all(data["a"].is_meta and data["a"] is not held for data in copied)
+
+
+def test_what_cannot_be_copied_is_refused_where_it_is_yielded_twice():
+    lock = threading.Lock()
+    with pytest.raises(PlanError, match=r"share memory, expected .* copying one raised TypeError"):
+        replayed(iter([lock] * 3))
+    assert [values(data.tokens) for data in replayed(one_slotted_object())] == [0, 1, 2]
+
+
+def test_a_wrong_replay_is_an_error_before_the_step_runs(monkeypatch):
+    monkeypatch.setattr(buffer_module, "_numbered", lambda counts: [[0], [0]])
+    with pytest.raises(PlanError, match=r"replay has rows \[0, 0\], expected each of the step's 2"):
+        replayed(iter("ab"), 2)
+
+
+def test_fillers_are_numbered_as_no_rows():
+    def rows(data):
+        return MicrobatchRows(active_tokens=[1, 0, 2], is_filler=data)
+
+    buffer = StepBuffer(iter([[0, 1, 0], [1, 0, 0]]), 2)
+    buffer.plan(Aggregation("token_mean"), rows)
+    assert [microbatch.rows for microbatch in buffer] == [[0, -1, 1], [-1, 2, 3]]
+    assert [microbatch.index for microbatch in buffer] == [0, 1]

@@ -14,7 +14,7 @@ from megatron_lossagg import (
 )
 from megatron_lossagg.aggregation import ALIASES, CUSTOM, MODES
 from megatron_lossagg.errors import AggregationError
-from megatron_lossagg.flags import probe_from_args
+from megatron_lossagg.flags import probe_from_args, rejects_tokens_from_args
 
 
 def parser():
@@ -35,6 +35,7 @@ def test_the_set_of_flags_is_frozen():
         "--loss-aggregation-empty-step",
         "--loss-aggregation-probe",
         "--no-loss-aggregation-probe",
+        "--loss-aggregation-rejects-tokens",
         "--loss-aggregation-reducer-path",
     }
 
@@ -91,6 +92,15 @@ def test_the_probe_is_on_unless_it_is_turned_off(argv, wanted):
     assert probe_from_args(argparse.Namespace(lr=1e-6)) is True
 
 
+def test_tokens_are_rejected_where_the_flag_says_so():
+    flag = "--loss-aggregation-rejects-tokens"
+    args = parser().parse_args(["--loss-aggregation", "token_mean", flag])
+    assert rejects_tokens_from_args(args) is True
+    assert aggregation_from_args(args) == Aggregation("token_mean")
+    assert rejects_tokens_from_args(parser().parse_args([])) is False
+    assert rejects_tokens_from_args(argparse.Namespace(lr=1e-6)) is False
+
+
 def test_the_regime_flag_of_megatron_is_not_read():
     host = argparse.Namespace(calculate_per_token_loss=True, loss_aggregation="sample_mean")
     assert aggregation_from_args(host) == Aggregation("sample_mean")
@@ -136,6 +146,7 @@ CONTRADICTIONS = {
     ("--loss-aggregation-divisor", "3"): "-divisor 3.0 was given without --loss-aggregation",
     ("--no-loss-aggregation-count-empty",): "-count-empty False was given without",
     ("--no-loss-aggregation-probe",): "-probe False was given without --loss-aggregation",
+    ("--loss-aggregation-rejects-tokens",): "-rejects-tokens True was given without",
     ("--loss-aggregation-empty-step", "error"): "-empty-step error was given without",
     ("--loss-aggregation", "token_mean", "--loss-aggregation-divisor", "3"): "takes no divisor",
     ("--loss-aggregation", "constant"): r"got none: give .* --loss-aggregation-divisor",

@@ -96,7 +96,7 @@ def test_stock_reports_one_loss_at_dp_2_and_cp_2_and_trains_two(stock, alone):
     first = {name: numbers["steps"][0] for name, numbers in stock.items()}
     assert close(first["DP 2"]["lm loss"], first["CP 2"]["lm loss"])
     assert not close(first["DP 2"]["grad_norm"], first["CP 2"]["grad_norm"], 0.05)
-    assert close(first["DP 2"]["lm loss"], alone["steps"][0]["host lm loss"])
+    assert close(first["DP 2"]["lm loss"], alone["steps"][0]["stock/lm_loss"])
 
 
 def test_verify_binds_the_hook_in_bridges_own_modules(bridge):

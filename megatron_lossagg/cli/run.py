@@ -13,6 +13,7 @@ import atexit
 import os
 import runpy
 import sys
+import traceback
 from pathlib import Path
 
 from megatron_lossagg.errors import AggregationError, ContractError, LossAggregationError
@@ -21,6 +22,7 @@ from megatron_lossagg.flags import (
     aggregation_from_args,
     empty_step_from_args,
     probe_from_args,
+    rejects_tokens_from_args,
 )
 
 __all__ = ["add_arguments", "run"]
@@ -32,12 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``lossagg run``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.allow_abbrev = False  # the script's own options are not abbreviations of ours
-    parser.add_argument(
-        "--cpu",
-        action="store_true",
-        help="train on CPU and gloo, with stand-ins for CUDA (docs/hosts/megatron-lm.md); give it "
-        "before the script",
-    )
+    _add_cpu(parser)
     parser.add_argument(
         "script", help="a script of a Megatron-LM checkout, such as pretrain_gpt.py"
     )
@@ -50,12 +47,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_loss_aggregation_args(parser)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the script in this process; return its exit status.
+def _add_cpu(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cpu",
+        action="store_true",
+        help="train on CPU and gloo, with stand-ins for CUDA (docs/hosts/megatron-lm.md)",
+    )
 
-    Raises :class:`ContractError` where an aggregation was asked for and no step was aggregated.
+
+def run(args: argparse.Namespace) -> int:
+    """Run the script in this process; return its exit status, 1 where a step is refused.
+
+    Raises :class:`ContractError` where an aggregation was asked for and the script ended without
+    the training loop that it is put into. A loop that had no step left to do is no error.
     """
     parser = argparse.ArgumentParser(prog="lossagg run", add_help=False, allow_abbrev=False)
+    _add_cpu(parser)
     add_loss_aggregation_args(parser)
     # ``args`` has those that stand before the script; of a flag given twice, the last one counts.
     flags, rest = parser.parse_known_args(args.arguments, args)
@@ -96,15 +103,18 @@ def run(args: argparse.Namespace) -> int:
         aggregation,
         empty_step=empty_step_from_args(flags),
         probe=probe_from_args(flags),
+        rejects_tokens=rejects_tokens_from_args(flags),
         adapter=adapter(),
     )
     status = _run(script, on_cpu=args.cpu)
     if status == 0 and hook.num_steps == 0:
         atexit.unregister(megatron_lm.report_if_unused)  # once is enough
-        raise ContractError(
-            f"{script} ended without a step that --loss-aggregation {aggregation} could reach: its "
-            "training loop is not the one of megatron.training, or it made no step"
-        )
+        if not hook.is_found:
+            raise ContractError(
+                f"{script} ended without a step that --loss-aggregation {aggregation} could reach: "
+                "its training loop is not the one of megatron.training, or it never began"
+            )
+        print(f"lossagg: {script} had no step left to do, so nothing was trained", file=sys.stderr)
     return status
 
 
@@ -120,6 +130,11 @@ def _run(script: Path, *, on_cpu: bool) -> int:
             status = 1
         if status:
             return status
+    except LossAggregationError as error:  # of a step, not of the command line
+        if error.__cause__ is not None:  # a data set's
+            traceback.print_exception(error.__cause__)
+        print(f"lossagg: {error}", file=sys.stderr)
+        return 1
     if on_cpu:
         _leave_together()
     return 0

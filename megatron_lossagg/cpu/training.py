@@ -12,6 +12,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import logging
 import os
 import sys
 import types
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from megatron_lossagg.cpu.stand_ins import StandIn, always, install, replace, replaced
+from megatron_lossagg.errors import ContractError
 
 __all__ = ["TRAINING_STAND_INS", "install_training"]
 
@@ -105,6 +107,14 @@ def _with_padded_offsets(original: Callable[..., Any]) -> Callable[..., Any]:
     return padded
 
 
+def _of_flat_offsets(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def rotated(t: Any, cu_seqlens: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(t, cu_seqlens.flatten(), *args, **kwargs)
+
+    return rotated
+
+
 _PROPERTIES = types.SimpleNamespace(
     major=8, minor=0, name="cpu", total_memory=0, multi_processor_count=1
 )
@@ -171,6 +181,12 @@ TRAINING_STAND_INS: tuple[StandIn, ...] = (
         make=_with_indices,
     ),
     StandIn(
+        name="megatron.core.models.common.embeddings.rope_utils._apply_rotary_pos_emb_thd",
+        replacement="itself, with the offsets of a batch of one pack read as one list",
+        needed_by="pretrain_gpt.get_batch: packed rows with RoPE, whose fused kernel needs CUDA",
+        make=_of_flat_offsets,
+    ),
+    StandIn(
         name="megatron.core.transformer.transformer_block._get_block_submodules",
         replacement="itself, with the package's attention and norms in the spec",
         needed_by="context parallelism, packed rows, sequence parallelism",
@@ -189,18 +205,33 @@ def install_training() -> None:
     """Install the stand-ins for Megatron-Core and for ``megatron.training``, which it imports.
 
     Call it before anything imports Megatron; later calls do nothing. ``megatron`` must lead to a
-    Megatron-LM checkout: run from its folder or with it on the path.
+    Megatron-LM checkout: run from its folder or with it on the path. Raises
+    :class:`ContractError` where it does not, before anything is replaced.
     """
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes most of a short run
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # asked for by Megatron-LM
     if TRAINING_STAND_INS[0].name in replaced():
         return
+    found = None
+    with contextlib.suppress(ModuleNotFoundError):  # no megatron at all
+        found = importlib.util.find_spec("megatron.training")
+    if found is None:
+        raise ContractError(
+            "megatron.training cannot be found, expected a Megatron-LM checkout: run in its "
+            "folder, or put it on PYTHONPATH"
+        )
     absent = _triton_while_importing()
     install()
     importlib.import_module("megatron.training.training")
     for name in absent:
         del sys.modules[name]
     replace([stand_in for stand_in in TRAINING_STAND_INS if _exists(stand_in.name)])
+    # Here the two states that it compares are one: it would warn for every weight matrix.
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_is_not_of_random_states)
+
+
+def _is_not_of_random_states(record: logging.LogRecord) -> bool:
+    return "CPU RNG state changed" not in record.getMessage()
 
 
 def _exists(name: str) -> bool:

@@ -28,15 +28,24 @@ def install(
     *,
     empty_step: EmptyStep = "zero",
     probe: bool = True,
+    rejects_tokens: bool = False,
     adapter: Adapter | None = None,
 ) -> ScheduleHook:
     """Rebind Megatron-Bridge's schedules in this process; return the hook, which counts its steps.
 
     ``adapter``: by default :class:`BridgeAdapter`; a loss with more terms (distillation) is
-    refused in the first step. Raises :class:`ContractError` where Bridge is not
-    there, and what :class:`~megatron_lossagg.schedule.ScheduleHook` raises: ``prompt_mean``, for
-    there are no prompt ids.
+    refused in the step that has them, an output that is a tuple in the first one.
+    ``rejects_tokens``: the script trains fewer tokens than its data has, on purpose. Raises
+    :class:`ContractError` where Bridge is not there, and what
+    :class:`~megatron_lossagg.schedule.ScheduleHook` raises: ``prompt_mean``, for there are no
+    prompt ids.
     """
-    hook = ScheduleHook(aggregation, adapter or BridgeAdapter(), empty_step=empty_step, probe=probe)
+    hook = ScheduleHook(
+        aggregation,
+        adapter or BridgeAdapter(),
+        empty_step=empty_step,
+        probe=probe,
+        rejects_tokens=rejects_tokens,
+    )
     modules = ["megatron.bridge.training.train", "megatron.bridge.training.eval"]
     return rebind(hook, modules, "Megatron-Bridge")

@@ -11,14 +11,12 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from megatron_lossagg.aggregation import Aggregation
@@ -45,12 +43,9 @@ class PretrainAdapter(Adapter):
 
     A row is a packed conversation where the data has ``cu_seqlens``, else an entry of the
     batch. The loss is a masked sum of per-token losses whose mask is the first argument of a
-    ``functools.partial``; the first training microbatch with an active token is compared
-    with that, so that a loss with more terms is refused and not dropped.
+    ``functools.partial``; each training microbatch is compared with that, so that a loss with more
+    terms is refused and not dropped. A ``loss_func`` or a model whose output is a tuple is refused.
     """
-
-    def __init__(self) -> None:
-        self._is_checked = False
 
     def rows(self, data: Any) -> MicrobatchRows:
         """Count the mask of each row; ``data`` is the dict of Megatron-LM's data sets."""
@@ -83,17 +78,31 @@ class PretrainAdapter(Adapter):
         """Take the mask out of ``partial(loss_func, loss_mask, ...)``; the output is the losses."""
         given = loss_func.args if isinstance(loss_func, functools.partial) else ()
         mask = next(iter(given), None)
+        if not isinstance(output, Tensor):
+            raise ContractError(
+                f"got a {type(output).__name__} from forward_step, expected one tensor of "
+                "per-token losses, as in pretrain_gpt.py: this script's loss is not known here; "
+                "train it without --loss-aggregation"
+            )
         if not isinstance(mask, Tensor) or mask.numel() != output.numel():
             raise ContractError(
                 f"got {loss_func!r} from forward_step, expected functools.partial(loss_func, "
                 "loss_mask, ...) with one mask value per loss, as in pretrain_gpt.py: this "
                 "script's loss is not known here"
             )
-        losses, mask = output.reshape(-1), mask.reshape(-1)
-        theirs, *_, report = loss_func(output)
-        if not self._is_checked and torch.is_grad_enabled():
-            self._is_checked = _is_masked_sum(theirs, losses, mask)
-        return HostLoss(losses=losses, mask=mask, report=report)
+        returned = loss_func(output)
+        theirs = returned[0] if isinstance(returned, tuple) and len(returned) > 1 else None
+        if not (isinstance(theirs, Tensor) and theirs.numel() == 1):
+            raise ContractError(
+                f"got {returned!r} from loss_func, expected a tuple of the masked sum, counts and "
+                "a report, as in pretrain_gpt.py: this script's loss is not known here"
+            )
+        return HostLoss(
+            losses=output.reshape(-1),
+            mask=mask.reshape(-1),
+            report=returned[-1],
+            masked_sum=theirs.reshape(()),
+        )
 
 
 def install(
@@ -101,16 +110,20 @@ def install(
     *,
     empty_step: EmptyStep = "zero",
     probe: bool = True,
+    rejects_tokens: bool = False,
     adapter: Adapter | None = None,
 ) -> ScheduleHook:
     """Rebind Megatron-LM's schedule in this process; return the hook, which counts its steps.
 
     Call it before ``pretrain``, with ``megatron.training`` on the path. ``adapter``: by default
-    :class:`PretrainAdapter`. Raises :class:`ContractError` where ``megatron.training.training``
+    :class:`PretrainAdapter`. ``rejects_tokens``: the script trains fewer tokens than its data has,
+    on purpose. Raises :class:`ContractError` where ``megatron.training.training``
     has no such name, and what :class:`~megatron_lossagg.schedule.ScheduleHook` raises.
     """
     adapter = adapter or PretrainAdapter()
-    hook = ScheduleHook(aggregation, adapter, empty_step=empty_step, probe=probe)
+    hook = ScheduleHook(
+        aggregation, adapter, empty_step=empty_step, probe=probe, rejects_tokens=rejects_tokens
+    )
     return rebind(hook, ["megatron.training.training"], "Megatron-LM (core_v0.16.1 and later)")
 
 
@@ -136,16 +149,42 @@ def rebind(hook: ScheduleHook, modules: Sequence[str], host: str) -> ScheduleHoo
             )
     for name, stock in stocks.items():
         setattr(importlib.import_module(name), _HOOK, _hooked(hook, stock))
+    _keep_exit_status()
     atexit.register(report_if_unused, hook, host)
     return hook
 
 
+_exit_status: list[Any] = []
+"""What ``sys.exit`` was called with last."""
+
+
+def _keep_exit_status() -> None:
+    """Keep what ``sys.exit`` gets: nothing tells a function at exit how the process ends."""
+    stock = sys.exit
+
+    @functools.wraps(stock)
+    def kept(status: Any = None, /) -> NoReturn:
+        _exit_status[:] = [status]
+        stock(status)
+
+    sys.exit = kept
+
+
 def report_if_unused(hook: ScheduleHook, host: str) -> None:
-    """Print, as the process ends, that no step reached the hook."""
-    if hook.num_steps == 0:
+    """Print, as the process ends, that no step reached the hook.
+
+    Nothing where an exception or an exit status other than 0 ends it: that says why already.
+    """
+    failed = hasattr(sys, "last_value") or any(_exit_status)
+    if hook.num_steps == 0 and not failed:
+        why = (
+            f"the training loop of {host} had no step left to do"
+            if hook.is_found
+            else f"the process ended without the training loop of {host}, or the hook was "
+            "installed after it began"
+        )
         print(
-            f"lossagg: no step reached --loss-aggregation {hook.aggregation}: the process ended "
-            f"without the training loop of {host}, or the hook was installed after it began",
+            f"lossagg: no step reached --loss-aggregation {hook.aggregation}: {why}",
             file=sys.stderr,
         )
 
@@ -205,26 +244,3 @@ def on_host(values: Tensor) -> npt.NDArray[Any]:
     """Return a tensor's numbers on the host."""
     array: npt.NDArray[Any] = values.detach().cpu().numpy()
     return array
-
-
-def _is_masked_sum(theirs: Tensor, losses: Tensor, mask: Tensor) -> bool:
-    """Compare a host's loss with the masked sum; False where this microbatch cannot tell.
-
-    Raises :class:`ContractError` where it is more. One host sync.
-    """
-    with torch.no_grad():
-        terms = torch.where(mask != 0, losses, 0) * mask.float()
-        ours, scale = terms.sum().item(), terms.abs().sum().item()
-    if scale == 0 or not math.isfinite(scale):
-        return False
-    found = theirs.item()
-    if not math.isfinite(found):  # inf at a masked position, which a product keeps
-        return False
-    if not abs(found - ours) <= 1e-4 * scale:
-        raise ContractError(
-            f"the script's loss_func gave {found:.6g} for a microbatch, the masked sum of its "
-            f"per-token losses is {ours:.6g}: it has terms that are not known here (a "
-            "distillation loss, a penalty), and they would be lost; train it without "
-            "--loss-aggregation"
-        )
-    return True

@@ -37,7 +37,6 @@ class RLAdapter(PretrainAdapter):
     gives_prompts = True
 
     def __init__(self) -> None:
-        super().__init__()
         self._turns = _Turns()
         self._needs_prompts = False
 
@@ -63,10 +62,12 @@ class RLAdapter(PretrainAdapter):
         for name, (_, needed) in around.items():
             found = getattr(module, name, None)
             if found is None or not needed <= set(inspect.signature(found).parameters):
+                takes = "missing" if found is None else f"{name}{inspect.signature(found)}"
                 raise ContractError(
-                    f"got megatron.rl.rl_utils without {name}({', '.join(sorted(needed))}), "
-                    "expected that of Megatron-LM core_v0.16 or 0.17: which rollout a turn belongs "
-                    "to comes from there"
+                    f"got a train_rl.py whose megatron.rl.rl_utils.{name} is {takes}, expected the "
+                    f"one of Megatron-LM core_v0.16 or 0.17, with {', '.join(sorted(needed))}: "
+                    "from core_v0.19 on train_rl.py makes its rows in another way, which is not "
+                    "known here; use core_v0.16 or 0.17, or train without --loss-aggregation"
                 )
         for name, (method, _) in around.items():
             setattr(module, name, _wrapped(getattr(module, name), method))

@@ -200,7 +200,7 @@ def main():
             loss, gradients = by_hand((new, old, ref), groups, mode)
             reported = tiny_gpt.reported(reports, "lm loss")
             assert abs(reported - loss) < 1e-5 * abs(loss), (packs, mode, reported, loss)
-            assert {"host lm loss", "rl/kl_term", "rl/entropy_term"} < set(reports[0])
+            assert {"stock/lm_loss", "rl/kl_term", "rl/entropy_term"} < set(reports[0])
             for parameter, wanted in zip(chunk.module.parameters(), gradients, strict=True):
                 assert (parameter.main_grad - wanted).norm() < 1e-4 * wanted.norm() + 1e-7
             if dist.get_rank() == 0:
