@@ -37,10 +37,16 @@ stand_ins.install(
 )
 typing.TypedDict = typing_extensions.TypedDict  # SkyRL's pydantic models, before Python 3.12
 
+from megatron.bridge.peft import utils as bridge_peft  # noqa: E402  a stand-in
+
+# What SkyRL 0.4.0 patches in Bridge's adapters when it is imported is in place already.
+bridge_peft.ParallelLinearAdapter = SimpleNamespace(_skyrl_shared_expert_lora_tp_patch=True)
+
 import host_step  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
+from megatron.core.distributed import finalize_model_grads  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from skyrl.backends.skyrl_train.distributed import dispatch  # noqa: E402
 from skyrl.backends.skyrl_train.distributed.megatron import megatron_utils  # noqa: E402
@@ -49,7 +55,10 @@ from skyrl.backends.skyrl_train.distributed.megatron.megatron_strategy import ( 
 )
 from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch  # noqa: E402
 from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry  # noqa: E402
-from skyrl.backends.skyrl_train.workers.megatron import megatron_worker  # noqa: E402
+from skyrl.backends.skyrl_train.workers.megatron import (  # noqa: E402
+    megatron_model_wrapper,
+    megatron_worker,
+)
 from skyrl.train.config import TrainerConfig  # noqa: E402
 from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors  # noqa: E402
 from skyrl.train.trainer import RayPPOTrainer  # noqa: E402
@@ -60,6 +69,9 @@ from megatron_lossagg.hosts.skyrl import aggregated  # noqa: E402
 
 assert megatron_worker.__file__.startswith(CHECKOUT)
 dispatch.ray.put = lambda chunk: chunk
+OF_BRIDGE = "finalize_model_grads_with_expert_adapter_sync"
+if hasattr(megatron_model_wrapper, OF_BRIDGE):  # 0.4.0: Megatron-Core's, and LoRA of experts
+    setattr(megatron_model_wrapper, OF_BRIDGE, finalize_model_grads)
 # SkyRL draws the tokens of a padding microbatch below 100; this vocabulary is smaller.
 randint = torch.randint
 torch.randint = lambda low, high, *size, **given: randint(
