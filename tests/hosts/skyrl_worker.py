@@ -13,6 +13,7 @@ and ``torch.compile`` (eager).
 It prints the largest relative error of a gradient; metrics are checked to BOUND.
 """
 
+import importlib
 import math
 import os
 import sys
@@ -37,10 +38,9 @@ stand_ins.install(
 )
 typing.TypedDict = typing_extensions.TypedDict  # SkyRL's pydantic models, before Python 3.12
 
-from megatron.bridge.peft import utils as bridge_peft  # noqa: E402  a stand-in
-
-# What SkyRL 0.4.0 patches in Bridge's adapters when it is imported is in place already.
-bridge_peft.ParallelLinearAdapter = SimpleNamespace(_skyrl_shared_expert_lora_tp_patch=True)
+# SkyRL 0.4.0 patches Bridge's adapters for LoRA when it is imported: here they have it already.
+adapters = importlib.import_module("megatron.bridge.peft.utils")
+adapters.ParallelLinearAdapter = SimpleNamespace(_skyrl_shared_expert_lora_tp_patch=True)
 
 import host_step  # noqa: E402
 import torch  # noqa: E402

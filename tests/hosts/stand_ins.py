@@ -36,6 +36,7 @@ SKYRL_WORKER = (
     "megatron.core.models.hybrid.hybrid_model",
     "megatron.core.recompute",
     "megatron.core.transformer.hyper_connection",
+    "nvidia_resiliency_ext",
     "torchdata",
 )
 """SkyRL's Megatron worker loads models with Bridge, some of a newer Megatron-Core; data loaders."""
