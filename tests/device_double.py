@@ -5,7 +5,7 @@ In a block of ``with DeviceDouble() as double``, ``tensor.to(double.device)`` is
 tensors on the CPU, and comes back by ``cpu()``, ``tolist()`` or ``item()``: each is a host sync,
 counted in ``double.syncs`` by its name. Autograd and jagged tensors work in the block.
 
-``torch.tensor(..., device=double.device)`` is an error: PyTorch makes a tensor without values of it.
+``torch.tensor(..., device=double.device)`` is an error: PyTorch makes one without values.
 """
 
 from collections import Counter
@@ -48,6 +48,8 @@ class OnDevice(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if {*types} - {cls}:
+            return NotImplemented  # for the jagged tensor
         raise RuntimeError(f"{function} of a device's tensor outside of its DeviceDouble")
 
 

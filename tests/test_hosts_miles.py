@@ -261,7 +261,8 @@ def test_only_carrying_says_that_weights_are_carried(data, samples, caplog):
     miles.check(stock(**own, **flags("token_mean")))
     levels = [record.levelname for record in caplog.records]
     assert levels == ["INFO", "INFO", "WARNING"]
-    assert not any(record.message.startswith("megatron_lossagg trains") for record in caplog.records)
+    starts = [record.message.startswith("megatron_lossagg trains") for record in caplog.records]
+    assert not any(starts)
     assert "mine.convert runs in miles' rollout manager" in caplog.records[-1].message
     caplog.clear()
     miles.with_weights(carrying(), samples, data)

@@ -572,7 +572,10 @@ def logged(caplog):
 
 
 HUB = "custom_pg_loss_reducer_function_path"
-TRAINS = "megatron_lossagg trains sample_sum: w_s = 1/B, carried to slime as rollout_mask_sums = "
+TRAINS = (
+    "megatron_lossagg trains sample_sum: w_s = 1/B, carried to slime as rollout_mask_sums = "
+    "1 / (w_s G): for the policy loss, entropy, KL and the logged metrics alike"
+)
 
 
 def test_the_start_says_what_it_saw_and_only_carrying_says_that_weights_are_carried(
@@ -597,8 +600,7 @@ def test_the_start_says_what_it_saw_and_only_carrying_says_that_weights_are_carr
     for _ in range(2):
         slime.carry_weights(carrying("sample_sum"), 0, data)
     (line,) = logged()
-    assert line == TRAINS + "1 / (w_s G): for the policy loss, entropy, KL and the logged metrics " \
-        "alike"
+    assert line == TRAINS
 
 
 def ends_with_carry_weights(args, rollout_id, rollout_data):

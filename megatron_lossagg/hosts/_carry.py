@@ -11,9 +11,9 @@ travels with its row, by default n_b, the active tokens of the row's rollout. So
     d_s = 1 / (w_s G)
 
 trains sum_s w_s sum_t m_t x_t, whatever the mode, the layout and the microbatches. A d_s
-below 1 would be raised to 1 by the host: it is refused, on all ranks. In the per-token regime the host ignores
-d_s: refused as well. Sources: slime 624b824a and miles 31f1ca96, ``loss_function`` and
-``get_sum_of_sample_mean``.
+below 1 would be raised to 1 by the host: it is refused, on all ranks. In the per-token regime
+the host ignores d_s: refused as well. Sources: slime 624b824a and miles 31f1ca96,
+``loss_function`` and ``get_sum_of_sample_mean``.
 
 Shape suffix: S = rows of the host's lists.
 """

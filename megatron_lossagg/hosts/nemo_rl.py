@@ -15,8 +15,9 @@ sums, and finalize divides by nothing. Every context-parallel rank has whole row
 losses are scaled by NeMo-RL itself, by 1 / N; nothing here touches them.
 
 A row whose ``sample_mask`` is 0 is in none of NeMo-RL's counts, and in none of ours; give
-``samples_per_step`` to count such rows too. A mask that is not 0 or 1 is refused. Sources: NeMo-RL 7ea279ab ``ClippedPGLossFn``,
-``SequencePackingLossWrapper``, ``LossPostProcessor``, ``get_global_batch``.
+``samples_per_step`` to count such rows too. A mask that is not 0 or 1 is refused. Sources:
+NeMo-RL 7ea279ab ``ClippedPGLossFn``, ``SequencePackingLossWrapper``, ``LossPostProcessor``,
+``get_global_batch``.
 """
 
 from __future__ import annotations
@@ -211,9 +212,7 @@ class AggregatedLoss:
             plan = plan_step(
                 self.aggregation,
                 Sequences(active_tokens=n_b.to("cpu", torch.int64)[is_row_b]),
-                totals=StepTotals(
-                    active_tokens=tokens, samples=samples, active_samples=samples
-                ),
+                totals=StepTotals(active_tokens=tokens, samples=samples, active_samples=samples),
             )
         except PlanError as error:
             raise ContractError(

@@ -146,6 +146,7 @@ def worker_of(cfg, chunk):
     worker.cfg, worker.actor_module, worker.optimizer = cfg, [chunk], None
     worker.strategy = object.__new__(MegatronStrategy)
     worker.enable_router_replay = worker.empty_cuda_cache = False
+    worker.enable_sample_support_replay = False  # of 0.4.0
     worker.model = megatron_worker.MegatronModelWrapper(
         cfg, [chunk], policy_loss_fn=PolicyLossRegistry.get(cfg.algorithm.policy_loss_type)
     )
