@@ -10,6 +10,7 @@ import importlib
 import sys
 from argparse import Namespace
 
+import pytest
 import tiny_gpt
 import torch
 import torch.distributed as dist
@@ -18,11 +19,16 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from step_data import make_rows
 
 import megatron_lossagg.cpu as cpu
+from megatron_lossagg.errors import PlanError
 from megatron_lossagg.verify import oracle
 
 L = 40.0
+DP = 2
+COUNTS = (1, 3)
+"""M."""
 HUB = "hub"
 MODES = ("token_mean", "sample_mean", "prompt_mean", "constant")
+OF_MICROBATCHES = "microbatch_token_mean"
 PROMPTS = [3, 1, 2, 1, 4, 2, 1, 9, 3, 6, 1, 2, 1, 5]
 
 
@@ -66,9 +72,18 @@ def reference(path):
         rows = [{**row, "sample": n} for n, row in enumerate(live)] if mode == HUB else live
         divisor = L if mode in (HUB, "constant") else None
         loss = oracle.step_loss("constant" if mode == HUB else mode, rows, divisor=divisor)
-        grads = torch.autograd.grad(loss, list(named.values()), retain_graph=True)
-        saved[mode] = loss.item(), dict(zip(named, grads, strict=True))
+        saved[mode] = graded(loss, named)
+    for m in COUNTS:
+        rows = [{**row, "microbatch": (n % DP, n // DP % m)} for n, row in enumerate(live)]
+        loss = oracle.step_loss(OF_MICROBATCHES, rows, microbatches=[m] * DP)
+        saved[OF_MICROBATCHES, m] = graded(loss, named)
     torch.save(saved, path)
+
+
+def graded(loss, named):
+    """Return a loss and its gradients by name."""
+    grads = torch.autograd.grad(loss, list(named.values()), retain_graph=True)
+    return loss.item(), dict(zip(named, grads, strict=True))
 
 
 def packed(rows, cp_size, cp_rank):
@@ -111,8 +126,8 @@ def compare(path):
         parallel_state.get_data_parallel_rank(),
         parallel_state.get_context_parallel_rank(),
     )
-    own_samples = samples()[rank::2]
-    for m in (1, 3):
+    own_samples = samples()[rank::DP]
+    for m in COUNTS:
         batches = [packed(own_samples[number::m], 2, cp_rank) for number in range(m)]
 
         def hub(batch, x):
@@ -122,14 +137,39 @@ def compare(path):
             return reducer(x)
 
         train(chunk, batches, hub, len(samples()), saved[HUB])
-        for mode in MODES:
+        for mode in (*MODES, OF_MICROBATCHES):
             rollouts = len({row["sample"] for row in samples()})
             carry(mode, own_samples, batches, rollouts)
-            train(chunk, batches, carried, rollouts, saved[mode])
+            want = saved[(mode, m) if mode == OF_MICROBATCHES else mode]
+            train(chunk, batches, carried, rollouts, want)
             if dist.get_rank() == 0:
                 print(f"CARRIED {mode} equals the oracle at M = {m}", flush=True)
+    refuse_together()
     if dist.get_rank() == 0:
         print("HUB equals the oracle at M = 1 and 3", flush=True)
+
+
+def refuse_together():
+    """Every rank refuses a denominator below 1 that one rank has, in the first or last step."""
+    rank = parallel_state.get_data_parallel_rank()
+    for wrong in (0, 1):
+        masks = torch.ones(4, 3, dtype=torch.int32)  # two steps of two rows
+        if rank == 1:  # of G = 4 samples V = 3 have tokens, one of them 1: d_s = V n_b / G
+            masks[2 * wrong] = 0
+            masks[2 * wrong + 1, 1:] = 0
+        data = {
+            "loss_masks": list(masks),
+            "rollout_ids": [10 * rank + row for row in range(4)],
+            "rollout_mask_sums": torch.ones(4),
+            "micro_batch_indices": [[0, 1], [2, 3]],
+            "num_microbatches": [1, 1],
+            "global_batch_sizes": [4, 4],
+        }
+        args = Namespace(loss_aggregation="sample_mean", loss_aggregation_count_empty=False)
+        named = "rank 1 of the data-parallel group: sample_mean.*row 1 of this step, with 1 active"
+        with pytest.raises(PlanError, match=named):
+            load_function("megatron_lossagg.hosts.slime.carry_weights")(args, 0, data)
+        print(f"step {wrong}: refused together", flush=True)
 
 
 def carry(mode, own_samples, batches, rollouts):

@@ -59,8 +59,8 @@ def needs_checkout(host):
 
 
 def copy_of(host, package, folder, *, patch=None):
-    """Copy a host's package to a folder, patched if wanted; returns the folder."""
-    shutil.copytree(Path(HOSTS_DIR, host, package), folder / package)
+    """Copy a package of a host, or of a folder, to another, patched if wanted; returns that one."""
+    shutil.copytree(Path(HOSTS_DIR or "", host, package), folder / package)
     if patch is not None:
         # As if outside of any repository, which git would take the paths to be relative to.
         environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}

@@ -8,7 +8,7 @@ from conftest import launched
 from real_hosts import CASES, LAYOUTS, check_hub, flags, needs, recorded, trained, wanted
 
 from megatron_lossagg.errors import AggregationError, ContractError, LayoutError, PlanError
-from megatron_lossagg.hosts import _hub, miles
+from megatron_lossagg.hosts import _carry, _hub, miles
 
 CARRY = "megatron_lossagg.hosts.miles.carry_weights"
 HUB = "custom_pg_loss_reducer_function_path"
@@ -209,6 +209,15 @@ def test_a_split_by_samples_is_right_or_refused(data, samples, legacy):
             ContractError,
             "Write megatron_lossagg.hosts.miles.check",
         ),
+        (
+            {
+                "custom_convert_samples_to_train_data_path": (
+                    "megatron_lossagg.hosts.slime.carry_weights"
+                )
+            },
+            ContractError,
+            "expected megatron_lossagg.hosts.miles.carry_weights: correct the path",
+        ),
     ],
 )
 def test_a_wrong_set_up_is_refused_at_startup_and_before_the_first_step(
@@ -236,8 +245,29 @@ def test_a_wrong_hub_is_refused_at_startup():
     with pytest.raises(LayoutError, match=r"max_seq_len.*--qkv-format thd"):
         miles.check(stock(**hub, qkv_format="bshd", context_parallel_size=2))
     miles.check(carrying(qkv_format="bshd", context_parallel_size=2))
+    for loss_type in ("sft_loss", "custom_loss"):
+        with pytest.raises(ContractError, match=f"--loss-type {loss_type}, expected policy_loss"):
+            miles.check(stock(**hub, loss_type=loss_type))
+        miles.check(carrying(loss_type=loss_type))
     with pytest.raises(AggregationError, match="'no' is not a valid divisor"):
         miles.check(stock(**{HUB: "megatron_lossagg.hosts.miles.constant_no"}))
+
+
+def test_only_carrying_says_that_weights_are_carried(data, samples, caplog):
+    _carry.log_carried.cache_clear()
+    caplog.set_level("INFO")
+    miles.check(carrying())
+    own = {"custom_convert_samples_to_train_data_path": "mine.convert"}
+    miles.check(stock(**own, **flags("token_mean")))
+    levels = [record.levelname for record in caplog.records]
+    assert levels == ["INFO", "INFO", "WARNING"]
+    starts = [record.message.startswith("megatron_lossagg trains") for record in caplog.records]
+    assert not any(starts)
+    assert "mine.convert runs in miles' rollout manager" in caplog.records[-1].message
+    caplog.clear()
+    miles.with_weights(carrying(), samples, data)
+    (record,) = caplog.records
+    assert record.message.startswith("megatron_lossagg trains token_mean: w_s = 1/N, carried")
 
 
 def test_a_hub_that_reads_the_arguments_needs_megatrons(monkeypatch):

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import launched
+from device_double import DeviceDouble
 from real_hosts import copy_of, in_float64, needs_checkout
 
 from megatron_lossagg import Aggregation
@@ -219,6 +220,80 @@ def test_weights_from_the_trainer_make_prompt_mean():
     ]
     want = sum(w * row[0] * N for w, row in zip((0.5, 0, 0.25, 1), rows, strict=True))
     assert loss.item() == pytest.approx(want.item(), rel=1e-6)
+
+
+def eight_rows(**changes):
+    """Return a batch of eight equal rows, as the trainer has it."""
+    masks = {"token_mask": torch.ones(8, 4), "sample_mask": torch.ones(8)}
+    return {**masks, **changes}
+
+
+@pytest.mark.parametrize(
+    ("rows_per_step", "samples_per_prompt"), [(6, 4), (8, 3), (4, 3), (16, 3), (2, 4)]
+)
+def test_a_prompt_that_is_not_whole_in_its_step_is_refused_for_prompt_mean(
+    rows_per_step, samples_per_prompt
+):
+    sizes = {"rows_per_step": rows_per_step, "samples_per_prompt": samples_per_prompt}
+    made = aggregated(ClippedPG("token_level"), Aggregation("prompt_mean"), weights_in_data=True)
+    with pytest.raises(PlanError, match=r"got 8 rows in optimizer steps of .* whole prompts in ea"):
+        made.weights_of(eight_rows(), **sizes)
+    of_samples = Aggregation("sample_mean")  # knows no prompts
+    made = aggregated(ClippedPG("token_level"), of_samples, weights_in_data=True)
+    assert made.weights_of(eight_rows(), **sizes).gt(0).all()
+
+
+def test_whole_prompts_are_taken_whatever_the_steps():
+    made = aggregated(ClippedPG("token_level"), Aggregation("prompt_mean"), weights_in_data=True)
+    for rows_per_step, samples in ((4, 2), (8, 4), (6, 2), (100, 4), (4, 4)):
+        sizes = {"rows_per_step": rows_per_step, "samples_per_prompt": samples}
+        steps = made.weights_of(eight_rows(), **sizes).split(rows_per_step)
+        assert [step.sum().item() * 3 for step in steps] == pytest.approx([1.0] * len(steps))
+
+
+@pytest.mark.parametrize("name", ["sample_mask", "token_mask"])
+def test_a_mask_that_is_not_0_or_1_is_refused(name):
+    half = eight_rows(**{name: eight_rows()[name] * 0.5})
+    made = aggregated(ClippedPG("token_level"), Aggregation("sample_mean"), weights_in_data=True)
+    with pytest.raises(PlanError, match=f"got {name} with values other than 0 and 1.*Make "):
+        made.weights_of(half, rows_per_step=8, samples_per_prompt=4)
+    mb = microbatches()[0]
+    mb[name] = mb[name] * 0.5
+    made = aggregated(ClippedPG("token_level"), Aggregation("sample_mean"))
+    with pytest.raises(PlanError, match=f"got {name} with values other than 0 and 1.*Make "):
+        made(mb.pop("next_token_logprobs"), data=mb, **COUNTS)
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_count_of_the_step_that_is_no_integer_is_refused(name):
+    mb = microbatches()[0]
+    made = aggregated(ClippedPG("token_level"), Aggregation("token_mean"))
+    with pytest.raises(PlanError, match=f"got {name} .*5, expected an integer, the sum of 0/1"):
+        made(mb.pop("next_token_logprobs"), data=mb, **{**COUNTS, name: COUNTS[name] + 0.5})
+
+
+@pytest.mark.parametrize("is_carried", [False, True])
+def test_loss_and_gradient_are_the_same_with_the_batch_on_a_device(is_carried):
+    made = aggregated(
+        ClippedPG("token_level"), Aggregation("sample_mean"), weights_in_data=is_carried
+    )
+
+    def run(mb, counts):
+        x = mb.pop("next_token_logprobs").requires_grad_()
+        if is_carried:
+            sizes = {"rows_per_step": 4, "samples_per_prompt": 2}
+            mb["loss_weights"] = made.weights_of(mb, **sizes).to(x)
+        loss, metrics = made(x, data=mb, **counts)
+        (gradient,) = torch.autograd.grad(loss, x)
+        assert loss.device == gradient.device == x.device
+        return loss.item(), gradient.tolist(), metrics["loss"]
+
+    want = run(microbatches()[0], COUNTS)
+    with DeviceDouble() as double:
+        mb = {name: value.to(double.device) for name, value in microbatches()[0].items()}
+        got = run(mb, {name: value.to(double.device) for name, value in COUNTS.items()})
+    assert got[0] == want[0] == pytest.approx(want[2])
+    assert got[1:] == want[1:]
 
 
 @pytest.mark.parametrize("mode", ["prompt_mean", "microbatch_token_mean"])

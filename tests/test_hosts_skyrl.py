@@ -3,15 +3,19 @@
 Live without SkyRL in ``test_hosts_verl.py``, released in ``make test-hosts``.
 """
 
+import os
 import re
+import subprocess
 import sys
 import types
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import launched
-from real_hosts import copy_of, in_float64, needs_checkout
+from conftest import TESTS, launched
+from device_double import DeviceDouble
+from real_hosts import HOSTS_DIR, INSTALLED, copy_of, in_float64, needs_checkout
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
@@ -41,6 +45,9 @@ def trainer(monkeypatch):
 
         def __init__(self, cfg):
             self.cfg = cfg
+
+        def compute_advantages_and_returns(self, data):
+            return data
 
         def _normalize_advantages(self, data, boundaries, prompts=None):
             for start, end in boundaries[: self.num_calls_left]:
@@ -83,6 +90,36 @@ def test_turns_of_a_trajectory_are_one_sample(trainer):
     steps = data(MASK, is_last_step=[False, True, True, True])
     out = made._normalize_advantages(steps, [(0, 4)])["advantages"]
     assert out[:, 0].tolist() == pytest.approx([1 / 9, 1 / 9, 0, 1 / 9])
+
+
+def test_turns_are_one_sample_where_the_loop_drops_what_says_so_before_it_trains(trainer):
+    cfg = config()
+    cfg.generator = SimpleNamespace(step_wise_trajectories=True)
+    made = skyrl.aggregated(trainer, Aggregation("sample_mean"))(cfg)
+    steps = made.compute_advantages_and_returns(
+        data(MASK, is_last_step=[False, True, True, True], uids=[])
+    )
+    del steps.metadata["is_last_step"]  # as SkyRL's synchronous train does
+    out = made._normalize_advantages(steps, [(0, 4)])["advantages"]
+    assert out[:, 0].tolist() == pytest.approx([1 / 9, 1 / 9, 0, 1 / 9])
+    with pytest.raises(ContractError, match=r"got none of metadata.*for 4 rows of step-wise"):
+        made._normalize_advantages(data(MASK), [(0, 4)])
+    with pytest.raises(ContractError, match=r"got 3 of them of metadata.*every turn would count"):
+        made._normalize_advantages(data(MASK, is_last_step=[True] * 3), [(0, 4)])
+
+
+def test_advantages_are_scaled_where_the_trainer_has_its_batch_on_a_device(trainer):
+    made = skyrl.aggregated(trainer, Aggregation("sample_mean"), carry_weights=True)(config())
+    want = made._normalize_advantages(data(MASK), [(0, 2), (2, 4)])
+    with DeviceDouble() as double:
+        batch = data(MASK)
+        for name in batch:
+            batch[name] = batch[name].to(double.device)
+        got = made._normalize_advantages(batch, [(0, 2), (2, 4)])
+        assert {one.device for one in got.values()} == {double.device}
+        got = {name: one.cpu() for name, one in got.items()}
+    for name in ("advantages", "loss_weights"):
+        assert torch.equal(got[name], want[name])
 
 
 @pytest.mark.parametrize(("count_empty", "prompts"), [(True, 3), (False, 2)])
@@ -131,6 +168,13 @@ def test_kl_and_entropy_and_unknown_losses_are_warned_of(trainer):
     made = skyrl.aggregated(trainer, Aggregation("sample_mean"))
     with pytest.warns(RuntimeWarning, match="KL and entropy stay SkyRL's means"):
         made(config(use_kl_loss=True, use_entropy_loss=True))
+    with_mtp = config()
+    with_mtp.trainer.mtp = SimpleNamespace(enabled=True)
+    for carry_weights in (False, True):
+        with pytest.warns(RuntimeWarning, match="the loss of the MTP heads stays SkyRL's mean"):
+            skyrl.check_config(with_mtp, carry_weights=carry_weights)
+    with_mtp.trainer.mtp.enabled = False
+    skyrl.check_config(with_mtp)
     with pytest.warns(RuntimeWarning, match="policy_loss_type=mine is not one of SkyRL's own"):
         made(config(policy_loss_type="mine"))
 
@@ -167,6 +211,10 @@ def test_wrong_arguments_of_the_entry_point_are_refused(arguments, message):
 
 
 PATCH = "skyrl-kl-entropy.patch"
+PATCH_0_4_0, SKYRL_0_4_0 = "skyrl-0.4.0-kl-entropy.patch", INSTALLED / "skyrl-0.4.0"
+needs_0_4_0 = pytest.mark.skipif(
+    not SKYRL_0_4_0.is_dir(), reason="skyrl 0.4.0 is not installed: run make test-hosts"
+)
 EVERYTHING = "pg kl entropy"
 IN_FLOAT32 = (
     "skyrl/backends/skyrl_train/distributed/megatron/model_utils.py",
@@ -196,6 +244,22 @@ def errors_of(reference, checkout, cases, *, cp=1, tp=1, pp=1, processes=4, boun
 
 
 @needs_checkout("SkyRL")
+def test_the_checkouts_own_loop_keeps_the_turns_of_a_trajectory_together():
+    """As ``make test-hosts`` asserts it of released SkyRL."""
+    paths = [TESTS.parent, TESTS, TESTS / "hosts", Path(HOSTS_DIR, "SkyRL"), INSTALLED]
+    options = ["-q", "-p", "stand_ins_first", "-p", "no:cacheprovider", "-k", "own_loop or lost"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "hosts/skyrl_checks.py"],
+        cwd=TESTS,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONWARNINGS": ""},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert "3 passed" in done.stdout, done.stdout + done.stderr
+
+
+@needs_checkout("SkyRL")
 def test_with_the_patch_policy_kl_and_entropy_have_our_weights(reference, tmp_path):
     checkout = copy_of("SkyRL", "skyrl", tmp_path, patch=PATCH)
     in_float64(checkout / file for file in IN_FLOAT32)
@@ -206,6 +270,24 @@ def test_with_the_patch_policy_kl_and_entropy_have_our_weights(reference, tmp_pa
     assert all(error < 1e-12 for error, _ in errors.values())
     # One rank of two has one microbatch more, so that the other one trains on one of padding.
     assert {errors[case][1] for case in by_tokens} == {0.5}
+
+
+@needs_0_4_0
+def test_with_its_patch_skyrl_0_4_0_trains_policy_kl_and_entropy_with_our_weights(
+    reference, tmp_path
+):
+    checkout = copy_of(SKYRL_0_4_0, "skyrl", tmp_path, patch=PATCH_0_4_0)
+    in_float64(checkout / file for file in IN_FLOAT32)
+    modes = ("prompt_mean", "sample_mean without empty", "constant")
+    cases = [f"{mode}/{EVERYTHING}/{how}" for mode in modes for how in ("packed/3", "tokens/0")]
+    errors = errors_of(reference, checkout, cases, cp=2)
+    assert all(error < 1e-12 for error, _ in errors.values())
+
+
+@needs_0_4_0
+def test_the_patches_are_of_their_releases(tmp_path):
+    with pytest.raises(subprocess.CalledProcessError):
+        copy_of(SKYRL_0_4_0, "skyrl", tmp_path, patch=PATCH)
 
 
 @needs_checkout("SkyRL")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TESTS, launched
+from device_double import DeviceDouble
 from real_hosts import CASES, HOSTS_DIR, LAYOUTS, check_hub, flags, needs, recorded, trained, wanted
 
 from megatron_lossagg import faults, microbatch, reducer
@@ -21,6 +22,7 @@ from megatron_lossagg.errors import (
     ReducerError,
 )
 from megatron_lossagg.hosts import _carry, slime
+from megatron_lossagg.verify import oracle
 
 
 @pytest.fixture
@@ -57,7 +59,8 @@ def test_on_live_megatron_the_hosts_own_scaling_makes_it_the_configured_loss(tmp
     launched("hub_worker.py", "reference", file, processes=1)
     out = launched("hub_worker.py", "compare", file, processes=4)
     assert "HUB equals the oracle" in out
-    assert out.count("CARRIED") == 8
+    assert out.count("CARRIED") == 10
+    assert out.count("refused together") == 2 * 4
 
 
 @pytest.mark.parametrize(
@@ -69,7 +72,13 @@ def test_the_divisor_is_encoded_in_the_name(miles_cp, name, divisor):
     assert reducer(x).item() == 15.0 / divisor
 
 
-@pytest.mark.parametrize("name", ["constant_0", "constant_-3", "constant_nan", "constant_many"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("constant_0", "constant_-3", "constant_nan", "constant_many", "constant_1_000"),
+        *("constant_40p", "constant_p5", "constant_ 4", "constant_1e999", "constant_4\u0660"),
+    ],
+)
 def test_a_name_without_a_valid_divisor_is_refused(name):
     with pytest.raises(AggregationError, match="is not a valid divisor: write a finite number"):
         getattr(slime, name)
@@ -137,6 +146,26 @@ def test_a_nan_on_a_device_is_raised_with_its_rows_by_a_later_call(miles_cp, mon
         make()
     for _ in range(70):  # raised once
         make()(torch.ones(5))
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_the_reducer_takes_masks_and_losses_on_a_device(miles_cp, cp_size):
+    miles_cp(cp_size, cp_size - 1)
+    held = 5 if cp_size == 1 else 4
+    x = torch.arange(1.0, 1 + held)
+    on_cpu = slime.constant_77([5, 4], [3, 2], MASKS, False)(x).item()
+    with DeviceDouble() as double:
+        masks = [mask.to(double.device) for mask in MASKS]
+        x = x.to(double.device).requires_grad_()
+        shares = []
+        for _ in range(4):  # calls 2 to 4 read what the earlier ones left on the device
+            share = slime.constant_77([5, 4], [3, 2], masks, False)(x)
+            assert share.device == double.device
+            share.backward()
+            shares.append(share.item())
+        gradient = x.grad.tolist()
+    assert shares == pytest.approx([on_cpu] * 4)
+    assert gradient.count(0) == 1  # of the masked token
 
 
 def test_a_microbatch_with_no_samples_gives_a_zero_share(miles_cp):
@@ -284,6 +313,44 @@ def test_recorded_sums_over_carried_denominators_are_the_configured_loss(
         assert got == pytest.approx(wanted(recording, rows, keywords), rel=1e-6)
 
 
+def test_microbatch_token_mean_is_carried_with_the_microbatch_of_each_row(data, alone):
+    data["micro_batch_indices"] = [[0, 1, 3], [2], [4, 5], [6, 7, 8, 9], [10, 11]]
+    data["num_microbatches"] = [3, 2]
+    slime.carry_weights(carrying("microbatch_token_mean"), 0, data)
+    denominators = data["rollout_mask_sums"].tolist()
+    recording, microbatches = recorded("slime"), iter(data["micro_batch_indices"])
+    for m, rollouts in zip(data["num_microbatches"], data["global_batch_sizes"], strict=True):
+        rows = [
+            {
+                "x": [torch.tensor(x, dtype=torch.float64) for x in recording["x"][row]],
+                "counted": recording["loss_masks"][row],
+                "trained": recording["loss_masks"][row],
+                "microbatch": (0, index),
+                "row": row,
+            }
+            for index in range(m)
+            for row in next(microbatches)
+        ]
+        got = trained(recording, denominators, [row["row"] for row in rows], rollouts)
+        want = oracle.step_loss("microbatch_token_mean", rows, microbatches=[m])
+        assert got == pytest.approx(float(want), rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["token_mean", "prompt_mean"])
+def test_weights_are_carried_where_slime_has_its_masks_on_a_device(data, alone, mode):
+    on_cpu = dict(data)
+    slime.carry_weights(carrying(mode), 0, on_cpu)
+    with DeviceDouble() as double:
+        data["loss_masks"] = [mask.to(double.device) for mask in data["loss_masks"]]
+        data["rollout_mask_sums"] = data["rollout_mask_sums"].to(double.device)
+        double.syncs.clear()
+        slime.carry_weights(carrying(mode), 0, data)
+        assert double.syncs == {"_to_copy": 1}  # the counts of the masks
+        carried = data["rollout_mask_sums"]
+        assert carried.device == double.device
+        assert torch.equal(carried.cpu(), on_cpu["rollout_mask_sums"])
+
+
 def test_sample_mean_is_what_slime_carries_by_default(data, alone):
     before = data["rollout_mask_sums"]
     slime.carry_weights(carrying("sample_mean"), 0, data)
@@ -409,6 +476,21 @@ def test_a_mask_that_is_not_0_or_1_is_refused(data, alone):
             ContractError,
             "Write megatron_lossagg.hosts.slime.check",
         ),
+        (
+            {"rollout_data_postprocess_path": "megatron_lossagg.hosts.slime.carry_weight"},
+            ContractError,
+            "expected megatron_lossagg.hosts.slime.carry_weights: correct the path",
+        ),
+        (
+            {"rollout_data_postprocess_path": "megatron_lossagg.hosts.miles.carry_weights"},
+            ContractError,
+            "expected megatron_lossagg.hosts.slime.carry_weights: correct the path",
+        ),
+        (
+            {"custom_megatron_init_path": "megatron_lossagg.hosts.miles.check"},
+            ContractError,
+            "expected megatron_lossagg.hosts.slime.check: correct the path",
+        ),
     ],
 )
 def test_a_wrong_set_up_is_refused_at_startup_and_before_the_first_step(
@@ -449,6 +531,24 @@ def test_a_wrong_set_up_is_refused_at_startup_and_before_the_first_step(
             ContractError,
             "Write megatron_lossagg.hosts.slime.constant_4",
         ),
+        (
+            {"custom_pg_loss_reducer_function_path": CARRY},
+            ContractError,
+            "expected megatron_lossagg.hosts.slime.constant_<L>: carry_weights is not a reducer",
+        ),
+        *(
+            (
+                {
+                    "custom_pg_loss_reducer_function_path": f"megatron_lossagg.hosts.slime.{name}",
+                    "loss_type": loss_type,
+                    **(flags("constant", 9) if name == "constant_from_args" else {}),
+                },
+                ContractError,
+                f"with --loss-type {loss_type}, expected policy_loss.*Carry the weights instead",
+            )
+            for name in ("constant_9", "constant_from_args")
+            for loss_type in ("sft_loss", "custom_loss")
+        ),
     ],
 )
 def test_a_wrong_hub_is_refused_at_startup(arguments, kind, message):
@@ -456,22 +556,96 @@ def test_a_wrong_hub_is_refused_at_startup(arguments, kind, message):
         slime.check(stock(**arguments))
 
 
-def test_the_start_passes_what_is_right_and_logs_it_once(caplog):
-    _carry.log_once.cache_clear()
+@pytest.fixture
+def logged(caplog):
+    """Return the lines that were logged since the last call."""
+    _carry.log_carried.cache_clear()
+    caplog.set_level("INFO")
+
+    def lines():
+        messages = [record.message for record in caplog.records]
+        caplog.clear()
+        return messages
+
+    return lines
+
+
+HUB = "custom_pg_loss_reducer_function_path"
+TRAINS = (
+    "megatron_lossagg trains sample_sum: w_s = 1/B, carried to slime as rollout_mask_sums = "
+    "1 / (w_s G): for the policy loss, entropy, KL and the logged metrics alike"
+)
+
+
+def test_the_start_says_what_it_saw_and_only_carrying_says_that_weights_are_carried(
+    data, alone, logged
+):
     slime.check(stock())
-    slime.check(stock(rollout_data_postprocess_path="mine.postprocess", **flags("token_mean")))
-    hub = "custom_pg_loss_reducer_function_path"
-    slime.check(stock(**{hub: "megatron_lossagg.hosts.slime.constant_40"}))
-    from_args = {hub: "megatron_lossagg.hosts.slime.constant_from_args"}
-    slime.check(stock(**from_args, **flags("constant", 40)))
-    caplog.clear()
-    with caplog.at_level("INFO"):
-        slime.check(carrying("sample_sum"))
-        slime.check(carrying("sample_sum"))
-    assert [record.message for record in caplog.records] == [
-        "megatron_lossagg trains sample_sum: w_s = 1/B, carried to slime as rollout_mask_sums = "
-        "1 / (w_s G): for the policy loss, entropy, KL and the logged metrics alike"
-    ]
+    assert logged() == []
+    slime.check(stock(**{HUB: "megatron_lossagg.hosts.slime.constant_40"}))
+    from_args = {HUB: "megatron_lossagg.hosts.slime.constant_from_args"}
+    args = stock(rollout_data_postprocess_path="mine.f", **from_args, **flags("constant", 40))
+    slime.check(args)
+    for line in logged():
+        assert "the constant of megatron_lossagg.hosts.slime.constant_" in line
+        assert "KL, entropy and the logged metrics keep slime's mean" in line
+    assert args.rollout_data_postprocess_path == "mine.f"
+    slime.check(carrying("sample_sum"))
+    (line,) = logged()
+    assert f"is to train sample_sum: w_s = 1/B by rollout_data_postprocess_path {CARRY}" in line
+    with pytest.raises(KeyError, match="loss_masks"):
+        slime.carry_weights(carrying("sample_sum"), 0, {})
+    assert logged() == []
+    for _ in range(2):
+        slime.carry_weights(carrying("sample_sum"), 0, data)
+    (line,) = logged()
+    assert line == TRAINS
+
+
+def ends_with_carry_weights(args, rollout_id, rollout_data):
+    rollout_data["seen"] = rollout_id
+    slime.carry_weights(args, rollout_id, rollout_data)
+
+
+def forgets_carry_weights(args, rollout_id, rollout_data):
+    rollout_data["seen"] = rollout_id
+
+
+def goes_on_after_carry_weights(args, rollout_id, rollout_data):
+    slime.carry_weights(args, rollout_id, rollout_data)
+    rollout_data["rollout_mask_sums"] = rollout_data["rollout_mask_sums"] * 2
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        (ends_with_carry_weights, None),
+        (forgets_carry_weights, "returned without carry_weights.*as its last line"),
+        (goes_on_after_carry_weights, "changed rollout_mask_sums after carry_weights"),
+    ],
+)
+def test_a_postprocess_of_the_users_own_that_does_not_carry_is_refused_in_its_first_batch(
+    data, alone, logged, own, message
+):
+    path = f"{__name__}.{own.__name__}"
+    args = stock(rollout_data_postprocess_path=path, **flags("token_mean"))
+    slime.check(args)
+    assert not any("megatron_lossagg trains" in line for line in logged()[:-1])
+    module, _, name = args.rollout_data_postprocess_path.rpartition(".")  # as slime loads it
+    postprocess = getattr(sys.modules[module], name)
+    for rollout_id in (3, 4):
+        if message is None:
+            postprocess(args, rollout_id, data)
+            assert data["seen"] == rollout_id
+        else:
+            with pytest.raises(ContractError, match=f"{path} {message}"):
+                postprocess(args, rollout_id, data)
+    assert args.rollout_data_postprocess_path == path
+    want = dict(recorded("slime"), loss_masks=data["loss_masks"])
+    want["rollout_mask_sums"] = torch.ones(12)
+    slime.carry_weights(carrying("token_mean"), 0, want)
+    is_right = torch.equal(data["rollout_mask_sums"], want["rollout_mask_sums"])
+    assert is_right == (message is None)
 
 
 def test_a_colon_path_is_answered_with_the_dotted_one():

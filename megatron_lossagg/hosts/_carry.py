@@ -11,9 +11,9 @@ travels with its row, by default n_b, the active tokens of the row's rollout. So
     d_s = 1 / (w_s G)
 
 trains sum_s w_s sum_t m_t x_t, whatever the mode, the layout and the microbatches. A d_s
-below 1 would be raised to 1 by the host: it is refused. In the per-token regime the host ignores
-d_s: refused as well. Sources: slime 624b824a and miles 31f1ca96, ``loss_function`` and
-``get_sum_of_sample_mean``.
+below 1 would be raised to 1 by the host: it is refused, on all ranks. In the per-token regime
+the host ignores d_s: refused as well. Sources: slime 624b824a and miles 31f1ca96,
+``loss_function`` and ``get_sum_of_sample_mean``.
 
 Shape suffix: S = rows of the host's lists.
 """
@@ -37,6 +37,7 @@ from torch.distributed import ProcessGroup
 from megatron_lossagg.aggregation import CUSTOM, Aggregation
 from megatron_lossagg.counts import Ids, Sequences
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
+from megatron_lossagg.exchange import Exchange
 from megatron_lossagg.flags import add_loss_aggregation_args, aggregation_from_args
 from megatron_lossagg.plan import EmptyStep, StepPlan, plan_step
 
@@ -48,7 +49,8 @@ __all__ = [
     "check_set_up",
     "denominators",
     "is_ours",
-    "log_once",
+    "log_carried",
+    "log_set_up",
 ]
 
 _Floats = npt.NDArray[np.float64]
@@ -56,6 +58,7 @@ _Floats = npt.NDArray[np.float64]
 _OURS = "megatron_lossagg."
 REDUCER = "custom_pg_loss_reducer_function_path"
 _INIT = "custom_megatron_init_path"
+_REDUCERS = "constant_<L>"
 _FLOAT32_ROUNDING = 1e-6
 
 _REMEDIES = {
@@ -82,6 +85,15 @@ class Host:
     def carry_path(self) -> str:
         """Path of our function, as the host's loader reads it."""
         return f"{self.module}.carry_weights"
+
+    @property
+    def hooks(self) -> dict[str, str]:
+        """What each argument that takes a function of ours may name."""
+        return {
+            self.carry_argument: self.carry_path,
+            _INIT: f"{self.module}.check",
+            REDUCER: f"{self.module}.{_REDUCERS}",
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +143,7 @@ def check_set_up(args: Any, host: Host, *, is_carried: bool | None = None) -> Ag
             f"{host.carry_argument} to {host.carry_path}, or drop loss_aggregation"
         )
     if is_ours(reducer):
-        module, _, name = str(reducer).rpartition(".")
-        getattr(importlib.import_module(module), name)  # an invalid name fails here, at startup
+        _check_reducer(args, host, str(reducer))
     if (is_carried or is_ours(reducer)) and getattr(args, "calculate_per_token_loss", False):
         raise ContractError(
             f"got --calculate-per-token-loss, expected the average regime: with it {host.name} "
@@ -141,11 +152,29 @@ def check_set_up(args: Any, host: Host, *, is_carried: bool | None = None) -> Ag
     return aggregation
 
 
+def _check_reducer(args: Any, host: Host, reducer: str) -> None:
+    """Refuse a reducer that the host cannot load, or calls for no loss of this run."""
+    module, _, name = reducer.rpartition(".")
+    getattr(importlib.import_module(module), name)  # an invalid name fails here, at startup
+    if not name.startswith("constant_"):
+        raise ContractError(
+            f"got {REDUCER} {reducer}, expected {host.hooks[REDUCER]}: {name} is not a reducer"
+        )
+    loss_type = getattr(args, "loss_type", None) or "policy_loss"
+    if loss_type != "policy_loss":
+        raise ContractError(
+            f"got {REDUCER} {reducer} with --loss-type {loss_type}, expected policy_loss: "
+            f"{host.name} calls the reducer in its policy loss alone, and this loss would keep "
+            f"{host.name}'s mean. Carry the weights instead: set loss_aggregation and "
+            f"{host.carry_argument} {host.carry_path}, and drop {REDUCER}"
+        )
+
+
 def carried(plan: StepPlan, rollouts: int) -> _Floats:
     """Turn weights into the host's denominators: d_s = 1 / (w_s G), float64 ``[S]``.
 
     A row with no active tokens has 1: it adds nothing. Raises :class:`PlanError` on this rank
-    where d_s is below 1, which the host would raise to 1.
+    alone where d_s is below 1, which the host would raise to 1.
     """
     weight_S = plan.weights.numpy()
     above = np.flatnonzero(weight_S * rollouts > 1 + _FLOAT32_ROUNDING)
@@ -180,9 +209,9 @@ def denominators(
 
     ``active_tokens``, ``sample`` and ``prompt`` have one entry per row. ``dropped``: rows that
     the host leaves out. Every rank of ``group`` calls, with the same number of steps: per step
-    the collectives of :func:`plan_step`, and once more where prompts are given and there are
-    several steps. ``fault``: why this rank has no counts, raised on all ranks. Raises
-    :class:`PlanError`.
+    the collectives of :func:`plan_step`, once more where prompts are given and there are
+    several steps, and one all-gather for a d_s below 1 in the last step. ``fault``: why this
+    rank has no counts. Raises :class:`PlanError`, on all ranks.
     """
     denominator_S = np.full(len(active_tokens), np.nan)
 
@@ -204,9 +233,13 @@ def denominators(
 
     num_prompts = 0
     for step in steps:
-        plan = plan_of(step, samples_per_prompt)
-        denominator_S[list(step.rows)] = carried(plan, step.rollouts)
+        plan = plan_of(step, samples_per_prompt)  # raises the fault of the step before as well
+        try:
+            denominator_S[list(step.rows)] = carried(plan, step.rollouts)
+        except PlanError as error:  # of this rank's rows: the others may have none
+            fault = str(error)
         num_prompts += plan.totals.prompts or 0
+    _raise_together(fault, Exchange(group))
     if prompt is not None and (len(steps) > 1 or dropped):
         rows = [row for step in steps for row in step.rows]
         whole = plan_of(HostStep(rows=rows, rollouts=1), None).totals.prompts or 0
@@ -220,16 +253,49 @@ def denominators(
     return denominator_S
 
 
+def _raise_together(fault: str, exchange: Exchange) -> None:
+    """Raise the first rank's fault on every rank; one all-gather."""
+    for rank, text in enumerate(exchange.messages(fault)):
+        if text:
+            raise PlanError(f"{exchange.name(rank)}: {text}")
+
+
 @cache
-def log_once(host: Host, aggregation: Aggregation) -> None:
-    """Log, once per process and on rank 0, what is carried; ``cache`` keeps it to once."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        logging.getLogger(__name__).info(
-            "megatron_lossagg trains %s, carried to %s as rollout_mask_sums = 1 / (w_s G): for "
-            "the policy loss, entropy, KL and the logged metrics alike",
-            aggregation,
+def log_carried(host: Host, aggregation: Aggregation) -> None:
+    """Log on rank 0 that weights were carried; ``cache`` keeps it to once per process."""
+    _log(
+        "megatron_lossagg trains %s, carried to %s as rollout_mask_sums = 1 / (w_s G): for the "
+        "policy loss, entropy, KL and the logged metrics alike",
+        aggregation,
+        host.name,
+    )
+
+
+def log_set_up(args: Any, host: Host, aggregation: Aggregation | None) -> None:
+    """Log on rank 0 what the arguments ask for: nothing is carried yet."""
+    carry, reducer = getattr(args, host.carry_argument, None), getattr(args, REDUCER, None)
+    if is_ours(reducer):
+        _log(
+            "megatron_lossagg: %s is to divide its policy loss by the constant of %s; KL, entropy "
+            "and the logged metrics keep %s's mean",
+            host.name,
+            reducer,
             host.name,
         )
+    elif aggregation is not None:
+        _log(
+            "megatron_lossagg: %s is to train %s by %s %s; the line 'megatron_lossagg trains' "
+            "follows when the weights of the first batch are carried",
+            host.name,
+            aggregation,
+            host.carry_argument,
+            carry,
+        )
+
+
+def _log(message: str, *values: object) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logging.getLogger(__name__).info(message, *values)
 
 
 def _check_carried(args: Any, aggregation: Aggregation) -> None:
@@ -261,7 +327,6 @@ def _remedy(aggregation: Aggregation) -> str:
 
 def _check_names(args: Any, host: Host) -> None:
     """Refuse what a file of arguments may hold without any effect."""
-    hooks = (host.carry_argument, REDUCER, _INIT)
     for name, value in vars(args).items():
         plain = name.replace("-", "_").lower()
         near = difflib.get_close_matches(plain, _flags(), n=1, cutoff=0.8)
@@ -277,10 +342,14 @@ def _check_names(args: Any, host: Host) -> None:
                 f"got {name} {value}, expected dots only: {host.name} splits a path at its last "
                 f"dot. Write {value.replace(':', '.')}"
             )
-        if name not in hooks:
+        if name not in host.hooks:
             raise ContractError(
                 f"got {name} {value}, which {host.name} does not call, expected one of "
-                f"{', '.join(hooks)}: correct the name"
+                f"{', '.join(host.hooks)}: correct the name"
+            )
+        if name != REDUCER and value != host.hooks[name]:
+            raise ContractError(
+                f"got {name} {value}, expected {host.hooks[name]}: correct the path"
             )
 
 

@@ -45,6 +45,7 @@ HubReducer = Callable[[Tensor], Tensor]
 HubFactory = Callable[[Sequence[int], Sequence[int], Sequence[Tensor], bool], HubReducer]
 
 _NAME = re.compile(r"constant_(.+)")
+_NUMBER = re.compile(r"[0-9]+(p[0-9]+)?(e[+-]?[0-9]+)?")
 _FIRST_CHECKS = (2, 4, 8, 16, 32)
 _CALLS_BETWEEN_CHECKS = 64
 
@@ -90,6 +91,8 @@ def factory_named(name: str, module: str) -> HubFactory:
             "constant_0p5"
         )
     try:
+        if not _NUMBER.fullmatch(match[1]):  # float() takes 1_000 and 40.
+            raise ValueError(match[1])
         divisor = float(match[1].replace("p", "."))
         Aggregation("constant", divisor=divisor)
     except ValueError as error:

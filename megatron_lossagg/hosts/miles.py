@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +35,8 @@ from megatron_lossagg.hosts._carry import (
     check_set_up,
     denominators,
     is_ours,
-    log_once,
+    log_carried,
+    log_set_up,
 )
 from megatron_lossagg.hosts._hub import (
     HubFactory,
@@ -62,14 +64,24 @@ def check(args: Any) -> None:
     """Refuse a wrong set-up at startup; for ``--custom-megatron-init-path``.
 
     Finds misspelled arguments of a file, hooks that contradict each other or are missing, and
-    what :func:`carry_weights` refuses. Logs the aggregation on rank 0. No collective.
+    what :func:`carry_weights` refuses. Logs on rank 0 what it saw: nothing is carried yet. No
+    collective.
     """
     aggregation = check_set_up(args, _HOST)
     if is_ours(getattr(args, REDUCER, None)):
         refuse_bshd(args, getattr(args, "context_parallel_size", 1))
-    if aggregation is not None and getattr(args, _HOST.carry_argument, None):
+    conversion = getattr(args, _HOST.carry_argument, None)
+    if aggregation is not None and conversion:
         _check_miles(args, aggregation)
-        log_once(_HOST, aggregation)
+    log_set_up(args, _HOST, aggregation)
+    if aggregation is not None and conversion and not is_ours(conversion):
+        logging.getLogger(__name__).warning(
+            "%s %s runs in miles' rollout manager, where nothing can check that it ends with "
+            "with_weights: without it miles trains its own mean. Look for 'megatron_lossagg "
+            "trains' in the rollout manager's log",
+            _HOST.carry_argument,
+            conversion,
+        )
 
 
 def carry_weights(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
@@ -100,7 +112,6 @@ def with_weights(args: Any, samples: Sequence[Any], data: dict[str, Any]) -> dic
     ``global_batch_size`` (G). Samples that miles drops keep what they have.
     """
     aggregation = _checked(args)
-    log_once(_HOST, aggregation)
     masks = data["loss_masks"]
     prompt = _prompts(samples, len(masks)) if aggregation.mode == "prompt_mean" else None
     steps = _steps(args, data)
@@ -116,6 +127,7 @@ def with_weights(args: Any, samples: Sequence[Any], data: dict[str, Any]) -> dic
     )
     host_S = data.get("rollout_mask_sums") or [1.0] * len(masks)  # of rows that miles drops
     data["rollout_mask_sums"] = np.where(np.isnan(denominator_S), host_S, denominator_S).tolist()
+    log_carried(_HOST, aggregation)
     return data
 
 

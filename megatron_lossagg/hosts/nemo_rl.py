@@ -15,8 +15,9 @@ sums, and finalize divides by nothing. Every context-parallel rank has whole row
 losses are scaled by NeMo-RL itself, by 1 / N; nothing here touches them.
 
 A row whose ``sample_mask`` is 0 is in none of NeMo-RL's counts, and in none of ours; give
-``samples_per_step`` to count such rows too. Sources: NeMo-RL 7ea279ab ``ClippedPGLossFn``,
-``SequencePackingLossWrapper``, ``LossPostProcessor``, ``get_global_batch``.
+``samples_per_step`` to count such rows too. A mask that is not 0 or 1 is refused. Sources:
+NeMo-RL 7ea279ab ``ClippedPGLossFn``, ``SequencePackingLossWrapper``, ``LossPostProcessor``,
+``get_global_batch``.
 """
 
 from __future__ import annotations
@@ -133,11 +134,11 @@ class AggregatedLoss:
 
         ``next_token_logprobs``: ``[b, s - 1]``, whole rows; the fields of ``data`` have a row
         dimension of b. ``global_valid_seqs``, ``global_valid_toks``: counts of the step, B without
-        the rows whose ``sample_mask`` is 0, and N. No collective; host syncs for counts, and those
-        of the wrapped loss per row.
+        the rows whose ``sample_mask`` is 0, and N. No collective; host syncs for masks and counts,
+        and those of the wrapped loss per row. Raises :class:`PlanError` on this rank alone for a
+        mask that is not 0 or 1.
         """
-        sample_mask = data["sample_mask"]
-        n_b = (data["token_mask"][:, 1:] * sample_mask[:, None]).sum(-1)
+        n_b, sample_mask = _counts_of(data)
         if self.weights_in_data:
             if "loss_weights" not in data:
                 raise ContractError(
@@ -168,10 +169,14 @@ class AggregatedLoss:
         """Plan all steps of a batch in the trainer; returns w_s, float64 ``[rows]``.
 
         ``data``: the whole batch, each prompt's samples together, each ``rows_per_step`` rows one
-        optimizer step. Rows whose ``sample_mask`` is 0 are in no count. No collective.
+        optimizer step. Rows whose ``sample_mask`` is 0 are in no count. No collective. Raises
+        :class:`PlanError` for a mask that is not 0 or 1 and, under ``prompt_mean``, for a batch
+        whose prompts are not whole in their step.
         """
-        sample_mask = data["sample_mask"]
-        n_S = (data["token_mask"][:, 1:] * sample_mask[:, None]).sum(-1).to("cpu", torch.int64)
+        n_S, sample_mask = _counts_of(data)
+        n_S = n_S.to("cpu", torch.int64)
+        if self.aggregation.mode == "prompt_mean":
+            _check_prompts(len(n_S), rows_per_step, samples_per_prompt)
         prompt_S = torch.arange(len(n_S)) // samples_per_prompt
         weight_S = torch.zeros(len(n_S), dtype=torch.float64)
         for start in range(0, len(n_S), rows_per_step):
@@ -185,7 +190,8 @@ class AggregatedLoss:
         self, n_b: Tensor, sample_mask: Tensor, valid_seqs: Tensor, valid_toks: Tensor
     ) -> list[float]:
         """Plan one microbatch from NeMo-RL's counts of the step; w_s, 0 where sample_mask is."""
-        samples = int(valid_seqs)
+        samples = _count("global_valid_seqs", valid_seqs)
+        tokens = _count("global_valid_toks", valid_toks)
         if self.samples_per_step is not None:
             if samples > self.samples_per_step:
                 raise PlanError(
@@ -206,9 +212,7 @@ class AggregatedLoss:
             plan = plan_step(
                 self.aggregation,
                 Sequences(active_tokens=n_b.to("cpu", torch.int64)[is_row_b]),
-                totals=StepTotals(
-                    active_tokens=int(valid_toks), samples=samples, active_samples=samples
-                ),
+                totals=StepTotals(active_tokens=tokens, samples=samples, active_samples=samples),
             )
         except PlanError as error:
             raise ContractError(
@@ -223,6 +227,41 @@ class AggregatedLoss:
         if self.loss_fn.loss_type.value == "token_level":
             return float(valid_toks + _EPSILON)
         return float((n + _EPSILON) * (valid_seqs + _EPSILON))
+
+
+def _counts_of(data: Any) -> tuple[Tensor, Tensor]:
+    """Count each row's active tokens, 0 where ``sample_mask`` is; one host sync for each mask."""
+    token_mask, sample_mask = data["token_mask"][:, 1:], data["sample_mask"]
+    remedies = {"token_mask": "token_loss_mask", "sample_mask": "loss_multiplier"}
+    for (name, source), mask in zip(remedies.items(), (token_mask, sample_mask), strict=True):
+        if bool(((mask != 0) & (mask != 1)).any()):
+            raise PlanError(
+                f"got {name} with values other than 0 and 1, expected a 0/1 mask: counts are "
+                f"integers. Make {source} 0 or 1, and scale advantages to weigh a sample"
+            )
+    return (token_mask * sample_mask[:, None]).sum(-1), sample_mask
+
+
+def _count(name: str, value: Tensor) -> int:
+    """Read one of NeMo-RL's counts of the step; one host sync."""
+    count = float(value)
+    if count != int(count):
+        raise PlanError(
+            f"got {name} {count:g}, expected an integer, the sum of 0/1 masks: make "
+            "loss_multiplier of each sample 0 or 1"
+        )
+    return int(count)
+
+
+def _check_prompts(num_rows: int, rows_per_step: int, samples_per_prompt: int) -> None:
+    """Refuse a batch in which a prompt is cut short, or continues in the next optimizer step."""
+    cut = num_rows % samples_per_prompt
+    if cut or (num_rows > rows_per_step and rows_per_step % samples_per_prompt):
+        raise PlanError(
+            f"got {num_rows} rows in optimizer steps of {rows_per_step} with {samples_per_prompt} "
+            "samples per prompt, expected whole prompts in each step: make "
+            "policy.train_global_batch_size a multiple of grpo.num_generations_per_prompt"
+        )
 
 
 def _row_of(data: Any, row: int, num_rows: int) -> Any:

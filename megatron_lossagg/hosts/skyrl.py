@@ -17,8 +17,9 @@ does so is replaced, and advantages leave as::
 
 A mini-batch is one optimizer step; the trainer has all of it, so counting needs no collective.
 Afterwards SkyRL multiplies the sum by M DP, and Megatron by CP / M. KL and entropy stay as they
-are in SkyRL: means of each microbatch (``docs/hosts/patches/skyrl-kl-entropy.patch`` changes it).
-Sources: SkyRL a9564572 ``RayPPOTrainer._normalize_advantages``,
+are in SkyRL: means of each microbatch; a patch of ``docs/hosts/patches`` changes it. The loss of
+MTP heads (a draft model) stays SkyRL's too, with or without the patch.
+Sources: SkyRL a9564572 and 0.4.0 ``RayPPOTrainer.train``, ``_normalize_advantages``,
 ``apply_loss_reduction_to_advantages_minibatch``, and ``loss_func`` of
 ``MegatronModelWrapper.forward_backward_mini_batch``.
 """
@@ -34,6 +35,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_lossagg.aggregation import CUSTOM, Aggregation
@@ -58,13 +60,17 @@ _LINEAR = (
 _NOT_LINEAR = ("clip_cov", "kl_cov", "cross_entropy")
 _REDUCTION = "apply_loss_reduction_to_advantages_minibatch"
 _NOT_HERE = (CUSTOM, "microbatch_token_mean")
+_LAST_STEPS = "loss_aggregation_is_last_step"
+"""Where the batch keeps ``is_last_step``, which SkyRL's synchronous loop drops."""
+_PATCHES = "docs/hosts/patches/skyrl-kl-entropy.patch (a9564572) or skyrl-0.4.0-kl-entropy.patch"
+_VERSIONS = "use skyrl 0.3.0, 0.4.0 or a9564572"
 
 
 def aggregated(trainer: Any, aggregation: Aggregation, *, carry_weights: bool = False) -> Any:
     """Make a subclass of a SkyRL trainer whose policy loss has our weights.
 
     ``carry_weights``: leave w_s in the batch too, ``loss_weights`` ``[rows, 1]``, for a SkyRL
-    with ``docs/hosts/patches/skyrl-kl-entropy.patch``, whose KL and entropy then have them.
+    with a patch of ``docs/hosts/patches``, whose KL and entropy then have them.
     Raises :class:`AggregationError` here for a mode that needs microbatches, and where the
     trainer is built for a policy loss that is not proportional to advantages.
     """
@@ -81,6 +87,14 @@ def aggregated(trainer: Any, aggregation: Aggregation, *, carry_weights: bool = 
             check_config(cfg, carry_weights=carry_weights)
             super().__init__(cfg, *args, **kwargs)
 
+        def compute_advantages_and_returns(self, data: Any) -> Any:
+            """Keep ``is_last_step``: SkyRL's loop drops it before :meth:`_normalize_advantages`."""
+            is_last_step = data.metadata.get("is_last_step")
+            data = super().compute_advantages_and_returns(data)
+            if is_last_step is not None:
+                data.metadata[_LAST_STEPS] = is_last_step
+            return data
+
         def _normalize_advantages(
             self,
             data: Any,
@@ -88,15 +102,15 @@ def aggregated(trainer: Any, aggregation: Aggregation, *, carry_weights: bool = 
             prompt_boundaries: Sequence[tuple[int, int]] | None = None,
         ) -> Any:
             """Multiply by w_s where SkyRL applies ``loss_reduction``; no collective."""
-            samples = _samples(data.metadata.get("is_last_step"))
+            samples = _samples(self.cfg, data)
             weighing = _Weighing(aggregation, mini_batch_boundaries, samples)
             with _in_place_of_the_reduction(trainer, weighing):
                 data = super()._normalize_advantages(data, mini_batch_boundaries, prompt_boundaries)
             if weighing.num_calls != len(mini_batch_boundaries):
                 raise ContractError(
                     f"SkyRL reduced {weighing.num_calls} of {len(mini_batch_boundaries)} "
-                    f"mini-batches: this version does not call {_REDUCTION} once for each; use "
-                    "skyrl 0.3.0 or a9564572"
+                    f"mini-batches: this version does not call {_REDUCTION} once for each; "
+                    f"{_VERSIONS}"
                 )
             if carry_weights:
                 data["loss_weights"] = weighing.column(data["advantages"])
@@ -137,8 +151,8 @@ class _Weighing:
         self.num_calls += 1
         if end - start != len(advantages):
             raise ContractError(
-                f"SkyRL reduces {len(advantages)} rows, and the mini-batch has {end - start}: use "
-                "skyrl 0.3.0 or a9564572"
+                f"SkyRL reduces {len(advantages)} rows, and the mini-batch has {end - start}: "
+                f"{_VERSIONS}"
             )
         if not bool(((loss_mask == 0) | (loss_mask == 1)).all()):
             raise PlanError("loss_mask has values other than 0 and 1: give weights another way")
@@ -148,7 +162,7 @@ class _Weighing:
         plan = plan_step(
             self.aggregation,
             Sequences(
-                active_tokens=loss_mask.sum(-1).long(),
+                active_tokens=loss_mask.sum(-1).to("cpu", torch.int64),
                 sample=None if self.samples is None else self.samples[start:end],
                 prompt=prompts if self.aggregation.mode == "prompt_mean" else None,
             ),
@@ -158,10 +172,23 @@ class _Weighing:
         return advantages * plan.weights.to(advantages)[:, None]
 
 
-def _samples(is_last_step: Sequence[bool] | None) -> list[int] | None:
-    """Number the trajectories of step-wise training, whose rows are contiguous."""
-    if is_last_step is None:
+def _samples(cfg: Any, data: Any) -> list[int] | None:
+    """Number the trajectories of step-wise training, whose rows are contiguous.
+
+    None where each row is a sample. Raises :class:`ContractError` where the trainer lost them.
+    """
+    is_last_step = data.metadata.get(_LAST_STEPS, data.metadata.get("is_last_step"))
+    num_rows = len(data["advantages"])
+    is_step_wise = getattr(getattr(cfg, "generator", None), "step_wise_trajectories", False)
+    if is_last_step is None and not is_step_wise:
         return None
+    if is_last_step is None or len(is_last_step) != num_rows:
+        got = "none" if is_last_step is None else f"{len(is_last_step)} of them"
+        raise ContractError(
+            f"got {got} of metadata['is_last_step'] for {num_rows} rows of step-wise trajectories, "
+            "expected one for each: without it every turn would count as a sample. Use a trainer "
+            "that calls compute_advantages_and_returns before it trains"
+        )
     ends, number = [], count()
     current = next(number)
     for is_last in is_last_step:
@@ -178,8 +205,8 @@ def _in_place_of_the_reduction(trainer: Any, weighing: _Weighing) -> Iterator[No
     own: Callable[..., Tensor] | None = getattr(module, _REDUCTION, None)
     if own is None:
         raise ContractError(
-            f"{module.__name__} has no {_REDUCTION}: use skyrl 0.3.0 or a9564572, or a trainer "
-            "that does not override _normalize_advantages"
+            f"{module.__name__} has no {_REDUCTION}: {_VERSIONS}, or a trainer that does not "
+            "override _normalize_advantages"
         )
     setattr(module, _REDUCTION, weighing.reduce)
     try:
@@ -209,8 +236,15 @@ def check_config(cfg: Any, *, carry_weights: bool = False) -> None:
     if kept and not carry_weights:
         warnings.warn(
             f"{' and '.join(kept)} stay SkyRL's means of each microbatch, whatever the "
-            "aggregation: turn them off, or apply docs/hosts/patches/skyrl-kl-entropy.patch and "
-            "pass carry_weights=True",
+            f"aggregation: turn them off, or apply {_PATCHES} and pass carry_weights=True",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    if getattr(getattr(cfg.trainer, "mtp", None), "enabled", False):
+        warnings.warn(
+            "got trainer.mtp.enabled=true: the loss of the MTP heads stays SkyRL's mean over each "
+            "microbatch's tokens, whatever the aggregation, with the patch too. It reaches those "
+            "heads alone; turn it off where they are to have the aggregation's weights",
             RuntimeWarning,
             stacklevel=3,
         )

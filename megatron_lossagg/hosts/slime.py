@@ -19,9 +19,11 @@ Source: slime 624b824a ``MegatronTrainRayActor.train_actor``, ``loss_function``.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -30,9 +32,18 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lossagg.errors import PlanError
+from megatron_lossagg.errors import ContractError, PlanError
 from megatron_lossagg.flags import empty_step_from_args
-from megatron_lossagg.hosts._carry import Host, HostStep, check_set_up, denominators, log_once
+from megatron_lossagg.hosts._carry import (
+    REDUCER,
+    Host,
+    HostStep,
+    check_set_up,
+    denominators,
+    is_ours,
+    log_carried,
+    log_set_up,
+)
 from megatron_lossagg.hosts._hub import HubFactory, constant_from_args, factory_named
 
 __all__ = ["carry_weights", "check", "constant_from_args"]
@@ -51,15 +62,53 @@ def __getattr__(name: str) -> HubFactory:
     return factory_named(name, __name__)
 
 
+@dataclass(kw_only=True)
+class _Process:
+    """What this training process remembers between slime's calls."""
+
+    own_postprocess: str = ""
+    """Path of the user's function that is to call :func:`carry_weights`."""
+    carried: Tensor | None = None
+    """The last denominators that were carried."""
+
+
+_PROCESS = _Process()
+
+
 def check(args: Any) -> None:
     """Refuse a wrong set-up at startup; for ``--custom-megatron-init-path``.
 
     Finds misspelled arguments, which slime takes without a word, hooks that contradict each
-    other, and hooks that are missing. Logs the aggregation on rank 0. No collective.
+    other, and hooks that are missing. Logs on rank 0 what it saw: nothing is carried yet. Where
+    ``rollout_data_postprocess_path`` is a function of your own, the argument is replaced by
+    :func:`checked_postprocess`. No collective.
     """
     aggregation = check_set_up(args, _HOST)
-    if aggregation is not None:
-        log_once(_HOST, aggregation)
+    log_set_up(args, _HOST, aggregation)
+    own = getattr(args, _HOST.carry_argument, None)
+    is_own = own and not is_ours(own) and not is_ours(getattr(args, REDUCER, None))
+    if aggregation is not None and is_own:
+        _PROCESS.own_postprocess = str(own)
+        setattr(args, _HOST.carry_argument, f"{__name__}.{checked_postprocess.__name__}")
+
+
+def checked_postprocess(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    """Call the user's own postprocess, and refuse to train what it did not carry.
+
+    Raises :class:`ContractError` where ``rollout_mask_sums`` is not what :func:`carry_weights`
+    left in this rollout batch. Collectives and host syncs are those of the user's function.
+    """
+    setattr(args, _HOST.carry_argument, _PROCESS.own_postprocess)  # slime has loaded this one
+    module, _, name = _PROCESS.own_postprocess.rpartition(".")
+    _PROCESS.carried = None
+    getattr(importlib.import_module(module), name)(args, rollout_id, rollout_data)
+    if _PROCESS.carried is None or rollout_data.get("rollout_mask_sums") is not _PROCESS.carried:
+        what = "returned without" if _PROCESS.carried is None else "changed rollout_mask_sums after"
+        raise ContractError(
+            f"{_HOST.carry_argument} {_PROCESS.own_postprocess} {what} carry_weights, and slime "
+            "would train another loss than loss_aggregation asks for: call "
+            f"{_HOST.carry_path}(args, rollout_id, rollout_data) as its last line"
+        )
 
 
 def carry_weights(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
@@ -73,12 +122,12 @@ def carry_weights(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> N
     n_samples_per_prompt``, which holds for slime's own data source alone; others are refused.
 
     slime calls it on every rank after advantages were computed. Per step the collectives of
-    :func:`plan_step` over the data-parallel group without context parallelism, and one host sync
-    to count masks. Raises :class:`PlanError` and what :func:`check` raises.
+    :func:`plan_step` over the data-parallel group without context parallelism, one all-gather
+    for the whole batch, and one host sync to count masks. Logs once that weights were carried.
+    Raises :class:`PlanError`, on all ranks of the group, and what :func:`check` raises.
     """
     aggregation = check_set_up(args, _HOST, is_carried=True)
     assert aggregation is not None
-    log_once(_HOST, aggregation)
     active_tokens, fault = _active_tokens(rollout_data["loss_masks"])
     rollout_ids = [int(rollout) for rollout in rollout_data["rollout_ids"]]
     prompt, samples_per_prompt = None, None
@@ -99,7 +148,9 @@ def carry_weights(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> N
         fault=fault,
     )
     host_S = rollout_data["rollout_mask_sums"]
-    rollout_data["rollout_mask_sums"] = torch.from_numpy(denominator_S).to(host_S)
+    _PROCESS.carried = torch.from_numpy(denominator_S).to(host_S)
+    rollout_data["rollout_mask_sums"] = _PROCESS.carried
+    log_carried(_HOST, aggregation)
 
 
 def _steps(rollout_data: dict[str, Any]) -> list[HostStep]:

@@ -13,6 +13,7 @@ and ``torch.compile`` (eager).
 It prints the largest relative error of a gradient; metrics are checked to BOUND.
 """
 
+import importlib
 import math
 import os
 import sys
@@ -37,10 +38,15 @@ stand_ins.install(
 )
 typing.TypedDict = typing_extensions.TypedDict  # SkyRL's pydantic models, before Python 3.12
 
+# SkyRL 0.4.0 patches Bridge's adapters for LoRA when it is imported: here they have it already.
+adapters = importlib.import_module("megatron.bridge.peft.utils")
+adapters.ParallelLinearAdapter = SimpleNamespace(_skyrl_shared_expert_lora_tp_patch=True)
+
 import host_step  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
+from megatron.core.distributed import finalize_model_grads  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from skyrl.backends.skyrl_train.distributed import dispatch  # noqa: E402
 from skyrl.backends.skyrl_train.distributed.megatron import megatron_utils  # noqa: E402
@@ -49,7 +55,10 @@ from skyrl.backends.skyrl_train.distributed.megatron.megatron_strategy import ( 
 )
 from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch  # noqa: E402
 from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry  # noqa: E402
-from skyrl.backends.skyrl_train.workers.megatron import megatron_worker  # noqa: E402
+from skyrl.backends.skyrl_train.workers.megatron import (  # noqa: E402
+    megatron_model_wrapper,
+    megatron_worker,
+)
 from skyrl.train.config import TrainerConfig  # noqa: E402
 from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors  # noqa: E402
 from skyrl.train.trainer import RayPPOTrainer  # noqa: E402
@@ -60,6 +69,9 @@ from megatron_lossagg.hosts.skyrl import aggregated  # noqa: E402
 
 assert megatron_worker.__file__.startswith(CHECKOUT)
 dispatch.ray.put = lambda chunk: chunk
+OF_BRIDGE = "finalize_model_grads_with_expert_adapter_sync"
+if hasattr(megatron_model_wrapper, OF_BRIDGE):  # 0.4.0: Megatron-Core's, and LoRA of experts
+    setattr(megatron_model_wrapper, OF_BRIDGE, finalize_model_grads)
 # SkyRL draws the tokens of a padding microbatch below 100; this vocabulary is smaller.
 randint = torch.randint
 torch.randint = lambda low, high, *size, **given: randint(
@@ -134,6 +146,7 @@ def worker_of(cfg, chunk):
     worker.cfg, worker.actor_module, worker.optimizer = cfg, [chunk], None
     worker.strategy = object.__new__(MegatronStrategy)
     worker.enable_router_replay = worker.empty_cuda_cache = False
+    worker.enable_sample_support_replay = False  # of 0.4.0
     worker.model = megatron_worker.MegatronModelWrapper(
         cfg, [chunk], policy_loss_fn=PolicyLossRegistry.get(cfg.algorithm.policy_loss_type)
     )

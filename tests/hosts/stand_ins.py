@@ -24,11 +24,22 @@ ENGINES = ("peft", "torchdata")
 SERVERS = ("skyrl_gym", "aiohttp", "httpx", "requests", "urllib3")
 """Environments, and clients of inference servers."""
 
+SKYRL = ("cloudpathlib", "pybase64", "zstandard")
+"""skyrl 0.4.0 imports them with its trainer: cloud paths, wire formats."""
+
 BRIDGE = ("transformer_engine", "modelopt", "nvidia_resiliency_ext")
 """Megatron-Bridge's kernels for models that are not built here, distillation, restarts."""
 
-SKYRL_WORKER = ("cloudpathlib", "megatron.bridge", "pybase64", "torchdata", "zstandard")
-"""SkyRL's Megatron worker loads models with Bridge; data loaders, wire formats, cloud paths."""
+SKYRL_WORKER = (
+    *SKYRL,
+    "megatron.bridge",
+    "megatron.core.models.hybrid.hybrid_model",
+    "megatron.core.recompute",
+    "megatron.core.transformer.hyper_connection",
+    "nvidia_resiliency_ext",
+    "torchdata",
+)
+"""SkyRL's Megatron worker loads models with Bridge, some of a newer Megatron-Core; data loaders."""
 
 NEMO = (
     "nemo_automodel",

@@ -3,5 +3,10 @@
 import stand_ins
 
 stand_ins.install(
-    stand_ins.RAY, stand_ins.HYDRA, stand_ins.DATA, stand_ins.ENGINES, stand_ins.SERVERS
+    stand_ins.RAY,
+    stand_ins.HYDRA,
+    stand_ins.DATA,
+    stand_ins.ENGINES,
+    stand_ins.SERVERS,
+    stand_ins.SKYRL,
 )
