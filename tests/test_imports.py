@@ -12,8 +12,8 @@ import megatron_lossagg
 PACKAGE = Path(__file__).parent.parent / "megatron_lossagg"
 ORDER = [
     "errors", "integers", "devices", "aggregation", "scaling", "layout", "exchange", "counts",
-    "faults", "microbatch", "reducer", "plugins", "plan", "buffer", "flags", "ledger", "probe",
-    "live", "contract", "schedule", "hosts", "cpu", "verify", "cli",
+    "faults", "microbatch", "reducer", "plugins", "plan", "buffer", "flags", "ledger",
+    "options", "probe", "live", "contract", "schedule", "hosts", "cpu", "verify", "cli",
 ]  # fmt: skip
 ANNOTATIONS = {
     "__future__", "__future__.annotations", "collections.abc", "collections.abc.Iterable",
