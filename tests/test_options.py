@@ -62,6 +62,14 @@ def test_a_contiguous_split_of_packed_rows_is_refused_on_every_rank_before_a_ste
     assert len(found_by(contiguous)) == 2
 
 
+def test_every_pipeline_stage_refuses_what_was_flipped_before_its_schedule_runs():
+    found = found_by(launched("stages_worker.py", processes=2))
+    assert len(found) == 2
+    for stage in found:
+        assert "wrapped in the average regime" in stage["refused"]
+        assert stage["reached"] == 1
+
+
 def test_the_page_has_the_table_as_the_command_prints_it():
     command = [sys.executable, "-m", "megatron_lossagg.options"]
     printed = subprocess.check_output(command, text=True)

@@ -2,8 +2,8 @@
 
 ``bridge_worker.py FILE AGGREGATION CP REGIME [EVALUATION_CP]``: three steps on packed conversations
 and an evaluation; EVALUATION_CP is Bridge's ``eval_context_parallel_size``, and a refusal is
-printed by every rank. The last rank writes each step's loss and gradient norm to FILE as JSON, and rank 0
-alone, where it is alone, the mean over conversations of their mean token loss and its gradient's
+printed by every rank. The last rank writes each step's loss and gradient norm to FILE as JSON, and
+rank 0, where it is alone, the mean over conversations of their mean token loss and its gradient's
 norm, by loops over conversations that go through the model one by one. AGGREGATION ``stock``: the
 recipe's call is left out. Weights and data do not depend on the layout.
 """
