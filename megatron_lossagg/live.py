@@ -33,6 +33,8 @@ __all__ = [
 _OLDEST_MEGATRON = (0, 13)
 _MOE_FREE_OF_CP = {"average": (0, 16), "per-token": (0, 19)}
 """The release from which the gradient of the MoE side losses does not depend on CP."""
+_MTP_NEVER_FREE_OF_CP = (0, 17)
+"""The release from which MTP's gradient depends on CP in both regimes, not in the average alone."""
 
 _FLIPPED = (
     "the regime is frozen when the model is built and wrapped; set --calculate-per-token-loss "
@@ -241,20 +243,28 @@ class Frozen:
 def note_on_side_losses(config: Any, regime: Regime) -> str:
     """Say which of stock's side losses depend on CP here; empty where none does.
 
-    MTP's does in the average regime. Those of MoE routers do before megatron-core 0.16 in the
-    average regime, and before 0.19 in the per-token regime.
+    MTP's does, but in the per-token regime before megatron-core 0.17. Those of MoE routers do
+    before 0.16 in the average regime, and before 0.19 in the per-token regime.
     """
+    release = _release()
     coefficients = getattr(config, "moe_aux_loss_coeff", 0)
     is_balanced = any(coefficients) if isinstance(coefficients, list) else bool(coefficients)
-    has_moe = config.num_moe_experts and (is_balanced or config.moe_z_loss_coeff)
-    names = ["MTP"] if config.mtp_num_layers and regime == "average" else []
-    names += ["MoE"] if has_moe and _release() < _MOE_FREE_OF_CP[regime] else []
-    if not names:
+    has_moe = bool(config.num_moe_experts and (is_balanced or config.moe_z_loss_coeff))
+    remedies = {}
+    if config.mtp_num_layers and (regime == "average" or release >= _MTP_NEVER_FREE_OF_CP):
+        has_remedy = not has_moe and release < _MTP_NEVER_FREE_OF_CP
+        remedies["MTP"] = (
+            "train with --calculate-per-token-loss"
+            if has_remedy
+            else "compare runs at one CP size only"
+        )
+    if has_moe and release < _MOE_FREE_OF_CP[regime]:
+        major, minor = _MOE_FREE_OF_CP[regime]
+        remedies["MoE"] = f"install megatron-core>={major}.{minor}"
+    if not remedies:
         return ""
-    remedies = ["train with --calculate-per-token-loss"] if regime == "average" else []
-    remedies += ["install megatron-core>=0.19"] if has_moe and _release() < (0, 19) else []
     return (
-        f"side losses ({' and '.join(names)}) are Megatron's own and no --loss-aggregation "
-        f"changes them; in the {regime} regime their gradient depends on CP: "
-        f"{' and '.join(remedies)}"
+        f"side losses ({' and '.join(remedies)}) are Megatron's own and no --loss-aggregation "
+        f"changes them; in the {regime} regime of megatron-core {megatron_version()} their "
+        f"gradient depends on CP: {' and '.join(remedies.values())}"
     )

@@ -312,7 +312,8 @@ OPTIONS = (
         names=("mtp_num_layers", "mtp_loss_scaling_factor", "mtp_grad_scale_func"),
         since="before 0.13; `mtp_grad_scale_func` 0.19",
         status="not affected",
-        why="the MTP loss stays stock's, bit for bit; in the average regime it depends on CP",
+        why="the MTP loss stays stock's, bit for bit; it depends on CP in the average regime, and "
+        "from 0.17 on in the per-token regime",
     ),
     Option(
         names=("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_grad_scale_func"),
