@@ -1,5 +1,7 @@
 """A real training step of the example: the package's share of its time, its reads of a device.
 
+And the time of comparing a large live model with what the contract has read of it.
+
 ``python -m benchmarks.live_step FILE [--steps N]`` under a launcher with one process replays
 the example's recorded rollouts on stock Megatron-Core and writes FILE. The package's time is
 that of its calls in a step and of their backward, taken between the gradient of a share and
@@ -23,11 +25,13 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "drgrpo"
 sys.path.insert(0, str(EXAMPLE))
 
+import torch  # noqa: E402
 import train  # noqa: E402  puts the stand-ins for CUDA in place, so it is imported first
 from torch import Tensor  # noqa: E402
 
 from benchmarks.counting import Counted, counted, device_path  # noqa: E402
 from benchmarks.counts import tensors_of  # noqa: E402
+from benchmarks.rank_step import a_chunk  # noqa: E402
 from benchmarks.timing import Spread  # noqa: E402
 from megatron_lossagg import MegatronContract, Reducer, StepContract, StepPlan  # noqa: E402
 
@@ -39,6 +43,8 @@ METHODS: dict[type, tuple[str, ...]] = {
 }
 WARMUP = 2
 """First steps, which are left out."""
+MODULES, ROUTERS, CHECKS = 50_000, 128, 200
+"""Of the model whose live check is timed, and how often."""
 
 
 class Clock:
@@ -181,6 +187,30 @@ def reads(run: Any) -> dict[str, Any]:
     }
 
 
+def live_check() -> dict[str, Any]:
+    """Time ``MegatronContract.read`` once, and often its check, which every step makes."""
+    chunk = a_chunk()
+    layers = torch.nn.ModuleList(torch.nn.Identity() for _ in range(MODULES - ROUTERS))
+    for _ in range(ROUTERS):
+        router = torch.nn.Identity()  # the flag is all that the check reads of a router
+        router.calculate_per_token_loss = False
+        layers.append(router)
+    chunk.module.layers = layers
+    started = time.thread_time()
+    contract = MegatronContract.read(chunk, probe=False)
+    read = time.thread_time() - started
+    seconds = []
+    for _ in range(CHECKS):
+        started = time.thread_time()
+        contract.check()
+        seconds.append(time.thread_time() - started)
+    return {
+        "modules": MODULES,
+        "read_ms": read * 1e3,
+        "check_ms": Spread.of([second * 1e3 for second in seconds]).to_json(),
+    }
+
+
 def _add(total: Counted, counts: Counted) -> None:
     total.operations += counts.operations
     total.reads += counts.reads
@@ -188,7 +218,7 @@ def _add(total: Counted, counts: Counted) -> None:
 
 
 def main() -> None:
-    """Run the example twice: one step counted, ``--steps`` timed."""
+    """Run the example twice: one step counted, ``--steps`` timed; then the live check."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--steps", type=int, default=0, metavar="N", help="0: count only")
@@ -211,6 +241,7 @@ def main() -> None:
         if options.steps:
             run = train.build_run(arguments("time", options.steps + WARMUP))
             found["time"] = share_of_time(run)
+            found["check"] = live_check()
         train.stop_processes()
     options.file.write_text(json.dumps(found))
 

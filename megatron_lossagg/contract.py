@@ -28,11 +28,12 @@ from megatron_lossagg.integers import IntsLike, first_few, is_integer
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.ledger import Ledger
 from megatron_lossagg.live import (
+    Frozen,
     LiveGroups,
-    check_live,
     checked_regime,
     is_rerunning,
     megatron_version,
+    note_on_side_losses,
 )
 from megatron_lossagg.microbatch import FILLER
 from megatron_lossagg.ownership import check_ownership
@@ -48,8 +49,11 @@ __all__ = ["MegatronContract", "StepContract"]
 class MegatronContract:
     """How the live model's Megatron-Core scales a loss; made once per run by :meth:`read`."""
 
-    def __init__(self, *, chunks: Sequence[Any], regime: Regime, groups: LiveGroups) -> None:
+    def __init__(
+        self, *, chunks: Sequence[Any], regime: Regime, frozen: Frozen, groups: LiveGroups
+    ) -> None:
         self._chunks = list(chunks)
+        self._frozen = frozen
         self._config = chunks[0].config
         self._latest: StepContract | None = None
         self.regime: Regime = regime
@@ -66,6 +70,8 @@ class MegatronContract:
         """DP * CP: the size of the group whose gradients the chunks reduce over."""
         self.is_last_stage = groups.is_last_stage
         """Whether this rank's pipeline stage calls loss_func."""
+        self.note = note_on_side_losses(self._config, regime)
+        """Which side losses depend on CP, for the start of a run; empty where none does."""
         self.probe: ProbeReport | None = None
         """What the startup probe measured; None where it was not asked for."""
         self._agreed: set[Aggregation] = set()
@@ -91,13 +97,14 @@ class MegatronContract:
         fault, settings = "", ""
         try:
             regime = checked_regime(chunks)
+            frozen = Frozen.of(chunks, regime)
             groups = LiveGroups.of(chunks)
             settings = f"megatron-core {megatron_version()}, regime {regime}, probe {probe}, "
             settings += _settings_of(aggregation)
         except Exception as error:  # of any type: no rank may leave the others waiting
             fault = str(error) if isinstance(error, ContractError) else repr(error)
         _agree(fault, settings)
-        contract = MegatronContract(chunks=chunks, regime=regime, groups=groups)
+        contract = MegatronContract(chunks=chunks, regime=regime, frozen=frozen, groups=groups)
         contract._agreed.add(aggregation)
         if probe:
             contract.probe = run_probe(chunks, contract, contract._trial)
@@ -120,6 +127,15 @@ class MegatronContract:
     def local(self, row_lengths_here: IntsLike) -> Layout:
         """Return ``Layout.local`` for this rank: mask and losses are already its own."""
         return Layout.local(row_lengths_here, cp_size=self.cp_size, cp_rank=self.cp_rank)
+
+    def check(self) -> None:
+        """Compare what construction froze with the live model, as :meth:`step` does.
+
+        For the ranks that make no step: earlier pipeline stages fail with the last one. No
+        collective. Raises :class:`ContractError`. A module that was added or replaced after
+        :meth:`read` is not seen.
+        """
+        self._frozen.check()
 
     def step(
         self,
@@ -151,7 +167,7 @@ class MegatronContract:
                 "the previous step was not closed: write `with contract.step(...) as step:` around "
                 "the schedule call, or call step.close() after it, before the optimizer's step"
             )
-        check_live(self._chunks, self.regime)
+        self.check()
         if not forward_only and self._config.finalize_model_grads_func is None:
             raise ContractError(
                 "config.finalize_model_grads_func is None: the schedule would reduce no gradient "
@@ -243,11 +259,12 @@ class MegatronContract:
         return Trial(factor=step.factor, returns=returns)
 
     def describe(self, aggregation: Aggregation) -> str:
-        """Write one line for the start of a run: mode, formula, regime, K."""
-        return (
+        """Write a line for the start of a run: mode, formula, regime, K; then :attr:`note`."""
+        line = (
             f"loss aggregation {aggregation}; regime {self.regime}, K = {K_FORMULA[self.regime]} "
             f"(DP {self.dp_size}, CP {self.cp_size}); probe: {self.probe or 'off'}"
         )
+        return f"{line}\n{self.note}" if self.note else line
 
 
 @dataclass(kw_only=True, eq=False)

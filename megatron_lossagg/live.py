@@ -2,13 +2,13 @@
 
 The regime is frozen in two places when a model is built and wrapped (DDP's
 ``gradient_scaling_factor``, every MoE router) and read live in two (schedule, finalize):
-all must agree. Groups are the chunks' own. Symbols: ``DistributedDataParallel.__init__``,
+all must agree. Groups are the chunks' own. Which options are rejected is in
+:mod:`megatron_lossagg.options`. Symbols: ``DistributedDataParallel.__init__``,
 ``TransformerConfig``, ``LanguageModule.__init__``.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,18 +18,24 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_lossagg.errors import ContractError
+from megatron_lossagg.options import check_options
 from megatron_lossagg.scaling import Regime, ddp_factor
 
 __all__ = [
+    "Frozen",
     "LiveGroups",
     "check_config",
-    "check_live",
     "checked_regime",
     "is_rerunning",
     "megatron_version",
+    "note_on_side_losses",
 ]
 
 _OLDEST_MEGATRON = (0, 13)
+_MOE_FREE_OF_CP = {"average": (0, 16), "per-token": (0, 19)}
+"""The release from which the gradient of the MoE side losses does not depend on CP."""
+_MTP_NEVER_FREE_OF_CP = (0, 17)
+"""The release from which MTP's gradient depends on CP in both regimes, not in the average alone."""
 
 _FLIPPED = (
     "the regime is frozen when the model is built and wrapped; set --calculate-per-token-loss "
@@ -42,6 +48,10 @@ def megatron_version() -> str:
     import megatron.core
 
     return str(megatron.core.__version__)
+
+
+def _release() -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", megatron_version())[:2])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,22 +129,18 @@ def _model_group(chunk: Any, name: Literal["cp", "tp"]) -> ProcessGroup:
 
 
 def checked_regime(chunks: Sequence[Any]) -> Regime:
-    """Refuse what cannot be compensated; return the regime that construction froze."""
-    version = megatron_version()
-    release = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    if release < _OLDEST_MEGATRON:
+    """Refuse what cannot be compensated; return the regime of the first chunk's config."""
+    if _release() < _OLDEST_MEGATRON:
         raise ContractError(
-            f"megatron-core {version}: before 0.13 num_tokens is reduced over another group and "
-            "the schedule multiplies by CP: install megatron-core>=0.13"
+            f"megatron-core {megatron_version()}: before 0.13 num_tokens is reduced over another "
+            "group and the schedule multiplies by CP: install megatron-core>=0.13"
         )
     if not chunks:
         raise ContractError("got no model chunk: pass the chunks that the schedule gets")
     for chunk in chunks:
         _check_wrapper(chunk)
     check_config(chunks[0].config, len(chunks))
-    regime: Regime = "per-token" if chunks[0].config.calculate_per_token_loss else "average"
-    check_live(chunks, regime)
-    return regime
+    return "per-token" if chunks[0].config.calculate_per_token_loss else "average"
 
 
 def _check_wrapper(chunk: Any) -> None:
@@ -143,8 +149,8 @@ def _check_wrapper(chunk: Any) -> None:
     kind = type(chunk).__name__
     if "fsdp" in f"{type(chunk).__module__}.{kind}".lower() or "FullyShard" in kind:
         raise ContractError(
-            f"{kind}: Megatron-FSDP reduces gradients by rules of its own that are not compensated "
-            "here yet: use Megatron-Core's DistributedDataParallel"
+            f"{kind}: Megatron-FSDP and FSDP2 reduce gradients by rules of their own that are not "
+            "compensated here: use Megatron-Core's DistributedDataParallel"
         )
     if not isinstance(chunk, DistributedDataParallel):
         raise ContractError(
@@ -154,64 +160,118 @@ def _check_wrapper(chunk: Any) -> None:
 
 
 def check_config(config: Any, num_chunks: int) -> None:
-    """Refuse options under which K or the layout changes while a step runs."""
-    if getattr(config, "hybrid_context_parallel", False):
-        raise ContractError(
-            "hybrid context parallelism changes CP with every microbatch, so rows have no single "
-            "layout: drop --hybrid-context-parallel"
-        )
-    for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):  # from 0.19 on
-        if (getattr(config, name, 1) or 1) > 1:
-            raise ContractError(
-                f"{name} is {getattr(config, name)}: its ranks train microbatches of their own, "
-                "outside the data-parallel group that is counted over, which is not compensated "
-                "here: set it to 1"
-            )
-    graphs = [getattr(config, name, None) for name in ("cuda_graph_impl", "cuda_graph_scope")]
-    if "full_iteration" in str(graphs):
-        raise ContractError(
-            "a full-iteration CUDA graph freezes K at capture, and K changes with the step's "
-            "tokens: use another --cuda-graph-scope"
-        )
-    interleaved = num_chunks > 1 and config.pipeline_model_parallel_size == 2
-    overlaps = getattr(config, "overlap_p2p_comm", False)
-    if interleaved and (not overlaps or getattr(config, "batch_p2p_comm", True)):
-        raise ContractError(
-            "interleaved pipelining over 2 stages mixes up its messages unless "
-            "overlap_p2p_comm=True and batch_p2p_comm=False: set both"
-        )
+    """Refuse what :data:`~megatron_lossagg.options.OPTIONS` refuses of a model's config."""
+    check_options(
+        "model config", config, cp_size=int(config.context_parallel_size), num_chunks=num_chunks
+    )
 
 
-def check_live(chunks: Sequence[Any], regime: Regime) -> None:
-    """Compare what DDP and the routers froze at construction with the live config."""
-    per_token = regime == "per-token"
-    for index, chunk in enumerate(chunks):
-        config = chunk.config
-        if bool(config.calculate_per_token_loss) != per_token:
-            raise ContractError(
-                f"calculate_per_token_loss is {config.calculate_per_token_loss} in the config of "
-                f"chunk {index}, the model was wrapped in the {regime} regime: {_FLIPPED}"
+@dataclass(frozen=True)
+class _FrozenChunk:
+    """What one chunk keeps of the regime that it was built in."""
+
+    chunk: Any
+    scaled: tuple[Any, ...]
+    """Gradient buffers and their buckets: DDP scales by each bucket's own copy."""
+    modules: tuple[tuple[str, Any], ...]
+    """Those with a ``calculate_per_token_loss`` of their own: MoE routers."""
+
+
+class Frozen:
+    """What construction froze, found once, so that a step compares no more than that.
+
+    :meth:`of` walks every module of the chunks; :meth:`check` only what it found. A module
+    that is added or replaced afterwards is not seen. Neither communicates.
+    """
+
+    def __init__(self, chunks: Sequence[_FrozenChunk], regime: Regime, cp_size: int) -> None:
+        self._chunks = tuple(chunks)
+        self._regime = regime
+        self._cp_size = cp_size
+
+    @staticmethod
+    def of(chunks: Sequence[Any], regime: Regime) -> Frozen:
+        """Find buffers, buckets and routers, and compare them for the first time."""
+        found = []
+        for chunk in chunks:
+            # In the average regime DDP gives experts a factor of their own.
+            experts = chunk.expert_parallel_buffers if regime == "per-token" else []
+            buffers = [*chunk.buffers, *experts]
+            scaled = (*buffers, *(bucket for buffer in buffers for bucket in buffer.buckets))
+            modules = tuple(
+                (name, module)
+                for name, module in chunk.named_modules()
+                if isinstance(getattr(module, "calculate_per_token_loss", None), bool)
             )
-        size = dist.get_world_size(chunk.dp_cp_group)
-        expected = ddp_factor(
-            regime, size, average_in_collective=bool(chunk.ddp_config.average_in_collective)
-        )
-        buffers = [*chunk.buffers, *(chunk.expert_parallel_buffers if per_token else [])]
-        # DDP scales by each bucket's own copy.
-        scaled = itertools.chain(buffers, *(buffer.buckets for buffer in buffers))
-        found = {part.gradient_scaling_factor for part in scaled}
-        if found - {expected}:
-            raise ContractError(
-                f"chunk {index} scales gradients by {sorted(found)}, the {regime} regime over "
-                f"{size} ranks scales by {expected}: {_FLIPPED}"
-            )
-        for name, module in chunk.named_modules():
-            frozen = getattr(module, "calculate_per_token_loss", None)
-            if isinstance(frozen, bool) and frozen != per_token:
+            found.append(_FrozenChunk(chunk, scaled, modules))
+        frozen = Frozen(found, regime, int(chunks[0].config.context_parallel_size))
+        frozen.check()
+        return frozen
+
+    def check(self) -> None:
+        """Compare with the live configs; raises :class:`ContractError` where they differ."""
+        per_token = self._regime == "per-token"
+        for index, frozen in enumerate(self._chunks):
+            chunk, config = frozen.chunk, frozen.chunk.config
+            if bool(config.calculate_per_token_loss) != per_token:
                 raise ContractError(
-                    f"{name} was built with calculate_per_token_loss={frozen}, the config now has "
-                    f"{per_token}: {_FLIPPED}"
+                    f"calculate_per_token_loss is {config.calculate_per_token_loss} in the config "
+                    f"of chunk {index}, the model was wrapped in the {self._regime} regime: "
+                    f"{_FLIPPED}"
                 )
+            if config.context_parallel_size != self._cp_size:
+                raise ContractError(
+                    f"context_parallel_size is {config.context_parallel_size} in the config of "
+                    f"chunk {index}, the contract was read at {self._cp_size}: groups and layouts "
+                    "are read once; leave it, and eval_context_parallel_size of Megatron-Bridge "
+                    "unset"
+                )
+            size = dist.get_world_size(chunk.dp_cp_group)
+            averages = bool(chunk.ddp_config.average_in_collective)
+            expected = ddp_factor(self._regime, size, average_in_collective=averages)
+            factors = {part.gradient_scaling_factor for part in frozen.scaled}
+            if factors - {expected}:
+                raise ContractError(
+                    f"chunk {index} scales gradients by {sorted(factors)}, the {self._regime} "
+                    f"regime over {size} ranks scales by {expected}: {_FLIPPED}"
+                )
+            for name, module in frozen.modules:
+                if module.calculate_per_token_loss != per_token:
+                    raise ContractError(
+                        f"{name} was built with calculate_per_token_loss="
+                        f"{module.calculate_per_token_loss}, the config now has {per_token}: "
+                        f"{_FLIPPED}"
+                    )
+
+
+def note_on_side_losses(config: Any, regime: Regime) -> str:
+    """Say which of stock's side losses depend on CP here; empty where none does.
+
+    MTP's does, but in the per-token regime before megatron-core 0.17. Those of MoE routers do
+    before 0.16 in the average regime, and before 0.19 in the per-token regime.
+    """
+    release = _release()
+    coefficients = getattr(config, "moe_aux_loss_coeff", 0)
+    is_balanced = any(coefficients) if isinstance(coefficients, list) else bool(coefficients)
+    has_moe = bool(config.num_moe_experts and (is_balanced or config.moe_z_loss_coeff))
+    remedies = {}
+    if config.mtp_num_layers and (regime == "average" or release >= _MTP_NEVER_FREE_OF_CP):
+        has_remedy = not has_moe and release < _MTP_NEVER_FREE_OF_CP
+        remedies["MTP"] = (
+            "train with --calculate-per-token-loss"
+            if has_remedy
+            else "compare runs at one CP size only"
+        )
+    if has_moe and release < _MOE_FREE_OF_CP[regime]:
+        major, minor = _MOE_FREE_OF_CP[regime]
+        remedies["MoE"] = f"install megatron-core>={major}.{minor}"
+    if not remedies:
+        return ""
+    return (
+        f"side losses ({' and '.join(remedies)}) are Megatron's own and no --loss-aggregation "
+        f"changes them; in the {regime} regime of megatron-core {megatron_version()} their "
+        f"gradient depends on CP: {' and '.join(remedies.values())}"
+    )
 
 
 def is_rerunning() -> bool:

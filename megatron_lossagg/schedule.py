@@ -165,6 +165,7 @@ class ScheduleHook:
         contract = self._contract(call["model"], forward_only)
         self.num_steps += 1
         if not contract.is_last_stage:  # only the last stage computes a loss
+            contract.check()  # as the last stage does in its step, so that all stages fail
             return schedule(**call)
         iterators, num_microbatches = call["data_iterator"], call["num_microbatches"]
         is_list = isinstance(iterators, (list, tuple))

@@ -169,6 +169,48 @@ def check_experts_averaged_in_their_own_collective_are_accepted(chunk, contract)
     assert read(moe).regime == "average"
 
 
+def a_moe(**more):
+    config = tiny_gpt.config_of(num_moe_experts=2, add_bias_linear=False, **more)
+    return tiny_gpt.wrapped(config)
+
+
+def check_a_step_walks_no_module(chunk, contract):
+    moe = a_moe()
+    its = MegatronContract.read(moe)
+    plan = a_plan(its)
+
+    def walked(*args, **kwargs):
+        raise AssertionError("the modules are walked in a step")
+
+    for module in moe.modules():
+        module.named_modules = module.modules = module.named_children = walked
+    with abandoned(its.step(plan, num_microbatches=1)):
+        pass
+
+
+def check_what_is_flipped_after_the_read_is_refused_by_the_next_step(chunk, contract):
+    moe = a_moe()
+    its = MegatronContract.read(moe)
+    name, router = next(
+        (name, module) for name, module in moe.named_modules() if name.endswith("router")
+    )
+    bucket = moe.buffers[0].buckets[0]
+    flips = (
+        (moe.config, "calculate_per_token_loss", True, "wrapped in the average regime"),
+        (router, "calculate_per_token_loss", True, f"^{name} was built with .*=True"),
+        (bucket, "gradient_scaling_factor", 0.25, r"scales gradients by \[0\.25, 0\.5\]"),
+        (moe.config, "context_parallel_size", 2, "eval_context_parallel_size of Megatron-Bridge"),
+    )
+    for owner, attribute, value, message in flips:
+        before = getattr(owner, attribute)
+        setattr(owner, attribute, value)
+        with refused(message):
+            its.step(a_plan(its), num_microbatches=1)
+        setattr(owner, attribute, before)
+    with abandoned(its.step(a_plan(its), num_microbatches=1)):
+        pass
+
+
 def check_router_built_in_the_other_regime_is_refused(chunk, contract):
     config = tiny_gpt.config_of(num_moe_experts=2, add_bias_linear=False)
     model = tiny_gpt.gpt(config, cpu.gpt_layer_spec(config))
@@ -180,11 +222,44 @@ def check_router_built_in_the_other_regime_is_refused(chunk, contract):
         read(moe)
 
 
+REFUSED = {
+    "cp_partition_mode": ("contiguous", "one interval of the packed sequences", "'zigzag'"),
+    "linear_cp_layout": ("contiguous", "two chunks of each sequence", "'zigzag'"),
+    "attention_cp_layout": ("contiguous", "two chunks of each sequence", "'zigzag'"),
+    "hybrid_context_parallel": (True, "no single layout", "--hybrid-context-parallel"),
+    "dynamic_context_parallel": (True, "no single layout", "--dynamic-context-parallel"),
+    "sequence_packing_scheduler": ("dp_balanced", "microbatches of its own", "data set"),
+    "pad_packed_seq_alignment": ("max", "after it was read", "--pad-packed-seq-alignment"),
+    "gtp_weight_remat_size": (2, "outside the data-parallel group", "set it to 1"),
+    "expert_gtp_weight_remat_size": (2, "outside the data-parallel group", "set it to 1"),
+    "flextron": (True, "penalty", "--flextron"),
+}
+"""A value of an option that is refused, and what its message says; another Megatron may lack it."""
+
+
 def check_hybrid_context_parallelism_is_refused(chunk, contract):
     config = tiny_gpt.config_of()
     config.hybrid_context_parallel = True
     with refused("hybrid", "--hybrid-context-parallel"):
         live.check_config(config, 1)
+
+
+def check_an_option_that_moves_tokens_or_scales_is_refused_by_name_on_every_rank(chunk, contract):
+    for name, (value, *words) in REFUSED.items():
+        own_chunk = tiny_gpt.wrapped(tiny_gpt.config_of())
+        own_chunk.config.context_parallel_size = 1
+        live.check_config(own_chunk.config, 1)
+        setattr(own_chunk.config, name, value)
+        own_chunk.config.context_parallel_size = 2  # it has to matter
+        with refused(f"^rank 0: {name} is {value!r}, which is not supported here", *words):
+            MegatronContract.read(own_chunk)
+
+
+def check_another_context_parallel_split_changes_nothing_at_cp_1(chunk, contract):
+    config = tiny_gpt.config_of()
+    for name in ("cp_partition_mode", "linear_cp_layout", "attention_cp_layout"):
+        setattr(config, name, "contiguous")
+    live.check_config(config, 1)
 
 
 def check_full_iteration_graphs_are_refused(chunk, contract):
@@ -199,6 +274,8 @@ def check_full_iteration_graphs_are_refused(chunk, contract):
     config.cuda_graph_impl = "full_iteration"  # so named from 0.18 on
     with refused("full-iteration", "freezes K"):
         live.check_config(config, 1)
+    config.cuda_graph_impl, config.cuda_graph_scope = "local", ["full_iteration_inference"]
+    live.check_config(config, 1)  # trains without a graph
 
 
 def check_interleaving_over_two_stages_needs_overlap(chunk, contract):
@@ -560,6 +637,22 @@ def check_the_start_line_reports_whether_k_was_measured(chunk, contract):
     assert off.describe(CONSTANT).endswith("probe: off")
 
 
+def check_the_start_line_is_followed_by_what_depends_on_cp(chunk, contract):
+    assert "\n" not in contract.describe(CONSTANT)
+    assert MegatronContract.read(a_moe()).note == ""  # no coefficient
+    config = tiny_gpt.config_of()
+    config.mtp_num_layers = 1
+    note = live.note_on_side_losses(config, "average")
+    assert note.startswith("side losses (MTP) are Megatron's own")
+    assert "in the average regime of megatron-core" in note
+    is_free = live.note_on_side_losses(config, "per-token") == ""
+    assert note.endswith("train with --calculate-per-token-loss") == is_free
+    balanced = MegatronContract.read(a_moe(per_token=True, moe_aux_loss_coeff=0.1))
+    line, *notes = balanced.describe(CONSTANT).split("\n")
+    assert line.startswith("loss aggregation constant")
+    assert notes == [balanced.note] * bool(balanced.note)
+
+
 def check_a_step_without_active_tokens_has_zero_gradient(chunk, contract):
     for per_token in (False, True):
         live = tiny_gpt.wrapped(tiny_gpt.config_of(per_token=per_token))
@@ -591,18 +684,6 @@ def check_a_step_without_active_tokens_has_zero_gradient(chunk, contract):
         step.close()
         assert live.buffers[0].grad_data.count_nonzero() == 0
         assert tiny_gpt.reported(data, "loss") == 0
-
-
-def check_weights_rematerialized_over_ranks_of_their_own_are_refused(chunk, contract):
-    for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
-        had = hasattr(chunk.config, name)
-        before = getattr(chunk.config, name, None)
-        setattr(chunk.config, name, 2)
-        try:
-            with refused(f"{name} is 2", "outside the data-parallel group", "set it to 1"):
-                read(chunk)
-        finally:
-            setattr(chunk.config, name, before) if had else delattr(chunk.config, name)
 
 
 def check_a_loss_without_a_graph_is_refused_in_a_training_step(chunk, contract):

@@ -141,7 +141,7 @@ def test_the_dashboard_lists_the_names_of_a_report():
 
 
 def test_the_start_line_of_the_dashboard_is_that_of_the_contract():
-    contract = SimpleNamespace(regime="average", dp_size=2, cp_size=2, probe=None)
+    contract = SimpleNamespace(regime="average", dp_size=2, cp_size=2, probe=None, note="")
     line = MegatronContract.describe(contract, Aggregation("constant", divisor=4096))
     assert line.removesuffix("off") + "..." in (DOCS / "dashboard.md").read_text()
 

@@ -45,7 +45,7 @@ def bridge(tmp_path_factory):
         command = [*program, str(file), *map(str, arguments)]
         done = server.launch(command, processes=processes, timeout=300)
         assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
-        return file.read_text()
+        return file.read_text() if file.exists() else done.stdout
 
     def train(aggregation, processes, cp, regime):
         worker = [str(hosts / "bridge_worker.py")]
@@ -97,6 +97,14 @@ def test_stock_reports_one_loss_at_dp_2_and_cp_2_and_trains_two(stock, alone):
     assert close(first["DP 2"]["lm loss"], first["CP 2"]["lm loss"])
     assert not close(first["DP 2"]["grad_norm"], first["CP 2"]["grad_norm"], 0.05)
     assert close(first["DP 2"]["lm loss"], alone["steps"][0]["stock/lm_loss"])
+
+
+def test_another_cp_for_evaluation_is_refused_by_every_rank_before_the_first_step(bridge):
+    worker = [str(TESTS / "hosts" / "bridge_worker.py")]
+    printed = bridge.launch(2, worker, "sample_mean", 2, "average", 1)
+    assert printed.count("REFUSED eval_context_parallel_size is 1, which is not supported") == 2
+    assert "Change: leave dist.eval_context_parallel_size unset." in printed
+    assert "loss aggregation sample_mean" not in printed
 
 
 def test_verify_binds_the_hook_in_bridges_own_modules(bridge):

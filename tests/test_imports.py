@@ -13,8 +13,8 @@ PACKAGE = Path(__file__).parent.parent / "megatron_lossagg"
 ORDER = [
     "errors", "files", "integers", "devices", "aggregation", "scaling", "layout", "exchange",
     "counts", "faults", "state", "microbatch", "reducer", "plugins", "plan", "lookahead", "buffer",
-    "flags", "ledger", "ownership", "probe", "live", "contract", "schedule", "hosts", "cpu",
-    "verify", "cli",
+    "flags", "ledger", "ownership", "options", "probe", "live", "contract", "schedule", "hosts",
+    "cpu", "verify", "cli",
 ]  # fmt: skip
 ANNOTATIONS = {
     "__future__", "__future__.annotations", "collections.abc", "collections.abc.Iterable",

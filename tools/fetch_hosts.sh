@@ -13,6 +13,8 @@ hosts=(
     "slime https://github.com/THUDM/slime.git 624b824a898ab0ec1fcb4d373004c7f3852bf515"
     "miles https://github.com/radixark/miles.git 31f1ca961a94cb860cec3b2dea34ec332bfa8f76"
     "Megatron-LM https://github.com/NVIDIA/Megatron-LM.git 55ac7082517c3878ae653c07c09c534b8aed49f6"
+    "Megatron-LM-main https://github.com/NVIDIA/Megatron-LM.git d98e8a64ddf34856e74b24714e3bedb2f5a39553"
+    "Megatron-LM-dev https://github.com/NVIDIA/Megatron-LM.git d48bd6be0a85cc0d6d3cc71e8750cf357cc6bdb1"
     "NeMo-RL https://github.com/NVIDIA-NeMo/RL.git 7ea279abfbeb698b092856d0dab61e7cf39bc909"
     "SkyRL https://github.com/NovaSky-AI/SkyRL.git a9564572eb8e91076be43c1bd5e4615e3de17265"
     "Megatron-Bridge https://github.com/NVIDIA-NeMo/Megatron-Bridge.git 067f987df03b8355b03192d88d70f1709fedf51a"

@@ -8,8 +8,12 @@ Bridge multiplies by nothing after the schedule.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.hosts.megatron_lm import PretrainAdapter, rebind
+from megatron_lossagg.options import check_options
 from megatron_lossagg.plan import EmptyStep
 from megatron_lossagg.schedule import Adapter, ScheduleHook
 
@@ -19,8 +23,21 @@ __all__ = ["BridgeAdapter", "install"]
 class BridgeAdapter(PretrainAdapter):
     """Megatron-Bridge's text data; each packed row is split over context-parallel ranks."""
 
+    def applies(self, call: Mapping[str, Any]) -> bool:
+        """Refuse, on every rank and before the first step, another CP for evaluation.
+
+        Bridge binds its ``GlobalState`` to a ``forward_step`` that asks for it; another one says
+        nothing of it, and ``Frozen.check`` then stops the first evaluation.
+        """
+        bound = getattr(call["forward_step_func"], "args", ())
+        config = getattr(bound[0], "cfg", None) if bound else None
+        if config is not None:
+            cp_size = config.model.context_parallel_size
+            check_options("Bridge's dist config", config.dist, cp_size=cp_size)
+        return super().applies(call)
+
     def _check_split(self) -> None:
-        """Refuse nothing: Bridge has no other split."""
+        """Refuse nothing: what splits a pack otherwise is in the model's config."""
 
 
 def install(

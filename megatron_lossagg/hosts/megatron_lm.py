@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.buffer import MicrobatchRows
 from megatron_lossagg.errors import ContractError
+from megatron_lossagg.options import check_options
 from megatron_lossagg.plan import EmptyStep
 from megatron_lossagg.schedule import Adapter, HostLoss, ScheduleHook
 
@@ -62,17 +63,11 @@ class PretrainAdapter(Adapter):
         return _packed_rows(data, mask)
 
     def _check_split(self) -> None:
-        """Refuse packed rows that context parallelism splits as one, from 0.19 on."""
+        """Refuse what only the script's arguments say about how packed rows are split."""
         from megatron.training import get_args
 
         args = get_args()
-        as_one = getattr(args, "dataloader_inter_document_masking", False) and not args.sft
-        if as_one and args.context_parallel_size > 1:
-            raise ContractError(
-                "--dataloader-inter-document-masking splits an entry over context-parallel ranks "
-                "as a whole, so that a document's tokens lie unevenly on them, which is not known "
-                "here: use --context-parallel-size 1, or leave the flag out"
-            )
+        check_options("script arguments", args, cp_size=args.context_parallel_size)
 
     def loss(self, loss_func: Callable[..., Any], output: Tensor) -> HostLoss:
         """Take the mask out of ``partial(loss_func, loss_mask, ...)``; the output is the losses."""

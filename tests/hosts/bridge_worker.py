@@ -1,8 +1,9 @@
 """One run of Megatron-Bridge's own ``pretrain`` on the CPU, with the numbers that tests compare.
 
-``bridge_worker.py FILE AGGREGATION CP REGIME``: three steps on packed conversations and an
-evaluation. The last rank writes each step's loss and gradient norm to FILE as JSON, and rank 0
-alone, where it is alone, the mean over conversations of their mean token loss and its gradient's
+``bridge_worker.py FILE AGGREGATION CP REGIME [EVALUATION_CP]``: three steps on packed conversations
+and an evaluation; EVALUATION_CP is Bridge's ``eval_context_parallel_size``, and a refusal is
+printed by every rank. The last rank writes each step's loss and gradient norm to FILE as JSON, and
+rank 0, where it is alone, the mean over conversations of their mean token loss and its gradient's
 norm, by loops over conversations that go through the model one by one. AGGREGATION ``stock``: the
 recipe's call is left out. Weights and data do not depend on the layout.
 """
@@ -39,6 +40,7 @@ from megatron.bridge.training.pretrain import pretrain
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg import Aggregation
+from megatron_lossagg.errors import ContractError
 from megatron_lossagg.hosts import bridge
 
 VOCABULARY, LENGTH, BATCH, STEPS = 128, 32, 4, 3
@@ -88,7 +90,7 @@ class Provider(DatasetProvider):
         return Conversations(0, STEPS * BATCH), Conversations(100, 2 * BATCH), None
 
 
-def configuration(cp, *, per_token):
+def configuration(cp, *, per_token, evaluation_cp):
     """Configure a small model, without what needs a GPU."""
     model = GPTModelProvider(
         num_layers=2,
@@ -132,7 +134,9 @@ def configuration(cp, *, per_token):
         tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY),
         checkpoint=CheckpointConfig(save=None),
         rng=RNGConfig(seed=1),
-        dist=DistributedInitConfig(distributed_backend="gloo"),
+        dist=DistributedInitConfig(
+            distributed_backend="gloo", eval_context_parallel_size=evaluation_cp
+        ),
     )
 
 
@@ -156,7 +160,7 @@ def by_hand(model, step):
     return {"loss": loss.item(), "grad_norm": norm.item()}
 
 
-def main(file, aggregation, cp, regime):
+def main(aggregation, cp, regime, evaluation_cp):
     """Train, and write the numbers."""
     # Bridge's own option, which its pretrain does not pass on; warming up kernels is of CUDA's.
     setup.initialize_megatron = functools.partial(setup.initialize_megatron, allow_no_cuda=True)
@@ -182,7 +186,8 @@ def main(file, aggregation, cp, regime):
     callbacks = CallbackManager()
     for event in (on_train_start, on_train_step_start, on_train_step_end, on_eval_end):
         callbacks.register(event.__name__, event)
-    config = configuration(cp, per_token=regime == "per-token")
+    per_token = regime == "per-token"
+    config = configuration(cp, per_token=per_token, evaluation_cp=evaluation_cp)
     pretrain(config, forward_step, callbacks=callbacks)
     written = {"steps": trained, "by_hand": hand, "evaluated": evaluated}
     written["hooked"] = None if hook is None else hook.num_steps
@@ -190,7 +195,11 @@ def main(file, aggregation, cp, regime):
 
 
 if __name__ == "__main__":
-    path, aggregation, cp, regime = sys.argv[1:]
-    numbers = main(path, aggregation, int(cp), regime)
-    if numbers["steps"] and numbers["steps"][0]:
-        Path(path).write_text(json.dumps(numbers))
+    path, aggregation, cp, regime, *evaluation_cp = sys.argv[1:]
+    try:
+        numbers = main(aggregation, int(cp), regime, *(map(int, evaluation_cp or [cp])))
+    except ContractError as error:
+        print(f"REFUSED {error}", flush=True)
+    else:
+        if numbers["steps"] and numbers["steps"][0]:
+            Path(path).write_text(json.dumps(numbers))

@@ -1,0 +1,102 @@
+"""What a checkout's own Megatron-Core has of the options, and what is refused of it; JSON.
+
+The checkout comes first on the path. Its development branches import triton, which nothing here
+calls: a stand-in takes its place.
+"""
+
+import dataclasses
+import importlib
+import json
+import typing
+
+import stand_ins
+import typing_extensions
+
+from megatron_lossagg.cpu import install
+
+typing.override = typing_extensions.override  # Megatron-Core's, before Python 3.12
+for name in ("torch._inductor.runtime.triton_compat", "torch.utils.flop_counter"):
+    importlib.import_module(name)  # they look for triton, and must see that there is none
+stand_ins.install(("triton",))
+install()
+
+import megatron.core  # noqa: E402
+import torch  # noqa: E402
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig  # noqa: E402
+
+from megatron_lossagg import Layout  # noqa: E402
+from megatron_lossagg.errors import ContractError  # noqa: E402
+from megatron_lossagg.live import check_config  # noqa: E402
+
+VALUES = {
+    "cp_partition_mode": "contiguous",
+    "hybrid_context_parallel": True,
+    "dynamic_context_parallel": True,
+    "sequence_packing_scheduler": "dp_balanced",
+    "pad_packed_seq_alignment": "max",
+    "gtp_weight_remat_size": 2,
+    "expert_gtp_weight_remat_size": 2,
+}
+LENGTHS, CP_SIZE = (4, 8, 4), 2
+
+
+def refusal(config):
+    """Return the message, None where nothing is refused."""
+    try:
+        check_config(config, 1)
+    except ContractError as error:
+        return str(error)
+    return None
+
+
+class Rank:
+    """As much of a group as the split asks."""
+
+    def __init__(self, rank):
+        self.rank = lambda: rank
+        self.size = lambda: CP_SIZE
+
+
+def row_of_each_token(rank):
+    """Split by the checkout's own function; return the row that each held token is of."""
+    from megatron.core.datasets.data_schedule_utils import get_cp_slice_for_thd
+
+    lengths = torch.tensor(LENGTHS)
+    row_of = torch.arange(len(LENGTHS)).repeat_interleave(lengths)
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    batch = {"loss_mask": row_of, "cu_seqlens_padded": offsets}
+    get_cp_slice_for_thd(batch, Rank(rank), ["loss_mask"], cp_partition_mode="contiguous")
+    return batch["loss_mask"].tolist()
+
+
+def row_by_layout(rank):
+    """Return the same by the layout of an adapter whose data is split already."""
+    local = Layout.local([n // CP_SIZE for n in LENGTHS], cp_size=CP_SIZE, cp_rank=rank)
+    assert local.num_local_tokens == sum(LENGTHS) // CP_SIZE
+    return [row for row, n in enumerate(LENGTHS) for _ in range(n // CP_SIZE)]
+
+
+def main():
+    config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)
+    config.context_parallel_size = CP_SIZE
+    classes = (TransformerConfig, MLATransformerConfig)
+    fields = {field.name for kind in classes for field in dataclasses.fields(kind)}
+    found = {
+        "file": megatron.core.__file__,
+        "fields": sorted(fields),
+        "by default": refusal(config),
+        "refused": {},
+    }
+    for name in sorted(VALUES.keys() & fields):
+        default = getattr(config, name)
+        setattr(config, name, VALUES[name])
+        found["refused"][name] = refusal(config)
+        setattr(config, name, default)
+    if "cp_partition_mode" in fields:
+        found["rows of the contiguous split"] = [row_of_each_token(r) for r in range(CP_SIZE)]
+        found["rows of Layout.local"] = [row_by_layout(r) for r in range(CP_SIZE)]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
