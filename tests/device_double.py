@@ -1,0 +1,104 @@
+"""A device without one: tensors whose data is on the CPU and that say they are elsewhere.
+
+In a block of ``with DeviceDouble() as double``, ``tensor.to(double.device)`` is a tensor on torch's
+``meta`` device that keeps its values. As a CUDA tensor it has no ``numpy()``, is not mixed with
+tensors on the CPU, and comes back by ``cpu()``, ``tolist()`` or ``item()``: each is a host sync,
+counted in ``double.syncs`` by its name. Autograd and jagged tensors work in the block.
+
+``torch.tensor(..., device=double.device)`` is an error: PyTorch makes one without values.
+"""
+
+from collections import Counter
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from benchmarks.counting import READING_OPERATIONS
+
+TAKES_BOTH = {"copy_", "_to_copy", "index", "index_put_"}
+"""Operations that take tensors of the CPU next to the device's."""
+
+
+class OnDevice(torch.Tensor):
+    """A tensor on the device; made by ``.to(double.device)``."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, on_cpu):
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            on_cpu.size(),
+            strides=on_cpu.stride(),
+            storage_offset=on_cpu.storage_offset(),
+            dtype=on_cpu.dtype,
+            device=DeviceDouble.device,
+        )
+
+    def __init__(self, on_cpu):
+        self.on_cpu = on_cpu
+
+    def __repr__(self):
+        return f"OnDevice({self.on_cpu})"
+
+    def tolist(self):
+        """Copy to the CPU, which PyTorch's own does not do for a subclass."""
+        return self.cpu().tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise RuntimeError(f"{function} of a device's tensor outside of its DeviceDouble")
+
+
+class DeviceDouble(TorchDispatchMode):
+    """The device, for as long as the block lasts."""
+
+    device = torch.device("meta")
+
+    def __init__(self):
+        super().__init__()
+        self.syncs = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if any(type(t) not in (torch.Tensor, torch.nn.Parameter, OnDevice) for t in tensors):
+            return NotImplemented  # a jagged tensor, which calls with its parts
+        name = function.overloadpacket.__name__
+        if any(t.device == self.device and not isinstance(t, OnDevice) for t in tensors):
+            raise RuntimeError(f"{name}: got a tensor on the device without values: use to(device)")
+        came = any(isinstance(t, OnDevice) for t in tensors)
+        goes = came
+        if kwargs.get("device") is not None:
+            goes = torch.device(kwargs["device"]) == self.device
+            kwargs["device"] = torch.device("cpu")
+        if name == "copy_":
+            goes = isinstance(args[0], OnDevice)
+        if came and name not in TAKES_BOTH:
+            self._check_one_device(name, tensors)
+        if came and (not goes or name in READING_OPERATIONS or _selects(name, args)):
+            self.syncs[name] += 1
+        own = (args, kwargs)
+        args, kwargs = tree_map_only(OnDevice, lambda t: t.on_cpu, own)
+        if name == "_to_copy" and came != goes:
+            out = function(*args, **kwargs)
+            return OnDevice(out) if goes else out
+        out = function(*args, **kwargs)
+        if not goes:
+            return out
+        out = tree_map_only(torch.Tensor, OnDevice, out)
+        return return_and_correct_aliasing(function, *own, out) if came else out
+
+    def _check_one_device(self, name, tensors):
+        """Refuse what CUDA refuses: a tensor of the CPU that is more than a number."""
+        if any(not isinstance(t, OnDevice) and t.dim() for t in tensors):
+            raise RuntimeError(
+                f"{name}: got tensors on cpu and on the device, expected all on the same device"
+            )
+
+
+def _selects(name, args):
+    """Whether it is an index by a mask, whose number of entries is read."""
+    leaves = tree_leaves(args[1]) if name in ("index", "index_put_") else []
+    return any(isinstance(leaf, torch.Tensor) and leaf.dtype == torch.bool for leaf in leaves)
