@@ -49,7 +49,7 @@ def path_with(*folders):
     return os.pathsep.join([*map(str, folders), os.environ["PYTHONPATH"]])
 
 
-@pytest.mark.parametrize(("host", "number"), [("verl", 51), ("skyrl", 14)])
+@pytest.mark.parametrize(("host", "number"), [("verl", 60), ("skyrl", 14)])
 def test_the_command_runs_a_hosts_own_functions(tmp_path, host, number):
     done, report, page = lossagg_verify(tmp_path, host)
     assert done.returncode == 0, done.stdout + done.stderr
