@@ -48,6 +48,8 @@ class OnDevice(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if {*types} - {cls}:
+            return NotImplemented  # for the jagged tensor
         raise RuntimeError(f"{function} of a device's tensor outside of its DeviceDouble")
 
 
