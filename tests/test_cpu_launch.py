@@ -100,7 +100,7 @@ def stat_of(pid: int) -> list[str]:
 
 def listening(pid: int) -> list[str]:
     """Return the addresses, in hexadecimal, on which a process listens."""
-    inodes = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()}
+    inodes = {str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir()}
     found = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:

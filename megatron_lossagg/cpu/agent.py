@@ -11,7 +11,7 @@ import socket
 import sys
 from pathlib import Path
 
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -34,7 +34,7 @@ class Loopback(RendezvousHandler):
         self._run_id = parameters.run_id
         with socket.create_server((_ADDRESS, 0)) as server:
             port = server.getsockname()[1]
-            store = dist.TCPStore(
+            store = TCPStore(
                 _ADDRESS,
                 port,
                 is_master=True,

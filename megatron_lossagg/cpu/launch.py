@@ -31,10 +31,10 @@ def launch(
     ``command`` is a Python script with its arguments, or ``["-m", module, ...]``. ``env`` is
     added to this process's environment; each rank gets one OpenMP thread unless it
     sets another number. The rendezvous takes a free port of 127.0.0.1, so several launches can run
-    at once and no other machine reaches one. When one rank fails, ``torch.distributed.run`` ends the
-    others. After ``timeout`` seconds everything is killed and ``subprocess.TimeoutExpired`` raised,
-    with the output so far. Nothing is left running in any case; on Linux not even where this
-    process, or the thread that called, is killed.
+    at once and no other machine reaches one. When one rank fails, ``torch.distributed.run`` ends
+    the others. After ``timeout`` seconds everything is killed and ``subprocess.TimeoutExpired``
+    raised, with the output so far. Nothing is left running in any case; on Linux not even where
+    this process, or the thread that called, is killed.
     """
     mark = uuid.uuid4().hex
     ranks = [sys.executable, "-u", *command]

@@ -64,9 +64,11 @@ def build(per_token):
     count = engine._routed_num_tokens
     engine._routed_num_tokens = lambda data: count(data).clone()
     own = engine.postprocess_micro_batch_func
-    engine.postprocess_micro_batch_func = lambda output, data, forward_only, loss_function, **more: (
-        own(output, data, forward_only, partial(on_device, loss_function), **more)
-    )
+
+    def postprocess(output, *, loss_function, **more):
+        return own(output, loss_function=partial(on_device, loss_function), **more)
+
+    engine.postprocess_micro_batch_func = postprocess
     return engine, chunk
 
 
