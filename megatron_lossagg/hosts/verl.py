@@ -227,7 +227,7 @@ class _Rows:
                 active_tokens=int(counts["batch_num_tokens"]),
                 samples=int(counts["global_batch_size"]),
             ),
-            rejects_tokens=True,  # verl's bypass_mode rejects tokens inside the loss
+            rejects_tokens=mode.loss == "bypass_mode",  # inside the loss
         )
         return _Rows(plan, host_integers("rows", range(len(mask)), PlanError), counts["dp_size"])
 
@@ -369,7 +369,7 @@ def _plan_batch(aggregation: Aggregation, data: Any, group: Any) -> tuple[StepPl
         ),
         group=group,
         fault=fault,
-        rejects_tokens=True,  # as in of_microbatch
+        rejects_tokens=True,  # verl's rollout correction leaves loss_mask as it was
     )
     return plan, torch.where(is_row_b, is_row_b.cumsum(0) - 1, -1)
 

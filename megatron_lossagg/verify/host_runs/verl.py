@@ -43,11 +43,12 @@ _CLIP, _DUAL_CLIP = 0.2, 3.0
 
 def checks() -> list[Check]:
     """List the checks; imports verl and registers this package's losses with it."""
+    import verl.workers.config  # noqa: F401  what a check imports is missing before the first one
     from verl.trainer.ppo import core_algos
 
-    from megatron_lossagg.hosts import verl
+    from megatron_lossagg.hosts import verl as adapter
 
-    _ = verl.plugin  # registers with verl, as its own loader does
+    _ = adapter.plugin  # registers with verl, as its own loader does
     listed = [
         Check(
             name=f"verl:{mode}",
