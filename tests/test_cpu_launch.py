@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -75,8 +77,9 @@ def test_a_launch_that_outlasts_its_time_leaves_nothing_running(tmp_path: Path) 
     assert os.getpid() not in pids
 
 
-def started(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
-    """Launch two ranks that sleep, from a process of their own; return it, and what it started."""
+@contextmanager
+def started(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """Launch two ranks that sleep, from a process of its own; yield it, the agent and the ranks."""
     script = folder / "sleep.py"
     script.write_text(SLEEP)
     code = f"from megatron_lossagg.cpu import launch; launch([{str(script)!r}, {str(folder)!r}], "
@@ -85,13 +88,22 @@ def started(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
         text=True,
     )
-    deadline = time.monotonic() + 120
-    while not all((folder / rank).exists() and (folder / rank).read_text() for rank in "01"):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    ranks = [int((folder / rank).read_text().split()[0]) for rank in "01"]
-    agents = {int(stat_of(rank)[1]) for rank in ranks}
-    return launcher, [*agents, *ranks]
+    running = [launcher.pid]
+    try:
+        deadline = time.monotonic() + 300  # a busy machine
+        while not all((folder / rank).exists() and (folder / rank).read_text() for rank in "01"):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        written = [[int(pid) for pid in (folder / rank).read_text().split()] for rank in "01"]
+        ranks, children = zip(*written, strict=True)
+        (agent,) = {int(stat_of(rank)[1]) for rank in ranks}
+        running += [agent, *ranks, *children]
+        yield launcher, [agent, *ranks]
+    finally:
+        for pid in running:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        launcher.wait()
 
 
 def stat_of(pid: int) -> list[str]:
@@ -112,22 +124,17 @@ def listening(pid: int) -> list[str]:
 
 @pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads /proc")
 def test_nothing_that_was_launched_listens_on_another_address_than_loopback(tmp_path: Path) -> None:
-    launcher, pids = started(tmp_path)
-    try:
+    with started(tmp_path) as (_, pids):
         addresses = [address for pid in pids for address in listening(pid)]
-    finally:
-        launcher.send_signal(signal.SIGINT)
-        launcher.wait()
-    assert len(pids) == 3
     assert set(addresses) == {"0100007F"}  # 127.0.0.1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends them")
 def test_launched_ranks_end_within_seconds_of_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    launcher, pids = started(tmp_path)
-    launcher.kill()
-    launcher.wait()
-    deadline = time.monotonic() + 5
-    while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(is_running(pid) for pid in pids)
+    with started(tmp_path) as (launcher, pids):
+        launcher.kill()
+        launcher.wait()
+        deadline = time.monotonic() + 5
+        while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(is_running(pid) for pid in pids)
