@@ -39,8 +39,10 @@ def _attribute(name: str) -> Any:
     return MagicMock()
 
 
-def missing_modules(error: ModuleNotFoundError, load: Callable[[], object]) -> list[str]:
-    """Name the modules that ``load`` lacks, the one of ``error`` first.
+def missing_modules(
+    error: ModuleNotFoundError, load: Callable[[], object], *, own: str
+) -> list[str]:
+    """Name the modules that ``load`` lacks, that of ``error`` first; none of the package ``own``.
 
     It is called again and again, with stand-ins for the modules that are known to be missing,
     until it lacks none or ends otherwise. This process is of no other use afterwards.
@@ -48,8 +50,10 @@ def missing_modules(error: ModuleNotFoundError, load: Callable[[], object]) -> l
     stand_ins = _StandIns()
     sys.meta_path.append(stand_ins)
     ended: BaseException | None = error
-    while isinstance(ended, ModuleNotFoundError) and ended.name not in (None, *stand_ins.names):
-        stand_ins.names.append(str(ended.name))
+    while isinstance(ended, ModuleNotFoundError) and ended.name:
+        if ended.name in stand_ins.names or f"{ended.name}.".startswith(f"{own}."):
+            break
+        stand_ins.names.append(ended.name)
         try:
             load()
             ended = None

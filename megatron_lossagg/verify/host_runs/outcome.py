@@ -132,7 +132,9 @@ def not_run(
     """Describe why a check did not run, and what to change; arguments as :func:`ended_by`."""
     text = str(error) if isinstance(error, NotRunError) else _sentence(error)
     if isinstance(error, ModuleNotFoundError) and error.name:
-        names = [error.name] if load is None else missing_modules(error, load)
+        names = [error.name]
+        if load is not None:
+            names = missing_modules(error, load, own=HOSTS[host].package)
         packages = list(dict.fromkeys(name.partition(".")[0] for name in names))
         remedies = [_REMEDIES[package] for package in packages if package in _REMEDIES]
         if others := [package for package in packages if package not in _REMEDIES]:
