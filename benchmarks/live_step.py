@@ -33,7 +33,13 @@ from benchmarks.counting import Counted, counted, device_path  # noqa: E402
 from benchmarks.counts import tensors_of  # noqa: E402
 from benchmarks.rank_step import a_chunk  # noqa: E402
 from benchmarks.timing import Spread  # noqa: E402
-from megatron_lossagg import MegatronContract, Reducer, StepContract, StepPlan  # noqa: E402
+from megatron_lossagg import (  # noqa: E402
+    Aggregation,
+    MegatronContract,
+    Reducer,
+    StepContract,
+    StepPlan,
+)
 
 METHODS: dict[type, tuple[str, ...]] = {
     MegatronContract: ("step", "thd"),
@@ -197,7 +203,7 @@ def live_check() -> dict[str, Any]:
         layers.append(router)
     chunk.module.layers = layers
     started = time.thread_time()
-    contract = MegatronContract.read(chunk, probe=False)
+    contract = MegatronContract.read(chunk, aggregation=Aggregation("token_mean"), probe=False)
     read = time.thread_time() - started
     seconds = []
     for _ in range(CHECKS):

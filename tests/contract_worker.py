@@ -176,7 +176,7 @@ def a_moe(**more):
 
 def check_a_step_walks_no_module(chunk, contract):
     moe = a_moe()
-    its = MegatronContract.read(moe)
+    its = read(moe)
     plan = a_plan(its)
 
     def walked(*args, **kwargs):
@@ -190,7 +190,7 @@ def check_a_step_walks_no_module(chunk, contract):
 
 def check_what_is_flipped_after_the_read_is_refused_by_the_next_step(chunk, contract):
     moe = a_moe()
-    its = MegatronContract.read(moe)
+    its = read(moe)
     name, router = next(
         (name, module) for name, module in moe.named_modules() if name.endswith("router")
     )
@@ -252,7 +252,7 @@ def check_an_option_that_moves_tokens_or_scales_is_refused_by_name_on_every_rank
         setattr(own_chunk.config, name, value)
         own_chunk.config.context_parallel_size = 2  # it has to matter
         with refused(f"^rank 0: {name} is {value!r}, which is not supported here", *words):
-            MegatronContract.read(own_chunk)
+            read(own_chunk)
 
 
 def check_another_context_parallel_split_changes_nothing_at_cp_1(chunk, contract):
@@ -639,7 +639,7 @@ def check_the_start_line_reports_whether_k_was_measured(chunk, contract):
 
 def check_the_start_line_is_followed_by_what_depends_on_cp(chunk, contract):
     assert "\n" not in contract.describe(CONSTANT)
-    assert MegatronContract.read(a_moe()).note == ""  # no coefficient
+    assert read(a_moe()).note == ""  # no coefficient
     config = tiny_gpt.config_of()
     config.mtp_num_layers = 1
     note = live.note_on_side_losses(config, "average")
@@ -647,7 +647,7 @@ def check_the_start_line_is_followed_by_what_depends_on_cp(chunk, contract):
     assert "in the average regime of megatron-core" in note
     is_free = live.note_on_side_losses(config, "per-token") == ""
     assert note.endswith("train with --calculate-per-token-loss") == is_free
-    balanced = MegatronContract.read(a_moe(per_token=True, moe_aux_loss_coeff=0.1))
+    balanced = read(a_moe(per_token=True, moe_aux_loss_coeff=0.1))
     line, *notes = balanced.describe(CONSTANT).split("\n")
     assert line.startswith("loss aggregation constant")
     assert notes == [balanced.note] * bool(balanced.note)

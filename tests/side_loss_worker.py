@@ -12,7 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from step_data import VOCABULARY
 
 import megatron_lossagg.cpu as cpu
-from megatron_lossagg import MegatronContract
+from megatron_lossagg import Aggregation, MegatronContract
 
 LENGTH = 16
 MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "add_bias_linear": False}
@@ -79,7 +79,9 @@ def main():
     for name, options in SIDE_LOSSES.items():
         for per_token in (False, True):
             chunk = wrapped(tiny_gpt.config_of(per_token=per_token, **options))
-            contract = MegatronContract.read(chunk, probe=False)
+            contract = MegatronContract.read(
+                chunk, aggregation=Aggregation("token_mean"), probe=False
+            )
             tiny_gpt.run_schedule(side_loss, chunk, list(batches(cp_size, cp_rank)))
             buffers = [*chunk.buffers, *chunk.expert_parallel_buffers]
             norm = torch.cat([buffer.grad_data for buffer in buffers]).norm().item()

@@ -3,9 +3,11 @@
 Where a test is not about launching, the command runs in this process and forks its ranks.
 """
 
+import argparse
 import contextlib
 import json
 import os
+import pickle
 import shutil
 import signal
 import socket
@@ -15,6 +17,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ENVIRONMENT, TESTS, early, fork_server, new_folder
 from wrong_factors.run import apply
 
@@ -26,6 +29,7 @@ from megatron_lossagg.verify.cases import CASES
 from megatron_lossagg.verify.environment import environment
 from megatron_lossagg.verify.job import Job
 from megatron_lossagg.verify.parallelism import Parallelism, standard
+from megatron_lossagg.verify.reference import reference, reference_file
 from megatron_lossagg.verify.rows import make_rows
 from megatron_lossagg.verify.words import number_of
 
@@ -230,13 +234,41 @@ def test_transformer_engine_that_cannot_load_is_reported_as_broken(tmp_path):
 
 def test_ended_by_a_signal_it_leaves_no_rank_behind():
     process = lossagg("verify", "--dp", 2, *ONE)
-    deadline = time.monotonic() + 60
-    while not (ranks := ranks_of(process.pid)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert ranks
+    ranks = wait_for_ranks(process.pid)
     process.terminate()
     assert ended(process)[0] == 128 + signal.SIGTERM
     assert not ranks_of(process.pid, known=ranks)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends them")
+def test_killed_it_leaves_no_rank_behind_either():
+    process = lossagg("verify", "--dp", 2, *ONE)
+    ranks = wait_for_ranks(process.pid)
+    process.kill()
+    ended(process)
+    deadline = time.monotonic() + 5
+    while ranks_of(process.pid, known=ranks) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not ranks_of(process.pid, known=ranks)
+
+
+def test_a_reference_is_read_without_running_code(tmp_path, monkeypatch):
+    """Whatever torch does by default, or the environment asks of it."""
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    shape = standard()[0].shape
+    file = reference_file(tmp_path, shape, copies=1, padded=1)
+    torch.save({"padded": 1, "losses_Y": argparse.Namespace()}, file)
+    with pytest.raises(pickle.UnpicklingError, match=r"argparse\.Namespace"):
+        reference(shape, copies=1, padded=1, folder=tmp_path)
+
+
+def wait_for_ranks(parent):
+    """Return the launcher and its two ranks once they run; a busy machine takes minutes."""
+    deadline = time.monotonic() + 300
+    while len(ranks := ranks_of(parent)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert len(ranks) == 3
+    return ranks
 
 
 def ranks_of(parent, known=()):

@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import platform
+import subprocess
 import sys
 import types
 from importlib.util import find_spec
@@ -91,12 +92,34 @@ def verl_that(tmp_path, monkeypatch):
 def test_an_import_that_fails_is_not_run_with_the_reason_and_what_to_install(verl_that):
     verl_that("import ray_of_tests.core")
     host = run_host("verl")
-    assert host["passed"]
+    assert not host["passed"]
     (check,) = host["checks"]
     assert check["state"] == "NOT RUN"
     assert check["explanation"].startswith(
         "ModuleNotFoundError: No module named 'ray_of_tests'. Install the package that "
         "provides ray_of_tests, or run where verl trains"
+    )
+
+
+def test_all_modules_that_an_import_lacks_are_named_in_one_run(verl_that):
+    lines = [
+        "try:",
+        "    import optional_of_tests",
+        "except ImportError:",
+        "    pass",
+        "import ray_of_tests.core",
+        "from hydra_of_tests import compose",
+        "@ray_of_tests.remote(num_cpus=1)",
+        "class Worker(compose):",
+        "    option: ray_of_tests.Option | None = None",
+        "import json, dict_of_tests.deep",
+    ]
+    verl_that("\n".join(lines))
+    (check,) = run_host("verl")["checks"]
+    assert check["state"] == "NOT RUN"
+    assert check["explanation"].startswith(
+        "ModuleNotFoundError: No module named 'ray_of_tests', nor hydra_of_tests, dict_of_tests. "
+        "Install the packages that provide ray_of_tests, hydra_of_tests, dict_of_tests, or run "
     )
 
 
@@ -114,7 +137,7 @@ def test_an_import_that_fails_is_not_run_with_the_reason_and_what_to_install(ver
 def test_whatever_an_import_does_is_a_reason(verl_that, init, reason):
     verl_that(init)
     host = run_host("verl", timeout=100.0)
-    assert host["passed"]
+    assert not host["passed"]
     (check,) = host["checks"]
     assert check["state"] == "NOT RUN"
     assert check["explanation"].startswith(reason)
@@ -165,7 +188,7 @@ def test_host_under_a_launcher_is_refused(verl_that, monkeypatch, capsys):
     assert "run lossagg verify --host verl without the launcher" in capsys.readouterr().err
 
 
-def test_what_did_not_run_is_in_text_json_and_html_and_changes_no_status(
+def test_a_host_of_which_nothing_ran_is_no_pass_in_text_json_html_and_status(
     verl_that, tmp_path, monkeypatch, capsys
 ):
     verl_that("import ray_of_tests")
@@ -175,20 +198,45 @@ def test_what_did_not_run_is_in_text_json_and_html_and_changes_no_status(
     report, page = tmp_path / "report.json", tmp_path / "page.html"
     one = ["--dp", "1", "--loss-aggregation", "token_mean", "--regime", "average"]
     files = ["--json", str(report), "--html", str(page)]
-    assert main(["verify", "--host", "verl", *one, *files]) == 0
-    out = capsys.readouterr().out
+    assert main(["verify", "--host", "verl", *one, *files]) == 2
+    out, err = capsys.readouterr()
     written = json.loads(report.read_text())
-    assert written["passed"]
+    assert not written["passed"]
     assert [check["state"] for check in written["host"]["checks"]] == ["NOT RUN"]
     first, second, *_ = out.splitlines()
-    assert first.startswith("PASS: 1 of 1 case passes")
-    assert second == "verl: 0 of 1 check of its own code passes, 1 not run"
+    assert first == "NOT RUN: verl: 0 of 1 check of its own code passes, 1 not run"
+    assert second.startswith("1 of 1 case passes")
+    assert "No check of verl ran" in page.read_text()
+    begins, reasons, counts, layout = err.splitlines()
+    assert begins == "lossagg: verl: its own functions first, for at most 600 s"
+    assert "verl: NOT RUN import of verl: ModuleNotFoundError: No module" in reasons
+    assert counts.endswith("1 not run; now the cases on Megatron-Core")
+    assert layout.startswith("lossagg: DP 1, M 3: 1 of 1 case passed, ")
     reason = written["host"]["checks"][0]["explanation"]
     assert "Install the package that provides ray_of_tests" in reason
     for text, wanted in ((out, reason), (page.read_text(), html.escape(reason))):
         assert "NOT RUN" in text
         assert "0 of 1 check of its own code passes, 1 not run" in text
         assert wanted in text
+
+
+def test_a_host_is_found_in_the_current_folder_as_python_m_finds_it(tmp_path):
+    """A console script has its own folder on the path, not the current one."""
+    write_host(tmp_path / "checkout", "verl", "import ray_of_tests")
+    script = tmp_path / "bin" / "lossagg"
+    script.parent.mkdir()
+    script.write_text("from megatron_lossagg.cli.main import main\nraise SystemExit(main())\n")
+    done = subprocess.run(
+        [sys.executable, str(script), "verify", "--host", "verl", "--json", "/nowhere/at/all"],
+        cwd=tmp_path / "checkout",
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stderr == (  # what is looked at after the host is found
+        "lossagg: /nowhere/at/all cannot be written: name a file in a folder that exists\n"
+    )
 
 
 BRIDGE = ("megatron.bridge.training.train", "megatron.bridge.training.eval")

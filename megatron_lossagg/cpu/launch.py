@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["launch"]
+__all__ = ["launch", "tied"]
 
+_AGENT, _TIED = (Path(__file__).with_name(name) for name in ("agent.py", "tied.py"))
 _MARK = "MEGATRON_LOSSAGG_LAUNCH"
 _GRACE_SECONDS = 2.0
 
@@ -29,13 +30,15 @@ def launch(
 
     ``command`` is a Python script with its arguments, or ``["-m", module, ...]``. ``env`` is
     added to this process's environment; each rank gets one OpenMP thread unless it
-    sets another number. The rendezvous takes a free port, so several launches can run at once. When
-    one rank fails, ``torch.distributed.run`` ends the others. After ``timeout`` seconds
-    everything is killed and ``subprocess.TimeoutExpired`` raised, with the output so far.
-    Nothing is left running in any case.
+    sets another number. The rendezvous takes a free port of 127.0.0.1, so several launches can run
+    at once and no other machine reaches one. When one rank fails, ``torch.distributed.run`` ends
+    the others. After ``timeout`` seconds everything is killed and ``subprocess.TimeoutExpired``
+    raised, with the output so far. Nothing is left running in any case; on Linux not even where
+    this process, or the thread that called, is killed.
     """
     mark = uuid.uuid4().hex
-    arguments = _torchrun(command, processes)
+    ranks = [sys.executable, "-u", *command]
+    arguments = tied([sys.executable, str(_AGENT), str(processes), *ranks])
     process = subprocess.Popen(
         arguments,
         stdout=subprocess.PIPE,
@@ -57,16 +60,9 @@ def launch(
     return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
 
 
-def _torchrun(command: Sequence[str], processes: int) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--local-addr=127.0.0.1",
-        f"--nproc-per-node={processes}",
-        *command,
-    ]
+def tied(command: Sequence[str]) -> list[str]:
+    """Make a command that ends when this process, or the thread that starts it, does."""
+    return [sys.executable, "-IS", str(_TIED), str(os.getpid()), *command]
 
 
 def _environment(env: Mapping[str, str] | None, mark: str) -> dict[str, str]:

@@ -162,7 +162,8 @@ def _policy_loss(
 
     Tensors: ``[b, s]``, whole rows. Where the engine of this module runs, its plan is in place
     already; else N and B are verl's own counts, ``config.global_batch_info``. No collective;
-    one host sync, for the rows' tokens.
+    two host syncs, one for the rows' tokens and one for what the device found in the losses,
+    beside those of verl's own metrics.
     """
     arguments = {
         "old_log_prob": old_log_prob,
@@ -221,12 +222,12 @@ class _Rows:
         _warn_of_other_terms(mode, config)
         plan = plan_step(
             mode.aggregation(counts.get("loss_scale_factor")),
-            Sequences(active_tokens=mask.sum(-1)),
+            Sequences(active_tokens=mask.sum(-1).cpu()),
             totals=StepTotals(
                 active_tokens=int(counts["batch_num_tokens"]),
                 samples=int(counts["global_batch_size"]),
             ),
-            rejects_tokens=True,  # verl's bypass_mode rejects tokens inside the loss
+            rejects_tokens=mode.loss == "bypass_mode",  # inside the loss
         )
         return _Rows(plan, host_integers("rows", range(len(mask)), PlanError), counts["dp_size"])
 
@@ -285,6 +286,7 @@ def _engine(base: Any) -> Any:
 
         def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any):
             _check_engine(engine_config)
+            self.tokens_of_prompt: dict[str, int] = {}
             super().__init__(model_config, engine_config, *args, **kwargs)
 
         def forward_backward_batch(
@@ -293,7 +295,8 @@ def _engine(base: Any) -> Any:
             """Plan the step over the data-parallel group, then run verl's own step.
 
             ``data``: this data-parallel rank's rows. Two all-gathers where uids are needed, else
-            one; the faults that devices found are read before the optimizer's step.
+            one, each with a host sync, and one host sync per microbatch, for its rows; the faults
+            that devices found are read before the optimizer's step, one host sync more.
             """
             config = getattr(loss_function, "keywords", {}).get("config")
             policy_loss = getattr(config, "policy_loss", None)  # not of a critic
@@ -303,6 +306,8 @@ def _engine(base: Any) -> Any:
             group, dp_size = self.get_data_parallel_group(), self.get_data_parallel_size()
             plan, rows = _plan_batch(mode.aggregation(config.loss_scale_factor), data, group)
             data[_ROW] = rows
+            if mode.mode == "prompt_mean" and not forward_only:
+                _warn_of_split_prompts(data, plan, self.tokens_of_prompt)
             planned = partial(_with_plan, loss_function, plan, dp_size)
             output = super().forward_backward_batch(data, planned, forward_only)
             plan.check()
@@ -325,31 +330,68 @@ def _check_engine(engine_config: Any) -> None:
         )
 
 
+def _uids(data: Any) -> list[str]:
+    """Return the uid of each row; empty where the batch has none."""
+    if "uid" in data.keys():  # noqa: SIM118
+        return [str(uid) for uid in data["uid"]]
+    return [""] * len(data["loss_mask"])
+
+
+def _is_padding(uid: str) -> bool:
+    return _PADDING_UID.fullmatch(uid) is not None
+
+
 def _plan_batch(aggregation: Aggregation, data: Any, group: Any) -> tuple[StepPlan, Tensor]:
-    """Count this rank's rows; returns the plan, and each row's position in it, int64 ``[b]``."""
+    """Count this rank's rows; returns the plan, and each row's position in it, int64 ``[b]``.
+
+    No host sync but those of :func:`plan_step` where ``loss_mask`` is on the CPU, as verl has it.
+    """
     mask, fault = data["loss_mask"], ""
-    sums = [row.sum() for row in mask.unbind()] if mask.is_nested else [*mask.sum(-1)]
-    n_b = torch.stack(sums).to("cpu", torch.int64) if sums else torch.zeros(0, dtype=torch.int64)
-    uids = [str(uid) for uid in data["uid"]] if "uid" in data.keys() else [""] * len(n_b)  # noqa: SIM118
-    is_row_b = torch.tensor([_PADDING_UID.fullmatch(uid) is None for uid in uids], dtype=torch.bool)
-    if aggregation.mode == "prompt_mean" and not all(uids):
+    sums = [row.bool().sum() for row in mask.unbind()]
+    n_b = torch.stack(sums).cpu() if sums else torch.zeros(0, dtype=torch.int64)
+    uids = _uids(data)
+    is_row_b = torch.tensor([not _is_padding(uid) for uid in uids], dtype=torch.bool)
+    takes_prompts = aggregation.mode == "prompt_mean"
+    counts_empty = aggregation.mode in _COUNT_SAMPLES and aggregation.count_empty
+    if not all(uids) and (takes_prompts or counts_empty):
+        what = "the prompt of each row" if takes_prompts else "padding rows apart from empty ones"
         fault = (
-            "prompt_mean needs the prompt of each row, and verl's batch has no uid: keep uid in "
-            "the batch that update_actor is given"
+            f"got rows without a uid, by which {aggregation.mode} tells {what}: keep uid in the "
+            "batch that update_actor is given"
         )
+        if not takes_prompts:
+            fault += f", or choose loss_mode={_PREFIX}{aggregation.mode}{_NO_EMPTY}"
     plan = plan_step(
         aggregation,
         Sequences(
             active_tokens=n_b[is_row_b],
-            prompt=[uid for uid, is_row in zip(uids, is_row_b, strict=True) if is_row]
-            if aggregation.mode == "prompt_mean"
-            else None,
+            prompt=[uid for uid in uids if not _is_padding(uid)] if takes_prompts else None,
         ),
         group=group,
         fault=fault,
-        rejects_tokens=True,
+        rejects_tokens=True,  # verl's rollout correction leaves loss_mask as it was
     )
     return plan, torch.where(is_row_b, is_row_b.cumsum(0) - 1, -1)
+
+
+def _warn_of_split_prompts(data: Any, plan: StepPlan, tokens_of_prompt: dict[str, int]) -> None:
+    """Warn once where an earlier optimizer step over the same batch had other rows of a prompt.
+
+    ``tokens_of_prompt``: n_p in the earlier steps over the batch, by uid; updated. Rows of a
+    prompt on other ranks are in n_p, so that one rank with rows of it in both steps sees it.
+    """
+    assert plan.prompt_tokens is not None
+    uids = [uid for uid in _uids(data) if not _is_padding(uid)]
+    for uid, tokens in zip(uids, plan.prompt_tokens.tolist(), strict=True):
+        if tokens_of_prompt.setdefault(uid, tokens) != tokens:
+            _warn_once(
+                "prompt_mean counts a prompt within one optimizer step, and a prompt has rows in "
+                "several steps of this batch, in each of which they weigh as a whole prompt: set "
+                "actor_rollout_ref.actor.ppo_mini_batch_size to data.train_batch_size for one step "
+                "per batch"
+            )
+    if "update_lr_scheduler" not in data.keys() or data["update_lr_scheduler"]:  # noqa: SIM118
+        tokens_of_prompt.clear()  # verl's mark of a batch's last step
 
 
 def _with_plan(

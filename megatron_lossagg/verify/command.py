@@ -7,8 +7,9 @@ on one process. Without options: a standard set of layouts on 4 CPU processes
 of this machine. Under torchrun: the launcher's ranks, with CUDA and NCCL where
 available. With --host, a training system's own functions are compared with the
 oracle first. Exit status: 0 if all cases pass and no check of a host failed, 1
-if one failed, 2 for wrong usage; a check that could not run is named and
-changes no status.
+if one failed, 2 for wrong usage and where no check of a host could run; which
+of several could not is named and changes no status. Progress goes to standard
+error, the result to standard output.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from megatron_lossagg.verify import report as show
 from megatron_lossagg.verify.cases import CASES, Case
 from megatron_lossagg.verify.environment import Fact, environment
 from megatron_lossagg.verify.host_runs.launch import TIMEOUT, run_host
+from megatron_lossagg.verify.host_runs.outcome import counted, none_ran
 from megatron_lossagg.verify.hosts import HOSTS, host_fact
 from megatron_lossagg.verify.job import Event, Job, run_job
 from megatron_lossagg.verify.parallelism import Parallelism, standard
@@ -109,6 +111,8 @@ def run(args: argparse.Namespace) -> int:
             "got --host under a launcher, whose other ranks would wait for the checks: run "
             f"lossagg verify --host {args.host} without the launcher, and the layouts under it"
         )
+    if args.host is not None and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # as for the processes started here, by python -m
     host_facts = [] if args.host is None else [host_fact(args.host)]
     if args.host is not None and HOSTS[args.host].is_hooked:
         args.hooked = True
@@ -117,10 +121,10 @@ def run(args: argparse.Namespace) -> int:
     if rank not in (None, 0):
         return 0 if run_job(job, lambda event: None) else 1
     _check_files(args)
-    facts = [*environment(), *host_facts]
-    core = _megatron_core(facts)
     begun, started = time.monotonic(), datetime.now(timezone.utc)
     host = _host_report(args)
+    facts = [*environment(), *host_facts]
+    core = _megatron_core(facts)
     verdicts: list[dict[str, Any]] = []
     ran_on: list[str] = []
     status = 1
@@ -152,14 +156,15 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.flush()
         _write(args, report)
         status = 0 if passed else 1
+        if complete and all(verdict["passed"] for verdict in verdicts) and host is not None:
+            status = 2 if none_ran(host["checks"]) else status
 
     with show.progress(job.num_verdicts) as advance:
 
         def take(event: Event) -> None:
+            advance(event)
             if event["event"] == "start":
                 ran_on.append(event["megatron"])
-            elif event["event"] == "case":
-                advance()
             elif event["event"] == "layout":
                 verdicts.extend(event["verdicts"])
             elif rank is not None:  # the launcher's other ranks wait for the report
@@ -181,7 +186,16 @@ def _host_report(args: argparse.Namespace) -> dict[str, Any] | None:
     """Run the checks of ``--host``, in a process of their own."""
     if args.host is None:
         return None
-    return run_host(args.host, aggregation_from_args(args), timeout=args.timeout or TIMEOUT)
+    timeout = args.timeout or TIMEOUT
+    show.say(f"{args.host}: its own functions first, for at most {timeout:.0f} s")
+
+    def say(outcome: dict[str, Any]) -> None:
+        parts = [f"{outcome['state']} {outcome['check']}", outcome["explanation"]]
+        show.say(f"{args.host}: {': '.join(filter(None, parts))}")
+
+    host = run_host(args.host, aggregation_from_args(args), timeout=timeout, report=say)
+    show.say(f"{args.host}: {counted(host['checks'])}; now the cases on Megatron-Core")
+    return host
 
 
 def _megatron_core(facts: Sequence[Fact]) -> Fact:

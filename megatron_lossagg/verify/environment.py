@@ -22,6 +22,8 @@ from typing import Any, Literal
 
 import torch
 
+from megatron_lossagg.cpu.launch import tied
+
 __all__ = ["PATIENCE", "Fact", "State", "environment", "unlaunched"]
 
 State = Literal["found", "missing", "broken", "slow"]
@@ -191,7 +193,7 @@ def _imports(installed: list[str]) -> Iterator[dict[str, subprocess.Popen[str]]]
 
 def _python(code: str, arguments: list[str] | tuple[str, ...]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
+        tied([sys.executable, "-c", code, *arguments]),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_lossagg.cpu.launch import tied
 from megatron_lossagg.verify.environment import unlaunched
 from megatron_lossagg.verify.parallelism import ModelShape
 from megatron_lossagg.verify.rows import Row, filler_row, make_rows
@@ -120,11 +121,11 @@ def reference(shape: ModelShape, *, copies: int, padded: int, folder: Path) -> R
         sizes = (shape.num_layers, shape.num_heads, shape.num_experts)
         command = [sys.executable, "-m", __name__, *map(str, (*sizes, copies, padded)), str(file)]
         done = subprocess.run(
-            command, env={**unlaunched(), **ours}, capture_output=True, text=True, check=False
+            tied(command), env={**unlaunched(), **ours}, capture_output=True, text=True, check=False
         )
         if done.returncode:
             raise RuntimeError(f"the reference was not computed:\n{done.stderr[-4000:]}")
-    return Reference(rows=make_rows(copies), **torch.load(file))
+    return Reference(rows=make_rows(copies), **torch.load(file, weights_only=True))
 
 
 def _main(arguments: list[str]) -> None:

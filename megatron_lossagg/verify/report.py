@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -18,11 +19,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from megatron_lossagg.verify.environment import Fact
-from megatron_lossagg.verify.host_runs.outcome import PASS, counted
+from megatron_lossagg.verify.host_runs.outcome import PASS, counted, none_ran
 from megatron_lossagg.verify.host_runs.outcome import cells as host_cells
 from megatron_lossagg.verify.words import error_text, number_of
 
-__all__ = ["Report", "cells", "finite", "progress", "show", "summary"]
+__all__ = ["Report", "cells", "finite", "progress", "say", "show", "summary"]
 
 Report = Mapping[str, Any]
 _COLUMNS = ("aggregation", "w_s", "regime", "K", "factor", "gradient error", "loss error", "")
@@ -31,11 +32,24 @@ _LEFT = 3
 """The first columns are aligned to the left; of a host's checks the first two."""
 
 
+def say(text: str) -> None:
+    """Print a line about the progress, to standard error: the result is on standard output."""
+    print(f"lossagg: {text}", file=sys.stderr, flush=True)
+
+
 @contextmanager
-def progress(num_verdicts: int) -> Iterator[Callable[[], None]]:
-    """Show a bar on a terminal, nothing elsewhere; the caller advances it once per case."""
+def progress(num_verdicts: int) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """Show a bar of cases on a terminal, else a line per layout; the caller passes each event."""
     if not sys.stderr.isatty():
-        yield lambda: None
+        begun = time.monotonic()
+
+        def say_layout(event: Mapping[str, Any]) -> None:
+            if event["event"] == "layout":
+                passed = [verdict["passed"] for verdict in event["verdicts"]]
+                cases = f"{sum(passed)} of {number_of(len(passed), 'case')} passed"
+                say(f"{event['layout']}: {cases}, {time.monotonic() - begun:.0f} s")
+
+        yield say_layout
         return
     columns = (
         TextColumn("verifying"),
@@ -46,7 +60,7 @@ def progress(num_verdicts: int) -> Iterator[Callable[[], None]]:
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("cases", total=num_verdicts)
-        yield lambda: bar.advance(task)
+        yield lambda event: bar.advance(task, event["event"] == "case")
 
 
 def show(report: Report) -> None:
@@ -69,7 +83,7 @@ def show(report: Report) -> None:
 def summary(report: Report) -> str:
     """Write the result: how many cases pass, where, the largest error, the time it took.
 
-    A second line has the result of a host's checks.
+    A second line has the result of a host's checks; it is the first one where none of them ran.
     """
     verdicts = report["verdicts"]
     passed = sum(verdict["passed"] for verdict in verdicts)
@@ -78,18 +92,18 @@ def summary(report: Report) -> str:
     num_verdicts = report["num_verdicts"]
     largest = f"; largest gradient error {_largest(errors)}" if errors else ""
     pass_ = "passes" if num_verdicts == 1 else "pass"
-    return (
-        f"{'PASS' if report['passed'] else 'FAIL'}: "
+    cases = (
         f"{passed} of {number_of(num_verdicts, 'case')} {pass_} on "
         f"{number_of(len(report['layouts']), 'layout')} of {number_of(report['num_ranks'], 'rank')}"
         f", megatron-core {versions['megatron-core']}, torch {versions['torch']}{largest}; "
-        f"{report['seconds']:.0f} s{_host_summary(report)}"
+        f"{report['seconds']:.0f} s"
     )
-
-
-def _host_summary(report: Report) -> str:
     host = report.get("host")
-    return f"\n{host['name']}: {counted(host['checks'])}" if host else ""
+    of_host = [f"{host['name']}: {counted(host['checks'])}"] if host else []
+    word = "PASS" if report["passed"] else "FAIL"
+    if host and none_ran(host["checks"]) and passed == num_verdicts:
+        return f"NOT RUN: {of_host[0]}\n{cases}"
+    return "\n".join([f"{word}: {cases}", *of_host])
 
 
 def cells(verdict: Mapping[str, Any]) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from megatron_lossagg.verify.host_runs.launch import run_host
 ONE = ["--dp", "1", "--loss-aggregation", "token_mean", "--regime", "average"]
 
 
-NEMO_RL = Path(os.environ.get("HOSTS_DIR", "")) / "NeMo-RL"
+VERL, NEMO_RL = (Path(os.environ.get("HOSTS_DIR", "")) / name for name in ("verl", "NeMo-RL"))
 OLDER_TRANSFORMERS = """
 import stand_ins_first, stand_ins
 stand_ins.install(stand_ins.NEMO)
@@ -49,7 +49,7 @@ def path_with(*folders):
     return os.pathsep.join([*map(str, folders), os.environ["PYTHONPATH"]])
 
 
-@pytest.mark.parametrize(("host", "number"), [("verl", 51), ("skyrl", 14)])
+@pytest.mark.parametrize(("host", "number"), [("verl", 60), ("skyrl", 14)])
 def test_the_command_runs_a_hosts_own_functions(tmp_path, host, number):
     done, report, page = lossagg_verify(tmp_path, host)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -59,6 +59,18 @@ def test_the_command_runs_a_hosts_own_functions(tmp_path, host, number):
     assert {check["state"] for check in report["host"]["checks"]} == {"PASS"}
     errors = [check["gradient_error"] for check in report["host"]["checks"]]
     print(f"{host}: largest gradient error {max(errors):.1e}, {report['host']['seconds']:.0f} s")
+
+
+@pytest.mark.skipif(not VERL.is_dir(), reason="HOSTS_DIR has no verl")
+def test_a_checkout_of_verl_passes_where_gspo_fixes_its_mode(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("import stand_ins_first\n")
+    monkeypatch.setenv("PYTHONPATH", path_with(tmp_path, VERL))
+    host = run_host("verl")
+    states = [(check["state"], check["explanation"]) for check in host["checks"]]
+    assert states == [("PASS", "")] * 60
+    core = (VERL / "verl" / "trainer" / "ppo" / "core_algos.py").read_text()
+    gspo = core[core.index('("gspo")') : core.index('("sapo")')]
+    assert 'loss_agg_mode="seq-mean-token-mean", **config' in gspo
 
 
 @pytest.mark.skipif(not NEMO_RL.is_dir(), reason="HOSTS_DIR has no NeMo-RL")

@@ -3,12 +3,15 @@
 Real: verl's forward_backward_batch, prepare_micro_batches, forward_step, packing and gathering
 over context parallelism, ppo_loss, agg_loss's callers, postprocess_micro_batch_func, and
 Megatron-Core's schedule, DDP and finalize. Not real: the engine's constructor (it builds models
-from Hugging Face configurations); log-probabilities, in float64 instead of Megatron's float32.
+from Hugging Face configurations); log-probabilities, in float64 instead of Megatron's float32. The
+model is on the CPU; its outputs and the batch are on a double of a device when the loss function
+gets them, as on a GPU.
 """
 
 import os
 import sys
 import uuid
+from functools import partial
 from types import SimpleNamespace
 
 os.environ |= {"VERL_ENGINE_VENDOR": "lossagg", "VERL_ENGINE_DEVICE": "cuda"}
@@ -22,6 +25,7 @@ import pytest  # noqa: E402
 import tiny_gpt  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from device_double import DeviceDouble, OnDevice  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 
 
@@ -37,6 +41,7 @@ def build(per_token):
     assert engine_class.__module__ == "megatron_lossagg.hosts.verl"
     chunk = tiny_gpt.wrapped(tiny_gpt.config_of(per_token=per_token))
     engine = object.__new__(engine_class)
+    engine.tokens_of_prompt = {}
     engine.engine_config = SimpleNamespace(
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
         dynamic_context_parallel=False,
@@ -58,7 +63,22 @@ def build(per_token):
     # verl all-reduces this count in place; on a GPU it is a copy, on the CPU the batch's offsets.
     count = engine._routed_num_tokens
     engine._routed_num_tokens = lambda data: count(data).clone()
+    own = engine.postprocess_micro_batch_func
+
+    def postprocess(output, *, loss_function, **more):
+        return own(output, loss_function=partial(on_device, loss_function), **more)
+
+    engine.postprocess_micro_batch_func = postprocess
     return engine, chunk
+
+
+def on_device(loss_function, model_output, data, dp_group):
+    """Call the loss function with everything on the double of a device."""
+    output = {name: value.to(DeviceDouble.device) for name, value in model_output.items()}
+    data = data.to(DeviceDouble.device)
+    loss, metrics = loss_function(model_output=output, data=data, dp_group=dp_group)
+    assert isinstance(loss, OnDevice)
+    return loss.cpu(), metrics
 
 
 def log_probs(logits, labels):
@@ -140,8 +160,6 @@ def actor_config(loss_mode):
 
 
 def compare(path, per_token):
-    from functools import partial
-
     tiny_gpt.start(cp=2)
     saved = torch.load(path)
     import verl.workers.utils.losses as losses
@@ -159,7 +177,8 @@ def compare(path, per_token):
                     continue
                 batch, tokens = batch_of(rows, num_microbatches=m, with_uid=True, odd=odd)
                 chunk.zero_grad_buffer()
-                output = engine.forward_backward_batch(batch, loss_function)
+                with DeviceDouble():
+                    output = engine.forward_backward_batch(batch, loss_function)
                 factor = 1.0
                 if odd:  # verl reports floor(tokens / CP) per microbatch and rank
                     counted = torch.tensor([tokens, tokens - m])
@@ -174,13 +193,14 @@ def compare(path, per_token):
                     print(f"{case}, M = {m}: {times}the oracle, {worst:.1e}", flush=True)
     batch, _ = batch_of(rows, num_microbatches=1, with_uid=False, odd=0)
     name = partial(losses.ppo_loss, config=actor_config("lossagg_prompt_mean"))
-    with pytest.raises(ValueError, match="verl's batch has no uid"):
+    with pytest.raises(ValueError, match="got rows without a uid"):
         engine.forward_backward_batch(batch, name)
     # A mode of verl's own is untouched: its gradient is that of its alias.
     config = actor_config("vanilla")
     batch, _ = batch_of(rows, num_microbatches=3, with_uid=True, odd=0)
     chunk.zero_grad_buffer()
-    engine.forward_backward_batch(batch, partial(losses.ppo_loss, config=config))
+    with DeviceDouble():
+        engine.forward_backward_batch(batch, partial(losses.ppo_loss, config=config))
     host_step.assert_gradients(chunk, saved["token_mean", "pg kl entropy"][1])
     if dist.get_rank() == 0:
         print("verl's own token-mean: the oracle")

@@ -46,10 +46,13 @@ def main(host: str, file: str, aggregation: str) -> None:
         with Path(file).open("a") as out:
             out.write(json.dumps(asdict(outcome)) + "\n")
 
+    def load() -> list[Check]:
+        return CHECKS[host](Aggregation(**json.loads(aggregation)))
+
     try:
-        checks = CHECKS[host](Aggregation(**json.loads(aggregation)))
+        checks = load()
     except (Exception, SystemExit) as error:
-        write(ended_by(error, f"import of {host}", host=host))
+        write(ended_by(error, f"import of {host}", host=host, load=load))
         return
     for check in checks:
         write(outcome_of(check, host=host))

@@ -8,14 +8,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import megatron_lossagg
 from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.cpu.launch import tied
 from megatron_lossagg.verify.environment import unlaunched
-from megatron_lossagg.verify.host_runs.outcome import FAIL, NOT_RUN, Outcome
+from megatron_lossagg.verify.host_runs.outcome import FAIL, NOT_RUN, Outcome, none_ran
 
 __all__ = ["DEFAULT", "TIMEOUT", "run_host"]
 
@@ -24,6 +26,7 @@ DEFAULT = Aggregation("sample_mean")
 TIMEOUT = 600.0
 """Seconds that a host's checks may take, imports included."""
 _GRACE_SECONDS = 10.0
+_POLL_SECONDS = 0.2
 
 
 def run_host(
@@ -31,36 +34,49 @@ def run_host(
     aggregation: Aggregation | None = None,
     *,
     timeout: float = TIMEOUT,
+    report: Callable[[dict[str, Any]], None] = lambda outcome: None,
 ) -> dict[str, Any]:
     """Run a host's checks; return the report's part about them.
 
     ::
 
-        {"name", "seconds", "passed": no check failed, "checks": [Outcome, ...]}
+        {"name", "seconds", "passed": no check failed and one ran, "checks": [Outcome, ...]}
 
-    A process that ends early or is ended after ``timeout`` seconds leaves one more outcome, not
-    run, with the reason.
+    ``report`` gets each outcome as it is known. A process that ends early or is ended after
+    ``timeout`` seconds leaves one more outcome, not run, with the reason.
     """
     begun = time.monotonic()
+    outcomes: list[dict[str, Any]] = []
+
+    def add(outcome: dict[str, Any]) -> None:
+        outcomes.append(outcome)
+        report(outcome)
+
     with tempfile.TemporaryDirectory() as folder:
         file, log = Path(folder) / "outcomes.jsonl", Path(folder) / "log"
+        file.touch()
+
+        def read() -> None:
+            lines = file.read_text().splitlines(keepends=True)[len(outcomes) :]
+            for line in lines:
+                if line.endswith("\n"):
+                    add(json.loads(line))
+
         with log.open("w") as out:
-            ended = _ended(_command(host, file, aggregation or DEFAULT), out, timeout)
-        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-        outcomes = [json.loads(line) for line in lines if line.endswith("\n")]
+            ended = _ended(_command(host, file, aggregation or DEFAULT), out, timeout, read)
+        read()
         printed = log.read_text(errors="replace").strip().splitlines()
     if ended:
         reason = f"the process {ended}"
         if printed and "--timeout" not in ended:
             reason += f"; it printed last: {printed[-1][:300]}. Import {host} by itself"
         begins = "the checks that follow" if outcomes else f"the checks of {host}"
-        outcomes.append(
-            asdict(Outcome(check=begins, function="", state=NOT_RUN, explanation=reason))
-        )
+        add(asdict(Outcome(check=begins, function="", state=NOT_RUN, explanation=reason)))
+    failed = any(outcome["state"] == FAIL for outcome in outcomes)
     return {
         "name": host,
         "seconds": time.monotonic() - begun,
-        "passed": all(outcome["state"] != FAIL for outcome in outcomes),
+        "passed": not failed and not none_ran(outcomes),
         "checks": outcomes,
     }
 
@@ -70,23 +86,26 @@ def _command(host: str, file: Path, aggregation: Aggregation) -> list[str]:
     return [sys.executable, "-m", "megatron_lossagg.verify.host_runs", *arguments]
 
 
-def _ended(command: list[str], out: Any, timeout: float) -> str:
+def _ended(command: list[str], out: Any, timeout: float, meanwhile: Callable[[], None]) -> str:
     """Run a command to its end; return how it ended where that was not with status 0."""
+    deadline = time.monotonic() + timeout
     package = str(Path(megatron_lossagg.__file__).resolve().parent.parent)
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), package]))
     more = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        command,
+        tied(command),
         stdout=out,
         stderr=subprocess.STDOUT,
         env={**unlaunched(), **more},
         start_new_session=True,  # Ctrl-C reaches it once, through _stop
     )
     try:
-        status = process.wait(timeout)
+        while (status := process.poll()) is None:
+            if time.monotonic() > deadline:
+                return f"did not end within {timeout:g} s: give it more by --timeout"
+            meanwhile()
+            time.sleep(_POLL_SECONDS)
         return f"ended with status {status}" if status else ""
-    except subprocess.TimeoutExpired:
-        return f"did not end within {timeout:g} s: give it more by --timeout"
     finally:
         _stop(process)
 

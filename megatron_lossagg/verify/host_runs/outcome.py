@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import megatron_lossagg
 from megatron_lossagg.errors import LossAggregationError
+from megatron_lossagg.verify.host_runs.missing import missing_modules
 from megatron_lossagg.verify.host_runs.step import Check, Comparison, NotRunError
 from megatron_lossagg.verify.hosts import HOSTS
 from megatron_lossagg.verify.words import error_text, number_of
@@ -24,6 +25,7 @@ __all__ = [
     "cells",
     "counted",
     "ended_by",
+    "none_ran",
     "outcome_of",
 ]
 
@@ -78,13 +80,21 @@ def outcome_of(check: Check, *, host: str) -> Outcome:
     )
 
 
-def ended_by(error: BaseException, check: str, *, host: str, function: str = "") -> Outcome:
+def ended_by(
+    error: BaseException,
+    check: str,
+    *,
+    host: str,
+    function: str = "",
+    load: Callable[[], object] | None = None,
+) -> Outcome:
     """Describe what a check raised: a package that is missing is not run, all else fails.
 
     While the checks are listed (no ``function``), what the host's own import raises is not run.
+    ``load``: what raised it, to find all that it lacks; this process runs nothing else then.
     """
     if isinstance(error, NotRunError) or _is_missing_elsewhere(error, host):
-        return not_run(check, error, host=host, function=function)
+        return not_run(check, error, host=host, function=function, load=load)
     if not function and not _is_raised_here(error):
         return not_run(check, error, host=host)
     got = f"{function} raised {_sentence(error)}, expected a loss"
@@ -111,13 +121,27 @@ def _is_raised_here(error: BaseException) -> bool:
     return bool(files) and Path(files[-1]).is_relative_to(_PACKAGE)
 
 
-def not_run(check: str, error: BaseException, *, host: str, function: str = "") -> Outcome:
-    """Describe why a check did not run, and what to change."""
+def not_run(
+    check: str,
+    error: BaseException,
+    *,
+    host: str,
+    function: str = "",
+    load: Callable[[], object] | None = None,
+) -> Outcome:
+    """Describe why a check did not run, and what to change; arguments as :func:`ended_by`."""
     text = str(error) if isinstance(error, NotRunError) else _sentence(error)
     if isinstance(error, ModuleNotFoundError) and error.name:
-        package = error.name.partition(".")[0]
-        remedy = _REMEDIES.get(package, f"Install the package that provides {package}")
-        text += f". {remedy}, or run where {host} trains"
+        names = [error.name]
+        if load is not None:
+            names = missing_modules(error, load, own=HOSTS[host].package)
+        packages = list(dict.fromkeys(name.partition(".")[0] for name in names))
+        remedies = [_REMEDIES[package] for package in packages if package in _REMEDIES]
+        if others := [package for package in packages if package not in _REMEDIES]:
+            ending = "s that provide " if others[1:] else " that provides "
+            remedies.append(f"Install the package{ending}{', '.join(others)}")
+        also = f", nor {', '.join(names[1:])}" if names[1:] else ""
+        text += f"{also}. {'. '.join(remedies)}, or run where {host} trains"
     elif not isinstance(error, LossAggregationError):
         text += f". Run where python can import {host}"
     return Outcome(check=check, function=function, state=NOT_RUN, explanation=text)
@@ -136,6 +160,11 @@ def _difference(check: Check, found: Comparison, host: str) -> str:
         f"{error_text(found.gradient_error)}"
     )
     return f"{text}. Use a release of {host} that the adapter was written for (docs/hosts)"
+
+
+def none_ran(outcomes: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether nothing of the host ran."""
+    return all(outcome["state"] == NOT_RUN for outcome in outcomes)
 
 
 def counted(outcomes: Sequence[Mapping[str, Any]]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from megatron_lossagg.verify.host_runs.outcome import FAIL, PASS, cells, counted
+from megatron_lossagg.verify.host_runs.outcome import FAIL, PASS, cells, counted, none_ran
 from megatron_lossagg.verify.words import number_of
 
 __all__ = ["STYLE", "headline", "lead", "section"]
@@ -26,7 +26,9 @@ STYLE = """
 
 
 def headline(host: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Write what was found and what it means, where a check failed; else None."""
+    """Write what was found and what it means, where a check failed or none ran; else None."""
+    if none_ran(host["checks"]):
+        return f"No check of {host['name']} ran", "nothing is known of its own code"
     failed = sum(check["state"] == FAIL for check in host["checks"])
     if not failed:
         return None

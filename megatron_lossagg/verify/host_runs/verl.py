@@ -2,11 +2,18 @@
 
 The engine calls a policy loss per microbatch, multiplies by M where Megatron divides by it, and
 averages over data-parallel ranks: a step's loss is the sum over microbatches, over DP.
+
+Some of verl's policy losses fix their mode, whatever ``loss_agg_mode`` says (sapo; at 1dda039b
+gspo too). What is wanted of a loss in a mode is therefore verl's own per-token losses, under
+verl's own ``agg_loss`` in that mode.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -15,23 +22,33 @@ from torch import Tensor
 from megatron_lossagg.aggregation import ALIASES, Aggregation
 from megatron_lossagg.verify.host_runs.step import Check, Comparison, Step, compare, ppo_losses
 
-__all__ = ["DIVISOR", "SELF_AVERAGED", "actor_config", "alias", "checks", "modes", "run_loss"]
+__all__ = [
+    "DIVISOR",
+    "SELF_AVERAGED",
+    "actor_config",
+    "alias",
+    "checks",
+    "in_mode",
+    "modes",
+    "run_loss",
+]
 
 DIVISOR = 8.0
 """``loss_scale_factor`` of the drawn step."""
-SELF_AVERAGED = ("geo_mean", "bypass_mode")
-"""Policy losses that do not go through ``agg_loss`` alone."""
+SELF_AVERAGED = ("geo_mean",)
+"""Policy losses that do not go through ``agg_loss``."""
 _CORE = "verl.trainer.ppo.core_algos"
 _CLIP, _DUAL_CLIP = 0.2, 3.0
 
 
 def checks() -> list[Check]:
     """List the checks; imports verl and registers this package's losses with it."""
+    import verl.workers.config  # noqa: F401  what a check imports is missing before the first one
     from verl.trainer.ppo import core_algos
 
-    from megatron_lossagg.hosts import verl
+    from megatron_lossagg.hosts import verl as adapter
 
-    _ = verl.plugin  # registers with verl, as its own loader does
+    _ = adapter.plugin  # registers with verl, as its own loader does
     listed = [
         Check(
             name=f"verl:{mode}",
@@ -40,18 +57,9 @@ def checks() -> list[Check]:
         )
         for mode in modes()
     ]
-    losses = [
-        name
-        for name in core_algos.POLICY_LOSS_REGISTRY
-        if name not in SELF_AVERAGED and not name.startswith("lossagg_")
-    ]
-    for loss in losses:
-        for mode in modes():
-            mode = "seq-mean-token-mean" if loss == "sapo" else mode  # which knows no other
-            check = _policy_loss(core_algos.POLICY_LOSS_REGISTRY, mode, loss)
-            if check.name not in [other.name for other in listed]:
-                listed.append(check)
-    return listed
+    registry = core_algos.POLICY_LOSS_REGISTRY
+    own = [name for name in registry if name not in SELF_AVERAGED and "lossagg_" not in name]
+    return listed + [_policy_loss(registry, mode, loss) for loss in own for mode in modes()]
 
 
 def modes() -> list[str]:
@@ -65,11 +73,15 @@ def alias(mode: str) -> Aggregation:
 
 
 def actor_config(step: Step, *, divisor: float | None = DIVISOR, **changes: Any) -> Any:
-    """Make verl's ``ActorConfig`` with the step's counts, as its engines set them."""
-    from verl.workers.config import ActorConfig
+    """Make verl's ``ActorConfig`` with the step's counts, as its engines set them.
 
+    With what its policy loss ``dro`` asks for.
+    """
+    from verl.workers.config import ActorConfig, PolicyLossConfig
+
+    options = {"policy_loss": PolicyLossConfig(dro_beta=0.1), **changes}
     config = ActorConfig(
-        strategy="megatron", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **changes
+        strategy="megatron", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **options
     )
     config.global_batch_info.update(_counts(step, divisor))
     return config
@@ -93,7 +105,7 @@ def _agg_loss(agg_loss: Any, mode: str) -> Comparison:
 
 
 def _policy_loss(registry: Any, mode: str, loss: str) -> Check:
-    """Check one registered loss: vanilla against the oracle, others against verl's own."""
+    """Check one registered loss: vanilla against the oracle, others as :func:`in_mode`."""
     from megatron_lossagg.hosts.verl import LossMode
 
     name = LossMode(alias(mode).mode, True, loss).name
@@ -102,22 +114,41 @@ def _policy_loss(registry: Any, mode: str, loss: str) -> Check:
 
 
 def _registered(name: str, mode: str, loss: str) -> Comparison:
-    from verl.workers.config import PolicyLossConfig
-
     step = Step()
     config = actor_config(
         step,
         divisor=DIVISOR if mode.endswith("norm") else None,  # token_sum takes one, verl's does not
         clip_ratio=_CLIP,
-        policy_loss=PolicyLossConfig(dro_beta=0.1),
     )
     got = run_loss(step, name, config, "token-mean")
     if loss == "vanilla":
         losses = [ppo_losses(mb, clip=_CLIP, dual_clip=_DUAL_CLIP) for mb in step.microbatches]
         wanted = step.wanted(alias(mode), losses)
     else:
-        wanted = run_loss(step, loss, config, mode)
+        with in_mode(mode):
+            wanted = run_loss(step, loss, config, mode)
     return compare(got, wanted, step.leaves)
+
+
+@contextmanager
+def in_mode(mode: str) -> Iterator[list[str]]:
+    """Let verl's ``agg_loss`` aggregate in one mode; yields the modes that it was asked for."""
+    from verl.trainer.ppo import core_algos
+
+    own, asked = core_algos.agg_loss, []
+
+    def agg_loss(*args: Any, **kwargs: Any) -> Tensor:
+        call = signature(own).bind(*args, **kwargs)
+        asked.append(call.arguments["loss_agg_mode"])
+        call.arguments["loss_agg_mode"] = mode
+        share: Tensor = own(*call.args, **call.kwargs)
+        return share
+
+    core_algos.agg_loss = agg_loss
+    try:
+        yield asked
+    finally:
+        core_algos.agg_loss = own
 
 
 def run_loss(step: Step, name: str, config: Any, mode: str) -> Tensor:

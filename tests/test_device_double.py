@@ -1,0 +1,96 @@
+"""The double of a device does what CUDA does with tensors that are not on the CPU."""
+
+import numpy as np
+import pytest
+import torch
+from device_double import DeviceDouble, OnDevice
+
+
+@pytest.fixture
+def double():
+    with DeviceDouble() as device:
+        yield device
+
+
+@pytest.fixture
+def x(double):
+    return torch.arange(6.0).view(2, 3).to(double.device)
+
+
+def test_a_tensor_on_the_device_is_not_on_the_cpu_and_keeps_its_values(double, x):
+    assert x.device.type == "meta"
+    assert isinstance(x, OnDevice)
+    assert (2 * x).sum().item() == 30
+    assert torch.full((2,), 3.0, device=x.device).sum().item() == 6
+    assert x.new_ones(2).device == torch.zeros_like(x).device == x.device
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.sum().item(),
+        lambda x: float(x.sum()),
+        lambda x: bool((x > 2).any()),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: x.cpu(),
+        lambda x: x.to("cpu", torch.int64),
+        lambda x: x.tolist(),
+        lambda x: torch.zeros(2, 3).copy_(x),
+    ],
+    ids=["item", "float", "bool", "nonzero", "mask", "cpu", "to", "tolist", "copy_"],
+)
+def test_what_brings_values_to_the_cpu_is_a_host_sync(double, x, read):
+    read(x)
+    assert sum(double.syncs.values()) == 1
+
+
+def test_what_stays_on_the_device_is_none(double, x):
+    torch.cumsum(torch.where(x > 1, x, 0.0), 0).clone().mul_(2).sum(-1)
+    torch.from_numpy(np.ones((2, 3))).to(x.device, non_blocking=True).add_(x)
+    assert not double.syncs
+
+
+@pytest.mark.parametrize(
+    "mixed",
+    [
+        lambda x: x.numpy(),
+        lambda x: np.asarray(x),
+        lambda x: x + torch.ones(2, 3),
+        lambda x: torch.ones(2, 3).mul_(x),
+        lambda x: torch.stack([x, torch.ones(2, 3)]),
+        lambda x: torch.tensor([1.0], device=x.device) + 1,
+    ],
+    ids=["numpy", "asarray", "add", "mul_", "stack", "torch.tensor"],
+)
+def test_what_takes_only_tensors_of_the_cpu_fails(x, mixed):
+    with pytest.raises(RuntimeError):
+        mixed(x)
+
+
+def test_a_number_of_the_cpu_is_taken_as_on_cuda(x):
+    assert (x * torch.tensor(2.0)).sum().item() == 30
+
+
+def test_gradients_come_back_to_leaves_on_either_side(double):
+    on_cpu = torch.ones(3, requires_grad=True)
+    on_device = torch.ones(3).to(double.device).requires_grad_()
+    (on_cpu.to(double.device) * on_device * 2).sum().backward()
+    assert on_cpu.grad.tolist() == on_device.grad.tolist() == [2, 2, 2]
+    assert not isinstance(on_cpu.grad, OnDevice)
+    assert isinstance(on_device.grad, OnDevice)
+
+
+def test_a_jagged_tensor_has_its_parts_on_the_device(double):
+    rows = [torch.ones(2), torch.ones(3)]
+    jagged = torch.nested.as_nested_tensor(rows, layout=torch.jagged).to(double.device)
+    assert isinstance(jagged.values(), OnDevice)
+    assert [row.sum().item() for row in jagged.unbind()] == [2, 3]
+    assert jagged.to_padded_tensor(0.0).sum().item() == 5
+
+
+def test_outside_of_the_block_nothing_reads_the_device():
+    with DeviceDouble() as double:
+        x = torch.ones(2).to(double.device)
+    with pytest.raises(RuntimeError, match="outside of its DeviceDouble"):
+        x + 1
