@@ -22,8 +22,14 @@ from datetime import timedelta
 # handler is not there yet.
 signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
 
-import torch  # noqa: E402
-from torch.distributed import PrefixStore, TCPStore, run  # noqa: E402
+try:
+    import torch
+    from torch.distributed import PrefixStore, TCPStore, run
+except ModuleNotFoundError as error:
+    sys.exit(
+        f"PYTHON: got {sys.executable} without {error.name}, expected the Python that you train "
+        "with: set PYTHON or PATH on every node; sbatch --export=NONE passes neither on"
+    )
 
 WRONG = 2
 POLL, NEWS = 0.2, 30

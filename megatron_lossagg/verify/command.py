@@ -122,6 +122,7 @@ def run(args: argparse.Namespace) -> int:
     host = _host_report(args)
     verdicts: list[dict[str, Any]] = []
     ran_on: list[str] = []
+    world: dict[str, Any] = {"device": None, "backend": None, "hosts": [], "groups": {}}
     status = 1
 
     def finish() -> None:
@@ -138,6 +139,7 @@ def run(args: argparse.Namespace) -> int:
                 "environment": [asdict(fact) for fact in facts],
                 "layouts": [str(layout) for layout in job.layouts],
                 "num_ranks": job.world_size,
+                **world,
                 "num_verdicts": job.num_verdicts,
                 "verdicts": verdicts,
                 "host": host,
@@ -157,10 +159,13 @@ def run(args: argparse.Namespace) -> int:
         def take(event: Event) -> None:
             if event["event"] == "start":
                 ran_on.append(event["megatron"])
+                world.update(device=event["device"], backend=event["backend"])
+                world["hosts"] = sorted({*event["hosts"]})
             elif event["event"] == "case":
                 advance()
             elif event["event"] == "layout":
                 verdicts.extend(event["verdicts"])
+                world["groups"][event["layout"]] = event["groups"]
             elif rank is not None:  # the launcher's other ranks wait for the report
                 finish()
 
