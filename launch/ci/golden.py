@@ -2,18 +2,19 @@
 
     python launch/ci/golden.py write REPORT GOLDEN [--expect NAME=VALUE ...]
     python launch/ci/golden.py options GOLDEN        # the number of ranks, then one option per line
-    python launch/ci/golden.py compare GOLDEN REPORT [--allow NAME=VALUE ...] [--fault NAME] [--log FILE]
+    python launch/ci/golden.py compare GOLDEN REPORT [--allow NAME=VALUE ...] [--fault NAME]
+                                                     [--log FILE]
 
 A golden file has the options, the number of ranks, the device, the backend, the number of distinct
-hosts, the groups with how many of them span several hosts, and for each layout, case and regime the
-weight's formula, K, the gradient's factor and that it passes. What a machine may change in its last
-digits, the errors, has a bound. Versions are shown and not compared. ``write`` refuses a report that
-did not pass; ``--expect`` writes another device, backend or number of hosts than the report's, which
-the machines of the golden file have to show.
+hosts, the groups with how many of them span several hosts, and for each layout, case and regime
+the weight's formula, K, the gradient's factor and that it passes. What a machine may change in its
+last digits, the errors, has a bound. Versions are shown and not compared. ``write`` refuses a
+report that did not pass; ``--expect`` writes another device, backend or number of hosts than the
+report's, which the machines of the golden file have to show.
 
-``compare`` fails where the run had another device, backend or number of hosts: ``--allow`` names each
-that may differ, and the value that it then has to have. With ``--fault`` the report is of a package
-with that fault of ``tests/wrong_factors`` in it: it has to fail, with that cause and nothing else.
+``compare`` fails where the run had another device, backend or number of hosts: ``--allow`` names
+each that may differ, and the value that it then has to have. With ``--fault`` the report is of a
+package with that fault of ``tests/wrong_factors`` in it: it has to fail, with that cause alone.
 
 ``compare`` prints a summary in Markdown, and appends it to the file that ``GITHUB_STEP_SUMMARY``
 names, if it names one. Exit status: 0 as it should be, 1 not or no report, 2 wrong usage. It needs
@@ -38,8 +39,9 @@ EXACT = ("formula", "k", "passed")
 ERRORS = ("gradient_error", "loss_error", "weight_sum_error")
 WEIGHT_SUM_TOLERANCE = 1e-6
 """The weight sum is reported in float32."""
-FACTOR_TOLERANCES = 100
-"""A factor is a projection over all parameters: as many tolerances may it be off."""
+FACTOR_TOLERANCES, FACTOR_TOLERANCE = 100, 0.1
+"""A factor is a projection over all parameters: as many tolerances may it be off, and never more
+than this."""
 OUTPUTS = ("--json", "--html")
 FACTS = ("device", "backend", "hosts")
 """What the run was on. ``hosts`` is the number of distinct ones."""
@@ -140,7 +142,9 @@ def write_golden(report: Json, path: Path, expected: Json) -> int:
         "cases": [
             {
                 **{name: verdict[name] for name in ("layout", "case", "regime", *EXACT)},
-                "factor": round(verdict["measured_factor"], 6),
+                "factor": round(
+                    verdict["measured_factor"], 6 if verdict["tolerance"] < 1e-3 else 1
+                ),
                 "tolerance": verdict["tolerance"],
             }
             for verdict in report["verdicts"]
@@ -204,7 +208,7 @@ def of_case(where: str, case: Json, verdict: Json) -> Iterator[Difference]:
         if verdict[name] != case[name]:
             yield Difference(where, name, case[name], verdict[name])
     factor = verdict["measured_factor"]
-    allowed = FACTOR_TOLERANCES * case["tolerance"]
+    allowed = min(FACTOR_TOLERANCES * case["tolerance"], FACTOR_TOLERANCE)
     if factor is None or not abs(factor - case["factor"]) <= allowed:
         yield Difference(where, "factor", f"{case['factor']:g}", number(factor))
     for name in ERRORS:

@@ -60,6 +60,7 @@ _SWITCHES = {
     "moe": "experts, with router and z losses in addition to the main loss",
     "mtp": "a multi-token-prediction layer; with --float32",
     "float32": "weights in float32 and Megatron's own cross entropy",
+    "bf16": "weights in bfloat16, gradients in float32 and Megatron's own cross entropy",
     "sequence-parallel": "sequence parallelism, with --tp",
     "distributed-optimizer": "shard the gradients as the distributed optimizer does",
     "average-in-collective": "average in the collective, in the average regime",

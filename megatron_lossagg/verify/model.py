@@ -211,8 +211,8 @@ def megatron_version() -> str:
 
 
 def _dtype_of(parallelism: Parallelism) -> torch.dtype:
-    """Return the dtype of weights and gradients."""
-    return torch.float32 if parallelism.float32 else torch.float64
+    """Return the dtype of losses and gradients, and of weights but for bfloat16's."""
+    return torch.float32 if parallelism.megatrons_losses else torch.float64
 
 
 def device() -> torch.device:
@@ -224,7 +224,7 @@ def device() -> torch.device:
 
 def config_of(parallelism: Parallelism, *, per_token: bool) -> Any:
     """Build the model's configuration for a layout."""
-    dtype = _dtype_of(parallelism)
+    dtype = torch.bfloat16 if parallelism.bf16 else _dtype_of(parallelism)
     more: dict[str, Any] = {}
     if parallelism.moe:
         more = {
@@ -264,6 +264,7 @@ def _shape_options(shape: ModelShape, dtype: torch.dtype) -> dict[str, Any]:
         "use_cpu_initialization": not torch.cuda.is_available(),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
         "init_method_std": 0.2,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
@@ -293,7 +294,7 @@ def wrapped_chunks(parallelism: Parallelism, config: Any) -> list[Any]:
     ]
     per_token = config.calculate_per_token_loss
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=parallelism.float32,
+        grad_reduce_in_fp32=parallelism.megatrons_losses,
         use_distributed_optimizer=parallelism.distributed_optimizer,
         num_distributed_optimizer_instances=parallelism.optimizer_instances,
         # Megatron refuses an average in the collective in the per-token regime.
@@ -426,7 +427,7 @@ def _packed_at(offsets: Sequence[int]) -> Any:
 def forward(model: Any, batch: Batch, parallelism: Parallelism) -> Tensor:
     """Run one microbatch through this stage: logits, or token losses by Megatron in float32."""
     options: dict[str, Any] = {"packed_seq_params": batch.packed}
-    if parallelism.float32:
+    if parallelism.megatrons_losses:
         options["labels"] = batch.labels
     if parallelism.mtp:
         mask = batch.mask_here.view_as(batch.labels).to(device(), torch.get_default_dtype())
@@ -437,7 +438,7 @@ def forward(model: Any, batch: Batch, parallelism: Parallelism) -> Tensor:
 
 def token_losses(output: Tensor, batch: Batch, parallelism: Parallelism) -> Tensor:
     """Return the last stage's negative log-probabilities, flat in this rank's order."""
-    if parallelism.float32:
+    if parallelism.megatrons_losses:
         return output.reshape(-1)
     if parallelism.tp > 1:
         output = gather_from_tensor_model_parallel_region(output)
