@@ -157,6 +157,11 @@ def write_golden(report: Json, path: Path, expected: Json) -> int:
     return 0
 
 
+def digits_of(verdict: Json) -> int:
+    """Return the decimals of a factor that do not depend on the machine."""
+    return 6 if verdict["tolerance"] < FACTOR_TOLERANCE / FACTOR_TOLERANCES else 1
+
+
 def options_of(command: str) -> list[str]:
     """Return the options of ``lossagg verify``, without the files that it wrote."""
     words = shlex.split(command)
