@@ -71,7 +71,7 @@ def test_the_report_of_this_package_is_as_in_the_golden_file(right_report, tmp_p
         "## PASS: 22 of 22 cases as in the golden file, on 4 ranks; as allowed, device cpu, not "
         "cuda; backend gloo, not nccl; hosts 1, not 2\n"
     ) in printed
-    assert "| DP 2 x CP 2, M 3 | DP x CP | 1 | 4 | 0 |" in printed
+    assert "| DP 2 x CP 2, M 3, distributed optimizer | DP x CP | 1 | 4 | 0 |" in printed
     assert summary.read_text() == printed
 
 
