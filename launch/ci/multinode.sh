@@ -48,6 +48,10 @@ rm -rf "$FOLDER/faulty"
 # The ranks run the package of the folder in which the command starts.
 PACKAGE=$REPOSITORY
 if [[ -n ${FAULT:-} ]]; then
+    if [[ ! -f tests/wrong_factors/$FAULT.txt ]]; then
+        echo "FAULT: got $FAULT, expected the name of a .txt file in tests/wrong_factors: correct it" >&2
+        exit 2
+    fi
     PACKAGE=$FOLDER/faulty
     COMPARE+=(--fault "$FAULT")
     mkdir "$PACKAGE"
