@@ -24,9 +24,16 @@ LEFT_ALONE = 60
 """Seconds that an agent may run after another one has ended."""
 
 
+def number(name, given):
+    """Read an integer from 1; end where it is none."""
+    if not given.isdecimal() or int(given) < 1:
+        sys.exit(f"{name}: got {given}, expected an integer from 1: correct it")
+    return int(given)
+
+
 def wait_for_nodes(nodes, num_nodes, node):
     """Wait until the cluster has given the nodes; end where it does not in time."""
-    seconds = int(os.environ.get("RENDEZVOUS_TIMEOUT", "300"))
+    seconds = number("RENDEZVOUS_TIMEOUT", os.environ.get("RENDEZVOUS_TIMEOUT") or "300")
     print(f"waiting for {num_nodes} nodes with {node}, {seconds} s at most", flush=True)
     try:
         ray.get(nodes.ready(), timeout=seconds)
@@ -77,8 +84,7 @@ def agent(arguments, variables):
 def main():
     """Place the agents, wait for them, and end with the first failure's status."""
     num_nodes, *arguments = sys.argv[1:]
-    if not num_nodes.isdecimal() or num_nodes == "0":
-        sys.exit(f"NUM_NODES: got {num_nodes}, expected the number of nodes, from 1: correct it")
+    number("NUM_NODES", num_nodes)
     on_gpus = os.environ.get("DEVICE", "cuda") == "cuda"
     ray.init()
     gpus = gpus_per_node() if on_gpus else 0

@@ -101,7 +101,7 @@ def test_a_failing_node_fails_the_job(cluster, tmp_path):
             {"NUM_NODES": "3", "RENDEZVOUS_TIMEOUT": "5"},
             "NUM_NODES: got 3, and a Ray cluster of 2 nodes, 2 of them with {'CPU': 1}",
         ),
-        ({"NUM_NODES": "two"}, "NUM_NODES: got two, expected the number of nodes"),
+        ({"NUM_NODES": "two"}, "NUM_NODES: got two, expected an integer from 1"),
     ],
     ids=["more than the cluster has", "no number"],
 )
