@@ -48,7 +48,7 @@ fi
 # Passed on where they are set: every exported setting of the libraries that communicate and of
 # Transformer Engine, and what torchrun.sh and verl read.
 SETTINGS=$(compgen -e | grep -E '^(NCCL|GLOO|TP|NVTE)_') || true
-for NAME in DEVICE PROCESSES_PER_NODE PYTHON OMP_NUM_THREADS MASTER_ADDR VERL_ENGINE_VENDOR \
+for NAME in DEVICE PROCESSES_PER_NODE RENDEZVOUS_TIMEOUT PYTHON OMP_NUM_THREADS MASTER_ADDR VERL_ENGINE_VENDOR \
     NCCL_NVLS_ENABLE $SETTINGS; do
     if [[ -n ${!NAME:-} ]]; then
         ENV_VARS+=("$NAME=${!NAME}")

@@ -1,6 +1,8 @@
 """torchrun.sh on several nodes of a Ray cluster; the entry point of ``ray_job.sh torchrun``.
 
-``python -m launch.ray_nodes NUM_NODES ARGUMENTS``: one agent per node, rank 0 on the first one.
+``python -m launch.ray_nodes NUM_NODES ARGUMENTS``: one agent per node, rank 0 on the first one. The
+job ends where the cluster does not have the nodes within ``RENDEZVOUS_TIMEOUT`` seconds, by default
+300, and where an agent is still there a minute after another one has ended.
 With ``DEVICE=cuda`` an agent holds ``PROCESSES_PER_NODE`` of its node's GPUs, by default as many as
 the node of the cluster with the fewest has; nodes without GPUs do not count.
 """
@@ -17,6 +19,32 @@ from pathlib import Path
 import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+LEFT_ALONE = 60
+"""Seconds that an agent may run after another one has ended."""
+
+
+def number(name, given):
+    """Read an integer from 1; end where it is none."""
+    if not given.isdecimal() or int(given) < 1:
+        sys.exit(f"{name}: got {given}, expected an integer from 1: correct it")
+    return int(given)
+
+
+def wait_for_nodes(nodes, num_nodes, node):
+    """Wait until the cluster has given the nodes; end where it does not in time."""
+    seconds = number("RENDEZVOUS_TIMEOUT", os.environ.get("RENDEZVOUS_TIMEOUT") or "300")
+    print(f"waiting for {num_nodes} nodes with {node}, {seconds} s at most", flush=True)
+    try:
+        ray.get(nodes.ready(), timeout=seconds)
+    except ray.exceptions.GetTimeoutError:
+        alive = [one["Resources"] for one in ray.nodes() if one["Alive"]]
+        enough = sum(all(has.get(k, 0) >= v for k, v in node.items()) for has in alive)
+        sys.exit(
+            f"NUM_NODES: got {num_nodes}, and a Ray cluster of {len(alive)} nodes, {enough} of "
+            f"them with {node}, in {seconds} s, expected {num_nodes} such nodes that are free: "
+            "start Ray on more nodes, end other jobs, or raise RENDEZVOUS_TIMEOUT"
+        )
 
 
 def gpus_per_node():
@@ -56,13 +84,13 @@ def agent(arguments, variables):
 def main():
     """Place the agents, wait for them, and end with the first failure's status."""
     num_nodes, *arguments = sys.argv[1:]
+    number("NUM_NODES", num_nodes)
     on_gpus = os.environ.get("DEVICE", "cuda") == "cuda"
     ray.init()
     gpus = gpus_per_node() if on_gpus else 0
     node = {"CPU": 1, **({"GPU": gpus} if gpus else {})}
     nodes = placement_group([node] * int(num_nodes), strategy="STRICT_SPREAD")
-    print(f"waiting for {num_nodes} nodes with {node}", flush=True)
-    ray.get(nodes.ready())
+    wait_for_nodes(nodes, num_nodes, node)
 
     def start(function, rank, *given):
         place = PlacementGroupSchedulingStrategy(nodes, placement_group_bundle_index=rank)
@@ -76,11 +104,18 @@ def main():
         start(agent, rank, arguments, {**shared, "NODE_RANK": str(rank)})
         for rank in range(int(num_nodes))
     ]
+    patience = None
     while running:
-        (ended,), running = ray.wait(running)
-        status = ray.get(ended)
+        done, running = ray.wait(running, timeout=patience)
+        if not done:
+            sys.exit(
+                f"got {len(running)} of {num_nodes} nodes that still run {LEFT_ALONE} s after "
+                "another one has ended, expected them to end together: see that one's log"
+            )
+        status = ray.get(done[0])
         if status:  # the other agents would wait for this one: they end with the job
             sys.exit(status)
+        patience = LEFT_ALONE
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@
 #   NUM_NODES=2 NODE_RANK=1 MASTER_ADDR=host0 launch/torchrun.sh ...    # host1
 #
 # DEVICE=cpu instead of GPUs and NCCL: CPU and gloo, 2 processes per node unless PROCESSES_PER_NODE
-# says otherwise. The package must be installed on every node: launch/README.md.
+# says otherwise. With DEVICE=cuda, the default, a node without CUDA ends all of them. The package
+# must be installed on every node: launch/README.md.
 
 set -euo pipefail
 
@@ -19,24 +20,52 @@ PYTHON=${PYTHON:-python3}
 
 # PET_*: torchrun's own variables, set by Kubeflow in every pod. SLURM_*: by srun in every task.
 NUM_NODES=${NUM_NODES:-${PET_NNODES:-${SLURM_NNODES:-}}}
-NODE_RANK=${NODE_RANK:-${PET_NODE_RANK:-${SLURM_NODEID:-0}}}
+NODE_RANK=${NODE_RANK:-${PET_NODE_RANK:-${SLURM_NODEID:-}}}
 MASTER_ADDR=${MASTER_ADDR:-${PET_MASTER_ADDR:-}}
 MASTER_PORT=${MASTER_PORT:-${PET_MASTER_PORT:-29500}}
 PROCESSES_PER_NODE=${PROCESSES_PER_NODE:-${PET_NPROC_PER_NODE:-}}
 
-# A node that takes itself for the only one trains a model of its own.
-if [[ -z $NUM_NODES && -n $MASTER_ADDR ]]; then
-    echo "NUM_NODES: got none with MASTER_ADDR=$MASTER_ADDR, expected the number of nodes: set it" >&2
+# The ranks of lossagg verify fail together where one of them has another device.
+export LOSSAGG_DEVICE=$DEVICE
+
+# Seconds in which all nodes have to meet: launch/agent.py.
+export RENDEZVOUS_TIMEOUT=${RENDEZVOUS_TIMEOUT:-300}
+
+refuse() {
+    echo "$1" >&2
     exit 2
+}
+
+# A node that takes itself for the only one, or for another one, trains a model of its own or waits.
+if [[ -z $NUM_NODES && -n $MASTER_ADDR ]]; then
+    refuse "NUM_NODES: got none with MASTER_ADDR=$MASTER_ADDR, expected the number of nodes: set it"
 fi
 NUM_NODES=${NUM_NODES:-1}
-if [[ $NUM_NODES == 1 && $NODE_RANK != 0 ]]; then
-    echo "NODE_RANK: got $NODE_RANK with one node, expected 0: correct it or set NUM_NODES" >&2
-    exit 2
+NUMBER='^(0|[1-9][0-9]{0,5})$'
+if [[ ! $NUM_NODES =~ $NUMBER || $NUM_NODES == 0 ]]; then
+    refuse "NUM_NODES: got $NUM_NODES, expected the number of nodes, from 1: correct it"
 fi
 if [[ $NUM_NODES != 1 && -z $MASTER_ADDR ]]; then
-    echo "MASTER_ADDR: got none with $NUM_NODES nodes, expected the first node's address: set it, or NUM_NODES=1" >&2
-    exit 2
+    refuse "MASTER_ADDR: got none with $NUM_NODES nodes, expected the first node's address: set it, or NUM_NODES=1"
+fi
+if [[ $NUM_NODES != 1 && -z $NODE_RANK ]]; then
+    refuse "NODE_RANK: got none with $NUM_NODES nodes, expected this node's number from 0 to $((NUM_NODES - 1)): set it"
+fi
+NODE_RANK=${NODE_RANK:-0}
+if [[ $NUM_NODES == 1 && $NODE_RANK != 0 ]]; then
+    refuse "NODE_RANK: got $NODE_RANK with one node, expected 0: correct it or set NUM_NODES"
+fi
+if [[ ! $NODE_RANK =~ $NUMBER ]] || ((NODE_RANK >= NUM_NODES)); then
+    refuse "NODE_RANK: got $NODE_RANK with $NUM_NODES nodes, expected a number from 0 to $((NUM_NODES - 1)): correct it"
+fi
+if [[ ! $MASTER_PORT =~ $NUMBER ]] || ((MASTER_PORT < 1 || MASTER_PORT > 65535)); then
+    refuse "MASTER_PORT: got $MASTER_PORT, expected a port from 1 to 65535: correct it"
+fi
+if [[ ! $PROCESSES_PER_NODE =~ ^(|gpu|[1-9][0-9]{0,5})$ ]]; then
+    refuse "PROCESSES_PER_NODE: got $PROCESSES_PER_NODE, expected a number from 1, or gpu: correct it"
+fi
+if [[ ! $RENDEZVOUS_TIMEOUT =~ ^[1-9][0-9]{0,5}$ ]]; then
+    refuse "RENDEZVOUS_TIMEOUT: got $RENDEZVOUS_TIMEOUT, expected a number of seconds from 1: correct it"
 fi
 
 # One thread per process: torchrun's own default, without its warning. Processes share the cores.
@@ -81,8 +110,7 @@ cpu)
     fi
     ;;
 *)
-    echo "DEVICE: got $DEVICE, expected cuda or cpu: correct it" >&2
-    exit 2
+    refuse "DEVICE: got $DEVICE, expected cuda or cpu: correct it"
     ;;
 esac
 
@@ -104,4 +132,4 @@ else
     )
 fi
 
-exec "$PYTHON" -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" "$@"
+exec "$PYTHON" "$(dirname "${BASH_SOURCE[0]}")/agent.py" "${DISTRIBUTED_ARGS[@]}" "$@"

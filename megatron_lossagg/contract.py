@@ -8,9 +8,12 @@ keep their 1/N.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -428,6 +431,7 @@ class StepContract:
             plan.check()
         if fault:
             raise ContractError(fault)
+        _record_first_step()
 
     def _incomplete(self) -> str:
         """Say what is missing of the step, empty if nothing is."""
@@ -559,6 +563,13 @@ def _agree(fault: str, settings: str) -> None:
                 f"ranks disagree: rank 0 has {first}, rank {rank} has {settings_of_rank}: start "
                 "all ranks with the same flags and versions"
             )
+
+
+def _record_first_step() -> None:
+    """Write the file that a launcher named: a failure before it exists would only be repeated."""
+    if path := os.environ.pop("LOSSAGG_FIRST_STEP_FILE", None):
+        with suppress(OSError):  # the launcher's loss, not the run's
+            Path(path).touch()
 
 
 def _check_names(names: Sequence[str]) -> None:

@@ -1,16 +1,23 @@
 """Compare a report of ``lossagg verify --json`` with a golden one.
 
-    python launch/ci/golden.py write REPORT GOLDEN
+    python launch/ci/golden.py write REPORT GOLDEN [--expect NAME=VALUE ...]
     python launch/ci/golden.py options GOLDEN        # the number of ranks, then one option per line
-    python launch/ci/golden.py compare GOLDEN REPORT [--log FILE]
+    python launch/ci/golden.py compare GOLDEN REPORT [--allow NAME=VALUE ...] [--fault NAME]
+                                                     [--log FILE]
 
-A golden file has what does not depend on the machine: the options, the number of ranks, and for
-each layout, case and regime the weight's formula, K, the gradient's factor and that it passes.
-What a machine may change in its last digits, the errors, has a bound. Versions and devices are
-shown and not compared. ``write`` refuses a report that did not pass.
+A golden file has the options, the number of ranks, the device, the backend, the number of distinct
+hosts, the groups with how many of them span several hosts, and for each layout, case and regime
+the weight's formula, K, the gradient's factor and that it passes. What a machine may change in its
+last digits, the errors, has a bound. Versions are shown and not compared. ``write`` refuses a
+report that did not pass; ``--expect`` writes another device, backend or number of hosts than the
+report's, which the machines of the golden file have to show.
+
+``compare`` fails where the run had another device, backend or number of hosts: ``--allow`` names
+each that may differ, and the value that it then has to have. With ``--fault`` the report is of a
+package with that fault of ``tests/wrong_factors`` in it: it has to fail, with that cause alone.
 
 ``compare`` prints a summary in Markdown, and appends it to the file that ``GITHUB_STEP_SUMMARY``
-names, if it names one. Exit status: 0 the same, 1 different or no report, 2 wrong usage. It needs
+names, if it names one. Exit status: 0 as it should be, 1 not or no report, 2 wrong usage. It needs
 Python and nothing else.
 """
 
@@ -32,9 +39,12 @@ EXACT = ("formula", "k", "passed")
 ERRORS = ("gradient_error", "loss_error", "weight_sum_error")
 WEIGHT_SUM_TOLERANCE = 1e-6
 """The weight sum is reported in float32."""
-FACTOR_TOLERANCES = 100
-"""A factor is a projection over all parameters: as many tolerances may it be off."""
+FACTOR_TOLERANCES, FACTOR_TOLERANCE = 100, 0.1
+"""A factor is a projection over all parameters: as many tolerances may it be off, and never more
+than this."""
 OUTPUTS = ("--json", "--html")
+FACTS = ("device", "backend", "hosts")
+"""What the run was on. ``hosts`` is the number of distinct ones."""
 RUN = "the run"
 """Where what differs is of no one case."""
 LOG_LINES, LOG_ERRORS = 30, 10
@@ -59,15 +69,18 @@ def main() -> int:
     write = commands.add_parser("write", help="make a golden file of a report that passed")
     write.add_argument("report", type=Path)
     write.add_argument("golden", type=Path)
+    write.add_argument("--expect", type=fact, action="append", default=[], metavar="NAME=VALUE")
     options = commands.add_parser("options", help="print its ranks and the options of verify")
     options.add_argument("golden", type=Path)
     compare = commands.add_parser("compare", help="compare a report with a golden file")
     compare.add_argument("golden", type=Path)
     compare.add_argument("report", type=Path)
+    compare.add_argument("--allow", type=fact, action="append", default=[], metavar="NAME=VALUE")
+    compare.add_argument("--fault", help="fault of tests/wrong_factors that the run had in it")
     compare.add_argument("--log", type=Path, help="log to quote if the report is missing")
     args = parser.parse_args()
     if args.command == "write":
-        return write_golden(read(args.report), args.golden)
+        return write_golden(read(args.report), args.golden, dict(args.expect))
     golden = read(args.golden)
     if args.command == "options":
         print(golden["num_ranks"], *golden["options"], sep="\n")
@@ -78,8 +91,20 @@ def main() -> int:
         return finish(False, no_report("was not written", args.report, args.log))
     except json.JSONDecodeError:
         return finish(False, no_report("is incomplete", args.report, args.log))
-    differences = list(compared(golden, report))
+    differences = list(compared(golden, report, dict(args.allow)))
+    if args.fault is not None:
+        return finish(*control(golden, report, differences, args.fault))
     return finish(not differences, summary(golden, report, differences))
+
+
+def fact(text: str) -> tuple[str, str | int]:
+    """Read ``NAME=VALUE`` of one of the facts."""
+    name, _, value = text.partition("=")
+    if name not in FACTS or not value or (name == "hosts" and not value.isdecimal()):
+        raise argparse.ArgumentTypeError(
+            f"got {text}, expected device=, backend= or hosts= with a value: correct it"
+        )
+    return name, int(value) if name == "hosts" else value
 
 
 def read(path: Path) -> Json:
@@ -92,19 +117,34 @@ def read(path: Path) -> Json:
     return found
 
 
-def write_golden(report: Json, path: Path) -> int:
-    """Write what of a report does not depend on the machine."""
+def facts_of(report: Json) -> Json:
+    """Return what a report was run on; None what it does not say."""
+    hosts = report.get("hosts")
+    return {
+        "device": report.get("device"),
+        "backend": report.get("backend"),
+        "hosts": None if hosts is None else len(hosts),
+    }
+
+
+def write_golden(report: Json, path: Path, expected: Json) -> int:
+    """Write what of a report has to come out again."""
     if not report["passed"]:
         print("the report did not pass: a golden file is of one that did", file=sys.stderr)
         return 2
     golden = {
         "options": options_of(report["command"]),
         "num_ranks": report["num_ranks"],
+        **facts_of(report),
+        **expected,
         "layouts": report["layouts"],
+        "groups": report["groups"],
         "cases": [
             {
                 **{name: verdict[name] for name in ("layout", "case", "regime", *EXACT)},
-                "factor": round(verdict["measured_factor"], 6),
+                "factor": round(
+                    verdict["measured_factor"], 6 if verdict["tolerance"] < 1e-3 else 1
+                ),
                 "tolerance": verdict["tolerance"],
             }
             for verdict in report["verdicts"]
@@ -117,6 +157,11 @@ def write_golden(report: Json, path: Path) -> int:
     return 0
 
 
+def digits_of(verdict: Json) -> int:
+    """Return the decimals of a factor that do not depend on the machine."""
+    return 6 if verdict["tolerance"] < FACTOR_TOLERANCE / FACTOR_TOLERANCES else 1
+
+
 def options_of(command: str) -> list[str]:
     """Return the options of ``lossagg verify``, without the files that it wrote."""
     words = shlex.split(command)
@@ -127,11 +172,17 @@ def options_of(command: str) -> list[str]:
     return [word for word in words if word.partition("=")[0] not in OUTPUTS]
 
 
-def compared(golden: Json, report: Json) -> Iterator[Difference]:
+def compared(golden: Json, report: Json, allowed: Json) -> Iterator[Difference]:
     """Find what differs."""
     for name in ("num_ranks", "layouts"):
         if golden[name] != report[name]:
             yield Difference(RUN, name, golden[name], report[name])
+    for name, value in facts_of(report).items():
+        if value != allowed.get(name, golden[name]):
+            yield Difference(RUN, name, allowed.get(name, golden[name]), value)
+    # On another number of hosts other groups span them.
+    if golden["hosts"] == facts_of(report)["hosts"] and golden["groups"] != report["groups"]:
+        yield Difference(RUN, "groups", golden["groups"], report["groups"])
     if not report["passed"]:
         yield Difference(RUN, "passed", True, False)
     wanted, got = golden.get("host", {}), host_states(report)
@@ -162,7 +213,7 @@ def of_case(where: str, case: Json, verdict: Json) -> Iterator[Difference]:
         if verdict[name] != case[name]:
             yield Difference(where, name, case[name], verdict[name])
     factor = verdict["measured_factor"]
-    allowed = FACTOR_TOLERANCES * case["tolerance"]
+    allowed = min(FACTOR_TOLERANCES * case["tolerance"], FACTOR_TOLERANCE)
     if factor is None or not abs(factor - case["factor"]) <= allowed:
         yield Difference(where, "factor", f"{case['factor']:g}", number(factor))
     for name in ERRORS:
@@ -189,6 +240,12 @@ def summary(golden: Json, report: Json, differences: list[Difference]) -> str:
     of = f"of {len(cases)} cases"
     if not differences:
         result = f"PASS: {len(cases)} {of} as in the golden file, on {report['num_ranks']} ranks"
+        facts = facts_of(report).items()
+        other = [
+            f"{name} {value}, not {golden[name]}" for name, value in facts if value != golden[name]
+        ]
+        if other:
+            result += f"; as allowed, {'; '.join(other)}"
     else:
         wrong = {difference.where for difference in differences}
         result = f"FAIL: {len(wrong & cases)} {of} differ from the golden file"
@@ -196,17 +253,53 @@ def summary(golden: Json, report: Json, differences: list[Difference]) -> str:
             result += f"; {more} more measured"
         if RUN in wrong:
             result += "; the run differs"
+    return page(result, report, differences)
+
+
+def control(
+    golden: Json, report: Json, differences: list[Difference], fault: str
+) -> tuple[bool, str]:
+    """Judge a run with a fault in it: noticed where nothing but cases differ, and identified."""
+    cases = {name_of(case) for case in golden["cases"]}
+    of_run = [d for d in differences if d.where == RUN and d.what != "passed"]
+    noticed = len(cases & {d.where for d in differences})
+    causes = {tuple(verdict["causes"]) for verdict in report["verdicts"] if not verdict["passed"]}
+    passed = bool(noticed) and not of_run and causes == {(fault,)}
+    if not noticed:
+        result = f"FAIL: the fault {fault} is not noticed in any of {len(cases)} cases"
+    elif passed:
+        result = f"PASS: the fault {fault} is noticed in {noticed} of {len(cases)} cases and named"
+    else:
+        result = f"FAIL: the fault {fault} is noticed in {noticed} of {len(cases)} cases, and not "
+        result += "it alone" if not of_run else "in the run of the golden file"
+    return passed, page(result, report, differences)
+
+
+def page(result: str, report: Json, differences: list[Difference]) -> str:
+    """Write the result, the causes, what differs, and what was run where."""
     lines = [f"## {result}", ""]
     if causes := causes_of(report):
         lines += ["**Cause**", "", *causes, ""]
     if differences:
         rows = [[cell(value) for value in difference] for difference in differences]
         lines += table(["case", "what", "golden", "got"], rows)
-    facts = [
+    facts = facts_of(report)
+    lines += [
+        f"On {facts['hosts']} hosts, device {facts['device']}, backend {facts['backend']}:",
+        "",
+    ]
+    rows = [
+        [layout, kind, cell(of["groups"]), cell(of["ranks"]), cell(of["over_hosts"])]
+        for layout, kinds in report.get("groups", {}).items()
+        for kind, of in kinds.items()
+    ]
+    lines += table(["layout", "groups of", "number", "ranks each", "over several hosts"], rows)
+    environment = [
         [fact["name"], fact["version"] or fact["state"], fact["detail"]]
         for fact in report["environment"]
     ]
-    lines += table(["environment", "version", ""], [[cell(v) for v in row] for row in facts])
+    rows = [[cell(value) for value in row] for row in environment]
+    lines += table(["environment", "version", ""], rows)
     return "\n".join([*lines, f"`{report['command']}`, {report['started']}", ""])
 
 

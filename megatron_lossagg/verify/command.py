@@ -63,6 +63,7 @@ _SWITCHES = {
     "moe": "experts, with router and z losses in addition to the main loss",
     "mtp": "a multi-token-prediction layer; with --float32",
     "float32": "weights in float32 and Megatron's own cross entropy",
+    "bf16": "weights in bfloat16, gradients in float32 and Megatron's own cross entropy",
     "sequence-parallel": "sequence parallelism, with --tp",
     "distributed-optimizer": "shard the gradients as the distributed optimizer does",
     "average-in-collective": "average in the collective, in the average regime",
@@ -127,6 +128,7 @@ def run(args: argparse.Namespace) -> int:
     core = _megatron_core(facts)
     verdicts: list[dict[str, Any]] = []
     ran_on: list[str] = []
+    world: dict[str, Any] = {"device": None, "backend": None, "hosts": [], "groups": {}}
     status = 1
 
     def finish() -> None:
@@ -143,6 +145,7 @@ def run(args: argparse.Namespace) -> int:
                 "environment": [asdict(fact) for fact in facts],
                 "layouts": [str(layout) for layout in job.layouts],
                 "num_ranks": job.world_size,
+                **world,
                 "num_verdicts": job.num_verdicts,
                 "verdicts": verdicts,
                 "host": host,
@@ -165,8 +168,11 @@ def run(args: argparse.Namespace) -> int:
             advance(event)
             if event["event"] == "start":
                 ran_on.append(event["megatron"])
+                world.update(device=event["device"], backend=event["backend"])
+                world["hosts"] = sorted({*event["hosts"]})
             elif event["event"] == "layout":
                 verdicts.extend(event["verdicts"])
+                world["groups"][event["layout"]] = event["groups"]
             elif rank is not None:  # the launcher's other ranks wait for the report
                 finish()
 

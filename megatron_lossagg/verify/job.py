@@ -96,8 +96,8 @@ def run_job(job: Job, report: Callable[[Event], None]) -> bool:
     Installs the CPU stand-ins where there is no CUDA, so call it before Megatron-Core is
     imported. Initializes torch.distributed (NCCL with CUDA, gloo without) from the
     launcher's environment, and destroys it after rank 0 has reported the ``end``. Events:
-    ``start`` with Megatron-Core's version, ``case`` after each case, ``layout`` with the
-    layout's verdicts, ``end``.
+    ``start`` with Megatron-Core's version, device, backend and hosts, ``case`` after each case,
+    ``layout`` with the layout's verdicts and groups, ``end``.
     """
     import torch
     import torch.distributed as dist
@@ -109,7 +109,7 @@ def run_job(job: Job, report: Callable[[Event], None]) -> bool:
     from megatron_lossagg.verify import model
     from megatron_lossagg.verify.prove import prove
 
-    model.join_world()
+    world = model.join_world()
     if dist.get_world_size() != job.world_size:
         raise ProofError(
             f"{job.layouts[0]}: got {number_of(dist.get_world_size(), 'rank')} from the launcher, "
@@ -117,7 +117,7 @@ def run_job(job: Job, report: Callable[[Event], None]) -> bool:
         )
     first = dist.get_rank() == 0
     if first:
-        report({"event": "start", "megatron": model.megatron_version()})
+        report({"event": "start", "megatron": model.megatron_version(), **asdict(world)})
     references = _references(job.layouts, job.references) if first else {}
     box = [references]
     dist.broadcast_object_list(box, src=0, device=model.device())
@@ -135,9 +135,12 @@ def run_job(job: Job, report: Callable[[Event], None]) -> bool:
         )
         gc.collect()  # of the models, which hold the layout's groups
         passed = passed and all(verdict.passed for verdict in verdicts)
+        with model.split_world(layout):
+            groups = model.groups_over_hosts(world.hosts)
         if first:
             written = [{**asdict(v), "passed": v.passed} for v in verdicts]
-            report({"event": "layout", "layout": str(layout), "verdicts": written})
+            name = str(layout)
+            report({"event": "layout", "layout": name, "verdicts": written, "groups": groups})
     if first:
         report({"event": "end"})
     dist.barrier()  # a launcher ends the others as soon as one rank has failed

@@ -6,10 +6,13 @@ stand-ins of ``megatron_lossagg.cpu``, which must be installed before this is im
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -31,6 +34,8 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg.errors import ProofError
@@ -40,11 +45,13 @@ from megatron_lossagg.verify.rows import VOCABULARY, Row, filler_row, zigzag
 
 __all__ = [
     "Batch",
+    "World",
     "config_of",
     "destroy_groups",
     "device",
     "forward",
     "gather_gradients",
+    "groups_over_hosts",
     "join_world",
     "megatron_version",
     "pack",
@@ -106,19 +113,97 @@ def _is_group(value: Any) -> bool:
     return isinstance(value, dist.ProcessGroup) and value is not dist.group.WORLD
 
 
-def join_world() -> None:
-    """Initialize torch.distributed from the launcher's environment: NCCL with CUDA, else gloo."""
-    if torch.cuda.is_available():
-        local, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-        if local >= devices:
-            raise ProofError(
-                f"got local rank {local}, expected one rank per GPU, this machine has {devices}: "
-                "start as many processes as GPUs, or hide the GPUs with CUDA_VISIBLE_DEVICES="
-            )
-        torch.cuda.set_device(local)
-        dist.init_process_group("nccl")
-    else:
-        dist.init_process_group("gloo")
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """What the ranks of a verification run on, the same on each of them."""
+
+    device: str
+    """``cuda`` or ``cpu``."""
+    backend: str
+    """``nccl`` with CUDA, else ``gloo``."""
+    hosts: list[str]
+    """Name of each rank's machine."""
+
+
+def join_world() -> World:
+    """Initialize torch.distributed from the launcher's environment: NCCL with CUDA, else gloo.
+
+    All ranks raise the same :class:`ProofError` where one of them has no GPU of its own, another
+    device than the others, or another one than ``LOSSAGG_DEVICE`` names, if it is set: each
+    writes what it has to the launcher's store and reads all before any group is made.
+    """
+    store, rank, size = next(rendezvous("env://"))
+    box = PrefixStore("lossagg", store)
+    box.set(str(rank), json.dumps(_found_here(rank)))
+    found = [json.loads(box.get(str(other))) for other in range(size)]
+    devices, hosts, faults = (list(column) for column in zip(*found, strict=True))
+    faults = [fault for fault in faults if fault]
+    if len(set(devices)) > 1:
+        least, most = devices.index("cpu"), devices.index("cuda")
+        faults.append(
+            f"got CUDA on rank {most} ({hosts[most]}) and none on rank {least} ({hosts[least]}), "
+            "expected it on all ranks or on none: repair the driver, or hide the GPUs of all"
+        )
+    if faults:
+        if box.add("read", 1) == size:  # rank 0 may keep the store, and ends last
+            box.set("all read", "")
+        box.wait(["all read"], timedelta(seconds=60))
+        raise ProofError(faults[0])
+    backend = "nccl" if devices[0] == "cuda" else "gloo"
+    if backend == "nccl":
+        torch.cuda.set_device(_local_rank())
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    return World(device=devices[0], backend=backend, hosts=hosts)
+
+
+def _found_here(rank: int) -> tuple[str, str, str]:
+    """Return this rank's device, its host, and what is wrong with them."""
+    host, wanted = socket.gethostname(), os.environ.get("LOSSAGG_DEVICE", "")
+    number = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = "cuda" if number else "cpu"
+    fault = ""
+    if wanted not in ("", device):
+        fault = (
+            f"DEVICE: got {wanted}, and rank {rank} on {host} sees {number} CUDA devices: repair "
+            "the driver or torch's build, or set DEVICE to what the ranks have"
+        )
+    elif number and _local_rank() >= number:
+        fault = (
+            f"got local rank {_local_rank()}, expected one rank per GPU, {host} has {number}: "
+            "start as many processes as GPUs, or hide the GPUs with CUDA_VISIBLE_DEVICES="
+        )
+    return device, host, fault
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def groups_over_hosts(hosts: Sequence[str]) -> dict[str, dict[str, int]]:
+    """Count the groups of more than one rank by kind, and those that span several hosts.
+
+    ``hosts``: of each rank. Inside :func:`split_world`; gathers the members of each rank's groups.
+    """
+    of = parallel_state
+    kinds = {
+        "DP x CP": of.get_data_parallel_group(with_context_parallel=True),
+        "DP": of.get_data_parallel_group(),
+        "CP": of.get_context_parallel_group(),
+        "TP": of.get_tensor_model_parallel_group(),
+        "PP": of.get_pipeline_model_parallel_group(),
+        "EP": of.get_expert_model_parallel_group(),
+    }
+    mine = {kind: dist.get_process_group_ranks(group) for kind, group in kinds.items()}
+    all_ranks: list[dict[str, list[int]]] = [{} for _ in hosts]
+    dist.all_gather_object(all_ranks, mine)
+    counted = {}
+    for kind in kinds:
+        groups = {tuple(groups[kind]) for groups in all_ranks}
+        size = len(mine[kind])
+        if size > 1:
+            over = sum(len({hosts[rank] for rank in group}) > 1 for group in groups)
+            counted[kind] = {"groups": len(groups), "ranks": size, "over_hosts": over}
+    return counted
 
 
 def megatron_version() -> str:
@@ -127,8 +212,8 @@ def megatron_version() -> str:
 
 
 def _dtype_of(parallelism: Parallelism) -> torch.dtype:
-    """Return the dtype of weights and gradients."""
-    return torch.float32 if parallelism.float32 else torch.float64
+    """Return the dtype of losses and gradients, and of weights but for bfloat16's."""
+    return torch.float32 if parallelism.megatrons_losses else torch.float64
 
 
 def device() -> torch.device:
@@ -140,7 +225,7 @@ def device() -> torch.device:
 
 def config_of(parallelism: Parallelism, *, per_token: bool) -> Any:
     """Build the model's configuration for a layout."""
-    dtype = _dtype_of(parallelism)
+    dtype = torch.bfloat16 if parallelism.bf16 else _dtype_of(parallelism)
     more: dict[str, Any] = {}
     if parallelism.moe:
         more = {
@@ -180,6 +265,7 @@ def _shape_options(shape: ModelShape, dtype: torch.dtype) -> dict[str, Any]:
         "use_cpu_initialization": not torch.cuda.is_available(),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
         "init_method_std": 0.2,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
@@ -209,7 +295,7 @@ def wrapped_chunks(parallelism: Parallelism, config: Any) -> list[Any]:
     ]
     per_token = config.calculate_per_token_loss
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=parallelism.float32,
+        grad_reduce_in_fp32=parallelism.megatrons_losses,
         use_distributed_optimizer=parallelism.distributed_optimizer,
         num_distributed_optimizer_instances=parallelism.optimizer_instances,
         # Megatron refuses an average in the collective in the per-token regime.
@@ -349,7 +435,7 @@ def _packed_at(offsets: Sequence[int]) -> Any:
 def forward(model: Any, batch: Batch, parallelism: Parallelism) -> Tensor:
     """Run one microbatch through this stage: logits, or token losses by Megatron in float32."""
     options: dict[str, Any] = {"packed_seq_params": batch.packed}
-    if parallelism.float32:
+    if parallelism.megatrons_losses:
         options["labels"] = batch.labels
     if parallelism.mtp:
         mask = batch.side_mask_here.view_as(batch.labels).to(device(), torch.get_default_dtype())
@@ -360,7 +446,7 @@ def forward(model: Any, batch: Batch, parallelism: Parallelism) -> Tensor:
 
 def token_losses(output: Tensor, batch: Batch, parallelism: Parallelism) -> Tensor:
     """Return the last stage's negative log-probabilities, flat in this rank's order."""
-    if parallelism.float32:
+    if parallelism.megatrons_losses:
         return output.reshape(-1)
     if parallelism.tp > 1:
         output = gather_from_tensor_model_parallel_region(output)

@@ -68,6 +68,9 @@ class Parallelism:
     """A multi-token-prediction layer with a loss of its own."""
     float32: bool = False
     """Weights in float32 and Megatron's own cross entropy; float64 log-probabilities if not."""
+    bf16: bool = False
+    """Weights and activations in bfloat16, as a run has them; gradients accumulated and reduced in
+    float32, Megatron's own cross entropy."""
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
     optimizer_instances: int = 1
@@ -121,6 +124,8 @@ class Parallelism:
                 f"{self.optimizer_instances} optimizer instances do not divide dp * cp = "
                 f"{self.dp * self.cp}"
             )
+        if self.float32 and self.bf16:
+            raise ProofError("got float32 with bf16, expected one of them: drop one")
         if self.mtp and not self.float32:
             raise ProofError(
                 "a multi-token-prediction model uses Megatron's cross entropy, which is float32: "
@@ -172,8 +177,15 @@ class Parallelism:
         return -(-length // self.row_multiple) * self.row_multiple
 
     @property
+    def megatrons_losses(self) -> bool:
+        """Whether losses are Megatron's, in float32; float64 log-probabilities if not."""
+        return self.float32 or self.bf16
+
+    @property
     def tolerance(self) -> float:
         """Largest relative error that passes: rounding of the least precise part, and a margin."""
+        if self.bf16:
+            return 0.1  # rounding leaves 0.03; no factor of M, DP or CP is so near to 1
         if self.float32:
             return 1e-5
         return 1e-6 if self.moe else 1e-12  # Megatron's routers compute in float32
@@ -186,6 +198,7 @@ class Parallelism:
             "moe": "MoE",
             "mtp": "MTP",
             "float32": "float32",
+            "bf16": "bf16",
             "sequence_parallel": "sequence parallel",
             "distributed_optimizer": "distributed optimizer",
             "average_in_collective": "average in collective",

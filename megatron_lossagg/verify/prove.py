@@ -130,7 +130,7 @@ def _explain(done: Sequence[tuple[Run, Case, Expected, Verdict]]) -> None:
     likely = {cause.name: cause for cause in CAUSES}
     right_without_inf = True
     for run, case, wanted, verdict in done:
-        tolerance = 100 * verdict.tolerance
+        tolerance = min(100 * verdict.tolerance, _CLEARLY)
         predicted = {name: cause.predict(run.facts, case) for name, cause in likely.items()}
         slopes = [slope for slope, _ in predicted.values()]
         if verdict.passed:
@@ -169,6 +169,8 @@ def _explain(done: Sequence[tuple[Run, Case, Expected, Verdict]]) -> None:
             )
 
 
+_CLEARLY = 0.1
+"""Two predictions that are nearer than this are one, in bfloat16 too."""
 _EXPERTS_APART = (
     "with fewer expert-parallel than tensor-parallel ranks stock Megatron-Core (0.16.1) does not "
     "sum the experts' gradients over TP ranks (NVIDIA/Megatron-LM#5916), with any loss: take ep = "
@@ -190,7 +192,7 @@ def _measured_in_words(
 ) -> str:
     if right_without_inf:
         return "not finite with inf at masked positions, right without"
-    tolerance = 100 * verdict.tolerance
+    tolerance = min(100 * verdict.tolerance, _CLEARLY)
 
     def factor_text(what: str, factor: float) -> str:
         names = symbols(factor, run.facts, tolerance=tolerance) if math.isfinite(factor) else []

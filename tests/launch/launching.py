@@ -66,7 +66,7 @@ def on_two_nodes(arguments, *, folder, command=(TORCHRUN,), names=our_names, **m
                 subprocess.Popen(
                     [*command, *map(str, arguments)],
                     cwd=folder,
-                    env=environment(**names(node, port), **more),
+                    env=environment(**{**names(node, port), **more}),
                     stdout=out,
                     stderr=subprocess.STDOUT,
                 )

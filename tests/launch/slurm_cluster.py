@@ -21,6 +21,8 @@ from launching import free_ports, running
 NODES = ("node0", "node1")
 GPUS = 8
 """What each node claims to have, so that jobs can ask for them; no device is behind them."""
+MEMORY = 512
+"""MB of each node."""
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 """Daemons are not on every user's PATH."""
@@ -46,7 +48,9 @@ SwitchType=switch/none
 MpiDefault=none
 SchedulerType=sched/backfill
 SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
+SelectTypeParameters=CR_Core_Memory
+# What a job gets that does not ask: less than a node has.
+DefMemPerNode=100
 SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=1
 MinJobAge=3600
 ReturnToService=2
@@ -91,7 +95,7 @@ def configure(folder):
     controller_port, *node_ports = free_ports(1 + len(NODES))
     nodes = [
         f"NodeName={node} NodeAddr=127.0.0.1 NodeHostname={host} Port={port} "
-        f"CPUs={os.cpu_count()} RealMemory=512 Gres=gpu:{GPUS} State=UNKNOWN"
+        f"CPUs={os.cpu_count()} RealMemory={MEMORY} Gres=gpu:{GPUS} State=UNKNOWN"
         for node, port in zip(NODES, node_ports, strict=True)
     ]
     (folder / "slurm.conf").write_text(

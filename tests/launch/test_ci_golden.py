@@ -20,6 +20,9 @@ ROOT = TESTS.parent
 SCRIPT = ROOT / "launch" / "ci" / "golden.py"
 GOLDEN = ROOT / "launch" / "ci" / "golden" / "4_ranks.json"
 FAULT = "over_m"
+FACTS = {"device": "cpu", "backend": "gloo", "hosts": "1"}
+ALLOW = [word for name, value in FACTS.items() for word in ("--allow", f"{name}={value}")]
+"""What a report of this machine may have, other than the golden file's."""
 
 
 def golden_command(*arguments, summary=None):
@@ -62,16 +65,94 @@ def wrong_report():
 
 def test_the_report_of_this_package_is_as_in_the_golden_file(right_report, tmp_path):
     summary = tmp_path / "summary.md"
-    status, printed = golden_command("compare", GOLDEN, right_report, summary=summary)
+    status, printed = golden_command("compare", GOLDEN, right_report, *ALLOW, summary=summary)
     assert status == 0, printed
-    assert "PASS: 22 of 22 cases as in the golden file, on 4 ranks" in printed
+    assert (
+        "## PASS: 22 of 22 cases as in the golden file, on 4 ranks; as allowed, device cpu, not "
+        "cuda; backend gloo, not nccl; hosts 1, not 2\n"
+    ) in printed
+    assert "| DP 2 x CP 2, M 3, distributed optimizer | DP x CP | 1 | 4 | 0 |" in printed
     assert summary.read_text() == printed
 
 
-def test_writing_the_golden_file_again_changes_nothing(right_report, tmp_path):
-    status, printed = golden_command("write", right_report, tmp_path / "again.json")
+def test_a_run_on_another_device_or_on_fewer_hosts_differs_unless_it_is_allowed(right_report):
+    """A node whose driver is broken, or a job of one node, is no proof of what it is to prove."""
+    status, printed = golden_command("compare", GOLDEN, right_report)
+    assert status == 1
+    assert "| the run | device | cuda | cpu |" in printed
+    assert "| the run | backend | nccl | gloo |" in printed
+    assert "| the run | hosts | 2 | 1 |" in printed
+    status, printed = golden_command("compare", GOLDEN, right_report, *ALLOW[:4])
+    assert status == 1
+    assert "| the run | hosts | 2 | 1 |" in printed
+    assert "| the run | device" not in printed
+
+
+def test_what_is_allowed_has_to_come_out(right_report):
+    status, printed = golden_command("compare", GOLDEN, right_report, *ALLOW, "--allow", "hosts=3")
+    assert status == 1
+    assert "| the run | hosts | 3 | 1 |" in printed
+    status, printed = golden_command("compare", GOLDEN, right_report, "--allow", "ranks=3")
+    assert status == 2
+    assert "got ranks=3, expected device=, backend= or hosts= with a value" in printed
+
+
+def test_on_the_golden_number_of_hosts_other_groups_over_them_differ(right_report, tmp_path):
+    """Ranks 0 and 2 on one host and 1 and 3 on the other: CP groups cross, DP groups do not."""
+    report = json.loads(right_report.read_text())
+    report["hosts"] = ["host0", "host1"]
+    (groups,) = report["groups"].values()
+    groups["DP x CP"]["over_hosts"], groups["CP"]["over_hosts"] = 1, 2
+    changed = tmp_path / "report.json"
+    changed.write_text(json.dumps(report))
+    status, printed = golden_command("compare", GOLDEN, changed, *ALLOW[:4])
+    assert status == 1
+    assert "| the run | groups | " in printed
+    groups["DP"]["over_hosts"], groups["CP"]["over_hosts"] = 2, 0
+    changed.write_text(json.dumps(report))
+    status, printed = golden_command("compare", GOLDEN, changed, *ALLOW[:4])
     assert status == 0, printed
-    assert (tmp_path / "again.json").read_text() == GOLDEN.read_text()
+
+
+def test_a_report_that_does_not_say_where_it_ran_differs(right_report, tmp_path):
+    report = json.loads(right_report.read_text())
+    for name in (*FACTS, "groups"):
+        del report[name]
+    old = tmp_path / "report.json"
+    old.write_text(json.dumps(report))
+    status, printed = golden_command("compare", GOLDEN, old, *ALLOW)
+    assert status == 1
+    assert "| the run | device | cpu | None |" in printed
+
+
+def test_as_a_control_a_run_has_to_fail_with_its_fault_alone(right_report, wrong_report):
+    status, printed = golden_command("compare", GOLDEN, wrong_report, *ALLOW, "--fault", FAULT)
+    assert status == 0, printed
+    assert f"PASS: the fault {FAULT} is noticed in " in printed
+    status, printed = golden_command("compare", GOLDEN, wrong_report, *ALLOW, "--fault", "times_cp")
+    assert status == 1
+    assert "FAIL: the fault times_cp is noticed in " in printed
+    status, printed = golden_command("compare", GOLDEN, right_report, *ALLOW, "--fault", FAULT)
+    assert status == 1
+    assert f"FAIL: the fault {FAULT} is not noticed in any of 22 cases" in printed
+    status, printed = golden_command("compare", GOLDEN, wrong_report, "--fault", FAULT)
+    assert status == 1
+    assert "not in the run of the golden file" in printed
+
+
+def test_writing_the_golden_file_again_changes_nothing(right_report, tmp_path):
+    expect = ["--expect", "device=cuda", "--expect", "backend=nccl", "--expect", "hosts=2"]
+    status, printed = golden_command("write", right_report, tmp_path / "again.json", *expect)
+    assert status == 0, printed
+    again, golden = (
+        json.loads((tmp_path / "again.json").read_text()),
+        json.loads(GOLDEN.read_text()),
+    )
+    for found in (again, golden):  # on one host no group spans two
+        for kinds in found["groups"].values():
+            for counted in kinds.values():
+                del counted["over_hosts"]
+    assert again == golden
 
 
 @pytest.mark.parametrize("form", [["--json", "{}"], ["--json={}"]], ids=len)
@@ -89,7 +170,7 @@ def test_a_golden_file_names_no_file_of_the_machine(right_report, form, tmp_path
 def test_a_wrong_factor_fails_with_its_cause_in_the_summary(wrong_report, tmp_path):
     summary = tmp_path / "summary.md"
     summary.write_text("before\n")
-    status, printed = golden_command("compare", GOLDEN, wrong_report, summary=summary)
+    status, printed = golden_command("compare", GOLDEN, wrong_report, *ALLOW, summary=summary)
     assert status == 1
     failing = [v for v in json.loads(wrong_report.read_text())["verdicts"] if v["causes"]]
     assert f"FAIL: {len(failing)} of 22 cases differ from the golden file" in printed
@@ -160,7 +241,7 @@ def test_what_does_not_depend_on_the_machine_must_be_equal(right_report, name, t
     change(report)
     changed = tmp_path / "report.json"
     changed.write_text(json.dumps(report))
-    status, printed = golden_command("compare", GOLDEN, changed)
+    status, printed = golden_command("compare", GOLDEN, changed, *ALLOW)
     assert status == 1
     assert expected in printed
 
@@ -175,7 +256,7 @@ def test_the_cases_the_run_and_what_is_not_in_the_golden_file_are_counted_apart(
     report.update(num_ranks=8, passed=False)
     changed = tmp_path / "report.json"
     changed.write_text(json.dumps(report))
-    _, printed = golden_command("compare", GOLDEN, changed)
+    _, printed = golden_command("compare", GOLDEN, changed, *ALLOW)
     assert (
         "## FAIL: 22 of 22 cases differ from the golden file; 1 more measured; the run differs\n"
     ) in printed
@@ -189,7 +270,7 @@ def test_errors_below_their_bound_times_and_versions_may_differ(right_report, tm
     report.update(seconds=1e6, started="another day")
     changed = tmp_path / "report.json"
     changed.write_text(json.dumps(report))
-    status, printed = golden_command("compare", GOLDEN, changed)
+    status, printed = golden_command("compare", GOLDEN, changed, *ALLOW)
     assert status == 0, printed
     assert "9.9" in printed
 

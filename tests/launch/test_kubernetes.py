@@ -7,6 +7,7 @@ The schema is the operator's custom resource definition, as published at v1.9.0 
 
 import copy
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,56 @@ def of_operator(node, port):
         "PET_NPROC_PER_NODE": "1",
         "PET_NNODES": "2",
     }
+
+
+def test_a_pod_that_fails_keeps_no_other_pods_gpus_and_the_job_ends(job):
+    policy = job["spec"]["runPolicy"]
+    assert policy["cleanPodPolicy"] == "Running"
+    assert policy["activeDeadlineSeconds"] > 0
+    assert policy["ttlSecondsAfterFinished"] > 0
+
+
+def test_the_pods_pass_pod_security_restricted(job):
+    """The controls of Kubernetes' Pod Security Standards at ``restricted`` that a pod may break."""
+    pod = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["runAsUser"] != 0
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
+    kinds = {next(iter(volume.keys() - {"name"})) for volume in pod["volumes"]}
+    assert kinds <= {"persistentVolumeClaim", "emptyDir"}
+
+
+def test_what_a_pod_takes_of_its_node_is_bounded(job):
+    pod = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["resources"]["requests"] == container["resources"]["limits"]
+    assert {"cpu", "memory", "nvidia.com/gpu"} == container["resources"]["limits"].keys()
+    (memory,) = (volume for volume in pod["volumes"] if volume["name"] == "memory")
+    assert "sizeLimit" in memory["emptyDir"]
+    assert not container["image"].endswith(":latest")
+    assert {toleration["key"] for toleration in pod["tolerations"]} == {"nvidia.com/gpu"}
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["kueue.x-k8s.io/queue-name", "schedulingPolicy", "IPC_LOCK", "rdma/rdma_shared_device_a"],
+)
+def test_what_not_every_cluster_has_is_a_setting_that_uncommenting_makes_valid(setting, schema):
+    """Each commented block, uncommented alone, is valid under the operator's schema."""
+    lines = (LAUNCH / "k8s_pytorchjob.yaml").read_text().splitlines()
+    blocks = re.compile(rf"^ *# .*{re.escape(setting)}")
+    (at,) = (number for number, line in enumerate(lines) if blocks.match(line))
+    first = last = at
+    while re.match(r"^ *# +\S+:$", lines[first - 1]):
+        first -= 1
+    while re.match(r"^ *#   +\S+: ", lines[last + 1]):
+        last += 1
+    for number in range(first, last + 1):
+        lines[number] = re.sub(r"^( *)# ", r"\1", lines[number])
+    changed = yaml.safe_load("\n".join(lines))
+    assert setting in yaml.safe_dump(changed)
+    assert errors(changed, schema) == []

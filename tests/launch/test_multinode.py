@@ -21,6 +21,7 @@ GOLDEN = ROOT / "launch" / "ci" / "golden" / "4_ranks.json"
 CLUSTER = TESTS / "launch" / "slurm_cluster.py"
 ONE_CASE = {"case": "sample_mean", "regime": "average"}
 WORKFLOW = ROOT / ".github" / "workflows" / "multinode.yml"
+CPU = "device=cpu backend=gloo hosts=1"
 needs_slurm = pytest.mark.skipif(
     bool(missing_programs()), reason=f"not installed: {', '.join(missing_programs())}"
 )
@@ -40,7 +41,7 @@ def golden(tmp_path):
 def ran(golden, folder, *options, launcher=(), **environment):
     return subprocess.run(
         [*launcher, str(SCRIPT), str(golden), str(folder), *options],
-        env={**os.environ, "PYTHON": sys.executable, "DEVICE": "cpu", **environment},
+        env={**os.environ, "PYTHON": sys.executable, "DEVICE": "cpu", "ALLOW": CPU, **environment},
         capture_output=True,
         text=True,
         timeout=600,
@@ -58,6 +59,31 @@ def test_on_this_machine_it_writes_report_page_and_log_and_passes(golden, tmp_pa
         "log.txt",
     }
     assert "PASS: 1 of 1 cases" in summary.read_text()
+
+
+def test_without_a_gpu_it_fails_where_nobody_allows_another_device(golden, tmp_path):
+    hidden = {"LAUNCHER": "torchrun", "CUDA_VISIBLE_DEVICES": "", "ALLOW": ""}
+    done = ran(golden, tmp_path / "out", **hidden, DEVICE="")
+    assert done.returncode == 1
+    assert "DEVICE: got cuda with 0 CUDA devices that torch sees on " in done.stdout
+    done = ran(golden, tmp_path / "out", **hidden)
+    assert done.returncode == 1
+    assert "| the run | device | cuda | cpu |" in done.stdout
+    assert "| the run | hosts | 2 | 1 |" in done.stdout
+
+
+def test_a_wrong_factor_that_is_put_in_fails_through_the_same_script(golden, tmp_path):
+    done = ran(golden, tmp_path / "out", LAUNCHER="torchrun", FAULT="over_m")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "PASS: the fault over_m is noticed in 1 of 1 cases and named" in done.stdout
+    assert "measured factor 0.333333333333 = 1/M" in done.stdout
+    assert not json.loads((tmp_path / "out" / "report.json").read_text())["passed"]
+
+
+def test_a_fault_that_does_not_exist_is_wrong_usage(golden, tmp_path):
+    done = ran(golden, tmp_path / "out", LAUNCHER="torchrun", FAULT="no_such_fault")
+    assert done.returncode == 2
+    assert done.stderr.startswith("FAULT: got no_such_fault, expected the name of a .txt file")
 
 
 def test_a_run_that_breaks_fails_with_the_end_of_its_log(golden, tmp_path):
@@ -107,6 +133,15 @@ def test_over_two_slurm_nodes_it_submits_waits_and_compares(golden, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASS: 1 of 1 cases as in the golden file, on 4 ranks" in done.stdout
     assert (tmp_path / "out" / "report.html").exists()
+
+
+@needs_slurm
+def test_a_job_that_slurm_refuses_is_said_to_be_in_the_summary(golden, tmp_path):
+    launcher = (sys.executable, str(CLUSTER))
+    done = ran(golden, tmp_path / "out", "--partition", "nope", launcher=launcher, NUM_NODES="2")
+    assert done.returncode == 1
+    assert "the job did not start: sbatch ended with status 1" in done.stdout
+    assert "sbatch: error: invalid partition specified: nope" in done.stdout
 
 
 @needs_slurm

@@ -95,6 +95,30 @@ def test_a_failing_node_fails_the_job(cluster, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (
+            {"NUM_NODES": "3", "RENDEZVOUS_TIMEOUT": "5"},
+            "NUM_NODES: got 3, and a Ray cluster of 2 nodes, 2 of them with {'CPU': 1}",
+        ),
+        ({"NUM_NODES": "two"}, "NUM_NODES: got two, expected an integer from 1"),
+    ],
+    ids=["more than the cluster has", "no number"],
+)
+def test_a_cluster_without_the_nodes_ends_the_job_in_the_stated_time(cluster, variables, message):
+    done = submit(cluster, "torchrun", "none.py", **variables)
+    assert done.returncode != 0
+    assert message in done.stdout
+
+
+def test_agents_without_the_gpus_that_ray_claims_end_with_the_device(cluster):
+    less = {name: value for name, value in cluster.items() if name != "PROCESSES_PER_NODE"}
+    done = submit(less, "torchrun", "none.py", NUM_NODES="2", DEVICE="cuda")
+    assert done.returncode != 0
+    assert "DEVICE: got cuda with 0 CUDA devices that torch sees on" in done.stdout
+
+
+@pytest.mark.parametrize(
     ("given", "message"),
     [
         ({}, "waiting for 2 nodes with {'CPU': 1, 'GPU': 3}"),

@@ -18,7 +18,7 @@ from launching import (
     metrics_without_time,
     on_two_nodes,
 )
-from slurm_cluster import loopback_cluster, missing_programs
+from slurm_cluster import MEMORY, loopback_cluster, missing_programs
 
 pytestmark = pytest.mark.skipif(
     bool(missing_programs()), reason=f"not installed: {', '.join(missing_programs())}"
@@ -48,14 +48,18 @@ def slurm(cluster, *command, folder=None, **more):
     return done.stdout
 
 
-def submit(cluster, arguments, *, folder, **more):
+def submit(cluster, arguments, *, folder, script=LAUNCH / "slurm.sbatch", options=(), **more):
     """Submit slurm.sbatch for two nodes; return the job's number and its log."""
-    script = LAUNCH / "slurm.sbatch"
-    printed = slurm(
-        cluster, "sbatch", "--parsable", "--nodes", 2, script, *arguments, folder=folder, **more
-    )
-    job = printed.strip()
+    command = ["sbatch", "--parsable", "--nodes", 2, *options, script, *arguments]
+    job = slurm(cluster, *command, folder=folder, **more).strip()
     return job, folder / f"lossagg-{job}.out"
+
+
+def ended(cluster, arguments, *, folder, **more):
+    """Submit slurm.sbatch and wait for its end; return the job's description and its log."""
+    job, log = submit(cluster, arguments, folder=folder, **more)
+    wait_until(lambda: has_ended(cluster, job), log)
+    return slurm(cluster, "scontrol", "show", "job", job), log.read_text()
 
 
 def wait_until(condition, log, seconds=TIMEOUT):
@@ -93,6 +97,107 @@ def test_the_command_of_the_readme_verifies_over_two_nodes(cluster, tmp_path):
     assert re.findall(r"^(\d): PASS", output, re.MULTILINE) == ["0"], output
     assert PASSED in output
     assert (checkout / "report.html").exists()
+
+
+AGENTS = re.compile(r"^\d: .*/launch/agent.py .*--node-rank (\d) .* (.*)$", re.MULTILINE)
+"""What a node prints where PYTHON=echo: the command that it would run."""
+
+
+def assert_ran_on_both_nodes(output, argument):
+    assert sorted(AGENTS.findall(output)) == [("0", argument), ("1", argument)], output
+
+
+@pytest.mark.parametrize("where", ["my code/launch/slurm.sbatch", "link/job.sh"])
+def test_torchrun_sh_is_found_beside_the_script_that_was_submitted(cluster, tmp_path, where):
+    script = tmp_path / where
+    script.parent.mkdir(parents=True)
+    if script.name == "slurm.sbatch":
+        for file in LAUNCH.iterdir():
+            (script.parent / file.name).symlink_to(file)
+        script.unlink()
+        script.write_text((LAUNCH / "slurm.sbatch").read_text())
+    else:
+        script.symlink_to(LAUNCH / "slurm.sbatch")
+    arguments = ["a slurm.sbatch", "/launch/slurm.sbatch"]
+    _, output = ended(cluster, arguments, folder=tmp_path, script=script, PYTHON="echo")
+    assert_ran_on_both_nodes(output, "/launch/slurm.sbatch")
+
+
+def test_a_wrapped_command_runs_the_torchrun_sh_of_its_script(cluster, tmp_path):
+    wrap = f"bash {LAUNCH}/slurm.sbatch x.py"
+    options = ["--nodes", 2, "--parsable", "--output", "lossagg-%j.out", "--wrap", wrap]
+    job = slurm(cluster, "sbatch", *options, folder=tmp_path, PYTHON="echo").strip()
+    log = tmp_path / f"lossagg-{job}.out"
+    wait_until(lambda: has_ended(cluster, job), log)
+    assert_ran_on_both_nodes(log.read_text(), "x.py")
+
+
+def test_a_folder_without_torchrun_sh_is_named_with_the_variable_to_set(cluster, tmp_path):
+    script = tmp_path / "job.sh"
+    script.write_text((LAUNCH / "slurm.sbatch").read_text())
+    job, output = ended(cluster, ["x.py"], folder=tmp_path, script=script)
+    assert f"LAUNCH_DIR: got {tmp_path}, expected the folder of torchrun.sh" in output
+    assert "ExitCode=2:0" in job
+
+
+def test_every_task_of_an_array_runs(cluster, tmp_path):
+    options = ["--array=0-1", "--output=task-%a.out"]
+    job, _ = submit(cluster, ["x.py"], folder=tmp_path, options=options, PYTHON="echo")
+    logs = [tmp_path / f"task-{task}.out" for task in range(2)]
+    wait_until(lambda: "JobState=COMPLETED" in slurm(cluster, "scontrol", "show", "job", job), job)
+    for log in logs:
+        wait_until(lambda log=log: log.exists() and len(AGENTS.findall(log.read_text())) == 2, log)
+        assert_ran_on_both_nodes(log.read_text(), "x.py")
+
+
+def test_a_job_that_gets_no_variables_runs_on_every_node(cluster, tmp_path):
+    """The Python of a login is not ours: what it lacks is said, by both nodes or by the first."""
+    _, output = ended(cluster, ["x.py"], folder=tmp_path, options=["--export=NONE"])
+    assert "start 0: node0 node1" in output
+    assert re.search(r"^\d: (PYTHON|DEVICE): got ", output, re.MULTILINE), output
+    given = f"--export=PYTHON=echo,DEVICE=cpu,PROCESSES_PER_NODE=1,PATH={cluster['PATH']}"
+    _, output = ended(cluster, ["x.py"], folder=tmp_path, options=[given])
+    assert_ran_on_both_nodes(output, "x.py")
+
+
+def test_an_address_that_was_exported_for_another_job_is_not_taken(cluster, tmp_path):
+    stale = {"MASTER_ADDR": "10.9.9.9", "NODE_RANK": "7", "PET_NODE_RANK": "7", "PYTHON": "echo"}
+    _, output = ended(cluster, ["x.py"], folder=tmp_path, **stale)
+    assert "MASTER_ADDR: got 10.9.9.9, which is not the job's first node: 127.0.0.1" in output
+    assert output.count("--master-addr 127.0.0.1") == 2
+
+
+def test_the_job_gets_the_whole_memory_of_its_nodes(cluster, tmp_path):
+    job, _ = ended(cluster, ["x.py"], folder=tmp_path, PYTHON="echo")
+    (memory,) = re.findall(r"TRES=.*mem=(\w+)", job)
+    assert memory in (f"{2 * MEMORY}M", f"{2 * MEMORY // 1024}G"), job
+
+
+STATUSES = """#!/bin/bash
+if [[ $SLURM_NODEID == 1 ]]; then exit $STATUS; fi
+sleep 600
+"""
+
+
+@pytest.mark.parametrize("status", [7, 0])
+def test_a_node_that_ends_ends_the_other_and_the_job_has_its_status(cluster, tmp_path, status):
+    """With status 0 the other node is left ``SLURM_WAIT`` seconds, and the job fails."""
+    (python := tmp_path / "python").write_text(STATUSES)
+    python.chmod(0o755)
+    given = {"PYTHON": str(python), "STATUS": str(status), "SLURM_WAIT": "3"}
+    job, output = ended(cluster, ["x.py"], folder=tmp_path, **given)
+    assert "JobState=FAILED" in job, output
+    if status:
+        assert f"ExitCode={status}:0" in job, output
+
+
+def test_a_failure_before_the_first_step_is_not_requeued(cluster, tmp_path):
+    (script := tmp_path / "x.py").write_text("import no_such_module\n")
+    job, output = ended(cluster, [script], folder=tmp_path, MAX_REQUEUES="2")
+    assert "No module named 'no_such_module'" in output
+    assert "failed with status 1 before its first step and is not requeued" in output
+    assert "Restarts=0" in job
+    assert {path.suffix for path in tmp_path.iterdir()} == {".py", ".out"}
 
 
 def test_a_killed_job_is_requeued_and_resumes_to_byte_equal_metrics(cluster, tmp_path):

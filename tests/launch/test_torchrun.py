@@ -2,13 +2,25 @@
 
 import os
 import subprocess
+import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from launching import PASSED, TORCHRUN, VERIFY_ONE_CASE, environment, on_two_nodes
+from launching import (
+    PASSED,
+    TORCHRUN,
+    VERIFY_ONE_CASE,
+    environment,
+    free_ports,
+    on_two_nodes,
+    our_names,
+)
 
-SINGLE_NODE = "-m torch.distributed.run --nproc-per-node 2 --standalone --local-addr 127.0.0.1"
+AGENT = TORCHRUN.with_name("agent.py")
+SINGLE_NODE = f"{AGENT} --nproc-per-node 2 --standalone --local-addr 127.0.0.1"
+SAYS_RANK = "import os\nprint('rank', os.environ['RANK'])\n"
 CHECKOUT = Path(os.environ.get("HOSTS_DIR", "")) / "Megatron-LM"
 NEEDS = ("six", "regex", "yaml", "pydantic", "pybind11")
 MISSING = [name for name in NEEDS if find_spec(name) is None]
@@ -71,7 +83,7 @@ def test_a_failing_rank_is_the_status_of_the_script(tmp_path):
 def test_several_nodes_meet_where_the_variables_say(tmp_path, names):
     variables = dict(zip(names, ("4", "3", "host0", "6000", "8"), strict=True))
     assert command("x.py", folder=tmp_path, DEVICE="cpu", **variables) == (
-        "-m torch.distributed.run --nproc-per-node 8 --nnodes 4 --node-rank 3 "
+        f"{AGENT} --nproc-per-node 8 --nnodes 4 --node-rank 3 "
         "--master-addr host0 --master-port 6000 x.py"
     )
 
@@ -90,6 +102,22 @@ def test_a_slurm_task_is_the_node_of_its_number(tmp_path):
         ({"NODE_RANK": "1", "NUM_NODES": "1"}, "NODE_RANK: got 1 with one node, expected 0"),
         ({"NUM_NODES": "2"}, "MASTER_ADDR: got none with 2 nodes"),
         ({"SLURM_NNODES": "2", "SLURM_NODEID": "0"}, "MASTER_ADDR: got none with 2 nodes"),
+        ({"NUM_NODES": "2", "MASTER_ADDR": "host0"}, "NODE_RANK: got none with 2 nodes"),
+        (
+            {"NUM_NODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "host0"},
+            "NODE_RANK: got 2 with 2 nodes, expected a number from 0 to 1",
+        ),
+        (
+            {"NUM_NODES": "2", "NODE_RANK": "one", "MASTER_ADDR": "host0"},
+            "NODE_RANK: got one with 2 nodes, expected a number from 0 to 1",
+        ),
+        (
+            {"NUM_NODES": "two", "NODE_RANK": "0", "MASTER_ADDR": "host0"},
+            "NUM_NODES: got two, expected the number of nodes",
+        ),
+        ({"MASTER_PORT": "0x"}, "MASTER_PORT: got 0x, expected a port"),
+        ({"PROCESSES_PER_NODE": "0"}, "PROCESSES_PER_NODE: got 0, expected a number from 1"),
+        ({"RENDEZVOUS_TIMEOUT": "5m"}, "RENDEZVOUS_TIMEOUT: got 5m, expected a number of seconds"),
     ],
     ids=lambda given: " ".join(f"{k}={v}" for k, v in given.items()) if type(given) is dict else "",
 )
@@ -132,6 +160,85 @@ def test_an_unknown_device_is_refused(tmp_path):
     done = torchrun("x.py", folder=tmp_path, DEVICE="tpu")
     assert done.returncode == 2
     assert done.stderr == "DEVICE: got tpu, expected cuda or cpu: correct it\n"
+
+
+def test_a_node_without_cuda_is_refused_unless_the_device_is_the_cpu(tmp_path):
+    (script := tmp_path / "x.py").write_text(SAYS_RANK)
+    given = {"PROCESSES_PER_NODE": "2", "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
+    done = torchrun(script, folder=tmp_path, **given)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("DEVICE: got cuda with 0 CUDA devices that torch sees on ")
+    done = torchrun(script, folder=tmp_path, DEVICE="cpu", **given)
+    assert (done.returncode, sorted(done.stdout.split("\n"))) == (0, ["", "rank 0", "rank 1"])
+
+
+def test_one_node_without_cuda_ends_all_before_a_rank_starts(tmp_path):
+    (script := tmp_path / "x.py").write_text(SAYS_RANK)
+
+    def names(node, port):
+        device = "cuda" if node else "cpu"
+        return {**our_names(node, port), "DEVICE": device, "CUDA_VISIBLE_DEVICES": ""}
+
+    for status, output in on_two_nodes([script], folder=tmp_path, names=names):
+        assert status == 2
+        assert output.startswith("DEVICE: got cuda with 0 CUDA devices")
+        assert "rank" not in output
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"NODE_RANK": "0"}, "got 1 of 2 nodes at 127.0.0.1:{port} in 6 s, expected node 1 too"),
+        ({"NODE_RANK": "1"}, "got no answer at 127.0.0.1:{port} in 6 s, expected node 0"),
+        (
+            {"NODE_RANK": "1", "MASTER_ADDR": "host.invalid"},
+            "got no answer at host.invalid:{port} in 6 s, expected node 0",
+        ),
+    ],
+    ids=["without node 1", "without node 0", "unknown name"],
+)
+def test_a_node_that_does_not_come_is_named_in_the_stated_time(tmp_path, variables, message):
+    (port,) = free_ports(1)
+    begun = time.monotonic()
+    done = subprocess.run(
+        [TORCHRUN, "x.py"],
+        cwd=tmp_path,
+        env=environment(**{**our_names(0, port), "RENDEZVOUS_TIMEOUT": "6", **variables}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert message.format(port=port) in done.stderr
+    assert 6 <= time.monotonic() - begun < 60
+
+
+def test_two_nodes_of_one_number_both_end_with_their_names(tmp_path):
+    """Node 0 is there, so that both of number 1 reach it; of three nodes number 2 is missing."""
+    (port,) = free_ports(1)
+    agents = [
+        subprocess.Popen(
+            [TORCHRUN, "x.py"],
+            cwd=tmp_path,
+            env=environment(**{**our_names(rank, port), "NUM_NODES": "3"}),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1, 1)
+    ]
+    for agent in agents:
+        _, error = agent.communicate(timeout=120)
+        assert agent.returncode == 2
+        assert "NODE_RANK: got 1 on " in error
+
+
+def test_nodes_that_disagree_on_their_number_end_together(tmp_path):
+    def names(node, port):
+        return {**our_names(node, port), "NUM_NODES": str(2 + node)}
+
+    for status, output in on_two_nodes(["x.py"], folder=tmp_path, names=names):
+        assert status == 2
+        assert output.startswith("NUM_NODES: got ")
 
 
 def test_verify_passes_over_two_nodes_and_only_the_first_reports(tmp_path):
