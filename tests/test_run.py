@@ -71,6 +71,12 @@ def test_a_script_with_a_schedule_of_its_own_is_refused(script, capsys):
     assert "calls get_forward_backward_func itself" in capsys.readouterr().err
 
 
+def test_a_script_may_be_written_in_another_encoding(script, capsys):
+    script.write_bytes(b"# -*- coding: latin-1 -*-\n# caf\xe9\n" + ECHO.encode())
+    assert main(["run", "--loss-aggregation", "token_mean", str(script), "0"]) == 1
+    assert "megatron.training.training cannot be imported" in capsys.readouterr().err
+
+
 def test_a_script_that_does_not_exist_is_wrong_usage(tmp_path, capsys):
     assert main(["run", str(tmp_path / "absent.py")]) == 2
     assert "absent.py, which does not exist" in capsys.readouterr().err

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         install_training()
     if aggregation is None or wants_help:
         return _run(script, on_cpu=args.cpu)
-    if _OWN_LOOP in script.read_text():
+    if _OWN_LOOP.encode() in script.read_bytes():  # of any encoding
         raise ContractError(
             f"{script} calls {_OWN_LOOP} itself, expected a script that trains by megatron.training"
             "'s pretrain: put megatron_lossagg.schedule.aggregated(...) around its schedule"
