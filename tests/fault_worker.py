@@ -189,7 +189,8 @@ def a_masked_microbatch_under_mtp(layout):
         run = Run(layout, without_values(make_rows()), per_token=per_token)
         if dist.get_rank() == 0:
             first = run.batches[0]
-            nothing = {n: torch.zeros_like(getattr(first, n)) for n in ("mask", "mask_here")}
+            masks = ("mask", "mask_here", "side_mask_here")
+            nothing = {name: torch.zeros_like(getattr(first, name)) for name in masks}
             run.batches[0] = replace(first, **nothing)
         model = stock_model(layout, per_token=per_token)
         stock = stock_step(model, run.batches, layout, lambda loss, n: (loss * 0, n))

@@ -235,7 +235,7 @@ def test_a_host_is_found_in_the_current_folder_as_python_m_finds_it(tmp_path):
         timeout=300,
     )
     assert done.stderr == (  # what is looked at after the host is found
-        "lossagg: /nowhere/at/all cannot be written: name a file in a folder that exists\n"
+        "lossagg: --json /nowhere/at/all cannot be written: name a file in a folder that exists\n"
     )
 
 

@@ -330,7 +330,7 @@ def _chain(scaling: Scaling) -> Iterator[Link]:
 def _comparisons(plans: Sequence[StepPlan], divisor: float | None) -> Iterator[Comparison]:
     """Compare every mode on the plans' rows, with the plans' own ``count_empty``."""
     longest = max(plan.active_tokens.max() for plan in plans)
-    ones_S = [torch.from_numpy(plan.active_tokens).double() for plan in plans]
+    ones_S = [torch.tensor(plan.active_tokens, dtype=torch.float64) for plan in plans]
     rising_S = [n_S * (n_S + 1) / 2 / longest for n_S in ones_S]  # sum of t / longest, t = 1..n_s
     ones, rising = _mean_loss(plans, ones_S), _mean_loss(plans, rising_S)
     for mode in (mode for mode in MODES.values() if mode.name != CUSTOM):

@@ -83,9 +83,8 @@ class Facts:
 
     @property
     def masked(self) -> int:
-        """The number of ones in the training masks as they are passed, with those of fillers."""
-        fillers = sum(self.assignment.microbatches) * self.parallelism.row_multiple
-        return sum(sum(row.trained) for row in self.reference.rows) + fillers
+        """The number of ones in the loss masks as they are passed."""
+        return sum(sum(row.trained) for row in self.reference.rows)
 
     def samples(self, aggregation: Aggregation) -> int:
         """Return B, or V with ``count_empty=False``."""
