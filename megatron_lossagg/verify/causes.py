@@ -272,15 +272,16 @@ def _microbatch_means(facts: Facts, aggregation: Aggregation) -> Weights:
     return _both(facts.token_weights(Aggregation("microbatch_token_mean")))
 
 
-def _filler(facts: Facts, aggregation: Aggregation) -> Weights:
-    weight_Y = facts.token_weights(aggregation).clone()
+def _of_the_row_before(facts: Facts, aggregation: Aggregation) -> Weights:
+    weight_Y = torch.zeros_like(facts.reference.losses_Y)
     row_weights = facts.row_weights(aggregation)
-    begin = facts.spans[-1].start
-    filler = range(begin, begin + facts.parallelism.row_multiple)  # its mask is 0 after that
-    for rank, m in enumerate(facts.assignment.microbatches):
-        rows = facts.assignment.of_rank(rank)
-        last = row_weights[rows[-1]] if rows else 0.0
-        weight_Y[filler.start : filler.stop] += m * last
+    before: dict[tuple[int, int], float] = {}  # the last segment is padding, of weight 0
+    for index, row in enumerate(facts.reference.rows):
+        key = facts.assignment.keys[index]
+        weight = before.get(key, 0.0)
+        for at, kept in zip(facts.spans[index], row.trained, strict=False):
+            weight_Y[at] = weight * kept
+        before[key] = row_weights[index]
     return _both(weight_Y)
 
 
@@ -418,9 +419,9 @@ CAUSES: tuple[Cause, ...] = (
         weights=_microbatch_means,
     ),
     Cause(
-        name="filler_weighs",
-        what="a filler's tokens have the weight of the rank's last row",
-        weights=_filler,
+        name="weights_of_neighbours",
+        what="a packed row's weight is applied to the next row's tokens",
+        weights=_of_the_row_before,
     ),
     Cause(
         name="chunks_swapped",
