@@ -38,13 +38,12 @@ from megatron_lossagg.live import (
     megatron_version,
     note_on_side_losses,
 )
-from megatron_lossagg.microbatch import FILLER
 from megatron_lossagg.ownership import check_ownership
 from megatron_lossagg.plan import StepPlan, plan_step
 from megatron_lossagg.probe import ProbeReport, Trial, run_probe
 from megatron_lossagg.reducer import Reducer
 from megatron_lossagg.scaling import K_FORMULA, MOST_TOKENS_PER_TOKEN, Regime, Scaling
-from megatron_lossagg.state import ReducerCall, run_step
+from megatron_lossagg.state import ReducerCall
 
 __all__ = ["MegatronContract", "StepContract"]
 
@@ -77,6 +76,8 @@ class MegatronContract:
         """Which side losses depend on CP, for the start of a run; empty where none does."""
         self.probe: ProbeReport | None = None
         """What the startup probe measured; None where it was not asked for."""
+        self.has_slices = False
+        """Whether a step's masks were slices of context-parallel ranks (layout ``local``)."""
         self._agreed: set[Aggregation] = set()
         self._finalize = self._config.finalize_model_grads_func
 
@@ -183,12 +184,22 @@ class MegatronContract:
                 f"got num_microbatches {num_microbatches!r}, expected an integer from 1: pass "
                 "what the schedule gets"
             )
-        if plan.num_microbatches not in (None, num_microbatches):
+        if any(one.num_microbatches not in (None, num_microbatches) for one in (plan, *also)):
             raise ContractError(
                 f"the plan was made for {plan.num_microbatches} microbatches, the schedule runs "
                 f"{num_microbatches}: pass the same number to Sequences and to step()"
             )
-        self._check_plan(plan, forward_only)
+        for one in (plan, *also):
+            self._check_plan(one, forward_only)
+            if len(one.active_tokens) != len(plan.active_tokens):
+                raise ContractError(
+                    f"also= has a plan of {len(one.active_tokens)} rows, the step's plan has "
+                    f"{len(plan.active_tokens)}: plan the same rows, with 0 where one has no tokens"
+                )
+        if accumulates:
+            self._check_accumulation()
+        if self._latest is not None:
+            self._latest._end()
         for one in (plan, *also):
             one.state.is_stepped = one.state.is_stepped or not forward_only
         self._latest = StepContract(
@@ -199,8 +210,21 @@ class MegatronContract:
             accumulates=accumulates,
             also=tuple(also),
         )
-        run_step(one.state for one in (plan, *also))
+        for one in (plan, *also):
+            one.state.refuse_others()
         return self._latest
+
+    def _check_accumulation(self) -> None:
+        """Refuse what scales or reduces the gradients of earlier schedule calls once more."""
+        shards = any(chunk.ddp_config.use_distributed_optimizer for chunk in self._chunks)
+        if self.regime == "per-token" or (shards and self.dp_cp_size > 1):
+            raise ContractError(
+                "got accumulates=True with "
+                + ("--calculate-per-token-loss" if self.regime == "per-token" else "")
+                + ("the distributed optimizer" if self.regime == "average" else "")
+                + ", where Megatron scales or reduces the gradients of earlier schedule calls once "
+                "more: run all microbatches of an optimizer step in one schedule call"
+            )
 
     def _check_finalize(self) -> None:
         """Compare the finalize function with the one that the probe measured."""
@@ -288,8 +312,8 @@ class StepContract:
     is_closed: bool = False
     _ledger: Ledger = field(init=False)
     _scaling: Scaling = field(init=False)
-    _trained: list[tuple[int, list[ReducerCall]]] = field(default_factory=list)
-    """Of each call of loss_func whose loss requires a gradient: its number, its reducer's calls."""
+    _trained: list[tuple[int, object]] = field(default_factory=list)
+    """Of each call of loss_func whose loss requires a gradient: its number, its microbatch."""
 
     def __post_init__(self) -> None:
         self._ledger = Ledger(
@@ -298,7 +322,7 @@ class StepContract:
             is_rerunning=is_rerunning,
         )
         for plan in self._plans:
-            plan.state.calls = []
+            plan.state.begin()
         self._scaling = Scaling(
             regime=self.contract.regime,
             num_microbatches=self.num_microbatches,
@@ -323,9 +347,8 @@ class StepContract:
 
     def _end(self) -> None:
         self.is_closed = True
-        run_step(())
         for plan in self._plans:
-            plan.state.calls = None
+            plan.state.end()
 
     @property
     def _plans(self) -> tuple[StepPlan, ...]:
@@ -381,7 +404,7 @@ class StepContract:
         report: Mapping[str, Tensor] | None = None,
         means: Mapping[str, tuple[Tensor, Tensor | float]] | None = None,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        self._ledger.add(reducer.rows[reducer.rows != FILLER])
+        self._ledger.add(reducer.microbatch.own_rows)
         loss = _widened(share) * self.factor
         num_tokens = torch.full(
             (),
@@ -414,24 +437,34 @@ class StepContract:
         """
         if self.is_closed:
             return
-        self._end()
         fault = self._incomplete()
-        trained_S = self.plan.state.trained.of_rows()
-        if trained_S is not None:
-            check_ownership(
-                Exchange(self.contract.cp_group),
-                self.plan.state.faults,
-                trained_S,
-                self.plan.active_tokens,
-                settings=f"{self.plan.aggregation!r} {self.plan.state.rejects_tokens}",
-                rejects_tokens=self.plan.state.rejects_tokens,
-                has_failed=bool(fault),
-            )
-        for plan in self._plans:
-            plan.check()
+        self._end()
+        self._check_ownership(has_failed=bool(fault))
         if fault:
             raise ContractError(fault)
+        for plan in self._plans:
+            plan.check()
         _record_first_step()
+
+    def _check_ownership(self, *, has_failed: bool) -> None:
+        """Compare the context-parallel ranks' tokens, if this run's masks are slices."""
+        contract = self.contract
+        for plan in self._plans:
+            trained_S = plan.state.trained.of_rows()
+            contract.has_slices = contract.has_slices or trained_S is not None
+            if not contract.has_slices:
+                continue
+            if trained_S is None:  # loss_func never ran, and the other ranks compare
+                trained_S = torch.zeros(len(plan.active_tokens), dtype=torch.int64, device="cpu")
+            check_ownership(
+                Exchange(contract.cp_group),
+                plan.state.faults,
+                trained_S,
+                plan.active_tokens,
+                settings=f"{plan.aggregation!r} {plan.state.rejects_tokens}",
+                rejects_tokens=plan.state.rejects_tokens,
+                has_failed=has_failed,
+            )
 
     def _incomplete(self) -> str:
         """Say what is missing of the step, empty if nothing is."""
@@ -439,14 +472,31 @@ class StepContract:
             self._ledger.close(may_be_empty=not self.contract.is_last_stage)
         except ContractError as error:
             return str(error)
-        for number, calls in self._trained:
-            if not any(call.has_gradient for call in calls):
+        calls = self._calls
+        trained = {
+            call.microbatch
+            for call in calls
+            if call.has_gradient and call.aggregation == self.plan.aggregation
+        }
+        for number, microbatch in self._trained:
+            if microbatch not in trained:
                 return (
                     f"no gradient reached the main reducer's share in call {number} of loss_func: "
                     "return the share that the reducer made, alone or added to others', and let "
                     "the schedule run its backward pass"
                 )
+        for call in calls:
+            if call.is_late and call.has_gradient:
+                return (
+                    f"a reducer of rows {first_few(call.rows)} was called after loss_func had "
+                    "returned for them, and trained: make every reducer of a loss for its own "
+                    "microbatch"
+                )
         return ""
+
+    @property
+    def _calls(self) -> list[ReducerCall]:
+        return [call for plan in self._plans for call in plan.state.calls or ()]
 
     def _report(self, name: str, share: Tensor) -> Tensor:
         _check_scalar(name, share)
@@ -455,9 +505,6 @@ class StepContract:
 
     def _check_source(self, share: Tensor, reducer: Reducer) -> None:
         """Check which reducers made a share, and whether it is trained as the step declares."""
-        calls = [call for plan in self._plans for call in plan.state.calls or ()]
-        for plan in self._plans:
-            plan.state.calls = []
         own, its = self.plan.active_tokens, reducer.plan.active_tokens
         if its is not own:  # under() keeps the very array
             raise ContractError(
@@ -477,22 +524,19 @@ class StepContract:
                 f"{contract.cp_rank} of {contract.cp_size}: make the layout with contract.thd(...) "
                 "or contract.local(...), or pass it the contract's cp_size and cp_rank"
             )
-        main = [call for call in calls if call.microbatch is reducer.microbatch]
-        if not main:
+        calls = [call for call in self._calls if np.array_equal(call.rows, reducer.rows)]
+        identity = reducer.microbatch.identity
+        main = [call for call in calls if call.microbatch is identity]
+        if not any(call.aggregation == self.plan.aggregation for call in main):
             raise ContractError(
                 "got a reducer that was not called in this microbatch: make the reducer anew for "
                 "each microbatch, and the loss by calling it"
             )
-        for call in calls:
-            if not np.array_equal(call.rows, reducer.rows):
-                raise ContractError(
-                    f"a reducer of rows {first_few(call.rows)} was called in the microbatch of "
-                    f"rows {first_few(reducer.rows)}: make every reducer of a loss for its own "
-                    "microbatch"
-                )
-        self._check_gradient(share, calls)
+        self._check_gradient(share, main)
         if share.requires_grad:
-            self._trained.append((self._ledger.num_calls, main))
+            self._trained.append((self._ledger.num_calls, identity))
+        for plan in self._plans:
+            plan.state.returned.update(call.microbatch for call in calls)
 
     def _check_gradient(self, share: Tensor, calls: Sequence[ReducerCall]) -> None:
         if self.forward_only and share.requires_grad:

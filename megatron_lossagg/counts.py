@@ -98,8 +98,8 @@ class Counts:
     prompt_tokens: Ints | None
     longest_sample: int
     """The largest n_b that is known."""
-    doubts: tuple[str, ...] = ()
-    """What is probably wrong in the ids, the same on every rank."""
+    doubts: tuple[tuple[str, str], ...] = ()
+    """What is probably wrong in the ids, a kind and a text each, the same on every rank."""
 
 
 class _RankCounts(NamedTuple):
@@ -351,7 +351,7 @@ def count_step(
     )
 
 
-def _doubts(rows: Rows, table: _Table, rows_W: Ints) -> Iterator[str]:
+def _doubts(rows: Rows, table: _Table, rows_W: Ints) -> Iterator[tuple[str, str]]:
     """Describe ids that look like placeholders, or like numbers that start anew on every rank."""
     if rows.samples_per_prompt is not None:  # which was checked
         return
@@ -363,14 +363,16 @@ def _doubts(rows: Rows, table: _Table, rows_W: Ints) -> Iterator[str]:
         of_ranks = [np.unique(ids) for ids in np.split(ids_A, ends_W[:-1]) if len(ids)]
         if len(ids_A) > 1 and (ids_A == ids_A[0]).all():
             yield (
+                f"one {kind} id",
                 f"all {len(ids_A)} rows of the step have one {kind} id: if that is a placeholder, "
-                f"leave {kind}= out; one {kind} then has all tokens"
+                f"leave {kind}= out; one {kind} then has all tokens",
             )
-        elif len(of_ranks) > 1 and all(np.array_equal(ids, of_ranks[0]) for ids in of_ranks):
+        elif len(of_ranks) > 1 and len(np.unique(ids_A)) == max(map(len, of_ranks)):
             yield (
-                f"every data-parallel rank has the same {kind} ids: ids are global, and numbers "
+                f"{kind} ids of every rank",
+                f"the data-parallel ranks have the same {kind} ids: ids are global, and numbers "
                 f"that start at 0 on every rank merge {kind}s; add an offset per rank, or pass "
-                "samples_per_prompt= to have it checked"
+                "samples_per_prompt= to have it checked",
             )
 
 

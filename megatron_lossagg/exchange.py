@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_lossagg.devices import moved
 from megatron_lossagg.integers import Ints
 
 __all__ = ["Exchange"]
@@ -61,7 +62,7 @@ class Exchange:
         """
         if self.size == 1:
             return own[None]
-        own = own.to(self._device())
+        own = moved(own, self._device_for(own))
         gathered = own.new_empty(self.size, len(own))
         dist.all_gather(list(gathered.unbind()), own, group=self.group)
         return gathered
@@ -91,9 +92,11 @@ class Exchange:
         gathered = self.integers(packed.view(np.int64))
         return [row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in gathered]
 
-    def _device(self) -> torch.device:
+    def _device_for(self, own: torch.Tensor) -> torch.device:
         # A backend is named "gloo", "nccl" or "cpu:gloo,cuda:nccl".
         backend = str(dist.get_backend_config(self.group))
+        if f"{own.device.type}:" in backend:
+            return own.device
         if "cpu:" in backend or backend == dist.Backend.GLOO:
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())

@@ -2,8 +2,9 @@
 
 A loop that reads each microbatch just before it runs may refill one buffer with all of them.
 Whoever reads a step ahead must then copy. A loader that gives each microbatch memory of its own
-must not pay for that: the first step of an iterator is copied, and where no two of its
-microbatches shared memory, later steps are not.
+must not pay for that: the first step of an iterator is copied while it is read, and compared with
+its copies afterwards. If nothing was written to and no two microbatches shared memory, later
+steps are not copied.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Lookahead:
         self._source = source
         self._num_microbatches = num_microbatches
         self._read: list[Any] = []
-        self._ranges: list[list[_Range]] = []
+        self._found: list[_Found] = []
         self._copies: list[Any] | None = None if self._is_known() else []
         self._why_not_copied: Exception | None = None
 
@@ -56,7 +57,7 @@ class Lookahead:
         found = _Found()
         found.look_at(data, is_microbatch=True)
         self._read.append(data)  # kept while the others are read: no address is used twice
-        self._ranges.append(_merged(found.ranges))
+        self._found.append(found)
         if self._copies is not None and self._why_not_copied is None:
             try:
                 self._copies.append(found.copied(data))
@@ -66,11 +67,18 @@ class Lookahead:
     def microbatches(self) -> list[Any]:
         """Return the step's microbatches, as they were when they were read.
 
-        Raises :class:`PlanError` where two share memory and were not copied.
+        Compares the copies with what was read, which waits for the device if it is CUDA's.
+        Raises :class:`PlanError` where two share memory, were not copied, and may have been
+        written to.
         """
-        pair = _sharing(self._ranges)
-        if pair is None:
-            self._remember()
+        pair = _sharing([_merged(found.ranges) for found in self._found])
+        if self._copies is not None and self._why_not_copied is None:
+            if not self._is_as_copied(pair):
+                return self._copies
+            if pair is None:
+                self._remember()
+            return self._read
+        if pair is None or all(found.is_intact() for found in self._found):
             return self._read
         first, second = pair
         shared = (
@@ -82,12 +90,16 @@ class Lookahead:
                 f"{shared}: no two did in the first step of this iterator, so they were not "
                 "copied; let it yield copies"
             )
-        if self._why_not_copied is not None:
-            raise PlanError(
-                f"{shared}: copying one raised {self._why_not_copied!r}; let the iterator yield "
-                "copies"
-            )
-        return self._copies
+        raise PlanError(
+            f"{shared}: copying one raised {self._why_not_copied!r}; let the iterator yield copies"
+        )
+
+    def _is_as_copied(self, pair: tuple[int, int] | None) -> bool:
+        """Whether reading the later microbatches left the earlier ones as they were."""
+        try:
+            return all(map(_is_same, self._read, self._copies or ()))
+        except Exception:  # values that cannot be compared: of a meta tensor, of another's class
+            return pair is None
 
     def _is_known(self) -> bool:
         try:
@@ -109,6 +121,9 @@ class _Found:
     def __init__(self) -> None:
         self.ranges: list[_Range] = []
         """The memory that a loader may write to again."""
+        self._versions: list[tuple[Any, int]] = []
+        self._containers: list[tuple[Any, list[int]]] = []
+        self._may_change_unseen = False
         self._arrays: list[Any] = []
         self._opaque: list[Any] = []
         self._seen: dict[int, Any] = {}
@@ -121,15 +136,44 @@ class _Found:
         parts = _parts(value, is_microbatch=is_microbatch)
         if isinstance(value, (Tensor, np.ndarray)):
             self.ranges += _memory(value)
+            self._watch(value)
             if parts is None:
                 self._arrays.append(value)
         elif parts is not None or is_microbatch:
             if not isinstance(value, (tuple, *_IMMUTABLE)):
                 self.ranges.append(_identity(value))
+                self._containers.append((value, [id(part) for part in parts or ()]))
         else:
             self._opaque.append(value)
+        is_array = isinstance(value, (Tensor, np.ndarray))
+        if parts is None and not is_array and not isinstance(value, _IMMUTABLE):
+            self._may_change_unseen = True
+        in_lockstep = is_microbatch and isinstance(value, tuple)  # one per chunk of the model
         for part in parts or ():
-            self.look_at(part)
+            self.look_at(part, is_microbatch=in_lockstep)
+
+    def is_intact(self) -> bool:
+        """Whether nothing was written to since it was read, as far as torch counts writes.
+
+        Writes to NumPy's memory are not counted, so they may have happened.
+        """
+        return (
+            not self._may_change_unseen
+            and all(tensor._version == version for tensor, version in self._versions)
+            and all(
+                [id(part) for part in _parts(value, is_microbatch=True) or ()] == parts
+                for value, parts in self._containers
+            )
+        )
+
+    def _watch(self, array: Any) -> None:
+        try:
+            owns = isinstance(array, Tensor) and array.untyped_storage().resizable()
+            if owns:
+                self._versions.append((array, array._version))
+        except Exception:  # an inference tensor, one without a storage
+            owns = False
+        self._may_change_unseen = self._may_change_unseen or not owns
 
     def copied(self, data: Any) -> Any:
         """Copy the containers and the arrays, and nothing that is of another kind."""
@@ -154,6 +198,23 @@ def _parts(value: Any, *, is_microbatch: bool) -> Iterable[Any] | None:
     if is_microbatch and hasattr(value, "__dict__"):
         return list(vars(value).values())
     return None
+
+
+def _is_same(value: Any, copied: Any) -> bool:
+    """Compare a microbatch with its copy, values and all."""
+    if isinstance(value, Tensor):
+        return value.shape == copied.shape and torch.equal(value, copied)
+    if isinstance(value, np.ndarray):
+        return bool(np.array_equal(value, copied))
+    if isinstance(value, _IMMUTABLE):
+        return bool(value == copied)
+    own, other = (_parts(each, is_microbatch=True) for each in (value, copied))
+    if own is None or other is None or value is copied:
+        return value is copied
+    if isinstance(value, Mapping) and list(value) != list(copied):
+        return False
+    own, other = list(own), list(other)
+    return len(own) == len(other) and all(map(_is_same, own, other))
 
 
 def _copied(array: Any) -> Any:

@@ -90,6 +90,10 @@ class Microbatch:
     """n_s of the step's rows, int64 ``[S]``."""
     state: StepState
     """The step's: where checks on a device leave their results."""
+    trained: Tensor | None
+    """Tokens that this rank trains of each row of :attr:`own_rows`, if the framework slices."""
+    identity: object = field(default_factory=object, init=False, repr=False)
+    """Stands for this microbatch where its tensors must not be kept."""
     _keep_on: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
     _weights: dict[tuple[Aggregation, torch.dtype, torch.device], Tensor] = field(
         default_factory=dict, init=False, repr=False
@@ -122,17 +126,23 @@ class Microbatch:
         )
         check = checks.on_host if on_host(mask_P) else checks.on_device
         keep_T, trained_G = check(mask_P, state.faults)
+        trained = None
         if layout.is_local and layout.cp_size > 1:
-            is_row_G = rows_G != FILLER
-            trained_G = trained_G[from_host(np.flatnonzero(is_row_G), trained_G.device)]
-            state.trained.add(rows_G[is_row_G], trained_G, len(active_tokens))
+            trained = trained_G[from_host(np.flatnonzero(rows_G != FILLER), trained_G.device)]
         return Microbatch(
             place=place,
             keep=keep_T,
             num_past_end=len(mask_P) - layout.num_tokens,
             active_tokens=active_tokens,
             state=state,
+            trained=trained,
         )
+
+    @property
+    def own_rows(self) -> Ints:
+        """The rows of the segments that are not padding."""
+        own: Ints = self.rows[self.rows != FILLER]
+        return own
 
     @property
     def faults(self) -> Faults:
@@ -265,6 +275,9 @@ class _Checks:
         is_bool = value_T.dtype == torch.bool
         keep_T = value_T.clone() if is_bool else value_T == 1
         if not len(mask_P):
+            if len(self.counted_G):
+                most = int(self.counted_G.argmax())
+                self._raise_if(self._miscounted(int(self.counted_G[most]), most))
             return keep_T, torch.zeros(len(self.rows_G), dtype=torch.int64, device=device)
         # Segment G is what follows the last one, and may train nothing.
         end_G2 = np.append(self.layout.offset_S1, len(mask_P))

@@ -78,6 +78,8 @@ def _describe(own_rank: int, counted_S: Ints, rejects_tokens: bool, values: list
     failed, failed_rank, differs, other, miscounts, slot, least, over, most, under = map(
         int, values
     )
+    if failed and failed_rank != own_rank:
+        return f"context-parallel rank {failed_rank} ended the step with an error"
     if differs:
         return (
             f"context-parallel ranks {own_rank} and {other} planned different steps (mode, options "
@@ -87,27 +89,29 @@ def _describe(own_rank: int, counted_S: Ints, rejects_tokens: bool, values: list
     if miscounts:
         return (
             f"the context-parallel ranks counted different tokens of {_row(slot, counted_S)}, this "
-            f"one {counted_S[slot]}: count the whole rows, before they are sliced"
+            f"one {_counted(slot, counted_S)}: count the whole rows, before they are sliced"
         )
     if least < 0:
         also = f", and {most} fewer of {_row(under, counted_S)}" if most > 0 else ""
         return (
             f"the context-parallel ranks train {-least} tokens more of {_row(over, counted_S)} "
-            f"than the {counted_S[over]} that were counted{also}: each token belongs to one rank; "
-            "pass the lengths of the slices that this rank holds to Layout.local"
+            f"than the {_counted(over, counted_S)} that were counted{also}: each token belongs to "
+            "one rank; pass the lengths of the slices that this rank holds to Layout.local"
         )
     if most > 0 and not rejects_tokens:
         return (
             f"the context-parallel ranks train {most} tokens fewer of {_row(under, counted_S)} "
-            f"than the {counted_S[under]} that were counted: check mask, rows and slices; if "
-            "tokens are rejected on purpose, declare it with --loss-aggregation-rejects-tokens "
-            "(plan_step(rejects_tokens=True))"
+            f"than the {_counted(under, counted_S)} that were counted: check mask, rows and "
+            "slices; if tokens are rejected on purpose, declare it with "
+            "--loss-aggregation-rejects-tokens (plan_step(rejects_tokens=True))"
         )
-    if failed and failed_rank != own_rank:
-        return f"context-parallel rank {failed_rank} ended the step with an error"
     return ""
 
 
 def _row(slot: int, counted_S: Ints) -> str:
     rows = range(slot, len(counted_S), _SLOTS)
     return f"row {slot}" if len(rows) == 1 else f"one of the rows {', '.join(map(str, rows))}"
+
+
+def _counted(slot: int, counted_S: Ints) -> int:
+    return int(counted_S[slot::_SLOTS].sum())

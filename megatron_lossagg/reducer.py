@@ -167,15 +167,22 @@ class Reducer:
         names its row and token. On CUDA the share stays on the device without a host sync,
         and closing the step raises it. On the CPU one scalar is read.
 
-        While a step runs, the call is noted; a reducer of a plan that is not the step's raises.
+        While a step runs, the call is noted; a share that can be trained, of a plan that is not the
+        step's, raises.
         """
         x_T = self._local_losses(x)
         dtype = torch.promote_types(x.dtype, torch.float32)
         share = self._share(x, x_T, dtype)
         call = ReducerCall(
-            microbatch=self.microbatch, rows=self.rows, requires_grad=x.requires_grad
+            microbatch=self.microbatch.identity,
+            rows=self.rows,
+            aggregation=self.plan.aggregation,
+            requires_grad=x.requires_grad,
         )
         self.plan.state.note_call(call, share)
+        if self.microbatch.trained is not None:
+            num_rows = len(self.plan.active_tokens)
+            self.plan.state.trained.add(self.microbatch.own_rows, self.microbatch.trained, num_rows)
         return share
 
     def _share(self, x: Tensor, x_T: Tensor, dtype: torch.dtype) -> Tensor:

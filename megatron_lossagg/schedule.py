@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.buffer import MicrobatchRows, StepBuffer, StepMicrobatch
 from megatron_lossagg.contract import MegatronContract, StepContract
+from megatron_lossagg.devices import moved
 from megatron_lossagg.errors import AggregationError, ContractError
 from megatron_lossagg.faults import Faults
 from megatron_lossagg.layout import Layout
@@ -355,7 +356,8 @@ def compare(host: HostLoss, faults: Faults, microbatch: int) -> None:
     if host.masked_sum is None:
         return
     with torch.no_grad():
-        terms = torch.where(host.mask != 0, host.losses, 0) * host.mask.float()
+        mask = moved(host.mask, host.losses.device)
+        terms = torch.where(mask != 0, host.losses, 0) * mask.float()
         values = [host.masked_sum, terms.sum(), terms.abs().sum()]
     faults.record(values, functools.partial(_more_than_sum, microbatch))
 

@@ -1,24 +1,25 @@
 """What happens to a plan while its step runs; shared by ``StepPlan.under``.
 
-One training or evaluation step runs at a time in a process. While it runs, each call of a
-reducer is noted here, so that the step knows which reducers made the loss that it returns.
+While a step runs, each call of a reducer is noted here, so that the step knows which reducers
+made the losses that it trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
+from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.devices import from_host, moved
 from megatron_lossagg.errors import ReducerError
 from megatron_lossagg.faults import Faults
 from megatron_lossagg.integers import Ints
 
-__all__ = ["ReducerCall", "StepState", "TrainedTokens", "run_step"]
+__all__ = ["ReducerCall", "StepState", "TrainedTokens"]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -26,10 +27,13 @@ class ReducerCall:
     """One call of a reducer while a step runs."""
 
     microbatch: object
-    """The microbatch of the reducer, shared by the reducers that ``Reducer.under`` makes."""
+    """Stands for the microbatch of the reducer, without keeping its mask and weights."""
     rows: Ints
+    aggregation: Aggregation
     requires_grad: bool
     """Whether the losses that were passed require a gradient."""
+    is_late: bool = False
+    """Whether loss_func had returned for the microbatch; recomputing it in backward is not late."""
     has_gradient: bool = False
     """Whether a backward pass has reached the partial loss."""
 
@@ -37,22 +41,27 @@ class ReducerCall:
 class TrainedTokens:
     """Trained tokens of each row on this rank, if the framework slices the mask itself.
 
-    A row is in one microbatch, so running a microbatch again changes nothing.
+    Of several masks over one row the one that trains most counts, so running a microbatch again
+    changes nothing.
     """
 
     def __init__(self) -> None:
-        self._tokens_S: Tensor | None = None
+        self._tokens_S: dict[torch.device, Tensor] = {}
 
     def add(self, rows: Ints, tokens: Tensor, num_rows: int) -> None:
         """Note a microbatch's ``tokens``, int64 ``[len(rows)]`` on any device. No host sync."""
-        if self._tokens_S is None:
-            self._tokens_S = torch.zeros(num_rows, dtype=torch.int64, device=tokens.device)
-        device = self._tokens_S.device
-        self._tokens_S.index_copy_(0, from_host(rows, device), moved(tokens, device).long())
+        device = tokens.device
+        if device not in self._tokens_S:
+            self._tokens_S[device] = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        tokens_S, index = self._tokens_S[device], from_host(rows, device)
+        tokens_S.index_copy_(0, index, torch.maximum(tokens_S[index], tokens.long()))
 
     def of_rows(self) -> Tensor | None:
         """Return int64 ``[S]``; None if no mask was sliced by the framework."""
-        return self._tokens_S
+        found = list(self._tokens_S.values())
+        if not found:
+            return None
+        return torch.stack([moved(tokens_S, found[0].device) for tokens_S in found]).amax(dim=0)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -66,21 +75,39 @@ class StepState:
     is_stepped: bool = False
     """Whether a training step has begun over the plan."""
     calls: list[ReducerCall] | None = None
-    """Calls of reducers since loss_func last returned; None while no step runs over the plan."""
+    """Calls of reducers in the step; None while no step runs over the plan."""
+    returned: set[object] = field(default_factory=set)
+    """The microbatches for which loss_func has returned."""
+
+    def begin(self) -> None:
+        """Note the calls of reducers from here on."""
+        self.calls, self.returned = [], set()
+
+    def refuse_others(self) -> None:
+        """While the step runs, let no reducer of another plan make a partial loss."""
+        _open.add(self)
+
+    def end(self) -> None:
+        """End the step that runs over the plan."""
+        self.calls = None
+        _open.discard(self)
 
     def note_call(self, call: ReducerCall, partial_loss: Tensor) -> None:
         """Note a reducer's call, if a step runs.
 
-        Raises :class:`ReducerError` if the step that runs is of another plan.
+        Raises :class:`ReducerError` for a partial loss that can be trained if steps run and none
+        is over this plan. A metric without a gradient may be of any plan.
         """
-        if _running and not any(state is self for state in _running):
-            raise ReducerError(
-                "the reducer belongs to a plan other than the running step's: make it with "
-                "plan.reducer(...) of the step's plan or under(...), or declare the second plan "
-                "with contract.step(plan, also=[second_plan])"
-            )
         if self.calls is None:
+            if _open and partial_loss.requires_grad:
+                raise ReducerError(
+                    "the reducer belongs to a plan other than the running step's: make it with "
+                    "plan.reducer(...) of the step's plan or under(...), or declare the second "
+                    "plan with contract.step(plan, also=[second_plan])"
+                )
             return
+        in_backward = torch._C._current_graph_task_id() >= 0
+        call.is_late = call.microbatch in self.returned and not in_backward
         self.calls.append(call)
         if partial_loss.requires_grad:
 
@@ -90,9 +117,5 @@ class StepState:
             partial_loss.register_hook(reached)  # type: ignore[no-untyped-call]
 
 
-_running: list[StepState] = []
-
-
-def run_step(states: Iterable[StepState]) -> None:
-    """Let the step of these plans' states run, and no other; of none: let no step run."""
-    _running[:] = states
+_open: WeakSet[StepState] = WeakSet()
+"""The plans' states of the steps that run; one that was given up goes with its contract."""

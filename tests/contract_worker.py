@@ -4,8 +4,10 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import gc
 import re
 import warnings
+import weakref
 
 import pytest
 import tiny_gpt
@@ -20,6 +22,7 @@ from megatron.core.rerun_state_machine import (
     get_rerun_state_machine,
     initialize_rerun_state_machine,
 )
+from torch.utils.checkpoint import checkpoint
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg import (
@@ -443,6 +446,7 @@ def check_an_exception_inside_a_step_is_not_masked(chunk, contract):
 def check_a_fault_that_a_device_found_is_raised_when_the_step_closes(chunk, contract):
     plan = a_plan(contract)
     step = contract.step(plan, num_microbatches=1)
+    returns(step, contract, plan, [0, 1])
     plan.state.faults.record([torch.tensor(torch.nan)], lambda values: "found on the device")
     with pytest.raises(ReducerError, match=r"^found on the device$"):
         step.close()
@@ -769,8 +773,50 @@ def check_a_share_of_a_reducer_of_another_microbatch_is_refused(chunk, contract)
         own = a_reducer(contract, plan, [1])
         with refused("was not called in this microbatch", "anew for each microbatch"):
             step.returns(share_of(cached), own)
-        with refused("a reducer of rows 0 was called in the microbatch of rows 1"):
-            step.returns(share_of(own) + share_of(cached), own)
+    plan = a_plan(contract)
+    step = contract.step(plan, num_microbatches=2)
+    cached, own = a_reducer(contract, plan, [0]), a_reducer(contract, plan, [1])
+    step.returns(share_of(cached), cached)[0].backward()
+    step.returns(share_of(own) + share_of(cached), own)[0].backward()
+    with refused("a reducer of rows 0 was called after loss_func had returned for them"):
+        step.close()
+
+
+def check_a_metric_may_be_reduced_at_any_time_of_the_step(chunk, contract):
+    plan, other = a_plan(contract), a_plan(contract, active=(2, 2))
+    with contract.step(plan, num_microbatches=2) as step:
+        reducers = [a_reducer(contract, plan, [row]) for row in (0, 1)]
+        shares = [share_of(reducer) for reducer in reducers]  # all before the first returns
+        for share, reducer in zip(shares, reducers, strict=True):
+            step.returns(share, reducer)[0].backward()
+            share_of(reducer), reducer.under("token_mean")(torch.ones(4))
+        with torch.no_grad():
+            share_of(a_reducer(contract, other, [0, 1]))
+
+
+def check_a_reducer_inside_an_activation_checkpoint_trains(chunk, contract):
+    for is_reentrant in (False, True):
+        plan = a_plan(contract)
+        with contract.step(plan, num_microbatches=2) as step:
+            for row in (0, 1):
+                reducer = a_reducer(contract, plan, [row])
+                x = torch.ones(4, requires_grad=True)
+                share = checkpoint(lambda y, r=reducer: r(y * 1.0), x, use_reentrant=is_reentrant)
+                step.returns(share, reducer)[0].backward()
+                assert x.grad.count_nonzero() == plan.active_tokens[row]
+
+
+def check_the_masks_of_a_step_are_not_kept_until_it_ends(chunk, contract):
+    plan = a_plan(contract)
+    with contract.step(plan, num_microbatches=2) as step:
+        kept = []
+        for row in (0, 1):
+            reducer = a_reducer(contract, plan, [row])
+            step.returns(share_of(reducer), reducer)[0].backward()
+            kept.append(weakref.ref(reducer.microbatch))
+        del reducer
+        gc.collect()
+        assert [one() for one in kept] == [None, None]
 
 
 def check_a_main_reducer_under_another_aggregation_is_refused(chunk, contract):
@@ -779,9 +825,19 @@ def check_a_main_reducer_under_another_aggregation_is_refused(chunk, contract):
         other = a_reducer(contract, plan.under("token_sum"), [0, 1])
         with refused("a main reducer under token_sum", "step's plan is under constant"):
             step.returns(share_of(other), other)
+        with refused("was not called in this microbatch"):
+            main = a_reducer(contract, plan, [0, 1])
+            step.returns(share_of(main.under("token_sum")), main)
         main = a_reducer(contract, plan, [0, 1])
         share = share_of(main) + share_of(main.under("token_mean"))  # a further term
         step.returns(share, main)
+    plan = a_plan(contract)
+    step = contract.step(plan, num_microbatches=1)
+    main = a_reducer(contract, plan, [0, 1])
+    share = share_of(main).detach() + share_of(main.under("token_mean"))
+    step.returns(share, main)[0].backward()
+    with refused("no gradient reached the main reducer's share"):
+        step.close()
 
 
 def check_a_reducer_of_a_second_plan_is_refused_unless_it_is_declared(chunk, contract):
@@ -794,9 +850,37 @@ def check_a_reducer_of_a_second_plan_is_refused_unless_it_is_declared(chunk, con
     with contract.step(first, num_microbatches=1, also=[second]) as step:
         main, further = (a_reducer(contract, plan, [0, 1]) for plan in (first, second))
         step.returns(share_of(main) + share_of(further), main)[0].backward()
-    with refused("has already begun to train"):
-        contract.step(second, num_microbatches=1)
-    share_of(further)  # no step runs
+    third = a_plan(contract)
+    gc.collect()  # contracts of other tests whose steps were given up
+    share_of(a_reducer(contract, third, [0, 1]))  # no step runs
+    for wrong, words in {
+        second: "has already begun to train",
+        a_plan(contract, active=(2, 2, 2)): "a plan of 3 rows, the step's plan has 2",
+        a_plan(contract).under("token_mean"): "have not agreed on",
+    }.items():
+        with refused(words):
+            contract.step(third, num_microbatches=1, also=[wrong])
+
+
+def check_steps_of_two_contracts_may_run_at_once(chunk, contract):
+    """A policy and a critic."""
+    its = read(tiny_gpt.wrapped(tiny_gpt.config_of()), probe=False)
+    plans = [a_plan(contract), a_plan(contract)]
+    with contract.step(plans[0], num_microbatches=1) as outer:
+        with its.step(plans[1], num_microbatches=1) as inner:
+            returns(inner, its, plans[1], [0, 1])
+        returns(outer, contract, plans[0], [0, 1])
+        with pytest.raises(ReducerError, match="other than the running step's"):
+            share_of(a_reducer(contract, a_plan(contract), [0, 1]))
+
+
+def check_gradients_are_added_up_only_where_megatron_does_not_scale_them_again(chunk, contract):
+    per_token = read(tiny_gpt.wrapped(tiny_gpt.config_of(per_token=True)))
+    with refused("accumulates=True with --calculate-per-token-loss", "in one schedule call"):
+        per_token.step(a_plan(per_token), num_microbatches=1, accumulates=True)
+    sharded = read(tiny_gpt.wrapped(tiny_gpt.config_of(), use_distributed_optimizer=True))
+    with refused("accumulates=True with the distributed optimizer"):
+        sharded.step(a_plan(sharded), num_microbatches=1, accumulates=True)
 
 
 def check_a_fault_of_a_declared_plan_is_raised_when_the_step_closes(chunk, contract):

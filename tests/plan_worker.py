@@ -449,7 +449,7 @@ def check_ids_that_start_anew_on_every_rank_are_warned_of_on_all():
     rank, size = dist.get_rank(), dist.get_world_size()
     for kind in ("sample", "prompt"):
         (message,) = warned(**{kind: [0, 1]})
-        assert f"every data-parallel rank has the same {kind} ids" in message
+        assert f"the data-parallel ranks have the same {kind} ids" in message
         (message,) = warned(**{kind: [7, 7]})
         assert f"all {2 * size} rows of the step have one {kind} id" in message
         assert not warned(**{kind: [2 * rank, 2 * rank + 1]})

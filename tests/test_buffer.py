@@ -1,5 +1,6 @@
 """StepBuffer: read a step, count it, plan it, replay it."""
 
+import functools
 import itertools
 import math
 import tempfile
@@ -362,3 +363,54 @@ def test_fillers_are_numbered_as_no_rows():
     buffer.plan(Aggregation("token_mean"), rows)
     assert [microbatch.rows for microbatch in buffer] == [[0, -1, 1], [-1, 2, 3]]
     assert [microbatch.index for microbatch in buffer] == [0, 1]
+
+
+class Prefetching:
+    """A ring of slots that is filled ahead: an item is valid until the next one is asked for."""
+
+    def __init__(self, num_slots):
+        self.slots = [torch.zeros(4) for _ in range(num_slots)]
+        self.filled = self.next = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        while self.filled < self.next + len(self.slots):
+            self.slots[self.filled % len(self.slots)].fill_(self.filled)
+            self.filled += 1
+        item = {"a": self.slots[self.next % len(self.slots)]}
+        self.next += 1
+        return item
+
+
+@pytest.mark.parametrize("num_slots", [2, 4, 5])
+def test_a_ring_that_is_filled_ahead_is_read_as_it_was(num_slots):
+    """No two microbatches of a step share memory, and the first is written to all the same."""
+    source = Prefetching(num_slots)
+    for first in (0, 3, 6):
+        assert [int(data["a"][0]) for data in replayed(source)] == [first, first + 1, first + 2]
+
+
+def test_memory_that_is_shared_and_never_written_to_is_no_fault():
+    """Position ids by length, the same microbatch drawn twice."""
+    by_length = functools.lru_cache(torch.arange)
+    lengths = iter([3, 4, 5, 6, 6, 7, 3, 3, 3])
+    source = iter(lambda: {"a": torch.zeros(2), "position_ids": by_length(next(lengths))}, None)
+
+    class Source:  # which can be referred to weakly
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            return next(source)
+
+    loader = Source()
+    for expected in ([3, 4, 5], [6, 6, 7], [3, 3, 3]):
+        assert [len(data["position_ids"]) for data in replayed(loader)] == expected
+    microbatches = [{"a": torch.full((2,), float(n))} for n in range(3)]
+    drawn = iter([0, 1, 2, 2, 2, 0])
+    source = iter(lambda: microbatches[next(drawn)], None)
+    loader = Source()
+    assert [int(data["a"][0]) for data in replayed(loader)] == [0, 1, 2]
+    assert [int(data["a"][0]) for data in replayed(loader)] == [2, 2, 0]

@@ -115,7 +115,9 @@ def test_a_cause_beside_a_factor_is_one_that_verify_finds():
 
 def names_that_are_reported():
     """The names of a real report: one microbatch of one row on one rank."""
-    contract = SimpleNamespace(regime="average", dp_cp_size=1, cp_size=1, cp_rank=0)
+    contract = SimpleNamespace(
+        regime="average", dp_cp_size=1, cp_size=1, cp_rank=0, has_slices=False
+    )
     plan = plan_step(
         Aggregation("token_mean"),
         Sequences(active_tokens=[2]),

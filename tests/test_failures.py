@@ -121,7 +121,12 @@ def plans(aggregation, rows, dp, m):
 
 def a_contract(plan, m, *, dp=1, cp=1, cp_rank=0, regime="average"):
     read = types.SimpleNamespace(
-        regime=regime, dp_cp_size=dp * cp, cp_size=cp, cp_rank=cp_rank, is_last_stage=True
+        regime=regime,
+        dp_cp_size=dp * cp,
+        cp_size=cp,
+        cp_rank=cp_rank,
+        is_last_stage=True,
+        has_slices=False,
     )
     # No buffers are there to look at.
     return StepContract(contract=read, plan=plan, num_microbatches=m, accumulates=True)

@@ -603,8 +603,10 @@ def test_a_mask_that_selects_fewer_tokens_is_refused_unless_declared(monkeypatch
 def test_a_local_mask_holds_a_part_of_each_row(monkeypatch, device):
     on_cuda_if(device, monkeypatch)
     plan = a_plan((8, 4), rejects_tokens=False)
-    plan.reducer([0, 1], torch.ones(6), Layout.local([4, 2], cp_size=2, cp_rank=1))
+    made = plan.reducer([0, 1], torch.ones(6), Layout.local([4, 2], cp_size=2, cp_rank=1))
     plan.check()
+    assert plan.state.trained.of_rows() is None
+    made(torch.ones(6))
     assert plan.state.trained.of_rows().tolist() == [4, 2]
 
 
@@ -924,7 +926,8 @@ def test_losses_may_include_or_omit_the_tail():
 
 
 @pytest.mark.parametrize(
-    ("lengths", "total"), [((4, 8), 16), ((12,), 16), ((4, 4, 4, 4), 32), ((8, 24), 48)]
+    ("lengths", "total"),
+    [((4, 8), 16), ((12,), 16), ((4, 4, 4, 4), 32), ((8, 24), 48)],
 )
 def test_losses_of_padded_rows_under_offsets_without_padding_are_refused(lengths, total):
     """Lengths that are multiples of 2 CP all the same: other tokens would be trained."""
