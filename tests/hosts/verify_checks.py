@@ -118,6 +118,8 @@ def test_ctrl_c_ends_the_ranks_that_a_check_launched(tmp_path):
         env={**os.environ, "PYTHONPATH": path_with(tmp_path)},
         stderr=subprocess.DEVNULL,
         start_new_session=True,
+        # A shell's background job ignores it, and so would what it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 100
     while not (pid.exists() and pid.read_text()):

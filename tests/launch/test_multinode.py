@@ -164,6 +164,8 @@ def test_a_workflow_that_is_cancelled_leaves_no_job_behind(tmp_path):
             env={**cluster, **given, **ours},
             stdout=log,
             stderr=subprocess.STDOUT,
+            # A shell's background job ignores it, and so would what it starts.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         try:
             wait_until(lambda: "lossagg-ci-" in jobs())
