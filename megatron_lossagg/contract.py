@@ -452,9 +452,10 @@ class StepContract:
         for plan in self._plans:
             trained_S = plan.state.trained.of_rows()
             contract.has_slices = contract.has_slices or trained_S is not None
-            if not contract.has_slices:
-                continue
-            if trained_S is None:  # loss_func never ran, and the other ranks compare
+            if trained_S is None:
+                if not contract.has_slices or self._ledger.num_calls or plan is not self.plan:
+                    continue
+                # loss_func never ran here, and the other ranks compare
                 trained_S = torch.zeros(len(plan.active_tokens), dtype=torch.int64, device="cpu")
             check_ownership(
                 Exchange(contract.cp_group),
@@ -524,7 +525,8 @@ class StepContract:
                 f"{contract.cp_rank} of {contract.cp_size}: make the layout with contract.thd(...) "
                 "or contract.local(...), or pass it the contract's cp_size and cp_rank"
             )
-        calls = [call for call in self._calls if np.array_equal(call.rows, reducer.rows)]
+        pending = [call for plan in self._plans for call in plan.state.pending]
+        calls = [call for call in pending if np.array_equal(call.rows, reducer.rows)]
         identity = reducer.microbatch.identity
         main = [call for call in calls if call.microbatch is identity]
         if not any(call.aggregation == self.plan.aggregation for call in main):
@@ -537,6 +539,7 @@ class StepContract:
             self._trained.append((self._ledger.num_calls, identity))
         for plan in self._plans:
             plan.state.returned.update(call.microbatch for call in calls)
+            plan.state.pending = [call for call in plan.state.pending if call not in calls]
 
     def _check_gradient(self, share: Tensor, calls: Sequence[ReducerCall]) -> None:
         if self.forward_only and share.requires_grad:

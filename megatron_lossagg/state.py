@@ -76,12 +76,14 @@ class StepState:
     """Whether a training step has begun over the plan."""
     calls: list[ReducerCall] | None = None
     """Calls of reducers in the step; None while no step runs over the plan."""
+    pending: list[ReducerCall] = field(default_factory=list)
+    """Those for whose microbatch loss_func has not returned."""
     returned: set[object] = field(default_factory=set)
     """The microbatches for which loss_func has returned."""
 
     def begin(self) -> None:
         """Note the calls of reducers from here on."""
-        self.calls, self.returned = [], set()
+        self.calls, self.pending, self.returned = [], [], set()
 
     def refuse_others(self) -> None:
         """While the step runs, let no reducer of another plan make a partial loss."""
@@ -109,6 +111,8 @@ class StepState:
         in_backward = torch._C._current_graph_task_id() >= 0
         call.is_late = call.microbatch in self.returned and not in_backward
         self.calls.append(call)
+        if call.microbatch not in self.returned:
+            self.pending.append(call)
         if partial_loss.requires_grad:
 
             def reached(_: Any) -> None:

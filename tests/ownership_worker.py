@@ -119,6 +119,16 @@ def check_more_rows_than_slots_are_compared(contract):
         assert "train 1 tokens more of one of the rows 52, 1076, 2100 than" in text, raised
 
 
+def check_a_step_of_whole_masks_after_one_of_slices_is_right(contract):
+    """An evaluation may use another layout than training."""
+    plan = plan_step(MODE, Sequences(active_tokens=[5]), group=contract.dp_group)
+    assert contract.has_slices
+    with contract.step(plan, num_microbatches=1) as step:
+        mask = torch.tensor([1, 1, 1, 1, 1, 0, 0, 0])
+        reducer = plan.reducer([0], mask, contract.thd([0, 8]))
+        step.returns(reducer(torch.ones(4, requires_grad=True)), reducer)[0].backward()
+
+
 def check_a_microbatch_without_rows_and_a_step_without_tokens_end(contract):
     with warnings.catch_warnings(), contextlib.suppress(RuntimeWarning):
         warnings.simplefilter("ignore")
