@@ -32,10 +32,10 @@ wrong-factors: $(VENV)/installed
 test-versions: $(VENV)/installed
 	$(RUN) tests/versions.py $(if $(WHOLE),--whole)
 
-# Released verl, TRL and SkyRL on the CPU, in an environment of its own; docs/hosts/.
-.PHONY: test-hosts
-test-hosts: $(VENV)/installed
-	$(RUN) tests/hosts/run.py
+# Released verl, TRL and SkyRL on the CPU, in an environment of its own; docs/integrations/.
+.PHONY: test-frameworks
+test-frameworks: $(VENV)/installed
+	$(RUN) tests/integrations/run.py
 
 # The scripts of launch/, those of launch/ci/ and `make gpu` among them; what needs Slurm, Ray or
 # another program skips where there is none.
@@ -47,7 +47,7 @@ test-launch: $(VENV)/installed
 # `make mutants MODULES="plan layout"` for some of them; docs/mutants.md.
 .PHONY: mutants
 mutants: $(VENV)/installed
-	$(RUN) tests/mutants.py $(MODULES)
+	$(RUN) tests/mutants/run.py $(MODULES)
 
 # `make bench QUICK=1` in about 20 seconds; `SCALE=1` for 1,024 ranks; docs/performance.md.
 .PHONY: bench gpu

@@ -26,7 +26,7 @@ setup(
     entry_points={
         "console_scripts": ["lossagg = megatron_lossagg.cli.main:main"],
         # verl takes the attribute of each in every process that imports it.
-        "verl.plugins": ["megatron_lossagg = megatron_lossagg.hosts.verl:plugin"],
+        "verl.plugins": ["megatron_lossagg = megatron_lossagg.integrations.verl:plugin"],
     },
     # Small and loose: hosts bring their own torch and Megatron.
     install_requires=["torch>=2.6", "numpy>=1.26", "rich>=13"],

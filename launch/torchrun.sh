@@ -104,7 +104,7 @@ cpu)
     # Without a visible GPU the ranks take gloo.
     export CUDA_VISIBLE_DEVICES=
 
-    # Megatron-LM's training loop needs stand-ins for CUDA: docs/hosts/megatron-lm.md.
+    # Megatron-LM's training loop needs stand-ins for CUDA: docs/integrations/megatron-lm.md.
     if [[ ${*:1:3} == "-m megatron_lossagg run" ]]; then
         set -- "${@:1:3}" --cpu "${@:4}"
     fi

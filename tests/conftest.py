@@ -25,7 +25,7 @@ from megatron_lossagg.verify.job import Job, references_of
 from megatron_lossagg.verify.reference import reference_file
 
 TESTS = Path(__file__).parent
-NEEDS_NO_MEGATRON = {"plan_worker.py"}
+NEEDS_NO_MEGATRON = {"core/plan_worker.py"}
 """Workers that must run where Megatron-Core is not imported."""
 ENVIRONMENT = dict(os.environ)
 """Of every launch: a test may patch ``os.environ`` while an early launch starts."""
@@ -39,7 +39,9 @@ RELEASE = tuple(int(part) for part in version("megatron-core").split(".")[:2])
 
 
 def launched(script, *arguments, processes, timeout=600):
-    """Run a worker of this folder on several processes against this checkout's package."""
+    """Run a worker, by its path in this folder, on several processes against this checkout's
+    package.
+    """
     imports = WITHOUT_MEGATRON if script in NEEDS_NO_MEGATRON else WITH_MEGATRON
     return _launched([str(TESTS / script), *map(str, arguments)], processes, timeout, imports)
 
@@ -50,9 +52,9 @@ def launched_module(module, *arguments, processes, timeout=600):
 
 
 def worker_path():
-    """Return where a launched worker finds the package, this folder, and a release of Megatron."""
+    """Return where a worker finds the package, tests/support, and a release of Megatron."""
     given = filter(None, [ENVIRONMENT.get("PYTHONPATH")])
-    return os.pathsep.join([str(TESTS.parent), str(TESTS), *given])
+    return os.pathsep.join([str(TESTS.parent), str(TESTS / "support"), *given])
 
 
 SERVERS = {

@@ -34,10 +34,16 @@ LAYOUTS = {
     "standard set": [],
     "MoE": ["--dp", "2", "--cp", "2", "--ep", "2", "--moe"],
 }
-PROBE = "tests/test_probe.py"
+PROBE = "tests/megatron/test_probe.py"
 ON_TWO_RANKS = f"{PROBE}::test_stock_megatron_passes_and_is_left_unchanged"
-TESTS = ["tests/test_contract.py", ON_TWO_RANKS, "-k", "contract or [2-"]
-WHOLE = ["tests/test_contract.py", PROBE, "tests/test_matrix.py", "-k", "not combined"]
+TESTS = ["tests/megatron/test_contract.py", ON_TWO_RANKS, "-k", "contract or [2-"]
+WHOLE = [
+    "tests/megatron/test_contract.py",
+    PROBE,
+    "tests/megatron/test_matrix.py",
+    "-k",
+    "not combined",
+]
 
 
 def main() -> int:

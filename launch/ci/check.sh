@@ -12,7 +12,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-TARGETS=(lint wrong-factors test test-versions test-hosts test-launch docs)
+TARGETS=(lint wrong-factors test test-versions test-frameworks test-launch docs)
 (($#)) || set -- "${TARGETS[@]}"
 
 STATUS=0

@@ -51,7 +51,7 @@ def _add_cpu(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cpu",
         action="store_true",
-        help="train on CPU and gloo, with stand-ins for CUDA (docs/hosts/megatron-lm.md)",
+        help="train on CPU and gloo, with stand-ins for CUDA (docs/integrations/megatron-lm.md)",
     )
 
 
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
             f"{script} calls {_OWN_LOOP} itself, expected a script that trains by megatron.training"
             "'s pretrain: put megatron_lossagg.schedule.aggregated(...) around its schedule"
         )
-    from megatron_lossagg.hosts import megatron_lm, megatron_rl
+    from megatron_lossagg.integrations import megatron_lm, megatron_rl
 
     is_rl = script.name == "train_rl.py"
     adapter = megatron_rl.RLAdapter if is_rl else megatron_lm.PretrainAdapter

@@ -3,7 +3,7 @@
 Beyond those for Megatron-Core: a Megatron-LM checkout's scripts then train on a CPU with gloo,
 with the attention and the norms of this package, which know context and sequence parallelism.
 Nothing in the table computes but these. What Megatron-LM takes from CUDA kernels is
-turned off by its own flags, which ``docs/hosts/megatron-lm.md`` lists.
+turned off by its own flags, which ``docs/integrations/megatron-lm.md`` lists.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ from megatron_lossagg.scaling import REGIMES
 from megatron_lossagg.verify import report as show
 from megatron_lossagg.verify.cases import CASES, Case
 from megatron_lossagg.verify.environment import Fact, environment
-from megatron_lossagg.verify.host_runs.launch import TIMEOUT, run_host
-from megatron_lossagg.verify.host_runs.outcome import counted, none_ran
+from megatron_lossagg.verify.frameworks.launch import TIMEOUT, run_host
+from megatron_lossagg.verify.frameworks.outcome import counted, none_ran
 from megatron_lossagg.verify.hosts import HOSTS, host_fact
 from megatron_lossagg.verify.job import Event, Job, run_job
 from megatron_lossagg.verify.parallelism import Parallelism, standard

@@ -1,8 +1,9 @@
 """What of a training system is installed, and whether it has what its adapter uses.
 
 No module of it is imported (its parent packages are, to find it): most need a GPU. Its source
-files are searched for the options, functions and fields that ``megatron_lossagg.hosts`` uses, at
-the commits that each page of ``docs/hosts`` names.
+files are searched for the options, functions and fields that ``megatron_lossagg.integrations``
+uses, at
+the commits that each page of ``docs/integrations`` names.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def host_fact(name: str) -> Fact:
     if lacks:
         raise ProofError(
             f"{name} in {folder} lacks {', '.join(lacks)}: the adapter was written for "
-            f"{host.written_for} (docs/hosts); use such a release"
+            f"{host.written_for} (docs/integrations); use such a release"
         )
     number = sum(map(len, host.uses.values()))
     return Fact(

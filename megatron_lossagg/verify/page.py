@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_lossagg.scaling import K_FORMULA
 from megatron_lossagg.verify.environment import Fact
-from megatron_lossagg.verify.host_runs import section as host_section
+from megatron_lossagg.verify.frameworks import section as host_section
 from megatron_lossagg.verify.parallelism import WEIGHT_SUM_TOLERANCE
 from megatron_lossagg.verify.words import error_text, number_of
 

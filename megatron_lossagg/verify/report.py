@@ -19,8 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from megatron_lossagg.verify.environment import Fact
-from megatron_lossagg.verify.host_runs.outcome import PASS, counted, none_ran
-from megatron_lossagg.verify.host_runs.outcome import cells as host_cells
+from megatron_lossagg.verify.frameworks.outcome import PASS, counted, none_ran
+from megatron_lossagg.verify.frameworks.outcome import cells as host_cells
 from megatron_lossagg.verify.words import error_text, number_of
 
 __all__ = ["Report", "cells", "finite", "progress", "say", "show", "summary"]

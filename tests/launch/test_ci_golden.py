@@ -49,7 +49,7 @@ def report_of(fault):
     golden = json.loads(GOLDEN.read_text())
     report = folder / "report.json"
     arguments = [folder, *golden["options"], "--json", report]
-    launched("verify_copy_worker.py", *arguments, processes=golden["num_ranks"])
+    launched("verify/verify_copy_worker.py", *arguments, processes=golden["num_ranks"])
     return report
 
 

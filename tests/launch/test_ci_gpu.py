@@ -93,7 +93,7 @@ def test_its_cpu_form_verifies_on_gloo_and_says_that_no_gpu_took_part(cpu_form):
 def test_tests_that_were_all_skipped_are_not_a_pass(tmp_path):
     """Run the tests that Transformer Engine's partition is compared by, where there is no GPU."""
     junit = tmp_path / "tests.xml"
-    files = ["tests/test_cp_variants.py", "tests/test_gpu.py"]
+    files = ["tests/megatron/test_cp_variants.py", "tests/megatron/test_gpu.py"]
     command = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={junit}"]
     done = ran([sys.executable, *command, *files], tmp_path)
     assert done.returncode == 0, done.stdout

@@ -21,7 +21,7 @@ from launching import (
 AGENT = TORCHRUN.with_name("agent.py")
 SINGLE_NODE = f"{AGENT} --nproc-per-node 2 --standalone --local-addr 127.0.0.1"
 SAYS_RANK = "import os\nprint('rank', os.environ['RANK'])\n"
-CHECKOUT = Path(os.environ.get("HOSTS_DIR", "")) / "Megatron-LM"
+CHECKOUT = Path(os.environ.get("FRAMEWORKS_DIR", "")) / "Megatron-LM"
 NEEDS = ("six", "regex", "yaml", "pydantic", "pybind11")
 MISSING = [name for name in NEEDS if find_spec(name) is None]
 
@@ -249,7 +249,7 @@ def test_verify_passes_over_two_nodes_and_only_the_first_reports(tmp_path):
 
 @pytest.mark.skipif(
     not (CHECKOUT / "pretrain_gpt.py").exists() or bool(MISSING),
-    reason=f"needs HOSTS_DIR with a checkout of Megatron-LM, and {', '.join(NEEDS)}",
+    reason=f"needs FRAMEWORKS_DIR with a checkout of Megatron-LM, and {', '.join(NEEDS)}",
 )
 def test_megatron_lm_trains_over_two_nodes(tmp_path):
     flags = (

@@ -83,7 +83,7 @@ def bf16_report(fault):
         run.apply(FOLDER / f"{fault}.txt", folder)
     report = folder / "report.json"
     options = [*BF16, "--loss-aggregation", "sample_mean", "--json", report]
-    launched("verify_copy_worker.py", folder, *options, processes=4)
+    launched("verify/verify_copy_worker.py", folder, *options, processes=4)
     return json.loads(report.read_text())
 
 

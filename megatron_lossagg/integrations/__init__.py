@@ -1,0 +1,14 @@
+"""Entry points for training systems with a loss of their own, one file per host."""
+
+from __future__ import annotations
+
+__all__: list[str] = []
+
+
+def __getattr__(name: str) -> object:
+    """Answer a loader that splits ``megatron_lossagg.integrations.slime:f`` at its last dot."""
+    message = f"module {__name__!r} has no attribute {name!r}"
+    if ":" in name:
+        dotted = f"{__name__}.{name.replace(':', '.')}"
+        message += f": this host's loader splits a path at its last dot, write {dotted}"
+    raise AttributeError(message)

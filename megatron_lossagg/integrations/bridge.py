@@ -1,0 +1,68 @@
+"""Megatron-Bridge: ``install(aggregation)`` before ``pretrain`` or ``finetune``.
+
+Its training and its evaluation look up one name, ``get_forward_backward_func``, each in a module of
+its own; both are rebound. Data and loss are as Megatron-LM's: a dict with ``loss_mask`` and the
+offsets of packed rows, a masked sum whose mask is the first argument of a ``functools.partial``.
+Bridge multiplies by nothing after the schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.integrations.megatron_lm import PretrainAdapter, rebind
+from megatron_lossagg.options import check_options
+from megatron_lossagg.plan import EmptyStep
+from megatron_lossagg.schedule import Adapter, ScheduleHook
+
+__all__ = ["BridgeAdapter", "install"]
+
+
+class BridgeAdapter(PretrainAdapter):
+    """Megatron-Bridge's text data; each packed row is split over context-parallel ranks."""
+
+    def applies(self, call: Mapping[str, Any]) -> bool:
+        """Refuse, on every rank and before the first step, another CP for evaluation.
+
+        Bridge binds its ``GlobalState`` to a ``forward_step`` that asks for it; another one says
+        nothing of it, and ``Frozen.check`` then stops the first evaluation.
+        """
+        bound = getattr(call["forward_step_func"], "args", ())
+        config = getattr(bound[0], "cfg", None) if bound else None
+        if config is not None:
+            cp_size = config.model.context_parallel_size
+            check_options("Bridge's dist config", config.dist, cp_size=cp_size)
+        return super().applies(call)
+
+    def _check_split(self) -> None:
+        """Refuse nothing: what splits a pack otherwise is in the model's config."""
+
+
+def install(
+    aggregation: Aggregation,
+    *,
+    empty_step: EmptyStep = "zero",
+    probe: bool = True,
+    rejects_tokens: bool = False,
+    adapter: Adapter | None = None,
+) -> ScheduleHook:
+    """Rebind Megatron-Bridge's schedules in this process; return the hook, which counts its steps.
+
+    ``adapter``: by default :class:`BridgeAdapter`; a loss with more terms (distillation) is
+    refused in the step that has them, an output that is a tuple in the first one.
+    ``rejects_tokens``: the script trains fewer tokens than its data has, on purpose. Raises
+    :class:`ContractError` where Bridge is not there, and what
+    :class:`~megatron_lossagg.schedule.ScheduleHook` raises: ``prompt_mean``, for there are no
+    prompt ids.
+    """
+    hook = ScheduleHook(
+        aggregation,
+        adapter or BridgeAdapter(),
+        empty_step=empty_step,
+        probe=probe,
+        rejects_tokens=rejects_tokens,
+    )
+    modules = ["megatron.bridge.training.train", "megatron.bridge.training.eval"]
+    return rebind(hook, modules, "Megatron-Bridge")

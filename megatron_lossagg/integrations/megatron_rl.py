@@ -1,0 +1,210 @@
+"""``train_rl.py`` of Megatron-LM, core_v0.16 and 0.17: its turns, rollouts and groups.
+
+A row is a turn of a rollout. Which rollout and which group a turn belongs to decides nothing
+after its advantage, and Megatron-LM drops it before the batches are made. A mean over samples
+needs the one where a rollout has several turns, ``prompt_mean`` the other: so two functions of
+``megatron.rl.rl_utils`` are wrapped (:meth:`RLAdapter.prepare`).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.buffer import MicrobatchRows
+from megatron_lossagg.errors import ContractError
+from megatron_lossagg.integrations.megatron_lm import PretrainAdapter, count_segments, on_host
+
+__all__ = ["RLAdapter"]
+
+
+class RLAdapter(PretrainAdapter):
+    """Turns of rollouts, one per entry of the batch or several packed into a bin.
+
+    The per-token losses hold policy, KL and entropy terms together. A mask is shifted by one
+    against its tokens, as log-probabilities are. A sample is a rollout with all its turns, a
+    prompt its group. Context parallelism is refused: train_rl.py does not split its tokens.
+    """
+
+    gives_prompts = True
+
+    def __init__(self) -> None:
+        self._turns = _Turns()
+        self._needs_prompts = False
+
+    def prepare(self, aggregation: Aggregation) -> None:
+        """Wrap the functions of ``megatron.rl.rl_utils`` that see rollouts and groups.
+
+        Both return what they returned. With packing, one ``all_gather_object`` over data-parallel
+        ranks per collection of rollouts. Raises :class:`ContractError` where a function is missing
+        or takes other arguments.
+        """
+        self._needs_prompts = aggregation.mode == "prompt_mean"
+        try:
+            module = importlib.import_module("megatron.rl.rl_utils")
+        except ImportError as error:
+            raise ContractError(
+                f"megatron.rl.rl_utils cannot be imported ({error}): train_rl.py needs it too; run "
+                "in a Megatron-LM checkout (core_v0.16 or 0.17) with what it imports installed"
+            ) from error
+        around = {
+            "prepare_data_for_update": (self._turns.follow, {"rollouts", "sequence_packing"}),
+            "prepare_trajectories": (self._turns.note, {"rollouts"}),
+        }
+        for name, (_, needed) in around.items():
+            found = getattr(module, name, None)
+            if found is None or not needed <= set(inspect.signature(found).parameters):
+                takes = "missing" if found is None else f"{name}{inspect.signature(found)}"
+                raise ContractError(
+                    f"got a train_rl.py whose megatron.rl.rl_utils.{name} is {takes}, expected the "
+                    f"one of Megatron-LM core_v0.16 or 0.17, with {', '.join(sorted(needed))}: "
+                    "from core_v0.19 on train_rl.py makes its rows in another way, which is not "
+                    "known here; use core_v0.16 or 0.17, or train without --loss-aggregation"
+                )
+        for name, (method, _) in around.items():
+            setattr(module, name, _wrapped(getattr(module, name), method))
+
+    def rows(self, data: Any) -> MicrobatchRows:
+        """Count rollouts: ``data`` is ``prepare_data_for_update``'s list, or a bin's index."""
+        from megatron.training import get_args
+
+        args = get_args()
+        if args.context_parallel_size > 1:
+            raise ContractError(
+                "got train_rl.py with context parallelism, expected --context-parallel-size 1: "
+                "core_v0.16 to 0.19 give every context-parallel rank all tokens, and how later "
+                "ones gather log-probabilities is not known here"
+            )
+        if not args.rl_use_sequence_packing:
+            mask = on_host(data[3])[:, 1:]
+            sample, prompt = self._ids(self._turns.of_entries(data))
+            return MicrobatchRows(
+                active_tokens=(mask != 0).sum(1),
+                lengths=np.full(len(mask), mask.shape[1]),
+                sample=sample,
+                prompt=prompt,
+            )
+        from megatron.rl.rl_utils import get_rl_runtime_state
+
+        return self._bin(get_rl_runtime_state().packing_context, int(data[0]))
+
+    def _bin(self, context: Any, index: int) -> MicrobatchRows:
+        mask = on_host(context.packed_loss_mask[index, 1:])
+        info = context.packing_info
+        rows = list(info.bin_seq_indices[index])
+        length_S = [info.seq_lengths[row] for row in rows]
+        start_S = list(info.seq_starts[index])[: len(length_S)]
+        if start_S[:1] not in ([], [0]):
+            raise ContractError(f"got a bin whose first row begins at {start_S[0]}, expected 0")
+        turns = self._turns.of_packed(rows)
+        is_filler = [False] * len(start_S)
+        end = start_S[-1] + length_S[-1] if length_S else 0
+        if end < len(mask):
+            start_S, is_filler, turns = [*start_S, end], [*is_filler, True], [*turns, _NO_TURN]
+        sample, prompt = self._ids(turns)
+        return replace(count_segments(start_S, is_filler, mask), sample=sample, prompt=prompt)
+
+    def _ids(self, turns: Sequence[_Turn]) -> tuple[list[int] | None, list[int] | None]:
+        """Return samples where a rollout has several turns, and prompts where they are needed.
+
+        Each kind of id costs the plan an exchange of all rows. Every rank decides alike.
+        """
+        samples = [turn.rollout for turn in turns] if self._turns.are_several else None
+        prompts = [turn.group for turn in turns] if self._needs_prompts else None
+        return samples, prompts
+
+
+class _Turn(NamedTuple):
+    """Which rollout and which group a turn belongs to, both numbered over all ranks."""
+
+    rollout: int
+    group: int
+
+
+_NO_TURN = _Turn(-1, -1)
+
+
+class _Turns:
+    """Follows turns from a collection of rollouts to its batches."""
+
+    def __init__(self) -> None:
+        self.are_several = False
+        """Whether a rollout of the collection has more than one turn; the same on every rank."""
+        self._of: dict[int, _Turn] = {}
+        self._local: list[_Turn] = []
+        self._global: list[_Turn] = []
+
+    def follow(self, stock: Callable[..., Any], **given: Any) -> Any:
+        """Run ``prepare_data_for_update``; its iterator's batches keep their turns."""
+        rollouts = [
+            (rollout, group) for group, many in enumerate(given["rollouts"]) for rollout in many
+        ]
+        self.are_several = any(len(rollout.trajectory) > 1 for rollout, _ in rollouts)
+        # By identity: what follows drops the nesting and splits the list over ranks.
+        self._of = {id(found): _Turn(i, group) for i, (found, group) in enumerate(rollouts)}
+        prepared = stock(**given)
+        if given["sequence_packing"]:
+            from megatron.core import mpu
+
+            ranks: list[list[_Turn]] = [[]] * mpu.get_data_parallel_world_size()
+            dist.all_gather_object(ranks, self._local, group=mpu.get_data_parallel_group())
+            self._global = [turn for rank in ranks for turn in rank]
+            return prepared
+        iterator = prepared[0] if isinstance(prepared, tuple) else prepared  # a tuple from 0.17 on
+        iterator.iterable = self._numbered(iterator.iterable)
+        return prepared
+
+    def note(self, stock: Callable[..., Any], **given: Any) -> Any:
+        """Run ``prepare_trajectories``, which gets this rank's rollouts."""
+        self._local = [
+            self._of[id(rollout)] for rollout in given["rollouts"] for _ in rollout.trajectory
+        ]
+        return stock(**given)
+
+    def _numbered(self, batches: Iterator[Any]) -> Iterator[_Batch]:
+        """Give each batch the turns of its rows; the batches repeat in order."""
+        turns, position = list(self._local), 0
+        for fields in batches:
+            batch = _Batch(fields)
+            count = len(fields[0])
+            batch.turns = turns[position : position + count]
+            position = (position + count) % len(turns)
+            yield batch
+
+    def of_entries(self, data: Any) -> list[_Turn]:
+        """Return the turn of each row of a batch."""
+        if not isinstance(data, _Batch):
+            raise ContractError(
+                f"got a {type(data).__name__} from the data iterator, expected a batch of "
+                "prepare_data_for_update's: which rollouts its rows belong to is not known"
+            )
+        return data.turns
+
+    def of_packed(self, rows: Sequence[int]) -> list[_Turn]:
+        """Return the turn of each row of a bin, by its index over all ranks."""
+        return [self._global[row] for row in rows]
+
+
+class _Batch(list[Any]):
+    """A batch that knows the turns of its rows; Megatron-LM unpacks it as the list it is."""
+
+    turns: list[_Turn]
+
+
+def _wrapped(stock: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
+    """Call ``around(stock, ...)`` with every argument by name."""
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return around(stock, **signature.bind(*args, **kwargs).arguments)
+
+    return run

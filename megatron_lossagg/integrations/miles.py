@@ -1,0 +1,239 @@
+"""Every mode in an unmodified miles on Megatron, by arguments alone.
+
+**All of the loss.** The weights travel with the data, for the policy loss, entropy, KL, a
+critic's value loss and logged metrics alike. A file for ``--custom-config-path``::
+
+    loss_aggregation: token_mean
+    custom_convert_samples_to_train_data_path: megatron_lossagg.integrations.miles.carry_weights
+    custom_megatron_init_path: megatron_lossagg.integrations.miles.check
+
+**The policy loss alone**, Dr.GRPO's constant, by one flag, on FSDP too::
+
+    --custom-pg-loss-reducer-function-path megatron_lossagg.integrations.miles.constant_40960
+
+``docs/integrations/miles.md`` has both, and what is refused. Source: miles 31f1ca96
+``convert_samples_to_train_data``, ``build_dp_schedule``, ``loss_function``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.errors import ContractError, PlanError
+from megatron_lossagg.flags import empty_step_from_args
+from megatron_lossagg.integrations._carry import (
+    REDUCER,
+    Host,
+    HostStep,
+    check_set_up,
+    denominators,
+    is_ours,
+    log_carried,
+    log_set_up,
+)
+from megatron_lossagg.integrations._hub import (
+    HubFactory,
+    constant_from_args,
+    factory_named,
+    refuse_bshd,
+)
+
+__all__ = ["carry_weights", "check", "constant_from_args", "with_weights"]
+
+_HOST = Host(
+    name="miles",
+    module="megatron_lossagg.integrations.miles",
+    carry_argument="custom_convert_samples_to_train_data_path",
+    about_flags="miles knows none of our flags on its command line",
+)
+
+
+def __getattr__(name: str) -> HubFactory:
+    """Return the reducer factory ``constant_<L>``; the same name gives the same factory."""
+    return factory_named(name, __name__)
+
+
+def check(args: Any) -> None:
+    """Refuse a wrong set-up at startup; for ``--custom-megatron-init-path``.
+
+    Finds misspelled arguments of a file, hooks that contradict each other or are missing, and
+    what :func:`carry_weights` refuses. Logs on rank 0 what it saw: nothing is carried yet. No
+    collective.
+    """
+    aggregation = check_set_up(args, _HOST)
+    if is_ours(getattr(args, REDUCER, None)):
+        refuse_bshd(args, getattr(args, "context_parallel_size", 1))
+    conversion = getattr(args, _HOST.carry_argument, None)
+    if aggregation is not None and conversion:
+        _check_miles(args, aggregation)
+    log_set_up(args, _HOST, aggregation)
+    if aggregation is not None and conversion and not is_ours(conversion):
+        logging.getLogger(__name__).warning(
+            "%s %s runs in miles' rollout manager, where nothing can check that it ends with "
+            "with_weights: without it miles trains its own mean. Look for 'megatron_lossagg "
+            "trains' in the rollout manager's log",
+            _HOST.carry_argument,
+            conversion,
+        )
+
+
+def carry_weights(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
+    """Convert samples as miles does, with ``rollout_mask_sums`` = d_s = 1 / (w_s G).
+
+    For ``--custom-convert-samples-to-train-data-path``. miles calls it in its rollout manager
+    with the whole rollout batch. A function of your own there ends with :func:`with_weights`.
+    No collective. Raises :class:`PlanError` and what :func:`check` raises.
+    """
+    _checked(args)  # before the host's own conversion, whose errors would hide ours
+    conversion = importlib.import_module("miles.ray.rollout.train_data_conversion")
+    load_function = importlib.import_module("miles.utils.misc").load_function
+    data: dict[str, Any] = conversion.convert_samples_to_train_data(
+        args,
+        samples,
+        metadata={},  # of multi-LoRA and dynamic global batch size, which are refused
+        custom_convert_samples_to_train_data_func=None,
+        custom_reward_post_process_func=load_function(args.custom_reward_post_process_path),
+    )
+    return with_weights(args, samples, data)
+
+
+def with_weights(args: Any, samples: Sequence[Any], data: dict[str, Any]) -> dict[str, Any]:
+    """Overwrite ``rollout_mask_sums`` of converted data, one number per sample; returns it.
+
+    Reads ``loss_masks`` and ``rollout_ids`` of ``data``, and for ``prompt_mean`` the samples'
+    ``group_index``. Steps are as miles makes them: rollout ids in first-seen order, cut by
+    ``global_batch_size`` (G). Samples that miles drops keep what they have.
+    """
+    aggregation = _checked(args)
+    masks = data["loss_masks"]
+    prompt = _prompts(samples, len(masks)) if aggregation.mode == "prompt_mean" else None
+    steps = _steps(args, data)
+    in_a_step = {row for step in steps for row in step.rows}
+    denominator_S = denominators(
+        aggregation,
+        steps,
+        active_tokens=[_active_tokens(row, mask) for row, mask in enumerate(masks)],
+        sample=[int(rollout) for rollout in data["rollout_ids"]],
+        prompt=prompt,
+        dropped=[row for row in range(len(masks)) if row not in in_a_step],
+        empty_step=empty_step_from_args(args),
+    )
+    host_S = data.get("rollout_mask_sums") or [1.0] * len(masks)  # of rows that miles drops
+    data["rollout_mask_sums"] = np.where(np.isnan(denominator_S), host_S, denominator_S).tolist()
+    log_carried(_HOST, aggregation)
+    return data
+
+
+def _checked(args: Any) -> Aggregation:
+    aggregation = check_set_up(args, _HOST, is_carried=True)
+    assert aggregation is not None
+    _check_miles(args, aggregation)
+    return aggregation
+
+
+def _check_miles(args: Any, aggregation: Aggregation) -> None:
+    """Refuse by name what the denominators do not reach, or reach wrongly."""
+    if aggregation.mode == "microbatch_token_mean":
+        raise ContractError(
+            f"got {aggregation}, expected a mode of the whole step: miles makes its microbatches "
+            "after this hook. Choose token_mean"
+        )
+    store = getattr(args, "object_store_backend", "ray")
+    reasons = {
+        "--train-backend fsdp": (
+            getattr(args, "train_backend", "megatron") != "megatron",
+            "its FSDP actor does not hand rollout_mask_sums to the loss: use --train-backend "
+            "megatron, or constant_<L> for the policy loss alone",
+        ),
+        f"--object-store-backend {store}": (
+            store != "ray",
+            "it stores rollout_mask_sums as int64 and would cut off the fractions: use "
+            "--object-store-backend ray",
+        ),
+        "--use-dynamic-global-batch-size": (
+            getattr(args, "use_dynamic_global_batch_size", False),
+            "the step's size does not reach this hook: set --global-batch-size and drop that flag",
+        ),
+        "--multi-lora": (
+            getattr(args, "multi_lora", False),
+            "it divides by no step's rollouts but per adapter, later: drop one of them",
+        ),
+        "independent data parallelism (indep_dp)": (
+            getattr(args, "indep_dp", False),
+            "it was not run with carried weights: drop train from --ft-components",
+        ),
+    }
+    for what, (is_set, reason) in reasons.items():
+        if is_set:
+            raise ContractError(f"got {what} with carried weights, expected none: {reason}")
+
+
+def _steps(args: Any, data: dict[str, Any]) -> list[HostStep]:
+    """Cut rollouts into steps as ``build_dp_schedule`` does, or samples as the legacy split."""
+    rows_of_rollout: dict[int, list[int]] = {}
+    for row, rollout in enumerate(data["rollout_ids"]):
+        rows_of_rollout.setdefault(int(rollout), []).append(row)
+    rollouts, size = list(rows_of_rollout.values()), int(args.global_batch_size)
+    if len(rollouts) < size:
+        raise PlanError(
+            f"got {len(rollouts)} rollouts, expected at least the {size} of a step: lower "
+            "--global-batch-size or generate more rollouts"
+        )
+    num_full = len(rollouts) // size
+    sizes = [size] * num_full
+    is_late = getattr(args, "delay_split_train_data_by_dp", False)
+    if is_late or "multimodal_train_inputs" in data:  # the trainer splits, and counts samples
+        _check_legacy_split(args, rollouts, size)
+    elif getattr(args, "allow_partial_train_step", False) and args.use_dynamic_batch_size:
+        sizes += [len(rollouts) % size] * (len(rollouts) % size > 0)
+    bounds = np.cumsum([0, *sizes]).tolist()
+    return [
+        HostStep(
+            rows=[row for rollout in rollouts[first:last] for row in rollout], rollouts=last - first
+        )
+        for first, last in itertools.pairwise(bounds)
+    ]
+
+
+def _check_legacy_split(args: Any, rollouts: Sequence[Sequence[int]], size: int) -> None:
+    num_steps = len(rollouts) // size
+    num_samples = sum(len(rows) for rows in rollouts)
+    is_mixed = num_steps > 1 and getattr(args, "balance_data", False)
+    if num_samples > len(rollouts) or len(rollouts) % size or is_mixed:
+        raise ContractError(
+            f"got multimodal inputs or --delay-split-train-data-by-dp with {num_samples} samples "
+            f"of {len(rollouts)} rollouts in {num_steps} steps of {size}, expected one sample per "
+            "rollout and full steps in order, since miles then splits samples, not rollouts: train "
+            "one step per rollout batch, or drop --balance-data"
+        )
+
+
+def _active_tokens(row: int, mask: Sequence[int]) -> int:
+    if not {*mask} <= {0, 1}:
+        raise PlanError(
+            f"got a loss_mask of sample {row} with values {sorted({*mask})[:4]}, expected 0 and 1: "
+            "make loss_mask of each Sample 0 or 1"
+        )
+    return int(sum(mask))
+
+
+def _prompts(samples: Sequence[Any], num_rows: int) -> list[int]:
+    if len(samples) != num_rows:
+        raise PlanError(
+            f"got {len(samples)} samples converted to {num_rows} rows, expected one row each: pass "
+            "with_weights the samples that were converted, in their order"
+        )
+    ids = [sample.group_index for sample in samples]
+    if None in ids:
+        raise PlanError(
+            f"got no group_index for sample {ids.index(None)}, expected the prompt of every sample "
+            "for prompt_mean: set Sample.group_index in your data source"
+        )
+    return [int(group) for group in ids]

@@ -1,0 +1,289 @@
+"""token_mean, sample_mean, constant and sums in an unmodified NeMo-RL, in your own ``run_grpo.py``.
+
+``setup`` returns the loss function, ``grpo_train`` takes it; between them::
+
+    loss_fn = aggregated(loss_fn, Aggregation("constant", divisor=40960))
+
+NeMo-RL divides by its own counts in the loss function, so that shares add up::
+
+    loss = sum_s w_s sum_t m_t x_t
+
+The wrapped loss function is called row by row, as NeMo-RL's own wrapper for packed sequences
+does, and each row's loss is multiplied by its count and by w_s. Metrics keep their normalizers.
+Afterwards NeMo-RL divides by CP and multiplies by M / CP, Megatron multiplies by CP / M, DDP
+sums, and finalize divides by nothing. Every context-parallel rank has whole rows. MoE and MTP
+losses are scaled by NeMo-RL itself, by 1 / N; nothing here touches them.
+
+A row whose ``sample_mask`` is 0 is in none of NeMo-RL's counts, and in none of ours; give
+``samples_per_step`` to count such rows too. A mask that is not 0 or 1 is refused. Sources:
+NeMo-RL 7ea279ab ``ClippedPGLossFn``, ``SequencePackingLossWrapper``, ``LossPostProcessor``,
+``get_global_batch``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.counts import Sequences, StepTotals
+from megatron_lossagg.errors import AggregationError, ContractError, PlanError
+from megatron_lossagg.integers import is_integer
+from megatron_lossagg.plan import plan_step
+
+__all__ = ["AggregatedLoss", "aggregated"]
+
+_MODES = ("token_mean", "sample_mean", "constant", "sample_sum", "token_sum")
+_EPSILON = 1e-8
+"""What NeMo-RL's ``masked_mean`` adds to a divisor."""
+_LIKE_THE_LOSS = ("loss", "kl_penalty")
+"""Metrics that NeMo-RL aggregates like the gradient."""
+
+
+def aggregated(
+    loss_fn: Any,
+    aggregation: Aggregation,
+    *,
+    samples_per_step: int | None = None,
+    weights_in_data: bool = False,
+) -> AggregatedLoss:
+    """Wrap NeMo-RL's ``ClippedPGLossFn`` for ``grpo_train``.
+
+    ``weights_in_data``: the patch ``docs/integrations/patches/nemo-rl-prompt-mean.patch`` is
+    applied, so
+    that the trainer calls :meth:`AggregatedLoss.weights_of`; prompt_mean needs it.
+    ``samples_per_step``: B, where rows with ``sample_mask`` 0 are to count as well:
+    ``policy.train_global_batch_size``. Raises :class:`AggregationError` for a mode or an option of
+    the loss that cannot be aggregated here.
+    """
+    if aggregation.mode not in _MODES and not (
+        weights_in_data and aggregation.mode == "prompt_mean"
+    ):
+        hint = (
+            "apply docs/integrations/patches/nemo-rl-prompt-mean.patch and pass weights_in_data=True, or "  # noqa: E501
+        ) * (aggregation.mode == "prompt_mean")
+        raise AggregationError(
+            f"got {aggregation}, and NeMo-RL gives a loss function no prompts and no microbatches: "
+            f"{hint}choose one of {', '.join(_MODES)}"
+        )
+    if samples_per_step is not None and not (
+        aggregation.count_empty and is_integer(samples_per_step, lowest=1)
+    ):
+        raise AggregationError(
+            f"got samples_per_step {samples_per_step!r} with {aggregation}, expected an integer "
+            "from 1, and empty samples counted: drop samples_per_step or count_empty=False"
+        )
+    if not hasattr(loss_fn, "loss_type") or not hasattr(loss_fn, "metric_normalizations"):
+        raise AggregationError(
+            f"got a loss function {type(loss_fn).__name__}, expected NeMo-RL's ClippedPGLossFn: "
+            "wrap what setup() returns"
+        )
+    if getattr(loss_fn, "positive_example_nll_weight", 0):
+        raise AggregationError(
+            "positive_example_nll_weight adds a mean over each microbatch's correct samples, which "
+            "no weights of the step can be: set loss_fn.positive_example_nll_weight to 0"
+        )
+    return AggregatedLoss(loss_fn, aggregation, samples_per_step, weights_in_data)
+
+
+@dataclass(eq=False)
+class AggregatedLoss:
+    """A NeMo-RL ``LossFunction``: another one's per-row losses under our weights."""
+
+    loss_fn: Any
+    aggregation: Aggregation
+    samples_per_step: int | None = None
+    weights_in_data: bool = False
+
+    @property
+    def loss_type(self) -> Any:
+        """The wrapped loss's; NeMo-RL asks for ``token_mask`` by it."""
+        return self.loss_fn.loss_type
+
+    @property
+    def input_type(self) -> Any:
+        """The wrapped loss's: what NeMo-RL prepares for it."""
+        return self.loss_fn.input_type
+
+    @property
+    def metric_normalizations(self) -> Any:
+        """The wrapped loss's."""
+        return self.loss_fn.metric_normalizations
+
+    @property
+    def use_fused_linear_logprobs(self) -> bool:
+        """The wrapped loss's."""
+        return bool(getattr(self.loss_fn, "use_fused_linear_logprobs", False))
+
+    @property
+    def reference_policy_kl_penalty(self) -> float:
+        """The wrapped loss's: NeMo-RL prepares unfiltered log-probabilities for KL by it."""
+        return float(getattr(self.loss_fn, "reference_policy_kl_penalty", 0.0))
+
+    def __call__(
+        self,
+        next_token_logprobs: Tensor,
+        data: Any,
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+        **arguments: Any,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Return this microbatch's share and its metrics.
+
+        ``next_token_logprobs``: ``[b, s - 1]``, whole rows; the fields of ``data`` have a row
+        dimension of b. ``global_valid_seqs``, ``global_valid_toks``: counts of the step, B without
+        the rows whose ``sample_mask`` is 0, and N. No collective; host syncs for masks and counts,
+        and those of the wrapped loss per row. Raises :class:`PlanError` on this rank alone for a
+        mask that is not 0 or 1.
+        """
+        n_b, sample_mask = _counts_of(data)
+        if self.weights_in_data:
+            if "loss_weights" not in data:
+                raise ContractError(
+                    "weights_in_data=True, and the batch has no loss_weights: apply "
+                    "docs/integrations/patches/nemo-rl-prompt-mean.patch to NeMo-RL"
+                )
+            weight_b = [float(weight) for weight in data["loss_weights"]]
+        else:
+            weight_b = self._weights(n_b, sample_mask, global_valid_seqs, global_valid_toks)
+        losses: list[Tensor] = []
+        metrics: dict[str, Any] = {}
+        for row, weight in enumerate(weight_b):
+            row_loss, of_row = self.loss_fn(
+                next_token_logprobs[row : row + 1],
+                data=_row_of(data, row, len(n_b)),
+                global_valid_seqs=global_valid_seqs,
+                global_valid_toks=global_valid_toks,
+                **arguments,
+            )
+            factor = weight * self._divisor(n_b[row], global_valid_seqs, global_valid_toks)
+            losses.append(row_loss * factor)
+            for name in _LIKE_THE_LOSS:
+                of_row[name] = float(of_row[name] * factor)
+            _add(metrics, of_row)
+        return torch.stack(losses).sum() if losses else next_token_logprobs.sum(), metrics
+
+    def weights_of(self, data: Any, *, rows_per_step: int, samples_per_prompt: int) -> Tensor:
+        """Plan all steps of a batch in the trainer; returns w_s, float64 ``[rows]``.
+
+        ``data``: the whole batch, each prompt's samples together, each ``rows_per_step`` rows one
+        optimizer step. Rows whose ``sample_mask`` is 0 are in no count. No collective. Raises
+        :class:`PlanError` for a mask that is not 0 or 1 and, under ``prompt_mean``, for a batch
+        whose prompts are not whole in their step.
+        """
+        n_S, sample_mask = _counts_of(data)
+        n_S = n_S.to("cpu", torch.int64)
+        if self.aggregation.mode == "prompt_mean":
+            _check_prompts(len(n_S), rows_per_step, samples_per_prompt)
+        prompt_S = torch.arange(len(n_S)) // samples_per_prompt
+        weight_S = torch.zeros(len(n_S), dtype=torch.float64)
+        for start in range(0, len(n_S), rows_per_step):
+            rows = torch.arange(start, min(start + rows_per_step, len(n_S)))
+            rows = rows[(sample_mask.cpu() != 0)[rows]]
+            counts = Sequences(active_tokens=n_S[rows], prompt=prompt_S[rows])
+            weight_S[rows] = plan_step(self.aggregation, counts).weights
+        return weight_S
+
+    def _weights(
+        self, n_b: Tensor, sample_mask: Tensor, valid_seqs: Tensor, valid_toks: Tensor
+    ) -> list[float]:
+        """Plan one microbatch from NeMo-RL's counts of the step; w_s, 0 where sample_mask is."""
+        samples = _count("global_valid_seqs", valid_seqs)
+        tokens = _count("global_valid_toks", valid_toks)
+        if self.samples_per_step is not None:
+            if samples > self.samples_per_step:
+                raise PlanError(
+                    f"NeMo-RL counts {samples} samples in the step, and samples_per_step is "
+                    f"{self.samples_per_step}: give policy.train_global_batch_size"
+                )
+            samples = self.samples_per_step
+        masked = int(((sample_mask != 0) & (n_b == 0)).sum())
+        if masked and not self.aggregation.count_empty:
+            raise PlanError(
+                f"{masked} rows have sample_mask 1 and no active tokens: NeMo-RL counts them, and "
+                f"{self.aggregation} does not. Set their sample_mask to 0 (loss_multiplier), or "
+                "count empty samples"
+            )
+        is_row_b = (sample_mask != 0).cpu()
+        weight_b = torch.zeros(len(n_b), dtype=torch.float64)
+        try:
+            plan = plan_step(
+                self.aggregation,
+                Sequences(active_tokens=n_b.to("cpu", torch.int64)[is_row_b]),
+                totals=StepTotals(active_tokens=tokens, samples=samples, active_samples=samples),
+            )
+        except PlanError as error:
+            raise ContractError(
+                f"{error}. NeMo-RL's split training steps pass 1 for the step's counts and divide "
+                "after the loss: train with grpo_train's own steps"
+            ) from error
+        weight_b[is_row_b] = plan.weights
+        return [float(weight) for weight in weight_b]
+
+    def _divisor(self, n: Tensor, valid_seqs: Tensor, valid_toks: Tensor) -> float:
+        """What the wrapped loss has divided a row's sum by."""
+        if self.loss_fn.loss_type.value == "token_level":
+            return float(valid_toks + _EPSILON)
+        return float((n + _EPSILON) * (valid_seqs + _EPSILON))
+
+
+def _counts_of(data: Any) -> tuple[Tensor, Tensor]:
+    """Count each row's active tokens, 0 where ``sample_mask`` is; one host sync for each mask."""
+    token_mask, sample_mask = data["token_mask"][:, 1:], data["sample_mask"]
+    remedies = {"token_mask": "token_loss_mask", "sample_mask": "loss_multiplier"}
+    for (name, source), mask in zip(remedies.items(), (token_mask, sample_mask), strict=True):
+        if bool(((mask != 0) & (mask != 1)).any()):
+            raise PlanError(
+                f"got {name} with values other than 0 and 1, expected a 0/1 mask: counts are "
+                f"integers. Make {source} 0 or 1, and scale advantages to weigh a sample"
+            )
+    return (token_mask * sample_mask[:, None]).sum(-1), sample_mask
+
+
+def _count(name: str, value: Tensor) -> int:
+    """Read one of NeMo-RL's counts of the step; one host sync."""
+    count = float(value)
+    if count != int(count):
+        raise PlanError(
+            f"got {name} {count:g}, expected an integer, the sum of 0/1 masks: make "
+            "loss_multiplier of each sample 0 or 1"
+        )
+    return int(count)
+
+
+def _check_prompts(num_rows: int, rows_per_step: int, samples_per_prompt: int) -> None:
+    """Refuse a batch in which a prompt is cut short, or continues in the next optimizer step."""
+    cut = num_rows % samples_per_prompt
+    if cut or (num_rows > rows_per_step and rows_per_step % samples_per_prompt):
+        raise PlanError(
+            f"got {num_rows} rows in optimizer steps of {rows_per_step} with {samples_per_prompt} "
+            "samples per prompt, expected whole prompts in each step: make "
+            "policy.train_global_batch_size a multiple of grpo.num_generations_per_prompt"
+        )
+
+
+def _row_of(data: Any, row: int, num_rows: int) -> Any:
+    if num_rows == 1:
+        return data
+    if hasattr(data, "slice"):
+        return data.slice(row, row + 1)
+    return {
+        name: value[row : row + 1] if isinstance(value, Tensor) and value.dim() else value
+        for name, value in data.items()
+    }
+
+
+def _add(metrics: dict[str, Any], of_row: dict[str, Any]) -> None:
+    """Combine a row's metrics: extrema by name, as NeMo-RL does; all others are sums."""
+    for name, value in of_row.items():
+        if name not in metrics:
+            metrics[name] = value
+        elif name.endswith("_min"):
+            metrics[name] = min(metrics[name], value)
+        elif name.endswith("_max"):
+            metrics[name] = max(metrics[name], value)
+        else:
+            metrics[name] = metrics[name] + value

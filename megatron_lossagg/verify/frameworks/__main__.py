@@ -1,0 +1,68 @@
+"""Run a host's checks: ``python -m megatron_lossagg.verify.frameworks HOST FILE AGGREGATION``.
+
+FILE gets one JSON line per check as it ends; hosts print to standard output. AGGREGATION: JSON
+of the configured one, for a host that is run as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.verify.frameworks import (
+    bridge,
+    megatron_lm,
+    miles,
+    nemo_rl,
+    skyrl,
+    slime,
+    verl,
+)
+from megatron_lossagg.verify.frameworks.outcome import Outcome, ended_by, outcome_of
+from megatron_lossagg.verify.frameworks.step import Check
+
+CHECKS: Mapping[str, Callable[[Aggregation], list[Check]]] = {
+    "verl": lambda _: verl.checks(),
+    "skyrl": lambda _: skyrl.checks(),
+    "nemo-rl": lambda _: nemo_rl.checks(),
+    "megatron-lm": megatron_lm.checks,
+    "bridge": bridge.checks,
+    "slime": lambda _: slime.checks(),
+    "miles": lambda _: miles.checks(),
+}
+
+
+def main(host: str, file: str, aggregation: str) -> None:
+    """Run the checks of a host and write their outcomes."""
+    signal.signal(signal.SIGTERM, _exit)  # so that what was launched is ended
+
+    def write(outcome: Outcome) -> None:
+        with Path(file).open("a") as out:
+            out.write(json.dumps(asdict(outcome)) + "\n")
+
+    def load() -> list[Check]:
+        return CHECKS[host](Aggregation(**json.loads(aggregation)))
+
+    try:
+        checks = load()
+    except (Exception, SystemExit) as error:
+        write(ended_by(error, f"import of {host}", host=host, load=load))
+        return
+    for check in checks:
+        write(outcome_of(check, host=host))
+
+
+def _exit(*_: Any) -> None:
+    """Raise what no check catches, once: ending what was launched is not interrupted."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

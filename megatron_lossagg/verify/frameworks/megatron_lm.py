@@ -1,0 +1,175 @@
+"""Megatron-LM: the user's own ``pretrain_gpt.py`` with an aggregation, in three layouts.
+
+A small model, mock data, three steps on the CPU. On one process every step is also computed by the
+oracle, each entry of the batch through the model by itself; the other layouts must train the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from functools import cache, partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import megatron_lossagg.cpu as cpu
+from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.errors import LossAggregationError
+from megatron_lossagg.verify.frameworks.step import (
+    Check,
+    Comparison,
+    HostError,
+    NotRunError,
+    over,
+    relative_error,
+)
+
+__all__ = ["checks"]
+
+_LAYOUTS: Mapping[str, tuple[int, tuple[str, ...]]] = {
+    "DP 1": (1, ()),
+    "DP 2": (2, ()),
+    "CP 2": (2, ("--context-parallel-size", "2")),
+}
+"""Processes and options."""
+_STEPS = 3
+_OPTIONS = shlex.split(
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 4 "
+    f"--train-iters {_STEPS} --lr 1e-3 --lr-decay-style constant --split 90,5,5 --eval-iters 1 "
+    "--eval-interval 100 --log-interval 1 --transformer-impl local --distributed-backend gloo "
+    "--no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion "
+    "--attention-dropout 0 --hidden-dropout 0 --num-workers 0 "
+    "--untie-embeddings-and-output-weights "
+    "--tokenizer-type NullTokenizer --vocab-size 250 --mock-data --eod-mask-loss"
+)
+_TIMEOUT = 180.0
+
+
+def checks(aggregation: Aggregation) -> list[Check]:
+    """List the checks, one per layout; finds the script beside ``megatron/``."""
+    script = _script()
+    if aggregation.mode == "prompt_mean":
+        raise NotRunError(
+            "pretrain_gpt.py has no prompts, expected a mode without them: choose another "
+            "--loss-aggregation"
+        )
+
+    @cache
+    def ran(layout: str) -> list[dict[str, float]] | LossAggregationError:
+        try:
+            return _run(script, aggregation, layout)
+        except (HostError, NotRunError) as error:
+            return error
+
+    def steps(layout: str) -> list[dict[str, float]]:
+        events = ran(layout)
+        if isinstance(events, LossAggregationError):
+            raise events
+        return events
+
+    def compare(layout: str) -> Comparison:
+        wanted = [event for event in steps("DP 1") if "wanted_loss" in event]
+        got = [event for event in steps(layout) if "loss" in event]
+        if not len(got) == len(wanted) == _STEPS:
+            raise HostError(f"got {len(got)} training steps in {layout}, expected {_STEPS}")
+        return _worst(got, wanted)
+
+    return [
+        Check(
+            name=f"pretrain_gpt.py, {aggregation.mode}, {layout}, {_STEPS} steps",
+            function="megatron.training.training.train_step",
+            compare=partial(compare, layout),
+            gradient="norm of the gradient",
+        )
+        for layout in _LAYOUTS
+    ]
+
+
+def _script() -> Path:
+    spec = find_spec("megatron.training")
+    folders = [] if spec is None else list(spec.submodule_search_locations or [])
+    scripts = [Path(folder).parent.parent / "pretrain_gpt.py" for folder in folders]
+    for script in scripts:
+        if script.is_file():
+            return script
+    raise NotRunError(
+        f"got no {' or '.join(map(str, scripts)) or 'megatron.training'}, expected the script of a "
+        "Megatron-LM checkout: put its folder on PYTHONPATH"
+    )
+
+
+def _run(script: Path, aggregation: Aggregation | None, layout: str) -> list[dict[str, float]]:
+    """Run the script in a layout, stock without an aggregation; return what its last rank wrote.
+
+    Raises :class:`NotRunError` where the stock script fails too, else :class:`HostError`.
+    """
+    processes, more = _LAYOUTS[layout]
+    flags, keywords = [], None
+    if aggregation is not None:
+        flags = _flags(aggregation)
+        if processes == 1:
+            names = ("mode", "divisor", "count_empty")
+            keywords = {name: getattr(aggregation, name) for name in names}
+    wanted = json.dumps(keywords)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "steps.jsonl"
+        module = f"{__package__}.megatron_lm_rank"
+        command = ["-m", module, str(file), wanted, str(script), *_OPTIONS, *flags, *more]
+        path = os.pathsep.join([str(script.parent), os.environ.get("PYTHONPATH", "")])
+        try:
+            done = cpu.launch(
+                command, processes=processes, timeout=_TIMEOUT, env={"PYTHONPATH": path}
+            )
+        except subprocess.TimeoutExpired as expired:
+            raise NotRunError(
+                f"{script} did not end within {expired.timeout:.0f} s in the layout {layout}: run "
+                "it by itself with lossagg run --cpu"
+            ) from expired
+        if done.returncode:
+            error = _first_error(done.stderr)
+            if aggregation is None:
+                raise NotRunError(
+                    f"{script} fails in the layout {layout} without an aggregation too: {error}. "
+                    "Run it by itself with lossagg run --cpu"
+                )
+            _run(script, None, layout)
+            raise HostError(f"{script} fails in the layout {layout}, where it runs stock: {error}")
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [json.loads(line) for line in lines]
+
+
+def _flags(aggregation: Aggregation) -> list[str]:
+    flags = ["--loss-aggregation", aggregation.mode]
+    if aggregation.divisor is not None:
+        flags += ["--loss-aggregation-divisor", repr(aggregation.divisor)]
+    if not aggregation.count_empty:
+        flags += ["--no-loss-aggregation-count-empty"]
+    return flags
+
+
+def _first_error(text: str) -> str:
+    """Return the first error that a rank printed."""
+    lines = [line.rpartition("]: ")[2] for line in text.splitlines()]
+    kinds = ("Error", "Exit", "lossagg")  # the last: what the command itself refuses
+    errors = [line for line in lines if line.partition(":")[0].endswith(kinds)]
+    return (errors or lines or ["nothing printed"])[0]
+
+
+def _worst(got: list[dict[str, float]], wanted: list[dict[str, float]]) -> Comparison:
+    """Compare step by step; return the step that differs most."""
+    comparisons = [
+        Comparison(
+            got=one["loss"],
+            wanted=other["wanted_loss"],
+            loss_error=relative_error(one["loss"], other["wanted_loss"]),
+            gradient_error=relative_error(one["grad_norm"], other["wanted_grad_norm"]),
+            factor=over(one["grad_norm"], other["wanted_grad_norm"]),
+        )
+        for one, other in zip(got, wanted, strict=True)
+    ]
+    return max(comparisons, key=lambda found: max(found.loss_error, found.gradient_error))

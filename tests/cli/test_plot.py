@@ -1,0 +1,384 @@
+"""``lossagg plot``: its shares are the oracle's, and what it writes has them."""
+
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_lossagg.cli.main import main
+from megatron_lossagg.cli.rollouts import Rollouts, RolloutsError, Step
+from megatron_lossagg.cli.shares import read_buckets, shares_of
+from megatron_lossagg.cli.shares_page import page
+from megatron_lossagg.verify import oracle
+
+RECORDED = Path(__file__).parents[2] / "examples" / "drgrpo" / "data" / "rollouts.jsonl"
+MODES = [
+    "token_mean", "sample_mean", "prompt_mean", "constant", "sample_sum", "token_sum",
+    "microbatch_token_mean",
+]  # fmt: skip
+M, DP = 2, 3
+
+
+def step(active_tokens, prompt, sample=None):
+    ids = [np.array(ids) if ids is not None else None for ids in (prompt, sample)]
+    return Step(active_tokens=np.array(active_tokens), prompt=ids[0], sample=ids[1])
+
+
+STEPS = (
+    step([3, 9, 40, 1, 0, 12, 3, 700, 20, 9], [0, 0, 1, 1, 1, 0, 2, 2, 2, 2]),
+    step([5, 0, 8, 16, 33, 2, 2, 1], [0, 0, 0, 1, 1, 1, 1, 1]),
+)
+SPLIT = (
+    step([3, 9, 40, 1, 0, 12, 3], [0, 0, 1, 1, 1, 0, 2], [0, 0, 1, 2, 2, 3, 4]),
+    step([5, 0, 8], [0, 0, 0], [0, 1, 0]),
+)
+"""Samples that are several rows."""
+
+
+def rollouts(steps):
+    return Rollouts(steps=steps, masked_steps=0, unit="token", caveat="", source="a list")
+
+
+def shares(steps, highs=None):
+    return shares_of(rollouts(steps), microbatches=M, dp=DP, highs=highs)
+
+
+def oracle_share(mode, of_step, low, high):
+    """Divide the oracle's loss where only tokens of samples of low to high tokens have a loss."""
+    sample = range(len(of_step.active_tokens)) if of_step.sample is None else of_step.sample
+    slots = [(r, m) for m in range(M) for r in range(DP)]
+    n_b = {}
+    for s, n in zip(sample, of_step.active_tokens, strict=True):
+        n_b[int(s)] = n_b.get(int(s), 0) + int(n)
+
+    def loss(value):
+        rows = [
+            {
+                "x": [torch.tensor(value(n_b[int(s)]), dtype=torch.float64)] * max(int(n), 1),
+                "counted": [1] * int(n) or [0],
+                "trained": [1] * int(n) or [0],
+                "sample": int(s),
+                "prompt": int(p),
+                "microbatch": slots[i % len(slots)],
+            }
+            for i, (s, p, n) in enumerate(
+                zip(sample, of_step.prompt, of_step.active_tokens, strict=True)
+            )
+        ]
+        divisor = 7.0 if mode in ("constant", "token_sum") else None
+        return float(oracle.step_loss(mode, rows, divisor=divisor, microbatches=[M] * DP))
+
+    return loss(lambda n: float(low <= n <= high)) / loss(lambda n: 1.0)
+
+
+@pytest.mark.parametrize("steps", [STEPS, SPLIT], ids=["rows", "split samples"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_share_is_the_mean_over_the_steps_of_the_oracles(mode, steps):
+    for bucket in shares(steps, highs=[3, 10, 30, 1000]).buckets:
+        of_steps = [oracle_share(mode, s, bucket.low, bucket.high) for s in steps]
+        assert bucket.weight[mode] == pytest.approx(sum(of_steps) / len(steps), abs=1e-12)
+
+
+@pytest.mark.parametrize("highs", [None, [10, 30]])
+@pytest.mark.parametrize("steps", [STEPS, SPLIT, STEPS[:1]])
+def test_every_share_adds_up_to_1(steps, highs):
+    buckets = shares(steps, highs).buckets
+    for mode in MODES:
+        assert sum(bucket.weight[mode] for bucket in buckets) == pytest.approx(1, rel=1e-12)
+    assert sum(bucket.responses for bucket in buckets) == pytest.approx(1, rel=1e-12)
+    assert sum(bucket.tokens for bucket in buckets) == pytest.approx(1, rel=1e-12)
+
+
+def test_sample_mean_follows_the_responses_and_token_mean_the_tokens():
+    """Of samples with several rows too."""
+    for bucket in shares(SPLIT, [4, 12, 60]).buckets:
+        assert bucket.weight["sample_mean"] == pytest.approx(bucket.responses, abs=1e-12)
+        assert bucket.weight["token_mean"] == pytest.approx(bucket.tokens, abs=1e-12)
+
+
+def test_shares_by_hand():
+    """Lengths 1 and 9 to one prompt, 10 to another: tokens 1/20, 19/20."""
+    low, high = shares((step([1, 9, 10], [0, 0, 1]),), [1, 10]).buckets
+    assert (low.num, high.num) == (1, 2)
+    assert low.weight["token_mean"] == pytest.approx(1 / 20)
+    assert low.weight["sample_mean"] == pytest.approx(1 / 3)
+    assert low.weight["prompt_mean"] == pytest.approx(1 / 2 * 1 / 10)
+    assert high.weight["prompt_mean"] == pytest.approx(1 / 2 * 9 / 10 + 1 / 2)
+
+
+def test_modes_with_equal_shares_are_one_group():
+    assert shares(STEPS).groups == (
+        ("token_mean", "constant", "sample_sum", "token_sum"),
+        ("sample_mean",),
+        ("prompt_mean",),
+        ("microbatch_token_mean",),
+    )
+    alike = shares((step([5, 5, 5, 5, 5, 5], [0, 0, 1, 1, 2, 2]),), [4, 6])
+    assert len(alike.groups) == 1
+    assert alike.finding.startswith("Every mode has the same shares")
+
+
+def test_the_finding_is_about_the_longest_quarter_at_most():
+    found = shares((step([10, 10, 10, 20, 20, 20, 100], [0, 0, 0, 0, 1, 1, 1]),), [10, 20, 100])
+    assert found.finding == (
+        "Responses of 21 tokens and more are 14.3% of the trained ones. They have 52.6% of the "
+        "loss weight under token_mean, 14.3% under sample_mean."
+    )
+    equal = shares((step([5] * 7, [0] * 7),), [4, 6])
+    assert equal.finding == "Every mode has the same shares on these responses."
+
+
+def test_the_finding_is_not_about_buckets_that_are_empty():
+    found = shares((step([5, 50], [0, 0]),), [10, 100, 1000])
+    assert found.buckets[-1].num == 0
+    assert found.finding == (
+        "Responses of 11 tokens and more are 50.0% of the trained ones. They have 90.9% of the "
+        "loss weight under token_mean, 50.0% under sample_mean."
+    )
+
+
+def test_the_finding_names_no_mode_twice():
+    """In each step the longest bucket has all responses or none: every mode gives it the same."""
+    found = shares((step([1, 9], [0, 0]), step([100], [0])), [1, 10, 100])
+    assert found.finding == (
+        "Responses of 11 tokens and more are 50.0% of the trained ones. They have 50.0% of the "
+        "loss weight under each of token_mean, sample_mean."
+    )
+
+
+def test_a_note_says_which_steps_are_left_out():
+    left_out = Rollouts(steps=STEPS, masked_steps=1, unit="token", caveat="", source="a list")
+    notes = shares_of(left_out, microbatches=1, dp=1).notes
+    assert "1 step with no active token: left out." in notes
+
+
+def test_without_prompts_there_is_no_prompt_mean_and_a_note_says_it():
+    found = shares((step([5, 8], None),))
+    assert "prompt_mean" not in found.buckets[0].weight
+    assert "prompt_mean is missing: the file has no prompts." in found.notes
+
+
+@pytest.mark.parametrize(
+    ("lengths", "labels"),
+    [
+        ([3, 5], ["3", "4", "5"]),
+        ([1, 3, 15], ["1-3", "4-6", "7-9", "10-12", "13-15"]),
+        ([120, 900, 1000], ["1-200", "201-400", "401-600", "601-800", "801-1000"]),
+        ([60, 90, 200, 9000], ["51-100", "101-200", "201-500", "501-1000", "1001-2000",
+                               "2001-5000", "5001-10000"]),
+        ([2, 3, 3, 10**6], ["2-10000", "10001-20000", "20001-50000", "50001-100000",
+                            "100001-200000", "200001-500000", "500001-1000000"]),
+        ([1], ["1"]),
+    ],
+)  # fmt: skip
+def test_buckets_are_round_at_most_seven_and_hold_every_response(lengths, labels):
+    buckets = shares((step(lengths, [0] * len(lengths)),)).buckets
+    assert [bucket.label for bucket in buckets] == labels
+    assert sum(bucket.num for bucket in buckets) == len(lengths)
+
+
+def test_given_buckets_get_one_more_for_longer_responses():
+    labels = [bucket.label for bucket in shares(STEPS, read_buckets("10, 30")).buckets]
+    assert labels == ["1-10", "11-30", "31-700"]
+
+
+def test_given_buckets_are_at_most_seven_with_the_one_for_longer_responses():
+    assert len(shares(STEPS, read_buckets("1,2,3,4,5,6,700")).buckets) == 7
+    with pytest.raises(RolloutsError, match="a response of length 700, which needs one more"):
+        shares(STEPS, read_buckets("1,2,3,4,5,6,699"))
+
+
+@pytest.mark.parametrize("text", ["", "3,a", "3,,4", "0,3", "4,3", "3,3", "1,2,3,4,5,6,7,8"])
+def test_buckets_that_do_not_rise_are_refused(text):
+    with pytest.raises(RolloutsError, match=r"expected (rising integers|integers|at most 7)"):
+        read_buckets(text)
+
+
+class Page(HTMLParser):
+    """Collects the table, the bars, and whatever would load something."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.rows, self.bars, self.loads, self._cell = [], [], [], False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        if tag == "tr":
+            self.rows.append([])
+        self._cell = tag in ("td", "th")
+        if tag == "rect" and "x" in attrs:
+            self.bars.append(attrs)
+        if tag in ("script", "link", "img", "iframe") or {"src", "href"} & attrs.keys():
+            self.loads.append(tag)
+
+    def handle_data(self, data):
+        if self._cell:
+            self.rows[-1].append(data)
+
+    def handle_endtag(self, tag):
+        self._cell = False
+
+
+def test_the_page_loads_nothing_and_has_every_number():
+    found = shares(STEPS, [3, 10, 30])
+    text = page(found)
+    parsed = Page(text)
+    assert not parsed.loads
+    assert "url(" not in text
+    table = {row[0]: row[-len(found.buckets) :] for row in parsed.rows}
+    for mode in MODES:
+        assert table[mode] == [f"{bucket.weight[mode]:.1%}" for bucket in found.buckets]
+    bars = [bar for bar in parsed.bars if bar["class"] == "g1"]  # sample_mean
+    heights = [float(bar["height"]) for bar in bars]
+    expected = np.array([bucket.weight["sample_mean"] for bucket in found.buckets])
+    assert np.array(heights) / sum(heights) == pytest.approx(expected, abs=2e-3)
+    assert len(parsed.bars) == len(found.buckets) * (1 + len(found.groups))
+
+
+def test_file_names_are_escaped_in_the_page():
+    hostile = Rollouts(steps=STEPS, masked_steps=0, unit="token", caveat="", source="<b>&.jsonl")
+    text = page(shares_of(hostile, microbatches=1, dp=1))
+    assert "<b>" not in text
+    assert "&lt;b&gt;&amp;.jsonl" in text
+
+
+def test_the_command_writes_a_png_by_default_in_the_current_folder(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    monkeypatch.chdir(tmp_path)
+    assert main(["plot", str(RECORDED)]) == 0
+    written = (tmp_path / "rollouts.png").read_bytes()
+    assert written.startswith(b"\x89PNG\r\n")
+    assert len(written) > 20_000  # something is drawn
+    out = capsys.readouterr().out
+    assert "960 responses to 120 prompts in 20 steps, 5,032 active tokens" in out
+    assert out.endswith("rollouts.png\n")
+
+
+def test_html_alone_needs_no_matplotlib_and_a_png_says_that_it_does(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["plot", str(RECORDED), "--html", "page.html"]) == 0
+    assert "<svg" in (tmp_path / "page.html").read_text()
+    assert main(["plot", str(RECORDED)]) == 2
+    assert "a PNG needs matplotlib, which is not installed" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--html", "absent/page.html"], "--html absent/page.html cannot be written"),
+        (["--png", "absent/picture.png"], "--png absent/picture.png cannot be written"),
+        (["--png", "picture.doc"], "--png picture.doc cannot be written"),
+        (["--png", "picture.pgf"], "--png picture.pgf cannot be written ('xelatex' not found"),
+        (["--buckets", "9,3"], "expected rising integers"),
+        (["--dp", "0"], "--dp: got 0"),
+    ],
+)
+def test_wrong_usage_ends_with_status_2(tmp_path, monkeypatch, capsys, flags, message):
+    if "--png" in flags:
+        pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    monkeypatch.setenv("PATH", "")  # no TeX
+    monkeypatch.chdir(tmp_path)
+    assert main(["plot", str(RECORDED), *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_help_fits_80_columns(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["plot", "--help"])
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_file_explained_has_the_numbers_of_the_picture(tmp_path, capsys):
+    file = tmp_path / "explained.json"
+    arguments = ["--lengths-file", str(RECORDED), "--divisor", "16", "--buckets", "5,10"]
+    assert main(["explain", "sample_mean", *arguments, "--json", str(file)]) == 0
+    out = capsys.readouterr().out
+    written = json.loads(file.read_text())["shares"]
+    assert [bucket["high"] for bucket in written["buckets"]] == [5, 10, 15]
+    for mode in MODES:
+        (line,) = re.findall(rf"^ +{mode} +([\d.]+%.*)$", out, re.MULTILINE)
+        assert line.split() == [f"{bucket['weight'][mode]:.1%}" for bucket in written["buckets"]]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_losses_of_a_file_are_means_over_its_steps(tmp_path, mode):
+    """Against the oracle, step by step, where every token's loss is 1."""
+    file = tmp_path / "steps.jsonl"
+    records = [
+        {"step": number, "prompt_id": int(p), "response_length": int(n)}
+        for number, of_step in enumerate(STEPS)
+        for n, p in zip(of_step.active_tokens, of_step.prompt, strict=True)
+    ]
+    file.write_text("\n".join(map(json.dumps, records)))
+    options = ["--lengths-file", str(file), "--divisor", "4096", "--dp", str(DP)]
+    out = tmp_path / "out.json"
+    assert main(["explain", mode, *options, "--json", str(out)]) == 0
+    found = {c["mode"]: c["ones"] for c in json.loads(out.read_text())["comparisons"]}
+    slots = [(r, m) for m in range(M) for r in range(DP)]
+    losses = []
+    for of_step in STEPS:
+        rows = [
+            {
+                "x": [torch.ones((), dtype=torch.float64)] * max(int(n), 1),
+                "counted": [1] * int(n) or [0],
+                "trained": [1] * int(n) or [0],
+                "sample": i,
+                "prompt": int(p),
+                "microbatch": slots[i % len(slots)],
+            }
+            for i, (n, p) in enumerate(zip(of_step.active_tokens, of_step.prompt, strict=True))
+        ]
+        divisor = 4096.0 if mode in ("constant", "token_sum") else None
+        losses.append(float(oracle.step_loss(mode, rows, divisor=divisor, microbatches=[M] * DP)))
+    assert found[mode] == pytest.approx(sum(losses) / len(losses), rel=1e-12)
+
+
+def test_modes_that_weigh_tokens_alike_rescale_every_step(tmp_path, capsys):
+    out = tmp_path / "out.json"
+    options = ["--lengths-file", str(RECORDED), "--divisor", "16", "--json", str(out)]
+    assert main(["explain", "constant", *options]) == 0
+    kinds = {
+        c["mode"]: ("scaled" if c["scales_only"] else "rescaled" if c["scales_steps"] else "other")
+        for c in json.loads(out.read_text())["comparisons"]
+    }
+    assert kinds == {
+        "constant": "scaled", "sample_sum": "scaled", "token_sum": "scaled",
+        "token_mean": "rescaled",
+        "sample_mean": "other", "prompt_mean": "other", "microbatch_token_mean": "other",
+    }  # fmt: skip
+    printed = capsys.readouterr().out
+    for mode, word in (("token_mean", "rescaled"), ("sample_mean", "reweighted")):
+        assert re.search(rf"^ +{mode} .*{word}$", printed, re.MULTILINE)
+
+
+def test_prompt_mean_of_a_file_without_prompts_is_refused(tmp_path, capsys):
+    file = tmp_path / "lengths.jsonl"
+    file.write_text('{"response_length": 3}\n{"response_length": 4}\n')
+    assert main(["explain", "prompt_mean", "--lengths-file", str(file)]) == 2
+    assert "give every record a 'prompt_id'" in capsys.readouterr().err
+    assert main(["explain", "token_mean", "--lengths-file", str(file)]) == 0
+
+
+def test_too_many_tokens_of_a_file_are_an_error_of_its_flag(tmp_path, capsys):
+    file = tmp_path / "lengths.jsonl"
+    file.write_text('{"response_length": 2147483648}')
+    options = ["--lengths-file", str(file), "--regime", "per-token"]
+    assert main(["explain", "token_mean", *options]) == 2
+    assert "--lengths-file: got 2147483648 active tokens in a step" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("terminal", "widest"), [("40", 72), ("80", 80)])
+def test_an_explained_file_fits_the_terminal(monkeypatch, capsys, terminal, widest):
+    monkeypatch.setenv("COLUMNS", terminal)
+    assert main(["explain", "token_mean", "--lengths-file", str(RECORDED)]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= widest

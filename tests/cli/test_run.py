@@ -1,0 +1,190 @@
+"""``lossagg run`` on scripts that are not Megatron-LM's: what reaches the script, what is refused.
+
+On Megatron-LM itself: ``test_hosts_megatron_lm.py``.
+"""
+
+import json
+import subprocess
+import sys
+import types
+
+import pytest
+from conftest import worker_path
+
+from megatron_lossagg.cli.main import main
+
+ECHO = "import sys; print('argv', sys.argv[1:]); sys.exit(int(sys.argv[-1]))\n"
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """Return a script that prints its arguments and exits with the last one."""
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "echo.py"
+    path.write_text(ECHO)
+    return path
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_without_a_flag_the_script_gets_its_arguments_and_gives_its_status(script, capsys, status):
+    assert main(["run", str(script), "--lr", "1e-3", str(status)]) == status
+    assert f"argv ['--lr', '1e-3', '{status}']" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("place", ["before the script", "after it"])
+def test_a_flag_is_never_ignored_wherever_it_stands(script, capsys, place):
+    flag = ["--loss-aggregation", "token_mean"]
+    before, after = (flag, []) if place == "before the script" else ([], flag)
+    assert main(["run", *before, str(script), *after, "0"]) == 1
+    out, err = capsys.readouterr()
+    assert "megatron.training.training cannot be imported" in err  # no checkout is on the path
+    assert "argv" not in out
+
+
+def test_a_flag_given_twice_counts_as_it_was_given_last(script, capsys):
+    flags = ["--loss-aggregation", "token_mean", str(script), "--loss-aggregation", "constant"]
+    assert main(["run", *flags, "0"]) == 2
+    assert "constant" in capsys.readouterr().err  # which needs a divisor
+
+
+@pytest.mark.parametrize(
+    "flag", ["--loss-aggregaton", "--loss-aggregation-divisr", "--no-loss-aggregation-prob"]
+)
+def test_a_misspelled_flag_does_not_reach_the_script(script, capsys, flag):
+    assert main(["run", str(script), flag, "token_mean", "0"]) == 2
+    out, err = capsys.readouterr()
+    assert f"got {flag}, which is not an option of ours" in err
+    assert "argv" not in out
+
+
+def test_a_contradiction_is_refused_before_the_script_runs(script, capsys):
+    assert main(["run", str(script), "--loss-aggregation-divisor", "8", "0"]) == 2
+    out, err = capsys.readouterr()
+    assert "without --loss-aggregation" in err
+    assert "argv" not in out
+
+
+def test_a_script_with_a_schedule_of_its_own_is_refused(script, capsys):
+    script.write_text(f"from megatron.core import get_forward_backward_func\n{ECHO}")
+    assert main(["run", str(script), "--loss-aggregation", "token_mean", "0"]) == 1
+    assert "calls get_forward_backward_func itself" in capsys.readouterr().err
+
+
+def test_a_script_may_be_written_in_another_encoding(script, capsys):
+    script.write_bytes(b"# -*- coding: latin-1 -*-\n# caf\xe9\n" + ECHO.encode())
+    assert main(["run", "--loss-aggregation", "token_mean", str(script), "0"]) == 1
+    assert "megatron.training.training cannot be imported" in capsys.readouterr().err
+
+
+def test_a_script_that_does_not_exist_is_wrong_usage(tmp_path, capsys):
+    assert main(["run", str(tmp_path / "absent.py")]) == 2
+    assert "absent.py, which does not exist" in capsys.readouterr().err
+
+
+def test_cpu_may_stand_after_the_script(script, capsys):
+    flag = ["--loss-aggregation", "token_mean"]
+    assert main(["run", str(script), "--cpu", *flag, "0"]) == 1
+    out, err = capsys.readouterr()
+    assert "megatron.training" in err  # no checkout is on the path
+    assert "argv" not in out
+
+
+READS_AHEAD = """
+from megatron_lossagg import Aggregation, StepBuffer
+
+def reads_a_file():
+    yield [3]
+    raise OSError("disk gone")
+
+def counts(data):
+    return [data["tokens"]]
+
+StepBuffer({iterator}, 2).plan(Aggregation("token_mean"), {count})
+"""
+
+
+@pytest.mark.parametrize(
+    ("iterator", "count", "function", "error"),
+    [
+        ("reads_a_file()", "lambda data: data", "reads_a_file", "OSError: disk gone"),
+        ("iter([[1], [2]])", "counts", "counts", "TypeError: list indices must be"),
+    ],
+)
+def test_an_error_of_a_data_set_keeps_its_traceback_and_is_no_wrong_usage(
+    script, capsys, iterator, count, function, error
+):
+    script.write_text(READS_AHEAD.format(iterator=iterator, count=count))
+    assert main(["run", str(script)]) == 1
+    err = capsys.readouterr().err
+    place = err.index(f'{script.name}", line ')
+    assert place < err.index(f"in {function}") < err.index(error) < err.index("lossagg: rank 0")
+
+
+ENDS = {
+    "pass": "without the training loop of a loop, or the hook was installed after it began",
+    "a_loop.get_forward_backward_func()": "the training loop of a loop had no step left to do",
+    "sys.exit()": "without the training loop of a loop",
+    "sys.exit(2)": None,
+    "sys.exit('a reason')": None,
+    "import argparse; argparse.ArgumentParser().parse_args(['--unknown'])": None,
+    "raise ValueError('MASTER_ADDR expected')": None,
+}
+
+
+LOOP = """
+import os, sys
+sys.path.insert(0, {folder!r})
+from megatron_lossagg import Aggregation, ScheduleHook
+from megatron_lossagg.integrations import megatron_lm
+
+hook = ScheduleHook(Aggregation("token_mean"), megatron_lm.PretrainAdapter())
+megatron_lm.rebind(hook, ["a_loop"], "a loop")
+import a_loop
+statuses = []
+for number, ends in enumerate({ends!r}):
+    if os.fork() == 0:  # one import for all; each child ends as a process does
+        os.dup2(os.open(f"{folder}/{{number}}", os.O_WRONLY | os.O_CREAT), 2)
+        break
+    statuses.append(os.waitstatus_to_exitcode(os.wait()[1]))
+else:
+    print(statuses, flush=True)
+    os._exit(0)
+exec(ends)
+"""
+
+
+def test_a_process_says_that_no_step_came_unless_it_failed(tmp_path):
+    (tmp_path / "a_loop.py").write_text("def get_forward_backward_func():\n    return print\n")
+    code = LOOP.format(folder=str(tmp_path), ends=list(ENDS))
+    environment = {"PYTHONPATH": worker_path()}
+    written = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    statuses = json.loads(written)
+    for number, (ends, wanted) in enumerate(ENDS.items()):
+        err = (tmp_path / str(number)).read_text()
+        assert (statuses[number] == 0) == (wanted is not None), ends
+        assert err.count("lossagg: no step reached") == (wanted is not None), err
+        assert wanted is None or wanted in err
+
+
+def test_train_rl_of_a_later_release_is_refused_by_name_before_it_starts(
+    script, capsys, monkeypatch
+):
+    later = types.ModuleType("megatron.rl.rl_utils")
+    # The signatures of Megatron-LM at d98e8a64; of core_v0.19.0 on, "rows" are what is prepared.
+    exec(
+        "def prepare_trajectories(rows, tokenizer, seq_length, skip_bos_token): ...\n"
+        "def prepare_data_for_update(model, ref_state_dict, rollouts, tokenizer, sequence_packing,"
+        " is_correction, request_ledger): ...",
+        vars(later),
+    )
+    for name in ("megatron", "megatron.rl"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "megatron.rl.rl_utils", later)
+    script = script.rename(script.parent / "train_rl.py")
+    assert main(["run", str(script), "--loss-aggregation", "sample_mean", "0"]) == 1
+    out, err = capsys.readouterr()
+    assert "prepare_trajectories is prepare_trajectories(rows, tokenizer" in err
+    assert "expected the one of Megatron-LM core_v0.16 or 0.17, with rollouts" in err
+    assert "or train without --loss-aggregation" in err
+    assert "argv" not in out

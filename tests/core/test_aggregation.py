@@ -1,0 +1,364 @@
+"""Which loss a name means, and what refuses to exist."""
+
+import dataclasses
+import math
+import re
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_lossagg import Aggregation
+from megatron_lossagg.aggregation import ALIASES, MODES, alias_lines, mode_lines
+from megatron_lossagg.cli.main import main
+from megatron_lossagg.errors import AggregationError
+from megatron_lossagg.verify.frameworks.step import Step
+
+FORMULAS = {
+    ("token_mean", None, True): "1/N",
+    ("sample_mean", None, True): "1/(B n_b)",
+    ("sample_mean", None, False): "1/(V n_b)",
+    ("prompt_mean", None, True): "1/(P n_p)",
+    ("prompt_mean", None, False): "1/(Q n_p)",
+    ("constant", 4096, True): "1/(B 4096)",
+    ("constant", 0.5, False): "1/(V 0.5)",
+    ("constant", 1048577, True): "1/(B 1048577)",
+    ("sample_sum", None, True): "1/B",
+    ("sample_sum", None, False): "1/V",
+    ("token_sum", None, True): "1/1",
+    ("token_sum", 7, True): "1/7",
+    ("microbatch_token_mean", None, True): "1/(M DP n_mb)",
+}
+
+# Systems' own names, from what each of them documents or does in code.
+KNOWN_AS = {
+    "verl:token-mean": ("token_mean", True),
+    "verl:seq-mean-token-mean": ("sample_mean", True),
+    "verl:seq-mean-token-sum": ("sample_sum", True),
+    "verl:token-sum": ("token_sum", True),
+    "skyrl:token_mean": ("token_mean", True),
+    "skyrl:sequence_mean": ("sample_mean", True),
+    "skyrl:prompt_mean": ("prompt_mean", True),
+    "skyrl:token_mean_legacy": ("microbatch_token_mean", True),
+    "trl:dapo": ("token_mean", True),
+    "trl:grpo": ("sample_mean", True),
+    "trl:bnpo": ("microbatch_token_mean", True),
+    "open-instruct:token": ("token_mean", True),
+    "open-instruct:number": ("token_sum", True),
+    "nemo-rl:token_level_loss=True": ("token_mean", True),
+    "scalerl:prompt-average": ("prompt_mean", True),
+    "nemo-rl:token_level_loss=False": ("sample_mean", True),
+    "ms-swift:bnpo": ("token_mean", True),
+    "trl:luspo": ("sample_sum", True),
+    "openrlhf:token_level_loss=False": ("sample_mean", False),
+    "roll:seq-mean-token-mean": ("sample_mean", False),
+    "slime:default": ("sample_mean", True),
+    "miles:default": ("sample_mean", True),
+    "tinker:sum": ("token_sum", True),
+    "megatron:default": ("microbatch_token_mean", True),
+}
+DR_GRPO = ["verl:seq-mean-token-sum-norm", "skyrl:seq_mean_token_sum_norm", "trl:dr_grpo"]
+
+
+@pytest.mark.parametrize(("mode", "divisor", "count_empty"), FORMULAS)
+def test_a_mode_prints_its_weight(mode, divisor, count_empty):
+    aggregation = Aggregation(mode, divisor=divisor, count_empty=count_empty)
+    assert aggregation.formula == FORMULAS[mode, divisor, count_empty]
+    assert str(aggregation) == f"{mode}: w_s = {aggregation.formula}"
+
+
+@pytest.mark.parametrize("name", KNOWN_AS)
+def test_another_systems_name_stands_for_mode_and_count_empty(name):
+    found = Aggregation.named(name)
+    assert (found.mode, found.count_empty) == KNOWN_AS[name]
+
+
+@pytest.mark.parametrize("name", DR_GRPO)
+def test_every_name_of_dr_grpo_is_constant_and_requires_a_divisor(name):
+    assert Aggregation.named(name, divisor=8) == Aggregation("constant", divisor=8)
+    with pytest.raises(AggregationError, match=r"got none.*--loss-aggregation-divisor"):
+        Aggregation.named(name)
+
+
+def test_a_count_empty_that_contradicts_an_alias_is_refused():
+    name = "openrlhf:token_level_loss=False"
+    assert Aggregation.named(name, count_empty=False) == Aggregation.named(name)
+    with pytest.raises(AggregationError, match=r"count_empty=False, got count_empty=True: drop it"):
+        Aggregation.named(name, count_empty=True)
+    with pytest.raises(AggregationError, match=r"count_empty=True, got count_empty=False: drop it"):
+        Aggregation.named("trl:grpo", count_empty=False)
+
+
+@pytest.mark.parametrize("count_empty", [True, False])
+def test_a_mode_takes_the_count_empty_it_is_given(count_empty):
+    found = Aggregation.named("sample_mean", count_empty=count_empty)
+    assert found == Aggregation("sample_mean", count_empty=count_empty)
+    assert Aggregation.named("sample_mean").count_empty is True
+
+
+def test_every_alias_leads_to_a_mode_of_the_table():
+    assert {alias.mode for alias in ALIASES.values()} == {*MODES} - {"custom"}
+
+
+def test_this_file_lists_the_formula_of_every_mode():
+    assert {mode for mode, _, _ in FORMULAS} == {*MODES} - {"custom"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "nearest"),
+    [
+        ("tokenmean", "token_mean"),
+        ("promt_mean", "prompt_mean"),
+        ("verl:token_mean", "verl:token-"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_closest_one(wrong, nearest):
+    with pytest.raises(AggregationError, match=f"unknown .*{wrong}.*mean '{nearest}"):
+        Aggregation.named(wrong)
+
+
+def test_a_partial_name_is_answered_with_a_suggestion_and_an_unrelated_one_with_the_modes():
+    with pytest.raises(AggregationError, match="'mean', did you mean 'token_mean'"):
+        Aggregation.named("mean")
+    with pytest.raises(AggregationError, match=r"'zzzz'; modes are token_mean, sample_mean, "):
+        Aggregation.named("zzzz")
+
+
+def test_an_alias_is_not_accepted_as_a_mode():
+    with pytest.raises(AggregationError, match=r"Aggregation\.named\('verl:token-mean'\)"):
+        Aggregation("verl:token-mean")
+
+
+@pytest.mark.parametrize("divisor", [0, -1, math.nan, math.inf, -math.inf, True, "8"])
+@pytest.mark.parametrize("mode", ["constant", "token_sum"])
+def test_a_divisor_is_a_finite_number_above_zero(mode, divisor):
+    with pytest.raises(
+        AggregationError, match=r"got divisor .*, expected a finite number above 0: change"
+    ):
+        Aggregation(mode, divisor=divisor)
+
+
+def test_a_divisor_beyond_float64_is_refused():
+    with pytest.raises(AggregationError, match="expected a finite number above 0"):
+        Aggregation("constant", divisor=10**400)
+
+
+@pytest.mark.parametrize("divisor", [8, 8.0, np.int32(8), np.float32(8), Fraction(8)])
+def test_a_divisor_of_any_kind_of_number_is_kept_as_a_float(divisor):
+    kept = Aggregation("constant", divisor=divisor).divisor
+    assert type(kept) is float
+    assert kept == 8
+
+
+@pytest.mark.parametrize("mode", [m for m, row in MODES.items() if row.divisor == "none"])
+def test_a_mode_without_a_divisor_refuses_one(mode):
+    path = "a.b:c" if mode == "custom" else None
+    with pytest.raises(AggregationError, match=r"takes no divisor, got 8: drop"):
+        Aggregation(mode, divisor=8, reducer_path=path)
+
+
+@pytest.mark.parametrize("value", [None, 1, "yes"])
+def test_count_empty_is_a_bool(value):
+    with pytest.raises(
+        AggregationError, match=f"got count_empty {value!r}, expected True or False"
+    ):
+        Aggregation("sample_mean", count_empty=value)
+
+
+@pytest.mark.parametrize("mode", [None, 3])
+def test_a_mode_is_a_name(mode):
+    with pytest.raises(AggregationError, match=f"got {mode!r}, expected the name of a mode"):
+        Aggregation.named(mode)
+    with pytest.raises(AggregationError, match=f"got {mode!r}, expected the name of a mode"):
+        Aggregation(mode)
+
+
+def test_a_reducer_path_belongs_to_custom_and_to_nothing_else():
+    assert Aggregation("custom", reducer_path="a.b:c").reducer_path == "a.b:c"
+    for mode, path in (("custom", None), ("token_mean", "a.b:c")):
+        with pytest.raises(AggregationError, match="replaces the mode"):
+            Aggregation(mode, reducer_path=path)
+
+
+@pytest.mark.parametrize("path", [3, b"a.b:c", ["a.b:c"], 0, False, ""])
+@pytest.mark.parametrize("mode", ["custom", "token_mean"])
+def test_a_reducer_path_is_a_string(mode, path):
+    with pytest.raises(
+        AggregationError, match=r"got reducer path .*, expected pkg\.mod:name: change --loss-agg"
+    ):
+        Aggregation(mode, reducer_path=path)
+
+
+def test_a_custom_reducer_prints_its_path():
+    custom = Aggregation("custom", reducer_path="a.b:c")
+    assert str(custom) == "custom a.b:c: w_s = given by the reducer path"
+
+
+def test_an_aggregation_is_frozen_and_compares_by_value():
+    one = Aggregation("constant", divisor=8)
+    assert one == Aggregation("constant", divisor=8.0)
+    assert len({one, Aggregation("constant", divisor=8)}) == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.divisor = 9
+
+
+def test_the_table_prints_every_name():
+    lines = [*mode_lines(), *alias_lines()]
+    for name in [*MODES, *ALIASES]:
+        assert sum(line.split()[:1] == [name] for line in lines) == 1, name
+    alias = next(line for line in lines if line.startswith("roll:seq-mean-token-sum "))
+    assert alias.split("  ")[-2].strip() == "sample_sum, count_empty=False"
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        ["token_mean", "w_s = 1/N", "mean over all active tokens of the step (DAPO)"],
+        ["sample_sum", "w_s = 1/B", "token sums, mean over samples"],
+        [
+            *("constant", "w_s = 1/(B L)"),
+            "token sums over a constant length L, mean over samples (Dr.GRPO), needs a divisor",
+        ],
+        [
+            *("token_sum", "w_s = 1/C"),
+            f"{MODES['token_sum'].meaning}, may have a divisor",
+        ],
+        ["skyrl:prompt_mean", "prompt_mean"],
+        ["verl:seq-mean-token-sum-norm", "constant", "(L = loss_scale_factor)"],
+        [
+            *("roll:seq-mean-token-mean", "sample_mean, count_empty=False"),
+            "(a fully masked sample does not count)",
+        ],
+    ],
+    ids=lambda columns: columns[0],
+)
+def test_the_table_lists_the_divisor_of_each_mode_and_the_meaning_of_each_alias(columns):
+    assert columns in [re.split(r"\s{2,}", line) for line in [*mode_lines(), *alias_lines()]]
+
+
+EQUALLY_MANY = "if microbatches have equally many samples"
+GENERATION = "if steps_per_generation = gradient_accumulation_steps"
+MASKED_NUMERATOR = "if losses outside of the mask are 0: ROLL masks the divisor only"
+CONDITIONS = {
+    "ms-swift:bnpo": "of its Megatron trainer, from 4.6.0 on",
+    "ms-swift:dapo": "of its Megatron trainer, from 4.6.0 on",
+    "ms-swift:dr_grpo": f"L = max_completion_length; {EQUALLY_MANY}",
+    "ms-swift:grpo": EQUALLY_MANY,
+    "roll:token-mean": MASKED_NUMERATOR,
+    "trl:cispo": GENERATION,
+    "trl:dapo": GENERATION,
+    "trl:dr_grpo": f"L = max_completion_length; {EQUALLY_MANY}",
+    "trl:grpo": EQUALLY_MANY,
+    "trl:luspo": f"{EQUALLY_MANY}; with beta or token-level ratios from 1.10.0 on",
+    "trl:sapo": EQUALLY_MANY,
+    "trl:vespo": GENERATION,
+}
+"""Systems that train the alias' loss only sometimes: tests/integrations/trl_checks.py, and below.
+"""
+
+
+@pytest.mark.parametrize("name", CONDITIONS)
+def test_an_alias_says_when_its_system_trains_that_loss(name, capsys):
+    assert ALIASES[name].note == CONDITIONS[name]
+    (line,) = [line for line in alias_lines() if line.split()[0] == name]
+    assert line.endswith(f"({CONDITIONS[name]})")
+    divisor = ["--divisor", "8"] if MODES[ALIASES[name].mode].divisor == "required" else []
+    assert main(["explain", name, *divisor]) == 0
+    assert CONDITIONS[name] in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_table_of_the_math_is_the_list():
+    page = (Path(__file__).parents[2] / "docs" / "math.md").read_text()
+    rows = {
+        name: (mode.strip("`"), empty == ", `count_empty=False`", note.strip())
+        for name, mode, empty, note in re.findall(
+            r"^\| `([\w-]+:[^`]+)` \| (`\w+`)(, `count_empty=False`)? \|(.*)\|$", page, re.MULTILINE
+        )
+    }
+    assert rows == {
+        name: (alias.mode, not alias.count_empty, alias.note) for name, alias in ALIASES.items()
+    }
+
+
+@pytest.mark.parametrize("name", CONDITIONS)
+def test_no_page_calls_a_loss_unchanged_that_is_so_only_sometimes(name):
+    page = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text()
+    (row,) = re.findall(rf"^\|.*`{name}`.*$", page, re.MULTILINE)
+    says = row.split(" | ")[-1].rstrip(" |")
+    assert says not in ("unchanged", "as read")
+
+
+def test_rolls_token_mean_trains_what_its_mask_leaves_out():
+    """``functionals.agg_loss`` at 8eb27cc2: the sum of all losses over the tokens of the mask."""
+    step = Step()
+    alias, tokens = Aggregation.named("roll:token-mean"), sum(step.lengths)
+
+    def theirs(losses):
+        return sum(x.sum() for x in losses) / tokens
+
+    inside = [x * mb.mask for x, mb in zip(step.leaves, step.microbatches, strict=True)]
+    assert theirs(inside).item() == pytest.approx(step.wanted(alias, inside).item(), rel=1e-12)
+    ours = step.wanted(alias, step.leaves)
+    rest = sum((x * ~mb.mask).sum() for x, mb in zip(step.leaves, step.microbatches, strict=True))
+    assert theirs(step.leaves).item() == pytest.approx((ours + rest / tokens).item(), rel=1e-12)
+    assert abs(rest.item() / tokens) > 0.1
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "bnpo"])
+def test_swifts_token_mean_is_that_of_the_step_from_4_6_0_on(loss_type):
+    """``loss_func`` of its Megatron trainer, and Megatron's means over microbatches and ranks.
+
+    4.5.3 divides dapo by the tokens of the whole rollout and lacks the last factor; its bnpo is a
+    mean of microbatch means.
+    """
+    step, rollout = Step(), 100
+    M, tokens = step.num_microbatches, sum(step.lengths)
+
+    def theirs(release, rank):
+        of_rank = [mb for mb in step.microbatches if mb.place[0] == rank]
+        sums = [(mb.log_probs * mb.mask).sum() for mb in of_rank]
+        if release == "4.6.0":
+            losses = [x / (tokens / step.dp_size) * M for x in sums]
+        elif loss_type == "dapo":
+            losses = [x / (rollout / step.dp_size) for x in sums]
+        else:
+            losses = [x / mb.mask.sum().clamp(min=1) for x, mb in zip(sums, of_rank, strict=True)]
+        return sum(losses) / M
+
+    def mean(release):
+        return sum(theirs(release, rank) for rank in range(step.dp_size)).item() / step.dp_size
+
+    alias = Aggregation.named(f"ms-swift:{loss_type}")
+    ours = step.wanted(alias, step.leaves).item()
+    assert mean("4.6.0") == pytest.approx(ours, rel=1e-12)
+    old = {
+        "dapo": ours * tokens / rollout / M,
+        "bnpo": step.wanted(Aggregation("microbatch_token_mean"), step.leaves).item(),
+    }
+    assert mean("4.5.3") == pytest.approx(old[loss_type], rel=1e-12)
+    assert abs(old[loss_type] / ours - 1) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("name", "suggested"),
+    [
+        ("drgrpo", ["constant"]),
+        ("Dr. GRPO", ["constant"]),
+        ("grpo", ["sample_mean"]),
+        ("DAPO", ["token_mean"]),
+        ("verl:token_mean", ["verl:token-mean"]),
+        ("VERL:seq_mean", [name for name in ALIASES if name.startswith("verl:")]),
+    ],
+)
+def test_a_name_of_a_paper_or_system_is_answered_with_its_own_modes(name, suggested):
+    with pytest.raises(AggregationError) as caught:
+        Aggregation.named(name)
+    answer = str(caught.value).split("did you mean ")[1].split("?")[0]
+    assert answer == " or ".join(map(repr, suggested))
+
+
+def test_the_table_has_the_symbols_of_the_formulas():
+    lines = {line.split()[0]: line for line in mode_lines()}
+    assert "w_s = 1/(P n_p)" in lines["prompt_mean"]
+    assert "w_s = 1/(B n_b)" in lines["sample_mean"]

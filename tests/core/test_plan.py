@@ -1,0 +1,725 @@
+"""Counts to weights: by hand on small numbers, and over ranks with gloo."""
+
+import json
+import math
+import re
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import early, launched
+
+from megatron_lossagg import Aggregation, Layout, Sequences, StepTotals, faults, plan_step
+from megatron_lossagg.aggregation import MODES
+from megatron_lossagg.errors import PlanError
+
+
+def weights(mode, divisor=None, count_empty=True, **rows):
+    aggregation = Aggregation(mode, divisor=divisor, count_empty=count_empty)
+    return plan_step(aggregation, Sequences(**rows)).weights.tolist()
+
+
+def test_token_mean_weighs_every_token_alike():
+    assert weights("token_mean", active_tokens=[1, 9]) == [1 / 10, 1 / 10]
+
+
+def test_sample_mean_weighs_every_sample_alike():
+    assert weights("sample_mean", active_tokens=[1, 9]) == [1 / 2, 1 / 18]
+
+
+def test_prompt_mean_is_sum_over_sum_and_not_a_mean_of_means():  # failures a24
+    assert weights("prompt_mean", active_tokens=[1, 9], prompt=[0, 0]) == [1 / 10, 1 / 10]
+    three = weights("prompt_mean", active_tokens=[1, 9, 5], prompt=[7, 7, -3])
+    assert three == [1 / 20, 1 / 20, 1 / 10]
+
+
+def test_constant_divides_by_the_number_of_samples_too():  # failures a7
+    assert weights("constant", divisor=8, active_tokens=[1, 9]) == [1 / 16, 1 / 16]
+    assert weights("constant", divisor=8, active_tokens=[1, 9, 3, 3]) == [1 / 32] * 4
+
+
+def test_token_sum_divides_by_its_constant_alone():
+    assert weights("token_sum", active_tokens=[1, 9]) == [1, 1]
+    assert weights("token_sum", divisor=8, active_tokens=[1, 9, 4]) == [1 / 8] * 3
+
+
+def test_sample_sum_divides_by_the_number_of_samples():
+    assert weights("sample_sum", active_tokens=[1, 9, 4]) == [1 / 3] * 3
+
+
+def test_microbatch_token_mean_counts_empty_microbatches_in_m():
+    rows = {"active_tokens": [1, 9, 5], "microbatch": [0, 0, 2], "num_microbatches": 4}
+    assert weights("microbatch_token_mean", **rows) == [1 / 40, 1 / 40, 1 / 20]
+    without_m = {"active_tokens": [1, 9, 5], "microbatch": [0, 0, 2]}
+    assert weights("microbatch_token_mean", **without_m) == [1 / 30, 1 / 30, 1 / 15]
+
+
+def test_microbatch_token_mean_alone_depends_on_the_microbatches():  # failures a1
+    whole = {"active_tokens": [1, 9], "microbatch": [0, 0]}
+    split = {"active_tokens": [1, 9], "microbatch": [0, 1]}
+    assert weights("microbatch_token_mean", **whole) == [1 / 10, 1 / 10]
+    assert weights("microbatch_token_mean", **split) == [1 / 2, 1 / 18]
+    for mode in ("token_mean", "sample_mean", "sample_sum", "token_sum"):
+        assert weights(mode, **whole) == weights(mode, **split)
+
+
+@pytest.mark.parametrize("mode", ["sample_mean", "sample_sum", "constant"])
+def test_a_masked_sample_still_counts_and_has_weight_0(mode):  # failures d2, d9
+    divisor = 4 if mode == "constant" else None
+    kept = weights(mode, divisor=divisor, active_tokens=[2, 0, 2])
+    left = weights(mode, divisor=divisor, count_empty=False, active_tokens=[2, 0, 2])
+    assert kept[1] == left[1] == 0
+    assert kept[0] / left[0] == pytest.approx(2 / 3)
+
+
+def test_a_masked_prompt_still_counts_and_has_weight_0():
+    rows = {"active_tokens": [2, 0], "prompt": [0, 1]}
+    assert weights("prompt_mean", **rows) == [1 / 4, 0]
+    assert weights("prompt_mean", count_empty=False, **rows) == [1 / 2, 0]
+
+
+def test_one_active_token_keeps_a_sample_and_its_prompt_in_the_count():
+    rows = {"active_tokens": [1, 0, 3], "sample": [5, 6, 7], "prompt": [0, 1, 2]}
+    assert weights("sample_sum", count_empty=False, **rows) == [1 / 2, 0, 1 / 2]
+    assert weights("prompt_mean", count_empty=False, **rows) == [1 / 2, 0, 1 / 6]
+
+
+def test_masked_rows_add_no_phantom_token():  # failures a17
+    assert weights("token_mean", active_tokens=[4, 0, 0, 4]) == [1 / 8, 0, 0, 1 / 8]
+
+
+def test_a_split_sample_has_the_denominator_of_the_whole():  # failures a22
+    whole = weights("sample_mean", active_tokens=[6, 3])
+    split = weights("sample_mean", active_tokens=[4, 2, 3], sample=[5, 5, 9])
+    assert split == [whole[0], whole[0], whole[1]]
+
+
+def test_counts_are_exact_beyond_2_24_and_2_31():  # failures e2, e3
+    assert weights("token_mean", active_tokens=[2**24, 1])[0] == 1 / (2**24 + 1)
+    plan = plan_step(Aggregation("token_mean"), Sequences(active_tokens=[2**31, 2**33, 1]))
+    assert plan.totals.active_tokens == 2**31 + 2**33 + 1
+
+
+def test_row_0_is_a_row_like_any_other():
+    assert weights("sample_mean", active_tokens=[0, 2]) == [0, 1 / 4]
+    assert weights("sample_mean", active_tokens=[2, 0]) == [1 / 4, 0]
+    assert weights("prompt_mean", active_tokens=[0, 2], prompt=[0, 0]) == [0, 1 / 2]
+    rows = {"active_tokens": [0, 2], "microbatch": [0, 1]}
+    assert weights("microbatch_token_mean", **rows) == [0, 1 / 4]
+
+
+def test_an_id_is_only_a_name():
+    ids = {"sample": [-2, 2**40, 0], "prompt": [-2, -2, 2**62]}
+    assert weights("sample_mean", active_tokens=[1, 2, 4], **ids) == [1 / 3, 1 / 6, 1 / 12]
+    assert weights("prompt_mean", active_tokens=[1, 2, 4], **ids) == [1 / 6, 1 / 6, 1 / 8]
+
+
+def test_a_correct_claim_changes_nothing():
+    rows = {"active_tokens": [4, 2, 3], "sample": [5, 5, 9], "prompt": [0, 0, 1]}
+    claims = {"sample_tokens": [6, 6, 3], "prompt_tokens": [6, 6, 3]}
+    for mode in ("sample_mean", "prompt_mean"):
+        assert weights(mode, **rows, **claims) == weights(mode, **rows)
+
+
+def test_a_prompt_keeps_its_count_when_its_samples_are_split_into_rows():
+    rows = {"active_tokens": [4, 2, 3], "sample": [5, 5, 9], "prompt": [0, 0, 0]}
+    assert weights("prompt_mean", **rows) == [1 / 9] * 3
+    assert weights("sample_mean", **rows) == [1 / 12, 1 / 12, 1 / 6]
+    assert weights("sample_sum", **rows) == [1 / 2] * 3
+
+
+def test_a_filler_is_in_no_count_and_has_weight_0():
+    plan = plan_step(Aggregation("sample_mean"), Sequences(active_tokens=[2, 4]))
+    layout = Layout.thd_zigzag([0, 2, 5, 9], cp_size=1, cp_rank=0)
+    mask = torch.tensor([1, 1, 0, 0, 0, 1, 1, 1, 1])
+    reducer = plan.reducer([0, -1, 1], mask, layout)
+    assert plan.totals.samples == 2
+    assert reducer(torch.ones(9)).item() == 1
+    assert reducer.counted_tokens == 6
+
+
+def test_weights_are_float64_on_the_host():
+    plan = plan_step(Aggregation("token_mean"), Sequences(active_tokens=torch.tensor([1, 2])))
+    assert plan.weights.dtype == torch.float64
+    assert plan.weights.device.type == "cpu"
+
+
+def test_under_is_the_same_step_under_another_aggregation():
+    plan = plan_step(
+        Aggregation("constant", divisor=8), Sequences(active_tokens=[1, 9], prompt=[0, 1])
+    )
+    assert plan.under("token_mean").weights.tolist() == [1 / 10, 1 / 10]
+    assert plan.under("trl:grpo").weights.tolist() == [1 / 2, 1 / 18]
+    assert plan.under(Aggregation("prompt_mean")).weights.tolist() == [1 / 2, 1 / 18]
+    assert plan.weights.tolist() == [1 / 16, 1 / 16]
+
+
+def test_the_expected_weight_of_a_microbatch_mean_is_the_share_of_live_microbatches():
+    rows = Sequences(active_tokens=[1, 9, 0], microbatch=[0, 0, 2], num_microbatches=4)
+    plan = plan_step(Aggregation("microbatch_token_mean"), rows)
+    assert plan.expected_weight == 1 / 4
+
+
+def test_the_expected_weight_is_1_where_empty_ones_do_not_count():
+    rows = Sequences(active_tokens=[1, 9, 0], prompt=[0, 0, 1])
+    for mode in ("sample_mean", "prompt_mean"):
+        assert plan_step(Aggregation(mode, count_empty=False), rows).expected_weight == 1
+    sums = Aggregation("constant", divisor=8, count_empty=False)
+    assert plan_step(sums, rows).expected_weight == 10 / 16
+
+
+EXPECTED = {
+    "token_mean": (None, 1.0),
+    "sample_mean": (None, 2 / 3),
+    "prompt_mean": (None, 1 / 2),
+    "constant": (8, 10 / 24),
+    "sample_sum": (None, 10 / 3),
+    "token_sum": (4, 10 / 4),
+}
+
+
+@pytest.mark.parametrize("mode", EXPECTED)
+def test_the_expected_weight_is_that_of_all_counted_tokens(mode):
+    divisor, expected = EXPECTED[mode]
+    rows = Sequences(active_tokens=[1, 9, 0], prompt=[0, 0, 1])
+    plan = plan_step(Aggregation(mode, divisor=divisor), rows)
+    assert plan.expected_weight == pytest.approx(expected, rel=1e-15)
+    assert float(plan.weights @ torch.tensor([1.0, 9, 0], dtype=torch.float64)) == pytest.approx(
+        expected
+    )
+
+
+def test_a_step_with_no_active_tokens_has_weight_0_and_warns_once():
+    for mode in ("token_mean", "sample_mean", "sample_sum", "token_sum"):
+        with pytest.warns(RuntimeWarning, match="no active tokens") as caught:
+            assert weights(mode, active_tokens=[0, 0]) == [0, 0]
+        assert len(caught) == 1
+    with pytest.raises(PlanError, match="--loss-aggregation-empty-step"):
+        plan_step(Aggregation("token_mean"), Sequences(active_tokens=[0]), empty_step="error")
+
+
+@pytest.mark.filterwarnings("ignore:the step has no active tokens")
+@pytest.mark.parametrize("mode", ["token_mean", "sample_mean", "sample_sum", "token_sum"])
+@pytest.mark.parametrize("count_empty", [True, False])
+def test_a_step_with_no_active_tokens_has_expected_weight_0(mode, count_empty):
+    aggregation = Aggregation(mode, count_empty=count_empty)
+    assert plan_step(aggregation, Sequences(active_tokens=[0, 0])).expected_weight == 0
+    assert plan_step(aggregation, Sequences(active_tokens=[])).expected_weight == 0
+
+
+def test_the_warning_of_an_empty_step_points_at_its_caller():
+    with pytest.warns(RuntimeWarning, match="no active tokens") as caught:
+        plan_step(Aggregation("token_mean"), Sequences(active_tokens=[0]))
+    assert caught[0].filename == __file__
+
+
+def test_known_totals_may_be_those_of_an_empty_step():
+    with pytest.warns(RuntimeWarning, match="no active tokens"):
+        plan = plan_step(
+            Aggregation("token_mean"), Sequences(active_tokens=[0]), totals=totals(active_tokens=0)
+        )
+    assert plan.weights.tolist() == [0]
+
+
+def totals(**known):
+    return StepTotals(**known)
+
+
+def test_totals_replace_counting():
+    rows = Sequences(active_tokens=[2, 3])
+    plan = plan_step(Aggregation("constant", divisor=4), rows, totals=totals(samples=8))
+    assert plan.weights.tolist() == [1 / 32, 1 / 32]
+    assert plan.expected_weight is None  # N is not known
+    plan = plan_step(Aggregation("sample_mean"), rows, totals=totals(samples=8))
+    assert plan.weights.tolist() == [1 / 16, 1 / 24]
+
+
+def test_the_expected_weight_is_unknown_where_its_counts_are():
+    plan = plan_step(
+        Aggregation("token_sum"), Sequences(active_tokens=[2]), totals=totals(active_tokens=5)
+    )
+    assert plan.expected_weight == 5
+    assert plan.under("sample_sum").expected_weight is None
+    assert plan.under(Aggregation("constant", divisor=4)).expected_weight is None
+    assert plan.under("sample_mean").expected_weight is None
+
+
+def test_only_the_totals_that_the_mode_needs_are_required():
+    rows = {"active_tokens": [2, 0]}
+    for mode, known, weight in (
+        ("token_sum", {}, 1),
+        ("token_mean", {"active_tokens": 10}, 1 / 10),
+        ("sample_sum", {"samples": 5}, 1 / 5),
+        ("sample_mean", {"samples": 5}, 1 / 10),
+    ):
+        plan = plan_step(Aggregation(mode), Sequences(**rows), totals=totals(**known))
+        assert plan.weights.tolist() == [weight, 0]
+
+
+def test_totals_with_prompts_give_the_same_weights_as_counting():
+    rows = {"active_tokens": [1, 9], "prompt": [0, 0], "prompt_tokens": [20, 20]}
+    plan = plan_step(Aggregation("prompt_mean"), Sequences(**rows), totals=totals(prompts=3))
+    assert plan.weights.tolist() == [1 / 60, 1 / 60]
+    assert plan.expected_weight is None
+
+
+# Totals that cannot be those of a step with these rows: without a check the weight is
+# infinite, negative or quietly another loss's.
+IMPOSSIBLE = {
+    "B = 0": ("sample_sum", {"active_tokens": [2]}, {"samples": 0}, "samples=0"),
+    "B < 0": ("sample_sum", {"active_tokens": [2]}, {"samples": -3}, "samples=-3"),
+    "half a sample": ("sample_sum", {"active_tokens": [2]}, {"samples": 1.5}, r"samples=1\.5"),
+    "B = NaN": ("sample_sum", {"active_tokens": [2]}, {"samples": math.nan}, "samples=nan"),
+    "B below the rows here": ("sample_sum", {"active_tokens": [2, 0]}, {"samples": 1}, "samples=1"),
+    "V = 0": (
+        "sample_sum, V",
+        {"active_tokens": [1]},
+        {"active_samples": 0},
+        "active_samples=0",
+    ),
+    "V below the live rows here": (
+        "sample_sum, V",
+        {"active_tokens": [2, 0, 2]},
+        {"active_samples": 1},
+        "active_samples=1",
+    ),
+    "P below the prompts here": (
+        "prompt_mean",
+        {"active_tokens": [2, 2], "prompt": [0, 1], "prompt_tokens": [2, 2]},
+        {"prompts": 1},
+        "prompts=1",
+    ),
+    "Q = 0": (
+        "prompt_mean, Q",
+        {"active_tokens": [1], "prompt": [0], "prompt_tokens": [1]},
+        {"active_prompts": 0},
+        "active_prompts=0",
+    ),
+    "N = 0": ("token_mean", {"active_tokens": [2]}, {"active_tokens": 0}, "active_tokens=0"),
+    "N below the tokens here": (
+        "token_mean",
+        {"active_tokens": [2, 2]},
+        {"active_tokens": 3},
+        "active_tokens=3",
+    ),
+    "n_b = 0 with tokens": (
+        "sample_mean",
+        {"active_tokens": [2], "sample": [7], "sample_tokens": [0]},
+        {"samples": 1},
+        "sample 7 has 2 active tokens on this rank alone, .*sample_tokens is 0",
+    ),
+    "n_b below the sample's rows here": (
+        "sample_mean",
+        {"active_tokens": [2, 2], "sample": [7, 7], "sample_tokens": [3, 3]},
+        {"samples": 1},
+        "sample 7 has 4 active tokens on this rank alone, .*sample_tokens is 3",
+    ),
+    "two n_p of one prompt": (
+        "prompt_mean",
+        {"active_tokens": [2, 2], "prompt": [7, 7], "prompt_tokens": [4, 5]},
+        {"prompts": 1},
+        "prompt 7 has .*prompt_tokens is",
+    ),
+    "a sample under two prompts": (
+        "prompt_mean",
+        {"active_tokens": [2, 2], "sample": [7, 7], "sample_tokens": [4, 4]}
+        | {"prompt": [0, 1], "prompt_tokens": [2, 2]},
+        {"prompts": 2},
+        "sample 7 has rows under 2 prompts",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:the step has no active tokens")
+@pytest.mark.parametrize("what", IMPOSSIBLE)
+def test_totals_that_contradict_the_rows_are_refused(what):
+    mode, rows, known, message = IMPOSSIBLE[what]
+    aggregation = Aggregation(mode.split(",")[0], count_empty="," not in mode)
+    with pytest.raises(PlanError, match=message):
+        plan_step(aggregation, Sequences(**rows), totals=totals(**known))
+
+
+def test_totals_equal_to_the_local_counts_are_accepted():
+    rows = {"active_tokens": [2, 0], "sample": [7, 8], "sample_tokens": [2, 0]}
+    rows |= {"prompt": [1, 1], "prompt_tokens": [2, 2]}
+    least = {"active_tokens": 2, "samples": 2, "prompts": 1}
+    least |= {"active_samples": 1, "active_prompts": 1}
+    for mode in ("token_mean", "sample_mean", "prompt_mean", "sample_sum"):
+        for count_empty in (True, False):
+            aggregation = Aggregation(mode, count_empty=count_empty)
+            known = plan_step(aggregation, Sequences(**rows), totals=totals(**least))
+            counted = plan_step(aggregation, Sequences(**rows))
+            assert known.weights.tolist() == counted.weights.tolist()
+            assert known.expected_weight == counted.expected_weight
+
+
+LACKS = {
+    "N": ("token_mean", {"active_tokens": [2]}, {}, r"^rank.*: token_mean.* StepTotals\(active"),
+    "B": ("constant", {"active_tokens": [2]}, {}, r"^rank.*: constant.* StepTotals\(samples="),
+    "P": (
+        "prompt_mean",
+        {"active_tokens": [2], "prompt": [0], "prompt_tokens": [2]},
+        {},
+        r"^rank.*: prompt_mean.* StepTotals\(prompts=",
+    ),
+    "prompt ids": ("prompt_mean", {"active_tokens": [2]}, None, r"Sequences\(prompt="),
+    "microbatches": ("microbatch_token_mean", {"active_tokens": [2]}, None, "microbatch="),
+    "n_b of a split sample": (
+        "sample_mean",
+        {"active_tokens": [2], "sample": [0]},
+        {"samples": 3},
+        r"give Sequences\(sample_tokens=",
+    ),
+    "n_p": (
+        "prompt_mean",
+        {"active_tokens": [2], "prompt": [0]},
+        {"prompts": 3},
+        r"give Sequences\(prompt_tokens=",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LACKS)
+def test_a_mode_raises_for_what_it_lacks_before_any_forward(what):
+    mode, rows, known, message = LACKS[what]
+    aggregation = Aggregation(mode, divisor=4 if mode == "constant" else None)
+    with pytest.raises(PlanError, match=message):
+        plan_step(aggregation, Sequences(**rows), totals=None if known is None else totals(**known))
+
+
+def test_v_and_q_are_required_where_empty_ones_do_not_count():
+    with pytest.raises(PlanError, match=r"StepTotals\(active_samples="):
+        plan_step(
+            Aggregation("sample_sum", count_empty=False),
+            Sequences(active_tokens=[2]),
+            totals=totals(samples=3),
+        )
+
+
+def test_a_custom_reducers_plan_has_totals_and_no_weights():
+    custom = Aggregation("custom", reducer_path="math:fsum")
+    plan = plan_step(custom, Sequences(active_tokens=[2, 3]))
+    assert plan.totals.active_tokens == 5
+    assert plan.expected_weight is None
+    with pytest.raises(PlanError, match=r"plan\.under\(mode\)\.weights"):
+        plan.weights  # noqa: B018
+    assert plan.under("token_mean").weights.tolist() == [1 / 5, 1 / 5]
+
+
+BAD = {
+    "negative counts": (
+        {"active_tokens": [2, -1]},
+        "active_tokens: got -1 at index 1, the smallest is 0",
+    ),
+    "fractions": ({"active_tokens": [2.0]}, "got float64 of .* expected integers"),
+    "bools": ({"active_tokens": [True]}, "got bool of .* expected integers"),
+    "two dimensions": ({"active_tokens": [[1, 2]]}, r"shape \(1, 2\)"),
+    "too few ids": (
+        {"active_tokens": [1, 2], "sample": [1]},
+        "sample: got 1 entries, expected 2, one per row",
+    ),
+    "too many prompts": (
+        {"active_tokens": [1], "prompt": [1, 2]},
+        "prompt: got 2 entries, expected 1",
+    ),
+    "a microbatch below 0": (
+        {"active_tokens": [1], "microbatch": [-1]},
+        "microbatch: got -1 at index 0",
+    ),
+    "a microbatch beyond M": (
+        {"active_tokens": [1], "microbatch": [3], "num_microbatches": 3},
+        "names microbatch 3, num_microbatches is 3",
+    ),
+    "a sample under two prompts": (
+        {"active_tokens": [1, 2, 3], "sample": [4, 4, 5], "prompt": [0, 1, 1]},
+        "sample 4 has rows under 2 prompts",
+    ),
+    "a sample under two prompts among others": (
+        {"active_tokens": [1, 2, 3], "sample": [3, 4, 4], "prompt": [0, 0, 1]},
+        r"sample 4 has rows under 2 prompts \(0, 1\)",
+    ),
+    "a sample under four prompts": (
+        {"active_tokens": [1] * 4, "sample": [4] * 4, "prompt": [0, 1, 2, 3]},
+        r"under 4 prompts \(0, 1, 2, 3\)",
+    ),
+    "a sample under five prompts": (
+        {"active_tokens": [1] * 5, "sample": [4] * 5, "prompt": [0, 1, 2, 3, 4]},
+        r"under 5 prompts \(0, 1, 2, 3, \.\.\.\)",
+    ),
+    "counts on a device": (
+        {"active_tokens": torch.zeros(2, dtype=torch.int64, device="meta")},
+        "active_tokens is on meta: .* pass a list or a CPU tensor",
+    ),
+    "a wrong claim of n_b": (
+        {"active_tokens": [1, 2], "sample": [4, 4], "sample_tokens": [3, 4]},
+        "sample 4 has 3 active tokens in the step, Sequences.sample_tokens is 4",
+    ),
+    "a wrong claim of n_p": (
+        {"active_tokens": [1, 2], "prompt": [4, 5], "prompt_tokens": [1, 1]},
+        "prompt 5 has 2 active tokens in the step, Sequences.prompt_tokens is 1",
+    ),
+    "microbatches of another number": (
+        {"active_tokens": [1, 2], "microbatch": [0]},
+        "microbatch: got 1 entries, expected 2",
+    ),
+    "a fraction of a microbatch": (
+        {"active_tokens": [1], "microbatch": [0], "num_microbatches": 2.5},
+        r"got num_microbatches 2\.5, expected an integer",
+    ),
+    "fewer than no microbatch": (
+        {"active_tokens": [1], "num_microbatches": -1},
+        "num_microbatches.*-1",
+    ),
+    "a count that float64 does not hold": (
+        {"active_tokens": [2**53 + 1]},
+        r"of 1 rows sum to 9007199254740993, the most .* 2\^53",
+    ),
+    "counts whose sum wraps int64": (
+        {"active_tokens": [2**62, 2**62]},
+        "of 2 rows sum to 9223372036854775808, the most",
+    ),
+    "counts whose sum wraps to 0": ({"active_tokens": [2**62] * 4}, "sum to 18446744073709551616"),
+    "more microbatches than there can be": (
+        {"active_tokens": [1], "num_microbatches": 2**70},
+        "num_microbatches 1180591620717411303424, expected",
+    ),
+    "counts that int64 does not hold": (
+        {"active_tokens": np.array([2**63 + 5], dtype=np.uint64)},
+        "active_tokens",
+    ),
+    "a negative claim": (
+        {"active_tokens": [1], "sample": [0], "sample_tokens": [-1]},
+        "sample_tokens: got -1 at index 0",
+    ),
+    "a negative claim of n_p": (
+        {"active_tokens": [1], "prompt": [0], "prompt_tokens": [-1]},
+        "prompt_tokens: got -1 at index 0",
+    ),
+    "NaN ids": ({"active_tokens": [1], "sample": [math.nan]}, "sample: got float64"),
+    "a count for the whole step": ({"active_tokens": 3}, "active_tokens: got 3, expected integers"),
+    "a ragged list": (
+        {"active_tokens": [[1], [2, 3]]},
+        r"got \[\[1\], \[2, 3\]\], expected integers",
+    ),
+    "nothing": ({"active_tokens": None}, "got None, expected integers"),
+    "a tensor with a gradient": (
+        {"active_tokens": torch.ones(2, requires_grad=True)},
+        "active_tokens",
+    ),
+    "a claim without ids": (
+        {"active_tokens": [1, 2], "sample_tokens": [1, 5]},
+        "row 1 is a sample of its own with 2 active tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_counts_and_ids_are_refused(what):
+    rows, message = BAD[what]
+    with pytest.raises(PlanError, match=message):
+        plan_step(Aggregation("token_mean"), Sequences(**rows))
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_counts_are_refused_with_known_totals_too(what):
+    rows, _ = BAD[what]
+    known = totals(active_tokens=100, samples=100, prompts=100)
+    with pytest.raises(PlanError):
+        plan_step(Aggregation("token_mean"), Sequences(**rows), totals=known)
+
+
+def test_the_largest_counts_are_weighed_without_wrapping():
+    rows = {"active_tokens": [2**52, 2**52 - 4096] + [1] * 4096}  # B n_b is above 2^63
+    assert weights("sample_mean", **rows)[0] == 1 / (4098 * 2**52)
+    assert weights("prompt_mean", **rows, prompt=range(4098))[0] == 1 / (4098 * 2**52)
+
+
+def test_microbatch_indices_may_have_gaps():
+    rows = {"active_tokens": [1, 3], "microbatch": [0, 2**50], "num_microbatches": 2**51}
+    assert weights("microbatch_token_mean", **rows) == [1 / 2**51, 1 / (3 * 2**51)]
+
+
+def test_a_plan_keeps_the_microbatch_of_each_row():
+    rows = Sequences(active_tokens=[1, 9], microbatch=[1, 0])
+    plan = plan_step(Aggregation("token_mean"), rows)
+    assert plan.under("sample_mean").microbatch.tolist() == [1, 0]
+    assert plan_step(Aggregation("token_mean"), Sequences(active_tokens=[1])).microbatch is None
+
+
+def test_a_callers_own_fault_is_raised_instead_of_a_plan():
+    for known in (None, totals(active_tokens=9)):
+        with pytest.raises(PlanError, match="rank 0 of the data-parallel group: no file"):
+            plan_step(
+                Aggregation("token_mean"),
+                Sequences(active_tokens=[]),
+                fault="no file",
+                totals=known,
+            )
+
+
+def test_num_microbatches_without_microbatch_is_only_stored():
+    rows = Sequences(active_tokens=[1, 9], num_microbatches=3)
+    plan = plan_step(Aggregation("token_mean"), rows)
+    assert plan.num_microbatches == 3
+    assert plan.totals.microbatch_means is None
+    assert plan.weights.tolist() == [1 / 10, 1 / 10]
+
+
+def test_sequences_only_stores():
+    assert Sequences(active_tokens="nonsense").active_tokens == "nonsense"
+
+
+def test_a_string_is_refused_as_an_aggregation():
+    with pytest.raises(PlanError, match="got 'token_mean', expected an Aggregation"):
+        plan_step("token_mean", Sequences(active_tokens=[1]))
+
+
+def test_an_unknown_empty_step_is_refused():
+    with pytest.raises(PlanError, match="got empty_step 'skip', expected 'zero' or 'error'"):
+        plan_step(Aggregation("token_mean"), Sequences(active_tokens=[1]), empty_step="skip")
+
+
+def test_numpy_integers_of_any_width_are_counts():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rows = np.array([1, 9], dtype=np.int32)
+        assert weights("token_mean", active_tokens=rows) == [1 / 10, 1 / 10]
+
+
+def test_strings_are_ids_like_integers():
+    rows = {"active_tokens": [4, 2, 3, 1]}
+    as_integers = {"sample": [5, 5, 9, 7], "prompt": [0, 0, 1, 1]}
+    as_strings = {"sample": ["a", "a", "b9", ""], "prompt": np.array(["p", "p", "q", "q"])}
+    as_objects = {
+        "sample": np.array(["a", "a", "b9", ""], dtype=object),
+        "prompt": ["p"] * 2 + ["q"] * 2,
+    }
+    for mode in ("sample_mean", "prompt_mean"):
+        expected = weights(mode, **rows, **as_integers)
+        assert weights(mode, **rows, **as_strings) == expected
+        assert weights(mode, **rows, **as_objects) == expected
+
+
+def test_strings_with_one_hash_are_refused(monkeypatch):
+    monkeypatch.setattr("megatron_lossagg.counts._hashed", lambda text: len(text))
+    assert weights("prompt_mean", active_tokens=[1, 9], prompt=["a", "bb"]) == [1 / 2, 1 / 18]
+    with pytest.raises(PlanError, match="two strings have one 63-bit hash: pass integer ids"):
+        weights("prompt_mean", active_tokens=[1, 9], prompt=["a", "b"])
+
+
+def test_ids_of_mixed_kinds_are_refused():
+    for mixed in (np.array(["a", 3], dtype=object), ["7", 7]):
+        with pytest.raises(PlanError, match=r"prompt: got .*, expected integers"):
+            weights("prompt_mean", active_tokens=[1, 9], prompt=mixed)
+
+
+def test_sparse_ids_are_grouped_like_dense_ones():
+    near = {"sample": [3, 1, 3, 2, 1], "prompt": [0, 0, 0, 1, 0]}
+    far = {name: [(id_ - 2) * 2**60 for id_ in ids] for name, ids in near.items()}
+    for mode in ("sample_mean", "prompt_mean"):
+        rows = {"active_tokens": [4, 2, 3, 1, 5]}
+        assert weights(mode, **rows, **near) == weights(mode, **rows, **far)
+
+
+def test_samples_per_prompt_finds_prompts_that_were_merged():
+    rows = {"active_tokens": [1, 2, 3, 4], "sample": [0, 0, 1, 2], "prompt": [0, 0, 0, 7]}
+    with pytest.raises(PlanError, match=r"prompt 7 has 1 samples .* is 2: ids are global over"):
+        weights("prompt_mean", **rows, samples_per_prompt=2)
+    rows["prompt"] = [0, 0, 7, 7]
+    with pytest.raises(PlanError, match="prompt 0 has 1 samples over the step"):
+        weights("prompt_mean", **rows, samples_per_prompt=2)
+    rows["sample"] = [0, 1, 2, 3]
+    whole = weights("prompt_mean", **rows, samples_per_prompt=2)
+    assert whole == weights("prompt_mean", **rows)
+    del rows["sample"]
+    assert weights("prompt_mean", **rows, samples_per_prompt=2) == whole
+
+
+@pytest.mark.parametrize("number", [0, -1, 2.0, "2", True])
+def test_samples_per_prompt_is_an_integer_from_1(number):
+    rows = {"active_tokens": [1], "prompt": [0], "samples_per_prompt": number}
+    with pytest.raises(PlanError, match=r"samples_per_prompt .*, expected an integer from 1"):
+        weights("prompt_mean", **rows)
+
+
+def test_samples_per_prompt_needs_prompts():
+    with pytest.raises(PlanError, match=r"samples_per_prompt .* no prompt ids: give prompt="):
+        weights("token_mean", active_tokens=[1], samples_per_prompt=2)
+
+
+def test_a_divisor_below_the_longest_sample_warns_once(monkeypatch):
+    monkeypatch.setattr(faults, "_warned", set())
+    weights("constant", divisor=6, active_tokens=[6, 2])
+    weights("token_sum", divisor=2, active_tokens=[6, 2])
+    with pytest.warns(RuntimeWarning, match="divides by 5, and a sample has 6 tokens"):
+        weights("constant", divisor=5, active_tokens=[6, 2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        weights("constant", divisor=4, active_tokens=[6, 2])
+    monkeypatch.setattr(faults, "_warned", set())
+    with pytest.warns(RuntimeWarning, match="a sample has 8 tokens"):
+        weights("constant", divisor=7, active_tokens=[6, 2], sample=[0, 0])
+
+
+def test_a_divisor_below_the_longest_sample_warns_under_too(monkeypatch):
+    monkeypatch.setattr(faults, "_warned", set())
+    plan = plan_step(Aggregation("token_mean"), Sequences(active_tokens=[300]))
+    with pytest.warns(RuntimeWarning, match="divides by 10, and a sample has 300 tokens"):
+        plan.under(Aggregation("constant", divisor=10))
+
+
+@pytest.mark.parametrize("divisor", [1e308, 1e40, 1e-40])
+def test_a_weight_that_float32_does_not_hold_is_refused(divisor):
+    with pytest.raises(PlanError, match=r"gives row 1 a weight of .*, beyond what float32 holds"):
+        weights("constant", divisor=divisor, active_tokens=[0, 3])
+
+
+def test_a_reducer_path_that_leads_nowhere_is_refused_when_the_step_is_planned():
+    custom = Aggregation("custom", reducer_path="no.such:f")
+    with pytest.raises(PlanError, match=r"importing 'no\.such' raised ModuleNotFoundError"):
+        plan_step(custom, Sequences(active_tokens=[3]))
+
+
+def test_samples_per_prompt_is_not_checked_from_totals_and_says_so():
+    rows = Sequences(active_tokens=[3], prompt=[0], prompt_tokens=[3], samples_per_prompt=1)
+    with pytest.raises(PlanError, match="samples_per_prompt is checked over the whole step"):
+        plan_step(Aggregation("prompt_mean"), rows, totals=totals(prompts=2))
+
+
+def test_every_mode_has_its_denominator_and_expected_sum_in_the_table():
+    """The weights times the tokens add up to the table's expected sum."""
+    rows = {"active_tokens": [1, 9, 0, 4], "sample": [0, 0, 1, 2], "prompt": [0, 0, 0, 1]}
+    rows["microbatch"] = [0, 1, 1, 1]
+    for mode in MODES.values():
+        if mode.name == "custom":
+            assert mode.denominator is mode.expected is None
+            continue
+        divisor = None if mode.divisor == "none" else 40
+        plan = plan_step(Aggregation(mode.name, divisor=divisor), Sequences(**rows))
+        total = float(plan.weights @ torch.tensor([1.0, 9, 0, 4], dtype=torch.float64))
+        assert plan.expected_weight == pytest.approx(total, rel=1e-12)
+
+
+CHECKS = re.findall(
+    r"^def check_(\w+)\(", (Path(__file__).parent / "plan_worker.py").read_text(), re.MULTILINE
+)
+
+
+@early
+def faults_by_check():
+    """Return each rank's failure, None where it passed, by number of processes and check."""
+    out = {n: launched("core/plan_worker.py", processes=n, timeout=120) for n in (2, 3)}
+    return {
+        n: dict(json.loads(line[6:]) for line in text.splitlines() if line.startswith("CHECK "))
+        for n, text in out.items()
+    }
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("check", CHECKS)
+def test_over_ranks(faults_by_check, check, processes):
+    faults = faults_by_check[processes][f"check_{check}"]
+    assert len(faults) == processes
+    assert not any(faults), "\n".join(filter(None, faults))

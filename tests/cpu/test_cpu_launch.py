@@ -1,0 +1,140 @@
+"""The launcher: output, environment, failure, time limit, nothing left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from megatron_lossagg.cpu.launch import launch
+
+RANKS = """
+import os, sys, torch.distributed as dist
+dist.init_process_group("gloo")
+sums = dist.new_group()
+import torch
+total = torch.ones(1) * dist.get_rank()
+dist.all_reduce(total)
+threads, address = os.environ["OMP_NUM_THREADS"], os.environ["MASTER_ADDR"]
+line = f"rank {dist.get_rank()} total {int(total)} {threads} {address} "
+os.write(1, f"{line}{os.environ['MARKED']} {sys.argv[1:]}\\n".encode())  # whole: the ranks share it
+dist.destroy_process_group()
+"""
+SLEEP = """
+import os, pathlib, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(f"{os.getpid()} {child.pid}")
+print("asleep", flush=True)
+time.sleep(600)
+"""
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+def test_ranks_run_over_loopback_and_their_output_comes_back(tmp_path: Path) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    result = launch([str(script), "argument"], processes=2, timeout=200, env={"MARKED": "yes"})
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == [
+        f"rank {rank} total 1 1 127.0.0.1 yes ['argument']" for rank in range(2)
+    ]
+
+
+def test_a_module_runs_too_and_a_failing_rank_is_seen() -> None:
+    result = launch(["-m", "json.tool", "--no-such-flag"], processes=1, timeout=200)
+    assert result.returncode != 0
+    assert "--no-such-flag" in result.stderr
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads /proc")
+def test_a_launch_that_outlasts_its_time_leaves_nothing_running(tmp_path: Path) -> None:
+    script = tmp_path / "sleep.py"
+    script.write_text(SLEEP)
+    for timeout in (6, 30, 120):  # A busy machine needs longer to start its ranks.
+        started = time.monotonic()
+        with pytest.raises(subprocess.TimeoutExpired) as caught:
+            launch([str(script), str(tmp_path)], processes=2, timeout=timeout)
+        assert time.monotonic() - started < timeout + 10
+        if all((tmp_path / rank).exists() for rank in "01"):
+            break
+    pids = [int(pid) for rank in "01" for pid in (tmp_path / rank).read_text().split()]
+    assert len(pids) == 4
+    assert not any(is_running(pid) for pid in pids)
+    assert str(caught.value.output).count("asleep") == 2
+    assert os.getpid() not in pids
+
+
+@contextmanager
+def started(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """Launch two ranks that sleep, from a process of its own; yield it, the agent and the ranks."""
+    script = folder / "sleep.py"
+    script.write_text(SLEEP)
+    code = f"from megatron_lossagg.cpu import launch; launch([{str(script)!r}, {str(folder)!r}], "
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", f"{code} processes=2)"],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        text=True,
+    )
+    running = [launcher.pid]
+    try:
+        deadline = time.monotonic() + 300  # a busy machine
+        while not all((folder / rank).exists() and (folder / rank).read_text() for rank in "01"):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        written = [[int(pid) for pid in (folder / rank).read_text().split()] for rank in "01"]
+        ranks, children = zip(*written, strict=True)
+        (agent,) = {int(stat_of(rank)[1]) for rank in ranks}
+        running += [agent, *ranks, *children]
+        yield launcher, [agent, *ranks]
+    finally:
+        for pid in running:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        launcher.wait()
+
+
+def stat_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def listening(pid: int) -> list[str]:
+    """Return the addresses, in hexadecimal, on which a process listens."""
+    inodes = {str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir()}
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                found.append(fields[1].partition(":")[0])
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads /proc")
+def test_nothing_that_was_launched_listens_on_another_address_than_loopback(tmp_path: Path) -> None:
+    with started(tmp_path) as (_, pids):
+        addresses = [address for pid in pids for address in listening(pid)]
+    assert set(addresses) == {"0100007F"}  # 127.0.0.1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends them")
+def test_launched_ranks_end_within_seconds_of_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    with started(tmp_path) as (launcher, pids):
+        launcher.kill()
+        launcher.wait()
+        deadline = time.monotonic() + 5
+        while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(is_running(pid) for pid in pids)

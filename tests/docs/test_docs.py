@@ -1,0 +1,66 @@
+"""The pages hang together: links, names of the machine, the reference, the decisions."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import megatron_lossagg
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+OUTSIDE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+PAGES = sorted([*DOCS.rglob("*.md"), *OUTSIDE, ROOT / "examples/drgrpo/README.md"])
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
+
+
+def name_of(page):
+    return str(page.relative_to(ROOT))
+
+
+def anchors(page):
+    titles = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    words = (re.sub(r"\[([^]]*)\]\([^)]*\)|[`*]", r"\1", title).lower() for title in titles)
+    return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", title).strip()) for title in words}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_link_leads_to_a_file_and_an_anchor_of_it(page):
+    for target in LINK.findall(FENCE.sub("", page.read_text())):
+        if re.match(r"https?://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.is_file(), f"{target}: link to a file, so that GitHub and the site have it"
+        assert not anchor or anchor in anchors(file), target
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "mkdocs.yml", ROOT / "tools/docs_hooks.py"], ids=name_of
+)
+def test_no_page_names_a_place_of_the_machine_that_wrote_it(page):
+    assert not re.search(r"(?<![\w.$}-])/(work|tmp|root|home)/", page.read_text())
+
+
+def test_every_page_of_the_site_is_in_the_navigation_or_listed_under_it():
+    listed = set(re.findall(r"(docs/[\w/.-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
+    pages = {name_of(page) for page in DOCS.rglob("*.md") if not page.name.startswith("0")}
+    assert listed == pages
+
+
+def test_the_reference_has_every_public_name_once():
+    pages = (DOCS / "reference").glob("*.md")
+    entries = [name for page in pages for name in re.findall(r"^::: (\S+)", page.read_text(), re.M)]
+    names = [entry.rpartition(".")[2] for entry in entries]
+    assert sorted(names) == sorted(megatron_lossagg.__all__)
+    for entry in entries:
+        module, _, name = entry.rpartition(".")
+        assert getattr(megatron_lossagg, name).__module__ == module
+
+
+def test_every_decision_is_listed_by_its_title():
+    index = (DOCS / "decisions/README.md").read_text()
+    for page in sorted((DOCS / "decisions").glob("0*.md")):
+        number, title = page.read_text().splitlines()[0].removeprefix("# ").split(" ", 1)
+        assert f"| [{number.rstrip(':')}]({page.name}) | {title} |" in index

@@ -1,0 +1,202 @@
+"""What the users' pages claim is what the package does: aliases, messages, names, numbers."""
+
+import argparse
+import ast
+import functools
+import importlib
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_lossagg import (
+    Aggregation,
+    Layout,
+    MegatronContract,
+    Sequences,
+    StepContract,
+    StepTotals,
+    add_loss_aggregation_args,
+    aggregation_from_args,
+    plan_step,
+)
+from megatron_lossagg.aggregation import ALIASES, MODES
+from megatron_lossagg.cli.main import _parser, main
+from megatron_lossagg.integrations.megatron_lm import PretrainAdapter
+from megatron_lossagg.verify.causes import CAUSES, MASKED_LOSSES_REACH
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+SYSTEMS = {
+    "Megatron-LM": "megatron",
+    "verl": "verl",
+    "SkyRL": "skyrl",
+    "TRL": "trl",
+    "slime": "slime",
+    "miles": "miles",
+    "open-instruct": "open-instruct",
+    "NeMo-RL": "nemo-rl",
+    "Others": "",
+}
+COUNTED = {"sample_mean", "prompt_mean", "constant", "sample_sum"}
+"""Modes whose denominator has B or P."""
+
+
+def tables_by_section(page):
+    """Cells of the table rows under each heading, without head and rule."""
+    for section in re.split(r"^## ", page.read_text(), flags=re.MULTILINE)[1:]:
+        rows = re.findall(r"^\| (.+) \|$", section, re.MULTILINE)[1:]
+        yield section.splitlines()[0], [[c.strip() for c in r.split(" | ")] for r in rows]
+
+
+COMING_FROM = dict(tables_by_section(DOCS / "coming-from.md"))
+SETTINGS = [(system, *row) for system, rows in COMING_FROM.items() for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("system", "name", "divisor", "empty"),
+    [(system, name.strip("`"), divisor, empty) for system, _, name, divisor, empty, *_ in SETTINGS],
+)
+def test_a_setting_of_another_system_is_taken_by_our_flags(system, name, divisor, empty, capsys):
+    flags = ["--loss-aggregation", name]
+    flags += [] if divisor == "-" else ["--loss-aggregation-divisor", "16384"]
+    parser = add_loss_aggregation_args(argparse.ArgumentParser())
+    aggregation = aggregation_from_args(parser.parse_args(flags))
+    assert aggregation.count_empty == (empty != "leave")
+    assert (aggregation.mode in COUNTED) == (empty != "-")
+    rule = MODES[aggregation.mode].divisor
+    assert rule != "required" or divisor not in ("-", "optional")
+    if ":" in name and SYSTEMS[system]:
+        assert name.split(":")[0] == SYSTEMS[system]
+    assert main(["explain", name, *flags[2:]]) == 0
+    assert capsys.readouterr().out.startswith(f"{aggregation.mode}: w_s = ")
+
+
+def test_every_alias_is_on_the_page():
+    assert list(COMING_FROM) == list(SYSTEMS)
+    assert {name.strip("`") for _, _, name, *_ in SETTINGS} & ALIASES.keys() == ALIASES.keys()
+
+
+@functools.cache
+def source_strings():
+    """Every string of the package, a value that is filled in as ``...``, white space as one."""
+    texts = []
+    for file in sorted((ROOT / "megatron_lossagg").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [v.value if isinstance(v, ast.Constant) else "..." for v in node.values]
+                texts.append("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return [" ".join(text.split()) for text in texts]
+
+
+TROUBLE = (DOCS / "troubleshooting.md").read_text()
+FENCED = [
+    " ".join(block.split())
+    for block in re.findall(r"^ *```text\n(.*?)^ *```", TROUBLE, re.MULTILINE | re.DOTALL)
+]
+QUOTED = [" ".join(quote.split()) for quote in re.findall(r'"([^"]{15,})"', TROUBLE)]
+
+
+@pytest.mark.parametrize("message", [*FENCED, *QUOTED])
+def test_a_quoted_message_is_one_that_the_package_writes(message):
+    assert any(message in text for text in source_strings())
+
+
+def test_a_cause_beside_a_factor_is_one_that_verify_finds():
+    table = dict(tables_by_section(DOCS / "troubleshooting.md"))
+    causes = {cause.what for cause in [*CAUSES, MASKED_LOSSES_REACH]}
+    rows = table["The loss halves with CP, or the gradient changes with the layout"]
+    assert {what.strip('"') for _, what in rows} <= causes
+
+
+def names_that_are_reported():
+    """The names of a real report: one microbatch of one row on one rank."""
+    contract = SimpleNamespace(
+        regime="average", dp_cp_size=1, cp_size=1, cp_rank=0, has_slices=False
+    )
+    plan = plan_step(
+        Aggregation("token_mean"),
+        Sequences(active_tokens=[2]),
+        totals=StepTotals(active_tokens=2, samples=1),
+    )
+    step = StepContract(contract=contract, plan=plan, num_microbatches=1, accumulates=True)
+    layout = Layout.local([2], cp_size=1, cp_rank=0)
+    reducer = plan.reducer([0], torch.ones(2), layout)
+    share = reducer(torch.ones(2, requires_grad=True))
+    *_, report = step.returns(share, reducer, report={PretrainAdapter.loss_name: share})
+    return set(report)
+
+
+def test_the_dashboard_lists_the_names_of_a_report():
+    sections = dict(tables_by_section(DOCS / "dashboard.md"))
+    rows = sections["Each step"]
+    listed = {row[0].strip("`") for row in rows if row[0].strip("`") not in {*MODES, "mode"}}
+    host = "stock/lm_loss"  # _Replaced gives the name to what the host reports
+    assert listed == names_that_are_reported() | {host}
+    page = (DOCS / "dashboard.md").read_text()
+    assert set(re.findall(r"lossagg/\w+", page)) <= names_that_are_reported()
+    assert {row[0].strip("`") for row in rows} >= set(MODES)
+
+
+def test_the_start_line_of_the_dashboard_is_that_of_the_contract():
+    contract = SimpleNamespace(regime="average", dp_size=2, cp_size=2, probe=None, note="")
+    line = MegatronContract.describe(contract, Aggregation("constant", divisor=4096))
+    assert line.removesuffix("off") + "..." in (DOCS / "dashboard.md").read_text()
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+def test_the_output_of_explain_on_a_page_is_what_it_prints(page, capsys):
+    blocks = re.findall(
+        r"^```text\n\$ lossagg (explain [^\n]+)\n(.*?)^```", page.read_text(), re.M | re.S
+    )
+    assert blocks or page.name != "which-mode.md"
+    for command, output in blocks:
+        assert main(command.split()) == 0
+        printed = capsys.readouterr().out
+        assert output in printed
+
+
+def test_the_factors_of_a_switch_are_those_that_explain_prints():
+    page = (DOCS / "which-mode.md").read_text()
+    (table,) = re.findall(
+        r"^token_mean .*?^```", page.replace("  token_mean", "token_mean"), re.M | re.S
+    )[:1]
+    ratios = {line.split()[0]: line.split()[2] for line in table.splitlines()[:-1]}
+    for mode in ("constant", "sample_sum", "token_sum"):
+        (row,) = re.findall(rf"^\| `{mode}` \| scaled .*$", page, re.M)
+        factors = re.findall(r"(?:here|times|by) ([\d.]+)", row)
+        assert factors == [ratios[mode]] * 3
+
+
+COMMANDS = sorted(
+    {
+        (page.name, " ".join(command.split()))
+        for page in [ROOT / "README.md", *DOCS.rglob("*.md")]
+        for command in re.findall(
+            r"(?:lossagg|-m megatron_lossagg) ((?:verify|explain)\b[^`#\n]*)", page.read_text()
+        )
+        if " -" in command and "--list" not in command  # which prints and exits
+    }
+)
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS)
+def test_a_command_on_a_page_has_flags_that_exist(page, command):
+    filled = {"MODE": "token_mean", "NEW": "token_mean", "L": "4096", "...": "3,0/5"}
+    words = [filled.get(word, word) for word in command.split()]
+    _parser(words).parse_args(words)
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.stem)
+def test_python_on_a_page_parses_and_imports_names_that_exist(page):
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron_los"):
+                module = importlib.import_module(node.module)
+                for name in node.names:
+                    if not hasattr(module, name.name):
+                        importlib.import_module(f"{node.module}.{name.name}")

@@ -1,0 +1,205 @@
+"""One run of Megatron-Bridge's own ``pretrain`` on the CPU, with the numbers that tests compare.
+
+``bridge_worker.py FILE AGGREGATION CP REGIME [EVALUATION_CP]``: three steps on packed conversations
+and an evaluation; EVALUATION_CP is Bridge's ``eval_context_parallel_size``, and a refusal is
+printed by every rank. The last rank writes each step's loss and gradient norm to FILE as JSON, and
+rank 0, where it is alone, the mean over conversations of their mean token loss and its gradient's
+norm, by loops over conversations that go through the model one by one. AGGREGATION ``stock``: the
+recipe's call is left out. Weights and data do not depend on the layout.
+"""
+
+import functools
+import json
+import sys
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import imports_bridge  # noqa: F401  first
+import torch
+import torch.distributed as dist
+from megatron.bridge.data.base import DatasetProvider
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.training import setup
+from megatron.bridge.training.callbacks import CallbackManager
+from megatron.bridge.training.config import (
+    CheckpointConfig,
+    ConfigContainer,
+    DistributedDataParallelConfig,
+    DistributedInitConfig,
+    LoggerConfig,
+    OptimizerConfig,
+    RNGConfig,
+    SchedulerConfig,
+    TokenizerConfig,
+    TrainingConfig,
+    ValidationConfig,
+)
+from megatron.bridge.training.gpt_step import forward_step
+from megatron.bridge.training.pretrain import pretrain
+
+import megatron_lossagg.cpu as cpu
+from megatron_lossagg import Aggregation
+from megatron_lossagg.errors import ContractError
+from megatron_lossagg.integrations import bridge
+
+VOCABULARY, LENGTH, BATCH, STEPS = 128, 32, 4, 3
+CUTS = ([0, 8, 32], [0, 4, 12, 32], [0, 32], [0, 20, 24, 32])
+"""Where the conversations of each entry of a batch begin and end; multiples of 2 CP."""
+
+
+class Conversations(torch.utils.data.Dataset):
+    """Entries of packed conversations; one conversation per batch has no active tokens."""
+
+    def __init__(self, first, size):
+        self.first, self.size = first, size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        draw = torch.Generator().manual_seed(1000 + self.first + index)
+        tokens = torch.randint(VOCABULARY, (LENGTH + 1,), generator=draw)
+        mask = (torch.rand(LENGTH, generator=draw) < 0.6).float()
+        cuts = CUTS[index % BATCH]
+        mask[[start for start, _ in pairwise(cuts)]] = 1
+        if index % BATCH == 1:
+            mask[4:12] = 0
+        offsets = torch.tensor(cuts, dtype=torch.int32)
+        longest = max(end - start for start, end in pairwise(cuts))
+        return {
+            "tokens": tokens[:-1],
+            "labels": tokens[1:],
+            "loss_mask": mask,
+            "position_ids": torch.cat([torch.arange(b - a) for a, b in pairwise(cuts)]),
+            "cu_seqlens_q": offsets,
+            "cu_seqlens_kv": offsets.clone(),
+            "max_seqlen_q": torch.tensor(longest),
+            "max_seqlen_kv": torch.tensor(longest),
+        }
+
+
+@dataclass
+class Provider(DatasetProvider):
+    """What Bridge asks for data."""
+
+    seq_length: int = LENGTH
+
+    def build_datasets(self, context):
+        """Return training, validation and test data."""
+        return Conversations(0, STEPS * BATCH), Conversations(100, 2 * BATCH), None
+
+
+def configuration(cp, *, per_token, evaluation_cp):
+    """Configure a small model, without what needs a GPU."""
+    model = GPTModelProvider(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        seq_length=LENGTH,
+        position_embedding_type="rope",
+        vocab_size=VOCABULARY,
+        share_embeddings_and_output_weights=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        cross_entropy_loss_fusion=False,
+        transformer_layer_spec=cpu.gpt_layer_spec,
+        pipeline_dtype=torch.float32,
+        context_parallel_size=cp,
+        calculate_per_token_loss=per_token,
+    )
+    return ConfigContainer(
+        model=model,
+        train=TrainingConfig(train_iters=STEPS, global_batch_size=BATCH, micro_batch_size=1),
+        validation=ValidationConfig(eval_interval=STEPS, eval_iters=1),
+        optimizer=OptimizerConfig(
+            optimizer="adam", lr=1e-3, min_lr=1e-3, weight_decay=0.0, clip_grad=1.0
+        ),
+        scheduler=SchedulerConfig(
+            lr_decay_style="constant",
+            lr_decay_iters=STEPS,
+            start_weight_decay=0.0,
+            end_weight_decay=0.0,
+        ),
+        ddp=DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, average_in_collective=False, overlap_grad_reduce=False
+        ),
+        dataset=Provider(dataloader_type="single", num_workers=0),
+        logger=LoggerConfig(log_interval=1),
+        tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY),
+        checkpoint=CheckpointConfig(save=None),
+        rng=RNGConfig(seed=1),
+        dist=DistributedInitConfig(
+            distributed_backend="gloo", eval_context_parallel_size=evaluation_cp
+        ),
+    )
+
+
+def by_hand(model, step):
+    """Return the mean over conversations of their mean token loss, and its gradient's norm."""
+    data, means, num_rows = Conversations(0, STEPS * BATCH), [], 0
+    for index in range(step * BATCH, (step + 1) * BATCH):
+        entry = data[index]
+        for start, end in pairwise(CUTS[index % BATCH]):
+            tokens, labels, mask, positions = (
+                entry[name][start:end] for name in ("tokens", "labels", "loss_mask", "position_ids")
+            )
+            num_rows += 1
+            losses = model(tokens[None], positions[None], None, labels=labels[None])[0]
+            active = [losses[t] for t in range(end - start) if mask[t] == 1]
+            if active:
+                means.append(sum(active) / len(active))
+    loss = sum(means) / num_rows
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    norm = sum((g.double() ** 2).sum() for g in gradients) ** 0.5
+    return {"loss": loss.item(), "grad_norm": norm.item()}
+
+
+def main(aggregation, cp, regime, evaluation_cp):
+    """Train, and write the numbers."""
+    # Bridge's own option, which its pretrain does not pass on; warming up kernels is of CUDA's.
+    setup.initialize_megatron = functools.partial(setup.initialize_megatron, allow_no_cuda=True)
+    setup.set_jit_fusion_options = lambda *args, **kwargs: None
+    hook = None if aggregation == "stock" else bridge.install(Aggregation(aggregation))
+    trained, hand, evaluated = [], [], []
+
+    def on_train_start(context):
+        cpu.initialize_weights(context.model, seed=5)
+
+    def on_train_step_start(context):
+        if dist.get_world_size() == 1:
+            hand.append(by_hand(context.model[0].module, context.state.train_state.step))
+
+    def on_train_step_end(context):
+        losses = {name: float(value) for name, value in (context.loss_dict or {}).items()}
+        trained.append({**losses, "grad_norm": float(context.grad_norm)})
+
+    def on_eval_end(context):
+        losses = {name: float(value) for name, value in context.total_loss_dict.items()}
+        evaluated.append(losses)
+
+    callbacks = CallbackManager()
+    for event in (on_train_start, on_train_step_start, on_train_step_end, on_eval_end):
+        callbacks.register(event.__name__, event)
+    per_token = regime == "per-token"
+    config = configuration(cp, per_token=per_token, evaluation_cp=evaluation_cp)
+    pretrain(config, forward_step, callbacks=callbacks)
+    written = {"steps": trained, "by_hand": hand, "evaluated": evaluated}
+    written["hooked"] = None if hook is None else hook.num_steps
+    return written
+
+
+if __name__ == "__main__":
+    path, aggregation, cp, regime, *evaluation_cp = sys.argv[1:]
+    try:
+        numbers = main(aggregation, int(cp), regime, *(map(int, evaluation_cp or [cp])))
+    except ContractError as error:
+        print(f"REFUSED {error}", flush=True)
+    else:
+        if numbers["steps"] and numbers["steps"][0]:
+            Path(path).write_text(json.dumps(numbers))

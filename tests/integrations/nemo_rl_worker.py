@@ -1,0 +1,349 @@
+"""NeMo-RL's own trainer and Megatron worker on a CPU, from a checkout with or without our patch.
+
+``nemo_rl_worker.py plan CHECKOUT FILE``, one process: the real ``grpo_train`` until it calls
+``policy.train``, and a reference in float64 for each optimizer step, by loops over prompts.
+``nemo_rl_worker.py train CHECKOUT FILE CP HOW CASE ...``, HOW one of padded, dynamic, packed and
+a case ``loss/aggregation/rows of a microbatch``: the real ``_shard_for_train`` of the policy and
+``train`` of its Megatron worker, with ``process_global_batch``, microbatches, packing,
+``LossPostProcessor``, ``ClippedPGLossFn`` and the gather over context parallelism, on
+Megatron-Core's schedule, DDP and finalize. It prints the largest relative error of a gradient.
+
+Not real: Ray, generation and environments (rollouts are given), log-probabilities of the old and
+the reference policy, the model (a tiny GPT instead of one that Megatron-Bridge loads), the
+optimizer, which records gradients and changes nothing.
+"""
+
+import math
+import os
+import sys
+import types
+import typing
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+
+WHAT, CHECKOUT, FILE, *OTHERS = sys.argv[1:]
+sys.path.insert(0, CHECKOUT)
+sys.path.append(str(Path(__file__).resolve().parents[2] / ".venv-frameworks"))
+
+import stand_ins  # noqa: E402
+import tiny_gpt  # noqa: E402  before the hosts: it lets Megatron-Core run on a CPU
+import typing_extensions  # noqa: E402
+
+stand_ins.install(
+    *(stand_ins.RAY, stand_ins.HYDRA, stand_ins.DATA, stand_ins.SERVERS, stand_ins.NEMO),
+    stand_ins.NEMO_WORKER,
+)
+typing.TypedDict = typing_extensions.TypedDict  # pydantic models, before Python 3.12
+import transformers  # noqa: E402
+
+transformers.AutoProcessor  # noqa: B018  which loads transformers anew
+# NeMo-RL's patch of a tokenizer asserts an older version.
+sys.modules["transformers"].__version__ = "5.11.0"
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+from nemo_rl.algorithms.loss.loss_functions import (  # noqa: E402
+    ClippedPGLossConfig,
+    ClippedPGLossFn,
+)
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict  # noqa: E402
+
+import megatron_lossagg.cpu as cpu  # noqa: E402
+from megatron_lossagg import Aggregation  # noqa: E402
+from megatron_lossagg.integrations.nemo_rl import aggregated  # noqa: E402
+
+PROMPTS, SAMPLES, ROWS_PER_STEP = 6, 4, 12
+MASKED_PROMPT, EMPTY_PROMPT = 2, 4
+"""A prompt whose sample_mask is 0 everywhere, and one with no active tokens."""
+TRUNCATED = (1, 18)
+"""Rows whose sample_mask becomes 0, as too long ones."""
+KL = 0.1
+LOSSES = {"token": True, "sequence": False}
+EXACT = {"all prompts": True, "prompts with tokens": False}
+"""Aggregations: whether a prompt with no active tokens counts."""
+
+
+def loss_of(loss, aggregation):
+    config = ClippedPGLossConfig(token_level_loss=LOSSES[loss], reference_policy_kl_penalty=KL)
+    prompt_mean = Aggregation("prompt_mean", count_empty=EXACT[aggregation])
+    return aggregated(ClippedPGLossFn(config), prompt_mean, weights_in_data=True)
+
+
+def config(generation=None):
+    """Return NeMo-RL's own configuration of GRPO on Megatron."""
+    from nemo_rl.algorithms.grpo import MasterConfig
+    from nemo_rl.utils.config import load_config, register_omegaconf_resolvers
+    from omegaconf import OmegaConf
+
+    register_omegaconf_resolvers()
+    file = Path(os.environ["FRAMEWORKS_DIR"], "NeMo-RL/examples/configs/grpo_math_1B_megatron.yaml")
+    made = MasterConfig(**OmegaConf.to_container(load_config(file), resolve=True))
+    made.grpo.num_prompts_per_step, made.grpo.num_generations_per_prompt = PROMPTS, SAMPLES
+    made.grpo.overlong_filtering, made.grpo.max_num_steps = True, 1
+    made.policy["train_global_batch_size"] = ROWS_PER_STEP
+    made.policy["make_sequence_length_divisible_by"] = 4
+    return made
+
+
+def drawn(seed, *shape):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def prompts():
+    """Return the data loader's batch: one user message per prompt."""
+    lengths = [2 + number % 3 for number in range(PROMPTS)]
+    logs = [
+        [{"role": "user", "content": "", "token_ids": torch.arange(n) + number + 1}]
+        for number, n in enumerate(lengths)
+    ]
+    counted = torch.ones(PROMPTS)
+    counted[MASKED_PROMPT] = 0
+    return BatchedDataDict(
+        message_log=logs,
+        length=torch.tensor(lengths),
+        loss_multiplier=counted,
+        extra_env_info=[None] * PROMPTS,
+        idx=list(range(PROMPTS)),
+        task_name=["task"] * PROMPTS,
+    )
+
+
+def rollouts(*, input_batch, **_):
+    """In place of generation and environments: answers, rewards, and which were truncated."""
+    rewards = []
+    for row, log in enumerate(input_batch["message_log"]):
+        length = 1 + (7 * row + row // 5) % 6
+        tokens = torch.arange(length) * 3 % 11 + row % 5
+        answer = {"role": "assistant", "content": "", "token_ids": tokens}
+        if row // SAMPLES == EMPTY_PROMPT:
+            answer["role"] = "environment"
+        else:
+            answer["generation_logprobs"] = (-2 + 0.1 * drawn(row, length)).float()
+        log.append(answer)
+        rewards.append((row * row) % 7 / 7.0)
+    truncated = torch.zeros(len(rewards), dtype=torch.bool)
+    truncated[list(TRUNCATED)] = True
+    input_batch["total_reward"], input_batch["truncated"] = torch.tensor(rewards), truncated
+    return input_batch, defaultdict(float)
+
+
+class Trained(Exception):  # noqa: N818
+    """Ends ``grpo_train`` where it has called the policy's ``train``."""
+
+
+class Nothing:
+    """A logger, a checkpointer, a generation: every method returns None."""
+
+    weight_synchronizer = None
+
+    def __getattr__(self, name):
+        if name == "requires_kv_scale_sync":
+            raise AttributeError(name)
+        return lambda *_, **__: None
+
+
+class Policy(Nothing):
+    """In place of the policy: fixed log-probabilities; ``train`` keeps what it is given."""
+
+    def get_logprobs(self, data, **_):
+        return {"logprobs": -2 + 0.2 * drawn(101, *data["input_ids"].shape)}
+
+    def get_reference_policy_logprobs(self, data, **_):
+        return {"reference_logprobs": -2 + 0.2 * drawn(102, *data["input_ids"].shape)}
+
+    def train(self, data, loss_fn, **_):
+        self.data, self.loss_fn = data, loss_fn
+        raise Trained
+
+
+def train_data(loss_fn):
+    """Run NeMo-RL's trainer until it trains; return the batch for the policy."""
+    from nemo_rl.algorithms import grpo
+
+    grpo.run_multi_turn_rollout = rollouts
+    grpo.refit_policy_generation = lambda *_, **__: {}
+    grpo.should_use_async_rollouts = lambda _: False
+    policy, batches, tokenizer = Policy(), [prompts()], SimpleNamespace(pad_token_id=0)
+    state = grpo._initial_grpo_save_state()
+    try:
+        grpo.grpo_train(
+            policy, Nothing(), batches, None, tokenizer, loss_fn, {}, None, Nothing(), Nothing(),
+            state, config(),
+        )  # fmt: skip
+    except Trained:
+        assert policy.loss_fn is loss_fn
+    return policy.data
+
+
+def step_loss(model, data, rows, count_empty):
+    """Compute one optimizer step's loss: loops over prompts, rows and tokens, in float64."""
+    by_prompt = defaultdict(list)
+    for row in rows:
+        if data["sample_mask"][row]:
+            by_prompt[row // SAMPLES].append(row)
+    sums, counts = [], []
+    for members in by_prompt.values():
+        total, count = 0.0, 0
+        for row in members:
+            tokens = data["input_ids"][row, : data["input_lengths"][row]]
+            logits = model(tokens[None], torch.arange(len(tokens))[None], None)[0]
+            for t in range(1, len(tokens)):
+                if not data["token_mask"][row, t]:
+                    continue
+                x = torch.log_softmax(logits[t - 1], -1)[tokens[t]]
+                a = data["advantages"][row, t].double()
+                ratio = (x - data["prev_logprobs"][row, t]).exp()
+                d = data["reference_policy_logprobs"][row, t] - x
+                kl = (d.exp() - 1 - d) * (x - x.detach()).exp()
+                total = total + torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2)) + KL * kl
+                count += 1
+        sums.append(total)
+        counts.append(count)
+    counted = len(counts) if count_empty else sum(count > 0 for count in counts)
+    return sum(s / n for s, n in zip(sums, counts, strict=True) if n) / counted
+
+
+def plan():
+    saved = {}
+    for aggregation in EXACT:
+        data = train_data(loss_of("token", aggregation))
+        if "loss_weights" in data:
+            assert data["loss_weights"].dtype == torch.float64
+            assert data["loss_weights"].shape == (PROMPTS * SAMPLES,)
+        saved[aggregation] = (dict(data), [])
+    tiny_gpt.start()
+    model = tiny_gpt.gpt(tiny_gpt.config_of(), get_gpt_layer_local_spec())
+    named = {shard.name: shard.parameter for shard in cpu.named_shards([model])}
+    for aggregation, (data, steps) in saved.items():
+        for start in range(0, PROMPTS * SAMPLES, ROWS_PER_STEP):
+            rows = range(start, start + ROWS_PER_STEP)
+            loss = step_loss(model, data, rows, EXACT[aggregation])
+            grads = torch.autograd.grad(loss, list(named.values()))
+            steps.append((loss.item(), dict(zip(named, grads, strict=True))))
+    torch.save(saved, FILE)
+
+
+def sharded(data, how, dp_size, policy_config):
+    """Split the batch as NeMo-RL's policy does."""
+    from nemo_rl.models.policy.lm_policy import Policy as RealPolicy
+
+    class OfSize(RealPolicy):
+        data_parallel_size = dp_size
+
+    policy = object.__new__(OfSize)
+    policy.cfg = policy_config
+    policy.use_dynamic_batches, policy.use_sequence_packing = how == "dynamic", how == "packed"
+    keys = {"input_key": "input_ids", "input_lengths_key": "input_lengths"}
+    policy.dynamic_batching_args = {**keys, "sequence_length_round": 4}
+    policy.sequence_packing_args = {
+        **keys,
+        "algorithm": policy_config["sequence_packing"]["algorithm"],
+        "sequence_length_pad_multiple": policy_config["make_sequence_length_divisible_by"],
+    }
+    return policy._shard_for_train(data, ROWS_PER_STEP)
+
+
+class Recorder(Nothing):
+    """In place of the optimizer: keeps each step's gradient errors."""
+
+    def __init__(self, chunk, steps):
+        self.chunk, self.steps, self.errors = chunk, iter(steps), []
+        self.grad_norms_by_group, self.param_groups = {}, [{}]
+
+    def step(self):
+        _, grads = next(self.steps)
+        for shard in cpu.named_shards([self.chunk]):
+            want = shard.cut(grads[shard.name])
+            assert want.norm() > 1e-7, shard.name
+            self.errors.append(((shard.parameter.main_grad - want).norm() / want.norm()).item())
+        return True, 0.0, 0
+
+
+def megatron_worker():
+    """Import NeMo-RL's worker, with what newer releases of Megatron-Core have."""
+    import megatron.core.dist_checkpointing.strategies.torch as checkpoints
+    import megatron.core.distributed.fsdp.mcore_fsdp_adapter as fsdp
+
+    checkpoints.get_async_strategy = None
+    fsdp.FullyShardedDataParallelV1 = fsdp.FullyShardedDataParallelV2 = (
+        fsdp.FullyShardedDataParallel
+    )
+    generation = types.ModuleType("nemo_rl.models.generation.megatron.megatron_worker")
+    for name in ("MegatronGenerationMixin", "MegatronGenerationRefitMixin"):
+        setattr(generation, name, type(name, (), {}))
+    sys.modules[generation.__name__] = generation
+    from nemo_rl.models.policy.workers import megatron_policy_worker as module
+
+    # Of Megatron-LM: a causal mask, which is this model's attention's own, and positions.
+    data = sys.modules["nemo_rl.models.megatron.data"]
+    data.get_ltor_masks_and_position_ids = lambda data, **_: (
+        (None, None, torch.arange(data.shape[1]).expand_as(data))
+    )
+    if "total_tokens" not in PackedSeqParams.__dataclass_fields__:  # Megatron-Core 0.16; Mamba's
+        data.PackedSeqParams = lambda total_tokens, **given: PackedSeqParams(**given)
+    # Of Megatron-Bridge, over the ranks of one model: they have equal values here.
+    module.get_pg_collection = lambda model: SimpleNamespace(mp=None)
+    module.logical_and_across_model_parallel_group = lambda value, mp_group: value
+    module.reduce_max_stat_across_model_parallel_group = lambda value, mp_group: value
+    torch.cuda.get_device_name = lambda: "cpu"
+    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: None
+    BatchedDataDict.to = lambda self, device, **_: self
+    return module
+
+
+def train():
+    cp, how, *cases = OTHERS
+    cp = int(cp)
+    saved = torch.load(FILE, weights_only=False)
+    module = megatron_worker()
+    tiny_gpt.start(cp=cp)
+    chunk = tiny_gpt.wrapped(tiny_gpt.config_of(per_token=True))
+    dp_rank = parallel_state.get_data_parallel_rank()
+    dp_size = parallel_state.get_data_parallel_world_size()
+    for case in cases:
+        loss, aggregation, rows = case.split("/")
+        data, steps = saved[aggregation]
+        policy_config = config().policy
+        policy_config["sequence_packing"] |= {
+            "enabled": how == "packed",
+            "train_mb_tokens": int(rows),
+        }
+        policy_config["dynamic_batching"] |= {
+            "enabled": how == "dynamic",
+            "train_mb_tokens": int(rows),
+        }
+        policy_config["megatron_cfg"]["context_parallel_size"] = cp
+        shards = sharded(BatchedDataDict(data), how, dp_size, policy_config)
+        worker = object.__new__(module.MegatronPolicyWorkerImpl)
+        optimizer = Recorder(chunk, steps)
+        vars(worker).update(
+            cfg=policy_config, dp_size=dp_size, model=chunk, optimizer=optimizer,
+            scheduler=Nothing(), timer=Nothing(), dtype=torch.float64, draft_model=None,
+            sampling_params=None, media_placeholder_token_id=None, defer_fp32_logits=False,
+            mcore_state=SimpleNamespace(straggler_timer=None), delegate_pack_to_model=False,
+            delegate_mtp_loss_mask_to_model=False, model_slices_context_parallel_inputs=False,
+            _router_replay_enabled=False, _first_train_step_forward_pre_hook_disabled=False,
+            should_disable_forward_pre_hook=False,
+            megatron_cfg=SimpleNamespace(optimizer=None, ddp=None),
+        )  # fmt: skip
+        metrics = worker.train(
+            shards[dp_rank], loss_of(loss, aggregation), gbs=ROWS_PER_STEP, mbs=int(rows)
+        )
+        assert all(map(math.isfinite, optimizer.errors)), optimizer.errors  # max drops NaN
+        worst = torch.tensor(max(optimizer.errors))
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        assert next(optimizer.steps, None) is None
+        if dist.get_rank() == 0:
+            microbatches = len(metrics["all_mb_metrics"]["loss"])
+            print(f"{case}: {worst.item():.1e}, {microbatches} microbatches", flush=True)
+
+
+if __name__ == "__main__":
+    plan() if WHAT == "plan" else train()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,54 @@
+"""What released verl and TRL write of their rollouts, by their own code, is what we read."""
+
+import argparse
+import ast
+import importlib.util
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_lossagg.cli.rollouts import add_reading_arguments, read_rollouts
+
+
+def tree_of(package, *parts):
+    """Parse a file of a package without importing it: it needs ray and more."""
+    folder = Path(importlib.util.find_spec(package).origin).parent
+    return ast.parse(folder.joinpath(*parts).read_text())
+
+
+def read(path):
+    parser = argparse.ArgumentParser()
+    add_reading_arguments(parser)
+    return read_rollouts([path], parser.parse_args(["--characters"]))
+
+
+@pytest.mark.parametrize("file", ["ray_trainer.py", "v1/trainer_base.py"])
+def test_what_verl_dumps_is_read(tmp_path, file):
+    (writer,) = [
+        node
+        for node in ast.walk(tree_of("verl", "trainer", "ppo", *file.split("/")))
+        if isinstance(node, ast.FunctionDef) and node.name == "_write_generations"
+    ]
+    names = {"os": os, "json": json, "json_encode_default": str}
+    exec(compile(ast.Module([writer], []), file, "exec"), names)
+    write = names["_write_generations"]
+    write(["q", "q", "p"], ["abc", "de", ""], [None] * 3, [0.0] * 3, {"uid": [*"xyz"]}, tmp_path, 7)
+    rollouts = read(tmp_path / "7.jsonl")
+    (step,) = rollouts.steps
+    assert step.active_tokens.tolist() == [3, 2, 0]
+    assert step.prompt.tolist() == [0, 0, 1]
+
+
+def test_what_trl_dumps_has_the_names_that_are_read_and_no_length():
+    """Its table is Parquet, which tests/cli/test_rollouts.py reads where pyarrow is installed."""
+    (table,) = [
+        node.value
+        for node in ast.walk(tree_of("trl", "trainer", "grpo_trainer.py"))
+        if isinstance(node, ast.Assign)
+        and ast.unparse(node.targets[0]) == "table"
+        and isinstance(node.value, ast.Dict)
+    ]
+    names = [key.value for key in table.keys if key is not None]
+    assert names == ["step", "prompt", "completion", "advantage"]

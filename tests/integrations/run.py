@@ -1,0 +1,65 @@
+"""Run released hosts' own code against our aliases and adapters: ``make test-frameworks``.
+
+The hosts are installed without their dependencies, and what of those their loss functions need,
+into a folder of its own; torch and Megatron-Core are this environment's. What is imported and
+never called has a stand-in (``stand_ins.py``). SkyRL's checks run on a second release too. Exit
+status 1 if a check fails.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FOLDER = ROOT / ".venv-frameworks"
+REQUIREMENTS = Path(__file__).with_name("requirements.txt")
+SKYRL = "skyrl==0.4.0"
+"""The second release of SkyRL; it declares Python 3.12, and what is used of it runs on 3.11."""
+SECOND = FOLDER / "skyrl-0.4.0"
+SKYRL_CHECKS = Path(__file__).with_name("skyrl_checks.py")
+
+
+def main() -> int:
+    """Install where it is not done yet, and run the checks; arguments go to pytest."""
+    installed = FOLDER / "installed.txt"
+    wanted = f"{REQUIREMENTS.read_text()}{SKYRL}\n"
+    if not installed.exists() or installed.read_text() != wanted:
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade"]
+        released = ["--target", str(FOLDER), "--requirement", str(REQUIREMENTS)]
+        subprocess.run([*pip, *released], check=True)
+        second = ["--target", str(SECOND), "--ignore-requires-python", SKYRL]
+        subprocess.run([*pip, *second], check=True)
+        installed.write_text(wanted)
+    # The entry points of this checkout, which need not be the environment's.
+    subprocess.run(
+        [sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", str(FOLDER)],
+        cwd=ROOT,
+        check=True,
+    )
+    checks = sorted(map(str, Path(__file__).parent.glob("*_checks.py")))
+    # Hosts warn at import; warnings of this package stay errors.
+    ignored = [f"-Wignore::{kind}Warning" for kind in ("User", "Deprecation", "Future", "Syntax")]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *ignored]
+    command += ["-p", "stand_ins_first"]
+    failed = run([*command, *(sys.argv[1:] or checks)], [FOLDER])
+    again = sys.argv[1:] or [str(SKYRL_CHECKS)]
+    if any(Path(argument).name == SKYRL_CHECKS.name for argument in again):
+        failed |= run([*command, *again], [SECOND, FOLDER])
+    return int(failed)
+
+
+def run(command: list[str], hosts: list[Path]) -> bool:
+    """Run checks with the hosts of some folders; returns whether one failed."""
+    paths = [ROOT, ROOT / "tests" / "support", Path(__file__).parent, *hosts]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return subprocess.run(command, cwd=ROOT, env=environment).returncode != 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

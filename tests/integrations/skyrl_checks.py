@@ -1,0 +1,186 @@
+"""SkyRL as released: its reduction of advantages, and its trainer through our subclass."""
+
+import asyncio
+import importlib.metadata
+
+import pytest
+import torch
+from ragged import LENGTHS, STEPS, Step, assert_same
+
+from megatron_lossagg import Aggregation
+from megatron_lossagg.errors import ContractError
+from megatron_lossagg.integrations.skyrl import _LINEAR, aggregated
+from megatron_lossagg.verify.frameworks import skyrl
+from megatron_lossagg.verify.frameworks.outcome import PASS, outcome_of
+from megatron_lossagg.verify.frameworks.skyrl import alias, batch, reduced, trainer
+
+CHECKS = skyrl.checks()  # makes SkyRL's models import on a Python before 3.12
+
+from skyrl.backends.skyrl_train.utils import ppo_utils  # noqa: E402
+from skyrl.train.config import AlgorithmConfig, SkyRLTrainConfig  # noqa: E402
+from skyrl.train.trainer import RayPPOTrainer  # noqa: E402
+
+NAMES = skyrl.reductions()
+PROMPTS = [(0, 3), (3, 4), (4, 9), (9, 12)]
+
+
+def test_every_reduction_of_skyrl_has_an_alias():
+    assert importlib.metadata.version("skyrl") in ("0.3.0", "0.4.0")
+    assert len(NAMES) == 5
+
+
+TURNS = [2, 1, 1, 3]
+"""Of each trajectory, two trajectories a prompt."""
+
+
+class Generated:
+    """A generator of step-wise trajectories, as SkyRL's own returns them."""
+
+    async def generate(self, given):
+        rows = []
+        for number, turns in enumerate(TURNS):
+            for turn in range(turns):
+                reward = float(number % 2)
+                rows.append(
+                    {
+                        "prompt_token_ids": [1] * (2 + turn),
+                        "response_ids": [2] * (3 + number),
+                        "rewards": [0.0] * (2 + number) + [reward],
+                        "loss_masks": [1] * (2 + number) + [0],
+                        "stop_reasons": "stop",
+                        "trajectory_ids": given["trajectory_ids"][number],
+                        "is_last_step": turn == turns - 1,
+                    }
+                )
+        output = {name: [row[name] for row in rows] for name in rows[0]}
+        return {**output, "rollout_metrics": {}, "rollout_logprobs": None}
+
+
+class StagedError(Exception):
+    """The trainer's loop has come to the workers, with this batch."""
+
+
+class Dispatch:
+    """In place of the workers."""
+
+    async def save_weights_for_sampler(self):
+        pass
+
+    def get_lcm_dp_size(self):
+        return 2
+
+    def stage_data(self, model, data, boundaries):
+        raise StagedError(data)
+
+
+class Tokenizer:
+    pad_token_id = 0
+
+    def decode(self, ids):
+        return ""
+
+
+def staged(cls, *, step_wise=True):
+    """Return the batch that a trainer's own ``train`` hands to its workers."""
+    cfg = SkyRLTrainConfig()
+    cfg.generator.step_wise_trajectories = step_wise
+    cfg.generator.n_samples_per_prompt = 2
+    cfg.generator.inference_engine.enable_ray_prometheus_stats = False
+    cfg.trainer.enable_ray_gpu_monitor = False
+    cfg.trainer.train_batch_size = cfg.trainer.policy_mini_batch_size = 2
+    cfg.trainer.eval_interval, cfg.trainer.resume_mode = -1, "none"
+    cfg.trainer.placement.colocate_all = False
+    cfg.trainer.algorithm.use_kl_loss = False
+    cfg.trainer.algorithm.loss_reduction = "sequence_mean"
+
+    class WithoutModels(cls):
+        def init_weight_sync_state(self):
+            pass
+
+        def fwd_logprobs_values_reward(self, batch):
+            batch["values"] = None
+            return batch
+
+    made = WithoutModels(
+        cfg,
+        tracker=None,
+        tokenizer=Tokenizer(),
+        train_dataset=None,
+        inference_engine_client=None,
+        generator=Generated(),
+    )
+    made.dispatch, made.total_training_steps = Dispatch(), 1
+    prompt = {"prompt": "a", "env_class": None, "env_extras": {}}
+    made.train_dataloader = [[{**prompt, "uid": "a"}, {**prompt, "uid": "b"}]]
+    with pytest.raises(StagedError) as stopped:
+        asyncio.run(made.train())
+    (batch,) = stopped.value.args
+    return batch
+
+
+@pytest.mark.parametrize("mode", ["sample_mean", "constant"])
+def test_in_skyrls_own_loop_the_turns_of_a_trajectory_are_one_sample(mode):
+    divisor = 40.0 if mode == "constant" else None
+    batch = staged(aggregated(RayPPOTrainer, Aggregation(mode, divisor=divisor)))
+    stock = staged(RayPPOTrainer)
+    number = [n for n, turns in enumerate(TURNS) for _ in range(turns)]
+    num_turns = len(number)
+    for row, sample in enumerate(number):
+        tokens = 2 + sample
+        weight = 1 / (len(TURNS) * (divisor or TURNS[sample] * tokens))
+        of_skyrl = 1 / (num_turns * tokens)  # its sequence_mean counts turns
+        ours, theirs = (one["advantages"][row].double() for one in (batch, stock))
+        assert torch.allclose(ours, theirs * weight / of_skyrl, rtol=1e-5, atol=0)
+        assert theirs.abs().sum() > 0
+    assert (batch["advantages"][num_turns:] == 0).all()  # padding
+
+
+def test_step_wise_rows_whose_trajectories_are_lost_are_refused(monkeypatch):
+    made = aggregated(RayPPOTrainer, Aggregation("sample_mean"))
+    monkeypatch.delattr(made, "compute_advantages_and_returns")  # SkyRL's own drops them
+    with pytest.raises(ContractError, match=r"got none of metadata\['is_last_step'\] for 8 rows"):
+        staged(made)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+def test_what_lossagg_verify_runs_of_skyrl_is_the_oracles(check):
+    outcome = outcome_of(check, host="skyrl")
+    assert outcome.state == PASS, outcome.explanation
+
+
+@pytest.mark.parametrize("lengths", STEPS)
+@pytest.mark.parametrize("reduction", NAMES)
+def test_an_alias_is_the_hosts_own_reduction(reduction, lengths):
+    step = Step(STEPS[lengths])
+    assert_same(step.loss(alias(reduction)), reduced(step, ppo_utils, reduction), step.leaves)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("reduction", [n for n in NAMES if n != "token_mean_legacy"])
+def test_our_trainer_scales_advantages_as_skyrls_own(reduction, normalize):
+    boundaries = [(0, 4), (4, 12)]
+    outs = []
+    for cls in (RayPPOTrainer, aggregated(RayPPOTrainer, alias(reduction))):
+        made = trainer(cls, reduction, normalize=normalize)
+        out = made._normalize_advantages(batch(Step(LENGTHS)), boundaries, PROMPTS)
+        outs.append(out["advantages"])
+    assert torch.allclose(*outs, rtol=1e-6, atol=0)
+    assert (outs[1][12:] == 0).all()  # padding
+
+
+@pytest.mark.parametrize("name", _LINEAR)
+def test_skyrls_policy_losses_are_proportional_to_advantages(name):
+    step = Step(LENGTHS)
+    loss = ppo_utils.PolicyLossRegistry.get(name)
+    config = AlgorithmConfig(policy_loss_type=name)
+    scale = torch.tensor([0.5, 0.01, 2.0], dtype=torch.float64)[:, None]
+    mb = step.microbatches[0]
+    old = mb.old_log_probs
+
+    def run(advantages, mask):
+        value, _ = loss(mb.log_probs, old, advantages, config, loss_mask=mask, rollout_logprobs=old)
+        return value
+
+    by_row = [run(mb.advantages, mb.mask * (torch.arange(3) == n)[:, None]) for n in range(3)]
+    want = (torch.stack(by_row) * scale[:, 0]).sum()
+    assert_same(run(mb.advantages * scale, mb.mask.double()), want, [mb.log_probs])

@@ -1,0 +1,231 @@
+"""SkyRL's own trainer and Megatron worker on a CPU, from a checkout with or without our patch.
+
+Real: the trainer's ``_normalize_advantages`` in our subclass,
+``MeshDispatch.stage_chunks``, the policy worker's ``forward_backward`` with its microbatches and
+metrics, ``MegatronModelWrapper.forward_backward_mini_batch`` with its ``loss_func``, packing,
+log-probabilities, entropy, the gather over context parallelism, the deferred gradient sync, and
+Megatron-Core's schedule, DDP and finalize. Not real: Ray (each rank runs the trainer, and takes
+its own chunk), the model (a tiny GPT instead of one that Megatron-Bridge loads), the optimizer,
+and ``torch.compile`` (eager).
+
+``skyrl_worker.py REFERENCE CHECKOUT CP TP PP BOUND CASE ...``; a case is
+``aggregation/terms/batching/M``, batching one of packed, padded, tokens (which finds M itself).
+It prints the largest relative error of a gradient; metrics are checked to BOUND.
+"""
+
+import importlib
+import math
+import os
+import sys
+import typing
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # inductor needs a compiler
+REFERENCE, CHECKOUT, *SIZES, BOUND = sys.argv[1:7]
+CASES, BOUND = sys.argv[7:], float(BOUND)
+CP, TP, PP = map(int, SIZES)
+DP = int(os.environ["WORLD_SIZE"]) // (CP * TP * PP)
+sys.path.insert(0, CHECKOUT)
+sys.path.append(str(Path(__file__).resolve().parents[2] / ".venv-frameworks"))
+
+import stand_ins  # noqa: E402
+import tiny_gpt  # noqa: E402  before the hosts: it lets Megatron-Core run on a CPU
+import typing_extensions  # noqa: E402
+
+stand_ins.install(
+    stand_ins.RAY, stand_ins.HYDRA, stand_ins.DATA, stand_ins.SERVERS, stand_ins.SKYRL_WORKER
+)
+typing.TypedDict = typing_extensions.TypedDict  # SkyRL's pydantic models, before Python 3.12
+
+# SkyRL 0.4.0 patches Bridge's adapters for LoRA when it is imported: here they have it already.
+adapters = importlib.import_module("megatron.bridge.peft.utils")
+adapters.ParallelLinearAdapter = SimpleNamespace(_skyrl_shared_expert_lora_tp_patch=True)
+
+import framework_step  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.distributed import finalize_model_grads  # noqa: E402
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+from skyrl.backends.skyrl_train.distributed import dispatch  # noqa: E402
+from skyrl.backends.skyrl_train.distributed.megatron import megatron_utils  # noqa: E402
+from skyrl.backends.skyrl_train.distributed.megatron.megatron_strategy import (  # noqa: E402
+    MegatronStrategy,
+)
+from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch  # noqa: E402
+from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry  # noqa: E402
+from skyrl.backends.skyrl_train.workers.megatron import (  # noqa: E402
+    megatron_model_wrapper,
+    megatron_worker,
+)
+from skyrl.train.config import TrainerConfig  # noqa: E402
+from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors  # noqa: E402
+from skyrl.train.trainer import RayPPOTrainer  # noqa: E402
+
+import megatron_lossagg.cpu as cpu  # noqa: E402
+from megatron_lossagg import Aggregation  # noqa: E402
+from megatron_lossagg.integrations.skyrl import aggregated  # noqa: E402
+
+assert megatron_worker.__file__.startswith(CHECKOUT)
+dispatch.ray.put = lambda chunk: chunk
+OF_BRIDGE = "finalize_model_grads_with_expert_adapter_sync"
+if hasattr(megatron_model_wrapper, OF_BRIDGE):  # 0.4.0: Megatron-Core's, and LoRA of experts
+    setattr(megatron_model_wrapper, OF_BRIDGE, finalize_model_grads)
+# SkyRL draws the tokens of a padding microbatch below 100; this vocabulary is smaller.
+randint = torch.randint
+torch.randint = lambda low, high, *size, **given: randint(
+    low, min(high, tiny_gpt.VOCABULARY), *size, **given
+)
+if "total_tokens" not in PackedSeqParams.__dataclass_fields__:  # Megatron-Core 0.16; Mamba's
+    megatron_utils.PackedSeqParams = lambda total_tokens, **given: PackedSeqParams(**given)
+# SkyRL asks whether the model is one of Bridge's, where it can be imported.
+sys.modules["megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model"] = None
+MODES = {**framework_step.CASES, "sample_sum": ("sample_sum", True)}
+SAMPLES = sorted(framework_step.samples(), key=lambda row: row["uid"])
+"""The trainer has the whole step, a prompt's rows together."""
+
+
+def right_aligned(values, width):
+    """Stack per-token values as SkyRL does: responses end where the sequence ends."""
+    made = torch.zeros(len(values), width, dtype=torch.float64)
+    for row, value in zip(made, values, strict=True):
+        row[width - len(value) :] = value
+    return made
+
+
+def batch_of_the_step():
+    """Return the trainer's batch of one mini-batch."""
+    prompts = [row["tokens"][: -row["response"]] for row in SAMPLES]
+    responses = [row["tokens"][-row["response"] :] for row in SAMPLES]
+    masks = [row["mask"] for row in SAMPLES]
+    rewards = [[0.0] * len(mask) for mask in masks]
+    converted = convert_prompts_responses_to_batch_tensors(0, prompts, responses, rewards, masks)
+    sequences, attention_mask, response_mask, _, loss_mask, *_ = converted
+    width = loss_mask.shape[1]
+    batch = TrainingInputBatch(
+        {
+            "sequences": sequences,
+            "attention_mask": attention_mask,
+            "response_mask": response_mask,
+            "loss_mask": loss_mask,
+            "advantages": right_aligned([row["advantage"] for row in SAMPLES], width),
+            "action_log_probs": right_aligned([row["old"] for row in SAMPLES], width),
+            "base_action_log_probs": right_aligned([row["ref"] for row in SAMPLES], width),
+        }
+    )
+    uids = [row["uid"] for row in SAMPLES]
+    starts = [n for n, uid in enumerate(uids) if n == 0 or uid != uids[n - 1]]
+    batch.metadata = {
+        "uids": uids,
+        "response_length": width,
+        "policy_mini_batch_boundaries": [(0, len(uids))],
+        "policy_prompt_boundaries": list(zip(starts, [*starts[1:], len(uids)], strict=True)),
+    }
+    return batch
+
+
+def config_of(terms, batching, num_microbatches):
+    """Return SkyRL's own configuration: its defaults but for what is set here."""
+    cfg = TrainerConfig()
+    cfg.algorithm.policy_loss_type, cfg.algorithm.temperature = "dual_clip", 1.0
+    cfg.algorithm.use_kl_loss, cfg.algorithm.kl_loss_coef = "kl" in terms, framework_step.KL
+    cfg.algorithm.use_entropy_loss = "entropy" in terms
+    cfg.algorithm.entropy_loss_coef = framework_step.ENTROPY
+    rows = -(-len(SAMPLES) // DP)
+    cfg.micro_train_batch_size_per_gpu = -(-rows // max(num_microbatches, 1))
+    cfg.remove_microbatch_padding = batching != "padded"
+    cfg.max_tokens_per_microbatch = 40 if batching == "tokens" else -1
+    cfg.vocab_entropy_chunk_size = 4  # so that entropy is computed in several chunks
+    return cfg
+
+
+def worker_of(cfg, chunk):
+    """Return SkyRL's policy worker around a wrapped model."""
+    worker = object.__new__(megatron_worker.MegatronPolicyWorkerBase)
+    worker.cfg, worker.actor_module, worker.optimizer = cfg, [chunk], None
+    worker.strategy = object.__new__(MegatronStrategy)
+    worker.enable_router_replay = worker.empty_cuda_cache = False
+    worker.enable_sample_support_replay = False  # of 0.4.0
+    worker.model = megatron_worker.MegatronModelWrapper(
+        cfg, [chunk], policy_loss_fn=PolicyLossRegistry.get(cfg.algorithm.policy_loss_type)
+    )
+    return worker
+
+
+def staged(cfg, case):
+    """Return each rank's rows as SkyRL's trainer, in our subclass, stages them."""
+    mode, count_empty = MODES[case]
+    divisor = framework_step.L if mode == "constant" else None
+    aggregation = Aggregation(mode, divisor=divisor, count_empty=count_empty)
+    trainer = object.__new__(aggregated(RayPPOTrainer, aggregation, carry_weights=True))
+    trainer.cfg = SimpleNamespace(trainer=cfg)
+    batch = batch_of_the_step()
+    boundaries = batch.metadata["policy_mini_batch_boundaries"]
+    prompts = batch.metadata["policy_prompt_boundaries"]
+    batch = trainer._normalize_advantages(batch, boundaries, prompts)
+    (chunks,) = dispatch.MeshDispatch.stage_chunks(DP, batch, boundaries)
+    return chunks
+
+
+def train(chunk, cfg, chunks):
+    """Run the worker's part of a step; returns its metrics."""
+    worker = worker_of(cfg, chunk)
+    chunk.zero_grad_buffer()
+    output = worker.forward_backward(chunks[parallel_state.get_data_parallel_rank()])
+    worker.model.run_pending_grad_sync()
+    return output.metrics
+
+
+def error_of(chunk, grads):
+    """Return the largest relative error of a parameter's gradient, over all ranks."""
+    errors = []
+    for shard in cpu.named_shards([chunk]):
+        want = shard.cut(grads[shard.name])
+        assert want.norm() > 1e-7, shard.name
+        errors.append(((shard.parameter.main_grad - want).norm() / want.norm()).item())
+    assert all(map(math.isfinite, errors)), errors  # max drops NaN
+    worst = torch.tensor(max(errors))
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return worst.item()
+
+
+def check_metrics(metrics, saved, case):
+    """KL and entropy as SkyRL logs them are the step's, under the weights."""
+    pg, kl, entropy = (saved[case, terms][0] for terms in ("pg", "pg kl", "pg kl entropy"))
+    wanted = {
+        "policy_loss": pg,
+        "policy_kl": (kl - pg) / framework_step.KL,
+        "policy_entropy": (kl - entropy) / framework_step.ENTROPY,
+    }
+    for name, want in wanted.items():
+        assert abs(metrics[name] - want) <= BOUND * abs(want), (name, metrics[name], want)
+
+
+def main():
+    saved = torch.load(REFERENCE)
+    for terms in ("pg", "pg kl", "pg kl entropy"):  # constant's weights times L, which exceed 1
+        loss, grads = saved["constant", terms]
+        times = {name: grad * framework_step.L for name, grad in grads.items()}
+        saved["sample_sum", terms] = (loss * framework_step.L, times)
+    prepared = []  # the trainer is a process of its own, without a process group
+    for named in CASES:
+        case, terms, batching, num_microbatches = named.split("/")
+        cfg = config_of(terms, batching, int(num_microbatches))
+        prepared.append((named, case, terms, cfg, staged(cfg, case)))
+    tiny_gpt.start(cp=CP, tp=TP, pp=PP)
+    chunk = tiny_gpt.wrapped(tiny_gpt.config_of())
+    is_patched = "loss_weights" in Path(megatron_worker.__file__).read_text()
+    for named, case, terms, cfg, chunks in prepared:
+        metrics = train(chunk, cfg, chunks)
+        error = error_of(chunk, saved[case, terms][1])
+        if dist.get_rank() == 0:
+            padding = metrics.get("num_padding_microbatches", 0)
+            print(f"{named}: {error:.1e}, {padding} padding microbatches per rank", flush=True)
+        if is_patched and terms == "pg kl entropy":
+            check_metrics(metrics, saved, case)
+
+
+if __name__ == "__main__":
+    main()
+    dist.destroy_process_group()

@@ -1,0 +1,121 @@
+"""Megatron-Bridge's own ``pretrain`` with the recipe's one call, on the CPU.
+
+``FRAMEWORKS_DIR=... pytest tests/integrations/test_bridge.py``: the checkout in
+``$FRAMEWORKS_DIR/Megatron-Bridge``
+with its ``3rdparty/Megatron-LM`` (``tools/fetch_frameworks.sh``), after ``make test-frameworks``,
+which
+installs what it imports; without, it skips. Bridge's data is tried in ``test_schedule.py`` too.
+"""
+
+import json
+import os
+from itertools import count
+from pathlib import Path
+
+import pytest
+from conftest import TESTS, worker_path
+from fork_server import ForkServer
+
+BRIDGE = Path(os.environ.get("FRAMEWORKS_DIR", "")) / "Megatron-Bridge"
+CORE = BRIDGE / "3rdparty" / "Megatron-LM"
+INSTALLED = TESTS.parent / ".venv-frameworks"
+MISSING = [path for path in (BRIDGE / "src", CORE / "megatron", INSTALLED) if not path.is_dir()]
+pytestmark = pytest.mark.skipif(
+    bool(MISSING),
+    reason=f"no {', '.join(map(str, MISSING))}: set FRAMEWORKS_DIR, make test-frameworks",
+)
+LAYOUTS = {
+    "DP 2": (2, 1, "average"),
+    "CP 2": (2, 2, "average"),
+    "CP 2, per-token": (2, 2, "per-token"),
+    "DP 2 x CP 2, per-token": (4, 2, "per-token"),
+}
+"""Processes, CP and the regime."""
+
+
+@pytest.fixture(scope="module")
+def bridge(tmp_path_factory):
+    """Return a function that trains with Bridge and returns what its worker wrote."""
+    folder = tmp_path_factory.mktemp("bridge")
+    hosts = TESTS / "integrations"
+    paths = [BRIDGE / "src", CORE, hosts, *worker_path().split(os.pathsep), INSTALLED]
+    path = os.pathsep.join(map(str, paths))
+    server = ForkServer(["imports_bridge"], path=path)
+    files = (folder / f"{number}.json" for number in count())
+
+    def launch(processes, program, *arguments):
+        file = next(files)
+        command = [*program, str(file), *map(str, arguments)]
+        done = server.launch(command, processes=processes, timeout=300)
+        assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+        return file.read_text() if file.exists() else done.stdout
+
+    def train(aggregation, processes, cp, regime):
+        worker = [str(hosts / "bridge_worker.py")]
+        numbers = json.loads(launch(processes, worker, aggregation, cp, regime))
+        print(aggregation, processes, cp, regime, numbers["steps"])
+        return numbers
+
+    train.launch = launch
+    yield train
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def alone(bridge):
+    """Return the run on one process, with each step computed by hand beside it."""
+    return bridge("sample_mean", 1, 1, "average")
+
+
+@pytest.fixture(scope="module")
+def stock(bridge):
+    """Return Bridge's own runs, without the recipe's call."""
+    return {name: bridge("stock", *LAYOUTS[name]) for name in ("DP 2", "CP 2")}
+
+
+def close(got, wanted, tolerance=1e-6):
+    return got == pytest.approx(wanted, rel=tolerance, abs=0)
+
+
+def test_on_one_process_loss_and_gradient_are_those_of_loops_over_conversations(alone):
+    for step, hand in zip(alone["steps"], alone["by_hand"], strict=True):
+        assert close(step["lm loss"], hand["loss"])
+        assert close(step["grad_norm"], hand["grad_norm"])
+        assert close(step["lossagg/weight_sum"], 8 / 9)  # of nine conversations one is masked
+    assert alone["hooked"] == len(alone["steps"]) + len(alone["evaluated"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_and_regime_trains_and_evaluates_the_same_loss(bridge, alone, layout):
+    numbers = bridge("sample_mean", *LAYOUTS[layout])
+    for step, wanted in zip(numbers["steps"], alone["steps"], strict=True):
+        assert close(step["lm loss"], wanted["lm loss"])
+        assert close(step["grad_norm"], wanted["grad_norm"], 3e-6)
+    for got, wanted in zip(numbers["evaluated"], alone["evaluated"], strict=True):
+        assert close(got["lm loss"], wanted["lm loss"])
+
+
+def test_stock_reports_one_loss_at_dp_2_and_cp_2_and_trains_two(stock, alone):
+    first = {name: numbers["steps"][0] for name, numbers in stock.items()}
+    assert close(first["DP 2"]["lm loss"], first["CP 2"]["lm loss"])
+    assert not close(first["DP 2"]["grad_norm"], first["CP 2"]["grad_norm"], 0.05)
+    assert close(first["DP 2"]["lm loss"], alone["steps"][0]["stock/lm_loss"])
+
+
+def test_another_cp_for_evaluation_is_refused_by_every_rank_before_the_first_step(bridge):
+    worker = [str(TESTS / "integrations" / "bridge_worker.py")]
+    printed = bridge.launch(2, worker, "sample_mean", 2, "average", 1)
+    assert printed.count("REFUSED eval_context_parallel_size is 1, which is not supported") == 2
+    assert "Change: leave dist.eval_context_parallel_size unset." in printed
+    assert "loss aggregation sample_mean" not in printed
+
+
+def test_verify_binds_the_hook_in_bridges_own_modules(bridge):
+    checks = ["-m", "megatron_lossagg.verify.frameworks", "bridge"]
+    written = bridge.launch(1, checks, json.dumps({"mode": "sample_mean"}))
+    outcomes = {found["check"]: found["state"] for found in map(json.loads, written.splitlines())}
+    assert outcomes == {
+        "train is hooked, sample_mean": "PASS",
+        "eval is hooked, sample_mean": "PASS",
+        "the training loop": "NOT RUN",
+    }

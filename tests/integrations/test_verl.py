@@ -1,0 +1,248 @@
+"""verl's adapter without verl; ``make test-frameworks`` runs verl's own code."""
+
+import subprocess
+import sys
+import types
+import warnings
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import launched
+from device_double import DeviceDouble
+
+from megatron_lossagg import Aggregation
+from megatron_lossagg.errors import AggregationError, ContractError, PlanError
+from megatron_lossagg.integrations import verl
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def host_reference(tmp_path_factory):
+    """Compute the oracle's losses and gradients of the step that the hosts' adapters train."""
+    file = tmp_path_factory.mktemp("hosts") / "reference.pt"
+    launched("integrations/framework_worker.py", "reference", file, processes=1)
+    return file
+
+
+@pytest.mark.parametrize(("host", "cases"), [("verl", 3), ("skyrl", 6), ("nemo_rl", 3)])
+def test_on_live_megatron_the_hosts_own_scaling_makes_it_the_configured_loss(
+    host_reference, host, cases
+):
+    out = launched("integrations/framework_worker.py", "compare", host_reference, host, processes=4)
+    assert out.count(": the oracle") == 2 * cases
+
+
+def test_importing_the_adapters_imports_no_host():
+    code = "import sys\nfrom megatron_lossagg.integrations import nemo_rl, skyrl, verl\n"
+    code += "print(*sys.modules)"
+    out = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT)
+    roots = {name.partition(".")[0] for name in out.split()}
+    assert not {"verl", "skyrl", "nemo_rl", "ray", "megatron"} & roots
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "count_empty", "loss"),
+    [
+        ("lossagg_constant", "constant", True, "vanilla"),
+        ("lossagg_prompt_mean_no_count_empty", "prompt_mean", False, "vanilla"),
+        ("lossagg_sample_mean_no_count_empty+gspo", "sample_mean", False, "gspo"),
+        ("lossagg_token_mean+dppo_tv", "token_mean", True, "dppo_tv"),
+    ],
+)
+def test_a_loss_mode_names_mode_empty_samples_and_verls_own_loss(name, mode, count_empty, loss):
+    read = verl.LossMode.named(name)
+    assert (read.mode, read.count_empty, read.loss) == (mode, count_empty, loss)
+    assert read.name == name
+
+
+def test_a_loss_mode_of_verls_own_is_left_alone():
+    assert verl.LossMode.named("vanilla") is None
+
+
+def test_the_divisor_is_verls_loss_scale_factor():
+    constant = verl.LossMode.named("lossagg_constant")
+    assert constant.aggregation(8) == Aggregation("constant", divisor=8)
+    with pytest.raises(AggregationError, match=r"set actor_rollout_ref\.actor\.loss_scale_factor"):
+        constant.aggregation(None)
+    assert verl.LossMode.named("lossagg_token_sum").aggregation(None).divisor is None
+    assert verl.LossMode.named("lossagg_sample_mean").aggregation(8).divisor is None
+
+
+def test_a_registration_that_fails_is_not_silent(monkeypatch):
+    monkeypatch.setitem(sys.modules, "verl", types.ModuleType("verl"))
+    verl._register.cache_clear()
+    with (
+        pytest.warns(UserWarning, match="not registered with verl: ModuleNotFoundError"),
+        pytest.raises(ModuleNotFoundError),
+    ):
+        verl.plugin  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'plugins'"):
+        verl.plugins  # noqa: B018
+
+
+def test_dynamic_context_parallelism_is_refused_when_the_engine_is_built():
+    engine = verl._engine(object)
+    with pytest.raises(ContractError, match="counted once per rank: set actor_rollout_ref"):
+        engine(None, SimpleNamespace(dynamic_context_parallel=True))
+
+
+MASK = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0]])
+UIDS = ["a", "b", "a", f"pad{'0' * 32}"]
+
+
+def planned(name, mask=MASK, uids=UIDS):
+    data = {"loss_mask": mask} if uids is None else {"loss_mask": mask, "uid": uids}
+    return verl._plan_batch(verl.LossMode.named(name).aggregation(4), data, None)
+
+
+def test_padding_rows_of_verl_are_in_no_count():
+    plan, rows = planned("lossagg_prompt_mean")
+    assert rows.tolist() == [0, 1, 2, -1]
+    assert plan.weights.tolist() == [1 / 6, 0, 1 / 6]
+    plan, _ = planned("lossagg_sample_mean")
+    assert plan.totals.samples == 3
+
+
+@pytest.mark.parametrize("uids", [None, ["a", "b", "", "c"]], ids=["no uid", "an empty uid"])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("lossagg_prompt_mean", "tells the prompt of each row: keep uid"),
+        ("lossagg_prompt_mean_no_count_empty", "tells the prompt of each row: keep uid"),
+        ("lossagg_sample_mean", "or choose loss_mode=lossagg_sample_mean_no_count_empty"),
+        ("lossagg_constant", "tells padding rows apart from empty ones: keep uid in the batch"),
+        ("lossagg_sample_sum", "got rows without a uid"),
+    ],
+)
+def test_rows_without_a_uid_are_refused_where_padding_rows_would_be_counted(name, reason, uids):
+    with pytest.raises(PlanError, match=reason):
+        planned(name, uids=uids)
+
+
+@pytest.mark.parametrize("mode", ["token_mean", "token_sum", "sample_mean_no_count_empty"])
+def test_rows_without_a_uid_are_planned_where_padding_rows_make_no_difference(mode):
+    with_uids, _ = planned(f"lossagg_{mode}")
+    without, rows = planned(f"lossagg_{mode}", uids=None)
+    assert rows.tolist() == [0, 1, 2, 3]
+    assert with_uids.weights.tolist() == without.weights.tolist()[:3]
+
+
+def warned_of_split(*steps, is_last=False):
+    """Whether optimizer steps, each a list of one uid per token, warn of a prompt in several."""
+    seen, warnings_seen = {}, 0
+    for uids in steps:
+        verl._warn_once.cache_clear()
+        mask = torch.ones(len(uids), 1, dtype=torch.int64)
+        plan, _ = planned("lossagg_prompt_mean", mask, uids)
+        data = {"loss_mask": mask, "uid": uids, "update_lr_scheduler": is_last}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            verl._warn_of_split_prompts(data, plan, seen)
+        warnings_seen += len(caught)
+        assert all("a prompt has rows in several steps" in str(w.message) for w in caught)
+    return warnings_seen > 0
+
+
+def test_a_prompt_over_several_optimizer_steps_of_a_batch_is_warned_of():
+    assert warned_of_split(["a", "a", "b"], ["b", "b", "c"])
+
+
+def test_a_prompt_that_is_trained_again_as_a_whole_is_not_warned_of():
+    assert not warned_of_split(["a", "a", "b"], ["c"], ["b", "a", "a"])
+    assert not warned_of_split(["a", "a"], ["a"], is_last=True)  # another batch
+
+
+# What verl's engines do first: they move a batch to the device.
+
+ADVANTAGES = torch.tensor([[0.5, -1.0, torch.nan], [torch.inf] * 3, [2.0, torch.nan, 1.0], [3] * 3])
+
+
+def squared(log_prob, advantages, response_mask, loss_agg_mode, **_):
+    """A policy loss of verl's form; its modules have one aggregation function."""
+    core = sys.modules["verl.trainer.ppo.core_algos"]
+    return core.agg_loss(log_prob**2 + advantages, response_mask, loss_agg_mode), {}
+
+
+@pytest.fixture
+def core(monkeypatch):
+    """Put a module where verl has its aggregation function."""
+    module = types.ModuleType("verl.trainer.ppo.core_algos")
+    module.agg_loss = None
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+CONFIG = SimpleNamespace(
+    global_batch_info={
+        "dp_size": 2,
+        "batch_num_tokens": 5,
+        "global_batch_size": 6,
+        "loss_scale_factor": 4,
+    },
+    use_kl_loss=False,
+    entropy_coeff=0,
+)
+
+
+def called(name, *, is_on_device, plan_and_rows=None):
+    """Return a registered policy loss, its gradient, and its host syncs; planned or not."""
+    leaf = torch.arange(12.0, dtype=torch.float64).view(4, 3).requires_grad_()
+    with DeviceDouble() as double:
+        place = double.device if is_on_device else torch.device("cpu")
+        tensors = {
+            "log_prob": leaf.to(place),
+            "old_log_prob": leaf.detach().to(place),
+            "advantages": ADVANTAGES.double().to(place),
+            "response_mask": MASK.bool().to(place),
+        }
+        double.syncs.clear()
+        call = partial(verl._policy_loss, verl.LossMode.named(name), squared, config=CONFIG)
+        if plan_and_rows is None:
+            loss, _ = call(**tensors)
+        else:
+            plan, rows = plan_and_rows
+            data = {verl._ROW: rows.to(place)}
+            loss, _ = verl._with_plan(lambda data: call(**tensors), plan, 2, data=data)
+            plan.check()
+        num_syncs = sum(double.syncs.values())
+        loss.backward()
+        assert loss.device == place
+        return loss.item(), leaf.grad, num_syncs
+
+
+MODES = ("token_mean", "sample_mean", "constant", "sample_sum", "token_sum")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_registered_loss_on_a_device_is_that_of_the_cpu_after_two_host_syncs(core, mode):
+    on_cpu, wanted, _ = called(f"lossagg_{mode}", is_on_device=False)
+    on_device, got, syncs = called(f"lossagg_{mode}", is_on_device=True)
+    assert on_device == pytest.approx(on_cpu, rel=1e-12)
+    assert torch.allclose(got, wanted, rtol=1e-12, atol=0)
+    assert got.abs().max() > 0 == got[MASK == 0].abs().max()
+    assert syncs <= 2
+
+
+@pytest.mark.parametrize("mode", [*MODES, "prompt_mean", "prompt_mean_no_count_empty"])
+def test_a_planned_microbatch_on_a_device_is_that_of_the_cpu(core, mode):
+    name = f"lossagg_{mode}"
+    on_cpu, wanted, _ = called(name, is_on_device=False, plan_and_rows=planned(name))
+    on_device, got, syncs = called(name, is_on_device=True, plan_and_rows=planned(name))
+    assert on_device == pytest.approx(on_cpu, rel=1e-12)
+    assert torch.allclose(got, wanted, rtol=1e-12, atol=0)
+    assert got.abs().max() > 0 == got[MASK == 0].abs().max()
+    assert syncs <= 2
+
+
+@pytest.mark.parametrize("is_jagged", [False, True], ids=["padded", "jagged"])
+def test_a_batch_that_is_on_a_device_is_counted(is_jagged):
+    with DeviceDouble() as double:
+        mask = MASK
+        if is_jagged:
+            mask = torch.nested.as_nested_tensor([*MASK], layout=torch.jagged)
+        plan, rows = planned("lossagg_sample_mean", mask.to(double.device))
+    assert plan.active_tokens.tolist() == [2, 0, 1]
+    assert rows.tolist() == [0, 1, 2, -1]

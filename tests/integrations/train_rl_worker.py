@@ -1,0 +1,223 @@
+"""Megatron-LM's own ``train_rl.py`` from rollouts to gradient under the hook; DP 2.
+
+Its inference engine, which makes rollouts, needs a GPU: the rollouts are drawn here. Preparing
+them (splitting over ranks, packing, old and reference log-probabilities), ``forward_step`` and
+``loss_func`` are Megatron-LM's.
+"""
+
+import argparse
+
+import torch
+import torch.distributed as dist
+
+from megatron_lossagg import cpu
+from megatron_lossagg.cpu import training as cpu_training
+
+cpu_training.install_training()
+cpu_training._triton_while_importing()  # its imports ask for it again
+
+import schedule_worker as worker  # noqa: E402
+import tiny_gpt  # noqa: E402
+import train_rl  # noqa: E402
+from megatron.core import num_microbatches_calculator as microbatches  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.rl import rl_utils  # noqa: E402
+from megatron.rl.agent.api import TokenRollout  # noqa: E402
+from megatron.training import global_vars  # noqa: E402
+from step_data import VOCABULARY  # noqa: E402
+
+from megatron_lossagg import Aggregation  # noqa: E402
+from megatron_lossagg.integrations.megatron_rl import RLAdapter  # noqa: E402
+from megatron_lossagg.schedule import ScheduleHook  # noqa: E402
+
+EPSILON, BETA, ENTROPY, LENGTH = 0.2, 0.1, 0.01, 16
+PAD, EOD = VOCABULARY - 1, VOCABULARY - 2
+GROUPS = [[[5], [7]], [[3], [9, 12]], [[12], [4]], [[6], [3, 5]]]
+"""Tokens of each turn of each rollout of each group: two groups, of five turns, per rank."""
+
+
+class Tokenizer:
+    pad, eod, bos, vocab_size, library = PAD, EOD, None, VOCABULARY, "null-text"
+
+    def detokenize(self, tokens):
+        return " ".join(map(str, tokens))
+
+
+def draw_groups():
+    draw = torch.Generator().manual_seed(0)
+
+    def rollout(lengths, reward):
+        turns, masks = [], []
+        for length in lengths:
+            tokens = torch.randint(VOCABULARY - 2, (length - 1,), generator=draw).tolist()
+            mask = (torch.rand(length, generator=draw) < 0.7).tolist()
+            mask[0] = False  # a prompt's token
+            if length == 4:
+                mask = [False] * length
+            turns.append([*tokens, EOD])
+            masks.append(mask)
+        # Log-probabilities of inference correct nothing here; later releases ask for epochs.
+        return TokenRollout.model_construct(
+            trajectory=turns,
+            reward=reward,
+            generation_mask=masks,
+            logprobs=[None] * len(turns),
+            env_id="drawn",
+            policy_epoch=[[(0, 0)] for _ in turns],
+            kv_cache_epoch=[[(0, 0)] for _ in turns],
+            num_evictions=[0 for _ in turns],
+        )
+
+    return [
+        [rollout(lengths, float(torch.rand((), generator=draw))) for lengths in group]
+        for group in GROUPS
+    ]
+
+
+def by_hand(models, groups, mode):
+    """Return the GRPO loss, by loops over rollouts, and its gradient.
+
+    ``models``: those of the current, the old and the reference weights.
+    """
+    model, old_model, ref_model = models
+    samples, prompts = [], []
+    for group in groups:
+        rewards = torch.tensor([rollout.reward for rollout in group], dtype=torch.float64)
+        spread = ((rewards - rewards.mean()) ** 2).mean().sqrt()
+        of_group = []
+        for rollout, reward in zip(group, rewards, strict=True):
+            losses = []
+            advantage = ((reward - rewards.mean()) / (1e-4 + spread)).float()
+            for row, mask in zip(rollout.trajectory, rollout.generation_mask, strict=True):
+                tokens, positions = torch.tensor(row)[None], torch.arange(len(row))[None]
+                log_p = model(tokens, positions, None)[0].log_softmax(-1)
+                with torch.no_grad():
+                    old_p = old_model(tokens, positions, None)[0].log_softmax(-1)
+                    ref_p = ref_model(tokens, positions, None)[0].log_softmax(-1)
+                for t, (token, trained) in enumerate(zip(row[1:], mask[1:], strict=True)):
+                    if not trained:
+                        continue
+                    now, old, ref = log_p[t, token], old_p[t, token], ref_p[t, token]
+                    ratio = (now - old).exp()
+                    clipped = min(max(ratio, torch.tensor(1 - EPSILON)), torch.tensor(1 + EPSILON))
+                    kl = (ref - now).exp() - (ref - now) - 1
+                    policy = -min(ratio * advantage, clipped * advantage)
+                    losses.append(policy + BETA * kl + ENTROPY * now.exp() * now)
+            of_group.append(losses)
+        samples += of_group
+        prompts.append([loss for losses in of_group for loss in losses])
+    means = samples if mode == "sample_mean" else prompts
+    loss = sum(sum(losses) / len(losses) for losses in means if losses)
+    loss = loss / len(means)
+    return loss.item(), torch.autograd.grad(loss, list(model.parameters()))
+
+
+def settings():
+    return argparse.Namespace(
+        context_parallel_size=1,
+        rl_use_sequence_packing=False,
+        rl_inference_logprobs_is_correction=False,
+        rl_sequence_packing_max_sequences_per_bin=4,
+        rl_sequence_packing_algo="fifo",
+        rl_importance_sampling_truncation_coef=None,
+        rl_skip_bos_token=False,
+        rl_training_cuda_graphs=False,
+        grpo_prompts_per_step=len(GROUPS),
+        grpo_group_size=2,
+        grpo_clamp_eps_lower=EPSILON,
+        grpo_clamp_eps_upper=EPSILON,
+        grpo_kl_beta=BETA,
+        grpo_entropy_term_weight=ENTROPY,
+        global_batch_size=2 * len(GROUPS),
+        micro_batch_size=1,
+        rampup_batch_size=None,
+        decrease_batch_size_if_needed=False,
+        data_parallel_size=2,
+        seq_length=LENGTH,
+        decoder_seq_length=None,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        curr_iteration=0,
+        consumed_train_bins=0,
+        cuda_graph_impl="none",
+        check_for_nan_in_loss_and_grad=True,
+        check_for_spiky_loss=False,
+        timing_log_level=0,
+        timing_log_option="minmax",
+        fp16=False,
+        bf16=False,
+    )
+
+
+def main():
+    tiny_gpt.start(dtype=torch.float32)
+    chunk = tiny_gpt.wrapped(tiny_gpt.config_of())
+    forward = chunk.module.forward
+
+    def with_the_keywords_of_float16_module(*args, fp32_output=True, **kwargs):
+        return forward(*args, **kwargs)
+
+    args = settings()
+    for name in ("range_push", "range_pop"):  # a CUDA build's
+        setattr(torch.cuda.nvtx, name, lambda *given: None)
+    global_vars.set_args(args)
+    global_vars._set_timers(args)
+    global_vars._GLOBAL_TOKENIZER = Tokenizer()
+    microbatches.init_num_microbatches_calculator(0, None, 2 * len(GROUPS), 1, 2, False)
+    config = tiny_gpt.config_of()
+    old, ref, new = (tiny_gpt.gpt(config, cpu.gpt_layer_spec(config)) for _ in range(3))
+    draw = torch.Generator().manual_seed(1)
+    for model in (ref, new):
+        for parameter in model.parameters():
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=draw)
+    chunk.module.forward = with_the_keywords_of_float16_module
+    groups = draw_groups()
+    for packs in (False, True):
+        for mode in ("sample_mean", "prompt_mean"):
+            args.rl_use_sequence_packing = packs
+            hook = ScheduleHook(Aggregation(mode), RLAdapter())
+            chunk.load_state_dict(old.state_dict())
+            data = rl_utils.prepare_data_for_update(
+                model=[chunk],
+                ref_state_dict=ref.state_dict(),
+                rollouts=draw_groups(),  # it pads their masks in place
+                tokenizer=Tokenizer(),
+                sequence_packing=packs,
+                is_correction=False,
+            )
+            data = data[0] if isinstance(data, tuple) else data  # a tuple from 0.17 on
+            chunk.load_state_dict(new.state_dict())
+            reports = worker.run(
+                hook.aggregated(get_forward_backward_func()),
+                chunk,
+                data,
+                forward_step_func=train_rl.forward_step,
+                # Unpacked, its own number counts rollouts, and leaves turns for the next step.
+                num_microbatches=microbatches.get_num_microbatches() if packs else 5,
+                micro_batch_size=1,
+                seq_length=LENGTH,
+            )
+            loss, gradients = by_hand((new, old, ref), groups, mode)
+            reported = tiny_gpt.reported(reports, "lm loss")
+            assert abs(reported - loss) < 1e-5 * abs(loss), (packs, mode, reported, loss)
+            assert {"stock/lm_loss", "rl/kl_term", "rl/entropy_term"} < set(reports[0])
+            for parameter, wanted in zip(chunk.module.parameters(), gradients, strict=True):
+                assert (parameter.main_grad - wanted).norm() < 1e-4 * wanted.norm() + 1e-7
+            if dist.get_rank() == 0:
+                kind = "packed" if packs else "unpacked"
+                print(f"TRAIN_RL equals the loops, {kind}, {mode}: {reported:.7g}", flush=True)
+    with worker.refused(worker.PlanError, "got a list", "a batch of prepare_data_for_update's"):
+        args.rl_use_sequence_packing = False
+        worker.run(
+            hook.aggregated(get_forward_backward_func()),
+            chunk,
+            iter([[torch.zeros(1, LENGTH)] * 7] * 2),
+        )
+    args.context_parallel_size = 2
+    with worker.refused(worker.PlanError, "with context parallelism", "not known here"):
+        worker.run(hook.aggregated(get_forward_backward_func()), chunk, data)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""``lossagg verify --host`` on released verl and SkyRL, and on a wrong ``agg_loss`` of verl."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import verl
+from ragged import check_of
+from test_cpu_launch import is_running
+
+from megatron_lossagg.verify.frameworks.launch import run_host
+
+ONE = ["--dp", "1", "--loss-aggregation", "token_mean", "--regime", "average"]
+
+
+VERL, NEMO_RL = (Path(os.environ.get("FRAMEWORKS_DIR", "")) / name for name in ("verl", "NeMo-RL"))
+OLDER_TRANSFORMERS = """
+import stand_ins_first, stand_ins
+stand_ins.install(stand_ins.NEMO)
+from transformers import AutoProcessor
+import transformers
+transformers.__version__ = "5.11.0"  # NeMo-RL's patch of a tokenizer asserts an older one
+"""
+
+
+def lossagg_verify(folder, host):
+    """Run the command with ``folder`` first on the path; return it ended, and its report."""
+    # Each process of the command has the stand-ins; on a user's machine the dependencies are there.
+    (folder / "sitecustomize.py").write_text("import stand_ins_first\n")
+    report, page = folder / "report.json", folder / "page.html"
+    command = ["-m", "megatron_lossagg", "verify", "--host", host, *ONE]
+    done = subprocess.run(
+        [sys.executable, *command, "--json", str(report), "--html", str(page)],
+        env={**os.environ, "PYTHONPATH": path_with(folder)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    return done, json.loads(report.read_text()), page.read_text()
+
+
+def path_with(*folders):
+    return os.pathsep.join([*map(str, folders), os.environ["PYTHONPATH"]])
+
+
+@pytest.mark.parametrize(("host", "number"), [("verl", 60), ("skyrl", 14)])
+def test_the_command_runs_a_hosts_own_functions(tmp_path, host, number):
+    done, report, page = lossagg_verify(tmp_path, host)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{host}: {number} of {number} checks of its own code pass" in done.stdout
+    assert f"{number} of {number} checks of its own code pass" in page
+    assert report["passed"]
+    assert {check["state"] for check in report["host"]["checks"]} == {"PASS"}
+    errors = [check["gradient_error"] for check in report["host"]["checks"]]
+    print(f"{host}: largest gradient error {max(errors):.1e}, {report['host']['seconds']:.0f} s")
+
+
+@pytest.mark.skipif(not VERL.is_dir(), reason="FRAMEWORKS_DIR has no verl")
+def test_a_checkout_of_verl_passes_where_gspo_fixes_its_mode(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("import stand_ins_first\n")
+    monkeypatch.setenv("PYTHONPATH", path_with(tmp_path, VERL))
+    host = run_host("verl")
+    states = [(check["state"], check["explanation"]) for check in host["checks"]]
+    assert states == [("PASS", "")] * 60
+    core = (VERL / "verl" / "trainer" / "ppo" / "core_algos.py").read_text()
+    gspo = core[core.index('("gspo")') : core.index('("sapo")')]
+    assert 'loss_agg_mode="seq-mean-token-mean", **config' in gspo
+
+
+@pytest.mark.skipif(not NEMO_RL.is_dir(), reason="FRAMEWORKS_DIR has no NeMo-RL")
+def test_nemo_rls_loss_function_is_the_oracles(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(OLDER_TRANSFORMERS)
+    monkeypatch.setenv("PYTHONPATH", path_with(tmp_path, NEMO_RL))
+    host = run_host("nemo-rl")
+    states = [(check["state"], check["explanation"]) for check in host["checks"]]
+    assert states == [("PASS", "")] * 12
+
+
+def test_a_wrong_function_of_the_host_fails_by_name(tmp_path):
+    copy = tmp_path / "verl"
+    shutil.copytree(Path(verl.__file__).parent, copy, ignore=shutil.ignore_patterns("*.pyc"))
+    core = copy / "trainer" / "ppo" / "core_algos.py"
+    text = core.read_text()
+    body = text.index("    return loss\n", text.index("def agg_loss("))
+    core.write_text(f"{text[:body]}    return loss * 2\n{text[body:]}")
+
+    done, report, page = lossagg_verify(tmp_path, "verl")
+
+    assert done.returncode == 1
+    assert done.stdout.startswith("FAIL: 1 of 1 case passes")
+    check = check_of(report["host"]["checks"], "verl:token-mean")
+    assert check["state"] == "FAIL"
+    assert check["got"] == pytest.approx(2 * check["wanted"])
+    reason = f"verl.trainer.ppo.core_algos.agg_loss: got a loss of {check['got']:.9g}, expected"
+    for text in (check["explanation"], done.stdout, page):
+        assert reason in text
+        assert "got a gradient of 2 times the expected one" in text
+    assert check_of(report["host"]["checks"], "lossagg_token_mean")["state"] == "PASS"
+
+
+def test_ctrl_c_ends_the_ranks_that_a_check_launched(tmp_path):
+    """A verl that launches a rank when it is imported, as Megatron-LM's check does."""
+    pid, rank = tmp_path / "pid", tmp_path / "rank.py"
+    rank.write_text(f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid()))\n")
+    rank.write_text(rank.read_text() + "time.sleep(100)\n")
+    launches = f"cpu.launch([{str(rank)!r}], processes=1, timeout=100)"
+    (tmp_path / "verl").mkdir()
+    (tmp_path / "verl" / "__init__.py").write_text(f"from megatron_lossagg import cpu; {launches}")
+    command = "from megatron_lossagg.verify.frameworks.launch import run_host; run_host('verl')"
+    checked = subprocess.Popen(
+        [sys.executable, "-c", command],
+        env={**os.environ, "PYTHONPATH": path_with(tmp_path)},
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        # A shell's background job ignores it, and so would what it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    deadline = time.monotonic() + 100
+    while not (pid.exists() and pid.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    os.killpg(checked.pid, signal.SIGINT)  # as a terminal does
+    checked.wait(timeout=60)
+    assert not is_running(int(pid.read_text()))

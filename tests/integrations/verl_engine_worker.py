@@ -1,0 +1,226 @@
+"""verl's own MegatronEngine on CPU, DP 2 x CP 2: its step from a batch to gradients.
+
+Real: verl's forward_backward_batch, prepare_micro_batches, forward_step, packing and gathering
+over context parallelism, ppo_loss, agg_loss's callers, postprocess_micro_batch_func, and
+Megatron-Core's schedule, DDP and finalize. Not real: the engine's constructor (it builds models
+from Hugging Face configurations); log-probabilities, in float64 instead of Megatron's float32. The
+model is on the CPU; its outputs and the batch are on a double of a device when the loss function
+gets them, as on a GPU.
+"""
+
+import os
+import sys
+import uuid
+from functools import partial
+from types import SimpleNamespace
+
+os.environ |= {"VERL_ENGINE_VENDOR": "lossagg", "VERL_ENGINE_DEVICE": "cuda"}
+
+import stand_ins
+
+stand_ins.install(stand_ins.RAY, stand_ins.HYDRA, stand_ins.DATA, stand_ins.ENGINES)
+
+import framework_step  # noqa: E402
+import pytest  # noqa: E402
+import tiny_gpt  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from device_double import DeviceDouble, OnDevice  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+
+
+def build(per_token):
+    """Return the engine that verl would select, around a wrapped tiny GPT."""
+    import verl.workers.engine.megatron.transformer_impl as megatron_engine
+    from verl.workers.engine import EngineRegistry
+
+    megatron_engine.get_device_id = lambda: "cpu"
+    megatron_engine.vocab_parallel_log_probs_from_logits = log_probs
+    megatron_engine.vocab_parallel_entropy = entropy
+    engine_class = EngineRegistry.get_engine_cls("language_model", "megatron")
+    assert engine_class.__module__ == "megatron_lossagg.integrations.verl"
+    chunk = tiny_gpt.wrapped(tiny_gpt.config_of(per_token=per_token))
+    engine = object.__new__(engine_class)
+    engine.tokens_of_prompt = {}
+    engine.engine_config = SimpleNamespace(
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
+        dynamic_context_parallel=False,
+        pad_bshd_to_minibatch_max=True,
+        use_remove_padding=True,
+        use_fused_kernels=False,
+        pad_to_length=False,
+        entropy_from_logits_with_chunking=False,
+        router_replay=SimpleNamespace(mode="disabled"),
+    )
+    engine.model_config = SimpleNamespace(
+        hf_config=SimpleNamespace(architectures=["TinyGPT"]),
+        mtp=SimpleNamespace(enable=False, enable_train=False),
+        tokenizer=SimpleNamespace(pad_token_id=0),
+    )
+    engine.tf_config = chunk.config
+    engine.enable_routing_replay = False
+    engine.module = [chunk]
+    # verl all-reduces this count in place; on a GPU it is a copy, on the CPU the batch's offsets.
+    count = engine._routed_num_tokens
+    engine._routed_num_tokens = lambda data: count(data).clone()
+    own = engine.postprocess_micro_batch_func
+
+    def postprocess(output, *, loss_function, **more):
+        return own(output, loss_function=partial(on_device, loss_function), **more)
+
+    engine.postprocess_micro_batch_func = postprocess
+    return engine, chunk
+
+
+def on_device(loss_function, model_output, data, dp_group):
+    """Call the loss function with everything on the double of a device."""
+    output = {name: value.to(DeviceDouble.device) for name, value in model_output.items()}
+    data = data.to(DeviceDouble.device)
+    loss, metrics = loss_function(model_output=output, data=data, dp_group=dp_group)
+    assert isinstance(loss, OnDevice)
+    return loss.cpu(), metrics
+
+
+def log_probs(logits, labels):
+    return torch.log_softmax(logits, -1).gather(-1, labels[..., None]).squeeze(-1)
+
+
+def entropy(logits):
+    log_p = torch.log_softmax(logits, -1)
+    return -(log_p.exp() * log_p).sum(-1)
+
+
+def filler(length):
+    """Make a padding row as verl's upsample_batch_to_divisible_size does."""
+    one = torch.ones(1, dtype=torch.float64)
+    return {
+        "tokens": [1] * length,
+        "response": 1,
+        "mask": [0],
+        "uid": f"pad{uuid.uuid4().hex}",
+        "advantage": one,
+        "old": -one,
+        "ref": -one,
+    }
+
+
+def batch_of(rows, *, num_microbatches, with_uid, odd):
+    """Make this rank's batch, as the trainer gives it to update_actor, in whole microbatches."""
+    from tensordict import TensorDict
+    from verl.utils import tensordict_utils as tu
+
+    size = -(-len(rows) // num_microbatches) + 1
+    made = []
+    for number in range(num_microbatches):
+        own = rows[number::num_microbatches]
+        own = own + [filler(4) for _ in range(size - 1 - len(own))]
+        tokens = sum(len(row["tokens"]) for row in own)
+        made += [*own, filler(2 + (tokens + odd) % 2)]
+    nested = lambda values: torch.nested.as_nested_tensor(values, layout=torch.jagged)  # noqa: E731
+    whole = [torch.tensor(row["tokens"]) for row in made]
+    response = [row["response"] for row in made]
+    mask = [torch.tensor(row["mask"]) for row in made]
+    fields = {
+        "input_ids": nested(whole),
+        "prompts": nested([t[: len(t) - n] for t, n in zip(whole, response, strict=True)]),
+        "responses": nested([t[len(t) - n :] for t, n in zip(whole, response, strict=True)]),
+        "response_mask": nested(mask),
+        "loss_mask": nested(mask),
+        "old_log_probs": nested([row["old"] for row in made]),
+        "ref_log_prob": nested([row["ref"] for row in made]),
+        "advantages": nested([row["advantage"] for row in made]),
+        "temperature": torch.ones(len(made)),
+    }
+    batch = TensorDict(fields, batch_size=len(made))
+    if with_uid:
+        tu.assign_non_tensor_stack(batch, "uid", [row["uid"] for row in made])
+    tu.assign_non_tensor(
+        batch,
+        use_dynamic_bsz=False,
+        micro_batch_size_per_gpu=size,
+        global_batch_size=len(framework_step.samples()),
+        calculate_entropy=True,
+    )
+    return batch, sum(len(row["tokens"]) for row in made)
+
+
+def actor_config(loss_mode):
+    from verl.workers.config import ActorConfig, PolicyLossConfig
+
+    return ActorConfig(
+        strategy="megatron",
+        rollout_n=1,
+        ppo_micro_batch_size_per_gpu=1,
+        policy_loss=PolicyLossConfig(loss_mode=loss_mode),
+        loss_scale_factor=framework_step.L,
+        use_kl_loss=True,
+        kl_loss_coef=framework_step.KL,
+        entropy_coeff=framework_step.ENTROPY,
+    )
+
+
+def compare(path, per_token):
+    tiny_gpt.start(cp=2)
+    saved = torch.load(path)
+    import verl.workers.utils.losses as losses
+
+    engine, chunk = build(per_token)
+    dp_rank = parallel_state.get_data_parallel_rank()
+    rows = framework_step.samples()[dp_rank::2]
+    for case, (mode, count_empty) in framework_step.CASES.items():
+        name = f"lossagg_{mode}{'' if count_empty else '_no_count_empty'}"
+        loss_function = partial(losses.ppo_loss, config=actor_config(name))
+        _, grads = saved[case, "pg kl entropy"]
+        for m in (1, 3):
+            for odd in (0, 1):
+                if odd and not (per_token and case == "constant"):
+                    continue
+                batch, tokens = batch_of(rows, num_microbatches=m, with_uid=True, odd=odd)
+                chunk.zero_grad_buffer()
+                with DeviceDouble():
+                    output = engine.forward_backward_batch(batch, loss_function)
+                factor = 1.0
+                if odd:  # verl reports floor(tokens / CP) per microbatch and rank
+                    counted = torch.tensor([tokens, tokens - m])
+                    dist.all_reduce(counted, group=parallel_state.get_data_parallel_group())
+                    factor = (counted[0] / counted[1]).item()
+                    assert factor > 1
+                worst = framework_step.assert_gradients(chunk, grads, factor=factor)
+                if not odd:
+                    check_report(output, saved, case)
+                if dist.get_rank() == 0:
+                    times = f"{factor:.6f} times " if odd else ""
+                    print(f"{case}, M = {m}: {times}the oracle, {worst:.1e}", flush=True)
+    batch, _ = batch_of(rows, num_microbatches=1, with_uid=False, odd=0)
+    name = partial(losses.ppo_loss, config=actor_config("lossagg_prompt_mean"))
+    with pytest.raises(ValueError, match="got rows without a uid"):
+        engine.forward_backward_batch(batch, name)
+    # A mode of verl's own is untouched: its gradient is that of its alias.
+    config = actor_config("vanilla")
+    batch, _ = batch_of(rows, num_microbatches=3, with_uid=True, odd=0)
+    chunk.zero_grad_buffer()
+    with DeviceDouble():
+        engine.forward_backward_batch(batch, partial(losses.ppo_loss, config=config))
+    framework_step.assert_gradients(chunk, saved["token_mean", "pg kl entropy"][1])
+    if dist.get_rank() == 0:
+        print("verl's own token-mean: the oracle")
+
+
+def check_report(output, saved, case):
+    """The policy loss that verl logs is the step's, summed over microbatches, mean over ranks."""
+    if not parallel_state.is_pipeline_last_stage():
+        return
+    reported = output["metrics"]["actor/pg_loss"]
+    reported = reported if isinstance(reported, list) else [reported]
+    total = torch.tensor(sum(float(torch.as_tensor(v).sum()) for m in reported for v in m.values))
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    want = saved[case, "pg"][0]
+    assert abs(total.item() / 2 - want) < 1e-9 * abs(want), (total.item() / 2, want)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "reference":
+        framework_step.reference(sys.argv[2])
+    else:
+        compare(sys.argv[2], per_token=sys.argv[3] == "1")
+    dist.destroy_process_group()

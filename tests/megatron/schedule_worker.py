@@ -1,0 +1,668 @@
+"""The schedule hook on live Megatron-Core, around a host's loop as Megatron-LM's; DP 2."""
+
+import collections
+import functools
+import itertools
+import re
+
+import pytest
+import tiny_gpt
+import torch
+import torch.distributed as dist
+from check_runner import run_checks
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.rerun_state_machine import (
+    RerunDataIterator,
+    RerunMode,
+    destroy_rerun_state_machine,
+    get_rerun_state_machine,
+    initialize_rerun_state_machine,
+)
+from step_data import VOCABULARY
+
+from megatron_lossagg import Aggregation, buffer
+from megatron_lossagg.buffer import MicrobatchRows
+from megatron_lossagg.errors import AggregationError, ContractError, PlanError, ReducerError
+from megatron_lossagg.faults import Faults
+from megatron_lossagg.integrations import bridge, megatron_lm
+from megatron_lossagg.integrations.megatron_lm import PretrainAdapter
+from megatron_lossagg.schedule import ScheduleHook, aggregated, compare
+
+SAMPLE_MEAN = Aggregation("sample_mean")
+M, LENGTH = 2, 8
+
+
+def refused(kind, *words):
+    return pytest.raises(kind, match=".*".join(re.escape(word) for word in words))
+
+
+def a_batch(seed, *, cuts=None, entries=2):
+    """Make what Megatron-LM's data loader gives; ``cuts``: offsets of one packed entry."""
+    draw = torch.Generator().manual_seed(seed)
+    shape = (1 if cuts else entries, LENGTH)
+    tokens = torch.randint(VOCABULARY, (shape[0], LENGTH + 1), generator=draw)
+    mask = (torch.rand(shape, generator=draw) < 0.6).float()
+    mask[:, 0] = 1
+    batch = {
+        "tokens": tokens[:, :-1],
+        "labels": tokens[:, 1:],
+        "loss_mask": mask,
+        "position_ids": torch.arange(LENGTH).expand(shape),
+    }
+    if cuts:
+        mask[0, cuts[-1] :] = 0
+        batch["cu_seqlens"] = torch.tensor([cuts], dtype=torch.int32)
+    return batch
+
+
+def batches(rank, **options):
+    return [a_batch(10 * rank + number, **options) for number in range(M)]
+
+
+def host_loss(mask, output):
+    losses, mask = output.view(-1).float(), mask.view(-1)
+    loss, num_tokens = (losses * mask).sum(), mask.sum().int()
+    report = torch.stack([loss.detach(), num_tokens.float()])
+    return loss, num_tokens, {"lm loss": report, "accuracy": report.clone()}
+
+
+def forward_step(iterator, model):
+    data = next(iterator)
+    for name in list(data):
+        data[name] = data[name].clone()  # as a host that moves its dict to a device in place
+    offsets = data.get("cu_seqlens", data.get("cu_seqlens_q"))
+    packed = None if offsets is None else tiny_gpt.packed_at(packed_offsets(offsets))
+    output = model(
+        data["tokens"],
+        data["position_ids"],
+        None,
+        labels=data["labels"],
+        packed_seq_params=packed,
+    )
+    data["tokens"] = None
+    return output, functools.partial(host_loss, data["loss_mask"])
+
+
+def packed_offsets(offsets):
+    """Return where rows lie, and the tail of the entry as a row of its own, as a list."""
+    return sorted({*offsets.flatten().tolist(), LENGTH} - {-1})
+
+
+def run(schedule, chunk, data, **more):
+    chunk.zero_grad_buffer()
+    return schedule(
+        **{
+            "forward_step_func": forward_step,
+            "data_iterator": data if hasattr(data, "__next__") else map(dict, data),
+            "model": [chunk],
+            "num_microbatches": M,
+            "seq_length": LENGTH,
+            "micro_batch_size": 2,
+            **more,
+        }
+    )
+
+
+def gradient(chunk):
+    return chunk.buffers[0].grad_data.clone()
+
+
+def by_hand(chunk, of_ranks):
+    """Return the mean over rows of their mean loss, and its gradient, by loops; all ranks' data."""
+    model, means, num_rows = chunk.module, [], 0
+    for data in (data for rank in of_ranks for data in rank):
+        offsets = data.get("cu_seqlens")
+        cuts = [0, LENGTH] if offsets is None else sorted(set(offsets.flatten().tolist()))
+        for entry in range(len(data["tokens"])):
+            for start, end in itertools.pairwise(cuts):
+                names = ("tokens", "labels", "loss_mask", "position_ids")
+                at = {name: data[name][entry, start:end] for name in names}
+                positions = at["position_ids"][None]
+                losses = model(at["tokens"][None], positions, None, labels=at["labels"][None])[0]
+                active = [losses[t] for t in range(end - start) if at["loss_mask"][t] == 1]
+                num_rows += 1
+                if active:
+                    means.append(sum(active) / len(active))
+    loss = sum(means) / num_rows
+    return loss.item(), torch.autograd.grad(loss, list(model.parameters()))
+
+
+def assert_trains_by_hand(chunk, reports, of_ranks):
+    loss, gradients = by_hand(chunk, of_ranks)
+    assert abs(tiny_gpt.reported(reports, "lm loss") - loss) < 1e-6 * abs(loss)
+    for parameter, wanted in zip(chunk.module.parameters(), gradients, strict=True):
+        scale = 1e-5 * wanted.norm() + 1e-7
+        assert (parameter.main_grad - wanted).norm() < scale
+
+
+def a_hook(**options):
+    # Bridge's data is Megatron-LM's, and asks nothing of megatron.training, which is not here.
+    return ScheduleHook(SAMPLE_MEAN, bridge.BridgeAdapter(), **options)
+
+
+def check_an_entry_of_the_batch_is_a_row(chunk, stock):
+    schedule = a_hook().aggregated(stock)
+    reports = run(schedule, chunk, batches(dist.get_rank()))
+    assert_trains_by_hand(chunk, reports, [batches(0), batches(1)])
+
+
+def check_packed_conversations_are_rows_and_empty_tail_segments_are_none(chunk, stock):
+    cuts = [0, 3, 7, 8, 8, 8]
+    reports = run(a_hook().aggregated(stock), chunk, batches(dist.get_rank(), cuts=cuts))
+    assert_trains_by_hand(chunk, reports, [batches(r, cuts=cuts) for r in (0, 1)])
+
+
+def check_positions_past_the_last_conversation_are_no_row(chunk, stock):
+    cuts = [0, 3, 6]
+    reports = run(a_hook().aggregated(stock), chunk, batches(dist.get_rank(), cuts=cuts))
+    assert_trains_by_hand(chunk, reports, [batches(r, cuts=cuts) for r in (0, 1)])
+
+
+def check_each_packed_entry_of_a_microbatch_has_its_own_offsets(chunk, stock):
+    of_ranks = [[a_batch(10 * rank + number) for number in range(M)] for rank in (0, 1)]
+    cuts = torch.tensor([[0, 3, 8, 8], [0, 2, 5, 8]], dtype=torch.int32)
+    adapter = bridge.BridgeAdapter()
+    for batch in (batch for rank in of_ranks for batch in rank):
+        rows = adapter.rows({**batch, "cu_seqlens": cuts})
+        assert rows.lengths.tolist() == [3, 5, 2, 3, 3]
+        mask = batch["loss_mask"]
+        wanted = [mask[0, :3], mask[0, 3:], mask[1, :2], mask[1, 2:5], mask[1, 5:]]
+        assert rows.active_tokens.tolist() == [int(part.sum()) for part in wanted]
+
+
+def check_what_is_only_padding_is_no_row(chunk, stock):
+    """As Bridge's packed data has it: offsets with and without padding, or a padding mask."""
+    mask = torch.ones(1, 8)
+    mask[:, 6:] = 0
+    padded = torch.tensor([[0, 3, 6, 8, -1]], dtype=torch.int32)
+    unpadded = torch.tensor([[0, 2, 5, 5, -1]], dtype=torch.int32)
+    is_padding = torch.tensor([[False] * 6 + [True] * 2])
+    for data in (
+        {"cu_seqlens_q_padded": padded, "cu_seqlens_q": unpadded},
+        {"cu_seqlens": padded, "cu_seqlens_unpadded": unpadded},
+        {"cu_seqlens_q": padded, "padding_mask": is_padding},
+    ):
+        rows = bridge.BridgeAdapter().rows({"loss_mask": mask, **data})
+        assert rows.lengths.tolist() == [3, 3, 2]
+        assert rows.is_filler.tolist() == [0, 0, 1]
+    for wrong in ([[0, 5, 3]], [[2, 5, 8]]):
+        with pytest.raises(ValueError, match=r"cu_seqlens .* offsets from 0 that never fall"):
+            bridge.BridgeAdapter().rows({"loss_mask": mask, "cu_seqlens": torch.tensor(wrong)})
+    cuts = torch.tensor([[0, 3, 6, 6], [0, 2, 5, 5]])  # each entry's tail is its own
+    rows = bridge.BridgeAdapter().rows({"loss_mask": torch.ones(2, 8), "cu_seqlens": cuts})
+    assert rows.lengths.tolist() == [3, 3, 2, 2, 3, 3]
+    assert rows.is_filler.tolist() == [0, 0, 1, 0, 0, 1]
+
+
+def check_bridges_offsets_are_rows_and_its_sentinels_are_none(chunk, stock):
+    for name, cuts in {"cu_seqlens_q": [0, 3, 8], "cu_seqlens": [0, 3, 8, -1, -1]}.items():
+        of_ranks = [batches(rank, cuts=[0, 3, 8]) for rank in (0, 1)]
+        data = [dict(batch) for batch in of_ranks[dist.get_rank()]]
+        for batch in data:
+            del batch["cu_seqlens"]
+            batch[name] = torch.tensor([cuts], dtype=torch.int32)
+        reports = run(a_hook().aggregated(stock), chunk, data)
+        assert_trains_by_hand(chunk, reports, of_ranks)
+
+
+def check_evaluation_reports_the_same_loss_and_one_contract_serves_both(chunk, stock):
+    hook = a_hook()
+    data = batches(dist.get_rank())
+    trained = run(hook.aggregated(stock), chunk, data)
+    contract = hook.contract
+    assert contract.probe is not None
+    with torch.no_grad():
+        evaluated = run(hook.aggregated(stock), chunk, data, forward_only=True)
+    for name in ("lm loss", "stock/lm_loss"):
+        assert tiny_gpt.reported(trained, name) == tiny_gpt.reported(evaluated, name)
+    assert hook.contract is contract
+    assert hook.num_steps == 2
+    assert hook.factor == M * dist.get_world_size()
+
+
+def check_an_evaluation_first_leaves_the_probe_to_the_first_training_step(chunk, stock):
+    hook = a_hook()
+    with torch.no_grad():
+        run(hook.aggregated(stock), chunk, batches(dist.get_rank()), forward_only=True)
+    assert hook.contract.probe is None
+    run(hook.aggregated(stock), chunk, batches(dist.get_rank()))
+    assert hook.contract.probe is not None
+
+
+def check_the_hosts_report_stays_beside_ours(chunk, stock):
+    data = batches(dist.get_rank())
+    theirs = run(stock, chunk, data)
+    ours = run(a_hook().aggregated(stock), chunk, data)
+    names = {"lm loss", "lossagg/weight_sum", "lossagg/weight_expected"}
+    assert set(ours[0]) == {"stock/lm_loss", "accuracy"} | names
+    for before, after in zip(theirs, ours, strict=True):
+        assert torch.equal(before["lm loss"], after["stock/lm_loss"])
+        assert torch.equal(before["accuracy"], after["accuracy"])
+
+
+def check_what_a_host_does_to_its_microbatch_does_not_reach_the_one_that_was_read(chunk, stock):
+    data = batches(dist.get_rank())
+    held = [batch["tokens"] for batch in data]
+    run(a_hook().aggregated(stock), chunk, iter(data))
+    assert all(batch["tokens"] is tokens for batch, tokens in zip(data, held, strict=True))
+
+
+def check_an_empty_step_is_an_error_in_training_and_none_in_evaluation(chunk, stock):
+    data = batches(0)
+    for batch in data:
+        batch["loss_mask"].zero_()
+    schedule = a_hook(empty_step="error").aggregated(stock)
+    with pytest.warns(RuntimeWarning, match="no active tokens"), torch.no_grad():
+        reports = run(schedule, chunk, data, forward_only=True)
+    assert tiny_gpt.reported(reports, "lm loss") == 0
+    with refused(PlanError, "no active tokens", "--loss-aggregation-empty-step error"):
+        run(schedule, chunk, data)
+
+
+def check_an_evaluation_needs_no_finalize_model_grads_func(chunk, stock):
+    finalize = chunk.config.finalize_model_grads_func
+    chunk.config.finalize_model_grads_func = None
+    try:
+        with torch.no_grad():
+            run(a_hook().aggregated(stock), chunk, batches(0), forward_only=True)
+    finally:
+        chunk.config.finalize_model_grads_func = finalize
+
+
+def check_rejected_tokens_are_an_error_unless_they_were_declared(chunk, stock):
+    def forward_step_that_rejects(iterator, model):
+        output, loss_func = forward_step(iterator, model)
+        (mask,) = loss_func.args
+        mask[:, 0] = 0
+        return output, functools.partial(host_loss, mask)
+
+    rejects = {"forward_step_func": forward_step_that_rejects}
+    run(a_hook(rejects_tokens=True).aggregated(stock), chunk, batches(0), **rejects)
+    with pytest.raises(ReducerError, match="segment 0 trains 4 tokens, the plan counted 5"):
+        run(a_hook().aggregated(stock), chunk, batches(0), **rejects)
+
+
+def check_a_call_that_collects_other_data_is_left_alone(chunk, stock):
+    def other_step(iterator, model):
+        data = next(iterator)
+        output = model(data["tokens"], data["position_ids"], None, labels=data["labels"])
+        return output, lambda output, non_loss_data: output.sum(1)
+
+    hook, data = a_hook(), batches(dist.get_rank())
+    call = {
+        "forward_step_func": other_step,
+        "forward_only": True,
+        "collect_non_loss_data": True,
+    }
+    with torch.no_grad():
+        theirs, ours = (run(s, chunk, data, **call) for s in (stock, hook.aggregated(stock)))
+    assert len(ours) == M
+    assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
+    assert hook.num_steps == 0
+
+
+def check_the_rerun_machine_repeats_a_step_with_the_same_gradient(chunk, stock):
+    run(a_hook().aggregated(stock), chunk, batches(dist.get_rank()))
+    wanted = gradient(chunk)
+    destroy_rerun_state_machine()
+    initialize_rerun_state_machine(
+        mode=RerunMode.VALIDATE_RESULTS, result_rejected_tracker_filename=None
+    )
+    machine = get_rerun_state_machine()
+
+    def validated_loss(mask, output):
+        loss, *rest = host_loss(mask, output)
+        machine.validate_result(
+            result=loss,
+            rejection_func=lambda loss: True,  # so that it runs the step again, to compare
+            message="a result that is suspected",
+            tolerance=0.0,
+            fatal=False,
+        )
+        return loss, *rest
+
+    def validated_step(iterator, model):
+        output, loss_func = forward_step(iterator, model)
+        return output, functools.partial(validated_loss, *loss_func.args)
+
+    hook = a_hook()
+    schedule = hook.aggregated(stock)
+    iterator = RerunDataIterator(map(dict, 2 * batches(dist.get_rank())))
+    try:
+        for calls in (1, 3):  # it validates nothing in the first step of a run
+            while machine.should_run_forward_backward(iterator):
+                run(schedule, chunk, iterator, forward_step_func=validated_step)
+                assert torch.equal(gradient(chunk), wanted)
+            assert hook.num_steps == calls
+            machine.should_checkpoint_and_exit()
+    finally:
+        destroy_rerun_state_machine()
+
+
+def check_an_adapter_of_whole_rows_gives_its_own_layout(chunk, stock):
+    class Whole(PretrainAdapter):
+        def layout(self, contract, lengths):
+            return contract.thd(torch.tensor([0, *lengths]).cumsum(0))
+
+    schedule = aggregated(stock, SAMPLE_MEAN, Whole(), probe=False)
+    reports = run(schedule, chunk, batches(dist.get_rank()))
+    assert_trains_by_hand(chunk, reports, [batches(0), batches(1)])
+
+
+def check_a_host_that_is_not_there_is_refused_by_name(chunk, stock):
+    for install, name in ((megatron_lm.install, "Megatron-LM"), (bridge.install, "Bridge")):
+        with refused(ContractError, "cannot be imported", name, "put its checkout on PYTHONPATH"):
+            install(SAMPLE_MEAN)
+
+
+def refills_one_buffer(data):
+    """Yield one dict of static tensors, into which each microbatch is copied."""
+    static = {name: value.clone() for name, value in data[0].items()}
+    held = dict(static)
+    for batch in data:
+        for name, value in batch.items():
+            static[name].copy_(value)
+        held.update(static)  # what a host did to the dict is undone
+        yield held
+
+
+def fills_one_dict(data):
+    held = {}
+    for batch in data:
+        held.update(batch)
+        yield held
+
+
+def views_one_storage(data):
+    static = {name: value.clone() for name, value in data[0].items()}
+    for batch in data:
+        yield {name: static[name].copy_(value).view(-1, LENGTH) for name, value in batch.items()}
+
+
+def wraps_one_numpy_array(data):
+    arrays = {name: value.numpy().copy() for name, value in data[0].items()}
+    for batch in data:
+        for name, value in batch.items():
+            arrays[name][:] = value.numpy()
+        yield {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def has_a_ring_of_two(data):
+    ring = [refills_one_buffer(data[slot::2]) for slot in range(2)]
+    for number in range(len(data)):
+        yield dict(next(ring[number % 2]))
+
+
+def check_loaders_that_use_their_memory_again_train_what_stock_megatron_trains_of(chunk, stock):
+    steps = 2
+    data = [a_batch(100 * dist.get_rank() + number) for number in range(3 * steps)]
+
+    def trained(schedule, loader):
+        iterator, gradients = loader(data), []
+        for _ in range(steps):
+            run(schedule, chunk, iterator, num_microbatches=3)
+            gradients.append(gradient(chunk))
+        return torch.stack(gradients)
+
+    def fresh(data):
+        return (dict(batch) for batch in data)
+
+    of_stock, ours = trained(stock, fresh), trained(a_hook().aggregated(stock), fresh)
+    assert not torch.equal(ours[0], ours[1])
+    for loader in (
+        refills_one_buffer,
+        fills_one_dict,
+        views_one_storage,
+        wraps_one_numpy_array,
+        has_a_ring_of_two,
+    ):
+        assert torch.equal(trained(stock, loader), of_stock), loader.__name__
+        assert torch.equal(trained(a_hook().aggregated(stock), loader), ours), loader.__name__
+
+
+def check_chunks_over_one_buffer_train_their_own_microbatches(chunk, stock):
+    data = batches(dist.get_rank())
+    seen = []
+
+    def of_the_last(**call):
+        first, last = call["data_iterator"]
+        seen.extend(batch["tokens"] for batch in first)
+        return stock(**{**call, "data_iterator": last})
+
+    iterators = [refills_one_buffer(data), refills_one_buffer(data)]
+    schedule = a_hook().aggregated(of_the_last)
+    reports = run(schedule, chunk, iter([]), data_iterator=iterators)
+    assert all(torch.equal(a, b["tokens"]) for a, b in zip(seen, data, strict=True))
+    assert_trains_by_hand(chunk, reports, [batches(0), batches(1)])
+
+
+def check_memory_that_is_shared_from_a_later_step_on_is_refused_on_every_rank(chunk, stock):
+    def later():
+        yield from map(dict, batches(0))
+        yield from (refills_one_buffer if dist.get_rank() else iter)(batches(0))
+
+    schedule, iterator = a_hook().aggregated(stock), later()
+    run(schedule, chunk, iterator)
+    with refused(PlanError, "rank 1 of the data", "microbatches 0 and 1", "let it yield copies"):
+        run(schedule, chunk, iterator)
+
+
+def check_a_wrong_replay_is_an_error_on_every_rank_before_the_schedule(chunk, stock):
+    right = buffer._numbered
+
+    def not_run(**call):
+        raise AssertionError("the schedule ran")
+
+    if dist.get_rank() == 1:
+        buffer._numbered = lambda counts: [[row + 1 for row in rows] for rows in right(counts)]
+    try:
+        with refused(PlanError, "rank 1", "the replay has rows [1, 2, 3, 4]", "expected each"):
+            run(a_hook().aggregated(not_run), chunk, batches(0))
+    finally:
+        buffer._numbered = right
+
+
+def check_positional_arguments_are_refused(chunk, stock):
+    with refused(ContractError, "got 2 positional arguments", "expected keywords"):
+        a_hook().aggregated(stock)(forward_step, iter([]))
+
+
+def check_a_forward_step_that_reads_two_microbatches_is_refused(chunk, stock):
+    def greedy(iterator, model):
+        next(iterator)
+        return forward_step(iterator, model)
+
+    with refused(ContractError, "read more than one microbatch in a call"):
+        run(a_hook().aggregated(stock), chunk, batches(0), forward_step_func=greedy)
+
+
+def check_a_forward_step_that_reads_elsewhere_is_refused(chunk, stock):
+    elsewhere = iter(batches(0))
+    with refused(ContractError, "did not read its microbatch from the data iterator"):
+        run(
+            a_hook().aggregated(stock),
+            chunk,
+            batches(0),
+            forward_step_func=lambda iterator, model: forward_step(elsewhere, model),
+        )
+
+
+def check_a_schedule_that_runs_more_microbatches_is_refused(chunk, stock):
+    def longer(**call):
+        return stock(**{**call, "num_microbatches": M + 1})
+
+    with refused(ContractError, f"ran more than its {M} microbatches"):
+        run(a_hook().aggregated(longer), chunk, batches(0))
+
+
+def check_an_iterator_that_ends_early_is_refused_on_every_rank(chunk, stock):
+    short = batches(0)[: M - dist.get_rank()]
+    with refused(PlanError, "rank 1", "the data iterator ended after 1 of 2 microbatches"):
+        run(a_hook().aggregated(stock), chunk, short)
+
+
+def check_an_adapter_without_lengths_is_refused(chunk, stock):
+    class NoLengths(PretrainAdapter):
+        def rows(self, data):
+            return MicrobatchRows(active_tokens=data["loss_mask"].sum(1))
+
+    with refused(ContractError, "NoLengths.rows gave no lengths"):
+        run(aggregated(stock, SAMPLE_MEAN, NoLengths()), chunk, batches(0))
+
+
+def changed(change):
+    """Return a forward_step whose loss_func gives ``change(loss, mask)`` instead of its loss."""
+
+    def changed_loss(mask, output):
+        loss, *rest = host_loss(mask, output)
+        return change(loss, mask), *rest
+
+    def step(iterator, model):
+        output, loss_func = forward_step(iterator, model)
+        return output, functools.partial(changed_loss, *loss_func.args)
+
+    return step
+
+
+def check_a_loss_with_another_term_is_refused_in_whichever_microbatch_it_comes(chunk, stock):
+    masked = batches(0)
+    masked[0]["loss_mask"].zero_()
+    for data, of in ((batches(0), 0), (masked, 1)):
+        calls = itertools.count()
+        step = changed(lambda loss, mask, n=calls, of=of: loss + 0.5 * (next(n) == of))
+        with refused(ReducerError, f"for microbatch {of} of rank {dist.get_rank()}", "not known"):
+            run(a_hook().aggregated(stock), chunk, data, forward_step_func=step)
+
+
+def check_a_penalty_that_warms_up_and_a_factor_from_a_later_step_on_are_refused(chunk, stock):
+    for change in (lambda loss, beta: loss + beta, lambda loss, beta: loss * (1 - 0.9 * beta)):
+        beta = torch.zeros(())
+        step = changed(lambda loss, mask, change=change, beta=beta: change(loss, beta))
+        schedule = a_hook().aggregated(stock)
+        for _ in range(2):
+            run(schedule, chunk, batches(0), forward_step_func=step)
+        beta += 1
+        with refused(ReducerError, "terms or factors that are not known here"):
+            run(schedule, chunk, batches(0), forward_step_func=step)
+
+
+def check_the_comparison_waits_for_no_device(chunk, stock):
+    losses = torch.ones(4, device="meta", requires_grad=True)
+    mask = torch.ones(4, device="meta")
+    host = PretrainAdapter().loss(functools.partial(host_loss_of_a_device, mask), losses)
+    faults = Faults()
+    compare(host, faults, 0)  # a meta tensor raises where it is read
+    with pytest.raises(NotImplementedError, match="meta"):
+        faults.take()
+
+
+def host_loss_of_a_device(mask, output):
+    loss = (output * mask).sum()
+    return loss, mask.sum().int(), {"lm loss": torch.stack([loss.detach(), mask.sum()])}
+
+
+def check_an_inf_at_a_masked_position_is_no_term(chunk, stock):
+    def poisoned(iterator, model):
+        output, loss_func = forward_step(iterator, model)
+        (mask,) = loss_func.args
+        output = torch.where(mask == 0, torch.inf, output)
+        return output, loss_func
+
+    run(a_hook().aggregated(stock), chunk, batches(0), forward_step_func=poisoned)
+
+
+def check_an_evaluation_is_not_compared(chunk, stock):
+    step = changed(lambda loss, mask: loss + 0.5)
+    with torch.no_grad():
+        run(
+            a_hook().aggregated(stock), chunk, batches(0), forward_step_func=step, forward_only=True
+        )
+
+
+def check_tuples_of_a_model_or_a_loss_are_refused_by_name(chunk, stock):
+    def of_a_tuple(iterator, model):
+        output, loss_func = forward_step(iterator, model)
+        return output, functools.partial(
+            lambda mask, output: loss_func(output)[-1], loss_func.args[0]
+        )
+
+    with refused(ContractError, "from loss_func, expected a tuple of the masked sum"):
+        run(a_hook().aggregated(stock), chunk, batches(0), forward_step_func=of_a_tuple)
+    mask, pair = torch.ones(4), (torch.ones(4), torch.ones(2))  # as pretrain_bert.py's
+    with refused(
+        ContractError, "got a tuple from forward_step, expected one tensor", "train it wi"
+    ):
+        PretrainAdapter().loss(functools.partial(host_loss, mask), pair)
+
+
+def check_a_mask_by_keyword_is_refused_by_name(chunk, stock):
+    def by_keyword(iterator, model):
+        output, loss_func = forward_step(iterator, model)
+        return output, functools.partial(host_loss, mask=loss_func.args[0])
+
+    with refused(ContractError, "expected functools.partial(loss_func, loss_mask"):
+        run(a_hook().aggregated(stock), chunk, batches(0), forward_step_func=by_keyword)
+
+
+def check_a_chunk_that_a_schedule_unwraps_is_still_the_losss(chunk, stock):
+    def unwrapping(**call):
+        step = call["forward_step_func"]
+        return stock(**{**call, "forward_step_func": lambda it, model: step(it, model.module)})
+
+    reports = run(a_hook().aggregated(unwrapping), chunk, batches(dist.get_rank()))
+    assert_trains_by_hand(chunk, reports, [batches(0), batches(1)])
+
+
+def check_chunks_that_share_a_source_are_read_in_order(chunk, stock):
+    kept = collections.deque()
+
+    def reads_and_keeps():
+        for batch in batches(dist.get_rank()):
+            kept.append(dict(batch))
+            yield dict(batch)
+
+    def gets_what_was_kept():
+        while True:
+            yield kept.popleft()
+
+    def of_the_last(**call):  # one chunk is enough to see what the schedule gets
+        first, last = call["data_iterator"]
+        assert len(list(first)) == M
+        return stock(**{**call, "data_iterator": last})
+
+    iterators = [reads_and_keeps(), gets_what_was_kept()]
+    schedule = a_hook().aggregated(of_the_last)
+    reports = run(schedule, chunk, iter([]), data_iterator=iterators)
+    assert_trains_by_hand(chunk, reports, [batches(0), batches(1)])
+
+
+def check_a_loss_without_the_mask_as_its_first_argument_is_refused(chunk, stock):
+    def hidden(iterator, model):
+        output, loss_func = forward_step(iterator, model)
+        return output, lambda output: loss_func(output)
+
+    with refused(ContractError, "expected functools.partial(loss_func, loss_mask"):
+        run(a_hook().aggregated(stock), chunk, batches(0), forward_step_func=hidden)
+
+
+def check_data_of_another_kind_is_refused_by_name(chunk, stock):
+    data = [tuple(batch.values()) for batch in batches(0)]
+    with refused(PlanError, "got tuple from the data iterator", "dict", "with loss_mask"):
+        run(a_hook().aggregated(stock), chunk, iter(data))
+
+
+def check_prompt_mean_without_prompt_ids_is_refused_before_the_first_step(chunk, stock):
+    with refused(AggregationError, "prompt_mean needs prompt ids", "choose another"):
+        ScheduleHook(Aggregation("prompt_mean"), PretrainAdapter())
+
+
+def main():
+    tiny_gpt.start(dtype=torch.float32)
+    chunk = tiny_gpt.wrapped(tiny_gpt.config_of())
+    stock = get_forward_backward_func()
+    run_checks(globals(), chunk, stock)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Each ``check_`` of ``contract_worker.py`` passes on live Megatron-Core, on two ranks."""
+
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from conftest import early, launched
+
+CHECKS = re.findall(
+    r"^def check_(\w+)\(", (Path(__file__).parent / "contract_worker.py").read_text(), re.MULTILINE
+)
+
+
+@early
+def output():
+    return launched("megatron/contract_worker.py", processes=2)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_contract(output, check):
+    assert f"PASSED check_{check}" in output.splitlines()
+
+
+def test_the_ranks_ran_the_megatron_core_that_this_process_has(output):
+    """``versions.py`` puts another release before the installed one."""
+    (ran,) = re.findall(r"^RAN megatron-core ([\w.]+)", output, re.MULTILINE)
+    assert ran == version("megatron-core")

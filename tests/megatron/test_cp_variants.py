@@ -1,0 +1,53 @@
+"""The tokens of a layout are those that Megatron-Core and Transformer Engine put on a rank.
+
+Their own slicing functions run here: Megatron-Core's for unpacked rows on any machine,
+Transformer Engine's for packed rows where it and CUDA are available.
+"""
+
+import json
+
+import pytest
+import torch
+from conftest import early, launched
+
+from megatron_lossagg import Layout
+from megatron_lossagg.verify.job import Job
+from megatron_lossagg.verify.parallelism import Parallelism
+
+SLICED = {"CP2": Parallelism(dp=2, cp=2), "CP4": Parallelism(cp=4)}
+# Offsets in units of 2 CP tokens: one row, uneven rows, an empty row between two, many rows.
+OFFSETS = ((0, 1), (0, 3, 4, 9), (0, 2, 2, 5), tuple(range(0, 120, 3)))
+
+
+@early
+def slices():
+    job = Job(layouts=list(SLICED.values()), cases=())
+    out = launched("megatron/matrix_worker.py", "slices", job.to_json(), processes=job.world_size)
+    return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize("name", SLICED)
+def test_megatron_slices_an_unpacked_batch_like_bshd_zigzag(slices, name):
+    """Tokens, a mask and a field with a dimension more; the group given, and the live one."""
+    comparisons = [c for c in slices if c["layout"] == str(SLICED[name])]
+    assert len(comparisons) == 6
+    for comparison in comparisons:
+        assert all(all(found.values()) for found in comparison["ranks"]), comparison
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offsets", OFFSETS)
+@pytest.mark.parametrize("cp_size", [2, 4, 8])
+def test_transformer_engine_slices_packed_rows_like_thd_zigzag(cp_size, offsets):
+    if not torch.cuda.is_available():
+        pytest.skip("Transformer Engine slices packed rows with a CUDA kernel")
+    pytest.importorskip("transformer_engine.pytorch", exc_type=ImportError)
+    import transformer_engine_torch
+
+    cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device="cuda") * 2 * cp_size
+    for cp_rank in range(cp_size):
+        theirs = transformer_engine_torch.thd_get_partitioned_indices(
+            cu_seqlens, int(cu_seqlens[-1]), cp_size, cp_rank
+        )
+        ours = Layout.thd_zigzag(cu_seqlens, cp_size=cp_size, cp_rank=cp_rank)
+        assert theirs.tolist() == ours.positions.tolist()

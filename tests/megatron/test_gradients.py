@@ -1,0 +1,130 @@
+"""On real Megatron-Core every layout trains the oracle's gradient.
+
+All layouts of one world size are proven in one launch of ``megatron_lossagg.verify``, but for
+unpacked rows: their padding makes the reference three times as large. The
+data with every degenerate row is its ``rows.py``, the oracle its ``oracle.py``.
+"""
+
+import pytest
+from conftest import early, launched, proven
+
+from megatron_lossagg.verify.cases import CASES
+from megatron_lossagg.verify.parallelism import Parallelism
+
+SPLITS = {
+    "DP2": {"dp": 2},
+    "DP3": {"dp": 3},
+    "CP2": {"cp": 2},
+    "DP2xCP2": {"dp": 2, "cp": 2},
+    "PP2xCP2": {"pp": 2, "cp": 2},
+}
+MICROBATCHES = (1, 3, 4)
+REGIMES = ("average", "per-token")
+OTHERS = {
+    "CP4": {"cp": 4, "microbatches": 5},
+    "TP2": {"tp": 2},
+    "TP2-SP": {"tp": 2, "sequence_parallel": True},
+    "PP2": {"pp": 2},
+    "PP2xVPP2": {"pp": 2, "vpp": 2, "microbatches": 4},
+    "distributed-optimizer": {"cp": 2, "distributed_optimizer": True},
+    "average-in-collective": {"dp": 2, "average_in_collective": True},
+    "overlap-grad-reduce": {"dp": 2, "overlap_grad_reduce": True},
+    "recompute": {"cp": 2, "recompute": True},
+    "bshd": {"cp": 2, "packing": "bshd"},
+    "local": {"cp": 2, "packing": "local"},
+    "float32": {"dp": 2, "cp": 2, "float32": True},
+    "float32-TP2-SP": {"tp": 2, "cp": 2, "sequence_parallel": True, "float32": True},
+}
+UNEVEN = Parallelism(dp=2, microbatches=(3, 5))
+NAMES = [str(case) for case in CASES]
+
+
+def layout_of(sizes, **more):
+    return Parallelism(**{**sizes, **more})
+
+
+def layouts_of_size(world_size, packings=("thd", "local")):
+    layouts = [layout_of(s, microbatches=m) for s in SPLITS.values() for m in MICROBATCHES]
+    layouts += [*map(layout_of, OTHERS.values()), UNEVEN]
+    return [one for one in layouts if one.world_size == world_size and one.packing in packings]
+
+
+@early
+def verdicts_of_four_ranks():
+    return proven(layouts_of_size(4))
+
+
+@early
+def verdicts_of_two_ranks():
+    return proven(layouts_of_size(2))
+
+
+@early
+def verdicts_of_three_ranks():
+    return proven(layouts_of_size(3))
+
+
+@early
+def verdicts_of_unpacked_rows():
+    return proven(layouts_of_size(2, packings=("bshd",)))
+
+
+@pytest.fixture(scope="module")
+def verdicts(
+    verdicts_of_four_ranks,
+    verdicts_of_two_ranks,
+    verdicts_of_three_ranks,
+    verdicts_of_unpacked_rows,
+):
+    """Return every verdict of this file's layouts, by layout, case and regime."""
+    return (
+        verdicts_of_four_ranks
+        | verdicts_of_two_ranks
+        | verdicts_of_three_ranks
+        | verdicts_of_unpacked_rows
+    )
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("microbatches", MICROBATCHES)
+@pytest.mark.parametrize("case", NAMES)
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_gradient_is_that_of_the_configured_loss(verdicts, split, case, microbatches, regime):
+    layout = layout_of(SPLITS[split], microbatches=microbatches)
+    verdict = verdicts[str(layout), case, regime]
+    assert verdict["gradient_error"] < 1e-12, verdict["explanation"]
+    assert verdict["loss_error"] < 1e-12, verdict["explanation"]
+    assert verdict["weight_sum_error"] < 1e-6  # computed in float32
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("case", NAMES)
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_splits_reductions_and_layouts_train_the_configured_loss(
+    verdicts, name, case, regime
+):
+    layout = layout_of(OTHERS[name])
+    verdict = verdicts[str(layout), case, regime]
+    bound = 1e-5 if layout.float32 else 1e-12
+    assert verdict["gradient_error"] < bound, verdict["explanation"]
+    assert verdict["loss_error"] < bound, verdict["explanation"]
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("case", NAMES)
+def test_ranks_with_3_and_5_microbatches_train_the_configured_loss(verdicts, case, regime):
+    assert verdicts[str(UNEVEN), case, regime]["gradient_error"] < 1e-12
+
+
+@early
+def parity():
+    return launched("megatron/parity_worker.py", processes=4)
+
+
+def test_stock_megatron_is_untouched_and_equals_token_mean_per_token(parity):
+    assert parity.count("PARITY bit for bit, token_mean within 1e-12") == 2, parity
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_a_loss_scale_multiplies_the_gradient_exactly_and_not_the_report(parity, regime):
+    assert f"SCALED by 1024 exactly, {regime}" in parity, parity

@@ -1,0 +1,179 @@
+"""The table of Megatron's options: what it refuses, what it says, and whether it is true."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import TESTS, early, launched
+
+from megatron_lossagg.errors import ContractError
+from megatron_lossagg.options import OPTIONS, check_options, table
+
+FRAMEWORKS_DIR = Path(os.environ.get("FRAMEWORKS_DIR", ""))
+CHECKOUTS = ["Megatron-LM", "Megatron-LM-main", "Megatron-LM-dev"]
+NEWER = {"linear_cp_layout", "attention_cp_layout"}
+"""Options that came after the checkouts."""
+NOT_OF_A_CONFIG_CLASS = {"flextron"}
+"""Set on the config by Megatron-LM's elastification."""
+WORDS = {"context", "cp", "packed", "packing", "thd", "loss", "scale", "gtp", "shards", "ctx"}
+"""In a field's name, that it may change who holds a token or how a loss is scaled."""
+HARMLESS = {
+    "max_seqlen_per_dp_cp_rank",  # of the packing scheduler and dynamic CP, which are refused
+    "min_dynamic_context_parallel_size",  # of dynamic CP
+    "tensor_parallel_num_weight_shards",  # sets gtp_weight_remat_size
+    "expert_tensor_parallel_num_weight_shards",
+    "gtp_remat_opt_in_modules",
+    "account_for_loss_in_pipeline_split",  # how many layers a stage has
+    "softmax_scale",
+    "mup_attn_scale_power",
+    "dsa_indexer_use_sparse_loss",
+    "_cpu_offloading_context",
+}
+"""Fields of options that the table refuses already, and those that only sound like it."""
+
+
+@early
+def zigzag():
+    return launched("megatron/split_worker.py", "zigzag", processes=2)
+
+
+@early
+def contiguous():
+    return launched("megatron/split_worker.py", "contiguous", processes=2)
+
+
+def found_by(out):
+    return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+
+
+def test_a_zigzag_split_of_packed_rows_trains_the_mean_over_rows(zigzag):
+    assert [found["error"] < 1e-6 for found in found_by(zigzag)] == [True, True]
+
+
+def test_a_contiguous_split_of_packed_rows_is_refused_on_every_rank_before_a_step(contiguous):
+    """Where it was not, its gradient was off by 79 percent and nothing said so."""
+    for found in found_by(contiguous):
+        assert "cp_partition_mode is 'contiguous'" in found["refused"]
+    assert len(found_by(contiguous)) == 2
+
+
+def test_every_pipeline_stage_refuses_what_was_flipped_before_its_schedule_runs():
+    found = found_by(launched("megatron/stages_worker.py", processes=2))
+    assert len(found) == 2
+    for stage in found:
+        assert "wrapped in the average regime" in stage["refused"]
+        assert stage["reached"] == 1
+
+
+def test_the_page_has_the_table_as_the_command_prints_it():
+    command = [sys.executable, "-m", "megatron_lossagg.options"]
+    printed = subprocess.check_output(command, text=True)
+    assert printed == f"{table()}\n"
+    assert printed in (TESTS.parent / "docs" / "compatibility.md").read_text()
+
+
+def test_no_option_is_named_twice_and_a_refusal_says_when_and_what_to_change():
+    names = [name for option in OPTIONS for name in option.names]
+    assert len(names) == len(set(names))
+    for option in OPTIONS:
+        assert (option.status == "refused") == bool(option.when)
+        assert (option.is_wrong is not None) == bool(option.change)
+
+
+@pytest.mark.parametrize(
+    ("given", "cp_size", "is_refused"),
+    [
+        ({"dataloader_inter_document_masking": True, "sft": False}, 2, True),
+        ({"dataloader_inter_document_masking": True, "sft": False}, 1, False),
+        ({"dataloader_inter_document_masking": True, "sft": True}, 2, False),
+        ({"sft": False}, 2, False),
+    ],
+)
+def test_documents_split_as_one_are_refused_by_what_the_script_was_called_with(
+    given, cp_size, is_refused
+):
+    if not is_refused:
+        check_options("script arguments", SimpleNamespace(**given), cp_size=cp_size)
+        return
+    with pytest.raises(ContractError, match=r"lie unevenly.*--context-parallel-size 1"):
+        check_options("script arguments", SimpleNamespace(**given), cp_size=cp_size)
+
+
+def worker_of(checkout):
+    """Run ``options_worker.py`` on a checkout's own Megatron-Core."""
+    if not (FRAMEWORKS_DIR / checkout).is_dir() or not os.environ.get("FRAMEWORKS_DIR"):
+        pytest.skip(f"FRAMEWORKS_DIR has no {checkout}: run tools/fetch_frameworks.sh")
+    paths = [FRAMEWORKS_DIR / checkout, TESTS.parent, TESTS / "support", TESTS / "integrations"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    command = [sys.executable, str(TESTS / "megatron" / "options_worker.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (found,) = found_by(done.stdout)
+    assert str(FRAMEWORKS_DIR / checkout) in found["file"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def own_classes():
+    """What each checkout's own classes have, and what is refused of them."""
+    return {checkout: worker_of(checkout) for checkout in CHECKOUTS}
+
+
+@pytest.mark.parametrize(
+    ("checkout", "options"),
+    {
+        "Megatron-LM": {"hybrid_context_parallel"},
+        "Megatron-LM-main": {
+            "hybrid_context_parallel",
+            "gtp_weight_remat_size",
+            "expert_gtp_weight_remat_size",
+        },
+        "Megatron-LM-dev": {
+            "hybrid_context_parallel",
+            "dynamic_context_parallel",
+            "sequence_packing_scheduler",
+            "pad_packed_seq_alignment",
+            "cp_partition_mode",
+        },
+    }.items(),
+)
+def test_a_checkouts_own_config_class_is_refused_by_each_option_and_by_no_default(
+    own_classes, checkout, options
+):
+    found = own_classes[checkout]
+    assert found["by default"] is None
+    assert set(found["refused"]) == options
+    for name, message in found["refused"].items():
+        assert message.startswith(f"{name} is ")
+
+
+def test_every_option_of_a_models_config_is_a_field_of_a_class_that_was_read(own_classes):
+    fields = {name for found in own_classes.values() for name in found["fields"]}
+    for option in OPTIONS:
+        if option.holder == "model config":
+            assert set(option.names) <= fields | NEWER | NOT_OF_A_CONFIG_CLASS
+
+
+def test_every_field_that_sounds_like_it_is_in_the_table(own_classes):
+    named = {name for option in OPTIONS for name in option.names}
+    for found in own_classes.values():
+        sounding = {name for name in found["fields"] if WORDS & set(name.split("_"))}
+        assert sounding <= named | HARMLESS
+
+
+def test_megatrons_own_contiguous_split_gives_other_tokens_than_a_local_layout(own_classes):
+    rows = own_classes["Megatron-LM-dev"]["rows of the contiguous split"]
+    lengths = own_classes["Megatron-LM-dev"]["rows of Layout.local"]
+    assert [len(row) for row in rows] == [len(row) for row in lengths]
+    assert rows != lengths
+
+
+def test_the_options_are_read_without_megatron_and_torch():
+    tree = ast.parse((TESTS.parent / "megatron_lossagg" / "options.py").read_text())
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert not {"torch", "megatron"} & modules

@@ -1,0 +1,50 @@
+"""Each ``check_`` of ``ownership_worker.py`` passes on two context-parallel ranks."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import early, launched
+from device_double import DeviceDouble
+
+from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
+from megatron_lossagg.errors import ReducerError
+from megatron_lossagg.exchange import Exchange
+from megatron_lossagg.ownership import check_ownership
+
+CHECKS = re.findall(
+    r"^def check_(\w+)\(", (Path(__file__).parent / "ownership_worker.py").read_text(), re.MULTILINE
+)
+
+
+@early
+def output():
+    return launched("megatron/ownership_worker.py", processes=2)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_ownership(output, check):
+    assert f"PASSED check_{check}" in output.splitlines()
+
+
+def test_the_comparison_waits_for_no_device_until_the_step_is_read():
+    plan = plan_step(Aggregation("sample_mean"), Sequences(active_tokens=[5, 2]))
+    with DeviceDouble() as double:
+        mask = torch.tensor([1, 1, 1, 0, 1, 0]).to(double.device)
+        layout = Layout.local([4, 2], cp_size=2, cp_rank=0)
+        plan.reducer([0, 1], mask, layout)(torch.ones(6).to(double.device))
+        check_ownership(
+            Exchange(None),
+            plan.state.faults,
+            plan.state.trained.of_rows(),
+            plan.active_tokens,
+            settings="",
+            rejects_tokens=False,
+            has_failed=False,
+        )
+        assert not double.syncs
+        message = "train 2 tokens fewer of row 0 than the 5 that were counted"
+        with pytest.raises(ReducerError, match=message):
+            plan.check()
+        assert double.syncs

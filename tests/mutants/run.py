@@ -1,0 +1,170 @@
+"""Mutate the core's modules with mutmut and list the mutants that no test notices.
+
+    python tests/mutants/run.py [MODULE ...] [--sample N]
+
+MODULE: a key of ``TESTS``; by default all. ``--sample``: a random N of
+each module's mutants, always the same ones. Everything happens in copies, in ``.mutants/``. The
+copies differ from the package in one way: mutmut skips decorated functions, so ``@property``,
+``@cached_property`` and ``@lru_cache`` are applied in a line after the function. Lines that begin
+with a literal are text of a message and are left alone. A module's mutants run against the tests
+in ``TESTS``, those that are launched in forks instead (``mutants_plan``, ``mutants_contract``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import libcst as cst
+from mutmut.stats import status_by_exit_code
+
+ROOT = Path(__file__).resolve().parents[2]
+WORK = ROOT / ".mutants"
+PACKAGE = "megatron_lossagg"
+DECORATORS = {"property", "cached_property", "lru_cache"}
+LEFT_OUT = (
+    "over_ranks",  # launches; mutants_plan has its checks
+    "the_warning_of_an_empty_step_points_at_its_caller",  # mutmut's frames come between
+)
+PURE = [
+    "--hypothesis-seed=0",
+    *(f"--deselect=tests/core/test_plan.py::test_{name}" for name in LEFT_OUT),
+]
+TESTS = {
+    "integers": ["test_integers", "test_layout"],
+    "aggregation": ["test_aggregation", "test_flags", "test_plan"],
+    "scaling": ["test_scaling", "test_explain"],
+    "layout": ["test_layout", "test_reducer"],
+    "exchange": ["test_exchange", "mutants_plan"],
+    "counts": ["test_counts", "test_plan", "mutants_plan"],
+    "faults": ["test_step_faults", "test_reducer"],
+    "microbatch": ["test_reducer", "test_shares"],
+    "reducer": ["test_reducer", "test_plugins"],
+    "plan": ["test_plan", "test_reducer", "test_plugins", "mutants_plan"],
+    "ledger": ["test_ledger"],
+    "live": ["mutants_contract"],
+    "contract": ["mutants_contract"],
+}
+# What torch warns of at import.
+ARGUMENTS = {"live": ["-W", "ignore"], "contract": ["-W", "ignore"]}
+CONFIG = """
+[tool.mutmut]
+source_paths = ["{package}"]
+only_mutate = ["{package}/{module}.py"]
+do_not_mutate_patterns = ['^\\s+"']
+also_copy = ["examples"]
+process_isolation = "forkserver"  # a process in which no test ran yet
+use_setproctitle = false
+use_git_change_detection = false
+track_dependencies = false
+timeout_multiplier = 4.0
+timeout_constant = 5.0
+pytest_add_cli_args_test_selection = {tests}
+pytest_add_cli_args = {arguments}
+"""
+# Else mutmut would not see that a test reaches a function whose result an earlier test cached.
+COLD = """
+
+@pytest.fixture(autouse=True)
+def _cold_caches():
+    from megatron_lossagg import layout
+
+    for value in vars(layout).values():
+        getattr(value, "cache_clear", int)()
+"""
+
+
+class Undecorated(cst.CSTTransformer):
+    """``@property def f`` becomes ``def f`` and ``f = property(f)``."""
+
+    def leave_FunctionDef(self, original_node, updated_node):
+        if len(updated_node.decorators) != 1:
+            return updated_node
+        decorator = updated_node.decorators[0].decorator
+        called = decorator.func if isinstance(decorator, cst.Call) else decorator
+        if not isinstance(called, cst.Name) or called.value not in DECORATORS:
+            return updated_node
+        name = updated_node.name
+        applied = cst.Call(func=decorator, args=[cst.Arg(name)])
+        line = cst.SimpleStatementLine([cst.Assign([cst.AssignTarget(name)], applied)])
+        return cst.FlattenSentinel([updated_node.with_changes(decorators=[]), line])
+
+
+def copied(module: str) -> Path:
+    """Copy package, tests and settings to a folder of their own."""
+    folder = WORK / module
+    shutil.rmtree(folder, ignore_errors=True)
+    unwanted = shutil.ignore_patterns("__pycache__")
+    for name in (PACKAGE, "tests", "examples"):
+        shutil.copytree(ROOT / name, folder / name, ignore=unwanted)
+    with (folder / "tests/conftest.py").open("a") as conftest:
+        conftest.write(COLD)
+    source = folder / PACKAGE / f"{module}.py"
+    source.write_text(cst.parse_module(source.read_text()).visit(Undecorated()).code)
+    arguments = ["-p", "no:cacheprovider", *ARGUMENTS.get(module, PURE)]
+    config = CONFIG.format(
+        package=PACKAGE,
+        module=module,
+        tests=json.dumps([f"tests/{name}.py" for name in TESTS[module]]),
+        arguments=json.dumps(arguments),
+    )
+    (folder / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text() + config)
+    return folder
+
+
+def sampled(folder: Path, module: str, number: int) -> list[str]:
+    """Name a random ``number`` of a module's mutants."""
+    code = (
+        "import sys; from mutmut.mutation.file_mutation import mutate_file_contents as m;"
+        "print(*m(sys.argv[1], open(sys.argv[1]).read()).mutant_names)"
+    )
+    command = [sys.executable, "-c", code, f"{PACKAGE}/{module}.py"]
+    done = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
+    names = [f"{PACKAGE}.{module}.{name}" for name in done.stdout.split()]
+    return random.Random(0).sample(names, min(number, len(names)))
+
+
+def main() -> int:
+    """Run mutmut for each module and print what survived, then one line per module."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("modules", nargs="*", metavar="MODULE", help=", ".join(TESTS))
+    parser.add_argument("--sample", type=int, metavar="N")
+    options = parser.parse_args()
+    unknown = set(options.modules) - set(TESTS)
+    if unknown:
+        parser.error(f"no mutants for {', '.join(sorted(unknown))}: choose from {', '.join(TESTS)}")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    lines = []
+    for module in options.modules or TESTS:
+        folder = copied(module)
+        names = sampled(folder, module, options.sample) if options.sample else []
+        command = [sys.executable, "-m", "mutmut", "run", "--max-children", "1", *names]
+        with (folder / "mutmut.log").open("w") as log:
+            done = subprocess.run(command, cwd=folder, env=environment, stdout=log, check=False)
+        if done.returncode:
+            raise SystemExit(f"mutmut ended with {done.returncode}, see {log.name}")
+        meta = json.loads((folder / f"mutants/{PACKAGE}/{module}.py.meta").read_text())
+        statuses = {n: status_by_exit_code[code] for n, code in meta["exit_code_by_key"].items()}
+        for name, status in statuses.items():
+            if status not in ("killed", "not checked"):
+                print(f"\n{status}: {name}", flush=True)
+                show = [sys.executable, "-m", "mutmut", "show", name]
+                subprocess.run(show, cwd=folder, env=environment, check=True)
+        count = Counter(statuses.values())
+        of = f" of {len(statuses)}, sampled" if options.sample else ""
+        tried = len(statuses) - count.pop("not checked", 0)
+        statuses_text = ", ".join(f"{number} {status}" for status, number in sorted(count.items()))
+        lines.append(f"{module}: {tried} mutants{of}: {statuses_text}")
+    print("", *lines, sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""Forked ranks behave as launched ones: environment, output, failure, time limit, nothing left."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import TESTS, fork_server, worker_path
+from fork_server import WITHOUT_MEGATRON, ForkServer, fork_ranks
+from test_cpu_launch import RANKS, SLEEP, is_running
+
+from megatron_lossagg.cpu import launch
+from megatron_lossagg.verify.job import Job
+from megatron_lossagg.verify.parallelism import Parallelism
+
+ENVIRONMENT = """
+import json, os, pathlib, runpy, sys
+names = ("RANK", "LOCAL_RANK", "ROLE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+         "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "OMP_NUM_THREADS",
+         "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE",
+         "GLOO_SOCKET_IFNAME", "PYTHONPATH", "GIVEN")
+facts = {name: os.environ.get(name) for name in names}
+facts |= {"argv": sys.argv[2:], "path": sys.path[0], "name": __name__, "folder": os.getcwd()}
+facts |= {"group": os.getpgid(0) == os.getpid(), "stdin": sys.stdin.read()}
+facts["main"] = sys.modules["__main__"].__dict__.get("facts") is facts
+pathlib.Path(sys.argv[1], facts["RANK"]).write_text(json.dumps(facts))
+del sys.argv[:2]
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Writes what a rank finds to a file of its number, and runs a worker."""
+FAILS = """
+import os, pathlib, sys, time
+if os.environ["RANK"] == "1":
+    while not pathlib.Path(sys.argv[1], "0").exists():
+        time.sleep(0.01)
+    {}
+pathlib.Path(sys.argv[1], "0").write_text(str(os.getpid()))
+time.sleep(600)
+"""
+LEAVES = """
+import os, sys, torch, megatron_lossagg
+assert not hasattr(megatron_lossagg, "left"), "seen in another launch"
+assert "LEFT" not in os.environ
+assert torch.get_default_dtype() == torch.float32
+assert not torch.distributed.is_initialized()
+megatron_lossagg.left = os.environ["LEFT"] = "something"
+torch.set_default_dtype(torch.float64)
+torch.distributed.init_process_group("gloo")
+torch.distributed.barrier()  # and is not destroyed
+print("left")
+"""
+
+
+@pytest.fixture
+def forked():
+    return lambda *arguments, **options: fork_server().launch(
+        [str(argument) for argument in arguments], **{"processes": 2, "timeout": 60, **options}
+    )
+
+
+def written(folder, text):
+    script = folder / "script.py"
+    script.write_text(text)
+    return script
+
+
+@pytest.fixture(scope="module")
+def in_both(tmp_path_factory):
+    """Run a worker under the launcher and forked; return what the ranks found and printed."""
+    script = written(tmp_path_factory.mktemp("scripts"), ENVIRONMENT)
+    worker = [str(TESTS / "megatron" / "matrix_worker.py"), "slices"]
+    worker.append(Job(layouts=[Parallelism(cp=2)], cases=()).to_json())
+    env = {"GIVEN": "yes", "PYTHONPATH": worker_path(), "PYTHONUNBUFFERED": ""}
+    found = []
+    for start in (launch, fork_server().launch):
+        folder = tmp_path_factory.mktemp("facts")
+        done = start([str(script), str(folder), *worker], processes=2, timeout=200, env=env)
+        assert done.returncode == 0, done.stderr
+        facts = [json.loads((folder / rank).read_text()) for rank in "01"]
+        found.append((facts, done.stdout))
+    return found
+
+
+def test_a_worker_prints_the_same_as_under_the_launcher(in_both):
+    (_, launched), (_, forked) = in_both
+    assert forked == launched
+    assert len(forked.splitlines()) == 6
+
+
+def test_a_rank_has_the_launchers_environment_arguments_and_name(in_both):
+    """But for a group of processes, which the launcher gives its ranks as well."""
+    (wanted, _), (ranks, _) = in_both
+    assert ranks == wanted
+    assert [rank["RANK"] for rank in ranks] == ["0", "1"]
+    assert all(rank["main"] and rank["GIVEN"] == "yes" for rank in ranks)
+
+
+def test_the_ranks_output_comes_back_in_the_order_of_ranks(forked, tmp_path):
+    done = forked(written(tmp_path, RANKS), "argument", processes=3, env={"MARKED": "yes"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        f"rank {rank} total 3 1 127.0.0.1 yes ['argument']" for rank in range(3)
+    ]
+
+
+def test_a_module_runs_too_and_its_failure_is_seen(forked):
+    done = forked("-m", "json.tool", "--no-such-flag", processes=1)
+    assert done.returncode == 1
+    assert "--no-such-flag" in done.stderr
+    assert "rank 0 exitcode : 2" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("failure", "ended"),
+    [
+        ("raise ValueError('on rank 1')", "rank 1 exitcode : 1"),
+        ("sys.exit('on rank 1')", "rank 1 exitcode : 1"),
+        ("print('on rank 1', file=sys.stderr); os._exit(3)", "rank 1 exitcode : 3"),
+        (
+            "print('on rank 1', file=sys.stderr); os.kill(os.getpid(), 9)",
+            "rank 1 exitcode : -9 Signal 9",
+        ),
+    ],
+)
+def test_a_rank_that_fails_ends_the_others(forked, tmp_path, failure, ended):
+    start = time.monotonic()
+    done = forked(written(tmp_path, FAILS.format(failure)), tmp_path)
+    assert time.monotonic() - start < 30
+    assert done.returncode == 1
+    assert "on rank 1" in done.stderr
+    assert ended in done.stderr
+    assert "rank 0 exitcode : -9 Signal 9 (SIGKILL) received" in done.stderr
+    assert not is_running(int((tmp_path / "0").read_text()))
+
+
+def test_a_launch_that_outlasts_its_time_leaves_nothing_running(forked, tmp_path):
+    with pytest.raises(subprocess.TimeoutExpired) as caught:
+        forked(written(tmp_path, SLEEP), tmp_path, timeout=5)
+    pids = [int(pid) for rank in "01" for pid in (tmp_path / rank).read_text().split()]
+    assert len(pids) == 4
+    assert not any(is_running(pid) for pid in pids)
+    assert caught.value.output.count("asleep") == 2
+
+
+def test_what_a_rank_changes_reaches_no_later_launch(forked, tmp_path):
+    script = written(tmp_path, LEAVES)
+    for _ in range(2):
+        done = forked(script)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == "left\n" * 2
+
+
+def test_a_worker_that_needs_no_megatron_finds_none_imported(tmp_path):
+    script = written(tmp_path, "import sys; print('megatron' in sys.modules)")
+    printed = [
+        fork_server(*imports).launch([str(script)], processes=1, timeout=60).stdout
+        for imports in ((), (WITHOUT_MEGATRON,))
+    ]
+    assert printed == ["True\n", "False\n"]
+
+
+def test_closing_the_server_ends_the_ranks_of_a_launch(tmp_path):
+    """As when the tests are interrupted: the request is made, and nobody waits for the answer."""
+    script = written(tmp_path, SLEEP)
+    program = f"""
+import os, sys, threading, time
+from pathlib import Path
+from fork_server import WITHOUT_MEGATRON, ForkServer
+server = ForkServer(WITHOUT_MEGATRON, path=os.environ["PYTHONPATH"])
+launch = dict(processes=2, timeout=600)
+threading.Thread(target=server.launch, args=([{str(script)!r}, {str(tmp_path)!r}],), kwargs=launch,
+                 daemon=True).start()
+while not all(Path({str(tmp_path)!r}, rank).exists() for rank in "01"):
+    time.sleep(0.05)
+print(server._server.pid, flush=True)
+os._exit(0)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PYTHONPATH": worker_path()},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    pids = [int(pid) for rank in "01" for pid in (tmp_path / rank).read_text().split()]
+    deadline = time.monotonic() + 20
+    while any(map(is_running, [int(done.stdout), *pids])) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_running, [int(done.stdout), *pids]))
+
+
+def test_a_server_that_cannot_import_says_why():
+    server = ForkServer(("no_such_module",), path=worker_path())
+    with pytest.raises(RuntimeError, match="No module named 'no_such_module'"):
+        server.launch(["-m", "this"], processes=1, timeout=60)
+    server.close()
+
+
+def test_a_process_with_threads_is_not_forked(tmp_path):
+    """Here pytest's own process, which has one thread more for the time of the call."""
+    import threading
+
+    release = threading.Event()
+    thread = threading.Thread(target=release.wait)
+    thread.start()
+    try:
+        with pytest.raises(RuntimeError, match=r"got a process with \d+ threads, expected 1"):
+            fork_ranks(
+                lambda: 0,
+                processes=1,
+                outputs=[(tmp_path / "out", tmp_path / "err")],
+                environment={},
+                timeout=1,
+            )
+    finally:
+        release.set()
+        thread.join()

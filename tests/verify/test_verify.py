@@ -1,0 +1,401 @@
+"""``lossagg verify`` as a user runs it: this machine, a launcher of two nodes, wrong usage.
+
+Where a test is not about launching, the command runs in this process and forks its ranks.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ENVIRONMENT, TESTS, early, fork_server, new_folder
+from wrong_factors.run import apply
+
+from megatron_lossagg.cli.explanation import Split, explain
+from megatron_lossagg.cli.main import main
+from megatron_lossagg.verify import command as command_module
+from megatron_lossagg.verify import environment as environment_module
+from megatron_lossagg.verify.cases import CASES
+from megatron_lossagg.verify.environment import environment
+from megatron_lossagg.verify.job import Job
+from megatron_lossagg.verify.parallelism import Parallelism, standard
+from megatron_lossagg.verify.reference import reference, reference_file
+from megatron_lossagg.verify.rows import make_rows
+from megatron_lossagg.verify.words import number_of
+
+ROOT = Path(__file__).parents[2]
+ONE = ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "40"]
+
+
+def lossagg(*arguments, path=ROOT, launcher=(), **environment):
+    """Run the command in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, *launcher, "-m", "megatron_lossagg", *map(str, arguments)],
+        cwd=path,
+        env={**ENVIRONMENT, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process, timeout=300):
+    out, err = process.communicate(timeout=timeout)
+    return process.returncode, out, err
+
+
+@early
+def facts():
+    """Return what this machine has."""
+    return environment()
+
+
+@pytest.fixture
+def forks_ranks(monkeypatch):
+    """Return a function that makes the command of this process fork its ranks."""
+
+    def fork_from_now_on(copy=None):
+        """``copy``: a folder with another copy of the package for the ranks."""
+
+        def launch(command, *, env, **options):
+            if copy is not None:
+                command = [str(TESTS / "support" / "copy_worker.py"), str(copy), *command[2:]]
+                env = {**env, "PYTHONPATH": str(copy)}
+            return fork_server().launch(command, env=env, **options)
+
+        monkeypatch.setattr(command_module, "launch", launch)
+
+    return fork_from_now_on
+
+
+@early
+def one_layout():
+    """Return how the command ended, what it printed, and its report and page."""
+    report, page = new_folder() / "report.json", new_folder() / "report.html"
+    process = lossagg(
+        "verify", "--dp", 2, "--moe", "--ep", 2, "--json", report, "--html", page, *ONE
+    )
+    return *ended(process), report, page
+
+
+def test_one_layout_passes_in_text_json_and_html(one_layout):
+    status, out, err, report, page = one_layout
+    assert status == 0, out + err
+    first, *lines = out.splitlines()
+    assert first.startswith("PASS: 2 of 2 cases pass on 1 layout of 2 ranks, megatron-core ")
+    assert "cases pass" not in "".join(lines)  # the result of one layout is printed once
+    assert [line.split()[:4] for line in lines if line.startswith("  constant")] == [
+        ["constant", "1/(B", "40)", regime] for regime in ("average", "per-token")
+    ]
+    written = json.loads(report.read_text())
+    verdicts = written["verdicts"]
+    assert written["passed"]
+    assert [v["layout"] for v in verdicts] == ["DP 2 x EP 2, M 3, MoE"] * 2
+    assert [v["regime"] for v in verdicts] == ["average", "per-token"]
+    assert [v["formula"] for v in verdicts] == ["1/(B 40)"] * 2
+    assert all(0 < v["gradient_error"] < 1e-6 for v in verdicts)
+    (core,) = [fact for fact in written["environment"] if fact["name"] == "megatron-core"]
+    assert (Path(core["path"]) / "megatron/core/__init__.py").is_file()
+    assert f"megatron-core      {core['version']}" in out
+    assert core["path"] in out
+    assert "DP 2 x EP 2, M 3, MoE" in page.read_text()
+    assert core["path"] in page.read_text()
+    # K of explain is what the StepContract multiplied by on the live Megatron-Core.
+    for v in verdicts:
+        explanation = explain(
+            "constant",
+            prompts=[[sum(row.counted) for row in make_rows()]],
+            split=Split(regime=v["regime"], microbatches=3, dp=2, cp=1),
+            divisor=40.0,
+        )
+        assert explanation.factor == v["k"]
+
+
+@pytest.mark.launches
+def test_a_wrong_factor_fails_with_status_1_and_its_cause(
+    tmp_path, monkeypatch, capsys, facts, forks_ranks
+):
+    shutil.copytree(ROOT / "megatron_lossagg", tmp_path / "megatron_lossagg")
+    apply(ROOT / "tests/wrong_factors/num_tokens_on_every_cp_rank.txt", tmp_path)
+    forks_ranks(tmp_path)
+    monkeypatch.setattr(command_module, "environment", lambda: facts)
+    status = main(["verify", "--cp", "2", *ONE])
+    out, err = capsys.readouterr()
+    assert status == 1, out + err
+    assert out.startswith("FAIL: 1 of 2 cases pass on 1 layout of 2 ranks")
+    assert "gradient: measured factor 0.5 = 1/CP, expected 1: every CP rank" in out
+    assert out.index("  constant") < out.index("every CP rank returns the whole count")
+    assert out.index("every CP rank returns the whole count") < out.index("megatron-core   ")
+
+
+@early
+def two_nodes():
+    """Return how the launcher of each node ended and what it printed, and the report."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    report = new_folder() / "report.json"
+    processes = []
+    for node in range(2):
+        launcher = [
+            "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}",
+            "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={port}",
+        ]  # fmt: skip
+        arguments = ["verify", "--cp", 2, "--pp", 2, "--json", report, *ONE]
+        process = lossagg(*arguments, launcher=launcher, GLOO_SOCKET_IFNAME="lo")
+        processes.append(process)
+    return [ended(process) for process in processes], report
+
+
+def test_two_nodes_of_a_launcher_pass_and_only_rank_0_reports(two_nodes):
+    results, report = two_nodes
+    assert [status for status, *_ in results] == [0, 0], results
+    assert ["2 of 2 cases pass" in out for _, out, _ in results] == [True, False]
+    assert json.loads(report.read_text())["layouts"] == ["PP 2 x CP 2, M 3"]
+
+
+def test_a_launcher_with_another_number_of_ranks_is_refused():
+    command = ["-m", "megatron_lossagg", "verify", "--dp", "3", *ONE]
+    done = fork_server().launch(command, processes=2, timeout=300)
+    assert done.returncode != 0
+    assert "DP 3, M 3: got 2 ranks from the launcher, expected 3. Change --dp" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dp", "0"], "dp: got 0, expected at least 1"),
+        (["--pp", "1", "--vpp", "2"], "vpp 2 needs pp above 1"),
+        (["--ep", "2"], "ep 2 needs experts: add --moe"),
+        (["--moe", "--ep", "3", "--dp", "2"], "ep 3 does not divide dp * cp * tp = 2"),
+        (["--pp", "2", "--vpp", "2", "--microbatches", "3"], "expected a multiple of pp 2"),
+        (["--dp", "2", "--mtp"], "add --float32"),
+        (["--dp", "2", "--optimizer-instances", "2"], "need --distributed-optimizer"),
+        (["--loss-aggregation", "constant"], "--loss-aggregation-divisor"),
+        (["--loss-aggregation", "tokenmean"], "did you mean 'token_mean'?"),
+        (["--loss-aggregation-reducer-path", "math:fsum"], "a custom reducer has no formula"),
+        (["--json", "/nowhere/at/all.json"], "cannot be written: name a file"),
+        (["--html", "/"], "cannot be written: name a file"),
+        (["--tp", "-1"], "tp: got -1, expected at least 1"),
+        (["--tp", "3"], "tp 3 does not divide the model's 32 token ids"),
+        (["--dp", "2", "--sequence-parallel"], "give tp above 1"),
+        (["--moe", "--tp", "2"], "experts with tp above 1 under sequence_parallel"),
+        (["--float32"], "float32 without a size"),
+        (
+            ["--dp", "2", "--average-in-collective", "--regime", "per-token"],
+            "refuses average_in_collective in the per-token regime",
+        ),
+    ],
+)
+def test_wrong_usage_ends_with_status_2_and_what_to_change(capsys, arguments, message):
+    assert main(["verify", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert message in err
+    assert "Traceback" not in out + err
+
+
+def test_the_standard_set_splits_in_every_way_on_one_number_of_ranks():
+    layouts = standard()
+    assert {layout.world_size for layout in layouts} == {4}
+    for size in ("dp", "tp", "pp", "vpp", "cp"):
+        assert any(getattr(layout, size) > 1 for layout in layouts), size
+    job = Job(layouts=layouts, cases=CASES)
+    assert job.num_verdicts == 7 * 11 * 2
+    assert Job.from_json(job.to_json()) == job
+
+
+def test_a_job_keeps_different_numbers_of_microbatches():
+    job = Job(layouts=[Parallelism(dp=2, microbatches=(3, 5))], cases=CASES[:1])
+    assert Job.from_json(job.to_json()).layouts[0].m_of_ranks == [3, 5]
+
+
+def test_transformer_engine_that_cannot_load_is_reported_as_broken(tmp_path):
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("__version__ = '2.9'\nraise OSError('no libcudart')\n")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    status, out, err = ended(lossagg("verify", "--dp", 2, PYTHONPATH=path))
+    assert status == 2, out + err
+    assert "transformer-engine broken" in out
+    assert "no libcudart" in out
+    assert "uninstall it on a machine without CUDA" in out
+    assert "nothing to verify: megatron-core is broken" in err
+
+
+def test_ended_by_a_signal_it_leaves_no_rank_behind():
+    process = lossagg("verify", "--dp", 2, *ONE)
+    ranks = wait_for_ranks(process.pid)
+    process.terminate()
+    assert ended(process)[0] == 128 + signal.SIGTERM
+    assert not ranks_of(process.pid, known=ranks)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends them")
+def test_killed_it_leaves_no_rank_behind_either():
+    process = lossagg("verify", "--dp", 2, *ONE)
+    ranks = wait_for_ranks(process.pid)
+    process.kill()
+    ended(process)
+    deadline = time.monotonic() + 5
+    while ranks_of(process.pid, known=ranks) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not ranks_of(process.pid, known=ranks)
+
+
+def test_a_reference_is_read_without_running_code(tmp_path, monkeypatch):
+    """Whatever torch does by default, or the environment asks of it."""
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    shape = standard()[0].shape
+    file = reference_file(tmp_path, shape, copies=1, padded=1)
+    torch.save({"padded": 1, "losses_Y": argparse.Namespace()}, file)
+    with pytest.raises(pickle.UnpicklingError, match=r"argparse\.Namespace"):
+        reference(shape, copies=1, padded=1, folder=tmp_path)
+
+
+def wait_for_ranks(parent):
+    """Return the launcher and its two ranks once they run; a busy machine takes minutes."""
+    deadline = time.monotonic() + 300
+    while len(ranks := ranks_of(parent)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert len(ranks) == 3
+    return ranks
+
+
+def ranks_of(parent, known=()):
+    """List the processes of a verification's ranks that a launcher under ``parent`` started."""
+    found = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = status.read_text().rsplit(")", 1)[1].split()
+            command = (status.parent / "cmdline").read_bytes()
+            if b"megatron_lossagg.verify\0" in command:
+                found[int(status.parent.name)] = int(fields[1])
+    if known:
+        return {pid for pid in found if pid in known}
+    under = {pid for pid, up in found.items() if up == parent}  # the launcher itself
+    return {pid for pid, up in found.items() if up in under} | under
+
+
+@pytest.mark.launches
+def test_the_environment_lists_what_is_installed_and_what_is_missing(facts):
+    facts = {fact.name: fact for fact in facts}
+    assert facts["torch"].state == "found"
+    assert facts["megatron-core"].state == "found"
+    assert facts["megatron-core"].version[0].isdigit()
+    assert set(facts) == {"python", "torch", "megatron-core", "transformer-engine", "apex"}
+
+
+SLOW = """import sys, time
+if not hasattr(sys, "was_slow"):  # once per process: Megatron-Core tries more than once
+    sys.was_slow = True
+    time.sleep({seconds})
+raise ImportError("slow, and not apex")
+"""
+
+
+def fake(folder, name, source):
+    (folder / name).mkdir(parents=True)
+    (folder / name / "__init__.py").write_text(source)
+
+
+def only_on_path(monkeypatch, folder):
+    """Make processes find Megatron-Core's fakes in ``folder`` before the installed one."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(ROOT)]))
+
+
+@pytest.mark.launches
+def test_an_import_that_takes_too_long_is_slow_and_a_package_that_is_absent_is_missing(
+    tmp_path, monkeypatch
+):
+    fake(tmp_path, "apex", SLOW.format(seconds=600))
+    fake(tmp_path, "megatron", "")
+    fake(tmp_path / "megatron", "core", "__version__ = '0.99'\nimport time\ntime.sleep(600)\n")
+    only_on_path(monkeypatch, tmp_path)
+    begun = time.monotonic()
+    found = environment({"megatron-core": 3.0, "transformer-engine": 300.0, "apex": 2.0})
+    facts = {fact.name: fact for fact in found}
+    assert {name: facts[name].state for name in environment_module.PATIENCE} == {
+        "megatron-core": "slow",
+        "transformer-engine": "missing",  # never imported
+        "apex": "slow",
+    }
+    assert "did not end within 2 s; optional" in str(facts["apex"])
+    assert str(facts["apex"]).split(maxsplit=1)[1].startswith("slow, not judged")
+    assert time.monotonic() - begun < 300
+
+
+def test_a_package_that_is_missing_is_never_imported(tmp_path, monkeypatch):
+    (tmp_path / "apex").mkdir()  # a folder of that name is not the package
+    fake(tmp_path, "megatron", "")
+    only_on_path(monkeypatch, tmp_path)
+    facts = {fact.name: fact.state for fact in environment()}
+    assert facts["apex"] == facts["megatron-core"] == "missing"
+
+
+@pytest.mark.launches
+def test_verify_goes_on_where_only_an_optional_package_is_slow(
+    tmp_path, monkeypatch, capfd, forks_ranks
+):
+    fake(tmp_path, "apex", SLOW.format(seconds=3))
+    only_on_path(monkeypatch, tmp_path)
+    monkeypatch.setitem(environment_module.PATIENCE, "apex", 0.5)
+    forks_ranks()
+    assert main(["verify", "--dp", "1", "--regime", "average", *ONE]) == 0
+    out = capfd.readouterr().out
+    assert out.startswith("PASS: 1 of 1 case passes on 1 layout of 1 rank, ")
+    assert "apex               slow, not judged" in out
+
+
+@pytest.mark.launches
+def test_verify_stops_where_megatron_core_is_slow_and_does_not_call_it_broken(
+    tmp_path, monkeypatch, capsys
+):
+    fake(tmp_path, "megatron", "")
+    fake(tmp_path / "megatron", "core", "import time\ntime.sleep(600)\n")
+    only_on_path(monkeypatch, tmp_path)
+    monkeypatch.setitem(environment_module.PATIENCE, "megatron-core", 1.0)
+    assert main(["verify", "--dp", "1", *ONE]) == 2
+    out, err = capsys.readouterr()
+    assert "nothing to verify: megatron-core is slow, not judged" in err
+    assert "run again" in out
+    assert "broken" not in out + err
+
+
+@pytest.mark.parametrize(("tracked", "changed"), [(True, False), (True, True), (False, False)])
+def test_the_commit_of_megatron_core_is_that_of_its_checkout(tmp_path, tracked, changed):
+    """A folder inside another repository, as an environment in a checkout, has no commit."""
+
+    def git(*arguments):
+        who = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
+        command = ["git", "-C", str(tmp_path), *who, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    file = tmp_path / "megatron" / "core" / "__init__.py"
+    fake(file.parent.parent, "core", "")
+    (tmp_path / "other.py").write_text("")
+    git("init", "--quiet")
+    git("add", str(file) if tracked else "other.py")
+    git("commit", "--quiet", "--message", "one")
+    if changed:
+        file.write_text("changed = True\n")
+    fact = environment_module.Fact(name="megatron-core", state="found", version="0.16.1")
+    located = environment_module._located(fact, file)
+    assert located.path == str(tmp_path)
+    commit = git("rev-parse", "HEAD")[:12] + (", modified" if changed else "")
+    assert located.commit == (commit if tracked else "")
+    assert str(located).endswith(f"{tmp_path}, commit {commit}" if tracked else str(tmp_path))
+
+
+def test_nouns_agree_with_their_counts():
+    counts = [number_of(1, "rank"), number_of(2, "layout"), number_of(0, "microbatch")]
+    assert counts == ["1 rank", "2 layouts", "0 microbatches"]

@@ -1,0 +1,350 @@
+"""``lossagg verify --host``: a system is found, and its own functions run, or why they do not.
+
+What is found is not imported. The functions of released verl and SkyRL run in
+``hosts/verify_checks.py``; of systems that are not released, here, from checkouts in
+``FRAMEWORKS_DIR``.
+"""
+
+import contextlib
+import html
+import importlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import types
+from importlib.util import find_spec
+from pathlib import Path
+
+import frameworks
+import pytest
+import torch
+from conftest import fork_server
+
+from megatron_lossagg.cli.main import main
+from megatron_lossagg.integrations import megatron_lm
+from megatron_lossagg.verify import command
+from megatron_lossagg.verify.frameworks import megatron_lm as checks_of_megatron_lm
+from megatron_lossagg.verify.frameworks.__main__ import CHECKS
+from megatron_lossagg.verify.frameworks.launch import DEFAULT, run_host
+from megatron_lossagg.verify.frameworks.outcome import outcome_of
+from megatron_lossagg.verify.frameworks.step import Check, HostError, NotRunError, compare
+from megatron_lossagg.verify.hosts import HOSTS, host_fact
+
+ROOT = Path(__file__).parents[2]
+CHECKOUTS = {"megatron-lm": "Megatron-LM", "bridge": "Megatron-Bridge/src", "nemo-rl": "NeMo-RL"}
+
+
+@pytest.fixture
+def a_host(tmp_path, monkeypatch):
+    """Write a package that has what slime's adapter uses, and put it on the path."""
+    for file, texts in HOSTS["slime"].uses.items():
+        path = tmp_path / "slime" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(texts))
+    (tmp_path / "slime" / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    return tmp_path / "slime"
+
+
+def test_a_host_that_has_everything_is_found_and_not_imported(a_host):
+    fact = host_fact("slime")
+    assert fact.state == "found"
+    assert str(a_host) in fact.detail
+
+
+def test_what_a_host_lacks_is_named_with_its_file_and_the_commit(a_host, capsys):
+    arguments = a_host / "utils" / "arguments.py"
+    arguments.write_text(arguments.read_text().replace("--rollout-data-postprocess-path", ""))
+    assert main(["verify", "--host", "slime"]) == 2
+    error = capsys.readouterr().err
+    assert "lacks '--rollout-data-postprocess-path' in utils/arguments.py" in error
+    assert "written for 624b824a" in error
+
+
+def test_a_host_that_is_not_installed_is_wrong_usage(capsys):
+    assert main(["verify", "--host", "miles"]) == 2
+    assert "nothing to verify: miles is not installed here" in capsys.readouterr().err
+
+
+def write_host(folder, name, init):
+    """Write a package that has what a host's adapter uses and does ``init`` when imported."""
+    for file, texts in HOSTS[name].uses.items():
+        path = folder / name / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(f"# {text}" for text in texts))
+    (folder / name / "__init__.py").write_text(f"{init}  # verl.plugins")
+
+
+@pytest.fixture
+def verl_that(tmp_path, monkeypatch):
+    """Return a function that writes a verl and puts it first on the path of processes."""
+
+    def write(init):
+        write_host(tmp_path, "verl", init)
+        path = os.pathsep.join([str(tmp_path), str(ROOT)])
+        monkeypatch.setenv("PYTHONPATH", path)
+
+    return write
+
+
+def test_an_import_that_fails_is_not_run_with_the_reason_and_what_to_install(verl_that):
+    verl_that("import ray_of_tests.core")
+    host = run_host("verl")
+    assert not host["passed"]
+    (check,) = host["checks"]
+    assert check["state"] == "NOT RUN"
+    assert check["explanation"].startswith(
+        "ModuleNotFoundError: No module named 'ray_of_tests'. Install the package that "
+        "provides ray_of_tests, or run where verl trains"
+    )
+
+
+def test_all_modules_that_an_import_lacks_are_named_in_one_run(verl_that):
+    lines = [
+        "try:",
+        "    import optional_of_tests",
+        "except ImportError:",
+        "    pass",
+        "import ray_of_tests.core",
+        "from hydra_of_tests import compose",
+        "@ray_of_tests.remote(num_cpus=1)",
+        "class Worker(compose):",
+        "    option: ray_of_tests.Option | None = None",
+        "import json, dict_of_tests.deep",
+    ]
+    verl_that("\n".join(lines))
+    (check,) = run_host("verl")["checks"]
+    assert check["state"] == "NOT RUN"
+    assert check["explanation"].startswith(
+        "ModuleNotFoundError: No module named 'ray_of_tests', nor hydra_of_tests, dict_of_tests. "
+        "Install the packages that provide ray_of_tests, hydra_of_tests, dict_of_tests, or run "
+    )
+
+
+@pytest.mark.parametrize(
+    ("init", "reason"),
+    [
+        ("raise RuntimeError('no GPU')", "RuntimeError: no GPU. Run where python can import verl"),
+        ("import sys; sys.exit('bye')", "SystemExit: bye. Run where python can import verl"),
+        (
+            "import os; print('last words', flush=True); os._exit(3)",
+            "the process ended with status 3; it printed last: last words",
+        ),
+    ],
+)
+def test_whatever_an_import_does_is_a_reason(verl_that, init, reason):
+    verl_that(init)
+    host = run_host("verl", timeout=100.0)
+    assert not host["passed"]
+    (check,) = host["checks"]
+    assert check["state"] == "NOT RUN"
+    assert check["explanation"].startswith(reason)
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="reads /proc")
+def test_an_import_that_does_not_end_is_ended(verl_that):
+    verl_that("import time; time.sleep(100)")
+    (check,) = run_host("verl", timeout=2.0)["checks"]
+    assert check["state"] == "NOT RUN"
+    assert check["explanation"] == "the process did not end within 2 s: give it more by --timeout"
+    assert not any(b"host_runs\0verl" in command for command in commands())
+
+
+def commands():
+    """List the command line of every process."""
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            yield file.read_bytes()
+
+
+def test_a_host_without_what_the_adapter_looks_up_fails(verl_that):
+    verl_that("")
+    host = run_host("verl")
+    (check,) = host["checks"]
+    assert check["state"] == "FAIL"
+    assert "use a release of verl that the adapter was written for" in check["explanation"]
+    assert not host["passed"]
+
+
+def test_a_finite_loss_with_a_nan_gradient_fails():
+    def nan_behind_where():
+        leaves = [torch.full((2,), -1.0).requires_grad_(), torch.ones(2).requires_grad_()]
+        wanted = sum(leaf.sum() for leaf in leaves)
+        x = leaves[0]
+        return compare(wanted + torch.where(x > 0, x.sqrt(), 0 * x).sum(), wanted, leaves)
+
+    check = Check(name="a loss", function="f", compare=nan_behind_where)
+    outcome = outcome_of(check, host="verl")
+    assert outcome.loss_error == 0
+    assert outcome.state == "FAIL"
+
+
+def test_host_under_a_launcher_is_refused(verl_that, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["verify", "--host", "verl"]) == 2
+    assert "run lossagg verify --host verl without the launcher" in capsys.readouterr().err
+
+
+def test_a_host_of_which_nothing_ran_is_no_pass_in_text_json_html_and_status(
+    verl_that, tmp_path, monkeypatch, capsys
+):
+    verl_that("import ray_of_tests")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    monkeypatch.setattr(command, "launch", fork_server().launch)
+    report, page = tmp_path / "report.json", tmp_path / "page.html"
+    one = ["--dp", "1", "--loss-aggregation", "token_mean", "--regime", "average"]
+    files = ["--json", str(report), "--html", str(page)]
+    assert main(["verify", "--host", "verl", *one, *files]) == 2
+    out, err = capsys.readouterr()
+    written = json.loads(report.read_text())
+    assert not written["passed"]
+    assert [check["state"] for check in written["host"]["checks"]] == ["NOT RUN"]
+    first, second, *_ = out.splitlines()
+    assert first == "NOT RUN: verl: 0 of 1 check of its own code passes, 1 not run"
+    assert second.startswith("1 of 1 case passes")
+    assert "No check of verl ran" in page.read_text()
+    begins, reasons, counts, layout = err.splitlines()
+    assert begins == "lossagg: verl: its own functions first, for at most 600 s"
+    assert "verl: NOT RUN import of verl: ModuleNotFoundError: No module" in reasons
+    assert counts.endswith("1 not run; now the cases on Megatron-Core")
+    assert layout.startswith("lossagg: DP 1, M 3: 1 of 1 case passed, ")
+    reason = written["host"]["checks"][0]["explanation"]
+    assert "Install the package that provides ray_of_tests" in reason
+    for text, wanted in ((out, reason), (page.read_text(), html.escape(reason))):
+        assert "NOT RUN" in text
+        assert "0 of 1 check of its own code passes, 1 not run" in text
+        assert wanted in text
+
+
+def test_a_host_is_found_in_the_current_folder_as_python_m_finds_it(tmp_path):
+    """A console script has its own folder on the path, not the current one."""
+    write_host(tmp_path / "checkout", "verl", "import ray_of_tests")
+    script = tmp_path / "bin" / "lossagg"
+    script.parent.mkdir()
+    script.write_text("from megatron_lossagg.cli.main import main\nraise SystemExit(main())\n")
+    done = subprocess.run(
+        [sys.executable, str(script), "verify", "--host", "verl", "--json", "/nowhere/at/all"],
+        cwd=tmp_path / "checkout",
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stderr == (  # what is looked at after the host is found
+        "lossagg: --json /nowhere/at/all cannot be written: name a file in a folder that exists\n"
+    )
+
+
+BRIDGE = ("megatron.bridge.training.train", "megatron.bridge.training.eval")
+
+
+@pytest.fixture
+def bridge(monkeypatch):
+    """Put modules with the name that Bridge's loops call in Bridge's place."""
+
+    def get_forward_backward_func():
+        raise AssertionError
+
+    for name in BRIDGE:
+        module = types.ModuleType(name)
+        module.get_forward_backward_func = get_forward_backward_func
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(megatron_lm.atexit, "register", lambda *_: None)
+
+
+def test_bridges_modules_are_hooked_and_its_loop_is_not_run(bridge):
+    checks = CHECKS["bridge"](DEFAULT)
+    states = [outcome_of(check, host="bridge").state for check in checks]
+    assert states == ["PASS", "PASS", "NOT RUN"]
+
+
+def test_a_hook_that_does_not_bind_fails_by_name(bridge, monkeypatch):
+    monkeypatch.setattr("megatron_lossagg.integrations.bridge.install", lambda aggregation: None)
+    first, *_ = CHECKS["bridge"](DEFAULT)
+    outcome = outcome_of(first, host="bridge")
+    assert outcome.state == "FAIL"
+    assert "megatron.bridge.training.train.get_forward_backward_func after" in outcome.explanation
+
+
+def test_every_host_has_checks():
+    assert set(CHECKS) == set(HOSTS)
+
+
+FRAMEWORKS_DIR = Path(os.environ.get("FRAMEWORKS_DIR", ""))
+SERVING = "('polars', 'sglang', 'sglang_router', 'torch_memory_saver', 'mooncake', 'pylatexenc')"
+
+
+def run_checkout(monkeypatch, folder, name, *checkouts):
+    """Run a host's checks from checkouts, with stand-ins for what serves rollouts."""
+    (folder / "sitecustomize.py").write_text(f"import stand_ins\nstand_ins.install({SERVING})\n")
+    own = [folder, ROOT, ROOT / "tests" / "hosts", *(FRAMEWORKS_DIR / each for each in checkouts)]
+    path = os.pathsep.join([*map(str, own), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setenv("PYENV_VERSION", platform.python_version())  # for a checkout's make
+    host = run_host(name)
+    numbers = [check["gradient_error"] for check in host["checks"]]
+    print(f"{name}: {numbers}, {host['seconds']:.0f} s")
+    assert [(check["state"], check["explanation"]) for check in host["checks"]] == [
+        ("PASS", "")
+    ] * len(numbers)
+    return host["checks"]
+
+
+@pytest.mark.parametrize("name", ["slime", "miles"])
+def test_the_policy_loss_of_slime_and_miles_is_the_oracles(monkeypatch, tmp_path, name):
+    (skip,) = frameworks.needs(name).args
+    if skip:
+        pytest.skip(frameworks.needs(name).kwargs["reason"])
+    checks = run_checkout(monkeypatch, tmp_path, name, name, "Megatron-LM")
+    assert len(checks) == 10
+
+
+@pytest.mark.skipif(
+    not (FRAMEWORKS_DIR / "Megatron-LM" / "pretrain_gpt.py").exists(), reason="FRAMEWORKS_DIR"
+)
+def test_megatron_lms_own_script_trains_the_oracles_loss_in_every_layout(monkeypatch, tmp_path):
+    missing = [name for name in ("regex", "pydantic", "yaml") if find_spec(name) is None]
+    if missing:
+        pytest.skip(f"not installed: {', '.join(missing)}")
+    checks = run_checkout(monkeypatch, tmp_path, "megatron-lm", "Megatron-LM")
+    assert len(checks) == 3
+
+
+@pytest.mark.skipif(not (FRAMEWORKS_DIR / "Megatron-LM").exists(), reason="FRAMEWORKS_DIR")
+@pytest.mark.parametrize(
+    ("script", "kind", "words"),
+    [
+        ("raise RuntimeError('broken')", NotRunError, "aggregation too: RuntimeError: broken"),
+        ("", HostError, "where it runs stock: .*ended without a step"),
+    ],
+    ids=["stock fails too", "stock runs"],
+)
+def test_a_script_that_fails_is_a_failure_only_where_it_runs_stock(
+    monkeypatch, tmp_path, script, kind, words
+):
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(FRAMEWORKS_DIR / "Megatron-LM"), *sys.path])
+    )
+    (tmp_path / "script.py").write_text(script)
+    with pytest.raises(kind, match=words):
+        checks_of_megatron_lm._run(tmp_path / "script.py", DEFAULT, "DP 1")
+
+
+@pytest.mark.skipif("FRAMEWORKS_DIR" not in os.environ, reason="FRAMEWORKS_DIR is not set")
+@pytest.mark.parametrize("name", HOSTS)
+def test_the_hosts_own_code_has_what_the_adapter_uses(name, monkeypatch):
+    checkout = Path(os.environ["FRAMEWORKS_DIR"]) / CHECKOUTS.get(name, name)
+    if not checkout.exists():
+        pytest.skip(f"no checkout in {checkout}")
+    monkeypatch.syspath_prepend(checkout)
+    importlib.invalidate_caches()
+    if name in ("megatron-lm", "bridge"):  # a namespace whose folders were looked up before
+        import megatron
+
+        monkeypatch.setattr(megatron, "__path__", [str(checkout / "megatron")])
+    assert host_fact(name).state == "found"
