@@ -28,7 +28,7 @@ setup(
         # verl takes the attribute of each in every process that imports it.
         "verl.plugins": ["megatron_lossagg = megatron_lossagg.integrations.verl:plugin"],
     },
-    # Small and loose: hosts bring their own torch and Megatron.
+    # Small and loose: frameworks bring their own torch and Megatron.
     install_requires=["torch>=2.6", "numpy>=1.26", "rich>=13"],
     extras_require={
         "megatron": ["megatron-core>=0.13"],

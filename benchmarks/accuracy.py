@@ -26,8 +26,8 @@ def errors(names: list[str]) -> dict[str, Any]:
     """Measure the worst of two aggregations and of losses around zero and above it."""
     found: dict[str, Any] = {}
     for name in names:
-        num_rows, mean_tokens = SIZES[name]
-        workload = Workload(name=name, num_rows=num_rows, mean_tokens=mean_tokens, seed=7)
+        num_sequences, mean_tokens = SIZES[name]
+        workload = Workload(name=name, num_sequences=num_sequences, mean_tokens=mean_tokens, seed=7)
         for type_name, dtype in TYPES.items():
             worst = {"error": 0.0, "cp": 0.0}
             loop_error = 0.0
@@ -65,5 +65,5 @@ def _share(workload: Workload, plan: StepPlan, x_P: Tensor, cp_size: int, cp_ran
     layout = Layout.response_zigzag(
         workload.total_S, workload.response_S, cp_size=cp_size, cp_rank=cp_rank
     )
-    reducer = plan.reducer(range(workload.num_rows), workload.mask_P, layout)
+    reducer = plan.reducer(range(workload.num_sequences), workload.mask_P, layout)
     return float(reducer(x_P[layout.positions]))

@@ -29,7 +29,7 @@ class SampleLoop:
 
     def __init__(self, workload: Workload, denominators: list[Tensor]) -> None:
         self.denominators = denominators
-        self.num_samples = workload.num_rows
+        self.num_samples = workload.num_sequences
         self.divisor = workload.divisor
         self.num_tokens = sum(workload.active_S)
         if workload.cp_size == 1:
@@ -107,7 +107,7 @@ class Floor:
         weight_T = torch.repeat_interleave(weight_S, local_S, output_size=num_local)
         self.w_T = weight_T * self.mask_T
         self.num_tokens = sum(workload.active_S)
-        self.total = workload.num_rows * workload.divisor
+        self.total = workload.num_sequences * workload.divisor
 
     def under_token_mean(self) -> Floor:
         """Multiply the same mask by 1 / N."""
@@ -150,7 +150,7 @@ class PaddedMatrix:
 
     def __init__(self, workload: Workload) -> None:
         self.mask_SW = padded(workload.masks)
-        self.num_samples = workload.num_rows
+        self.num_samples = workload.num_sequences
         self.divisor = workload.divisor
         self.num_tokens = sum(workload.active_S)
 
@@ -179,7 +179,7 @@ class ScaledAdvantages:
     def __init__(self, workload: Workload, advantage_SW: Tensor) -> None:
         self.mask_SW = padded(workload.masks)
         counts_S1 = self.mask_SW.sum(-1, keepdim=True).clamp_min(1)
-        self.scaled_SW = advantage_SW / counts_S1 / workload.num_rows
+        self.scaled_SW = advantage_SW / counts_S1 / workload.num_sequences
 
     def __call__(self, x_SW: Tensor) -> Tensor:
         """Mask and sum."""

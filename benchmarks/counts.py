@@ -58,7 +58,7 @@ def of_a_call(
     plan, layout = workload.plan.under(aggregation), workload.layout()
     mask_P = workload.mask_P.to(mask_type)
     x_T = workload.x_T.detach().requires_grad_()
-    rows = range(workload.num_rows)
+    rows = range(workload.num_sequences)
     with device_path() if path == "device" else nullcontext():
         with counted(mask_P) as build:
             reducer = plan.reducer(rows, mask_P, layout)
@@ -91,7 +91,9 @@ class Held:
 
 def held_for_backward(workload: Workload) -> Held:
     """Count the bytes that the graphs of a microbatch's losses hold, losses themselves aside."""
-    reducer = workload.plan.reducer(range(workload.num_rows), workload.mask_P, workload.layout())
+    reducer = workload.plan.reducer(
+        range(workload.num_sequences), workload.mask_P, workload.layout()
+    )
     losses = [workload.x_T.detach().requires_grad_() for _ in range(6)]
 
     def shares(reducers: list[Reducer]) -> float:

@@ -59,13 +59,13 @@ def a_call(num_tokens: int, dtype: str) -> dict[str, Any]:
     from benchmarks.counting import counted
     from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
 
-    num_rows = num_tokens // TOKENS_PER_ROW
-    rows = range(num_rows)
+    num_sequences = num_tokens // TOKENS_PER_ROW
+    rows = range(num_sequences)
     generator = torch.Generator().manual_seed(1)
     mask = (torch.rand(num_tokens, generator=generator) < 0.8).int()
-    active = mask.view(num_rows, TOKENS_PER_ROW).sum(1)
+    active = mask.view(num_sequences, TOKENS_PER_ROW).sum(1)
     plan = plan_step(Aggregation("sample_mean"), Sequences(active_tokens=active))
-    layout = Layout.local([TOKENS_PER_ROW] * num_rows, cp_size=1, cp_rank=0)
+    layout = Layout.local([TOKENS_PER_ROW] * num_sequences, cp_size=1, cp_rank=0)
     mask = mask.cuda()
     x = torch.randn(num_tokens, generator=generator).to("cuda", getattr(torch, dtype))
     x.requires_grad_()

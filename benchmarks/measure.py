@@ -60,7 +60,7 @@ class Contenders:
     def build(self) -> Reducer:
         """Build the package's reducer, packing the masks included."""
         work = self.workload
-        return work.plan.reducer(range(work.num_rows), torch.cat(work.masks), work.layout())
+        return work.plan.reducer(range(work.num_sequences), torch.cat(work.masks), work.layout())
 
     def build_floor(self) -> baselines.Floor:
         """Build the floor's weights."""
@@ -202,12 +202,14 @@ def against_number_of_rows(counts: list[int], effort: Effort) -> Json:
     curves: Json = {}
     for cp in (1, 8):
         points = []
-        for num_rows in counts:
-            workload = Workload(name="rows", num_rows=num_rows, mean_tokens=256, cp_size=cp)
+        for num_sequences in counts:
+            workload = Workload(
+                name="rows", num_sequences=num_sequences, mean_tokens=256, cp_size=cp
+            )
             pieces = Contenders(workload).microbatches()
             times = effort.compare({name: pieces[name] for name in ("ours", "floor", "loop")})
             microseconds = {name: times.of(name).median * 1e6 for name in times.seconds}
-            points.append({"rows": num_rows, **microseconds})
+            points.append({"rows": num_sequences, **microseconds})
         curves[f"CP {cp}"] = points
     return curves
 
@@ -215,15 +217,15 @@ def against_number_of_rows(counts: list[int], effort: Effort) -> Json:
 IDS = ("none", "prompt", "sample and prompt")
 
 
-def planning(num_rows: int, effort: Effort) -> Json:
+def planning(num_sequences: int, effort: Effort) -> Json:
     """Time ``plan_step`` in one process, without its collectives, by which ids are given."""
     random = np.random.default_rng(1)
-    active_S = random.integers(0, 2048, num_rows)
-    prompt_S = np.arange(num_rows) // 8
+    active_S = random.integers(0, 2048, num_sequences)
+    prompt_S = np.arange(num_sequences) // 8
     given = {
         "none": {},
         "prompt": {"prompt": prompt_S},
-        "sample and prompt": {"sample": np.arange(num_rows), "prompt": prompt_S},
+        "sample and prompt": {"sample": np.arange(num_sequences), "prompt": prompt_S},
     }
     pieces = {
         ids: lambda ids=ids: (

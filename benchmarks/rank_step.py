@@ -37,9 +37,9 @@ class RankRows:
     has_ids: bool = True
 
     @staticmethod
-    def of(rank: int, size: int, num_rows: int, *, has_ids: bool = True) -> RankRows:
-        """Split ``num_rows`` rows over ``size`` ranks; return those of one."""
-        first, end = (num_rows * r // size for r in (rank, rank + 1))
+    def of(rank: int, size: int, num_sequences: int, *, has_ids: bool = True) -> RankRows:
+        """Split ``num_sequences`` rows over ``size`` ranks; return those of one."""
+        first, end = (num_sequences * r // size for r in (rank, rank + 1))
         return RankRows(first, end - first, has_ids)
 
     @property

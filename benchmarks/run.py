@@ -91,11 +91,11 @@ def run(quick: bool) -> dict[str, Any]:
 def counted() -> dict[str, Any]:
     """Count calls for several numbers of rows, and building for every type of mask."""
     calls = {}
-    for num_rows in COUNTED_ROWS:
-        workload = Workload(name="counted", num_rows=num_rows, mean_tokens=64)
+    for num_sequences in COUNTED_ROWS:
+        workload = Workload(name="counted", num_sequences=num_sequences, mean_tokens=64)
         for path in counts.PATHS:
             found = counts.of_a_call(workload, path)
-            calls[f"{num_rows} {path}"] = {
+            calls[f"{num_sequences} {path}"] = {
                 "operations": found.operations,
                 "by_name": [found.forward.operations, found.backward.operations],
                 "bytes_per_token": found.bytes_per_token,
@@ -104,7 +104,7 @@ def counted() -> dict[str, Any]:
             }
     build = {}
     for cp in (1, 8):
-        workload = Workload(name="counted", num_rows=64, mean_tokens=1024, cp_size=cp)
+        workload = Workload(name="counted", num_sequences=64, mean_tokens=1024, cp_size=cp)
         for name, mask_type in counts.MASK_TYPES.items():
             for path in counts.PATHS:
                 found = counts.of_a_call(workload, path, mask_type)
@@ -112,7 +112,7 @@ def counted() -> dict[str, Any]:
                     "operations": found.build.num_operations,
                     "bytes_per_position": found.build_bytes_per_position,
                 }
-    held = counts.held_for_backward(Workload(name="counted", num_rows=64, mean_tokens=1024))
+    held = counts.held_for_backward(Workload(name="counted", num_sequences=64, mean_tokens=1024))
     return {"calls": calls, "build": build, "held": vars(held)}
 
 

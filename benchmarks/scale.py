@@ -106,18 +106,18 @@ def measured(quick: bool) -> Json:
     return results
 
 
-def in_threads(size: int, num_rows: int, *, has_ids: bool) -> Json:
+def in_threads(size: int, num_sequences: int, *, has_ids: bool) -> Json:
     """Run every rank of a world in this process; the cost of each call, its median over ranks.
 
     Raises where a rank's weights or totals differ from those of one process with all rows.
     """
-    run.say(f"{size} ranks in threads, {num_rows} rows")
-    whole = plan_step(AGGREGATION, RankRows(0, num_rows, has_ids).sequences)
+    run.say(f"{size} ranks in threads, {num_sequences} rows")
+    whole = plan_step(AGGREGATION, RankRows(0, num_sequences, has_ids).sequences)
     weights_A = whole.weights.numpy()
 
     def work(rank: int) -> dict[str, Cost]:
         clock = Clock(traffic=traffic())
-        rows = RankRows.of(rank, size, num_rows, has_ids=has_ids)
+        rows = RankRows.of(rank, size, num_sequences, has_ids=has_ids)
         plan = a_step(read(clock), rows, clock)
         own = weights_A[rows.first : rows.first + rows.num]
         if plan.totals != whole.totals or not np.array_equal(plan.weights.numpy(), own):
@@ -126,16 +126,16 @@ def in_threads(size: int, num_rows: int, *, has_ids: bool) -> Json:
 
     started = time.perf_counter()
     costs = run_ranks(size, work)
-    return {**point(size, num_rows, costs), "seconds": time.perf_counter() - started}
+    return {**point(size, num_sequences, costs), "seconds": time.perf_counter() - started}
 
 
-def alone(size: int, num_rows: int, *, has_ids: bool) -> Json:
+def alone(size: int, num_sequences: int, *, has_ids: bool) -> Json:
     """Run rank 0 of a world of ``size`` alone, on torch's fake group; medians over repeats.
 
     It has the rows of the last rank, which has most: the others are padded to them.
     """
-    run.say(f"rank 0 of {size}, {num_rows} rows")
-    rows = RankRows.of(size - 1, size, num_rows, has_ids=has_ids)
+    run.say(f"rank 0 of {size}, {num_sequences} rows")
+    rows = RankRows.of(size - 1, size, num_sequences, has_ids=has_ids)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
         costs = []
@@ -143,7 +143,7 @@ def alone(size: int, num_rows: int, *, has_ids: bool) -> Json:
             clock = Clock()
             a_step(read(clock), rows, clock)
             costs.append(clock.costs)
-        found = point(size, num_rows, costs)
+        found = point(size, num_sequences, costs)
         with counted() as counts:
             plan_step(AGGREGATION, rows.sequences, group=dist.group.WORLD)
         brought = {"collectives": counts.num_collectives, "bytes": counts.collective_bytes}
@@ -155,7 +155,7 @@ def alone(size: int, num_rows: int, *, has_ids: bool) -> Json:
         dist.destroy_process_group()
 
 
-def point(size: int, num_rows: int, costs: Sequence[dict[str, Cost]]) -> Json:
+def point(size: int, num_sequences: int, costs: Sequence[dict[str, Cost]]) -> Json:
     """Summarize the costs of ranks or repeats; the median is the low one, a value that occurred."""
     summary = {
         call: {
@@ -164,7 +164,7 @@ def point(size: int, num_rows: int, costs: Sequence[dict[str, Cost]]) -> Json:
         }
         for call in costs[0]
     }
-    return {"ranks": size, "rows": num_rows, **summary}
+    return {"ranks": size, "rows": num_sequences, **summary}
 
 
 if __name__ == "__main__":

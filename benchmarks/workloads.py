@@ -37,7 +37,7 @@ class Workload:
     """One microbatch as one context-parallel rank sees it."""
 
     name: str
-    num_rows: int
+    num_sequences: int
     mean_tokens: int
     cp_size: int = 1
     cp_rank: int = 0
@@ -51,7 +51,7 @@ class Workload:
         """Response tokens of each row."""
         random = np.random.default_rng(self.seed)
         mu = np.log(self.mean_tokens) - SIGMA**2 / 2
-        drawn = random.lognormal(mu, SIGMA, self.num_rows)
+        drawn = random.lognormal(mu, SIGMA, self.num_sequences)
         return np.clip(drawn, 1, LONGEST * self.mean_tokens).astype(np.int64)
 
     @cached_property
@@ -59,7 +59,7 @@ class Workload:
         """Prompt and response tokens of each row."""
         random = np.random.default_rng(self.seed + 1)
         longest = max(2, self.mean_tokens // 8)
-        return self.response_S + random.integers(1, longest, self.num_rows)
+        return self.response_S + random.integers(1, longest, self.num_sequences)
 
     @cached_property
     def masks(self) -> list[Tensor]:
@@ -88,7 +88,7 @@ class Workload:
     @cached_property
     def prompt_S(self) -> list[int]:
         """Id of each row's prompt."""
-        return [row // SAMPLES_PER_PROMPT for row in range(self.num_rows)]
+        return [row // SAMPLES_PER_PROMPT for row in range(self.num_sequences)]
 
     @property
     def divisor(self) -> float:
@@ -136,7 +136,7 @@ CP_SIZES = (1, 8)
 def workloads(names: Sequence[str] = tuple(SIZES)) -> list[Workload]:
     """Return the four microbatches at CP 1 and CP 8."""
     return [
-        Workload(name=name, num_rows=SIZES[name][0], mean_tokens=SIZES[name][1], cp_size=cp)
+        Workload(name=name, num_sequences=SIZES[name][0], mean_tokens=SIZES[name][1], cp_size=cp)
         for name in names
         for cp in CP_SIZES
     ]

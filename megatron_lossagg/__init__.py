@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron_lossagg.aggregation import Aggregation
-    from megatron_lossagg.buffer import MicrobatchRows, StepBuffer, StepMicrobatch
+    from megatron_lossagg.buffer import MicrobatchSequences, StepBuffer, StepMicrobatch
     from megatron_lossagg.contract import MegatronContract, StepContract
     from megatron_lossagg.counts import Sequences, StepTotals
     from megatron_lossagg.errors import LossAggregationError
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from megatron_lossagg.layout import Layout
     from megatron_lossagg.plan import StepPlan, plan_step
     from megatron_lossagg.reducer import Reducer, ReducerContext
-    from megatron_lossagg.schedule import Adapter, HostLoss, ScheduleHook, aggregated
+    from megatron_lossagg.schedule import FrameworkLoss, Integration, ScheduleHook, aggregated
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Adapter",
     "Aggregation",
-    "HostLoss",
+    "FrameworkLoss",
+    "Integration",
     "Layout",
     "LossAggregationError",
     "MegatronContract",
-    "MicrobatchRows",
+    "MicrobatchSequences",
     "Reducer",
     "ReducerContext",
     "ScheduleHook",
@@ -56,13 +56,13 @@ __all__ = [
 ]
 
 _MODULE_OF = {
-    "Adapter": "schedule",
+    "Integration": "schedule",
     "Aggregation": "aggregation",
-    "HostLoss": "schedule",
+    "FrameworkLoss": "schedule",
     "Layout": "layout",
     "LossAggregationError": "errors",
     "MegatronContract": "contract",
-    "MicrobatchRows": "buffer",
+    "MicrobatchSequences": "buffer",
     "Reducer": "reducer",
     "ReducerContext": "reducer",
     "ScheduleHook": "schedule",

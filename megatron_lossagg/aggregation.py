@@ -1,8 +1,8 @@
 """Which loss is configured: the modes, their formulas, and the names other systems give them.
 
-Symbols (``docs/math.md``): a row s has n_s active tokens, its sample n_b, its prompt
+Symbols (``docs/math.md``): a sequence s has n_s active tokens, its sample n_b, its prompt
 n_p; the step has N active tokens, B samples and P prompts; M microbatches on this
-rank, DP data-parallel ranks; the divisor is L or C. Every mode is one weight per row::
+rank, DP data-parallel ranks; the divisor is L or C. Every mode is one weight per sequence::
 
     loss = sum_s w_s * sum_{t in s} m_t * x_t
 """
@@ -37,7 +37,7 @@ CUSTOM = "custom"
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """One row of the table of modes."""
+    """One sequence of the table of modes."""
 
     name: str
     weight: str
@@ -165,7 +165,7 @@ ALIASES: dict[str, Alias] = {
     "ms-swift:dr_grpo": Alias(mode="constant", note=f"L = max_completion_length; {_EQUALLY_MANY}"),
     "ms-swift:grpo": Alias(mode="sample_mean", note=_EQUALLY_MANY),
     "nemo-rl:token_level_loss=False": Alias(
-        mode="sample_mean", note="leave out rows whose sample_mask is 0"
+        mode="sample_mean", note="leave out sequences whose sample_mask is 0"
     ),
     "nemo-rl:token_level_loss=True": Alias(mode="token_mean"),
     "open-instruct:number": Alias(mode="token_sum", note="C = loss_denominator; no 1/B"),

@@ -21,17 +21,17 @@ from megatron_lossagg.counts import MOST_TOKENS, Sequences, StepTotals
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.integers import Ints, IntsLike, host_integers, is_integer
 from megatron_lossagg.lookahead import Lookahead
-from megatron_lossagg.microbatch import FILLER
+from megatron_lossagg.microbatch import PADDING
 from megatron_lossagg.plan import EmptyStep, StepPlan, plan_step
 
-__all__ = ["MicrobatchRows", "StepBuffer", "StepMicrobatch"]
+__all__ = ["MicrobatchSequences", "StepBuffer", "StepMicrobatch"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class MicrobatchRows:
+class MicrobatchSequences:
     """What a step must know of a microbatch before it runs: one entry per segment, on the host.
 
-    Numbers are those of whole rows, before slicing for context parallelism.
+    Numbers are those of whole sequences, before slicing for context parallelism.
     """
 
     active_tokens: IntsLike
@@ -39,10 +39,10 @@ class MicrobatchRows:
     lengths: IntsLike | None = None
     """Tokens of each segment, padding included; None where no layout is made from them."""
     sample: IntsLike | None = None
-    """Sample id of each segment; None: each row is its own sample."""
+    """Sample id of each segment; None: each sequence is its own sample."""
     prompt: IntsLike | None = None
     """Prompt id of each segment, global over the data-parallel group."""
-    is_filler: IntsLike | None = None
+    is_padding: IntsLike | None = None
     """1 for a segment that only fills a shape, whose other numbers (but its length) are not read;
     None: no segment is."""
 
@@ -53,22 +53,23 @@ class StepMicrobatch:
 
     index: int
     """Its position in the step."""
-    rows: list[int]
-    """Its rows' positions in the step, for ``StepPlan.reducer``; -1 for a filler that ``count``
+    sequences: list[int]
+    """Its sequences' positions in the step, for ``StepPlan.reducer``; -1 for a padding sequence
+    that ``count``
     named, others are the caller's."""
     data: Any
     """What the iterator returned; None on a tensor-parallel rank without an iterator."""
     lengths: list[int] | None = None
-    """``MicrobatchRows.lengths``, where ``count`` gave them."""
+    """``MicrobatchSequences.lengths``, where ``count`` gave them."""
 
 
 class _Counted(NamedTuple):
     """The numbers of one microbatch as Python integers, to be sent to other ranks."""
 
-    is_filler: list[bool]
+    is_padding: list[bool]
     lengths: list[int] | None
     active_tokens: list[int]
-    """Of rows, without fillers; as are the ids."""
+    """Of sequences, without padding sequences; as are the ids."""
     sample: list[int] | None
     prompt: list[int] | None
 
@@ -110,7 +111,7 @@ class StepBuffer:
             )
         self.num_microbatches = num_microbatches
         self._counts: list[_Counted] = []
-        self._rows: list[list[int]] = []
+        self._sequences: list[list[int]] = []
         self._data: list[Any] = [None] * num_microbatches
         self._reads = data_iterator is not None
         self._fault = ""
@@ -121,7 +122,7 @@ class StepBuffer:
     def plan(
         self,
         aggregation: Aggregation,
-        count: Callable[[Any], IntsLike | MicrobatchRows],
+        count: Callable[[Any], IntsLike | MicrobatchSequences],
         *,
         group: ProcessGroup | None = None,
         tp_group: ProcessGroup | None = None,
@@ -131,8 +132,8 @@ class StepBuffer:
     ) -> StepPlan:
         """Count the buffered microbatches and plan the step; see :func:`plan_step`.
 
-        ``count``: active tokens of each row of a microbatch, fillers left out, or
-        :class:`MicrobatchRows`. ``group``: the data-parallel group. ``tp_group``: the
+        ``count``: active tokens of each sequence of a microbatch, padding sequences left out, or
+        :class:`MicrobatchSequences`. ``group``: the data-parallel group. ``tp_group``: the
         tensor-parallel group, needed where some of its ranks have no iterator: all take the
         numbers of its first rank, by one ``all_gather_object``.
 
@@ -154,14 +155,25 @@ class StepBuffer:
             )
         if counts is None or fault:
             counts = []
-        rows, num_rows = _numbered(counts), sum(len(counted.active_tokens) for counted in counts)
-        replayed = [row for of_microbatch in rows for row in of_microbatch if row != FILLER]
-        if replayed != list(range(num_rows)):  # a wrong replay would fail in the schedule, on some
+        sequences, num_sequences = (
+            _numbered(counts),
+            sum(len(counted.active_tokens) for counted in counts),
+        )
+        replayed = [
+            sequence
+            for of_microbatch in sequences
+            for sequence in of_microbatch
+            if sequence != PADDING
+        ]
+        if replayed != list(
+            range(num_sequences)
+        ):  # a wrong replay would fail in the schedule, on some
             fault = (
-                f"the replay has rows {replayed[:8]}, expected each of the step's {num_rows} rows "
+                f"the replay has sequences {replayed[:8]}, expected each of the step's "
+                f"{num_sequences} sequences "
                 "once, in order: this is a defect of megatron_lossagg, report it"
             )
-        sequences = Sequences(
+        given = Sequences(
             active_tokens=[n for counted in counts for n in counted.active_tokens],
             sample=_ids([counted.sample for counted in counts]),
             prompt=_ids([counted.prompt for counted in counts]),
@@ -171,7 +183,7 @@ class StepBuffer:
         try:
             plan = plan_step(
                 aggregation,
-                sequences,
+                given,
                 group=group,
                 totals=totals,
                 empty_step=empty_step,
@@ -180,16 +192,18 @@ class StepBuffer:
             )
         except PlanError as error:
             raise error from cause
-        self._counts, self._rows = counts, rows
+        self._counts, self._sequences = counts, sequences
         return plan
 
     def __iter__(self) -> Iterator[StepMicrobatch]:
-        """Replay the microbatches in order, each with its rows; may be called again."""
+        """Replay the microbatches in order, each with its sequences; may be called again."""
         if len(self._counts) != self.num_microbatches:
             raise PlanError("StepBuffer replays a planned step: call plan() before iterating")
-        replayed = zip(self._counts, self._rows, self._data, strict=True)
-        for index, (counted, rows, data) in enumerate(replayed):
-            yield StepMicrobatch(index=index, rows=rows, data=data, lengths=counted.lengths)
+        replayed = zip(self._counts, self._sequences, self._data, strict=True)
+        for index, (counted, sequences, data) in enumerate(replayed):
+            yield StepMicrobatch(
+                index=index, sequences=sequences, data=data, lengths=counted.lengths
+            )
 
     def _read(self, data_iterator: Iterator[Any], source: Any) -> None:
         ahead = Lookahead(source, self.num_microbatches)
@@ -215,7 +229,7 @@ class StepBuffer:
             self._fault = str(error)
 
     def _counted(
-        self, count: Callable[[Any], IntsLike | MicrobatchRows]
+        self, count: Callable[[Any], IntsLike | MicrobatchSequences]
     ) -> tuple[list[_Counted] | None, str, Exception | None]:
         """Count each microbatch, or return why that failed and the error that caused it."""
         if self._fault or not self._reads:
@@ -227,40 +241,41 @@ class StepBuffer:
             except Exception as error:  # as above
                 fault = (
                     f"counting microbatch {index} of {self.num_microbatches} raised {error!r}: "
-                    "count gives the active tokens of each row, on the host"
+                    "count gives the active tokens of each sequence, on the host"
                 )
                 return None, fault, error
         return counts, "", None
 
 
-def _counted(rows: IntsLike | MicrobatchRows) -> _Counted:
+def _counted(sequences: IntsLike | MicrobatchSequences) -> _Counted:
     """Convert what ``count`` gave; plan_step refuses counts that are not integers."""
-    if not isinstance(rows, MicrobatchRows):
-        rows = MicrobatchRows(active_tokens=rows)
-    active_G = _active_tokens(rows.active_tokens)
+    if not isinstance(sequences, MicrobatchSequences):
+        sequences = MicrobatchSequences(active_tokens=sequences)
+    active_G = _active_tokens(sequences.active_tokens)
     size = len(active_G)
-    is_filler_G = _of_segments("is_filler", rows.is_filler, size)
-    keep_G = np.ones(size, dtype=bool) if is_filler_G is None else is_filler_G == 0
+    is_padding_G = _of_segments("is_padding", sequences.is_padding, size)
+    keep_G = np.ones(size, dtype=bool) if is_padding_G is None else is_padding_G == 0
 
-    def of_rows(name: str, values: IntsLike | None) -> list[int] | None:
+    def of_sequences(name: str, values: IntsLike | None) -> list[int] | None:
         of_segments = _of_segments(name, values, size)
         return None if of_segments is None else of_segments[keep_G].tolist()
 
-    length_G = _of_segments("lengths", rows.lengths, size)
+    length_G = _of_segments("lengths", sequences.lengths, size)
     return _Counted(
-        is_filler=(~keep_G).tolist(),
+        is_padding=(~keep_G).tolist(),
         lengths=None if length_G is None else length_G.tolist(),
         active_tokens=active_G[keep_G].tolist(),
-        sample=of_rows("sample", rows.sample),
-        prompt=of_rows("prompt", rows.prompt),
+        sample=of_sequences("sample", sequences.sample),
+        prompt=of_sequences("prompt", sequences.prompt),
     )
 
 
 def _numbered(counts: list[_Counted]) -> list[list[int]]:
-    """Number the rows of a step; a filler is no row."""
+    """Number the sequences of a step; a padding sequence is no sequence."""
     numbers = itertools.count()
     return [
-        [FILLER if filler else next(numbers) for filler in counted.is_filler] for counted in counts
+        [PADDING if padding else next(numbers) for padding in counted.is_padding]
+        for counted in counts
     ]
 
 
@@ -273,7 +288,7 @@ def _of_segments(name: str, values: IntsLike | None, size: int) -> Ints | None:
 def _active_tokens(values: IntsLike) -> np.ndarray[Any, Any]:
     array = np.asarray(values)
     if array.ndim != 1:
-        raise ValueError(f"got {array.ndim} dimensions, expected one number per row")
+        raise ValueError(f"got {array.ndim} dimensions, expected one number per sequence")
     is_integral = array.dtype.kind == "f" and (array == np.rint(array)).all()
     if is_integral and (np.abs(array) <= MOST_TOKENS).all():
         array = array.astype(np.int64)
@@ -281,7 +296,7 @@ def _active_tokens(values: IntsLike) -> np.ndarray[Any, Any]:
 
 
 def _ids(of_microbatches: list[list[int] | None]) -> list[int] | None:
-    """Join the ids of a step; a microbatch without ids is one where no row needs any."""
+    """Join the ids of a step; a microbatch without ids is one where no sequence needs any."""
     if all(ids is None for ids in of_microbatches):
         return None
     return [i for ids in of_microbatches for i in ids or []]

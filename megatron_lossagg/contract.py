@@ -1,7 +1,7 @@
 """The contract with Megatron-Core: shares scaled by K, what loss_func returns, the report.
 
 How Megatron scales a loss, and why K compensates it, is in :mod:`megatron_lossagg.scaling`.
-In the per-token regime num_tokens comes from the counting side, so that the sum over the
+In the per-token loss scaling num_tokens comes from the counting side, so that the sum over the
 step is the plan's N for any training mask; stock Megatron's side losses (MoE, MTP)
 keep their 1/N.
 """
@@ -33,7 +33,7 @@ from megatron_lossagg.ledger import Ledger
 from megatron_lossagg.live import (
     Frozen,
     LiveGroups,
-    checked_regime,
+    checked_loss_scaling,
     is_rerunning,
     megatron_version,
     note_on_side_losses,
@@ -42,7 +42,7 @@ from megatron_lossagg.ownership import check_ownership
 from megatron_lossagg.plan import StepPlan, plan_step
 from megatron_lossagg.probe import ProbeReport, Trial, run_probe
 from megatron_lossagg.reducer import Reducer
-from megatron_lossagg.scaling import K_FORMULA, MOST_TOKENS_PER_TOKEN, Regime, Scaling
+from megatron_lossagg.scaling import K_FORMULA, MOST_TOKENS_PER_TOKEN, LossScaling, Scaling
 from megatron_lossagg.state import ReducerCall
 
 __all__ = ["MegatronContract", "StepContract"]
@@ -52,13 +52,18 @@ class MegatronContract:
     """How the live model's Megatron-Core scales a loss; made once per run by :meth:`read`."""
 
     def __init__(
-        self, *, chunks: Sequence[Any], regime: Regime, frozen: Frozen, groups: LiveGroups
+        self,
+        *,
+        chunks: Sequence[Any],
+        loss_scaling: LossScaling,
+        frozen: Frozen,
+        groups: LiveGroups,
     ) -> None:
         self._chunks = list(chunks)
         self._frozen = frozen
         self._config = chunks[0].config
         self._latest: StepContract | None = None
-        self.regime: Regime = regime
+        self.loss_scaling: LossScaling = loss_scaling
         self.dp_group = groups.dp_group
         """The dense data-parallel group without context parallelism."""
         self.tp_group = groups.tp_group
@@ -72,7 +77,7 @@ class MegatronContract:
         """DP * CP: the size of the group whose gradients the chunks reduce over."""
         self.is_last_stage = groups.is_last_stage
         """Whether this rank's pipeline stage calls loss_func."""
-        self.note = note_on_side_losses(self._config, regime)
+        self.note = note_on_side_losses(self._config, loss_scaling)
         """Which side losses depend on CP, for the start of a run; empty where none does."""
         self.probe: ProbeReport | None = None
         """What the startup probe measured; None where it was not asked for."""
@@ -83,7 +88,8 @@ class MegatronContract:
 
     @staticmethod
     def read(model: Any, *, aggregation: Aggregation, probe: bool = True) -> MegatronContract:
-        """Read regime and groups from the DDP-wrapped chunks; refuse what K cannot compensate.
+        """Read loss scaling and groups from the DDP-wrapped chunks; refuse what K cannot
+        compensate.
 
         ``model``: the chunks as passed to the schedule, or one chunk. ``aggregation``: checked
         to be the same on every rank of the world, as is ``probe``; of a later change of mode call
@@ -100,15 +106,19 @@ class MegatronContract:
             )
         fault, settings = "", ""
         try:
-            regime = checked_regime(chunks)
-            frozen = Frozen.of(chunks, regime)
+            loss_scaling = checked_loss_scaling(chunks)
+            frozen = Frozen.of(chunks, loss_scaling)
             groups = LiveGroups.of(chunks)
-            settings = f"megatron-core {megatron_version()}, regime {regime}, probe {probe}, "
+            settings = (
+                f"megatron-core {megatron_version()}, loss scaling {loss_scaling}, probe {probe}, "
+            )
             settings += _settings_of(aggregation)
         except Exception as error:  # of any type: no rank may leave the others waiting
             fault = str(error) if isinstance(error, ContractError) else repr(error)
         _agree(fault, settings)
-        contract = MegatronContract(chunks=chunks, regime=regime, frozen=frozen, groups=groups)
+        contract = MegatronContract(
+            chunks=chunks, loss_scaling=loss_scaling, frozen=frozen, groups=groups
+        )
         contract._agreed.add(aggregation)
         if probe:
             contract.probe = run_probe(chunks, contract, contract._trial)
@@ -128,9 +138,9 @@ class MegatronContract:
         """Return ``Layout.thd_zigzag`` for this rank; a CUDA tensor costs one host sync."""
         return Layout.thd_zigzag(cu_seqlens_padded, cp_size=self.cp_size, cp_rank=self.cp_rank)
 
-    def local(self, row_lengths_here: IntsLike) -> Layout:
+    def local(self, sequence_lengths_here: IntsLike) -> Layout:
         """Return ``Layout.local`` for this rank: mask and losses are already its own."""
-        return Layout.local(row_lengths_here, cp_size=self.cp_size, cp_rank=self.cp_rank)
+        return Layout.local(sequence_lengths_here, cp_size=self.cp_size, cp_rank=self.cp_rank)
 
     def check(self) -> None:
         """Compare what construction froze with the live model, as :meth:`step` does.
@@ -155,7 +165,8 @@ class MegatronContract:
         ``forward_only``: nothing is trained, and the plan may be used again; the schedule runs
         under ``torch.no_grad()``. ``accumulates``: gradients of earlier schedule calls are kept
         on purpose; else they must be zero when the first loss is returned. ``also``: plans over
-        the same rows with other counts, whose reducers make further terms of the loss. What the
+        the same sequences with other counts, whose reducers make further terms of the loss. What
+        the
         rerun state machine repeats belongs inside the same step.
 
         Compares what construction froze with the live config once more, and raises
@@ -193,8 +204,9 @@ class MegatronContract:
             self._check_plan(one, forward_only)
             if len(one.active_tokens) != len(plan.active_tokens):
                 raise ContractError(
-                    f"also= has a plan of {len(one.active_tokens)} rows, the step's plan has "
-                    f"{len(plan.active_tokens)}: plan the same rows, with 0 where one has no tokens"
+                    f"also= has a plan of {len(one.active_tokens)} sequences, the step's plan has "
+                    f"{len(plan.active_tokens)}: plan the same sequences, with 0 where one "
+                    f"has no tokens"
                 )
         if accumulates:
             self._check_accumulation()
@@ -217,11 +229,11 @@ class MegatronContract:
     def _check_accumulation(self) -> None:
         """Refuse what scales or reduces the gradients of earlier schedule calls once more."""
         shards = any(chunk.ddp_config.use_distributed_optimizer for chunk in self._chunks)
-        if self.regime == "per-token" or (shards and self.dp_cp_size > 1):
+        if self.loss_scaling == "per_token" or (shards and self.dp_cp_size > 1):
             raise ContractError(
                 "got accumulates=True with "
-                + ("--calculate-per-token-loss" if self.regime == "per-token" else "")
-                + ("the distributed optimizer" if self.regime == "average" else "")
+                + ("--calculate-per-token-loss" if self.loss_scaling == "per_token" else "")
+                + ("the distributed optimizer" if self.loss_scaling == "average" else "")
                 + ", where Megatron scales or reduces the gradients of earlier schedule calls once "
                 "more: run all microbatches of an optimizer step in one schedule call"
             )
@@ -258,19 +270,20 @@ class MegatronContract:
                 "it to MegatronContract.read, or call contract.agree_on(...) on every rank"
             )
         n = plan.totals.active_tokens
-        if self.regime == "per-token" and n is None:
+        if self.loss_scaling == "per_token" and n is None:
             raise ContractError(
-                "the per-token regime divides by the step's active tokens, which the plan does "
+                "the per-token loss scaling divides by the step's active tokens, which the "
+                "plan does "
                 "not know: give StepTotals(active_tokens=...), or let plan_step count"
             )
-        if self.regime == "per-token" and n is not None and n > MOST_TOKENS_PER_TOKEN:
+        if self.loss_scaling == "per_token" and n is not None and n > MOST_TOKENS_PER_TOKEN:
             raise ContractError(
                 f"the step has {n} active tokens, Megatron-Core counts them in int32: take "
                 "fewer per step, or train without --calculate-per-token-loss"
             )
 
     def _trial(self, counted: Sequence[int], active_tokens: int) -> Trial:
-        """Begin the probe's step: one row per microbatch, of as many tokens as ``counted``."""
+        """Begin the probe's step: one sequence per microbatch, of as many tokens as ``counted``."""
         plan = plan_step(
             Aggregation("token_sum"),
             Sequences(active_tokens=list(counted)),
@@ -286,9 +299,12 @@ class MegatronContract:
         return Trial(factor=step.factor, returns=returns)
 
     def describe(self, aggregation: Aggregation) -> str:
-        """Write a line for the start of a run: mode, formula, regime, K; then :attr:`note`."""
+        """Write a line for the start of a run: mode, formula, loss scaling, K; then
+        :attr:`note`.
+        """
         line = (
-            f"loss aggregation {aggregation}; regime {self.regime}, K = {K_FORMULA[self.regime]} "
+            f"loss aggregation {aggregation}; loss scaling {self.loss_scaling}, K = "
+            f"{K_FORMULA[self.loss_scaling]} "
             f"(DP {self.dp_size}, CP {self.cp_size}); probe: {self.probe or 'off'}"
         )
         return f"{line}\n{self.note}" if self.note else line
@@ -296,7 +312,7 @@ class MegatronContract:
 
 @dataclass(kw_only=True, eq=False)
 class StepContract:
-    """One schedule call: scales shares by K, makes reports, tracks the rows.
+    """One schedule call: scales shares by K, makes reports, tracks the sequences.
 
     A context manager: leaving it closes the step, before the optimizer's. An exception inside
     goes through unchanged, and nothing is checked then.
@@ -317,14 +333,14 @@ class StepContract:
 
     def __post_init__(self) -> None:
         self._ledger = Ledger(
-            num_rows=len(self.plan.active_tokens),
+            num_sequences=len(self.plan.active_tokens),
             num_microbatches=self.num_microbatches,
             is_rerunning=is_rerunning,
         )
         for plan in self._plans:
             plan.state.begin()
         self._scaling = Scaling(
-            regime=self.contract.regime,
+            loss_scaling=self.contract.loss_scaling,
             num_microbatches=self.num_microbatches,
             dp_cp_size=self.contract.dp_cp_size,
             active_tokens=self.plan.totals.active_tokens,
@@ -361,7 +377,7 @@ class StepContract:
 
     @property
     def factor(self) -> int:
-        """K: M DP CP in the average regime, N in the per-token regime."""
+        """K: M DP CP in the average loss scaling, N in the per-token loss scaling."""
         return self._scaling.k
 
     def returns(
@@ -374,7 +390,7 @@ class StepContract:
         """Make what loss_func returns: ``(loss, num_tokens, report)``.
 
         ``share``: 0-dim, the sum of all terms' shares, made by calling reducers of this
-        microbatch. ``reducer``: the microbatch's main reducer, whose rows are tracked.
+        microbatch. ``reducer``: the microbatch's main reducer, whose sequences are tracked.
         ``report``: 0-dim shares by name. ``means``: local sums with their counts by name, of what
         is a mean already (clip fraction, reward): Megatron adds both over the step and divides,
         so one mean over the step is logged.
@@ -404,7 +420,7 @@ class StepContract:
         report: Mapping[str, Tensor] | None = None,
         means: Mapping[str, tuple[Tensor, Tensor | float]] | None = None,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        self._ledger.add(reducer.microbatch.own_rows)
+        self._ledger.add(reducer.microbatch.own_sequences)
         loss = _widened(share) * self.factor
         num_tokens = torch.full(
             (),
@@ -427,10 +443,10 @@ class StepContract:
     def close(self) -> None:
         """Check, after the schedule and before the optimizer, that the step is complete.
 
-        Every row and microbatch arrived (on the last pipeline stage, which alone calls
+        Every sequence and microbatch arrived (on the last pipeline stage, which alone calls
         loss_func), every loss was trained through its reducer, gradients were zero before, and no
         device found a fault in a mask or loss. With context parallelism and the layout ``local``,
-        each row's tokens were trained once over the context-parallel ranks. Raises
+        each sequence's tokens were trained once over the context-parallel ranks. Raises
         :class:`ContractError` or :class:`ReducerError` on this rank. One host sync for each device
         that recorded something; one all-gather over the context-parallel group if the layout is
         ``local``. ``with`` calls it.
@@ -450,7 +466,7 @@ class StepContract:
         """Compare the context-parallel ranks' tokens, if this run's masks are slices."""
         contract = self.contract
         for plan in self._plans:
-            trained_S = plan.state.trained.of_rows()
+            trained_S = plan.state.trained.of_sequences()
             contract.has_slices = contract.has_slices or trained_S is not None
             if trained_S is None:
                 if not contract.has_slices or self._ledger.num_calls or plan is not self.plan:
@@ -489,7 +505,8 @@ class StepContract:
         for call in calls:
             if call.is_late and call.has_gradient:
                 return (
-                    f"a reducer of rows {first_few(call.rows)} was called after loss_func had "
+                    f"a reducer of sequences {first_few(call.sequences)} was called after "
+                    f"loss_func had "
                     "returned for them, and trained: make every reducer of a loss for its own "
                     "microbatch"
                 )
@@ -509,8 +526,8 @@ class StepContract:
         own, its = self.plan.active_tokens, reducer.plan.active_tokens
         if its is not own:  # under() keeps the very array
             raise ContractError(
-                f"got a reducer of another plan ({len(its)} rows), expected one of this plan "
-                f"({len(own)} rows): make it with plan.reducer(...) or under(...)"
+                f"got a reducer of another plan ({len(its)} sequences), expected one of this plan "
+                f"({len(own)} sequences): make it with plan.reducer(...) or under(...)"
             )
         if reducer.plan.aggregation != self.plan.aggregation:
             raise ContractError(
@@ -526,7 +543,7 @@ class StepContract:
                 "or contract.local(...), or pass it the contract's cp_size and cp_rank"
             )
         pending = [call for plan in self._plans for call in plan.state.pending]
-        calls = [call for call in pending if np.array_equal(call.rows, reducer.rows)]
+        calls = [call for call in pending if np.array_equal(call.sequences, reducer.sequences)]
         identity = reducer.microbatch.identity
         main = [call for call in calls if call.microbatch is identity]
         if not any(call.aggregation == self.plan.aggregation for call in main):

@@ -1,10 +1,10 @@
 """The integers of one optimizer step, counted over the data-parallel group.
 
 Counting makes one all-gather of a few integers per rank and, where ids are given, one of
-a few integers per row; a third one only brings an error's message to every rank.
+a few integers per sequence; a third one only brings an error's message to every rank.
 
-Shape suffixes: S = rows of this data-parallel rank in the step; W = ranks of the group;
-A = rows of all ranks; I = distinct ids.
+Shape suffixes: S = sequences of this data-parallel rank in the step; W = ranks of the group;
+A = sequences of all ranks; I = distinct ids.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ _ID_KINDS: tuple[_Kind, _Kind] = ("sample", "prompt")
 
 @dataclass(frozen=True, kw_only=True)
 class Sequences:
-    """The rows this data-parallel rank trains on in one optimizer step.
+    """The sequences this data-parallel rank trains on in one optimizer step.
 
-    Each field but the last two holds one integer per row, int64 ``[S]``, on the CPU: a list,
-    a numpy array or a tensor. Counts are complete over context parallelism. Filler rows are
+    Each field but the last two holds one integer per sequence, int64 ``[S]``, on the CPU: a list,
+    a numpy array or a tensor. Counts are complete over context parallelism. Padding sequence
+    sequences are
     left out. This class only stores; :func:`plan_step` checks, so that all ranks fail
     together.
     """
@@ -49,20 +50,20 @@ class Sequences:
     active_tokens: IntsLike
     """n_s: tokens whose counting mask is 1."""
     sample: Ids | None = None
-    """Id of the row's sample, integer or string; None: each row is its own sample.
+    """Id of the sequence's sample, integer or string; None: each sequence is its own sample.
 
     Ids are global over the data-parallel group: equal ids on two ranks are one sample.
     """
     prompt: Ids | None = None
-    """Id of the row's prompt, integer or string, global likewise."""
+    """Id of the sequence's prompt, integer or string, global likewise."""
     microbatch: IntsLike | None = None
-    """Index of the row's microbatch on this rank; needed by ``microbatch_token_mean``."""
+    """Index of the sequence's microbatch on this rank; needed by ``microbatch_token_mean``."""
     sample_tokens: IntsLike | None = None
-    """n_b of the row's sample over the whole step, where the caller knows it."""
+    """n_b of the sequence's sample over the whole step, where the caller knows it."""
     prompt_tokens: IntsLike | None = None
-    """n_p of the row's prompt over the whole step, where the caller knows it."""
+    """n_p of the sequence's prompt over the whole step, where the caller knows it."""
     num_microbatches: int | None = None
-    """M, microbatches with no rows included; None: the largest ``microbatch`` plus one."""
+    """M, microbatches with no sequences included; None: the largest ``microbatch`` plus one."""
     samples_per_prompt: int | None = None
     """How many samples each prompt has over the step; a check that ids are global, if given."""
 
@@ -91,7 +92,7 @@ class StepTotals:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """The step's totals, and the tokens of each local row's sample and prompt in it."""
+    """The step's totals, and the tokens of each local sequence's sample and prompt in it."""
 
     totals: StepTotals
     sample_tokens: Ints | None
@@ -110,10 +111,10 @@ class _RankCounts(NamedTuple):
     """Of the aggregation, the options and which ids are given: the same on every rank."""
     samples_per_prompt: Any
     string_ids: Any
-    """A bit per kind of id that is given as strings; -1 where there are no rows."""
-    rows: Any
+    """A bit per kind of id that is given as strings; -1 where there are no sequences."""
+    sequences: Any
     tokens: Any
-    active_rows: Any
+    active_sequences: Any
     active_microbatches: Any
     num_microbatches: Any
     longest: Any
@@ -137,25 +138,25 @@ class Rows:
 
     @staticmethod
     def empty() -> Rows:
-        """Return no rows: what a rank counts that has only a fault to report."""
+        """Return no sequences: what a rank counts that has only a fault to report."""
         return Rows(active_tokens=np.zeros(0, dtype=np.int64))
 
     @staticmethod
-    def checked(sequences: Sequences) -> Rows:
+    def checked(given: Sequences) -> Rows:
         """Convert and check; raises :class:`PlanError`."""
-        n_S = _checked("active_tokens", sequences.active_tokens, None, lowest=0)
+        n_S = _checked("active_tokens", given.active_tokens, None, lowest=0)
         assert n_S is not None
-        _check_sum(f"Sequences.active_tokens of {len(n_S)} rows", n_S)
+        _check_sum(f"Sequences.active_tokens of {len(n_S)} sequences", n_S)
         rows = Rows(
             active_tokens=n_S,
-            sample=_checked_ids("sample", sequences.sample, len(n_S)),
-            prompt=_checked_ids("prompt", sequences.prompt, len(n_S)),
-            microbatch=_checked("microbatch", sequences.microbatch, len(n_S), lowest=0),
-            sample_tokens=_checked("sample_tokens", sequences.sample_tokens, len(n_S), lowest=0),
-            prompt_tokens=_checked("prompt_tokens", sequences.prompt_tokens, len(n_S), lowest=0),
-            num_microbatches=sequences.num_microbatches,
-            samples_per_prompt=sequences.samples_per_prompt,
-            string_ids=tuple(n for n in _ID_KINDS if _are_strings(getattr(sequences, n))),
+            sample=_checked_ids("sample", given.sample, len(n_S)),
+            prompt=_checked_ids("prompt", given.prompt, len(n_S)),
+            microbatch=_checked("microbatch", given.microbatch, len(n_S), lowest=0),
+            sample_tokens=_checked("sample_tokens", given.sample_tokens, len(n_S), lowest=0),
+            prompt_tokens=_checked("prompt_tokens", given.prompt_tokens, len(n_S), lowest=0),
+            num_microbatches=given.num_microbatches,
+            samples_per_prompt=given.samples_per_prompt,
+            string_ids=tuple(n for n in _ID_KINDS if _are_strings(getattr(given, n))),
         )
         rows._check_own_samples()
         rows._check_samples_per_prompt()
@@ -170,7 +171,7 @@ class Rows:
 
     @cached_property
     def microbatch_tokens(self) -> Ints | None:
-        """n_mb of each row's microbatch."""
+        """n_mb of each sequence's microbatch."""
         if self.microbatch is None:
             return None
         microbatches = _Groups.of(self.microbatch)
@@ -185,7 +186,7 @@ class Rows:
 
     @property
     def table(self) -> _Table:
-        """Ids, tokens and claims of each row."""
+        """Ids, tokens and claims of each sequence."""
         unknown_S = np.full(len(self.active_tokens), _UNKNOWN, dtype=np.int64)
         claim = None if self.sample is None else self.sample_tokens
         columns = (self.sample, self.prompt, self.active_tokens, claim, self.prompt_tokens)
@@ -196,7 +197,8 @@ class Rows:
         for kind in ("sample", "prompt"):
             if getattr(self, kind) is not None and getattr(self, f"{kind}_tokens") is None:
                 raise PlanError(
-                    f"totals= makes no collective, and a {kind} may have rows on other ranks: give "
+                    f"totals= makes no collective, and a {kind} may have sequences on other "
+                    f"ranks: give "
                     f"Sequences({kind}_tokens=...), each {kind}'s active tokens over the step, or "
                     "drop totals="
                 )
@@ -247,9 +249,10 @@ class Rows:
         wrong = np.flatnonzero(self.sample_tokens != self.active_tokens)
         if len(wrong):
             raise PlanError(
-                f"row {wrong[0]} is a sample of its own with {self.active_tokens[wrong[0]]} active "
+                f"sequence {wrong[0]} is a sample of its own with "
+                f"{self.active_tokens[wrong[0]]} active "
                 f"tokens, its sample_tokens is {self.sample_tokens[wrong[0]]}: give sample= for a "
-                "sample that was split into rows"
+                "sample that was split into sequences"
             )
 
     def _check_totals(self, totals: StepTotals) -> None:
@@ -271,14 +274,15 @@ class Rows:
             value = getattr(totals, name)
             if value is not None and not is_integer(value, lowest=least.get(name, 0)):
                 raise PlanError(
-                    f"got StepTotals({name}={value!r}) for a step whose rows on this rank have "
+                    f"got StepTotals({name}={value!r}) for a step whose sequences on this "
+                    f"rank have "
                     f"{least.get(name, 0)}: give the integer counted over the whole step"
                 )
 
 
 def count_step(
     aggregation: Aggregation,
-    rows: Rows,
+    sequences: Rows,
     fault: str,
     exchange: Exchange,
     options: Sequence[str] = (),
@@ -288,32 +292,32 @@ def count_step(
     ``options``: what else must be the same on every rank, in words.
     """
     settings = [f"{aggregation} ({aggregation!r})", *options]
-    n_S = rows.active_tokens
-    has_ids = rows.sample is not None or rows.prompt is not None
+    n_S = sequences.active_tokens
+    has_ids = sequences.sample is not None or sequences.prompt is not None
     own = _RankCounts(
         has_fault=bool(fault),
-        fingerprint=_hashed(_BETWEEN.join([*settings, *rows.given])),
-        samples_per_prompt=rows.samples_per_prompt or 0,
-        string_ids=sum(1 << _ID_KINDS.index(n) for n in rows.string_ids) if len(n_S) else -1,
-        rows=len(n_S),
+        fingerprint=_hashed(_BETWEEN.join([*settings, *sequences.given])),
+        samples_per_prompt=sequences.samples_per_prompt or 0,
+        string_ids=sum(1 << _ID_KINDS.index(n) for n in sequences.string_ids) if len(n_S) else -1,
+        sequences=len(n_S),
         tokens=int(n_S.sum()),
-        active_rows=int((n_S > 0).sum()),
-        active_microbatches=rows.active_microbatches,
-        num_microbatches=0 if rows.microbatch is None else rows.num_microbatches or 0,
+        active_sequences=int((n_S > 0).sum()),
+        active_microbatches=sequences.active_microbatches,
+        num_microbatches=0 if sequences.microbatch is None else sequences.num_microbatches or 0,
         longest=n_S.max(initial=0),
     )
     gathered = _RankCounts(*exchange.integers(np.array(own, dtype=np.int64)).T)  # int64 [W] each
-    of_rows = gathered.string_ids[gathered.string_ids >= 0]
-    same = (gathered.fingerprint, gathered.samples_per_prompt, of_rows)
+    of_sequences = gathered.string_ids[gathered.string_ids >= 0]
+    same = (gathered.fingerprint, gathered.samples_per_prompt, of_sequences)
     if np.any(gathered.has_fault) or any((values != values[:1]).any() for values in same):
-        _raise_together(settings, rows, fault, exchange)
+        _raise_together(settings, sequences, fault, exchange)
     _check_sum(f"Sequences.active_tokens of all {exchange.size} ranks", gathered.tokens)
     m_W = gathered.num_microbatches
     means = float((gathered.active_microbatches / m_W).sum()) if np.all(m_W) else None
     totals = StepTotals(
         active_tokens=int(np.sum(gathered.tokens)),
-        samples=int(np.sum(gathered.rows)),
-        active_samples=int(np.sum(gathered.active_rows)),
+        samples=int(np.sum(gathered.sequences)),
+        active_samples=int(np.sum(gathered.active_sequences)),
         microbatch_means=means,
     )
     if not has_ids:
@@ -324,47 +328,48 @@ def count_step(
             longest_sample=int(gathered.longest.max()),
         )
 
-    table = _Table(*exchange.rows(rows.table, gathered.rows))
-    first = int(np.sum(gathered.rows[: exchange.rank]))
-    own_rows = slice(first, first + len(n_S))
+    table = _Table(*exchange.sequences(sequences.table, gathered.sequences))
+    first = int(np.sum(gathered.sequences[: exchange.rank]))
+    own_sequences = slice(first, first + len(n_S))
     samples, sample_tokens, prompt_tokens = None, n_S, None
     longest = int(gathered.longest.max())
-    if rows.sample is not None:
+    if sequences.sample is not None:
         samples = _Groups.of(table.sample)
         by_sample = _tokens_by_id("sample", table, samples)
         _check_one_prompt(table, samples)
-        sample_tokens = by_sample.of_rows[own_rows].copy()  # a view would keep every rank's rows
-        longest = int(by_sample.of_rows.max(initial=0))
+        sample_tokens = by_sample.of_sequences[own_sequences].copy()  # a view would keep all ranks'
+        longest = int(by_sample.of_sequences.max(initial=0))
         totals = replace(totals, samples=by_sample.num, active_samples=by_sample.num_active)
-    if rows.prompt is not None:
+    if sequences.prompt is not None:
         by_prompt = _tokens_by_id("prompt", table, _Groups.of(table.prompt))
-        prompt_tokens = by_prompt.of_rows[own_rows].copy()
+        prompt_tokens = by_prompt.of_sequences[own_sequences].copy()
         totals = replace(totals, prompts=by_prompt.num, active_prompts=by_prompt.num_active)
-        if rows.samples_per_prompt is not None:
-            _check_samples_per_prompt(table, samples, rows.samples_per_prompt)
+        if sequences.samples_per_prompt is not None:
+            _check_samples_per_prompt(table, samples, sequences.samples_per_prompt)
     return Counts(
         totals=totals,
         sample_tokens=sample_tokens,
         prompt_tokens=prompt_tokens,
         longest_sample=longest,
-        doubts=tuple(_doubts(rows, table, gathered.rows)),
+        doubts=tuple(_doubts(sequences, table, gathered.sequences)),
     )
 
 
-def _doubts(rows: Rows, table: _Table, rows_W: Ints) -> Iterator[tuple[str, str]]:
+def _doubts(sequences: Rows, table: _Table, sequences_W: Ints) -> Iterator[tuple[str, str]]:
     """Describe ids that look like placeholders, or like numbers that start anew on every rank."""
-    if rows.samples_per_prompt is not None:  # which was checked
+    if sequences.samples_per_prompt is not None:  # which was checked
         return
-    ends_W = np.cumsum(rows_W)
+    ends_W = np.cumsum(sequences_W)
     for kind in _ID_KINDS:
-        if getattr(rows, kind) is None:
+        if getattr(sequences, kind) is None:
             continue
         ids_A: Ints = getattr(table, kind)
         of_ranks = [np.unique(ids) for ids in np.split(ids_A, ends_W[:-1]) if len(ids)]
         if len(ids_A) > 1 and (ids_A == ids_A[0]).all():
             yield (
                 f"one {kind} id",
-                f"all {len(ids_A)} rows of the step have one {kind} id: if that is a placeholder, "
+                f"all {len(ids_A)} sequences of the step have one {kind} id: if that is a "
+                f"placeholder, "
                 f"leave {kind}= out; one {kind} then has all tokens",
             )
         elif len(of_ranks) > 1 and len(np.unique(ids_A)) == max(map(len, of_ranks)):
@@ -378,12 +383,12 @@ def _doubts(rows: Rows, table: _Table, rows_W: Ints) -> Iterator[tuple[str, str]
 
 @dataclass(frozen=True)
 class _Groups:
-    """Rows grouped by id."""
+    """Sequences grouped by id."""
 
     index_A: Ints
-    """Index of each row's id among I candidates, not all of which need occur."""
-    num_rows_I: Ints
-    """How many rows have it."""
+    """Index of each sequence's id among I candidates, not all of which need occur."""
+    num_sequences_I: Ints
+    """How many sequences have it."""
 
     @staticmethod
     def of(id_A: Ints) -> _Groups:
@@ -400,22 +405,22 @@ class _Groups:
     @property
     def num(self) -> int:
         """Number of distinct ids."""
-        return int(np.count_nonzero(self.num_rows_I))
+        return int(np.count_nonzero(self.num_sequences_I))
 
     def sums(self, values_A: Ints) -> Ints:
         """Sum integers by id, int64 ``[I]``; exact below 2^53, which counts are."""
-        sums_I = np.bincount(self.index_A, values_A, minlength=len(self.num_rows_I))
+        sums_I = np.bincount(self.index_A, values_A, minlength=len(self.num_sequences_I))
         return sums_I.astype(np.int64)
 
     def one_of(self, values_A: Ints) -> Ints:
-        """Pick one row's value per id, int64 ``[I]``."""
-        picked_I = np.zeros(len(self.num_rows_I), dtype=np.int64)
+        """Pick one sequence's value per id, int64 ``[I]``."""
+        picked_I = np.zeros(len(self.num_sequences_I), dtype=np.int64)
         picked_I[self.index_A] = values_A
         return picked_I
 
 
 class _Table(NamedTuple):
-    """What is known of rows, int64 ``[A]`` each; -1 for an id or claim that is not given."""
+    """What is known of sequences, int64 ``[A]`` each; -1 for an id or claim that is not given."""
 
     sample: Ints
     prompt: Ints
@@ -427,17 +432,17 @@ class _Table(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """Active tokens of each id that occurs, and of each row's id."""
+    """Active tokens of each id that occurs, and of each sequence's id."""
 
     num: int
     num_active: int
-    of_rows: Ints
+    of_sequences: Ints
 
 
 def _tokens_by_id(kind: _Kind, table: _Table, groups: _Groups, *, is_whole: bool = True) -> _Tokens:
     """Sum tokens by id.
 
-    ``is_whole``: the rows are the whole step's, and a claim must equal the sum; else it may
+    ``is_whole``: the sequences are the whole step's, and a claim must equal the sum; else it may
     not be below it, and must be one claim per id.
     """
     claim_A: Ints = getattr(table, f"{kind}_tokens")
@@ -451,7 +456,7 @@ def _tokens_by_id(kind: _Kind, table: _Table, groups: _Groups, *, is_whole: bool
         raise PlanError(
             f"{kind} {getattr(table, kind)[wrong[0]]} has {sum_A[wrong[0]]} active tokens "
             f"{'in the step' if is_whole else 'on this rank alone'}, "
-            f"Sequences.{kind}_tokens is {claim_A[wrong[0]]}: all its rows belong to one step"
+            f"Sequences.{kind}_tokens is {claim_A[wrong[0]]}: all its sequences belong to one step"
         )
     return _Tokens(groups.num, int(np.count_nonzero(tokens_I)), sum_A)
 
@@ -462,7 +467,7 @@ def _check_one_prompt(table: _Table, samples: _Groups) -> None:
         sample = table.sample[wrong].min()
         found = np.unique(table.prompt[table.sample == sample])
         raise PlanError(
-            f"sample {sample} has rows under {len(found)} prompts ({first_few(found, 4)}): a "
+            f"sample {sample} has sequences under {len(found)} prompts ({first_few(found, 4)}): a "
             "sample belongs to one prompt; ids are global over the data-parallel group"
         )
 
@@ -470,23 +475,25 @@ def _check_one_prompt(table: _Table, samples: _Groups) -> None:
 def _check_samples_per_prompt(table: _Table, samples: _Groups | None, number: int) -> None:
     prompt_of_sample = table.prompt
     if samples is not None:
-        prompt_of_sample = samples.one_of(table.prompt)[samples.num_rows_I > 0]
+        prompt_of_sample = samples.one_of(table.prompt)[samples.num_sequences_I > 0]
     prompts = _Groups.of(prompt_of_sample)
-    wrong = np.flatnonzero((prompts.num_rows_I != number) & (prompts.num_rows_I > 0))
+    wrong = np.flatnonzero((prompts.num_sequences_I != number) & (prompts.num_sequences_I > 0))
     if len(wrong):
         prompt = prompts.one_of(prompt_of_sample)[wrong[0]]
         raise PlanError(
-            f"prompt {prompt} has {prompts.num_rows_I[wrong[0]]} samples over the step, "
+            f"prompt {prompt} has {prompts.num_sequences_I[wrong[0]]} samples over the step, "
             f"samples_per_prompt is {number}: ids are global over the data-parallel group, and "
             "numbers that start at 0 on every rank merge prompts; add rank * prompts per rank"
         )
 
 
-def _raise_together(settings: list[str], rows: Rows, fault: str, exchange: Exchange) -> NoReturn:
+def _raise_together(
+    settings: list[str], sequences: Rows, fault: str, exchange: Exchange
+) -> NoReturn:
     """Bring the first faulty rank's message to all ranks and raise it on each."""
-    ids = [f"{n} (strings)" if n in rows.string_ids else n for n in rows.given]
+    ids = [f"{n} (strings)" if n in sequences.string_ids else n for n in sequences.given]
     parts = [*settings, f"{', '.join(ids) or 'no'} ids"]
-    parts.append(f"samples_per_prompt {rows.samples_per_prompt}")
+    parts.append(f"samples_per_prompt {sequences.samples_per_prompt}")
     texts = exchange.messages(f"!{fault}" if fault else _BETWEEN.join(parts))
     for rank, text in enumerate(texts):
         if text.startswith("!"):
@@ -542,7 +549,8 @@ def _checked_ids(name: _Kind, ids: Ids | None, length: int) -> Ints | None:
         if checked is not None and (checked == _UNKNOWN).any():
             raise PlanError(
                 f"Sequences.{name}: got the id -1 at index {(checked == _UNKNOWN).argmax()}, which "
-                f"frameworks use for an unknown one: give every row the id of its {name}, or leave "
+                f"frameworks use for an unknown one: give every sequence the id of its "
+                f"{name}, or leave "
                 f"{name}= out"
             )
         return checked

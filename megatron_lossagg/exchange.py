@@ -1,4 +1,4 @@
-"""What the ranks of a group send each other: a few integers, ragged rows, a message.
+"""What the ranks of a group send each other: a few integers, ragged sequences, a message.
 
 Each call is one collective and, except :meth:`Exchange.tensors`, one host sync. The tensors
 are where the group's backend needs them: on the CPU for gloo, on the current CUDA device for NCCL.
@@ -67,7 +67,7 @@ class Exchange:
         dist.all_gather(list(gathered.unbind()), own, group=self.group)
         return gathered
 
-    def rows(self, own: Sequence[Ints], counts_W: Ints) -> Sequence[Ints]:
+    def sequences(self, own: Sequence[Ints], counts_W: Ints) -> Sequence[Ints]:
         """Gather columns of int64 ``[n]`` of every rank, n differing; each ``[sum n]``.
 
         One all-gather. ``counts_W``: every rank's n, already known to all.
@@ -77,7 +77,7 @@ class Exchange:
         padded = np.zeros((len(own), int(counts_W.max())), dtype=np.int64)
         padded[:, : len(own[0])] = own
         gathered = self.integers(padded.ravel()).reshape(self.size, *padded.shape)
-        parts = [rows[:, :n] for rows, n in zip(gathered, counts_W, strict=True)]
+        parts = [sequences[:, :n] for sequences, n in zip(gathered, counts_W, strict=True)]
         return list(np.concatenate(parts, axis=1))
 
     def messages(self, own: str) -> list[str]:
@@ -90,7 +90,7 @@ class Exchange:
         encoded = np.frombuffer(own.encode(errors="replace")[:_MESSAGE_BYTES], dtype=np.uint8)
         packed[: len(encoded)] = encoded
         gathered = self.integers(packed.view(np.int64))
-        return [row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in gathered]
+        return [sequence.tobytes().rstrip(b"\0").decode(errors="ignore") for sequence in gathered]
 
     def _device_for(self, own: torch.Tensor) -> torch.device:
         # A backend is named "gloo", "nccl" or "cpu:gloo,cuda:nccl".

@@ -2,7 +2,7 @@
 
 For Megatron's ``extra_args_provider``. Without a flag nothing is touched: stock Megatron
 bit for bit. ``--calculate-per-token-loss`` stays Megatron's: it chooses how Megatron scales
-(the regime), never which loss is configured.
+(the loss scaling), never which loss is configured.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def add_loss_aggregation_args(parser: argparse.ArgumentParser) -> argparse.Argum
 def aggregation_from_args(args: argparse.Namespace) -> Aggregation | None:
     """Read the flags: an :class:`Aggregation`, or None where no flag asks for one.
 
-    A flag that ``args`` lacks (a host whose arguments come from a file) has its default; a
+    A flag that ``args`` lacks (a framework whose arguments come from a file) has its default; a
     number that a file gives as a string is read as a number. Raises :class:`AggregationError`
     for contradicting flags, and :class:`ReducerPathError` for a reducer path that does not lead
     to a callable, at launch rather than at the first step: it imports the path's module.
@@ -167,7 +167,8 @@ def _check_free(parser: argparse.ArgumentParser) -> None:
     if taken:
         raise AggregationError(
             f"this parser has {', '.join(taken)} already: call add_loss_aggregation_args once; if "
-            "they are the host's own, leave ours out, drop what the host does with them, and build "
+            "they are the framework's own, leave ours out, drop what the framework does "
+            "with them, and build "
             "Aggregation.named(...) from its arguments"
         )
 
@@ -183,7 +184,7 @@ def _description() -> str:
     lines = [f"{name:<{width}}  w_s = {weight};" for name, weight in weights.items()]
     return "\n".join(
         [
-            "loss = sum_s w_s sum_t m_t x_t, with one weight w_s per row s. The modes:",
+            "loss = sum_s w_s sum_t m_t x_t, with one weight w_s per sequence s. The modes:",
             *lines,
             "what each means, and other systems' names: lossagg explain --list",
         ]

@@ -55,7 +55,7 @@ def host_integers(
         got = f"{array.dtype} of shape {array.shape}" if array.ndim else repr(values)
         raise error(f"{name}: got {got}, expected integers in one dimension")
     if length is not None and len(array) != length:
-        raise error(f"{name}: got {len(array)} entries, expected {length}, one per row")
+        raise error(f"{name}: got {len(array)} entries, expected {length}, one per sequence")
     if len(array) and array.max() > _LARGEST:
         raise error(f"{name}: got {array.max()}, the largest is 2^63 - 1")
     if lowest is not None and len(array) and array.min() < lowest:

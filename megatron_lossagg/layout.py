@@ -1,9 +1,9 @@
 """Which tokens of a microbatch this context-parallel rank holds, and in which order.
 
 A layout is index arithmetic on host integers: no tensor, no rank lookup, no
-collective. It splits a microbatch's mask into *segments* (one packed row each) and lists,
+collective. It splits a microbatch's mask into *segments* (one packed sequence each) and lists,
 as *runs* of consecutive mask positions, the tokens that this rank's per-token losses
-belong to. Zigzag: a row padded to a multiple of 2 CP is split into 2 CP chunks; CP rank r
+belong to. Zigzag: a sequence padded to a multiple of 2 CP is split into 2 CP chunks; CP rank r
 holds the chunks r and 2 CP - 1 - r, in that order.
 
 Shape suffixes: R = runs of consecutive positions; S1 = segments + 1.
@@ -31,7 +31,7 @@ class Layout:
     """The tokens of one microbatch that one context-parallel rank holds.
 
     Build it with one of the four named constructors. Building reads lengths on the
-    host; a CUDA ``cu_seqlens`` costs one host sync. Equal arguments give the same
+    framework; a CUDA ``cu_seqlens`` costs one host sync. Equal arguments give the same
     cached object.
     """
 
@@ -51,7 +51,7 @@ class Layout:
     allows_tail: bool = False
     """Whether positions may follow the last segment, which weigh 0."""
     batch_shape: tuple[int, int] | None = None
-    """``[b, s]`` of the whole mask where rows are not packed."""
+    """``[b, s]`` of the whole mask where sequences are not packed."""
 
     def __post_init__(self) -> None:
         for array in (self.offset_S1, self.start_R, self.length_R, self.segment_R):
@@ -59,7 +59,7 @@ class Layout:
 
     @property
     def num_segments(self) -> int:
-        """Number of segments, fillers included."""
+        """Number of segments, padding sequences included."""
         return len(self.offset_S1) - 1
 
     @cached_property
@@ -90,8 +90,8 @@ class Layout:
     def is_in_rows(self, sizes: Sequence[int], *, is_local: bool) -> bool:
         """Whether a tensor of several dimensions can hold the tokens in their order.
 
-        ``sizes``: its dimensions but those of 1. Unpacked rows: they are ``[b, s]``, and
-        ``[b, s / CP]`` of what this rank holds. Packed rows: two, and each row of the tensor
+        ``sizes``: its dimensions but those of 1. Unpacked sequences: they are ``[b, s]``, and
+        ``[b, s / CP]`` of what this rank holds. Packed sequences: two, and each row of the tensor
         begins with a segment.
         """
         if self.batch_shape is not None:
@@ -114,7 +114,7 @@ class Layout:
         """Find this rank's token ``index``: its segment, and its position in that segment.
 
         Positions count from the segment's start in the mask, padding included; with ``local``
-        that is this rank's part of a row, with ``response_zigzag`` its response.
+        that is this rank's part of a sequence, with ``response_zigzag`` its response.
         """
         end_R = np.cumsum(self.length_R)
         run = int(np.searchsorted(end_R, index, side="right"))
@@ -136,7 +136,7 @@ class Layout:
 
     @staticmethod
     def bshd_zigzag(batch_size: int, seq_length: int, *, cp_size: int, cp_rank: int) -> Layout:
-        """Lay out one row per batch entry: mask ``[b, s]``, per-token losses ``[b, s / CP]``.
+        """Lay out one sequence per batch entry: mask ``[b, s]``, per-token losses ``[b, s / CP]``.
 
         Source: Megatron-Core ``get_batch_on_this_cp_rank``.
         """
@@ -144,7 +144,7 @@ class Layout:
             if not is_integer(size):
                 raise LayoutError(
                     f"got sizes [{batch_size!r}, {seq_length!r}], expected integers from 0: pass "
-                    "the batch's number of rows and their length"
+                    "the batch's number of sequences and their length"
                 )
         _check_cp(cp_size, cp_rank)
         return _bshd_zigzag(batch_size, seq_length, cp_size, cp_rank)
@@ -160,9 +160,9 @@ class Layout:
     ) -> Layout:
         """Lay out response tokens only, as slime and miles do: mask = all responses end to end.
 
-        Response token j of a row of ``total`` tokens sits on logit ``total - response -
+        Response token j of a sequence of ``total`` tokens sits on logit ``total - response -
         1 + j``, and the logit decides the rank: chunk = ceil(total / 2 CP), or
-        ceil(max_seq_len / 2 CP) for hosts that pad the batch (bshd). Source: slime
+        ceil(max_seq_len / 2 CP) for frameworks that pad the batch (bshd). Source: slime
         ``get_logits_and_tokens_offset_with_cp``.
         """
         total_S = host_integers("total_lengths", total_lengths, LayoutError, squeeze=True)
@@ -178,12 +178,14 @@ class Layout:
         )
 
     @staticmethod
-    def local(row_lengths_here: IntsLike, *, cp_size: int, cp_rank: int) -> Layout:
+    def local(sequence_lengths_here: IntsLike, *, cp_size: int, cp_rank: int) -> Layout:
         """Take mask and losses as already this rank's, as from Megatron-LM's ``get_batch``.
 
-        ``row_lengths_here``: tokens of each row on this rank.
+        ``sequence_lengths_here``: tokens of each sequence on this rank.
         """
-        length_S = host_integers("row_lengths_here", row_lengths_here, LayoutError, squeeze=True)
+        length_S = host_integers(
+            "sequence_lengths_here", sequence_lengths_here, LayoutError, squeeze=True
+        )
         _check_cp(cp_size, cp_rank)
         return _local(length_S.tobytes(), cp_size, cp_rank)
 
@@ -191,7 +193,7 @@ class Layout:
 @lru_cache(maxsize=_CACHED_LAYOUTS)
 def _local(lengths: bytes, cp_size: int, cp_rank: int) -> Layout:
     length_S = np.frombuffer(lengths, dtype=np.int64).copy()
-    _check_lengths("row_lengths_here", length_S)
+    _check_lengths("sequence_lengths_here", length_S)
     offset_S1 = _offsets(length_S)
     return Layout(
         name="local",
@@ -231,7 +233,7 @@ def _thd_zigzag(offsets: bytes, cp_size: int, cp_rank: int) -> Layout:
     if cp_size > 1 and len(unpadded):
         raise LayoutError(
             f"segment {unpadded[0]} has {length_S[unpadded[0]]} tokens, not a multiple of 2 CP = "
-            f"{2 * cp_size}: pad every row and pass the padded offsets (cu_seqlens_padded)"
+            f"{2 * cp_size}: pad every sequence and pass the padded offsets (cu_seqlens_padded)"
         )
     layout = _zigzag("thd_zigzag", offset_S1, length_S // (2 * cp_size), length_S, cp_size, cp_rank)
     return replace(layout, allows_tail=True)
@@ -267,19 +269,21 @@ def _response_zigzag(
     if total_S.shape != response_S.shape:
         raise LayoutError(
             f"got {len(total_S)} total_lengths and {len(response_S)} response_lengths, "
-            "expected one of each per row"
+            "expected one of each per sequence"
         )
     _check_lengths("response_lengths", response_S)
     promptless = np.flatnonzero(response_S >= total_S)
     if len(promptless):
-        row = promptless[0]
+        sequence = promptless[0]
         raise LayoutError(
-            f"row {row} has {total_S[row]} tokens of which {response_S[row]} are the response: "
+            f"sequence {sequence} has {total_S[sequence]} tokens of which "
+            f"{response_S[sequence]} are the response: "
             "a response follows at least one prompt token, whose logit predicts its first"
         )
     if max_seq_len is not None and len(total_S) and total_S.max() > max_seq_len:
         raise LayoutError(
-            f"row {total_S.argmax()} has {total_S.max()} tokens, max_seq_len is {max_seq_len}: "
+            f"sequence {total_S.argmax()} has {total_S.max()} tokens, max_seq_len is "
+            f"{max_seq_len}: "
             "pass the length the batch is padded to"
         )
     offset_S1 = _offsets(response_S)

@@ -1,9 +1,10 @@
-"""Which rows and microbatches of a step have arrived; pure integers.
+"""Which sequences and microbatches of a step have arrived; pure integers.
 
-Each row is in exactly one microbatch of the step. While Megatron's rerun machine repeats a step,
-all its microbatches come once more: a new pass over the same rows.
+Each sequence is in exactly one microbatch of the step. While Megatron's rerun machine repeats a
+step,
+all its microbatches come once more: a new pass over the same sequences.
 
-Shape suffix: S = rows of this data-parallel rank in the step.
+Shape suffix: S = sequences of this data-parallel rank in the step.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _NOT_SEEN = -1
 
 
 class Ledger:
-    """Tracks the rows of one schedule call of ``num_microbatches`` over ``num_rows`` rows.
+    """Tracks the sequences of one schedule call of ``num_microbatches`` over ``num_sequences``
+    sequences.
 
     ``is_rerunning``: whether the rerun machine repeats the step now.
     """
@@ -29,7 +31,7 @@ class Ledger:
     def __init__(
         self,
         *,
-        num_rows: int,
+        num_sequences: int,
         num_microbatches: int,
         is_rerunning: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -37,13 +39,13 @@ class Ledger:
         self.num_calls = 0
         """Microbatches of the current pass that came."""
         self._is_rerunning = is_rerunning
-        self._microbatch_S = np.full(num_rows, _NOT_SEEN)
+        self._microbatch_S = np.full(num_sequences, _NOT_SEEN)
 
-    def add(self, rows: Ints) -> None:
-        """Record a microbatch by its rows, padding left out.
+    def add(self, sequences: Ints) -> None:
+        """Record a microbatch by its sequences, padding left out.
 
-        Raises :class:`ContractError` for a row that another microbatch had, for more
-        microbatches than planned, and for rows that are missing when the last one arrives.
+        Raises :class:`ContractError` for a sequence that another microbatch had, for more
+        microbatches than planned, and for sequences that are missing when the last one arrives.
         """
         if self.num_calls == self.num_microbatches and self._is_rerunning():
             self.num_calls = 0
@@ -53,20 +55,21 @@ class Ledger:
                 f"loss_func ran for more than the {self.num_microbatches} planned microbatches: "
                 "pass the schedule's num_microbatches to contract.step()"
             )
-        taken = rows[self._microbatch_S[rows] != _NOT_SEEN]
+        taken = sequences[self._microbatch_S[sequences] != _NOT_SEEN]
         if len(taken):
             raise ContractError(
-                f"row {taken[0]} is in two microbatches of the step, number "
+                f"sequence {taken[0]} is in two microbatches of the step, number "
                 f"{self._microbatch_S[taken[0]]} and number {self.num_calls} in the order of their "
-                f"calls, the second with rows {first_few(rows)}: each row is trained once"
+                f"calls, the second with sequences {first_few(sequences)}: each sequence is "
+                f"trained once"
             )
-        self._microbatch_S[rows] = self.num_calls
+        self._microbatch_S[sequences] = self.num_calls
         self.num_calls += 1
         if self.num_calls == self.num_microbatches:
-            self._check_no_row_missing()
+            self._check_no_sequence_missing()
 
     def close(self, *, may_be_empty: bool) -> None:
-        """Raise :class:`ContractError` where a microbatch or a row is missing.
+        """Raise :class:`ContractError` where a microbatch or a sequence is missing.
 
         ``may_be_empty``: whether none at all is right, as on all but the last pipeline stage.
         """
@@ -76,14 +79,14 @@ class Ledger:
             raise ContractError(
                 f"loss_func ran for {self.num_calls} microbatches, {self.num_microbatches} were "
                 "planned: pass the schedule's num_microbatches to contract.step(), and give each "
-                "call rows of its own"
+                "call sequences of its own"
             )
-        self._check_no_row_missing()
+        self._check_no_sequence_missing()
 
-    def _check_no_row_missing(self) -> None:
+    def _check_no_sequence_missing(self) -> None:
         missing = np.flatnonzero(self._microbatch_S == _NOT_SEEN)
         if len(missing):
             raise ContractError(
-                f"{len(missing)} of {len(self._microbatch_S)} rows were in no microbatch of "
-                f"the step ({first_few(missing)}): each row is trained once"
+                f"{len(missing)} of {len(self._microbatch_S)} sequences were in no microbatch of "
+                f"the step ({first_few(missing)}): each sequence is trained once"
             )

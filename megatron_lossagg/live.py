@@ -1,6 +1,6 @@
 """What is read from the live, wrapped model chunks, and what of it is refused.
 
-The regime is frozen in two places when a model is built and wrapped (DDP's
+The loss scaling is frozen in two places when a model is built and wrapped (DDP's
 ``gradient_scaling_factor``, every MoE router) and read live in two (schedule, finalize):
 all must agree. Groups are the chunks' own. Which options are rejected is in
 :mod:`megatron_lossagg.options`. Symbols: ``DistributedDataParallel.__init__``,
@@ -19,26 +19,29 @@ from torch.distributed import ProcessGroup
 
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.options import check_options
-from megatron_lossagg.scaling import Regime, ddp_factor
+from megatron_lossagg.scaling import LossScaling, ddp_factor
 
 __all__ = [
     "Frozen",
     "LiveGroups",
     "check_config",
-    "checked_regime",
+    "checked_loss_scaling",
     "is_rerunning",
     "megatron_version",
     "note_on_side_losses",
 ]
 
 _OLDEST_MEGATRON = (0, 13)
-_MOE_FREE_OF_CP = {"average": (0, 16), "per-token": (0, 19)}
+_MOE_FREE_OF_CP = {"average": (0, 16), "per_token": (0, 19)}
 """The release from which the gradient of the MoE side losses does not depend on CP."""
 _MTP_NEVER_FREE_OF_CP = (0, 17)
-"""The release from which MTP's gradient depends on CP in both regimes, not in the average alone."""
+"""The release from which MTP's gradient depends on CP in both loss scalings, not in the average
+alone.
+"""
 
 _FLIPPED = (
-    "the regime is frozen when the model is built and wrapped; set --calculate-per-token-loss "
+    "the loss scaling is frozen when the model is built and wrapped; set "
+    "--calculate-per-token-loss "
     "before that and leave it"
 )
 
@@ -128,8 +131,8 @@ def _model_group(chunk: Any, name: Literal["cp", "tp"]) -> ProcessGroup:
     return global_group
 
 
-def checked_regime(chunks: Sequence[Any]) -> Regime:
-    """Refuse what cannot be compensated; return the regime of the first chunk's config."""
+def checked_loss_scaling(chunks: Sequence[Any]) -> LossScaling:
+    """Refuse what cannot be compensated; return the loss scaling of the first chunk's config."""
     if _release() < _OLDEST_MEGATRON:
         raise ContractError(
             f"megatron-core {megatron_version()}: before 0.13 num_tokens is reduced over another "
@@ -140,7 +143,7 @@ def checked_regime(chunks: Sequence[Any]) -> Regime:
     for chunk in chunks:
         _check_wrapper(chunk)
     check_config(chunks[0].config, len(chunks))
-    return "per-token" if chunks[0].config.calculate_per_token_loss else "average"
+    return "per_token" if chunks[0].config.calculate_per_token_loss else "average"
 
 
 def _check_wrapper(chunk: Any) -> None:
@@ -168,7 +171,7 @@ def check_config(config: Any, num_chunks: int) -> None:
 
 @dataclass(frozen=True)
 class _FrozenChunk:
-    """What one chunk keeps of the regime that it was built in."""
+    """What one chunk keeps of the loss scaling that it was built in."""
 
     chunk: Any
     scaled: tuple[Any, ...]
@@ -184,18 +187,20 @@ class Frozen:
     that is added or replaced afterwards is not seen. Neither communicates.
     """
 
-    def __init__(self, chunks: Sequence[_FrozenChunk], regime: Regime, cp_size: int) -> None:
+    def __init__(
+        self, chunks: Sequence[_FrozenChunk], loss_scaling: LossScaling, cp_size: int
+    ) -> None:
         self._chunks = tuple(chunks)
-        self._regime = regime
+        self._loss_scaling = loss_scaling
         self._cp_size = cp_size
 
     @staticmethod
-    def of(chunks: Sequence[Any], regime: Regime) -> Frozen:
+    def of(chunks: Sequence[Any], loss_scaling: LossScaling) -> Frozen:
         """Find buffers, buckets and routers, and compare them for the first time."""
         found = []
         for chunk in chunks:
-            # In the average regime DDP gives experts a factor of their own.
-            experts = chunk.expert_parallel_buffers if regime == "per-token" else []
+            # In the average loss scaling DDP gives experts a factor of their own.
+            experts = chunk.expert_parallel_buffers if loss_scaling == "per_token" else []
             buffers = [*chunk.buffers, *experts]
             scaled = (*buffers, *(bucket for buffer in buffers for bucket in buffer.buckets))
             modules = tuple(
@@ -204,19 +209,20 @@ class Frozen:
                 if isinstance(getattr(module, "calculate_per_token_loss", None), bool)
             )
             found.append(_FrozenChunk(chunk, scaled, modules))
-        frozen = Frozen(found, regime, int(chunks[0].config.context_parallel_size))
+        frozen = Frozen(found, loss_scaling, int(chunks[0].config.context_parallel_size))
         frozen.check()
         return frozen
 
     def check(self) -> None:
         """Compare with the live configs; raises :class:`ContractError` where they differ."""
-        per_token = self._regime == "per-token"
+        per_token = self._loss_scaling == "per_token"
         for index, frozen in enumerate(self._chunks):
             chunk, config = frozen.chunk, frozen.chunk.config
             if bool(config.calculate_per_token_loss) != per_token:
                 raise ContractError(
                     f"calculate_per_token_loss is {config.calculate_per_token_loss} in the config "
-                    f"of chunk {index}, the model was wrapped in the {self._regime} regime: "
+                    f"of chunk {index}, the model was wrapped in the {self._loss_scaling} "
+                    f"loss scaling: "
                     f"{_FLIPPED}"
                 )
             if config.context_parallel_size != self._cp_size:
@@ -228,12 +234,13 @@ class Frozen:
                 )
             size = dist.get_world_size(chunk.dp_cp_group)
             averages = bool(chunk.ddp_config.average_in_collective)
-            expected = ddp_factor(self._regime, size, average_in_collective=averages)
+            expected = ddp_factor(self._loss_scaling, size, average_in_collective=averages)
             factors = {part.gradient_scaling_factor for part in frozen.scaled}
             if factors - {expected}:
                 raise ContractError(
-                    f"chunk {index} scales gradients by {sorted(factors)}, the {self._regime} "
-                    f"regime over {size} ranks scales by {expected}: {_FLIPPED}"
+                    f"chunk {index} scales gradients by {sorted(factors)}, the "
+                    f"{self._loss_scaling} "
+                    f"loss scaling over {size} ranks scales by {expected}: {_FLIPPED}"
                 )
             for name, module in frozen.modules:
                 if module.calculate_per_token_loss != per_token:
@@ -244,32 +251,33 @@ class Frozen:
                     )
 
 
-def note_on_side_losses(config: Any, regime: Regime) -> str:
+def note_on_side_losses(config: Any, loss_scaling: LossScaling) -> str:
     """Say which of stock's side losses depend on CP here; empty where none does.
 
-    MTP's does, but in the per-token regime before megatron-core 0.17. Those of MoE routers do
-    before 0.16 in the average regime, and before 0.19 in the per-token regime.
+    MTP's does, but in the per-token loss scaling before megatron-core 0.17. Those of MoE routers do
+    before 0.16 in the average loss scaling, and before 0.19 in the per-token loss scaling.
     """
     release = _release()
     coefficients = getattr(config, "moe_aux_loss_coeff", 0)
     is_balanced = any(coefficients) if isinstance(coefficients, list) else bool(coefficients)
     has_moe = bool(config.num_moe_experts and (is_balanced or config.moe_z_loss_coeff))
     remedies = {}
-    if config.mtp_num_layers and (regime == "average" or release >= _MTP_NEVER_FREE_OF_CP):
+    if config.mtp_num_layers and (loss_scaling == "average" or release >= _MTP_NEVER_FREE_OF_CP):
         has_remedy = not has_moe and release < _MTP_NEVER_FREE_OF_CP
         remedies["MTP"] = (
             "train with --calculate-per-token-loss"
             if has_remedy
             else "compare runs at one CP size only"
         )
-    if has_moe and release < _MOE_FREE_OF_CP[regime]:
-        major, minor = _MOE_FREE_OF_CP[regime]
+    if has_moe and release < _MOE_FREE_OF_CP[loss_scaling]:
+        major, minor = _MOE_FREE_OF_CP[loss_scaling]
         remedies["MoE"] = f"install megatron-core>={major}.{minor}"
     if not remedies:
         return ""
     return (
         f"side losses ({' and '.join(remedies)}) are Megatron's own and no --loss-aggregation "
-        f"changes them; in the {regime} regime of megatron-core {megatron_version()} their "
+        f"changes them; in the {loss_scaling} loss scaling of megatron-core "
+        f"{megatron_version()} their "
         f"gradient depends on CP: {' and '.join(remedies.values())}"
     )
 

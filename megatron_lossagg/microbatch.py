@@ -1,4 +1,4 @@
-"""The rows and the loss mask of one microbatch: checked, and sliced for this rank.
+"""The sequences and the loss mask of one microbatch: checked, and sliced for this rank.
 
 Everything that the reducers of a microbatch share, under any aggregation. A mask on the
 CPU is checked here, in numpy; the checks of a mask on a device are left on the device, for
@@ -6,7 +6,7 @@ the step to read when it closes.
 
 Shape suffixes: P = positions of the whole mask; T = tokens that this rank holds;
 G = segments of the microbatch (G1, G2: and one or two more); R = runs of consecutive
-positions; S = rows of the step.
+positions; S = sequences of the step.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from megatron_lossagg.integers import Ints, IntsLike, first_few, host_integers
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.state import StepState
 
-__all__ = ["FILLER", "Microbatch", "Place"]
+__all__ = ["PADDING", "Microbatch", "Place"]
 
-FILLER = -1
-"""The entry of ``rows`` that represents a filler or padding segment."""
+PADDING = -1
+"""The entry of ``sequences`` that represents a padding sequence or padding segment."""
 
 _MASK_DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -45,21 +45,21 @@ _COEFFICIENT = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Place:
-    """How messages name a microbatch, its rows and its tokens; host integers alone."""
+    """How messages name a microbatch, its sequences and its tokens; host integers alone."""
 
-    rows: Ints
+    sequences: Ints
     layout: Layout
-    microbatch_of_row: Ints | None
+    microbatch_of_sequence: Ints | None
 
     def __str__(self) -> str:
-        """Name the microbatch: ``microbatch 2 with rows 5, 6``."""
-        real = self.rows[self.rows != FILLER]
+        """Name the microbatch: ``microbatch 2 with sequences 5, 6``."""
+        real = self.sequences[self.sequences != PADDING]
         if not len(real):
-            return "a microbatch without rows"
+            return "a microbatch without sequences"
         number = "a microbatch"
-        if self.microbatch_of_row is not None:
-            number = f"microbatch {self.microbatch_of_row[real[0]]}"
-        return f"{number} with rows {first_few(real)}"
+        if self.microbatch_of_sequence is not None:
+            number = f"microbatch {self.microbatch_of_sequence[real[0]]}"
+        return f"{number} with sequences {first_few(real)}"
 
     @property
     def rank(self) -> str:
@@ -68,10 +68,10 @@ class Place:
         return f"rank {rank} (context-parallel rank {self.layout.cp_rank})"
 
     def token(self, index: int) -> tuple[str, str]:
-        """Name the row, and the token in it, that this rank's token ``index`` is."""
+        """Name the sequence, and the token in it, that this rank's token ``index`` is."""
         segment, token = self.layout.place(index)
-        row = self.rows[segment]
-        whose = "a filler" if row == FILLER else f"row {row}"
+        sequence = self.sequences[segment]
+        whose = "a padding sequence" if sequence == PADDING else f"sequence {sequence}"
         is_part = self.layout.is_local and self.layout.cp_size > 1
         part = " of this rank's part" if is_part else ""
         return f"{whose} (segment {segment} of {self})", f"{token}{part}"
@@ -79,7 +79,9 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Microbatch:
-    """One microbatch: which rows, which tokens of them this rank holds, and which it trains."""
+    """One microbatch: which sequences, which tokens of them this rank holds, and which it
+    trains.
+    """
 
     place: Place
     keep: Tensor
@@ -87,11 +89,13 @@ class Microbatch:
     num_past_end: int
     """Mask positions past the last segment: as many losses may follow this rank's."""
     active_tokens: Ints
-    """n_s of the step's rows, int64 ``[S]``."""
+    """n_s of the step's sequences, int64 ``[S]``."""
     state: StepState
     """The step's: where checks on a device leave their results."""
     trained: Tensor | None
-    """Tokens that this rank trains of each row of :attr:`own_rows`, if the framework slices."""
+    """Tokens that this rank trains of each sequence of :attr:`own_sequences`, if the framework
+    slices.
+    """
     identity: object = field(default_factory=object, init=False, repr=False)
     """Stands for this microbatch where its tensors must not be kept."""
     _keep_on: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
@@ -101,34 +105,36 @@ class Microbatch:
 
     @staticmethod
     def checked(
-        rows: IntsLike,
+        sequences: IntsLike,
         mask: Tensor,
         layout: Layout,
         *,
         active_tokens: Ints,
-        microbatch_of_row: Ints | None,
+        microbatch_of_sequence: Ints | None,
         state: StepState,
     ) -> Microbatch:
-        """Check rows and mask and slice the mask; see ``StepPlan.reducer``.
+        """Check sequences and mask and slice the mask; see ``StepPlan.reducer``.
 
-        Raises :class:`ReducerError`. No collective. No host sync, unless ``rows`` is a CUDA
+        Raises :class:`ReducerError`. No collective. No host sync, unless ``sequences`` is a CUDA
         tensor.
         """
-        rows_G = _checked_rows(rows, layout, len(active_tokens))
-        if microbatch_of_row is not None:
-            _check_one_microbatch(rows_G, microbatch_of_row)
+        sequences_G = _checked_sequences(sequences, layout, len(active_tokens))
+        if microbatch_of_sequence is not None:
+            _check_one_microbatch(sequences_G, microbatch_of_sequence)
         mask_P = _checked_shape(mask, layout)
-        place = Place(rows=rows_G, layout=layout, microbatch_of_row=microbatch_of_row)
+        place = Place(
+            sequences=sequences_G, layout=layout, microbatch_of_sequence=microbatch_of_sequence
+        )
         checks = _Checks(
             place=place,
-            counted_G=_of_rows(active_tokens, rows_G),
+            counted_G=_of_sequences(active_tokens, sequences_G),
             rejects_tokens=state.rejects_tokens,
         )
         check = checks.on_host if on_host(mask_P) else checks.on_device
         keep_T, trained_G = check(mask_P, state.faults)
         trained = None
         if layout.is_local and layout.cp_size > 1:
-            trained = trained_G[from_host(np.flatnonzero(rows_G != FILLER), trained_G.device)]
+            trained = trained_G[from_host(np.flatnonzero(sequences_G != PADDING), trained_G.device)]
         return Microbatch(
             place=place,
             keep=keep_T,
@@ -139,9 +145,9 @@ class Microbatch:
         )
 
     @property
-    def own_rows(self) -> Ints:
-        """The rows of the segments that are not padding."""
-        own: Ints = self.rows[self.rows != FILLER]
+    def own_sequences(self) -> Ints:
+        """The sequences of the segments that are not padding."""
+        own: Ints = self.sequences[self.sequences != PADDING]
         return own
 
     @property
@@ -150,9 +156,9 @@ class Microbatch:
         return self.state.faults
 
     @property
-    def rows(self) -> Ints:
-        """int64 ``[G]``: the row of each segment, -1 for a filler."""
-        return self.place.rows
+    def sequences(self) -> Ints:
+        """int64 ``[G]``: the sequence of each segment, -1 for a padding sequence."""
+        return self.place.sequences
 
     @property
     def layout(self) -> Layout:
@@ -172,7 +178,7 @@ class Microbatch:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Tensor:
-        """Give each token its row's weight, 0 where it is not trained; ``[T]``.
+        """Give each token its sequence's weight, 0 where it is not trained; ``[T]``.
 
         ``weight_S``: the step's weights under the aggregation. Made once for an aggregation, dtype
         (float32 or float64) and device.
@@ -185,11 +191,11 @@ class Microbatch:
     def _packed(
         self, weight_S: npt.NDArray[np.float64], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        weight_G = _of_rows(weight_S, self.rows)
+        weight_G = _of_sequences(weight_S, self.sequences)
         values = weight_G[weight_G > 0]
         weight_G = weight_G.astype(str(dtype).removeprefix("torch."))
-        if len(values) and FILLER not in self.rows and (values == values[0]).all():
-            # Rows of weight 0 train nothing, so one weight serves for all that is kept.
+        if len(values) and PADDING not in self.sequences and (values == values[0]).all():
+            # Sequences of weight 0 train nothing, so one weight serves for all that is kept.
             weight = weight_G.max()
             if on_host(self.keep):
                 return from_host(np.multiply(self.keep.numpy(), weight), device)
@@ -203,23 +209,23 @@ class Microbatch:
     @property
     def counted_tokens(self) -> int:
         """Active tokens of this microbatch by the plan's count, complete over CP."""
-        return int(_of_rows(self.active_tokens, self.rows).sum())
+        return int(_of_sequences(self.active_tokens, self.sequences).sum())
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Checks:
-    """The checks of one mask: 0 or 1, nothing past the end, each row's tokens as counted.
+    """The checks of one mask: 0 or 1, nothing past the end, each sequence's tokens as counted.
 
     Each rank checks that the tokens it holds are 0 or 1; together the context-parallel ranks
-    hold them all. Tokens per row are summed over the whole mask. Both methods return the mask
+    hold them all. Tokens per sequence are summed over the whole mask. Both methods return the mask
     that this rank keeps, bool ``[T]``, and the tokens it trains of each segment, ``[G]``.
     """
 
     place: Place
     counted_G: Ints
-    """The plan's count of each segment's row, 0 for a filler."""
+    """The plan's count of each segment's sequence, 0 for a padding sequence."""
     rejects_tokens: bool
-    """Whether a row may train fewer tokens than were counted."""
+    """Whether a sequence may train fewer tokens than were counted."""
 
     @property
     def layout(self) -> Layout:
@@ -227,9 +233,9 @@ class _Checks:
         return self.place.layout
 
     @property
-    def rows_G(self) -> Ints:
-        """The row of each segment."""
-        return self.place.rows
+    def sequences_G(self) -> Ints:
+        """The sequence of each segment."""
+        return self.place.sequences
 
     def on_host(self, mask_P: Tensor, faults: Faults) -> tuple[Tensor, Tensor]:
         """Check in numpy and slice; raises :class:`ReducerError`."""
@@ -278,7 +284,7 @@ class _Checks:
             if len(self.counted_G):
                 most = int(self.counted_G.argmax())
                 self._raise_if(self._miscounted(int(self.counted_G[most]), most))
-            return keep_T, torch.zeros(len(self.rows_G), dtype=torch.int64, device=device)
+            return keep_T, torch.zeros(len(self.sequences_G), dtype=torch.int64, device=device)
         # Segment G is what follows the last one, and may train nothing.
         end_G2 = np.append(self.layout.offset_S1, len(mask_P))
         last_G2, is_past_0_G2, counted_G2 = from_host(
@@ -306,21 +312,21 @@ class _Checks:
         return keep_T, trained_G1[:-1]
 
     @property
-    def _holds_whole_rows(self) -> bool:
-        """Whether the mask has whole rows; a local one has this rank's part of each."""
+    def _holds_whole_sequences(self) -> bool:
+        """Whether the mask has whole sequences; a local one has this rank's part of each."""
         return self.layout.cp_size == 1 or not self.layout.is_local
 
     @property
     def _shows_a_shift(self) -> bool:
         """Whether a segment's last position predicts a token that is not in it."""
-        return self.layout.name in ("thd_zigzag", "bshd_zigzag") and len(self.rows_G) > 0
+        return self.layout.name in ("thd_zigzag", "bshd_zigzag") and len(self.sequences_G) > 0
 
     def _describe(self, values: list[float]) -> str:
         wrong, least, least_segment, most, most_segment, *at_last = map(int, values)
         where = f"{self.place.rank}: the mask of {self.place}"
         if wrong:
             return f"{where} has {wrong} values other than 0 and 1: {_COEFFICIENT}"
-        if least < 0 and least_segment == len(self.rows_G):
+        if least < 0 and least_segment == len(self.sequences_G):
             return f"{where} is 1 at {-least} positions {self._past_end()}"
         for missing, segment in ((least, least_segment), (most, most_segment)):
             if fault := self._miscounted(missing, segment):
@@ -332,24 +338,24 @@ class _Checks:
     def _miscounted(self, missing: int, segment: int) -> str:
         """Describe a segment that trains ``missing`` tokens fewer than were counted, if wrong."""
         is_fault = missing < 0 or (
-            missing > 0 and self._holds_whole_rows and not self.rejects_tokens
+            missing > 0 and self._holds_whole_sequences and not self.rejects_tokens
         )
         if not is_fault:
             return ""
-        row, counted = self.rows_G[segment], self.counted_G[segment]
-        if row == FILLER:
+        sequence, counted = self.sequences_G[segment], self.counted_G[segment]
+        if sequence == PADDING:
             return (
                 f"segment {segment} is named as padding (-1) and its mask is 1 at {-missing} "
-                "positions: give its row, or clear the mask there"
+                "positions: give its sequence, or clear the mask there"
             )
         return (
             f"segment {segment} trains {counted - missing} tokens, the plan counted {counted} for "
-            f"its row {row}: "
+            f"its sequence {sequence}: "
             + (
-                "a loss mask never selects more tokens than were counted; check rows and "
+                "a loss mask never selects more tokens than were counted; check sequences and "
                 "Sequences.active_tokens"
                 if missing < 0
-                else "check the mask, rows and Sequences.active_tokens; if tokens are rejected on "
+                else "check mask, sequences and Sequences.active_tokens; if tokens are rejected on "
                 "purpose, declare it with --loss-aggregation-rejects-tokens "
                 "(plan_step(rejects_tokens=True))"
             )
@@ -358,7 +364,7 @@ class _Checks:
     def _past_end(self) -> str:
         return (
             f"past the last segment's end {self.layout.num_tokens}: such a token belongs to no "
-            "row; end cu_seqlens after it, or clear the mask there"
+            "sequence; end cu_seqlens after it, or clear the mask there"
         )
 
     def _tokens_by_segment(self, value_P: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -394,7 +400,7 @@ def _warn_of_shift() -> None:
         "shift",
         "the mask is 1 at the last position of a segment, whose logit predicts a token that the "
         "segment does not hold: mask[i] belongs to logit i, the prediction of token i + 1; shift "
-        "it before packing. Ignore this if each label is one token longer than its row, as in "
+        "it before packing. Ignore this if each label is one token longer than its sequence, as in "
         "pretraining data",
     )
 
@@ -406,54 +412,59 @@ def _is_0_or_1(value_T: npt.NDArray[Any], keep_T: npt.NDArray[np.bool_]) -> bool
     return np.array_equal(keep_T, np.equal(value_T, 1))
 
 
-def _of_rows(values_S: npt.NDArray[Any], rows_G: Ints) -> npt.NDArray[Any]:
-    """Look up a value per segment, 0 for a filler."""
-    value_G = np.zeros(len(rows_G), dtype=values_S.dtype)
-    is_row_G = rows_G != FILLER
-    value_G[is_row_G] = values_S[rows_G[is_row_G]]
+def _of_sequences(values_S: npt.NDArray[Any], sequences_G: Ints) -> npt.NDArray[Any]:
+    """Look up a value per segment, 0 for a padding sequence."""
+    value_G = np.zeros(len(sequences_G), dtype=values_S.dtype)
+    is_sequence_G = sequences_G != PADDING
+    value_G[is_sequence_G] = values_S[sequences_G[is_sequence_G]]
     return value_G
 
 
-def _checked_rows(rows: IntsLike, layout: Layout, num_rows: int) -> Ints:
-    rows_G = host_integers("rows", rows, ReducerError)
-    if len(rows_G) != layout.num_segments:
+def _checked_sequences(sequences: IntsLike, layout: Layout, num_sequences: int) -> Ints:
+    sequences_G = host_integers("sequences", sequences, ReducerError)
+    if len(sequences_G) != layout.num_segments:
         raise ReducerError(
-            f"got {len(rows_G)} rows for {layout.num_segments} segments of the layout "
-            f"{layout.name}: one entry per segment, -1 for a filler or padding segment"
+            f"got {len(sequences_G)} sequences for {layout.num_segments} segments of the layout "
+            f"{layout.name}: one entry per segment, -1 for a padding sequence or padding segment"
         )
-    in_order = np.sort(rows_G[rows_G != FILLER])
-    if len(in_order) and (in_order[0] < FILLER or in_order[-1] >= num_rows):
-        wrong = rows_G[(rows_G < FILLER) | (rows_G >= num_rows)][0]
+    in_order = np.sort(sequences_G[sequences_G != PADDING])
+    if len(in_order) and (in_order[0] < PADDING or in_order[-1] >= num_sequences):
+        wrong = sequences_G[(sequences_G < PADDING) | (sequences_G >= num_sequences)][0]
         raise ReducerError(
-            f"row {wrong} is not one of the {num_rows} rows of the step on this rank: rows are "
+            f"sequence {wrong} is not one of the {num_sequences} sequences of the step on "
+            f"this rank: sequences are "
             "positions in Sequences.active_tokens, or -1"
         )
     doubled = in_order[1:][np.diff(in_order) == 0]
     if len(doubled):
-        times = int((rows_G == doubled[0]).sum())
+        times = int((sequences_G == doubled[0]).sum())
         raise ReducerError(
-            f"row {doubled[0]} appears in {times} segments of one microbatch: each row is in "
+            f"sequence {doubled[0]} appears in {times} segments of one microbatch: each "
+            f"sequence is in "
             "exactly one segment of one microbatch of the step"
         )
-    return rows_G
+    return sequences_G
 
 
-def _check_one_microbatch(rows_G: Ints, microbatch_S: Ints) -> None:
-    own_rows = rows_G[rows_G != FILLER]
-    planned = microbatch_S[own_rows]
+def _check_one_microbatch(sequences_G: Ints, microbatch_S: Ints) -> None:
+    own_sequences = sequences_G[sequences_G != PADDING]
+    planned = microbatch_S[own_sequences]
     other = np.flatnonzero(planned != planned[:1])
     if len(other):
         raise ReducerError(
-            f"row {own_rows[0]} was planned in microbatch {planned[0]} and row "
-            f"{own_rows[other[0]]} in microbatch {planned[other[0]]}: pass the rows of one "
+            f"sequence {own_sequences[0]} was planned in microbatch {planned[0]} and sequence "
+            f"{own_sequences[other[0]]} in microbatch {planned[other[0]]}: pass the "
+            f"sequences of one "
             "microbatch, as Sequences.microbatch has them"
         )
-    whole = np.flatnonzero(microbatch_S == planned[:1]) if len(own_rows) else own_rows
-    if len(own_rows) != len(whole):
-        missing = np.setdiff1d(whole, own_rows)
+    whole = np.flatnonzero(microbatch_S == planned[:1]) if len(own_sequences) else own_sequences
+    if len(own_sequences) != len(whole):
+        missing = np.setdiff1d(whole, own_sequences)
         raise ReducerError(
-            f"microbatch {planned[0]} was planned with {len(whole)} rows, got {len(own_rows)} "
-            f"without {first_few(missing)}: pass all of its rows, as Sequences.microbatch has them"
+            f"microbatch {planned[0]} was planned with {len(whole)} sequences, got "
+            f"{len(own_sequences)} "
+            f"without {first_few(missing)}: pass all of its sequences, as "
+            f"Sequences.microbatch has them"
         )
 
 
@@ -475,8 +486,8 @@ def _checked_shape(mask: Tensor, layout: Layout) -> Tensor:
             "before slicing for context parallelism"
         )
     sizes = [size for size in mask.shape if size != 1]
-    has_rows = layout.batch_shape is not None and len(sizes) > 1 and mask.numel() > 0
-    if has_rows and not layout.is_in_rows(sizes, is_local=False):
+    has_sequences = layout.batch_shape is not None and len(sizes) > 1 and mask.numel() > 0
+    if has_sequences and not layout.is_in_rows(sizes, is_local=False):
         raise ReducerError(
             f"got a mask of shape {tuple(mask.shape)}, expected [b, s] = {layout.batch_shape}: "
             "pass it so and not as [s, b], or flat"

@@ -1,6 +1,6 @@
 """Which options of Megatron change who holds a token or how a loss is scaled: one table.
 
-Each row was read in the source: megatron-core 0.13.1 to 0.19.2, Megatron-LM's development
+Each sequence was read in the source: megatron-core 0.13.1 to 0.19.2, Megatron-LM's development
 branches at d98e8a64 (main) and d48bd6be0a (dev), Megatron-Bridge at 067f987d. :func:`check_options`
 rejects what a live object sets. ``python -m megatron_lossagg.options`` prints the table as
 ``docs/compatibility.md`` has it. No torch, no Megatron.
@@ -299,7 +299,7 @@ OPTIONS = (
         names=("calculate_per_token_loss",),
         since="before 0.13",
         status="supported",
-        why="both regimes; the value is frozen when the model is built and wrapped, and compared "
+        why="both loss scalings; the value is frozen when the model is wrapped, and compared "
         "before each step",
     ),
     Option(
@@ -312,15 +312,16 @@ OPTIONS = (
         names=("mtp_num_layers", "mtp_loss_scaling_factor", "mtp_grad_scale_func"),
         since="before 0.13; `mtp_grad_scale_func` 0.19",
         status="not affected",
-        why="the MTP loss stays stock's, bit for bit; it depends on CP in the average regime, and "
-        "from 0.17 on in the per-token regime",
+        why="the MTP loss stays stock's, bit for bit; it depends on CP in the average "
+        "loss scaling, and "
+        "from 0.17 on in the per-token loss scaling",
     ),
     Option(
         names=("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_grad_scale_func"),
         since="before 0.13; `moe_grad_scale_func` 0.19",
         status="not affected",
         why="the routers' losses stay stock's, bit for bit; they depend on CP before 0.16 in the "
-        "average regime and before 0.19 in the per-token regime",
+        "average loss scaling and before 0.19 in the per-token loss scaling",
     ),
     Option(
         names=("dsa_indexer_loss_coeff", "experimental_attention_variant_loss_scale_func"),

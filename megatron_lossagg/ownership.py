@@ -1,14 +1,17 @@
 """Which context-parallel rank trained which tokens, if the framework slices the mask itself.
 
-With the layout ``local`` each rank brings the mask of its own slice, so no rank sees a whole row.
+With the layout ``local`` each rank brings the mask of its own slice, so no rank sees a whole
+sequence.
 Once per step the ranks of the context-parallel group gather how many tokens each has trained of
-each row, and how many it counted. Together they must train each row's count: more is an error,
+each sequence, and how many it counted. Together they must train each sequence's count: more is an
+error,
 fewer is one unless tokens are rejected on purpose.
 
-Ranks may disagree on everything, the number of rows included. So what is gathered has one size:
-row s is added to slot s modulo ``_SLOTS``.
+Ranks may disagree on everything, the number of sequences included. So what is gathered has one
+size:
+sequence s is added to slot s modulo ``_SLOTS``.
 
-Shape suffixes: S = rows of this data-parallel rank in the step; F = slots; W = ranks of the
+Shape suffixes: S = sequences of this data-parallel rank in the step; F = slots; W = ranks of the
 context-parallel group.
 """
 
@@ -83,34 +86,42 @@ def _describe(own_rank: int, counted_S: Ints, rejects_tokens: bool, values: list
     if differs:
         return (
             f"context-parallel ranks {own_rank} and {other} planned different steps (mode, options "
-            "or number of rows): start all ranks with the same flags and plan the same rows on "
+            "or number of sequences): start all ranks with the same flags and plan the "
+            "same sequences on "
             "every rank of a context-parallel group"
         )
     if miscounts:
         return (
-            f"the context-parallel ranks counted different tokens of {_row(slot, counted_S)}, this "
-            f"one {_counted(slot, counted_S)}: count the whole rows, before they are sliced"
+            f"the context-parallel ranks counted different tokens of "
+            f"{_sequence(slot, counted_S)}, this "
+            f"one {_counted(slot, counted_S)}: count the whole sequences, before they are sliced"
         )
     if least < 0:
-        also = f", and {most} fewer of {_row(under, counted_S)}" if most > 0 else ""
+        also = f", and {most} fewer of {_sequence(under, counted_S)}" if most > 0 else ""
         return (
-            f"the context-parallel ranks train {-least} tokens more of {_row(over, counted_S)} "
+            f"the context-parallel ranks train {-least} tokens more of "
+            f"{_sequence(over, counted_S)} "
             f"than the {_counted(over, counted_S)} that were counted{also}: each token belongs to "
             "one rank; pass the lengths of the slices that this rank holds to Layout.local"
         )
     if most > 0 and not rejects_tokens:
         return (
-            f"the context-parallel ranks train {most} tokens fewer of {_row(under, counted_S)} "
-            f"than the {_counted(under, counted_S)} that were counted: check mask, rows and "
+            f"the context-parallel ranks train {most} tokens fewer of "
+            f"{_sequence(under, counted_S)} "
+            f"than the {_counted(under, counted_S)} that were counted: check mask, sequences and "
             "slices; if tokens are rejected on purpose, declare it with "
             "--loss-aggregation-rejects-tokens (plan_step(rejects_tokens=True))"
         )
     return ""
 
 
-def _row(slot: int, counted_S: Ints) -> str:
-    rows = range(slot, len(counted_S), _SLOTS)
-    return f"row {slot}" if len(rows) == 1 else f"one of the rows {', '.join(map(str, rows))}"
+def _sequence(slot: int, counted_S: Ints) -> str:
+    sequences = range(slot, len(counted_S), _SLOTS)
+    return (
+        f"sequence {slot}"
+        if len(sequences) == 1
+        else f"one of the sequences {', '.join(map(str, sequences))}"
+    )
 
 
 def _counted(slot: int, counted_S: Ints) -> int:

@@ -1,11 +1,11 @@
-"""The step's integers, and the one weight per row that follows from them.
+"""The step's integers, and the one weight per sequence that follows from them.
 
 A step is described by counts that are known before its first forward: n_s active tokens
-per row, and which sample, prompt and microbatch the row belongs to. :func:`plan_step`
+per sequence, and which sample, prompt and microbatch the sequence belongs to. :func:`plan_step`
 counts over the data-parallel group and decides every weight; nothing after it branches
 on the mode. Counting makes the step's only collectives.
 
-Shape suffix: S = rows of this data-parallel rank in the step.
+Shape suffix: S = sequences of this data-parallel rank in the step.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class StepPlan:
     group_ranks: tuple[int, ...] | None
     """Global ranks that were counted over; None where no group was given."""
     sample_tokens: Ints | None
-    """n_b of each row's sample, int64 ``[S]``."""
+    """n_b of each sequence's sample, int64 ``[S]``."""
     prompt_tokens: Ints | None
-    """n_p of each row's prompt, int64 ``[S]``."""
+    """n_p of each sequence's prompt, int64 ``[S]``."""
     microbatch_tokens: Ints | None
-    """n_mb of each row's microbatch, int64 ``[S]``."""
+    """n_mb of each sequence's microbatch, int64 ``[S]``."""
     microbatch: Ints | None
-    """Index of each row's microbatch, int64 ``[S]``; a reducer's error names it."""
+    """Index of each sequence's microbatch, int64 ``[S]``; a reducer's error names it."""
     longest_sample: int
     """The largest n_b, over the group if one was counted over."""
     state: StepState = field(repr=False)
@@ -83,7 +83,7 @@ class StepPlan:
 
     @property
     def weights(self) -> Tensor:
-        """w_s, float64 ``[S]`` on the CPU; 0 for a row with no active tokens, never NaN.
+        """w_s, float64 ``[S]`` on the CPU; 0 for a sequence with no active tokens, never NaN.
 
         A copy: changing it changes nothing that is trained. Raises :class:`PlanError` if the
         mode lacks a total or an id.
@@ -109,7 +109,7 @@ class StepPlan:
         beyond = np.flatnonzero(is_active_S & ~((weight_S >= _LEAST) & (weight_S <= _MOST)))
         if len(beyond):
             raise PlanError(
-                f"{self.aggregation} gives row {beyond[0]} a weight of {weight_S[beyond[0]]}, "
+                f"{self.aggregation} gives sequence {beyond[0]} a weight of {weight_S[beyond[0]]}, "
                 "beyond what float32 holds: change --loss-aggregation-divisor (divisor=)"
             )
         weight_S.flags.writeable = False
@@ -144,7 +144,7 @@ class StepPlan:
 
     def reducer(
         self,
-        rows: IntsLike,
+        sequences: IntsLike,
         mask: Tensor,
         layout: Layout,
         *,
@@ -153,7 +153,8 @@ class StepPlan:
     ) -> Reducer:
         """Make the reducer of one microbatch: check its mask, slice it, look up its weights.
 
-        ``rows``: for each segment its position in ``Sequences``, -1 for a filler. ``mask``:
+        ``sequences``: for each segment its position in ``Sequences``, -1 for a padding sequence.
+        ``mask``:
         the microbatch's whole 0/1 training mask, packed like its tokens, before slicing for
         context parallelism (already this rank's for ``Layout.local``). ``mask[i]`` belongs to
         the loss at logit i, the prediction of token i + 1: shift it before packing, never
@@ -166,11 +167,11 @@ class StepPlan:
         if factory is None and self.aggregation.reducer_path is not None:
             factory = load_reducer_factory(self.aggregation.reducer_path)
         microbatch = Microbatch.checked(
-            rows,
+            sequences,
             mask,
             layout,
             active_tokens=self.active_tokens,
-            microbatch_of_row=self.microbatch,
+            microbatch_of_sequence=self.microbatch,
             state=self.state,
         )
         return Reducer.of(self, microbatch, factory, arguments)
@@ -241,19 +242,19 @@ class StepCounts:
 
     @property
     def sample_tokens(self) -> _Floats:
-        """n_b of each row's sample, float64 ``[S]``."""
-        return self._of_rows("sample_tokens", "Sequences(sample_tokens=...)")
+        """n_b of each sequence's sample, float64 ``[S]``."""
+        return self._of_sequences("sample_tokens", "Sequences(sample_tokens=...)")
 
     @property
     def prompt_tokens(self) -> _Floats:
-        """n_p of each row's prompt, float64 ``[S]``."""
+        """n_p of each sequence's prompt, float64 ``[S]``."""
         source = "Sequences(prompt=...), or prompt_tokens= with totals="
-        return self._of_rows("prompt_tokens", source)
+        return self._of_sequences("prompt_tokens", source)
 
     @property
     def microbatch_tokens(self) -> _Floats:
-        """n_mb of each row's microbatch, float64 ``[S]``."""
-        return self._of_rows("microbatch_tokens", "Sequences(microbatch=...)")
+        """n_mb of each sequence's microbatch, float64 ``[S]``."""
+        return self._of_sequences("microbatch_tokens", "Sequences(microbatch=...)")
 
     @property
     def _counts_empty(self) -> bool:
@@ -268,7 +269,7 @@ class StepCounts:
             )
         return value
 
-    def _of_rows(self, name: str, source: str) -> _Floats:
+    def _of_sequences(self, name: str, source: str) -> _Floats:
         counts_S: Ints | None = getattr(self._plan, name)
         if counts_S is None:
             raise PlanError(f"{self._plan.aggregation} needs {source}, which was not given")
@@ -285,7 +286,7 @@ def plan_step(
     fault: str = "",
     rejects_tokens: bool = False,
 ) -> StepPlan:
-    """Count the step over ``group`` and decide the weight of every row.
+    """Count the step over ``group`` and decide the weight of every sequence.
 
     ``group``: the dense data-parallel group *without* context parallelism, as
     ``MegatronContract.dp_group``; every rank of it calls. ``totals``: the step's counts
@@ -299,7 +300,7 @@ def plan_step(
     error otherwise.
 
     Without totals: one all-gather of ten integers per rank, a second one of five integers
-    per row where ids are given, each with one host sync; a third one only to bring an error's
+    per sequence where ids are given, each with one host sync; a third one only to bring an error's
     message to every rank. Wrong counts or ids, and ranks that disagree on the aggregation or on
     an option, raise :class:`PlanError` with the same message on every rank of the group. With
     totals an error is this rank's alone, and names it. A sample with more active tokens than the

@@ -47,13 +47,13 @@ class ReducerContext:
 
     plan: StepPlan
     """Totals and, under a mode of the table, weights: ``plan.under("token_mean").weights``."""
-    rows: Ints
-    """int64 ``[G]``: the row of each segment, -1 for a filler."""
+    sequences: Ints
+    """int64 ``[G]``: the sequence of each segment, -1 for a padding sequence."""
     mask: Tensor
     """bool ``[T]``: the training mask, sliced for this rank, on its device; shared, read only."""
     layout: Layout
     arguments: object
-    """The host's parsed arguments, or None."""
+    """The framework's parsed arguments, or None."""
 
     @property
     def aggregation(self) -> Aggregation:
@@ -109,7 +109,7 @@ class Reducer:
     """Turns this rank's per-token losses of one microbatch into a share.
 
     Built by ``StepPlan.reducer``. Calling it costs the same number of operations for 1
-    and for 1,000 rows, and no collective.
+    and for 1,000 sequences, and no collective.
     """
 
     plan: StepPlan
@@ -130,7 +130,7 @@ class Reducer:
         custom = factory(
             ReducerContext(
                 plan=plan,
-                rows=microbatch.rows,
+                sequences=microbatch.sequences,
                 mask=microbatch.keep,
                 layout=microbatch.layout,
                 arguments=arguments,
@@ -144,9 +144,9 @@ class Reducer:
         return Reducer(plan=plan, microbatch=microbatch, custom=custom)
 
     @property
-    def rows(self) -> Ints:
-        """int64 ``[G]``: the row of each segment, -1 for a filler."""
-        return self.microbatch.rows
+    def sequences(self) -> Ints:
+        """int64 ``[G]``: the sequence of each segment, -1 for a padding sequence."""
+        return self.microbatch.sequences
 
     @property
     def layout(self) -> Layout:
@@ -158,13 +158,13 @@ class Reducer:
 
         ``x``: this rank's per-token losses in the layout's order, any floating dtype, with as
         many elements as the layout has local tokens (tokens past the last segment weigh 0);
-        of two dimensions, each of its rows begins with a segment. Returns a 0-dim share in
+        of two dimensions, each of its sequences begins with a segment. Returns a 0-dim share in
         float32, or float64 where x is float64, connected to the graph of x even when no token
         is active. Masked positions of x may hold inf or NaN: neither the share nor its
         gradient with respect to x sees them.
 
         A loss that the mask keeps and that is not finite raises :class:`ReducerError`, which
-        names its row and token. On CUDA the share stays on the device without a host sync,
+        names its sequence and token. On CUDA the share stays on the device without a host sync,
         and closing the step raises it. On the CPU one scalar is read.
 
         While a step runs, the call is noted; a share that can be trained, of a plan that is not the
@@ -175,14 +175,16 @@ class Reducer:
         share = self._share(x, x_T, dtype)
         call = ReducerCall(
             microbatch=self.microbatch.identity,
-            rows=self.rows,
+            sequences=self.sequences,
             aggregation=self.plan.aggregation,
             requires_grad=x.requires_grad,
         )
         self.plan.state.note_call(call, share)
         if self.microbatch.trained is not None:
-            num_rows = len(self.plan.active_tokens)
-            self.plan.state.trained.add(self.microbatch.own_rows, self.microbatch.trained, num_rows)
+            num_sequences = len(self.plan.active_tokens)
+            self.plan.state.trained.add(
+                self.microbatch.own_sequences, self.microbatch.trained, num_sequences
+            )
         return share
 
     def _share(self, x: Tensor, x_T: Tensor, dtype: torch.dtype) -> Tensor:
@@ -237,7 +239,7 @@ class Reducer:
                 "pass the losses of this rank's slice, in its order"
             )
         if x.dim() != 1:
-            self._check_row_starts(x)
+            self._check_sequence_starts(x)
             x = x.reshape(-1)
         if x.numel() == num_local:
             return x
@@ -247,7 +249,7 @@ class Reducer:
     def _check_tail_is_no_padding(self) -> None:
         """Refuse losses past the last segment that padded segments would explain exactly.
 
-        With offsets before padding, rows whose lengths divide by 2 CP all the same would get
+        With offsets before padding, sequences whose lengths divide by 2 CP all the same would get
         other tokens' losses.
         """
         cp, num_tokens = self.layout.cp_size, self.microbatch.num_past_end + self.layout.num_tokens
@@ -259,19 +261,21 @@ class Reducer:
                     f"got losses and a mask of {num_tokens} tokens for segments that end at "
                     f"{self.layout.num_tokens}, which is what padding each segment to a multiple "
                     f"of {multiple} would give: pass the padded offsets (cu_seqlens_padded), or, "
-                    "if the tokens after the last segment belong to no row, end the offsets after "
+                    "if the tokens after the last segment belong to no sequence, end the "
+                    "offsets after "
                     "them and give that segment -1"
                 )
             multiple *= 2
 
-    def _check_row_starts(self, x: Tensor) -> None:
+    def _check_sequence_starts(self, x: Tensor) -> None:
         """Refuse losses of several dimensions in another order, such as ``[s, b]`` for [b, s]."""
         sizes = [size for size in x.shape if size != 1]
         if len(sizes) < 2 or x.numel() == 0:
             return
         if not self.layout.is_in_rows(sizes, is_local=True):
             raise ReducerError(
-                f"got losses of shape {tuple(x.shape)}, and not each of their rows begins with a "
+                f"got losses of shape {tuple(x.shape)}, and not each of their sequences "
+                f"begins with a "
                 f"segment of the layout {self.layout.name}: pass them in the order of the mask, "
                 "[b, s] and not [s, b], or flat"
             )
@@ -321,9 +325,10 @@ def _describe(place: Place, is_custom: bool, values: list[float]) -> str:
 
 
 def _loss_is(value: str, place: Place, index: int) -> str:
-    row, token = place.token(index)
+    sequence, token = place.token(index)
     return (
-        f"{place.rank}: the loss of {row} is {value} at its token {token}: check what the loss is "
+        f"{place.rank}: the loss of {sequence} is {value} at its token {token}: check what "
+        f"the loss is "
         "computed from (logits; in RL also importance ratios and advantages), or clear the mask "
         "there: a masked loss may be anything"
     )

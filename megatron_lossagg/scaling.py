@@ -1,11 +1,11 @@
-"""How Megatron-Core scales a loss on its way to the gradient: two regimes, K, its factors.
+"""How Megatron-Core scales a loss on its way to the gradient: two loss scalings, K, its factors.
 
 Pure arithmetic, and the only place for it: ``contract`` multiplies by K, ``probe`` measures
 K, ``explain`` prints the factors and ``verify`` names the wrong ones from here. For
 ``loss_func`` that returns ``(loss, num_tokens, report)``, megatron-core 0.13 to 0.19:
 
 =========  =====================  ==================  ==========================  =========
-regime     schedule               DDP                 finalize                    K
+loss scaling     schedule               DDP                 finalize                    K
 =========  =====================  ==================  ==========================  =========
 average    / num_tokens, / M      mean over DP * CP   nothing                     M DP CP
 per-token  nothing                sum                 / sum of all num_tokens     N
@@ -25,19 +25,19 @@ from typing import Literal
 
 __all__ = [
     "K_FORMULA",
+    "LOSS_SCALINGS",
     "MOST_TOKENS_PER_TOKEN",
-    "REGIMES",
     "Factor",
-    "Regime",
+    "LossScaling",
     "Scaling",
     "ddp_factor",
 ]
 
-Regime = Literal["average", "per-token"]
-REGIMES: tuple[Regime, Regime] = ("average", "per-token")
+LossScaling = Literal["average", "per_token"]
+LOSS_SCALINGS: tuple[LossScaling, LossScaling] = ("average", "per_token")
 
 MOST_TOKENS_PER_TOKEN = 2**31 - 1
-"""The largest N of a step in the per-token regime: Megatron-Core sums num_tokens in int32."""
+"""The largest N of a step in the per-token loss scaling: Megatron-Core sums num_tokens in int32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,18 +53,20 @@ class Factor:
 class Scaling:
     """The factors of one schedule call."""
 
-    regime: Regime
+    loss_scaling: LossScaling
     num_microbatches: int
     """M of this schedule call."""
     dp_cp_size: int
     """DP * CP."""
     active_tokens: int | None = None
-    """N of the step; needed in the per-token regime."""
+    """N of the step; needed in the per-token loss scaling."""
 
     @property
     def k(self) -> int:
-        """K: M DP CP in the average regime, N in the per-token regime."""
-        return self.report_factor if self.regime == "average" else int(self.active_tokens or 0)
+        """K: M DP CP in the average loss scaling, N in the per-token loss scaling."""
+        return (
+            self.report_factor if self.loss_scaling == "average" else int(self.active_tokens or 0)
+        )
 
     @property
     def report_factor(self) -> int:
@@ -77,18 +79,19 @@ class Scaling:
     def num_tokens(self, counted: int, cp_rank: int) -> int:
         """Return the num_tokens that loss_func reports for a microbatch.
 
-        ``counted``: active tokens of its rows by the plan, complete over CP. The average
-        regime divides by it at once, so it is 1. In the per-token regime CP rank 0 reports
+        ``counted``: active tokens of its sequences by the plan, complete over CP. The average
+        loss scaling divides by it at once, so it is 1. In the per-token loss scaling CP rank 0
+        reports
         ``counted`` and the other CP ranks 0, so that the sum over the step is N.
         """
-        if self.regime == "average":
+        if self.loss_scaling == "average":
             return 1
         return counted if cp_rank == 0 else 0
 
     def factors(self) -> Iterator[Factor]:
         """List what multiplies a share on its way to the gradient; the product is 1."""
         m, ranks, n = self.num_microbatches, self.dp_cp_size, max(self.k, 1)
-        if self.regime == "average":
+        if self.loss_scaling == "average":
             yield Factor(
                 where="loss_func", does="returns share * K, K = M DP CP", factor=Fraction(self.k)
             )
@@ -114,15 +117,15 @@ class Scaling:
             )
 
 
-K_FORMULA: dict[Regime, str] = {"average": "M DP CP", "per-token": "N"}
+K_FORMULA: dict[LossScaling, str] = {"average": "M DP CP", "per_token": "N"}
 
 
-def ddp_factor(regime: Regime, dp_cp_size: int, *, average_in_collective: bool) -> float:
+def ddp_factor(loss_scaling: LossScaling, dp_cp_size: int, *, average_in_collective: bool) -> float:
     """Return the ``gradient_scaling_factor`` that DDP freezes in a dense buffer when it is built.
 
-    1 / (DP CP) in the average regime, unless the collective itself averages; else 1. A dense
-    parameter only: experts' buffers have a factor of their own in the average regime.
+    1 / (DP CP) in the average loss scaling, unless the collective itself averages; else 1. A dense
+    parameter only: experts' buffers have a factor of their own in the average loss scaling.
     """
-    if regime == "per-token" or average_in_collective:
+    if loss_scaling == "per_token" or average_in_collective:
         return 1.0
     return 1.0 / dp_cp_size

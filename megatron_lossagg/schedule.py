@@ -1,9 +1,10 @@
-"""The one hook that every Megatron host has: what ``get_forward_backward_func()`` returns.
+"""The one hook that every Megatron framework has: what ``get_forward_backward_func()`` returns.
 
-A host calls its schedule with keywords, once per step. :class:`ScheduleHook` wraps it: reads
-the step's microbatches, counts and plans them, replays them to the host's own
-``forward_step_func``, and returns to Megatron, in place of the host's loss, the configured one.
-What only the host knows is its :class:`Adapter`'s.
+A framework calls its schedule with keywords, once per step. :class:`ScheduleHook` wraps it: reads
+the step's microbatches, counts and plans them, replays them to the framework's own
+``forward_step_func``, and returns to Megatron, in place of the framework's loss, the configured
+one.
+What only the framework knows is its :class:`Integration`'s.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.buffer import MicrobatchRows, StepBuffer, StepMicrobatch
+from megatron_lossagg.buffer import MicrobatchSequences, StepBuffer, StepMicrobatch
 from megatron_lossagg.contract import MegatronContract, StepContract
 from megatron_lossagg.devices import moved
 from megatron_lossagg.errors import AggregationError, ContractError
@@ -29,66 +30,69 @@ from megatron_lossagg.faults import Faults
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.plan import EmptyStep, StepPlan
 
-__all__ = ["Adapter", "HostLoss", "ScheduleHook", "aggregated"]
+__all__ = ["FrameworkLoss", "Integration", "ScheduleHook", "aggregated"]
 
 Schedule = Callable[..., Any]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class HostLoss:
-    """What a host's loss_func computes of one microbatch, before it is summed."""
+class FrameworkLoss:
+    """What a framework's loss_func computes of one microbatch, before it is summed."""
 
     losses: Tensor
     """Per-token losses in the layout's order, with every term that is trained."""
     mask: Tensor
-    """The 0/1 mask that the host would multiply them by, as the layout wants it."""
+    """The 0/1 mask that the framework would multiply them by, as the layout wants it."""
     report: Mapping[str, Tensor]
-    """The host's own report; it is kept beside ours."""
+    """The framework's own report; it is kept beside ours."""
     masked_sum: Tensor | None = None
-    """The host's own loss, 0-dim, where it should be the sum of ``losses`` times ``mask``: compared
+    """The framework's own loss, 0-dim, where it should be the sum of ``losses`` times ``mask``:
+    compared
     with that in each training microbatch, so that no term is lost. None: nothing is compared."""
 
 
-class Adapter(ABC):
-    """What a host's microbatches and its loss look like."""
+class Integration(ABC):
+    """What a framework's microbatches and its loss look like."""
 
     loss_name = "lm loss"
-    """The name under which the host reports its loss. The configured loss takes it, and the
-    host's own number moves to ``stock/<name>``, with ``_`` for spaces."""
+    """The name under which the framework reports its loss. The configured loss takes it, and the
+    framework's own number moves to ``stock/<name>``, with ``_`` for spaces."""
     gives_prompts = False
-    """Whether :meth:`rows` gives prompt ids, which ``prompt_mean`` needs."""
+    """Whether :meth:`sequences` gives prompt ids, which ``prompt_mean`` needs."""
 
     @abstractmethod
-    def rows(self, data: Any) -> MicrobatchRows:
+    def sequences(self, data: Any) -> MicrobatchSequences:
         """Count a microbatch, as the data iterator returned it; on the host, before slicing.
 
         Called once per microbatch and step, outside the schedule, on each rank that reads data.
         """
 
     @abstractmethod
-    def loss(self, loss_func: Callable[..., Any], output: Tensor) -> HostLoss:
-        """Take apart the host's loss of a microbatch.
+    def loss(self, loss_func: Callable[..., Any], output: Tensor) -> FrameworkLoss:
+        """Take apart the framework's loss of a microbatch.
 
-        ``loss_func``: what the host's forward_step returned beside its output. ``output``: what
-        the schedule gives it. No collective that the host does not make itself.
+        ``loss_func``: what the framework's forward_step returned beside its output. ``output``:
+        what
+        the schedule gives it. No collective that the framework does not make itself.
         """
 
     def layout(self, contract: MegatronContract, lengths: Sequence[int]) -> Layout:
         """Say which tokens the mask and the losses of :meth:`loss` are.
 
-        ``lengths``: those of :meth:`rows`, of whole rows. By default mask and losses are this
-        rank's already, an equal part of each row, as from Megatron-LM's ``get_batch``.
+        ``lengths``: those of :meth:`sequences`, of whole sequences. By default mask and losses are
+        this
+        rank's already, an equal part of each sequence, as from Megatron-LM's ``get_batch``.
         """
         return contract.local([length // contract.cp_size for length in lengths])
 
     def prepare(self, aggregation: Aggregation) -> None:  # noqa: B027
-        """Wrap what else of the host this aggregation needs; by default nothing.
+        """Wrap what else of the framework this aggregation needs; by default nothing.
 
         Called once, by :class:`ScheduleHook`.
         """
 
     def applies(self, call: Mapping[str, Any]) -> bool:
-        """Whether a call of the schedule computes the host's loss.
+        """Whether a call of the schedule computes the framework's loss.
 
         ``call``: its keywords. Others are left alone: by default those that collect other data.
         """
@@ -96,48 +100,49 @@ class Adapter(ABC):
 
 
 class ScheduleHook:
-    """Puts an aggregation into a host's schedule; one for a run, for training and evaluation.
+    """Puts an aggregation into a framework's schedule; one for a run, for training and evaluation.
 
     ``empty_step``, ``rejects_tokens``: as for :func:`~megatron_lossagg.plan.plan_step`.
     ``probe``: as for :meth:`MegatronContract.read`, which the first call makes.
-    Raises :class:`AggregationError` for ``prompt_mean`` where the adapter has no prompt ids.
+    Raises :class:`AggregationError` for ``prompt_mean`` where the integration has no prompt ids.
     """
 
     def __init__(
         self,
         aggregation: Aggregation,
-        adapter: Adapter,
+        integration: Integration,
         *,
         empty_step: EmptyStep = "zero",
         probe: bool = True,
         rejects_tokens: bool = False,
     ) -> None:
-        if aggregation.mode == "prompt_mean" and not adapter.gives_prompts:
+        if aggregation.mode == "prompt_mean" and not integration.gives_prompts:
             raise AggregationError(
-                f"prompt_mean needs prompt ids, and the data that {type(adapter).__name__} reads "
+                f"prompt_mean needs prompt ids, and the data that "
+                f"{type(integration).__name__} reads "
                 "has none: choose another --loss-aggregation, such as sample_mean"
             )
         self.aggregation = aggregation
-        self.adapter = adapter
+        self.integration = integration
         self.contract: MegatronContract | None = None
         """Read by the first call; None before."""
         self.num_steps = 0
         """Calls of a schedule whose loss was replaced, training and evaluation."""
         self.is_found = False
-        """Whether the host's loop has asked for its schedule."""
+        """Whether the framework's loop has asked for its schedule."""
         self.factor = 1
         """K of the latest step; 1 before, and on a rank that computes no loss."""
         self._chunks: list[Any] = []
         self._empty_step: EmptyStep = empty_step
         self._probe = probe
         self._rejects_tokens = rejects_tokens
-        adapter.prepare(aggregation)
+        integration.prepare(aggregation)
 
     def aggregated(self, schedule: Schedule) -> Schedule:
         """Wrap what ``get_forward_backward_func()`` returned.
 
         The wrapped schedule takes the same keywords and returns what the schedule returns, with
-        our report beside the host's. Raises what ``plan_step``, ``StepPlan.reducer`` and
+        our report beside the framework's. Raises what ``plan_step``, ``StepPlan.reducer`` and
         ``StepContract.close`` raise; and :class:`ContractError` for positional arguments, and
         for a ``forward_step_func`` that does not read one microbatch per call.
 
@@ -155,7 +160,7 @@ class ScheduleHook:
                     f"got {len(args)} positional arguments for the schedule, expected keywords "
                     "alone, as Megatron-LM passes them"
                 )
-            if not self.adapter.applies(call):
+            if not self.integration.applies(call):
                 return schedule(**call)
             return self._run(schedule, call)
 
@@ -177,7 +182,7 @@ class ScheduleHook:
         )
         plan = buffer.plan(
             self.aggregation,
-            lambda data: self.adapter.rows(data[-1]),
+            lambda data: self.integration.sequences(data[-1]),
             group=contract.dp_group,
             tp_group=contract.tp_group,
             # An evaluation without an active token trains nothing wrong.
@@ -194,7 +199,7 @@ class ScheduleHook:
             ]
         call["data_iterator"] = [*chunks[:-1], replay] if is_list else replay
         call["forward_step_func"] = _Replaced(
-            adapter=self.adapter,
+            integration=self.integration,
             forward_step=call["forward_step_func"],
             chunk=_unwrapped(self._chunks[-1]),
             microbatches=iter(buffer),
@@ -222,13 +227,13 @@ class ScheduleHook:
 
 
 def aggregated(
-    schedule: Schedule, aggregation: Aggregation, adapter: Adapter, **options: Any
+    schedule: Schedule, aggregation: Aggregation, integration: Integration, **options: Any
 ) -> Schedule:
     """Wrap one schedule; ``options`` are :class:`ScheduleHook`'s, whose :meth:`aggregated` it is.
 
-    A host that asks for a schedule several times makes one :class:`ScheduleHook` instead.
+    A framework that asks for a schedule several times makes one :class:`ScheduleHook` instead.
     """
-    return ScheduleHook(aggregation, adapter, **options).aggregated(schedule)
+    return ScheduleHook(aggregation, integration, **options).aggregated(schedule)
 
 
 class _InLockstep:
@@ -269,7 +274,8 @@ class _Replay:
                 "forward_step_func read more than one microbatch in a call: a step of M "
                 "microbatches reads M times"
             )
-        # A host may move its tensors to a device in place: the buffered step stays on the host.
+        # A framework may move its tensors to a device in place: the buffered step stays on the
+        # host.
         return copy.copy(self._data.pop())
 
     def turn_to(self, data: Any) -> None:
@@ -281,17 +287,17 @@ class _Replay:
         if self._data:
             raise ContractError(
                 "forward_step_func did not read its microbatch from the data iterator that the "
-                "schedule gave it: its loss would be weighted by another microbatch's rows"
+                "schedule gave it: its loss would be weighted by another microbatch's sequences"
             )
 
 
 class _Replaced:
-    """A host's forward_step_func whose loss_func returns the configured loss's share."""
+    """A framework's forward_step_func whose loss_func returns the configured loss's share."""
 
     def __init__(
         self,
         *,
-        adapter: Adapter,
+        integration: Integration,
         forward_step: Callable[..., Any],
         chunk: Any,
         microbatches: Iterator[StepMicrobatch],
@@ -301,7 +307,7 @@ class _Replaced:
         trains: bool,
     ) -> None:
         functools.update_wrapper(self, forward_step)
-        self._adapter = adapter
+        self._integration = integration
         self._forward_step = forward_step
         self._chunk = chunk
         self._microbatches = microbatches
@@ -331,34 +337,37 @@ class _Replaced:
     def _returns(
         self, microbatch: StepMicrobatch, loss_func: Callable[..., Any], output: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        name = self._adapter.loss_name
-        host = self._adapter.loss(loss_func, output)
+        name = self._integration.loss_name
+        framework = self._integration.loss(loss_func, output)
         lengths = microbatch.lengths
         if lengths is None:
             raise ContractError(
-                f"{type(self._adapter).__name__}.rows gave no lengths: give MicrobatchRows(lengths="
+                f"{type(self._integration).__name__}.sequences gave no lengths: give "
+                f"MicrobatchSequences(lengths="
                 "...), from which the layout is made"
             )
-        layout = self._adapter.layout(self._step.contract, lengths)
-        reducer = self._plan.reducer(microbatch.rows, host.mask, layout)
-        share = reducer(host.losses)
+        layout = self._integration.layout(self._step.contract, lengths)
+        reducer = self._plan.reducer(microbatch.sequences, framework.mask, layout)
+        share = reducer(framework.losses)
         if self._trains:
-            compare(host, self._plan.state.faults, microbatch.index)
+            compare(framework, self._plan.state.faults, microbatch.index)
         loss, num_tokens, ours = self._step.returns(share, reducer, report={name: share})
-        theirs = dict(host.report)
+        theirs = dict(framework.report)
         if name in theirs:  # after ours, and nothing that a search for the name finds
             ours[f"stock/{name.replace(' ', '_')}"] = theirs.pop(name)
         return loss, num_tokens, {**ours, **theirs}
 
 
-def compare(host: HostLoss, faults: Faults, microbatch: int) -> None:
-    """Compare the host's loss with the masked sum, on its device; ``faults`` are read later."""
-    if host.masked_sum is None:
+def compare(framework: FrameworkLoss, faults: Faults, microbatch: int) -> None:
+    """Compare the framework's loss with the masked sum, on its device; ``faults`` are
+    read later.
+    """
+    if framework.masked_sum is None:
         return
     with torch.no_grad():
-        mask = moved(host.mask, host.losses.device)
-        terms = torch.where(mask != 0, host.losses, 0) * mask.float()
-        values = [host.masked_sum, terms.sum(), terms.abs().sum()]
+        mask = moved(framework.mask, framework.losses.device)
+        terms = torch.where(mask != 0, framework.losses, 0) * mask.float()
+        values = [framework.masked_sum, terms.sum(), terms.abs().sum()]
     faults.record(values, functools.partial(_more_than_sum, microbatch))
 
 

@@ -28,7 +28,7 @@ class ReducerCall:
 
     microbatch: object
     """Stands for the microbatch of the reducer, without keeping its mask and weights."""
-    rows: Ints
+    sequences: Ints
     aggregation: Aggregation
     requires_grad: bool
     """Whether the losses that were passed require a gradient."""
@@ -39,24 +39,27 @@ class ReducerCall:
 
 
 class TrainedTokens:
-    """Trained tokens of each row on this rank, if the framework slices the mask itself.
+    """Trained tokens of each sequence on this rank, if the framework slices the mask itself.
 
-    Of several masks over one row the one that trains most counts, so running a microbatch again
+    Of several masks over one sequence the one that trains most counts, so running a microbatch
+    again
     changes nothing.
     """
 
     def __init__(self) -> None:
         self._tokens_S: dict[torch.device, Tensor] = {}
 
-    def add(self, rows: Ints, tokens: Tensor, num_rows: int) -> None:
-        """Note a microbatch's ``tokens``, int64 ``[len(rows)]`` on any device. No host sync."""
+    def add(self, sequences: Ints, tokens: Tensor, num_sequences: int) -> None:
+        """Note a microbatch's ``tokens``, int64 ``[len(sequences)]`` on any device. No
+        host sync.
+        """
         device = tokens.device
         if device not in self._tokens_S:
-            self._tokens_S[device] = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        tokens_S, index = self._tokens_S[device], from_host(rows, device)
+            self._tokens_S[device] = torch.zeros(num_sequences, dtype=torch.int64, device=device)
+        tokens_S, index = self._tokens_S[device], from_host(sequences, device)
         tokens_S.index_copy_(0, index, torch.maximum(tokens_S[index], tokens.long()))
 
-    def of_rows(self) -> Tensor | None:
+    def of_sequences(self) -> Tensor | None:
         """Return int64 ``[S]``; None if no mask was sliced by the framework."""
         found = list(self._tokens_S.values())
         if not found:

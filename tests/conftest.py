@@ -147,13 +147,13 @@ def _seeds():
 
 
 def proven(layouts, cases=CASES):
-    """Run every case of layouts of one world size in both regimes; return the verdicts.
+    """Run every case of layouts of one world size in both loss scalings; return the verdicts.
 
-    The verdicts' keys are (layout, case, regime). References are made once per session.
+    The verdicts' keys are (layout, case, loss scaling). References are made once per session.
     """
     job = Job(layouts=layouts, cases=cases, references=str(new_folder("references")))
     verdicts = prove_job(job, new_folder())
-    return {(v["layout"], v["case"], v["regime"]): v for v in verdicts}
+    return {(v["layout"], v["case"], v["loss_scaling"]): v for v in verdicts}
 
 
 def prove_job(job, folder):
@@ -170,7 +170,7 @@ def prove_job(job, folder):
 
 
 def compute_reference(folder, shape, *, copies, padded):
-    """Compute a reference as rank 0 of a job would, for rows padded to a multiple of 8.
+    """Compute a reference as rank 0 of a job would, for sequences padded to a multiple of 8.
 
     Most jobs have it in common; rank 0 would import Megatron-Core for each one.
     """
@@ -238,6 +238,7 @@ def pytest_terminal_summary(terminalreporter):
         from test_gradients import CASES, MICROBATCHES, SPLITS
 
         terminalreporter.write_line(
-            f"gradient cases: {len(CASES)} x {len(SPLITS)} x {len(MICROBATCHES)} x 2 regimes = "
+            f"gradient cases: {len(CASES)} x {len(SPLITS)} x {len(MICROBATCHES)} x 2 loss "
+            f"scalings = "
             f"{ran}, skipped {skipped}"
         )

@@ -2,7 +2,7 @@
 
 Each release is installed without its dependencies into a folder of its own and put before
 everything else on the path; torch and the rest are this environment's. For each one:
-``lossagg verify`` in both regimes, on the standard set of layouts with one aggregation and on
+``lossagg verify`` in both loss scalings, on the standard set of layouts with one aggregation and on
 a model with experts with every one, then the tests of the contract, and of the probe on two
 ranks. With ``--whole``: every aggregation on all layouts, the probe on four ranks too, and the
 side losses. Prints one line per release; exit status 1 if one fails.
@@ -28,7 +28,8 @@ RELEASES = (
     else ("0.17.1", "0.18.2", "0.19.2")
 )
 BESIDE = () if sys.version_info < (3, 12) else ("triton",)
-# What an aggregation is does not depend on the release; how layouts and regimes scale it does.
+# What an aggregation is does not depend on the release; how layouts and loss scalings scale it
+# does.
 ONE = ["--loss-aggregation", "prompt_mean"]
 LAYOUTS = {
     "standard set": [],

@@ -1,6 +1,6 @@
-"""Rows packed end to end, as Megatron's packed sequences want them.
+"""Sequences packed end to end, as Megatron's packed sequences want them.
 
-Shape suffixes: P = packed tokens, every row padded; T = the tokens of them that this
+Shape suffixes: P = packed tokens, every sequence padded; T = the tokens of them that this
 context-parallel rank holds.
 """
 
@@ -34,10 +34,10 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatch:
-    """Packed rows; everything is shifted so that entry i belongs to logit i."""
+    """Packed sequences; everything is shifted so that entry i belongs to logit i."""
 
-    rows: list[int]
-    """Positions of the rows in the step."""
+    sequences: list[int]
+    """Positions of the sequences in the step."""
     token_P: Tensor
     label_P: Tensor
     """The next token of each."""
@@ -53,7 +53,7 @@ class Microbatch:
         return len(self.token_P)
 
     def packed_seq_params(self) -> PackedSeqParams:
-        """Describe to Megatron-Core's attention where rows begin and end."""
+        """Describe to Megatron-Core's attention where sequences begin and end."""
         longest = int(self.cu_seqlens_padded.diff().max())
         return PackedSeqParams(
             qkv_format="thd",
@@ -66,26 +66,28 @@ class Microbatch:
         )
 
 
-def pack(rows: Sequence[Row], indices: Sequence[int], cp_size: int) -> Microbatch:
-    """Pack rows, each padded to a multiple of 2 CP. ``indices``: their positions in the step."""
+def pack(sequences: Sequence[Row], indices: Sequence[int], cp_size: int) -> Microbatch:
+    """Pack sequences, each padded to a multiple of 2 CP. ``indices``: their positions in
+    the step.
+    """
     multiple = 2 * cp_size
-    padded = [-(-len(row.tokens) // multiple) * multiple for row in rows]
+    padded = [-(-len(sequence.tokens) // multiple) * multiple for sequence in sequences]
     offsets = torch.tensor([0, *padded]).cumsum(0)
     token_P, label_P, position_P = torch.zeros((3, int(offsets[-1])), dtype=torch.long)
     mask_P = torch.zeros(len(token_P))
-    coefficient_P = tuple(torch.zeros(len(token_P)) for _ in rows[0].coefficients)
-    for start, row in zip(offsets.tolist()[:-1], rows, strict=True):
-        n, response = len(row.tokens), len(row.mask)
-        token_P[start : start + n] = torch.tensor(row.tokens)
-        label_P[start : start + n - 1] = torch.tensor(row.tokens[1:])
+    coefficient_P = tuple(torch.zeros(len(token_P)) for _ in sequences[0].coefficients)
+    for start, sequence in zip(offsets.tolist()[:-1], sequences, strict=True):
+        n, response = len(sequence.tokens), len(sequence.mask)
+        token_P[start : start + n] = torch.tensor(sequence.tokens)
+        label_P[start : start + n - 1] = torch.tensor(sequence.tokens[1:])
         position_P[start : start + n] = torch.tensor(task.positions(n - response, response))
         # Logit n - 1 - response is the last of the prompt and predicts the first response token.
         predicts = slice(start + n - 1 - response, start + n - 1)
-        mask_P[predicts] = torch.tensor(row.mask, dtype=torch.float32)
-        for target_P, values in zip(coefficient_P, row.coefficients, strict=True):
+        mask_P[predicts] = torch.tensor(sequence.mask, dtype=torch.float32)
+        for target_P, values in zip(coefficient_P, sequence.coefficients, strict=True):
             target_P[predicts] = torch.tensor(values)
     return Microbatch(
-        rows=list(indices),
+        sequences=list(indices),
         token_P=token_P,
         label_P=label_P,
         position_P=position_P,

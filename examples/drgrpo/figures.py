@@ -42,11 +42,11 @@ def main() -> None:
 
     print("greedy accuracy on 200 held-out problems")
     print(f"{'':8}{'before warm-up':>16}{'after warm-up':>16}{'after RL':>16}")
-    rows = {name: demo.accuracies(path) for name, path in metrics.items()}
-    for name, row in rows.items():
-        print(f"{name:8}" + "".join(f"{value:16.1%}" for value in row))
+    sequences = {name: demo.accuracies(path) for name, path in metrics.items()}
+    for name, sequence in sequences.items():
+        print(f"{name:8}" + "".join(f"{value:16.1%}" for value in sequence))
     for label, of in (("lowest", min), ("highest", max)):
-        columns = zip(*rows.values(), strict=True)
+        columns = zip(*sequences.values(), strict=True)
         print(f"{label:8}" + "".join(f"{of(column):16.1%}" for column in columns))
 
 

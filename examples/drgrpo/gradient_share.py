@@ -5,14 +5,15 @@
     torchrun --nproc_per_node 1 examples/drgrpo/gradient_share.py --output runs/share
 
 The rollouts of a step are one step of training. For every mode, the step's gradient g is
-taken once for each bucket of response lengths, with advantage 0 for all other rows, which stay
+taken once for each bucket of response lengths, with advantage 0 for all other sequences, which stay
 counted: g_b. Gradients add up, g = sum_b g_b, so that
 
     projection of b = <g_b, g> / <g, g>          signed, sums to 1 over buckets
     norm of b       = |g_b| / sum_c |g_c|        sums to 1 over buckets
 
 Each is the mean over the recorded steps; the weights are those that the file starts from, and
-the loss is the policy term alone. A bucket without a row in a step has gradient 0. The share of
+the loss is the policy term alone. A bucket without a sequence in a step has gradient 0. The share
+of
 the active tokens that each bucket holds is printed beside.
 """
 

@@ -124,7 +124,8 @@ def build_model(
         pipeline_model_parallel_size=processes.pipeline,
         context_parallel_size=processes.context,
         pipeline_dtype=torch.float32,
-        # Microbatches have as many tokens as their rows; validation then wants this dispatcher.
+        # Microbatches have as many tokens as their sequences; validation then wants this
+        # dispatcher.
         variable_seq_lengths=processes.pipeline > 1,
         moe_token_dispatcher_type="alltoall",
         use_cpu_initialization=True,

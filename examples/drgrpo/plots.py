@@ -148,12 +148,12 @@ def plot_gradient_share(
     ``shares``: of ``gradient_share.py``: ``norm`` and ``projection`` by mode and bucket.
     ``tokens``: each bucket's share of the active tokens.
     """
-    figure, row = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    figure, sequence = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     titles = {
         "norm": "Share of the gradient's size: |g_b| / sum of |g_b|",
         "projection": "Signed part of the step's gradient: <g_b, g> / <g, g>",
     }
-    for axes, (kind, title) in zip(row, titles.items(), strict=True):
+    for axes, (kind, title) in zip(sequence, titles.items(), strict=True):
         modes = list(shares[kind])
         buckets = list(shares[kind][modes[0]])
         width = 0.8 / len(modes)
@@ -170,6 +170,6 @@ def plot_gradient_share(
         axes.set(xlabel="response length, tokens", ylabel="share, mean over steps", title=title)
         axes.title.set_fontsize(10)
         axes.grid(alpha=0.3, axis="y")
-    row[0].legend(fontsize=9)
+    sequence[0].legend(fontsize=9)
     figure.savefig(path, dpi=130)
     plt.close(figure)

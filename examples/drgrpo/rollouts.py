@@ -122,16 +122,16 @@ def generate(
     ``uniform_BR``: numbers in [0, 1) that are looked up in the cumulative distribution
     (temperature 1); None takes the likeliest token. Finished responses leave the batch.
     """
-    num_rows = len(prompts)
+    num_sequences = len(prompts)
     length_B = torch.tensor([len(prompt) for prompt in prompts])
     token_BT = torch.full(
-        (num_rows, int(length_B.max()) + task.MAX_RESPONSE_TOKENS), task.PAD, dtype=torch.long
+        (num_sequences, int(length_B.max()) + task.MAX_RESPONSE_TOKENS), task.PAD, dtype=torch.long
     )
     for i, prompt in enumerate(prompts):
         token_BT[i, : len(prompt)] = torch.tensor(prompt)
-    responses: list[list[int]] = [[] for _ in range(num_rows)]
-    logprobs: list[list[float]] = [[] for _ in range(num_rows)]
-    running = torch.arange(num_rows)
+    responses: list[list[int]] = [[] for _ in range(num_sequences)]
+    logprobs: list[list[float]] = [[] for _ in range(num_sequences)]
+    running = torch.arange(num_sequences)
     for r in range(task.MAX_RESPONSE_TOKENS):
         last_B = length_B[running] + r - 1
         logits_BTV = _logits(sampler, token_BT[running, : int(last_B.max()) + 1], length_B[running])
@@ -162,16 +162,16 @@ def response_logprobs(
     scorer: torch.nn.Module, prompts: Sequence[list[int]], responses: Sequence[list[int]]
 ) -> list[list[float]]:
     """Return each response token's log-probability, from one forward pass."""
-    rows = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
-    token_BT = torch.full((len(rows), max(map(len, rows))), task.PAD, dtype=torch.long)
-    for i, row in enumerate(rows):
-        token_BT[i, : len(row)] = torch.tensor(row)
+    sequences = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+    token_BT = torch.full((len(sequences), max(map(len, sequences))), task.PAD, dtype=torch.long)
+    for i, sequence in enumerate(sequences):
+        token_BT[i, : len(sequence)] = torch.tensor(sequence)
     length_B = torch.tensor([len(prompt) for prompt in prompts])
     logprob_BTV = torch.log_softmax(_logits(scorer, token_BT[:, :-1], length_B).float(), -1)
     logprob_BT = logprob_BTV.gather(2, token_BT[:, 1:, None]).squeeze(2)
     return [
-        logprob_BT[i, len(prompt) - 1 : len(row) - 1].tolist()
-        for i, (prompt, row) in enumerate(zip(prompts, rows, strict=True))
+        logprob_BT[i, len(prompt) - 1 : len(sequence) - 1].tolist()
+        for i, (prompt, sequence) in enumerate(zip(prompts, sequences, strict=True))
     ]
 
 
@@ -187,7 +187,7 @@ def count_right(sampler: torch.nn.Module, problems: Sequence[task.Problem]) -> i
 
 def _logits(model: torch.nn.Module, token_BT: Tensor, prompt_length_B: Tensor) -> Tensor:
     index_T, length_B1 = torch.arange(token_BT.size(1)), prompt_length_B[:, None]
-    # The position ids of task.positions, for rows padded on the right.
+    # The position ids of task.positions, for sequences padded on the right.
     shift_B1 = task.MAX_PROMPT_TOKENS - length_B1
     position_BT = index_T + torch.where(index_T >= length_B1, shift_B1, 0)
     position_BT.clamp_(max=task.MAX_PROMPT_TOKENS + task.MAX_RESPONSE_TOKENS - 1)

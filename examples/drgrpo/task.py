@@ -1,4 +1,4 @@
-"""The task: take differences along a row of digits, each without its sign.
+"""The task: take differences along a sequence of digits, each without its sign.
 
 A prompt is ``7-5-9-3:``, worked from left to right: |7-5| leaves 2, |2-9| leaves 7, |7-3|
 leaves 4. A response writes any number of steps, each ended by ``;``, then ``=``, the answer
@@ -42,7 +42,7 @@ _HELD_OUT_SHARE = 0.1
 
 @dataclass(frozen=True)
 class Problem:
-    """Some digits in a row."""
+    """Some digits in a sequence."""
 
     digits: tuple[int, ...]
 

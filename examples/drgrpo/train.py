@@ -142,7 +142,7 @@ def schedule_step(
         coefficients_T = tuple(c_P[here_T] for c_P in mb.coefficient_P)
 
         def loss_func(nll: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            reducer = plan.reducer(mb.rows, mb.mask_P, layout)
+            reducer = plan.reducer(mb.sequences, mb.mask_P, layout)
             share, report = share_of(reducer, nll.view(-1), coefficients_T)
             return step.returns(share, reducer, report={"loss": share, **report})
 
@@ -176,11 +176,11 @@ def schedule_step(
 def demonstrations(run: Run, first_step: int) -> Iterator[list[Row]]:
     """Yield microbatches of this data-parallel rank without end, as a data loader would."""
     args, dp = run.args, run.processes.data
-    rows_each = args.warmup_batch_size // (dp * args.num_microbatches)
+    sequences_each = args.warmup_batch_size // (dp * args.num_microbatches)
     stream = (first_step - 1) * args.num_microbatches
     while True:
-        first = (stream * dp + run.dp_rank) * rows_each
-        drawn = [task.demonstration(args.seed, first + i) for i in range(rows_each)]
+        first = (stream * dp + run.dp_rank) * sequences_each
+        drawn = [task.demonstration(args.seed, first + i) for i in range(sequences_each)]
         yield [
             Row(
                 tokens=task.encode(problem.prompt + response),
@@ -202,10 +202,10 @@ def warmup_step(run: Run, stream: Iterator[list[Row]]) -> Ratios:
     buffer = StepBuffer(stream, run.args.num_microbatches)
     plan = buffer.plan(
         WARM_UP,
-        count=lambda rows: [row.active_tokens for row in rows],
+        count=lambda sequences: [sequence.active_tokens for sequence in sequences],
         group=run.contract.dp_group,
     )
-    packed = (pack(mb.data, mb.rows, run.processes.context) for mb in buffer)
+    packed = (pack(mb.data, mb.sequences, run.processes.context) for mb in buffer)
     return schedule_step(run, plan, packed, share_of)
 
 
@@ -236,7 +236,7 @@ def kl_loss(nll_T: Tensor, reference_T: Tensor) -> Tensor:
 def rl_step(run: Run, rollouts: list[Rollout]) -> Ratios:
     """Take one step on this data-parallel rank's rollouts; the weights move in the caller."""
     args, m = run.args, run.args.num_microbatches
-    rows = [
+    sequences = [
         Row(
             tokens=rollout.tokens,
             mask=rollout.mask,
@@ -248,12 +248,13 @@ def rl_step(run: Run, rollouts: list[Rollout]) -> Ratios:
         )
         for rollout in rollouts
     ]
-    parts = [split(len(rows), m, i) for i in range(m)]
-    # All counts of the step are known here, before the first forward: one weight per row follows.
+    parts = [split(len(sequences), m, i) for i in range(m)]
+    # All counts of the step are known here, before the first forward: one weight per sequence
+    # follows.
     plan = plan_step(
         run.aggregation,
         Sequences(
-            active_tokens=[row.active_tokens for row in rows],
+            active_tokens=[sequence.active_tokens for sequence in sequences],
             prompt=[rollout.prompt_id for rollout in rollouts],
             microbatch=[i for i, part in enumerate(parts) for _ in part],
             num_microbatches=m,
@@ -272,7 +273,7 @@ def rl_step(run: Run, rollouts: list[Rollout]) -> Ratios:
         share = pg_share + args.kl_coefficient * kl_share
         return share, {"pg_loss": pg_share, "kl": kl_share}
 
-    packed = (pack([rows[i] for i in part], part, run.processes.context) for part in parts)
+    packed = (pack([sequences[i] for i in part], part, run.processes.context) for part in parts)
     return schedule_step(run, plan, packed, share_of) | rollout_ratios(rollouts)
 
 
@@ -497,7 +498,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
     warmup = parser.add_argument_group("supervised warm-up (online)")
     warmup.add_argument("--warmup-steps", type=int, default=600)
-    warmup.add_argument("--warmup-batch-size", type=int, default=128, help="rows per step")
+    warmup.add_argument("--warmup-batch-size", type=int, default=128, help="sequences per step")
     warmup.add_argument("--warmup-lr", type=float, default=3e-3)
     warmup.add_argument("--warmup-weight-decay", type=float, default=0.1)
 

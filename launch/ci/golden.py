@@ -6,7 +6,8 @@
                                                      [--log FILE]
 
 A golden file has the options, the number of ranks, the device, the backend, the number of distinct
-hosts, the groups with how many of them span several hosts, and for each layout, case and regime
+hosts, the groups with how many of them span several hosts, and for each layout, case and loss
+scaling
 the weight's formula, K, the gradient's factor and that it passes. What a machine may change in its
 last digits, the errors, has a bound. Versions are shown and not compared. ``write`` refuses a
 report that did not pass; ``--expect`` writes another device, backend or number of hosts than the
@@ -141,7 +142,7 @@ def write_golden(report: Json, path: Path, expected: Json) -> int:
         "groups": report["groups"],
         "cases": [
             {
-                **{name: verdict[name] for name in ("layout", "case", "regime", *EXACT)},
+                **{name: verdict[name] for name in ("layout", "case", "loss_scaling", *EXACT)},
                 "factor": round(
                     verdict["measured_factor"], 6 if verdict["tolerance"] < 1e-3 else 1
                 ),
@@ -202,7 +203,7 @@ def compared(golden: Json, report: Json, allowed: Json) -> Iterator[Difference]:
 
 
 def host_states(report: Json) -> dict[str, str]:
-    """Return the state of each check of ``--host``; empty without."""
+    """Return the state of each check of ``--framework``; empty without."""
     host = report.get("host")
     return {check["check"]: check["state"] for check in host["checks"]} if host else {}
 
@@ -226,7 +227,7 @@ def of_case(where: str, case: Json, verdict: Json) -> Iterator[Difference]:
 
 def name_of(case: Json) -> str:
     """Name a case of a golden file or a report."""
-    return f"{case['layout']}; {case['case']}; {case['regime']}"
+    return f"{case['layout']}; {case['case']}; {case['loss_scaling']}"
 
 
 def number(value: float | None) -> str:

@@ -1,7 +1,7 @@
 """Explain what a mode means on rows you can check by hand, before you train.
 
 Prints the formula; the weight of every row; the factors between loss_func and
-the gradient, in Megatron-Core's regime and your layout; and the losses to
+the gradient, in Megatron-Core's loss scaling and your layout; and the losses to
 expect on the dashboard, compared with those of the other modes. Nothing is
 trained, and Megatron-Core is not needed. Rows are written as active tokens per
 sample: "," separates samples, "/" separates prompts, 0 is a fully masked
@@ -32,7 +32,7 @@ from megatron_lossagg.cli.prose import hanging, lines
 from megatron_lossagg.cli.rollouts import add_reading_arguments, read_rollouts
 from megatron_lossagg.cli.shares import add_bucket_argument, read_buckets
 from megatron_lossagg.files import check_outputs, write_whole
-from megatron_lossagg.scaling import REGIMES
+from megatron_lossagg.scaling import LOSS_SCALINGS
 
 __all__ = ["add_arguments", "run"]
 
@@ -107,10 +107,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default {default})"
         )
     parser.add_argument(
-        "--regime",
-        choices=REGIMES,
-        default=sizes.regime,
-        help=f"per-token is Megatron's --calculate-per-token-loss (default {sizes.regime})",
+        "--loss-scaling",
+        choices=LOSS_SCALINGS,
+        default=sizes.loss_scaling,
+        help=f"per-token is Megatron's --calculate-per-token-loss (default {sizes.loss_scaling})",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write it as JSON")
     file_group = add_reading_arguments(parser)
@@ -120,7 +120,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Explain a mode and return 0. Raises :class:`LossAggregationError` for wrong usage."""
     check_outputs({"--json": args.json}, inputs=[args.lengths_file, args.tokenizer])
-    split = Split(regime=args.regime, microbatches=args.microbatches, dp=args.dp, cp=args.cp)
+    split = Split(
+        loss_scaling=args.loss_scaling, microbatches=args.microbatches, dp=args.dp, cp=args.cp
+    )
     if args.lengths_file is None:
         _refuse_options_of_a_file(args)
         explanation = explain(

@@ -19,10 +19,10 @@ from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.plan import StepPlan
 from megatron_lossagg.scaling import (
     K_FORMULA,
+    LOSS_SCALINGS,
     MOST_TOKENS_PER_TOKEN,
-    REGIMES,
     Factor,
-    Regime,
+    LossScaling,
     Scaling,
 )
 from megatron_lossagg.verify.words import number_of
@@ -55,7 +55,7 @@ class ExplainError(LossAggregationError, ValueError):
 class Split:
     """How Megatron splits the step, and how it scales: what K depends on."""
 
-    regime: Regime = "average"
+    loss_scaling: LossScaling = "average"
     microbatches: int = 2
     """M of every data-parallel rank."""
     dp: int = 2
@@ -66,9 +66,10 @@ class Split:
             size = getattr(self, flag)
             if not 1 <= size <= _MOST:
                 raise ExplainError(f"--{flag}: got {size}, expected an integer from 1 to {_MOST}")
-        if self.regime not in REGIMES:
+        if self.loss_scaling not in LOSS_SCALINGS:
             raise ExplainError(
-                f"--regime: got {self.regime!r}, expected {' or '.join(map(repr, REGIMES))}"
+                f"--loss-scaling: got {self.loss_scaling!r}, expected "
+                f"{' or '.join(map(repr, LOSS_SCALINGS))}"
             )
 
 
@@ -143,7 +144,9 @@ class Explanation:
     factor: int
     """K."""
     num_tokens: tuple[int, ...]
-    """Of loss_func on CP rank 0: one per microbatch with rows in the per-token regime, else 1."""
+    """Of loss_func on CP rank 0: one per microbatch with rows in the per-token loss scaling, else
+    1.
+    """
     comparisons: tuple[Comparison, ...]
     """Every mode on the same rows, this one too; of a file with several steps, their mean."""
 
@@ -155,7 +158,7 @@ class Explanation:
     @property
     def k_formula(self) -> str:
         """K in symbols."""
-        return K_FORMULA[self.split.regime]
+        return K_FORMULA[self.split.loss_scaling]
 
 
 def read_lengths(text: str) -> list[list[int]]:
@@ -236,7 +239,7 @@ def _explanation(
     plan, alias = plans[0], ALIASES.get(name)
     aggregation = plan.aggregation
     scaling = Scaling(
-        regime=split.regime,
+        loss_scaling=split.loss_scaling,
         num_microbatches=split.microbatches,
         dp_cp_size=split.dp * split.cp,
         active_tokens=plan.totals.active_tokens,
@@ -287,11 +290,11 @@ def _step(prompts: Sequence[Sequence[int]]) -> Step:
 def _planned(aggregation: Aggregation, step: Step, split: Split, *, flag: str) -> StepPlan:
     """Plan a step; ``flag``: what gave it, for errors."""
     tokens = int(step.active_tokens.sum())
-    if split.regime == "per-token" and tokens > MOST_TOKENS_PER_TOKEN:
+    if split.loss_scaling == "per_token" and tokens > MOST_TOKENS_PER_TOKEN:
         raise ExplainError(
             f"{flag}: got {tokens} active tokens in a step, expected at most "
             f"{MOST_TOKENS_PER_TOKEN}, because Megatron-Core sums them in int32 in the per-token "
-            "regime. Give fewer, or --regime average"
+            "loss scaling. Give fewer, or --loss-scaling average"
         )
     return plan_of(step, aggregation, split.microbatches, split.dp)
 
@@ -320,7 +323,7 @@ def _rows(
 
 
 def _chain(scaling: Scaling) -> Iterator[Link]:
-    """Fill in the table of docs/megatron-contract.md, "Two regimes", with numbers."""
+    """Fill in the table of docs/megatron-contract.md, "Two loss scalings", with numbers."""
     so_far = Fraction(1)
     for place in scaling.factors():
         so_far *= place.factor

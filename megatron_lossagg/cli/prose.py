@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from megatron_lossagg.aggregation import MODES
 from megatron_lossagg.cli.explanation import Comparison, Explanation, exact
 from megatron_lossagg.cli.shares import Shares
-from megatron_lossagg.scaling import K_FORMULA, REGIMES
+from megatron_lossagg.scaling import K_FORMULA, LOSS_SCALINGS
 from megatron_lossagg.verify.words import number_of
 
 __all__ = ["hanging", "lines"]
@@ -156,16 +156,17 @@ def _factors(e: Explanation, width: int) -> Iterator[str]:
     s = e.split
     microbatches = number_of(s.microbatches, "microbatch")
     yield from _text(
-        f"regime {s.regime}, M = {microbatches} per rank, DP = {s.dp}, CP = {s.cp}", width
+        f"loss scaling {s.loss_scaling}, M = {microbatches} per rank, DP = {s.dp}, CP = {s.cp}",
+        width,
     )
-    if e.several_steps and s.regime == "per-token":
+    if e.several_steps and s.loss_scaling == "per_token":
         yield from _text("K is N, which every step has its own of: here the first step's.", width)
     yield ""
     table = [["where", "what happens to a share", "factor", "so far"]]
     table += [[x.where, x.does, str(x.factor), str(x.so_far)] for x in e.chain]
     yield from _table(_wrapped(table, column=1, width=width), left=2)
     yield ""
-    if s.regime == "average":
+    if s.loss_scaling == "average":
         tokens = "1"
     else:
         some = " + ".join(map(str, e.num_tokens[:8])) + (" + ..." if e.num_tokens[8:] else "")
@@ -185,7 +186,10 @@ def _factors(e: Explanation, width: int) -> Iterator[str]:
             f"{inverse} = 1/{e.factor} of this loss, without an error.",
             width,
         )
-    formulas = " and ".join(f"{K_FORMULA[regime]} in the {regime} regime" for regime in REGIMES)
+    formulas = " and ".join(
+        f"{K_FORMULA[loss_scaling]} in the {loss_scaling} loss scaling"
+        for loss_scaling in LOSS_SCALINGS
+    )
     yield from _text(
         f"K does not depend on the mode: it is {formulas}. The K that the start of a run measures "
         "is that of the probe's own small step, with an M and N of its own.",

@@ -98,13 +98,13 @@ def run(args: argparse.Namespace) -> int:
     from megatron_lossagg.integrations import megatron_lm, megatron_rl
 
     is_rl = script.name == "train_rl.py"
-    adapter = megatron_rl.RLAdapter if is_rl else megatron_lm.PretrainAdapter
+    integration = megatron_rl.RLAdapter if is_rl else megatron_lm.PretrainIntegration
     hook = megatron_lm.install(
         aggregation,
         empty_step=empty_step_from_args(flags),
         probe=probe_from_args(flags),
         rejects_tokens=rejects_tokens_from_args(flags),
-        adapter=adapter(),
+        integration=integration(),
     )
     status = _run(script, on_cpu=args.cpu)
     if status == 0 and hook.num_steps == 0:

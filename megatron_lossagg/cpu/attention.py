@@ -5,7 +5,7 @@ parallelism; Transformer Engine's knows both and needs a GPU. This one computes 
 function on any device and in any dtype.
 
 Shape suffixes: t = tokens this rank holds, k = tokens of all context-parallel ranks
-(gathered), S1 = packed rows + 1, C = context-parallel ranks.
+(gathered), S1 = packed sequences + 1, C = context-parallel ranks.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class UnsupportedModelError(LossAggregationError, ValueError):
 class ContextParallelAttention(torch.nn.Module):
     """Causal attention with the keys and values of all context-parallel ranks.
 
-    Goes into the ``core_attention`` slot of ``SelfAttentionSubmodules``. A row padded to
+    Goes into the ``core_attention`` slot of ``SelfAttentionSubmodules``. A sequence padded to
     a multiple of 2 CP is split into 2 CP chunks and rank r holds the chunks r and
     2 CP - 1 - r, in that order. Keys and values are gathered in one collective; its
     backward sums the ranks' gradients into the owner's (a reduce-scatter). Both are
     ``megatron.core.tensor_parallel.mappings.gather_from_sequence_parallel_region``.
-    Queries stay, and see a gathered token of their own row at or before their own
+    Queries stay, and see a gathered token of their own sequence at or before their own
     position. No host sync.
 
     The context-parallel size is ``config.context_parallel_size``; at 1 there is no
@@ -48,8 +48,8 @@ class ContextParallelAttention(torch.nn.Module):
     *group* instead: such a model in a context-parallel job also wants a
     ``pg_collection`` whose ``cp`` is a group of this rank alone.)
 
-    Packed rows (``qkv_format="thd"``) lie at ``cu_seqlens_q_padded``, or ``cu_seqlens_q``
-    where no padded offsets are given. Padding follows the row's tokens, which therefore
+    Packed sequences (``qkv_format="thd"``) lie at ``cu_seqlens_q_padded``, or ``cu_seqlens_q``
+    where no padded offsets are given. Padding follows the sequence's tokens, which therefore
     never see it. The mask is dense, one bool for each pair of a local and a gathered
     token (T^2 / CP bytes, kept as long as its ``cu_seqlens``): for small models.
 
@@ -209,7 +209,7 @@ _masks: Any = WeakIdKeyDictionary()
 def _cached_causal_mask(
     offset_S1: Tensor, num_tokens: int, cp_size: int, cp_rank: int, device: torch.device
 ) -> Tensor:
-    # A host may fill one buffer for every microbatch: its version distinguishes them.
+    # A framework may fill one buffer for every microbatch: its version distinguishes them.
     version = None if offset_S1.is_inference() else offset_S1._version
     cache_key = (version, num_tokens, cp_size, cp_rank, device)
     known = _masks.get(offset_S1)
@@ -234,17 +234,18 @@ def _causal_mask(
 
 
 def _zigzag_positions(offset_S1: Tensor, num_tokens: int, cp_size: int) -> tuple[Tensor, Tensor]:
-    """Give each rank's tokens their position in the whole pack [C, t], and their row's start [t].
+    """Give each rank's tokens their position in the whole pack [C, t], and their sequence's start
+    [t].
 
-    Tokens past the last offset count as one more row: they must not be NaN.
+    Tokens past the last offset count as one more sequence: they must not be NaN.
     """
     end = offset_S1.new_full((1,), num_tokens * cp_size)
     offset_S1 = torch.cat([offset_S1, end]).long()
     local_S1 = offset_S1 // cp_size
     index_t = torch.arange(num_tokens, device=offset_S1.device)
-    row_t = torch.bucketize(index_t, local_S1[1:], right=True)
-    start_t, within_t = offset_S1[row_t], index_t - local_S1[row_t]
-    chunk_t = (offset_S1[row_t + 1] - start_t) // (2 * cp_size)
+    sequence_t = torch.bucketize(index_t, local_S1[1:], right=True)
+    start_t, within_t = offset_S1[sequence_t], index_t - local_S1[sequence_t]
+    chunk_t = (offset_S1[sequence_t + 1] - start_t) // (2 * cp_size)
     rank_C = torch.arange(cp_size, device=offset_S1.device)[:, None]
     second_t = within_t >= chunk_t
     first_position_Ct = start_t + rank_C * chunk_t + within_t
@@ -256,11 +257,13 @@ def _check_offsets(offset_S1: Tensor, num_tokens: int, cp_size: int) -> None:
     length_S = offset_S1.diff()
     if cp_size > 1 and bool((length_S % (2 * cp_size)).any()):
         raise UnsupportedModelError(
-            f"got rows of {length_S.tolist()} tokens at context-parallel size {cp_size}: pad every "
-            f"row to a multiple of {2 * cp_size} and pass cu_seqlens_q_padded"
+            f"got sequences of {length_S.tolist()} tokens at context-parallel size "
+            f"{cp_size}: pad every "
+            f"sequence to a multiple of {2 * cp_size} and pass cu_seqlens_q_padded"
         )
     if int(offset_S1[-1]) > num_tokens * cp_size:
         raise UnsupportedModelError(
             f"cu_seqlens ends at {int(offset_S1[-1])}, this rank holds {num_tokens} tokens and "
-            f"{cp_size} ranks {num_tokens * cp_size}: give every rank its 1 / {cp_size} of each row"
+            f"{cp_size} ranks {num_tokens * cp_size}: give every rank its 1 / {cp_size} of "
+            f"each sequence"
         )

@@ -70,7 +70,7 @@ def gpt_layer_spec(config: Any, *, vp_stage: int | None = None, own_attention: b
     layers (dense or mixture of experts, ``config.moe_layer_freq``) and the final norm, so
     call it after ``initialize_model_parallel``, with ``vp_stage`` where the stages of an
     interleaved pipeline differ. ``own_attention=False`` leaves Megatron-Core's own, for whole
-    unpacked rows. Source: ``gpt_layer_specs.get_gpt_decoder_block_spec``.
+    unpacked sequences. Source: ``gpt_layer_specs.get_gpt_decoder_block_spec``.
     """
     if config.moe_grouped_gemm:
         raise UnsupportedModelError(

@@ -62,14 +62,14 @@ def _keep_pipeline_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
 def _indices(offsets: Any, num_tokens: int, cp_size: int, cp_rank: int) -> torch.Tensor:
     """Answer as Transformer Engine's ``thd_get_partitioned_indices``: chunks r and 2 CP - 1 - r.
 
-    A row that is not a multiple of 2 CP tokens is refused, as there.
+    A sequence that is not a multiple of 2 CP tokens is refused, as there.
     """
     del num_tokens
     positions = []
     for begin, end in pairwise(sorted({int(offset) for offset in offsets.flatten()})):
         size, rest = divmod(end - begin, 2 * cp_size)
         if rest:
-            raise ValueError(f"got a row of {end - begin} tokens, expected a multiple of 2 CP")
+            raise ValueError(f"got a sequence of {end - begin} tokens, expected a multiple of 2 CP")
         for chunk in (cp_rank, 2 * cp_size - 1 - cp_rank):
             positions.append(torch.arange(begin + chunk * size, begin + (chunk + 1) * size))
     return torch.cat(positions)
@@ -171,31 +171,31 @@ TRAINING_STAND_INS: tuple[StandIn, ...] = (
     StandIn(
         name="megatron.core.utils.get_thd_batch_on_this_cp_rank",
         replacement="itself, with indices of its own for Transformer Engine's",
-        needed_by="pretrain_gpt.get_batch: packed rows, context parallelism; until 0.18",
+        needed_by="pretrain_gpt.get_batch: packed sequences, context parallelism; until 0.18",
         make=_with_padded_offsets,
     ),
     StandIn(
         name="megatron.core.utils._get_batch_on_this_cp_rank_per_document_balancing",
         replacement="itself, with indices of its own for Transformer Engine's",
-        needed_by="pretrain_gpt.get_batch: packed rows, context parallelism; from 0.19 on",
+        needed_by="pretrain_gpt.get_batch: packed sequences, context parallelism; from 0.19 on",
         make=_with_indices,
     ),
     StandIn(
         name="megatron.core.models.common.embeddings.rope_utils._apply_rotary_pos_emb_thd",
         replacement="itself, with the offsets of a batch of one pack read as one list",
-        needed_by="pretrain_gpt.get_batch: packed rows with RoPE, whose fused kernel needs CUDA",
+        needed_by="pretrain_gpt.get_batch: packed data with RoPE, whose fused kernel needs CUDA",
         make=_of_flat_offsets,
     ),
     StandIn(
         name="megatron.core.transformer.transformer_block._get_block_submodules",
         replacement="itself, with the package's attention and norms in the spec",
-        needed_by="context parallelism, packed rows, sequence parallelism",
+        needed_by="context parallelism, packed sequences, sequence parallelism",
         make=_own_modules,
     ),
     StandIn(
         name="megatron.core.transformer.multi_token_prediction._get_mtp_block_submodules",
         replacement="itself, with the package's attention and norms in the spec",
-        needed_by="context parallelism, packed rows, sequence parallelism",
+        needed_by="context parallelism, packed sequences, sequence parallelism",
         make=_own_modules,
     ),
 )

@@ -1,4 +1,4 @@
-"""Entry points for training systems with a loss of their own, one file per host."""
+"""Entry points for training systems with a loss of their own, one file per framework."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ def __getattr__(name: str) -> object:
     message = f"module {__name__!r} has no attribute {name!r}"
     if ":" in name:
         dotted = f"{__name__}.{name.replace(':', '.')}"
-        message += f": this host's loader splits a path at its last dot, write {dotted}"
+        message += f": this framework's loader splits a path at its last dot, write {dotted}"
     raise AttributeError(message)

@@ -1,21 +1,22 @@
-"""Weights carried to slime and miles as one denominator per row.
+"""Weights carried to slime and miles as one denominator per sequence.
 
-Both hosts reduce the policy loss, entropy, KL and every metric of a microbatch alike, on
-each context-parallel rank, and multiply by what Megatron's average regime divides by::
+Both frameworks reduce the policy loss, entropy, KL and every metric of a microbatch alike, on
+each context-parallel rank, and multiply by what Megatron's average loss scaling divides by::
 
     (sum_s sum_t m_t x_t / max(d_s, 1)) * M * DP CP / G
 
 G is the step's number of rollouts. d_s (``rollout_mask_sums``) is a field of the data that
-travels with its row, by default n_b, the active tokens of the row's rollout. So ::
+travels with its sequence, by default n_b, the active tokens of the sequence's rollout. So ::
 
     d_s = 1 / (w_s G)
 
 trains sum_s w_s sum_t m_t x_t, whatever the mode, the layout and the microbatches. A d_s
-below 1 would be raised to 1 by the host: it is refused, on all ranks. In the per-token regime
-the host ignores d_s: refused as well. Sources: slime 624b824a and miles 31f1ca96,
+below 1 would be raised to 1 by the framework: it is refused, on all ranks. In the per-token loss
+scaling
+the framework ignores d_s: refused as well. Sources: slime 624b824a and miles 31f1ca96,
 ``loss_function`` and ``get_sum_of_sample_mean``.
 
-Shape suffix: S = rows of the host's lists.
+Shape suffix: S = sequences of the framework's lists.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ from megatron_lossagg.plan import EmptyStep, StepPlan, plan_step
 
 __all__ = [
     "REDUCER",
-    "Host",
-    "HostStep",
+    "Framework",
+    "FrameworkStep",
     "carried",
     "check_set_up",
     "denominators",
@@ -70,8 +71,8 @@ _REMEDIES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Host:
-    """Where a host takes our functions, and how its users write arguments."""
+class Framework:
+    """Where a framework takes our functions, and how its users write arguments."""
 
     name: str
     module: str
@@ -79,11 +80,11 @@ class Host:
     carry_argument: str
     """The argument that names ``carry_weights``."""
     about_flags: str
-    """What the host does with a flag that it does not know."""
+    """What the framework does with a flag that it does not know."""
 
     @property
     def carry_path(self) -> str:
-        """Path of our function, as the host's loader reads it."""
+        """Path of our function, as the framework's loader reads it."""
         return f"{self.module}.carry_weights"
 
     @property
@@ -97,41 +98,47 @@ class Host:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostStep:
-    """One optimizer step: its rows of the host's lists, and the rollouts it is divided by."""
+class FrameworkStep:
+    """One optimizer step: its sequences of the framework's lists, and the rollouts it is divided
+    by.
+    """
 
-    rows: Sequence[int]
+    sequences: Sequence[int]
     rollouts: int
     """G."""
     microbatch: Sequence[int] | None = None
-    """Index of each row's microbatch on this rank."""
+    """Index of each sequence's microbatch on this rank."""
     num_microbatches: int | None = None
     """M."""
 
 
-def check_set_up(args: Any, host: Host, *, is_carried: bool | None = None) -> Aggregation | None:
-    """Read the host's arguments and refuse those that would train another loss.
+def check_set_up(
+    args: Any, framework: Framework, *, is_carried: bool | None = None
+) -> Aggregation | None:
+    """Read the framework's arguments and refuse those that would train another loss.
 
     ``is_carried``: whether ``carry_weights`` runs; None: what the arguments say. Returns the
     aggregation, None where no argument asks for one. Raises :class:`ContractError` for hooks
     that contradict each other or are not called, and :class:`AggregationError` for arguments
     that are misspelled, contradict each other or would be ignored. No collective, no host sync.
     """
-    _check_names(args, host)
+    _check_names(args, framework)
     aggregation = aggregation_from_args(args)
-    carry = getattr(args, host.carry_argument, None)
+    carry = getattr(args, framework.carry_argument, None)
     reducer = getattr(args, REDUCER, None)
     if is_carried is None:
-        is_carried = carry == host.carry_path
+        is_carried = carry == framework.carry_path
     if is_carried:
         if aggregation is None:
             raise AggregationError(
-                f"got {host.carry_argument} and no loss_aggregation, expected the mode to carry: "
-                f"set loss_aggregation in the file of --custom-config-path. {host.about_flags}"
+                f"got {framework.carry_argument} and no loss_aggregation, expected the mode "
+                f"to carry: "
+                f"set loss_aggregation in the file of --custom-config-path. {framework.about_flags}"
             )
         if reducer is not None:
             raise ContractError(
-                f"got {REDUCER} {reducer} beside {host.carry_argument}, expected one of them: the "
+                f"got {REDUCER} {reducer} beside {framework.carry_argument}, expected one "
+                f"of them: the "
                 "reducer would replace the carried weights for the policy loss alone. Drop "
                 f"{REDUCER}"
             )
@@ -140,51 +147,56 @@ def check_set_up(args: Any, host: Host, *, is_carried: bool | None = None) -> Ag
     if aggregation is not None and not is_carried and not carry and not is_from_args:
         raise ContractError(
             f"got loss_aggregation ({aggregation}) and nothing that reads it: set "
-            f"{host.carry_argument} to {host.carry_path}, or drop loss_aggregation"
+            f"{framework.carry_argument} to {framework.carry_path}, or drop loss_aggregation"
         )
     if is_ours(reducer):
-        _check_reducer(args, host, str(reducer))
+        _check_reducer(args, framework, str(reducer))
     if (is_carried or is_ours(reducer)) and getattr(args, "calculate_per_token_loss", False):
         raise ContractError(
-            f"got --calculate-per-token-loss, expected the average regime: with it {host.name} "
+            f"got --calculate-per-token-loss, expected the average loss scaling: with it "
+            f"{framework.name} "
             "ignores every denominator and divides by all tokens. Drop that flag"
         )
     return aggregation
 
 
-def _check_reducer(args: Any, host: Host, reducer: str) -> None:
-    """Refuse a reducer that the host cannot load, or calls for no loss of this run."""
+def _check_reducer(args: Any, framework: Framework, reducer: str) -> None:
+    """Refuse a reducer that the framework cannot load, or calls for no loss of this run."""
     module, _, name = reducer.rpartition(".")
     getattr(importlib.import_module(module), name)  # an invalid name fails here, at startup
     if not name.startswith("constant_"):
         raise ContractError(
-            f"got {REDUCER} {reducer}, expected {host.hooks[REDUCER]}: {name} is not a reducer"
+            f"got {REDUCER} {reducer}, expected {framework.hooks[REDUCER]}: {name} is not a reducer"
         )
     loss_type = getattr(args, "loss_type", None) or "policy_loss"
     if loss_type != "policy_loss":
         raise ContractError(
             f"got {REDUCER} {reducer} with --loss-type {loss_type}, expected policy_loss: "
-            f"{host.name} calls the reducer in its policy loss alone, and this loss would keep "
-            f"{host.name}'s mean. Carry the weights instead: set loss_aggregation and "
-            f"{host.carry_argument} {host.carry_path}, and drop {REDUCER}"
+            f"{framework.name} calls the reducer in its policy loss alone, and this loss "
+            f"would keep "
+            f"{framework.name}'s mean. Carry the weights instead: set loss_aggregation and "
+            f"{framework.carry_argument} {framework.carry_path}, and drop {REDUCER}"
         )
 
 
 def carried(plan: StepPlan, rollouts: int) -> _Floats:
-    """Turn weights into the host's denominators: d_s = 1 / (w_s G), float64 ``[S]``.
+    """Turn weights into the framework's denominators: d_s = 1 / (w_s G), float64 ``[S]``.
 
-    A row with no active tokens has 1: it adds nothing. Raises :class:`PlanError` on this rank
-    alone where d_s is below 1, which the host would raise to 1.
+    A sequence with no active tokens has 1: it adds nothing. Raises :class:`PlanError` on this rank
+    alone where d_s is below 1, which the framework would raise to 1.
     """
     weight_S = plan.weights.numpy()
     above = np.flatnonzero(weight_S * rollouts > 1 + _FLOAT32_ROUNDING)
     if len(above):
-        row = above[0]
+        sequence = above[0]
         raise PlanError(
-            f"{plan.aggregation} gives row {row} of this step, with {plan.active_tokens[row]} "
-            f"active tokens, a weight of {weight_S[row]:.6g}, expected at most 1/G = 1/{rollouts} "
-            "(G: rollouts of the step): the host raises a denominator below 1 to 1 and would train "
-            f"the row with a weight {weight_S[row] * rollouts:.4g} times too small. "
+            f"{plan.aggregation} gives sequence {sequence} of this step, with "
+            f"{plan.active_tokens[sequence]} "
+            f"active tokens, a weight of {weight_S[sequence]:.6g}, expected at most 1/G = "
+            f"1/{rollouts} "
+            "(G: rollouts of the step): the framework raises a denominator below 1 to 1 "
+            "and would train "
+            f"the sequence with a weight {weight_S[sequence] * rollouts:.4g} times too small. "
             f"{_remedy(plan.aggregation)}"
         )
     denominator_S = np.ones(len(weight_S))
@@ -194,7 +206,7 @@ def carried(plan: StepPlan, rollouts: int) -> _Floats:
 
 def denominators(
     aggregation: Aggregation,
-    steps: Sequence[HostStep],
+    steps: Sequence[FrameworkStep],
     *,
     active_tokens: Sequence[int],
     sample: Sequence[int],
@@ -205,23 +217,25 @@ def denominators(
     empty_step: EmptyStep = "zero",
     fault: str = "",
 ) -> _Floats:
-    """Compute d_s of every row of a rollout batch, float64 ``[S]``; NaN for a row of no step.
+    """Compute d_s of every sequence of a rollout batch, float64 ``[S]``; NaN for a sequence of no
+    step.
 
-    ``active_tokens``, ``sample`` and ``prompt`` have one entry per row. ``dropped``: rows that
-    the host leaves out. Every rank of ``group`` calls, with the same number of steps: per step
+    ``active_tokens``, ``sample`` and ``prompt`` have one entry per sequence. ``dropped``: sequences
+    that
+    the framework leaves out. Every rank of ``group`` calls, with the same number of steps: per step
     the collectives of :func:`plan_step`, once more where prompts are given and there are
     several steps, and one all-gather for a d_s below 1 in the last step. ``fault``: why this
     rank has no counts. Raises :class:`PlanError`, on all ranks.
     """
     denominator_S = np.full(len(active_tokens), np.nan)
 
-    def plan_of(step: HostStep, check: int | None) -> StepPlan:
+    def plan_of(step: FrameworkStep, check: int | None) -> StepPlan:
         return plan_step(
             aggregation,
             Sequences(
-                active_tokens=[active_tokens[row] for row in step.rows],
-                sample=[sample[row] for row in step.rows],
-                prompt=_at(prompt, step.rows),
+                active_tokens=[active_tokens[sequence] for sequence in step.sequences],
+                sample=[sample[sequence] for sequence in step.sequences],
+                prompt=_at(prompt, step.sequences),
                 microbatch=step.microbatch,
                 num_microbatches=step.num_microbatches,
                 samples_per_prompt=check,
@@ -235,15 +249,17 @@ def denominators(
     for step in steps:
         plan = plan_of(step, samples_per_prompt)  # raises the fault of the step before as well
         try:
-            denominator_S[list(step.rows)] = carried(plan, step.rollouts)
-        except PlanError as error:  # of this rank's rows: the others may have none
+            denominator_S[list(step.sequences)] = carried(plan, step.rollouts)
+        except PlanError as error:  # of this rank's sequences: the others may have none
             fault = str(error)
         num_prompts += plan.totals.prompts or 0
     _raise_together(fault, Exchange(group))
     if prompt is not None and (len(steps) > 1 or dropped):
-        rows = [row for step in steps for row in step.rows]
-        whole = plan_of(HostStep(rows=rows, rollouts=1), None).totals.prompts or 0
-        halved = {prompt[row] for row in dropped} & {prompt[row] for row in rows}
+        sequences = [sequence for step in steps for sequence in step.sequences]
+        whole = plan_of(FrameworkStep(sequences=sequences, rollouts=1), None).totals.prompts or 0
+        halved = {prompt[sequence] for sequence in dropped} & {
+            prompt[sequence] for sequence in sequences
+        }
         if num_prompts != whole or halved:
             raise PlanError(
                 f"got {whole} prompts in {len(steps)} steps, {num_prompts - whole + len(halved)} "
@@ -261,34 +277,34 @@ def _raise_together(fault: str, exchange: Exchange) -> None:
 
 
 @cache
-def log_carried(host: Host, aggregation: Aggregation) -> None:
+def log_carried(framework: Framework, aggregation: Aggregation) -> None:
     """Log on rank 0 that weights were carried; ``cache`` keeps it to once per process."""
     _log(
         "megatron_lossagg trains %s, carried to %s as rollout_mask_sums = 1 / (w_s G): for the "
         "policy loss, entropy, KL and the logged metrics alike",
         aggregation,
-        host.name,
+        framework.name,
     )
 
 
-def log_set_up(args: Any, host: Host, aggregation: Aggregation | None) -> None:
+def log_set_up(args: Any, framework: Framework, aggregation: Aggregation | None) -> None:
     """Log on rank 0 what the arguments ask for: nothing is carried yet."""
-    carry, reducer = getattr(args, host.carry_argument, None), getattr(args, REDUCER, None)
+    carry, reducer = getattr(args, framework.carry_argument, None), getattr(args, REDUCER, None)
     if is_ours(reducer):
         _log(
             "megatron_lossagg: %s is to divide its policy loss by the constant of %s; KL, entropy "
             "and the logged metrics keep %s's mean",
-            host.name,
+            framework.name,
             reducer,
-            host.name,
+            framework.name,
         )
     elif aggregation is not None:
         _log(
             "megatron_lossagg: %s is to train %s by %s %s; the line 'megatron_lossagg trains' "
             "follows when the weights of the first batch are carried",
-            host.name,
+            framework.name,
             aggregation,
-            host.carry_argument,
+            framework.carry_argument,
             carry,
         )
 
@@ -302,11 +318,13 @@ def _check_carried(args: Any, aggregation: Aggregation) -> None:
     if aggregation.mode == CUSTOM:
         raise AggregationError(
             f"got loss_aggregation_reducer_path {aggregation.reducer_path}, expected a mode: one "
-            "denominator per row is carried, and a custom reducer knows none. Set loss_aggregation"
+            "denominator per sequence is carried, and a custom reducer knows none. Set "
+            "loss_aggregation"
         )
     if getattr(args, "loss_aggregation_probe", None) is not None:
         raise AggregationError(
-            f"got loss_aggregation_probe {args.loss_aggregation_probe}, expected none: the host "
+            f"got loss_aggregation_probe {args.loss_aggregation_probe}, expected none: the "
+            f"framework "
             "compensates for Megatron itself and nothing is measured. Drop it"
         )
     if not aggregation.count_empty:
@@ -315,7 +333,8 @@ def _check_carried(args: Any, aggregation: Aggregation) -> None:
     least = {"constant": 1, "token_sum": rollouts}.get(aggregation.mode, 0)
     if divisor < least:
         raise AggregationError(
-            f"got {aggregation} with a divisor of {divisor:g}, expected at least {least}: the host "
+            f"got {aggregation} with a divisor of {divisor:g}, expected at least {least}: "
+            f"the framework "
             f"raises a denominator below 1 to 1. {_remedy(aggregation)}"
         )
 
@@ -325,7 +344,7 @@ def _remedy(aggregation: Aggregation) -> str:
     return remedy[0].upper() + remedy[1:]
 
 
-def _check_names(args: Any, host: Host) -> None:
+def _check_names(args: Any, framework: Framework) -> None:
     """Refuse what a file of arguments may hold without any effect."""
     for name, value in vars(args).items():
         plain = name.replace("-", "_").lower()
@@ -339,17 +358,18 @@ def _check_names(args: Any, host: Host) -> None:
             continue
         if ":" in value:
             raise ContractError(
-                f"got {name} {value}, expected dots only: {host.name} splits a path at its last "
+                f"got {name} {value}, expected dots only: {framework.name} splits a path at "
+                f"its last "
                 f"dot. Write {value.replace(':', '.')}"
             )
-        if name not in host.hooks:
+        if name not in framework.hooks:
             raise ContractError(
-                f"got {name} {value}, which {host.name} does not call, expected one of "
-                f"{', '.join(host.hooks)}: correct the name"
+                f"got {name} {value}, which {framework.name} does not call, expected one of "
+                f"{', '.join(framework.hooks)}: correct the name"
             )
-        if name != REDUCER and value != host.hooks[name]:
+        if name != REDUCER and value != framework.hooks[name]:
             raise ContractError(
-                f"got {name} {value}, expected {host.hooks[name]}: correct the path"
+                f"got {name} {value}, expected {framework.hooks[name]}: correct the path"
             )
 
 
@@ -358,8 +378,8 @@ def is_ours(value: object) -> bool:
     return isinstance(value, str) and value.startswith(_OURS)
 
 
-def _at(ids: Sequence[int] | Sequence[str] | None, rows: Sequence[int]) -> Ids | None:
-    return None if ids is None else [ids[row] for row in rows]  # type: ignore[return-value]
+def _at(ids: Sequence[int] | Sequence[str] | None, sequences: Sequence[int]) -> Ids | None:
+    return None if ids is None else [ids[sequence] for sequence in sequences]  # type: ignore[return-value]
 
 
 @cache

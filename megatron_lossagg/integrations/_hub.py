@@ -1,13 +1,14 @@
 """The reducer hub of slime and miles: masked sum / L, and nothing else.
 
-Both hosts call ``--custom-pg-loss-reducer-function-path`` once per microbatch with four
+Both frameworks call ``--custom-pg-loss-reducer-function-path`` once per microbatch with four
 positional arguments, and the result once with this context-parallel rank's policy losses
-of the response tokens. Afterwards the host itself multiplies by M and DP CP and divides
+of the response tokens. Afterwards the framework itself multiplies by M and DP CP and divides
 by G, its count of rollouts; so the reducer returns masked sum / L::
 
     share = (sum over this rank's tokens t of m_t x_t) / L
 
-The hosts resolve the path with ``getattr``; ``integrations/slime.py`` and ``integrations/miles.py``
+The frameworks resolve the path with ``getattr``; ``integrations/slime.py`` and
+``integrations/miles.py``
 answer any
 ``constant_<L>`` with :func:`factory_named`. Sources: slime 624b824a ``policy_loss_function``,
 miles 31f1ca96 ``policy_loss_function``.
@@ -61,16 +62,16 @@ def constant_from_args(
     loss_masks: Sequence[Tensor],
     calculate_per_token_loss: bool = False,
 ) -> HubReducer:
-    """Make a microbatch's reducer with the divisor of the host's own arguments.
+    """Make a microbatch's reducer with the divisor of the framework's own arguments.
 
     Reads ``loss_aggregation`` and ``loss_aggregation_divisor`` of Megatron's ``get_args()``.
     Raises :class:`AggregationError` for any other mode than ``constant``: the hub gives no
     other counts.
     """
-    aggregation = aggregation_from_args(_host_args())
+    aggregation = aggregation_from_args(_framework_args())
     if aggregation is None or aggregation.mode != "constant" or not aggregation.count_empty:
         raise AggregationError(
-            f"the host's arguments ask for {aggregation}: this hub can only do constant, with "
+            f"the framework's arguments ask for {aggregation}: this hub can only do constant, with "
             "empty samples counted; set loss_aggregation: constant and loss_aggregation_divisor, "
             "or carry the weights (carry_weights), which does every mode"
         )
@@ -79,7 +80,7 @@ def constant_from_args(
 
 
 def factory_named(name: str, module: str) -> HubFactory:
-    """Return the factory ``constant_<L>`` of a host's module; the same name, the same factory.
+    """Return the factory ``constant_<L>`` of a framework's module; the same name, the same factory.
 
     Raises :class:`AttributeError` for any other name, as a module's ``__getattr__`` must, and
     :class:`ReducerNameError` where L is not a valid divisor.
@@ -107,7 +108,8 @@ def factory_named(name: str, module: str) -> HubFactory:
 @cache
 def _factory(divisor: float) -> HubFactory:
     masked_sum_over_constant = Aggregation("token_sum", divisor=divisor)
-    # The host owns the step and closes none, so what devices found is read every few microbatches.
+    # The framework owns the step and closes none, so what devices found is read every few
+    # microbatches.
     state = StepState(rejects_tokens=True)  # counts here are lengths, of which masks select some
     calls = 0
 
@@ -125,7 +127,8 @@ def _factory(divisor: float) -> HubFactory:
         nonlocal calls
         if calculate_per_token_loss:
             raise ContractError(
-                "with --calculate-per-token-loss the host divides by all tokens, and the constant "
+                "with --calculate-per-token-loss the framework divides by all tokens, and "
+                "the constant "
                 "would be lost: drop that flag to train with a constant divisor"
             )
         cp_size, cp_rank = _context_parallel()
@@ -152,7 +155,9 @@ def _factory(divisor: float) -> HubFactory:
 
 
 def _plan_of(aggregation: Aggregation, lengths: list[int], state: StepState) -> StepPlan:
-    """Plan one microbatch; the host counts the step itself, and token_sum needs no count of it."""
+    """Plan one microbatch; the framework counts the step itself, and token_sum needs no count of
+    it.
+    """
     plan = plan_step(
         aggregation,
         Sequences(active_tokens=lengths),
@@ -172,7 +177,7 @@ def _context_parallel() -> tuple[int, int]:
     return mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
 
 
-def _host_args() -> Any:
+def _framework_args() -> Any:
     try:
         from megatron.training.global_vars import get_args
 
@@ -186,11 +191,13 @@ def _host_args() -> Any:
 
 def _refuse_bshd(cp_size: int) -> None:
     if cp_size > 1 and "megatron.training.global_vars" in sys.modules:
-        refuse_bshd(_host_args(), cp_size)
+        refuse_bshd(_framework_args(), cp_size)
 
 
 def refuse_bshd(args: Any, cp_size: int) -> None:
-    """Raise :class:`LayoutError` where the host splits by a length that the hub is not given."""
+    """Raise :class:`LayoutError` where the framework splits by a length that the hub is
+    not given.
+    """
     if cp_size > 1 and getattr(args, "qkv_format", "thd") != "thd":
         raise LayoutError(
             "bshd with context parallelism splits by max_seq_len, which this hub is not given: use "

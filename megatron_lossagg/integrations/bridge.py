@@ -2,7 +2,8 @@
 
 Its training and its evaluation look up one name, ``get_forward_backward_func``, each in a module of
 its own; both are rebound. Data and loss are as Megatron-LM's: a dict with ``loss_mask`` and the
-offsets of packed rows, a masked sum whose mask is the first argument of a ``functools.partial``.
+offsets of packed sequences, a masked sum whose mask is the first argument of a
+``functools.partial``.
 Bridge multiplies by nothing after the schedule.
 """
 
@@ -12,16 +13,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.integrations.megatron_lm import PretrainAdapter, rebind
+from megatron_lossagg.integrations.megatron_lm import PretrainIntegration, rebind
 from megatron_lossagg.options import check_options
 from megatron_lossagg.plan import EmptyStep
-from megatron_lossagg.schedule import Adapter, ScheduleHook
+from megatron_lossagg.schedule import Integration, ScheduleHook
 
-__all__ = ["BridgeAdapter", "install"]
+__all__ = ["BridgeIntegration", "install"]
 
 
-class BridgeAdapter(PretrainAdapter):
-    """Megatron-Bridge's text data; each packed row is split over context-parallel ranks."""
+class BridgeIntegration(PretrainIntegration):
+    """Megatron-Bridge's text data; each packed sequence is split over context-parallel ranks."""
 
     def applies(self, call: Mapping[str, Any]) -> bool:
         """Refuse, on every rank and before the first step, another CP for evaluation.
@@ -46,11 +47,11 @@ def install(
     empty_step: EmptyStep = "zero",
     probe: bool = True,
     rejects_tokens: bool = False,
-    adapter: Adapter | None = None,
+    integration: Integration | None = None,
 ) -> ScheduleHook:
     """Rebind Megatron-Bridge's schedules in this process; return the hook, which counts its steps.
 
-    ``adapter``: by default :class:`BridgeAdapter`; a loss with more terms (distillation) is
+    ``integration``: by default :class:`BridgeIntegration`; a loss with more terms (distillation) is
     refused in the step that has them, an output that is a tuple in the first one.
     ``rejects_tokens``: the script trains fewer tokens than its data has, on purpose. Raises
     :class:`ContractError` where Bridge is not there, and what
@@ -59,7 +60,7 @@ def install(
     """
     hook = ScheduleHook(
         aggregation,
-        adapter or BridgeAdapter(),
+        integration or BridgeIntegration(),
         empty_step=empty_step,
         probe=probe,
         rejects_tokens=rejects_tokens,

@@ -20,13 +20,20 @@ import numpy.typing as npt
 from torch import Tensor
 
 from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.buffer import MicrobatchRows
+from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.options import check_options
 from megatron_lossagg.plan import EmptyStep
-from megatron_lossagg.schedule import Adapter, HostLoss, ScheduleHook
+from megatron_lossagg.schedule import FrameworkLoss, Integration, ScheduleHook
 
-__all__ = ["PretrainAdapter", "count_segments", "install", "on_host", "rebind", "report_if_unused"]
+__all__ = [
+    "PretrainIntegration",
+    "count_segments",
+    "install",
+    "on_host",
+    "rebind",
+    "report_if_unused",
+]
 
 _HOOK = "get_forward_backward_func"
 _PACKED_AT = (
@@ -35,21 +42,22 @@ _PACKED_AT = (
     ("cu_seqlens_padded", "cu_seqlens"),
     ("cu_seqlens", "cu_seqlens_unpadded"),
 )
-"""Offsets of packed rows in Megatron-LM's and Megatron-Bridge's data, and those without padding
+"""Offsets of packed sequences in Megatron-LM's and Megatron-Bridge's data, and those without
+padding
 beside them; the first that is given."""
 
 
-class PretrainAdapter(Adapter):
+class PretrainIntegration(Integration):
     """``pretrain_gpt.py``, packed or not, and scripts that share its data and its loss.
 
-    A row is a packed conversation where the data has ``cu_seqlens``, else an entry of the
+    A sequence is a packed conversation where the data has ``cu_seqlens``, else an entry of the
     batch. The loss is a masked sum of per-token losses whose mask is the first argument of a
     ``functools.partial``; each training microbatch is compared with that, so that a loss with more
     terms is refused and not dropped. A ``loss_func`` or a model whose output is a tuple is refused.
     """
 
-    def rows(self, data: Any) -> MicrobatchRows:
-        """Count the mask of each row; ``data`` is the dict of Megatron-LM's data sets."""
+    def sequences(self, data: Any) -> MicrobatchSequences:
+        """Count the mask of each sequence; ``data`` is the dict of Megatron-LM's data sets."""
         if not isinstance(data, Mapping) or data.get("loss_mask") is None:
             raise ContractError(
                 f"got {type(data).__name__} from the data iterator, expected Megatron-LM's dict "
@@ -60,16 +68,16 @@ class PretrainAdapter(Adapter):
             start_G = np.arange(len(mask)) * mask.shape[1]
             return count_segments(start_G, np.zeros(len(mask)), mask.ravel())
         self._check_split()
-        return _packed_rows(data, mask)
+        return _packed_sequences(data, mask)
 
     def _check_split(self) -> None:
-        """Refuse what only the script's arguments say about how packed rows are split."""
+        """Refuse what only the script's arguments say about how packed sequences are split."""
         from megatron.training import get_args
 
         args = get_args()
         check_options("script arguments", args, cp_size=args.context_parallel_size)
 
-    def loss(self, loss_func: Callable[..., Any], output: Tensor) -> HostLoss:
+    def loss(self, loss_func: Callable[..., Any], output: Tensor) -> FrameworkLoss:
         """Take the mask out of ``partial(loss_func, loss_mask, ...)``; the output is the losses."""
         given = loss_func.args if isinstance(loss_func, functools.partial) else ()
         mask = next(iter(given), None)
@@ -92,7 +100,7 @@ class PretrainAdapter(Adapter):
                 f"got {returned!r} from loss_func, expected a tuple of the masked sum, counts and "
                 "a report, as in pretrain_gpt.py: this script's loss is not known here"
             )
-        return HostLoss(
+        return FrameworkLoss(
             losses=output.reshape(-1),
             mask=mask.reshape(-1),
             report=returned[-1],
@@ -106,26 +114,28 @@ def install(
     empty_step: EmptyStep = "zero",
     probe: bool = True,
     rejects_tokens: bool = False,
-    adapter: Adapter | None = None,
+    integration: Integration | None = None,
 ) -> ScheduleHook:
     """Rebind Megatron-LM's schedule in this process; return the hook, which counts its steps.
 
-    Call it before ``pretrain``, with ``megatron.training`` on the path. ``adapter``: by default
-    :class:`PretrainAdapter`. ``rejects_tokens``: the script trains fewer tokens than its data has,
+    Call it before ``pretrain``, with ``megatron.training`` on the path. ``integration``: by default
+    :class:`PretrainIntegration`. ``rejects_tokens``: the script trains fewer tokens than its data
+    has,
     on purpose. Raises :class:`ContractError` where ``megatron.training.training``
     has no such name, and what :class:`~megatron_lossagg.schedule.ScheduleHook` raises.
     """
-    adapter = adapter or PretrainAdapter()
+    integration = integration or PretrainIntegration()
     hook = ScheduleHook(
-        aggregation, adapter, empty_step=empty_step, probe=probe, rejects_tokens=rejects_tokens
+        aggregation, integration, empty_step=empty_step, probe=probe, rejects_tokens=rejects_tokens
     )
     return rebind(hook, ["megatron.training.training"], "Megatron-LM (core_v0.16.1 and later)")
 
 
-def rebind(hook: ScheduleHook, modules: Sequence[str], host: str) -> ScheduleHook:
-    """Put a hook around the schedule that a host's modules look up by name; return the hook.
+def rebind(hook: ScheduleHook, modules: Sequence[str], framework: str) -> ScheduleHook:
+    """Put a hook around the schedule that a framework's modules look up by name; return the hook.
 
-    ``host``: whose loop it is, for messages. Raises :class:`ContractError` where a module cannot be
+    ``framework``: whose loop it is, for messages. Raises :class:`ContractError` where a module
+    cannot be
     imported or has no such name; then none is changed.
     """
     stocks: dict[str, Any] = {}
@@ -134,18 +144,20 @@ def rebind(hook: ScheduleHook, modules: Sequence[str], host: str) -> ScheduleHoo
             stocks[name] = getattr(importlib.import_module(name), _HOOK, None)
         except ImportError as error:
             raise ContractError(
-                f"{name} cannot be imported ({error}), expected the training loop of {host}: put "
+                f"{name} cannot be imported ({error}), expected the training loop of "
+                f"{framework}: put "
                 "its checkout on PYTHONPATH, or run where it is installed"
             ) from error
         if stocks[name] is None:
             raise ContractError(
-                f"{name} has no {_HOOK}, expected the training loop of {host}: this loop is not "
+                f"{name} has no {_HOOK}, expected the training loop of {framework}: this "
+                f"loop is not "
                 "known here; put megatron_lossagg.schedule.aggregated(...) around its schedule"
             )
     for name, stock in stocks.items():
         setattr(importlib.import_module(name), _HOOK, _hooked(hook, stock))
     _keep_exit_status()
-    atexit.register(report_if_unused, hook, host)
+    atexit.register(report_if_unused, hook, framework)
     return hook
 
 
@@ -165,7 +177,7 @@ def _keep_exit_status() -> None:
     sys.exit = kept
 
 
-def report_if_unused(hook: ScheduleHook, host: str) -> None:
+def report_if_unused(hook: ScheduleHook, framework: str) -> None:
     """Print, as the process ends, that no step reached the hook.
 
     Nothing where an exception or an exit status other than 0 ends it: that says why already.
@@ -173,9 +185,9 @@ def report_if_unused(hook: ScheduleHook, host: str) -> None:
     failed = hasattr(sys, "last_value") or any(_exit_status)
     if hook.num_steps == 0 and not failed:
         why = (
-            f"the training loop of {host} had no step left to do"
+            f"the training loop of {framework} had no step left to do"
             if hook.is_found
-            else f"the process ended without the training loop of {host}, or the hook was "
+            else f"the process ended without the training loop of {framework}, or the hook was "
             "installed after it began"
         )
         print(
@@ -192,46 +204,47 @@ def _hooked(hook: ScheduleHook, stock: Callable[..., Any]) -> Callable[..., Any]
     return get
 
 
-def _packed_rows(data: Any, mask_BP: npt.NDArray[Any]) -> MicrobatchRows:
-    """Count the rows of a microbatch from its offsets, each entry's from its own.
+def _packed_sequences(data: Any, mask_BP: npt.NDArray[Any]) -> MicrobatchSequences:
+    """Count the sequences of a microbatch from its offsets, each entry's from its own.
 
-    Not counted as rows: empty segments (Megatron-LM pads offsets with them from 0.19 on), -1
-    (Megatron-Bridge's padding of offsets), positions past an entry's last row, and segments that
+    Not counted as sequences: empty segments (Megatron-LM pads offsets with them from 0.19 on), -1
+    (Megatron-Bridge's padding of offsets), positions past an entry's last sequence, and segments
+    that
     hold nothing but padding, by the offsets without padding or by ``padding_mask``.
     """
     b, s = mask_BP.shape
     name, unpadded = next(pair for pair in _PACKED_AT if data.get(pair[0]) is not None)
     given_BG = on_host(data[name]).reshape(b, -1).astype(np.int64)
-    offset_BG = np.maximum.accumulate(given_BG, axis=1)  # -1 becomes the end of the last row
+    offset_BG = np.maximum.accumulate(given_BG, axis=1)  # -1 becomes the end of the last sequence
     if (offset_BG[:, 0] != 0).any() or ((given_BG >= 0) & (given_BG != offset_BG)).any():
         raise ValueError(f"got {name} {given_BG.tolist()}, expected offsets from 0 that never fall")
     end_BG = np.append(offset_BG[:, 1:], np.full((b, 1), s), axis=1)
-    is_filler_BG = np.zeros_like(offset_BG, dtype=bool)
-    is_filler_BG[:, -1] = True  # what follows the last row
+    is_padding_BG = np.zeros_like(offset_BG, dtype=bool)
+    is_padding_BG[:, -1] = True  # what follows the last sequence
     if data.get(unpadded) is not None:
         logical_BG = np.maximum.accumulate(on_host(data[unpadded]).reshape(b, -1), axis=1)
-        is_filler_BG[:, :-1] |= np.diff(logical_BG) == 0
+        is_padding_BG[:, :-1] |= np.diff(logical_BG) == 0
     if data.get("padding_mask") is not None:
         is_padding_BP = on_host(data["padding_mask"]).reshape(b, s) != 0
         total_BP1 = np.pad(np.cumsum(is_padding_BP, axis=1), ((0, 0), (1, 0)))
         padding_BG = np.take_along_axis(total_BP1, end_BG, 1)
         padding_BG -= np.take_along_axis(total_BP1, offset_BG, 1)
-        is_filler_BG |= padding_BG == end_BG - offset_BG
+        is_padding_BG |= padding_BG == end_BG - offset_BG
     is_segment_BG = end_BG > offset_BG
     start_BG = offset_BG + s * np.arange(b)[:, None]
-    return count_segments(start_BG[is_segment_BG], is_filler_BG[is_segment_BG], mask_BP.ravel())
+    return count_segments(start_BG[is_segment_BG], is_padding_BG[is_segment_BG], mask_BP.ravel())
 
 
 def count_segments(
-    start_G: npt.ArrayLike, is_filler_G: npt.ArrayLike, mask_P: npt.NDArray[Any]
-) -> MicrobatchRows:
+    start_G: npt.ArrayLike, is_padding_G: npt.ArrayLike, mask_P: npt.NDArray[Any]
+) -> MicrobatchSequences:
     """Count the segments of a flat mask, each up to the next one's start."""
     offset_G1 = np.append(np.asarray(start_G, dtype=np.int64), len(mask_P))
     total_P1 = np.concatenate([[0], np.cumsum(mask_P != 0)])
-    return MicrobatchRows(
+    return MicrobatchSequences(
         active_tokens=np.diff(total_P1[offset_G1]),
         lengths=np.diff(offset_G1),
-        is_filler=np.asarray(is_filler_G, dtype=np.int64),
+        is_padding=np.asarray(is_padding_G, dtype=np.int64),
     )
 
 

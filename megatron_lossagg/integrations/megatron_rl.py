@@ -1,6 +1,6 @@
 """``train_rl.py`` of Megatron-LM, core_v0.16 and 0.17: its turns, rollouts and groups.
 
-A row is a turn of a rollout. Which rollout and which group a turn belongs to decides nothing
+A sequence is a turn of a rollout. Which rollout and which group a turn belongs to decides nothing
 after its advantage, and Megatron-LM drops it before the batches are made. A mean over samples
 needs the one where a rollout has several turns, ``prompt_mean`` the other: so two functions of
 ``megatron.rl.rl_utils`` are wrapped (:meth:`RLAdapter.prepare`).
@@ -19,14 +19,14 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.buffer import MicrobatchRows
+from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.integrations.megatron_lm import PretrainAdapter, count_segments, on_host
+from megatron_lossagg.integrations.megatron_lm import PretrainIntegration, count_segments, on_host
 
 __all__ = ["RLAdapter"]
 
 
-class RLAdapter(PretrainAdapter):
+class RLAdapter(PretrainIntegration):
     """Turns of rollouts, one per entry of the batch or several packed into a bin.
 
     The per-token losses hold policy, KL and entropy terms together. A mask is shifted by one
@@ -66,13 +66,14 @@ class RLAdapter(PretrainAdapter):
                 raise ContractError(
                     f"got a train_rl.py whose megatron.rl.rl_utils.{name} is {takes}, expected the "
                     f"one of Megatron-LM core_v0.16 or 0.17, with {', '.join(sorted(needed))}: "
-                    "from core_v0.19 on train_rl.py makes its rows in another way, which is not "
+                    "from core_v0.19 on train_rl.py makes its sequences in another way, "
+                    "which is not "
                     "known here; use core_v0.16 or 0.17, or train without --loss-aggregation"
                 )
         for name, (method, _) in around.items():
             setattr(module, name, _wrapped(getattr(module, name), method))
 
-    def rows(self, data: Any) -> MicrobatchRows:
+    def sequences(self, data: Any) -> MicrobatchSequences:
         """Count rollouts: ``data`` is ``prepare_data_for_update``'s list, or a bin's index."""
         from megatron.training import get_args
 
@@ -86,7 +87,7 @@ class RLAdapter(PretrainAdapter):
         if not args.rl_use_sequence_packing:
             mask = on_host(data[3])[:, 1:]
             sample, prompt = self._ids(self._turns.of_entries(data))
-            return MicrobatchRows(
+            return MicrobatchSequences(
                 active_tokens=(mask != 0).sum(1),
                 lengths=np.full(len(mask), mask.shape[1]),
                 sample=sample,
@@ -96,26 +97,28 @@ class RLAdapter(PretrainAdapter):
 
         return self._bin(get_rl_runtime_state().packing_context, int(data[0]))
 
-    def _bin(self, context: Any, index: int) -> MicrobatchRows:
+    def _bin(self, context: Any, index: int) -> MicrobatchSequences:
         mask = on_host(context.packed_loss_mask[index, 1:])
         info = context.packing_info
-        rows = list(info.bin_seq_indices[index])
-        length_S = [info.seq_lengths[row] for row in rows]
+        sequences = list(info.bin_seq_indices[index])
+        length_S = [info.seq_lengths[sequence] for sequence in sequences]
         start_S = list(info.seq_starts[index])[: len(length_S)]
         if start_S[:1] not in ([], [0]):
-            raise ContractError(f"got a bin whose first row begins at {start_S[0]}, expected 0")
-        turns = self._turns.of_packed(rows)
-        is_filler = [False] * len(start_S)
+            raise ContractError(
+                f"got a bin whose first sequence begins at {start_S[0]}, expected 0"
+            )
+        turns = self._turns.of_packed(sequences)
+        is_padding = [False] * len(start_S)
         end = start_S[-1] + length_S[-1] if length_S else 0
         if end < len(mask):
-            start_S, is_filler, turns = [*start_S, end], [*is_filler, True], [*turns, _NO_TURN]
+            start_S, is_padding, turns = [*start_S, end], [*is_padding, True], [*turns, _NO_TURN]
         sample, prompt = self._ids(turns)
-        return replace(count_segments(start_S, is_filler, mask), sample=sample, prompt=prompt)
+        return replace(count_segments(start_S, is_padding, mask), sample=sample, prompt=prompt)
 
     def _ids(self, turns: Sequence[_Turn]) -> tuple[list[int] | None, list[int] | None]:
         """Return samples where a rollout has several turns, and prompts where they are needed.
 
-        Each kind of id costs the plan an exchange of all rows. Every rank decides alike.
+        Each kind of id costs the plan an exchange of all sequences. Every rank decides alike.
         """
         samples = [turn.rollout for turn in turns] if self._turns.are_several else None
         prompts = [turn.group for turn in turns] if self._needs_prompts else None
@@ -170,7 +173,7 @@ class _Turns:
         return stock(**given)
 
     def _numbered(self, batches: Iterator[Any]) -> Iterator[_Batch]:
-        """Give each batch the turns of its rows; the batches repeat in order."""
+        """Give each batch the turns of its sequences; the batches repeat in order."""
         turns, position = list(self._local), 0
         for fields in batches:
             batch = _Batch(fields)
@@ -180,21 +183,21 @@ class _Turns:
             yield batch
 
     def of_entries(self, data: Any) -> list[_Turn]:
-        """Return the turn of each row of a batch."""
+        """Return the turn of each sequence of a batch."""
         if not isinstance(data, _Batch):
             raise ContractError(
                 f"got a {type(data).__name__} from the data iterator, expected a batch of "
-                "prepare_data_for_update's: which rollouts its rows belong to is not known"
+                "prepare_data_for_update's: which rollouts its sequences belong to is not known"
             )
         return data.turns
 
-    def of_packed(self, rows: Sequence[int]) -> list[_Turn]:
-        """Return the turn of each row of a bin, by its index over all ranks."""
-        return [self._global[row] for row in rows]
+    def of_packed(self, sequences: Sequence[int]) -> list[_Turn]:
+        """Return the turn of each sequence of a bin, by its index over all ranks."""
+        return [self._global[sequence] for sequence in sequences]
 
 
 class _Batch(list[Any]):
-    """A batch that knows the turns of its rows; Megatron-LM unpacks it as the list it is."""
+    """A batch that knows the turns of its sequences; Megatron-LM unpacks it as the list it is."""
 
     turns: list[_Turn]
 

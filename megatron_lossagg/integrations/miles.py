@@ -30,8 +30,8 @@ from megatron_lossagg.errors import ContractError, PlanError
 from megatron_lossagg.flags import empty_step_from_args
 from megatron_lossagg.integrations._carry import (
     REDUCER,
-    Host,
-    HostStep,
+    Framework,
+    FrameworkStep,
     check_set_up,
     denominators,
     is_ours,
@@ -47,7 +47,7 @@ from megatron_lossagg.integrations._hub import (
 
 __all__ = ["carry_weights", "check", "constant_from_args", "with_weights"]
 
-_HOST = Host(
+_FRAMEWORK = Framework(
     name="miles",
     module="megatron_lossagg.integrations.miles",
     carry_argument="custom_convert_samples_to_train_data_path",
@@ -67,19 +67,19 @@ def check(args: Any) -> None:
     what :func:`carry_weights` refuses. Logs on rank 0 what it saw: nothing is carried yet. No
     collective.
     """
-    aggregation = check_set_up(args, _HOST)
+    aggregation = check_set_up(args, _FRAMEWORK)
     if is_ours(getattr(args, REDUCER, None)):
         refuse_bshd(args, getattr(args, "context_parallel_size", 1))
-    conversion = getattr(args, _HOST.carry_argument, None)
+    conversion = getattr(args, _FRAMEWORK.carry_argument, None)
     if aggregation is not None and conversion:
         _check_miles(args, aggregation)
-    log_set_up(args, _HOST, aggregation)
+    log_set_up(args, _FRAMEWORK, aggregation)
     if aggregation is not None and conversion and not is_ours(conversion):
         logging.getLogger(__name__).warning(
             "%s %s runs in miles' rollout manager, where nothing can check that it ends with "
             "with_weights: without it miles trains its own mean. Look for 'megatron_lossagg "
             "trains' in the rollout manager's log",
-            _HOST.carry_argument,
+            _FRAMEWORK.carry_argument,
             conversion,
         )
 
@@ -91,7 +91,7 @@ def carry_weights(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
     with the whole rollout batch. A function of your own there ends with :func:`with_weights`.
     No collective. Raises :class:`PlanError` and what :func:`check` raises.
     """
-    _checked(args)  # before the host's own conversion, whose errors would hide ours
+    _checked(args)  # before the framework's own conversion, whose errors would hide ours
     conversion = importlib.import_module("miles.ray.rollout.train_data_conversion")
     load_function = importlib.import_module("miles.utils.misc").load_function
     data: dict[str, Any] = conversion.convert_samples_to_train_data(
@@ -115,24 +115,28 @@ def with_weights(args: Any, samples: Sequence[Any], data: dict[str, Any]) -> dic
     masks = data["loss_masks"]
     prompt = _prompts(samples, len(masks)) if aggregation.mode == "prompt_mean" else None
     steps = _steps(args, data)
-    in_a_step = {row for step in steps for row in step.rows}
+    in_a_step = {sequence for step in steps for sequence in step.sequences}
     denominator_S = denominators(
         aggregation,
         steps,
-        active_tokens=[_active_tokens(row, mask) for row, mask in enumerate(masks)],
+        active_tokens=[_active_tokens(sequence, mask) for sequence, mask in enumerate(masks)],
         sample=[int(rollout) for rollout in data["rollout_ids"]],
         prompt=prompt,
-        dropped=[row for row in range(len(masks)) if row not in in_a_step],
+        dropped=[sequence for sequence in range(len(masks)) if sequence not in in_a_step],
         empty_step=empty_step_from_args(args),
     )
-    host_S = data.get("rollout_mask_sums") or [1.0] * len(masks)  # of rows that miles drops
-    data["rollout_mask_sums"] = np.where(np.isnan(denominator_S), host_S, denominator_S).tolist()
-    log_carried(_HOST, aggregation)
+    framework_S = data.get("rollout_mask_sums") or [1.0] * len(
+        masks
+    )  # of sequences that miles drops
+    data["rollout_mask_sums"] = np.where(
+        np.isnan(denominator_S), framework_S, denominator_S
+    ).tolist()
+    log_carried(_FRAMEWORK, aggregation)
     return data
 
 
 def _checked(args: Any) -> Aggregation:
-    aggregation = check_set_up(args, _HOST, is_carried=True)
+    aggregation = check_set_up(args, _FRAMEWORK, is_carried=True)
     assert aggregation is not None
     _check_miles(args, aggregation)
     return aggregation
@@ -163,7 +167,7 @@ def _check_miles(args: Any, aggregation: Aggregation) -> None:
         ),
         "--multi-lora": (
             getattr(args, "multi_lora", False),
-            "it divides by no step's rollouts but per adapter, later: drop one of them",
+            "it divides by no step's rollouts but per integration, later: drop one of them",
         ),
         "independent data parallelism (indep_dp)": (
             getattr(args, "indep_dp", False),
@@ -175,12 +179,12 @@ def _check_miles(args: Any, aggregation: Aggregation) -> None:
             raise ContractError(f"got {what} with carried weights, expected none: {reason}")
 
 
-def _steps(args: Any, data: dict[str, Any]) -> list[HostStep]:
+def _steps(args: Any, data: dict[str, Any]) -> list[FrameworkStep]:
     """Cut rollouts into steps as ``build_dp_schedule`` does, or samples as the legacy split."""
-    rows_of_rollout: dict[int, list[int]] = {}
-    for row, rollout in enumerate(data["rollout_ids"]):
-        rows_of_rollout.setdefault(int(rollout), []).append(row)
-    rollouts, size = list(rows_of_rollout.values()), int(args.global_batch_size)
+    sequences_of_rollout: dict[int, list[int]] = {}
+    for sequence, rollout in enumerate(data["rollout_ids"]):
+        sequences_of_rollout.setdefault(int(rollout), []).append(sequence)
+    rollouts, size = list(sequences_of_rollout.values()), int(args.global_batch_size)
     if len(rollouts) < size:
         raise PlanError(
             f"got {len(rollouts)} rollouts, expected at least the {size} of a step: lower "
@@ -195,8 +199,9 @@ def _steps(args: Any, data: dict[str, Any]) -> list[HostStep]:
         sizes += [len(rollouts) % size] * (len(rollouts) % size > 0)
     bounds = np.cumsum([0, *sizes]).tolist()
     return [
-        HostStep(
-            rows=[row for rollout in rollouts[first:last] for row in rollout], rollouts=last - first
+        FrameworkStep(
+            sequences=[sequence for rollout in rollouts[first:last] for sequence in rollout],
+            rollouts=last - first,
         )
         for first, last in itertools.pairwise(bounds)
     ]
@@ -204,7 +209,7 @@ def _steps(args: Any, data: dict[str, Any]) -> list[HostStep]:
 
 def _check_legacy_split(args: Any, rollouts: Sequence[Sequence[int]], size: int) -> None:
     num_steps = len(rollouts) // size
-    num_samples = sum(len(rows) for rows in rollouts)
+    num_samples = sum(len(sequences) for sequences in rollouts)
     is_mixed = num_steps > 1 and getattr(args, "balance_data", False)
     if num_samples > len(rollouts) or len(rollouts) % size or is_mixed:
         raise ContractError(
@@ -215,19 +220,21 @@ def _check_legacy_split(args: Any, rollouts: Sequence[Sequence[int]], size: int)
         )
 
 
-def _active_tokens(row: int, mask: Sequence[int]) -> int:
+def _active_tokens(sequence: int, mask: Sequence[int]) -> int:
     if not {*mask} <= {0, 1}:
         raise PlanError(
-            f"got a loss_mask of sample {row} with values {sorted({*mask})[:4]}, expected 0 and 1: "
+            f"got a loss_mask of sample {sequence} with values {sorted({*mask})[:4]}, "
+            f"expected 0 and 1: "
             "make loss_mask of each Sample 0 or 1"
         )
     return int(sum(mask))
 
 
-def _prompts(samples: Sequence[Any], num_rows: int) -> list[int]:
-    if len(samples) != num_rows:
+def _prompts(samples: Sequence[Any], num_sequences: int) -> list[int]:
+    if len(samples) != num_sequences:
         raise PlanError(
-            f"got {len(samples)} samples converted to {num_rows} rows, expected one row each: pass "
+            f"got {len(samples)} samples converted to {num_sequences} sequences, expected "
+            f"one sequence each: pass "
             "with_weights the samples that were converted, in their order"
         )
     ids = [sample.group_index for sample in samples]

@@ -8,14 +8,16 @@ NeMo-RL divides by its own counts in the loss function, so that shares add up::
 
     loss = sum_s w_s sum_t m_t x_t
 
-The wrapped loss function is called row by row, as NeMo-RL's own wrapper for packed sequences
-does, and each row's loss is multiplied by its count and by w_s. Metrics keep their normalizers.
+The wrapped loss function is called sequence by sequence, as NeMo-RL's own wrapper for packed
+sequences
+does, and each sequence's loss is multiplied by its count and by w_s. Metrics keep their
+normalizers.
 Afterwards NeMo-RL divides by CP and multiplies by M / CP, Megatron multiplies by CP / M, DDP
-sums, and finalize divides by nothing. Every context-parallel rank has whole rows. MoE and MTP
+sums, and finalize divides by nothing. Every context-parallel rank has whole sequences. MoE and MTP
 losses are scaled by NeMo-RL itself, by 1 / N; nothing here touches them.
 
-A row whose ``sample_mask`` is 0 is in none of NeMo-RL's counts, and in none of ours; give
-``samples_per_step`` to count such rows too. A mask that is not 0 or 1 is refused. Sources:
+A sequence whose ``sample_mask`` is 0 is in none of NeMo-RL's counts, and in none of ours; give
+``samples_per_step`` to count such sequences too. A mask that is not 0 or 1 is refused. Sources:
 NeMo-RL 7ea279ab ``ClippedPGLossFn``, ``SequencePackingLossWrapper``, ``LossPostProcessor``,
 ``get_global_batch``.
 """
@@ -55,7 +57,7 @@ def aggregated(
     ``weights_in_data``: the patch ``docs/integrations/patches/nemo-rl-prompt-mean.patch`` is
     applied, so
     that the trainer calls :meth:`AggregatedLoss.weights_of`; prompt_mean needs it.
-    ``samples_per_step``: B, where rows with ``sample_mask`` 0 are to count as well:
+    ``samples_per_step``: B, where sequences with ``sample_mask`` 0 are to count as well:
     ``policy.train_global_batch_size``. Raises :class:`AggregationError` for a mode or an option of
     the loss that cannot be aggregated here.
     """
@@ -133,10 +135,13 @@ class AggregatedLoss:
     ) -> tuple[Tensor, dict[str, Any]]:
         """Return this microbatch's share and its metrics.
 
-        ``next_token_logprobs``: ``[b, s - 1]``, whole rows; the fields of ``data`` have a row
+        ``next_token_logprobs``: ``[b, s - 1]``, whole sequences; the fields of ``data`` have a
+        sequence
         dimension of b. ``global_valid_seqs``, ``global_valid_toks``: counts of the step, B without
-        the rows whose ``sample_mask`` is 0, and N. No collective; host syncs for masks and counts,
-        and those of the wrapped loss per row. Raises :class:`PlanError` on this rank alone for a
+        the sequences whose ``sample_mask`` is 0, and N. No collective; host syncs for masks and
+        counts,
+        and those of the wrapped loss per sequence. Raises :class:`PlanError` on this rank alone for
+        a
         mask that is not 0 or 1.
         """
         n_b, sample_mask = _counts_of(data)
@@ -151,40 +156,41 @@ class AggregatedLoss:
             weight_b = self._weights(n_b, sample_mask, global_valid_seqs, global_valid_toks)
         losses: list[Tensor] = []
         metrics: dict[str, Any] = {}
-        for row, weight in enumerate(weight_b):
-            row_loss, of_row = self.loss_fn(
-                next_token_logprobs[row : row + 1],
-                data=_row_of(data, row, len(n_b)),
+        for sequence, weight in enumerate(weight_b):
+            sequence_loss, of_sequence = self.loss_fn(
+                next_token_logprobs[sequence : sequence + 1],
+                data=_sequence_of(data, sequence, len(n_b)),
                 global_valid_seqs=global_valid_seqs,
                 global_valid_toks=global_valid_toks,
                 **arguments,
             )
-            factor = weight * self._divisor(n_b[row], global_valid_seqs, global_valid_toks)
-            losses.append(row_loss * factor)
+            factor = weight * self._divisor(n_b[sequence], global_valid_seqs, global_valid_toks)
+            losses.append(sequence_loss * factor)
             for name in _LIKE_THE_LOSS:
-                of_row[name] = float(of_row[name] * factor)
-            _add(metrics, of_row)
+                of_sequence[name] = float(of_sequence[name] * factor)
+            _add(metrics, of_sequence)
         return torch.stack(losses).sum() if losses else next_token_logprobs.sum(), metrics
 
-    def weights_of(self, data: Any, *, rows_per_step: int, samples_per_prompt: int) -> Tensor:
-        """Plan all steps of a batch in the trainer; returns w_s, float64 ``[rows]``.
+    def weights_of(self, data: Any, *, sequences_per_step: int, samples_per_prompt: int) -> Tensor:
+        """Plan all steps of a batch in the trainer; returns w_s, float64 ``[sequences]``.
 
-        ``data``: the whole batch, each prompt's samples together, each ``rows_per_step`` rows one
-        optimizer step. Rows whose ``sample_mask`` is 0 are in no count. No collective. Raises
+        ``data``: the whole batch, each prompt's samples together, each ``sequences_per_step``
+        sequences one
+        optimizer step. Sequences whose ``sample_mask`` is 0 are in no count. No collective. Raises
         :class:`PlanError` for a mask that is not 0 or 1 and, under ``prompt_mean``, for a batch
         whose prompts are not whole in their step.
         """
         n_S, sample_mask = _counts_of(data)
         n_S = n_S.to("cpu", torch.int64)
         if self.aggregation.mode == "prompt_mean":
-            _check_prompts(len(n_S), rows_per_step, samples_per_prompt)
+            _check_prompts(len(n_S), sequences_per_step, samples_per_prompt)
         prompt_S = torch.arange(len(n_S)) // samples_per_prompt
         weight_S = torch.zeros(len(n_S), dtype=torch.float64)
-        for start in range(0, len(n_S), rows_per_step):
-            rows = torch.arange(start, min(start + rows_per_step, len(n_S)))
-            rows = rows[(sample_mask.cpu() != 0)[rows]]
-            counts = Sequences(active_tokens=n_S[rows], prompt=prompt_S[rows])
-            weight_S[rows] = plan_step(self.aggregation, counts).weights
+        for start in range(0, len(n_S), sequences_per_step):
+            sequences = torch.arange(start, min(start + sequences_per_step, len(n_S)))
+            sequences = sequences[(sample_mask.cpu() != 0)[sequences]]
+            counts = Sequences(active_tokens=n_S[sequences], prompt=prompt_S[sequences])
+            weight_S[sequences] = plan_step(self.aggregation, counts).weights
         return weight_S
 
     def _weights(
@@ -203,16 +209,17 @@ class AggregatedLoss:
         masked = int(((sample_mask != 0) & (n_b == 0)).sum())
         if masked and not self.aggregation.count_empty:
             raise PlanError(
-                f"{masked} rows have sample_mask 1 and no active tokens: NeMo-RL counts them, and "
+                f"{masked} sequences have sample_mask 1 and no active tokens: NeMo-RL "
+                f"counts them, and "
                 f"{self.aggregation} does not. Set their sample_mask to 0 (loss_multiplier), or "
                 "count empty samples"
             )
-        is_row_b = (sample_mask != 0).cpu()
+        is_sequence_b = (sample_mask != 0).cpu()
         weight_b = torch.zeros(len(n_b), dtype=torch.float64)
         try:
             plan = plan_step(
                 self.aggregation,
-                Sequences(active_tokens=n_b.to("cpu", torch.int64)[is_row_b]),
+                Sequences(active_tokens=n_b.to("cpu", torch.int64)[is_sequence_b]),
                 totals=StepTotals(active_tokens=tokens, samples=samples, active_samples=samples),
             )
         except PlanError as error:
@@ -220,18 +227,20 @@ class AggregatedLoss:
                 f"{error}. NeMo-RL's split training steps pass 1 for the step's counts and divide "
                 "after the loss: train with grpo_train's own steps"
             ) from error
-        weight_b[is_row_b] = plan.weights
+        weight_b[is_sequence_b] = plan.weights
         return [float(weight) for weight in weight_b]
 
     def _divisor(self, n: Tensor, valid_seqs: Tensor, valid_toks: Tensor) -> float:
-        """What the wrapped loss has divided a row's sum by."""
+        """What the wrapped loss has divided a sequence's sum by."""
         if self.loss_fn.loss_type.value == "token_level":
             return float(valid_toks + _EPSILON)
         return float((n + _EPSILON) * (valid_seqs + _EPSILON))
 
 
 def _counts_of(data: Any) -> tuple[Tensor, Tensor]:
-    """Count each row's active tokens, 0 where ``sample_mask`` is; one host sync for each mask."""
+    """Count each sequence's active tokens, 0 where ``sample_mask`` is; one host sync for
+    each mask.
+    """
     token_mask, sample_mask = data["token_mask"][:, 1:], data["sample_mask"]
     remedies = {"token_mask": "token_loss_mask", "sample_mask": "loss_multiplier"}
     for (name, source), mask in zip(remedies.items(), (token_mask, sample_mask), strict=True):
@@ -254,31 +263,32 @@ def _count(name: str, value: Tensor) -> int:
     return int(count)
 
 
-def _check_prompts(num_rows: int, rows_per_step: int, samples_per_prompt: int) -> None:
+def _check_prompts(num_sequences: int, sequences_per_step: int, samples_per_prompt: int) -> None:
     """Refuse a batch in which a prompt is cut short, or continues in the next optimizer step."""
-    cut = num_rows % samples_per_prompt
-    if cut or (num_rows > rows_per_step and rows_per_step % samples_per_prompt):
+    cut = num_sequences % samples_per_prompt
+    if cut or (num_sequences > sequences_per_step and sequences_per_step % samples_per_prompt):
         raise PlanError(
-            f"got {num_rows} rows in optimizer steps of {rows_per_step} with {samples_per_prompt} "
+            f"got {num_sequences} sequences in optimizer steps of {sequences_per_step} with "
+            f"{samples_per_prompt} "
             "samples per prompt, expected whole prompts in each step: make "
             "policy.train_global_batch_size a multiple of grpo.num_generations_per_prompt"
         )
 
 
-def _row_of(data: Any, row: int, num_rows: int) -> Any:
-    if num_rows == 1:
+def _sequence_of(data: Any, sequence: int, num_sequences: int) -> Any:
+    if num_sequences == 1:
         return data
     if hasattr(data, "slice"):
-        return data.slice(row, row + 1)
+        return data.slice(sequence, sequence + 1)
     return {
-        name: value[row : row + 1] if isinstance(value, Tensor) and value.dim() else value
+        name: value[sequence : sequence + 1] if isinstance(value, Tensor) and value.dim() else value
         for name, value in data.items()
     }
 
 
-def _add(metrics: dict[str, Any], of_row: dict[str, Any]) -> None:
-    """Combine a row's metrics: extrema by name, as NeMo-RL does; all others are sums."""
-    for name, value in of_row.items():
+def _add(metrics: dict[str, Any], of_sequence: dict[str, Any]) -> None:
+    """Combine a sequence's metrics: extrema by name, as NeMo-RL does; all others are sums."""
+    for name, value in of_sequence.items():
         if name not in metrics:
             metrics[name] = value
         elif name.endswith("_min"):

@@ -72,7 +72,7 @@ _VERSIONS = "use skyrl 0.3.0, 0.4.0 or a9564572"
 def aggregated(trainer: Any, aggregation: Aggregation, *, carry_weights: bool = False) -> Any:
     """Make a subclass of a SkyRL trainer whose policy loss has our weights.
 
-    ``carry_weights``: leave w_s in the batch too, ``loss_weights`` ``[rows, 1]``, for a SkyRL
+    ``carry_weights``: leave w_s in the batch too, ``loss_weights`` ``[sequences, 1]``, for a SkyRL
     with a patch of ``docs/integrations/patches``, whose KL and entropy then have them.
     Raises :class:`AggregationError` here for a mode that needs microbatches, and where the
     trainer is built for a policy loss that is not proportional to advantages.
@@ -129,12 +129,12 @@ class _Weighing:
     aggregation: Aggregation
     boundaries: Sequence[tuple[int, int]]
     samples: list[int] | None
-    """Sample of each row, where SkyRL trains step by step; None: each row is one."""
+    """Sample of each sequence, where SkyRL trains step by step; None: each sequence is one."""
     num_calls: int = 0
     weights: list[Tensor] = field(default_factory=list)
 
     def column(self, like: Tensor) -> Tensor:
-        """Return w_s of all mini-batches, ``[rows, 1]``; 0 for rows in none of them."""
+        """Return w_s of all mini-batches, ``[sequences, 1]``; 0 for sequences in none of them."""
         weight_S = like.new_zeros(len(like), 1)
         for (start, end), weights in zip(self.boundaries, self.weights, strict=True):
             weight_S[start:end, 0] = weights.to(like)
@@ -149,12 +149,12 @@ class _Weighing:
         max_seq_len: int | None,
         prompt_boundaries: Sequence[tuple[int, int]] | None = None,
     ) -> Tensor:
-        """Return A w_s; ``advantages``, ``loss_mask``: ``[rows of the mini-batch, s]``."""
+        """Return A w_s; ``advantages``, ``loss_mask``: ``[sequences of the mini-batch, s]``."""
         start, end = self.boundaries[self.num_calls]
         self.num_calls += 1
         if end - start != len(advantages):
             raise ContractError(
-                f"SkyRL reduces {len(advantages)} rows, and the mini-batch has {end - start}: "
+                f"SkyRL reduces {len(advantages)} sequences, and the mini-batch has {end - start}: "
                 f"{_VERSIONS}"
             )
         if not bool(((loss_mask == 0) | (loss_mask == 1)).all()):
@@ -176,19 +176,20 @@ class _Weighing:
 
 
 def _samples(cfg: Any, data: Any) -> list[int] | None:
-    """Number the trajectories of step-wise training, whose rows are contiguous.
+    """Number the trajectories of step-wise training, whose sequences are contiguous.
 
-    None where each row is a sample. Raises :class:`ContractError` where the trainer lost them.
+    None where each sequence is a sample. Raises :class:`ContractError` where the trainer lost them.
     """
     is_last_step = data.metadata.get(_LAST_STEPS, data.metadata.get("is_last_step"))
-    num_rows = len(data["advantages"])
+    num_sequences = len(data["advantages"])
     is_step_wise = getattr(getattr(cfg, "generator", None), "step_wise_trajectories", False)
     if is_last_step is None and not is_step_wise:
         return None
-    if is_last_step is None or len(is_last_step) != num_rows:
+    if is_last_step is None or len(is_last_step) != num_sequences:
         got = "none" if is_last_step is None else f"{len(is_last_step)} of them"
         raise ContractError(
-            f"got {got} of metadata['is_last_step'] for {num_rows} rows of step-wise trajectories, "
+            f"got {got} of metadata['is_last_step'] for {num_sequences} sequences of "
+            f"step-wise trajectories, "
             "expected one for each: without it every turn would count as a sample. Use a trainer "
             "that calls compute_advantages_and_returns before it trains"
         )

@@ -13,7 +13,8 @@ logged metrics alike. A file for ``--custom-config-path``::
     --custom-pg-loss-reducer-function-path megatron_lossagg.integrations.slime.constant_40960
 
 or from the file's ``loss_aggregation: constant`` with ``constant_from_args``. KL and entropy
-keep the host's own average there. ``docs/integrations/slime.md`` has both, and what is refused.
+keep the framework's own average there. ``docs/integrations/slime.md`` has both, and what is
+refused.
 Source: slime 624b824a ``MegatronTrainRayActor.train_actor``, ``loss_function``.
 """
 
@@ -36,8 +37,8 @@ from megatron_lossagg.errors import ContractError, PlanError
 from megatron_lossagg.flags import empty_step_from_args
 from megatron_lossagg.integrations._carry import (
     REDUCER,
-    Host,
-    HostStep,
+    Framework,
+    FrameworkStep,
     check_set_up,
     denominators,
     is_ours,
@@ -48,7 +49,7 @@ from megatron_lossagg.integrations._hub import HubFactory, constant_from_args, f
 
 __all__ = ["carry_weights", "check", "constant_from_args"]
 
-_HOST = Host(
+_FRAMEWORK = Framework(
     name="slime",
     module="megatron_lossagg.integrations.slime",
     carry_argument="rollout_data_postprocess_path",
@@ -83,13 +84,13 @@ def check(args: Any) -> None:
     ``rollout_data_postprocess_path`` is a function of your own, the argument is replaced by
     :func:`checked_postprocess`. No collective.
     """
-    aggregation = check_set_up(args, _HOST)
-    log_set_up(args, _HOST, aggregation)
-    own = getattr(args, _HOST.carry_argument, None)
+    aggregation = check_set_up(args, _FRAMEWORK)
+    log_set_up(args, _FRAMEWORK, aggregation)
+    own = getattr(args, _FRAMEWORK.carry_argument, None)
     is_own = own and not is_ours(own) and not is_ours(getattr(args, REDUCER, None))
     if aggregation is not None and is_own:
         _PROCESS.own_postprocess = str(own)
-        setattr(args, _HOST.carry_argument, f"{__name__}.{checked_postprocess.__name__}")
+        setattr(args, _FRAMEWORK.carry_argument, f"{__name__}.{checked_postprocess.__name__}")
 
 
 def checked_postprocess(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
@@ -98,16 +99,17 @@ def checked_postprocess(args: Any, rollout_id: int, rollout_data: dict[str, Any]
     Raises :class:`ContractError` where ``rollout_mask_sums`` is not what :func:`carry_weights`
     left in this rollout batch. Collectives and host syncs are those of the user's function.
     """
-    setattr(args, _HOST.carry_argument, _PROCESS.own_postprocess)  # slime has loaded this one
+    setattr(args, _FRAMEWORK.carry_argument, _PROCESS.own_postprocess)  # slime has loaded this one
     module, _, name = _PROCESS.own_postprocess.rpartition(".")
     _PROCESS.carried = None
     getattr(importlib.import_module(module), name)(args, rollout_id, rollout_data)
     if _PROCESS.carried is None or rollout_data.get("rollout_mask_sums") is not _PROCESS.carried:
         what = "returned without" if _PROCESS.carried is None else "changed rollout_mask_sums after"
         raise ContractError(
-            f"{_HOST.carry_argument} {_PROCESS.own_postprocess} {what} carry_weights, and slime "
+            f"{_FRAMEWORK.carry_argument} {_PROCESS.own_postprocess} {what} carry_weights, "
+            f"and slime "
             "would train another loss than loss_aggregation asks for: call "
-            f"{_HOST.carry_path}(args, rollout_id, rollout_data) as its last line"
+            f"{_FRAMEWORK.carry_path}(args, rollout_id, rollout_data) as its last line"
         )
 
 
@@ -115,10 +117,10 @@ def carry_weights(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> N
     """Overwrite ``rollout_mask_sums`` with d_s = 1 / (w_s G).
 
     For ``--rollout-data-postprocess-path``; a function of your own there calls this one last.
-    ``rollout_data``: this data-parallel rank's rows of the rollout batch. Reads ``loss_masks``
-    (one ``[response]`` 0/1 mask per row), ``rollout_ids``, ``micro_batch_indices``,
+    ``rollout_data``: this data-parallel rank's sequences of the rollout batch. Reads ``loss_masks``
+    (one ``[response]`` 0/1 mask per sequence), ``rollout_ids``, ``micro_batch_indices``,
     ``num_microbatches`` (M per step) and ``global_batch_sizes`` (G per step); for ``prompt_mean``
-    also ``prompt``, an id per row, which it takes out. Without it, prompts are ``rollout_id //
+    also ``prompt``, an id per sequence, which it takes out. Without it, prompts are ``rollout_id //
     n_samples_per_prompt``, which holds for slime's own data source alone; others are refused.
 
     slime calls it on every rank after advantages were computed. Per step the collectives of
@@ -126,7 +128,7 @@ def carry_weights(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> N
     for the whole batch, and one host sync to count masks. Logs once that weights were carried.
     Raises :class:`PlanError`, on all ranks of the group, and what :func:`check` raises.
     """
-    aggregation = check_set_up(args, _HOST, is_carried=True)
+    aggregation = check_set_up(args, _FRAMEWORK, is_carried=True)
     assert aggregation is not None
     active_tokens, fault = _active_tokens(rollout_data["loss_masks"])
     rollout_ids = [int(rollout) for rollout in rollout_data["rollout_ids"]]
@@ -147,22 +149,24 @@ def carry_weights(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> N
         empty_step=empty_step_from_args(args),
         fault=fault,
     )
-    host_S = rollout_data["rollout_mask_sums"]
-    _PROCESS.carried = torch.from_numpy(denominator_S).to(host_S)
+    framework_S = rollout_data["rollout_mask_sums"]
+    _PROCESS.carried = torch.from_numpy(denominator_S).to(framework_S)
     rollout_data["rollout_mask_sums"] = _PROCESS.carried
-    log_carried(_HOST, aggregation)
+    log_carried(_FRAMEWORK, aggregation)
 
 
-def _steps(rollout_data: dict[str, Any]) -> list[HostStep]:
+def _steps(rollout_data: dict[str, Any]) -> list[FrameworkStep]:
     microbatches = iter(rollout_data["micro_batch_indices"])
     steps = []
     per_step = rollout_data["num_microbatches"], rollout_data["global_batch_sizes"]
     for m, rollouts in zip(*per_step, strict=True):
-        rows_of_microbatch = [next(microbatches) for _ in range(m)]
-        sizes = [len(rows) for rows in rows_of_microbatch]
+        sequences_of_microbatch = [next(microbatches) for _ in range(m)]
+        sizes = [len(sequences) for sequences in sequences_of_microbatch]
         steps.append(
-            HostStep(
-                rows=[row for rows in rows_of_microbatch for row in rows],
+            FrameworkStep(
+                sequences=[
+                    sequence for sequences in sequences_of_microbatch for sequence in sequences
+                ],
                 rollouts=int(rollouts),
                 microbatch=np.repeat(np.arange(m), sizes).tolist(),
                 num_microbatches=int(m),
@@ -172,7 +176,7 @@ def _steps(rollout_data: dict[str, Any]) -> list[HostStep]:
 
 
 def _active_tokens(masks: Sequence[Tensor]) -> tuple[list[int], str]:
-    """Count each row's active tokens, and report a mask that is not 0 or 1; one host sync."""
+    """Count each sequence's active tokens, and report a mask that is not 0 or 1; one host sync."""
     if not masks:
         return [], ""
     counts_S = torch.stack([mask.sum() for mask in masks])
@@ -189,7 +193,9 @@ def _active_tokens(masks: Sequence[Tensor]) -> tuple[list[int], str]:
 def _prompts(
     args: Any, rollout_ids: Sequence[int], rollout_data: dict[str, Any]
 ) -> tuple[Sequence[int], int | None]:
-    """Return the prompt id of each row, and how many rollouts each must have if it was derived."""
+    """Return the prompt id of each sequence, and how many rollouts each must have if it was
+    derived.
+    """
     given = rollout_data.pop("prompt", None)
     if given is not None:
         return list(given), None

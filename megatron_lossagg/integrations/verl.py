@@ -19,7 +19,7 @@ verl's losses compute per-token losses ``[b, s]`` and call ``agg_loss`` on them.
 
     loss = DP * sum_s w_s sum_t m_t x_t
 
-Every context-parallel rank has whole rows: verl gathers log-probabilities with a gradient for
+Every context-parallel rank has whole sequences: verl gathers log-probabilities with a gradient for
 its own slice only. Afterwards verl multiplies by M (two outputs), or by tokens / DP where
 ``calculate_per_token_loss`` is set, and either gives the step's gradient. Sources: verl 1dda039b
 ``agg_loss``, ``ppo_loss``, ``MegatronEngine.forward_backward_batch``,
@@ -65,7 +65,7 @@ _AGGREGATES = (
 )
 """verl's modules that have the name ``agg_loss``."""
 _PADDING_UID = re.compile(r"pad[0-9a-f]{32}")
-"""The uid of the rows that verl adds to make a batch divisible, all of them fully masked."""
+"""The uid of the sequences that verl adds to make a batch divisible, all of them fully masked."""
 
 _AggLoss = Callable[..., Tensor]
 
@@ -160,9 +160,9 @@ def _policy_loss(
 ) -> tuple[Tensor, dict[str, Any]]:
     """Run one of verl's policy losses, aggregated by our weights instead of its ``agg_loss``.
 
-    Tensors: ``[b, s]``, whole rows. Where the engine of this module runs, its plan is in place
+    Tensors: ``[b, s]``, whole sequences. Where the engine of this module runs, its plan is in place
     already; else N and B are verl's own counts, ``config.global_batch_info``. No collective;
-    two host syncs, one for the rows' tokens and one for what the device found in the losses,
+    two host syncs, one for the sequences' tokens and one for what the device found in the losses,
     beside those of verl's own metrics.
     """
     arguments = {
@@ -179,26 +179,26 @@ def _policy_loss(
         result = loss(**arguments)
         _check_called(mode, _planned[-1].num_calls - calls)
         return result
-    rows = _Rows.of_microbatch(mode, config, response_mask)
-    with _aggregated(rows):
+    sequences = _Sequences.of_microbatch(mode, config, response_mask)
+    with _aggregated(sequences):
         result = loss(**arguments)
-    _check_called(mode, rows.num_calls)
-    rows.plan.check()
+    _check_called(mode, sequences.num_calls)
+    sequences.plan.check()
     return result
 
 
 @dataclass(eq=False)
-class _Rows:
-    """A microbatch's rows, and the plan that has their weights; stands in for ``agg_loss``."""
+class _Sequences:
+    """A microbatch's sequences, and the plan that has their weights; stands in for ``agg_loss``."""
 
     plan: StepPlan
-    rows: Ints
-    """int64 ``[b]``: position in the plan, -1 for a row that verl added as padding."""
+    sequences: Ints
+    """int64 ``[b]``: position in the plan, -1 for a sequence that verl added as padding."""
     dp_size: int
     num_calls: int = 0
 
     @staticmethod
-    def of_microbatch(mode: LossMode, config: Any, mask: Tensor) -> _Rows:
+    def of_microbatch(mode: LossMode, config: Any, mask: Tensor) -> _Sequences:
         """Plan one microbatch from verl's counts of the step."""
         if mode.mode == "prompt_mean" or not mode.count_empty:
             raise AggregationError(
@@ -229,27 +229,29 @@ class _Rows:
             ),
             rejects_tokens=mode.loss == "bypass_mode",  # inside the loss
         )
-        return _Rows(plan, host_integers("rows", range(len(mask)), PlanError), counts["dp_size"])
+        return _Sequences(
+            plan, host_integers("sequences", range(len(mask)), PlanError), counts["dp_size"]
+        )
 
     def agg_loss(self, loss_mat: Tensor, loss_mask: Tensor, *_: object, **__: object) -> Tensor:
-        """Return DP * share; ``loss_mat``, ``loss_mask``: ``[b, s]``, whole rows."""
+        """Return DP * share; ``loss_mat``, ``loss_mask``: ``[b, s]``, whole sequences."""
         self.num_calls += 1
         layout = Layout.bshd_zigzag(*loss_mask.shape, cp_size=1, cp_rank=0)
-        return self.plan.reducer(self.rows, loss_mask, layout)(loss_mat) * self.dp_size
+        return self.plan.reducer(self.sequences, loss_mask, layout)(loss_mat) * self.dp_size
 
 
-_planned: list[_Rows] = []
+_planned: list[_Sequences] = []
 """The microbatch whose loss the engine of this module is computing."""
 
 
 @contextmanager
-def _aggregated(rows: _Rows) -> Iterator[None]:
+def _aggregated(sequences: _Sequences) -> Iterator[None]:
     """Put a share in the place of ``agg_loss``, in each module of verl that has the name."""
     modules = [sys.modules[name] for name in _AGGREGATES if name in sys.modules]
     own: list[_AggLoss] = [module.agg_loss for module in modules]
     try:
         for module in modules:
-            module.agg_loss = rows.agg_loss  # type: ignore[attr-defined]
+            module.agg_loss = sequences.agg_loss  # type: ignore[attr-defined]
         yield
     finally:
         for module, agg_loss in zip(modules, own, strict=True):
@@ -294,8 +296,10 @@ def _engine(base: Any) -> Any:
         ) -> Any:
             """Plan the step over the data-parallel group, then run verl's own step.
 
-            ``data``: this data-parallel rank's rows. Two all-gathers where uids are needed, else
-            one, each with a host sync, and one host sync per microbatch, for its rows; the faults
+            ``data``: this data-parallel rank's sequences. Two all-gathers where uids are needed,
+            else
+            one, each with a host sync, and one host sync per microbatch, for its sequences; the
+            faults
             that devices found are read before the optimizer's step, one host sync more.
             """
             config = getattr(loss_function, "keywords", {}).get("config")
@@ -304,8 +308,8 @@ def _engine(base: Any) -> Any:
             if config is None or not mode:
                 return super().forward_backward_batch(data, loss_function, forward_only)
             group, dp_size = self.get_data_parallel_group(), self.get_data_parallel_size()
-            plan, rows = _plan_batch(mode.aggregation(config.loss_scale_factor), data, group)
-            data[_ROW] = rows
+            plan, sequences = _plan_batch(mode.aggregation(config.loss_scale_factor), data, group)
+            data[_SEQUENCE] = sequences
             if mode.mode == "prompt_mean" and not forward_only:
                 _warn_of_split_prompts(data, plan, self.tokens_of_prompt)
             planned = partial(_with_plan, loss_function, plan, dp_size)
@@ -316,14 +320,15 @@ def _engine(base: Any) -> Any:
     return LossAggregationEngine
 
 
-_ROW = "lossagg_row"
-"""Field of the batch: each row's position in the plan, -1 for padding."""
+_SEQUENCE = "lossagg_sequence"
+"""Field of the batch: each sequence's position in the plan, -1 for padding."""
 
 
 def _check_engine(engine_config: Any) -> None:
     if engine_config.dynamic_context_parallel:
         raise ContractError(
-            "dynamic_context_parallel gives every rank all rows of the step, and they would be "
+            "dynamic_context_parallel gives every rank all sequences of the step, and they "
+            "would be "
             "counted once per rank: set "
             "actor_rollout_ref.actor.megatron.dynamic_context_parallel=False, or unset "
             "VERL_ENGINE_VENDOR"
@@ -331,7 +336,7 @@ def _check_engine(engine_config: Any) -> None:
 
 
 def _uids(data: Any) -> list[str]:
-    """Return the uid of each row; empty where the batch has none."""
+    """Return the uid of each sequence; empty where the batch has none."""
     if "uid" in data.keys():  # noqa: SIM118
         return [str(uid) for uid in data["uid"]]
     return [""] * len(data["loss_mask"])
@@ -342,21 +347,27 @@ def _is_padding(uid: str) -> bool:
 
 
 def _plan_batch(aggregation: Aggregation, data: Any, group: Any) -> tuple[StepPlan, Tensor]:
-    """Count this rank's rows; returns the plan, and each row's position in it, int64 ``[b]``.
+    """Count this rank's sequences; returns the plan, and each sequence's position in it, int64
+    ``[b]``.
 
     No host sync but those of :func:`plan_step` where ``loss_mask`` is on the CPU, as verl has it.
     """
     mask, fault = data["loss_mask"], ""
-    sums = [row.bool().sum() for row in mask.unbind()]
+    sums = [sequence.bool().sum() for sequence in mask.unbind()]
     n_b = torch.stack(sums).cpu() if sums else torch.zeros(0, dtype=torch.int64)
     uids = _uids(data)
-    is_row_b = torch.tensor([not _is_padding(uid) for uid in uids], dtype=torch.bool)
+    is_sequence_b = torch.tensor([not _is_padding(uid) for uid in uids], dtype=torch.bool)
     takes_prompts = aggregation.mode == "prompt_mean"
     counts_empty = aggregation.mode in _COUNT_SAMPLES and aggregation.count_empty
     if not all(uids) and (takes_prompts or counts_empty):
-        what = "the prompt of each row" if takes_prompts else "padding rows apart from empty ones"
+        what = (
+            "the prompt of each sequence"
+            if takes_prompts
+            else "padding sequences apart from empty ones"
+        )
         fault = (
-            f"got rows without a uid, by which {aggregation.mode} tells {what}: keep uid in the "
+            f"got sequences without a uid, by which {aggregation.mode} tells {what}: keep "
+            f"uid in the "
             "batch that update_actor is given"
         )
         if not takes_prompts:
@@ -364,28 +375,30 @@ def _plan_batch(aggregation: Aggregation, data: Any, group: Any) -> tuple[StepPl
     plan = plan_step(
         aggregation,
         Sequences(
-            active_tokens=n_b[is_row_b],
+            active_tokens=n_b[is_sequence_b],
             prompt=[uid for uid in uids if not _is_padding(uid)] if takes_prompts else None,
         ),
         group=group,
         fault=fault,
         rejects_tokens=True,  # verl's rollout correction leaves loss_mask as it was
     )
-    return plan, torch.where(is_row_b, is_row_b.cumsum(0) - 1, -1)
+    return plan, torch.where(is_sequence_b, is_sequence_b.cumsum(0) - 1, -1)
 
 
 def _warn_of_split_prompts(data: Any, plan: StepPlan, tokens_of_prompt: dict[str, int]) -> None:
-    """Warn once where an earlier optimizer step over the same batch had other rows of a prompt.
+    """Warn once where an earlier optimizer step over the same batch had other sequences of a
+    prompt.
 
-    ``tokens_of_prompt``: n_p in the earlier steps over the batch, by uid; updated. Rows of a
-    prompt on other ranks are in n_p, so that one rank with rows of it in both steps sees it.
+    ``tokens_of_prompt``: n_p in the earlier steps over the batch, by uid; updated. Sequences of a
+    prompt on other ranks are in n_p, so that one rank with sequences of it in both steps sees it.
     """
     assert plan.prompt_tokens is not None
     uids = [uid for uid in _uids(data) if not _is_padding(uid)]
     for uid, tokens in zip(uids, plan.prompt_tokens.tolist(), strict=True):
         if tokens_of_prompt.setdefault(uid, tokens) != tokens:
             _warn_once(
-                "prompt_mean counts a prompt within one optimizer step, and a prompt has rows in "
+                "prompt_mean counts a prompt within one optimizer step, and a prompt has "
+                "sequences in "
                 "several steps of this batch, in each of which they weigh as a whole prompt: set "
                 "actor_rollout_ref.actor.ppo_mini_batch_size to data.train_batch_size for one step "
                 "per batch"
@@ -398,8 +411,8 @@ def _with_plan(
     loss_function: Callable[..., Any], plan: StepPlan, dp_size: int, **arguments: Any
 ) -> Any:
     """Call verl's loss function on a microbatch, every aggregation in it by the plan."""
-    rows = host_integers("rows", arguments["data"][_ROW], PlanError)
-    _planned.append(_Rows(plan, rows, dp_size))
+    sequences = host_integers("sequences", arguments["data"][_SEQUENCE], PlanError)
+    _planned.append(_Sequences(plan, sequences, dp_size))
     try:
         with _aggregated(_planned[-1]):
             return loss_function(**arguments)

@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.probe.model import build, free, reduced_part
 from megatron_lossagg.probe.together import NotMeasuredError, part, untouched, world, world_flags
-from megatron_lossagg.scaling import K_FORMULA, Regime, Scaling
+from megatron_lossagg.scaling import K_FORMULA, LossScaling, Scaling
 
 __all__ = [
     "DDP",
@@ -43,7 +43,7 @@ DDP, SCHEDULE, FINALIZE = "DDP", "schedule", "finalize"
 class Contract(Protocol):
     """What the probe needs of a :class:`~megatron_lossagg.contract.MegatronContract`."""
 
-    regime: Regime
+    loss_scaling: LossScaling
     dp_size: int
     cp_size: int
     dp_cp_size: int
@@ -90,7 +90,7 @@ class ProbeStep:
         active_tokens = sum(sum(counted(r)) for r in range(contract.dp_size))
         return ProbeStep(
             scaling=Scaling(
-                regime=contract.regime,
+                loss_scaling=contract.loss_scaling,
                 num_microbatches=num_microbatches,
                 dp_cp_size=contract.dp_cp_size,
                 active_tokens=active_tokens,
@@ -244,10 +244,10 @@ def check_factors(
     for rank, (low, high) in enumerate(ratios_by_rank.tolist()):
         if abs(low - 1) <= step.tolerance and abs(high - 1) <= step.tolerance:
             continue
-        regime = contract.regime
+        loss_scaling = contract.loss_scaling
         raise ContractError(
             f"rank {rank}: the startup probe measured K = {interval(step.factors(low, high))}, "
-            f"expected K = {K_FORMULA[regime]} = {step.k} in the {regime} regime "
+            f"expected K = {K_FORMULA[loss_scaling]} = {step.k} in the {loss_scaling} loss scaling "
             f"(at the probe's own M {step.scaling.num_microbatches}, DP {contract.dp_size}, "
             f"CP {contract.cp_size}, PP {step.num_stages}; through {', '.join(measured)}). A "
             f"step's gradient would be {interval((low, high))} times that of its loss, because "

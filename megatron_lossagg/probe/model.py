@@ -148,7 +148,7 @@ def free(built: Sequence[Any]) -> None:
 def schedule_starts_sync(chunks: Sequence[Any]) -> bool:
     """Whether the schedule starts the chunks' reductions, as with ``--align-grad-reduce``.
 
-    Any other ``grad_sync_func`` is the host's own and is left out of the probe.
+    Any other ``grad_sync_func`` is the framework's own and is left out of the probe.
     """
     hooks = chunks[0].config.grad_sync_func
     hooks = hooks if isinstance(hooks, list) else [hooks]

@@ -43,7 +43,7 @@ class ProbeReport:
     factors: tuple[float, float] | None = None
     """Lowest and highest K measured over ranks and stages; None where nothing was measured."""
     scaling: Scaling | None = None
-    """Regime and sizes of the probe's step: its M and N are not those of the run's steps."""
+    """Loss scaling and sizes of the probe's step: its M and N are not those of the run's steps."""
     measured: tuple[str, ...] = ()
     """The parts that were run: of "DDP", "schedule", "finalize"."""
     read: tuple[str, ...] = ()
@@ -56,12 +56,12 @@ class ProbeReport:
         if self.factors is not None and self.scaling is not None:
             own_sizes = {
                 "average": f"M = {self.scaling.num_microbatches}",
-                "per-token": f"N = {self.scaling.active_tokens}",
+                "per_token": f"N = {self.scaling.active_tokens}",
             }
             findings.append(
-                f"K = {K_FORMULA[self.scaling.regime]} confirmed through "
+                f"K = {K_FORMULA[self.scaling.loss_scaling]} confirmed through "
                 f"{', '.join(self.measured)}: measured {interval(self.factors)} at the probe's own "
-                f"{own_sizes[self.scaling.regime]}"
+                f"{own_sizes[self.scaling.loss_scaling]}"
             )
         if self.read:
             findings.append("read, not measured: " + ", ".join(self.read))
@@ -79,7 +79,7 @@ def run_probe(chunks: Sequence[Any], contract: Contract, begin: BeginTrial) -> P
     ``chunks``: the DDP-wrapped chunks; they stay unchanged. ``begin``: makes the step that is
     measured. A part that cannot run the probe (a finalize function bound to the live model, a
     DDP class that needs more arguments) is replaced by Megatron-Core's own and reported as
-    read. A kind of model is measured once per process: same regime, classes, DDP configs,
+    read. A kind of model is measured once per process: same loss scaling, classes, DDP configs,
     groups and functions.
 
     Symbols: ``type(chunk)``, ``pipeline_parallel.get_forward_backward_func``,
@@ -172,4 +172,4 @@ def _kind(chunks: Sequence[Any], contract: Contract, parts: Mapping[str, Any]) -
     config = chunks[0].config
     options = ("overlap_p2p_comm", "batch_p2p_comm", "overlap_p2p_comm_warmup_flush")
     pipeline = (schedule_starts_sync(chunks), *(getattr(config, name, None) for name in options))
-    return contract.regime, contract.cp_size, pipeline, functions, kinds
+    return contract.loss_scaling, contract.cp_size, pipeline, functions, kinds

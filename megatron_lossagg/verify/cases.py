@@ -1,6 +1,6 @@
 """The aggregations that a verification trains, and the oracle's values for each.
 
-Shape suffix: Y = tokens of all rows and a filler, padded (``reference.py``).
+Shape suffix: Y = tokens of all sequences and a padding sequence, padded (``reference.py``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.verify import oracle
 from megatron_lossagg.verify.reference import Reference
-from megatron_lossagg.verify.rows import Assignment, Row
+from megatron_lossagg.verify.sequences import Assignment, Row
 
 __all__ = [
     "BETA",
@@ -87,25 +87,25 @@ def expected(case: Case, reference: Reference, assignment: Assignment) -> Expect
     """Compute a step's loss and its derivative by every token's loss with the oracle."""
     y_Y = reference.losses_Y.clone().requires_grad_()
 
-    def oracle_rows(term: Callable[[Tensor, float], Tensor]) -> list[dict[str, Any]]:
-        rows = zip(reference.rows, assignment.keys, reference.starts[:-1], strict=True)
+    def oracle_sequences(term: Callable[[Tensor, float], Tensor]) -> list[dict[str, Any]]:
+        sequences = zip(reference.sequences, assignment.keys, reference.starts[:-1], strict=True)
         return [
             {
-                **as_oracle(row, key),
-                "x": [term(y_Y[at], c) for at, c in enumerate(row.coefficient, start)],
+                **as_oracle(sequence, key),
+                "x": [term(y_Y[at], c) for at, c in enumerate(sequence.coefficient, start)],
             }
-            for row, key, start in rows
+            for sequence, key, start in sequences
         ]
 
-    linear = oracle_rows(lambda y, c: c * y)
+    linear = oracle_sequences(lambda y, c: c * y)
     options = oracle_options(case.aggregation, assignment.microbatches)
     loss = oracle.step_loss(case.aggregation.mode, linear, **options)
     if case.second is not None:
         second = oracle_options(case.second, assignment.microbatches)
-        squares = oracle_rows(lambda y, c: y * y)
+        squares = oracle_sequences(lambda y, c: y * y)
         loss = loss + BETA * oracle.step_loss(case.second.mode, squares, **second)
     (slope_Y,) = torch.autograd.grad(loss, y_Y)
-    counted = [{**row, "trained": row["counted"]} for row in linear]
+    counted = [{**sequence, "trained": sequence["counted"]} for sequence in linear]
     return Expected(
         loss=loss.item(),
         slope_Y=slope_Y,
@@ -114,13 +114,13 @@ def expected(case: Case, reference: Reference, assignment: Assignment) -> Expect
     )
 
 
-def as_oracle(row: Row, key: tuple[int, int]) -> dict[str, Any]:
-    """Write a row as ``oracle.py`` reads it, without its losses."""
+def as_oracle(sequence: Row, key: tuple[int, int]) -> dict[str, Any]:
+    """Write a sequence as ``oracle.py`` reads it, without its losses."""
     return {
-        "counted": row.counted,
-        "trained": row.trained,
-        "sample": row.sample,
-        "prompt": row.prompt,
+        "counted": sequence.counted,
+        "trained": sequence.trained,
+        "sample": sequence.sample,
+        "prompt": sequence.prompt,
         "microbatch": key,
     }
 

@@ -5,7 +5,7 @@ the weight of another. Each cause predicts the weight of every token in the grad
 the reported loss, from the oracle's weights and the factors of ``scaling.py``. The causes
 whose predictions agree with every measurement are the likely ones.
 
-Shape suffix: Y = tokens of all rows and a filler, padded (``reference.py``).
+Shape suffix: Y = tokens of all sequences and a padding sequence, padded (``reference.py``).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.scaling import Regime, Scaling
+from megatron_lossagg.scaling import LossScaling, Scaling
 from megatron_lossagg.verify import oracle
 from megatron_lossagg.verify.cases import BETA, Case, as_oracle, oracle_options
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.reference import Reference
-from megatron_lossagg.verify.rows import Assignment, Row, zigzag
+from megatron_lossagg.verify.sequences import Assignment, Row, zigzag
 
 __all__ = ["CAUSES", "MASKED_LOSSES_REACH", "Cause", "Facts", "Weights", "symbols"]
 
@@ -36,13 +36,13 @@ class Facts:
     reference: Reference
     assignment: Assignment
     parallelism: Parallelism
-    regime: Regime
+    loss_scaling: LossScaling
 
     @cached_property
     def scaling(self) -> Scaling:
         """The factors that are right for this step."""
         return Scaling(
-            regime=self.regime,
+            loss_scaling=self.loss_scaling,
             num_microbatches=self.m,
             dp_cp_size=self.parallelism.dp_cp,
             active_tokens=self.n,
@@ -50,21 +50,23 @@ class Facts:
 
     @property
     def per_token(self) -> bool:
-        """Whether the regime is per-token."""
-        return self.regime == "per-token"
+        """Whether the loss scaling is per-token."""
+        return self.loss_scaling == "per_token"
 
     @cached_property
     def spans(self) -> list[range]:
-        """Each row's tokens in Y as this split packs them; the filler's is the last."""
-        lengths = [*map(len, self.reference.rows), self.parallelism.row_multiple]
+        """Each sequence's tokens in Y as this split packs them; the padding sequence's is
+        the last.
+        """
+        lengths = [*map(len, self.reference.sequences), self.parallelism.sequence_multiple]
         padded = map(self.parallelism.padded, lengths)
         starts = self.reference.starts
         return [range(at, at + length) for at, length in zip(starts, padded, strict=True)]
 
     @cached_property
     def num_counted(self) -> list[int]:
-        """n_s of each row."""
-        return [sum(row.counted) for row in self.reference.rows]
+        """n_s of each sequence."""
+        return [sum(sequence.counted) for sequence in self.reference.sequences]
 
     @property
     def n(self) -> int:
@@ -77,20 +79,20 @@ class Facts:
         return self.assignment.microbatches[0]
 
     @property
-    def idle_rows(self) -> int:
-        """The number of rows with no counted tokens."""
+    def idle_sequences(self) -> int:
+        """The number of sequences with no counted tokens."""
         return self.num_counted.count(0)
 
     @property
     def masked(self) -> int:
         """The number of ones in the loss masks as they are passed."""
-        return sum(sum(row.trained) for row in self.reference.rows)
+        return sum(sum(sequence.trained) for sequence in self.reference.sequences)
 
     def samples(self, aggregation: Aggregation) -> int:
         """Return B, or V with ``count_empty=False``."""
         tokens: dict[int, int] = {}
-        for row, n in zip(self.reference.rows, self.num_counted, strict=True):
-            tokens[row.sample] = tokens.get(row.sample, 0) + n
+        for sequence, n in zip(self.reference.sequences, self.num_counted, strict=True):
+            tokens[sequence.sample] = tokens.get(sequence.sample, 0) + n
         return sum(aggregation.count_empty or n > 0 for n in tokens.values())
 
     def token_weights(
@@ -98,18 +100,21 @@ class Facts:
         aggregation: Aggregation,
         *,
         only: Sequence[int] | None = None,
-        change: Callable[[int, Row], Row] = lambda index, row: row,
+        change: Callable[[int, Row], Row] = lambda index, sequence: sequence,
     ) -> Tensor:
         """Compute every token's weight with the oracle: float64 ``[Y]``.
 
-        ``only``: take these rows for the whole step. ``change``: replace each row by another.
+        ``only``: take these sequences for the whole step. ``change``: replace each sequence by
+        another.
         """
-        rows = self.reference.rows
+        sequences = self.reference.sequences
         x_Y = torch.zeros_like(self.reference.losses_Y, requires_grad=True)
         step = []
-        for index in range(len(rows)) if only is None else only:
-            row = as_oracle(change(index, rows[index]), self.assignment.keys[index])
-            step.append({**row, "x": [x_Y[at] for at in self.spans[index][: len(rows[index])]]})
+        for index in range(len(sequences)) if only is None else only:
+            sequence = as_oracle(change(index, sequences[index]), self.assignment.keys[index])
+            step.append(
+                {**sequence, "x": [x_Y[at] for at in self.spans[index][: len(sequences[index])]]}
+            )
         options = oracle_options(aggregation, self.assignment.microbatches)
         loss = oracle.step_loss(aggregation.mode, step, **options)
         if not loss.requires_grad:  # nothing is trained
@@ -117,10 +122,10 @@ class Facts:
         (weight_Y,) = torch.autograd.grad(loss, x_Y)
         return weight_Y
 
-    def row_weights(self, aggregation: Aggregation) -> list[float]:
-        """Return w_s of each row; 0 where it has no counted tokens."""
+    def sequence_weights(self, aggregation: Aggregation) -> list[float]:
+        """Return w_s of each sequence; 0 where it has no counted tokens."""
         weight_Y = self.token_weights(
-            aggregation, change=lambda _, row: replace(row, trained=row.counted)
+            aggregation, change=lambda _, sequence: replace(sequence, trained=sequence.counted)
         )
         spans = self.spans[:-1]
         return [weight_Y[span.start : span.stop].max().item() for span in spans]
@@ -143,10 +148,10 @@ class Facts:
     @cached_property
     def _coefficient_Y(self) -> Tensor:
         coefficient_Y = torch.ones_like(self.reference.losses_Y)  # 1 at padding
-        for row, span in zip(self.reference.rows, self.spans, strict=False):
+        for sequence, span in zip(self.reference.sequences, self.spans, strict=False):
             begin = span.start
-            coefficient_Y[begin : begin + len(row)] = torch.tensor(
-                row.coefficient, dtype=torch.float64
+            coefficient_Y[begin : begin + len(sequence)] = torch.tensor(
+                sequence.coefficient, dtype=torch.float64
             )
         coefficient_Y[self.spans[-1].start :] = 2.0
         return coefficient_Y
@@ -206,7 +211,7 @@ def _instead(
 def _only_per_token(
     factor: Callable[[Facts], Fraction],
 ) -> Callable[[Facts, Aggregation], Weights]:
-    """Make the weights of a fault that only the per-token regime has; the report is right."""
+    """Make the weights of a fault that only the per-token loss scaling has; the report is right."""
     return _factor(lambda facts: factor(facts) if facts.per_token else Fraction(1), _one)
 
 
@@ -222,11 +227,11 @@ def _rank_local(facts: Facts, aggregation: Aggregation) -> Weights:
     gradient_Y = torch.zeros_like(facts.reference.losses_Y)
     reported_Y = torch.zeros_like(facts.reference.losses_Y)
     for rank in range(facts.parallelism.dp):
-        rows = facts.assignment.of_rank(rank)
-        n = sum(facts.num_counted[index] for index in rows)
+        sequences = facts.assignment.of_rank(rank)
+        n = sum(facts.num_counted[index] for index in sequences)
         if not n:
             continue
-        local_Y = facts.token_weights(aggregation, only=rows)
+        local_Y = facts.token_weights(aggregation, only=sequences)
         if aggregation.mode == "microbatch_token_mean":
             local_Y = local_Y * facts.parallelism.dp  # a rank alone is DP = 1
         reported_Y += local_Y
@@ -235,7 +240,7 @@ def _rank_local(facts: Facts, aggregation: Aggregation) -> Weights:
 
 
 def _phantom_tokens(facts: Facts, aggregation: Aggregation) -> Weights:
-    grown = (facts.n + facts.idle_rows) / facts.n
+    grown = (facts.n + facts.idle_sequences) / facts.n
     right_Y = facts.token_weights(aggregation)
     if aggregation.mode == "token_mean":
         right_Y = right_Y / grown
@@ -251,20 +256,22 @@ def _empty_leave(facts: Facts, aggregation: Aggregation) -> Weights:
     return _both(facts.token_weights(replace(aggregation, count_empty=False)))
 
 
-def _row_means(facts: Facts, aggregation: Aggregation) -> Weights:
+def _sequence_means(facts: Facts, aggregation: Aggregation) -> Weights:
     right_Y = facts.token_weights(aggregation)
     if aggregation.mode != "sample_mean":
         return _both(right_Y)
-    by_row_Y = facts.token_weights(
+    by_sequence_Y = facts.token_weights(
         replace(aggregation, count_empty=True),
-        change=lambda index, row: replace(row, sample=index),
+        change=lambda index, sequence: replace(sequence, sample=index),
     )
-    return _both(by_row_Y * (len(facts.reference.rows) / facts.samples(aggregation)))
+    return _both(by_sequence_Y * (len(facts.reference.sequences) / facts.samples(aggregation)))
 
 
 def _training_mask_counts(facts: Facts, aggregation: Aggregation) -> Weights:
     return _both(
-        facts.token_weights(aggregation, change=lambda _, row: replace(row, counted=row.trained))
+        facts.token_weights(
+            aggregation, change=lambda _, sequence: replace(sequence, counted=sequence.trained)
+        )
     )
 
 
@@ -272,16 +279,16 @@ def _microbatch_means(facts: Facts, aggregation: Aggregation) -> Weights:
     return _both(facts.token_weights(Aggregation("microbatch_token_mean")))
 
 
-def _of_the_row_before(facts: Facts, aggregation: Aggregation) -> Weights:
+def _of_the_sequence_before(facts: Facts, aggregation: Aggregation) -> Weights:
     weight_Y = torch.zeros_like(facts.reference.losses_Y)
-    row_weights = facts.row_weights(aggregation)
+    sequence_weights = facts.sequence_weights(aggregation)
     before: dict[tuple[int, int], float] = {}  # the last segment is padding, of weight 0
-    for index, row in enumerate(facts.reference.rows):
+    for index, sequence in enumerate(facts.reference.sequences):
         key = facts.assignment.keys[index]
         weight = before.get(key, 0.0)
-        for at, kept in zip(facts.spans[index], row.trained, strict=False):
+        for at, kept in zip(facts.spans[index], sequence.trained, strict=False):
             weight_Y[at] = weight * kept
-        before[key] = row_weights[index]
+        before[key] = sequence_weights[index]
     return _both(weight_Y)
 
 
@@ -295,10 +302,10 @@ def _mask_held(
         if cp == 1 or facts.parallelism.packing == "local":
             return _both(facts.token_weights(aggregation))
         weight_Y = torch.zeros_like(facts.reference.losses_Y)
-        weight_S = facts.row_weights(aggregation)
-        rows = zip(facts.reference.rows, facts.spans[:-1], weight_S, strict=True)
-        for row, span, weight in rows:
-            mask = row.trained + [0] * (len(span) - len(row))
+        weight_S = facts.sequence_weights(aggregation)
+        sequences = zip(facts.reference.sequences, facts.spans[:-1], weight_S, strict=True)
+        for sequence, span, weight in sequences:
+            mask = sequence.trained + [0] * (len(span) - len(sequence))
             size = len(span) // (2 * cp)
             for rank in range(cp):
                 taken = [
@@ -345,7 +352,7 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         name="times_dp",
-        what="a data-parallel mean is compensated where the regime has none",
+        what="a data-parallel mean is compensated where the loss scaling has none",
         weights=_only_per_token(lambda f: Fraction(f.parallelism.dp)),
     ),
     Cause(
@@ -355,7 +362,7 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         name="num_tokens_of_the_training_mask",
-        what="num_tokens counts the ones of the training masks, fillers too, not the planned N",
+        what="num_tokens counts the ones of the training masks, padding too, not the planned N",
         weights=_only_per_token(lambda f: Fraction(f.n, f.masked)),
     ),
     Cause(
@@ -370,12 +377,12 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         name="reduced_by_sum",
-        what="gradients are summed over ranks where the regime averages them",
+        what="gradients are summed over ranks where the loss scaling averages them",
         weights=_instead("DDP", _one),
     ),
     Cause(
         name="reduced_by_mean",
-        what="gradients are averaged over ranks where the regime sums them",
+        what="gradients are averaged over ranks where the loss scaling sums them",
         weights=_instead("DDP", lambda f: Fraction(1, f.parallelism.dp_cp)),
     ),
     Cause(
@@ -390,7 +397,7 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         name="phantom_token",
-        what="every fully masked row adds a token to N (clamped per sample)",
+        what="every fully masked sequence adds a token to N (clamped per sample)",
         weights=_phantom_tokens,
     ),
     Cause(
@@ -404,9 +411,9 @@ CAUSES: tuple[Cause, ...] = (
         weights=_empty_leave,
     ),
     Cause(
-        name="mean_of_row_means",
-        what="a sample that was split into rows is averaged row by row",
-        weights=_row_means,
+        name="mean_of_sequence_means",
+        what="a sample that was split into sequences is averaged sequence by sequence",
+        weights=_sequence_means,
     ),
     Cause(
         name="training_mask_counts",
@@ -420,8 +427,8 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         name="weights_of_neighbours",
-        what="a packed row's weight is applied to the next row's tokens",
-        weights=_of_the_row_before,
+        what="a packed sequence's weight is applied to the next sequence's tokens",
+        weights=_of_the_sequence_before,
     ),
     Cause(
         name="chunks_swapped",

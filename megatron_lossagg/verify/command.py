@@ -5,9 +5,9 @@ own schedules, DistributedDataParallel and finalize_model_grads; every
 parameter's gradient and the reported loss are compared with a float64 oracle
 on one process. Without options: a standard set of layouts on 4 CPU processes
 of this machine. Under torchrun: the launcher's ranks, with CUDA and NCCL where
-available. With --host, a training system's own functions are compared with the
-oracle first. Exit status: 0 if all cases pass and no check of a host failed, 1
-if one failed, 2 for wrong usage and where no check of a host could run; which
+available. With --framework, a training system's own functions are compared with the
+oracle first. Exit status: 0 if all cases pass and no check of a framework failed, 1
+if one failed, 2 for wrong usage and where no check of a framework could run; which
 of several could not is named and changes no status. Progress goes to standard
 error, the result to standard output.
 """
@@ -35,13 +35,13 @@ from megatron_lossagg.cpu import launch
 from megatron_lossagg.errors import ProofError
 from megatron_lossagg.files import check_outputs, write_whole
 from megatron_lossagg.flags import add_loss_aggregation_args, aggregation_from_args
-from megatron_lossagg.scaling import REGIMES
+from megatron_lossagg.scaling import LOSS_SCALINGS
 from megatron_lossagg.verify import report as show
 from megatron_lossagg.verify.cases import CASES, Case
 from megatron_lossagg.verify.environment import Fact, environment
-from megatron_lossagg.verify.frameworks.launch import TIMEOUT, run_host
+from megatron_lossagg.verify.framework_facts import FRAMEWORKS, framework_fact
+from megatron_lossagg.verify.frameworks.launch import TIMEOUT, run_framework
 from megatron_lossagg.verify.frameworks.outcome import counted, none_ran
-from megatron_lossagg.verify.hosts import HOSTS, host_fact
 from megatron_lossagg.verify.job import Event, Job, run_job
 from megatron_lossagg.verify.parallelism import Parallelism, standard
 from megatron_lossagg.verify.words import number_of
@@ -66,10 +66,10 @@ _SWITCHES = {
     "bf16": "weights in bfloat16, gradients in float32 and Megatron's own cross entropy",
     "sequence-parallel": "sequence parallelism, with --tp",
     "distributed-optimizer": "shard the gradients as the distributed optimizer does",
-    "average-in-collective": "average in the collective, in the average regime",
+    "average-in-collective": "average in the collective, in the average loss scaling",
     "overlap-grad-reduce": "overlap the reduction with the backward pass",
     "recompute": "recompute all activations",
-    "hooked": "through the schedule hook, as hosts are adapted, not in a loop of our own",
+    "hooked": "through the schedule hook, as frameworks are adapted, not in a loop of our own",
 }
 
 
@@ -87,13 +87,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_loss_aggregation_args(parser)
     run = parser.add_argument_group("run")
     run.add_argument(
-        "--host",
-        choices=sorted(HOSTS),
-        help="first look whether this training system is installed here and has what its adapter "
+        "--framework",
+        choices=sorted(FRAMEWORKS),
+        help="first look whether this framework is installed here and has what its integration "
         "uses, and run its own functions on the CPU against the oracle (megatron-lm: "
         "pretrain_gpt.py); megatron-lm and bridge are then verified as with --hooked",
     )
-    run.add_argument("--regime", choices=REGIMES, help="verify one of Megatron's two regimes")
+    run.add_argument(
+        "--loss-scaling", choices=LOSS_SCALINGS, help="verify one of Megatron's two loss scalings"
+    )
     run.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     run.add_argument("--html", type=Path, metavar="FILE", help="write the report as one HTML page")
     run.add_argument(
@@ -101,21 +103,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="SECONDS",
         help=f"end the ranks launched here after this time (default {_TIMEOUT:.0f}), and the "
-        f"checks of --host (default {TIMEOUT:.0f})",
+        f"checks of --framework (default {TIMEOUT:.0f})",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the verification; return the exit status. Raises :class:`ProofError` for wrong usage."""
-    if args.host is not None and _launchers_rank() is not None:
+    if args.framework is not None and _launchers_rank() is not None:
         raise ProofError(
-            "got --host under a launcher, whose other ranks would wait for the checks: run "
-            f"lossagg verify --host {args.host} without the launcher, and the layouts under it"
+            "got --framework under a launcher, whose other ranks would wait for the checks: run "
+            f"lossagg verify --framework {args.framework} without the launcher, and the "
+            f"layouts under it"
         )
-    if args.host is not None and str(Path.cwd()) not in sys.path:
+    if args.framework is not None and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as for the processes started here, by python -m
-    host_facts = [] if args.host is None else [host_fact(args.host)]
-    if args.host is not None and HOSTS[args.host].is_hooked:
+    framework_facts = [] if args.framework is None else [framework_fact(args.framework)]
+    if args.framework is not None and FRAMEWORKS[args.framework].is_hooked:
         args.hooked = True
     job = _job(args)
     rank = _launchers_rank()
@@ -123,19 +126,19 @@ def run(args: argparse.Namespace) -> int:
         return 0 if run_job(job, lambda event: None) else 1
     _check_files(args)
     begun, started = time.monotonic(), datetime.now(timezone.utc)
-    host = _host_report(args)
-    facts = [*environment(), *host_facts]
+    framework = _framework_report(args)
+    facts = [*environment(), *framework_facts]
     core = _megatron_core(facts)
     verdicts: list[dict[str, Any]] = []
     ran_on: list[str] = []
-    world: dict[str, Any] = {"device": None, "backend": None, "hosts": [], "groups": {}}
+    world: dict[str, Any] = {"device": None, "backend": None, "frameworks": [], "groups": {}}
     status = 1
 
     def finish() -> None:
         nonlocal status
         complete = len(verdicts) == job.num_verdicts and ran_on == [core.version]
         passed = complete and all(verdict["passed"] for verdict in verdicts)
-        passed = passed and (host is None or host["passed"])
+        passed = passed and (framework is None or framework["passed"])
         report = show.finite(
             {
                 "tool": {"name": "megatron_lossagg", "version": megatron_lossagg.__version__},
@@ -148,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
                 **world,
                 "num_verdicts": job.num_verdicts,
                 "verdicts": verdicts,
-                "host": host,
+                "framework": framework,
                 "passed": passed,
             }
         )
@@ -159,8 +162,8 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.flush()
         _write(args, report)
         status = 0 if passed else 1
-        if complete and all(verdict["passed"] for verdict in verdicts) and host is not None:
-            status = 2 if none_ran(host["checks"]) else status
+        if complete and all(verdict["passed"] for verdict in verdicts) and framework is not None:
+            status = 2 if none_ran(framework["checks"]) else status
 
     with show.progress(job.num_verdicts) as advance:
 
@@ -169,7 +172,7 @@ def run(args: argparse.Namespace) -> int:
             if event["event"] == "start":
                 ran_on.append(event["megatron"])
                 world.update(device=event["device"], backend=event["backend"])
-                world["hosts"] = sorted({*event["hosts"]})
+                world["frameworks"] = sorted({*event["frameworks"]})
             elif event["event"] == "layout":
                 verdicts.extend(event["verdicts"])
                 world["groups"][event["layout"]] = event["groups"]
@@ -188,20 +191,22 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failure else status
 
 
-def _host_report(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Run the checks of ``--host``, in a process of their own."""
-    if args.host is None:
+def _framework_report(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Run the checks of ``--framework``, in a process of their own."""
+    if args.framework is None:
         return None
     timeout = args.timeout or TIMEOUT
-    show.say(f"{args.host}: its own functions first, for at most {timeout:.0f} s")
+    show.say(f"{args.framework}: its own functions first, for at most {timeout:.0f} s")
 
     def say(outcome: dict[str, Any]) -> None:
         parts = [f"{outcome['state']} {outcome['check']}", outcome["explanation"]]
-        show.say(f"{args.host}: {': '.join(filter(None, parts))}")
+        show.say(f"{args.framework}: {': '.join(filter(None, parts))}")
 
-    host = run_host(args.host, aggregation_from_args(args), timeout=timeout, report=say)
-    show.say(f"{args.host}: {counted(host['checks'])}; now the cases on Megatron-Core")
-    return host
+    framework = run_framework(
+        args.framework, aggregation_from_args(args), timeout=timeout, report=say
+    )
+    show.say(f"{args.framework}: {counted(framework['checks'])}; now the cases on Megatron-Core")
+    return framework
 
 
 def _megatron_core(facts: Sequence[Fact]) -> Fact:
@@ -227,15 +232,15 @@ def _launchers_rank() -> int | None:
 
 
 def _job(args: argparse.Namespace) -> Job:
-    per_token = args.regime == "per-token"
+    per_token = args.loss_scaling == "per_token"
     if args.average_in_collective and per_token:
         raise ProofError(
-            "Megatron-Core refuses average_in_collective in the per-token regime: drop one"
+            "Megatron-Core refuses average_in_collective in the per-token loss scaling: drop one"
         )
     if args.timeout is not None and _launchers_rank() is not None:
         raise ProofError("--timeout is for ranks launched here; a launcher has its own: drop it")
-    regimes = [args.regime] if args.regime else REGIMES
-    return Job(layouts=_layouts(args), cases=_cases(args), regimes=regimes)
+    loss_scalings = [args.loss_scaling] if args.loss_scaling else LOSS_SCALINGS
+    return Job(layouts=_layouts(args), cases=_cases(args), loss_scalings=loss_scalings)
 
 
 def _check_files(args: argparse.Namespace) -> None:
@@ -245,7 +250,7 @@ def _check_files(args: argparse.Namespace) -> None:
 
 def _cases(args: argparse.Namespace) -> Sequence[Case]:
     aggregation = aggregation_from_args(args)
-    if aggregation is None:  # a host has one loss
+    if aggregation is None:  # a framework has one loss
         return [case for case in CASES if case.second is None] if args.hooked else CASES
     if aggregation.mode == CUSTOM:
         raise ProofError(

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.errors import ProofError
-from megatron_lossagg.scaling import REGIMES, Regime
+from megatron_lossagg.scaling import LOSS_SCALINGS, LossScaling
 from megatron_lossagg.verify.cases import Case
 from megatron_lossagg.verify.parallelism import ModelShape, Parallelism
 from megatron_lossagg.verify.words import number_of
@@ -29,16 +29,16 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The layouts, cases and regimes to verify; all layouts have one number of ranks."""
+    """The layouts, cases and loss scalings to verify; all layouts have one number of ranks."""
 
     layouts: Sequence[Parallelism]
     cases: Sequence[Case]
-    regimes: Sequence[Regime] = REGIMES
+    loss_scalings: Sequence[LossScaling] = LOSS_SCALINGS
     references: str | None = None
     """Folder that keeps the oracle's references for later jobs; None: computed anew."""
 
     def __post_init__(self) -> None:
-        for name in ("layouts", "cases", "regimes"):  # a list and a tuple are equal jobs
+        for name in ("layouts", "cases", "loss_scalings"):  # a list and a tuple are equal jobs
             object.__setattr__(self, name, tuple(getattr(self, name)))
         sizes = {layout.world_size for layout in self.layouts}
         if len(sizes) != 1:
@@ -58,8 +58,8 @@ class Job:
 
     @property
     def num_verdicts(self) -> int:
-        """Number of verdicts: one per layout, case and regime."""
-        return len(self.layouts) * len(self.cases) * len(self.regimes)
+        """Number of verdicts: one per layout, case and loss scaling."""
+        return len(self.layouts) * len(self.cases) * len(self.loss_scalings)
 
     def to_json(self) -> str:
         """Write it for another process."""
@@ -72,7 +72,7 @@ class Job:
         return Job(
             layouts=[_parallelism(layout) for layout in data["layouts"]],
             cases=[_case(case) for case in data["cases"]],
-            regimes=data["regimes"],
+            loss_scalings=data["loss_scalings"],
             references=data["references"],
         )
 
@@ -129,7 +129,7 @@ def run_job(job: Job, report: Callable[[Event], None]) -> bool:
                 layout,
                 job.cases,
                 references[_key(layout)],
-                regimes=job.regimes,
+                loss_scalings=job.loss_scalings,
                 progress=lambda verdict: report({"event": "case"}) if first else None,
             )
         )
@@ -150,7 +150,9 @@ def run_job(job: Job, report: Callable[[Event], None]) -> bool:
 
 
 def _copies(layout: Parallelism) -> int:
-    """Return how often the 14 rows are drawn: most microbatches get one, at most four times."""
+    """Return how often the 14 sequences are drawn: most microbatches get one, at most
+    four times.
+    """
     return min(4, math.ceil(sum(layout.m_of_ranks) / 14))
 
 
@@ -159,7 +161,9 @@ def _key(layout: Parallelism) -> tuple[ModelShape, int]:
 
 
 def references_of(layouts: Sequence[Parallelism]) -> dict[tuple[ModelShape, int], int]:
-    """Return the references that layouts need: (shape, copies), and what rows are padded to."""
+    """Return the references that layouts need: (shape, copies), and what sequences are
+    padded to.
+    """
     multiples: dict[tuple[ModelShape, int], int] = {}
     for layout in layouts:
         key = _key(layout)

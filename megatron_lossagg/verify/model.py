@@ -39,9 +39,9 @@ from torch.distributed.rendezvous import rendezvous
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg.errors import ProofError
-from megatron_lossagg.microbatch import FILLER
+from megatron_lossagg.microbatch import PADDING
 from megatron_lossagg.verify.parallelism import ModelShape, Parallelism
-from megatron_lossagg.verify.rows import VOCABULARY, Row, filler_row, zigzag
+from megatron_lossagg.verify.sequences import VOCABULARY, Row, padding_sequence, zigzag
 
 __all__ = [
     "Batch",
@@ -66,7 +66,7 @@ __all__ = [
 _SEED = 3
 _ROTARY_BASE = 10_000
 _LONGEST = 128
-"""More than any row's length."""
+"""More than any sequence's length."""
 
 
 @contextmanager
@@ -274,7 +274,7 @@ def _shape_options(shape: ModelShape, dtype: torch.dtype) -> dict[str, Any]:
         "gradient_accumulation_fusion": False,
         "bias_activation_fusion": False,
         "persist_layer_norm": False,
-        "variable_seq_lengths": True,  # rows are packed to uneven lengths
+        "variable_seq_lengths": True,  # sequences are packed to uneven lengths
         "moe_token_dispatcher_type": "alltoall",  # variable_seq_lengths requires it, dense too
     }
     if shape.num_experts:
@@ -298,7 +298,7 @@ def wrapped_chunks(parallelism: Parallelism, config: Any) -> list[Any]:
         grad_reduce_in_fp32=parallelism.megatrons_losses,
         use_distributed_optimizer=parallelism.distributed_optimizer,
         num_distributed_optimizer_instances=parallelism.optimizer_instances,
-        # Megatron refuses an average in the collective in the per-token regime.
+        # Megatron refuses an average in the collective in the per-token loss scaling.
         average_in_collective=parallelism.average_in_collective and not per_token,
         overlap_grad_reduce=parallelism.overlap_grad_reduce,
     )
@@ -358,17 +358,17 @@ def reference_model(shape: ModelShape) -> Any:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
-    """One microbatch: rows and, last, a filler; tokens sliced for this rank."""
+    """One microbatch: sequences and, last, a padding sequence; tokens sliced for this rank."""
 
-    rows: list[int]
-    """Positions of the rows among this rank's, -1 for the filler."""
+    sequences: list[int]
+    """Positions of the sequences among this rank's, -1 for the padding sequence."""
     offsets: Tensor
     """int32 ``[segments + 1]`` on the CPU: padded, before slicing."""
     mask: Tensor
     """int64, before slicing."""
     mask_here: Tensor
     side_mask_here: Tensor
-    """Of the model's own multi-token-prediction loss: the filler's tokens too, for stock
+    """Of the model's own multi-token-prediction loss: the padding sequence's tokens too, for stock
     divides by the tokens of a microbatch, which may have no others."""
     tokens: Tensor
     labels: Tensor
@@ -378,9 +378,9 @@ class Batch:
     packed: Any
 
 
-def pack(rows: Sequence[Row], indices: Sequence[int], parallelism: Parallelism) -> Batch:
-    """Pack some of this rank's rows and a filler, padded, sliced for this rank."""
-    multiple = parallelism.row_multiple
+def pack(sequences: Sequence[Row], indices: Sequence[int], parallelism: Parallelism) -> Batch:
+    """Pack some of this rank's sequences and a padding sequence, padded, sliced for this rank."""
+    multiple = parallelism.sequence_multiple
     bshd = parallelism.packing == "bshd"
     tokens: list[int] = []
     labels: list[int] = []
@@ -389,15 +389,15 @@ def pack(rows: Sequence[Row], indices: Sequence[int], parallelism: Parallelism) 
     side_mask: list[int] = []
     coefficient: list[float] = []
     offsets = [0]
-    for index in [*indices, FILLER]:
-        row = filler_row(multiple) if index == FILLER else rows[index]
-        goal = parallelism.padded(len(row))
-        fill = goal - len(row)
-        tokens += row.tokens + [0] * fill
-        labels += row.labels + [0] * fill
-        mask += row.trained + [0] * fill
-        side_mask += [1] * goal if index == FILLER else row.trained + [0] * fill
-        coefficient += row.coefficient + [1.0] * fill
+    for index in [*indices, PADDING]:
+        sequence = padding_sequence(multiple) if index == PADDING else sequences[index]
+        goal = parallelism.padded(len(sequence))
+        fill = goal - len(sequence)
+        tokens += sequence.tokens + [0] * fill
+        labels += sequence.labels + [0] * fill
+        mask += sequence.trained + [0] * fill
+        side_mask += [1] * goal if index == PADDING else sequence.trained + [0] * fill
+        coefficient += sequence.coefficient + [1.0] * fill
         positions += range(goal)
         offsets.append(len(tokens))
     cp_rank = parallel_state.get_context_parallel_rank()
@@ -405,7 +405,7 @@ def pack(rows: Sequence[Row], indices: Sequence[int], parallelism: Parallelism) 
     shape = (len(offsets) - 1, -1) if bshd else (1, -1)
     to = device()
     return Batch(
-        rows=[*indices, FILLER],
+        sequences=[*indices, PADDING],
         offsets=torch.tensor(offsets, dtype=torch.int32),
         mask=torch.tensor(mask),
         mask_here=torch.tensor(mask)[of_rank],

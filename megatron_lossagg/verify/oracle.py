@@ -1,6 +1,6 @@
 """Every mode as its paper defines it: float64 loops over tokens, and no code of the package.
 
-A step is a list of rows; a row is a dict with
+A step is a list of sequences; a sequence is a dict with
 
     x           list of 0-dim float64 tensors, one per token
     counted     list of 0/1, the counting mask
@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 def step_loss(
     mode: str,
-    rows: Sequence[Row],
+    sequences: Sequence[Row],
     *,
     divisor: float | None = None,
     count_empty: bool = True,
@@ -33,29 +33,31 @@ def step_loss(
 ) -> Tensor:
     """Compute the step's loss under a mode; ``microbatches``: M of each data-parallel rank."""
     if mode == "token_mean":  # DAPO, arXiv 2503.14476, eq. 8
-        return _over(_sum(rows), _tokens(rows))
+        return _over(_sum(sequences), _tokens(sequences))
     if mode == "sample_mean":  # GRPO, arXiv 2402.03300, eq. 3
-        groups = _kept(_groups(rows, "sample"), count_empty)
+        groups = _kept(_groups(sequences, "sample"), count_empty)
         return _over(_total(_over(_sum(g), _tokens(g)) for g in groups), len(groups))
     if mode == "prompt_mean":  # ScaleRL, arXiv 2510.13786, prompt average
-        groups = _kept(_groups(rows, "prompt"), count_empty)
+        groups = _kept(_groups(sequences, "prompt"), count_empty)
         return _over(_total(_over(_sum(g), _tokens(g)) for g in groups), len(groups))
     if mode == "constant":  # Dr. GRPO, arXiv 2503.20783, listing of masked_mean
-        groups = _kept(_groups(rows, "sample"), count_empty)
+        groups = _kept(_groups(sequences, "sample"), count_empty)
         assert divisor is not None
         return _over(_total(_sum(g) / divisor for g in groups), len(groups))
     if mode == "sample_sum":
-        groups = _kept(_groups(rows, "sample"), count_empty)
+        groups = _kept(_groups(sequences, "sample"), count_empty)
         return _over(_total(_sum(g) for g in groups), len(groups))
     if mode == "token_sum":
-        return _sum(rows) / (1 if divisor is None else divisor)
+        return _sum(sequences) / (1 if divisor is None else divisor)
     if mode == "microbatch_token_mean":
         assert microbatches is not None
         ranks = []
         for rank, m in enumerate(microbatches):
             means = []
             for index in range(m):
-                packed = [row for row in rows if row["microbatch"] == (rank, index)]
+                packed = [
+                    sequence for sequence in sequences if sequence["microbatch"] == (rank, index)
+                ]
                 means.append(_over(_sum(packed), _tokens(packed)))
             ranks.append(_total(means) / m)
         return _total(ranks) / len(microbatches)
@@ -64,37 +66,40 @@ def step_loss(
 
 def weight_sum(
     mode: str,
-    rows: Sequence[Row],
+    sequences: Sequence[Row],
     *,
     divisor: float | None = None,
     count_empty: bool = True,
     microbatches: Sequence[int] | None = None,
 ) -> float:
     """Compute the loss of per-token losses that are all 1: the right weight sum."""
-    ones = [{**row, "x": [torch.ones((), dtype=torch.float64)] * len(row["x"])} for row in rows]
+    ones = [
+        {**sequence, "x": [torch.ones((), dtype=torch.float64)] * len(sequence["x"])}
+        for sequence in sequences
+    ]
     loss = step_loss(
         mode, ones, divisor=divisor, count_empty=count_empty, microbatches=microbatches
     )
     return float(loss)
 
 
-def _sum(rows: Sequence[Row]) -> Tensor:
+def _sum(sequences: Sequence[Row]) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
-    for row in rows:
-        for x, m in zip(row["x"], row["trained"], strict=True):
+    for sequence in sequences:
+        for x, m in zip(sequence["x"], sequence["trained"], strict=True):
             if m == 1:
                 total = total + x
     return total
 
 
-def _tokens(rows: Sequence[Row]) -> float:
-    return math.fsum(m for row in rows for m in row["counted"])
+def _tokens(sequences: Sequence[Row]) -> float:
+    return math.fsum(m for sequence in sequences for m in sequence["counted"])
 
 
-def _groups(rows: Sequence[Row], key: str) -> list[list[Row]]:
+def _groups(sequences: Sequence[Row], key: str) -> list[list[Row]]:
     groups: dict[int, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row[key], []).append(row)
+    for sequence in sequences:
+        groups.setdefault(sequence[key], []).append(sequence)
     return list(groups.values())
 
 

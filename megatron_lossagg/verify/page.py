@@ -1,6 +1,7 @@
 """A verification as one page for a pull request: self-contained HTML, no script.
 
-The result comes first, then the table of cases, the checks of a host, the causes of what failed,
+The result comes first, then the table of cases, the checks of a framework, the causes of what
+failed,
 the plot of errors, the environment, and how to read it.
 """
 
@@ -15,7 +16,7 @@ from typing import Any
 
 from megatron_lossagg.scaling import K_FORMULA
 from megatron_lossagg.verify.environment import Fact
-from megatron_lossagg.verify.frameworks import section as host_section
+from megatron_lossagg.verify.frameworks import section as framework_section
 from megatron_lossagg.verify.parallelism import WEIGHT_SUM_TOLERANCE
 from megatron_lossagg.verify.words import error_text, number_of
 
@@ -29,7 +30,7 @@ _ERRORS = ("gradient_error", "loss_error", "weight_sum_error")
 _COLUMNS = {
     "aggregation": "the configured loss",
     "w_s": "the weight of a row, with the divisor's value",
-    "regime": "how Megatron scales the loss",
+    "loss_scaling": "how Megatron scales the loss",
     "K": "what the package multiplies the loss by",
     "factor": "the gradient's measured multiple of the oracle's; 1 is right",
     "gradient error": "largest relative error of any parameter's gradient",
@@ -46,16 +47,16 @@ def page(report: Mapping[str, Any]) -> str:
     for verdict in verdicts:
         layouts.setdefault(str(verdict["layout"]), []).append(verdict)
     passed = bool(report["passed"]) and all(layouts.values()) and bool(verdicts)
-    host = report.get("host")
-    of_host = host_section.headline(host) if host else None
+    framework = report.get("framework")
+    of_framework = framework_section.headline(framework) if framework else None
     is_whole = len(verdicts) == report["num_verdicts"]
-    found, meaning = _outcome(verdicts, passed, of_host if is_whole else None)
-    lead = _lead(verdicts, layouts) + (host_section.lead(host) if host else "")
+    found, meaning = _outcome(verdicts, passed, of_framework if is_whole else None)
+    lead = _lead(verdicts, layouts) + (framework_section.lead(framework) if framework else "")
     body = [
         f'<header class="{_class(passed)}"><p class="soft">lossagg verify</p>',
         f"<h1><b>{found}:</b> {meaning}</h1>{lead}</header>",
         _tables(layouts),
-        host_section.section(host) if host else "",
+        framework_section.section(framework) if framework else "",
         _failures(verdicts, layouts),
         _plot(layouts),
         _facts(report, layouts),
@@ -67,7 +68,7 @@ def page(report: Mapping[str, Any]) -> str:
         '<meta http-equiv="Content-Security-Policy" '
         "content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         f"<title>{found}: {meaning}</title><style>{_STYLE}"
-        f"{host_section.STYLE if host else ''}</style>"
+        f"{framework_section.STYLE if framework else ''}</style>"
     )
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body><main>\n'
@@ -77,17 +78,17 @@ def page(report: Mapping[str, Any]) -> str:
 
 
 def _outcome(
-    verdicts: Sequence[_Verdict], passed: bool, of_host: tuple[str, str] | None
+    verdicts: Sequence[_Verdict], passed: bool, of_framework: tuple[str, str] | None
 ) -> tuple[str, str]:
-    """Write what was found, and what it means; ``of_host``: of failed checks of a host."""
+    """Write what was found, and what it means; ``of_host``: of failed checks of a framework."""
     failed = sum(not verdict["passed"] for verdict in verdicts)
     cases = number_of(len(verdicts), "case")
     if failed:
         fail = "fails" if failed == 1 else "fail"
         what = "the trained or the reported loss is not the configured loss"
         return f"{failed} of {cases} {fail}", what
-    if of_host:
-        return of_host
+    if of_framework:
+        return of_framework
     if not passed:
         measured = f"{cases} measured, none of them fails"
         return "The run did not finish", measured if verdicts else "nothing was measured"
@@ -181,7 +182,7 @@ def _tables(layouts: _Layouts) -> str:
     for number, (layout, verdicts) in enumerate(layouts.items(), 1):
         bodies = "".join(
             f"<tbody>{''.join(map(_case, group))}</tbody>"
-            for _, group in groupby(verdicts, key=lambda verdict: str(verdict["regime"]))
+            for _, group in groupby(verdicts, key=lambda verdict: str(verdict["loss_scaling"]))
         )
         tables.append(
             f'<div class="wide"><table id="layout-{number}"><caption><b>{escape(layout)}</b> '
@@ -198,7 +199,7 @@ def _case(verdict: _Verdict) -> str:
     cells = [
         f'<th scope="row">{escape(str(verdict["case"]))}</th>',
         f"<td>{escape(str(verdict['formula']))}</td>",
-        f"<td>{escape(str(verdict['regime']))}</td>",
+        f"<td>{escape(str(verdict['loss_scaling']))}</td>",
         f"<td>{escape(str(verdict['k']))}</td>",
         f"<td>{f'{factor:.9g}' if math.isfinite(factor) else 'not finite'}</td>",
         *(
@@ -313,7 +314,7 @@ def _class(passed: bool) -> str:
 
 
 def _where(verdict: _Verdict) -> str:
-    return f"{verdict['layout']}; {verdict['case']}; {verdict['regime']}"
+    return f"{verdict['layout']}; {verdict['case']}; {verdict['loss_scaling']}"
 
 
 def _explanation(verdict: _Verdict) -> str:
@@ -335,11 +336,12 @@ masked position.</p>
 <dl>
 <div><dt>w_s</dt><dd>The weight of each token of row s in the configured loss, with the divisor's
 value; of both terms where a case adds two.</dd></div>
-<div><dt>regime</dt><dd>How Megatron scales, never which loss is configured:
+<div><dt>loss scaling</dt><dd>How Megatron scales, never which loss is configured:
 <code>calculate_per_token_loss</code> off (average) or on (per-token).</dd></div>
 <div><dt>K</dt><dd>The package multiplies a returned loss by it, to cancel Megatron's own factors on
-the way to the gradient: {K_FORMULA["average"]} in the average regime, the step's active tokens
-{K_FORMULA["per-token"]} in the per-token regime.</dd></div>
+the way to the gradient: {K_FORMULA["average"]} in the average loss scaling, the step's active
+tokens
+{K_FORMULA["per_token"]} in the per-token loss scaling.</dd></div>
 <div><dt>factor</dt><dd>The trained gradient as a multiple of the oracle's, by projection. 1 is
 right; 1/M, for example, is a mean over microbatches that was not compensated. A factor of 1 with
 a large error is a wrong direction, or a wrong reported loss.</dd></div>

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from megatron_lossagg.errors import ProofError
-from megatron_lossagg.verify.rows import VOCABULARY
+from megatron_lossagg.verify.sequences import VOCABULARY
 
 __all__ = ["WEIGHT_SUM_TOLERANCE", "ModelShape", "Parallelism", "standard"]
 
@@ -14,7 +14,7 @@ WEIGHT_SUM_TOLERANCE = 1e-6
 """Largest relative error of the weight sum that passes: it is computed in float32."""
 
 _BSHD_LENGTH = 32
-"""Padded length of every row of a bshd batch, more than any row's length."""
+"""Padded length of every sequence of a bshd batch, more than any sequence's length."""
 
 _HEAD_SIZE = 4
 
@@ -61,7 +61,9 @@ class Parallelism:
     microbatches: int | tuple[int, ...] = 3
     """M, or one M per data-parallel rank; reported values assume one M."""
     packing: str = "thd"
-    """``thd`` (packed), ``bshd`` (one row per batch entry) or ``local`` (sliced by the host)."""
+    """``thd`` (packed), ``bshd`` (one sequence per batch entry) or ``local`` (sliced by the
+    framework).
+    """
     moe: bool = False
     """Experts, with router and z losses in addition to the main loss."""
     mtp: bool = False
@@ -75,11 +77,13 @@ class Parallelism:
     distributed_optimizer: bool = False
     optimizer_instances: int = 1
     average_in_collective: bool = False
-    """In the average regime; Megatron refuses it in the per-token regime."""
+    """In the average loss scaling; Megatron refuses it in the per-token loss scaling."""
     overlap_grad_reduce: bool = False
     recompute: bool = False
     hooked: bool = False
-    """Through ``megatron_lossagg.schedule`` around a host's loop, instead of a loop of our own."""
+    """Through ``megatron_lossagg.schedule`` around a framework's loop, instead of a loop of our
+    own.
+    """
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "vpp", "cp", "ep", "optimizer_instances"):
@@ -166,15 +170,15 @@ class Parallelism:
         )
 
     @property
-    def row_multiple(self) -> int:
-        """A row's length is padded to a multiple of this: 2 CP, times TP under SP."""
+    def sequence_multiple(self) -> int:
+        """A sequence's length is padded to a multiple of this: 2 CP, times TP under SP."""
         return 2 * self.cp * (self.tp if self.sequence_parallel else 1)
 
     def padded(self, length: int) -> int:
-        """Return the length of a row as it is packed."""
+        """Return the length of a sequence as it is packed."""
         if self.packing == "bshd":
             length = max(length, _BSHD_LENGTH)
-        return -(-length // self.row_multiple) * self.row_multiple
+        return -(-length // self.sequence_multiple) * self.sequence_multiple
 
     @property
     def megatrons_losses(self) -> bool:

@@ -1,6 +1,7 @@
 """Train one step of every case in a layout, compare it with the oracle, and explain what fails.
 
-Called on every rank. Shape suffixes: Y = tokens of all rows and a filler, padded; H = hypotheses.
+Called on every rank. Shape suffixes: Y = tokens of all sequences and a padding sequence, padded; H
+= hypotheses.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lossagg.scaling import REGIMES, Regime
+from megatron_lossagg.scaling import LOSS_SCALINGS, LossScaling
 from megatron_lossagg.verify import model as megatron
 from megatron_lossagg.verify.cases import Case, Expected, expected
 from megatron_lossagg.verify.causes import CAUSES, MASKED_LOSSES_REACH, symbols
@@ -26,13 +27,13 @@ __all__ = ["Verdict", "prove"]
 
 @dataclass(kw_only=True)
 class Verdict:
-    """What was measured for one case in one layout and regime, and whether it is right."""
+    """What was measured for one case in one layout and loss scaling, and whether it is right."""
 
     layout: str
     case: str
     formula: str
     """w_s of each term, with the divisor's value."""
-    regime: Regime
+    loss_scaling: LossScaling
     k: int
     """The ``StepContract.factor`` of this step, which the package multiplied shares by."""
     gradient_error: float
@@ -69,18 +70,18 @@ def prove(
     cases: Sequence[Case],
     reference: Reference,
     *,
-    regimes: Sequence[Regime] = REGIMES,
+    loss_scalings: Sequence[LossScaling] = LOSS_SCALINGS,
     progress: Callable[[Verdict], None] = lambda verdict: None,
 ) -> Iterator[Verdict]:
-    """Run every case of a layout in both regimes; all ranks get the same verdicts.
+    """Run every case of a layout in both loss scalings; all ranks get the same verdicts.
 
     The failed ones of a layout are explained together, after its last case: a cause has to
     agree with every case of it.
     """
     done: list[tuple[Run, Case, Expected, Verdict]] = []
     with megatron.split_world(parallelism):
-        for regime in regimes:
-            run = Run(parallelism, reference, per_token=regime == "per-token")
+        for loss_scaling in loss_scalings:
+            run = Run(parallelism, reference, per_token=loss_scaling == "per_token")
             run.check_every_parameter_is_compared()
             for case in cases:
                 wanted = expected(case, reference, run.facts.assignment)
@@ -108,7 +109,7 @@ def _verdict(run: Run, case: Case, wanted: Expected) -> Verdict:
         layout=str(run.parallelism),
         case=str(case),
         formula=case.formula,
-        regime=run.contract.regime,
+        loss_scaling=run.contract.loss_scaling,
         k=int(measured.values[0]["k"]),
         gradient_error=gradient_error,
         loss_error=loss_error,

@@ -1,15 +1,16 @@
 """The reference: each token's loss and its gradient, on one process in float64.
 
-The model runs on single unpacked rows through Megatron-Core's own attention. A step's loss
+The model runs on single unpacked sequences through Megatron-Core's own attention. A step's loss
 is a function of the token losses y (``oracle.py``), so its gradient is, by the chain rule,
 a combination of the tokens' gradients::
 
     d loss / d theta = sum_t (d loss / d y_t) * (d y_t / d theta)
 
-The second factor does not depend on aggregation, layout or regime: it is computed once, and
+The second factor does not depend on aggregation, layout or loss scaling: it is computed once, and
 it also gives the gradient that a fault would train.
 
-Shape suffixes: Y = tokens of all rows and a filler, padded; P = parameters of the model.
+Shape suffixes: Y = tokens of all sequences and a padding sequence, padded; P = parameters of the
+model.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch import Tensor
 from megatron_lossagg.cpu.launch import tied
 from megatron_lossagg.verify.environment import unlaunched
 from megatron_lossagg.verify.parallelism import ModelShape
-from megatron_lossagg.verify.rows import Row, filler_row, make_rows
+from megatron_lossagg.verify.sequences import Row, make_sequences, padding_sequence
 
 __all__ = ["Reference", "compute", "reference", "reference_file"]
 
@@ -37,10 +38,12 @@ __all__ = ["Reference", "compute", "reference", "reference_file"]
 class Reference:
     """Token losses and their gradients under one model shape."""
 
-    rows: list[Row]
-    """The step's rows."""
+    sequences: list[Row]
+    """The step's sequences."""
     padded: int
-    """Rows are padded to a multiple of this; the last row is a filler of this length."""
+    """Sequences are padded to a multiple of this; the last sequence is a padding sequence of this
+    length.
+    """
     losses_Y: Tensor
     """float64: negative log-probability of each label."""
     gradients_YP: Tensor
@@ -50,8 +53,8 @@ class Reference:
 
     @property
     def starts(self) -> list[int]:
-        """The index in Y where each row begins; the filler is the last."""
-        lengths = (-(-len(row) // self.padded) * self.padded for row in self.rows)
+        """The index in Y where each sequence begins; the padding sequence is the last."""
+        lengths = (-(-len(sequence) // self.padded) * self.padded for sequence in self.sequences)
         return [0, *accumulate(lengths)]
 
     def gradient(self, slope_Y: Tensor) -> dict[str, Tensor]:
@@ -77,16 +80,16 @@ def compute(shape: ModelShape, *, copies: int, padded: int) -> Reference:
 
     model = reference_model(shape)
     named = {shard.name: shard.parameter for shard in cpu.named_shards([model])}
-    rows = make_rows(copies)
+    sequences = make_sequences(copies)
     losses, gradients = [], []
-    for row in [*rows, filler_row(padded)]:
-        fill = [0] * (-len(row) % padded)
-        tokens, labels = torch.tensor(row.tokens + fill), torch.tensor(row.labels + fill)
+    for sequence in [*sequences, padding_sequence(padded)]:
+        fill = [0] * (-len(sequence) % padded)
+        tokens, labels = torch.tensor(sequence.tokens + fill), torch.tensor(sequence.labels + fill)
         position = torch.arange(len(tokens))
         logits = model(tokens[None], position[None], None)[0]
-        row_losses = -torch.log_softmax(logits, dim=-1)[position, labels]
-        losses.append(row_losses.detach())
-        for loss in row_losses:
+        sequence_losses = -torch.log_softmax(logits, dim=-1)[position, labels]
+        losses.append(sequence_losses.detach())
+        for loss in sequence_losses:
             by_parameter = torch.autograd.grad(
                 loss, list(named.values()), retain_graph=True, allow_unused=True
             )
@@ -96,7 +99,7 @@ def compute(shape: ModelShape, *, copies: int, padded: int) -> Reference:
             ]
             gradients.append(torch.cat(flat))
     return Reference(
-        rows=rows,
+        sequences=sequences,
         padded=padded,
         losses_Y=torch.cat(losses),
         gradients_YP=torch.stack(gradients),
@@ -105,7 +108,9 @@ def compute(shape: ModelShape, *, copies: int, padded: int) -> Reference:
 
 
 def reference_file(folder: Path, shape: ModelShape, *, copies: int, padded: int) -> Path:
-    """Return where a folder keeps the reference for rows padded to ``padded``, or a multiple."""
+    """Return where a folder keeps the reference for sequences padded to ``padded``, or a
+    multiple.
+    """
     return folder / f"{shape.name}-{copies}-{padded}.pt"
 
 
@@ -125,7 +130,7 @@ def reference(shape: ModelShape, *, copies: int, padded: int, folder: Path) -> R
         )
         if done.returncode:
             raise RuntimeError(f"the reference was not computed:\n{done.stderr[-4000:]}")
-    return Reference(rows=make_rows(copies), **torch.load(file, weights_only=True))
+    return Reference(sequences=make_sequences(copies), **torch.load(file, weights_only=True))
 
 
 def _main(arguments: list[str]) -> None:
@@ -147,7 +152,7 @@ def _main(arguments: list[str]) -> None:
     shape = ModelShape(num_layers=num_layers, num_heads=num_heads, num_experts=num_experts)
     result = compute(shape, copies=copies, padded=padded)
     partial = Path(arguments[5] + ".partial")
-    torch.save({k: v for k, v in vars(result).items() if k != "rows"}, partial)
+    torch.save({k: v for k, v in vars(result).items() if k != "sequences"}, partial)
     partial.rename(arguments[5])
     dist.destroy_process_group()
 

@@ -1,6 +1,7 @@
 """A verification as it is printed: a rich table with a progress bar on a terminal, else text.
 
-The result comes first, then the table, the checks of a host, the causes of what failed, and the
+The result comes first, then the table, the checks of a framework, the causes of what failed, and
+the
 environment.
 """
 
@@ -20,16 +21,16 @@ from rich.table import Table
 
 from megatron_lossagg.verify.environment import Fact
 from megatron_lossagg.verify.frameworks.outcome import PASS, counted, none_ran
-from megatron_lossagg.verify.frameworks.outcome import cells as host_cells
+from megatron_lossagg.verify.frameworks.outcome import cells as framework_cells
 from megatron_lossagg.verify.words import error_text, number_of
 
 __all__ = ["Report", "cells", "finite", "progress", "say", "show", "summary"]
 
 Report = Mapping[str, Any]
-_COLUMNS = ("aggregation", "w_s", "regime", "K", "factor", "gradient error", "loss error", "")
-_HOST_COLUMNS = ("check", "function", "loss error", "gradient error", "")
+_COLUMNS = ("aggregation", "w_s", "loss_scaling", "K", "factor", "gradient error", "loss error", "")
+_FRAMEWORK_COLUMNS = ("check", "function", "loss error", "gradient error", "")
 _LEFT = 3
-"""The first columns are aligned to the left; of a host's checks the first two."""
+"""The first columns are aligned to the left; of a framework's checks the first two."""
 
 
 def say(text: str) -> None:
@@ -71,7 +72,7 @@ def show(report: Report) -> None:
         _show_rich(report)
     else:
         _show_plain(report)
-    _show_host(report)
+    _show_framework(report)
     _show_causes(report)
     for fact in report["environment"]:
         print(Fact(**fact))
@@ -83,7 +84,8 @@ def show(report: Report) -> None:
 def summary(report: Report) -> str:
     """Write the result: how many cases pass, where, the largest error, the time it took.
 
-    A second line has the result of a host's checks; it is the first one where none of them ran.
+    A second line has the result of a framework's checks; it is the first one where none of them
+    ran.
     """
     verdicts = report["verdicts"]
     passed = sum(verdict["passed"] for verdict in verdicts)
@@ -98,12 +100,12 @@ def summary(report: Report) -> str:
         f", megatron-core {versions['megatron-core']}, torch {versions['torch']}{largest}; "
         f"{report['seconds']:.0f} s"
     )
-    host = report.get("host")
-    of_host = [f"{host['name']}: {counted(host['checks'])}"] if host else []
+    framework = report.get("framework")
+    of_framework = [f"{framework['name']}: {counted(framework['checks'])}"] if framework else []
     word = "PASS" if report["passed"] else "FAIL"
-    if host and none_ran(host["checks"]) and passed == num_verdicts:
-        return f"NOT RUN: {of_host[0]}\n{cases}"
-    return "\n".join([f"{word}: {cases}", *of_host])
+    if framework and none_ran(framework["checks"]) and passed == num_verdicts:
+        return f"NOT RUN: {of_framework[0]}\n{cases}"
+    return "\n".join([f"{word}: {cases}", *of_framework])
 
 
 def cells(verdict: Mapping[str, Any]) -> tuple[str, ...]:
@@ -112,7 +114,7 @@ def cells(verdict: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         verdict["case"],
         verdict["formula"],
-        verdict["regime"],
+        verdict["loss_scaling"],
         str(verdict["k"]),
         "not finite" if factor is None else f"{factor:.9f}",
         error_text(verdict["gradient_error"]),
@@ -141,20 +143,22 @@ def _show_plain(report: Report) -> None:
         print()
 
 
-def _show_host(report: Report) -> None:
-    """Print a host's checks, and why one failed or did not run."""
-    host = report.get("host")
-    if not host:
+def _show_framework(report: Report) -> None:
+    """Print a framework's checks, and why one failed or did not run."""
+    framework = report.get("framework")
+    if not framework:
         return
-    print(f"{host['name']}: {counted(host['checks'])}, {host['seconds']:.0f} s")
-    rows = [_HOST_COLUMNS, *map(host_cells, host["checks"])]
+    print(f"{framework['name']}: {counted(framework['checks'])}, {framework['seconds']:.0f} s")
+    rows = [_FRAMEWORK_COLUMNS, *map(framework_cells, framework["checks"])]
     widths = _widths(rows)
     for row in rows:
         print("  " + _aligned(row, widths, left=2))
     print()
-    explained = [check for check in host["checks"] if check["state"] != PASS]
+    explained = [check for check in framework["checks"] if check["state"] != PASS]
     for check in explained:
-        print(f"{check['state']} {host['name']}; {check['check']}\n     {check['explanation']}")
+        print(
+            f"{check['state']} {framework['name']}; {check['check']}\n     {check['explanation']}"
+        )
     if explained:
         print()
 
@@ -185,7 +189,7 @@ def _show_rich(report: Report) -> None:
 def _show_causes(report: Report) -> None:
     failed = [verdict for verdict in report["verdicts"] if not verdict["passed"]]
     for verdict in failed:
-        where = f"{verdict['layout']}; {verdict['case']}; {verdict['regime']}"
+        where = f"{verdict['layout']}; {verdict['case']}; {verdict['loss_scaling']}"
         print(f"FAIL {where}\n     {verdict['explanation']}")
     if failed:
         print()

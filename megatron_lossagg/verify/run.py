@@ -1,7 +1,8 @@
-"""One layout in one regime on the installed Megatron-Core: its steps, and their gradients.
+"""One layout in one loss scaling on the installed Megatron-Core: its steps, and their gradients.
 
-Called on every rank. A step runs in a loop of our own, or as a host's under the schedule hook.
-Shape suffixes: Y = tokens of all rows and a filler, padded; H = hypotheses, each the slopes d
+Called on every rank. A step runs in a loop of our own, or as a framework's under the schedule hook.
+Shape suffixes: Y = tokens of all sequences and a padding sequence, padded; H = hypotheses, each the
+slopes d
 loss / d y of a gradient.
 """
 
@@ -21,16 +22,16 @@ from torch import Tensor
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg import Layout, MegatronContract, Sequences, StepPlan, plan_step
-from megatron_lossagg.buffer import MicrobatchRows
+from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import ProofError, ReducerError
-from megatron_lossagg.microbatch import FILLER
-from megatron_lossagg.schedule import Adapter, HostLoss, ScheduleHook
+from megatron_lossagg.microbatch import PADDING
+from megatron_lossagg.schedule import FrameworkLoss, Integration, ScheduleHook
 from megatron_lossagg.verify import model as megatron
 from megatron_lossagg.verify.cases import BETA, CASES, Case
 from megatron_lossagg.verify.causes import Facts
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.reference import Reference
-from megatron_lossagg.verify.rows import Row, assign_rows
+from megatron_lossagg.verify.sequences import Row, assign_sequences
 
 __all__ = ["WEIGHT_EXPECTED", "WEIGHT_SUM", "Measured", "Run", "relative"]
 
@@ -55,7 +56,7 @@ class Measured:
 
 
 class Run:
-    """Model, contract and data of one layout in one regime, ready to step."""
+    """Model, contract and data of one layout in one loss scaling, ready to step."""
 
     def __init__(self, parallelism: Parallelism, reference: Reference, *, per_token: bool) -> None:
         self.parallelism = parallelism
@@ -69,18 +70,18 @@ class Run:
         self._agreed = {first}
         self.facts = Facts(
             reference=reference,
-            assignment=assign_rows(reference.rows, parallelism.m_of_ranks),
+            assignment=assign_sequences(reference.sequences, parallelism.m_of_ranks),
             parallelism=parallelism,
-            regime="per-token" if per_token else "average",
+            loss_scaling="per_token" if per_token else "average",
         )
         rank = dist.get_rank(self.contract.dp_group)
         self.num_microbatches = parallelism.m_of_ranks[rank]
-        assignment, rows_of_rank = self.facts.assignment, self.facts.assignment.of_rank(rank)
-        self._rows = [reference.rows[index] for index in rows_of_rank]
-        self._numbers = [assignment.keys[index][1] for index in rows_of_rank]
+        assignment, sequences_of_rank = self.facts.assignment, self.facts.assignment.of_rank(rank)
+        self._sequences = [reference.sequences[index] for index in sequences_of_rank]
+        self._numbers = [assignment.keys[index][1] for index in sequences_of_rank]
         self.batches = [
             megatron.pack(
-                self._rows,
+                self._sequences,
                 [place for place, number in enumerate(self._numbers) if number == microbatch],
                 parallelism,
             )
@@ -88,9 +89,9 @@ class Run:
         ]
         self._side: list[Tensor] | None = None
 
-    def row(self, index: int) -> Row | None:
-        """Return a row of this rank; None for the filler."""
-        return None if index == FILLER else self._rows[index]
+    def sequence(self, index: int) -> Row | None:
+        """Return a sequence of this rank; None for the padding sequence."""
+        return None if index == PADDING else self._sequences[index]
 
     def train(self, case: Case, *, poison: bool = True) -> Measured:
         """Run one step; return the gradient of the main loss and the reported values."""
@@ -107,7 +108,7 @@ class Run:
         totals = self._gradients()
         if not (self.parallelism.moe or self.parallelism.mtp):
             return totals
-        if self._side is None:  # the same for every case: it depends on rows and M only
+        if self._side is None:  # the same for every case: it depends on sequences and M only
             self._step(case, main=0.0, poison=False)
             self._side = [gradient for _, gradient in self._gradients()]
         pairs = zip(totals, self._side, strict=True)
@@ -157,7 +158,9 @@ class Run:
 
             def loss_func(output: Tensor) -> Any:
                 y = self._losses(output, batch, poison)
-                reducer = plan.reducer(batch.rows, self._mask(batch), self._layout(batch.offsets))
+                reducer = plan.reducer(
+                    batch.sequences, self._mask(batch), self._layout(batch.offsets)
+                )
                 try:
                     share = reducer(y * batch.coefficient)
                     if case.second is not None:
@@ -179,10 +182,10 @@ class Run:
         return _Ran(reports, step.factor, faults)
 
     def _hooked(self, case: Case, *, poison: bool, main: float, forward_only: bool) -> _Ran:
-        """Run a step as a host does that knows nothing of this package, under the hook."""
+        """Run a step as a framework does that knows nothing of this package, under the hook."""
         faults: list[str] = []
         hook = ScheduleHook(
-            case.aggregation, _Adapter(self, poison, main), probe=False, rejects_tokens=True
+            case.aggregation, _Integration(self, poison, main), probe=False, rejects_tokens=True
         )
         reads = parallel_state.get_tensor_model_parallel_rank() == 0
         # A tensor-parallel rank without data gets each microbatch from the rank that has it.
@@ -225,9 +228,9 @@ class Run:
 
     def _plan(self, case: Case) -> StepPlan:
         sequences = Sequences(
-            active_tokens=[sum(row.counted) for row in self._rows],
-            sample=[row.sample for row in self._rows],
-            prompt=[row.prompt for row in self._rows],
+            active_tokens=[sum(sequence.counted) for sequence in self._sequences],
+            sample=[sequence.sample for sequence in self._sequences],
+            prompt=[sequence.prompt for sequence in self._sequences],
             microbatch=self._numbers,
             num_microbatches=self.num_microbatches,
         )
@@ -294,7 +297,7 @@ class _Ran(NamedTuple):
     faults: list[str]
 
 
-class _Adapter(Adapter):
+class _Integration(Integration):
     """What :meth:`Run._hooked` says of its microbatches to the hook."""
 
     loss_name = "loss"
@@ -305,19 +308,19 @@ class _Adapter(Adapter):
         self._poison = poison
         self._main = main
 
-    def rows(self, data: megatron.Batch) -> MicrobatchRows:
-        rows = [self._run.row(index) for index in data.rows]
-        return MicrobatchRows(
-            active_tokens=[sum(row.counted) if row else 0 for row in rows],
+    def sequences(self, data: megatron.Batch) -> MicrobatchSequences:
+        sequences = [self._run.sequence(index) for index in data.sequences]
+        return MicrobatchSequences(
+            active_tokens=[sum(sequence.counted) if sequence else 0 for sequence in sequences],
             lengths=data.offsets.diff(),
-            sample=[row.sample if row else 0 for row in rows],
-            prompt=[row.prompt if row else 0 for row in rows],
-            is_filler=[int(row is None) for row in rows],
+            sample=[sequence.sample if sequence else 0 for sequence in sequences],
+            prompt=[sequence.prompt if sequence else 0 for sequence in sequences],
+            is_padding=[int(sequence is None) for sequence in sequences],
         )
 
-    def loss(self, loss_func: Any, output: Tensor) -> HostLoss:
+    def loss(self, loss_func: Any, output: Tensor) -> FrameworkLoss:
         (batch,) = loss_func.args
-        return HostLoss(
+        return FrameworkLoss(
             losses=self._run._losses(output, batch, self._poison) * batch.coefficient * self._main,
             mask=self._run._mask(batch),
             report=loss_func(output)[2],

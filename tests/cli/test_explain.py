@@ -83,7 +83,7 @@ def test_the_weights_times_tokens_add_up_to_the_loss_of_ones(mode):
 
 @pytest.mark.parametrize(("microbatches", "dp", "cp"), [(4, 8, 2), (1, 1, 1), (3, 5, 7)])
 @pytest.mark.parametrize("mode", NAMES)
-def test_the_average_regime_turns_shares_times_k_into_their_sum(mode, microbatches, dp, cp):
+def test_the_average_loss_scaling_turns_shares_times_k_into_their_sum(mode, microbatches, dp, cp):
     """Megatron's arithmetic written out: the schedule's mean, then DDP's."""
     explanation = explained(mode, microbatches=microbatches, dp=dp, cp=cp)
     assert explanation.num_tokens == (1,) * len(explanation.num_tokens)
@@ -96,18 +96,18 @@ def test_the_average_regime_turns_shares_times_k_into_their_sum(mode, microbatch
 
 @pytest.mark.parametrize(("microbatches", "dp", "cp"), [(4, 8, 2), (1, 1, 1), (3, 5, 7)])
 @pytest.mark.parametrize("mode", NAMES)
-def test_the_per_token_regime_turns_shares_times_k_into_their_sum(mode, microbatches, dp, cp):
+def test_the_per_token_loss_scaling_turns_shares_times_k_into_their_sum(mode, microbatches, dp, cp):
     """Megatron's arithmetic written out: DDP's sum, then / the sum of all num_tokens."""
-    explanation = explained(mode, regime="per-token", microbatches=microbatches, dp=dp, cp=cp)
+    explanation = explained(mode, loss_scaling="per_token", microbatches=microbatches, dp=dp, cp=cp)
     shares = [[Fraction(7 * r + m, 3) for m in range(microbatches)] for r in range(dp * cp)]
     after_ddp = sum(share * explanation.factor for of_rank in shares for share in of_rank)
     after_finalize = after_ddp / sum(explanation.num_tokens)
     assert after_finalize == sum(map(sum, shares))
 
 
-@pytest.mark.parametrize("regime", ["average", "per-token"])
-def test_every_product_of_the_chain_is_that_of_the_factors_up_to_it(regime):
-    explanation = explained("token_mean", regime=regime, microbatches=4, dp=8, cp=2)
+@pytest.mark.parametrize("loss_scaling", ["average", "per_token"])
+def test_every_product_of_the_chain_is_that_of_the_factors_up_to_it(loss_scaling):
+    explanation = explained("token_mean", loss_scaling=loss_scaling, microbatches=4, dp=8, cp=2)
     product = Fraction(1)
     for link in explanation.chain:
         product *= link.factor
@@ -119,8 +119,8 @@ def test_every_product_of_the_chain_is_that_of_the_factors_up_to_it(regime):
     ]  # fmt: skip
 
 
-def test_num_tokens_add_up_to_n_in_the_per_token_regime():
-    explanation = explained("prompt_mean", regime="per-token")
+def test_num_tokens_add_up_to_n_in_the_per_token_loss_scaling():
+    explanation = explained("prompt_mean", loss_scaling="per_token")
     # 12,3,40/5,0,20 assigned in turn to 2 ranks x 2 microbatches: 12+0, 3+20, 40, 5
     assert explanation.num_tokens == (12, 23, 40, 5)
     assert sum(explanation.num_tokens) == explanation.totals.active_tokens == 80
@@ -188,11 +188,13 @@ def test_json_has_what_is_printed(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("terminal", "widest"), [("40", 72), ("72", 72), ("80", 80), ("100", 100), ("200", 100)]
 )
-@pytest.mark.parametrize("regime", ["average", "per-token"])
+@pytest.mark.parametrize("loss_scaling", ["average", "per_token"])
 @pytest.mark.parametrize("mode", NAMES)
-def test_text_and_tables_fit_the_terminal(monkeypatch, capsys, mode, regime, terminal, widest):
+def test_text_and_tables_fit_the_terminal(
+    monkeypatch, capsys, mode, loss_scaling, terminal, widest
+):
     monkeypatch.setenv("COLUMNS", terminal)
-    assert main(["explain", mode, "--divisor", "4096", "--regime", regime]) == 0
+    assert main(["explain", mode, "--divisor", "4096", "--loss-scaling", loss_scaling]) == 0
     lines = capsys.readouterr().out.splitlines()
     lines = [line for line in lines if "Train it with" not in line]  # flags are not truncated
     assert max(map(len, lines)) <= widest
@@ -249,7 +251,7 @@ def test_the_description_of_a_command_fits_80_columns(monkeypatch, capsys, comma
         (["token_mean", "--dp", "9" * 30], "expected an integer from 1 to 2147483647"),
         (["token_mean", "--cp", str(2**31)], "--cp: got 2147483648, expected an integer"),
         (["token_mean", "--json", "/nowhere/at/all.json"], "cannot be written"),
-        (["token_mean", "--lengths", "2147483648", "--regime", "per-token"], "int32"),
+        (["token_mean", "--lengths", "2147483648", "--loss-scaling", "per_token"], "int32"),
         (["token_mean", "--characters"], "got --characters without --lengths-file"),
         (["token_mean", "--tokenizer", "t.json"], "got --tokenizer without --lengths-file"),
         (["token_mean", "--trust-pickle"], "got --trust-pickle without --lengths-file"),

@@ -372,7 +372,7 @@ def test_prompt_mean_of_a_file_without_prompts_is_refused(tmp_path, capsys):
 def test_too_many_tokens_of_a_file_are_an_error_of_its_flag(tmp_path, capsys):
     file = tmp_path / "lengths.jsonl"
     file.write_text('{"response_length": 2147483648}')
-    options = ["--lengths-file", str(file), "--regime", "per-token"]
+    options = ["--lengths-file", str(file), "--loss-scaling", "per_token"]
     assert main(["explain", "token_mean", *options]) == 2
     assert "--lengths-file: got 2147483648 active tokens in a step" in capsys.readouterr().err
 

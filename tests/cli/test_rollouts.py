@@ -423,9 +423,9 @@ import subprocess
 import sys
 from types import SimpleNamespace
 import numpy as np, torch
-host, checkout, template = sys.argv[1:]
+framework, checkout, template = sys.argv[1:]
 sys.path.insert(0, checkout)
-if host == "slime":
+if framework == "slime":
     from slime.observability.rollout_data_utils import save_debug_rollout_data
     from slime.utils.types import Sample
     save = lambda samples: save_debug_rollout_data(
@@ -448,10 +448,10 @@ save(samples)
 @pytest.mark.skipif(
     not FRAMEWORKS_DIR, reason="FRAMEWORKS_DIR is not set: run tools/fetch_frameworks.sh"
 )
-@pytest.mark.parametrize("host", ["slime", "miles"])
-def test_what_a_host_dumps_by_its_own_code_is_read(tmp_path, host):
+@pytest.mark.parametrize("framework", ["slime", "miles"])
+def test_what_a_framework_dumps_by_its_own_code_is_read(tmp_path, framework):
     pytest.importorskip("httpx", reason="httpx, which slime imports, is not installed")
-    command = [sys.executable, "-c", DUMP, host, f"{FRAMEWORKS_DIR}/{host}"]
+    command = [sys.executable, "-c", DUMP, framework, f"{FRAMEWORKS_DIR}/{framework}"]
     subprocess.run([*command, str(tmp_path / "{rollout_id}.pt")], check=True)
     with pytest.raises(RolloutsError, match=r"got numpy\S*, expected .*--trust-pickle"):
         read(tmp_path / "3.pt")

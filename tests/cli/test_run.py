@@ -1,6 +1,6 @@
 """``lossagg run`` on scripts that are not Megatron-LM's: what reaches the script, what is refused.
 
-On Megatron-LM itself: ``test_hosts_megatron_lm.py``.
+On Megatron-LM itself: ``test_frameworks_megatron_lm.py``.
 """
 
 import json
@@ -138,7 +138,7 @@ sys.path.insert(0, {folder!r})
 from megatron_lossagg import Aggregation, ScheduleHook
 from megatron_lossagg.integrations import megatron_lm
 
-hook = ScheduleHook(Aggregation("token_mean"), megatron_lm.PretrainAdapter())
+hook = ScheduleHook(Aggregation("token_mean"), megatron_lm.PretrainIntegration())
 megatron_lm.rebind(hook, ["a_loop"], "a loop")
 import a_loop
 statuses = []

@@ -13,7 +13,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from step_data import assign, make_rows
+from step_data import assign, make_sequences
 
 from megatron_lossagg import Aggregation, Layout, Sequences, StepBuffer, StepTotals, plan_step
 from megatron_lossagg.errors import PlanError, ReducerError
@@ -56,23 +56,23 @@ def collectives_counted():
             setattr(dist, name, original)
 
 
-def rows_of_this_rank(rows, keys):
+def sequences_of_this_rank(sequences, keys):
     return [index for index, key in enumerate(keys) if key[0] == dist.get_rank()]
 
 
 def assigned(m, **leave_out):
-    """Return all rows with their keys, this rank's indices, and its Sequences."""
-    rows = make_rows()
-    keys = assign(rows, dist.get_world_size(), [m] * dist.get_world_size())
-    indices = rows_of_this_rank(rows, keys)
+    """Return all sequences with their keys, this rank's indices, and its Sequences."""
+    sequences = make_sequences()
+    keys = assign(sequences, dist.get_world_size(), [m] * dist.get_world_size())
+    indices = sequences_of_this_rank(sequences, keys)
     fields = {
-        "sample": [rows[i]["sample"] for i in indices],
-        "prompt": [rows[i]["prompt"] for i in indices],
+        "sample": [sequences[i]["sample"] for i in indices],
+        "prompt": [sequences[i]["prompt"] for i in indices],
         "microbatch": [keys[i][1] for i in indices],
     }
     fields = {name: value for name, value in fields.items() if name not in leave_out}
-    counts = [sum(rows[i]["counted"]) for i in indices]
-    return rows, keys, indices, Sequences(active_tokens=counts, num_microbatches=m, **fields)
+    counts = [sum(sequences[i]["counted"]) for i in indices]
+    return sequences, keys, indices, Sequences(active_tokens=counts, num_microbatches=m, **fields)
 
 
 def refused_everywhere(message, aggregation, sequences):
@@ -97,17 +97,18 @@ def raised_everywhere(message, call, *arguments, **options):
 
 def check_weights_are_the_oracles_over_ranks():
     for m in (1, 3, 4):
-        rows, keys, indices, sequences = assigned(m)
+        sequences, keys, indices, sequences = assigned(m)
         for aggregation in AGGREGATIONS:
             plan = plan_step(aggregation, sequences, group=dist.group.WORLD)
-            # The loss is linear in x: its derivative at one token of a row is the row's weight.
+            # The loss is linear in x: its derivative at one token of a sequence is the sequence's
+            # weight.
             x = [
-                torch.zeros(len(row["counted"]), dtype=torch.float64, requires_grad=True)
-                for row in rows
+                torch.zeros(len(sequence["counted"]), dtype=torch.float64, requires_grad=True)
+                for sequence in sequences
             ]
             live = [
-                {**row, "trained": row["counted"], "x": list(v), "microbatch": k}
-                for row, v, k in zip(rows, x, keys, strict=True)
+                {**sequence, "trained": sequence["counted"], "x": list(v), "microbatch": k}
+                for sequence, v, k in zip(sequences, x, keys, strict=True)
             ]
             loss = oracle.step_loss(
                 aggregation.mode,
@@ -146,7 +147,7 @@ def check_totals_make_no_collective():
     assert plan.weights[0] == 1 / 32
 
 
-def check_without_ids_every_row_is_its_own_sample_on_every_rank():
+def check_without_ids_every_sequence_is_its_own_sample_on_every_rank():
     sequences = Sequences(active_tokens=[1 + dist.get_rank()])
     plan = plan_step(Aggregation("sample_mean"), sequences, group=dist.group.WORLD)
     assert plan.totals.samples == dist.get_world_size()
@@ -161,7 +162,7 @@ def check_equal_ids_on_two_ranks_are_one_prompt():
     assert plan.weights.tolist() == [1 / tokens]
 
 
-def check_a_rank_without_rows_takes_part():
+def check_a_rank_without_sequences_takes_part():
     counts = [] if dist.get_rank() == 0 else [2, 3]
     ids = [dist.get_rank()] * len(counts)
     sequences = Sequences(active_tokens=counts, sample=ids, prompt=ids)
@@ -310,7 +311,7 @@ def check_ids_that_are_strings_on_one_rank_only_are_refused():
         Aggregation("prompt_mean"),
         Sequences(active_tokens=[3, 4], prompt=prompt),
     )
-    prompt = [] if dist.get_rank() == 1 else ["7", "8"]  # with no rows, ids have no kind
+    prompt = [] if dist.get_rank() == 1 else ["7", "8"]  # with no sequences, ids have no kind
     sequences = Sequences(active_tokens=[1] * len(prompt), prompt=prompt)
     plan_step(Aggregation("prompt_mean"), sequences, group=dist.group.WORLD)
 
@@ -451,7 +452,7 @@ def check_ids_that_start_anew_on_every_rank_are_warned_of_on_all():
         (message,) = warned(**{kind: [0, 1]})
         assert f"the data-parallel ranks have the same {kind} ids" in message
         (message,) = warned(**{kind: [7, 7]})
-        assert f"all {2 * size} rows of the step have one {kind} id" in message
+        assert f"all {2 * size} sequences of the step have one {kind} id" in message
         assert not warned(**{kind: [2 * rank, 2 * rank + 1]})
     assert not warned(prompt=[0, 0], samples_per_prompt=2 * size)
 
@@ -470,7 +471,7 @@ def check_after_a_refused_step_all_ranks_can_plan_again():
 
 def check_a_sample_under_two_prompts_on_two_ranks_is_named():
     refused_everywhere(
-        "sample 5 has rows under",
+        "sample 5 has sequences under",
         Aggregation("token_mean"),
         Sequences(active_tokens=[3], sample=[5], prompt=[dist.get_rank()]),
     )
@@ -505,13 +506,13 @@ def check_tensor_parallel_ranks_without_data_plan_the_same_step():
     with collectives_counted() as seen:
         plan = buffer.plan(
             Aggregation("sample_mean"),
-            lambda rows: [len(row) for row in rows],
+            lambda sequences: [len(sequence) for sequence in sequences],
             group=alone,
             tp_group=dist.group.WORLD,
         )
     assert seen["all_gather_object"] == 1
     assert plan.weights.tolist() == [1 / 3, 1 / 9, 1 / 6]
-    assert [mb.rows for mb in buffer] == [[0, 1], [2]]
+    assert [mb.sequences for mb in buffer] == [[0, 1], [2]]
     assert [mb.data for mb in buffer] == ([["a", "bbb"], ["cc"]] if first else [None, None])
 
 
@@ -520,16 +521,19 @@ def raising():
     raise OSError("the file is gone")
 
 
-def lengths(rows):
-    return [len(row) for row in rows]
+def lengths(sequences):
+    return [len(sequence) for sequence in sequences]
 
 
 BUFFERS = {
     "ended after 1 of 2 microbatches: give whole steps": (lambda: iter([["a"]]), lengths),
     r"raised OSError\('the file is gone'\) after 1 of 2": (raising, lengths),
     "counting microbatch 1 of 2 raised ": (lambda: iter([["a"], [3]]), lengths),
-    "counting microbatch 0 of 2 raised ": (lambda: iter([["a"], ["b"]]), lambda rows: 1),
-    "Sequences.active_tokens: got -1 at index 1": (lambda: iter([[2], [-1]]), lambda rows: rows),
+    "counting microbatch 0 of 2 raised ": (lambda: iter([["a"], ["b"]]), lambda sequences: 1),
+    "Sequences.active_tokens: got -1 at index 1": (
+        lambda: iter([[2], [-1]]),
+        lambda sequences: sequences,
+    ),
 }
 
 

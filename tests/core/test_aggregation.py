@@ -151,7 +151,7 @@ def test_a_divisor_of_any_kind_of_number_is_kept_as_a_float(divisor):
     assert kept == 8
 
 
-@pytest.mark.parametrize("mode", [m for m, row in MODES.items() if row.divisor == "none"])
+@pytest.mark.parametrize("mode", [m for m, sequence in MODES.items() if sequence.divisor == "none"])
 def test_a_mode_without_a_divisor_refuses_one(mode):
     path = "a.b:c" if mode == "custom" else None
     with pytest.raises(AggregationError, match=r"takes no divisor, got 8: drop"):
@@ -270,13 +270,13 @@ def test_an_alias_says_when_its_system_trains_that_loss(name, capsys):
 
 def test_the_table_of_the_math_is_the_list():
     page = (Path(__file__).parents[2] / "docs" / "math.md").read_text()
-    rows = {
+    sequences = {
         name: (mode.strip("`"), empty == ", `count_empty=False`", note.strip())
         for name, mode, empty, note in re.findall(
             r"^\| `([\w-]+:[^`]+)` \| (`\w+`)(, `count_empty=False`)? \|(.*)\|$", page, re.MULTILINE
         )
     }
-    assert rows == {
+    assert sequences == {
         name: (alias.mode, not alias.count_empty, alias.note) for name, alias in ALIASES.items()
     }
 
@@ -284,8 +284,8 @@ def test_the_table_of_the_math_is_the_list():
 @pytest.mark.parametrize("name", CONDITIONS)
 def test_no_page_calls_a_loss_unchanged_that_is_so_only_sometimes(name):
     page = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text()
-    (row,) = re.findall(rf"^\|.*`{name}`.*$", page, re.MULTILINE)
-    says = row.split(" | ")[-1].rstrip(" |")
+    (sequence,) = re.findall(rf"^\|.*`{name}`.*$", page, re.MULTILINE)
+    says = sequence.split(" | ")[-1].rstrip(" |")
     assert says not in ("unchanged", "as read")
 
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from megatron_lossagg import Aggregation, Layout, MicrobatchRows, StepBuffer, StepTotals
+from megatron_lossagg import Aggregation, Layout, MicrobatchSequences, StepBuffer, StepTotals
 from megatron_lossagg import buffer as buffer_module
 from megatron_lossagg.errors import PlanError
 
 
 def count(microbatch):
-    return [len(row) for row in microbatch]
+    return [len(sequence) for sequence in microbatch]
 
 
 def test_a_step_is_read_planned_and_replayed_in_order():
@@ -28,13 +28,13 @@ def test_a_step_is_read_planned_and_replayed_in_order():
     buffer = StepBuffer(source, 3)
     plan = buffer.plan(Aggregation("token_mean"), count)
     assert plan.weights.tolist() == [1 / 6] * 3
-    replayed = [(mb.rows, mb.data) for mb in buffer]
+    replayed = [(mb.sequences, mb.data) for mb in buffer]
     assert replayed == [([0, 1], ["a", "bbb"]), ([], []), ([2], ["cc"])]
-    assert [(mb.rows, mb.data) for mb in buffer] == replayed
+    assert [(mb.sequences, mb.data) for mb in buffer] == replayed
     assert next(source) == ["the next step's"]
 
 
-def test_microbatches_without_rows_count_in_m():
+def test_microbatches_without_sequences_count_in_m():
     buffer = StepBuffer(iter([["a", "bbb"], [], ["cc"]]), 3)
     plan = buffer.plan(Aggregation("microbatch_token_mean"), count)
     assert plan.num_microbatches == 3
@@ -63,7 +63,7 @@ def test_an_error_of_the_iterator_or_of_count_is_the_cause_of_the_plan_error():
 
 def test_a_count_without_dimension_is_refused():
     with pytest.raises(
-        PlanError, match=r"got 0 dimensions, expected one number per row.*: count gives"
+        PlanError, match=r"got 0 dimensions, expected one number per sequence.*: count gives"
     ):
         StepBuffer(iter([["a"]]), 1).plan(Aggregation("token_mean"), len)
 
@@ -128,7 +128,7 @@ def test_a_step_may_be_planned_again_under_another_aggregation():
     buffer = StepBuffer(iter([["a", "bbb"], ["cc"]]), 2)
     for mode, weights in (("sample_mean", [1 / 3, 1 / 9, 1 / 6]), ("sample_sum", [1 / 3] * 3)):
         assert buffer.plan(Aggregation(mode), count).weights.tolist() == weights
-        assert [mb.rows for mb in buffer] == [[0, 1], [2]]
+        assert [mb.sequences for mb in buffer] == [[0, 1], [2]]
 
 
 def test_an_empty_step_is_handled_as_in_plan_step():
@@ -138,7 +138,7 @@ def test_an_empty_step_is_handled_as_in_plan_step():
         StepBuffer(iter([[]]), 1).plan(Aggregation("token_mean"), count, empty_step="error")
 
 
-def test_the_weights_reach_the_microbatch_that_the_rows_name():
+def test_the_weights_reach_the_microbatch_that_the_sequences_name():
     texts = [["a", "bbb"], [], ["cc"]]
     buffer = StepBuffer(iter(texts), 3)
     plan = buffer.plan(Aggregation("sample_mean"), count)
@@ -147,7 +147,7 @@ def test_the_weights_reach_the_microbatch_that_the_rows_name():
         lengths = count(microbatch.data)
         layout = Layout.local(lengths, cp_size=1, cp_rank=0)
         mask = torch.ones(sum(lengths))
-        total += plan.reducer(microbatch.rows, mask, layout)(torch.ones(sum(lengths))).item()
+        total += plan.reducer(microbatch.sequences, mask, layout)(torch.ones(sum(lengths))).item()
     assert total == pytest.approx(1)
 
 
@@ -277,7 +277,7 @@ def memory_map():
 OWN_MEMORY = {
     "fresh tensors": lambda: (torch.full((4,), float(number)) for number in range(9)),
     "slices of a dataset": lambda: (DATASET[number] for number in range(9)),
-    "tokens and labels over one row": lambda: (
+    "tokens and labels over one sequence": lambda: (
         {"tokens": DATASET[number, :-1], "labels": DATASET[number, 1:]} for number in range(9)
     ),
     "slices of an array": lambda: iter(DATASET.numpy()),
@@ -351,17 +351,19 @@ def test_what_cannot_be_copied_is_refused_where_it_is_yielded_twice():
 
 def test_a_wrong_replay_is_an_error_before_the_step_runs(monkeypatch):
     monkeypatch.setattr(buffer_module, "_numbered", lambda counts: [[0], [0]])
-    with pytest.raises(PlanError, match=r"replay has rows \[0, 0\], expected each of the step's 2"):
+    with pytest.raises(
+        PlanError, match=r"replay has sequences \[0, 0\], expected each of the step's 2"
+    ):
         replayed(iter("ab"), 2)
 
 
-def test_fillers_are_numbered_as_no_rows():
-    def rows(data):
-        return MicrobatchRows(active_tokens=[1, 0, 2], is_filler=data)
+def test_paddings_are_numbered_as_no_sequences():
+    def sequences(data):
+        return MicrobatchSequences(active_tokens=[1, 0, 2], is_padding=data)
 
     buffer = StepBuffer(iter([[0, 1, 0], [1, 0, 0]]), 2)
-    buffer.plan(Aggregation("token_mean"), rows)
-    assert [microbatch.rows for microbatch in buffer] == [[0, -1, 1], [-1, 2, 3]]
+    buffer.plan(Aggregation("token_mean"), sequences)
+    assert [microbatch.sequences for microbatch in buffer] == [[0, -1, 1], [-1, 2, 3]]
     assert [microbatch.index for microbatch in buffer] == [0, 1]
 
 

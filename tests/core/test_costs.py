@@ -24,7 +24,7 @@ from benchmarks.report import (
 from benchmarks.workloads import CP_SIZES, Workload
 from megatron_lossagg import Aggregation, layout
 
-ROWS = (1, 64, 4096)
+SEQUENCES = (1, 64, 4096)
 SCALARS_ON_CPU = 1
 READS_OF_A_STEP = 1  # when it closes
 
@@ -33,18 +33,24 @@ CP = pytest.mark.parametrize("cp_size", CP_SIZES)
 MASKS = pytest.mark.parametrize("mask", counts.MASK_TYPES)
 
 
-def of_rows(num_rows, *, mean_tokens=64, cp_size=1):
+def of_sequences(num_sequences, *, mean_tokens=64, cp_size=1):
     return Workload(
-        name="counted", num_rows=num_rows, mean_tokens=mean_tokens, cp_size=cp_size, seed=3
+        name="counted",
+        num_sequences=num_sequences,
+        mean_tokens=mean_tokens,
+        cp_size=cp_size,
+        seed=3,
     )
 
 
 @PATHS
 @CP
-def test_a_call_takes_the_same_few_operations_for_any_number_of_rows(path, cp_size):
-    found = {n: counts.of_a_call(of_rows(n, cp_size=cp_size), path).operations for n in ROWS}
+def test_a_call_takes_the_same_few_operations_for_any_number_of_sequences(path, cp_size):
+    found = {
+        n: counts.of_a_call(of_sequences(n, cp_size=cp_size), path).operations for n in SEQUENCES
+    }
     assert len(set(found.values())) == 1, found
-    forward, backward = found[ROWS[0]]
+    forward, backward = found[SEQUENCES[0]]
     assert forward <= CALL_OPERATIONS[0]
     assert backward <= CALL_OPERATIONS[1]
 
@@ -53,7 +59,7 @@ def test_a_call_takes_the_same_few_operations_for_any_number_of_rows(path, cp_si
 @CP
 def test_a_call_moves_few_bytes_per_local_token(path, cp_size):
     """fp32 losses; the CPU, which may sum before it masks, moves no more than the CUDA path."""
-    workload = of_rows(64, mean_tokens=1024, cp_size=cp_size)
+    workload = of_sequences(64, mean_tokens=1024, cp_size=cp_size)
     forward, backward = counts.of_a_call(workload, path).bytes_per_token
     assert forward <= CALL_BYTES[0] + SLACK_BYTES
     assert backward <= CALL_BYTES[1] + SLACK_BYTES
@@ -71,9 +77,11 @@ MORE_BYTES = {
 @PATHS
 @CP
 @MASKS  # on the CPU with what numpy's functions read and write
-@pytest.mark.parametrize("mode", ["sample_mean", "token_mean"])  # a weight per row; one for all
+@pytest.mark.parametrize(
+    "mode", ["sample_mean", "token_mean"]
+)  # a weight per sequence; one for all
 def test_building_moves_few_bytes_per_mask_position(mode, path, cp_size, mask):
-    workload = of_rows(64, mean_tokens=1024, cp_size=cp_size)
+    workload = of_sequences(64, mean_tokens=1024, cp_size=cp_size)
     found = counts.of_a_call(workload, path, counts.MASK_TYPES[mask], Aggregation(mode))
     budget = MORE_BYTES.get((mode, path, cp_size), {}).get(mask, BUILD_BYTES)
     assert found.build_bytes_per_position <= budget + 2 * SLACK_BYTES
@@ -82,20 +90,20 @@ def test_building_moves_few_bytes_per_mask_position(mode, path, cp_size, mask):
 @CP
 @MASKS
 def test_nothing_waits_for_a_device_before_the_step_closes(cp_size, mask):
-    workload = of_rows(64, cp_size=cp_size)
+    workload = of_sequences(64, cp_size=cp_size)
     found = counts.of_a_call(workload, "device", counts.MASK_TYPES[mask])
     assert not found.build.reads
     assert not found.forward.reads
     assert not found.backward.reads
 
 
-@pytest.mark.parametrize("num_rows", ROWS)
-def test_a_call_on_the_cpu_reads_one_scalar(num_rows):
-    assert counts.of_a_call(of_rows(num_rows), "cpu").forward.num_reads <= SCALARS_ON_CPU
+@pytest.mark.parametrize("num_sequences", SEQUENCES)
+def test_a_call_on_the_cpu_reads_one_scalar(num_sequences):
+    assert counts.of_a_call(of_sequences(num_sequences), "cpu").forward.num_reads <= SCALARS_ON_CPU
 
 
 def test_four_bytes_per_token_are_held_for_the_backward_of_all_losses_of_one_aggregation():
-    held = counts.held_for_backward(of_rows(64, mean_tokens=1024))
+    held = counts.held_for_backward(of_sequences(64, mean_tokens=1024))
     assert held.one_call <= HELD_BYTES + SLACK_BYTES
     assert held.six_calls <= HELD_BYTES + SLACK_BYTES
     assert held.six_calls_under <= HELD_BYTES + SLACK_BYTES
@@ -167,7 +175,7 @@ def test_a_read_of_the_device_is_counted(read):
     assert counts_of_read.num_reads >= 1
 
 
-def test_a_read_of_the_host_is_not_counted():
+def test_a_read_of_the_framework_is_not_counted():
     x, lengths = torch.ones(5), torch.ones(5)
     with counted(x) as counts_of_read:
         lengths.sum().item()
@@ -198,7 +206,7 @@ def test_a_copy_to_the_device_is_counted_once():
 
 def test_the_cuda_path_differs_from_the_cpu_path_and_ends_with_its_block():
     def operations():
-        found = counts.of_a_call(of_rows(4), "cpu", torch.int32)
+        found = counts.of_a_call(of_sequences(4), "cpu", torch.int32)
         return found.build.operations + found.forward.operations
 
     before = operations()

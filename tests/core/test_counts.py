@@ -1,4 +1,4 @@
-"""A step's integers, by hand: what is counted of one process's rows."""
+"""A step's integers, by hand: what is counted of one process's sequences."""
 
 import numpy as np
 import pytest
@@ -8,8 +8,8 @@ from megatron_lossagg.counts import Rows, count_step
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.exchange import Exchange
 
-# Two samples of prompt 5, one split into two rows; a masked sample of prompt 9.
-ROWS = {
+# Two samples of prompt 5, one split into two sequences; a masked sample of prompt 9.
+SEQUENCES = {
     "active_tokens": [4, 2, 3, 0],
     "sample": [7, 7, 8, 3],
     "prompt": [5, 5, 5, 9],
@@ -18,36 +18,36 @@ ROWS = {
 }
 
 
-def counted(**rows):
-    checked = Rows.checked(Sequences(**rows))
+def counted(**sequences):
+    checked = Rows.checked(Sequences(**sequences))
     return checked, count_step(Aggregation("token_mean"), checked, "", Exchange(None))
 
 
 def test_totals_and_tokens_by_hand():
-    rows, counts = counted(**ROWS)
+    sequences, counts = counted(**SEQUENCES)
     assert counts.totals == StepTotals(
         active_tokens=9, samples=3, prompts=2, active_samples=2, active_prompts=1,
         microbatch_means=2 / 5,
     )  # fmt: skip
     assert counts.sample_tokens.tolist() == [6, 6, 3, 0]
     assert counts.prompt_tokens.tolist() == [9, 9, 9, 0]
-    assert rows.microbatch_tokens.tolist() == [4, 5, 5, 0]
+    assert sequences.microbatch_tokens.tolist() == [4, 5, 5, 0]
 
 
-def test_counts_of_a_rank_keep_no_memory_of_the_other_ranks_rows():
-    _, counts = counted(**ROWS)
+def test_counts_of_a_rank_keep_no_memory_of_the_other_ranks_sequences():
+    _, counts = counted(**SEQUENCES)
     assert counts.sample_tokens.base is None
     assert counts.prompt_tokens.base is None
 
 
-def test_without_ids_each_row_is_a_sample_and_there_are_no_prompts():
+def test_without_ids_each_sequence_is_a_sample_and_there_are_no_prompts():
     _, counts = counted(active_tokens=[4, 0])
     assert counts.totals == StepTotals(active_tokens=4, samples=2, active_samples=1)
     assert counts.sample_tokens.tolist() == [4, 0]
     assert counts.prompt_tokens is None
 
 
-def test_no_rows_give_counts_of_zero():
+def test_no_sequences_give_counts_of_zero():
     _, counts = counted(active_tokens=[], sample=[], prompt=[])
     assert (counts.totals.samples, counts.totals.prompts, counts.totals.active_tokens) == (0, 0, 0)
     assert counts.sample_tokens.tolist() == counts.prompt_tokens.tolist() == []
@@ -71,18 +71,20 @@ def test_renaming_ids_changes_no_count(spread, shift):
 
 
 def test_known_totals_are_used_together_with_the_claimed_tokens():
-    rows = Rows.checked(Sequences(**ROWS, sample_tokens=[6, 6, 8, 0], prompt_tokens=[20] * 3 + [0]))
+    sequences = Rows.checked(
+        Sequences(**SEQUENCES, sample_tokens=[6, 6, 8, 0], prompt_tokens=[20] * 3 + [0])
+    )
     totals = StepTotals(active_tokens=100, samples=9, prompts=4)
-    counts = rows.with_totals(totals)
+    counts = sequences.with_totals(totals)
     assert counts.totals is totals
-    assert counts.sample_tokens.tolist() == [6, 6, 8, 0]  # sample 8 has rows elsewhere
+    assert counts.sample_tokens.tolist() == [6, 6, 8, 0]  # sample 8 has sequences elsewhere
     assert counts.prompt_tokens.tolist() == [20, 20, 20, 0]
 
 
 def test_a_fault_is_raised_instead_of_counting():
-    rows = Rows.empty()
+    sequences = Rows.empty()
     with pytest.raises(PlanError, match="rank 0 of the data-parallel group: no file"):
-        count_step(Aggregation("token_mean"), rows, "no file", Exchange(None))
+        count_step(Aggregation("token_mean"), sequences, "no file", Exchange(None))
 
 
 @pytest.mark.parametrize("kind", ["sample", "prompt"])

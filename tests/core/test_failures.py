@@ -44,7 +44,7 @@ MODES = {
     "sample_sum": {},
     "token_sum": {"divisor": 7.0},
 }
-REGIMES = ("average", "per-token")
+LOSS_SCALINGS = ("average", "per_token")
 
 
 class Threads(Exchange):
@@ -78,8 +78,8 @@ def ranks_are_threads(monkeypatch):
     monkeypatch.setattr("megatron_lossagg.plan.Exchange", Threads)
 
 
-def row(*mask, trained=None, sample=None, prompt=0, microbatch=(0, 0)):
-    """Make a row as the oracle takes it, with random losses."""
+def sequence(*mask, trained=None, sample=None, prompt=0, microbatch=(0, 0)):
+    """Make a sequence as the oracle takes it, with random losses."""
     mask = list(mask)
     x = torch.randn(len(mask), dtype=torch.float64, requires_grad=True)
     return {
@@ -89,39 +89,39 @@ def row(*mask, trained=None, sample=None, prompt=0, microbatch=(0, 0)):
 
 
 def lengths(*counts, **options):
-    return [row(*[1] * n, **options) for n in counts]
+    return [sequence(*[1] * n, **options) for n in counts]
 
 
-def assigned(rows, dp=1, m=1):
-    """Assign rows in turn to ranks, then to their microbatches; fill in sample ids."""
-    for i, r in enumerate(rows):
+def assigned(sequences, dp=1, m=1):
+    """Assign sequences in turn to ranks, then to their microbatches; fill in sample ids."""
+    for i, r in enumerate(sequences):
         r["microbatch"] = (i % dp, i // dp % m)
         r["sample"] = i + 100 if r["sample"] is None else r["sample"]
-    return rows
+    return sequences
 
 
-def plans(aggregation, rows, dp, m):
-    """Plan over ``dp`` data-parallel ranks at once; returns each rank's rows and plan."""
+def plans(aggregation, sequences, dp, m):
+    """Plan over ``dp`` data-parallel ranks at once; returns each rank's sequences and plan."""
     barrier, slots = threading.Barrier(dp), [None] * dp
 
     def plan(rank):
-        own_rows = [r for r in rows if r["microbatch"][0] == rank]
+        own_sequences = [r for r in sequences if r["microbatch"][0] == rank]
         fields = Sequences(
-            active_tokens=[sum(r["counted"]) for r in own_rows],
-            sample=[r["sample"] for r in own_rows],
-            prompt=[r["prompt"] for r in own_rows],
-            microbatch=[r["microbatch"][1] for r in own_rows],
+            active_tokens=[sum(r["counted"]) for r in own_sequences],
+            sample=[r["sample"] for r in own_sequences],
+            prompt=[r["prompt"] for r in own_sequences],
+            microbatch=[r["microbatch"][1] for r in own_sequences],
             num_microbatches=m,
         )
-        return own_rows, plan_step(aggregation, fields, group=(rank, barrier, slots))
+        return own_sequences, plan_step(aggregation, fields, group=(rank, barrier, slots))
 
     with ThreadPoolExecutor(dp) as ranks:
         return list(ranks.map(plan, range(dp)))
 
 
-def a_contract(plan, m, *, dp=1, cp=1, cp_rank=0, regime="average"):
+def a_contract(plan, m, *, dp=1, cp=1, cp_rank=0, loss_scaling="average"):
     read = types.SimpleNamespace(
-        regime=regime,
+        loss_scaling=loss_scaling,
         dp_cp_size=dp * cp,
         cp_size=cp,
         cp_rank=cp_rank,
@@ -132,13 +132,13 @@ def a_contract(plan, m, *, dp=1, cp=1, cp_rank=0, regime="average"):
     return StepContract(contract=read, plan=plan, num_microbatches=m, accumulates=True)
 
 
-def packed(own_rows, indices, cp, pad=0):
+def packed(own_sequences, indices, cp, pad=0):
     """Pack masks and losses at padded offsets, with inf wherever nothing is trained."""
     offsets, mask, x = [0], [], []
     for i in indices:
-        fill = pad + -(len(own_rows[i]["x"]) + pad) % (2 * cp)
-        mask += [*own_rows[i]["trained"], *[0] * fill]
-        x += [own_rows[i]["x"], torch.zeros(fill, dtype=torch.float64)]
+        fill = pad + -(len(own_sequences[i]["x"]) + pad) % (2 * cp)
+        mask += [*own_sequences[i]["trained"], *[0] * fill]
+        x += [own_sequences[i]["x"], torch.zeros(fill, dtype=torch.float64)]
         offsets.append(len(mask))
     mask = torch.tensor(mask, dtype=torch.int64)
     x = torch.cat([torch.zeros(0, dtype=torch.float64, requires_grad=True), *x])
@@ -154,28 +154,28 @@ def zigzag(offsets, cp, rank):
     return held
 
 
-def run(aggregation, rows, *, dp=1, cp=1, m=1, regime="average", pad=0):
+def run(aggregation, sequences, *, dp=1, cp=1, m=1, loss_scaling="average", pad=0):
     """Run one step; return the loss whose gradient reaches the optimizer, and what was reported."""
     total, tokens, reports, numbers = 0, 0, [], []
-    for own_rows, plan in plans(aggregation, rows, dp, m):
+    for own_sequences, plan in plans(aggregation, sequences, dp, m):
         for cp_rank in range(cp):
-            step = a_contract(plan, m, dp=dp, cp=cp, cp_rank=cp_rank, regime=regime)
+            step = a_contract(plan, m, dp=dp, cp=cp, cp_rank=cp_rank, loss_scaling=loss_scaling)
             for index in range(m):
-                indices = [i for i, r in enumerate(own_rows) if r["microbatch"][1] == index]
-                offsets, mask, x = packed(own_rows, indices, cp, pad)
+                indices = [i for i, r in enumerate(own_sequences) if r["microbatch"][1] == index]
+                offsets, mask, x = packed(own_sequences, indices, cp, pad)
                 layout = Layout.thd_zigzag(offsets, cp_size=cp, cp_rank=cp_rank)
                 reducer = plan.reducer(indices, mask, layout)
                 share = reducer(x[zigzag(offsets, cp, cp_rank)])
                 loss, num_tokens, report = step.returns(share, reducer, report={"loss": share})
                 before = {name: value.clone() for name, value in report.items()}
-                if regime == "average":  # the schedule scales in place
+                if loss_scaling == "average":  # the schedule scales in place
                     loss /= torch.clamp(num_tokens, min=1)
                     loss /= m
                 assert all(torch.equal(report[name], before[name]) for name in report)
                 total, tokens = total + loss, tokens + num_tokens
                 reports.append(report)
                 numbers.append(num_tokens)
-    total = total / (dp * cp if regime == "average" else max(int(tokens), 1))
+    total = total / (dp * cp if loss_scaling == "average" else max(int(tokens), 1))
     return types.SimpleNamespace(loss=total, tokens=int(tokens), reports=reports, numbers=numbers)
 
 
@@ -184,26 +184,28 @@ def reported(out, name="loss"):
     return (value[0] / value[1]).item()
 
 
-def oracle_loss(mode, rows, **options):
-    as_lists = [{**r, "x": list(r["x"])} for r in rows]
+def oracle_loss(mode, sequences, **options):
+    as_lists = [{**r, "x": list(r["x"])} for r in sequences]
     return oracle.step_loss(mode, as_lists, **options)
 
 
-def gradients(loss, rows):
-    found = torch.autograd.grad(loss, [r["x"] for r in rows], allow_unused=True)
-    return [torch.zeros_like(r["x"]) if g is None else g for g, r in zip(found, rows, strict=True)]
+def gradients(loss, sequences):
+    found = torch.autograd.grad(loss, [r["x"] for r in sequences], allow_unused=True)
+    return [
+        torch.zeros_like(r["x"]) if g is None else g for g, r in zip(found, sequences, strict=True)
+    ]
 
 
-def run_and_compare(mode, rows, *, count_empty=True, oracle_rows=None, **layout):
+def run_and_compare(mode, sequences, *, count_empty=True, oracle_sequences=None, **layout):
     """Run a step, assert that value and gradient are the oracle's, and return what it reported."""
     options = MODES[mode]
-    want = oracle_loss(mode, oracle_rows or rows, count_empty=count_empty, **options)
-    out = run(Aggregation(mode, count_empty=count_empty, **options), rows, **layout)
+    want = oracle_loss(mode, oracle_sequences or sequences, count_empty=count_empty, **options)
+    out = run(Aggregation(mode, count_empty=count_empty, **options), sequences, **layout)
     torch.testing.assert_close(out.loss, want, rtol=1e-12, atol=1e-14)
     assert reported(out) == pytest.approx(want.item(), rel=1e-12, abs=1e-14)
     # With no active tokens the oracle's zero has no graph; the package's must have one.
-    wanted = gradients(want + 0 * sum(r["x"].sum() for r in rows), rows)
-    for got, expected in zip(gradients(out.loss, rows), wanted, strict=True):
+    wanted = gradients(want + 0 * sum(r["x"].sum() for r in sequences), sequences)
+    for got, expected in zip(gradients(out.loss, sequences), wanted, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-15)
     return out
 
@@ -230,30 +232,30 @@ def test_a4_eight_microbatches_are_not_eight_times_the_loss():
     run_and_compare("token_mean", assigned(lengths(*range(1, 9)), m=8), m=8)
 
 
-def test_a5_equal_numbers_of_rows_are_weighted_by_tokens():
+def test_a5_equal_numbers_of_sequences_are_weighted_by_tokens():
     run_and_compare("token_mean", assigned(lengths(1, 9, 2, 8), m=2), m=2)
 
 
 def test_a6_four_ranks_of_equal_losses_give_that_loss():
-    rows = assigned(lengths(2, 2, 2, 2), dp=4)
-    for r in rows:
+    sequences = assigned(lengths(2, 2, 2, 2), dp=4)
+    for r in sequences:
         r["x"].data.fill_(3.0)
-    assert run_and_compare("sample_mean", rows, dp=4).loss.item() == 3.0
+    assert run_and_compare("sample_mean", sequences, dp=4).loss.item() == 3.0
 
 
 def test_a7_more_samples_of_equal_loss_do_not_change_the_loss():
     for b in (1, 2, 8):
-        rows = assigned(lengths(*[5] * b))
-        for r in rows:
+        sequences = assigned(lengths(*[5] * b))
+        for r in sequences:
             r["x"].data.fill_(2.0)
-        assert run_and_compare("constant", rows).loss.item() == 10 / 40
+        assert run_and_compare("constant", sequences).loss.item() == 10 / 40
 
 
 @pytest.mark.parametrize("mode", ["constant", "sample_mean"])
 def test_a8_more_padding_changes_nothing(mode):
-    rows = assigned(lengths(3, 6))
+    sequences = assigned(lengths(3, 6))
     for pad in (0, 50):
-        run_and_compare(mode, rows, pad=pad, cp=2)
+        run_and_compare(mode, sequences, pad=pad, cp=2)
 
 
 @pytest.mark.parametrize("divisor", [None, 0, -1, float("nan")])
@@ -263,13 +265,15 @@ def test_a9_constant_has_no_default_divisor(divisor):
 
 
 def test_a10_a_sample_masked_late_is_not_counted_in_n():
-    rows = assigned([*lengths(25), row(*[0] * 5)])
-    assert run_and_compare("token_mean", rows, regime="per-token").tokens == 25
+    sequences = assigned([*lengths(25), sequence(*[0] * 5)])
+    assert run_and_compare("token_mean", sequences, loss_scaling="per_token").tokens == 25
 
 
 def test_a11_a_masked_token_with_a_non_finite_loss_is_in_neither_sum_nor_count():
-    rows = assigned([row(1, 0, 1), row(1, 1)])
-    out = run_and_compare("token_mean", rows, regime="per-token")  # inf where nothing is trained
+    sequences = assigned([sequence(1, 0, 1), sequence(1, 1)])
+    out = run_and_compare(
+        "token_mean", sequences, loss_scaling="per_token"
+    )  # inf where nothing is trained
     assert out.tokens == 4
 
 
@@ -282,18 +286,20 @@ def test_a12_a_reducer_of_another_window_is_refused():
         a_contract(first, 1).returns(reducer(torch.ones(7, requires_grad=True)), reducer)
 
 
-@pytest.mark.parametrize("regime", REGIMES)
-def test_a13_four_microbatches_train_the_same_loss_as_one(regime):
+@pytest.mark.parametrize("loss_scaling", LOSS_SCALINGS)
+def test_a13_four_microbatches_train_the_same_loss_as_one(loss_scaling):
     for m in (1, 4):
-        run_and_compare("sample_mean", assigned(lengths(1, 7, 2, 5), m=m), m=m, regime=regime)
+        run_and_compare(
+            "sample_mean", assigned(lengths(1, 7, 2, 5), m=m), m=m, loss_scaling=loss_scaling
+        )
 
 
 def test_a14_a_microbatch_that_bypasses_the_contract_is_reported():
-    own_rows, plan = plans(Aggregation("token_mean"), assigned(lengths(2, 3), m=2), 1, 2)[0]
+    own_sequences, plan = plans(Aggregation("token_mean"), assigned(lengths(2, 3), m=2), 1, 2)[0]
     step = a_contract(plan, 2)
     layout = Layout.thd_zigzag([0, 2], cp_size=1, cp_rank=0)
     reducer = plan.reducer([0], torch.ones(2), layout)
-    step.returns(reducer(own_rows[0]["x"]), reducer)
+    step.returns(reducer(own_sequences[0]["x"]), reducer)
     with pytest.raises(ContractError, match="ran for 1 microbatches, 2 were planned"):
         step.close()
 
@@ -304,41 +310,41 @@ def test_a15_tokens_that_were_not_counted_yet_are_refused():
     with pytest.raises(ReducerError, match="trains 3 tokens, the plan counted 0"):
         plan.reducer([0], torch.ones(3), layout)
     known = StepTotals(active_tokens=0)
-    with pytest.raises(PlanError, match="for a step whose rows on this rank have 3"):
+    with pytest.raises(PlanError, match="for a step whose sequences on this rank have 3"):
         plan_step(Aggregation("token_mean"), Sequences(active_tokens=[3]), totals=known)
 
 
 def test_a16_holes_inside_a_response_are_in_no_count():
-    rows = assigned([row(1, 0, 0, 1), row(0, 1, 1)])
-    assert run_and_compare("token_mean", rows, regime="per-token").tokens == 4
+    sequences = assigned([sequence(1, 0, 0, 1), sequence(0, 1, 1)])
+    assert run_and_compare("token_mean", sequences, loss_scaling="per_token").tokens == 4
 
 
-@pytest.mark.parametrize("regime", REGIMES)
-def test_a17_a_fully_masked_sample_adds_no_phantom_token(regime):
-    rows = assigned([*lengths(3), row(0, 0), row(0), *lengths(1)], m=2)
-    run_and_compare("token_mean", rows, m=2, regime=regime)
+@pytest.mark.parametrize("loss_scaling", LOSS_SCALINGS)
+def test_a17_a_fully_masked_sample_adds_no_phantom_token(loss_scaling):
+    sequences = assigned([*lengths(3), sequence(0, 0), sequence(0), *lengths(1)], m=2)
+    run_and_compare("token_mean", sequences, m=2, loss_scaling=loss_scaling)
 
 
 def test_a19_a_longer_prompt_changes_nothing():
     for prompt in (1, 30):
-        rows = assigned([row(*[0] * prompt, 1, 1), *lengths(5)])
-        assert run_and_compare("token_mean", rows, regime="per-token").tokens == 7
+        sequences = assigned([sequence(*[0] * prompt, 1, 1), *lengths(5)])
+        assert run_and_compare("token_mean", sequences, loss_scaling="per_token").tokens == 7
 
 
 @pytest.mark.parametrize("mode", ["sample_mean", "prompt_mean"])
 def test_a22_a_sample_split_over_microbatches_and_ranks_is_one_sample(mode):
-    rows = assigned([*lengths(4, 9, 3), *lengths(2, 6)], dp=2, m=2)
-    rows[0]["sample"] = rows[1]["sample"] = rows[4]["sample"] = 7
-    for regime in REGIMES:
-        run_and_compare(mode, rows, dp=2, m=2, regime=regime)
+    sequences = assigned([*lengths(4, 9, 3), *lengths(2, 6)], dp=2, m=2)
+    sequences[0]["sample"] = sequences[1]["sample"] = sequences[4]["sample"] = 7
+    for loss_scaling in LOSS_SCALINGS:
+        run_and_compare(mode, sequences, dp=2, m=2, loss_scaling=loss_scaling)
 
 
 def test_a23_a_prompt_may_span_microbatches_but_not_steps():
-    rows = assigned(lengths(2, 6, 3), m=3)
-    rows[2]["prompt"] = 1
-    run_and_compare("prompt_mean", rows, m=3)
+    sequences = assigned(lengths(2, 6, 3), m=3)
+    sequences[2]["prompt"] = 1
+    run_and_compare("prompt_mean", sequences, m=3)
     part = Sequences(active_tokens=[2], prompt=[0], prompt_tokens=[8])
-    with pytest.raises(PlanError, match="all its rows belong to one step"):
+    with pytest.raises(PlanError, match="all its sequences belong to one step"):
         plan_step(Aggregation("prompt_mean"), part)
 
 
@@ -351,9 +357,9 @@ def test_a25_five_samples_on_two_ranks_count_as_five():
 
 
 def test_a26_a_hundred_tokens_are_divided_by_a_hundred():
-    rows = assigned(lengths(100))
-    rows[0]["x"].data.fill_(1.0)
-    assert run_and_compare("token_mean", rows).loss.item() == pytest.approx(1, rel=1e-14)
+    sequences = assigned(lengths(100))
+    sequences[0]["x"].data.fill_(1.0)
+    assert run_and_compare("token_mean", sequences).loss.item() == pytest.approx(1, rel=1e-14)
 
 
 def test_a27_no_divisor_contains_an_epsilon():
@@ -363,7 +369,7 @@ def test_a27_no_divisor_contains_an_epsilon():
 
 def test_a28_every_rank_compensates_the_same_n():
     both = plans(Aggregation("constant", divisor=9), assigned(lengths(1, 7), dp=2), 2, 1)
-    factors = [a_contract(plan, 1, dp=2, regime="per-token").factor for _, plan in both]
+    factors = [a_contract(plan, 1, dp=2, loss_scaling="per_token").factor for _, plan in both]
     assert factors == [8, 8]
 
 
@@ -375,10 +381,12 @@ def test_a31_packing_one_or_two_samples_per_microbatch_changes_nothing():
 # (b) parallel factors
 
 
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("loss_scaling", LOSS_SCALINGS)
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_b3_context_parallelism_does_not_dilute_a_single_valid_token(cp, regime):
-    run_and_compare("token_mean", assigned([row(*[0] * 9, 1, *[0] * 6)]), cp=cp, regime=regime)
+def test_b3_context_parallelism_does_not_dilute_a_single_valid_token(cp, loss_scaling):
+    run_and_compare(
+        "token_mean", assigned([sequence(*[0] * 9, 1, *[0] * 6)]), cp=cp, loss_scaling=loss_scaling
+    )
 
 
 @pytest.mark.parametrize("m", [2, 5])
@@ -401,7 +409,7 @@ def test_b27_losses_gathered_over_context_parallelism_are_refused():
 # (c) layouts
 
 
-def test_c8_unpadded_offsets_are_refused_and_rows_below_2_cp_tokens_are_right():
+def test_c8_unpadded_offsets_are_refused_and_sequences_below_2_cp_tokens_are_right():
     with pytest.raises(LayoutError, match="cu_seqlens_padded"):
         Layout.thd_zigzag([0, 7], cp_size=2, cp_rank=0)
     run_and_compare("sample_mean", assigned(lengths(1, 3, 7)), cp=4)
@@ -410,31 +418,40 @@ def test_c8_unpadded_offsets_are_refused_and_rows_below_2_cp_tokens_are_right():
 # (d) degenerate input
 
 
-@pytest.mark.parametrize("regime", REGIMES)
-def test_d1_a_microbatch_or_shard_with_no_active_tokens_is_finite(regime):
+@pytest.mark.parametrize("loss_scaling", LOSS_SCALINGS)
+def test_d1_a_microbatch_or_shard_with_no_active_tokens_is_finite(loss_scaling):
     run_and_compare(
-        "token_mean", assigned([row(0, 0), *lengths(1, 3)], m=3), m=3, cp=2, regime=regime
+        "token_mean",
+        assigned([sequence(0, 0), *lengths(1, 3)], m=3),
+        m=3,
+        cp=2,
+        loss_scaling=loss_scaling,
     )
 
 
 def test_d2_a_masked_sample_does_not_change_the_others():
-    run_and_compare("sample_mean", assigned([row(0, 0), *lengths(2, 5)]))
+    run_and_compare("sample_mean", assigned([sequence(0, 0), *lengths(2, 5)]))
 
 
 @pytest.mark.filterwarnings("ignore:the step has no active token")
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("loss_scaling", LOSS_SCALINGS)
 @pytest.mark.parametrize("mode", MODES)
-def test_d3_a_step_with_no_active_tokens_is_zero_in_every_mode(mode, regime):
-    assert run_and_compare(mode, assigned([row(0, 0), row(0)]), regime=regime).loss.item() == 0
+def test_d3_a_step_with_no_active_tokens_is_zero_in_every_mode(mode, loss_scaling):
+    assert (
+        run_and_compare(
+            mode, assigned([sequence(0, 0), sequence(0)]), loss_scaling=loss_scaling
+        ).loss.item()
+        == 0
+    )
 
 
 @pytest.mark.parametrize("count_empty", [True, False])
 def test_d9_one_masked_sample_of_four_counts_toward_b_only_if_configured(count_empty):
-    rows = assigned([*lengths(2, 5, 1), row(0)])
-    run_and_compare("sample_mean", rows, count_empty=count_empty)
+    sequences = assigned([*lengths(2, 5, 1), sequence(0)])
+    run_and_compare("sample_mean", sequences, count_empty=count_empty)
 
 
-def test_d12_a_step_with_no_rows_warns_or_stops():
+def test_d12_a_step_with_no_sequences_warns_or_stops():
     nothing = Sequences(active_tokens=[])
     with pytest.warns(RuntimeWarning, match="no active token"):
         assert plan_step(Aggregation("sample_mean"), nothing).weights.tolist() == []
@@ -447,13 +464,13 @@ def test_d18_one_giant_sample_beside_single_tokens(cp):
     run_and_compare("sample_mean", assigned(lengths(1, 10_000, 1, 1), m=2), m=2, cp=cp)
 
 
-# (e) to (h): types, keys, regimes, reports
+# (e) to (h): types, keys, loss scalings, reports
 
 
 def test_e1_counts_are_int32_and_add_up_in_an_int():
-    for regime in REGIMES:
+    for loss_scaling in LOSS_SCALINGS:
         numbers = run_and_compare(
-            "token_mean", assigned(lengths(2, 3), m=2), m=2, regime=regime
+            "token_mean", assigned(lengths(2, 3), m=2), m=2, loss_scaling=loss_scaling
         ).numbers
         total = torch.zeros((), dtype=torch.int)
         for number in numbers:
@@ -462,25 +479,25 @@ def test_e1_counts_are_int32_and_add_up_in_an_int():
 
 
 def test_f7_a_rank_with_no_active_tokens_reports_the_same_keys():
-    out = run_and_compare("token_mean", assigned([row(0, 0), *lengths(3)], dp=2), dp=2)
+    out = run_and_compare("token_mean", assigned([sequence(0, 0), *lengths(3)], dp=2), dp=2)
     assert len({tuple((k, tuple(v.shape)) for k, v in r.items()) for r in out.reports}) == 1
 
 
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("loss_scaling", LOSS_SCALINGS)
 @pytest.mark.parametrize("mode", MODES)
-def test_g2_a_mode_is_the_same_loss_in_both_regimes(mode, regime):
-    rows = assigned(lengths(1, 7, 2, 5, 3), dp=2, m=2)
-    run_and_compare(mode, rows, dp=2, m=2, cp=2, regime=regime)
+def test_g2_a_mode_is_the_same_loss_in_both_loss_scalings(mode, loss_scaling):
+    sequences = assigned(lengths(1, 7, 2, 5, 3), dp=2, m=2)
+    run_and_compare(mode, sequences, dp=2, m=2, cp=2, loss_scaling=loss_scaling)
 
 
 def test_g6_each_mode_set_by_flag_trains_a_different_loss():
-    rows, found = assigned([*lengths(1, 7), *lengths(5, prompt=1)]), []
+    sequences, found = assigned([*lengths(1, 7), *lengths(5, prompt=1)]), []
     for mode, options in MODES.items():
         argv = ["--loss-aggregation", mode]
         argv += ["--loss-aggregation-divisor", "40"] if options else []
         parser = add_loss_aggregation_args(argparse.ArgumentParser())
-        out = run(aggregation_from_args(parser.parse_args(argv)), rows)
-        found.append(torch.cat(gradients(out.loss, rows)))
+        out = run(aggregation_from_args(parser.parse_args(argv)), sequences)
+        found.append(torch.cat(gradients(out.loss, sequences)))
     for one, other in itertools.combinations(found, 2):
         assert not torch.allclose(one, other)
 

@@ -101,9 +101,9 @@ def test_tokens_are_rejected_where_the_flag_says_so():
     assert rejects_tokens_from_args(argparse.Namespace(lr=1e-6)) is False
 
 
-def test_the_regime_flag_of_megatron_is_not_read():
-    host = argparse.Namespace(calculate_per_token_loss=True, loss_aggregation="sample_mean")
-    assert aggregation_from_args(host) == Aggregation("sample_mean")
+def test_the_loss_scaling_flag_of_megatron_is_not_read():
+    framework = argparse.Namespace(calculate_per_token_loss=True, loss_aggregation="sample_mean")
+    assert aggregation_from_args(framework) == Aggregation("sample_mean")
     assert aggregation_from_args(argparse.Namespace(calculate_per_token_loss=True)) is None
 
 
@@ -181,13 +181,15 @@ def test_a_divisor_that_is_not_a_number_is_refused_by_the_parser(capsys):
 
 
 def test_arguments_from_a_file_have_the_flags_defaults():
-    host = argparse.Namespace(loss_aggregation="constant", loss_aggregation_divisor="4e4", lr=1e-6)
-    assert aggregation_from_args(host) == Aggregation("constant", divisor=40000)
-    host.loss_aggregation_divisor = "many"
+    framework = argparse.Namespace(
+        loss_aggregation="constant", loss_aggregation_divisor="4e4", lr=1e-6
+    )
+    assert aggregation_from_args(framework) == Aggregation("constant", divisor=40000)
+    framework.loss_aggregation_divisor = "many"
     with pytest.raises(
         AggregationError, match="got --loss-aggregation-divisor 'many', expected a number"
     ):
-        aggregation_from_args(host)
+        aggregation_from_args(framework)
 
 
 @given(

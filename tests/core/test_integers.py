@@ -60,7 +60,7 @@ def test_empty_sequences_are_integers():
         assert host_integers("n", empty, PlanError).tolist() == []
 
 
-def test_one_row_of_two_dimensions_is_squeezed_only_on_demand():
+def test_one_sequence_of_two_dimensions_is_squeezed_only_on_demand():
     assert host_integers("n", [[1, 2]], PlanError, squeeze=True).tolist() == [1, 2]
     with pytest.raises(PlanError, match=r"of shape \(1, 2\)"):
         host_integers("n", [[1, 2]], PlanError)
@@ -71,7 +71,7 @@ def test_one_row_of_two_dimensions_is_squeezed_only_on_demand():
 def test_bounds_and_length_are_checked_and_named():
     with pytest.raises(PlanError, match="n: got -1 at index 2, the smallest is 0"):
         host_integers("n", [0, 3, -1], PlanError, lowest=0)
-    with pytest.raises(PlanError, match="n: got 3 entries, expected 2, one per row"):
+    with pytest.raises(PlanError, match="n: got 3 entries, expected 2, one per sequence"):
         host_integers("n", [0, 3, 1], PlanError, length=2)
     assert host_integers("n", [-1], PlanError).tolist() == [-1]
 

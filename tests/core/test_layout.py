@@ -56,7 +56,7 @@ def test_a_prompt_longer_than_a_chunk_does_not_wrap_around():  # failures c1
 
 
 @pytest.mark.parametrize("cp", CP_SIZES)
-def test_each_row_is_split_on_its_own_and_a_rank_holds_its_two_chunks_in_order(cp):
+def test_each_sequence_is_split_on_its_own_and_a_rank_holds_its_two_chunks_in_order(cp):
     lengths = [2 * cp * k for k in (1, 3, 0, 2)]
     offsets = [0, *itertools.accumulate(lengths)]
     union = []
@@ -236,13 +236,23 @@ RESPONSES = {
     "lengths of another number": ([5, 6], [2], None, "got 2 total_lengths and 1 response"),
     "a response without prompt": ([5], [5], None, "follows at least one prompt token"),
     "a negative response": ([5], [-1], None, "^response_lengths gives segment 0 .* -1"),
-    "a response longer than its row": ([5], [6], None, "has 5 tokens of which 6 are the response"),
+    "a response longer than its sequence": (
+        [5],
+        [6],
+        None,
+        "has 5 tokens of which 6 are the response",
+    ),
     "a negative total": ([-5], [0], None, "has -5 tokens"),
     "fractions": ([5.0], [2], None, "total_lengths: got float64"),
     "fractions of a response": ([5], [2.0], None, "response_lengths: got float64"),
-    "a row beyond the padding": ([5, 9], [2, 2], 8, "row 1 has 9 tokens, max_seq_len is 8"),
+    "a sequence beyond the padding": (
+        [5, 9],
+        [2, 2],
+        8,
+        "sequence 1 has 9 tokens, max_seq_len is 8",
+    ),
     "a padding below 0": ([5], [2], -1, "got max_seq_len -1, expected .* from 0: pass the length"),
-    "a padding below 0 without rows": ([], [], -1, "got max_seq_len -1"),
+    "a padding below 0 without sequences": ([], [], -1, "got max_seq_len -1"),
     "paddings": ([5], [2], [8], r"got max_seq_len \[8\], expected"),
     "a padding that is not an integer": ([5], [2], 7.5, "got max_seq_len 7.5, expected"),
 }
@@ -268,7 +278,7 @@ def test_bshd_refuses_a_length_that_is_not_an_integer():
 
 
 def test_local_refuses_invalid_lengths():
-    with pytest.raises(LayoutError, match="row_lengths_here gives segment 1 a length of -2"):
+    with pytest.raises(LayoutError, match="sequence_lengths_here gives segment 1 a length of -2"):
         Layout.local([3, -2], cp_size=1, cp_rank=0)
-    with pytest.raises(LayoutError, match="row_lengths_here: got float64"):
+    with pytest.raises(LayoutError, match="sequence_lengths_here: got float64"):
         Layout.local([3.0], cp_size=1, cp_rank=0)

@@ -1,4 +1,4 @@
-"""Which rows came: every order, every omission and doubling of small steps."""
+"""Which sequences came: every order, every omission and doubling of small steps."""
 
 import itertools
 
@@ -9,14 +9,14 @@ from megatron_lossagg.errors import ContractError
 from megatron_lossagg.ledger import Ledger
 
 
-def after(num_rows, num_microbatches, calls, *, is_rerunning=False):
+def after(num_sequences, num_microbatches, calls, *, is_rerunning=False):
     ledger = Ledger(
-        num_rows=num_rows,
+        num_sequences=num_sequences,
         num_microbatches=num_microbatches,
         is_rerunning=lambda: is_rerunning,
     )
-    for rows in calls:
-        ledger.add(np.array(rows, dtype=np.int64))
+    for sequences in calls:
+        ledger.add(np.array(sequences, dtype=np.int64))
     return ledger
 
 
@@ -31,22 +31,22 @@ def test_a_step_that_the_rerun_machine_repeats_is_a_new_pass():
     after(3, 3, calls + calls[::-1], is_rerunning=True).close(may_be_empty=False)
     with pytest.raises(ContractError, match="ran for 1 microbatches, 3 were planned"):
         after(3, 3, [*calls, (1,)], is_rerunning=True).close(may_be_empty=False)
-    with pytest.raises(ContractError, match="row 0 is in two"):
+    with pytest.raises(ContractError, match="sequence 0 is in two"):
         after(3, 3, [*calls, (0, 2), (0, 1)], is_rerunning=True)
 
 
 def test_a_microbatch_that_comes_again_without_the_rerun_machine_is_refused():
-    with pytest.raises(ContractError, match=r"row 0 is in two .* number 0 and number 1"):
+    with pytest.raises(ContractError, match=r"sequence 0 is in two .* number 0 and number 1"):
         after(3, 2, [(0, 2), (0, 2)])
     with pytest.raises(ContractError, match="for more than the 2 planned"):
-        after(1, 2, [(0,), (), (0,)])  # a row, padding, the row again
+        after(1, 2, [(0,), (), (0,)])  # a sequence, padding, the sequence again
 
 
-def test_a_row_in_two_microbatches_is_named_with_both():
-    message = "row 2 is in two .* number 0 and number 1 .* rows 1, 2"
+def test_a_sequence_in_two_microbatches_is_named_with_both():
+    message = "sequence 2 is in two .* number 0 and number 1 .* sequences 1, 2"
     with pytest.raises(ContractError, match=message):
         after(3, 2, [(0, 2), (1, 2)])
-    with pytest.raises(ContractError, match="row 1 is in two"):
+    with pytest.raises(ContractError, match="sequence 1 is in two"):
         after(3, 3, [(0, 1), (1, 0)])
 
 
@@ -57,17 +57,17 @@ def test_more_microbatches_than_planned_are_refused():
         after(2, 1, [(0, 1), ()])
 
 
-def test_rows_that_are_missing_when_the_last_microbatch_comes_are_named():
-    with pytest.raises(ContractError, match=r"2 of 4 rows were in no .* \(1, 3\)"):
+def test_sequences_that_are_missing_when_the_last_microbatch_comes_are_named():
+    with pytest.raises(ContractError, match=r"2 of 4 sequences were in no .* \(1, 3\)"):
         after(4, 2, [(0,), (2,)])
 
 
-def test_missing_microbatches_and_rows_are_found_on_closing():
+def test_missing_microbatches_and_sequences_are_found_on_closing():
     with pytest.raises(ContractError, match="ran for 1 microbatches, 2 were planned"):
         after(2, 2, [(0, 1)]).close(may_be_empty=False)
     with pytest.raises(ContractError, match="ran for 2 microbatches, 3 were planned"):
         after(2, 3, [(0, 1), ()]).close(may_be_empty=False)
-    with pytest.raises(ContractError, match=r"1 of 2 rows .* \(1\)"):
+    with pytest.raises(ContractError, match=r"1 of 2 sequences .* \(1\)"):
         after(2, 3, [(), (), (0,)]).close(may_be_empty=False)
 
 
@@ -79,5 +79,5 @@ def test_a_stage_that_calls_no_loss_func_may_close_an_empty_ledger():
         after(2, 2, [(0,)]).close(may_be_empty=True)
 
 
-def test_a_step_of_fillers_alone_closes():
+def test_a_step_of_paddings_alone_closes():
     after(0, 2, [(), ()]).close(may_be_empty=False)

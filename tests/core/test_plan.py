@@ -16,9 +16,9 @@ from megatron_lossagg.aggregation import MODES
 from megatron_lossagg.errors import PlanError
 
 
-def weights(mode, divisor=None, count_empty=True, **rows):
+def weights(mode, divisor=None, count_empty=True, **sequences):
     aggregation = Aggregation(mode, divisor=divisor, count_empty=count_empty)
-    return plan_step(aggregation, Sequences(**rows)).weights.tolist()
+    return plan_step(aggregation, Sequences(**sequences)).weights.tolist()
 
 
 def test_token_mean_weighs_every_token_alike():
@@ -50,8 +50,8 @@ def test_sample_sum_divides_by_the_number_of_samples():
 
 
 def test_microbatch_token_mean_counts_empty_microbatches_in_m():
-    rows = {"active_tokens": [1, 9, 5], "microbatch": [0, 0, 2], "num_microbatches": 4}
-    assert weights("microbatch_token_mean", **rows) == [1 / 40, 1 / 40, 1 / 20]
+    sequences = {"active_tokens": [1, 9, 5], "microbatch": [0, 0, 2], "num_microbatches": 4}
+    assert weights("microbatch_token_mean", **sequences) == [1 / 40, 1 / 40, 1 / 20]
     without_m = {"active_tokens": [1, 9, 5], "microbatch": [0, 0, 2]}
     assert weights("microbatch_token_mean", **without_m) == [1 / 30, 1 / 30, 1 / 15]
 
@@ -75,18 +75,18 @@ def test_a_masked_sample_still_counts_and_has_weight_0(mode):  # failures d2, d9
 
 
 def test_a_masked_prompt_still_counts_and_has_weight_0():
-    rows = {"active_tokens": [2, 0], "prompt": [0, 1]}
-    assert weights("prompt_mean", **rows) == [1 / 4, 0]
-    assert weights("prompt_mean", count_empty=False, **rows) == [1 / 2, 0]
+    sequences = {"active_tokens": [2, 0], "prompt": [0, 1]}
+    assert weights("prompt_mean", **sequences) == [1 / 4, 0]
+    assert weights("prompt_mean", count_empty=False, **sequences) == [1 / 2, 0]
 
 
 def test_one_active_token_keeps_a_sample_and_its_prompt_in_the_count():
-    rows = {"active_tokens": [1, 0, 3], "sample": [5, 6, 7], "prompt": [0, 1, 2]}
-    assert weights("sample_sum", count_empty=False, **rows) == [1 / 2, 0, 1 / 2]
-    assert weights("prompt_mean", count_empty=False, **rows) == [1 / 2, 0, 1 / 6]
+    sequences = {"active_tokens": [1, 0, 3], "sample": [5, 6, 7], "prompt": [0, 1, 2]}
+    assert weights("sample_sum", count_empty=False, **sequences) == [1 / 2, 0, 1 / 2]
+    assert weights("prompt_mean", count_empty=False, **sequences) == [1 / 2, 0, 1 / 6]
 
 
-def test_masked_rows_add_no_phantom_token():  # failures a17
+def test_masked_sequences_add_no_phantom_token():  # failures a17
     assert weights("token_mean", active_tokens=[4, 0, 0, 4]) == [1 / 8, 0, 0, 1 / 8]
 
 
@@ -102,12 +102,12 @@ def test_counts_are_exact_beyond_2_24_and_2_31():  # failures e2, e3
     assert plan.totals.active_tokens == 2**31 + 2**33 + 1
 
 
-def test_row_0_is_a_row_like_any_other():
+def test_sequence_0_is_a_sequence_like_any_other():
     assert weights("sample_mean", active_tokens=[0, 2]) == [0, 1 / 4]
     assert weights("sample_mean", active_tokens=[2, 0]) == [1 / 4, 0]
     assert weights("prompt_mean", active_tokens=[0, 2], prompt=[0, 0]) == [0, 1 / 2]
-    rows = {"active_tokens": [0, 2], "microbatch": [0, 1]}
-    assert weights("microbatch_token_mean", **rows) == [0, 1 / 4]
+    sequences = {"active_tokens": [0, 2], "microbatch": [0, 1]}
+    assert weights("microbatch_token_mean", **sequences) == [0, 1 / 4]
 
 
 def test_an_id_is_only_a_name():
@@ -117,20 +117,20 @@ def test_an_id_is_only_a_name():
 
 
 def test_a_correct_claim_changes_nothing():
-    rows = {"active_tokens": [4, 2, 3], "sample": [5, 5, 9], "prompt": [0, 0, 1]}
+    sequences = {"active_tokens": [4, 2, 3], "sample": [5, 5, 9], "prompt": [0, 0, 1]}
     claims = {"sample_tokens": [6, 6, 3], "prompt_tokens": [6, 6, 3]}
     for mode in ("sample_mean", "prompt_mean"):
-        assert weights(mode, **rows, **claims) == weights(mode, **rows)
+        assert weights(mode, **sequences, **claims) == weights(mode, **sequences)
 
 
-def test_a_prompt_keeps_its_count_when_its_samples_are_split_into_rows():
-    rows = {"active_tokens": [4, 2, 3], "sample": [5, 5, 9], "prompt": [0, 0, 0]}
-    assert weights("prompt_mean", **rows) == [1 / 9] * 3
-    assert weights("sample_mean", **rows) == [1 / 12, 1 / 12, 1 / 6]
-    assert weights("sample_sum", **rows) == [1 / 2] * 3
+def test_a_prompt_keeps_its_count_when_its_samples_are_split_into_sequences():
+    sequences = {"active_tokens": [4, 2, 3], "sample": [5, 5, 9], "prompt": [0, 0, 0]}
+    assert weights("prompt_mean", **sequences) == [1 / 9] * 3
+    assert weights("sample_mean", **sequences) == [1 / 12, 1 / 12, 1 / 6]
+    assert weights("sample_sum", **sequences) == [1 / 2] * 3
 
 
-def test_a_filler_is_in_no_count_and_has_weight_0():
+def test_a_padding_is_in_no_count_and_has_weight_0():
     plan = plan_step(Aggregation("sample_mean"), Sequences(active_tokens=[2, 4]))
     layout = Layout.thd_zigzag([0, 2, 5, 9], cp_size=1, cp_rank=0)
     mask = torch.tensor([1, 1, 0, 0, 0, 1, 1, 1, 1])
@@ -140,7 +140,7 @@ def test_a_filler_is_in_no_count_and_has_weight_0():
     assert reducer.counted_tokens == 6
 
 
-def test_weights_are_float64_on_the_host():
+def test_weights_are_float64_on_the_framework():
     plan = plan_step(Aggregation("token_mean"), Sequences(active_tokens=torch.tensor([1, 2])))
     assert plan.weights.dtype == torch.float64
     assert plan.weights.device.type == "cpu"
@@ -157,17 +157,17 @@ def test_under_is_the_same_step_under_another_aggregation():
 
 
 def test_the_expected_weight_of_a_microbatch_mean_is_the_share_of_live_microbatches():
-    rows = Sequences(active_tokens=[1, 9, 0], microbatch=[0, 0, 2], num_microbatches=4)
-    plan = plan_step(Aggregation("microbatch_token_mean"), rows)
+    sequences = Sequences(active_tokens=[1, 9, 0], microbatch=[0, 0, 2], num_microbatches=4)
+    plan = plan_step(Aggregation("microbatch_token_mean"), sequences)
     assert plan.expected_weight == 1 / 4
 
 
 def test_the_expected_weight_is_1_where_empty_ones_do_not_count():
-    rows = Sequences(active_tokens=[1, 9, 0], prompt=[0, 0, 1])
+    sequences = Sequences(active_tokens=[1, 9, 0], prompt=[0, 0, 1])
     for mode in ("sample_mean", "prompt_mean"):
-        assert plan_step(Aggregation(mode, count_empty=False), rows).expected_weight == 1
+        assert plan_step(Aggregation(mode, count_empty=False), sequences).expected_weight == 1
     sums = Aggregation("constant", divisor=8, count_empty=False)
-    assert plan_step(sums, rows).expected_weight == 10 / 16
+    assert plan_step(sums, sequences).expected_weight == 10 / 16
 
 
 EXPECTED = {
@@ -183,8 +183,8 @@ EXPECTED = {
 @pytest.mark.parametrize("mode", EXPECTED)
 def test_the_expected_weight_is_that_of_all_counted_tokens(mode):
     divisor, expected = EXPECTED[mode]
-    rows = Sequences(active_tokens=[1, 9, 0], prompt=[0, 0, 1])
-    plan = plan_step(Aggregation(mode, divisor=divisor), rows)
+    sequences = Sequences(active_tokens=[1, 9, 0], prompt=[0, 0, 1])
+    plan = plan_step(Aggregation(mode, divisor=divisor), sequences)
     assert plan.expected_weight == pytest.approx(expected, rel=1e-15)
     assert float(plan.weights @ torch.tensor([1.0, 9, 0], dtype=torch.float64)) == pytest.approx(
         expected
@@ -228,11 +228,11 @@ def totals(**known):
 
 
 def test_totals_replace_counting():
-    rows = Sequences(active_tokens=[2, 3])
-    plan = plan_step(Aggregation("constant", divisor=4), rows, totals=totals(samples=8))
+    sequences = Sequences(active_tokens=[2, 3])
+    plan = plan_step(Aggregation("constant", divisor=4), sequences, totals=totals(samples=8))
     assert plan.weights.tolist() == [1 / 32, 1 / 32]
     assert plan.expected_weight is None  # N is not known
-    plan = plan_step(Aggregation("sample_mean"), rows, totals=totals(samples=8))
+    plan = plan_step(Aggregation("sample_mean"), sequences, totals=totals(samples=8))
     assert plan.weights.tolist() == [1 / 16, 1 / 24]
 
 
@@ -247,39 +247,44 @@ def test_the_expected_weight_is_unknown_where_its_counts_are():
 
 
 def test_only_the_totals_that_the_mode_needs_are_required():
-    rows = {"active_tokens": [2, 0]}
+    sequences = {"active_tokens": [2, 0]}
     for mode, known, weight in (
         ("token_sum", {}, 1),
         ("token_mean", {"active_tokens": 10}, 1 / 10),
         ("sample_sum", {"samples": 5}, 1 / 5),
         ("sample_mean", {"samples": 5}, 1 / 10),
     ):
-        plan = plan_step(Aggregation(mode), Sequences(**rows), totals=totals(**known))
+        plan = plan_step(Aggregation(mode), Sequences(**sequences), totals=totals(**known))
         assert plan.weights.tolist() == [weight, 0]
 
 
 def test_totals_with_prompts_give_the_same_weights_as_counting():
-    rows = {"active_tokens": [1, 9], "prompt": [0, 0], "prompt_tokens": [20, 20]}
-    plan = plan_step(Aggregation("prompt_mean"), Sequences(**rows), totals=totals(prompts=3))
+    sequences = {"active_tokens": [1, 9], "prompt": [0, 0], "prompt_tokens": [20, 20]}
+    plan = plan_step(Aggregation("prompt_mean"), Sequences(**sequences), totals=totals(prompts=3))
     assert plan.weights.tolist() == [1 / 60, 1 / 60]
     assert plan.expected_weight is None
 
 
-# Totals that cannot be those of a step with these rows: without a check the weight is
+# Totals that cannot be those of a step with these sequences: without a check the weight is
 # infinite, negative or quietly another loss's.
 IMPOSSIBLE = {
     "B = 0": ("sample_sum", {"active_tokens": [2]}, {"samples": 0}, "samples=0"),
     "B < 0": ("sample_sum", {"active_tokens": [2]}, {"samples": -3}, "samples=-3"),
     "half a sample": ("sample_sum", {"active_tokens": [2]}, {"samples": 1.5}, r"samples=1\.5"),
     "B = NaN": ("sample_sum", {"active_tokens": [2]}, {"samples": math.nan}, "samples=nan"),
-    "B below the rows here": ("sample_sum", {"active_tokens": [2, 0]}, {"samples": 1}, "samples=1"),
+    "B below the sequences here": (
+        "sample_sum",
+        {"active_tokens": [2, 0]},
+        {"samples": 1},
+        "samples=1",
+    ),
     "V = 0": (
         "sample_sum, V",
         {"active_tokens": [1]},
         {"active_samples": 0},
         "active_samples=0",
     ),
-    "V below the live rows here": (
+    "V below the live sequences here": (
         "sample_sum, V",
         {"active_tokens": [2, 0, 2]},
         {"active_samples": 1},
@@ -310,7 +315,7 @@ IMPOSSIBLE = {
         {"samples": 1},
         "sample 7 has 2 active tokens on this rank alone, .*sample_tokens is 0",
     ),
-    "n_b below the sample's rows here": (
+    "n_b below the sample's sequences here": (
         "sample_mean",
         {"active_tokens": [2, 2], "sample": [7, 7], "sample_tokens": [3, 3]},
         {"samples": 1},
@@ -327,30 +332,30 @@ IMPOSSIBLE = {
         {"active_tokens": [2, 2], "sample": [7, 7], "sample_tokens": [4, 4]}
         | {"prompt": [0, 1], "prompt_tokens": [2, 2]},
         {"prompts": 2},
-        "sample 7 has rows under 2 prompts",
+        "sample 7 has sequences under 2 prompts",
     ),
 }
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:the step has no active tokens")
 @pytest.mark.parametrize("what", IMPOSSIBLE)
-def test_totals_that_contradict_the_rows_are_refused(what):
-    mode, rows, known, message = IMPOSSIBLE[what]
+def test_totals_that_contradict_the_sequences_are_refused(what):
+    mode, sequences, known, message = IMPOSSIBLE[what]
     aggregation = Aggregation(mode.split(",")[0], count_empty="," not in mode)
     with pytest.raises(PlanError, match=message):
-        plan_step(aggregation, Sequences(**rows), totals=totals(**known))
+        plan_step(aggregation, Sequences(**sequences), totals=totals(**known))
 
 
 def test_totals_equal_to_the_local_counts_are_accepted():
-    rows = {"active_tokens": [2, 0], "sample": [7, 8], "sample_tokens": [2, 0]}
-    rows |= {"prompt": [1, 1], "prompt_tokens": [2, 2]}
+    sequences = {"active_tokens": [2, 0], "sample": [7, 8], "sample_tokens": [2, 0]}
+    sequences |= {"prompt": [1, 1], "prompt_tokens": [2, 2]}
     least = {"active_tokens": 2, "samples": 2, "prompts": 1}
     least |= {"active_samples": 1, "active_prompts": 1}
     for mode in ("token_mean", "sample_mean", "prompt_mean", "sample_sum"):
         for count_empty in (True, False):
             aggregation = Aggregation(mode, count_empty=count_empty)
-            known = plan_step(aggregation, Sequences(**rows), totals=totals(**least))
-            counted = plan_step(aggregation, Sequences(**rows))
+            known = plan_step(aggregation, Sequences(**sequences), totals=totals(**least))
+            counted = plan_step(aggregation, Sequences(**sequences))
             assert known.weights.tolist() == counted.weights.tolist()
             assert known.expected_weight == counted.expected_weight
 
@@ -383,10 +388,12 @@ LACKS = {
 
 @pytest.mark.parametrize("what", LACKS)
 def test_a_mode_raises_for_what_it_lacks_before_any_forward(what):
-    mode, rows, known, message = LACKS[what]
+    mode, sequences, known, message = LACKS[what]
     aggregation = Aggregation(mode, divisor=4 if mode == "constant" else None)
     with pytest.raises(PlanError, match=message):
-        plan_step(aggregation, Sequences(**rows), totals=None if known is None else totals(**known))
+        plan_step(
+            aggregation, Sequences(**sequences), totals=None if known is None else totals(**known)
+        )
 
 
 def test_v_and_q_are_required_where_empty_ones_do_not_count():
@@ -418,7 +425,7 @@ BAD = {
     "two dimensions": ({"active_tokens": [[1, 2]]}, r"shape \(1, 2\)"),
     "too few ids": (
         {"active_tokens": [1, 2], "sample": [1]},
-        "sample: got 1 entries, expected 2, one per row",
+        "sample: got 1 entries, expected 2, one per sequence",
     ),
     "too many prompts": (
         {"active_tokens": [1], "prompt": [1, 2]},
@@ -434,11 +441,11 @@ BAD = {
     ),
     "a sample under two prompts": (
         {"active_tokens": [1, 2, 3], "sample": [4, 4, 5], "prompt": [0, 1, 1]},
-        "sample 4 has rows under 2 prompts",
+        "sample 4 has sequences under 2 prompts",
     ),
     "a sample under two prompts among others": (
         {"active_tokens": [1, 2, 3], "sample": [3, 4, 4], "prompt": [0, 0, 1]},
-        r"sample 4 has rows under 2 prompts \(0, 1\)",
+        r"sample 4 has sequences under 2 prompts \(0, 1\)",
     ),
     "a sample under four prompts": (
         {"active_tokens": [1] * 4, "sample": [4] * 4, "prompt": [0, 1, 2, 3]},
@@ -474,11 +481,11 @@ BAD = {
     ),
     "a count that float64 does not hold": (
         {"active_tokens": [2**53 + 1]},
-        r"of 1 rows sum to 9007199254740993, the most .* 2\^53",
+        r"of 1 sequences sum to 9007199254740993, the most .* 2\^53",
     ),
     "counts whose sum wraps int64": (
         {"active_tokens": [2**62, 2**62]},
-        "of 2 rows sum to 9223372036854775808, the most",
+        "of 2 sequences sum to 9223372036854775808, the most",
     ),
     "counts whose sum wraps to 0": ({"active_tokens": [2**62] * 4}, "sum to 18446744073709551616"),
     "more microbatches than there can be": (
@@ -510,40 +517,40 @@ BAD = {
     ),
     "a claim without ids": (
         {"active_tokens": [1, 2], "sample_tokens": [1, 5]},
-        "row 1 is a sample of its own with 2 active tokens",
+        "sequence 1 is a sample of its own with 2 active tokens",
     ),
 }
 
 
 @pytest.mark.parametrize("what", BAD)
 def test_bad_counts_and_ids_are_refused(what):
-    rows, message = BAD[what]
+    sequences, message = BAD[what]
     with pytest.raises(PlanError, match=message):
-        plan_step(Aggregation("token_mean"), Sequences(**rows))
+        plan_step(Aggregation("token_mean"), Sequences(**sequences))
 
 
 @pytest.mark.parametrize("what", BAD)
 def test_bad_counts_are_refused_with_known_totals_too(what):
-    rows, _ = BAD[what]
+    sequences, _ = BAD[what]
     known = totals(active_tokens=100, samples=100, prompts=100)
     with pytest.raises(PlanError):
-        plan_step(Aggregation("token_mean"), Sequences(**rows), totals=known)
+        plan_step(Aggregation("token_mean"), Sequences(**sequences), totals=known)
 
 
 def test_the_largest_counts_are_weighed_without_wrapping():
-    rows = {"active_tokens": [2**52, 2**52 - 4096] + [1] * 4096}  # B n_b is above 2^63
-    assert weights("sample_mean", **rows)[0] == 1 / (4098 * 2**52)
-    assert weights("prompt_mean", **rows, prompt=range(4098))[0] == 1 / (4098 * 2**52)
+    sequences = {"active_tokens": [2**52, 2**52 - 4096] + [1] * 4096}  # B n_b is above 2^63
+    assert weights("sample_mean", **sequences)[0] == 1 / (4098 * 2**52)
+    assert weights("prompt_mean", **sequences, prompt=range(4098))[0] == 1 / (4098 * 2**52)
 
 
 def test_microbatch_indices_may_have_gaps():
-    rows = {"active_tokens": [1, 3], "microbatch": [0, 2**50], "num_microbatches": 2**51}
-    assert weights("microbatch_token_mean", **rows) == [1 / 2**51, 1 / (3 * 2**51)]
+    sequences = {"active_tokens": [1, 3], "microbatch": [0, 2**50], "num_microbatches": 2**51}
+    assert weights("microbatch_token_mean", **sequences) == [1 / 2**51, 1 / (3 * 2**51)]
 
 
-def test_a_plan_keeps_the_microbatch_of_each_row():
-    rows = Sequences(active_tokens=[1, 9], microbatch=[1, 0])
-    plan = plan_step(Aggregation("token_mean"), rows)
+def test_a_plan_keeps_the_microbatch_of_each_sequence():
+    sequences = Sequences(active_tokens=[1, 9], microbatch=[1, 0])
+    plan = plan_step(Aggregation("token_mean"), sequences)
     assert plan.under("sample_mean").microbatch.tolist() == [1, 0]
     assert plan_step(Aggregation("token_mean"), Sequences(active_tokens=[1])).microbatch is None
 
@@ -560,8 +567,8 @@ def test_a_callers_own_fault_is_raised_instead_of_a_plan():
 
 
 def test_num_microbatches_without_microbatch_is_only_stored():
-    rows = Sequences(active_tokens=[1, 9], num_microbatches=3)
-    plan = plan_step(Aggregation("token_mean"), rows)
+    sequences = Sequences(active_tokens=[1, 9], num_microbatches=3)
+    plan = plan_step(Aggregation("token_mean"), sequences)
     assert plan.num_microbatches == 3
     assert plan.totals.microbatch_means is None
     assert plan.weights.tolist() == [1 / 10, 1 / 10]
@@ -584,12 +591,12 @@ def test_an_unknown_empty_step_is_refused():
 def test_numpy_integers_of_any_width_are_counts():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        rows = np.array([1, 9], dtype=np.int32)
-        assert weights("token_mean", active_tokens=rows) == [1 / 10, 1 / 10]
+        sequences = np.array([1, 9], dtype=np.int32)
+        assert weights("token_mean", active_tokens=sequences) == [1 / 10, 1 / 10]
 
 
 def test_strings_are_ids_like_integers():
-    rows = {"active_tokens": [4, 2, 3, 1]}
+    sequences = {"active_tokens": [4, 2, 3, 1]}
     as_integers = {"sample": [5, 5, 9, 7], "prompt": [0, 0, 1, 1]}
     as_strings = {"sample": ["a", "a", "b9", ""], "prompt": np.array(["p", "p", "q", "q"])}
     as_objects = {
@@ -597,9 +604,9 @@ def test_strings_are_ids_like_integers():
         "prompt": ["p"] * 2 + ["q"] * 2,
     }
     for mode in ("sample_mean", "prompt_mean"):
-        expected = weights(mode, **rows, **as_integers)
-        assert weights(mode, **rows, **as_strings) == expected
-        assert weights(mode, **rows, **as_objects) == expected
+        expected = weights(mode, **sequences, **as_integers)
+        assert weights(mode, **sequences, **as_strings) == expected
+        assert weights(mode, **sequences, **as_objects) == expected
 
 
 def test_strings_with_one_hash_are_refused(monkeypatch):
@@ -619,29 +626,29 @@ def test_sparse_ids_are_grouped_like_dense_ones():
     near = {"sample": [3, 1, 3, 2, 1], "prompt": [0, 0, 0, 1, 0]}
     far = {name: [(id_ - 2) * 2**60 for id_ in ids] for name, ids in near.items()}
     for mode in ("sample_mean", "prompt_mean"):
-        rows = {"active_tokens": [4, 2, 3, 1, 5]}
-        assert weights(mode, **rows, **near) == weights(mode, **rows, **far)
+        sequences = {"active_tokens": [4, 2, 3, 1, 5]}
+        assert weights(mode, **sequences, **near) == weights(mode, **sequences, **far)
 
 
 def test_samples_per_prompt_finds_prompts_that_were_merged():
-    rows = {"active_tokens": [1, 2, 3, 4], "sample": [0, 0, 1, 2], "prompt": [0, 0, 0, 7]}
+    sequences = {"active_tokens": [1, 2, 3, 4], "sample": [0, 0, 1, 2], "prompt": [0, 0, 0, 7]}
     with pytest.raises(PlanError, match=r"prompt 7 has 1 samples .* is 2: ids are global over"):
-        weights("prompt_mean", **rows, samples_per_prompt=2)
-    rows["prompt"] = [0, 0, 7, 7]
+        weights("prompt_mean", **sequences, samples_per_prompt=2)
+    sequences["prompt"] = [0, 0, 7, 7]
     with pytest.raises(PlanError, match="prompt 0 has 1 samples over the step"):
-        weights("prompt_mean", **rows, samples_per_prompt=2)
-    rows["sample"] = [0, 1, 2, 3]
-    whole = weights("prompt_mean", **rows, samples_per_prompt=2)
-    assert whole == weights("prompt_mean", **rows)
-    del rows["sample"]
-    assert weights("prompt_mean", **rows, samples_per_prompt=2) == whole
+        weights("prompt_mean", **sequences, samples_per_prompt=2)
+    sequences["sample"] = [0, 1, 2, 3]
+    whole = weights("prompt_mean", **sequences, samples_per_prompt=2)
+    assert whole == weights("prompt_mean", **sequences)
+    del sequences["sample"]
+    assert weights("prompt_mean", **sequences, samples_per_prompt=2) == whole
 
 
 @pytest.mark.parametrize("number", [0, -1, 2.0, "2", True])
 def test_samples_per_prompt_is_an_integer_from_1(number):
-    rows = {"active_tokens": [1], "prompt": [0], "samples_per_prompt": number}
+    sequences = {"active_tokens": [1], "prompt": [0], "samples_per_prompt": number}
     with pytest.raises(PlanError, match=r"samples_per_prompt .*, expected an integer from 1"):
-        weights("prompt_mean", **rows)
+        weights("prompt_mean", **sequences)
 
 
 def test_samples_per_prompt_needs_prompts():
@@ -672,7 +679,9 @@ def test_a_divisor_below_the_longest_sample_warns_under_too(monkeypatch):
 
 @pytest.mark.parametrize("divisor", [1e308, 1e40, 1e-40])
 def test_a_weight_that_float32_does_not_hold_is_refused(divisor):
-    with pytest.raises(PlanError, match=r"gives row 1 a weight of .*, beyond what float32 holds"):
+    with pytest.raises(
+        PlanError, match=r"gives sequence 1 a weight of .*, beyond what float32 holds"
+    ):
         weights("constant", divisor=divisor, active_tokens=[0, 3])
 
 
@@ -683,21 +692,21 @@ def test_a_reducer_path_that_leads_nowhere_is_refused_when_the_step_is_planned()
 
 
 def test_samples_per_prompt_is_not_checked_from_totals_and_says_so():
-    rows = Sequences(active_tokens=[3], prompt=[0], prompt_tokens=[3], samples_per_prompt=1)
+    sequences = Sequences(active_tokens=[3], prompt=[0], prompt_tokens=[3], samples_per_prompt=1)
     with pytest.raises(PlanError, match="samples_per_prompt is checked over the whole step"):
-        plan_step(Aggregation("prompt_mean"), rows, totals=totals(prompts=2))
+        plan_step(Aggregation("prompt_mean"), sequences, totals=totals(prompts=2))
 
 
 def test_every_mode_has_its_denominator_and_expected_sum_in_the_table():
     """The weights times the tokens add up to the table's expected sum."""
-    rows = {"active_tokens": [1, 9, 0, 4], "sample": [0, 0, 1, 2], "prompt": [0, 0, 0, 1]}
-    rows["microbatch"] = [0, 1, 1, 1]
+    sequences = {"active_tokens": [1, 9, 0, 4], "sample": [0, 0, 1, 2], "prompt": [0, 0, 0, 1]}
+    sequences["microbatch"] = [0, 1, 1, 1]
     for mode in MODES.values():
         if mode.name == "custom":
             assert mode.denominator is mode.expected is None
             continue
         divisor = None if mode.divisor == "none" else 40
-        plan = plan_step(Aggregation(mode.name, divisor=divisor), Sequences(**rows))
+        plan = plan_step(Aggregation(mode.name, divisor=divisor), Sequences(**sequences))
         total = float(plan.weights @ torch.tensor([1.0, 9, 0, 4], dtype=torch.float64))
         assert plan.expected_weight == pytest.approx(total, rel=1e-12)
 

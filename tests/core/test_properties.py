@@ -29,22 +29,22 @@ pytestmark = pytest.mark.filterwarnings("ignore:the step has no active token")
 
 @st.composite
 def steps(draw):
-    """Draw rows with random masks, samples and prompts; a sample has one prompt."""
+    """Draw sequences with random masks, samples and prompts; a sample has one prompt."""
     prompt_of_sample = draw(st.lists(st.sampled_from([-3, -2, 0, 1, 2]), min_size=1, max_size=5))
-    rows = []
+    sequences = []
     for _ in range(draw(st.integers(1, 9))):
         sample = draw(st.integers(0, len(prompt_of_sample) - 1))
         mask = draw(st.lists(st.integers(0, 1), max_size=6))
         prompt = prompt_of_sample[sample]
-        rows.append({"counted": mask, "trained": mask, "sample": sample, "prompt": prompt})
-    return rows
+        sequences.append({"counted": mask, "trained": mask, "sample": sample, "prompt": prompt})
+    return sequences
 
 
-def sequences(rows, **more):
+def given_sequences(sequences, **more):
     return Sequences(
-        active_tokens=[sum(row["counted"]) for row in rows],
-        sample=[row["sample"] for row in rows],
-        prompt=[row["prompt"] for row in rows],
+        active_tokens=[sum(sequence["counted"]) for sequence in sequences],
+        sample=[sequence["sample"] for sequence in sequences],
+        prompt=[sequence["prompt"] for sequence in sequences],
         **more,
     )
 
@@ -53,62 +53,68 @@ def aggregation(label):
     return Aggregation(label.split(",")[0], **MODES[label])
 
 
-def expected_weights(label, rows):
-    """Differentiate the loss, linear in x: a row's weight is the derivative at an active token."""
-    x = [torch.zeros(len(r["counted"]), dtype=torch.float64, requires_grad=True) for r in rows]
-    live = [{**row, "x": list(v)} for row, v in zip(rows, x, strict=True)]
+def expected_weights(label, sequences):
+    """Differentiate the loss, linear in x: a sequence's weight is the derivative at an active
+    token.
+    """
+    x = [torch.zeros(len(r["counted"]), dtype=torch.float64, requires_grad=True) for r in sequences]
+    live = [{**sequence, "x": list(v)} for sequence, v in zip(sequences, x, strict=True)]
     loss = oracle.step_loss(label.split(",")[0], live, **MODES[label])
     grads = torch.autograd.grad(loss, x, allow_unused=True) if loss.requires_grad else [None] * 99
     return [
         0.0 if g is None or not g.numel() else g.max().item()
-        for g, _ in zip(grads, rows, strict=False)
+        for g, _ in zip(grads, sequences, strict=False)
     ]
 
 
-@given(rows=steps(), label=st.sampled_from(sorted(MODES)))
+@given(sequences=steps(), label=st.sampled_from(sorted(MODES)))
 @settings(max_examples=200, deadline=None)
-def test_a_weight_is_the_derivative_of_the_configured_loss(rows, label):
-    plan = plan_step(aggregation(label), sequences(rows))
-    np.testing.assert_allclose(plan.weights, expected_weights(label, rows), rtol=1e-12, atol=1e-300)
-    total = sum(w * sum(r["counted"]) for w, r in zip(plan.weights.tolist(), rows, strict=True))
+def test_a_weight_is_the_derivative_of_the_configured_loss(sequences, label):
+    plan = plan_step(aggregation(label), given_sequences(sequences))
+    np.testing.assert_allclose(
+        plan.weights, expected_weights(label, sequences), rtol=1e-12, atol=1e-300
+    )
+    total = sum(
+        w * sum(r["counted"]) for w, r in zip(plan.weights.tolist(), sequences, strict=True)
+    )
     assert plan.expected_weight == pytest.approx(total, rel=1e-12)
 
 
-@given(rows=steps(), label=st.sampled_from(sorted(MODES)), order=st.randoms())
+@given(sequences=steps(), label=st.sampled_from(sorted(MODES)), order=st.randoms())
 @settings(max_examples=100, deadline=None)
-def test_the_order_of_rows_does_not_matter(rows, label, order):
-    weights = plan_step(aggregation(label), sequences(rows)).weights
-    places = list(range(len(rows)))
+def test_the_order_of_sequences_does_not_matter(sequences, label, order):
+    weights = plan_step(aggregation(label), given_sequences(sequences)).weights
+    places = list(range(len(sequences)))
     order.shuffle(places)
-    shuffled = plan_step(aggregation(label), sequences([rows[i] for i in places])).weights
+    shuffled = plan_step(aggregation(label), sequences([sequences[i] for i in places])).weights
     assert shuffled.tolist() == weights[places].tolist()
 
 
-@given(rows=steps(), label=st.sampled_from(sorted(MODES)), data=st.data())
+@given(sequences=steps(), label=st.sampled_from(sorted(MODES)), data=st.data())
 @settings(max_examples=100, deadline=None)
-def test_microbatches_do_not_matter_where_the_mode_ignores_them(rows, label, data):
+def test_microbatches_do_not_matter_where_the_mode_ignores_them(sequences, label, data):
     m = data.draw(st.integers(1, 4))
-    microbatch = [data.draw(st.integers(0, m - 1)) for _ in rows]
-    weights = plan_step(aggregation(label), sequences(rows)).weights
+    microbatch = [data.draw(st.integers(0, m - 1)) for _ in sequences]
+    weights = plan_step(aggregation(label), given_sequences(sequences)).weights
     split = plan_step(
-        aggregation(label), sequences(rows, microbatch=microbatch, num_microbatches=m)
+        aggregation(label), given_sequences(sequences, microbatch=microbatch, num_microbatches=m)
     )
     assert split.weights.tolist() == weights.tolist()
 
 
-@given(rows=steps(), label=st.sampled_from(sorted(MODES)), data=st.data())
+@given(sequences=steps(), label=st.sampled_from(sorted(MODES)), data=st.data())
 @settings(max_examples=100, deadline=None)
-def test_known_totals_give_each_rank_the_weights_that_counting_gives(rows, label, data):
-    whole = plan_step(aggregation(label), sequences(rows))
-    own_rows = [i for i in range(len(rows)) if data.draw(st.booleans())]
+def test_known_totals_give_each_rank_the_weights_that_counting_gives(sequences, label, data):
+    whole = plan_step(aggregation(label), given_sequences(sequences))
+    own_sequences = [i for i in range(len(sequences)) if data.draw(st.booleans())]
     part = sequences(
-        [rows[i] for i in own_rows],
-        sample_tokens=whole.sample_tokens[own_rows],
-        prompt_tokens=whole.prompt_tokens[own_rows],
+        [sequences[i] for i in own_sequences],
+        sample_tokens=whole.sample_tokens[own_sequences],
+        prompt_tokens=whole.prompt_tokens[own_sequences],
     )
     totals = StepTotals(**{name: getattr(whole.totals, name) for name in TOTALS})
     assert plan_step(aggregation(label), part, totals=totals).weights.tolist() == (
-        whole.weights[own_rows].tolist()
+        whole.weights[own_sequences].tolist()
     )
 
 
@@ -116,36 +122,41 @@ TOTALS = ("active_tokens", "samples", "prompts", "active_samples", "active_promp
 
 
 @given(
-    rows=steps(),
+    sequences=steps(),
     label=st.sampled_from(sorted([*MODES, "microbatch_token_mean"])),
     m=st.integers(1, 3),
     cp=st.integers(1, 4),
     seed=st.integers(0, 2**32 - 1),
 )
 @settings(max_examples=150, deadline=None)
-def test_shares_over_microbatches_and_ranks_add_up_to_the_oracles_loss(rows, label, m, cp, seed):
+def test_shares_over_microbatches_and_ranks_add_up_to_the_oracles_loss(
+    sequences, label, m, cp, seed
+):
     random = torch.Generator().manual_seed(seed)
-    keys = [(0, int(torch.randint(m, (), generator=random))) for _ in rows]
-    x = [torch.randn(len(r["counted"]), generator=random, dtype=torch.float64) for r in rows]
-    for row in rows:  # the training mask may select fewer tokens than the counting one
-        kept = torch.rand(len(row["counted"]), generator=random) < 0.8
-        row["trained"] = [n * int(k) for n, k in zip(row["counted"], kept, strict=True)]
+    keys = [(0, int(torch.randint(m, (), generator=random))) for _ in sequences]
+    x = [torch.randn(len(r["counted"]), generator=random, dtype=torch.float64) for r in sequences]
+    for sequence in sequences:  # the training mask may select fewer tokens than the counting one
+        kept = torch.rand(len(sequence["counted"]), generator=random) < 0.8
+        sequence["trained"] = [n * int(k) for n, k in zip(sequence["counted"], kept, strict=True)]
     options = MODES.get(label, {})
     plan = plan_step(
         Aggregation(label.split(",")[0], **options),
-        sequences(rows, microbatch=[index for _, index in keys], num_microbatches=m),
+        given_sequences(sequences, microbatch=[index for _, index in keys], num_microbatches=m),
         rejects_tokens=True,
     )
     total, weight_sum = 0.0, 0.0
     for index in range(m):
         indices = [i for i, key in enumerate(keys) if key == (0, index)]
-        named_rows, offsets, mask, losses = pack(rows, indices, x, cp)
+        named_sequences, offsets, mask, losses = pack(sequences, indices, x, cp)
         for rank in range(cp):
             layout = Layout.thd_zigzag(offsets, cp_size=cp, cp_rank=rank)
-            reducer = plan.reducer(named_rows, mask, layout)
+            reducer = plan.reducer(named_sequences, mask, layout)
             total += reducer(losses[zigzag(offsets, cp, rank)]).item()
             weight_sum += reducer.weight_sum().item()
-    live = [{**row, "x": list(v), "microbatch": k} for row, v, k in zip(rows, x, keys, strict=True)]
+    live = [
+        {**sequence, "x": list(v), "microbatch": k}
+        for sequence, v, k in zip(sequences, x, keys, strict=True)
+    ]
     mode, split = label.split(",")[0], {"microbatches": [m], **options}
     expected = oracle.step_loss(mode, live, **split).item()
     assert total == pytest.approx(expected, rel=1e-12, abs=1e-12)
@@ -162,15 +173,15 @@ def test_the_ranks_of_a_packed_microbatch_hold_every_token_once(chunks, cp):
 
 
 @given(
-    rows=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 39)), max_size=6),
+    sequences=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 39)), max_size=6),
     cp=st.integers(1, 6),
     padding=st.integers(0, 9),
     bshd=st.booleans(),
 )
 @settings(max_examples=150, deadline=None)
-def test_the_ranks_of_responses_hold_every_token_once(rows, cp, padding, bshd):
-    totals = [total for total, _ in rows]
-    responses = [min(response, total - 1) for total, response in rows]
+def test_the_ranks_of_responses_hold_every_token_once(sequences, cp, padding, bshd):
+    totals = [total for total, _ in sequences]
+    responses = [min(response, total - 1) for total, response in sequences]
     padded = max(totals, default=1) + padding if bshd else None
     union = []
     for rank in range(cp):

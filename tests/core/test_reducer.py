@@ -23,8 +23,8 @@ def thd(*lengths, cp_size=1, cp_rank=0):
     return Layout.thd_zigzag(np.cumsum([0, *lengths]), cp_size=cp_size, cp_rank=cp_rank)
 
 
-def a_reducer(mask, active=(3, 2), rows=(0, 1), lengths=(4, 2), **options):
-    return a_plan(active, **options).reducer(list(rows), torch.tensor(mask), thd(*lengths))
+def a_reducer(mask, active=(3, 2), sequences=(0, 1), lengths=(4, 2), **options):
+    return a_plan(active, **options).reducer(list(sequences), torch.tensor(mask), thd(*lengths))
 
 
 MASK = [1, 0, 1, 1, 1, 1]
@@ -42,7 +42,7 @@ def test_masked_positions_affect_neither_share_nor_gradient(poison):  # failures
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_losses_are_accumulated_in_float32(dtype):  # failures e4, e7
     n = 4097  # in bf16 a running sum of ones stops at 256, in fp16 at 2048
-    reducer = a_reducer([1] * n, active=[n], rows=[0], lengths=[n])
+    reducer = a_reducer([1] * n, active=[n], sequences=[0], lengths=[n])
     share = reducer(torch.ones(n, dtype=dtype))
     assert share.dtype == torch.float32
     assert share.item() == n
@@ -97,23 +97,25 @@ def on_cuda_if(device, monkeypatch):
             monkeypatch.setattr(module, "on_host", lambda tensor: False)
 
 
-def reducer_checked(plan, rows):
+def reducer_checked(plan, sequences):
     """Make a reducer; on a device its mask's faults are raised when the step is checked."""
-    plan.reducer(rows, torch.tensor(MASK), thd(4, 2))
+    plan.reducer(sequences, torch.tensor(MASK), thd(4, 2))
     plan.check()
 
 
-def read_by_the_host(operations):
+def read_by_the_framework(operations):
     return [n for n in operations.names if "_local_scalar_dense" in n or "aten.nonzero" in n]
 
 
-def test_a_call_costs_the_same_operations_for_1_and_1000_rows():
-    assert_same_operations_for_1_and_1000_rows()
+def test_a_call_costs_the_same_operations_for_1_and_1000_sequences():
+    assert_same_operations_for_1_and_1000_sequences()
 
 
-def test_on_cuda_a_call_costs_the_same_operations_for_1_and_1000_rows_and_no_host_sync(on_cuda):
-    operations = assert_same_operations_for_1_and_1000_rows()
-    assert not read_by_the_host(operations)
+def test_on_cuda_a_call_costs_the_same_operations_for_1_and_1000_sequences_and_no_framework_sync(
+    on_cuda,
+):
+    operations = assert_same_operations_for_1_and_1000_sequences()
+    assert not read_by_the_framework(operations)
 
 
 def test_on_a_device_a_call_reads_nothing():  # reading a meta tensor raises
@@ -121,13 +123,13 @@ def test_on_a_device_a_call_reads_nothing():  # reading a meta tensor raises
     assert share.device.type == "meta"
 
 
-def assert_same_operations_for_1_and_1000_rows():
+def assert_same_operations_for_1_and_1000_sequences():
     seen = []
-    for rows in (1, 1000):
-        plan = a_plan([2] * rows, mode="sample_mean")
-        reducer = plan.reducer(range(rows), torch.ones(2 * rows), thd(*[2] * rows))
+    for sequences in (1, 1000):
+        plan = a_plan([2] * sequences, mode="sample_mean")
+        reducer = plan.reducer(range(sequences), torch.ones(2 * sequences), thd(*[2] * sequences))
         with Operations() as operations:
-            reducer(torch.ones(2 * rows))
+            reducer(torch.ones(2 * sequences))
         seen.append(operations.names)
     assert seen[0] == seen[1]
     return operations
@@ -147,7 +149,7 @@ def test_losses_and_mask_of_any_shape_are_read_in_order(shape):
     assert reducer(torch.arange(6.0).reshape(shape)).item() == 14
 
 
-def test_bshd_losses_are_read_row_by_row():
+def test_bshd_losses_are_read_sequence_by_sequence():
     plan = a_plan((8, 8), mode="sample_mean")
     x = torch.arange(16.0).reshape(2, 8)
     shares = []
@@ -193,14 +195,14 @@ def test_the_gradient_of_half_precision_losses_comes_back_in_their_type(dtype):
     assert x.grad.tolist() == [1, 0, 1, 1, 1, 1]
 
 
-def test_building_costs_the_same_operations_for_1_and_1000_rows():
+def test_building_costs_the_same_operations_for_1_and_1000_sequences():
     seen = []
-    for rows in (1, 1000):
-        plan = a_plan([8] * rows)
-        layout = thd(*[8] * rows, cp_size=2)
-        mask = torch.ones(8 * rows)
+    for sequences in (1, 1000):
+        plan = a_plan([8] * sequences)
+        layout = thd(*[8] * sequences, cp_size=2)
+        mask = torch.ones(8 * sequences)
         with Operations() as operations:
-            plan.reducer(range(rows), mask, layout)
+            plan.reducer(range(sequences), mask, layout)
         seen.append(operations.names)
     assert seen[0] == seen[1]
 
@@ -214,20 +216,22 @@ def test_tokens_past_the_last_offset_have_weight_0():
     assert x.grad.tolist() == [1] * 5 + [0, 0]
 
 
-def test_a_filler_has_weight_0_and_any_losses():
-    reducer = a_reducer([1, 1, 1, 0, 0], active=(3,), rows=(0, -1), lengths=(3, 2))
+def test_a_padding_has_weight_0_and_any_losses():
+    reducer = a_reducer([1, 1, 1, 0, 0], active=(3,), sequences=(0, -1), lengths=(3, 2))
     assert reducer(torch.tensor([1, 1, 1, torch.nan, torch.inf])).item() == 3
     assert reducer.counted_tokens == 3
     assert reducer.weight_sum().item() == 3
 
 
 @pytest.mark.parametrize("rejects_tokens", [False, True])
-@pytest.mark.parametrize("device", ["host", "device"])
+@pytest.mark.parametrize("device", ["framework", "device"])
 def test_a_segment_named_as_padding_whose_mask_is_1_is_refused(device, rejects_tokens, monkeypatch):
     """Its tokens would not be trained, and nothing else would say so."""
     on_cuda_if(device, monkeypatch)
     plan = a_plan((3, 2), rejects_tokens=rejects_tokens)
-    message = r"segment 1 is named as padding \(-1\) and its mask is 1 at 2 positions: give its row"
+    message = (
+        r"segment 1 is named as padding \(-1\) and its mask is 1 at 2 positions: give its sequence"
+    )
     with pytest.raises(ReducerError, match=message):
         reducer_checked(plan, [0, -1])
 
@@ -293,7 +297,7 @@ def test_a_value_other_than_0_and_1_is_refused_in_any_dtype(dtype):
             a_plan().reducer([0, 1], mask.to(dtype), thd(4, 2))
 
 
-def test_rows_of_one_weight_among_masked_rows_and_fillers_keep_that_weight():
+def test_sequences_of_one_weight_among_masked_sequences_and_paddings_keep_that_weight():
     plan = a_plan((3, 0, 2), mode="constant", divisor=5)
     x = torch.arange(1.0, 9)
     made = plan.reducer([0, 1, 2], torch.tensor([1, 1, 1, 0, 0, 0, 1, 1]), thd(3, 3, 2))
@@ -330,28 +334,28 @@ def test_a_mask_that_selects_more_tokens_than_counted_is_refused():
         a_reducer(MASK, active=(2, 2))
 
 
-ROWS = {
-    "too few": ([0], "got 1 rows for 2 segments"),
-    "unknown": ([0, 2], "row 2 is not one of the 2 rows"),
-    "below the filler": ([0, -2], "row -2 is not one"),
-    "doubled": ([1, 1], "row 1 appears in 2 segments"),
-    "fractions": ([0.0, 1.0], "rows: got .* expected integers in one dim"),
-    "truths": ([False, True], "rows: got .* expected integers in one dim"),
-    "two dimensions": ([[0, 1]], "rows: got .* expected integers in one dim"),
-    "a ragged list": ([[0], [1, 2]], "rows: got .* expected integers in one dim"),
-    "nothing": (None, "rows: got .* expected integers in one dim"),
+SEQUENCES = {
+    "too few": ([0], "got 1 sequences for 2 segments"),
+    "unknown": ([0, 2], "sequence 2 is not one of the 2 sequences"),
+    "below the padding sequence": ([0, -2], "sequence -2 is not one"),
+    "doubled": ([1, 1], "sequence 1 appears in 2 segments"),
+    "fractions": ([0.0, 1.0], "sequences: got .* expected integers in one dim"),
+    "truths": ([False, True], "sequences: got .* expected integers in one dim"),
+    "two dimensions": ([[0, 1]], "sequences: got .* expected integers in one dim"),
+    "a ragged list": ([[0], [1, 2]], "sequences: got .* expected integers in one dim"),
+    "nothing": (None, "sequences: got .* expected integers in one dim"),
 }
 
 
-@pytest.mark.parametrize("what", ROWS)
-def test_rows_have_one_entry_per_segment_and_no_row_twice(what):
-    rows, message = ROWS[what]
+@pytest.mark.parametrize("what", SEQUENCES)
+def test_sequences_have_one_entry_per_segment_and_no_sequence_twice(what):
+    sequences, message = SEQUENCES[what]
     with pytest.raises(ReducerError, match=message):
-        a_plan().reducer(rows, torch.tensor(MASK), thd(4, 2))
+        a_plan().reducer(sequences, torch.tensor(MASK), thd(4, 2))
 
 
 @pytest.mark.parametrize("form", [list, tuple, np.array, torch.tensor])
-def test_rows_of_any_form_pick_their_weights(form):
+def test_sequences_of_any_form_pick_their_weights(form):
     plan = a_plan((2, 3), mode="sample_mean")
     reducer = plan.reducer(form([1, 0]), torch.tensor(MASK), thd(4, 2))
     x = torch.tensor([3.0, 9, 3, 3, 0, 0])
@@ -359,13 +363,13 @@ def test_rows_of_any_form_pick_their_weights(form):
     assert reducer.counted_tokens == 5
 
 
-def test_the_doubled_row_is_the_one_that_is_named():
-    with pytest.raises(ReducerError, match="row 1 appears in 2 segments"):
-        a_reducer([1] * 6, active=(2, 2), rows=(0, 1, 1), lengths=(2, 2, 2))
+def test_the_doubled_sequence_is_the_one_that_is_named():
+    with pytest.raises(ReducerError, match="sequence 1 appears in 2 segments"):
+        a_reducer([1] * 6, active=(2, 2), sequences=(0, 1, 1), lengths=(2, 2, 2))
 
 
-def test_several_fillers_are_not_a_doubled_row():
-    reducer = a_reducer([0, 0, 1, 1, 0, 0], active=(2,), rows=(-1, 0, -1), lengths=(2, 2, 2))
+def test_several_paddings_are_not_a_doubled_sequence():
+    reducer = a_reducer([0, 0, 1, 1, 0, 0], active=(2,), sequences=(-1, 0, -1), lengths=(2, 2, 2))
     assert reducer(torch.arange(6.0)).item() == 5
 
 
@@ -415,7 +419,7 @@ def test_a_cuda_masks_fault_is_recorded_without_reading_it_and_raised_with_its_s
         plan.reducer([-1, -1], torch.zeros(6), thd(4, 2))
         plan.reducer([0, 1], torch.tensor(mask), thd(4, 2))
         plan.reducer([-1], torch.zeros(0), thd(0))
-    assert not read_by_the_host(operations)
+    assert not read_by_the_framework(operations)
     with pytest.raises(ReducerError, match=r"rank 0 \(context-parallel rank 0\).*" + message):
         plan.check()
     plan.check()  # raised once
@@ -431,9 +435,11 @@ def test_on_cuda_a_mask_is_sliced_and_weighed_as_on_the_cpu(monkeypatch, dtype, 
     parts = mask[:24].long().split(lengths)
     plan = a_plan([int(part.sum()) for part in parts], mode="sample_mean")
     seen = []
-    for is_host in (True, False):
+    for is_framework in (True, False):
         for module in (microbatch, reducer):
-            monkeypatch.setattr(module, "on_host", lambda tensor, is_host=is_host: is_host)
+            monkeypatch.setattr(
+                module, "on_host", lambda tensor, is_framework=is_framework: is_framework
+            )
         layout = thd(*lengths, cp_size=2, cp_rank=cp_rank)
         made = plan.reducer(range(5), mask, layout)
         x = torch.arange(12.0, requires_grad=True)
@@ -449,7 +455,7 @@ def test_a_fault_of_one_plan_is_never_raised_by_another(on_cuda):
     first.reducer([0, 1], torch.tensor(MASK), thd(4, 2))(torch.full((6,), torch.nan))
     a_plan().check()
     second.check()
-    with pytest.raises(ReducerError, match=r"row 0 .* is nan at its token 0"):
+    with pytest.raises(ReducerError, match=r"sequence 0 .* is nan at its token 0"):
         first.under("token_mean").check()  # the same step
     first.check()
 
@@ -485,23 +491,25 @@ def test_losses_given_as_s_b_to_bshd_are_refused(cp):
     assert made(x).item() == x.sum().item()
     assert made(x.reshape(-1)).item() == x.sum().item()
     for wrong in (x.t(), x.t().contiguous(), x.reshape(2, 2, 6 // cp), x.reshape(4, 6 // cp)):
-        with pytest.raises(ReducerError, match=r"not each of their rows begins .* not \[s, b\]"):
+        with pytest.raises(
+            ReducerError, match=r"not each of their sequences begins .* not \[s, b\]"
+        ):
             made(wrong)
 
 
-def test_packed_losses_in_rows_are_read_where_each_row_begins_with_a_segment():
+def test_packed_losses_in_sequences_are_read_where_each_sequence_begins_with_a_segment():
     made = a_plan((3, 3)).reducer([0, 1], torch.ones(6), thd(3, 3))
     assert made(torch.arange(6.0).reshape(2, 3)).item() == 15
     assert made(torch.ones(2, 1, 3, 1)).item() == 6
-    with pytest.raises(ReducerError, match="each of their rows begins with a segment"):
+    with pytest.raises(ReducerError, match="each of their sequences begins with a segment"):
         made(torch.ones(3, 2))
     long = a_plan((8, 4)).reducer([0, 1], torch.ones(12), thd(8, 4))
     for shape in ((2, 6), (3, 2, 2)):
-        with pytest.raises(ReducerError, match="each of their rows begins with a segment"):
+        with pytest.raises(ReducerError, match="each of their sequences begins with a segment"):
             long(torch.ones(shape))
 
 
-def test_losses_in_rows_of_another_length_are_refused_by_bshd():
+def test_losses_in_sequences_of_another_length_are_refused_by_bshd():
     layout = Layout.bshd_zigzag(4, 8, cp_size=2, cp_rank=0)
     made = a_plan((8,) * 4).reducer(range(4), torch.ones(4, 8), layout)
     assert made(torch.ones(4, 4)).item() == made(torch.ones(4, 1, 4)).item() == 16
@@ -535,7 +543,9 @@ def test_losses_of_eight_bits_are_refused():
 def test_part_of_a_planned_microbatch_is_refused():
     """It would be weighed by the tokens of the whole one."""
     plan = a_plan((3, 2, 4), microbatch=[0, 0, 2], mode="microbatch_token_mean")
-    with pytest.raises(ReducerError, match="microbatch 0 was planned with 2 rows, got 1 without 1"):
+    with pytest.raises(
+        ReducerError, match="microbatch 0 was planned with 2 sequences, got 1 without 1"
+    ):
         plan.reducer([0, -1], torch.tensor([1, 0, 1, 1, 0, 0]), thd(4, 2))
     plan.reducer([2], torch.ones(4), thd(4))
 
@@ -560,22 +570,24 @@ def test_weights_are_computed_once_per_step_and_aggregation():
     assert first.plan.weight_S is second.plan.weight_S
 
 
-def test_rows_of_two_planned_microbatches_are_refused():
+def test_sequences_of_two_planned_microbatches_are_refused():
     plan = a_plan((3, 2), microbatch=[0, 1])
-    with pytest.raises(ReducerError, match=r"row 0 was planned in microbatch 0 and row 1 in .* 1:"):
+    with pytest.raises(
+        ReducerError, match=r"sequence 0 was planned in microbatch 0 and sequence 1 in .* 1:"
+    ):
         plan.reducer([0, 1], torch.tensor(MASK), thd(4, 2))
     mask = torch.tensor([0, 0, 0, 0, 1, 1])
     assert plan.reducer([-1, 1], mask, thd(4, 2)).counted_tokens == 2
 
 
-def test_rows_and_counts_that_change_later_change_nothing_here():
-    counts, rows = torch.tensor([3, 2]), np.array([0, 1])
+def test_sequences_and_counts_that_change_later_change_nothing_here():
+    counts, sequences = torch.tensor([3, 2]), np.array([0, 1])
     plan = plan_step(Aggregation("token_mean"), Sequences(active_tokens=counts))
-    made = plan.reducer(rows, torch.tensor(MASK), thd(4, 2))
-    counts.mul_(2), rows.__setitem__(slice(None), [1, 0])
+    made = plan.reducer(sequences, torch.tensor(MASK), thd(4, 2))
+    counts.mul_(2), sequences.__setitem__(slice(None), [1, 0])
     assert made.counted_tokens == 5
     assert made.under("sample_mean")(torch.ones(6)).item() == pytest.approx(1)
-    assert made.rows.tolist() == [0, 1]
+    assert made.sequences.tolist() == [0, 1]
 
 
 def test_on_cuda_a_mask_with_no_segments_selects_nothing(on_cuda):
@@ -587,30 +599,30 @@ def test_on_cuda_a_mask_with_no_segments_selects_nothing(on_cuda):
         plan.check()
 
 
-@pytest.mark.parametrize("device", ["host", "device"])
+@pytest.mark.parametrize("device", ["framework", "device"])
 def test_a_mask_that_selects_fewer_tokens_is_refused_unless_declared(monkeypatch, device):
     on_cuda_if(device, monkeypatch)
     declared = a_plan((4, 2), rejects_tokens=True)
     declared.reducer([0, 1], torch.tensor(MASK), thd(4, 2))
     declared.check()
     plan = a_plan((4, 2), rejects_tokens=False)
-    message = "segment 0 trains 3 tokens, the plan counted 4 for its row 0: .*rejects-tokens"
+    message = "segment 0 trains 3 tokens, the plan counted 4 for its sequence 0: .*rejects-tokens"
     with pytest.raises(ReducerError, match=message):
         reducer_checked(plan, [0, 1])
 
 
-@pytest.mark.parametrize("device", ["host", "device"])
-def test_a_local_mask_holds_a_part_of_each_row(monkeypatch, device):
+@pytest.mark.parametrize("device", ["framework", "device"])
+def test_a_local_mask_holds_a_part_of_each_sequence(monkeypatch, device):
     on_cuda_if(device, monkeypatch)
     plan = a_plan((8, 4), rejects_tokens=False)
     made = plan.reducer([0, 1], torch.ones(6), Layout.local([4, 2], cp_size=2, cp_rank=1))
     plan.check()
-    assert plan.state.trained.of_rows() is None
+    assert plan.state.trained.of_sequences() is None
     made(torch.ones(6))
-    assert plan.state.trained.of_rows().tolist() == [4, 2]
+    assert plan.state.trained.of_sequences().tolist() == [4, 2]
 
 
-@pytest.mark.parametrize("device", ["host", "device"])
+@pytest.mark.parametrize("device", ["framework", "device"])
 @pytest.mark.parametrize(("layout", "warns"), [("thd", True), ("bshd", True), ("response", False)])
 def test_a_mask_that_looks_unshifted_warns_once(monkeypatch, device, layout, warns):
     """A segment's last logit predicts the next segment's first token."""
@@ -652,10 +664,13 @@ LAYOUTS = {
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_loss_that_is_not_finite_names_its_row_segment_and_token(name, rank, value):
+def test_a_loss_that_is_not_finite_names_its_sequence_segment_and_token(name, rank, value):
     layout_of, lengths = LAYOUTS[name]
-    layout, rows = layout_of(rank), [5, 3, 4]
-    plan = a_plan([0, 0, 0, *(lengths[rows.index(row)] for row in (3, 4, 5))], mode="sample_mean")
+    layout, sequences = layout_of(rank), [5, 3, 4]
+    plan = a_plan(
+        [0, 0, 0, *(lengths[sequences.index(sequence)] for sequence in (3, 4, 5))],
+        mode="sample_mean",
+    )
     whole = torch.ones(sum(lengths))
     places = [(g, t) for g, length in enumerate(lengths) for t in range(length)]
     held = layout.positions.tolist()
@@ -664,49 +679,55 @@ def test_a_loss_that_is_not_finite_names_its_row_segment_and_token(name, rank, v
         x[position] = value
         segment, token = places[position]
         with pytest.raises(ReducerError) as caught:
-            plan.reducer(rows, torch.ones(len(x)), layout)(x[held])
+            plan.reducer(sequences, torch.ones(len(x)), layout)(x[held])
         assert str(caught.value).startswith(
-            f"rank 0 (context-parallel rank {rank}): the loss of row {rows[segment]} (segment "
-            f"{segment} of a microbatch with rows 5, 3, 4) is {value} at its token {token}: check "
+            f"rank 0 (context-parallel rank {rank}): the loss of sequence "
+            f"{sequences[segment]} (segment "
+            f"{segment} of a microbatch with sequences 5, 3, 4) is {value} at its token "
+            f"{token}: check "
         )
 
 
 def test_the_first_of_several_losses_that_are_not_finite_is_named():
     x = torch.tensor([torch.nan, torch.nan, 1, -torch.inf, torch.nan, 1])
-    with pytest.raises(ReducerError, match=r"row 0 .*is nan at its token 0: .* clear the mask"):
+    with pytest.raises(
+        ReducerError, match=r"sequence 0 .*is nan at its token 0: .* clear the mask"
+    ):
         a_reducer(MASK)(x)
-    with pytest.raises(ReducerError, match=r"row 0 .*is -inf at its token 3"):
+    with pytest.raises(ReducerError, match=r"sequence 0 .*is -inf at its token 3"):
         a_reducer([0, 0, 1, 1, 1, 1])(x)
 
 
 def test_a_loss_that_is_not_finite_names_its_microbatch_where_the_plan_knows_it():
     reducer = a_plan((3, 2), microbatch=[7, 7]).reducer([0, 1], torch.tensor(MASK), thd(4, 2))
-    with pytest.raises(ReducerError, match=r"row 1 \(segment 1 of microbatch 7 with rows 0, 1\)"):
+    with pytest.raises(
+        ReducerError, match=r"sequence 1 \(segment 1 of microbatch 7 with sequences 0, 1\)"
+    ):
         reducer(torch.tensor([1, 1, 1, 1, 1, torch.nan]))
 
 
-def test_a_long_microbatch_is_named_by_its_first_rows():
-    reducer = a_reducer([1] * 9, active=[1] * 9, rows=range(9), lengths=[1] * 9)
-    with pytest.raises(ReducerError, match=r"with rows 0, 1, 2, 3, 4, 5, \.\.\.\) is nan"):
+def test_a_long_microbatch_is_named_by_its_first_sequences():
+    reducer = a_reducer([1] * 9, active=[1] * 9, sequences=range(9), lengths=[1] * 9)
+    with pytest.raises(ReducerError, match=r"with sequences 0, 1, 2, 3, 4, 5, \.\.\.\) is nan"):
         reducer(torch.full((9,), torch.nan))
 
 
-def test_a_microbatch_of_six_rows_is_named_by_all_of_them():
+def test_a_microbatch_of_six_sequences_is_named_by_all_of_them():
     for n, listed in ((6, "0, 1, 2, 3, 4, 5)"), (7, "0, 1, 2, 3, 4, 5, ...)")):
-        reducer = a_reducer([1] * n, active=[1] * n, rows=range(n), lengths=[1] * n)
-        with pytest.raises(ReducerError, match=re.escape(f"with rows {listed} is nan")):
+        reducer = a_reducer([1] * n, active=[1] * n, sequences=range(n), lengths=[1] * n)
+        with pytest.raises(ReducerError, match=re.escape(f"with sequences {listed} is nan")):
             reducer(torch.full((n,), torch.nan))
 
 
-def test_a_token_of_a_local_row_is_counted_in_this_ranks_part():
+def test_a_token_of_a_local_sequence_is_counted_in_this_ranks_part():
     layout = Layout.local([4, 2], cp_size=2, cp_rank=1)
     reducer = a_plan((8, 4)).reducer([0, 1], torch.ones(6), layout)
-    with pytest.raises(ReducerError, match=r"row 1 .* at its token 1 of this rank's part: "):
+    with pytest.raises(ReducerError, match=r"sequence 1 .* at its token 1 of this rank's part: "):
         reducer(torch.tensor([1, 1, 1, 1, 1, torch.nan]))
     whole = a_plan((4, 2)).reducer(
         [0, 1], torch.ones(6), Layout.local([4, 2], cp_size=1, cp_rank=0)
     )
-    with pytest.raises(ReducerError, match=r"row 1 .* at its token 1: "):
+    with pytest.raises(ReducerError, match=r"sequence 1 .* at its token 1: "):
         whole(torch.tensor([1, 1, 1, 1, 1, torch.nan]))
 
 
@@ -714,7 +735,7 @@ def test_a_token_of_a_local_row_is_counted_in_this_ranks_part():
 def test_an_overflowing_sum_of_finite_losses_is_reported(dtype):
     x = torch.full((6,), torch.finfo(dtype).max, dtype=dtype)
     with pytest.raises(
-        ReducerError, match="every trained loss of a microbatch with rows 0, 1 is f"
+        ReducerError, match="every trained loss of a microbatch with sequences 0, 1 is f"
     ):
         a_reducer(MASK)(x)
     with pytest.raises(ReducerError, match="is inf: the sum overflows; scale the losses down"):
@@ -728,7 +749,7 @@ def test_the_losses_of_a_custom_reducer_are_checked_as_well_as_its_share():
 
     custom = a_plan().reducer([0, 1], torch.tensor(MASK), thd(4, 2), factory=factory)
     assert custom(torch.tensor([1, torch.nan, 1, 1, 1, 1])).item() == 5
-    with pytest.raises(ReducerError, match=r"row 1 .* is nan at its token 0"):
+    with pytest.raises(ReducerError, match=r"sequence 1 .* is nan at its token 0"):
         custom(torch.tensor([1.0, 1, 1, 1, torch.nan, 1]))
     wrong = a_plan().reducer(
         [0, 1], torch.tensor(MASK), thd(4, 2), factory=lambda c: lambda x: x.sum() * torch.nan
@@ -751,9 +772,11 @@ def test_the_masked_sum_is_bit_for_bit_the_plain_one(mode, dtype, poison, monkey
     expected = (values * weight_T).sum()
     if poison is not None:
         values[1] = poison  # not trained
-    for is_host in (True, False):
+    for is_framework in (True, False):
         for module in (microbatch, reducer):
-            monkeypatch.setattr(module, "on_host", lambda tensor, is_host=is_host: is_host)
+            monkeypatch.setattr(
+                module, "on_host", lambda tensor, is_framework=is_framework: is_framework
+            )
         x = values.clone().requires_grad_()
         share = a_reducer(MASK, mode=mode)(x)
         share.backward()
@@ -768,11 +791,12 @@ def test_a_cuda_loss_that_is_not_finite_is_located_without_reading_it(on_cuda):
     with Operations() as operations:
         made = plan.reducer([0, 1], torch.tensor(MASK), thd(4, 2))
         made(torch.ones(6)), made(bad), made(torch.full((6,), torch.nan))
-    assert not read_by_the_host(operations)
+    assert not read_by_the_framework(operations)
     with pytest.raises(ReducerError) as caught:
         plan.check()
     assert (
-        "rank 0 (context-parallel rank 0): the loss of row 1 (segment 1 of microbatch 4 with rows "
+        "rank 0 (context-parallel rank 0): the loss of sequence 1 (segment 1 of microbatch "
+        "4 with sequences "
         "0, 1) is nan at its token 1: check what the loss is computed from"
     ) in str(caught.value)
     plan.check()  # raised once
@@ -793,7 +817,7 @@ def test_on_cuda_a_custom_reducer_that_swallows_a_nan_is_raised_with_its_step(on
     custom(torch.tensor([1, torch.nan, 1, 1, 1, 1]))
     plan.check()
     custom(torch.tensor([torch.nan, 1, 1, 1, 1, 1]))
-    with pytest.raises(ReducerError, match=r"row 0 .* is nan at its token 0"):
+    with pytest.raises(ReducerError, match=r"sequence 0 .* is nan at its token 0"):
         plan.check()
 
 
@@ -815,7 +839,7 @@ def test_what_a_step_has_to_read_keeps_neither_mask_nor_weights_until_it_closes(
     del made
     gc.collect()
     assert kept() is None
-    with pytest.raises(ReducerError, match=r"of a microbatch with rows 0, 1\) is nan"):
+    with pytest.raises(ReducerError, match=r"of a microbatch with sequences 0, 1\) is nan"):
         plan.check()
 
 
@@ -837,11 +861,11 @@ def test_a_device_holds_4_bytes_per_token_for_the_backward_pass_of_all_metrics(o
 
 
 def doubled_sum(context):
-    assert context.rows.tolist() == [0, 1]
+    assert context.sequences.tolist() == [0, 1]
     assert context.mask.tolist() == [bool(m) for m in MASK]
     assert context.layout.num_tokens == 6
     assert context.aggregation.mode == "token_sum"
-    assert context.arguments == "the host's"
+    assert context.arguments == "the framework's"
     weights = context.plan.under("token_mean").weights
     return lambda x: 2 * x.sum() + 0 * weights.sum()
 
@@ -862,7 +886,7 @@ def test_a_custom_reducer_gets_float32_for_half_precision_losses():
 def test_a_custom_reducer_gets_masked_losses_and_the_whole_context():
     plan = a_plan()
     reducer = plan.reducer(
-        [0, 1], torch.tensor(MASK), thd(4, 2), factory=doubled_sum, arguments="the host's"
+        [0, 1], torch.tensor(MASK), thd(4, 2), factory=doubled_sum, arguments="the framework's"
     )
     assert reducer(torch.tensor([1.0, torch.nan, 1, 1, 1, 1])).item() == 10
     assert reducer.weight_sum() is None
@@ -929,7 +953,7 @@ def test_losses_may_include_or_omit_the_tail():
     ("lengths", "total"),
     [((4, 8), 16), ((12,), 16), ((4, 4, 4, 4), 32), ((8, 24), 48)],
 )
-def test_losses_of_padded_rows_under_offsets_without_padding_are_refused(lengths, total):
+def test_losses_of_padded_sequences_under_offsets_without_padding_are_refused(lengths, total):
     """Lengths that are multiples of 2 CP all the same: other tokens would be trained."""
     mask = torch.zeros(total)
     mask[0] = 1

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from step_data import assign, make_rows
+from step_data import assign, make_sequences
 
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
 from megatron_lossagg.verify import oracle
@@ -28,13 +28,13 @@ def mode_and_options(label):
     return label.split(",")[0], AGGREGATIONS[label]
 
 
-def plan_of(rows, keys, m, aggregation):
+def plan_of(sequences, keys, m, aggregation):
     return plan_step(
         aggregation,
         Sequences(
-            active_tokens=[sum(row["counted"]) for row in rows],
-            sample=[row["sample"] for row in rows],
-            prompt=[row["prompt"] for row in rows],
+            active_tokens=[sum(sequence["counted"]) for sequence in sequences],
+            sample=[sequence["sample"] for sequence in sequences],
+            prompt=[sequence["prompt"] for sequence in sequences],
             microbatch=[key[1] for key in keys],
             num_microbatches=m,
         ),
@@ -46,23 +46,25 @@ def padded(values, multiple, fill):
     return list(values) + [fill] * (-len(values) % multiple)
 
 
-def pack(rows, indices, x, cp):
-    """Pack rows and one filler; returns rows, padded offsets, whole mask and whole x."""
-    offsets, mask, losses, named_rows = [0], [], [], []
+def pack(sequences, indices, x, cp):
+    """Pack sequences and one padding sequence; returns sequences, padded offsets, whole mask and
+    whole x.
+    """
+    offsets, mask, losses, named_sequences = [0], [], [], []
     for index in [*indices, None]:
         if index is None:
             mask += [0] * 2 * cp
             losses.append(torch.full((2 * cp,), 3.0, dtype=torch.float64))
         else:
-            row_mask = padded(rows[index]["trained"], 2 * cp, 0)
-            mask += row_mask
-            tail = torch.full((len(row_mask) - len(x[index]),), torch.nan, dtype=torch.float64)
+            sequence_mask = padded(sequences[index]["trained"], 2 * cp, 0)
+            mask += sequence_mask
+            tail = torch.full((len(sequence_mask) - len(x[index]),), torch.nan, dtype=torch.float64)
             losses.append(torch.cat([x[index], tail]))
         offsets.append(len(mask))
-        named_rows.append(-1 if index is None else index)
+        named_sequences.append(-1 if index is None else index)
     mask = torch.tensor(mask)
     losses = torch.cat(losses).masked_fill(mask == 0, torch.inf)
-    return named_rows, offsets, mask, losses
+    return named_sequences, offsets, mask, losses
 
 
 def zigzag(offsets, cp, rank):
@@ -80,13 +82,13 @@ def zigzag(offsets, cp, rank):
 @pytest.mark.parametrize("label", AGGREGATIONS)
 def test_shares_add_up_to_the_loss_for_any_split_of_the_tokens(label, m, cp):
     mode, options = mode_and_options(label)
-    rows = make_rows()
-    keys = assign(rows, 1, [m])
-    plan = plan_of(rows, keys, m, Aggregation(mode, **options))
-    x = [torch.randn(len(r["counted"]), dtype=torch.float64, requires_grad=True) for r in rows]
+    sequences = make_sequences()
+    keys = assign(sequences, 1, [m])
+    plan = plan_of(sequences, keys, m, Aggregation(mode, **options))
+    x = [torch.randn(len(r["counted"]), dtype=torch.float64, requires_grad=True) for r in sequences]
     expected = oracle.step_loss(
         mode,
-        [{**r, "x": list(v), "microbatch": k} for r, v, k in zip(rows, x, keys, strict=True)],
+        [{**r, "x": list(v), "microbatch": k} for r, v, k in zip(sequences, x, keys, strict=True)],
         microbatches=[m],
         **options,
     )
@@ -94,10 +96,10 @@ def test_shares_add_up_to_the_loss_for_any_split_of_the_tokens(label, m, cp):
     total, weight_sum = 0, 0
     for index in range(m):
         indices = [i for i, key in enumerate(keys) if key == (0, index)]
-        named_rows, offsets, mask, losses = pack(rows, indices, x, cp)
+        named_sequences, offsets, mask, losses = pack(sequences, indices, x, cp)
         for rank in range(cp):
             layout = Layout.thd_zigzag(offsets, cp_size=cp, cp_rank=rank)
-            reducer = plan.reducer(named_rows, mask, layout)
+            reducer = plan.reducer(named_sequences, mask, layout)
             assert layout.positions.tolist() == zigzag(offsets, cp, rank)
             share = reducer(losses[zigzag(offsets, cp, rank)])
             assert share.requires_grad or not indices
@@ -111,7 +113,7 @@ def test_shares_add_up_to_the_loss_for_any_split_of_the_tokens(label, m, cp):
         torch.testing.assert_close(got, want.expand_as(got).to(got), rtol=1e-13, atol=1e-15)
     trained = oracle.weight_sum(
         mode,
-        [{**r, "x": list(v), "microbatch": k} for r, v, k in zip(rows, x, keys, strict=True)],
+        [{**r, "x": list(v), "microbatch": k} for r, v, k in zip(sequences, x, keys, strict=True)],
         microbatches=[m],
         **options,
     )
@@ -120,7 +122,7 @@ def test_shares_add_up_to_the_loss_for_any_split_of_the_tokens(label, m, cp):
         mode,
         [
             {**r, "trained": r["counted"], "x": list(v), "microbatch": k}
-            for r, v, k in zip(rows, x, keys, strict=True)
+            for r, v, k in zip(sequences, x, keys, strict=True)
         ],
         microbatches=[m],
         **options,

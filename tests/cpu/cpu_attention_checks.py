@@ -67,15 +67,15 @@ def largest(found, expected):
 
 
 def by_loops(query, key, value):
-    """Attend one row, head and token at a time."""
-    rows = []
+    """Attend one sequence, head and token at a time."""
+    sequences = []
     for start, end in zip(OFFSETS[:-1].tolist(), OFFSETS[1:].tolist(), strict=True):
         for t in range(start, end):
             for head in range(HEADS):
                 group = head // (HEADS // GROUPS)
                 scores = key[start : t + 1, group] @ query[t, head] / WIDTH**0.5
-                rows.append(scores.softmax(0) @ value[start : t + 1, group])
-    return torch.stack(rows).view(len(query), HEADS * WIDTH)
+                sequences.append(scores.softmax(0) @ value[start : t + 1, group])
+    return torch.stack(sequences).view(len(query), HEADS * WIDTH)
 
 
 def loops(layout, dtype):

@@ -28,8 +28,8 @@ from megatron_lossagg.cpu import gpt_layer_spec, gpt_mtp_spec, initialize_weight
 
 VOCABULARY = 48
 NUM_MICROBATCHES = 4
-# Padded to a multiple of 4, for CP 2; (length, padded length) of each packed row.
-THD_ROWS = (
+# Padded to a multiple of 4, for CP 2; (length, padded length) of each packed sequence.
+THD_SEQUENCES = (
     ((7, 8), (12, 12)),
     ((4, 4), (15, 16), (3, 8)),
     ((24, 24),),
@@ -139,13 +139,13 @@ def build(config, *, vp_stage=None, spec=None, **arguments):
 
 
 def batches():
-    """Draw the step: tokens, labels and float64 loss weights, packed and padded rows."""
+    """Draw the step: tokens, labels and float64 loss weights, packed and padded sequences."""
     generator = torch.Generator().manual_seed(3)
     thd, sbhd = [], []
-    for rows in THD_ROWS:
-        offsets = torch.tensor([0, *(padded for _, padded in rows)]).cumsum(0).int()
+    for sequences in THD_SEQUENCES:
+        offsets = torch.tensor([0, *(padded for _, padded in sequences)]).cumsum(0).int()
         total = int(offsets[-1])
-        mask = torch.cat([torch.arange(padded) < length - 1 for length, padded in rows])
+        mask = torch.cat([torch.arange(padded) < length - 1 for length, padded in sequences])
         drawn = torch.randint(VOCABULARY, (2, 1, total), generator=generator)
         thd.append((*drawn, mask[None] * torch.rand(1, total, generator=generator), offsets))
     for _ in range(NUM_MICROBATCHES):
@@ -155,7 +155,7 @@ def batches():
 
 
 def cp_index(offsets, cp):
-    """Index the tokens that this context-parallel rank holds, row by row."""
+    """Index the tokens that this context-parallel rank holds, sequence by sequence."""
     rank, held = parallel_state.get_context_parallel_rank(), []
     for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
         chunks = torch.arange(start, end).chunk(2 * cp)
@@ -188,8 +188,8 @@ def step(layout, chunks, microbatches):
 
     def forward_step(iterator, model):
         tokens, labels, weight, offsets = next(iterator)
-        row_offsets = offsets if offsets is not None else torch.tensor([0, tokens.size(1)])
-        index = cp_index(row_offsets, layout.cp)
+        sequence_offsets = offsets if offsets is not None else torch.tensor([0, tokens.size(1)])
+        index = cp_index(sequence_offsets, layout.cp)
         tokens, labels, weight = (x[:, index] for x in (tokens, labels, weight))
         by_megatron = {"labels": labels} if layout.tp > 1 or layout.mtp else {}
         if layout.mtp:
@@ -204,7 +204,7 @@ def step(layout, chunks, microbatches):
                 output = torch.nn.functional.cross_entropy(flat, labels.flatten(), reduction="none")
             loss = (output.view_as(weight) * weight.to(output.dtype)).sum()
             report = {"loss": loss.detach().clone()}
-            if layout.mtp:  # the per-token regime
+            if layout.mtp:  # the per-token loss scaling
                 return loss.clone(), (weight > 0).sum().int(), report
             return loss * scale, torch.tensor(1, dtype=torch.int), report
 

@@ -63,7 +63,7 @@ def test_loss_and_gradients_do_not_depend_on_the_layout(
 ) -> None:
     errors = reports[processes]["gradients"]
     if layout.startswith("mtp") and f"{layout} {form}" not in errors:
-        pytest.skip("Megatron-Core before 0.16 packs no rows under multi-token prediction")
+        pytest.skip("Megatron-Core before 0.16 packs no sequences under multi-token prediction")
     assert errors[f"{layout} {form}"] < bound
 
 
@@ -82,7 +82,7 @@ def test_megatron_optimizers_train_the_same_at_every_layout(
     assert losses[-1] < losses[0] / 2
 
 
-def test_attention_is_causal_attention_of_each_packed_row(
+def test_attention_is_causal_attention_of_each_packed_sequence(
     reports: dict[int, dict[str, Any]],
 ) -> None:
     errors = reports[1]["attention"]["errors against loops"]
@@ -100,13 +100,13 @@ def test_attention_on_two_ranks_is_the_attention_of_the_whole(
     assert errors["torch.bfloat16"] < 2e-2
 
 
-def test_attention_equals_megatrons_own_on_unpacked_rows(
+def test_attention_equals_megatrons_own_on_unpacked_sequences(
     reports: dict[int, dict[str, Any]],
 ) -> None:
     assert reports[1]["attention"]["error against Megatron's attention"] < 1e-13
 
 
-def test_tokens_past_the_last_row_are_finite(reports: dict[int, dict[str, Any]]) -> None:
+def test_tokens_past_the_last_sequence_are_finite(reports: dict[int, dict[str, Any]]) -> None:
     assert reports[1]["attention"]["finite with a tail"]
 
 

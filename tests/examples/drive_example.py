@@ -21,7 +21,7 @@ def another_divisor_on_rank_1():
         sys.argv += ["--loss-aggregation-divisor", "1000"]
 
 
-def regime_flipped_after_wrapping():
+def loss_scaling_flipped_after_wrapping():
     build = train.build_model
 
     def build_and_flip(*arguments, **options):
@@ -32,9 +32,9 @@ def regime_flipped_after_wrapping():
     train.build_model = build_and_flip
 
 
-def rows_left_out():
+def sequences_left_out():
     pack = train.pack
-    train.pack = lambda rows, numbers, *more: pack(rows[1:], list(numbers)[1:], *more)
+    train.pack = lambda sequences, numbers, *more: pack(sequences[1:], list(numbers)[1:], *more)
 
 
 def rank_1_dies():

@@ -75,8 +75,11 @@ PATHS = {
 }
 FAULTS = {
     "another_divisor_on_rank_1": ["rank 0 has", "rank 1 has", "same flags"],
-    "regime_flipped_after_wrapping": ["frozen", "--calculate-per-token-loss"],
-    "rows_left_out": ["was planned with 2 rows, got 1 without 0", "pass all of its rows"],
+    "loss_scaling_flipped_after_wrapping": ["frozen", "--calculate-per-token-loss"],
+    "sequences_left_out": [
+        "was planned with 2 sequences, got 1 without 0",
+        "pass all of its sequences",
+    ],
 }
 
 

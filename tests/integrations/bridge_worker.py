@@ -142,25 +142,25 @@ def configuration(cp, *, per_token, evaluation_cp):
 
 def by_hand(model, step):
     """Return the mean over conversations of their mean token loss, and its gradient's norm."""
-    data, means, num_rows = Conversations(0, STEPS * BATCH), [], 0
+    data, means, num_sequences = Conversations(0, STEPS * BATCH), [], 0
     for index in range(step * BATCH, (step + 1) * BATCH):
         entry = data[index]
         for start, end in pairwise(CUTS[index % BATCH]):
             tokens, labels, mask, positions = (
                 entry[name][start:end] for name in ("tokens", "labels", "loss_mask", "position_ids")
             )
-            num_rows += 1
+            num_sequences += 1
             losses = model(tokens[None], positions[None], None, labels=labels[None])[0]
             active = [losses[t] for t in range(end - start) if mask[t] == 1]
             if active:
                 means.append(sum(active) / len(active))
-    loss = sum(means) / num_rows
+    loss = sum(means) / num_sequences
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     norm = sum((g.double() ** 2).sum() for g in gradients) ** 0.5
     return {"loss": loss.item(), "grad_norm": norm.item()}
 
 
-def main(aggregation, cp, regime, evaluation_cp):
+def main(aggregation, cp, loss_scaling, evaluation_cp):
     """Train, and write the numbers."""
     # Bridge's own option, which its pretrain does not pass on; warming up kernels is of CUDA's.
     setup.initialize_megatron = functools.partial(setup.initialize_megatron, allow_no_cuda=True)
@@ -186,7 +186,7 @@ def main(aggregation, cp, regime, evaluation_cp):
     callbacks = CallbackManager()
     for event in (on_train_start, on_train_step_start, on_train_step_end, on_eval_end):
         callbacks.register(event.__name__, event)
-    per_token = regime == "per-token"
+    per_token = loss_scaling == "per_token"
     config = configuration(cp, per_token=per_token, evaluation_cp=evaluation_cp)
     pretrain(config, forward_step, callbacks=callbacks)
     written = {"steps": trained, "by_hand": hand, "evaluated": evaluated}
@@ -195,9 +195,9 @@ def main(aggregation, cp, regime, evaluation_cp):
 
 
 if __name__ == "__main__":
-    path, aggregation, cp, regime, *evaluation_cp = sys.argv[1:]
+    path, aggregation, cp, loss_scaling, *evaluation_cp = sys.argv[1:]
     try:
-        numbers = main(aggregation, int(cp), regime, *(map(int, evaluation_cp or [cp])))
+        numbers = main(aggregation, int(cp), loss_scaling, *(map(int, evaluation_cp or [cp])))
     except ContractError as error:
         print(f"REFUSED {error}", flush=True)
     else:

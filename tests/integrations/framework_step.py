@@ -1,13 +1,14 @@
-"""The step that the adapters of hosts train, and its loss by the oracle; for launched workers.
+"""The step that the integrations of frameworks train, and its loss by the oracle; for launched
+workers.
 
-Rows are whole token lists with a prompt and a response; a response token's loss is on the
-logit before it. Losses are PPO's, with KL and entropy: as the hosts write them.
+Sequences are whole token lists with a prompt and a response; a response token's loss is on the
+logit before it. Losses are PPO's, with KL and entropy: as the frameworks write them.
 """
 
 import tiny_gpt
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from step_data import make_rows
+from step_data import make_sequences
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg.verify import oracle
@@ -26,14 +27,15 @@ CASES = {
 
 
 def samples():
-    """Return rows with tokens, the response's length and mask, a prompt's id, constants per token.
+    """Return sequences with tokens, the response's length and mask, a prompt's id, constants per
+    token.
 
-    Every sample is one row. Two rows are fully masked, one of them a prompt of its own.
+    Every sample is one sequence. Two sequences are fully masked, one of them a prompt of its own.
     """
     made = []
-    for number, (row, prompt) in enumerate(zip(make_rows(), PROMPTS, strict=True)):
-        tokens = [5] * prompt + row["tokens"]
-        mask = [*row["trained"], 1]  # the last token of a response is trained as well
+    for number, (sequence, prompt) in enumerate(zip(make_sequences(), PROMPTS, strict=True)):
+        tokens = [5] * prompt + sequence["tokens"]
+        mask = [*sequence["trained"], 1]  # the last token of a response is trained as well
         generator = torch.Generator().manual_seed(number)
         drawn = torch.randn(3, len(mask), generator=generator, dtype=torch.float64)
         made.append(
@@ -53,49 +55,54 @@ def samples():
     return made
 
 
-def policy_loss(log_prob, row):
+def policy_loss(log_prob, sequence):
     """Compute PPO's clipped loss per token, with verl's dual clip at 3."""
-    ratio, a = (log_prob - row["old"]).clamp(-20, 20).exp(), row["advantage"]
+    ratio, a = (log_prob - sequence["old"]).clamp(-20, 20).exp(), sequence["advantage"]
     clipped = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2))
     return torch.where(a < 0, torch.minimum(clipped, -3 * a), clipped)
 
 
-def kl_loss(log_prob, row):
+def kl_loss(log_prob, sequence):
     """Compute the k3 estimate per token."""
-    log_ratio = (row["ref"] - log_prob).clamp(-20, 20)
+    log_ratio = (sequence["ref"] - log_prob).clamp(-20, 20)
     return (log_ratio.exp() - log_ratio - 1).clamp(-10, 10)
 
 
 def reference(path):
-    """Save loss and gradients of each case by the oracle, on one process from unpacked rows."""
+    """Save loss and gradients of each case by the oracle, on one process from unpacked
+    sequences.
+    """
     tiny_gpt.start()
     model = tiny_gpt.gpt(tiny_gpt.config_of(), get_gpt_layer_local_spec())
     live = []
-    for number, row in enumerate(samples()):
-        tokens = torch.tensor(row["tokens"])
+    for number, sequence in enumerate(samples()):
+        tokens = torch.tensor(sequence["tokens"])
         logits = model(tokens[None, :-1], torch.arange(len(tokens) - 1)[None], None)[0]
-        log_p = torch.log_softmax(logits, -1)[-row["response"] :]
-        log_prob = log_p.gather(1, tokens[-row["response"] :, None]).squeeze(1)
+        log_p = torch.log_softmax(logits, -1)[-sequence["response"] :]
+        log_prob = log_p.gather(1, tokens[-sequence["response"] :, None]).squeeze(1)
         x = {
-            "pg": policy_loss(log_prob, row),
-            "kl": kl_loss(log_prob, row),
+            "pg": policy_loss(log_prob, sequence),
+            "kl": kl_loss(log_prob, sequence),
             "entropy": -(log_p.exp() * log_p).sum(-1),
         }
-        mask = row["mask"]
+        mask = sequence["mask"]
         live.append(
-            {"x": x, "counted": mask, "trained": mask, "sample": number, "prompt": row["uid"]}
+            {"x": x, "counted": mask, "trained": mask, "sample": number, "prompt": sequence["uid"]}
         )
     named = {shard.name: shard.parameter for shard in cpu.named_shards([model])}
     saved = {}
     for case, (mode, count_empty) in CASES.items():
         for terms in ("pg", "pg kl", "pg kl entropy"):
             coefficients = {"pg": 1.0, "kl": KL, "entropy": -ENTROPY}
-            rows = [
-                {**row, "x": list(sum(coefficients[t] * row["x"][t] for t in terms.split()))}
-                for row in live
+            sequences = [
+                {
+                    **sequence,
+                    "x": list(sum(coefficients[t] * sequence["x"][t] for t in terms.split())),
+                }
+                for sequence in live
             ]
             divisor = L if mode == "constant" else None
-            loss = oracle.step_loss(mode, rows, divisor=divisor, count_empty=count_empty)
+            loss = oracle.step_loss(mode, sequences, divisor=divisor, count_empty=count_empty)
             grads = torch.autograd.grad(loss, list(named.values()), retain_graph=True)
             saved[case, terms] = (loss.item(), dict(zip(named, grads, strict=True)))
     torch.save(saved, path)

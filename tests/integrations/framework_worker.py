@@ -1,8 +1,11 @@
-"""The adapters of verl, SkyRL and NeMo-RL on live Megatron-Core, DP 2 x CP 2, without the hosts.
+"""The integrations of verl, SkyRL and NeMo-RL on live Megatron-Core, DP 2 x CP 2, without the
+frameworks.
 
-A host's own part is written here from its source, with the factors it multiplies by afterwards:
+A framework's own part is written here from its source, with the factors it multiplies by
+afterwards:
 ``make test-frameworks`` runs verl's and SkyRL's own code. Each context-parallel rank gathers whole
-rows' log-probabilities. Back goes the gradient of its own slice: that of its own loss in verl and
+sequences' log-probabilities. Back goes the gradient of its own slice: that of its own loss in verl
+and
 SkyRL, the sum over context-parallel ranks in NeMo-RL, which divides by CP for it.
 """
 
@@ -18,7 +21,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_lossagg import Aggregation
-from megatron_lossagg.verify.rows import zigzag
+from megatron_lossagg.verify.sequences import zigzag
 
 L = framework_step.L
 
@@ -43,15 +46,15 @@ class Gather(torch.autograd.Function):
         return gradient.split(ctx.num_own)[dist.get_rank(group)], None
 
 
-def gathered_log_probs(model, rows, is_summed):
-    """Return each row's log-probabilities of its response, whole on every rank."""
+def gathered_log_probs(model, sequences, is_summed):
+    """Return each sequence's log-probabilities of its response, whole on every rank."""
     cp_size = parallel_state.get_context_parallel_world_size()
     cp_rank = parallel_state.get_context_parallel_rank()
     tokens, targets, offsets = [], [], [0]
-    for row in rows:
-        fill = [0] * (-len(row["tokens"]) % (2 * cp_size))
-        tokens += row["tokens"] + fill
-        targets += [*row["tokens"][1:], 0, *fill]
+    for sequence in sequences:
+        fill = [0] * (-len(sequence["tokens"]) % (2 * cp_size))
+        tokens += sequence["tokens"] + fill
+        targets += [*sequence["tokens"][1:], 0, *fill]
         offsets.append(len(tokens))
     held = zigzag(offsets, cp_size, cp_rank)
     whose = [zigzag(offsets, cp_size, rank) for rank in range(cp_size)]
@@ -69,11 +72,12 @@ def gathered_log_probs(model, rows, is_summed):
         places = torch.tensor([place for part in whose for place in part])
         whole = Gather.apply(own, is_summed)[places.argsort()]
         starts = [
-            offset + len(row["tokens"]) - row["response"] - 1
-            for offset, row in zip(offsets, rows, strict=False)
+            offset + len(sequence["tokens"]) - sequence["response"] - 1
+            for offset, sequence in zip(offsets, sequences, strict=False)
         ]
         return [
-            whole[start : start + row["response"]] for start, row in zip(starts, rows, strict=True)
+            whole[start : start + sequence["response"]]
+            for start, sequence in zip(starts, sequences, strict=True)
         ]
 
     return logits, read
@@ -106,14 +110,14 @@ class Verl:
 
         assert "lossagg_constant" in verl.plugin
         self.steps, self.dp_size = steps, dp_size
-        self.tokens = sum(sum(row["mask"]) for rank in steps for row in rank)
+        self.tokens = sum(sum(sequence["mask"]) for rank in steps for sequence in rank)
         self.samples = sum(len(rank) for rank in steps)
 
     def vanilla(
         self, old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, **_
     ):
-        row = {"old": old_log_prob, "advantage": advantages}
-        losses = framework_step.policy_loss(log_prob, row)
+        sequence = {"old": old_log_prob, "advantage": advantages}
+        losses = framework_step.policy_loss(log_prob, sequence)
         info = config.global_batch_info
         return self.core.agg_loss(
             loss_mat=losses, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **info
@@ -122,7 +126,7 @@ class Verl:
     def prepare(self, case):
         return self.steps
 
-    def loss(self, case, rows, log_probs, num_microbatches):
+    def loss(self, case, sequences, log_probs, num_microbatches):
         info = {
             "dp_size": self.dp_size,
             "batch_num_tokens": self.tokens,
@@ -131,10 +135,10 @@ class Verl:
         }
         config = SimpleNamespace(global_batch_info=info, use_kl_loss=False, entropy_coeff=0)
         loss, _ = self.core.POLICY_LOSS_REGISTRY[f"lossagg_{framework_step.CASES[case][0]}"](
-            old_log_prob=padded([row["old"] for row in rows]),
+            old_log_prob=padded([sequence["old"] for sequence in sequences]),
             log_prob=padded(log_probs),
-            advantages=padded([row["advantage"] for row in rows]),
-            response_mask=padded([row["mask"] for row in rows]).bool(),
+            advantages=padded([sequence["advantage"] for sequence in sequences]),
+            response_mask=padded([sequence["mask"] for sequence in sequences]).bool(),
             loss_agg_mode="token-mean",
             config=config,
         )
@@ -166,8 +170,11 @@ class SkyRL:
         sys.modules[trainer.__name__] = trainer
         exec(source, trainer.__dict__)
         self.trainer, self.steps, self.dp_size = trainer.RayPPOTrainer, steps, dp_size
-        # The trainer has the whole mini-batch, a prompt's rows together; padding rows follow.
-        self.step = sorted((row for rank in steps for row in rank), key=lambda row: row["uid"])
+        # The trainer has the whole mini-batch, a prompt's sequences together; padding sequences
+        # follow.
+        self.step = sorted(
+            (sequence for rank in steps for sequence in rank), key=lambda sequence: sequence["uid"]
+        )
 
     def prepare(self, case):
         from megatron_lossagg.integrations.skyrl import aggregated
@@ -185,24 +192,27 @@ class SkyRL:
             metadata = {"uids": ["p"]}  # noqa: RUF012
 
         data = Data(
-            advantages=padded([*(row["advantage"] for row in self.step), torch.zeros(1)]),
-            loss_mask=padded([*(row["mask"] for row in self.step), [0]]).double(),
+            advantages=padded([*(sequence["advantage"] for sequence in self.step), torch.zeros(1)]),
+            loss_mask=padded([*(sequence["mask"] for sequence in self.step), [0]]).double(),
         )
-        uids = [row["uid"] for row in self.step]
+        uids = [sequence["uid"] for sequence in self.step]
         starts = [n for n, uid in enumerate(uids) if n == 0 or uid != uids[n - 1]]
         prompts = list(zip(starts, [*starts[1:], len(uids)], strict=True))
         made = aggregated(self.trainer, aggregation)(cfg)
         scaled = made._normalize_advantages(data, [(0, len(uids))], prompts)["advantages"]
-        of_row = {id(row): scaled[n] for n, row in enumerate(self.step)}
+        of_sequence = {id(sequence): scaled[n] for n, sequence in enumerate(self.step)}
         return [
-            [{**row, "advantage": of_row[id(row)][: row["response"]]} for row in rank]
+            [
+                {**sequence, "advantage": of_sequence[id(sequence)][: sequence["response"]]}
+                for sequence in rank
+            ]
             for rank in self.steps
         ]
 
-    def loss(self, case, rows, log_probs, num_microbatches):
+    def loss(self, case, sequences, log_probs, num_microbatches):
         total = sum(
-            (framework_step.policy_loss(log_prob, row) * torch.tensor(row["mask"])).sum()
-            for log_prob, row in zip(log_probs, rows, strict=True)
+            (framework_step.policy_loss(log_prob, sequence) * torch.tensor(sequence["mask"])).sum()
+            for log_prob, sequence in zip(log_probs, sequences, strict=True)
         )
         return total * num_microbatches * self.dp_size
 
@@ -215,7 +225,9 @@ class NemoRL:
 
     def __init__(self, steps, dp_size):
         self.steps = steps
-        self.tokens = torch.tensor(float(sum(sum(row["mask"]) for rank in steps for row in rank)))
+        self.tokens = torch.tensor(
+            float(sum(sum(sequence["mask"]) for rank in steps for sequence in rank))
+        )
         self.samples = torch.tensor(float(sum(len(rank) for rank in steps)))
         self.metric_normalizations = {}
         self.input_type = "logprob"
@@ -236,7 +248,7 @@ class NemoRL:
             loss = (means * sample_mask).sum() / (global_valid_seqs + 1e-8)
         return loss, {"loss": loss.item(), "kl_penalty": 0, "ratio_min": 1.0, "num": len(mask)}
 
-    def loss(self, case, rows, log_probs, num_microbatches):
+    def loss(self, case, sequences, log_probs, num_microbatches):
         from megatron_lossagg.integrations.nemo_rl import aggregated
 
         # A sequence-level loss for one mode, so that both of NeMo-RL's divisors are compensated.
@@ -245,48 +257,50 @@ class NemoRL:
         loss_fn = aggregated(self, Aggregation(case, divisor=L if case == "constant" else None))
         front = lambda values: torch.nn.functional.pad(padded(values), (1, 0))  # noqa: E731
         data = {
-            "token_mask": front([row["mask"] for row in rows]),
-            "sample_mask": torch.ones(len(rows)),
-            "old": front([row["old"] for row in rows]),
-            "advantages": front([row["advantage"] for row in rows]),
+            "token_mask": front([sequence["mask"] for sequence in sequences]),
+            "sample_mask": torch.ones(len(sequences)),
+            "old": front([sequence["old"] for sequence in sequences]),
+            "advantages": front([sequence["advantage"] for sequence in sequences]),
         }
-        # A row that NeMo-RL counts nowhere.
+        # A sequence that NeMo-RL counts nowhere.
         data = {name: torch.cat([value, value[:1]]) for name, value in data.items()}
         data["sample_mask"][-1] = 0
         log_prob = padded([*log_probs, log_probs[0]])
         loss, metrics = loss_fn(
             log_prob, data, global_valid_seqs=self.samples, global_valid_toks=self.tokens
         )
-        assert metrics["num"] == len(rows) + 1
+        assert metrics["num"] == len(sequences) + 1
         assert metrics["ratio_min"] == 1.0
         assert abs(metrics["loss"] - loss.item()) < 1e-12
         cp_size = parallel_state.get_context_parallel_world_size()
         return loss / cp_size * num_microbatches / cp_size
 
 
-def compare(path, host):
+def compare(path, framework):
     saved = torch.load(path)
     steps = [framework_step.samples()[rank::2] for rank in range(2)]
-    adapter = {"verl": Verl, "skyrl": SkyRL, "nemo_rl": NemoRL}[host](steps, dp_size=2)
+    integration = {"verl": Verl, "skyrl": SkyRL, "nemo_rl": NemoRL}[framework](steps, dp_size=2)
     # SkyRL's trainer is a process of its own: it has the whole step and no process group.
-    prepared = {case: adapter.prepare(case) for case in adapter.cases}
+    prepared = {case: integration.prepare(case) for case in integration.cases}
     tiny_gpt.start(cp=2)
-    chunk = tiny_gpt.wrapped(tiny_gpt.config_of(per_token=adapter.per_token))
-    for case in adapter.cases:
-        rows = prepared[case][parallel_state.get_data_parallel_rank()]
+    chunk = tiny_gpt.wrapped(tiny_gpt.config_of(per_token=integration.per_token))
+    for case in integration.cases:
+        sequences = prepared[case][parallel_state.get_data_parallel_rank()]
         for m in (1, 3):
 
             def forward_step(iterator, model, m=m, case=case):
                 batch = next(iterator)
-                logits, read = gathered_log_probs(model, batch, host == "nemo_rl")
+                logits, read = gathered_log_probs(model, batch, framework == "nemo_rl")
 
                 def loss_func(logits):
-                    loss = adapter.loss(case, batch, read(logits), m)
+                    loss = integration.loss(case, batch, read(logits), m)
                     return loss, {"loss": loss.detach().clone()}
 
                 return logits, loss_func
 
-            tiny_gpt.run_schedule(forward_step, chunk, [rows[number::m] for number in range(m)])
+            tiny_gpt.run_schedule(
+                forward_step, chunk, [sequences[number::m] for number in range(m)]
+            )
             worst = framework_step.assert_gradients(chunk, saved[case, "pg"][1])
             if dist.get_rank() == 0:
                 print(f"{case}, M = {m}: the oracle, {worst:.1e}", flush=True)

@@ -1,10 +1,10 @@
 """The slime/miles hub and carried weights on live Megatron-Core, DP 2 x CP 2.
 
-The host's part is written here from its source (slime 624b824a ``get_sum_of_sample_mean``,
+The framework's part is written here from its source (slime 624b824a ``get_sum_of_sample_mean``,
 ``loss_function``): sum of masked sums / max(d_s, 1), three outputs with num_tokens 1,
-loss * M / G * (DP * CP), average regime. Where there is a checkout,
+loss * M / G * (DP * CP), average loss scaling. Where there is a checkout,
 ``integrations/slime_worker.py`` runs
-the host's own.
+the framework's own.
 """
 
 import importlib
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from step_data import make_rows
+from step_data import make_sequences
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg.errors import PlanError
@@ -34,49 +34,53 @@ PROMPTS = [3, 1, 2, 1, 4, 2, 1, 9, 3, 6, 1, 2, 1, 5]
 
 
 def load_function(path):
-    """Load a function as the hosts do: a path with dots only."""
+    """Load a function as the frameworks do: a path with dots only."""
     module, _, attribute = path.rpartition(".")
     return getattr(importlib.import_module(module), attribute)
 
 
 def samples():
     """Return whole token lists with a prompt length and a response mask for each."""
-    rows = []
-    for row, prompt in zip(make_rows(), PROMPTS, strict=True):
-        total = len(row["tokens"]) + prompt
-        tokens = [5] * prompt + row["tokens"]
+    sequences = []
+    for sequence, prompt in zip(make_sequences(), PROMPTS, strict=True):
+        total = len(sequence["tokens"]) + prompt
+        tokens = [5] * prompt + sequence["tokens"]
         # Masks cover the response; the last token of it is trained as well.
-        mask = [*row["trained"], 1]
+        mask = [*sequence["trained"], 1]
         # Larger prompts: one with fewer active tokens than rollouts is refused.
-        ids = {"sample": row["sample"], "prompt": row["sample"] // 5}
-        rows.append({"tokens": tokens, "response": total - prompt, "mask": mask, **ids})
-    rows[4]["mask"] = [0] * rows[4]["response"]
-    return rows
+        ids = {"sample": sequence["sample"], "prompt": sequence["sample"] // 5}
+        sequences.append({"tokens": tokens, "response": total - prompt, "mask": mask, **ids})
+    sequences[4]["mask"] = [0] * sequences[4]["response"]
+    return sequences
 
 
 def reference(path):
-    """Save losses and gradients by the oracle, on one process from unpacked rows."""
+    """Save losses and gradients by the oracle, on one process from unpacked sequences."""
     tiny_gpt.start()
     model = tiny_gpt.gpt(tiny_gpt.config_of(), get_gpt_layer_local_spec())
     live = []
-    for row in samples():
-        tokens = torch.tensor(row["tokens"])
+    for sequence in samples():
+        tokens = torch.tensor(sequence["tokens"])
         logits = model(tokens[None, :-1], torch.arange(len(tokens) - 1)[None], None)[0]
         nll = -torch.log_softmax(logits, -1).gather(1, tokens[1:, None]).squeeze(1)
-        x = list(nll[-row["response"] :])
-        ids = {"sample": row["sample"], "prompt": row["prompt"]}
-        live.append({"x": x, "counted": row["mask"], "trained": row["mask"], **ids})
+        x = list(nll[-sequence["response"] :])
+        ids = {"sample": sequence["sample"], "prompt": sequence["prompt"]}
+        live.append({"x": x, "counted": sequence["mask"], "trained": sequence["mask"], **ids})
     named = {shard.name: shard.parameter for shard in cpu.named_shards([model])}
     saved = {}
     for mode in (HUB, *MODES):
-        # The hub's B counts rows: each is a rollout of its own.
-        rows = [{**row, "sample": n} for n, row in enumerate(live)] if mode == HUB else live
+        # The hub's B counts sequences: each is a rollout of its own.
+        sequences = (
+            [{**sequence, "sample": n} for n, sequence in enumerate(live)] if mode == HUB else live
+        )
         divisor = L if mode in (HUB, "constant") else None
-        loss = oracle.step_loss("constant" if mode == HUB else mode, rows, divisor=divisor)
+        loss = oracle.step_loss("constant" if mode == HUB else mode, sequences, divisor=divisor)
         saved[mode] = graded(loss, named)
     for m in COUNTS:
-        rows = [{**row, "microbatch": (n % DP, n // DP % m)} for n, row in enumerate(live)]
-        loss = oracle.step_loss(OF_MICROBATCHES, rows, microbatches=[m] * DP)
+        sequences = [
+            {**sequence, "microbatch": (n % DP, n // DP % m)} for n, sequence in enumerate(live)
+        ]
+        loss = oracle.step_loss(OF_MICROBATCHES, sequences, microbatches=[m] * DP)
         saved[OF_MICROBATCHES, m] = graded(loss, named)
     torch.save(saved, path)
 
@@ -87,20 +91,22 @@ def graded(loss, named):
     return loss.item(), dict(zip(named, grads, strict=True))
 
 
-def packed(rows, cp_size, cp_rank):
-    """Pack one microbatch as the host does: whole rows padded to 2 CP, zigzag per row."""
+def packed(sequences, cp_size, cp_rank):
+    """Pack one microbatch as the framework does: whole sequences padded to 2 CP, zigzag per
+    sequence.
+    """
     tokens, positions, offsets, picks, masks, numbers = [], [], [0], [], [], []
-    for number, row in enumerate(rows):
-        total = len(row["tokens"])
+    for number, sequence in enumerate(sequences):
+        total = len(sequence["tokens"])
         padded = total + -total % (2 * cp_size)
-        tokens += row["tokens"] + [0] * (padded - total)
+        tokens += sequence["tokens"] + [0] * (padded - total)
         positions += range(padded)
-        first = total - row["response"] - 1
+        first = total - sequence["response"] - 1
         picks += [
-            row["tokens"][place + 1] if first <= place < total - 1 else -1
+            sequence["tokens"][place + 1] if first <= place < total - 1 else -1
             for place in range(padded)
         ]
-        masks += [0] * first + row["mask"] + [0] * (padded - total + 1)
+        masks += [0] * first + sequence["mask"] + [0] * (padded - total + 1)
         numbers += [number] * padded
         offsets.append(len(tokens))
     held = tiny_gpt.zigzag(offsets, cp_size, cp_rank)
@@ -109,10 +115,10 @@ def packed(rows, cp_size, cp_rank):
         "positions": torch.tensor(positions)[held][None],
         "target": torch.tensor(picks)[held],
         "mask_here": torch.tensor(masks)[held],
-        "row_here": torch.tensor(numbers)[held],
-        "total_lengths": [len(row["tokens"]) for row in rows],
-        "response_lengths": [row["response"] for row in rows],
-        "masks": [torch.tensor(row["mask"], dtype=torch.int32) for row in rows],
+        "sequence_here": torch.tensor(numbers)[held],
+        "total_lengths": [len(sequence["tokens"]) for sequence in sequences],
+        "response_lengths": [sequence["response"] for sequence in sequences],
+        "masks": [torch.tensor(sequence["mask"], dtype=torch.int32) for sequence in sequences],
         "packed": tiny_gpt.packed_at(offsets),
     }
 
@@ -139,7 +145,7 @@ def compare(path):
 
         train(chunk, batches, hub, len(samples()), saved[HUB])
         for mode in (*MODES, OF_MICROBATCHES):
-            rollouts = len({row["sample"] for row in samples()})
+            rollouts = len({sequence["sample"] for sequence in samples()})
             carry(mode, own_samples, batches, rollouts)
             want = saved[(mode, m) if mode == OF_MICROBATCHES else mode]
             train(chunk, batches, carried, rollouts, want)
@@ -154,20 +160,22 @@ def refuse_together():
     """Every rank refuses a denominator below 1 that one rank has, in the first or last step."""
     rank = parallel_state.get_data_parallel_rank()
     for wrong in (0, 1):
-        masks = torch.ones(4, 3, dtype=torch.int32)  # two steps of two rows
+        masks = torch.ones(4, 3, dtype=torch.int32)  # two steps of two sequences
         if rank == 1:  # of G = 4 samples V = 3 have tokens, one of them 1: d_s = V n_b / G
             masks[2 * wrong] = 0
             masks[2 * wrong + 1, 1:] = 0
         data = {
             "loss_masks": list(masks),
-            "rollout_ids": [10 * rank + row for row in range(4)],
+            "rollout_ids": [10 * rank + sequence for sequence in range(4)],
             "rollout_mask_sums": torch.ones(4),
             "micro_batch_indices": [[0, 1], [2, 3]],
             "num_microbatches": [1, 1],
             "global_batch_sizes": [4, 4],
         }
         args = Namespace(loss_aggregation="sample_mean", loss_aggregation_count_empty=False)
-        named = "rank 1 of the data-parallel group: sample_mean.*row 1 of this step, with 1 active"
+        named = (
+            "rank 1 of the data-parallel group: sample_mean.*sequence 1 of this step, with 1 active"
+        )
         with pytest.raises(PlanError, match=named):
             load_function("megatron_lossagg.integrations.slime.carry_weights")(args, 0, data)
         print(f"step {wrong}: refused together", flush=True)
@@ -178,9 +186,11 @@ def carry(mode, own_samples, batches, rollouts):
     m = len(batches)
     numbers = [list(range(len(own_samples)))[number::m] for number in range(m)]
     data = {
-        "loss_masks": [torch.tensor(row["mask"], dtype=torch.int32) for row in own_samples],
-        "rollout_ids": [row["sample"] for row in own_samples],
-        "prompt": [row["prompt"] for row in own_samples],
+        "loss_masks": [
+            torch.tensor(sequence["mask"], dtype=torch.int32) for sequence in own_samples
+        ],
+        "rollout_ids": [sequence["sample"] for sequence in own_samples],
+        "prompt": [sequence["prompt"] for sequence in own_samples],
         "rollout_mask_sums": torch.ones(len(own_samples)),  # of the default dtype, float64
         "micro_batch_indices": numbers,
         "num_microbatches": [m],
@@ -189,19 +199,21 @@ def carry(mode, own_samples, batches, rollouts):
     divisor = L if mode == "constant" else None
     args = Namespace(loss_aggregation=mode, loss_aggregation_divisor=divisor)
     load_function("megatron_lossagg.integrations.slime.carry_weights")(args, 0, data)
-    for batch, rows in zip(batches, numbers, strict=True):
-        batch["denominators"] = data["rollout_mask_sums"][rows]
+    for batch, sequences in zip(batches, numbers, strict=True):
+        batch["denominators"] = data["rollout_mask_sums"][sequences]
 
 
 def carried(batch, x):
-    """Reduce as the host does, with the denominators that travelled with the rows."""
+    """Reduce as the framework does, with the denominators that travelled with the sequences."""
     is_response = batch["target"] >= 0
-    denominator = batch["denominators"].clamp(min=1)[batch["row_here"][is_response]]
+    denominator = batch["denominators"].clamp(min=1)[batch["sequence_here"][is_response]]
     return (x * batch["mask_here"][is_response] / denominator).sum()
 
 
 def train(chunk, batches, reduce, rollouts, want):
-    """Run the schedule with the host's scaling around ``reduce``; compare loss and gradients."""
+    """Run the schedule with the framework's scaling around ``reduce``; compare loss and
+    gradients.
+    """
     loss, grads = want
     m, dp_cp = len(batches), 4
 

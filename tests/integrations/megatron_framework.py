@@ -182,9 +182,9 @@ def reference(path):
 
 
 def custom_loss(args, batch, logits, sum_of_sample_mean, slice_with_cp):
-    """Compute the policy loss of both hosts in float64, as a custom loss of theirs.
+    """Compute the policy loss of both frameworks in float64, as a custom loss of theirs.
 
-    ``slice_with_cp``: the host's.
+    ``slice_with_cp``: the framework's.
     """
     targets = []
     for tokens, n in zip(batch["unconcat_tokens"], batch["response_lengths"], strict=True):
@@ -223,10 +223,10 @@ def expected(saved, members, aggregations, *, places=None, microbatches=None):
     samples = make_samples()
     loss, grads = 0.0, {}
     for term, keywords in enumerate(aggregations):
-        rows = []
+        sequences = []
         for number in members:
             sample = samples[number]
-            row = {
+            sequence = {
                 "x": [
                     torch.zeros((), dtype=torch.float64, requires_grad=True) for _ in sample["mask"]
                 ],
@@ -236,12 +236,12 @@ def expected(saved, members, aggregations, *, places=None, microbatches=None):
                 "prompt": sample["prompt"],
             }
             if places is not None:
-                row["microbatch"] = places[number]
-            rows.append(row)
-        total = oracle.step_loss(rows=rows, microbatches=microbatches, **keywords)
+                sequence["microbatch"] = places[number]
+            sequences.append(sequence)
+        total = oracle.step_loss(sequences=sequences, microbatches=microbatches, **keywords)
         total.backward()
-        for number, row in zip(members, rows, strict=True):
-            weights = {float(x.grad) for x in row["x"] if x.grad is not None} - {0.0}
+        for number, sequence in zip(members, sequences, strict=True):
+            weights = {float(x.grad) for x in sequence["x"] if x.grad is not None} - {0.0}
             if not weights:
                 continue
             (weight,) = weights

@@ -92,7 +92,7 @@ def watch_by_hand(training, write):
 
 def by_hand(model, batches):
     """Return the mean over conversations of their mean token loss, and its gradient's norm."""
-    means, num_rows = [], 0
+    means, num_sequences = [], 0
     for batch in batches:
         offsets = batch.get("cu_seqlens")
         size = batch["tokens"].size(1)
@@ -101,7 +101,7 @@ def by_hand(model, batches):
             for start, end in pairwise(cuts):
                 if start == end:
                     continue
-                num_rows += 1
+                num_sequences += 1
                 tokens, labels, mask, positions = (
                     batch[name][entry, start:end]
                     for name in ("tokens", "labels", "loss_mask", "position_ids")
@@ -111,10 +111,10 @@ def by_hand(model, batches):
                 losses = model(tokens[None], positions[None], None, labels=labels[None])[0]
                 active = [losses[t] for t in range(len(mask)) if mask[t] == 1]
                 means.append(sum(active) / len(active))
-    loss = sum(means) / num_rows
+    loss = sum(means) / num_sequences
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     norm = sum((g.double() ** 2).sum() for g in gradients) ** 0.5
-    return {"sample_mean": loss.item(), "grad_norm": norm.item(), "rows": num_rows}
+    return {"sample_mean": loss.item(), "grad_norm": norm.item(), "sequences": num_sequences}
 
 
 def run(file, arguments):

@@ -306,7 +306,7 @@ def wiring():
         stock = convert_samples_to_train_data(args, list(samples()), {}, None, None)
         config = {"dp_size": 1, "cp_size": 1, "vpp_size": 1}
         config["microbatch_group_size_per_vp_stage"] = None
-        (rows,), (microbatches,), num_microbatches, rollouts = build_dp_schedule(
+        (sequences,), (microbatches,), num_microbatches, rollouts = build_dp_schedule(
             args,
             config,
             [len(tokens) for tokens in data["tokens"]],
@@ -316,15 +316,18 @@ def wiring():
         assert len(rollouts) == 1 + partial
         own, seen = iter(microbatches), set()
         for m, g in zip(num_microbatches, rollouts, strict=True):
-            members = [rows[row] for _ in range(m) for row in next(own)]
-            active = sum(sum(data["loss_masks"][row]) for row in members)
-            for row in members:
-                is_active = any(data["loss_masks"][row])
+            members = [sequences[sequence] for _ in range(m) for sequence in next(own)]
+            active = sum(sum(data["loss_masks"][sequence]) for sequence in members)
+            for sequence in members:
+                is_active = any(data["loss_masks"][sequence])
                 want = active / g if is_active else 1
-                assert abs(data["rollout_mask_sums"][row] - want) < 1e-12 * want, (row, partial)
+                assert abs(data["rollout_mask_sums"][sequence] - want) < 1e-12 * want, (
+                    sequence,
+                    partial,
+                )
             seen.update(members)
-        for row in {*range(len(data["tokens"]))} - seen:
-            assert data["rollout_mask_sums"][row] == stock["rollout_mask_sums"][row]
+        for sequence in {*range(len(data["tokens"]))} - seen:
+            assert data["rollout_mask_sums"][sequence] == stock["rollout_mask_sums"][sequence]
     # Why FSDP is refused: its actor asks get_batch for other fields.
     source = Path(
         os.environ["FRAMEWORKS_DIR"], "miles/miles/backends/fsdp_utils/actor.py"

@@ -3,7 +3,8 @@
 ``nemo_rl_worker.py plan CHECKOUT FILE``, one process: the real ``grpo_train`` until it calls
 ``policy.train``, and a reference in float64 for each optimizer step, by loops over prompts.
 ``nemo_rl_worker.py train CHECKOUT FILE CP HOW CASE ...``, HOW one of padded, dynamic, packed and
-a case ``loss/aggregation/rows of a microbatch``: the real ``_shard_for_train`` of the policy and
+a case ``loss/aggregation/sequences of a microbatch``: the real ``_shard_for_train`` of the policy
+and
 ``train`` of its Megatron worker, with ``process_global_batch``, microbatches, packing,
 ``LossPostProcessor``, ``ClippedPGLossFn`` and the gather over context parallelism, on
 Megatron-Core's schedule, DDP and finalize. It prints the largest relative error of a gradient.
@@ -27,7 +28,7 @@ sys.path.insert(0, CHECKOUT)
 sys.path.append(str(Path(__file__).resolve().parents[2] / ".venv-frameworks"))
 
 import stand_ins  # noqa: E402
-import tiny_gpt  # noqa: E402  before the hosts: it lets Megatron-Core run on a CPU
+import tiny_gpt  # noqa: E402  before the frameworks: it lets Megatron-Core run on a CPU
 import typing_extensions  # noqa: E402
 
 stand_ins.install(
@@ -56,11 +57,11 @@ import megatron_lossagg.cpu as cpu  # noqa: E402
 from megatron_lossagg import Aggregation  # noqa: E402
 from megatron_lossagg.integrations.nemo_rl import aggregated  # noqa: E402
 
-PROMPTS, SAMPLES, ROWS_PER_STEP = 6, 4, 12
+PROMPTS, SAMPLES, SEQUENCES_PER_STEP = 6, 4, 12
 MASKED_PROMPT, EMPTY_PROMPT = 2, 4
 """A prompt whose sample_mask is 0 everywhere, and one with no active tokens."""
 TRUNCATED = (1, 18)
-"""Rows whose sample_mask becomes 0, as too long ones."""
+"""Sequences whose sample_mask becomes 0, as too long ones."""
 KL = 0.1
 LOSSES = {"token": True, "sequence": False}
 EXACT = {"all prompts": True, "prompts with tokens": False}
@@ -84,7 +85,7 @@ def config(generation=None):
     made = MasterConfig(**OmegaConf.to_container(load_config(file), resolve=True))
     made.grpo.num_prompts_per_step, made.grpo.num_generations_per_prompt = PROMPTS, SAMPLES
     made.grpo.overlong_filtering, made.grpo.max_num_steps = True, 1
-    made.policy["train_global_batch_size"] = ROWS_PER_STEP
+    made.policy["train_global_batch_size"] = SEQUENCES_PER_STEP
     made.policy["make_sequence_length_divisible_by"] = 4
     return made
 
@@ -116,16 +117,16 @@ def prompts():
 def rollouts(*, input_batch, **_):
     """In place of generation and environments: answers, rewards, and which were truncated."""
     rewards = []
-    for row, log in enumerate(input_batch["message_log"]):
-        length = 1 + (7 * row + row // 5) % 6
-        tokens = torch.arange(length) * 3 % 11 + row % 5
+    for sequence, log in enumerate(input_batch["message_log"]):
+        length = 1 + (7 * sequence + sequence // 5) % 6
+        tokens = torch.arange(length) * 3 % 11 + sequence % 5
         answer = {"role": "assistant", "content": "", "token_ids": tokens}
-        if row // SAMPLES == EMPTY_PROMPT:
+        if sequence // SAMPLES == EMPTY_PROMPT:
             answer["role"] = "environment"
         else:
-            answer["generation_logprobs"] = (-2 + 0.1 * drawn(row, length)).float()
+            answer["generation_logprobs"] = (-2 + 0.1 * drawn(sequence, length)).float()
         log.append(answer)
-        rewards.append((row * row) % 7 / 7.0)
+        rewards.append((sequence * sequence) % 7 / 7.0)
     truncated = torch.zeros(len(rewards), dtype=torch.bool)
     truncated[list(TRUNCATED)] = True
     input_batch["total_reward"], input_batch["truncated"] = torch.tensor(rewards), truncated
@@ -180,25 +181,25 @@ def train_data(loss_fn):
     return policy.data
 
 
-def step_loss(model, data, rows, count_empty):
-    """Compute one optimizer step's loss: loops over prompts, rows and tokens, in float64."""
+def step_loss(model, data, sequences, count_empty):
+    """Compute one optimizer step's loss: loops over prompts, sequences and tokens, in float64."""
     by_prompt = defaultdict(list)
-    for row in rows:
-        if data["sample_mask"][row]:
-            by_prompt[row // SAMPLES].append(row)
+    for sequence in sequences:
+        if data["sample_mask"][sequence]:
+            by_prompt[sequence // SAMPLES].append(sequence)
     sums, counts = [], []
     for members in by_prompt.values():
         total, count = 0.0, 0
-        for row in members:
-            tokens = data["input_ids"][row, : data["input_lengths"][row]]
+        for sequence in members:
+            tokens = data["input_ids"][sequence, : data["input_lengths"][sequence]]
             logits = model(tokens[None], torch.arange(len(tokens))[None], None)[0]
             for t in range(1, len(tokens)):
-                if not data["token_mask"][row, t]:
+                if not data["token_mask"][sequence, t]:
                     continue
                 x = torch.log_softmax(logits[t - 1], -1)[tokens[t]]
-                a = data["advantages"][row, t].double()
-                ratio = (x - data["prev_logprobs"][row, t]).exp()
-                d = data["reference_policy_logprobs"][row, t] - x
+                a = data["advantages"][sequence, t].double()
+                ratio = (x - data["prev_logprobs"][sequence, t]).exp()
+                d = data["reference_policy_logprobs"][sequence, t] - x
                 kl = (d.exp() - 1 - d) * (x - x.detach()).exp()
                 total = total + torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2)) + KL * kl
                 count += 1
@@ -220,9 +221,9 @@ def plan():
     model = tiny_gpt.gpt(tiny_gpt.config_of(), get_gpt_layer_local_spec())
     named = {shard.name: shard.parameter for shard in cpu.named_shards([model])}
     for aggregation, (data, steps) in saved.items():
-        for start in range(0, PROMPTS * SAMPLES, ROWS_PER_STEP):
-            rows = range(start, start + ROWS_PER_STEP)
-            loss = step_loss(model, data, rows, EXACT[aggregation])
+        for start in range(0, PROMPTS * SAMPLES, SEQUENCES_PER_STEP):
+            sequences = range(start, start + SEQUENCES_PER_STEP)
+            loss = step_loss(model, data, sequences, EXACT[aggregation])
             grads = torch.autograd.grad(loss, list(named.values()))
             steps.append((loss.item(), dict(zip(named, grads, strict=True))))
     torch.save(saved, FILE)
@@ -245,7 +246,7 @@ def sharded(data, how, dp_size, policy_config):
         "algorithm": policy_config["sequence_packing"]["algorithm"],
         "sequence_length_pad_multiple": policy_config["make_sequence_length_divisible_by"],
     }
-    return policy._shard_for_train(data, ROWS_PER_STEP)
+    return policy._shard_for_train(data, SEQUENCES_PER_STEP)
 
 
 class Recorder(Nothing):
@@ -267,7 +268,7 @@ class Recorder(Nothing):
 def megatron_worker():
     """Import NeMo-RL's worker, with what newer releases of Megatron-Core have."""
     import megatron.core.dist_checkpointing.strategies.torch as checkpoints
-    import megatron.core.distributed.fsdp.mcore_fsdp_adapter as fsdp
+    import megatron.core.distributed.fsdp.mcore_fsdp_integration as fsdp
 
     checkpoints.get_async_strategy = None
     fsdp.FullyShardedDataParallelV1 = fsdp.FullyShardedDataParallelV2 = (
@@ -306,16 +307,16 @@ def train():
     dp_rank = parallel_state.get_data_parallel_rank()
     dp_size = parallel_state.get_data_parallel_world_size()
     for case in cases:
-        loss, aggregation, rows = case.split("/")
+        loss, aggregation, sequences = case.split("/")
         data, steps = saved[aggregation]
         policy_config = config().policy
         policy_config["sequence_packing"] |= {
             "enabled": how == "packed",
-            "train_mb_tokens": int(rows),
+            "train_mb_tokens": int(sequences),
         }
         policy_config["dynamic_batching"] |= {
             "enabled": how == "dynamic",
-            "train_mb_tokens": int(rows),
+            "train_mb_tokens": int(sequences),
         }
         policy_config["megatron_cfg"]["context_parallel_size"] = cp
         shards = sharded(BatchedDataDict(data), how, dp_size, policy_config)
@@ -332,7 +333,7 @@ def train():
             megatron_cfg=SimpleNamespace(optimizer=None, ddp=None),
         )  # fmt: skip
         metrics = worker.train(
-            shards[dp_rank], loss_of(loss, aggregation), gbs=ROWS_PER_STEP, mbs=int(rows)
+            shards[dp_rank], loss_of(loss, aggregation), gbs=SEQUENCES_PER_STEP, mbs=int(sequences)
         )
         assert all(map(math.isfinite, optimizer.errors)), optimizer.errors  # max drops NaN
         worst = torch.tensor(max(optimizer.errors))

@@ -1,4 +1,4 @@
-"""One step of ragged rows on simulated ranks, and its loss under one of our aggregations."""
+"""One step of ragged sequences on simulated ranks, and its loss under one of our aggregations."""
 
 from pathlib import Path
 
@@ -13,20 +13,22 @@ LENGTHS = [
     [[5, 1, 3], [2, 7, 4]],
     [[6, 6, 2], [1, 3, 5]],
 ]
-"""Active tokens per data-parallel rank, microbatch and row."""
+"""Active tokens per data-parallel rank, microbatch and sequence."""
 MASKED = step.LENGTHS
-"""A step with fully masked rows."""
+"""A step with fully masked sequences."""
 STEPS = {"all active": LENGTHS, "some masked": MASKED}
 
 
 class Step(step.Step):
-    """The drawn step of ``lossagg verify --host``, with the shares of our reducers."""
+    """The drawn step of ``lossagg verify --framework``, with the shares of our reducers."""
 
     def plan(self, aggregation: Aggregation) -> StepPlan:
         """Plan the whole step in this process: the ranks of a step are simulated."""
-        microbatch = [n for n, mb in enumerate(self.microbatches) for _ in mb.rows]
-        rows = Sequences(active_tokens=self.lengths, prompt=self.prompts, microbatch=microbatch)
-        return plan_step(aggregation, rows)
+        microbatch = [n for n, mb in enumerate(self.microbatches) for _ in mb.sequences]
+        sequences = Sequences(
+            active_tokens=self.lengths, prompt=self.prompts, microbatch=microbatch
+        )
+        return plan_step(aggregation, sequences)
 
     def loss(self, aggregation: Aggregation, losses=None):
         """Sum the shares of all microbatches; ``losses``: per-token losses, x by default."""
@@ -35,7 +37,7 @@ class Step(step.Step):
         for number, mb in enumerate(self.microbatches):
             layout = Layout.bshd_zigzag(*mb.mask.shape, cp_size=1, cp_rank=0)
             x = mb.log_probs if losses is None else losses[number]
-            shares.append(plan.reducer(mb.rows, mb.mask, layout)(x))
+            shares.append(plan.reducer(mb.sequences, mb.mask, layout)(x))
         return torch.stack(shares).sum()
 
 
@@ -57,5 +59,5 @@ def launched(script, *arguments, processes):
 
 
 def check_of(outcomes, name):
-    """Return one outcome of a host's checks."""
+    """Return one outcome of a framework's checks."""
     return next(outcome for outcome in outcomes if outcome["check"] == name)

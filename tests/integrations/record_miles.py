@@ -43,7 +43,7 @@ def main():
         def reducer(total, n, mask, denominator):
             return cp_utils.get_sum_of_sample_mean(total, n, mask, denominators=denominator)
 
-        recorded = recording.of_rows(data, at, held, reducer)
+        recorded = recording.of_sequences(data, at, held, reducer)
         at(1, 0)
         args.loss_type, args.custom_loss_function_path = "custom_loss", "recording.loss_of_one"
         batch = {key: data[key][:1] for key in ("total_lengths", "response_lengths", "loss_masks")}
@@ -54,7 +54,7 @@ def main():
         recorded["num_tokens"] = int(num_tokens)
         config = {"dp_size": 1, "cp_size": 1, "vpp_size": 1}
         config["microbatch_group_size_per_vp_stage"] = None
-        (rows,), (microbatches,), num_microbatches, rollouts = build_dp_schedule(
+        (sequences,), (microbatches,), num_microbatches, rollouts = build_dp_schedule(
             args,
             config,
             data["total_lengths"],
@@ -62,7 +62,10 @@ def main():
             rollout_indices=data["rollout_ids"],
         )
         own = iter(microbatches)
-        steps = [[rows[row] for _ in range(m) for row in next(own)] for m in num_microbatches]
+        steps = [
+            [sequences[sequence] for _ in range(m) for sequence in next(own)]
+            for m in num_microbatches
+        ]
         recorded |= {"steps": steps, "num_rollouts": rollouts}
         recording.save("miles", COMMIT, recorded)
 

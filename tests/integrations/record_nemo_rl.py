@@ -6,7 +6,8 @@ NeMo-RL is not released as a package. From a checkout at 7ea279ab, after ``make 
     NEMO_RL_CHECKOUT
 
 It writes ``recorded/nemo_rl.json``: the inputs, and loss, gradient and metrics of
-``ClippedPGLossFn`` per microbatch, token- and sequence-level, and those of this package's adapter
+``ClippedPGLossFn`` per microbatch, token- and sequence-level, and those of this package's
+integration
 around the same object. Numbers only.
 """
 
@@ -20,9 +21,9 @@ import torch
 COMMIT = "7ea279ab"
 FILE = Path(__file__).with_name("recorded") / "nemo_rl.json"
 LENGTHS = [[4, 0, 2, 3], [5, 1, 3, 2]]
-"""Active tokens of each row of two microbatches; a row has none."""
+"""Active tokens of each sequence of two microbatches; a sequence has none."""
 NOT_VALID = (1, 3)
-"""Microbatch and row whose ``sample_mask`` is 0."""
+"""Microbatch and sequence whose ``sample_mask`` is 0."""
 L = 12
 OPTIONS = {
     "token": {"token_level_loss": True},
@@ -49,14 +50,14 @@ def microbatches():
     generator = torch.Generator().manual_seed(11)
     made = []
     for number, lengths in enumerate(LENGTHS):
-        rows, width = len(lengths), max(lengths) + 2
-        mask = torch.zeros(rows, width)
-        for row, length in enumerate(lengths):
-            mask[row, 1 : 1 + length] = 1
-        draw = lambda rows=rows, width=width: torch.randn(  # noqa: E731
-            rows, width, generator=generator, dtype=torch.float64
+        sequences, width = len(lengths), max(lengths) + 2
+        mask = torch.zeros(sequences, width)
+        for sequence, length in enumerate(lengths):
+            mask[sequence, 1 : 1 + length] = 1
+        draw = lambda sequences=sequences, width=width: torch.randn(  # noqa: E731
+            sequences, width, generator=generator, dtype=torch.float64
         )
-        valid = torch.ones(rows)
+        valid = torch.ones(sequences)
         if number == NOT_VALID[0]:
             valid[NOT_VALID[1]] = 0
         made.append(

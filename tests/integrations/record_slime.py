@@ -35,7 +35,7 @@ def main():
         def reducer(total, n, mask, denominator):
             return cp_utils.get_sum_of_sample_mean(total, n, mask, denominator)
 
-        recorded = recording.of_rows(data, at, held, reducer)
+        recorded = recording.of_sequences(data, at, held, reducer)
         at(1, 0)
         args.loss_type, args.custom_loss_function_path = "custom_loss", "recording.loss_of_one"
         batch = {key: data[key][:1] for key in ("total_lengths", "response_lengths", "loss_masks")}

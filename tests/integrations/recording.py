@@ -1,4 +1,6 @@
-"""What the two recorders share: one process, each row's sum by the host's reducer, the file."""
+"""What the two recorders share: one process, each sequence's sum by the framework's reducer, the
+file.
+"""
 
 import contextlib
 import json
@@ -25,16 +27,16 @@ def one_process():
 
 
 def loss_of_one(args, batch, logits, sum_of_sample_mean):
-    """Return 1 as a custom loss: what comes out is the host's factor."""
+    """Return 1 as a custom loss: what comes out is the framework's factor."""
     one = logits.new_ones(())
     return one, {"loss": one}
 
 
-def of_rows(data, at, held, reducer):
-    """Return the data's integers, a loss per token, and each row's sum on every rank.
+def of_sequences(data, at, held, reducer):
+    """Return the data's integers, a loss per token, and each sequence's sum on every rank.
 
     ``at``: sets the context-parallel size and rank. ``held``: slices a response. ``reducer``:
-    the host's, of one row with one denominator.
+    the framework's, of one sequence with one denominator.
     """
     samples = megatron_framework.make_samples()
     own = [samples[number] for number in data["partition"]]
@@ -45,10 +47,10 @@ def of_rows(data, at, held, reducer):
         for rank in range(size):
             at(size, rank)
             of_rank = []
-            for row, total in enumerate(data["total_lengths"]):
-                n, mask = data["response_lengths"][row], data["loss_masks"][row]
+            for sequence, total in enumerate(data["total_lengths"]):
+                n, mask = data["response_lengths"][sequence], data["loss_masks"][sequence]
                 reduce = reducer([total], [n], [mask], torch.ones(1))
-                of_rank.append(float(reduce(held(x[row], total, n))))
+                of_rank.append(float(reduce(held(x[sequence], total, n))))
             sums[size].append(of_rank)
     at(1, 0)
     first = (data["total_lengths"][:1], data["response_lengths"][:1], data["loss_masks"][:1])
@@ -60,29 +62,31 @@ def of_rows(data, at, held, reducer):
         "total_lengths": list(data["total_lengths"]),
         "response_lengths": list(data["response_lengths"]),
         "prompts": [one["prompt"] for one in own],
-        "x": [row.tolist() for row in x],
+        "x": [sequence.tolist() for sequence in x],
         "held": {
             str(size): [
-                [held_at(at, held, size, rank, row, x, data) for row in range(len(x))]
+                [held_at(at, held, size, rank, sequence, x, data) for sequence in range(len(x))]
                 for rank in range(size)
             ]
             for size in CP_SIZES
         },
         "sums": {str(size): of_ranks for size, of_ranks in sums.items()},
-        "first row with a denominator of 0.5": float(below),
+        "first sequence with a denominator of 0.5": float(below),
     }
 
 
-def held_at(at, held, size, rank, row, x, data):
-    """Return the losses of a row that a rank holds."""
+def held_at(at, held, size, rank, sequence, x, data):
+    """Return the losses of a sequence that a rank holds."""
     at(size, rank)
-    return held(x[row], data["total_lengths"][row], data["response_lengths"][row]).tolist()
+    return held(
+        x[sequence], data["total_lengths"][sequence], data["response_lengths"][sequence]
+    ).tolist()
 
 
-def save(host, commit, recorded):
-    """Write a host's file."""
+def save(framework, commit, recorded):
+    """Write a framework's file."""
     FOLDER.mkdir(exist_ok=True)
-    file = FOLDER / f"{host}.json"
+    file = FOLDER / f"{framework}.json"
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in recorded.items()]
     file.write_text("{\n" + ",\n".join([f'"commit": "{commit}"', *lines]) + "\n}\n")
     print(file.name, file.stat().st_size, "bytes")

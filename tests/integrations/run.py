@@ -1,6 +1,7 @@
-"""Run released hosts' own code against our aliases and adapters: ``make test-frameworks``.
+"""Run released frameworks' own code against our aliases and integrations: ``make test-frameworks``.
 
-The hosts are installed without their dependencies, and what of those their loss functions need,
+The frameworks are installed without their dependencies, and what of those their loss functions
+need,
 into a folder of its own; torch and Megatron-Core are this environment's. What is imported and
 never called has a stand-in (``stand_ins.py``). SkyRL's checks run on a second release too. Exit
 status 1 if a check fails.
@@ -38,7 +39,7 @@ def main() -> int:
         check=True,
     )
     checks = sorted(map(str, Path(__file__).parent.glob("*_checks.py")))
-    # Hosts warn at import; warnings of this package stay errors.
+    # Frameworks warn at import; warnings of this package stay errors.
     ignored = [f"-Wignore::{kind}Warning" for kind in ("User", "Deprecation", "Future", "Syntax")]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *ignored]
     command += ["-p", "stand_ins_first"]
@@ -49,9 +50,9 @@ def main() -> int:
     return int(failed)
 
 
-def run(command: list[str], hosts: list[Path]) -> bool:
-    """Run checks with the hosts of some folders; returns whether one failed."""
-    paths = [ROOT, ROOT / "tests" / "support", Path(__file__).parent, *hosts]
+def run(command: list[str], frameworks: list[Path]) -> bool:
+    """Run checks with the frameworks of some folders; returns whether one failed."""
+    paths = [ROOT, ROOT / "tests" / "support", Path(__file__).parent, *frameworks]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, paths)),

@@ -37,11 +37,11 @@ class Generated:
     """A generator of step-wise trajectories, as SkyRL's own returns them."""
 
     async def generate(self, given):
-        rows = []
+        sequences = []
         for number, turns in enumerate(TURNS):
             for turn in range(turns):
                 reward = float(number % 2)
-                rows.append(
+                sequences.append(
                     {
                         "prompt_token_ids": [1] * (2 + turn),
                         "response_ids": [2] * (3 + number),
@@ -52,7 +52,7 @@ class Generated:
                         "is_last_step": turn == turns - 1,
                     }
                 )
-        output = {name: [row[name] for row in rows] for name in rows[0]}
+        output = {name: [sequence[name] for sequence in sequences] for name in sequences[0]}
         return {**output, "rollout_metrics": {}, "rollout_logprobs": None}
 
 
@@ -125,32 +125,34 @@ def test_in_skyrls_own_loop_the_turns_of_a_trajectory_are_one_sample(mode):
     stock = staged(RayPPOTrainer)
     number = [n for n, turns in enumerate(TURNS) for _ in range(turns)]
     num_turns = len(number)
-    for row, sample in enumerate(number):
+    for sequence, sample in enumerate(number):
         tokens = 2 + sample
         weight = 1 / (len(TURNS) * (divisor or TURNS[sample] * tokens))
         of_skyrl = 1 / (num_turns * tokens)  # its sequence_mean counts turns
-        ours, theirs = (one["advantages"][row].double() for one in (batch, stock))
+        ours, theirs = (one["advantages"][sequence].double() for one in (batch, stock))
         assert torch.allclose(ours, theirs * weight / of_skyrl, rtol=1e-5, atol=0)
         assert theirs.abs().sum() > 0
     assert (batch["advantages"][num_turns:] == 0).all()  # padding
 
 
-def test_step_wise_rows_whose_trajectories_are_lost_are_refused(monkeypatch):
+def test_step_wise_sequences_whose_trajectories_are_lost_are_refused(monkeypatch):
     made = aggregated(RayPPOTrainer, Aggregation("sample_mean"))
     monkeypatch.delattr(made, "compute_advantages_and_returns")  # SkyRL's own drops them
-    with pytest.raises(ContractError, match=r"got none of metadata\['is_last_step'\] for 8 rows"):
+    with pytest.raises(
+        ContractError, match=r"got none of metadata\['is_last_step'\] for 8 sequences"
+    ):
         staged(made)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
 def test_what_lossagg_verify_runs_of_skyrl_is_the_oracles(check):
-    outcome = outcome_of(check, host="skyrl")
+    outcome = outcome_of(check, framework="skyrl")
     assert outcome.state == PASS, outcome.explanation
 
 
 @pytest.mark.parametrize("lengths", STEPS)
 @pytest.mark.parametrize("reduction", NAMES)
-def test_an_alias_is_the_hosts_own_reduction(reduction, lengths):
+def test_an_alias_is_the_frameworks_own_reduction(reduction, lengths):
     step = Step(STEPS[lengths])
     assert_same(step.loss(alias(reduction)), reduced(step, ppo_utils, reduction), step.leaves)
 
@@ -181,6 +183,6 @@ def test_skyrls_policy_losses_are_proportional_to_advantages(name):
         value, _ = loss(mb.log_probs, old, advantages, config, loss_mask=mask, rollout_logprobs=old)
         return value
 
-    by_row = [run(mb.advantages, mb.mask * (torch.arange(3) == n)[:, None]) for n in range(3)]
-    want = (torch.stack(by_row) * scale[:, 0]).sum()
+    by_sequence = [run(mb.advantages, mb.mask * (torch.arange(3) == n)[:, None]) for n in range(3)]
+    want = (torch.stack(by_sequence) * scale[:, 0]).sum()
     assert_same(run(mb.advantages * scale, mb.mask.double()), want, [mb.log_probs])

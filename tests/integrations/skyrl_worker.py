@@ -30,7 +30,7 @@ sys.path.insert(0, CHECKOUT)
 sys.path.append(str(Path(__file__).resolve().parents[2] / ".venv-frameworks"))
 
 import stand_ins  # noqa: E402
-import tiny_gpt  # noqa: E402  before the hosts: it lets Megatron-Core run on a CPU
+import tiny_gpt  # noqa: E402  before the frameworks: it lets Megatron-Core run on a CPU
 import typing_extensions  # noqa: E402
 
 stand_ins.install(
@@ -38,9 +38,9 @@ stand_ins.install(
 )
 typing.TypedDict = typing_extensions.TypedDict  # SkyRL's pydantic models, before Python 3.12
 
-# SkyRL 0.4.0 patches Bridge's adapters for LoRA when it is imported: here they have it already.
-adapters = importlib.import_module("megatron.bridge.peft.utils")
-adapters.ParallelLinearAdapter = SimpleNamespace(_skyrl_shared_expert_lora_tp_patch=True)
+# SkyRL 0.4.0 patches Bridge's integrations for LoRA when it is imported: here they have it already.
+integrations = importlib.import_module("megatron.bridge.peft.utils")
+integrations.ParallelLinearIntegration = SimpleNamespace(_skyrl_shared_expert_lora_tp_patch=True)
 
 import framework_step  # noqa: E402
 import torch  # noqa: E402
@@ -69,7 +69,7 @@ from megatron_lossagg.integrations.skyrl import aggregated  # noqa: E402
 
 assert megatron_worker.__file__.startswith(CHECKOUT)
 dispatch.ray.put = lambda chunk: chunk
-OF_BRIDGE = "finalize_model_grads_with_expert_adapter_sync"
+OF_BRIDGE = "finalize_model_grads_with_expert_integration_sync"
 if hasattr(megatron_model_wrapper, OF_BRIDGE):  # 0.4.0: Megatron-Core's, and LoRA of experts
     setattr(megatron_model_wrapper, OF_BRIDGE, finalize_model_grads)
 # SkyRL draws the tokens of a padding microbatch below 100; this vocabulary is smaller.
@@ -82,23 +82,23 @@ if "total_tokens" not in PackedSeqParams.__dataclass_fields__:  # Megatron-Core 
 # SkyRL asks whether the model is one of Bridge's, where it can be imported.
 sys.modules["megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model"] = None
 MODES = {**framework_step.CASES, "sample_sum": ("sample_sum", True)}
-SAMPLES = sorted(framework_step.samples(), key=lambda row: row["uid"])
-"""The trainer has the whole step, a prompt's rows together."""
+SAMPLES = sorted(framework_step.samples(), key=lambda sequence: sequence["uid"])
+"""The trainer has the whole step, a prompt's sequences together."""
 
 
 def right_aligned(values, width):
     """Stack per-token values as SkyRL does: responses end where the sequence ends."""
     made = torch.zeros(len(values), width, dtype=torch.float64)
-    for row, value in zip(made, values, strict=True):
-        row[width - len(value) :] = value
+    for sequence, value in zip(made, values, strict=True):
+        sequence[width - len(value) :] = value
     return made
 
 
 def batch_of_the_step():
     """Return the trainer's batch of one mini-batch."""
-    prompts = [row["tokens"][: -row["response"]] for row in SAMPLES]
-    responses = [row["tokens"][-row["response"] :] for row in SAMPLES]
-    masks = [row["mask"] for row in SAMPLES]
+    prompts = [sequence["tokens"][: -sequence["response"]] for sequence in SAMPLES]
+    responses = [sequence["tokens"][-sequence["response"] :] for sequence in SAMPLES]
+    masks = [sequence["mask"] for sequence in SAMPLES]
     rewards = [[0.0] * len(mask) for mask in masks]
     converted = convert_prompts_responses_to_batch_tensors(0, prompts, responses, rewards, masks)
     sequences, attention_mask, response_mask, _, loss_mask, *_ = converted
@@ -109,12 +109,14 @@ def batch_of_the_step():
             "attention_mask": attention_mask,
             "response_mask": response_mask,
             "loss_mask": loss_mask,
-            "advantages": right_aligned([row["advantage"] for row in SAMPLES], width),
-            "action_log_probs": right_aligned([row["old"] for row in SAMPLES], width),
-            "base_action_log_probs": right_aligned([row["ref"] for row in SAMPLES], width),
+            "advantages": right_aligned([sequence["advantage"] for sequence in SAMPLES], width),
+            "action_log_probs": right_aligned([sequence["old"] for sequence in SAMPLES], width),
+            "base_action_log_probs": right_aligned(
+                [sequence["ref"] for sequence in SAMPLES], width
+            ),
         }
     )
-    uids = [row["uid"] for row in SAMPLES]
+    uids = [sequence["uid"] for sequence in SAMPLES]
     starts = [n for n, uid in enumerate(uids) if n == 0 or uid != uids[n - 1]]
     batch.metadata = {
         "uids": uids,
@@ -132,8 +134,8 @@ def config_of(terms, batching, num_microbatches):
     cfg.algorithm.use_kl_loss, cfg.algorithm.kl_loss_coef = "kl" in terms, framework_step.KL
     cfg.algorithm.use_entropy_loss = "entropy" in terms
     cfg.algorithm.entropy_loss_coef = framework_step.ENTROPY
-    rows = -(-len(SAMPLES) // DP)
-    cfg.micro_train_batch_size_per_gpu = -(-rows // max(num_microbatches, 1))
+    sequences = -(-len(SAMPLES) // DP)
+    cfg.micro_train_batch_size_per_gpu = -(-sequences // max(num_microbatches, 1))
     cfg.remove_microbatch_padding = batching != "padded"
     cfg.max_tokens_per_microbatch = 40 if batching == "tokens" else -1
     cfg.vocab_entropy_chunk_size = 4  # so that entropy is computed in several chunks
@@ -154,7 +156,7 @@ def worker_of(cfg, chunk):
 
 
 def staged(cfg, case):
-    """Return each rank's rows as SkyRL's trainer, in our subclass, stages them."""
+    """Return each rank's sequences as SkyRL's trainer, in our subclass, stages them."""
     mode, count_empty = MODES[case]
     divisor = framework_step.L if mode == "constant" else None
     aggregation = Aggregation(mode, divisor=divisor, count_empty=count_empty)

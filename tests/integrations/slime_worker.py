@@ -38,7 +38,7 @@ def load():
     from slime.utils import accelerator
     from slime.utils.accelerator.torch_accelerator import TorchAccelerator
 
-    class Host(TorchAccelerator):
+    class Framework(TorchAccelerator):
         name = device_type = "cpu"
         communication_backend_name = "gloo"
 
@@ -62,7 +62,7 @@ def load():
 
         memory_reserved = memory_allocated
 
-    accelerator.set_accelerator(Host())
+    accelerator.set_accelerator(Framework())
 
 
 def arguments(**given):
@@ -214,8 +214,8 @@ def places_of(args):
             places, microbatch_counts = steps[step]
             microbatch_counts.append(m)
             for index in range(m):
-                for row in next(microbatches):
-                    places[data.inner["partition"][row]] = (rank, index)
+                for sequence in next(microbatches):
+                    places[data.inner["partition"][sequence]] = (rank, index)
     return steps
 
 
@@ -252,7 +252,7 @@ def compare(path, monkey):
     base = {"loss_type": "custom_loss", "custom_loss_function_path": "slime_worker.custom_loss"}
     base = base if is_double else {}
     default = [AGGREGATIONS["sample_mean"]] * 2
-    for most_tokens in (1000, 1):  # all of a rank's rows in one microbatch, or each in its own
+    for most_tokens in (1000, 1):  # all of a rank's sequences in one microbatch, or each in its own
         given = {**base, "max_tokens_per_gpu": most_tokens}
         check_case(chunk, "slime's default", arguments(**given), saved, default)
         hub = "megatron_lossagg.integrations.slime.constant_40"

@@ -1,7 +1,7 @@
-"""Modules in place of what the hosts import and their loss functions never call.
+"""Modules in place of what the frameworks import and their loss functions never call.
 
 A stand-in has any attribute: false, a class that takes anything, or a decorator that returns what
-it decorates. Each name says which host imports it, and what installing it would cost.
+it decorates. Each name says which framework imports it, and what installing it would cost.
 """
 
 import importlib.abc

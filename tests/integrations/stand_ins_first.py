@@ -1,4 +1,4 @@
-"""A pytest plugin, loaded first: the hosts import ray and others when they are imported."""
+"""A pytest plugin, loaded first: the frameworks import ray and others when they are imported."""
 
 import stand_ins
 

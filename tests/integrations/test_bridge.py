@@ -27,18 +27,18 @@ pytestmark = pytest.mark.skipif(
 LAYOUTS = {
     "DP 2": (2, 1, "average"),
     "CP 2": (2, 2, "average"),
-    "CP 2, per-token": (2, 2, "per-token"),
-    "DP 2 x CP 2, per-token": (4, 2, "per-token"),
+    "CP 2, per-token": (2, 2, "per_token"),
+    "DP 2 x CP 2, per-token": (4, 2, "per_token"),
 }
-"""Processes, CP and the regime."""
+"""Processes, CP and the loss scaling."""
 
 
 @pytest.fixture(scope="module")
 def bridge(tmp_path_factory):
     """Return a function that trains with Bridge and returns what its worker wrote."""
     folder = tmp_path_factory.mktemp("bridge")
-    hosts = TESTS / "integrations"
-    paths = [BRIDGE / "src", CORE, hosts, *worker_path().split(os.pathsep), INSTALLED]
+    frameworks = TESTS / "integrations"
+    paths = [BRIDGE / "src", CORE, frameworks, *worker_path().split(os.pathsep), INSTALLED]
     path = os.pathsep.join(map(str, paths))
     server = ForkServer(["imports_bridge"], path=path)
     files = (folder / f"{number}.json" for number in count())
@@ -50,10 +50,10 @@ def bridge(tmp_path_factory):
         assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
         return file.read_text() if file.exists() else done.stdout
 
-    def train(aggregation, processes, cp, regime):
-        worker = [str(hosts / "bridge_worker.py")]
-        numbers = json.loads(launch(processes, worker, aggregation, cp, regime))
-        print(aggregation, processes, cp, regime, numbers["steps"])
+    def train(aggregation, processes, cp, loss_scaling):
+        worker = [str(frameworks / "bridge_worker.py")]
+        numbers = json.loads(launch(processes, worker, aggregation, cp, loss_scaling))
+        print(aggregation, processes, cp, loss_scaling, numbers["steps"])
         return numbers
 
     train.launch = launch
@@ -86,7 +86,7 @@ def test_on_one_process_loss_and_gradient_are_those_of_loops_over_conversations(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_and_regime_trains_and_evaluates_the_same_loss(bridge, alone, layout):
+def test_every_layout_and_loss_scaling_trains_and_evaluates_the_same_loss(bridge, alone, layout):
     numbers = bridge("sample_mean", *LAYOUTS[layout])
     for step, wanted in zip(numbers["steps"], alone["steps"], strict=True):
         assert close(step["lm loss"], wanted["lm loss"])

@@ -19,8 +19,8 @@ import pytest
 from conftest import worker_path
 from fork_server import ForkServer
 
-HOSTS = Path(__file__).parent
-WORKER = HOSTS / "megatron_lm_worker.py"
+FRAMEWORKS = Path(__file__).parent
+WORKER = FRAMEWORKS / "megatron_lm_worker.py"
 CHECKOUT = Path(os.environ.get("FRAMEWORKS_DIR", "")) / "Megatron-LM"
 NEEDS = ("six", "regex", "yaml", "pydantic", "pybind11", "transformers", "datasets", "tokenizers")
 MISSING = [name for name in NEEDS if find_spec(name) is None]
@@ -82,7 +82,7 @@ LAYOUTS = {
 def megatron_lm(tmp_path_factory):
     """Return a function that runs a script of the checkout and returns what its worker wrote."""
     folder = tmp_path_factory.mktemp("megatron_lm")
-    path = os.pathsep.join([str(CHECKOUT), str(HOSTS), worker_path()])
+    path = os.pathsep.join([str(CHECKOUT), str(FRAMEWORKS), worker_path()])
     server = ForkServer(["imports_megatron_lm"], path=path)
     release = f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
     environment = {
@@ -91,7 +91,7 @@ def megatron_lm(tmp_path_factory):
         "PYENV_VERSION": release,
     }
     made = server.launch(
-        [str(HOSTS / "make_sft_data.py"), str(folder), os.environ.get("DATA_SEED", "5")],
+        [str(FRAMEWORKS / "make_sft_data.py"), str(folder), os.environ.get("DATA_SEED", "5")],
         processes=1,
         timeout=100,
         env=environment,
@@ -177,16 +177,16 @@ def test_on_one_process_loss_and_gradient_are_those_of_loops_over_conversations(
         assert event["step"]["lm loss"] == pytest.approx(hand["sample_mean"], rel=1e-6)
         assert event["grad_norm"] == pytest.approx(hand["grad_norm"], rel=1e-6)
     if kind != "mock":
-        assert {hand["rows"] for hand in by_hand} != {4}, "every entry held one conversation"
+        assert {hand["sequences"] for hand in by_hand} != {4}, "every entry held one conversation"
 
 
-@pytest.mark.parametrize("regime", ["average", "per-token"])
+@pytest.mark.parametrize("loss_scaling", ["average", "per_token"])
 @pytest.mark.parametrize(("kind", "layout"), LAYOUTS)
-def test_every_layout_and_regime_trains_and_evaluates_the_same_loss(
-    megatron_lm, alone, kind, layout, regime
+def test_every_layout_and_loss_scaling_trains_and_evaluates_the_same_loss(
+    megatron_lm, alone, kind, layout, loss_scaling
 ):
     processes, more = LAYOUTS[kind, layout]
-    more = [*more, *(PER_TOKEN if regime == "per-token" else [])]
+    more = [*more, *(PER_TOKEN if loss_scaling == "per_token" else [])]
     events = megatron_lm(kind, *SAMPLE_MEAN, *more, processes=processes)
     assert len(steps(events)) == 3
     assert numbers(events) == pytest.approx(numbers(alone[kind]), rel=1e-6)
@@ -302,7 +302,7 @@ RL_NEEDS = [name for name in ("httpx", "fastapi", "uvicorn", "wandb") if find_sp
 
 @pytest.mark.skipif(bool(RL_NEEDS), reason=f"train_rl.py imports {', '.join(RL_NEEDS)}")
 def test_train_rls_own_rollout_data_and_loss_train_the_mean_over_rollouts_or_prompts(megatron_lm):
-    done = megatron_lm.launch([str(HOSTS / "train_rl_worker.py")], processes=2, timeout=200)
+    done = megatron_lm.launch([str(FRAMEWORKS / "train_rl_worker.py")], processes=2, timeout=200)
     assert done.returncode == 0, done.stderr[-6000:]
     print(done.stdout)
     for kind in ("unpacked", "packed"):

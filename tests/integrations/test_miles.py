@@ -91,10 +91,10 @@ def test_recorded_sums_over_carried_denominators_are_the_configured_loss(
     assert converted is data
     assert all(isinstance(value, float) for value in data["rollout_mask_sums"])
     steps = list(zip(data["steps"], data["num_rollouts"], strict=True))
-    assert [len(rows) for rows, _ in steps] == [6, 6]
-    for rows, rollouts in steps:
-        got = trained(data, data["rollout_mask_sums"], rows, rollouts)
-        assert got == pytest.approx(wanted(data, rows, keywords), rel=1e-12)
+    assert [len(sequences) for sequences, _ in steps] == [6, 6]
+    for sequences, rollouts in steps:
+        got = trained(data, data["rollout_mask_sums"], sequences, rollouts)
+        assert got == pytest.approx(wanted(data, sequences, keywords), rel=1e-12)
 
 
 def test_sample_mean_is_what_miles_carries_by_default(data, samples):
@@ -121,31 +121,31 @@ def test_dropped_rollouts_keep_what_they_have(data, samples):
     before = list(data["rollout_mask_sums"])
     data = miles.with_weights(carrying(global_batch_size=5), samples, data)
     first = range(7)  # rollouts 0 to 4
-    active = sum(sum(data["loss_masks"][row]) for row in first)
-    for row, value in enumerate(data["rollout_mask_sums"]):
-        is_active = any(data["loss_masks"][row])
-        want = (active / 5 if is_active else 1) if row in first else before[row]
+    active = sum(sum(data["loss_masks"][sequence]) for sequence in first)
+    for sequence, value in enumerate(data["rollout_mask_sums"]):
+        is_active = any(data["loss_masks"][sequence])
+        want = (active / 5 if is_active else 1) if sequence in first else before[sequence]
         assert value == pytest.approx(want)
 
 
 def test_a_conversion_without_denominators_gets_them(data, samples):
-    of_host = miles.with_weights(carrying(), samples, dict(data))["rollout_mask_sums"]
+    of_framework = miles.with_weights(carrying(), samples, dict(data))["rollout_mask_sums"]
     del data["rollout_mask_sums"]
-    assert miles.with_weights(carrying(), samples, data)["rollout_mask_sums"] == of_host
+    assert miles.with_weights(carrying(), samples, data)["rollout_mask_sums"] == of_framework
 
 
 def test_a_smaller_last_step_has_its_own_size(data, samples):
     args = carrying(global_batch_size=5, allow_partial_train_step=True)
     data = miles.with_weights(args, samples, data)
     last = range(7, 12)  # rollouts 5 to 7
-    active = sum(sum(data["loss_masks"][row]) for row in last)
+    active = sum(sum(data["loss_masks"][sequence]) for sequence in last)
     assert data["rollout_mask_sums"][8] == pytest.approx(active / 3)
 
 
 @pytest.mark.parametrize("size", [3, 5])
 def test_a_prompt_in_two_steps_or_dropped_in_part_is_refused(data, samples, size):
-    for row in data["loss_masks"]:
-        row[:] = [1] * len(row)
+    for sequence in data["loss_masks"]:
+        sequence[:] = [1] * len(sequence)
     with pytest.raises(PlanError, match="make --global-batch-size a multiple of --n-samples-per"):
         miles.with_weights(carrying("prompt_mean", global_batch_size=size), samples, data)
 
@@ -154,7 +154,7 @@ def test_a_sample_without_a_prompt_is_refused_for_prompt_mean(data, samples):
     samples[3].group_index = None
     with pytest.raises(PlanError, match=r"no group_index for sample 3.*set Sample\.group_index"):
         miles.with_weights(carrying("prompt_mean"), samples, data)
-    with pytest.raises(PlanError, match="got 11 samples converted to 12 rows"):
+    with pytest.raises(PlanError, match="got 11 samples converted to 12 sequences"):
         miles.with_weights(carrying("prompt_mean"), samples[1:], data)
 
 
@@ -187,7 +187,7 @@ def test_a_split_by_samples_is_right_or_refused(data, samples, legacy):
     with pytest.raises(ContractError, match="drop --balance-data"):
         miles.with_weights(carrying(balance_data=True, **given), samples, data)
     data = miles.with_weights(carrying(global_batch_size=6, **given), samples, data)
-    active = sum(sum(data["loss_masks"][row]) for row in range(6))
+    active = sum(sum(data["loss_masks"][sequence]) for sequence in range(6))
     assert data["rollout_mask_sums"][0] == pytest.approx(active / 6)
 
 
@@ -200,7 +200,7 @@ def test_a_split_by_samples_is_right_or_refused(data, samples, legacy):
         ({"train_backend": "fsdp"}, ContractError, "does not hand rollout_mask_sums to the loss"),
         ({"object_store_backend": "mooncake"}, ContractError, "as int64.*backend ray"),
         ({"use_dynamic_global_batch_size": True}, ContractError, "set --global-batch-size"),
-        ({"multi_lora": True}, ContractError, "per adapter"),
+        ({"multi_lora": True}, ContractError, "per integration"),
         ({"indep_dp": True}, ContractError, "was not run with carried weights"),
         ({"loss_aggregation": "microbatch_token_mean"}, ContractError, "Choose token_mean"),
         ({"loss_agregation": "constant"}, AggregationError, "write loss_aggregation"),
@@ -227,7 +227,7 @@ def test_a_wrong_set_up_is_refused_at_startup_and_before_the_first_step(
     calls = (
         lambda: miles.check(args),
         lambda: miles.with_weights(args, samples, data),
-        lambda: miles.carry_weights(args, samples),  # before the host's own conversion
+        lambda: miles.carry_weights(args, samples),  # before the framework's own conversion
     )
     for call in calls:
         with pytest.raises(kind, match=f"^got.*{message}"):

@@ -1,8 +1,10 @@
-"""NeMo-RL's adapter against what NeMo-RL's own loss function returned, and in its own worker.
+"""NeMo-RL's integration against what NeMo-RL's own loss function returned, and in its own worker.
 
-``hosts/recorded/nemo_rl.json`` holds the inputs and outputs of ``ClippedPGLossFn`` at 7ea279ab,
-by ``hosts/record_nemo_rl.py``. Its trainer and Megatron worker run where ``FRAMEWORKS_DIR`` has a
-checkout. Live on Megatron-Core without NeMo-RL: ``test_hosts_verl.py``.
+``frameworks/recorded/nemo_rl.json`` holds the inputs and outputs of ``ClippedPGLossFn`` at
+7ea279ab,
+by ``frameworks/record_nemo_rl.py``. Its trainer and Megatron worker run where ``FRAMEWORKS_DIR``
+has a
+checkout. Live on Megatron-Core without NeMo-RL: ``test_frameworks_verl.py``.
 """
 
 import json
@@ -23,7 +25,7 @@ from megatron_lossagg.integrations.nemo_rl import aggregated
 RECORDED = json.loads((Path(__file__).parent / "recorded/nemo_rl.json").read_text())
 RUNS = {run["name"]: run for run in RECORDED["runs"]}
 L = 12
-B, V, N = 7, 6, 18  # of 8 rows one has sample_mask 0, and one is fully masked
+B, V, N = 7, 6, 18  # of 8 sequences one has sample_mask 0, and one is fully masked
 
 
 def microbatches():
@@ -100,7 +102,7 @@ def test_the_loss_written_here_is_nemo_rls(name):
 
 @pytest.mark.parametrize("mode", ["token_mean", "sample_mean", "constant", "sample_sum"])
 @pytest.mark.parametrize("name", ["token", "sequence"])
-def test_the_adapter_gives_what_it_gave_around_nemo_rls_own_loss(name, mode):
+def test_the_integration_gives_what_it_gave_around_nemo_rls_own_loss(name, mode):
     aggregation = Aggregation(mode, divisor=L if mode == "constant" else None)
     ours = run(aggregated(ClippedPG(RUNS[name]["loss_type"]), aggregation))
     assert_same(ours, RUNS[name]["ours"][mode])
@@ -122,8 +124,9 @@ def test_under_its_alias_nemo_rls_loss_gradient_and_every_metric_stay(name, alia
     assert_same(ours, recorded["theirs"], metrics=metrics)
 
 
-def test_nemo_rl_multiplies_a_metric_of_gspo_by_the_microbatchs_rows():
-    # [b, 1] weights times a [b] mask make [b, b]; row by row, as for packed sequences, b is 1.
+def test_nemo_rl_multiplies_a_metric_of_gspo_by_the_microbatchs_sequences():
+    # [b, 1] weights times a [b] mask make [b, b]; sequence by sequence, as for packed sequences, b
+    # is 1.
     (name,) = MULTIPLIED
     recorded = RUNS["GSPO"]
     theirs, ours = (
@@ -132,10 +135,11 @@ def test_nemo_rl_multiplies_a_metric_of_gspo_by_the_microbatchs_rows():
     assert theirs[name] / ours[name] == pytest.approx(4, rel=1e-6)
 
 
-def test_nemo_rl_counts_a_fully_masked_row_whose_sample_mask_is_1():
+def test_nemo_rl_counts_a_fully_masked_sequence_whose_sample_mask_is_1():
     aggregation = Aggregation.named("nemo-rl:token_level_loss=False")
     assert aggregation == Aggregation("sample_mean", count_empty=True)
-    # The sum of the rows' means is that of B w_s, and would be V / B of it without the empty row.
+    # The sum of the sequences' means is that of B w_s, and would be V / B of it without the empty
+    # sequence.
     total = sum(each["loss"] for each in RUNS["sequence"]["theirs"])
     by_sum = RUNS["sequence"]["ours"]["sample_mean"]
     assert total == pytest.approx(sum(each["loss"] for each in by_sum), rel=1e-7)
@@ -173,7 +177,7 @@ def test_what_nemo_rl_asks_of_the_loss_before_it_is_called_is_the_wrapped_losss(
     assert made.reference_policy_kl_penalty == 0.01
 
 
-def test_rows_without_sample_mask_count_where_the_step_is_given_whole():
+def test_sequences_without_sample_mask_count_where_the_step_is_given_whole():
     few = run(aggregated(ClippedPG("token_level"), Aggregation("constant", divisor=L)))
     whole = aggregated(
         ClippedPG("token_level"), Aggregation("constant", divisor=L), samples_per_step=8
@@ -184,7 +188,7 @@ def test_rows_without_sample_mask_count_where_the_step_is_given_whole():
 
 def test_empty_samples_that_nemo_rl_counts_cannot_be_left_out_here():
     made = aggregated(ClippedPG("token_level"), Aggregation("sample_mean", count_empty=False))
-    with pytest.raises(PlanError, match="1 rows have sample_mask 1 and no active tokens"):
+    with pytest.raises(PlanError, match="1 sequences have sample_mask 1 and no active tokens"):
         run(made)
 
 
@@ -198,14 +202,14 @@ def test_split_steps_which_pass_1_for_the_steps_counts_are_refused():
 
 def test_weights_from_the_trainer_make_prompt_mean():
     made = aggregated(ClippedPG("token_level"), Aggregation("prompt_mean"), weights_in_data=True)
-    # Prompts (0, 1), (2, 3), ... and steps of four rows; the last row is in no count.
+    # Prompts (0, 1), (2, 3), ... and steps of four sequences; the last sequence is in no count.
     data = {
         "token_mask": torch.tensor(
             [[1, *[1] * n, *[0] * (3 - n)] for n in (3, 1, 0, 2, 1, 1, 2, 2)]
         ),
         "sample_mask": torch.tensor([1, 1, 1, 1, 1, 1, 1, 0]),
     }
-    weights = made.weights_of(data, rows_per_step=4, samples_per_prompt=2)
+    weights = made.weights_of(data, sequences_per_step=4, samples_per_prompt=2)
     want = [1 / 8, 1 / 8, 0, 1 / 4, 1 / 4, 1 / 4, 1 / 4, 0]
     assert weights.tolist() == pytest.approx(want)
     mb = microbatches()[0]
@@ -216,49 +220,53 @@ def test_weights_from_the_trainer_make_prompt_mean():
         made(x, data=mb, **COUNTS)
     with_weights = {**mb, "loss_weights": torch.tensor([0.5, 0.0, 0.25, 1.0])}
     loss, _ = made(x, data=with_weights, **COUNTS)
-    rows = [
+    sequences = [
         ClippedPG("token_level")(x[n : n + 1], {k: v[n : n + 1] for k, v in mb.items()}, **COUNTS)
         for n in range(4)
     ]
-    want = sum(w * row[0] * N for w, row in zip((0.5, 0, 0.25, 1), rows, strict=True))
+    want = sum(
+        w * sequence[0] * N for w, sequence in zip((0.5, 0, 0.25, 1), sequences, strict=True)
+    )
     assert loss.item() == pytest.approx(want.item(), rel=1e-6)
 
 
-def eight_rows(**changes):
-    """Return a batch of eight equal rows, as the trainer has it."""
+def eight_sequences(**changes):
+    """Return a batch of eight equal sequences, as the trainer has it."""
     masks = {"token_mask": torch.ones(8, 4), "sample_mask": torch.ones(8)}
     return {**masks, **changes}
 
 
 @pytest.mark.parametrize(
-    ("rows_per_step", "samples_per_prompt"), [(6, 4), (8, 3), (4, 3), (16, 3), (2, 4)]
+    ("sequences_per_step", "samples_per_prompt"), [(6, 4), (8, 3), (4, 3), (16, 3), (2, 4)]
 )
 def test_a_prompt_that_is_not_whole_in_its_step_is_refused_for_prompt_mean(
-    rows_per_step, samples_per_prompt
+    sequences_per_step, samples_per_prompt
 ):
-    sizes = {"rows_per_step": rows_per_step, "samples_per_prompt": samples_per_prompt}
+    sizes = {"sequences_per_step": sequences_per_step, "samples_per_prompt": samples_per_prompt}
     made = aggregated(ClippedPG("token_level"), Aggregation("prompt_mean"), weights_in_data=True)
-    with pytest.raises(PlanError, match=r"got 8 rows in optimizer steps of .* whole prompts in ea"):
-        made.weights_of(eight_rows(), **sizes)
+    with pytest.raises(
+        PlanError, match=r"got 8 sequences in optimizer steps of .* whole prompts in ea"
+    ):
+        made.weights_of(eight_sequences(), **sizes)
     of_samples = Aggregation("sample_mean")  # knows no prompts
     made = aggregated(ClippedPG("token_level"), of_samples, weights_in_data=True)
-    assert made.weights_of(eight_rows(), **sizes).gt(0).all()
+    assert made.weights_of(eight_sequences(), **sizes).gt(0).all()
 
 
 def test_whole_prompts_are_taken_whatever_the_steps():
     made = aggregated(ClippedPG("token_level"), Aggregation("prompt_mean"), weights_in_data=True)
-    for rows_per_step, samples in ((4, 2), (8, 4), (6, 2), (100, 4), (4, 4)):
-        sizes = {"rows_per_step": rows_per_step, "samples_per_prompt": samples}
-        steps = made.weights_of(eight_rows(), **sizes).split(rows_per_step)
+    for sequences_per_step, samples in ((4, 2), (8, 4), (6, 2), (100, 4), (4, 4)):
+        sizes = {"sequences_per_step": sequences_per_step, "samples_per_prompt": samples}
+        steps = made.weights_of(eight_sequences(), **sizes).split(sequences_per_step)
         assert [step.sum().item() * 3 for step in steps] == pytest.approx([1.0] * len(steps))
 
 
 @pytest.mark.parametrize("name", ["sample_mask", "token_mask"])
 def test_a_mask_that_is_not_0_or_1_is_refused(name):
-    half = eight_rows(**{name: eight_rows()[name] * 0.5})
+    half = eight_sequences(**{name: eight_sequences()[name] * 0.5})
     made = aggregated(ClippedPG("token_level"), Aggregation("sample_mean"), weights_in_data=True)
     with pytest.raises(PlanError, match=f"got {name} with values other than 0 and 1.*Make "):
-        made.weights_of(half, rows_per_step=8, samples_per_prompt=4)
+        made.weights_of(half, sequences_per_step=8, samples_per_prompt=4)
     mb = microbatches()[0]
     mb[name] = mb[name] * 0.5
     made = aggregated(ClippedPG("token_level"), Aggregation("sample_mean"))
@@ -283,7 +291,7 @@ def test_loss_and_gradient_are_the_same_with_the_batch_on_a_device(is_carried):
     def run(mb, counts):
         x = mb.pop("next_token_logprobs").requires_grad_()
         if is_carried:
-            sizes = {"rows_per_step": 4, "samples_per_prompt": 2}
+            sizes = {"sequences_per_step": 4, "samples_per_prompt": 2}
             mb["loss_weights"] = made.weights_of(mb, **sizes).to(x)
         loss, metrics = made(x, data=mb, **counts)
         (gradient,) = torch.autograd.grad(loss, x)
@@ -329,7 +337,7 @@ MICROBATCHES = {
     "packed": (1, 2, "packed", 24, None),
     "packed, CP 2": (2, 4, "packed", 24, None),
 }
-"""CP, processes, how rows are put together, rows or tokens of a microbatch, M."""
+"""CP, processes, how sequences are put together, sequences or tokens of a microbatch, M."""
 
 
 def planned(checkout, file):

@@ -1,6 +1,7 @@
-"""SkyRL's adapter without SkyRL, and with its own worker where ``FRAMEWORKS_DIR`` has a checkout.
+"""SkyRL's integration without SkyRL, and with its own worker where ``FRAMEWORKS_DIR`` has a
+checkout.
 
-Live without SkyRL in ``test_hosts_verl.py``, released in ``make test-frameworks``.
+Live without SkyRL in ``test_frameworks_verl.py``, released in ``make test-frameworks``.
 """
 
 import os
@@ -102,7 +103,7 @@ def test_turns_are_one_sample_where_the_loop_drops_what_says_so_before_it_trains
     del steps.metadata["is_last_step"]  # as SkyRL's synchronous train does
     out = made._normalize_advantages(steps, [(0, 4)])["advantages"]
     assert out[:, 0].tolist() == pytest.approx([1 / 9, 1 / 9, 0, 1 / 9])
-    with pytest.raises(ContractError, match=r"got none of metadata.*for 4 rows of step-wise"):
+    with pytest.raises(ContractError, match=r"got none of metadata.*for 4 sequences of step-wise"):
         made._normalize_advantages(data(MASK), [(0, 4)])
     with pytest.raises(ContractError, match=r"got 3 of them of metadata.*every turn would count"):
         made._normalize_advantages(data(MASK, is_last_step=[True] * 3), [(0, 4)])
@@ -298,7 +299,7 @@ def test_the_patches_are_of_their_releases(tmp_path):
 
 @needs_checkout("SkyRL")
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}], ids=str)
-def test_with_the_patch_the_weights_are_ours_on_split_models_and_padded_rows(
+def test_with_the_patch_the_weights_are_ours_on_split_models_and_padded_sequences(
     reference, tmp_path, sizes
 ):
     checkout = copy_of("SkyRL", "skyrl", tmp_path, patch=PATCH)

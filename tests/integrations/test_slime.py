@@ -50,8 +50,8 @@ def miles_cp(monkeypatch):
 
 
 @pytest.fixture
-def host_args(monkeypatch):
-    """Replace the place where Megatron-LM keeps the host's arguments."""
+def framework_args(monkeypatch):
+    """Replace the place where Megatron-LM keeps the framework's arguments."""
 
     def these(**arguments):
         module = types.ModuleType("megatron.training.global_vars")
@@ -64,7 +64,7 @@ def host_args(monkeypatch):
 MASKS = [torch.tensor([1, 0, 1], dtype=torch.int32), torch.tensor([1, 1], dtype=torch.int32)]
 
 
-def test_on_live_megatron_the_hosts_own_scaling_makes_it_the_configured_loss(tmp_path):
+def test_on_live_megatron_the_frameworks_own_scaling_makes_it_the_configured_loss(tmp_path):
     file = tmp_path / "reference.pt"
     launched("integrations/hub_worker.py", "reference", file, processes=1)
     out = launched("integrations/hub_worker.py", "compare", file, processes=4)
@@ -100,7 +100,8 @@ def test_another_name_is_an_attribute_error_that_lists_the_valid_names():
 
 
 def test_shares_of_the_context_parallel_ranks_add_up(miles_cp):
-    # Row 0 of 5 tokens is split into chunks of 2, row 1 of 4 into chunks of 1; response token j
+    # Sequence 0 of 5 tokens is split into chunks of 2, sequence 1 of 4 into chunks of 1; response
+    # token j
     # sits on logit prompt - 1 + j.
     x = {0: [1.0, 2.0, 4.0], 1: [8.0, 16.0]}
     logits = {0: [1, 2, 3], 1: [1, 2]}
@@ -108,21 +109,23 @@ def test_shares_of_the_context_parallel_ranks_add_up(miles_cp):
     for rank in (0, 1):
         miles_cp(2, rank)
         held = []
-        for row, chunk in ((0, 2), (1, 1)):
+        for sequence, chunk in ((0, 2), (1, 1)):
             for k in (rank, 3 - rank):
-                held += [v for v, p in zip(x[row], logits[row], strict=True) if p // chunk == k]
+                held += [
+                    v for v, p in zip(x[sequence], logits[sequence], strict=True) if p // chunk == k
+                ]
         total += slime.constant_10([5, 4], [3, 2], MASKS, False)(torch.tensor(held)).item()
     assert total == pytest.approx((1 + 4 + 8 + 16) / 10)
 
 
-def test_per_token_is_refused_because_the_host_would_divide_by_tokens(miles_cp):
+def test_per_token_is_refused_because_the_framework_would_divide_by_tokens(miles_cp):
     with pytest.raises(ContractError, match="drop that flag"):
         slime.constant_10([5, 4], [3, 2], MASKS, True)
 
 
-def test_bshd_with_context_parallelism_is_refused(miles_cp, host_args):
+def test_bshd_with_context_parallelism_is_refused(miles_cp, framework_args):
     miles_cp(2, 0)
-    host_args(qkv_format="bshd")
+    framework_args(qkv_format="bshd")
     with pytest.raises(LayoutError, match=r"max_seq_len.*--qkv-format thd"):
         slime.constant_10([5, 4], [3, 2], MASKS, False)
 
@@ -147,12 +150,14 @@ def test_a_divisor_below_a_response_warns_once(miles_cp, monkeypatch):
     slime.constant_2([5, 4], [3, 2], MASKS, False)
 
 
-def test_a_nan_on_a_device_is_raised_with_its_rows_by_a_later_call(miles_cp, monkeypatch):
+def test_a_nan_on_a_device_is_raised_with_its_sequences_by_a_later_call(miles_cp, monkeypatch):
     for module in (microbatch, reducer):
         monkeypatch.setattr(module, "on_host", lambda tensor: False)
     make = lambda: slime.constant_12345([5, 4], [3, 2], MASKS, False)  # noqa: E731
     make()(torch.tensor([1, 1, 1, torch.nan, 1]))
-    with pytest.raises(ReducerError, match=r"of a microbatch with rows 0, 1\) is nan at its token"):
+    with pytest.raises(
+        ReducerError, match=r"of a microbatch with sequences 0, 1\) is nan at its token"
+    ):
         make()
     for _ in range(70):  # raised once
         make()(torch.ones(5))
@@ -185,8 +190,8 @@ def test_a_microbatch_with_no_samples_gives_a_zero_share(miles_cp):
     assert share.requires_grad
 
 
-def test_the_divisor_comes_from_the_hosts_arguments(miles_cp, host_args):
-    host_args(
+def test_the_divisor_comes_from_the_frameworks_arguments(miles_cp, framework_args):
+    framework_args(
         loss_aggregation="constant", loss_aggregation_divisor="4e1"
     )  # YAML reads 4e1 as a string
     reducer = slime.constant_from_args([5, 4], [3, 2], MASKS, False)
@@ -206,8 +211,10 @@ def test_the_divisor_comes_from_the_hosts_arguments(miles_cp, host_args):
         },
     ],
 )
-def test_any_other_aggregation_in_the_hosts_arguments_is_refused(miles_cp, host_args, arguments):
-    host_args(**arguments)
+def test_any_other_aggregation_in_the_frameworks_arguments_is_refused(
+    miles_cp, framework_args, arguments
+):
+    framework_args(**arguments)
     with pytest.raises(AggregationError, match="can only do constant"):
         slime.constant_from_args([5, 4], [3, 2], MASKS, False)
 
@@ -303,10 +310,10 @@ def alone(monkeypatch):
     monkeypatch.setattr(slime, "_data_parallel_group", lambda: None)
 
 
-def rows_of_steps(data):
+def sequences_of_steps(data):
     microbatches = iter(data["micro_batch_indices"])
     for m, rollouts in zip(data["num_microbatches"], data["global_batch_sizes"], strict=True):
-        yield [row for _ in range(m) for row in next(microbatches)], rollouts
+        yield [sequence for _ in range(m) for sequence in next(microbatches)], rollouts
 
 
 @pytest.mark.parametrize(("name", "keywords"), CASES, ids=[name for name, _ in CASES])
@@ -316,33 +323,35 @@ def test_recorded_sums_over_carried_denominators_are_the_configured_loss(
     slime.carry_weights(carrying(**flags(**keywords)), 0, data)
     denominators = data["rollout_mask_sums"].tolist()
     recording = recorded("slime")
-    steps = list(rows_of_steps(data))
-    assert [len(rows) for rows, _ in steps] == [6, 6]
-    for rows, rollouts in steps:
-        got = trained(recording, denominators, rows, rollouts)
-        assert got == pytest.approx(wanted(recording, rows, keywords), rel=1e-6)
+    steps = list(sequences_of_steps(data))
+    assert [len(sequences) for sequences, _ in steps] == [6, 6]
+    for sequences, rollouts in steps:
+        got = trained(recording, denominators, sequences, rollouts)
+        assert got == pytest.approx(wanted(recording, sequences, keywords), rel=1e-6)
 
 
-def test_microbatch_token_mean_is_carried_with_the_microbatch_of_each_row(data, alone):
+def test_microbatch_token_mean_is_carried_with_the_microbatch_of_each_sequence(data, alone):
     data["micro_batch_indices"] = [[0, 1, 3], [2], [4, 5], [6, 7, 8, 9], [10, 11]]
     data["num_microbatches"] = [3, 2]
     slime.carry_weights(carrying("microbatch_token_mean"), 0, data)
     denominators = data["rollout_mask_sums"].tolist()
     recording, microbatches = recorded("slime"), iter(data["micro_batch_indices"])
     for m, rollouts in zip(data["num_microbatches"], data["global_batch_sizes"], strict=True):
-        rows = [
+        sequences = [
             {
-                "x": [torch.tensor(x, dtype=torch.float64) for x in recording["x"][row]],
-                "counted": recording["loss_masks"][row],
-                "trained": recording["loss_masks"][row],
+                "x": [torch.tensor(x, dtype=torch.float64) for x in recording["x"][sequence]],
+                "counted": recording["loss_masks"][sequence],
+                "trained": recording["loss_masks"][sequence],
                 "microbatch": (0, index),
-                "row": row,
+                "sequence": sequence,
             }
             for index in range(m)
-            for row in next(microbatches)
+            for sequence in next(microbatches)
         ]
-        got = trained(recording, denominators, [row["row"] for row in rows], rollouts)
-        want = oracle.step_loss("microbatch_token_mean", rows, microbatches=[m])
+        got = trained(
+            recording, denominators, [sequence["sequence"] for sequence in sequences], rollouts
+        )
+        want = oracle.step_loss("microbatch_token_mean", sequences, microbatches=[m])
         assert got == pytest.approx(float(want), rel=1e-6)
 
 
@@ -366,7 +375,7 @@ def test_sample_mean_is_what_slime_carries_by_default(data, alone):
     slime.carry_weights(carrying("sample_mean"), 0, data)
     after = data["rollout_mask_sums"]
     assert after.dtype == before.dtype
-    assert torch.equal(after, before.clamp(min=1))  # the host clamps a masked rollout's 0
+    assert torch.equal(after, before.clamp(min=1))  # the framework clamps a masked rollout's 0
 
 
 def test_slime_still_clamps_scales_and_counts_as_it_was_recorded(data):
@@ -426,7 +435,7 @@ def test_a_given_prompt_in_two_steps_is_refused(data, alone):
 @pytest.mark.parametrize(
     ("mode", "message"),
     [
-        ("prompt_mean", r"row 0 .* with 1 active tokens.*2 times too small. Drop prompts"),
+        ("prompt_mean", r"sequence 0 .* with 1 active tokens.*2 times too small. Drop prompts"),
         ("token_mean", r"weight of 0.5.* Choose another mode"),
     ],
 )
@@ -665,11 +674,11 @@ def test_a_postprocess_of_the_users_own_that_does_not_carry_is_refused_in_its_fi
 
 
 def test_a_colon_path_is_answered_with_the_dotted_one():
-    import megatron_lossagg.integrations as hosts
+    import megatron_lossagg.integrations as frameworks
 
     with pytest.raises(
         AttributeError, match=r"last dot, write megatron_lossagg\.integrations\.slime\.f$"
     ):
-        getattr(hosts, "slime:f")
+        getattr(frameworks, "slime:f")
     with pytest.raises(AttributeError, match=r"no attribute 'absent'$"):
-        hosts.absent  # noqa: B018
+        frameworks.absent  # noqa: B018

@@ -1,4 +1,4 @@
-"""verl's adapter without verl; ``make test-frameworks`` runs verl's own code."""
+"""verl's integration without verl; ``make test-frameworks`` runs verl's own code."""
 
 import subprocess
 import sys
@@ -21,22 +21,26 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
-def host_reference(tmp_path_factory):
-    """Compute the oracle's losses and gradients of the step that the hosts' adapters train."""
-    file = tmp_path_factory.mktemp("hosts") / "reference.pt"
+def framework_reference(tmp_path_factory):
+    """Compute the oracle's losses and gradients of the step that the frameworks' integrations
+    train.
+    """
+    file = tmp_path_factory.mktemp("frameworks") / "reference.pt"
     launched("integrations/framework_worker.py", "reference", file, processes=1)
     return file
 
 
-@pytest.mark.parametrize(("host", "cases"), [("verl", 3), ("skyrl", 6), ("nemo_rl", 3)])
-def test_on_live_megatron_the_hosts_own_scaling_makes_it_the_configured_loss(
-    host_reference, host, cases
+@pytest.mark.parametrize(("framework", "cases"), [("verl", 3), ("skyrl", 6), ("nemo_rl", 3)])
+def test_on_live_megatron_the_frameworks_own_scaling_makes_it_the_configured_loss(
+    framework_reference, framework, cases
 ):
-    out = launched("integrations/framework_worker.py", "compare", host_reference, host, processes=4)
+    out = launched(
+        "integrations/framework_worker.py", "compare", framework_reference, framework, processes=4
+    )
     assert out.count(": the oracle") == 2 * cases
 
 
-def test_importing_the_adapters_imports_no_host():
+def test_importing_the_integrations_imports_no_framework():
     code = "import sys\nfrom megatron_lossagg.integrations import nemo_rl, skyrl, verl\n"
     code += "print(*sys.modules)"
     out = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT)
@@ -99,9 +103,9 @@ def planned(name, mask=MASK, uids=UIDS):
     return verl._plan_batch(verl.LossMode.named(name).aggregation(4), data, None)
 
 
-def test_padding_rows_of_verl_are_in_no_count():
-    plan, rows = planned("lossagg_prompt_mean")
-    assert rows.tolist() == [0, 1, 2, -1]
+def test_padding_sequences_of_verl_are_in_no_count():
+    plan, sequences = planned("lossagg_prompt_mean")
+    assert sequences.tolist() == [0, 1, 2, -1]
     assert plan.weights.tolist() == [1 / 6, 0, 1 / 6]
     plan, _ = planned("lossagg_sample_mean")
     assert plan.totals.samples == 3
@@ -111,23 +115,28 @@ def test_padding_rows_of_verl_are_in_no_count():
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("lossagg_prompt_mean", "tells the prompt of each row: keep uid"),
-        ("lossagg_prompt_mean_no_count_empty", "tells the prompt of each row: keep uid"),
+        ("lossagg_prompt_mean", "tells the prompt of each sequence: keep uid"),
+        ("lossagg_prompt_mean_no_count_empty", "tells the prompt of each sequence: keep uid"),
         ("lossagg_sample_mean", "or choose loss_mode=lossagg_sample_mean_no_count_empty"),
-        ("lossagg_constant", "tells padding rows apart from empty ones: keep uid in the batch"),
-        ("lossagg_sample_sum", "got rows without a uid"),
+        (
+            "lossagg_constant",
+            "tells padding sequences apart from empty ones: keep uid in the batch",
+        ),
+        ("lossagg_sample_sum", "got sequences without a uid"),
     ],
 )
-def test_rows_without_a_uid_are_refused_where_padding_rows_would_be_counted(name, reason, uids):
+def test_sequences_without_a_uid_are_refused_where_padding_sequences_would_be_counted(
+    name, reason, uids
+):
     with pytest.raises(PlanError, match=reason):
         planned(name, uids=uids)
 
 
 @pytest.mark.parametrize("mode", ["token_mean", "token_sum", "sample_mean_no_count_empty"])
-def test_rows_without_a_uid_are_planned_where_padding_rows_make_no_difference(mode):
+def test_sequences_without_a_uid_are_planned_where_padding_sequences_make_no_difference(mode):
     with_uids, _ = planned(f"lossagg_{mode}")
-    without, rows = planned(f"lossagg_{mode}", uids=None)
-    assert rows.tolist() == [0, 1, 2, 3]
+    without, sequences = planned(f"lossagg_{mode}", uids=None)
+    assert sequences.tolist() == [0, 1, 2, 3]
     assert with_uids.weights.tolist() == without.weights.tolist()[:3]
 
 
@@ -143,7 +152,7 @@ def warned_of_split(*steps, is_last=False):
             warnings.simplefilter("always")
             verl._warn_of_split_prompts(data, plan, seen)
         warnings_seen += len(caught)
-        assert all("a prompt has rows in several steps" in str(w.message) for w in caught)
+        assert all("a prompt has sequences in several steps" in str(w.message) for w in caught)
     return warnings_seen > 0
 
 
@@ -187,7 +196,7 @@ CONFIG = SimpleNamespace(
 )
 
 
-def called(name, *, is_on_device, plan_and_rows=None):
+def called(name, *, is_on_device, plan_and_sequences=None):
     """Return a registered policy loss, its gradient, and its host syncs; planned or not."""
     leaf = torch.arange(12.0, dtype=torch.float64).view(4, 3).requires_grad_()
     with DeviceDouble() as double:
@@ -200,11 +209,11 @@ def called(name, *, is_on_device, plan_and_rows=None):
         }
         double.syncs.clear()
         call = partial(verl._policy_loss, verl.LossMode.named(name), squared, config=CONFIG)
-        if plan_and_rows is None:
+        if plan_and_sequences is None:
             loss, _ = call(**tensors)
         else:
-            plan, rows = plan_and_rows
-            data = {verl._ROW: rows.to(place)}
+            plan, sequences = plan_and_sequences
+            data = {verl._SEQUENCE: sequences.to(place)}
             loss, _ = verl._with_plan(lambda data: call(**tensors), plan, 2, data=data)
             plan.check()
         num_syncs = sum(double.syncs.values())
@@ -217,7 +226,7 @@ MODES = ("token_mean", "sample_mean", "constant", "sample_sum", "token_sum")
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_registered_loss_on_a_device_is_that_of_the_cpu_after_two_host_syncs(core, mode):
+def test_a_registered_loss_on_a_device_is_that_of_the_cpu_after_two_framework_syncs(core, mode):
     on_cpu, wanted, _ = called(f"lossagg_{mode}", is_on_device=False)
     on_device, got, syncs = called(f"lossagg_{mode}", is_on_device=True)
     assert on_device == pytest.approx(on_cpu, rel=1e-12)
@@ -229,8 +238,8 @@ def test_a_registered_loss_on_a_device_is_that_of_the_cpu_after_two_host_syncs(c
 @pytest.mark.parametrize("mode", [*MODES, "prompt_mean", "prompt_mean_no_count_empty"])
 def test_a_planned_microbatch_on_a_device_is_that_of_the_cpu(core, mode):
     name = f"lossagg_{mode}"
-    on_cpu, wanted, _ = called(name, is_on_device=False, plan_and_rows=planned(name))
-    on_device, got, syncs = called(name, is_on_device=True, plan_and_rows=planned(name))
+    on_cpu, wanted, _ = called(name, is_on_device=False, plan_and_sequences=planned(name))
+    on_device, got, syncs = called(name, is_on_device=True, plan_and_sequences=planned(name))
     assert on_device == pytest.approx(on_cpu, rel=1e-12)
     assert torch.allclose(got, wanted, rtol=1e-12, atol=0)
     assert got.abs().max() > 0 == got[MASK == 0].abs().max()
@@ -243,6 +252,6 @@ def test_a_batch_that_is_on_a_device_is_counted(is_jagged):
         mask = MASK
         if is_jagged:
             mask = torch.nested.as_nested_tensor([*MASK], layout=torch.jagged)
-        plan, rows = planned("lossagg_sample_mean", mask.to(double.device))
+        plan, sequences = planned("lossagg_sample_mean", mask.to(double.device))
     assert plan.active_tokens.tolist() == [2, 0, 1]
-    assert rows.tolist() == [0, 1, 2, -1]
+    assert sequences.tolist() == [0, 1, 2, -1]

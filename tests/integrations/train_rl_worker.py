@@ -88,13 +88,13 @@ def by_hand(models, groups, mode):
         for rollout, reward in zip(group, rewards, strict=True):
             losses = []
             advantage = ((reward - rewards.mean()) / (1e-4 + spread)).float()
-            for row, mask in zip(rollout.trajectory, rollout.generation_mask, strict=True):
-                tokens, positions = torch.tensor(row)[None], torch.arange(len(row))[None]
+            for sequence, mask in zip(rollout.trajectory, rollout.generation_mask, strict=True):
+                tokens, positions = torch.tensor(sequence)[None], torch.arange(len(sequence))[None]
                 log_p = model(tokens, positions, None)[0].log_softmax(-1)
                 with torch.no_grad():
                     old_p = old_model(tokens, positions, None)[0].log_softmax(-1)
                     ref_p = ref_model(tokens, positions, None)[0].log_softmax(-1)
-                for t, (token, trained) in enumerate(zip(row[1:], mask[1:], strict=True)):
+                for t, (token, trained) in enumerate(zip(sequence[1:], mask[1:], strict=True)):
                     if not trained:
                         continue
                     now, old, ref = log_p[t, token], old_p[t, token], ref_p[t, token]

@@ -26,7 +26,7 @@ def theirs(step, loss_type, *, generated=None, steps=1, beta=0.0):
 
     The ratio is x against old log-probabilities of 0, unclipped; A is -1: the loss is x. With
     ``beta``, the log-probabilities of the reference model are 0 as well. ``generated``: active
-    tokens of the generation batch, which has the rows of that many ``steps``.
+    tokens of the generation batch, which has the sequences of that many ``steps``.
     """
     generated = sum(step.lengths) if generated is None else generated
     accelerator = SimpleNamespace(
@@ -75,13 +75,13 @@ def theirs(step, loss_type, *, generated=None, steps=1, beta=0.0):
             router_aux_loss_coef=0,
             get_gamma_weights=lambda advantages, **_: torch.ones_like(advantages),
         )
-        rows, width = mb.mask.shape
+        sequences, width = mb.mask.shape
         inputs = {
-            "prompt_ids": torch.zeros(rows, 1, dtype=torch.long),
-            "prompt_mask": torch.ones(rows, 1, dtype=torch.long),
-            "completion_ids": torch.zeros(rows, width, dtype=torch.long),
+            "prompt_ids": torch.zeros(sequences, 1, dtype=torch.long),
+            "prompt_mask": torch.ones(sequences, 1, dtype=torch.long),
+            "completion_ids": torch.zeros(sequences, width, dtype=torch.long),
             "completion_mask": mb.mask.long(),
-            "advantages": -torch.ones(rows, dtype=torch.float64),
+            "advantages": -torch.ones(sequences, dtype=torch.float64),
             "old_per_token_logps": torch.zeros_like(log_p),
             "ref_per_token_logps": torch.zeros_like(log_p),
             "num_items_in_batch": torch.tensor(float(generated)),
@@ -108,7 +108,7 @@ def test_every_loss_type_of_trl_has_an_alias():
 
 @pytest.mark.parametrize("lengths", STEPS)
 @pytest.mark.parametrize("loss_type", NAMES)
-def test_an_alias_is_the_hosts_own_aggregation(loss_type, lengths):
+def test_an_alias_is_the_frameworks_own_aggregation(loss_type, lengths):
     step = Step(STEPS[lengths])
     ours = step.loss(named(loss_type), per_token(step, loss_type))
     assert_same(ours, theirs(step, loss_type), step.leaves)
@@ -117,11 +117,11 @@ def test_an_alias_is_the_hosts_own_aggregation(loss_type, lengths):
 @pytest.mark.parametrize("loss_type", ["dapo", "cispo", "vespo"])
 def test_a_generation_batch_of_several_steps_gives_trl_the_divisor_of_their_mean(loss_type):
     step, others = Step(MASKED), 57
-    host = theirs(step, loss_type, generated=sum(step.lengths) + others, steps=2)
+    framework = theirs(step, loss_type, generated=sum(step.lengths) + others, steps=2)
     ours = step.loss(named(loss_type), per_token(step, loss_type))
     mean = (sum(step.lengths) + others) / 2
     assert abs(sum(step.lengths) / mean - 1) > 0.1
-    assert_same(ours * sum(step.lengths) / mean, host, step.leaves)
+    assert_same(ours * sum(step.lengths) / mean, framework, step.leaves)
 
 
 def test_the_kl_of_luspo_is_summed_over_the_tokens_of_the_mask():
@@ -132,11 +132,15 @@ def test_the_kl_of_luspo_is_summed_over_the_tokens_of_the_mask():
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "sapo", "dr_grpo", "luspo"])
-def test_trl_averages_microbatches_which_differs_where_they_have_unequally_many_rows(loss_type):
-    # As at the end of an epoch: a row of the smaller microbatch weighs more.
+def test_trl_averages_microbatches_which_differs_where_they_have_unequally_many_sequences(
+    loss_type,
+):
+    # As at the end of an epoch: a sequence of the smaller microbatch weighs more.
     step = Step([[MASKED[0][0], MASKED[0][1][:1]]])
-    host = theirs(step, loss_type)
+    framework = theirs(step, loss_type)
     ours = step.loss(named(loss_type), per_token(step, loss_type))
-    grads = [torch.autograd.grad(loss, step.leaves, retain_graph=True) for loss in (host, ours)]
+    grads = [
+        torch.autograd.grad(loss, step.leaves, retain_graph=True) for loss in (framework, ours)
+    ]
     ratio = [(a.norm() / b.norm()).item() for a, b in zip(*grads, strict=True)]
     assert ratio == pytest.approx([4 / 6, 4 / 2])

@@ -1,4 +1,6 @@
-"""``lossagg verify --host`` on released verl and SkyRL, and on a wrong ``agg_loss`` of verl."""
+"""``lossagg verify --framework`` on released verl and SkyRL, and on a wrong ``agg_loss``
+of verl.
+"""
 
 import json
 import os
@@ -14,9 +16,9 @@ import verl
 from ragged import check_of
 from test_cpu_launch import is_running
 
-from megatron_lossagg.verify.frameworks.launch import run_host
+from megatron_lossagg.verify.frameworks.launch import run_framework
 
-ONE = ["--dp", "1", "--loss-aggregation", "token_mean", "--regime", "average"]
+ONE = ["--dp", "1", "--loss-aggregation", "token_mean", "--loss-scaling", "average"]
 
 
 VERL, NEMO_RL = (Path(os.environ.get("FRAMEWORKS_DIR", "")) / name for name in ("verl", "NeMo-RL"))
@@ -29,12 +31,12 @@ transformers.__version__ = "5.11.0"  # NeMo-RL's patch of a tokenizer asserts an
 """
 
 
-def lossagg_verify(folder, host):
+def lossagg_verify(folder, framework):
     """Run the command with ``folder`` first on the path; return it ended, and its report."""
     # Each process of the command has the stand-ins; on a user's machine the dependencies are there.
     (folder / "sitecustomize.py").write_text("import stand_ins_first\n")
     report, page = folder / "report.json", folder / "page.html"
-    command = ["-m", "megatron_lossagg", "verify", "--host", host, *ONE]
+    command = ["-m", "megatron_lossagg", "verify", "--framework", framework, *ONE]
     done = subprocess.run(
         [sys.executable, *command, "--json", str(report), "--html", str(page)],
         env={**os.environ, "PYTHONPATH": path_with(folder)},
@@ -49,24 +51,27 @@ def path_with(*folders):
     return os.pathsep.join([*map(str, folders), os.environ["PYTHONPATH"]])
 
 
-@pytest.mark.parametrize(("host", "number"), [("verl", 60), ("skyrl", 14)])
-def test_the_command_runs_a_hosts_own_functions(tmp_path, host, number):
-    done, report, page = lossagg_verify(tmp_path, host)
+@pytest.mark.parametrize(("framework", "number"), [("verl", 60), ("skyrl", 14)])
+def test_the_command_runs_a_frameworks_own_functions(tmp_path, framework, number):
+    done, report, page = lossagg_verify(tmp_path, framework)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{host}: {number} of {number} checks of its own code pass" in done.stdout
+    assert f"{framework}: {number} of {number} checks of its own code pass" in done.stdout
     assert f"{number} of {number} checks of its own code pass" in page
     assert report["passed"]
-    assert {check["state"] for check in report["host"]["checks"]} == {"PASS"}
-    errors = [check["gradient_error"] for check in report["host"]["checks"]]
-    print(f"{host}: largest gradient error {max(errors):.1e}, {report['host']['seconds']:.0f} s")
+    assert {check["state"] for check in report["framework"]["checks"]} == {"PASS"}
+    errors = [check["gradient_error"] for check in report["framework"]["checks"]]
+    print(
+        f"{framework}: largest gradient error {max(errors):.1e}, "
+        f"{report['framework']['seconds']:.0f} s"
+    )
 
 
 @pytest.mark.skipif(not VERL.is_dir(), reason="FRAMEWORKS_DIR has no verl")
 def test_a_checkout_of_verl_passes_where_gspo_fixes_its_mode(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text("import stand_ins_first\n")
     monkeypatch.setenv("PYTHONPATH", path_with(tmp_path, VERL))
-    host = run_host("verl")
-    states = [(check["state"], check["explanation"]) for check in host["checks"]]
+    framework = run_framework("verl")
+    states = [(check["state"], check["explanation"]) for check in framework["checks"]]
     assert states == [("PASS", "")] * 60
     core = (VERL / "verl" / "trainer" / "ppo" / "core_algos.py").read_text()
     gspo = core[core.index('("gspo")') : core.index('("sapo")')]
@@ -77,12 +82,12 @@ def test_a_checkout_of_verl_passes_where_gspo_fixes_its_mode(tmp_path, monkeypat
 def test_nemo_rls_loss_function_is_the_oracles(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(OLDER_TRANSFORMERS)
     monkeypatch.setenv("PYTHONPATH", path_with(tmp_path, NEMO_RL))
-    host = run_host("nemo-rl")
-    states = [(check["state"], check["explanation"]) for check in host["checks"]]
+    framework = run_framework("nemo-rl")
+    states = [(check["state"], check["explanation"]) for check in framework["checks"]]
     assert states == [("PASS", "")] * 12
 
 
-def test_a_wrong_function_of_the_host_fails_by_name(tmp_path):
+def test_a_wrong_function_of_the_framework_fails_by_name(tmp_path):
     copy = tmp_path / "verl"
     shutil.copytree(Path(verl.__file__).parent, copy, ignore=shutil.ignore_patterns("*.pyc"))
     core = copy / "trainer" / "ppo" / "core_algos.py"
@@ -94,14 +99,14 @@ def test_a_wrong_function_of_the_host_fails_by_name(tmp_path):
 
     assert done.returncode == 1
     assert done.stdout.startswith("FAIL: 1 of 1 case passes")
-    check = check_of(report["host"]["checks"], "verl:token-mean")
+    check = check_of(report["framework"]["checks"], "verl:token-mean")
     assert check["state"] == "FAIL"
     assert check["got"] == pytest.approx(2 * check["wanted"])
     reason = f"verl.trainer.ppo.core_algos.agg_loss: got a loss of {check['got']:.9g}, expected"
     for text in (check["explanation"], done.stdout, page):
         assert reason in text
         assert "got a gradient of 2 times the expected one" in text
-    assert check_of(report["host"]["checks"], "lossagg_token_mean")["state"] == "PASS"
+    assert check_of(report["framework"]["checks"], "lossagg_token_mean")["state"] == "PASS"
 
 
 def test_ctrl_c_ends_the_ranks_that_a_check_launched(tmp_path):
@@ -112,7 +117,9 @@ def test_ctrl_c_ends_the_ranks_that_a_check_launched(tmp_path):
     launches = f"cpu.launch([{str(rank)!r}], processes=1, timeout=100)"
     (tmp_path / "verl").mkdir()
     (tmp_path / "verl" / "__init__.py").write_text(f"from megatron_lossagg import cpu; {launches}")
-    command = "from megatron_lossagg.verify.frameworks.launch import run_host; run_host('verl')"
+    command = (
+        "from megatron_lossagg.verify.frameworks.launch import run_framework; run_framework('verl')"
+    )
     checked = subprocess.Popen(
         [sys.executable, "-c", command],
         env={**os.environ, "PYTHONPATH": path_with(tmp_path)},

@@ -45,13 +45,13 @@ def test_every_mode_of_verl_has_an_alias():
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
 def test_what_lossagg_verify_runs_of_verl_is_the_oracles(check):
-    outcome = outcome_of(check, host="verl")
+    outcome = outcome_of(check, framework="verl")
     assert outcome.state == PASS, outcome.explanation
 
 
 @pytest.mark.parametrize("lengths", STEPS)
 @pytest.mark.parametrize("mode", MODES)
-def test_an_alias_is_the_hosts_own_aggregation(mode, lengths):
+def test_an_alias_is_the_frameworks_own_aggregation(mode, lengths):
     step = Step(STEPS[lengths])
     assert_same(step.loss(alias(mode)), theirs(step, mode, **counts(step)), step.leaves)
 
@@ -95,23 +95,23 @@ def test_tokens_that_bypass_mode_rejects_are_counted_and_not_trained(mode):
     got = verl_checks.run_loss(
         step, LossMode(alias(mode).mode, True, "bypass_mode").name, made, "token-mean"
     )
-    rows, num_rejected = [], 0
+    sequences, num_rejected = [], 0
     for mb in step.microbatches:
         losses = ppo_losses(mb, clip=0.2, dual_clip=3.0)
         is_kept = mb.mask & ((mb.log_probs - mb.old_log_probs).square() / 2 <= KEPT)
         num_rejected += int((mb.mask & ~is_kept).sum())
         for x, counted, trained in zip(losses, mb.mask.int(), is_kept.int(), strict=True):
             masks = {"counted": counted.tolist(), "trained": trained.tolist()}
-            rows.append({"x": list(x.unbind()), **masks, "sample": len(rows)})
+            sequences.append({"x": list(x.unbind()), **masks, "sample": len(sequences)})
     assert 0 < num_rejected < sum(step.lengths)
-    wanted = oracle.step_loss(alias(mode).mode, rows, divisor=alias(mode).divisor)
+    wanted = oracle.step_loss(alias(mode).mode, sequences, divisor=alias(mode).divisor)
     assert_same(got, wanted, step.leaves)
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode.startswith("seq-mean")])
-def test_without_global_batch_size_verl_leaves_masked_rows_out_of_each_microbatch(mode):
+def test_without_global_batch_size_verl_leaves_masked_sequences_out_of_each_microbatch(mode):
     # As called for the logged entropy; its Megatron and FSDP engines pass global_batch_size.
-    step = Step([[MASKED[0][0]]])  # three rows, one of them fully masked
+    step = Step([[MASKED[0][0]]])  # three sequences, one of them fully masked
     divisor = {"loss_scale_factor": DIVISOR}
     without_empty = Aggregation(alias(mode).mode, divisor=alias(mode).divisor, count_empty=False)
     got = theirs(step, mode, **divisor)
@@ -124,7 +124,7 @@ def test_without_loss_scale_factor_verl_divides_by_the_padded_width():
     step = Step(LENGTHS)
     given = {**counts(step), "loss_scale_factor": None}
     widths = [mb.mask.shape[1] for mb in step.microbatches]
-    assert widths == [6, 9, 9, 9]  # the same row weighs more in the narrower microbatch
+    assert widths == [6, 9, 9, 9]  # the same sequence weighs more in the narrower microbatch
     shares = [
         core_algos.agg_loss(
             torch.ones_like(mb.log_probs), mb.mask, "seq-mean-token-sum-norm", **given

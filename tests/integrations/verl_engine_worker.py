@@ -90,8 +90,8 @@ def entropy(logits):
     return -(log_p.exp() * log_p).sum(-1)
 
 
-def filler(length):
-    """Make a padding row as verl's upsample_batch_to_divisible_size does."""
+def padding(length):
+    """Make a padding sequence as verl's upsample_batch_to_divisible_size does."""
     one = torch.ones(1, dtype=torch.float64)
     return {
         "tokens": [1] * length,
@@ -104,36 +104,36 @@ def filler(length):
     }
 
 
-def batch_of(rows, *, num_microbatches, with_uid, odd):
+def batch_of(sequences, *, num_microbatches, with_uid, odd):
     """Make this rank's batch, as the trainer gives it to update_actor, in whole microbatches."""
     from tensordict import TensorDict
     from verl.utils import tensordict_utils as tu
 
-    size = -(-len(rows) // num_microbatches) + 1
+    size = -(-len(sequences) // num_microbatches) + 1
     made = []
     for number in range(num_microbatches):
-        own = rows[number::num_microbatches]
-        own = own + [filler(4) for _ in range(size - 1 - len(own))]
-        tokens = sum(len(row["tokens"]) for row in own)
-        made += [*own, filler(2 + (tokens + odd) % 2)]
+        own = sequences[number::num_microbatches]
+        own = own + [padding(4) for _ in range(size - 1 - len(own))]
+        tokens = sum(len(sequence["tokens"]) for sequence in own)
+        made += [*own, padding(2 + (tokens + odd) % 2)]
     nested = lambda values: torch.nested.as_nested_tensor(values, layout=torch.jagged)  # noqa: E731
-    whole = [torch.tensor(row["tokens"]) for row in made]
-    response = [row["response"] for row in made]
-    mask = [torch.tensor(row["mask"]) for row in made]
+    whole = [torch.tensor(sequence["tokens"]) for sequence in made]
+    response = [sequence["response"] for sequence in made]
+    mask = [torch.tensor(sequence["mask"]) for sequence in made]
     fields = {
         "input_ids": nested(whole),
         "prompts": nested([t[: len(t) - n] for t, n in zip(whole, response, strict=True)]),
         "responses": nested([t[len(t) - n :] for t, n in zip(whole, response, strict=True)]),
         "response_mask": nested(mask),
         "loss_mask": nested(mask),
-        "old_log_probs": nested([row["old"] for row in made]),
-        "ref_log_prob": nested([row["ref"] for row in made]),
-        "advantages": nested([row["advantage"] for row in made]),
+        "old_log_probs": nested([sequence["old"] for sequence in made]),
+        "ref_log_prob": nested([sequence["ref"] for sequence in made]),
+        "advantages": nested([sequence["advantage"] for sequence in made]),
         "temperature": torch.ones(len(made)),
     }
     batch = TensorDict(fields, batch_size=len(made))
     if with_uid:
-        tu.assign_non_tensor_stack(batch, "uid", [row["uid"] for row in made])
+        tu.assign_non_tensor_stack(batch, "uid", [sequence["uid"] for sequence in made])
     tu.assign_non_tensor(
         batch,
         use_dynamic_bsz=False,
@@ -141,7 +141,7 @@ def batch_of(rows, *, num_microbatches, with_uid, odd):
         global_batch_size=len(framework_step.samples()),
         calculate_entropy=True,
     )
-    return batch, sum(len(row["tokens"]) for row in made)
+    return batch, sum(len(sequence["tokens"]) for sequence in made)
 
 
 def actor_config(loss_mode):
@@ -166,7 +166,7 @@ def compare(path, per_token):
 
     engine, chunk = build(per_token)
     dp_rank = parallel_state.get_data_parallel_rank()
-    rows = framework_step.samples()[dp_rank::2]
+    sequences = framework_step.samples()[dp_rank::2]
     for case, (mode, count_empty) in framework_step.CASES.items():
         name = f"lossagg_{mode}{'' if count_empty else '_no_count_empty'}"
         loss_function = partial(losses.ppo_loss, config=actor_config(name))
@@ -175,7 +175,7 @@ def compare(path, per_token):
             for odd in (0, 1):
                 if odd and not (per_token and case == "constant"):
                     continue
-                batch, tokens = batch_of(rows, num_microbatches=m, with_uid=True, odd=odd)
+                batch, tokens = batch_of(sequences, num_microbatches=m, with_uid=True, odd=odd)
                 chunk.zero_grad_buffer()
                 with DeviceDouble():
                     output = engine.forward_backward_batch(batch, loss_function)
@@ -191,13 +191,13 @@ def compare(path, per_token):
                 if dist.get_rank() == 0:
                     times = f"{factor:.6f} times " if odd else ""
                     print(f"{case}, M = {m}: {times}the oracle, {worst:.1e}", flush=True)
-    batch, _ = batch_of(rows, num_microbatches=1, with_uid=False, odd=0)
+    batch, _ = batch_of(sequences, num_microbatches=1, with_uid=False, odd=0)
     name = partial(losses.ppo_loss, config=actor_config("lossagg_prompt_mean"))
-    with pytest.raises(ValueError, match="got rows without a uid"):
+    with pytest.raises(ValueError, match="got sequences without a uid"):
         engine.forward_backward_batch(batch, name)
     # A mode of verl's own is untouched: its gradient is that of its alias.
     config = actor_config("vanilla")
-    batch, _ = batch_of(rows, num_microbatches=3, with_uid=True, odd=0)
+    batch, _ = batch_of(sequences, num_microbatches=3, with_uid=True, odd=0)
     chunk.zero_grad_buffer()
     with DeviceDouble():
         engine.forward_backward_batch(batch, partial(losses.ppo_loss, config=config))

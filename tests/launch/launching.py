@@ -17,7 +17,7 @@ TIMEOUT = 900
 
 VERIFY_ONE_CASE = (
     *("-m", "megatron_lossagg", "verify", "--cp", "2"),
-    *("--loss-aggregation", "sample_mean", "--regime", "average"),
+    *("--loss-aggregation", "sample_mean", "--loss-scaling", "average"),
 )
 PASSED = "PASS: 1 of 1 case passes on 1 layout of 2 ranks"
 

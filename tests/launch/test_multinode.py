@@ -19,7 +19,7 @@ ROOT = TESTS.parent
 SCRIPT = ROOT / "launch" / "ci" / "multinode.sh"
 GOLDEN = ROOT / "launch" / "ci" / "golden" / "4_ranks.json"
 CLUSTER = TESTS / "launch" / "slurm_cluster.py"
-ONE_CASE = {"case": "sample_mean", "regime": "average"}
+ONE_CASE = {"case": "sample_mean", "loss_scaling": "average"}
 WORKFLOW = ROOT / ".github" / "workflows" / "multinode.yml"
 CPU = "device=cpu backend=gloo hosts=1"
 needs_slurm = pytest.mark.skipif(
@@ -31,7 +31,12 @@ needs_slurm = pytest.mark.skipif(
 def golden(tmp_path):
     """Write a golden file of one case of the real one: a short run."""
     found = json.loads(GOLDEN.read_text())
-    found["options"] += ["--loss-aggregation", ONE_CASE["case"], "--regime", ONE_CASE["regime"]]
+    found["options"] += [
+        "--loss-aggregation",
+        ONE_CASE["case"],
+        "--loss-scaling",
+        ONE_CASE["loss_scaling"],
+    ]
     found["cases"] = [case for case in found["cases"] if ONE_CASE.items() <= case.items()]
     file = tmp_path / "golden.json"
     file.write_text(json.dumps(found))

@@ -70,22 +70,22 @@ def a_plan(contract, active=(3, 2), **options):
     return plan_step(CONSTANT, sequences, group=contract.dp_group)
 
 
-def a_reducer(contract, plan, rows):
-    offsets = torch.arange(len(rows) + 1) * 4
-    mask = torch.zeros(4 * len(rows), dtype=torch.int64)
-    for position, row in enumerate(rows):
-        if row >= 0:
-            mask[4 * position : 4 * position + int(plan.active_tokens[row])] = 1
-    return plan.reducer(rows, mask, contract.thd(offsets))
+def a_reducer(contract, plan, sequences):
+    offsets = torch.arange(len(sequences) + 1) * 4
+    mask = torch.zeros(4 * len(sequences), dtype=torch.int64)
+    for position, sequence in enumerate(sequences):
+        if sequence >= 0:
+            mask[4 * position : 4 * position + int(plan.active_tokens[sequence])] = 1
+    return plan.reducer(sequences, mask, contract.thd(offsets))
 
 
 def share_of(reducer):
     return reducer(torch.ones(reducer.layout.num_local_tokens, requires_grad=True))
 
 
-def returns(step, contract, plan, rows):
+def returns(step, contract, plan, sequences):
     """Return what a loss_func does, and run the backward pass of a training step."""
-    reducer = a_reducer(contract, plan, rows)
+    reducer = a_reducer(contract, plan, sequences)
     with torch.set_grad_enabled(not step.forward_only):
         share = share_of(reducer)
         out = step.returns(share, reducer, report={"loss": share})
@@ -104,13 +104,13 @@ def check_fsdp_is_refused_by_name(chunk, contract):
         pass
 
     with refused("FSDP"):
-        live.checked_regime([FullyShardedDataParallel()])
+        live.checked_loss_scaling([FullyShardedDataParallel()])
 
     class Wrapped(torch.nn.Module):
         __module__ = "megatron_fsdp.wrapper"
 
     with refused("Wrapped: Megatron-FSDP"):
-        live.checked_regime([Wrapped()])
+        live.checked_loss_scaling([Wrapped()])
 
 
 def check_no_chunk_is_refused(chunk, contract):
@@ -127,17 +127,19 @@ def check_old_megatron_is_refused(chunk, contract):
         with refused(r"0\.12\.3", r"megatron-core>=0\.13"):
             read(chunk)
         megatron.core.__version__ = "0.13.0"
-        assert read(chunk).regime == "average"
+        assert read(chunk).loss_scaling == "average"
     finally:
         megatron.core.__version__ = now
 
 
-def check_regime_flipped_after_wrapping_is_refused(chunk, contract):
+def check_loss_scaling_flipped_after_wrapping_is_refused(chunk, contract):
     chunk.config.calculate_per_token_loss = True
     try:
-        with refused("frozen", "--calculate-per-token-loss", "average regime|per-token regime"):
+        with refused(
+            "frozen", "--calculate-per-token-loss", "average loss scaling|per-token loss scaling"
+        ):
             read(chunk)
-        with refused("wrapped in the average regime"):
+        with refused("wrapped in the average loss scaling"):
             contract.step(a_plan(contract), num_microbatches=2)
     finally:
         chunk.config.calculate_per_token_loss = False
@@ -153,10 +155,10 @@ def check_a_bucket_scaled_differently_from_its_buffer_is_refused(chunk, contract
         bucket.gradient_scaling_factor = now
 
 
-def check_expert_buffer_scaled_for_the_other_regime_is_refused(chunk, contract):
+def check_expert_buffer_scaled_for_the_other_loss_scaling_is_refused(chunk, contract):
     config = tiny_gpt.config_of(per_token=True, num_moe_experts=2, add_bias_linear=False)
     moe = tiny_gpt.wrapped(config)
-    assert read(moe).regime == "per-token"
+    assert read(moe).loss_scaling == "per_token"
     moe.expert_parallel_buffers[0].gradient_scaling_factor = 0.5
     with refused(r"0\.5", "frozen"):
         read(moe)
@@ -169,7 +171,7 @@ def check_experts_averaged_in_their_own_collective_are_accepted(chunk, contract)
     factors = {moe.buffers[0].gradient_scaling_factor}
     factors |= {buffer.gradient_scaling_factor for buffer in moe.expert_parallel_buffers}
     assert factors == {1.0, 0.5}
-    assert read(moe).regime == "average"
+    assert read(moe).loss_scaling == "average"
 
 
 def a_moe(**more):
@@ -199,7 +201,7 @@ def check_what_is_flipped_after_the_read_is_refused_by_the_next_step(chunk, cont
     )
     bucket = moe.buffers[0].buckets[0]
     flips = (
-        (moe.config, "calculate_per_token_loss", True, "wrapped in the average regime"),
+        (moe.config, "calculate_per_token_loss", True, "wrapped in the average loss scaling"),
         (router, "calculate_per_token_loss", True, f"^{name} was built with .*=True"),
         (bucket, "gradient_scaling_factor", 0.25, r"scales gradients by \[0\.25, 0\.5\]"),
         (moe.config, "context_parallel_size", 2, "eval_context_parallel_size of Megatron-Bridge"),
@@ -214,7 +216,7 @@ def check_what_is_flipped_after_the_read_is_refused_by_the_next_step(chunk, cont
         pass
 
 
-def check_router_built_in_the_other_regime_is_refused(chunk, contract):
+def check_router_built_in_the_other_loss_scaling_is_refused(chunk, contract):
     config = tiny_gpt.config_of(num_moe_experts=2, add_bias_linear=False)
     model = tiny_gpt.gpt(config, cpu.gpt_layer_spec(config))
     config.calculate_per_token_loss = True  # between building and wrapping
@@ -311,9 +313,9 @@ def check_ranks_that_disagree_on_the_aggregation_are_refused_on_all(chunk, contr
         MegatronContract.read(chunk, aggregation=own_aggregation)
 
 
-def check_ranks_of_different_regimes_are_refused_on_all(chunk, contract):
+def check_ranks_of_different_loss_scalings_are_refused_on_all(chunk, contract):
     own_chunk = tiny_gpt.wrapped(tiny_gpt.config_of(per_token=dist.get_rank() == 1))
-    with refused("rank 0 has .*regime average", "rank 1 has .*regime per-token"):
+    with refused("rank 0 has .*loss scaling average", "rank 1 has .*loss scaling per-token"):
         read(own_chunk)
 
 
@@ -331,26 +333,26 @@ def check_a_refusal_on_one_rank_reaches_all(chunk, contract):
         read(model)
 
 
-def check_a_row_in_two_microbatches_is_named(chunk, contract):
+def check_a_sequence_in_two_microbatches_is_named(chunk, contract):
     plan = a_plan(contract, active=(3, 2, 1))
     with abandoned(contract.step(plan, num_microbatches=2)) as step:
         returns(step, contract, plan, [0, 1])
-        with refused("row 1 is in two microbatches", "trained once"):
+        with refused("sequence 1 is in two microbatches", "trained once"):
             returns(step, contract, plan, [1, 2])
 
 
-def check_rows_in_no_microbatch_are_named(chunk, contract):
+def check_sequences_in_no_microbatch_are_named(chunk, contract):
     plan = a_plan(contract, active=(3, 2, 1))
     with abandoned(contract.step(plan, num_microbatches=2)) as step:
         returns(step, contract, plan, [0, -1])
-        with refused("1 of 3 rows", r"\(1\)"):
+        with refused("1 of 3 sequences", r"\(1\)"):
             returns(step, contract, plan, [2])
 
 
-def check_the_first_six_of_many_missing_rows_are_listed(chunk, contract):
+def check_the_first_six_of_many_missing_sequences_are_listed(chunk, contract):
     for missing, listed in ((6, "1, 2, 3, 4, 5, 6"), (7, "1, 2, 3, 4, 5, 6, ...")):
         plan = a_plan(contract, active=[1] * (missing + 1))
-        words = re.escape(f"{missing} of {missing + 1} rows"), re.escape(f"({listed})")
+        words = re.escape(f"{missing} of {missing + 1} sequences"), re.escape(f"({listed})")
         with abandoned(contract.step(plan, num_microbatches=1)) as step, refused(*words):
             returns(step, contract, plan, [0])
 
@@ -372,11 +374,11 @@ def check_what_the_rerun_machine_repeats_is_not_doubled(chunk, contract):
     for calls in ([[0], [1]], [[-1], [0], [1]]):
         plan = a_plan(contract)
         with contract.step(plan, num_microbatches=len(calls)) as step:
-            for rows in calls:
-                returns(step, contract, plan, rows)
+            for sequences in calls:
+                returns(step, contract, plan, sequences)
             with rerunning():
-                for rows in calls:
-                    returns(step, contract, plan, rows)
+                for sequences in calls:
+                    returns(step, contract, plan, sequences)
 
 
 def check_a_microbatch_that_comes_again_is_refused(chunk, contract):
@@ -388,21 +390,21 @@ def check_a_microbatch_that_comes_again_is_refused(chunk, contract):
             returns(step, contract, plan, [0])
 
 
-def check_a_missing_microbatch_of_fillers_is_reported(chunk, contract):
+def check_a_missing_microbatch_of_paddings_is_reported(chunk, contract):
     plan = a_plan(contract)
     step = contract.step(plan, num_microbatches=3)
-    for rows in ([0, 1], [-1]):
-        returns(step, contract, plan, rows)
+    for sequences in ([0, 1], [-1]):
+        returns(step, contract, plan, sequences)
     with refused("ran for 2 microbatches, 3 were planned"):
         step.close()
 
 
-def check_rows_missing_among_fillers_are_named(chunk, contract):
+def check_sequences_missing_among_paddings_are_named(chunk, contract):
     plan = a_plan(contract)
     with abandoned(contract.step(plan, num_microbatches=3)) as step:
-        for rows in ([-1], [-1]):
-            returns(step, contract, plan, rows)
-        with refused("1 of 2 rows", r"\(1\)"):
+        for sequences in ([-1], [-1]):
+            returns(step, contract, plan, sequences)
+        with refused("1 of 2 sequences", r"\(1\)"):
             returns(step, contract, plan, [0])
 
 
@@ -438,8 +440,8 @@ def check_a_step_that_was_not_closed_is_refused_by_the_next(chunk, contract):
 
 def check_an_exception_inside_a_step_is_not_masked(chunk, contract):
     step = contract.step(a_plan(contract), num_microbatches=2)
-    with pytest.raises(KeyError, match="of the host"), step:
-        raise KeyError("of the host")
+    with pytest.raises(KeyError, match="of the framework"), step:
+        raise KeyError("of the framework")
     assert step.is_closed
 
 
@@ -584,15 +586,17 @@ def check_a_reducer_of_another_step_is_refused(chunk, contract):
     with abandoned(contract.step(a_plan(contract), num_microbatches=1)) as step:
         other = a_reducer(contract, a_plan(contract, active=(1, 1, 1)), [0, 1, 2])
         share = share_of(a_reducer(contract, step.plan, [0, 1]))
-        with refused(r"another plan \(3 rows\), expected one of this plan \(2 rows\)"):
+        with refused(r"another plan \(3 sequences\), expected one of this plan \(2 sequences\)"):
             step.returns(share, other)
 
 
-def check_a_reducer_of_another_plan_of_as_many_rows_is_refused(chunk, contract):
+def check_a_reducer_of_another_plan_of_as_many_sequences_is_refused(chunk, contract):
     with abandoned(contract.step(a_plan(contract, active=(4, 4)), num_microbatches=1)) as step:
         stale = a_reducer(contract, a_plan(contract, active=(1, 1)), [0, 1])
         share = share_of(a_reducer(contract, step.plan, [0, 1]))
-        with refused(r"another plan \(2 rows\), .* \(2 rows\)", r"plan\.reducer.* or under"):
+        with refused(
+            r"another plan \(2 sequences\), .* \(2 sequences\)", r"plan\.reducer.* or under"
+        ):
             step.returns(share, stale)
 
 
@@ -625,12 +629,12 @@ def check_a_share_in_bfloat16_is_scaled_in_float32(chunk, contract):
         assert report["x"].tolist() == [6 * share.item(), 1.0]
 
 
-def check_the_start_line_names_mode_formula_regime_and_k(chunk, contract):
+def check_the_start_line_names_mode_formula_loss_scaling_and_k(chunk, contract):
     line = contract.describe(CONSTANT)
-    for word in ("constant", "1/(B 10)", "regime average, K = M DP CP (DP 2, CP 1)"):
+    for word in ("constant", "1/(B 10)", "loss scaling average, K = M DP CP (DP 2, CP 1)"):
         assert word in line, (word, line)
     per_token = read(tiny_gpt.wrapped(tiny_gpt.config_of(per_token=True)))
-    assert "regime per-token, K = N (DP 2, CP 1)" in per_token.describe(CONSTANT)
+    assert "loss scaling per-token, K = N (DP 2, CP 1)" in per_token.describe(CONSTANT)
 
 
 def check_the_start_line_reports_whether_k_was_measured(chunk, contract):
@@ -648,8 +652,8 @@ def check_the_start_line_is_followed_by_what_depends_on_cp(chunk, contract):
     config.mtp_num_layers = 1
     note = live.note_on_side_losses(config, "average")
     assert note.startswith("side losses (MTP) are Megatron's own")
-    assert "in the average regime of megatron-core" in note
-    is_free = live.note_on_side_losses(config, "per-token") == ""
+    assert "in the average loss scaling of megatron-core" in note
+    is_free = live.note_on_side_losses(config, "per_token") == ""
     assert note.endswith("train with --calculate-per-token-loss") == is_free
     balanced = read(a_moe(per_token=True, moe_aux_loss_coeff=0.1))
     line, *notes = balanced.describe(CONSTANT).split("\n")
@@ -669,8 +673,8 @@ def check_a_step_without_active_tokens_has_zero_gradient(chunk, contract):
             "the step has no active tokens: its loss and gradient are zero"
         ]
         step = its.step(plan, num_microbatches=1)
-        row = {"tokens": [1, 2, 3], "coefficient": [1.0, 1.0], "trained": [0, 0]}
-        batch = tiny_gpt.microbatch([row], [0], 1, 0)
+        sequence = {"tokens": [1, 2, 3], "coefficient": [1.0, 1.0], "trained": [0, 0]}
+        batch = tiny_gpt.microbatch([sequence], [0], 1, 0)
 
         def forward_step(iterator, model, batch=batch, plan=plan, its=its, step=step):
             logits = model(
@@ -678,7 +682,7 @@ def check_a_step_without_active_tokens_has_zero_gradient(chunk, contract):
             )
 
             def loss_func(logits):
-                reducer = plan.reducer(batch["rows"], batch["mask"], its.thd(batch["offsets"]))
+                reducer = plan.reducer(batch["sequences"], batch["mask"], its.thd(batch["offsets"]))
                 share = reducer(logits[0].logsumexp(-1))
                 return step.returns(share, reducer, report={"loss": share})
 
@@ -778,14 +782,14 @@ def check_a_share_of_a_reducer_of_another_microbatch_is_refused(chunk, contract)
     cached, own = a_reducer(contract, plan, [0]), a_reducer(contract, plan, [1])
     step.returns(share_of(cached), cached)[0].backward()
     step.returns(share_of(own) + share_of(cached), own)[0].backward()
-    with refused("a reducer of rows 0 was called after loss_func had returned for them"):
+    with refused("a reducer of sequences 0 was called after loss_func had returned for them"):
         step.close()
 
 
 def check_a_metric_may_be_reduced_at_any_time_of_the_step(chunk, contract):
     plan, other = a_plan(contract), a_plan(contract, active=(2, 2))
     with contract.step(plan, num_microbatches=2) as step:
-        reducers = [a_reducer(contract, plan, [row]) for row in (0, 1)]
+        reducers = [a_reducer(contract, plan, [sequence]) for sequence in (0, 1)]
         shares = [share_of(reducer) for reducer in reducers]  # all before the first returns
         for share, reducer in zip(shares, reducers, strict=True):
             step.returns(share, reducer)[0].backward()
@@ -798,20 +802,20 @@ def check_a_reducer_inside_an_activation_checkpoint_trains(chunk, contract):
     for is_reentrant in (False, True):
         plan = a_plan(contract)
         with contract.step(plan, num_microbatches=2) as step:
-            for row in (0, 1):
-                reducer = a_reducer(contract, plan, [row])
+            for sequence in (0, 1):
+                reducer = a_reducer(contract, plan, [sequence])
                 x = torch.ones(4, requires_grad=True)
                 share = checkpoint(lambda y, r=reducer: r(y * 1.0), x, use_reentrant=is_reentrant)
                 step.returns(share, reducer)[0].backward()
-                assert x.grad.count_nonzero() == plan.active_tokens[row]
+                assert x.grad.count_nonzero() == plan.active_tokens[sequence]
 
 
 def check_the_masks_of_a_step_are_not_kept_until_it_ends(chunk, contract):
     plan = a_plan(contract)
     with contract.step(plan, num_microbatches=2) as step:
         kept = []
-        for row in (0, 1):
-            reducer = a_reducer(contract, plan, [row])
+        for sequence in (0, 1):
+            reducer = a_reducer(contract, plan, [sequence])
             step.returns(share_of(reducer), reducer)[0].backward()
             kept.append(weakref.ref(reducer.microbatch))
         del reducer
@@ -855,7 +859,7 @@ def check_a_reducer_of_a_second_plan_is_refused_unless_it_is_declared(chunk, con
     share_of(a_reducer(contract, third, [0, 1]))  # no step runs
     for wrong, words in {
         second: "has already begun to train",
-        a_plan(contract, active=(2, 2, 2)): "a plan of 3 rows, the step's plan has 2",
+        a_plan(contract, active=(2, 2, 2)): "a plan of 3 sequences, the step's plan has 2",
         a_plan(contract).under("token_mean"): "have not agreed on",
     }.items():
         with refused(words):

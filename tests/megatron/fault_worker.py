@@ -31,10 +31,10 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron_lossagg import Aggregation  # noqa: E402
 from megatron_lossagg.verify import model as megatron  # noqa: E402
 from megatron_lossagg.verify.cases import Case  # noqa: E402
-from megatron_lossagg.verify.job import REGIMES  # noqa: E402
+from megatron_lossagg.verify.job import LOSS_SCALINGS  # noqa: E402
 from megatron_lossagg.verify.parallelism import Parallelism  # noqa: E402
-from megatron_lossagg.verify.rows import make_rows, zigzag  # noqa: E402
 from megatron_lossagg.verify.run import Run  # noqa: E402
+from megatron_lossagg.verify.sequences import make_sequences, zigzag  # noqa: E402
 
 TOKEN_MEAN = Case(aggregation=Aggregation("token_mean"))
 LAYOUTS = {
@@ -67,7 +67,7 @@ def our_step(run, meddle, *, main=1):
 
         def loss_func(output):
             losses = meddle(megatron.token_losses(output, batch, run.parallelism), batch, number)
-            reducer = plan.reducer(batch.rows, batch.mask, run.contract.thd(batch.offsets))
+            reducer = plan.reducer(batch.sequences, batch.mask, run.contract.thd(batch.offsets))
             share = reducer(losses)
             return step.returns(share * main, reducer, report={"loss": share})
 
@@ -125,17 +125,21 @@ def one_alone(rank, meeting_folder, layout, by):
 
 
 def nan():
-    """Print which loss is made NaN: its place in the row is found without the package."""
+    """Print which loss is made NaN: its place in the sequence is found without the package."""
     layout = LAYOUTS["DP2xCP2"]
 
     def meddle(losses, batch, number):
         if number != 1 or dist.get_rank() != 3:
             return losses
-        index = int(batch.mask_here[: -layout.row_multiple // layout.cp].nonzero()[-1])
+        index = int(batch.mask_here[: -layout.sequence_multiple // layout.cp].nonzero()[-1])
         offsets = batch.offsets.tolist()
         position = zigzag(offsets, layout.cp, parallel_state.get_context_parallel_rank())[index]
         segment = max(s for s, begin in enumerate(offsets[:-1]) if begin <= position)
-        where = {"microbatch": number, "rows": batch.rows[:-1], "row": batch.rows[segment]}
+        where = {
+            "microbatch": number,
+            "sequences": batch.sequences[:-1],
+            "sequence": batch.sequences[segment],
+        }
         where |= {"token": position - offsets[segment], "time": time.time()}
         print(json.dumps(where), flush=True)
         return losses.index_fill(0, torch.tensor([index]), torch.nan)
@@ -147,7 +151,7 @@ def nan():
 def train(layout, meddle, *, timeout=None):
     """Run a step; ``timeout``: of the gradients' all-reduce, minutes in Megatron-Core."""
     with megatron.split_world(layout):
-        run = Run(layout, without_values(make_rows()), per_token=False)
+        run = Run(layout, without_values(make_sequences()), per_token=False)
         if timeout is not None:
             dist.distributed_c10d._set_pg_timeout(timeout, run.chunks[0].dp_cp_group)
         our_step(run, meddle)
@@ -184,9 +188,9 @@ def stock_model(layout, *, per_token):
 def a_masked_microbatch_under_mtp(layout):
     """Compare stock and this package with MTP's loss alone and a masked microbatch on rank 0."""
     found = {}
-    for regime in REGIMES:
-        per_token = regime == "per-token"
-        run = Run(layout, without_values(make_rows()), per_token=per_token)
+    for loss_scaling in LOSS_SCALINGS:
+        per_token = loss_scaling == "per_token"
+        run = Run(layout, without_values(make_sequences()), per_token=per_token)
         if dist.get_rank() == 0:
             first = run.batches[0]
             masks = ("mask", "mask_here", "side_mask_here")
@@ -195,7 +199,7 @@ def a_masked_microbatch_under_mtp(layout):
         model = stock_model(layout, per_token=per_token)
         stock = stock_step(model, run.batches, layout, lambda loss, n: (loss * 0, n))
         loss = our_step(run, lambda losses, batch, number: losses, main=0)
-        found[regime] = {
+        found[loss_scaling] = {
             "stock_nan": any(bool(g.isnan().any()) for g in stock),
             "nan_where_stock_is": all(
                 torch.equal(ours.isnan(), theirs.isnan())
@@ -223,7 +227,7 @@ def copies_of_experts_over_tensor_ranks(layout):
 
 
 def batches_of(layout):
-    return Run(layout, without_values(make_rows()), per_token=False).batches
+    return Run(layout, without_values(make_sequences()), per_token=False).batches
 
 
 def counts_past_int32(layout):
@@ -251,16 +255,16 @@ def ratio(left, right):
     return factor
 
 
-def regime_flipped_after_wrapping(layout):
-    """Divide the gradient of a model wrapped in the other regime by the right one."""
+def loss_scaling_flipped_after_wrapping(layout):
+    """Divide the gradient of a model wrapped in the other loss scaling by the right one."""
     batches, found = batches_of(layout), {}
-    for regime in REGIMES:
-        per_token = regime == "per-token"
+    for loss_scaling in LOSS_SCALINGS:
+        per_token = loss_scaling == "per_token"
         right = stock_step(stock_model(layout, per_token=per_token), batches, layout, as_stock)
         wrong = stock_model(layout, per_token=not per_token)
         wrong[0].config.calculate_per_token_loss = per_token
         flipped = stock_step(wrong, batches, layout, as_stock)
-        found[regime] = ratio(flipped, right)
+        found[loss_scaling] = ratio(flipped, right)
     return found
 
 
@@ -279,7 +283,7 @@ STOCK = {
     a_masked_microbatch_under_mtp: Parallelism(dp=2, mtp=True, float32=True),
     copies_of_experts_over_tensor_ranks: Parallelism(tp=2, sequence_parallel=True, moe=True),
     counts_past_int32: LAYOUTS["DP2"],
-    regime_flipped_after_wrapping: LAYOUTS["DP2"],
+    loss_scaling_flipped_after_wrapping: LAYOUTS["DP2"],
     two_outputs_per_token: Parallelism(dp=2, moe=True),
 }
 

@@ -22,10 +22,10 @@ from megatron.core.utils import get_batch_on_this_cp_rank  # noqa: E402
 from megatron_lossagg import Aggregation, Layout  # noqa: E402
 from megatron_lossagg.verify import model as megatron  # noqa: E402
 from megatron_lossagg.verify.cases import Case  # noqa: E402
-from megatron_lossagg.verify.job import REGIMES, Job  # noqa: E402
+from megatron_lossagg.verify.job import LOSS_SCALINGS, Job  # noqa: E402
 from megatron_lossagg.verify.reference import Reference  # noqa: E402
-from megatron_lossagg.verify.rows import make_rows  # noqa: E402
 from megatron_lossagg.verify.run import Run  # noqa: E402
+from megatron_lossagg.verify.sequences import make_sequences  # noqa: E402
 
 MODES = ("token_mean", "sample_mean")
 
@@ -58,9 +58,9 @@ def stock_step(chunks, run, *, main):
 
 def with_counting_masks(run):
     """Yield each microbatch, and a copy with the counting mask as its training mask."""
-    rows = [replace(row, trained=row.counted) for row in run._rows]
+    sequences = [replace(sequence, trained=sequence.counted) for sequence in run._sequences]
     for batch in run.batches:
-        yield batch, megatron.pack(rows, batch.rows[:-1], run.parallelism)
+        yield batch, megatron.pack(sequences, batch.sequences[:-1], run.parallelism)
 
 
 def our_step(run, mode, *, main):
@@ -88,12 +88,12 @@ def distance(left, right):
 
 
 def compare(layout, *, per_token, rejected):
-    rows = make_rows()
+    sequences = make_sequences()
     if not rejected:
-        rows = [replace(row, counted=row.trained) for row in rows]
+        sequences = [replace(sequence, counted=sequence.trained) for sequence in sequences]
     config = megatron.config_of(layout, per_token=per_token)
     stock = megatron.wrapped_chunks(layout, config)
-    run = Run(layout, without_values(rows), per_token=per_token)
+    run = Run(layout, without_values(sequences), per_token=per_token)
     side = stock_step(stock, run, main=0)
     found = {
         "there": all(bool(g.isfinite().all() and g.any()) for g in side),
@@ -108,40 +108,42 @@ def compare(layout, *, per_token, rejected):
     return found
 
 
-def without_values(rows):
-    """Make a reference with rows only: the comparison is with stock, not with the oracle."""
+def without_values(sequences):
+    """Make a reference with sequences only: the comparison is with stock, not with the oracle."""
     none = torch.zeros(0)
     return Reference(
-        rows=rows, padded=4, losses_Y=none, gradients_YP=none.view(0, 0), parameters={}
+        sequences=sequences, padded=4, losses_Y=none, gradients_YP=none.view(0, 0), parameters={}
     )
 
 
 def side(layout):
     """Compare the gradients of side losses, and of whole steps where stock has the mode."""
-    for regime in REGIMES:
+    for loss_scaling in LOSS_SCALINGS:
         for rejected in (False, True):
-            found = compare(layout, per_token=regime == "per-token", rejected=rejected)
-            print_comparison(found, layout=str(layout), regime=regime, rejected=rejected)
+            found = compare(layout, per_token=loss_scaling == "per_token", rejected=rejected)
+            print_comparison(
+                found, layout=str(layout), loss_scaling=loss_scaling, rejected=rejected
+            )
 
 
 def slices(layout):
     """Slice a batch for this rank as Megatron-Core and as the layout does."""
     place = {"cp_size": layout.cp, "cp_rank": parallel_state.get_context_parallel_rank()}
-    for rows, length in ((1, 2 * layout.cp), (3, 8 * layout.cp), (2, 10 * layout.cp)):
+    for sequences, length in ((1, 2 * layout.cp), (3, 8 * layout.cp), (2, 10 * layout.cp)):
         whole = {
-            "tokens": torch.arange(rows * length).view(rows, length),
-            "loss_mask": torch.arange(rows * length).view(rows, length) % 3 % 2,
-            "features": torch.arange(rows * length * 4).view(rows, length, 4),
+            "tokens": torch.arange(sequences * length).view(sequences, length),
+            "loss_mask": torch.arange(sequences * length).view(sequences, length) % 3 % 2,
+            "features": torch.arange(sequences * length * 4).view(sequences, length, 4),
         }
-        ours = Layout.bshd_zigzag(rows, length, **place)
+        ours = Layout.bshd_zigzag(sequences, length, **place)
         for group in (None, parallel_state.get_context_parallel_group()):
             cut = get_batch_on_this_cp_rank(dict(whole), cp_group=group)
             found = {
                 name: torch.equal(cut[name].flatten(0, 1), value.flatten(0, 1)[ours.positions])
                 for name, value in whole.items()
             }
-            found["shorter"] = cut["tokens"].shape == (rows, length // layout.cp)
-            print_comparison(found, layout=str(layout), rows=rows, length=length)
+            found["shorter"] = cut["tokens"].shape == (sequences, length // layout.cp)
+            print_comparison(found, layout=str(layout), sequences=sequences, length=length)
 
 
 def print_comparison(found, **key):

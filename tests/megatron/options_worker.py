@@ -57,23 +57,23 @@ class Rank:
         self.size = lambda: CP_SIZE
 
 
-def row_of_each_token(rank):
-    """Split by the checkout's own function; return the row that each held token is of."""
+def sequence_of_each_token(rank):
+    """Split by the checkout's own function; return the sequence that each held token is of."""
     from megatron.core.datasets.data_schedule_utils import get_cp_slice_for_thd
 
     lengths = torch.tensor(LENGTHS)
-    row_of = torch.arange(len(LENGTHS)).repeat_interleave(lengths)
+    sequence_of = torch.arange(len(LENGTHS)).repeat_interleave(lengths)
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    batch = {"loss_mask": row_of, "cu_seqlens_padded": offsets}
+    batch = {"loss_mask": sequence_of, "cu_seqlens_padded": offsets}
     get_cp_slice_for_thd(batch, Rank(rank), ["loss_mask"], cp_partition_mode="contiguous")
     return batch["loss_mask"].tolist()
 
 
-def row_by_layout(rank):
-    """Return the same by the layout of an adapter whose data is split already."""
+def sequence_by_layout(rank):
+    """Return the same by the layout of an integration whose data is split already."""
     local = Layout.local([n // CP_SIZE for n in LENGTHS], cp_size=CP_SIZE, cp_rank=rank)
     assert local.num_local_tokens == sum(LENGTHS) // CP_SIZE
-    return [row for row, n in enumerate(LENGTHS) for _ in range(n // CP_SIZE)]
+    return [sequence for sequence, n in enumerate(LENGTHS) for _ in range(n // CP_SIZE)]
 
 
 def main():
@@ -93,8 +93,10 @@ def main():
         found["refused"][name] = refusal(config)
         setattr(config, name, default)
     if "cp_partition_mode" in fields:
-        found["rows of the contiguous split"] = [row_of_each_token(r) for r in range(CP_SIZE)]
-        found["rows of Layout.local"] = [row_by_layout(r) for r in range(CP_SIZE)]
+        found["sequences of the contiguous split"] = [
+            sequence_of_each_token(r) for r in range(CP_SIZE)
+        ]
+        found["sequences of Layout.local"] = [sequence_by_layout(r) for r in range(CP_SIZE)]
     print(json.dumps(found))
 
 

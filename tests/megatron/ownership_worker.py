@@ -13,7 +13,7 @@ from megatron_lossagg import Aggregation, MegatronContract, Sequences, plan_step
 from megatron_lossagg.errors import ContractError, ReducerError
 
 MODE = Aggregation("sample_mean")
-# Two rows of 8 and 4 tokens, of which 5 and 2 are active; the slices that ranks 0 and 1 hold.
+# Two sequences of 8 and 4 tokens, of which 5 and 2 are active; the slices that ranks 0 and 1 hold.
 MASKS = ([1, 1, 1, 0, 1, 0], [1, 0, 0, 1, 0, 1])
 LENGTHS = [4, 2]
 ACTIVE = [5, 2]
@@ -48,23 +48,23 @@ def check_a_step_whose_ranks_train_each_token_once_is_right(contract):
 def check_tokens_that_were_counted_on_the_slice_are_named(contract):
     mask = MASKS[contract.cp_rank]
     raised = step_of(contract, mask, active=[sum(mask[:4]), sum(mask[4:])])
-    assert all("counted different tokens of row 0" in text for text in raised), raised
-    assert all("count the whole rows, before they are sliced" in text for text in raised)
+    assert all("counted different tokens of sequence 0" in text for text in raised), raised
+    assert all("count the whole sequences, before they are sliced" in text for text in raised)
 
 
 def check_losses_that_were_gathered_over_the_ranks_are_named(contract):
-    """Each rank trains all tokens, with half of the rows counted as its own."""
+    """Each rank trains all tokens, with half of the sequences counted as its own."""
     whole = [1, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0, 1]
     raised = step_of(contract, whole, active=[5, 2], lengths=[8, 4])
     for text in raised:
-        assert "train 5 tokens more of row 0 than the 5 that were counted" in text, raised
+        assert "train 5 tokens more of sequence 0 than the 5 that were counted" in text, raised
 
 
-def check_lengths_of_other_rows_with_the_right_sum_are_named(contract):
+def check_lengths_of_other_sequences_with_the_right_sum_are_named(contract):
     raised = step_of(contract, MASKS[contract.cp_rank], lengths=[2, 4])
     for text in raised:
-        assert "tokens more of row 1 than the 2 that were counted" in text, raised
-        assert "fewer of row 0" in text
+        assert "tokens more of sequence 1 than the 2 that were counted" in text, raised
+        assert "fewer of sequence 0" in text
 
 
 def check_ranks_under_different_modes_are_named(contract):
@@ -77,7 +77,7 @@ def check_ranks_under_different_modes_are_named(contract):
     assert all("planned different steps" in text for text in raised), raised
 
 
-def check_ranks_with_different_numbers_of_rows_are_named_and_do_not_wait(contract):
+def check_ranks_with_different_numbers_of_sequences_are_named_and_do_not_wait(contract):
     if contract.cp_rank == 0:
         raised = step_of(contract, MASKS[0])
     else:
@@ -91,7 +91,7 @@ def check_fewer_tokens_than_were_counted_are_refused_unless_declared(contract):
         fewer[0] = 0
     raised = step_of(contract, fewer)
     for text in raised:
-        assert "train 1 tokens fewer of row 0 than the 5 that were counted" in text, raised
+        assert "train 1 tokens fewer of sequence 0 than the 5 that were counted" in text, raised
     assert step_of(contract, fewer, rejects_tokens=True) == ["", ""]
 
 
@@ -107,16 +107,16 @@ def check_a_rank_whose_step_is_incomplete_stops_the_others(contract):
         step.close()
 
 
-def check_more_rows_than_slots_are_compared(contract):
-    num_rows = 2500
-    lengths, active = [2] * num_rows, [2] * num_rows
-    mask = [1, 0] * num_rows
+def check_more_sequences_than_slots_are_compared(contract):
+    num_sequences = 2500
+    lengths, active = [2] * num_sequences, [2] * num_sequences
+    mask = [1, 0] * num_sequences
     assert step_of(contract, mask, active=active, lengths=lengths) == ["", ""]
     if contract.cp_rank == 1:
         mask[2 * 2100 + 1] = 1
     raised = step_of(contract, mask, active=active, lengths=lengths)
     for text in raised:
-        assert "train 1 tokens more of one of the rows 52, 1076, 2100 than" in text, raised
+        assert "train 1 tokens more of one of the sequences 52, 1076, 2100 than" in text, raised
 
 
 def check_a_step_of_whole_masks_after_one_of_slices_is_right(contract):
@@ -129,7 +129,7 @@ def check_a_step_of_whole_masks_after_one_of_slices_is_right(contract):
         step.returns(reducer(torch.ones(4, requires_grad=True)), reducer)[0].backward()
 
 
-def check_a_microbatch_without_rows_and_a_step_without_tokens_end(contract):
+def check_a_microbatch_without_sequences_and_a_step_without_tokens_end(contract):
     with warnings.catch_warnings(), contextlib.suppress(RuntimeWarning):
         warnings.simplefilter("ignore")
         assert step_of(contract, [0] * 6, active=[0, 0]) == ["", ""]

@@ -14,8 +14,8 @@ from megatron_lossagg.verify import model as megatron  # noqa: E402
 from megatron_lossagg.verify.cases import Case  # noqa: E402
 from megatron_lossagg.verify.parallelism import Parallelism  # noqa: E402
 from megatron_lossagg.verify.reference import Reference  # noqa: E402
-from megatron_lossagg.verify.rows import make_rows  # noqa: E402
 from megatron_lossagg.verify.run import Run  # noqa: E402
+from megatron_lossagg.verify.sequences import make_sequences  # noqa: E402
 
 LAYOUT = Parallelism(dp=2, cp=2, microbatches=3)
 
@@ -30,7 +30,7 @@ def stock_step(run):
         def loss_func(output):
             nll = megatron.token_losses(output, batch, LAYOUT)
             keep = batch.mask_here == 1
-            keep[-2:] = False  # the filler: stock recognizes it by its mask alone
+            keep[-2:] = False  # the padding sequence: stock recognizes it by its mask alone
             x = nll * batch.coefficient
             total = torch.where(keep, x, 0).sum()
             report = {"loss": torch.stack([total.detach().clone(), keep.sum()])}
@@ -60,19 +60,19 @@ def check_a_loss_scale(run):
     assert torch.equal(buffer, unscaled * 1024)
     run.chunks[0].config.grad_scale_func = None
     if dist.get_rank() == 0:
-        print(f"SCALED by 1024 exactly, {run.contract.regime}", flush=True)
+        print(f"SCALED by 1024 exactly, {run.contract.loss_scaling}", flush=True)
 
 
 def main():
     dist.init_process_group("gloo")
     # Stock counts the training mask; the plan counts the counting mask: take them equal.
-    rows = [replace(row, counted=row.trained) for row in make_rows()]
+    sequences = [replace(sequence, counted=sequence.trained) for sequence in make_sequences()]
     nothing = Reference(
         padded=4,
         losses_Y=torch.zeros(0),
         gradients_YP=torch.zeros(0, 0),
         parameters={},
-        rows=rows,
+        sequences=sequences,
     )
     with megatron.split_world(LAYOUT):
         for per_token in (False, True):

@@ -344,8 +344,8 @@ def check_stock_passes_and_is_left_unchanged(layout, emit):
             assert all(abs(k / report.expected - 1) < 1e-5 for k in report.factors), report
             assert report.seconds < 10, report
             dtype_name = str(dtype).removeprefix("torch.")
-            regime = "per-token" if per_token else "average"
-            emit(f"STOCK {regime}, {name}, {dtype_name}: {report}")
+            loss_scaling = "per_token" if per_token else "average"
+            emit(f"STOCK {loss_scaling}, {name}, {dtype_name}: {report}")
 
 
 def check_the_config_of_megatron_lm_passes(layout, emit):
@@ -372,8 +372,8 @@ def check_the_config_of_megatron_lm_passes(layout, emit):
                 assert report.measured == PARTS, report
                 assert report.read == (), report
                 assert all(abs(k / report.expected - 1) < 1e-5 for k in report.factors), report
-                regime = "per-token" if per_token else "average"
-                emit(f"MEGATRON-LM {regime}, {name}, {dtype_name}: {report}")
+                loss_scaling = "per_token" if per_token else "average"
+                emit(f"MEGATRON-LM {loss_scaling}, {name}, {dtype_name}: {report}")
 
 
 def drop_m():
@@ -485,7 +485,7 @@ def patched(owner, name, value):
 
 
 def finalized_by(function):
-    """Introduce a fault in the host's own finalize function."""
+    """Introduce a fault in the framework's own finalize function."""
     return lambda chunks: patched(chunks[0].config, "finalize_model_grads_func", function)
 
 
@@ -494,7 +494,7 @@ def flipped(chunks):
     return patched(config, "calculate_per_token_loss", not config.calculate_per_token_loss)
 
 
-# A fault, and where it changes a number: from regime, DP * CP, CP and EP.
+# A fault, and where it changes a number: from loss scaling, DP * CP, CP and EP.
 FAULTS = {
     "drop_m": (lambda chunks: drop_m(), lambda per_token, dp_cp, cp, ep: not per_token),
     "times_cp": (lambda chunks: times_cp(), lambda per_token, dp_cp, cp, ep: cp > 1),
@@ -544,15 +544,15 @@ def check_faults_are_caught_under_the_config_of_megatron_lm(layout, emit):
 
 
 def catch_faults(chunks_of, layout, emit, left_out=()):
-    """Put each fault in ``REPEATS`` times, in both regimes."""
+    """Put each fault in ``REPEATS`` times, in both loss scalings."""
     cp = parallel_state.get_context_parallel_world_size()
     for per_token in (False, True):
         chunks = chunks_of(per_token)
         before = facts(chunks)
         dp_cp = dist.get_world_size(chunks[0].dp_cp_group)
-        regime = "per-token" if per_token else "average"
+        loss_scaling = "per_token" if per_token else "average"
         for fault, (patch, changes_a_number) in FAULTS.items():
-            if (fault, regime) in left_out:
+            if (fault, loss_scaling) in left_out:
                 continue
             caught = 0
             wanted = changes_a_number(per_token, dp_cp, cp, layout.get("ep", 1))
@@ -568,15 +568,15 @@ def catch_faults(chunks_of, layout, emit, left_out=()):
                     continue
                 found = re.match(
                     r"rank \d+: the startup probe measured K = (\S+)(?: to (\S+))?, expected K = "
-                    r"(?:M DP CP|N) = (\d+) in the (\S+) regime",
+                    r"(?:M DP CP|N) = (\d+) in the (\S+) loss scaling",
                     message,
                 )
                 assert found, message
                 assert {found[1], found[2]} != {found[3]}, message
-                assert found[4] == regime, message
-            assert caught == (REPEATS if wanted else 0), (fault, regime, caught, message)
+                assert found[4] == loss_scaling, message
+            assert caught == (REPEATS if wanted else 0), (fault, loss_scaling, caught, message)
             verdict = f"{caught} of {repeats} caught" if wanted else "changes no number, passes"
-            emit(f"{regime}, {fault}: {verdict}: {message}")
+            emit(f"{loss_scaling}, {fault}: {verdict}: {message}")
         assert facts(chunks) == before
 
 

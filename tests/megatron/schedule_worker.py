@@ -1,4 +1,4 @@
-"""The schedule hook on live Megatron-Core, around a host's loop as Megatron-LM's; DP 2."""
+"""The schedule hook on live Megatron-Core, around a framework's loop as Megatron-LM's; DP 2."""
 
 import collections
 import functools
@@ -21,11 +21,11 @@ from megatron.core.rerun_state_machine import (
 from step_data import VOCABULARY
 
 from megatron_lossagg import Aggregation, buffer
-from megatron_lossagg.buffer import MicrobatchRows
+from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError, ReducerError
 from megatron_lossagg.faults import Faults
 from megatron_lossagg.integrations import bridge, megatron_lm
-from megatron_lossagg.integrations.megatron_lm import PretrainAdapter
+from megatron_lossagg.integrations.megatron_lm import PretrainIntegration
 from megatron_lossagg.schedule import ScheduleHook, aggregated, compare
 
 SAMPLE_MEAN = Aggregation("sample_mean")
@@ -59,7 +59,7 @@ def batches(rank, **options):
     return [a_batch(10 * rank + number, **options) for number in range(M)]
 
 
-def host_loss(mask, output):
+def framework_loss(mask, output):
     losses, mask = output.view(-1).float(), mask.view(-1)
     loss, num_tokens = (losses * mask).sum(), mask.sum().int()
     report = torch.stack([loss.detach(), num_tokens.float()])
@@ -69,7 +69,7 @@ def host_loss(mask, output):
 def forward_step(iterator, model):
     data = next(iterator)
     for name in list(data):
-        data[name] = data[name].clone()  # as a host that moves its dict to a device in place
+        data[name] = data[name].clone()  # as a framework that moves its dict to a device in place
     offsets = data.get("cu_seqlens", data.get("cu_seqlens_q"))
     packed = None if offsets is None else tiny_gpt.packed_at(packed_offsets(offsets))
     output = model(
@@ -80,11 +80,11 @@ def forward_step(iterator, model):
         packed_seq_params=packed,
     )
     data["tokens"] = None
-    return output, functools.partial(host_loss, data["loss_mask"])
+    return output, functools.partial(framework_loss, data["loss_mask"])
 
 
 def packed_offsets(offsets):
-    """Return where rows lie, and the tail of the entry as a row of its own, as a list."""
+    """Return where sequences lie, and the tail of the entry as a sequence of its own, as a list."""
     return sorted({*offsets.flatten().tolist(), LENGTH} - {-1})
 
 
@@ -108,8 +108,10 @@ def gradient(chunk):
 
 
 def by_hand(chunk, of_ranks):
-    """Return the mean over rows of their mean loss, and its gradient, by loops; all ranks' data."""
-    model, means, num_rows = chunk.module, [], 0
+    """Return the mean over sequences of their mean loss, and its gradient, by loops; all ranks'
+    data.
+    """
+    model, means, num_sequences = chunk.module, [], 0
     for data in (data for rank in of_ranks for data in rank):
         offsets = data.get("cu_seqlens")
         cuts = [0, LENGTH] if offsets is None else sorted(set(offsets.flatten().tolist()))
@@ -120,10 +122,10 @@ def by_hand(chunk, of_ranks):
                 positions = at["position_ids"][None]
                 losses = model(at["tokens"][None], positions, None, labels=at["labels"][None])[0]
                 active = [losses[t] for t in range(end - start) if at["loss_mask"][t] == 1]
-                num_rows += 1
+                num_sequences += 1
                 if active:
                     means.append(sum(active) / len(active))
-    loss = sum(means) / num_rows
+    loss = sum(means) / num_sequences
     return loss.item(), torch.autograd.grad(loss, list(model.parameters()))
 
 
@@ -137,22 +139,22 @@ def assert_trains_by_hand(chunk, reports, of_ranks):
 
 def a_hook(**options):
     # Bridge's data is Megatron-LM's, and asks nothing of megatron.training, which is not here.
-    return ScheduleHook(SAMPLE_MEAN, bridge.BridgeAdapter(), **options)
+    return ScheduleHook(SAMPLE_MEAN, bridge.BridgeIntegration(), **options)
 
 
-def check_an_entry_of_the_batch_is_a_row(chunk, stock):
+def check_an_entry_of_the_batch_is_a_sequence(chunk, stock):
     schedule = a_hook().aggregated(stock)
     reports = run(schedule, chunk, batches(dist.get_rank()))
     assert_trains_by_hand(chunk, reports, [batches(0), batches(1)])
 
 
-def check_packed_conversations_are_rows_and_empty_tail_segments_are_none(chunk, stock):
+def check_packed_conversations_are_sequences_and_empty_tail_segments_are_none(chunk, stock):
     cuts = [0, 3, 7, 8, 8, 8]
     reports = run(a_hook().aggregated(stock), chunk, batches(dist.get_rank(), cuts=cuts))
     assert_trains_by_hand(chunk, reports, [batches(r, cuts=cuts) for r in (0, 1)])
 
 
-def check_positions_past_the_last_conversation_are_no_row(chunk, stock):
+def check_positions_past_the_last_conversation_are_no_sequence(chunk, stock):
     cuts = [0, 3, 6]
     reports = run(a_hook().aggregated(stock), chunk, batches(dist.get_rank(), cuts=cuts))
     assert_trains_by_hand(chunk, reports, [batches(r, cuts=cuts) for r in (0, 1)])
@@ -161,16 +163,16 @@ def check_positions_past_the_last_conversation_are_no_row(chunk, stock):
 def check_each_packed_entry_of_a_microbatch_has_its_own_offsets(chunk, stock):
     of_ranks = [[a_batch(10 * rank + number) for number in range(M)] for rank in (0, 1)]
     cuts = torch.tensor([[0, 3, 8, 8], [0, 2, 5, 8]], dtype=torch.int32)
-    adapter = bridge.BridgeAdapter()
+    integration = bridge.BridgeIntegration()
     for batch in (batch for rank in of_ranks for batch in rank):
-        rows = adapter.rows({**batch, "cu_seqlens": cuts})
-        assert rows.lengths.tolist() == [3, 5, 2, 3, 3]
+        sequences = integration.sequences({**batch, "cu_seqlens": cuts})
+        assert sequences.lengths.tolist() == [3, 5, 2, 3, 3]
         mask = batch["loss_mask"]
         wanted = [mask[0, :3], mask[0, 3:], mask[1, :2], mask[1, 2:5], mask[1, 5:]]
-        assert rows.active_tokens.tolist() == [int(part.sum()) for part in wanted]
+        assert sequences.active_tokens.tolist() == [int(part.sum()) for part in wanted]
 
 
-def check_what_is_only_padding_is_no_row(chunk, stock):
+def check_what_is_only_padding_is_no_sequence(chunk, stock):
     """As Bridge's packed data has it: offsets with and without padding, or a padding mask."""
     mask = torch.ones(1, 8)
     mask[:, 6:] = 0
@@ -182,19 +184,23 @@ def check_what_is_only_padding_is_no_row(chunk, stock):
         {"cu_seqlens": padded, "cu_seqlens_unpadded": unpadded},
         {"cu_seqlens_q": padded, "padding_mask": is_padding},
     ):
-        rows = bridge.BridgeAdapter().rows({"loss_mask": mask, **data})
-        assert rows.lengths.tolist() == [3, 3, 2]
-        assert rows.is_filler.tolist() == [0, 0, 1]
+        sequences = bridge.BridgeIntegration().sequences({"loss_mask": mask, **data})
+        assert sequences.lengths.tolist() == [3, 3, 2]
+        assert sequences.is_padding.tolist() == [0, 0, 1]
     for wrong in ([[0, 5, 3]], [[2, 5, 8]]):
         with pytest.raises(ValueError, match=r"cu_seqlens .* offsets from 0 that never fall"):
-            bridge.BridgeAdapter().rows({"loss_mask": mask, "cu_seqlens": torch.tensor(wrong)})
+            bridge.BridgeIntegration().sequences(
+                {"loss_mask": mask, "cu_seqlens": torch.tensor(wrong)}
+            )
     cuts = torch.tensor([[0, 3, 6, 6], [0, 2, 5, 5]])  # each entry's tail is its own
-    rows = bridge.BridgeAdapter().rows({"loss_mask": torch.ones(2, 8), "cu_seqlens": cuts})
-    assert rows.lengths.tolist() == [3, 3, 2, 2, 3, 3]
-    assert rows.is_filler.tolist() == [0, 0, 1, 0, 0, 1]
+    sequences = bridge.BridgeIntegration().sequences(
+        {"loss_mask": torch.ones(2, 8), "cu_seqlens": cuts}
+    )
+    assert sequences.lengths.tolist() == [3, 3, 2, 2, 3, 3]
+    assert sequences.is_padding.tolist() == [0, 0, 1, 0, 0, 1]
 
 
-def check_bridges_offsets_are_rows_and_its_sentinels_are_none(chunk, stock):
+def check_bridges_offsets_are_sequences_and_its_sentinels_are_none(chunk, stock):
     for name, cuts in {"cu_seqlens_q": [0, 3, 8], "cu_seqlens": [0, 3, 8, -1, -1]}.items():
         of_ranks = [batches(rank, cuts=[0, 3, 8]) for rank in (0, 1)]
         data = [dict(batch) for batch in of_ranks[dist.get_rank()]]
@@ -229,7 +235,7 @@ def check_an_evaluation_first_leaves_the_probe_to_the_first_training_step(chunk,
     assert hook.contract.probe is not None
 
 
-def check_the_hosts_report_stays_beside_ours(chunk, stock):
+def check_the_frameworks_report_stays_beside_ours(chunk, stock):
     data = batches(dist.get_rank())
     theirs = run(stock, chunk, data)
     ours = run(a_hook().aggregated(stock), chunk, data)
@@ -240,7 +246,9 @@ def check_the_hosts_report_stays_beside_ours(chunk, stock):
         assert torch.equal(before["accuracy"], after["accuracy"])
 
 
-def check_what_a_host_does_to_its_microbatch_does_not_reach_the_one_that_was_read(chunk, stock):
+def check_what_a_framework_does_to_its_microbatch_does_not_reach_the_one_that_was_read(
+    chunk, stock
+):
     data = batches(dist.get_rank())
     held = [batch["tokens"] for batch in data]
     run(a_hook().aggregated(stock), chunk, iter(data))
@@ -274,7 +282,7 @@ def check_rejected_tokens_are_an_error_unless_they_were_declared(chunk, stock):
         output, loss_func = forward_step(iterator, model)
         (mask,) = loss_func.args
         mask[:, 0] = 0
-        return output, functools.partial(host_loss, mask)
+        return output, functools.partial(framework_loss, mask)
 
     rejects = {"forward_step_func": forward_step_that_rejects}
     run(a_hook(rejects_tokens=True).aggregated(stock), chunk, batches(0), **rejects)
@@ -311,7 +319,7 @@ def check_the_rerun_machine_repeats_a_step_with_the_same_gradient(chunk, stock):
     machine = get_rerun_state_machine()
 
     def validated_loss(mask, output):
-        loss, *rest = host_loss(mask, output)
+        loss, *rest = framework_loss(mask, output)
         machine.validate_result(
             result=loss,
             rejection_func=lambda loss: True,  # so that it runs the step again, to compare
@@ -339,8 +347,8 @@ def check_the_rerun_machine_repeats_a_step_with_the_same_gradient(chunk, stock):
         destroy_rerun_state_machine()
 
 
-def check_an_adapter_of_whole_rows_gives_its_own_layout(chunk, stock):
-    class Whole(PretrainAdapter):
+def check_an_integration_of_whole_sequences_gives_its_own_layout(chunk, stock):
+    class Whole(PretrainIntegration):
         def layout(self, contract, lengths):
             return contract.thd(torch.tensor([0, *lengths]).cumsum(0))
 
@@ -349,7 +357,7 @@ def check_an_adapter_of_whole_rows_gives_its_own_layout(chunk, stock):
     assert_trains_by_hand(chunk, reports, [batches(0), batches(1)])
 
 
-def check_a_host_that_is_not_there_is_refused_by_name(chunk, stock):
+def check_a_framework_that_is_not_there_is_refused_by_name(chunk, stock):
     for install, name in ((megatron_lm.install, "Megatron-LM"), (bridge.install, "Bridge")):
         with refused(ContractError, "cannot be imported", name, "put its checkout on PYTHONPATH"):
             install(SAMPLE_MEAN)
@@ -362,7 +370,7 @@ def refills_one_buffer(data):
     for batch in data:
         for name, value in batch.items():
             static[name].copy_(value)
-        held.update(static)  # what a host did to the dict is undone
+        held.update(static)  # what a framework did to the dict is undone
         yield held
 
 
@@ -454,9 +462,11 @@ def check_a_wrong_replay_is_an_error_on_every_rank_before_the_schedule(chunk, st
         raise AssertionError("the schedule ran")
 
     if dist.get_rank() == 1:
-        buffer._numbered = lambda counts: [[row + 1 for row in rows] for rows in right(counts)]
+        buffer._numbered = lambda counts: [
+            [sequence + 1 for sequence in sequences] for sequences in right(counts)
+        ]
     try:
-        with refused(PlanError, "rank 1", "the replay has rows [1, 2, 3, 4]", "expected each"):
+        with refused(PlanError, "rank 1", "the replay has sequences [1, 2, 3, 4]", "expected each"):
             run(a_hook().aggregated(not_run), chunk, batches(0))
     finally:
         buffer._numbered = right
@@ -501,12 +511,12 @@ def check_an_iterator_that_ends_early_is_refused_on_every_rank(chunk, stock):
         run(a_hook().aggregated(stock), chunk, short)
 
 
-def check_an_adapter_without_lengths_is_refused(chunk, stock):
-    class NoLengths(PretrainAdapter):
-        def rows(self, data):
-            return MicrobatchRows(active_tokens=data["loss_mask"].sum(1))
+def check_an_integration_without_lengths_is_refused(chunk, stock):
+    class NoLengths(PretrainIntegration):
+        def sequences(self, data):
+            return MicrobatchSequences(active_tokens=data["loss_mask"].sum(1))
 
-    with refused(ContractError, "NoLengths.rows gave no lengths"):
+    with refused(ContractError, "NoLengths.sequences gave no lengths"):
         run(aggregated(stock, SAMPLE_MEAN, NoLengths()), chunk, batches(0))
 
 
@@ -514,7 +524,7 @@ def changed(change):
     """Return a forward_step whose loss_func gives ``change(loss, mask)`` instead of its loss."""
 
     def changed_loss(mask, output):
-        loss, *rest = host_loss(mask, output)
+        loss, *rest = framework_loss(mask, output)
         return change(loss, mask), *rest
 
     def step(iterator, model):
@@ -549,14 +559,16 @@ def check_a_penalty_that_warms_up_and_a_factor_from_a_later_step_on_are_refused(
 def check_the_comparison_waits_for_no_device(chunk, stock):
     losses = torch.ones(4, device="meta", requires_grad=True)
     mask = torch.ones(4, device="meta")
-    host = PretrainAdapter().loss(functools.partial(host_loss_of_a_device, mask), losses)
+    framework = PretrainIntegration().loss(
+        functools.partial(framework_loss_of_a_device, mask), losses
+    )
     faults = Faults()
-    compare(host, faults, 0)  # a meta tensor raises where it is read
+    compare(framework, faults, 0)  # a meta tensor raises where it is read
     with pytest.raises(NotImplementedError, match="meta"):
         faults.take()
 
 
-def host_loss_of_a_device(mask, output):
+def framework_loss_of_a_device(mask, output):
     loss = (output * mask).sum()
     return loss, mask.sum().int(), {"lm loss": torch.stack([loss.detach(), mask.sum()])}
 
@@ -592,13 +604,13 @@ def check_tuples_of_a_model_or_a_loss_are_refused_by_name(chunk, stock):
     with refused(
         ContractError, "got a tuple from forward_step, expected one tensor", "train it wi"
     ):
-        PretrainAdapter().loss(functools.partial(host_loss, mask), pair)
+        PretrainIntegration().loss(functools.partial(framework_loss, mask), pair)
 
 
 def check_a_mask_by_keyword_is_refused_by_name(chunk, stock):
     def by_keyword(iterator, model):
         output, loss_func = forward_step(iterator, model)
-        return output, functools.partial(host_loss, mask=loss_func.args[0])
+        return output, functools.partial(framework_loss, mask=loss_func.args[0])
 
     with refused(ContractError, "expected functools.partial(loss_func, loss_mask"):
         run(a_hook().aggregated(stock), chunk, batches(0), forward_step_func=by_keyword)
@@ -653,7 +665,7 @@ def check_data_of_another_kind_is_refused_by_name(chunk, stock):
 
 def check_prompt_mean_without_prompt_ids_is_refused_before_the_first_step(chunk, stock):
     with refused(AggregationError, "prompt_mean needs prompt ids", "choose another"):
-        ScheduleHook(Aggregation("prompt_mean"), PretrainAdapter())
+        ScheduleHook(Aggregation("prompt_mean"), PretrainIntegration())
 
 
 def main():

@@ -1,4 +1,6 @@
-"""The gradient norm of each side loss alone, by regime, at the CP size that is given; JSON."""
+"""The gradient norm of each side loss alone, by loss scaling, at the CP size that is
+given; JSON.
+"""
 
 import json
 import sys
@@ -46,7 +48,9 @@ def wrapped(config):
 
 
 def batches(cp_size, cp_rank):
-    """Draw two microbatches of three rows, and slice them as Megatron does unpacked rows."""
+    """Draw two microbatches of three sequences, and slice them as Megatron does unpacked
+    sequences.
+    """
     draw = torch.Generator().manual_seed(5)
     chunk = LENGTH // (2 * cp_size)
     starts = (cp_rank * chunk, (2 * cp_size - 1 - cp_rank) * chunk)

@@ -1,6 +1,7 @@
-"""Packed rows at CP 2 through the schedule hook, split as ``cp_partition_mode`` says; JSON.
+"""Packed sequences at CP 2 through the schedule hook, split as ``cp_partition_mode`` says; JSON.
 
-``split_worker.py MODE``: prints the relative error of the gradient against the mean over rows by
+``split_worker.py MODE``: prints the relative error of the gradient against the mean over sequences
+by
 hand, or the refusal. The contiguous split is that of Megatron-Core's ``get_cp_slice_for_thd`` and
 of Megatron-Bridge's ``_partition_packed_batch_contiguous``. One weight per token is the model:
 who holds which token is all that matters.
@@ -21,7 +22,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_lossagg import Aggregation, Layout
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.integrations.bridge import BridgeAdapter
+from megatron_lossagg.integrations.bridge import BridgeIntegration
 from megatron_lossagg.schedule import ScheduleHook
 
 OFFSETS = (0, 4, 12, 16)
@@ -54,16 +55,16 @@ def positions_here(mode):
     return torch.arange(rank * held, (rank + 1) * held)
 
 
-def host_loss(mask, output):
+def framework_loss(mask, output):
     loss, num_tokens = (output * mask).sum(), mask.sum().int()
     return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens.float()])}
 
 
 def gradient_by_hand():
-    gradient, num_rows = torch.zeros(TOKENS), len(OFFSETS) - 1
+    gradient, num_sequences = torch.zeros(TOKENS), len(OFFSETS) - 1
     for start, end in itertools.pairwise(OFFSETS):
         for t in range(start, end):
-            gradient[t] = MASK[t] / sum(MASK[start:end]) / num_rows
+            gradient[t] = MASK[t] / sum(MASK[start:end]) / num_sequences
     return gradient
 
 
@@ -81,9 +82,9 @@ def main():
 
     def forward_step(iterator, model):
         mask = next(iterator)["loss_mask"][0, held]
-        return model(held), functools.partial(host_loss, mask)
+        return model(held), functools.partial(framework_loss, mask)
 
-    hook = ScheduleHook(Aggregation("sample_mean"), BridgeAdapter(), probe=False)
+    hook = ScheduleHook(Aggregation("sample_mean"), BridgeIntegration(), probe=False)
     found = {"rank": dist.get_rank()}
     try:
         hook.aggregated(get_forward_backward_func())(

@@ -1,4 +1,4 @@
-"""A regime that is flipped after the contract was read, seen by both stages of PP 2; JSON."""
+"""A loss scaling that is flipped after the contract was read, seen by both stages of PP 2; JSON."""
 
 import contextlib
 import json
@@ -10,7 +10,7 @@ from split_worker import OneWeightPerToken
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.integrations.bridge import BridgeAdapter
+from megatron_lossagg.integrations.bridge import BridgeIntegration
 from megatron_lossagg.schedule import ScheduleHook
 
 
@@ -24,7 +24,7 @@ def main():
     chunk = tiny_gpt.DistributedDataParallel(
         config, tiny_gpt.DistributedDataParallelConfig(), OneWeightPerToken()
     )
-    hook = ScheduleHook(Aggregation("sample_mean"), BridgeAdapter(), probe=False)
+    hook = ScheduleHook(Aggregation("sample_mean"), BridgeIntegration(), probe=False)
     found = {"rank": dist.get_rank(), "reached": 0}
 
     def schedule(**call):

@@ -1,7 +1,7 @@
 """The tokens of a layout are those that Megatron-Core and Transformer Engine put on a rank.
 
-Their own slicing functions run here: Megatron-Core's for unpacked rows on any machine,
-Transformer Engine's for packed rows where it and CUDA are available.
+Their own slicing functions run here: Megatron-Core's for unpacked sequences on any machine,
+Transformer Engine's for packed sequences where it and CUDA are available.
 """
 
 import json
@@ -15,7 +15,8 @@ from megatron_lossagg.verify.job import Job
 from megatron_lossagg.verify.parallelism import Parallelism
 
 SLICED = {"CP2": Parallelism(dp=2, cp=2), "CP4": Parallelism(cp=4)}
-# Offsets in units of 2 CP tokens: one row, uneven rows, an empty row between two, many rows.
+# Offsets in units of 2 CP tokens: one sequence, uneven sequences, an empty sequence between two,
+# many sequences.
 OFFSETS = ((0, 1), (0, 3, 4, 9), (0, 2, 2, 5), tuple(range(0, 120, 3)))
 
 
@@ -38,9 +39,9 @@ def test_megatron_slices_an_unpacked_batch_like_bshd_zigzag(slices, name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("offsets", OFFSETS)
 @pytest.mark.parametrize("cp_size", [2, 4, 8])
-def test_transformer_engine_slices_packed_rows_like_thd_zigzag(cp_size, offsets):
+def test_transformer_engine_slices_packed_sequences_like_thd_zigzag(cp_size, offsets):
     if not torch.cuda.is_available():
-        pytest.skip("Transformer Engine slices packed rows with a CUDA kernel")
+        pytest.skip("Transformer Engine slices packed sequences with a CUDA kernel")
     pytest.importorskip("transformer_engine.pytorch", exc_type=ImportError)
     import transformer_engine_torch
 

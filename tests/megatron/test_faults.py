@@ -49,7 +49,7 @@ def test_no_rank_waits_for_a_lost_rank_without_a_launcher(alone, name):
     assert outcome["seconds"] < SECONDS
 
 
-def test_a_nan_loss_is_named_by_rank_microbatch_row_and_token_and_ends_the_launch():
+def test_a_nan_loss_is_named_by_rank_microbatch_sequence_and_token_and_ends_the_launch():
     """DP 2 x CP 2: rank 3's second microbatch; the token's place is found without the package."""
     done = fork_server().launch([str(WORKER), "nan"], processes=4, timeout=300)
     assert THROUGH not in done.stdout
@@ -57,13 +57,13 @@ def test_a_nan_loss_is_named_by_rank_microbatch_row_and_token_and_ends_the_launc
     (outcome,) = map(json.loads, done.stdout.splitlines())
     assert time.time() - outcome["time"] < SECONDS
     assert done.returncode != 0
-    rows = ", ".join(map(str, outcome["rows"]))
+    sequences = ", ".join(map(str, outcome["sequences"]))
     errors = [line for line in done.stderr.splitlines() if "ReducerError: " in line]
     assert len(errors) == 1, errors
     for words in (
         "rank 3 (context-parallel rank 1)",
-        f"the loss of row {outcome['row']} ",
-        f"microbatch {outcome['microbatch']} with rows {rows})",
+        f"the loss of sequence {outcome['sequence']} ",
+        f"microbatch {outcome['microbatch']} with sequences {sequences})",
         f"is nan at its token {outcome['token']}:",
     ):
         assert words in errors[0]
@@ -79,12 +79,14 @@ def stock():
 
 @pytest.mark.skipif(RELEASE != (0, 16), reason="seen in megatron-core 0.16")
 def test_stock_mtp_is_nan_after_a_masked_microbatch_with_and_without_this_package(stock):
-    """It divides by the microbatch's tokens in the average regime. The main loss is finite."""
+    """It divides by the microbatch's tokens in the average loss scaling. The main loss is
+    finite.
+    """
     found = stock["a_masked_microbatch_under_mtp"]
     assert found["average"]["stock_nan"]
-    assert not found["per-token"]["stock_nan"]
+    assert not found["per_token"]["stock_nan"]
     assert all(each["nan_where_stock_is"] for each in found.values())
-    assert found["average"]["our_loss"] == found["per-token"]["our_loss"] > 0
+    assert found["average"]["our_loss"] == found["per_token"]["our_loss"] > 0
 
 
 @pytest.mark.skipif(RELEASE != (0, 16), reason="seen in megatron-core 0.16")
@@ -101,10 +103,10 @@ def test_stock_does_not_divide_by_counts_that_wrap_in_int32(stock):
     assert found[str(2**31)] == pytest.approx(2**31)
 
 
-def test_stock_trains_a_multiple_where_the_regime_is_flipped_after_wrapping(stock):
+def test_stock_trains_a_multiple_where_the_loss_scaling_is_flipped_after_wrapping(stock):
     """DP 2: DDP's factor was frozen at 1/2 for the average, at 1 for the sum."""
-    found = stock["regime_flipped_after_wrapping"]
-    assert found["per-token"] == pytest.approx(1 / 2)
+    found = stock["loss_scaling_flipped_after_wrapping"]
+    assert found["per_token"] == pytest.approx(1 / 2)
     assert found["average"] == pytest.approx(2)
 
 

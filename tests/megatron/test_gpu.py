@@ -60,7 +60,7 @@ def data():
     """Make a packed microbatch: a 0/1 mask with holes, losses with inf and NaN where it is 0."""
     generator = torch.Generator().manual_seed(5)
     mask = torch.rand(sum(LENGTHS), generator=generator) < 0.7
-    mask[LENGTHS[0] : LENGTHS[0] + LENGTHS[1]] = False  # a row without active tokens
+    mask[LENGTHS[0] : LENGTHS[0] + LENGTHS[1]] = False  # a sequence without active tokens
     x = torch.randn(len(mask), generator=generator)
     masked = (~mask).nonzero().flatten()
     x[masked[::2]], x[masked[1::2]] = math.inf, math.nan
@@ -119,7 +119,7 @@ def test_share_and_gradient_are_those_of_the_cpu(data, aggregation, cp_size, mas
     plan.check()
 
 
-def test_a_mask_on_the_host_works_with_losses_on_a_device(data):
+def test_a_mask_on_the_framework_works_with_losses_on_a_device(data):
     mask, x = data
     plan, layout = a_plan(mask), a_layout()
     share = plan.reducer(range(len(LENGTHS)), mask, layout)(x.cuda())
@@ -128,7 +128,7 @@ def test_a_mask_on_the_host_works_with_losses_on_a_device(data):
 
 
 @pytest.mark.parametrize("mask_type", [torch.bool, torch.int32, torch.float32])
-def test_building_calling_and_returning_make_no_host_sync(contract, data, mask_type):
+def test_building_calling_and_returning_make_no_framework_sync(contract, data, mask_type):
     mask, x = data
     plan, layout = a_plan(mask), a_layout()
     mask, x = mask.to(mask_type).cuda(), x.cuda().requires_grad_()
@@ -159,7 +159,7 @@ def a_step_with(contract, plan, mask, x):
 def test_a_loss_that_is_not_finite_is_raised_when_the_step_closes(contract, data, bad):
     mask, x = data
     x[mask.nonzero()[7]] = bad
-    with pytest.raises(ReducerError, match=r"rows? 0"):
+    with pytest.raises(ReducerError, match=r"sequences? 0"):
         a_step_with(contract, a_plan(mask), mask, x)
 
 

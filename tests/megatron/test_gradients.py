@@ -1,8 +1,8 @@
 """On real Megatron-Core every layout trains the oracle's gradient.
 
 All layouts of one world size are proven in one launch of ``megatron_lossagg.verify``, but for
-unpacked rows: their padding makes the reference three times as large. The
-data with every degenerate row is its ``rows.py``, the oracle its ``oracle.py``.
+unpacked sequences: their padding makes the reference three times as large. The
+data with every degenerate sequence is its ``sequences.py``, the oracle its ``oracle.py``.
 """
 
 import pytest
@@ -19,7 +19,7 @@ SPLITS = {
     "PP2xCP2": {"pp": 2, "cp": 2},
 }
 MICROBATCHES = (1, 3, 4)
-REGIMES = ("average", "per-token")
+LOSS_SCALINGS = ("average", "per_token")
 OTHERS = {
     "CP4": {"cp": 4, "microbatches": 5},
     "TP2": {"tp": 2},
@@ -65,7 +65,7 @@ def verdicts_of_three_ranks():
 
 
 @early
-def verdicts_of_unpacked_rows():
+def verdicts_of_unpacked_sequences():
     return proven(layouts_of_size(2, packings=("bshd",)))
 
 
@@ -74,46 +74,48 @@ def verdicts(
     verdicts_of_four_ranks,
     verdicts_of_two_ranks,
     verdicts_of_three_ranks,
-    verdicts_of_unpacked_rows,
+    verdicts_of_unpacked_sequences,
 ):
-    """Return every verdict of this file's layouts, by layout, case and regime."""
+    """Return every verdict of this file's layouts, by layout, case and loss scaling."""
     return (
         verdicts_of_four_ranks
         | verdicts_of_two_ranks
         | verdicts_of_three_ranks
-        | verdicts_of_unpacked_rows
+        | verdicts_of_unpacked_sequences
     )
 
 
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("loss_scaling", LOSS_SCALINGS)
 @pytest.mark.parametrize("microbatches", MICROBATCHES)
 @pytest.mark.parametrize("case", NAMES)
 @pytest.mark.parametrize("split", SPLITS)
-def test_the_gradient_is_that_of_the_configured_loss(verdicts, split, case, microbatches, regime):
+def test_the_gradient_is_that_of_the_configured_loss(
+    verdicts, split, case, microbatches, loss_scaling
+):
     layout = layout_of(SPLITS[split], microbatches=microbatches)
-    verdict = verdicts[str(layout), case, regime]
+    verdict = verdicts[str(layout), case, loss_scaling]
     assert verdict["gradient_error"] < 1e-12, verdict["explanation"]
     assert verdict["loss_error"] < 1e-12, verdict["explanation"]
     assert verdict["weight_sum_error"] < 1e-6  # computed in float32
 
 
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("loss_scaling", LOSS_SCALINGS)
 @pytest.mark.parametrize("case", NAMES)
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_splits_reductions_and_layouts_train_the_configured_loss(
-    verdicts, name, case, regime
+    verdicts, name, case, loss_scaling
 ):
     layout = layout_of(OTHERS[name])
-    verdict = verdicts[str(layout), case, regime]
+    verdict = verdicts[str(layout), case, loss_scaling]
     bound = 1e-5 if layout.float32 else 1e-12
     assert verdict["gradient_error"] < bound, verdict["explanation"]
     assert verdict["loss_error"] < bound, verdict["explanation"]
 
 
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("loss_scaling", LOSS_SCALINGS)
 @pytest.mark.parametrize("case", NAMES)
-def test_ranks_with_3_and_5_microbatches_train_the_configured_loss(verdicts, case, regime):
-    assert verdicts[str(UNEVEN), case, regime]["gradient_error"] < 1e-12
+def test_ranks_with_3_and_5_microbatches_train_the_configured_loss(verdicts, case, loss_scaling):
+    assert verdicts[str(UNEVEN), case, loss_scaling]["gradient_error"] < 1e-12
 
 
 @early
@@ -125,6 +127,6 @@ def test_stock_megatron_is_untouched_and_equals_token_mean_per_token(parity):
     assert parity.count("PARITY bit for bit, token_mean within 1e-12") == 2, parity
 
 
-@pytest.mark.parametrize("regime", REGIMES)
-def test_a_loss_scale_multiplies_the_gradient_exactly_and_not_the_report(parity, regime):
-    assert f"SCALED by 1024 exactly, {regime}" in parity, parity
+@pytest.mark.parametrize("loss_scaling", LOSS_SCALINGS)
+def test_a_loss_scale_multiplies_the_gradient_exactly_and_not_the_report(parity, loss_scaling):
+    assert f"SCALED by 1024 exactly, {loss_scaling}" in parity, parity

@@ -1,6 +1,6 @@
 """Splits combined as in a real run, and the losses that Megatron-Core adds to the main one.
 
-Side losses: at equal layout and regime stock Megatron's loss_func and this package's leave
+Side losses: at equal layout and loss scaling stock Megatron's loss_func and this package's leave
 the same bits in every gradient buffer (``matrix_worker.py``, one launch). Combinations: the
 gradient is the oracle's (``megatron_lossagg.verify``, one launch per world size).
 """
@@ -12,7 +12,7 @@ from conftest import RELEASE, early, launched, proven
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.verify.cases import Case
-from megatron_lossagg.verify.job import REGIMES, Job
+from megatron_lossagg.verify.job import LOSS_SCALINGS, Job
 from megatron_lossagg.verify.parallelism import Parallelism
 
 # Megatron-Core trains no experts on TP 2 without sequence parallelism.
@@ -25,15 +25,15 @@ SIDE = {
     "MTP-DP2": Parallelism(dp=2, mtp=True, float32=True),
     "MTP-CP2": Parallelism(cp=2, mtp=True, float32=True),
 }
-if RELEASE < (0, 16):  # packs no rows under multi-token prediction
+if RELEASE < (0, 16):  # packs no sequences under multi-token prediction
     SIDE = {name: layout for name, layout in SIDE.items() if not layout.mtp}
 # Before 0.15 stock divides by a microbatch's tokens even where there are none, and is NaN.
-SIDE_REGIMES = REGIMES if RELEASE >= (0, 15) else ("per-token",)
+SIDE_LOSS_SCALINGS = LOSS_SCALINGS if RELEASE >= (0, 15) else ("per_token",)
 WHOLE = [
-    (name, regime)
+    (name, loss_scaling)
     for name, layout in SIDE.items()
-    for regime in SIDE_REGIMES
-    if regime == "per-token" or layout.cp == 1
+    for loss_scaling in SIDE_LOSS_SCALINGS
+    if loss_scaling == "per_token" or layout.cp == 1
 ]
 CASES = (
     Case(aggregation=Aggregation("token_mean")),
@@ -58,36 +58,36 @@ COMBINED = {
 
 @early
 def side():
-    """Return what every rank found, by layout, regime and whether tokens were rejected."""
+    """Return what every rank found, by layout, loss scaling and whether tokens were rejected."""
     job = Job(layouts=list(SIDE.values()), cases=())
     out = launched("megatron/matrix_worker.py", "side", job.to_json(), processes=job.world_size)
     comparisons = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    return {(c["layout"], c["regime"], c["rejected"]): c["ranks"] for c in comparisons}
+    return {(c["layout"], c["loss_scaling"], c["rejected"]): c["ranks"] for c in comparisons}
 
 
-@pytest.mark.parametrize("regime", SIDE_REGIMES)
+@pytest.mark.parametrize("loss_scaling", SIDE_LOSS_SCALINGS)
 @pytest.mark.parametrize("name", SIDE)
-def test_side_losses_come_out_bit_for_bit_as_without_this_package(side, name, regime):
-    for found in side[str(SIDE[name]), regime, False]:
+def test_side_losses_come_out_bit_for_bit_as_without_this_package(side, name, loss_scaling):
+    for found in side[str(SIDE[name]), loss_scaling, False]:
         assert found["there"]
         assert found["stock_twice"]
         assert found["token_mean"]
         assert found["sample_mean"]
 
 
-@pytest.mark.parametrize("regime", SIDE_REGIMES)
+@pytest.mark.parametrize("loss_scaling", SIDE_LOSS_SCALINGS)
 @pytest.mark.parametrize("name", SIDE)
-def test_rejected_tokens_do_not_scale_side_losses(side, name, regime):
-    for found in side[str(SIDE[name]), regime, True]:
+def test_rejected_tokens_do_not_scale_side_losses(side, name, loss_scaling):
+    for found in side[str(SIDE[name]), loss_scaling, True]:
         assert found["there"]
         assert found["token_mean"]
         assert found["sample_mean"]
 
 
-@pytest.mark.parametrize(("name", "regime"), WHOLE)
-def test_main_and_side_losses_add_up_as_in_stock_where_stock_has_the_mode(side, name, regime):
-    """token_mean per token; microbatch_token_mean in the average regime at CP 1."""
-    for found in side[str(SIDE[name]), regime, False]:
+@pytest.mark.parametrize(("name", "loss_scaling"), WHOLE)
+def test_main_and_side_losses_add_up_as_in_stock_where_stock_has_the_mode(side, name, loss_scaling):
+    """token_mean per token; microbatch_token_mean in the average loss scaling at CP 1."""
+    for found in side[str(SIDE[name]), loss_scaling, False]:
         assert found["main"] > 1e-3
         assert found["whole"] < SIDE[name].tolerance
 
@@ -102,15 +102,15 @@ def combined_over_eight_ranks():
     return proven([layout for layout in COMBINED.values() if layout.world_size == 8], CASES)
 
 
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("loss_scaling", LOSS_SCALINGS)
 @pytest.mark.parametrize("case", list(map(str, CASES)))
 @pytest.mark.parametrize("name", COMBINED)
 def test_splits_combined_train_the_configured_loss(
-    combined_over_four_ranks, combined_over_eight_ranks, name, case, regime
+    combined_over_four_ranks, combined_over_eight_ranks, name, case, loss_scaling
 ):
     layout = COMBINED[name]
     verdicts = combined_over_four_ranks | combined_over_eight_ranks
-    verdict = verdicts[str(layout), case, regime]
+    verdict = verdicts[str(layout), case, loss_scaling]
     assert verdict["gradient_error"] < layout.tolerance, verdict["explanation"]
     assert verdict["loss_error"] < layout.tolerance, verdict["explanation"]
     assert verdict["weight_sum_error"] < 1e-6  # computed in float32

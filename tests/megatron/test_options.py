@@ -51,11 +51,11 @@ def found_by(out):
     return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
 
 
-def test_a_zigzag_split_of_packed_rows_trains_the_mean_over_rows(zigzag):
+def test_a_zigzag_split_of_packed_sequences_trains_the_mean_over_sequences(zigzag):
     assert [found["error"] < 1e-6 for found in found_by(zigzag)] == [True, True]
 
 
-def test_a_contiguous_split_of_packed_rows_is_refused_on_every_rank_before_a_step(contiguous):
+def test_a_contiguous_split_of_packed_sequences_is_refused_on_every_rank_before_a_step(contiguous):
     """Where it was not, its gradient was off by 79 percent and nothing said so."""
     for found in found_by(contiguous):
         assert "cp_partition_mode is 'contiguous'" in found["refused"]
@@ -66,7 +66,7 @@ def test_every_pipeline_stage_refuses_what_was_flipped_before_its_schedule_runs(
     found = found_by(launched("megatron/stages_worker.py", processes=2))
     assert len(found) == 2
     for stage in found:
-        assert "wrapped in the average regime" in stage["refused"]
+        assert "wrapped in the average loss scaling" in stage["refused"]
         assert stage["reached"] == 1
 
 
@@ -167,10 +167,10 @@ def test_every_field_that_sounds_like_it_is_in_the_table(own_classes):
 
 
 def test_megatrons_own_contiguous_split_gives_other_tokens_than_a_local_layout(own_classes):
-    rows = own_classes["Megatron-LM-dev"]["rows of the contiguous split"]
-    lengths = own_classes["Megatron-LM-dev"]["rows of Layout.local"]
-    assert [len(row) for row in rows] == [len(row) for row in lengths]
-    assert rows != lengths
+    sequences = own_classes["Megatron-LM-dev"]["sequences of the contiguous split"]
+    lengths = own_classes["Megatron-LM-dev"]["sequences of Layout.local"]
+    assert [len(sequence) for sequence in sequences] == [len(sequence) for sequence in lengths]
+    assert sequences != lengths
 
 
 def test_the_options_are_read_without_megatron_and_torch():

@@ -37,14 +37,14 @@ def test_the_comparison_waits_for_no_device_until_the_step_is_read():
         check_ownership(
             Exchange(None),
             plan.state.faults,
-            plan.state.trained.of_rows(),
+            plan.state.trained.of_sequences(),
             plan.active_tokens,
             settings="",
             rejects_tokens=False,
             has_failed=False,
         )
         assert not double.syncs
-        message = "train 2 tokens fewer of row 0 than the 5 that were counted"
+        message = "train 2 tokens fewer of sequence 0 than the 5 that were counted"
         with pytest.raises(ReducerError, match=message):
             plan.check()
         assert double.syncs

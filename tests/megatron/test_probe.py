@@ -27,8 +27,8 @@ FAULTS = {
     "second_step_doubled": "both",
     "experts_doubled": "both",
     "finalize_not_called": "both",
-    "finalize_does_not_divide": "per-token",
-    "num_tokens_over_dp_only": "per-token",
+    "finalize_does_not_divide": "per_token",
+    "num_tokens_over_dp_only": "per_token",
     "flipped": "both",
 }
 
@@ -69,9 +69,11 @@ def test_stock_megatron_passes_and_is_left_unchanged(printed, processes, layout)
 
 @pytest.mark.parametrize(("processes", "layout"), MEGATRON_LM_LAYOUTS, ids=str)
 def test_the_config_of_megatron_lm_passes_and_is_left_unchanged(printed, processes, layout):
-    """Both regimes, five sets of DDP options, three dtypes; every option of the config set."""
+    """Both loss scalings, five sets of DDP options, three dtypes; every option of the
+    config set.
+    """
     lines = of(printed(processes), layout, "MEGATRON-LM average")
-    lines += of(printed(processes), layout, "MEGATRON-LM per-token")
+    lines += of(printed(processes), layout, "MEGATRON-LM per_token")
     assert len(lines) == 2 * 5 * 3
     for line in lines:
         assert re.search(CONFIRMED, line), line
@@ -94,25 +96,27 @@ def test_a_patched_megatron_is_caught_every_time(printed, fault):
     """In each repeat where the fault changes a number; ``probe_worker.py`` has where that is."""
     verdicts = verdicts_of(printed, CASES, "FAULT", fault)
     assert len(verdicts) == 2 * len(CASES)
-    caught = regimes_caught(verdicts)
-    assert caught == ({"average", "per-token"} if FAULTS[fault] == "both" else {FAULTS[fault]})
+    caught = loss_scalings_caught(verdicts)
+    assert caught == ({"average", "per_token"} if FAULTS[fault] == "both" else {FAULTS[fault]})
 
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "experts_doubled"])
 def test_a_patched_megatron_is_caught_under_the_config_of_megatron_lm(printed, fault):
     verdicts = verdicts_of(printed, MEGATRON_LM_LAYOUTS, "MEGATRON-LM FAULT", fault)
-    caught = regimes_caught(verdicts)
-    if fault == "finalize_not_called":  # in the average regime DDP's hooks reduce without it
+    caught = loss_scalings_caught(verdicts)
+    if fault == "finalize_not_called":  # in the average loss scaling DDP's hooks reduce without it
         assert len(verdicts) == len(MEGATRON_LM_LAYOUTS)
-        assert caught == {"per-token"}
+        assert caught == {"per_token"}
     else:
         assert len(verdicts) == 2 * len(MEGATRON_LM_LAYOUTS)
         both = FAULTS[fault] == "both"
-        assert caught == ({"average", "per-token"} if both else {FAULTS[fault]})
+        assert caught == ({"average", "per_token"} if both else {FAULTS[fault]})
 
 
 def verdicts_of(printed, cases, kind, fault):
-    """Return the worker's lines about a fault, with the regime: one per layout and regime."""
+    """Return the worker's lines about a fault, with the loss scaling: one per layout and loss
+    scaling.
+    """
     return [
         (found[1], found[2])
         for processes, layout in cases
@@ -121,14 +125,14 @@ def verdicts_of(printed, cases, kind, fault):
     ]
 
 
-def regimes_caught(verdicts):
-    """Return the regimes in which the fault changes a number; every repeat must be caught."""
-    regimes = set()
-    for regime, verdict in verdicts:
+def loss_scalings_caught(verdicts):
+    """Return the loss scalings in which the fault changes a number; every repeat must be caught."""
+    loss_scalings = set()
+    for loss_scaling, verdict in verdicts:
         if not verdict.startswith("changes no number"):
             assert verdict.startswith(f"{REPEATS} of {REPEATS} caught: rank"), verdict
-            regimes.add(regime)
-    return regimes
+            loss_scalings.add(loss_scaling)
+    return loss_scalings
 
 
 def test_gradients_that_are_reduced_twice_are_caught(printed_by_four):

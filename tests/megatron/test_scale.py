@@ -13,7 +13,7 @@ from conftest import early, launched, launched_module, new_folder
 from benchmarks.late_rank import FAULTY_RANK, FAULTY_STEP, LATE, STEPS, TIMEOUT
 from benchmarks.scale_report import NO_IDS, WITH_IDS
 
-BYTES_PER_RANK, BYTES_PER_ROW = 80, 40
+BYTES_PER_RANK, BYTES_PER_SEQUENCE = 80, 40
 PROCESSES = 4
 BUSY = 0.5
 """Seconds that a call may take on a busy machine, where it waits for nobody; below LATE."""
@@ -56,12 +56,16 @@ def lost_after():
 
 
 @pytest.mark.parametrize("side", ["threads", "alone"])
-@pytest.mark.parametrize(("workload", "per_row"), [(NO_IDS, 0), (WITH_IDS, BYTES_PER_ROW)])
-def test_plan_step_brings_80_bytes_per_rank_and_40_per_row_with_ids(costs, side, workload, per_row):
+@pytest.mark.parametrize(
+    ("workload", "per_sequence"), [(NO_IDS, 0), (WITH_IDS, BYTES_PER_SEQUENCE)]
+)
+def test_plan_step_brings_80_bytes_per_rank_and_40_per_sequence_with_ids(
+    costs, side, workload, per_sequence
+):
     for point in costs[workload][side]:
-        expected = BYTES_PER_RANK * point["ranks"] + per_row * point["rows"]
+        expected = BYTES_PER_RANK * point["ranks"] + per_sequence * point["sequences"]
         assert point["plan_step"]["bytes"] == expected
-        assert point["plan_step"]["collectives"] == (2 if per_row else 1)
+        assert point["plan_step"]["collectives"] == (2 if per_sequence else 1)
 
 
 def test_beginning_and_closing_a_step_communicate_nothing(costs):
@@ -71,8 +75,8 @@ def test_beginning_and_closing_a_step_communicate_nothing(costs):
                 assert (point[call]["collectives"], point[call]["bytes"]) == (0, 0)
 
 
-def test_every_rank_is_padded_to_the_rows_of_the_one_that_has_most():
-    assert set(found("ragged")) == {8 * (BYTES_PER_RANK + 100 * BYTES_PER_ROW)}
+def test_every_rank_is_padded_to_the_sequences_of_the_one_that_has_most():
+    assert set(found("ragged")) == {8 * (BYTES_PER_RANK + 100 * BYTES_PER_SEQUENCE)}
 
 
 def test_threads_raise_a_plans_error_on_all_ranks_and_any_other_error_once():

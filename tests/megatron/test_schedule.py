@@ -1,6 +1,7 @@
-"""Through the schedule hook, a host's loop that knows nothing of us trains the configured loss.
+"""Through the schedule hook, a framework's loop that knows nothing of us trains the configured
+loss.
 
-The host's side of the gradient cases is in ``megatron_lossagg.verify.run``: a loss_func that
+The framework's side of the gradient cases is in ``megatron_lossagg.verify.run``: a loss_func that
 returns a masked sum, as Megatron-LM's does; tensor-parallel ranks but the first read no data.
 Each ``check_`` of ``schedule_worker.py`` is a test by its name.
 """
@@ -14,7 +15,7 @@ from conftest import early, launched, proven
 from megatron_lossagg.verify.cases import CASES
 from megatron_lossagg.verify.parallelism import Parallelism
 
-REGIMES = ("average", "per-token")
+LOSS_SCALINGS = ("average", "per_token")
 # The hook knows nothing of a mode: one with ids, one that counts microbatches, one with neither.
 # `lossagg verify --hooked` runs all of them, on any layout.
 CASES = [
@@ -56,11 +57,13 @@ def verdicts(hooked_verdicts_of_two_ranks, hooked_verdicts_of_four_ranks):
     return hooked_verdicts_of_two_ranks | hooked_verdicts_of_four_ranks
 
 
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("loss_scaling", LOSS_SCALINGS)
 @pytest.mark.parametrize("case", [str(case) for case in CASES])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_hooked_host_trains_and_reports_the_configured_loss(verdicts, name, case, regime):
-    verdict = verdicts[str(Parallelism(**LAYOUTS[name], hooked=True)), case, regime]
+def test_a_hooked_framework_trains_and_reports_the_configured_loss(
+    verdicts, name, case, loss_scaling
+):
+    verdict = verdicts[str(Parallelism(**LAYOUTS[name], hooked=True)), case, loss_scaling]
     assert verdict["gradient_error"] < 1e-12, verdict["explanation"]
     if name != "uneven-M":  # reported values assume one M
         assert verdict["loss_error"] < 1e-12, verdict["explanation"]

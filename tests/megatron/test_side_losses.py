@@ -22,7 +22,7 @@ def at_cp_2():
     return norms(2)
 
 
-@pytest.mark.parametrize("per_token", [False, True], ids=["average", "per-token"])
+@pytest.mark.parametrize("per_token", [False, True], ids=["average", "per_token"])
 @pytest.mark.parametrize("loss", ["aux", "sequence aux", "z", "MTP"])
 def test_the_note_is_there_exactly_where_cp_changes_the_gradient(at_cp_1, at_cp_2, loss, per_token):
     one, two = at_cp_1[loss, per_token], at_cp_2[loss, per_token]

@@ -36,7 +36,7 @@ def test_the_checks_of_the_contract_worker_hold():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_gradient_is_the_oracles_in_both_regimes(layout, monkeypatch):
+def test_the_gradient_is_the_oracles_in_both_loss_scalings(layout, monkeypatch):
     monkeypatch.setattr(job, "_references", lambda layouts, kept: REFERENCES)
     todo = job.Job(layouts=[layout], cases=CASES)
 

@@ -1,4 +1,4 @@
-"""What the tests of hosts share: recorded numbers, and the hosts' own code if present."""
+"""What the tests of frameworks share: recorded numbers, and the frameworks' own code if present."""
 
 import importlib.util
 import json
@@ -16,7 +16,7 @@ FRAMEWORKS_DIR = os.environ.get("FRAMEWORKS_DIR")
 RECORDED = Path(__file__).parents[1] / "integrations" / "recorded"
 PATCHES = Path(__file__).parents[2] / "docs" / "integrations" / "patches"
 INSTALLED = Path(__file__).parents[2] / ".venv-frameworks"
-"""What the hosts import, by ``make test-frameworks``."""
+"""What the frameworks import, by ``make test-frameworks``."""
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 """DP and CP."""
 CARRIED = {
@@ -33,38 +33,40 @@ CASES = [(mode, {**more, "mode": mode}) for mode, more in CARRIED.items()] + [
 ]
 
 
-def needs(host):
-    """Skip a test where the checkout of a host is missing, or what it imports."""
+def needs(framework):
+    """Skip a test where the checkout of a framework is missing, or what it imports."""
     reasons = [] if FRAMEWORKS_DIR else ["FRAMEWORKS_DIR is not set"]
-    if FRAMEWORKS_DIR and not Path(FRAMEWORKS_DIR, host).is_dir():
-        reasons.append(f"FRAMEWORKS_DIR has no {host}")
+    if FRAMEWORKS_DIR and not Path(FRAMEWORKS_DIR, framework).is_dir():
+        reasons.append(f"FRAMEWORKS_DIR has no {framework}")
     modules = ("ray", "transformers", "httpx", "psutil", "wandb", "six", "regex", "pydantic")
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if not reasons and missing:
         reasons.append(f"not installed: {', '.join(missing)}")
     reason = (
-        f"{'; '.join(reasons)}: run tools/fetch_frameworks.sh and read docs/integrations/{host}.md"
+        f"{'; '.join(reasons)}: run tools/fetch_frameworks.sh; docs/integrations/{framework}.md"
     )
     return pytest.mark.skipif(bool(reasons), reason=reason)
 
 
-def needs_checkout(host):
-    """Skip a test where the checkout of a host is missing, or what ``make test-frameworks``
+def needs_checkout(framework):
+    """Skip a test where the checkout of a framework is missing, or what ``make test-frameworks``
     installs.
     """
     reason = None
     if not FRAMEWORKS_DIR:
         reason = "FRAMEWORKS_DIR is not set: run tools/fetch_frameworks.sh"
-    elif not Path(FRAMEWORKS_DIR, host).is_dir():
-        reason = f"FRAMEWORKS_DIR has no {host}: run tools/fetch_frameworks.sh"
+    elif not Path(FRAMEWORKS_DIR, framework).is_dir():
+        reason = f"FRAMEWORKS_DIR has no {framework}: run tools/fetch_frameworks.sh"
     elif not INSTALLED.is_dir():
-        reason = "what the hosts import is not installed: run make test-frameworks"
+        reason = "what the frameworks import is not installed: run make test-frameworks"
     return pytest.mark.skipif(reason is not None, reason=str(reason))
 
 
-def copy_of(host, package, folder, *, patch=None):
-    """Copy a package of a host, or of a folder, to another, patched if wanted; returns that one."""
-    shutil.copytree(Path(FRAMEWORKS_DIR or "", host, package), folder / package)
+def copy_of(framework, package, folder, *, patch=None):
+    """Copy a package of a framework, or of a folder, to another, patched if wanted; returns that
+    one.
+    """
+    shutil.copytree(Path(FRAMEWORKS_DIR or "", framework, package), folder / package)
     if patch is not None:
         # As if outside of any repository, which git would take the paths to be relative to.
         environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
@@ -74,7 +76,7 @@ def copy_of(host, package, folder, *, patch=None):
 
 
 def in_float64(files):
-    """Let a copied host compute in float64 what it computes in float32."""
+    """Let a copied framework compute in float64 what it computes in float32."""
     for file in files:
         text = file.read_text()
         changed = text.replace("torch.float32", "torch.float64").replace(".float()", ".double()")
@@ -82,9 +84,9 @@ def in_float64(files):
         file.write_text(changed)
 
 
-def recorded(host):
-    """Load what the host's own code returned."""
-    return json.loads((RECORDED / f"{host}.json").read_text())
+def recorded(framework):
+    """Load what the framework's own code returned."""
+    return json.loads((RECORDED / f"{framework}.json").read_text())
 
 
 def flags(mode, divisor=None, count_empty=None):
@@ -96,35 +98,41 @@ def flags(mode, divisor=None, count_empty=None):
     }
 
 
-def trained(data, denominators, rows, rollouts):
-    """Compute a step's loss as the host does: its recorded sums, clamped denominators, 1 / G."""
+def trained(data, denominators, sequences, rollouts):
+    """Compute a step's loss as the framework does: its recorded sums, clamped
+    denominators, 1 / G.
+    """
     of_ranks = data["sums"]["2"]
-    total = sum(of_rank[row] / max(denominators[row], 1) for of_rank in of_ranks for row in rows)
+    total = sum(
+        of_rank[sequence] / max(denominators[sequence], 1)
+        for of_rank in of_ranks
+        for sequence in sequences
+    )
     return total / rollouts
 
 
-def wanted(data, rows, keywords):
+def wanted(data, sequences, keywords):
     """Compute a step's loss by the oracle, from masks and per-token losses."""
-    steps_rows = [
+    steps_sequences = [
         {
-            "x": [torch.tensor(x, dtype=torch.float64) for x in data["x"][row]],
-            "counted": data["loss_masks"][row],
-            "trained": data["loss_masks"][row],
-            "sample": data["rollout_ids"][row],
-            "prompt": data["prompts"][row],
+            "x": [torch.tensor(x, dtype=torch.float64) for x in data["x"][sequence]],
+            "counted": data["loss_masks"][sequence],
+            "trained": data["loss_masks"][sequence],
+            "sample": data["rollout_ids"][sequence],
+            "prompt": data["prompts"][sequence],
         }
-        for row in rows
+        for sequence in sequences
     ]
-    return float(oracle.step_loss(rows=steps_rows, **keywords))
+    return float(oracle.step_loss(sequences=steps_sequences, **keywords))
 
 
 def check_hub(make, data, at):
-    """Compare the reducer with the host's own token sums, on every rank; ``at``: sets CP."""
+    """Compare the reducer with the framework's own token sums, on every rank; ``at``: sets CP."""
     masks = [torch.tensor(mask, dtype=torch.int32) for mask in data["loss_masks"]]
     for size, ranks in data["held"].items():
         for rank, held in enumerate(ranks):
             at(int(size), rank)
             reducer = make(data["total_lengths"], data["response_lengths"], masks, False)
-            x = torch.tensor([loss for row in held for loss in row])
+            x = torch.tensor([loss for sequence in held for loss in sequence])
             want = sum(data["sums"][size][rank]) / 40
             assert reducer(x).item() == pytest.approx(want, rel=1e-6, abs=1e-7)

@@ -1,30 +1,34 @@
-"""The rows of ``megatron_lossagg.verify.rows`` as the dicts that the oracle takes."""
+"""The sequences of ``megatron_lossagg.verify.sequences`` as the dicts that the oracle takes."""
 
 from types import SimpleNamespace
 
-from megatron_lossagg.verify import rows as verification
+from megatron_lossagg.verify import sequences as verification
 
 VOCABULARY = verification.VOCABULARY
-NUM_ROWS = len(verification.LENGTHS)
+NUM_SEQUENCES = len(verification.LENGTHS)
 
 
-def make_rows():
-    """Make fourteen uneven rows with every degenerate case; ``tokens`` has one more than labels."""
+def make_sequences():
+    """Make fourteen uneven sequences with every degenerate case; ``tokens`` has one more than
+    labels.
+    """
     return [
         {
-            "tokens": [*row.tokens, row.labels[-1]],
-            "coefficient": row.coefficient,
-            "counted": row.counted,
-            "trained": row.trained,
-            "sample": row.sample,
-            "prompt": row.prompt,
+            "tokens": [*sequence.tokens, sequence.labels[-1]],
+            "coefficient": sequence.coefficient,
+            "counted": sequence.counted,
+            "trained": sequence.trained,
+            "sample": sequence.sample,
+            "prompt": sequence.prompt,
         }
-        for row in verification.make_rows()
+        for sequence in verification.make_sequences()
     ]
 
 
-def assign(rows, dp, microbatches):
-    """Assign rows to ``(rank, microbatch)``; returns one key per row, in the order of rows."""
+def assign(sequences, dp, microbatches):
+    """Assign sequences to ``(rank, microbatch)``; returns one key per sequence, in the order of
+    sequences.
+    """
     assert len(microbatches) == dp
-    counted = [SimpleNamespace(counted=row["counted"]) for row in rows]
-    return verification.assign_rows(counted, microbatches).keys
+    counted = [SimpleNamespace(counted=sequence["counted"]) for sequence in sequences]
+    return verification.assign_sequences(counted, microbatches).keys

@@ -40,7 +40,7 @@ def test_a_tensor_on_the_device_is_not_on_the_cpu_and_keeps_its_values(double, x
     ],
     ids=["item", "float", "bool", "nonzero", "mask", "cpu", "to", "tolist", "copy_"],
 )
-def test_what_brings_values_to_the_cpu_is_a_host_sync(double, x, read):
+def test_what_brings_values_to_the_cpu_is_a_framework_sync(double, x, read):
     read(x)
     assert sum(double.syncs.values()) == 1
 
@@ -82,10 +82,10 @@ def test_gradients_come_back_to_leaves_on_either_side(double):
 
 
 def test_a_jagged_tensor_has_its_parts_on_the_device(double):
-    rows = [torch.ones(2), torch.ones(3)]
-    jagged = torch.nested.as_nested_tensor(rows, layout=torch.jagged).to(double.device)
+    sequences = [torch.ones(2), torch.ones(3)]
+    jagged = torch.nested.as_nested_tensor(sequences, layout=torch.jagged).to(double.device)
     assert isinstance(jagged.values(), OnDevice)
-    assert [row.sum().item() for row in jagged.unbind()] == [2, 3]
+    assert [sequence.sum().item() for sequence in jagged.unbind()] == [2, 3]
     assert jagged.to_padded_tensor(0.0).sum().item() == 5
 
 

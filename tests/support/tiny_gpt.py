@@ -22,7 +22,7 @@ from megatron.core.transformer import TransformerConfig  # noqa: E402
 from step_data import VOCABULARY  # noqa: E402
 
 from megatron_lossagg.verify.model import reported  # noqa: E402, F401  for the workers
-from megatron_lossagg.verify.rows import zigzag  # noqa: E402
+from megatron_lossagg.verify.sequences import zigzag  # noqa: E402
 
 
 def start(*, tp=1, pp=1, cp=1, ep=1, dtype=torch.float64):
@@ -63,7 +63,7 @@ def config_of(*, per_token=False, sequence_parallel=False, parallel=True, **more
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
         persist_layer_norm=False,
-        variable_seq_lengths=True,  # rows are packed to uneven lengths; pipeline stages ask
+        variable_seq_lengths=True,  # sequences are packed to uneven lengths; pipeline stages ask
         moe_token_dispatcher_type="alltoall",  # what variable_seq_lengths asks for, dense too
         finalize_model_grads_func=finalize_model_grads,
         calculate_per_token_loss=per_token,
@@ -98,29 +98,29 @@ def wrapped(config, **ddp):
     return DistributedDataParallel(config, DistributedDataParallelConfig(**ddp), model)
 
 
-def microbatch(rows, indices, cp_size, cp_rank, *, row_length=None):
-    """Pack rows and, last, a filler; sliced for this rank.
+def microbatch(sequences, indices, cp_size, cp_rank, *, sequence_length=None):
+    """Pack sequences and, last, a padding sequence; sliced for this rank.
 
-    ``row_length``: pad every row to it and leave the rows unpacked, ``[b, s / CP]``.
+    ``sequence_length``: pad every sequence to it and leave the sequences unpacked, ``[b, s / CP]``.
     """
     pad = 2 * cp_size
     tokens, labels, coefficients, positions, mask, offsets = [], [], [], [], [], [0]
-    filler = {"tokens": [1] * (pad + 1), "coefficient": [2.0] * pad, "trained": [0] * pad}
-    for row in [*(rows[index] for index in indices), filler]:
-        length = len(row["trained"])
-        fill = [0] * ((row_length or length + -length % pad) - length)
-        tokens += row["tokens"][:-1] + fill
-        labels += row["tokens"][1:] + fill
-        coefficients += row["coefficient"] + fill
-        mask += row["trained"] + fill
+    padding = {"tokens": [1] * (pad + 1), "coefficient": [2.0] * pad, "trained": [0] * pad}
+    for sequence in [*(sequences[index] for index in indices), padding]:
+        length = len(sequence["trained"])
+        fill = [0] * ((sequence_length or length + -length % pad) - length)
+        tokens += sequence["tokens"][:-1] + fill
+        labels += sequence["tokens"][1:] + fill
+        coefficients += sequence["coefficient"] + fill
+        mask += sequence["trained"] + fill
         positions += range(length + len(fill))
         offsets.append(len(tokens))
     held = zigzag(offsets, cp_size, cp_rank)
-    shape = (1, -1) if row_length is None else (len(offsets) - 1, -1)
+    shape = (1, -1) if sequence_length is None else (len(offsets) - 1, -1)
     dtype = torch.get_default_dtype()
     mask = torch.tensor(mask)
     return {
-        "rows": [*indices, -1],
+        "sequences": [*indices, -1],
         "offsets": torch.tensor(offsets, dtype=torch.int32),
         "mask": mask,
         "mask_here": mask[held],
@@ -129,12 +129,12 @@ def microbatch(rows, indices, cp_size, cp_rank, *, row_length=None):
         "positions": torch.tensor(positions)[held].view(shape),
         "coefficient": torch.tensor(coefficients, dtype=dtype)[held],
         "masked_here": mask[held] == 0,
-        "packed": packed_at(offsets) if row_length is None else None,
+        "packed": packed_at(offsets) if sequence_length is None else None,
     }
 
 
 def packed_at(offsets):
-    """Describe rows packed at padded offsets to Megatron."""
+    """Describe sequences packed at padded offsets to Megatron."""
     offsets_tensor = torch.tensor(offsets, dtype=torch.int32)
     longest = max(b - a for a, b in itertools.pairwise(offsets))
     return PackedSeqParams(

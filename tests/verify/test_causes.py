@@ -5,24 +5,26 @@ from itertools import combinations
 import pytest
 import torch
 
-from megatron_lossagg.scaling import REGIMES
+from megatron_lossagg.scaling import LOSS_SCALINGS
 from megatron_lossagg.verify.cases import CASES, expected
 from megatron_lossagg.verify.causes import CAUSES, Facts, symbols
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.reference import Reference
-from megatron_lossagg.verify.rows import assign_rows, filler_row, make_rows
+from megatron_lossagg.verify.sequences import assign_sequences, make_sequences, padding_sequence
 
 BY_NAME = {cause.name: cause for cause in CAUSES}
 
 
-def facts_of(parallelism, *, regime, copies=1):
+def facts_of(parallelism, *, loss_scaling, copies=1):
     """Make a step with random token losses: causes depend on losses and never on gradients."""
     padded = 96
-    rows = make_rows(copies)
-    tokens = sum(-(-len(row) // padded) * padded for row in [*rows, filler_row(padded)])
+    sequences = make_sequences(copies)
+    tokens = sum(
+        -(-len(sequence) // padded) * padded for sequence in [*sequences, padding_sequence(padded)]
+    )
     losses = torch.rand(tokens, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     reference = Reference(
-        rows=rows,
+        sequences=sequences,
         padded=padded,
         losses_Y=losses + 1.0,
         gradients_YP=torch.zeros(tokens, 0, dtype=torch.float64),
@@ -30,17 +32,17 @@ def facts_of(parallelism, *, regime, copies=1):
     )
     return Facts(
         reference=reference,
-        assignment=assign_rows(rows, parallelism.m_of_ranks),
+        assignment=assign_sequences(sequences, parallelism.m_of_ranks),
         parallelism=parallelism,
-        regime=regime,
+        loss_scaling=loss_scaling,
     )
 
 
 def predictions(cause, parallelism):
-    """Concatenate slopes and losses of every case in both regimes, in one row."""
+    """Concatenate slopes and losses of every case in both loss scalings, in one sequence."""
     parts = []
-    for regime in REGIMES:
-        facts = facts_of(parallelism, regime=regime)
+    for loss_scaling in LOSS_SCALINGS:
+        facts = facts_of(parallelism, loss_scaling=loss_scaling)
         for case in CASES:
             slope, loss = cause.predict(facts, case)
             parts += [slope, torch.tensor([loss], dtype=torch.float64)]
@@ -63,8 +65,8 @@ def test_no_two_causes_are_equal_where_m_dp_and_cp_differ(at_dp3_cp2_m4, one, ot
 def test_every_cause_trains_another_loss_than_the_configured_one(at_dp3_cp2_m4, name):
     layout = Parallelism(dp=3, cp=2, microbatches=4)
     configured = []
-    for regime in REGIMES:
-        facts = facts_of(layout, regime=regime)
+    for loss_scaling in LOSS_SCALINGS:
+        facts = facts_of(layout, loss_scaling=loss_scaling)
         for case in CASES:
             wanted = expected(case, facts.reference, facts.assignment)
             configured += [wanted.slope_Y, torch.tensor([wanted.loss], dtype=torch.float64)]
@@ -80,10 +82,10 @@ def test_factors_of_cp_and_of_dp_are_equal_where_cp_is_dp():
     assert torch.equal(without_cp, without_dp)
 
 
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("loss_scaling", LOSS_SCALINGS)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_token_weights_give_the_oracles_slope_and_loss(case, regime):
-    facts = facts_of(Parallelism(dp=3, cp=2, microbatches=4), regime=regime)
+def test_the_token_weights_give_the_oracles_slope_and_loss(case, loss_scaling):
+    facts = facts_of(Parallelism(dp=3, cp=2, microbatches=4), loss_scaling=loss_scaling)
     second = facts.token_weights(case.second) if case.second else None
     wanted = expected(case, facts.reference, facts.assignment)
     slope = facts.slope(case, facts.token_weights(case.aggregation), second)
@@ -93,7 +95,7 @@ def test_the_token_weights_give_the_oracles_slope_and_loss(case, regime):
     )
 
 
-# Of the gradient in either regime, and of the report: worked out by hand for DP 3, CP 2, M 4.
+# Of the gradient in either loss scaling, and of the report: worked out by hand for DP 3, CP 2, M 4.
 FACTORS = {
     "times_cp": (2, 2, 1),
     "over_m": (1 / 4, 1, 1 / 4),
@@ -112,8 +114,8 @@ FACTORS = {
 @pytest.mark.parametrize("name", FACTORS)
 def test_a_wrong_factor_multiplies_gradient_and_report_as_computed_by_hand(name):
     aggregation = CASES[0].aggregation
-    for regime, factor in zip(REGIMES, FACTORS[name], strict=False):
-        facts = facts_of(Parallelism(dp=3, cp=2, microbatches=4), regime=regime)
+    for loss_scaling, factor in zip(LOSS_SCALINGS, FACTORS[name], strict=False):
+        facts = facts_of(Parallelism(dp=3, cp=2, microbatches=4), loss_scaling=loss_scaling)
         right = facts.token_weights(aggregation)
         gradient, reported = BY_NAME[name].weights(facts, aggregation)
         assert torch.allclose(gradient, factor * right, rtol=1e-12, atol=0)
@@ -135,12 +137,12 @@ def test_a_wrong_factor_multiplies_gradient_and_report_as_computed_by_hand(name)
     ],
 )
 def test_a_measured_factor_is_named_by_the_sizes_it_equals(factor, names):
-    facts = facts_of(Parallelism(dp=3, cp=2, microbatches=4), regime="average")
+    facts = facts_of(Parallelism(dp=3, cp=2, microbatches=4), loss_scaling="average")
     assert symbols(factor, facts, tolerance=1e-9) == names
 
 
 def test_a_factor_equal_to_several_sizes_is_named_by_all_of_them():
-    facts = facts_of(Parallelism(dp=2, cp=2, microbatches=2), regime="average")
+    facts = facts_of(Parallelism(dp=2, cp=2, microbatches=2), loss_scaling="average")
     assert symbols(4.0, facts, tolerance=1e-9) == ["M DP", "M CP", "DP CP"]
 
 
@@ -150,14 +152,14 @@ def test_a_factor_equal_to_several_sizes_is_named_by_all_of_them():
 @pytest.mark.parametrize("copies", [1, 2])
 def test_the_ones_of_the_training_masks_never_add_up_to_n(dp, cp, microbatches, copies):
     layout = Parallelism(dp=dp, cp=cp, microbatches=microbatches)
-    facts = facts_of(layout, regime="per-token", copies=copies)
+    facts = facts_of(layout, loss_scaling="per_token", copies=copies)
     assert facts.masked != facts.n
 
 
 @pytest.mark.parametrize("packing", ["thd", "bshd"])
 def test_a_mask_sliced_by_other_chunks_trains_another_loss_in_either_packing(packing):
     layout = Parallelism(cp=2, packing=packing)
-    facts = facts_of(layout, regime="average")
+    facts = facts_of(layout, loss_scaling="average")
     right = facts.token_weights(CASES[0].aggregation)
     for name in ("chunks_swapped", "contiguous_chunks"):
         weights, _ = BY_NAME[name].weights(facts, CASES[0].aggregation)

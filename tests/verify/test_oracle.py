@@ -5,7 +5,7 @@ import torch
 
 from megatron_lossagg.verify import oracle
 
-# x, counted, trained, sample, prompt, microbatch. Sample 0 is split into two rows.
+# x, counted, trained, sample, prompt, microbatch. Sample 0 is split into two sequences.
 TABLE = [
     ([1.0, 2.0, 4.0], [1, 0, 1], [1, 0, 1], 0, 0, (0, 0)),  # sum 5, n 2
     ([3.0], [1], [1], 0, 0, (0, 1)),  # sum 3, n 1
@@ -38,7 +38,7 @@ EXPECTED_SUMS = {  # the same with every x = 1 and the counting mask
 }
 
 
-def rows(*, trained=True):
+def sequences(*, trained=True):
     return [
         {
             "x": [torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in x],
@@ -61,13 +61,13 @@ def options(mode):
 
 @pytest.mark.parametrize(("mode", "count_empty"), BY_HAND)
 def test_the_loss_is_the_one_computed_by_hand(mode, count_empty):
-    loss = oracle.step_loss(mode, rows(), count_empty=count_empty, **options(mode))
+    loss = oracle.step_loss(mode, sequences(), count_empty=count_empty, **options(mode))
     assert loss.item() == pytest.approx(BY_HAND[mode, count_empty], rel=1e-15)
 
 
 @pytest.mark.parametrize("mode", EXPECTED_SUMS)
 def test_the_weight_sum_is_the_loss_of_ones(mode):
-    found = oracle.weight_sum(mode, rows(trained=False), **options(mode))
+    found = oracle.weight_sum(mode, sequences(trained=False), **options(mode))
     assert found == pytest.approx(EXPECTED_SUMS[mode], rel=1e-15)
 
 
@@ -76,7 +76,7 @@ def test_the_weight_sum_is_the_loss_of_ones(mode):
     [("token_mean", 1 / 9), ("sample_mean", 1 / 4 / 2), ("prompt_mean", 1 / 3 / 5)],
 )
 def test_a_tokens_gradient_is_its_weight_and_0_where_it_is_not_trained(mode, weight):
-    step = rows()
+    step = sequences()
     oracle.step_loss(mode, step, **options(mode)).backward()
     kept, rejected = step[2]["x"]
     assert kept.grad.item() == pytest.approx(weight, rel=1e-15)

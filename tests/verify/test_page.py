@@ -15,7 +15,7 @@ from megatron_lossagg.verify.parallelism import WEIGHT_SUM_TOLERANCE
 
 LAYOUTS = ["DP 4, M 3", "DP 2 x CP 2, M 3, distributed optimizer, overlap grad reduce, bshd"]
 CASES = ["token_mean", "sample_mean, count_empty=False", "constant + token_mean"]
-REGIMES = ["average", "per-token"]
+LOSS_SCALINGS = ["average", "per_token"]
 VOID = {"meta", "br", "link", "img"}
 
 
@@ -24,7 +24,7 @@ def verdict(**changes):
         "layout": LAYOUTS[0],
         "case": CASES[0],
         "formula": "1/(B 4096)",
-        "regime": REGIMES[0],
+        "loss_scaling": LOSS_SCALINGS[0],
         "k": 12,
         "gradient_error": 1.25e-15,
         "loss_error": 0.0,
@@ -51,8 +51,8 @@ def failed(**changes):
 
 def report(verdicts=None, **changes):
     if verdicts is None:
-        keys = [(a, b, c) for a in LAYOUTS for b in REGIMES for c in CASES]
-        verdicts = [verdict(layout=a, regime=b, case=c) for a, b, c in keys]
+        keys = [(a, b, c) for a in LAYOUTS for b in LOSS_SCALINGS for c in CASES]
+        verdicts = [verdict(layout=a, loss_scaling=b, case=c) for a, b, c in keys]
     return {
         "tool": {"name": "megatron_lossagg", "version": "0.1.0"},
         "started": "2026-01-02T03:04:05+00:00",
@@ -79,11 +79,11 @@ def report(verdicts=None, **changes):
 
 
 class Reader(HTMLParser):
-    """A page's tags, rows and text; raises where a tag is not closed in its place."""
+    """A page's tags, sequences and text; raises where a tag is not closed in its place."""
 
     def __init__(self, text):
         super().__init__()
-        self.open, self.tags, self.rows, self.words = [], [], [], []
+        self.open, self.tags, self.sequences, self.words = [], [], [], []
         self.feed(text)
         self.close()
         assert not self.open, f"never closed: {self.open}"
@@ -93,7 +93,7 @@ class Reader(HTMLParser):
         if tag not in VOID:
             self.open.append(tag)
         if tag == "tr" and "tbody" in self.open:
-            self.rows.append([])
+            self.sequences.append([])
 
     def handle_startendtag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
@@ -107,7 +107,7 @@ class Reader(HTMLParser):
             return
         self.words.append(data)
         if "tbody" in self.open:
-            self.rows[-1].append(data)
+            self.sequences[-1].append(data)
 
     @property
     def text(self):
@@ -132,11 +132,17 @@ MIXED = report(
 
 def test_every_verdict_has_a_line_with_its_formula_and_numbers():
     verdicts = report()["verdicts"]
-    rows = Reader(page(report())).rows
-    assert len(rows) == len(verdicts) == 12
-    for row, wanted in zip(rows, verdicts, strict=True):
+    sequences = Reader(page(report())).sequences
+    assert len(sequences) == len(verdicts) == 12
+    for sequence, wanted in zip(sequences, verdicts, strict=True):
         numbers = ["12", "1", "1.2e-15", "0", "5.6e-08"]
-        assert row == [wanted["case"], wanted["formula"], wanted["regime"], *numbers, "PASS"]
+        assert sequence == [
+            wanted["case"],
+            wanted["formula"],
+            wanted["loss_scaling"],
+            *numbers,
+            "PASS",
+        ]
 
 
 @pytest.mark.parametrize(
@@ -174,8 +180,8 @@ def test_versions_and_layouts_are_listed_with_the_checkout_of_megatron():
 
 
 def test_a_failed_case_has_its_explanation_and_a_passing_one_none():
-    for row, given in zip(Reader(page(MIXED)).rows, MIXED["verdicts"], strict=True):
-        assert row[8:] == ["PASS"] if given["passed"] else ["FAIL", given["explanation"]]
+    for sequence, given in zip(Reader(page(MIXED)).sequences, MIXED["verdicts"], strict=True):
+        assert sequence[8:] == ["PASS"] if given["passed"] else ["FAIL", given["explanation"]]
 
 
 def test_causes_are_listed_once_with_a_link_to_their_first_case():
@@ -223,10 +229,10 @@ def test_text_is_escaped():
     evil = "<script>alert('&\"')</script>"
     fact = {"name": evil, "state": evil, "version": evil, "detail": evil}
     place = {"path": evil, "commit": evil}
-    words = dict.fromkeys(("layout", "case", "formula", "regime", "k", "explanation"), evil)
-    rows = [failed(**words, causes=[evil])]
+    words = dict.fromkeys(("layout", "case", "formula", "loss_scaling", "k", "explanation"), evil)
+    sequences = [failed(**words, causes=[evil])]
     given = report(
-        rows,
+        sequences,
         layouts=[evil, f"{evil} without cases"],
         command=evil,
         started=evil,
@@ -303,14 +309,15 @@ addEventListener("load", () => {
     && element.scrollWidth > element.clientWidth + 1;
   const root = page.documentElement;
   document.getElementById("measured").textContent = JSON.stringify({
-    rows: page.querySelectorAll("tbody tr").length,
-    rows_seen: [...page.querySelectorAll("tbody tr")].filter((row) => row.offsetHeight > 10).length,
+    sequences: page.querySelectorAll("tbody tr").length,
+    sequences_seen: [...page.querySelectorAll("tbody tr")].filter((sequence) =>
+    sequence.offsetHeight > 10).length,
     points: page.querySelectorAll("svg .point").length,
     width: [root.clientWidth, root.scrollWidth],
     overflowing: all.filter((element) => leaves(element) || spills(element)).map(name),
     loaded: page.defaultView.performance.getEntriesByType("resource").length,
-    columns: new Set([...page.querySelectorAll("table:not(.host) tbody tr")].map((row) =>
-      [...row.cells].slice(0, 9).map((cell) => cell.offsetLeft).join())).size,
+    columns: new Set([...page.querySelectorAll("table:not(.framework) tbody tr")].map((sequence) =>
+      [...sequence.cells].slice(0, 9).map((cell) => cell.offsetLeft).join())).size,
   });
 });
 </script>
@@ -353,8 +360,8 @@ def check(**changes):
 
 def hosted(*checks):
     passed = all(each["state"] != "FAIL" for each in checks)
-    host = {"name": "verl", "seconds": 6.2, "passed": passed, "checks": list(checks)}
-    return report(host=host, passed=passed)
+    framework = {"name": "verl", "seconds": 6.2, "passed": passed, "checks": list(checks)}
+    return report(framework=framework, passed=passed)
 
 
 NOT_RUN = check(
@@ -365,22 +372,22 @@ WRONG = check(
 )
 
 
-def test_a_check_of_a_host_that_did_not_run_counts_as_neither_pass_nor_failure():
+def test_a_check_of_a_framework_that_did_not_run_counts_as_neither_pass_nor_failure():
     reader = Reader(page(hosted(check(), NOT_RUN)))
     assert "12 of 12 cases pass:" in reader.text
     assert "verl: 1 of 2 checks of its own code pass, 1 not run." in reader.text
-    *_, ran, absent = reader.rows
+    *_, ran, absent = reader.sequences
     assert ran == ["verl:token-mean", "core_algos.agg_loss", "0", "1.5e-16", "PASS"]
     assert absent[0] == LONG
     assert "NOT RUN" in absent
     assert f"No module named '{LONG}'" in absent
 
 
-def test_a_failed_check_of_a_host_is_the_result():
+def test_a_failed_check_of_a_framework_is_the_result():
     reader = Reader(page(hosted(check(), WRONG, NOT_RUN)))
     title = "1 of 3 checks of verl fails: its own code does not train the configured loss"
     assert title in reader.text
-    wrong = reader.rows[-2]
+    wrong = reader.sequences[-2]
     assert "not finite" in wrong
     assert WRONG["explanation"] in wrong
     unfinished = {**hosted(check(), WRONG), "verdicts": []}
@@ -398,9 +405,9 @@ def browser():
 @pytest.mark.parametrize(
     "given",
     [report(), MIXED, WIDE, hosted(check(), WRONG, NOT_RUN)],
-    ids=["passed", "mixed", "wide", "a host"],
+    ids=["passed", "mixed", "wide", "a framework"],
 )
-def test_a_browser_shows_every_row_and_point_and_nothing_overflows(browser, given, tmp_path):
+def test_a_browser_shows_every_sequence_and_point_and_nothing_overflows(browser, given, tmp_path):
     shown = tmp_path / "measure.html"
     shown.write_text(MEASURE % html.escape(page(given)), encoding="utf-8")
     flags = [*FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1200,4000"]
@@ -416,10 +423,10 @@ def test_a_browser_shows_every_row_and_point_and_nothing_overflows(browser, give
     measured = json.loads(html.unescape(found))
     errors = [v["gradient_error"] for v in given["verdicts"]]
     finite = sum(error is not None and math.isfinite(error) for error in errors)
-    rows = len(errors) + len(given.get("host", {}).get("checks", []))
+    sequences = len(errors) + len(given.get("framework", {}).get("checks", []))
     assert measured == {
-        "rows": rows,
-        "rows_seen": rows,
+        "sequences": sequences,
+        "sequences_seen": sequences,
         "points": finite,
         "width": [1000, 1000],
         "overflowing": [],

@@ -30,7 +30,7 @@ from megatron_lossagg.verify.environment import environment
 from megatron_lossagg.verify.job import Job
 from megatron_lossagg.verify.parallelism import Parallelism, standard
 from megatron_lossagg.verify.reference import reference, reference_file
-from megatron_lossagg.verify.rows import make_rows
+from megatron_lossagg.verify.sequences import make_sequences
 from megatron_lossagg.verify.words import number_of
 
 ROOT = Path(__file__).parents[2]
@@ -95,13 +95,13 @@ def test_one_layout_passes_in_text_json_and_html(one_layout):
     assert first.startswith("PASS: 2 of 2 cases pass on 1 layout of 2 ranks, megatron-core ")
     assert "cases pass" not in "".join(lines)  # the result of one layout is printed once
     assert [line.split()[:4] for line in lines if line.startswith("  constant")] == [
-        ["constant", "1/(B", "40)", regime] for regime in ("average", "per-token")
+        ["constant", "1/(B", "40)", loss_scaling] for loss_scaling in ("average", "per_token")
     ]
     written = json.loads(report.read_text())
     verdicts = written["verdicts"]
     assert written["passed"]
     assert [v["layout"] for v in verdicts] == ["DP 2 x EP 2, M 3, MoE"] * 2
-    assert [v["regime"] for v in verdicts] == ["average", "per-token"]
+    assert [v["loss_scaling"] for v in verdicts] == ["average", "per_token"]
     assert [v["formula"] for v in verdicts] == ["1/(B 40)"] * 2
     assert all(0 < v["gradient_error"] < 1e-6 for v in verdicts)
     (core,) = [fact for fact in written["environment"] if fact["name"] == "megatron-core"]
@@ -114,8 +114,8 @@ def test_one_layout_passes_in_text_json_and_html(one_layout):
     for v in verdicts:
         explanation = explain(
             "constant",
-            prompts=[[sum(row.counted) for row in make_rows()]],
-            split=Split(regime=v["regime"], microbatches=3, dp=2, cp=1),
+            prompts=[[sum(sequence.counted) for sequence in make_sequences()]],
+            split=Split(loss_scaling=v["loss_scaling"], microbatches=3, dp=2, cp=1),
             divisor=40.0,
         )
         assert explanation.factor == v["k"]
@@ -192,8 +192,8 @@ def test_a_launcher_with_another_number_of_ranks_is_refused():
         (["--moe", "--tp", "2"], "experts with tp above 1 under sequence_parallel"),
         (["--float32"], "float32 without a size"),
         (
-            ["--dp", "2", "--average-in-collective", "--regime", "per-token"],
-            "refuses average_in_collective in the per-token regime",
+            ["--dp", "2", "--average-in-collective", "--loss-scaling", "per_token"],
+            "refuses average_in_collective in the per-token loss scaling",
         ),
     ],
 )
@@ -350,7 +350,7 @@ def test_verify_goes_on_where_only_an_optional_package_is_slow(
     only_on_path(monkeypatch, tmp_path)
     monkeypatch.setitem(environment_module.PATIENCE, "apex", 0.5)
     forks_ranks()
-    assert main(["verify", "--dp", "1", "--regime", "average", *ONE]) == 0
+    assert main(["verify", "--dp", "1", "--loss-scaling", "average", *ONE]) == 0
     out = capfd.readouterr().out
     assert out.startswith("PASS: 1 of 1 case passes on 1 layout of 1 rank, ")
     assert "apex               slow, not judged" in out

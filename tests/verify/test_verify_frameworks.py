@@ -1,7 +1,7 @@
-"""``lossagg verify --host``: a system is found, and its own functions run, or why they do not.
+"""``lossagg verify --framework``: a system is found, and its own functions run, or why they do not.
 
 What is found is not imported. The functions of released verl and SkyRL run in
-``hosts/verify_checks.py``; of systems that are not released, here, from checkouts in
+``frameworks/verify_checks.py``; of systems that are not released, here, from checkouts in
 ``FRAMEWORKS_DIR``.
 """
 
@@ -25,21 +25,21 @@ from conftest import fork_server
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.integrations import megatron_lm
 from megatron_lossagg.verify import command
+from megatron_lossagg.verify.framework_facts import FRAMEWORKS, framework_fact
 from megatron_lossagg.verify.frameworks import megatron_lm as checks_of_megatron_lm
 from megatron_lossagg.verify.frameworks.__main__ import CHECKS
-from megatron_lossagg.verify.frameworks.launch import DEFAULT, run_host
+from megatron_lossagg.verify.frameworks.launch import DEFAULT, run_framework
 from megatron_lossagg.verify.frameworks.outcome import outcome_of
-from megatron_lossagg.verify.frameworks.step import Check, HostError, NotRunError, compare
-from megatron_lossagg.verify.hosts import HOSTS, host_fact
+from megatron_lossagg.verify.frameworks.step import Check, FrameworkError, NotRunError, compare
 
 ROOT = Path(__file__).parents[2]
 CHECKOUTS = {"megatron-lm": "Megatron-LM", "bridge": "Megatron-Bridge/src", "nemo-rl": "NeMo-RL"}
 
 
 @pytest.fixture
-def a_host(tmp_path, monkeypatch):
-    """Write a package that has what slime's adapter uses, and put it on the path."""
-    for file, texts in HOSTS["slime"].uses.items():
+def a_framework(tmp_path, monkeypatch):
+    """Write a package that has what slime's integration uses, and put it on the path."""
+    for file, texts in FRAMEWORKS["slime"].uses.items():
         path = tmp_path / "slime" / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n".join(texts))
@@ -49,29 +49,31 @@ def a_host(tmp_path, monkeypatch):
     return tmp_path / "slime"
 
 
-def test_a_host_that_has_everything_is_found_and_not_imported(a_host):
-    fact = host_fact("slime")
+def test_a_framework_that_has_everything_is_found_and_not_imported(a_framework):
+    fact = framework_fact("slime")
     assert fact.state == "found"
-    assert str(a_host) in fact.detail
+    assert str(a_framework) in fact.detail
 
 
-def test_what_a_host_lacks_is_named_with_its_file_and_the_commit(a_host, capsys):
-    arguments = a_host / "utils" / "arguments.py"
+def test_what_a_framework_lacks_is_named_with_its_file_and_the_commit(a_framework, capsys):
+    arguments = a_framework / "utils" / "arguments.py"
     arguments.write_text(arguments.read_text().replace("--rollout-data-postprocess-path", ""))
-    assert main(["verify", "--host", "slime"]) == 2
+    assert main(["verify", "--framework", "slime"]) == 2
     error = capsys.readouterr().err
     assert "lacks '--rollout-data-postprocess-path' in utils/arguments.py" in error
     assert "written for 624b824a" in error
 
 
-def test_a_host_that_is_not_installed_is_wrong_usage(capsys):
-    assert main(["verify", "--host", "miles"]) == 2
+def test_a_framework_that_is_not_installed_is_wrong_usage(capsys):
+    assert main(["verify", "--framework", "miles"]) == 2
     assert "nothing to verify: miles is not installed here" in capsys.readouterr().err
 
 
-def write_host(folder, name, init):
-    """Write a package that has what a host's adapter uses and does ``init`` when imported."""
-    for file, texts in HOSTS[name].uses.items():
+def write_framework(folder, name, init):
+    """Write a package that has what a framework's integration uses and does ``init`` when
+    imported.
+    """
+    for file, texts in FRAMEWORKS[name].uses.items():
         path = folder / name / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n".join(f"# {text}" for text in texts))
@@ -83,7 +85,7 @@ def verl_that(tmp_path, monkeypatch):
     """Return a function that writes a verl and puts it first on the path of processes."""
 
     def write(init):
-        write_host(tmp_path, "verl", init)
+        write_framework(tmp_path, "verl", init)
         path = os.pathsep.join([str(tmp_path), str(ROOT)])
         monkeypatch.setenv("PYTHONPATH", path)
 
@@ -92,9 +94,9 @@ def verl_that(tmp_path, monkeypatch):
 
 def test_an_import_that_fails_is_not_run_with_the_reason_and_what_to_install(verl_that):
     verl_that("import ray_of_tests.core")
-    host = run_host("verl")
-    assert not host["passed"]
-    (check,) = host["checks"]
+    framework = run_framework("verl")
+    assert not framework["passed"]
+    (check,) = framework["checks"]
     assert check["state"] == "NOT RUN"
     assert check["explanation"].startswith(
         "ModuleNotFoundError: No module named 'ray_of_tests'. Install the package that "
@@ -116,7 +118,7 @@ def test_all_modules_that_an_import_lacks_are_named_in_one_run(verl_that):
         "import json, dict_of_tests.deep",
     ]
     verl_that("\n".join(lines))
-    (check,) = run_host("verl")["checks"]
+    (check,) = run_framework("verl")["checks"]
     assert check["state"] == "NOT RUN"
     assert check["explanation"].startswith(
         "ModuleNotFoundError: No module named 'ray_of_tests', nor hydra_of_tests, dict_of_tests. "
@@ -137,9 +139,9 @@ def test_all_modules_that_an_import_lacks_are_named_in_one_run(verl_that):
 )
 def test_whatever_an_import_does_is_a_reason(verl_that, init, reason):
     verl_that(init)
-    host = run_host("verl", timeout=100.0)
-    assert not host["passed"]
-    (check,) = host["checks"]
+    framework = run_framework("verl", timeout=100.0)
+    assert not framework["passed"]
+    (check,) = framework["checks"]
     assert check["state"] == "NOT RUN"
     assert check["explanation"].startswith(reason)
 
@@ -147,10 +149,10 @@ def test_whatever_an_import_does_is_a_reason(verl_that, init, reason):
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="reads /proc")
 def test_an_import_that_does_not_end_is_ended(verl_that):
     verl_that("import time; time.sleep(100)")
-    (check,) = run_host("verl", timeout=2.0)["checks"]
+    (check,) = run_framework("verl", timeout=2.0)["checks"]
     assert check["state"] == "NOT RUN"
     assert check["explanation"] == "the process did not end within 2 s: give it more by --timeout"
-    assert not any(b"host_runs\0verl" in command for command in commands())
+    assert not any(b"framework_runs\0verl" in command for command in commands())
 
 
 def commands():
@@ -160,13 +162,13 @@ def commands():
             yield file.read_bytes()
 
 
-def test_a_host_without_what_the_adapter_looks_up_fails(verl_that):
+def test_a_framework_without_what_the_integration_looks_up_fails(verl_that):
     verl_that("")
-    host = run_host("verl")
-    (check,) = host["checks"]
+    framework = run_framework("verl")
+    (check,) = framework["checks"]
     assert check["state"] == "FAIL"
-    assert "use a release of verl that the adapter was written for" in check["explanation"]
-    assert not host["passed"]
+    assert "use a release of verl that the integration was written for" in check["explanation"]
+    assert not framework["passed"]
 
 
 def test_a_finite_loss_with_a_nan_gradient_fails():
@@ -177,19 +179,19 @@ def test_a_finite_loss_with_a_nan_gradient_fails():
         return compare(wanted + torch.where(x > 0, x.sqrt(), 0 * x).sum(), wanted, leaves)
 
     check = Check(name="a loss", function="f", compare=nan_behind_where)
-    outcome = outcome_of(check, host="verl")
+    outcome = outcome_of(check, framework="verl")
     assert outcome.loss_error == 0
     assert outcome.state == "FAIL"
 
 
-def test_host_under_a_launcher_is_refused(verl_that, monkeypatch, capsys):
+def test_framework_under_a_launcher_is_refused(verl_that, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["verify", "--host", "verl"]) == 2
-    assert "run lossagg verify --host verl without the launcher" in capsys.readouterr().err
+    assert main(["verify", "--framework", "verl"]) == 2
+    assert "run lossagg verify --framework verl without the launcher" in capsys.readouterr().err
 
 
-def test_a_host_of_which_nothing_ran_is_no_pass_in_text_json_html_and_status(
+def test_a_framework_of_which_nothing_ran_is_no_pass_in_text_json_html_and_status(
     verl_that, tmp_path, monkeypatch, capsys
 ):
     verl_that("import ray_of_tests")
@@ -197,13 +199,13 @@ def test_a_host_of_which_nothing_ran_is_no_pass_in_text_json_html_and_status(
     importlib.invalidate_caches()
     monkeypatch.setattr(command, "launch", fork_server().launch)
     report, page = tmp_path / "report.json", tmp_path / "page.html"
-    one = ["--dp", "1", "--loss-aggregation", "token_mean", "--regime", "average"]
+    one = ["--dp", "1", "--loss-aggregation", "token_mean", "--loss-scaling", "average"]
     files = ["--json", str(report), "--html", str(page)]
-    assert main(["verify", "--host", "verl", *one, *files]) == 2
+    assert main(["verify", "--framework", "verl", *one, *files]) == 2
     out, err = capsys.readouterr()
     written = json.loads(report.read_text())
     assert not written["passed"]
-    assert [check["state"] for check in written["host"]["checks"]] == ["NOT RUN"]
+    assert [check["state"] for check in written["framework"]["checks"]] == ["NOT RUN"]
     first, second, *_ = out.splitlines()
     assert first == "NOT RUN: verl: 0 of 1 check of its own code passes, 1 not run"
     assert second.startswith("1 of 1 case passes")
@@ -213,7 +215,7 @@ def test_a_host_of_which_nothing_ran_is_no_pass_in_text_json_html_and_status(
     assert "verl: NOT RUN import of verl: ModuleNotFoundError: No module" in reasons
     assert counts.endswith("1 not run; now the cases on Megatron-Core")
     assert layout.startswith("lossagg: DP 1, M 3: 1 of 1 case passed, ")
-    reason = written["host"]["checks"][0]["explanation"]
+    reason = written["framework"]["checks"][0]["explanation"]
     assert "Install the package that provides ray_of_tests" in reason
     for text, wanted in ((out, reason), (page.read_text(), html.escape(reason))):
         assert "NOT RUN" in text
@@ -221,21 +223,21 @@ def test_a_host_of_which_nothing_ran_is_no_pass_in_text_json_html_and_status(
         assert wanted in text
 
 
-def test_a_host_is_found_in_the_current_folder_as_python_m_finds_it(tmp_path):
+def test_a_framework_is_found_in_the_current_folder_as_python_m_finds_it(tmp_path):
     """A console script has its own folder on the path, not the current one."""
-    write_host(tmp_path / "checkout", "verl", "import ray_of_tests")
+    write_framework(tmp_path / "checkout", "verl", "import ray_of_tests")
     script = tmp_path / "bin" / "lossagg"
     script.parent.mkdir()
     script.write_text("from megatron_lossagg.cli.main import main\nraise SystemExit(main())\n")
     done = subprocess.run(
-        [sys.executable, str(script), "verify", "--host", "verl", "--json", "/nowhere/at/all"],
+        [sys.executable, str(script), "verify", "--framework", "verl", "--json", "/nowhere/at/all"],
         cwd=tmp_path / "checkout",
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert done.stderr == (  # what is looked at after the host is found
+    assert done.stderr == (  # what is looked at after the framework is found
         "lossagg: --json /nowhere/at/all cannot be written: name a file in a folder that exists\n"
     )
 
@@ -259,20 +261,20 @@ def bridge(monkeypatch):
 
 def test_bridges_modules_are_hooked_and_its_loop_is_not_run(bridge):
     checks = CHECKS["bridge"](DEFAULT)
-    states = [outcome_of(check, host="bridge").state for check in checks]
+    states = [outcome_of(check, framework="bridge").state for check in checks]
     assert states == ["PASS", "PASS", "NOT RUN"]
 
 
 def test_a_hook_that_does_not_bind_fails_by_name(bridge, monkeypatch):
     monkeypatch.setattr("megatron_lossagg.integrations.bridge.install", lambda aggregation: None)
     first, *_ = CHECKS["bridge"](DEFAULT)
-    outcome = outcome_of(first, host="bridge")
+    outcome = outcome_of(first, framework="bridge")
     assert outcome.state == "FAIL"
     assert "megatron.bridge.training.train.get_forward_backward_func after" in outcome.explanation
 
 
-def test_every_host_has_checks():
-    assert set(CHECKS) == set(HOSTS)
+def test_every_framework_has_checks():
+    assert set(CHECKS) == set(FRAMEWORKS)
 
 
 FRAMEWORKS_DIR = Path(os.environ.get("FRAMEWORKS_DIR", ""))
@@ -280,19 +282,24 @@ SERVING = "('polars', 'sglang', 'sglang_router', 'torch_memory_saver', 'mooncake
 
 
 def run_checkout(monkeypatch, folder, name, *checkouts):
-    """Run a host's checks from checkouts, with stand-ins for what serves rollouts."""
+    """Run a framework's checks from checkouts, with stand-ins for what serves rollouts."""
     (folder / "sitecustomize.py").write_text(f"import stand_ins\nstand_ins.install({SERVING})\n")
-    own = [folder, ROOT, ROOT / "tests" / "hosts", *(FRAMEWORKS_DIR / each for each in checkouts)]
+    own = [
+        folder,
+        ROOT,
+        ROOT / "tests" / "frameworks",
+        *(FRAMEWORKS_DIR / each for each in checkouts),
+    ]
     path = os.pathsep.join([*map(str, own), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
     monkeypatch.setenv("PYENV_VERSION", platform.python_version())  # for a checkout's make
-    host = run_host(name)
-    numbers = [check["gradient_error"] for check in host["checks"]]
-    print(f"{name}: {numbers}, {host['seconds']:.0f} s")
-    assert [(check["state"], check["explanation"]) for check in host["checks"]] == [
+    framework = run_framework(name)
+    numbers = [check["gradient_error"] for check in framework["checks"]]
+    print(f"{name}: {numbers}, {framework['seconds']:.0f} s")
+    assert [(check["state"], check["explanation"]) for check in framework["checks"]] == [
         ("PASS", "")
     ] * len(numbers)
-    return host["checks"]
+    return framework["checks"]
 
 
 @pytest.mark.parametrize("name", ["slime", "miles"])
@@ -320,7 +327,7 @@ def test_megatron_lms_own_script_trains_the_oracles_loss_in_every_layout(monkeyp
     ("script", "kind", "words"),
     [
         ("raise RuntimeError('broken')", NotRunError, "aggregation too: RuntimeError: broken"),
-        ("", HostError, "where it runs stock: .*ended without a step"),
+        ("", FrameworkError, "where it runs stock: .*ended without a step"),
     ],
     ids=["stock fails too", "stock runs"],
 )
@@ -336,8 +343,8 @@ def test_a_script_that_fails_is_a_failure_only_where_it_runs_stock(
 
 
 @pytest.mark.skipif("FRAMEWORKS_DIR" not in os.environ, reason="FRAMEWORKS_DIR is not set")
-@pytest.mark.parametrize("name", HOSTS)
-def test_the_hosts_own_code_has_what_the_adapter_uses(name, monkeypatch):
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_the_frameworks_own_code_has_what_the_integration_uses(name, monkeypatch):
     checkout = Path(os.environ["FRAMEWORKS_DIR"]) / CHECKOUTS.get(name, name)
     if not checkout.exists():
         pytest.skip(f"no checkout in {checkout}")
@@ -347,4 +354,4 @@ def test_the_hosts_own_code_has_what_the_adapter_uses(name, monkeypatch):
         import megatron
 
         monkeypatch.setattr(megatron, "__path__", [str(checkout / "megatron")])
-    assert host_fact(name).state == "found"
+    assert framework_fact(name).state == "found"

@@ -1,7 +1,7 @@
-"""Run a host's checks: ``python -m megatron_lossagg.verify.frameworks HOST FILE AGGREGATION``.
+"""Run a framework's checks: ``python -m megatron_lossagg.verify.frameworks HOST FILE AGGREGATION``.
 
-FILE gets one JSON line per check as it ends; hosts print to standard output. AGGREGATION: JSON
-of the configured one, for a host that is run as a whole.
+FILE gets one JSON line per check as it ends; frameworks print to standard output. AGGREGATION: JSON
+of the configured one, for a framework that is run as a whole.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ CHECKS: Mapping[str, Callable[[Aggregation], list[Check]]] = {
 }
 
 
-def main(host: str, file: str, aggregation: str) -> None:
-    """Run the checks of a host and write their outcomes."""
+def main(framework: str, file: str, aggregation: str) -> None:
+    """Run the checks of a framework and write their outcomes."""
     signal.signal(signal.SIGTERM, _exit)  # so that what was launched is ended
 
     def write(outcome: Outcome) -> None:
@@ -47,15 +47,15 @@ def main(host: str, file: str, aggregation: str) -> None:
             out.write(json.dumps(asdict(outcome)) + "\n")
 
     def load() -> list[Check]:
-        return CHECKS[host](Aggregation(**json.loads(aggregation)))
+        return CHECKS[framework](Aggregation(**json.loads(aggregation)))
 
     try:
         checks = load()
     except (Exception, SystemExit) as error:
-        write(ended_by(error, f"import of {host}", host=host, load=load))
+        write(ended_by(error, f"import of {framework}", framework=framework, load=load))
         return
     for check in checks:
-        write(outcome_of(check, host=host))
+        write(outcome_of(check, framework=framework))
 
 
 def _exit(*_: Any) -> None:

@@ -10,7 +10,7 @@ from importlib import import_module
 from types import ModuleType
 
 from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.verify.frameworks.step import Check, HostError, NotRunError
+from megatron_lossagg.verify.frameworks.step import Check, FrameworkError, NotRunError
 
 __all__ = ["checks"]
 
@@ -34,16 +34,16 @@ def checks(aggregation: Aggregation) -> list[Check]:
 
 
 def _bound(module: ModuleType, aggregation: Aggregation) -> None:
-    """Install the adapter, and look at the name that a module's loop calls."""
+    """Install the integration, and look at the name that a module's loop calls."""
     from megatron_lossagg.integrations.bridge import install
 
     stock = getattr(module, _HOOK, None)
     install(aggregation)
     bound = getattr(module, _HOOK)
     if getattr(bound, "__wrapped__", None) is not stock:
-        raise HostError(
+        raise FrameworkError(
             f"got {bound!r} as {module.__name__}.{_HOOK} after install, expected the hooked "
-            f"{stock!r}: use a release that the adapter was written for (docs/integrations)"
+            f"{stock!r}: use a release that the integration was written for (docs/integrations)"
         )
 
 

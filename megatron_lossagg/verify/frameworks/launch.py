@@ -1,4 +1,4 @@
-"""Start a host's checks in a process of their own, on the CPU, and collect their outcomes."""
+"""Start a framework's checks in a process of their own, on the CPU, and collect their outcomes."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from megatron_lossagg.cpu.launch import tied
 from megatron_lossagg.verify.environment import unlaunched
 from megatron_lossagg.verify.frameworks.outcome import FAIL, NOT_RUN, Outcome, none_ran
 
-__all__ = ["DEFAULT", "TIMEOUT", "run_host"]
+__all__ = ["DEFAULT", "TIMEOUT", "run_framework"]
 
 DEFAULT = Aggregation("sample_mean")
-"""What a host that is run as a whole trains, where no aggregation is configured."""
+"""What a framework that is run as a whole trains, where no aggregation is configured."""
 TIMEOUT = 600.0
-"""Seconds that a host's checks may take, imports included."""
+"""Seconds that a framework's checks may take, imports included."""
 _GRACE_SECONDS = 10.0
 _POLL_SECONDS = 0.2
 
 
-def run_host(
-    host: str,
+def run_framework(
+    framework: str,
     aggregation: Aggregation | None = None,
     *,
     timeout: float = TIMEOUT,
     report: Callable[[dict[str, Any]], None] = lambda outcome: None,
 ) -> dict[str, Any]:
-    """Run a host's checks; return the report's part about them.
+    """Run a framework's checks; return the report's part about them.
 
     ::
 
@@ -63,26 +63,26 @@ def run_host(
                     add(json.loads(line))
 
         with log.open("w") as out:
-            ended = _ended(_command(host, file, aggregation or DEFAULT), out, timeout, read)
+            ended = _ended(_command(framework, file, aggregation or DEFAULT), out, timeout, read)
         read()
         printed = log.read_text(errors="replace").strip().splitlines()
     if ended:
         reason = f"the process {ended}"
         if printed and "--timeout" not in ended:
-            reason += f"; it printed last: {printed[-1][:300]}. Import {host} by itself"
-        begins = "the checks that follow" if outcomes else f"the checks of {host}"
+            reason += f"; it printed last: {printed[-1][:300]}. Import {framework} by itself"
+        begins = "the checks that follow" if outcomes else f"the checks of {framework}"
         add(asdict(Outcome(check=begins, function="", state=NOT_RUN, explanation=reason)))
     failed = any(outcome["state"] == FAIL for outcome in outcomes)
     return {
-        "name": host,
+        "name": framework,
         "seconds": time.monotonic() - begun,
         "passed": not failed and not none_ran(outcomes),
         "checks": outcomes,
     }
 
 
-def _command(host: str, file: Path, aggregation: Aggregation) -> list[str]:
-    arguments = [host, str(file), json.dumps(asdict(aggregation))]
+def _command(framework: str, file: Path, aggregation: Aggregation) -> list[str]:
+    arguments = [framework, str(file), json.dumps(asdict(aggregation))]
     return [sys.executable, "-m", "megatron_lossagg.verify.frameworks", *arguments]
 
 

@@ -22,7 +22,7 @@ from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.verify.frameworks.step import (
     Check,
     Comparison,
-    HostError,
+    FrameworkError,
     NotRunError,
     over,
     relative_error,
@@ -63,7 +63,7 @@ def checks(aggregation: Aggregation) -> list[Check]:
     def ran(layout: str) -> list[dict[str, float]] | LossAggregationError:
         try:
             return _run(script, aggregation, layout)
-        except (HostError, NotRunError) as error:
+        except (FrameworkError, NotRunError) as error:
             return error
 
     def steps(layout: str) -> list[dict[str, float]]:
@@ -76,7 +76,7 @@ def checks(aggregation: Aggregation) -> list[Check]:
         wanted = [event for event in steps("DP 1") if "wanted_loss" in event]
         got = [event for event in steps(layout) if "loss" in event]
         if not len(got) == len(wanted) == _STEPS:
-            raise HostError(f"got {len(got)} training steps in {layout}, expected {_STEPS}")
+            raise FrameworkError(f"got {len(got)} training steps in {layout}, expected {_STEPS}")
         return _worst(got, wanted)
 
     return [
@@ -106,7 +106,7 @@ def _script() -> Path:
 def _run(script: Path, aggregation: Aggregation | None, layout: str) -> list[dict[str, float]]:
     """Run the script in a layout, stock without an aggregation; return what its last rank wrote.
 
-    Raises :class:`NotRunError` where the stock script fails too, else :class:`HostError`.
+    Raises :class:`NotRunError` where the stock script fails too, else :class:`FrameworkError`.
     """
     processes, more = _LAYOUTS[layout]
     flags, keywords = [], None
@@ -138,7 +138,9 @@ def _run(script: Path, aggregation: Aggregation | None, layout: str) -> list[dic
                     "Run it by itself with lossagg run --cpu"
                 )
             _run(script, None, layout)
-            raise HostError(f"{script} fails in the layout {layout}, where it runs stock: {error}")
+            raise FrameworkError(
+                f"{script} fails in the layout {layout}, where it runs stock: {error}"
+            )
         lines = file.read_text().splitlines() if file.exists() else []
         return [json.loads(line) for line in lines]
 

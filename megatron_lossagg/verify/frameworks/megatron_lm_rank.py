@@ -97,7 +97,7 @@ def _wanted(
     model: torch.nn.Module, batches: Sequence[dict[str, Any]], keywords: dict[str, Any]
 ) -> dict[str, float]:
     """Compute a step's loss and its gradient's norm; each entry goes through the model alone."""
-    rows: list[oracle.Row] = []
+    sequences: list[oracle.Row] = []
     for index, batch in enumerate(batches):
         for tokens, labels, mask, positions in zip(
             *(batch[name] for name in ("tokens", "labels", "loss_mask", "position_ids")),
@@ -105,16 +105,16 @@ def _wanted(
         ):
             losses = model(tokens[None], positions[None], None, labels=labels[None])[0]
             flags = [int(value) for value in mask.tolist()]
-            rows.append(
+            sequences.append(
                 {
                     "x": list(losses.double().unbind()),
                     "counted": flags,
                     "trained": flags,
-                    "sample": len(rows),
+                    "sample": len(sequences),
                     "microbatch": (0, index),
                 }
             )
-    loss = oracle.step_loss(rows=rows, microbatches=[len(batches)], **keywords)
+    loss = oracle.step_loss(sequences=sequences, microbatches=[len(batches)], **keywords)
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     norm = torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt()
     return {"wanted_loss": loss.item(), "wanted_grad_norm": norm.item()}

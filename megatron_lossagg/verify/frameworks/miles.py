@@ -66,10 +66,10 @@ def checks() -> list[Check]:
 
 
 def _samples(data: Rollouts) -> list[Any]:
-    """Make miles' samples of the step, one per row."""
+    """Make miles' samples of the step, one per sequence."""
     from miles.utils.types import Sample
 
-    rows = [
+    sequences = [
         (tokens, mask)
         for mb, of_mb in zip(data.step.microbatches, data.tokens, strict=True)
         for tokens, mask in zip(of_mb, mb.mask.int(), strict=True)
@@ -86,6 +86,6 @@ def _samples(data: Rollouts) -> list[Any]:
             status=Sample.Status.COMPLETED,
         )
         for index, ((tokens, mask), rollout, prompt) in enumerate(
-            zip(rows, data.step.samples, data.step.prompts, strict=True)
+            zip(sequences, data.step.samples, data.step.prompts, strict=True)
         )
     ]

@@ -1,4 +1,4 @@
-"""Every module that a host's import lacks, in one run instead of one per run."""
+"""Every module that a framework's import lacks, in one run instead of one per run."""
 
 from __future__ import annotations
 

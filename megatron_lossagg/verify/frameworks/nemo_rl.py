@@ -99,4 +99,4 @@ def _data(mb: Microbatch) -> dict[str, Tensor]:
         "token_mask": mb.mask.double(),
     }
     data = {name: pad(field, (1, 0)) for name, field in fields.items()}
-    return {**data, "sample_mask": torch.ones(len(mb.rows), dtype=torch.float64)}
+    return {**data, "sample_mask": torch.ones(len(mb.sequences), dtype=torch.float64)}

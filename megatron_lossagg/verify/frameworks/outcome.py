@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import megatron_lossagg
 from megatron_lossagg.errors import LossAggregationError
+from megatron_lossagg.verify.framework_facts import FRAMEWORKS
 from megatron_lossagg.verify.frameworks.missing import missing_modules
 from megatron_lossagg.verify.frameworks.step import Check, Comparison, NotRunError
-from megatron_lossagg.verify.hosts import HOSTS
 from megatron_lossagg.verify.words import error_text, number_of
 
 __all__ = [
@@ -42,11 +42,11 @@ _REMEDIES = {"megatron": "Put the Megatron-LM that it needs on PYTHONPATH"}
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One check of a host; numbers are None where there was nothing to compare."""
+    """One check of a framework; numbers are None where there was nothing to compare."""
 
     check: str
     function: str
-    """The host's function."""
+    """The framework's function."""
     state: State
     got: float | None = None
     wanted: float | None = None
@@ -57,12 +57,12 @@ class Outcome:
     explanation: str = ""
 
 
-def outcome_of(check: Check, *, host: str) -> Outcome:
+def outcome_of(check: Check, *, framework: str) -> Outcome:
     """Run a check; whatever it raises becomes an outcome."""
     try:
         found = check.compare()
     except (Exception, SystemExit) as error:
-        return ended_by(error, check.name, host=host, function=check.function)
+        return ended_by(error, check.name, framework=framework, function=check.function)
     if found is None:
         return Outcome(check=check.name, function=check.function, state=PASS)
     passed = max(found.loss_error, found.gradient_error) < check.tolerance
@@ -76,7 +76,7 @@ def outcome_of(check: Check, *, host: str) -> Outcome:
         gradient_error=found.gradient_error,
         factor=found.factor,
         tolerance=check.tolerance,
-        explanation="" if passed else _difference(check, found, host),
+        explanation="" if passed else _difference(check, found, framework),
     )
 
 
@@ -84,38 +84,39 @@ def ended_by(
     error: BaseException,
     check: str,
     *,
-    host: str,
+    framework: str,
     function: str = "",
     load: Callable[[], object] | None = None,
 ) -> Outcome:
     """Describe what a check raised: a package that is missing is not run, all else fails.
 
-    While the checks are listed (no ``function``), what the host's own import raises is not run.
+    While the checks are listed (no ``function``), what the framework's own import raises is not
+    run.
     ``load``: what raised it, to find all that it lacks; this process runs nothing else then.
     """
-    if isinstance(error, NotRunError) or _is_missing_elsewhere(error, host):
-        return not_run(check, error, host=host, function=function, load=load)
+    if isinstance(error, NotRunError) or _is_missing_elsewhere(error, framework):
+        return not_run(check, error, framework=framework, function=function, load=load)
     if not function and not _is_raised_here(error):
-        return not_run(check, error, host=host)
+        return not_run(check, error, framework=framework)
     got = f"{function} raised {_sentence(error)}, expected a loss"
     if not function:
-        got = f"got {_sentence(error)} before the first check, expected what the adapter uses"
+        got = f"got {_sentence(error)} before the first check, expected what the integration uses"
     return Outcome(
         check=check,
         function=function,
         state=FAIL,
-        explanation=f"{got}: use a release of {host} that the adapter was written for (docs/integrations)",  # noqa: E501
+        explanation=f"{got}: use a release of {framework} that the integration was written for (docs/integrations)",  # noqa: E501
     )
 
 
-def _is_missing_elsewhere(error: BaseException, host: str) -> bool:
-    """Whether a package is missing that is not the host itself."""
-    own = HOSTS[host].package
+def _is_missing_elsewhere(error: BaseException, framework: str) -> bool:
+    """Whether a package is missing that is not the framework itself."""
+    own = FRAMEWORKS[framework].package
     return isinstance(error, ModuleNotFoundError) and not f"{error.name}.".startswith(f"{own}.")
 
 
 def _is_raised_here(error: BaseException) -> bool:
-    """Whether this package's own code raised it, such as by a name that the host lacks."""
+    """Whether this package's own code raised it, such as by a name that the framework lacks."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     files = [file for file in files if not file.startswith("<frozen")]
     return bool(files) and Path(files[-1]).is_relative_to(_PACKAGE)
@@ -125,7 +126,7 @@ def not_run(
     check: str,
     error: BaseException,
     *,
-    host: str,
+    framework: str,
     function: str = "",
     load: Callable[[], object] | None = None,
 ) -> Outcome:
@@ -134,16 +135,16 @@ def not_run(
     if isinstance(error, ModuleNotFoundError) and error.name:
         names = [error.name]
         if load is not None:
-            names = missing_modules(error, load, own=HOSTS[host].package)
+            names = missing_modules(error, load, own=FRAMEWORKS[framework].package)
         packages = list(dict.fromkeys(name.partition(".")[0] for name in names))
         remedies = [_REMEDIES[package] for package in packages if package in _REMEDIES]
         if others := [package for package in packages if package not in _REMEDIES]:
             ending = "s that provide " if others[1:] else " that provides "
             remedies.append(f"Install the package{ending}{', '.join(others)}")
         also = f", nor {', '.join(names[1:])}" if names[1:] else ""
-        text += f"{also}. {'. '.join(remedies)}, or run where {host} trains"
+        text += f"{also}. {'. '.join(remedies)}, or run where {framework} trains"
     elif not isinstance(error, LossAggregationError):
-        text += f". Run where python can import {host}"
+        text += f". Run where python can import {framework}"
     return Outcome(check=check, function=function, state=NOT_RUN, explanation=text)
 
 
@@ -152,18 +153,18 @@ def _sentence(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0].rstrip('.')}"
 
 
-def _difference(check: Check, found: Comparison, host: str) -> str:
+def _difference(check: Check, found: Comparison, framework: str) -> str:
     factor = f"{found.factor:.9g}" if math.isfinite(found.factor) else "not finite"
     text = (
         f"{check.function}: got a loss of {found.got:.9g}, expected {found.wanted:.9g}; got a "
         f"{check.gradient} of {factor} times the expected one, with an error of "
         f"{error_text(found.gradient_error)}"
     )
-    return f"{text}. Use a release of {host} that the adapter was written for (docs/integrations)"
+    return f"{text}. Use a release of {framework} that is named in docs/integrations"
 
 
 def none_ran(outcomes: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether nothing of the host ran."""
+    """Whether nothing of the framework ran."""
     return all(outcome["state"] == NOT_RUN for outcome in outcomes)
 
 

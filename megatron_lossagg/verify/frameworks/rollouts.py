@@ -1,10 +1,12 @@
 """What slime and miles share: one process with Megatron's groups, and the step as rollouts.
 
-Both hosts compute log-probabilities of packed rows from logits, reduce the policy loss by their own
-function, and multiply by what Megatron's average regime divides by. With one rank a step's loss is
+Both frameworks compute log-probabilities of packed sequences from logits, reduce the policy loss by
+their own
+function, and multiply by what Megatron's average loss scaling divides by. With one rank a step's
+loss is
 the sum over microbatches of what the loss function returns, over M.
 
-Shape suffixes: b = rows of a microbatch, s = its responses' length.
+Shape suffixes: b = sequences of a microbatch, s = its responses' length.
 """
 
 from __future__ import annotations
@@ -30,10 +32,10 @@ CONSTANT = Aggregation("constant", divisor=40.0)
 CLIP = 0.2
 _LENGTHS = (((5, 0, 3), (3, 0, 4), (6, 6, 0), (0, 0, 5)),)
 _SAMPLES = (0, 1, 2, 3, 3, 4, 5, 5, 6, 7, 8, 9)
-"""Rollout of each row: 3 and 5 were split into two rows, 5 over two microbatches."""
+"""Rollout of each sequence: 3 and 5 were split into two sequences, 5 over two microbatches."""
 _VOCABULARY, _PROMPT_LENGTH = 16, 2
 _FLOAT32 = 1e-5
-"""Both hosts ask for float32 logits."""
+"""Both frameworks ask for float32 logits."""
 
 
 class Rollouts:
@@ -63,33 +65,35 @@ class Rollouts:
         return len(set(self.step.samples))
 
     def batch(self, index: int, denominators: Sequence[float] | Tensor) -> dict[str, Any]:
-        """Return a microbatch as both hosts' loss functions read it.
+        """Return a microbatch as both frameworks' loss functions read it.
 
-        ``denominators``: d_s of every row of the step.
+        ``denominators``: d_s of every sequence of the step.
         """
         mb, tokens = self.step.microbatches[index], self.tokens[index]
-        rows, s = len(tokens), mb.mask.shape[1]
+        sequences, s = len(tokens), mb.mask.shape[1]
         return {
             "unconcat_tokens": list(tokens),
-            "total_lengths": [tokens.shape[1]] * rows,
-            "response_lengths": [s] * rows,
+            "total_lengths": [tokens.shape[1]] * sequences,
+            "response_lengths": [s] * sequences,
             "loss_masks": list(mb.mask.int()),
             "advantages": list(mb.advantages),
             "log_probs": list(mb.old_log_probs),
             "rollout_mask_sums": torch.as_tensor(denominators, dtype=torch.float32)[
-                mb.rows.start : mb.rows.stop
+                mb.sequences.start : mb.sequences.stop
             ],
         }
 
     def counts(self) -> list[float]:
-        """Return what both hosts carry by default: active tokens of each row's rollout."""
+        """Return what both frameworks carry by default: active tokens of each sequence's
+        rollout.
+        """
         of_rollout = dict.fromkeys(self.step.samples, 0)
         for sample, length in zip(self.step.samples, self.step.lengths, strict=True):
             of_rollout[sample] += length
         return [float(of_rollout[sample]) for sample in self.step.samples]
 
     def compared(self, shares: Sequence[Tensor], aggregation: Aggregation) -> Comparison:
-        """Compare what the host's loss function returned per microbatch with the oracle."""
+        """Compare what the framework's loss function returned per microbatch with the oracle."""
         losses = [ppo_losses(mb, clip=CLIP) for mb in self.step.microbatches]
         got = torch.stack(list(shares)).sum() / len(shares)
         return compare(got, self.step.wanted(aggregation, losses), self.logits)
@@ -101,9 +105,10 @@ def carried_checks(
     carried: Callable[[Aggregation], Comparison],
     reduced: Callable[[], Comparison],
 ) -> list[Check]:
-    """List the checks of a host: the weights carried in every mode, and the constant's reducer.
+    """List the checks of a framework: the weights carried in every mode, and the constant's
+    reducer.
 
-    ``function``: the host's loss function. ``reducer``: the path that the host is given.
+    ``function``: the framework's loss function. ``reducer``: the path that the framework is given.
     """
     listed = [
         Check(
@@ -132,7 +137,7 @@ def _aggregations() -> dict[str, Aggregation]:
 
 
 def flags(aggregation: Aggregation) -> dict[str, Any]:
-    """Return a host's arguments that ask for an aggregation."""
+    """Return a framework's arguments that ask for an aggregation."""
     return {
         "loss_aggregation": aggregation.mode,
         "loss_aggregation_divisor": aggregation.divisor,
@@ -141,7 +146,8 @@ def flags(aggregation: Aggregation) -> dict[str, Any]:
 
 
 def parsed(provider: Any) -> argparse.Namespace:
-    """Parse a host's defaults by Megatron-LM's parser; ``provider`` adds the host's options.
+    """Parse a framework's defaults by Megatron-LM's parser; ``provider`` adds the framework's
+    options.
 
     What the checks set is the policy loss alone: no KL, no entropy, one clip.
     """

@@ -1,4 +1,4 @@
-"""A host's checks as a section of the HTML page."""
+"""A framework's checks as a section of the HTML page."""
 
 from __future__ import annotations
 
@@ -20,41 +20,43 @@ _COLUMNS = {
 }
 
 STYLE = """
-.host tr{grid-template-columns:minmax(0,1.2fr) minmax(0,1fr) 96px 96px 76px}
-.host td:nth-child(3),.host th:nth-child(3){text-align:right}
+.framework tr{grid-template-columns:minmax(0,1.2fr) minmax(0,1fr) 96px 96px 76px}
+.framework td:nth-child(3),.framework th:nth-child(3){text-align:right}
 """
 
 
-def headline(host: Mapping[str, Any]) -> tuple[str, str] | None:
+def headline(framework: Mapping[str, Any]) -> tuple[str, str] | None:
     """Write what was found and what it means, where a check failed or none ran; else None."""
-    if none_ran(host["checks"]):
-        return f"No check of {host['name']} ran", "nothing is known of its own code"
-    failed = sum(check["state"] == FAIL for check in host["checks"])
+    if none_ran(framework["checks"]):
+        return f"No check of {framework['name']} ran", "nothing is known of its own code"
+    failed = sum(check["state"] == FAIL for check in framework["checks"])
     if not failed:
         return None
-    found = f"{failed} of {number_of(len(host['checks']), 'check')} of {host['name']} fail"
+    found = (
+        f"{failed} of {number_of(len(framework['checks']), 'check')} of {framework['name']} fail"
+    )
     return found + "s" * (failed == 1), "its own code does not train the configured loss"
 
 
-def lead(host: Mapping[str, Any]) -> str:
+def lead(framework: Mapping[str, Any]) -> str:
     """Write one line for the head of the page."""
-    text = f"{host['name']}: {counted(host['checks'])}."
-    return f'<p>{escape(text)} <a href="#host">Which</a></p>'
+    text = f"{framework['name']}: {counted(framework['checks'])}."
+    return f'<p>{escape(text)} <a href="#framework">Which</a></p>'
 
 
-def section(host: Mapping[str, Any]) -> str:
+def section(framework: Mapping[str, Any]) -> str:
     """Write the table of checks, with the reason of each that failed or did not run."""
     heads = "".join(
         f'<th scope="col" title="{text}">{name}</th>' for name, text in _COLUMNS.items()
     )
-    rows = "".join(map(_row, host["checks"]))
-    took = f"{host['seconds']:.0f} s"
+    rows = "".join(map(_row, framework["checks"]))
+    took = f"{framework['seconds']:.0f} s"
     return (
-        f'<section><h2 id="host">{escape(host["name"])}</h2>'
+        f'<section><h2 id="framework">{escape(framework["name"])}</h2>'
         "<p>The system's own functions, as installed here, in a process of their own on the CPU: "
         "loss and gradient of a drawn step against the oracle. A check that did not run proves "
         'nothing.</p><div class="wide">'
-        f'<table class="host"><caption>{counted(host["checks"])}, {took}</caption>'
+        f'<table class="framework"><caption>{counted(framework["checks"])}, {took}</caption>'
         f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div></section>"
     )
 

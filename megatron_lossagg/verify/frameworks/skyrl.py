@@ -87,10 +87,10 @@ def _aggregations() -> Iterator[Aggregation]:
 
 
 def prompt_boundaries(prompts: Sequence[int]) -> list[tuple[int, int]]:
-    """Write contiguous prompts as SkyRL's pairs of first row and end."""
+    """Write contiguous prompts as SkyRL's pairs of first sequence and end."""
     bounds, start = [], 0
-    for _, rows in groupby(prompts):
-        end = start + len(list(rows))
+    for _, sequences in groupby(prompts):
+        end = start + len(list(sequences))
         bounds.append((start, end))
         start = end
     return bounds
@@ -116,7 +116,7 @@ def reduced(step: Step, utils: Any, name: str) -> Tensor:
         advantages=torch.ones_like(mask),
         loss_mask=mask,
         loss_reduction=name,
-        micro_batch_size=len(step.microbatches[0].rows),
+        micro_batch_size=len(step.microbatches[0].sequences),
         max_seq_len=DIVISOR,
         prompt_boundaries=prompt_boundaries(step.prompts),
     )
@@ -134,8 +134,8 @@ def _trained(utils: Any, base: Any, aggregation: Aggregation) -> Comparison:
     out = made._normalize_advantages(batch(step), boundaries, prompt_boundaries(step.prompts))
     shares = []
     for mb in step.microbatches:
-        rows = slice(mb.rows.start, mb.rows.stop)
-        advantages = out["advantages"][rows, : mb.mask.shape[1]]
+        sequences = slice(mb.sequences.start, mb.sequences.stop)
+        advantages = out["advantages"][sequences, : mb.mask.shape[1]]
         shares.append(utils.reduce_loss(_ratio(mb) * advantages, mb.mask.double()))
     losses = [_ratio(mb) * mb.advantages for mb in step.microbatches]
     return compare(torch.stack(shares).sum(), step.wanted(aggregation, losses), step.leaves)
@@ -146,24 +146,24 @@ def _ratio(mb: Microbatch) -> Tensor:
 
 
 def batch(step: Step) -> Any:
-    """Make SkyRL's training batch of the step, padded to a multiple of 8 rows."""
+    """Make SkyRL's training batch of the step, padded to a multiple of 8 sequences."""
     from skyrl.backends.skyrl_train.training_batch import (
         TrainingInputBatch,
         pad_training_input_batch,
     )
 
     mask = whole(step, "mask").double()
-    rows = len(mask)
+    sequences = len(mask)
     made = TrainingInputBatch(
         {
-            "sequences": torch.zeros(rows, 20, dtype=torch.long),
+            "sequences": torch.zeros(sequences, 20, dtype=torch.long),
             "advantages": whole(step, "advantages"),
             "loss_mask": mask,
             "response_mask": mask.clone(),
         }
     )
     made.metadata = {"uids": [f"p{prompt}" for prompt in step.prompts]}
-    return pad_training_input_batch(made, -rows % 8)
+    return pad_training_input_batch(made, -sequences % 8)
 
 
 def trainer(cls: Any, reduction: str, *, normalize: bool = False) -> Any:

@@ -61,7 +61,7 @@ def _rollout_data(data: Rollouts) -> dict[str, Any]:
         "loss_masks": [mask for mb in step.microbatches for mask in mb.mask.int()],
         "rollout_ids": step.samples,
         "prompt": list(step.prompts),
-        "micro_batch_indices": [list(mb.rows) for mb in step.microbatches],
+        "micro_batch_indices": [list(mb.sequences) for mb in step.microbatches],
         "num_microbatches": [len(step.microbatches)],
         "global_batch_sizes": [data.num_rollouts],
         "rollout_mask_sums": torch.tensor(data.counts()),

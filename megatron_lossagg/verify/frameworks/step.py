@@ -1,10 +1,13 @@
-"""One drawn step of ragged rows, and what a host's function makes of it, against the oracle.
+"""One drawn step of ragged sequences, and what a framework's function makes of it, against the
+oracle.
 
-The step has two data-parallel ranks of two microbatches of three rows: rows with holes, fully
-masked rows, a prompt with no active tokens, prompts over microbatches and ranks, and microbatches
+The step has two data-parallel ranks of two microbatches of three sequences: sequences with holes,
+fully
+masked sequences, a prompt with no active tokens, prompts over microbatches and ranks, and
+microbatches
 of different widths.
 
-Shape suffixes: b = rows of a microbatch, s = its width.
+Shape suffixes: b = sequences of a microbatch, s = its width.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ __all__ = [
     "PROMPTS",
     "Check",
     "Comparison",
-    "HostError",
+    "FrameworkError",
     "Microbatch",
     "NotRunError",
     "Step",
@@ -38,22 +41,24 @@ __all__ = [
 ]
 
 LENGTHS = (((5, 0, 3), (2, 0, 4)), ((6, 6, 0), (0, 0, 5)))
-"""Active tokens per data-parallel rank, microbatch and row."""
+"""Active tokens per data-parallel rank, microbatch and sequence."""
 PROMPTS = (0, 0, 0, 1, 1, 2, 2, 2, 3, 3, 3, 4)
-"""Prompt of each row: 2 is on both ranks, 3 has no active tokens."""
+"""Prompt of each sequence: 2 is on both ranks, 3 has no active tokens."""
 
 
 class NotRunError(LossAggregationError):
     """A check that cannot run here; the message has the reason and what to change."""
 
 
-class HostError(LossAggregationError):
-    """A host's code under an adapter of this package ended with an error of the adapter."""
+class FrameworkError(LossAggregationError):
+    """A framework's code under an integration of this package ended with an error of the
+    integration.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Microbatch:
-    """Rows of one microbatch, each tensor ``[b, s]``."""
+    """Sequences of one microbatch, each tensor ``[b, s]``."""
 
     log_probs: Tensor
     """A leaf."""
@@ -61,8 +66,8 @@ class Microbatch:
     advantages: Tensor
     mask: Tensor
     """Boolean."""
-    rows: range
-    """Position of each row in the step."""
+    sequences: range
+    """Position of each sequence in the step."""
     place: tuple[int, int]
     """Data-parallel rank, and index on that rank."""
 
@@ -70,7 +75,7 @@ class Microbatch:
 class Step:
     """The microbatches of one optimizer step; ``lengths`` as :data:`LENGTHS`.
 
-    ``samples``: sample of each row; None: each row is its own.
+    ``samples``: sample of each sequence; None: each sequence is its own.
     """
 
     def __init__(
@@ -82,30 +87,30 @@ class Step:
         dtype: torch.dtype = torch.float64,
     ):
         generator = torch.Generator().manual_seed(5)
-        self.lengths = [length for rank in lengths for rows in rank for length in rows]
+        self.lengths = [length for rank in lengths for sequences in rank for length in sequences]
         self.prompts = list(prompts[: len(self.lengths)])
         self.samples = list(range(len(self.lengths)) if samples is None else samples)
         self.dp_size, self.num_microbatches = len(lengths), len(lengths[0])
         self.microbatches: list[Microbatch] = []
         first = 0
         for rank, of_rank in enumerate(lengths):
-            for index, rows in enumerate(of_rank):
-                width = max(rows) + 1 + len(self.microbatches)
-                mask = torch.zeros(len(rows), width, dtype=torch.bool)
-                for row, length in enumerate(rows):
-                    mask[row, torch.randperm(width, generator=generator)[:length]] = True
-                drawn = torch.randn(3, len(rows), width, generator=generator, dtype=dtype)
+            for index, sequences in enumerate(of_rank):
+                width = max(sequences) + 1 + len(self.microbatches)
+                mask = torch.zeros(len(sequences), width, dtype=torch.bool)
+                for sequence, length in enumerate(sequences):
+                    mask[sequence, torch.randperm(width, generator=generator)[:length]] = True
+                drawn = torch.randn(3, len(sequences), width, generator=generator, dtype=dtype)
                 self.microbatches.append(
                     Microbatch(
                         log_probs=drawn[0].requires_grad_(),
                         old_log_probs=drawn[0].detach() + 0.3 * drawn[1],
                         advantages=drawn[2],
                         mask=mask,
-                        rows=range(first, first + len(rows)),
+                        sequences=range(first, first + len(sequences)),
                         place=(rank, index),
                     )
                 )
-                first += len(rows)
+                first += len(sequences)
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -114,27 +119,27 @@ class Step:
 
     @cached_property
     def _masks(self) -> list[list[int]]:
-        return [row.int().tolist() for mb in self.microbatches for row in mb.mask]
+        return [sequence.int().tolist() for mb in self.microbatches for sequence in mb.mask]
 
     def wanted(self, aggregation: Aggregation, losses: Sequence[Tensor]) -> Tensor:
         """Compute the step's loss by the oracle, 0-dim float64.
 
         ``losses``: per-token losses of each microbatch, ``[b, s]``.
         """
-        rows = [
+        sequences = [
             {
                 "x": list(x.double().unbind()),
-                "counted": self._masks[row],
-                "trained": self._masks[row],
-                "sample": self.samples[row],
-                "prompt": self.prompts[row],
+                "counted": self._masks[sequence],
+                "trained": self._masks[sequence],
+                "sample": self.samples[sequence],
+                "prompt": self.prompts[sequence],
                 "microbatch": mb.place,
             }
             for mb, loss in zip(self.microbatches, losses, strict=True)
-            for row, x in zip(mb.rows, loss, strict=True)
+            for sequence, x in zip(mb.sequences, loss, strict=True)
         ]
         options = oracle_options(aggregation, [self.num_microbatches] * self.dp_size)
-        return oracle.step_loss(aggregation.mode, rows, **options)
+        return oracle.step_loss(aggregation.mode, sequences, **options)
 
 
 def ppo_losses(mb: Microbatch, *, clip: float, dual_clip: float | None = None) -> Tensor:
@@ -153,7 +158,7 @@ def ppo_losses(mb: Microbatch, *, clip: float, dual_clip: float | None = None) -
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A host's loss and gradient against the wanted ones."""
+    """A framework's loss and gradient against the wanted ones."""
 
     got: float
     wanted: float
@@ -167,17 +172,17 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One named comparison of a host's function."""
+    """One named comparison of a framework's function."""
 
     name: str
     function: str
-    """The host's function, by its dotted path."""
+    """The framework's function, by its dotted path."""
     compare: Callable[[], Comparison | None]
     """Runs it; None where there are no numbers and what it did not raise is the result."""
     gradient: str = "gradient"
     """What of the gradient is compared."""
     tolerance: float = 1e-6
-    """Hosts count in float32 and add small numbers to divisors."""
+    """Frameworks count in float32 and add small numbers to divisors."""
 
 
 def compare(got: Tensor, wanted: Tensor, leaves: Sequence[Tensor]) -> Comparison:

@@ -46,9 +46,9 @@ def checks() -> list[Check]:
     import verl.workers.config  # noqa: F401  what a check imports is missing before the first one
     from verl.trainer.ppo import core_algos
 
-    from megatron_lossagg.integrations import verl as adapter
+    from megatron_lossagg.integrations import verl as integration
 
-    _ = adapter.plugin  # registers with verl, as its own loader does
+    _ = integration.plugin  # registers with verl, as its own loader does
     listed = [
         Check(
             name=f"verl:{mode}",

@@ -1,6 +1,6 @@
-"""The step of every verification: uneven rows with each degenerate case, and their assignment.
+"""The step of every verification: uneven sequences with each degenerate case, and their assignment.
 
-Nothing of the package is used here: the same rows go through Megatron and through the oracle.
+Nothing of the package is used here: the same sequences go through Megatron and through the oracle.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ __all__ = [
     "VOCABULARY",
     "Assignment",
     "Row",
-    "assign_rows",
-    "filler_row",
-    "make_rows",
+    "assign_sequences",
+    "make_sequences",
+    "padding_sequence",
     "zigzag",
 ]
 
@@ -25,9 +25,10 @@ VOCABULARY = 32
 """Token ids are below it."""
 
 LENGTHS = (9, 4, 17, 1, 12, 3, 8, 25, 6, 7, 2, 11, 5, 10)
-"""Tokens of each row: longer and shorter than 2 CP, and one of a single token."""
+"""Tokens of each sequence: longer and shorter than 2 CP, and one of a single token."""
 
-# Sample 2 is split into rows 2 and 3, sample 9 into rows 9 and 13 (far apart); prompts 0 and 1
+# Sample 2 is split into sequences 2 and 3, sample 9 into sequences 9 and 13 (far apart); prompts 0
+# and 1
 # are spread over ranks and microbatches.
 _SAMPLE = (0, 1, 2, 2, 4, 5, 6, 7, 8, 9, 10, 11, 12, 9)
 _PROMPT_OF_SAMPLE = {0: 0, 1: 1, 2: 0, 4: 1, 5: 2, 6: 0, 7: 1, 8: 2, 9: 3, 10: 3, 11: 0, 12: 1}
@@ -55,13 +56,13 @@ class Row:
         return len(self.tokens)
 
 
-def make_rows(copies: int = 1, *, seed: int = 7) -> list[Row]:
-    """Make 14 rows with every degenerate case, ``copies`` times with other tokens and ids."""
+def make_sequences(copies: int = 1, *, seed: int = 7) -> list[Row]:
+    """Make 14 sequences with every degenerate case, ``copies`` times with other tokens and ids."""
     rng = random.Random(seed)
-    return [_row(rng, index, copy) for copy in range(copies) for index in range(len(LENGTHS))]
+    return [_sequence(rng, index, copy) for copy in range(copies) for index in range(len(LENGTHS))]
 
 
-def _row(rng: random.Random, index: int, copy: int) -> Row:
+def _sequence(rng: random.Random, index: int, copy: int) -> Row:
     length = LENGTHS[index]
     counted = [int(rng.random() < 0.8) for _ in range(length)]
     counted[rng.randrange(length)] = 1
@@ -82,8 +83,8 @@ def _row(rng: random.Random, index: int, copy: int) -> Row:
     )
 
 
-def filler_row(length: int) -> Row:
-    """Return a row that only fills a shape: its mask is 0, its losses must not be seen."""
+def padding_sequence(length: int) -> Row:
+    """Return a sequence that only fills a shape: its mask is 0, its losses must not be seen."""
     tokens = [(5 * index + 1) % VOCABULARY for index in range(length + 1)]
     return Row(
         tokens=tokens[:-1],
@@ -98,37 +99,37 @@ def filler_row(length: int) -> Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """Which data-parallel rank and microbatch each row of a step goes to."""
+    """Which data-parallel rank and microbatch each sequence of a step goes to."""
 
     microbatches: list[int]
     """M of each data-parallel rank."""
     keys: list[tuple[int, int]] = field(repr=False)
-    """(rank, microbatch) of each row."""
+    """(rank, microbatch) of each sequence."""
 
     def of_rank(self, rank: int) -> list[int]:
-        """Return the rows of a rank, by position in the step."""
-        return [row for row, key in enumerate(self.keys) if key[0] == rank]
+        """Return the sequences of a rank, by position in the step."""
+        return [sequence for sequence, key in enumerate(self.keys) if key[0] == rank]
 
     def of_microbatch(self, rank: int, microbatch: int) -> list[int]:
-        """Return the rows of one microbatch, by position in the step."""
-        return [row for row, key in enumerate(self.keys) if key == (rank, microbatch)]
+        """Return the sequences of one microbatch, by position in the step."""
+        return [sequence for sequence, key in enumerate(self.keys) if key == (rank, microbatch)]
 
 
-def assign_rows(rows: list[Row], microbatches: list[int]) -> Assignment:
-    """Assign rows to ranks and, unevenly, to each rank's microbatches; some get no rows.
+def assign_sequences(sequences: list[Row], microbatches: list[int]) -> Assignment:
+    """Assign sequences to ranks and, unevenly, to each rank's microbatches; some get no sequences.
 
     ``microbatches``: M of each rank. With M = 3 everywhere and more than one rank, the last
-    rank gets only rows with no active tokens.
+    rank gets only sequences with no active tokens.
     """
     dp = len(microbatches)
-    live = [index for index, row in enumerate(rows) if any(row.counted)]
-    idle = [index for index, row in enumerate(rows) if not any(row.counted)]
-    keys = [(0, 0)] * len(rows)
+    live = [index for index, sequence in enumerate(sequences) if any(sequence.counted)]
+    idle = [index for index, sequence in enumerate(sequences) if not any(sequence.counted)]
+    keys = [(0, 0)] * len(sequences)
     for rank, m in enumerate(microbatches):
         if dp > 1 and set(microbatches) == {3}:
             of_rank = idle if rank == dp - 1 else live[rank :: dp - 1]
         else:
-            of_rank = list(range(rank, len(rows), dp))
+            of_rank = list(range(rank, len(sequences), dp))
         for position, index in zip(count(), of_rank):
             keys[index] = (rank, position * position % m)
     return Assignment(microbatches=microbatches, keys=keys)

@@ -1,4 +1,4 @@
-"""What of a training system is installed, and whether it has what its adapter uses.
+"""What of a training system is installed, and whether it has what its integration uses.
 
 No module of it is imported (its parent packages are, to find it): most need a GPU. Its source
 files are searched for the options, functions and fields that ``megatron_lossagg.integrations``
@@ -16,38 +16,38 @@ from pathlib import Path
 from megatron_lossagg.errors import ProofError
 from megatron_lossagg.verify.environment import Fact
 
-__all__ = ["HOSTS", "Host", "host_fact"]
+__all__ = ["FRAMEWORKS", "Framework", "framework_fact"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Host:
+class Framework:
     """A training system."""
 
     package: str
     uses: Mapping[str, tuple[str, ...]]
-    """What its adapter uses, by the file that has it, from the package's folder."""
+    """What its integration uses, by the file that has it, from the package's folder."""
     written_for: str
-    """The commits and releases that the adapter was tested with."""
+    """The commits and releases that the integration was tested with."""
     is_hooked: bool = False
-    """Whether its adapter is around Megatron's schedule: verified by ``--hooked``."""
+    """Whether its integration is around Megatron's schedule: verified by ``--hooked``."""
 
 
 _SCHEDULE = "get_forward_backward_func("
 
-HOSTS: Mapping[str, Host] = {
-    "megatron-lm": Host(
+FRAMEWORKS: Mapping[str, Framework] = {
+    "megatron-lm": Framework(
         package="megatron.training",
         uses={"training.py": (_SCHEDULE, "forward_step_func=", "data_iterator=")},
         written_for="core_v0.16.1, core_v0.17.1, core_v0.19.0, d98e8a64",
         is_hooked=True,
     ),
-    "bridge": Host(
+    "bridge": Framework(
         package="megatron.bridge",
         uses={"training/train.py": (_SCHEDULE,), "training/eval.py": (_SCHEDULE,)},
         written_for="067f987d",
         is_hooked=True,
     ),
-    "slime": Host(
+    "slime": Framework(
         package="slime",
         uses={
             "utils/arguments.py": (
@@ -60,7 +60,7 @@ HOSTS: Mapping[str, Host] = {
         },
         written_for="624b824a",
     ),
-    "miles": Host(
+    "miles": Framework(
         package="miles",
         uses={
             "utils/arguments.py": (
@@ -76,7 +76,7 @@ HOSTS: Mapping[str, Host] = {
         },
         written_for="31f1ca96",
     ),
-    "verl": Host(
+    "verl": Framework(
         package="verl",
         uses={
             "__init__.py": ("verl.plugins",),
@@ -85,7 +85,7 @@ HOSTS: Mapping[str, Host] = {
         },
         written_for="0.9.1, 1dda039b",
     ),
-    "skyrl": Host(
+    "skyrl": Framework(
         package="skyrl",
         uses={
             "train/trainer.py": ("def _normalize_advantages(",),
@@ -93,7 +93,7 @@ HOSTS: Mapping[str, Host] = {
         },
         written_for="0.3.0, a9564572",
     ),
-    "nemo-rl": Host(
+    "nemo-rl": Framework(
         package="nemo_rl",
         uses={
             "algorithms/loss/interfaces.py": ("metric_normalizations", "global_valid_seqs"),
@@ -104,35 +104,36 @@ HOSTS: Mapping[str, Host] = {
 }
 
 
-def host_fact(name: str) -> Fact:
-    """Find a host and look for what its adapter uses, without importing it.
+def framework_fact(name: str) -> Fact:
+    """Find a framework and look for what its integration uses, without importing it.
 
-    Raises :class:`ProofError` where the host is not installed, or lacks something.
+    Raises :class:`ProofError` where the framework is not installed, or lacks something.
     """
-    host = HOSTS[name]
-    folder = _folder(host.package)
+    framework = FRAMEWORKS[name]
+    folder = _folder(framework.package)
     if folder is None:
         raise ProofError(
-            f"nothing to verify: {host.package} is not installed here: install {name}, or put its "
+            f"nothing to verify: {framework.package} is not installed here: install {name}, "
+            f"or put its "
             "checkout on PYTHONPATH"
         )
     lacks = [
         f"{text!r} in {file}"
-        for file, texts in host.uses.items()
+        for file, texts in framework.uses.items()
         for text in texts
         if text not in _text(folder / file)
     ]
     if lacks:
         raise ProofError(
-            f"{name} in {folder} lacks {', '.join(lacks)}: the adapter was written for "
-            f"{host.written_for} (docs/integrations); use such a release"
+            f"{name} in {folder} lacks {', '.join(lacks)}: the integration was written for "
+            f"{framework.written_for} (docs/integrations); use such a release"
         )
-    number = sum(map(len, host.uses.values()))
+    number = sum(map(len, framework.uses.values()))
     return Fact(
         name=name,
         state="found",
         version="has all",
-        detail=f"{number} names that its adapter uses, in {folder}",
+        detail=f"{number} names that its integration uses, in {folder}",
     )
 
 
