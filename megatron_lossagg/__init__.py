@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron_lossagg.aggregation import Aggregation
+    from megatron_lossagg.aggregator import LossAggregator
     from megatron_lossagg.buffer import MicrobatchSequences, StepBuffer, StepMicrobatch
-    from megatron_lossagg.contract import MegatronContract, StepContract
     from megatron_lossagg.counts import Sequences, StepTotals
     from megatron_lossagg.errors import LossAggregationError
     from megatron_lossagg.flags import (
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron_lossagg.layout import Layout
     from megatron_lossagg.plan import StepPlan, plan_step
     from megatron_lossagg.reducer import Reducer, ReducerContext
-    from megatron_lossagg.schedule import FrameworkLoss, Integration, ScheduleHook, aggregated
+    from megatron_lossagg.schedule import FrameworkLoss, Integration
 
 __version__ = "0.1.0"
 
@@ -35,19 +35,16 @@ __all__ = [
     "Integration",
     "Layout",
     "LossAggregationError",
-    "MegatronContract",
+    "LossAggregator",
     "MicrobatchSequences",
     "Reducer",
     "ReducerContext",
-    "ScheduleHook",
     "Sequences",
     "StepBuffer",
-    "StepContract",
     "StepMicrobatch",
     "StepPlan",
     "StepTotals",
     "add_loss_aggregation_args",
-    "aggregated",
     "aggregation_from_args",
     "empty_step_from_args",
     "plan_step",
@@ -61,19 +58,16 @@ _MODULE_OF = {
     "FrameworkLoss": "schedule",
     "Layout": "layout",
     "LossAggregationError": "errors",
-    "MegatronContract": "contract",
+    "LossAggregator": "aggregator",
     "MicrobatchSequences": "buffer",
     "Reducer": "reducer",
     "ReducerContext": "reducer",
-    "ScheduleHook": "schedule",
     "Sequences": "counts",
     "StepBuffer": "buffer",
-    "StepContract": "contract",
     "StepMicrobatch": "buffer",
     "StepPlan": "plan",
     "StepTotals": "counts",
     "add_loss_aggregation_args": "flags",
-    "aggregated": "schedule",
     "aggregation_from_args": "flags",
     "empty_step_from_args": "flags",
     "plan_step": "plan",
