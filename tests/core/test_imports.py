@@ -11,10 +11,10 @@ import megatron_lossagg
 
 PACKAGE = Path(__file__).parents[2] / "megatron_lossagg"
 ORDER = [
-    "errors", "files", "integers", "devices", "aggregation", "scaling", "layout", "exchange",
-    "counts", "faults", "state", "microbatch", "reducer", "plugins", "plan", "lookahead", "buffer",
-    "flags", "ledger", "ownership", "options", "probe", "live", "contract", "schedule",
-    "integrations", "cpu", "verify", "cli",
+    "errors", "extras", "files", "html", "integers", "devices", "aggregation", "scaling", "layout",
+    "exchange", "counts", "faults", "state", "microbatch", "reducer", "plugins", "plan",
+    "lookahead", "buffer", "flags", "ledger", "ownership", "options", "probe", "live", "contract",
+    "schedule", "integrations", "cpu", "verify", "cli",
 ]  # fmt: skip
 ANNOTATIONS = {
     "__future__", "__future__.annotations", "collections.abc", "collections.abc.Iterable",
