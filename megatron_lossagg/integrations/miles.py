@@ -27,7 +27,6 @@ import numpy as np
 
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.errors import ContractError, PlanError
-from megatron_lossagg.flags import empty_step_from_args
 from megatron_lossagg.integrations._carry import (
     REDUCER,
     Framework,
@@ -44,6 +43,7 @@ from megatron_lossagg.integrations._hub import (
     factory_named,
     refuse_bshd,
 )
+from megatron_lossagg.options import Options
 
 __all__ = ["carry_weights", "check", "constant_from_args", "with_weights"]
 
@@ -123,7 +123,7 @@ def with_weights(args: Any, samples: Sequence[Any], data: dict[str, Any]) -> dic
         sample=[int(rollout) for rollout in data["rollout_ids"]],
         prompt=prompt,
         dropped=[sequence for sequence in range(len(masks)) if sequence not in in_a_step],
-        empty_step=empty_step_from_args(args),
+        empty_step=Options.from_args(args).empty_step,
     )
     framework_S = data.get("rollout_mask_sums") or [1.0] * len(
         masks

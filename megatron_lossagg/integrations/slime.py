@@ -34,7 +34,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lossagg.errors import ContractError, PlanError
-from megatron_lossagg.flags import empty_step_from_args
 from megatron_lossagg.integrations._carry import (
     REDUCER,
     Framework,
@@ -46,6 +45,7 @@ from megatron_lossagg.integrations._carry import (
     log_set_up,
 )
 from megatron_lossagg.integrations._hub import HubFactory, constant_from_args, factory_named
+from megatron_lossagg.options import Options
 
 __all__ = ["carry_weights", "check", "constant_from_args"]
 
@@ -146,7 +146,7 @@ def carry_weights(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> N
         prompt=prompt,
         samples_per_prompt=samples_per_prompt,
         group=_data_parallel_group(),
-        empty_step=empty_step_from_args(args),
+        empty_step=Options.from_args(args).empty_step,
         fault=fault,
     )
     framework_S = rollout_data["rollout_mask_sums"]
