@@ -322,9 +322,7 @@ class LossAggregator:
             self.aggregation,
             sequences,
             group=self.dp_group,
-            # An evaluation without an active token trains nothing wrong.
-            empty_step="zero" if forward_only else self.options.empty_step,
-            rejects_tokens=self.options.rejects_tokens,
+            options=self.options.of_step(forward_only),
             fault=fault,
         )
 
@@ -398,7 +396,7 @@ def _aggregation(
     aggregation: Aggregation | str, divisor: float | None, count_empty: bool | None
 ) -> Aggregation:
     if not isinstance(aggregation, Aggregation):
-        return Aggregation.named(aggregation, divisor=divisor, count_empty=count_empty)
+        return Aggregation(aggregation, divisor=divisor, count_empty=count_empty)
     if (divisor, count_empty) != (None, None):
         raise ContractError(
             "got an Aggregation and a divisor or count_empty: set them in the Aggregation"

@@ -22,9 +22,12 @@ from megatron_lossagg.errors import PlanError
 from megatron_lossagg.integers import Ints, IntsLike, host_integers, is_integer
 from megatron_lossagg.lookahead import Lookahead
 from megatron_lossagg.microbatch import PADDING
-from megatron_lossagg.plan import EmptyStep, StepPlan, plan_step
+from megatron_lossagg.options import Options
+from megatron_lossagg.plan import StepPlan, plan_step
 
 __all__ = ["MicrobatchSequences", "StepBuffer", "StepMicrobatch"]
+
+_DEFAULTS = Options()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -127,8 +130,7 @@ class StepBuffer:
         group: ProcessGroup | None = None,
         tp_group: ProcessGroup | None = None,
         totals: StepTotals | None = None,
-        empty_step: EmptyStep = "zero",
-        rejects_tokens: bool = False,
+        options: Options = _DEFAULTS,
     ) -> StepPlan:
         """Count the buffered microbatches and plan the step; see :func:`plan_step`.
 
@@ -186,9 +188,8 @@ class StepBuffer:
                 given,
                 group=group,
                 totals=totals,
-                empty_step=empty_step,
+                options=options,
                 fault=fault,
-                rejects_tokens=rejects_tokens,
             )
         except PlanError as error:
             raise error from cause

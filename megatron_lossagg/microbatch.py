@@ -357,7 +357,7 @@ class _Checks:
                 if missing < 0
                 else "check mask, sequences and Sequences.active_tokens; if tokens are rejected on "
                 "purpose, declare it with --loss-aggregation-rejects-tokens "
-                "(plan_step(rejects_tokens=True))"
+                "(Options(rejects_tokens=True))"
             )
         )
 

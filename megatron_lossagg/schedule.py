@@ -183,9 +183,7 @@ class ScheduleHook:
             lambda data: self.integration.sequences(data[-1]),
             group=aggregator.dp_group,
             tp_group=aggregator.tp_group,
-            # An evaluation without an active token trains nothing wrong.
-            empty_step="zero" if forward_only else self.options.empty_step,
-            rejects_tokens=self.options.rejects_tokens,
+            options=self.options.of_step(forward_only),
         )
         step = aggregator.begin(plan, num_microbatches=num_microbatches, forward_only=forward_only)
         self.k = step.k
