@@ -284,10 +284,9 @@ class Step:
         for call in calls:
             if call.is_late and call.has_gradient:
                 return (
-                    f"a reducer of sequences {first_few(call.sequences)} was called after "
-                    f"loss_func had "
-                    "returned for them, and trained: make every reducer of a loss for its own "
-                    "microbatch"
+                    f"losses of sequences {first_few(call.sequences)} were reduced after loss_func "
+                    "had returned for them, and trained: call step.microbatch anew for each "
+                    "microbatch, and make the loss with its reduce"
                 )
         return ""
 
