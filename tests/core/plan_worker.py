@@ -492,7 +492,7 @@ def check_a_claim_that_is_local_is_refused():
 
 
 def check_a_forgotten_group_is_refused():
-    with pytest.raises(PlanError, match=r"one of \d and no group.*contract\.dp_group"):
+    with pytest.raises(PlanError, match=r"one of \d and no group.*aggregator\.dp_group"):
         plan_step(Aggregation("token_mean"), Sequences(active_tokens=[3]))
 
 
