@@ -21,7 +21,7 @@ def after(num_sequences, num_microbatches, calls, *, is_rerunning=False):
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations([(0, 2), (1,), ()])))
-def test_a_whole_step_closes_in_any_order(order):
+def test_a_whole_step_finishes_in_any_order(order):
     after(3, 3, order).finish(may_be_empty=False)
 
 
@@ -79,5 +79,5 @@ def test_a_stage_that_calls_no_loss_func_may_finish_an_empty_tracker():
         after(2, 2, [(0,)]).finish(may_be_empty=True)
 
 
-def test_a_step_of_paddings_alone_closes():
+def test_a_step_of_paddings_only_finishes():
     after(0, 2, [(), ()]).finish(may_be_empty=False)
