@@ -14,7 +14,7 @@ from typing import cast
 from megatron_lossagg.aggregation import CUSTOM, MODES, Aggregation
 from megatron_lossagg.errors import AggregationError
 from megatron_lossagg.plan import EmptyStep
-from megatron_lossagg.plugins import load_reducer_factory
+from megatron_lossagg.reducer import load_reducer_factory
 
 __all__ = [
     "add_loss_aggregation_args",

@@ -12,7 +12,7 @@ import megatron_lossagg
 PACKAGE = Path(__file__).parents[2] / "megatron_lossagg"
 ORDER = [
     "errors", "files", "integers", "devices", "aggregation", "scaling", "layout", "exchange",
-    "counts", "faults", "state", "microbatch", "reducer", "plugins", "plan", "lookahead", "buffer",
+    "counts", "faults", "state", "microbatch", "reducer", "plan", "lookahead", "buffer",
     "flags", "ledger", "ownership", "options", "probe", "live", "contract", "schedule",
     "integrations", "cpu", "verify", "cli",
 ]  # fmt: skip
