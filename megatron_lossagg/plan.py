@@ -31,8 +31,7 @@ from megatron_lossagg.integers import Ints, IntsLike
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.microbatch import Microbatch
 from megatron_lossagg.options import Options
-from megatron_lossagg.plugins import load_reducer_factory
-from megatron_lossagg.reducer import Reducer, ReducerFactory
+from megatron_lossagg.reducer import Reducer, ReducerFactory, load_reducer_factory
 from megatron_lossagg.state import StepState
 
 __all__ = ["StepCounts", "StepPlan", "plan_step", "warn_of_divisor"]

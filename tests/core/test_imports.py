@@ -27,7 +27,6 @@ ORDER = [
     "state",
     "microbatch",
     "reducer",
-    "plugins",
     "plan",
     "lookahead",
     "buffer",
