@@ -22,7 +22,7 @@ from fork_server import WITH_MEGATRON, WITHOUT_MEGATRON, ForkServer
 from megatron_lossagg.cpu import launch
 from megatron_lossagg.verify.cases import CASES
 from megatron_lossagg.verify.job import Job, references_of
-from megatron_lossagg.verify.reference import reference_file
+from megatron_lossagg.verify.reference_gradient import reference_file
 
 TESTS = Path(__file__).parent
 NEEDS_NO_MEGATRON = {"core/plan_worker.py"}
@@ -179,7 +179,9 @@ def compute_reference(folder, shape, *, copies, padded):
     sizes = (shape.num_layers, shape.num_heads, shape.num_experts, copies, math.lcm(8, padded))
     with REFERENCES:
         if not common.exists():
-            launched_module("megatron_lossagg.verify.reference", *sizes, common, processes=1)
+            launched_module(
+                "megatron_lossagg.verify.reference_gradient", *sizes, common, processes=1
+            )
         if not file.exists():
             file.symlink_to(common)
 

@@ -5,7 +5,7 @@ the weight of another. Each cause predicts the weight of every token in the grad
 the reported loss, from the oracle's weights and the factors of ``scaling.py``. The causes
 whose predictions agree with every measurement are the likely ones.
 
-Shape suffix: Y = tokens of all sequences and a padding sequence, padded (``reference.py``).
+Shape suffix: Y = tokens of all sequences and a padding sequence, padded (``reference_gradient.py``).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor
 
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.scaling import LossScaling, Scaling
-from megatron_lossagg.verify import oracle
-from megatron_lossagg.verify.cases import BETA, Case, as_oracle, oracle_options
+from megatron_lossagg.verify import reference_loss
+from megatron_lossagg.verify.cases import BETA, Case, as_reference, reference_options
 from megatron_lossagg.verify.parallelism import Parallelism
-from megatron_lossagg.verify.reference import Reference
-from megatron_lossagg.verify.sequences import Assignment, Row, zigzag
+from megatron_lossagg.verify.reference_gradient import Reference
+from megatron_lossagg.verify.sequences import Assignment, TrainingSequence, zigzag
 
 __all__ = ["CAUSES", "MASKED_LOSSES_REACH", "Cause", "Facts", "Weights", "symbols"]
 
@@ -100,7 +100,9 @@ class Facts:
         aggregation: Aggregation,
         *,
         only: Sequence[int] | None = None,
-        change: Callable[[int, Row], Row] = lambda index, sequence: sequence,
+        change: Callable[[int, TrainingSequence], TrainingSequence] = lambda index, sequence: (
+            sequence
+        ),
     ) -> Tensor:
         """Compute every token's weight with the oracle: float64 ``[Y]``.
 
@@ -111,12 +113,12 @@ class Facts:
         x_Y = torch.zeros_like(self.reference.losses_Y, requires_grad=True)
         step = []
         for index in range(len(sequences)) if only is None else only:
-            sequence = as_oracle(change(index, sequences[index]), self.assignment.keys[index])
+            sequence = as_reference(change(index, sequences[index]), self.assignment.keys[index])
             step.append(
                 {**sequence, "x": [x_Y[at] for at in self.spans[index][: len(sequences[index])]]}
             )
-        options = oracle_options(aggregation, self.assignment.microbatches)
-        loss = oracle.step_loss(aggregation.mode, step, **options)
+        options = reference_options(aggregation, self.assignment.microbatches)
+        loss = reference_loss.step_loss(aggregation.mode, step, **options)
         if not loss.requires_grad:  # nothing is trained
             return torch.zeros_like(self.reference.losses_Y)
         (weight_Y,) = torch.autograd.grad(loss, x_Y)

@@ -36,6 +36,7 @@ from megatron_lossagg.errors import ProofError
 from megatron_lossagg.files import check_outputs, write_whole
 from megatron_lossagg.flags import add_loss_aggregation_args, aggregation_from_args
 from megatron_lossagg.scaling import LOSS_SCALINGS
+from megatron_lossagg.text import number_of
 from megatron_lossagg.verify import report as show
 from megatron_lossagg.verify.cases import CASES, Case
 from megatron_lossagg.verify.environment import Fact, environment
@@ -44,7 +45,6 @@ from megatron_lossagg.verify.frameworks.launch import TIMEOUT, run_framework
 from megatron_lossagg.verify.frameworks.outcome import counted, none_ran
 from megatron_lossagg.verify.job import Event, Job, run_job
 from megatron_lossagg.verify.parallelism import Parallelism, standard
-from megatron_lossagg.verify.words import number_of
 
 __all__ = ["add_arguments", "run"]
 

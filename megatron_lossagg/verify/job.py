@@ -18,9 +18,9 @@ from typing import Any
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.errors import ProofError
 from megatron_lossagg.scaling import LOSS_SCALINGS, LossScaling
+from megatron_lossagg.text import number_of
 from megatron_lossagg.verify.cases import Case
 from megatron_lossagg.verify.parallelism import ModelShape, Parallelism
-from megatron_lossagg.verify.words import number_of
 
 __all__ = ["Event", "Job", "references_of", "run_job"]
 
@@ -107,7 +107,7 @@ def run_job(job: Job, report: Callable[[Event], None]) -> bool:
 
         cpu.install()
     from megatron_lossagg.verify import model
-    from megatron_lossagg.verify.prove import prove
+    from megatron_lossagg.verify.verdict import prove
 
     world = model.join_world()
     if dist.get_world_size() != job.world_size:
@@ -174,7 +174,7 @@ def references_of(layouts: Sequence[Parallelism]) -> dict[tuple[ModelShape, int]
 def _references(
     layouts: Sequence[Parallelism], kept: str | None = None
 ) -> Mapping[tuple[ModelShape, int], Any]:
-    from megatron_lossagg.verify.reference import reference
+    from megatron_lossagg.verify.reference_gradient import reference
 
     with tempfile.TemporaryDirectory() as folder:
         return {

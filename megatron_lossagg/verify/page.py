@@ -15,10 +15,10 @@ from itertools import groupby
 from typing import Any
 
 from megatron_lossagg.scaling import K_FORMULA
+from megatron_lossagg.text import error_text, number_of
 from megatron_lossagg.verify.environment import Fact
 from megatron_lossagg.verify.frameworks import section as framework_section
 from megatron_lossagg.verify.parallelism import WEIGHT_SUM_TOLERANCE
-from megatron_lossagg.verify.words import error_text, number_of
 
 __all__ = ["page"]
 

@@ -34,7 +34,7 @@ from megatron_lossagg.errors import (
     ReducerError,
 )
 from megatron_lossagg.exchange import Exchange
-from megatron_lossagg.verify import oracle
+from megatron_lossagg.verify import reference_loss
 
 MODES = {
     "token_mean": {},
@@ -186,7 +186,7 @@ def reported(out, name="loss"):
 
 def oracle_loss(mode, sequences, **options):
     as_lists = [{**r, "x": list(r["x"])} for r in sequences]
-    return oracle.step_loss(mode, as_lists, **options)
+    return reference_loss.step_loss(mode, as_lists, **options)
 
 
 def gradients(loss, sequences):

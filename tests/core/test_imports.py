@@ -11,7 +11,7 @@ import megatron_lossagg
 
 PACKAGE = Path(__file__).parents[2] / "megatron_lossagg"
 ORDER = [
-    "errors", "files", "integers", "devices", "aggregation", "scaling", "layout", "exchange",
+    "errors", "files", "text", "integers", "devices", "aggregation", "scaling", "layout", "exchange",
     "counts", "faults", "state", "microbatch", "reducer", "plugins", "plan", "lookahead", "buffer",
     "flags", "ledger", "ownership", "options", "probe", "live", "contract", "schedule",
     "integrations", "cpu", "verify", "cli",
@@ -111,4 +111,7 @@ def test_the_table_of_modes_needs_neither_torch_nor_argparse():
 
 
 def test_the_oracle_shares_no_code():
-    assert set(imports_of(PACKAGE / "verify" / "oracle.py")) - ANNOTATIONS == {"torch", "math"}
+    assert set(imports_of(PACKAGE / "verify" / "reference_loss.py")) - ANNOTATIONS == {
+        "torch",
+        "math",
+    }

@@ -23,7 +23,7 @@ from megatron_lossagg import Aggregation, Layout  # noqa: E402
 from megatron_lossagg.verify import model as megatron  # noqa: E402
 from megatron_lossagg.verify.cases import Case  # noqa: E402
 from megatron_lossagg.verify.job import LOSS_SCALINGS, Job  # noqa: E402
-from megatron_lossagg.verify.reference import Reference  # noqa: E402
+from megatron_lossagg.verify.reference_gradient import Reference  # noqa: E402
 from megatron_lossagg.verify.run import Run  # noqa: E402
 from megatron_lossagg.verify.sequences import make_sequences  # noqa: E402
 

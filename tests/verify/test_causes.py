@@ -9,7 +9,7 @@ from megatron_lossagg.scaling import LOSS_SCALINGS
 from megatron_lossagg.verify.cases import CASES, expected
 from megatron_lossagg.verify.causes import CAUSES, Facts, symbols
 from megatron_lossagg.verify.parallelism import Parallelism
-from megatron_lossagg.verify.reference import Reference
+from megatron_lossagg.verify.reference_gradient import Reference
 from megatron_lossagg.verify.sequences import assign_sequences, make_sequences, padding_sequence
 
 BY_NAME = {cause.name: cause for cause in CAUSES}

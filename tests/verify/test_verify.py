@@ -23,15 +23,15 @@ from wrong_factors.run import apply
 
 from megatron_lossagg.cli.explanation import Split, explain
 from megatron_lossagg.cli.main import main
+from megatron_lossagg.text import number_of
 from megatron_lossagg.verify import command as command_module
 from megatron_lossagg.verify import environment as environment_module
 from megatron_lossagg.verify.cases import CASES
 from megatron_lossagg.verify.environment import environment
 from megatron_lossagg.verify.job import Job
 from megatron_lossagg.verify.parallelism import Parallelism, standard
-from megatron_lossagg.verify.reference import reference, reference_file
+from megatron_lossagg.verify.reference_gradient import reference, reference_file
 from megatron_lossagg.verify.sequences import make_sequences
-from megatron_lossagg.verify.words import number_of
 
 ROOT = Path(__file__).parents[2]
 ONE = ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "40"]

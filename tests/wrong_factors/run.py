@@ -83,7 +83,7 @@ def import_megatron() -> None:
     """Import, once for all ranks, the stand-ins and every module of Megatron that they use."""
     sys.path.insert(0, str(ROOT))
     importlib.import_module(STAND_INS).install()
-    importlib.import_module("megatron_lossagg.verify.prove")
+    importlib.import_module("megatron_lossagg.verify.verdict")
 
 
 def run_ranks(copy: Path, arguments: list[str], printed: Path) -> list[int]:

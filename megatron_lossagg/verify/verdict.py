@@ -19,7 +19,7 @@ from megatron_lossagg.verify import model as megatron
 from megatron_lossagg.verify.cases import Case, Expected, expected
 from megatron_lossagg.verify.causes import CAUSES, MASKED_LOSSES_REACH, symbols
 from megatron_lossagg.verify.parallelism import WEIGHT_SUM_TOLERANCE, Parallelism
-from megatron_lossagg.verify.reference import Reference
+from megatron_lossagg.verify.reference_gradient import Reference
 from megatron_lossagg.verify.run import WEIGHT_EXPECTED, WEIGHT_SUM, Run, relative
 
 __all__ = ["Verdict", "prove"]
