@@ -1,6 +1,6 @@
 """The aggregations that a verification trains, and the oracle's values for each.
 
-Shape suffix: Y = tokens of all sequences and a padding sequence, padded (``reference_gradient.py``).
+Shape suffix: Y = all sequences' tokens and padding, as ``reference_gradient.py`` has them.
 """
 
 from __future__ import annotations

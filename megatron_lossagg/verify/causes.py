@@ -5,7 +5,7 @@ the weight of another. Each cause predicts the weight of every token in the grad
 the reported loss, from the oracle's weights and the factors of ``scaling.py``. The causes
 whose predictions agree with every measurement are the likely ones.
 
-Shape suffix: Y = tokens of all sequences and a padding sequence, padded (``reference_gradient.py``).
+Shape suffix: Y = all sequences' tokens and padding, as ``reference_gradient.py`` has them.
 """
 
 from __future__ import annotations

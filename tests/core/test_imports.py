@@ -11,9 +11,10 @@ import megatron_lossagg
 
 PACKAGE = Path(__file__).parents[2] / "megatron_lossagg"
 ORDER = [
-    "errors", "files", "text", "integers", "devices", "aggregation", "scaling", "layout", "exchange",
+    "errors", "files", "text", "integers", "devices", "options", "aggregation", "scaling", "layout",
+    "exchange",
     "counts", "faults", "state", "microbatch", "reducer", "plugins", "plan", "lookahead", "buffer",
-    "flags", "ledger", "ownership", "options", "probe", "live", "contract", "schedule",
+    "flags", "ledger", "ownership", "megatron_options", "probe", "live", "contract", "schedule",
     "integrations", "cpu", "verify", "cli",
 ]  # fmt: skip
 ANNOTATIONS = {
