@@ -160,8 +160,8 @@ def prove_job(job, folder):
     """Launch a job of ``megatron_lossagg.verify``; return the verdicts that its events report."""
     for (shape, copies), padded in references_of(job.layouts).items():
         compute_reference(Path(job.references), shape, copies=copies, padded=padded)
-    job_file, events = folder / "job.json", folder / "events.jsonl"
-    job_file.write_text(job.to_json())
+    job_file, events = folder / "job", folder / "events.jsonl"
+    job.write(job_file)
     launched_module("megatron_lossagg.verify", job_file, events, processes=job.world_size)
     reported = [json.loads(line) for line in events.read_text().splitlines()]
     verdicts = [v for event in reported if event["event"] == "layout" for v in event["verdicts"]]
