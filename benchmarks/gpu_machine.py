@@ -18,8 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def facts() -> dict[str, str]:
     """Collect what is known of this machine; a missing package has its state in words."""
     packages = {
-        fact.name: fact.version if fact.state == "found" else fact.state_in_words
-        for fact in environment()
+        fact.name: fact.version if fact.state == "found" else fact.state for fact in environment()
     }
     return {
         "devices": devices(),
