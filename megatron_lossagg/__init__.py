@@ -15,13 +15,7 @@ if TYPE_CHECKING:
     from megatron_lossagg.contract import MegatronContract, StepContract
     from megatron_lossagg.counts import Sequences, StepTotals
     from megatron_lossagg.errors import LossAggregationError
-    from megatron_lossagg.flags import (
-        add_loss_aggregation_args,
-        aggregation_from_args,
-        empty_step_from_args,
-        probe_from_args,
-        rejects_tokens_from_args,
-    )
+    from megatron_lossagg.flags import add_loss_aggregation_args
     from megatron_lossagg.layout import Layout
     from megatron_lossagg.plan import StepPlan, plan_step
     from megatron_lossagg.reducer import Reducer, ReducerContext
@@ -48,11 +42,7 @@ __all__ = [
     "StepTotals",
     "add_loss_aggregation_args",
     "aggregated",
-    "aggregation_from_args",
-    "empty_step_from_args",
     "plan_step",
-    "probe_from_args",
-    "rejects_tokens_from_args",
 ]
 
 _MODULE_OF = {
@@ -74,11 +64,7 @@ _MODULE_OF = {
     "StepTotals": "counts",
     "add_loss_aggregation_args": "flags",
     "aggregated": "schedule",
-    "aggregation_from_args": "flags",
-    "empty_step_from_args": "flags",
     "plan_step": "plan",
-    "probe_from_args": "flags",
-    "rejects_tokens_from_args": "flags",
 }
 
 

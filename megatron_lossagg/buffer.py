@@ -19,12 +19,15 @@ from torch.distributed import ProcessGroup
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.counts import MOST_TOKENS, Sequences, StepTotals
 from megatron_lossagg.errors import PlanError
-from megatron_lossagg.integers import Ints, IntsLike, host_integers, is_integer
+from megatron_lossagg.integers import Ints, IntsLike, checked_integers, is_integer
 from megatron_lossagg.lookahead import Lookahead
 from megatron_lossagg.microbatch import PADDING
-from megatron_lossagg.plan import EmptyStep, StepPlan, plan_step
+from megatron_lossagg.options import Options
+from megatron_lossagg.plan import StepPlan, plan_step
 
 __all__ = ["MicrobatchSequences", "StepBuffer", "StepMicrobatch"]
+
+_DEFAULTS = Options()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -127,8 +130,7 @@ class StepBuffer:
         group: ProcessGroup | None = None,
         tp_group: ProcessGroup | None = None,
         totals: StepTotals | None = None,
-        empty_step: EmptyStep = "zero",
-        rejects_tokens: bool = False,
+        options: Options = _DEFAULTS,
     ) -> StepPlan:
         """Count the buffered microbatches and plan the step; see :func:`plan_step`.
 
@@ -186,9 +188,8 @@ class StepBuffer:
                 given,
                 group=group,
                 totals=totals,
-                empty_step=empty_step,
+                options=options,
                 fault=fault,
-                rejects_tokens=rejects_tokens,
             )
         except PlanError as error:
             raise error from cause
@@ -282,7 +283,7 @@ def _numbered(counts: list[_Counted]) -> list[list[int]]:
 def _of_segments(name: str, values: IntsLike | None, size: int) -> Ints | None:
     if values is None:
         return None
-    return host_integers(name, values, PlanError, length=size)
+    return checked_integers(name, values, PlanError, length=size)
 
 
 def _active_tokens(values: IntsLike) -> np.ndarray[Any, Any]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.exchange import Exchange
-from megatron_lossagg.integers import Ints, IntsLike, first_few, host_integers, is_integer
+from megatron_lossagg.integers import Ints, IntsLike, checked_integers, first_few, is_integer
 
 __all__ = ["MOST_TOKENS", "Counts", "Ids", "Rows", "Sequences", "StepTotals", "count_step"]
 
@@ -539,7 +539,7 @@ def _checked(
             f"Sequences.{name} is on {values.device}: counts and ids are host integers, pass a "
             "list or a CPU tensor"
         )
-    return host_integers(f"Sequences.{name}", values, PlanError, lowest=lowest, length=length)
+    return checked_integers(f"Sequences.{name}", values, PlanError, lowest=lowest, length=length)
 
 
 def _checked_ids(name: _Kind, ids: Ids | None, length: int) -> Ints | None:

@@ -14,7 +14,6 @@ import math
 import warnings
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -31,16 +30,16 @@ from megatron_lossagg.faults import warn_once
 from megatron_lossagg.integers import Ints, IntsLike
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.microbatch import Microbatch
-from megatron_lossagg.plugins import load_reducer_factory
-from megatron_lossagg.reducer import Reducer, ReducerFactory
+from megatron_lossagg.options import Options
+from megatron_lossagg.reducer import Reducer, ReducerFactory, load_reducer_factory
 from megatron_lossagg.state import StepState
 
-__all__ = ["EmptyStep", "StepCounts", "StepPlan", "plan_step", "warn_of_divisor"]
+__all__ = ["StepCounts", "StepPlan", "plan_step", "warn_of_divisor"]
 
 _Floats = npt.NDArray[np.float64]
 
+_DEFAULTS = Options()
 _LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
-EmptyStep = Literal["zero", "error"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -135,7 +134,7 @@ class StepPlan:
     def under(self, aggregation: Aggregation | str) -> StepPlan:
         """Return the same step under another aggregation, without a collective; made once."""
         if isinstance(aggregation, str):
-            aggregation = Aggregation.named(aggregation)
+            aggregation = Aggregation(aggregation)
         if aggregation not in self._under:
             plan = replace(self, aggregation=aggregation)
             _check_divisor(plan)
@@ -258,7 +257,7 @@ class StepCounts:
 
     @property
     def _counts_empty(self) -> bool:
-        return self._plan.aggregation.count_empty
+        return self._plan.aggregation.count_empty is not False
 
     def _total(self, name: str) -> float:
         value: float | None = getattr(self._plan.totals, name)
@@ -282,9 +281,8 @@ def plan_step(
     *,
     group: ProcessGroup | None = None,
     totals: StepTotals | None = None,
-    empty_step: EmptyStep = "zero",
+    options: Options = _DEFAULTS,
     fault: str = "",
-    rejects_tokens: bool = False,
 ) -> StepPlan:
     """Count the step over ``group`` and decide the weight of every sequence.
 
@@ -292,12 +290,9 @@ def plan_step(
     ``MegatronContract.dp_group``; every rank of it calls. ``totals``: the step's counts
     where the caller knows them; then no collective is made, and ids need
     ``sample_tokens`` or ``prompt_tokens`` with them. With a group as well, its first step is
-    counted all the same, and totals that differ from the counts are refused. ``empty_step``:
-    what a step with no active tokens does, ``"zero"`` (zero weights and one warning) or
-    ``"error"``. ``fault``: why this rank has no counts to give, where it has none: the others of
-    the group do not wait for it but raise the same message. ``rejects_tokens``: declares that
-    loss masks may select fewer tokens than are counted here (rejection sampling), which is an
-    error otherwise.
+    counted all the same, and totals that differ from the counts are refused. ``fault``: why this
+    rank has no counts, if so: the others of the group do not wait for it but raise the same
+    message.
 
     Without totals: one all-gather of ten integers per rank, a second one of five integers
     per sequence where ids are given, each with one host sync; a third one only to bring an error's
@@ -317,14 +312,14 @@ def plan_step(
     rows = Rows.empty()
     if not fault:
         try:
-            _check_arguments(aggregation, empty_step)
+            _check_arguments(aggregation, options)
             rows = Rows.checked(sequences)
         except Exception as error:  # whatever it is, no rank may leave the others waiting
             fault = str(error) if isinstance(error, LossAggregationError) else repr(error)
     verifies = totals is not None and group is not None and exchange.ranks not in _verified
     if totals is None or verifies:
-        options = [f"empty_step {empty_step!r}", f"rejects_tokens {rejects_tokens}", f"{totals}"]
-        counts = count_step(aggregation, rows, fault, exchange, options)
+        settings = [*(f"{name} {value!r}" for name, value in vars(options).items()), f"{totals}"]
+        counts = count_step(aggregation, rows, fault, exchange, settings)
     if totals is not None and verifies:
         _check_given(totals, counts.totals)
         _verified.add(exchange.ranks)
@@ -345,7 +340,7 @@ def plan_step(
             microbatch_tokens=rows.microbatch_tokens,
             microbatch=rows.microbatch,
             longest_sample=counts.longest_sample,
-            state=StepState(rejects_tokens=rejects_tokens),
+            state=StepState(rejects_tokens=options.rejects_tokens),
         )
         if aggregation.mode != CUSTOM:
             plan.weight_S  # noqa: B018  a mode that lacks something raises here, before any forward
@@ -354,7 +349,7 @@ def plan_step(
             raise
         raise PlanError(f"{exchange.name()}: {error}") from None
     if counts.totals.active_tokens == 0:
-        _empty_step(empty_step)
+        _empty_step(options)
     _check_divisor(plan)
     for what, doubt in counts.doubts:
         warn_once(what, doubt)
@@ -376,13 +371,13 @@ def _check_given(given: StepTotals, counted: StepTotals) -> None:
             )
 
 
-def _check_arguments(aggregation: Aggregation, empty_step: EmptyStep) -> None:
+def _check_arguments(aggregation: Aggregation, options: Options) -> None:
     if not isinstance(aggregation, Aggregation):
-        raise PlanError(f"got {aggregation!r}, expected an Aggregation: Aggregation.named(...)")
+        raise PlanError(f"got {aggregation!r}, expected an Aggregation")
     if aggregation.reducer_path is not None:
         load_reducer_factory(aggregation.reducer_path)
-    if empty_step not in ("zero", "error"):
-        raise PlanError(f"got empty_step {empty_step!r}, expected 'zero' or 'error'")
+    if not isinstance(options, Options):
+        raise PlanError(f"got {options!r}, expected Options")
 
 
 def _check_divisor(plan: StepPlan) -> None:
@@ -403,11 +398,11 @@ def warn_of_divisor(divisor: float, tokens: IntsLike) -> None:
         )
 
 
-def _empty_step(empty_step: EmptyStep) -> None:
+def _empty_step(options: Options) -> None:
     message = "the step has no active tokens: its loss and gradient are zero"
-    if empty_step == "error":
+    if options.empty_step == "error":
         raise PlanError(
-            f"{message}; --loss-aggregation-empty-step error (empty_step=) was set: set zero to "
-            "continue"
+            f"{message}; --loss-aggregation-empty-step error (Options.empty_step) was set: "
+            "set zero to continue"
         )
     warnings.warn(message, RuntimeWarning, stacklevel=3)

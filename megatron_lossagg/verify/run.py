@@ -25,6 +25,7 @@ from megatron_lossagg import Layout, MegatronContract, Sequences, StepPlan, plan
 from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import ProofError, ReducerError
 from megatron_lossagg.microbatch import PADDING
+from megatron_lossagg.options import Options
 from megatron_lossagg.schedule import FrameworkLoss, Integration, ScheduleHook
 from megatron_lossagg.verify import model as megatron
 from megatron_lossagg.verify.cases import BETA, CASES, Case
@@ -235,7 +236,10 @@ class Run:
             num_microbatches=self.num_microbatches,
         )
         return plan_step(
-            case.aggregation, sequences, group=self.contract.dp_group, rejects_tokens=True
+            case.aggregation,
+            sequences,
+            group=self.contract.dp_group,
+            options=Options(rejects_tokens=True),
         )
 
     def _layout(self, offsets: Tensor) -> Layout:

@@ -17,6 +17,7 @@ from step_data import assign, make_sequences
 
 from megatron_lossagg import Aggregation, Layout, Sequences, StepBuffer, StepTotals, plan_step
 from megatron_lossagg.errors import PlanError, ReducerError
+from megatron_lossagg.options import Options
 from megatron_lossagg.verify import oracle
 
 AGGREGATIONS = [
@@ -242,7 +243,12 @@ def check_every_rank_reports_an_empty_step():
         plan_step(Aggregation("token_mean"), sequences, group=dist.group.WORLD)
     assert len(caught) == 1
     with pytest.raises(PlanError, match="--loss-aggregation-empty-step"):
-        plan_step(Aggregation("token_mean"), sequences, group=dist.group.WORLD, empty_step="error")
+        plan_step(
+            Aggregation("token_mean"),
+            sequences,
+            group=dist.group.WORLD,
+            options=Options(empty_step="error"),
+        )
 
 
 def check_a_rank_with_no_active_tokens_does_not_warn():
@@ -401,7 +407,7 @@ def check_ranks_that_disagree_on_an_option_raise_together():
             Aggregation("token_mean"),
             Sequences(active_tokens=[0]),
             group=dist.group.WORLD,
-            **{name: values[is_second]},
+            options=Options(**{name: values[is_second]}),
         )
 
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from megatron_lossagg import Aggregation, Layout, MicrobatchSequences, StepBuffer, StepTotals
 from megatron_lossagg import buffer as buffer_module
 from megatron_lossagg.errors import PlanError
+from megatron_lossagg.options import Options
 
 
 def count(microbatch):
@@ -135,7 +136,9 @@ def test_an_empty_step_is_handled_as_in_plan_step():
     with pytest.warns(RuntimeWarning, match="no active token"):
         StepBuffer(iter([[]]), 1).plan(Aggregation("token_mean"), count)
     with pytest.raises(PlanError, match="--loss-aggregation-empty-step"):
-        StepBuffer(iter([[]]), 1).plan(Aggregation("token_mean"), count, empty_step="error")
+        StepBuffer(iter([[]]), 1).plan(
+            Aggregation("token_mean"), count, options=Options(empty_step="error")
+        )
 
 
 def test_the_weights_reach_the_microbatch_that_the_sequences_name():

@@ -22,7 +22,6 @@ from megatron_lossagg import (
     Sequences,
     StepTotals,
     add_loss_aggregation_args,
-    aggregation_from_args,
     plan_step,
 )
 from megatron_lossagg.contract import StepContract
@@ -34,6 +33,8 @@ from megatron_lossagg.errors import (
     ReducerError,
 )
 from megatron_lossagg.exchange import Exchange
+from megatron_lossagg.flags import aggregation_from_args
+from megatron_lossagg.options import Options
 from megatron_lossagg.verify import oracle
 
 MODES = {
@@ -456,7 +457,7 @@ def test_d12_a_step_with_no_sequences_warns_or_stops():
     with pytest.warns(RuntimeWarning, match="no active token"):
         assert plan_step(Aggregation("sample_mean"), nothing).weights.tolist() == []
     with pytest.raises(PlanError, match="no active token"):
-        plan_step(Aggregation("sample_mean"), nothing, empty_step="error")
+        plan_step(Aggregation("sample_mean"), nothing, options=Options(empty_step="error"))
 
 
 @pytest.mark.parametrize("cp", [1, 4])

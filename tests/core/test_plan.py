@@ -14,6 +14,7 @@ from conftest import early, launched
 from megatron_lossagg import Aggregation, Layout, Sequences, StepTotals, faults, plan_step
 from megatron_lossagg.aggregation import MODES
 from megatron_lossagg.errors import PlanError
+from megatron_lossagg.options import Options
 
 
 def weights(mode, divisor=None, count_empty=True, **sequences):
@@ -197,7 +198,11 @@ def test_a_step_with_no_active_tokens_has_weight_0_and_warns_once():
             assert weights(mode, active_tokens=[0, 0]) == [0, 0]
         assert len(caught) == 1
     with pytest.raises(PlanError, match="--loss-aggregation-empty-step"):
-        plan_step(Aggregation("token_mean"), Sequences(active_tokens=[0]), empty_step="error")
+        plan_step(
+            Aggregation("token_mean"),
+            Sequences(active_tokens=[0]),
+            options=Options(empty_step="error"),
+        )
 
 
 @pytest.mark.filterwarnings("ignore:the step has no active tokens")
@@ -581,11 +586,6 @@ def test_sequences_only_stores():
 def test_a_string_is_refused_as_an_aggregation():
     with pytest.raises(PlanError, match="got 'token_mean', expected an Aggregation"):
         plan_step("token_mean", Sequences(active_tokens=[1]))
-
-
-def test_an_unknown_empty_step_is_refused():
-    with pytest.raises(PlanError, match="got empty_step 'skip', expected 'zero' or 'error'"):
-        plan_step(Aggregation("token_mean"), Sequences(active_tokens=[1]), empty_step="skip")
 
 
 def test_numpy_integers_of_any_width_are_counts():

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from test_shares import pack, zigzag
 
 from megatron_lossagg import Aggregation, Layout, Sequences, StepTotals, plan_step
+from megatron_lossagg.options import Options
 from megatron_lossagg.verify import oracle
 
 MODES = {
@@ -86,7 +87,9 @@ def test_the_order_of_sequences_does_not_matter(sequences, label, order):
     weights = plan_step(aggregation(label), given_sequences(sequences)).weights
     places = list(range(len(sequences)))
     order.shuffle(places)
-    shuffled = plan_step(aggregation(label), sequences([sequences[i] for i in places])).weights
+    shuffled = plan_step(
+        aggregation(label), given_sequences([sequences[i] for i in places])
+    ).weights
     assert shuffled.tolist() == weights[places].tolist()
 
 
@@ -107,7 +110,7 @@ def test_microbatches_do_not_matter_where_the_mode_ignores_them(sequences, label
 def test_known_totals_give_each_rank_the_weights_that_counting_gives(sequences, label, data):
     whole = plan_step(aggregation(label), given_sequences(sequences))
     own_sequences = [i for i in range(len(sequences)) if data.draw(st.booleans())]
-    part = sequences(
+    part = given_sequences(
         [sequences[i] for i in own_sequences],
         sample_tokens=whole.sample_tokens[own_sequences],
         prompt_tokens=whole.prompt_tokens[own_sequences],
@@ -142,7 +145,7 @@ def test_shares_over_microbatches_and_ranks_add_up_to_the_oracles_loss(
     plan = plan_step(
         Aggregation(label.split(",")[0], **options),
         given_sequences(sequences, microbatch=[index for _, index in keys], num_microbatches=m),
-        rejects_tokens=True,
+        options=Options(rejects_tokens=True),
     )
     total, weight_sum = 0.0, 0.0
     for index in range(m):

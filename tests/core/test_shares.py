@@ -7,6 +7,7 @@ import torch
 from step_data import assign, make_sequences
 
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
+from megatron_lossagg.options import Options
 from megatron_lossagg.verify import oracle
 
 AGGREGATIONS = {
@@ -38,7 +39,7 @@ def plan_of(sequences, keys, m, aggregation):
             microbatch=[key[1] for key in keys],
             num_microbatches=m,
         ),
-        rejects_tokens=True,
+        options=Options(rejects_tokens=True),
     )
 
 
