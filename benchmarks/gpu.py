@@ -208,7 +208,7 @@ def verify_without_tables(
     layout = Parallelism(dp=ranks // others, sequence_parallel="tp" in sizes, **sizes)
     job = Job(layouts=[layout], cases=CASES)
     job_file, events = output / f"{name}_job.json", output / f"{name}_events.jsonl"
-    job_file.write_text(job.to_json())
+    job.write(job_file)
     events.unlink(missing_ok=True)
     command = [*torchrun(ranks), "-m", "megatron_lossagg.verify", str(job_file), str(events)]
     passed = logged(command, output / f"{name}.txt", environment)

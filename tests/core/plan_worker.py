@@ -18,7 +18,7 @@ from step_data import assign, make_sequences
 from megatron_lossagg import Aggregation, Layout, Sequences, StepBuffer, StepTotals, plan_step
 from megatron_lossagg.errors import PlanError, ReducerError
 from megatron_lossagg.options import Options
-from megatron_lossagg.verify import oracle
+from megatron_lossagg.verify import reference_loss
 
 AGGREGATIONS = [
     Aggregation("token_mean"),
@@ -111,7 +111,7 @@ def check_weights_are_the_oracles_over_ranks():
                 {**sequence, "trained": sequence["counted"], "x": list(v), "microbatch": k}
                 for sequence, v, k in zip(sequences, x, keys, strict=True)
             ]
-            loss = oracle.step_loss(
+            loss = reference_loss.step_loss(
                 aggregation.mode,
                 live,
                 divisor=aggregation.divisor,

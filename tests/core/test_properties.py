@@ -11,7 +11,7 @@ from test_shares import pack, zigzag
 
 from megatron_lossagg import Aggregation, Layout, Sequences, StepTotals, plan_step
 from megatron_lossagg.options import Options
-from megatron_lossagg.verify import oracle
+from megatron_lossagg.verify import reference_loss
 
 MODES = {
     "token_mean": {},
@@ -60,7 +60,7 @@ def expected_weights(label, sequences):
     """
     x = [torch.zeros(len(r["counted"]), dtype=torch.float64, requires_grad=True) for r in sequences]
     live = [{**sequence, "x": list(v)} for sequence, v in zip(sequences, x, strict=True)]
-    loss = oracle.step_loss(label.split(",")[0], live, **MODES[label])
+    loss = reference_loss.step_loss(label.split(",")[0], live, **MODES[label])
     grads = torch.autograd.grad(loss, x, allow_unused=True) if loss.requires_grad else [None] * 99
     return [
         0.0 if g is None or not g.numel() else g.max().item()
@@ -161,9 +161,11 @@ def test_shares_over_microbatches_and_ranks_add_up_to_the_oracles_loss(
         for sequence, v, k in zip(sequences, x, keys, strict=True)
     ]
     mode, split = label.split(",")[0], {"microbatches": [m], **options}
-    expected = oracle.step_loss(mode, live, **split).item()
+    expected = reference_loss.step_loss(mode, live, **split).item()
     assert total == pytest.approx(expected, rel=1e-12, abs=1e-12)
-    assert weight_sum == pytest.approx(oracle.weight_sum(mode, live, **split), rel=1e-5, abs=1e-12)
+    assert weight_sum == pytest.approx(
+        reference_loss.weight_sum(mode, live, **split), rel=1e-5, abs=1e-12
+    )
 
 
 @given(chunks=st.lists(st.integers(0, 5), max_size=6), cp=st.integers(1, 6))
