@@ -17,13 +17,14 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.counts import MOST_TOKENS, Sequences, StepTotals
+from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.integers import Ints, IntsLike, host_integers, is_integer
 from megatron_lossagg.lookahead import Lookahead
 from megatron_lossagg.microbatch import PADDING
 from megatron_lossagg.options import Options
 from megatron_lossagg.plan import StepPlan, plan_step
+from megatron_lossagg.sequences import MOST_TOKENS, Sequences
 
 __all__ = ["MicrobatchSequences", "StepBuffer", "StepMicrobatch"]
 

@@ -27,11 +27,12 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.counts import Sequences, StepTotals
+from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.errors import AggregationError, ContractError, LayoutError
 from megatron_lossagg.flags import aggregation_from_args
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.plan import StepPlan, plan_step, warn_of_divisor
+from megatron_lossagg.sequences import Sequences
 from megatron_lossagg.state import StepState
 
 __all__ = [

@@ -12,9 +12,9 @@ import megatron_lossagg
 PACKAGE = Path(__file__).parents[2] / "megatron_lossagg"
 ORDER = [
     "errors", "options", "files", "integers", "devices", "aggregation", "scaling", "layout",
-    "exchange", "counts", "faults", "state", "microbatch", "reducer", "plugins", "plan",
-    "lookahead", "buffer", "flags", "ledger", "ownership", "megatron_options", "probe", "live",
-    "contract", "schedule", "integrations", "cpu", "verify", "cli",
+    "exchange", "faults", "sequences", "counts", "state", "microbatch", "reducer", "plugins",
+    "plan", "lookahead", "buffer", "flags", "ledger", "ownership", "megatron_options", "probe",
+    "live", "contract", "schedule", "integrations", "cpu", "verify", "cli",
 ]  # fmt: skip
 ANNOTATIONS = {
     "__future__", "__future__.annotations", "collections.abc", "collections.abc.Iterable",
