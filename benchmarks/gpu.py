@@ -108,7 +108,7 @@ def run_tests(output: Path, *, on_cpu: bool) -> Json:
         return part(NOT_RUN, "needs a GPU")
     if importlib.util.find_spec("pytest") is None:
         return part(NOT_RUN, "pytest is not installed: pip install pytest")
-    files = sorted((ROOT / "tests").glob("test_*.py"))
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
     marked = [str(file) for file in files if "mark.gpu" in file.read_text()]
     junit = output / "tests.xml"
     junit.unlink(missing_ok=True)
@@ -244,7 +244,7 @@ def part(verdict: str, reason: str = "") -> Json:
 def logged(arguments: list[str], log: Path, environment: dict[str, str] | None = None) -> bool:
     """Run a Python command of this checkout; print and keep its output; whether it passed."""
     given = filter(None, [os.environ.get("PYTHONPATH")])
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *given])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support"), *given])
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,

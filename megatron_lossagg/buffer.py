@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.errors import PlanError
-from megatron_lossagg.integers import Ints, IntsLike, host_integers, is_integer
+from megatron_lossagg.integers import Ints, IntsLike, checked_integers, is_integer
 from megatron_lossagg.lookahead import Lookahead
 from megatron_lossagg.microbatch import PADDING
 from megatron_lossagg.options import Options
@@ -284,7 +284,7 @@ def _numbered(counts: list[_Counted]) -> list[list[int]]:
 def _of_segments(name: str, values: IntsLike | None, size: int) -> Ints | None:
     if values is None:
         return None
-    return host_integers(name, values, PlanError, length=size)
+    return checked_integers(name, values, PlanError, length=size)
 
 
 def _active_tokens(values: IntsLike) -> np.ndarray[Any, Any]:

@@ -32,8 +32,7 @@ from megatron_lossagg.integers import Ints, IntsLike
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.microbatch import Microbatch
 from megatron_lossagg.options import Options
-from megatron_lossagg.plugins import load_reducer_factory
-from megatron_lossagg.reducer import Reducer, ReducerFactory
+from megatron_lossagg.reducer import Reducer, ReducerFactory, load_reducer_factory
 from megatron_lossagg.sequences import Sequences
 from megatron_lossagg.state import StepState
 

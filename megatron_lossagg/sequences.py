@@ -15,7 +15,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from megatron_lossagg.errors import PlanError
-from megatron_lossagg.integers import Ints, IntsLike, host_integers, is_integer
+from megatron_lossagg.integers import Ints, IntsLike, checked_integers, is_integer
 
 __all__ = ["ID_KINDS", "MOST_TOKENS", "Ids", "Kind", "Sequences", "check_sum", "hashed"]
 
@@ -114,7 +114,7 @@ def _integers(
             f"Sequences.{name} is on {values.device}: counts and ids are CPU integers, pass a "
             "list or a CPU tensor"
         )
-    return host_integers(f"Sequences.{name}", values, PlanError, lowest=lowest, length=length)
+    return checked_integers(f"Sequences.{name}", values, PlanError, lowest=lowest, length=length)
 
 
 def _ids(kind: Kind, ids: Ids, length: int) -> Ints:

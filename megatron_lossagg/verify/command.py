@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
     core = _megatron_core(facts)
     verdicts: list[dict[str, Any]] = []
     ran_on: list[str] = []
-    world: dict[str, Any] = {"device": None, "backend": None, "frameworks": [], "groups": {}}
+    world: dict[str, Any] = {"device": None, "backend": None, "hosts": [], "groups": {}}
     status = 1
 
     def finish() -> None:
@@ -172,7 +172,7 @@ def run(args: argparse.Namespace) -> int:
             if event["event"] == "start":
                 ran_on.append(event["megatron"])
                 world.update(device=event["device"], backend=event["backend"])
-                world["frameworks"] = sorted({*event["frameworks"]})
+                world["hosts"] = sorted({*event["hosts"]})
             elif event["event"] == "layout":
                 verdicts.extend(event["verdicts"])
                 world["groups"][event["layout"]] = event["groups"]

@@ -126,7 +126,7 @@ def wanted(data, sequences, keywords):
     return float(oracle.step_loss(sequences=steps_sequences, **keywords))
 
 
-def check_hub(make, data, at):
+def check_reducer(make, data, at):
     """Compare the reducer with the framework's own token sums, on every rank; ``at``: sets CP."""
     masks = [torch.tensor(mask, dtype=torch.int32) for mask in data["loss_masks"]]
     for size, ranks in data["held"].items():
