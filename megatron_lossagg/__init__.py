@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from megatron_lossagg.aggregation import Aggregation
     from megatron_lossagg.aggregator import LossAggregator
     from megatron_lossagg.buffer import MicrobatchSequences, StepBuffer, StepMicrobatch
-    from megatron_lossagg.counts import Sequences, StepTotals
+    from megatron_lossagg.counts import StepTotals
     from megatron_lossagg.errors import LossAggregationError
     from megatron_lossagg.flags import add_loss_aggregation_args
     from megatron_lossagg.layout import Layout
     from megatron_lossagg.plan import StepPlan, plan_step
     from megatron_lossagg.reducer import Reducer, ReducerContext
     from megatron_lossagg.schedule import FrameworkLoss, Integration
+    from megatron_lossagg.sequences import Sequences
 
 __version__ = "0.1.0"
 
@@ -52,7 +53,7 @@ _MODULE_OF = {
     "MicrobatchSequences": "buffer",
     "Reducer": "reducer",
     "ReducerContext": "reducer",
-    "Sequences": "counts",
+    "Sequences": "sequences",
     "StepBuffer": "buffer",
     "StepMicrobatch": "buffer",
     "StepPlan": "plan",

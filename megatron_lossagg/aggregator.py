@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.counts import Ids, Sequences
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.flags import aggregation_from_args
 from megatron_lossagg.integers import IntsLike, is_integer
@@ -32,6 +31,7 @@ from megatron_lossagg.live import (
 from megatron_lossagg.options import Options
 from megatron_lossagg.plan import StepPlan, plan_step
 from megatron_lossagg.scaling import K_FORMULA, MOST_TOKENS_PER_TOKEN, LossScaling
+from megatron_lossagg.sequences import Ids, Sequences
 from megatron_lossagg.step import Step
 
 if TYPE_CHECKING:

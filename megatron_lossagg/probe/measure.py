@@ -19,13 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.counts import Sequences, StepTotals
+from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.outputs import Outputs
 from megatron_lossagg.plan import plan_step
 from megatron_lossagg.probe.model import build, free, reduced_part
 from megatron_lossagg.probe.together import NotMeasuredError, part, untouched, world, world_flags
 from megatron_lossagg.scaling import K_FORMULA, Scaling
+from megatron_lossagg.sequences import Sequences
 from megatron_lossagg.step import Step
 
 if TYPE_CHECKING:
