@@ -5,13 +5,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from check_runner import checks_of
 from conftest import early, launched
 
-CHECKS = re.findall(
-    r"^def check_(\w+)\(",
-    (Path(__file__).parent / "aggregator_worker.py").read_text(),
-    re.MULTILINE,
-)
+CHECKS = checks_of(Path(__file__).parent / "aggregator_worker.py")
 
 
 @early
