@@ -33,6 +33,7 @@ import megatron_lossagg
 from megatron_lossagg.aggregation import CUSTOM
 from megatron_lossagg.cpu import launch
 from megatron_lossagg.errors import ProofError
+from megatron_lossagg.extras import needed
 from megatron_lossagg.files import check_outputs, write_whole
 from megatron_lossagg.flags import add_loss_aggregation_args, aggregation_from_args
 from megatron_lossagg.scaling import LOSS_SCALINGS
@@ -242,6 +243,8 @@ def _job(args: argparse.Namespace) -> Job:
 def _check_files(args: argparse.Namespace) -> None:
     """Refuse, before the run, a file that could not be written after it."""
     check_outputs({"--json": args.json, "--html": args.html})
+    if args.html is not None:
+        needed("jinja2", by="--html", extra="report")
 
 
 def _cases(args: argparse.Namespace) -> Sequence[Case]:
