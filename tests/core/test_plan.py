@@ -687,7 +687,7 @@ def test_a_weight_that_float32_does_not_hold_is_refused(divisor):
 
 def test_a_reducer_path_that_leads_nowhere_is_refused_when_the_step_is_planned():
     custom = Aggregation("custom", reducer_path="no.such:f")
-    with pytest.raises(PlanError, match=r"importing 'no\.such' raised ModuleNotFoundError"):
+    with pytest.raises(PlanError, match=r"'no\.such:f' raised ModuleNotFoundError"):
         plan_step(custom, Sequences(active_tokens=[3]))
 
 
