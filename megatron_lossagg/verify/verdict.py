@@ -175,7 +175,7 @@ _CLEARLY = 0.1
 
 
 def _distances(run: Run, wanted: Expected, slopes: Sequence[Tensor]) -> list[float]:
-    """Return each predicted gradient's relative distance from the right one, over all parameters."""
+    """Return the relative distance of each predicted gradient from the right one."""
     if not slopes:
         return []
     gradient_P = wanted.slope_Y @ run.reference.gradients_YP
