@@ -58,8 +58,8 @@ MODES: dict[str, Mode] = {
             weight="1/N",
             divisor="none",
             meaning="mean over all active tokens of the step (DAPO)",
-            denominator=lambda c: c.n,
-            expected=lambda c: c.n / c.n,
+            denominator=lambda c: c.active_tokens,
+            expected=lambda c: c.active_tokens / c.active_tokens,
         ),
         Mode(
             name="sample_mean",
@@ -83,7 +83,7 @@ MODES: dict[str, Mode] = {
             divisor="required",
             meaning="token sums over a constant length L, mean over samples (Dr.GRPO)",
             denominator=lambda c: c.samples * c.divisor,
-            expected=lambda c: c.n / (c.samples * c.divisor),
+            expected=lambda c: c.active_tokens / (c.samples * c.divisor),
         ),
         Mode(
             name="sample_sum",
@@ -91,7 +91,7 @@ MODES: dict[str, Mode] = {
             divisor="none",
             meaning="token sums, mean over samples",
             denominator=lambda c: c.samples,
-            expected=lambda c: c.n / c.samples,
+            expected=lambda c: c.active_tokens / c.samples,
         ),
         Mode(
             name="token_sum",
@@ -99,7 +99,7 @@ MODES: dict[str, Mode] = {
             divisor="optional",
             meaning="sum over all active tokens, over a constant C (1 if none is given)",
             denominator=lambda c: c.divisor,
-            expected=lambda c: c.n / c.divisor,
+            expected=lambda c: c.active_tokens / c.divisor,
         ),
         Mode(
             name="microbatch_token_mean",

@@ -42,12 +42,13 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.aggregation import MODES, Aggregation
-from megatron_lossagg.counts import Sequences, StepTotals
+from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
 from megatron_lossagg.integers import Ints, checked_integers
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.options import Options
 from megatron_lossagg.plan import StepPlan, plan_step
+from megatron_lossagg.sequences import Sequences
 
 __all__ = ["VENDOR", "LossMode"]
 

@@ -98,9 +98,9 @@ def raised_everywhere(message, call, *arguments, **options):
 
 def check_weights_are_the_oracles_over_ranks():
     for m in (1, 3, 4):
-        sequences, keys, indices, sequences = assigned(m)
+        sequences, keys, indices, own = assigned(m)
         for aggregation in AGGREGATIONS:
-            plan = plan_step(aggregation, sequences, group=dist.group.WORLD)
+            plan = plan_step(aggregation, own, group=dist.group.WORLD)
             # The loss is linear in x: its derivative at one token of a sequence is the sequence's
             # weight.
             x = [
@@ -483,14 +483,6 @@ def check_a_sample_under_two_prompts_on_two_ranks_is_named():
     )
 
 
-def check_a_claim_that_is_local_is_refused():
-    refused_everywhere(
-        f"sample 5 has {3 * dist.get_world_size()} active tokens in the step",
-        Aggregation("sample_mean"),
-        Sequences(active_tokens=[3], sample=[5], sample_tokens=[3]),
-    )
-
-
 def check_a_forgotten_group_is_refused():
     with pytest.raises(PlanError, match=r"one of \d and no group.*contract\.dp_group"):
         plan_step(Aggregation("token_mean"), Sequences(active_tokens=[3]))
@@ -499,7 +491,7 @@ def check_a_forgotten_group_is_refused():
 def check_a_microbatch_mean_with_totals_needs_the_group():
     sequences = Sequences(active_tokens=[3], microbatch=[0])
     mode = Aggregation("microbatch_token_mean")
-    with pytest.raises(PlanError, match="group= with totals="):
+    with pytest.raises(PlanError, match="needs group=, also with totals="):
         plan_step(mode, sequences, totals=StepTotals())
     plan = plan_step(mode, sequences, totals=StepTotals(), group=dist.group.WORLD)
     assert plan.weights.tolist() == [1 / (3 * dist.get_world_size())]

@@ -42,12 +42,9 @@ def steps(draw):
 
 
 def given_sequences(sequences, **more):
-    return Sequences(
-        active_tokens=[sum(sequence["counted"]) for sequence in sequences],
-        sample=[sequence["sample"] for sequence in sequences],
-        prompt=[sequence["prompt"] for sequence in sequences],
-        **more,
-    )
+    ids = {kind: [sequence[kind] for sequence in sequences] for kind in ("sample", "prompt")}
+    active_tokens = [sum(sequence["counted"]) for sequence in sequences]
+    return Sequences(active_tokens=active_tokens, **ids | more)
 
 
 def aggregation(label):
@@ -105,16 +102,16 @@ def test_microbatches_do_not_matter_where_the_mode_ignores_them(sequences, label
     assert split.weights.tolist() == weights.tolist()
 
 
-@given(sequences=steps(), label=st.sampled_from(sorted(MODES)), data=st.data())
+@given(
+    sequences=steps(),
+    label=st.sampled_from(sorted({*MODES} - {"prompt_mean", "prompt_mean, Q"})),
+    data=st.data(),
+)
 @settings(max_examples=100, deadline=None)
 def test_known_totals_give_each_rank_the_weights_that_counting_gives(sequences, label, data):
-    whole = plan_step(aggregation(label), given_sequences(sequences))
+    whole = plan_step(aggregation(label), given_sequences(sequences, sample=None, prompt=None))
     own_sequences = [i for i in range(len(sequences)) if data.draw(st.booleans())]
-    part = given_sequences(
-        [sequences[i] for i in own_sequences],
-        sample_tokens=whole.sample_tokens[own_sequences],
-        prompt_tokens=whole.prompt_tokens[own_sequences],
-    )
+    part = given_sequences([sequences[i] for i in own_sequences], sample=None, prompt=None)
     totals = StepTotals(**{name: getattr(whole.totals, name) for name in TOTALS})
     assert plan_step(aggregation(label), part, totals=totals).weights.tolist() == (
         whole.weights[own_sequences].tolist()
