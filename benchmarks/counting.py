@@ -9,10 +9,6 @@ and come out of the functions ``np.*`` that the package calls; not its operators
 A *read* is what waits for a device: a value, a shape that depends on values, or a tensor,
 brought to the host. Reads are counted of tensors on a device and of everything computed from
 them; where the trace runs on a CPU, the block's inputs are named as such.
-
-The *device path* is the package's code for CUDA tensors. It is traced on CPU tensors by
-patching the one function that decides, ``DECIDES``; a host tensor that the package moves to the
-device of another counts as the copy that it would be.
 """
 
 from __future__ import annotations
@@ -32,12 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import megatron_lossagg  # noqa: F401  whose modules are looked through
-
-DECIDES = "megatron_lossagg.devices.on_host"
-"""The function of the package that says whether a tensor is on the host."""
-DECIDED = "megatron_lossagg.reducer._on_host"
-"""Its name before there was a module of faults: to measure an old commit."""
+import megatron_lossagg
 
 ALLOCATIONS = {
     "empty",
@@ -105,19 +96,6 @@ def counted(*on_device: Tensor) -> Iterator[Counted]:
         yield counts
 
 
-@contextmanager
-def device_path() -> Iterator[None]:
-    """Let the package take a CPU tensor for one whose values cost a read."""
-    module, name = DECIDES.rsplit(".", 1)
-    if module not in sys.modules:  # everything that a reducer needs has been imported
-        module, name = DECIDED.rsplit(".", 1)
-    with (
-        _replaced_everywhere(getattr(sys.modules[module], name), lambda tensor: False),
-        mock.patch.object(_Functions, "on_device_path", True),
-    ):
-        yield
-
-
 def bytes_saved_for_backward(call: Callable[[], Tensor]) -> int:
     """Count the bytes that the graph of ``call`` holds, each storage once."""
     storages: dict[int, torch.UntypedStorage] = {}
@@ -177,8 +155,6 @@ class _Operations(TorchDispatchMode):
 class _Functions(TorchFunctionMode):
     """Sees what is not dispatched on a CPU and is a copy from or to a device elsewhere."""
 
-    on_device_path = False
-
     def __init__(self, counts: Counted) -> None:
         super().__init__()
         self.counts, self.derived = counts, _Derived()
@@ -195,11 +171,6 @@ class _Functions(TorchFunctionMode):
         # On a CPU `.to(x.device)` cannot be told from a copy to the host; a name can.
         if "cpu" in options and tensor in self.derived:
             self.counts.reads["to"] += 1
-        to_device = any(isinstance(option, torch.device) for option in options)
-        if self.on_device_path and to_device and tensor not in self.derived:
-            self.counts.operations["_to_copy"] += 1
-            self.counts.bytes += 2 * _bytes(tensor)
-            self.derived.add(tensor)
 
 
 class _Numpy:
@@ -268,7 +239,7 @@ def _attributes_of_graph(share: Tensor) -> Iterator[Tensor]:
 @contextmanager
 def _replaced_everywhere(function: Any, replacement: Any) -> Iterator[None]:
     """Replace a value in every module of the package that has a name for it."""
-    package = DECIDES.split(".")[0]
+    package = megatron_lossagg.__name__
     modules = [module for name, module in sys.modules.items() if name.split(".")[0] == package]
     with ExitStack() as stack:
         for module in modules:

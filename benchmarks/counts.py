@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from benchmarks.counting import Counted, bytes_saved_for_backward, counted, device_path
+from benchmarks.counting import Counted, bytes_saved_for_backward, counted
 from benchmarks.workloads import AGGREGATION, TOKEN_MEAN, Workload
 from megatron_lossagg import Aggregation, Reducer
 
@@ -54,18 +53,18 @@ def of_a_call(
     mask_type: torch.dtype = torch.int32,
     aggregation: Aggregation = AGGREGATION,
 ) -> CallCounts:
-    """Count one microbatch on the CPU or as if its tensors were on a device."""
+    """Count one microbatch on the CPU, or on torch's meta device, where every read raises."""
     plan, layout = workload.plan.under(aggregation), workload.layout()
-    mask_P = workload.mask_P.to(mask_type)
-    x_T = workload.x_T.detach().requires_grad_()
+    device = "meta" if path == "device" else "cpu"
+    mask_P = workload.mask_P.to(device, mask_type)
+    x_T = workload.x_T.detach().to(device).requires_grad_()
     rows = range(workload.num_sequences)
-    with device_path() if path == "device" else nullcontext():
-        with counted(mask_P) as build:
-            reducer = plan.reducer(rows, mask_P, layout)
-        with counted(mask_P, x_T, *tensors_of(reducer)) as forward:
-            share = reducer(x_T)
-        with counted(share) as backward:
-            share.backward()
+    with counted(mask_P) as build:
+        reducer = plan.reducer(rows, mask_P, layout)
+    with counted(mask_P, x_T, *tensors_of(reducer)) as forward:
+        share = reducer(x_T)
+    with counted(share) as backward:
+        share.backward()
     return CallCounts(
         path=path,
         build=build,

@@ -29,7 +29,7 @@ import torch  # noqa: E402
 import train  # noqa: E402  puts the stand-ins for CUDA in place, so it is imported first
 from torch import Tensor  # noqa: E402
 
-from benchmarks.counting import Counted, counted, device_path  # noqa: E402
+from benchmarks.counting import Counted, counted  # noqa: E402
 from benchmarks.counts import tensors_of  # noqa: E402
 from benchmarks.rank_step import a_chunk  # noqa: E402
 from benchmarks.timing import Spread  # noqa: E402
@@ -177,7 +177,6 @@ def reads(run: Any) -> dict[str, Any]:
         return result
 
     with (
-        device_path(),
         mock.patch.object(StepContract, "returns", counted_returns),
         mock.patch.object(StepContract, "close", counted_close),
     ):
