@@ -209,7 +209,7 @@ class Step:
         self._check_source(loss, reducer)
         if not (self._tracker.num_calls or self.forward_only or self._accumulates):
             self._look_at_gradients()
-        self._tracker.add(reducer.microbatch.own_sequences)
+        self._tracker.add(reducer.microbatch.segments.own_sequences)
         cp_rank = self._aggregator.cp_rank
         return outputs(loss, reducer, self._scaling, cp_rank=cp_rank, report=report, means=means)
 
