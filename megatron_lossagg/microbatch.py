@@ -128,7 +128,7 @@ class Segments:
         if missing > 0:
             remedy += (
                 "; if tokens are rejected on purpose, declare it with "
-                "--loss-aggregation-rejects-tokens (plan_step(rejects_tokens=True))"
+                "--loss-aggregation-rejects-tokens (Options(rejects_tokens=True))"
             )
         return (
             f"segment {segment} trains {counted - missing} tokens, the plan counted {counted} for "

@@ -110,7 +110,7 @@ def _describe(own_rank: int, counted_S: Ints, rejects_tokens: bool, values: list
             f"{_sequence(under, counted_S)} "
             f"than the {_counted(under, counted_S)} that were counted: check mask, sequences and "
             "slices; if tokens are rejected on purpose, declare it with "
-            "--loss-aggregation-rejects-tokens (plan_step(rejects_tokens=True))"
+            "--loss-aggregation-rejects-tokens (Options(rejects_tokens=True))"
         )
     return ""
 

@@ -42,11 +42,13 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.aggregation import MODES, Aggregation
-from megatron_lossagg.counts import Sequences, StepTotals
+from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
 from megatron_lossagg.integers import Ints, checked_integers
 from megatron_lossagg.layout import Layout
+from megatron_lossagg.options import Options
 from megatron_lossagg.plan import StepPlan, plan_step
+from megatron_lossagg.sequences import Sequences
 
 __all__ = ["VENDOR", "LossMode"]
 
@@ -227,7 +229,8 @@ class _Sequences:
                 active_tokens=int(counts["batch_num_tokens"]),
                 samples=int(counts["global_batch_size"]),
             ),
-            rejects_tokens=mode.loss == "bypass_mode",  # inside the loss
+            # Inside the loss.
+            options=Options(rejects_tokens=mode.loss == "bypass_mode"),
         )
         return _Sequences(
             plan, checked_integers("sequences", range(len(mask)), PlanError), counts["dp_size"]
@@ -380,7 +383,8 @@ def _plan_batch(aggregation: Aggregation, data: Any, group: Any) -> tuple[StepPl
         ),
         group=group,
         fault=fault,
-        rejects_tokens=True,  # verl's rollout correction leaves loss_mask as it was
+        # verl's rollout correction leaves loss_mask as it was.
+        options=Options(rejects_tokens=True),
     )
     return plan, torch.where(is_sequence_b, is_sequence_b.cumsum(0) - 1, -1)
 

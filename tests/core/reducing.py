@@ -8,6 +8,7 @@ import torch
 from device_double import DeviceDouble
 
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
+from megatron_lossagg.options import Options
 
 MASK = [1, 0, 1, 1, 1, 1]
 DEVICES = pytest.mark.parametrize("device", ["cpu", "device"])
@@ -15,7 +16,9 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", "device"])
 
 def a_plan(active=(3, 2), mode="token_sum", microbatch=None, rejects_tokens=True, **options):
     sequences = Sequences(active_tokens=list(active), microbatch=microbatch)
-    return plan_step(Aggregation(mode, **options), sequences, rejects_tokens=rejects_tokens)
+    return plan_step(
+        Aggregation(mode, **options), sequences, options=Options(rejects_tokens=rejects_tokens)
+    )
 
 
 def thd(*lengths, cp_size=1, cp_rank=0):
