@@ -42,7 +42,7 @@ TESTS = {
     "integers": ["core/test_integers", "core/test_layout"],
     "aggregation": ["core/test_aggregation", "core/test_flags", "core/test_plan"],
     "scaling": ["core/test_scaling", "cli/test_explain"],
-    "layout": ["core/test_layout", "core/test_reducer"],
+    "layout": ["core/test_layout", "core/test_reducer", "core/test_device_path"],
     "exchange": ["core/test_exchange", PLAN],
     "counts": ["core/test_counts", "core/test_plan", PLAN],
     "faults": ["core/test_step_faults", "core/test_not_finite"],
