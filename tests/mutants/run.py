@@ -46,12 +46,13 @@ TESTS = {
     "exchange": ["core/test_exchange", PLAN],
     "counts": ["core/test_counts", "core/test_plan", PLAN],
     "faults": ["core/test_step_faults", "core/test_not_finite"],
-    "microbatch": ["core/test_mask_checks", "core/test_reducer", "core/test_partial_losses"],
+    "microbatch": [
+        *("core/test_mask_checks", "core/test_reducer", "core/test_not_finite"),
+        *("core/test_partial_losses", "core/test_device_path"),
+    ],
     "reducer": [
-        "core/test_reducer",
-        "core/test_not_finite",
-        "core/test_custom_reducer",
-        "core/test_reducer_path",
+        *("core/test_reducer", "core/test_not_finite", "core/test_custom_reducer"),
+        *("core/test_reducer_path", "core/test_device_path"),
     ],
     "plan": ["core/test_plan", "core/test_reducer", "core/test_reducer_path", PLAN],
     "outputs": [AGGREGATOR],
