@@ -25,7 +25,7 @@ from megatron_lossagg.scaling import (
     LossScaling,
     Scaling,
 )
-from megatron_lossagg.verify.words import number_of
+from megatron_lossagg.text import number_of
 
 __all__ = [
     "DEFAULT_LENGTHS",

@@ -36,15 +36,15 @@ from megatron_lossagg.errors import ProofError
 from megatron_lossagg.files import check_outputs, write_whole
 from megatron_lossagg.flags import add_loss_aggregation_args, aggregation_from_args
 from megatron_lossagg.scaling import LOSS_SCALINGS
+from megatron_lossagg.text import number_of
 from megatron_lossagg.verify import report as show
 from megatron_lossagg.verify.cases import CASES, Case
-from megatron_lossagg.verify.environment import Fact, environment
+from megatron_lossagg.verify.environment import environment
 from megatron_lossagg.verify.framework_facts import FRAMEWORKS, framework_fact
 from megatron_lossagg.verify.frameworks.launch import TIMEOUT, run_framework
 from megatron_lossagg.verify.frameworks.outcome import counted, none_ran
 from megatron_lossagg.verify.job import Event, Job, run_job
 from megatron_lossagg.verify.parallelism import Parallelism, standard
-from megatron_lossagg.verify.words import number_of
 
 __all__ = ["add_arguments", "run"]
 
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
             f"lossagg verify --framework {args.framework} without the launcher, and the "
             f"layouts under it"
         )
-    if args.framework is not None and str(Path.cwd()) not in sys.path:
+    if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as for the processes started here, by python -m
     framework_facts = [] if args.framework is None else [framework_fact(args.framework)]
     if args.framework is not None and FRAMEWORKS[args.framework].is_hooked:
@@ -128,7 +128,10 @@ def run(args: argparse.Namespace) -> int:
     begun, started = time.monotonic(), datetime.now(timezone.utc)
     framework = _framework_report(args)
     facts = [*environment(), *framework_facts]
-    core = _megatron_core(facts)
+    core = next(fact for fact in facts if fact.name == "megatron-core")
+    if core.state != "found":
+        print(*facts, sep="\n")
+        raise ProofError(f"nothing to verify: megatron-core is missing: {core.detail}")
     verdicts: list[dict[str, Any]] = []
     ran_on: list[str] = []
     world: dict[str, Any] = {"device": None, "backend": None, "hosts": [], "groups": {}}
@@ -185,9 +188,14 @@ def run(args: argparse.Namespace) -> int:
         failure = _launched(job, take, timeout=args.timeout or _TIMEOUT)
     finish()
     if failure:
-        lines = failure.splitlines()  # the first rank's traceback has the reason
+        lines = [line for line in failure.splitlines() if "<frozen " not in line]
         of_ranks = [line for line in lines if line.startswith("[rank")]
-        print("A rank failed:", *(of_ranks or lines)[:40], sep="\n  ")
+        # The first rank's traceback has the reason.
+        print("A rank failed:", *(of_ranks or lines)[:60], sep="\n  ")
+        if not ran_on:
+            raise ProofError(
+                "nothing was verified: no rank could import megatron-core and join the others"
+            )
     return 1 if failure else status
 
 
@@ -207,18 +215,6 @@ def _framework_report(args: argparse.Namespace) -> dict[str, Any] | None:
     )
     show.say(f"{args.framework}: {counted(framework['checks'])}; now the cases on Megatron-Core")
     return framework
-
-
-def _megatron_core(facts: Sequence[Fact]) -> Fact:
-    """Return the fact of Megatron-Core; without it nothing can be verified.
-
-    The other packages are optional: one that is slow to import does not end the run.
-    """
-    core = next(fact for fact in facts if fact.name == "megatron-core")
-    if core.state != "found":
-        print(*facts, sep="\n")
-        raise ProofError(f"nothing to verify: megatron-core is {core.state_in_words}")
-    return core
 
 
 def _launchers_rank() -> int | None:
@@ -299,8 +295,8 @@ def _launched(job: Job, take: Callable[[Event], None], *, timeout: float) -> str
     # The user's path first: their Megatron-Core, not one that is installed next to this package.
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), package]))
     with tempfile.TemporaryDirectory() as folder:
-        job_file, events = Path(folder) / "job.json", Path(folder) / "events.jsonl"
-        job_file.write_text(job.to_json())
+        job_file, events = Path(folder) / "job", Path(folder) / "events.jsonl"
+        job.write(job_file)
         events.touch()
         ended = threading.Event()
         follower = threading.Thread(target=_follow, args=(events, ended, take))

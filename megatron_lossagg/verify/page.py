@@ -15,10 +15,10 @@ from itertools import groupby
 from typing import Any
 
 from megatron_lossagg.scaling import K_FORMULA
+from megatron_lossagg.text import error_text, number_of
 from megatron_lossagg.verify.environment import Fact
 from megatron_lossagg.verify.frameworks import section as framework_section
 from megatron_lossagg.verify.parallelism import WEIGHT_SUM_TOLERANCE
-from megatron_lossagg.verify.words import error_text, number_of
 
 __all__ = ["page"]
 
@@ -158,9 +158,9 @@ def _definitions(title: str, facts: Sequence[tuple[str, str]]) -> str:
 def _fact(values: Mapping[str, Any]) -> str:
     fact = Fact(**values)
     version = escape(fact.version)
-    if fact.state in ("broken", "slow"):
-        version = f"<b>{fact.state_in_words}</b> {version}"
-    detail = fact.detail_in_words
+    if fact.state != "found":
+        version = f"<b>{fact.state}</b> {version}"
+    detail = fact.where
     details = f'<span class="soft">{escape(detail)}</span>' if detail else ""
     return f"{version or escape(fact.state)} {details}".strip()
 

@@ -31,8 +31,8 @@ from megatron_lossagg.verify import model as megatron
 from megatron_lossagg.verify.cases import BETA, CASES, Case
 from megatron_lossagg.verify.causes import Facts
 from megatron_lossagg.verify.parallelism import Parallelism
-from megatron_lossagg.verify.reference import Reference
-from megatron_lossagg.verify.sequences import Row, assign_sequences
+from megatron_lossagg.verify.reference_gradient import Reference
+from megatron_lossagg.verify.sequences import TrainingSequence, assign_sequences
 
 __all__ = ["WEIGHT_EXPECTED", "WEIGHT_SUM", "Measured", "Run", "relative"]
 
@@ -90,7 +90,7 @@ class Run:
         ]
         self._side: list[Tensor] | None = None
 
-    def sequence(self, index: int) -> Row | None:
+    def sequence(self, index: int) -> TrainingSequence | None:
         """Return a sequence of this rank; None for the padding sequence."""
         return None if index == PADDING else self._sequences[index]
 

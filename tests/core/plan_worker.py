@@ -13,13 +13,13 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from aggregations import AGGREGATIONS, for_the_oracle
+from aggregations import AGGREGATIONS, for_the_reference
 from step_data import assign, make_sequences
 
 from megatron_lossagg import Aggregation, Layout, Sequences, StepBuffer, StepTotals, plan_step
 from megatron_lossagg.errors import PlanError, ReducerError
 from megatron_lossagg.options import Options
-from megatron_lossagg.verify import oracle
+from megatron_lossagg.verify import reference_loss
 
 _STARTS = ("all_", "broadcast", "reduce", "gather", "scatter", "barrier", "monitored_barrier")
 _STARTS += ("send", "isend", "recv", "irecv", "batch_isend_irecv")
@@ -101,10 +101,10 @@ def check_weights_are_the_oracles_over_ranks():
                 {**sequence, "trained": sequence["counted"], "x": list(v), "microbatch": k}
                 for sequence, v, k in zip(sequences, x, keys, strict=True)
             ]
-            loss = oracle.step_loss(
+            loss = reference_loss.step_loss(
                 aggregation.mode,
                 live,
-                **for_the_oracle(aggregation),
+                **for_the_reference(aggregation),
                 microbatches=[m] * dist.get_world_size(),
             )
             grads = torch.autograd.grad(loss, x, allow_unused=True)

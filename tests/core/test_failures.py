@@ -36,7 +36,7 @@ from megatron_lossagg.errors import (
 from megatron_lossagg.exchange import Exchange
 from megatron_lossagg.flags import aggregation_from_args
 from megatron_lossagg.options import Options
-from megatron_lossagg.verify import oracle
+from megatron_lossagg.verify import reference_loss
 
 MODES = {
     aggregation.mode: {} if aggregation.divisor is None else {"divisor": aggregation.divisor}
@@ -184,7 +184,7 @@ def reported(out, name="loss"):
 
 def oracle_loss(mode, sequences, **options):
     as_lists = [{**r, "x": list(r["x"])} for r in sequences]
-    return oracle.step_loss(mode, as_lists, **options)
+    return reference_loss.step_loss(mode, as_lists, **options)
 
 
 def gradients(loss, sequences):

@@ -15,6 +15,7 @@ ORDER = [
     "extras",
     "files",
     "html",
+    "text",
     "integers",
     "devices",
     "aggregation",
@@ -139,4 +140,7 @@ def test_the_table_of_modes_needs_neither_torch_nor_argparse():
 
 
 def test_the_oracle_shares_no_code():
-    assert set(imports_of(PACKAGE / "verify" / "oracle.py")) - ANNOTATIONS == {"torch", "math"}
+    assert set(imports_of(PACKAGE / "verify" / "reference_loss.py")) - ANNOTATIONS == {
+        "torch",
+        "math",
+    }

@@ -21,7 +21,7 @@ from step_data import make_sequences
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg.errors import PlanError
-from megatron_lossagg.verify import oracle
+from megatron_lossagg.verify import reference_loss
 
 L = 40.0
 DP = 2
@@ -76,13 +76,15 @@ def reference(path):
             else live
         )
         divisor = L if mode in (REDUCER, "constant") else None
-        loss = oracle.step_loss("constant" if mode == REDUCER else mode, sequences, divisor=divisor)
+        loss = reference_loss.step_loss(
+            "constant" if mode == REDUCER else mode, sequences, divisor=divisor
+        )
         saved[mode] = graded(loss, named)
     for m in COUNTS:
         sequences = [
             {**sequence, "microbatch": (n % DP, n // DP % m)} for n, sequence in enumerate(live)
         ]
-        loss = oracle.step_loss(OF_MICROBATCHES, sequences, microbatches=[m] * DP)
+        loss = reference_loss.step_loss(OF_MICROBATCHES, sequences, microbatches=[m] * DP)
         saved[OF_MICROBATCHES, m] = graded(loss, named)
     torch.save(saved, path)
 

@@ -32,7 +32,7 @@ from megatron_lossagg.errors import (
     ReducerError,
 )
 from megatron_lossagg.integrations import _rollout_mask_sums, slime
-from megatron_lossagg.verify import oracle
+from megatron_lossagg.verify import reference_loss
 
 
 @pytest.fixture
@@ -320,7 +320,7 @@ def test_microbatch_token_mean_is_carried_with_the_microbatch_of_each_sequence(d
         got = trained(
             recording, denominators, [sequence["sequence"] for sequence in sequences], rollouts
         )
-        want = oracle.step_loss("microbatch_token_mean", sequences, microbatches=[m])
+        want = reference_loss.step_loss("microbatch_token_mean", sequences, microbatches=[m])
         assert got == pytest.approx(float(want), rel=1e-6)
 
 

@@ -7,7 +7,7 @@ import contract_worker
 import pytest
 from mutant_forks import on_two_ranks
 
-import megatron_lossagg.verify.prove  # noqa: F401  before the forks
+import megatron_lossagg.verify.verdict  # noqa: F401  before the forks
 from megatron_lossagg import Aggregation
 from megatron_lossagg.verify import job
 from megatron_lossagg.verify.cases import Case

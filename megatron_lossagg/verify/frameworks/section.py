@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
+from megatron_lossagg.text import number_of
 from megatron_lossagg.verify.frameworks.outcome import FAIL, PASS, cells, counted, none_ran
-from megatron_lossagg.verify.words import number_of
 
 __all__ = ["STYLE", "headline", "lead", "section"]
 

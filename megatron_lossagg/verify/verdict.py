@@ -17,9 +17,9 @@ from torch import Tensor
 from megatron_lossagg.scaling import LOSS_SCALINGS, LossScaling
 from megatron_lossagg.verify import model as megatron
 from megatron_lossagg.verify.cases import Case, Expected, expected
-from megatron_lossagg.verify.causes import CAUSES, MASKED_LOSSES_REACH, symbols
+from megatron_lossagg.verify.causes import CAUSES, EXPERTS_APART, MASKED_LOSSES_REACH, symbols
 from megatron_lossagg.verify.parallelism import WEIGHT_SUM_TOLERANCE, Parallelism
-from megatron_lossagg.verify.reference import Reference
+from megatron_lossagg.verify.reference_gradient import Reference
 from megatron_lossagg.verify.run import WEIGHT_EXPECTED, WEIGHT_SUM, Run, relative
 
 __all__ = ["Verdict", "prove"]
@@ -132,7 +132,7 @@ def _explain(done: Sequence[tuple[Run, Case, Expected, Verdict]]) -> None:
     right_without_inf = True
     for run, case, wanted, verdict in done:
         tolerance = min(100 * verdict.tolerance, _CLEARLY)
-        predicted = {name: cause.predict(run.facts, case) for name, cause in likely.items()}
+        predicted = {name: cause.predict(run.facts, case, wanted) for name, cause in likely.items()}
         slopes = [slope for slope, _ in predicted.values()]
         if verdict.passed:
             errors = _distances(run, wanted, slopes)
@@ -161,7 +161,7 @@ def _explain(done: Sequence[tuple[Run, Case, Expected, Verdict]]) -> None:
     why = "; or: ".join(cause.what for cause in likely.values())
     parallelism = done[0][0].parallelism
     if not why and parallelism.moe and parallelism.ep < parallelism.tp:
-        why = _EXPERTS_APART
+        why = EXPERTS_APART
     for *_, verdict in done:
         if not verdict.passed:
             verdict.causes = list(likely)
@@ -172,11 +172,6 @@ def _explain(done: Sequence[tuple[Run, Case, Expected, Verdict]]) -> None:
 
 _CLEARLY = 0.1
 """Two predictions that are nearer than this are one, in bfloat16 too."""
-_EXPERTS_APART = (
-    "with fewer expert-parallel than tensor-parallel ranks stock Megatron-Core (0.16.1) does not "
-    "sum the experts' gradients over TP ranks (NVIDIA/Megatron-LM#5916), with any loss: take ep = "
-    "tp"
-)
 
 
 def _distances(run: Run, wanted: Expected, slopes: Sequence[Tensor]) -> list[float]:
