@@ -86,7 +86,7 @@ def raised_everywhere(message, call, *arguments, **options):
     assert re.search(message, raised[1]), raised_by_rank
 
 
-def check_weights_are_the_oracles_over_ranks():
+def check_weights_are_the_references_over_ranks():
     for m in (1, 3, 4):
         sequences, keys, indices, own = assigned(m)
         for aggregation in AGGREGATIONS.values():
