@@ -1,4 +1,4 @@
-"""Invariants of plan and layout on random steps, against the reference_loss."""
+"""Invariants of plan and layout on random steps, against the reference."""
 
 import itertools
 
@@ -8,7 +8,7 @@ import torch
 from aggregations import AGGREGATIONS, ANY_LAYOUT, for_the_reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_shares import pack, zigzag
+from test_partial_losses import pack, zigzag
 
 from megatron_lossagg import Layout, Sequences, StepTotals, plan_step
 from megatron_lossagg.options import Options
