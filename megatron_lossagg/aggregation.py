@@ -37,7 +37,7 @@ CUSTOM = "custom"
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """One sequence of the table of modes."""
+    """One line of the table of modes."""
 
     name: str
     weight: str
@@ -97,7 +97,7 @@ MODES: dict[str, Mode] = {
             name="token_sum",
             weight="1/{C}",
             divisor="optional",
-            meaning="sum over all active tokens, over a constant C (1 if none is given)",
+            meaning="sum over all active tokens, over a constant C (1 by default)",
             denominator=lambda c: c.divisor,
             expected=lambda c: c.active_tokens / c.divisor,
         ),
@@ -114,7 +114,7 @@ MODES: dict[str, Mode] = {
         ),
         Mode(
             name=CUSTOM,
-            weight="given by the reducer path",
+            weight="known to the custom reducer",
             divisor="none",
             meaning="what the factory at --loss-aggregation-reducer-path returns",
             denominator=None,
@@ -159,7 +159,7 @@ ALIASES: dict[str, Alias] = {
     "miles:calculate-per-token-loss": Alias(
         mode="token_mean", note="without the phantom token of a fully masked sample"
     ),
-    "miles:default": Alias(mode="sample_mean", note="give rollout ids as sample"),
+    "miles:default": Alias(mode="sample_mean", note="pass rollout ids as sample"),
     "ms-swift:bnpo": Alias(mode="token_mean", note=_SWIFT_TOKENS),
     "ms-swift:dapo": Alias(mode="token_mean", note=_SWIFT_TOKENS),
     "ms-swift:dr_grpo": Alias(mode="constant", note=f"L = max_completion_length; {_EQUALLY_MANY}"),
@@ -190,7 +190,7 @@ ALIASES: dict[str, Alias] = {
     "slime:calculate-per-token-loss": Alias(
         mode="token_mean", note="without the phantom token of a fully masked sample"
     ),
-    "slime:default": Alias(mode="sample_mean", note="give rollout ids as sample"),
+    "slime:default": Alias(mode="sample_mean", note="pass rollout ids as sample"),
     "tinker:sum": Alias(mode="token_sum"),
     "trl:bnpo": Alias(mode="microbatch_token_mean"),
     "trl:cispo": Alias(mode="token_mean", note=_TRL_TOKENS),
@@ -225,7 +225,7 @@ class Aggregation:
     """A name of ``MODES``; another system's ``system:name`` becomes the mode that it means."""
     _: KW_ONLY
     divisor: float | None = None
-    """L of ``constant`` (required) or C of ``token_sum`` (1 if not given), in tokens."""
+    """L of ``constant`` (required) or C of ``token_sum`` (1 by default), in tokens."""
     count_empty: bool | None = None
     """Whether a sample or prompt with no active tokens still counts toward B or P.
 
@@ -329,7 +329,7 @@ def _checked_divisor(mode: Mode, divisor: float | None) -> float | None:
     if divisor is None:
         if mode.divisor == "required":
             raise AggregationError(
-                f"mode {mode.name!r} divides by a constant length and got none: give the longest "
+                f"mode {mode.name!r} divides by a constant length and got none: pass the longest "
                 "response that generation allows as --loss-aggregation-divisor (divisor=)"
             )
         return None

@@ -90,7 +90,7 @@ class StepBuffer:
     ``data_iterator``: yields microbatches, or None on a rank that gets its data by
     broadcast (Megatron-LM: all tensor-parallel ranks but the first); an interleaved pipeline
     has one per chunk, and a buffer for each. Reading happens here, outside the schedule.
-    ``source``: where ``data_iterator`` is made anew for each step, what it reads from.
+    ``source``: if ``data_iterator`` is made anew for each step, what it reads from.
 
     An iterator may use its memory again: a buffer that it refills, one dict for all microbatches,
     views of one storage. The first step of an iterator (``source``), and the first with more
@@ -141,7 +141,7 @@ class StepBuffer:
 
         ``count``: active tokens of each sequence of a microbatch, padding sequences left out, or
         :class:`MicrobatchSequences`. ``group``: the data-parallel group. ``tp_group``: the
-        tensor-parallel group, needed where some of its ranks have no iterator: all take the
+        tensor-parallel group, needed if some of its ranks have no iterator: all take the
         numbers of its first rank, by one ``all_gather_object``.
 
         An iterator that ended early or raised, and a ``count`` that raises, are reported as a

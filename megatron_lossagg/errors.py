@@ -33,7 +33,7 @@ class LayoutError(LossAggregationError, ValueError):
 
 
 class ReducerError(LossAggregationError, ValueError):
-    """A mask, per-token loss or custom share that does not fit its microbatch."""
+    """A mask, per-token loss or custom partial loss that does not fit its microbatch."""
 
 
 class ReducerPathError(LossAggregationError, ImportError):

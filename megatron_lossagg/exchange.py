@@ -1,7 +1,8 @@
 """What the ranks of a group send each other: a few integers, ragged sequences, a message.
 
 Each call is one collective and, except :meth:`Exchange.tensors`, one host sync. The tensors
-are where the group's backend needs them: on the CPU for gloo, on the current CUDA device for NCCL.
+are on the device that the group's backend needs: the CPU for gloo, the current CUDA device for
+NCCL.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _MESSAGE_BYTES = 2048
 
 @dataclass(frozen=True)
 class Exchange:
-    """All-gathers over one process group; without a group, this process alone."""
+    """All-gathers over one process group; without a group, this process only."""
 
     group: dist.ProcessGroup | None
 
@@ -58,7 +59,7 @@ class Exchange:
     def tensors(self, own: torch.Tensor) -> torch.Tensor:
         """Gather a ``[K]`` of every rank; returns ``[W, K]`` on the backend's device.
 
-        One all-gather; no host sync where ``own`` is on that device.
+        One all-gather; no host sync if ``own`` is on that device.
         """
         if self.size == 1:
             return own[None]

@@ -22,7 +22,7 @@ __all__ = ["add_loss_aggregation_args", "aggregation_from_args"]
 def add_loss_aggregation_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the group of flags and return the parser, as ``extra_args_provider`` wants it.
 
-    Raises :class:`AggregationError` where the parser has one of the flags already.
+    Raises :class:`AggregationError` if the parser has one of the flags already.
     """
     _check_free(parser)
     group = parser.add_argument_group("loss aggregation", _description())
@@ -134,7 +134,7 @@ def _check_free(parser: argparse.ArgumentParser) -> None:
 
 
 def _description() -> str:
-    """Describe the group: one line per mode, and one short paragraph where argparse re-wraps it."""
+    """Describe the group: one line per mode, and one short paragraph if argparse re-wraps it."""
     width = max(map(len, MODES))
     weights = {
         mode.name: mode.weight.format(B="B", P="P", L="L", C="C")

@@ -128,7 +128,7 @@ class StepPlan:
     def expected_weight(self) -> float | None:
         """The sum over all active tokens of w m by the plan's integers; None if not known.
 
-        1 for a mean (V/B or Q/P of it where empty ones count), N/(B L), N/B or N/C for a
+        1 for a mean (V/B or Q/P of it if empty ones count), N/(B L), N/B or N/C for a
         sum over a constant.
         """
         expected = MODES[self.aggregation.mode].expected
@@ -163,14 +163,14 @@ class StepPlan:
         """Make the reducer of one microbatch: check its mask, slice it, look up its weights.
 
         ``sequences``: for each segment its position in ``Sequences``, -1 for a padding sequence.
-        ``mask``:
-        the microbatch's whole 0/1 training mask, packed like its tokens, before slicing for
-        context parallelism (already this rank's for ``Layout.local``). ``mask[i]`` belongs to
-        the loss at logit i, the prediction of token i + 1: shift it before packing, never
-        after slicing; it is 0 at padding. ``factory``: a custom reducer's; by default the one
-        that the aggregation's reducer path names.
+        ``mask``: the microbatch's whole 0/1 loss mask (after rejection, if tokens are rejected),
+        packed like its tokens, before slicing for context parallelism (already this rank's for
+        ``Layout.local``). ``mask[i]`` belongs to the loss at logit i, the prediction of token
+        i + 1: shift it before packing, never after slicing; it is 0 at padding.
+        ``factory``: a custom reducer's; by default the one that the aggregation's reducer path
+        names.
 
-        Raises :class:`ReducerError`; a CUDA mask's faults are raised when the step closes. No
+        Raises :class:`ReducerError`; a CUDA mask's faults are raised when the step finishes. No
         collective; no host sync for a CUDA mask.
         """
         if factory is None and self.aggregation.reducer_path is not None:
@@ -188,7 +188,7 @@ class StepPlan:
     def check(self) -> None:
         """Raise the first fault that devices found in this step's masks and losses, if any.
 
-        Finishing a step calls it (``Step.finish``); call it if no :class:`LossAggregator` is used.
+        Finishing a step calls it; call it yourself if you finish none.
         Raises :class:`ReducerError` on this rank only. One host sync for each device that
         recorded something, no collective.
         """
@@ -301,7 +301,7 @@ def plan_step(
 
 
 _verified: set[tuple[int, ...] | None] = set()
-"""Groups whose first step with given totals was counted."""
+"""Groups whose first step with passed totals was counted."""
 
 
 def _check_given(given: StepTotals, counted: StepTotals) -> None:
@@ -310,7 +310,7 @@ def _check_given(given: StepTotals, counted: StepTotals) -> None:
         # A sum of fractions may differ in its last bit.
         if value is not None and found is not None and not math.isclose(value, found, rel_tol=1e-9):
             raise PlanError(
-                f"got StepTotals({name}={value!r}), the group's sequences have {found}: give the "
+                f"got StepTotals({name}={value!r}), the group's sequences have {found}: pass the "
                 "totals of the whole step over the data-parallel group, or drop totals="
             )
 
@@ -325,13 +325,13 @@ def _check_arguments(aggregation: Aggregation, options: Options) -> None:
 
 
 def _check_divisor(plan: StepPlan) -> None:
-    """Warn once where ``constant`` divides by less than the longest sample."""
+    """Warn once if ``constant`` divides by less than the longest sample."""
     if plan.aggregation.mode == "constant":
         warn_of_divisor(plan.aggregation.divisor or 1.0, [plan.totals.longest_sample or 0])
 
 
 def warn_of_divisor(divisor: float, tokens: IntsLike) -> None:
-    """Warn, once per process, where L is below the longest of some responses."""
+    """Warn, once per process, if L is below the longest of some responses."""
     longest = int(np.max(tokens, initial=0))
     if longest > divisor:
         warn_once(

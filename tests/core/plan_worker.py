@@ -13,7 +13,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from aggregations import AGGREGATIONS, for_the_oracle
+from aggregations import AGGREGATIONS, for_the_reference
 from step_data import assign, make_sequences
 
 from megatron_lossagg import Aggregation, Layout, Sequences, StepBuffer, StepTotals, plan_step
@@ -86,7 +86,7 @@ def raised_everywhere(message, call, *arguments, **options):
     assert re.search(message, raised[1]), raised_by_rank
 
 
-def check_weights_are_the_oracles_over_ranks():
+def check_weights_are_the_references_over_ranks():
     for m in (1, 3, 4):
         sequences, keys, indices, own = assigned(m)
         for aggregation in AGGREGATIONS.values():
@@ -104,7 +104,7 @@ def check_weights_are_the_oracles_over_ranks():
             loss = reference_loss.step_loss(
                 aggregation.mode,
                 live,
-                **for_the_oracle(aggregation),
+                **for_the_reference(aggregation),
                 microbatches=[m] * dist.get_world_size(),
             )
             grads = torch.autograd.grad(loss, x, allow_unused=True)

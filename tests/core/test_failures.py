@@ -1,7 +1,7 @@
-"""Public failures, one test for each of ``docs/testing.md``: its input shape, the oracle's loss.
+"""Public failures, one test for each of ``docs/testing.md``: its input shape, the reference's loss.
 
 A step runs over simulated data-parallel and context-parallel ranks in one process: ranks
-plan together in threads, shares go through ``MicrobatchLoss.outputs`` and then through
+plan together in threads, partial losses go through ``MicrobatchLoss.outputs`` and then through
 Megatron's arithmetic as written in ``docs/megatron-contract.md``. ``test_gradients.py``
 tests live Megatron-Core.
 """
@@ -77,7 +77,7 @@ def ranks_are_threads(monkeypatch):
 
 
 def sequence(*mask, trained=None, sample=None, prompt=0, microbatch=(0, 0)):
-    """Make a sequence as the oracle takes it, with random losses."""
+    """Make a sequence as the reference takes it, with random losses."""
     mask = list(mask)
     x = torch.randn(len(mask), dtype=torch.float64, requires_grad=True)
     return {
@@ -182,7 +182,7 @@ def reported(out, name="loss"):
     return (value[0] / value[1]).item()
 
 
-def oracle_loss(mode, sequences, **options):
+def wanted_loss(mode, sequences, **options):
     as_lists = [{**r, "x": list(r["x"])} for r in sequences]
     return reference_loss.step_loss(mode, as_lists, **options)
 
@@ -194,14 +194,14 @@ def gradients(loss, sequences):
     ]
 
 
-def run_and_compare(mode, sequences, *, count_empty=True, oracle_sequences=None, **layout):
-    """Run a step, assert that value and gradient are the oracle's, and return what it reported."""
+def run_and_compare(mode, sequences, *, count_empty=True, reference_sequences=None, **layout):
+    """Run a step, assert that value and gradient are the reference's, and return its reports."""
     options = MODES[mode]
-    want = oracle_loss(mode, oracle_sequences or sequences, count_empty=count_empty, **options)
+    want = wanted_loss(mode, reference_sequences or sequences, count_empty=count_empty, **options)
     out = run(Aggregation(mode, count_empty=count_empty, **options), sequences, **layout)
     torch.testing.assert_close(out.loss, want, rtol=1e-12, atol=1e-14)
     assert reported(out) == pytest.approx(want.item(), rel=1e-12, abs=1e-14)
-    # With no active tokens the oracle's zero has no graph; the package's must have one.
+    # With no active tokens the reference's zero has no graph; the package's must have one.
     wanted = gradients(want + 0 * sum(r["x"].sum() for r in sequences), sequences)
     for got, expected in zip(gradients(out.loss, sequences), wanted, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-15)

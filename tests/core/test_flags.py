@@ -123,7 +123,7 @@ CONTRADICTIONS = {
     ("--loss-aggregation-rejects-tokens",): "-rejects-tokens True without",
     ("--loss-aggregation-empty-step", "error"): "-empty-step error without",
     ("--loss-aggregation", "token_mean", "--loss-aggregation-divisor", "3"): "takes no divisor",
-    ("--loss-aggregation", "constant"): r"got none: give .* --loss-aggregation-divisor",
+    ("--loss-aggregation", "constant"): r"got none: .* --loss-aggregation-divisor",
     ("--loss-aggregation", "constant", "--loss-aggregation-divisor", "nan"): "got divisor nan, exp",
     ("--loss-aggregation", "constant", "--loss-aggregation-divisor", "0"): r"got divisor 0\.0, exp",
     ("--loss-aggregation", "custom"): "reducer path replaces",

@@ -1,11 +1,11 @@
-"""Invariants of plan and layout on random steps, against the oracle."""
+"""Invariants of plan and layout on random steps, against the reference."""
 
 import itertools
 
 import numpy as np
 import pytest
 import torch
-from aggregations import AGGREGATIONS, ANY_LAYOUT, for_the_oracle
+from aggregations import AGGREGATIONS, ANY_LAYOUT, for_the_reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_partial_losses import pack, zigzag
@@ -42,7 +42,7 @@ def expected_weights(mode, sequences):
     """
     x = [torch.zeros(len(r["counted"]), dtype=torch.float64, requires_grad=True) for r in sequences]
     live = [{**sequence, "x": list(v)} for sequence, v in zip(sequences, x, strict=True)]
-    loss = reference_loss.step_loss(mode.mode, live, **for_the_oracle(mode))
+    loss = reference_loss.step_loss(mode.mode, live, **for_the_reference(mode))
     grads = torch.autograd.grad(loss, x, allow_unused=True) if loss.requires_grad else [None] * 99
     return [
         0.0 if g is None or not g.numel() else g.max().item()
@@ -110,7 +110,7 @@ TOTALS = ("active_tokens", "samples", "prompts", "active_samples", "active_promp
     seed=st.integers(0, 2**32 - 1),
 )
 @settings(max_examples=150, deadline=None)
-def test_shares_over_microbatches_and_ranks_add_up_to_the_oracles_loss(
+def test_shares_over_microbatches_and_ranks_add_up_to_the_references_loss(
     sequences, mode, m, cp, seed
 ):
     random = torch.Generator().manual_seed(seed)
@@ -137,7 +137,7 @@ def test_shares_over_microbatches_and_ranks_add_up_to_the_oracles_loss(
         {**sequence, "x": list(v), "microbatch": k}
         for sequence, v, k in zip(sequences, x, keys, strict=True)
     ]
-    options = for_the_oracle(mode) | {"microbatches": [m]}
+    options = for_the_reference(mode) | {"microbatches": [m]}
     expected = reference_loss.step_loss(mode.mode, live, **options).item()
     assert total == pytest.approx(expected, rel=1e-12, abs=1e-12)
     assert weight_sum == pytest.approx(

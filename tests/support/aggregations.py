@@ -8,6 +8,6 @@ ANY_LAYOUT = {n: a for n, a in AGGREGATIONS.items() if a.mode != "microbatch_tok
 """Those that do not depend on the layout."""
 
 
-def for_the_oracle(aggregation):
-    """Return an aggregation's options as the oracle takes them, next to its mode."""
+def for_the_reference(aggregation):
+    """Return an aggregation's options as the reference takes them, next to its mode."""
     return {"divisor": aggregation.divisor, "count_empty": aggregation.count_empty}
