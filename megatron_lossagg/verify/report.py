@@ -20,8 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from megatron_lossagg.verify.environment import Fact
-from megatron_lossagg.verify.frameworks.outcome import PASS, counted, none_ran
-from megatron_lossagg.verify.frameworks.outcome import cells as framework_cells
+from megatron_lossagg.verify.frameworks.check import PASS, counted, none_ran
+from megatron_lossagg.verify.frameworks.check import cells as framework_cells
 from megatron_lossagg.verify.words import error_text, number_of
 
 __all__ = ["Report", "cells", "finite", "progress", "say", "show", "summary"]

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from megatron_lossagg.verify.frameworks.outcome import FAIL, PASS, cells, counted, none_ran
+from megatron_lossagg.verify.frameworks.check import FAIL, PASS, cells, counted, none_ran
 from megatron_lossagg.verify.words import number_of
 
 __all__ = ["STYLE", "headline", "lead", "section"]
 
 _COLUMNS = {
-    "check": "what is compared with the oracle",
+    "check": "what is compared with the reference",
     "function": "the system's own function",
     "loss error": "relative error of the loss",
     "gradient error": "largest relative error of any gradient, or of its norm",
@@ -54,7 +54,7 @@ def section(framework: Mapping[str, Any]) -> str:
     return (
         f'<section><h2 id="framework">{escape(framework["name"])}</h2>'
         "<p>The system's own functions, as installed here, in a process of their own on the CPU: "
-        "loss and gradient of a drawn step against the oracle. A check that did not run proves "
+        "loss and gradient of a drawn step against the reference. A check that did not run proves "
         'nothing.</p><div class="wide">'
         f'<table class="framework"><caption>{counted(framework["checks"])}, {took}</caption>'
         f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div></section>"
