@@ -21,7 +21,7 @@ setup(
     license_files=["LICENSE"],
     keywords="megatron, reinforcement learning, loss aggregation, GRPO, DAPO",
     packages=find_packages(include=["megatron_lossagg", "megatron_lossagg.*"]),
-    package_data={"megatron_lossagg": ["py.typed"]},
+    package_data={"megatron_lossagg": ["py.typed", "templates/*.html"]},
     python_requires=">=3.10",
     entry_points={
         "console_scripts": ["lossagg = megatron_lossagg.cli.main:main"],
@@ -35,22 +35,29 @@ setup(
         # Cannot be imported without CUDA.
         "te": ["transformer-engine[pytorch]>=2.9"],
         "docs": ["latex2mathml", "mkdocs", "mkdocs-material", "mkdocstrings[python]", "ruff"],
-        "plot": ["matplotlib"],
+        # lossagg verify --html
+        "report": ["jinja2"],
+        # lossagg plot, lossagg explain --lengths-file; a Parquet file needs pyarrow too.
+        "plot": ["jinja2", "matplotlib", "pandas>=2"],
+        "parquet": ["pyarrow"],
         # Runs examples/which_mode.ipynb as Jupyter does.
-        "notebook": ["ipykernel", "matplotlib", "nbclient"],
+        "notebook": ["ipykernel", "jinja2", "matplotlib", "nbclient", "pandas>=2"],
         "demo": ["megatron-core>=0.13", "matplotlib", "tensorboard", "tqdm"],
         "dev": [
             "einops",
             "hypothesis",
+            "jinja2",
             "libcst",
+            "matplotlib",
             "mutmut",
             "mypy",
+            "pandas>=2",
+            "pyarrow",
             "pytest",
             "pyyaml",
             "ruff",
             "tensorboard",
             "tqdm",
-            "matplotlib",
         ],
     },
 )

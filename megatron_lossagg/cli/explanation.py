@@ -25,7 +25,7 @@ from megatron_lossagg.scaling import (
     LossScaling,
     Scaling,
 )
-from megatron_lossagg.verify.words import number_of
+from megatron_lossagg.text import number_of
 
 __all__ = [
     "DEFAULT_LENGTHS",
@@ -225,7 +225,7 @@ def _aggregation(name: str, divisor: float | None, count_empty: bool | None) -> 
             f"{', '.join(other for other in MODES if other != CUSTOM)}"
         )
     taken = None if mode in MODES and MODES[mode].divisor == "none" else divisor
-    return Aggregation.named(name, divisor=taken, count_empty=count_empty)
+    return Aggregation(name, divisor=taken, count_empty=count_empty)
 
 
 def _explanation(
@@ -342,7 +342,7 @@ def _comparisons(plans: Sequence[StepPlan], divisor: float | None) -> Iterator[C
         if mode.divisor == "required" and divisor is None:
             yield Comparison(mode=mode.name, w_s=mode.weight.format(B="B", L="L"))
             continue
-        aggregation = Aggregation.named(
+        aggregation = Aggregation(
             mode.name,
             divisor=None if mode.divisor == "none" else divisor,
             count_empty=plans[0].aggregation.count_empty,

@@ -10,7 +10,7 @@ from megatron_lossagg.aggregation import MODES
 from megatron_lossagg.cli.explanation import Comparison, Explanation, exact
 from megatron_lossagg.cli.shares import Shares
 from megatron_lossagg.scaling import K_FORMULA, LOSS_SCALINGS
-from megatron_lossagg.verify.words import number_of
+from megatron_lossagg.text import number_of
 
 __all__ = ["hanging", "lines"]
 

@@ -37,10 +37,10 @@ from pathlib import Path
 import numpy as np
 
 from megatron_lossagg.cli.rollout_files import Record, RolloutsError, imported, records, short
-from megatron_lossagg.counts import MOST_TOKENS
 from megatron_lossagg.files import printable
 from megatron_lossagg.integers import Ints
-from megatron_lossagg.verify.words import number_of
+from megatron_lossagg.sequences import MOST_TOKENS
+from megatron_lossagg.text import number_of
 
 __all__ = ["Rollouts", "RolloutsError", "Step", "add_reading_arguments", "read_rollouts"]
 

@@ -20,10 +20,10 @@ import numpy.typing as npt
 
 from megatron_lossagg.aggregation import CUSTOM, MODES, Aggregation
 from megatron_lossagg.cli.rollouts import Rollouts, RolloutsError, Step
-from megatron_lossagg.counts import Sequences
 from megatron_lossagg.integers import Ints
 from megatron_lossagg.plan import StepPlan, plan_step
-from megatron_lossagg.verify.words import number_of
+from megatron_lossagg.sequences import Sequences
+from megatron_lossagg.text import number_of
 
 __all__ = ["Bucket", "Shares", "add_bucket_argument", "plan_of", "read_buckets", "shares_of"]
 

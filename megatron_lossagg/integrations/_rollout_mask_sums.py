@@ -34,11 +34,12 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_lossagg.aggregation import CUSTOM, Aggregation
-from megatron_lossagg.counts import Ids, Sequences
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
 from megatron_lossagg.exchange import Exchange
 from megatron_lossagg.flags import add_loss_aggregation_args, aggregation_from_args
-from megatron_lossagg.plan import EmptyStep, StepPlan, plan_step
+from megatron_lossagg.options import EmptyStep, Options
+from megatron_lossagg.plan import StepPlan, plan_step
+from megatron_lossagg.sequences import Ids, Sequences
 
 __all__ = [
     "REDUCER",
@@ -214,7 +215,7 @@ def rollout_mask_sums(
                 samples_per_prompt=check,
             ),
             group=group,
-            empty_step=empty_step,
+            options=Options(empty_step=empty_step),
             fault=fault,
         )
 

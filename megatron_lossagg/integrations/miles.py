@@ -27,7 +27,6 @@ import numpy as np
 
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.errors import ContractError, PlanError
-from megatron_lossagg.flags import empty_step_from_args
 from megatron_lossagg.integrations._pg_loss_reducer import (
     MakeReducer,
     constant_reducer,
@@ -43,6 +42,7 @@ from megatron_lossagg.integrations._rollout_mask_sums import (
     log_set_up,
     rollout_mask_sums,
 )
+from megatron_lossagg.options import Options
 
 __all__ = ["carry_weights", "check", "with_weights"]
 
@@ -122,7 +122,7 @@ def with_weights(args: Any, samples: Sequence[Any], data: dict[str, Any]) -> dic
         sample=[int(rollout) for rollout in data["rollout_ids"]],
         prompt=prompt,
         dropped=[sequence for sequence in range(len(masks)) if sequence not in in_a_step],
-        empty_step=empty_step_from_args(args),
+        empty_step=Options.from_args(args).empty_step,
     )
     of_miles_S = data.get("rollout_mask_sums") or [1.0] * len(masks)  # for those that miles drops
     data["rollout_mask_sums"] = np.where(np.isnan(d_S), of_miles_S, d_S).tolist()

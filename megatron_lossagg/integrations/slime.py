@@ -32,7 +32,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lossagg.errors import ContractError, PlanError
-from megatron_lossagg.flags import empty_step_from_args
 from megatron_lossagg.integrations._pg_loss_reducer import MakeReducer, constant_reducer
 from megatron_lossagg.integrations._rollout_mask_sums import (
     REDUCER,
@@ -44,6 +43,7 @@ from megatron_lossagg.integrations._rollout_mask_sums import (
     log_set_up,
     rollout_mask_sums,
 )
+from megatron_lossagg.options import Options
 
 __all__ = ["carry_weights", "check"]
 
@@ -143,7 +143,7 @@ def carry_weights(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> N
         prompt=prompt,
         samples_per_prompt=samples_per_prompt,
         group=_data_parallel_group(),
-        empty_step=empty_step_from_args(args),
+        empty_step=Options.from_args(args).empty_step,
         fault=fault,
     )
     _PROCESS.carried = torch.from_numpy(d_S).to(rollout_data["rollout_mask_sums"])

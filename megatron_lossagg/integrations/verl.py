@@ -40,11 +40,12 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.aggregation import MODES, Aggregation
-from megatron_lossagg.counts import Sequences
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
-from megatron_lossagg.integers import Ints, host_integers
+from megatron_lossagg.integers import Ints, checked_integers
 from megatron_lossagg.layout import Layout
+from megatron_lossagg.options import Options
 from megatron_lossagg.plan import StepPlan, plan_step
+from megatron_lossagg.sequences import Sequences
 
 __all__ = ["SEQUENCE", "VENDOR", "LossMode", "with_plan"]
 
@@ -301,7 +302,8 @@ def _plan_batch(aggregation: Aggregation, data: Any, group: Any) -> tuple[StepPl
         ),
         group=group,
         fault=fault,
-        rejects_tokens=True,  # verl's rollout correction leaves loss_mask as it was
+        # verl's rollout correction leaves loss_mask as it was.
+        options=Options(rejects_tokens=True),
     )
     return plan, torch.where(is_sequence_b, is_sequence_b.cumsum(0) - 1, -1)
 
@@ -330,7 +332,7 @@ def with_plan(
     loss_function: Callable[..., Any], plan: StepPlan, dp_size: int, **arguments: Any
 ) -> Any:
     """Call verl's loss function on a microbatch, every aggregation in it by the plan."""
-    sequences = host_integers("sequences", arguments["data"][SEQUENCE], PlanError)
+    sequences = checked_integers("sequences", arguments["data"][SEQUENCE], PlanError)
     _planned.append(_Microbatch(plan, sequences, dp_size))
     try:
         with _aggregated(_planned[-1]):

@@ -12,7 +12,7 @@ import torch
 from megatron_lossagg.aggregation import ALIASES, MODES
 from megatron_lossagg.cli.explanation import DEFAULT_LENGTHS, Split, explain, read_lengths
 from megatron_lossagg.cli.main import main
-from megatron_lossagg.verify import oracle
+from megatron_lossagg.verify import reference_loss
 
 NAMES = [name for name in MODES if name != "custom"]
 DIVISOR = 40.0
@@ -50,7 +50,9 @@ def oracle_loss(mode, prompts, split, value, *, count_empty=True):
             )
     divisor = DIVISOR if MODES[mode].divisor != "none" else None
     ms = [split.microbatches] * split.dp
-    loss = oracle.step_loss(mode, rows, divisor=divisor, count_empty=count_empty, microbatches=ms)
+    loss = reference_loss.step_loss(
+        mode, rows, divisor=divisor, count_empty=count_empty, microbatches=ms
+    )
     return float(loss)
 
 

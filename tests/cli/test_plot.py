@@ -14,7 +14,7 @@ from megatron_lossagg.cli.main import main
 from megatron_lossagg.cli.rollouts import Rollouts, RolloutsError, Step
 from megatron_lossagg.cli.shares import read_buckets, shares_of
 from megatron_lossagg.cli.shares_page import page
-from megatron_lossagg.verify import oracle
+from megatron_lossagg.verify import reference_loss
 
 RECORDED = Path(__file__).parents[2] / "examples" / "drgrpo" / "data" / "rollouts.jsonl"
 MODES = [
@@ -71,7 +71,7 @@ def oracle_share(mode, of_step, low, high):
             )
         ]
         divisor = 7.0 if mode in ("constant", "token_sum") else None
-        return float(oracle.step_loss(mode, rows, divisor=divisor, microbatches=[M] * DP))
+        return float(reference_loss.step_loss(mode, rows, divisor=divisor, microbatches=[M] * DP))
 
     return loss(lambda n: float(low <= n <= high)) / loss(lambda n: 1.0)
 
@@ -339,7 +339,9 @@ def test_the_losses_of_a_file_are_means_over_its_steps(tmp_path, mode):
             for i, (n, p) in enumerate(zip(of_step.active_tokens, of_step.prompt, strict=True))
         ]
         divisor = 4096.0 if mode in ("constant", "token_sum") else None
-        losses.append(float(oracle.step_loss(mode, rows, divisor=divisor, microbatches=[M] * DP)))
+        losses.append(
+            float(reference_loss.step_loss(mode, rows, divisor=divisor, microbatches=[M] * DP))
+        )
     assert found[mode] == pytest.approx(sum(losses) / len(losses), rel=1e-12)
 
 

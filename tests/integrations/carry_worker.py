@@ -21,7 +21,7 @@ from step_data import make_sequences
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg.errors import PlanError
-from megatron_lossagg.verify import oracle
+from megatron_lossagg.verify import reference_loss
 
 L = 40.0
 DP = 2
@@ -55,7 +55,7 @@ def samples():
 
 
 def reference(path):
-    """Save losses and gradients by the oracle, on one process from unpacked sequences."""
+    """Save losses and gradients by the reference, on one process from unpacked sequences."""
     tiny_gpt.start()
     model = tiny_gpt.gpt(tiny_gpt.config_of(), get_gpt_layer_local_spec())
     live = []
@@ -76,13 +76,15 @@ def reference(path):
             else live
         )
         divisor = L if mode in (REDUCER, "constant") else None
-        loss = oracle.step_loss("constant" if mode == REDUCER else mode, sequences, divisor=divisor)
+        loss = reference_loss.step_loss(
+            "constant" if mode == REDUCER else mode, sequences, divisor=divisor
+        )
         saved[mode] = graded(loss, named)
     for m in COUNTS:
         sequences = [
             {**sequence, "microbatch": (n % DP, n // DP % m)} for n, sequence in enumerate(live)
         ]
-        loss = oracle.step_loss(OF_MICROBATCHES, sequences, microbatches=[m] * DP)
+        loss = reference_loss.step_loss(OF_MICROBATCHES, sequences, microbatches=[m] * DP)
         saved[OF_MICROBATCHES, m] = graded(loss, named)
     torch.save(saved, path)
 
@@ -152,10 +154,10 @@ def compare(path):
             want = saved[(mode, m) if mode == OF_MICROBATCHES else mode]
             train(chunk, batches, carried, rollouts, want)
             if dist.get_rank() == 0:
-                print(f"CARRIED {mode} equals the oracle at M = {m}", flush=True)
+                print(f"CARRIED {mode} equals the reference at M = {m}", flush=True)
     refuse_together()
     if dist.get_rank() == 0:
-        print("REDUCER equals the oracle at M = 1 and 3", flush=True)
+        print("REDUCER equals the reference at M = 1 and 3", flush=True)
 
 
 def refuse_together():

@@ -1,4 +1,4 @@
-"""The step that the integrations of frameworks train, and its loss by the oracle; for launched
+"""The step that the integrations of frameworks train, and its loss by the reference; for launched
 workers.
 
 Sequences are whole token lists with a prompt and a response; a response token's loss is on the
@@ -11,7 +11,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from step_data import make_sequences
 
 import megatron_lossagg.cpu as cpu
-from megatron_lossagg.verify import oracle
+from megatron_lossagg.verify import reference_loss
 
 PROMPTS = [3, 1, 2, 1, 4, 2, 1, 9, 3, 6, 1, 2, 1, 5]
 L = 40
@@ -69,7 +69,7 @@ def kl_loss(log_prob, sequence):
 
 
 def reference(path):
-    """Save loss and gradients of each case by the oracle, on one process from unpacked
+    """Save loss and gradients of each case by the reference, on one process from unpacked
     sequences.
     """
     tiny_gpt.start()
@@ -102,14 +102,16 @@ def reference(path):
                 for sequence in live
             ]
             divisor = L if mode == "constant" else None
-            loss = oracle.step_loss(mode, sequences, divisor=divisor, count_empty=count_empty)
+            loss = reference_loss.step_loss(
+                mode, sequences, divisor=divisor, count_empty=count_empty
+            )
             grads = torch.autograd.grad(loss, list(named.values()), retain_graph=True)
             saved[case, terms] = (loss.item(), dict(zip(named, grads, strict=True)))
     torch.save(saved, path)
 
 
 def assert_gradients(chunk, grads, *, factor=1.0, bound=1e-12):
-    """Compare every parameter's gradient with the oracle's; returns the largest error."""
+    """Compare every parameter's gradient with the reference's; returns the largest error."""
     worst = 0.0
     for shard in cpu.named_shards([chunk]):
         got, want = shard.parameter.main_grad, grads[shard.name] * factor

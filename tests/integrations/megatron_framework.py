@@ -24,7 +24,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from step_data import VOCABULARY
 
 import megatron_lossagg.cpu as cpu
-from megatron_lossagg.verify import oracle
+from megatron_lossagg.verify import reference_loss
 
 ROLLOUTS = 8
 GLOBAL_BATCH = 4
@@ -215,10 +215,10 @@ def custom_loss(args, batch, logits, sum_of_sample_mean, slice_with_cp):
 
 
 def expected(saved, members, aggregations, *, places=None, microbatches=None):
-    """Combine the reference's sums under the oracle: loss, and gradients by parameter name.
+    """Combine the reference's sums under the reference: loss, and gradients by parameter name.
 
     ``members``: samples of the step. ``aggregations``: for the policy term and the rest, each
-    keywords of the oracle. ``places``: (data-parallel rank, microbatch) of each sample.
+    keywords of the reference. ``places``: (data-parallel rank, microbatch) of each sample.
     """
     samples = make_samples()
     loss, grads = 0.0, {}
@@ -238,7 +238,7 @@ def expected(saved, members, aggregations, *, places=None, microbatches=None):
             if places is not None:
                 sequence["microbatch"] = places[number]
             sequences.append(sequence)
-        total = oracle.step_loss(sequences=sequences, microbatches=microbatches, **keywords)
+        total = reference_loss.step_loss(sequences=sequences, microbatches=microbatches, **keywords)
         total.backward()
         for number, sequence in zip(members, sequences, strict=True):
             weights = {float(x.grad) for x in sequence["x"] if x.grad is not None} - {0.0}
@@ -301,7 +301,7 @@ AGGREGATIONS = {
     },
     "microbatch_token_mean": {"mode": "microbatch_token_mean"},
 }
-"""Keywords of the oracle, by name."""
+"""Keywords of the reference, by name."""
 
 
 def flags_of(keywords):

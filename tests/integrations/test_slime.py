@@ -32,7 +32,7 @@ from megatron_lossagg.errors import (
     ReducerError,
 )
 from megatron_lossagg.integrations import _rollout_mask_sums, slime
-from megatron_lossagg.verify import oracle
+from megatron_lossagg.verify import reference_loss
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_on_live_megatron_the_frameworks_own_scaling_makes_it_the_configured_los
     file = tmp_path / "reference.pt"
     launched("integrations/carry_worker.py", "reference", file, processes=1)
     out = launched("integrations/carry_worker.py", "compare", file, processes=4)
-    assert "REDUCER equals the oracle" in out
+    assert "REDUCER equals the reference" in out
     assert out.count("CARRIED") == 10
     assert out.count("refused together") == 2 * 4
 
@@ -210,7 +210,7 @@ def references(tmp_path_factory):
 def test_slimes_own_training_step_trains_the_configured_loss(references, dtype, dp, cp):
     arguments = ("compare", dtype, cp, references(dtype))
     out = launched("integrations/slime_worker.py", *arguments, processes=dp * cp)
-    assert "SLIME equals the oracle" in out
+    assert "SLIME equals the reference" in out
     assert "slime logs rollout/log_probs" in out
     assert out.count("slime DP ") == 2 * 12
 
@@ -320,7 +320,7 @@ def test_microbatch_token_mean_is_carried_with_the_microbatch_of_each_sequence(d
         got = trained(
             recording, denominators, [sequence["sequence"] for sequence in sequences], rollouts
         )
-        want = oracle.step_loss("microbatch_token_mean", sequences, microbatches=[m])
+        want = reference_loss.step_loss("microbatch_token_mean", sequences, microbatches=[m])
         assert got == pytest.approx(float(want), rel=1e-6)
 
 

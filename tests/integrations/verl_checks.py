@@ -13,7 +13,7 @@ from verl.workers.config import PolicyLossConfig
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import AggregationError, ContractError
 from megatron_lossagg.integrations.verl import LossMode
-from megatron_lossagg.verify import oracle
+from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.frameworks import verl as verl_checks
 from megatron_lossagg.verify.frameworks.check import PASS, outcome_of
 from megatron_lossagg.verify.frameworks.step import Step
@@ -94,7 +94,7 @@ def test_tokens_that_bypass_mode_rejects_are_counted_and_not_trained(mode):
             sequences.append({"x": list(x.unbind()), **masks, "sample": len(sequences)})
     assert 0 < num_rejected < sum(step.lengths)
     aggregation = name.aggregation(DIVISOR)
-    wanted = oracle.step_loss(aggregation.mode, sequences, divisor=aggregation.divisor)
+    wanted = reference_loss.step_loss(aggregation.mode, sequences, divisor=aggregation.divisor)
     assert_same(got, wanted, step.leaves)
 
 
@@ -181,6 +181,6 @@ def reference(tmp_path_factory):
 def test_on_verls_own_engine_policy_kl_and_entropy_have_our_weights(reference, per_token):
     out = launched("verl_engine_worker.py", "compare", reference, per_token, processes=4)
     print(out)
-    assert out.count(": the oracle") == 13
+    assert out.count(": the reference") == 13
     # Of an odd number of tokens verl counts one less per microbatch, at CP 2: too large a loss.
-    assert out.count(" times the oracle") == 2 * per_token
+    assert out.count(" times the reference") == 2 * per_token

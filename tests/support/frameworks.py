@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_lossagg.verify import oracle
+from megatron_lossagg.verify import reference_loss
 
 FRAMEWORKS_DIR = os.environ.get("FRAMEWORKS_DIR")
 RECORDED = Path(__file__).parents[1] / "integrations" / "recorded"
@@ -123,7 +123,7 @@ def wanted(data, sequences, keywords):
         }
         for sequence in sequences
     ]
-    return float(oracle.step_loss(sequences=steps_sequences, **keywords))
+    return float(reference_loss.step_loss(sequences=steps_sequences, **keywords))
 
 
 def check_reducer(make, data, at):

@@ -22,7 +22,7 @@ import torch
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg.cpu.training import install_training
-from megatron_lossagg.verify import oracle
+from megatron_lossagg.verify import reference_loss
 
 __all__ = ["compute_too", "main", "watch", "writer"]
 
@@ -139,7 +139,7 @@ def _wanted(
                         "microbatch": (0, index),
                     }
                 )
-    loss = oracle.step_loss(sequences=sequences, microbatches=[len(batches)], **keywords)
+    loss = reference_loss.step_loss(sequences=sequences, microbatches=[len(batches)], **keywords)
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     norm = torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt()
     return {"wanted": loss.item(), "grad_norm": norm.item(), "sequences": len(sequences)}

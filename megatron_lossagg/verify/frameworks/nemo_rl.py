@@ -45,7 +45,7 @@ def checks() -> list[Check]:
             )
             return ClippedPGLossFn(config)
 
-        own = Aggregation.named(f"nemo-rl:{level}")
+        own = Aggregation(f"nemo-rl:{level}")
         runs = {f"nemo-rl:{level}": partial(_compared, make, own)}
         for aggregation in aggregations().values():
             if aggregation.mode in _MODES and aggregation.count_empty:

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.verify import oracle
-from megatron_lossagg.verify.cases import CASES, oracle_options
+from megatron_lossagg.verify import reference_loss
+from megatron_lossagg.verify.cases import CASES, reference_options
 from megatron_lossagg.verify.sequences import VOCABULARY
 
 __all__ = [
@@ -175,8 +175,8 @@ class Step:
                         "microbatch": mb.place,
                     }
                 )
-        options = oracle_options(aggregation, [self.num_microbatches] * self.dp_size)
-        return oracle.step_loss(aggregation.mode, sequences, **options)
+        options = reference_options(aggregation, [self.num_microbatches] * self.dp_size)
+        return reference_loss.step_loss(aggregation.mode, sequences, **options)
 
 
 class PackedStep(Step):

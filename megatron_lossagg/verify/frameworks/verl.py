@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.aggregation import ALIASES, Aggregation
-from megatron_lossagg.counts import Sequences
+from megatron_lossagg.options import Options
 from megatron_lossagg.plan import plan_step
+from megatron_lossagg.sequences import Sequences
 from megatron_lossagg.verify.frameworks.check import Check, Comparison, compare
 from megatron_lossagg.verify.frameworks.step import Microbatch, Step
 
@@ -70,7 +71,7 @@ def modes() -> list[str]:
 
 def alias(mode: str) -> Aggregation:
     """Return the aggregation of a mode of verl, with the drawn step's divisor."""
-    return Aggregation.named(f"verl:{mode}", divisor=DIVISOR if mode.endswith("norm") else None)
+    return Aggregation(f"verl:{mode}", divisor=DIVISOR if mode.endswith("norm") else None)
 
 
 def actor_config(step: Step, **changes: Any) -> Any:
@@ -143,7 +144,8 @@ def run_loss(step: Step, name: str, config: Any, mode: str = "token-mean") -> Te
         losses = [call()[0] for call in calls]
     else:
         sequences = Sequences(active_tokens=step.lengths, prompt=step.prompts)
-        plan = plan_step(read.aggregation(DIVISOR), sequences, rejects_tokens=True)
+        options = Options(rejects_tokens=True)
+        plan = plan_step(read.aggregation(DIVISOR), sequences, options=options)
         losses = []
         for mb, call in zip(step.microbatches, calls, strict=True):
             data = {SEQUENCE: torch.tensor(mb.sequences)}

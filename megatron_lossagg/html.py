@@ -1,0 +1,32 @@
+"""HTML pages, each from one jinja2 template: self-contained, no script, light and dark.
+
+A template extends ``base.html``, which has the style of all pages, and takes tables from
+``parts.html``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_lossagg.extras import needed
+
+__all__ = ["page"]
+
+
+def page(template: str, *, folder: Path | None = None, extra: str = "report", **values: Any) -> str:
+    """Render a template of this package, or of ``folder``; values are escaped.
+
+    ``extra``: what installs jinja2 for the caller. Raises :class:`MissingPackageError` without it.
+    """
+    jinja2 = needed("jinja2", by="an HTML page", extra=extra)
+    folders = [Path(__file__).with_name("templates"), *([] if folder is None else [folder])]
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folders),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return str(environment.get_template(template).render(values))
