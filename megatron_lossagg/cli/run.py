@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_lossagg.integrations import megatron_lm, megatron_rl
 
     is_rl = script.name == "train_rl.py"
-    integration = megatron_rl.RLAdapter if is_rl else megatron_lm.PretrainIntegration
+    integration = megatron_rl.RLIntegration if is_rl else megatron_lm.PretrainIntegration
     hook = megatron_lm.install(
         aggregation,
         options=Options.from_args(flags),

@@ -30,9 +30,9 @@ __all__ = [
     "PretrainIntegration",
     "count_segments",
     "install",
-    "on_host",
     "rebind",
     "report_if_unused",
+    "to_numpy",
 ]
 
 _HOOK = "get_forward_backward_func"
@@ -63,7 +63,7 @@ class PretrainIntegration(Integration):
                 f"got {type(data).__name__} from the data iterator, expected Megatron-LM's dict "
                 "with loss_mask: the data of this script is not known here"
             )
-        mask = on_host(data["loss_mask"])
+        mask = to_numpy(data["loss_mask"])
         if all(data.get(name) is None for name, _ in _PACKED_AT):
             start_G = np.arange(len(mask)) * mask.shape[1]
             return count_segments(start_G, np.zeros(len(mask)), mask.ravel())
@@ -208,7 +208,7 @@ def _packed_sequences(data: Any, mask_BP: npt.NDArray[Any]) -> MicrobatchSequenc
     """
     b, s = mask_BP.shape
     name, unpadded = next(pair for pair in _PACKED_AT if data.get(pair[0]) is not None)
-    given_BG = on_host(data[name]).reshape(b, -1).astype(np.int64)
+    given_BG = to_numpy(data[name]).reshape(b, -1).astype(np.int64)
     offset_BG = np.maximum.accumulate(given_BG, axis=1)  # -1 becomes the end of the last sequence
     if (offset_BG[:, 0] != 0).any() or ((given_BG >= 0) & (given_BG != offset_BG)).any():
         raise ValueError(f"got {name} {given_BG.tolist()}, expected offsets from 0 that never fall")
@@ -216,10 +216,10 @@ def _packed_sequences(data: Any, mask_BP: npt.NDArray[Any]) -> MicrobatchSequenc
     is_padding_BG = np.zeros_like(offset_BG, dtype=bool)
     is_padding_BG[:, -1] = True  # what follows the last sequence
     if data.get(unpadded) is not None:
-        logical_BG = np.maximum.accumulate(on_host(data[unpadded]).reshape(b, -1), axis=1)
+        logical_BG = np.maximum.accumulate(to_numpy(data[unpadded]).reshape(b, -1), axis=1)
         is_padding_BG[:, :-1] |= np.diff(logical_BG) == 0
     if data.get("padding_mask") is not None:
-        is_padding_BP = on_host(data["padding_mask"]).reshape(b, s) != 0
+        is_padding_BP = to_numpy(data["padding_mask"]).reshape(b, s) != 0
         total_BP1 = np.pad(np.cumsum(is_padding_BP, axis=1), ((0, 0), (1, 0)))
         padding_BG = np.take_along_axis(total_BP1, end_BG, 1)
         padding_BG -= np.take_along_axis(total_BP1, offset_BG, 1)
@@ -242,7 +242,7 @@ def count_segments(
     )
 
 
-def on_host(values: Tensor) -> npt.NDArray[Any]:
-    """Return a tensor's numbers on the host."""
+def to_numpy(values: Tensor) -> npt.NDArray[Any]:
+    """Return a tensor's numbers on the CPU."""
     array: npt.NDArray[Any] = values.detach().cpu().numpy()
     return array

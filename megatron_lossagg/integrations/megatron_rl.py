@@ -3,7 +3,7 @@
 A sequence is a turn of a rollout. Which rollout and which group a turn belongs to decides nothing
 after its advantage, and Megatron-LM drops it before the batches are made. A mean over samples
 needs the one where a rollout has several turns, ``prompt_mean`` the other: so two functions of
-``megatron.rl.rl_utils`` are wrapped (:meth:`RLAdapter.prepare`).
+``megatron.rl.rl_utils`` are wrapped (:meth:`RLIntegration.prepare`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import torch.distributed as dist
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.integrations.megatron_lm import PretrainIntegration, count_segments, on_host
+from megatron_lossagg.integrations.megatron_lm import PretrainIntegration, count_segments, to_numpy
 
-__all__ = ["RLAdapter"]
+__all__ = ["RLIntegration"]
 
 
-class RLAdapter(PretrainIntegration):
+class RLIntegration(PretrainIntegration):
     """Turns of rollouts, one per entry of the batch or several packed into a bin.
 
     The per-token losses hold policy, KL and entropy terms together. A mask is shifted by one
@@ -85,7 +85,7 @@ class RLAdapter(PretrainIntegration):
                 "ones gather log-probabilities is not known here"
             )
         if not args.rl_use_sequence_packing:
-            mask = on_host(data[3])[:, 1:]
+            mask = to_numpy(data[3])[:, 1:]
             sample, prompt = self._ids(self._turns.of_entries(data))
             return MicrobatchSequences(
                 active_tokens=(mask != 0).sum(1),
@@ -98,7 +98,7 @@ class RLAdapter(PretrainIntegration):
         return self._bin(get_rl_runtime_state().packing_context, int(data[0]))
 
     def _bin(self, context: Any, index: int) -> MicrobatchSequences:
-        mask = on_host(context.packed_loss_mask[index, 1:])
+        mask = to_numpy(context.packed_loss_mask[index, 1:])
         info = context.packing_info
         sequences = list(info.bin_seq_indices[index])
         length_S = [info.seq_lengths[sequence] for sequence in sequences]

@@ -1,21 +1,19 @@
-"""Every aggregation in an unmodified verl: ``pip install`` and one config line.
+"""Every aggregation in an unmodified verl on Megatron: two lines of configuration.
 
-verl imports the entry points of ``verl.plugins`` with every ``import verl``, in each worker;
-ours registers policy losses under these names::
+verl imports the entry points of ``verl.plugins`` with every ``import verl``, in each worker. Ours
+registers an engine, which ``VERL_ENGINE_VENDOR=lossagg`` in every worker's environment selects, and
+policy losses under these names::
 
     actor_rollout_ref.actor.policy_loss.loss_mode=lossagg_constant
     actor_rollout_ref.actor.loss_scale_factor=40960                  # L of constant, C of token_sum
 
 ``lossagg_<mode>`` is verl's ``vanilla`` policy loss under our weights, ``lossagg_<mode>+gspo``
-another one of its policy losses. They know N and B, which verl counts: token_mean, sample_mean,
-constant, sample_sum and token_sum, with empty samples counted, for the policy loss alone.
-
-``VERL_ENGINE_VENDOR=lossagg`` in every worker's environment replaces verl's Megatron engine by
-a subclass that plans the step itself. Then prompt_mean works too (a prompt is a ``uid``),
-``lossagg_<mode>_no_count_empty``, and KL, entropy and distillation have the policy's weights.
+another one of its policy losses, and ``lossagg_<mode>_no_count_empty`` leaves empty samples out. A
+prompt is a ``uid``. KL, entropy and distillation have the policy's weights. The engine is verl's
+Megatron engine, which plans each step itself; another engine refuses these names.
 
 verl's losses compute per-token losses ``[b, s]`` and call ``agg_loss`` on them. While one runs,
-:func:`_aggregated` puts a share in that function's place::
+:func:`_aggregated` puts our partial loss in that function's place::
 
     loss = DP * sum_s w_s sum_t m_t x_t
 
@@ -42,7 +40,6 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.aggregation import MODES, Aggregation
-from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
 from megatron_lossagg.integers import Ints, checked_integers
 from megatron_lossagg.layout import Layout
@@ -50,10 +47,13 @@ from megatron_lossagg.options import Options
 from megatron_lossagg.plan import StepPlan, plan_step
 from megatron_lossagg.sequences import Sequences
 
-__all__ = ["VENDOR", "LossMode"]
+__all__ = ["SEQUENCE", "VENDOR", "LossMode", "with_plan"]
 
 VENDOR = "lossagg"
 """The value of ``VERL_ENGINE_VENDOR`` that selects the engine of this module."""
+
+SEQUENCE = "lossagg_sequence"
+"""Field of the batch: each sequence's position in the plan, -1 for padding."""
 
 _PREFIX, _NO_EMPTY = "lossagg_", "_no_count_empty"
 _MODES = ("token_mean", "sample_mean", "constant", "sample_sum", "token_sum", "prompt_mean")
@@ -125,7 +125,7 @@ def __getattr__(name: str) -> object:
 
 @cache
 def _register() -> tuple[str, ...]:
-    """Register the policy losses, and the engine where it is selected; returns the names."""
+    """Register the policy losses, and the engine if it is selected; returns the names."""
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
 
     losses = [name for name in POLICY_LOSS_REGISTRY if name not in _NOT_BY_AGG_LOSS]
@@ -150,48 +150,30 @@ def _register() -> tuple[str, ...]:
 
 
 def _policy_loss(
-    mode: LossMode,
-    loss: Callable[..., tuple[Tensor, dict[str, Any]]],
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
+    mode: LossMode, loss: Callable[..., tuple[Tensor, dict[str, Any]]], *args: Any, **kwargs: Any
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Run one of verl's policy losses, aggregated by our weights instead of its ``agg_loss``.
-
-    Tensors: ``[b, s]``, whole sequences. Where the engine of this module runs, its plan is in place
-    already; else N and B are verl's own counts, ``config.global_batch_info``. No collective;
-    two host syncs, one for the sequences' tokens and one for what the device found in the losses,
-    beside those of verl's own metrics.
-    """
-    arguments = {
-        "old_log_prob": old_log_prob,
-        "log_prob": log_prob,
-        "advantages": advantages,
-        "response_mask": response_mask,
-        "loss_agg_mode": loss_agg_mode,
-        "config": config,
-        "rollout_is_weights": rollout_is_weights,
-    }
-    if _planned:
-        calls = _planned[-1].num_calls
-        result = loss(**arguments)
-        _check_called(mode, _planned[-1].num_calls - calls)
-        return result
-    sequences = _Sequences.of_microbatch(mode, config, response_mask)
-    with _aggregated(sequences):
-        result = loss(**arguments)
-    _check_called(mode, sequences.num_calls)
-    sequences.plan.check()
+    """Run one of verl's policy losses; the engine of this module has replaced ``agg_loss``."""
+    if not _planned:
+        raise ContractError(
+            f"got loss_mode={mode.name} on an engine of verl's own, which knows no weights, "
+            f"expected this package's: set VERL_ENGINE_VENDOR={VENDOR} in the environment of every "
+            "worker, and train with the megatron backend on CUDA. If both are set, this process's "
+            "log says why the plugin failed"
+        )
+    calls = _planned[-1].num_calls
+    result = loss(*args, **kwargs)
+    num_calls = _planned[-1].num_calls - calls
+    if num_calls != 1:
+        raise ContractError(
+            f"verl's policy loss {mode.loss!r} called agg_loss {num_calls} times, expected once: "
+            "its loss cannot be aggregated here; choose another policy loss"
+        )
     return result
 
 
 @dataclass(eq=False)
-class _Sequences:
-    """A microbatch's sequences, and the plan that has their weights; stands in for ``agg_loss``."""
+class _Microbatch:
+    """A microbatch's sequences, and the plan that has their weights."""
 
     plan: StepPlan
     sequences: Ints
@@ -199,88 +181,34 @@ class _Sequences:
     dp_size: int
     num_calls: int = 0
 
-    @staticmethod
-    def of_microbatch(mode: LossMode, config: Any, mask: Tensor) -> _Sequences:
-        """Plan one microbatch from verl's counts of the step."""
-        if mode.mode == "prompt_mean" or not mode.count_empty:
-            raise AggregationError(
-                f"loss_mode={mode.name} needs counts of the whole step that verl gives no policy "
-                f"loss: set VERL_ENGINE_VENDOR={VENDOR} in the environment of every worker, or "
-                "choose a mode that counts empty samples"
-            )
-        if os.environ.get("VERL_ENGINE_VENDOR") == VENDOR:
-            raise ContractError(
-                f"VERL_ENGINE_VENDOR={VENDOR} is set and verl runs another engine: use the "
-                "megatron backend on CUDA, and see this process's log for why the plugin failed"
-            )
-        counts = config.global_batch_info
-        wanted = ("dp_size", "batch_num_tokens", "global_batch_size")
-        missing = [name for name in wanted if counts.get(name) is None]
-        if missing:
-            raise PlanError(
-                f"verl's global_batch_info lacks {', '.join(missing)}, so the step's counts are "
-                "not known: use an engine that counts them (megatron, fsdp)"
-            )
-        _warn_of_other_terms(mode, config)
-        plan = plan_step(
-            mode.aggregation(counts.get("loss_scale_factor")),
-            Sequences(active_tokens=mask.sum(-1).cpu()),
-            totals=StepTotals(
-                active_tokens=int(counts["batch_num_tokens"]),
-                samples=int(counts["global_batch_size"]),
-            ),
-            # Inside the loss.
-            options=Options(rejects_tokens=mode.loss == "bypass_mode"),
-        )
-        return _Sequences(
-            plan, checked_integers("sequences", range(len(mask)), PlanError), counts["dp_size"]
-        )
-
     def agg_loss(self, loss_mat: Tensor, loss_mask: Tensor, *_: object, **__: object) -> Tensor:
-        """Return DP * share; ``loss_mat``, ``loss_mask``: ``[b, s]``, whole sequences."""
+        """Return DP * partial loss; ``loss_mat``, ``loss_mask``: ``[b, s]``, whole sequences."""
         self.num_calls += 1
         layout = Layout.bshd_zigzag(*loss_mask.shape, cp_size=1, cp_rank=0)
         return self.plan.reducer(self.sequences, loss_mask, layout)(loss_mat) * self.dp_size
 
 
-_planned: list[_Sequences] = []
+_planned: list[_Microbatch] = []
 """The microbatch whose loss the engine of this module is computing."""
 
 
 @contextmanager
-def _aggregated(sequences: _Sequences) -> Iterator[None]:
-    """Put a share in the place of ``agg_loss``, in each module of verl that has the name."""
+def _aggregated(microbatch: _Microbatch) -> Iterator[None]:
+    """Put our partial loss in the place of ``agg_loss``, in each module of verl with the name."""
     modules = [sys.modules[name] for name in _AGGREGATES if name in sys.modules]
     own: list[_AggLoss] = [module.agg_loss for module in modules]
     try:
         for module in modules:
-            module.agg_loss = sequences.agg_loss  # type: ignore[attr-defined]
+            module.agg_loss = microbatch.agg_loss  # type: ignore[attr-defined]
         yield
     finally:
         for module, agg_loss in zip(modules, own, strict=True):
             module.agg_loss = agg_loss  # type: ignore[attr-defined]
 
 
-def _check_called(mode: LossMode, num_calls: int) -> None:
-    if num_calls != 1:
-        raise ContractError(
-            f"verl's policy loss {mode.loss!r} called agg_loss {num_calls} times, expected once: "
-            "its loss cannot be aggregated here; choose another policy loss"
-        )
-
-
 @cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=3)
-
-
-def _warn_of_other_terms(mode: LossMode, config: Any) -> None:
-    if config.use_kl_loss or config.entropy_coeff:
-        _warn_once(
-            f"loss_mode={mode.name} weighs the policy loss alone: KL and entropy keep "
-            f"loss_agg_mode={config.loss_agg_mode}; set VERL_ENGINE_VENDOR={VENDOR} for one "
-            "aggregation of all"
-        )
 
 
 def _engine(base: Any) -> Any:
@@ -299,11 +227,9 @@ def _engine(base: Any) -> Any:
         ) -> Any:
             """Plan the step over the data-parallel group, then run verl's own step.
 
-            ``data``: this data-parallel rank's sequences. Two all-gathers where uids are needed,
-            else
+            ``data``: this data-parallel rank's sequences. Two all-gathers if uids are needed, else
             one, each with a host sync, and one host sync per microbatch, for its sequences; the
-            faults
-            that devices found are read before the optimizer's step, one host sync more.
+            faults that devices found are read before the optimizer's step, one host sync more.
             """
             config = getattr(loss_function, "keywords", {}).get("config")
             policy_loss = getattr(config, "policy_loss", None)  # not of a critic
@@ -312,10 +238,10 @@ def _engine(base: Any) -> Any:
                 return super().forward_backward_batch(data, loss_function, forward_only)
             group, dp_size = self.get_data_parallel_group(), self.get_data_parallel_size()
             plan, sequences = _plan_batch(mode.aggregation(config.loss_scale_factor), data, group)
-            data[_SEQUENCE] = sequences
+            data[SEQUENCE] = sequences
             if mode.mode == "prompt_mean" and not forward_only:
                 _warn_of_split_prompts(data, plan, self.tokens_of_prompt)
-            planned = partial(_with_plan, loss_function, plan, dp_size)
+            planned = partial(with_plan, loss_function, plan, dp_size)
             output = super().forward_backward_batch(data, planned, forward_only)
             plan.check()
             return output
@@ -323,16 +249,11 @@ def _engine(base: Any) -> Any:
     return LossAggregationEngine
 
 
-_SEQUENCE = "lossagg_sequence"
-"""Field of the batch: each sequence's position in the plan, -1 for padding."""
-
-
 def _check_engine(engine_config: Any) -> None:
     if engine_config.dynamic_context_parallel:
         raise ContractError(
-            "dynamic_context_parallel gives every rank all sequences of the step, and they "
-            "would be "
-            "counted once per rank: set "
+            "got dynamic_context_parallel, expected none: it gives every rank all sequences of the "
+            "step, and each would be counted once per rank. Set "
             "actor_rollout_ref.actor.megatron.dynamic_context_parallel=False, or unset "
             "VERL_ENGINE_VENDOR"
         )
@@ -350,8 +271,7 @@ def _is_padding(uid: str) -> bool:
 
 
 def _plan_batch(aggregation: Aggregation, data: Any, group: Any) -> tuple[StepPlan, Tensor]:
-    """Count this rank's sequences; returns the plan, and each sequence's position in it, int64
-    ``[b]``.
+    """Count this rank's sequences; returns the plan, and where each one is in it, int64 ``[b]``.
 
     No host sync but those of :func:`plan_step` where ``loss_mask`` is on the CPU, as verl has it.
     """
@@ -369,9 +289,8 @@ def _plan_batch(aggregation: Aggregation, data: Any, group: Any) -> tuple[StepPl
             else "padding sequences apart from empty ones"
         )
         fault = (
-            f"got sequences without a uid, by which {aggregation.mode} tells {what}: keep "
-            f"uid in the "
-            "batch that update_actor is given"
+            f"got sequences without a uid, by which {aggregation.mode} tells {what}: keep uid in "
+            "the batch that update_actor is given"
         )
         if not takes_prompts:
             fault += f", or choose loss_mode={_PREFIX}{aggregation.mode}{_NO_EMPTY}"
@@ -390,8 +309,7 @@ def _plan_batch(aggregation: Aggregation, data: Any, group: Any) -> tuple[StepPl
 
 
 def _warn_of_split_prompts(data: Any, plan: StepPlan, tokens_of_prompt: dict[str, int]) -> None:
-    """Warn once where an earlier optimizer step over the same batch had other sequences of a
-    prompt.
+    """Warn once if an earlier optimizer step over the batch had other sequences of a prompt.
 
     ``tokens_of_prompt``: n_p in the earlier steps over the batch, by uid; updated. Sequences of a
     prompt on other ranks are in n_p, so that one rank with sequences of it in both steps sees it.
@@ -401,22 +319,21 @@ def _warn_of_split_prompts(data: Any, plan: StepPlan, tokens_of_prompt: dict[str
     for uid, tokens in zip(uids, plan.prompt_tokens.tolist(), strict=True):
         if tokens_of_prompt.setdefault(uid, tokens) != tokens:
             _warn_once(
-                "prompt_mean counts a prompt within one optimizer step, and a prompt has "
-                "sequences in "
-                "several steps of this batch, in each of which they weigh as a whole prompt: set "
-                "actor_rollout_ref.actor.ppo_mini_batch_size to data.train_batch_size for one step "
-                "per batch"
+                "prompt_mean counts a prompt within one optimizer step, and a prompt has sequences "
+                "in several steps of this batch, in each of which they weigh as a whole prompt: "
+                "set actor_rollout_ref.actor.ppo_mini_batch_size to data.train_batch_size for one "
+                "step per batch"
             )
     if "update_lr_scheduler" not in data.keys() or data["update_lr_scheduler"]:  # noqa: SIM118
         tokens_of_prompt.clear()  # verl's mark of a batch's last step
 
 
-def _with_plan(
+def with_plan(
     loss_function: Callable[..., Any], plan: StepPlan, dp_size: int, **arguments: Any
 ) -> Any:
     """Call verl's loss function on a microbatch, every aggregation in it by the plan."""
-    sequences = checked_integers("sequences", arguments["data"][_SEQUENCE], PlanError)
-    _planned.append(_Sequences(plan, sequences, dp_size))
+    sequences = checked_integers("sequences", arguments["data"][SEQUENCE], PlanError)
+    _planned.append(_Microbatch(plan, sequences, dp_size))
     try:
         with _aggregated(_planned[-1]):
             return loss_function(**arguments)

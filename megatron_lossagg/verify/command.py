@@ -41,9 +41,9 @@ from megatron_lossagg.text import number_of
 from megatron_lossagg.verify import report as show
 from megatron_lossagg.verify.cases import CASES, Case
 from megatron_lossagg.verify.environment import environment
-from megatron_lossagg.verify.framework_facts import FRAMEWORKS, framework_fact
+from megatron_lossagg.verify.frameworks import FRAMEWORKS, framework_folder
+from megatron_lossagg.verify.frameworks.check import counted, none_ran
 from megatron_lossagg.verify.frameworks.launch import TIMEOUT, run_framework
-from megatron_lossagg.verify.frameworks.outcome import counted, none_ran
 from megatron_lossagg.verify.job import Event, Job, run_job
 from megatron_lossagg.verify.parallelism import Parallelism, standard
 
@@ -70,8 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--framework",
         choices=sorted(FRAMEWORKS),
-        help="first look whether this framework is installed here and has what its integration "
-        "uses, and run its own functions on the CPU against the reference (megatron-lm: "
+        help="first run the own functions of this framework, as installed here, on the CPU "
+        "against the reference (megatron-lm: "
         "pretrain_gpt.py); megatron-lm and bridge are then verified as with --hooked",
     )
     run.add_argument(
@@ -98,9 +98,9 @@ def run(args: argparse.Namespace) -> int:
         )
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as for the processes started here, by python -m
-    framework_facts = [] if args.framework is None else [framework_fact(args.framework)]
-    if args.framework is not None and FRAMEWORKS[args.framework].is_hooked:
-        args.hooked = True
+    if args.framework is not None:
+        framework_folder(args.framework)  # one that is not installed is wrong usage
+        args.hooked = FRAMEWORKS[args.framework].is_hooked or args.hooked
     job = _job(args)
     rank = _launchers_rank()
     if rank not in (None, 0):
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     _check_files(args)
     begun, started = time.monotonic(), datetime.now(timezone.utc)
     framework = _framework_report(args)
-    facts = [*environment(), *framework_facts]
+    facts = environment()
     core = next(fact for fact in facts if fact.name == "megatron-core")
     if core.state != "found":
         print(*facts, sep="\n")

@@ -10,7 +10,7 @@ from megatron_lossagg import html
 from megatron_lossagg.scaling import K_FORMULA
 from megatron_lossagg.text import error_text, number_of
 from megatron_lossagg.verify.environment import Fact
-from megatron_lossagg.verify.frameworks.outcome import FAIL, PASS, cells, counted, none_ran
+from megatron_lossagg.verify.frameworks.check import FAIL, PASS, cells, counted, none_ran
 from megatron_lossagg.verify.parallelism import WEIGHT_SUM_TOLERANCE
 
 __all__ = ["page"]

@@ -23,8 +23,8 @@ from rich.text import Text
 
 from megatron_lossagg.text import error_text, number_of
 from megatron_lossagg.verify.environment import Fact
-from megatron_lossagg.verify.frameworks.outcome import FAIL, PASS, counted, none_ran
-from megatron_lossagg.verify.frameworks.outcome import cells as framework_cells
+from megatron_lossagg.verify.frameworks.check import FAIL, PASS, counted, none_ran
+from megatron_lossagg.verify.frameworks.check import cells as framework_cells
 
 __all__ = ["Report", "cells", "finite", "progress", "say", "show", "summary"]
 

@@ -55,7 +55,7 @@ def samples():
 
 
 def reference(path):
-    """Save losses and gradients by the oracle, on one process from unpacked sequences."""
+    """Save losses and gradients by the reference, on one process from unpacked sequences."""
     tiny_gpt.start()
     model = tiny_gpt.gpt(tiny_gpt.config_of(), get_gpt_layer_local_spec())
     live = []
@@ -154,10 +154,10 @@ def compare(path):
             want = saved[(mode, m) if mode == OF_MICROBATCHES else mode]
             train(chunk, batches, carried, rollouts, want)
             if dist.get_rank() == 0:
-                print(f"CARRIED {mode} equals the oracle at M = {m}", flush=True)
+                print(f"CARRIED {mode} equals the reference at M = {m}", flush=True)
     refuse_together()
     if dist.get_rank() == 0:
-        print("REDUCER equals the oracle at M = 1 and 3", flush=True)
+        print("REDUCER equals the reference at M = 1 and 3", flush=True)
 
 
 def refuse_together():

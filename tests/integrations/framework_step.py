@@ -1,4 +1,4 @@
-"""The step that the integrations of frameworks train, and its loss by the oracle; for launched
+"""The step that the integrations of frameworks train, and its loss by the reference; for launched
 workers.
 
 Sequences are whole token lists with a prompt and a response; a response token's loss is on the
@@ -69,7 +69,7 @@ def kl_loss(log_prob, sequence):
 
 
 def reference(path):
-    """Save loss and gradients of each case by the oracle, on one process from unpacked
+    """Save loss and gradients of each case by the reference, on one process from unpacked
     sequences.
     """
     tiny_gpt.start()
@@ -111,7 +111,7 @@ def reference(path):
 
 
 def assert_gradients(chunk, grads, *, factor=1.0, bound=1e-12):
-    """Compare every parameter's gradient with the oracle's; returns the largest error."""
+    """Compare every parameter's gradient with the reference's; returns the largest error."""
     worst = 0.0
     for shard in cpu.named_shards([chunk]):
         got, want = shard.parameter.main_grad, grads[shard.name] * factor

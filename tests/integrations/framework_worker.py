@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_lossagg import Aggregation
+from megatron_lossagg import Aggregation, Sequences, plan_step
 from megatron_lossagg.verify.sequences import zigzag
 
 L = framework_step.L
@@ -109,9 +109,7 @@ class Verl:
         from megatron_lossagg.integrations import verl
 
         assert "lossagg_constant" in verl.plugin
-        self.steps, self.dp_size = steps, dp_size
-        self.tokens = sum(sum(sequence["mask"]) for rank in steps for sequence in rank)
-        self.samples = sum(len(rank) for rank in steps)
+        self.verl, self.steps, self.dp_size = verl, steps, dp_size
 
     def vanilla(
         self, old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, **_
@@ -124,24 +122,30 @@ class Verl:
         ), {}
 
     def prepare(self, case):
+        """Plan the whole step here, whose ranks' sequences the engine would gather."""
+        mode = self.verl.LossMode.named(f"lossagg_{framework_step.CASES[case][0]}")
+        lengths = [sum(sequence["mask"]) for rank in self.steps for sequence in rank]
+        plan = plan_step(mode.aggregation(L), Sequences(active_tokens=lengths))
+        places = {id(s): n for n, s in enumerate(s for rank in self.steps for s in rank)}
+        self.planned = {**getattr(self, "planned", {}), case: (mode, plan, places)}
         return self.steps
 
     def loss(self, case, sequences, log_probs, num_microbatches):
-        info = {
-            "dp_size": self.dp_size,
-            "batch_num_tokens": self.tokens,
-            "global_batch_size": self.samples,
-            "loss_scale_factor": L,
-        }
-        config = SimpleNamespace(global_batch_info=info, use_kl_loss=False, entropy_coeff=0)
-        loss, _ = self.core.POLICY_LOSS_REGISTRY[f"lossagg_{framework_step.CASES[case][0]}"](
-            old_log_prob=padded([sequence["old"] for sequence in sequences]),
-            log_prob=padded(log_probs),
-            advantages=padded([sequence["advantage"] for sequence in sequences]),
-            response_mask=padded([sequence["mask"] for sequence in sequences]).bool(),
-            loss_agg_mode="token-mean",
-            config=config,
-        )
+        mode, plan, places = self.planned[case]
+        positions = torch.tensor([places[id(sequence)] for sequence in sequences])
+
+        def ppo_loss(data):
+            return self.core.POLICY_LOSS_REGISTRY[mode.name](
+                old_log_prob=padded([sequence["old"] for sequence in sequences]),
+                log_prob=padded(log_probs),
+                advantages=padded([sequence["advantage"] for sequence in sequences]),
+                response_mask=padded([sequence["mask"] for sequence in sequences]).bool(),
+                loss_agg_mode="token-mean",
+                config=SimpleNamespace(global_batch_info={}),
+            )
+
+        data = {self.verl.SEQUENCE: positions}
+        loss, _ = self.verl.with_plan(ppo_loss, plan, self.dp_size, data=data)
         return loss * num_microbatches
 
 
@@ -303,7 +307,7 @@ def compare(path, framework):
             )
             worst = framework_step.assert_gradients(chunk, saved[case, "pg"][1])
             if dist.get_rank() == 0:
-                print(f"{case}, M = {m}: the oracle, {worst:.1e}", flush=True)
+                print(f"{case}, M = {m}: the reference, {worst:.1e}", flush=True)
 
 
 if __name__ == "__main__":

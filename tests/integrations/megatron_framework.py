@@ -8,7 +8,6 @@ training path computes with, and the object store, which is Ray's.
 
 import importlib
 import os
-import random
 import sys
 import types
 from importlib.abc import Loader, MetaPathFinder
@@ -21,17 +20,15 @@ import torch._dynamo
 import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from step_data import VOCABULARY
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg.verify import reference_loss
+from megatron_lossagg.verify.frameworks.step import draw
 
 ROLLOUTS = 8
 GLOBAL_BATCH = 4
 PER_PROMPT = 2
 SPLIT = (1, 6)
-MASKED = (2, 4, 5)
-"""Rollouts 4 and 5 are all of prompt 2."""
 KL, ENTROPY, EPS = 0.3, 0.05, 0.2
 DIVISOR, SUM_DIVISOR = 40.0, 50.0
 SERVING = ("polars", "sglang", "sglang_router", "torch_memory_saver", "mooncake", "pylatexenc")
@@ -112,36 +109,20 @@ def object_store_in_process(monkey):
 
 
 def make_samples():
-    """Make 12 samples: two rollouts split into three, three fully masked, a prompt among them."""
-    r = random.Random(11)
-    samples = []
-    for rollout in range(ROLLOUTS):
-        for _ in range(3 if rollout in SPLIT else 1):
-            n, prompt_length = r.choice([4, 5, 9, 14]), r.randint(1, 6)
-            mask = [int(r.random() < 0.8) for _ in range(n)]
-            mask[-1] = 1
-            if rollout in MASKED:
-                mask = [0] * n
-            g = torch.Generator().manual_seed(len(samples))
-
-            def randn(g=g, n=n):
-                return torch.randn(n, generator=g, dtype=torch.float64).to(
-                    torch.get_default_dtype()
-                )
-
-            samples.append(
-                {
-                    "tokens": torch.randint(VOCABULARY, (prompt_length + n,), generator=g),
-                    "response": n,
-                    "mask": mask,
-                    "rollout": rollout,
-                    "prompt": rollout // PER_PROMPT,
-                    "advantage": randn(),
-                    "old": -3.4 + 0.1 * randn(),
-                    "ref": -3.4 + 0.1 * randn(),
-                }
-            )
-    return samples
+    """Return the drawn step of ``lossagg verify --framework``, in the default dtype."""
+    return [
+        {
+            "tokens": one.tokens,
+            "response": len(one.mask),
+            "mask": one.mask,
+            "rollout": one.sample,
+            "prompt": one.prompt,
+            "advantage": one.advantages.to(torch.get_default_dtype()),
+            "old": one.old_log_probs.to(torch.get_default_dtype()),
+            "ref": one.ref_log_probs.to(torch.get_default_dtype()),
+        }
+        for one in draw()
+    ]
 
 
 def terms(log_probs, entropy, sample):
@@ -215,10 +196,10 @@ def custom_loss(args, batch, logits, sum_of_sample_mean, slice_with_cp):
 
 
 def expected(saved, members, aggregations, *, places=None, microbatches=None):
-    """Combine the reference's sums under the oracle: loss, and gradients by parameter name.
+    """Combine the reference's sums under the reference: loss, and gradients by parameter name.
 
     ``members``: samples of the step. ``aggregations``: for the policy term and the rest, each
-    keywords of the oracle. ``places``: (data-parallel rank, microbatch) of each sample.
+    keywords of the reference. ``places``: (data-parallel rank, microbatch) of each sample.
     """
     samples = make_samples()
     loss, grads = 0.0, {}
@@ -301,7 +282,7 @@ AGGREGATIONS = {
     },
     "microbatch_token_mean": {"mode": "microbatch_token_mean"},
 }
-"""Keywords of the oracle, by name."""
+"""Keywords of the reference, by name."""
 
 
 def flags_of(keywords):

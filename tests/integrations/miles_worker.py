@@ -222,7 +222,7 @@ def run(chunk, args, data):
 
 
 def check_case(chunk, name, args, data, saved, aggregations, bound):
-    """Compare one batch's steps with the oracle, gradient and logged loss."""
+    """Compare one batch's steps with the reference, gradient and logged loss."""
     data = rollout_data(args, data)
     whole = megatron_framework.make_samples()
     errors, counts = [], []
@@ -276,7 +276,7 @@ def compare(dtype, cp_size, path):
         for name, given, aggregations in cases():
             args = arguments(**base, **given, max_tokens_per_gpu=most_tokens)
             check_case(chunk, name, args, data[name], saved, aggregations, bound)
-    megatron_framework.report("MILES equals the oracle")
+    megatron_framework.report("MILES equals the reference")
 
 
 def wiring():

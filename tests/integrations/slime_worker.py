@@ -220,7 +220,7 @@ def places_of(args):
 
 
 def check_case(chunk, name, args, saved, aggregations):
-    """Compare one batch's steps with the oracle, gradient and logged loss; return M."""
+    """Compare one batch's steps with the reference, gradient and logged loss; return M."""
     from slime.utils.misc import load_function
 
     bound = BOUND[torch.get_default_dtype()]
@@ -264,7 +264,7 @@ def compare(path, monkey):
             check_case(chunk, name, args, saved, [keywords] * 2)
     check_refusals()
     check_logged_rollouts(monkey)
-    megatron_framework.report("SLIME equals the oracle")
+    megatron_framework.report("SLIME equals the reference")
 
 
 def check_refusals():

@@ -2,9 +2,8 @@
 
 ``FRAMEWORKS_DIR=... pytest tests/integrations/test_megatron_lm.py``, with the checkout in
 ``$FRAMEWORKS_DIR/Megatron-LM`` (``tools/fetch_frameworks.sh``) and the packages in ``NEEDS``;
-without, these
-tests skip. With ``-s`` it prints the first step of every run; ``DATA_SEED=7`` draws other
-conversations. What the hook does without a checkout is in ``test_schedule.py``.
+without, these tests skip. With ``-s`` it prints the first step of every run; ``DATA_SEED=7``
+draws other conversations. What the hook does without a checkout is in ``test_schedule.py``.
 """
 
 import json
@@ -127,7 +126,7 @@ def megatron_lm(tmp_path_factory):
         assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
         lines = file.read_text().splitlines() if file.exists() else []
         events = [json.loads(line) for line in lines]
-        for event in (event for event in events[:2] if "step" in event or "by_hand" in event):
+        for event in (event for event in events[:2] if "step" in event or "wanted" in event):
             print(f"{kind:4} {processes} ranks {' '.join([*before, *map(str, more)])}: {event}")
         return events
 
@@ -138,9 +137,9 @@ def megatron_lm(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(megatron_lm):
-    """Return the runs on one process, with each step computed by hand beside it."""
+    """Return the runs on one process, with each step computed by the reference too."""
     kinds = ("sft", "rope", "mock")
-    return {kind: megatron_lm(kind, *SAMPLE_MEAN, before=["--by-hand"]) for kind in kinds}
+    return {kind: megatron_lm(kind, *SAMPLE_MEAN, before=["--wanted"]) for kind in kinds}
 
 
 @pytest.fixture(scope="module")
@@ -170,14 +169,14 @@ def numbers(events, name="lm loss"):
 
 
 @pytest.mark.parametrize("kind", ["sft", "rope", "mock"])
-def test_on_one_process_loss_and_gradient_are_those_of_loops_over_conversations(alone, kind):
-    by_hand = [event["by_hand"] for event in alone[kind] if "by_hand" in event]
-    assert len(by_hand) == 3
-    for hand, event in zip(by_hand, steps(alone[kind]), strict=True):
-        assert event["step"]["lm loss"] == pytest.approx(hand["sample_mean"], rel=1e-6)
-        assert event["grad_norm"] == pytest.approx(hand["grad_norm"], rel=1e-6)
+def test_on_one_process_loss_and_gradient_are_the_references_of_each_conversation(alone, kind):
+    wanted = [event for event in alone[kind] if "wanted" in event]
+    assert len(wanted) == 3
+    for want, event in zip(wanted, steps(alone[kind]), strict=True):
+        assert event["step"]["lm loss"] == pytest.approx(want["wanted"], rel=1e-6)
+        assert event["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-6)
     if kind != "mock":
-        assert {hand["sequences"] for hand in by_hand} != {4}, "every entry held one conversation"
+        assert {want["sequences"] for want in wanted} != {4}, "every entry held one conversation"
 
 
 @pytest.mark.parametrize("loss_scaling", ["average", "per_token"])

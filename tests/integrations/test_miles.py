@@ -32,7 +32,7 @@ def references(tmp_path_factory):
 def test_miles_own_training_step_trains_the_configured_loss(references, dtype, dp, cp):
     arguments = ("compare", dtype, cp, references(dtype))
     out = launched("integrations/miles_worker.py", *arguments, processes=dp * cp)
-    assert "MILES equals the oracle" in out
+    assert "MILES equals the reference" in out
     assert out.count("miles DP ") == 2 * 12
 
 

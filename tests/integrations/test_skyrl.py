@@ -228,7 +228,7 @@ MODES_WITHOUT_EMPTY = ("prompt_mean without empty", "sample_mean without empty")
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """Compute the oracle's losses and gradients of the step, term by term."""
+    """Compute the reference's losses and gradients of the step, term by term."""
     file = tmp_path_factory.mktemp("reference") / "reference.pt"
     launched("integrations/framework_worker.py", "reference", file, processes=1)
     return file

@@ -68,7 +68,7 @@ def test_on_live_megatron_the_frameworks_own_scaling_makes_it_the_configured_los
     file = tmp_path / "reference.pt"
     launched("integrations/carry_worker.py", "reference", file, processes=1)
     out = launched("integrations/carry_worker.py", "compare", file, processes=4)
-    assert "REDUCER equals the oracle" in out
+    assert "REDUCER equals the reference" in out
     assert out.count("CARRIED") == 10
     assert out.count("refused together") == 2 * 4
 
@@ -211,7 +211,7 @@ def references(tmp_path_factory):
 def test_slimes_own_training_step_trains_the_configured_loss(references, dtype, dp, cp):
     arguments = ("compare", dtype, cp, references(dtype))
     out = launched("integrations/slime_worker.py", *arguments, processes=dp * cp)
-    assert "SLIME equals the oracle" in out
+    assert "SLIME equals the reference" in out
     assert "slime logs rollout/log_probs" in out
     assert out.count("slime DP ") == 2 * 12
 

@@ -27,7 +27,7 @@ from megatron.training import global_vars  # noqa: E402
 from step_data import VOCABULARY  # noqa: E402
 
 from megatron_lossagg import Aggregation  # noqa: E402
-from megatron_lossagg.integrations.megatron_rl import RLAdapter  # noqa: E402
+from megatron_lossagg.integrations.megatron_rl import RLIntegration  # noqa: E402
 from megatron_lossagg.schedule import ScheduleHook  # noqa: E402
 
 EPSILON, BETA, ENTROPY, LENGTH = 0.2, 0.1, 0.01, 16
@@ -175,7 +175,7 @@ def main():
     for packs in (False, True):
         for mode in ("sample_mean", "prompt_mean"):
             args.rl_use_sequence_packing = packs
-            hook = ScheduleHook(Aggregation(mode), RLAdapter())
+            hook = ScheduleHook(Aggregation(mode), RLIntegration())
             chunk.load_state_dict(old.state_dict())
             data = rl_utils.prepare_data_for_update(
                 model=[chunk],

@@ -5,26 +5,31 @@ from pathlib import Path
 import pytest
 import torch
 import verl
-from ragged import LENGTHS, MASKED, STEPS, Step, assert_same, launched
+from shared import assert_same, launched
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.trainer.ppo import core_algos
 from verl.workers.config import PolicyLossConfig
 
 from megatron_lossagg import Aggregation
-from megatron_lossagg.errors import AggregationError, ContractError, PlanError
+from megatron_lossagg.errors import AggregationError, ContractError
 from megatron_lossagg.integrations.verl import LossMode
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.frameworks import verl as verl_checks
-from megatron_lossagg.verify.frameworks.outcome import PASS, outcome_of
-from megatron_lossagg.verify.frameworks.step import ppo_losses
-from megatron_lossagg.verify.frameworks.verl import DIVISOR, actor_config, alias
+from megatron_lossagg.verify.frameworks.check import PASS, outcome_of
+from megatron_lossagg.verify.frameworks.step import Step
+from megatron_lossagg.verify.frameworks.verl import (
+    DIVISOR,
+    actor_config,
+    alias,
+    run_loss,
+    run_microbatch,
+)
 
 CHECKS = verl_checks.checks()
 MODES = verl_checks.modes()
 
 
-def counts(step):
-    return actor_config(step).global_batch_info
+LOSSES = sorted({check.name.partition("+")[2] or "vanilla" for check in CHECKS[len(MODES) :]})
 
 
 def theirs(step, mode, **arguments):
@@ -44,34 +49,25 @@ def test_every_mode_of_verl_has_an_alias():
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
-def test_what_lossagg_verify_runs_of_verl_is_the_oracles(check):
+def test_what_lossagg_verify_runs_of_verl_is_the_references(check):
     outcome = outcome_of(check, framework="verl")
     assert outcome.state == PASS, outcome.explanation
 
 
-@pytest.mark.parametrize("lengths", STEPS)
-@pytest.mark.parametrize("mode", MODES)
-def test_an_alias_is_the_frameworks_own_aggregation(mode, lengths):
-    step = Step(STEPS[lengths])
-    assert_same(step.loss(alias(mode)), theirs(step, mode, **counts(step)), step.leaves)
-
-
 def test_every_mode_and_policy_loss_of_verl_is_checked():
     losses = {name for name in core_algos.POLICY_LOSS_REGISTRY if not name.startswith("lossagg_")}
-    ours = {check.name.partition("+")[2] or "vanilla" for check in CHECKS[len(MODES) :]}
-    assert ours == losses - {"geo_mean"}
-    assert len(CHECKS) == 5 + 5 * len(ours)
+    assert {*LOSSES} == losses - {"geo_mean"}
+    assert len(CHECKS) == len(MODES) + 10 + len(MODES) * (len(LOSSES) - 1)
 
 
-def test_what_is_wanted_of_a_loss_that_fixes_its_mode_is_the_mode_that_was_asked_for():
-    step = Step(MASKED)
-    fixes = {}
-    for loss in sorted({check.name.partition("+")[2] or "vanilla" for check in CHECKS[5:]}):
-        with verl_checks.in_mode("token-mean") as asked:
-            verl_checks.run_loss(step, loss, actor_config(step), "token-sum")
+def test_some_losses_of_verl_fix_their_mode_whatever_was_asked_for():
+    step, fixed = Step(), {}
+    for loss in LOSSES:
+        with verl_checks.asked() as asked:
+            run_loss(step, loss, actor_config(step), "token-sum")
         assert len(asked) == len(step.microbatches)
-        fixes[loss] = set(asked) - {"token-sum"}
-    fixed = {loss: modes for loss, modes in fixes.items() if modes}
+        if modes := {mode for _, mode in asked} - {"token-sum"}:
+            fixed[loss] = modes
     assert fixed == {"sapo": {"seq-mean-token-mean"}}  # as docs/integrations/verl.md says
 
 
@@ -82,84 +78,68 @@ KEPT = 0.02
 @pytest.mark.parametrize("mode", MODES)
 def test_tokens_that_bypass_mode_rejects_are_counted_and_not_trained(mode):
     """As everywhere in this package: weights are those before the rejection."""
-    step = Step(MASKED)
+    step = Step()
     correction = RolloutCorrectionConfig(
         rollout_is=None, rollout_rs="token_k2", rollout_rs_threshold=KEPT, bypass_mode=True
     )
-    made = actor_config(
-        step,
-        divisor=DIVISOR if mode.endswith("norm") else None,
-        clip_ratio=0.2,
-        policy_loss=PolicyLossConfig(rollout_correction=correction),
-    )
-    got = verl_checks.run_loss(
-        step, LossMode(alias(mode).mode, True, "bypass_mode").name, made, "token-mean"
-    )
+    made = actor_config(step, policy_loss=PolicyLossConfig(rollout_correction=correction))
+    name = LossMode(alias(mode).mode, True, "bypass_mode")
+    got = run_loss(step, name.name, made)
     sequences, num_rejected = [], 0
-    for mb in step.microbatches:
-        losses = ppo_losses(mb, clip=0.2, dual_clip=3.0)
+    for mb, losses in zip(step.microbatches, step.ppo_losses(clip=0.2, dual_clip=3.0), strict=True):
         is_kept = mb.mask & ((mb.log_probs - mb.old_log_probs).square() / 2 <= KEPT)
         num_rejected += int((mb.mask & ~is_kept).sum())
         for x, counted, trained in zip(losses, mb.mask.int(), is_kept.int(), strict=True):
             masks = {"counted": counted.tolist(), "trained": trained.tolist()}
             sequences.append({"x": list(x.unbind()), **masks, "sample": len(sequences)})
     assert 0 < num_rejected < sum(step.lengths)
-    wanted = reference_loss.step_loss(alias(mode).mode, sequences, divisor=alias(mode).divisor)
+    aggregation = name.aggregation(DIVISOR)
+    wanted = reference_loss.step_loss(aggregation.mode, sequences, divisor=aggregation.divisor)
     assert_same(got, wanted, step.leaves)
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode.startswith("seq-mean")])
 def test_without_global_batch_size_verl_leaves_masked_sequences_out_of_each_microbatch(mode):
     # As called for the logged entropy; its Megatron and FSDP engines pass global_batch_size.
-    step = Step([[MASKED[0][0]]])  # three sequences, one of them fully masked
+    step = Step([[(8, 6, 9)]])  # one of them fully masked
     divisor = {"loss_scale_factor": DIVISOR}
     without_empty = Aggregation(alias(mode).mode, divisor=alias(mode).divisor, count_empty=False)
     got = theirs(step, mode, **divisor)
-    assert_same(got, step.loss(without_empty), step.leaves)
+    assert_same(got, step.wanted(without_empty, step.leaves), step.leaves)
     counted = theirs(step, mode, **divisor, global_batch_size=3)
     assert (got / counted).item() == pytest.approx(3 / 2)
 
 
 def test_without_loss_scale_factor_verl_divides_by_the_padded_width():
-    step = Step(LENGTHS)
-    given = {**counts(step), "loss_scale_factor": None}
+    step = Step([[(0, 1, 3), (7, 8, 9)]])
+    given = {**actor_config(step).global_batch_info, "loss_scale_factor": None}
     widths = [mb.mask.shape[1] for mb in step.microbatches]
-    assert widths == [6, 9, 9, 9]  # the same sequence weighs more in the narrower microbatch
-    shares = [
+    assert widths[0] != widths[1]  # the same sequence weighs more in the narrower microbatch
+    losses = [
         core_algos.agg_loss(
             torch.ones_like(mb.log_probs), mb.mask, "seq-mean-token-sum-norm", **given
         )
         for mb in step.microbatches
     ]
-    per_token = [share / mb.mask.sum() for share, mb in zip(shares, step.microbatches, strict=True)]
-    assert (per_token[0] / per_token[1]).item() == pytest.approx(9 / 6)
+    per_token = [loss / mb.mask.sum() for loss, mb in zip(losses, step.microbatches, strict=True)]
+    assert (per_token[0] / per_token[1]).item() == pytest.approx(widths[1] / widths[0])
 
 
-@pytest.mark.parametrize(
-    "loss", sorted({check.name.partition("+")[2] or "vanilla" for check in CHECKS[len(MODES) :]})
-)
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("mode", MODES)
-def test_a_registered_loss_has_verls_own_metrics(mode, loss):
-    step = Step(MASKED)
-    divisor = DIVISOR if mode.endswith("norm") else None  # token_sum takes one, verl's does not
-    made = actor_config(step, divisor=divisor)
-    metrics = []
-    for name, given in ((loss, mode), (LossMode(alias(mode).mode, True, loss).name, "token-mean")):
-        torch.manual_seed(3)  # clip_cov and kl_cov draw tokens
-        metrics.append([run_one(step, name, made, number, given)[1] for number in range(4)])
-    assert metrics[0] == metrics[1]
+def test_a_registered_loss_has_verls_own_metrics(mode, loss, monkeypatch):
+    step, metrics = Step(), []
 
+    def kept(*given, **more):
+        metrics.append(run_microbatch(*given, **more))
+        return metrics[-1]
 
-def run_one(step, name, made, number=0, mode="token-mean"):
-    mb = step.microbatches[number]
-    return core_algos.get_policy_loss_fn(name)(
-        loss_agg_mode=mode,
-        old_log_prob=mb.old_log_probs,
-        log_prob=mb.log_probs,
-        advantages=mb.advantages,
-        response_mask=mb.mask,
-        config=made,
-    )
+    monkeypatch.setattr(verl_checks, "run_microbatch", kept)
+    run_loss(step, loss, actor_config(step), mode)
+    run_loss(step, LossMode(alias(mode).mode, True, loss).name, actor_config(step))
+    theirs, ours = metrics[:4], metrics[4:]
+    assert [found for _, found in ours] == [found for _, found in theirs]
+    assert len(ours) == len(theirs) == 4
 
 
 def test_a_loss_that_averages_by_itself_is_not_registered():
@@ -168,50 +148,25 @@ def test_a_loss_that_averages_by_itself_is_not_registered():
         core_algos.get_policy_loss_fn("lossagg_token_mean+geo_mean")
 
 
-@pytest.mark.parametrize("name", ["lossagg_prompt_mean", "lossagg_sample_mean_no_count_empty"])
-def test_what_verl_does_not_count_needs_the_engine(name):
-    step = Step(LENGTHS)
-    with pytest.raises(AggregationError, match="set VERL_ENGINE_VENDOR=lossagg in the env"):
-        run_one(step, name, actor_config(step))
+@pytest.mark.parametrize("vendor", ["", "lossagg"])
+def test_a_registered_loss_on_an_engine_of_verls_own_is_an_error(monkeypatch, vendor):
+    monkeypatch.setenv("VERL_ENGINE_VENDOR", vendor)
+    step = Step()
+    with pytest.raises(ContractError, match="set VERL_ENGINE_VENDOR=lossagg in the env"):
+        run_microbatch(step.microbatches[0], "lossagg_token_mean", actor_config(step))
 
 
 def test_constant_without_a_divisor_is_refused():
-    step = Step(LENGTHS)
-    made = actor_config(step)
-    made.global_batch_info["loss_scale_factor"] = None
     with pytest.raises(AggregationError, match=r"set actor_rollout_ref\.actor\.loss_scale_factor"):
-        run_one(step, "lossagg_constant", made)
-
-
-def test_an_engine_that_counts_nothing_is_refused():
-    step = Step(LENGTHS)
-    made = actor_config(step)
-    made.global_batch_info["batch_num_tokens"] = None
-    with pytest.raises(PlanError, match="lacks batch_num_tokens"):
-        run_one(step, "lossagg_token_mean", made)
-
-
-def test_a_selected_engine_that_does_not_run_is_an_error(monkeypatch):
-    step = Step(LENGTHS)
-    monkeypatch.setenv("VERL_ENGINE_VENDOR", "lossagg")
-    with pytest.raises(ContractError, match="verl runs another engine"):
-        run_one(step, "lossagg_token_mean", actor_config(step))
-
-
-def test_kl_and_entropy_beside_the_policy_loss_are_warned_of():
-    step = Step(LENGTHS)
-    made = actor_config(step, use_kl_loss=True)
-    with pytest.warns(RuntimeWarning, match="KL and entropy keep loss_agg_mode=token-mean"):
-        run_one(step, "lossagg_sample_mean", made)
+        LossMode.named("lossagg_constant").aggregation(None)
 
 
 def test_agg_loss_is_verls_own_again_afterwards():
-    own = core_algos.agg_loss
-    step = Step(LENGTHS)
-    run_one(step, "lossagg_sample_mean", actor_config(step))
+    own, step = core_algos.agg_loss, Step()
+    run_loss(step, "lossagg_sample_mean", actor_config(step))
     assert core_algos.agg_loss is own
-    with pytest.raises(AttributeError):
-        run_one(step, "lossagg_sample_mean", None)
+    with pytest.raises(AssertionError):  # verl's own loss asserts a configuration
+        run_loss(step, "lossagg_sample_mean", None)
     assert core_algos.agg_loss is own
 
 
@@ -226,6 +181,6 @@ def reference(tmp_path_factory):
 def test_on_verls_own_engine_policy_kl_and_entropy_have_our_weights(reference, per_token):
     out = launched("verl_engine_worker.py", "compare", reference, per_token, processes=4)
     print(out)
-    assert out.count(": the oracle") == 13
+    assert out.count(": the reference") == 13
     # Of an odd number of tokens verl counts one less per microbatch, at CP 2: too large a loss.
-    assert out.count(" times the oracle") == 2 * per_token
+    assert out.count(" times the reference") == 2 * per_token

@@ -190,7 +190,7 @@ def compare(path, per_token):
                     check_report(output, saved, case)
                 if dist.get_rank() == 0:
                     times = f"{factor:.6f} times " if odd else ""
-                    print(f"{case}, M = {m}: {times}the oracle, {worst:.1e}", flush=True)
+                    print(f"{case}, M = {m}: {times}the reference, {worst:.1e}", flush=True)
     batch, _ = batch_of(sequences, num_microbatches=1, with_uid=False, odd=0)
     name = partial(losses.ppo_loss, config=actor_config("lossagg_prompt_mean"))
     with pytest.raises(ValueError, match="got sequences without a uid"):
@@ -203,7 +203,7 @@ def compare(path, per_token):
         engine.forward_backward_batch(batch, partial(losses.ppo_loss, config=config))
     framework_step.assert_gradients(chunk, saved["token_mean", "pg kl entropy"][1])
     if dist.get_rank() == 0:
-        print("verl's own token-mean: the oracle")
+        print("verl's own token-mean: the reference")
 
 
 def check_report(output, saved, case):

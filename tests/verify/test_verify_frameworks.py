@@ -1,8 +1,7 @@
-"""``lossagg verify --framework``: a system is found, and its own functions run, or why they do not.
+"""``lossagg verify --framework``: a framework's own functions run, or why they do not.
 
-What is found is not imported. The functions of released verl and SkyRL run in
-``frameworks/verify_checks.py``; of systems that are not released, here, from checkouts in
-``FRAMEWORKS_DIR``.
+Of released verl and SkyRL they run in ``tests/integrations/verify_checks.py``; of frameworks that
+are not released, here, from checkouts in ``FRAMEWORKS_DIR``.
 """
 
 import contextlib
@@ -25,43 +24,20 @@ from conftest import fork_server
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.integrations import megatron_lm
 from megatron_lossagg.verify import command
-from megatron_lossagg.verify.framework_facts import FRAMEWORKS, framework_fact
+from megatron_lossagg.verify.frameworks import FRAMEWORKS
 from megatron_lossagg.verify.frameworks import megatron_lm as checks_of_megatron_lm
 from megatron_lossagg.verify.frameworks.__main__ import CHECKS
+from megatron_lossagg.verify.frameworks.carried import parsed
+from megatron_lossagg.verify.frameworks.check import (
+    Check,
+    FrameworkError,
+    NotRunError,
+    compare,
+    outcome_of,
+)
 from megatron_lossagg.verify.frameworks.launch import DEFAULT, run_framework
-from megatron_lossagg.verify.frameworks.outcome import outcome_of
-from megatron_lossagg.verify.frameworks.step import Check, FrameworkError, NotRunError, compare
 
 ROOT = Path(__file__).parents[2]
-CHECKOUTS = {"megatron-lm": "Megatron-LM", "bridge": "Megatron-Bridge/src", "nemo-rl": "NeMo-RL"}
-
-
-@pytest.fixture
-def a_framework(tmp_path, monkeypatch):
-    """Write a package that has what slime's integration uses, and put it on the path."""
-    for file, texts in FRAMEWORKS["slime"].uses.items():
-        path = tmp_path / "slime" / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(texts))
-    (tmp_path / "slime" / "__init__.py").write_text("raise RuntimeError('imported')")
-    monkeypatch.syspath_prepend(tmp_path)
-    importlib.invalidate_caches()
-    return tmp_path / "slime"
-
-
-def test_a_framework_that_has_everything_is_found_and_not_imported(a_framework):
-    fact = framework_fact("slime")
-    assert fact.state == "found"
-    assert str(a_framework) in fact.detail
-
-
-def test_what_a_framework_lacks_is_named_with_its_file_and_the_commit(a_framework, capsys):
-    arguments = a_framework / "utils" / "arguments.py"
-    arguments.write_text(arguments.read_text().replace("--rollout-data-postprocess-path", ""))
-    assert main(["verify", "--framework", "slime"]) == 2
-    error = capsys.readouterr().err
-    assert "lacks '--rollout-data-postprocess-path' in utils/arguments.py" in error
-    assert "written for 624b824a" in error
 
 
 def test_a_framework_that_is_not_installed_is_wrong_usage(capsys):
@@ -69,15 +45,10 @@ def test_a_framework_that_is_not_installed_is_wrong_usage(capsys):
     assert "nothing to verify: miles is not installed here" in capsys.readouterr().err
 
 
-def write_framework(folder, name, init):
-    """Write a package that has what a framework's integration uses and does ``init`` when
-    imported.
-    """
-    for file, texts in FRAMEWORKS[name].uses.items():
-        path = folder / name / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(f"# {text}" for text in texts))
-    (folder / name / "__init__.py").write_text(f"{init}  # verl.plugins")
+def write_verl(folder, init):
+    """Write a package ``verl`` that does ``init`` when it is imported."""
+    (folder / "verl").mkdir(parents=True, exist_ok=True)
+    (folder / "verl" / "__init__.py").write_text(init)
 
 
 @pytest.fixture
@@ -85,7 +56,7 @@ def verl_that(tmp_path, monkeypatch):
     """Return a function that writes a verl and puts it first on the path of processes."""
 
     def write(init):
-        write_framework(tmp_path, "verl", init)
+        write_verl(tmp_path, init)
         path = os.pathsep.join([str(tmp_path), str(ROOT)])
         monkeypatch.setenv("PYTHONPATH", path)
 
@@ -101,28 +72,6 @@ def test_an_import_that_fails_is_not_run_with_the_reason_and_what_to_install(ver
     assert check["explanation"].startswith(
         "ModuleNotFoundError: No module named 'ray_of_tests'. Install the package that "
         "provides ray_of_tests, or run where verl trains"
-    )
-
-
-def test_all_modules_that_an_import_lacks_are_named_in_one_run(verl_that):
-    lines = [
-        "try:",
-        "    import optional_of_tests",
-        "except ImportError:",
-        "    pass",
-        "import ray_of_tests.core",
-        "from hydra_of_tests import compose",
-        "@ray_of_tests.remote(num_cpus=1)",
-        "class Worker(compose):",
-        "    option: ray_of_tests.Option | None = None",
-        "import json, dict_of_tests.deep",
-    ]
-    verl_that("\n".join(lines))
-    (check,) = run_framework("verl")["checks"]
-    assert check["state"] == "NOT RUN"
-    assert check["explanation"].startswith(
-        "ModuleNotFoundError: No module named 'ray_of_tests', nor hydra_of_tests, dict_of_tests. "
-        "Install the packages that provide ray_of_tests, hydra_of_tests, dict_of_tests, or run "
     )
 
 
@@ -152,7 +101,7 @@ def test_an_import_that_does_not_end_is_ended(verl_that):
     (check,) = run_framework("verl", timeout=2.0)["checks"]
     assert check["state"] == "NOT RUN"
     assert check["explanation"] == "the process did not end within 2 s: give it more by --timeout"
-    assert not any(b"framework_runs\0verl" in command for command in commands())
+    assert not any(b"verify.frameworks\0verl" in command for command in commands())
 
 
 def commands():
@@ -167,8 +116,23 @@ def test_a_framework_without_what_the_integration_looks_up_fails(verl_that):
     framework = run_framework("verl")
     (check,) = framework["checks"]
     assert check["state"] == "FAIL"
-    assert "use a release of verl that the integration was written for" in check["explanation"]
+    assert "Use a verl that the integration was written for: 0.9.1" in check["explanation"]
     assert not framework["passed"]
+
+
+def test_an_option_that_a_framework_no_longer_has_is_named(monkeypatch):
+    training = types.ModuleType("megatron.training.arguments")
+    training.parse_args = lambda provider, **_: provider(types.SimpleNamespace())
+    monkeypatch.setitem(sys.modules, training.__name__, training)
+    monkeypatch.setitem(sys.modules, "megatron.training", types.ModuleType("megatron.training"))
+
+    def provider(args):
+        args.custom_config_path = args.custom_megatron_init_path = None
+        args.rollout_data_postprocess_path = None
+        return args
+
+    with pytest.raises(FrameworkError, match=r"lack --custom-pg-loss-reducer-function-path$"):
+        parsed(provider, carry_argument="rollout_data_postprocess_path")
 
 
 def test_a_finite_loss_with_a_nan_gradient_fails():
@@ -225,7 +189,7 @@ def test_a_framework_of_which_nothing_ran_is_no_pass_in_text_json_html_and_statu
 
 def test_a_framework_is_found_in_the_current_folder_as_python_m_finds_it(tmp_path):
     """A console script has its own folder on the path, not the current one."""
-    write_framework(tmp_path / "checkout", "verl", "import ray_of_tests")
+    write_verl(tmp_path / "checkout", "import ray_of_tests")
     script = tmp_path / "bin" / "lossagg"
     script.parent.mkdir()
     script.write_text("from megatron_lossagg.cli.main import main\nraise SystemExit(main())\n")
@@ -287,7 +251,7 @@ def run_checkout(monkeypatch, folder, name, *checkouts):
     own = [
         folder,
         ROOT,
-        ROOT / "tests" / "frameworks",
+        ROOT / "tests" / "integrations",
         *(FRAMEWORKS_DIR / each for each in checkouts),
     ]
     path = os.pathsep.join([*map(str, own), os.environ.get("PYTHONPATH", "")])
@@ -303,7 +267,7 @@ def run_checkout(monkeypatch, folder, name, *checkouts):
 
 
 @pytest.mark.parametrize("name", ["slime", "miles"])
-def test_the_policy_loss_of_slime_and_miles_is_the_oracles(monkeypatch, tmp_path, name):
+def test_the_policy_loss_of_slime_and_miles_is_the_references(monkeypatch, tmp_path, name):
     (skip,) = frameworks.needs(name).args
     if skip:
         pytest.skip(frameworks.needs(name).kwargs["reason"])
@@ -314,7 +278,7 @@ def test_the_policy_loss_of_slime_and_miles_is_the_oracles(monkeypatch, tmp_path
 @pytest.mark.skipif(
     not (FRAMEWORKS_DIR / "Megatron-LM" / "pretrain_gpt.py").exists(), reason="FRAMEWORKS_DIR"
 )
-def test_megatron_lms_own_script_trains_the_oracles_loss_in_every_layout(monkeypatch, tmp_path):
+def test_megatron_lms_own_script_trains_the_references_loss_in_every_layout(monkeypatch, tmp_path):
     missing = [name for name in ("regex", "pydantic", "yaml") if find_spec(name) is None]
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}")
@@ -340,18 +304,3 @@ def test_a_script_that_fails_is_a_failure_only_where_it_runs_stock(
     (tmp_path / "script.py").write_text(script)
     with pytest.raises(kind, match=words):
         checks_of_megatron_lm._run(tmp_path / "script.py", DEFAULT, "DP 1")
-
-
-@pytest.mark.skipif("FRAMEWORKS_DIR" not in os.environ, reason="FRAMEWORKS_DIR is not set")
-@pytest.mark.parametrize("name", FRAMEWORKS)
-def test_the_frameworks_own_code_has_what_the_integration_uses(name, monkeypatch):
-    checkout = Path(os.environ["FRAMEWORKS_DIR"]) / CHECKOUTS.get(name, name)
-    if not checkout.exists():
-        pytest.skip(f"no checkout in {checkout}")
-    monkeypatch.syspath_prepend(checkout)
-    importlib.invalidate_caches()
-    if name in ("megatron-lm", "bridge"):  # a namespace whose folders were looked up before
-        import megatron
-
-        monkeypatch.setattr(megatron, "__path__", [str(checkout / "megatron")])
-    assert framework_fact(name).state == "found"

@@ -1,4 +1,4 @@
-"""Run a framework's checks: ``python -m megatron_lossagg.verify.frameworks HOST FILE AGGREGATION``.
+"""Run a framework's checks: ``python -m megatron_lossagg.verify.frameworks NAME FILE AGGREGATION``.
 
 FILE gets one JSON line per check as it ends; frameworks print to standard output. AGGREGATION: JSON
 of the configured one, for a framework that is run as a whole.
@@ -24,8 +24,7 @@ from megatron_lossagg.verify.frameworks import (
     slime,
     verl,
 )
-from megatron_lossagg.verify.frameworks.outcome import Outcome, ended_by, outcome_of
-from megatron_lossagg.verify.frameworks.step import Check
+from megatron_lossagg.verify.frameworks.check import Check, Outcome, ended_by, outcome_of
 
 CHECKS: Mapping[str, Callable[[Aggregation], list[Check]]] = {
     "verl": lambda _: verl.checks(),
@@ -46,13 +45,10 @@ def main(framework: str, file: str, aggregation: str) -> None:
         with Path(file).open("a") as out:
             out.write(json.dumps(asdict(outcome)) + "\n")
 
-    def load() -> list[Check]:
-        return CHECKS[framework](Aggregation(**json.loads(aggregation)))
-
     try:
-        checks = load()
+        checks = CHECKS[framework](Aggregation(**json.loads(aggregation)))
     except (Exception, SystemExit) as error:
-        write(ended_by(error, f"import of {framework}", framework=framework, load=load))
+        write(ended_by(error, f"import of {framework}", framework=framework))
         return
     for check in checks:
         write(outcome_of(check, framework=framework))

@@ -10,7 +10,7 @@ from importlib import import_module
 from types import ModuleType
 
 from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.verify.frameworks.step import Check, FrameworkError, NotRunError
+from megatron_lossagg.verify.frameworks.check import Check, FrameworkError, NotRunError
 
 __all__ = ["checks"]
 

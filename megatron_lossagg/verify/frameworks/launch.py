@@ -17,7 +17,7 @@ import megatron_lossagg
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.cpu.launch import tied
 from megatron_lossagg.verify.environment import unlaunched
-from megatron_lossagg.verify.frameworks.outcome import FAIL, NOT_RUN, Outcome, none_ran
+from megatron_lossagg.verify.frameworks.check import FAIL, NOT_RUN, Outcome, none_ran
 
 __all__ = ["DEFAULT", "TIMEOUT", "run_framework"]
 

@@ -1,7 +1,7 @@
 """Megatron-LM: the user's own ``pretrain_gpt.py`` with an aggregation, in three layouts.
 
 A small model, mock data, three steps on the CPU. On one process every step is also computed by the
-oracle, each entry of the batch through the model by itself; the other layouts must train the same.
+reference, each entry of the batch by itself through the model; other layouts must train the same.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from collections.abc import Mapping
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.errors import LossAggregationError
-from megatron_lossagg.verify.frameworks.step import (
+from megatron_lossagg.verify.frameworks.check import (
     Check,
     Comparison,
     FrameworkError,
     NotRunError,
     over,
-    relative_error,
 )
 
 __all__ = ["checks"]
@@ -60,21 +60,21 @@ def checks(aggregation: Aggregation) -> list[Check]:
         )
 
     @cache
-    def ran(layout: str) -> list[dict[str, float]] | LossAggregationError:
+    def ran(layout: str) -> list[dict[str, Any]] | LossAggregationError:
         try:
             return _run(script, aggregation, layout)
         except (FrameworkError, NotRunError) as error:
             return error
 
-    def steps(layout: str) -> list[dict[str, float]]:
+    def steps(layout: str) -> list[dict[str, Any]]:
         events = ran(layout)
         if isinstance(events, LossAggregationError):
             raise events
         return events
 
     def compare(layout: str) -> Comparison:
-        wanted = [event for event in steps("DP 1") if "wanted_loss" in event]
-        got = [event for event in steps(layout) if "loss" in event]
+        wanted = [event for event in steps("DP 1") if "wanted" in event]
+        got = [event for event in steps(layout) if "step" in event]
         if not len(got) == len(wanted) == _STEPS:
             raise FrameworkError(f"got {len(got)} training steps in {layout}, expected {_STEPS}")
         return _worst(got, wanted)
@@ -103,7 +103,7 @@ def _script() -> Path:
     )
 
 
-def _run(script: Path, aggregation: Aggregation | None, layout: str) -> list[dict[str, float]]:
+def _run(script: Path, aggregation: Aggregation | None, layout: str) -> list[dict[str, Any]]:
     """Run the script in a layout, stock without an aggregation; return what its last rank wrote.
 
     Raises :class:`NotRunError` where the stock script fails too, else :class:`FrameworkError`.
@@ -162,16 +162,18 @@ def _first_error(text: str) -> str:
     return (errors or lines or ["nothing printed"])[0]
 
 
-def _worst(got: list[dict[str, float]], wanted: list[dict[str, float]]) -> Comparison:
+def _worst(got: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> Comparison:
     """Compare step by step; return the step that differs most."""
-    comparisons = [
-        Comparison(
-            got=one["loss"],
-            wanted=other["wanted_loss"],
-            loss_error=relative_error(one["loss"], other["wanted_loss"]),
-            gradient_error=relative_error(one["grad_norm"], other["wanted_grad_norm"]),
-            factor=over(one["grad_norm"], other["wanted_grad_norm"]),
+    comparisons = []
+    for one, other in zip(got, wanted, strict=True):
+        loss, norm = one["step"]["lm loss"], one["grad_norm"]
+        comparisons.append(
+            Comparison(
+                got=loss,
+                wanted=other["wanted"],
+                loss_error=over(abs(loss - other["wanted"]), abs(other["wanted"])),
+                gradient_error=over(abs(norm - other["grad_norm"]), other["grad_norm"]),
+                factor=over(norm, other["grad_norm"]),
+            )
         )
-        for one, other in zip(got, wanted, strict=True)
-    ]
     return max(comparisons, key=lambda found: max(found.loss_error, found.gradient_error))

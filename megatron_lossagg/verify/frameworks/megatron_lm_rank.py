@@ -1,19 +1,20 @@
 """A rank of the user's own ``pretrain_gpt.py`` under ``lossagg run --cpu``, watched.
 
 ``python -m megatron_lossagg.verify.frameworks.megatron_lm_rank FILE MODE SCRIPT ...``: the last
-rank
-appends one JSON line per training step to FILE, ``{"loss", "grad_norm"}``. MODE: JSON keywords of
-the oracle, by which each step is computed too, on one process: ``{"wanted_loss",
-"wanted_grad_norm"}``; ``null`` for none.
+rank appends JSON lines to FILE, one per training step, ``{"step": losses by name, "grad_norm"}``,
+and one per evaluation, ``{"evaluate": losses by name}``. MODE: JSON keywords of the reference, by
+which each step is computed too, on one process: ``{"wanted", "grad_norm", "sequences"}``; ``null``
+for none. Weights do not depend on the layout; ``SEED`` changes them.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import runpy
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,53 +24,71 @@ import megatron_lossagg.cpu as cpu
 from megatron_lossagg.cpu.training import install_training
 from megatron_lossagg.verify import reference_loss
 
-__all__ = ["main"]
+__all__ = ["compute_too", "main", "watch", "writer"]
 
-_SEED = 5
-_Write = Callable[[dict[str, float]], None]
+_Write = Callable[[dict[str, Any]], None]
 
 
-def main(file: str, mode: str, script: str, *options: str) -> None:
-    """Run the script by ``lossagg run`` in this process."""
+def main(file: str, mode: str, script: str, *options: str) -> int:
+    """Run the script by ``lossagg run`` in this process; return the exit status."""
+    from megatron_lossagg.cli.main import main as lossagg
+
     sys.path.insert(0, str(Path(script).resolve().parent))
     install_training()
-    import torch.distributed as dist
     from megatron.training import training
 
-    def write(event: dict[str, float]) -> None:
+    write = writer(file)
+    watch(training, write)
+    if (keywords := json.loads(mode)) is not None:
+        compute_too(training, write, keywords)
+    return lossagg(["run", "--cpu", script, *options])
+
+
+def writer(file: str | Path) -> _Write:
+    """Return a function that appends an event to a file on the last rank."""
+    import torch.distributed as dist
+
+    def write(event: dict[str, Any]) -> None:
         if dist.get_rank() == dist.get_world_size() - 1:
             with Path(file).open("a") as out:
                 out.write(json.dumps(event) + "\n")
 
-    _watch(training, write)
-    keywords = json.loads(mode)
-    if keywords is not None:
-        _compute_too(training, write, keywords)
-    sys.argv = ["lossagg", "run", "--cpu", script, *options]
-    runpy.run_module("megatron_lossagg", run_name="__main__", alter_sys=True)
+    return write
 
 
-def _watch(training: Any, write: _Write) -> None:
-    """Write what each step returns; give the model weights that do not depend on the layout."""
-    train_step, setup = training.train_step, training.setup_model_and_optimizer
+def watch(training: Any, write: _Write) -> None:
+    """Write what steps and evaluations of ``megatron.training.training`` return."""
+    train_step, evaluate = training.train_step, training.evaluate
+    setup = training.setup_model_and_optimizer
+
+    def values(losses: Any) -> dict[str, float]:
+        return {name: float(value) for name, value in (losses or {}).items()}
 
     @functools.wraps(train_step)
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def watched_step(*args: Any, **kwargs: Any) -> Any:
         out = train_step(*args, **kwargs)
-        write({"loss": float(out[0]["lm loss"]), "grad_norm": float(out[5])})
+        write({"step": values(out[0]), "grad_norm": float(out[5])})
+        return out
+
+    @functools.wraps(evaluate)
+    def watched_evaluate(*args: Any, **kwargs: Any) -> Any:
+        out = evaluate(*args, **kwargs)
+        write({"evaluate": values(out[0])})
         return out
 
     @functools.wraps(setup)
-    def with_own_weights(*args: Any, **kwargs: Any) -> Any:
+    def setup_with_own_weights(*args: Any, **kwargs: Any) -> Any:
         out = setup(*args, **kwargs)
-        cpu.initialize_weights(out[0], seed=_SEED)
+        if training.get_args().iteration == 0:  # a float32 optimizer has no copies of the weights
+            cpu.initialize_weights(out[0], seed=int(os.environ.get("SEED", "5")))
         return out
 
-    training.train_step, training.setup_model_and_optimizer = watched, with_own_weights
+    training.train_step, training.evaluate = watched_step, watched_evaluate
+    training.setup_model_and_optimizer = setup_with_own_weights
 
 
-def _compute_too(training: Any, write: _Write, keywords: dict[str, Any]) -> None:
-    """Compute each training step by the oracle, from the batches that the script reads."""
+def compute_too(training: Any, write: _Write, keywords: dict[str, Any]) -> None:
+    """Compute each training step by the reference, from the batches that the script reads."""
     get_schedule = training.get_forward_backward_func
 
     def get(*args: Any, **kwargs: Any) -> Any:
@@ -78,7 +97,7 @@ def _compute_too(training: Any, write: _Write, keywords: dict[str, Any]) -> None
         def run(**call: Any) -> Any:
             batches: list[dict[str, Any]] = []
 
-            def recorded(data_iterator: Any) -> Any:
+            def recorded(data_iterator: Any) -> Iterator[dict[str, Any]]:
                 for batch in data_iterator:
                     batches.append(batch)
                     yield dict(batch)
@@ -96,29 +115,35 @@ def _compute_too(training: Any, write: _Write, keywords: dict[str, Any]) -> None
 def _wanted(
     model: torch.nn.Module, batches: Sequence[dict[str, Any]], keywords: dict[str, Any]
 ) -> dict[str, float]:
-    """Compute a step's loss and its gradient's norm; each entry goes through the model alone."""
-    sequences: list[reference_loss.StepSequence] = []
+    """Compute a step's loss and its gradient's norm; each sequence goes through the model alone."""
+    sequences: list[dict[str, Any]] = []
     for index, batch in enumerate(batches):
-        for tokens, labels, mask, positions in zip(
-            *(batch[name] for name in ("tokens", "labels", "loss_mask", "position_ids")),
-            strict=True,
-        ):
-            losses = model(tokens[None], positions[None], None, labels=labels[None])[0]
-            flags = [int(value) for value in mask.tolist()]
-            sequences.append(
-                {
-                    "x": list(losses.double().unbind()),
-                    "counted": flags,
-                    "trained": flags,
-                    "sample": len(sequences),
-                    "microbatch": (0, index),
-                }
-            )
+        offsets = batch.get("cu_seqlens")
+        for entry, whole in enumerate(batch["tokens"]):
+            cuts = [0, len(whole)] if offsets is None else offsets[entry].tolist()
+            for start, end in pairwise(cuts):
+                if start == end:  # padding of the offsets
+                    continue
+                tokens, labels, mask, positions = (
+                    batch[name][entry, start:end]
+                    for name in ("tokens", "labels", "loss_mask", "position_ids")
+                )
+                losses = model(tokens[None], positions[None], None, labels=labels[None])[0]
+                flags = [int(value) for value in mask.tolist()]
+                sequences.append(
+                    {
+                        "x": list(losses.double().unbind()),
+                        "counted": flags,
+                        "trained": flags,
+                        "sample": len(sequences),
+                        "microbatch": (0, index),
+                    }
+                )
     loss = reference_loss.step_loss(sequences=sequences, microbatches=[len(batches)], **keywords)
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     norm = torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt()
-    return {"wanted_loss": loss.item(), "wanted_grad_norm": norm.item()}
+    return {"wanted": loss.item(), "grad_norm": norm.item(), "sequences": len(sequences)}
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(main(*sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""NeMo-RL: its ``ClippedPGLossFn`` by itself, and under this package's weights.
+"""NeMo-RL: its own ``ClippedPGLossFn``, and the same under this package's weights.
 
 NeMo-RL divides by the step's counts in the loss function: what it returns for each microbatch adds
 up to the step's loss.
@@ -15,15 +15,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.verify.cases import CASES
-from megatron_lossagg.verify.frameworks.step import (
-    Check,
-    Comparison,
-    Microbatch,
-    Step,
-    compare,
-    ppo_losses,
-)
+from megatron_lossagg.verify.frameworks.check import Check, Comparison, compare
+from megatron_lossagg.verify.frameworks.step import Microbatch, Step, aggregations
 
 __all__ = ["checks"]
 
@@ -41,52 +34,42 @@ def checks() -> list[Check]:
     listed = []
     for token_level in (True, False):
         level = f"token_level_loss={token_level}"
-        make = partial(
-            _loss_function, ClippedPGLossFn, ClippedPGLossConfig, token_level_loss=token_level
-        )
+
+        def make(token_level: bool = token_level) -> Any:
+            config = ClippedPGLossConfig(
+                ratio_clip_min=_CLIP,
+                ratio_clip_max=_CLIP,
+                ratio_clip_c=_DUAL_CLIP,
+                reference_policy_kl_penalty=0.0,
+                token_level_loss=token_level,
+            )
+            return ClippedPGLossFn(config)
+
         own = Aggregation(f"nemo-rl:{level}")
-        run = partial(_compared, make, own)
-        listed.append(Check(name=f"nemo-rl:{level}", function=_FUNCTION, compare=run))
-        for aggregation in _aggregations():
-            run = partial(_compared, make, aggregation, aggregated)
-            name = f"aggregated({level}), {aggregation.mode}"
-            listed.append(Check(name=name, function=_FUNCTION, compare=run))
+        runs = {f"nemo-rl:{level}": partial(_compared, make, own)}
+        for aggregation in aggregations().values():
+            if aggregation.mode in _MODES and aggregation.count_empty:
+                wrapped = partial(_compared, make, aggregation, aggregated)
+                runs[f"aggregated({level}), {aggregation.mode}"] = wrapped
+        listed += [Check(name=name, function=_FUNCTION, compare=run) for name, run in runs.items()]
     return listed
-
-
-def _aggregations() -> list[Aggregation]:
-    """List the modes that an unmodified NeMo-RL can train."""
-    terms = [case.aggregation for case in CASES if case.second is None]
-    return [term for term in terms if term.mode in _MODES and term.count_empty]
-
-
-def _loss_function(loss: Any, config: Any, **options: Any) -> Any:
-    return loss(
-        config(
-            ratio_clip_min=_CLIP,
-            ratio_clip_max=_CLIP,
-            ratio_clip_c=_DUAL_CLIP,
-            reference_policy_kl_penalty=0.0,
-            **options,
-        )
-    )
 
 
 def _compared(
     make: Callable[[], Any],
     aggregation: Aggregation,
-    wrap: Callable[[Any, Aggregation], Any] | None = None,
+    wrap: Callable[[Any, Aggregation], Any] = lambda loss_function, _: loss_function,
 ) -> Comparison:
-    step, loss_function = Step(), make()
-    if wrap is not None:
-        loss_function = wrap(loss_function, aggregation)
+    step, loss_function = Step(), wrap(make(), aggregation)
     counts = {
         "global_valid_seqs": torch.tensor(float(len(step.lengths)), dtype=torch.float64),
         "global_valid_toks": torch.tensor(float(sum(step.lengths)), dtype=torch.float64),
     }
-    shares = [loss_function(mb.log_probs, data=_data(mb), **counts)[0] for mb in step.microbatches]
-    losses = [ppo_losses(mb, clip=_CLIP, dual_clip=_DUAL_CLIP) for mb in step.microbatches]
-    return compare(torch.stack(shares).sum(), step.wanted(aggregation, losses), step.leaves)
+    partial_losses = [
+        loss_function(mb.log_probs, data=_data(mb), **counts)[0] for mb in step.microbatches
+    ]
+    wanted = step.wanted(aggregation, step.ppo_losses(clip=_CLIP, dual_clip=_DUAL_CLIP))
+    return compare(torch.stack(partial_losses).sum(), wanted, step.leaves)
 
 
 def _data(mb: Microbatch) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ microbatches of a mini-batch is the step's loss.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
 from types import SimpleNamespace
@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_lossagg.aggregation import ALIASES, Aggregation
-from megatron_lossagg.verify.cases import CASES
-from megatron_lossagg.verify.frameworks.step import Check, Comparison, Microbatch, Step, compare
+from megatron_lossagg.verify.frameworks.check import Check, Comparison, compare
+from megatron_lossagg.verify.frameworks.step import Microbatch, Step, aggregations
 
 __all__ = [
     "DIVISOR",
@@ -27,7 +27,6 @@ __all__ = [
     "batch",
     "checks",
     "prompt_boundaries",
-    "reduced",
     "reductions",
     "trainer",
 ]
@@ -50,24 +49,16 @@ def checks() -> list[Check]:
     from skyrl.backends.skyrl_train.utils import ppo_utils
     from skyrl.train.trainer import RayPPOTrainer
 
-    listed = [
-        Check(
-            name=f"skyrl:{name}",
-            function=f"{_UTILS}.{_REDUCTION}",
-            compare=partial(_reduced, ppo_utils, name),
-        )
+    runs = {
+        f"skyrl:{name}": (f"{_UTILS}.{_REDUCTION}", partial(_reduced, ppo_utils, name))
         for name in reductions()
+    }
+    for name, aggregation in aggregations().items():
+        run = partial(_trained, ppo_utils, RayPPOTrainer, aggregation)
+        runs[f"aggregated(RayPPOTrainer), {name}"] = (f"{_TRAINER}._normalize_advantages", run)
+    return [
+        Check(name=name, function=function, compare=run) for name, (function, run) in runs.items()
     ]
-    for aggregation in _aggregations():
-        empty = "" if aggregation.count_empty else ", count_empty=False"
-        listed.append(
-            Check(
-                name=f"aggregated(RayPPOTrainer), {aggregation.mode}{empty}",
-                function=f"{_TRAINER}._normalize_advantages",
-                compare=partial(_trained, ppo_utils, RayPPOTrainer, aggregation),
-            )
-        )
-    return listed
 
 
 def reductions() -> list[str]:
@@ -80,12 +71,6 @@ def alias(name: str) -> Aggregation:
     return Aggregation(f"skyrl:{name}", divisor=DIVISOR if name.endswith("norm") else None)
 
 
-def _aggregations() -> Iterator[Aggregation]:
-    for case in CASES:
-        if case.second is None and case.aggregation.mode != "microbatch_token_mean":
-            yield case.aggregation
-
-
 def prompt_boundaries(prompts: Sequence[int]) -> list[tuple[int, int]]:
     """Write contiguous prompts as SkyRL's pairs of first sequence and end."""
     bounds, start = [], 0
@@ -96,7 +81,7 @@ def prompt_boundaries(prompts: Sequence[int]) -> list[tuple[int, int]]:
     return bounds
 
 
-def whole(step: Step, field: str) -> Tensor:
+def _whole(step: Step, field: str) -> Tensor:
     """Stack a field of all microbatches to the mini-batch that the trainer has, ``[B, s]``."""
     width = max(mb.mask.shape[1] for mb in step.microbatches)
     fields = [getattr(mb, field) for mb in step.microbatches]
@@ -104,14 +89,9 @@ def whole(step: Step, field: str) -> Tensor:
 
 
 def _reduced(utils: Any, name: str) -> Comparison:
+    """Compare reduced log-probabilities as per-token losses: SkyRL scales advantages that are 1."""
     step = Step()
-    got = reduced(step, utils, name)
-    return compare(got, step.wanted(alias(name), step.leaves), step.leaves)
-
-
-def reduced(step: Step, utils: Any, name: str) -> Tensor:
-    """Reduce log-probabilities as per-token losses: SkyRL scales advantages that are 1."""
-    mask = whole(step, "mask").double()
+    mask = _whole(step, "mask").double()
     scale = getattr(utils, _REDUCTION)(
         advantages=torch.ones_like(mask),
         loss_mask=mask,
@@ -120,25 +100,25 @@ def reduced(step: Step, utils: Any, name: str) -> Tensor:
         max_seq_len=DIVISOR,
         prompt_boundaries=prompt_boundaries(step.prompts),
     )
-    loss: Tensor = utils.reduce_loss(whole(step, "log_probs") * scale, mask)
-    return loss
+    got = utils.reduce_loss(_whole(step, "log_probs") * scale, mask)
+    return compare(got, step.wanted(alias(name), step.leaves), step.leaves)
 
 
 def _trained(utils: Any, base: Any, aggregation: Aggregation) -> Comparison:
-    """Compare r A w_s, reduced by microbatch, with the oracle's loss of r A."""
+    """Compare r A w_s, reduced by microbatch, with the reference's loss of r A."""
     from megatron_lossagg.integrations.skyrl import aggregated
 
     step = Step()
     made = trainer(aggregated(base, aggregation), "token_mean")
     boundaries = [(0, len(step.lengths))]
     out = made._normalize_advantages(batch(step), boundaries, prompt_boundaries(step.prompts))
-    shares = []
+    partial_losses = []
     for mb in step.microbatches:
         sequences = slice(mb.sequences.start, mb.sequences.stop)
         advantages = out["advantages"][sequences, : mb.mask.shape[1]]
-        shares.append(utils.reduce_loss(_ratio(mb) * advantages, mb.mask.double()))
+        partial_losses.append(utils.reduce_loss(_ratio(mb) * advantages, mb.mask.double()))
     losses = [_ratio(mb) * mb.advantages for mb in step.microbatches]
-    return compare(torch.stack(shares).sum(), step.wanted(aggregation, losses), step.leaves)
+    return compare(torch.stack(partial_losses).sum(), step.wanted(aggregation, losses), step.leaves)
 
 
 def _ratio(mb: Microbatch) -> Tensor:
@@ -152,12 +132,12 @@ def batch(step: Step) -> Any:
         pad_training_input_batch,
     )
 
-    mask = whole(step, "mask").double()
+    mask = _whole(step, "mask").double()
     sequences = len(mask)
     made = TrainingInputBatch(
         {
             "sequences": torch.zeros(sequences, 20, dtype=torch.long),
-            "advantages": whole(step, "advantages"),
+            "advantages": _whole(step, "advantages"),
             "loss_mask": mask,
             "response_mask": mask.clone(),
         }

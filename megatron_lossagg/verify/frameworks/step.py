@@ -1,59 +1,88 @@
-"""One drawn step of ragged sequences, and what a framework's function makes of it, against the
-oracle.
+"""The one drawn step of all frameworks, and its loss by the reference.
 
-The step has two data-parallel ranks of two microbatches of three sequences: sequences with holes,
-fully
-masked sequences, a prompt with no active tokens, prompts over microbatches and ranks, and
-microbatches
-of different widths.
+Twelve sequences: samples split into several, fully masked ones, and a prompt with no active tokens.
+:class:`Step` puts them into microbatches of data-parallel ranks as ``[b, s]``, :class:`PackedStep`
+into packed microbatches of logits, as slime and miles read them.
 
 Shape suffixes: b = sequences of a microbatch, s = its width.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.verify import reference_loss
-from megatron_lossagg.verify.cases import reference_options
+from megatron_lossagg.verify.cases import CASES, reference_options
+from megatron_lossagg.verify.sequences import VOCABULARY
 
 __all__ = [
-    "LENGTHS",
-    "PROMPTS",
-    "Check",
-    "Comparison",
-    "FrameworkError",
+    "Drawn",
     "Microbatch",
-    "NotRunError",
+    "PackedStep",
     "Step",
-    "compare",
-    "over",
+    "aggregations",
+    "draw",
+    "kl_losses",
     "ppo_losses",
-    "relative_error",
 ]
 
-LENGTHS = (((5, 0, 3), (2, 0, 4)), ((6, 6, 0), (0, 0, 5)))
-"""Active tokens per data-parallel rank, microbatch and sequence."""
-PROMPTS = (0, 0, 0, 1, 1, 2, 2, 2, 3, 3, 3, 4)
-"""Prompt of each sequence: 2 is on both ranks, 3 has no active tokens."""
+_SAMPLES, _PER_PROMPT, _SPLIT, _MASKED = 8, 2, (1, 6), (2, 4, 5)
+"""Samples 4 and 5 are all of prompt 2."""
+_RANKS = (((4, 5, 6), (7, 8, 9)), ((10, 11, 0), (1, 2, 3)))
+"""Drawn sequences per data-parallel rank and microbatch: prompts go over both."""
+_PACKED = (((0, 1, 2), (3, 6), (7, 8), (9, 10, 11)),)
+"""Without prompt 1, whose 2 active tokens are too few for a denominator of 1."""
 
 
-class NotRunError(LossAggregationError):
-    """A check that cannot run here; the message has the reason and what to change."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Drawn:
+    """One sequence: a prompt and a response, whose tokens have losses."""
+
+    tokens: Tensor
+    mask: list[int]
+    """Of the response."""
+    sample: int
+    prompt: int
+    advantages: Tensor
+    """Float64, as both log-probabilities, of the response."""
+    old_log_probs: Tensor
+    ref_log_probs: Tensor
 
 
-class FrameworkError(LossAggregationError):
-    """A framework's code under an integration of this package ended with an error of the
-    integration.
-    """
+def draw() -> list[Drawn]:
+    """Draw the twelve sequences; two samples are split into three."""
+    drawn: list[Drawn] = []
+    lengths = random.Random(11)
+    for sample in range(_SAMPLES):
+        for _ in range(3 if sample in _SPLIT else 1):
+            n, prompt_length = lengths.choice([4, 5, 9, 14]), lengths.randint(1, 6)
+            mask = [int(lengths.random() < 0.8) for _ in range(n)]
+            mask[-1] = 1
+            generator = torch.Generator().manual_seed(len(drawn))
+            tokens = torch.randint(VOCABULARY, (prompt_length + n,), generator=generator)
+            advantages, old, ref = (
+                torch.randn(n, generator=generator, dtype=torch.float64) for _ in range(3)
+            )
+            drawn.append(
+                Drawn(
+                    tokens=tokens,
+                    mask=[0] * n if sample in _MASKED else mask,
+                    sample=sample,
+                    prompt=sample // _PER_PROMPT,
+                    advantages=advantages,
+                    old_log_probs=-3.4 + 0.1 * old,
+                    ref_log_probs=-3.4 + 0.1 * ref,
+                )
+            )
+    return drawn
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,7 +90,6 @@ class Microbatch:
     """Sequences of one microbatch, each tensor ``[b, s]``."""
 
     log_probs: Tensor
-    """A leaf."""
     old_log_probs: Tensor
     advantages: Tensor
     mask: Tensor
@@ -73,148 +101,161 @@ class Microbatch:
 
 
 class Step:
-    """The microbatches of one optimizer step; ``lengths`` as :data:`LENGTHS`.
+    """The microbatches of one optimizer step, whose log-probabilities are the leaves.
 
-    ``samples``: sample of each sequence; None: each sequence is its own.
+    ``ranks``: drawn sequences per data-parallel rank and microbatch. Every sequence is a sample.
     """
 
     def __init__(
         self,
-        lengths: Sequence[Sequence[Sequence[int]]] = LENGTHS,
+        ranks: Sequence[Sequence[Sequence[int]]] = _RANKS,
         *,
-        prompts: Sequence[int] = PROMPTS,
-        samples: Sequence[int] | None = None,
         dtype: torch.dtype = torch.float64,
     ):
-        generator = torch.Generator().manual_seed(5)
-        self.lengths = [length for rank in lengths for sequences in rank for length in sequences]
-        self.prompts = list(prompts[: len(self.lengths)])
-        self.samples = list(range(len(self.lengths)) if samples is None else samples)
-        self.dp_size, self.num_microbatches = len(lengths), len(lengths[0])
+        whole = draw()
+        self.drawn = [whole[n] for rank in ranks for numbers in rank for n in numbers]
+        self.lengths = [sum(one.mask) for one in self.drawn]
+        self.prompts = [one.prompt for one in self.drawn]
+        self.samples = list(range(len(self.drawn)))
+        self.dp_size, self.num_microbatches = len(ranks), len(ranks[0])
         self.microbatches: list[Microbatch] = []
         first = 0
-        for rank, of_rank in enumerate(lengths):
-            for index, sequences in enumerate(of_rank):
-                width = max(sequences) + 1 + len(self.microbatches)
-                mask = torch.zeros(len(sequences), width, dtype=torch.bool)
-                for sequence, length in enumerate(sequences):
-                    mask[sequence, torch.randperm(width, generator=generator)[:length]] = True
-                drawn = torch.randn(3, len(sequences), width, generator=generator, dtype=dtype)
+        for rank, of_rank in enumerate(ranks):
+            for index, numbers in enumerate(of_rank):
+                own = [whole[n] for n in numbers]
+                old, ref, advantages = (
+                    pad_sequence([getattr(one, name) for one in own], batch_first=True).to(dtype)
+                    for name in ("old_log_probs", "ref_log_probs", "advantages")
+                )
+                masks = [torch.tensor(one.mask, dtype=torch.bool) for one in own]
                 self.microbatches.append(
                     Microbatch(
-                        log_probs=drawn[0].requires_grad_(),
-                        old_log_probs=drawn[0].detach() + 0.3 * drawn[1],
-                        advantages=drawn[2],
-                        mask=mask,
-                        sequences=range(first, first + len(sequences)),
+                        log_probs=(old + 3 * (ref - old)).requires_grad_(),
+                        old_log_probs=old,
+                        advantages=advantages,
+                        mask=pad_sequence(masks, batch_first=True),
+                        sequences=range(first, first + len(numbers)),
                         place=(rank, index),
                     )
                 )
-                first += len(sequences)
+                first += len(numbers)
 
     @property
     def leaves(self) -> list[Tensor]:
-        """The log-probabilities of each microbatch, which are per-token losses too."""
+        """What gradients are compared of: log-probabilities, which are per-token losses too."""
         return [mb.log_probs for mb in self.microbatches]
 
-    @cached_property
-    def _masks(self) -> list[list[int]]:
-        return [sequence.int().tolist() for mb in self.microbatches for sequence in mb.mask]
+    def ppo_losses(self, *, clip: float, dual_clip: float | None = None) -> list[Tensor]:
+        """Compute PPO's losses of each microbatch, ``[b, s]``."""
+        return [
+            ppo_losses(log_probs, mb.old_log_probs, mb.advantages, clip=clip, dual_clip=dual_clip)
+            for log_probs, mb in zip(self.log_probs(), self.microbatches, strict=True)
+        ]
+
+    def log_probs(self) -> list[Tensor]:
+        """Return the log-probabilities of each microbatch, ``[b, s]``."""
+        return [mb.log_probs for mb in self.microbatches]
 
     def wanted(self, aggregation: Aggregation, losses: Sequence[Tensor]) -> Tensor:
-        """Compute the step's loss by the oracle, 0-dim float64.
+        """Compute the step's loss by the reference, 0-dim float64.
 
         ``losses``: per-token losses of each microbatch, ``[b, s]``.
         """
-        sequences = [
-            {
-                "x": list(x.double().unbind()),
-                "counted": self._masks[sequence],
-                "trained": self._masks[sequence],
-                "sample": self.samples[sequence],
-                "prompt": self.prompts[sequence],
-                "microbatch": mb.place,
-            }
-            for mb, loss in zip(self.microbatches, losses, strict=True)
-            for sequence, x in zip(mb.sequences, loss, strict=True)
-        ]
+        sequences = []
+        for mb, loss in zip(self.microbatches, losses, strict=True):
+            for number, x in zip(mb.sequences, loss, strict=True):
+                mask = self.drawn[number].mask
+                sequences.append(
+                    {
+                        "x": list(x.double().unbind())[: len(mask)],
+                        "counted": mask,
+                        "trained": mask,
+                        "sample": self.samples[number],
+                        "prompt": self.prompts[number],
+                        "microbatch": mb.place,
+                    }
+                )
         options = reference_options(aggregation, [self.num_microbatches] * self.dp_size)
         return reference_loss.step_loss(aggregation.mode, sequences, **options)
 
 
-def ppo_losses(mb: Microbatch, *, clip: float, dual_clip: float | None = None) -> Tensor:
-    """Compute PPO's clipped losses, ``[b, s]``: arXiv 1707.06347 eq. 7, 1912.09729 eq. 5.
+class PackedStep(Step):
+    """The drawn step on one rank, with logits of packed sequences and samples of several."""
+
+    def __init__(self) -> None:
+        super().__init__(_PACKED, dtype=torch.float32)
+        self.samples = [one.sample for one in self.drawn]
+        self.num_samples = len(set(self.samples))
+        generator = torch.Generator().manual_seed(7)
+        self.logits: list[Tensor] = []
+        for mb in self.microbatches:
+            total = sum(len(self.drawn[n].tokens) for n in mb.sequences)
+            logits = 0.3 * torch.randn(1, total, VOCABULARY, generator=generator)
+            self.logits.append(logits.requires_grad_())
+
+    def batch(self, index: int, rollout_mask_sums: Sequence[float] | Tensor) -> dict[str, Any]:
+        """Return a microbatch as the loss functions of slime and miles read it.
+
+        ``rollout_mask_sums``: of every sequence of the step.
+        """
+        numbers = self.microbatches[index].sequences
+        own = [self.drawn[n] for n in numbers]
+        of_step = torch.as_tensor(rollout_mask_sums, dtype=torch.float32)
+        return {
+            "unconcat_tokens": [one.tokens for one in own],
+            "total_lengths": [len(one.tokens) for one in own],
+            "response_lengths": [len(one.mask) for one in own],
+            "loss_masks": [torch.tensor(one.mask, dtype=torch.int32) for one in own],
+            "advantages": [one.advantages.float() for one in own],
+            "log_probs": [one.old_log_probs.float() for one in own],
+            "rollout_mask_sums": of_step[numbers.start : numbers.stop],
+        }
+
+    def log_probs(self) -> list[Tensor]:
+        """Compute the log-probabilities of each microbatch from its logits."""
+        made = []
+        for mb, logits in zip(self.microbatches, self.logits, strict=True):
+            of_responses, end = [], 0
+            for number in mb.sequences:
+                tokens, n = self.drawn[number].tokens, len(self.drawn[number].mask)
+                end += len(tokens)
+                log_p = torch.log_softmax(logits[0, end - n - 1 : end - 1].double(), -1)
+                of_responses.append(log_p.gather(1, tokens[-n:, None])[:, 0])
+            made.append(pad_sequence(of_responses, batch_first=True))
+        return made
+
+
+def ppo_losses(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    clip: float,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """Compute PPO's clipped losses per token: arXiv 1707.06347 eq. 7, 1912.09729 eq. 5.
 
     ::
 
         x = -min(r A, clamp(r, 1 - clip, 1 + clip) A);  where A < 0: x = min(x, -dual_clip A)
     """
-    ratio, advantages = (mb.log_probs - mb.old_log_probs).exp(), mb.advantages
+    ratio = (log_probs - old_log_probs).exp()
     losses = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
     if dual_clip is None:
         return losses
     return torch.where(advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """A framework's loss and gradient against the wanted ones."""
-
-    got: float
-    wanted: float
-    loss_error: float
-    """Relative."""
-    gradient_error: float
-    """The largest norm(g - g_wanted) / norm(g_wanted) of all leaves."""
-    factor: float
-    """The gradient as a multiple of the wanted one, by projection."""
+def kl_losses(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """Compute the k3 estimate per token."""
+    log_ratio = ref_log_probs - log_probs
+    return log_ratio.exp() - log_ratio - 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Check:
-    """One named comparison of a framework's function."""
-
-    name: str
-    function: str
-    """The framework's function, by its dotted path."""
-    compare: Callable[[], Comparison | None]
-    """Runs it; None where there are no numbers and what it did not raise is the result."""
-    gradient: str = "gradient"
-    """What of the gradient is compared."""
-    tolerance: float = 1e-6
-    """Frameworks count in float32 and add small numbers to divisors."""
-
-
-def compare(got: Tensor, wanted: Tensor, leaves: Sequence[Tensor]) -> Comparison:
-    """Compare two 0-dim losses of the same leaves, and their gradients."""
-    gradients: list[list[Tensor]] = []
-    for loss in (got, wanted):
-        of_leaves = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
-        gradients.append(
-            [
-                torch.zeros_like(leaf).double() if g is None else g.double()
-                for leaf, g in zip(leaves, of_leaves, strict=True)
-            ]
-        )
-    ours, theirs = (torch.cat([g.flatten() for g in of_loss]) for of_loss in gradients)
-    pairs = zip(*gradients, strict=True)
-    return Comparison(
-        got=got.item(),
-        wanted=wanted.item(),
-        loss_error=relative_error(got.item(), wanted.item()),
-        gradient_error=max(over((g - w).norm().item(), w.norm().item()) for g, w in pairs),
-        factor=over((ours @ theirs).item(), (theirs @ theirs).item()),
-    )
-
-
-def relative_error(got: float, wanted: float) -> float:
-    """Return abs(got - wanted) / abs(wanted)."""
-    return over(abs(got - wanted), abs(wanted))
-
-
-def over(difference: float, size: float) -> float:
-    """Divide; 0 / 0 is 0, for leaves that take no part. What is not finite is inf, never NaN."""
-    if size == 0:
-        return 0.0 if difference == 0 else math.inf
-    quotient = difference / size
-    return quotient if math.isfinite(quotient) else math.inf
+def aggregations() -> dict[str, Aggregation]:
+    """Name the aggregations of one term that need no microbatches: those frameworks can train."""
+    return {
+        str(case): case.aggregation
+        for case in CASES
+        if case.second is None and case.aggregation.mode != "microbatch_token_mean"
+    }

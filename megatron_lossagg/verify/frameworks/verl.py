@@ -4,8 +4,7 @@ The engine calls a policy loss per microbatch, multiplies by M where Megatron di
 averages over data-parallel ranks: a step's loss is the sum over microbatches, over DP.
 
 Some of verl's policy losses fix their mode, whatever ``loss_agg_mode`` says (sapo; at 1dda039b
-gspo too). What is wanted of a loss in a mode is therefore verl's own per-token losses, under
-verl's own ``agg_loss`` in that mode.
+gspo too). What is wanted of a loss is therefore verl's own per-token losses under the reference.
 """
 
 from __future__ import annotations
@@ -20,23 +19,25 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.aggregation import ALIASES, Aggregation
-from megatron_lossagg.verify.frameworks.step import Check, Comparison, Step, compare, ppo_losses
+from megatron_lossagg.options import Options
+from megatron_lossagg.plan import plan_step
+from megatron_lossagg.sequences import Sequences
+from megatron_lossagg.verify.frameworks.check import Check, Comparison, compare
+from megatron_lossagg.verify.frameworks.step import Microbatch, Step
 
 __all__ = [
     "DIVISOR",
-    "SELF_AVERAGED",
     "actor_config",
     "alias",
+    "asked",
     "checks",
-    "in_mode",
     "modes",
     "run_loss",
+    "run_microbatch",
 ]
 
 DIVISOR = 8.0
 """``loss_scale_factor`` of the drawn step."""
-SELF_AVERAGED = ("geo_mean",)
-"""Policy losses that do not go through ``agg_loss``."""
 _CORE = "verl.trainer.ppo.core_algos"
 _CLIP, _DUAL_CLIP = 0.2, 3.0
 
@@ -48,18 +49,19 @@ def checks() -> list[Check]:
 
     from megatron_lossagg.integrations import verl as integration
 
-    _ = integration.plugin  # registers with verl, as its own loader does
+    names: Any = integration.plugin  # registers with verl, as its own loader does
     listed = [
-        Check(
-            name=f"verl:{mode}",
-            function=f"{_CORE}.agg_loss",
-            compare=partial(_agg_loss, core_algos.agg_loss, mode),
-        )
+        Check(name=f"verl:{mode}", function=f"{_CORE}.agg_loss", compare=partial(_agg_loss, mode))
         for mode in modes()
     ]
     registry = core_algos.POLICY_LOSS_REGISTRY
-    own = [name for name in registry if name not in SELF_AVERAGED and "lossagg_" not in name]
-    return listed + [_policy_loss(registry, mode, loss) for loss in own for mode in modes()]
+    of_verl = {alias(mode).mode for mode in modes()}
+    for name in names:  # verl's default loss in every mode, its others in verl's modes
+        read: Any = integration.LossMode.named(name)
+        if read.loss == "vanilla" or (read.mode in of_verl and read.count_empty):
+            function = f"{_CORE}.{registry[read.loss].__name__}"
+            listed.append(Check(name=name, function=function, compare=partial(_policy_loss, read)))
+    return listed
 
 
 def modes() -> list[str]:
@@ -72,99 +74,98 @@ def alias(mode: str) -> Aggregation:
     return Aggregation(f"verl:{mode}", divisor=DIVISOR if mode.endswith("norm") else None)
 
 
-def actor_config(step: Step, *, divisor: float | None = DIVISOR, **changes: Any) -> Any:
-    """Make verl's ``ActorConfig`` with the step's counts, as its engines set them.
-
-    With what its policy loss ``dro`` asks for.
-    """
+def actor_config(step: Step, **changes: Any) -> Any:
+    """Make verl's ``ActorConfig`` with the step's counts, and with what its loss ``dro`` asks."""
     from verl.workers.config import ActorConfig, PolicyLossConfig
 
-    options = {"policy_loss": PolicyLossConfig(dro_beta=0.1), **changes}
-    config = ActorConfig(
-        strategy="megatron", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **options
+    given = {"policy_loss": PolicyLossConfig(dro_beta=0.1), "clip_ratio": _CLIP, **changes}
+    config = ActorConfig(strategy="megatron", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **given)
+    config.global_batch_info.update(
+        dp_size=step.dp_size,
+        batch_num_tokens=sum(step.lengths),
+        global_batch_size=len(step.lengths),
+        loss_scale_factor=DIVISOR,
     )
-    config.global_batch_info.update(_counts(step, divisor))
     return config
 
 
-def _counts(step: Step, divisor: float | None) -> dict[str, Any]:
-    return {
-        "dp_size": step.dp_size,
-        "batch_num_tokens": sum(step.lengths),
-        "global_batch_size": len(step.lengths),
-        "loss_scale_factor": divisor,
-    }
+def _agg_loss(mode: str) -> Comparison:
+    from verl.trainer.ppo.core_algos import agg_loss
 
-
-def _agg_loss(agg_loss: Any, mode: str) -> Comparison:
     step = Step()
-    counts = _counts(step, DIVISOR)
-    shares = [agg_loss(mb.log_probs, mb.mask, mode, **counts) for mb in step.microbatches]
-    got = torch.stack(shares).sum() / step.dp_size
+    counts = actor_config(step).global_batch_info
+    losses = [agg_loss(mb.log_probs, mb.mask, mode, **counts) for mb in step.microbatches]
+    got = torch.stack(losses).sum() / step.dp_size
     return compare(got, step.wanted(alias(mode), step.leaves), step.leaves)
 
 
-def _policy_loss(registry: Any, mode: str, loss: str) -> Check:
-    """Check one registered loss: vanilla against the oracle, others as :func:`in_mode`."""
-    from megatron_lossagg.integrations.verl import LossMode
-
-    name = LossMode(alias(mode).mode, True, loss).name
-    function = f"{_CORE}.{registry[loss].__name__}"
-    return Check(name=name, function=function, compare=partial(_registered, name, mode, loss))
-
-
-def _registered(name: str, mode: str, loss: str) -> Comparison:
+def _policy_loss(mode: Any) -> Comparison:
+    """Compare one registered loss: of verl's default the per-token losses are PPO's."""
     step = Step()
-    config = actor_config(
-        step,
-        divisor=DIVISOR if mode.endswith("norm") else None,  # token_sum takes one, verl's does not
-        clip_ratio=_CLIP,
-    )
-    got = run_loss(step, name, config, "token-mean")
-    if loss == "vanilla":
-        losses = [ppo_losses(mb, clip=_CLIP, dual_clip=_DUAL_CLIP) for mb in step.microbatches]
-        wanted = step.wanted(alias(mode), losses)
-    else:
-        with in_mode(mode):
-            wanted = run_loss(step, loss, config, mode)
-    return compare(got, wanted, step.leaves)
+    config, aggregation = actor_config(step), mode.aggregation(DIVISOR)
+    got = run_loss(step, mode.name, config)
+    losses = step.ppo_losses(clip=_CLIP, dual_clip=_DUAL_CLIP)
+    if mode.loss != "vanilla":
+        with asked() as given:
+            run_loss(step, mode.loss, config)
+        losses = [loss_mat for loss_mat, _ in given]
+    return compare(got, step.wanted(aggregation, losses), step.leaves)
 
 
 @contextmanager
-def in_mode(mode: str) -> Iterator[list[str]]:
-    """Let verl's ``agg_loss`` aggregate in one mode; yields the modes that it was asked for."""
+def asked() -> Iterator[list[tuple[Tensor, str]]]:
+    """Yield what verl's policy losses ask of ``agg_loss``: per-token losses, and a mode."""
     from verl.trainer.ppo import core_algos
 
-    own, asked = core_algos.agg_loss, []
+    own = core_algos.agg_loss
+    given: list[tuple[Tensor, str]] = []
 
     def agg_loss(*args: Any, **kwargs: Any) -> Tensor:
         call = signature(own).bind(*args, **kwargs)
-        asked.append(call.arguments["loss_agg_mode"])
-        call.arguments["loss_agg_mode"] = mode
-        share: Tensor = own(*call.args, **call.kwargs)
-        return share
+        given.append((call.arguments["loss_mat"], call.arguments["loss_agg_mode"]))
+        loss: Tensor = own(*args, **kwargs)
+        return loss
 
     core_algos.agg_loss = agg_loss
     try:
-        yield asked
+        yield given
     finally:
         core_algos.agg_loss = own
 
 
-def run_loss(step: Step, name: str, config: Any, mode: str) -> Tensor:
-    """Sum a policy loss over the step as verl's Megatron engine does."""
-    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+def run_loss(step: Step, name: str, config: Any, mode: str = "token-mean") -> Tensor:
+    """Sum a policy loss over the step as verl's Megatron engine does, and this package's."""
+    from megatron_lossagg.integrations.verl import SEQUENCE, LossMode, with_plan
 
     torch.manual_seed(3)  # clip_cov and kl_cov draw tokens
-    losses = []
-    for mb in step.microbatches:
-        loss, _ = get_policy_loss_fn(name)(
-            old_log_prob=mb.old_log_probs,
-            log_prob=mb.log_probs,
-            advantages=mb.advantages,
-            response_mask=mb.mask,
-            loss_agg_mode=mode,
-            config=config,
-        )
-        losses.append(loss)
+    calls = [partial(run_microbatch, mb, name, config, mode) for mb in step.microbatches]
+    read = LossMode.named(name)
+    if read is None:
+        losses = [call()[0] for call in calls]
+    else:
+        sequences = Sequences(active_tokens=step.lengths, prompt=step.prompts)
+        options = Options(rejects_tokens=True)
+        plan = plan_step(read.aggregation(DIVISOR), sequences, options=options)
+        losses = []
+        for mb, call in zip(step.microbatches, calls, strict=True):
+            data = {SEQUENCE: torch.tensor(mb.sequences)}
+            losses.append(with_plan(call, plan, step.dp_size, data=data)[0])
+        plan.check()
     return torch.stack(losses).sum() / step.dp_size
+
+
+def run_microbatch(
+    mb: Microbatch, name: str, config: Any, mode: str = "token-mean", **_: Any
+) -> tuple[Tensor, dict[str, Any]]:
+    """Call a policy loss of verl's registry; returns its loss and metrics."""
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+
+    result: tuple[Tensor, dict[str, Any]] = get_policy_loss_fn(name)(
+        old_log_prob=mb.old_log_probs,
+        log_prob=mb.log_probs,
+        advantages=mb.advantages,
+        response_mask=mb.mask,
+        loss_agg_mode=mode,
+        config=config,
+    )
+    return result

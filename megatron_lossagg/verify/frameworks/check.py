@@ -1,0 +1,222 @@
+"""One comparison of a framework's function with the reference, and how it ended."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+import megatron_lossagg
+from megatron_lossagg.errors import LossAggregationError
+from megatron_lossagg.text import error_text, number_of
+from megatron_lossagg.verify.frameworks import FRAMEWORKS
+
+__all__ = [
+    "FAIL",
+    "NOT_RUN",
+    "PASS",
+    "Check",
+    "Comparison",
+    "FrameworkError",
+    "NotRunError",
+    "Outcome",
+    "State",
+    "cells",
+    "compare",
+    "counted",
+    "ended_by",
+    "none_ran",
+    "outcome_of",
+    "over",
+]
+
+State = Literal["PASS", "FAIL", "NOT RUN"]
+PASS: State = "PASS"
+FAIL: State = "FAIL"
+NOT_RUN: State = "NOT RUN"
+
+_PACKAGE = Path(megatron_lossagg.__file__).parent
+
+
+class NotRunError(LossAggregationError):
+    """A check that cannot run here; the message has the reason and what to change."""
+
+
+class FrameworkError(LossAggregationError):
+    """A framework lacks what its integration uses, or fails under it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A framework's loss and gradient against the wanted ones."""
+
+    got: float
+    wanted: float
+    loss_error: float
+    """Relative."""
+    gradient_error: float
+    """The largest norm(g - g_wanted) / norm(g_wanted) of all leaves."""
+    factor: float
+    """The gradient as a multiple of the wanted one, by projection."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One named comparison of a framework's function."""
+
+    name: str
+    function: str
+    """The framework's function, by its dotted path."""
+    compare: Callable[[], Comparison | None]
+    """Runs it; None if there are no numbers and what it did not raise is the result."""
+    gradient: str = "gradient"
+    """What of the gradient is compared."""
+    tolerance: float = 1e-6
+    """Frameworks count in float32 and add small numbers to divisors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a check ended; numbers are None if there was nothing to compare."""
+
+    check: str
+    function: str
+    state: State
+    got: float | None = None
+    wanted: float | None = None
+    loss_error: float | None = None
+    gradient_error: float | None = None
+    factor: float | None = None
+    tolerance: float | None = None
+    explanation: str = ""
+
+
+def compare(got: Tensor, wanted: Tensor, leaves: Sequence[Tensor]) -> Comparison:
+    """Compare two 0-dim losses of the same leaves, and their gradients."""
+    gradients: list[list[Tensor]] = []
+    for loss in (got, wanted):
+        of_leaves = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
+        gradients.append(
+            [
+                torch.zeros_like(leaf).double() if g is None else g.double()
+                for leaf, g in zip(leaves, of_leaves, strict=True)
+            ]
+        )
+    ours, theirs = (torch.cat([g.flatten() for g in of_loss]) for of_loss in gradients)
+    pairs = zip(*gradients, strict=True)
+    return Comparison(
+        got=got.item(),
+        wanted=wanted.item(),
+        loss_error=over(abs(got.item() - wanted.item()), abs(wanted.item())),
+        gradient_error=max(over((g - w).norm().item(), w.norm().item()) for g, w in pairs),
+        factor=over((ours @ theirs).item(), (theirs @ theirs).item()),
+    )
+
+
+def over(difference: float, size: float) -> float:
+    """Divide; 0 / 0 is 0, for leaves that take no part. What is not finite is inf, never NaN."""
+    if size == 0:
+        return 0.0 if difference == 0 else math.inf
+    quotient = difference / size
+    return quotient if math.isfinite(quotient) else math.inf
+
+
+def outcome_of(check: Check, *, framework: str) -> Outcome:
+    """Run a check; whatever it raises becomes an outcome."""
+    try:
+        found = check.compare()
+    except (Exception, SystemExit) as error:
+        return ended_by(error, check.name, framework=framework, function=check.function)
+    if found is None:
+        return Outcome(check=check.name, function=check.function, state=PASS)
+    passed = max(found.loss_error, found.gradient_error) < check.tolerance
+    factor = f"{found.factor:.9g}" if math.isfinite(found.factor) else "not finite"
+    difference = (
+        f"{check.function}: got a loss of {found.got:.9g}, expected {found.wanted:.9g}; got a "
+        f"{check.gradient} of {factor} times the expected one, with an error of "
+        f"{error_text(found.gradient_error)}. {_release(framework)}"
+    )
+    return Outcome(
+        check=check.name,
+        function=check.function,
+        state=PASS if passed else FAIL,
+        tolerance=check.tolerance,
+        explanation="" if passed else difference,
+        **asdict(found),
+    )
+
+
+def ended_by(error: BaseException, check: str, *, framework: str, function: str = "") -> Outcome:
+    """Describe what a check raised, or, without a ``function``, what listing the checks raised.
+
+    Not run: :class:`NotRunError`, a missing package that is not the framework itself, and whatever
+    the framework's own import raises. All else fails.
+    """
+    own = f"{FRAMEWORKS[framework].package}."
+    is_missing = isinstance(error, ModuleNotFoundError) and not f"{error.name}.".startswith(own)
+    is_of_the_import = not function and not _is_raised_here(error)
+    lines = str(error).strip().splitlines() or ["no message"]
+    text = f"{type(error).__name__}: {lines[0].rstrip('.')}"
+    if isinstance(error, NotRunError):
+        state, text = NOT_RUN, str(error)
+    elif is_missing:
+        assert isinstance(error, ModuleNotFoundError)
+        package = str(error.name).partition(".")[0]
+        remedy = f"Install the package that provides {package}"
+        if package == "megatron":
+            remedy = "Put the Megatron-LM that it needs on PYTHONPATH"
+        state, text = NOT_RUN, f"{text}. {remedy}, or run where {framework} trains"
+    elif is_of_the_import:
+        state, text = NOT_RUN, f"{text}. Run where python can import {framework}"
+    elif function:
+        state, text = FAIL, f"{function} raised {text}, expected a loss. {_release(framework)}"
+    else:
+        expected = "what the integration uses"
+        state, text = FAIL, f"got {text}, expected {expected}. {_release(framework)}"
+    return Outcome(check=check, function=function, state=state, explanation=text)
+
+
+def _is_raised_here(error: BaseException) -> bool:
+    """Whether this package's own code raised it, such as by a name that the framework lacks."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    files = [file for file in files if not file.startswith("<frozen")]
+    return bool(files) and Path(files[-1]).is_relative_to(_PACKAGE)
+
+
+def _release(framework: str) -> str:
+    written_for = FRAMEWORKS[framework].written_for
+    return f"Use a {framework} that the integration was written for: {written_for}"
+
+
+def none_ran(outcomes: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether nothing of the framework ran."""
+    return all(outcome["state"] == NOT_RUN for outcome in outcomes)
+
+
+def counted(outcomes: Sequence[Mapping[str, Any]]) -> str:
+    """Count outcomes: ``4 of 6 checks of its own code pass, 1 fails, 1 not run``."""
+    number = dict.fromkeys((PASS, FAIL, NOT_RUN), 0)
+    for outcome in outcomes:
+        number[outcome["state"]] += 1
+    pass_ = "passes" if len(outcomes) == 1 else "pass"
+    checks = number_of(len(outcomes), "check")
+    text = f"{number[PASS]} of {checks} of its own code {pass_}"
+    if number[FAIL]:
+        text += f", {number[FAIL]} {'fails' if number[FAIL] == 1 else 'fail'}"
+    return text + (f", {number[NOT_RUN]} not run" if number[NOT_RUN] else "")
+
+
+def cells(outcome: Mapping[str, Any]) -> tuple[str, ...]:
+    """Write an outcome in a table: check, function, errors, state; no errors if none exist."""
+    errors = [
+        "" if outcome["wanted"] is None else error_text(outcome[name])
+        for name in ("loss_error", "gradient_error")
+    ]
+    function = ".".join(outcome["function"].split(".")[-2:])
+    return (outcome["check"], function, *errors, outcome["state"])
