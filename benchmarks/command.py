@@ -4,48 +4,85 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
+import sys
+import time
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["run_command"]
+__all__ = ["run_command", "say"]
 
 Results = dict[str, Any]
 
 
 def run_command(
+    command: str,
     description: str | None,
     *,
-    quick_means: str,
-    measured: Callable[[bool], Results],
-    text: Callable[[Results], str],
+    measure: Callable[[bool], Results],
+    show: Callable[[Results], None],
     write_into: Callable[[Path, Results], None],
-    draw: Callable[[Results, Path], None],
+    draw: str,
 ) -> int:
     """Run the command line of a benchmark, on one core.
 
-    ``measured`` takes whether to be quick; ``write_into`` puts the tables into a Markdown file and
-    ``draw`` the pictures into a folder.
+    ``measure`` takes whether to be quick; ``write_into`` puts the tables into a Markdown file, and
+    the function ``draw`` of ``benchmarks.pictures`` puts pictures into a folder.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help=quick_means)
+    parser.add_argument("--quick", action="store_true", help="rough times, no launches; 20 s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers")
     parser.add_argument("--doc", type=Path, metavar="FILE", help="write the tables into it")
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw into it")
     parser.add_argument("--from", type=Path, metavar="FILE", dest="earlier", help="measure nothing")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    results = json.loads(args.earlier.read_text()) if args.earlier else measured(args.quick)
+    if args.earlier:
+        results = json.loads(args.earlier.read_text())
+    else:
+        machine = {
+            "command": command + " --quick" * args.quick,
+            "date": date.today().isoformat(),
+            "processor": _processor(),
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "load_at_start": os.getloadavg()[0],
+        }
+        started = time.perf_counter()
+        results = {"machine": machine, **measure(args.quick)}
+        machine["seconds"] = round(time.perf_counter() - started)
+        machine["load_at_end"] = os.getloadavg()[0]
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(results, indent=1) + "\n")
-    print(text(results))
+    show(results)
     if args.doc is not None:
         write_into(args.doc, results)
     if args.pictures is not None:
-        draw(results, args.pictures)
+        from benchmarks import pictures
+
+        args.pictures.mkdir(parents=True, exist_ok=True)
+        getattr(pictures, draw)(results, args.pictures / f"{draw}.png")
     return 0
+
+
+def _processor() -> str:
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        for line in information.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def say(text: str) -> None:
+    """Report progress on stderr: the tables go to stdout."""
+    print(f"... {text}", file=sys.stderr, flush=True)

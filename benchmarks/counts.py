@@ -1,26 +1,25 @@
-"""What is counted: operations, bytes, reads and tensors held, for any number of rows."""
+"""What is counted: operations, bytes and tensors held, for any number of sequences."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from benchmarks.counting import Counted, bytes_saved_for_backward, counted, device_path
+from benchmarks.counting import Counted, bytes_saved_for_backward, counted
 from benchmarks.workloads import AGGREGATION, TOKEN_MEAN, Workload
 from megatron_lossagg import Aggregation, Reducer
 
-PATHS = ("cpu", "device")
+DEVICES = ("cpu", "meta")
+"""``meta`` stands for every device that is not the CPU: there a read of a value raises."""
 MASK_TYPES = {"bool": torch.bool, "int32": torch.int32, "float32": torch.float32}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallCounts:
-    """One microbatch's reducer: built, called, and its share's backward."""
+    """One microbatch's reducer: built, called, and the backward of its partial loss."""
 
-    path: str
     build: Counted
     forward: Counted
     backward: Counted
@@ -40,34 +39,27 @@ class CallCounts:
 
     @property
     def build_bytes_per_position(self) -> float:
-        """Bytes per mask position to build.
-
-        On the CPU numpy's too; on the device path those that move on the device or to it.
-        """
-        on_host = self.build.numpy_bytes if self.path == "cpu" else 0
-        return (self.build.bytes + on_host) / self.num_positions
+        """Bytes per mask position to build."""
+        return self.build.bytes / self.num_positions
 
 
 def of_a_call(
     workload: Workload,
-    path: str = "cpu",
+    device: str = "cpu",
     mask_type: torch.dtype = torch.int32,
     aggregation: Aggregation = AGGREGATION,
 ) -> CallCounts:
-    """Count one microbatch on the CPU or as if its tensors were on a device."""
+    """Count one microbatch on a device; on ``meta`` any host sync is an error."""
     plan, layout = workload.plan.under(aggregation), workload.layout()
-    mask_P = workload.mask_P.to(mask_type)
-    x_T = workload.x_T.detach().requires_grad_()
-    rows = range(workload.num_sequences)
-    with device_path() if path == "device" else nullcontext():
-        with counted(mask_P) as build:
-            reducer = plan.reducer(rows, mask_P, layout)
-        with counted(mask_P, x_T, *tensors_of(reducer)) as forward:
-            share = reducer(x_T)
-        with counted(share) as backward:
-            share.backward()
+    mask_P = workload.mask_P.to(mask_type).to(device)
+    x_T = workload.x_T.detach().to(device).requires_grad_()
+    with counted() as build:
+        reducer = plan.reducer(range(workload.num_sequences), mask_P, layout)
+    with counted() as forward:
+        partial_loss = reducer(x_T)
+    with counted() as backward:
+        partial_loss.backward()
     return CallCounts(
-        path=path,
         build=build,
         forward=forward,
         backward=backward,
@@ -96,33 +88,17 @@ def held_for_backward(workload: Workload) -> Held:
     )
     losses = [workload.x_T.detach().requires_grad_() for _ in range(6)]
 
-    def shares(reducers: list[Reducer]) -> float:
+    def held(reducers: list[Reducer]) -> float:
         def call() -> Tensor:
             return torch.stack([r(x) for r, x in zip(reducers, losses, strict=False)]).sum()
 
         return bytes_saved_for_backward(call) / workload.num_local_tokens
 
-    own, token_mean, constant = (
-        reducer.plan.aggregation,
-        reducer.under(TOKEN_MEAN),
-        reducer.under(workload.constant),
-    )
+    own = reducer.plan.aggregation
+    token_mean, constant = reducer.under(TOKEN_MEAN), reducer.under(workload.constant)
     return Held(
-        one_call=shares([reducer]),
-        six_calls=shares([reducer] * 6),
-        six_calls_under=shares([reducer, *(reducer.under(own) for _ in range(5))]),
-        three_aggregations=shares([reducer, reducer, token_mean, token_mean, constant, constant]),
+        one_call=held([reducer]),
+        six_calls=held([reducer] * 6),
+        six_calls_under=held([reducer, *(reducer.under(own) for _ in range(5))]),
+        three_aggregations=held([reducer, reducer, token_mean, token_mean, constant, constant]),
     )
-
-
-def tensors_of(value: object, depth: int = 2) -> list[Tensor]:
-    """Find the tensors that an object of the package keeps, except the plan's: the host's."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, (dict, list, tuple)):
-        parts = value.values() if isinstance(value, dict) else value
-        return [tensor for part in parts for tensor in tensors_of(part, depth)]
-    if depth == 0 or not type(value).__module__.startswith("megatron_lossagg"):
-        return []
-    names = [name for name in getattr(value, "__dict__", {}) if name not in ("plan", "layout")]
-    return [tensor for name in names for tensor in tensors_of(getattr(value, name), depth - 1)]

@@ -88,18 +88,22 @@ def overall(parts: dict[str, Json], *, on_cpu: bool) -> str:
 
 def write(output: Path, verdict: str, parts: dict[str, Json], *, on_cpu: bool) -> None:
     """Write the result as JSON, as a page and as a summary in Markdown."""
-    from benchmarks import gpu_machine, gpu_page
+    from benchmarks import gpu_result
+    from megatron_lossagg.errors import LossAggregationError
 
     result = {
         "verdict": verdict,
         "on_cpu": on_cpu,
         "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": gpu_machine.facts(),
+        "machine": gpu_result.machine(),
         "parts": parts,
     }
     (output / "gpu.json").write_text(json.dumps(result, indent=1) + "\n")
-    (output / "gpu.html").write_text(gpu_page.page(result), encoding="utf-8")
-    (output / "summary.md").write_text(gpu_page.markdown(result))
+    (output / "summary.md").write_text(gpu_result.markdown(result))
+    try:
+        (output / "gpu.html").write_text(gpu_result.page(result), encoding="utf-8")
+    except LossAggregationError as error:  # jinja2 is missing, and nothing else is lost
+        print(f"no gpu.html: {error}", file=sys.stderr)
 
 
 def run_tests(output: Path, *, on_cpu: bool) -> Json:
@@ -108,7 +112,7 @@ def run_tests(output: Path, *, on_cpu: bool) -> Json:
         return part(NOT_RUN, "needs a GPU")
     if importlib.util.find_spec("pytest") is None:
         return part(NOT_RUN, "pytest is not installed: pip install pytest")
-    files = sorted((ROOT / "tests").glob("test_*.py"))
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
     marked = [str(file) for file in files if "mark.gpu" in file.read_text()]
     junit = output / "tests.xml"
     junit.unlink(missing_ok=True)
@@ -152,11 +156,10 @@ def run_verify(output: Path, *, on_cpu: bool) -> Json:
     to_verify = layouts_of(ranks)[-1:] if on_cpu else layouts_of(ranks)
     layouts, good = [], True
     for number, sizes in enumerate(to_verify):
-        name = f"verify_{number}"
-        if importlib.util.find_spec("rich") is None:
-            found = verify_without_tables(output, name, ranks, sizes, hidden)
-        else:
-            found = verify(output, name, ranks, sizes, hidden)
+        has_rich = importlib.util.find_spec("rich") is not None
+        found = (verify if has_rich else verify_without_tables)(
+            output, f"verify_{number}", ranks, sizes, hidden
+        )
         layouts.append(found)
         good = good and found["passed"]
     reason = "; ".join(layout["summary"] for layout in layouts)
@@ -178,10 +181,13 @@ def verify(
     file.unlink(missing_ok=True)
     options = [word for size, value in sizes.items() for word in (f"--{size}", str(value))]
     options += ["--sequence-parallel"] * ("tp" in sizes)
-    outputs = ["--json", str(file), "--html", str(file.with_suffix(".html"))]
+    outputs = ["--json", str(file)]
+    if importlib.util.find_spec("jinja2") is not None:
+        outputs += ["--html", str(file.with_suffix(".html"))]
     command = [*torchrun(ranks), "-m", "megatron_lossagg", "verify", *options, *outputs]
     passed = logged(command, output / f"{name}.txt", environment)
-    found: Json = {"passed": passed, "files": [file.name, f"{name}.html", f"{name}.txt"]}
+    files = [file.with_suffix(suffix) for suffix in (".json", ".html", ".txt")]
+    found: Json = {"passed": passed, "files": [f.name for f in files if f.exists()]}
     if not file.exists():
         return {**found, "passed": False, "summary": f"{name} ended before its report: {name}.txt"}
     report = json.loads(file.read_text())
@@ -193,7 +199,7 @@ def verify(
 def verify_without_tables(
     output: Path, name: str, ranks: int, sizes: dict[str, int], environment: dict[str, str]
 ) -> Json:
-    """Run the same verification by its ranks' module, where rich is not installed."""
+    """Run the same verification by its ranks' module, if rich is not installed."""
     from megatron_lossagg.verify.cases import CASES
     from megatron_lossagg.verify.job import Job
     from megatron_lossagg.verify.parallelism import Parallelism
@@ -202,7 +208,7 @@ def verify_without_tables(
     layout = Parallelism(dp=ranks // others, sequence_parallel="tp" in sizes, **sizes)
     job = Job(layouts=[layout], cases=CASES)
     job_file, events = output / f"{name}_job.json", output / f"{name}_events.jsonl"
-    job_file.write_text(job.to_json())
+    job.write(job_file)
     events.unlink(missing_ok=True)
     command = [*torchrun(ranks), "-m", "megatron_lossagg.verify", str(job_file), str(events)]
     passed = logged(command, output / f"{name}.txt", environment)
@@ -244,7 +250,7 @@ def part(verdict: str, reason: str = "") -> Json:
 def logged(arguments: list[str], log: Path, environment: dict[str, str] | None = None) -> bool:
     """Run a Python command of this checkout; print and keep its output; whether it passed."""
     given = filter(None, [os.environ.get("PYTHONPATH")])
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *given])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support"), *given])
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,

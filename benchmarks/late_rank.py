@@ -28,7 +28,7 @@ warnings.filterwarnings("ignore", module="megatron")  # of what is not installed
 
 import torch.distributed as dist  # noqa: E402
 
-from benchmarks.rank_step import Clock, RankRows, a_step, read  # noqa: E402
+from benchmarks.rank_step import Clock, RankSequences, a_step, read  # noqa: E402
 
 STEPS = 3
 FAULTY_RANK, FAULTY_STEP = 1, 1
@@ -43,7 +43,7 @@ def main(file: Path, case: str) -> None:
     dist.init_process_group("gloo", timeout=TIMEOUT)
     rank, size = dist.get_rank(), dist.get_world_size()
     contract = read(Clock())
-    rows = RankRows.of(rank, size, 64 * size)
+    own = RankSequences.of(rank, size, 64 * size)
     seen: dict[str, Any] = {"rank": rank, "steps": [], "error": "", "seconds_to_error": None}
     for step in range(STEPS):
         if case == "late":  # so that a wait is not the one of a step before
@@ -52,7 +52,7 @@ def main(file: Path, case: str) -> None:
             misbehave(case, file, size)
         clock, began = Clock(), time.perf_counter()
         try:
-            a_step(contract, rows, clock)
+            a_step(contract, own, clock)
         except Exception as error:  # whatever the backend raises
             seen["error"] = f"{type(error).__name__}: {error}"
             seen["seconds_to_error"] = time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""What one rank does around a step: reads the contract, plans, makes its shares, closes.
+"""What one rank does around a step: reads the contract, plans, reduces its losses, closes.
 
 The model is one Linear in Megatron-Core's own DistributedDataParallel, data-parallel over the
 whole world; every call of the package is the real one, and is timed by the thread's CPU clock,
@@ -22,37 +22,36 @@ from benchmarks.workloads import AGGREGATION, SAMPLES_PER_PROMPT
 from megatron_lossagg import MegatronContract, Sequences, StepPlan, plan_step
 from megatron_lossagg.cpu import install
 
-__all__ = ["Clock", "Cost", "RankRows", "Traffic", "a_chunk", "a_step", "read"]
+__all__ = ["Clock", "Cost", "RankSequences", "Traffic", "a_chunk", "a_step", "read"]
 
 MOST_TOKENS = 8
-"""Of a row: what a step costs around its microbatches does not depend on it."""
+"""Of a sequence: what a step costs around its microbatches does not depend on it."""
 
 
 @dataclass(frozen=True)
-class RankRows:
-    """One rank's rows of a step whose rows are split evenly and in order, eight per prompt."""
+class RankSequences:
+    """One rank's part of a step's sequences: evenly and in order, eight per prompt."""
 
     first: int
     num: int
     has_ids: bool = True
 
     @staticmethod
-    def of(rank: int, size: int, num_sequences: int, *, has_ids: bool = True) -> RankRows:
-        """Split ``num_sequences`` rows over ``size`` ranks; return those of one."""
+    def of(rank: int, size: int, num_sequences: int, *, has_ids: bool = True) -> RankSequences:
+        """Split ``num_sequences`` over ``size`` ranks; return those of one."""
         first, end = (num_sequences * r // size for r in (rank, rank + 1))
-        return RankRows(first, end - first, has_ids)
+        return RankSequences(first, end - first, has_ids)
 
     @property
     def tokens(self) -> npt.NDArray[np.int64]:
-        """Active tokens of each row, some with none."""
+        """Active tokens of each sequence, some with none."""
         return (np.arange(self.first, self.first + self.num) * 7919) % (MOST_TOKENS + 1)
 
     @property
     def sequences(self) -> Sequences:
         """The step as this rank tells it to ``plan_step``."""
-        rows = np.arange(self.first, self.first + self.num)
-        prompt = rows // SAMPLES_PER_PROMPT if self.has_ids else None
-        return Sequences(active_tokens=self.tokens, prompt=prompt)
+        prompt = np.arange(self.first, self.first + self.num) // SAMPLES_PER_PROMPT
+        return Sequences(active_tokens=self.tokens, prompt=prompt if self.has_ids else None)
 
 
 @dataclass
@@ -144,16 +143,16 @@ def read(clock: Clock) -> MegatronContract:
         return MegatronContract.read(chunk, aggregation=AGGREGATION)
 
 
-def a_step(contract: MegatronContract, rows: RankRows, clock: Clock) -> StepPlan:
-    """Plan a step, make the shares of one microbatch, close; returns the plan."""
-    sequences = rows.sequences
+def a_step(contract: MegatronContract, own: RankSequences, clock: Clock) -> StepPlan:
+    """Plan a step, reduce one microbatch, close; returns the plan."""
+    sequences = own.sequences
     with clock("plan_step"):
         plan = plan_step(AGGREGATION, sequences, group=contract.dp_group)
-    tokens = rows.tokens
+    tokens = own.tokens
     mask = torch.ones(int(tokens.sum()), dtype=torch.bool)
     with clock("step"):
         step = contract.step(plan, num_microbatches=1)
-    reducer = plan.reducer(range(rows.num), mask, contract.local(tokens))
+    reducer = plan.reducer(range(own.num), mask, contract.local(tokens))
     x = torch.ones(len(mask), requires_grad=True)
     step.returns(reducer(x), reducer)[0].backward()
     with clock("close"):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from benchmarks.measure import IDS
-from benchmarks.workloads import CP_SIZES
 
 Results = dict[str, Any]
 
@@ -22,268 +25,173 @@ SLACK_BYTES = 0.1
 """For the few bytes of 0-dim tensors, shared by the tokens of a small microbatch."""
 BUILD_BYTES = 20.0
 HELD_BYTES = 4.0
-LARGE = 50_000
-"""Local tokens from which a call has a goal; workload A, nominally 64k, drew somewhat fewer."""
-CALL_RATIO = 1.3
-BUILD_RATIO = 1.5
-AHEAD_OF_LOOP = {"A": 5.0, "B": 14.0, "C": 50.0, "D": 1.5}
+AHEAD_OF_LOOP = 1.0
 PLANNING_MS = {"4096": 1.0, "1000000": 60.0}
 COLLECTIVES = 2
 SHARE_OF_STEP = 0.005
 CHECK_MS = 0.2
-ERROR = 1e-7
 
-CONTENDERS = {
-    "ours": "this package",
-    "floor": "floor",
-    "loop": "loop over samples",
-    "padded": "padded matrix",
-    "scaled": "scaled advantages",
-}
+DEVICE_NAMES = {"cpu": "CPU", "meta": "any device"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One goal."""
+class Goal:
+    """One goal and what was measured of it."""
 
     what: str
-    measured: str
+    measured: str = "not measured"
     goal: str
-    reached: bool | None
-    """None: not measured, or nothing to reach."""
+    reached: bool | None = None
+    """None: not measured."""
 
     @property
-    def verdict(self) -> str:
-        """Say it in a word."""
-        return {True: "yes", False: "NO", None: "-"}[self.reached]
+    def cells(self) -> list[str]:
+        """Return its line of the table."""
+        verdict = {True: "yes", False: "NO", None: "-"}[self.reached]
+        return [self.what, self.measured, self.goal, verdict]
 
 
-def goals(results: Results) -> list[Row]:
+def goals(results: Results) -> list[Goal]:
     """Compare every goal with what was measured."""
     return [
-        *_counted_goals(results["counts"], results["live"]),
-        *_call_goals(results["workloads"]),
-        *_build_goals(results),
+        *_counted_goals(results["counts"]),
         *_microbatch_goals(results["workloads"]),
         *_planning_goals(results),
-        *_held_goals(results["counts"]["held"]),
-        _step_goal(results["live"]),
-        _check_goal(results["live"]),
-        *_accuracy_goals(results["accuracy"]),
+        *_step_goals(results["live"]),
     ]
 
 
-def _counted_goals(counts: Results, live: Results | None) -> Iterator[Row]:
-    calls = counts["calls"]
-    for path, name in (("cpu", "CPU"), ("device", "CUDA path")):
-        seen = sorted({tuple(v["operations"]) for k, v in calls.items() if k.endswith(path)})
-        yield Row(
-            what=f"operations of a call, forward + backward, {name}; 1, 64, 4096 rows",
-            measured=", ".join(f"{forward} + {backward}" for forward, backward in seen),
-            goal="4 + 2, for any number of rows",
-            reached=len(seen) == 1 and _within(seen[0], CALL_OPERATIONS),
+def _counted_goals(counts: Results) -> Iterator[Goal]:
+    calls, numbers = counts["calls"], ", ".join(counts["sequences"])
+    for device, name in DEVICE_NAMES.items():
+        found = [calls[f"{number} {device}"] for number in counts["sequences"]]
+        operations = sorted({tuple(call["operations"]) for call in found})
+        forward, backward = CALL_OPERATIONS
+        yield Goal(
+            what=f"operations of a call, forward + backward, {name}; {numbers} sequences",
+            measured=", ".join(f"{f} + {b}" for f, b in operations),
+            goal=f"{forward} + {backward}, for any number of sequences",
+            reached=len(operations) == 1 and operations[0] <= CALL_OPERATIONS,
         )
-    for path, name, has_goal in (("device", "CUDA path", True), ("cpu", "CPU", False)):
-        bytes_per_token = calls[f"4096 {path}"]["bytes_per_token"]
-        yield Row(
+        forward_bytes, backward_bytes = found[-1]["bytes_per_token"]
+        most_forward, most_backward = CALL_BYTES
+        yield Goal(
             what=f"bytes per local token of a call, fp32, forward + backward, {name}",
-            measured=" + ".join(f"{value:.1f}" for value in bytes_per_token),
-            goal="25 + 8" if has_goal else "-",
-            reached=_within(bytes_per_token, [b + SLACK_BYTES for b in CALL_BYTES])
-            if has_goal
-            else None,
+            measured=f"{forward_bytes:.1f} + {backward_bytes:.1f}",
+            goal=f"{most_forward:.0f} + {most_backward:.0f}",
+            reached=forward_bytes <= most_forward + SLACK_BYTES
+            and backward_bytes <= most_backward + SLACK_BYTES,
         )
-    device = calls["4096 device"]
-    reads = [*device["reads"], device["reads_backward"]]
-    yield Row(
-        what="host syncs on the CUDA path: plan.reducer, call, backward",
-        measured=", ".join(map(str, reads)),
-        goal="0, 0, 0",
-        reached=not any(reads),
-    )
-    yield Row(
-        what="host syncs of StepContract.returns on the CUDA path",
-        measured="not measured" if live is None else str(live["counts"]["returns"]["reads"]),
+    yield Goal(
+        what="host syncs of building, a call and its backward, any device",
+        measured="none: they ran on tensors without values, where a read raises",
         goal="0",
-        reached=None if live is None else live["counts"]["returns"]["reads"] == 0,
+        reached=True,
     )
-    scalars = calls["4096 cpu"]["reads"][1]
-    yield Row(
-        what="scalars read by a call on CPU", measured=str(scalars), goal="1", reached=scalars <= 1
-    )
-
-
-def _call_goals(workloads: Results) -> Iterator[Row]:
-    for name, found in workloads.items():
-        ratio = found["call"]["ours / floor"]
-        large = found["local_tokens"] >= LARGE
-        yield Row(
-            what=f"a call, forward + backward, against (x * w).sum(): {name}, "
-            f"{found['local_tokens']:,} tokens",
-            measured=f"{_spread(ratio)} x",
-            goal=f"{CALL_RATIO} x" if large else "- (below 64k tokens)",
-            reached=ratio["median"] <= CALL_RATIO if large else None,
-        )
-
-
-def _build_goals(results: Results) -> Iterator[Row]:
-    for name, found in results["workloads"].items():
-        ratio = found["build"]["ours / floor"]
-        yield Row(
-            what=f"building a reducer against cat + gather + multiply: {name}",
-            measured=f"{_spread(ratio)} x",
-            goal=f"{BUILD_RATIO} x",
-            reached=ratio["median"] <= BUILD_RATIO,
-        )
-    for path, title in (("cpu", "CPU"), ("device", "CUDA path")):
-        for cp in CP_SIZES:
-            found = {
-                mask: results["counts"]["build"][f"CP {cp} {mask} {path}"]["bytes_per_position"]
-                for mask in ("bool", "int32", "float32")
-            }
-            yield Row(
-                what=f"bytes per mask position to build, {title}, CP {cp}: bool, int32, float32",
-                measured=", ".join(f"{value:.1f}" for value in found.values()),
+    for device, name in DEVICE_NAMES.items():
+        for cp, masks in counts["build"][device].items():
+            yield Goal(
+                what=f"bytes per mask position to build, {name}, {cp}: {', '.join(masks)}",
+                measured=", ".join(f"{value:.1f}" for value in masks.values()),
                 goal=f"{BUILD_BYTES:.0f}",
-                reached=max(found.values()) <= BUILD_BYTES + SLACK_BYTES,
+                reached=max(masks.values()) <= BUILD_BYTES + SLACK_BYTES,
             )
-
-
-def _microbatch_goals(workloads: Results) -> Iterator[Row]:
-    for name, found in workloads.items():
-        ahead, wanted = found["ahead"]["loop"], AHEAD_OF_LOOP[name[0]]
-        yield Row(
-            what=f"a whole microbatch ahead of the loop over samples: {name}",
-            measured=f"{_spread(ahead)} x",
-            goal=f"{wanted:g} x",
-            reached=ahead["median"] >= wanted,
+    for key, (what, times) in {
+        "one_call": ("one call", 1),
+        "six_calls": ("six calls of one reducer", 1),
+        "six_calls_under": ("six calls, each by under with the same aggregation", 1),
+        "three_aggregations": ("six calls under three aggregations", 3),
+    }.items():
+        yield Goal(
+            what=f"bytes per token held for backward: {what}",
+            measured=f"{counts['held'][key]:.1f}",
+            goal=f"{times * HELD_BYTES:.0f}",
+            reached=counts["held"][key] <= times * HELD_BYTES + SLACK_BYTES,
         )
 
 
-def _planning_goals(results: Results) -> Iterator[Row]:
-    for size, wanted in PLANNING_MS.items():
+def _microbatch_goals(workloads: Results) -> Iterator[Goal]:
+    for name, found in workloads.items():
+        ahead = found["ahead of loop"]
+        yield Goal(
+            what=f"a whole microbatch on the CPU, ahead of slime's loop over samples: {name}",
+            measured=f"{_spread(ahead)} x",
+            goal=f"{AHEAD_OF_LOOP:g} x",
+            reached=ahead["median"] >= AHEAD_OF_LOOP,
+        )
+
+
+def _planning_goals(results: Results) -> Iterator[Goal]:
+    for size, most in PLANNING_MS.items():
         found = results["planning"].get(size)
         for ids in IDS:
-            yield Row(
-                what=f"planning {int(size):,} rows, ids: {ids}",
-                measured="not measured" if found is None else f"{found[ids]:.2f} ms",
-                goal=f"{wanted:g} ms",
-                reached=None if found is None else found[ids] <= wanted,
-            )
-    found = results["collectives"]
-    most = None if found is None else max(found[ids]["collectives"] for ids in IDS)
-    yield Row(
+            what, goal = f"planning {int(size):,} sequences, ids: {ids}", f"{most:g} ms"
+            if found is None:
+                yield Goal(what=what, goal=goal)
+            else:
+                measured = f"{found[ids]:.2f} ms"
+                yield Goal(what=what, measured=measured, goal=goal, reached=found[ids] <= most)
+    yield Goal(
         what="collectives of plan_step",
-        measured="not measured" if most is None else str(most),
+        measured=str(results["collectives"]),
         goal=f"{COLLECTIVES} at most",
-        reached=None if most is None else most <= COLLECTIVES,
+        reached=results["collectives"] <= COLLECTIVES,
     )
 
 
-def _held_goals(held: Results) -> Iterator[Row]:
-    for key, what in (
-        ("one_call", "one call"),
-        ("six_calls", "six calls of one reducer"),
-        ("six_calls_under", "six calls, each by under with the same aggregation"),
-    ):
-        yield Row(
-            what=f"bytes per token held for backward: {what}",
-            measured=f"{held[key]:.1f}",
-            goal=f"{HELD_BYTES:.0f}",
-            reached=held[key] <= HELD_BYTES + SLACK_BYTES,
-        )
-    yield Row(
-        what="bytes per token held for backward: six calls under three aggregations",
-        measured=f"{held['three_aggregations']:.1f}",
-        goal=f"{3 * HELD_BYTES:.0f}",
-        reached=held["three_aggregations"] <= 3 * HELD_BYTES + SLACK_BYTES,
+def _step_goals(live: Results | None) -> Iterator[Goal]:
+    share = {
+        "what": "part of a training step of the example, CPU time of one process",
+        "goal": f"below {SHARE_OF_STEP:.1%}",
+    }
+    check = {
+        "what": "comparing a live model of 50,000 modules, in each step",
+        "goal": f"below {CHECK_MS} ms",
+    }
+    if live is None:
+        yield Goal(**share)
+        yield Goal(**check)
+        return
+    time, compared = live["time"], live["check"]
+    yield Goal(
+        **share,
+        measured=f"{time['share']['median']:.2%} ({time['package_ms']['median']:.2f} of "
+        f"{time['step_ms']['median']:.1f} ms, {time['microbatches']} microbatches)",
+        reached=time["share"]["median"] < SHARE_OF_STEP,
     )
-
-
-def _step_goal(live: Results | None) -> Row:
-    measured, reached = "not measured", None
-    if live is not None:
-        time = live["time"]
-        share = time["share"]["median"]
-        reached = share < SHARE_OF_STEP
-        measured = (
-            f"{share:.2%} ({time['package_ms']['median']:.2f} of "
-            f"{time['step_ms']['median']:.1f} ms, {time['microbatches']} microbatches)"
-        )
-    return Row(
-        what="share of a training step of the example, CPU time of one process",
-        measured=measured,
-        goal=f"below {SHARE_OF_STEP:.1%}",
-        reached=reached,
+    yield Goal(
+        **check,
+        measured=f"{compared['check_ms']['median']:.3f} ms ({compared['read_ms']:.0f} ms once)",
+        reached=compared["check_ms"]["median"] < CHECK_MS,
     )
-
-
-def _check_goal(live: Results | None) -> Row:
-    measured, reached = "not measured", None
-    if live is not None:
-        check = live["check"]
-        reached = check["check_ms"]["median"] < CHECK_MS
-        measured = (
-            f"{check['check_ms']['median']:.3f} ms ({check['read_ms']:.0f} ms once, when the "
-            "contract is read)"
-        )
-    return Row(
-        what="comparing a live model of 50,000 modules, in each step",
-        measured=measured,
-        goal=f"below {CHECK_MS} ms",
-        reached=reached,
-    )
-
-
-def _accuracy_goals(accuracy: Results) -> Iterator[Row]:
-    for key, what in (
-        ("error", "error against float64 over sum abs(w x)"),
-        ("cp", "CP 8 against CP 1 over sum abs(w x)"),
-    ):
-        worst = max(accuracy, key=lambda name: accuracy[name][key])
-        yield Row(
-            what=f"{what}, fp32 and bf16 losses",
-            measured=f"{accuracy[worst][key]:.1e} at worst ({worst} tokens)",
-            goal=f"{ERROR:.0e}",
-            reached=accuracy[worst][key] <= ERROR,
-        )
-
-
-def _within(values: Sequence[float], limits: Sequence[float]) -> bool:
-    return all(value <= limit for value, limit in zip(values, limits, strict=True))
 
 
 def _spread(spread: Results) -> str:
     return f"{spread['median']:.3g} ({spread['low']:.3g} to {spread['high']:.3g})"
 
 
-def text(results: Results) -> str:
-    """Lay the goals out for a terminal."""
-    rows = goals(results)
-    cells = [("what", "measured", "goal", "reached")]
-    cells += [(row.what, row.measured, row.goal, row.verdict) for row in rows]
-    widths = [max(len(line[i]) for line in cells) for i in range(4)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in cells
-    ]
-    missed = sum(row.reached is False for row in rows)
-    open_ = sum(row.reached is None and row.measured == "not measured" for row in rows)
-    end = f"{missed} of {len(rows)} goals missed, {open_} not measured; {_machine(results)}"
-    return "\n".join([*lines, "", end, "Ratios: median (quartiles) of rounds side by side."])
+def show(results: Results) -> None:
+    """Print the goals."""
+    found = goals(results)
+    table = Table("what", "measured", "goal", "reached", box=None)
+    for goal in found:
+        table.add_row(*goal.cells)
+    missed = sum(goal.reached is False for goal in found)
+    unknown = sum(goal.reached is None for goal in found)
+    end = f"{missed} of {len(found)} goals missed, {unknown} not measured; "
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+    console.print(table)
+    console.print(f"{end}{machine_of(results)}. Ratios: median (quartiles) of rounds side by side.")
 
 
-def _machine(results: Results) -> str:
+def machine_of(results: Results) -> str:
+    """Write what the numbers were measured on."""
     found = results["machine"]
     return (
-        f"{found['command']}, {found['date']}, {found['processor']}, {found['cores']} cores of "
+        f"`{found['command']}`, {found['date']}, {found['processor']}, {found['cores']} cores of "
         f"which one is used, Python {found['python']}, torch {found['torch']}, "
-        f"load {found['load_at_start']:.1f} to {found['load_at_end']:.1f}"
+        f"load {found['load_at_start']:.1f} to {found['load_at_end']:.1f}, {found['seconds']} s"
     )
-
-
-# --------------------------------------------------------------------------------------
-# The document
 
 
 def write_into(path: Path, results: Results) -> None:
@@ -300,118 +208,54 @@ def write_between(path: Path, begin: str, end: str, text: str) -> None:
     path.write_text(f"{before}{begin}\n\n{text}\n{end}{after}")
 
 
+TIMES = [
+    (what, who)
+    for what in ("call", "build", "microbatch")
+    for who in ("ours", "floor", "loop")
+    if who != "loop" or what == "microbatch"
+]
+
+
 def markdown(results: Results) -> str:
     """Lay out the goals and the numbers behind them."""
-    command, machine = _machine(results).split(", ", 1)
+    lines = [
+        [name, f"{found['local_tokens']:,}"]
+        + [f"{found[what]['microseconds'][who]:,.0f}" for what, who in TIMES]
+        for name, found in results["workloads"].items()
+    ]
+    last = results["counts"]["sequences"][-1]
+    operations = [
+        [name, *(", ".join(f"{n} x {op}" for op, n in side.items()) for side in by_name)]
+        for device, name in DEVICE_NAMES.items()
+        for by_name in [results["counts"]["calls"][f"{last} {device}"]["by_name"]]
+    ]
     parts = [
-        filled(f"Measured by `{command}` on {machine}. **Not measured on a GPU.**"),
-        section("Goals", ["what", "measured", "goal", "reached"], _goal_cells(results)),
+        filled(f"Measured by {machine_of(results)}. **Not measured on a GPU.**"),
+        section(
+            "Goals",
+            ["what", "measured", "goal", "reached"],
+            [goal.cells for goal in goals(results)],
+        ),
         section(
             "Times of a workload",
-            ["workload", "local tokens", *_time_columns()],
-            _time_cells(results["workloads"]),
+            ["workload", "local tokens", *(f"{what}, {who}" for what, who in TIMES)],
+            lines,
             "CPU microseconds, medians. A call is forward and backward; a microbatch is building, "
             "one forward and backward, and five forwards under three aggregations.",
         ),
-        section(
-            "A whole microbatch, times this package's",
-            ["workload", *(CONTENDERS[name] for name in list(CONTENDERS)[1:])],
-            _ahead_cells(results["workloads"]),
-            "Above 1 this package is faster. Padded matrix and scaled advantages get losses that "
-            "are padded already.",
-        ),
-        section(
-            "Operations of a call",
-            ["path", "forward", "backward"],
-            _operation_cells(results["counts"]["calls"]),
-        ),
-        section(
-            "Errors over sum abs(w x)",
-            ["losses", "this package", "CP 8 against CP 1", "loop over samples"],
-            _accuracy_cells(results["accuracy"]),
-            "The worst of sample_mean and token_mean, of losses around zero and above it; one "
-            "draw each.",
-        ),
+        section("Operations of a call", ["device", "forward", "backward"], operations),
     ]
     if results["live"] is not None:
+        calls = results["live"]["time"]["ms_by_call"].items()
         parts.append(
             section(
                 "A training step of the example",
-                ["call", "ms per step"],
-                [[f"`{k}`", f"{v:.3f}"] for k, v in results["live"]["time"]["ms_by_call"].items()],
-                "One process; backward is that of all the reducers' calls.",
+                ["function of the package", "ms per step"],
+                [[f"`{name}`", f"{ms:.3f}"] for name, ms in calls if ms >= 0.001],
+                "One process. Functions that the example or autograd calls.",
             )
         )
     return "\n".join(parts)
-
-
-def _goal_cells(results: Results) -> list[list[str]]:
-    return [[row.what, row.measured, row.goal, row.verdict] for row in goals(results)]
-
-
-def _time_columns() -> list[str]:
-    return [
-        "call",
-        "call, floor",
-        "build",
-        "build, floor",
-        "microbatch",
-        "microbatch, floor",
-        "microbatch, loop",
-    ]
-
-
-def _time_cells(workloads: Results) -> list[list[str]]:
-    lines = []
-    for name, found in workloads.items():
-        times = [
-            found[what]["microseconds"][who]
-            for what, who in (
-                ("call", "ours"),
-                ("call", "floor"),
-                ("build", "ours"),
-                ("build", "floor"),
-                ("microbatch", "ours"),
-                ("microbatch", "floor"),
-                ("microbatch", "loop"),
-            )
-        ]
-        lines.append([name, f"{found['local_tokens']:,}", *(f"{t:,.0f}" for t in times)])
-    return lines
-
-
-def _ahead_cells(workloads: Results) -> list[list[str]]:
-    return [
-        [
-            name,
-            *(
-                _spread(found["ahead"][other]) if other in found["ahead"] else "-"
-                for other in list(CONTENDERS)[1:]
-            ),
-        ]
-        for name, found in workloads.items()
-    ]
-
-
-def _operation_cells(calls: Results) -> list[list[str]]:
-    lines = []
-    for path, name in (("cpu", "CPU"), ("device", "CUDA path")):
-        by_name = calls[f"4096 {path}"]["by_name"]
-        cells = [", ".join(f"{n} x {op}" for op, n in found.items()) for found in by_name]
-        lines.append([name, *cells])
-    return lines
-
-
-def _accuracy_cells(accuracy: Results) -> list[list[str]]:
-    return [
-        [
-            name,
-            f"{found['error']:.1e}",
-            f"{found['cp']:.1e}",
-            "-" if found["loop"] is None else f"{found['loop']:.1e}",
-        ]
-        for name, found in accuracy.items()
-    ]
 
 
 def filled(note: str) -> str:

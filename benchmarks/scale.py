@@ -3,18 +3,16 @@
     python -m benchmarks.scale [--quick] [--json FILE] [--doc FILE] [--pictures FOLDER]
 
 Up to 1,024 ranks are threads of this process that exchange what they have (``in_process.py``),
-each with rows of its own: every rank's weights are compared with those of one process that has
-all rows. Up to 16,384 ranks, one rank of torch's fake process group runs alone: its sizes and
-calls are the real ones, the others' rows are copies of its own. A late and a lost rank are run
+each with sequences of its own: every rank's weights are compared with those of one process that has
+all sequences. Up to 16,384 ranks, one rank of torch's fake process group runs alone: its sizes and
+calls are the real ones, the others' sequences are copies of its own. A late and a lost rank are run
 on gloo (``late_rank.py``). ``--from`` takes the numbers of an earlier run.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -31,11 +29,12 @@ import numpy as np  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
-from benchmarks import run, scale_report  # noqa: E402
-from benchmarks.command import run_command  # noqa: E402
+from benchmarks import scale_report  # noqa: E402
+from benchmarks.command import run_command, say  # noqa: E402
 from benchmarks.counting import counted  # noqa: E402
 from benchmarks.in_process import run_ranks, traffic  # noqa: E402
-from benchmarks.rank_step import Clock, Cost, RankRows, a_step, read  # noqa: E402
+from benchmarks.rank_step import Clock, Cost, RankSequences, a_step, read  # noqa: E402
+from benchmarks.run import launched  # noqa: E402
 from benchmarks.workloads import AGGREGATION  # noqa: E402
 from megatron_lossagg import plan_step  # noqa: E402
 
@@ -44,108 +43,85 @@ Json = dict[str, Any]
 THREADS = (2, 4, 16, 64, 256, 1024)
 ALONE = (*THREADS, 2048, 16384)
 QUICK_THREADS, QUICK_ALONE = (2, 8, 64), (2, 64, 1024)
-ROWS_PER_RANK = 64
-ROWS = 1_000_000
+PER_RANK = 64
+ALL = 1_000_000
 REPEATS = 5
 
 WORKLOADS: dict[str, tuple[Callable[[int], int], bool]] = {
-    scale_report.NO_IDS: (lambda size: ROWS_PER_RANK * size, False),
-    scale_report.WITH_IDS: (lambda size: ROWS_PER_RANK * size, True),
-    scale_report.A_MILLION: (lambda size: ROWS, True),
+    scale_report.NO_IDS: (lambda size: PER_RANK * size, False),
+    scale_report.WITH_IDS: (lambda size: PER_RANK * size, True),
+    scale_report.A_MILLION: (lambda size: ALL, True),
 }
-"""Rows of the step for a number of ranks, and whether they have prompt ids."""
+"""Sequences of the step for a number of ranks, and whether they have prompt ids."""
 
 
 def main() -> int:
     """Run the command line."""
     return run_command(
+        "python -m benchmarks.scale",
         __doc__,
-        quick_means="few ranks, no launches; 20 s",
-        measured=measured,
-        text=scale_report.markdown,
+        measure=measured,
+        show=lambda results: print(scale_report.markdown(results)),
         write_into=scale_report.write_into,
-        draw=draw,
+        draw="scale",
     )
-
-
-def draw(results: Json, folder: Path) -> None:
-    """Draw the costs against the number of ranks."""
-    from benchmarks import pictures
-
-    folder.mkdir(parents=True, exist_ok=True)
-    pictures.scale(results, folder / "scale.png")
 
 
 def measured(quick: bool) -> Json:
     """Run every workload on every number of ranks; launches are None with ``quick``."""
-    started = time.perf_counter()
-    results: Json = {
-        "machine": {**run.machine(), "command": "python -m benchmarks.scale"},
-        "threads": {},
-        "alone": {},
-        "late": None,
-    }
-    results["machine"]["command"] += " --quick" if quick else ""
-    for name, (rows_of, has_ids) in WORKLOADS.items():
-        results["threads"][name] = [
-            in_threads(size, rows_of(size), has_ids=has_ids)
-            for size in (QUICK_THREADS if quick else THREADS)
-        ]
-        results["alone"][name] = [
-            alone(size, rows_of(size), has_ids=has_ids)
-            for size in (QUICK_ALONE if quick else ALONE)
-        ]
+    results: Json = {"threads": {}, "alone": {}, "late": None}
+    for name, (sequences_of, has_ids) in WORKLOADS.items():
+        for side, at, sizes in (
+            ("threads", in_threads, QUICK_THREADS if quick else THREADS),
+            ("alone", alone, QUICK_ALONE if quick else ALONE),
+        ):
+            results[side][name] = [at(n, sequences_of(n), has_ids=has_ids) for n in sizes]
     if not quick:
-        run.say("a late and a lost rank")
+        say("a late and a lost rank")
         results["late"] = {
-            case: run.launched("benchmarks.late_rank", case, processes=4)
-            for case in ("late", "lost")
+            case: launched("benchmarks.late_rank", case, processes=4) for case in ("late", "lost")
         }
-    results["machine"]["seconds"] = round(time.perf_counter() - started)
-    results["machine"]["load_at_end"] = os.getloadavg()[0]
     return results
 
 
 def in_threads(size: int, num_sequences: int, *, has_ids: bool) -> Json:
     """Run every rank of a world in this process; the cost of each call, its median over ranks.
 
-    Raises where a rank's weights or totals differ from those of one process with all rows.
+    Raises where a rank's weights or totals differ from those of one process with all sequences.
     """
-    run.say(f"{size} ranks in threads, {num_sequences} rows")
-    whole = plan_step(AGGREGATION, RankRows(0, num_sequences, has_ids).sequences)
+    say(f"{size} ranks in threads, {num_sequences} sequences")
+    whole = plan_step(AGGREGATION, RankSequences(0, num_sequences, has_ids).sequences)
     weights_A = whole.weights.numpy()
 
     def work(rank: int) -> dict[str, Cost]:
         clock = Clock(traffic=traffic())
-        rows = RankRows.of(rank, size, num_sequences, has_ids=has_ids)
-        plan = a_step(read(clock), rows, clock)
-        own = weights_A[rows.first : rows.first + rows.num]
-        if plan.totals != whole.totals or not np.array_equal(plan.weights.numpy(), own):
+        own = RankSequences.of(rank, size, num_sequences, has_ids=has_ids)
+        plan = a_step(read(clock), own, clock)
+        expected = weights_A[own.first : own.first + own.num]
+        if plan.totals != whole.totals or not np.array_equal(plan.weights.numpy(), expected):
             raise SystemExit(f"rank {rank} of {size} plans another step than one process does")
         return clock.costs
 
-    started = time.perf_counter()
-    costs = run_ranks(size, work)
-    return {**point(size, num_sequences, costs), "seconds": time.perf_counter() - started}
+    return point(size, num_sequences, run_ranks(size, work))
 
 
 def alone(size: int, num_sequences: int, *, has_ids: bool) -> Json:
     """Run rank 0 of a world of ``size`` alone, on torch's fake group; medians over repeats.
 
-    It has the rows of the last rank, which has most: the others are padded to them.
+    It has the sequences of the last rank, which has most: the others are padded to them.
     """
-    run.say(f"rank 0 of {size}, {num_sequences} rows")
-    rows = RankRows.of(size - 1, size, num_sequences, has_ids=has_ids)
+    say(f"rank 0 of {size}, {num_sequences} sequences")
+    own = RankSequences.of(size - 1, size, num_sequences, has_ids=has_ids)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
         costs = []
         for _ in range(REPEATS):
             clock = Clock()
-            a_step(read(clock), rows, clock)
+            a_step(read(clock), own, clock)
             costs.append(clock.costs)
         found = point(size, num_sequences, costs)
         with counted() as counts:
-            plan_step(AGGREGATION, rows.sequences, group=dist.group.WORLD)
+            plan_step(AGGREGATION, own.sequences, group=dist.group.WORLD)
         brought = {"collectives": counts.num_collectives, "bytes": counts.collective_bytes}
         found["plan_step"].update(brought)
         for call in ("read", "step", "close"):  # not traced
@@ -164,7 +140,7 @@ def point(size: int, num_sequences: int, costs: Sequence[dict[str, Cost]]) -> Js
         }
         for call in costs[0]
     }
-    return {"ranks": size, "rows": num_sequences, **summary}
+    return {"ranks": size, "sequences": num_sequences, **summary}
 
 
 if __name__ == "__main__":

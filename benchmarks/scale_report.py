@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import filled, section, write_between
+from benchmarks.report import filled, machine_of, section, write_between
 
 Results = dict[str, Any]
 
@@ -13,9 +13,9 @@ BEGIN = "<!-- scale: begin; written by `python -m benchmarks.scale --doc`, not b
 END = "<!-- scale: end -->"
 
 NO_IDS, WITH_IDS, A_MILLION = (
-    "64 rows per rank, no ids",
-    "64 rows per rank, prompt ids",
-    "1,000,000 rows in all, prompt ids",
+    "64 sequences per rank, no ids",
+    "64 sequences per rank, prompt ids",
+    "1,000,000 sequences in all, prompt ids",
 )
 """The workloads, as their columns are called."""
 
@@ -27,14 +27,9 @@ PAPER_SPLITS = {1: "none", 8: "TP 8", 64: "TP 8, PP 8", 256: "TP 8, PP 8, CP 4"}
 
 def markdown(results: Results) -> str:
     """Lay out all tables."""
-    machine = results["machine"]
     parts = [
         filled(
-            f"Measured by `{machine['command']}` on {machine['date']}, {machine['processor']}, "
-            f"{machine['cores']} cores of which one is used, Python {machine['python']}, torch "
-            f"{machine['torch']}, load {machine['load_at_start']:.1f} to "
-            f"{machine['load_at_end']:.1f}, {machine['seconds']} s. **Not measured on a GPU, and "
-            "not over a network.**"
+            f"Measured by {machine_of(results)}. **Not measured on a GPU, and not over a network.**"
         ),
         _bytes(results),
         _times(results),
@@ -52,11 +47,13 @@ def write_into(path: Path, results: Results) -> None:
 
 
 def constants(results: Results) -> tuple[float, float]:
-    """Bytes that ``plan_step`` brings per rank of the group, and per row of it with ids."""
+    """Bytes that ``plan_step`` brings per rank of the group, and per sequence of it with ids."""
     plain, with_ids = (results["threads"][name][-1] for name in (NO_IDS, WITH_IDS))
     fixed = plain["plan_step"]["bytes"] / plain["ranks"]
-    per_row = (with_ids["plan_step"]["bytes"] - plain["plan_step"]["bytes"]) / with_ids["rows"]
-    return fixed, per_row
+    per_sequence = (with_ids["plan_step"]["bytes"] - plain["plan_step"]["bytes"]) / with_ids[
+        "sequences"
+    ]
+    return fixed, per_sequence
 
 
 def _by_ranks(points: list[Results]) -> dict[int, Results]:
@@ -81,17 +78,16 @@ def _bytes(results: Results) -> str:
         read = _by_ranks(results["threads"][NO_IDS]).get(ranks)
         cells.append("-" if read is None else _size(read["read"]["bytes"]))
         lines.append(cells)
-    fixed, per_row = constants(results)
+    fixed, per_sequence = constants(results)
     return section(
         "Bytes that a rank receives",
         ["ranks", *(f"plan_step: {name}" for name in results["threads"]), "read"],
         lines,
         f"`plan_step` makes one all-gather without ids and two with them: {fixed:.0f} bytes per "
-        f"rank of the group, and {per_row:.0f} per row with ids, where every rank is padded to the "
-        "rows of the rank that has most. `contract.step` and `close` receive nothing. `read` makes "
-        "three all-gathers here, once per run: an `all_gather_object` (two) and one of two flags "
-        "by which the probe finds that it cannot run on groups that are not Megatron's global "
-        "ones.",
+        f"rank of the group, and {per_sequence:.0f} per sequence with ids. Every rank is padded to "
+        "the sequences of the rank that has most. `contract.step` and `close` receive nothing. "
+        "`read` makes three all-gathers here, once per run: an `all_gather_object` (two) and one "
+        "of two flags, by which the probe finds that these groups are not Megatron's.",
     )
 
 
@@ -134,9 +130,9 @@ def _around(results: Results) -> str:
         "CPU milliseconds of read, contract.step and close on one rank",
         ["ranks", *columns],
         lines,
-        "64 rows per rank with prompt ids, one microbatch. `read` is called once per run and reads "
-        "a message from every rank; `contract.step` compares the group's ranks; `close` does not "
-        "depend on the number of ranks.",
+        "64 sequences per rank with prompt ids, one microbatch. `read` is called once per run and "
+        "reads a message from every rank; `contract.step` compares the group's ranks; `close` does "
+        "not depend on the number of ranks.",
     )
 
 
@@ -160,7 +156,7 @@ def _late(late: Results) -> str:
 
 
 def _paper(results: Results) -> str:
-    """Add the wire, on paper, to the host's time at the sizes that were measured."""
+    """Add the wire, on paper, to the CPU's time at the sizes that were measured."""
     measured = _by_ranks(results["alone"][WITH_IDS])
     if PAPER_RANKS not in measured:
         return ""
@@ -182,10 +178,10 @@ def _paper(results: Results) -> str:
         )
     return section(
         f"One step on {PAPER_RANKS:,} ranks",
-        ["split over", "DP", "received per rank", "wire, on paper", "host, measured", "ms in all"],
+        ["split over", "DP", "received per rank", "wire, on paper", "CPU, measured", "ms in all"],
         lines,
-        "64 rows per rank with prompt ids. Milliseconds. Bytes and the host's time are those of "
-        "one rank of a fake group of that size. The wire is arithmetic: bytes / "
+        "64 sequences per rank with prompt ids. Milliseconds. Bytes and the CPU's time are those "
+        "of one rank of a fake group of that size. The wire is arithmetic: bytes / "
         f"({BYTES_PER_SECOND / 1e9:.0f} GB/s) + 2 (DP - 1) x {SECONDS_PER_HOP * 1e6:.0f} "
         "microseconds, two all-gathers by the slowest algorithm, a ring. Both are assumptions; a "
         "tree has log2(DP) hops instead of DP - 1.",

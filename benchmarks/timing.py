@@ -20,9 +20,6 @@ class Spread:
     low: float
     high: float
 
-    def __str__(self) -> str:
-        return f"{self.median:.3g} ({self.low:.3g} to {self.high:.3g})"
-
     def to_json(self) -> dict[str, float]:
         """Return what a JSON file holds."""
         return {"median": self.median, "low": self.low, "high": self.high}
@@ -58,15 +55,13 @@ def side_by_side(
     rounds: int,
     seconds: float,
     fewest: int = 5,
-    before: Callable[[], None] = lambda: None,
 ) -> Times:
     """Measure pieces of code in turn, ``rounds`` times or until ``seconds`` are over.
 
-    At least ``fewest`` rounds; the order turns with each. ``before`` runs before each call and
-    outside the clock. CPU time of this process, so that other processes do not count: set
-    one thread.
+    At least ``fewest`` rounds; the order turns with each. CPU time of this process, so that
+    other processes do not count: set one thread.
     """
-    repeats = {name: _repeats(piece, before) for name, piece in pieces.items()}
+    repeats = {name: _repeats(piece) for name, piece in pieces.items()}
     taken: dict[str, list[float]] = {name: [] for name in pieces}
     names, ends = list(pieces), time.perf_counter() + seconds
     gc.collect()
@@ -77,22 +72,19 @@ def side_by_side(
                 break
             turn = number % len(names)
             for name in names[turn:] + names[:turn]:
-                taken[name].append(_sample(pieces[name], repeats[name], before))
+                taken[name].append(_sample(pieces[name], repeats[name]))
     finally:
         gc.enable()
     return Times(seconds=taken)
 
 
-def _repeats(piece: Callable[[], object], before: Callable[[], None]) -> int:
-    _sample(piece, 1, before)  # warm
-    return max(1, round(SHORTEST / max(_sample(piece, 1, before), 1e-7)))
+def _repeats(piece: Callable[[], object]) -> int:
+    _sample(piece, 1)  # warm
+    return max(1, round(SHORTEST / max(_sample(piece, 1), 1e-7)))
 
 
-def _sample(piece: Callable[[], object], repeats: int, before: Callable[[], None]) -> float:
-    total = 0.0
+def _sample(piece: Callable[[], object], repeats: int) -> float:
+    start = time.process_time()
     for _ in range(repeats):
-        before()
-        start = time.process_time()
         piece()
-        total += time.process_time() - start
-    return total / repeats
+    return (time.process_time() - start) / repeats

@@ -1,11 +1,11 @@
-"""The microbatches that are measured: uneven rows, multi-turn holes, eight samples per prompt.
+"""The microbatches that are measured: uneven sequences, multi-turn holes, eight samples per prompt.
 
-Every row is a sample: a prompt of some tokens, then a response whose tokens carry losses.
+Every sequence is a sample: a prompt of some tokens, then a response whose tokens carry losses.
 Response lengths are lognormal (sigma 0.6, capped at four times their mean); the masks of 60 %
-of the rows have holes, as the tool outputs of a multi-turn rollout leave them. Lengths, masks
+of the sequences have holes, as the tool outputs of a multi-turn rollout leave them. Lengths, masks
 and losses are drawn from fixed seeds.
 
-Shape suffixes: S = rows; P = mask positions, all responses packed; T = tokens that this
+Shape suffixes: S = sequences; P = mask positions, all responses packed; T = tokens that this
 context-parallel rank holds.
 """
 
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg import Aggregation, Layout, Sequences, StepPlan, plan_step
-from megatron_lossagg import layout as layout_module
 
 SIGMA = 0.6
 LONGEST = 4.0
@@ -48,7 +47,7 @@ class Workload:
 
     @cached_property
     def response_S(self) -> npt.NDArray[np.int64]:
-        """Response tokens of each row."""
+        """Response tokens of each sequence."""
         random = np.random.default_rng(self.seed)
         mu = np.log(self.mean_tokens) - SIGMA**2 / 2
         drawn = random.lognormal(mu, SIGMA, self.num_sequences)
@@ -56,14 +55,14 @@ class Workload:
 
     @cached_property
     def total_S(self) -> npt.NDArray[np.int64]:
-        """Prompt and response tokens of each row."""
+        """Prompt and response tokens of each sequence."""
         random = np.random.default_rng(self.seed + 1)
         longest = max(2, self.mean_tokens // 8)
         return self.response_S + random.integers(1, longest, self.num_sequences)
 
     @cached_property
     def masks(self) -> list[Tensor]:
-        """One int32 0/1 mask ``[response]`` per row."""
+        """One int32 0/1 mask ``[response]`` per sequence."""
         random = np.random.default_rng(self.seed + 2)
         masks = []
         for n in self.response_S.tolist():
@@ -82,13 +81,18 @@ class Workload:
 
     @cached_property
     def active_S(self) -> list[int]:
-        """Active tokens of each row."""
+        """Active tokens of each sequence."""
         return [int(mask.sum()) for mask in self.masks]
 
     @cached_property
     def prompt_S(self) -> list[int]:
-        """Id of each row's prompt."""
-        return [row // SAMPLES_PER_PROMPT for row in range(self.num_sequences)]
+        """Id of each sequence's prompt."""
+        return [i // SAMPLES_PER_PROMPT for i in range(self.num_sequences)]
+
+    @cached_property
+    def denominators(self) -> list[Tensor]:
+        """One 0-dim tensor per sample: its active tokens over all context-parallel ranks."""
+        return list(torch.tensor(self.active_S).unbind())
 
     @property
     def divisor(self) -> float:
@@ -102,14 +106,13 @@ class Workload:
 
     @cached_property
     def plan(self) -> StepPlan:
-        """A step of this microbatch alone."""
-        sequences = Sequences(active_tokens=self.active_S, prompt=self.prompt_S)
-        return plan_step(AGGREGATION, sequences)
+        """A step of this microbatch only."""
+        return plan_step(AGGREGATION, self.sequences)
 
     @property
-    def num_positions(self) -> int:
-        """Number of mask positions."""
-        return len(self.mask_P)
+    def sequences(self) -> Sequences:
+        """The microbatch as it is given to ``plan_step``."""
+        return Sequences(active_tokens=self.active_S, prompt=self.prompt_S)
 
     @cached_property
     def num_local_tokens(self) -> int:
@@ -117,7 +120,7 @@ class Workload:
         return self.layout().num_local_tokens
 
     def layout(self) -> Layout:
-        """Describe this rank's tokens; the same object for the same workload."""
+        """Describe this rank's tokens."""
         return Layout.response_zigzag(
             self.total_S, self.response_S, cp_size=self.cp_size, cp_rank=self.cp_rank
         )
@@ -140,9 +143,3 @@ def workloads(names: Sequence[str] = tuple(SIZES)) -> list[Workload]:
         for name in names
         for cp in CP_SIZES
     ]
-
-
-def forget_layouts() -> None:
-    """Clear the package's cached layouts: a new microbatch has new lengths."""
-    for value in vars(layout_module).values():
-        getattr(value, "cache_clear", int)()

@@ -13,19 +13,14 @@ if TYPE_CHECKING:
     from megatron_lossagg.aggregation import Aggregation
     from megatron_lossagg.buffer import MicrobatchSequences, StepBuffer, StepMicrobatch
     from megatron_lossagg.contract import MegatronContract, StepContract
-    from megatron_lossagg.counts import Sequences, StepTotals
+    from megatron_lossagg.counts import StepTotals
     from megatron_lossagg.errors import LossAggregationError
-    from megatron_lossagg.flags import (
-        add_loss_aggregation_args,
-        aggregation_from_args,
-        empty_step_from_args,
-        probe_from_args,
-        rejects_tokens_from_args,
-    )
+    from megatron_lossagg.flags import add_loss_aggregation_args
     from megatron_lossagg.layout import Layout
     from megatron_lossagg.plan import StepPlan, plan_step
     from megatron_lossagg.reducer import Reducer, ReducerContext
     from megatron_lossagg.schedule import FrameworkLoss, Integration, ScheduleHook, aggregated
+    from megatron_lossagg.sequences import Sequences
 
 __version__ = "0.1.0"
 
@@ -48,11 +43,7 @@ __all__ = [
     "StepTotals",
     "add_loss_aggregation_args",
     "aggregated",
-    "aggregation_from_args",
-    "empty_step_from_args",
     "plan_step",
-    "probe_from_args",
-    "rejects_tokens_from_args",
 ]
 
 _MODULE_OF = {
@@ -66,7 +57,7 @@ _MODULE_OF = {
     "Reducer": "reducer",
     "ReducerContext": "reducer",
     "ScheduleHook": "schedule",
-    "Sequences": "counts",
+    "Sequences": "sequences",
     "StepBuffer": "buffer",
     "StepContract": "contract",
     "StepMicrobatch": "buffer",
@@ -74,11 +65,7 @@ _MODULE_OF = {
     "StepTotals": "counts",
     "add_loss_aggregation_args": "flags",
     "aggregated": "schedule",
-    "aggregation_from_args": "flags",
-    "empty_step_from_args": "flags",
     "plan_step": "plan",
-    "probe_from_args": "flags",
-    "rejects_tokens_from_args": "flags",
 }
 
 

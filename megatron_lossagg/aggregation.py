@@ -58,8 +58,8 @@ MODES: dict[str, Mode] = {
             weight="1/N",
             divisor="none",
             meaning="mean over all active tokens of the step (DAPO)",
-            denominator=lambda c: c.n,
-            expected=lambda c: c.n / c.n,
+            denominator=lambda c: c.active_tokens,
+            expected=lambda c: c.active_tokens / c.active_tokens,
         ),
         Mode(
             name="sample_mean",
@@ -83,7 +83,7 @@ MODES: dict[str, Mode] = {
             divisor="required",
             meaning="token sums over a constant length L, mean over samples (Dr.GRPO)",
             denominator=lambda c: c.samples * c.divisor,
-            expected=lambda c: c.n / (c.samples * c.divisor),
+            expected=lambda c: c.active_tokens / (c.samples * c.divisor),
         ),
         Mode(
             name="sample_sum",
@@ -91,7 +91,7 @@ MODES: dict[str, Mode] = {
             divisor="none",
             meaning="token sums, mean over samples",
             denominator=lambda c: c.samples,
-            expected=lambda c: c.n / c.samples,
+            expected=lambda c: c.active_tokens / c.samples,
         ),
         Mode(
             name="token_sum",
@@ -99,7 +99,7 @@ MODES: dict[str, Mode] = {
             divisor="optional",
             meaning="sum over all active tokens, over a constant C (1 if none is given)",
             denominator=lambda c: c.divisor,
-            expected=lambda c: c.n / c.divisor,
+            expected=lambda c: c.active_tokens / c.divisor,
         ),
         Mode(
             name="microbatch_token_mean",
@@ -216,23 +216,27 @@ class Aggregation:
     """How per-token losses become one scalar, and with which divisor.
 
     Raises :class:`AggregationError` for an unknown mode, for a divisor that is missing, not
-    a finite positive number, or given to a mode that takes none, and for a reducer path
-    that is not a string or is given with a mode. An invalid object cannot exist.
+    a finite positive number, or passed to a mode that takes none, for a ``count_empty`` that
+    contradicts an alias, and for a reducer path that is not a string or is passed with a mode.
+    An invalid object cannot exist.
     """
 
     mode: str
-    """A name of ``MODES``; for other systems' names see :meth:`named`."""
+    """A name of ``MODES``; another system's ``system:name`` becomes the mode that it means."""
     _: KW_ONLY
     divisor: float | None = None
     """L of ``constant`` (required) or C of ``token_sum`` (1 if not given), in tokens."""
-    count_empty: bool = True
-    """Whether a sample or prompt with no active tokens still counts toward B or P."""
+    count_empty: bool | None = None
+    """Whether a sample or prompt with no active tokens still counts toward B or P.
+
+    None becomes what the alias means, and True for a mode.
+    """
     reducer_path: str | None = None
     """``pkg.mod:name`` of the factory; only with, and required by, mode ``custom``."""
 
     def __post_init__(self) -> None:
-        mode = _known_mode(self.mode)
-        path = self.reducer_path
+        alias = _known(self.mode)
+        mode, path, count_empty = MODES[alias.mode], self.reducer_path, self.count_empty
         if path is not None and (not isinstance(path, str) or not path):
             raise AggregationError(
                 f"got reducer path {path!r}, expected pkg.mod:name: change "
@@ -240,36 +244,21 @@ class Aggregation:
             )
         if (mode.name == CUSTOM) != (path is not None):
             raise AggregationError(
-                f"mode {mode.name!r} with reducer path {path!r}: a reducer path "
-                "replaces the mode. Give --loss-aggregation-reducer-path alone, or "
-                "--loss-aggregation alone"
+                f"got mode {self.mode!r} with reducer path {path!r}, but a reducer path replaces "
+                "the mode: pass only one of --loss-aggregation and --loss-aggregation-reducer-path"
             )
-        if not isinstance(self.count_empty, bool):
-            raise AggregationError(f"got count_empty {self.count_empty!r}, expected True or False")
-        object.__setattr__(self, "divisor", _checked_divisor(mode, self.divisor))
-
-    @classmethod
-    def named(
-        cls, name: str, *, divisor: float | None = None, count_empty: bool | None = None
-    ) -> Aggregation:
-        """Build from a mode or from another system's ``system:name``.
-
-        An alias means a mode *and* a ``count_empty``: giving a contradicting
-        ``count_empty`` raises :class:`AggregationError`.
-        """
-        if not isinstance(name, str):
-            raise AggregationError(f"got {name!r}, expected the name of a mode; {_known_names()}")
-        if ":" not in name:
-            return cls(name, divisor=divisor, count_empty=count_empty is None or count_empty)
-        alias = ALIASES.get(name)
-        if alias is None:
-            raise AggregationError(f"unknown name {name!r}{_nearest(name)}; {_known_names()}")
-        if count_empty is not None and count_empty != alias.count_empty:
+        if count_empty is None:
+            count_empty = alias.count_empty
+        if not isinstance(count_empty, bool):
+            raise AggregationError(f"got count_empty {count_empty!r}, expected True or False")
+        if self.mode in ALIASES and count_empty != alias.count_empty:
             raise AggregationError(
-                f"{name!r} means mode {alias.mode!r} with count_empty={alias.count_empty}, "
-                f"got count_empty={count_empty}: drop it, or name the mode {alias.mode!r} instead"
+                f"{self.mode!r} means mode {mode.name!r} with count_empty={alias.count_empty}, got "
+                f"count_empty={count_empty}: drop it, or name the mode {mode.name!r} instead"
             )
-        return cls(alias.mode, divisor=divisor, count_empty=alias.count_empty)
+        object.__setattr__(self, "mode", mode.name)
+        object.__setattr__(self, "count_empty", count_empty)
+        object.__setattr__(self, "divisor", _checked_divisor(mode, self.divisor))
 
     @property
     def formula(self) -> str:
@@ -302,16 +291,16 @@ def alias_lines() -> Iterator[str]:
         yield f"{name:<{width}}  {alias.mode}{empty}{note}"
 
 
-def _known_mode(mode: object) -> Mode:
-    if not isinstance(mode, str):
-        raise AggregationError(f"got {mode!r}, expected the name of a mode; {_known_names()}")
-    if mode in MODES:
-        return MODES[mode]
-    if mode in ALIASES:
-        raise AggregationError(
-            f"{mode!r} is another system's name: write Aggregation.named({mode!r})"
-        )
-    raise AggregationError(f"unknown mode {mode!r}{_nearest(mode)}; {_known_names()}")
+def _known(name: object) -> Alias:
+    """Look up what a name means; a mode means itself."""
+    if not isinstance(name, str):
+        raise AggregationError(f"got {name!r}, expected the name of a mode; {_known_names()}")
+    if name in MODES:
+        return Alias(mode=name)
+    if name in ALIASES:
+        return ALIASES[name]
+    what = "name" if ":" in name else "mode"
+    raise AggregationError(f"unknown {what} {name!r}{_nearest(name)}; {_known_names()}")
 
 
 def _nearest(name: str) -> str:

@@ -1,8 +1,6 @@
-"""Lookahead for loops that read their data while they train.
+"""Plan a step whose data is read while it trains: read, count, plan, replay.
 
 A weight may need counts of the whole step (``docs/math.md``, "What each mode must know").
-A loop that pulls microbatches from an iterator inside the schedule wraps it: the step's
-microbatches are read, counted, planned, and replayed.
 """
 
 from __future__ import annotations
@@ -10,26 +8,30 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.counts import MOST_TOKENS, Sequences, StepTotals
+from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.errors import PlanError
-from megatron_lossagg.integers import Ints, IntsLike, host_integers, is_integer
+from megatron_lossagg.integers import IntsLike, checked_integers, is_integer
 from megatron_lossagg.lookahead import Lookahead
 from megatron_lossagg.microbatch import PADDING
-from megatron_lossagg.plan import EmptyStep, StepPlan, plan_step
+from megatron_lossagg.options import Options
+from megatron_lossagg.plan import StepPlan, plan_step
+from megatron_lossagg.sequences import MOST_TOKENS, Sequences
 
 __all__ = ["MicrobatchSequences", "StepBuffer", "StepMicrobatch"]
+
+_DEFAULTS = Options()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MicrobatchSequences:
-    """What a step must know of a microbatch before it runs: one entry per segment, on the host.
+    """What a step must know of a microbatch before it runs: one entry per segment, on the CPU.
 
     Numbers are those of whole sequences, before slicing for context parallelism.
     """
@@ -37,7 +39,7 @@ class MicrobatchSequences:
     active_tokens: IntsLike
     """n_s of each segment; the sums of a float mask will do."""
     lengths: IntsLike | None = None
-    """Tokens of each segment, padding included; None where no layout is made from them."""
+    """Tokens of each segment, padding included; None if no layout is made from them."""
     sample: IntsLike | None = None
     """Sample id of each segment; None: each sequence is its own sample."""
     prompt: IntsLike | None = None
@@ -45,6 +47,27 @@ class MicrobatchSequences:
     is_padding: IntsLike | None = None
     """1 for a segment that only fills a shape, whose other numbers (but its length) are not read;
     None: no segment is."""
+
+    def checked(self) -> MicrobatchSequences:
+        """Return these as arrays; counts that are not integers are left to :func:`plan_step`."""
+        active_G = np.asarray(self.active_tokens)
+        if active_G.ndim != 1:
+            raise ValueError(f"got {active_G.ndim} dimensions, expected one number per sequence")
+        is_integral = active_G.dtype.kind == "f" and (active_G == np.rint(active_G)).all()
+        if is_integral and (np.abs(active_G) <= MOST_TOKENS).all():
+            active_G = active_G.astype(np.int64)
+        others = {
+            name: checked_integers(name, values, PlanError, length=len(active_G))
+            for name, values in vars(self).items()
+            if name != "active_tokens" and values is not None
+        }
+        others.setdefault("is_padding", np.zeros(len(active_G), dtype=np.int64))
+        return MicrobatchSequences(active_tokens=active_G, **others)
+
+    def of_sequences(self, name: str) -> list[int]:
+        """Return a field's checked values without those of padding; empty if it is None."""
+        values_G = getattr(self, name)
+        return [] if values_G is None else values_G[np.asarray(self.is_padding) == 0].tolist()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,24 +77,11 @@ class StepMicrobatch:
     index: int
     """Its position in the step."""
     sequences: list[int]
-    """Its sequences' positions in the step, for ``StepPlan.reducer``; -1 for a padding sequence
-    that ``count``
-    named, others are the caller's."""
+    """Its sequences' positions in the step, for ``StepPlan.reducer``; -1 for padding."""
     data: Any
     """What the iterator returned; None on a tensor-parallel rank without an iterator."""
     lengths: list[int] | None = None
-    """``MicrobatchSequences.lengths``, where ``count`` gave them."""
-
-
-class _Counted(NamedTuple):
-    """The numbers of one microbatch as Python integers, to be sent to other ranks."""
-
-    is_padding: list[bool]
-    lengths: list[int] | None
-    active_tokens: list[int]
-    """Of sequences, without padding sequences; as are the ids."""
-    sample: list[int] | None
-    prompt: list[int] | None
+    """``MicrobatchSequences.lengths``, if ``count`` gave them."""
 
 
 class StepBuffer:
@@ -100,17 +110,15 @@ class StepBuffer:
     ) -> None:
         if not is_integer(num_microbatches, lowest=1):
             raise PlanError(
-                f"got num_microbatches {num_microbatches!r}, expected an integer from 1: give the "
-                "number of microbatches that the schedule runs per step"
+                f"got num_microbatches {num_microbatches!r}, expected an integer from 1"
             )
         if data_iterator is not None and not hasattr(data_iterator, "__next__"):
             raise PlanError(
                 f"got a {type(data_iterator).__name__}, expected one iterator of microbatches or "
-                "None: an interleaved pipeline has one iterator per chunk, make a StepBuffer of "
-                "each; of a list of microbatches pass iter(...)"
+                "None: make a StepBuffer of each chunk's, and of a list of microbatches pass iter()"
             )
         self.num_microbatches = num_microbatches
-        self._counts: list[_Counted] = []
+        self._counts: list[MicrobatchSequences] = []
         self._sequences: list[list[int]] = []
         self._data: list[Any] = [None] * num_microbatches
         self._reads = data_iterator is not None
@@ -127,8 +135,7 @@ class StepBuffer:
         group: ProcessGroup | None = None,
         tp_group: ProcessGroup | None = None,
         totals: StepTotals | None = None,
-        empty_step: EmptyStep = "zero",
-        rejects_tokens: bool = False,
+        options: Options = _DEFAULTS,
     ) -> StepPlan:
         """Count the buffered microbatches and plan the step; see :func:`plan_step`.
 
@@ -155,29 +162,19 @@ class StepBuffer:
             )
         if counts is None or fault:
             counts = []
-        sequences, num_sequences = (
-            _numbered(counts),
-            sum(len(counted.active_tokens) for counted in counts),
-        )
-        replayed = [
-            sequence
-            for of_microbatch in sequences
-            for sequence in of_microbatch
-            if sequence != PADDING
-        ]
-        if replayed != list(
-            range(num_sequences)
-        ):  # a wrong replay would fail in the schedule, on some
+        active_tokens = _joined(counts, "active_tokens") or []
+        sequences = _numbered(counts)
+        replayed = [one for of_microbatch in sequences for one in of_microbatch if one != PADDING]
+        if replayed != [*range(len(active_tokens))]:  # it would fail in the schedule, on some ranks
             fault = (
                 f"the replay has sequences {replayed[:8]}, expected each of the step's "
-                f"{num_sequences} sequences "
-                "once, in order: this is a defect of megatron_lossagg, report it"
+                f"{len(active_tokens)} once, in order: report this defect of megatron_lossagg"
             )
         given = Sequences(
-            active_tokens=[n for counted in counts for n in counted.active_tokens],
-            sample=_ids([counted.sample for counted in counts]),
-            prompt=_ids([counted.prompt for counted in counts]),
-            microbatch=np.repeat(np.arange(len(counts)), [len(c.active_tokens) for c in counts]),
+            active_tokens=active_tokens,
+            sample=_joined(counts, "sample"),
+            prompt=_joined(counts, "prompt"),
+            microbatch=[i for i, mb in enumerate(counts) for _ in mb.of_sequences("active_tokens")],
             num_microbatches=self.num_microbatches,
         )
         try:
@@ -186,9 +183,8 @@ class StepBuffer:
                 given,
                 group=group,
                 totals=totals,
-                empty_step=empty_step,
+                options=options,
                 fault=fault,
-                rejects_tokens=rejects_tokens,
             )
         except PlanError as error:
             raise error from cause
@@ -201,9 +197,8 @@ class StepBuffer:
             raise PlanError("StepBuffer replays a planned step: call plan() before iterating")
         replayed = zip(self._counts, self._sequences, self._data, strict=True)
         for index, (counted, sequences, data) in enumerate(replayed):
-            yield StepMicrobatch(
-                index=index, sequences=sequences, data=data, lengths=counted.lengths
-            )
+            lengths = None if counted.lengths is None else [int(n) for n in counted.lengths]
+            yield StepMicrobatch(index=index, sequences=sequences, data=data, lengths=lengths)
 
     def _read(self, data_iterator: Iterator[Any], source: Any) -> None:
         ahead = Lookahead(source, self.num_microbatches)
@@ -213,7 +208,7 @@ class StepBuffer:
             except StopIteration:
                 self._fault = (
                     f"the data iterator ended after {index} of {self.num_microbatches} "
-                    "microbatches: give whole steps, or lower num_microbatches"
+                    "microbatches: pass whole steps, or lower num_microbatches"
                 )
                 return
             except Exception as error:  # of any type: the other ranks wait in plan()
@@ -230,73 +225,37 @@ class StepBuffer:
 
     def _counted(
         self, count: Callable[[Any], IntsLike | MicrobatchSequences]
-    ) -> tuple[list[_Counted] | None, str, Exception | None]:
+    ) -> tuple[list[MicrobatchSequences] | None, str, Exception | None]:
         """Count each microbatch, or return why that failed and the error that caused it."""
         if self._fault or not self._reads:
             return None, self._fault, self._cause
         counts = []
         for index, data in enumerate(self._data):
             try:
-                counts.append(_counted(count(data)))
+                counted = count(data)
+                if not isinstance(counted, MicrobatchSequences):
+                    counted = MicrobatchSequences(active_tokens=counted)
+                counts.append(counted.checked())
             except Exception as error:  # as above
                 fault = (
                     f"counting microbatch {index} of {self.num_microbatches} raised {error!r}: "
-                    "count gives the active tokens of each sequence, on the host"
+                    "count gives the active tokens of each sequence, on the CPU"
                 )
                 return None, fault, error
         return counts, "", None
 
 
-def _counted(sequences: IntsLike | MicrobatchSequences) -> _Counted:
-    """Convert what ``count`` gave; plan_step refuses counts that are not integers."""
-    if not isinstance(sequences, MicrobatchSequences):
-        sequences = MicrobatchSequences(active_tokens=sequences)
-    active_G = _active_tokens(sequences.active_tokens)
-    size = len(active_G)
-    is_padding_G = _of_segments("is_padding", sequences.is_padding, size)
-    keep_G = np.ones(size, dtype=bool) if is_padding_G is None else is_padding_G == 0
-
-    def of_sequences(name: str, values: IntsLike | None) -> list[int] | None:
-        of_segments = _of_segments(name, values, size)
-        return None if of_segments is None else of_segments[keep_G].tolist()
-
-    length_G = _of_segments("lengths", sequences.lengths, size)
-    return _Counted(
-        is_padding=(~keep_G).tolist(),
-        lengths=None if length_G is None else length_G.tolist(),
-        active_tokens=active_G[keep_G].tolist(),
-        sample=of_sequences("sample", sequences.sample),
-        prompt=of_sequences("prompt", sequences.prompt),
-    )
-
-
-def _numbered(counts: list[_Counted]) -> list[list[int]]:
+def _numbered(counts: list[MicrobatchSequences]) -> list[list[int]]:
     """Number the sequences of a step; a padding sequence is no sequence."""
     numbers = itertools.count()
     return [
-        [PADDING if padding else next(numbers) for padding in counted.is_padding]
+        [PADDING if padding else next(numbers) for padding in np.asarray(counted.is_padding)]
         for counted in counts
     ]
 
 
-def _of_segments(name: str, values: IntsLike | None, size: int) -> Ints | None:
-    if values is None:
+def _joined(counts: list[MicrobatchSequences], name: str) -> list[int] | None:
+    """Join a field over a step; a microbatch without ids is one where no sequence needs any."""
+    if all(getattr(counted, name) is None for counted in counts):
         return None
-    return host_integers(name, values, PlanError, length=size)
-
-
-def _active_tokens(values: IntsLike) -> np.ndarray[Any, Any]:
-    array = np.asarray(values)
-    if array.ndim != 1:
-        raise ValueError(f"got {array.ndim} dimensions, expected one number per sequence")
-    is_integral = array.dtype.kind == "f" and (array == np.rint(array)).all()
-    if is_integral and (np.abs(array) <= MOST_TOKENS).all():
-        array = array.astype(np.int64)
-    return array
-
-
-def _ids(of_microbatches: list[list[int] | None]) -> list[int] | None:
-    """Join the ids of a step; a microbatch without ids is one where no sequence needs any."""
-    if all(ids is None for ids in of_microbatches):
-        return None
-    return [i for ids in of_microbatches for i in ids or []]
+    return [value for counted in counts for value in counted.of_sequences(name)]

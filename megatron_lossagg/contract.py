@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.counts import Sequences, StepTotals
+from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.devices import moved
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.exchange import Exchange
@@ -43,6 +43,7 @@ from megatron_lossagg.plan import StepPlan, plan_step
 from megatron_lossagg.probe import ProbeReport, Trial, run_probe
 from megatron_lossagg.reducer import Reducer
 from megatron_lossagg.scaling import K_FORMULA, MOST_TOKENS_PER_TOKEN, LossScaling, Scaling
+from megatron_lossagg.sequences import Sequences
 from megatron_lossagg.state import ReducerCall
 
 __all__ = ["MegatronContract", "StepContract"]

@@ -1,4 +1,4 @@
-"""Host and device: what may be read at once, and copies that do not wait."""
+"""Copies between devices that do not wait."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["from_host", "moved", "on_host"]
+__all__ = ["from_numpy", "moved", "on_host"]
 
 
 def on_host(tensor: Tensor) -> bool:
@@ -18,16 +18,16 @@ def on_host(tensor: Tensor) -> bool:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device, itself if it is there already.
+    """Copy a tensor to a device; return the tensor itself if it is there already.
 
-    To a device without a host sync, through pinned memory; to the CPU the host waits, as it
-    reads the copy at once.
+    A copy to a device goes through pinned memory and does not wait. A copy to the CPU waits,
+    because its values are read next.
     """
-    if device.type == "cuda" and on_host(tensor):
+    if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
-def from_host(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """Copy an array to a device without a host sync; the array itself where that is the CPU."""
+def from_numpy(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """Copy an array to a device without a host sync; on the CPU the tensor shares its memory."""
     return moved(torch.from_numpy(np.ascontiguousarray(array)), device)

@@ -1,4 +1,4 @@
-"""The ``--loss-aggregation*`` flags; the only reader of a parsed Namespace.
+"""The ``--loss-aggregation*`` flags; with ``Options.from_args`` the only reader of them.
 
 For Megatron's ``extra_args_provider``. Without a flag nothing is touched: stock Megatron
 bit for bit. ``--calculate-per-token-loss`` stays Megatron's: it chooses how Megatron scales
@@ -8,21 +8,15 @@ bit for bit. ``--calculate-per-token-loss`` stays Megatron's: it chooses how Meg
 from __future__ import annotations
 
 import argparse
-from functools import cache
-from typing import cast
+from collections.abc import Iterable
+from dataclasses import fields
 
 from megatron_lossagg.aggregation import CUSTOM, MODES, Aggregation
 from megatron_lossagg.errors import AggregationError
-from megatron_lossagg.plan import EmptyStep
-from megatron_lossagg.plugins import load_reducer_factory
+from megatron_lossagg.options import Options
+from megatron_lossagg.reducer import load_reducer_factory
 
-__all__ = [
-    "add_loss_aggregation_args",
-    "aggregation_from_args",
-    "empty_step_from_args",
-    "probe_from_args",
-    "rejects_tokens_from_args",
-]
+__all__ = ["add_loss_aggregation_args", "aggregation_from_args"]
 
 
 def add_loss_aggregation_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -31,10 +25,7 @@ def add_loss_aggregation_args(parser: argparse.ArgumentParser) -> argparse.Argum
     Raises :class:`AggregationError` where the parser has one of the flags already.
     """
     _check_free(parser)
-    group = parser.add_argument_group(
-        "loss aggregation",
-        _description(),
-    )
+    group = parser.add_argument_group("loss aggregation", _description())
     group.add_argument(
         "--loss-aggregation",
         metavar="MODE|SYSTEM:NAME",
@@ -70,83 +61,53 @@ def add_loss_aggregation_args(parser: argparse.ArgumentParser) -> argparse.Argum
         "--loss-aggregation-probe",
         action=argparse.BooleanOptionalAction,
         help="Whether to measure at startup, in under a second, what Megatron does to a loss, and "
-        "stop where it is not what is compensated. Default: it is measured.",
+        "stop if it is not what is compensated. Default: it is measured.",
     )
     group.add_argument(
         "--loss-aggregation-reducer-path",
         metavar="PKG.MOD:NAME",
-        help="A factory(context) that replaces the mode; given alone, without mode or divisor.",
+        help="A factory(context) that replaces the mode; passed without mode and divisor.",
     )
     return parser
 
 
 def aggregation_from_args(args: argparse.Namespace) -> Aggregation | None:
-    """Read the flags: an :class:`Aggregation`, or None where no flag asks for one.
+    """Read the flags: an :class:`Aggregation`, or None if no flag asks for one.
 
     A flag that ``args`` lacks (a framework whose arguments come from a file) has its default; a
-    number that a file gives as a string is read as a number. Raises :class:`AggregationError`
+    number that a file has as a string is read as a number. Raises :class:`AggregationError`
     for contradicting flags, and :class:`ReducerPathError` for a reducer path that does not lead
     to a callable, at launch rather than at the first step: it imports the path's module.
     """
-    args = _with_defaults(args)
-    mode, divisor = args.loss_aggregation, _as_number(args.loss_aggregation_divisor)
-    count_empty, path = args.loss_aggregation_count_empty, args.loss_aggregation_reducer_path
+    path = getattr(args, "loss_aggregation_reducer_path", None)
+    mode, divisor, count_empty = (getattr(args, name, None) for name in _OF_A_MODE)
     if path is not None:
-        given = {
-            "--loss-aggregation": mode,
-            "--loss-aggregation-divisor": divisor,
-            "--[no-]loss-aggregation-count-empty": count_empty,
-        }
-        for flag, value in given.items():
-            if value is not None:
-                raise AggregationError(
-                    f"--loss-aggregation-reducer-path {path} replaces the mode, and {flag} {value} "
-                    "was given too: one of them would be ignored, drop one"
-                )
+        if ignored := _given(args, _OF_A_MODE):
+            raise AggregationError(
+                f"--loss-aggregation-reducer-path {path} replaces the mode, and {ignored} would be "
+                "ignored: drop one"
+            )
         aggregation = Aggregation(CUSTOM, reducer_path=path)
         load_reducer_factory(path)  # an invalid path fails at launch
         return aggregation
     if mode is None:
-        alone = {
-            "-divisor": divisor,
-            "-count-empty": count_empty,
-            "-empty-step": args.loss_aggregation_empty_step,
-            "-rejects-tokens": args.loss_aggregation_rejects_tokens,
-            "-probe": args.loss_aggregation_probe,
-        }
-        for flag, value in alone.items():
-            if value is not None:
-                raise AggregationError(
-                    f"--loss-aggregation{flag} {value} was given without --loss-aggregation: name "
-                    "the mode that it belongs to"
-                )
+        if ignored := _given(args, _OF_A_MODE + _OF_A_RUN):
+            raise AggregationError(
+                f"got {ignored} without --loss-aggregation: name the mode that it belongs to"
+            )
         return None
-    return Aggregation.named(mode, divisor=divisor, count_empty=count_empty)
+    return Aggregation(mode, divisor=_as_number(divisor), count_empty=count_empty)
 
 
-def empty_step_from_args(args: argparse.Namespace) -> EmptyStep:
-    """Read ``--loss-aggregation-empty-step``, the ``empty_step`` of ``plan_step``."""
-    return cast(EmptyStep, _with_defaults(args).loss_aggregation_empty_step or "zero")
+_OF_A_MODE = ("loss_aggregation", "loss_aggregation_divisor", "loss_aggregation_count_empty")
+_OF_A_RUN = tuple(f"loss_aggregation_{field.name}" for field in fields(Options))
 
 
-def rejects_tokens_from_args(args: argparse.Namespace) -> bool:
-    """Read ``--loss-aggregation-rejects-tokens``, the ``rejects_tokens`` of ``plan_step``."""
-    return _with_defaults(args).loss_aggregation_rejects_tokens is True
-
-
-def probe_from_args(args: argparse.Namespace) -> bool:
-    """Read ``--[no-]loss-aggregation-probe``, the ``probe`` of ``MegatronContract.read``."""
-    return _with_defaults(args).loss_aggregation_probe is not False
-
-
-def _with_defaults(args: argparse.Namespace) -> argparse.Namespace:
-    given = {name: value for name, value in vars(args).items() if name in _defaults()}
-    return argparse.Namespace(**{**_defaults(), **given})
-
-
-@cache
-def _defaults() -> dict[str, object]:
-    return vars(add_loss_aggregation_args(argparse.ArgumentParser()).parse_args([]))
+def _given(args: argparse.Namespace, names: Iterable[str]) -> str:
+    """Write those flags that have a value, for a message."""
+    values = {name: getattr(args, name, None) for name in names}
+    given = [f"--{k.replace('_', '-')} {v}" for k, v in values.items() if v is not None]
+    return " and ".join(given)
 
 
 def _as_number(divisor: float | str | None) -> float | None:
@@ -167,9 +128,8 @@ def _check_free(parser: argparse.ArgumentParser) -> None:
     if taken:
         raise AggregationError(
             f"this parser has {', '.join(taken)} already: call add_loss_aggregation_args once; if "
-            "they are the framework's own, leave ours out, drop what the framework does "
-            "with them, and build "
-            "Aggregation.named(...) from its arguments"
+            "they are the framework's own, leave ours out and build Aggregation(...) from its "
+            "arguments"
         )
 
 

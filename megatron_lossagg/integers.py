@@ -1,4 +1,4 @@
-"""The one conversion of lists, arrays and tensors to host integers, and its checks.
+"""The one conversion of lists, arrays and tensors to integers on the CPU, and its checks.
 
 Counts, ids, lengths and offsets all enter here. The caller passes what it calls the values
 and which error it raises.
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-__all__ = ["Ints", "IntsLike", "first_few", "host_integers", "is_integer"]
+__all__ = ["Ints", "IntsLike", "checked_integers", "first_few", "is_integer"]
 
 Ints = npt.NDArray[np.int64]
 IntsLike = Sequence[int] | Ints | Tensor
@@ -27,7 +27,7 @@ def is_integer(value: object, *, lowest: int = 0, highest: int = _LARGEST) -> bo
     return is_integral and lowest <= int(value) <= highest  # type: ignore[call-overload]
 
 
-def host_integers(
+def checked_integers(
     name: str,
     values: object,
     error: type[ValueError],

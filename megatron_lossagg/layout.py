@@ -1,10 +1,10 @@
 """Which tokens of a microbatch this context-parallel rank holds, and in which order.
 
-A layout is index arithmetic on host integers: no tensor, no rank lookup, no
-collective. It splits a microbatch's mask into *segments* (one packed sequence each) and lists,
-as *runs* of consecutive mask positions, the tokens that this rank's per-token losses
-belong to. Zigzag: a sequence padded to a multiple of 2 CP is split into 2 CP chunks; CP rank r
-holds the chunks r and 2 CP - 1 - r, in that order.
+A layout is index arithmetic on integers on the CPU: no tensor, no rank lookup, no collective.
+It splits a microbatch's mask into *segments* (one packed sequence each). It lists, as *runs* of
+consecutive mask positions, the tokens that this rank's per-token losses belong to. Zigzag: a
+sequence padded to a multiple of 2 CP is split into 2 CP chunks; CP rank r holds the chunks r and
+2 CP - 1 - r, in that order.
 
 Shape suffixes: R = runs of consecutive positions; S1 = segments + 1.
 """
@@ -13,26 +13,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 import torch
 
 from megatron_lossagg.errors import LayoutError
-from megatron_lossagg.integers import Ints, IntsLike, first_few, host_integers, is_integer
+from megatron_lossagg.integers import Ints, IntsLike, checked_integers, first_few, is_integer
 
 __all__ = ["Layout"]
-
-_CACHED_LAYOUTS = 64
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layout:
     """The tokens of one microbatch that one context-parallel rank holds.
 
-    Build it with one of the four named constructors. Building reads lengths on the
-    framework; a CUDA ``cu_seqlens`` costs one host sync. Equal arguments give the same
-    cached object.
+    Build it with one of the four named constructors. Lengths are read on the CPU: a CUDA
+    ``cu_seqlens`` costs one host sync.
     """
 
     name: str
@@ -55,7 +52,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         for array in (self.offset_S1, self.start_R, self.length_R, self.segment_R):
-            array.flags.writeable = False  # shared by all who hold the layout
+            array.flags.writeable = False  # all holders share it
 
     @property
     def num_segments(self) -> int:
@@ -130,9 +127,24 @@ class Layout:
         or ``(1, n)``. Mask and tokens are packed over these offsets before slicing.
         Source: Transformer Engine ``thd_get_partitioned_indices``.
         """
-        offset_S1 = host_integers("cu_seqlens", cu_seqlens_padded, LayoutError, squeeze=True)
+        offset_S1 = checked_integers("cu_seqlens", cu_seqlens_padded, LayoutError, squeeze=True)
         _check_cp(cp_size, cp_rank)
-        return _thd_zigzag(offset_S1.tobytes(), cp_size, cp_rank)
+        if len(offset_S1) == 0 or offset_S1[0] != 0:
+            raise LayoutError(
+                f"got cu_seqlens [{first_few(offset_S1, 4)}], expected offsets from 0, one more "
+                "than segments"
+            )
+        length_S = np.diff(offset_S1)
+        _check_lengths("cu_seqlens", length_S)
+        unpadded = np.flatnonzero(length_S % (2 * cp_size))
+        if cp_size > 1 and len(unpadded):
+            raise LayoutError(
+                f"segment {unpadded[0]} has {length_S[unpadded[0]]} tokens, not a multiple of "
+                f"2 CP = {2 * cp_size}: pad every sequence and pass cu_seqlens_padded"
+            )
+        chunk_S = length_S // (2 * cp_size)
+        layout = _zigzag("thd_zigzag", offset_S1, chunk_S, length_S, cp_size, cp_rank)
+        return replace(layout, allows_tail=True)
 
     @staticmethod
     def bshd_zigzag(batch_size: int, seq_length: int, *, cp_size: int, cp_rank: int) -> Layout:
@@ -143,11 +155,13 @@ class Layout:
         for size in (batch_size, seq_length):
             if not is_integer(size):
                 raise LayoutError(
-                    f"got sizes [{batch_size!r}, {seq_length!r}], expected integers from 0: pass "
-                    "the batch's number of sequences and their length"
+                    f"got sizes [{batch_size!r}, {seq_length!r}], expected integers from 0"
                 )
-        _check_cp(cp_size, cp_rank)
-        return _bshd_zigzag(batch_size, seq_length, cp_size, cp_rank)
+        offset_S1 = np.arange(batch_size + 1) * seq_length
+        layout = Layout.thd_zigzag(offset_S1, cp_size=cp_size, cp_rank=cp_rank)
+        return replace(
+            layout, name="bshd_zigzag", allows_tail=False, batch_shape=(batch_size, seq_length)
+        )
 
     @staticmethod
     def response_zigzag(
@@ -165,16 +179,34 @@ class Layout:
         ceil(max_seq_len / 2 CP) for frameworks that pad the batch (bshd). Source: slime
         ``get_logits_and_tokens_offset_with_cp``.
         """
-        total_S = host_integers("total_lengths", total_lengths, LayoutError, squeeze=True)
-        response_S = host_integers("response_lengths", response_lengths, LayoutError, squeeze=True)
+        total_S = checked_integers("total_lengths", total_lengths, LayoutError, squeeze=True)
+        response_S = checked_integers(
+            "response_lengths", response_lengths, LayoutError, squeeze=True
+        )
         _check_cp(cp_size, cp_rank)
-        if max_seq_len is not None and not is_integer(max_seq_len):
-            raise LayoutError(
-                f"got max_seq_len {max_seq_len!r}, expected a number of tokens from 0: pass the "
-                "length the batch is padded to"
-            )
-        return _response_zigzag(
-            total_S.tobytes(), response_S.tobytes(), cp_size, cp_rank, max_seq_len
+        _check_responses(total_S, response_S, max_seq_len)
+        offset_S1 = _offsets(response_S)
+        if cp_size == 1:
+            return _zigzag("response_zigzag", offset_S1, response_S, response_S, 1, 0)
+        padded_S = total_S if max_seq_len is None else np.full_like(total_S, max_seq_len)
+        chunk_S = -(-padded_S // (2 * cp_size))
+        first_logit_S = total_S - response_S - 1
+        start_R, length_R = [], []
+        for k in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            # Logits of chunk k that predict a response token: [k c, (k+1) c) clipped to the
+            # response.
+            lo_S = np.clip(k * chunk_S, first_logit_S, total_S - 1)
+            hi_S = np.clip((k + 1) * chunk_S, first_logit_S, total_S - 1)
+            start_R.append(offset_S1[:-1] + lo_S - first_logit_S)
+            length_R.append(hi_S - lo_S)
+        return Layout(
+            name="response_zigzag",
+            offset_S1=offset_S1,
+            start_R=np.stack(start_R, axis=1).ravel(),
+            length_R=np.stack(length_R, axis=1).ravel(),
+            segment_R=np.repeat(np.arange(len(total_S)), 2),
+            cp_size=cp_size,
+            cp_rank=cp_rank,
         )
 
     @staticmethod
@@ -183,60 +215,22 @@ class Layout:
 
         ``sequence_lengths_here``: tokens of each sequence on this rank.
         """
-        length_S = host_integers(
+        length_S = checked_integers(
             "sequence_lengths_here", sequence_lengths_here, LayoutError, squeeze=True
         )
         _check_cp(cp_size, cp_rank)
-        return _local(length_S.tobytes(), cp_size, cp_rank)
-
-
-@lru_cache(maxsize=_CACHED_LAYOUTS)
-def _local(lengths: bytes, cp_size: int, cp_rank: int) -> Layout:
-    length_S = np.frombuffer(lengths, dtype=np.int64).copy()
-    _check_lengths("sequence_lengths_here", length_S)
-    offset_S1 = _offsets(length_S)
-    return Layout(
-        name="local",
-        offset_S1=offset_S1,
-        start_R=offset_S1[:-1],
-        length_R=length_S,
-        segment_R=np.arange(len(length_S)),
-        cp_size=cp_size,
-        cp_rank=cp_rank,
-        is_local=True,
-    )
-
-
-@lru_cache(maxsize=_CACHED_LAYOUTS)
-def _bshd_zigzag(batch_size: int, seq_length: int, cp_size: int, cp_rank: int) -> Layout:
-    offset_S1 = np.arange(batch_size + 1, dtype=np.int64) * seq_length
-    layout = _thd_zigzag(offset_S1.tobytes(), cp_size, cp_rank)
-    return replace(
-        layout,
-        name="bshd_zigzag",
-        allows_tail=False,
-        batch_shape=(batch_size, seq_length),
-    )
-
-
-@lru_cache(maxsize=_CACHED_LAYOUTS)
-def _thd_zigzag(offsets: bytes, cp_size: int, cp_rank: int) -> Layout:
-    offset_S1 = np.frombuffer(offsets, dtype=np.int64).copy()
-    if len(offset_S1) == 0 or offset_S1[0] != 0:
-        raise LayoutError(
-            f"got cu_seqlens [{first_few(offset_S1, 4)}], expected offsets from 0, one more than "
-            "segments"
+        _check_lengths("sequence_lengths_here", length_S)
+        offset_S1 = _offsets(length_S)
+        return Layout(
+            name="local",
+            offset_S1=offset_S1,
+            start_R=offset_S1[:-1],
+            length_R=length_S,
+            segment_R=np.arange(len(length_S)),
+            cp_size=cp_size,
+            cp_rank=cp_rank,
+            is_local=True,
         )
-    length_S = np.diff(offset_S1)
-    _check_lengths("cu_seqlens", length_S)
-    unpadded = np.flatnonzero(length_S % (2 * cp_size))
-    if cp_size > 1 and len(unpadded):
-        raise LayoutError(
-            f"segment {unpadded[0]} has {length_S[unpadded[0]]} tokens, not a multiple of 2 CP = "
-            f"{2 * cp_size}: pad every sequence and pass the padded offsets (cu_seqlens_padded)"
-        )
-    layout = _zigzag("thd_zigzag", offset_S1, length_S // (2 * cp_size), length_S, cp_size, cp_rank)
-    return replace(layout, allows_tail=True)
 
 
 def _zigzag(
@@ -260,12 +254,9 @@ def _zigzag(
     )
 
 
-@lru_cache(maxsize=_CACHED_LAYOUTS)
-def _response_zigzag(
-    totals: bytes, responses: bytes, cp_size: int, cp_rank: int, max_seq_len: int | None
-) -> Layout:
-    total_S = np.frombuffer(totals, dtype=np.int64).copy()
-    response_S = np.frombuffer(responses, dtype=np.int64).copy()
+def _check_responses(total_S: Ints, response_S: Ints, max_seq_len: int | None) -> None:
+    if max_seq_len is not None and not is_integer(max_seq_len):
+        raise LayoutError(f"got max_seq_len {max_seq_len!r}, expected an integer from 0")
     if total_S.shape != response_S.shape:
         raise LayoutError(
             f"got {len(total_S)} total_lengths and {len(response_S)} response_lengths, "
@@ -276,46 +267,20 @@ def _response_zigzag(
     if len(promptless):
         sequence = promptless[0]
         raise LayoutError(
-            f"sequence {sequence} has {total_S[sequence]} tokens of which "
-            f"{response_S[sequence]} are the response: "
-            "a response follows at least one prompt token, whose logit predicts its first"
+            f"sequence {sequence} has {total_S[sequence]} tokens of which {response_S[sequence]} "
+            "are the response: a response follows at least one prompt token, whose logit "
+            "predicts its first"
         )
     if max_seq_len is not None and len(total_S) and total_S.max() > max_seq_len:
         raise LayoutError(
             f"sequence {total_S.argmax()} has {total_S.max()} tokens, max_seq_len is "
-            f"{max_seq_len}: "
-            "pass the length the batch is padded to"
+            f"{max_seq_len}: pass the length the batch is padded to"
         )
-    offset_S1 = _offsets(response_S)
-    if cp_size == 1:
-        return _zigzag("response_zigzag", offset_S1, response_S, response_S, 1, 0)
-    padded_S = total_S if max_seq_len is None else np.full_like(total_S, max_seq_len)
-    chunk_S = -(-padded_S // (2 * cp_size))
-    first_logit_S = total_S - response_S - 1
-    start_R, length_R = [], []
-    for k in (cp_rank, 2 * cp_size - 1 - cp_rank):
-        # Logits of chunk k that predict a response token: [k c, (k+1) c) clipped to the response.
-        lo_S = np.clip(k * chunk_S, first_logit_S, total_S - 1)
-        hi_S = np.clip((k + 1) * chunk_S, first_logit_S, total_S - 1)
-        start_R.append(offset_S1[:-1] + lo_S - first_logit_S)
-        length_R.append(hi_S - lo_S)
-    return Layout(
-        name="response_zigzag",
-        offset_S1=offset_S1,
-        start_R=np.stack(start_R, axis=1).ravel(),
-        length_R=np.stack(length_R, axis=1).ravel(),
-        segment_R=np.repeat(np.arange(len(total_S)), 2),
-        cp_size=cp_size,
-        cp_rank=cp_rank,
-    )
 
 
 def _check_cp(cp_size: int, cp_rank: int) -> None:
     if not is_integer(cp_size, lowest=1) or not is_integer(cp_rank, highest=cp_size - 1):
-        raise LayoutError(
-            f"CP rank {cp_rank} of {cp_size}: ranks run from 0 to cp_size - 1, pass this "
-            "process's rank in its context-parallel group"
-        )
+        raise LayoutError(f"got CP rank {cp_rank} of {cp_size}, expected 0 to cp_size - 1")
 
 
 def _check_lengths(name: str, length_S: Ints) -> None:

@@ -3,7 +3,7 @@
 The loss scaling is frozen in two places when a model is built and wrapped (DDP's
 ``gradient_scaling_factor``, every MoE router) and read live in two (schedule, finalize):
 all must agree. Groups are the chunks' own. Which options are rejected is in
-:mod:`megatron_lossagg.options`. Symbols: ``DistributedDataParallel.__init__``,
+:mod:`megatron_lossagg.megatron_options`. Symbols: ``DistributedDataParallel.__init__``,
 ``TransformerConfig``, ``LanguageModule.__init__``.
 """
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.options import check_options
+from megatron_lossagg.megatron_options import check_options
 from megatron_lossagg.scaling import LossScaling, ddp_factor
 
 __all__ = [
@@ -163,7 +163,7 @@ def _check_wrapper(chunk: Any) -> None:
 
 
 def check_config(config: Any, num_chunks: int) -> None:
-    """Refuse what :data:`~megatron_lossagg.options.OPTIONS` refuses of a model's config."""
+    """Reject what :data:`~megatron_lossagg.megatron_options.OPTIONS` rejects in a config."""
     check_options(
         "model config", config, cp_size=int(config.context_parallel_size), num_chunks=num_chunks
     )

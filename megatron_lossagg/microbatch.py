@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.devices import from_host, moved, on_host
+from megatron_lossagg.devices import from_numpy, moved, on_host
 from megatron_lossagg.errors import ReducerError
 from megatron_lossagg.faults import Faults, warn_once
-from megatron_lossagg.integers import Ints, IntsLike, first_few, host_integers
+from megatron_lossagg.integers import Ints, IntsLike, checked_integers, first_few
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.state import StepState
 
@@ -134,7 +134,9 @@ class Microbatch:
         keep_T, trained_G = check(mask_P, state.faults)
         trained = None
         if layout.is_local and layout.cp_size > 1:
-            trained = trained_G[from_host(np.flatnonzero(sequences_G != PADDING), trained_G.device)]
+            trained = trained_G[
+                from_numpy(np.flatnonzero(sequences_G != PADDING), trained_G.device)
+            ]
         return Microbatch(
             place=place,
             keep=keep_T,
@@ -198,13 +200,13 @@ class Microbatch:
             # Sequences of weight 0 train nothing, so one weight serves for all that is kept.
             weight = weight_G.max()
             if on_host(self.keep):
-                return from_host(np.multiply(self.keep.numpy(), weight), device)
+                return from_numpy(np.multiply(self.keep.numpy(), weight), device)
             return torch.mul(self.keep_on(device), torch.tensor(weight, dtype=dtype))
         weight_T = np.repeat(weight_G[self.layout.segment_R], self.layout.length_R)
         if on_host(self.keep):
             np.multiply(weight_T, self.keep.numpy(), out=weight_T)
-            return from_host(weight_T, device)
-        return from_host(weight_T, device).mul_(self.keep_on(device))
+            return from_numpy(weight_T, device)
+        return from_numpy(weight_T, device).mul_(self.keep_on(device))
 
     @property
     def counted_tokens(self) -> int:
@@ -277,7 +279,7 @@ class _Checks:
             index_T = self.layout.positions.numpy()
             if len(mask_P) <= np.iinfo(np.int32).max:  # half the bytes to copy and to read
                 index_T = index_T.astype(np.int32)
-            value_T = torch.index_select(mask_P, 0, from_host(index_T, device))
+            value_T = torch.index_select(mask_P, 0, from_numpy(index_T, device))
         is_bool = value_T.dtype == torch.bool
         keep_T = value_T.clone() if is_bool else value_T == 1
         if not len(mask_P):
@@ -287,7 +289,7 @@ class _Checks:
             return keep_T, torch.zeros(len(self.sequences_G), dtype=torch.int64, device=device)
         # Segment G is what follows the last one, and may train nothing.
         end_G2 = np.append(self.layout.offset_S1, len(mask_P))
-        last_G2, is_past_0_G2, counted_G2 = from_host(
+        last_G2, is_past_0_G2, counted_G2 = from_numpy(
             np.stack(
                 [
                     np.maximum(end_G2 - 1, 0),  # the index of the sum up to an end
@@ -357,7 +359,7 @@ class _Checks:
                 if missing < 0
                 else "check mask, sequences and Sequences.active_tokens; if tokens are rejected on "
                 "purpose, declare it with --loss-aggregation-rejects-tokens "
-                "(plan_step(rejects_tokens=True))"
+                "(Options(rejects_tokens=True))"
             )
         )
 
@@ -421,7 +423,7 @@ def _of_sequences(values_S: npt.NDArray[Any], sequences_G: Ints) -> npt.NDArray[
 
 
 def _checked_sequences(sequences: IntsLike, layout: Layout, num_sequences: int) -> Ints:
-    sequences_G = host_integers("sequences", sequences, ReducerError)
+    sequences_G = checked_integers("sequences", sequences, ReducerError)
     if len(sequences_G) != layout.num_segments:
         raise ReducerError(
             f"got {len(sequences_G)} sequences for {layout.num_segments} segments of the layout "

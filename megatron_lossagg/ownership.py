@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_lossagg.devices import from_host
+from megatron_lossagg.devices import from_numpy
 from megatron_lossagg.exchange import Exchange
 from megatron_lossagg.faults import Faults
 from megatron_lossagg.integers import Ints
@@ -57,8 +57,8 @@ def check_ownership(
     hashed = int.from_bytes(hashlib.sha256(settings.encode()).digest()[:8], "big") >> 1
     head = np.array([has_failed, hashed, len(counted_S)])
     trained_F = torch.zeros(_SLOTS, dtype=torch.int64, device=device)
-    trained_F.index_add_(0, from_host(slot_S, device), trained_S)
-    own = torch.cat([from_host(head, device), from_host(counted_F, device), trained_F])
+    trained_F.index_add_(0, from_numpy(slot_S, device), trained_S)
+    own = torch.cat([from_numpy(head, device), from_numpy(counted_F, device), trained_F])
     gathered = exchange.tensors(own)
     own = gathered[exchange.rank]
     failed_W, differs_W1 = gathered[:, 0], (gathered[:, 1:3] != own[1:3]).any(dim=1)
@@ -110,7 +110,7 @@ def _describe(own_rank: int, counted_S: Ints, rejects_tokens: bool, values: list
             f"{_sequence(under, counted_S)} "
             f"than the {_counted(under, counted_S)} that were counted: check mask, sequences and "
             "slices; if tokens are rejected on purpose, declare it with "
-            "--loss-aggregation-rejects-tokens (plan_step(rejects_tokens=True))"
+            "--loss-aggregation-rejects-tokens (Options(rejects_tokens=True))"
         )
     return ""
 

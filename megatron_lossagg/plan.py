@@ -14,7 +14,7 @@ import math
 import warnings
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,23 +24,24 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lossagg.aggregation import CUSTOM, MODES, Aggregation
-from megatron_lossagg.counts import Rows, Sequences, StepTotals, count_step
+from megatron_lossagg.counts import StepTotals, count_microbatches, count_step, known_step
 from megatron_lossagg.errors import LossAggregationError, PlanError, ReducerError
 from megatron_lossagg.exchange import Exchange
 from megatron_lossagg.faults import warn_once
 from megatron_lossagg.integers import Ints, IntsLike
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.microbatch import Microbatch
-from megatron_lossagg.plugins import load_reducer_factory
-from megatron_lossagg.reducer import Reducer, ReducerFactory
+from megatron_lossagg.options import Options
+from megatron_lossagg.reducer import Reducer, ReducerFactory, load_reducer_factory
+from megatron_lossagg.sequences import Sequences
 from megatron_lossagg.state import StepState
 
-__all__ = ["EmptyStep", "StepCounts", "StepPlan", "plan_step", "warn_of_divisor"]
+__all__ = ["StepCounts", "StepPlan", "plan_step", "warn_of_divisor"]
 
 _Floats = npt.NDArray[np.float64]
 
+_DEFAULTS = Options()
 _LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
-EmptyStep = Literal["zero", "error"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,38 +49,46 @@ class StepPlan:
     """One optimizer step under one aggregation: the weights, and what they came from."""
 
     aggregation: Aggregation
+    sequences: Sequences
+    """What was planned, checked: int64 ``[S]`` each."""
     totals: StepTotals
-    active_tokens: Ints
-    """n_s, int64 ``[S]``."""
-    num_microbatches: int | None
-    """M of this rank, where ``Sequences`` gave it."""
     data_parallel_size: int | None
-    """DP; None where totals were given without a group in a job of several processes."""
+    """DP; None where totals were passed without a group in a job of several processes."""
     group_ranks: tuple[int, ...] | None
-    """Global ranks that were counted over; None where no group was given."""
-    sample_tokens: Ints | None
-    """n_b of each sequence's sample, int64 ``[S]``."""
-    prompt_tokens: Ints | None
-    """n_p of each sequence's prompt, int64 ``[S]``."""
-    microbatch_tokens: Ints | None
-    """n_mb of each sequence's microbatch, int64 ``[S]``."""
-    microbatch: Ints | None
-    """Index of each sequence's microbatch, int64 ``[S]``; a reducer's error names it."""
-    longest_sample: int
-    """The largest n_b, over the group if one was counted over."""
+    """Global ranks that were counted over; None where no group was passed."""
     state: StepState = field(repr=False)
     _under: dict[Aggregation, StepPlan] = field(default_factory=dict, init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        for array in (
-            self.active_tokens,
-            self.sample_tokens,
-            self.prompt_tokens,
-            self.microbatch_tokens,
-            self.microbatch,
-        ):
-            if array is not None:
-                array.flags.writeable = False  # the weights follow from them
+    @property
+    def active_tokens(self) -> Ints:
+        """n_s, int64 ``[S]``."""
+        return cast(Ints, self.sequences.active_tokens)
+
+    @property
+    def num_microbatches(self) -> int | None:
+        """M of this rank, if ``Sequences`` gave it."""
+        return self.sequences.num_microbatches
+
+    @property
+    def microbatch(self) -> Ints | None:
+        """Index of each sequence's microbatch, int64 ``[S]``; a reducer's error names it."""
+        return cast("Ints | None", self.sequences.microbatch)
+
+    @cached_property
+    def microbatch_tokens(self) -> Ints | None:
+        """n_mb of each sequence's microbatch, int64 ``[S]``."""
+        counted = count_microbatches(self.sequences)
+        return counted and counted[0]
+
+    @property
+    def sample_tokens(self) -> Ints:
+        """n_b of each sequence's sample, int64 ``[S]``."""
+        return cast(Ints, self.totals.sample_tokens)
+
+    @property
+    def prompt_tokens(self) -> Ints | None:
+        """n_p of each sequence's prompt, int64 ``[S]``."""
+        return self.totals.prompt_tokens
 
     @property
     def weights(self) -> Tensor:
@@ -135,7 +144,7 @@ class StepPlan:
     def under(self, aggregation: Aggregation | str) -> StepPlan:
         """Return the same step under another aggregation, without a collective; made once."""
         if isinstance(aggregation, str):
-            aggregation = Aggregation.named(aggregation)
+            aggregation = Aggregation(aggregation)
         if aggregation not in self._under:
             plan = replace(self, aggregation=aggregation)
             _check_divisor(plan)
@@ -188,92 +197,35 @@ class StepPlan:
 
 
 class StepCounts:
-    """A plan's counts as the table of modes asks for them.
+    """A plan's counts as the table of modes reads them; one that is not known raises.
 
-    Where empty samples and prompts do not count, ``samples`` is V and ``prompts`` is Q. A
-    count that is not known raises :class:`PlanError`.
+    If empty samples and prompts do not count, ``samples`` is V and ``prompts`` is Q.
     """
 
     def __init__(self, plan: StepPlan) -> None:
         self._plan = plan
         self.divisor = plan.aggregation.divisor or 1.0
-        """L or C; 1 if none is given."""
-        self.num_microbatches = plan.num_microbatches or 1
-        """M of this rank."""
+        self.num_microbatches = plan.sequences.num_microbatches or 1
 
-    @property
-    def n(self) -> int:
-        """N."""
-        return int(self._total("active_tokens"))
-
-    @property
-    def samples(self) -> int:
-        """B, or V."""
-        return int(self._total("samples" if self._counts_empty else "active_samples"))
-
-    @property
-    def prompts(self) -> int:
-        """P, or Q."""
-        return int(self._total("prompts" if self._counts_empty else "active_prompts"))
-
-    @property
-    def active_samples(self) -> int:
-        """V."""
-        return int(self._total("active_samples"))
-
-    @property
-    def active_prompts(self) -> int:
-        """Q."""
-        return int(self._total("active_prompts"))
-
-    @property
-    def microbatch_means(self) -> float:
-        """Sum over ranks of (microbatches with an active token) / (M of the rank)."""
-        return self._total("microbatch_means")
-
-    @property
-    def data_parallel_size(self) -> int:
-        """DP."""
-        if self._plan.data_parallel_size is None:
-            raise PlanError(
-                f"{self._plan.aggregation} needs the data-parallel size: give group= with totals="
-            )
-        return self._plan.data_parallel_size
-
-    @property
-    def sample_tokens(self) -> _Floats:
-        """n_b of each sequence's sample, float64 ``[S]``."""
-        return self._of_sequences("sample_tokens", "Sequences(sample_tokens=...)")
-
-    @property
-    def prompt_tokens(self) -> _Floats:
-        """n_p of each sequence's prompt, float64 ``[S]``."""
-        source = "Sequences(prompt=...), or prompt_tokens= with totals="
-        return self._of_sequences("prompt_tokens", source)
-
-    @property
-    def microbatch_tokens(self) -> _Floats:
-        """n_mb of each sequence's microbatch, float64 ``[S]``."""
-        return self._of_sequences("microbatch_tokens", "Sequences(microbatch=...)")
-
-    @property
-    def _counts_empty(self) -> bool:
-        return self._plan.aggregation.count_empty
-
-    def _total(self, name: str) -> float:
-        value: float | None = getattr(self._plan.totals, name)
+    def __getattr__(self, name: str) -> Any:
+        plan = self._plan
+        if name in ("samples", "prompts") and not plan.aggregation.count_empty:
+            name = f"active_{name}"
+        value = getattr(plan.totals if hasattr(plan.totals, name) else plan, name)
         if value is None:
-            raise PlanError(
-                f"{self._plan.aggregation} needs StepTotals({name}=...) of the whole step, which "
-                "was not given: give it, or let plan_step count (drop totals=)"
-            )
-        return value
+            missing = _PASSED_AS.get(name, f"StepTotals({name}=...) of the whole step")
+            raise PlanError(f"{plan.aggregation} needs {missing}, which was not passed")
+        # Exact up to 2^53; a product with B could wrap int64.
+        return value.astype(np.float64) if isinstance(value, np.ndarray) else value
 
-    def _of_sequences(self, name: str, source: str) -> _Floats:
-        counts_S: Ints | None = getattr(self._plan, name)
-        if counts_S is None:
-            raise PlanError(f"{self._plan.aggregation} needs {source}, which was not given")
-        return counts_S.astype(np.float64)  # exact up to 2^53; a product with B could wrap int64
+
+_PASSED_AS = {
+    "prompt_tokens": "Sequences(prompt=...) without totals=",
+    "prompts": "Sequences(prompt=...) without totals=",
+    "active_prompts": "Sequences(prompt=...) without totals=",
+    "microbatch_tokens": "Sequences(microbatch=...)",
+    "data_parallel_size": "group=, also with totals=",
+}
 
 
 def plan_step(
@@ -282,25 +234,20 @@ def plan_step(
     *,
     group: ProcessGroup | None = None,
     totals: StepTotals | None = None,
-    empty_step: EmptyStep = "zero",
+    options: Options = _DEFAULTS,
     fault: str = "",
-    rejects_tokens: bool = False,
 ) -> StepPlan:
     """Count the step over ``group`` and decide the weight of every sequence.
 
     ``group``: the dense data-parallel group *without* context parallelism, as
     ``MegatronContract.dp_group``; every rank of it calls. ``totals``: the step's counts
-    where the caller knows them; then no collective is made, and ids need
-    ``sample_tokens`` or ``prompt_tokens`` with them. With a group as well, its first step is
-    counted all the same, and totals that differ from the counts are refused. ``empty_step``:
-    what a step with no active tokens does, ``"zero"`` (zero weights and one warning) or
-    ``"error"``. ``fault``: why this rank has no counts to give, where it has none: the others of
-    the group do not wait for it but raise the same message. ``rejects_tokens``: declares that
-    loss masks may select fewer tokens than are counted here (rejection sampling), which is an
-    error otherwise.
+    if the caller knows them; then no collective is made, and ids are refused. With a group as
+    well, its first step is counted all the same, and totals that differ from the counts are
+    refused. ``fault``: why this rank has no counts, if so: the others of the group do not wait
+    for it but raise the same message.
 
-    Without totals: one all-gather of ten integers per rank, a second one of five integers
-    per sequence where ids are given, each with one host sync; a third one only to bring an error's
+    Without totals: one all-gather of ten integers per rank, a second one of two or three integers
+    per sequence if ids are passed, each with one host sync; a third one only to bring an error's
     message to every rank. Wrong counts or ids, and ranks that disagree on the aggregation or on
     an option, raise :class:`PlanError` with the same message on every rank of the group. With
     totals an error is this rank's alone, and names it. A sample with more active tokens than the
@@ -310,42 +257,36 @@ def plan_step(
     is_alone = not dist.is_initialized() or dist.get_world_size() == 1
     if totals is None and group is None and not is_alone:
         raise PlanError(
-            f"this process is one of {dist.get_world_size()} and no group was given: pass "
-            "group=contract.dp_group, or totals= where the step's counts are known"
+            f"this process is one of {dist.get_world_size()} and no group was passed: pass "
+            "group=contract.dp_group, or totals= if the step's counts are known"
         )
     exchange = Exchange(group)
-    rows = Rows.empty()
+    checked = Sequences(active_tokens=[]).checked()
     if not fault:
         try:
-            _check_arguments(aggregation, empty_step)
-            rows = Rows.checked(sequences)
+            _check_arguments(aggregation, options)
+            checked = sequences.checked()
         except Exception as error:  # whatever it is, no rank may leave the others waiting
             fault = str(error) if isinstance(error, LossAggregationError) else repr(error)
     verifies = totals is not None and group is not None and exchange.ranks not in _verified
     if totals is None or verifies:
-        options = [f"empty_step {empty_step!r}", f"rejects_tokens {rejects_tokens}", f"{totals}"]
-        counts = count_step(aggregation, rows, fault, exchange, options)
+        settings = [*(f"{name} {value!r}" for name, value in vars(options).items()), f"{totals}"]
+        counted = count_step(aggregation, checked, fault, exchange, settings)
     if totals is not None and verifies:
-        _check_given(totals, counts.totals)
+        _check_given(totals, counted)
         _verified.add(exchange.ranks)
     try:
         if totals is not None:
             if fault:
                 raise PlanError(fault)
-            counts = rows.with_totals(totals)
+            counted = known_step(checked, totals)
         plan = StepPlan(
             aggregation=aggregation,
-            totals=counts.totals,
-            active_tokens=rows.active_tokens,
-            num_microbatches=rows.num_microbatches,
+            sequences=checked,
+            totals=counted,
             data_parallel_size=exchange.size if group is not None or is_alone else None,
             group_ranks=exchange.ranks,
-            sample_tokens=counts.sample_tokens,
-            prompt_tokens=counts.prompt_tokens,
-            microbatch_tokens=rows.microbatch_tokens,
-            microbatch=rows.microbatch,
-            longest_sample=counts.longest_sample,
-            state=StepState(rejects_tokens=rejects_tokens),
+            state=StepState(rejects_tokens=options.rejects_tokens),
         )
         if aggregation.mode != CUSTOM:
             plan.weight_S  # noqa: B018  a mode that lacks something raises here, before any forward
@@ -353,11 +294,9 @@ def plan_step(
         if totals is None:
             raise
         raise PlanError(f"{exchange.name()}: {error}") from None
-    if counts.totals.active_tokens == 0:
-        _empty_step(empty_step)
+    if counted.active_tokens == 0:
+        _empty_step(options)
     _check_divisor(plan)
-    for what, doubt in counts.doubts:
-        warn_once(what, doubt)
     return plan
 
 
@@ -376,19 +315,19 @@ def _check_given(given: StepTotals, counted: StepTotals) -> None:
             )
 
 
-def _check_arguments(aggregation: Aggregation, empty_step: EmptyStep) -> None:
+def _check_arguments(aggregation: Aggregation, options: Options) -> None:
     if not isinstance(aggregation, Aggregation):
-        raise PlanError(f"got {aggregation!r}, expected an Aggregation: Aggregation.named(...)")
+        raise PlanError(f"got {aggregation!r}, expected an Aggregation")
     if aggregation.reducer_path is not None:
         load_reducer_factory(aggregation.reducer_path)
-    if empty_step not in ("zero", "error"):
-        raise PlanError(f"got empty_step {empty_step!r}, expected 'zero' or 'error'")
+    if not isinstance(options, Options):
+        raise PlanError(f"got {options!r}, expected Options")
 
 
 def _check_divisor(plan: StepPlan) -> None:
     """Warn once where ``constant`` divides by less than the longest sample."""
     if plan.aggregation.mode == "constant":
-        warn_of_divisor(plan.aggregation.divisor or 1.0, [plan.longest_sample])
+        warn_of_divisor(plan.aggregation.divisor or 1.0, [plan.totals.longest_sample or 0])
 
 
 def warn_of_divisor(divisor: float, tokens: IntsLike) -> None:
@@ -403,11 +342,11 @@ def warn_of_divisor(divisor: float, tokens: IntsLike) -> None:
         )
 
 
-def _empty_step(empty_step: EmptyStep) -> None:
+def _empty_step(options: Options) -> None:
     message = "the step has no active tokens: its loss and gradient are zero"
-    if empty_step == "error":
+    if options.empty_step == "error":
         raise PlanError(
-            f"{message}; --loss-aggregation-empty-step error (empty_step=) was set: set zero to "
-            "continue"
+            f"{message}; --loss-aggregation-empty-step error (Options.empty_step) was set: "
+            "set zero to continue"
         )
     warnings.warn(message, RuntimeWarning, stacklevel=3)

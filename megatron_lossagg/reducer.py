@@ -14,6 +14,7 @@ Shape suffixes: T = tokens this rank holds of the microbatch; G = its segments.
 from __future__ import annotations
 
 import math
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.devices import moved, on_host
-from megatron_lossagg.errors import ReducerError
+from megatron_lossagg.errors import ReducerError, ReducerPathError
 from megatron_lossagg.integers import Ints
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.microbatch import Microbatch, Place
@@ -34,7 +35,7 @@ from megatron_lossagg.state import ReducerCall
 if TYPE_CHECKING:
     from megatron_lossagg.plan import StepPlan
 
-__all__ = ["Reducer", "ReducerContext", "ReducerFactory"]
+__all__ = ["Reducer", "ReducerContext", "ReducerFactory", "load_reducer_factory"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,26 @@ class ReducerContext:
 _LOSS_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 ReducerFactory = Callable[[ReducerContext], Callable[[Tensor], Tensor]]
+
+
+def load_reducer_factory(path: str) -> ReducerFactory:
+    """Import the factory at ``pkg.mod:name`` or ``pkg.mod.name``.
+
+    Raises :class:`ReducerPathError` if the path leads to nothing or to what is not callable.
+    """
+    expected = "write pkg.mod:name of a factory(context) -> Callable[[Tensor], Tensor]"
+    try:
+        factory: object = pkgutil.resolve_name(path)
+    except Exception as error:  # a module may fail to import with anything
+        raise ReducerPathError(
+            f"reducer path {path!r} raised {error!r}: {expected}, and install its module on every "
+            "node or put it on PYTHONPATH"
+        ) from error
+    if not callable(factory):
+        raise ReducerPathError(
+            f"reducer path {path!r} leads to {factory!r}, which is not callable: {expected}"
+        )
+    return factory
 
 
 class _MaskedSum(torch.autograd.Function):

@@ -28,7 +28,8 @@ from megatron_lossagg.devices import moved
 from megatron_lossagg.errors import AggregationError, ContractError
 from megatron_lossagg.faults import Faults
 from megatron_lossagg.layout import Layout
-from megatron_lossagg.plan import EmptyStep, StepPlan
+from megatron_lossagg.options import EmptyStep, Options
+from megatron_lossagg.plan import StepPlan
 
 __all__ = ["FrameworkLoss", "Integration", "ScheduleHook", "aggregated"]
 
@@ -186,8 +187,10 @@ class ScheduleHook:
             group=contract.dp_group,
             tp_group=contract.tp_group,
             # An evaluation without an active token trains nothing wrong.
-            empty_step="zero" if forward_only else self._empty_step,
-            rejects_tokens=self._rejects_tokens,
+            options=Options(
+                empty_step="zero" if forward_only else self._empty_step,
+                rejects_tokens=self._rejects_tokens,
+            ),
         )
         replay = None if source is None else _Replay()
         step = contract.step(plan, num_microbatches=num_microbatches, forward_only=forward_only)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.devices import from_host, moved
+from megatron_lossagg.devices import from_numpy, moved
 from megatron_lossagg.errors import ReducerError
 from megatron_lossagg.faults import Faults
 from megatron_lossagg.integers import Ints
@@ -56,7 +56,7 @@ class TrainedTokens:
         device = tokens.device
         if device not in self._tokens_S:
             self._tokens_S[device] = torch.zeros(num_sequences, dtype=torch.int64, device=device)
-        tokens_S, index = self._tokens_S[device], from_host(sequences, device)
+        tokens_S, index = self._tokens_S[device], from_numpy(sequences, device)
         tokens_S.index_copy_(0, index, torch.maximum(tokens_S[index], tokens.long()))
 
     def of_sequences(self) -> Tensor | None:

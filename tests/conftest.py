@@ -22,7 +22,7 @@ from fork_server import WITH_MEGATRON, WITHOUT_MEGATRON, ForkServer
 from megatron_lossagg.cpu import launch
 from megatron_lossagg.verify.cases import CASES
 from megatron_lossagg.verify.job import Job, references_of
-from megatron_lossagg.verify.reference import reference_file
+from megatron_lossagg.verify.reference_gradient import reference_file
 
 TESTS = Path(__file__).parent
 NEEDS_NO_MEGATRON = {"core/plan_worker.py"}
@@ -160,8 +160,8 @@ def prove_job(job, folder):
     """Launch a job of ``megatron_lossagg.verify``; return the verdicts that its events report."""
     for (shape, copies), padded in references_of(job.layouts).items():
         compute_reference(Path(job.references), shape, copies=copies, padded=padded)
-    job_file, events = folder / "job.json", folder / "events.jsonl"
-    job_file.write_text(job.to_json())
+    job_file, events = folder / "job", folder / "events.jsonl"
+    job.write(job_file)
     launched_module("megatron_lossagg.verify", job_file, events, processes=job.world_size)
     reported = [json.loads(line) for line in events.read_text().splitlines()]
     verdicts = [v for event in reported if event["event"] == "layout" for v in event["verdicts"]]
@@ -179,7 +179,9 @@ def compute_reference(folder, shape, *, copies, padded):
     sizes = (shape.num_layers, shape.num_heads, shape.num_experts, copies, math.lcm(8, padded))
     with REFERENCES:
         if not common.exists():
-            launched_module("megatron_lossagg.verify.reference", *sizes, common, processes=1)
+            launched_module(
+                "megatron_lossagg.verify.reference_gradient", *sizes, common, processes=1
+            )
         if not file.exists():
             file.symlink_to(common)
 

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Clone the hosts' own code into $FRAMEWORKS_DIR, at the commits that the adapters were tested with:
+# Clone the frameworks' own code into $FRAMEWORKS_DIR, at the commits that the integrations were tested with:
 #
-#     FRAMEWORKS_DIR=~/hosts tools/fetch_frameworks.sh            # all of them
-#     FRAMEWORKS_DIR=~/hosts tools/fetch_frameworks.sh slime      # some
+#     FRAMEWORKS_DIR=~/frameworks tools/fetch_frameworks.sh            # all of them
+#     FRAMEWORKS_DIR=~/frameworks tools/fetch_frameworks.sh slime      # some
 #
 # What their code imports is installed apart: docs/integrations/slime.md. Tests read FRAMEWORKS_DIR.
 set -euo pipefail
 
 : "${FRAMEWORKS_DIR:?set FRAMEWORKS_DIR to the folder for the checkouts}"
 
-hosts=(
+frameworks=(
     "slime https://github.com/THUDM/slime.git 624b824a898ab0ec1fcb4d373004c7f3852bf515"
     "miles https://github.com/radixark/miles.git 31f1ca961a94cb860cec3b2dea34ec332bfa8f76"
     "Megatron-LM https://github.com/NVIDIA/Megatron-LM.git 55ac7082517c3878ae653c07c09c534b8aed49f6"
@@ -20,20 +20,20 @@ hosts=(
     "Megatron-Bridge https://github.com/NVIDIA-NeMo/Megatron-Bridge.git 067f987df03b8355b03192d88d70f1709fedf51a"
 )
 
-known=" $(printf '%s\n' "${hosts[@]}" | cut -d ' ' -f 1 | tr '\n' ' ')"
+known=" $(printf '%s\n' "${frameworks[@]}" | cut -d ' ' -f 1 | tr '\n' ' ')"
 for name in "$@"; do
-    [[ $known == *" $name "* ]] || { echo "unknown host $name, expected one of:$known" >&2; exit 2; }
+    [[ $known == *" $name "* ]] || { echo "unknown framework $name, expected one of:$known" >&2; exit 2; }
 done
 
 mkdir -p "$FRAMEWORKS_DIR"
-for host in "${hosts[@]}"; do
-    read -r name url commit <<<"$host"
+for framework in "${frameworks[@]}"; do
+    read -r name url commit <<<"$framework"
     if (($#)) && [[ " $* " != *" $name "* ]]; then
         continue
     fi
     folder=$FRAMEWORKS_DIR/$name
     if [[ -e $folder && ! -d $folder/.git ]]; then
-        echo "$folder is there and no clone: move it away" >&2
+        echo "$folder exists and is not a clone: move it away" >&2
         exit 1
     fi
     if [[ $(git -C "$folder" rev-parse HEAD 2>/dev/null) == "$commit" ]]; then

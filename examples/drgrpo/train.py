@@ -85,14 +85,10 @@ from megatron_lossagg import (
     Sequences,
     StepBuffer,
     StepPlan,
-    aggregation_from_args,
     plan_step,
 )
-from megatron_lossagg.flags import (
-    add_loss_aggregation_args,
-    empty_step_from_args,
-    probe_from_args,
-)
+from megatron_lossagg.flags import add_loss_aggregation_args, aggregation_from_args
+from megatron_lossagg.options import Options
 
 NUM_HELD_OUT = 200
 WARM_UP = Aggregation("token_mean")
@@ -260,7 +256,7 @@ def rl_step(run: Run, rollouts: list[Rollout]) -> Ratios:
             num_microbatches=m,
         ),
         group=run.contract.dp_group,
-        empty_step=empty_step_from_args(args),
+        options=Options.from_args(args),
     )
 
     def share_of(
@@ -598,7 +594,9 @@ def build_run(args: argparse.Namespace) -> Run:
     )
     if args.start_from is not None:
         load_weights(args.start_from, model)
-    contract = MegatronContract.read([model], aggregation=aggregation, probe=probe_from_args(args))
+    contract = MegatronContract.read(
+        [model], aggregation=aggregation, probe=Options.from_args(args).probe
+    )
     contract.agree_on(WARM_UP)
     return Run(
         args=args,

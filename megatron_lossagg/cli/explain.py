@@ -46,7 +46,7 @@ from megatron_lossagg.cli.rollouts import add_reading_arguments, read_rollouts
 from megatron_lossagg.cli.shares import Shares, add_bucket_argument, read_buckets
 from megatron_lossagg.files import check_outputs, write_whole
 from megatron_lossagg.scaling import K_FORMULA, LOSS_SCALINGS
-from megatron_lossagg.verify.words import number_of
+from megatron_lossagg.text import number_of
 
 __all__ = ["add_arguments", "run"]
 
@@ -232,11 +232,11 @@ class _Page:
 
 _SYMBOLS: dict[str, Callable[[Explanation], str]] = {
     "w_s": lambda e: "weight of every token of sequence s",
-    "N": lambda e: f"active tokens of the step: {e.totals.active_tokens}",
-    "B": lambda e: f"samples of the step: {e.totals.samples}",
-    "V": lambda e: f"samples with an active token: {e.totals.active_samples}",
-    "P": lambda e: f"prompts of the step: {e.totals.prompts}",
-    "Q": lambda e: f"prompts with an active token: {e.totals.active_prompts}",
+    "N": lambda e: f"active tokens of the step: {e.counts['N']}",
+    "B": lambda e: f"samples of the step: {e.counts['B']}",
+    "V": lambda e: f"samples with an active token: {e.counts['V']}",
+    "P": lambda e: f"prompts of the step: {e.counts['P']}",
+    "Q": lambda e: f"prompts with an active token: {e.counts['Q']}",
     "n_b": lambda e: "active tokens of the sample that s belongs to",
     "n_p": lambda e: "active tokens of the prompt that s belongs to",
     "n_mb": lambda e: "active tokens of the microbatch that s is in",
@@ -372,7 +372,7 @@ def _show_chain(page: _Page, e: Explanation) -> None:
         some = " + ".join(map(str, e.num_tokens[:8])) + (" + ..." if e.num_tokens[8:] else "")
         tokens = (
             "the active tokens of the microbatch's sequences on CP rank 0, and 0 on other CP ranks "
-            f"({some} = {e.totals.active_tokens})"
+            f"({some} = {e.counts['N']})"
         )
     page.text(f"loss_func returns partial loss * {e.k}, and as num_tokens {tokens}.")
     if e.k == 1:

@@ -13,7 +13,6 @@ import torch
 from megatron_lossagg.aggregation import ALIASES, CUSTOM, MODES, Aggregation
 from megatron_lossagg.cli.rollouts import Rollouts
 from megatron_lossagg.cli.shares import Shares, plan_of, shares_of
-from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.plan import StepPlan
 from megatron_lossagg.scaling import (
@@ -23,7 +22,7 @@ from megatron_lossagg.scaling import (
     LossScaling,
     Scaling,
 )
-from megatron_lossagg.verify.words import number_of
+from megatron_lossagg.text import number_of
 
 __all__ = [
     "DEFAULT_LENGTHS",
@@ -114,8 +113,9 @@ class Explanation:
     divisor: float | None
     """The one that was given, even if this mode takes none."""
     split: Split
-    totals: StepTotals
-    """Of a file with several steps, those of the first; so are k and num_tokens."""
+    counts: dict[str, int | None]
+    """N, B, V, P and Q; of a file with several steps, those of the first. So are k and
+    num_tokens."""
     sequences: tuple[WeightedSequence, ...]
     """None of a file: it has ``shares``."""
     shares: Shares | None
@@ -202,7 +202,13 @@ def explain(
         flags=" ".join(flags),
         divisor=divisor,
         split=split,
-        totals=plan.totals,
+        counts={
+            "N": plan.totals.active_tokens,
+            "B": plan.totals.samples,
+            "V": plan.totals.active_samples,
+            "P": plan.totals.prompts,
+            "Q": plan.totals.active_prompts,
+        },
         sequences=tuple(sequences),
         shares=shares,
         comparisons=comparisons,
@@ -222,7 +228,7 @@ def _aggregation(name: str, divisor: float | None, count_empty: bool | None) -> 
             f"{', '.join(other for other in MODES if other != CUSTOM)}"
         )
     taken = None if mode in MODES and MODES[mode].divisor == "none" else divisor
-    return Aggregation.named(name, divisor=taken, count_empty=count_empty)
+    return Aggregation(name, divisor=taken, count_empty=count_empty)
 
 
 def _planned(

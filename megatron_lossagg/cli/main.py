@@ -27,7 +27,7 @@ _COMMANDS = {
     "verify": (
         "megatron_lossagg.verify.command",
         "prove that the installed Megatron-Core trains the configured loss",
-        "lossagg verify --dp 2 --loss-aggregation token_mean",
+        "lossagg verify --dp 2 --cp 2 --loss-aggregation sample_mean",
     ),
     "run": (
         "megatron_lossagg.cli.run",

@@ -17,13 +17,8 @@ import traceback
 from pathlib import Path
 
 from megatron_lossagg.errors import AggregationError, ContractError, LossAggregationError
-from megatron_lossagg.flags import (
-    add_loss_aggregation_args,
-    aggregation_from_args,
-    empty_step_from_args,
-    probe_from_args,
-    rejects_tokens_from_args,
-)
+from megatron_lossagg.flags import add_loss_aggregation_args, aggregation_from_args
+from megatron_lossagg.options import Options
 
 __all__ = ["add_arguments", "run"]
 
@@ -100,9 +95,7 @@ def run(args: argparse.Namespace) -> int:
     integration = megatron_rl.RLAdapter if is_rl else megatron_lm.PretrainIntegration
     hook = megatron_lm.install(
         aggregation,
-        empty_step=empty_step_from_args(flags),
-        probe=probe_from_args(flags),
-        rejects_tokens=rejects_tokens_from_args(flags),
+        **vars(Options.from_args(flags)),
         integration=integration(),
     )
     status = _run(script, on_cpu=args.cpu)

@@ -17,10 +17,10 @@ import numpy as np
 
 from megatron_lossagg.aggregation import CUSTOM, MODES, Aggregation
 from megatron_lossagg.cli.rollouts import Rollouts, RolloutsError
-from megatron_lossagg.counts import Sequences
 from megatron_lossagg.extras import needed
 from megatron_lossagg.plan import StepPlan, plan_step
-from megatron_lossagg.verify.words import number_of
+from megatron_lossagg.sequences import Sequences
+from megatron_lossagg.text import number_of
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -62,18 +62,18 @@ class StandIn:
     """Builds the replacement from the original, ``None`` where there is none."""
 
 
-class _FrameworkStream:
+class _CpuStream:
     """A stream of a device that has finished everything it was ever given."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         del args, kwargs
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _FrameworkStream)
+        return isinstance(other, _CpuStream)
 
     __hash__ = object.__hash__
 
-    def record_event(self, *args: object) -> _FrameworkStream:
+    def record_event(self, *args: object) -> _CpuStream:
         """Answer with itself: what has been submitted is done."""
         del args
         return self
@@ -86,7 +86,7 @@ class _FrameworkStream:
         """Return at once."""
 
 
-class _FrameworkGenerators:
+class _CpuGenerators:
     """Answers every CUDA index with the host's random generator."""
 
     def __getitem__(self, index: object) -> torch.Generator:
@@ -99,7 +99,7 @@ def _is_cuda(device: object) -> bool:
     return isinstance(device, int)
 
 
-def _on_framework(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
     def create(
         *args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any
@@ -150,11 +150,11 @@ def _instead(replacement: Any) -> Callable[[Any], Any]:
     return lambda original: replacement
 
 
-def _framework_random_state(*args: object, **kwargs: object) -> torch.Tensor:
+def _cpu_random_state(*args: object, **kwargs: object) -> torch.Tensor:
     return torch.default_generator.get_state()
 
 
-def _framework_manual_seed(seed: int) -> None:
+def _cpu_manual_seed(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
@@ -173,19 +173,19 @@ STAND_INS: tuple[StandIn, ...] = (
         name="torch.tensor",
         replacement="itself, with device cuda read as cpu and without pinning",
         needed_by="megatron.core.optimizer.clip_grads.get_grad_norm_fp32",
-        make=_on_framework,
+        make=_on_cpu,
     ),
     StandIn(
         name="torch.zeros",
         replacement="itself, with device cuda read as cpu",
         needed_by="megatron.core.pipeline_parallel.schedules.forward_backward_no_pipelining",
-        make=_on_framework,
+        make=_on_cpu,
     ),
     StandIn(
         name="torch.ones",
         replacement="itself, with device cuda read as cpu",
         needed_by="megatron.core.transformer.utils.get_default_causal_mask",
-        make=_on_framework,
+        make=_on_cpu,
     ),
     StandIn(
         name="torch.Tensor.cuda",
@@ -203,25 +203,25 @@ STAND_INS: tuple[StandIn, ...] = (
         name="torch.cuda.manual_seed",
         replacement="seeds the host's generator",
         needed_by="megatron.core.tensor_parallel.random.CudaRNGStatesTracker.add",
-        make=_instead(_framework_manual_seed),
+        make=_instead(_cpu_manual_seed),
     ),
     StandIn(
         name="torch.cuda.get_rng_state",
         replacement="the state of the host's generator",
         needed_by="megatron.core.tensor_parallel.random.CudaRNGStatesTracker.add",
-        make=_instead(_framework_random_state),
+        make=_instead(_cpu_random_state),
     ),
     StandIn(
         name="torch.cuda.random.get_rng_state",
         replacement="the state of the host's generator",
         needed_by="megatron.core.tensor_parallel.random.CudaRNGStatesTracker.fork",
-        make=_instead(_framework_random_state),
+        make=_instead(_cpu_random_state),
     ),
     StandIn(
         name="torch.cuda.default_generators",
         replacement="the host's generator at every index",
         needed_by="megatron.core.tensor_parallel.random._set_cuda_rng_state",
-        make=_instead(_FrameworkGenerators()),
+        make=_instead(_CpuGenerators()),
     ),
     StandIn(
         name="torch.cuda._lazy_call",
@@ -239,13 +239,13 @@ STAND_INS: tuple[StandIn, ...] = (
         name="torch.cuda.Stream",
         replacement="a stream that has always finished",
         needed_by="megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher",
-        make=_instead(_FrameworkStream),
+        make=_instead(_CpuStream),
     ),
     StandIn(
         name="torch.cuda.current_stream",
         replacement="a stream that has always finished",
         needed_by="megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher",
-        make=always(_FrameworkStream()),
+        make=always(_CpuStream()),
     ),
     StandIn(
         name="torch.cuda.stream",

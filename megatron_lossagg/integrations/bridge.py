@@ -14,8 +14,8 @@ from typing import Any
 
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration, rebind
-from megatron_lossagg.options import check_options
-from megatron_lossagg.plan import EmptyStep
+from megatron_lossagg.megatron_options import check_options
+from megatron_lossagg.options import EmptyStep
 from megatron_lossagg.schedule import Integration, ScheduleHook
 
 __all__ = ["BridgeIntegration", "install"]

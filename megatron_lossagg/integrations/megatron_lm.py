@@ -22,8 +22,8 @@ from torch import Tensor
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.options import check_options
-from megatron_lossagg.plan import EmptyStep
+from megatron_lossagg.megatron_options import check_options
+from megatron_lossagg.options import EmptyStep
 from megatron_lossagg.schedule import FrameworkLoss, Integration, ScheduleHook
 
 __all__ = [

@@ -7,7 +7,7 @@ critic's value loss and logged metrics alike. A file for ``--custom-config-path`
     custom_convert_samples_to_train_data_path: megatron_lossagg.integrations.miles.carry_weights
     custom_megatron_init_path: megatron_lossagg.integrations.miles.check
 
-**The policy loss alone**, Dr.GRPO's constant, by one flag, on FSDP too::
+**Only the policy loss**, Dr.GRPO's constant, by one flag, on FSDP too::
 
     --custom-pg-loss-reducer-function-path megatron_lossagg.integrations.miles.constant_40960
 
@@ -27,25 +27,24 @@ import numpy as np
 
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.errors import ContractError, PlanError
-from megatron_lossagg.flags import empty_step_from_args
-from megatron_lossagg.integrations._carry import (
+from megatron_lossagg.integrations._pg_loss_reducer import (
+    MakeReducer,
+    constant_reducer,
+    refuse_bshd,
+)
+from megatron_lossagg.integrations._rollout_mask_sums import (
     REDUCER,
     Framework,
     FrameworkStep,
     check_set_up,
-    denominators,
     is_ours,
     log_carried,
     log_set_up,
+    rollout_mask_sums,
 )
-from megatron_lossagg.integrations._hub import (
-    HubFactory,
-    constant_from_args,
-    factory_named,
-    refuse_bshd,
-)
+from megatron_lossagg.options import Options
 
-__all__ = ["carry_weights", "check", "constant_from_args", "with_weights"]
+__all__ = ["carry_weights", "check", "with_weights"]
 
 _FRAMEWORK = Framework(
     name="miles",
@@ -55,9 +54,9 @@ _FRAMEWORK = Framework(
 )
 
 
-def __getattr__(name: str) -> HubFactory:
-    """Return the reducer factory ``constant_<L>``; the same name gives the same factory."""
-    return factory_named(name, __name__)
+def __getattr__(name: str) -> MakeReducer:
+    """Return ``constant_<L>`` for ``--custom-pg-loss-reducer-function-path``."""
+    return constant_reducer(name, __name__)
 
 
 def check(args: Any) -> None:
@@ -69,7 +68,7 @@ def check(args: Any) -> None:
     """
     aggregation = check_set_up(args, _FRAMEWORK)
     if is_ours(getattr(args, REDUCER, None)):
-        refuse_bshd(args, getattr(args, "context_parallel_size", 1))
+        refuse_bshd(lambda: args, getattr(args, "context_parallel_size", 1))
     conversion = getattr(args, _FRAMEWORK.carry_argument, None)
     if aggregation is not None and conversion:
         _check_miles(args, aggregation)
@@ -116,21 +115,17 @@ def with_weights(args: Any, samples: Sequence[Any], data: dict[str, Any]) -> dic
     prompt = _prompts(samples, len(masks)) if aggregation.mode == "prompt_mean" else None
     steps = _steps(args, data)
     in_a_step = {sequence for step in steps for sequence in step.sequences}
-    denominator_S = denominators(
+    d_S = rollout_mask_sums(
         aggregation,
         steps,
         active_tokens=[_active_tokens(sequence, mask) for sequence, mask in enumerate(masks)],
         sample=[int(rollout) for rollout in data["rollout_ids"]],
         prompt=prompt,
         dropped=[sequence for sequence in range(len(masks)) if sequence not in in_a_step],
-        empty_step=empty_step_from_args(args),
+        empty_step=Options.from_args(args).empty_step,
     )
-    framework_S = data.get("rollout_mask_sums") or [1.0] * len(
-        masks
-    )  # of sequences that miles drops
-    data["rollout_mask_sums"] = np.where(
-        np.isnan(denominator_S), framework_S, denominator_S
-    ).tolist()
+    of_miles_S = data.get("rollout_mask_sums") or [1.0] * len(masks)  # for those that miles drops
+    data["rollout_mask_sums"] = np.where(np.isnan(d_S), of_miles_S, d_S).tolist()
     log_carried(_FRAMEWORK, aggregation)
     return data
 
@@ -154,7 +149,7 @@ def _check_miles(args: Any, aggregation: Aggregation) -> None:
         "--train-backend fsdp": (
             getattr(args, "train_backend", "megatron") != "megatron",
             "its FSDP actor does not hand rollout_mask_sums to the loss: use --train-backend "
-            "megatron, or constant_<L> for the policy loss alone",
+            "megatron, or constant_<L> for only the policy loss",
         ),
         f"--object-store-backend {store}": (
             store != "ray",
@@ -167,7 +162,7 @@ def _check_miles(args: Any, aggregation: Aggregation) -> None:
         ),
         "--multi-lora": (
             getattr(args, "multi_lora", False),
-            "it divides by no step's rollouts but per integration, later: drop one of them",
+            "it divides by the rollouts of each LoRA adapter, later: drop one of them",
         ),
         "independent data parallelism (indep_dp)": (
             getattr(args, "indep_dp", False),
@@ -223,9 +218,8 @@ def _check_legacy_split(args: Any, rollouts: Sequence[Sequence[int]], size: int)
 def _active_tokens(sequence: int, mask: Sequence[int]) -> int:
     if not {*mask} <= {0, 1}:
         raise PlanError(
-            f"got a loss_mask of sample {sequence} with values {sorted({*mask})[:4]}, "
-            f"expected 0 and 1: "
-            "make loss_mask of each Sample 0 or 1"
+            f"got a loss_mask of sample {sequence} with values {sorted({*mask})[:4]}, expected 0 "
+            "and 1: make loss_mask of each Sample 0 or 1"
         )
     return int(sum(mask))
 
@@ -233,9 +227,8 @@ def _active_tokens(sequence: int, mask: Sequence[int]) -> int:
 def _prompts(samples: Sequence[Any], num_sequences: int) -> list[int]:
     if len(samples) != num_sequences:
         raise PlanError(
-            f"got {len(samples)} samples converted to {num_sequences} sequences, expected "
-            f"one sequence each: pass "
-            "with_weights the samples that were converted, in their order"
+            f"got {len(samples)} samples converted to {num_sequences} sequences, expected one "
+            "sequence each: pass with_weights the samples that were converted, in their order"
         )
     ids = [sample.group_index for sample in samples]
     if None in ids:

@@ -31,10 +31,11 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.counts import Sequences, StepTotals
+from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
 from megatron_lossagg.integers import is_integer
 from megatron_lossagg.plan import plan_step
+from megatron_lossagg.sequences import Sequences
 
 __all__ = ["AggregatedLoss", "aggregated"]
 

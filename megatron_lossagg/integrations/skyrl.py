@@ -40,10 +40,10 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.aggregation import CUSTOM, Aggregation
-from megatron_lossagg.counts import Sequences
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
 from megatron_lossagg.flags import aggregation_from_args
 from megatron_lossagg.plan import plan_step
+from megatron_lossagg.sequences import Sequences
 
 __all__ = ["aggregated", "check_config", "main"]
 

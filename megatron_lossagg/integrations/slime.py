@@ -7,15 +7,13 @@ logged metrics alike. A file for ``--custom-config-path``::
     rollout_data_postprocess_path: megatron_lossagg.integrations.slime.carry_weights
     custom_megatron_init_path: megatron_lossagg.integrations.slime.check
 
-**The policy loss alone**, Dr.GRPO's constant, by one flag; the divisor is encoded in the name
+**Only the policy loss**, Dr.GRPO's constant, by one flag; the divisor is encoded in the name
 (``constant_40960``, ``constant_4e4``, ``constant_0p5``)::
 
     --custom-pg-loss-reducer-function-path megatron_lossagg.integrations.slime.constant_40960
 
-or from the file's ``loss_aggregation: constant`` with ``constant_from_args``. KL and entropy
-keep the framework's own average there. ``docs/integrations/slime.md`` has both, and what is
-refused.
-Source: slime 624b824a ``MegatronTrainRayActor.train_actor``, ``loss_function``.
+KL and entropy keep the framework's own average there. ``docs/integrations/slime.md`` has both, and
+what is refused. Source: slime 624b824a ``MegatronTrainRayActor.train_actor``, ``loss_function``.
 """
 
 from __future__ import annotations
@@ -34,20 +32,20 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lossagg.errors import ContractError, PlanError
-from megatron_lossagg.flags import empty_step_from_args
-from megatron_lossagg.integrations._carry import (
+from megatron_lossagg.integrations._pg_loss_reducer import MakeReducer, constant_reducer
+from megatron_lossagg.integrations._rollout_mask_sums import (
     REDUCER,
     Framework,
     FrameworkStep,
     check_set_up,
-    denominators,
     is_ours,
     log_carried,
     log_set_up,
+    rollout_mask_sums,
 )
-from megatron_lossagg.integrations._hub import HubFactory, constant_from_args, factory_named
+from megatron_lossagg.options import Options
 
-__all__ = ["carry_weights", "check", "constant_from_args"]
+__all__ = ["carry_weights", "check"]
 
 _FRAMEWORK = Framework(
     name="slime",
@@ -58,9 +56,9 @@ _FRAMEWORK = Framework(
 _STOCK_SOURCES = ("data_source_path", "rollout_function_path")
 
 
-def __getattr__(name: str) -> HubFactory:
-    """Return the reducer factory ``constant_<L>``; the same name gives the same factory."""
-    return factory_named(name, __name__)
+def __getattr__(name: str) -> MakeReducer:
+    """Return ``constant_<L>`` for ``--custom-pg-loss-reducer-function-path``."""
+    return constant_reducer(name, __name__)
 
 
 @dataclass(kw_only=True)
@@ -106,9 +104,8 @@ def checked_postprocess(args: Any, rollout_id: int, rollout_data: dict[str, Any]
     if _PROCESS.carried is None or rollout_data.get("rollout_mask_sums") is not _PROCESS.carried:
         what = "returned without" if _PROCESS.carried is None else "changed rollout_mask_sums after"
         raise ContractError(
-            f"{_FRAMEWORK.carry_argument} {_PROCESS.own_postprocess} {what} carry_weights, "
-            f"and slime "
-            "would train another loss than loss_aggregation asks for: call "
+            f"{_FRAMEWORK.carry_argument} {_PROCESS.own_postprocess} {what} carry_weights, and "
+            "slime would train another loss than loss_aggregation asks for: call "
             f"{_FRAMEWORK.carry_path}(args, rollout_id, rollout_data) as its last line"
         )
 
@@ -121,7 +118,7 @@ def carry_weights(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> N
     (one ``[response]`` 0/1 mask per sequence), ``rollout_ids``, ``micro_batch_indices``,
     ``num_microbatches`` (M per step) and ``global_batch_sizes`` (G per step); for ``prompt_mean``
     also ``prompt``, an id per sequence, which it takes out. Without it, prompts are ``rollout_id //
-    n_samples_per_prompt``, which holds for slime's own data source alone; others are refused.
+    n_samples_per_prompt``, which only holds for slime's own data source; others are refused.
 
     slime calls it on every rank after advantages were computed. Per step the collectives of
     :func:`plan_step` over the data-parallel group without context parallelism, one all-gather
@@ -138,7 +135,7 @@ def carry_weights(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> N
             prompt, samples_per_prompt = _prompts(args, rollout_ids, rollout_data)
         except PlanError as error:
             fault = fault or str(error)
-    denominator_S = denominators(
+    d_S = rollout_mask_sums(
         aggregation,
         _steps(rollout_data),
         active_tokens=active_tokens,
@@ -146,11 +143,10 @@ def carry_weights(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> N
         prompt=prompt,
         samples_per_prompt=samples_per_prompt,
         group=_data_parallel_group(),
-        empty_step=empty_step_from_args(args),
+        empty_step=Options.from_args(args).empty_step,
         fault=fault,
     )
-    framework_S = rollout_data["rollout_mask_sums"]
-    _PROCESS.carried = torch.from_numpy(denominator_S).to(framework_S)
+    _PROCESS.carried = torch.from_numpy(d_S).to(rollout_data["rollout_mask_sums"])
     rollout_data["rollout_mask_sums"] = _PROCESS.carried
     log_carried(_FRAMEWORK, aggregation)
 
@@ -193,9 +189,7 @@ def _active_tokens(masks: Sequence[Tensor]) -> tuple[list[int], str]:
 def _prompts(
     args: Any, rollout_ids: Sequence[int], rollout_data: dict[str, Any]
 ) -> tuple[Sequence[int], int | None]:
-    """Return the prompt id of each sequence, and how many rollouts each must have if it was
-    derived.
-    """
+    """Return the prompt id of each sequence; also the rollouts of a prompt if ids are derived."""
     given = rollout_data.pop("prompt", None)
     if given is not None:
         return list(given), None
@@ -209,8 +203,8 @@ def _prompts(
     if foreign:
         raise PlanError(
             f"got prompt_mean with {', '.join(foreign)}, expected slime's own data source or "
-            "prompt ids: slime carries none, and rollout_id // n_samples_per_prompt holds for its "
-            "own source alone. Return data['prompt'], an integer per sample, from "
+            "prompt ids: slime carries none, and rollout_id // n_samples_per_prompt only holds for "
+            "its own source. Return data['prompt'], an integer per sample, from "
             "--custom-convert-samples-to-train-data-path"
         )
     number = int(args.n_samples_per_prompt)

@@ -42,11 +42,13 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.aggregation import MODES, Aggregation
-from megatron_lossagg.counts import Sequences, StepTotals
+from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
-from megatron_lossagg.integers import Ints, host_integers
+from megatron_lossagg.integers import Ints, checked_integers
 from megatron_lossagg.layout import Layout
+from megatron_lossagg.options import Options
 from megatron_lossagg.plan import StepPlan, plan_step
+from megatron_lossagg.sequences import Sequences
 
 __all__ = ["VENDOR", "LossMode"]
 
@@ -227,10 +229,11 @@ class _Sequences:
                 active_tokens=int(counts["batch_num_tokens"]),
                 samples=int(counts["global_batch_size"]),
             ),
-            rejects_tokens=mode.loss == "bypass_mode",  # inside the loss
+            # Inside the loss.
+            options=Options(rejects_tokens=mode.loss == "bypass_mode"),
         )
         return _Sequences(
-            plan, host_integers("sequences", range(len(mask)), PlanError), counts["dp_size"]
+            plan, checked_integers("sequences", range(len(mask)), PlanError), counts["dp_size"]
         )
 
     def agg_loss(self, loss_mat: Tensor, loss_mask: Tensor, *_: object, **__: object) -> Tensor:
@@ -380,7 +383,8 @@ def _plan_batch(aggregation: Aggregation, data: Any, group: Any) -> tuple[StepPl
         ),
         group=group,
         fault=fault,
-        rejects_tokens=True,  # verl's rollout correction leaves loss_mask as it was
+        # verl's rollout correction leaves loss_mask as it was.
+        options=Options(rejects_tokens=True),
     )
     return plan, torch.where(is_sequence_b, is_sequence_b.cumsum(0) - 1, -1)
 
@@ -411,7 +415,7 @@ def _with_plan(
     loss_function: Callable[..., Any], plan: StepPlan, dp_size: int, **arguments: Any
 ) -> Any:
     """Call verl's loss function on a microbatch, every aggregation in it by the plan."""
-    sequences = host_integers("sequences", arguments["data"][_SEQUENCE], PlanError)
+    sequences = checked_integers("sequences", arguments["data"][_SEQUENCE], PlanError)
     _planned.append(_Sequences(plan, sequences, dp_size))
     try:
         with _aggregated(_planned[-1]):

@@ -1,6 +1,6 @@
 """A rank of a verification: ``python -m megatron_lossagg.verify JOB EVENTS``, under a launcher.
 
-JOB: a file with ``Job.to_json``. EVENTS: a file that rank 0 appends one JSON line per event to.
+JOB: a file of ``Job.write``. EVENTS: a file to which rank 0 appends a JSON line per event.
 """
 
 from __future__ import annotations
@@ -9,17 +9,13 @@ import json
 import sys
 from pathlib import Path
 
-from megatron_lossagg.verify.job import Event, Job, run_job
+from megatron_lossagg.verify.job import Job, run_job
 
 
 def main(job: str, events: str) -> None:
     """Run the job and write its events."""
     with Path(events).open("a", buffering=1) as file:
-
-        def report(event: Event) -> None:
-            file.write(json.dumps(event) + "\n")
-
-        run_job(Job.from_json(Path(job).read_text()), report)
+        run_job(Job.read(Path(job)), lambda event: print(json.dumps(event), file=file))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The aggregations that a verification trains, and the oracle's values for each.
+"""The aggregations that a verification trains, and the reference's values for each.
 
-Shape suffix: Y = tokens of all sequences and a padding sequence, padded (``reference.py``).
+Shape suffix: Y = all sequences' tokens and padding, as ``reference_gradient.py`` has them.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.verify import oracle
-from megatron_lossagg.verify.reference import Reference
-from megatron_lossagg.verify.sequences import Assignment, Row
+from megatron_lossagg.verify import reference_loss
+from megatron_lossagg.verify.reference_gradient import Reference
+from megatron_lossagg.verify.sequences import Assignment, TrainingSequence
 
 __all__ = [
     "BETA",
     "CASES",
     "Case",
     "Expected",
-    "as_oracle",
+    "as_reference",
     "expected",
-    "oracle_options",
+    "reference_options",
 ]
 
 BETA = 0.3
@@ -70,7 +70,7 @@ CASES: tuple[Case, ...] = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Expected:
-    """The oracle's values for a step, in float64."""
+    """The reference's values for a step, in float64."""
 
     loss: float
     slope_Y: Tensor
@@ -84,38 +84,38 @@ class Expected:
 
 
 def expected(case: Case, reference: Reference, assignment: Assignment) -> Expected:
-    """Compute a step's loss and its derivative by every token's loss with the oracle."""
+    """Compute a step's loss and its derivative by every token's loss with the reference."""
     y_Y = reference.losses_Y.clone().requires_grad_()
 
-    def oracle_sequences(term: Callable[[Tensor, float], Tensor]) -> list[dict[str, Any]]:
+    def reference_sequences(term: Callable[[Tensor, float], Tensor]) -> list[dict[str, Any]]:
         sequences = zip(reference.sequences, assignment.keys, reference.starts[:-1], strict=True)
         return [
             {
-                **as_oracle(sequence, key),
+                **as_reference(sequence, key),
                 "x": [term(y_Y[at], c) for at, c in enumerate(sequence.coefficient, start)],
             }
             for sequence, key, start in sequences
         ]
 
-    linear = oracle_sequences(lambda y, c: c * y)
-    options = oracle_options(case.aggregation, assignment.microbatches)
-    loss = oracle.step_loss(case.aggregation.mode, linear, **options)
+    linear = reference_sequences(lambda y, c: c * y)
+    options = reference_options(case.aggregation, assignment.microbatches)
+    loss = reference_loss.step_loss(case.aggregation.mode, linear, **options)
     if case.second is not None:
-        second = oracle_options(case.second, assignment.microbatches)
-        squares = oracle_sequences(lambda y, c: y * y)
-        loss = loss + BETA * oracle.step_loss(case.second.mode, squares, **second)
+        second = reference_options(case.second, assignment.microbatches)
+        squares = reference_sequences(lambda y, c: y * y)
+        loss = loss + BETA * reference_loss.step_loss(case.second.mode, squares, **second)
     (slope_Y,) = torch.autograd.grad(loss, y_Y)
     counted = [{**sequence, "trained": sequence["counted"]} for sequence in linear]
     return Expected(
         loss=loss.item(),
         slope_Y=slope_Y,
-        weight_sum=oracle.weight_sum(case.aggregation.mode, linear, **options),
-        weight_expected=oracle.weight_sum(case.aggregation.mode, counted, **options),
+        weight_sum=reference_loss.weight_sum(case.aggregation.mode, linear, **options),
+        weight_expected=reference_loss.weight_sum(case.aggregation.mode, counted, **options),
     )
 
 
-def as_oracle(sequence: Row, key: tuple[int, int]) -> dict[str, Any]:
-    """Write a sequence as ``oracle.py`` reads it, without its losses."""
+def as_reference(sequence: TrainingSequence, key: tuple[int, int]) -> dict[str, Any]:
+    """Write a sequence as ``reference_loss.py`` reads it, without its losses."""
     return {
         "counted": sequence.counted,
         "trained": sequence.trained,
@@ -125,8 +125,8 @@ def as_oracle(sequence: Row, key: tuple[int, int]) -> dict[str, Any]:
     }
 
 
-def oracle_options(aggregation: Aggregation, microbatches: Sequence[int]) -> dict[str, Any]:
-    """Write an aggregation as ``oracle.py`` reads it."""
+def reference_options(aggregation: Aggregation, microbatches: Sequence[int]) -> dict[str, Any]:
+    """Write an aggregation as ``reference_loss.py`` reads it."""
     return {
         "divisor": aggregation.divisor,
         "count_empty": aggregation.count_empty,

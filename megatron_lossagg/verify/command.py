@@ -1,15 +1,15 @@
-"""Prove that the installed, unmodified Megatron-Core trains the configured loss.
+"""Prove that the unmodified Megatron-Core trains the configured loss.
 
-A small model and uneven rows with every degenerate case go through Megatron's
-own schedules, DistributedDataParallel and finalize_model_grads; every
-parameter's gradient and the reported loss are compared with a float64 oracle
-on one process. Without options: a standard set of layouts on 4 CPU processes
-of this machine. Under torchrun: the launcher's ranks, with CUDA and NCCL where
-available. With --framework, a training system's own functions are compared with the
-oracle first. Exit status: 0 if all cases pass and no check of a framework failed, 1
-if one failed, 2 for wrong usage and where no check of a framework could run; which
-of several could not is named and changes no status. Progress goes to standard
-error, the result to standard output.
+A small model and uneven sequences with every degenerate case go through
+Megatron's own schedules, DistributedDataParallel and finalize_model_grads;
+every parameter's gradient and the reported loss are compared with a float64
+reference on one process. Without options: a standard set of layouts on 4 CPU
+processes of this machine. Under torchrun: the launcher's ranks, with CUDA and
+NCCL if available. With --framework, a framework's own functions are compared
+with the reference first. Exit status: 0 if all cases pass and no check of a
+framework failed, 1 if one failed, 2 for wrong usage and if no check of a
+framework could run; which of several could not is named and changes no status.
+Progress goes to standard error, the result to standard output.
 """
 
 from __future__ import annotations
@@ -33,64 +33,43 @@ import megatron_lossagg
 from megatron_lossagg.aggregation import CUSTOM
 from megatron_lossagg.cpu import launch
 from megatron_lossagg.errors import ProofError
+from megatron_lossagg.extras import needed
 from megatron_lossagg.files import check_outputs, write_whole
 from megatron_lossagg.flags import add_loss_aggregation_args, aggregation_from_args
 from megatron_lossagg.scaling import LOSS_SCALINGS
+from megatron_lossagg.text import number_of
 from megatron_lossagg.verify import report as show
 from megatron_lossagg.verify.cases import CASES, Case
-from megatron_lossagg.verify.environment import Fact, environment
+from megatron_lossagg.verify.environment import environment
 from megatron_lossagg.verify.framework_facts import FRAMEWORKS, framework_fact
 from megatron_lossagg.verify.frameworks.launch import TIMEOUT, run_framework
 from megatron_lossagg.verify.frameworks.outcome import counted, none_ran
 from megatron_lossagg.verify.job import Event, Job, run_job
 from megatron_lossagg.verify.parallelism import Parallelism, standard
-from megatron_lossagg.verify.words import number_of
 
 __all__ = ["add_arguments", "run"]
 
 _TIMEOUT = 900.0
-_SIZES = {
-    "dp": "data-parallel size, without context parallelism",
-    "tp": "tensor-parallel size",
-    "pp": "pipeline-parallel size",
-    "vpp": "model chunks per pipeline stage; above 1 the pipeline is interleaved",
-    "cp": "context-parallel size",
-    "ep": "expert-parallel size, with --moe",
-    "microbatches": "M, microbatches of the step on each data-parallel rank (default 3)",
-    "optimizer-instances": "distributed optimizer instances",
-}
-_SWITCHES = {
-    "moe": "experts, with router and z losses in addition to the main loss",
-    "mtp": "a multi-token-prediction layer; with --float32",
-    "float32": "weights in float32 and Megatron's own cross entropy",
-    "bf16": "weights in bfloat16, gradients in float32 and Megatron's own cross entropy",
-    "sequence-parallel": "sequence parallelism, with --tp",
-    "distributed-optimizer": "shard the gradients as the distributed optimizer does",
-    "average-in-collective": "average in the collective, in the average loss scaling",
-    "overlap-grad-reduce": "overlap the reduction with the backward pass",
-    "recompute": "recompute all activations",
-    "hooked": "through the schedule hook, as frameworks are adapted, not in a loop of our own",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``lossagg verify``; with no layout option, the standard set is run."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     layout = parser.add_argument_group("layout", "one layout instead of the standard set")
-    for name, text in _SIZES.items():
-        layout.add_argument(f"--{name}", type=int, metavar="N", help=text)
-    for name, text in _SWITCHES.items():
-        layout.add_argument(f"--{name}", action="store_true", default=None, help=text)
-    layout.add_argument(
-        "--packing", choices=("thd", "bshd", "local"), help="how rows are laid out (default thd)"
-    )
+    for option in fields(Parallelism):
+        kind: dict[str, Any] = {"type": int, "metavar": "N"}
+        if option.default is False:
+            kind = {"action": "store_true", "default": None}
+        elif "choices" in option.metadata:
+            kind = {"choices": option.metadata["choices"]}
+        flag = "--" + option.name.replace("_", "-")
+        layout.add_argument(flag, help=option.metadata["help"], **kind)
     add_loss_aggregation_args(parser)
     run = parser.add_argument_group("run")
     run.add_argument(
         "--framework",
         choices=sorted(FRAMEWORKS),
         help="first look whether this framework is installed here and has what its integration "
-        "uses, and run its own functions on the CPU against the oracle (megatron-lm: "
+        "uses, and run its own functions on the CPU against the reference (megatron-lm: "
         "pretrain_gpt.py); megatron-lm and bridge are then verified as with --hooked",
     )
     run.add_argument(
@@ -115,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
             f"lossagg verify --framework {args.framework} without the launcher, and the "
             f"layouts under it"
         )
-    if args.framework is not None and str(Path.cwd()) not in sys.path:
+    if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as for the processes started here, by python -m
     framework_facts = [] if args.framework is None else [framework_fact(args.framework)]
     if args.framework is not None and FRAMEWORKS[args.framework].is_hooked:
@@ -128,10 +107,13 @@ def run(args: argparse.Namespace) -> int:
     begun, started = time.monotonic(), datetime.now(timezone.utc)
     framework = _framework_report(args)
     facts = [*environment(), *framework_facts]
-    core = _megatron_core(facts)
+    core = next(fact for fact in facts if fact.name == "megatron-core")
+    if core.state != "found":
+        print(*facts, sep="\n")
+        raise ProofError(f"nothing to verify: megatron-core is missing: {core.detail}")
     verdicts: list[dict[str, Any]] = []
     ran_on: list[str] = []
-    world: dict[str, Any] = {"device": None, "backend": None, "frameworks": [], "groups": {}}
+    world: dict[str, Any] = {"device": None, "backend": None, "hosts": [], "groups": {}}
     status = 1
 
     def finish() -> None:
@@ -172,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
             if event["event"] == "start":
                 ran_on.append(event["megatron"])
                 world.update(device=event["device"], backend=event["backend"])
-                world["frameworks"] = sorted({*event["frameworks"]})
+                world["hosts"] = sorted({*event["hosts"]})
             elif event["event"] == "layout":
                 verdicts.extend(event["verdicts"])
                 world["groups"][event["layout"]] = event["groups"]
@@ -185,9 +167,14 @@ def run(args: argparse.Namespace) -> int:
         failure = _launched(job, take, timeout=args.timeout or _TIMEOUT)
     finish()
     if failure:
-        lines = failure.splitlines()  # the first rank's traceback has the reason
+        lines = [line for line in failure.splitlines() if "<frozen " not in line]
         of_ranks = [line for line in lines if line.startswith("[rank")]
-        print("A rank failed:", *(of_ranks or lines)[:40], sep="\n  ")
+        # The first rank's traceback has the reason.
+        print("A rank failed:", *(of_ranks or lines)[:60], sep="\n  ")
+        if not ran_on:
+            raise ProofError(
+                "nothing was verified: no rank could import megatron-core and join the others"
+            )
     return 1 if failure else status
 
 
@@ -207,18 +194,6 @@ def _framework_report(args: argparse.Namespace) -> dict[str, Any] | None:
     )
     show.say(f"{args.framework}: {counted(framework['checks'])}; now the cases on Megatron-Core")
     return framework
-
-
-def _megatron_core(facts: Sequence[Fact]) -> Fact:
-    """Return the fact of Megatron-Core; without it nothing can be verified.
-
-    The other packages are optional: one that is slow to import does not end the run.
-    """
-    core = next(fact for fact in facts if fact.name == "megatron-core")
-    if core.state != "found":
-        print(*facts, sep="\n")
-        raise ProofError(f"nothing to verify: megatron-core is {core.state_in_words}")
-    return core
 
 
 def _launchers_rank() -> int | None:
@@ -246,6 +221,8 @@ def _job(args: argparse.Namespace) -> Job:
 def _check_files(args: argparse.Namespace) -> None:
     """Refuse, before the run, a file that could not be written after it."""
     check_outputs({"--json": args.json, "--html": args.html})
+    if args.html is not None:
+        needed("jinja2", by="--html", extra="report")
 
 
 def _cases(args: argparse.Namespace) -> Sequence[Case]:
@@ -299,8 +276,8 @@ def _launched(job: Job, take: Callable[[Event], None], *, timeout: float) -> str
     # The user's path first: their Megatron-Core, not one that is installed next to this package.
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), package]))
     with tempfile.TemporaryDirectory() as folder:
-        job_file, events = Path(folder) / "job.json", Path(folder) / "events.jsonl"
-        job_file.write_text(job.to_json())
+        job_file, events = Path(folder) / "job", Path(folder) / "events.jsonl"
+        job.write(job_file)
         events.touch()
         ended = threading.Event()
         follower = threading.Thread(target=_follow, args=(events, ended, take))

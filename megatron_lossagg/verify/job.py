@@ -1,26 +1,25 @@
 """A verification as a value, and what each rank of it does.
 
-The command line writes a :class:`Job`; every rank runs it; rank 0 reports events, one
+The command line pickles a :class:`Job`; every rank runs it; rank 0 reports events, one
 JSON-ready dict each.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import math
+import pickle
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.errors import ProofError
 from megatron_lossagg.scaling import LOSS_SCALINGS, LossScaling
+from megatron_lossagg.text import number_of
 from megatron_lossagg.verify.cases import Case
 from megatron_lossagg.verify.parallelism import ModelShape, Parallelism
-from megatron_lossagg.verify.words import number_of
 
 __all__ = ["Event", "Job", "references_of", "run_job"]
 
@@ -35,7 +34,7 @@ class Job:
     cases: Sequence[Case]
     loss_scalings: Sequence[LossScaling] = LOSS_SCALINGS
     references: str | None = None
-    """Folder that keeps the oracle's references for later jobs; None: computed anew."""
+    """Folder that keeps the references for later jobs; None: computed anew."""
 
     def __post_init__(self) -> None:
         for name in ("layouts", "cases", "loss_scalings"):  # a list and a tuple are equal jobs
@@ -61,33 +60,15 @@ class Job:
         """Number of verdicts: one per layout, case and loss scaling."""
         return len(self.layouts) * len(self.cases) * len(self.loss_scalings)
 
-    def to_json(self) -> str:
-        """Write it for another process."""
-        return json.dumps(asdict(self))
+    def write(self, file: Path) -> None:
+        """Write it for the ranks."""
+        file.write_bytes(pickle.dumps(self))
 
     @staticmethod
-    def from_json(text: str) -> Job:
-        """Read what :meth:`to_json` wrote."""
-        data = json.loads(text)
-        return Job(
-            layouts=[_parallelism(layout) for layout in data["layouts"]],
-            cases=[_case(case) for case in data["cases"]],
-            loss_scalings=data["loss_scalings"],
-            references=data["references"],
-        )
-
-
-def _case(data: dict[str, Any]) -> Case:
-    second = data["second"]
-    return Case(
-        aggregation=Aggregation(**data["aggregation"]),
-        second=None if second is None else Aggregation(**second),
-    )
-
-
-def _parallelism(data: dict[str, Any]) -> Parallelism:
-    m = data["microbatches"]
-    return Parallelism(**{**data, "microbatches": m if isinstance(m, int) else tuple(m)})
+    def read(file: Path) -> Job:
+        """Read what :meth:`write` wrote; run no file of anybody else."""
+        job: Job = pickle.loads(file.read_bytes())
+        return job
 
 
 def run_job(job: Job, report: Callable[[Event], None]) -> bool:
@@ -107,7 +88,7 @@ def run_job(job: Job, report: Callable[[Event], None]) -> bool:
 
         cpu.install()
     from megatron_lossagg.verify import model
-    from megatron_lossagg.verify.prove import prove
+    from megatron_lossagg.verify.verdict import prove
 
     world = model.join_world()
     if dist.get_world_size() != job.world_size:
@@ -174,7 +155,7 @@ def references_of(layouts: Sequence[Parallelism]) -> dict[tuple[ModelShape, int]
 def _references(
     layouts: Sequence[Parallelism], kept: str | None = None
 ) -> Mapping[tuple[ModelShape, int], Any]:
-    from megatron_lossagg.verify.reference import reference
+    from megatron_lossagg.verify.reference_gradient import reference
 
     with tempfile.TemporaryDirectory() as folder:
         return {

@@ -41,7 +41,7 @@ import megatron_lossagg.cpu as cpu
 from megatron_lossagg.errors import ProofError
 from megatron_lossagg.microbatch import PADDING
 from megatron_lossagg.verify.parallelism import ModelShape, Parallelism
-from megatron_lossagg.verify.sequences import VOCABULARY, Row, padding_sequence, zigzag
+from megatron_lossagg.verify.sequences import VOCABULARY, TrainingSequence, padding_sequence, zigzag
 
 __all__ = [
     "Batch",
@@ -378,7 +378,9 @@ class Batch:
     packed: Any
 
 
-def pack(sequences: Sequence[Row], indices: Sequence[int], parallelism: Parallelism) -> Batch:
+def pack(
+    sequences: Sequence[TrainingSequence], indices: Sequence[int], parallelism: Parallelism
+) -> Batch:
     """Pack some of this rank's sequences and a padding sequence, padded, sliced for this rank."""
     multiple = parallelism.sequence_multiple
     bshd = parallelism.packing == "bshd"

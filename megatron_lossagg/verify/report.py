@@ -1,8 +1,7 @@
-"""A verification as it is printed: a rich table with a progress bar on a terminal, else text.
+"""A verification as it is printed, with a progress bar on a terminal.
 
 The result comes first, then the table, the checks of a framework, the causes of what failed, and
-the
-environment.
+the environment.
 """
 
 from __future__ import annotations
@@ -10,27 +9,29 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
+from megatron_lossagg.text import error_text, number_of
 from megatron_lossagg.verify.environment import Fact
-from megatron_lossagg.verify.frameworks.outcome import PASS, counted, none_ran
+from megatron_lossagg.verify.frameworks.outcome import FAIL, PASS, counted, none_ran
 from megatron_lossagg.verify.frameworks.outcome import cells as framework_cells
-from megatron_lossagg.verify.words import error_text, number_of
 
 __all__ = ["Report", "cells", "finite", "progress", "say", "show", "summary"]
 
 Report = Mapping[str, Any]
 _COLUMNS = ("aggregation", "w_s", "loss_scaling", "K", "factor", "gradient error", "loss error", "")
 _FRAMEWORK_COLUMNS = ("check", "function", "loss error", "gradient error", "")
-_LEFT = 3
-"""The first columns are aligned to the left; of a framework's checks the first two."""
+_WIDE = 200
 
 
 def say(text: str) -> None:
@@ -66,19 +67,42 @@ def progress(num_verdicts: int) -> Iterator[Callable[[Mapping[str, Any]], None]]
 
 def show(report: Report) -> None:
     """Print a report; with several layouts, repeat the result at the end."""
-    print(summary(report))
-    print()
-    if sys.stdout.isatty():
-        _show_rich(report)
-    else:
-        _show_plain(report)
-    _show_framework(report)
-    _show_causes(report)
+    # A file or a pipe has no width: there a line is as long as it must be.
+    console = Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False)
+    text = partial(console.print, markup=False, soft_wrap=True)
+    text(summary(report), end="\n\n")
+    for layout, verdicts in groupby(report["verdicts"], key=lambda v: str(v["layout"])):
+        text(layout)
+        console.print(_table(_COLUMNS, map(cells, verdicts), left=3))
+        text()
+    if framework := report.get("framework"):
+        checks = framework["checks"]
+        text(f"{framework['name']}: {counted(checks)}, {framework['seconds']:.0f} s")
+        console.print(_table(_FRAMEWORK_COLUMNS, map(framework_cells, checks), left=2))
+        text()
+        for check in checks:
+            if check["state"] != PASS:
+                text(f"{check['state']} {framework['name']}; {check['check']}")
+                text(f"     {check['explanation']}\n")
+    for verdict in report["verdicts"]:
+        if not verdict["passed"]:
+            text(f"FAIL {verdict['layout']}; {verdict['case']}; {verdict['loss_scaling']}")
+            text(f"     {verdict['explanation']}\n")
     for fact in report["environment"]:
-        print(Fact(**fact))
+        text(str(Fact(**fact)))
     if len(report["layouts"]) > 1:
-        print()
-        print(summary(report))
+        text("\n" + summary(report))
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int) -> Padding:
+    """Make a table whose first columns are aligned to the left, with the state at the end."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < left else "right")
+    for *most, state in rows:
+        colour = {str(PASS): "green", str(FAIL): "bold red"}.get(state, "")
+        table.add_row(*map(Text, most), Text(state, colour))
+    return Padding(table, (0, 0, 0, 2), expand=False)
 
 
 def summary(report: Report) -> str:
@@ -126,73 +150,6 @@ def cells(verdict: Mapping[str, Any]) -> tuple[str, ...]:
 def _largest(errors: Sequence[float | None]) -> str:
     known = [error for error in errors if error is not None]
     return error_text(max(known) if len(known) == len(errors) else None)
-
-
-def _layouts(report: Report) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
-    for layout, verdicts in groupby(report["verdicts"], key=lambda v: str(v["layout"])):
-        yield layout, list(verdicts)
-
-
-def _show_plain(report: Report) -> None:
-    rows = [_COLUMNS, *(cells(verdict) for verdict in report["verdicts"])]
-    widths = _widths(rows)
-    for layout, verdicts in _layouts(report):
-        print(layout)
-        for row in (_COLUMNS, *(cells(verdict) for verdict in verdicts)):
-            print("  " + _aligned(row, widths, left=_LEFT))
-        print()
-
-
-def _show_framework(report: Report) -> None:
-    """Print a framework's checks, and why one failed or did not run."""
-    framework = report.get("framework")
-    if not framework:
-        return
-    print(f"{framework['name']}: {counted(framework['checks'])}, {framework['seconds']:.0f} s")
-    rows = [_FRAMEWORK_COLUMNS, *map(framework_cells, framework["checks"])]
-    widths = _widths(rows)
-    for row in rows:
-        print("  " + _aligned(row, widths, left=2))
-    print()
-    explained = [check for check in framework["checks"] if check["state"] != PASS]
-    for check in explained:
-        print(
-            f"{check['state']} {framework['name']}; {check['check']}\n     {check['explanation']}"
-        )
-    if explained:
-        print()
-
-
-def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
-    return [max(map(len, column)) for column in zip(*rows, strict=True)]
-
-
-def _aligned(row: Sequence[str], widths: Sequence[int], *, left: int) -> str:
-    first = [cell.ljust(width) for cell, width in zip(row[:left], widths, strict=False)]
-    rest = [cell.rjust(width) for cell, width in zip(row[left:], widths[left:], strict=True)]
-    return "  ".join(first + rest).rstrip()
-
-
-def _show_rich(report: Report) -> None:
-    console = Console()
-    for layout, verdicts in _layouts(report):
-        table = Table(title=layout, title_justify="left", title_style="bold", header_style="dim")
-        for index, column in enumerate(_COLUMNS):
-            table.add_column(column, justify="left" if index < _LEFT else "right")
-        for verdict in verdicts:
-            *most, outcome = cells(verdict)
-            colour = "green" if verdict["passed"] else "bold red"
-            table.add_row(*most, f"[{colour}]{outcome}[/]")
-        console.print(table)
-
-
-def _show_causes(report: Report) -> None:
-    failed = [verdict for verdict in report["verdicts"] if not verdict["passed"]]
-    for verdict in failed:
-        where = f"{verdict['layout']}; {verdict['case']}; {verdict['loss_scaling']}"
-        print(f"FAIL {where}\n     {verdict['explanation']}")
-    if failed:
-        print()
 
 
 def finite(value: Any) -> Any:

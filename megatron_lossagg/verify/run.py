@@ -25,13 +25,14 @@ from megatron_lossagg import Layout, MegatronContract, Sequences, StepPlan, plan
 from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import ProofError, ReducerError
 from megatron_lossagg.microbatch import PADDING
+from megatron_lossagg.options import Options
 from megatron_lossagg.schedule import FrameworkLoss, Integration, ScheduleHook
 from megatron_lossagg.verify import model as megatron
 from megatron_lossagg.verify.cases import BETA, CASES, Case
 from megatron_lossagg.verify.causes import Facts
 from megatron_lossagg.verify.parallelism import Parallelism
-from megatron_lossagg.verify.reference import Reference
-from megatron_lossagg.verify.sequences import Row, assign_sequences
+from megatron_lossagg.verify.reference_gradient import Reference
+from megatron_lossagg.verify.sequences import TrainingSequence, assign_sequences
 
 __all__ = ["WEIGHT_EXPECTED", "WEIGHT_SUM", "Measured", "Run", "relative"]
 
@@ -89,7 +90,7 @@ class Run:
         ]
         self._side: list[Tensor] | None = None
 
-    def sequence(self, index: int) -> Row | None:
+    def sequence(self, index: int) -> TrainingSequence | None:
         """Return a sequence of this rank; None for the padding sequence."""
         return None if index == PADDING else self._sequences[index]
 
@@ -235,7 +236,10 @@ class Run:
             num_microbatches=self.num_microbatches,
         )
         return plan_step(
-            case.aggregation, sequences, group=self.contract.dp_group, rejects_tokens=True
+            case.aggregation,
+            sequences,
+            group=self.contract.dp_group,
+            options=Options(rejects_tokens=True),
         )
 
     def _layout(self, offsets: Tensor) -> Layout:

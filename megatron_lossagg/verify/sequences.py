@@ -1,6 +1,6 @@
 """The step of every verification: uneven sequences with each degenerate case, and their assignment.
 
-Nothing of the package is used here: the same sequences go through Megatron and through the oracle.
+Nothing of the package is used here: Megatron and the reference take the same sequences.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = [
     "LENGTHS",
     "VOCABULARY",
     "Assignment",
-    "Row",
+    "TrainingSequence",
     "assign_sequences",
     "make_sequences",
     "padding_sequence",
@@ -38,7 +38,7 @@ _NOTHING_TRAINED = (11,)  # counted, but nothing is left to train
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class TrainingSequence:
     """One training sequence; token t predicts ``labels[t]``."""
 
     tokens: list[int]
@@ -46,9 +46,9 @@ class Row:
     coefficient: list[float]
     """A factor of each token's loss, as an advantage or an importance ratio."""
     counted: list[int]
-    """The counting mask."""
+    """The loss mask."""
     trained: list[int]
-    """The training mask: it selects fewer tokens than the counting mask, as rejection does."""
+    """The loss mask after rejection: it selects fewer tokens."""
     sample: int
     prompt: int
 
@@ -56,13 +56,13 @@ class Row:
         return len(self.tokens)
 
 
-def make_sequences(copies: int = 1, *, seed: int = 7) -> list[Row]:
+def make_sequences(copies: int = 1, *, seed: int = 7) -> list[TrainingSequence]:
     """Make 14 sequences with every degenerate case, ``copies`` times with other tokens and ids."""
     rng = random.Random(seed)
     return [_sequence(rng, index, copy) for copy in range(copies) for index in range(len(LENGTHS))]
 
 
-def _sequence(rng: random.Random, index: int, copy: int) -> Row:
+def _sequence(rng: random.Random, index: int, copy: int) -> TrainingSequence:
     length = LENGTHS[index]
     counted = [int(rng.random() < 0.8) for _ in range(length)]
     counted[rng.randrange(length)] = 1
@@ -72,7 +72,7 @@ def _sequence(rng: random.Random, index: int, copy: int) -> Row:
     if index in _NOTHING_TRAINED:
         trained = [0] * length
     tokens = [rng.randrange(VOCABULARY) for _ in range(length + 1)]
-    return Row(
+    return TrainingSequence(
         tokens=tokens[:-1],
         labels=tokens[1:],
         coefficient=[rng.uniform(-1.5, 1.5) for _ in range(length)],
@@ -83,10 +83,10 @@ def _sequence(rng: random.Random, index: int, copy: int) -> Row:
     )
 
 
-def padding_sequence(length: int) -> Row:
+def padding_sequence(length: int) -> TrainingSequence:
     """Return a sequence that only fills a shape: its mask is 0, its losses must not be seen."""
     tokens = [(5 * index + 1) % VOCABULARY for index in range(length + 1)]
-    return Row(
+    return TrainingSequence(
         tokens=tokens[:-1],
         labels=tokens[1:],
         coefficient=[2.0] * length,
@@ -115,7 +115,7 @@ class Assignment:
         return [sequence for sequence, key in enumerate(self.keys) if key == (rank, microbatch)]
 
 
-def assign_sequences(sequences: list[Row], microbatches: list[int]) -> Assignment:
+def assign_sequences(sequences: list[TrainingSequence], microbatches: list[int]) -> Assignment:
     """Assign sequences to ranks and, unevenly, to each rank's microbatches; some get no sequences.
 
     ``microbatches``: M of each rank. With M = 3 everywhere and more than one rank, the last

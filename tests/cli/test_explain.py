@@ -1,4 +1,4 @@
-"""``lossagg explain``: its numbers are the oracle's, and its factors cancel Megatron's."""
+"""``lossagg explain``: its numbers are the reference's, and its factors cancel Megatron's."""
 
 import json
 import math
@@ -14,7 +14,7 @@ import torch
 from megatron_lossagg.aggregation import ALIASES, MODES
 from megatron_lossagg.cli.explanation import DEFAULT_LENGTHS, Split, explain, read_lengths
 from megatron_lossagg.cli.main import _COMMANDS, _parser, main
-from megatron_lossagg.verify import oracle
+from megatron_lossagg.verify import reference_loss
 
 NAMES = [name for name in MODES if name != "custom"]
 DIVISOR = 40.0
@@ -26,8 +26,8 @@ def explained(mode, lengths=DEFAULT_LENGTHS, *, divisor=DIVISOR, count_empty=Non
     return explain(mode, read_lengths(lengths), split, divisor=divisor, count_empty=count_empty)
 
 
-def oracle_loss(mode, prompts, split, *, count_empty=True):
-    """Run the oracle on sequences, assigned in turn, whose every token has the loss 1."""
+def reference_value(mode, prompts, split, *, count_empty=True):
+    """Run the reference on sequences, assigned in turn, whose every token has the loss 1."""
     slots = [(r, m) for m in range(split.microbatches) for r in range(split.dp)]
     lengths = [(prompt, n) for prompt, of_prompt in enumerate(prompts) for n in of_prompt]
     sequences = [
@@ -44,7 +44,7 @@ def oracle_loss(mode, prompts, split, *, count_empty=True):
     ]
     divisor = DIVISOR if MODES[mode].divisor != "none" else None
     ms = [split.microbatches] * split.dp
-    loss = oracle.step_loss(
+    loss = reference_loss.step_loss(
         mode, sequences, divisor=divisor, count_empty=count_empty, microbatches=ms
     )
     return float(loss)
@@ -52,12 +52,14 @@ def oracle_loss(mode, prompts, split, *, count_empty=True):
 
 @pytest.mark.parametrize("count_empty", [True, False])
 @pytest.mark.parametrize("mode", NAMES)
-def test_the_compared_losses_are_the_oracles(mode, count_empty):
+def test_the_compared_losses_are_those_of_the_reference(mode, count_empty):
     explanation = explained(mode, SHORT, dp=3, microbatches=2, count_empty=count_empty)
     by_mode = {c.mode: c for c in explanation.comparisons}
     assert list(by_mode) == NAMES
     for name, c in by_mode.items():
-        loss = oracle_loss(name, read_lengths(SHORT), explanation.split, count_empty=count_empty)
+        loss = reference_value(
+            name, read_lengths(SHORT), explanation.split, count_empty=count_empty
+        )
         assert c.loss == pytest.approx(loss, rel=1e-12)
         assert c.ratio == pytest.approx(loss / by_mode[mode].loss, rel=1e-12)
         assert (c.gradient == "this mode") == (name == mode)
@@ -123,7 +125,7 @@ def test_num_tokens_add_up_to_n_in_the_per_token_loss_scaling():
     explanation = explained("prompt_mean", SHORT, loss_scaling="per_token")
     # 12,3,40/5,0,20 assigned in turn to 2 ranks x 2 microbatches: 12+0, 3+20, 40, 5
     assert explanation.num_tokens == (12, 23, 40, 5)
-    assert sum(explanation.num_tokens) == explanation.totals.active_tokens == 80
+    assert sum(explanation.num_tokens) == explanation.counts["N"] == 80
 
 
 def test_weights_by_hand(capsys):

@@ -1,4 +1,4 @@
-"""``lossagg plot``: its shares are the oracle's, and what it writes has them."""
+"""``lossagg plot``: its shares are the reference's, and what it writes has them."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from megatron_lossagg.cli.main import main
 from megatron_lossagg.cli.picture import figure_of, page
 from megatron_lossagg.cli.rollouts import Rollouts, RolloutsError
 from megatron_lossagg.cli.shares import read_buckets, shares_of
-from megatron_lossagg.verify import oracle
+from megatron_lossagg.verify import reference_loss
 
 pandas = pytest.importorskip("pandas", reason="pandas is not installed")
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
@@ -54,8 +54,8 @@ def records(found):
     return found.buckets.to_dict("records")
 
 
-def oracle_share(mode, of_step, low, high):
-    """Divide the oracle's loss where only tokens of samples of low to high tokens have a loss."""
+def reference_share(mode, of_step, low, high):
+    """Divide the reference if only samples of low to high tokens have a loss by that of all."""
     sample = of_step.get("sample", of_step.index)
     slots = [(r, m) for m in range(M) for r in range(DP)]
     n_b = {}
@@ -77,16 +77,18 @@ def oracle_share(mode, of_step, low, high):
             )
         ]
         divisor = 7.0 if mode in ("constant", "token_sum") else None
-        return float(oracle.step_loss(mode, sequences, divisor=divisor, microbatches=[M] * DP))
+        return float(
+            reference_loss.step_loss(mode, sequences, divisor=divisor, microbatches=[M] * DP)
+        )
 
     return loss(lambda n: float(low <= n <= high)) / loss(lambda n: 1.0)
 
 
 @pytest.mark.parametrize("steps", [STEPS, SPLIT], ids=["sequences", "split samples"])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_share_is_the_mean_over_the_steps_of_the_oracles(mode, steps):
+def test_a_share_is_the_mean_over_the_steps_of_the_references(mode, steps):
     for bucket in records(shares(steps, highs=[3, 10, 30, 1000])):
-        of_steps = [oracle_share(mode, s, bucket["low"], bucket["high"]) for s in steps]
+        of_steps = [reference_share(mode, s, bucket["low"], bucket["high"]) for s in steps]
         assert bucket[mode] == pytest.approx(sum(of_steps) / len(steps), abs=1e-12)
 
 
@@ -323,7 +325,7 @@ def test_a_file_explained_has_the_numbers_of_the_picture(tmp_path, capsys):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_losses_of_a_file_are_means_over_its_steps(tmp_path, mode):
-    """Against the oracle, step by step, where every token's loss is 1."""
+    """Against the reference, step by step, where every token's loss is 1."""
     file = tmp_path / "steps.jsonl"
     records = [
         {"step": number, "prompt_id": int(p), "response_length": int(n)}
@@ -351,7 +353,7 @@ def test_the_losses_of_a_file_are_means_over_its_steps(tmp_path, mode):
         ]
         divisor = 4096.0 if mode in ("constant", "token_sum") else None
         losses.append(
-            float(oracle.step_loss(mode, sequences, divisor=divisor, microbatches=[M] * DP))
+            float(reference_loss.step_loss(mode, sequences, divisor=divisor, microbatches=[M] * DP))
         )
     assert found[mode] == pytest.approx(sum(losses) / len(losses), rel=1e-12)
 

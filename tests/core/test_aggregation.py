@@ -70,31 +70,31 @@ def test_a_mode_prints_its_weight(mode, divisor, count_empty):
 
 @pytest.mark.parametrize("name", KNOWN_AS)
 def test_another_systems_name_stands_for_mode_and_count_empty(name):
-    found = Aggregation.named(name)
+    found = Aggregation(name)
     assert (found.mode, found.count_empty) == KNOWN_AS[name]
 
 
 @pytest.mark.parametrize("name", DR_GRPO)
 def test_every_name_of_dr_grpo_is_constant_and_requires_a_divisor(name):
-    assert Aggregation.named(name, divisor=8) == Aggregation("constant", divisor=8)
+    assert Aggregation(name, divisor=8) == Aggregation("constant", divisor=8)
     with pytest.raises(AggregationError, match=r"got none.*--loss-aggregation-divisor"):
-        Aggregation.named(name)
+        Aggregation(name)
 
 
 def test_a_count_empty_that_contradicts_an_alias_is_refused():
     name = "openrlhf:token_level_loss=False"
-    assert Aggregation.named(name, count_empty=False) == Aggregation.named(name)
+    assert Aggregation(name, count_empty=False) == Aggregation(name)
     with pytest.raises(AggregationError, match=r"count_empty=False, got count_empty=True: drop it"):
-        Aggregation.named(name, count_empty=True)
+        Aggregation(name, count_empty=True)
     with pytest.raises(AggregationError, match=r"count_empty=True, got count_empty=False: drop it"):
-        Aggregation.named("trl:grpo", count_empty=False)
+        Aggregation("trl:grpo", count_empty=False)
 
 
 @pytest.mark.parametrize("count_empty", [True, False])
 def test_a_mode_takes_the_count_empty_it_is_given(count_empty):
-    found = Aggregation.named("sample_mean", count_empty=count_empty)
+    found = Aggregation("sample_mean", count_empty=count_empty)
     assert found == Aggregation("sample_mean", count_empty=count_empty)
-    assert Aggregation.named("sample_mean").count_empty is True
+    assert Aggregation("sample_mean").count_empty is True
 
 
 def test_every_alias_leads_to_a_mode_of_the_table():
@@ -115,19 +115,14 @@ def test_this_file_lists_the_formula_of_every_mode():
 )
 def test_an_unknown_name_is_answered_with_the_closest_one(wrong, nearest):
     with pytest.raises(AggregationError, match=f"unknown .*{wrong}.*mean '{nearest}"):
-        Aggregation.named(wrong)
+        Aggregation(wrong)
 
 
 def test_a_partial_name_is_answered_with_a_suggestion_and_an_unrelated_one_with_the_modes():
     with pytest.raises(AggregationError, match="'mean', did you mean 'token_mean'"):
-        Aggregation.named("mean")
+        Aggregation("mean")
     with pytest.raises(AggregationError, match=r"'zzzz'; modes are token_mean, sample_mean, "):
-        Aggregation.named("zzzz")
-
-
-def test_an_alias_is_not_accepted_as_a_mode():
-    with pytest.raises(AggregationError, match=r"Aggregation\.named\('verl:token-mean'\)"):
-        Aggregation("verl:token-mean")
+        Aggregation("zzzz")
 
 
 @pytest.mark.parametrize("divisor", [0, -1, math.nan, math.inf, -math.inf, True, "8"])
@@ -158,7 +153,7 @@ def test_a_mode_without_a_divisor_refuses_one(mode):
         Aggregation(mode, divisor=8, reducer_path=path)
 
 
-@pytest.mark.parametrize("value", [None, 1, "yes"])
+@pytest.mark.parametrize("value", [0, 1, "yes"])
 def test_count_empty_is_a_bool(value):
     with pytest.raises(
         AggregationError, match=f"got count_empty {value!r}, expected True or False"
@@ -168,8 +163,6 @@ def test_count_empty_is_a_bool(value):
 
 @pytest.mark.parametrize("mode", [None, 3])
 def test_a_mode_is_a_name(mode):
-    with pytest.raises(AggregationError, match=f"got {mode!r}, expected the name of a mode"):
-        Aggregation.named(mode)
     with pytest.raises(AggregationError, match=f"got {mode!r}, expected the name of a mode"):
         Aggregation(mode)
 
@@ -292,7 +285,7 @@ def test_no_page_calls_a_loss_unchanged_that_is_so_only_sometimes(name):
 def test_rolls_token_mean_trains_what_its_mask_leaves_out():
     """``functionals.agg_loss`` at 8eb27cc2: the sum of all losses over the tokens of the mask."""
     step = Step()
-    alias, tokens = Aggregation.named("roll:token-mean"), sum(step.lengths)
+    alias, tokens = Aggregation("roll:token-mean"), sum(step.lengths)
 
     def theirs(losses):
         return sum(x.sum() for x in losses) / tokens
@@ -329,7 +322,7 @@ def test_swifts_token_mean_is_that_of_the_step_from_4_6_0_on(loss_type):
     def mean(release):
         return sum(theirs(release, rank) for rank in range(step.dp_size)).item() / step.dp_size
 
-    alias = Aggregation.named(f"ms-swift:{loss_type}")
+    alias = Aggregation(f"ms-swift:{loss_type}")
     ours = step.wanted(alias, step.leaves).item()
     assert mean("4.6.0") == pytest.approx(ours, rel=1e-12)
     old = {
@@ -353,7 +346,7 @@ def test_swifts_token_mean_is_that_of_the_step_from_4_6_0_on(loss_type):
 )
 def test_a_name_of_a_paper_or_system_is_answered_with_its_own_modes(name, suggested):
     with pytest.raises(AggregationError) as caught:
-        Aggregation.named(name)
+        Aggregation(name)
     answer = str(caught.value).split("did you mean ")[1].split("?")[0]
     assert answer == " or ".join(map(repr, suggested))
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from megatron_lossagg import Aggregation, Layout, MicrobatchSequences, StepBuffer, StepTotals
 from megatron_lossagg import buffer as buffer_module
 from megatron_lossagg.errors import PlanError
+from megatron_lossagg.options import Options
 
 
 def count(microbatch):
@@ -43,7 +44,7 @@ def test_microbatches_without_sequences_count_in_m():
 
 def test_an_iterator_that_ends_within_a_step_is_an_error():
     buffer = StepBuffer(iter([["a"], ["b"]]), 3)  # reported by plan(), which every rank calls
-    with pytest.raises(PlanError, match="ended after 2 of 3 microbatches: give whole steps"):
+    with pytest.raises(PlanError, match="ended after 2 of 3 microbatches: pass whole steps"):
         buffer.plan(Aggregation("token_mean"), count)
 
 
@@ -70,15 +71,13 @@ def test_a_count_without_dimension_is_refused():
 
 @pytest.mark.parametrize("m", [0, -1, 2.0, 1.5, True, "2", None])
 def test_num_microbatches_is_an_integer_from_1(m):
-    with pytest.raises(
-        PlanError, match=f"got num_microbatches {m!r}, expected an integer from 1: give"
-    ):
+    with pytest.raises(PlanError, match=f"got num_microbatches {m!r}, expected an integer from 1"):
         StepBuffer(iter([["a"], ["b"]]), m)
 
 
 @pytest.mark.parametrize("source", [[iter([]), iter([])], [None, None], ["a", "b"], ()])
 def test_a_list_is_refused_as_an_iterator(source):
-    with pytest.raises(PlanError, match=r"got a (list|tuple), .* per chunk, make a StepBuffer of"):
+    with pytest.raises(PlanError, match=r"got a (list|tuple), .* StepBuffer of each chunk"):
         StepBuffer(source, 2)
 
 
@@ -135,7 +134,9 @@ def test_an_empty_step_is_handled_as_in_plan_step():
     with pytest.warns(RuntimeWarning, match="no active token"):
         StepBuffer(iter([[]]), 1).plan(Aggregation("token_mean"), count)
     with pytest.raises(PlanError, match="--loss-aggregation-empty-step"):
-        StepBuffer(iter([[]]), 1).plan(Aggregation("token_mean"), count, empty_step="error")
+        StepBuffer(iter([[]]), 1).plan(
+            Aggregation("token_mean"), count, options=Options(empty_step="error")
+        )
 
 
 def test_the_weights_reach_the_microbatch_that_the_sequences_name():

@@ -1,34 +1,22 @@
 """What a step may cost: operations, bytes, host syncs, tensors held, collectives.
 
 Counted in a dispatch trace, so the numbers hold on any machine; ``benchmarks/`` counts with
-the same code and prints times as well. The CUDA path is traced on CPU tensors.
+the same code and prints times as well. ``meta`` tensors stand for those of any device: they have
+no values, so every host sync raises.
 """
 
-import json
-
-import numpy as np
 import pytest
 import torch
-from conftest import launched_module
 
 from benchmarks import counts
-from benchmarks.counting import bytes_saved_for_backward, counted, device_path
-from benchmarks.report import (
-    BUILD_BYTES,
-    CALL_BYTES,
-    CALL_OPERATIONS,
-    COLLECTIVES,
-    HELD_BYTES,
-    SLACK_BYTES,
-)
+from benchmarks.counting import bytes_saved_for_backward, counted
+from benchmarks.report import BUILD_BYTES, CALL_BYTES, CALL_OPERATIONS, HELD_BYTES, SLACK_BYTES
 from benchmarks.workloads import CP_SIZES, Workload
-from megatron_lossagg import Aggregation, layout
+from megatron_lossagg import Aggregation
 
 SEQUENCES = (1, 64, 4096)
-SCALARS_ON_CPU = 1
-READS_OF_A_STEP = 1  # when it closes
 
-PATHS = pytest.mark.parametrize("path", counts.PATHS)
+DEVICES = pytest.mark.parametrize("device", counts.DEVICES)
 CP = pytest.mark.parametrize("cp_size", CP_SIZES)
 MASKS = pytest.mark.parametrize("mask", counts.MASK_TYPES)
 
@@ -43,11 +31,11 @@ def of_sequences(num_sequences, *, mean_tokens=64, cp_size=1):
     )
 
 
-@PATHS
+@DEVICES
 @CP
-def test_a_call_takes_the_same_few_operations_for_any_number_of_sequences(path, cp_size):
+def test_a_call_takes_the_same_few_operations_for_any_number_of_sequences(device, cp_size):
     found = {
-        n: counts.of_a_call(of_sequences(n, cp_size=cp_size), path).operations for n in SEQUENCES
+        n: counts.of_a_call(of_sequences(n, cp_size=cp_size), device).operations for n in SEQUENCES
     }
     assert len(set(found.values())) == 1, found
     forward, backward = found[SEQUENCES[0]]
@@ -55,12 +43,12 @@ def test_a_call_takes_the_same_few_operations_for_any_number_of_sequences(path, 
     assert backward <= CALL_OPERATIONS[1]
 
 
-@PATHS
+@DEVICES
 @CP
-def test_a_call_moves_few_bytes_per_local_token(path, cp_size):
-    """fp32 losses; the CPU, which may sum before it masks, moves no more than the CUDA path."""
+def test_a_call_moves_few_bytes_per_local_token(device, cp_size):
+    """fp32 losses."""
     workload = of_sequences(64, mean_tokens=1024, cp_size=cp_size)
-    forward, backward = counts.of_a_call(workload, path).bytes_per_token
+    forward, backward = counts.of_a_call(workload, device).bytes_per_token
     assert forward <= CALL_BYTES[0] + SLACK_BYTES
     assert backward <= CALL_BYTES[1] + SLACK_BYTES
 
@@ -68,38 +56,29 @@ def test_a_call_moves_few_bytes_per_local_token(path, cp_size):
 # The goal is 20. Where it is missed, at CP 1, docs/performance.md explains why.
 MORE_BYTES = {
     ("sample_mean", "cpu", 1): {"bool": 16, "int32": 26, "float32": 29},
-    ("sample_mean", "device", 1): {"bool": 28, "int32": 36, "float32": 36},
+    ("sample_mean", "meta", 1): {"bool": 33, "int32": 41, "float32": 41},
     ("token_mean", "cpu", 1): {"bool": 8, "int32": 18, "float32": 21},
-    ("token_mean", "device", 1): {"bool": 16, "int32": 24, "float32": 24},
+    ("token_mean", "meta", 1): {"bool": 25, "int32": 33, "float32": 33},
 }
 
 
-@PATHS
+@DEVICES
 @CP
-@MASKS  # on the CPU with what numpy's functions read and write
+@MASKS
 @pytest.mark.parametrize(
     "mode", ["sample_mean", "token_mean"]
 )  # a weight per sequence; one for all
-def test_building_moves_few_bytes_per_mask_position(mode, path, cp_size, mask):
+def test_building_moves_few_bytes_per_mask_position(mode, device, cp_size, mask):
     workload = of_sequences(64, mean_tokens=1024, cp_size=cp_size)
-    found = counts.of_a_call(workload, path, counts.MASK_TYPES[mask], Aggregation(mode))
-    budget = MORE_BYTES.get((mode, path, cp_size), {}).get(mask, BUILD_BYTES)
+    found = counts.of_a_call(workload, device, counts.MASK_TYPES[mask], Aggregation(mode))
+    budget = MORE_BYTES.get((mode, device, cp_size), {}).get(mask, BUILD_BYTES)
     assert found.build_bytes_per_position <= budget + 2 * SLACK_BYTES
 
 
 @CP
 @MASKS
 def test_nothing_waits_for_a_device_before_the_step_closes(cp_size, mask):
-    workload = of_sequences(64, cp_size=cp_size)
-    found = counts.of_a_call(workload, "device", counts.MASK_TYPES[mask])
-    assert not found.build.reads
-    assert not found.forward.reads
-    assert not found.backward.reads
-
-
-@pytest.mark.parametrize("num_sequences", SEQUENCES)
-def test_a_call_on_the_cpu_reads_one_scalar(num_sequences):
-    assert counts.of_a_call(of_sequences(num_sequences), "cpu").forward.num_reads <= SCALARS_ON_CPU
+    counts.of_a_call(of_sequences(64, cp_size=cp_size), "meta", counts.MASK_TYPES[mask])
 
 
 def test_four_bytes_per_token_are_held_for_the_backward_of_all_losses_of_one_aggregation():
@@ -108,34 +87,6 @@ def test_four_bytes_per_token_are_held_for_the_backward_of_all_losses_of_one_agg
     assert held.six_calls <= HELD_BYTES + SLACK_BYTES
     assert held.six_calls_under <= HELD_BYTES + SLACK_BYTES
     assert held.three_aggregations <= 3 * HELD_BYTES + SLACK_BYTES
-
-
-@pytest.fixture(scope="module")
-def live_step(tmp_path_factory):
-    file = tmp_path_factory.mktemp("costs") / "found.json"
-    launched_module("benchmarks.live_step", file, processes=1)
-    return json.loads(file.read_text())["counts"]
-
-
-def test_returns_waits_for_no_device_and_no_rank(live_step):
-    """A step of the example on stock Megatron-Core, two microbatches."""
-    assert live_step["returns"]["calls"] == 2
-    assert live_step["returns"]["reads"] == 0
-    assert live_step["returns"]["collectives"] == 0
-
-
-def test_a_step_reads_the_device_once_when_it_closes(live_step):
-    assert live_step["close"]["calls"] == 1
-    assert live_step["close"]["reads"] <= READS_OF_A_STEP
-    assert live_step["close"]["collectives"] == 0
-
-
-def test_planning_makes_at_most_two_collectives(tmp_path):
-    launched_module("benchmarks.collectives", tmp_path / "found.json", processes=2)
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["none"]["collectives"] == 1
-    for ids in ("prompt", "sample and prompt"):
-        assert 1 <= found[ids]["collectives"] <= COLLECTIVES
 
 
 # The counter itself, on what can be counted by hand.
@@ -161,56 +112,20 @@ def test_operations_and_bytes_are_counted_as_by_hand():
         lambda x: x.nonzero(),
         lambda x: x[x > 0],
         lambda x: x.cpu(),
-        lambda x: x.to("cpu"),
         lambda x: (2 * x).tolist(),
         lambda x: x.detach().numpy(),
         lambda x: torch.repeat_interleave(x, x.long()),
+        lambda x: torch.equal(x, x),
+        lambda x: x + torch.ones(5),
     ],
-    ids=["item", "bool", "nonzero", "mask", "cpu", "to", "tolist", "numpy", "repeat"],
+    ids=["item", "bool", "nonzero", "mask", "cpu", "tolist", "numpy", "repeat", "equal", "mixed"],
 )
-def test_a_read_of_the_device_is_counted(read):
-    x = torch.ones(5)
-    with counted(x) as counts_of_read:
-        read(x)
-    assert counts_of_read.num_reads >= 1
+def test_a_read_of_a_device_raises_in_a_count(read):
+    with counted(), pytest.raises((RuntimeError, NotImplementedError, TypeError)):
+        read(torch.ones(5, device="meta"))
 
 
-def test_a_read_of_the_framework_is_not_counted():
-    x, lengths = torch.ones(5), torch.ones(5)
-    with counted(x) as counts_of_read:
-        lengths.sum().item()
-        torch.repeat_interleave(x, lengths.long(), output_size=5)
-    assert counts_of_read.num_reads == 0
-
-
-def test_numpy_is_counted_by_the_arrays_of_its_functions_and_left_as_it_was():
-    array = layout.np.arange(100)
-    with counted() as counts_of_numpy:
-        doubled = layout.np.multiply(array, 2)
-        layout.np.cumsum(doubled, out=array)
-        layout.np.add.reduceat(array, [0, 50])
-        layout.np.ascontiguousarray(array)
-    assert counts_of_numpy.numpy_bytes == 8 * (200 + 200 + 102)
-    assert layout.np is np
-
-
-def test_a_copy_to_the_device_is_counted_once():
-    mask, weights, scale = torch.ones(100), torch.ones(100), torch.ones(1)
-    with device_path(), counted(mask) as copied:
-        weights.to(mask.device, non_blocking=True)
-        weights.to(mask.device, non_blocking=True)
-        mask.to(scale.device)
-    assert copied.operations == {"_to_copy": 1}
-    assert copied.bytes == 800
-
-
-def test_the_cuda_path_differs_from_the_cpu_path_and_ends_with_its_block():
-    def operations():
-        found = counts.of_a_call(of_sequences(4), "cpu", torch.int32)
-        return found.build.operations + found.forward.operations
-
-    before = operations()
-    with device_path():
-        inside = operations()
-    assert inside != before
-    assert operations() == before
+def test_a_copy_to_a_device_is_counted():
+    with counted() as copied:
+        torch.ones(100).to("meta", non_blocking=True)
+    assert copied.operations == {"ones": 1, "_to_copy": 1}

@@ -1,20 +1,17 @@
 """The command line: every mode is reachable, nothing given is ignored."""
 
 import argparse
+from dataclasses import fields
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lossagg import (
-    Aggregation,
-    add_loss_aggregation_args,
-    aggregation_from_args,
-    empty_step_from_args,
-)
+from megatron_lossagg import Aggregation, add_loss_aggregation_args
 from megatron_lossagg.aggregation import ALIASES, CUSTOM, MODES
 from megatron_lossagg.errors import AggregationError
-from megatron_lossagg.flags import probe_from_args, rejects_tokens_from_args
+from megatron_lossagg.flags import aggregation_from_args
+from megatron_lossagg.options import Options
 
 
 def parser():
@@ -42,7 +39,6 @@ def test_the_set_of_flags_is_frozen():
 
 def test_without_flags_there_is_no_aggregation():
     assert read() is None
-    assert empty_step_from_args(parser().parse_args([])) == "zero"
 
 
 def test_the_parser_comes_back_as_megatrons_extra_args_provider_wants_it():
@@ -70,35 +66,13 @@ def test_count_empty_is_read_both_ways(flag, kept):
     assert found == Aggregation("sample_mean", count_empty=kept)
 
 
-def test_empty_step_is_read_together_with_a_mode():
-    argv = ["--loss-aggregation", "token_mean", "--loss-aggregation-empty-step"]
-    for choice in ("zero", "error"):
-        assert empty_step_from_args(parser().parse_args([*argv, choice])) == choice
-        assert read(*argv, choice) == Aggregation("token_mean")
-
-
-@pytest.mark.parametrize(
-    ("argv", "wanted"),
-    [((), True), (("--loss-aggregation-probe",), True), (("--no-loss-aggregation-probe",), False)],
-)
-def test_the_probe_is_on_unless_it_is_turned_off(argv, wanted):
-    for path in (
-        ("--loss-aggregation", "token_mean"),
-        ("--loss-aggregation-reducer-path", "math:fsum"),
-    ):
-        args = parser().parse_args([*path, *argv])
-        assert probe_from_args(args) is wanted
-        assert aggregation_from_args(args) is not None
-    assert probe_from_args(argparse.Namespace(lr=1e-6)) is True
-
-
-def test_tokens_are_rejected_where_the_flag_says_so():
-    flag = "--loss-aggregation-rejects-tokens"
-    args = parser().parse_args(["--loss-aggregation", "token_mean", flag])
-    assert rejects_tokens_from_args(args) is True
-    assert aggregation_from_args(args) == Aggregation("token_mean")
-    assert rejects_tokens_from_args(parser().parse_args([])) is False
-    assert rejects_tokens_from_args(argparse.Namespace(lr=1e-6)) is False
+@pytest.mark.parametrize("name", [field.name for field in fields(Options)])
+def test_an_option_of_the_run_changes_no_aggregation(name):
+    flag = f"--loss-aggregation-{name.replace('_', '-')}"
+    argv = [flag, "error"] if name == "empty_step" else [flag]
+    assert read("--loss-aggregation", "token_mean", *argv) == Aggregation("token_mean")
+    custom = read("--loss-aggregation-reducer-path", "math:fsum", *argv)
+    assert custom == Aggregation("custom", reducer_path="math:fsum")
 
 
 def test_the_loss_scaling_flag_of_megatron_is_not_read():
@@ -143,16 +117,16 @@ CONTRADICTIONS = {
         "math:fsum",
         "--no-loss-aggregation-count-empty",
     ): "replaces",
-    ("--loss-aggregation-divisor", "3"): "-divisor 3.0 was given without --loss-aggregation",
-    ("--no-loss-aggregation-count-empty",): "-count-empty False was given without",
-    ("--no-loss-aggregation-probe",): "-probe False was given without --loss-aggregation",
-    ("--loss-aggregation-rejects-tokens",): "-rejects-tokens True was given without",
-    ("--loss-aggregation-empty-step", "error"): "-empty-step error was given without",
+    ("--loss-aggregation-divisor", "3"): "-divisor 3.0 without --loss-aggregation",
+    ("--no-loss-aggregation-count-empty",): "-count-empty False without",
+    ("--no-loss-aggregation-probe",): "-probe False without --loss-aggregation",
+    ("--loss-aggregation-rejects-tokens",): "-rejects-tokens True without",
+    ("--loss-aggregation-empty-step", "error"): "-empty-step error without",
     ("--loss-aggregation", "token_mean", "--loss-aggregation-divisor", "3"): "takes no divisor",
     ("--loss-aggregation", "constant"): r"got none: give .* --loss-aggregation-divisor",
     ("--loss-aggregation", "constant", "--loss-aggregation-divisor", "nan"): "got divisor nan, exp",
     ("--loss-aggregation", "constant", "--loss-aggregation-divisor", "0"): r"got divisor 0\.0, exp",
-    ("--loss-aggregation", "custom"): "Give --loss-aggregation-reducer-path alone",
+    ("--loss-aggregation", "custom"): "reducer path replaces",
     (
         "--loss-aggregation",
         "roll:seq-mean-token-mean",
@@ -204,9 +178,11 @@ def test_a_command_line_reads_back_as_it_was_written(mode, divisor, count_empty)
         argv += ["--loss-aggregation-divisor", repr(divisor)]
     if count_empty is not None:
         argv += [f"--{'' if count_empty else 'no-'}loss-aggregation-count-empty"]
-    assert read(*argv) == Aggregation(
+    found = read(*argv)
+    assert found == Aggregation(
         mode, divisor=divisor if takes else None, count_empty=count_empty is not False
     )
+    assert found.count_empty is (count_empty is not False)
 
 
 @given(
@@ -222,7 +198,7 @@ def test_a_command_line_gives_the_same_aggregation_as_the_api(name, divisor, cou
         argv += [f"--loss-aggregation-divisor={divisor!r}"]
     if count_empty is not None:
         argv += [f"--{'' if count_empty else 'no-'}loss-aggregation-count-empty"]
-    assert result_or_message(read, *argv) == result_or_message(Aggregation.named, name, **options)
+    assert result_or_message(read, *argv) == result_or_message(Aggregation, name, **options)
 
 
 def result_or_message(build, *arguments, **options):

@@ -1,11 +1,11 @@
-"""The one conversion to host integers: what it takes, what it refuses and with which error."""
+"""The one conversion to integers: what it takes, what it refuses and with which error."""
 
 import numpy as np
 import pytest
 import torch
 
 from megatron_lossagg.errors import LayoutError, PlanError
-from megatron_lossagg.integers import first_few, host_integers, is_integer
+from megatron_lossagg.integers import checked_integers, first_few, is_integer
 
 GOOD = {
     "list": [3, 0, 5],
@@ -30,7 +30,7 @@ BAD = {
 
 @pytest.mark.parametrize("form", GOOD)
 def test_integers_of_any_form_become_contiguous_int64(form):
-    found = host_integers("n", GOOD[form], PlanError)
+    found = checked_integers("n", GOOD[form], PlanError)
     assert found.dtype == np.int64
     assert found.flags.c_contiguous
     assert found.tolist() == [3, 0, 5]
@@ -40,40 +40,40 @@ def test_integers_of_any_form_become_contiguous_int64(form):
 def test_what_is_not_integers_is_refused_with_the_callers_error_and_name(form):
     for error in (PlanError, LayoutError):
         with pytest.raises(error, match=r"^lengths: got "):
-            host_integers("lengths", BAD[form], error)
+            checked_integers("lengths", BAD[form], error)
 
 
 def test_the_bounds_themselves_are_accepted():
     largest = np.array([2**63 - 1, 0], dtype=np.uint64)
-    assert host_integers("n", largest, PlanError, lowest=0).tolist() == [2**63 - 1, 0]
+    assert checked_integers("n", largest, PlanError, lowest=0).tolist() == [2**63 - 1, 0]
 
 
 def test_a_message_shows_what_was_got():
     with pytest.raises(PlanError, match=r"^n: got 'seven', expected integers"):
-        host_integers("n", "seven", PlanError)
+        checked_integers("n", "seven", PlanError)
     with pytest.raises(PlanError, match=r"^n: got 3, expected integers"):
-        host_integers("n", 3, PlanError)
+        checked_integers("n", 3, PlanError)
 
 
 def test_empty_sequences_are_integers():
     for empty in ([], np.zeros(0), torch.zeros(0)):
-        assert host_integers("n", empty, PlanError).tolist() == []
+        assert checked_integers("n", empty, PlanError).tolist() == []
 
 
 def test_one_sequence_of_two_dimensions_is_squeezed_only_on_demand():
-    assert host_integers("n", [[1, 2]], PlanError, squeeze=True).tolist() == [1, 2]
+    assert checked_integers("n", [[1, 2]], PlanError, squeeze=True).tolist() == [1, 2]
     with pytest.raises(PlanError, match=r"of shape \(1, 2\)"):
-        host_integers("n", [[1, 2]], PlanError)
+        checked_integers("n", [[1, 2]], PlanError)
     with pytest.raises(PlanError, match=r"of shape \(2, 1\)"):
-        host_integers("n", [[1], [2]], PlanError, squeeze=True)
+        checked_integers("n", [[1], [2]], PlanError, squeeze=True)
 
 
 def test_bounds_and_length_are_checked_and_named():
     with pytest.raises(PlanError, match="n: got -1 at index 2, the smallest is 0"):
-        host_integers("n", [0, 3, -1], PlanError, lowest=0)
+        checked_integers("n", [0, 3, -1], PlanError, lowest=0)
     with pytest.raises(PlanError, match="n: got 3 entries, expected 2, one per sequence"):
-        host_integers("n", [0, 3, 1], PlanError, length=2)
-    assert host_integers("n", [-1], PlanError).tolist() == [-1]
+        checked_integers("n", [0, 3, 1], PlanError, length=2)
+    assert checked_integers("n", [-1], PlanError).tolist() == [-1]
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lossagg import Aggregation, Layout, Sequences, faults, microbatch, plan_step, reducer
 from megatron_lossagg.errors import ReducerError
+from megatron_lossagg.options import Options
 
 
 def a_plan(active=(3, 2), mode="token_sum", microbatch=None, rejects_tokens=True, **options):
     sequences = Sequences(active_tokens=list(active), microbatch=microbatch)
-    return plan_step(Aggregation(mode, **options), sequences, rejects_tokens=rejects_tokens)
+    return plan_step(
+        Aggregation(mode, **options), sequences, options=Options(rejects_tokens=rejects_tokens)
+    )
 
 
 def thd(*lengths, cp_size=1, cp_rank=0):

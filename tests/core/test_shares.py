@@ -7,7 +7,8 @@ import torch
 from step_data import assign, make_sequences
 
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
-from megatron_lossagg.verify import oracle
+from megatron_lossagg.options import Options
+from megatron_lossagg.verify import reference_loss
 
 AGGREGATIONS = {
     "token_mean": {},
@@ -38,7 +39,7 @@ def plan_of(sequences, keys, m, aggregation):
             microbatch=[key[1] for key in keys],
             num_microbatches=m,
         ),
-        rejects_tokens=True,
+        options=Options(rejects_tokens=True),
     )
 
 
@@ -86,7 +87,7 @@ def test_shares_add_up_to_the_loss_for_any_split_of_the_tokens(label, m, cp):
     keys = assign(sequences, 1, [m])
     plan = plan_of(sequences, keys, m, Aggregation(mode, **options))
     x = [torch.randn(len(r["counted"]), dtype=torch.float64, requires_grad=True) for r in sequences]
-    expected = oracle.step_loss(
+    expected = reference_loss.step_loss(
         mode,
         [{**r, "x": list(v), "microbatch": k} for r, v, k in zip(sequences, x, keys, strict=True)],
         microbatches=[m],
@@ -111,14 +112,14 @@ def test_shares_add_up_to_the_loss_for_any_split_of_the_tokens(label, m, cp):
         want = torch.zeros(()) if want is None else want
         got = torch.zeros_like(want) if got is None else got
         torch.testing.assert_close(got, want.expand_as(got).to(got), rtol=1e-13, atol=1e-15)
-    trained = oracle.weight_sum(
+    trained = reference_loss.weight_sum(
         mode,
         [{**r, "x": list(v), "microbatch": k} for r, v, k in zip(sequences, x, keys, strict=True)],
         microbatches=[m],
         **options,
     )
     assert float(weight_sum) == pytest.approx(trained, rel=1e-6)
-    counted = oracle.weight_sum(
+    counted = reference_loss.weight_sum(
         mode,
         [
             {**r, "trained": r["counted"], "x": list(v), "microbatch": k}

@@ -151,7 +151,7 @@ FAILS_WITHOUT = {
     "torch.cuda.synchronize": NO_CUDA,
     "torch.cuda.Stream": r"RuntimeError in __new__: .*(CUDA|NVIDIA)",
     "torch.cuda.current_stream": NO_CUDA,
-    "torch.cuda.stream": r"AttributeError in __enter__: '_HostStream' object has no .*'device'",
+    "torch.cuda.stream": r"AttributeError in __enter__: '_CpuStream' object has no .*'device'",
     "torch.distributed.all_to_all_single": (
         r"TypeError in all_to_all_single: .*incompatible function arguments"
     ),

@@ -1,5 +1,6 @@
 """The pages hang together: links, names of the machine, the reference, the decisions."""
 
+import importlib
 import re
 from pathlib import Path
 
@@ -53,10 +54,11 @@ def test_the_reference_has_every_public_name_once():
     pages = (DOCS / "reference").glob("*.md")
     entries = [name for page in pages for name in re.findall(r"^::: (\S+)", page.read_text(), re.M)]
     names = [entry.rpartition(".")[2] for entry in entries]
-    assert sorted(names) == sorted(megatron_lossagg.__all__)
+    assert len(names) == len(set(names))
+    assert set(megatron_lossagg.__all__) <= set(names)
     for entry in entries:
         module, _, name = entry.rpartition(".")
-        assert getattr(megatron_lossagg, name).__module__ == module
+        assert getattr(importlib.import_module(module), name).__module__ == module
 
 
 def test_every_decision_is_listed_by_its_title():

@@ -17,11 +17,11 @@ from megatron_lossagg import (
     StepContract,
     StepTotals,
     add_loss_aggregation_args,
-    aggregation_from_args,
     plan_step,
 )
 from megatron_lossagg.aggregation import ALIASES, MODES
 from megatron_lossagg.cli.main import _parser, main
+from megatron_lossagg.flags import aggregation_from_args
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration
 
 ROOT = Path(__file__).resolve().parents[2]

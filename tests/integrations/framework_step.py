@@ -11,7 +11,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from step_data import make_sequences
 
 import megatron_lossagg.cpu as cpu
-from megatron_lossagg.verify import oracle
+from megatron_lossagg.verify import reference_loss
 
 PROMPTS = [3, 1, 2, 1, 4, 2, 1, 9, 3, 6, 1, 2, 1, 5]
 L = 40
@@ -102,7 +102,9 @@ def reference(path):
                 for sequence in live
             ]
             divisor = L if mode == "constant" else None
-            loss = oracle.step_loss(mode, sequences, divisor=divisor, count_empty=count_empty)
+            loss = reference_loss.step_loss(
+                mode, sequences, divisor=divisor, count_empty=count_empty
+            )
             grads = torch.autograd.grad(loss, list(named.values()), retain_graph=True)
             saved[case, terms] = (loss.item(), dict(zip(named, grads, strict=True)))
     torch.save(saved, path)

@@ -24,7 +24,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from step_data import VOCABULARY
 
 import megatron_lossagg.cpu as cpu
-from megatron_lossagg.verify import oracle
+from megatron_lossagg.verify import reference_loss
 
 ROLLOUTS = 8
 GLOBAL_BATCH = 4
@@ -238,7 +238,7 @@ def expected(saved, members, aggregations, *, places=None, microbatches=None):
             if places is not None:
                 sequence["microbatch"] = places[number]
             sequences.append(sequence)
-        total = oracle.step_loss(sequences=sequences, microbatches=microbatches, **keywords)
+        total = reference_loss.step_loss(sequences=sequences, microbatches=microbatches, **keywords)
         total.backward()
         for number, sequence in zip(members, sequences, strict=True):
             weights = {float(x.grad) for x in sequence["x"] if x.grad is not None} - {0.0}

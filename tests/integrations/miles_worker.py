@@ -246,11 +246,11 @@ def cases():
     default = [AGGREGATIONS["sample_mean"]] * 2
     yield "miles' default", {}, default
     for module in ("miles", "slime"):
-        hub = {
+        reducer = {
             "custom_pg_loss_reducer_function_path": f"megatron_lossagg.integrations.{module}.constant_40"  # noqa: E501
         }
         aggregations = [{"mode": "constant", "divisor": DIVISOR}, default[0]]
-        yield f"{module}.constant_40, policy loss", hub, aggregations
+        yield f"{module}.constant_40, policy loss", reducer, aggregations
     for name, keywords in AGGREGATIONS.items():
         if name != "microbatch_token_mean":  # refused
             more = {**flags_of(keywords), "custom_convert_samples_to_train_data_path": HOOK}

@@ -268,7 +268,7 @@ class Recorder(Nothing):
 def megatron_worker():
     """Import NeMo-RL's worker, with what newer releases of Megatron-Core have."""
     import megatron.core.dist_checkpointing.strategies.torch as checkpoints
-    import megatron.core.distributed.fsdp.mcore_fsdp_integration as fsdp
+    import megatron.core.distributed.fsdp.mcore_fsdp_adapter as fsdp
 
     checkpoints.get_async_strategy = None
     fsdp.FullyShardedDataParallelV1 = fsdp.FullyShardedDataParallelV2 = (

@@ -38,9 +38,9 @@ stand_ins.install(
 )
 typing.TypedDict = typing_extensions.TypedDict  # SkyRL's pydantic models, before Python 3.12
 
-# SkyRL 0.4.0 patches Bridge's integrations for LoRA when it is imported: here they have it already.
-integrations = importlib.import_module("megatron.bridge.peft.utils")
-integrations.ParallelLinearIntegration = SimpleNamespace(_skyrl_shared_expert_lora_tp_patch=True)
+# SkyRL 0.4.0 patches Bridge's adapters for LoRA when it is imported: here they have it already.
+adapters = importlib.import_module("megatron.bridge.peft.utils")
+adapters.ParallelLinearAdapter = SimpleNamespace(_skyrl_shared_expert_lora_tp_patch=True)
 
 import framework_step  # noqa: E402
 import torch  # noqa: E402
@@ -69,7 +69,7 @@ from megatron_lossagg.integrations.skyrl import aggregated  # noqa: E402
 
 assert megatron_worker.__file__.startswith(CHECKOUT)
 dispatch.ray.put = lambda chunk: chunk
-OF_BRIDGE = "finalize_model_grads_with_expert_integration_sync"
+OF_BRIDGE = "finalize_model_grads_with_expert_adapter_sync"
 if hasattr(megatron_model_wrapper, OF_BRIDGE):  # 0.4.0: Megatron-Core's, and LoRA of experts
     setattr(megatron_model_wrapper, OF_BRIDGE, finalize_model_grads)
 # SkyRL draws the tokens of a padding microbatch below 100; this vocabulary is smaller.

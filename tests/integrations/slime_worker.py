@@ -255,8 +255,8 @@ def compare(path, monkey):
     for most_tokens in (1000, 1):  # all of a rank's sequences in one microbatch, or each in its own
         given = {**base, "max_tokens_per_gpu": most_tokens}
         check_case(chunk, "slime's default", arguments(**given), saved, default)
-        hub = "megatron_lossagg.integrations.slime.constant_40"
-        args = arguments(**given, custom_pg_loss_reducer_function_path=hub)
+        reducer = "megatron_lossagg.integrations.slime.constant_40"
+        args = arguments(**given, custom_pg_loss_reducer_function_path=reducer)
         aggregations = [{"mode": "constant", "divisor": DIVISOR}, default[0]]
         check_case(chunk, "constant_40 of the policy loss", args, saved, aggregations)
         for name, keywords in AGGREGATIONS.items():

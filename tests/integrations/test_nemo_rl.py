@@ -119,7 +119,7 @@ def test_the_integration_gives_what_it_gave_around_nemo_rls_own_loss(name, mode)
 )
 def test_under_its_alias_nemo_rls_loss_gradient_and_every_metric_stay(name, alias):
     recorded = RUNS[name]
-    ours = recorded["ours"][Aggregation.named(alias).mode]
+    ours = recorded["ours"][Aggregation(alias).mode]
     metrics = set(recorded["theirs"][0]["metrics"]) - (MULTIPLIED if name == "GSPO" else set())
     assert_same(ours, recorded["theirs"], metrics=metrics)
 
@@ -136,7 +136,7 @@ def test_nemo_rl_multiplies_a_metric_of_gspo_by_the_microbatchs_sequences():
 
 
 def test_nemo_rl_counts_a_fully_masked_sequence_whose_sample_mask_is_1():
-    aggregation = Aggregation.named("nemo-rl:token_level_loss=False")
+    aggregation = Aggregation("nemo-rl:token_level_loss=False")
     assert aggregation == Aggregation("sample_mean", count_empty=True)
     # The sum of the sequences' means is that of B w_s, and would be V / B of it without the empty
     # sequence.

@@ -1,4 +1,4 @@
-"""slime: weights carried with the data, and the four-argument hub of slime and miles."""
+"""slime: weights carried with the data, and the reducer of the policy loss of slime and miles."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ from frameworks import (
     CASES,
     FRAMEWORKS_DIR,
     LAYOUTS,
-    check_hub,
+    check_reducer,
     flags,
     needs,
     recorded,
@@ -31,8 +31,8 @@ from megatron_lossagg.errors import (
     PlanError,
     ReducerError,
 )
-from megatron_lossagg.integrations import _carry, slime
-from megatron_lossagg.verify import oracle
+from megatron_lossagg.integrations import _rollout_mask_sums, slime
+from megatron_lossagg.verify import reference_loss
 
 
 @pytest.fixture
@@ -66,9 +66,9 @@ MASKS = [torch.tensor([1, 0, 1], dtype=torch.int32), torch.tensor([1, 1], dtype=
 
 def test_on_live_megatron_the_frameworks_own_scaling_makes_it_the_configured_loss(tmp_path):
     file = tmp_path / "reference.pt"
-    launched("integrations/hub_worker.py", "reference", file, processes=1)
-    out = launched("integrations/hub_worker.py", "compare", file, processes=4)
-    assert "HUB equals the oracle" in out
+    launched("integrations/carry_worker.py", "reference", file, processes=1)
+    out = launched("integrations/carry_worker.py", "compare", file, processes=4)
+    assert "REDUCER equals the oracle" in out
     assert out.count("CARRIED") == 10
     assert out.count("refused together") == 2 * 4
 
@@ -87,19 +87,15 @@ def test_the_divisor_is_encoded_in_the_name(miles_cp, name, divisor):
     [
         *("constant_0", "constant_-3", "constant_nan", "constant_many", "constant_1_000"),
         *("constant_40p", "constant_p5", "constant_ 4", "constant_1e999", "constant_4\u0660"),
+        "token_mean",
     ],
 )
-def test_a_name_without_a_valid_divisor_is_refused(name):
-    with pytest.raises(AggregationError, match="is not a valid divisor: write a finite number"):
+def test_a_name_without_a_valid_divisor_is_an_attribute_error_that_shows_a_valid_one(name):
+    with pytest.raises(AttributeError, match=r"constant_<L>.*write constant_40960"):
         getattr(slime, name)
 
 
-def test_another_name_is_an_attribute_error_that_lists_the_valid_names():
-    with pytest.raises(AttributeError, match=r"constant_<L>, such as constant_40960"):
-        slime.token_mean  # noqa: B018
-
-
-def test_shares_of_the_context_parallel_ranks_add_up(miles_cp):
+def test_partial_losses_of_the_context_parallel_ranks_add_up(miles_cp):
     # Sequence 0 of 5 tokens is split into chunks of 2, sequence 1 of 4 into chunks of 1; response
     # token j
     # sits on logit prompt - 1 + j.
@@ -119,7 +115,7 @@ def test_shares_of_the_context_parallel_ranks_add_up(miles_cp):
 
 
 def test_per_token_is_refused_because_the_framework_would_divide_by_tokens(miles_cp):
-    with pytest.raises(ContractError, match="drop that flag"):
+    with pytest.raises(ContractError, match="Drop that flag"):
         slime.constant_10([5, 4], [3, 2], MASKS, True)
 
 
@@ -190,36 +186,9 @@ def test_a_microbatch_with_no_samples_gives_a_zero_share(miles_cp):
     assert share.requires_grad
 
 
-def test_the_divisor_comes_from_the_frameworks_arguments(miles_cp, framework_args):
-    framework_args(
-        loss_aggregation="constant", loss_aggregation_divisor="4e1"
-    )  # YAML reads 4e1 as a string
-    reducer = slime.constant_from_args([5, 4], [3, 2], MASKS, False)
-    assert reducer(torch.ones(5)).item() == pytest.approx(4 / 40)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {},
-        {"loss_aggregation": "sample_mean"},
-        {"loss_aggregation": "roll:seq-mean-token-sum"},
-        {
-            "loss_aggregation": "constant",
-            "loss_aggregation_divisor": 40,
-            "loss_aggregation_count_empty": False,
-        },
-    ],
-)
-def test_any_other_aggregation_in_the_frameworks_arguments_is_refused(
-    miles_cp, framework_args, arguments
-):
-    framework_args(**arguments)
-    with pytest.raises(AggregationError, match="can only do constant"):
-        slime.constant_from_args([5, 4], [3, 2], MASKS, False)
-
-
-CARRY = "megatron_lossagg.integrations.slime.carry_weights"
+SLIME = "megatron_lossagg.integrations.slime"
+CARRY = f"{SLIME}.carry_weights"
+REDUCER = "custom_pg_loss_reducer_function_path"
 
 
 @pytest.fixture
@@ -351,7 +320,7 @@ def test_microbatch_token_mean_is_carried_with_the_microbatch_of_each_sequence(d
         got = trained(
             recording, denominators, [sequence["sequence"] for sequence in sequences], rollouts
         )
-        want = oracle.step_loss("microbatch_token_mean", sequences, microbatches=[m])
+        want = reference_loss.step_loss("microbatch_token_mean", sequences, microbatches=[m])
         assert got == pytest.approx(float(want), rel=1e-6)
 
 
@@ -379,7 +348,7 @@ def test_sample_mean_is_what_slime_carries_by_default(data, alone):
 
 
 def test_slime_still_clamps_scales_and_counts_as_it_was_recorded(data):
-    assert data["first row with a denominator of 0.5"] == data["sums"]["1"][0][0]
+    assert data["first sequence with a denominator of 0.5"] == data["sums"]["1"][0][0]
     factor = data["factor"]
     assert factor["loss"] == factor["M"] * factor["DP CP"] / factor["G"]
     assert data["num_tokens"] == 1
@@ -393,7 +362,7 @@ def test_carrying_twice_changes_nothing(data, alone):
 
 
 def test_the_reducer_is_slimes_own_token_sum_over_the_constant(miles_cp):
-    check_hub(slime.constant_40, recorded("slime"), miles_cp)
+    check_reducer(slime.constant_40, recorded("slime"), miles_cp)
 
 
 def test_given_prompt_ids_are_taken_and_taken_out(data, alone):
@@ -461,14 +430,12 @@ def test_a_mask_that_is_not_0_or_1_is_refused(data, alone):
         ({"loss_aggregation": None}, AggregationError, "no loss_aggregation.*ignores command-line"),
         ({"calculate_per_token_loss": True}, ContractError, "Drop that flag"),
         (
-            {
-                "custom_pg_loss_reducer_function_path": "megatron_lossagg.integrations.slime.constant_4"  # noqa: E501
-            },
+            {REDUCER: f"{SLIME}.constant_4"},
             ContractError,
             "expected one of them.*Drop custom_pg_loss_reducer_function_path",
         ),
         (
-            {"custom_pg_loss_reducer_function_path": "mine.reducer"},
+            {REDUCER: "mine.reducer"},
             ContractError,
             "expected one of them",
         ),
@@ -478,39 +445,18 @@ def test_a_mask_that_is_not_0_or_1_is_refused(data, alone):
             "a custom reducer knows none",
         ),
         ({"loss_aggregation_probe": True}, AggregationError, "nothing is measured. Drop it"),
+        ({"loss_agregation": "constant"}, AggregationError, "expected one of loss_aggregation, "),
         (
-            {"loss_aggregation": "constant", "loss_aggregation_divisor": 0.5},
+            {"loss_aggregation_count_emtpy": False},
             AggregationError,
-            "divisor of 0.5, expected at least 1",
+            "loss_aggregation_count_emtpy: False, which nothing reads",
         ),
-        ({"loss_aggregation": "token_sum"}, AggregationError, "expected at least 4"),
-        ({"loss_agregation": "constant"}, AggregationError, "write loss_aggregation"),
         ({"loss-aggregation": "constant"}, AggregationError, "loss-aggregation: 'constant'"),
         ({"lossagg_mode": "constant"}, AggregationError, "lossagg_mode: 'constant'"),
         (
             {"custom_megatron_init_pth": "megatron_lossagg.integrations.slime.check"},
             ContractError,
             "custom_megatron_init_pth .*, which slime does not call",
-        ),
-        (
-            {"custom_megatron_init_path": "megatron_lossagg.integrations.slime:check"},
-            ContractError,
-            "Write megatron_lossagg.integrations.slime.check",
-        ),
-        (
-            {"rollout_data_postprocess_path": "megatron_lossagg.integrations.slime.carry_weight"},
-            ContractError,
-            "expected megatron_lossagg.integrations.slime.carry_weights: correct the path",
-        ),
-        (
-            {"rollout_data_postprocess_path": "megatron_lossagg.integrations.miles.carry_weights"},
-            ContractError,
-            "expected megatron_lossagg.integrations.slime.carry_weights: correct the path",
-        ),
-        (
-            {"custom_megatron_init_path": "megatron_lossagg.integrations.miles.check"},
-            ContractError,
-            "expected megatron_lossagg.integrations.slime.check: correct the path",
         ),
     ],
 )
@@ -527,56 +473,27 @@ def test_a_wrong_set_up_is_refused_at_startup_and_before_the_first_step(
     [
         (flags("token_mean"), ContractError, "nothing that reads it: set rollout_data_postprocess"),
         (
-            {
-                **flags("constant", 40),
-                "custom_pg_loss_reducer_function_path": "megatron_lossagg.integrations.slime.constant_40",  # noqa: E501
-            },
+            {**flags("constant", 40), REDUCER: f"{SLIME}.constant_40"},
             ContractError,
             "nothing that reads it",
         ),
+        ({REDUCER: f"{SLIME}.constant_0"}, AttributeError, "no attribute 'constant_0'"),
         (
-            {
-                "custom_pg_loss_reducer_function_path": "megatron_lossagg.integrations.slime.constant_0"  # noqa: E501
-            },
-            AggregationError,
-            "'0' is not a valid divisor",
-        ),
-        (
-            {
-                "custom_pg_loss_reducer_function_path": "megatron_lossagg.integrations.slime.constant_4",  # noqa: E501
-                "calculate_per_token_loss": True,
-            },
+            {REDUCER: f"{SLIME}.constant_4", "calculate_per_token_loss": True},
             ContractError,
             "Drop that flag",
         ),
-        (
-            {
-                "custom_pg_loss_reducer_function_path": "megatron_lossagg.integrations.slime:constant_4"  # noqa: E501
-            },
-            ContractError,
-            "Write megatron_lossagg.integrations.slime.constant_4",
-        ),
-        (
-            {"custom_pg_loss_reducer_function_path": CARRY},
-            ContractError,
-            "expected megatron_lossagg.integrations.slime.constant_<L>: carry_weights is not a reducer",  # noqa: E501
-        ),
         *(
             (
-                {
-                    "custom_pg_loss_reducer_function_path": f"megatron_lossagg.integrations.slime.{name}",  # noqa: E501
-                    "loss_type": loss_type,
-                    **(flags("constant", 9) if name == "constant_from_args" else {}),
-                },
+                {REDUCER: f"{SLIME}.constant_9", "loss_type": loss_type},
                 ContractError,
                 f"with --loss-type {loss_type}, expected policy_loss.*Carry the weights instead",
             )
-            for name in ("constant_9", "constant_from_args")
             for loss_type in ("sft_loss", "custom_loss")
         ),
     ],
 )
-def test_a_wrong_hub_is_refused_at_startup(arguments, kind, message):
+def test_a_wrong_reducer_is_refused_at_startup(arguments, kind, message):
     with pytest.raises(kind, match=message):
         slime.check(stock(**arguments))
 
@@ -584,7 +501,7 @@ def test_a_wrong_hub_is_refused_at_startup(arguments, kind, message):
 @pytest.fixture
 def logged(caplog):
     """Return the lines that were logged since the last call."""
-    _carry.log_carried.cache_clear()
+    _rollout_mask_sums.log_carried.cache_clear()
     caplog.set_level("INFO")
 
     def lines():
@@ -595,7 +512,6 @@ def logged(caplog):
     return lines
 
 
-HUB = "custom_pg_loss_reducer_function_path"
 TRAINS = (
     "megatron_lossagg trains sample_sum: w_s = 1/B, carried to slime as rollout_mask_sums = "
     "1 / (w_s G): for the policy loss, entropy, KL and the logged metrics alike"
@@ -607,13 +523,11 @@ def test_the_start_says_what_it_saw_and_only_carrying_says_that_weights_are_carr
 ):
     slime.check(stock())
     assert logged() == []
-    slime.check(stock(**{HUB: "megatron_lossagg.integrations.slime.constant_40"}))
-    from_args = {HUB: "megatron_lossagg.integrations.slime.constant_from_args"}
-    args = stock(rollout_data_postprocess_path="mine.f", **from_args, **flags("constant", 40))
+    args = stock(rollout_data_postprocess_path="mine.f", **{REDUCER: f"{SLIME}.constant_40"})
     slime.check(args)
-    for line in logged():
-        assert "the constant of megatron_lossagg.integrations.slime.constant_" in line
-        assert "KL, entropy and the logged metrics keep slime's mean" in line
+    (line,) = logged()
+    assert f"the constant of {SLIME}.constant_40" in line
+    assert "KL, entropy and the logged metrics keep slime's mean" in line
     assert args.rollout_data_postprocess_path == "mine.f"
     slime.check(carrying("sample_sum"))
     (line,) = logged()
@@ -674,11 +588,11 @@ def test_a_postprocess_of_the_users_own_that_does_not_carry_is_refused_in_its_fi
 
 
 def test_a_colon_path_is_answered_with_the_dotted_one():
-    import megatron_lossagg.integrations as frameworks
+    import megatron_lossagg.integrations as integrations
 
     with pytest.raises(
         AttributeError, match=r"last dot, write megatron_lossagg\.integrations\.slime\.f$"
     ):
-        getattr(frameworks, "slime:f")
+        getattr(integrations, "slime:f")
     with pytest.raises(AttributeError, match=r"no attribute 'absent'$"):
-        frameworks.absent  # noqa: B018
+        integrations.absent  # noqa: B018

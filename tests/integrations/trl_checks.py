@@ -18,7 +18,7 @@ POLICY = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 
 
 def named(loss_type):
-    return Aggregation.named(f"trl:{loss_type}", divisor=L if loss_type == "dr_grpo" else None)
+    return Aggregation(f"trl:{loss_type}", divisor=L if loss_type == "dr_grpo" else None)
 
 
 def theirs(step, loss_type, *, generated=None, steps=1, beta=0.0):

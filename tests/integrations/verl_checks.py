@@ -13,7 +13,7 @@ from verl.workers.config import PolicyLossConfig
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
 from megatron_lossagg.integrations.verl import LossMode
-from megatron_lossagg.verify import oracle
+from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.frameworks import verl as verl_checks
 from megatron_lossagg.verify.frameworks.outcome import PASS, outcome_of
 from megatron_lossagg.verify.frameworks.step import ppo_losses
@@ -104,7 +104,7 @@ def test_tokens_that_bypass_mode_rejects_are_counted_and_not_trained(mode):
             masks = {"counted": counted.tolist(), "trained": trained.tolist()}
             sequences.append({"x": list(x.unbind()), **masks, "sample": len(sequences)})
     assert 0 < num_rejected < sum(step.lengths)
-    wanted = oracle.step_loss(alias(mode).mode, sequences, divisor=alias(mode).divisor)
+    wanted = reference_loss.step_loss(alias(mode).mode, sequences, divisor=alias(mode).divisor)
     assert_same(got, wanted, step.leaves)
 
 

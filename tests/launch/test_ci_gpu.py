@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import TESTS, early, new_folder
 
-from benchmarks import gpu, gpu_page
+from benchmarks import gpu, gpu_result
 
 ROOT = TESTS.parent
 CUDA = torch.cuda.is_available()  # now: another test of this process may put stand-ins in place
@@ -183,12 +183,12 @@ def test_page_and_summary_state_device_driver_and_versions_and_every_number():
         "machine": MACHINE,
         "parts": {"tests": tests, "verify": verify, "rows": rows},
     }
-    page, reader = gpu_page.page(result), Cells()
+    page, reader = gpu_result.page(result), Cells()
     reader.feed(page)
     text = " ".join(reader.text)
     for value in (*MACHINE, *MACHINE.values(), "no <kernel>", "equal to ours", "4000 GB/s", "85%"):
         assert value in text
     assert "http" not in page.replace("http-equiv", "")  # self-contained
-    summary = gpu_page.markdown(result)
+    summary = gpu_result.markdown(result)
     for value in (*MACHINE, *MACHINE.values(), "passed", "equal to ours"):
         assert value in summary

@@ -136,7 +136,7 @@ def check_loss_scaling_flipped_after_wrapping_is_refused(chunk, contract):
     chunk.config.calculate_per_token_loss = True
     try:
         with refused(
-            "frozen", "--calculate-per-token-loss", "average loss scaling|per-token loss scaling"
+            "frozen", "--calculate-per-token-loss", "average loss scaling|per_token loss scaling"
         ):
             read(chunk)
         with refused("wrapped in the average loss scaling"):
@@ -315,7 +315,7 @@ def check_ranks_that_disagree_on_the_aggregation_are_refused_on_all(chunk, contr
 
 def check_ranks_of_different_loss_scalings_are_refused_on_all(chunk, contract):
     own_chunk = tiny_gpt.wrapped(tiny_gpt.config_of(per_token=dist.get_rank() == 1))
-    with refused("rank 0 has .*loss scaling average", "rank 1 has .*loss scaling per-token"):
+    with refused("rank 0 has .*loss scaling average", "rank 1 has .*loss scaling per_token"):
         read(own_chunk)
 
 
@@ -634,7 +634,7 @@ def check_the_start_line_names_mode_formula_loss_scaling_and_k(chunk, contract):
     for word in ("constant", "1/(B 10)", "loss scaling average, K = M DP CP (DP 2, CP 1)"):
         assert word in line, (word, line)
     per_token = read(tiny_gpt.wrapped(tiny_gpt.config_of(per_token=True)))
-    assert "loss scaling per-token, K = N (DP 2, CP 1)" in per_token.describe(CONSTANT)
+    assert "loss scaling per_token, K = N (DP 2, CP 1)" in per_token.describe(CONSTANT)
 
 
 def check_the_start_line_reports_whether_k_was_measured(chunk, contract):

@@ -1,6 +1,6 @@
 """What this package and stock Megatron-Core do, side by side, at each layout of a job.
 
-``python matrix_worker.py side|slices JOB``, JOB as ``Job.to_json`` writes it; run under
+``python matrix_worker.py side|slices JOB``, JOB a file of ``Job.write``; run under
 torch.distributed.run. ``side``: MoE and MTP losses under stock's loss_func and under this
 package's, on two models. ``slices``: an unpacked batch as Megatron-Core and as ``Layout``
 slice it. Rank 0 prints one JSON line per comparison, with what every rank found.
@@ -13,6 +13,7 @@ cpu.install()
 import json  # noqa: E402
 import sys  # noqa: E402
 from dataclasses import replace  # noqa: E402
+from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -23,7 +24,7 @@ from megatron_lossagg import Aggregation, Layout  # noqa: E402
 from megatron_lossagg.verify import model as megatron  # noqa: E402
 from megatron_lossagg.verify.cases import Case  # noqa: E402
 from megatron_lossagg.verify.job import LOSS_SCALINGS, Job  # noqa: E402
-from megatron_lossagg.verify.reference import Reference  # noqa: E402
+from megatron_lossagg.verify.reference_gradient import Reference  # noqa: E402
 from megatron_lossagg.verify.run import Run  # noqa: E402
 from megatron_lossagg.verify.sequences import make_sequences  # noqa: E402
 
@@ -156,7 +157,7 @@ def print_comparison(found, **key):
 
 def main(what, job):
     megatron.join_world()
-    for layout in Job.from_json(job).layouts:
+    for layout in Job.read(Path(job)).layouts:
         with megatron.split_world(layout):
             {"side": side, "slices": slices}[what](layout)
     dist.destroy_process_group()

@@ -13,7 +13,7 @@ from megatron_lossagg import Aggregation  # noqa: E402
 from megatron_lossagg.verify import model as megatron  # noqa: E402
 from megatron_lossagg.verify.cases import Case  # noqa: E402
 from megatron_lossagg.verify.parallelism import Parallelism  # noqa: E402
-from megatron_lossagg.verify.reference import Reference  # noqa: E402
+from megatron_lossagg.verify.reference_gradient import Reference  # noqa: E402
 from megatron_lossagg.verify.run import Run  # noqa: E402
 from megatron_lossagg.verify.sequences import make_sequences  # noqa: E402
 

@@ -8,7 +8,7 @@ import json
 
 import pytest
 import torch
-from conftest import early, launched
+from conftest import early, launched, new_folder
 
 from megatron_lossagg import Layout
 from megatron_lossagg.verify.job import Job
@@ -23,7 +23,8 @@ OFFSETS = ((0, 1), (0, 3, 4, 9), (0, 2, 2, 5), tuple(range(0, 120, 3)))
 @early
 def slices():
     job = Job(layouts=list(SLICED.values()), cases=())
-    out = launched("megatron/matrix_worker.py", "slices", job.to_json(), processes=job.world_size)
+    job.write(file := new_folder() / "job")
+    out = launched("megatron/matrix_worker.py", "slices", file, processes=job.world_size)
     return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
 
 

@@ -8,7 +8,7 @@ gradient is the oracle's (``megatron_lossagg.verify``, one launch per world size
 import json
 
 import pytest
-from conftest import RELEASE, early, launched, proven
+from conftest import RELEASE, early, launched, new_folder, proven
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.verify.cases import Case
@@ -60,7 +60,8 @@ COMBINED = {
 def side():
     """Return what every rank found, by layout, loss scaling and whether tokens were rejected."""
     job = Job(layouts=list(SIDE.values()), cases=())
-    out = launched("megatron/matrix_worker.py", "side", job.to_json(), processes=job.world_size)
+    job.write(file := new_folder() / "job")
+    out = launched("megatron/matrix_worker.py", "side", file, processes=job.world_size)
     comparisons = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     return {(c["layout"], c["loss_scaling"], c["rejected"]): c["ranks"] for c in comparisons}
 

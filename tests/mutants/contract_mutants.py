@@ -1,13 +1,13 @@
-"""What mutants of contract.py run against; for ``mutants.py`` alone, pytest does not collect it."""
+"""What mutants of contract.py run against; only for ``run.py``, pytest does not collect it."""
 
 import pickle
 from pathlib import Path
 
 import contract_worker
 import pytest
-from mutants_forks import on_two_ranks
+from mutant_forks import on_two_ranks
 
-import megatron_lossagg.verify.prove  # noqa: F401  before the forks
+import megatron_lossagg.verify.verdict  # noqa: F401  before the forks
 from megatron_lossagg import Aggregation
 from megatron_lossagg.verify import job
 from megatron_lossagg.verify.cases import Case
@@ -25,7 +25,7 @@ CASES = (
     Case(aggregation=Aggregation("token_mean")),
     Case(aggregation=Aggregation("constant", divisor=40.0), second=Aggregation("token_mean")),
 )
-KEPT = Path("references.pickle")  # the oracle's side has no part in the contract: once
+KEPT = Path("references.pickle")  # the reference's side has no part in the contract: once
 if not KEPT.exists():
     KEPT.write_bytes(pickle.dumps(job._references(LAYOUTS)))
 REFERENCES = pickle.loads(KEPT.read_bytes())
@@ -36,7 +36,7 @@ def test_the_checks_of_the_contract_worker_hold():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_gradient_is_the_oracles_in_both_loss_scalings(layout, monkeypatch):
+def test_the_gradient_is_the_references_in_both_loss_scalings(layout, monkeypatch):
     monkeypatch.setattr(job, "_references", lambda layouts, kept: REFERENCES)
     todo = job.Job(layouts=[layout], cases=CASES)
 

@@ -1,11 +1,11 @@
-"""What mutants of plan.py run against over ranks; for ``mutants.py`` alone."""
+"""What mutants of plan.py run against over ranks; only for ``run.py``."""
 
 import contextlib
 import io
 import json
 
 import plan_worker
-from mutants_forks import on_two_ranks
+from mutant_forks import on_two_ranks
 
 
 def test_the_checks_of_the_plan_worker_hold():

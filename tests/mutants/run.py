@@ -7,7 +7,7 @@ each module's mutants, always the same ones. Everything happens in copies, in ``
 copies differ from the package in one way: mutmut skips decorated functions, so ``@property``,
 ``@cached_property`` and ``@lru_cache`` are applied in a line after the function. Lines that begin
 with a literal are text of a message and are left alone. A module's mutants run against the tests
-in ``TESTS``, those that are launched in forks instead (``mutants_plan``, ``mutants_contract``).
+in ``TESTS``, those that are launched in forks instead (``plan_mutants``, ``contract_mutants``).
 """
 
 from __future__ import annotations
@@ -30,28 +30,30 @@ WORK = ROOT / ".mutants"
 PACKAGE = "megatron_lossagg"
 DECORATORS = {"property", "cached_property", "lru_cache"}
 LEFT_OUT = (
-    "over_ranks",  # launches; mutants_plan has its checks
+    "over_ranks",  # launches; plan_mutants has its checks
     "the_warning_of_an_empty_step_points_at_its_caller",  # mutmut's frames come between
 )
 PURE = [
     "--hypothesis-seed=0",
     *(f"--deselect=tests/core/test_plan.py::test_{name}" for name in LEFT_OUT),
 ]
+PLAN, CONTRACT = "mutants/plan_mutants", "mutants/contract_mutants"
 TESTS = {
-    "integers": ["test_integers", "test_layout"],
-    "aggregation": ["test_aggregation", "test_flags", "test_plan"],
-    "scaling": ["test_scaling", "test_explain"],
-    "layout": ["test_layout", "test_reducer"],
-    "exchange": ["test_exchange", "mutants_plan"],
-    "counts": ["test_counts", "test_plan", "mutants_plan"],
-    "faults": ["test_step_faults", "test_reducer"],
-    "microbatch": ["test_reducer", "test_shares"],
-    "reducer": ["test_reducer", "test_plugins"],
-    "plan": ["test_plan", "test_reducer", "test_plugins", "mutants_plan"],
-    "ledger": ["test_ledger"],
-    "live": ["mutants_contract"],
-    "contract": ["mutants_contract"],
+    "integers": ["core/test_integers", "core/test_layout"],
+    "aggregation": ["core/test_aggregation", "core/test_flags", "core/test_plan"],
+    "scaling": ["core/test_scaling", "cli/test_explain"],
+    "layout": ["core/test_layout", "core/test_reducer"],
+    "exchange": ["core/test_exchange", PLAN],
+    "counts": ["core/test_counts", "core/test_plan", PLAN],
+    "faults": ["core/test_step_faults", "core/test_reducer"],
+    "microbatch": ["core/test_reducer", "core/test_shares"],
+    "reducer": ["core/test_reducer", "core/test_reducer_path"],
+    "plan": ["core/test_plan", "core/test_reducer", "core/test_reducer_path", PLAN],
+    "ledger": ["core/test_ledger"],
+    "live": [CONTRACT],
+    "contract": [CONTRACT],
 }
+"""Files of tests/ without their suffix; one that is gone is an error."""
 # What torch warns of at import.
 ARGUMENTS = {"live": ["-W", "ignore"], "contract": ["-W", "ignore"]}
 CONFIG = """
@@ -140,6 +142,10 @@ def main() -> int:
     unknown = set(options.modules) - set(TESTS)
     if unknown:
         parser.error(f"no mutants for {', '.join(sorted(unknown))}: choose from {', '.join(TESTS)}")
+    for module in options.modules or TESTS:
+        for file in (f"tests/{name}.py" for name in TESTS[module]):
+            if not (ROOT / file).exists():
+                parser.error(f"{file}, in TESTS of {module}, is not there: correct TESTS")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     lines = []
     for module in options.modules or TESTS:

@@ -14,8 +14,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from benchmarks.counting import READING_OPERATIONS
-
+READING_OPERATIONS = {
+    "_local_scalar_dense",
+    "is_nonzero",
+    "equal",
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "bincount",
+}
 TAKES_BOTH = {"copy_", "_to_copy", "index", "index_put_"}
 """Operations that take tensors of the CPU next to the device's."""
 

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple, NoReturn
 
 STAND_INS = "megatron_lossagg.cpu"
 WITHOUT_MEGATRON = ("torch.distributed",)
-WITH_MEGATRON = ("megatron_lossagg.verify.prove", "megatron_lossagg.cpu.model")
+WITH_MEGATRON = ("megatron_lossagg.verify.verdict", "megatron_lossagg.cpu.model")
 """What to import: the modules that import all of Megatron-Core that the package uses."""
 
 _POLL_SECONDS = 0.02

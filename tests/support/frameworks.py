@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_lossagg.verify import oracle
+from megatron_lossagg.verify import reference_loss
 
 FRAMEWORKS_DIR = os.environ.get("FRAMEWORKS_DIR")
 RECORDED = Path(__file__).parents[1] / "integrations" / "recorded"
@@ -123,10 +123,10 @@ def wanted(data, sequences, keywords):
         }
         for sequence in sequences
     ]
-    return float(oracle.step_loss(sequences=steps_sequences, **keywords))
+    return float(reference_loss.step_loss(sequences=steps_sequences, **keywords))
 
 
-def check_hub(make, data, at):
+def check_reducer(make, data, at):
     """Compare the reducer with the framework's own token sums, on every rank; ``at``: sets CP."""
     masks = [torch.tensor(mask, dtype=torch.int32) for mask in data["loss_masks"]]
     for size, ranks in data["held"].items():

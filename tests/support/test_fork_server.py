@@ -71,7 +71,9 @@ def in_both(tmp_path_factory):
     """Run a worker under the launcher and forked; return what the ranks found and printed."""
     script = written(tmp_path_factory.mktemp("scripts"), ENVIRONMENT)
     worker = [str(TESTS / "megatron" / "matrix_worker.py"), "slices"]
-    worker.append(Job(layouts=[Parallelism(cp=2)], cases=()).to_json())
+    job = tmp_path_factory.mktemp("job") / "job"
+    Job(layouts=[Parallelism(cp=2)], cases=()).write(job)
+    worker.append(str(job))
     env = {"GIVEN": "yes", "PYTHONPATH": worker_path(), "PYTHONUNBUFFERED": ""}
     found = []
     for start in (launch, fork_server().launch):

@@ -83,7 +83,7 @@ def import_megatron() -> None:
     """Import, once for all ranks, the stand-ins and every module of Megatron that they use."""
     sys.path.insert(0, str(ROOT))
     importlib.import_module(STAND_INS).install()
-    importlib.import_module("megatron_lossagg.verify.prove")
+    importlib.import_module("megatron_lossagg.verify.verdict")
 
 
 def run_ranks(copy: Path, arguments: list[str], printed: Path) -> list[int]:
@@ -116,7 +116,10 @@ def run_command(copy: Path, arguments: list[str]) -> int:
 
 
 def apply(file: Path, copy: Path) -> None:
-    """Replace the lines between the first two markers by those between the last two."""
+    """Replace the lines between the first two markers by those between the last two.
+
+    The copy's verification then knows the faults of this folder: see ``predictions.py``.
+    """
     match = re.fullmatch(
         r".+\n\n(.+)\n<<<<<<<\n(.*)=======\n(.*)>>>>>>>\n", file.read_text(), re.DOTALL
     )
@@ -131,6 +134,18 @@ def apply(file: Path, copy: Path) -> None:
     if path.startswith(STAND_INS.replace(".", "/")):
         raise SystemExit(f"{file.name}: {path} is not loaded from the copy: fault another file")
     (copy / path).write_text(source.replace(old, new))
+    teach(copy)
+
+
+def teach(copy: Path) -> None:
+    """Add the faults of this folder to the causes that the copy's verification knows."""
+    verify = copy / "megatron_lossagg" / "verify"
+    shutil.copy(HERE / "predictions.py", verify / "predictions.py")
+    with (verify / "causes.py").open("a") as causes:
+        causes.write(
+            "\nfrom megatron_lossagg.verify import predictions\n\n"
+            "CAUSES = (*CAUSES, *predictions.CAUSES)\n"
+        )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import torch
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg.cpu.training import install_training
-from megatron_lossagg.verify import oracle
+from megatron_lossagg.verify import reference_loss
 
 __all__ = ["main"]
 
@@ -97,7 +97,7 @@ def _wanted(
     model: torch.nn.Module, batches: Sequence[dict[str, Any]], keywords: dict[str, Any]
 ) -> dict[str, float]:
     """Compute a step's loss and its gradient's norm; each entry goes through the model alone."""
-    sequences: list[oracle.Row] = []
+    sequences: list[reference_loss.StepSequence] = []
     for index, batch in enumerate(batches):
         for tokens, labels, mask, positions in zip(
             *(batch[name] for name in ("tokens", "labels", "loss_mask", "position_ids")),
@@ -114,7 +114,7 @@ def _wanted(
                     "microbatch": (0, index),
                 }
             )
-    loss = oracle.step_loss(sequences=sequences, microbatches=[len(batches)], **keywords)
+    loss = reference_loss.step_loss(sequences=sequences, microbatches=[len(batches)], **keywords)
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     norm = torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt()
     return {"wanted_loss": loss.item(), "wanted_grad_norm": norm.item()}

@@ -44,7 +44,7 @@ def checks() -> list[Check]:
         make = partial(
             _loss_function, ClippedPGLossFn, ClippedPGLossConfig, token_level_loss=token_level
         )
-        own = Aggregation.named(f"nemo-rl:{level}")
+        own = Aggregation(f"nemo-rl:{level}")
         run = partial(_compared, make, own)
         listed.append(Check(name=f"nemo-rl:{level}", function=_FUNCTION, compare=run))
         for aggregation in _aggregations():

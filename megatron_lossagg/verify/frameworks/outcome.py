@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import megatron_lossagg
 from megatron_lossagg.errors import LossAggregationError
+from megatron_lossagg.text import error_text, number_of
 from megatron_lossagg.verify.framework_facts import FRAMEWORKS
 from megatron_lossagg.verify.frameworks.missing import missing_modules
 from megatron_lossagg.verify.frameworks.step import Check, Comparison, NotRunError
-from megatron_lossagg.verify.words import error_text, number_of
 
 __all__ = [
     "FAIL",

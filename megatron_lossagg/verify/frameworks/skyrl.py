@@ -77,7 +77,7 @@ def reductions() -> list[str]:
 
 def alias(name: str) -> Aggregation:
     """Return the aggregation of a reduction of SkyRL, with the drawn step's divisor."""
-    return Aggregation.named(f"skyrl:{name}", divisor=DIVISOR if name.endswith("norm") else None)
+    return Aggregation(f"skyrl:{name}", divisor=DIVISOR if name.endswith("norm") else None)
 
 
 def _aggregations() -> Iterator[Aggregation]:

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.errors import LossAggregationError
-from megatron_lossagg.verify import oracle
-from megatron_lossagg.verify.cases import oracle_options
+from megatron_lossagg.verify import reference_loss
+from megatron_lossagg.verify.cases import reference_options
 
 __all__ = [
     "LENGTHS",
@@ -138,8 +138,8 @@ class Step:
             for mb, loss in zip(self.microbatches, losses, strict=True)
             for sequence, x in zip(mb.sequences, loss, strict=True)
         ]
-        options = oracle_options(aggregation, [self.num_microbatches] * self.dp_size)
-        return oracle.step_loss(aggregation.mode, sequences, **options)
+        options = reference_options(aggregation, [self.num_microbatches] * self.dp_size)
+        return reference_loss.step_loss(aggregation.mode, sequences, **options)
 
 
 def ppo_losses(mb: Microbatch, *, clip: float, dual_clip: float | None = None) -> Tensor:

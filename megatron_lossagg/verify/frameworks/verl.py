@@ -69,7 +69,7 @@ def modes() -> list[str]:
 
 def alias(mode: str) -> Aggregation:
     """Return the aggregation of a mode of verl, with the drawn step's divisor."""
-    return Aggregation.named(f"verl:{mode}", divisor=DIVISOR if mode.endswith("norm") else None)
+    return Aggregation(f"verl:{mode}", divisor=DIVISOR if mode.endswith("norm") else None)
 
 
 def actor_config(step: Step, *, divisor: float | None = DIVISOR, **changes: Any) -> Any:

@@ -1,9 +1,9 @@
-"""The oracle against numbers worked out by hand, so that it is not checked against itself."""
+"""The reference against numbers worked out by hand, so that it is not checked against itself."""
 
 import pytest
 import torch
 
-from megatron_lossagg.verify import oracle
+from megatron_lossagg.verify import reference_loss
 
 # x, counted, trained, sample, prompt, microbatch. Sample 0 is split into two sequences.
 TABLE = [
@@ -27,7 +27,7 @@ BY_HAND = {
     # rank 0: 5/2, 3/1 over M 3; rank 1: 8/2, 10/4 over M 2
     ("microbatch_token_mean", True): ((5 / 2 + 3) / 3 + (4 + 10 / 4) / 2) / 2,
 }
-EXPECTED_SUMS = {  # the same with every x = 1 and the counting mask
+EXPECTED_SUMS = {  # the same with every x = 1 and the loss mask
     "token_mean": 1,
     "sample_mean": 3 / 4,
     "prompt_mean": 2 / 3,
@@ -61,13 +61,13 @@ def options(mode):
 
 @pytest.mark.parametrize(("mode", "count_empty"), BY_HAND)
 def test_the_loss_is_the_one_computed_by_hand(mode, count_empty):
-    loss = oracle.step_loss(mode, sequences(), count_empty=count_empty, **options(mode))
+    loss = reference_loss.step_loss(mode, sequences(), count_empty=count_empty, **options(mode))
     assert loss.item() == pytest.approx(BY_HAND[mode, count_empty], rel=1e-15)
 
 
 @pytest.mark.parametrize("mode", EXPECTED_SUMS)
 def test_the_weight_sum_is_the_loss_of_ones(mode):
-    found = oracle.weight_sum(mode, sequences(trained=False), **options(mode))
+    found = reference_loss.weight_sum(mode, sequences(trained=False), **options(mode))
     assert found == pytest.approx(EXPECTED_SUMS[mode], rel=1e-15)
 
 
@@ -77,7 +77,7 @@ def test_the_weight_sum_is_the_loss_of_ones(mode):
 )
 def test_a_tokens_gradient_is_its_weight_and_0_where_it_is_not_trained(mode, weight):
     step = sequences()
-    oracle.step_loss(mode, step, **options(mode)).backward()
+    reference_loss.step_loss(mode, step, **options(mode)).backward()
     kept, rejected = step[2]["x"]
     assert kept.grad.item() == pytest.approx(weight, rel=1e-15)
     assert rejected.grad is None

@@ -1,7 +1,7 @@
 """The reference: each token's loss and its gradient, on one process in float64.
 
 The model runs on single unpacked sequences through Megatron-Core's own attention. A step's loss
-is a function of the token losses y (``oracle.py``), so its gradient is, by the chain rule,
+is a function of the token losses y (``reference_loss.py``), so its gradient is, by the chain rule,
 a combination of the tokens' gradients::
 
     d loss / d theta = sum_t (d loss / d y_t) * (d y_t / d theta)
@@ -29,7 +29,7 @@ from torch import Tensor
 from megatron_lossagg.cpu.launch import tied
 from megatron_lossagg.verify.environment import unlaunched
 from megatron_lossagg.verify.parallelism import ModelShape
-from megatron_lossagg.verify.sequences import Row, make_sequences, padding_sequence
+from megatron_lossagg.verify.sequences import TrainingSequence, make_sequences, padding_sequence
 
 __all__ = ["Reference", "compute", "reference", "reference_file"]
 
@@ -38,7 +38,7 @@ __all__ = ["Reference", "compute", "reference", "reference_file"]
 class Reference:
     """Token losses and their gradients under one model shape."""
 
-    sequences: list[Row]
+    sequences: list[TrainingSequence]
     """The step's sequences."""
     padded: int
     """Sequences are padded to a multiple of this; the last sequence is a padding sequence of this

@@ -3,8 +3,8 @@
 A step is a list of sequences; a sequence is a dict with
 
     x           list of 0-dim float64 tensors, one per token
-    counted     list of 0/1, the counting mask
-    trained     list of 0/1, the training mask
+    counted     list of 0/1, the loss mask
+    trained     list of 0/1, the loss mask after rejection
     sample, prompt    ids
     microbatch  (data-parallel rank, index on that rank)
 """
@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Row", "step_loss", "weight_sum"]
+__all__ = ["StepSequence", "step_loss", "weight_sum"]
 
-Row = dict[str, Any]
+StepSequence = dict[str, Any]
 
 
 def step_loss(
     mode: str,
-    sequences: Sequence[Row],
+    sequences: Sequence[StepSequence],
     *,
     divisor: float | None = None,
     count_empty: bool = True,
@@ -66,7 +66,7 @@ def step_loss(
 
 def weight_sum(
     mode: str,
-    sequences: Sequence[Row],
+    sequences: Sequence[StepSequence],
     *,
     divisor: float | None = None,
     count_empty: bool = True,
@@ -83,7 +83,7 @@ def weight_sum(
     return float(loss)
 
 
-def _sum(sequences: Sequence[Row]) -> Tensor:
+def _sum(sequences: Sequence[StepSequence]) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for sequence in sequences:
         for x, m in zip(sequence["x"], sequence["trained"], strict=True):
@@ -92,18 +92,18 @@ def _sum(sequences: Sequence[Row]) -> Tensor:
     return total
 
 
-def _tokens(sequences: Sequence[Row]) -> float:
+def _tokens(sequences: Sequence[StepSequence]) -> float:
     return math.fsum(m for sequence in sequences for m in sequence["counted"])
 
 
-def _groups(sequences: Sequence[Row], key: str) -> list[list[Row]]:
-    groups: dict[int, list[Row]] = {}
+def _groups(sequences: Sequence[StepSequence], key: str) -> list[list[StepSequence]]:
+    groups: dict[int, list[StepSequence]] = {}
     for sequence in sequences:
         groups.setdefault(sequence[key], []).append(sequence)
     return list(groups.values())
 
 
-def _kept(groups: list[list[Row]], count_empty: bool) -> list[list[Row]]:
+def _kept(groups: list[list[StepSequence]], count_empty: bool) -> list[list[StepSequence]]:
     return [group for group in groups if count_empty or _tokens(group) > 0]
 
 

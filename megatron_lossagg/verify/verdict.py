@@ -1,4 +1,4 @@
-"""Train one step of every case in a layout, compare it with the oracle, and explain what fails.
+"""Train one step of every case in a layout, compare it with the reference, and explain what fails.
 
 Called on every rank. Shape suffixes: Y = tokens of all sequences and a padding sequence, padded; H
 = hypotheses.
@@ -17,9 +17,9 @@ from torch import Tensor
 from megatron_lossagg.scaling import LOSS_SCALINGS, LossScaling
 from megatron_lossagg.verify import model as megatron
 from megatron_lossagg.verify.cases import Case, Expected, expected
-from megatron_lossagg.verify.causes import CAUSES, MASKED_LOSSES_REACH, symbols
+from megatron_lossagg.verify.causes import CAUSES, EXPERTS_APART, MASKED_LOSSES_REACH, symbols
 from megatron_lossagg.verify.parallelism import WEIGHT_SUM_TOLERANCE, Parallelism
-from megatron_lossagg.verify.reference import Reference
+from megatron_lossagg.verify.reference_gradient import Reference
 from megatron_lossagg.verify.run import WEIGHT_EXPECTED, WEIGHT_SUM, Run, relative
 
 __all__ = ["Verdict", "prove"]
@@ -37,14 +37,14 @@ class Verdict:
     k: int
     """The ``StepContract.factor`` of this step, which the package multiplied shares by."""
     gradient_error: float
-    """Largest over all parameters of norm(g - g_oracle) / norm(g_oracle)."""
+    """Largest over all parameters of norm(g - g_reference) / norm(g_reference)."""
     loss_error: float | None
     """Relative error of the reported loss, of training and of a forward-only call; None where
     ranks have different M, because reported values assume one M."""
     weight_sum_error: float | None
     """Relative error of ``lossagg/weight_sum`` and ``lossagg/weight_expected``; None as above."""
     measured_factor: float
-    """The gradient's multiple of the oracle's, by projection; 1 is right."""
+    """The gradient's multiple of the reference's, by projection; 1 is right."""
     tolerance: float
     causes: list[str] = field(default_factory=list)
     """Where it failed: names of the causes that explain all cases of this layout."""
@@ -132,7 +132,7 @@ def _explain(done: Sequence[tuple[Run, Case, Expected, Verdict]]) -> None:
     right_without_inf = True
     for run, case, wanted, verdict in done:
         tolerance = min(100 * verdict.tolerance, _CLEARLY)
-        predicted = {name: cause.predict(run.facts, case) for name, cause in likely.items()}
+        predicted = {name: cause.predict(run.facts, case, wanted) for name, cause in likely.items()}
         slopes = [slope for slope, _ in predicted.values()]
         if verdict.passed:
             errors = _distances(run, wanted, slopes)
@@ -161,7 +161,7 @@ def _explain(done: Sequence[tuple[Run, Case, Expected, Verdict]]) -> None:
     why = "; or: ".join(cause.what for cause in likely.values())
     parallelism = done[0][0].parallelism
     if not why and parallelism.moe and parallelism.ep < parallelism.tp:
-        why = _EXPERTS_APART
+        why = EXPERTS_APART
     for *_, verdict in done:
         if not verdict.passed:
             verdict.causes = list(likely)
@@ -172,15 +172,10 @@ def _explain(done: Sequence[tuple[Run, Case, Expected, Verdict]]) -> None:
 
 _CLEARLY = 0.1
 """Two predictions that are nearer than this are one, in bfloat16 too."""
-_EXPERTS_APART = (
-    "with fewer expert-parallel than tensor-parallel ranks stock Megatron-Core (0.16.1) does not "
-    "sum the experts' gradients over TP ranks (NVIDIA/Megatron-LM#5916), with any loss: take ep = "
-    "tp"
-)
 
 
 def _distances(run: Run, wanted: Expected, slopes: Sequence[Tensor]) -> list[float]:
-    """Return each predicted gradient's relative distance from the oracle's, over all parameters."""
+    """Return the relative distance of each predicted gradient from the right one."""
     if not slopes:
         return []
     gradient_P = wanted.slope_Y @ run.reference.gradients_YP
@@ -204,4 +199,4 @@ def _measured_in_words(
         parts.append(factor_text("gradient", factor))
     if not verdict.loss_is_right:
         parts.append(factor_text("reported loss", loss_factor))
-    return "; ".join(parts or ["the reported weight sum is not the oracle's"])
+    return "; ".join(parts or ["the reported weight sum is not the reference's"])

@@ -12,7 +12,7 @@ import pytest
 from conftest import TESTS, early, launched
 
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.options import OPTIONS, check_options, table
+from megatron_lossagg.megatron_options import OPTIONS, check_options, table
 
 FRAMEWORKS_DIR = Path(os.environ.get("FRAMEWORKS_DIR", ""))
 CHECKOUTS = ["Megatron-LM", "Megatron-LM-main", "Megatron-LM-dev"]
@@ -71,7 +71,7 @@ def test_every_pipeline_stage_refuses_what_was_flipped_before_its_schedule_runs(
 
 
 def test_the_page_has_the_table_as_the_command_prints_it():
-    command = [sys.executable, "-m", "megatron_lossagg.options"]
+    command = [sys.executable, "-m", "megatron_lossagg.megatron_options"]
     printed = subprocess.check_output(command, text=True)
     assert printed == f"{table()}\n"
     assert printed in (TESTS.parent / "docs" / "compatibility.md").read_text()
@@ -174,6 +174,6 @@ def test_megatrons_own_contiguous_split_gives_other_tokens_than_a_local_layout(o
 
 
 def test_the_options_are_read_without_megatron_and_torch():
-    tree = ast.parse((TESTS.parent / "megatron_lossagg" / "options.py").read_text())
+    tree = ast.parse((TESTS.parent / "megatron_lossagg" / "megatron_options.py").read_text())
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert not {"torch", "megatron"} & modules

@@ -1,4 +1,4 @@
-"""The slime/miles hub and carried weights on live Megatron-Core, DP 2 x CP 2.
+"""slime's and miles' reducer and carried weights on live Megatron-Core, DP 2 x CP 2.
 
 The framework's part is written here from its source (slime 624b824a ``get_sum_of_sample_mean``,
 ``loss_function``): sum of masked sums / max(d_s, 1), three outputs with num_tokens 1,
@@ -21,13 +21,13 @@ from step_data import make_sequences
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg.errors import PlanError
-from megatron_lossagg.verify import oracle
+from megatron_lossagg.verify import reference_loss
 
 L = 40.0
 DP = 2
 COUNTS = (1, 3)
 """M."""
-HUB = "hub"
+REDUCER = "reducer"
 MODES = ("token_mean", "sample_mean", "prompt_mean", "constant")
 OF_MICROBATCHES = "microbatch_token_mean"
 PROMPTS = [3, 1, 2, 1, 4, 2, 1, 9, 3, 6, 1, 2, 1, 5]
@@ -68,19 +68,23 @@ def reference(path):
         live.append({"x": x, "counted": sequence["mask"], "trained": sequence["mask"], **ids})
     named = {shard.name: shard.parameter for shard in cpu.named_shards([model])}
     saved = {}
-    for mode in (HUB, *MODES):
-        # The hub's B counts sequences: each is a rollout of its own.
+    for mode in (REDUCER, *MODES):
+        # The reducer's B counts sequences: each is a rollout of its own.
         sequences = (
-            [{**sequence, "sample": n} for n, sequence in enumerate(live)] if mode == HUB else live
+            [{**sequence, "sample": n} for n, sequence in enumerate(live)]
+            if mode == REDUCER
+            else live
         )
-        divisor = L if mode in (HUB, "constant") else None
-        loss = oracle.step_loss("constant" if mode == HUB else mode, sequences, divisor=divisor)
+        divisor = L if mode in (REDUCER, "constant") else None
+        loss = reference_loss.step_loss(
+            "constant" if mode == REDUCER else mode, sequences, divisor=divisor
+        )
         saved[mode] = graded(loss, named)
     for m in COUNTS:
         sequences = [
             {**sequence, "microbatch": (n % DP, n // DP % m)} for n, sequence in enumerate(live)
         ]
-        loss = oracle.step_loss(OF_MICROBATCHES, sequences, microbatches=[m] * DP)
+        loss = reference_loss.step_loss(OF_MICROBATCHES, sequences, microbatches=[m] * DP)
         saved[OF_MICROBATCHES, m] = graded(loss, named)
     torch.save(saved, path)
 
@@ -137,13 +141,13 @@ def compare(path):
     for m in COUNTS:
         batches = [packed(own_samples[number::m], 2, cp_rank) for number in range(m)]
 
-        def hub(batch, x):
+        def reduced(batch, x):
             reducer = factory(
                 batch["total_lengths"], batch["response_lengths"], batch["masks"], False
             )
             return reducer(x)
 
-        train(chunk, batches, hub, len(samples()), saved[HUB])
+        train(chunk, batches, reduced, len(samples()), saved[REDUCER])
         for mode in (*MODES, OF_MICROBATCHES):
             rollouts = len({sequence["sample"] for sequence in samples()})
             carry(mode, own_samples, batches, rollouts)
@@ -153,7 +157,7 @@ def compare(path):
                 print(f"CARRIED {mode} equals the oracle at M = {m}", flush=True)
     refuse_together()
     if dist.get_rank() == 0:
-        print("HUB equals the oracle at M = 1 and 3", flush=True)
+        print("REDUCER equals the oracle at M = 1 and 3", flush=True)
 
 
 def refuse_together():

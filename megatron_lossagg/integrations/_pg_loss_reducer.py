@@ -1,0 +1,126 @@
+"""``custom_pg_loss_reducer`` of slime and miles: the policy loss divided by a constant.
+
+Both frameworks call the function at ``--custom-pg-loss-reducer-function-path`` once per microbatch,
+and what it returns once with this context-parallel rank's policy losses of the response tokens.
+Afterwards the framework multiplies by M and DP CP and divides by G, its count of rollouts::
+
+    partial loss = (sum over this rank's tokens t of m_t x_t) / L
+
+Sources: slime 624b824a and miles 31f1ca96 ``policy_loss_function``.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.counts import StepTotals
+from megatron_lossagg.errors import AggregationError, ContractError, LayoutError
+from megatron_lossagg.layout import Layout
+from megatron_lossagg.plan import plan_step, warn_of_divisor
+from megatron_lossagg.sequences import Sequences
+from megatron_lossagg.state import StepState
+
+__all__ = ["MakeReducer", "constant_reducer", "refuse_bshd"]
+
+MakeReducer = Callable[
+    [Sequence[int], Sequence[int], Sequence[Tensor], bool], Callable[[Tensor], Tensor]
+]
+
+_NAME = re.compile(r"constant_([0-9]+(?:p[0-9]+)?(?:e[+-]?[0-9]+)?)")
+_CALLS_BETWEEN_CHECKS = 64
+
+
+def constant_reducer(name: str, module: str) -> MakeReducer:
+    """Return the function that a framework knows as ``<module>.constant_<L>``.
+
+    The same L gives the same function. Raises :class:`AttributeError` for any other name, as the
+    ``__getattr__`` of a module must.
+    """
+    match = _NAME.fullmatch(name)
+    if match:
+        with suppress(AggregationError):  # 0, or too large for a float
+            divisor = float(match[1].replace("p", "."))
+            return _reducer_of(Aggregation("constant", divisor=divisor).divisor or 0.0)
+    raise AttributeError(
+        f"module {module!r} has no attribute {name!r}, expected carry_weights, check or "
+        "constant_<L> with a finite divisor L above 0: write constant_40960 or constant_0p5"
+    )
+
+
+@cache
+def _reducer_of(divisor: float) -> MakeReducer:
+    aggregation = Aggregation("token_sum", divisor=divisor)
+    # The framework owns the step and says not when one ends: one state takes all that devices find.
+    state = StepState(rejects_tokens=True)  # counts here are lengths, of which masks select some
+    calls = count(1)
+
+    def get_pg_loss_reducer(
+        total_lengths: Sequence[int],
+        response_lengths: Sequence[int],
+        loss_masks: Sequence[Tensor],
+        calculate_per_token_loss: bool = False,
+    ) -> Callable[[Tensor], Tensor]:
+        """Slice the whole response masks for this rank; returns masked sum / L.
+
+        ``loss_masks``: one 0/1 mask ``[response]`` per sequence, not sliced. No collective. At call
+        2 and every 64 calls after it one host sync, to raise what a device has found.
+        """
+        if calculate_per_token_loss:
+            raise ContractError(
+                "got --calculate-per-token-loss with a constant divisor, expected the average loss "
+                "scaling: the framework would divide by all tokens. Drop that flag"
+            )
+        cp_size, cp_rank = _context_parallel()
+        arguments = sys.modules.get("megatron.training.global_vars")  # miles on FSDP has none
+        if arguments is not None:
+            refuse_bshd(arguments.get_args, cp_size)
+        lengths = [mask.numel() for mask in loss_masks]
+        if lengths != [int(n) for n in response_lengths]:
+            raise LayoutError(
+                f"got loss masks of {lengths[:6]} tokens for responses of "
+                f"{list(response_lengths)[:6]}, expected one whole mask per sample: pass masks "
+                "before slicing for context parallelism"
+            )
+        layout = Layout.response_zigzag(
+            total_lengths, response_lengths, cp_size=cp_size, cp_rank=cp_rank
+        )
+        mask = torch.cat(list(loss_masks)) if loss_masks else torch.zeros(0, dtype=torch.bool)
+        warn_of_divisor(divisor, lengths)
+        plan = plan_step(aggregation, Sequences(active_tokens=lengths), totals=StepTotals())
+        plan = replace(plan, state=state)
+        if next(calls) % _CALLS_BETWEEN_CHECKS == 2:
+            plan.check()
+        return plan.reducer(range(len(lengths)), mask, layout)
+
+    return get_pg_loss_reducer
+
+
+def _context_parallel() -> tuple[int, int]:
+    """Return size and rank: miles' where miles runs (also without Megatron), else Megatron's."""
+    miles = sys.modules.get("miles.backends.training_utils.parallel")
+    if miles is not None:
+        cp = miles.get_parallel_state().cp
+        return int(cp.size), int(cp.rank)
+    from megatron.core import mpu
+
+    return mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
+
+
+def refuse_bshd(get_args: Callable[[], Any], cp_size: int) -> None:
+    """Raise :class:`LayoutError` if the framework splits by a length that no reducer is given."""
+    if cp_size > 1 and getattr(get_args(), "qkv_format", "thd") != "thd":
+        raise LayoutError(
+            "got --qkv-format bshd with context parallelism, which splits by max_seq_len, expected "
+            "thd: the reducer is not given that length. Use --qkv-format thd, or carry the weights"
+        )

@@ -1,0 +1,320 @@
+"""Weights carried to slime and miles as ``rollout_mask_sums``, one denominator per sequence.
+
+Both frameworks reduce the policy loss, entropy, KL and every metric of a microbatch alike, on
+each context-parallel rank, and multiply by what Megatron's average loss scaling divides by::
+
+    (sum_s sum_t m_t x_t / max(d_s, 1)) * M * DP CP / G
+
+G is the step's number of rollouts. d_s (``rollout_mask_sums``) is a field of the data that
+travels with its sequence, by default n_b, the active tokens of the sequence's rollout. So ::
+
+    d_s = 1 / (w_s G)
+
+trains sum_s w_s sum_t m_t x_t, whatever the mode, the layout and the microbatches. A d_s
+below 1 would be raised to 1 by the framework: it is refused, on all ranks. In the per-token loss
+scaling the framework ignores d_s: refused as well. Sources: slime 624b824a and miles 31f1ca96,
+``loss_function`` and ``get_sum_of_sample_mean``.
+
+Shape suffix: S = sequences of the framework's lists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pkgutil import resolve_name
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megatron_lossagg.aggregation import CUSTOM, Aggregation
+from megatron_lossagg.errors import AggregationError, ContractError, PlanError
+from megatron_lossagg.exchange import Exchange
+from megatron_lossagg.flags import add_loss_aggregation_args, aggregation_from_args
+from megatron_lossagg.options import EmptyStep, Options
+from megatron_lossagg.plan import StepPlan, plan_step
+from megatron_lossagg.sequences import Ids, Sequences
+
+__all__ = [
+    "REDUCER",
+    "Framework",
+    "FrameworkStep",
+    "check_set_up",
+    "is_ours",
+    "log_carried",
+    "log_set_up",
+    "rollout_mask_sums",
+]
+
+_Floats = npt.NDArray[np.float64]
+
+REDUCER = "custom_pg_loss_reducer_function_path"
+_INIT = "custom_megatron_init_path"
+_FLOAT32_ROUNDING = 1e-6
+_REMEDIES = {
+    "constant": "Give a divisor (loss_aggregation_divisor) of at least 1",
+    "token_sum": "Give a divisor (loss_aggregation_divisor) of at least G",
+    "prompt_mean": "Drop prompts with fewer active tokens than rollouts, or choose token_mean or "
+    "sample_mean",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Framework:
+    """Where a framework takes our functions, and how its users write arguments."""
+
+    name: str
+    module: str
+    """Of our entry points for it."""
+    carry_argument: str
+    """The argument that names ``carry_weights``."""
+    about_flags: str
+    """What the framework does with a flag that it does not know."""
+
+    @property
+    def carry_path(self) -> str:
+        """Path of our function, as the framework's loader reads it."""
+        return f"{self.module}.carry_weights"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrameworkStep:
+    """One optimizer step: its sequences by place in the framework's lists, and its rollouts."""
+
+    sequences: Sequence[int]
+    rollouts: int
+    """G."""
+    microbatch: Sequence[int] | None = None
+    """Index of each sequence's microbatch on this rank."""
+    num_microbatches: int | None = None
+    """M."""
+
+
+def check_set_up(
+    args: Any, framework: Framework, *, is_carried: bool | None = None
+) -> Aggregation | None:
+    """Read the framework's arguments and refuse those that would silently train another loss.
+
+    ``is_carried``: whether ``carry_weights`` runs; None: what the arguments say. Returns the
+    aggregation, None if no argument asks for one. Raises :class:`ContractError` for hooks
+    that contradict each other or are not called, and :class:`AggregationError` for arguments
+    that are misspelled, contradict each other or would be ignored. No collective, no host sync.
+    """
+    _check_names(args, framework)
+    aggregation = aggregation_from_args(args)
+    carry = getattr(args, framework.carry_argument, None)
+    reducer = getattr(args, REDUCER, None)
+    if is_carried is None:
+        is_carried = carry == framework.carry_path
+    if is_carried:
+        _check_carried(args, aggregation, framework)
+    elif aggregation is not None and not carry:
+        raise ContractError(
+            f"got loss_aggregation ({aggregation}) and nothing that reads it: set "
+            f"{framework.carry_argument} to {framework.carry_path}, or drop loss_aggregation"
+        )
+    if is_ours(reducer):
+        resolve_name(str(reducer))  # an invalid divisor fails here, at startup
+    loss_type = getattr(args, "loss_type", None) or "policy_loss"
+    if is_ours(reducer) and loss_type != "policy_loss":
+        raise ContractError(
+            f"got {REDUCER} {reducer} with --loss-type {loss_type}, expected policy_loss: "
+            f"{framework.name} calls the reducer for no other loss, which would keep "
+            f"{framework.name}'s mean. Carry the weights instead: set loss_aggregation and "
+            f"{framework.carry_argument} {framework.carry_path}, and drop {REDUCER}"
+        )
+    if (is_carried or is_ours(reducer)) and getattr(args, "calculate_per_token_loss", False):
+        raise ContractError(
+            f"got --calculate-per-token-loss, expected the average loss scaling: with it "
+            f"{framework.name} ignores every denominator and divides by all tokens. Drop that flag"
+        )
+    return aggregation
+
+
+def _check_names(args: Any, framework: Framework) -> None:
+    """Refuse what the file of --custom-config-path sets without any effect: it takes any name."""
+    flags = vars(add_loss_aggregation_args(argparse.ArgumentParser()).parse_args([]))
+    hooks = (framework.carry_argument, _INIT, REDUCER)
+    for name, value in vars(args).items():
+        is_like_ours = name.replace("-", "_").lower().startswith(("loss_ag", "lossag"))
+        if is_like_ours and name not in flags:
+            raise AggregationError(
+                f"got {name}: {value!r}, which nothing reads, expected one of {', '.join(flags)}: "
+                "correct the name"
+            )
+        if is_ours(value) and name not in hooks:
+            raise ContractError(
+                f"got {name} {value}, which {framework.name} does not call, expected one of "
+                f"{', '.join(hooks)}: correct the name"
+            )
+
+
+def _check_carried(args: Any, aggregation: Aggregation | None, framework: Framework) -> None:
+    reducer = getattr(args, REDUCER, None)
+    if aggregation is None:
+        raise AggregationError(
+            f"got {framework.carry_argument} and no loss_aggregation, expected the mode to carry: "
+            f"set loss_aggregation in the file of --custom-config-path. {framework.about_flags}"
+        )
+    if reducer is not None:
+        raise ContractError(
+            f"got {REDUCER} {reducer} alongside {framework.carry_argument}, expected one of them: "
+            f"the reducer would replace the carried weights in the policy loss. Drop {REDUCER}"
+        )
+    if aggregation.mode == CUSTOM:
+        raise AggregationError(
+            f"got loss_aggregation_reducer_path {aggregation.reducer_path}, expected a mode: one "
+            "denominator per sequence is carried, and a custom reducer knows none. Set "
+            "loss_aggregation"
+        )
+    if getattr(args, "loss_aggregation_probe", None) is not None:
+        raise AggregationError(
+            f"got loss_aggregation_probe {args.loss_aggregation_probe}, expected none: "
+            f"{framework.name} compensates for Megatron itself and nothing is measured. Drop it"
+        )
+
+
+def rollout_mask_sums(
+    aggregation: Aggregation,
+    steps: Sequence[FrameworkStep],
+    *,
+    active_tokens: Sequence[int],
+    sample: Sequence[int],
+    prompt: Sequence[int] | Sequence[str] | None = None,
+    samples_per_prompt: int | None = None,
+    dropped: Sequence[int] = (),
+    group: ProcessGroup | None = None,
+    empty_step: EmptyStep = "zero",
+    fault: str = "",
+) -> _Floats:
+    """Compute d_s of each sequence of a rollout batch, float64 ``[S]``; NaN outside of all steps.
+
+    ``active_tokens``, ``sample`` and ``prompt`` have one entry per sequence. ``dropped``: sequences
+    that the framework leaves out. Every rank of ``group`` calls, with the same number of steps: per
+    step the collectives of :func:`plan_step`, once more if prompts are given and there are several
+    steps, and one all-gather for a d_s below 1 in the last step. ``fault``: why this rank has no
+    counts. Raises :class:`PlanError`, on all ranks.
+    """
+    d_S = np.full(len(active_tokens), np.nan)
+
+    def plan_of(step: FrameworkStep, check: int | None) -> StepPlan:
+        return plan_step(
+            aggregation,
+            Sequences(
+                active_tokens=[active_tokens[sequence] for sequence in step.sequences],
+                sample=[sample[sequence] for sequence in step.sequences],
+                prompt=_at(prompt, step.sequences),
+                microbatch=step.microbatch,
+                num_microbatches=step.num_microbatches,
+                samples_per_prompt=check,
+            ),
+            group=group,
+            options=Options(empty_step=empty_step),
+            fault=fault,
+        )
+
+    num_prompts = 0
+    for step in steps:
+        plan = plan_of(step, samples_per_prompt)  # raises the fault of the step before as well
+        try:
+            d_S[list(step.sequences)] = _of_plan(plan, step.rollouts)
+        except PlanError as error:  # of this rank's sequences: the others may have none
+            fault = str(error)
+        num_prompts += plan.totals.prompts or 0
+    _raise_on_all(fault, Exchange(group))
+    if prompt is not None and (len(steps) > 1 or dropped):
+        sequences = [sequence for step in steps for sequence in step.sequences]
+        whole = plan_of(FrameworkStep(sequences=sequences, rollouts=1), None).totals.prompts or 0
+        in_steps, left_out = ({prompt[s] for s in places} for places in (sequences, dropped))
+        num_cut = num_prompts - whole + len(in_steps & left_out)
+        if num_cut:
+            raise PlanError(
+                f"got {whole} prompts in {len(steps)} steps, {num_cut} of which continue in "
+                "another step or are dropped in part, expected each prompt within one step: make "
+                "--global-batch-size a multiple of --n-samples-per-prompt"
+            )
+    return d_S
+
+
+def _at(ids: Sequence[int] | Sequence[str] | None, sequences: Sequence[int]) -> Ids | None:
+    return None if ids is None else [ids[sequence] for sequence in sequences]  # type: ignore[return-value]
+
+
+def _of_plan(plan: StepPlan, rollouts: int) -> _Floats:
+    """Turn weights into d_s = 1 / (w_s G), float64 ``[S]``; 1 for a sequence of no active tokens.
+
+    Raises :class:`PlanError` on this rank only, for a d_s that the framework would raise to 1.
+    """
+    weight_S = plan.weights.numpy()
+    above = np.flatnonzero(weight_S * rollouts > 1 + _FLOAT32_ROUNDING)
+    if len(above):
+        sequence = above[0]
+        remedy = _REMEDIES.get(
+            plan.aggregation.mode, "Choose another mode, or train more tokens per step"
+        )
+        raise PlanError(
+            f"{plan.aggregation} gives sequence {sequence} of this step, with "
+            f"{plan.active_tokens[sequence]} active tokens, a weight of "
+            f"{weight_S[sequence]:.6g}, expected at most 1/G = 1/{rollouts} (G: rollouts of the "
+            "step): the framework raises a denominator below 1 to 1, and the weight would be "
+            f"{weight_S[sequence] * rollouts:.4g} times too small. {remedy}"
+        )
+    d_S = np.ones(len(weight_S))
+    np.divide(1.0, weight_S * rollouts, out=d_S, where=weight_S > 0)
+    return d_S
+
+
+def _raise_on_all(fault: str, exchange: Exchange) -> None:
+    """Raise the first rank's fault on every rank; one all-gather."""
+    for rank, text in enumerate(exchange.messages(fault)):
+        if text:
+            raise PlanError(f"{exchange.name(rank)}: {text}")
+
+
+@cache
+def log_carried(framework: Framework, aggregation: Aggregation) -> None:
+    """Log on rank 0 that weights were carried; ``cache`` keeps it to once per process."""
+    _log(
+        "megatron_lossagg trains %s, carried to %s as rollout_mask_sums = 1 / (w_s G): for the "
+        "policy loss, entropy, KL and the logged metrics alike",
+        aggregation,
+        framework.name,
+    )
+
+
+def log_set_up(args: Any, framework: Framework, aggregation: Aggregation | None) -> None:
+    """Log on rank 0 what the arguments ask for: nothing is carried yet."""
+    reducer = getattr(args, REDUCER, None)
+    if is_ours(reducer):
+        _log(
+            "megatron_lossagg: %s is to divide its policy loss by the constant of %s; KL, entropy "
+            "and the logged metrics keep %s's mean",
+            framework.name,
+            reducer,
+            framework.name,
+        )
+    elif aggregation is not None:
+        _log(
+            "megatron_lossagg: %s is to train %s by %s %s; the line 'megatron_lossagg trains' "
+            "follows when the weights of the first batch are carried",
+            framework.name,
+            aggregation,
+            framework.carry_argument,
+            getattr(args, framework.carry_argument, None),
+        )
+
+
+def _log(message: str, *values: object) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logging.getLogger(__name__).info(message, *values)
+
+
+def is_ours(value: object) -> bool:
+    """Whether an argument is a path into this package."""
+    return isinstance(value, str) and value.startswith("megatron_lossagg.")
