@@ -40,6 +40,8 @@ setup(
         # lossagg plot, lossagg explain --lengths-file; a Parquet file needs pyarrow too.
         "plot": ["jinja2", "matplotlib", "pandas>=2"],
         "parquet": ["pyarrow"],
+        # lossagg plot --tokenizer
+        "tokenizers": ["tokenizers"],
         # Runs examples/which_mode.ipynb as Jupyter does.
         "notebook": ["ipykernel", "jinja2", "matplotlib", "nbclient", "pandas>=2"],
         "demo": ["megatron-core>=0.13", "matplotlib", "tensorboard", "tqdm"],

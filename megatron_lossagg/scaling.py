@@ -93,7 +93,9 @@ class Scaling:
         m, ranks, n = self.num_microbatches, self.dp_cp_size, max(self.k, 1)
         if self.loss_scaling == "average":
             yield Factor(
-                where="loss_func", does="returns share * K, K = M DP CP", factor=Fraction(self.k)
+                where="loss_func",
+                does="returns partial loss * K, K = M DP CP",
+                factor=Fraction(self.k),
             )
             yield Factor(
                 where="schedule", does="/ num_tokens, which is 1; / M", factor=Fraction(1, m)
@@ -106,7 +108,7 @@ class Scaling:
             yield Factor(where="finalize_model_grads", does="nothing", factor=Fraction(1))
         else:
             yield Factor(
-                where="loss_func", does="returns share * K, K = N", factor=Fraction(self.k)
+                where="loss_func", does="returns partial loss * K, K = N", factor=Fraction(self.k)
             )
             yield Factor(where="schedule", does="nothing", factor=Fraction(1))
             yield Factor(where="DDP", does="sum over the DP CP ranks", factor=Fraction(1))

@@ -27,21 +27,25 @@ _COMMANDS = {
     "verify": (
         "megatron_lossagg.verify.command",
         "prove that the installed Megatron-Core trains the configured loss",
+        "lossagg verify --dp 2 --cp 2 --loss-aggregation sample_mean",
     ),
     "run": (
         "megatron_lossagg.cli.run",
         "run an unmodified Megatron-LM script with --loss-aggregation",
+        "torchrun -m megatron_lossagg run pretrain_gpt.py --loss-aggregation token_mean",
     ),
     "explain": (
         "megatron_lossagg.cli.explain",
         "print what a mode means, and the values to expect on the dashboard",
+        "lossagg explain constant --divisor 4096 --lengths 512,4096/64,0",
     ),
     "plot": (
         "megatron_lossagg.cli.plot",
         "draw which responses the loss comes from, under every mode",
+        "lossagg plot rollouts.jsonl --html rollouts.html",
     ),
 }
-"""Module and summary of each command; the module has ``add_arguments`` and ``run``."""
+"""Module, summary and example of each command; the module has ``add_arguments`` and ``run``."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -119,9 +123,20 @@ def _parser(arguments: Sequence[str]) -> _Parser:
     )
     version = f"megatron_lossagg {megatron_lossagg.__version__}"
     parser.add_argument("--version", action="version", version=version)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, (module_name, summary) in _COMMANDS.items():
-        command = commands.add_parser(name, help=summary)
+
+    def print_help(_: argparse.Namespace) -> int:
+        parser.print_help()
+        return 0
+
+    parser.set_defaults(run=print_help)
+    commands = parser.add_subparsers(metavar="COMMAND")
+    for name, (module_name, summary, example) in _COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=summary,
+            epilog=f"example:\n  {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         if name in arguments[:1]:  # the options before a command print and exit
             module = importlib.import_module(module_name)
             command.description = module.__doc__

@@ -1,4 +1,4 @@
-"""Draw the shares of the loss weight as a PNG, with matplotlib where it is installed."""
+"""Draw the shares of the loss weight with matplotlib, for a file and for a page."""
 
 from __future__ import annotations
 
@@ -6,81 +6,120 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_lossagg.aggregation import MODES
 from megatron_lossagg.cli.rollouts import RolloutsError
 from megatron_lossagg.cli.shares import Shares
+from megatron_lossagg.extras import needed
+from megatron_lossagg.html import page as html_page
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-__all__ = ["COLORS", "drawn"]
+__all__ = ["drawn", "figure_of", "page"]
 
-COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#555555")
+_COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#888888")
 """Okabe and Ito's, which colour-blind readers can tell apart; one for each mode at most."""
-_GREY = "#9aa3ab"
-_GROUP = 0.84
+_GREY, _INK, _SOFT = "#9aa3ab", "#1d2125", "#5b646d"
+_BARS = 0.84
 """Part of a bucket's width that its bars take."""
 
 
 def drawn(shares: Shares, path: Path) -> bytes:
     """Return the picture, in the format of the path's ending. Raises :class:`RolloutsError`."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise RolloutsError(
-            "a PNG needs matplotlib, which is not installed: pip install matplotlib, or give "
-            "--html FILE, which needs nothing"
-        ) from None
-    figure = Figure(figsize=(9, 6.4), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.7))
-    _histogram(above, shares)
-    _weights(below, shares)
+    figure = figure_of(shares)
     figure.suptitle(f"{shares.finding}\n", fontsize=11, x=0.01, ha="left", wrap=True)
-    picture = BytesIO()
+    figure.axes[0].set_title(shares.summary, loc="left", fontsize=9, color=_SOFT)
     try:
-        figure.savefig(picture, format=path.suffix[1:] or "png", dpi=120)
+        return _saved(figure, path.suffix[1:] or "png")
     except Exception as error:  # of matplotlib, and of what some formats need
         raise RolloutsError(f"--png {path} cannot be written ({error}): name a .png file") from None
+
+
+def page(shares: Shares) -> str:
+    """Write the page: the finding, the picture, the numbers, how to read them."""
+    matplotlib = needed("matplotlib", by="--html", extra="plot")
+    style = {"svg.fonttype": "none", "svg.hashsalt": "", "font.family": "sans-serif"}
+    with matplotlib.rc_context(style):
+        svg = _saved(figure_of(shares), "svg", metadata=dict.fromkeys(_SVG_METADATA)).decode()
+    svg = svg[svg.index("<svg") :].replace(_INK, "currentColor").replace(_SOFT, "var(--soft)")
+    buckets = shares.buckets
+    columns = ["share of", "w_s", *buckets["label"]]
+    measured = [("responses", "responses", ""), ("tokens", f"{shares.unit}s", "")]
+    of_modes = [
+        (mode, mode, MODES[mode].weight.format(B="B", P="P", L="L", C="C")) for mode in shares.modes
+    ]
+    rows = [
+        [name, weight, *(f"{share:.1%}" for share in buckets[column])]
+        for column, name, weight in measured + of_modes
+    ]
+    return html_page(
+        "shares.html", extra="plot", shares=shares, svg=svg, columns=columns, rows=rows
+    )
+
+
+_SVG_METADATA = ("Creator", "Date", "Format", "Type")
+"""Left out: they are links."""
+
+
+def _saved(figure: Figure, kind: str, **options: object) -> bytes:
+    picture = BytesIO()
+    figure.savefig(picture, format=kind, dpi=120, transparent=kind == "svg", **options)
     return picture.getvalue()
 
 
-def _histogram(axes: Axes, shares: Shares) -> None:
-    from matplotlib.ticker import MaxNLocator
+def figure_of(shares: Shares) -> Figure:
+    """Draw the number of responses, and below it each mode's share of the loss weight."""
+    figures = needed("matplotlib.figure", by="drawing", extra="plot")
+    figure: Figure = figures.Figure(figsize=(9, 6.4), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.7))
+    _histogram(above, shares)
+    _weights(below, shares)
+    for axes in (above, below):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(_SOFT)
+        axes.tick_params(colors=_SOFT)
+        axes.yaxis.label.set_color(_INK)
+    return figure
 
-    numbers = [bucket.num for bucket in shares.buckets]
-    axes.bar(range(len(numbers)), numbers, width=_GROUP, color=_GREY)
-    for k, bucket in enumerate(shares.buckets):
-        axes.annotate(
-            f"{bucket.responses:.1%} of responses\n{bucket.tokens:.1%} of {shares.unit}s",
-            (k, bucket.num),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha="center",
-            va="bottom",
-            fontsize=min(8, 50 / len(numbers)),
-        )
-    axes.set_ylim(0, max(numbers) * 1.35)
+
+def _histogram(axes: Axes, shares: Shares) -> None:
+    numbers = shares.buckets["num"]
+    bars = axes.bar(numbers.index, numbers, width=_BARS, color=_GREY)
+    labels = [
+        f"{bucket.responses:.1%} of responses\n{bucket.tokens:.1%} of {shares.unit}s"
+        for bucket in shares.buckets.itertuples()
+    ]
+    size = min(8, 50 / len(numbers))
+    axes.bar_label(bars, labels, fontsize=size, padding=3, color=_SOFT)
+    axes.set_ylim(0, numbers.max() * 1.35)
     axes.set_ylabel("responses")
-    axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
-    axes.set_title(shares.summary, loc="left", fontsize=9, color="#444444")
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.locator_params("y", nbins=5, integer=True)
 
 
 def _weights(axes: Axes, shares: Shares) -> None:
     groups = shares.groups
-    width = _GROUP / len(groups)
+    percent = 100 * shares.buckets[[group[0] for group in groups]]
+    width = _BARS / len(groups)
     for g, group in enumerate(groups):
-        left = -_GROUP / 2 + (g + 0.5) * width
+        left = -_BARS / 2 + (g + 0.5) * width
         bars = axes.bar(
-            [k + left for k in range(len(shares.buckets))],
-            [100 * bucket.weight[group[0]] for bucket in shares.buckets],
+            percent.index + left,
+            percent[group[0]],
             width=0.94 * width,
-            color=COLORS[g],
+            color=_COLORS[g],
             label=", ".join(group),
         )
-        if len(groups) * len(shares.buckets) <= 28:
-            axes.bar_label(bars, fmt="%.0f", fontsize=7, padding=1, color="#444444")
-    axes.set_xticks(range(len(shares.buckets)), [bucket.label for bucket in shares.buckets])
-    axes.set_xlabel(f"response length, active {shares.unit}s")
+        if percent.size <= 28:
+            axes.bar_label(bars, fmt="%.0f", fontsize=7, padding=1, color=_SOFT)
+    axes.set_xticks(percent.index, shares.buckets["label"])
+    axes.set_xlabel(f"response length, active {shares.unit}s", color=_INK)
     axes.set_ylabel("share of the loss weight, %")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, fontsize=9)
+    axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=2,
+        frameon=False,
+        fontsize=9,
+        labelcolor=_INK,
+    )

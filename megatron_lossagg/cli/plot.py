@@ -3,8 +3,8 @@
 Reads recorded rollouts and draws the share of the loss weight by response
 length, with the histogram of the lengths and each bucket's share of the
 tokens. A FILE is JSON lines such as {"prompt_id": 7, "response_length": 512},
-with "mask" (0 or 1 per token) in place of the length where tokens are masked,
-and "step" where there are several; or a .pt of slime's or miles'
+with "mask" (0 or 1 per token) in place of the length if tokens are masked,
+and "step" if there are several steps; or a .pt file of slime's or miles'
 --save-debug-rollout-data; or what verl's rollout_data_dir and TRL's
 log_completions write, which have texts and no lengths and need --tokenizer
 or --characters. Several files are several steps. For the same as numbers:
@@ -19,10 +19,9 @@ import os
 from pathlib import Path
 
 from megatron_lossagg.cli.explanation import Split
-from megatron_lossagg.cli.picture import drawn
+from megatron_lossagg.cli.picture import drawn, page
 from megatron_lossagg.cli.rollouts import add_reading_arguments, read_rollouts
 from megatron_lossagg.cli.shares import add_bucket_argument, read_buckets, shares_of
-from megatron_lossagg.cli.shares_page import page
 from megatron_lossagg.files import OutputError, check_outputs, printable, write_whole
 
 __all__ = ["add_arguments", "run"]
@@ -30,14 +29,13 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``lossagg plot``."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="recorded rollouts")
     parser.add_argument(
         "--png",
         type=Path,
         metavar="FILE",
         help="write the picture here (default: the first file's name with .png, in the current "
-        "folder, unless --html is given or it exists); needs matplotlib",
+        "folder, unless --html is given or it exists)",
     )
     parser.add_argument(
         "--html",
@@ -70,10 +68,9 @@ def run(args: argparse.Namespace) -> int:
             )
     check_outputs({"--png": png, "--html": args.html}, inputs=[*args.files, args.tokenizer])
     split = Split(microbatches=args.microbatches, dp=args.dp)
-    highs = None if args.buckets is None else read_buckets(args.buckets)
-    shares = shares_of(
-        read_rollouts(args.files, args), microbatches=split.microbatches, dp=split.dp, highs=highs
-    )
+    highs = read_buckets(args.buckets)
+    rollouts = read_rollouts(args.files, args)
+    shares = shares_of(rollouts, microbatches=split.microbatches, dp=split.dp, highs=highs)
     print(f"{shares.summary}.", shares.finding, *shares.notes, sep="\n")
     if png is not None:
         write_whole("--png", png, drawn(shares, png))

@@ -27,7 +27,6 @@ _OWN_LOOP = "get_forward_backward_func"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``lossagg run``."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.allow_abbrev = False  # the script's own options are not abbreviations of ours
     _add_cpu(parser)
     parser.add_argument(

@@ -1,15 +1,15 @@
-"""Prove that the installed, unmodified Megatron-Core trains the configured loss.
+"""Prove that the unmodified Megatron-Core trains the configured loss.
 
-A small model and uneven sequences with every degenerate case go through Megatron's
-own schedules, DistributedDataParallel and finalize_model_grads; every
-parameter's gradient and the reported loss are compared with a float64 reference
-on one process. Without options: a standard set of layouts on 4 CPU processes
-of this machine. Under torchrun: the launcher's ranks, with CUDA and NCCL where
-available. With --framework, a training system's own functions are compared with the
-reference first. Exit status: 0 if all cases pass and no check of a framework failed, 1
-if one failed, 2 for wrong usage and where no check of a framework could run; which
-of several could not is named and changes no status. Progress goes to standard
-error, the result to standard output.
+A small model and uneven sequences with every degenerate case go through
+Megatron's own schedules, DistributedDataParallel and finalize_model_grads;
+every parameter's gradient and the reported loss are compared with a float64
+reference on one process. Without options: a standard set of layouts on 4 CPU
+processes of this machine. Under torchrun: the launcher's ranks, with CUDA and
+NCCL if available. With --framework, a framework's own functions are compared
+with the reference first. Exit status: 0 if all cases pass and no check of a
+framework failed, 1 if one failed, 2 for wrong usage and if no check of a
+framework could run; which of several could not is named and changes no status.
+Progress goes to standard error, the result to standard output.
 """
 
 from __future__ import annotations
@@ -54,8 +54,6 @@ _TIMEOUT = 900.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``lossagg verify``; with no layout option, the standard set is run."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = "example: lossagg verify --dp 2 --cp 2 --loss-aggregation sample_mean"
     layout = parser.add_argument_group("layout", "one layout instead of the standard set")
     for option in fields(Parallelism):
         kind: dict[str, Any] = {"type": int, "metavar": "N"}

@@ -1,6 +1,8 @@
-"""``lossagg explain``: its numbers are the oracle's, and its factors cancel Megatron's."""
+"""``lossagg explain``: its numbers are the reference's, and its factors cancel Megatron's."""
 
 import json
+import math
+import re
 import signal
 import subprocess
 import sys
@@ -11,131 +13,139 @@ import torch
 
 from megatron_lossagg.aggregation import ALIASES, MODES
 from megatron_lossagg.cli.explanation import DEFAULT_LENGTHS, Split, explain, read_lengths
-from megatron_lossagg.cli.main import main
+from megatron_lossagg.cli.main import _COMMANDS, _parser, main
 from megatron_lossagg.verify import reference_loss
 
 NAMES = [name for name in MODES if name != "custom"]
 DIVISOR = 40.0
+SHORT = "12,3,40/5,0,20"
 
 
-def explained(mode, lengths=DEFAULT_LENGTHS, *, divisor=DIVISOR, **options):
-    count_empty = options.pop("count_empty", None)
-    return explain(
-        mode,
-        prompts=read_lengths(lengths),
-        split=Split(**options),
-        divisor=divisor,
-        count_empty=count_empty,
-    )
+def explained(mode, lengths=DEFAULT_LENGTHS, *, divisor=DIVISOR, count_empty=None, **options):
+    split = Split(**options)
+    return explain(mode, read_lengths(lengths), split, divisor=divisor, count_empty=count_empty)
 
 
-def oracle_loss(mode, prompts, split, value, *, count_empty=True):
-    """Run the oracle on rows whose token t has the loss value(t), assigned in turn."""
+def reference_value(mode, prompts, split, *, count_empty=True):
+    """Run the reference on sequences, assigned in turn, whose every token has the loss 1."""
     slots = [(r, m) for m in range(split.microbatches) for r in range(split.dp)]
-    rows = []
-    for prompt, lengths in enumerate(prompts):
-        for n in lengths:
-            length = max(n, 1)  # a fully masked sample has a token that does not count
-            mask = [1] * n or [0]
-            x = [torch.tensor(value(t + 1), dtype=torch.float64) for t in range(length)]
-            rows.append(
-                {
-                    "x": x,
-                    "counted": mask,
-                    "trained": mask,
-                    "sample": len(rows),
-                    "prompt": prompt,
-                    "microbatch": slots[len(rows) % len(slots)],
-                }
-            )
+    lengths = [(prompt, n) for prompt, of_prompt in enumerate(prompts) for n in of_prompt]
+    sequences = [
+        {
+            # A fully masked sample has a token that does not count.
+            "x": [torch.ones((), dtype=torch.float64)] * max(n, 1),
+            "counted": [1] * n or [0],
+            "trained": [1] * n or [0],
+            "sample": number,
+            "prompt": prompt,
+            "microbatch": slots[number % len(slots)],
+        }
+        for number, (prompt, n) in enumerate(lengths)
+    ]
     divisor = DIVISOR if MODES[mode].divisor != "none" else None
     ms = [split.microbatches] * split.dp
     loss = reference_loss.step_loss(
-        mode, rows, divisor=divisor, count_empty=count_empty, microbatches=ms
+        mode, sequences, divisor=divisor, count_empty=count_empty, microbatches=ms
     )
     return float(loss)
 
 
 @pytest.mark.parametrize("count_empty", [True, False])
 @pytest.mark.parametrize("mode", NAMES)
-def test_the_compared_losses_are_the_oracles(mode, count_empty):
-    explanation = explained(mode, dp=3, microbatches=2, count_empty=count_empty)
-    prompts = read_lengths(DEFAULT_LENGTHS)
-    longest = max(n for prompt in prompts for n in prompt)
+def test_the_compared_losses_are_those_of_the_reference(mode, count_empty):
+    explanation = explained(mode, SHORT, dp=3, microbatches=2, count_empty=count_empty)
     by_mode = {c.mode: c for c in explanation.comparisons}
     assert list(by_mode) == NAMES
-    explained_mode = by_mode[mode]
     for name, c in by_mode.items():
-        options = {"count_empty": count_empty}
-        ones = oracle_loss(name, prompts, explanation.split, lambda t: 1.0, **options)
-        rising = oracle_loss(name, prompts, explanation.split, lambda t: t / longest, **options)
-        assert c.ones == pytest.approx(ones, rel=1e-12)
-        assert c.rising == pytest.approx(rising, rel=1e-12)
-        assert c.ones_ratio == pytest.approx(ones / explained_mode.ones, rel=1e-12)
-        assert c.rising_ratio == pytest.approx(rising / explained_mode.rising, rel=1e-12)
+        loss = reference_value(
+            name, read_lengths(SHORT), explanation.split, count_empty=count_empty
+        )
+        assert c.loss == pytest.approx(loss, rel=1e-12)
+        assert c.ratio == pytest.approx(loss / by_mode[mode].loss, rel=1e-12)
+        assert (c.gradient == "this mode") == (name == mode)
+
+
+def test_modes_that_weigh_tokens_alike_only_scale_the_gradient():
+    kinds = {c.mode: c.gradient for c in explained("constant").comparisons}
+    assert kinds == {
+        "constant": "this mode", "token_mean": "scaled", "sample_sum": "scaled",
+        "token_sum": "scaled", "sample_mean": "reweighted", "prompt_mean": "reweighted",
+        "microbatch_token_mean": "reweighted",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", NAMES)
 def test_the_weights_times_tokens_add_up_to_the_loss_of_ones(mode):
     explanation = explained(mode)
-    total = sum(row.w_s * row.n_s for row in explanation.rows)
-    assert total == pytest.approx(explanation.total_weight, rel=1e-12)
-    assert sum(row.part for row in explanation.rows) == pytest.approx(1.0, rel=1e-12)
+    total = sum(sequence.w_s * sequence.n_s for sequence in explanation.sequences)
+    (own,) = [c.loss for c in explanation.comparisons if c.mode == mode]
+    assert total == pytest.approx(own, rel=1e-12)
+    assert sum(s.share for s in explanation.sequences) == pytest.approx(1.0, rel=1e-12)
 
 
 @pytest.mark.parametrize(("microbatches", "dp", "cp"), [(4, 8, 2), (1, 1, 1), (3, 5, 7)])
 @pytest.mark.parametrize("mode", NAMES)
-def test_the_average_loss_scaling_turns_shares_times_k_into_their_sum(mode, microbatches, dp, cp):
+def test_the_average_loss_scaling_turns_partial_losses_times_k_into_their_sum(
+    mode, microbatches, dp, cp
+):
     """Megatron's arithmetic written out: the schedule's mean, then DDP's."""
     explanation = explained(mode, microbatches=microbatches, dp=dp, cp=cp)
     assert explanation.num_tokens == (1,) * len(explanation.num_tokens)
-    shares = [[Fraction(7 * r + m, 3) for m in range(microbatches)] for r in range(dp * cp)]
-    returned = [[share * explanation.factor for share in of_rank] for of_rank in shares]
+    partial = [[Fraction(7 * r + m, 3) for m in range(microbatches)] for r in range(dp * cp)]
+    returned = [[loss * explanation.k for loss in of_rank] for of_rank in partial]
     after_schedule = [sum(loss / 1 / microbatches for loss in of_rank) for of_rank in returned]
-    after_ddp = sum(gradient / len(shares) for gradient in after_schedule)
-    assert after_ddp == sum(map(sum, shares))
+    after_ddp = sum(gradient / len(partial) for gradient in after_schedule)
+    assert after_ddp == sum(map(sum, partial))
 
 
 @pytest.mark.parametrize(("microbatches", "dp", "cp"), [(4, 8, 2), (1, 1, 1), (3, 5, 7)])
 @pytest.mark.parametrize("mode", NAMES)
-def test_the_per_token_loss_scaling_turns_shares_times_k_into_their_sum(mode, microbatches, dp, cp):
+def test_the_per_token_loss_scaling_turns_partial_losses_times_k_into_their_sum(
+    mode, microbatches, dp, cp
+):
     """Megatron's arithmetic written out: DDP's sum, then / the sum of all num_tokens."""
     explanation = explained(mode, loss_scaling="per_token", microbatches=microbatches, dp=dp, cp=cp)
-    shares = [[Fraction(7 * r + m, 3) for m in range(microbatches)] for r in range(dp * cp)]
-    after_ddp = sum(share * explanation.factor for of_rank in shares for share in of_rank)
+    partial = [[Fraction(7 * r + m, 3) for m in range(microbatches)] for r in range(dp * cp)]
+    after_ddp = sum(loss * explanation.k for of_rank in partial for loss in of_rank)
     after_finalize = after_ddp / sum(explanation.num_tokens)
-    assert after_finalize == sum(map(sum, shares))
+    assert after_finalize == sum(map(sum, partial))
 
 
 @pytest.mark.parametrize("loss_scaling", ["average", "per_token"])
-def test_every_product_of_the_chain_is_that_of_the_factors_up_to_it(loss_scaling):
+def test_the_factors_of_the_chain_multiply_to_1(loss_scaling):
     explanation = explained("token_mean", loss_scaling=loss_scaling, microbatches=4, dp=8, cp=2)
-    product = Fraction(1)
-    for link in explanation.chain:
-        product *= link.factor
-        assert link.so_far == product
-    assert product == 1
-    assert explanation.chain[0].factor == explanation.factor
+    assert math.prod(link.factor for link in explanation.chain) == 1
+    assert explanation.chain[0].factor == explanation.k
     assert [link.where for link in explanation.chain] == [
         "loss_func", "schedule", "DDP", "finalize_model_grads",
     ]  # fmt: skip
 
 
 def test_num_tokens_add_up_to_n_in_the_per_token_loss_scaling():
-    explanation = explained("prompt_mean", loss_scaling="per_token")
+    explanation = explained("prompt_mean", SHORT, loss_scaling="per_token")
     # 12,3,40/5,0,20 assigned in turn to 2 ranks x 2 microbatches: 12+0, 3+20, 40, 5
     assert explanation.num_tokens == (12, 23, 40, 5)
-    assert sum(explanation.num_tokens) == explanation.totals.active_tokens == 80
+    assert sum(explanation.num_tokens) == explanation.counts["N"] == 80
 
 
 def test_weights_by_hand(capsys):
     """Prompts (3, 5) and (9, 0): N 17, B 4, V 3, P 2."""
     assert main(["explain", "sample_mean", "--lengths", "3,5/9,0"]) == 0
-    out = capsys.readouterr().out
-    assert "N = 17 active tokens, B = 4 samples (V = 3 with an active token), P = 2" in out
+    assert re.search(r"^  B +samples of the step: 4$", capsys.readouterr().out, re.MULTILINE)
     explanation = explained("sample_mean", "3,5/9,0")
-    assert [row.w_s for row in explanation.rows] == [1 / 12, 1 / 20, 1 / 36, 0.0]
-    assert [row.n_p for row in explanation.rows] == [8, 8, 9, 9]
+    assert [s.w_s for s in explanation.sequences] == [1 / 12, 1 / 20, 1 / 36, 0.0]
+    assert [s.n_p for s in explanation.sequences] == [8, 8, 9, 9]
+
+
+@pytest.mark.parametrize("count_empty", ["--count-empty", "--no-count-empty"])
+@pytest.mark.parametrize("mode", NAMES)
+def test_every_symbol_of_a_formula_is_explained(capsys, mode, count_empty):
+    assert main(["explain", mode, "--divisor", "16384", count_empty]) == 0
+    out = capsys.readouterr().out
+    symbols = re.findall(r"[A-Za-z]\w*", out.splitlines()[0].partition(":")[2])
+    assert symbols[0] == "w_s"
+    for symbol in symbols:
+        assert re.search(rf"^  {symbol} +[a-z]", out, re.MULTILINE)
 
 
 def test_an_alias_is_explained_as_the_mode_that_it_stands_for(capsys):
@@ -150,24 +160,32 @@ def test_a_mode_that_lacks_its_divisor_has_no_numbers(capsys):
     assert main(["explain", "token_mean"]) == 0
     out = capsys.readouterr().out
     (line,) = [x for x in out.splitlines() if x.lstrip().startswith("constant")]
-    assert line.split()[-2:] == ["no", "divisor"]
-    assert not any(cell[0].isdigit() for cell in line.replace("1/(B L)", "").split())
+    assert line.split() == ["constant", "1/(B", "L)", "no", "divisor"]
     assert "To compare with constant, give --divisor." in out
 
 
-def test_the_factor_left_by_a_bare_share_is_printed(capsys):
+def test_the_factor_left_by_a_bare_partial_loss_is_printed(capsys):
     arguments = ["--dp", "8", "--cp", "2", "--microbatches", "4"]
     assert main(["explain", "token_mean", *arguments]) == 0
     assert "trains 1/(M DP CP) = 1/64 of this loss" in " ".join(capsys.readouterr().out.split())
 
 
-def test_where_k_is_1_a_bare_share_is_right(capsys):
+def test_the_chain_is_printed_after_the_dashboard_if_a_parallelism_is_given(capsys):
+    for given in ([], ["--dp", "2"], ["--cp", "2"], ["--microbatches", "2"],
+                  ["--loss-scaling", "average"]):  # fmt: skip
+        assert main(["explain", "token_mean", *given]) == 0
+        headings = re.findall(r"^[A-Z ]+$", capsys.readouterr().out, re.MULTILINE)
+        chain = ["FROM LOSS TO GRADIENT"] if given else []
+        assert headings == ["WEIGHTS", "ON THE DASHBOARD", *chain]
+
+
+def test_where_k_is_1_a_bare_partial_loss_is_right(capsys):
     arguments = ["--dp", "1", "--cp", "1", "--microbatches", "1"]
     assert main(["explain", "token_mean", *arguments]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "bare share is right too" in out
+    assert "bare partial loss is right too" in out
     assert "of this loss, without" not in out
-    assert "M = 1 microbatch per rank" in out
+    assert "M = 1 microbatch," in out
     assert "1 rank x 1 microbatch;" in out
 
 
@@ -183,8 +201,8 @@ def test_json_has_what_is_printed(tmp_path, capsys):
     out = capsys.readouterr().out
     assert written["formula"] == "1/(B 40)"
     assert written["formula"] in out
-    assert len(written["rows"]) == 6
-    assert written["chain"][-1]["so_far"] == "1"
+    assert len(written["sequences"]) == 8
+    assert written["chain"][-1]["factor"] == "1"
 
 
 @pytest.mark.parametrize(
@@ -196,22 +214,23 @@ def test_text_and_tables_fit_the_terminal(
     monkeypatch, capsys, mode, loss_scaling, terminal, widest
 ):
     monkeypatch.setenv("COLUMNS", terminal)
-    assert main(["explain", mode, "--divisor", "4096", "--loss-scaling", loss_scaling]) == 0
+    assert main(["explain", mode, "--divisor", "16384", "--loss-scaling", loss_scaling]) == 0
     lines = capsys.readouterr().out.splitlines()
-    lines = [line for line in lines if "Train it with" not in line]  # flags are not truncated
+    lines = [line for line in lines if "Train it with" not in line]  # flags are not wrapped
     assert max(map(len, lines)) <= widest
     assert max(map(len, lines)) > widest - 12  # and the width is used
+    assert lines == [line.rstrip() for line in lines]
+    for c in explained(mode, divisor=16384.0).comparisons:  # nothing is cut
+        assert any(line.split() == [c.mode, *c.w_s.split(), f"{c.loss:.5g}", f"{c.ratio:.5g}",
+                                    *c.gradient.split()] for line in lines)  # fmt: skip
 
 
-def test_a_wide_terminal_shows_the_formulas_beside_the_losses(monkeypatch, capsys):
-    rows = {}
-    for columns in ("72", "100"):
-        monkeypatch.setenv("COLUMNS", columns)
-        assert main(["explain", "constant", "--divisor", "4096"]) == 0
-        out = capsys.readouterr().out
-        (line,) = [line for line in out.splitlines() if line.split()[:1] == ["sample_mean"]]
-        rows[columns] = line.split()
-    assert [cell for cell in rows["100"] if cell not in ("1/(B", "n_b)")] == rows["72"]
+def test_a_divisor_below_a_response_is_warned_of_in_one_line():
+    """In a process of its own: the warning is given once per process."""
+    program = [sys.executable, "-m", "megatron_lossagg", "explain", "constant", "--divisor", "4096"]
+    done = subprocess.run(program, capture_output=True, text=True, check=True)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("lossagg: constant divides by 4096, and a sample has 8000 tokens")
 
 
 @pytest.mark.parametrize("columns", [72, 80, 100])
@@ -229,14 +248,31 @@ def test_list_prints_every_mode_and_every_other_systems_name(monkeypatch, capsys
         assert " ".join(mode.meaning.split()) in " ".join(out.split())
 
 
-@pytest.mark.parametrize("command", ["explain", "verify"])
-def test_the_description_of_a_command_fits_80_columns(monkeypatch, capsys, command):
+@pytest.mark.parametrize("command", _COMMANDS)
+def test_the_help_of_a_command_fits_80_columns_and_ends_with_an_example(
+    monkeypatch, capsys, command
+):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         main([command, "--help"])
     text = capsys.readouterr().out
     description = text[text.index("\n\n") : text.index("options:")]
     assert max(map(len, description.splitlines())) <= 80
+    heading, example = text.splitlines()[-2:]
+    assert heading == "example:"
+    assert len(example) <= 80
+    _, found, words = example.strip().partition("lossagg ")  # or -m megatron_lossagg
+    args = _parser(words.split()).parse_args(words.split())
+    assert found
+    assert args.run.__module__ == _COMMANDS[command][0]
+
+
+def test_without_a_command_the_help_is_printed(capsys):
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: lossagg")
+    for command, (_, summary, _) in _COMMANDS.items():
+        assert f"{command} {summary}" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""``lossagg plot``: its shares are the oracle's, and what it writes has them."""
+"""``lossagg plot``: its shares are the reference's, and what it writes has them."""
 
 import json
 import re
@@ -6,15 +6,17 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from megatron_lossagg.cli.main import main
-from megatron_lossagg.cli.rollouts import Rollouts, RolloutsError, Step
+from megatron_lossagg.cli.picture import figure_of, page
+from megatron_lossagg.cli.rollouts import Rollouts, RolloutsError
 from megatron_lossagg.cli.shares import read_buckets, shares_of
-from megatron_lossagg.cli.shares_page import page
 from megatron_lossagg.verify import reference_loss
+
+pandas = pytest.importorskip("pandas", reason="pandas is not installed")
+pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
 RECORDED = Path(__file__).parents[2] / "examples" / "drgrpo" / "data" / "rollouts.jsonl"
 MODES = [
@@ -25,8 +27,8 @@ M, DP = 2, 3
 
 
 def step(active_tokens, prompt, sample=None):
-    ids = [np.array(ids) if ids is not None else None for ids in (prompt, sample)]
-    return Step(active_tokens=np.array(active_tokens), prompt=ids[0], sample=ids[1])
+    columns = {"active_tokens": active_tokens, "prompt": prompt, "sample": sample}
+    return pandas.DataFrame({name: ids for name, ids in columns.items() if ids is not None})
 
 
 STEPS = (
@@ -37,7 +39,7 @@ SPLIT = (
     step([3, 9, 40, 1, 0, 12, 3], [0, 0, 1, 1, 1, 0, 2], [0, 0, 1, 2, 2, 3, 4]),
     step([5, 0, 8], [0, 0, 0], [0, 1, 0]),
 )
-"""Samples that are several rows."""
+"""Samples that are several sequences."""
 
 
 def rollouts(steps):
@@ -48,16 +50,20 @@ def shares(steps, highs=None):
     return shares_of(rollouts(steps), microbatches=M, dp=DP, highs=highs)
 
 
-def oracle_share(mode, of_step, low, high):
-    """Divide the oracle's loss where only tokens of samples of low to high tokens have a loss."""
-    sample = range(len(of_step.active_tokens)) if of_step.sample is None else of_step.sample
+def records(found):
+    return found.buckets.to_dict("records")
+
+
+def reference_share(mode, of_step, low, high):
+    """Divide the reference if only samples of low to high tokens have a loss by that of all."""
+    sample = of_step.get("sample", of_step.index)
     slots = [(r, m) for m in range(M) for r in range(DP)]
     n_b = {}
     for s, n in zip(sample, of_step.active_tokens, strict=True):
         n_b[int(s)] = n_b.get(int(s), 0) + int(n)
 
     def loss(value):
-        rows = [
+        sequences = [
             {
                 "x": [torch.tensor(value(n_b[int(s)]), dtype=torch.float64)] * max(int(n), 1),
                 "counted": [1] * int(n) or [0],
@@ -71,44 +77,44 @@ def oracle_share(mode, of_step, low, high):
             )
         ]
         divisor = 7.0 if mode in ("constant", "token_sum") else None
-        return float(reference_loss.step_loss(mode, rows, divisor=divisor, microbatches=[M] * DP))
+        return float(
+            reference_loss.step_loss(mode, sequences, divisor=divisor, microbatches=[M] * DP)
+        )
 
     return loss(lambda n: float(low <= n <= high)) / loss(lambda n: 1.0)
 
 
-@pytest.mark.parametrize("steps", [STEPS, SPLIT], ids=["rows", "split samples"])
+@pytest.mark.parametrize("steps", [STEPS, SPLIT], ids=["sequences", "split samples"])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_share_is_the_mean_over_the_steps_of_the_oracles(mode, steps):
-    for bucket in shares(steps, highs=[3, 10, 30, 1000]).buckets:
-        of_steps = [oracle_share(mode, s, bucket.low, bucket.high) for s in steps]
-        assert bucket.weight[mode] == pytest.approx(sum(of_steps) / len(steps), abs=1e-12)
+def test_a_share_is_the_mean_over_the_steps_of_the_references(mode, steps):
+    for bucket in records(shares(steps, highs=[3, 10, 30, 1000])):
+        of_steps = [reference_share(mode, s, bucket["low"], bucket["high"]) for s in steps]
+        assert bucket[mode] == pytest.approx(sum(of_steps) / len(steps), abs=1e-12)
 
 
 @pytest.mark.parametrize("highs", [None, [10, 30]])
 @pytest.mark.parametrize("steps", [STEPS, SPLIT, STEPS[:1]])
 def test_every_share_adds_up_to_1(steps, highs):
     buckets = shares(steps, highs).buckets
-    for mode in MODES:
-        assert sum(bucket.weight[mode] for bucket in buckets) == pytest.approx(1, rel=1e-12)
-    assert sum(bucket.responses for bucket in buckets) == pytest.approx(1, rel=1e-12)
-    assert sum(bucket.tokens for bucket in buckets) == pytest.approx(1, rel=1e-12)
+    for share in ("responses", "tokens", *MODES):
+        assert buckets[share].sum() == pytest.approx(1, rel=1e-12)
 
 
 def test_sample_mean_follows_the_responses_and_token_mean_the_tokens():
-    """Of samples with several rows too."""
-    for bucket in shares(SPLIT, [4, 12, 60]).buckets:
-        assert bucket.weight["sample_mean"] == pytest.approx(bucket.responses, abs=1e-12)
-        assert bucket.weight["token_mean"] == pytest.approx(bucket.tokens, abs=1e-12)
+    """Of samples with several sequences too."""
+    buckets = shares(SPLIT, [4, 12, 60]).buckets
+    for mode, share in (("sample_mean", "responses"), ("token_mean", "tokens")):
+        assert buckets[mode].tolist() == pytest.approx(buckets[share].tolist(), abs=1e-12)
 
 
 def test_shares_by_hand():
     """Lengths 1 and 9 to one prompt, 10 to another: tokens 1/20, 19/20."""
-    low, high = shares((step([1, 9, 10], [0, 0, 1]),), [1, 10]).buckets
-    assert (low.num, high.num) == (1, 2)
-    assert low.weight["token_mean"] == pytest.approx(1 / 20)
-    assert low.weight["sample_mean"] == pytest.approx(1 / 3)
-    assert low.weight["prompt_mean"] == pytest.approx(1 / 2 * 1 / 10)
-    assert high.weight["prompt_mean"] == pytest.approx(1 / 2 * 9 / 10 + 1 / 2)
+    low, high = records(shares((step([1, 9, 10], [0, 0, 1]),), [1, 10]))
+    assert (low["num"], high["num"]) == (1, 2)
+    assert low["token_mean"] == pytest.approx(1 / 20)
+    assert low["sample_mean"] == pytest.approx(1 / 3)
+    assert low["prompt_mean"] == pytest.approx(1 / 2 * 1 / 10)
+    assert high["prompt_mean"] == pytest.approx(1 / 2 * 9 / 10 + 1 / 2)
 
 
 def test_modes_with_equal_shares_are_one_group():
@@ -126,8 +132,8 @@ def test_modes_with_equal_shares_are_one_group():
 def test_the_finding_is_about_the_longest_quarter_at_most():
     found = shares((step([10, 10, 10, 20, 20, 20, 100], [0, 0, 0, 0, 1, 1, 1]),), [10, 20, 100])
     assert found.finding == (
-        "Responses of 21 tokens and more are 14.3% of the trained ones. They have 52.6% of the "
-        "loss weight under token_mean, 14.3% under sample_mean."
+        "Responses of 21 tokens and more are 14.3% of all trained responses. They have 52.6% "
+        "of the loss weight under token_mean, 14.3% under sample_mean."
     )
     equal = shares((step([5] * 7, [0] * 7),), [4, 6])
     assert equal.finding == "Every mode has the same shares on these responses."
@@ -135,10 +141,10 @@ def test_the_finding_is_about_the_longest_quarter_at_most():
 
 def test_the_finding_is_not_about_buckets_that_are_empty():
     found = shares((step([5, 50], [0, 0]),), [10, 100, 1000])
-    assert found.buckets[-1].num == 0
+    assert found.buckets["num"].tolist() == [1, 1, 0]
     assert found.finding == (
-        "Responses of 11 tokens and more are 50.0% of the trained ones. They have 90.9% of the "
-        "loss weight under token_mean, 50.0% under sample_mean."
+        "Responses of 11 tokens and more are 50.0% of all trained responses. They have 90.9% "
+        "of the loss weight under token_mean, 50.0% under sample_mean."
     )
 
 
@@ -146,8 +152,8 @@ def test_the_finding_names_no_mode_twice():
     """In each step the longest bucket has all responses or none: every mode gives it the same."""
     found = shares((step([1, 9], [0, 0]), step([100], [0])), [1, 10, 100])
     assert found.finding == (
-        "Responses of 11 tokens and more are 50.0% of the trained ones. They have 50.0% of the "
-        "loss weight under each of token_mean, sample_mean."
+        "Responses of 11 tokens and more are 50.0% of all trained responses. They have 50.0% "
+        "of the loss weight under each of token_mean, sample_mean."
     )
 
 
@@ -159,7 +165,7 @@ def test_a_note_says_which_steps_are_left_out():
 
 def test_without_prompts_there_is_no_prompt_mean_and_a_note_says_it():
     found = shares((step([5, 8], None),))
-    assert "prompt_mean" not in found.buckets[0].weight
+    assert "prompt_mean" not in found.modes
     assert "prompt_mean is missing: the file has no prompts." in found.notes
 
 
@@ -178,13 +184,13 @@ def test_without_prompts_there_is_no_prompt_mean_and_a_note_says_it():
 )  # fmt: skip
 def test_buckets_are_round_at_most_seven_and_hold_every_response(lengths, labels):
     buckets = shares((step(lengths, [0] * len(lengths)),)).buckets
-    assert [bucket.label for bucket in buckets] == labels
-    assert sum(bucket.num for bucket in buckets) == len(lengths)
+    assert buckets["label"].tolist() == labels
+    assert buckets["num"].sum() == len(lengths)
 
 
 def test_given_buckets_get_one_more_for_longer_responses():
-    labels = [bucket.label for bucket in shares(STEPS, read_buckets("10, 30")).buckets]
-    assert labels == ["1-10", "11-30", "31-700"]
+    found = shares(STEPS, read_buckets("10, 30"))
+    assert found.buckets["label"].tolist() == ["1-10", "11-30", "31-700"]
 
 
 def test_given_buckets_are_at_most_seven_with_the_one_for_longer_responses():
@@ -200,22 +206,20 @@ def test_buckets_that_do_not_rise_are_refused(text):
 
 
 class Page(HTMLParser):
-    """Collects the table, the bars, and whatever would load something."""
+    """Collects the table, and whatever would load something."""
 
     def __init__(self, text):
         super().__init__()
-        self.rows, self.bars, self.loads, self._cell = [], [], [], False
+        self.rows, self.loads, self._cell = [], [], False
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
-        attrs = dict(attrs)
         if tag == "tr":
             self.rows.append([])
         self._cell = tag in ("td", "th")
-        if tag == "rect" and "x" in attrs:
-            self.bars.append(attrs)
-        if tag in ("script", "link", "img", "iframe") or {"src", "href"} & attrs.keys():
-            self.loads.append(tag)
+        links = [value for name, value in attrs if name in ("src", "href", "xlink:href")]
+        if tag in ("script", "link", "img", "iframe") or any(link[0] != "#" for link in links):
+            self.loads.append((tag, links))
 
     def handle_data(self, data):
         if self._cell:
@@ -230,15 +234,21 @@ def test_the_page_loads_nothing_and_has_every_number():
     text = page(found)
     parsed = Page(text)
     assert not parsed.loads
-    assert "url(" not in text
+    assert not re.findall(r"url\((?!#)|@import", text)
+    assert text.count("<svg") == 1
     table = {row[0]: row[-len(found.buckets) :] for row in parsed.rows}
     for mode in MODES:
-        assert table[mode] == [f"{bucket.weight[mode]:.1%}" for bucket in found.buckets]
-    bars = [bar for bar in parsed.bars if bar["class"] == "g1"]  # sample_mean
-    heights = [float(bar["height"]) for bar in bars]
-    expected = np.array([bucket.weight["sample_mean"] for bucket in found.buckets])
-    assert np.array(heights) / sum(heights) == pytest.approx(expected, abs=2e-3)
-    assert len(parsed.bars) == len(found.buckets) * (1 + len(found.groups))
+        assert table[mode] == [f"{share:.1%}" for share in found.buckets[mode]]
+    assert page(found) == text
+
+
+def test_the_picture_has_a_bar_for_each_number():
+    found = shares(STEPS, [3, 10, 30])
+    above, below = figure_of(found).axes
+    assert [bar.get_height() for bar in above.patches] == found.buckets["num"].tolist()
+    for group, bars in zip(found.groups, below.containers, strict=True):
+        heights = [bar.get_height() for bar in bars]
+        assert heights == pytest.approx((100 * found.buckets[group[0]]).tolist(), rel=1e-12)
 
 
 def test_file_names_are_escaped_in_the_page():
@@ -249,7 +259,6 @@ def test_file_names_are_escaped_in_the_page():
 
 
 def test_the_command_writes_a_png_by_default_in_the_current_folder(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     monkeypatch.chdir(tmp_path)
     assert main(["plot", str(RECORDED)]) == 0
     written = (tmp_path / "rollouts.png").read_bytes()
@@ -260,14 +269,20 @@ def test_the_command_writes_a_png_by_default_in_the_current_folder(tmp_path, mon
     assert out.endswith("rollouts.png\n")
 
 
-def test_html_alone_needs_no_matplotlib_and_a_png_says_that_it_does(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main(["plot", str(RECORDED), "--html", "page.html"]) == 0
-    assert "<svg" in (tmp_path / "page.html").read_text()
-    assert main(["plot", str(RECORDED)]) == 2
-    assert "a PNG needs matplotlib, which is not installed" in capsys.readouterr().err
-    assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
+@pytest.mark.parametrize(
+    ("package", "flag"),
+    [("pandas", "--html"), ("matplotlib", "--html"), ("matplotlib.figure", "--png"),
+     ("jinja2", "--html")],
+)  # fmt: skip
+def test_a_package_that_is_absent_is_named_with_its_extra(
+    tmp_path, monkeypatch, capsys, package, flag
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    assert main(["plot", str(RECORDED), flag, str(tmp_path / "out")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"needs {package.partition('.')[0]}, which is not installed" in line
+    assert line.endswith("pip install 'megatron-lossagg[plot]'")
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(
@@ -282,8 +297,6 @@ def test_html_alone_needs_no_matplotlib_and_a_png_says_that_it_does(tmp_path, mo
     ],
 )
 def test_wrong_usage_ends_with_status_2(tmp_path, monkeypatch, capsys, flags, message):
-    if "--png" in flags:
-        pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     monkeypatch.setenv("PATH", "")  # no TeX
     monkeypatch.chdir(tmp_path)
     assert main(["plot", str(RECORDED), *flags]) == 2
@@ -307,12 +320,12 @@ def test_a_file_explained_has_the_numbers_of_the_picture(tmp_path, capsys):
     assert [bucket["high"] for bucket in written["buckets"]] == [5, 10, 15]
     for mode in MODES:
         (line,) = re.findall(rf"^ +{mode} +([\d.]+%.*)$", out, re.MULTILINE)
-        assert line.split() == [f"{bucket['weight'][mode]:.1%}" for bucket in written["buckets"]]
+        assert line.split() == [f"{bucket[mode]:.1%}" for bucket in written["buckets"]]
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_losses_of_a_file_are_means_over_its_steps(tmp_path, mode):
-    """Against the oracle, step by step, where every token's loss is 1."""
+    """Against the reference, step by step, where every token's loss is 1."""
     file = tmp_path / "steps.jsonl"
     records = [
         {"step": number, "prompt_id": int(p), "response_length": int(n)}
@@ -323,11 +336,11 @@ def test_the_losses_of_a_file_are_means_over_its_steps(tmp_path, mode):
     options = ["--lengths-file", str(file), "--divisor", "4096", "--dp", str(DP)]
     out = tmp_path / "out.json"
     assert main(["explain", mode, *options, "--json", str(out)]) == 0
-    found = {c["mode"]: c["ones"] for c in json.loads(out.read_text())["comparisons"]}
+    found = {c["mode"]: c["loss"] for c in json.loads(out.read_text())["comparisons"]}
     slots = [(r, m) for m in range(M) for r in range(DP)]
     losses = []
     for of_step in STEPS:
-        rows = [
+        sequences = [
             {
                 "x": [torch.ones((), dtype=torch.float64)] * max(int(n), 1),
                 "counted": [1] * int(n) or [0],
@@ -340,7 +353,7 @@ def test_the_losses_of_a_file_are_means_over_its_steps(tmp_path, mode):
         ]
         divisor = 4096.0 if mode in ("constant", "token_sum") else None
         losses.append(
-            float(reference_loss.step_loss(mode, rows, divisor=divisor, microbatches=[M] * DP))
+            float(reference_loss.step_loss(mode, sequences, divisor=divisor, microbatches=[M] * DP))
         )
     assert found[mode] == pytest.approx(sum(losses) / len(losses), rel=1e-12)
 
@@ -349,14 +362,11 @@ def test_modes_that_weigh_tokens_alike_rescale_every_step(tmp_path, capsys):
     out = tmp_path / "out.json"
     options = ["--lengths-file", str(RECORDED), "--divisor", "16", "--json", str(out)]
     assert main(["explain", "constant", *options]) == 0
-    kinds = {
-        c["mode"]: ("scaled" if c["scales_only"] else "rescaled" if c["scales_steps"] else "other")
-        for c in json.loads(out.read_text())["comparisons"]
-    }
+    kinds = {c["mode"]: c["gradient"] for c in json.loads(out.read_text())["comparisons"]}
     assert kinds == {
-        "constant": "scaled", "sample_sum": "scaled", "token_sum": "scaled",
-        "token_mean": "rescaled",
-        "sample_mean": "other", "prompt_mean": "other", "microbatch_token_mean": "other",
+        "constant": "this mode", "sample_sum": "scaled", "token_sum": "scaled",
+        "token_mean": "rescaled", "sample_mean": "reweighted", "prompt_mean": "reweighted",
+        "microbatch_token_mean": "reweighted",
     }  # fmt: skip
     printed = capsys.readouterr().out
     for mode, word in (("token_mean", "rescaled"), ("sample_mean", "reweighted")):

@@ -16,6 +16,7 @@ from frameworks import FRAMEWORKS_DIR
 
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.cli.rollouts import RolloutsError, add_reading_arguments, read_rollouts
+from megatron_lossagg.extras import MissingPackageError
 
 RECORDED = Path(__file__).parents[2] / "examples" / "drgrpo" / "data" / "rollouts.jsonl"
 
@@ -46,9 +47,9 @@ def sample(**fields):
 
 
 def columns(step):
-    prompt = None if step.prompt is None else step.prompt.tolist()
-    sample_ids = None if step.sample is None else step.sample.tolist()
-    return step.active_tokens.tolist(), prompt, sample_ids
+    """Return the numbers of a step; ids count from the first one of the step."""
+    ids = [step[name].tolist() if name in step else None for name in ("prompt", "sample")]
+    return step["active_tokens"].tolist(), *ids
 
 
 def test_the_recorded_rollouts_have_their_own_steps_prompts_and_masks():
@@ -58,7 +59,8 @@ def test_the_recorded_rollouts_have_their_own_steps_prompts_and_masks():
     for number, step in enumerate(rollouts.steps, 1):
         of_step = [record for record in records if record["step"] == number]
         assert step.active_tokens.tolist() == [sum(record["mask"]) for record in of_step]
-        same = step.prompt[:, None] == step.prompt
+        prompt = step["prompt"].to_numpy()
+        same = prompt[:, None] == prompt
         ids = np.array([record["prompt_id"] for record in of_step])
         assert (same == (ids[:, None] == ids)).all()
     assert rollouts.source == "rollouts.jsonl: lengths from mask, prompts from prompt_id"
@@ -257,12 +259,19 @@ def test_a_trl_table_is_read_with_texts_or_messages(tmp_path):
 
 @pytest.mark.parametrize(
     ("package", "file", "flags"),
-    [("pyarrow", "c.parquet", []), ("tokenizers", "c.jsonl", ["--tokenizer", "t.json"])],
+    [
+        ("pandas", "c.jsonl", []),
+        ("pyarrow.parquet", "c.parquet", []),
+        ("tokenizers", "c.jsonl", ["--tokenizer", "t.json"]),
+    ],
 )
 def test_a_package_that_is_absent_is_named(tmp_path, monkeypatch, package, file, flags):
     monkeypatch.setitem(sys.modules, package, None)
     (tmp_path / file).write_text("")
-    with pytest.raises(RolloutsError, match=f"needs the package {package}.*pip install {package}"):
+    name = package.partition(".")[0]
+    extra = {"pandas": "plot", "pyarrow": "parquet"}.get(name, name)
+    message = rf"needs {name}, which.*pip install 'megatron-lossagg\[{extra}\]'"
+    with pytest.raises(MissingPackageError, match=message):
         read(tmp_path / file, flags=flags)
 
 

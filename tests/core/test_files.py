@@ -266,7 +266,7 @@ def test_an_interrupt_ends_a_command_that_is_still_being_imported(tmp_path, monk
     """Importing torch takes most of the time of ``explain``."""
     tmp_path.joinpath("slow_command.py").write_text("raise KeyboardInterrupt")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(_COMMANDS, "explain", ("slow_command", ""))
+    monkeypatch.setitem(_COMMANDS, "explain", ("slow_command", "", ""))
     assert main(["explain", "token_mean"]) == 128 + signal.SIGINT
 
 

@@ -66,7 +66,9 @@ def test_the_wheel_has_every_module_the_license_and_nothing_else(built):
     modules = {str(path.relative_to(ROOT)) for path in ROOT.glob("megatron_lossagg/**/*.py")}
     assert {n for n in names if n.endswith(".py")} == modules
     rest = {n for n in names if not n.endswith(".py") and not n.startswith(metadata)}
-    assert rest == {"megatron_lossagg/py.typed"}
+    templates = {str(path.relative_to(ROOT)) for path in ROOT.glob("megatron_lossagg/**/*.html")}
+    assert rest == {"megatron_lossagg/py.typed", *templates}
+    assert templates
     assert f"{metadata}licenses/LICENSE" in names
     headers = HeaderParser().parsestr(zipfile.ZipFile(wheel).read(f"{metadata}METADATA").decode())
     assert headers["Version"] == VERSION

@@ -108,11 +108,11 @@ def test_one_layout_passes_in_text_json_and_html(one_layout):
     for v in verdicts:
         explanation = explain(
             "constant",
-            prompts=[[sum(sequence.counted) for sequence in make_sequences()]],
-            split=Split(loss_scaling=v["loss_scaling"], microbatches=3, dp=2, cp=1),
+            [[sum(sequence.counted) for sequence in make_sequences()]],
+            Split(loss_scaling=v["loss_scaling"], microbatches=3, dp=2, cp=1),
             divisor=40.0,
         )
-        assert explanation.factor == v["k"]
+        assert explanation.k == v["k"]
 
 
 @pytest.mark.launches
