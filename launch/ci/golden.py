@@ -151,8 +151,8 @@ def write_golden(report: Json, path: Path, expected: Json) -> int:
             for verdict in report["verdicts"]
         ],
     }
-    if states := host_states(report):
-        golden["host"] = states
+    if states := framework_states(report):
+        golden["framework"] = states
     path.write_text(json.dumps(golden, indent=1) + "\n")
     print(f"{path}: {len(golden['cases'])} cases, {shlex.join(golden['options'])}")
     return 0
@@ -186,7 +186,7 @@ def compared(golden: Json, report: Json, allowed: Json) -> Iterator[Difference]:
         yield Difference(RUN, "groups", golden["groups"], report["groups"])
     if not report["passed"]:
         yield Difference(RUN, "passed", True, False)
-    wanted, got = golden.get("host", {}), host_states(report)
+    wanted, got = golden.get("framework", {}), framework_states(report)
     for check in wanted | got:
         if wanted.get(check) != got.get(check):
             yield Difference(RUN, check, wanted.get(check, "none"), got.get(check, "missing"))
@@ -202,10 +202,10 @@ def compared(golden: Json, report: Json, allowed: Json) -> Iterator[Difference]:
         yield Difference(where, "case", "none", "measured")
 
 
-def host_states(report: Json) -> dict[str, str]:
+def framework_states(report: Json) -> dict[str, str]:
     """Return the state of each check of ``--framework``; empty without."""
-    host = report.get("host")
-    return {check["check"]: check["state"] for check in host["checks"]} if host else {}
+    framework = report.get("framework")
+    return {check["check"]: check["state"] for check in framework["checks"]} if framework else {}
 
 
 def of_case(where: str, case: Json, verdict: Json) -> Iterator[Difference]:
@@ -312,7 +312,7 @@ def causes_of(report: Json) -> list[str]:
             name = ", ".join(verdict["causes"]) or "no known cause"
             text = f"**{name}**: {verdict['explanation']}"
             first.setdefault(text, name_of(verdict))
-    for check in (report.get("host") or {"checks": ()})["checks"]:
+    for check in (report.get("framework") or {"checks": ()})["checks"]:
         if check["explanation"]:
             first.setdefault(f"**{check['state']}**: {check['explanation']}", check["check"])
     return [f"- {text} ({where})" for text, where in first.items()]

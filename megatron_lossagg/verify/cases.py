@@ -1,4 +1,4 @@
-"""The aggregations that a verification trains, and the oracle's values for each.
+"""The aggregations that a verification trains, and the reference's values for each.
 
 Shape suffix: Y = all sequences' tokens and padding, as ``reference_gradient.py`` has them.
 """
@@ -70,7 +70,7 @@ CASES: tuple[Case, ...] = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Expected:
-    """The oracle's values for a step, in float64."""
+    """The reference's values for a step, in float64."""
 
     loss: float
     slope_Y: Tensor
@@ -84,10 +84,10 @@ class Expected:
 
 
 def expected(case: Case, reference: Reference, assignment: Assignment) -> Expected:
-    """Compute a step's loss and its derivative by every token's loss with the oracle."""
+    """Compute a step's loss and its derivative by every token's loss with the reference."""
     y_Y = reference.losses_Y.clone().requires_grad_()
 
-    def oracle_sequences(term: Callable[[Tensor, float], Tensor]) -> list[dict[str, Any]]:
+    def reference_sequences(term: Callable[[Tensor, float], Tensor]) -> list[dict[str, Any]]:
         sequences = zip(reference.sequences, assignment.keys, reference.starts[:-1], strict=True)
         return [
             {
@@ -97,12 +97,12 @@ def expected(case: Case, reference: Reference, assignment: Assignment) -> Expect
             for sequence, key, start in sequences
         ]
 
-    linear = oracle_sequences(lambda y, c: c * y)
+    linear = reference_sequences(lambda y, c: c * y)
     options = reference_options(case.aggregation, assignment.microbatches)
     loss = reference_loss.step_loss(case.aggregation.mode, linear, **options)
     if case.second is not None:
         second = reference_options(case.second, assignment.microbatches)
-        squares = oracle_sequences(lambda y, c: y * y)
+        squares = reference_sequences(lambda y, c: y * y)
         loss = loss + BETA * reference_loss.step_loss(case.second.mode, squares, **second)
     (slope_Y,) = torch.autograd.grad(loss, y_Y)
     counted = [{**sequence, "trained": sequence["counted"]} for sequence in linear]

@@ -1,12 +1,12 @@
 """Prove that the installed, unmodified Megatron-Core trains the configured loss.
 
-A small model and uneven rows with every degenerate case go through Megatron's
+A small model and uneven sequences with every degenerate case go through Megatron's
 own schedules, DistributedDataParallel and finalize_model_grads; every
-parameter's gradient and the reported loss are compared with a float64 oracle
+parameter's gradient and the reported loss are compared with a float64 reference
 on one process. Without options: a standard set of layouts on 4 CPU processes
 of this machine. Under torchrun: the launcher's ranks, with CUDA and NCCL where
 available. With --framework, a training system's own functions are compared with the
-oracle first. Exit status: 0 if all cases pass and no check of a framework failed, 1
+reference first. Exit status: 0 if all cases pass and no check of a framework failed, 1
 if one failed, 2 for wrong usage and where no check of a framework could run; which
 of several could not is named and changes no status. Progress goes to standard
 error, the result to standard output.
@@ -33,6 +33,7 @@ import megatron_lossagg
 from megatron_lossagg.aggregation import CUSTOM
 from megatron_lossagg.cpu import launch
 from megatron_lossagg.errors import ProofError
+from megatron_lossagg.extras import needed
 from megatron_lossagg.files import check_outputs, write_whole
 from megatron_lossagg.flags import add_loss_aggregation_args, aggregation_from_args
 from megatron_lossagg.scaling import LOSS_SCALINGS
@@ -49,48 +50,28 @@ from megatron_lossagg.verify.parallelism import Parallelism, standard
 __all__ = ["add_arguments", "run"]
 
 _TIMEOUT = 900.0
-_SIZES = {
-    "dp": "data-parallel size, without context parallelism",
-    "tp": "tensor-parallel size",
-    "pp": "pipeline-parallel size",
-    "vpp": "model chunks per pipeline stage; above 1 the pipeline is interleaved",
-    "cp": "context-parallel size",
-    "ep": "expert-parallel size, with --moe",
-    "microbatches": "M, microbatches of the step on each data-parallel rank (default 3)",
-    "optimizer-instances": "distributed optimizer instances",
-}
-_SWITCHES = {
-    "moe": "experts, with router and z losses in addition to the main loss",
-    "mtp": "a multi-token-prediction layer; with --float32",
-    "float32": "weights in float32 and Megatron's own cross entropy",
-    "bf16": "weights in bfloat16, gradients in float32 and Megatron's own cross entropy",
-    "sequence-parallel": "sequence parallelism, with --tp",
-    "distributed-optimizer": "shard the gradients as the distributed optimizer does",
-    "average-in-collective": "average in the collective, in the average loss scaling",
-    "overlap-grad-reduce": "overlap the reduction with the backward pass",
-    "recompute": "recompute all activations",
-    "hooked": "through the schedule hook, as frameworks are adapted, not in a loop of our own",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``lossagg verify``; with no layout option, the standard set is run."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "example: lossagg verify --dp 2 --cp 2 --loss-aggregation sample_mean"
     layout = parser.add_argument_group("layout", "one layout instead of the standard set")
-    for name, text in _SIZES.items():
-        layout.add_argument(f"--{name}", type=int, metavar="N", help=text)
-    for name, text in _SWITCHES.items():
-        layout.add_argument(f"--{name}", action="store_true", default=None, help=text)
-    layout.add_argument(
-        "--packing", choices=("thd", "bshd", "local"), help="how rows are laid out (default thd)"
-    )
+    for option in fields(Parallelism):
+        kind: dict[str, Any] = {"type": int, "metavar": "N"}
+        if option.default is False:
+            kind = {"action": "store_true", "default": None}
+        elif "choices" in option.metadata:
+            kind = {"choices": option.metadata["choices"]}
+        flag = "--" + option.name.replace("_", "-")
+        layout.add_argument(flag, help=option.metadata["help"], **kind)
     add_loss_aggregation_args(parser)
     run = parser.add_argument_group("run")
     run.add_argument(
         "--framework",
         choices=sorted(FRAMEWORKS),
         help="first look whether this framework is installed here and has what its integration "
-        "uses, and run its own functions on the CPU against the oracle (megatron-lm: "
+        "uses, and run its own functions on the CPU against the reference (megatron-lm: "
         "pretrain_gpt.py); megatron-lm and bridge are then verified as with --hooked",
     )
     run.add_argument(
@@ -242,6 +223,8 @@ def _job(args: argparse.Namespace) -> Job:
 def _check_files(args: argparse.Namespace) -> None:
     """Refuse, before the run, a file that could not be written after it."""
     check_outputs({"--json": args.json, "--html": args.html})
+    if args.html is not None:
+        needed("jinja2", by="--html", extra="report")
 
 
 def _cases(args: argparse.Namespace) -> Sequence[Case]:

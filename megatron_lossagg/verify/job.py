@@ -34,7 +34,7 @@ class Job:
     cases: Sequence[Case]
     loss_scalings: Sequence[LossScaling] = LOSS_SCALINGS
     references: str | None = None
-    """Folder that keeps the oracle's references for later jobs; None: computed anew."""
+    """Folder that keeps the references for later jobs; None: computed anew."""
 
     def __post_init__(self) -> None:
         for name in ("layouts", "cases", "loss_scalings"):  # a list and a tuple are equal jobs

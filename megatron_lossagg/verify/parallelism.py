@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from megatron_lossagg.errors import ProofError
 from megatron_lossagg.verify.sequences import VOCABULARY
@@ -42,48 +43,67 @@ class ModelShape:
         return f"{self.num_layers}x{self.hidden_size}{experts}"
 
 
+def _size(text: str, *, default: int = 1) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+def _switch(name: str, text: str) -> Any:
+    """``name``: how a layout's name has it."""
+    return field(default=False, metadata={"help": text, "name": name})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
     """Parallel sizes, microbatches and Megatron options of one layout.
 
-    Raises :class:`ProofError` where the sizes contradict each other.
+    Each field is an option of ``lossagg verify``, and its help. Raises :class:`ProofError` if the
+    sizes contradict each other.
     """
 
-    dp: int = 1
-    """Data-parallel size without CP."""
-    tp: int = 1
-    pp: int = 1
-    vpp: int = 1
-    """Model chunks per pipeline stage; above 1 the pipeline is interleaved."""
-    cp: int = 1
-    ep: int = 1
-    """Expert-parallel size, over DP * CP * TP; above 1 the model has experts."""
-    microbatches: int | tuple[int, ...] = 3
+    dp: int = _size("data-parallel size, without context parallelism")
+    tp: int = _size("tensor-parallel size")
+    pp: int = _size("pipeline-parallel size")
+    vpp: int = _size("model chunks per pipeline stage; above 1 the pipeline is interleaved")
+    cp: int = _size("context-parallel size")
+    ep: int = _size("expert-parallel size over DP * CP * TP, with --moe")
+    microbatches: int | tuple[int, ...] = _size(
+        "M, microbatches of the step on each data-parallel rank (default 3)", default=3
+    )
     """M, or one M per data-parallel rank; reported values assume one M."""
-    packing: str = "thd"
-    """``thd`` (packed), ``bshd`` (one sequence per batch entry) or ``local`` (sliced by the
-    framework).
-    """
-    moe: bool = False
-    """Experts, with router and z losses in addition to the main loss."""
-    mtp: bool = False
-    """A multi-token-prediction layer with a loss of its own."""
-    float32: bool = False
-    """Weights in float32 and Megatron's own cross entropy; float64 log-probabilities if not."""
-    bf16: bool = False
-    """Weights and activations in bfloat16, as a run has them; gradients accumulated and reduced in
-    float32, Megatron's own cross entropy."""
-    sequence_parallel: bool = False
-    distributed_optimizer: bool = False
-    optimizer_instances: int = 1
-    average_in_collective: bool = False
-    """In the average loss scaling; Megatron refuses it in the per-token loss scaling."""
-    overlap_grad_reduce: bool = False
-    recompute: bool = False
-    hooked: bool = False
-    """Through ``megatron_lossagg.schedule`` around a framework's loop, instead of a loop of our
-    own.
-    """
+    optimizer_instances: int = _size("distributed optimizer instances")
+    packing: str = field(
+        default="thd",
+        metadata={
+            "help": "packed sequences, one sequence per batch entry, or sequences that the "
+            "framework slices (default thd)",
+            "choices": ("thd", "bshd", "local"),
+        },
+    )
+    moe: bool = _switch("MoE", "experts, with router and z losses in addition to the main loss")
+    mtp: bool = _switch(
+        "MTP", "a multi-token-prediction layer with a loss of its own; with --float32"
+    )
+    float32: bool = _switch(
+        "float32", "weights in float32 and Megatron's own cross entropy; float64 if not"
+    )
+    bf16: bool = _switch(
+        "bf16", "weights in bfloat16, gradients in float32 and Megatron's own cross entropy"
+    )
+    sequence_parallel: bool = _switch("sequence parallel", "sequence parallelism, with --tp")
+    distributed_optimizer: bool = _switch(
+        "distributed optimizer", "shard the gradients as the distributed optimizer does"
+    )
+    average_in_collective: bool = _switch(
+        "average in collective", "average in the collective, in the average loss scaling"
+    )
+    overlap_grad_reduce: bool = _switch(
+        "overlap grad reduce", "overlap the reduction with the backward pass"
+    )
+    recompute: bool = _switch("recompute", "recompute all activations")
+    hooked: bool = _switch(
+        "hooked schedule",
+        "through the schedule hook, as frameworks use it, not in a loop of our own",
+    )
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "vpp", "cp", "ep", "optimizer_instances"):
@@ -198,19 +218,11 @@ class Parallelism:
         """Sizes above 1, then options."""
         names = ("dp", "tp", "pp", "vpp", "cp", "ep")
         sizes = [f"{n.upper()} {getattr(self, n)}" for n in names if getattr(self, n) > 1]
-        flags = {
-            "moe": "MoE",
-            "mtp": "MTP",
-            "float32": "float32",
-            "bf16": "bf16",
-            "sequence_parallel": "sequence parallel",
-            "distributed_optimizer": "distributed optimizer",
-            "average_in_collective": "average in collective",
-            "overlap_grad_reduce": "overlap grad reduce",
-            "recompute": "recompute",
-            "hooked": "hooked schedule",
-        }
-        options = [text for name, text in flags.items() if getattr(self, name)]
+        options = [
+            option.metadata["name"]
+            for option in fields(self)
+            if "name" in option.metadata and getattr(self, option.name)
+        ]
         if self.optimizer_instances > 1:
             options.append(f"{self.optimizer_instances} instances")
         if self.packing != "thd":

@@ -3,8 +3,8 @@
 A step is a list of sequences; a sequence is a dict with
 
     x           list of 0-dim float64 tensors, one per token
-    counted     list of 0/1, the counting mask
-    trained     list of 0/1, the training mask
+    counted     list of 0/1, the loss mask
+    trained     list of 0/1, the loss mask after rejection
     sample, prompt    ids
     microbatch  (data-parallel rank, index on that rank)
 """

@@ -1,6 +1,6 @@
 """The step of every verification: uneven sequences with each degenerate case, and their assignment.
 
-Nothing of the package is used here: the same sequences go through Megatron and through the oracle.
+Nothing of the package is used here: Megatron and the reference take the same sequences.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class TrainingSequence:
     coefficient: list[float]
     """A factor of each token's loss, as an advantage or an importance ratio."""
     counted: list[int]
-    """The counting mask."""
+    """The loss mask."""
     trained: list[int]
-    """The training mask: it selects fewer tokens than the counting mask, as rejection does."""
+    """The loss mask after rejection: it selects fewer tokens."""
     sample: int
     prompt: int
 

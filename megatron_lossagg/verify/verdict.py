@@ -1,4 +1,4 @@
-"""Train one step of every case in a layout, compare it with the oracle, and explain what fails.
+"""Train one step of every case in a layout, compare it with the reference, and explain what fails.
 
 Called on every rank. Shape suffixes: Y = tokens of all sequences and a padding sequence, padded; H
 = hypotheses.
@@ -37,14 +37,14 @@ class Verdict:
     k: int
     """The ``StepContract.factor`` of this step, which the package multiplied shares by."""
     gradient_error: float
-    """Largest over all parameters of norm(g - g_oracle) / norm(g_oracle)."""
+    """Largest over all parameters of norm(g - g_reference) / norm(g_reference)."""
     loss_error: float | None
     """Relative error of the reported loss, of training and of a forward-only call; None where
     ranks have different M, because reported values assume one M."""
     weight_sum_error: float | None
     """Relative error of ``lossagg/weight_sum`` and ``lossagg/weight_expected``; None as above."""
     measured_factor: float
-    """The gradient's multiple of the oracle's, by projection; 1 is right."""
+    """The gradient's multiple of the reference's, by projection; 1 is right."""
     tolerance: float
     causes: list[str] = field(default_factory=list)
     """Where it failed: names of the causes that explain all cases of this layout."""
@@ -175,7 +175,7 @@ _CLEARLY = 0.1
 
 
 def _distances(run: Run, wanted: Expected, slopes: Sequence[Tensor]) -> list[float]:
-    """Return each predicted gradient's relative distance from the oracle's, over all parameters."""
+    """Return the relative distance of each predicted gradient from the right one."""
     if not slopes:
         return []
     gradient_P = wanted.slope_Y @ run.reference.gradients_YP
@@ -199,4 +199,4 @@ def _measured_in_words(
         parts.append(factor_text("gradient", factor))
     if not verdict.loss_is_right:
         parts.append(factor_text("reported loss", loss_factor))
-    return "; ".join(parts or ["the reported weight sum is not the oracle's"])
+    return "; ".join(parts or ["the reported weight sum is not the reference's"])

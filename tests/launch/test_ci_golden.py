@@ -188,10 +188,10 @@ def test_a_report_that_did_not_pass_is_refused_as_a_golden_file(wrong_report, tm
     assert not golden.exists()
 
 
-def test_a_hosts_check_that_no_longer_runs_differs_with_its_reason(right_report, tmp_path):
+def test_a_frameworks_check_that_no_longer_runs_differs_with_its_reason(right_report, tmp_path):
     report = json.loads(right_report.read_text())
     check = {"check": "verl:token-mean", "state": "PASS", "explanation": ""}
-    report["host"] = {"name": "verl", "checks": [check]}
+    report["framework"] = {"name": "verl", "checks": [check]}
     before, golden = tmp_path / "before.json", tmp_path / "golden.json"
     before.write_text(json.dumps(report))
     assert golden_command("write", before, golden)[0] == 0

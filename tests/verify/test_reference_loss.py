@@ -1,4 +1,4 @@
-"""The oracle against numbers worked out by hand, so that it is not checked against itself."""
+"""The reference against numbers worked out by hand, so that it is not checked against itself."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ BY_HAND = {
     # rank 0: 5/2, 3/1 over M 3; rank 1: 8/2, 10/4 over M 2
     ("microbatch_token_mean", True): ((5 / 2 + 3) / 3 + (4 + 10 / 4) / 2) / 2,
 }
-EXPECTED_SUMS = {  # the same with every x = 1 and the counting mask
+EXPECTED_SUMS = {  # the same with every x = 1 and the loss mask
     "token_mean": 1,
     "sample_mean": 3 / 4,
     "prompt_mean": 2 / 3,
