@@ -8,7 +8,7 @@ import torch
 from aggregations import AGGREGATIONS, ANY_LAYOUT, for_the_oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_shares import pack, zigzag
+from test_partial_losses import pack, zigzag
 
 from megatron_lossagg import Layout, Sequences, StepTotals, plan_step
 from megatron_lossagg.options import Options
@@ -42,11 +42,7 @@ def expected_weights(mode, sequences):
     """
     x = [torch.zeros(len(r["counted"]), dtype=torch.float64, requires_grad=True) for r in sequences]
     live = [{**sequence, "x": list(v)} for sequence, v in zip(sequences, x, strict=True)]
-<<<<<<< HEAD
-    loss = reference_loss.step_loss(label.split(",")[0], live, **MODES[label])
-=======
     loss = reference_loss.step_loss(mode.mode, live, **for_the_oracle(mode))
->>>>>>> w-P
     grads = torch.autograd.grad(loss, x, allow_unused=True) if loss.requires_grad else [None] * 99
     return [
         0.0 if g is None or not g.numel() else g.max().item()
@@ -141,19 +137,11 @@ def test_shares_over_microbatches_and_ranks_add_up_to_the_oracles_loss(
         {**sequence, "x": list(v), "microbatch": k}
         for sequence, v, k in zip(sequences, x, keys, strict=True)
     ]
-<<<<<<< HEAD
-    mode, split = label.split(",")[0], {"microbatches": [m], **options}
-    expected = reference_loss.step_loss(mode, live, **split).item()
-    assert total == pytest.approx(expected, rel=1e-12, abs=1e-12)
-    assert weight_sum == pytest.approx(
-        reference_loss.weight_sum(mode, live, **split), rel=1e-5, abs=1e-12
-=======
     options = for_the_oracle(mode) | {"microbatches": [m]}
     expected = reference_loss.step_loss(mode.mode, live, **options).item()
     assert total == pytest.approx(expected, rel=1e-12, abs=1e-12)
     assert weight_sum == pytest.approx(
         reference_loss.weight_sum(mode.mode, live, **options), rel=1e-5, abs=1e-12
->>>>>>> w-P
     )
 
 
