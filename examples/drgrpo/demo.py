@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import plots
+import replay_layouts as replays
 
 HERE = Path(__file__).resolve().parent
 PROCESSES = 2
@@ -41,8 +42,13 @@ def torchrun(num_processes: int) -> list[str]:
     return [*command, "--local-addr=127.0.0.1", f"--nproc-per-node={num_processes}"]
 
 
+def stage(number: int, what: str) -> None:
+    """Begin a stage."""
+    print(f"\n== {number} of 3, {what}", flush=True)
+
+
 def run_shown(command: list[str]) -> None:
-    """Run a command with this terminal; end with its exit status where it fails."""
+    """Run a command with this terminal; end with its exit status if it fails."""
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
     if done.returncode:
         sys.exit(done.returncode)
@@ -72,25 +78,30 @@ def main() -> None:
     shutil.rmtree(output, ignore_errors=True)
     start = time.perf_counter()
 
-    print("== Warm-up, then Dr.GRPO with sampled rollouts, DP 2", flush=True)
+    stage(1, "train: warm-up, then Dr.GRPO with sampled rollouts, DP 2")
     train_online(output / "online")
     metrics = output / "online" / "metrics.jsonl"
     plots.plot_training([metrics], output / "training.png")
 
-    print("== Recorded rollouts at DP 2, CP 2, PP 2 with 1, 2, 4 microbatches", flush=True)
-    replay_layouts(output / "replay")
-
-    print("== Which responses the gradient comes from", flush=True)
-    share_gradient(output / "share")
-
     before, after_warmup, after_rl = accuracies(metrics)
-    print("== Greedy accuracy on 200 held-out problems")
-    print(f"before the warm-up      {before:6.1%}")
-    print(f"after the warm-up       {after_warmup:6.1%}   {seconds(metrics, 'warmup'):5.0f} s")
-    print(f"after Dr.GRPO           {after_rl:6.1%}   {seconds(metrics, 'rl'):5.0f} s")
-    print(f"all in {time.perf_counter() - start:.0f} s; pictures:")
+    print(
+        f"Shows: it learns. Greedy accuracy on 200 held-out problems: {before:.1%} at the start, "
+        f"{after_warmup:.1%} after the warm-up ({seconds(metrics, 'warmup'):.0f} s), "
+        f"{after_rl:.1%} after Dr.GRPO ({seconds(metrics, 'rl'):.0f} s)"
+    )
+
+    stage(2, "replay: recorded rollouts at DP 2, CP 2, PP 2 with 1, 2, 4 microbatches")
+    replay_layouts(output / "replay")
+    print("Shows: the loss and the gradient do not depend on the layout; stock's rule does")
+
+    stage(3, "attribute: which responses the gradient comes from")
+    share_gradient(output / "share")
+    print("Shows: a mode decides whether long or short responses have the gradient")
+
+    print(f"\nAll in {time.perf_counter() - start:.0f} s; pictures:")
     for picture in ("training.png", "replay/layouts.png", "share/gradient_share.png"):
         print(f"  {output / picture}")
+    print(replays.verdict(replays.read_all(output / "replay")))
 
 
 if __name__ == "__main__":

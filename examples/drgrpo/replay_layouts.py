@@ -66,7 +66,6 @@ def replay_all(
     shutil.rmtree(output, ignore_errors=True)
     flags = ["--mode", "replay", "--rollouts", str(rollouts), "--steps", str(num_steps)]
     flags += ["--start-from", str(weights)] if weights is not None else []
-    curves = []
     for layout, layout_flags in LAYOUTS.items():
         folder = output / layout.replace(" ", "").lower()
         worker = [str(Path(__file__).resolve()), "--worker", "--output", str(folder)]
@@ -75,10 +74,7 @@ def replay_all(
         )
         if done.returncode:
             raise RuntimeError(f"the replay at {layout} failed:\n{done.stdout}{done.stderr}")
-        for mode, _ in _modes():
-            for m in MICROBATCHES:
-                curves.append(_read_curve(folder, mode, layout, m))
-    return curves
+    return read_all(output)
 
 
 def largest_difference(curves: Sequence[Curve], name: str) -> float:
@@ -105,6 +101,32 @@ def check(curves: Sequence[Curve]) -> None:
                     f"{mode}: {name} differs by {difference:.1e} between layouts, expected above "
                     f"{SMALLEST_DIFFERENCE:g}: record rollouts that distinguish the layouts"
                 )
+
+
+def verdict(curves: Sequence[Curve]) -> str:
+    """Write in one line what the replays show."""
+    worst = {
+        mode: max(
+            largest_difference([curve for curve in curves if curve.mode == mode], name)
+            for name in NAMES
+        )
+        for mode, _ in _modes()
+    }
+    number = len(LAYOUTS) * len(MICROBATCHES)
+    return (
+        f"{number} layouts, one loss: constant differs by {worst['constant']:.1e} at most; stock's "
+        f"rule, a token mean per microbatch, is {worst[LAYOUT_DEPENDENT]:.1%} apart on this data"
+    )
+
+
+def read_all(output: Path) -> list[Curve]:
+    """Read the curves that the replays wrote."""
+    return [
+        _read_curve(output / layout.replace(" ", "").lower(), mode, layout, m)
+        for layout in LAYOUTS
+        for mode, _ in _modes()
+        for m in MICROBATCHES
+    ]
 
 
 def table(curves: Sequence[Curve]) -> Iterator[str]:

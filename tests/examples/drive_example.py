@@ -1,6 +1,7 @@
 """Run examples/drgrpo/train.py with one fault that no flag can cause; a launched worker.
 
-``python drive_example.py FAULT -- FLAGS``; ``flags_are_read -- FILE`` runs no step.
+``python drive_example.py FAULT -- FLAGS``; ``flags_are_read -- FILE`` runs no step;
+``runs_are_refused -- FILE`` runs one list of flags after the other.
 """
 
 import json
@@ -74,6 +75,21 @@ def flags_are_read():
         except train.LossAggregationError as error:
             refused[name] = str(error)
     print(json.dumps(refused))
+    sys.exit()
+
+
+def runs_are_refused():
+    """Run the example for each list of flags in a file, and print what this rank raised."""
+    _, file = sys.argv
+    runs = json.loads(Path(file).read_text())
+    first = train.parse_args(next(iter(runs.values())))
+    train.start_processes(train.processes_of(first), first.seed)
+    for name, flags in runs.items():
+        try:
+            train.train(train.parse_args(flags))
+        except Exception as error:
+            print("REFUSED", json.dumps([name, f"{type(error).__name__}: {error}"]), flush=True)
+    train.stop_processes()
     sys.exit()
 
 

@@ -125,12 +125,40 @@ def test_refused_flags_end_the_launch_on_every_rank(recorded, tmp_path):
     check_refused(done, time.monotonic() - start, tmp_path / "run", words)
 
 
+@pytest.fixture(scope="module")
+def refused_runs(recorded, tmp_path_factory):
+    """Run ``PATHS`` and ``SPOILED`` one after the other; what each rank raised, and the folders."""
+    folder = tmp_path_factory.mktemp("refused")
+    runs = {
+        name: [*replay(recorded / "rollouts.jsonl", folder / name), *flags]
+        for name, (flags, _) in PATHS.items()
+    }
+    lines = (recorded / "rollouts.jsonl").read_text().splitlines()
+    for spoil in SPOILED:
+        bad = folder / f"{spoil.__name__}.jsonl"
+        bad.write_text("\n".join(spoil(lines)[0]) + "\n")
+        runs[spoil.__name__] = replay(bad, folder / spoil.__name__)
+    file = folder / "runs.json"
+    file.write_text(json.dumps({name: list(map(str, flags)) for name, flags in runs.items()}))
+    done = run_example(["runs_are_refused", "--", file], script=DRIVE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    raised = [json.loads(line) for line in re.findall(r"^REFUSED (.*)$", done.stdout, re.M)]
+    return folder, {name: [words for n, words in raised if n == name] for name in runs}
+
+
+def check_every_rank_refused(refused_runs, name, words):
+    """Assert that both ranks raised with the words, and that nothing was trained."""
+    folder, raised = refused_runs
+    assert len(raised[name]) == 2
+    for message in raised[name]:
+        for word in words:
+            assert word in message
+    assert not steps_written(folder / name / "run")
+
+
 @pytest.mark.parametrize("name", PATHS)
-def test_a_path_to_no_reducer_ends_the_run(recorded, tmp_path, name):
-    flags, words = PATHS[name]
-    start = time.monotonic()
-    done = run_example([*replay(recorded / "rollouts.jsonl", tmp_path), *flags])
-    check_refused(done, time.monotonic() - start, tmp_path / "run", words)
+def test_a_path_to_no_reducer_ends_the_run(refused_runs, name):
+    check_every_rank_refused(refused_runs, name, PATHS[name][1])
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -177,17 +205,14 @@ def mask_too_short(lines):
     return [lines[0], json.dumps(record), *lines[2:]], 2, "give one per token"
 
 
-@pytest.mark.parametrize(
-    "spoil", [truncated, field_missing, mask_of_a_half, mask_of_minus_one, mask_too_short]
-)
-def test_a_malformed_line_of_the_rollouts_is_named(recorded, tmp_path, spoil):
-    lines, number, words = spoil((recorded / "rollouts.jsonl").read_text().splitlines())
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text("\n".join(lines) + "\n")
-    start = time.monotonic()
-    done = run_example(replay(bad, tmp_path))
-    where = f"{bad}, line {number}:"
-    check_refused(done, time.monotonic() - start, tmp_path / "run", [where, words, "--record"])
+SPOILED = [truncated, field_missing, mask_of_a_half, mask_of_minus_one, mask_too_short]
+
+
+@pytest.mark.parametrize("spoil", SPOILED)
+def test_a_malformed_line_of_the_rollouts_is_named(refused_runs, recorded, spoil):
+    _, number, words = spoil((recorded / "rollouts.jsonl").read_text().splitlines())
+    where = f"{spoil.__name__}.jsonl, line {number}:"
+    check_every_rank_refused(refused_runs, spoil.__name__, [where, words, "--record"])
 
 
 def test_a_checkpoint_of_another_layout_is_refused(recorded):
