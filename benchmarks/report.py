@@ -19,7 +19,7 @@ Results = dict[str, Any]
 BEGIN = "<!-- benchmarks: begin; written by `python benchmarks/run.py --doc`, not by hand -->"
 END = "<!-- benchmarks: end -->"
 
-CALL_OPERATIONS = (6, 2)
+CALL_OPERATIONS = (5, 2)
 CALL_BYTES = (33.0, 8.0)
 SLACK_BYTES = 0.1
 """For the few bytes of 0-dim tensors, shared by the tokens of a small microbatch."""

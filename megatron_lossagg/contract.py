@@ -421,7 +421,7 @@ class StepContract:
         report: Mapping[str, Tensor] | None = None,
         means: Mapping[str, tuple[Tensor, Tensor | float]] | None = None,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        self._ledger.add(reducer.microbatch.own_sequences)
+        self._ledger.add(reducer.microbatch.segments.own_sequences)
         loss = _widened(share) * self.factor
         num_tokens = torch.full(
             (),

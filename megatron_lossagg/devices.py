@@ -9,12 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["from_numpy", "moved", "on_host"]
-
-
-def on_host(tensor: Tensor) -> bool:
-    """Whether reading a value of the tensor costs no host sync."""
-    return tensor.device.type == "cpu"
+__all__ = ["from_numpy", "moved"]
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:

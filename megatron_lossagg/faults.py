@@ -1,7 +1,7 @@
-"""What devices found in the masks, losses and gradients of one step; read once, when it closes.
+"""What a step's checks found in its masks, losses and gradients.
 
-Reading a value of a CUDA tensor stalls the host until the device has caught up. So a check
-on a device leaves its result there, and all results of a step are read in one go. A
+Reading a value of a CUDA tensor stalls the CPU until the device has caught up. So the results of
+checks on a device stay there, and one read at the end of the step brings them all. A
 :class:`Faults` belongs to the plan of its step and is shared by ``StepPlan.under``.
 """
 
@@ -14,10 +14,12 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from megatron_lossagg.errors import ReducerError
+
 __all__ = ["Describe", "Faults", "warn_once"]
 
 Describe = Callable[[list[float]], str]
-"""From the recorded values to a message; empty if they are not a fault."""
+"""From a check's values to a message; empty if they are not a fault."""
 
 _warned: set[str] = set()
 
@@ -34,6 +36,24 @@ class Faults:
 
     def __init__(self) -> None:
         self._recorded: list[tuple[list[Tensor], Describe]] = []
+
+    def check(
+        self,
+        device: torch.device,
+        values: Callable[[], list[Tensor]],
+        describe: Describe,
+        *,
+        seems_right: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Check now on the CPU, where reading is free; record on another device.
+
+        ``values`` computes the 0-dim results. On the CPU it is not called if ``seems_right``, a
+        cheaper test, says so. Raises :class:`ReducerError`.
+        """
+        if device.type != "cpu":
+            self.record(values(), describe)
+        elif not seems_right() and (fault := describe([value.item() for value in values()])):
+            raise ReducerError(fault)
 
     def record(self, values: list[Tensor], describe: Describe) -> None:
         """Keep 0-dim tensors and what their values mean. No operation, no host sync."""

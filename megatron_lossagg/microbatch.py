@@ -1,8 +1,7 @@
 """The sequences and the loss mask of one microbatch: checked, and sliced for this rank.
 
-Everything that the reducers of a microbatch share, under any aggregation. A mask on the
-CPU is checked here, in numpy; the checks of a mask on a device are left on the device, for
-the step to read when it closes.
+Everything that the reducers of a microbatch share, under any aggregation. The code is the same
+for a mask on any device; :meth:`Faults.check` decides when its checks are read.
 
 Shape suffixes: P = positions of the whole mask; T = tokens that this rank holds;
 G = segments of the microbatch (G1, G2: and one or two more); R = runs of consecutive
@@ -21,14 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.devices import from_numpy, moved, on_host
+from megatron_lossagg.devices import from_numpy, moved
 from megatron_lossagg.errors import ReducerError
 from megatron_lossagg.faults import Faults, warn_once
 from megatron_lossagg.integers import Ints, IntsLike, checked_integers, first_few
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.state import StepState
 
-__all__ = ["PADDING", "Microbatch", "Place"]
+__all__ = ["PADDING", "Microbatch", "Segments"]
 
 PADDING = -1
 """The entry of ``sequences`` that represents a padding sequence or padding segment."""
@@ -37,23 +36,24 @@ _MASK_DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
 )
-_COEFFICIENT = (
-    "a mask is 0 or 1; multiply a coefficient (importance ratio, token weight) into the per-token "
-    "losses"
-)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Place:
-    """How messages name a microbatch, its sequences and its tokens; host integers alone."""
+class Segments:
+    """The segments of one microbatch, and how messages name them; integers on the CPU only."""
 
     sequences: Ints
+    """int64 ``[G]``: the sequence of each segment, -1 for a padding sequence."""
+    counted: Ints
+    """int64 ``[G]``: the plan's count of each segment's sequence, 0 for a padding sequence."""
     layout: Layout
     microbatch_of_sequence: Ints | None
+    rejects_tokens: bool
+    """Whether a sequence may train fewer tokens than were counted."""
 
     def __str__(self) -> str:
         """Name the microbatch: ``microbatch 2 with sequences 5, 6``."""
-        real = self.sequences[self.sequences != PADDING]
+        real = self.own_sequences
         if not len(real):
             return "a microbatch without sequences"
         number = "a microbatch"
@@ -62,39 +62,107 @@ class Place:
         return f"{number} with sequences {first_few(real)}"
 
     @property
+    def own_sequences(self) -> Ints:
+        """The sequences of the segments that are not padding."""
+        own: Ints = self.sequences[self.sequences != PADDING]
+        return own
+
+    @property
+    def is_sliced_by_framework(self) -> bool:
+        """Whether the mask has only this rank's part of each sequence."""
+        return self.layout.is_local and self.layout.cp_size > 1
+
+    @property
     def rank(self) -> str:
         """Name this rank."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         return f"rank {rank} (context-parallel rank {self.layout.cp_rank})"
+
+    @property
+    def mask(self) -> str:
+        """Name this microbatch's mask on this rank."""
+        return f"{self.rank}: the mask of {self}"
 
     def token(self, index: int) -> tuple[str, str]:
         """Name the sequence, and the token in it, that this rank's token ``index`` is."""
         segment, token = self.layout.place(index)
         sequence = self.sequences[segment]
         whose = "a padding sequence" if sequence == PADDING else f"sequence {sequence}"
-        is_part = self.layout.is_local and self.layout.cp_size > 1
-        part = " of this rank's part" if is_part else ""
+        part = " of this rank's part" if self.is_sliced_by_framework else ""
         return f"{whose} (segment {segment} of {self})", f"{token}{part}"
+
+    def describe_value(self, values: list[float]) -> str:
+        """Describe a mask's value that is not 0 or 1; see :func:`_check_mask`."""
+        is_wrong, index, value = values
+        if not is_wrong:
+            return ""
+        position = self.layout.positions[int(index)]
+        return (
+            f"{self.mask} holds {value:g} at position {position}: a mask is 0 or 1; multiply a "
+            "coefficient (importance ratio, token weight) into the per-token losses"
+        )
+
+    def describe_counts(self, values: list[float]) -> str:
+        """Describe a segment that trains other tokens than were counted; see _check_mask."""
+        least, least_segment, most, most_segment = map(int, values)
+        if least < 0 and least_segment == len(self.sequences):
+            return (
+                f"{self.mask} is 1 at {-least} positions past the last segment's end "
+                f"{self.layout.num_tokens}: end cu_seqlens after them, or clear the mask there"
+            )
+        if least < 0:
+            return f"{self.mask}: {self._miscounted(least, least_segment)}"
+        if most > 0 and not self.rejects_tokens and not self.is_sliced_by_framework:
+            return f"{self.mask}: {self._miscounted(most, most_segment)}"
+        return ""
+
+    def _miscounted(self, missing: int, segment: int) -> str:
+        """Describe a segment that trains ``missing`` tokens fewer than were counted."""
+        sequence, counted = self.sequences[segment], self.counted[segment]
+        if sequence == PADDING:
+            return (
+                f"segment {segment} is named as padding (-1) and its mask is 1 at {-missing} "
+                "positions: give its sequence, or clear the mask there"
+            )
+        remedy = "check mask, sequences and Sequences.active_tokens"
+        if missing > 0:
+            remedy += (
+                "; if tokens are rejected on purpose, declare it with "
+                "--loss-aggregation-rejects-tokens (Options(rejects_tokens=True))"
+            )
+        return (
+            f"segment {segment} trains {counted - missing} tokens, the plan counted {counted} for "
+            f"its sequence {sequence}: {remedy}"
+        )
+
+    @staticmethod
+    def describe_shift(values: list[float]) -> str:
+        """Warn if a segment's last position, which predicts a token outside of it, is trained."""
+        if any(values):
+            warn_once(
+                "shift",
+                "the mask is 1 at the last position of a segment, whose logit predicts a token "
+                "that the segment does not hold: mask[i] belongs to logit i, the prediction of "
+                "token i + 1; shift it before packing. Ignore this if each label is one token "
+                "longer than its sequence, as in pretraining data",
+            )
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Microbatch:
-    """One microbatch: which sequences, which tokens of them this rank holds, and which it
-    trains.
-    """
+    """One microbatch: its segments, and which of their tokens this rank trains."""
 
-    place: Place
+    segments: Segments
     keep: Tensor
-    """bool ``[T]``, on the mask's device: the training mask of the tokens this rank holds."""
+    """bool ``[T]``, on the mask's device: the loss mask of the tokens this rank holds."""
     num_past_end: int
     """Mask positions past the last segment: as many losses may follow this rank's."""
-    active_tokens: Ints
-    """n_s of the step's sequences, int64 ``[S]``."""
     state: StepState
     """The step's: where checks on a device leave their results."""
     trained: Tensor | None
-    """Tokens that this rank trains of each sequence of :attr:`own_sequences`, if the framework
-    slices.
+    """Tokens that this rank trains of each of ``segments.own_sequences``, if the framework
+    slices the mask.
     """
     identity: object = field(default_factory=object, init=False, repr=False)
     """Stands for this microbatch where its tensors must not be kept."""
@@ -122,50 +190,25 @@ class Microbatch:
         if microbatch_of_sequence is not None:
             _check_one_microbatch(sequences_G, microbatch_of_sequence)
         mask_P = _checked_shape(mask, layout)
-        place = Place(
-            sequences=sequences_G, layout=layout, microbatch_of_sequence=microbatch_of_sequence
-        )
-        checks = _Checks(
-            place=place,
-            counted_G=_of_sequences(active_tokens, sequences_G),
+        segments = Segments(
+            sequences=sequences_G,
+            counted=_of_sequences(active_tokens, sequences_G),
+            layout=layout,
+            microbatch_of_sequence=microbatch_of_sequence,
             rejects_tokens=state.rejects_tokens,
         )
-        check = checks.on_host if on_host(mask_P) else checks.on_device
-        keep_T, trained_G = check(mask_P, state.faults)
+        keep_T, trained_G = _check_mask(mask_P, segments, state.faults)
         trained = None
-        if layout.is_local and layout.cp_size > 1:
-            trained = trained_G[
-                from_numpy(np.flatnonzero(sequences_G != PADDING), trained_G.device)
-            ]
+        if segments.is_sliced_by_framework:
+            own = np.flatnonzero(sequences_G != PADDING)
+            trained = trained_G[from_numpy(own, trained_G.device)]
         return Microbatch(
-            place=place,
+            segments=segments,
             keep=keep_T,
             num_past_end=len(mask_P) - layout.num_tokens,
-            active_tokens=active_tokens,
             state=state,
             trained=trained,
         )
-
-    @property
-    def own_sequences(self) -> Ints:
-        """The sequences of the segments that are not padding."""
-        own: Ints = self.sequences[self.sequences != PADDING]
-        return own
-
-    @property
-    def faults(self) -> Faults:
-        """Where checks on a device leave their results."""
-        return self.state.faults
-
-    @property
-    def sequences(self) -> Ints:
-        """int64 ``[G]``: the sequence of each segment, -1 for a padding sequence."""
-        return self.place.sequences
-
-    @property
-    def layout(self) -> Layout:
-        """Which tokens this rank holds."""
-        return self.place.layout
 
     def keep_on(self, device: torch.device) -> Tensor:
         """Return ``keep`` on a device; copied there once."""
@@ -193,225 +236,72 @@ class Microbatch:
     def _packed(
         self, weight_S: npt.NDArray[np.float64], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        weight_G = _of_sequences(weight_S, self.sequences)
+        keep_T, layout = self.keep_on(device), self.segments.layout
+        weight_G = _of_sequences(weight_S, self.segments.sequences)
         values = weight_G[weight_G > 0]
         weight_G = weight_G.astype(str(dtype).removeprefix("torch."))
-        if len(values) and PADDING not in self.sequences and (values == values[0]).all():
+        if len(values) and PADDING not in self.segments.sequences and (values == values[0]).all():
             # Sequences of weight 0 train nothing, so one weight serves for all that is kept.
-            weight = weight_G.max()
-            if on_host(self.keep):
-                return from_numpy(np.multiply(self.keep.numpy(), weight), device)
-            return torch.mul(self.keep_on(device), torch.tensor(weight, dtype=dtype))
-        weight_T = np.repeat(weight_G[self.layout.segment_R], self.layout.length_R)
-        if on_host(self.keep):
-            np.multiply(weight_T, self.keep.numpy(), out=weight_T)
-            return from_numpy(weight_T, device)
-        return from_numpy(weight_T, device).mul_(self.keep_on(device))
-
-    @property
-    def counted_tokens(self) -> int:
-        """Active tokens of this microbatch by the plan's count, complete over CP."""
-        return int(_of_sequences(self.active_tokens, self.sequences).sum())
+            return torch.mul(keep_T, torch.tensor(weight_G.max(), dtype=dtype))
+        weight_T = np.repeat(weight_G[layout.segment_R], layout.length_R)
+        return from_numpy(weight_T, device).mul_(keep_T)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Checks:
-    """The checks of one mask: 0 or 1, nothing past the end, each sequence's tokens as counted.
+def _check_mask(mask_P: Tensor, segments: Segments, faults: Faults) -> tuple[Tensor, Tensor]:
+    """Slice a mask and check it: 0 or 1, nothing past the end, each sequence's tokens as counted.
 
-    Each rank checks that the tokens it holds are 0 or 1; together the context-parallel ranks
-    hold them all. Tokens per sequence are summed over the whole mask. Both methods return the mask
-    that this rank keeps, bool ``[T]``, and the tokens it trains of each segment, ``[G]``.
+    Returns the mask that this rank keeps, bool ``[T]``, and the tokens that the whole mask trains
+    of each segment, ``[G]``. Each rank checks that the tokens it holds are 0 or 1; the
+    context-parallel ranks together hold them all.
     """
-
-    place: Place
-    counted_G: Ints
-    """The plan's count of each segment's sequence, 0 for a padding sequence."""
-    rejects_tokens: bool
-    """Whether a sequence may train fewer tokens than were counted."""
-
-    @property
-    def layout(self) -> Layout:
-        """Which tokens this rank holds."""
-        return self.place.layout
-
-    @property
-    def sequences_G(self) -> Ints:
-        """The sequence of each segment."""
-        return self.place.sequences
-
-    def on_host(self, mask_P: Tensor, faults: Faults) -> tuple[Tensor, Tensor]:
-        """Check in numpy and slice; raises :class:`ReducerError`."""
-        if mask_P.dtype in (torch.float16, torch.bfloat16):  # too narrow for a count
-            mask_P = mask_P.float()
-        value_P: npt.NDArray[Any] = mask_P.numpy()
-        end = self.layout.num_tokens
-        if self.layout.is_in_order:
-            value_T = value_P[: self.layout.num_local_tokens]
-        else:
-            value_T = np.take(value_P, self.layout.positions.numpy())
-        if value_T.dtype == np.bool_:
-            keep_T = np.copy(value_T)
-        else:
-            keep_T = np.not_equal(value_T, 0)
-            if not _is_0_or_1(value_T, keep_T):
-                self._raise_not_a_mask(value_T)
-        if np.any(value_P[end:]):
-            position = end + int(np.flatnonzero(value_P[end:])[0])
-            raise ReducerError(f"the mask is 1 at position {position}, {self._past_end()}")
-        with np.errstate(invalid="ignore"):  # NaN at a token that another rank holds and checks
-            trained_G = self._tokens_by_segment(value_P).astype(np.int64)
-        missing_G = self.counted_G - trained_G
-        if len(missing_G):
-            self._raise_if(self._miscounted(int(missing_G.min()), int(missing_G.argmin())))
-            self._raise_if(self._miscounted(int(missing_G.max()), int(missing_G.argmax())))
-            if self._shows_a_shift and np.any(
-                value_P[np.maximum(self.layout.offset_S1[1:] - 1, 0)]
-            ):
-                _warn_of_shift()
-        return torch.from_numpy(keep_T), torch.from_numpy(trained_G)
-
-    def on_device(self, mask_P: Tensor, faults: Faults) -> tuple[Tensor, Tensor]:
-        """Slice, and leave the results of the same checks on the device. No host sync."""
-        device = mask_P.device
-        if self.layout.is_in_order:
-            value_T = mask_P[: self.layout.num_local_tokens]
-        else:
-            index_T = self.layout.positions.numpy()
-            if len(mask_P) <= np.iinfo(np.int32).max:  # half the bytes to copy and to read
-                index_T = index_T.astype(np.int32)
-            value_T = torch.index_select(mask_P, 0, from_numpy(index_T, device))
-        is_bool = value_T.dtype == torch.bool
-        keep_T = value_T.clone() if is_bool else value_T == 1
-        if not len(mask_P):
-            if len(self.counted_G):
-                most = int(self.counted_G.argmax())
-                self._raise_if(self._miscounted(int(self.counted_G[most]), most))
-            return keep_T, torch.zeros(len(self.sequences_G), dtype=torch.int64, device=device)
-        # Segment G is what follows the last one, and may train nothing.
-        end_G2 = np.append(self.layout.offset_S1, len(mask_P))
-        last_G2, is_past_0_G2, counted_G2 = from_numpy(
-            np.stack(
-                [
-                    np.maximum(end_G2 - 1, 0),  # the index of the sum up to an end
-                    end_G2 > 0,
-                    np.append(self.counted_G, [0, 0]),
-                ]
-            ),
+    layout, device = segments.layout, mask_P.device
+    if layout.is_in_order:
+        value_T = mask_P[: layout.num_local_tokens]
+    else:
+        index_T = layout.positions.numpy()
+        if len(mask_P) <= np.iinfo(np.int32).max:  # half the bytes to copy and to read
+            index_T = index_T.astype(np.int32)
+        value_T = torch.index_select(mask_P, 0, from_numpy(index_T, device))
+    keep_T = value_T == 1
+    if not len(mask_P):
+        if segments.counted.any():
+            most = int(segments.counted.argmax())
+            fault = segments.describe_counts([0, 0, segments.counted[most], most])
+            if fault:
+                raise ReducerError(fault)
+        return keep_T, torch.zeros(layout.num_segments, dtype=torch.int64, device=device)
+    if mask_P.dtype != torch.bool and len(value_T):
+        faults.check(
             device,
+            lambda: _first_wrong(value_T, keep_T),
+            segments.describe_value,
+            seems_right=lambda: bool(value_T.count_nonzero() == keep_T.count_nonzero()),
         )
-        selected_P = keep_T if len(keep_T) == len(mask_P) else mask_P
-        sum_P = torch.cumsum(selected_P, dim=0, dtype=torch.int32)
-        sum_G2 = sum_P[last_G2] * is_past_0_G2
-        trained_G1 = sum_G2[1:] - sum_G2[:-1]
-        missing_G1 = counted_G2[:-1] - trained_G1
-        wrong = torch.zeros_like(missing_G1[0])
-        if not is_bool:
-            wrong = torch.count_nonzero(value_T) - torch.count_nonzero(keep_T)
-        found = [wrong, *missing_G1.min(dim=0), *missing_G1.max(dim=0)]
-        if self._shows_a_shift:
-            found.append(selected_P[last_G2[1:-1]].any())
-        faults.record(found, self._describe)
-        return keep_T, trained_G1[:-1]
-
-    @property
-    def _holds_whole_sequences(self) -> bool:
-        """Whether the mask has whole sequences; a local one has this rank's part of each."""
-        return self.layout.cp_size == 1 or not self.layout.is_local
-
-    @property
-    def _shows_a_shift(self) -> bool:
-        """Whether a segment's last position predicts a token that is not in it."""
-        return self.layout.name in ("thd_zigzag", "bshd_zigzag") and len(self.sequences_G) > 0
-
-    def _describe(self, values: list[float]) -> str:
-        wrong, least, least_segment, most, most_segment, *at_last = map(int, values)
-        where = f"{self.place.rank}: the mask of {self.place}"
-        if wrong:
-            return f"{where} has {wrong} values other than 0 and 1: {_COEFFICIENT}"
-        if least < 0 and least_segment == len(self.sequences_G):
-            return f"{where} is 1 at {-least} positions {self._past_end()}"
-        for missing, segment in ((least, least_segment), (most, most_segment)):
-            if fault := self._miscounted(missing, segment):
-                return f"{where}: {fault}"
-        if any(at_last):
-            _warn_of_shift()
-        return ""
-
-    def _miscounted(self, missing: int, segment: int) -> str:
-        """Describe a segment that trains ``missing`` tokens fewer than were counted, if wrong."""
-        is_fault = missing < 0 or (
-            missing > 0 and self._holds_whole_sequences and not self.rejects_tokens
-        )
-        if not is_fault:
-            return ""
-        sequence, counted = self.sequences_G[segment], self.counted_G[segment]
-        if sequence == PADDING:
-            return (
-                f"segment {segment} is named as padding (-1) and its mask is 1 at {-missing} "
-                "positions: give its sequence, or clear the mask there"
-            )
-        return (
-            f"segment {segment} trains {counted - missing} tokens, the plan counted {counted} for "
-            f"its sequence {sequence}: "
-            + (
-                "a loss mask never selects more tokens than were counted; check sequences and "
-                "Sequences.active_tokens"
-                if missing < 0
-                else "check mask, sequences and Sequences.active_tokens; if tokens are rejected on "
-                "purpose, declare it with --loss-aggregation-rejects-tokens "
-                "(Options(rejects_tokens=True))"
-            )
-        )
-
-    def _past_end(self) -> str:
-        return (
-            f"past the last segment's end {self.layout.num_tokens}: such a token belongs to no "
-            "sequence; end cu_seqlens after it, or clear the mask there"
-        )
-
-    def _tokens_by_segment(self, value_P: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Sum the mask by segment in a type that holds the sums."""
-        start_G, length_G = self.layout.offset_S1[:-1], np.diff(self.layout.offset_S1)
-        trained_G = np.zeros(len(length_G))
-        filled = length_G > 0  # reduceat gives an empty segment its neighbour's value
-        if value_P.dtype == np.bool_:
-            value_P = value_P.view(np.uint8)
-        is_float = value_P.dtype.kind == "f"
-        trained_G[filled] = np.add.reduceat(
-            value_P[: self.layout.num_tokens],
-            start_G[filled],
-            dtype=value_P.dtype if is_float else np.result_type(value_P.dtype, np.int32),
-        )
-        return trained_G
-
-    def _raise_not_a_mask(self, value_T: npt.NDArray[Any]) -> None:
-        index = int(np.flatnonzero((value_T != 0) & (value_T != 1))[0])
-        position = int(self.layout.positions[index])
-        raise ReducerError(
-            f"the mask holds {value_T[index]} at position {position}: {_COEFFICIENT}"
-        )
-
-    @staticmethod
-    def _raise_if(fault: str) -> None:
-        if fault:
-            raise ReducerError(fault)
-
-
-def _warn_of_shift() -> None:
-    warn_once(
-        "shift",
-        "the mask is 1 at the last position of a segment, whose logit predicts a token that the "
-        "segment does not hold: mask[i] belongs to logit i, the prediction of token i + 1; shift "
-        "it before packing. Ignore this if each label is one token longer than its sequence, as in "
-        "pretraining data",
+    # Segment G is what follows the last one, and may train nothing.
+    end_G2 = np.append(layout.offset_S1, len(mask_P))
+    last_G2 = np.maximum(end_G2 - 1, 0)  # the index of the sum up to an end
+    integers = np.stack([last_G2, end_G2 > 0, np.append(segments.counted, [0, 0])])
+    last_G2, is_past_0_G2, counted_G2 = from_numpy(integers, device)
+    selected_P = keep_T if len(keep_T) == len(mask_P) else mask_P
+    sum_P = torch.cumsum(selected_P, dim=0, dtype=torch.int32)
+    sum_G2 = sum_P[last_G2] * is_past_0_G2
+    trained_G1 = sum_G2[1:] - sum_G2[:-1]
+    missing_G1 = counted_G2[:-1] - trained_G1
+    faults.check(
+        device,
+        lambda: [*missing_G1.min(dim=0), *missing_G1.max(dim=0)],
+        segments.describe_counts,
+        seems_right=lambda: not missing_G1.any(),
     )
+    if layout.name in ("thd_zigzag", "bshd_zigzag") and layout.num_segments:
+        faults.check(device, lambda: [selected_P[last_G2[1:-1]].any()], segments.describe_shift)
+    return keep_T, trained_G1[:-1]
 
 
-def _is_0_or_1(value_T: npt.NDArray[Any], keep_T: npt.NDArray[np.bool_]) -> bool:
-    """Whether the values, of which ``keep_T`` are not 0, are 1 there."""
-    if value_T.dtype.kind in "iu":  # no value may have a bit that 1 does not have
-        return int(np.bitwise_or.reduce(value_T, initial=0)) in (0, 1)
-    return np.array_equal(keep_T, np.equal(value_T, 1))
+def _first_wrong(value_T: Tensor, keep_T: Tensor) -> list[Tensor]:
+    """Say whether a mask has a value other than 0 and 1, the index of the first, and its value."""
+    is_wrong, index = (value_T != keep_T).max(dim=0)
+    return [is_wrong, index, value_T.index_select(0, index.view(1)).view(())]
 
 
 def _of_sequences(values_S: npt.NDArray[Any], sequences_G: Ints) -> npt.NDArray[Any]:

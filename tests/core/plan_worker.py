@@ -13,6 +13,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
+from aggregations import AGGREGATIONS, for_the_oracle
 from step_data import assign, make_sequences
 
 from megatron_lossagg import Aggregation, Layout, Sequences, StepBuffer, StepTotals, plan_step
@@ -20,17 +21,6 @@ from megatron_lossagg.errors import PlanError, ReducerError
 from megatron_lossagg.options import Options
 from megatron_lossagg.verify import reference_loss
 
-AGGREGATIONS = [
-    Aggregation("token_mean"),
-    Aggregation("sample_mean"),
-    Aggregation("sample_mean", count_empty=False),
-    Aggregation("prompt_mean"),
-    Aggregation("prompt_mean", count_empty=False),
-    Aggregation("constant", divisor=40),
-    Aggregation("sample_sum"),
-    Aggregation("token_sum"),
-    Aggregation("microbatch_token_mean"),
-]
 _STARTS = ("all_", "broadcast", "reduce", "gather", "scatter", "barrier", "monitored_barrier")
 _STARTS += ("send", "isend", "recv", "irecv", "batch_isend_irecv")
 COLLECTIVES = [name for name in dir(dist) if name.startswith(_STARTS)]
@@ -99,7 +89,7 @@ def raised_everywhere(message, call, *arguments, **options):
 def check_weights_are_the_oracles_over_ranks():
     for m in (1, 3, 4):
         sequences, keys, indices, own = assigned(m)
-        for aggregation in AGGREGATIONS:
+        for aggregation in AGGREGATIONS.values():
             plan = plan_step(aggregation, own, group=dist.group.WORLD)
             # The loss is linear in x: its derivative at one token of a sequence is the sequence's
             # weight.
@@ -114,8 +104,7 @@ def check_weights_are_the_oracles_over_ranks():
             loss = reference_loss.step_loss(
                 aggregation.mode,
                 live,
-                divisor=aggregation.divisor,
-                count_empty=aggregation.count_empty,
+                **for_the_oracle(aggregation),
                 microbatches=[m] * dist.get_world_size(),
             )
             grads = torch.autograd.grad(loss, x, allow_unused=True)
@@ -127,13 +116,13 @@ def check_weights_are_the_oracles_over_ranks():
 def check_a_step_makes_two_collectives_with_ids_and_one_without():
     _, _, _, sequences = assigned(3)
     with collectives_counted() as seen:
-        plan = plan_step(AGGREGATIONS[3], sequences, group=dist.group.WORLD)
-        for aggregation in AGGREGATIONS:
+        plan = plan_step(Aggregation("prompt_mean"), sequences, group=dist.group.WORLD)
+        for aggregation in AGGREGATIONS.values():
             plan.under(aggregation).weights  # noqa: B018
     assert seen.total() == 2, seen
     _, _, _, sequences = assigned(3, sample=None, prompt=None)
     with collectives_counted() as seen:
-        plan_step(AGGREGATIONS[1], sequences, group=dist.group.WORLD)
+        plan_step(Aggregation("sample_mean"), sequences, group=dist.group.WORLD)
     assert seen.total() == 1, seen
 
 
@@ -524,7 +513,7 @@ def lengths(sequences):
 
 
 BUFFERS = {
-    "ended after 1 of 2 microbatches: give whole steps": (lambda: iter([["a"]]), lengths),
+    "ended after 1 of 2 microbatches: pass whole steps": (lambda: iter([["a"]]), lengths),
     r"raised OSError\('the file is gone'\) after 1 of 2": (raising, lengths),
     "counting microbatch 1 of 2 raised ": (lambda: iter([["a"], [3]]), lengths),
     "counting microbatch 0 of 2 raised ": (lambda: iter([["a"], ["b"]]), lambda sequences: 1),

@@ -77,9 +77,7 @@ def test_num_microbatches_is_an_integer_from_1(m):
 
 @pytest.mark.parametrize("source", [[iter([]), iter([])], [None, None], ["a", "b"], ()])
 def test_a_list_is_refused_as_an_iterator(source):
-    with pytest.raises(
-        PlanError, match=r"got a (list|tuple), .* StepBuffer of each chunk"
-    ):
+    with pytest.raises(PlanError, match=r"got a (list|tuple), .* StepBuffer of each chunk"):
         StepBuffer(source, 2)
 
 

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from aggregations import ANY_LAYOUT
 
 from megatron_lossagg import (
     Aggregation,
@@ -38,12 +39,8 @@ from megatron_lossagg.options import Options
 from megatron_lossagg.verify import reference_loss
 
 MODES = {
-    "token_mean": {},
-    "sample_mean": {},
-    "prompt_mean": {},
-    "constant": {"divisor": 40.0},
-    "sample_sum": {},
-    "token_sum": {"divisor": 7.0},
+    aggregation.mode: {} if aggregation.divisor is None else {"divisor": aggregation.divisor}
+    for aggregation in ANY_LAYOUT.values()
 }
 LOSS_SCALINGS = ("average", "per_token")
 

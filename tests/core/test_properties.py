@@ -5,25 +5,14 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from aggregations import AGGREGATIONS, ANY_LAYOUT, for_the_oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_shares import pack, zigzag
+from test_partial_losses import pack, zigzag
 
-from megatron_lossagg import Aggregation, Layout, Sequences, StepTotals, plan_step
+from megatron_lossagg import Layout, Sequences, StepTotals, plan_step
 from megatron_lossagg.options import Options
 from megatron_lossagg.verify import reference_loss
-
-MODES = {
-    "token_mean": {},
-    "sample_mean": {},
-    "sample_mean, V": {"count_empty": False},
-    "prompt_mean": {},
-    "prompt_mean, Q": {"count_empty": False},
-    "constant": {"divisor": 350.5},
-    "constant, V": {"divisor": 350.5, "count_empty": False},
-    "sample_sum": {},
-    "token_sum": {"divisor": 11.0},
-}
 
 pytestmark = pytest.mark.filterwarnings("ignore:the step has no active token")
 
@@ -47,17 +36,13 @@ def given_sequences(sequences, **more):
     return Sequences(active_tokens=active_tokens, **ids | more)
 
 
-def aggregation(label):
-    return Aggregation(label.split(",")[0], **MODES[label])
-
-
-def expected_weights(label, sequences):
+def expected_weights(mode, sequences):
     """Differentiate the loss, linear in x: a sequence's weight is the derivative at an active
     token.
     """
     x = [torch.zeros(len(r["counted"]), dtype=torch.float64, requires_grad=True) for r in sequences]
     live = [{**sequence, "x": list(v)} for sequence, v in zip(sequences, x, strict=True)]
-    loss = reference_loss.step_loss(label.split(",")[0], live, **MODES[label])
+    loss = reference_loss.step_loss(mode.mode, live, **for_the_oracle(mode))
     grads = torch.autograd.grad(loss, x, allow_unused=True) if loss.requires_grad else [None] * 99
     return [
         0.0 if g is None or not g.numel() else g.max().item()
@@ -65,12 +50,12 @@ def expected_weights(label, sequences):
     ]
 
 
-@given(sequences=steps(), label=st.sampled_from(sorted(MODES)))
+@given(sequences=steps(), mode=st.sampled_from([*ANY_LAYOUT.values()]))
 @settings(max_examples=200, deadline=None)
-def test_a_weight_is_the_derivative_of_the_configured_loss(sequences, label):
-    plan = plan_step(aggregation(label), given_sequences(sequences))
+def test_a_weight_is_the_derivative_of_the_configured_loss(sequences, mode):
+    plan = plan_step(mode, given_sequences(sequences))
     np.testing.assert_allclose(
-        plan.weights, expected_weights(label, sequences), rtol=1e-12, atol=1e-300
+        plan.weights, expected_weights(mode, sequences), rtol=1e-12, atol=1e-300
     )
     total = sum(
         w * sum(r["counted"]) for w, r in zip(plan.weights.tolist(), sequences, strict=True)
@@ -78,42 +63,38 @@ def test_a_weight_is_the_derivative_of_the_configured_loss(sequences, label):
     assert plan.expected_weight == pytest.approx(total, rel=1e-12)
 
 
-@given(sequences=steps(), label=st.sampled_from(sorted(MODES)), order=st.randoms())
+@given(sequences=steps(), mode=st.sampled_from([*ANY_LAYOUT.values()]), order=st.randoms())
 @settings(max_examples=100, deadline=None)
-def test_the_order_of_sequences_does_not_matter(sequences, label, order):
-    weights = plan_step(aggregation(label), given_sequences(sequences)).weights
+def test_the_order_of_sequences_does_not_matter(sequences, mode, order):
+    weights = plan_step(mode, given_sequences(sequences)).weights
     places = list(range(len(sequences)))
     order.shuffle(places)
-    shuffled = plan_step(
-        aggregation(label), given_sequences([sequences[i] for i in places])
-    ).weights
+    shuffled = plan_step(mode, given_sequences([sequences[i] for i in places])).weights
     assert shuffled.tolist() == weights[places].tolist()
 
 
-@given(sequences=steps(), label=st.sampled_from(sorted(MODES)), data=st.data())
+@given(sequences=steps(), mode=st.sampled_from([*ANY_LAYOUT.values()]), data=st.data())
 @settings(max_examples=100, deadline=None)
-def test_microbatches_do_not_matter_where_the_mode_ignores_them(sequences, label, data):
+def test_microbatches_do_not_matter_where_the_mode_ignores_them(sequences, mode, data):
     m = data.draw(st.integers(1, 4))
     microbatch = [data.draw(st.integers(0, m - 1)) for _ in sequences]
-    weights = plan_step(aggregation(label), given_sequences(sequences)).weights
-    split = plan_step(
-        aggregation(label), given_sequences(sequences, microbatch=microbatch, num_microbatches=m)
-    )
+    weights = plan_step(mode, given_sequences(sequences)).weights
+    split = plan_step(mode, given_sequences(sequences, microbatch=microbatch, num_microbatches=m))
     assert split.weights.tolist() == weights.tolist()
 
 
 @given(
     sequences=steps(),
-    label=st.sampled_from(sorted({*MODES} - {"prompt_mean", "prompt_mean, Q"})),
+    mode=st.sampled_from([a for a in ANY_LAYOUT.values() if a.mode != "prompt_mean"]),
     data=st.data(),
 )
 @settings(max_examples=100, deadline=None)
-def test_known_totals_give_each_rank_the_weights_that_counting_gives(sequences, label, data):
-    whole = plan_step(aggregation(label), given_sequences(sequences, sample=None, prompt=None))
+def test_known_totals_give_each_rank_the_weights_that_counting_gives(sequences, mode, data):
+    whole = plan_step(mode, given_sequences(sequences, sample=None, prompt=None))
     own_sequences = [i for i in range(len(sequences)) if data.draw(st.booleans())]
     part = given_sequences([sequences[i] for i in own_sequences], sample=None, prompt=None)
     totals = StepTotals(**{name: getattr(whole.totals, name) for name in TOTALS})
-    assert plan_step(aggregation(label), part, totals=totals).weights.tolist() == (
+    assert plan_step(mode, part, totals=totals).weights.tolist() == (
         whole.weights[own_sequences].tolist()
     )
 
@@ -123,14 +104,14 @@ TOTALS = ("active_tokens", "samples", "prompts", "active_samples", "active_promp
 
 @given(
     sequences=steps(),
-    label=st.sampled_from(sorted([*MODES, "microbatch_token_mean"])),
+    mode=st.sampled_from([*AGGREGATIONS.values()]),
     m=st.integers(1, 3),
     cp=st.integers(1, 4),
     seed=st.integers(0, 2**32 - 1),
 )
 @settings(max_examples=150, deadline=None)
 def test_shares_over_microbatches_and_ranks_add_up_to_the_oracles_loss(
-    sequences, label, m, cp, seed
+    sequences, mode, m, cp, seed
 ):
     random = torch.Generator().manual_seed(seed)
     keys = [(0, int(torch.randint(m, (), generator=random))) for _ in sequences]
@@ -138,9 +119,8 @@ def test_shares_over_microbatches_and_ranks_add_up_to_the_oracles_loss(
     for sequence in sequences:  # the training mask may select fewer tokens than the counting one
         kept = torch.rand(len(sequence["counted"]), generator=random) < 0.8
         sequence["trained"] = [n * int(k) for n, k in zip(sequence["counted"], kept, strict=True)]
-    options = MODES.get(label, {})
     plan = plan_step(
-        Aggregation(label.split(",")[0], **options),
+        mode,
         given_sequences(sequences, microbatch=[index for _, index in keys], num_microbatches=m),
         options=Options(rejects_tokens=True),
     )
@@ -157,11 +137,11 @@ def test_shares_over_microbatches_and_ranks_add_up_to_the_oracles_loss(
         {**sequence, "x": list(v), "microbatch": k}
         for sequence, v, k in zip(sequences, x, keys, strict=True)
     ]
-    mode, split = label.split(",")[0], {"microbatches": [m], **options}
-    expected = reference_loss.step_loss(mode, live, **split).item()
+    options = for_the_oracle(mode) | {"microbatches": [m]}
+    expected = reference_loss.step_loss(mode.mode, live, **options).item()
     assert total == pytest.approx(expected, rel=1e-12, abs=1e-12)
     assert weight_sum == pytest.approx(
-        reference_loss.weight_sum(mode, live, **split), rel=1e-5, abs=1e-12
+        reference_loss.weight_sum(mode.mode, live, **options), rel=1e-5, abs=1e-12
     )
 
 

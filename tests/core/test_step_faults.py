@@ -34,6 +34,6 @@ def test_the_first_fault_is_reported_and_all_are_read_once():
 
 def test_what_is_recorded_holds_no_graph():
     faults = Faults()
-    share = (torch.ones(3, requires_grad=True) * 2).sum()
-    faults.record([share], lambda values: "")
+    partial_loss = (torch.ones(3, requires_grad=True) * 2).sum()
+    faults.record([partial_loss], lambda values: "")
     assert not faults._recorded[0][0][0].requires_grad

@@ -23,7 +23,7 @@ from frameworks import (
     wanted,
 )
 
-from megatron_lossagg import faults, microbatch, reducer
+from megatron_lossagg import faults
 from megatron_lossagg.errors import (
     AggregationError,
     ContractError,
@@ -146,17 +146,18 @@ def test_a_divisor_below_a_response_warns_once(miles_cp, monkeypatch):
     slime.constant_2([5, 4], [3, 2], MASKS, False)
 
 
-def test_a_nan_on_a_device_is_raised_with_its_sequences_by_a_later_call(miles_cp, monkeypatch):
-    for module in (microbatch, reducer):
-        monkeypatch.setattr(module, "on_host", lambda tensor: False)
-    make = lambda: slime.constant_12345([5, 4], [3, 2], MASKS, False)  # noqa: E731
-    make()(torch.tensor([1, 1, 1, torch.nan, 1]))
-    with pytest.raises(
-        ReducerError, match=r"of a microbatch with sequences 0, 1\) is nan at its token"
-    ):
-        make()
-    for _ in range(70):  # raised once
-        make()(torch.ones(5))
+def test_a_nan_on_a_device_is_raised_with_its_sequences_by_a_later_call(miles_cp):
+    with DeviceDouble() as double:
+        masks = [mask.to(double.device) for mask in MASKS]
+
+        def reduce(values):
+            return slime.constant_12345([5, 4], [3, 2], masks, False)(values.to(double.device))
+
+        reduce(torch.tensor([1, 1, 1, torch.nan, 1]))
+        with pytest.raises(ReducerError, match=r"with sequences 0, 1\) is nan at its token"):
+            reduce(torch.ones(5))
+        for _ in range(70):  # raised once
+            reduce(torch.ones(5))
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])

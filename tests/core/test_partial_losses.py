@@ -1,4 +1,4 @@
-"""The package's invariant, in one process: shares add up to the oracle's loss and gradient."""
+"""In one process: partial losses add up to the loss and gradient of the reference."""
 
 import itertools
 
@@ -81,7 +81,7 @@ def zigzag(offsets, cp, rank):
 @pytest.mark.parametrize("cp", [1, 2, 4])
 @pytest.mark.parametrize("m", [1, 3, 4])
 @pytest.mark.parametrize("label", AGGREGATIONS)
-def test_shares_add_up_to_the_loss_for_any_split_of_the_tokens(label, m, cp):
+def test_partial_losses_add_up_to_the_loss_for_any_split_of_the_tokens(label, m, cp):
     mode, options = mode_and_options(label)
     sequences = make_sequences()
     keys = assign(sequences, 1, [m])
@@ -102,9 +102,9 @@ def test_shares_add_up_to_the_loss_for_any_split_of_the_tokens(label, m, cp):
             layout = Layout.thd_zigzag(offsets, cp_size=cp, cp_rank=rank)
             reducer = plan.reducer(named_sequences, mask, layout)
             assert layout.positions.tolist() == zigzag(offsets, cp, rank)
-            share = reducer(losses[zigzag(offsets, cp, rank)])
-            assert share.requires_grad or not indices
-            total = total + share
+            partial_loss = reducer(losses[zigzag(offsets, cp, rank)])
+            assert partial_loss.requires_grad or not indices
+            total = total + partial_loss
             weight_sum = weight_sum + reducer.weight_sum()
     grad = torch.autograd.grad(total, x, allow_unused=True)
     torch.testing.assert_close(total, expected, rtol=1e-13, atol=1e-13)

@@ -1,0 +1,89 @@
+"""On a device no value is read before the step ends, and no tensor is anywhere else.
+
+``meta`` tensors stand for the device: reading a value of one raises, and so does an operation
+on one and on a tensor of the CPU.
+"""
+
+import pytest
+import torch
+from reducing import MASK, a_plan, thd
+from test_mask_checks import MASK_DTYPES
+
+from benchmarks.counting import counted
+from megatron_lossagg import Layout
+
+META = torch.device("meta")
+LOSS_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LAYOUTS = {
+    "thd": lambda cp: thd(8, 0, 12, cp_size=cp, cp_rank=cp - 1),
+    "bshd": lambda cp: Layout.bshd_zigzag(3, 8, cp_size=cp, cp_rank=cp - 1),
+    "response": lambda cp: Layout.response_zigzag(
+        [12, 5, 9], [8, 2, 0], cp_size=cp, cp_rank=cp - 1
+    ),
+    "response, padded": lambda cp: Layout.response_zigzag(
+        [12, 5, 9], [8, 2, 0], cp_size=cp, cp_rank=cp - 1, max_seq_len=16
+    ),
+    "local": lambda cp: Layout.local([8, 0, 12], cp_size=cp, cp_rank=cp - 1),
+    "no segments": lambda cp: thd(cp_size=cp, cp_rank=cp - 1),
+}
+
+
+def reduced(layout, mask_dtype, loss_dtype, factory=None):
+    """Build, call, go backward and sum the weights on the device."""
+    plan = a_plan((8, 2, 5), mode="sample_mean")
+    mask = torch.ones(layout.num_tokens, dtype=mask_dtype, device=META)
+    x = torch.ones(layout.num_local_tokens, dtype=loss_dtype, device=META, requires_grad=True)
+    sequences = [0, 1, -1][: layout.num_segments]
+    made = plan.reducer(sequences, mask, layout, factory=factory)
+    partial_loss = made(x)
+    partial_loss.backward()
+    made.under("token_mean")(x)
+    return made, partial_loss, x.grad
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("dtype", MASK_DTYPES)
+def test_nothing_is_read_for_any_layout_and_mask(name, cp, dtype):
+    made, partial_loss, gradient = reduced(LAYOUTS[name](cp), dtype, torch.float32)
+    for tensor in (made.microbatch.keep, made.weight_sum(), partial_loss, gradient):
+        assert tensor.device == META
+
+
+@pytest.mark.parametrize("dtype", LOSS_DTYPES)
+def test_nothing_is_read_for_any_loss(dtype):
+    _, partial_loss, gradient = reduced(LAYOUTS["thd"](2), torch.int32, dtype)
+    assert partial_loss.dtype == torch.promote_types(dtype, torch.float32)
+    assert (gradient.dtype, gradient.device) == (dtype, META)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_nothing_is_read_for_a_custom_reducer(name):
+    def factory(context):
+        assert context.mask.device == META
+        return lambda x: 2 * x.sum()
+
+    _, partial_loss, _ = reduced(LAYOUTS[name](2), torch.bool, torch.bfloat16, factory)
+    assert (partial_loss.device, partial_loss.dtype) == (META, torch.float32)
+
+
+def test_a_read_on_the_device_raises():
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        torch.ones(2, device=META).sum().item()
+    plan = a_plan()
+    plan.reducer([0, 1], torch.tensor(MASK).to(META), thd(4, 2))
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        plan.check()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_building_and_calling_take_the_same_operations_for_1_and_1000_sequences(device):
+    seen = []
+    for sequences in (1, 1000):
+        plan = a_plan([8] * sequences, mode="sample_mean")
+        mask = torch.ones(8 * sequences, device=device)
+        with counted() as operations:
+            reducer = plan.reducer(range(sequences), mask, thd(*[8] * sequences, cp_size=2))
+            reducer(torch.ones(4 * sequences, device=device))
+        seen.append(operations.operations)
+    assert seen[0] == seen[1]
