@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,12 @@ from megatron_lossagg.scaling import LOSS_SCALINGS
 from megatron_lossagg.text import number_of
 from megatron_lossagg.verify import report as show
 from megatron_lossagg.verify.cases import CASES, Case
-from megatron_lossagg.verify.environment import environment
+from megatron_lossagg.verify.environment import Fact, environment
 from megatron_lossagg.verify.frameworks import FRAMEWORKS, framework_folder
 from megatron_lossagg.verify.frameworks.check import counted, none_ran
 from megatron_lossagg.verify.frameworks.launch import TIMEOUT, run_framework
 from megatron_lossagg.verify.job import Event, Job, run_job
+from megatron_lossagg.verify.page import page
 from megatron_lossagg.verify.parallelism import Parallelism, standard
 
 __all__ = ["add_arguments", "run"]
@@ -104,78 +105,110 @@ def run(args: argparse.Namespace) -> int:
     if rank not in (None, 0):
         return 0 if run_job(job, lambda event: None) else 1
     _check_files(args)
-    begun, started = time.monotonic(), datetime.now(timezone.utc)
+    begun = time.monotonic()
     framework = _framework_report(args)
-    facts = environment()
-    core = next(fact for fact in facts if fact.name == "megatron-core")
-    if core.state != "found":
-        print(*facts, sep="\n")
-        raise ProofError(f"nothing to verify: megatron-core is missing: {core.detail}")
-    verdicts: list[dict[str, Any]] = []
-    ran_on: list[str] = []
-    world: dict[str, Any] = {"device": None, "backend": None, "hosts": [], "groups": {}}
-    status = 1
-
-    def finish() -> None:
-        nonlocal status
-        complete = len(verdicts) == job.num_verdicts and ran_on == [core.version]
-        passed = complete and all(verdict["passed"] for verdict in verdicts)
-        passed = passed and (framework is None or framework["passed"])
-        report = show.finite(
-            {
-                "tool": {"name": "megatron_lossagg", "version": megatron_lossagg.__version__},
-                "started": started.isoformat(timespec="seconds"),
-                "seconds": time.monotonic() - begun,
-                "command": shlex.join(["lossagg", *sys.argv[1:]]),
-                "environment": [asdict(fact) for fact in facts],
-                "layouts": [str(layout) for layout in job.layouts],
-                "num_ranks": job.world_size,
-                **world,
-                "num_verdicts": job.num_verdicts,
-                "verdicts": verdicts,
-                "framework": framework,
-                "passed": passed,
-            }
-        )
-        show.show(report)
-        if ran_on != [core.version]:
-            versions = ", ".join(ran_on) or "none"
-            print(f"The ranks ran megatron-core {versions}, expected {core.version} as found here")
-        sys.stdout.flush()
-        _write(args, report)
-        status = 0 if passed else 1
-        if complete and all(verdict["passed"] for verdict in verdicts) and framework is not None:
-            status = 2 if none_ran(framework["checks"]) else status
-
+    found = _Found(job, environment(), framework, begun=begun)
+    if found.core.state != "found":
+        print(*found.facts, sep="\n")
+        raise ProofError(f"nothing to verify: megatron-core is missing: {found.core.detail}")
     with show.progress(job.num_verdicts) as advance:
 
         def take(event: Event) -> None:
             advance(event)
-            if event["event"] == "start":
-                ran_on.append(event["megatron"])
-                world.update(device=event["device"], backend=event["backend"])
-                world["hosts"] = sorted({*event["hosts"]})
-            elif event["event"] == "layout":
-                verdicts.extend(event["verdicts"])
-                world["groups"][event["layout"]] = event["groups"]
-            elif rank is not None:  # the launcher's other ranks wait for the report
-                finish()
+            found.take(event)
+            if event["event"] == "end" and rank is not None:  # the other ranks wait for the report
+                _finish(args, found)
 
         if rank is not None:
             run_job(job, take)
-            return status
+            return found.status
         failure = _launched(job, take, timeout=args.timeout or _TIMEOUT)
-    finish()
-    if failure:
-        lines = [line for line in failure.splitlines() if "<frozen " not in line]
-        of_ranks = [line for line in lines if line.startswith("[rank")]
-        # The first rank's traceback has the reason.
-        print("A rank failed:", *(of_ranks or lines)[:60], sep="\n  ")
-        if not ran_on:
-            raise ProofError(
-                "nothing was verified: no rank could import megatron-core and join the others"
-            )
-    return 1 if failure else status
+    _finish(args, found)
+    if not failure:
+        return found.status
+    lines = [line for line in failure.splitlines() if "<frozen " not in line]
+    of_ranks = [line for line in lines if line.startswith("[rank")]
+    # The first rank's traceback has the reason.
+    print("A rank failed:", *(of_ranks or lines)[:60], sep="\n  ")
+    if not found.ran_on:
+        raise ProofError(
+            "nothing was verified: no rank could import megatron-core and join the others"
+        )
+    return 1
+
+
+class _Found:
+    """What the ranks reported, with what this machine has and what a framework's checks gave."""
+
+    def __init__(
+        self, job: Job, facts: list[Fact], framework: dict[str, Any] | None, *, begun: float
+    ) -> None:
+        self.facts = facts
+        self.core = next(fact for fact in facts if fact.name == "megatron-core")
+        self.ran_on = ""
+        """The version of Megatron-Core that the ranks imported."""
+        self._job, self._framework, self._begun = job, framework, begun
+        self._verdicts: list[dict[str, Any]] = []
+        self._world: dict[str, Any] = {"device": None, "backend": None, "hosts": [], "groups": {}}
+
+    def take(self, event: Event) -> None:
+        """Take an event of rank 0."""
+        if event["event"] == "start":
+            self.ran_on = event["megatron"]
+            self._world.update(device=event["device"], backend=event["backend"])
+            self._world["hosts"] = sorted({*event["hosts"]})
+        elif event["event"] == "layout":
+            self._verdicts.extend(event["verdicts"])
+            self._world["groups"][event["layout"]] = event["groups"]
+
+    @property
+    def status(self) -> int:
+        """The exit status: 0 if all passed, 2 if only the framework's checks did not run."""
+        complete = len(self._verdicts) == self._job.num_verdicts
+        complete = complete and self.ran_on == self.core.version
+        if not (complete and all(verdict["passed"] for verdict in self._verdicts)):
+            return 1
+        if self._framework is None or self._framework["passed"]:
+            return 0
+        return 2 if none_ran(self._framework["checks"]) else 1
+
+    def report(self) -> show.Report:
+        """Return the report, as JSON has it."""
+        seconds = time.monotonic() - self._begun
+        started = datetime.now(timezone.utc) - timedelta(seconds=seconds)
+        report: show.Report = show.finite(
+            {
+                "tool": {"name": "megatron_lossagg", "version": megatron_lossagg.__version__},
+                "started": started.isoformat(timespec="seconds"),
+                "seconds": seconds,
+                "command": shlex.join(["lossagg", *sys.argv[1:]]),
+                "environment": [asdict(fact) for fact in self.facts],
+                "layouts": [str(layout) for layout in self._job.layouts],
+                "num_ranks": self._job.world_size,
+                **self._world,
+                "num_verdicts": self._job.num_verdicts,
+                "verdicts": self._verdicts,
+                "framework": self._framework,
+                "passed": self.status == 0,
+            }
+        )
+        return report
+
+
+def _finish(args: argparse.Namespace, found: _Found) -> None:
+    """Print the report and write its files."""
+    report = found.report()
+    show.show(report)
+    if found.ran_on != found.core.version:
+        print(
+            f"The ranks ran megatron-core {found.ran_on or 'none'}, expected "
+            f"{found.core.version} as found here"
+        )
+    sys.stdout.flush()
+    if args.json is not None:
+        write_whole("--json", args.json, json.dumps(report, indent=1, allow_nan=False) + "\n")
+    if args.html is not None:
+        write_whole("--html", args.html, page(report))
 
 
 def _framework_report(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -309,12 +342,3 @@ def _follow(events: Path, ended: threading.Event, take: Callable[[Event], None])
             if last_round:
                 return
             time.sleep(0.1)
-
-
-def _write(args: argparse.Namespace, report: show.Report) -> None:
-    if args.json is not None:
-        write_whole("--json", args.json, json.dumps(report, indent=1, allow_nan=False) + "\n")
-    if args.html is not None:
-        from megatron_lossagg.verify.page import page
-
-        write_whole("--html", args.html, page(report))

@@ -25,6 +25,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noq
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
 from megatron_lossagg.cpu import gpt_layer_spec, gpt_mtp_spec, initialize_weights  # noqa: E402
+from megatron_lossagg.verify.sequences import zigzag  # noqa: E402
 
 VOCABULARY = 48
 NUM_MICROBATCHES = 4
@@ -156,11 +157,8 @@ def batches():
 
 def cp_index(offsets, cp):
     """Index the tokens that this context-parallel rank holds, sequence by sequence."""
-    rank, held = parallel_state.get_context_parallel_rank(), []
-    for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
-        chunks = torch.arange(start, end).chunk(2 * cp)
-        held += [chunks[rank], chunks[2 * cp - 1 - rank]] if cp > 1 else [torch.arange(start, end)]
-    return torch.cat(held)
+    rank = parallel_state.get_context_parallel_rank()
+    return torch.tensor(zigzag(offsets.tolist(), cp, rank))
 
 
 def packed(offsets):
