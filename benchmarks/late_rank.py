@@ -42,7 +42,7 @@ def main(file: Path, case: str) -> None:
     """Take the steps; rank 0 writes what every rank that lived has seen."""
     dist.init_process_group("gloo", timeout=TIMEOUT)
     rank, size = dist.get_rank(), dist.get_world_size()
-    contract = read(Clock())
+    aggregator = read(Clock())
     own = RankSequences.of(rank, size, 64 * size)
     seen: dict[str, Any] = {"rank": rank, "steps": [], "error": "", "seconds_to_error": None}
     for step in range(STEPS):
@@ -52,7 +52,7 @@ def main(file: Path, case: str) -> None:
             misbehave(case, file, size)
         clock, began = Clock(), time.perf_counter()
         try:
-            a_step(contract, own, clock)
+            a_step(aggregator, own, clock)
         except Exception as error:  # whatever the backend raises
             seen["error"] = f"{type(error).__name__}: {error}"
             seen["seconds_to_error"] = time.perf_counter() - began

@@ -31,7 +31,8 @@ import megatron_lossagg  # noqa: E402
 from benchmarks.rank_step import a_chunk  # noqa: E402
 from benchmarks.timing import Spread  # noqa: E402
 from benchmarks.workloads import TOKEN_MEAN  # noqa: E402
-from megatron_lossagg import MegatronContract  # noqa: E402
+from megatron_lossagg import LossAggregator  # noqa: E402
+from megatron_lossagg.options import Options  # noqa: E402
 
 PACKAGE = str(Path(megatron_lossagg.__file__).parent)
 STAND_INS = str(Path(PACKAGE, "cpu"))
@@ -100,12 +101,12 @@ def live_check() -> dict[str, Any]:
         layers.append(router)
     chunk.module.layers = layers
     started = time.thread_time()
-    contract = MegatronContract.read(chunk, aggregation=TOKEN_MEAN, probe=False)
+    aggregator = LossAggregator(chunk, TOKEN_MEAN, options=Options(probe=False))
     read = time.thread_time() - started
     seconds = []
     for _ in range(CHECKS):
         started = time.thread_time()
-        contract.check()
+        aggregator._frozen.check()
         seconds.append(time.thread_time() - started)
     return {
         "modules": MODULES,

@@ -51,7 +51,7 @@ def scale(results: dict[str, Any], path: Path) -> None:
                     label=f"plan_step, {name}" if points is threads else None,
                 )
     name = list(results["alone"])[1]
-    for call, color in (("read", "#e08214"), ("close", "#b2182b")):
+    for call, color in (("read", "#e08214"), ("finish", "#b2182b")):
         for side, marker, face in (("alone", "o--", "white"), ("threads", "o-", color)):
             points = results[side][name]
             time_axis.plot(

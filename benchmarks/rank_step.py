@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.workloads import AGGREGATION, SAMPLES_PER_PROMPT
-from megatron_lossagg import MegatronContract, Sequences, StepPlan, plan_step
+from megatron_lossagg import LossAggregator, Sequences, StepPlan, plan_step
 from megatron_lossagg.cpu import install
 
 __all__ = ["Clock", "Cost", "RankSequences", "Traffic", "a_chunk", "a_step", "read"]
@@ -136,25 +136,24 @@ def a_chunk() -> Any:
     )
 
 
-def read(clock: Clock) -> MegatronContract:
-    """Read the contract of a new chunk."""
+def read(clock: Clock) -> LossAggregator:
+    """Make the aggregator of a new chunk."""
     chunk = a_chunk()
     with clock("read"):
-        return MegatronContract.read(chunk, aggregation=AGGREGATION)
+        return LossAggregator(chunk, AGGREGATION)
 
 
-def a_step(contract: MegatronContract, own: RankSequences, clock: Clock) -> StepPlan:
-    """Plan a step, reduce one microbatch, close; returns the plan."""
+def a_step(aggregator: LossAggregator, own: RankSequences, clock: Clock) -> StepPlan:
+    """Plan a step, reduce one microbatch, finish; returns the plan."""
     sequences = own.sequences
     with clock("plan_step"):
-        plan = plan_step(AGGREGATION, sequences, group=contract.dp_group)
+        plan = plan_step(AGGREGATION, sequences, group=aggregator.dp_group)
     tokens = own.tokens
     mask = torch.ones(int(tokens.sum()), dtype=torch.bool)
     with clock("step"):
-        step = contract.step(plan, num_microbatches=1)
-    reducer = plan.reducer(range(own.num), mask, contract.local(tokens))
-    x = torch.ones(len(mask), requires_grad=True)
-    step.returns(reducer(x), reducer)[0].backward()
-    with clock("close"):
-        step.close()
+        step = aggregator.begin(plan, num_microbatches=1)
+    mb = step.microbatch(range(own.num), mask, lengths=tokens)
+    mb.outputs(mb.reduce(torch.ones(len(mask), requires_grad=True)))[0].backward()
+    with clock("finish"):
+        step.finish()
     return plan

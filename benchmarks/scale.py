@@ -124,7 +124,7 @@ def alone(size: int, num_sequences: int, *, has_ids: bool) -> Json:
             plan_step(AGGREGATION, own.sequences, group=dist.group.WORLD)
         brought = {"collectives": counts.num_collectives, "bytes": counts.collective_bytes}
         found["plan_step"].update(brought)
-        for call in ("read", "step", "close"):  # not traced
+        for call in ("read", "step", "finish"):  # not traced
             del found[call]["collectives"], found[call]["bytes"]
         return found
     finally:

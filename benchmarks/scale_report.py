@@ -85,7 +85,7 @@ def _bytes(results: Results) -> str:
         lines,
         f"`plan_step` makes one all-gather without ids and two with them: {fixed:.0f} bytes per "
         f"rank of the group, and {per_sequence:.0f} per sequence with ids. Every rank is padded to "
-        "the sequences of the rank that has most. `contract.step` and `close` receive nothing. "
+        "the sequences of the rank that has most. `aggregator.begin` and `finish` receive nothing. "
         "`read` makes three all-gathers here, once per run: an `all_gather_object` (two) and one "
         "of two flags, by which the probe finds that these groups are not Megatron's.",
     )
@@ -117,22 +117,22 @@ def _around(results: Results) -> str:
         points = [_by_ranks(results[side][WITH_IDS]).get(ranks) for side in ("threads", "alone")]
         cells = [
             "-" if point is None else _ms(point[call]["cpu"])
-            for call in ("read", "step", "close")
+            for call in ("read", "step", "finish")
             for point in points
         ]
         lines.append([f"{ranks:,}", *cells])
     columns = [
         f"{call}: {side}"
-        for call in ("read", "contract.step", "close")
+        for call in ("read", "aggregator.begin", "finish")
         for side in ("threads", "alone")
     ]
     return section(
-        "CPU milliseconds of read, contract.step and close on one rank",
+        "CPU milliseconds of read, aggregator.begin and finish on one rank",
         ["ranks", *columns],
         lines,
         "64 sequences per rank with prompt ids, one microbatch. `read` is called once per run and "
-        "reads a message from every rank; `contract.step` compares the group's ranks; `close` does "
-        "not depend on the number of ranks.",
+        "reads a message from every rank; `aggregator.begin` compares the group's ranks; `finish` "
+        "does not depend on the number of ranks.",
     )
 
 
@@ -141,13 +141,13 @@ def _late(late: Results) -> str:
     for rank in late["late"]:
         steps = rank["steps"]
         cells = [_ms(step["plan_step"]) for step in steps]
-        rest = max(step["step"] + step["close"] for step in steps)
+        rest = max(step["step"] + step["finish"] for step in steps)
         lines.append([str(rank["rank"]), *cells, _ms(rest)])
     lost = max(rank["seconds_to_error"] for rank in late["lost"])
     error = late["lost"][0]["error"].partition(". This is typically")[0].rpartition("] ")[2]
     return section(
         "A late and a lost rank, on gloo",
-        ["rank", "plan_step 1", "plan_step 2", "plan_step 3", "contract.step + close, slowest"],
+        ["rank", "plan_step 1", "plan_step 2", "plan_step 3", "aggregator.begin + finish, slowest"],
         lines,
         "Wall milliseconds of three steps on four ranks of this machine; rank 1 comes 1 second "
         "late to the second. Where rank 1 ends instead, the other three raise within "

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron_lossagg.aggregation import Aggregation
+    from megatron_lossagg.aggregator import LossAggregator
     from megatron_lossagg.buffer import MicrobatchSequences, StepBuffer, StepMicrobatch
-    from megatron_lossagg.contract import MegatronContract, StepContract
     from megatron_lossagg.counts import StepTotals
     from megatron_lossagg.errors import LossAggregationError
     from megatron_lossagg.flags import add_loss_aggregation_args
     from megatron_lossagg.layout import Layout
     from megatron_lossagg.plan import StepPlan, plan_step
     from megatron_lossagg.reducer import Reducer, ReducerContext
-    from megatron_lossagg.schedule import FrameworkLoss, Integration, ScheduleHook, aggregated
+    from megatron_lossagg.schedule import FrameworkLoss, Integration
     from megatron_lossagg.sequences import Sequences
 
 __version__ = "0.1.0"
@@ -30,19 +30,16 @@ __all__ = [
     "Integration",
     "Layout",
     "LossAggregationError",
-    "MegatronContract",
+    "LossAggregator",
     "MicrobatchSequences",
     "Reducer",
     "ReducerContext",
-    "ScheduleHook",
     "Sequences",
     "StepBuffer",
-    "StepContract",
     "StepMicrobatch",
     "StepPlan",
     "StepTotals",
     "add_loss_aggregation_args",
-    "aggregated",
     "plan_step",
 ]
 
@@ -52,19 +49,16 @@ _MODULE_OF = {
     "FrameworkLoss": "schedule",
     "Layout": "layout",
     "LossAggregationError": "errors",
-    "MegatronContract": "contract",
+    "LossAggregator": "aggregator",
     "MicrobatchSequences": "buffer",
     "Reducer": "reducer",
     "ReducerContext": "reducer",
-    "ScheduleHook": "schedule",
     "Sequences": "sequences",
     "StepBuffer": "buffer",
-    "StepContract": "contract",
     "StepMicrobatch": "buffer",
     "StepPlan": "plan",
     "StepTotals": "counts",
     "add_loss_aggregation_args": "flags",
-    "aggregated": "schedule",
     "plan_step": "plan",
 }
 

@@ -228,9 +228,9 @@ class Frozen:
             if config.context_parallel_size != self._cp_size:
                 raise ContractError(
                     f"context_parallel_size is {config.context_parallel_size} in the config of "
-                    f"chunk {index}, the contract was read at {self._cp_size}: groups and layouts "
-                    "are read once; leave it, and eval_context_parallel_size of Megatron-Bridge "
-                    "unset"
+                    f"chunk {index}, the LossAggregator was made at {self._cp_size}: groups and "
+                    "layouts are read once; leave it, and eval_context_parallel_size of "
+                    "Megatron-Bridge unset"
                 )
             size = dist.get_world_size(chunk.dp_cp_group)
             averages = bool(chunk.ddp_config.average_in_collective)

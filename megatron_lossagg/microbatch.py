@@ -323,17 +323,15 @@ def _checked_sequences(sequences: IntsLike, layout: Layout, num_sequences: int) 
     if len(in_order) and (in_order[0] < PADDING or in_order[-1] >= num_sequences):
         wrong = sequences_G[(sequences_G < PADDING) | (sequences_G >= num_sequences)][0]
         raise ReducerError(
-            f"sequence {wrong} is not one of the {num_sequences} sequences of the step on "
-            f"this rank: sequences are "
-            "positions in Sequences.active_tokens, or -1"
+            f"sequence {wrong} is not one of the {num_sequences} sequences of the step on this "
+            "rank: pass positions in Sequences.active_tokens, or -1"
         )
     doubled = in_order[1:][np.diff(in_order) == 0]
     if len(doubled):
         times = int((sequences_G == doubled[0]).sum())
         raise ReducerError(
-            f"sequence {doubled[0]} appears in {times} segments of one microbatch: each "
-            f"sequence is in "
-            "exactly one segment of one microbatch of the step"
+            f"sequence {doubled[0]} appears in {times} segments of one microbatch: a sequence is "
+            "in one segment of one microbatch"
         )
     return sequences_G
 
@@ -345,18 +343,15 @@ def _check_one_microbatch(sequences_G: Ints, microbatch_S: Ints) -> None:
     if len(other):
         raise ReducerError(
             f"sequence {own_sequences[0]} was planned in microbatch {planned[0]} and sequence "
-            f"{own_sequences[other[0]]} in microbatch {planned[other[0]]}: pass the "
-            f"sequences of one "
-            "microbatch, as Sequences.microbatch has them"
+            f"{own_sequences[other[0]]} in microbatch {planned[other[0]]}: pass the sequences of "
+            "one microbatch, as Sequences.microbatch has them"
         )
     whole = np.flatnonzero(microbatch_S == planned[:1]) if len(own_sequences) else own_sequences
     if len(own_sequences) != len(whole):
         missing = np.setdiff1d(whole, own_sequences)
         raise ReducerError(
             f"microbatch {planned[0]} was planned with {len(whole)} sequences, got "
-            f"{len(own_sequences)} "
-            f"without {first_few(missing)}: pass all of its sequences, as "
-            f"Sequences.microbatch has them"
+            f"{len(own_sequences)} without {first_few(missing)}: pass all of its sequences"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from megatron_lossagg.errors import AggregationError
@@ -36,6 +36,10 @@ class Options:
         for name in ("probe", "rejects_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise AggregationError(f"got {name} {getattr(self, name)!r}, expected a bool")
+
+    def of_step(self, forward_only: bool) -> Options:
+        """Return the options of a step: an evaluation without an active token is no error."""
+        return replace(self, empty_step="zero") if forward_only else self
 
     @staticmethod
     def from_args(args: argparse.Namespace) -> Options:

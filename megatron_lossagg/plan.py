@@ -188,7 +188,7 @@ class StepPlan:
     def check(self) -> None:
         """Raise the first fault that devices found in this step's masks and losses, if any.
 
-        Finishing a step calls it; call it yourself if you finish none.
+        Finishing a step calls it; call it yourself without a :class:`LossAggregator`.
         Raises :class:`ReducerError` on this rank only. One host sync for each device that
         recorded something, no collective.
         """
@@ -240,7 +240,7 @@ def plan_step(
     """Count the step over ``group`` and decide the weight of every sequence.
 
     ``group``: the dense data-parallel group *without* context parallelism, as
-    ``MegatronContract.dp_group``; every rank of it calls. ``totals``: the step's counts
+    ``LossAggregator.dp_group``; every rank of it calls. ``totals``: the step's counts
     if the caller knows them; then no collective is made, and ids are refused. With a group as
     well, its first step is counted all the same, and totals that differ from the counts are
     refused. ``fault``: why this rank has no counts, if so: the others of the group do not wait
@@ -258,7 +258,7 @@ def plan_step(
     if totals is None and group is None and not is_alone:
         raise PlanError(
             f"this process is one of {dist.get_world_size()} and no group was passed: pass "
-            "group=contract.dp_group, or totals= if the step's counts are known"
+            "group=aggregator.dp_group, or totals= if the step's counts are known"
         )
     exchange = Exchange(group)
     checked = Sequences(active_tokens=[]).checked()

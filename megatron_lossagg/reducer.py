@@ -298,10 +298,9 @@ class Reducer:
                 raise ReducerError(
                     f"got losses and a mask of {num_tokens} tokens for segments that end at "
                     f"{self.layout.num_tokens}, which is what padding each segment to a multiple "
-                    f"of {multiple} would give: pass the padded offsets (cu_seqlens_padded), or, "
-                    "if the tokens after the last segment belong to no sequence, end the "
-                    "offsets after "
-                    "them and give that segment -1"
+                    f"of {multiple} would give: pass the padded offsets (cu_seqlens_padded); if "
+                    "the tokens after the last segment belong to no sequence, end the offsets "
+                    "after them and give that segment -1"
                 )
             multiple *= 2
 
@@ -312,10 +311,9 @@ class Reducer:
             return
         if not self.layout.is_in_rows(sizes, is_local=True):
             raise ReducerError(
-                f"got losses of shape {tuple(x.shape)}, and not each of their sequences "
-                f"begins with a "
-                f"segment of the layout {self.layout.name}: pass them in the order of the mask, "
-                "[b, s] and not [s, b], or flat"
+                f"got losses of shape {tuple(x.shape)}, and not each of their sequences begins "
+                f"with a segment of the layout {self.layout.name}: pass them in the order of the "
+                "mask, [b, s] and not [s, b], or flat"
             )
 
 

@@ -1,6 +1,6 @@
 """How Megatron-Core scales a loss on its way to the gradient: two loss scalings, K, its factors.
 
-Pure arithmetic, and the only place for it: ``contract`` multiplies by K, ``probe`` measures
+Pure arithmetic, and the only place for it: ``outputs`` multiplies by K, ``probe`` measures
 K, ``explain`` prints the factors and ``verify`` names the wrong ones from here. For
 ``loss_func`` that returns ``(loss, num_tokens, report)``, megatron-core 0.13 to 0.19:
 
@@ -11,8 +11,8 @@ average    / num_tokens, / M      mean over DP * CP   nothing                   
 per-token  nothing                sum                 / sum of all num_tokens     N
 =========  =====================  ==================  ==========================  =========
 
-K is what a share is multiplied by so that the step's gradient is the sum of the shares'
-gradients. Sources: ``schedules.forward_step_calc_loss``,
+K is what a partial loss is multiplied by so that the step's gradient is the sum of the partial
+losses' gradients. Sources: ``schedules.forward_step_calc_loss``,
 ``DistributedDataParallel.__init__``, ``finalize_model_grads``.
 """
 

@@ -1,9 +1,8 @@
 """The one hook that every Megatron framework has: what ``get_forward_backward_func()`` returns.
 
-A framework calls its schedule with keywords, once per step. :class:`ScheduleHook` wraps it: reads
-the step's microbatches, counts and plans them, replays them to the framework's own
-``forward_step_func``, and returns to Megatron, in place of the framework's loss, the configured
-one.
+A framework calls its schedule with keywords, once per step. :class:`ScheduleHook` wraps it: it
+reads the step's microbatches, counts and plans them, replays them to the framework's own
+``forward_step_func``, and returns the configured loss to Megatron instead of the framework's.
 What only the framework knows is its :class:`Integration`'s.
 """
 
@@ -14,7 +13,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,16 +21,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.aggregator import LossAggregator
 from megatron_lossagg.buffer import MicrobatchSequences, StepBuffer, StepMicrobatch
-from megatron_lossagg.contract import MegatronContract, StepContract
 from megatron_lossagg.devices import moved
 from megatron_lossagg.errors import AggregationError, ContractError
 from megatron_lossagg.faults import Faults
 from megatron_lossagg.layout import Layout
-from megatron_lossagg.options import EmptyStep, Options
-from megatron_lossagg.plan import StepPlan
+from megatron_lossagg.options import Options
+from megatron_lossagg.outputs import Outputs
+from megatron_lossagg.step import Step
 
-__all__ = ["FrameworkLoss", "Integration", "ScheduleHook", "aggregated"]
+__all__ = ["FrameworkLoss", "Integration", "ScheduleHook"]
 
 Schedule = Callable[..., Any]
 
@@ -45,11 +45,13 @@ class FrameworkLoss:
     mask: Tensor
     """The 0/1 mask that the framework would multiply them by, as the layout wants it."""
     report: Mapping[str, Tensor]
-    """The framework's own report; it is kept beside ours."""
+    """The framework's own report; it is kept next to ours."""
     masked_sum: Tensor | None = None
-    """The framework's own loss, 0-dim, where it should be the sum of ``losses`` times ``mask``:
-    compared
-    with that in each training microbatch, so that no term is lost. None: nothing is compared."""
+    """The framework's own loss, 0-dim, if it should be the sum of ``losses`` times ``mask``.
+
+    It is compared with that in each training microbatch, so that no term is lost. None: nothing is
+    compared.
+    """
 
 
 class Integration(ABC):
@@ -63,7 +65,7 @@ class Integration(ABC):
 
     @abstractmethod
     def sequences(self, data: Any) -> MicrobatchSequences:
-        """Count a microbatch, as the data iterator returned it; on the host, before slicing.
+        """Count a microbatch, as the data iterator returned it; on the CPU, before slicing.
 
         Called once per microbatch and step, outside the schedule, on each rank that reads data.
         """
@@ -72,19 +74,17 @@ class Integration(ABC):
     def loss(self, loss_func: Callable[..., Any], output: Tensor) -> FrameworkLoss:
         """Take apart the framework's loss of a microbatch.
 
-        ``loss_func``: what the framework's forward_step returned beside its output. ``output``:
-        what
-        the schedule gives it. No collective that the framework does not make itself.
+        ``loss_func``: what the framework's forward_step returned next to its output. ``output``:
+        what the schedule passes it. No collective that the framework does not make itself.
         """
 
-    def layout(self, contract: MegatronContract, lengths: Sequence[int]) -> Layout:
+    def layout(self, aggregator: LossAggregator, lengths: Sequence[int]) -> Layout:
         """Say which tokens the mask and the losses of :meth:`loss` are.
 
         ``lengths``: those of :meth:`sequences`, of whole sequences. By default mask and losses are
-        this
-        rank's already, an equal part of each sequence, as from Megatron-LM's ``get_batch``.
+        this rank's already, an equal part of each sequence, as from Megatron-LM's ``get_batch``.
         """
-        return contract.local([length // contract.cp_size for length in lengths])
+        return aggregator.local([length // aggregator.cp_size for length in lengths])
 
     def prepare(self, aggregation: Aggregation) -> None:  # noqa: B027
         """Wrap what else of the framework this aggregation needs; by default nothing.
@@ -103,9 +103,9 @@ class Integration(ABC):
 class ScheduleHook:
     """Puts an aggregation into a framework's schedule; one for a run, for training and evaluation.
 
-    ``empty_step``, ``rejects_tokens``: as for :func:`~megatron_lossagg.plan.plan_step`.
-    ``probe``: as for :meth:`MegatronContract.read`, which the first call makes.
-    Raises :class:`AggregationError` for ``prompt_mean`` where the integration has no prompt ids.
+    For a framework whose model does not exist yet: the first call makes the
+    :class:`LossAggregator`. With a model, :meth:`LossAggregator.wrap` makes the hook.
+    Raises :class:`AggregationError` for ``prompt_mean`` if the integration has no prompt ids.
     """
 
     def __init__(
@@ -113,9 +113,7 @@ class ScheduleHook:
         aggregation: Aggregation,
         integration: Integration,
         *,
-        empty_step: EmptyStep = "zero",
-        probe: bool = True,
-        rejects_tokens: bool = False,
+        options: Options | None = None,
     ) -> None:
         if aggregation.mode == "prompt_mean" and not integration.gives_prompts:
             raise AggregationError(
@@ -125,33 +123,29 @@ class ScheduleHook:
             )
         self.aggregation = aggregation
         self.integration = integration
-        self.contract: MegatronContract | None = None
-        """Read by the first call; None before."""
+        self.options = options or Options()
+        self.aggregator: LossAggregator | None = None
+        """Made by the first call; None before."""
         self.num_steps = 0
         """Calls of a schedule whose loss was replaced, training and evaluation."""
         self.is_found = False
         """Whether the framework's loop has asked for its schedule."""
-        self.factor = 1
+        self.k = 1
         """K of the latest step; 1 before, and on a rank that computes no loss."""
-        self._chunks: list[Any] = []
-        self._empty_step: EmptyStep = empty_step
-        self._probe = probe
-        self._rejects_tokens = rejects_tokens
         integration.prepare(aggregation)
 
-    def aggregated(self, schedule: Schedule) -> Schedule:
+    def wrap(self, schedule: Schedule) -> Schedule:
         """Wrap what ``get_forward_backward_func()`` returned.
 
         The wrapped schedule takes the same keywords and returns what the schedule returns, with
-        our report beside the framework's. Raises what ``plan_step``, ``StepPlan.reducer`` and
-        ``StepContract.close`` raise; and :class:`ContractError` for positional arguments, and
-        for a ``forward_step_func`` that does not read one microbatch per call.
+        our report next to the framework's. Raises what ``LossAggregator``, ``plan_step`` and its
+        step raise; and :class:`ContractError` for positional arguments, and for a
+        ``forward_step_func`` that does not read one microbatch per call.
 
-        Collectives, outside the schedule: those of ``MegatronContract.read`` in the first call;
-        on the last pipeline stage those of ``plan_step``, and one ``all_gather_object`` over
+        Collectives, outside the schedule: those of ``LossAggregator`` in the first call; on the
+        last pipeline stage those of ``plan_step``, and one ``all_gather_object`` over
         tensor-parallel ranks.
         """
-
         self.is_found = True
 
         @functools.wraps(schedule)
@@ -159,7 +153,7 @@ class ScheduleHook:
             if args:
                 raise ContractError(
                     f"got {len(args)} positional arguments for the schedule, expected keywords "
-                    "alone, as Megatron-LM passes them"
+                    "only, as Megatron-LM passes them"
                 )
             if not self.integration.applies(call):
                 return schedule(**call)
@@ -169,12 +163,15 @@ class ScheduleHook:
 
     def _run(self, schedule: Schedule, call: dict[str, Any]) -> Any:
         forward_only = bool(call.get("forward_only", False))
-        contract = self._contract(call["model"], forward_only)
+        num_microbatches = call["num_microbatches"]
+        aggregator = self._of_model(call["model"], forward_only)
         self.num_steps += 1
-        if not contract.is_last_stage:  # only the last stage computes a loss
-            contract.check()  # as the last stage does in its step, so that all stages fail
-            return schedule(**call)
-        iterators, num_microbatches = call["data_iterator"], call["num_microbatches"]
+        if not aggregator.is_last_stage:  # only the last stage computes a loss
+            with aggregator.begin(
+                None, num_microbatches=num_microbatches, forward_only=forward_only
+            ):
+                return schedule(**call)
+        iterators = call["data_iterator"]
         is_list = isinstance(iterators, (list, tuple))
         chunks = [*iterators] if is_list else [iterators]
         source = chunks[-1]
@@ -184,65 +181,47 @@ class ScheduleHook:
         plan = buffer.plan(
             self.aggregation,
             lambda data: self.integration.sequences(data[-1]),
-            group=contract.dp_group,
-            tp_group=contract.tp_group,
-            # An evaluation without an active token trains nothing wrong.
-            options=Options(
-                empty_step="zero" if forward_only else self._empty_step,
-                rejects_tokens=self._rejects_tokens,
-            ),
+            group=aggregator.dp_group,
+            tp_group=aggregator.tp_group,
+            options=self.options.of_step(forward_only),
         )
-        replay = None if source is None else _Replay()
-        step = contract.step(plan, num_microbatches=num_microbatches, forward_only=forward_only)
-        self.factor = step.factor
+        step = aggregator.begin(plan, num_microbatches=num_microbatches, forward_only=forward_only)
+        self.k = step.k
+        replay = _Replay(
+            integration=self.integration,
+            forward_step=call["forward_step_func"],
+            aggregator=aggregator,
+            microbatches=iter(buffer),
+            step=step,
+        )
         if source is not None:
             chunks[:-1] = [
                 None if chunk is None else iter([microbatch.data[index] for microbatch in buffer])
                 for index, chunk in enumerate(chunks[:-1])
             ]
-        call["data_iterator"] = [*chunks[:-1], replay] if is_list else replay
-        call["forward_step_func"] = _Replaced(
-            integration=self.integration,
-            forward_step=call["forward_step_func"],
-            chunk=_unwrapped(self._chunks[-1]),
-            microbatches=iter(buffer),
-            replay=replay,
-            plan=plan,
-            step=step,
-            trains=not forward_only,
-        )
+            chunks[-1] = replay.data = _OneRead()
+        call["data_iterator"] = chunks if is_list else chunks[-1]
+        call["forward_step_func"] = replay
         with step:
             return schedule(**call)
 
-    def _contract(self, model: Any, forward_only: bool) -> MegatronContract:
-        """Read the contract in the first call, and of another model; probe where it trains."""
+    def _of_model(self, model: Any, forward_only: bool) -> LossAggregator:
+        """Make the aggregator in the first call, and of another model; probe if it trains."""
         chunks = list(model) if isinstance(model, (list, tuple)) else [model]
-        is_known = [id(chunk) for chunk in chunks] == [id(chunk) for chunk in self._chunks]
-        needs_probe = self._probe and not forward_only
-        if self.contract is None or not is_known or (needs_probe and self.contract.probe is None):
-            self.contract = MegatronContract.read(
-                chunks, aggregation=self.aggregation, probe=needs_probe
-            )
-            self._chunks = chunks
+        probe = self.options.probe and not forward_only
+        now = self.aggregator
+        if now is None or not now.has_chunks(chunks) or (probe and now.probe is None):
+            options = replace(self.options, probe=probe)
+            now = self.aggregator = LossAggregator(chunks, self.aggregation, options=options)
             if dist.get_rank() == 0:
-                print(self.contract.describe(self.aggregation), flush=True)
-        return self.contract
-
-
-def aggregated(
-    schedule: Schedule, aggregation: Aggregation, integration: Integration, **options: Any
-) -> Schedule:
-    """Wrap one schedule; ``options`` are :class:`ScheduleHook`'s, whose :meth:`aggregated` it is.
-
-    A framework that asks for a schedule several times makes one :class:`ScheduleHook` instead.
-    """
-    return ScheduleHook(aggregation, integration, **options).aggregated(schedule)
+                print(now.describe(), flush=True)
+        return now
 
 
 class _InLockstep:
-    """The iterators of a rank's chunks: gives what each has for a microbatch, in their order.
+    """The iterators of a rank's chunks: what each has for a microbatch, in their order.
 
-    Where chunks share one source, the first reads it and the others get what it kept.
+    If chunks share one source, the first reads it and the others get what it kept.
     """
 
     def __init__(self, chunks: Sequence[Any]) -> None:
@@ -262,62 +241,46 @@ def _unwrapped(chunk: Any) -> Any:
     return chunk
 
 
-class _Replay:
-    """The data iterator of a step: gives the microbatch whose turn it is, once."""
+class _OneRead:
+    """The data iterator of a replayed step: the microbatch of the running call, once."""
 
     def __init__(self) -> None:
-        self._data: list[Any] = []
+        self.unread: list[Any] = []
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if not self._data:
+        if not self.unread:
             raise ContractError(
                 "forward_step_func read more than one microbatch in a call: a step of M "
                 "microbatches reads M times"
             )
-        # A framework may move its tensors to a device in place: the buffered step stays on the
-        # host.
-        return copy.copy(self._data.pop())
-
-    def turn_to(self, data: Any) -> None:
-        """Give ``data`` next."""
-        self._data = [data]
-
-    def check_read(self) -> None:
-        """Raise :class:`ContractError` where the microbatch was not read."""
-        if self._data:
-            raise ContractError(
-                "forward_step_func did not read its microbatch from the data iterator that the "
-                "schedule gave it: its loss would be weighted by another microbatch's sequences"
-            )
+        # A framework may move its tensors to a device in place: the buffered step keeps its own.
+        return copy.copy(self.unread.pop())
 
 
-class _Replaced:
-    """A framework's forward_step_func whose loss_func returns the configured loss's share."""
+class _Replay:
+    """A framework's forward_step_func over a step's microbatches, with the configured loss."""
 
     def __init__(
         self,
         *,
         integration: Integration,
         forward_step: Callable[..., Any],
-        chunk: Any,
+        aggregator: LossAggregator,
         microbatches: Iterator[StepMicrobatch],
-        replay: _Replay | None,
-        plan: StepPlan,
-        step: StepContract,
-        trains: bool,
+        step: Step,
     ) -> None:
         functools.update_wrapper(self, forward_step)
+        self.data: _OneRead | None = None
+        """What the framework reads; None on a rank without data."""
         self._integration = integration
         self._forward_step = forward_step
-        self._chunk = chunk
+        self._aggregator = aggregator
+        self._chunk = _unwrapped(aggregator.chunks[-1])
         self._microbatches = microbatches
-        self._replay = replay
-        self._plan = plan
         self._step = step
-        self._trains = trains
 
     def __call__(self, data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         # Of an interleaved pipeline only the last chunk has a loss. A schedule that overlaps
@@ -330,31 +293,33 @@ class _Replaced:
                 f"the schedule ran more than its {self._step.num_microbatches} microbatches: pass "
                 "it num_microbatches"
             )
-        if self._replay is not None:
-            self._replay.turn_to(microbatch.data[-1])
+        if self.data is not None:
+            self.data.unread = [microbatch.data[-1]]
         output, loss_func = self._forward_step(data_iterator, model, *args, **kwargs)
-        if self._replay is not None:
-            self._replay.check_read()
-        return output, functools.partial(self._returns, microbatch, loss_func)
+        if self.data is not None and self.data.unread:
+            raise ContractError(
+                "forward_step_func did not read its microbatch from the data iterator that the "
+                "schedule gave it: its loss would be weighted by another microbatch's sequences"
+            )
+        return output, functools.partial(self._outputs, microbatch, loss_func)
 
-    def _returns(
+    def _outputs(
         self, microbatch: StepMicrobatch, loss_func: Callable[..., Any], output: Tensor
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    ) -> Outputs:
         name = self._integration.loss_name
         framework = self._integration.loss(loss_func, output)
         lengths = microbatch.lengths
         if lengths is None:
             raise ContractError(
                 f"{type(self._integration).__name__}.sequences gave no lengths: give "
-                f"MicrobatchSequences(lengths="
-                "...), from which the layout is made"
+                "MicrobatchSequences(lengths=...), from which the layout is made"
             )
-        layout = self._integration.layout(self._step.contract, lengths)
-        reducer = self._plan.reducer(microbatch.sequences, framework.mask, layout)
-        share = reducer(framework.losses)
-        if self._trains:
-            compare(framework, self._plan.state.faults, microbatch.index)
-        loss, num_tokens, ours = self._step.returns(share, reducer, report={name: share})
+        layout = self._integration.layout(self._aggregator, lengths)
+        mb = self._step.microbatch(microbatch.sequences, framework.mask, layout=layout)
+        partial_loss = mb.reduce(framework.losses)
+        if not self._step.forward_only:
+            compare(framework, self._step.plan.state.faults, microbatch.index)
+        loss, num_tokens, ours = mb.outputs(partial_loss, report={name: partial_loss})
         theirs = dict(framework.report)
         if name in theirs:  # after ours, and nothing that a search for the name finds
             ours[f"stock/{name.replace(' ', '_')}"] = theirs.pop(name)

@@ -107,8 +107,8 @@ class StepState:
             if _open and partial_loss.requires_grad:
                 raise ReducerError(
                     "the reducer belongs to a plan other than the running step's: make it with "
-                    "plan.reducer(...) of the step's plan or under(...), or declare the second "
-                    "plan with contract.step(plan, also=[second_plan])"
+                    "step.microbatch(...); if there is a second plan, declare it with "
+                    "aggregator.step(also=[second_plan]) and pass step.microbatch(plan=second_plan)"
                 )
             return
         in_backward = torch._C._current_graph_task_id() >= 0
@@ -125,4 +125,4 @@ class StepState:
 
 
 _open: WeakSet[StepState] = WeakSet()
-"""The plans' states of the steps that run; one that was given up goes with its contract."""
+"""The plans' states of the steps that run; one that was given up goes with its aggregator."""

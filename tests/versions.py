@@ -37,9 +37,9 @@ LAYOUTS = {
 }
 PROBE = "tests/megatron/test_probe.py"
 ON_TWO_RANKS = f"{PROBE}::test_stock_megatron_passes_and_is_left_unchanged"
-TESTS = ["tests/megatron/test_contract.py", ON_TWO_RANKS, "-k", "contract or [2-"]
+TESTS = ["tests/megatron/test_aggregator.py", ON_TWO_RANKS, "-k", "aggregator or [2-"]
 WHOLE = [
-    "tests/megatron/test_contract.py",
+    "tests/megatron/test_aggregator.py",
     PROBE,
     "tests/megatron/test_matrix.py",
     "-k",

@@ -80,22 +80,19 @@ from torch import Tensor
 from megatron_lossagg import (
     Aggregation,
     LossAggregationError,
-    MegatronContract,
-    Reducer,
-    Sequences,
-    StepBuffer,
-    StepPlan,
-    plan_step,
+    LossAggregator,
 )
+from megatron_lossagg.buffer import StepBuffer
 from megatron_lossagg.flags import add_loss_aggregation_args, aggregation_from_args
 from megatron_lossagg.options import Options
+from megatron_lossagg.step import MicrobatchLoss, Step
 
 NUM_HELD_OUT = 200
 WARM_UP = Aggregation("token_mean")
 
-# What a term of the loss is: per-token negative log-probabilities [T] and the microbatch's
-# coefficients [T] to the step's share and the shares to report.
-ShareOf = Callable[[Reducer, Tensor, tuple[Tensor, ...]], tuple[Tensor, dict[str, Tensor]]]
+# From per-token negative log-probabilities [T] and the microbatch's coefficients [T] to the
+# microbatch's partial loss and the partial losses to report.
+LossOf = Callable[[MicrobatchLoss, Tensor, tuple[Tensor, ...]], tuple[Tensor, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,14 +101,13 @@ class Run:
 
     args: argparse.Namespace
     processes: Processes
-    aggregation: Aggregation
     model: Any
-    contract: MegatronContract
+    aggregator: LossAggregator
 
     @property
     def dp_rank(self) -> int:
         """This rank's place in the data-parallel group."""
-        return dist.get_rank(self.contract.dp_group)
+        return dist.get_rank(self.aggregator.dp_group)
 
     @property
     def output(self) -> Path:
@@ -125,22 +121,20 @@ class Run:
 
 
 def schedule_step(
-    run: Run, plan: StepPlan, microbatches: Iterator[Microbatch], share_of: ShareOf
+    run: Run, step: Step, microbatches: Iterator[Microbatch], loss_of: LossOf
 ) -> Ratios:
     """Run Megatron's schedule, forward and backward, over one step's microbatches."""
-    contract, m = run.contract, run.args.num_microbatches
-    step = contract.step(plan, num_microbatches=m)
 
     def forward_step(data: Iterator[Microbatch], model: Any) -> tuple[Tensor, Any]:
         mb = next(data)
-        layout = contract.thd(mb.cu_seqlens_padded)
+        layout = run.aggregator.thd(mb.cu_seqlens_padded)
         here_T = layout.positions
         coefficients_T = tuple(c_P[here_T] for c_P in mb.coefficient_P)
 
         def loss_func(nll: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            reducer = plan.reducer(mb.sequences, mb.mask_P, layout)
-            share, report = share_of(reducer, nll.view(-1), coefficients_T)
-            return step.returns(share, reducer, report={"loss": share, **report})
+            its = step.microbatch(mb.sequences, mb.mask_P, layout=layout)
+            loss, report = loss_of(its, nll.view(-1), coefficients_T)
+            return its.outputs(loss, report={"loss": loss, **report})
 
         nll = model(
             mb.token_P[here_T][None],
@@ -157,7 +151,7 @@ def schedule_step(
             forward_step_func=forward_step,
             data_iterator=microbatches,
             model=[run.model],
-            num_microbatches=m,
+            num_microbatches=step.num_microbatches,
             seq_length=MAX_TOKENS,
             micro_batch_size=1,
             forward_only=False,
@@ -190,19 +184,20 @@ def demonstrations(run: Run, first_step: int) -> Iterator[list[Row]]:
 def warmup_step(run: Run, stream: Iterator[list[Row]]) -> Ratios:
     """Take one step of supervised fine-tuning: the mean over all response tokens of the step."""
 
-    def share_of(
-        reducer: Reducer, nll_T: Tensor, coefficients_T: tuple[Tensor, ...]
+    def loss_of(
+        mb: MicrobatchLoss, nll_T: Tensor, coefficients_T: tuple[Tensor, ...]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        return reducer(nll_T), {}
+        return mb.reduce(nll_T), {}
 
     buffer = StepBuffer(stream, run.args.num_microbatches)
     plan = buffer.plan(
         WARM_UP,
         count=lambda sequences: [sequence.active_tokens for sequence in sequences],
-        group=run.contract.dp_group,
+        group=run.aggregator.dp_group,
     )
+    step = run.aggregator.begin(plan, num_microbatches=run.args.num_microbatches)
     packed = (pack(mb.data, mb.sequences, run.processes.context) for mb in buffer)
-    return schedule_step(run, plan, packed, share_of)
+    return schedule_step(run, step, packed, loss_of)
 
 
 # --------------------------------------------------------------------------------------
@@ -247,30 +242,24 @@ def rl_step(run: Run, rollouts: list[Rollout]) -> Ratios:
     parts = [split(len(sequences), m, i) for i in range(m)]
     # All counts of the step are known here, before the first forward: one weight per sequence
     # follows.
-    plan = plan_step(
-        run.aggregation,
-        Sequences(
-            active_tokens=[sequence.active_tokens for sequence in sequences],
-            prompt=[rollout.prompt_id for rollout in rollouts],
-            microbatch=[i for i, part in enumerate(parts) for _ in part],
-            num_microbatches=m,
-        ),
-        group=run.contract.dp_group,
-        options=Options.from_args(args),
+    step = run.aggregator.step(
+        active_tokens=[sequence.active_tokens for sequence in sequences],
+        prompt=[rollout.prompt_id for rollout in rollouts],
+        microbatch=[i for i, part in enumerate(parts) for _ in part],
+        num_microbatches=m,
     )
 
-    def share_of(
-        reducer: Reducer, nll_T: Tensor, coefficients_T: tuple[Tensor, ...]
+    def loss_of(
+        mb: MicrobatchLoss, nll_T: Tensor, coefficients_T: tuple[Tensor, ...]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         advantage_T, behaviour_T, reference_T = coefficients_T
-        pg_share = reducer(policy_loss(nll_T, behaviour_T, advantage_T, args.clip_ratio))
+        policy = mb.reduce(policy_loss(nll_T, behaviour_T, advantage_T, args.clip_ratio))
         # Same tokens, another aggregation, no collective.
-        kl_share = reducer.under(args.kl_aggregation)(kl_loss(nll_T, reference_T))
-        share = pg_share + args.kl_coefficient * kl_share
-        return share, {"pg_loss": pg_share, "kl": kl_share}
+        kl = mb.reduce(kl_loss(nll_T, reference_T), args.kl_aggregation)
+        return policy + args.kl_coefficient * kl, {"pg_loss": policy, "kl": kl}
 
     packed = (pack([sequences[i] for i in part], part, run.processes.context) for part in parts)
-    return schedule_step(run, plan, packed, share_of) | rollout_ratios(rollouts)
+    return schedule_step(run, step, packed, loss_of) | rollout_ratios(rollouts)
 
 
 def rollout_ratios(rollouts: list[Rollout]) -> Ratios:
@@ -303,7 +292,7 @@ def train_online(run: Run) -> None:
     total_steps = args.warmup_steps + args.steps
 
     with MetricsLog(run.output, num_steps=total_steps, first_step=steps_done) as log:
-        log.note(run.contract.describe(run.aggregation))
+        log.note(run.aggregator.describe())
         if at == Position(0, 0):
             log.write("start", 0, {"accuracy": accuracy(run, sampler)})
 
@@ -371,7 +360,7 @@ def train_replay(run: Run) -> None:
     if state is not None:
         restore(state, run.model, optimizer)
     with MetricsLog(run.output, num_steps=len(chosen), first_step=at.step) as log:
-        log.note(run.contract.describe(run.aggregation))
+        log.note(run.aggregator.describe())
         for step, (_, rollouts) in enumerate(chosen, start=1):
             if step <= at.step:
                 continue
@@ -407,7 +396,7 @@ def accuracy(run: Run, sampler: torch.nn.Module) -> float:
 def record(run: Run, rollouts: list[Rollout]) -> None:
     """Append the step's rollouts of all data-parallel ranks, in rank order."""
     gathered: list[Any] = [None] * run.processes.data
-    dist.all_gather_object(gathered, rollouts, group=run.contract.dp_group)
+    dist.all_gather_object(gathered, rollouts, group=run.aggregator.dp_group)
     if dist.get_rank() == 0:
         append_rollouts(run.args.record, [rollout for of_rank in gathered for rollout in of_rank])
 
@@ -577,7 +566,7 @@ def processes_of(args: argparse.Namespace) -> Processes:
 
 
 def build_run(args: argparse.Namespace) -> Run:
-    """Build model and contract in a job that has started."""
+    """Build model and aggregator in a job that has started."""
     processes = processes_of(args)
     aggregation = aggregation_from_args(args) or Aggregation(
         "constant", divisor=task.MAX_RESPONSE_TOKENS
@@ -594,16 +583,13 @@ def build_run(args: argparse.Namespace) -> Run:
     )
     if args.start_from is not None:
         load_weights(args.start_from, model)
-    contract = MegatronContract.read(
-        [model], aggregation=aggregation, probe=Options.from_args(args).probe
-    )
-    contract.agree_on(WARM_UP)
+    aggregator = LossAggregator([model], aggregation, options=Options.from_args(args))
+    aggregator.agree_on(WARM_UP)
     return Run(
         args=args,
         processes=processes,
-        aggregation=aggregation,
         model=model,
-        contract=contract,
+        aggregator=aggregator,
     )
 
 

@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     if _OWN_LOOP.encode() in script.read_bytes():  # of any encoding
         raise ContractError(
             f"{script} calls {_OWN_LOOP} itself, expected a script that trains by megatron.training"
-            "'s pretrain: put megatron_lossagg.schedule.aggregated(...) around its schedule"
+            "'s pretrain: wrap its schedule with LossAggregator.wrap"
         )
     from megatron_lossagg.integrations import megatron_lm, megatron_rl
 
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     integration = megatron_rl.RLAdapter if is_rl else megatron_lm.PretrainIntegration
     hook = megatron_lm.install(
         aggregation,
-        **vars(Options.from_args(flags)),
+        options=Options.from_args(flags),
         integration=integration(),
     )
     status = _run(script, on_cpu=args.cpu)

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration, rebind
 from megatron_lossagg.megatron_options import check_options
-from megatron_lossagg.options import EmptyStep
+from megatron_lossagg.options import Options
 from megatron_lossagg.schedule import Integration, ScheduleHook
 
 __all__ = ["BridgeIntegration", "install"]
@@ -44,16 +44,14 @@ class BridgeIntegration(PretrainIntegration):
 def install(
     aggregation: Aggregation,
     *,
-    empty_step: EmptyStep = "zero",
-    probe: bool = True,
-    rejects_tokens: bool = False,
+    options: Options | None = None,
     integration: Integration | None = None,
 ) -> ScheduleHook:
     """Rebind Megatron-Bridge's schedules in this process; return the hook, which counts its steps.
 
     ``integration``: by default :class:`BridgeIntegration`; a loss with more terms (distillation) is
     refused in the step that has them, an output that is a tuple in the first one.
-    ``rejects_tokens``: the script trains fewer tokens than its data has, on purpose. Raises
+    Raises
     :class:`ContractError` where Bridge is not there, and what
     :class:`~megatron_lossagg.schedule.ScheduleHook` raises: ``prompt_mean``, for there are no
     prompt ids.
@@ -61,9 +59,7 @@ def install(
     hook = ScheduleHook(
         aggregation,
         integration or BridgeIntegration(),
-        empty_step=empty_step,
-        probe=probe,
-        rejects_tokens=rejects_tokens,
+        options=options,
     )
     modules = ["megatron.bridge.training.train", "megatron.bridge.training.eval"]
     return rebind(hook, modules, "Megatron-Bridge")

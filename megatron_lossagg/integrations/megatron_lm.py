@@ -23,7 +23,7 @@ from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.megatron_options import check_options
-from megatron_lossagg.options import EmptyStep
+from megatron_lossagg.options import Options
 from megatron_lossagg.schedule import FrameworkLoss, Integration, ScheduleHook
 
 __all__ = [
@@ -111,23 +111,17 @@ class PretrainIntegration(Integration):
 def install(
     aggregation: Aggregation,
     *,
-    empty_step: EmptyStep = "zero",
-    probe: bool = True,
-    rejects_tokens: bool = False,
+    options: Options | None = None,
     integration: Integration | None = None,
 ) -> ScheduleHook:
     """Rebind Megatron-LM's schedule in this process; return the hook, which counts its steps.
 
     Call it before ``pretrain``, with ``megatron.training`` on the path. ``integration``: by default
-    :class:`PretrainIntegration`. ``rejects_tokens``: the script trains fewer tokens than its data
-    has,
-    on purpose. Raises :class:`ContractError` where ``megatron.training.training``
+    :class:`PretrainIntegration`. Raises :class:`ContractError` where ``megatron.training.training``
     has no such name, and what :class:`~megatron_lossagg.schedule.ScheduleHook` raises.
     """
     integration = integration or PretrainIntegration()
-    hook = ScheduleHook(
-        aggregation, integration, empty_step=empty_step, probe=probe, rejects_tokens=rejects_tokens
-    )
+    hook = ScheduleHook(aggregation, integration, options=options)
     return rebind(hook, ["megatron.training.training"], "Megatron-LM (core_v0.16.1 and later)")
 
 
@@ -152,7 +146,7 @@ def rebind(hook: ScheduleHook, modules: Sequence[str], framework: str) -> Schedu
             raise ContractError(
                 f"{name} has no {_HOOK}, expected the training loop of {framework}: this "
                 f"loop is not "
-                "known here; put megatron_lossagg.schedule.aggregated(...) around its schedule"
+                "known here; wrap its schedule with LossAggregator.wrap"
             )
     for name, stock in stocks.items():
         setattr(importlib.import_module(name), _HOOK, _hooked(hook, stock))
@@ -199,7 +193,7 @@ def report_if_unused(hook: ScheduleHook, framework: str) -> None:
 def _hooked(hook: ScheduleHook, stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def get(*args: Any, **kwargs: Any) -> Any:
-        return hook.aggregated(stock(*args, **kwargs))
+        return hook.wrap(stock(*args, **kwargs))
 
     return get
 

@@ -2,8 +2,8 @@
 
 A tiny chunk per virtual stage, with one weight vector w and ``out = in + sum_j w_j``, goes
 through the live DDP class, schedule and finalize function. Each data- and context-parallel
-rank d and microbatch m has a share of its own, ``v(d, m) * out``, and returns what
-:class:`~megatron_lossagg.contract.MegatronContract` would return for it. K is right where
+rank d and microbatch m has a partial loss of its own, ``v(d, m) * out``, and returns what
+:class:`~megatron_lossagg.step.MicrobatchLoss` returns for it. K is right where
 
     main_grad_j = sum_{d,m} v(d, m)        for every j, on every stage and rank
 
@@ -17,7 +17,6 @@ globals stay as they are.
 alike.
 """
 
-from megatron_lossagg.probe.measure import BeginTrial, Contract, Trial
 from megatron_lossagg.probe.startup import ProbeReport, run_probe
 
-__all__ = ["BeginTrial", "Contract", "ProbeReport", "Trial", "run_probe"]
+__all__ = ["ProbeReport", "run_probe"]

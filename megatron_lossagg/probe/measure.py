@@ -4,35 +4,40 @@ The step runs twice: from megatron-core 0.16 on, the reduction of gradients over
 backward pass from the second step on, through other code than in the first. Both are compared.
 
 Symbols: d counts the data- and context-parallel ranks, r the data-parallel ones, m the
-microbatches; v(d, m) is what a share multiplies ``out`` by.
+microbatches; v(d, m) is what a partial loss multiplies ``out`` by.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.errors import ContractError
+from megatron_lossagg.outputs import Outputs
+from megatron_lossagg.plan import plan_step
 from megatron_lossagg.probe.model import build, free, reduced_part
 from megatron_lossagg.probe.together import NotMeasuredError, part, untouched, world, world_flags
-from megatron_lossagg.scaling import K_FORMULA, LossScaling, Scaling
+from megatron_lossagg.scaling import K_FORMULA, Scaling
+from megatron_lossagg.sequences import Sequences
+from megatron_lossagg.step import Step
+
+if TYPE_CHECKING:
+    from megatron_lossagg.aggregator import LossAggregator
 
 __all__ = [
     "DDP",
     "FINALIZE",
     "SCHEDULE",
-    "BeginTrial",
-    "Contract",
     "ProbeStep",
-    "Trial",
-    "check_factors",
+    "check_k",
     "interval",
     "measure",
 ]
@@ -40,71 +45,69 @@ __all__ = [
 DDP, SCHEDULE, FINALIZE = "DDP", "schedule", "finalize"
 
 
-class Contract(Protocol):
-    """What the probe needs of a :class:`~megatron_lossagg.contract.MegatronContract`."""
-
-    loss_scaling: LossScaling
-    dp_size: int
-    cp_size: int
-    dp_cp_size: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trial:
-    """A :class:`~megatron_lossagg.contract.StepContract` for the probe's step."""
-
-    factor: int
-    """Its K."""
-    returns: Callable[[Tensor, int], tuple[Tensor, Tensor, dict[str, Tensor]]]
-    """What loss_func returns for a share and the number of its microbatch."""
-
-
-BeginTrial = Callable[[Sequence[int], int], Trial]
-"""From this rank's counted tokens of each microbatch, and the step's, to its :class:`Trial`."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class ProbeStep:
-    """The probe's step: its sizes, its shares' factors v(d, m), and its true gradient."""
+    """The probe's step: its sizes, its values v(d, m), and its true gradient."""
 
+    aggregator: LossAggregator
     scaling: Scaling
     num_stages: int
-    dp_size: int
     dp_cp_rank: int
-    begin: Callable[[], Trial]
-    """Begin one run of the step."""
+    counts: list[int]
+    """This rank's active tokens of each microbatch, of one sequence each."""
 
     @staticmethod
-    def of(chunk: Any, contract: Contract, begin: BeginTrial) -> ProbeStep:
-        """Make the step for a live chunk's groups."""
+    def of(aggregator: LossAggregator) -> ProbeStep:
+        """Make the step for the groups of an aggregator's chunks."""
         from megatron.core import parallel_state
 
+        chunk = aggregator.chunks[0]
         interleaved = parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
         num_stages = dist.get_world_size(chunk.pp_group)
         num_microbatches = 2 * num_stages + (not interleaved)
 
         def counted(r: int) -> list[int]:
-            return [1 + (r + contract.dp_size * m) % 13 for m in range(num_microbatches)]
+            return [1 + (r + aggregator.dp_size * m) % 13 for m in range(num_microbatches)]
 
-        own_counts = counted(dist.get_rank(chunk.dp_group))
-        active_tokens = sum(sum(counted(r)) for r in range(contract.dp_size))
         return ProbeStep(
+            aggregator=aggregator,
             scaling=Scaling(
-                loss_scaling=contract.loss_scaling,
+                loss_scaling=aggregator.loss_scaling,
                 num_microbatches=num_microbatches,
-                dp_cp_size=contract.dp_cp_size,
-                active_tokens=active_tokens,
+                dp_cp_size=aggregator.dp_cp_size,
+                active_tokens=sum(sum(counted(r)) for r in range(aggregator.dp_size)),
             ),
             num_stages=num_stages,
-            dp_size=contract.dp_size,
             dp_cp_rank=dist.get_rank(chunk.dp_cp_group),
-            begin=partial(begin, own_counts, active_tokens),
+            counts=counted(dist.get_rank(chunk.dp_group)),
         )
 
     @property
     def k(self) -> int:
-        """K as the contract computes it."""
-        return self.begin().factor
+        """K as a step computes it."""
+        return self.scaling.k
+
+    def begin(self) -> Step:
+        """Begin one run of the step."""
+        plan = plan_step(
+            Aggregation("token_sum"),
+            Sequences(active_tokens=self.counts),
+            totals=StepTotals(active_tokens=self.scaling.active_tokens),
+        )
+        return Step(
+            aggregator=self.aggregator,
+            plan=plan,
+            num_microbatches=self.scaling.num_microbatches,
+            accumulates=True,  # the live model's gradients are not the probe's
+        )
+
+    def outputs(self, step: Step, output: Tensor, m: int) -> Outputs:
+        """Return what loss_func returns of microbatch m, whose loss is ``v(d, m) * output``."""
+        mask = torch.ones(self.counts[m], device="cpu")
+        mb = step.microbatch([m], mask, lengths=[self.counts[m]])
+        losses = torch.zeros_like(mask, dtype=output.dtype, device=output.device)
+        losses[0] = output.sum() * self.value(self.dp_cp_rank, m)
+        return mb.outputs(mb.reduce(losses))
 
     def value(self, d: int, m: int) -> int:
         """Return v(d, m)."""
@@ -119,7 +122,7 @@ class ProbeStep:
         """The sum of v(d, m) over all d and m."""
         return sum(map(self.own_gradient, range(self.scaling.dp_cp_size)))
 
-    def factors(self, low: float, high: float) -> tuple[float, float]:
+    def measured_k(self, low: float, high: float) -> tuple[float, float]:
         """Return the K that is right where gradients are low to high times the true ones."""
         smallest, largest = (self.k / r if r else float("inf") for r in (high, low))
         return smallest, largest
@@ -136,38 +139,34 @@ class ProbeStep:
 
 
 def measure(
-    chunks: Sequence[Any], step: ProbeStep, live: Mapping[str, Any]
+    step: ProbeStep, live: Mapping[str, Any]
 ) -> tuple[tuple[float, float] | None, dict[str, str]]:
-    """Return :func:`_run`'s ratios, None if there are none, and why some parts were only read.
+    """Return :func:`_run`'s ratios, None if there are none, and why parts were not measured.
 
-    ``live``: the parts by name. One that cannot run the step is replaced by Megatron-Core's.
+    ``live``: the parts by name. A finalize function that training sets later is Megatron-Core's.
     """
-    from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+    from megatron.core.distributed import finalize_model_grads
 
-    stock = {DDP: DistributedDataParallel, FINALIZE: finalize_model_grads}
-    parts, read = dict(live), {}
+    parts, not_measured = dict(live), {}
     if parts[FINALIZE] is None:
-        parts[FINALIZE] = stock[FINALIZE]
-        read[FINALIZE] = "config.finalize_model_grads_func is None until training sets it"
-    while True:
-        try:
-            with untouched(chunks), torch.enable_grad():
-                return _run(chunks, step, parts), read
-        except NotMeasuredError as error:  # on all ranks alike
-            failed, reason = error.args
-        if failed == SCHEDULE and step.num_stages > 1:
-            raise ContractError(
-                f"the startup probe cannot run this schedule, {reason}. Messages between pipeline "
-                "stages may be left over, so training cannot go on. Turn the probe off with "
-                "--no-loss-aggregation-probe"
-            )
-        read[failed] = reason
-        if parts[failed] is stock.get(failed, parts[failed]):
-            return None, {name: read.get(name, "not reached") for name in parts}
-        parts[failed] = stock[failed]
+        parts[FINALIZE] = finalize_model_grads
+        not_measured[FINALIZE] = "config.finalize_model_grads_func is None until training sets it"
+    try:
+        with untouched(step.aggregator.chunks), torch.enable_grad():
+            return _run(step, parts), not_measured
+    except NotMeasuredError as error:  # on all ranks alike
+        failed, reason = error.args
+    if failed == SCHEDULE and step.num_stages > 1:
+        raise ContractError(
+            f"the startup probe cannot run this schedule, {reason}. Messages between pipeline "
+            "stages may be left over, so training cannot go on. Turn the probe off with "
+            "--no-loss-aggregation-probe"
+        )
+    others = dict.fromkeys(live, f"the probe ended in the {failed}")
+    return None, {**others, **not_measured, failed: reason}
 
 
-def _run(chunks: Sequence[Any], step: ProbeStep, parts: Mapping[str, Any]) -> tuple[float, float]:
+def _run(step: ProbeStep, parts: Mapping[str, Any]) -> tuple[float, float]:
     """Return the lowest and highest ``main_grad / true`` of this rank's weights."""
     finalize_calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
@@ -175,13 +174,13 @@ def _run(chunks: Sequence[Any], step: ProbeStep, parts: Mapping[str, Any]) -> tu
         finalize_calls.append((arguments, named))
 
     with part(DDP):
-        built = build(chunks, parts[DDP], record, step.num_stages)
+        built = build(step.aggregator.chunks, parts[DDP], record, step.num_stages)
     ratios: list[Tensor] = []
     for _ in range(2):
         with part(SCHEDULE):
             for chunk in built:
                 chunk.zero_grad_buffer()
-            _run_schedule(built, step, step.begin(), parts[SCHEDULE])
+            _run_schedule(built, step, parts[SCHEDULE])
         with part(FINALIZE):
             is_finalized = bool(finalize_calls)
             while finalize_calls:
@@ -198,14 +197,13 @@ def _run(chunks: Sequence[Any], step: ProbeStep, parts: Mapping[str, Any]) -> tu
     return low, high
 
 
-def _run_schedule(built: list[Any], step: ProbeStep, trial: Trial, schedule: Any) -> None:
+def _run_schedule(built: list[Any], step: ProbeStep, schedule: Any) -> None:
+    begun = step.begin()
+
     def forward_step(microbatches: Iterator[int], chunk: Any) -> tuple[Tensor, Any]:
         m = next(microbatches)
 
-        def loss_func(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            return trial.returns(output.sum() * step.value(step.dp_cp_rank, m), m)
-
-        return chunk(), loss_func
+        return chunk(), lambda output: step.outputs(begun, output, m)
 
     num_microbatches = step.scaling.num_microbatches
     schedule(
@@ -213,10 +211,11 @@ def _run_schedule(built: list[Any], step: ProbeStep, trial: Trial, schedule: Any
         data_iterator=[iter(range(num_microbatches)) for _ in built],
         model=built,
         num_microbatches=num_microbatches,
-        seq_length=step.scaling.dp_cp_size // step.dp_size,  # one position per CP rank
+        seq_length=step.aggregator.cp_size,  # one position per CP rank
         micro_batch_size=1,
         forward_only=False,
     )
+    begun.end()
 
 
 def _ratios(chunk: Any, step: ProbeStep) -> Iterator[Tensor]:
@@ -233,10 +232,10 @@ def _ratios(chunk: Any, step: ProbeStep) -> Iterator[Tensor]:
         yield gradient / true
 
 
-def check_factors(
-    ratios: tuple[float, float], step: ProbeStep, contract: Contract, measured: Sequence[str]
+def check_k(
+    ratios: tuple[float, float], step: ProbeStep, measured: Sequence[str]
 ) -> tuple[float, float]:
-    """Return the lowest and highest K of the world; raise where one is not the contract's.
+    """Return the lowest and highest K of the world; raise if one is not the step's.
 
     ``ratios``: this rank's lowest and highest. One all-gather over the world.
     """
@@ -244,17 +243,17 @@ def check_factors(
     for rank, (low, high) in enumerate(ratios_by_rank.tolist()):
         if abs(low - 1) <= step.tolerance and abs(high - 1) <= step.tolerance:
             continue
-        loss_scaling = contract.loss_scaling
+        aggregator, loss_scaling = step.aggregator, step.scaling.loss_scaling
         raise ContractError(
-            f"rank {rank}: the startup probe measured K = {interval(step.factors(low, high))}, "
+            f"rank {rank}: the startup probe measured K = {interval(step.measured_k(low, high))}, "
             f"expected K = {K_FORMULA[loss_scaling]} = {step.k} in the {loss_scaling} loss scaling "
-            f"(at the probe's own M {step.scaling.num_microbatches}, DP {contract.dp_size}, "
-            f"CP {contract.cp_size}, PP {step.num_stages}; through {', '.join(measured)}). A "
+            f"(at the probe's own M {step.scaling.num_microbatches}, DP {aggregator.dp_size}, "
+            f"CP {aggregator.cp_size}, PP {step.num_stages}; through {', '.join(measured)}). A "
             f"step's gradient would be {interval((low, high))} times that of its loss, because "
             "this Megatron-Core scales losses differently. Remove what patches it, or turn the "
             "probe off (--no-loss-aggregation-probe) if this factor is intended"
         )
-    return step.factors(float(ratios_by_rank.min()), float(ratios_by_rank.max()))
+    return step.measured_k(float(ratios_by_rank.min()), float(ratios_by_rank.max()))
 
 
 def interval(bounds: tuple[float, float]) -> str:

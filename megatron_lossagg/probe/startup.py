@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -14,16 +14,17 @@ from megatron_lossagg.probe.measure import (
     DDP,
     FINALIZE,
     SCHEDULE,
-    BeginTrial,
-    Contract,
     ProbeStep,
-    check_factors,
+    check_k,
     interval,
     measure,
 )
 from megatron_lossagg.probe.model import schedule_starts_sync
 from megatron_lossagg.probe.together import world, world_flags
 from megatron_lossagg.scaling import K_FORMULA, Scaling
+
+if TYPE_CHECKING:
+    from megatron_lossagg.aggregator import LossAggregator
 
 __all__ = ["ProbeReport", "run_probe"]
 
@@ -38,10 +39,10 @@ class ProbeReport:
     """What the startup probe found; equal on all ranks but for ``seconds``."""
 
     seconds: float
-    expected: int | None = None
-    """K of the probe's step, as the contract computes it."""
-    factors: tuple[float, float] | None = None
-    """Lowest and highest K measured over ranks and stages; None where nothing was measured."""
+    k: int | None = None
+    """K of the probe's step, as a step computes it."""
+    measured_k: tuple[float, float] | None = None
+    """Lowest and highest K measured over ranks and stages; None if nothing was measured."""
     scaling: Scaling | None = None
     """Loss scaling and sizes of the probe's step: its M and N are not those of the run's steps."""
     measured: tuple[str, ...] = ()
@@ -53,15 +54,15 @@ class ProbeReport:
 
     def __str__(self) -> str:
         findings = []
-        if self.factors is not None and self.scaling is not None:
+        if self.measured_k is not None and self.scaling is not None:
             own_sizes = {
                 "average": f"M = {self.scaling.num_microbatches}",
                 "per_token": f"N = {self.scaling.active_tokens}",
             }
             findings.append(
                 f"K = {K_FORMULA[self.scaling.loss_scaling]} confirmed through "
-                f"{', '.join(self.measured)}: measured {interval(self.factors)} at the probe's own "
-                f"{own_sizes[self.scaling.loss_scaling]}"
+                f"{', '.join(self.measured)}: measured {interval(self.measured_k)} "
+                f"at the probe's own {own_sizes[self.scaling.loss_scaling]}"
             )
         if self.read:
             findings.append("read, not measured: " + ", ".join(self.read))
@@ -73,13 +74,12 @@ _known: dict[Any, ProbeReport] = {}
 """What was measured in this process, by kind of model."""
 
 
-def run_probe(chunks: Sequence[Any], contract: Contract, begin: BeginTrial) -> ProbeReport:
+def run_probe(aggregator: LossAggregator) -> ProbeReport:
     """Measure K on the live Megatron-Core; raise :class:`ContractError` where it differs.
 
-    ``chunks``: the DDP-wrapped chunks; they stay unchanged. ``begin``: makes the step that is
-    measured. A part that cannot run the probe (a finalize function bound to the live model, a
-    DDP class that needs more arguments) is replaced by Megatron-Core's own and reported as
-    read. A kind of model is measured once per process: same loss scaling, classes, DDP configs,
+    The live chunks stay unchanged. If a part cannot run the probe (a finalize function bound to
+    the live model, a DDP class that needs more arguments), nothing is measured, and the report says
+    why. A kind of model is measured once per process: same loss scaling, classes, DDP configs,
     groups and functions.
 
     Symbols: ``type(chunk)``, ``pipeline_parallel.get_forward_backward_func``,
@@ -89,13 +89,14 @@ def run_probe(chunks: Sequence[Any], contract: Contract, begin: BeginTrial) -> P
     :class:`ContractError` after a minute at most, and the launcher ends the others.
     """
     started = time.perf_counter()
+    chunks = aggregator.chunks
     fault, own_groups, parts, kind, step = "", False, {}, None, None
     try:
         own_groups = _has_own_groups(chunks)
         if not own_groups:
             parts = _live_parts(chunks)
-            kind = _kind(chunks, contract, parts)
-            step = ProbeStep.of(chunks[0], contract, begin)
+            kind = _kind(aggregator, parts)
+            step = ProbeStep.of(aggregator)
         is_known = kind in _known
     except Exception as error:  # of any kind: no rank may leave the others waiting
         fault, is_known = f"{type(error).__name__}: {error}", False
@@ -113,14 +114,12 @@ def run_probe(chunks: Sequence[Any], contract: Contract, begin: BeginTrial) -> P
         return ProbeReport(read=(_OWN_GROUPS,), seconds=time.perf_counter() - started)
     if known_by_rank.all():
         return replace(_known[kind], repeated=True)
-    ratios, read = measure(chunks, step, parts)
+    ratios, read = measure(step, parts)
     measured = tuple(name for name in parts if name not in read)
-    factors = None
-    if ratios is not None:
-        factors = check_factors(ratios, step, contract, measured)
+    measured_k = None if ratios is None else check_k(ratios, step, measured)
     report = ProbeReport(
-        expected=step.k,
-        factors=factors,
+        k=step.k,
+        measured_k=measured_k,
         scaling=step.scaling,
         seconds=time.perf_counter() - started,
         measured=measured,
@@ -157,7 +156,7 @@ def _live_parts(chunks: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def _kind(chunks: Sequence[Any], contract: Contract, parts: Mapping[str, Any]) -> Any:
+def _kind(aggregator: LossAggregator, parts: Mapping[str, Any]) -> Any:
     """Distinguish what may scale losses differently."""
     functions = tuple(parts.values())  # kept alive: the id of a freed one may be used again
     groups = ("dp_group", "dp_cp_group", "pp_group", "intra_dp_cp_group", "intra_expt_dp_group")
@@ -167,9 +166,12 @@ def _kind(chunks: Sequence[Any], contract: Contract, parts: Mapping[str, Any]) -
             repr(chunk.ddp_config),
             *(tuple(dist.get_process_group_ranks(getattr(chunk, name))) for name in groups),
         )
-        for chunk in chunks
+        for chunk in aggregator.chunks
     )
-    config = chunks[0].config
+    config = aggregator.chunks[0].config
     options = ("overlap_p2p_comm", "batch_p2p_comm", "overlap_p2p_comm_warmup_flush")
-    pipeline = (schedule_starts_sync(chunks), *(getattr(config, name, None) for name in options))
-    return contract.loss_scaling, contract.cp_size, pipeline, functions, kinds
+    pipeline = (
+        schedule_starts_sync(aggregator.chunks),
+        *(getattr(config, name, None) for name in options),
+    )
+    return aggregator.loss_scaling, aggregator.cp_size, pipeline, functions, kinds

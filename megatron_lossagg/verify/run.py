@@ -21,12 +21,13 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 import megatron_lossagg.cpu as cpu
-from megatron_lossagg import Layout, MegatronContract, Sequences, StepPlan, plan_step
+from megatron_lossagg import Aggregation, Layout, LossAggregator
 from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import ProofError, ReducerError
 from megatron_lossagg.microbatch import PADDING
 from megatron_lossagg.options import Options
 from megatron_lossagg.schedule import FrameworkLoss, Integration, ScheduleHook
+from megatron_lossagg.step import Step
 from megatron_lossagg.verify import model as megatron
 from megatron_lossagg.verify.cases import BETA, CASES, Case
 from megatron_lossagg.verify.causes import Facts
@@ -57,7 +58,7 @@ class Measured:
 
 
 class Run:
-    """Model, contract and data of one layout in one loss scaling, ready to step."""
+    """Model, aggregator and data of one layout in one loss scaling, ready to step."""
 
     def __init__(self, parallelism: Parallelism, reference: Reference, *, per_token: bool) -> None:
         self.parallelism = parallelism
@@ -65,17 +66,16 @@ class Run:
         config = megatron.config_of(parallelism, per_token=per_token)
         self.chunks = megatron.wrapped_chunks(parallelism, config)
         self._shards = list(cpu.named_shards(self.chunks))
-        # The steps measure what the probe would, and then find which case fails and why.
-        first = CASES[0].aggregation
-        self.contract = MegatronContract.read(self.chunks, aggregation=first, probe=False)
-        self._agreed = {first}
+        self._aggregators: dict[Aggregation, LossAggregator] = {}
+        self.aggregator = self.aggregator_of(CASES[0])
+        self._reads = parallel_state.get_tensor_model_parallel_rank() == 0
         self.facts = Facts(
             reference=reference,
             assignment=assign_sequences(reference.sequences, parallelism.m_of_ranks),
             parallelism=parallelism,
             loss_scaling="per_token" if per_token else "average",
         )
-        rank = dist.get_rank(self.contract.dp_group)
+        rank = dist.get_rank(self.aggregator.dp_group)
         self.num_microbatches = parallelism.m_of_ranks[rank]
         assignment, sequences_of_rank = self.facts.assignment, self.facts.assignment.of_rank(rank)
         self._sequences = [reference.sequences[index] for index in sequences_of_rank]
@@ -142,16 +142,35 @@ class Run:
             fault=next((faults[0] for _, faults in gathered if faults), ""),
         )
 
-    def _looped(self, case: Case, *, poison: bool, main: float, forward_only: bool) -> _Ran:
-        """Run a step in a loop of our own: plan, reducer and contract."""
-        faults: list[str] = []
-        if case.aggregation not in self._agreed:
-            self.contract.agree_on(case.aggregation)
-            self._agreed.add(case.aggregation)
-        plan = self._plan(case)
-        step = self.contract.step(
-            plan, num_microbatches=self.num_microbatches, forward_only=forward_only
+    def aggregator_of(self, case: Case) -> LossAggregator:
+        """Return the aggregator of a case's aggregation; every rank calls."""
+        if case.aggregation not in self._aggregators:
+            self._aggregators[case.aggregation] = LossAggregator(
+                self.chunks,
+                case.aggregation,
+                # The steps measure what the probe would, and then find which case fails and why.
+                options=Options(probe=False, rejects_tokens=True),
+            )
+        return self._aggregators[case.aggregation]
+
+    def begin(self, case: Case, *, forward_only: bool = False) -> Step:
+        """Plan and begin a step; ranks that compute no loss or read no data pass no counts."""
+        counts: dict[str, Any] = {}
+        if self._reads and parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            counts = {
+                "active_tokens": [sum(sequence.counted) for sequence in self._sequences],
+                "sample": [sequence.sample for sequence in self._sequences],
+                "prompt": [sequence.prompt for sequence in self._sequences],
+                "microbatch": self._numbers,
+            }
+        return self.aggregator_of(case).step(
+            **counts, num_microbatches=self.num_microbatches, forward_only=forward_only
         )
+
+    def _looped(self, case: Case, *, poison: bool, main: float, forward_only: bool) -> _Ran:
+        """Run a step in a loop of our own: an aggregator and its step."""
+        faults: list[str] = []
+        step = self.begin(case, forward_only=forward_only)
 
         def forward_step(iterator: Any, chunk: Any) -> Any:
             batch = next(iterator)
@@ -159,17 +178,17 @@ class Run:
 
             def loss_func(output: Tensor) -> Any:
                 y = self._losses(output, batch, poison)
-                reducer = plan.reducer(
-                    batch.sequences, self._mask(batch), self._layout(batch.offsets)
+                mb = step.microbatch(
+                    batch.sequences, self._mask(batch), layout=self._layout(batch.offsets)
                 )
                 try:
-                    share = reducer(y * batch.coefficient)
+                    loss = mb.reduce(y * batch.coefficient)
                     if case.second is not None:
-                        share = share + BETA * reducer.under(case.second)(y.square())
+                        loss = loss + BETA * mb.reduce(y.square(), case.second)
                 except ReducerError as error:  # a failed case does not end the others
                     faults.append(str(error))
-                    share = reducer(y.nan_to_num() * 0) + (y * torch.nan).sum()
-                return step.returns(share * main, reducer, report={"loss": share})
+                    loss = mb.reduce(y.nan_to_num() * 0) + (y * torch.nan).sum()
+                return mb.outputs(loss * main, report={"loss": loss})
 
             return output, loss_func
 
@@ -177,18 +196,19 @@ class Run:
             forward_step, self.chunks, self.batches, forward_only=forward_only
         )
         try:
-            step.close()  # raises what a device found
+            step.finish()  # raises what a device found
         except ReducerError as error:
             faults.append(str(error))
-        return _Ran(reports, step.factor, faults)
+        return _Ran(reports, step.k, faults)
 
     def _hooked(self, case: Case, *, poison: bool, main: float, forward_only: bool) -> _Ran:
         """Run a step as a framework does that knows nothing of this package, under the hook."""
         faults: list[str] = []
         hook = ScheduleHook(
-            case.aggregation, _Integration(self, poison, main), probe=False, rejects_tokens=True
+            case.aggregation,
+            _Integration(self, poison, main),
+            options=Options(probe=False, rejects_tokens=True),
         )
-        reads = parallel_state.get_tensor_model_parallel_rank() == 0
         # A tensor-parallel rank without data gets each microbatch from the rank that has it.
         sent = [iter(self.batches) for _ in self.chunks]
 
@@ -200,7 +220,7 @@ class Run:
             return loss, num_tokens.int(), {"loss": report}
 
         def forward_step(iterator: Any, chunk: Any) -> Any:
-            batch = next(iterator if reads else sent[self.chunks.index(chunk)])
+            batch = next(iterator if self._reads else sent[self.chunks.index(chunk)])
             output = megatron.forward(chunk, batch, self.parallelism)
             return output, partial(loss_func, batch)
 
@@ -211,12 +231,12 @@ class Run:
                 self.chunks,
                 self.batches,
                 forward_only=forward_only,
-                wrap=hook.aggregated,
-                reads=reads,
+                wrap=hook.wrap,
+                reads=self._reads,
             )
         except ReducerError as error:
             faults.append(str(error))
-        return _Ran(reports, hook.factor, faults)
+        return _Ran(reports, hook.k, faults)
 
     def _losses(self, output: Tensor, batch: megatron.Batch, poison: bool) -> Tensor:
         y = megatron.token_losses(output, batch, self.parallelism)
@@ -227,28 +247,13 @@ class Run:
     def _mask(self, batch: megatron.Batch) -> Tensor:
         return batch.mask_here if self.parallelism.packing == "local" else batch.mask
 
-    def _plan(self, case: Case) -> StepPlan:
-        sequences = Sequences(
-            active_tokens=[sum(sequence.counted) for sequence in self._sequences],
-            sample=[sequence.sample for sequence in self._sequences],
-            prompt=[sequence.prompt for sequence in self._sequences],
-            microbatch=self._numbers,
-            num_microbatches=self.num_microbatches,
-        )
-        return plan_step(
-            case.aggregation,
-            sequences,
-            group=self.contract.dp_group,
-            options=Options(rejects_tokens=True),
-        )
-
     def _layout(self, offsets: Tensor) -> Layout:
-        place = {"cp_size": self.contract.cp_size, "cp_rank": self.contract.cp_rank}
+        place = {"cp_size": self.aggregator.cp_size, "cp_rank": self.aggregator.cp_rank}
         if self.parallelism.packing == "bshd":
             return Layout.bshd_zigzag(len(offsets) - 1, int(offsets[1]), **place)
         if self.parallelism.packing == "local":
-            return Layout.local(offsets.diff() // self.contract.cp_size, **place)
-        return self.contract.thd(offsets)
+            return Layout.local(offsets.diff() // self.aggregator.cp_size, **place)
+        return self.aggregator.thd(offsets)
 
     def errors(self, measured: Measured, slopes_HY: Tensor) -> list[float]:
         """Return each hypothesis's largest relative error over all parameters and ranks."""
@@ -330,9 +335,9 @@ class _Integration(Integration):
             report=loss_func(output)[2],
         )
 
-    def layout(self, contract: MegatronContract, lengths: Sequence[int]) -> Layout:
+    def layout(self, aggregator: LossAggregator, lengths: Sequence[int]) -> Layout:
         if self._run.parallelism.packing == "local":
-            return super().layout(contract, lengths)
+            return super().layout(aggregator, lengths)
         offsets = torch.tensor([0, *lengths]).cumsum(0)
         return self._run._layout(offsets)
 

@@ -35,7 +35,7 @@ class Verdict:
     """w_s of each term, with the divisor's value."""
     loss_scaling: LossScaling
     k: int
-    """The ``StepContract.factor`` of this step, which the package multiplied shares by."""
+    """``Step.k``: what the package multiplied partial losses by."""
     gradient_error: float
     """Largest over all parameters of norm(g - g_reference) / norm(g_reference)."""
     loss_error: float | None
@@ -109,7 +109,7 @@ def _verdict(run: Run, case: Case, wanted: Expected) -> Verdict:
         layout=str(run.parallelism),
         case=str(case),
         formula=case.formula,
-        loss_scaling=run.contract.loss_scaling,
+        loss_scaling=run.aggregator.loss_scaling,
         k=int(measured.values[0]["k"]),
         gradient_error=gradient_error,
         loss_error=loss_error,

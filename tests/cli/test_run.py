@@ -135,8 +135,9 @@ ENDS = {
 LOOP = """
 import os, sys
 sys.path.insert(0, {folder!r})
-from megatron_lossagg import Aggregation, ScheduleHook
+from megatron_lossagg import Aggregation
 from megatron_lossagg.integrations import megatron_lm
+from megatron_lossagg.schedule import ScheduleHook
 
 hook = ScheduleHook(Aggregation("token_mean"), megatron_lm.PretrainIntegration())
 megatron_lm.rebind(hook, ["a_loop"], "a loop")

@@ -473,7 +473,7 @@ def check_a_sample_under_two_prompts_on_two_ranks_is_named():
 
 
 def check_a_forgotten_group_is_refused():
-    with pytest.raises(PlanError, match=r"one of \d and no group.*contract\.dp_group"):
+    with pytest.raises(PlanError, match=r"one of \d and no group.*aggregator\.dp_group"):
         plan_step(Aggregation("token_mean"), Sequences(active_tokens=[3]))
 
 

@@ -1,7 +1,7 @@
 """Public failures, one test for each of ``docs/testing.md``: its input shape, the reference's loss.
 
 A step runs over simulated data-parallel and context-parallel ranks in one process: ranks
-plan together in threads, partial losses go through ``StepContract.returns`` and then through
+plan together in threads, partial losses go through ``MicrobatchLoss.outputs`` and then through
 Megatron's arithmetic as written in ``docs/megatron-contract.md``. ``test_gradients.py``
 tests live Megatron-Core.
 """
@@ -25,7 +25,6 @@ from megatron_lossagg import (
     add_loss_aggregation_args,
     plan_step,
 )
-from megatron_lossagg.contract import StepContract
 from megatron_lossagg.errors import (
     AggregationError,
     ContractError,
@@ -36,6 +35,7 @@ from megatron_lossagg.errors import (
 from megatron_lossagg.exchange import Exchange
 from megatron_lossagg.flags import aggregation_from_args
 from megatron_lossagg.options import Options
+from megatron_lossagg.step import Step
 from megatron_lossagg.verify import reference_loss
 
 MODES = {
@@ -117,8 +117,8 @@ def plans(aggregation, sequences, dp, m):
         return list(ranks.map(plan, range(dp)))
 
 
-def a_contract(plan, m, *, dp=1, cp=1, cp_rank=0, loss_scaling="average"):
-    read = types.SimpleNamespace(
+def a_step(plan, m, *, dp=1, cp=1, cp_rank=0, loss_scaling="average"):
+    its = types.SimpleNamespace(
         loss_scaling=loss_scaling,
         dp_cp_size=dp * cp,
         cp_size=cp,
@@ -127,7 +127,7 @@ def a_contract(plan, m, *, dp=1, cp=1, cp_rank=0, loss_scaling="average"):
         has_slices=False,
     )
     # No buffers are there to look at.
-    return StepContract(contract=read, plan=plan, num_microbatches=m, accumulates=True)
+    return Step(aggregator=its, plan=plan, num_microbatches=m, accumulates=True)
 
 
 def packed(own_sequences, indices, cp, pad=0):
@@ -157,14 +157,14 @@ def run(aggregation, sequences, *, dp=1, cp=1, m=1, loss_scaling="average", pad=
     total, tokens, reports, numbers = 0, 0, [], []
     for own_sequences, plan in plans(aggregation, sequences, dp, m):
         for cp_rank in range(cp):
-            step = a_contract(plan, m, dp=dp, cp=cp, cp_rank=cp_rank, loss_scaling=loss_scaling)
+            step = a_step(plan, m, dp=dp, cp=cp, cp_rank=cp_rank, loss_scaling=loss_scaling)
             for index in range(m):
                 indices = [i for i, r in enumerate(own_sequences) if r["microbatch"][1] == index]
                 offsets, mask, x = packed(own_sequences, indices, cp, pad)
                 layout = Layout.thd_zigzag(offsets, cp_size=cp, cp_rank=cp_rank)
-                reducer = plan.reducer(indices, mask, layout)
-                share = reducer(x[zigzag(offsets, cp, cp_rank)])
-                loss, num_tokens, report = step.returns(share, reducer, report={"loss": share})
+                mb = step.microbatch(indices, mask, layout=layout)
+                partial_loss = mb.reduce(x[zigzag(offsets, cp, cp_rank)])
+                loss, num_tokens, report = mb.outputs(partial_loss, report={"loss": partial_loss})
                 before = {name: value.clone() for name, value in report.items()}
                 if loss_scaling == "average":  # the schedule scales in place
                     loss /= torch.clamp(num_tokens, min=1)
@@ -275,13 +275,16 @@ def test_a11_a_masked_token_with_a_non_finite_loss_is_in_neither_sum_nor_count()
     assert out.tokens == 4
 
 
-def test_a12_a_reducer_of_another_window_is_refused():
+def test_a12_a_microbatch_of_another_window_is_refused():
     first = plans(Aggregation("token_mean"), assigned(lengths(2, 3)), 1, 1)[0][1]
     other = plans(Aggregation("token_mean"), assigned(lengths(4, 3)), 1, 1)[0][1]
     layout = Layout.thd_zigzag([0, 4, 7], cp_size=1, cp_rank=0)
-    reducer = other.reducer([0, 1], torch.ones(7), layout)
-    with pytest.raises(ContractError, match="another plan"):
-        a_contract(first, 1).returns(reducer(torch.ones(7, requires_grad=True)), reducer)
+    stale = a_step(other, 1).microbatch([0, 1], torch.ones(7), layout=layout)
+    loss = stale.reduce(torch.ones(7, requires_grad=True))
+    stale._step.end()
+    a_step(first, 1)
+    with pytest.raises(ContractError, match="of a step that has ended"):
+        stale.outputs(loss)
 
 
 @pytest.mark.parametrize("loss_scaling", LOSS_SCALINGS)
@@ -292,14 +295,14 @@ def test_a13_four_microbatches_train_the_same_loss_as_one(loss_scaling):
         )
 
 
-def test_a14_a_microbatch_that_bypasses_the_contract_is_reported():
+def test_a14_a_microbatch_that_bypasses_the_step_is_reported():
     own_sequences, plan = plans(Aggregation("token_mean"), assigned(lengths(2, 3), m=2), 1, 2)[0]
-    step = a_contract(plan, 2)
+    step = a_step(plan, 2)
     layout = Layout.thd_zigzag([0, 2], cp_size=1, cp_rank=0)
-    reducer = plan.reducer([0], torch.ones(2), layout)
-    step.returns(reducer(own_sequences[0]["x"]), reducer)
+    mb = step.microbatch([0], torch.ones(2), layout=layout)
+    mb.outputs(mb.reduce(own_sequences[0]["x"]))
     with pytest.raises(ContractError, match="ran for 1 microbatches, 2 were planned"):
-        step.close()
+        step.finish()
 
 
 def test_a15_tokens_that_were_not_counted_yet_are_refused():
@@ -367,8 +370,8 @@ def test_a27_no_divisor_contains_an_epsilon():
 
 def test_a28_every_rank_compensates_the_same_n():
     both = plans(Aggregation("constant", divisor=9), assigned(lengths(1, 7), dp=2), 2, 1)
-    factors = [a_contract(plan, 1, dp=2, loss_scaling="per_token").factor for _, plan in both]
-    assert factors == [8, 8]
+    ks = [a_step(plan, 1, dp=2, loss_scaling="per_token").k for _, plan in both]
+    assert ks == [8, 8]
 
 
 def test_a31_packing_one_or_two_samples_per_microbatch_changes_nothing():

@@ -33,18 +33,21 @@ ORDER = [
     "lookahead",
     "buffer",
     "flags",
-    "ledger",
+    "first_step",
     "ownership",
+    "outputs",
     "megatron_options",
-    "probe",
     "live",
-    "contract",
+    "step",
+    "probe",
+    "aggregator",
     "schedule",
     "integrations",
     "cpu",
     "verify",
     "cli",
 ]
+LATER = {"aggregator": {"schedule"}}  # LossAggregator.wrap makes the hook, which may make it
 ANNOTATIONS = {
     "__future__", "__future__.annotations", "collections.abc", "collections.abc.Iterable",
     "collections.abc.Sequence", "typing", "typing.Any", "torch.Tensor",
@@ -81,7 +84,8 @@ def files_of(module):
 def test_no_module_imports_a_later_one(module):
     before = set(ORDER[: ORDER.index(module)])
     for path in files_of(module):
-        assert modules_imported(path) & {*ORDER} - {module} <= before, path
+        later = LATER.get(module, set())
+        assert modules_imported(path) & {*ORDER} - {module} - later <= before, path
 
 
 def test_every_module_has_its_place_in_the_order():

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from check_runner import checks_of
 from conftest import early, launched
 
 from megatron_lossagg import Aggregation, Layout, Sequences, StepTotals, faults, plan_step
@@ -605,9 +606,7 @@ def test_every_mode_has_its_denominator_and_expected_sum_in_the_table():
         assert plan.expected_weight == pytest.approx(total, rel=1e-12)
 
 
-CHECKS = re.findall(
-    r"^def check_(\w+)\(", (Path(__file__).parent / "plan_worker.py").read_text(), re.MULTILINE
-)
+CHECKS = checks_of(Path(__file__).parent / "plan_worker.py")
 
 
 @early

@@ -14,7 +14,6 @@ from megatron_lossagg import (
     Aggregation,
     Layout,
     Sequences,
-    StepContract,
     StepTotals,
     add_loss_aggregation_args,
     plan_step,
@@ -23,6 +22,7 @@ from megatron_lossagg.aggregation import ALIASES, MODES
 from megatron_lossagg.cli.main import _parser, main
 from megatron_lossagg.flags import aggregation_from_args
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration
+from megatron_lossagg.step import Step
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -78,7 +78,7 @@ def test_every_alias_is_on_the_page():
 
 def names_that_are_reported():
     """The names of a real report: one microbatch of one row on one rank."""
-    contract = SimpleNamespace(
+    aggregator = SimpleNamespace(
         loss_scaling="average", dp_cp_size=1, cp_size=1, cp_rank=0, has_slices=False
     )
     plan = plan_step(
@@ -86,11 +86,11 @@ def names_that_are_reported():
         Sequences(active_tokens=[2]),
         totals=StepTotals(active_tokens=2, samples=1),
     )
-    step = StepContract(contract=contract, plan=plan, num_microbatches=1, accumulates=True)
+    step = Step(aggregator=aggregator, plan=plan, num_microbatches=1, accumulates=True)
     layout = Layout.local([2], cp_size=1, cp_rank=0)
-    reducer = plan.reducer([0], torch.ones(2), layout)
-    share = reducer(torch.ones(2, requires_grad=True))
-    *_, report = step.returns(share, reducer, report={PretrainIntegration.loss_name: share})
+    mb = step.microbatch([0], torch.ones(2), layout=layout)
+    loss = mb.reduce(torch.ones(2, requires_grad=True))
+    *_, report = mb.outputs(loss, report={PretrainIntegration.loss_name: loss})
     return set(report)
 
 
@@ -98,7 +98,7 @@ def test_the_dashboard_lists_the_names_of_a_report():
     sections = dict(tables_by_section(DOCS / "dashboard.md"))
     rows = sections["Each step"]
     listed = {row[0].strip("`") for row in rows if row[0].strip("`") not in {*MODES, "mode"}}
-    framework = "stock/lm_loss"  # _Replaced gives the name to what the framework reports
+    framework = "stock/lm_loss"  # _Replay gives the name to what the framework reports
     assert listed == names_that_are_reported() | {framework}
     page = (DOCS / "dashboard.md").read_text()
     assert set(re.findall(r"lossagg/\w+", page)) <= names_that_are_reported()

@@ -188,7 +188,7 @@ def main():
             data = data[0] if isinstance(data, tuple) else data  # a tuple from 0.17 on
             chunk.load_state_dict(new.state_dict())
             reports = worker.run(
-                hook.aggregated(get_forward_backward_func()),
+                hook.wrap(get_forward_backward_func()),
                 chunk,
                 data,
                 forward_step_func=train_rl.forward_step,
@@ -209,13 +209,13 @@ def main():
     with worker.refused(worker.PlanError, "got a list", "a batch of prepare_data_for_update's"):
         args.rl_use_sequence_packing = False
         worker.run(
-            hook.aggregated(get_forward_backward_func()),
+            hook.wrap(get_forward_backward_func()),
             chunk,
             iter([[torch.zeros(1, LENGTH)] * 7] * 2),
         )
     args.context_parallel_size = 2
     with worker.refused(worker.PlanError, "with context parallelism", "not known here"):
-        worker.run(hook.aggregated(get_forward_backward_func()), chunk, data)
+        worker.run(hook.wrap(get_forward_backward_func()), chunk, data)
     dist.destroy_process_group()
 
 

@@ -7,8 +7,6 @@ one JSON line per loss. ``nan``: a loss of one rank is NaN. ``stock``: what stoc
 does wrong by itself; one JSON line per fault.
 """
 
-import contextlib
-
 import megatron_lossagg.cpu as cpu
 
 cpu.install()
@@ -54,12 +52,9 @@ HANGS_AFTER = 150
 def our_step(run, meddle, *, main=1):
     """Run a step of token_mean times ``main``; return the loss that the last stage reports.
 
-    ``meddle(losses, batch, number)`` gives what the reducer gets.
+    ``meddle(losses, batch, number)`` returns what is reduced.
     """
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-    if last:
-        plan = run._plan(TOKEN_MEAN)
-        step = run.contract.step(plan, num_microbatches=run.num_microbatches)
 
     def forward_step(iterator, chunk):
         number, batch = next(iterator)
@@ -67,13 +62,13 @@ def our_step(run, meddle, *, main=1):
 
         def loss_func(output):
             losses = meddle(megatron.token_losses(output, batch, run.parallelism), batch, number)
-            reducer = plan.reducer(batch.sequences, batch.mask, run.contract.thd(batch.offsets))
-            share = reducer(losses)
-            return step.returns(share * main, reducer, report={"loss": share})
+            mb = step.microbatch(batch.sequences, batch.mask, cu_seqlens=batch.offsets)
+            loss = mb.reduce(losses)
+            return mb.outputs(loss * main, report={"loss": loss})
 
         return output, loss_func
 
-    with step if last else contextlib.nullcontext():
+    with run.begin(TOKEN_MEAN) as step:
         reports = megatron.run_schedule(forward_step, run.chunks, list(enumerate(run.batches)))
     return megatron.reported(reports, "loss") if last else None
 

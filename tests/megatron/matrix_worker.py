@@ -65,7 +65,7 @@ def with_counting_masks(run):
 
 
 def our_step(run, mode, *, main):
-    """Run a step under contract.step(...).returns(share * main, reducer)."""
+    """Run a step whose loss is the partial loss times ``main``."""
     run._step(Case(aggregation=Aggregation(mode)), poison=False, main=main)
     return gradients(run.chunks)
 

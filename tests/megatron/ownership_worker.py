@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from check_runner import run_checks
 
-from megatron_lossagg import Aggregation, MegatronContract, Sequences, plan_step
+from megatron_lossagg import Aggregation, LossAggregator, Sequences, plan_step
 from megatron_lossagg.errors import ContractError, ReducerError
+from megatron_lossagg.options import Options
 
 MODE = Aggregation("sample_mean")
 # Two sequences of 8 and 4 tokens, of which 5 and 2 are active; the slices that ranks 0 and 1 hold.
@@ -19,18 +20,17 @@ LENGTHS = [4, 2]
 ACTIVE = [5, 2]
 
 
-def step_of(contract, mask, active=ACTIVE, *, mode=MODE, lengths=LENGTHS, **options):
+def step_of(aggregator, mask, active=ACTIVE, *, mode=MODE, lengths=LENGTHS, **options):
     """Train one step as a framework does that slices the mask itself; return what was raised."""
     forward_only = options.pop("forward_only", False)
     sequences = Sequences(active_tokens=list(active))
     raised = ""
     try:
-        plan = plan_step(mode, sequences, group=contract.dp_group, **options)
-        with contract.step(plan, num_microbatches=1, forward_only=forward_only) as step:
-            reducer = plan.reducer(range(len(active)), torch.tensor(mask), contract.local(lengths))
+        plan = plan_step(mode, sequences, group=aggregator.dp_group, options=Options(**options))
+        with aggregator.begin(plan, num_microbatches=1, forward_only=forward_only) as step:
+            mb = step.microbatch(range(len(active)), torch.tensor(mask), lengths=lengths)
             with torch.set_grad_enabled(not forward_only):
-                share = reducer(torch.ones(len(mask), requires_grad=True))
-                loss = step.returns(share, reducer)[0]
+                loss = mb.outputs(mb.reduce(torch.ones(len(mask), requires_grad=True)))[0]
             if not forward_only:
                 loss.backward()
     except (ReducerError, ContractError) as error:
@@ -40,105 +40,105 @@ def step_of(contract, mask, active=ACTIVE, *, mode=MODE, lengths=LENGTHS, **opti
     return raised_by_rank
 
 
-def check_a_step_whose_ranks_train_each_token_once_is_right(contract):
+def check_a_step_whose_ranks_train_each_token_once_is_right(aggregator):
     for forward_only in (False, True):
-        assert step_of(contract, MASKS[contract.cp_rank], forward_only=forward_only) == ["", ""]
+        assert step_of(aggregator, MASKS[aggregator.cp_rank], forward_only=forward_only) == ["", ""]
 
 
-def check_tokens_that_were_counted_on_the_slice_are_named(contract):
-    mask = MASKS[contract.cp_rank]
-    raised = step_of(contract, mask, active=[sum(mask[:4]), sum(mask[4:])])
+def check_tokens_that_were_counted_on_the_slice_are_named(aggregator):
+    mask = MASKS[aggregator.cp_rank]
+    raised = step_of(aggregator, mask, active=[sum(mask[:4]), sum(mask[4:])])
     assert all("counted different tokens of sequence 0" in text for text in raised), raised
     assert all("count the whole sequences, before they are sliced" in text for text in raised)
 
 
-def check_losses_that_were_gathered_over_the_ranks_are_named(contract):
+def check_losses_that_were_gathered_over_the_ranks_are_named(aggregator):
     """Each rank trains all tokens, with half of the sequences counted as its own."""
     whole = [1, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0, 1]
-    raised = step_of(contract, whole, active=[5, 2], lengths=[8, 4])
+    raised = step_of(aggregator, whole, active=[5, 2], lengths=[8, 4])
     for text in raised:
         assert "train 5 tokens more of sequence 0 than the 5 that were counted" in text, raised
 
 
-def check_lengths_of_other_sequences_with_the_right_sum_are_named(contract):
-    raised = step_of(contract, MASKS[contract.cp_rank], lengths=[2, 4])
+def check_lengths_of_other_sequences_with_the_right_sum_are_named(aggregator):
+    raised = step_of(aggregator, MASKS[aggregator.cp_rank], lengths=[2, 4])
     for text in raised:
         assert "tokens more of sequence 1 than the 2 that were counted" in text, raised
         assert "fewer of sequence 0" in text
 
 
-def check_ranks_under_different_modes_are_named(contract):
+def check_ranks_under_different_modes_are_named(aggregator):
     other = Aggregation("token_mean")
-    contract._agreed.add(other)  # as a rank alone would, whose flags differ
-    mode = MODE if contract.cp_rank == 0 else other
-    raised = step_of(contract, MASKS[contract.cp_rank], mode=mode)
+    aggregator._agreed.add(other)  # as a rank alone would, whose flags differ
+    mode = MODE if aggregator.cp_rank == 0 else other
+    raised = step_of(aggregator, MASKS[aggregator.cp_rank], mode=mode)
     assert all("planned different steps" in text for text in raised), raised
-    raised = step_of(contract, MASKS[contract.cp_rank], rejects_tokens=contract.cp_rank == 1)
+    raised = step_of(aggregator, MASKS[aggregator.cp_rank], rejects_tokens=aggregator.cp_rank == 1)
     assert all("planned different steps" in text for text in raised), raised
 
 
-def check_ranks_with_different_numbers_of_sequences_are_named_and_do_not_wait(contract):
-    if contract.cp_rank == 0:
-        raised = step_of(contract, MASKS[0])
+def check_ranks_with_different_numbers_of_sequences_are_named_and_do_not_wait(aggregator):
+    if aggregator.cp_rank == 0:
+        raised = step_of(aggregator, MASKS[0])
     else:
-        raised = step_of(contract, [*MASKS[1], 0, 0], active=[*ACTIVE, 0], lengths=[*LENGTHS, 2])
+        raised = step_of(aggregator, [*MASKS[1], 0, 0], active=[*ACTIVE, 0], lengths=[*LENGTHS, 2])
     assert all("planned different steps" in text for text in raised), raised
 
 
-def check_fewer_tokens_than_were_counted_are_refused_unless_declared(contract):
-    fewer = MASKS[contract.cp_rank].copy()
-    if contract.cp_rank == 1:
+def check_fewer_tokens_than_were_counted_are_refused_unless_declared(aggregator):
+    fewer = MASKS[aggregator.cp_rank].copy()
+    if aggregator.cp_rank == 1:
         fewer[0] = 0
-    raised = step_of(contract, fewer)
+    raised = step_of(aggregator, fewer)
     for text in raised:
         assert "train 1 tokens fewer of sequence 0 than the 5 that were counted" in text, raised
-    assert step_of(contract, fewer, rejects_tokens=True) == ["", ""]
+    assert step_of(aggregator, fewer, rejects_tokens=True) == ["", ""]
 
 
-def check_a_rank_whose_step_is_incomplete_stops_the_others(contract):
-    plan = plan_step(MODE, Sequences(active_tokens=ACTIVE), group=contract.dp_group)
-    num_microbatches = 1 + (contract.cp_rank == 1)  # rank 1 waits for one that never comes
-    step = contract.step(plan, num_microbatches=num_microbatches)
-    mask = torch.tensor(MASKS[contract.cp_rank])
-    reducer = plan.reducer([0, 1], mask, contract.local(LENGTHS))
-    step.returns(reducer(torch.ones(6, requires_grad=True)), reducer)[0].backward()
-    words = "ran for 1 microbatches" if contract.cp_rank else "rank 1 ended the step with an error"
+def check_a_rank_whose_step_is_incomplete_stops_the_others(aggregator):
+    plan = plan_step(MODE, Sequences(active_tokens=ACTIVE), group=aggregator.dp_group)
+    num_microbatches = 1 + (aggregator.cp_rank == 1)  # rank 1 waits for one that never comes
+    step = aggregator.begin(plan, num_microbatches=num_microbatches)
+    mb = step.microbatch([0, 1], torch.tensor(MASKS[aggregator.cp_rank]), lengths=LENGTHS)
+    mb.outputs(mb.reduce(torch.ones(6, requires_grad=True)))[0].backward()
+    words = (
+        "ran for 1 microbatches" if aggregator.cp_rank else "rank 1 ended the step with an error"
+    )
     with pytest.raises((ContractError, ReducerError), match=words):
-        step.close()
+        step.finish()
 
 
-def check_more_sequences_than_slots_are_compared(contract):
+def check_more_sequences_than_slots_are_compared(aggregator):
     num_sequences = 2500
     lengths, active = [2] * num_sequences, [2] * num_sequences
     mask = [1, 0] * num_sequences
-    assert step_of(contract, mask, active=active, lengths=lengths) == ["", ""]
-    if contract.cp_rank == 1:
+    assert step_of(aggregator, mask, active=active, lengths=lengths) == ["", ""]
+    if aggregator.cp_rank == 1:
         mask[2 * 2100 + 1] = 1
-    raised = step_of(contract, mask, active=active, lengths=lengths)
+    raised = step_of(aggregator, mask, active=active, lengths=lengths)
     for text in raised:
         assert "train 1 tokens more of one of the sequences 52, 1076, 2100 than" in text, raised
 
 
-def check_a_step_of_whole_masks_after_one_of_slices_is_right(contract):
+def check_a_step_of_whole_masks_after_one_of_slices_is_right(aggregator):
     """An evaluation may use another layout than training."""
-    plan = plan_step(MODE, Sequences(active_tokens=[5]), group=contract.dp_group)
-    assert contract.has_slices
-    with contract.step(plan, num_microbatches=1) as step:
-        mask = torch.tensor([1, 1, 1, 1, 1, 0, 0, 0])
-        reducer = plan.reducer([0], mask, contract.thd([0, 8]))
-        step.returns(reducer(torch.ones(4, requires_grad=True)), reducer)[0].backward()
+    plan = plan_step(MODE, Sequences(active_tokens=[5]), group=aggregator.dp_group)
+    assert aggregator.has_slices
+    with aggregator.begin(plan, num_microbatches=1) as step:
+        mb = step.microbatch([0], torch.tensor([1, 1, 1, 1, 1, 0, 0, 0]), cu_seqlens=[0, 8])
+        mb.outputs(mb.reduce(torch.ones(4, requires_grad=True)))[0].backward()
 
 
-def check_a_microbatch_without_sequences_and_a_step_without_tokens_end(contract):
+def check_a_microbatch_without_sequences_and_a_step_without_tokens_end(aggregator):
     with warnings.catch_warnings(), contextlib.suppress(RuntimeWarning):
         warnings.simplefilter("ignore")
-        assert step_of(contract, [0] * 6, active=[0, 0]) == ["", ""]
+        assert step_of(aggregator, [0] * 6, active=[0, 0]) == ["", ""]
 
 
 def main():
     tiny_gpt.start(cp=2)
     chunk = tiny_gpt.wrapped(tiny_gpt.config_of())
-    run_checks(globals(), MegatronContract.read(chunk, aggregation=MODE, probe=False))
+    run_checks(globals(), LossAggregator(chunk, MODE, options=Options(probe=False)))
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def reported(measured):
 
 
 def check_a_loss_scale(run):
-    """Megatron's grad_scale_func runs on top of what the contract returns."""
+    """Megatron's grad_scale_func runs on top of what mb.outputs returns."""
     case = Case(aggregation=Aggregation("prompt_mean"))
     buffer = run.chunks[0].buffers[0].grad_data
     plain = reported(run.train(case))
@@ -60,7 +60,7 @@ def check_a_loss_scale(run):
     assert torch.equal(buffer, unscaled * 1024)
     run.chunks[0].config.grad_scale_func = None
     if dist.get_rank() == 0:
-        print(f"SCALED by 1024 exactly, {run.contract.loss_scaling}", flush=True)
+        print(f"SCALED by 1024 exactly, {run.aggregator.loss_scaling}", flush=True)
 
 
 def main():
@@ -92,7 +92,7 @@ def main():
                 assert len(list(cpu.named_shards(run.chunks))) > 10
                 if dist.get_rank() in (0, 3):
                     print("PARITY bit for bit, token_mean within 1e-12", flush=True)
-            assert "(DP 2, CP 2)" in run.contract.describe(Aggregation("token_mean"))
+            assert "(DP 2, CP 2)" in run.aggregator.describe()
             check_a_loss_scale(run)
         del run
     dist.destroy_process_group()

@@ -36,8 +36,9 @@ from megatron.core.transformer.module import Float16Module
 from step_data import VOCABULARY
 
 import megatron_lossagg.cpu as cpu
-from megatron_lossagg import Aggregation, MegatronContract
+from megatron_lossagg import LossAggregator
 from megatron_lossagg.errors import ContractError
+from megatron_lossagg.options import Options
 from megatron_lossagg.probe import startup, together
 from megatron_lossagg.verify.model import destroy_groups
 
@@ -316,10 +317,14 @@ def bits(tensor):
     return tensor.view(torch.uint8).numpy().tobytes()
 
 
+def made(chunks, **options):
+    return LossAggregator(chunks, "token_mean", options=Options(**options))
+
+
 def read(chunks, **options):
-    """Read with a probe that measures, not one that finds an earlier report."""
+    """Make it with a probe that measures, not one that finds an earlier report."""
     startup._known.clear()
-    return MegatronContract.read(chunks, aggregation=Aggregation("token_mean"), **options)
+    return made(chunks, **options)
 
 
 def check_stock_passes_and_is_left_unchanged(layout, emit):
@@ -341,7 +346,7 @@ def check_stock_passes_and_is_left_unchanged(layout, emit):
             assert not changed, changed
             assert report.measured == PARTS, report
             assert report.read == (), report
-            assert all(abs(k / report.expected - 1) < 1e-5 for k in report.factors), report
+            assert all(abs(k / report.k - 1) < 1e-5 for k in report.measured_k), report
             assert report.seconds < 10, report
             dtype_name = str(dtype).removeprefix("torch.")
             loss_scaling = "per_token" if per_token else "average"
@@ -371,7 +376,7 @@ def check_the_config_of_megatron_lm_passes(layout, emit):
                 assert not chunks[0].config.timers._timers
                 assert report.measured == PARTS, report
                 assert report.read == (), report
-                assert all(abs(k / report.expected - 1) < 1e-5 for k in report.factors), report
+                assert all(abs(k / report.k - 1) < 1e-5 for k in report.measured_k), report
                 loss_scaling = "per_token" if per_token else "average"
                 emit(f"MEGATRON-LM {loss_scaling}, {name}, {dtype_name}: {report}")
 
@@ -611,28 +616,34 @@ def check_what_cannot_be_measured_is_read(layout, emit):
             super().__init__(config, ddp_config, module, **named)
 
     before = facts(chunks)
+    with patched(config, "finalize_model_grads_func", None):
+        report = read(chunks).probe
+    assert report.measured == ("DDP", "schedule"), report
+    assert report.read == (
+        "finalize (config.finalize_model_grads_func is None until training sets it)",
+    )
+    emit(f"READ finalize: {report}")
     for finalize, reason in {
-        None: "None until training sets it",
         finalize_of_the_live_model: "works on the live model",
         finalize_fails_late_on_one_rank: "rank 1: KeyError: 'no such table'",
     }.items():
         with patched(config, "finalize_model_grads_func", finalize):
             report = read(chunks).probe
-        assert report.measured == ("DDP", "schedule"), report
-        assert report.read[0].startswith("finalize ("), report
-        assert reason in report.read[0], report
+        assert (report.measured, report.measured_k) == ((), None), report
+        assert "finalize (" in str(report), report
+        assert reason in str(report), report
     assert facts(chunks) == before
-    emit(f"READ finalize: {report}")
+    emit(f"READ nothing, finalize: {report}")
     custom = live_chunks(per_token=True, wrapper=lambda *a: Wants(*a, more=1))
     report = read(custom).probe
-    assert report.measured == ("schedule", "finalize"), report
-    assert "DDP (rank 0: TypeError" in report.read[0], report
-    emit(f"READ DDP: {report}")
+    assert (report.measured, report.measured_k) == ((), None), report
+    assert "DDP (rank 0: TypeError" in str(report), report
+    emit(f"READ nothing, DDP: {report}")
     with patched(pipeline_parallel, "get_forward_backward_func", lambda: lambda **named: 1 / 0):
         report = read(chunks).probe
-    assert (report.measured, report.factors) == ((), None), report
+    assert (report.measured, report.measured_k) == ((), None), report
     assert "schedule (rank 0: ZeroDivisionError" in str(report), report
-    emit(f"READ all: {report}")
+    emit(f"READ nothing, schedule: {report}")
 
 
 def check_gradients_reduced_twice_are_caught(layout, emit):
@@ -666,24 +677,24 @@ def check_groups_other_than_the_globals_are_read(layout, emit):
 
 def assert_only_read(chunks):
     report = read(chunks).probe
-    assert (report.measured, report.factors) == ((), None), report
+    assert (report.measured, report.measured_k) == ((), None), report
     assert "the chunks' groups are not parallel_state's" in str(report), report
 
 
 def check_once_per_process_and_kind(layout, emit):
-    chunks, mode = live_chunks(per_token=False), Aggregation("token_mean")
+    chunks = live_chunks(per_token=False)
     first = read(chunks)
     assert not first.probe.repeated
-    line = first.describe(Aggregation("token_mean"))
+    line = first.describe()
     assert "probe: K = M DP CP confirmed through DDP, schedule, finalize: measured 6 at " in line
     assert "at the probe's own M = 3 (" in line
-    assert MegatronContract.read(live_chunks(per_token=False), aggregation=mode).probe.repeated
+    assert made(live_chunks(per_token=False)).probe.repeated
     others = {"per_token": True}, {"per_token": False, "overlap_grad_reduce": True}
     for other in others:
-        assert not MegatronContract.read(live_chunks(**other), aggregation=mode).probe.repeated
-    contract = read(chunks, probe=False)
-    assert contract.probe is None
-    assert "probe: off" in contract.describe(Aggregation("token_mean"))
+        assert not made(live_chunks(**other)).probe.repeated
+    aggregator = read(chunks, probe=False)
+    assert aggregator.probe is None
+    assert "probe: off" in aggregator.describe()
 
 
 def run(layouts):

@@ -20,13 +20,14 @@ from megatron.core.rerun_state_machine import (
 )
 from step_data import VOCABULARY
 
-from megatron_lossagg import Aggregation, buffer
+from megatron_lossagg import Aggregation, LossAggregator, buffer
 from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError, ReducerError
 from megatron_lossagg.faults import Faults
 from megatron_lossagg.integrations import bridge, megatron_lm
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration
-from megatron_lossagg.schedule import ScheduleHook, aggregated, compare
+from megatron_lossagg.options import Options
+from megatron_lossagg.schedule import ScheduleHook, compare
 
 SAMPLE_MEAN = Aggregation("sample_mean")
 M, LENGTH = 2, 8
@@ -139,24 +140,24 @@ def assert_trains_by_hand(chunk, reports, of_ranks):
 
 def a_hook(**options):
     # Bridge's data is Megatron-LM's, and asks nothing of megatron.training, which is not here.
-    return ScheduleHook(SAMPLE_MEAN, bridge.BridgeIntegration(), **options)
+    return ScheduleHook(SAMPLE_MEAN, bridge.BridgeIntegration(), options=Options(**options))
 
 
 def check_an_entry_of_the_batch_is_a_sequence(chunk, stock):
-    schedule = a_hook().aggregated(stock)
+    schedule = a_hook().wrap(stock)
     reports = run(schedule, chunk, batches(dist.get_rank()))
     assert_trains_by_hand(chunk, reports, [batches(0), batches(1)])
 
 
 def check_packed_conversations_are_sequences_and_empty_tail_segments_are_none(chunk, stock):
     cuts = [0, 3, 7, 8, 8, 8]
-    reports = run(a_hook().aggregated(stock), chunk, batches(dist.get_rank(), cuts=cuts))
+    reports = run(a_hook().wrap(stock), chunk, batches(dist.get_rank(), cuts=cuts))
     assert_trains_by_hand(chunk, reports, [batches(r, cuts=cuts) for r in (0, 1)])
 
 
 def check_positions_past_the_last_conversation_are_no_sequence(chunk, stock):
     cuts = [0, 3, 6]
-    reports = run(a_hook().aggregated(stock), chunk, batches(dist.get_rank(), cuts=cuts))
+    reports = run(a_hook().wrap(stock), chunk, batches(dist.get_rank(), cuts=cuts))
     assert_trains_by_hand(chunk, reports, [batches(r, cuts=cuts) for r in (0, 1)])
 
 
@@ -207,38 +208,38 @@ def check_bridges_offsets_are_sequences_and_its_sentinels_are_none(chunk, stock)
         for batch in data:
             del batch["cu_seqlens"]
             batch[name] = torch.tensor([cuts], dtype=torch.int32)
-        reports = run(a_hook().aggregated(stock), chunk, data)
+        reports = run(a_hook().wrap(stock), chunk, data)
         assert_trains_by_hand(chunk, reports, of_ranks)
 
 
-def check_evaluation_reports_the_same_loss_and_one_contract_serves_both(chunk, stock):
+def check_evaluation_reports_the_same_loss_and_one_aggregator_serves_both(chunk, stock):
     hook = a_hook()
     data = batches(dist.get_rank())
-    trained = run(hook.aggregated(stock), chunk, data)
-    contract = hook.contract
-    assert contract.probe is not None
+    trained = run(hook.wrap(stock), chunk, data)
+    aggregator = hook.aggregator
+    assert aggregator.probe is not None
     with torch.no_grad():
-        evaluated = run(hook.aggregated(stock), chunk, data, forward_only=True)
+        evaluated = run(hook.wrap(stock), chunk, data, forward_only=True)
     for name in ("lm loss", "stock/lm_loss"):
         assert tiny_gpt.reported(trained, name) == tiny_gpt.reported(evaluated, name)
-    assert hook.contract is contract
+    assert hook.aggregator is aggregator
     assert hook.num_steps == 2
-    assert hook.factor == M * dist.get_world_size()
+    assert hook.k == M * dist.get_world_size()
 
 
 def check_an_evaluation_first_leaves_the_probe_to_the_first_training_step(chunk, stock):
     hook = a_hook()
     with torch.no_grad():
-        run(hook.aggregated(stock), chunk, batches(dist.get_rank()), forward_only=True)
-    assert hook.contract.probe is None
-    run(hook.aggregated(stock), chunk, batches(dist.get_rank()))
-    assert hook.contract.probe is not None
+        run(hook.wrap(stock), chunk, batches(dist.get_rank()), forward_only=True)
+    assert hook.aggregator.probe is None
+    run(hook.wrap(stock), chunk, batches(dist.get_rank()))
+    assert hook.aggregator.probe is not None
 
 
-def check_the_frameworks_report_stays_beside_ours(chunk, stock):
+def check_the_frameworks_report_stays_next_to_ours(chunk, stock):
     data = batches(dist.get_rank())
     theirs = run(stock, chunk, data)
-    ours = run(a_hook().aggregated(stock), chunk, data)
+    ours = run(a_hook().wrap(stock), chunk, data)
     names = {"lm loss", "lossagg/weight_sum", "lossagg/weight_expected"}
     assert set(ours[0]) == {"stock/lm_loss", "accuracy"} | names
     for before, after in zip(theirs, ours, strict=True):
@@ -251,7 +252,7 @@ def check_what_a_framework_does_to_its_microbatch_does_not_reach_the_one_that_wa
 ):
     data = batches(dist.get_rank())
     held = [batch["tokens"] for batch in data]
-    run(a_hook().aggregated(stock), chunk, iter(data))
+    run(a_hook().wrap(stock), chunk, iter(data))
     assert all(batch["tokens"] is tokens for batch, tokens in zip(data, held, strict=True))
 
 
@@ -259,7 +260,7 @@ def check_an_empty_step_is_an_error_in_training_and_none_in_evaluation(chunk, st
     data = batches(0)
     for batch in data:
         batch["loss_mask"].zero_()
-    schedule = a_hook(empty_step="error").aggregated(stock)
+    schedule = a_hook(empty_step="error").wrap(stock)
     with pytest.warns(RuntimeWarning, match="no active tokens"), torch.no_grad():
         reports = run(schedule, chunk, data, forward_only=True)
     assert tiny_gpt.reported(reports, "lm loss") == 0
@@ -272,7 +273,7 @@ def check_an_evaluation_needs_no_finalize_model_grads_func(chunk, stock):
     chunk.config.finalize_model_grads_func = None
     try:
         with torch.no_grad():
-            run(a_hook().aggregated(stock), chunk, batches(0), forward_only=True)
+            run(a_hook().wrap(stock), chunk, batches(0), forward_only=True)
     finally:
         chunk.config.finalize_model_grads_func = finalize
 
@@ -285,9 +286,9 @@ def check_rejected_tokens_are_an_error_unless_they_were_declared(chunk, stock):
         return output, functools.partial(framework_loss, mask)
 
     rejects = {"forward_step_func": forward_step_that_rejects}
-    run(a_hook(rejects_tokens=True).aggregated(stock), chunk, batches(0), **rejects)
+    run(a_hook(rejects_tokens=True).wrap(stock), chunk, batches(0), **rejects)
     with pytest.raises(ReducerError, match="segment 0 trains 4 tokens, the plan counted 5"):
-        run(a_hook().aggregated(stock), chunk, batches(0), **rejects)
+        run(a_hook().wrap(stock), chunk, batches(0), **rejects)
 
 
 def check_a_call_that_collects_other_data_is_left_alone(chunk, stock):
@@ -303,14 +304,14 @@ def check_a_call_that_collects_other_data_is_left_alone(chunk, stock):
         "collect_non_loss_data": True,
     }
     with torch.no_grad():
-        theirs, ours = (run(s, chunk, data, **call) for s in (stock, hook.aggregated(stock)))
+        theirs, ours = (run(s, chunk, data, **call) for s in (stock, hook.wrap(stock)))
     assert len(ours) == M
     assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
     assert hook.num_steps == 0
 
 
 def check_the_rerun_machine_repeats_a_step_with_the_same_gradient(chunk, stock):
-    run(a_hook().aggregated(stock), chunk, batches(dist.get_rank()))
+    run(a_hook().wrap(stock), chunk, batches(dist.get_rank()))
     wanted = gradient(chunk)
     destroy_rerun_state_machine()
     initialize_rerun_state_machine(
@@ -334,7 +335,7 @@ def check_the_rerun_machine_repeats_a_step_with_the_same_gradient(chunk, stock):
         return output, functools.partial(validated_loss, *loss_func.args)
 
     hook = a_hook()
-    schedule = hook.aggregated(stock)
+    schedule = hook.wrap(stock)
     iterator = RerunDataIterator(map(dict, 2 * batches(dist.get_rank())))
     try:
         for calls in (1, 3):  # it validates nothing in the first step of a run
@@ -349,10 +350,11 @@ def check_the_rerun_machine_repeats_a_step_with_the_same_gradient(chunk, stock):
 
 def check_an_integration_of_whole_sequences_gives_its_own_layout(chunk, stock):
     class Whole(PretrainIntegration):
-        def layout(self, contract, lengths):
-            return contract.thd(torch.tensor([0, *lengths]).cumsum(0))
+        def layout(self, aggregator, lengths):
+            return aggregator.thd(torch.tensor([0, *lengths]).cumsum(0))
 
-    schedule = aggregated(stock, SAMPLE_MEAN, Whole(), probe=False)
+    aggregator = LossAggregator(chunk, SAMPLE_MEAN, options=Options(probe=False))
+    schedule = aggregator.wrap(stock, Whole())
     reports = run(schedule, chunk, batches(dist.get_rank()))
     assert_trains_by_hand(chunk, reports, [batches(0), batches(1)])
 
@@ -415,7 +417,7 @@ def check_loaders_that_use_their_memory_again_train_what_stock_megatron_trains_o
     def fresh(data):
         return (dict(batch) for batch in data)
 
-    of_stock, ours = trained(stock, fresh), trained(a_hook().aggregated(stock), fresh)
+    of_stock, ours = trained(stock, fresh), trained(a_hook().wrap(stock), fresh)
     assert not torch.equal(ours[0], ours[1])
     for loader in (
         refills_one_buffer,
@@ -425,7 +427,7 @@ def check_loaders_that_use_their_memory_again_train_what_stock_megatron_trains_o
         has_a_ring_of_two,
     ):
         assert torch.equal(trained(stock, loader), of_stock), loader.__name__
-        assert torch.equal(trained(a_hook().aggregated(stock), loader), ours), loader.__name__
+        assert torch.equal(trained(a_hook().wrap(stock), loader), ours), loader.__name__
 
 
 def check_chunks_over_one_buffer_train_their_own_microbatches(chunk, stock):
@@ -438,7 +440,7 @@ def check_chunks_over_one_buffer_train_their_own_microbatches(chunk, stock):
         return stock(**{**call, "data_iterator": last})
 
     iterators = [refills_one_buffer(data), refills_one_buffer(data)]
-    schedule = a_hook().aggregated(of_the_last)
+    schedule = a_hook().wrap(of_the_last)
     reports = run(schedule, chunk, iter([]), data_iterator=iterators)
     assert all(torch.equal(a, b["tokens"]) for a, b in zip(seen, data, strict=True))
     assert_trains_by_hand(chunk, reports, [batches(0), batches(1)])
@@ -449,7 +451,7 @@ def check_memory_that_is_shared_from_a_later_step_on_is_refused_on_every_rank(ch
         yield from map(dict, batches(0))
         yield from (refills_one_buffer if dist.get_rank() else iter)(batches(0))
 
-    schedule, iterator = a_hook().aggregated(stock), later()
+    schedule, iterator = a_hook().wrap(stock), later()
     run(schedule, chunk, iterator)
     with refused(PlanError, "rank 1 of the data", "microbatches 0 and 1", "let it yield copies"):
         run(schedule, chunk, iterator)
@@ -467,14 +469,14 @@ def check_a_wrong_replay_is_an_error_on_every_rank_before_the_schedule(chunk, st
         ]
     try:
         with refused(PlanError, "rank 1", "the replay has sequences [1, 2, 3, 4]", "expected each"):
-            run(a_hook().aggregated(not_run), chunk, batches(0))
+            run(a_hook().wrap(not_run), chunk, batches(0))
     finally:
         buffer._numbered = right
 
 
 def check_positional_arguments_are_refused(chunk, stock):
     with refused(ContractError, "got 2 positional arguments", "expected keywords"):
-        a_hook().aggregated(stock)(forward_step, iter([]))
+        a_hook().wrap(stock)(forward_step, iter([]))
 
 
 def check_a_forward_step_that_reads_two_microbatches_is_refused(chunk, stock):
@@ -483,14 +485,14 @@ def check_a_forward_step_that_reads_two_microbatches_is_refused(chunk, stock):
         return forward_step(iterator, model)
 
     with refused(ContractError, "read more than one microbatch in a call"):
-        run(a_hook().aggregated(stock), chunk, batches(0), forward_step_func=greedy)
+        run(a_hook().wrap(stock), chunk, batches(0), forward_step_func=greedy)
 
 
 def check_a_forward_step_that_reads_elsewhere_is_refused(chunk, stock):
     elsewhere = iter(batches(0))
     with refused(ContractError, "did not read its microbatch from the data iterator"):
         run(
-            a_hook().aggregated(stock),
+            a_hook().wrap(stock),
             chunk,
             batches(0),
             forward_step_func=lambda iterator, model: forward_step(elsewhere, model),
@@ -502,13 +504,13 @@ def check_a_schedule_that_runs_more_microbatches_is_refused(chunk, stock):
         return stock(**{**call, "num_microbatches": M + 1})
 
     with refused(ContractError, f"ran more than its {M} microbatches"):
-        run(a_hook().aggregated(longer), chunk, batches(0))
+        run(a_hook().wrap(longer), chunk, batches(0))
 
 
 def check_an_iterator_that_ends_early_is_refused_on_every_rank(chunk, stock):
     short = batches(0)[: M - dist.get_rank()]
     with refused(PlanError, "rank 1", "the data iterator ended after 1 of 2 microbatches"):
-        run(a_hook().aggregated(stock), chunk, short)
+        run(a_hook().wrap(stock), chunk, short)
 
 
 def check_an_integration_without_lengths_is_refused(chunk, stock):
@@ -517,7 +519,7 @@ def check_an_integration_without_lengths_is_refused(chunk, stock):
             return MicrobatchSequences(active_tokens=data["loss_mask"].sum(1))
 
     with refused(ContractError, "NoLengths.sequences gave no lengths"):
-        run(aggregated(stock, SAMPLE_MEAN, NoLengths()), chunk, batches(0))
+        run(ScheduleHook(SAMPLE_MEAN, NoLengths()).wrap(stock), chunk, batches(0))
 
 
 def changed(change):
@@ -541,14 +543,14 @@ def check_a_loss_with_another_term_is_refused_in_whichever_microbatch_it_comes(c
         calls = itertools.count()
         step = changed(lambda loss, mask, n=calls, of=of: loss + 0.5 * (next(n) == of))
         with refused(ReducerError, f"for microbatch {of} of rank {dist.get_rank()}", "not known"):
-            run(a_hook().aggregated(stock), chunk, data, forward_step_func=step)
+            run(a_hook().wrap(stock), chunk, data, forward_step_func=step)
 
 
 def check_a_penalty_that_warms_up_and_a_factor_from_a_later_step_on_are_refused(chunk, stock):
     for change in (lambda loss, beta: loss + beta, lambda loss, beta: loss * (1 - 0.9 * beta)):
         beta = torch.zeros(())
         step = changed(lambda loss, mask, change=change, beta=beta: change(loss, beta))
-        schedule = a_hook().aggregated(stock)
+        schedule = a_hook().wrap(stock)
         for _ in range(2):
             run(schedule, chunk, batches(0), forward_step_func=step)
         beta += 1
@@ -580,15 +582,13 @@ def check_an_inf_at_a_masked_position_is_no_term(chunk, stock):
         output = torch.where(mask == 0, torch.inf, output)
         return output, loss_func
 
-    run(a_hook().aggregated(stock), chunk, batches(0), forward_step_func=poisoned)
+    run(a_hook().wrap(stock), chunk, batches(0), forward_step_func=poisoned)
 
 
 def check_an_evaluation_is_not_compared(chunk, stock):
     step = changed(lambda loss, mask: loss + 0.5)
     with torch.no_grad():
-        run(
-            a_hook().aggregated(stock), chunk, batches(0), forward_step_func=step, forward_only=True
-        )
+        run(a_hook().wrap(stock), chunk, batches(0), forward_step_func=step, forward_only=True)
 
 
 def check_tuples_of_a_model_or_a_loss_are_refused_by_name(chunk, stock):
@@ -599,7 +599,7 @@ def check_tuples_of_a_model_or_a_loss_are_refused_by_name(chunk, stock):
         )
 
     with refused(ContractError, "from loss_func, expected a tuple of the masked sum"):
-        run(a_hook().aggregated(stock), chunk, batches(0), forward_step_func=of_a_tuple)
+        run(a_hook().wrap(stock), chunk, batches(0), forward_step_func=of_a_tuple)
     mask, pair = torch.ones(4), (torch.ones(4), torch.ones(2))  # as pretrain_bert.py's
     with refused(
         ContractError, "got a tuple from forward_step, expected one tensor", "train it wi"
@@ -613,7 +613,7 @@ def check_a_mask_by_keyword_is_refused_by_name(chunk, stock):
         return output, functools.partial(framework_loss, mask=loss_func.args[0])
 
     with refused(ContractError, "expected functools.partial(loss_func, loss_mask"):
-        run(a_hook().aggregated(stock), chunk, batches(0), forward_step_func=by_keyword)
+        run(a_hook().wrap(stock), chunk, batches(0), forward_step_func=by_keyword)
 
 
 def check_a_chunk_that_a_schedule_unwraps_is_still_the_losss(chunk, stock):
@@ -621,7 +621,7 @@ def check_a_chunk_that_a_schedule_unwraps_is_still_the_losss(chunk, stock):
         step = call["forward_step_func"]
         return stock(**{**call, "forward_step_func": lambda it, model: step(it, model.module)})
 
-    reports = run(a_hook().aggregated(unwrapping), chunk, batches(dist.get_rank()))
+    reports = run(a_hook().wrap(unwrapping), chunk, batches(dist.get_rank()))
     assert_trains_by_hand(chunk, reports, [batches(0), batches(1)])
 
 
@@ -643,7 +643,7 @@ def check_chunks_that_share_a_source_are_read_in_order(chunk, stock):
         return stock(**{**call, "data_iterator": last})
 
     iterators = [reads_and_keeps(), gets_what_was_kept()]
-    schedule = a_hook().aggregated(of_the_last)
+    schedule = a_hook().wrap(of_the_last)
     reports = run(schedule, chunk, iter([]), data_iterator=iterators)
     assert_trains_by_hand(chunk, reports, [batches(0), batches(1)])
 
@@ -654,13 +654,13 @@ def check_a_loss_without_the_mask_as_its_first_argument_is_refused(chunk, stock)
         return output, lambda output: loss_func(output)
 
     with refused(ContractError, "expected functools.partial(loss_func, loss_mask"):
-        run(a_hook().aggregated(stock), chunk, batches(0), forward_step_func=hidden)
+        run(a_hook().wrap(stock), chunk, batches(0), forward_step_func=hidden)
 
 
 def check_data_of_another_kind_is_refused_by_name(chunk, stock):
     data = [tuple(batch.values()) for batch in batches(0)]
     with refused(PlanError, "got tuple from the data iterator", "dict", "with loss_mask"):
-        run(a_hook().aggregated(stock), chunk, iter(data))
+        run(a_hook().wrap(stock), chunk, iter(data))
 
 
 def check_prompt_mean_without_prompt_ids_is_refused_before_the_first_step(chunk, stock):

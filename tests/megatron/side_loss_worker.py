@@ -14,7 +14,8 @@ from megatron.core.models.gpt import GPTModel
 from step_data import VOCABULARY
 
 import megatron_lossagg.cpu as cpu
-from megatron_lossagg import Aggregation, MegatronContract
+from megatron_lossagg import LossAggregator
+from megatron_lossagg.options import Options
 
 LENGTH = 16
 MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "add_bias_linear": False}
@@ -83,13 +84,11 @@ def main():
     for name, options in SIDE_LOSSES.items():
         for per_token in (False, True):
             chunk = wrapped(tiny_gpt.config_of(per_token=per_token, **options))
-            contract = MegatronContract.read(
-                chunk, aggregation=Aggregation("token_mean"), probe=False
-            )
+            aggregator = LossAggregator(chunk, "token_mean", options=Options(probe=False))
             tiny_gpt.run_schedule(side_loss, chunk, list(batches(cp_size, cp_rank)))
             buffers = [*chunk.buffers, *chunk.expert_parallel_buffers]
             norm = torch.cat([buffer.grad_data for buffer in buffers]).norm().item()
-            found = {"loss": name, "per_token": per_token, "norm": norm, "note": contract.note}
+            found = {"loss": name, "per_token": per_token, "norm": norm, "note": aggregator.note}
             if dist.get_rank() == 0:
                 print(json.dumps(found), flush=True)
 

@@ -23,6 +23,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_lossagg import Aggregation, Layout
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations.bridge import BridgeIntegration
+from megatron_lossagg.options import Options
 from megatron_lossagg.schedule import ScheduleHook
 
 OFFSETS = (0, 4, 12, 16)
@@ -84,10 +85,12 @@ def main():
         mask = next(iterator)["loss_mask"][0, held]
         return model(held), functools.partial(framework_loss, mask)
 
-    hook = ScheduleHook(Aggregation("sample_mean"), BridgeIntegration(), probe=False)
+    hook = ScheduleHook(
+        Aggregation("sample_mean"), BridgeIntegration(), options=Options(probe=False)
+    )
     found = {"rank": dist.get_rank()}
     try:
-        hook.aggregated(get_forward_backward_func())(
+        hook.wrap(get_forward_backward_func())(
             forward_step_func=forward_step,
             data_iterator=iter([batch]),
             model=[chunk],

@@ -1,4 +1,4 @@
-"""A loss scaling that is flipped after the contract was read, seen by both stages of PP 2; JSON."""
+"""A loss scaling that is flipped after the first step, seen by both stages of PP 2; JSON."""
 
 import contextlib
 import json
@@ -11,6 +11,7 @@ from split_worker import OneWeightPerToken
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations.bridge import BridgeIntegration
+from megatron_lossagg.options import Options
 from megatron_lossagg.schedule import ScheduleHook
 
 
@@ -24,7 +25,9 @@ def main():
     chunk = tiny_gpt.DistributedDataParallel(
         config, tiny_gpt.DistributedDataParallelConfig(), OneWeightPerToken()
     )
-    hook = ScheduleHook(Aggregation("sample_mean"), BridgeIntegration(), probe=False)
+    hook = ScheduleHook(
+        Aggregation("sample_mean"), BridgeIntegration(), options=Options(probe=False)
+    )
     found = {"rank": dist.get_rank(), "reached": 0}
 
     def schedule(**call):
@@ -32,7 +35,7 @@ def main():
         raise EndedError
 
     def step():
-        hook.aggregated(schedule)(
+        hook.wrap(schedule)(
             forward_step_func=None,
             data_iterator=iter([{"loss_mask": torch.ones(1, 4)}]),
             model=[chunk],

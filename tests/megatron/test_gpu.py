@@ -1,7 +1,7 @@
 """CUDA masks and losses: as on the CPU, without a host sync, faults raised when the step closes.
 
 ``make gpu`` runs these on one GPU: NCCL with one rank, and a Linear in Megatron-Core's
-DistributedDataParallel, so that the contract is a live one.
+DistributedDataParallel, so that the aggregator is a live one.
 """
 
 import contextlib
@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_lossagg import Aggregation, Layout, MegatronContract, Sequences, plan_step
+from megatron_lossagg import Aggregation, Layout, LossAggregator, Sequences, plan_step
 from megatron_lossagg.errors import ReducerError
+from megatron_lossagg.options import Options
 
 CUDA = torch.cuda.is_available()  # now: another test of this process may put stand-ins in place
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs CUDA")]
@@ -27,7 +28,7 @@ MODES = (
 
 
 @pytest.fixture(scope="module")
-def contract():
+def aggregator():
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -47,10 +48,10 @@ def contract():
     )
     linear = torch.nn.Linear(4, 4).cuda()
     chunk = DistributedDataParallel(config, DistributedDataParallelConfig(), linear)
-    contract = MegatronContract.read(chunk, aggregation=MODES[0], probe=False)
+    aggregator = LossAggregator(chunk, MODES[0], options=Options(probe=False))
     for mode in MODES[1:]:
-        contract.agree_on(mode)
-    yield contract
+        aggregator.agree_on(mode)
+    yield aggregator
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
@@ -128,16 +129,15 @@ def test_a_mask_on_the_framework_works_with_losses_on_a_device(data):
 
 
 @pytest.mark.parametrize("mask_type", [torch.bool, torch.int32, torch.float32])
-def test_building_calling_and_returning_make_no_framework_sync(contract, data, mask_type):
+def test_building_calling_and_returning_make_no_framework_sync(aggregator, data, mask_type):
     mask, x = data
     plan, layout = a_plan(mask), a_layout()
     mask, x = mask.to(mask_type).cuda(), x.cuda().requires_grad_()
-    with contract.step(plan, num_microbatches=1) as step:
+    with aggregator.begin(plan, num_microbatches=1) as step:
         with no_sync():
-            reducer = plan.reducer(range(len(LENGTHS)), mask, layout)
-            share = reducer(x)
-            kl = reducer.under("token_mean")(x.detach())
-            loss, num_tokens, report = step.returns(share, reducer, report={"kl": kl})
+            mb = step.microbatch(range(len(LENGTHS)), mask, layout=layout)
+            policy, kl = mb.reduce(x), mb.reduce(x.detach(), "token_mean")
+            loss, num_tokens, report = mb.outputs(policy, report={"kl": kl})
             loss.backward()
         assert loss.isfinite()
         assert num_tokens.device == loss.device
@@ -146,38 +146,38 @@ def test_building_calling_and_returning_make_no_framework_sync(contract, data, m
         )
 
 
-def a_step_with(contract, plan, mask, x):
-    """Make a step of one microbatch; nothing is read, so nothing is raised, before it closes."""
+def a_step_with(aggregator, plan, mask, x):
+    """Make a step of one microbatch; nothing is read, so nothing is raised, before it finishes."""
     mask, x = mask.cuda(), x.cuda().requires_grad_()
-    with contract.step(plan, num_microbatches=1) as step, no_sync():
-        reducer = plan.reducer(range(len(LENGTHS)), mask, a_layout())
-        loss, _, _ = step.returns(reducer(x), reducer)
+    with aggregator.begin(plan, num_microbatches=1) as step, no_sync():
+        mb = step.microbatch(range(len(LENGTHS)), mask, layout=a_layout())
+        loss, _, _ = mb.outputs(mb.reduce(x))
         loss.backward()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_loss_that_is_not_finite_is_raised_when_the_step_closes(contract, data, bad):
+def test_a_loss_that_is_not_finite_is_raised_when_the_step_finishes(aggregator, data, bad):
     mask, x = data
     x[mask.nonzero()[7]] = bad
     with pytest.raises(ReducerError, match=r"sequences? 0"):
-        a_step_with(contract, a_plan(mask), mask, x)
+        a_step_with(aggregator, a_plan(mask), mask, x)
 
 
 @pytest.mark.parametrize("wrong", [0.5, 2.0, math.nan])
-def test_a_mask_of_other_values_is_raised_when_the_step_closes(contract, data, wrong):
+def test_a_mask_of_other_values_is_raised_when_the_step_finishes(aggregator, data, wrong):
     mask, x = data
     plan, mask = a_plan(mask), mask.float()
     mask[3] = wrong
     with pytest.raises(ReducerError, match="mask"):
-        a_step_with(contract, plan, mask, x.nan_to_num(0, 0, 0))
+        a_step_with(aggregator, plan, mask, x.nan_to_num(0, 0, 0))
 
 
-def test_more_trained_than_counted_is_raised_when_the_step_closes(contract, data):
+def test_more_trained_than_counted_is_raised_when_the_step_finishes(aggregator, data):
     mask, x = data
     plan, more = a_plan(mask), mask.clone()
     more[: LENGTHS[0]] = True
     with pytest.raises(ReducerError, match="count"):
-        a_step_with(contract, plan, more, x.nan_to_num(0, 0, 0))
+        a_step_with(aggregator, plan, more, x.nan_to_num(0, 0, 0))
 
 
 def test_a_fault_belongs_to_the_plan_of_its_step_and_is_raised_once(data):

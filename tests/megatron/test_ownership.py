@@ -1,10 +1,10 @@
 """Each ``check_`` of ``ownership_worker.py`` passes on two context-parallel ranks."""
 
-import re
 from pathlib import Path
 
 import pytest
 import torch
+from check_runner import checks_of
 from conftest import early, launched
 from device_double import DeviceDouble
 
@@ -13,9 +13,7 @@ from megatron_lossagg.errors import ReducerError
 from megatron_lossagg.exchange import Exchange
 from megatron_lossagg.ownership import check_ownership
 
-CHECKS = re.findall(
-    r"^def check_(\w+)\(", (Path(__file__).parent / "ownership_worker.py").read_text(), re.MULTILINE
-)
+CHECKS = checks_of(Path(__file__).parent / "ownership_worker.py")
 
 
 @early

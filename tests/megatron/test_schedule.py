@@ -6,10 +6,10 @@ returns a masked sum, as Megatron-LM's does; tensor-parallel ranks but the first
 Each ``check_`` of ``schedule_worker.py`` is a test by its name.
 """
 
-import re
 from pathlib import Path
 
 import pytest
+from check_runner import checks_of
 from conftest import early, launched, proven
 
 from megatron_lossagg.verify.cases import CASES
@@ -32,9 +32,7 @@ LAYOUTS = {
     "local": {"cp": 2, "packing": "local"},
     "uneven-M": {"dp": 2, "microbatches": (3, 5)},
 }
-CHECKS = re.findall(
-    r"^def check_(\w+)\(", (Path(__file__).parent / "schedule_worker.py").read_text(), re.MULTILINE
-)
+CHECKS = checks_of(Path(__file__).parent / "schedule_worker.py")
 
 
 def hooked_verdicts(world_size):

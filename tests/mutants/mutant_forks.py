@@ -1,4 +1,4 @@
-"""Two ranks forked from this process, for ``plan_mutants.py`` and ``contract_mutants.py``.
+"""Two ranks forked from this process, for ``plan_mutants.py`` and ``aggregator_mutants.py``.
 
 A launch per mutant would import torch and Megatron-Core anew each time.
 """

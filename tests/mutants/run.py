@@ -7,7 +7,7 @@ each module's mutants, always the same ones. Everything happens in copies, in ``
 copies differ from the package in one way: mutmut skips decorated functions, so ``@property``,
 ``@cached_property`` and ``@lru_cache`` are applied in a line after the function. Lines that begin
 with a literal are text of a message and are left alone. A module's mutants run against the tests
-in ``TESTS``, those that are launched in forks instead (``plan_mutants``, ``contract_mutants``).
+in ``TESTS``, those that are launched in forks instead (``plan_mutants``, ``aggregator_mutants``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PURE = [
     "--hypothesis-seed=0",
     *(f"--deselect=tests/core/test_plan.py::test_{name}" for name in LEFT_OUT),
 ]
-PLAN, CONTRACT = "mutants/plan_mutants", "mutants/contract_mutants"
+PLAN, AGGREGATOR = "mutants/plan_mutants", "mutants/aggregator_mutants"
 TESTS = {
     "integers": ["core/test_integers", "core/test_layout"],
     "aggregation": ["core/test_aggregation", "core/test_flags", "core/test_plan"],
@@ -46,21 +46,23 @@ TESTS = {
     "exchange": ["core/test_exchange", PLAN],
     "counts": ["core/test_counts", "core/test_plan", PLAN],
     "faults": ["core/test_step_faults", "core/test_not_finite"],
-    "microbatch": ["core/test_mask_checks", "core/test_reducer", "core/test_partial_losses"],
+    "microbatch": [
+        *("core/test_mask_checks", "core/test_reducer", "core/test_not_finite"),
+        *("core/test_partial_losses", "core/test_device_path"),
+    ],
     "reducer": [
-        "core/test_reducer",
-        "core/test_not_finite",
-        "core/test_custom_reducer",
-        "core/test_reducer_path",
+        *("core/test_reducer", "core/test_not_finite", "core/test_custom_reducer"),
+        *("core/test_reducer_path", "core/test_device_path"),
     ],
     "plan": ["core/test_plan", "core/test_reducer", "core/test_reducer_path", PLAN],
-    "ledger": ["core/test_ledger"],
-    "live": [CONTRACT],
-    "contract": [CONTRACT],
+    "outputs": [AGGREGATOR],
+    "step": ["core/test_sequence_tracker", AGGREGATOR],
+    "live": [AGGREGATOR],
+    "aggregator": [AGGREGATOR],
 }
 """Files of tests/ without their suffix; one that is gone is an error."""
 # What torch warns of at import.
-ARGUMENTS = {"live": ["-W", "ignore"], "contract": ["-W", "ignore"]}
+ARGUMENTS = {module: ["-W", "ignore"] for module in ("live", "outputs", "step", "aggregator")}
 CONFIG = """
 [tool.mutmut]
 source_paths = ["{package}"]

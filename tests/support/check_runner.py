@@ -1,5 +1,6 @@
 """Runs the ``check_`` functions of a launched worker, in order, and prints each by its name."""
 
+import re
 import types
 
 import torch.distributed as dist
@@ -21,3 +22,8 @@ def run_checks(namespace, *arguments):
             raise
         if is_first:
             print(f"PASSED {name}", flush=True)
+
+
+def checks_of(worker):
+    """Return the names of a worker's checks, without importing it."""
+    return re.findall(r"^def check_(\w+)\(", worker.read_text(), re.MULTILINE)

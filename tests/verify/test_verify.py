@@ -104,7 +104,7 @@ def test_one_layout_passes_in_text_json_and_html(one_layout):
     assert core["path"] in out
     assert "DP 2 x EP 2, M 3, MoE" in page.read_text()
     assert core["path"] in page.read_text()
-    # K of explain is what the StepContract multiplied by on the live Megatron-Core.
+    # K of explain is what the step multiplied by on the live Megatron-Core.
     for v in verdicts:
         explanation = explain(
             "constant",

@@ -1,24 +1,23 @@
-"""Each ``check_`` of ``contract_worker.py`` passes on live Megatron-Core, on two ranks."""
+"""Each ``check_`` of ``aggregator_worker.py`` passes on live Megatron-Core, on two ranks."""
 
 import re
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from check_runner import checks_of
 from conftest import early, launched
 
-CHECKS = re.findall(
-    r"^def check_(\w+)\(", (Path(__file__).parent / "contract_worker.py").read_text(), re.MULTILINE
-)
+CHECKS = checks_of(Path(__file__).parent / "aggregator_worker.py")
 
 
 @early
 def output():
-    return launched("megatron/contract_worker.py", processes=2)
+    return launched("megatron/aggregator_worker.py", processes=2)
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_contract(output, check):
+def test_the_aggregator(output, check):
     assert f"PASSED check_{check}" in output.splitlines()
 
 

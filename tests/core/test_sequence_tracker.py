@@ -6,31 +6,31 @@ import numpy as np
 import pytest
 
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.ledger import Ledger
+from megatron_lossagg.step import SequenceTracker
 
 
 def after(num_sequences, num_microbatches, calls, *, is_rerunning=False):
-    ledger = Ledger(
+    tracker = SequenceTracker(
         num_sequences=num_sequences,
         num_microbatches=num_microbatches,
         is_rerunning=lambda: is_rerunning,
     )
     for sequences in calls:
-        ledger.add(np.array(sequences, dtype=np.int64))
-    return ledger
+        tracker.add(np.array(sequences, dtype=np.int64))
+    return tracker
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations([(0, 2), (1,), ()])))
-def test_a_whole_step_closes_in_any_order(order):
-    after(3, 3, order).close(may_be_empty=False)
+def test_a_whole_step_finishes_in_any_order(order):
+    after(3, 3, order).finish(may_be_empty=False)
 
 
 def test_a_step_that_the_rerun_machine_repeats_is_a_new_pass():
     calls = [(0, 2), (1,), ()]
-    after(3, 3, calls * 2, is_rerunning=True).close(may_be_empty=False)
-    after(3, 3, calls + calls[::-1], is_rerunning=True).close(may_be_empty=False)
+    after(3, 3, calls * 2, is_rerunning=True).finish(may_be_empty=False)
+    after(3, 3, calls + calls[::-1], is_rerunning=True).finish(may_be_empty=False)
     with pytest.raises(ContractError, match="ran for 1 microbatches, 3 were planned"):
-        after(3, 3, [*calls, (1,)], is_rerunning=True).close(may_be_empty=False)
+        after(3, 3, [*calls, (1,)], is_rerunning=True).finish(may_be_empty=False)
     with pytest.raises(ContractError, match="sequence 0 is in two"):
         after(3, 3, [*calls, (0, 2), (0, 1)], is_rerunning=True)
 
@@ -64,20 +64,20 @@ def test_sequences_that_are_missing_when_the_last_microbatch_comes_are_named():
 
 def test_missing_microbatches_and_sequences_are_found_on_closing():
     with pytest.raises(ContractError, match="ran for 1 microbatches, 2 were planned"):
-        after(2, 2, [(0, 1)]).close(may_be_empty=False)
+        after(2, 2, [(0, 1)]).finish(may_be_empty=False)
     with pytest.raises(ContractError, match="ran for 2 microbatches, 3 were planned"):
-        after(2, 3, [(0, 1), ()]).close(may_be_empty=False)
+        after(2, 3, [(0, 1), ()]).finish(may_be_empty=False)
     with pytest.raises(ContractError, match=r"1 of 2 sequences .* \(1\)"):
-        after(2, 3, [(), (), (0,)]).close(may_be_empty=False)
+        after(2, 3, [(), (), (0,)]).finish(may_be_empty=False)
 
 
-def test_a_stage_that_calls_no_loss_func_may_close_an_empty_ledger():
-    after(2, 2, []).close(may_be_empty=True)
+def test_a_stage_that_calls_no_loss_func_may_finish_an_empty_tracker():
+    after(2, 2, []).finish(may_be_empty=True)
     with pytest.raises(ContractError, match="ran for 0 microbatches, 2 were planned"):
-        after(2, 2, []).close(may_be_empty=False)
+        after(2, 2, []).finish(may_be_empty=False)
     with pytest.raises(ContractError, match="ran for 1 microbatches"):
-        after(2, 2, [(0,)]).close(may_be_empty=True)
+        after(2, 2, [(0,)]).finish(may_be_empty=True)
 
 
-def test_a_step_of_paddings_alone_closes():
-    after(0, 2, [(), ()]).close(may_be_empty=False)
+def test_a_step_of_paddings_only_finishes():
+    after(0, 2, [(), ()]).finish(may_be_empty=False)

@@ -1,9 +1,9 @@
-"""What mutants of contract.py run against; only for ``run.py``, pytest does not collect it."""
+"""What mutants of the aggregator, its step and outputs run against; pytest does not collect it."""
 
 import pickle
 from pathlib import Path
 
-import contract_worker
+import aggregator_worker
 import pytest
 from mutant_forks import on_two_ranks
 
@@ -25,14 +25,14 @@ CASES = (
     Case(aggregation=Aggregation("token_mean")),
     Case(aggregation=Aggregation("constant", divisor=40.0), second=Aggregation("token_mean")),
 )
-KEPT = Path("references.pickle")  # the reference's side has no part in the contract: once
+KEPT = Path("references.pickle")  # the reference's side has no part in it: once
 if not KEPT.exists():
     KEPT.write_bytes(pickle.dumps(job._references(LAYOUTS)))
 REFERENCES = pickle.loads(KEPT.read_bytes())
 
 
-def test_the_checks_of_the_contract_worker_hold():
-    on_two_ranks(contract_worker.main)
+def test_the_checks_of_the_aggregator_worker_hold():
+    on_two_ranks(aggregator_worker.main)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -1,0 +1,446 @@
+"""One schedule call: the losses of its microbatches times K, and the checks when it finishes.
+
+Each sequence is in exactly one microbatch of the step. While Megatron's rerun machine repeats a
+step, all its microbatches come once more: a new pass over the same sequences.
+
+Shape suffix: S = sequences of this data-parallel rank in the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.errors import ContractError
+from megatron_lossagg.exchange import Exchange
+from megatron_lossagg.first_step import record_first_step
+from megatron_lossagg.integers import Ints, IntsLike, first_few
+from megatron_lossagg.layout import Layout
+from megatron_lossagg.live import is_rerunning
+from megatron_lossagg.outputs import Means, Outputs, check_names, check_scalar, outputs
+from megatron_lossagg.ownership import check_ownership
+from megatron_lossagg.plan import StepPlan
+from megatron_lossagg.reducer import Reducer, ReducerFactory
+from megatron_lossagg.scaling import Scaling
+from megatron_lossagg.state import ReducerCall
+
+if TYPE_CHECKING:
+    from megatron_lossagg.aggregator import LossAggregator
+
+__all__ = ["MicrobatchLoss", "SequenceTracker", "Step"]
+
+
+class MicrobatchLoss:
+    """The loss of one microbatch on this rank; made by :meth:`Step.microbatch`."""
+
+    def __init__(self, step: Step, reducer: Reducer) -> None:
+        self._step = step
+        self._reducer = reducer
+
+    @property
+    def layout(self) -> Layout:
+        """Which tokens this rank holds."""
+        return self._reducer.layout
+
+    def reduce(self, losses: Tensor, aggregation: Aggregation | str | None = None) -> Tensor:
+        """Sum this rank's per-token losses with the step's weights: a 0-dim partial loss.
+
+        ``losses``: in the layout's order; a masked one may be anything. ``aggregation``: another
+        mode over the same tokens, without a collective. See :meth:`Reducer.__call__`.
+        """
+        reducer = self._reducer if aggregation is None else self._reducer.under(aggregation)
+        return reducer(losses)
+
+    def outputs(
+        self,
+        loss: Tensor,
+        report: Mapping[str, Tensor] | None = None,
+        means: Means | None = None,
+    ) -> Outputs:
+        """Make what loss_func returns: ``(loss, num_tokens, report)``.
+
+        ``loss``: 0-dim, the sum of all terms' partial losses. ``report``: partial losses by name.
+        ``means``: local sums with their counts by name, of what is a mean already (clip fraction,
+        reward): Megatron adds both over the step and divides, so one mean over the step is logged.
+
+        The loss is ``loss * K`` in fp32 or better with storage of its own (the schedule scales it
+        in place); num_tokens an int32 0-dim tensor on its device; each report a detached
+        ``[partial loss * M DP CP, 1]``, each mean a detached ``[sum, count]``. Adds
+        ``lossagg/weight_sum`` and ``lossagg/weight_expected``. The weight-sum check sees the
+        weights as sliced and masked, not what is done to a partial loss afterwards. No collective,
+        no host sync.
+
+        Raises :class:`ContractError` if :meth:`reduce` was not called under the step's aggregation,
+        if this is of another step, of a second plan or of another context-parallel rank, and if the
+        loss needs no gradient in a training step or one in a ``forward_only`` step.
+        """
+        check_scalar("loss", loss)
+        report, means = report or {}, means or {}
+        check_names([*report, *means])
+        return self._step.outputs(loss, self._reducer, report, means)
+
+
+class Step:
+    """One schedule call, begun by :meth:`LossAggregator.step`.
+
+    A context manager: leaving it finishes the step, before the optimizer's. An exception inside
+    goes through unchanged, and nothing is checked then.
+    """
+
+    def __init__(
+        self,
+        *,
+        aggregator: LossAggregator,
+        plan: StepPlan | None,
+        num_microbatches: int,
+        forward_only: bool = False,
+        accumulates: bool = False,
+        also: tuple[StepPlan, ...] = (),
+    ) -> None:
+        self.num_microbatches = num_microbatches
+        """M of this schedule call."""
+        self.forward_only = forward_only
+        self.is_finished = False
+        self._aggregator = aggregator
+        self._plan = plan
+        self._plans = () if plan is None else (plan, *also)
+        self._accumulates = accumulates
+        self._tracker = SequenceTracker(
+            num_sequences=0 if plan is None else len(plan.active_tokens),
+            num_microbatches=num_microbatches,
+            is_rerunning=is_rerunning,
+        )
+        self._trained: list[tuple[int, object]] = []
+        """Of each call of loss_func whose loss needs a gradient: its number, its microbatch."""
+        self._scaling = Scaling(
+            loss_scaling=aggregator.loss_scaling,
+            num_microbatches=num_microbatches,
+            dp_cp_size=aggregator.dp_cp_size,
+            active_tokens=None if plan is None else plan.totals.active_tokens,
+        )
+        for one in self._plans:
+            one.state.begin()
+
+    def __enter__(self) -> Step:
+        """Return the step."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Finish the step, unless an exception ends it."""
+        if kind is None:
+            self.finish()
+        self.end()
+
+    @property
+    def plan(self) -> StepPlan:
+        """The plan; :class:`ContractError` on a pipeline stage that gave no counts."""
+        if self._plan is None:
+            raise ContractError(
+                "this pipeline stage computes no loss and began the step without counts: call "
+                "step.microbatch in loss_func, which runs on the last stage"
+            )
+        return self._plan
+
+    @property
+    def k(self) -> int:
+        """K: M DP CP in the average loss scaling, N in the per-token loss scaling.
+
+        1 on a pipeline stage without counts.
+        """
+        return 1 if self._plan is None else self._scaling.k
+
+    @property
+    def is_left_open(self) -> bool:
+        """Whether loss_func ran for it, on this rank, and nothing has finished it."""
+        return self._tracker.num_calls > 0 and not self.is_finished
+
+    def microbatch(
+        self,
+        sequences: IntsLike,
+        mask: Tensor,
+        *,
+        cu_seqlens: IntsLike | None = None,
+        lengths: IntsLike | None = None,
+        layout: Layout | None = None,
+        plan: StepPlan | None = None,
+        factory: ReducerFactory | None = None,
+        arguments: object = None,
+    ) -> MicrobatchLoss:
+        """Check and slice a microbatch's mask, and look up its weights; in loss_func.
+
+        ``sequences``, ``mask``, ``factory``, ``arguments``: as in :meth:`StepPlan.reducer`. One of
+        the three next says which tokens this rank holds. ``cu_seqlens``: padded offsets of packed
+        sequences. ``lengths``: of the slices here, with a mask that the framework has sliced.
+        ``layout``: any other. ``plan``: one of ``also``, for a further term with other counts.
+        """
+        self.plan  # noqa: B018  which stages without counts do not have
+        given = [one for one in (cu_seqlens, lengths, layout) if one is not None]
+        if len(given) != 1:
+            raise ContractError(
+                f"got {len(given)} of cu_seqlens=, lengths= and layout=: pass exactly one of them, "
+                "which says which tokens this rank holds"
+            )
+        if cu_seqlens is not None:
+            layout = self._aggregator.thd(cu_seqlens)
+        elif lengths is not None:
+            layout = self._aggregator.local(lengths)
+        assert layout is not None
+        reducer = (plan or self.plan).reducer(
+            sequences, mask, layout, factory=factory, arguments=arguments
+        )
+        return MicrobatchLoss(self, reducer)
+
+    def outputs(
+        self, loss: Tensor, reducer: Reducer, report: Mapping[str, Tensor], means: Means
+    ) -> Outputs:
+        """Make what loss_func returns; see :meth:`MicrobatchLoss.outputs`."""
+        self._check_source(loss, reducer)
+        if not (self._tracker.num_calls or self.forward_only or self._accumulates):
+            self._look_at_gradients()
+        self._tracker.add(reducer.microbatch.segments.own_sequences)
+        cp_rank = self._aggregator.cp_rank
+        return outputs(loss, reducer, self._scaling, cp_rank=cp_rank, report=report, means=means)
+
+    def finish(self) -> None:
+        """Check, after the schedule and before the optimizer, that the step is complete.
+
+        Every sequence and microbatch arrived (on the last pipeline stage, which alone calls
+        loss_func), every loss was trained through its reducer, gradients were zero before, and no
+        device found a fault in a mask or loss. With context parallelism and the layout ``local``,
+        each sequence's tokens were trained once over the context-parallel ranks. Raises
+        :class:`ContractError` or :class:`ReducerError` on this rank. One host sync for each device
+        that recorded something; one all-gather over the context-parallel group if the layout is
+        ``local``. ``with`` calls it.
+        """
+        if self.is_finished:
+            return
+        fault = self._incomplete()
+        self.end()
+        self._check_ownership(has_failed=bool(fault))
+        if fault:
+            raise ContractError(fault)
+        for plan in self._plans:
+            plan.check()
+        record_first_step()
+
+    def end(self) -> None:
+        """End the step without a check."""
+        self.is_finished = True
+        for plan in self._plans:
+            plan.state.end()
+
+    def _check_ownership(self, *, has_failed: bool) -> None:
+        """Compare the context-parallel ranks' tokens, if this run's masks are slices."""
+        aggregator = self._aggregator
+        for plan in self._plans:
+            trained_S = plan.state.trained.of_sequences()
+            aggregator.has_slices = aggregator.has_slices or trained_S is not None
+            if trained_S is None:
+                if not aggregator.has_slices or self._tracker.num_calls or plan is not self._plan:
+                    continue
+                # loss_func never ran here, and the other ranks compare
+                trained_S = torch.zeros(len(plan.active_tokens), dtype=torch.int64, device="cpu")
+            check_ownership(
+                Exchange(aggregator.cp_group),
+                plan.state.faults,
+                trained_S,
+                plan.active_tokens,
+                settings=f"{plan.aggregation!r} {plan.state.rejects_tokens}",
+                rejects_tokens=plan.state.rejects_tokens,
+                has_failed=has_failed,
+            )
+
+    def _incomplete(self) -> str:
+        """Say what is missing of the step, empty if nothing is."""
+        try:
+            self._tracker.finish(may_be_empty=not self._aggregator.is_last_stage)
+        except ContractError as error:
+            return str(error)
+        calls = self._calls
+        trained = {
+            call.microbatch
+            for call in calls
+            if call.has_gradient and call.aggregation == self.plan.aggregation
+        }
+        for number, microbatch in self._trained:
+            if microbatch not in trained:
+                return (
+                    f"no gradient reached the step's own partial loss in call {number} of "
+                    "loss_func: pass mb.outputs what mb.reduce made, and let the schedule run its "
+                    "backward pass"
+                )
+        for call in calls:
+            if call.is_late and call.has_gradient:
+                return (
+                    f"losses of sequences {first_few(call.sequences)} were reduced after loss_func "
+                    "had returned for them, and trained: call step.microbatch anew for each "
+                    "microbatch, and make the loss with its reduce"
+                )
+        return ""
+
+    @property
+    def _calls(self) -> list[ReducerCall]:
+        return [call for plan in self._plans for call in plan.state.calls or ()]
+
+    def _check_source(self, loss: Tensor, reducer: Reducer) -> None:
+        """Check which reducers made a loss, and whether it is trained as the step declares."""
+        if self.is_finished:
+            raise ContractError(
+                "got a microbatch of a step that has ended: make it with step.microbatch of the "
+                "running step"
+            )
+        if reducer.plan is not self._plan:
+            raise ContractError(
+                "got a microbatch of a second plan: call outputs of the step's own microbatch, "
+                "and add the second plan's partial losses to its loss"
+            )
+        layout, aggregator = reducer.layout, self._aggregator
+        if (layout.cp_size, layout.cp_rank) != (aggregator.cp_size, aggregator.cp_rank):
+            raise ContractError(
+                f"got a layout of CP rank {layout.cp_rank} of {layout.cp_size}, this rank is "
+                f"{aggregator.cp_rank} of {aggregator.cp_size}: pass step.microbatch cu_seqlens= "
+                "or lengths=, or make the layout with the aggregator's cp_size and cp_rank"
+            )
+        pending = [call for plan in self._plans for call in plan.state.pending]
+        calls = [call for call in pending if np.array_equal(call.sequences, reducer.sequences)]
+        identity = reducer.microbatch.identity
+        main = [call for call in calls if call.microbatch is identity]
+        if not any(call.aggregation == reducer.plan.aggregation for call in main):
+            raise ContractError(
+                "mb.reduce was not called under the step's aggregation in this microbatch: call "
+                "step.microbatch anew for each microbatch, and make the loss with its reduce"
+            )
+        self._check_gradient(loss, main)
+        if loss.requires_grad:
+            self._trained.append((self._tracker.num_calls, identity))
+        for plan in self._plans:
+            plan.state.returned.update(call.microbatch for call in calls)
+            plan.state.pending = [call for call in plan.state.pending if call not in calls]
+
+    def _check_gradient(self, loss: Tensor, calls: list[ReducerCall]) -> None:
+        if self.forward_only and loss.requires_grad:
+            raise ContractError(
+                "got a loss that requires a gradient in a step with forward_only=True: run an "
+                "evaluation under torch.no_grad(), or begin a training step"
+            )
+        if self.forward_only or loss.requires_grad:
+            return
+        if self.plan.active_tokens.any() or any(call.requires_grad for call in calls):
+            raise ContractError(
+                "got a loss that requires no gradient in a training step, so that nothing would "
+                "be trained: do not detach it, call mb.reduce outside no_grad and inference_mode, "
+                "let a custom reducer keep its graph, or pass forward_only=True"
+            )
+
+    def _look_at_gradients(self) -> None:
+        """Look at some values of each gradient buffer, which are zero before the first loss."""
+        for index, chunk in enumerate(self._aggregator.chunks):
+            # Then parameters are gathered into the gradient buffers.
+            if getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
+                continue
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                data = buffer.grad_data
+                if data.numel() and data.untyped_storage().size():
+                    some = data[:: -(-data.numel() // _GRADIENTS_LOOKED_AT)]
+                    describe = partial(_describe_gradients, index)
+                    self.plan.state.faults.record([some.count_nonzero()], describe)
+
+
+_GRADIENTS_LOOKED_AT = 4096
+
+
+def _describe_gradients(chunk: int, values: list[float]) -> str:
+    if not values[0]:
+        return ""
+    return (
+        f"the gradients of chunk {chunk} were not zero when the step's first loss was returned. "
+        "In a loop of your own, call zero_grad_buffer() on every chunk before the schedule, also "
+        "after a step that failed. If gradients of several schedule calls are added on purpose, "
+        "pass aggregator.step(accumulates=True). In a framework's loop, call the schedule once per "
+        "optimizer step, with all its microbatches, and zero the gradients before it"
+    )
+
+
+_NOT_SEEN = -1
+
+
+class SequenceTracker:
+    """Which of ``num_sequences`` arrived in which of ``num_microbatches``; pure integers.
+
+    ``is_rerunning``: whether the rerun machine repeats the step now.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_sequences: int,
+        num_microbatches: int,
+        is_rerunning: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.num_microbatches = num_microbatches
+        self.num_calls = 0
+        """Microbatches of the current pass that arrived."""
+        self._is_rerunning = is_rerunning
+        self._microbatch_S = np.full(num_sequences, _NOT_SEEN)
+
+    def add(self, sequences: Ints) -> None:
+        """Record a microbatch by its sequences, padding left out.
+
+        Raises :class:`ContractError` for a sequence that another microbatch had, for more
+        microbatches than planned, and for sequences that are missing when the last one arrives.
+        """
+        if self.num_calls == self.num_microbatches and self._is_rerunning():
+            self.num_calls = 0
+            self._microbatch_S.fill(_NOT_SEEN)
+        if self.num_calls == self.num_microbatches:
+            raise ContractError(
+                f"loss_func ran for more than the {self.num_microbatches} planned microbatches: "
+                "pass the schedule's num_microbatches to aggregator.step"
+            )
+        taken = sequences[self._microbatch_S[sequences] != _NOT_SEEN]
+        if len(taken):
+            raise ContractError(
+                f"sequence {taken[0]} is in two microbatches of the step, number "
+                f"{self._microbatch_S[taken[0]]} and number {self.num_calls} in the order of their "
+                f"calls, the second with sequences {first_few(sequences)}: each sequence is "
+                f"trained once"
+            )
+        self._microbatch_S[sequences] = self.num_calls
+        self.num_calls += 1
+        if self.num_calls == self.num_microbatches:
+            self._check_no_sequence_missing()
+
+    def finish(self, *, may_be_empty: bool) -> None:
+        """Raise :class:`ContractError` where a microbatch or a sequence is missing.
+
+        ``may_be_empty``: whether none at all is right, as on all but the last pipeline stage.
+        """
+        if self.num_calls == 0 and may_be_empty:
+            return
+        if self.num_calls < self.num_microbatches:
+            raise ContractError(
+                f"loss_func ran for {self.num_calls} microbatches, {self.num_microbatches} were "
+                "planned: pass the schedule's num_microbatches to aggregator.step, and give each "
+                "call sequences of its own"
+            )
+        self._check_no_sequence_missing()
+
+    def _check_no_sequence_missing(self) -> None:
+        missing = np.flatnonzero(self._microbatch_S == _NOT_SEEN)
+        if len(missing):
+            raise ContractError(
+                f"{len(missing)} of {len(self._microbatch_S)} sequences were in no microbatch of "
+                f"the step ({first_few(missing)}): each sequence is trained once"
+            )

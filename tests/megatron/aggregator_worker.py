@@ -1,0 +1,1062 @@
+"""What the aggregator refuses and tracks, on a live model; DP 2, two processes."""
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import functools
+import gc
+import re
+import warnings
+import weakref
+
+import pytest
+import tiny_gpt
+import torch
+import torch.distributed as dist
+from check_runner import run_checks
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.rerun_state_machine import (
+    RerunMode,
+    RerunState,
+    destroy_rerun_state_machine,
+    get_rerun_state_machine,
+    initialize_rerun_state_machine,
+)
+from torch.utils.checkpoint import checkpoint
+
+import megatron_lossagg.cpu as cpu
+from megatron_lossagg import (
+    Aggregation,
+    Layout,
+    LossAggregator,
+    Sequences,
+    add_loss_aggregation_args,
+    live,
+    plan_step,
+)
+from megatron_lossagg.counts import StepTotals
+from megatron_lossagg.errors import ContractError, PlanError, ReducerError
+from megatron_lossagg.options import Options
+from megatron_lossagg.verify.model import megatron_version
+
+CONSTANT = Aggregation("constant", divisor=10)
+
+
+@contextlib.contextmanager
+def refused(*words):
+    """Assert that the block raises a ContractError whose message has all the words."""
+    with pytest.raises(ContractError) as caught:
+        yield
+    for word in words:
+        assert re.search(word, str(caught.value)), (word, str(caught.value))
+
+
+def made(model, aggregation=CONSTANT, **options):
+    return LossAggregator(model, aggregation, options=Options(**options))
+
+
+class AbandonedError(Exception):
+    """Ends a step as an error in it would."""
+
+
+@contextlib.contextmanager
+def abandoned(step):
+    """Enter a step that ends early by an exception, so that nothing is checked at its end."""
+    with contextlib.suppress(AbandonedError), step:
+        yield step
+        raise AbandonedError
+
+
+def a_plan(aggregator, active=(3, 2), **options):
+    sequences = Sequences(active_tokens=list(active), **options)
+    return plan_step(CONSTANT, sequences, group=aggregator.dp_group)
+
+
+def offsets_and_mask(plan, sequences):
+    offsets = torch.arange(len(sequences) + 1) * 4
+    mask = torch.zeros(4 * len(sequences), dtype=torch.int64)
+    for position, sequence in enumerate(sequences):
+        if sequence >= 0:
+            mask[4 * position : 4 * position + int(plan.active_tokens[sequence])] = 1
+    return offsets, mask
+
+
+def a_microbatch(step, sequences, plan=None):
+    offsets, mask = offsets_and_mask(plan or step.plan, sequences)
+    return step.microbatch(sequences, mask, cu_seqlens=offsets, plan=plan)
+
+
+def a_reducer(aggregator, plan, sequences):
+    """Make a reducer without a step."""
+    offsets, mask = offsets_and_mask(plan, sequences)
+    return plan.reducer(sequences, mask, aggregator.thd(offsets))
+
+
+def partial_loss_of(mb, *mode):
+    return mb.reduce(torch.ones(mb.layout.num_local_tokens, requires_grad=True), *mode)
+
+
+def outputs(step, sequences):
+    """Return what a loss_func does, and run the backward pass of a training step."""
+    with torch.set_grad_enabled(not step.forward_only):
+        mb = a_microbatch(step, sequences)
+        loss = partial_loss_of(mb)
+        out = mb.outputs(loss, report={"loss": loss})
+    if not step.forward_only:
+        out[0].backward()
+    return out
+
+
+def check_unwrapped_chunk_is_refused(chunk, aggregator):
+    with refused("GPTModel", "DistributedDataParallel", "after wrapping"):
+        made(chunk.module)
+
+
+def check_fsdp_is_refused_by_name(chunk, aggregator):
+    class FullyShardedDataParallel(torch.nn.Module):
+        pass
+
+    with refused("FSDP"):
+        live.checked_loss_scaling([FullyShardedDataParallel()])
+
+    class Wrapped(torch.nn.Module):
+        __module__ = "megatron_fsdp.wrapper"
+
+    with refused("Wrapped: Megatron-FSDP"):
+        live.checked_loss_scaling([Wrapped()])
+
+
+def check_no_chunk_is_refused(chunk, aggregator):
+    with refused("^rank 0: got no model chunk: pass the chunks that the schedule gets$"):
+        made([])
+
+
+def check_old_megatron_is_refused(chunk, aggregator):
+    import megatron.core
+
+    now = megatron.core.__version__
+    megatron.core.__version__ = "0.12.3"
+    try:
+        with refused(r"0\.12\.3", r"megatron-core>=0\.13"):
+            made(chunk)
+        megatron.core.__version__ = "0.13.0"
+        assert made(chunk).loss_scaling == "average"
+    finally:
+        megatron.core.__version__ = now
+
+
+def check_loss_scaling_flipped_after_wrapping_is_refused(chunk, aggregator):
+    chunk.config.calculate_per_token_loss = True
+    try:
+        with refused(
+            "frozen", "--calculate-per-token-loss", "average loss scaling|per_token loss scaling"
+        ):
+            made(chunk)
+        with refused("wrapped in the average loss scaling"):
+            aggregator.begin(a_plan(aggregator), num_microbatches=2)
+    finally:
+        chunk.config.calculate_per_token_loss = False
+
+
+def check_a_bucket_scaled_differently_from_its_buffer_is_refused(chunk, aggregator):
+    bucket = chunk.buffers[0].buckets[0]
+    now, bucket.gradient_scaling_factor = bucket.gradient_scaling_factor, 0.25
+    try:
+        with refused(r"scales gradients by \[0\.25, 0\.5\]", "frozen"):
+            made(chunk)
+    finally:
+        bucket.gradient_scaling_factor = now
+
+
+def check_expert_buffer_scaled_for_the_other_loss_scaling_is_refused(chunk, aggregator):
+    config = tiny_gpt.config_of(per_token=True, num_moe_experts=2, add_bias_linear=False)
+    moe = tiny_gpt.wrapped(config)
+    assert made(moe).loss_scaling == "per_token"
+    moe.expert_parallel_buffers[0].gradient_scaling_factor = 0.5
+    with refused(r"0\.5", "frozen"):
+        made(moe)
+
+
+def check_experts_averaged_in_their_own_collective_are_accepted(chunk, aggregator):
+    """EP 2: Megatron scales their buffers differently from the dense ones."""
+    config = tiny_gpt.config_of(num_moe_experts=2, add_bias_linear=False)
+    moe = tiny_gpt.wrapped(config, average_in_collective=True)
+    factors = {moe.buffers[0].gradient_scaling_factor}
+    factors |= {buffer.gradient_scaling_factor for buffer in moe.expert_parallel_buffers}
+    assert factors == {1.0, 0.5}
+    assert made(moe).loss_scaling == "average"
+
+
+def a_moe(**more):
+    config = tiny_gpt.config_of(num_moe_experts=2, add_bias_linear=False, **more)
+    return tiny_gpt.wrapped(config)
+
+
+def check_a_step_walks_no_module(chunk, aggregator):
+    moe = a_moe()
+    its = made(moe)
+    plan = a_plan(its)
+
+    def walked(*args, **kwargs):
+        raise AssertionError("the modules are walked in a step")
+
+    for module in moe.modules():
+        module.named_modules = module.modules = module.named_children = walked
+    with abandoned(its.begin(plan, num_microbatches=1)):
+        pass
+
+
+def check_what_is_flipped_after_the_read_is_refused_by_the_next_step(chunk, aggregator):
+    moe = a_moe()
+    its = made(moe)
+    name, router = next(
+        (name, module) for name, module in moe.named_modules() if name.endswith("router")
+    )
+    bucket = moe.buffers[0].buckets[0]
+    flips = (
+        (moe.config, "calculate_per_token_loss", True, "wrapped in the average loss scaling"),
+        (router, "calculate_per_token_loss", True, f"^{name} was built with .*=True"),
+        (bucket, "gradient_scaling_factor", 0.25, r"scales gradients by \[0\.25, 0\.5\]"),
+        (moe.config, "context_parallel_size", 2, "eval_context_parallel_size of Megatron-Bridge"),
+    )
+    for owner, attribute, value, message in flips:
+        before = getattr(owner, attribute)
+        setattr(owner, attribute, value)
+        with refused(message):
+            its.begin(a_plan(its), num_microbatches=1)
+        setattr(owner, attribute, before)
+    with abandoned(its.begin(a_plan(its), num_microbatches=1)):
+        pass
+
+
+def check_router_built_in_the_other_loss_scaling_is_refused(chunk, aggregator):
+    config = tiny_gpt.config_of(num_moe_experts=2, add_bias_linear=False)
+    model = tiny_gpt.gpt(config, cpu.gpt_layer_spec(config))
+    config.calculate_per_token_loss = True  # between building and wrapping
+    moe = DistributedDataParallel(
+        config, DistributedDataParallelConfig(grad_reduce_in_fp32=False), model
+    )
+    with refused("router was built with calculate_per_token_loss=False"):
+        made(moe)
+
+
+REFUSED = {
+    "cp_partition_mode": ("contiguous", "one interval of the packed sequences", "'zigzag'"),
+    "linear_cp_layout": ("contiguous", "two chunks of each sequence", "'zigzag'"),
+    "attention_cp_layout": ("contiguous", "two chunks of each sequence", "'zigzag'"),
+    "hybrid_context_parallel": (True, "no single layout", "--hybrid-context-parallel"),
+    "dynamic_context_parallel": (True, "no single layout", "--dynamic-context-parallel"),
+    "sequence_packing_scheduler": ("dp_balanced", "microbatches of its own", "data set"),
+    "pad_packed_seq_alignment": ("max", "after it was read", "--pad-packed-seq-alignment"),
+    "gtp_weight_remat_size": (2, "outside the data-parallel group", "set it to 1"),
+    "expert_gtp_weight_remat_size": (2, "outside the data-parallel group", "set it to 1"),
+    "flextron": (True, "penalty", "--flextron"),
+}
+"""A value of an option that is refused, and what its message says; another Megatron may lack it."""
+
+
+def check_hybrid_context_parallelism_is_refused(chunk, aggregator):
+    config = tiny_gpt.config_of()
+    config.hybrid_context_parallel = True
+    with refused("hybrid", "--hybrid-context-parallel"):
+        live.check_config(config, 1)
+
+
+def check_an_option_that_moves_tokens_or_scales_is_refused_by_name_on_every_rank(chunk, aggregator):
+    for name, (value, *words) in REFUSED.items():
+        own_chunk = tiny_gpt.wrapped(tiny_gpt.config_of())
+        own_chunk.config.context_parallel_size = 1
+        live.check_config(own_chunk.config, 1)
+        setattr(own_chunk.config, name, value)
+        own_chunk.config.context_parallel_size = 2  # it has to matter
+        with refused(f"^rank 0: {name} is {value!r}, which is not supported here", *words):
+            made(own_chunk)
+
+
+def check_another_context_parallel_split_changes_nothing_at_cp_1(chunk, aggregator):
+    config = tiny_gpt.config_of()
+    for name in ("cp_partition_mode", "linear_cp_layout", "attention_cp_layout"):
+        setattr(config, name, "contiguous")
+    live.check_config(config, 1)
+
+
+def check_full_iteration_graphs_are_refused(chunk, aggregator):
+    # cuda_graph_impl came with 0.15; before it was enable_cuda_graph.
+    fields = {field.name for field in dataclasses.fields(chunk.config)}
+    local = {"cuda_graph_impl": "local"} if "cuda_graph_impl" in fields else {}
+    config = tiny_gpt.config_of(**local, cuda_graph_scope="full_iteration")
+    config.enable_cuda_graph = True
+    with refused("full-iteration", "freezes K"):
+        live.check_config(config, 1)
+    config = tiny_gpt.config_of()
+    config.cuda_graph_impl = "full_iteration"  # so named from 0.18 on
+    with refused("full-iteration", "freezes K"):
+        live.check_config(config, 1)
+    config.cuda_graph_impl, config.cuda_graph_scope = "local", ["full_iteration_inference"]
+    live.check_config(config, 1)  # trains without a graph
+
+
+def check_interleaving_over_two_stages_needs_overlap(chunk, aggregator):
+    config = tiny_gpt.config_of()
+    config.pipeline_model_parallel_size = 2
+    with refused("overlap_p2p_comm=True and batch_p2p_comm=False"):
+        live.check_config(config, 2)
+    config.overlap_p2p_comm, config.batch_p2p_comm = True, True
+    with refused("overlap_p2p_comm=True and batch_p2p_comm=False"):
+        live.check_config(config, 2)
+    config.overlap_p2p_comm, config.batch_p2p_comm = True, False
+    live.check_config(config, 2)
+
+
+def check_no_finalize_is_refused_except_for_evaluation(chunk, aggregator):
+    finalize, chunk.config.finalize_model_grads_func = chunk.config.finalize_model_grads_func, None
+    try:
+        with refused("finalize_model_grads_func"):
+            aggregator.begin(a_plan(aggregator), num_microbatches=1)
+        step = aggregator.begin(a_plan(aggregator), num_microbatches=1, forward_only=True)
+        outputs(step, [0, 1])
+        step.finish()
+    finally:
+        chunk.config.finalize_model_grads_func = finalize
+
+
+def check_ranks_that_disagree_on_the_aggregation_are_refused_on_all(chunk, aggregator):
+    own_aggregation = Aggregation("constant", divisor=10 + dist.get_rank())
+    with refused("rank 0 has .*1/\\(B 10\\)", "rank 1 has .*1/\\(B 11\\)", "same flags"):
+        made(chunk, own_aggregation)
+
+
+def check_ranks_of_different_loss_scalings_are_refused_on_all(chunk, aggregator):
+    own_chunk = tiny_gpt.wrapped(tiny_gpt.config_of(per_token=dist.get_rank() == 1))
+    with refused("rank 0 has .*loss scaling average", "rank 1 has .*loss scaling per_token"):
+        made(own_chunk)
+
+
+def check_any_error_of_one_rank_reaches_all_with_its_type(chunk, aggregator):
+    own_chunk = tiny_gpt.wrapped(tiny_gpt.config_of())
+    if dist.get_rank() == 1:
+        own_chunk.ddp_config = None
+    with refused(r"^rank 1: AttributeError\(.*average_in_collective"):
+        made(own_chunk)
+
+
+def check_a_refusal_on_one_rank_reaches_all(chunk, aggregator):
+    model = chunk.module if dist.get_rank() == 1 else chunk
+    with refused("rank 1: got a GPTModel"):
+        made(model)
+
+
+def check_a_sequence_in_two_microbatches_is_named(chunk, aggregator):
+    plan = a_plan(aggregator, active=(3, 2, 1))
+    with abandoned(aggregator.begin(plan, num_microbatches=2)) as step:
+        outputs(step, [0, 1])
+        with refused("sequence 1 is in two microbatches", "trained once"):
+            outputs(step, [1, 2])
+
+
+def check_sequences_in_no_microbatch_are_named(chunk, aggregator):
+    plan = a_plan(aggregator, active=(3, 2, 1))
+    with abandoned(aggregator.begin(plan, num_microbatches=2)) as step:
+        outputs(step, [0, -1])
+        with refused("1 of 3 sequences", r"\(1\)"):
+            outputs(step, [2])
+
+
+def check_the_first_six_of_many_missing_sequences_are_listed(chunk, aggregator):
+    for missing, listed in ((6, "1, 2, 3, 4, 5, 6"), (7, "1, 2, 3, 4, 5, 6, ...")):
+        plan = a_plan(aggregator, active=[1] * (missing + 1))
+        words = re.escape(f"{missing} of {missing + 1} sequences"), re.escape(f"({listed})")
+        with abandoned(aggregator.begin(plan, num_microbatches=1)) as step, refused(*words):
+            outputs(step, [0])
+
+
+@contextlib.contextmanager
+def rerunning():
+    """Let Megatron's own rerun machine run a step again."""
+    destroy_rerun_state_machine()
+    initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)
+    machine = get_rerun_state_machine()
+    machine.state = RerunState.RERUNNING_IN_PLACE
+    try:
+        yield
+    finally:
+        destroy_rerun_state_machine()
+
+
+def check_what_the_rerun_machine_repeats_is_not_doubled(chunk, aggregator):
+    for calls in ([[0], [1]], [[-1], [0], [1]]):
+        plan = a_plan(aggregator)
+        with aggregator.begin(plan, num_microbatches=len(calls)) as step:
+            for sequences in calls:
+                outputs(step, sequences)
+            with rerunning():
+                for sequences in calls:
+                    outputs(step, sequences)
+
+
+def check_a_microbatch_that_comes_again_is_refused(chunk, aggregator):
+    plan = a_plan(aggregator, active=(3,))
+    with abandoned(aggregator.begin(plan, num_microbatches=2)) as step:
+        outputs(step, [0])
+        outputs(step, [-1])
+        with refused("more than the 2 planned"):
+            outputs(step, [0])
+
+
+def check_a_missing_microbatch_of_paddings_is_reported(chunk, aggregator):
+    plan = a_plan(aggregator)
+    step = aggregator.begin(plan, num_microbatches=3)
+    for sequences in ([0, 1], [-1]):
+        outputs(step, sequences)
+    with refused("ran for 2 microbatches, 3 were planned"):
+        step.finish()
+
+
+def check_sequences_missing_among_paddings_are_named(chunk, aggregator):
+    plan = a_plan(aggregator)
+    with abandoned(aggregator.begin(plan, num_microbatches=3)) as step:
+        for sequences in ([-1], [-1]):
+            outputs(step, sequences)
+        with refused("1 of 2 sequences", r"\(1\)"):
+            outputs(step, [0])
+
+
+def check_more_calls_than_planned_are_refused(chunk, aggregator):
+    plan = a_plan(aggregator)
+    with abandoned(aggregator.begin(plan, num_microbatches=1)) as step:
+        outputs(step, [0, 1])
+        with refused("more than the 1 planned"):
+            outputs(step, [-1])
+
+
+def check_fewer_calls_than_planned_are_refused_when_it_finishes(chunk, aggregator):
+    plan = a_plan(aggregator)
+    step = aggregator.begin(plan, num_microbatches=3)
+    with refused("ran for 1 microbatches, 3 were planned"), step:
+        outputs(step, [0, 1])
+    step = aggregator.begin(a_plan(aggregator), num_microbatches=2)
+    with refused("ran for 0 microbatches, 2 were planned"):
+        step.finish()
+    step.finish()  # refused once
+
+
+def check_a_step_that_was_not_finished_is_refused_by_the_next(chunk, aggregator):
+    plan = a_plan(aggregator)
+    aggregator.begin(plan, num_microbatches=2)  # given up before the schedule
+    step = aggregator.begin(a_plan(aggregator), num_microbatches=2)
+    outputs(step, [0, 1])
+    with refused("the previous step was not finished", "with aggregator.step", r"step\.finish\(\)"):
+        aggregator.begin(a_plan(aggregator), num_microbatches=2)
+    with refused("ran for 1"):
+        step.finish()
+
+
+def check_an_exception_inside_a_step_is_not_masked(chunk, aggregator):
+    step = aggregator.begin(a_plan(aggregator), num_microbatches=2)
+    with pytest.raises(KeyError, match="of the framework"), step:
+        raise KeyError("of the framework")
+    assert step.is_finished
+
+
+def check_a_fault_that_a_device_found_is_raised_when_the_step_finishes(chunk, aggregator):
+    plan = a_plan(aggregator)
+    step = aggregator.begin(plan, num_microbatches=1)
+    outputs(step, [0, 1])
+    plan.state.faults.record([torch.tensor(torch.nan)], lambda values: "found on the device")
+    with pytest.raises(ReducerError, match=r"^found on the device$"):
+        step.finish()
+    plan = a_plan(aggregator)
+    with aggregator.begin(plan, num_microbatches=1) as step:
+        outputs(step, [0, 1])
+
+
+def check_a_plan_trains_one_step(chunk, aggregator):
+    plan = a_plan(aggregator)
+    for _ in range(2):  # evaluation may use it, before and again
+        with aggregator.begin(plan, num_microbatches=1, forward_only=True) as step:
+            outputs(step, [0, 1])
+    with aggregator.begin(plan, num_microbatches=1) as step:
+        outputs(step, [0, 1])
+    with refused("has already begun to train a step", "plan_step for each", "forward_only=True"):
+        aggregator.begin(plan.under("token_mean"), num_microbatches=1)
+    with aggregator.begin(plan, num_microbatches=1, forward_only=True) as step:
+        outputs(step, [0, 1])
+
+
+def check_a_plan_counted_over_other_ranks_is_refused(chunk, aggregator):
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    plan = plan_step(CONSTANT, Sequences(active_tokens=[3, 2]), group=alone)
+    rank = dist.get_rank()
+    with refused(rf"counted over ranks \[{rank}\], .* is \[0, 1\]", r"group=aggregator\.dp_group"):
+        aggregator.begin(plan, num_microbatches=1)
+    known = plan_step(CONSTANT, Sequences(active_tokens=[3, 2]), totals=StepTotals(samples=4))
+    with aggregator.begin(known, num_microbatches=1) as step:
+        outputs(step, [0, 1])
+
+
+def check_m_is_an_integer(chunk, aggregator):
+    for number in ("2", 2.0, True, 0, -1, None):
+        with refused(
+            rf"got num_microbatches {re.escape(repr(number))}, expected an integer from 1"
+        ):
+            aggregator.begin(a_plan(aggregator), num_microbatches=number)
+
+
+def check_a_value_that_is_already_a_mean_is_reported_with_its_count(chunk, aggregator):
+    plan = a_plan(aggregator)
+    with abandoned(aggregator.begin(plan, num_microbatches=2)) as step:
+        mb = a_microbatch(step, [0])
+        means = {
+            "clipfrac": (torch.tensor(3.0, requires_grad=True), 12),
+            "reward": (torch.tensor(1.5, dtype=torch.bfloat16), torch.tensor(2)),
+        }
+        _, _, report = mb.outputs(partial_loss_of(mb), means=means)
+        with refused("the sum of kl is", "0-dim floating-point"):
+            other = a_microbatch(step, [1])
+            other.outputs(partial_loss_of(other), means={"kl": (torch.ones(2), 2)})
+    assert report["clipfrac"].tolist() == [3, 12]
+    assert not report["clipfrac"].requires_grad
+    assert (report["reward"].dtype, report["reward"].tolist()) == (torch.float32, [1.5, 2])
+
+
+def check_a_layout_of_another_context_parallel_rank_is_refused(chunk, aggregator):
+    plan = a_plan(aggregator, active=(4, 4))
+    with abandoned(aggregator.begin(plan, num_microbatches=1)) as step:
+        for layout in (
+            Layout.local([4, 4], cp_size=2, cp_rank=0),
+            Layout.thd_zigzag([0, 4, 8], cp_size=2, cp_rank=1),
+        ):
+            mb = step.microbatch([0, 1], torch.ones(layout.num_tokens), layout=layout)
+            with refused(r"CP rank [01] of 2, this rank is 0 of 1", "cu_seqlens="):
+                mb.outputs(partial_loss_of(mb))
+
+
+def check_a_microbatch_has_one_layout(chunk, aggregator):
+    with abandoned(aggregator.begin(a_plan(aggregator), num_microbatches=1)) as step:
+        mask = torch.tensor([1, 1, 1, 0, 1, 1, 0, 0])
+        for given in ({}, {"cu_seqlens": [0, 4, 8], "lengths": [4, 4]}):
+            with refused(rf"got {len(given)} of cu_seqlens=, lengths= and layout="):
+                step.microbatch([0, 1], mask, **given)
+
+
+def check_reported_names_are_the_callers_own_and_once(chunk, aggregator):
+    plan = a_plan(aggregator)
+    with abandoned(aggregator.begin(plan, num_microbatches=1)) as step:
+        mb = a_microbatch(step, [0, 1])
+        loss = partial_loss_of(mb)
+        with refused(r"\['lossagg/weight_sum'\]", "rename"):
+            mb.outputs(loss, report={"lossagg/weight_sum": loss})
+        with refused(r"\['kl'\]", "each once"):
+            mb.outputs(loss, report={"kl": loss}, means={"kl": (loss, 1)})
+
+
+def check_groups_that_contradict_the_config_are_refused(chunk, aggregator):
+    now = chunk.config.context_parallel_size
+    chunk.config.context_parallel_size = 2
+    try:
+        with refused("context parallelism of size 2 in the config", r"over ranks \[[01]\]"):
+            live.LiveGroups.of([chunk])
+    finally:
+        chunk.config.context_parallel_size = now
+
+
+def check_chunks_with_groups_of_their_own_are_refused(chunk, aggregator):
+    other = copy.copy(chunk)
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    other.dp_cp_group = groups[dist.get_rank()]
+    with refused(r"chunk 1 has ranks \[[01]\] in its dp_cp_group, chunk 0 \[0, 1\]", "same groups"):
+        live.LiveGroups.of([chunk, other])
+
+
+def check_another_m_than_the_plan_is_refused(chunk, aggregator):
+    plan = a_plan(aggregator, microbatch=[0, 1], num_microbatches=2)
+    with refused("made for 2 microbatches", "runs 3"):
+        aggregator.begin(plan, num_microbatches=3)
+
+
+def check_per_token_needs_n_and_an_int32(chunk, aggregator):
+    config = tiny_gpt.config_of(per_token=True)
+    per_token = made(tiny_gpt.wrapped(config))
+    sequences = Sequences(active_tokens=[3, 2])
+    unknown = plan_step(CONSTANT, sequences, totals=StepTotals(samples=4))
+    with refused("active tokens", "StepTotals\\(active_tokens"):
+        per_token.begin(unknown, num_microbatches=1)
+    huge = StepTotals(samples=4, active_tokens=2**31)
+    with refused("2147483648", "int32"):
+        per_token.begin(plan_step(CONSTANT, sequences, totals=huge), num_microbatches=1)
+    most = StepTotals(samples=4, active_tokens=2**31 - 1)
+    plan = plan_step(CONSTANT, sequences, totals=most)
+    with abandoned(per_token.begin(plan, num_microbatches=1)) as step:
+        assert step.k == 2**31 - 1
+    with abandoned(
+        aggregator.begin(plan_step(CONSTANT, sequences, totals=huge), num_microbatches=1)
+    ):
+        pass
+
+
+def check_a_loss_is_a_scalar(chunk, aggregator):
+    plan = a_plan(aggregator)
+    with abandoned(aggregator.begin(plan, num_microbatches=1)) as step:
+        mb = a_microbatch(step, [0, 1])
+        with refused("^loss is", "0-dim floating-point"):
+            mb.outputs(torch.ones(2))
+        with refused("kl is", "0-dim floating-point"):
+            mb.outputs(partial_loss_of(mb), report={"kl": torch.ones(1)})
+
+
+def check_a_microbatch_of_another_step_is_refused(chunk, aggregator):
+    for active in ((1, 1, 1), (1, 1)):
+        plan = a_plan(aggregator, active=active)
+        with abandoned(aggregator.begin(plan, num_microbatches=1)) as step:
+            stale = a_microbatch(step, list(range(len(active))))
+            loss = partial_loss_of(stale)
+        with abandoned(aggregator.begin(a_plan(aggregator), num_microbatches=1)) as step:
+            with pytest.raises(ReducerError, match="other than the running step's"):
+                partial_loss_of(stale)
+            with refused("a microbatch of a step that has ended", "step.microbatch"):
+                stale.outputs(loss)
+
+
+def check_a_microbatch_of_a_second_plan_makes_no_outputs(chunk, aggregator):
+    first, second = a_plan(aggregator), a_plan(aggregator, active=(2, 2))
+    with abandoned(aggregator.begin(first, num_microbatches=1, also=[second])) as step:
+        further = a_microbatch(step, [0, 1], second)
+        with refused("got a microbatch of a second plan", "the step's own microbatch"):
+            further.outputs(partial_loss_of(further))
+
+
+def check_the_returned_values_have_the_form_that_the_schedule_takes(chunk, aggregator):
+    plan = a_plan(aggregator)
+    with abandoned(aggregator.begin(plan, num_microbatches=4)) as step:
+        mb = a_microbatch(step, [0, 1])
+        partial_loss = partial_loss_of(mb)
+        loss, num_tokens, report = mb.outputs(partial_loss, report={"loss": partial_loss})
+        assert step.k == 4 * 2
+        assert not loss.is_leaf
+        assert loss._base is None
+        assert loss.data_ptr() != partial_loss.data_ptr()
+        assert (num_tokens.dtype, num_tokens.dim(), num_tokens.item()) == (torch.int32, 0, 1)
+        before = {name: value.clone() for name, value in report.items()}
+        loss /= 7  # the schedule scales in place
+        assert all(torch.equal(report[name], before[name]) for name in report)
+        assert not any(value.requires_grad for value in report.values())
+        assert set(report) == {"loss", "lossagg/weight_sum", "lossagg/weight_expected"}
+
+
+def check_a_partial_loss_in_bfloat16_is_scaled_in_float32(chunk, aggregator):
+    plan = a_plan(aggregator)
+    with abandoned(aggregator.begin(plan, num_microbatches=3)) as step:
+        mb = a_microbatch(step, [0, 1])
+        partial_loss = partial_loss_of(mb).bfloat16()
+        loss, _, report = mb.outputs(partial_loss, report={"x": partial_loss})
+        assert (loss.dtype, loss.item()) == (torch.float32, 6 * partial_loss.item())
+        assert report["x"].dtype == torch.float32
+        assert report["x"].tolist() == [6 * partial_loss.item(), 1.0]
+
+
+def check_the_start_line_names_mode_formula_loss_scaling_and_k(chunk, aggregator):
+    line = aggregator.describe()
+    for word in ("constant", "1/(B 10)", "loss scaling average, K = M DP CP (DP 2, CP 1)"):
+        assert word in line, (word, line)
+    per_token = made(tiny_gpt.wrapped(tiny_gpt.config_of(per_token=True)))
+    assert "loss scaling per_token, K = N (DP 2, CP 1)" in per_token.describe()
+
+
+def check_the_start_line_reports_whether_k_was_measured(chunk, aggregator):
+    line = aggregator.describe()
+    assert "probe: K = M DP CP confirmed through DDP, schedule, finalize: measured 6 at" in line
+    off = made(chunk, probe=False)
+    assert off.probe is None
+    assert off.describe().endswith("probe: off")
+
+
+def check_the_start_line_is_followed_by_what_depends_on_cp(chunk, aggregator):
+    assert "\n" not in aggregator.describe()
+    assert made(a_moe()).note == ""  # no coefficient
+    config = tiny_gpt.config_of()
+    config.mtp_num_layers = 1
+    note = live.note_on_side_losses(config, "average")
+    assert note.startswith("side losses (MTP) are Megatron's own")
+    assert "in the average loss scaling of megatron-core" in note
+    is_free = live.note_on_side_losses(config, "per_token") == ""
+    assert note.endswith("train with --calculate-per-token-loss") == is_free
+    balanced = made(a_moe(per_token=True, moe_aux_loss_coeff=0.1))
+    line, *notes = balanced.describe().split("\n")
+    assert line.startswith("loss aggregation constant")
+    assert notes == [balanced.note] * bool(balanced.note)
+
+
+def check_a_step_without_active_tokens_has_zero_gradient(chunk, aggregator):
+    for per_token in (False, True):
+        live = tiny_gpt.wrapped(tiny_gpt.config_of(per_token=per_token))
+        its = made(live, Aggregation("token_mean"))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step = its.step(active_tokens=[0], num_microbatches=1)
+        assert [str(w.message) for w in caught] == [
+            "the step has no active tokens: its loss and gradient are zero"
+        ]
+        sequence = {"tokens": [1, 2, 3], "coefficient": [1.0, 1.0], "trained": [0, 0]}
+        batch = tiny_gpt.microbatch([sequence], [0], 1, 0)
+
+        def forward_step(iterator, model, batch=batch, step=step):
+            logits = model(
+                batch["tokens"], batch["positions"], None, packed_seq_params=batch["packed"]
+            )
+
+            def loss_func(logits):
+                mb = step.microbatch(batch["sequences"], batch["mask"], cu_seqlens=batch["offsets"])
+                loss = mb.reduce(logits[0].logsumexp(-1))
+                return mb.outputs(loss, report={"loss": loss})
+
+            return logits, loss_func
+
+        data = tiny_gpt.run_schedule(forward_step, live, [batch])
+        step.finish()
+        assert live.buffers[0].grad_data.count_nonzero() == 0
+        assert tiny_gpt.reported(data, "loss") == 0
+
+
+def check_a_loss_without_a_graph_is_refused_in_a_training_step(chunk, aggregator):
+    """Megatron-Core skips the backward pass of such a loss."""
+    x = torch.ones(8, requires_grad=True)
+
+    def detached(mb):
+        return mb.reduce(x.detach())
+
+    def without_grad(mb):
+        with torch.no_grad():
+            return mb.reduce(x)
+
+    def in_inference_mode(mb):
+        with torch.inference_mode():
+            return mb.reduce(x)
+
+    for make in (detached, without_grad, in_inference_mode):
+        plan = a_plan(aggregator)
+        with abandoned(aggregator.begin(plan, num_microbatches=1)) as step:
+            mb = a_microbatch(step, [0, 1])
+            with refused("requires no gradient in a training step", "forward_only=True"):
+                mb.outputs(make(mb))
+
+    def through_numpy(context):
+        return lambda x: torch.tensor(float(x.detach().numpy().mean()))
+
+    plan = a_plan(aggregator)
+    with abandoned(aggregator.begin(plan, num_microbatches=1)) as step:
+        mask = torch.tensor([1, 1, 1, 0, 1, 1, 0, 0])
+        mb = step.microbatch([0, 1], mask, cu_seqlens=[0, 4, 8], factory=through_numpy)
+        with refused("requires no gradient", "let a custom reducer keep its graph"):
+            mb.outputs(mb.reduce(x))
+
+
+def check_a_step_without_active_tokens_may_have_losses_without_a_graph(chunk, aggregator):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plans = [a_plan(aggregator, active=(0, 0)) for _ in range(2)]
+    with aggregator.begin(plans[0], num_microbatches=1) as step:
+        mb = a_microbatch(step, [0, 1])
+        mb.outputs(mb.reduce(torch.ones(8)))
+    with abandoned(aggregator.begin(plans[1], num_microbatches=1)) as step:
+        mb = a_microbatch(step, [0, 1])
+        with refused("requires no gradient in a training step"):
+            mb.outputs(partial_loss_of(mb).detach())
+
+
+def check_a_forward_only_step_that_is_trained_is_refused(chunk, aggregator):
+    plan = a_plan(aggregator)
+    with abandoned(aggregator.begin(plan, num_microbatches=1, forward_only=True)) as step:
+        mb = a_microbatch(step, [0, 1])
+        with refused("requires a gradient in a step with forward_only=True", "no_grad"):
+            mb.outputs(partial_loss_of(mb))
+
+
+def check_a_loss_that_reduce_did_not_make_is_refused(chunk, aggregator):
+    x = torch.ones(8, requires_grad=True)
+    with abandoned(aggregator.begin(a_plan(aggregator), num_microbatches=1)) as step:
+        mb = a_microbatch(step, [0, 1])
+        with refused("mb.reduce was not called under the step's aggregation in this microbatch"):
+            mb.outputs(x.mean())
+        own = a_reducer(aggregator, step.plan, [0, 1])  # of the same mask, made without the step
+        with refused("mb.reduce was not called"):
+            mb.outputs(own(x))
+
+
+def check_a_loss_that_is_not_what_reduce_made_is_refused_when_the_step_finishes(chunk, aggregator):
+    x = torch.ones(8, requires_grad=True)
+    step = aggregator.begin(a_plan(aggregator), num_microbatches=1)
+    mb = a_microbatch(step, [0, 1])
+    loss, _, _ = mb.outputs(x.mean(), report={"loss": mb.reduce(x)})
+    loss.backward()
+    with refused("no gradient reached the step's own partial loss in call 0"):
+        step.finish()
+
+
+def check_a_partial_loss_of_another_microbatch_is_refused(chunk, aggregator):
+    with abandoned(aggregator.begin(a_plan(aggregator), num_microbatches=2)) as step:
+        cached = a_microbatch(step, [0])
+        cached.outputs(partial_loss_of(cached))
+        own = a_microbatch(step, [1])
+        with refused("was not called .* in this microbatch", "anew for each microbatch"):
+            own.outputs(partial_loss_of(cached))
+    step = aggregator.begin(a_plan(aggregator), num_microbatches=2)
+    cached, own = a_microbatch(step, [0]), a_microbatch(step, [1])
+    cached.outputs(partial_loss_of(cached))[0].backward()
+    own.outputs(partial_loss_of(own) + partial_loss_of(cached))[0].backward()
+    with refused("losses of sequences 0 were reduced after loss_func had returned for them"):
+        step.finish()
+
+
+def check_a_metric_may_be_reduced_at_any_time_of_the_step(chunk, aggregator):
+    plan, other = a_plan(aggregator), a_plan(aggregator, active=(2, 2))
+    with aggregator.begin(plan, num_microbatches=2) as step:
+        microbatches = [a_microbatch(step, [sequence]) for sequence in (0, 1)]
+        losses = [partial_loss_of(mb) for mb in microbatches]  # all before the first outputs
+        for loss, mb in zip(losses, microbatches, strict=True):
+            mb.outputs(loss)[0].backward()
+            partial_loss_of(mb), mb.reduce(torch.ones(4), "token_mean")
+        with torch.no_grad():
+            a_reducer(aggregator, other, [0, 1])(torch.ones(8))
+
+
+def check_a_reducer_inside_an_activation_checkpoint_trains(chunk, aggregator):
+    for is_reentrant in (False, True):
+        plan = a_plan(aggregator)
+        with aggregator.begin(plan, num_microbatches=2) as step:
+            for sequence in (0, 1):
+                mb = a_microbatch(step, [sequence])
+                x = torch.ones(4, requires_grad=True)
+                loss = checkpoint(
+                    lambda y, mb=mb: mb.reduce(y * 1.0), x, use_reentrant=is_reentrant
+                )
+                mb.outputs(loss)[0].backward()
+                assert x.grad.count_nonzero() == plan.active_tokens[sequence]
+
+
+def check_the_masks_of_a_step_are_not_kept_until_it_ends(chunk, aggregator):
+    plan = a_plan(aggregator)
+    with aggregator.begin(plan, num_microbatches=2) as step:
+        kept = []
+        for sequence in (0, 1):
+            mb = a_microbatch(step, [sequence])
+            mb.outputs(partial_loss_of(mb))[0].backward()
+            kept.append(weakref.ref(mb._reducer.microbatch))
+        del mb
+        gc.collect()
+        assert [one() for one in kept] == [None, None]
+
+
+def check_a_loss_without_a_term_under_the_steps_aggregation_is_refused(chunk, aggregator):
+    with abandoned(aggregator.begin(a_plan(aggregator), num_microbatches=1)) as step:
+        mb = a_microbatch(step, [0, 1])
+        with refused("was not called under the step's aggregation in this microbatch"):
+            mb.outputs(partial_loss_of(mb, "token_sum"))
+        mb = a_microbatch(step, [0, 1])
+        mb.outputs(partial_loss_of(mb) + partial_loss_of(mb, "token_mean"))  # a further term
+    step = aggregator.begin(a_plan(aggregator), num_microbatches=1)
+    mb = a_microbatch(step, [0, 1])
+    loss = partial_loss_of(mb).detach() + partial_loss_of(mb, "token_mean")
+    mb.outputs(loss)[0].backward()
+    with refused("no gradient reached the step's own partial loss"):
+        step.finish()
+
+
+def check_a_microbatch_of_a_second_plan_is_refused_unless_it_is_declared(chunk, aggregator):
+    first, second = a_plan(aggregator), a_plan(aggregator, active=(2, 2))
+    with abandoned(aggregator.begin(first, num_microbatches=1)) as step:
+        undeclared = a_microbatch(step, [0, 1], second)
+        with pytest.raises(ReducerError, match=r"other than the running step's: .*also="):
+            partial_loss_of(undeclared)
+    second = a_plan(aggregator, active=(2, 2))
+    with aggregator.step(active_tokens=[3, 2], num_microbatches=1, also=[second]) as step:
+        main, further = a_microbatch(step, [0, 1]), a_microbatch(step, [0, 1], second)
+        main.outputs(partial_loss_of(main) + partial_loss_of(further))[0].backward()
+    third = a_plan(aggregator)
+    gc.collect()  # aggregators of other checks whose steps were given up
+    # No step runs.
+    a_reducer(aggregator, third, [0, 1])(torch.ones(8, requires_grad=True))
+    for wrong, words in {
+        second: "has already begun to train",
+        a_plan(aggregator, active=(2, 2, 2)): "a plan of 3 sequences, the step's plan has 2",
+        a_plan(aggregator).under("token_mean"): "have not agreed on",
+    }.items():
+        with refused(words):
+            aggregator.begin(third, num_microbatches=1, also=[wrong])
+
+
+def check_steps_of_two_aggregators_may_run_at_once(chunk, aggregator):
+    """A policy and a critic."""
+    its = made(tiny_gpt.wrapped(tiny_gpt.config_of()), probe=False)
+    plans = [a_plan(aggregator), a_plan(aggregator)]
+    with aggregator.begin(plans[0], num_microbatches=1) as outer:
+        with its.begin(plans[1], num_microbatches=1) as inner:
+            outputs(inner, [0, 1])
+        outputs(outer, [0, 1])
+        reducer = a_reducer(aggregator, a_plan(aggregator), [0, 1])
+        with pytest.raises(ReducerError, match="other than the running step's"):
+            reducer(torch.ones(8, requires_grad=True))
+
+
+def check_gradients_are_added_up_only_where_megatron_does_not_scale_them_again(chunk, aggregator):
+    per_token = made(tiny_gpt.wrapped(tiny_gpt.config_of(per_token=True)))
+    with refused("accumulates=True with --calculate-per-token-loss", "in one schedule call"):
+        per_token.begin(a_plan(per_token), num_microbatches=1, accumulates=True)
+    sharded = made(tiny_gpt.wrapped(tiny_gpt.config_of(), use_distributed_optimizer=True))
+    with refused("accumulates=True with the distributed optimizer"):
+        sharded.begin(a_plan(sharded), num_microbatches=1, accumulates=True)
+
+
+def check_a_fault_of_a_declared_plan_is_raised_when_the_step_finishes(chunk, aggregator):
+    first, second = a_plan(aggregator), a_plan(aggregator)
+    step = aggregator.begin(first, num_microbatches=1, also=[second])
+    outputs(step, [0, 1])
+    second.state.faults.record([torch.ones(())], lambda values: "of the second")
+    with pytest.raises(ReducerError, match="of the second"):
+        step.finish()
+
+
+def check_gradients_that_are_not_zero_when_a_step_begins_are_refused(chunk, aggregator):
+    """Two schedule calls, or a retry of a failed step, without zeroing between."""
+    for value in (1.0, torch.nan):
+        chunk.buffers[0].grad_data[-1:].fill_(0)
+        chunk.buffers[0].grad_data.fill_(value)
+        step = aggregator.begin(a_plan(aggregator), num_microbatches=1)
+        outputs(step, [0, 1])
+        with pytest.raises(ReducerError, match=r"chunk 0 were not zero .*zero_grad_buffer\(\)"):
+            step.finish()
+        with aggregator.begin(a_plan(aggregator), num_microbatches=1, accumulates=True) as step:
+            outputs(step, [0, 1])
+        with aggregator.begin(a_plan(aggregator), num_microbatches=1, forward_only=True) as step:
+            outputs(step, [0, 1])
+    chunk.zero_grad_buffer()
+    with aggregator.begin(a_plan(aggregator), num_microbatches=2) as step:
+        outputs(step, [0])
+        chunk.buffers[0].grad_data.fill_(1)  # the first microbatch's backward pass
+        outputs(step, [1])
+    chunk.zero_grad_buffer()
+
+
+def check_a_finalize_function_that_is_replaced_is_refused(chunk, aggregator):
+    stock = chunk.config.finalize_model_grads_func
+
+    def doubled(*args, **kwargs):
+        stock(*args, **kwargs)
+
+    try:
+        chunk.config.finalize_model_grads_func = doubled
+        with refused("finalize_model_grads_func is .*doubled", "when the LossAggregator was made"):
+            aggregator.begin(a_plan(aggregator), num_microbatches=1)
+        chunk.config.finalize_model_grads_func = functools.partial(stock, a=1)
+        its = made(chunk, probe=False)
+        chunk.config.finalize_model_grads_func = functools.partial(stock, a=1)  # as Bridge does
+        its.begin(a_plan(its), num_microbatches=1)
+        chunk.config.finalize_model_grads_func = functools.partial(stock, a=2)
+        with refused("a=2.* it was .*a=1"):
+            its.begin(a_plan(its), num_microbatches=1)
+        chunk.config.finalize_model_grads_func = None
+        early = made(chunk, probe=False)
+        for function in (stock, doubled):  # training sets the first one
+            chunk.config.finalize_model_grads_func = function
+            if function is stock:
+                early.begin(a_plan(early), num_microbatches=1)
+            else:
+                with refused("doubled"):
+                    early.begin(a_plan(early), num_microbatches=1)
+    finally:
+        chunk.config.finalize_model_grads_func = stock
+
+
+def check_an_aggregation_that_the_ranks_did_not_agree_on_is_refused(chunk, aggregator):
+    other = Aggregation("sample_mean")
+    its = made(chunk, probe=False)
+    plan = plan_step(other, Sequences(active_tokens=[3, 2]), group=its.dp_group)
+    with refused("under sample_mean.*not agreed on", r"aggregator\.agree_on"):
+        its.begin(plan, num_microbatches=1)
+    with refused("rank 0 has token_mean", "rank 1 has sample_mean"):
+        its.agree_on(Aggregation("token_mean") if dist.get_rank() == 0 else other)
+    its.agree_on(other)
+    with its.begin(plan, num_microbatches=1) as step:
+        outputs(step, [0, 1])
+
+
+def check_what_the_probe_cannot_read_on_one_rank_reaches_all(chunk, aggregator):
+    class Unreadable(DistributedDataParallelConfig):
+        def __repr__(self):
+            raise RuntimeError("cannot be shown")
+
+    own_chunk = tiny_gpt.wrapped(tiny_gpt.config_of())
+    if dist.get_rank() == 1:
+        own_chunk.ddp_config.__class__ = Unreadable
+    with refused("^rank 1: the startup probe cannot read .*RuntimeError: cannot be shown"):
+        made(own_chunk)
+
+
+def check_a_step_plans_what_it_is_given(chunk, aggregator):
+    counts = {"sample": [0, 0], "prompt": ["a", "a"], "microbatch": [0, 0]}
+    with aggregator.step(active_tokens=[3, 2], **counts, num_microbatches=1) as step:
+        outputs(step, [0, 1])
+    assert step.plan.aggregation == CONSTANT
+    assert (step.plan.totals.active_tokens, step.plan.totals.samples) == (10, 1)
+    assert step.plan.num_microbatches == 1
+
+
+def check_a_rank_without_counts_does_not_leave_the_others_waiting(chunk, aggregator):
+    counts = {"active_tokens": [3, 2]} if dist.get_rank() == 0 else {}
+    with pytest.raises(PlanError, match=r"^rank 1 of .*: got no counts: pass active_tokens="):
+        aggregator.step(**counts, num_microbatches=2)
+    with refused("got no counts on the last pipeline stage"):
+        aggregator.begin(None, num_microbatches=2)
+
+
+def check_options_and_aggregation_are_given_once(chunk, aggregator):
+    strict = LossAggregator(
+        chunk, "trl:dr_grpo", divisor=10, options=Options(empty_step="error", probe=False)
+    )
+    assert strict.aggregation == CONSTANT
+    with pytest.raises(PlanError, match="no active tokens"):
+        strict.step(active_tokens=[0], num_microbatches=1)
+    with pytest.warns(RuntimeWarning, match="no active tokens"):
+        strict.step(active_tokens=[0], num_microbatches=1, forward_only=True)
+    rejecting = made(chunk, probe=False, rejects_tokens=True)
+    with rejecting.step(active_tokens=[3, 3], num_microbatches=1) as step:
+        mb = step.microbatch([0, 1], torch.tensor([1, 1, 0, 0, 1, 1]), cu_seqlens=[0, 3, 6])
+        mb.outputs(partial_loss_of(mb))[0].backward()
+    with refused("an Aggregation and a divisor"):
+        LossAggregator(chunk, CONSTANT, divisor=10)
+
+
+def check_the_flags_make_it_and_none_makes_none(chunk, aggregator):
+    parser = add_loss_aggregation_args(argparse.ArgumentParser())
+    assert LossAggregator.from_args(chunk, parser.parse_args([])) is None
+    flags = ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "10"]
+    its = LossAggregator.from_args(
+        [chunk], parser.parse_args([*flags, "--no-loss-aggregation-probe"])
+    )
+    assert (its.aggregation, its.options) == (CONSTANT, Options(probe=False))
+    assert its.probe is None
+
+
+def check_ranks_that_disagree_on_the_probe_are_refused_and_do_not_wait(chunk, aggregator):
+    with refused("rank 0 has .*probe=True", "rank 1 has .*probe=False"):
+        made(chunk, probe=dist.get_rank() == 0)
+
+
+def check_without_torch_distributed_no_aggregator_is_made(chunk, aggregator):
+    """The last one: it ends torch.distributed."""
+    dist.destroy_process_group()
+    with refused("^torch.distributed is not initialized: make the LossAggregator after it is$"):
+        made(chunk)
+
+
+def main():
+    tiny_gpt.start(ep=2)
+    if dist.get_rank() == 0:
+        print(f"RAN megatron-core {megatron_version()}", flush=True)
+    chunk = tiny_gpt.wrapped(tiny_gpt.config_of())
+    aggregator = made([chunk])
+    run_checks(globals(), chunk, aggregator)
+
+
+if __name__ == "__main__":
+    main()
