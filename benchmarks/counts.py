@@ -9,7 +9,8 @@ from torch import Tensor
 
 from benchmarks.counting import Counted, bytes_saved_for_backward, counted
 from benchmarks.workloads import AGGREGATION, TOKEN_MEAN, Workload
-from megatron_lossagg import Aggregation, Reducer
+from megatron_lossagg import Aggregation
+from megatron_lossagg.reducer import Reducer
 
 DEVICES = ("cpu", "meta")
 """``meta`` stands for every device that is not the CPU: there a read of a value raises."""

@@ -13,7 +13,8 @@ from torch import Tensor
 from benchmarks.baselines import Floor, SampleLoop
 from benchmarks.timing import Times, side_by_side
 from benchmarks.workloads import AGGREGATION, TOKEN_MEAN, Workload
-from megatron_lossagg import Reducer, Sequences, plan_step
+from megatron_lossagg import Sequences, plan_step
+from megatron_lossagg.reducer import Reducer
 
 Json = dict[str, Any]
 IDS = ("none", "prompt", "sample and prompt")

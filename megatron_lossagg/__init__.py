@@ -10,57 +10,33 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_lossagg.aggregation import Aggregation
-    from megatron_lossagg.aggregator import LossAggregator
-    from megatron_lossagg.buffer import MicrobatchSequences, StepBuffer, StepMicrobatch
-    from megatron_lossagg.counts import StepTotals
-    from megatron_lossagg.errors import LossAggregationError
-    from megatron_lossagg.flags import add_loss_aggregation_args
-    from megatron_lossagg.layout import Layout
-    from megatron_lossagg.plan import StepPlan, plan_step
-    from megatron_lossagg.reducer import Reducer, ReducerContext
-    from megatron_lossagg.schedule import FrameworkLoss, Integration
-    from megatron_lossagg.sequences import Sequences
+    from megatron_lossagg.aggregation import Aggregation as Aggregation
+    from megatron_lossagg.aggregator import LossAggregator as LossAggregator
+    from megatron_lossagg.errors import LossAggregationError as LossAggregationError
+    from megatron_lossagg.flags import add_loss_aggregation_args as add_loss_aggregation_args
+    from megatron_lossagg.layout import Layout as Layout
+    from megatron_lossagg.plan import StepPlan as StepPlan
+    from megatron_lossagg.plan import plan_step as plan_step
+    from megatron_lossagg.reducer import ReducerContext as ReducerContext
+    from megatron_lossagg.schedule import Integration as Integration
+    from megatron_lossagg.sequences import Sequences as Sequences
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Aggregation",
-    "FrameworkLoss",
-    "Integration",
-    "Layout",
-    "LossAggregationError",
-    "LossAggregator",
-    "MicrobatchSequences",
-    "Reducer",
-    "ReducerContext",
-    "Sequences",
-    "StepBuffer",
-    "StepMicrobatch",
-    "StepPlan",
-    "StepTotals",
-    "add_loss_aggregation_args",
-    "plan_step",
-]
-
 _MODULE_OF = {
-    "Integration": "schedule",
     "Aggregation": "aggregation",
-    "FrameworkLoss": "schedule",
+    "Integration": "schedule",
     "Layout": "layout",
     "LossAggregationError": "errors",
     "LossAggregator": "aggregator",
-    "MicrobatchSequences": "buffer",
-    "Reducer": "reducer",
     "ReducerContext": "reducer",
     "Sequences": "sequences",
-    "StepBuffer": "buffer",
-    "StepMicrobatch": "buffer",
     "StepPlan": "plan",
-    "StepTotals": "counts",
     "add_loss_aggregation_args": "flags",
     "plan_step": "plan",
 }
+
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> object:

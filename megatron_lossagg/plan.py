@@ -188,7 +188,7 @@ class StepPlan:
     def check(self) -> None:
         """Raise the first fault that devices found in this step's masks and losses, if any.
 
-        Finishing a step calls it; call it yourself if you finish none.
+        Finishing a step calls it; call it yourself without a :class:`LossAggregator`.
         Raises :class:`ReducerError` on this rank only. One host sync for each device that
         recorded something, no collective.
         """

@@ -91,7 +91,8 @@ def test_cpu_may_stand_after_the_script(script, capsys):
 
 
 READS_AHEAD = """
-from megatron_lossagg import Aggregation, StepBuffer
+from megatron_lossagg import Aggregation
+from megatron_lossagg.buffer import StepBuffer
 
 def reads_a_file():
     yield [3]

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from aggregations import AGGREGATIONS, for_the_reference
 from step_data import assign, make_sequences
 
-from megatron_lossagg import Aggregation, Layout, Sequences, StepBuffer, StepTotals, plan_step
+from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
+from megatron_lossagg.buffer import StepBuffer
+from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.errors import PlanError, ReducerError
 from megatron_lossagg.options import Options
 from megatron_lossagg.verify import reference_loss

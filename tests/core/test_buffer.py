@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from megatron_lossagg import Aggregation, Layout, MicrobatchSequences, StepBuffer, StepTotals
+from megatron_lossagg import Aggregation, Layout
 from megatron_lossagg import buffer as buffer_module
+from megatron_lossagg.buffer import MicrobatchSequences, StepBuffer
+from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.options import Options
 

@@ -17,14 +17,8 @@ import pytest
 import torch
 from aggregations import ANY_LAYOUT
 
-from megatron_lossagg import (
-    Aggregation,
-    Layout,
-    Sequences,
-    StepTotals,
-    add_loss_aggregation_args,
-    plan_step,
-)
+from megatron_lossagg import Aggregation, Layout, Sequences, add_loss_aggregation_args, plan_step
+from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.errors import (
     AggregationError,
     ContractError,

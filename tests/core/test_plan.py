@@ -12,8 +12,9 @@ import torch
 from check_runner import checks_of
 from conftest import early, launched
 
-from megatron_lossagg import Aggregation, Layout, Sequences, StepTotals, faults, plan_step
+from megatron_lossagg import Aggregation, Layout, Sequences, faults, plan_step
 from megatron_lossagg.aggregation import MODES
+from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.options import Options
 

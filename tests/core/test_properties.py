@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_partial_losses import pack, zigzag
 
-from megatron_lossagg import Layout, Sequences, StepTotals, plan_step
+from megatron_lossagg import Layout, Sequences, plan_step
+from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.options import Options
 from megatron_lossagg.verify import reference_loss
 
