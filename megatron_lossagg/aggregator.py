@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.errors import ContractError
+from megatron_lossagg.exchange import Exchange
 from megatron_lossagg.flags import aggregation_from_args
 from megatron_lossagg.integers import IntsLike, is_integer
 from megatron_lossagg.layout import Layout
@@ -115,6 +116,8 @@ class LossAggregator:
         """The tensor-parallel group."""
         self.cp_group: ProcessGroup = groups.cp_group
         """The context-parallel group."""
+        self.pp_group: ProcessGroup = groups.pp_group
+        """The pipeline-parallel group."""
         self.cp_size = groups.cp_size
         self.cp_rank = groups.cp_rank
         self.dp_size = groups.dp_size
@@ -157,13 +160,16 @@ class LossAggregator:
         """Plan and begin a schedule call of ``num_microbatches``; leaving ``with`` finishes it.
 
         ``active_tokens``, ``sample``, ``prompt``, ``microbatch``, ``samples_per_prompt``: the
-        sequences of this data-parallel rank, as in :class:`Sequences`. A pipeline stage before the
-        last may leave all of them out, on all its ranks. A tensor-parallel rank without data leaves
-        them out too and takes those of the first rank of its group. The others: see :meth:`begin`.
+        sequences of this data-parallel rank, as in :class:`Sequences`. Only the last pipeline stage
+        plans them: earlier stages ignore these and ``also``, and may leave them out. On the last
+        stage a tensor-parallel rank without data leaves them out too and takes those of the first
+        rank of its group. The others: see :meth:`begin`.
 
-        Every rank calls. Collectives: those of :func:`plan_step` over :attr:`dp_group`, if there
-        are counts; one ``all_gather_object`` over :attr:`tp_group` if it has several ranks. Raises
-        what :func:`plan_step` and :meth:`begin` raise.
+        Every rank calls. Collectives: on the last stage those of :func:`plan_step` over
+        :attr:`dp_group`, and one ``all_gather_object`` over :attr:`tp_group` if it has several
+        ranks; on every stage one all-gather over :attr:`pp_group` if it has several ranks. Raises
+        what :func:`plan_step` and :meth:`begin` raise, and :class:`ContractError` with that message
+        on the other stages.
         """
         given = {
             "active_tokens": active_tokens,
@@ -172,17 +178,18 @@ class LossAggregator:
             "microbatch": microbatch,
             "samples_per_prompt": samples_per_prompt,
         }
-        given, fault = self._of_first_rank({k: v for k, v in given.items() if v is not None})
-        plan = None
-        if given or fault or self.is_last_stage:
-            plan = self._plan(given, fault, num_microbatches, forward_only)
-        return self.begin(
-            plan,
-            num_microbatches=num_microbatches,
-            forward_only=forward_only,
-            accumulates=accumulates,
-            also=also,
-        )
+
+        def begin() -> Step:
+            is_last = self.is_last_stage
+            return self.begin(
+                self._plan(given, num_microbatches, forward_only) if is_last else None,
+                num_microbatches=num_microbatches,
+                forward_only=forward_only,
+                accumulates=accumulates,
+                also=also if is_last else (),
+            )
+
+        return self._alike_on_stages(begin)
 
     def begin(
         self,
@@ -287,6 +294,26 @@ class LossAggregator:
         """The DDP-wrapped chunks of this rank."""
         return self._chunks
 
+    def _alike_on_stages(self, begin: Callable[[], Step]) -> Step:
+        """Begin a step on every pipeline stage, or raise on all of them."""
+        exchange = Exchange(self.pp_group)
+        if exchange.size == 1:
+            return begin()
+        step, error = None, None
+        try:
+            step = begin()
+        except Exception as found:  # of any type: no stage may leave the others waiting
+            error = found
+        messages = exchange.messages("" if error is None else str(error) or repr(error))
+        if error is not None:
+            raise error
+        assert step is not None
+        for stage, message in enumerate(messages):
+            if message:
+                step.end()
+                raise ContractError(f"pipeline stage {stage}: {message}")
+        return step
+
     def _of_first_rank(self, given: dict[str, Any]) -> tuple[dict[str, Any], str]:
         """Return the counts of the tensor-parallel group's first rank, or what is wrong."""
         size = dist.get_world_size(self.tp_group)
@@ -311,8 +338,12 @@ class LossAggregator:
         return first, ""
 
     def _plan(
-        self, given: dict[str, Any], fault: str, num_microbatches: int, forward_only: bool
+        self, arguments: dict[str, Any], num_microbatches: int, forward_only: bool
     ) -> StepPlan:
+        """Plan the counts of this data-parallel rank; see :meth:`step`."""
+        given, fault = self._of_first_rank(
+            {name: value for name, value in arguments.items() if value is not None}
+        )
         if "active_tokens" not in given and not fault:
             fault = "got no counts: pass active_tokens=, at least on the first tensor-parallel rank"
         sequences = Sequences(active_tokens=[])

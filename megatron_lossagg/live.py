@@ -69,6 +69,7 @@ class LiveGroups:
     cp_size: int
     cp_rank: int
     tp_group: ProcessGroup
+    pp_group: ProcessGroup
     is_last_stage: bool
     """Whether this rank's pipeline stage calls loss_func."""
 
@@ -105,6 +106,7 @@ class LiveGroups:
             cp_size=size,
             cp_rank=cp.index(dist.get_rank()),
             tp_group=_model_group(first, "tp"),
+            pp_group=first.pp_group,
             is_last_stage=stages[-1] == dist.get_rank(),
         )
 

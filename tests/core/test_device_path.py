@@ -4,13 +4,17 @@
 on one and on a tensor of the CPU.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from reducing import MASK, a_plan, thd
+from reducing import MASK, a_plan, on, thd
 from test_mask_checks import MASK_DTYPES
 
 from benchmarks.counting import counted
 from megatron_lossagg import Layout
+from megatron_lossagg.errors import ReducerError
+from megatron_lossagg.step import Step
 
 META = torch.device("meta")
 LOSS_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -74,6 +78,72 @@ def test_a_read_on_the_device_raises():
     plan.reducer([0, 1], torch.tensor(MASK).to(META), thd(4, 2))
     with pytest.raises((RuntimeError, NotImplementedError)):
         plan.check()
+
+
+def a_step_of_two_microbatches(to, losses, loss_scaling):
+    """Run a step's loss_func and backward passes; return the step, not finished, and outputs."""
+    plan = a_plan((4, 1), mode="sample_mean")
+    gradients = SimpleNamespace(grad_data=to(torch.zeros(8)))
+    chunk = SimpleNamespace(ddp_config=None, buffers=[gradients], expert_parallel_buffers=[])
+    aggregator = SimpleNamespace(
+        chunks=[chunk],
+        loss_scaling=loss_scaling,
+        dp_cp_size=1,
+        cp_size=1,
+        cp_rank=0,
+        cp_group=None,
+        is_last_stage=True,
+        has_slices=False,
+    )
+    step = Step(aggregator=aggregator, plan=plan, num_microbatches=2)
+    returned = []
+    for sequence, (mask, length) in enumerate((([1, 1, 1, 1], 4), ([1, 0], 2))):
+        mb = step.microbatch([sequence], to(torch.tensor(mask)), layout=thd(length))
+        x = to(losses[:length]).requires_grad_()
+        loss, metric = mb.reduce(x), mb.reduce(x.detach(), "token_mean")
+        out = mb.outputs(
+            loss, report={"metric": metric}, means={"clipped": (x.detach().sum(), length)}
+        )
+        out[0].backward()
+        returned.append(out)
+    return step, returned
+
+
+@pytest.mark.parametrize("loss_scaling", ["average", "per_token"])
+def test_outputs_read_no_value_and_the_end_of_the_step_reads_once(loss_scaling):
+    with on("device") as to:
+        step, returned = a_step_of_two_microbatches(to, torch.arange(4.0), loss_scaling)
+        for loss, num_tokens, report in returned:
+            assert {loss.device, num_tokens.device, *(r.device for r in report.values())} == {META}
+        assert not to.syncs
+        step.finish()
+        assert to.syncs.total() == 1
+        on_device = [
+            (loss.item(), num_tokens.item(), {name: r.tolist() for name, r in report.items()})
+            for loss, num_tokens, report in returned
+        ]
+    _, returned = a_step_of_two_microbatches(torch.as_tensor, torch.arange(4.0), loss_scaling)
+    assert on_device == [
+        (loss.item(), num_tokens.item(), {name: r.tolist() for name, r in report.items()})
+        for loss, num_tokens, report in returned
+    ]
+
+
+def test_what_the_outputs_of_a_step_left_on_the_device_is_raised_by_its_one_read():
+    losses = torch.tensor([0.0, 1.0, torch.nan, 3.0])
+    with on("device") as to:
+        step, _ = a_step_of_two_microbatches(to, losses, "average")
+        assert not to.syncs
+        with pytest.raises(ReducerError, match=r"loss of sequence 0 .* is nan at its token 2"):
+            step.finish()
+        assert to.syncs.total() == 1
+
+
+def test_outputs_of_tensors_without_values_read_nothing():
+    losses = torch.arange(4.0, device=META)
+    _, returned = a_step_of_two_microbatches(lambda values: values.to(META), losses, "average")
+    for loss, num_tokens, report in returned:
+        assert {loss.device, num_tokens.device, *(r.device for r in report.values())} == {META}
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -1,4 +1,4 @@
-"""Each ``check_`` of ``aggregator_worker.py`` passes on live Megatron-Core, on two ranks."""
+"""Each ``check_`` of the two workers passes on live Megatron-Core, on two and on four ranks."""
 
 import re
 from importlib.metadata import version
@@ -9,6 +9,7 @@ from check_runner import checks_of
 from conftest import early, launched
 
 CHECKS = checks_of(Path(__file__).parent / "aggregator_worker.py")
+CHECKS_OF_COUNTS = checks_of(Path(__file__).parent / "step_counts_worker.py")
 
 
 @early
@@ -16,9 +17,19 @@ def output():
     return launched("megatron/aggregator_worker.py", processes=2)
 
 
+@early
+def output_of_counts():
+    return launched("megatron/step_counts_worker.py", processes=4)
+
+
 @pytest.mark.parametrize("check", CHECKS)
 def test_the_aggregator(output, check):
     assert f"PASSED check_{check}" in output.splitlines()
+
+
+@pytest.mark.parametrize("check", CHECKS_OF_COUNTS)
+def test_the_counts_of_a_step(output_of_counts, check):
+    assert f"PASSED check_{check}" in output_of_counts.splitlines()
 
 
 def test_the_ranks_ran_the_megatron_core_that_this_process_has(output):
