@@ -15,7 +15,7 @@ from benchmarks.scale_report import NO_IDS, WITH_IDS
 
 pytestmark = pytest.mark.launches
 
-BYTES_PER_RANK, BYTES_PER_SEQUENCE = 80, 40
+BYTES_PER_RANK, BYTES_PER_SEQUENCE = 80, 16
 PROCESSES = 4
 BUSY = 0.5
 """Seconds that a call may take on a busy machine, where it waits for nobody; below LATE."""
@@ -61,7 +61,7 @@ def lost_after():
 @pytest.mark.parametrize(
     ("workload", "per_sequence"), [(NO_IDS, 0), (WITH_IDS, BYTES_PER_SEQUENCE)]
 )
-def test_plan_step_brings_80_bytes_per_rank_and_40_per_sequence_with_ids(
+def test_plan_step_brings_80_bytes_per_rank_and_16_per_sequence_with_prompt_ids(
     costs, side, workload, per_sequence
 ):
     for point in costs[workload][side]:
