@@ -23,9 +23,10 @@ CALL_OPERATIONS = (5, 2)
 CALL_BYTES = (33.0, 8.0)
 SLACK_BYTES = 0.1
 """For the few bytes of 0-dim tensors, shared by the tokens of a small microbatch."""
-BUILD_BYTES = 20.0
+BUILD_BYTES = 43.0
 HELD_BYTES = 4.0
-AHEAD_OF_LOOP = 1.0
+AHEAD_OF_LOOP = {"A": 1.0, "B": 1.0, "C": 1.0}
+"""None at D: a loop over few long samples costs little, and checks nothing (decision 0043)."""
 PLANNING_MS = {"4096": 1.0, "1000000": 60.0}
 COLLECTIVES = 2
 SHARE_OF_STEP = 0.005
@@ -42,7 +43,7 @@ class Goal:
     measured: str = "not measured"
     goal: str
     reached: bool | None = None
-    """None: not measured."""
+    """None: not measured, or no goal."""
 
     @property
     def cells(self) -> list[str]:
@@ -71,7 +72,8 @@ def _counted_goals(counts: Results) -> Iterator[Goal]:
             what=f"operations of a call, forward + backward, {name}; {numbers} sequences",
             measured=", ".join(f"{f} + {b}" for f, b in operations),
             goal=f"{forward} + {backward}, for any number of sequences",
-            reached=len(operations) == 1 and operations[0] <= CALL_OPERATIONS,
+            reached=len(operations) == 1
+            and all(n <= most for n, most in zip(operations[0], CALL_OPERATIONS, strict=True)),
         )
         forward_bytes, backward_bytes = found[-1]["bytes_per_token"]
         most_forward, most_backward = CALL_BYTES
@@ -112,12 +114,12 @@ def _counted_goals(counts: Results) -> Iterator[Goal]:
 
 def _microbatch_goals(workloads: Results) -> Iterator[Goal]:
     for name, found in workloads.items():
-        ahead = found["ahead of loop"]
+        ahead, least = found["ahead of loop"], AHEAD_OF_LOOP.get(name.split()[0])
         yield Goal(
             what=f"a whole microbatch on the CPU, ahead of slime's loop over samples: {name}",
             measured=f"{_spread(ahead)} x",
-            goal=f"{AHEAD_OF_LOOP:g} x",
-            reached=ahead["median"] >= AHEAD_OF_LOOP,
+            goal="-" if least is None else f"{least:g} x",
+            reached=None if least is None else ahead["median"] >= least,
         )
 
 
@@ -178,7 +180,7 @@ def show(results: Results) -> None:
         table.add_row(*goal.cells)
     missed = sum(goal.reached is False for goal in found)
     unknown = sum(goal.reached is None for goal in found)
-    end = f"{missed} of {len(found)} goals missed, {unknown} not measured; "
+    end = f"{missed} of {len(found)} goals missed, {unknown} not measured or without a goal; "
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
     console.print(table)
     console.print(f"{end}{machine_of(results)}. Ratios: median (quartiles) of rounds side by side.")

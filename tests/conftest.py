@@ -4,22 +4,17 @@ import json
 import math
 import os
 import random
-import subprocess
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from functools import wraps
 from importlib.metadata import version
-from inspect import unwrap
 from pathlib import Path
-from types import CodeType, FunctionType
 
 import numpy as np
 import pytest
 import torch
 from fork_server import WITH_MEGATRON, WITHOUT_MEGATRON, ForkServer
 
-from megatron_lossagg.cpu import launch
 from megatron_lossagg.verify.cases import CASES
 from megatron_lossagg.verify.job import Job, references_of
 from megatron_lossagg.verify.reference_gradient import reference_file
@@ -81,20 +76,17 @@ def early(function):
     the tests before that one do.
     """
 
-    @pytest.fixture(scope="session", name=function.__name__)
-    @wraps(function)
-    def fixture():
+    def fixture(launches):
         return EARLY.begin(function).result()
 
-    EARLY.functions.add(function)
-    return fixture
+    fixture.begins = function
+    return pytest.fixture(scope="session", name=function.__name__)(fixture)
 
 
 class Early:
-    """The early fixtures' functions, and the calls of them that have begun."""
+    """The calls of the early fixtures' functions that have begun."""
 
     def __init__(self):
-        self.functions = set()
         self._threads = ThreadPoolExecutor(LAUNCHES_AT_ONCE)
         self._begun = {}
 
@@ -126,9 +118,8 @@ def pytest_collection_finish(session):
     if session.config.option.collectonly:
         return
     for item in session.items:
-        for function in fixture_functions(item):
-            if unwrap(function) in EARLY.functions:
-                EARLY.begin(unwrap(function))
+        for function in early_functions(item):
+            EARLY.begin(function)
 
 
 def pytest_unconfigure():
@@ -186,42 +177,26 @@ def compute_reference(folder, shape, *, copies, padded):
             file.symlink_to(common)
 
 
+@pytest.fixture(scope="session")
+def launches():
+    """Ask for it in a fixture that starts a process, for its tests to be marked ``launches``."""
+
+
 def pytest_collection_modifyitems(items):
-    """Mark the tests that start a process, themselves or in a fixture: ``-m "not launches"``."""
+    """Mark the tests whose fixtures launch something: ``-m "not launches"`` leaves them out.
+
+    A test that starts a process itself has the mark in its file.
+    """
     for item in items:
-        functions = [item.function, *fixture_functions(item)]
-        if any(starts_a_process(function, set()) for function in functions):
+        if "launches" in item.fixturenames:
             item.add_marker("launches")
 
 
-def fixture_functions(item):
-    """List the functions of the fixtures that a test needs."""
+def early_functions(item):
+    """List the functions of the early fixtures that a test needs."""
     definitions = item._fixtureinfo.name2fixturedefs.values()
-    return [definition.func for same_name in definitions for definition in same_name]
-
-
-STARTS = (launch, fork_server, ForkServer, subprocess, subprocess.Popen)
-"""A function that names one of them starts a process."""
-
-
-def starts_a_process(function, seen):
-    """Whether a function of this folder, or one that it names, names something of ``STARTS``."""
-    function = unwrap(function)
-    if not isinstance(function, FunctionType) or function.__code__ in seen:
-        return False
-    seen.add(function.__code__)
-    if not function.__code__.co_filename.startswith(str(TESTS)):
-        return False
-    named = [function.__globals__.get(name) for name in names_in(function.__code__)]
-    if any(one is start for one in named for start in STARTS):
-        return True
-    return any(starts_a_process(one, seen) for one in named if isinstance(one, FunctionType))
-
-
-def names_in(code):
-    """Return every global name and attribute in a function's code and its inner functions."""
-    inside = [names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
-    return set(code.co_names).union(*inside)
+    functions = [definition.func for same_name in definitions for definition in same_name]
+    return [function.begins for function in functions if hasattr(function, "begins")]
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -225,6 +225,7 @@ def test_text_and_tables_fit_the_terminal(
                                     *c.gradient.split()] for line in lines)  # fmt: skip
 
 
+@pytest.mark.launches
 def test_a_divisor_below_a_response_is_warned_of_in_one_line():
     """In a process of its own: the warning is given once per process."""
     program = [sys.executable, "-m", "megatron_lossagg", "explain", "constant", "--divisor", "4096"]
@@ -304,6 +305,7 @@ def test_wrong_usage_ends_with_status_2_and_what_to_change(capsys, arguments, me
     assert not out
 
 
+@pytest.mark.launches
 def test_a_reader_that_ends_early_ends_the_command_without_an_error():
     # What is printed while the arguments are still read.
     program = [sys.executable, "-m", "megatron_lossagg", "explain", "--list"]

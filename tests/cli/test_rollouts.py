@@ -152,6 +152,7 @@ torch.save({"rollout_id": 0, "samples": samples}, sys.argv[1])
 the last number, deny that it holds one."""
 
 
+@pytest.mark.launches
 def test_a_dump_that_forges_an_object_is_refused_before_numpy_sees_it(tmp_path):
     """In a process of its own: reading the address would end it by a signal."""
     file = tmp_path / "forged.pt"
@@ -454,6 +455,7 @@ save(samples)
 """
 
 
+@pytest.mark.launches
 @pytest.mark.skipif(
     not FRAMEWORKS_DIR, reason="FRAMEWORKS_DIR is not set: run tools/fetch_frameworks.sh"
 )

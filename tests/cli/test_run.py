@@ -156,6 +156,7 @@ exec(ends)
 """
 
 
+@pytest.mark.launches
 def test_a_process_says_that_no_step_came_unless_it_failed(tmp_path):
     (tmp_path / "a_loop.py").write_text("def get_forward_backward_func():\n    return print\n")
     code = LOOP.format(folder=str(tmp_path), ends=list(ENDS))

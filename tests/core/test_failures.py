@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from aggregations import ANY_LAYOUT
+from step_data import zigzag
 
 from megatron_lossagg import Aggregation, Layout, Sequences, add_loss_aggregation_args, plan_step
 from megatron_lossagg.counts import StepTotals
@@ -135,15 +136,6 @@ def packed(own_sequences, indices, cp, pad=0):
     mask = torch.tensor(mask, dtype=torch.int64)
     x = torch.cat([torch.zeros(0, dtype=torch.float64, requires_grad=True), *x])
     return offsets, mask, x.masked_fill(mask == 0, torch.inf)
-
-
-def zigzag(offsets, cp, rank):
-    held = []
-    for begin, end in itertools.pairwise(offsets):
-        size = (end - begin) // (2 * cp)
-        for k in (rank, 2 * cp - 1 - rank):
-            held += range(begin + k * size, begin + (k + 1) * size)
-    return held
 
 
 def run(aggregation, sequences, *, dp=1, cp=1, m=1, loss_scaling="average", pad=0):

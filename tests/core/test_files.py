@@ -153,6 +153,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize("write", WRITES)
 def test_an_output_that_cannot_be_finished_leaves_the_older_one(recorded, write):
     if "png" in write:
@@ -199,6 +200,7 @@ def test_what_a_terminal_would_act_on_is_printed_as_an_escape(text, shown):
     assert printable(text) == shown
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize("name", [HOSTILE, UNDECODABLE], ids=["escapes", "undecodable"])
 def test_a_hostile_file_name_is_printed_with_escapes_and_works(tmp_path, name):
     file = tmp_path / name
@@ -218,6 +220,7 @@ def test_a_hostile_file_name_is_printed_with_escapes_and_works(tmp_path, name):
     assert len(refused.stderr.splitlines()) == 1
 
 
+@pytest.mark.launches
 def test_a_name_that_the_locale_cannot_encode_is_printed_with_escapes(tmp_path):
     file = tmp_path / "ünï.jsonl"
     file.write_text(RECORDS)
@@ -227,6 +230,7 @@ def test_a_name_that_the_locale_cannot_encode_is_printed_with_escapes(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -250,6 +254,7 @@ def test_a_full_device_named_as_an_output_ends_in_one_line(recorded, capsys):
     assert "--json /dev/full cannot be written (No space left on device)" in line
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize("arguments", [["verify", "--help"], ["--help"]], ids=" ".join)
 def test_a_reader_that_ended_ends_any_command_without_a_traceback(arguments):
     reader, writer = os.pipe()
@@ -270,6 +275,7 @@ def test_an_interrupt_ends_a_command_that_is_still_being_imported(tmp_path, monk
     assert main(["explain", "token_mean"]) == 128 + signal.SIGINT
 
 
+@pytest.mark.launches
 def test_a_closed_output_ends_without_a_traceback():
     done = lossagg("explain", "token_mean", stdout=None, preexec_fn=lambda: os.close(1))
     assert "Traceback" not in done.stderr

@@ -114,12 +114,14 @@ def modules_after(code):
     return ast.literal_eval(out.splitlines()[-1])
 
 
+@pytest.mark.launches
 def test_importing_the_package_imports_neither_megatron_nor_transformer_engine():
     modules = modules_after("from megatron_lossagg import *")
     assert "torch" in modules
     assert not {"megatron", "transformer_engine"} & modules
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize("option", ["--version", "--help"])
 def test_the_version_and_the_help_need_no_torch(option):
     modules = modules_after(

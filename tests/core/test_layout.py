@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from step_data import zigzag
 
 from megatron_lossagg import Layout
 from megatron_lossagg.errors import LayoutError
@@ -61,11 +62,7 @@ def test_each_sequence_is_split_on_its_own_and_a_rank_holds_its_two_chunks_in_or
     offsets = [0, *itertools.accumulate(lengths)]
     union = []
     for rank in range(cp):
-        expected = []
-        for begin, length in zip(offsets, lengths, strict=False):
-            chunk = length // (2 * cp)
-            for which in (rank, 2 * cp - 1 - rank):
-                expected += range(begin + which * chunk, begin + (which + 1) * chunk)
+        expected = zigzag(offsets, cp, rank)
         layout = Layout.thd_zigzag(offsets, cp_size=cp, cp_rank=rank)
         assert positions(layout) == expected
         segment_of = [next(i for i in range(4) if p < offsets[i + 1]) for p in expected]

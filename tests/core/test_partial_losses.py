@@ -1,10 +1,8 @@
 """In one process: partial losses add up to the loss and gradient of the reference."""
 
-import itertools
-
 import pytest
 import torch
-from step_data import assign, make_sequences
+from step_data import assign, make_sequences, zigzag
 
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
 from megatron_lossagg.options import Options
@@ -66,16 +64,6 @@ def pack(sequences, indices, x, cp):
     mask = torch.tensor(mask)
     losses = torch.cat(losses).masked_fill(mask == 0, torch.inf)
     return named_sequences, offsets, mask, losses
-
-
-def zigzag(offsets, cp, rank):
-    """List the tokens of a rank; shares no code with the package."""
-    out = []
-    for begin, end in itertools.pairwise(offsets):
-        size = (end - begin) // (2 * cp)
-        for chunk in (rank, 2 * cp - 1 - rank):
-            out += range(begin + chunk * size, begin + (chunk + 1) * size)
-    return out
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])

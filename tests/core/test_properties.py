@@ -8,7 +8,8 @@ import torch
 from aggregations import AGGREGATIONS, ANY_LAYOUT, for_the_reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_partial_losses import pack, zigzag
+from step_data import zigzag
+from test_partial_losses import pack
 
 from megatron_lossagg import Layout, Sequences, plan_step
 from megatron_lossagg.counts import StepTotals

@@ -23,9 +23,9 @@ from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
+from step_data import zigzag  # noqa: E402
 
 from megatron_lossagg.cpu import gpt_layer_spec, gpt_mtp_spec, initialize_weights  # noqa: E402
-from megatron_lossagg.verify.sequences import zigzag  # noqa: E402
 
 VOCABULARY = 48
 NUM_MICROBATCHES = 4

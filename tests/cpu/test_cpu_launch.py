@@ -15,6 +15,8 @@ import pytest
 
 from megatron_lossagg.cpu.launch import launch
 
+pytestmark = pytest.mark.launches
+
 RANKS = """
 import os, sys, torch.distributed as dist
 dist.init_process_group("gloo")

@@ -31,6 +31,7 @@ def printed(program: str, folder: Path, *arguments: str) -> Any:
     return json.loads(result.stdout.splitlines()[-1])
 
 
+@pytest.mark.launches
 def test_importing_the_cpu_package_imports_no_megatron(tmp_path: Path) -> None:
     program = """
 import json, sys
@@ -40,6 +41,7 @@ print(json.dumps([name for name in sys.modules if name.split(".")[0] == "megatro
     assert printed(program, tmp_path) == []
 
 
+@pytest.mark.launches
 def test_the_cpu_package_prints_its_tables() -> None:
     output = python("-m", "megatron_lossagg.cpu").stdout
     for stand_in in (*STAND_INS, *TRAINING_STAND_INS):
@@ -94,6 +96,7 @@ print(json.dumps({"torch": changed, "megatron": megatron}))
 """
 
 
+@pytest.mark.launches
 def test_exactly_the_names_in_the_table_are_replaced(tmp_path: Path) -> None:
     ours, stock = (printed(REPLACED, tmp_path, which) for which in ("with", "without"))
     torch_names = set(ours["torch"]) - set(stock["torch"])  # Importing changes some by itself.
@@ -103,6 +106,7 @@ def test_exactly_the_names_in_the_table_are_replaced(tmp_path: Path) -> None:
     assert torch_names | added | changed == {stand_in.name for stand_in in STAND_INS}
 
 
+@pytest.mark.launches
 def test_installing_twice_changes_nothing_more(tmp_path: Path) -> None:
     program = """
 import json, torch
@@ -115,6 +119,7 @@ print(json.dumps(first is torch.zeros))
     assert printed(program, tmp_path) is True
 
 
+@pytest.mark.launches
 def test_a_machine_with_cuda_is_refused_unless_allowed(tmp_path: Path) -> None:
     program = """
 import json, torch
@@ -134,6 +139,7 @@ print(json.dumps([message, str(torch.zeros(1, device="cuda").device)]))
     assert device == "cpu"
 
 
+@pytest.mark.launches
 def test_installing_after_megatron_is_refused(tmp_path: Path) -> None:
     program = """
 import json

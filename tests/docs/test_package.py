@@ -30,7 +30,7 @@ build_meta.build_wheel(folder)
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
+def built(launches, tmp_path_factory):
     """Build from a copy, which stray files of the checkout cannot reach; return sdist, wheel."""
     for name in ("setuptools", "pip"):
         pytest.importorskip(name, reason=f"{name} is not installed")

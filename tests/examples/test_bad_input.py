@@ -22,7 +22,7 @@ def run_example(flags, script=TRAIN, timeout=120, env=None):
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
+def recorded(launches, tmp_path_factory):
     """Run a small online training at DP 2, with its rollouts and a checkpoint."""
     folder = tmp_path_factory.mktemp("recorded")
     flags = ["--output", folder / "run", "--record", folder / "rollouts.jsonl", *SMALL]
@@ -102,7 +102,7 @@ def steps_written(output):
 
 
 @pytest.fixture(scope="module")
-def refused(tmp_path_factory):
+def refused(launches, tmp_path_factory):
     """Return the message that the example's flag parsing refuses each of ``FLAGS`` with."""
     file = tmp_path_factory.mktemp("flags") / "flags.json"
     file.write_text(json.dumps({name: flags for name, (flags, _) in FLAGS.items()}))

@@ -20,7 +20,7 @@ def without_time(folder):
 
 
 @pytest.fixture(scope="module")
-def never_killed(tmp_path_factory):
+def never_killed(launches, tmp_path_factory):
     folder = tmp_path_factory.mktemp("never_killed") / "run"
     done = run_example(flags_of(folder))
     assert done.returncode == 0, done.stdout + done.stderr

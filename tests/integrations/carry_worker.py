@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from step_data import make_sequences
+from step_data import make_sequences, zigzag
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg.errors import PlanError
@@ -113,7 +113,7 @@ def packed(sequences, cp_size, cp_rank):
         masks += [0] * first + sequence["mask"] + [0] * (padded - total + 1)
         numbers += [number] * padded
         offsets.append(len(tokens))
-    held = tiny_gpt.zigzag(offsets, cp_size, cp_rank)
+    held = zigzag(offsets, cp_size, cp_rank)
     return {
         "tokens": torch.tensor(tokens)[held][None],
         "positions": torch.tensor(positions)[held][None],

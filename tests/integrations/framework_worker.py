@@ -19,9 +19,9 @@ import tiny_gpt
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from step_data import zigzag
 
 from megatron_lossagg import Aggregation, Sequences, plan_step
-from megatron_lossagg.verify.sequences import zigzag
 
 L = framework_step.L
 

@@ -34,7 +34,7 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def bridge(tmp_path_factory):
+def bridge(launches, tmp_path_factory):
     """Return a function that trains with Bridge and returns what its worker wrote."""
     folder = tmp_path_factory.mktemp("bridge")
     frameworks = TESTS / "integrations"

@@ -78,7 +78,7 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def megatron_lm(tmp_path_factory):
+def megatron_lm(launches, tmp_path_factory):
     """Return a function that runs a script of the checkout and returns what its worker wrote."""
     folder = tmp_path_factory.mktemp("megatron_lm")
     path = os.pathsep.join([str(CHECKOUT), str(FRAMEWORKS), worker_path()])

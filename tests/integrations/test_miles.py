@@ -14,7 +14,7 @@ REDUCER = "custom_pg_loss_reducer_function_path"
 
 
 @pytest.fixture
-def references(tmp_path_factory):
+def references(launches, tmp_path_factory):
     """Return a function from a dtype to the file of its reference."""
 
     def reference(dtype):
@@ -36,6 +36,7 @@ def test_miles_own_training_step_trains_the_configured_loss(references, dtype, d
     assert out.count("miles DP ") == 2 * 12
 
 
+@pytest.mark.launches
 @needs("miles")
 def test_miles_own_loader_parser_and_schedule_take_the_hooks():
     out = launched("integrations/miles_worker.py", "wiring", processes=1)

@@ -347,7 +347,7 @@ def planned(checkout, file):
 
 
 @pytest.fixture(scope="module")
-def steps(tmp_path_factory):
+def steps(launches, tmp_path_factory):
     """Plan two optimizer steps in NeMo-RL's patched trainer; compute the references."""
     folder = tmp_path_factory.mktemp("nemo_rl")
     checkout = copy_of("NeMo-RL", "nemo_rl", folder, patch=PATCH)
@@ -380,6 +380,7 @@ def test_with_the_patch_nemo_rl_trains_prompt_mean(steps, name):
         assert token[1] > 2
 
 
+@pytest.mark.launches
 @needs_checkout("NeMo-RL")
 def test_the_patch_keeps_the_weights_in_nemo_rls_own_precision(tmp_path):
     checkout = copy_of("NeMo-RL", "nemo_rl", tmp_path, patch=PATCH)
@@ -388,6 +389,7 @@ def test_the_patch_keeps_the_weights_in_nemo_rls_own_precision(tmp_path):
     assert error < 1e-5
 
 
+@pytest.mark.launches
 @needs_checkout("NeMo-RL")
 def test_without_the_patch_nemo_rl_stops_in_the_first_step(tmp_path):
     steps = planned(copy_of("NeMo-RL", "nemo_rl", tmp_path), tmp_path / "steps.pt")

@@ -227,7 +227,7 @@ MODES_WITHOUT_EMPTY = ("prompt_mean without empty", "sample_mean without empty")
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory):
+def reference(launches, tmp_path_factory):
     """Compute the reference's losses and gradients of the step, term by term."""
     file = tmp_path_factory.mktemp("reference") / "reference.pt"
     launched("integrations/framework_worker.py", "reference", file, processes=1)
@@ -244,6 +244,7 @@ def errors_of(reference, checkout, cases, *, cp=1, tp=1, pp=1, processes=4, boun
     return {case: (float(error), float(padding)) for case, error, padding in lines}
 
 
+@pytest.mark.launches
 @needs_checkout("SkyRL")
 def test_the_checkouts_own_loop_keeps_the_turns_of_a_trajectory_together():
     """As ``make test-frameworks`` asserts it of released SkyRL."""
@@ -291,6 +292,7 @@ def test_with_its_patch_skyrl_0_4_0_trains_policy_kl_and_entropy_with_our_weight
     assert all(error < 1e-12 for error, _ in errors.values())
 
 
+@pytest.mark.launches
 @needs_0_4_0
 def test_the_patches_are_of_their_releases(tmp_path):
     with pytest.raises(subprocess.CalledProcessError):

@@ -64,6 +64,7 @@ def framework_args(monkeypatch):
 MASKS = [torch.tensor([1, 0, 1], dtype=torch.int32), torch.tensor([1, 1], dtype=torch.int32)]
 
 
+@pytest.mark.launches
 def test_on_live_megatron_the_frameworks_own_scaling_makes_it_the_configured_loss(tmp_path):
     file = tmp_path / "reference.pt"
     launched("integrations/carry_worker.py", "reference", file, processes=1)
@@ -193,7 +194,7 @@ REDUCER = "custom_pg_loss_reducer_function_path"
 
 
 @pytest.fixture
-def references(tmp_path_factory):
+def references(launches, tmp_path_factory):
     """Return a function from a dtype to the file of its reference."""
 
     def reference(dtype):
@@ -216,12 +217,14 @@ def test_slimes_own_training_step_trains_the_configured_loss(references, dtype, 
     assert out.count("slime DP ") == 2 * 12
 
 
+@pytest.mark.launches
 @needs("slime")
 def test_slimes_own_loader_parser_and_rebuilt_groups_take_the_hooks():
     out = launched("integrations/slime_worker.py", "wiring", processes=2)
     assert "WIRING of slime holds" in out
 
 
+@pytest.mark.launches
 @needs("slime")
 @pytest.mark.parametrize(("divisor", "outcome"), [(8, "6 passed"), (4, "6 failed")])
 def test_slimes_own_test_of_context_parallelism_passes_with_our_reducer_in_it(divisor, outcome):

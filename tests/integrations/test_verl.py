@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
-def framework_reference(tmp_path_factory):
+def framework_reference(launches, tmp_path_factory):
     """Compute the reference's losses and gradients of the step that the frameworks' integrations
     train.
     """
@@ -40,6 +40,7 @@ def test_on_live_megatron_the_frameworks_own_scaling_makes_it_the_configured_los
     assert out.count(": the reference") == 2 * cases
 
 
+@pytest.mark.launches
 def test_importing_the_integrations_imports_no_framework():
     code = "import sys\nfrom megatron_lossagg.integrations import nemo_rl, skyrl, verl\n"
     code += "print(*sys.modules)"

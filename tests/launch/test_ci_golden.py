@@ -16,6 +16,8 @@ import pytest
 from conftest import TESTS, early, launched, new_folder
 from test_wrong_factors import FOLDER, run
 
+pytestmark = pytest.mark.launches
+
 ROOT = TESTS.parent
 SCRIPT = ROOT / "launch" / "ci" / "golden.py"
 GOLDEN = ROOT / "launch" / "ci" / "golden" / "4_ranks.json"

@@ -44,6 +44,7 @@ def ran(command, output, **environment):
     )
 
 
+@pytest.mark.launches
 @without_cuda
 @pytest.mark.parametrize(
     "command",
@@ -89,6 +90,7 @@ def test_its_cpu_form_verifies_on_gloo_and_says_that_no_gpu_took_part(cpu_form):
     assert (folder / "summary.md.github").read_text() == summary
 
 
+@pytest.mark.launches
 @without_cuda
 def test_tests_that_were_all_skipped_are_not_a_pass(tmp_path):
     """Run the tests that Transformer Engine's partition is compared by, where there is no GPU."""

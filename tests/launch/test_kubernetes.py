@@ -94,6 +94,7 @@ def test_the_job_is_what_the_operators_webhook_asks_for(job):
         assert {mount["name"] for mount in container["volumeMounts"]} == volumes
 
 
+@pytest.mark.launches
 def test_two_pods_verify_together_with_the_variables_that_the_operator_sets(job, tmp_path):
     """The pods' own command and arguments, as processes; variables as of the operator's v1.9.0."""
     replicas = job["spec"]["pytorchReplicaSpecs"]

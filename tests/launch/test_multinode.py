@@ -15,6 +15,8 @@ import yaml
 from conftest import TESTS
 from slurm_cluster import loopback_cluster, missing_programs
 
+pytestmark = pytest.mark.launches
+
 ROOT = TESTS.parent
 SCRIPT = ROOT / "launch" / "ci" / "multinode.sh"
 GOLDEN = ROOT / "launch" / "ci" / "golden" / "4_ranks.json"

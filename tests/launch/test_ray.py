@@ -32,7 +32,7 @@ print("SEEN", json.dumps(ray.get([task.remote() for task in tasks])))
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def cluster(launches):
     """Return the environment in which jobs reach two nodes."""
     with loopback_cluster() as reached:
         yield environment(PROCESSES_PER_NODE="1", RAY_ADDRESS=reached["RAY_ADDRESS"])

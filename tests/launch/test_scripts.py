@@ -13,6 +13,7 @@ ENDS_ITS_OWN = 'scancel --name "$JOB_NAME"'
 """multinode.sh: the job that it submitted."""
 
 
+@pytest.mark.launches
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
 def test_shellcheck_passes(script):

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def cluster(launches):
     """Return the environment in which Slurm's commands reach two idle nodes."""
     with loopback_cluster() as reached:
         yield environment(

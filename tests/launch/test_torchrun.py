@@ -18,6 +18,8 @@ from launching import (
     our_names,
 )
 
+pytestmark = pytest.mark.launches
+
 AGENT = TORCHRUN.with_name("agent.py")
 SINGLE_NODE = f"{AGENT} --nproc-per-node 2 --standalone --local-addr 127.0.0.1"
 SAYS_RANK = "import os\nprint('rank', os.environ['RANK'])\n"

@@ -10,6 +10,8 @@ from conftest import TESTS, early, launched, new_folder
 from launching import TIMEOUT, environment, free_ports
 from test_wrong_factors import FOLDER, run
 
+pytestmark = pytest.mark.launches
+
 BF16 = ("--tp", "2", "--distributed-optimizer", "--bf16", "--loss-scaling", "average")
 JOINS = """
 from megatron_lossagg.cpu import install

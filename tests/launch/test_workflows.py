@@ -76,6 +76,7 @@ def test_at_night_a_golden_file_and_a_control_run_on_gpus_where_there_is_a_clust
     assert set(re.findall(r'"(\d\w+)"', job["strategy"]["matrix"]["golden"])) <= files
 
 
+@pytest.mark.launches
 @pytest.mark.skipif(shutil.which("actionlint") is None, reason="actionlint is not installed")
 def test_actionlint_passes():
     done = subprocess.run(["actionlint", "-no-color"], cwd=ROOT, capture_output=True, text=True)

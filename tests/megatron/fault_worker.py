@@ -25,6 +25,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from matrix_worker import gradients, without_values  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
+from step_data import zigzag  # noqa: E402
 
 from megatron_lossagg import Aggregation  # noqa: E402
 from megatron_lossagg.verify import model as megatron  # noqa: E402
@@ -32,7 +33,7 @@ from megatron_lossagg.verify.cases import Case  # noqa: E402
 from megatron_lossagg.verify.job import LOSS_SCALINGS  # noqa: E402
 from megatron_lossagg.verify.parallelism import Parallelism  # noqa: E402
 from megatron_lossagg.verify.run import Run  # noqa: E402
-from megatron_lossagg.verify.sequences import make_sequences, zigzag  # noqa: E402
+from megatron_lossagg.verify.sequences import make_sequences  # noqa: E402
 
 TOKEN_MEAN = Case(aggregation=Aggregation("token_mean"))
 LAYOUTS = {

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from step_data import VOCABULARY
+from step_data import VOCABULARY, zigzag
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg import LossAggregator
@@ -53,9 +53,7 @@ def batches(cp_size, cp_rank):
     sequences.
     """
     draw = torch.Generator().manual_seed(5)
-    chunk = LENGTH // (2 * cp_size)
-    starts = (cp_rank * chunk, (2 * cp_size - 1 - cp_rank) * chunk)
-    held = [position for start in starts for position in range(start, start + chunk)]
+    held = zigzag([0, LENGTH], cp_size, cp_rank)
     for _ in range(2):
         tokens = torch.randint(VOCABULARY, (3, LENGTH + 1), generator=draw)
         mask = (torch.rand((3, LENGTH), generator=draw) < 0.6).float()

@@ -14,6 +14,8 @@ from conftest import RELEASE, early, fork_server, launched, new_folder, worker_p
 
 from megatron_lossagg.cpu import launch
 
+pytestmark = pytest.mark.launches
+
 WORKER = Path(__file__).parent / "fault_worker.py"
 SECONDS = 60
 """From the fault to the end of every rank; seen: 2 under the launcher, 10 after a timeout."""

@@ -62,6 +62,7 @@ def test_a_contiguous_split_of_packed_sequences_is_refused_on_every_rank_before_
     assert len(found_by(contiguous)) == 2
 
 
+@pytest.mark.launches
 def test_every_pipeline_stage_refuses_what_was_flipped_before_its_schedule_runs():
     found = found_by(launched("megatron/stages_worker.py", processes=2))
     assert len(found) == 2
@@ -70,6 +71,7 @@ def test_every_pipeline_stage_refuses_what_was_flipped_before_its_schedule_runs(
         assert stage["reached"] == 1
 
 
+@pytest.mark.launches
 def test_the_page_has_the_table_as_the_command_prints_it():
     command = [sys.executable, "-m", "megatron_lossagg.megatron_options"]
     printed = subprocess.check_output(command, text=True)
@@ -119,7 +121,7 @@ def worker_of(checkout):
 
 
 @pytest.fixture(scope="module")
-def own_classes():
+def own_classes(launches):
     """What each checkout's own classes have, and what is refused of them."""
     return {checkout: worker_of(checkout) for checkout in CHECKOUTS}
 

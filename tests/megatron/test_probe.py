@@ -44,7 +44,7 @@ def printed_by_four():
 
 
 @pytest.fixture
-def printed(request):
+def printed(request, launches):
     """Return a function from a number of processes to the lines that the worker printed.
 
     Tests of two ranks alone launch no four: releases before 0.15 lack what those use.
@@ -153,6 +153,7 @@ def test_the_layouts_and_faults_here_are_the_workers():
     assert re.findall(r'^    "(\w+)": \(', table[: table.index("\n}\n")], re.MULTILINE) == [*FAULTS]
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize("where", ["finalize", "schedule"])
 def test_a_rank_that_fails_alone_ends_the_run_with_its_reason(where):
     start = time.monotonic()

@@ -54,7 +54,7 @@ print("left")
 
 
 @pytest.fixture
-def forked():
+def forked(launches):
     return lambda *arguments, **options: fork_server().launch(
         [str(argument) for argument in arguments], **{"processes": 2, "timeout": 60, **options}
     )
@@ -67,7 +67,7 @@ def written(folder, text):
 
 
 @pytest.fixture(scope="module")
-def in_both(tmp_path_factory):
+def in_both(launches, tmp_path_factory):
     """Run a worker under the launcher and forked; return what the ranks found and printed."""
     script = written(tmp_path_factory.mktemp("scripts"), ENVIRONMENT)
     worker = [str(TESTS / "megatron" / "matrix_worker.py"), "slices"]
@@ -154,6 +154,7 @@ def test_what_a_rank_changes_reaches_no_later_launch(forked, tmp_path):
         assert done.stdout == "left\n" * 2
 
 
+@pytest.mark.launches
 def test_a_worker_that_needs_no_megatron_finds_none_imported(tmp_path):
     script = written(tmp_path, "import sys; print('megatron' in sys.modules)")
     printed = [
@@ -163,6 +164,7 @@ def test_a_worker_that_needs_no_megatron_finds_none_imported(tmp_path):
     assert printed == ["True\n", "False\n"]
 
 
+@pytest.mark.launches
 def test_closing_the_server_ends_the_ranks_of_a_launch(tmp_path):
     """As when the tests are interrupted: the request is made, and nobody waits for the answer."""
     script = written(tmp_path, SLEEP)
@@ -194,6 +196,7 @@ os._exit(0)
     assert not any(map(is_running, [int(done.stdout), *pids]))
 
 
+@pytest.mark.launches
 def test_a_server_that_cannot_import_says_why():
     server = ForkServer(("no_such_module",), path=worker_path())
     with pytest.raises(RuntimeError, match="No module named 'no_such_module'"):

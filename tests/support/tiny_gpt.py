@@ -19,10 +19,9 @@ from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
-from step_data import VOCABULARY  # noqa: E402
+from step_data import VOCABULARY, zigzag  # noqa: E402
 
 from megatron_lossagg.verify.model import reported  # noqa: E402, F401  for the workers
-from megatron_lossagg.verify.sequences import zigzag  # noqa: E402
 
 
 def start(*, tp=1, pp=1, cp=1, ep=1, dtype=torch.float64):

@@ -55,7 +55,7 @@ def ended(process, timeout=300):
 
 
 @pytest.fixture
-def forks_ranks(monkeypatch):
+def forks_ranks(launches, monkeypatch):
     """Return a function that makes the command of this process fork its ranks."""
 
     def fork_from_now_on(copy=None):
@@ -155,6 +155,7 @@ def test_two_nodes_of_a_launcher_pass_and_only_rank_0_reports(two_nodes):
     assert json.loads(report.read_text())["layouts"] == ["PP 2 x CP 2, M 3"]
 
 
+@pytest.mark.launches
 def test_a_launcher_with_another_number_of_ranks_is_refused():
     command = ["-m", "megatron_lossagg", "verify", "--dp", "3", *ONE]
     done = fork_server().launch(command, processes=2, timeout=300)
@@ -206,6 +207,7 @@ def test_the_standard_set_splits_in_every_way_on_one_number_of_ranks(tmp_path):
     assert Job.read(tmp_path / "job") == job
 
 
+@pytest.mark.launches
 def test_transformer_engine_that_cannot_load_ends_the_run_and_is_named(tmp_path):
     fake(tmp_path / "transformer_engine", "__version__ = '2.9'\nraise OSError('no libcudart')\n")
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
@@ -223,6 +225,7 @@ def test_without_megatron_core_nothing_is_launched(monkeypatch, capsys):
     assert "nothing to verify: megatron-core is missing: pip install" in capsys.readouterr().err
 
 
+@pytest.mark.launches
 def test_ended_by_a_signal_it_leaves_no_rank_behind():
     process = lossagg("verify", "--dp", 2, *ONE)
     ranks = wait_for_ranks(process.pid)
@@ -231,6 +234,7 @@ def test_ended_by_a_signal_it_leaves_no_rank_behind():
     assert not ranks_of(process.pid, known=ranks)
 
 
+@pytest.mark.launches
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends them")
 def test_killed_it_leaves_no_rank_behind_either():
     process = lossagg("verify", "--dp", 2, *ONE)
@@ -292,6 +296,7 @@ def fake(folder, source):
     (folder / "__init__.py").write_text(source)
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize(("tracked", "changed"), [(True, False), (True, True), (False, False)])
 def test_the_commit_of_megatron_core_is_that_of_its_checkout(tmp_path, tracked, changed):
     """A folder inside another repository, as an environment in a checkout, has no commit."""

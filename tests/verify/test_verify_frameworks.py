@@ -155,6 +155,7 @@ def test_framework_under_a_launcher_is_refused(verl_that, monkeypatch, capsys):
     assert "run lossagg verify --framework verl without the launcher" in capsys.readouterr().err
 
 
+@pytest.mark.launches
 def test_a_framework_of_which_nothing_ran_is_no_pass_in_text_json_html_and_status(
     verl_that, tmp_path, monkeypatch, capsys
 ):
@@ -187,6 +188,7 @@ def test_a_framework_of_which_nothing_ran_is_no_pass_in_text_json_html_and_statu
         assert wanted in text
 
 
+@pytest.mark.launches
 def test_a_framework_is_found_in_the_current_folder_as_python_m_finds_it(tmp_path):
     """A console script has its own folder on the path, not the current one."""
     write_verl(tmp_path / "checkout", "import ray_of_tests")
