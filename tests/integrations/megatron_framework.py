@@ -1,8 +1,7 @@
 """slime and miles from their checkouts, on a CPU: imports, one rollout batch, the reference.
 
 ``FRAMEWORKS_DIR`` has the checkouts that ``tools/fetch_frameworks.sh`` makes. Their code runs as it
-is.
-Stood in for are a device (a CPU), what serves rollouts (sglang) and triton, none of which the
+is. Stood in for are a device (a CPU), what serves rollouts (sglang) and triton, none of which the
 training path computes with, and the object store, which is Ray's.
 """
 
