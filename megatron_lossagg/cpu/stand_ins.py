@@ -34,7 +34,7 @@ __all__ = [
     "replaced",
 ]
 
-_FRAMEWORK = torch.device("cpu")
+_CPU = torch.device("cpu")
 
 
 class CudaPresentError(LossAggregationError, RuntimeError):
@@ -105,7 +105,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
         *args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any
     ) -> torch.Tensor:
         del pin_memory  # Pinning asks for an accelerator; the result is the same without.
-        return factory(*args, device=_FRAMEWORK if _is_cuda(device) else device, **kwargs)
+        return factory(*args, device=_CPU if _is_cuda(device) else device, **kwargs)
 
     return create
 
@@ -167,7 +167,7 @@ STAND_INS: tuple[StandIn, ...] = (
         name="torch.cuda.current_device",
         replacement="torch.device('cpu')",
         needed_by="megatron.core.distributed.param_and_grad_buffer._ParamAndGradBuffer",
-        make=always(_FRAMEWORK),
+        make=always(_CPU),
     ),
     StandIn(
         name="torch.tensor",

@@ -3,8 +3,7 @@
 Its training and its evaluation look up one name, ``get_forward_backward_func``, each in a module of
 its own; both are rebound. Data and loss are as Megatron-LM's: a dict with ``loss_mask`` and the
 offsets of packed sequences, a masked sum whose mask is the first argument of a
-``functools.partial``.
-Bridge multiplies by nothing after the schedule.
+``functools.partial``. Bridge multiplies by nothing after the schedule.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ def install(
     """Rebind Megatron-Bridge's schedules in this process; return the hook, which counts its steps.
 
     ``integration``: by default :class:`BridgeIntegration`; a loss with more terms (distillation) is
-    refused in the step that has them, an output that is a tuple in the first one.
-    Raises
+    refused in the step that has them, an output that is a tuple in the first one. Raises
     :class:`ContractError` where Bridge is not there, and what
     :class:`~megatron_lossagg.schedule.ScheduleHook` raises: ``prompt_mean``, for there are no
     prompt ids.

@@ -42,9 +42,8 @@ _PACKED_AT = (
     ("cu_seqlens_padded", "cu_seqlens"),
     ("cu_seqlens", "cu_seqlens_unpadded"),
 )
-"""Offsets of packed sequences in Megatron-LM's and Megatron-Bridge's data, and those without
-padding
-beside them; the first that is given."""
+"""Offsets of packed sequences in Megatron-LM's and Megatron-Bridge's data, with those without
+padding beside them; the first that is given."""
 
 
 class PretrainIntegration(Integration):
@@ -129,8 +128,7 @@ def rebind(hook: ScheduleHook, modules: Sequence[str], framework: str) -> Schedu
     """Put a hook around the schedule that a framework's modules look up by name; return the hook.
 
     ``framework``: whose loop it is, for messages. Raises :class:`ContractError` where a module
-    cannot be
-    imported or has no such name; then none is changed.
+    cannot be imported or has no such name; then none is changed.
     """
     stocks: dict[str, Any] = {}
     for name in modules:
@@ -139,14 +137,12 @@ def rebind(hook: ScheduleHook, modules: Sequence[str], framework: str) -> Schedu
         except ImportError as error:
             raise ContractError(
                 f"{name} cannot be imported ({error}), expected the training loop of "
-                f"{framework}: put "
-                "its checkout on PYTHONPATH, or run where it is installed"
+                f"{framework}: put its checkout on PYTHONPATH, or run where it is installed"
             ) from error
         if stocks[name] is None:
             raise ContractError(
                 f"{name} has no {_HOOK}, expected the training loop of {framework}: this "
-                f"loop is not "
-                "known here; wrap its schedule with LossAggregator.wrap"
+                "loop is not known here; wrap its schedule with LossAggregator.wrap"
             )
     for name, stock in stocks.items():
         setattr(importlib.import_module(name), _HOOK, _hooked(hook, stock))
@@ -203,8 +199,7 @@ def _packed_sequences(data: Any, mask_BP: npt.NDArray[Any]) -> MicrobatchSequenc
 
     Not counted as sequences: empty segments (Megatron-LM pads offsets with them from 0.19 on), -1
     (Megatron-Bridge's padding of offsets), positions past an entry's last sequence, and segments
-    that
-    hold nothing but padding, by the offsets without padding or by ``padding_mask``.
+    that hold nothing but padding, by the offsets without padding or by ``padding_mask``.
     """
     b, s = mask_BP.shape
     name, unpadded = next(pair for pair in _PACKED_AT if data.get(pair[0]) is not None)

@@ -66,9 +66,8 @@ class RLIntegration(PretrainIntegration):
                 raise ContractError(
                     f"got a train_rl.py whose megatron.rl.rl_utils.{name} is {takes}, expected the "
                     f"one of Megatron-LM core_v0.16 or 0.17, with {', '.join(sorted(needed))}: "
-                    "from core_v0.19 on train_rl.py makes its sequences in another way, "
-                    "which is not "
-                    "known here; use core_v0.16 or 0.17, or train without --loss-aggregation"
+                    "from core_v0.19 on train_rl.py makes its sequences in another way, which "
+                    "is not known here; use core_v0.16 or 0.17, or train without --loss-aggregation"
                 )
         for name, (method, _) in around.items():
             setattr(module, name, _wrapped(getattr(module, name), method))

@@ -4,17 +4,15 @@
 
     loss_fn = aggregated(loss_fn, Aggregation("constant", divisor=40960))
 
-NeMo-RL divides by its own counts in the loss function, so that shares add up::
+NeMo-RL divides by its own counts in the loss function, so that partial losses add up::
 
     loss = sum_s w_s sum_t m_t x_t
 
-The wrapped loss function is called sequence by sequence, as NeMo-RL's own wrapper for packed
-sequences
-does, and each sequence's loss is multiplied by its count and by w_s. Metrics keep their
-normalizers.
-Afterwards NeMo-RL divides by CP and multiplies by M / CP, Megatron multiplies by CP / M, DDP
-sums, and finalize divides by nothing. Every context-parallel rank has whole sequences. MoE and MTP
-losses are scaled by NeMo-RL itself, by 1 / N; nothing here touches them.
+The wrapped loss function is called once per sequence, as NeMo-RL's own wrapper for packed
+sequences does. Each sequence's loss is multiplied by its count and by w_s. Metrics keep their
+normalizers. Afterwards NeMo-RL divides by CP and multiplies by M / CP, Megatron multiplies by
+CP / M, DDP sums, and finalize divides by nothing. Every context-parallel rank has whole sequences.
+NeMo-RL itself scales MoE and MTP losses, by 1 / N; nothing here touches them.
 
 A sequence whose ``sample_mask`` is 0 is in none of NeMo-RL's counts, and in none of ours; give
 ``samples_per_step`` to count such sequences too. A mask that is not 0 or 1 is refused. Sources:
@@ -56,8 +54,7 @@ def aggregated(
     """Wrap NeMo-RL's ``ClippedPGLossFn`` for ``grpo_train``.
 
     ``weights_in_data``: the patch ``docs/integrations/patches/nemo-rl-prompt-mean.patch`` is
-    applied, so
-    that the trainer calls :meth:`AggregatedLoss.weights_of`; prompt_mean needs it.
+    applied, so that the trainer calls :meth:`AggregatedLoss.weights_of`; prompt_mean needs it.
     ``samples_per_step``: B, where sequences with ``sample_mask`` 0 are to count as well:
     ``policy.train_global_batch_size``. Raises :class:`AggregationError` for a mode or an option of
     the loss that cannot be aggregated here.
@@ -94,7 +91,7 @@ def aggregated(
 
 @dataclass(eq=False)
 class AggregatedLoss:
-    """A NeMo-RL ``LossFunction``: another one's per-row losses under our weights."""
+    """A NeMo-RL ``LossFunction``: another one's losses of each sequence under our weights."""
 
     loss_fn: Any
     aggregation: Aggregation
@@ -134,16 +131,13 @@ class AggregatedLoss:
         global_valid_toks: Tensor,
         **arguments: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Return this microbatch's share and its metrics.
+        """Return this microbatch's partial loss and its metrics.
 
-        ``next_token_logprobs``: ``[b, s - 1]``, whole sequences; the fields of ``data`` have a
-        sequence
-        dimension of b. ``global_valid_seqs``, ``global_valid_toks``: counts of the step, B without
-        the sequences whose ``sample_mask`` is 0, and N. No collective; host syncs for masks and
-        counts,
+        ``next_token_logprobs``: ``[b, s - 1]``, whole sequences; the fields of ``data`` have b
+        sequences. ``global_valid_seqs``, ``global_valid_toks``: counts of the step, B without the
+        sequences whose ``sample_mask`` is 0, and N. No collective; host syncs for masks and counts,
         and those of the wrapped loss per sequence. Raises :class:`PlanError` on this rank alone for
-        a
-        mask that is not 0 or 1.
+        a mask that is not 0 or 1.
         """
         n_b, sample_mask = _counts_of(data)
         if self.weights_in_data:
@@ -176,10 +170,9 @@ class AggregatedLoss:
         """Plan all steps of a batch in the trainer; returns w_s, float64 ``[sequences]``.
 
         ``data``: the whole batch, each prompt's samples together, each ``sequences_per_step``
-        sequences one
-        optimizer step. Sequences whose ``sample_mask`` is 0 are in no count. No collective. Raises
-        :class:`PlanError` for a mask that is not 0 or 1 and, under ``prompt_mean``, for a batch
-        whose prompts are not whole in their step.
+        sequences one optimizer step. Sequences whose ``sample_mask`` is 0 are in no count. No
+        collective. Raises :class:`PlanError` for a mask that is not 0 or 1 and, under
+        ``prompt_mean``, for a batch whose prompts are not whole in their step.
         """
         n_S, sample_mask = _counts_of(data)
         n_S = n_S.to("cpu", torch.int64)
@@ -210,10 +203,9 @@ class AggregatedLoss:
         masked = int(((sample_mask != 0) & (n_b == 0)).sum())
         if masked and not self.aggregation.count_empty:
             raise PlanError(
-                f"{masked} sequences have sample_mask 1 and no active tokens: NeMo-RL "
-                f"counts them, and "
-                f"{self.aggregation} does not. Set their sample_mask to 0 (loss_multiplier), or "
-                "count empty samples"
+                f"{masked} sequences have sample_mask 1 and no active tokens: NeMo-RL counts them, "
+                f"and {self.aggregation} does not. Set their sample_mask to 0 (loss_multiplier), "
+                "or count empty samples"
             )
         is_sequence_b = (sample_mask != 0).cpu()
         weight_b = torch.zeros(len(n_b), dtype=torch.float64)
@@ -239,9 +231,7 @@ class AggregatedLoss:
 
 
 def _counts_of(data: Any) -> tuple[Tensor, Tensor]:
-    """Count each sequence's active tokens, 0 where ``sample_mask`` is; one host sync for
-    each mask.
-    """
+    """Count each sequence's active tokens, 0 where ``sample_mask`` is; a host sync per mask."""
     token_mask, sample_mask = data["token_mask"][:, 1:], data["sample_mask"]
     remedies = {"token_mask": "token_loss_mask", "sample_mask": "loss_multiplier"}
     for (name, source), mask in zip(remedies.items(), (token_mask, sample_mask), strict=True):
@@ -270,8 +260,7 @@ def _check_prompts(num_sequences: int, sequences_per_step: int, samples_per_prom
     if cut or (num_sequences > sequences_per_step and sequences_per_step % samples_per_prompt):
         raise PlanError(
             f"got {num_sequences} sequences in optimizer steps of {sequences_per_step} with "
-            f"{samples_per_prompt} "
-            "samples per prompt, expected whole prompts in each step: make "
+            f"{samples_per_prompt} samples per prompt, expected whole prompts in each step: make "
             "policy.train_global_batch_size a multiple of grpo.num_generations_per_prompt"
         )
 

@@ -18,9 +18,8 @@ does so is replaced, and advantages leave as::
 A mini-batch is one optimizer step; the trainer has all of it, so counting needs no collective.
 Afterwards SkyRL multiplies the sum by M DP, and Megatron by CP / M. KL and entropy stay as they
 are in SkyRL: means of each microbatch; a patch of ``docs/integrations/patches`` changes it. The
-loss of
-MTP heads (a draft model) stays SkyRL's too, with or without the patch.
-Sources: SkyRL a9564572 and 0.4.0 ``RayPPOTrainer.train``, ``_normalize_advantages``,
+loss of MTP heads (a draft model) stays SkyRL's too, with or without the patch. Sources: SkyRL
+a9564572 and 0.4.0 ``RayPPOTrainer.train``, ``_normalize_advantages``,
 ``apply_loss_reduction_to_advantages_minibatch``, and ``loss_func`` of
 ``MegatronModelWrapper.forward_backward_mini_batch``.
 """

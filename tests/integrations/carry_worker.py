@@ -2,8 +2,7 @@
 
 The framework's part is written here from its source (slime 624b824a ``get_sum_of_sample_mean``,
 ``loss_function``): sum of masked sums / max(d_s, 1), three outputs with num_tokens 1,
-loss * M / G * (DP * CP), average loss scaling. Where there is a checkout,
-``integrations/slime_worker.py`` runs
+loss * M / G * (DP * CP), average loss scaling. Where there is a checkout, ``slime_worker.py`` runs
 the framework's own.
 """
 
@@ -96,9 +95,7 @@ def graded(loss, named):
 
 
 def packed(sequences, cp_size, cp_rank):
-    """Pack one microbatch as the framework does: whole sequences padded to 2 CP, zigzag per
-    sequence.
-    """
+    """Pack one microbatch as the framework does: each sequence padded to 2 CP, and zigzag."""
     tokens, positions, offsets, picks, masks, numbers = [], [], [0], [], [], []
     for number, sequence in enumerate(sequences):
         total = len(sequence["tokens"])
@@ -215,9 +212,7 @@ def carried(batch, x):
 
 
 def train(chunk, batches, reduce, rollouts, want):
-    """Run the schedule with the framework's scaling around ``reduce``; compare loss and
-    gradients.
-    """
+    """Run the schedule with the framework's scaling around ``reduce``; compare the gradients."""
     loss, grads = want
     m, dp_cp = len(batches), 4
 

@@ -1,5 +1,4 @@
-"""The step that the integrations of frameworks train, and its loss by the reference; for launched
-workers.
+"""The step that launched workers train by the integrations, and its loss by the reference.
 
 Sequences are whole token lists with a prompt and a response; a response token's loss is on the
 logit before it. Losses are PPO's, with KL and entropy: as the frameworks write them.
@@ -27,8 +26,7 @@ CASES = {
 
 
 def samples():
-    """Return sequences with tokens, the response's length and mask, a prompt's id, constants per
-    token.
+    """Return sequences: tokens, the response's length and mask, a prompt's id, constants per token.
 
     Every sample is one sequence. Two sequences are fully masked, one of them a prompt of its own.
     """
@@ -69,9 +67,7 @@ def kl_loss(log_prob, sequence):
 
 
 def reference(path):
-    """Save loss and gradients of each case by the reference, on one process from unpacked
-    sequences.
-    """
+    """Save loss and gradients of each case by the reference; unpacked, on one process."""
     tiny_gpt.start()
     model = tiny_gpt.gpt(tiny_gpt.config_of(), get_gpt_layer_local_spec())
     live = []

@@ -1,12 +1,9 @@
-"""The integrations of verl, SkyRL and NeMo-RL on live Megatron-Core, DP 2 x CP 2, without the
-frameworks.
+"""The integrations of verl, SkyRL and NeMo-RL on live Megatron-Core without them, DP 2 x CP 2.
 
 A framework's own part is written here from its source, with the factors it multiplies by
-afterwards:
-``make test-frameworks`` runs verl's and SkyRL's own code. Each context-parallel rank gathers whole
-sequences' log-probabilities. Back goes the gradient of its own slice: that of its own loss in verl
-and
-SkyRL, the sum over context-parallel ranks in NeMo-RL, which divides by CP for it.
+afterwards: ``make test-frameworks`` runs verl's and SkyRL's own code. Each context-parallel rank
+gathers whole sequences' log-probabilities. Back goes the gradient of its own slice: that of its own
+loss in verl and SkyRL, the sum over context-parallel ranks in NeMo-RL, which divides by CP for it.
 """
 
 import itertools

@@ -1,8 +1,7 @@
 """slime and miles from their checkouts, on a CPU: imports, one rollout batch, the reference.
 
 ``FRAMEWORKS_DIR`` has the checkouts that ``tools/fetch_frameworks.sh`` makes. Their code runs as it
-is.
-Stood in for are a device (a CPU), what serves rollouts (sglang) and triton, none of which the
+is. Stood in for are a device (a CPU), what serves rollouts (sglang) and triton, none of which the
 training path computes with, and the object store, which is Ray's.
 """
 
@@ -22,6 +21,7 @@ from megatron.core import mpu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 import megatron_lossagg.cpu as cpu
+import megatron_lossagg.cpu.training as cpu_training
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.frameworks.step import draw
 
@@ -79,25 +79,13 @@ def load(*names):
         sys.path.append(str(folder / name))
     sys.meta_path.append(ServingFinder())
     torch._dynamo.config.disable = True  # compiling takes a minute and changes no number
-    triton, language = (DecoratingStandIn(name) for name in ("triton", "triton.language"))
-    triton.language, triton.__version__, language.constexpr = language, "0", object
-    sys.modules.update({"triton": triton, "triton.language": language})
+    absent = cpu_training._triton_while_importing()
     try:
         import megatron.training
     finally:
-        del sys.modules["triton"], sys.modules["triton.language"]
+        for name in absent:
+            del sys.modules[name]
     assert megatron.training.__file__.startswith(str(folder))
-
-
-class DecoratingStandIn(types.ModuleType):
-    """triton, whose decorators Megatron-LM applies when it is imported."""
-
-    __path__ = ()
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *given, **_: given[0] if given and callable(given[0]) else lambda f: f
 
 
 def object_store_in_process(monkey):

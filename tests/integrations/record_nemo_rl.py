@@ -7,8 +7,7 @@ NeMo-RL is not released as a package. From a checkout at 7ea279ab, after ``make 
 
 It writes ``recorded/nemo_rl.json``: the inputs, and loss, gradient and metrics of
 ``ClippedPGLossFn`` per microbatch, token- and sequence-level, and those of this package's
-integration
-around the same object. Numbers only.
+integration around the same object. Numbers only.
 """
 
 import json

@@ -1,6 +1,4 @@
-"""What the two recorders share: one process, each sequence's sum by the framework's reducer, the
-file.
-"""
+"""What the recorders share: one process, each sequence's sum by the framework's reducer, a file."""
 
 import contextlib
 import json

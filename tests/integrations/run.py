@@ -1,10 +1,9 @@
 """Run released frameworks' own code against our aliases and integrations: ``make test-frameworks``.
 
 The frameworks are installed without their dependencies, and what of those their loss functions
-need,
-into a folder of its own; torch and Megatron-Core are this environment's. What is imported and
-never called has a stand-in (``stand_ins.py``). SkyRL's checks run on a second release too. Exit
-status 1 if a check fails.
+need, into a folder of its own; torch and Megatron-Core are this environment's. What is imported
+and never called has a stand-in (``stand_ins.py``). SkyRL's checks run on a second release too.
+Exit status 1 if a check fails.
 """
 
 import os

@@ -1,10 +1,9 @@
 """Megatron-Bridge's own ``pretrain`` with the recipe's one call, on the CPU.
 
 ``FRAMEWORKS_DIR=... pytest tests/integrations/test_bridge.py``: the checkout in
-``$FRAMEWORKS_DIR/Megatron-Bridge``
-with its ``3rdparty/Megatron-LM`` (``tools/fetch_frameworks.sh``), after ``make test-frameworks``,
-which
-installs what it imports; without, it skips. Bridge's data is tried in ``test_schedule.py`` too.
+``$FRAMEWORKS_DIR/Megatron-Bridge`` with its ``3rdparty/Megatron-LM``, by
+``tools/fetch_frameworks.sh``, after ``make test-frameworks``, which installs what it imports;
+without, it skips. Bridge's data is tried in ``test_schedule.py`` too.
 """
 
 import json

@@ -1,10 +1,8 @@
 """NeMo-RL's integration against what NeMo-RL's own loss function returned, and in its own worker.
 
-``frameworks/recorded/nemo_rl.json`` holds the inputs and outputs of ``ClippedPGLossFn`` at
-7ea279ab,
-by ``frameworks/record_nemo_rl.py``. Its trainer and Megatron worker run where ``FRAMEWORKS_DIR``
-has a
-checkout. Live on Megatron-Core without NeMo-RL: ``test_frameworks_verl.py``.
+``recorded/nemo_rl.json`` holds the inputs and outputs of ``ClippedPGLossFn`` at 7ea279ab, by
+``record_nemo_rl.py``. Its trainer and Megatron worker run where ``FRAMEWORKS_DIR`` has a checkout.
+Live on Megatron-Core without NeMo-RL: ``test_verl.py``.
 """
 
 import json

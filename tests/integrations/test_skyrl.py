@@ -1,7 +1,6 @@
-"""SkyRL's integration without SkyRL, and with its own worker where ``FRAMEWORKS_DIR`` has a
-checkout.
+"""SkyRL's integration without SkyRL, and with its own worker where there is a checkout.
 
-Live without SkyRL in ``test_frameworks_verl.py``, released in ``make test-frameworks``.
+Live without SkyRL in ``test_verl.py``, released in ``make test-frameworks``.
 """
 
 import os

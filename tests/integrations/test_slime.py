@@ -170,22 +170,22 @@ def test_the_reducer_takes_masks_and_losses_on_a_device(miles_cp, cp_size):
     with DeviceDouble() as double:
         masks = [mask.to(double.device) for mask in MASKS]
         x = x.to(double.device).requires_grad_()
-        shares = []
+        partial_losses = []
         for _ in range(4):  # calls 2 to 4 read what the earlier ones left on the device
-            share = slime.constant_77([5, 4], [3, 2], masks, False)(x)
-            assert share.device == double.device
-            share.backward()
-            shares.append(share.item())
+            loss = slime.constant_77([5, 4], [3, 2], masks, False)(x)
+            assert loss.device == double.device
+            loss.backward()
+            partial_losses.append(loss.item())
         gradient = x.grad.tolist()
-    assert shares == pytest.approx([on_cpu] * 4)
+    assert partial_losses == pytest.approx([on_cpu] * 4)
     assert gradient.count(0) == 1  # of the masked token
 
 
-def test_a_microbatch_with_no_samples_gives_a_zero_share(miles_cp):
+def test_a_microbatch_with_no_samples_gives_a_partial_loss_of_zero(miles_cp):
     x = torch.zeros(0, requires_grad=True)
-    share = slime.constant_10([], [], [], False)(x)
-    assert share.item() == 0
-    assert share.requires_grad
+    loss = slime.constant_10([], [], [], False)(x)
+    assert loss.item() == 0
+    assert loss.requires_grad
 
 
 SLIME = "megatron_lossagg.integrations.slime"

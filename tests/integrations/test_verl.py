@@ -22,9 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="session")
 def framework_reference(launches, tmp_path_factory):
-    """Compute the reference's losses and gradients of the step that the frameworks' integrations
-    train.
-    """
+    """Compute the reference's losses and gradients of the step that the integrations train."""
     file = tmp_path_factory.mktemp("frameworks") / "reference.pt"
     launched("integrations/framework_worker.py", "reference", file, processes=1)
     return file

@@ -63,9 +63,7 @@ def needs_checkout(framework):
 
 
 def copy_of(framework, package, folder, *, patch=None):
-    """Copy a package of a framework, or of a folder, to another, patched if wanted; returns that
-    one.
-    """
+    """Copy a package of a framework to a folder, patched if wanted; returns the folder."""
     shutil.copytree(Path(FRAMEWORKS_DIR or "", framework, package), folder / package)
     if patch is not None:
         # As if outside of any repository, which git would take the paths to be relative to.
@@ -99,9 +97,7 @@ def flags(mode, divisor=None, count_empty=None):
 
 
 def trained(data, denominators, sequences, rollouts):
-    """Compute a step's loss as the framework does: its recorded sums, clamped
-    denominators, 1 / G.
-    """
+    """Compute a step's loss as the framework does: recorded sums, clamped denominators, 1 / G."""
     of_ranks = data["sums"]["2"]
     total = sum(
         of_rank[sequence] / max(denominators[sequence], 1)
@@ -112,7 +108,7 @@ def trained(data, denominators, sequences, rollouts):
 
 
 def wanted(data, sequences, keywords):
-    """Compute a step's loss by the oracle, from masks and per-token losses."""
+    """Compute a step's loss by the reference, from masks and per-token losses."""
     steps_sequences = [
         {
             "x": [torch.tensor(x, dtype=torch.float64) for x in data["x"][sequence]],
