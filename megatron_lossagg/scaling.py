@@ -42,7 +42,7 @@ MOST_TOKENS_PER_TOKEN = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class Factor:
-    """One place between a share and the gradient, and what it multiplies by."""
+    """One place between a partial loss and the gradient, and what it multiplies by."""
 
     where: str
     does: str
@@ -70,7 +70,7 @@ class Scaling:
 
     @property
     def report_factor(self) -> int:
-        """M DP CP: a value reported as ``[share * M DP CP, 1]`` comes out as the step's loss.
+        """M DP CP: a report ``[partial loss * M DP CP, 1]`` comes out as the step's loss.
 
         Megatron adds both entries over microbatches and DP * CP ranks and divides.
         """
@@ -89,7 +89,7 @@ class Scaling:
         return counted if cp_rank == 0 else 0
 
     def factors(self) -> Iterator[Factor]:
-        """List what multiplies a share on its way to the gradient; the product is 1."""
+        """List what multiplies a partial loss on its way to the gradient; the product is 1."""
         m, ranks, n = self.num_microbatches, self.dp_cp_size, max(self.k, 1)
         if self.loss_scaling == "average":
             yield Factor(
