@@ -112,7 +112,7 @@ def trained(data, denominators, sequences, rollouts):
 
 
 def wanted(data, sequences, keywords):
-    """Compute a step's loss by the oracle, from masks and per-token losses."""
+    """Compute a step's loss by the reference, from masks and per-token losses."""
     steps_sequences = [
         {
             "x": [torch.tensor(x, dtype=torch.float64) for x in data["x"][sequence]],
