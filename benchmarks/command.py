@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["run_command", "say"]
+from benchmarks.tables import write_between
+
+__all__ = ["machine_of", "run_command", "say"]
 
 Results = dict[str, Any]
 
@@ -26,13 +28,14 @@ def run_command(
     *,
     measure: Callable[[bool], Results],
     show: Callable[[Results], None],
-    write_into: Callable[[Path, Results], None],
+    markdown: Callable[[Results], str],
+    name: str,
     draw: str,
 ) -> int:
     """Run the command line of a benchmark, on one core.
 
-    ``measure`` takes whether to be quick; ``write_into`` puts the tables into a Markdown file, and
-    the function ``draw`` of ``benchmarks.pictures`` puts pictures into a folder.
+    ``measure`` takes whether to be quick; ``markdown`` lays out the tables, which go between the
+    markers of ``name`` in a Markdown file. The function ``draw`` of ``benchmarks.pictures`` draws.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -65,7 +68,8 @@ def run_command(
         args.json.write_text(json.dumps(results, indent=1) + "\n")
     show(results)
     if args.doc is not None:
-        write_into(args.doc, results)
+        begin = f"<!-- {name}: begin; written by `{command} --doc`, not by hand -->"
+        write_between(args.doc, begin, f"<!-- {name}: end -->", markdown(results))
     if args.pictures is not None:
         from benchmarks import pictures
 
@@ -81,6 +85,16 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
+
+
+def machine_of(results: Results) -> str:
+    """Write what the numbers were measured on."""
+    found = results["machine"]
+    return (
+        f"`{found['command']}`, {found['date']}, {found['processor']}, {found['cores']} cores of "
+        f"which one is used, Python {found['python']}, torch {found['torch']}, "
+        f"load {found['load_at_start']:.1f} to {found['load_at_end']:.1f}, {found['seconds']} s"
+    )
 
 
 def say(text: str) -> None:

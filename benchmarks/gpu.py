@@ -3,7 +3,7 @@
 From a bare checkout with torch and a megatron-core wheel on the path; nothing of this
 repository has to be installed. Its parts:
 
-- tests: every test marked ``gpu``, Transformer Engine's partition of packed rows against
+- tests: every test marked ``gpu``, Transformer Engine's partition of packed sequences against
   ``Layout`` among them where it can be imported; needs pytest
 - verify: ``lossagg verify`` on NCCL, over all GPUs of this machine
 - rows: time by CUDA events against the measured copy bandwidth, kernels, host syncs

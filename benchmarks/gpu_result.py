@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import megatron_lossagg
+from benchmarks.tables import table
 from megatron_lossagg import html
 
 Json = dict[str, Any]
@@ -88,17 +89,11 @@ def part_cells(result: Json) -> list[list[str]]:
 def markdown(result: Json) -> str:
     """Write the result as Markdown."""
     lines = [f"## make gpu: {title(result)}", ""]
-    lines += markdown_table(["part", "result", ""], part_cells(result))
+    lines += [table(["part", "result", ""], part_cells(result)), ""]
     if "partition" in result["parts"].get("tests", {}):
         partition = result["parts"]["tests"]["partition"]
         lines += [f"Transformer Engine's partition of packed sequences: {partition}", ""]
-    return "\n".join([*lines, *markdown_table(["machine", ""], result["machine"].items())])
-
-
-def markdown_table(columns: list[str], rows: Any) -> list[str]:
-    """Write a Markdown table."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return ["| " + " | ".join(v.replace("|", "\\|") for v in line) + " |" for line in lines] + [""]
+    return "\n".join([*lines, table(["machine", ""], result["machine"].items()), ""])
 
 
 def page(result: Json) -> str:

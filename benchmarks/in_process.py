@@ -1,7 +1,7 @@
 """A process group whose ranks are threads of one process, for the package's own collectives.
 
 torch's multi-threaded group, which its tests use, keeps every rank's results at once: with a
-million rows on 1,024 ranks that is 40 GB. Here one thread runs at a time, from one collective
+million sequences on 1,024 ranks that is 40 GB. Here one thread runs at a time, from one collective
 to the next, and a rank's results come into being when its turn comes. Registered with
 torch.distributed, so that ``dist.all_gather`` and ``dist.all_gather_object`` are the calls that
 the package makes; only all-gathers are implemented, because the package makes no others.

@@ -34,44 +34,31 @@ def ratios(results: dict[str, Any], path: Path) -> None:
 
 
 def scale(results: dict[str, Any], path: Path) -> None:
-    """Draw bytes and CPU time of ``plan_step``, and of ``read`` and ``close``, against ranks."""
+    """Draw bytes and CPU time of ``plan_step``, and of ``read`` and ``finish``, against ranks."""
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
     bytes_axis, time_axis = axes
-    for (name, alone), color in zip(results["alone"].items(), WORKLOAD_COLORS, strict=True):
-        threads = results["threads"][name]
-        for axis, key, unit in ((bytes_axis, "bytes", 1e6), (time_axis, "cpu", 1e-3)):
-            for points, marker, face in ((alone, "o--", "white"), (threads, "o-", color)):
-                axis.plot(
-                    [point["ranks"] for point in points],
-                    [point["plan_step"][key] / unit for point in points],
-                    marker,
-                    color=color,
-                    markerfacecolor=face,
-                    markersize=5,
-                    label=f"plan_step, {name}" if points is threads else None,
-                )
-    name = list(results["alone"])[1]
-    for call, color in (("read", "#e08214"), ("finish", "#b2182b")):
+
+    def line(axis: Any, name: str, call: str, key: str, per: float, color: str, label: str) -> None:
+        """Draw one quantity: one rank of a fake group dashed and open, ranks in threads filled."""
         for side, marker, face in (("alone", "o--", "white"), ("threads", "o-", color)):
             points = results[side][name]
-            time_axis.plot(
-                [point["ranks"] for point in points],
-                [point[call]["cpu"] * 1e3 for point in points],
-                marker,
-                color=color,
-                markerfacecolor=face,
-                markersize=5,
-                label=f"{call}{', once per run' if call == 'read' else ''}"
-                if side == "threads"
-                else None,
-            )
+            ranks, values = [p["ranks"] for p in points], [p[call][key] / per for p in points]
+            axis.plot(ranks, values, marker, color=color, markerfacecolor=face, markersize=5)
+        axis.lines[-1].set_label(label)
+
+    for name, color in zip(results["alone"], WORKLOAD_COLORS, strict=True):
+        line(bytes_axis, name, "plan_step", "bytes", 1e6, color, name)
+        line(time_axis, name, "plan_step", "cpu", 1e-3, color, f"plan_step, {name}")
+    name = list(results["alone"])[1]
+    line(time_axis, name, "read", "cpu", 1e-3, "#e08214", "read, once per run")
+    line(time_axis, name, "finish", "cpu", 1e-3, "#b2182b", "finish")
     for axis in axes:
         axis.set(xscale="log", yscale="log", xlabel="data-parallel ranks")
         axis.set_xticks([2, 16, 256, 1024, 16384], ["2", "16", "256", "1,024", "16,384"])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     bytes_axis.set(ylabel="MB received per rank", title="Bytes of a step's all-gathers")
-    time_axis.set(ylabel="CPU ms on one rank", title="Host time, waiting and network left out")
+    time_axis.set(ylabel="CPU ms on one rank", title="CPU time, waiting and network left out")
     handles, labels = time_axis.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", fontsize=8, ncols=3)
     figure.suptitle(

@@ -1,4 +1,4 @@
-"""What one rank does around a step: reads the contract, plans, reduces its losses, closes.
+"""What one rank does around a step: reads the contract, plans, reduces its losses, finishes.
 
 The model is one Linear in Megatron-Core's own DistributedDataParallel, data-parallel over the
 whole world; every call of the package is the real one, and is timed by the thread's CPU clock,

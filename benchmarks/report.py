@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import sys
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.command import machine_of
 from benchmarks.measure import IDS
+from benchmarks.tables import filled, section
 
 Results = dict[str, Any]
-
-BEGIN = "<!-- benchmarks: begin; written by `python benchmarks/run.py --doc`, not by hand -->"
-END = "<!-- benchmarks: end -->"
 
 CALL_OPERATIONS = (5, 2)
 CALL_BYTES = (33.0, 8.0)
@@ -142,29 +139,27 @@ def _planning_goals(results: Results) -> Iterator[Goal]:
 
 
 def _step_goals(live: Results | None) -> Iterator[Goal]:
-    share = {
-        "what": "part of a training step of the example, CPU time of one process",
-        "goal": f"below {SHARE_OF_STEP:.1%}",
-    }
-    check = {
-        "what": "comparing a live model of 50,000 modules, in each step",
-        "goal": f"below {CHECK_MS} ms",
-    }
-    if live is None:
-        yield Goal(**share)
-        yield Goal(**check)
-        return
-    time, compared = live["time"], live["check"]
+    share, check = {}, {}
+    if live is not None:
+        time, compared = live["time"], live["check"]
+        share = {
+            "measured": f"{time['share']['median']:.2%} ({time['package_ms']['median']:.2f} of "
+            f"{time['step_ms']['median']:.1f} ms, {time['microbatches']} microbatches)",
+            "reached": time["share"]["median"] < SHARE_OF_STEP,
+        }
+        check = {
+            "measured": f"{compared['check_ms']['median']:.3f} ms ({compared['read_ms']:.0f} once)",
+            "reached": compared["check_ms"]["median"] < CHECK_MS,
+        }
     yield Goal(
+        what="part of a training step of the example, CPU time of one process",
+        goal=f"below {SHARE_OF_STEP:.1%}",
         **share,
-        measured=f"{time['share']['median']:.2%} ({time['package_ms']['median']:.2f} of "
-        f"{time['step_ms']['median']:.1f} ms, {time['microbatches']} microbatches)",
-        reached=time["share"]["median"] < SHARE_OF_STEP,
     )
     yield Goal(
+        what="comparing a live model of 50,000 modules, in each step",
+        goal=f"below {CHECK_MS} ms",
         **check,
-        measured=f"{compared['check_ms']['median']:.3f} ms ({compared['read_ms']:.0f} ms once)",
-        reached=compared["check_ms"]["median"] < CHECK_MS,
     )
 
 
@@ -184,30 +179,6 @@ def show(results: Results) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
     console.print(table)
     console.print(f"{end}{machine_of(results)}. Ratios: median (quartiles) of rounds side by side.")
-
-
-def machine_of(results: Results) -> str:
-    """Write what the numbers were measured on."""
-    found = results["machine"]
-    return (
-        f"`{found['command']}`, {found['date']}, {found['processor']}, {found['cores']} cores of "
-        f"which one is used, Python {found['python']}, torch {found['torch']}, "
-        f"load {found['load_at_start']:.1f} to {found['load_at_end']:.1f}, {found['seconds']} s"
-    )
-
-
-def write_into(path: Path, results: Results) -> None:
-    """Write the tables between their markers in a Markdown file."""
-    write_between(path, BEGIN, END, markdown(results))
-
-
-def write_between(path: Path, begin: str, end: str, text: str) -> None:
-    """Replace what stands between two markers of a file."""
-    before, begun, rest = path.read_text().partition(begin)
-    _, ended, after = rest.partition(end)
-    if not begun or not ended:
-        raise SystemExit(f"{path} has no lines {begin!r} and {end!r}: add them around the tables")
-    path.write_text(f"{before}{begin}\n\n{text}\n{end}{after}")
 
 
 TIMES = [
@@ -258,18 +229,3 @@ def markdown(results: Results) -> str:
             )
         )
     return "\n".join(parts)
-
-
-def filled(note: str) -> str:
-    """Wrap a paragraph."""
-    return textwrap.fill(note, 138, break_long_words=False, break_on_hyphens=False)
-
-
-def section(title: str, columns: list[str], lines: list[list[str]], note: str = "") -> str:
-    """Lay out a heading, a note and a table."""
-    table = [
-        "| " + " | ".join(columns) + " |",
-        "|" + "---|" * len(columns),
-        *("| " + " | ".join(line) + " |" for line in lines),
-    ]
-    return "\n".join([f"\n### {title}\n", *([filled(note), ""] if note else []), *table])

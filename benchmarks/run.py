@@ -43,7 +43,8 @@ def main() -> int:
         __doc__,
         measure=run,
         show=report.show,
-        write_into=report.write_into,
+        markdown=report.markdown,
+        name="benchmarks",
         draw="ratios",
     )
 

@@ -42,7 +42,7 @@ Json = dict[str, Any]
 
 THREADS = (2, 4, 16, 64, 256, 1024)
 ALONE = (*THREADS, 2048, 16384)
-QUICK_THREADS, QUICK_ALONE = (2, 8, 64), (2, 64, 1024)
+QUICK_THREADS, QUICK_ALONE = (2, 8, 64), (2, 8, 64, 1024)
 PER_RANK = 64
 ALL = 1_000_000
 REPEATS = 5
@@ -62,7 +62,8 @@ def main() -> int:
         __doc__,
         measure=measured,
         show=lambda results: print(scale_report.markdown(results)),
-        write_into=scale_report.write_into,
+        markdown=scale_report.markdown,
+        name="scale",
         draw="scale",
     )
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from benchmarks.report import filled, machine_of, section, write_between
+from benchmarks.command import machine_of
+from benchmarks.tables import filled, section
 
 Results = dict[str, Any]
-
-BEGIN = "<!-- scale: begin; written by `python -m benchmarks.scale --doc`, not by hand -->"
-END = "<!-- scale: end -->"
+Column = tuple[str, str, str]
+"""Of a table against ranks: side, workload and call."""
 
 NO_IDS, WITH_IDS, A_MILLION = (
     "64 sequences per rank, no ids",
@@ -18,6 +18,7 @@ NO_IDS, WITH_IDS, A_MILLION = (
     "1,000,000 sequences in all, prompt ids",
 )
 """The workloads, as their columns are called."""
+SIDES = ("threads", "alone")
 
 BYTES_PER_SECOND = 10e9
 SECONDS_PER_HOP = 5e-6
@@ -27,122 +28,88 @@ PAPER_SPLITS = {1: "none", 8: "TP 8", 64: "TP 8, PP 8", 256: "TP 8, PP 8, CP 4"}
 
 def markdown(results: Results) -> str:
     """Lay out all tables."""
+    names = list(results["threads"])
+    fixed, per_sequence = constants(results)
     parts = [
         filled(
             f"Measured by {machine_of(results)}. **Not measured on a GPU, and not over a network.**"
         ),
-        _bytes(results),
-        _times(results),
-        _around(results),
+        _against_ranks(
+            results,
+            "Bytes that a rank receives",
+            [("alone", name, "plan_step") for name in names] + [("threads", NO_IDS, "read")],
+            lambda point: _size(point["bytes"]),
+            f"`plan_step` makes one all-gather without ids and two with them: {fixed:.0f} bytes "
+            f"per rank of the group, and {per_sequence:.0f} per sequence with ids. Every rank is "
+            "padded to the sequences of the rank that has most. `aggregator.begin` and `finish` "
+            "receive nothing. `read` makes three all-gathers here, once per run: an "
+            "`all_gather_object` (two) and one of two flags, by which the probe finds that these "
+            "groups are not Megatron's.",
+        ),
+        _against_ranks(
+            results,
+            "CPU milliseconds of plan_step on one rank",
+            [(side, name, "plan_step") for name in names for side in SIDES],
+            lambda point: _ms(point["cpu"]),
+            "Threads: the median over all ranks, without the copying that stands for the network. "
+            "Alone: one rank of a fake group, the median of five; its group copies as many tensors "
+            "as there are ranks, which is counted here. Waiting for others is in neither.",
+        ),
+        _against_ranks(
+            results,
+            "CPU milliseconds of read, aggregator.begin and finish on one rank",
+            [(side, WITH_IDS, call) for call in ("read", "step", "finish") for side in SIDES],
+            lambda point: _ms(point["cpu"]),
+            "One microbatch. `read` is called once per run and reads a message from every rank; "
+            "`step` is `aggregator.begin`, which compares the group's ranks; `finish` does not "
+            "depend on the number of ranks.",
+        ),
     ]
     if results["late"] is not None:
         parts.append(_late(results["late"]))
-    paper = _paper(results)
-    return "\n".join([*parts, paper] if paper else parts)
-
-
-def write_into(path: Path, results: Results) -> None:
-    """Write the tables between their markers in a Markdown file."""
-    write_between(path, BEGIN, END, markdown(results))
+    alone = _by_ranks(results["alone"][WITH_IDS])
+    if PAPER_RANKS in alone:
+        parts.append(_paper(alone))
+    return "\n".join(parts)
 
 
 def constants(results: Results) -> tuple[float, float]:
     """Bytes that ``plan_step`` brings per rank of the group, and per sequence of it with ids."""
     plain, with_ids = (results["threads"][name][-1] for name in (NO_IDS, WITH_IDS))
-    fixed = plain["plan_step"]["bytes"] / plain["ranks"]
-    per_sequence = (with_ids["plan_step"]["bytes"] - plain["plan_step"]["bytes"]) / with_ids[
-        "sequences"
-    ]
-    return fixed, per_sequence
+    more = with_ids["plan_step"]["bytes"] - plain["plan_step"]["bytes"]
+    return plain["plan_step"]["bytes"] / plain["ranks"], more / with_ids["sequences"]
 
 
-def _by_ranks(points: list[Results]) -> dict[int, Results]:
+def _by_ranks(points: Iterable[Results]) -> dict[int, Results]:
     return {point["ranks"]: point for point in points}
 
 
-def _all_ranks(results: Results) -> list[int]:
-    sides = (results["threads"], results["alone"])
-    return sorted({p["ranks"] for side in sides for points in side.values() for p in points})
-
-
-def _bytes(results: Results) -> str:
-    lines = []
-    for ranks in _all_ranks(results):
-        cells = [f"{ranks:,}"]
-        for name in results["threads"]:
-            found = [_by_ranks(results[side][name]).get(ranks) for side in ("threads", "alone")]
-            counts = {p["plan_step"]["bytes"] for p in found if p is not None}
-            if len(counts) > 1:
-                raise SystemExit(f"{ranks} ranks, {name}: threads and trace differ, {counts}")
-            cells.append(_size(counts.pop()) if counts else "-")
-        read = _by_ranks(results["threads"][NO_IDS]).get(ranks)
-        cells.append("-" if read is None else _size(read["read"]["bytes"]))
-        lines.append(cells)
-    fixed, per_sequence = constants(results)
-    return section(
-        "Bytes that a rank receives",
-        ["ranks", *(f"plan_step: {name}" for name in results["threads"]), "read"],
-        lines,
-        f"`plan_step` makes one all-gather without ids and two with them: {fixed:.0f} bytes per "
-        f"rank of the group, and {per_sequence:.0f} per sequence with ids. Every rank is padded to "
-        "the sequences of the rank that has most. `aggregator.begin` and `finish` receive nothing. "
-        "`read` makes three all-gathers here, once per run: an `all_gather_object` (two) and one "
-        "of two flags, by which the probe finds that these groups are not Megatron's.",
-    )
-
-
-def _times(results: Results) -> str:
-    lines = []
-    for ranks in _all_ranks(results):
-        cells = [f"{ranks:,}"]
-        for name in results["threads"]:
-            for side in ("threads", "alone"):
-                point = _by_ranks(results[side][name]).get(ranks)
-                cells.append("-" if point is None else _ms(point["plan_step"]["cpu"]))
-        lines.append(cells)
-    columns = [f"{name}: {side}" for name in results["threads"] for side in ("threads", "alone")]
-    return section(
-        "CPU milliseconds of plan_step on one rank",
-        ["ranks", *columns],
-        lines,
-        "Threads: the median over all ranks, without the copying that stands for the network. "
-        "Alone: one rank of a fake group, the median of five; its group copies as many tensors as "
-        "there are ranks, which is counted here. Waiting for others is in neither.",
-    )
-
-
-def _around(results: Results) -> str:
-    lines = []
-    for ranks in _all_ranks(results):
-        points = [_by_ranks(results[side][WITH_IDS]).get(ranks) for side in ("threads", "alone")]
-        cells = [
-            "-" if point is None else _ms(point[call]["cpu"])
-            for call in ("read", "step", "finish")
-            for point in points
-        ]
-        lines.append([f"{ranks:,}", *cells])
-    columns = [
-        f"{call}: {side}"
-        for call in ("read", "aggregator.begin", "finish")
-        for side in ("threads", "alone")
+def _against_ranks(
+    results: Results,
+    title: str,
+    columns: list[Column],
+    written: Callable[[Results], str],
+    note: str,
+) -> str:
+    """Lay out one line for each number of ranks; a column that lacks it gets a dash."""
+    found = [(_by_ranks(results[side][name]), call) for side, name, call in columns]
+    lines = [
+        [f"{n:,}", *(written(points[n][call]) if n in points else "-" for points, call in found)]
+        for n in sorted({n for points, _ in found for n in points})
     ]
-    return section(
-        "CPU milliseconds of read, aggregator.begin and finish on one rank",
-        ["ranks", *columns],
-        lines,
-        "64 sequences per rank with prompt ids, one microbatch. `read` is called once per run and "
-        "reads a message from every rank; `aggregator.begin` compares the group's ranks; `finish` "
-        "does not depend on the number of ranks.",
-    )
+    heads = [f"{call}: {name}, {side}" for side, name, call in columns]
+    return section(title, ["ranks", *heads], lines, note)
 
 
 def _late(late: Results) -> str:
-    lines = []
-    for rank in late["late"]:
-        steps = rank["steps"]
-        cells = [_ms(step["plan_step"]) for step in steps]
-        rest = max(step["step"] + step["finish"] for step in steps)
-        lines.append([str(rank["rank"]), *cells, _ms(rest)])
+    lines = [
+        [
+            str(rank["rank"]),
+            *(_ms(step["plan_step"]) for step in rank["steps"]),
+            _ms(max(step["step"] + step["finish"] for step in rank["steps"])),
+        ]
+        for rank in late["late"]
+    ]
     lost = max(rank["seconds_to_error"] for rank in late["lost"])
     error = late["lost"][0]["error"].partition(". This is typically")[0].rpartition("] ")[2]
     return section(
@@ -155,27 +122,14 @@ def _late(late: Results) -> str:
     )
 
 
-def _paper(results: Results) -> str:
+def _paper(measured: dict[int, Results]) -> str:
     """Add the wire, on paper, to the CPU's time at the sizes that were measured."""
-    measured = _by_ranks(results["alone"][WITH_IDS])
-    if PAPER_RANKS not in measured:
-        return ""
     lines = []
     for model_size, split in PAPER_SPLITS.items():
         dp = PAPER_RANKS // model_size
-        point = measured[dp]
-        received = point["plan_step"]["bytes"]
+        received, cpu = (measured[dp]["plan_step"][key] for key in ("bytes", "cpu"))
         wire = received / BYTES_PER_SECOND + 2 * (dp - 1) * SECONDS_PER_HOP
-        lines.append(
-            [
-                split,
-                f"{dp:,}",
-                _size(received),
-                _ms(wire),
-                _ms(point["plan_step"]["cpu"]),
-                _ms(wire + point["plan_step"]["cpu"]),
-            ]
-        )
+        lines.append([split, f"{dp:,}", _size(received), *map(_ms, (wire, cpu, wire + cpu))])
     return section(
         f"One step on {PAPER_RANKS:,} ranks",
         ["split over", "DP", "received per rank", "wire, on paper", "CPU, measured", "ms in all"],

@@ -71,7 +71,7 @@ def test_every_alias_is_on_the_page():
 
 
 def names_that_are_reported():
-    """The names of a real report: one microbatch of one row on one rank."""
+    """The names of a real report: one microbatch of one sequence on one rank."""
     aggregator = SimpleNamespace(
         loss_scaling="average", dp_cp_size=1, cp_size=1, cp_rank=0, has_slices=False
     )

@@ -71,7 +71,10 @@ PATHS = {
         [PATH, "drive_example:no_callable"],
         ["returned None", "callable"],
     ),
-    "a share that is not a scalar": ([PATH, "drive_example:not_a_scalar"], ["returned a", "0-dim"]),
+    "a partial loss that is not a scalar": (
+        [PATH, "drive_example:not_a_scalar"],
+        ["returned a", "0-dim"],
+    ),
 }
 FAULTS = {
     "another_divisor_on_rank_1": ["rank 0 has", "rank 1 has", "same flags"],

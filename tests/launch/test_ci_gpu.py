@@ -113,7 +113,7 @@ def junit_of(tmp_path, *cases):
     return file
 
 
-PARTITION = '<testcase name="test_transformer_engine_slices_packed_rows_like_thd_zigzag[2]">'
+PARTITION = '<testcase name="test_transformer_engine_slices_packed_sequences_like_thd_zigzag[2]">'
 
 
 @pytest.mark.parametrize(
