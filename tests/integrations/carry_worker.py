@@ -14,6 +14,7 @@ import pytest
 import tiny_gpt
 import torch
 import torch.distributed as dist
+from framework_step import PROMPTS, assert_gradients, graded
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from step_data import make_sequences, zigzag
@@ -29,7 +30,6 @@ COUNTS = (1, 3)
 REDUCER = "reducer"
 MODES = ("token_mean", "sample_mean", "prompt_mean", "constant")
 OF_MICROBATCHES = "microbatch_token_mean"
-PROMPTS = [3, 1, 2, 1, 4, 2, 1, 9, 3, 6, 1, 2, 1, 5]
 
 
 def load_function(path):
@@ -86,12 +86,6 @@ def reference(path):
         loss = reference_loss.step_loss(OF_MICROBATCHES, sequences, microbatches=[m] * DP)
         saved[OF_MICROBATCHES, m] = graded(loss, named)
     torch.save(saved, path)
-
-
-def graded(loss, named):
-    """Return a loss and its gradients by name."""
-    grads = torch.autograd.grad(loss, list(named.values()), retain_graph=True)
-    return loss.item(), dict(zip(named, grads, strict=True))
 
 
 def packed(sequences, cp_size, cp_rank):
@@ -232,10 +226,7 @@ def train(chunk, batches, reduce, rollouts, want):
 
     data = tiny_gpt.run_schedule(forward_step, chunk, batches)
     assert abs(tiny_gpt.reported(data, "loss") - loss) < 1e-12 * abs(loss)
-    for shard in cpu.named_shards([chunk]):
-        got, wanted = shard.parameter.main_grad, grads[shard.name]
-        assert wanted.norm() > 1e-6, shard.name
-        assert (got - wanted).norm() < 1e-12 * wanted.norm(), (m, shard.name)
+    assert_gradients(chunk, grads)
 
 
 if __name__ == "__main__":

@@ -101,9 +101,14 @@ def reference(path):
             loss = reference_loss.step_loss(
                 mode, sequences, divisor=divisor, count_empty=count_empty
             )
-            grads = torch.autograd.grad(loss, list(named.values()), retain_graph=True)
-            saved[case, terms] = (loss.item(), dict(zip(named, grads, strict=True)))
+            saved[case, terms] = graded(loss, named)
     torch.save(saved, path)
+
+
+def graded(loss, named):
+    """Return a loss and its gradients by name."""
+    grads = torch.autograd.grad(loss, list(named.values()), retain_graph=True)
+    return loss.item(), dict(zip(named, grads, strict=True))
 
 
 def assert_gradients(chunk, grads, *, factor=1.0, bound=1e-12):

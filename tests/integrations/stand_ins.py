@@ -14,9 +14,8 @@ RAY = ("ray",)
 HYDRA = ("hydra",)
 """verl reads its configuration files with it; needs a source build of antlr4."""
 
-
-DATA = ("datasets", "pandas", "pyarrow")
-"""verl, skyrl and trl read data sets with them; 250 MB."""
+DATA = ("datasets",)
+"""verl, skyrl and trl read data sets with it. pandas and pyarrow are this environment's."""
 
 ENGINES = ("peft", "torchdata")
 """verl's other engines import them beside its Megatron engine."""

@@ -5,8 +5,11 @@
 Live on Megatron-Core without NeMo-RL: ``test_verl.py``.
 """
 
+import ast
+import inspect
 import json
 import re
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,11 +17,11 @@ import pytest
 import torch
 from conftest import launched
 from device_double import DeviceDouble
-from frameworks import copy_of, in_float64, needs_checkout
+from frameworks import PATCHES, copy_of, in_float64, needs_checkout
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
-from megatron_lossagg.integrations.nemo_rl import aggregated
+from megatron_lossagg.integrations.nemo_rl import AggregatedLoss, aggregated
 
 RECORDED = json.loads((Path(__file__).parent / "recorded/nemo_rl.json").read_text())
 RUNS = {run["name"]: run for run in RECORDED["runs"]}
@@ -361,6 +364,15 @@ def errors_of(steps, cp, processes, how, *cases):
     print(*lines, sep="\n")
     assert [case for case, _, _ in lines] == list(cases)
     return [(float(error), int(microbatches)) for _, error, microbatches in lines]
+
+
+def test_the_patch_calls_weights_of_by_the_names_of_its_arguments():
+    lines = (PATCHES / PATCH).read_text().splitlines()
+    added = "\n".join(line[1:] for line in lines if line.startswith("+ "))
+    call = ast.parse(textwrap.dedent(added)).body[0].value
+    assert call.func.attr == AggregatedLoss.weights_of.__name__
+    keywords = {keyword.arg: None for keyword in call.keywords}
+    inspect.signature(AggregatedLoss.weights_of).bind(None, *call.args, **keywords)
 
 
 @needs_checkout("NeMo-RL")
