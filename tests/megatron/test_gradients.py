@@ -2,7 +2,7 @@
 
 All layouts of one world size are proven in one launch of ``megatron_lossagg.verify``, but for
 unpacked sequences: their padding makes the reference three times as large. The
-data with every degenerate sequence is its ``sequences.py``, the reference its ``reference_loss.py``.
+data with every degenerate sequence is its ``sequences.py``, the reference ``reference_loss.py``.
 """
 
 import pytest
