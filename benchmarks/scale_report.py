@@ -86,8 +86,8 @@ def _bytes(results: Results) -> str:
         f"`plan_step` makes one all-gather without ids and two with them: {fixed:.0f} bytes per "
         f"rank of the group, and {per_sequence:.0f} per sequence with ids. Every rank is padded to "
         "the sequences of the rank that has most. `aggregator.begin` and `finish` receive nothing. "
-        "`read` makes three all-gathers here, once per run: an `all_gather_object` (two) and one "
-        "of two flags, by which the probe finds that these groups are not Megatron's.",
+        "`read` makes four all-gathers here, once per run: an `all_gather_object` (two) and two "
+        "of a flag, by which the probe finds that these groups are not Megatron's.",
     )
 
 
