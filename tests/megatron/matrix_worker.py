@@ -110,7 +110,7 @@ def compare(layout, *, per_token, rejected):
 
 
 def without_values(sequences):
-    """Make a reference with sequences only: the comparison is with stock, not with the oracle."""
+    """Make a reference with sequences only, because the comparison is with stock."""
     none = torch.zeros(0)
     return Reference(
         sequences=sequences, padded=4, losses_Y=none, gradients_YP=none.view(0, 0), parameters={}

@@ -1,8 +1,8 @@
-"""On real Megatron-Core every layout trains the oracle's gradient.
+"""On real Megatron-Core every layout trains the reference's gradient.
 
 All layouts of one world size are proven in one launch of ``megatron_lossagg.verify``, but for
 unpacked sequences: their padding makes the reference three times as large. The
-data with every degenerate sequence is its ``sequences.py``, the oracle its ``reference_loss.py``.
+data with every degenerate sequence is its ``sequences.py``, its reference ``reference_loss.py``.
 """
 
 import pytest

@@ -2,7 +2,7 @@
 
 Side losses: at equal layout and loss scaling stock Megatron's loss_func and this package's leave
 the same bits in every gradient buffer (``matrix_worker.py``, one launch). Combinations: the
-gradient is the oracle's (``megatron_lossagg.verify``, one launch per world size).
+gradient is the reference's (``megatron_lossagg.verify``, one launch per world size).
 """
 
 import json

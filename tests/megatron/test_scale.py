@@ -68,10 +68,10 @@ def test_plan_step_brings_80_bytes_per_rank_and_40_per_sequence_with_ids(
         assert point["plan_step"]["collectives"] == (2 if per_sequence else 1)
 
 
-def test_beginning_and_closing_a_step_communicate_nothing(costs):
+def test_beginning_and_finishing_a_step_communicate_nothing(costs):
     for workload in costs.values():
         for point in workload["threads"]:
-            for call in ("step", "close"):
+            for call in ("step", "finish"):
                 assert (point[call]["collectives"], point[call]["bytes"]) == (0, 0)
 
 
@@ -94,7 +94,7 @@ def test_a_late_rank_delays_that_plan_step_by_its_lateness_and_nothing_else(late
             # The late rank may leave the barrier before them.
             assert step["plan_step"] > LATE - BUSY / 2 if waits else step["plan_step"] < BUSY
             assert step["plan_step"] < LATE + BUSY
-            assert step["step"] + step["close"] < BUSY
+            assert step["step"] + step["finish"] < BUSY
 
 
 def test_a_rank_that_ends_makes_the_others_raise_in_plan_step_at_once(lost):
@@ -116,5 +116,5 @@ def test_a_rank_that_hangs_makes_the_others_raise_after_the_groups_timeout(silen
 
 def test_a_rank_that_is_lost_after_planning_is_missed_by_the_next_plan_step(lost_after):
     for rank in lost_after:
-        assert len(rank["steps"]) == FAULTY_STEP + 1  # its own step was closed
+        assert len(rank["steps"]) == FAULTY_STEP + 1  # its own step was finished
         assert rank["error"]
