@@ -19,7 +19,7 @@ from megatron_lossagg.errors import ReducerError
 from megatron_lossagg.faults import Faults
 from megatron_lossagg.integers import Ints
 
-__all__ = ["ReducerCall", "StepState", "TrainedTokens"]
+__all__ = ["ReducerCall", "StepState"]
 
 
 @dataclass(kw_only=True, eq=False)

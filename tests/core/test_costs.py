@@ -72,7 +72,7 @@ def test_building_moves_few_bytes_per_mask_position(mode, device, cp_size, mask)
 
 @CP
 @MASKS
-def test_nothing_waits_for_a_device_before_the_step_closes(cp_size, mask):
+def test_nothing_waits_for_a_device_before_the_step_finishes(cp_size, mask):
     counts.of_a_call(of_sequences(64, cp_size=cp_size), "meta", counts.MASK_TYPES[mask])
 
 
@@ -90,9 +90,9 @@ def test_four_bytes_per_token_are_held_for_the_backward_of_all_losses_of_one_agg
 def test_operations_and_bytes_are_counted_as_by_hand():
     x, w = torch.ones(1000, requires_grad=True), torch.ones(1000)
     with counted() as forward:
-        share = (x * w)[:].view(10, 100).sum()
+        total = (x * w)[:].view(10, 100).sum()
     with counted() as backward:
-        share.backward()
+        total.backward()
     assert forward.operations == {"mul": 1, "sum": 1}
     assert forward.bytes == 3 * 4000 + 4004
     assert backward.operations["mul"] == 1

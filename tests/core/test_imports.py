@@ -145,7 +145,7 @@ def test_the_table_of_modes_needs_neither_torch_nor_argparse():
     assert not {"torch", "numpy", "argparse"} & set(imports_of(PACKAGE / "aggregation.py"))
 
 
-def test_the_oracle_shares_no_code():
+def test_the_reference_shares_no_code():
     assert set(imports_of(PACKAGE / "verify" / "reference_loss.py")) - ANNOTATIONS == {
         "torch",
         "math",

@@ -136,7 +136,7 @@ def test_a_padding_is_in_no_count_and_has_weight_0():
     assert reducer.counted_tokens == 6
 
 
-def test_weights_are_float64_on_the_framework():
+def test_weights_are_float64_on_the_cpu():
     plan = plan_step(Aggregation("token_mean"), Sequences(active_tokens=torch.tensor([1, 2])))
     assert plan.weights.dtype == torch.float64
     assert plan.weights.device.type == "cpu"

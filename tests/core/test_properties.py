@@ -112,7 +112,7 @@ TOTALS = ("active_tokens", "samples", "prompts", "active_samples", "active_promp
     seed=st.integers(0, 2**32 - 1),
 )
 @settings(max_examples=150, deadline=None)
-def test_shares_over_microbatches_and_ranks_add_up_to_the_references_loss(
+def test_partial_losses_over_microbatches_and_ranks_add_up_to_the_references_loss(
     sequences, mode, m, cp, seed
 ):
     random = torch.Generator().manual_seed(seed)

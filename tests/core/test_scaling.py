@@ -19,28 +19,28 @@ def scaling(loss_scaling, m, dp, cp, n=78):
 
 @pytest.mark.parametrize(("m", "dp", "cp"), SIZES)
 @pytest.mark.parametrize("loss_scaling", LOSS_SCALINGS)
-def test_k_makes_the_steps_gradient_the_sum_of_the_shares(loss_scaling, m, dp, cp):
-    """Every rank and microbatch has a share; Megatron's rules as the table has them."""
+def test_k_makes_the_steps_gradient_the_sum_of_the_partial_losses(loss_scaling, m, dp, cp):
+    """Every rank and microbatch has a partial loss; Megatron's rules as the table has them."""
     n = 78
     step = scaling(loss_scaling, m, dp, cp, n)
-    shares = {
+    partial_losses = {
         key: Fraction(1 + i, 7) for i, key in enumerate(itertools.product(*map(range, (m, dp, cp))))
     }
     counted = {(i, rank): n // (m * dp) for i in range(m) for rank in range(dp)}
     counted[0, 0] += n - sum(counted.values())
     total, num_tokens = Fraction(0), 0
-    for (i, rank, cp_rank), share in shares.items():
+    for (i, rank, cp_rank), partial_loss in partial_losses.items():
         tokens = step.num_tokens(counted[i, rank], cp_rank)
-        loss = share * step.k
+        loss = partial_loss * step.k
         total += loss / tokens / m if loss_scaling == "average" else loss
         num_tokens += tokens
     total = total / (dp * cp) if loss_scaling == "average" else total / num_tokens
-    assert total == sum(shares.values())
+    assert total == sum(partial_losses.values())
 
 
 @pytest.mark.parametrize(("m", "dp", "cp"), SIZES)
 @pytest.mark.parametrize("loss_scaling", LOSS_SCALINGS)
-def test_the_factors_from_share_to_gradient_multiply_to_1(loss_scaling, m, dp, cp):
+def test_the_factors_from_partial_loss_to_gradient_multiply_to_1(loss_scaling, m, dp, cp):
     factors = list(scaling(loss_scaling, m, dp, cp).factors())
     assert prod(f.factor for f in factors) == 1
     places = ["loss_func", "schedule", "DDP", "finalize_model_grads"]
@@ -56,11 +56,11 @@ def test_k_by_hand():
 
 
 @pytest.mark.parametrize(("m", "dp", "cp"), SIZES)
-def test_a_reported_share_comes_out_as_the_steps_loss(m, dp, cp):
+def test_a_reported_partial_loss_comes_out_as_the_steps_loss(m, dp, cp):
     step = scaling("per_token", m, dp, cp)
-    shares = [Fraction(1 + i, 3) for i in range(m * dp * cp)]
-    entries = [(share * step.report_factor, 1) for share in shares]
-    assert sum(a for a, _ in entries) / sum(b for _, b in entries) == sum(shares)
+    partial_losses = [Fraction(1 + i, 3) for i in range(m * dp * cp)]
+    entries = [(partial * step.report_factor, 1) for partial in partial_losses]
+    assert sum(a for a, _ in entries) / sum(b for _, b in entries) == sum(partial_losses)
 
 
 def test_ddp_averages_once_and_only_in_the_average_loss_scaling():

@@ -1,7 +1,7 @@
 """A lost rank or a NaN ends the step soon, with the reason; faults of stock Megatron-Core.
 
 The second half shows, on stock Megatron-Core without this package's loss_func, what the
-contract refuses or leaves unchanged, and why: when one of these fails after an update, stock has
+aggregator refuses or leaves unchanged, and why: when one of these fails after an update, stock has
 been fixed, and the refusal or workaround can go.
 """
 

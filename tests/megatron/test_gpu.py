@@ -1,4 +1,4 @@
-"""CUDA masks and losses: as on the CPU, without a host sync, faults raised when the step closes.
+"""CUDA masks and losses: as on the CPU, without a host sync, faults raised when the step finishes.
 
 ``make gpu`` runs these on one GPU: NCCL with one rank, and a Linear in Megatron-Core's
 DistributedDataParallel, so that the aggregator is a live one.
@@ -78,12 +78,12 @@ def a_layout(cp_size=1, cp_rank=0):
     return Layout.thd_zigzag(offsets, cp_size=cp_size, cp_rank=cp_rank)
 
 
-def share_and_gradient(plan, mask, x, layout, *, device):
+def partial_loss_and_gradient(plan, mask, x, layout, *, device):
     x = x[layout.positions].to(device).requires_grad_()
-    share = plan.reducer(range(len(LENGTHS)), mask.to(device), layout)(x)
-    share.backward()
-    assert share.device.type == x.grad.device.type == device
-    return share.detach().cpu(), x.grad.cpu()
+    partial_loss = plan.reducer(range(len(LENGTHS)), mask.to(device), layout)(x)
+    partial_loss.backward()
+    assert partial_loss.device.type == x.grad.device.type == device
+    return partial_loss.detach().cpu(), x.grad.cpu()
 
 
 @contextlib.contextmanager
@@ -107,29 +107,29 @@ def test_the_sync_debug_mode_catches_a_read():
 @pytest.mark.parametrize("mask_type", [torch.bool, torch.int32, torch.float32])
 @pytest.mark.parametrize("cp_size", [1, 4])
 @pytest.mark.parametrize("aggregation", MODES, ids=str)
-def test_share_and_gradient_are_those_of_the_cpu(data, aggregation, cp_size, mask_type, dtype):
+def test_what_is_trained_is_that_of_the_cpu(data, aggregation, cp_size, mask_type, dtype):
     mask, x = data
     plan = a_plan(mask, aggregation)
     for cp_rank in range(cp_size):
         layout = a_layout(cp_size, cp_rank)
         inputs = (plan, mask.to(mask_type), x.to(dtype), layout)
-        on_cpu = share_and_gradient(*inputs, device="cpu")
-        on_gpu = share_and_gradient(*inputs, device="cuda")
+        on_cpu = partial_loss_and_gradient(*inputs, device="cpu")
+        on_gpu = partial_loss_and_gradient(*inputs, device="cuda")
         torch.testing.assert_close(on_gpu[0], on_cpu[0], rtol=1e-6, atol=1e-7)
         torch.testing.assert_close(on_gpu[1], on_cpu[1], rtol=0, atol=0)
     plan.check()
 
 
-def test_a_mask_on_the_framework_works_with_losses_on_a_device(data):
+def test_a_mask_on_the_cpu_works_with_losses_on_a_device(data):
     mask, x = data
     plan, layout = a_plan(mask), a_layout()
-    share = plan.reducer(range(len(LENGTHS)), mask, layout)(x.cuda())
-    expected, _ = share_and_gradient(plan, mask, x, layout, device="cpu")
-    torch.testing.assert_close(share.cpu(), expected, rtol=1e-6, atol=1e-7)
+    partial_loss = plan.reducer(range(len(LENGTHS)), mask, layout)(x.cuda())
+    expected, _ = partial_loss_and_gradient(plan, mask, x, layout, device="cpu")
+    torch.testing.assert_close(partial_loss.cpu(), expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("mask_type", [torch.bool, torch.int32, torch.float32])
-def test_building_calling_and_returning_make_no_framework_sync(aggregator, data, mask_type):
+def test_building_calling_and_returning_make_no_host_sync(aggregator, data, mask_type):
     mask, x = data
     plan, layout = a_plan(mask), a_layout()
     mask, x = mask.to(mask_type).cuda(), x.cuda().requires_grad_()

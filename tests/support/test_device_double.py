@@ -40,7 +40,7 @@ def test_a_tensor_on_the_device_is_not_on_the_cpu_and_keeps_its_values(double, x
     ],
     ids=["item", "float", "bool", "nonzero", "mask", "cpu", "to", "tolist", "copy_"],
 )
-def test_what_brings_values_to_the_cpu_is_a_framework_sync(double, x, read):
+def test_what_brings_values_to_the_cpu_is_a_host_sync(double, x, read):
     read(x)
     assert sum(double.syncs.values()) == 1
 
