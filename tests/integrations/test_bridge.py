@@ -2,12 +2,13 @@
 
 ``FRAMEWORKS_DIR=... pytest tests/integrations/test_bridge.py``: the checkout in
 ``$FRAMEWORKS_DIR/Megatron-Bridge`` with its ``3rdparty/Megatron-LM``, by
-``tools/fetch_frameworks.sh``, after ``make test-frameworks``, which installs what it imports;
-without, it skips. Bridge's data is tried in ``test_schedule.py`` too.
+``tools/fetch_frameworks.sh``, after ``make test-frameworks``, which installs what it imports
+but pybind11; without, it skips. Bridge's data is tried in ``test_schedule.py`` too.
 """
 
 import json
 import os
+import platform
 from itertools import count
 from pathlib import Path
 
@@ -45,7 +46,9 @@ def bridge(launches, tmp_path_factory):
     def launch(processes, program, *arguments):
         file = next(files)
         command = [*program, str(file), *map(str, arguments)]
-        done = server.launch(command, processes=processes, timeout=300)
+        # make builds the checkout's helpers for this Python, whatever pyenv would choose.
+        env = {"PYENV_VERSION": platform.python_version()}
+        done = server.launch(command, processes=processes, timeout=300, env=env)
         assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
         return file.read_text() if file.exists() else done.stdout
 
