@@ -49,7 +49,7 @@ class LossAggregator:
     :class:`Aggregation`, or the name of a mode or an alias, with ``divisor`` and ``count_empty``.
 
     Reads loss scaling and groups from the chunks and rejects what K cannot compensate. With
-    ``options.probe`` it then measures K, once per process and model. Raises
+    ``options.probe`` it then measures K, once per process and kind of model. Raises
     :class:`ContractError` on every rank if one rank rejects its model, if the ranks disagree on
     the aggregation, and if Megatron needs a different K. Collectives: one ``all_gather_object``
     over the world and the probe's. Make it outside the schedule.

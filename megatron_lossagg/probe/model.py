@@ -10,14 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-__all__ = ["build", "reduced_part"]
+__all__ = ["build", "free", "reduced_part", "schedule_starts_sync"]
 
 _PIECE = 128  # elements of w per rank; Megatron pads a bucket to a multiple of it
 
 _PLAIN_CONFIG: Mapping[str, Any] = {
-    # callbacks
+    # host callbacks
     "timers": None,
     "no_sync_func": None,
     "grad_sync_func": None,
@@ -59,6 +58,17 @@ _PLAIN_DDP_CONFIG: Mapping[str, Any] = {
     "reuse_grad_buf_for_mxfp8_param_ag": False,
     "nccl_ub": False,
     "pad_buckets_for_high_nccl_busbw": False,  # a padded bucket leaves some ranks no weight
+}
+_GROUPS = {
+    "dp": "dp_group",
+    "dp_cp": "dp_cp_group",
+    "expt_dp": "expt_dp_group",
+    "intra_dp_cp": "intra_dp_cp_group",
+    "intra_expt_dp": "intra_expt_dp_group",
+    "inter_dist_opt": "inter_dist_opt_group",
+    "tp": "tp_group",
+    "pp": "pp_group",
+    "ep": "ep_group",
 }
 
 
@@ -121,22 +131,31 @@ def build(
         )
     # Megatron before 0.14 reduces once per step only with it.
     config.no_sync_func = _per_chunk([chunk.no_sync for chunk in built])
-    if _starts_sync(chunks):
+    if schedule_starts_sync(chunks):
         config.grad_sync_func = _per_chunk([chunk.start_grad_sync for chunk in built])
     return built
 
 
-def _starts_sync(chunks: Sequence[Any]) -> bool:
+def free(built: Sequence[Any]) -> None:
+    """Free the buffers: DDP's hooks keep them alive until the next garbage collection."""
+    for chunk in built:
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+            for data in (buffer.grad_data, buffer.param_data):
+                if data is not None:
+                    data.untyped_storage().resize_(0)
+
+
+def schedule_starts_sync(chunks: Sequence[Any]) -> bool:
     """Whether the schedule starts the chunks' reductions, as with ``--align-grad-reduce``.
 
     Any other ``grad_sync_func`` is the framework's own and is left out of the probe.
     """
     hooks = chunks[0].config.grad_sync_func
-    found = [
-        (getattr(hook, "__self__", None), getattr(hook, "__name__", None))
-        for hook in (hooks if isinstance(hooks, list) else [hooks])
-    ]
-    return found == [(chunk, "start_grad_sync") for chunk in chunks]
+    hooks = hooks if isinstance(hooks, list) else [hooks]
+    return len(hooks) == len(chunks) and all(
+        getattr(hook, "__name__", None) == "start_grad_sync" and hook.__self__ is chunk
+        for hook, chunk in zip(hooks, chunks, strict=True)
+    )
 
 
 def reduced_part(chunk: Any, weight: Any, group: Any) -> Tensor:
@@ -157,9 +176,9 @@ def _groups(chunk: Any, wrapper: Any) -> dict[str, Any]:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     groups = ProcessGroupCollection()
-    for name, group in vars(chunk).items():
-        if name.endswith("_group") and isinstance(group, ProcessGroup):
-            setattr(groups, name.removesuffix("_group"), group)
+    for name, attribute in _GROUPS.items():
+        if hasattr(chunk, attribute):
+            setattr(groups, name, getattr(chunk, attribute))
     return {"pg_collection": groups}
 
 

@@ -35,12 +35,12 @@ FAULTS = {
 
 @early
 def printed_by_two():
-    return launched("megatron/probe_worker.py", processes=2, timeout=1800).splitlines()
+    return launched("megatron/probe_worker.py", processes=2, timeout=400).splitlines()
 
 
 @early
 def printed_by_four():
-    return launched("megatron/probe_worker.py", processes=4, timeout=1800).splitlines()
+    return launched("megatron/probe_worker.py", processes=4, timeout=400).splitlines()
 
 
 @pytest.fixture
@@ -104,8 +104,13 @@ def test_a_patched_megatron_is_caught_every_time(printed, fault):
 def test_a_patched_megatron_is_caught_under_the_config_of_megatron_lm(printed, fault):
     verdicts = verdicts_of(printed, MEGATRON_LM_LAYOUTS, "MEGATRON-LM FAULT", fault)
     caught = loss_scalings_caught(verdicts)
-    assert len(verdicts) == 2 * len(MEGATRON_LM_LAYOUTS)
-    assert caught == ({"average", "per_token"} if FAULTS[fault] == "both" else {FAULTS[fault]})
+    if fault == "finalize_not_called":  # in the average loss scaling DDP's hooks reduce without it
+        assert len(verdicts) == len(MEGATRON_LM_LAYOUTS)
+        assert caught == {"per_token"}
+    else:
+        assert len(verdicts) == 2 * len(MEGATRON_LM_LAYOUTS)
+        both = FAULTS[fault] == "both"
+        assert caught == ({"average", "per_token"} if both else {FAULTS[fault]})
 
 
 def verdicts_of(printed, cases, kind, fault):
