@@ -73,7 +73,7 @@ _GROUPS = {
 
 
 class _ProbeChunk(torch.nn.Module):
-    """One stage of the probe's model: out = in + the sum of its weights."""
+    """One stage of the probe's model: the sum of its weights; its input gets the same gradient."""
 
     pre_process = post_process = False
     share_embeddings_and_output_weights = False
@@ -104,7 +104,23 @@ class _ProbeChunk(torch.nn.Module):
         """
         sums = torch.stack([weight.sum() for weight in self.parameters()])
         total = sums.view(1, 1, -1).sum(dim=-1, keepdim=True)
-        return total if self.input is None else self.input + total
+        return total if self.input is None else _Through.apply(self.input) + total  # type: ignore[no-untyped-call]
+
+
+class _Through(torch.autograd.Function):
+    """Zeros that pass the gradient on.
+
+    gloo may still read an output that the schedule has freed (``deallocate_pipeline_outputs``): the
+    next stage then receives any value. It must not reach the probe's loss, which would be NaN.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, received: Tensor) -> Tensor:
+        return torch.zeros_like(received)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 def _weight(group: Any, device: torch.device) -> Any:
