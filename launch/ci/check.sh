@@ -1,7 +1,6 @@
 #!/bin/bash
 
-# What a change must pass, on a CPU: targets of the Makefile. The tests that measure waiting run
-# alone; then two lanes run side by side, because ranks wait for one another half of the time.
+# What a change must pass, on a CPU: targets of the Makefile, one after the other.
 #
 #   launch/ci/check.sh                         # all that is in TARGETS
 #   launch/ci/check.sh lint check              # some of them
@@ -13,30 +12,22 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-FOLDER=$(mktemp -d)
-trap 'rm -rf "$FOLDER"' EXIT
+TARGETS=(lint test wrong-factors test-versions test-frameworks test-launch docs)
+(($#)) || set -- "${TARGETS[@]}"
 
-# Run targets one after the other; one line for each into the file of the lane.
-lane() {
-    local name=$1 target begun result
-    for target in "${@:2}"; do
-        begun=$SECONDS
-        result=passed
-        make "$target" || result=FAILED
-        echo "| make $target | $result | $((SECONDS - begun)) s |" >>"$FOLDER/$name"
-    done
-}
+STATUS=0
+ROWS=()
+for TARGET in "$@"; do
+    BEGUN=$SECONDS
+    if make "$TARGET"; then
+        RESULT=passed
+    else
+        RESULT=FAILED
+        STATUS=1
+    fi
+    ROWS+=("| make $TARGET | $RESULT | $((SECONDS - BEGUN)) s |")
+done
 
-if (($#)); then
-    lane 1 "$@"
-else
-    lane 1 lint test
-    lane 2 test-launch docs >"$FOLDER/printed" 2>&1 &
-    lane 3 wrong-factors test-versions test-frameworks
-    wait
-    cat "$FOLDER/printed"
-fi
-
-{ printf '%s\n' '| target | result | time |' '|---|---|---|'; cat "$FOLDER"/[123]; } |
+printf '%s\n' '| target | result | time |' '|---|---|---|' "${ROWS[@]}" |
     tee -a "${GITHUB_STEP_SUMMARY:-/dev/null}"
-! grep -q FAILED "$FOLDER"/[123]
+exit "$STATUS"

@@ -47,7 +47,10 @@ ORDER = [
     "verify",
     "cli",
 ]
-LATER = {"aggregator": {"schedule"}}  # LossAggregator.wrap makes the hook, which may make it
+LATER = {
+    "aggregator": {"schedule"},  # LossAggregator.wrap makes the hook, which may make it
+    "verify": {"cli"},  # a rank of Megatron-LM runs `lossagg run`
+}
 ANNOTATIONS = {
     "__future__", "__future__.annotations", "collections.abc", "collections.abc.Iterable",
     "collections.abc.Sequence", "typing", "typing.Any", "torch.Tensor",

@@ -35,12 +35,12 @@ FAULTS = {
 
 @early
 def printed_by_two():
-    return launched("megatron/probe_worker.py", processes=2, timeout=400).splitlines()
+    return launched("megatron/probe_worker.py", processes=2, timeout=1800).splitlines()
 
 
 @early
 def printed_by_four():
-    return launched("megatron/probe_worker.py", processes=4, timeout=400).splitlines()
+    return launched("megatron/probe_worker.py", processes=4, timeout=1800).splitlines()
 
 
 @pytest.fixture
