@@ -81,7 +81,7 @@ def microbatch(contender: Callable[[Workload], Any], workload: Workload) -> None
 
 
 def check_values(workload: Workload) -> None:
-    """Compare the values first: a baseline of another loss is none."""
+    """Compare the values first: a different loss is no baseline."""
     x_T = workload.x_T.detach()
     ours, *others = (contender(workload) for contender in CONTENDERS.values())
     for other in others:

@@ -88,7 +88,7 @@ def measured(quick: bool) -> Json:
 def in_threads(size: int, num_sequences: int, *, has_ids: bool) -> Json:
     """Run every rank of a world in this process; the cost of each call, its median over ranks.
 
-    Raises where a rank's weights or totals differ from those of one process with all sequences.
+    Raises if a rank's weights or totals differ from those of one process with all sequences.
     """
     say(f"{size} ranks in threads, {num_sequences} sequences")
     whole = plan_step(AGGREGATION, RankSequences(0, num_sequences, has_ids).sequences)

@@ -269,7 +269,7 @@ def test_swifts_token_mean_is_that_of_the_step_from_4_6_0_on(loss_type):
     4.5.3 divides dapo by the tokens of the whole rollout and lacks the last factor; its bnpo is a
     mean of microbatch means.
     """
-    step, rollout = Step(), 100
+    step, rollout = Step([[[0], [1, 2, 3]], [[4], [5, 6, 7]]]), 100  # microbatches of unequal size
     M, tokens = step.num_microbatches, sum(step.lengths)
 
     def theirs(release, rank):
@@ -294,7 +294,7 @@ def test_swifts_token_mean_is_that_of_the_step_from_4_6_0_on(loss_type):
         "bnpo": step.wanted(Aggregation("microbatch_token_mean"), step.leaves).item(),
     }
     assert mean("4.5.3") == pytest.approx(old[loss_type], rel=1e-12)
-    assert abs(old[loss_type] / ours - 1) > 1e-3
+    assert abs(old[loss_type] / ours - 1) > 0.01
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ import megatron_lossagg.cpu as cpu
 from megatron_lossagg import LossAggregator
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.options import Options
+from megatron_lossagg.probe import model as probe_model
 from megatron_lossagg.probe import startup, together
 from megatron_lossagg.verify.model import destroy_groups
 
@@ -699,6 +700,18 @@ def check_once_per_process_and_kind(layout, emit):
     assert "probe: off" in aggregator.describe()
 
 
+def check_what_a_stage_receives_does_not_enter_the_loss():
+    """gloo may deliver any value of an output that the schedule has freed."""
+    (chunk,) = live_chunks(per_token=False)
+    (built,) = probe_model.build([chunk], type(chunk), finalize_model_grads, num_stages=1)
+    received = torch.full((1, 1, 1), torch.nan, requires_grad=True)
+    built.module.set_input_tensor(received)
+    output = built.module()
+    assert output.item() == 0, output
+    output.backward()
+    assert received.grad.item() == 1, received.grad
+
+
 def run(layouts):
     dist.init_process_group("gloo")
 
@@ -717,6 +730,7 @@ def run(layouts):
             if name == "DP2xPP2":
                 check_gradients_reduced_twice_are_caught(layout, emit)
             if name == "DP2":
+                check_what_a_stage_receives_does_not_enter_the_loss()
                 check_what_cannot_be_measured_is_read(layout, emit)
                 check_once_per_process_and_kind(layout, emit)
             if "instances" in layout:
