@@ -32,10 +32,15 @@ wrong-factors: $(VENV)/installed
 test-versions: $(VENV)/installed
 	$(RUN) tests/versions.py $(if $(WHOLE),--whole)
 
-# Released verl, TRL and SkyRL on the CPU, in an environment of its own; docs/integrations/.
+# Released verl, TRL, SkyRL and ms-swift on the CPU, in an environment of its own; docs/integrations/.
 .PHONY: test-frameworks
 test-frameworks: $(VENV)/installed
 	$(RUN) tests/integrations/run.py
+
+# The newest main of Megatron-LM and of each framework; clones them, or CHECKOUTS=folder.
+.PHONY: test-newest
+test-newest: $(VENV)/installed
+	$(RUN) tests/newest.py $(if $(CHECKOUTS),--checkouts $(CHECKOUTS))
 
 # The scripts of launch/, those of launch/ci/ and `make gpu` among them; what needs Slurm, Ray or
 # another program skips where there is none.
@@ -49,15 +54,15 @@ test-launch: $(VENV)/installed
 mutants: $(VENV)/installed
 	$(RUN) tests/mutants/run.py $(MODULES)
 
-# `make bench QUICK=1` in about 20 seconds; `SCALE=1` for 1,024 ranks; docs/performance.md.
+# `make bench QUICK=1` in about 20 seconds; `SCALE=1` for one rank of many; docs/performance.md.
 .PHONY: bench gpu
 bench: $(VENV)/installed
-	$(RUN) $(if $(SCALE),-m benchmarks.scale,benchmarks/run.py) $(if $(QUICK),--quick)
+	$(RUN) -m benchmarks.$(if $(SCALE),scale,run) $(if $(QUICK),--quick)
 
-# From a bare checkout: torch and a megatron-core wheel on the path, nothing installed.
+# From a bare checkout: torch, rich and a megatron-core wheel on the path, nothing installed.
 # `make gpu DEVICE=cpu` tries the command where there is none.
 gpu:
-	$(PYTHON) benchmarks/gpu.py $(if $(filter cpu,$(DEVICE)),--cpu)
+	$(PYTHON) -m benchmarks.gpu $(if $(filter cpu,$(DEVICE)),--cpu)
 
 # The site into site/, in an environment of its own: it needs no torch. mkdocs.yml.
 .PHONY: docs
@@ -65,18 +70,23 @@ docs: .venv-docs/installed
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 	@echo "site/index.html; with search: $(PYTHON) -m http.server --directory site"
 
+# The site built for an address under a folder: its links, sitemap, search and widths.
+.PHONY: test-site
+test-site: $(VENV)/installed .venv-docs/installed
+	TEST_SITE=1 $(RUN) -m pytest tests/docs/test_site.py
+
 # The packages of the extra `docs`, without this package and its torch.
-.venv-docs/installed: setup.py constraints.txt
+.venv-docs/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-docs
 	.venv-docs/bin/python -m pip install --quiet --constraint constraints.txt \
-		$$(sed -n 's/.*"docs": \[\(.*\)\],/\1/p' setup.py | tr -d '",')
+		$$(sed -n 's/^docs = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
 	touch $@
 
 figures: $(VENV)/installed
 	$(RUN) examples/drgrpo/figures.py
 
 # torch first: its pinned version decides everything else that is resolved.
-$(VENV)/installed: setup.py constraints.txt
+$(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch numpy
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo,dev]'

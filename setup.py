@@ -1,65 +1,66 @@
-"""Metadata of megatron_lossagg; build system and tool settings are in pyproject.toml."""
+"""The README and the project URLs of a release: links depend on where the code is hosted.
+
+Everything else is in ``pyproject.toml``, with the addresses under ``[tool.lossagg]``.
+"""
 
 import re
+import sys
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import setup
 
-HERE = Path(__file__).parent
-VERSION = re.search(
-    r'^__version__ = "(.+)"$', (HERE / "megatron_lossagg/__init__.py").read_text(), re.MULTILINE
-)
-assert VERSION is not None
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
-setup(
-    name="megatron-lossagg",
-    version=VERSION.group(1),
-    description="The loss you configured is the loss you train, on any Megatron layout.",
-    long_description=(HERE / "README.md").read_text(),
-    long_description_content_type="text/markdown",
-    license="Apache-2.0",
-    license_files=["LICENSE"],
-    keywords="megatron, reinforcement learning, loss aggregation, GRPO, DAPO",
-    packages=find_packages(include=["megatron_lossagg", "megatron_lossagg.*"]),
-    package_data={"megatron_lossagg": ["py.typed", "templates/*.html"]},
-    python_requires=">=3.10",
-    entry_points={
-        "console_scripts": ["lossagg = megatron_lossagg.cli.main:main"],
-        # verl takes the attribute of each in every process that imports it.
-        "verl.plugins": ["megatron_lossagg = megatron_lossagg.integrations.verl:plugin"],
-    },
-    # Small and loose: frameworks bring their own torch and Megatron.
-    install_requires=["torch>=2.6", "numpy>=1.26", "rich>=13"],
-    extras_require={
-        "megatron": ["megatron-core>=0.13"],
-        # Cannot be imported without CUDA.
-        "te": ["transformer-engine[pytorch]>=2.9"],
-        "docs": ["latex2mathml", "mkdocs", "mkdocs-material", "mkdocstrings[python]", "ruff"],
-        # lossagg verify --html
-        "report": ["jinja2"],
-        # lossagg plot, lossagg explain --lengths-file; a Parquet file needs pyarrow too.
-        "plot": ["jinja2", "matplotlib", "pandas>=2"],
-        "parquet": ["pyarrow"],
-        # lossagg plot --tokenizer
-        "tokenizers": ["tokenizers"],
-        # Runs examples/which_mode.ipynb as Jupyter does.
-        "notebook": ["ipykernel", "jinja2", "matplotlib", "nbclient", "pandas>=2"],
-        "demo": ["megatron-core>=0.13", "matplotlib", "tensorboard", "tqdm"],
-        "dev": [
-            "einops",
-            "hypothesis",
-            "jinja2",
-            "libcst",
-            "matplotlib",
-            "mutmut",
-            "mypy",
-            "pandas>=2",
-            "pyarrow",
-            "pytest",
-            "pyyaml",
-            "ruff",
-            "tensorboard",
-            "tqdm",
-        ],
-    },
-)
+_FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\((?![a-z]+:|#)([^)\s]+)\)")
+
+
+def absolute(readme: str, repository: str, version: str) -> str:
+    """Point every relative link of the README at the release's files.
+
+    If there is no repository, a link becomes its text, and a picture is left out.
+    """
+
+    def replaced(link: "re.Match[str]") -> str:
+        image, text, path = link.groups()
+        text = _LINK.sub(replaced, text)
+        if not repository:
+            return "" if image else text
+        kind = "raw" if image else "blob"
+        return f"{image}[{text}]({repository}/{kind}/v{version}/{path})"
+
+    parts = [_LINK.sub(replaced, part) for part in _FENCE.split(readme)]
+    fences = [*_FENCE.findall(readme), ""]
+    return "".join(part + fence for part, fence in zip(parts, fences, strict=True))
+
+
+def project_urls(repository: str, site: str) -> "dict[str, str]":
+    """Name the addresses that follow from the two settings; none without a repository."""
+    urls = {"Documentation": site} if site else {}
+    if repository:
+        urls["Source"] = repository
+        urls["Issues"] = f"{repository}/issues"
+        urls["Changelog"] = f"{repository}/blob/main/CHANGELOG.md"
+    return urls
+
+
+def main() -> None:
+    """Build with what ``pyproject.toml`` leaves to this file."""
+    top = Path(__file__).resolve().parent
+    addresses = tomllib.loads((top / "pyproject.toml").read_text())["tool"]["lossagg"]
+    version = re.search(r'__version__ = "(.*)"', (top / "megatron_lossagg/__init__.py").read_text())
+    assert version is not None
+    setup(
+        long_description=absolute(
+            (top / "README.md").read_text(), addresses["repository"].rstrip("/"), version[1]
+        ),
+        long_description_content_type="text/markdown",
+        project_urls=project_urls(**addresses),
+    )
+
+
+if __name__ == "__main__":
+    main()

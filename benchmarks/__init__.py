@@ -1,1 +1,1 @@
-"""What the package costs, beside the known algorithms: ``python benchmarks/run.py``."""
+"""What the package costs, compared with the known algorithms: ``python -m benchmarks.run``."""

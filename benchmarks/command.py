@@ -27,7 +27,6 @@ def run_command(
     description: str | None,
     *,
     measure: Callable[[bool], Results],
-    show: Callable[[Results], None],
     markdown: Callable[[Results], str],
     name: str,
     draw: str,
@@ -66,7 +65,7 @@ def run_command(
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(results, indent=1) + "\n")
-    show(results)
+    print(markdown(results))
     if args.doc is not None:
         begin = f"<!-- {name}: begin; written by `{command} --doc`, not by hand -->"
         write_between(args.doc, begin, f"<!-- {name}: end -->", markdown(results))

@@ -69,21 +69,17 @@ def of_a_call(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Held:
-    """Bytes per local token that graphs hold for the backward pass."""
-
-    one_call: float
-    six_calls: float
-    """Six losses, one reducer."""
-    six_calls_under: float
-    """Six losses, each by ``under`` with the same aggregation."""
-    three_aggregations: float
-    """Six losses under three aggregations."""
+HELD_OF = {
+    "one call": 1,
+    "six calls of one reducer": 1,
+    "six calls, each by under with the same aggregation": 1,
+    "six calls under three aggregations": 3,
+}
+"""Calls whose graphs are looked at, and under how many aggregations they are."""
 
 
-def held_for_backward(workload: Workload) -> Held:
-    """Count the bytes that the graphs of a microbatch's losses hold, losses themselves aside."""
+def held_for_backward(workload: Workload) -> dict[str, float]:
+    """Count the bytes per local token that graphs of ``HELD_OF`` hold, losses themselves aside."""
     reducer = workload.plan.reducer(
         range(workload.num_sequences), workload.mask_P, workload.layout()
     )
@@ -97,9 +93,10 @@ def held_for_backward(workload: Workload) -> Held:
 
     own = reducer.plan.aggregation
     token_mean, constant = reducer.under(TOKEN_MEAN), reducer.under(workload.constant)
-    return Held(
-        one_call=held([reducer]),
-        six_calls=held([reducer] * 6),
-        six_calls_under=held([reducer, *(reducer.under(own) for _ in range(5))]),
-        three_aggregations=held([reducer, reducer, token_mean, token_mean, constant, constant]),
+    calls = (
+        [reducer],
+        [reducer] * 6,
+        [reducer, *(reducer.under(own) for _ in range(5))],
+        [reducer, reducer, token_mean, token_mean, constant, constant],
     )
+    return dict(zip(HELD_OF, map(held, calls), strict=True))

@@ -1,6 +1,6 @@
 """Everything that needs a GPU, by one command: ``make gpu``.
 
-From a bare checkout with torch and a megatron-core wheel on the path; nothing of this
+From a bare checkout with torch, rich and a megatron-core wheel on the path; nothing of this
 repository has to be installed. Its parts:
 
 - tests: every test marked ``gpu``, Transformer Engine's partition of packed sequences against
@@ -28,8 +28,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
 
 PARTS = ("tests", "verify", "rows")
 NO_CUDA = 2
@@ -110,7 +108,7 @@ def run_tests(output: Path, *, on_cpu: bool) -> Json:
     """Run every test marked ``gpu``; only the files that have one, for what they import."""
     if on_cpu:
         return part(NOT_RUN, "needs a GPU")
-    if importlib.util.find_spec("pytest") is None:
+    if not installed("pytest"):
         return part(NOT_RUN, "pytest is not installed: pip install pytest")
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     marked = [str(file) for file in files if "mark.gpu" in file.read_text()]
@@ -151,19 +149,18 @@ def run_verify(output: Path, *, on_cpu: bool) -> Json:
     """Run ``lossagg verify`` under torchrun on every GPU of this machine, once per layout."""
     import torch
 
+    if not installed("rich"):
+        return part(NOT_RUN, "rich is not installed: pip install rich")
     ranks = CPU_RANKS if on_cpu else torch.cuda.device_count()
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
     to_verify = layouts_of(ranks)[-1:] if on_cpu else layouts_of(ranks)
-    layouts, good = [], True
-    for number, sizes in enumerate(to_verify):
-        has_rich = importlib.util.find_spec("rich") is not None
-        found = (verify if has_rich else verify_without_tables)(
-            output, f"verify_{number}", ranks, sizes, hidden
-        )
-        layouts.append(found)
-        good = good and found["passed"]
+    layouts = [
+        verify(output, f"verify_{number}", ranks, sizes, hidden)
+        for number, sizes in enumerate(to_verify)
+    ]
+    verdict = PASSED if all(layout["passed"] for layout in layouts) else FAILED
     reason = "; ".join(layout["summary"] for layout in layouts)
-    return {**part(PASSED if good else FAILED, reason), "ranks": ranks, "layouts": layouts}
+    return {**part(verdict, reason), "ranks": ranks, "layouts": layouts}
 
 
 def layouts_of(ranks: int) -> list[dict[str, int]]:
@@ -176,15 +173,16 @@ def layouts_of(ranks: int) -> list[dict[str, int]]:
 def verify(
     output: Path, name: str, ranks: int, sizes: dict[str, int], environment: dict[str, str]
 ) -> Json:
-    """Run one layout by the command line; its report and page stay beside the log."""
+    """Run one layout; its report and page stay next to the log."""
     file = output / f"{name}.json"
     file.unlink(missing_ok=True)
-    options = [word for size, value in sizes.items() for word in (f"--{size}", str(value))]
-    options += ["--sequence-parallel"] * ("tp" in sizes)
-    outputs = ["--json", str(file)]
-    if importlib.util.find_spec("jinja2") is not None:
-        outputs += ["--html", str(file.with_suffix(".html"))]
-    command = [*torchrun(ranks), "-m", "megatron_lossagg", "verify", *options, *outputs]
+    command = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command += ["--nproc-per-node", str(ranks), "-m", "megatron_lossagg", "verify"]
+    command += [word for size, value in sizes.items() for word in (f"--{size}", str(value))]
+    command += ["--sequence-parallel"] * ("tp" in sizes)
+    command += ["--json", str(file)]
+    if installed("jinja2"):
+        command += ["--html", str(file.with_suffix(".html"))]
     passed = logged(command, output / f"{name}.txt", environment)
     files = [file.with_suffix(suffix) for suffix in (".json", ".html", ".txt")]
     found: Json = {"passed": passed, "files": [f.name for f in files if f.exists()]}
@@ -194,38 +192,6 @@ def verify(
     cases = sum(verdict["passed"] for verdict in report["verdicts"])
     found["summary"] = f"{', '.join(report['layouts'])}: {cases} of {report['num_verdicts']} cases"
     return {**found, "passed": passed and report["passed"]}
-
-
-def verify_without_tables(
-    output: Path, name: str, ranks: int, sizes: dict[str, int], environment: dict[str, str]
-) -> Json:
-    """Run the same verification by its ranks' module, if rich is not installed."""
-    from megatron_lossagg.verify.cases import CASES
-    from megatron_lossagg.verify.job import Job
-    from megatron_lossagg.verify.parallelism import Parallelism
-
-    others = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1)
-    layout = Parallelism(dp=ranks // others, sequence_parallel="tp" in sizes, **sizes)
-    job = Job(layouts=[layout], cases=CASES)
-    job_file, events = output / f"{name}_job.json", output / f"{name}_events.jsonl"
-    job.write(job_file)
-    events.unlink(missing_ok=True)
-    command = [*torchrun(ranks), "-m", "megatron_lossagg.verify", str(job_file), str(events)]
-    passed = logged(command, output / f"{name}.txt", environment)
-    lines = events.read_text().splitlines() if events.exists() else []
-    verdicts = [v for event in map(json.loads, lines) for v in event.get("verdicts", [])]
-    right = sum(verdict["passed"] for verdict in verdicts)
-    return {
-        "passed": passed and right == job.num_verdicts,
-        "files": [events.name, f"{name}.txt"],
-        "summary": f"{layout}: {right} of {job.num_verdicts} cases",
-    }
-
-
-def torchrun(ranks: int) -> list[str]:
-    """Return the launcher's arguments for ranks of this machine."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    return [*launcher, "--nproc-per-node", str(ranks)]
 
 
 def run_rows(output: Path, *, on_cpu: bool) -> Json:
@@ -240,6 +206,11 @@ def run_rows(output: Path, *, on_cpu: bool) -> Json:
         return {**part(FAILED, f"waits for the device: {', '.join(synced)}"), **found}
     reason = "" if found["goal_reached"] else "the bandwidth goal was missed"
     return {**part(PASSED, reason), **found}
+
+
+def installed(package: str) -> bool:
+    """Tell whether a package can be imported."""
+    return importlib.util.find_spec(package) is not None
 
 
 def part(verdict: str, reason: str = "") -> Json:

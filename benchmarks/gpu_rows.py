@@ -9,6 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.counting import counted
+from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
+
 TOKENS = {"64k": 2**16, "1M": 2**20, "4M": 2**22}
 TOKENS_PER_ROW = 1024
 WARMUP, REPEATS = 10, 50
@@ -17,14 +23,10 @@ QUEUE_CYCLES = 10_000_000
 """About 5 ms of the device, longer than the host takes to launch a call."""
 GOAL_AT_4M = 0.8
 """Of the copy bandwidth."""
-BYTES_FUSED = 9 + 8
-"""Per token, what a fused kernel moves: the dispatch trace does not see into it."""
 
 
 def measure() -> dict[str, Any]:
     """Measure the rows on the first device, and print them."""
-    import torch
-
     torch.cuda.set_device(0)
     found: dict[str, Any] = {"copy_bytes_per_second": copy_bandwidth(), "rows": []}
     for name, num_tokens in TOKENS.items():
@@ -33,32 +35,15 @@ def measure() -> dict[str, Any]:
             bandwidth = row["bytes_per_token"] * num_tokens / row["call_seconds"]
             row["of_copy_bandwidth"] = bandwidth / found["copy_bytes_per_second"]
             found["rows"].append(row)
-            print(in_words(row), flush=True)
+            print(*(f"{name}: {value}" for name, value in row.items()), sep=", ", flush=True)
     at_4m = next(r for r in found["rows"] if (r["tokens"], r["dtype"]) == ("4M", "float32"))
     found["goal_reached"] = at_4m["of_copy_bandwidth"] >= GOAL_AT_4M
     print(f"goal: {GOAL_AT_4M:.0%} at 4M fp32 tokens, got {at_4m['of_copy_bandwidth']:.0%}")
     return found
 
 
-def in_words(row: dict[str, Any]) -> str:
-    """Write one row."""
-    return (
-        f"{row['tokens']} {row['dtype']}: build {row['build_seconds'] * 1e6:.0f} us, call forward "
-        f"+ backward {row['call_seconds'] * 1e6:.0f} us, {row['of_copy_bandwidth']:.0%} of the "
-        f"copy bandwidth at {row['bytes_per_token']:.1f} bytes per token, floor "
-        f"{row['floor_seconds'] * 1e6:.0f} us; with the host's launches "
-        f"{row['call_seconds_with_launches'] * 1e6:.0f} against "
-        f"{row['floor_seconds_with_launches'] * 1e6:.0f} us; host syncs {row['sync'] or 'none'}"
-    )
-
-
 def a_call(num_tokens: int, dtype: str) -> dict[str, Any]:
     """Time building and a call on one microbatch; its kernels; whether anything waited."""
-    import torch
-
-    from benchmarks.counting import counted
-    from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
-
     num_sequences = num_tokens // TOKENS_PER_ROW
     rows = range(num_sequences)
     generator = torch.Generator().manual_seed(1)
@@ -100,12 +85,11 @@ def a_call(num_tokens: int, dtype: str) -> dict[str, Any]:
         torch.cuda.set_sync_debug_mode("default")
     with counted() as counts:
         call()
-    traced = counts.bytes / num_tokens
     plan.check()
     return {
         **times,
         "sync": sync,
-        "bytes_per_token": traced if traced > BYTES_FUSED / 2 else float(BYTES_FUSED),
+        "bytes_per_token": counts.bytes / num_tokens,
         "kernels_call": kernels(call),
         "kernels_build": kernels(build),
     }
@@ -117,8 +101,6 @@ def seconds(piece: Callable[[], object], *, queued: bool = True) -> float:
     ``queued``: behind a kernel that keeps the device busy while the host launches the rest, so
     that the device's time comes out; without, the host's launches count where they are slower.
     """
-    import torch
-
     for _ in range(WARMUP):
         piece()
     pairs = []
@@ -138,8 +120,6 @@ def seconds(piece: Callable[[], object], *, queued: bool = True) -> float:
 
 def copy_bandwidth() -> float:
     """Bytes per second that a copy on the device reads and writes."""
-    import torch
-
     source = torch.ones(COPIED_BYTES // 4, device="cuda")
     target = torch.empty_like(source)
     return 2 * COPIED_BYTES / seconds(lambda: target.copy_(source))
@@ -147,9 +127,6 @@ def copy_bandwidth() -> float:
 
 def kernels(piece: Callable[[], None]) -> dict[str, int]:
     """Names and counts of the kernels that a piece of code launches."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
     piece()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:

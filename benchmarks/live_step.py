@@ -1,20 +1,18 @@
 """A real training step of the example, and the package's part of its CPU time.
 
-``python -m benchmarks.live_step FILE [--steps N]`` under a launcher with one process replays the
-example's recorded rollouts on stock Megatron-Core and writes FILE. The package's time is what
-passes in its functions, called from the example or from autograd, by ``sys.setprofile``, whose
-own cost is on both sides. Then the time of comparing a large live model with what was read of it,
-which every step does.
+``python -m benchmarks.live_step FILE`` under a launcher with one process replays the example's
+recorded rollouts on stock Megatron-Core and writes FILE. The package's time is what passes in its
+functions, called from the example or from autograd, by ``sys.setprofile``, whose own cost is on
+both sides. Then the time of comparing a large live model with what was read of it, which every
+step does.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,7 +27,7 @@ import train  # noqa: E402  puts the stand-ins for CUDA in place, so it is impor
 
 import megatron_lossagg  # noqa: E402
 from benchmarks.rank_step import a_chunk  # noqa: E402
-from benchmarks.timing import Spread  # noqa: E402
+from benchmarks.timing import spread  # noqa: E402
 from benchmarks.workloads import TOKEN_MEAN  # noqa: E402
 from megatron_lossagg import LossAggregator  # noqa: E402
 from megatron_lossagg.options import Options  # noqa: E402
@@ -37,8 +35,8 @@ from megatron_lossagg.options import Options  # noqa: E402
 PACKAGE = str(Path(megatron_lossagg.__file__).parent)
 STAND_INS = str(Path(PACKAGE, "cpu"))
 """They are what a GPU does, not what the package does to a loss."""
-WARMUP = 2
-"""First steps, which are left out."""
+STEPS, WARMUP = 20, 2
+"""The first steps are left out."""
 MODULES, ROUTERS, CHECKS = 50_000, 128, 200
 """Of the model whose live check is timed, and how often."""
 
@@ -47,7 +45,7 @@ class Profile:
     """Adds up the time between the outermost calls of the package's functions and their ends."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
+        self.seconds = 0.0
         self._outermost: FrameType | None = None
         self._began = 0.0
 
@@ -58,7 +56,7 @@ class Profile:
             if file.startswith(PACKAGE) and not file.startswith(STAND_INS):
                 self._outermost, self._began = frame, time.thread_time()
         elif event == "return" and frame is self._outermost:
-            self.seconds[frame.f_code.co_name] += time.thread_time() - self._began
+            self.seconds += time.thread_time() - self._began
             self._outermost = None
 
 
@@ -69,7 +67,7 @@ def share_of_time(run: Any) -> dict[str, Any]:
 
     def step_and_look(self: Any) -> Any:
         result = step(self)
-        ends.append((sum(profile.seconds.values()), time.thread_time()))
+        ends.append((profile.seconds, time.thread_time()))
         return result
 
     with mock.patch.object(train.OptimizerWithSchedule, "step", step_and_look):
@@ -80,14 +78,11 @@ def share_of_time(run: Any) -> dict[str, Any]:
             sys.setprofile(None)
     pairs = list(zip(ends[WARMUP - 1 :], ends[WARMUP:], strict=False))
     spent = [(after[0] - before[0], after[1] - before[1]) for before, after in pairs]
-    by_call = sorted(profile.seconds.items(), key=lambda item: -item[1])
     return {
-        "share": Spread.of([package / whole for package, whole in spent]).to_json(),
-        "package_ms": Spread.of([package * 1e3 for package, _ in spent]).to_json(),
-        "step_ms": Spread.of([whole * 1e3 for _, whole in spent]).to_json(),
-        "steps": len(spent),
+        "share": spread([package / whole for package, whole in spent]),
+        "package_ms": spread([package * 1e3 for package, _ in spent]),
+        "step_ms": spread([whole * 1e3 for _, whole in spent]),
         "microbatches": run.args.num_microbatches,
-        "ms_by_call": {name: seconds * 1e3 / len(ends) for name, seconds in by_call},
     }
 
 
@@ -103,28 +98,20 @@ def live_check() -> dict[str, Any]:
     started = time.thread_time()
     aggregator = LossAggregator(chunk, TOKEN_MEAN, options=Options(probe=False))
     read = time.thread_time() - started
-    seconds = []
+    milliseconds = []
     for _ in range(CHECKS):
         started = time.thread_time()
         aggregator._frozen.check()
-        seconds.append(time.thread_time() - started)
-    return {
-        "modules": MODULES,
-        "read_ms": read * 1e3,
-        "check_ms": Spread.of([second * 1e3 for second in seconds]).to_json(),
-    }
+        milliseconds.append((time.thread_time() - started) * 1e3)
+    return {"read_ms": read * 1e3, "check_ms": spread(milliseconds)}
 
 
-def main() -> None:
-    """Replay ``--steps`` steps of the example, then time the live check."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--steps", type=int, default=20, metavar="N")
-    options = parser.parse_args()
+def main(file: Path) -> None:
+    """Replay some steps of the example, then time the live check."""
     with tempfile.TemporaryDirectory() as folder:
         args = train.parse_args(
             [
-                *("--mode", "replay", "--steps", str(options.steps + WARMUP)),
+                *("--mode", "replay", "--steps", str(STEPS + WARMUP)),
                 *("--num-microbatches", "2", "--output", f"{folder}/run"),
                 *("--rollouts", str(EXAMPLE / "data" / "rollouts.jsonl")),
                 *("--start-from", str(EXAMPLE / "data" / "warmup_weights.pt")),
@@ -133,8 +120,8 @@ def main() -> None:
         train.start_processes(train.processes_of(args), args.seed)
         found = {"time": share_of_time(train.build_run(args)), "check": live_check()}
         train.stop_processes()
-    options.file.write_text(json.dumps(found))
+    file.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

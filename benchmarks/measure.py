@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,30 +10,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.baselines import Floor, SampleLoop
-from benchmarks.timing import Times, side_by_side
+from benchmarks.timing import Effort, Times, ratio, spread
 from benchmarks.workloads import AGGREGATION, TOKEN_MEAN, Workload
 from megatron_lossagg import Sequences, plan_step
 from megatron_lossagg.reducer import Reducer
 
 Json = dict[str, Any]
 IDS = ("none", "prompt", "sample and prompt")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Effort:
-    """How long each comparison may take."""
-
-    rounds: int
-    seconds: float
-    fewest: int = 5
-
-    def compare(self, pieces: Mapping[str, Callable[[], object]]) -> Times:
-        """Measure side by side."""
-        return side_by_side(pieces, rounds=self.rounds, seconds=self.seconds, fewest=self.fewest)
-
-
-FULL = Effort(rounds=200, seconds=3.0)
-QUICK = Effort(rounds=30, seconds=0.2, fewest=3)
 
 
 class Package:
@@ -70,18 +52,13 @@ def microbatch(contender: Callable[[Workload], Any], workload: Workload) -> None
     made = contender(workload)
     forward_backward(made.sample_mean, workload.x_T)
     metric_T = workload.x_T.detach()
-    for metric in (
-        made.sample_mean,
-        made.sample_mean,
-        made.token_mean,
-        made.token_mean,
-        made.constant,
-    ):
+    own, token_mean, constant = made.sample_mean, made.token_mean, made.constant
+    for metric in (own, own, token_mean, token_mean, constant):
         metric(metric_T)
 
 
 def check_values(workload: Workload) -> None:
-    """Compare the values first: a different loss is no baseline."""
+    """Compare the values first: code that computes another loss is not a baseline."""
     x_T = workload.x_T.detach()
     ours, *others = (contender(workload) for contender in CONTENDERS.values())
     for other in others:
@@ -112,15 +89,16 @@ def of_workload(workload: Workload, effort: Effort) -> Json:
         "call": _compared(call),
         "build": _compared(build),
         "microbatch": _compared(whole),
-        "ahead of loop": whole.ratio("loop", "ours").to_json(),
+        "ahead of loop": ratio(whole, "loop", "ours"),
     }
 
 
 def _compared(times: Times) -> Json:
+    microseconds = {name: spread(seconds)["median"] * 1e6 for name, seconds in times.items()}
     return {
-        "rounds": len(times.seconds["ours"]),
-        "microseconds": {name: times.of(name).median * 1e6 for name in times.seconds},
-        "ours / floor": times.ratio("ours", "floor").to_json(),
+        "rounds": len(times["ours"]),
+        "microseconds": microseconds,
+        "ours / floor": ratio(times, "ours", "floor"),
     }
 
 
@@ -141,4 +119,4 @@ def planning(num_sequences: int, effort: Effort) -> Json:
         for ids in IDS
     }
     times = effort.compare(pieces)
-    return {ids: times.of(ids).median * 1e3 for ids in IDS}
+    return {ids: spread(times[ids])["median"] * 1e3 for ids in IDS}

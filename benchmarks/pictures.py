@@ -37,21 +37,19 @@ def scale(results: dict[str, Any], path: Path) -> None:
     """Draw bytes and CPU time of ``plan_step``, and of ``read`` and ``finish``, against ranks."""
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
     bytes_axis, time_axis = axes
+    of_one_rank = results["one rank"]
 
-    def line(axis: Any, name: str, call: str, key: str, per: float, color: str, label: str) -> None:
-        """Draw one quantity: one rank of a fake group dashed and open, ranks in threads filled."""
-        for side, marker, face in (("alone", "o--", "white"), ("threads", "o-", color)):
-            points = results[side][name]
-            ranks, values = [p["ranks"] for p in points], [p[call][key] / per for p in points]
-            axis.plot(ranks, values, marker, color=color, markerfacecolor=face, markersize=5)
-        axis.lines[-1].set_label(label)
+    def line(axis: Any, name: str, call: str, key: str, unit: float, color: str) -> None:
+        ranks = [point["ranks"] for point in of_one_rank[name]]
+        values = [point[call][key] / unit for point in of_one_rank[name]]
+        axis.plot(ranks, values, "o-", color=color, markersize=5, label=f"{call}, {name}")
 
-    for name, color in zip(results["alone"], WORKLOAD_COLORS, strict=True):
-        line(bytes_axis, name, "plan_step", "bytes", 1e6, color, name)
-        line(time_axis, name, "plan_step", "cpu", 1e-3, color, f"plan_step, {name}")
-    name = list(results["alone"])[1]
-    line(time_axis, name, "read", "cpu", 1e-3, "#e08214", "read, once per run")
-    line(time_axis, name, "finish", "cpu", 1e-3, "#b2182b", "finish")
+    for name, color in zip(of_one_rank, WORKLOAD_COLORS, strict=True):
+        line(bytes_axis, name, "plan_step", "bytes", 1e6, color)
+        line(time_axis, name, "plan_step", "cpu", 1e-3, color)
+    name = list(of_one_rank)[1]
+    line(time_axis, name, "read", "cpu", 1e-3, "#e08214")
+    line(time_axis, name, "finish", "cpu", 1e-3, "#b2182b")
     for axis in axes:
         axis.set(xscale="log", yscale="log", xlabel="data-parallel ranks")
         axis.set_xticks([2, 16, 256, 1024, 16384], ["2", "16", "256", "1,024", "16,384"])
@@ -61,8 +59,5 @@ def scale(results: dict[str, Any], path: Path) -> None:
     time_axis.set(ylabel="CPU ms on one rank", title="CPU time, waiting and network left out")
     handles, labels = time_axis.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", fontsize=8, ncols=3)
-    figure.suptitle(
-        "Filled: every rank a thread that exchanges. Open: one rank of a fake group.", fontsize=9
-    )
     figure.savefig(path, dpi=130)
     plt.close(figure)

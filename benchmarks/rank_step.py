@@ -1,16 +1,14 @@
-"""What one rank does around a step: reads the contract, plans, reduces its losses, finishes.
+"""What one rank does around a step: makes its aggregator, plans, reduces its losses, finishes.
 
 The model is one Linear in Megatron-Core's own DistributedDataParallel, data-parallel over the
-whole world; every call of the package is the real one, and is timed by the thread's CPU clock,
-which does not run while the rank waits for others.
+whole world; every call of the package is the real one.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,11 +19,17 @@ import torch.distributed as dist
 from benchmarks.workloads import AGGREGATION, SAMPLES_PER_PROMPT
 from megatron_lossagg import LossAggregator, Sequences, StepPlan, plan_step
 from megatron_lossagg.cpu import install
+from megatron_lossagg.options import Options
 
-__all__ = ["Clock", "Cost", "RankSequences", "Traffic", "a_chunk", "a_step", "read"]
+__all__ = ["CALLS", "Measure", "RankSequences", "a_chunk", "a_step", "import_megatron", "read"]
 
+CALLS = ("read", "plan_step", "begin", "finish")
+"""What is measured of a rank: ``read`` is once per run, the others are in every step."""
 MOST_TOKENS = 8
 """Of a sequence: what a step costs around its microbatches does not depend on it."""
+
+Measure = Callable[[str], AbstractContextManager[Any]]
+"""What to enter around a call, by its name."""
 
 
 @dataclass(frozen=True)
@@ -54,60 +58,20 @@ class RankSequences:
         return Sequences(active_tokens=self.tokens, prompt=prompt if self.has_ids else None)
 
 
-@dataclass
-class Traffic:
-    """What collectives brought to this rank, and the CPU seconds that copying it took."""
+def import_megatron() -> None:
+    """Install the stand-ins if there is no CUDA, then import Megatron-Core.
 
-    collectives: int = 0
-    bytes: int = 0
-    copying: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    """What a call cost this rank."""
-
-    cpu: float
-    """Seconds of this thread, without the copying of what others sent."""
-    wall: float
-    """Seconds until it returned."""
-    collectives: int
-    bytes: int
-    """Received."""
-
-
-@dataclass
-class Clock:
-    """The costs of calls, by name."""
-
-    traffic: Traffic = field(default_factory=Traffic)
-    """Kept by the process group; stays empty where it keeps none."""
-    costs: dict[str, Cost] = field(default_factory=dict)
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        """Measure a block."""
-        before = replace(self.traffic)
-        wall, cpu = time.perf_counter(), time.thread_time()
-        try:
-            yield
-        finally:
-            copying = self.traffic.copying - before.copying
-            self.costs[name] = Cost(
-                cpu=time.thread_time() - cpu - copying,
-                wall=time.perf_counter() - wall,
-                collectives=self.traffic.collectives - before.collectives,
-                bytes=self.traffic.bytes - before.bytes,
-            )
-
-
-def a_chunk() -> Any:
-    """Wrap a Linear, data-parallel over the world; its other groups have one rank.
-
-    Imports Megatron-Core, and puts the stand-ins in place before it where there is no CUDA.
+    Threads cannot import it at the same time: call this before they start.
     """
     if not torch.cuda.is_available():
         install()
+    import megatron.core.distributed
+    import megatron.core.transformer  # noqa: F401
+
+
+def a_chunk() -> Any:
+    """Wrap a Linear, data-parallel over the world; its other groups have one rank."""
+    import_megatron()
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -136,24 +100,24 @@ def a_chunk() -> Any:
     )
 
 
-def read(clock: Clock) -> LossAggregator:
-    """Make the aggregator of a new chunk."""
+def read(measure: Measure) -> LossAggregator:
+    """Make the aggregator of a new chunk, without the probe: a fake group runs no step."""
     chunk = a_chunk()
-    with clock("read"):
-        return LossAggregator(chunk, AGGREGATION)
+    with measure("read"):
+        return LossAggregator(chunk, AGGREGATION, options=Options(probe=False))
 
 
-def a_step(aggregator: LossAggregator, own: RankSequences, clock: Clock) -> StepPlan:
+def a_step(aggregator: LossAggregator, own: RankSequences, measure: Measure) -> StepPlan:
     """Plan a step, reduce one microbatch, finish; returns the plan."""
     sequences = own.sequences
-    with clock("plan_step"):
+    with measure("plan_step"):
         plan = plan_step(AGGREGATION, sequences, group=aggregator.dp_group)
     tokens = own.tokens
     mask = torch.ones(int(tokens.sum()), dtype=torch.bool)
-    with clock("step"):
+    with measure("begin"):
         step = aggregator.begin(plan, num_microbatches=1)
     mb = step.microbatch(range(own.num), mask, lengths=tokens)
     mb.outputs(mb.reduce(torch.ones(len(mask), requires_grad=True)))[0].backward()
-    with clock("finish"):
+    with measure("finish"):
         step.finish()
     return plan

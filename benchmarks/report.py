@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.command import machine_of
-from benchmarks.measure import IDS
+from benchmarks.counts import HELD_OF
 from benchmarks.tables import filled, section
 
 Results = dict[str, Any]
@@ -37,10 +33,10 @@ class Goal:
     """One goal and what was measured of it."""
 
     what: str
-    measured: str = "not measured"
+    measured: str
     goal: str
-    reached: bool | None = None
-    """None: not measured, or no goal."""
+    reached: bool | None
+    """None if there is no goal."""
 
     @property
     def cells(self) -> list[str]:
@@ -50,12 +46,12 @@ class Goal:
 
 
 def goals(results: Results) -> list[Goal]:
-    """Compare every goal with what was measured."""
+    """Compare what was measured with its goals."""
     return [
         *_counted_goals(results["counts"]),
         *_microbatch_goals(results["workloads"]),
         *_planning_goals(results),
-        *_step_goals(results["live"]),
+        *(_step_goals(**results["live"]) if results["live"] else ()),
     ]
 
 
@@ -95,17 +91,13 @@ def _counted_goals(counts: Results) -> Iterator[Goal]:
                 goal=f"{BUILD_BYTES:.0f}",
                 reached=max(masks.values()) <= BUILD_BYTES + SLACK_BYTES,
             )
-    for key, (what, times) in {
-        "one_call": ("one call", 1),
-        "six_calls": ("six calls of one reducer", 1),
-        "six_calls_under": ("six calls, each by under with the same aggregation", 1),
-        "three_aggregations": ("six calls under three aggregations", 3),
-    }.items():
+    for what, aggregations in HELD_OF.items():
+        most = aggregations * HELD_BYTES
         yield Goal(
             what=f"bytes per token held for backward: {what}",
-            measured=f"{counts['held'][key]:.1f}",
-            goal=f"{times * HELD_BYTES:.0f}",
-            reached=counts["held"][key] <= times * HELD_BYTES + SLACK_BYTES,
+            measured=f"{counts['held'][what]:.1f}",
+            goal=f"{most:.0f}",
+            reached=counts["held"][what] <= most + SLACK_BYTES,
         )
 
 
@@ -121,15 +113,15 @@ def _microbatch_goals(workloads: Results) -> Iterator[Goal]:
 
 
 def _planning_goals(results: Results) -> Iterator[Goal]:
-    for size, most in PLANNING_MS.items():
-        found = results["planning"].get(size)
-        for ids in IDS:
-            what, goal = f"planning {int(size):,} sequences, ids: {ids}", f"{most:g} ms"
-            if found is None:
-                yield Goal(what=what, goal=goal)
-            else:
-                measured = f"{found[ids]:.2f} ms"
-                yield Goal(what=what, measured=measured, goal=goal, reached=found[ids] <= most)
+    for size, found in results["planning"].items():
+        most = PLANNING_MS[size]
+        for ids, milliseconds in found.items():
+            yield Goal(
+                what=f"planning {int(size):,} sequences, ids: {ids}",
+                measured=f"{milliseconds:.2f} ms",
+                goal=f"{most:g} ms",
+                reached=milliseconds <= most,
+            )
     yield Goal(
         what="collectives of plan_step",
         measured=str(results["collectives"]),
@@ -138,47 +130,25 @@ def _planning_goals(results: Results) -> Iterator[Goal]:
     )
 
 
-def _step_goals(live: Results | None) -> Iterator[Goal]:
-    share, check = {}, {}
-    if live is not None:
-        time, compared = live["time"], live["check"]
-        share = {
-            "measured": f"{time['share']['median']:.2%} ({time['package_ms']['median']:.2f} of "
-            f"{time['step_ms']['median']:.1f} ms, {time['microbatches']} microbatches)",
-            "reached": time["share"]["median"] < SHARE_OF_STEP,
-        }
-        check = {
-            "measured": f"{compared['check_ms']['median']:.3f} ms ({compared['read_ms']:.0f} once)",
-            "reached": compared["check_ms"]["median"] < CHECK_MS,
-        }
+def _step_goals(time: Results, check: Results) -> Iterator[Goal]:
+    share, milliseconds = time["share"]["median"], check["check_ms"]["median"]
     yield Goal(
         what="part of a training step of the example, CPU time of one process",
+        measured=f"{share:.2%} ({time['package_ms']['median']:.2f} of "
+        f"{time['step_ms']['median']:.1f} ms, {time['microbatches']} microbatches)",
         goal=f"below {SHARE_OF_STEP:.1%}",
-        **share,
+        reached=share < SHARE_OF_STEP,
     )
     yield Goal(
         what="comparing a live model of 50,000 modules, in each step",
+        measured=f"{milliseconds:.3f} ms ({check['read_ms']:.0f} once)",
         goal=f"below {CHECK_MS} ms",
-        **check,
+        reached=milliseconds < CHECK_MS,
     )
 
 
 def _spread(spread: Results) -> str:
     return f"{spread['median']:.3g} ({spread['low']:.3g} to {spread['high']:.3g})"
-
-
-def show(results: Results) -> None:
-    """Print the goals."""
-    found = goals(results)
-    table = Table("what", "measured", "goal", "reached", box=None)
-    for goal in found:
-        table.add_row(*goal.cells)
-    missed = sum(goal.reached is False for goal in found)
-    unknown = sum(goal.reached is None for goal in found)
-    end = f"{missed} of {len(found)} goals missed, {unknown} not measured or without a goal; "
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
-    console.print(table)
-    console.print(f"{end}{machine_of(results)}. Ratios: median (quartiles) of rounds side by side.")
 
 
 TIMES = [
@@ -202,30 +172,26 @@ def markdown(results: Results) -> str:
         for device, name in DEVICE_NAMES.items()
         for by_name in [results["counts"]["calls"][f"{last} {device}"]["by_name"]]
     ]
-    parts = [
-        filled(f"Measured by {machine_of(results)}. **Not measured on a GPU.**"),
-        section(
-            "Goals",
-            ["what", "measured", "goal", "reached"],
-            [goal.cells for goal in goals(results)],
-        ),
-        section(
-            "Times of a workload",
-            ["workload", "local tokens", *(f"{what}, {who}" for what, who in TIMES)],
-            lines,
-            "CPU microseconds, medians. A call is forward and backward; a microbatch is building, "
-            "one forward and backward, and five forwards under three aggregations.",
-        ),
-        section("Operations of a call", ["device", "forward", "backward"], operations),
-    ]
-    if results["live"] is not None:
-        calls = results["live"]["time"]["ms_by_call"].items()
-        parts.append(
+    found = goals(results)
+    missed = sum(goal.reached is False for goal in found)
+    unknown = sum(goal.reached is None for goal in found)
+    return "\n".join(
+        [
+            filled(f"Measured by {machine_of(results)}. **Not measured on a GPU.**"),
             section(
-                "A training step of the example",
-                ["function of the package", "ms per step"],
-                [[f"`{name}`", f"{ms:.3f}"] for name, ms in calls if ms >= 0.001],
-                "One process. Functions that the example or autograd calls.",
-            )
-        )
-    return "\n".join(parts)
+                "Goals",
+                ["what", "measured", "goal", "reached"],
+                [goal.cells for goal in found],
+                f"{missed} of {len(found)} goals missed, {unknown} without a goal. Ratios: median "
+                "(quartiles) of rounds side by side.",
+            ),
+            section(
+                "Times of a workload",
+                ["workload", "local tokens", *(f"{what}, {who}" for what, who in TIMES)],
+                lines,
+                "CPU microseconds, medians. A call is forward and backward; a microbatch is "
+                "building, one forward and backward, and five forwards under three aggregations.",
+            ),
+            section("Operations of a call", ["device", "forward", "backward"], operations),
+        ]
+    )

@@ -1,6 +1,6 @@
 """Measure what the package costs, and say for each goal whether it was reached.
 
-    python benchmarks/run.py [--quick] [--json FILE] [--doc FILE] [--pictures FOLDER]
+    python -m benchmarks.run [--quick] [--json FILE] [--doc FILE] [--pictures FOLDER]
 
 Operations, bytes and collectives are counted and do not depend on the machine; those of any device
 are counted on tensors without values, where a host sync raises. Times are ratios of two pieces of
@@ -18,19 +18,16 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import torch.distributed as dist  # noqa: E402
-from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
-
-from benchmarks import counts, measure, report  # noqa: E402
-from benchmarks.command import run_command, say  # noqa: E402
-from benchmarks.counting import counted  # noqa: E402
-from benchmarks.workloads import AGGREGATION, CP_SIZES, Workload, workloads  # noqa: E402
-from megatron_lossagg import plan_step  # noqa: E402
-from megatron_lossagg.cpu import launch  # noqa: E402
+from benchmarks import counts, measure, report
+from benchmarks.command import run_command, say
+from benchmarks.counting import counted
+from benchmarks.timing import FULL, QUICK
+from benchmarks.workloads import AGGREGATION, CP_SIZES, Workload, workloads
+from megatron_lossagg import plan_step
+from megatron_lossagg.cpu import launch
 
 COUNTED = (1, 64, 4096)
 PLANNED = (4096, 1_000_000)
@@ -39,10 +36,9 @@ PLANNED = (4096, 1_000_000)
 def main() -> int:
     """Run the command line."""
     return run_command(
-        "python benchmarks/run.py",
+        "python -m benchmarks.run",
         __doc__,
         measure=run,
-        show=report.show,
         markdown=report.markdown,
         name="benchmarks",
         draw="ratios",
@@ -51,7 +47,7 @@ def main() -> int:
 
 def run(quick: bool) -> dict[str, Any]:
     """Count and measure everything; a part that ``quick`` leaves out is None."""
-    effort = measure.QUICK if quick else measure.FULL
+    effort = QUICK if quick else FULL
     results: dict[str, Any] = {
         "counts": count(),
         "collectives": collectives(),
@@ -67,7 +63,7 @@ def run(quick: bool) -> dict[str, Any]:
         results["planning"][str(number)] = measure.planning(number, effort)
     if not quick:
         say("a training step of the example")
-        results["live"] = launched("benchmarks.live_step", processes=1)
+        results["live"] = live_step()
     return results
 
 
@@ -92,7 +88,7 @@ def count() -> dict[str, Any]:
             }
     held = counts.held_for_backward(Workload(name="counted", num_sequences=64, mean_tokens=1024))
     sequences = [str(number) for number in COUNTED]
-    return {"sequences": sequences, "calls": calls, "build": build, "held": vars(held)}
+    return {"sequences": sequences, "calls": calls, "build": build, "held": held}
 
 
 def collectives() -> int:
@@ -108,18 +104,18 @@ def collectives() -> int:
         dist.destroy_process_group()
 
 
-def launched(module: str, *arguments: str, processes: int) -> Any:
-    """Run a module of the benchmarks on several processes; returns what it wrote."""
+def live_step() -> Any:
+    """Run ``benchmarks.live_step`` in a process of its own; returns what it wrote."""
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "found.json"
+        file = Path(folder, "found.json")
         done = launch(
-            ["-m", module, str(file), *arguments],
-            processes=processes,
+            ["-m", "benchmarks.live_step", str(file)],
+            processes=1,
             timeout=300,
-            env={"PYTHONPATH": str(ROOT)},
+            env={"PYTHONPATH": str(Path(__file__).resolve().parent.parent)},
         )
         if done.returncode:
-            raise SystemExit(f"{module} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+            raise SystemExit(f"live_step failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
         return json.loads(file.read_text())
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks.command import machine_of
 from benchmarks.tables import filled, section
 
 Results = dict[str, Any]
-Column = tuple[str, str, str]
-"""Of a table against ranks: side, workload and call."""
 
 NO_IDS, WITH_IDS, A_MILLION = (
     "64 sequences per rank, no ids",
@@ -18,7 +16,6 @@ NO_IDS, WITH_IDS, A_MILLION = (
     "1,000,000 sequences in all, prompt ids",
 )
 """The workloads, as their columns are called."""
-SIDES = ("threads", "alone")
 
 BYTES_PER_SECOND = 10e9
 SECONDS_PER_HOP = 5e-6
@@ -28,98 +25,67 @@ PAPER_SPLITS = {1: "none", 8: "TP 8", 64: "TP 8, PP 8", 256: "TP 8, PP 8, CP 4"}
 
 def markdown(results: Results) -> str:
     """Lay out all tables."""
-    names = list(results["threads"])
-    fixed, per_sequence = constants(results)
+    of_one_rank = results["one rank"]
+    per_rank, per_sequence = constants(results)
+    plans = [(name, "plan_step") for name in of_one_rank]
+    others = [(WITH_IDS, call) for call in ("read", "begin", "finish")]
     parts = [
         filled(
             f"Measured by {machine_of(results)}. **Not measured on a GPU, and not over a network.**"
         ),
         _against_ranks(
-            results,
+            of_one_rank,
             "Bytes that a rank receives",
-            [("alone", name, "plan_step") for name in names] + [("threads", NO_IDS, "read")],
-            lambda point: _size(point["bytes"]),
-            f"`plan_step` makes one all-gather without ids and two with them: {fixed:.0f} bytes "
+            [*plans, (NO_IDS, "read")],
+            lambda call: _size(call["bytes"]),
+            f"`plan_step` makes one all-gather without ids and two with them: {per_rank:.0f} bytes "
             f"per rank of the group, and {per_sequence:.0f} per sequence with ids. Every rank is "
             "padded to the sequences of the rank that has most. `aggregator.begin` and `finish` "
-            "receive nothing. `read` makes three all-gathers here, once per run: an "
-            "`all_gather_object` (two) and one of two flags, by which the probe finds that these "
-            "groups are not Megatron's.",
+            "receive nothing. `read` makes two all-gathers here, once per run, for an "
+            "`all_gather_object`; the probe is off.",
         ),
         _against_ranks(
-            results,
-            "CPU milliseconds of plan_step on one rank",
-            [(side, name, "plan_step") for name in names for side in SIDES],
-            lambda point: _ms(point["cpu"]),
-            "Threads: the median over all ranks, without the copying that stands for the network. "
-            "Alone: one rank of a fake group, the median of five; its group copies as many tensors "
-            "as there are ranks, which is counted here. Waiting for others is in neither.",
-        ),
-        _against_ranks(
-            results,
-            "CPU milliseconds of read, aggregator.begin and finish on one rank",
-            [(side, WITH_IDS, call) for call in ("read", "step", "finish") for side in SIDES],
-            lambda point: _ms(point["cpu"]),
-            "One microbatch. `read` is called once per run and reads a message from every rank; "
-            "`step` is `aggregator.begin`, which compares the group's ranks; `finish` does not "
-            "depend on the number of ranks.",
+            of_one_rank,
+            "CPU milliseconds on one rank",
+            [*plans, *others],
+            lambda call: _ms(call["cpu"]),
+            "The median of five, of one rank of a fake group, which copies as many tensors as "
+            "there are ranks; waiting for others is not in it. `read` is called once per run and "
+            "reads a message from every rank; `begin` is `aggregator.begin`, which compares the "
+            "group's ranks.",
         ),
     ]
-    if results["late"] is not None:
-        parts.append(_late(results["late"]))
-    alone = _by_ranks(results["alone"][WITH_IDS])
-    if PAPER_RANKS in alone:
-        parts.append(_paper(alone))
+    by_ranks = {point["ranks"]: point for point in of_one_rank[WITH_IDS]}
+    if PAPER_RANKS in by_ranks:
+        parts.append(_paper(by_ranks))
     return "\n".join(parts)
 
 
 def constants(results: Results) -> tuple[float, float]:
     """Bytes that ``plan_step`` brings per rank of the group, and per sequence of it with ids."""
-    plain, with_ids = (results["threads"][name][-1] for name in (NO_IDS, WITH_IDS))
+    plain, with_ids = (results["one rank"][name][-1] for name in (NO_IDS, WITH_IDS))
     more = with_ids["plan_step"]["bytes"] - plain["plan_step"]["bytes"]
     return plain["plan_step"]["bytes"] / plain["ranks"], more / with_ids["sequences"]
 
 
-def _by_ranks(points: Iterable[Results]) -> dict[int, Results]:
-    return {point["ranks"]: point for point in points}
-
-
 def _against_ranks(
-    results: Results,
+    of_one_rank: Results,
     title: str,
-    columns: list[Column],
+    columns: list[tuple[str, str]],
     written: Callable[[Results], str],
     note: str,
 ) -> str:
-    """Lay out one line for each number of ranks; a column that lacks it gets a dash."""
-    found = [(_by_ranks(results[side][name]), call) for side, name, call in columns]
+    """Lay out one line for each number of ranks; ``columns``: of workload and call."""
     lines = [
-        [f"{n:,}", *(written(points[n][call]) if n in points else "-" for points, call in found)]
-        for n in sorted({n for points, _ in found for n in points})
-    ]
-    heads = [f"{call}: {name}, {side}" for side, name, call in columns]
-    return section(title, ["ranks", *heads], lines, note)
-
-
-def _late(late: Results) -> str:
-    lines = [
-        [
-            str(rank["rank"]),
-            *(_ms(step["plan_step"]) for step in rank["steps"]),
-            _ms(max(step["step"] + step["finish"] for step in rank["steps"])),
+        [f"{points[0]['ranks']:,}"]
+        + [
+            written(dict(zip(of_one_rank, points, strict=True))[name][call])
+            for name, call in columns
         ]
-        for rank in late["late"]
+        for points in zip(*of_one_rank.values(), strict=True)
     ]
-    lost = max(rank["seconds_to_error"] for rank in late["lost"])
-    error = late["lost"][0]["error"].partition(". This is typically")[0].rpartition("] ")[2]
-    return section(
-        "A late and a lost rank, on gloo",
-        ["rank", "plan_step 1", "plan_step 2", "plan_step 3", "aggregator.begin + finish, slowest"],
-        lines,
-        "Wall milliseconds of three steps on four ranks of this machine; rank 1 comes 1 second "
-        "late to the second. Where rank 1 ends instead, the other three raise within "
-        f"{lost:.2f} s: {error}.",
-    )
+    heads = [f"{call}: {name}" for name, call in columns]
+    return section(title, ["ranks", *heads], lines, note)
 
 
 def _paper(measured: dict[int, Results]) -> str:

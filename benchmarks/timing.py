@@ -1,4 +1,4 @@
-"""Ratios of two pieces of code that are measured side by side."""
+"""CPU times of pieces of code that run in turn in this process, and the ratios of two of them."""
 
 from __future__ import annotations
 
@@ -8,74 +8,58 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+__all__ = ["FULL", "QUICK", "Effort", "Times", "ratio", "spread"]
+
 SHORTEST = 1e-3
 """Seconds of one sample: a shorter piece of code is repeated within it."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Spread:
-    """A median with its quartiles."""
-
-    median: float
-    low: float
-    high: float
-
-    def to_json(self) -> dict[str, float]:
-        """Return what a JSON file holds."""
-        return {"median": self.median, "low": self.low, "high": self.high}
-
-    @staticmethod
-    def of(values: list[float]) -> Spread:
-        """Summarize values."""
-        if len(values) == 1:
-            return Spread(median=values[0], low=values[0], high=values[0])
-        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-        return Spread(median=median, low=low, high=high)
+Times = Mapping[str, list[float]]
+"""CPU seconds of each piece of code, one sample of each per round."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Times:
-    """CPU seconds of each piece of code, one sample of each per round."""
+class Effort:
+    """How long a comparison may take: ``rounds``, or ``seconds`` and the ``fewest`` rounds."""
 
-    seconds: Mapping[str, list[float]]
+    rounds: int
+    seconds: float
+    fewest: int = 5
 
-    def of(self, name: str) -> Spread:
-        """Return the time of one piece of code."""
-        return Spread.of(self.seconds[name])
+    def compare(self, pieces: Mapping[str, Callable[[], object]]) -> Times:
+        """Measure pieces of code side by side; their order turns with each round.
 
-    def ratio(self, name: str, to: str) -> Spread:
-        """Return how many times longer ``name`` takes than ``to``, by round."""
-        pairs = zip(self.seconds[name], self.seconds[to], strict=True)
-        return Spread.of([a / b for a, b in pairs])
+        CPU time of this process, so that other processes do not count: set one thread.
+        """
+        repeats = {name: _repeats(piece) for name, piece in pieces.items()}
+        taken: dict[str, list[float]] = {name: [] for name in pieces}
+        names, ends = list(pieces), time.perf_counter() + self.seconds
+        gc.collect()
+        gc.disable()
+        try:
+            for number in range(self.rounds):
+                if number >= self.fewest and time.perf_counter() > ends:
+                    break
+                turn = number % len(names)
+                for name in names[turn:] + names[:turn]:
+                    taken[name].append(_sample(pieces[name], repeats[name]))
+        finally:
+            gc.enable()
+        return taken
 
 
-def side_by_side(
-    pieces: Mapping[str, Callable[[], object]],
-    *,
-    rounds: int,
-    seconds: float,
-    fewest: int = 5,
-) -> Times:
-    """Measure pieces of code in turn, ``rounds`` times or until ``seconds`` are over.
+FULL = Effort(rounds=200, seconds=3.0)
+QUICK = Effort(rounds=30, seconds=0.2, fewest=3)
 
-    At least ``fewest`` rounds; the order turns with each. CPU time of this process, so that
-    other processes do not count: set one thread.
-    """
-    repeats = {name: _repeats(piece) for name, piece in pieces.items()}
-    taken: dict[str, list[float]] = {name: [] for name in pieces}
-    names, ends = list(pieces), time.perf_counter() + seconds
-    gc.collect()
-    gc.disable()
-    try:
-        for number in range(rounds):
-            if number >= fewest and time.perf_counter() > ends:
-                break
-            turn = number % len(names)
-            for name in names[turn:] + names[:turn]:
-                taken[name].append(_sample(pieces[name], repeats[name]))
-    finally:
-        gc.enable()
-    return Times(seconds=taken)
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Return the median and the quartiles."""
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return {"median": median, "low": low, "high": high}
+
+
+def ratio(times: Times, name: str, to: str) -> dict[str, float]:
+    """Return how many times longer ``name`` takes than ``to``, by round."""
+    return spread([a / b for a, b in zip(times[name], times[to], strict=True)])
 
 
 def _repeats(piece: Callable[[], object]) -> int:

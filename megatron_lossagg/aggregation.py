@@ -21,16 +21,28 @@ from megatron_lossagg.errors import AggregationError
 
 __all__ = [
     "ALIASES",
+    "COUNTS",
     "CUSTOM",
     "MODES",
     "Aggregation",
     "Alias",
+    "Count",
     "Mode",
     "alias_lines",
     "mode_lines",
+    "parsed_aggregation",
+    "require_mask_count",
 ]
 
 _DivisorRule = Literal["required", "optional", "none"]
+Count = Literal["mask", "weights", "survivors"]
+
+COUNTS: dict[Count, str] = {
+    "mask": "the tokens of the loss mask",
+    "weights": "the sums of token weights",
+    "survivors": "the tokens that survive a rejection inside the loss",
+}
+"""What the denominators count; see :attr:`Aggregation.count`."""
 
 CUSTOM = "custom"
 
@@ -41,13 +53,20 @@ class Mode:
 
     name: str
     weight: str
-    """w_s as a format string over B, P, L and C; ``--help`` and the start of a run print it."""
+    """w_s as a format string over B, P, L, C and a; ``--help`` and the start of a run print it."""
     divisor: _DivisorRule
     meaning: str
     denominator: Callable[[Any], Any] | None
     """1 / w_s from the step's counts (``plan.StepCounts``); None for a custom reducer."""
     expected: Callable[[Any], float] | None
     """The sum of w_s n_s over a step that has an active token, likewise."""
+    has_exponent: bool = False
+    """Whether it needs the exponent a."""
+
+    @property
+    def formula(self) -> str:
+        """w_s in the letters of ``docs/math.md``, such as ``1/(B L)``."""
+        return self.weight.format(B="B", P="P", L="L", C="C", a="a")
 
 
 MODES: dict[str, Mode] = {
@@ -102,6 +121,16 @@ MODES: dict[str, Mode] = {
             expected=lambda c: c.active_tokens / c.divisor,
         ),
         Mode(
+            name="length_power",
+            weight="1/(n_b^{a} Z)",
+            divisor="none",
+            has_exponent=True,
+            meaning="samples by a power of their length, over the sum Z of n_b^(1-a): all weights "
+            "w_s n_s sum to 1; a = 0 is token_mean, a = 1 sample_mean without empty samples",
+            denominator=lambda c: c.length_power * c.length_power_sum,
+            expected=lambda c: 1.0,
+        ),
+        Mode(
             name="microbatch_token_mean",
             weight="1/(M DP n_mb)",
             divisor="none",
@@ -136,14 +165,14 @@ _PAPERS = {
 """Common names of modes, without punctuation: suggested, never accepted."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Alias:
     """The mode that another system's name means."""
 
     mode: str
-    count_empty: bool = True
     note: str = ""
     """Which number is the divisor, and when that system's own loss is this one."""
+    count_empty: bool = True
 
 
 _EQUALLY_MANY = "if microbatches have equally many samples"
@@ -151,63 +180,63 @@ _SWIFT_TOKENS = "of its Megatron trainer, from 4.6.0 on"
 _TRL_TOKENS = "if steps_per_generation = gradient_accumulation_steps"
 _EMPTY_LEAVES = "a fully masked sample does not count"
 
-# Sources: the systems' own code, listed with commits in docs/math.md.
+# Sources: the systems' own code, listed with commits in docs/evidence.md.
 ALIASES: dict[str, Alias] = {
-    "areal:default": Alias(mode="token_mean"),
-    "megatron:calculate-per-token-loss": Alias(mode="token_mean"),
-    "megatron:default": Alias(mode="microbatch_token_mean", note="equal at CP = 1"),
+    "areal:default": Alias("token_mean"),
+    "megatron:calculate-per-token-loss": Alias("token_mean"),
+    "megatron:default": Alias("microbatch_token_mean", "equal at CP = 1"),
     "miles:calculate-per-token-loss": Alias(
-        mode="token_mean", note="without the phantom token of a fully masked sample"
+        "token_mean", "without the phantom token of a fully masked sample"
     ),
-    "miles:default": Alias(mode="sample_mean", note="pass rollout ids as sample"),
-    "ms-swift:bnpo": Alias(mode="token_mean", note=_SWIFT_TOKENS),
-    "ms-swift:dapo": Alias(mode="token_mean", note=_SWIFT_TOKENS),
-    "ms-swift:dr_grpo": Alias(mode="constant", note=f"L = max_completion_length; {_EQUALLY_MANY}"),
-    "ms-swift:grpo": Alias(mode="sample_mean", note=_EQUALLY_MANY),
+    "miles:default": Alias("sample_mean", "pass rollout ids as sample"),
+    "ms-swift:bnpo": Alias("token_mean", _SWIFT_TOKENS),
+    "ms-swift:cispo": Alias("token_mean", _SWIFT_TOKENS),
+    "ms-swift:dapo": Alias("token_mean", _SWIFT_TOKENS),
+    "ms-swift:dr_grpo": Alias("constant", f"L = max_completion_length; {_EQUALLY_MANY}"),
+    "ms-swift:fipo": Alias("token_mean", _SWIFT_TOKENS),
+    "ms-swift:grpo": Alias("sample_mean", _EQUALLY_MANY),
+    "ms-swift:sapo": Alias("sample_mean", _EQUALLY_MANY),
     "nemo-rl:token_level_loss=False": Alias(
-        mode="sample_mean", note="leave out sequences whose sample_mask is 0"
+        "sample_mean", "leave out sequences whose sample_mask is 0"
     ),
-    "nemo-rl:token_level_loss=True": Alias(mode="token_mean"),
-    "open-instruct:number": Alias(mode="token_sum", note="C = loss_denominator; no 1/B"),
-    "open-instruct:token": Alias(mode="token_mean"),
-    "openrlhf:token_level_loss=False": Alias(
-        mode="sample_mean", count_empty=False, note=_EMPTY_LEAVES
-    ),
-    "openrlhf:token_level_loss=True": Alias(mode="token_mean"),
-    "prime-rl:default": Alias(mode="token_mean"),
-    "roll:seq-mean-token-mean": Alias(mode="sample_mean", count_empty=False, note=_EMPTY_LEAVES),
-    "roll:seq-mean-token-sum": Alias(mode="sample_sum", count_empty=False, note=_EMPTY_LEAVES),
-    "roll:seq-mean-token-sum-norm": Alias(mode="token_sum", note="C = padded width; no 1/B"),
+    "nemo-rl:token_level_loss=True": Alias("token_mean"),
+    "open-instruct:number": Alias("token_sum", "C = loss_denominator; no 1/B"),
+    "open-instruct:token": Alias("token_mean"),
+    "openrlhf:token_level_loss=False": Alias("sample_mean", _EMPTY_LEAVES, count_empty=False),
+    "openrlhf:token_level_loss=True": Alias("token_mean"),
+    "prime-rl:default": Alias("token_mean"),
+    "roll:seq-mean-token-mean": Alias("sample_mean", _EMPTY_LEAVES, count_empty=False),
+    "roll:seq-mean-token-sum": Alias("sample_sum", _EMPTY_LEAVES, count_empty=False),
+    "roll:seq-mean-token-sum-norm": Alias("token_sum", "C = padded width; no 1/B"),
     "roll:token-mean": Alias(
-        mode="token_mean", note="if losses outside of the mask are 0: ROLL masks the divisor only"
+        "token_mean", "if losses outside of the mask are 0: ROLL masks the divisor only"
     ),
-    "scalerl:prompt-average": Alias(mode="prompt_mean"),
-    "skyrl:prompt_mean": Alias(mode="prompt_mean"),
-    "skyrl:seq_mean_token_sum_norm": Alias(mode="constant", note="L = max_seq_len"),
-    "skyrl:sequence_mean": Alias(mode="sample_mean"),
-    "skyrl:token_mean": Alias(mode="token_mean"),
-    "skyrl:token_mean_legacy": Alias(mode="microbatch_token_mean"),
+    "scalerl:prompt-average": Alias("prompt_mean"),
+    "skyrl:prompt_mean": Alias("prompt_mean"),
+    "skyrl:seq_mean_token_sum_norm": Alias("constant", "L = max_seq_len"),
+    "skyrl:sequence_mean": Alias("sample_mean"),
+    "skyrl:token_mean": Alias("token_mean"),
+    "skyrl:token_mean_legacy": Alias("microbatch_token_mean"),
     "slime:calculate-per-token-loss": Alias(
-        mode="token_mean", note="without the phantom token of a fully masked sample"
+        "token_mean", "without the phantom token of a fully masked sample"
     ),
-    "slime:default": Alias(mode="sample_mean", note="pass rollout ids as sample"),
-    "tinker:sum": Alias(mode="token_sum"),
-    "trl:bnpo": Alias(mode="microbatch_token_mean"),
-    "trl:cispo": Alias(mode="token_mean", note=_TRL_TOKENS),
-    "trl:dapo": Alias(mode="token_mean", note=_TRL_TOKENS),
-    "trl:dr_grpo": Alias(mode="constant", note=f"L = max_completion_length; {_EQUALLY_MANY}"),
-    "trl:grpo": Alias(mode="sample_mean", note=_EQUALLY_MANY),
+    "slime:default": Alias("sample_mean", "pass rollout ids as sample"),
+    "tinker:sum": Alias("token_sum"),
+    "trl:bnpo": Alias("microbatch_token_mean"),
+    "trl:cispo": Alias("token_mean", _TRL_TOKENS),
+    "trl:dapo": Alias("token_mean", _TRL_TOKENS),
+    "trl:dr_grpo": Alias("constant", f"L = max_completion_length; {_EQUALLY_MANY}"),
+    "trl:grpo": Alias("sample_mean", _EQUALLY_MANY),
     "trl:luspo": Alias(
-        mode="sample_sum",
-        note=f"{_EQUALLY_MANY}; with beta or token-level ratios from 1.10.0 on",
+        "sample_sum", f"{_EQUALLY_MANY}; with beta or token-level ratios from 1.10.0 on"
     ),
-    "trl:sapo": Alias(mode="sample_mean", note=_EQUALLY_MANY),
-    "trl:vespo": Alias(mode="token_mean", note=_TRL_TOKENS),
-    "verl:seq-mean-token-mean": Alias(mode="sample_mean"),
-    "verl:seq-mean-token-sum": Alias(mode="sample_sum"),
-    "verl:seq-mean-token-sum-norm": Alias(mode="constant", note="L = loss_scale_factor"),
-    "verl:token-mean": Alias(mode="token_mean"),
-    "verl:token-sum": Alias(mode="token_sum"),
+    "trl:sapo": Alias("sample_mean", _EQUALLY_MANY),
+    "trl:vespo": Alias("token_mean", _TRL_TOKENS),
+    "verl:seq-mean-token-mean": Alias("sample_mean"),
+    "verl:seq-mean-token-sum": Alias("sample_sum"),
+    "verl:seq-mean-token-sum-norm": Alias("constant", "L = loss_scale_factor"),
+    "verl:token-mean": Alias("token_mean"),
+    "verl:token-sum": Alias("token_sum"),
 }
 
 
@@ -215,24 +244,43 @@ ALIASES: dict[str, Alias] = {
 class Aggregation:
     """How per-token losses become one scalar, and with which divisor.
 
-    Raises :class:`AggregationError` for an unknown mode, for a divisor that is missing, not
-    a finite positive number, or passed to a mode that takes none, for a ``count_empty`` that
-    contradicts an alias, and for a reducer path that is not a string or is passed with a mode.
     An invalid object cannot exist.
+
+    Args:
+        mode: A name of ``MODES``; another system's ``system:name`` becomes the mode that it means.
+        divisor: L of ``constant`` (required) or C of ``token_sum`` (1 by default), in tokens.
+        exponent: a of ``length_power`` (required): how much less a token weighs in a longer sample.
+        count_empty: Whether a sample or prompt with no active tokens still counts toward B or P.
+            None becomes what the alias means, and True for a mode.
+        reducer_path: ``pkg.mod:name`` of the factory; only with, and required by, mode ``custom``.
+        count: What n_s, n_b, n_p, n_mb and N count, and of which samples V and prompts Q consist.
+            ``mask``: tokens whose loss mask is 1. ``weights``: the sum of the token weights
+            v_t >= 0, which multiply the losses too: the loss is ``sum_s w_s sum_t m_t v_t x_t``.
+            ``survivors``: N is the tokens that the loss mask after rejection keeps; only
+            ``token_mean`` in the per-token loss scaling, where Megatron divides by the tokens that
+            loss_func returns.
+
+    Raises:
+        AggregationError: For an unknown mode; for a divisor or exponent that is missing, not
+            finite, or passed to a mode that takes none, and a divisor that is not positive; for a
+            ``count_empty`` that contradicts an alias; for a ``count`` that the mode does not take;
+            for a reducer path that is not a string or is passed with a mode.
+
+    Examples:
+        >>> aggregation = Aggregation("constant", divisor=4096)
+        >>> print(aggregation)
+        constant: w_s = 1/(B 4096)
+        >>> Aggregation("trl:dr_grpo", divisor=4096) == aggregation
+        True
     """
 
     mode: str
-    """A name of ``MODES``; another system's ``system:name`` becomes the mode that it means."""
     _: KW_ONLY
     divisor: float | None = None
-    """L of ``constant`` (required) or C of ``token_sum`` (1 by default), in tokens."""
+    exponent: float | None = None
     count_empty: bool | None = None
-    """Whether a sample or prompt with no active tokens still counts toward B or P.
-
-    None becomes what the alias means, and True for a mode.
-    """
     reducer_path: str | None = None
-    """``pkg.mod:name`` of the factory; only with, and required by, mode ``custom``."""
+    count: Count = "mask"
 
     def __post_init__(self) -> None:
         alias = _known(self.mode)
@@ -256,21 +304,67 @@ class Aggregation:
                 f"{self.mode!r} means mode {mode.name!r} with count_empty={alias.count_empty}, got "
                 f"count_empty={count_empty}: drop it, or name the mode {mode.name!r} instead"
             )
+        _check_count(mode, self.count)
         object.__setattr__(self, "mode", mode.name)
         object.__setattr__(self, "count_empty", count_empty)
         object.__setattr__(self, "divisor", _checked_divisor(mode, self.divisor))
+        object.__setattr__(self, "exponent", _checked_exponent(mode, self.exponent))
 
     @property
     def formula(self) -> str:
         """w_s with this object's divisor and counts, such as ``1/(B 4096)``."""
         counts = {"B": "B", "P": "P"} if self.count_empty else {"B": "V", "P": "Q"}
         divisor = repr(self.divisor or 1.0).removesuffix(".0")
-        return MODES[self.mode].weight.format(**counts, L=divisor, C=divisor)
+        exponent = repr(self.exponent).removesuffix(".0")
+        return MODES[self.mode].weight.format(**counts, L=divisor, C=divisor, a=exponent)
 
     def __str__(self) -> str:
         """Mode and formula on one line."""
         name = self.mode if self.reducer_path is None else f"{self.mode} {self.reducer_path}"
-        return f"{name}: w_s = {self.formula}"
+        counts = "" if self.count == "mask" else f", which counts {COUNTS[self.count]}"
+        return f"{name}: w_s = {self.formula}{counts}"
+
+
+def require_mask_count(aggregation: Aggregation, framework: str) -> None:
+    """Raise :class:`AggregationError` for a ``count`` that a framework's data cannot follow."""
+    if aggregation.count != "mask":
+        raise AggregationError(
+            f"got count {aggregation.count!r}, and {framework} passes neither token weights nor "
+            "num_tokens through this package: drop --loss-aggregation-count (count=)"
+        )
+
+
+def parsed_aggregation(spelling: str) -> Aggregation:
+    """Read a mode, or another system's name, with its number: ``constant:4096``.
+
+    The number after the last colon is the divisor, or the exponent of ``length_power``. Raises
+    :class:`AggregationError` for a number that is missing or superfluous, for ``custom``, and for
+    what :class:`Aggregation` refuses.
+    """
+    name, colon, number = spelling.rpartition(":")
+    if not colon or spelling in ALIASES:
+        name, number = spelling, ""
+    elif name not in MODES and name not in ALIASES:
+        raise AggregationError(f"unknown name {spelling!r}{_nearest(spelling)}; {_known_names()}")
+    mode = MODES[_known(name).mode]
+    takes = "exponent" if mode.has_exponent else "divisor"
+    if mode.name == CUSTOM or (number and mode.divisor == "none" and not mode.has_exponent):
+        raise AggregationError(
+            f"got {spelling!r}, expected a mode"
+            + (" of the table: drop it" if mode.name == CUSTOM else " that takes a number: drop it")
+        )
+    if not number and (mode.divisor == "required" or mode.has_exponent):
+        raise AggregationError(
+            f"got {spelling!r} without its {takes}, expected such as constant:4096 or "
+            f"length_power:0.5: write {name}:NUMBER"
+        )
+    try:
+        value = float(number) if number else None
+    except ValueError:
+        raise AggregationError(
+            f"got {spelling!r}, expected a number after the last colon: write {name}:NUMBER"
+        ) from None
+    return Aggregation(name, **{takes: value})  # type: ignore[arg-type]
 
 
 def mode_lines() -> Iterator[str]:
@@ -278,8 +372,8 @@ def mode_lines() -> Iterator[str]:
     divisor = {"required": ", needs a divisor", "optional": ", may have a divisor", "none": ""}
     width = max(len(name) for name in MODES)
     for mode in MODES.values():
-        weight = mode.weight.format(B="B", P="P", L="L", C="C")
-        yield f"{mode.name:<{width}}  w_s = {weight:<24}  {mode.meaning}{divisor[mode.divisor]}"
+        meaning = f"{mode.meaning}{divisor[mode.divisor]}"
+        yield f"{mode.name:<{width}}  w_s = {mode.formula:<24}  {meaning}"
 
 
 def alias_lines() -> Iterator[str]:
@@ -296,7 +390,7 @@ def _known(name: object) -> Alias:
     if not isinstance(name, str):
         raise AggregationError(f"got {name!r}, expected the name of a mode; {_known_names()}")
     if name in MODES:
-        return Alias(mode=name)
+        return Alias(name)
     if name in ALIASES:
         return ALIASES[name]
     what = "name" if ":" in name else "mode"
@@ -338,13 +432,59 @@ def _checked_divisor(mode: Mode, divisor: float | None) -> float | None:
             f"mode {mode.name!r} takes no divisor, got {divisor!r}: drop "
             "--loss-aggregation-divisor (divisor=), or choose constant or token_sum"
         )
-    number = math.nan
-    if isinstance(divisor, Real) and not isinstance(divisor, bool):
-        with suppress(OverflowError):  # an integer beyond float64 is not finite either
-            number = float(divisor)
+    number = _as_float(divisor)
     if not math.isfinite(number) or number <= 0:
         raise AggregationError(
             f"got divisor {divisor!r}, expected a finite number above 0: "
             "change --loss-aggregation-divisor (divisor=)"
         )
     return number
+
+
+def _checked_exponent(mode: Mode, exponent: float | None) -> float | None:
+    if mode.has_exponent and exponent is None:
+        raise AggregationError(
+            f"mode {mode.name!r} needs an exponent and got none: pass "
+            "--loss-aggregation-exponent (exponent=), 0 for token_mean up to 1 for sample_mean"
+        )
+    if exponent is None:
+        return None
+    if not mode.has_exponent:
+        raise AggregationError(
+            f"mode {mode.name!r} takes no exponent, got {exponent!r}: drop "
+            "--loss-aggregation-exponent (exponent=), or choose length_power"
+        )
+    number = _as_float(exponent)
+    if not math.isfinite(number):
+        raise AggregationError(
+            f"got exponent {exponent!r}, expected a finite number: "
+            "change --loss-aggregation-exponent (exponent=)"
+        )
+    return number
+
+
+def _check_count(mode: Mode, count: object) -> None:
+    if not isinstance(count, str) or count not in COUNTS:
+        raise AggregationError(
+            f"got count {count!r}, expected {', '.join(COUNTS)}: change --loss-aggregation-count "
+            "(count=)"
+        )
+    if mode.name == CUSTOM and count != "mask":
+        raise AggregationError(
+            f"got count {count!r} with a reducer path, but a custom reducer counts for itself: "
+            "drop --loss-aggregation-count (count=)"
+        )
+    if count == "survivors" and mode.name != "token_mean":
+        raise AggregationError(
+            f"got count 'survivors' with mode {mode.name!r}, but only the mean over all tokens is "
+            "what Megatron's division by the surviving tokens gives: choose token_mean, or count "
+            "the tokens after rejecting"
+        )
+
+
+def _as_float(value: object) -> float:
+    """Convert a number; NaN for what is none, and for an integer beyond float64."""
+    if isinstance(value, Real) and not isinstance(value, bool):
+        with suppress(OverflowError):
+            return float(value)
+    return math.nan

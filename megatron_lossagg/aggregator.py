@@ -8,6 +8,7 @@ the step is the plan's N for any loss mask. Stock Megatron's side losses (MoE, M
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,9 +17,9 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.errors import ContractError
-from megatron_lossagg.exchange import Exchange
+from megatron_lossagg.aggregation import Aggregation, Count
+from megatron_lossagg.errors import ContractError, LossAggregationError
+from megatron_lossagg.exchange import Exchange, gather_counts
 from megatron_lossagg.flags import aggregation_from_args
 from megatron_lossagg.integers import IntsLike, is_integer
 from megatron_lossagg.layout import Layout
@@ -31,8 +32,9 @@ from megatron_lossagg.live import (
 )
 from megatron_lossagg.options import Options
 from megatron_lossagg.plan import StepPlan, plan_step
+from megatron_lossagg.recorder import RecordFile, StepRecorder
 from megatron_lossagg.scaling import K_FORMULA, MOST_TOKENS_PER_TOKEN, LossScaling
-from megatron_lossagg.sequences import Ids, Sequences
+from megatron_lossagg.sequences import FloatsLike, Ids, Sequences
 from megatron_lossagg.step import Step
 
 if TYPE_CHECKING:
@@ -45,14 +47,37 @@ __all__ = ["LossAggregator"]
 class LossAggregator:
     """Trains one aggregation on one model; made once per run, on every rank.
 
-    ``model``: the DDP-wrapped chunks as passed to the schedule, or one chunk. ``aggregation``: an
-    :class:`Aggregation`, or the name of a mode or an alias, with ``divisor`` and ``count_empty``.
-
     Reads loss scaling and groups from the chunks and rejects what K cannot compensate. With
-    ``options.probe`` it then measures K, once per process and kind of model. Raises
-    :class:`ContractError` on every rank if one rank rejects its model, if the ranks disagree on
-    the aggregation, and if Megatron needs a different K. Collectives: one ``all_gather_object``
-    over the world and the probe's. Make it outside the schedule.
+    ``options.probe`` it then measures K. Collectives: one ``all_gather_object`` over the world and
+    the probe's. Make it outside the schedule.
+
+    Args:
+        model: The DDP-wrapped chunks as passed to the schedule, or one chunk.
+        aggregation: An :class:`Aggregation`, or the name of a mode or an alias, whose numbers
+            follow.
+        divisor: As in :class:`Aggregation`.
+        exponent: As in :class:`Aggregation`.
+        count_empty: As in :class:`Aggregation`.
+        count: As in :class:`Aggregation`.
+        options: The options of the run.
+
+    Raises:
+        ContractError: On every rank, if one rank rejects its model, if the ranks disagree on the
+            aggregation, if ``options.record`` cannot be written, and if Megatron needs a different
+            K.
+
+    Examples:
+        One rank; ``model`` is Megatron's. [A loop of your own](../own-loop.md) has a whole step.
+
+        >>> aggregator = LossAggregator(model, "constant", divisor=4096)
+        >>> mask = torch.tensor([1, 1, 1, 0, 1, 1, 0, 0])
+        >>> losses = torch.rand(8)  # of your model, one per token
+        >>> with aggregator.step([3, 2], num_microbatches=1, forward_only=True) as step:
+        ...     mb = step.microbatch([0, 1], mask, cu_seqlens=[0, 4, 8])
+        ...     partial_loss = mb.reduce(losses)
+        ...     for_megatron = mb.outputs(partial_loss)  # what loss_func returns
+        >>> bool(torch.isclose(partial_loss, (losses * mask).sum() / (2 * 4096)))
+        True
     """
 
     def __init__(
@@ -61,26 +86,29 @@ class LossAggregator:
         aggregation: Aggregation | str,
         *,
         divisor: float | None = None,
+        exponent: float | None = None,
         count_empty: bool | None = None,
+        count: Count | None = None,
         options: Options | None = None,
     ) -> None:
-        self.aggregation = _aggregation(aggregation, divisor, count_empty)
+        self.aggregation = _aggregation(aggregation, divisor, exponent, count_empty, count)
         self.options = options or Options()
-        self._chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+        self.chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+        """The DDP-wrapped chunks of this rank."""
         if not dist.is_initialized():
             raise ContractError(
                 "torch.distributed is not initialized: make the LossAggregator after it is"
             )
         self._read()
-        self._config = self._chunks[0].config
+        self._config = self.chunks[0].config
         self._finalize = self._config.finalize_model_grads_func
         self._agreed = {self.aggregation}
         self._latest: Step | None = None
         self._hook: ScheduleHook | None = None
         self.note = note_on_side_losses(self._config, self.loss_scaling)
         """Which side losses depend on CP, for the start of a run; empty if none does."""
-        self.has_slices = False
-        """Whether a step's masks were slices of context-parallel ranks (layout ``local``)."""
+        self.compares_tokens = False
+        """Whether context-parallel ranks compare who trained what (``local``, gathered losses)."""
         self.probe: ProbeReport | None = None
         """What the startup probe measured; None if it was not asked for."""
         if self.options.probe:
@@ -90,23 +118,41 @@ class LossAggregator:
 
     @staticmethod
     def from_args(model: Any, args: argparse.Namespace) -> LossAggregator | None:
-        """Make it from the ``--loss-aggregation*`` flags; None if no flag was given."""
-        aggregation = aggregation_from_args(args)
-        if aggregation is None:
-            return None
-        return LossAggregator(model, aggregation, options=Options.from_args(args))
+        """Make it from the ``--loss-aggregation*`` flags; None if no flag was given.
+
+        Args:
+            model: The DDP-wrapped chunks, or one chunk.
+            args: The parsed flags of :func:`add_loss_aggregation_args`.
+
+        Returns:
+            The aggregator, or None.
+
+        Raises:
+            ContractError: For a shadow without a mode, which only a schedule hook has.
+        """
+        aggregation, options = aggregation_from_args(args), Options.from_args(args)
+        if aggregation is None and options.shadow:
+            raise ContractError(
+                "got --loss-aggregation-shadow without --loss-aggregation in a loop that makes its "
+                "own LossAggregator, expected a mode that it trains: add --loss-aggregation MODE"
+            )
+        return None if aggregation is None else LossAggregator(model, aggregation, options=options)
 
     def _read(self) -> None:
         """Read what the live model is; a refusal on one rank reaches all."""
         fault, settings = "", ""
         try:
-            loss_scaling = checked_loss_scaling(self._chunks)
-            frozen = Frozen.of(self._chunks, loss_scaling)
-            groups = LiveGroups.of(self._chunks)
+            loss_scaling = checked_loss_scaling(self.chunks)
+            _check_survivors(self.aggregation, loss_scaling)
+            frozen = Frozen.of(self.chunks, loss_scaling)
+            groups = LiveGroups.of(self.chunks)
+            mode = getattr(self.chunks[0].config, "cp_partition_mode", "zigzag")
+            is_contiguous = mode == "contiguous" and groups.cp_size > 1
             settings = f"megatron-core {megatron_version()}, loss scaling {loss_scaling}, "
             settings += f"{self.options}, {_settings_of(self.aggregation)}"
+            self._record_group, self._record_file = self._opened_record(groups)
         except Exception as error:  # of any type: no rank may leave the others waiting
-            fault = str(error) if isinstance(error, ContractError) else repr(error)
+            fault = str(error) if isinstance(error, LossAggregationError) else repr(error)
         _agree(fault, settings)
         self._frozen = frozen
         self.loss_scaling: LossScaling = loss_scaling
@@ -120,11 +166,26 @@ class LossAggregator:
         """The pipeline-parallel group."""
         self.cp_size = groups.cp_size
         self.cp_rank = groups.cp_rank
+        self.is_contiguous = is_contiguous
+        """Whether a context-parallel rank holds one interval of a packed buffer, not two chunks of
+        each sequence."""
         self.dp_size = groups.dp_size
         self.dp_cp_size = groups.dp_cp_size
         """DP * CP: the size of the group whose gradients the chunks reduce over."""
         self.is_last_stage = groups.is_last_stage
         """Whether this rank's pipeline stage calls loss_func."""
+
+    def _opened_record(self, groups: LiveGroups) -> tuple[ProcessGroup | None, RecordFile | None]:
+        """Return the group that gathers a step's record, and on its first rank the file.
+
+        None and None if no record was asked for, and on ranks that have no part in it: of earlier
+        stages, and all but the first of tensor parallelism.
+        """
+        path = self.options.record
+        if path is None or not groups.is_last_stage or dist.get_rank(groups.tp_group) != 0:
+            return None, None
+        is_first = dist.get_rank(groups.dp_cp_group) == 0
+        return groups.dp_cp_group, RecordFile(path) if is_first else None
 
     def agree_on(self, aggregation: Aggregation) -> None:
         """Check that a further aggregation of the run is the same on every rank.
@@ -137,12 +198,26 @@ class LossAggregator:
         self._agreed.add(aggregation)
 
     def thd(self, cu_seqlens_padded: IntsLike) -> Layout:
-        """Return ``Layout.thd_zigzag`` for this rank; a CUDA tensor costs one host sync."""
-        return Layout.thd_zigzag(cu_seqlens_padded, cp_size=self.cp_size, cp_rank=self.cp_rank)
+        """Return the layout of packed sequences for this rank; a CUDA tensor costs one host sync.
+
+        ``Layout.thd_contiguous`` if the model's ``cp_partition_mode`` is ``contiguous``, else
+        ``Layout.thd_zigzag``.
+        """
+        kind = Layout.thd_contiguous if self.is_contiguous else Layout.thd_zigzag
+        return kind(cu_seqlens_padded, cp_size=self.cp_size, cp_rank=self.cp_rank)
 
     def local(self, sequence_lengths_here: IntsLike) -> Layout:
         """Return ``Layout.local`` for this rank: mask and losses are already its own."""
         return Layout.local(sequence_lengths_here, cp_size=self.cp_size, cp_rank=self.cp_rank)
+
+    def sliced(self, lengths: Sequence[int]) -> Layout:
+        """Return ``Layout.local`` for packed sequences that the framework has sliced already.
+
+        ``lengths``: of the whole, padded sequences. The part is what :meth:`thd` would take.
+        """
+        if not self.is_contiguous:
+            return self.local([length // self.cp_size for length in lengths])
+        return self.local(self.thd([0, *itertools.accumulate(lengths)]).local_lengths)
 
     def step(
         self,
@@ -152,44 +227,99 @@ class LossAggregator:
         sample: Ids | None = None,
         prompt: Ids | None = None,
         microbatch: IntsLike | None = None,
+        token_weight_sums: FloatsLike | None = None,
         samples_per_prompt: int | None = None,
         forward_only: bool = False,
         accumulates: bool = False,
         also: Sequence[StepPlan] = (),
+        iteration: int | None = None,
     ) -> Step:
         """Plan and begin a schedule call of ``num_microbatches``; leaving ``with`` finishes it.
 
-        ``active_tokens``, ``sample``, ``prompt``, ``microbatch``, ``samples_per_prompt``: the
-        sequences of this data-parallel rank, as in :class:`Sequences`. Only the last pipeline stage
-        plans them: earlier stages ignore these and ``also``, and may leave them out. On the last
-        stage a tensor-parallel rank without data leaves them out too and takes those of the first
-        rank of its group. The others: see :meth:`begin`.
+        Only the last pipeline stage plans the sequences: earlier stages ignore these and ``also``,
+        and may leave them out. On the last stage a tensor-parallel rank without data leaves them
+        out too and takes those of the first rank of its group.
 
         Every rank calls. Collectives: on the last stage those of :func:`plan_step` over
         :attr:`dp_group`, and one ``all_gather_object`` over :attr:`tp_group` if it has several
-        ranks; on every stage one all-gather over :attr:`pp_group` if it has several ranks. Raises
-        what :func:`plan_step` and :meth:`begin` raise, and :class:`ContractError` with that message
-        on the other stages.
+        ranks; on every stage one all-gather over :attr:`pp_group` if it has several ranks.
+
+        Args:
+            active_tokens: Of the sequences of this data-parallel rank, as in :class:`Sequences`.
+            num_microbatches: M, what the schedule gets.
+            sample: As in :class:`Sequences`.
+            prompt: As in :class:`Sequences`.
+            microbatch: As in :class:`Sequences`.
+            token_weight_sums: As in :class:`Sequences`.
+            samples_per_prompt: As in :class:`Sequences`.
+            forward_only: As in :meth:`begin`.
+            accumulates: As in :meth:`begin`.
+            also: As in :meth:`begin`.
+            iteration: As in :meth:`begin`.
+
+        Returns:
+            The step, a context manager.
+
+        Raises:
+            PlanError: As :func:`plan_step`.
+            ContractError: As :meth:`begin`; and with the message of a stage that failed, on the
+                other stages.
         """
         given = {
             "active_tokens": active_tokens,
             "sample": sample,
             "prompt": prompt,
             "microbatch": microbatch,
+            "token_weight_sums": token_weight_sums,
             "samples_per_prompt": samples_per_prompt,
         }
+        return self.begin_together(
+            partial(self._plan, given, num_microbatches, forward_only),
+            num_microbatches=num_microbatches,
+            forward_only=forward_only,
+            accumulates=accumulates,
+            also=also,
+            iteration=iteration,
+        )
 
-        def begin() -> Step:
-            is_last = self.is_last_stage
-            return self.begin(
-                self._plan(given, num_microbatches, forward_only) if is_last else None,
+    def begin_together(
+        self,
+        plan: Callable[[], StepPlan],
+        *,
+        num_microbatches: int,
+        forward_only: bool = False,
+        accumulates: bool = False,
+        also: Sequence[StepPlan] = (),
+        iteration: int | None = None,
+    ) -> Step:
+        """Plan and begin a schedule call on every pipeline stage, or raise on all of them.
+
+        ``plan``: makes the plan, and is called on the last stage only; earlier stages ignore
+        ``also`` too. The others: see :meth:`begin`. Every rank calls. One all-gather over
+        :attr:`pp_group` if it has several ranks.
+        """
+        step, error = None, None
+        try:
+            step = self.begin(
+                plan() if self.is_last_stage else None,
                 num_microbatches=num_microbatches,
                 forward_only=forward_only,
                 accumulates=accumulates,
-                also=also if is_last else (),
+                also=also if self.is_last_stage else (),
+                iteration=iteration,
             )
-
-        return self._alike_on_stages(begin)
+        except Exception as found:  # of any type: no stage may leave the others waiting
+            error = found
+        message = "" if error is None else str(error) or repr(error)
+        messages = Exchange(self.pp_group).messages(message)
+        if error is not None:
+            raise error
+        assert step is not None
+        for stage, message in enumerate(messages):
+            if message:
+                step.end()
+                raise ContractError(f"pipeline stage {stage}: {message}")
+        return step
 
     def begin(
         self,
@@ -199,22 +329,34 @@ class LossAggregator:
         forward_only: bool = False,
         accumulates: bool = False,
         also: Sequence[StepPlan] = (),
+        iteration: int | None = None,
     ) -> Step:
         """Begin a schedule call over a plan of your own, such as ``StepBuffer.plan`` makes.
 
-        ``plan``: over :attr:`dp_group`; None on a pipeline stage that computes no loss.
-        ``forward_only``: nothing is trained, and the plan may be used again; the schedule runs
-        under ``torch.no_grad()``. ``accumulates``: gradients of earlier schedule calls are kept
-        on purpose; else they must be zero when the first loss is returned. ``also``: plans over
-        the same sequences with other counts, for further terms of the loss. What the rerun state
-        machine repeats belongs inside the same step.
-
         Compares what construction froze with the live config once more. A module that was added or
-        replaced later is not seen. Raises :class:`ContractError` if they differ, if the config has
-        no ``finalize_model_grads_func`` or a different one (except for ``forward_only``), if the
-        previous step was not finished, and if the plan was counted over other ranks, has trained a
-        step, is for another number of microbatches, or is under an aggregation that the ranks have
-        not agreed on. No collective.
+        replaced later is not seen. What the rerun state machine repeats belongs inside the same
+        step. No collective.
+
+        Args:
+            plan: Over :attr:`dp_group`; None on a pipeline stage that computes no loss.
+            num_microbatches: M, what the schedule gets.
+            forward_only: Nothing is trained, and the plan may be used again; the schedule runs
+                under ``torch.no_grad()``.
+            accumulates: Gradients of earlier schedule calls are kept on purpose; else they must be
+                zero when the first loss is returned.
+            also: Plans over the same sequences with other counts, for further terms of the loss.
+            iteration: The number of the step, from 1, in ``options.record``; None counts on after
+                its last line.
+
+        Returns:
+            The step, a context manager.
+
+        Raises:
+            ContractError: If the live config changed, if it has no ``finalize_model_grads_func`` or
+                a different one (except for ``forward_only``), if the previous step was not
+                finished, and if the plan was counted over other ranks, has trained a step, is for a
+                different number of microbatches, or is under an aggregation that the ranks have not
+                agreed on.
         """
         if self._latest is not None and self._latest.is_left_open:
             raise ContractError(
@@ -230,6 +372,11 @@ class LossAggregator:
                 f"got num_microbatches {num_microbatches!r}, expected an integer from 1: pass "
                 "what the schedule gets"
             )
+        if iteration is not None and not is_integer(iteration, lowest=1):
+            raise ContractError(
+                f"got iteration {iteration!r}, expected an integer from 1: pass the number of the "
+                "optimizer step that is trained"
+            )
         if plan is None and (self.is_last_stage or also):
             raise ContractError(
                 "got no counts on the last pipeline stage, which computes the loss: pass "
@@ -244,6 +391,12 @@ class LossAggregator:
                     f"{len(plans[0].active_tokens)}: plan the same sequences, with 0 if one has no "
                     "tokens"
                 )
+        survivors = [one.aggregation for one in plans if one.aggregation.count == "survivors"]
+        if survivors and also:
+            raise ContractError(
+                f"got also= with {survivors[0]}: Megatron divides the whole loss by the surviving "
+                "tokens of one plan, so count the mask, or plan once"
+            )
         if accumulates:
             self._check_accumulation()
         if self._latest is not None:
@@ -257,10 +410,17 @@ class LossAggregator:
             forward_only=forward_only,
             accumulates=accumulates,
             also=tuple(also),
+            shadows=self.options.shadows,
+            record=None if forward_only else self._recorded(iteration),
         )
         for one in plans:
             one.state.refuse_others()
         return self._latest
+
+    def _recorded(self, iteration: int | None) -> StepRecorder | None:
+        if self._record_group is None:
+            return None
+        return StepRecorder(Exchange(self._record_group), self._record_file, iteration)
 
     def wrap(self, schedule: Callable[..., Any], integration: Integration) -> Callable[..., Any]:
         """Wrap what ``get_forward_backward_func()`` returned, if the loop reads its data inside.
@@ -268,6 +428,13 @@ class LossAggregator:
         The wrapped schedule reads a step's microbatches, counts and plans them, replays them to
         the loop's ``forward_step_func`` and trains this aggregation instead of the loop's loss. See
         :class:`~megatron_lossagg.schedule.ScheduleHook`.
+
+        Args:
+            schedule: The function that runs a step, of ``get_forward_backward_func()``.
+            integration: What the loop's microbatches and its loss look like.
+
+        Returns:
+            The function to call instead, with the same keywords.
         """
         from megatron_lossagg.schedule import ScheduleHook
 
@@ -285,57 +452,23 @@ class LossAggregator:
         )
         return f"{line}\n{self.note}" if self.note else line
 
-    def has_chunks(self, chunks: Sequence[Any]) -> bool:
-        """Whether it was made of these very chunks."""
-        return [id(chunk) for chunk in chunks] == [id(chunk) for chunk in self._chunks]
-
-    @property
-    def chunks(self) -> list[Any]:
-        """The DDP-wrapped chunks of this rank."""
-        return self._chunks
-
-    def _alike_on_stages(self, begin: Callable[[], Step]) -> Step:
-        """Begin a step on every pipeline stage, or raise on all of them."""
-        exchange = Exchange(self.pp_group)
-        if exchange.size == 1:
-            return begin()
-        step, error = None, None
-        try:
-            step = begin()
-        except Exception as found:  # of any type: no stage may leave the others waiting
-            error = found
-        messages = exchange.messages("" if error is None else str(error) or repr(error))
-        if error is not None:
-            raise error
-        assert step is not None
-        for stage, message in enumerate(messages):
-            if message:
-                step.end()
-                raise ContractError(f"pipeline stage {stage}: {message}")
-        return step
-
     def _of_first_rank(self, given: dict[str, Any]) -> tuple[dict[str, Any], str]:
         """Return the counts of the tensor-parallel group's first rank, or what is wrong."""
-        size = dist.get_world_size(self.tp_group)
-        if size == 1:
+        if dist.get_world_size(self.tp_group) == 1:
             return given, ""
         own, fault = {}, ""
         try:
             own = {name: np.asarray(value).tolist() for name, value in given.items()}
         except Exception as error:  # of any type: no rank may leave the others waiting
             fault = repr(error)
-        gathered: list[Any] = [None] * size
-        dist.all_gather_object(gathered, (own, fault), group=self.tp_group)
-        first = gathered[0][0]
-        for rank, (of_rank, fault_of_rank) in enumerate(gathered):
-            if fault_of_rank:
-                return first, f"tensor-parallel rank {rank}: {fault_of_rank}"
-            if of_rank not in ({}, first):
-                return first, (
-                    f"tensor-parallel ranks 0 and {rank} pass different counts: give both the same "
-                    f"data, or leave the counts of rank {rank} out"
-                )
-        return first, ""
+        (first, *others), fault = gather_counts(own, fault, self.tp_group)
+        other = next((n for n, each in enumerate(others, 1) if each not in ({}, first)), None)
+        if not fault and other is not None:
+            fault = (
+                f"tensor-parallel ranks 0 and {other} pass different counts: give both the same "
+                f"data, or leave the counts of rank {other} out"
+            )
+        return first, fault
 
     def _plan(
         self, arguments: dict[str, Any], num_microbatches: int, forward_only: bool
@@ -359,7 +492,7 @@ class LossAggregator:
 
     def _check_accumulation(self) -> None:
         """Refuse what scales or reduces the gradients of earlier schedule calls once more."""
-        shards = any(chunk.ddp_config.use_distributed_optimizer for chunk in self._chunks)
+        shards = any(chunk.ddp_config.use_distributed_optimizer for chunk in self.chunks)
         if self.loss_scaling == "per_token" or (shards and self.dp_cp_size > 1):
             raise ContractError(
                 "got accumulates=True with "
@@ -387,9 +520,11 @@ class LossAggregator:
             )
 
     def _check_plan(self, plan: StepPlan, num_microbatches: int, forward_only: bool) -> None:
-        if plan.num_microbatches not in (None, num_microbatches):
+        _check_survivors(plan.aggregation, self.loss_scaling)
+        planned = plan.sequences.num_microbatches
+        if planned not in (None, num_microbatches):
             raise ContractError(
-                f"the plan was made for {plan.num_microbatches} microbatches, the schedule runs "
+                f"the plan was made for {planned} microbatches, the schedule runs "
                 f"{num_microbatches}: pass the same number to Sequences and to the step"
             )
         own = tuple(dist.get_process_group_ranks(self.dp_group))
@@ -424,15 +559,35 @@ class LossAggregator:
 
 
 def _aggregation(
-    aggregation: Aggregation | str, divisor: float | None, count_empty: bool | None
+    aggregation: Aggregation | str,
+    divisor: float | None,
+    exponent: float | None,
+    count_empty: bool | None,
+    count: Count | None,
 ) -> Aggregation:
+    given = {
+        "divisor": divisor,
+        "exponent": exponent,
+        "count_empty": count_empty,
+        "count": count,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
     if not isinstance(aggregation, Aggregation):
-        return Aggregation(aggregation, divisor=divisor, count_empty=count_empty)
-    if (divisor, count_empty) != (None, None):
+        return Aggregation(aggregation, **given)  # type: ignore[arg-type]
+    if given:
         raise ContractError(
-            "got an Aggregation and a divisor or count_empty: set them in the Aggregation"
+            f"got an Aggregation and {', '.join(given)}: set them in the Aggregation"
         )
     return aggregation
+
+
+def _check_survivors(aggregation: Aggregation, loss_scaling: LossScaling) -> None:
+    if aggregation.count == "survivors" and loss_scaling != "per_token":
+        raise ContractError(
+            f"got {aggregation} in the average loss scaling, which divides by nothing that "
+            "loss_func knows of the other ranks: train with --calculate-per-token-loss, where "
+            "Megatron divides by the surviving tokens, or count the tokens after rejecting"
+        )
 
 
 def _is_same_function(one: Any, other: Any) -> bool:

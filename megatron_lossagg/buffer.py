@@ -1,28 +1,33 @@
-"""Plan a step whose data is read while it trains: read, count, plan, replay.
+"""Plan a step whose data is read while it trains: read, copy, count, plan, replay.
 
-A weight may need counts of the whole step (``docs/math.md``, "What each mode must know").
+A weight may need counts of the whole step (``docs/math.md``, "What each mode must know"). A loop
+that reads each microbatch just before it runs may refill one buffer with all of them, so what is
+read ahead is copied.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
+import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.errors import PlanError
+from megatron_lossagg.exchange import gather_counts
 from megatron_lossagg.integers import IntsLike, checked_integers, is_integer
-from megatron_lossagg.lookahead import Lookahead
 from megatron_lossagg.microbatch import PADDING
 from megatron_lossagg.options import Options
 from megatron_lossagg.plan import StepPlan, plan_step
-from megatron_lossagg.sequences import MOST_TOKENS, Sequences
+from megatron_lossagg.sequences import MOST_TOKENS, FloatsLike, Sequences
 
 __all__ = ["MicrobatchSequences", "StepBuffer", "StepMicrobatch"]
 
@@ -44,6 +49,8 @@ class MicrobatchSequences:
     """Sample id of each segment; None: each sequence is its own sample."""
     prompt: IntsLike | None = None
     """Prompt id of each segment, global over the data-parallel group."""
+    token_weight_sums: FloatsLike | None = None
+    """Sum of the active tokens' weights of each segment, float64, for ``count="weights"``."""
     is_padding: IntsLike | None = None
     """1 for a segment that only fills a shape, whose other numbers (but its length) are not read;
     None: no segment is."""
@@ -59,12 +66,20 @@ class MicrobatchSequences:
         others = {
             name: checked_integers(name, values, PlanError, length=len(active_G))
             for name, values in vars(self).items()
-            if name != "active_tokens" and values is not None
+            if name not in ("active_tokens", "token_weight_sums") and values is not None
         }
         others.setdefault("is_padding", np.zeros(len(active_G), dtype=np.int64))
-        return MicrobatchSequences(active_tokens=active_G, **others)
+        sum_G = self.token_weight_sums
+        if sum_G is not None:
+            sum_G = np.asarray(sum_G, dtype=np.float64)
+            if sum_G.shape != active_G.shape:
+                raise ValueError(
+                    f"token_weight_sums: got shape {sum_G.shape}, expected {active_G.shape}, one "
+                    "per sequence"
+                )
+        return MicrobatchSequences(active_tokens=active_G, token_weight_sums=sum_G, **others)
 
-    def of_sequences(self, name: str) -> list[int]:
+    def of_sequences(self, name: str) -> list[Any]:
         """Return a field's checked values without those of padding; empty if it is None."""
         values_G = getattr(self, name)
         return [] if values_G is None else values_G[np.asarray(self.is_padding) == 0].tolist()
@@ -90,24 +105,18 @@ class StepBuffer:
     ``data_iterator``: yields microbatches, or None on a rank that gets its data by
     broadcast (Megatron-LM: all tensor-parallel ranks but the first); an interleaved pipeline
     has one per chunk, and a buffer for each. Reading happens here, outside the schedule.
-    ``source``: if ``data_iterator`` is made anew for each step, what it reads from.
 
-    An iterator may use its memory again: a buffer that it refills, one dict for all microbatches,
-    views of one storage. The first step of an iterator (``source``), and the first with more
-    microbatches than before, is copied while it is read, and is right on any of them. Where no
-    two microbatches of that step shared a byte, the copies are dropped, and later steps are not
-    copied. One of these in which two share memory is refused, and so is a shared one that cannot
-    be copied. Seen are the tensors and NumPy arrays in dicts, lists, tuples, dataclasses and the
-    attributes of a microbatch.
+    Each microbatch is copied as it is read, CUDA tensors without a host sync, because an iterator
+    may use its memory again: a buffer that it refills, one dict for all microbatches, views of one
+    storage. Copied are the tensors and NumPy arrays in dicts, lists, tuples, dataclasses and the
+    attributes of a microbatch, and these containers; an object of another kind in them is not.
 
     Raises :class:`PlanError` for what is not an iterator and for a ``num_microbatches`` that
-    is not an integer from 1. An iterator that ends early, raises, or is refused is reported by
-    :meth:`plan`, on every rank.
+    is not an integer from 1. An iterator that ends early or raises, and a microbatch that cannot be
+    copied, is reported by :meth:`plan`, on every rank.
     """
 
-    def __init__(
-        self, data_iterator: Iterator[Any] | None, num_microbatches: int, *, source: Any = None
-    ) -> None:
+    def __init__(self, data_iterator: Iterator[Any] | None, num_microbatches: int) -> None:
         if not is_integer(num_microbatches, lowest=1):
             raise PlanError(
                 f"got num_microbatches {num_microbatches!r}, expected an integer from 1"
@@ -118,14 +127,13 @@ class StepBuffer:
                 "None: make a StepBuffer of each chunk's, and of a list of microbatches pass iter()"
             )
         self.num_microbatches = num_microbatches
-        self._counts: list[MicrobatchSequences] = []
-        self._sequences: list[list[int]] = []
-        self._data: list[Any] = [None] * num_microbatches
+        self._data: list[Any] = []
+        self._replayed: list[StepMicrobatch] = []
         self._reads = data_iterator is not None
         self._fault = ""
         self._cause: Exception | None = None
         if data_iterator is not None:
-            self._read(data_iterator, data_iterator if source is None else source)
+            self._read(data_iterator)
 
     def plan(
         self,
@@ -149,12 +157,7 @@ class StepBuffer:
         and on ``tp_group``'s. On the rank itself its cause is the error that was raised.
         """
         counts, fault, cause = self._counted(count)
-        if tp_group is not None and dist.get_world_size(tp_group) > 1:
-            gathered: list[Any] = [None] * dist.get_world_size(tp_group)
-            dist.all_gather_object(gathered, (counts, fault), group=tp_group)
-            counts = gathered[0][0]
-            faults = [f"tensor-parallel rank {r}: {f}" for r, (_, f) in enumerate(gathered) if f]
-            fault = next(iter(faults), "")
+        (counts, *_), fault = gather_counts(counts, fault, tp_group)
         if counts is None and not fault:
             fault = (
                 "this rank has no data iterator and got no counts: pass tp_group=, whose first "
@@ -162,18 +165,11 @@ class StepBuffer:
             )
         if counts is None or fault:
             counts = []
-        active_tokens = _joined(counts, "active_tokens") or []
-        sequences = _numbered(counts)
-        replayed = [one for of_microbatch in sequences for one in of_microbatch if one != PADDING]
-        if replayed != [*range(len(active_tokens))]:  # it would fail in the schedule, on some ranks
-            fault = (
-                f"the replay has sequences {replayed[:8]}, expected each of the step's "
-                f"{len(active_tokens)} once, in order: report this defect of megatron_lossagg"
-            )
         given = Sequences(
-            active_tokens=active_tokens,
+            active_tokens=_joined(counts, "active_tokens") or [],
             sample=_joined(counts, "sample"),
             prompt=_joined(counts, "prompt"),
+            token_weight_sums=_joined(counts, "token_weight_sums"),
             microbatch=[i for i, mb in enumerate(counts) for _ in mb.of_sequences("active_tokens")],
             num_microbatches=self.num_microbatches,
         )
@@ -188,23 +184,36 @@ class StepBuffer:
             )
         except PlanError as error:
             raise error from cause
-        self._counts, self._sequences = counts, sequences
+        numbers = itertools.count()
+        data = self._data or [None] * self.num_microbatches
+        self._replayed = [
+            StepMicrobatch(
+                index=index,
+                sequences=[
+                    PADDING if padding else next(numbers) for padding in np.asarray(mb.is_padding)
+                ],
+                data=data[index],
+                lengths=None if mb.lengths is None else [int(n) for n in mb.lengths],
+            )
+            for index, mb in enumerate(counts)
+        ]
         return plan
 
     def __iter__(self) -> Iterator[StepMicrobatch]:
         """Replay the microbatches in order, each with its sequences; may be called again."""
-        if len(self._counts) != self.num_microbatches:
+        if not self._replayed:
             raise PlanError("StepBuffer replays a planned step: call plan() before iterating")
-        replayed = zip(self._counts, self._sequences, self._data, strict=True)
-        for index, (counted, sequences, data) in enumerate(replayed):
-            lengths = None if counted.lengths is None else [int(n) for n in counted.lengths]
-            yield StepMicrobatch(index=index, sequences=sequences, data=data, lengths=lengths)
+        return iter(self._replayed)
 
-    def _read(self, data_iterator: Iterator[Any], source: Any) -> None:
-        ahead = Lookahead(source, self.num_microbatches)
+    def _read(self, data_iterator: Iterator[Any]) -> None:
         for index in range(self.num_microbatches):
+            doing = "the data iterator raised"
             try:
-                ahead.add(next(data_iterator))
+                data = next(data_iterator)
+                doing = (
+                    "copying a microbatch, so that the iterator may use its memory again, raised"
+                )
+                self._data.append(_copied(data))
             except StopIteration:
                 self._fault = (
                     f"the data iterator ended after {index} of {self.num_microbatches} "
@@ -213,15 +222,11 @@ class StepBuffer:
                 return
             except Exception as error:  # of any type: the other ranks wait in plan()
                 self._fault = (
-                    f"the data iterator raised {error!r} after {index} of "
+                    f"{doing} {error!r} after {index} of "
                     f"{self.num_microbatches} microbatches: its traceback is on that rank"
                 )
                 self._cause = error
                 return
-        try:
-            self._data = ahead.microbatches()
-        except PlanError as error:
-            self._fault = str(error)
 
     def _counted(
         self, count: Callable[[Any], IntsLike | MicrobatchSequences]
@@ -245,17 +250,54 @@ class StepBuffer:
         return counts, "", None
 
 
-def _numbered(counts: list[MicrobatchSequences]) -> list[list[int]]:
-    """Number the sequences of a step; a padding sequence is no sequence."""
-    numbers = itertools.count()
-    return [
-        [PADDING if padding else next(numbers) for padding in np.asarray(counted.is_padding)]
-        for counted in counts
-    ]
-
-
-def _joined(counts: list[MicrobatchSequences], name: str) -> list[int] | None:
+def _joined(counts: list[MicrobatchSequences], name: str) -> list[Any] | None:
     """Join a field over a step; a microbatch without ids is one where no sequence needs any."""
     if all(getattr(counted, name) is None for counted in counts):
         return None
     return [value for counted in counts for value in counted.of_sequences(name)]
+
+
+def _copied(microbatch: Any) -> Any:
+    """Copy a microbatch's containers, tensors and arrays, and nothing that is of another kind."""
+    seen: dict[int, Any] = {}  # with the values: a mapping may make its own anew
+    known: dict[int, Any] = {}
+
+    def look_at(value: Any, *, is_microbatch: bool) -> None:
+        if id(value) in seen:
+            return
+        seen[id(value)] = value
+        parts = _parts(value, is_microbatch=is_microbatch)
+        if parts is None and isinstance(value, (Tensor, np.ndarray)):
+            known[id(value)] = _copied_array(value)
+        elif parts is None and not is_microbatch:
+            known[id(value)] = value
+        in_lockstep = is_microbatch and isinstance(value, tuple)  # one per chunk of the model
+        for part in parts or ():
+            look_at(part, is_microbatch=in_lockstep)
+
+    look_at(microbatch, is_microbatch=True)
+    return copy.deepcopy(microbatch, known)
+
+
+def _parts(value: Any, *, is_microbatch: bool) -> Iterable[Any] | None:
+    """Return what a container holds, None if it is no container."""
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        objects: list[Any] = value.ravel().tolist()
+        return objects
+    if isinstance(value, (Tensor, np.ndarray, type)):
+        return None
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, (list, tuple)):
+        return value
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    return list(vars(value).values()) if is_microbatch and hasattr(value, "__dict__") else None
+
+
+def _copied_array(array: Any) -> Any:
+    if not isinstance(array, Tensor):
+        return np.array(array, subok=True)
+    if array.is_pinned():  # its copy to the device does not wait
+        return torch.empty_like(array, pin_memory=True).copy_(array)
+    return array.clone()

@@ -17,7 +17,15 @@ __all__ = [
 
 
 class LossAggregationError(Exception):
-    """Base of everything this package raises."""
+    """Base of everything this package raises.
+
+    Examples:
+        >>> try:
+        ...     Aggregation("constant")
+        ... except LossAggregationError as error:
+        ...     print(type(error).__name__, isinstance(error, ValueError))
+        AggregationError True
+    """
 
 
 class AggregationError(LossAggregationError, ValueError):

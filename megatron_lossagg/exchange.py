@@ -1,4 +1,4 @@
-"""What the ranks of a group send each other: a few integers, ragged sequences, a message.
+"""What the ranks of a group send each other: a few integers, ragged columns, a message.
 
 Each call is one collective and, except :meth:`Exchange.tensors`, one host sync. The tensors
 are on the device that the group's backend needs: the CPU for gloo, the current CUDA device for
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from megatron_lossagg.devices import moved
 from megatron_lossagg.integers import Ints
 
-__all__ = ["Exchange"]
+__all__ = ["Exchange", "gather_counts"]
 
 _MESSAGE_BYTES = 2048
 
@@ -68,7 +69,7 @@ class Exchange:
         dist.all_gather(list(gathered.unbind()), own, group=self.group)
         return gathered
 
-    def sequences(self, own: Sequence[Ints], counts_W: Ints) -> Sequence[Ints]:
+    def ragged(self, own: Sequence[Ints], counts_W: Ints) -> Sequence[Ints]:
         """Gather columns of int64 ``[n]`` of every rank, n differing; each ``[sum n]``.
 
         One all-gather. ``counts_W``: every rank's n, already known to all.
@@ -78,7 +79,7 @@ class Exchange:
         padded = np.zeros((len(own), int(counts_W.max())), dtype=np.int64)
         padded[:, : len(own[0])] = own
         gathered = self.integers(padded.ravel()).reshape(self.size, *padded.shape)
-        parts = [sequences[:, :n] for sequences, n in zip(gathered, counts_W, strict=True)]
+        parts = [columns[:, :n] for columns, n in zip(gathered, counts_W, strict=True)]
         return list(np.concatenate(parts, axis=1))
 
     def messages(self, own: str) -> list[str]:
@@ -91,7 +92,7 @@ class Exchange:
         encoded = np.frombuffer(own.encode(errors="replace")[:_MESSAGE_BYTES], dtype=np.uint8)
         packed[: len(encoded)] = encoded
         gathered = self.integers(packed.view(np.int64))
-        return [sequence.tobytes().rstrip(b"\0").decode(errors="ignore") for sequence in gathered]
+        return [text.tobytes().rstrip(b"\0").decode(errors="ignore") for text in gathered]
 
     def _device_for(self, own: torch.Tensor) -> torch.device:
         # A backend is named "gloo", "nccl" or "cpu:gloo,cuda:nccl".
@@ -101,3 +102,18 @@ class Exchange:
         if "cpu:" in backend or backend == dist.Backend.GLOO:
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
+
+
+def gather_counts(
+    own: Any, fault: str, tp_group: dist.ProcessGroup | None
+) -> tuple[list[Any], str]:
+    """Gather what each rank of a tensor-parallel group counted, and the first fault, with its rank.
+
+    One ``all_gather_object``; none without a group or in a group of one.
+    """
+    if tp_group is None or dist.get_world_size(tp_group) == 1:
+        return [own], fault
+    gathered: list[Any] = [None] * dist.get_world_size(tp_group)
+    dist.all_gather_object(gathered, (own, fault), group=tp_group)
+    faults = [f"tensor-parallel rank {rank}: {f}" for rank, (_, f) in enumerate(gathered) if f]
+    return [counts for counts, _ in gathered], next(iter(faults), "")

@@ -10,21 +10,33 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 from dataclasses import fields
+from typing import Any
 
-from megatron_lossagg.aggregation import CUSTOM, MODES, Aggregation
+from megatron_lossagg.aggregation import COUNTS, CUSTOM, MODES, Aggregation
 from megatron_lossagg.errors import AggregationError
 from megatron_lossagg.options import Options
 from megatron_lossagg.reducer import load_reducer_factory
 
-__all__ = ["add_loss_aggregation_args", "aggregation_from_args"]
+__all__ = ["add_loss_aggregation_args", "aggregation_from_args", "args_of"]
 
 
 def add_loss_aggregation_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the group of flags and return the parser, as ``extra_args_provider`` wants it.
 
-    Raises :class:`AggregationError` if the parser has one of the flags already.
+    Args:
+        parser: The parser of the training script.
+
+    Returns:
+        The same parser.
+
+    Raises:
+        argparse.ArgumentError: If the parser has one of the flags already.
+
+    Examples:
+        >>> parser = add_loss_aggregation_args(argparse.ArgumentParser())
+        >>> parser.parse_args(["--loss-aggregation", "token_mean"]).loss_aggregation
+        'token_mean'
     """
-    _check_free(parser)
     group = parser.add_argument_group("loss aggregation", _description())
     group.add_argument(
         "--loss-aggregation",
@@ -39,10 +51,23 @@ def add_loss_aggregation_args(parser: argparse.ArgumentParser) -> argparse.Argum
         help="L of constant (required), C of token_sum (default 1).",
     )
     group.add_argument(
+        "--loss-aggregation-exponent",
+        type=float,
+        metavar="A",
+        help="a of length_power (required): 0 weighs tokens alike, 1 samples alike.",
+    )
+    group.add_argument(
         "--loss-aggregation-count-empty",
         action=argparse.BooleanOptionalAction,
         help="Whether a sample or prompt with no active tokens still counts toward B or P. "
         "Default: it does; an alias brings its own.",
+    )
+    group.add_argument(
+        "--loss-aggregation-count",
+        choices=tuple(COUNTS),
+        help="What the denominators count: "
+        + "; ".join(f"{name}, {what}" for name, what in COUNTS.items())
+        + " (token_mean with --calculate-per-token-loss only). Default: mask.",
     )
     group.add_argument(
         "--loss-aggregation-empty-step",
@@ -64,6 +89,18 @@ def add_loss_aggregation_args(parser: argparse.ArgumentParser) -> argparse.Argum
         "stop if it is not what is compensated. Default: it is measured.",
     )
     group.add_argument(
+        "--loss-aggregation-record",
+        metavar="FILE",
+        help="Append one line of JSON for each training step to FILE, for lossagg diff.",
+    )
+    group.add_argument(
+        "--loss-aggregation-shadow",
+        metavar="MODE[,MODE...]",
+        help="Report next to the trained loss what these modes would give, as lossagg/shadow/MODE. "
+        "A mode's number follows a colon: constant:4096, length_power:0.5. Without "
+        "--loss-aggregation, stock trains.",
+    )
+    group.add_argument(
         "--loss-aggregation-reducer-path",
         metavar="PKG.MOD:NAME",
         help="A factory(context) that replaces the mode; passed without mode and divisor.",
@@ -74,13 +111,15 @@ def add_loss_aggregation_args(parser: argparse.ArgumentParser) -> argparse.Argum
 def aggregation_from_args(args: argparse.Namespace) -> Aggregation | None:
     """Read the flags: an :class:`Aggregation`, or None if no flag asks for one.
 
+    With ``--loss-aggregation-shadow`` only, None too: then stock trains.
+
     A flag that ``args`` lacks (a framework whose arguments come from a file) has its default; a
     number that a file has as a string is read as a number. Raises :class:`AggregationError`
     for contradicting flags, and :class:`ReducerPathError` for a reducer path that does not lead
     to a callable, at launch rather than at the first step: it imports the path's module.
     """
     path = getattr(args, "loss_aggregation_reducer_path", None)
-    mode, divisor, count_empty = (getattr(args, name, None) for name in _OF_A_MODE)
+    mode, divisor, exponent, count_empty, count = (getattr(args, name, None) for name in _OF_A_MODE)
     if path is not None:
         if ignored := _given(args, _OF_A_MODE):
             raise AggregationError(
@@ -91,15 +130,40 @@ def aggregation_from_args(args: argparse.Namespace) -> Aggregation | None:
         load_reducer_factory(path)  # an invalid path fails at launch
         return aggregation
     if mode is None:
-        if ignored := _given(args, _OF_A_MODE + _OF_A_RUN):
+        has_shadow = bool(getattr(args, _SHADOW, None))
+        allowed = (_SHADOW, "loss_aggregation_rejects_tokens") if has_shadow else ()
+        names = [name for name in _OF_A_MODE + _OF_A_RUN if name not in allowed]
+        if ignored := _given(args, names):
             raise AggregationError(
                 f"got {ignored} without --loss-aggregation: name the mode that it belongs to"
             )
         return None
-    return Aggregation(mode, divisor=_as_number(divisor), count_empty=count_empty)
+    return Aggregation(
+        mode,
+        divisor=_as_number("divisor", divisor),
+        exponent=_as_number("exponent", exponent),
+        count_empty=count_empty,
+        count=count or "mask",
+    )
 
 
-_OF_A_MODE = ("loss_aggregation", "loss_aggregation_divisor", "loss_aggregation_count_empty")
+def args_of(aggregation: Aggregation) -> dict[str, Any]:
+    """Return the arguments that configure a mode, by which :func:`aggregation_from_args` has it."""
+    names = ("mode", "divisor", "exponent", "count_empty", "count")
+    args = dict(zip(_OF_A_MODE, (getattr(aggregation, name) for name in names), strict=True))
+    if aggregation.count == "mask":  # as if the flag was not given
+        args["loss_aggregation_count"] = None
+    return args
+
+
+_OF_A_MODE = (
+    "loss_aggregation",
+    "loss_aggregation_divisor",
+    "loss_aggregation_exponent",
+    "loss_aggregation_count_empty",
+    "loss_aggregation_count",
+)
+_SHADOW = "loss_aggregation_shadow"
 _OF_A_RUN = tuple(f"loss_aggregation_{field.name}" for field in fields(Options))
 
 
@@ -110,38 +174,25 @@ def _given(args: argparse.Namespace, names: Iterable[str]) -> str:
     return " and ".join(given)
 
 
-def _as_number(divisor: float | str | None) -> float | None:
-    if not isinstance(divisor, str):
-        return divisor
+def _as_number(name: str, value: float | str | None) -> float | None:
+    if not isinstance(value, str):
+        return value
     try:
-        return float(divisor)
+        return float(value)
     except ValueError:
         raise AggregationError(
-            f"got --loss-aggregation-divisor {divisor!r}, expected a number of tokens"
+            f"got --loss-aggregation-{name} {value!r}, expected a number"
         ) from None
-
-
-def _check_free(parser: argparse.ArgumentParser) -> None:
-    taken = [
-        flag for flag in parser._option_string_actions if flag.startswith("--loss-aggregation")
-    ]
-    if taken:
-        raise AggregationError(
-            f"this parser has {', '.join(taken)} already: call add_loss_aggregation_args once; if "
-            "they are the framework's own, leave ours out and build Aggregation(...) from its "
-            "arguments"
-        )
 
 
 def _description() -> str:
     """Describe the group: one line per mode, and one short paragraph if argparse re-wraps it."""
     width = max(map(len, MODES))
-    weights = {
-        mode.name: mode.weight.format(B="B", P="P", L="L", C="C")
+    lines = [
+        f"{mode.name:<{width}}  w_s = {mode.formula};"
         for mode in MODES.values()
         if mode.name != CUSTOM
-    }
-    lines = [f"{name:<{width}}  w_s = {weight};" for name, weight in weights.items()]
+    ]
     return "\n".join(
         [
             "loss = sum_s w_s sum_t m_t x_t, with one weight w_s per sequence s. The modes:",

@@ -4,7 +4,8 @@ A layout is index arithmetic on integers on the CPU: no tensor, no rank lookup, 
 It splits a microbatch's mask into *segments* (one packed sequence each). It lists, as *runs* of
 consecutive mask positions, the tokens that this rank's per-token losses belong to. Zigzag: a
 sequence padded to a multiple of 2 CP is split into 2 CP chunks; CP rank r holds the chunks r and
-2 CP - 1 - r, in that order.
+2 CP - 1 - r, in that order. Contiguous: CP rank r holds the r-th of CP equal intervals of what is
+split, which is the packed buffer (thd) or each sequence (bshd).
 
 Shape suffixes: R = runs of consecutive positions; S1 = segments + 1.
 """
@@ -28,8 +29,18 @@ __all__ = ["Layout"]
 class Layout:
     """The tokens of one microbatch that one context-parallel rank holds.
 
-    Build it with one of the four named constructors. Lengths are read on the CPU: a CUDA
+    Build it with one of the named constructors. Lengths are read on the CPU: a CUDA
     ``cu_seqlens`` costs one host sync.
+
+    Examples:
+        Two packed sequences of 8 and 4 tokens, of which the first of two context-parallel ranks
+        holds the first and the last quarter each:
+
+        >>> layout = Layout.thd_zigzag([0, 8, 12], cp_size=2, cp_rank=0)
+        >>> layout.positions.tolist()
+        [0, 1, 6, 7, 8, 11]
+        >>> layout.place(5)  # its token 5: in which sequence, and where in it
+        (1, 3)
     """
 
     name: str
@@ -45,6 +56,8 @@ class Layout:
     cp_rank: int
     is_local: bool = False
     """Whether the mask is already this rank's, not the whole one."""
+    is_gathered: bool = False
+    """Whether losses are of the whole mask, as every context-parallel rank gathered them."""
     allows_tail: bool = False
     """Whether positions may follow the last segment, which weigh 0."""
     batch_shape: tuple[int, int] | None = None
@@ -69,10 +82,20 @@ class Layout:
         """Number of tokens this rank holds."""
         return int(self.length_R.sum())
 
+    @property
+    def local_lengths(self) -> Ints:
+        """Number of tokens of each segment that this rank holds: int64 ``[num_segments]``."""
+        length_S = np.bincount(self.segment_R, self.length_R, minlength=self.num_segments)
+        return length_S.astype(np.int64)
+
     @cached_property
-    def is_in_order(self) -> bool:
-        """Whether this rank's tokens are the mask's first positions, in their order."""
-        return not self._shift_R.any()
+    def interval(self) -> slice | None:
+        """This rank's tokens as one slice of the mask; None if they are not one interval."""
+        shift_R = self._shift_R
+        if len(shift_R) and (shift_R != shift_R[0]).any():
+            return None
+        first = int(shift_R[0]) if len(shift_R) else 0
+        return slice(first, first + self.num_local_tokens)
 
     @property
     def positions(self) -> torch.Tensor:
@@ -96,8 +119,8 @@ class Layout:
             return list(sizes) == [n for n in (b, s // self.cp_size if is_local else s) if n != 1]
         length_S = np.diff(self.offset_S1)
         if is_local:
-            length_S = np.bincount(self.segment_R, self.length_R, minlength=self.num_segments)
-        offset_S1 = _offsets(length_S.astype(np.int64))
+            length_S = self.local_lengths
+        offset_S1 = _offsets(length_S)
         starts = np.arange(0, offset_S1[-1], sizes[-1])
         return len(sizes) == 2 and bool(np.isin(starts, offset_S1).all())
 
@@ -119,31 +142,54 @@ class Layout:
         position = self.start_R[run] + index - (end_R[run] - self.length_R[run])
         return segment, int(position - self.offset_S1[segment])
 
+    def gathered(self) -> Layout:
+        """Return the same split of per-token losses that every context-parallel rank has gathered.
+
+        Losses are of the whole mask then. A rank weighs those whose logits are its own, and the
+        gradient is right whether the gather's backward pass sums over ranks or keeps a rank's own
+        slice. Source: Megatron-LM (d98e8a64) ``megatron.rl.rl_utils.get_logprobs``. Raises
+        :class:`LayoutError` if the mask is this rank's part only.
+        """
+        if self.is_local:
+            raise LayoutError(
+                f"got gathered losses with the layout {self.name}, whose mask is this rank's part: "
+                "begin with the split of the whole mask, such as Layout.thd_zigzag(...).gathered()"
+            )
+        return replace(self, name=f"{self.name}_gathered", is_gathered=True)
+
     @staticmethod
     def thd_zigzag(cu_seqlens_padded: IntsLike, *, cp_size: int, cp_rank: int) -> Layout:
         """Lay out packed sequences, sliced as Megatron-Core and Transformer Engine slice them.
 
-        ``cu_seqlens_padded``: offsets of the *padded* segments, from 0, shape ``(n,)``
-        or ``(1, n)``. Mask and tokens are packed over these offsets before slicing.
         Source: Transformer Engine ``thd_get_partitioned_indices``.
+
+        Args:
+            cu_seqlens_padded: Offsets of the *padded* segments, from 0, shape ``(n,)`` or
+                ``(1, n)``. Mask and tokens are packed over these offsets before slicing.
+            cp_size: CP.
+            cp_rank: This rank's place among them.
+
+        Returns:
+            The layout; positions after the last segment weigh 0.
+
+        Raises:
+            LayoutError: For a segment that is not a multiple of 2 CP, and for what are no offsets.
         """
-        offset_S1 = checked_integers("cu_seqlens", cu_seqlens_padded, LayoutError, squeeze=True)
+        offset_S1 = _checked_offsets(cu_seqlens_padded)
         _check_cp(cp_size, cp_rank)
-        if len(offset_S1) == 0 or offset_S1[0] != 0:
-            raise LayoutError(
-                f"got cu_seqlens [{first_few(offset_S1, 4)}], expected offsets from 0, one more "
-                "than segments"
-            )
         length_S = np.diff(offset_S1)
-        _check_lengths("cu_seqlens", length_S)
         unpadded = np.flatnonzero(length_S % (2 * cp_size))
         if cp_size > 1 and len(unpadded):
             raise LayoutError(
                 f"segment {unpadded[0]} has {length_S[unpadded[0]]} tokens, not a multiple of "
                 f"2 CP = {2 * cp_size}: pad every sequence and pass cu_seqlens_padded"
             )
-        chunk_S = length_S // (2 * cp_size)
-        layout = _zigzag("thd_zigzag", offset_S1, chunk_S, length_S, cp_size, cp_rank)
+        starts, lengths = [offset_S1[:-1]], [length_S]
+        if cp_size > 1:
+            chunk_S = length_S // (2 * cp_size)
+            starts = [offset_S1[:-1] + k * chunk_S for k in _chunks(cp_size, cp_rank)]
+            lengths = [chunk_S, chunk_S]
+        layout = _of_runs("thd_zigzag", offset_S1, starts, lengths, cp_size, cp_rank)
         return replace(layout, allows_tail=True)
 
     @staticmethod
@@ -152,16 +198,53 @@ class Layout:
 
         Source: Megatron-Core ``get_batch_on_this_cp_rank``.
         """
-        for size in (batch_size, seq_length):
-            if not is_integer(size):
-                raise LayoutError(
-                    f"got sizes [{batch_size!r}, {seq_length!r}], expected integers from 0"
-                )
-        offset_S1 = np.arange(batch_size + 1) * seq_length
+        offset_S1 = _batch_offsets(batch_size, seq_length)
         layout = Layout.thd_zigzag(offset_S1, cp_size=cp_size, cp_rank=cp_rank)
         return replace(
             layout, name="bshd_zigzag", allows_tail=False, batch_shape=(batch_size, seq_length)
         )
+
+    @staticmethod
+    def thd_contiguous(cu_seqlens_padded: IntsLike, *, cp_size: int, cp_rank: int) -> Layout:
+        """Lay out packed sequences whose buffer is split into one interval for each CP rank.
+
+        ``cu_seqlens_padded``: offsets of the padded segments, from 0 to the end of the buffer,
+        shape ``(n,)`` or ``(1, n)``; what pads the buffer is a segment of its own. A rank may hold
+        part of a sequence, all of it, or nothing.
+        Source: Megatron-Core (dev d48bd6be0a) ``get_cp_slice_for_thd`` with
+        ``cp_partition_mode="contiguous"``.
+        """
+        offset_S1 = _checked_offsets(cu_seqlens_padded)
+        _check_cp(cp_size, cp_rank)
+        size = int(offset_S1[-1]) // cp_size
+        if size * cp_size != offset_S1[-1]:
+            raise LayoutError(
+                f"cu_seqlens end at {offset_S1[-1]}, not a multiple of CP = {cp_size}: pad the "
+                "buffer, end cu_seqlens at its end, and pass -1 as the sequence of that segment"
+            )
+        held_S1 = np.clip(offset_S1, cp_rank * size, (cp_rank + 1) * size)
+        return _of_runs(
+            "thd_contiguous", offset_S1, [held_S1[:-1]], [np.diff(held_S1)], cp_size, cp_rank
+        )
+
+    @staticmethod
+    def bshd_contiguous(batch_size: int, seq_length: int, *, cp_size: int, cp_rank: int) -> Layout:
+        """Lay out one sequence per batch entry, each split into one interval for each CP rank.
+
+        Mask ``[b, s]``, per-token losses ``[b, s / CP]``.
+        """
+        offset_S1 = _batch_offsets(batch_size, seq_length)
+        _check_cp(cp_size, cp_rank)
+        size = seq_length // cp_size
+        if size * cp_size != seq_length:
+            raise LayoutError(
+                f"sequences of {seq_length} tokens are not a multiple of CP = {cp_size}: pad them"
+            )
+        start_S = offset_S1[:-1] + cp_rank * size
+        layout = _of_runs(
+            "bshd_contiguous", offset_S1, [start_S], [np.full_like(start_S, size)], cp_size, cp_rank
+        )
+        return replace(layout, batch_shape=(batch_size, seq_length))
 
     @staticmethod
     def response_zigzag(
@@ -186,34 +269,33 @@ class Layout:
         _check_cp(cp_size, cp_rank)
         _check_responses(total_S, response_S, max_seq_len)
         offset_S1 = _offsets(response_S)
-        if cp_size == 1:
-            return _zigzag("response_zigzag", offset_S1, response_S, response_S, 1, 0)
         padded_S = total_S if max_seq_len is None else np.full_like(total_S, max_seq_len)
         chunk_S = -(-padded_S // (2 * cp_size))
         first_logit_S = total_S - response_S - 1
-        start_R, length_R = [], []
-        for k in (cp_rank, 2 * cp_size - 1 - cp_rank):
+        starts, lengths = [], []
+        for k in _chunks(cp_size, cp_rank):
             # Logits of chunk k that predict a response token: [k c, (k+1) c) clipped to the
             # response.
             lo_S = np.clip(k * chunk_S, first_logit_S, total_S - 1)
             hi_S = np.clip((k + 1) * chunk_S, first_logit_S, total_S - 1)
-            start_R.append(offset_S1[:-1] + lo_S - first_logit_S)
-            length_R.append(hi_S - lo_S)
-        return Layout(
-            name="response_zigzag",
-            offset_S1=offset_S1,
-            start_R=np.stack(start_R, axis=1).ravel(),
-            length_R=np.stack(length_R, axis=1).ravel(),
-            segment_R=np.repeat(np.arange(len(total_S)), 2),
-            cp_size=cp_size,
-            cp_rank=cp_rank,
-        )
+            starts.append(offset_S1[:-1] + lo_S - first_logit_S)
+            lengths.append(hi_S - lo_S)
+        return _of_runs("response_zigzag", offset_S1, starts, lengths, cp_size, cp_rank)
 
     @staticmethod
     def local(sequence_lengths_here: IntsLike, *, cp_size: int, cp_rank: int) -> Layout:
         """Take mask and losses as already this rank's, as from Megatron-LM's ``get_batch``.
 
-        ``sequence_lengths_here``: tokens of each sequence on this rank.
+        Args:
+            sequence_lengths_here: Tokens of each sequence on this rank.
+            cp_size: CP.
+            cp_rank: This rank's place among them.
+
+        Returns:
+            The layout, whose mask is the rank's own.
+
+        Raises:
+            LayoutError: For a negative length.
         """
         length_S = checked_integers(
             "sequence_lengths_here", sequence_lengths_here, LayoutError, squeeze=True
@@ -221,34 +303,30 @@ class Layout:
         _check_cp(cp_size, cp_rank)
         _check_lengths("sequence_lengths_here", length_S)
         offset_S1 = _offsets(length_S)
-        return Layout(
-            name="local",
-            offset_S1=offset_S1,
-            start_R=offset_S1[:-1],
-            length_R=length_S,
-            segment_R=np.arange(len(length_S)),
-            cp_size=cp_size,
-            cp_rank=cp_rank,
-            is_local=True,
-        )
+        layout = _of_runs("local", offset_S1, [offset_S1[:-1]], [length_S], cp_size, cp_rank)
+        return replace(layout, is_local=True)
 
 
-def _zigzag(
-    name: str, offset_S1: Ints, chunk_S: Ints, length_S: Ints, cp_size: int, cp_rank: int
+def _chunks(cp_size: int, cp_rank: int) -> tuple[int, int]:
+    """Which two of a sequence's 2 CP chunks a rank holds, in order."""
+    return cp_rank, 2 * cp_size - 1 - cp_rank
+
+
+def _of_runs(
+    name: str,
+    offset_S1: Ints,
+    starts: list[Ints],
+    lengths: list[Ints],
+    cp_size: int,
+    cp_rank: int,
 ) -> Layout:
-    segments = np.arange(len(length_S))
-    if cp_size == 1:
-        start_R, length_R, segment_R = offset_S1[:-1], length_S, segments
-    else:
-        order = (cp_rank, 2 * cp_size - 1 - cp_rank)
-        start_R = np.stack([offset_S1[:-1] + k * chunk_S for k in order], axis=1).ravel()
-        length_R, segment_R = np.repeat(chunk_S, 2), np.repeat(segments, 2)
+    """Lay out the runs of each segment: first their first runs' starts and lengths, ``[S]``."""
     return Layout(
         name=name,
         offset_S1=offset_S1,
-        start_R=start_R,
-        length_R=length_R,
-        segment_R=segment_R,
+        start_R=np.stack(starts, axis=1).ravel(),
+        length_R=np.stack(lengths, axis=1).ravel(),
+        segment_R=np.repeat(np.arange(len(offset_S1) - 1), len(starts)),
         cp_size=cp_size,
         cp_rank=cp_rank,
     )
@@ -276,6 +354,24 @@ def _check_responses(total_S: Ints, response_S: Ints, max_seq_len: int | None) -
             f"sequence {total_S.argmax()} has {total_S.max()} tokens, max_seq_len is "
             f"{max_seq_len}: pass the length the batch is padded to"
         )
+
+
+def _checked_offsets(cu_seqlens_padded: IntsLike) -> Ints:
+    offset_S1 = checked_integers("cu_seqlens", cu_seqlens_padded, LayoutError, squeeze=True)
+    if len(offset_S1) == 0 or offset_S1[0] != 0:
+        raise LayoutError(
+            f"got cu_seqlens [{first_few(offset_S1, 4)}], expected offsets from 0, one more "
+            "than segments"
+        )
+    _check_lengths("cu_seqlens", np.diff(offset_S1))
+    return offset_S1
+
+
+def _batch_offsets(batch_size: int, seq_length: int) -> Ints:
+    if not is_integer(batch_size) or not is_integer(seq_length):
+        raise LayoutError(f"got sizes [{batch_size!r}, {seq_length!r}], expected integers from 0")
+    offset_S1: Ints = np.arange(batch_size + 1) * seq_length
+    return offset_S1
 
 
 def _check_cp(cp_size: int, cp_rank: int) -> None:

@@ -35,14 +35,11 @@ _OLDEST_MEGATRON = (0, 13)
 _MOE_FREE_OF_CP = {"average": (0, 16), "per_token": (0, 19)}
 """The release from which the gradient of the MoE side losses does not depend on CP."""
 _MTP_NEVER_FREE_OF_CP = (0, 17)
-"""The release from which MTP's gradient depends on CP in both loss scalings, not in the average
-alone.
-"""
+"""The release from which MTP's gradient depends on CP in both loss scalings."""
 
 _FLIPPED = (
     "the loss scaling is frozen when the model is built and wrapped; set "
-    "--calculate-per-token-loss "
-    "before that and leave it"
+    "--calculate-per-token-loss before that and leave it"
 )
 
 
@@ -61,6 +58,8 @@ def _release() -> tuple[int, ...]:
 class LiveGroups:
     """The chunks' own process groups, as far as a loss needs them."""
 
+    dp_cp_group: ProcessGroup
+    """The dense data-parallel group with context parallelism."""
     dp_group: ProcessGroup
     """The dense data-parallel group without context parallelism."""
     dp_size: int
@@ -75,7 +74,7 @@ class LiveGroups:
 
     @staticmethod
     def of(chunks: Sequence[Any]) -> LiveGroups:
-        """Read the groups; raises :class:`ContractError` where they contradict one another."""
+        """Read the groups; raises :class:`ContractError` if they contradict one another."""
         first = chunks[0]
         dp, dp_cp = _ranks(first.dp_group), _ranks(first.dp_cp_group)
         for name in ("dp_group", "dp_cp_group", "pp_group"):
@@ -99,6 +98,7 @@ class LiveGroups:
             )
         stages = _ranks(first.pp_group)
         return LiveGroups(
+            dp_cp_group=first.dp_cp_group,
             dp_group=first.dp_group,
             dp_size=len(dp),
             dp_cp_size=len(dp_cp),
@@ -152,15 +152,13 @@ def _check_wrapper(chunk: Any) -> None:
     from megatron.core.distributed import DistributedDataParallel
 
     kind = type(chunk).__name__
-    if "fsdp" in f"{type(chunk).__module__}.{kind}".lower() or "FullyShard" in kind:
+    # torch's fully_shard makes a subclass of what it shards.
+    is_fsdp = "fsdp" in f"{type(chunk).__module__}.{kind}".lower() or "FullyShard" in kind
+    if is_fsdp or not isinstance(chunk, DistributedDataParallel):
         raise ContractError(
-            f"{kind}: Megatron-FSDP and FSDP2 reduce gradients by rules of their own that are not "
-            "compensated here: use Megatron-Core's DistributedDataParallel"
-        )
-    if not isinstance(chunk, DistributedDataParallel):
-        raise ContractError(
-            f"got a {kind}, expected Megatron-Core's DistributedDataParallel: pass the wrapped "
-            "chunks that the schedule gets, after wrapping"
+            f"got a {kind}, expected Megatron-Core's DistributedDataParallel: pass "
+            "the wrapped chunks that the schedule gets, after wrapping; Megatron-FSDP and FSDP2 "
+            "reduce gradients by rules of their own that are not compensated here"
         )
 
 
@@ -216,7 +214,7 @@ class Frozen:
         return frozen
 
     def check(self) -> None:
-        """Compare with the live configs; raises :class:`ContractError` where they differ."""
+        """Compare with the live configs; raises :class:`ContractError` if they differ."""
         per_token = self._loss_scaling == "per_token"
         for index, frozen in enumerate(self._chunks):
             chunk, config = frozen.chunk, frozen.chunk.config
@@ -224,8 +222,7 @@ class Frozen:
                 raise ContractError(
                     f"calculate_per_token_loss is {config.calculate_per_token_loss} in the config "
                     f"of chunk {index}, the model was wrapped in the {self._loss_scaling} "
-                    f"loss scaling: "
-                    f"{_FLIPPED}"
+                    f"loss scaling: {_FLIPPED}"
                 )
             if config.context_parallel_size != self._cp_size:
                 raise ContractError(
@@ -241,8 +238,8 @@ class Frozen:
             if factors - {expected}:
                 raise ContractError(
                     f"chunk {index} scales gradients by {sorted(factors)}, the "
-                    f"{self._loss_scaling} "
-                    f"loss scaling over {size} ranks scales by {expected}: {_FLIPPED}"
+                    f"{self._loss_scaling} loss scaling over {size} ranks scales by {expected}: "
+                    f"{_FLIPPED}"
                 )
             for name, module in frozen.modules:
                 if module.calculate_per_token_loss != per_token:
@@ -254,7 +251,7 @@ class Frozen:
 
 
 def note_on_side_losses(config: Any, loss_scaling: LossScaling) -> str:
-    """Say which of stock's side losses depend on CP here; empty where none does.
+    """Say which of stock's side losses depend on CP here; empty if none does.
 
     MTP's does, but in the per-token loss scaling before megatron-core 0.17. Those of MoE routers do
     before 0.16 in the average loss scaling, and before 0.19 in the per-token loss scaling.
@@ -279,8 +276,7 @@ def note_on_side_losses(config: Any, loss_scaling: LossScaling) -> str:
     return (
         f"side losses ({' and '.join(remedies)}) are Megatron's own and no --loss-aggregation "
         f"changes them; in the {loss_scaling} loss scaling of megatron-core "
-        f"{megatron_version()} their "
-        f"gradient depends on CP: {' and '.join(remedies.values())}"
+        f"{megatron_version()} their gradient depends on CP: {' and '.join(remedies.values())}"
     )
 
 

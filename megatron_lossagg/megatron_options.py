@@ -1,6 +1,6 @@
 """Which options of Megatron change who holds a token or how a loss is scaled: one table.
 
-Each sequence was read in the source: megatron-core 0.13.1 to 0.19.2, Megatron-LM's development
+Each line was read in the source: megatron-core 0.13.1 to 0.19.2, Megatron-LM's development
 branches at d98e8a64 (main) and d48bd6be0a (dev), Megatron-Bridge at 067f987d. :func:`check_options`
 rejects what a live object sets. ``python -m megatron_lossagg.megatron_options`` prints the table as
 ``docs/compatibility.md`` has it. No torch, no Megatron.
@@ -8,8 +8,8 @@ rejects what a live object sets. ``python -m megatron_lossagg.megatron_options``
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron_lossagg.errors import ContractError
@@ -43,15 +43,21 @@ class Option:
     """Options that share one verdict.
 
     ``supported``: tests train with it. ``not affected``: by reading, it changes neither who
-    holds a token nor how the main loss is scaled. ``refused``: :func:`check_options` raises where
-    ``is_wrong`` holds for a value.
+    holds a token nor how the main loss is scaled. ``refused``: a value is. :func:`check_options`
+    raises for a value that ``is_wrong``, of a supported option as well.
     """
 
     names: tuple[str, ...]
     since: str
-    """The release of megatron-core that brought it, or where it was read."""
+    """The first release that has it, 0.13 for those before; ``dev``: that branch only."""
     status: Status
     why: str
+    by: str = "read"
+    """What shows the verdict, by its name in ``docs/compatibility.md``."""
+    later: Mapping[str, str] = field(default_factory=dict)
+    """The first release of a name that came after the others."""
+    lacks: tuple[str, ...] = ()
+    """Branches without it."""
     holder: Holder = "model config"
     default: Any = None
     """For a holder that lacks the option."""
@@ -68,6 +74,14 @@ def _is_set(value: Any, setting: Setting) -> bool:
 
 def _is_not_zigzag(value: Any, setting: Setting) -> bool:
     return setting.cp_size > 1 and value != "zigzag"
+
+
+def _is_unknown_partition(value: Any, setting: Setting) -> bool:
+    return setting.cp_size > 1 and value not in ("zigzag", "contiguous")
+
+
+def _is_unknown_scheduler(value: Any, setting: Setting) -> bool:
+    return value not in (None, "dp_balanced")
 
 
 def _is_above_one(value: Any, setting: Setting) -> bool:
@@ -97,135 +111,122 @@ def _is_full_iteration(value: Any, setting: Setting) -> bool:
 OPTIONS = (
     Option(
         names=("cp_partition_mode",),
-        since="dev d48bd6be0a",
-        status="refused",
+        since="dev",
+        status="supported",
+        by="versions, contiguous",
         default="zigzag",
-        is_wrong=_is_not_zigzag,
-        when="not `zigzag` at CP > 1",
-        why="each context-parallel rank holds one interval of the packed sequences, and the "
-        "weights are laid out for two chunks of each",
-        change="set cp_partition_mode='zigzag', or train at context_parallel_size=1",
+        is_wrong=_is_unknown_partition,
+        when="neither `zigzag` nor `contiguous` at CP > 1",
+        why="packed sequences take the layout that the model's config names",
+        change="set cp_partition_mode to 'zigzag' or 'contiguous', or train at "
+        "context_parallel_size=1",
     ),
     Option(
         names=("linear_cp_layout", "attention_cp_layout"),
-        since="main after d98e8a64 "
-        "([#6776](https://github.com/NVIDIA/Megatron-LM/pull/6776)), 0.20",
+        since="0.20",
         status="refused",
+        by="versions",
         default="zigzag",
         is_wrong=_is_not_zigzag,
         when="not `zigzag` at CP > 1",
-        why="the batch is split as the layers want it, into one interval for each context-parallel "
-        "rank, and the weights are laid out for two chunks of each sequence",
+        why="the layers choose the split, and the weights are laid out for two chunks of each "
+        "sequence",
         change="set both to 'zigzag', or train at context_parallel_size=1",
     ),
     Option(
         names=("hybrid_context_parallel",),
         since="0.16",
         status="refused",
+        by="versions",
         is_wrong=_is_set,
         when="set",
-        why="hybrid context parallelism changes CP with every microbatch, so that sequences have "
-        "no single layout",
+        why="CP changes with every microbatch, so that sequences have no single layout",
         change="drop --hybrid-context-parallel",
     ),
     Option(
         names=("dynamic_context_parallel",),
-        since="dev d48bd6be0a; verl and Bridge read it too",
+        since="dev",
         status="refused",
+        by="versions",
         is_wrong=_is_set,
         when="set",
-        why="each microbatch has context-parallel groups of its own, so that sequences have no "
-        "single layout and a sequence may be counted on several ranks",
+        why="each microbatch has CP groups of its own, so that sequences have no single layout",
         change="drop --dynamic-context-parallel",
     ),
     Option(
         names=("sequence_packing_scheduler",),
-        since="dev d48bd6be0a; Bridge's `enable_global_batch_packing` sets it",
-        status="refused",
-        is_wrong=_is_set,
-        when="set; `--use-varlen-dataset` sets it",
-        why="the scheduler moves sequences between data-parallel ranks and packs them into "
-        "microbatches of its own, which are not counted here",
-        change="drop --sequence-packing-scheduler (and --use-varlen-dataset, which sets it), and "
-        "pack in the data set",
+        since="dev",
+        status="supported",
+        by="packing",
+        is_wrong=_is_unknown_scheduler,
+        when="neither unset nor `dp_balanced`",
+        why="sequences are counted after `dp_balanced` has packed them; `default_dynamic_cp` is "
+        "refused",
+        change="use --sequence-packing-scheduler dp_balanced, or drop it and pack in the data set",
     ),
     Option(
-        names=("pad_packed_seq_alignment",),
-        since="dev d48bd6be0a",
-        status="refused",
-        is_wrong=_is_set,
-        when="set",
-        why="a packed batch is padded after it was read, so that there are more losses than were "
-        "counted",
-        change="drop --pad-packed-seq-alignment, and pad in the data set",
+        names=("pad_packed_seq_alignment", "thd_tail_padding_policy"),
+        since="dev",
+        status="supported",
+        by="packing",
+        why="the tail that pads a pack has a mask of 0; its length follows from these options",
     ),
     Option(
-        names=("thd_tail_padding_policy", "thd_max_packed_sequences"),
-        since="dev d48bd6be0a",
+        names=("thd_max_packed_sequences",),
+        since="dev",
         status="not affected",
-        why="how `pad_packed_seq_alignment` pads and how many sequences "
-        "`sequence_packing_scheduler` packs; without these two, which are refused, no loss is "
-        "padded",
+        why="how many sequences the scheduler packs",
     ),
     Option(
         names=("dataloader_inter_document_masking",),
         since="0.19",
         status="refused",
+        by="documents",
         holder="script arguments",
         default=False,
         is_wrong=_splits_documents,
         when="set at CP > 1, without `sft`",
-        why="an entry is split over context-parallel ranks as a whole, so that a document's tokens "
-        "lie unevenly on them",
+        why="an entry is split as a whole, so that a document's tokens lie unevenly on CP ranks",
         change="use --context-parallel-size 1, or drop --dataloader-inter-document-masking",
     ),
     Option(
         names=("sft", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
-        since="Megatron-LM 0.16 or before",
+        since="0.13",
         status="supported",
+        by="Megatron-LM: `sft`, `eod_mask_loss`; the others read",
         holder="script arguments",
-        why="sequences are those of `cu_seqlens`, else entries of the batch; the mask is read as "
-        "the data gives it",
+        why="sequences are those of `cu_seqlens`, else entries of the batch",
     ),
     Option(
         names=("eval_context_parallel_size",),
-        since="Megatron-Bridge 0.6.2",
+        since="Bridge 0.6.2",
         status="refused",
+        by="Bridge",
         holder="Bridge's dist config",
         is_wrong=_differs_from_training,
         when="not the training CP",
-        why="evaluation has other data-parallel and context-parallel groups than training, and "
-        "groups and layouts are read once",
+        why="groups and layouts are read once, and evaluation would have others than training",
         change="leave dist.eval_context_parallel_size unset",
     ),
     Option(
-        names=("context_parallel_size",),
-        since="before 0.13",
+        names=(
+            "context_parallel_size",
+            "tensor_model_parallel_size",
+            "sequence_parallel",
+            "expert_model_parallel_size",
+            "variable_seq_lengths",
+        ),
+        since="0.13",
         status="supported",
-        why="with the layouts of [architecture.md](architecture.md#layouts)",
-    ),
-    Option(
-        names=("cp_comm_type", "hierarchical_context_parallel_sizes"),
-        since="before 0.13",
-        status="not affected",
-        why="how attention exchanges keys and values; who holds a token stays the same",
-    ),
-    Option(
-        names=("linear_cp_mode",),
-        since="dev d48bd6be0a",
-        status="not affected",
-        why="how a linear-attention layer splits its own work; its output is split as its input",
-    ),
-    Option(
-        names=("tensor_model_parallel_size", "sequence_parallel", "expert_model_parallel_size"),
-        since="before 0.13",
-        status="supported",
-        why="no factor on the loss; DDP scales experts to the same mean or sum",
+        by="verify",
+        why="with the [layouts](architecture.md#layouts); no factor on the loss but CP's",
     ),
     Option(
         names=("gtp_weight_remat_size", "expert_gtp_weight_remat_size"),
-        since="0.19, not on dev; `tensor_parallel_num_weight_shards` sets it",
+        since="0.19",
+        lacks=("dev",),
         status="refused",
+        by="versions",
         default=1,
         is_wrong=_is_above_one,
         when="above 1",
@@ -235,8 +236,9 @@ OPTIONS = (
     ),
     Option(
         names=("pipeline_model_parallel_size",),
-        since="before 0.13",
+        since="0.13",
         status="refused",
+        by="verify, versions",
         default=1,
         is_wrong=_mixes_up_messages,
         when="2 and interleaved, unless `overlap_p2p_comm` without `batch_p2p_comm`; else "
@@ -245,135 +247,142 @@ OPTIONS = (
         change="set overlap_p2p_comm=True and batch_p2p_comm=False",
     ),
     Option(
-        names=("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
-        since="0.14; `delay_wgrad_compute` before 0.13",
-        status="not affected",
-        why="combined 1F1B calls loss_func once per microbatch, on the same stage; read, not run",
-    ),
-    Option(
-        names=("cuda_graph_impl", "cuda_graph_scope"),
-        since="0.15, scope 0.13; full iteration as a scope from 0.14, as an implementation "
-        "from 0.18",
+        names=("cuda_graph_scope", "cuda_graph_impl"),
+        since="0.13",
+        later={"cuda_graph_impl": "0.15"},
         status="refused",
+        by="versions",
         is_wrong=_is_full_iteration,
         when="full iteration; other graphs are not affected",
-        why="a full-iteration CUDA graph freezes K at capture, and K changes with the step's "
-        "tokens",
+        why="a full-iteration CUDA graph freezes K at capture",
         change="use another --cuda-graph-impl or --cuda-graph-scope",
     ),
     Option(
         names=("Megatron-FSDP", "torch FSDP2"),
-        since="before 0.13",
+        since="0.13",
         status="refused",
+        by="versions",
         holder="class of a chunk",
-        when="the chunk is wrapped by one of them",
-        why="they reduce gradients by rules of their own that are not compensated here",
+        when="a chunk is wrapped by one",
+        why="their rules for reducing gradients are not compensated here",
     ),
     Option(
         names=("MimoModel",),
-        since="before 0.13; a grid of ranks for each of its modules 0.17",
+        since="0.13",
         status="refused",
+        by="versions",
         holder="class of a chunk",
-        when="the schedule gets a chunk that DistributedDataParallel does not wrap",
+        when="a chunk is not wrapped by DistributedDataParallel",
         why="the modules have data-parallel groups of their own",
     ),
     Option(
         names=("flextron",),
-        since="main d98e8a64",
+        since="0.18",
         status="refused",
+        by="versions",
         is_wrong=_is_set,
         when="set",
-        why="the model returns a penalty beside its losses, which the configured loss would drop",
+        why="the model returns a penalty, which the configured loss would drop",
         change="drop --flextron",
     ),
     Option(
-        names=("logits_load_dir", "modelopt_enabled"),
-        since="0.19; `modelopt_enabled` 0.16 or before",
+        names=("modelopt_enabled", "logits_load_dir"),
+        since="0.15",
+        later={"logits_load_dir": "0.19"},
         status="refused",
         holder="script arguments",
-        when="distillation; found in the first microbatch, by comparing the script's loss with "
-        "the masked sum",
+        by="schedule",
+        when="distillation; found in the first microbatch",
         why="the script's loss has terms that the configured loss would drop",
     ),
     Option(
         names=("calculate_per_token_loss",),
-        since="before 0.13",
+        since="0.13",
         status="supported",
-        why="both loss scalings; the value is frozen when the model is wrapped, and compared "
-        "before each step",
+        by="verify",
+        why="both loss scalings; flipped after wrapping, it is refused",
     ),
     Option(
         names=("grad_scale_func",),
-        since="before 0.13",
+        since="0.13",
         status="supported",
-        why="the optimizer divides by the same scale; main loss and side losses alike",
+        by="verify",
+        why="the optimizer divides by the same scale",
     ),
     Option(
-        names=("mtp_num_layers", "mtp_loss_scaling_factor", "mtp_grad_scale_func"),
-        since="before 0.13; `mtp_grad_scale_func` 0.19",
+        names=(
+            "mtp_num_layers",
+            "mtp_loss_scaling_factor",
+            "mtp_grad_scale_func",
+            "moe_aux_loss_coeff",
+            "moe_z_loss_coeff",
+            "moe_grad_scale_func",
+        ),
+        since="0.13",
+        later={"mtp_grad_scale_func": "0.19", "moe_grad_scale_func": "0.19"},
         status="not affected",
-        why="the MTP loss stays stock's, bit for bit; it depends on CP in the average "
-        "loss scaling, and "
-        "from 0.17 on in the per-token loss scaling",
-    ),
-    Option(
-        names=("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_grad_scale_func"),
-        since="before 0.13; `moe_grad_scale_func` 0.19",
-        status="not affected",
-        why="the routers' losses stay stock's, bit for bit; they depend on CP before 0.16 in the "
-        "average loss scaling and before 0.19 in the per-token loss scaling",
+        by="matrix",
+        why="side losses stay stock's, bit for bit, which may depend on CP",
     ),
     Option(
         names=("dsa_indexer_loss_coeff", "experimental_attention_variant_loss_scale_func"),
-        since="0.16; the function 0.19",
+        since="0.16",
+        later={"experimental_attention_variant_loss_scale_func": "0.19"},
         status="not affected",
-        why="the indexer's loss stays stock's; before 0.19 the schedule does not scale it; read, "
-        "not run",
+        why="the indexer's loss stays stock's",
     ),
     Option(
         names=("cross_entropy_loss_fusion", "cross_entropy_fusion_impl"),
-        since="before 0.13; `linear` on dev",
+        since="0.13",
         status="not affected",
-        why="still one loss per token; a fused loss that is already a scalar cannot be weighted "
-        "and is refused by its shape",
+        why="still one loss per token; a fused scalar is refused by its shape",
     ),
     Option(
         names=("label_smoothing",),
-        since="before 0.13",
+        since="0.13",
         status="not affected",
         holder="argument of vocab_parallel_cross_entropy",
         why="changes each token's loss before it is weighted",
     ),
     Option(
-        names=("fp8", "fp4", "moe_router_padding_for_quantization"),
-        since="before 0.13; `fp4` 0.15, the padding 0.16 (before: `moe_router_padding_for_fp8`)",
+        names=(
+            "cp_comm_type",
+            "hierarchical_context_parallel_sizes",
+            "linear_cp_mode",
+            "moe_expert_capacity_factor",
+            "moe_token_drop_policy",
+            "fp8",
+            "fp4",
+            "moe_router_padding_for_quantization",
+            "use_mup",
+            "mup_output_mult",
+        ),
+        since="0.13",
+        later={
+            "linear_cp_mode": "dev",
+            "fp4": "0.15",
+            "moe_router_padding_for_quantization": "0.16",
+            "use_mup": "0.17",
+            "mup_output_mult": "0.17",
+        },
         status="not affected",
-        why="padding to the kernels' alignment is removed inside the layer; read, not run",
+        why="what a layer computes; its tokens stay where they are",
     ),
     Option(
-        names=("moe_expert_capacity_factor", "moe_token_drop_policy"),
-        since="before 0.13",
+        names=(
+            "delay_wgrad_compute",
+            "overlap_moe_expert_parallel_comm",
+            "moe_paged_stash",
+            "moe_expert_rank_capacity_factor",
+        ),
+        since="0.13",
+        later={
+            "overlap_moe_expert_parallel_comm": "0.14",
+            "moe_paged_stash": "0.18",
+            "moe_expert_rank_capacity_factor": "0.18",
+        },
         status="not affected",
-        why="an expert skips a token, whose loss stays",
-    ),
-    Option(
-        names=("moe_paged_stash", "moe_expert_rank_capacity_factor"),
-        since="0.18",
-        status="not affected",
-        why="a step that overflows is run again by a schedule call of its own, which is counted "
-        "anew; read, not run",
-    ),
-    Option(
-        names=("use_mup", "mup_output_mult"),
-        since="0.17",
-        status="not affected",
-        why="scales logits before the loss, and learning rates",
-    ),
-    Option(
-        names=("variable_seq_lengths",),
-        since="before 0.13",
-        status="supported",
-        why="lengths come from the data",
+        why="each microbatch's loss is made once; a step that runs again is counted again",
     ),
 )
 
@@ -399,15 +408,18 @@ def check_options(holder: Holder, settings: Any, *, cp_size: int, num_chunks: in
 
 def table() -> str:
     """Lay the table out in Markdown."""
-    lines = [
-        "| option | where it is set | since | verdict | why |",
-        "|---|---|---|---|---|",
-    ]
+    lines = ["| option | since | verdict | why | shown by |", "|---|---|---|---|---|"]
     for option in OPTIONS:
-        names = ", ".join(f"`{name}`" for name in option.names)
+        names = ", ".join(
+            f"`{name}`" + (f" ({option.later[name]})" if name in option.later else "")
+            for name in option.names
+        )
+        holder = "" if option.holder == "model config" else f"; {option.holder}"
+        since = option.since + "".join(f", not {branch}" for branch in option.lacks)
         verdict = f"**refused**: {option.when}" if option.status == "refused" else option.status
-        cells = [names, option.holder, option.since, verdict, option.why]
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(
+            "| " + " | ".join([names + holder, since, verdict, option.why, option.by]) + " |"
+        )
     return "\n".join(lines)
 
 

@@ -27,7 +27,7 @@ from megatron_lossagg.integers import Ints, IntsLike, checked_integers, first_fe
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.state import StepState
 
-__all__ = ["PADDING", "Microbatch", "Segments"]
+__all__ = ["PADDING", "Microbatch", "Segments", "held"]
 
 PADDING = -1
 """The entry of ``sequences`` that represents a padding sequence or padding segment."""
@@ -46,6 +46,8 @@ class Segments:
     """int64 ``[G]``: the sequence of each segment, -1 for a padding sequence."""
     counted: Ints
     """int64 ``[G]``: the plan's count of each segment's sequence, 0 for a padding sequence."""
+    counted_weights: npt.NDArray[np.float64] | None
+    """float64 ``[G]``: the plan's sum of token weights likewise; None if it has none."""
     layout: Layout
     microbatch_of_sequence: Ints | None
     rejects_tokens: bool
@@ -73,6 +75,12 @@ class Segments:
         return self.layout.is_local and self.layout.cp_size > 1
 
     @property
+    def is_compared(self) -> bool:
+        """Whether context-parallel ranks compare at the step's end what each trained."""
+        layout = self.layout
+        return (layout.is_local or layout.is_gathered) and layout.cp_size > 1
+
+    @property
     def rank(self) -> str:
         """Name this rank."""
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -98,8 +106,38 @@ class Segments:
             return ""
         position = self.layout.positions[int(index)]
         return (
-            f"{self.mask} holds {value:g} at position {position}: a mask is 0 or 1; multiply a "
-            "coefficient (importance ratio, token weight) into the per-token losses"
+            f"{self.mask} holds {value:g} at position {position}: a mask is 0 or 1; pass weights "
+            "that the denominators count as token_weights= (--loss-aggregation-count weights), and "
+            "multiply another coefficient (importance ratio) into the per-token losses"
+        )
+
+    def describe_weight(self, values: list[float]) -> str:
+        """Describe a token weight that no loss may have; see :func:`_check_weights`."""
+        is_wrong, index, value = values
+        if not is_wrong:
+            return ""
+        position = self.layout.positions[int(index)]
+        return (
+            f"{self.rank}: the token weights of {self} hold {value:g} at position {position}: "
+            "a weight is finite and not negative, and 0 where the mask is 0"
+        )
+
+    def describe_weight_sums(self, values: list[float]) -> str:
+        """Describe a segment whose trained weights are not those counted; see _check_weights."""
+        least, least_segment, most, most_segment = values
+        allows_fewer = self.rejects_tokens or self.is_sliced_by_framework
+        if least >= 0 and (most <= 0 or allows_fewer):
+            return ""
+        segment = int(most_segment if least >= 0 else least_segment)
+        if segment == len(self.sequences):
+            return f"{self.rank}: the token weights of {self} are not 0 past the last segment's end"
+        assert self.counted_weights is not None
+        return (
+            f"{self.rank}: the token weights of {self} do not sum to what was counted: segment "
+            f"{segment} has {'less' if least >= 0 else 'more'} than the "
+            f"{self.counted_weights[segment]:.9g} of its sequence {self.sequences[segment]}: check "
+            "token_weights, mask, sequences and Sequences.token_weight_sums, which are sums in "
+            "float64"
         )
 
     def describe_counts(self, values: list[float]) -> str:
@@ -156,14 +194,17 @@ class Microbatch:
     segments: Segments
     keep: Tensor
     """bool ``[T]``, on the mask's device: the loss mask of the tokens this rank holds."""
+    token_weights: Tensor | None
+    """v_t of the same tokens, on the mask's device; None if the plan has none."""
     num_past_end: int
     """Mask positions past the last segment: as many losses may follow this rank's."""
     state: StepState
     """The step's: where checks on a device leave their results."""
-    trained: Tensor | None
-    """Tokens that this rank trains of each of ``segments.own_sequences``, if the framework
-    slices the mask.
-    """
+    trained: Tensor
+    """``[G]``: tokens of each segment that the mask trains; of this rank's part if the framework
+    slices the mask."""
+    trained_weights: Tensor | None
+    """float64 ``[G]``: the sum of their weights; None if the plan has none."""
     identity: object = field(default_factory=object, init=False, repr=False)
     """Stands for this microbatch where its tensors must not be kept."""
     _keep_on: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
@@ -177,7 +218,9 @@ class Microbatch:
         mask: Tensor,
         layout: Layout,
         *,
+        token_weights: Tensor | None,
         active_tokens: Ints,
+        token_weight_sums: npt.NDArray[np.float64] | None,
         microbatch_of_sequence: Ints | None,
         state: StepState,
     ) -> Microbatch:
@@ -193,22 +236,66 @@ class Microbatch:
         segments = Segments(
             sequences=sequences_G,
             counted=_of_sequences(active_tokens, sequences_G),
+            counted_weights=None
+            if token_weight_sums is None
+            else _of_sequences(token_weight_sums, sequences_G),
             layout=layout,
             microbatch_of_sequence=microbatch_of_sequence,
             rejects_tokens=state.rejects_tokens,
         )
         keep_T, trained_G = _check_mask(mask_P, segments, state.faults)
-        trained = None
-        if segments.is_sliced_by_framework:
-            own = np.flatnonzero(sequences_G != PADDING)
-            trained = trained_G[from_numpy(own, trained_G.device)]
+        weight_T, trained_weight_G = None, None
+        if token_weights is not None:
+            weight_P = _checked_weights(token_weights, mask)
+            weight_T, trained_weight_G = _check_weights(
+                weight_P, mask_P, keep_T, segments, state.faults
+            )
         return Microbatch(
             segments=segments,
             keep=keep_T,
+            token_weights=weight_T,
             num_past_end=len(mask_P) - layout.num_tokens,
             state=state,
-            trained=trained,
+            trained=trained_G,
+            trained_weights=trained_weight_G,
         )
+
+    def survivors(self, cp_rank: int) -> Tensor:
+        """Tokens that the mask trains, 0-dim, so that the sum over CP ranks is the microbatch's.
+
+        Of a whole mask CP rank 0 returns all and the others 0.
+        """
+        trained = self.trained.sum()
+        is_here = self.segments.is_sliced_by_framework or cp_rank == 0
+        return trained if is_here else trained * 0
+
+    def note_trained(self, num_sequences: int) -> None:
+        """Note what this rank trains of each sequence, if context-parallel ranks compare it.
+
+        They do where no rank's checks see all: each has the mask of its slice, or weighs its part
+        of gathered losses by a mask of its own.
+        """
+        if not self.segments.is_compared:
+            return
+        trained_G, weighed_G = self.trained, self.trained_weights
+        if self.segments.layout.is_gathered:  # those are of the whole mask
+            trained_G = self._held_sums(self.keep, trained_G)
+            if weighed_G is not None:
+                assert self.token_weights is not None
+                kept_T = torch.where(self.keep, self.token_weights, 0)
+                weighed_G = self._held_sums(kept_T, weighed_G)
+        sequences = self.segments.own_sequences
+        own = np.flatnonzero(self.segments.sequences != PADDING)
+        index = from_numpy(own, trained_G.device)
+        self.state.trained.add(sequences, trained_G[index], num_sequences)
+        if weighed_G is not None:
+            self.state.trained_weights.add(sequences, weighed_G[index], num_sequences)
+
+    def _held_sums(self, value_T: Tensor, like_G: Tensor) -> Tensor:
+        """Add up the values of the tokens that this rank holds, for each segment; ``[G]``."""
+        layout = self.segments.layout
+        segment_T = from_numpy(np.repeat(layout.segment_R, layout.length_R), like_G.device)
+        return torch.zeros_like(like_G).index_add_(0, segment_T, value_T.to(like_G.dtype))
 
     def keep_on(self, device: torch.device) -> Tensor:
         """Return ``keep`` on a device; copied there once."""
@@ -230,7 +317,11 @@ class Microbatch:
         """
         key = (aggregation, dtype, device)
         if key not in self._weights:
-            self._weights[key] = self._packed(weight_S, dtype, device)
+            weight_T = self._packed(weight_S, dtype, device)
+            if aggregation.count == "weights":
+                assert self.token_weights is not None
+                weight_T = weight_T.mul_(moved(self.token_weights, device).to(dtype))
+            self._weights[key] = weight_T
         return self._weights[key]
 
     def _packed(
@@ -255,13 +346,7 @@ def _check_mask(mask_P: Tensor, segments: Segments, faults: Faults) -> tuple[Ten
     context-parallel ranks together hold them all.
     """
     layout, device = segments.layout, mask_P.device
-    if layout.is_in_order:
-        value_T = mask_P[: layout.num_local_tokens]
-    else:
-        index_T = layout.positions.numpy()
-        if len(mask_P) <= np.iinfo(np.int32).max:  # half the bytes to copy and to read
-            index_T = index_T.astype(np.int32)
-        value_T = torch.index_select(mask_P, 0, from_numpy(index_T, device))
+    value_T = held(mask_P, layout)
     keep_T = value_T == 1
     if not len(mask_P):
         if segments.counted.any():
@@ -277,30 +362,94 @@ def _check_mask(mask_P: Tensor, segments: Segments, faults: Faults) -> tuple[Ten
             segments.describe_value,
             seems_right=lambda: bool(value_T.count_nonzero() == keep_T.count_nonzero()),
         )
-    # Segment G is what follows the last one, and may train nothing.
-    end_G2 = np.append(layout.offset_S1, len(mask_P))
-    last_G2 = np.maximum(end_G2 - 1, 0)  # the index of the sum up to an end
-    integers = np.stack([last_G2, end_G2 > 0, np.append(segments.counted, [0, 0])])
-    last_G2, is_past_0_G2, counted_G2 = from_numpy(integers, device)
     selected_P = keep_T if len(keep_T) == len(mask_P) else mask_P
     sum_P = torch.cumsum(selected_P, dim=0, dtype=torch.int32)
-    sum_G2 = sum_P[last_G2] * is_past_0_G2
-    trained_G1 = sum_G2[1:] - sum_G2[:-1]
-    missing_G1 = counted_G2[:-1] - trained_G1
+    trained_G1, last_G2 = _segment_sums(sum_P, layout)
+    # Segment G is what follows the last one, and may train nothing.
+    missing_G1 = from_numpy(np.append(segments.counted, 0), device) - trained_G1
     faults.check(
         device,
         lambda: [*missing_G1.min(dim=0), *missing_G1.max(dim=0)],
         segments.describe_counts,
         seems_right=lambda: not missing_G1.any(),
     )
-    if layout.name in ("thd_zigzag", "bshd_zigzag") and layout.num_segments:
+    if layout.name.startswith(("thd_", "bshd_")) and layout.num_segments:
         faults.check(device, lambda: [selected_P[last_G2[1:-1]].any()], segments.describe_shift)
     return keep_T, trained_G1[:-1]
 
 
+def held(value_P: Tensor, layout: Layout) -> Tensor:
+    """Slice what is packed like the mask: the tokens that this rank holds, ``[T]``."""
+    if layout.interval is not None:
+        return value_P[layout.interval]
+    index_T = layout.positions.numpy()
+    if len(value_P) <= np.iinfo(np.int32).max:  # half the bytes to copy and to read
+        index_T = index_T.astype(np.int32)
+    return torch.index_select(value_P, 0, from_numpy(index_T, value_P.device))
+
+
+def _segment_sums(sum_P: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Take each segment's sum out of a cumulative one, ``[G1]``: the last is of what follows them.
+
+    Also returns the index of each segment's last position, ``[G2]``, from that before the first.
+    """
+    end_G2 = np.append(layout.offset_S1, len(sum_P))
+    last_G2 = np.maximum(end_G2 - 1, 0)  # the index of the sum up to an end
+    last_G2, is_past_0_G2 = from_numpy(np.stack([last_G2, end_G2 > 0]), sum_P.device)
+    sum_G2 = sum_P[last_G2] * is_past_0_G2
+    return sum_G2[1:] - sum_G2[:-1], last_G2
+
+
+_ROUNDING, _ROUNDING_OF_ALL = 1e-6, 1e-10
+"""How far a sum of weights may be from the counted one: of its own size, and of the microbatch's,
+from whose cumulative sum it is taken."""
+
+
+def _check_weights(
+    weight_P: Tensor, mask_P: Tensor, keep_T: Tensor, segments: Segments, faults: Faults
+) -> tuple[Tensor, Tensor]:
+    """Slice token weights and check them: each a weight, each sequence's sum as counted.
+
+    Returns those of the tokens that this rank holds, ``[T]``, and the sum of what the whole mask
+    trains of each segment, float64 ``[G]``.
+    """
+    layout, device = segments.layout, mask_P.device
+    weight_T = held(weight_P, layout)
+    if not len(mask_P):
+        return weight_T, torch.zeros(layout.num_segments, dtype=torch.float64, device=device)
+    is_wrong_T = ~((weight_T >= 0) & (weight_T < torch.inf))
+    if not segments.rejects_tokens:
+        is_wrong_T |= (weight_T != 0) & ~keep_T
+    if len(weight_T):
+        faults.check(
+            device,
+            lambda: _first_of(is_wrong_T, weight_T),
+            segments.describe_weight,
+            seems_right=lambda: not is_wrong_T.any(),
+        )
+    sum_P = torch.cumsum(torch.where(mask_P == 1, weight_P, 0), dim=0, dtype=torch.float64)
+    trained_G1, _ = _segment_sums(sum_P, layout)
+    assert segments.counted_weights is not None
+    counted_G1 = from_numpy(np.append(segments.counted_weights, 0.0), device)
+    missing_G1, slack_G1 = counted_G1 - trained_G1, _ROUNDING * counted_G1
+    slack_G1 = slack_G1 + _ROUNDING_OF_ALL * sum_P[-1]
+    faults.check(
+        device,
+        lambda: [*(missing_G1 + slack_G1).min(dim=0), *(missing_G1 - slack_G1).max(dim=0)],
+        segments.describe_weight_sums,
+        seems_right=lambda: bool((missing_G1.abs() <= slack_G1).all()),
+    )
+    return weight_T, trained_G1[:-1]
+
+
 def _first_wrong(value_T: Tensor, keep_T: Tensor) -> list[Tensor]:
     """Say whether a mask has a value other than 0 and 1, the index of the first, and its value."""
-    is_wrong, index = (value_T != keep_T).max(dim=0)
+    return _first_of(value_T != keep_T, value_T)
+
+
+def _first_of(is_wrong_T: Tensor, value_T: Tensor) -> list[Tensor]:
+    """Say whether any is wrong, the index of the first, and its value."""
+    is_wrong, index = is_wrong_T.max(dim=0)
     return [is_wrong, index, value_T.index_select(0, index.view(1)).view(())]
 
 
@@ -353,6 +502,22 @@ def _check_one_microbatch(sequences_G: Ints, microbatch_S: Ints) -> None:
             f"microbatch {planned[0]} was planned with {len(whole)} sequences, got "
             f"{len(own_sequences)} without {first_few(missing)}: pass all of its sequences"
         )
+
+
+def _checked_weights(weights: Tensor, mask: Tensor) -> Tensor:
+    """Return token weights flat, in floating point and on the mask's device."""
+    if not isinstance(weights, Tensor) or weights.dtype not in _MASK_DTYPES:
+        raise ReducerError(
+            f"got the token weights {weights!r}, expected a tensor of numbers: pass one weight for "
+            "each position of the mask"
+        )
+    if weights.shape != mask.shape:
+        raise ReducerError(
+            f"got token weights of shape {tuple(weights.shape)} for a mask of shape "
+            f"{tuple(mask.shape)}: pass them packed, padded and sliced as the mask is"
+        )
+    weight_P = moved(weights.detach(), mask.device).reshape(-1)
+    return weight_P if weight_P.is_floating_point() else weight_P.to(torch.float32)
 
 
 def _checked_shape(mask: Tensor, layout: Layout) -> Tensor:

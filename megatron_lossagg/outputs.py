@@ -16,7 +16,15 @@ from megatron_lossagg.errors import ContractError
 from megatron_lossagg.reducer import Reducer
 from megatron_lossagg.scaling import Scaling
 
-__all__ = ["Means", "Outputs", "check_names", "check_scalar", "outputs"]
+__all__ = [
+    "Means",
+    "Outputs",
+    "check_names",
+    "check_scalar",
+    "outputs",
+    "shadow_reports",
+    "stock_report",
+]
 
 Means = Mapping[str, tuple[Tensor, Tensor | float]]
 Outputs = tuple[Tensor, Tensor, dict[str, Tensor]]
@@ -33,22 +41,46 @@ def outputs(
 ) -> Outputs:
     """Return loss times K, num_tokens, and the reports with the weight-sum check's two."""
     scaled = _widened(loss) * scaling.k
-    num_tokens = torch.full(
-        (),
-        scaling.num_tokens(reducer.counted_tokens, cp_rank),
-        dtype=torch.int32,
-        device=scaled.device,
-    )
-    reports = {name: _report(name, value, scaling) for name, value in report.items()}
+    survivors = None
+    if reducer.plan.aggregation.count == "survivors":
+        survivors = moved(reducer.microbatch.survivors(cp_rank), scaled.device)
+        num_tokens = survivors.to(torch.int32)
+    else:
+        counted = scaling.num_tokens(reducer.counted_tokens, cp_rank)
+        num_tokens = torch.full((), counted, dtype=torch.int32, device=scaled.device)
+    reports = {name: _report(name, value, scaling, survivors) for name, value in report.items()}
     reports |= {name: _mean(name, total, count) for name, (total, count) in means.items()}
     weight_sum, expected = reducer.weight_sum(), reducer.plan.expected_weight
     if weight_sum is not None:
         weight_sum = moved(weight_sum, scaled.device)
-        reports["lossagg/weight_sum"] = _report("lossagg/weight_sum", weight_sum, scaling)
+        name = "lossagg/weight_sum"
+        reports[name] = _report(name, weight_sum, scaling, survivors)
         if expected is not None:
             one = torch.ones_like(weight_sum)
             reports["lossagg/weight_expected"] = torch.stack([one * expected, one])
     return scaled, num_tokens, reports
+
+
+def shadow_reports(shadows: Mapping[str, Tensor], scaling: Scaling) -> dict[str, Tensor]:
+    """Return ``lossagg/shadow/NAME`` for each partial loss by its mode's name."""
+    names = {name: f"lossagg/shadow/{name}" for name in shadows}
+    return {
+        names[name]: _report(names[name], shadow, scaling, None) for name, shadow in shadows.items()
+    }
+
+
+def stock_report(loss: Tensor, num_tokens: Tensor, scaling: Scaling) -> dict[str, Tensor]:
+    """Return ``lossagg/shadow/stock``: what stock Megatron trains for its own ``loss``.
+
+    In the average loss scaling the mean over microbatches and DP CP ranks of each rank's
+    ``loss / num_tokens``, which depends on the parallelism; in the per-token loss scaling the sum
+    of all losses over the sum of all num_tokens.
+    """
+    loss = _widened(loss.detach().reshape(()))
+    count = moved(num_tokens.detach().reshape(()), loss.device)
+    if scaling.loss_scaling == "average":
+        loss, count = loss / torch.clamp(count, min=1), torch.ones_like(loss)
+    return {"lossagg/shadow/stock": torch.stack([loss, count.to(loss.dtype)])}
 
 
 def check_names(names: Sequence[str]) -> None:
@@ -69,10 +101,18 @@ def check_scalar(name: str, value: Tensor) -> None:
         )
 
 
-def _report(name: str, partial_loss: Tensor, scaling: Scaling) -> Tensor:
+def _report(name: str, partial_loss: Tensor, scaling: Scaling, survivors: Tensor | None) -> Tensor:
+    """Make a pair whose sums over the step divide to the sum of the partial losses.
+
+    ``survivors``: divide by their sum and not by N, as Megatron does with the gradient.
+    """
     check_scalar(name, partial_loss)
     value = _widened(partial_loss.detach())
-    return torch.stack([value * scaling.report_factor, torch.ones_like(value)])
+    if survivors is None:
+        return torch.stack([value * scaling.report_factor, torch.ones_like(value)])
+    # A step without a survivor reports 0 and not 0 / 0; added to an integer, this is nothing.
+    count = survivors.to(value.dtype).clamp(min=torch.finfo(value.dtype).tiny)
+    return torch.stack([value * scaling.k, count])
 
 
 def _mean(name: str, total: Tensor, count: Tensor | float) -> Tensor:

@@ -1,15 +1,13 @@
-"""Which context-parallel rank trained which tokens, if the framework slices the mask itself.
+"""Which context-parallel rank trained which tokens, if the framework slices the mask or gathers.
 
 With the layout ``local`` each rank brings the mask of its own slice, so no rank sees a whole
-sequence.
-Once per step the ranks of the context-parallel group gather how many tokens each has trained of
-each sequence, and how many it counted. Together they must train each sequence's count: more is an
-error,
-fewer is one unless tokens are rejected on purpose.
+sequence. With gathered losses each weighs its own part by a mask that should be the others'. Once
+per step the ranks of the context-parallel group gather how many tokens each has trained of each
+sequence, and how many it counted; likewise the sums of token weights. Together they must train what
+was counted of each sequence: more is an error, less is one unless tokens are rejected on purpose.
 
 Ranks may disagree on everything, the number of sequences included. So what is gathered has one
-size:
-sequence s is added to slot s modulo ``_SLOTS``.
+size: sequence s is added to slot s modulo ``_SLOTS``.
 
 Shape suffixes: S = sequences of this data-parallel rank in the step; F = slots; W = ranks of the
 context-parallel group.
@@ -28,10 +26,13 @@ from megatron_lossagg.devices import from_numpy
 from megatron_lossagg.exchange import Exchange
 from megatron_lossagg.faults import Faults
 from megatron_lossagg.integers import Ints
+from megatron_lossagg.sequences import Floats
 
 __all__ = ["check_ownership"]
 
 _SLOTS = 1024
+_ROUNDING = 1e-6
+"""How far a sum of weights may be from the counted one, of its own size."""
 
 
 def check_ownership(
@@ -39,6 +40,8 @@ def check_ownership(
     faults: Faults,
     trained_S: Tensor,
     counted_S: Ints,
+    weighed_S: Tensor | None = None,
+    counted_weight_S: Floats | None = None,
     *,
     settings: str,
     rejects_tokens: bool,
@@ -47,7 +50,8 @@ def check_ownership(
     """Leave in ``faults`` what the ranks trained other than was counted.
 
     ``exchange``: over the context-parallel group, every rank of which calls. ``trained_S``: this
-    rank's trained tokens, int64 ``[S]``. ``counted_S``: n_s, int64 ``[S]``. ``settings``: what
+    rank's trained tokens, int64 ``[S]``. ``counted_S``: n_s, int64 ``[S]``. ``weighed_S``,
+    ``counted_weight_S``: the sums of their weights, float64 ``[S]``, if any. ``settings``: what
     must be the same on every rank. ``has_failed``: whether this rank ends the step with an error
     anyway, which the others then raise too. One all-gather, no host sync.
     """
@@ -58,13 +62,29 @@ def check_ownership(
     head = np.array([has_failed, hashed, len(counted_S)])
     trained_F = torch.zeros(_SLOTS, dtype=torch.int64, device=device)
     trained_F.index_add_(0, from_numpy(slot_S, device), trained_S)
-    own = torch.cat([from_numpy(head, device), from_numpy(counted_F, device), trained_F])
+    weighed_F = torch.zeros(_SLOTS, dtype=torch.float64, device=device)
+    if weighed_S is not None:
+        weighed_F.index_add_(0, from_numpy(slot_S, device), weighed_S)
+    counted_weight_F = np.zeros(_SLOTS)
+    if counted_weight_S is not None:
+        counted_weight_F += np.bincount(slot_S, counted_weight_S, minlength=_SLOTS)
+    own = torch.cat(
+        [
+            from_numpy(head, device),
+            from_numpy(counted_F, device),
+            trained_F,
+            weighed_F.view(torch.int64),  # its bits
+        ]
+    )
     gathered = exchange.tensors(own)
     own = gathered[exchange.rank]
     failed_W, differs_W1 = gathered[:, 0], (gathered[:, 1:3] != own[1:3]).any(dim=1)
-    counted_WF, trained_WF = gathered[:, 3 : 3 + _SLOTS], gathered[:, 3 + _SLOTS :]
+    counted_WF, trained_WF, weighed_WF = gathered[:, 3:].reshape(exchange.size, 3, _SLOTS).unbind(1)
     miscounts_F = (counted_WF != counted_WF[exchange.rank]).any(dim=0)
     missing_F = counted_WF[exchange.rank] - trained_WF.sum(dim=0)
+    weight_F = from_numpy(counted_weight_F, device)
+    missing_weight_F = weight_F - weighed_WF.contiguous().view(torch.float64).sum(dim=0)
+    slack_F = _ROUNDING * weight_F
     faults.record(
         [
             *failed_W.max(dim=0),
@@ -72,6 +92,8 @@ def check_ownership(
             *miscounts_F.int().max(dim=0),
             *missing_F.min(dim=0),
             *missing_F.max(dim=0),
+            *(missing_weight_F + slack_F).min(dim=0),
+            *(missing_weight_F - slack_F).max(dim=0),
         ],
         partial(_describe, exchange.rank, counted_S, rejects_tokens),
     )
@@ -79,38 +101,47 @@ def check_ownership(
 
 def _describe(own_rank: int, counted_S: Ints, rejects_tokens: bool, values: list[float]) -> str:
     failed, failed_rank, differs, other, miscounts, slot, least, over, most, under = map(
-        int, values
+        int, values[:10]
     )
+    least_weight, heavier, most_weight, lighter = values[10:]
     if failed and failed_rank != own_rank:
         return f"context-parallel rank {failed_rank} ended the step with an error"
     if differs:
         return (
             f"context-parallel ranks {own_rank} and {other} planned different steps (mode, options "
-            "or number of sequences): start all ranks with the same flags and plan the "
-            "same sequences on "
-            "every rank of a context-parallel group"
+            "or number of sequences): start all ranks with the same flags and plan the same "
+            "sequences on every rank of a context-parallel group"
         )
     if miscounts:
         return (
-            f"the context-parallel ranks counted different tokens of "
-            f"{_sequence(slot, counted_S)}, this "
-            f"one {_counted(slot, counted_S)}: count the whole sequences, before they are sliced"
+            f"the context-parallel ranks counted different tokens of {_sequence(slot, counted_S)}, "
+            f"this one {_counted(slot, counted_S)}: count the whole sequences, before they are "
+            "sliced"
         )
     if least < 0:
         also = f", and {most} fewer of {_sequence(under, counted_S)}" if most > 0 else ""
         return (
             f"the context-parallel ranks train {-least} tokens more of "
-            f"{_sequence(over, counted_S)} "
-            f"than the {_counted(over, counted_S)} that were counted{also}: each token belongs to "
-            "one rank; pass the lengths of the slices that this rank holds to Layout.local"
+            f"{_sequence(over, counted_S)} than the {_counted(over, counted_S)} that were "
+            f"counted{also}: each token belongs to "
+            "one rank; pass the lengths of the slices that this rank holds to Layout.local, or "
+            "give every rank the same mask of gathered losses"
         )
     if most > 0 and not rejects_tokens:
         return (
             f"the context-parallel ranks train {most} tokens fewer of "
-            f"{_sequence(under, counted_S)} "
-            f"than the {_counted(under, counted_S)} that were counted: check mask, sequences and "
+            f"{_sequence(under, counted_S)} than the {_counted(under, counted_S)} that were "
+            "counted: check mask, sequences and "
             "slices; if tokens are rejected on purpose, declare it with "
             "--loss-aggregation-rejects-tokens (Options(rejects_tokens=True))"
+        )
+    is_more = not least_weight >= 0  # NaN too
+    if is_more or (not most_weight <= 0 and not rejects_tokens):
+        return (
+            f"the token weights that the context-parallel ranks train of "
+            f"{_sequence(int(heavier if is_more else lighter), counted_S)} sum to "
+            f"{'more' if is_more else 'less'} than was counted: check token_weights and "
+            "Sequences.token_weight_sums, which are sums in float64 of whole sequences"
         )
     return ""
 

@@ -17,14 +17,13 @@ from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lossagg.aggregation import CUSTOM, MODES, Aggregation
-from megatron_lossagg.counts import StepTotals, count_microbatches, count_step, known_step
+from megatron_lossagg.counts import StepTotals, WeightTotals, count_step, known_step
 from megatron_lossagg.errors import LossAggregationError, PlanError, ReducerError
 from megatron_lossagg.exchange import Exchange
 from megatron_lossagg.faults import warn_once
@@ -33,12 +32,10 @@ from megatron_lossagg.layout import Layout
 from megatron_lossagg.microbatch import Microbatch
 from megatron_lossagg.options import Options
 from megatron_lossagg.reducer import Reducer, ReducerFactory, load_reducer_factory
-from megatron_lossagg.sequences import Sequences
+from megatron_lossagg.sequences import Floats, Sequences
 from megatron_lossagg.state import StepState
 
 __all__ = ["StepCounts", "StepPlan", "plan_step", "warn_of_divisor"]
-
-_Floats = npt.NDArray[np.float64]
 
 _DEFAULTS = Options()
 _LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -46,14 +43,22 @@ _LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepPlan:
-    """One optimizer step under one aggregation: the weights, and what they came from."""
+    """One optimizer step under one aggregation: the weights, and what they came from.
+
+    :func:`plan_step` makes it.
+
+    Examples:
+        >>> plan = plan_step(Aggregation("token_mean"), Sequences(active_tokens=[2000, 500, 0]))
+        >>> plan.weights.tolist()
+        [0.0004, 0.0004, 0.0]
+        >>> plan.under("sample_sum").weights.sum().item()  # 1/B of each sequence that has tokens
+        0.6666666666666666
+    """
 
     aggregation: Aggregation
     sequences: Sequences
     """What was planned, checked: int64 ``[S]`` each."""
     totals: StepTotals
-    data_parallel_size: int | None
-    """DP; None where totals were passed without a group in a job of several processes."""
     group_ranks: tuple[int, ...] | None
     """Global ranks that were counted over; None where no group was passed."""
     state: StepState = field(repr=False)
@@ -65,42 +70,29 @@ class StepPlan:
         return cast(Ints, self.sequences.active_tokens)
 
     @property
-    def num_microbatches(self) -> int | None:
-        """M of this rank, if ``Sequences`` gave it."""
-        return self.sequences.num_microbatches
+    def counted_S(self) -> Ints | Floats:
+        """What the aggregation counts of each sequence, ``[S]``: n_s, or its token weights' sum.
 
-    @property
-    def microbatch(self) -> Ints | None:
-        """Index of each sequence's microbatch, int64 ``[S]``; a reducer's error names it."""
-        return cast("Ints | None", self.sequences.microbatch)
-
-    @cached_property
-    def microbatch_tokens(self) -> Ints | None:
-        """n_mb of each sequence's microbatch, int64 ``[S]``."""
-        counted = count_microbatches(self.sequences)
-        return counted and counted[0]
-
-    @property
-    def sample_tokens(self) -> Ints:
-        """n_b of each sequence's sample, int64 ``[S]``."""
-        return cast(Ints, self.totals.sample_tokens)
-
-    @property
-    def prompt_tokens(self) -> Ints | None:
-        """n_p of each sequence's prompt, int64 ``[S]``."""
-        return self.totals.prompt_tokens
+        Raises :class:`PlanError` if it counts weights and none were passed.
+        """
+        if self.aggregation.count != "weights":
+            return self.active_tokens
+        StepCounts(self)  # raises
+        return cast(Floats, self.sequences.token_weight_sums)
 
     @property
     def weights(self) -> Tensor:
         """w_s, float64 ``[S]`` on the CPU; 0 for a sequence with no active tokens, never NaN.
 
-        A copy: changing it changes nothing that is trained. Raises :class:`PlanError` if the
-        mode lacks a total or an id.
+        A copy: changing it changes nothing that is trained.
+
+        Raises:
+            PlanError: If the mode lacks a total or an id.
         """
         return torch.from_numpy(self.weight_S.copy())
 
     @cached_property
-    def weight_S(self) -> _Floats:
+    def weight_S(self) -> Floats:
         """:attr:`weights` as a read-only array, computed once."""
         denominator = MODES[self.aggregation.mode].denominator
         if denominator is None:
@@ -112,21 +104,21 @@ class StepPlan:
         denominator_S = np.broadcast_to(value, self.active_tokens.shape)
         weight_S = np.zeros(len(self.active_tokens))
         # Where n_s = 0 the denominator may be 0 too (n_b, n_mb): there is nothing to weigh.
-        is_active_S = self.active_tokens > 0
+        is_active_S = self.counted_S > 0
         with np.errstate(all="ignore"):
             np.divide(1.0, denominator_S, out=weight_S, where=is_active_S)
         beyond = np.flatnonzero(is_active_S & ~((weight_S >= _LEAST) & (weight_S <= _MOST)))
         if len(beyond):
             raise PlanError(
                 f"{self.aggregation} gives sequence {beyond[0]} a weight of {weight_S[beyond[0]]}, "
-                "beyond what float32 holds: change --loss-aggregation-divisor (divisor=)"
+                "beyond what float32 holds: change the divisor or the exponent"
             )
         weight_S.flags.writeable = False
         return weight_S
 
     @cached_property
     def expected_weight(self) -> float | None:
-        """The sum over all active tokens of w m by the plan's integers; None if not known.
+        """The sum over all active tokens of w m v by the plan's counts; None if not known.
 
         1 for a mean (V/B or Q/P of it if empty ones count), N/(B L), N/B or N/C for a
         sum over a constant.
@@ -134,17 +126,34 @@ class StepPlan:
         expected = MODES[self.aggregation.mode].expected
         if expected is None:
             return None
-        if self.totals.active_tokens == 0:
-            return 0.0
         try:
-            return float(expected(StepCounts(self)))
+            counts = StepCounts(self)
+            if counts.is_empty:
+                return 0.0
+            return float(expected(counts))
         except PlanError:  # a total that is not needed for a weight
             return None
 
     def under(self, aggregation: Aggregation | str) -> StepPlan:
-        """Return the same step under another aggregation, without a collective; made once."""
+        """Plan the same step under a different aggregation, without a collective; made once.
+
+        Args:
+            aggregation: An :class:`Aggregation`, or a mode's name, which counts what this plan
+                counts.
+
+        Returns:
+            The plan, with the same sequences and totals.
+
+        Raises:
+            PlanError: If only one of the two counts survivors.
+        """
         if isinstance(aggregation, str):
-            aggregation = Aggregation(aggregation)
+            aggregation = Aggregation(aggregation, count=self.aggregation.count)
+        if (aggregation.count == "survivors") != (self.aggregation.count == "survivors"):
+            raise PlanError(
+                f"got {aggregation} in a step of {self.aggregation}: Megatron divides the whole "
+                "loss by the surviving tokens, so count survivors in all of its terms or in none"
+            )
         if aggregation not in self._under:
             plan = replace(self, aggregation=aggregation)
             _check_divisor(plan)
@@ -157,30 +166,57 @@ class StepPlan:
         mask: Tensor,
         layout: Layout,
         *,
+        token_weights: Tensor | None = None,
         factory: ReducerFactory | None = None,
         arguments: object = None,
     ) -> Reducer:
         """Make the reducer of one microbatch: check its mask, slice it, look up its weights.
 
-        ``sequences``: for each segment its position in ``Sequences``, -1 for a padding sequence.
-        ``mask``: the microbatch's whole 0/1 loss mask (after rejection, if tokens are rejected),
-        packed like its tokens, before slicing for context parallelism (already this rank's for
-        ``Layout.local``). ``mask[i]`` belongs to the loss at logit i, the prediction of token
-        i + 1: shift it before packing, never after slicing; it is 0 at padding.
-        ``factory``: a custom reducer's; by default the one that the aggregation's reducer path
-        names.
+        No collective; no host sync for a CUDA mask.
 
-        Raises :class:`ReducerError`; a CUDA mask's faults are raised when the step finishes. No
-        collective; no host sync for a CUDA mask.
+        Args:
+            sequences: For each segment its position in ``Sequences``, -1 for a padding sequence.
+            mask: The microbatch's whole 0/1 loss mask (after rejection, if tokens are rejected),
+                packed like its tokens, before slicing for context parallelism (already this rank's
+                for ``Layout.local``). ``mask[i]`` belongs to the loss at logit i, the prediction of
+                token i + 1: shift it before packing, never after slicing; it is 0 at padding.
+            layout: Which of its tokens this rank holds.
+            token_weights: v_t of each position of ``mask``, floating or integer, required by
+                ``count="weights"``: finite, not negative, 0 where the mask is 0 (unless tokens are
+                rejected), and each sequence's sum is the one that was counted.
+            factory: A custom reducer's; by default the one that the aggregation's reducer path
+                names.
+            arguments: What a custom reducer gets as ``context.arguments``.
+
+        Returns:
+            The reducer, to be called with this rank's per-token losses.
+
+        Raises:
+            ReducerError: For a mask, sequences or token weights that do not fit what was counted. A
+                CUDA mask's faults are raised when the step finishes.
         """
         if factory is None and self.aggregation.reducer_path is not None:
             factory = load_reducer_factory(self.aggregation.reducer_path)
+        if self.aggregation.count == "survivors" and self.state.calls is None:
+            raise ReducerError(
+                f"got {self.aggregation} outside of a step: only what a step's outputs return lets "
+                "Megatron divide by the surviving tokens; make the reducer with step.microbatch"
+            )
+        sums = self.sequences.token_weight_sums
+        if (token_weights is None) != (sums is None):
+            raise ReducerError(
+                f"got {'no ' if token_weights is None else ''}token_weights= in a plan with "
+                f"{'no ' if sums is None else ''}token_weight_sums: pass both, or neither and "
+                "count the mask"
+            )
         microbatch = Microbatch.checked(
             sequences,
             mask,
             layout,
+            token_weights=token_weights,
             active_tokens=self.active_tokens,
-            microbatch_of_sequence=self.microbatch,
+            token_weight_sums=cast("Floats | None", sums),
+            microbatch_of_sequence=cast("Ints | None", self.sequences.microbatch),
             state=self.state,
         )
         return Reducer.of(self, microbatch, factory, arguments)
@@ -188,9 +224,11 @@ class StepPlan:
     def check(self) -> None:
         """Raise the first fault that devices found in this step's masks and losses, if any.
 
-        Finishing a step calls it; call it yourself without a :class:`LossAggregator`.
-        Raises :class:`ReducerError` on this rank only. One host sync for each device that
-        recorded something, no collective.
+        Finishing a step calls it; call it yourself without a :class:`LossAggregator`. One host
+        sync for each device that recorded something, no collective.
+
+        Raises:
+            ReducerError: On this rank only.
         """
         if fault := self.state.faults.take():
             raise ReducerError(fault)
@@ -204,25 +242,69 @@ class StepCounts:
 
     def __init__(self, plan: StepPlan) -> None:
         self._plan = plan
+        self._totals: StepTotals | WeightTotals = plan.totals
+        if plan.aggregation.count == "weights":
+            if plan.totals.weighted is None:
+                raise PlanError(
+                    f"{plan.aggregation} needs Sequences(token_weight_sums=...) without totals=, "
+                    "which was not passed"
+                )
+            self._totals = plan.totals.weighted
         self.divisor = plan.aggregation.divisor or 1.0
         self.num_microbatches = plan.sequences.num_microbatches or 1
+        self._exponent = plan.aggregation.exponent or 0.0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether N is known to be 0."""
+        return self._totals.active_tokens == 0
+
+    @property
+    def length_power(self) -> Floats:
+        """n_b^a of each of this rank's sequences, float64 ``[S]``."""
+        length_S = self.sample_tokens
+        return _powers(length_S, self._exponent)
+
+    @property
+    def length_power_sum(self) -> float:
+        """Z: the sum of n_b^(1-a) over the step's samples, rounded once.
+
+        It depends neither on the order of samples nor on how ranks share them.
+        """
+        lengths, counts = np.unique(self.sample_lengths, return_counts=True)
+        return math.fsum(_powers(lengths, 1 - self._exponent) * counts)
 
     def __getattr__(self, name: str) -> Any:
-        plan = self._plan
-        if name in ("samples", "prompts") and not plan.aggregation.count_empty:
+        aggregation = self._plan.aggregation
+        if name in ("samples", "prompts") and not aggregation.count_empty:
             name = f"active_{name}"
-        value = getattr(plan.totals if hasattr(plan.totals, name) else plan, name)
+        value = getattr(self._totals, name)
         if value is None:
             missing = _PASSED_AS.get(name, f"StepTotals({name}=...) of the whole step")
-            raise PlanError(f"{plan.aggregation} needs {missing}, which was not passed")
+            raise PlanError(f"{aggregation} needs {missing}, which was not passed")
         # Exact up to 2^53; a product with B could wrap int64.
         return value.astype(np.float64) if isinstance(value, np.ndarray) else value
 
 
+def _powers(length_S: Floats, exponent: float) -> Floats:
+    """Raise lengths to a power, the same for a length wherever it stands; 0 for an empty one."""
+    lengths, index = np.unique(length_S, return_inverse=True)
+    try:
+        powers = [math.pow(n, exponent) if n else 0.0 for n in lengths.tolist()]
+    except OverflowError:
+        raise PlanError(
+            f"a sample of {lengths[-1]:g} tokens to the power {exponent:g} is beyond float64: "
+            "change --loss-aggregation-exponent (exponent=)"
+        ) from None
+    return np.array(powers, dtype=np.float64)[index.reshape(-1)]
+
+
+_PROMPT = "Sequences(prompt=...) without totals="
 _PASSED_AS = {
-    "prompt_tokens": "Sequences(prompt=...) without totals=",
-    "prompts": "Sequences(prompt=...) without totals=",
-    "active_prompts": "Sequences(prompt=...) without totals=",
+    "prompt_tokens": _PROMPT,
+    "prompts": _PROMPT,
+    "active_prompts": _PROMPT,
+    "sample_lengths": "the lengths of all ranks' samples (plan under it, without totals=)",
     "microbatch_tokens": "Sequences(microbatch=...)",
     "data_parallel_size": "group=, also with totals=",
 }
@@ -239,20 +321,36 @@ def plan_step(
 ) -> StepPlan:
     """Count the step over ``group`` and decide the weight of every sequence.
 
-    ``group``: the dense data-parallel group *without* context parallelism, as
-    ``LossAggregator.dp_group``; every rank of it calls. ``totals``: the step's counts
-    if the caller knows them; then no collective is made, and ids are refused. With a group as
-    well, its first step is counted all the same, and totals that differ from the counts are
-    refused. ``fault``: why this rank has no counts, if so: the others of the group do not wait
-    for it but raise the same message.
+    Without totals: one all-gather of eleven integers per rank. A second one, of one to four numbers
+    per sequence, if ids or token weights are passed or the mode (or a shadow) is ``length_power``.
+    Each is one host sync. A third one only brings an error's message to every rank. A sample with
+    more active tokens than the divisor of ``constant``, and ids that look as if they were not
+    global, give one warning per process, on all ranks alike.
 
-    Without totals: one all-gather of ten integers per rank, a second one of two or three integers
-    per sequence if ids are passed, each with one host sync; a third one only to bring an error's
-    message to every rank. Wrong counts or ids, and ranks that disagree on the aggregation or on
-    an option, raise :class:`PlanError` with the same message on every rank of the group. With
-    totals an error is this rank's alone, and names it. A sample with more active tokens than the
-    divisor of ``constant``, and ids that look as if they were not global, give one warning per
-    process, on all ranks alike.
+    Args:
+        aggregation: Which loss is trained.
+        sequences: What this data-parallel rank trains in the step.
+        group: The dense data-parallel group *without* context parallelism, as
+            ``LossAggregator.dp_group``; every rank of it calls.
+        totals: The step's counts if the caller knows them; then no collective is made, and ids are
+            refused. With a group as well, its first step is counted all the same, and totals that
+            differ from the counts are refused.
+        options: The options of the run.
+        fault: Why this rank has no counts, if so: the others of the group do not wait for it but
+            raise the same message.
+
+    Returns:
+        The plan, whose ``weights`` has w_s of each of this rank's sequences.
+
+    Raises:
+        PlanError: For wrong counts or ids, and if the ranks disagree on the aggregation or on an
+            option, with the same message on every rank of the group. With totals an error is this
+            rank's only, and names it.
+
+    Examples:
+        >>> sequences = Sequences(active_tokens=[2000, 500, 8000])
+        >>> plan_step(Aggregation("sample_sum"), sequences).weights.tolist()
+        [0.3333333333333333, 0.3333333333333333, 0.3333333333333333]
     """
     is_alone = not dist.is_initialized() or dist.get_world_size() == 1
     if totals is None and group is None and not is_alone:
@@ -271,7 +369,8 @@ def plan_step(
     verifies = totals is not None and group is not None and exchange.ranks not in _verified
     if totals is None or verifies:
         settings = [*(f"{name} {value!r}" for name, value in vars(options).items()), f"{totals}"]
-        counted = count_step(aggregation, checked, fault, exchange, settings)
+        shadows = options.shadows.values()
+        counted = count_step(aggregation, checked, fault, exchange, settings, shadows=shadows)
     if totals is not None and verifies:
         _check_given(totals, counted)
         _verified.add(exchange.ranks)
@@ -279,22 +378,26 @@ def plan_step(
         if totals is not None:
             if fault:
                 raise PlanError(fault)
-            counted = known_step(checked, totals)
+            known_size = exchange.size if group is not None or is_alone else None
+            counted = known_step(checked, totals, known_size)
         plan = StepPlan(
             aggregation=aggregation,
             sequences=checked,
             totals=counted,
-            data_parallel_size=exchange.size if group is not None or is_alone else None,
             group_ranks=exchange.ranks,
-            state=StepState(rejects_tokens=options.rejects_tokens),
+            state=StepState(
+                rejects_tokens=options.rejects_tokens or aggregation.count == "survivors"
+            ),
         )
         if aggregation.mode != CUSTOM:
             plan.weight_S  # noqa: B018  a mode that lacks something raises here, before any forward
+        for shadow in options.shadows.values():
+            plan.under(shadow).weight_S  # noqa: B018  likewise
     except PlanError as error:
         if totals is None:
             raise
         raise PlanError(f"{exchange.name()}: {error}") from None
-    if counted.active_tokens == 0:
+    if StepCounts(plan).is_empty:
         _empty_step(options)
     _check_divisor(plan)
     return plan

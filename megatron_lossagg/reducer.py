@@ -2,7 +2,9 @@
 
 A partial loss is the sum over the tokens that this rank holds of this microbatch::
 
-    partial_loss = sum_t w_{s(t)} * m_t * x_t
+    partial_loss = sum_t w_{s(t)} * m_t * v_t * x_t
+
+where v_t is 1 unless the aggregation counts token weights.
 
 Partial losses add up: over microbatches, context-parallel ranks and data-parallel ranks their sum
 is the step's loss, for any parallelism. Nothing here knows a mode, a rank or a
@@ -28,7 +30,7 @@ from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.errors import ReducerError, ReducerPathError
 from megatron_lossagg.integers import Ints
 from megatron_lossagg.layout import Layout
-from megatron_lossagg.microbatch import Microbatch, Segments
+from megatron_lossagg.microbatch import Microbatch, Segments, held
 from megatron_lossagg.state import ReducerCall
 
 if TYPE_CHECKING:
@@ -43,6 +45,18 @@ class ReducerContext:
 
     The callable takes this rank's per-token losses, masked positions already set to 0,
     flat in the layout's order, and returns a 0-dim additive partial loss.
+
+    Examples:
+        A mean over tokens, for ``--loss-aggregation-reducer-path my_package.losses:factory``:
+
+        >>> def factory(context: ReducerContext):
+        ...     tokens = context.plan.totals.active_tokens  # N, of all ranks and microbatches
+        ...     return lambda losses: losses.sum() / tokens
+        >>> plan = plan_step(Aggregation("token_mean"), Sequences(active_tokens=[3]))
+        >>> layout = Layout.thd_zigzag([0, 4], cp_size=1, cp_rank=0)
+        >>> reducer = plan.reducer([0], torch.tensor([1, 1, 1, 0]), layout, factory=factory)
+        >>> reducer(torch.tensor([1.0, 2.0, 6.0, float("inf")])).item()
+        3.0
     """
 
     plan: StepPlan
@@ -172,10 +186,11 @@ class Reducer:
         return self.microbatch.segments.layout
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Sum w m x over the tokens this rank holds.
+        """Sum w m v x over the tokens this rank holds.
 
         ``x``: this rank's per-token losses in the layout's order, any floating dtype, with as
-        many elements as the layout has local tokens (tokens past the last segment weigh 0);
+        many elements as the layout has local tokens, or as the mask if they are gathered (tokens
+        past the last segment weigh 0);
         of two dimensions, each of its sequences begins with a segment. Returns a 0-dim partial
         loss in float32, or float64 if x is float64, connected to the graph of x even if no token
         is active. Masked positions of x may hold inf or NaN: neither the partial loss nor
@@ -197,11 +212,7 @@ class Reducer:
             requires_grad=x.requires_grad,
         )
         self.plan.state.note_call(call, partial_loss)
-        if self.microbatch.trained is not None:
-            num_sequences = len(self.plan.active_tokens)
-            self.plan.state.trained.add(
-                self.microbatch.segments.own_sequences, self.microbatch.trained, num_sequences
-            )
+        self.microbatch.note_trained(len(self.plan.active_tokens))
         return partial_loss
 
     def _partial_loss(self, x_T: Tensor, dtype: torch.dtype) -> Tensor:
@@ -247,14 +258,27 @@ class Reducer:
         """
         return replace(self, plan=self.plan.under(aggregation), custom=None)
 
-    def weight_sum(self) -> Tensor | None:
-        """Sum w m over the tokens this rank holds, 0-dim float32: for the weight-sum check.
+    def shadow(self, x: Tensor, aggregation: Aggregation) -> Tensor:
+        """Sum what another aggregation would train: no gradient, not checked, not noted.
+
+        ``x``: as in :meth:`__call__`. Returns a 0-dim partial loss. No collective, no host sync.
+        """
+        x_T = self._local_losses(x.detach())
+        other, device = self.under(aggregation), x_T.device
+        weight_T = other._weight(torch.promote_types(x.dtype, torch.float32), device)
+        keep_T = self.microbatch.keep_on(device)
+        found = _MaskedSum.apply(x_T, keep_T, weight_T)  # type: ignore[no-untyped-call]
+        partial_loss: Tensor = found[0]
+        return partial_loss
+
+    def weight_sum(self, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        """Sum w m v over the tokens this rank holds, 0-dim: for the weight-sum check.
 
         None for a custom reducer, whose weights are its own.
         """
         if self.custom is not None:
             return None
-        return self._weight(torch.float32, self.microbatch.keep.device).sum()
+        return self._weight(dtype, self.microbatch.keep.device).sum()
 
     @property
     def counted_tokens(self) -> int:
@@ -268,21 +292,23 @@ class Reducer:
     def _local_losses(self, x: Tensor) -> Tensor:
         if not isinstance(x, Tensor) or x.dtype not in _LOSS_DTYPES:
             raise ReducerError(f"got {_kind(x)}, expected per-token losses in floating point")
-        layout = self.layout
-        num_local, past_end = layout.num_local_tokens, self.microbatch.num_past_end
-        if x.numel() not in (num_local, num_local + past_end // layout.cp_size):
+        layout, past_end = self.layout, self.microbatch.num_past_end
+        num_losses = layout.num_tokens if layout.is_gathered else layout.num_local_tokens
+        num_past_end = past_end if layout.is_gathered else past_end // layout.cp_size
+        if x.numel() not in (num_losses, num_losses + num_past_end):
+            whose = "the whole mask" if layout.is_gathered else "this rank's slice"
             raise ReducerError(
                 f"got {x.numel()} per-token losses (shape {tuple(x.shape)}), the layout "
-                f"{layout.name} holds {num_local} on CP rank {layout.cp_rank} of {layout.cp_size}: "
-                "pass the losses of this rank's slice, in its order"
+                f"{layout.name} holds {num_losses} on CP rank {layout.cp_rank} of "
+                f"{layout.cp_size}: pass the losses of {whose}, in its order"
             )
         if x.dim() != 1:
             self._check_sequence_starts(x)
             x = x.reshape(-1)
-        if x.numel() == num_local:
-            return x
-        self._check_tail_is_no_padding()
-        return x[:num_local]
+        if x.numel() > num_losses:
+            self._check_tail_is_no_padding()
+            x = x[:num_losses]
+        return held(x, layout) if layout.is_gathered else x
 
     def _check_tail_is_no_padding(self) -> None:
         """Refuse losses past the last segment that padded segments would explain exactly.
@@ -309,7 +335,8 @@ class Reducer:
         sizes = [size for size in x.shape if size != 1]
         if len(sizes) < 2 or x.numel() == 0:
             return
-        if not self.layout.is_in_rows(sizes, is_local=True):
+        is_local = not self.layout.is_gathered
+        if not self.layout.is_in_rows(sizes, is_local=is_local):
             raise ReducerError(
                 f"got losses of shape {tuple(x.shape)}, and not each of their sequences begins "
                 f"with a segment of the layout {self.layout.name}: pass them in the order of the "

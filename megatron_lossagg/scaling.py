@@ -81,8 +81,7 @@ class Scaling:
 
         ``counted``: active tokens of its sequences by the plan, complete over CP. The average
         loss scaling divides by it at once, so it is 1. In the per-token loss scaling CP rank 0
-        reports
-        ``counted`` and the other CP ranks 0, so that the sum over the step is N.
+        reports ``counted`` and the other CP ranks 0, so that the sum over the step is N.
         """
         if self.loss_scaling == "average":
             return 1
@@ -91,32 +90,24 @@ class Scaling:
     def factors(self) -> Iterator[Factor]:
         """List what multiplies a partial loss on its way to the gradient; the product is 1."""
         m, ranks, n = self.num_microbatches, self.dp_cp_size, max(self.k, 1)
+        k = Fraction(self.k)
         if self.loss_scaling == "average":
-            yield Factor(
-                where="loss_func",
-                does="returns partial loss * K, K = M DP CP",
-                factor=Fraction(self.k),
+            places = (
+                ("loss_func", "returns partial loss * K, K = M DP CP", k),
+                ("schedule", "/ num_tokens, which is 1; / M", Fraction(1, m)),
+                ("DDP", "mean over the DP CP ranks: their sum / (DP CP)", Fraction(1, ranks)),
+                ("finalize_model_grads", "nothing", Fraction(1)),
             )
-            yield Factor(
-                where="schedule", does="/ num_tokens, which is 1; / M", factor=Fraction(1, m)
-            )
-            yield Factor(
-                where="DDP",
-                does="mean over the DP CP ranks: their sum / (DP CP)",
-                factor=Fraction(1, ranks),
-            )
-            yield Factor(where="finalize_model_grads", does="nothing", factor=Fraction(1))
         else:
-            yield Factor(
-                where="loss_func", does="returns partial loss * K, K = N", factor=Fraction(self.k)
+            by_n = "/ sum of the step's num_tokens, which is N"
+            places = (
+                ("loss_func", "returns partial loss * K, K = N", k),
+                ("schedule", "nothing", Fraction(1)),
+                ("DDP", "sum over the DP CP ranks", Fraction(1)),
+                ("finalize_model_grads", by_n, Fraction(1, n)),
             )
-            yield Factor(where="schedule", does="nothing", factor=Fraction(1))
-            yield Factor(where="DDP", does="sum over the DP CP ranks", factor=Fraction(1))
-            yield Factor(
-                where="finalize_model_grads",
-                does="/ sum of the step's num_tokens, which is N",
-                factor=Fraction(1, n),
-            )
+        for where, does, factor in places:
+            yield Factor(where=where, does=does, factor=factor)
 
 
 K_FORMULA: dict[LossScaling, str] = {"average": "M DP CP", "per_token": "N"}

@@ -8,7 +8,6 @@ What only the framework knows is its :class:`Integration`'s.
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from abc import ABC, abstractmethod
@@ -28,8 +27,8 @@ from megatron_lossagg.errors import AggregationError, ContractError
 from megatron_lossagg.faults import Faults
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.options import Options
-from megatron_lossagg.outputs import Outputs
-from megatron_lossagg.step import Step
+from megatron_lossagg.plan import StepPlan
+from megatron_lossagg.step import MicrobatchLoss, Step
 
 __all__ = ["FrameworkLoss", "Integration", "ScheduleHook"]
 
@@ -46,6 +45,8 @@ class FrameworkLoss:
     """The 0/1 mask that the framework would multiply them by, as the layout wants it."""
     report: Mapping[str, Tensor]
     """The framework's own report; it is kept next to ours."""
+    token_weights: Tensor | None = None
+    """v_t of each position of ``mask``, which multiply the losses; for ``count="weights"``."""
     masked_sum: Tensor | None = None
     """The framework's own loss, 0-dim, if it should be the sum of ``losses`` times ``mask``.
 
@@ -55,42 +56,91 @@ class FrameworkLoss:
 
 
 class Integration(ABC):
-    """What a framework's microbatches and its loss look like."""
+    """What a framework's microbatches and its loss look like.
+
+    Subclass it with :meth:`sequences` and :meth:`loss`; the other methods have defaults. The
+    framework's own integrations subclass it too.
+
+    Examples:
+        Microbatches are dicts of whole packed sequences, and CP is 1:
+
+        >>> class MyIntegration(Integration):
+        ...     def sequences(self, data):
+        ...         active = [int(mask.sum()) for mask in data["masks"]]
+        ...         lengths = [len(mask) for mask in data["masks"]]
+        ...         return MicrobatchSequences(active_tokens=active, lengths=lengths)
+        ...
+        ...     def loss(self, loss_func, output):
+        ...         losses, mask = loss_func(output)  # per token, before any sum
+        ...         return FrameworkLoss(losses=losses, mask=mask, report={})
+        >>> masks = [torch.tensor([1, 1, 0, 1]), torch.tensor([1, 0])]
+        >>> MyIntegration().sequences({"masks": masks}).active_tokens
+        [3, 1]
+    """
 
     loss_name = "lm loss"
     """The name under which the framework reports its loss. The configured loss takes it, and the
     framework's own number moves to ``stock/<name>``, with ``_`` for spaces."""
     gives_prompts = False
     """Whether :meth:`sequences` gives prompt ids, which ``prompt_mean`` needs."""
+    gives_token_weights = False
+    """Whether, under ``count="weights"``, :meth:`sequences` and :meth:`loss` give token weights."""
 
     @abstractmethod
     def sequences(self, data: Any) -> MicrobatchSequences:
         """Count a microbatch, as the data iterator returned it; on the CPU, before slicing.
 
         Called once per microbatch and step, outside the schedule, on each rank that reads data.
+
+        Args:
+            data: The microbatch.
+
+        Returns:
+            Its counts, lengths and ids, one entry per sequence.
         """
 
     @abstractmethod
     def loss(self, loss_func: Callable[..., Any], output: Tensor) -> FrameworkLoss:
         """Take apart the framework's loss of a microbatch.
 
-        ``loss_func``: what the framework's forward_step returned next to its output. ``output``:
-        what the schedule passes it. No collective that the framework does not make itself.
+        No collective that the framework does not make itself.
+
+        Args:
+            loss_func: What the framework's forward_step returned next to its output.
+            output: What the schedule passes it.
+
+        Returns:
+            The losses of the tokens that :meth:`layout` says, and their mask.
         """
 
     def layout(self, aggregator: LossAggregator, lengths: Sequence[int]) -> Layout:
         """Say which tokens the mask and the losses of :meth:`loss` are.
 
-        ``lengths``: those of :meth:`sequences`, of whole sequences. By default mask and losses are
-        this rank's already, an equal part of each sequence, as from Megatron-LM's ``get_batch``.
-        """
-        return aggregator.local([length // aggregator.cp_size for length in lengths])
+        By default mask and losses are this rank's part already, as from Megatron-LM's
+        ``get_batch``.
 
-    def prepare(self, aggregation: Aggregation) -> None:  # noqa: B027
-        """Wrap what else of the framework this aggregation needs; by default nothing.
+        Args:
+            aggregator: The run's aggregator, which makes layouts for this rank.
+            lengths: Those of :meth:`sequences`, of whole sequences.
 
-        Called once, by :class:`ScheduleHook`.
+        Returns:
+            The layout of a microbatch.
         """
+        return aggregator.sliced(lengths)
+
+    def prepare(self, aggregations: Sequence[Aggregation]) -> None:  # noqa: B027
+        """Wrap what else of the framework these aggregations need; by default nothing.
+
+        Called once, by :class:`ScheduleHook`, with the trained one and the shadows.
+        """
+
+    def iteration(self) -> int | None:
+        """Return the number of the step that is trained, from 1; None if it is not known.
+
+        Called once per recorded step, before the schedule. ``Options.record`` counts on if it is
+        None.
+        """
+        return None
 
     def applies(self, call: Mapping[str, Any]) -> bool:
         """Whether a call of the schedule computes the framework's loss.
@@ -105,34 +155,55 @@ class ScheduleHook:
 
     For a framework whose model does not exist yet: the first call makes the
     :class:`LossAggregator`. With a model, :meth:`LossAggregator.wrap` makes the hook.
-    Raises :class:`AggregationError` for ``prompt_mean`` if the integration has no prompt ids.
+    ``aggregation``: None if the framework's own loss is trained and ``options.shadow`` only
+    reports what others would give. Raises :class:`AggregationError` for ``prompt_mean`` if the
+    integration has no prompt ids, for ``count="weights"`` if it has no token weights, for None
+    without a shadow, and for None with a record.
     """
 
     def __init__(
         self,
-        aggregation: Aggregation,
+        aggregation: Aggregation | None,
         integration: Integration,
         *,
         options: Options | None = None,
     ) -> None:
-        if aggregation.mode == "prompt_mean" and not integration.gives_prompts:
+        self.options = options or Options()
+        shadows = list(self.options.shadows.values())
+        asked = shadows if aggregation is None else [aggregation, *shadows]
+        if not asked or (aggregation is None and self.options.record is not None):
             raise AggregationError(
-                f"prompt_mean needs prompt ids, and the data that "
-                f"{type(integration).__name__} reads "
-                "has none: choose another --loss-aggregation, such as sample_mean"
+                "got no aggregation, expected one that is trained: pass a mode, or without "
+                "Options(record=...) only Options(shadow=...)"
+            )
+        if any(one.mode == "prompt_mean" for one in asked) and not integration.gives_prompts:
+            raise AggregationError(
+                f"prompt_mean needs prompt ids, and the data that {type(integration).__name__} "
+                "reads has none: choose another --loss-aggregation, such as sample_mean"
+            )
+        has_weights = any(one.count == "weights" for one in asked)
+        if has_weights and not integration.gives_token_weights:
+            raise AggregationError(
+                f"got count 'weights', and {type(integration).__name__} knows no token weights: "
+                "drop --loss-aggregation-count (count=)"
             )
         self.aggregation = aggregation
+        """What is trained; None if it is the framework's own loss."""
+        self.flag = f"--loss-aggregation {aggregation}"
+        """What asked for this hook, for messages."""
+        if aggregation is None:
+            self.flag = f"--loss-aggregation-shadow {','.join(self.options.shadow)}"
+        self._planned = asked[0]
         self.integration = integration
-        self.options = options or Options()
         self.aggregator: LossAggregator | None = None
         """Made by the first call; None before."""
         self.num_steps = 0
-        """Calls of a schedule whose loss was replaced, training and evaluation."""
+        """Calls of a schedule whose loss was replaced or shadowed, training and evaluation."""
         self.is_found = False
         """Whether the framework's loop has asked for its schedule."""
         self.k = 1
         """K of the latest step; 1 before, and on a rank that computes no loss."""
-        integration.prepare(aggregation)
+        integration.prepare(asked)
 
     def wrap(self, schedule: Schedule) -> Schedule:
         """Wrap what ``get_forward_backward_func()`` returned.
@@ -144,7 +215,7 @@ class ScheduleHook:
 
         Collectives, outside the schedule: those of ``LossAggregator`` in the first call; on the
         last pipeline stage those of ``plan_step``, and one ``all_gather_object`` over
-        tensor-parallel ranks.
+        tensor-parallel ranks; one all-gather over several pipeline stages.
         """
         self.is_found = True
 
@@ -166,26 +237,34 @@ class ScheduleHook:
         num_microbatches = call["num_microbatches"]
         aggregator = self._of_model(call["model"], forward_only)
         self.num_steps += 1
-        if not aggregator.is_last_stage:  # only the last stage computes a loss
-            with aggregator.begin(
-                None, num_microbatches=num_microbatches, forward_only=forward_only
-            ):
-                return schedule(**call)
         iterators = call["data_iterator"]
         is_list = isinstance(iterators, (list, tuple))
         chunks = [*iterators] if is_list else [iterators]
-        source = chunks[-1]
-        buffer = StepBuffer(
-            None if source is None else _InLockstep(chunks), num_microbatches, source=source
+        reads = chunks[-1] is not None
+        buffer: StepBuffer | None = None
+
+        def plan() -> StepPlan:
+            nonlocal buffer
+            buffer = StepBuffer(_InLockstep(chunks) if reads else None, num_microbatches)
+            return buffer.plan(
+                self._planned,
+                lambda data: self.integration.sequences(data[-1]),
+                group=aggregator.dp_group,
+                tp_group=aggregator.tp_group,
+                options=self.options.of_step(forward_only),
+            )
+
+        trains = self.aggregation is not None
+        records = self.options.record is not None and not forward_only
+        step = aggregator.begin_together(
+            plan,
+            num_microbatches=num_microbatches,
+            forward_only=forward_only or not trains,
+            iteration=self.integration.iteration() if records else None,
         )
-        plan = buffer.plan(
-            self.aggregation,
-            lambda data: self.integration.sequences(data[-1]),
-            group=aggregator.dp_group,
-            tp_group=aggregator.tp_group,
-            options=self.options.of_step(forward_only),
-        )
-        step = aggregator.begin(plan, num_microbatches=num_microbatches, forward_only=forward_only)
+        if buffer is None:  # an earlier stage, which computes no loss
+            with step:
+                return schedule(**call)
         self.k = step.k
         replay = _Replay(
             integration=self.integration,
@@ -193,8 +272,10 @@ class ScheduleHook:
             aggregator=aggregator,
             microbatches=iter(buffer),
             step=step,
+            trains=trains,
+            compares=not forward_only,
         )
-        if source is not None:
+        if reads:
             chunks[:-1] = [
                 None if chunk is None else iter([microbatch.data[index] for microbatch in buffer])
                 for index, chunk in enumerate(chunks[:-1])
@@ -202,19 +283,28 @@ class ScheduleHook:
             chunks[-1] = replay.data = _OneRead()
         call["data_iterator"] = chunks if is_list else chunks[-1]
         call["forward_step_func"] = replay
-        with step:
-            return schedule(**call)
+        if trains:
+            with step:
+                return schedule(**call)
+        try:
+            returned = schedule(**call)
+            step.plan.check()
+            return returned
+        finally:
+            step.end()
 
     def _of_model(self, model: Any, forward_only: bool) -> LossAggregator:
         """Make the aggregator in the first call, and of another model; probe if it trains."""
         chunks = list(model) if isinstance(model, (list, tuple)) else [model]
-        probe = self.options.probe and not forward_only
+        trains = self.aggregation is not None
+        probe = self.options.probe and not forward_only and trains
         now = self.aggregator
-        if now is None or not now.has_chunks(chunks) or (probe and now.probe is None):
+        if now is None or now.chunks != chunks or (probe and now.probe is None):
             options = replace(self.options, probe=probe)
-            now = self.aggregator = LossAggregator(chunks, self.aggregation, options=options)
+            now = self.aggregator = LossAggregator(chunks, self._planned, options=options)
             if dist.get_rank() == 0:
-                print(now.describe(), flush=True)
+                stock = f"loss aggregation: the framework's own; {self.flag}"
+                print(now.describe() if trains else stock, flush=True)
         return now
 
 
@@ -256,8 +346,7 @@ class _OneRead:
                 "forward_step_func read more than one microbatch in a call: a step of M "
                 "microbatches reads M times"
             )
-        # A framework may move its tensors to a device in place: the buffered step keeps its own.
-        return copy.copy(self.unread.pop())
+        return self.unread.pop()
 
 
 class _Replay:
@@ -271,6 +360,8 @@ class _Replay:
         aggregator: LossAggregator,
         microbatches: Iterator[StepMicrobatch],
         step: Step,
+        trains: bool,
+        compares: bool,
     ) -> None:
         functools.update_wrapper(self, forward_step)
         self.data: _OneRead | None = None
@@ -281,6 +372,8 @@ class _Replay:
         self._chunk = _unwrapped(aggregator.chunks[-1])
         self._microbatches = microbatches
         self._step = step
+        self._trains = trains
+        self._compares = compares
 
     def __call__(self, data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         # Of an interleaved pipeline only the last chunk has a loss. A schedule that overlaps
@@ -301,12 +394,35 @@ class _Replay:
                 "forward_step_func did not read its microbatch from the data iterator that the "
                 "schedule gave it: its loss would be weighted by another microbatch's sequences"
             )
-        return output, functools.partial(self._outputs, microbatch, loss_func)
+        replaced = self._outputs if self._trains else self._shadowed
+        return output, functools.partial(replaced, microbatch, loss_func)
 
     def _outputs(
         self, microbatch: StepMicrobatch, loss_func: Callable[..., Any], output: Tensor
-    ) -> Outputs:
+    ) -> Any:
+        """Train the configured loss; the framework's report is kept."""
         name = self._integration.loss_name
+        framework, mb = self._taken_apart(microbatch, loss_func, output)
+        partial_loss = mb.reduce(framework.losses)
+        loss, num_tokens, ours = mb.outputs(partial_loss, report={name: partial_loss})
+        theirs = dict(framework.report)
+        if name in theirs:  # after ours, and nothing that a search for the name finds
+            ours[f"stock/{name.replace(' ', '_')}"] = theirs.pop(name)
+        return loss, num_tokens, {**ours, **theirs}
+
+    def _shadowed(
+        self, microbatch: StepMicrobatch, loss_func: Callable[..., Any], output: Tensor
+    ) -> Any:
+        """Return what the framework's loss_func returned, with the shadows in its report."""
+        kept = _Kept(loss_func)
+        framework, mb = self._taken_apart(microbatch, kept.loss_func, output)
+        *trained, theirs = kept.returned if kept.returned is not None else loss_func(output)
+        stock = self._step.stock_report(*trained) if len(trained) == 2 else {}
+        return *trained, {**theirs, **mb.shadow(framework.losses), **stock}
+
+    def _taken_apart(
+        self, microbatch: StepMicrobatch, loss_func: Callable[..., Any], output: Tensor
+    ) -> tuple[FrameworkLoss, MicrobatchLoss]:
         framework = self._integration.loss(loss_func, output)
         lengths = microbatch.lengths
         if lengths is None:
@@ -315,27 +431,47 @@ class _Replay:
                 "MicrobatchSequences(lengths=...), from which the layout is made"
             )
         layout = self._integration.layout(self._aggregator, lengths)
-        mb = self._step.microbatch(microbatch.sequences, framework.mask, layout=layout)
-        partial_loss = mb.reduce(framework.losses)
-        if not self._step.forward_only:
+        mb = self._step.microbatch(
+            microbatch.sequences,
+            framework.mask,
+            layout=layout,
+            token_weights=framework.token_weights,
+        )
+        if self._compares:
             compare(framework, self._step.plan.state.faults, microbatch.index)
-        loss, num_tokens, ours = mb.outputs(partial_loss, report={name: partial_loss})
-        theirs = dict(framework.report)
-        if name in theirs:  # after ours, and nothing that a search for the name finds
-            ours[f"stock/{name.replace(' ', '_')}"] = theirs.pop(name)
-        return loss, num_tokens, {**ours, **theirs}
+        return framework, mb
+
+
+class _Kept:
+    """A framework's loss_func that keeps what it returned; a partial stays one."""
+
+    def __init__(self, loss_func: Callable[..., Any]) -> None:
+        self.returned: Any = None
+        inner = loss_func
+        given: tuple[Any, ...] = ()
+        named: dict[str, Any] = {}
+        if isinstance(loss_func, functools.partial):
+            inner, given, named = loss_func.func, loss_func.args, loss_func.keywords
+
+        @functools.wraps(inner)
+        def keeping(*args: Any, **kwargs: Any) -> Any:
+            self.returned = inner(*args, **kwargs)
+            return self.returned
+
+        self.loss_func = functools.partial(keeping, *given, **named) if given or named else keeping
 
 
 def compare(framework: FrameworkLoss, faults: Faults, microbatch: int) -> None:
-    """Compare the framework's loss with the masked sum, on its device; ``faults`` are
-    read later.
-    """
+    """Compare the framework's loss with the masked sum; ``faults`` are read later."""
     if framework.masked_sum is None:
         return
     with torch.no_grad():
         mask = moved(framework.mask, framework.losses.device)
-        terms = torch.where(mask != 0, framework.losses, 0) * mask.float()
-        values = [framework.masked_sum, terms.sum(), terms.abs().sum()]
+        weights = framework.token_weights
+        factor = mask if weights is None else moved(weights, mask.device)
+        terms = torch.where(mask != 0, framework.losses, 0) * factor.float()
+        # A copy: under a shadow Megatron divides the framework's own loss in place.
+        values = [framework.masked_sum.clone(), terms.sum(), terms.abs().sum()]
     faults.record(values, functools.partial(_more_than_sum, microbatch))
 
 
@@ -348,5 +484,5 @@ def _more_than_sum(microbatch: int, values: list[float]) -> str:
         f"the script's loss_func gave {found:.6g} for microbatch {microbatch} of rank "
         f"{dist.get_rank()}, the masked sum of its per-token losses is {ours:.6g}: it has terms "
         "or factors that are not known here (a distillation loss, a penalty, a coefficient), and "
-        "they would be lost; train it without --loss-aggregation"
+        "they would be lost; train it without the flags of --loss-aggregation"
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +17,22 @@ from torch import Tensor
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.integers import Ints, IntsLike, checked_integers, is_integer
 
-__all__ = ["ID_KINDS", "MOST_TOKENS", "Ids", "Kind", "Sequences", "check_sum", "hashed"]
+__all__ = [
+    "ID_KINDS",
+    "MOST_TOKENS",
+    "Floats",
+    "FloatsLike",
+    "Ids",
+    "Kind",
+    "Sequences",
+    "check_sum",
+    "hashed",
+]
 
 Ids = IntsLike | Sequence[str] | npt.NDArray[np.str_]
 Kind = Literal["sample", "prompt"]
+Floats = npt.NDArray[np.float64]
+FloatsLike = Sequence[float] | npt.NDArray[np.floating[Any]] | Tensor
 
 ID_KINDS: tuple[Kind, Kind] = ("sample", "prompt")
 MOST_TOKENS = 2**53
@@ -31,26 +43,40 @@ MOST_TOKENS = 2**53
 class Sequences:
     """The sequences this data-parallel rank trains on in one optimizer step.
 
-    Each field but the last two holds one integer per sequence, int64 ``[S]``, on the CPU: a list,
-    a numpy array or a tensor. Counts are complete over context parallelism. Padding sequences are
-    left out. Building one checks nothing: :func:`plan_step` does, so that all ranks fail together.
+    Counts and ids have one entry per sequence, ``[S]``, on the CPU: a list, a numpy array or a
+    tensor. Counts are complete over context parallelism. Padding sequences are left out. Building
+    one checks nothing and raises nothing: :func:`plan_step` does, so that all ranks fail together.
+
+    Args:
+        active_tokens: n_s: tokens whose loss mask is 1.
+        sample: Id of the sequence's sample, integer or string; None: each sequence is its own
+            sample. Ids are global over the data-parallel group: equal ids on two ranks are one
+            sample.
+        prompt: Id of the sequence's prompt, integer or string, global likewise.
+        microbatch: Index of the sequence's microbatch on this rank; needed by
+            ``microbatch_token_mean``.
+        num_microbatches: M, microbatches with no sequences included; None: the largest
+            ``microbatch`` plus one.
+        token_weight_sums: The sum of the active tokens' weights v_t of each sequence, from 0 to
+            2^53; needed by ``count="weights"``. ``math.fsum`` gives one that depends on no order.
+        samples_per_prompt: How many samples each prompt has over the step; a check that ids are
+            global, if passed.
+
+    Examples:
+        Two turns of one rollout are two sequences of one sample:
+
+        >>> sequences = Sequences(active_tokens=[900, 100, 500], sample=["a", "a", "b"])
+        >>> plan_step(Aggregation("sample_mean"), sequences).weights.tolist()
+        [0.0005, 0.0005, 0.001]
     """
 
     active_tokens: IntsLike
-    """n_s: tokens whose loss mask is 1."""
     sample: Ids | None = None
-    """Id of the sequence's sample, integer or string; None: each sequence is its own sample.
-
-    Ids are global over the data-parallel group: equal ids on two ranks are one sample.
-    """
     prompt: Ids | None = None
-    """Id of the sequence's prompt, integer or string, global likewise."""
     microbatch: IntsLike | None = None
-    """Index of the sequence's microbatch on this rank; needed by ``microbatch_token_mean``."""
     num_microbatches: int | None = None
-    """M, microbatches with no sequences included; None: the largest ``microbatch`` plus one."""
+    token_weight_sums: FloatsLike | None = None
     samples_per_prompt: int | None = None
-    """How many samples each prompt has over the step; a check that ids are global, if passed."""
     string_ids: tuple[Kind, ...] = field(default=(), init=False, repr=False)
     """Which ids were strings; known once they are checked."""
 
@@ -80,9 +106,18 @@ class Sequences:
             raise PlanError(f"got samples_per_prompt {number!r}, expected an integer from 1")
         if number is not None and self.prompt is None:
             raise PlanError(f"got samples_per_prompt {number} and no prompt ids: pass prompt=")
-        for column_S in columns.values():
-            column_S.flags.writeable = False  # the weights follow from them
-        checked = replace(self, **columns, num_microbatches=m)  # type: ignore[arg-type]
+        weight_S = self.token_weight_sums
+        if weight_S is not None:
+            weight_S = _weight_sums(weight_S, n_S)
+        for column_S in (*columns.values(), weight_S):
+            if column_S is not None:
+                column_S.flags.writeable = False  # the weights follow from them
+        checked = replace(
+            self,
+            **columns,  # type: ignore[arg-type]
+            num_microbatches=m,
+            token_weight_sums=weight_S,
+        )
         strings = tuple(kind for kind in ID_KINDS if _are_strings(getattr(self, kind)))
         object.__setattr__(checked, "string_ids", strings)
         return checked
@@ -115,6 +150,33 @@ def _integers(
             "list or a CPU tensor"
         )
     return checked_integers(f"Sequences.{name}", values, PlanError, lowest=lowest, length=length)
+
+
+def _weight_sums(values: FloatsLike, n_S: Ints) -> Floats:
+    """Copy to float64 ``[S]``; raises :class:`PlanError` for what is no sum of weights."""
+    name = "Sequences.token_weight_sums"
+    if isinstance(values, Tensor):
+        if values.device.type != "cpu":
+            raise PlanError(
+                f"{name} is on {values.device}: sums are CPU numbers, pass a list or a CPU tensor"
+            )
+        values = values.detach().double().numpy()
+    array = np.asarray(values)
+    if array.shape != n_S.shape or array.dtype.kind not in "fiu":
+        raise PlanError(
+            f"{name}: got {array.dtype} of shape {array.shape}, expected {len(n_S)} numbers, one "
+            "per sequence"
+        )
+    sum_S = array.astype(np.float64)
+    is_wrong_S = ~((sum_S >= 0) & (sum_S <= MOST_TOKENS)) | ((sum_S > 0) & (n_S == 0))
+    if is_wrong_S.any():
+        at = int(is_wrong_S.argmax())
+        raise PlanError(
+            f"{name}: got {sum_S[at]} at index {at} for {n_S[at]} active tokens, expected a number "
+            "from 0 to 2^53, and 0 for no active token: pass the sum of the weights of the tokens "
+            "whose mask is 1"
+        )
+    return sum_S
 
 
 def _ids(kind: Kind, ids: Ids, length: int) -> Ints:

@@ -39,28 +39,27 @@ class ReducerCall:
 
 
 class TrainedTokens:
-    """Trained tokens of each sequence on this rank, if the framework slices the mask itself.
+    """Trained tokens of each sequence on this rank, if context-parallel ranks compare them.
 
     Of several masks over one sequence the one that trains most counts, so running a microbatch
-    again
-    changes nothing.
+    again changes nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.int64) -> None:
+        self._dtype = dtype
+        """int64 for tokens, float64 for the sums of their weights."""
         self._tokens_S: dict[torch.device, Tensor] = {}
 
     def add(self, sequences: Ints, tokens: Tensor, num_sequences: int) -> None:
-        """Note a microbatch's ``tokens``, int64 ``[len(sequences)]`` on any device. No
-        host sync.
-        """
+        """Note a microbatch's ``tokens``, ``[len(sequences)]``; no host sync."""
         device = tokens.device
         if device not in self._tokens_S:
-            self._tokens_S[device] = torch.zeros(num_sequences, dtype=torch.int64, device=device)
+            self._tokens_S[device] = torch.zeros(num_sequences, dtype=self._dtype, device=device)
         tokens_S, index = self._tokens_S[device], from_numpy(sequences, device)
-        tokens_S.index_copy_(0, index, torch.maximum(tokens_S[index], tokens.long()))
+        tokens_S.index_copy_(0, index, torch.maximum(tokens_S[index], tokens.to(self._dtype)))
 
     def of_sequences(self) -> Tensor | None:
-        """Return int64 ``[S]``; None if no mask was sliced by the framework."""
+        """Return ``[S]``; None if nothing is compared."""
         found = list(self._tokens_S.values())
         if not found:
             return None
@@ -73,6 +72,8 @@ class StepState:
 
     faults: Faults = field(default_factory=Faults)
     trained: TrainedTokens = field(default_factory=TrainedTokens)
+    trained_weights: TrainedTokens = field(default_factory=lambda: TrainedTokens(torch.float64))
+    """The sums of their weights, if the plan has any."""
     rejects_tokens: bool = False
     """Whether loss masks were declared to select fewer tokens than were counted."""
     is_stepped: bool = False

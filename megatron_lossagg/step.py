@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -24,11 +24,21 @@ from megatron_lossagg.first_step import record_first_step
 from megatron_lossagg.integers import Ints, IntsLike, first_few
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.live import is_rerunning
-from megatron_lossagg.outputs import Means, Outputs, check_names, check_scalar, outputs
+from megatron_lossagg.outputs import (
+    Means,
+    Outputs,
+    check_names,
+    check_scalar,
+    outputs,
+    shadow_reports,
+    stock_report,
+)
 from megatron_lossagg.ownership import check_ownership
 from megatron_lossagg.plan import StepPlan
+from megatron_lossagg.recorder import StepRecorder
 from megatron_lossagg.reducer import Reducer, ReducerFactory
 from megatron_lossagg.scaling import Scaling
+from megatron_lossagg.sequences import Floats
 from megatron_lossagg.state import ReducerCall
 
 if TYPE_CHECKING:
@@ -43,6 +53,7 @@ class MicrobatchLoss:
     def __init__(self, step: Step, reducer: Reducer) -> None:
         self._step = step
         self._reducer = reducer
+        self._shadows: dict[str, Tensor] = {}
 
     @property
     def layout(self) -> Layout:
@@ -54,9 +65,14 @@ class MicrobatchLoss:
 
         ``losses``: in the layout's order; a masked one may be anything. ``aggregation``: another
         mode over the same tokens, without a collective. See :meth:`Reducer.__call__`.
+
+        The first call under the step's own aggregation is what ``Options.shadow`` reports.
         """
         reducer = self._reducer if aggregation is None else self._reducer.under(aggregation)
-        return reducer(losses)
+        partial_loss = reducer(losses)
+        if not self._shadows and reducer.plan.aggregation == self._reducer.plan.aggregation:
+            self._shadows = self._step.shadow(losses, self._reducer)
+        return partial_loss
 
     def outputs(
         self,
@@ -84,7 +100,13 @@ class MicrobatchLoss:
         check_scalar("loss", loss)
         report, means = report or {}, means or {}
         check_names([*report, *means])
-        return self._step.outputs(loss, self._reducer, report, means)
+        made = self._step.outputs(loss, self._reducer, report, means)
+        made[2].update(self._step.shadow_reports(self._shadows))
+        return made
+
+    def shadow(self, losses: Tensor) -> dict[str, Tensor]:
+        """Report what each mode of ``Options.shadow`` would give for losses that others train."""
+        return self._step.shadow_reports(self._step.shadow(losses, self._reducer))
 
 
 class Step:
@@ -103,6 +125,8 @@ class Step:
         forward_only: bool = False,
         accumulates: bool = False,
         also: tuple[StepPlan, ...] = (),
+        shadows: Mapping[str, Aggregation] | None = None,
+        record: StepRecorder | None = None,
     ) -> None:
         self.num_microbatches = num_microbatches
         """M of this schedule call."""
@@ -112,6 +136,8 @@ class Step:
         self._plan = plan
         self._plans = () if plan is None else (plan, *also)
         self._accumulates = accumulates
+        self._shadows = shadows or {}
+        self._record = record
         self._tracker = SequenceTracker(
             num_sequences=0 if plan is None else len(plan.active_tokens),
             num_microbatches=num_microbatches,
@@ -174,15 +200,17 @@ class Step:
         cu_seqlens: IntsLike | None = None,
         lengths: IntsLike | None = None,
         layout: Layout | None = None,
+        token_weights: Tensor | None = None,
         plan: StepPlan | None = None,
         factory: ReducerFactory | None = None,
         arguments: object = None,
     ) -> MicrobatchLoss:
         """Check and slice a microbatch's mask, and look up its weights; in loss_func.
 
-        ``sequences``, ``mask``, ``factory``, ``arguments``: as in :meth:`StepPlan.reducer`. One of
-        the three next says which tokens this rank holds. ``cu_seqlens``: padded offsets of packed
-        sequences. ``lengths``: of the slices here, with a mask that the framework has sliced.
+        ``sequences``, ``mask``, ``token_weights``, ``factory``, ``arguments``: as in
+        :meth:`StepPlan.reducer`. One of three says which tokens this rank holds. ``cu_seqlens``:
+        padded offsets of packed sequences. ``lengths``: of the slices here, with a mask that the
+        framework has sliced.
         ``layout``: any other. ``plan``: one of ``also``, for a further term with other counts.
         """
         self.plan  # noqa: B018  which stages without counts do not have
@@ -198,9 +226,28 @@ class Step:
             layout = self._aggregator.local(lengths)
         assert layout is not None
         reducer = (plan or self.plan).reducer(
-            sequences, mask, layout, factory=factory, arguments=arguments
+            sequences,
+            mask,
+            layout,
+            token_weights=token_weights,
+            factory=factory,
+            arguments=arguments,
         )
         return MicrobatchLoss(self, reducer)
+
+    def shadow(self, losses: Tensor, reducer: Reducer) -> dict[str, Tensor]:
+        """Sum a microbatch's losses under each mode of ``Options.shadow``; of the step's plan."""
+        if reducer.plan is not self._plan:
+            return {}
+        return {name: reducer.shadow(losses, mode) for name, mode in self._shadows.items()}
+
+    def shadow_reports(self, shadows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what Megatron adds up to each mode's loss of the step."""
+        return shadow_reports(shadows, self._scaling)
+
+    def stock_report(self, loss: Tensor, num_tokens: Tensor) -> dict[str, Tensor]:
+        """Return what Megatron adds up to the loss that a framework's own ``loss`` trains."""
+        return stock_report(loss, num_tokens, self._scaling)
 
     def outputs(
         self, loss: Tensor, reducer: Reducer, report: Mapping[str, Tensor], means: Means
@@ -210,6 +257,8 @@ class Step:
         if not (self._tracker.num_calls or self.forward_only or self._accumulates):
             self._look_at_gradients()
         self._tracker.add(reducer.microbatch.segments.own_sequences)
+        if self._record is not None:
+            self._record.add(reducer, is_first=self._tracker.num_calls == 1)
         cp_rank = self._aggregator.cp_rank
         return outputs(loss, reducer, self._scaling, cp_rank=cp_rank, report=report, means=means)
 
@@ -218,11 +267,12 @@ class Step:
 
         Every sequence and microbatch arrived (on the last pipeline stage, which alone calls
         loss_func), every loss was trained through its reducer, gradients were zero before, and no
-        device found a fault in a mask or loss. With context parallelism and the layout ``local``,
-        each sequence's tokens were trained once over the context-parallel ranks. Raises
-        :class:`ContractError` or :class:`ReducerError` on this rank. One host sync for each device
-        that recorded something; one all-gather over the context-parallel group if the layout is
-        ``local``. ``with`` calls it.
+        device found a fault in a mask or loss. With context parallelism and the layout ``local`` or
+        gathered losses, each sequence's tokens were trained once over the context-parallel ranks.
+        Raises :class:`ContractError` or :class:`ReducerError` on this rank. One host sync for each
+        device that recorded something; one all-gather over the context-parallel group if its ranks
+        compare their tokens; with ``Options.record`` one over data- and context-parallel ranks.
+        ``with`` calls it.
         """
         if self.is_finished:
             return
@@ -233,6 +283,15 @@ class Step:
             raise ContractError(fault)
         for plan in self._plans:
             plan.check()
+        if self._record is not None:
+            aggregator = self._aggregator
+            self._record.finish(
+                self.plan,
+                self._scaling,
+                dp_size=aggregator.dp_size,
+                cp_size=aggregator.cp_size,
+                cp_rank=aggregator.cp_rank,
+            )
         record_first_step()
 
     def end(self) -> None:
@@ -242,21 +301,28 @@ class Step:
             plan.state.end()
 
     def _check_ownership(self, *, has_failed: bool) -> None:
-        """Compare the context-parallel ranks' tokens, if this run's masks are slices."""
+        """Compare the context-parallel ranks' tokens, if they are to be compared in this run."""
         aggregator = self._aggregator
         for plan in self._plans:
             trained_S = plan.state.trained.of_sequences()
-            aggregator.has_slices = aggregator.has_slices or trained_S is not None
+            aggregator.compares_tokens = aggregator.compares_tokens or trained_S is not None
             if trained_S is None:
-                if not aggregator.has_slices or self._tracker.num_calls or plan is not self._plan:
+                if (
+                    not aggregator.compares_tokens
+                    or self._tracker.num_calls
+                    or plan is not self._plan
+                ):
                     continue
                 # loss_func never ran here, and the other ranks compare
                 trained_S = torch.zeros(len(plan.active_tokens), dtype=torch.int64, device="cpu")
+            weighed_S = plan.state.trained_weights.of_sequences()
             check_ownership(
                 Exchange(aggregator.cp_group),
                 plan.state.faults,
                 trained_S,
                 plan.active_tokens,
+                weighed_S,
+                cast("Floats | None", plan.sequences.token_weight_sums),
                 settings=f"{plan.aggregation!r} {plan.state.rejects_tokens}",
                 rejects_tokens=plan.state.rejects_tokens,
                 has_failed=has_failed,

@@ -1,11 +1,9 @@
 """What the tests share: launches, early ones, their mark, gradient cases and their count, seeds."""
 
 import json
-import math
 import os
 import random
 import tempfile
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -16,8 +14,7 @@ import torch
 from fork_server import WITH_MEGATRON, WITHOUT_MEGATRON, ForkServer
 
 from megatron_lossagg.verify.cases import CASES
-from megatron_lossagg.verify.job import Job, references_of
-from megatron_lossagg.verify.reference_gradient import reference_file
+from megatron_lossagg.verify.job import Job, write_job
 
 TESTS = Path(__file__).parent
 NEEDS_NO_MEGATRON = {"core/plan_worker.py"}
@@ -25,8 +22,6 @@ NEEDS_NO_MEGATRON = {"core/plan_worker.py"}
 ENVIRONMENT = dict(os.environ)
 """Of every launch: a test may patch ``os.environ`` while an early launch starts."""
 FOLDER = tempfile.TemporaryDirectory()
-REFERENCES = threading.Lock()
-"""Held by the thread that computes a reference: the others would compute the same one."""
 LAUNCHES_AT_ONCE = 2
 """How many early launches run next to the tests; ranks wait for one another half of the time."""
 RELEASE = tuple(int(part) for part in version("megatron-core").split(".")[:2])
@@ -72,7 +67,7 @@ def _launched(command, processes, timeout, imports):
 def early(function):
     """Make a session fixture of a function without arguments that launches something.
 
-    A thread calls it once the tests are collected, where one of them needs it: it runs while
+    A thread calls it once the tests are collected, if one of them needs it: it runs while
     the tests before that one do.
     """
 
@@ -104,13 +99,9 @@ class Early:
 EARLY = Early()
 
 
-def new_folder(name=None):
-    """Return a folder for an early launch, which can ask for no fixture; the one of a name."""
-    if name is None:
-        return Path(tempfile.mkdtemp(dir=FOLDER.name))
-    folder = Path(FOLDER.name, name)
-    folder.mkdir(exist_ok=True)
-    return folder
+def new_folder():
+    """Return a folder for an early launch, which can ask for no fixture."""
+    return Path(tempfile.mkdtemp(dir=FOLDER.name))
 
 
 def pytest_collection_finish(session):
@@ -140,41 +131,17 @@ def _seeds():
 def proven(layouts, cases=CASES):
     """Run every case of layouts of one world size in both loss scalings; return the verdicts.
 
-    The verdicts' keys are (layout, case, loss scaling). References are made once per session.
+    The verdicts' keys are (layout, case, loss scaling).
     """
-    job = Job(layouts=layouts, cases=cases, references=str(new_folder("references")))
-    verdicts = prove_job(job, new_folder())
-    return {(v["layout"], v["case"], v["loss_scaling"]): v for v in verdicts}
-
-
-def prove_job(job, folder):
-    """Launch a job of ``megatron_lossagg.verify``; return the verdicts that its events report."""
-    for (shape, copies), padded in references_of(job.layouts).items():
-        compute_reference(Path(job.references), shape, copies=copies, padded=padded)
+    job = Job(layouts=layouts, cases=cases)
+    folder = new_folder()
     job_file, events = folder / "job", folder / "events.jsonl"
-    job.write(job_file)
+    write_job(job, job_file)
     launched_module("megatron_lossagg.verify", job_file, events, processes=job.world_size)
     reported = [json.loads(line) for line in events.read_text().splitlines()]
-    verdicts = [v for event in reported if event["event"] == "layout" for v in event["verdicts"]]
+    verdicts = [v for event in reported for v in event.get("verdicts", ())]
     assert len(verdicts) == job.num_verdicts
-    return verdicts
-
-
-def compute_reference(folder, shape, *, copies, padded):
-    """Compute a reference as rank 0 of a job would, for sequences padded to a multiple of 8.
-
-    Most jobs have it in common; rank 0 would import Megatron-Core for each one.
-    """
-    file = reference_file(folder, shape, copies=copies, padded=padded)
-    common = reference_file(folder, shape, copies=copies, padded=math.lcm(8, padded))
-    sizes = (shape.num_layers, shape.num_heads, shape.num_experts, copies, math.lcm(8, padded))
-    with REFERENCES:
-        if not common.exists():
-            launched_module(
-                "megatron_lossagg.verify.reference_gradient", *sizes, common, processes=1
-            )
-        if not file.exists():
-            file.symlink_to(common)
+    return {(v["layout"], v["case"], v["loss_scaling"]): v for v in verdicts}
 
 
 @pytest.fixture(scope="session")
@@ -212,10 +179,9 @@ def pytest_terminal_summary(terminalreporter):
         )
     )
     if ran or skipped:
-        from test_gradients import CASES, MICROBATCHES, SPLITS
+        from test_gradients import MICROBATCHES, SPLITS, TRAINED
 
         terminalreporter.write_line(
-            f"gradient cases: {len(CASES)} x {len(SPLITS)} x {len(MICROBATCHES)} x 2 loss "
-            f"scalings = "
-            f"{ran}, skipped {skipped}"
+            f"gradient cases: {len(TRAINED)} losses and loss scalings x {len(SPLITS)} x "
+            f"{len(MICROBATCHES)} = {ran}, skipped {skipped}"
         )

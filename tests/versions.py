@@ -2,10 +2,10 @@
 
 Each release is installed without its dependencies into a folder of its own and put before
 everything else on the path; torch and the rest are this environment's. For each one:
-``lossagg verify`` in both loss scalings, on the standard set of layouts with one aggregation and on
-a model with experts with every one, then the tests of the contract, and of the probe on two
-ranks. With ``--whole``: every aggregation on all layouts, the probe on four ranks too, and the
-side losses. Prints one line per release; exit status 1 if one fails.
+``lossagg verify`` in both loss scalings with one aggregation, on the standard set of layouts and on
+a model with experts, then the tests of the contract, and of the probe on two ranks. With
+``--whole``: every aggregation, the probe on four ranks too, and the side losses. Prints one line
+per release; exit status 1 if one fails.
 """
 
 from __future__ import annotations
@@ -60,9 +60,7 @@ def main() -> int:
         path = installed(release)
         lines, good = [], True
         for name, options in LAYOUTS.items():
-            if not (options or args.whole):
-                options = ONE
-            line, passed = verify(path, release, options)
+            line, passed = verify(path, release, options if args.whole else [*options, *ONE])
             lines.append(f"{name}: {line}")
             good = good and passed
         line, passed = run_tests(path, WHOLE if args.whole else TESTS)

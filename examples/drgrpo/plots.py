@@ -14,8 +14,12 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 
-RIGHT, WRONG, GREY = "#1b7837", "#b2182b", "#888888"
-BLUE, BAND = "#1f77b4", "#c8c8c8"
+from megatron_lossagg.cli.picture import MODE_COLORS
+
+RIGHT, WRONG, GREY = "#0072b2", "#d55e00", "#888888"
+STYLE = {"font.size": 12, "axes.spines.top": False, "axes.spines.right": False}
+SIZE = {"figsize": (8, 4.4), "layout": "constrained"}
+"""Text that can be read where a page shows the picture 800 pixels wide."""
 
 
 def read_metrics(path: Path, phase: str = "rl") -> list[dict[str, Any]]:
@@ -31,8 +35,9 @@ def plot_training(metrics_files: Sequence[Path], path: Path) -> None:
     their mean, and named by their folder. Step 0 is the end of the warm-up.
     """
     metrics = [read_metrics(file) for file in metrics_files]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    _mean_line(left, metrics, "reward", GREY, "reward of samples")
+    plt.rcParams.update(STYLE)
+    figure, (left, right) = plt.subplots(1, 2, **SIZE)
+    _mean_line(left, metrics, "reward", GREY, "samples")
     for i, (file, lines) in enumerate(zip(metrics_files, metrics, strict=True)):
         seen = [(line["step"], line["accuracy"]) for line in lines if "accuracy" in line]
         after_warmup = [(0, line["accuracy"]) for line in read_metrics(file, "warmup")[-1:]]
@@ -42,7 +47,7 @@ def plot_training(metrics_files: Sequence[Path], path: Path) -> None:
                 seen[-1],
                 xytext=(4, 5),
                 textcoords="offset points",
-                fontsize=8,
+                fontsize=10,
             )
         left.plot(
             *zip(*after_warmup, *seen, strict=True),
@@ -50,18 +55,20 @@ def plot_training(metrics_files: Sequence[Path], path: Path) -> None:
             color="black",
             linewidth=1,
             markersize=4,
-            label="greedy accuracy, 200 held-out problems" if i == 0 else None,
+            label="greedy accuracy" if i == 0 else None,
         )
-    left.set(xlabel="RL step", ylabel="share right", ylim=(0, 1.02), title="Reward")
+    left.set(xlabel="RL step", ylabel="share of right answers", ylim=(0, 1.02))
+    left.set_title("More answers become right", loc="left")
     left.margins(x=0.12 if len(metrics) > 1 else 0.05)  # room for the seeds' names
     _mean_line(right, metrics, "response_length_right", RIGHT, "right answers")
     _mean_line(right, metrics, "response_length_wrong", WRONG, "wrong answers")
-    right.set(xlabel="RL step", ylabel="tokens", title="Mean response length")
+    right.set(xlabel="RL step", ylabel="mean response length, tokens")
+    right.set_title("because the model writes its working", loc="left")
     right.set_ylim(bottom=0)
     for axes in (left, right):
         axes.grid(alpha=0.3)
-        axes.legend(loc="lower right", fontsize=9)
-    figure.savefig(path, dpi=130)
+        axes.legend(loc="lower right", fontsize=11, frameon=False)
+    figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
@@ -91,10 +98,11 @@ def _mean_line(
 
 
 def plot_layouts(curves: Sequence[Any], path: Path) -> None:
-    """Draw the gradient norm of the same replay at every layout: one line, one grey band.
+    """Draw the gradient norm of the same replay at every layout: one line, one band.
 
     Each norm is divided by that of its mode's first layout, because modes differ in scale. The
-    first mode is drawn as a line per layout, the second as a band from lowest to highest.
+    first mode is drawn as a line per layout, the second as a band from lowest to highest. Each
+    run trains on, so that the band also has the drift of its weights.
     """
     of_mode: dict[str, list[Any]] = {}
     for curve in curves:
@@ -103,31 +111,39 @@ def plot_layouts(curves: Sequence[Any], path: Path) -> None:
     first = f"{line_curves[0].layout}, M {line_curves[0].num_microbatches}"
     steps = range(1, len(line_curves[0].steps["grad_norm"]) + 1)
 
-    figure, axes = plt.subplots(figsize=(12, 4.2), layout="constrained")
+    plt.rcParams.update(STYLE)
+    figure, axes = plt.subplots(**SIZE)
     by_step = list(zip(*map(_norms_over_first, repeat(band_curves[0]), band_curves), strict=True))
     low, high = [min(norms) for norms in by_step], [max(norms) for norms in by_step]
     axes.fill_between(
         steps,
         low,
         high,
-        color=BAND,
-        label=f"{band_mode}: from lowest to highest of {len(band_curves)} layouts",
+        color=MODE_COLORS[band_mode],
+        alpha=0.45,
+        label=f"{band_mode}: from lowest to highest",
     )
     for i, curve in enumerate(line_curves):
         axes.plot(
             steps,
             _norms_over_first(line_curves[0], curve),
-            color=BLUE,
-            linewidth=1.8,
-            label=f"{line_mode}: {len(line_curves)} layouts, a line each" if i == 0 else None,
+            color=MODE_COLORS[line_mode],
+            linewidth=2,
+            label=f"{line_mode}: {len(line_curves)} lines" if i == 0 else None,
         )
-    axes.set(xlabel="step", ylabel=f"grad norm over that at {first}")
-    axes.set_title("One step's gradient norm at DP 2, CP 2 and PP 2 with 1, 2 and 4 microbatches")
+    apart = max((top - bottom) / top for bottom, top in zip(low, high, strict=True))
+    axes.set(xlabel="training step", ylabel=f"grad norm / at {first}")
+    axes.set_title(
+        f"Nine runs on the same data, at DP 2, CP 2 and PP 2: Dr.GRPO is one curve,\n"
+        f"a mean of microbatch means is nine, up to {apart:.0%} apart",
+        loc="left",
+        fontsize=13,
+    )
     axes.set_xlim(1, len(steps))
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower left", fontsize=9)
-    figure.savefig(path, dpi=120)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
@@ -145,31 +161,33 @@ def plot_gradient_share(
 ) -> None:
     """Draw how much of the gradient comes from responses of each length, by mode.
 
-    ``shares``: of ``gradient_share.py``: ``norm`` and ``projection`` by mode and bucket.
-    ``tokens``: each bucket's share of the active tokens.
+    ``shares``: of ``gradient_share.py``: ``norm`` by mode and bucket. ``tokens``: each bucket's
+    share of the active tokens.
     """
-    figure, sequence = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    titles = {
-        "norm": "Share of the gradient's size: |g_b| / sum of |g_b|",
-        "projection": "Signed part of the step's gradient: <g_b, g> / <g, g>",
-    }
-    for axes, (kind, title) in zip(sequence, titles.items(), strict=True):
-        modes = list(shares[kind])
-        buckets = list(shares[kind][modes[0]])
-        width = 0.8 / len(modes)
-        for i, mode in enumerate(modes):
-            axes.bar(
-                [x + (i - (len(modes) - 1) / 2) * width for x in range(len(buckets))],
-                [shares[kind][mode][bucket] for bucket in buckets],
-                width,
-                label=mode,
-            )
-        names = [f"{bucket}\n{tokens[bucket]:.0%} of tokens" for bucket in buckets]
-        axes.set_xticks(range(len(buckets)), names)
-        axes.axhline(0, color="black", linewidth=0.8)
-        axes.set(xlabel="response length, tokens", ylabel="share, mean over steps", title=title)
-        axes.title.set_fontsize(10)
-        axes.grid(alpha=0.3, axis="y")
-    sequence[0].legend(fontsize=9)
-    figure.savefig(path, dpi=130)
+    plt.rcParams.update(STYLE)
+    figure, axes = plt.subplots(**SIZE)
+    of_modes = shares["norm"]
+    buckets = list(tokens)
+    width = 0.84 / len(of_modes)
+    for i, (mode, by_bucket) in enumerate(of_modes.items()):
+        bars = axes.bar(
+            [x + (i - (len(of_modes) - 1) / 2) * width for x in range(len(buckets))],
+            [100 * by_bucket[bucket] for bucket in buckets],
+            0.94 * width,
+            color=MODE_COLORS[mode],
+            label=mode,
+        )
+        axes.bar_label(bars, fmt="%.0f", fontsize=10, padding=1)
+    names = [f"{bucket} tokens\n{tokens[bucket]:.0%} of all tokens" for bucket in buckets]
+    axes.set_xticks(range(len(buckets)), names)
+    axes.set_ylabel("share of the gradient's norm, %")
+    shortest = {mode: by_bucket[buckets[0]] for mode, by_bucket in of_modes.items()}
+    axes.set_title(
+        f"sample_mean takes {shortest['sample_mean']:.0%} of the gradient from the shortest "
+        f"responses,\ntoken_mean {shortest['token_mean']:.0%}",
+        loc="left",
+        fontsize=13,
+    )
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -15,7 +15,7 @@ report's, which the machines of the golden file have to show.
 
 ``compare`` fails where the run had another device, backend or number of hosts: ``--allow`` names
 each that may differ, and the value that it then has to have. With ``--fault`` the report is of a
-package with that fault of ``tests/wrong_factors`` in it: it has to fail, with that cause alone.
+package with that fault of ``tests/wrong_factors`` in it: it has to fail with only that cause.
 
 ``compare`` prints a summary in Markdown, and appends it to the file that ``GITHUB_STEP_SUMMARY``
 names, if it names one. Exit status: 0 as it should be, 1 not or no report, 2 wrong usage. It needs
@@ -156,11 +156,6 @@ def write_golden(report: Json, path: Path, expected: Json) -> int:
     path.write_text(json.dumps(golden, indent=1) + "\n")
     print(f"{path}: {len(golden['cases'])} cases, {shlex.join(golden['options'])}")
     return 0
-
-
-def digits_of(verdict: Json) -> int:
-    """Return the decimals of a factor that do not depend on the machine."""
-    return 6 if verdict["tolerance"] < FACTOR_TOLERANCE / FACTOR_TOLERANCES else 1
 
 
 def options_of(command: str) -> list[str]:

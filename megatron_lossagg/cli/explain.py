@@ -6,6 +6,7 @@ dashboard, compared with that of the other modes; and, if you give a parallelism
 and the gradient. Nothing is trained, and Megatron-Core is not needed. --lengths
 has the active tokens of each sample: "," separates samples, "/" separates
 prompts, 0 is a fully masked sample. --lengths-file reads recorded ones instead.
+With --count, --counted has what is counted of each sample, in the same form.
 Sequences are assigned in turn to the data-parallel ranks' microbatches.
 Exit status: 0, or 2 for wrong usage.
 """
@@ -19,7 +20,7 @@ import shutil
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from fractions import Fraction
 from itertools import accumulate
@@ -27,23 +28,23 @@ from operator import mul
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from megatron_lossagg.aggregation import ALIASES, MODES, alias_lines, mode_lines
+from megatron_lossagg.aggregation import ALIASES, COUNTS, MODES, Count, alias_lines, mode_lines
 from megatron_lossagg.cli.explanation import (
     DEFAULT_LENGTHS,
     Comparison,
-    ExplainError,
     Explanation,
-    Split,
     explain,
+    read_counted,
     read_lengths,
 )
 from megatron_lossagg.cli.rollouts import add_reading_arguments, read_rollouts
-from megatron_lossagg.cli.shares import Shares, add_bucket_argument, read_buckets
+from megatron_lossagg.cli.shares import EXPONENT, Shares, Split, add_bucket_argument, read_buckets
+from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.files import check_outputs, write_whole
 from megatron_lossagg.scaling import K_FORMULA, LOSS_SCALINGS
 from megatron_lossagg.text import number_of
@@ -91,12 +92,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="L of constant (required), C of token_sum; also for the other modes compared with",
     )
     parser.add_argument(
+        "--exponent",
+        "--loss-aggregation-exponent",
+        type=float,
+        metavar="A",
+        dest="exponent",
+        help="a of length_power (required); also where other modes are compared with it (default "
+        f"{EXPONENT})",
+    )
+    parser.add_argument(
         "--count-empty",
         "--loss-aggregation-count-empty",
         action=argparse.BooleanOptionalAction,
         dest="count_empty",
         help="whether a fully masked sample or prompt still counts toward B or P "
         "(default: it does; another system's name brings its own)",
+    )
+    parser.add_argument(
+        "--count",
+        "--loss-aggregation-count",
+        choices=tuple(COUNTS),
+        default="mask",
+        dest="count",
+        help="what the denominators count, as in a training run (default mask); survivors with "
+        "token_mean and --loss-scaling per_token only",
+    )
+    parser.add_argument(
+        "--counted",
+        metavar="V,V/V",
+        help="of each sample of --lengths: with --count weights the sum of its token weights, with "
+        "survivors its tokens that survive (default: as many as --lengths)",
     )
     lengths = parser.add_mutually_exclusive_group()
     lengths.add_argument(
@@ -132,6 +157,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Explain a mode and return 0. Raises :class:`LossAggregationError` for wrong usage."""
     check_outputs({"--json": args.json}, inputs=[args.lengths_file, args.tokenizer])
+    lengths = read_lengths(args.lengths) if args.lengths_file is None else None
+    if args.counted is not None and lengths is None:
+        raise LossAggregationError(
+            "got --counted with --lengths-file, whose records hold no such numbers: give --lengths"
+        )
     given = {name: getattr(args, name) for name in _OF_A_SPLIT if getattr(args, name) is not None}
     split = Split(**given)
     if args.lengths_file is None:
@@ -140,12 +170,15 @@ def run(args: argparse.Namespace) -> int:
         warnings.simplefilter("always", RuntimeWarning)
         explanation = explain(
             args.mode,
-            read_lengths(args.lengths)
-            if args.lengths_file is None
-            else read_rollouts([args.lengths_file], args),
+            read_rollouts([args.lengths_file], args) if lengths is None else lengths,
             split,
             divisor=args.divisor,
+            exponent=args.exponent,
             count_empty=args.count_empty,
+            count=args.count,
+            counted=None
+            if args.counted is None or lengths is None
+            else read_counted(args.counted, lengths, args.count),
             highs=read_buckets(args.buckets),
         )
     for message in dict.fromkeys(str(warning.message) for warning in caught):
@@ -153,16 +186,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         text = json.dumps(asdict(explanation), indent=1, allow_nan=False, default=_in_json)
         write_whole("--json", args.json, text + "\n")
-    page = _Page()
-    _show_mode(page, explanation)
-    if explanation.shares is None:
-        _show_weights(page, explanation)
-    else:
-        _show_shares(page, explanation.shares, explanation.mode)
-    _show_dashboard(page, explanation)
-    if given:
-        _show_chain(page, explanation)
-    page.print()
+    shares = explanation.shares
+    weights = _weights(explanation) if shares is None else _shares(shares, explanation.mode)
+    chain = _chain(explanation) if given else ()
+    _print([*_mode(explanation), *weights, *_dashboard(explanation), *chain])
     return 0
 
 
@@ -175,7 +202,7 @@ def _refuse_options_of_a_file(args: argparse.Namespace) -> None:
     given = [name for name in _OF_A_FILE if getattr(args, name) not in (None, False)]
     if given:
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ExplainError(
+        raise LossAggregationError(
             f"got {flags} without --lengths-file, expected recorded rollouts: give "
             f"--lengths-file FILE, or leave out {flags}"
         )
@@ -185,112 +212,141 @@ def _width() -> int:
     return min(max(shutil.get_terminal_size().columns, _NARROWEST), _WIDEST)
 
 
-class _Page:
-    """Text and tables, as wide as the terminal within limits, without trailing spaces."""
-
-    def __init__(self) -> None:
-        self._console = Console(width=_width(), highlight=False, markup=False, emoji=False)
-        self._parts: list[str] = []
-
-    def heading(self, text: str) -> None:
-        """Add a heading; a line that is too long is not wrapped."""
-        self._add(Text(text, style="bold", no_wrap=True, overflow="ignore"), indent=0)
-
-    def text(self, text: str, *, wrap: bool = True) -> None:
-        """Add a paragraph."""
-        self._add(Text(text, no_wrap=not wrap, overflow="fold" if wrap else "ignore"))
-
-    def table(
-        self,
-        columns: Sequence[str],
-        rows: Iterable[Sequence[str]],
-        *,
-        left: int = 1,
-        wrapped: int | None = None,
-    ) -> None:
-        """Add a table: ``left`` columns are aligned to the left; one may be ``wrapped``."""
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-        table.show_header = any(columns)
-        for index, column in enumerate(columns):
-            side: Literal["left", "right"] = "left" if index < left else "right"
-            table.add_column(column, justify=side, no_wrap=index != wrapped, overflow="fold")
-        for row in rows:
-            table.add_row(*row)
-        self._add(table)
-        self.text("")
-
-    def _add(self, part: Text | Table, *, indent: int = 2) -> None:
-        with self._console.capture() as captured:
-            self._console.print(Padding(part, (0, 0, 0, indent)))
-        self._parts.append(captured.get())
-
-    def print(self) -> None:
-        """Print what was added."""
-        lines = "".join(self._parts).rstrip().splitlines()
-        print(*(line.rstrip() for line in lines), sep="\n", file=sys.stdout)
+def _print(parts: Iterable[RenderableType]) -> None:
+    """Print as wide as the terminal within limits, without trailing spaces; no Text is wrapped."""
+    console = Console(width=_width(), highlight=False, markup=False, emoji=False)
+    with console.capture() as captured:
+        for part in parts:
+            console.print(part, soft_wrap=isinstance(part, Text))
+    lines = captured.get().rstrip().splitlines()
+    print(*(line.rstrip() for line in lines), sep="\n")
 
 
-_SYMBOLS: dict[str, Callable[[Explanation], str]] = {
-    "w_s": lambda e: "weight of every token of sequence s",
-    "N": lambda e: f"active tokens of the step: {e.counts['N']}",
-    "B": lambda e: f"samples of the step: {e.counts['B']}",
-    "V": lambda e: f"samples with an active token: {e.counts['V']}",
-    "P": lambda e: f"prompts of the step: {e.counts['P']}",
-    "Q": lambda e: f"prompts with an active token: {e.counts['Q']}",
-    "n_b": lambda e: "active tokens of the sample that s belongs to",
-    "n_p": lambda e: "active tokens of the prompt that s belongs to",
-    "n_mb": lambda e: "active tokens of the microbatch that s is in",
-    "M": lambda e: f"microbatches on each data-parallel rank: {e.split.microbatches}",
-    "DP": lambda e: f"data-parallel ranks: {e.split.dp}",
+def _heading(text: str) -> Text:
+    """Return a heading."""
+    return Text(text, style="bold")
+
+
+def _text(text: str) -> Padding:
+    """Return a paragraph."""
+    return Padding(Text(text, overflow="fold"), (0, 0, 0, 2))
+
+
+def _table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    left: int = 1,
+    wrapped: int | None = None,
+) -> Padding:
+    """Return a table: ``left`` columns are aligned to the left; one may be ``wrapped``."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.show_header = any(columns)
+    for index, column in enumerate(columns):
+        side: Literal["left", "right"] = "left" if index < left else "right"
+        table.add_column(column, justify=side, no_wrap=index != wrapped, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return Padding(table, (0, 0, 1, 2))
+
+
+_SYMBOLS = {
+    "w_s": "weight of every token of sequence s",
+    "N": "active tokens of the step: {N}",
+    "B": "samples of the step: {B}",
+    "V": "samples with an active token: {V}",
+    "P": "prompts of the step: {P}",
+    "Q": "prompts with an active token: {Q}",
+    "Z": "sum of n_b^(1-a) over samples, a = {a:g}: {Z:.6g}",
+    "n_b": "active tokens of the sample that s belongs to",
+    "n_p": "active tokens of the prompt that s belongs to",
+    "n_mb": "active tokens of the microbatch that s is in",
+    "M": "microbatches on each data-parallel rank: {M}",
+    "DP": "data-parallel ranks: {DP}",
 }
+_OF_A_COUNT: dict[Count, str] = {
+    "mask": "active tokens",
+    "weights": "token weights",
+    "survivors": "surviving tokens",
+}
+_COUNTED: dict[Count, tuple[str, str]] = {
+    "mask": ("n_s", ""),
+    "weights": ("v_s", " v_s: the sum of its token weights."),
+    "survivors": ("r_s", " r_s: its surviving tokens."),
+}
+"""The symbol of what is counted of a sequence, and what it means if it is not n_s."""
 
 
-def _show_mode(page: _Page, e: Explanation) -> None:
+def _mode(e: Explanation) -> Iterator[RenderableType]:
     mode, alias = MODES[e.mode], ALIASES.get(e.name)
-    page.heading(f"{e.mode}: w_s = {e.formula}")
+    yield _heading(f"{e.mode}: w_s = {e.formula}")
     article = "The " if mode.meaning.startswith("mean") else ""
     meaning = article + mode.meaning
-    page.text(f"{meaning[0].upper()}{meaning[1:]}.")
+    yield _text(f"{meaning[0].upper()}{meaning[1:]}.")
     if alias is not None:
         note = f": {alias.note}" if alias.note else ""
-        page.text(f"{e.name} is another system's name for it{note}.")
-    page.text("loss = sum over sequences s of w_s * (sum of the losses of its active tokens)")
-    page.text("")
-    symbols = ["w_s", *re.findall(r"[A-Za-z]\w*", e.formula)]
-    page.table(["", ""], [[s, _SYMBOLS[s](e)] for s in symbols], left=2, wrapped=1)
+        yield _text(f"{e.name} is another system's name for it{note}.")
+    tokens = "active" if e.count != "survivors" else "surviving"
+    times = "" if e.count != "weights" else ", each times its weight v_t"
+    yield _text(
+        f"loss = sum over sequences s of w_s * (sum of the losses of its {tokens} tokens{times})"
+    )
+    if e.count != "mask":
+        yield _text(f"Its denominators count {COUNTS[e.count]}.")
+    yield _text("")
+    symbols = ["w_s", *re.findall(r"\b[A-Za-z]\w*", e.formula)]
+    counts = {**e.counts, "M": e.split.microbatches, "DP": e.split.dp, "a": e.exponent}
+    meanings = {
+        symbol: text.replace("active tokens", _OF_A_COUNT[e.count])
+        for symbol, text in _SYMBOLS.items()
+    }
+    if e.count == "weights":
+        meanings["V"] = "samples with a token weight above 0: {V}"
+        meanings["Q"] = "prompts with a token weight above 0: {Q}"
+    yield _table(["", ""], [[s, meanings[s].format(**counts)] for s in symbols], left=2, wrapped=1)
     if e.shares is not None and e.shares.num_steps > 1:
-        page.text("Every step has its own counts; the first step's are shown.")
+        yield _text("Every step has its own counts; the first step's are shown.")
     if e.divisor is not None and mode.divisor == "none":
-        page.text(f"It takes no divisor: {e.divisor:g} is used for the other modes below.")
-    page.text(f"Train it with  {e.flags}", wrap=False)
+        yield _text(f"It takes no divisor: {e.divisor:g} is used for the other modes below.")
+    if e.exponent is not None and not mode.has_exponent:
+        yield _text(f"It takes no exponent: {e.exponent:g} is used for length_power below.")
+    yield Text(f"  Train it with  {e.flags}")  # a flag that is cut off would be another one
 
 
-def _show_weights(page: _Page, e: Explanation) -> None:
-    page.heading("\nWEIGHTS")
+def _weights(e: Explanation) -> Iterator[RenderableType]:
+    yield _heading("\nWEIGHTS")
     names = ["prompt", "n_s", *re.findall(r"n_\w+", e.formula)]
     if "n_mb" in names:
         names[:1] = ["rank", "microbatch"]
+    counted, shares = "n_s", ["share"]
+    if e.count != "mask":
+        counted, shares = "counted", ["share", "share_by_mask"]
+        names.insert(names.index("n_s") + 1, counted)
     rows = [
-        [str(number), *(str(getattr(s, name)) for name in names), f"{s.w_s:.6g}",
-         f"{s.w_s * s.n_s:.6g}", f"{s.share:.1%}"]
+        [str(number), *(f"{s[name]:.10g}" for name in names), f"{s['w_s']:.6g}",
+         f"{s['w_s'] * s[counted]:.6g}", *(f"{s[name]:.1%}" for name in shares)]
         for number, s in enumerate(e.sequences)
     ]  # fmt: skip
-    total = sum(s.w_s * s.n_s for s in e.sequences)
-    rows.append(["sum", *[""] * (len(names) + 1), f"{total:.6g}", "100.0%"])
-    page.table(["sequence", *names, "w_s", "w_s n_s", "share"], rows, left=0)
-    page.text(
-        "Here a sequence is a sample. n_s: its active tokens. share: w_s n_s over its sum. A "
-        "training run reports the sum as lossagg/weight_expected."
+    total = sum(s["w_s"] * s[counted] for s in e.sequences)
+    rows.append(["sum", *[""] * (len(names) + 1), f"{total:.6g}", *["100.0%"] * len(shares)])
+    symbol, meaning = _COUNTED[e.count]
+    headings = [symbol if name == "counted" else name for name in names]
+    by_mask = ["by mask"] * (len(shares) - 1)
+    yield _table(["sequence", *headings, "w_s", f"w_s {symbol}", "share", *by_mask], rows, left=0)
+    mask = "" if e.count == "mask" else " by mask: the share if the loss mask were counted."
+    yield _text(
+        f"Here a sequence is a sample. n_s: its active tokens.{meaning} share: w_s {symbol} over "
+        f"its sum.{mask} A training run reports the sum as lossagg/weight_expected."
     )
 
 
-def _show_shares(page: _Page, shares: Shares, mode: str) -> None:
+def _shares(shares: Shares, mode: str) -> Iterator[RenderableType]:
     """Show what ``lossagg plot`` draws: this mode in detail, then every mode."""
-    page.heading("\nWEIGHTS")
-    page.text(f"{shares.summary}.")
-    page.text("")
+    yield _heading("\nWEIGHTS")
+    yield _text(f"{shares.summary}.")
+    yield _text("")
     unit, buckets = f"{shares.unit}s", shares.buckets
-    page.table(
+    yield _table(
         ["length", "responses", "of all", f"of {unit}", "of weight", f"weight / {unit}"],
         [
             [b["label"], str(b["num"]), f"{b['responses']:.1%}", f"{b['tokens']:.1%}",
@@ -299,17 +355,17 @@ def _show_shares(page: _Page, shares: Shares, mode: str) -> None:
         ],
         left=0,
     )  # fmt: skip
-    page.text(
+    yield _text(
         f"of weight: share of the step's w_s n_s. weight / {unit}: weight per {shares.unit}, "
         "relative to the average."
     )
-    page.text("\nThe same share under every mode, by the bucket's longest response:\n")
-    page.table(
+    yield _text("\nThe same share under every mode, by the bucket's longest response:\n")
+    yield _table(
         ["", *map(_in_thousands, buckets["high"])],
         [[other, *(f"{share:.1%}" for share in buckets[other])] for other in shares.modes],
     )
     for note in shares.notes:
-        page.text(note)
+        yield _text(note)
 
 
 def _in_thousands(number: int) -> str:
@@ -317,26 +373,32 @@ def _in_thousands(number: int) -> str:
     return f"{number // 1000}k" if number >= 10_000 and number % 1000 == 0 else str(number)
 
 
-def _show_dashboard(page: _Page, e: Explanation) -> None:
-    page.heading("\nON THE DASHBOARD")
-    page.text("The loss of the same sequences under every mode, if each token's loss is 1.\n")
-    page.table(["mode", "w_s", "loss", "ratio", "gradient"], map(_compared, e.comparisons), left=2)
+def _dashboard(e: Explanation) -> Iterator[RenderableType]:
+    yield _heading("\nON THE DASHBOARD")
+    yield _text("The loss of the same sequences under every mode, if each token's loss is 1.\n")
+    yield _table(
+        ["mode", "w_s", "loss", "ratio", "gradient"], map(_compared, e.comparisons), left=2
+    )
+    if e.count == "survivors":
+        yield _text("Only token_mean counts survivors: the other modes count the loss mask.")
     lacking = [c.mode for c in e.comparisons if c.loss is None]
     if lacking:
-        page.text(f"To compare with {', '.join(lacking)}, give --divisor.")
+        yield _text(f"To compare with {', '.join(lacking)}, give --divisor.")
+    if e.exponent is None:
+        yield _text(f"length_power is compared at a = {EXPONENT}; --exponent changes it.")
     ranks = number_of(e.split.dp, "rank")
-    page.text(
+    yield _text(
         f"ratio: to the loss of {e.mode}. scaled: the same gradient, times the ratio. reweighted: "
         "a gradient of a different direction; the ratio of real losses then depends on them. For "
         f"microbatch_token_mean the sequences are assigned in turn to {ranks} x "
         f"{number_of(e.split.microbatches, 'microbatch')}; its values change with them."
     )
     if e.shares is not None and e.shares.num_steps > 1:
-        page.text(
+        yield _text(
             "Losses are means over the steps. rescaled: in every step the gradient is only scaled, "
             "by a number of the step's own."
         )
-    page.text(
+    yield _text(
         "A loss or grad_norm that jumps after a switch is expected: NovaSky-AI/SkyRL#1296 reported "
         "0.322, 0.065 and 0.001 for the same data. A clipping threshold does not carry over: if "
         "the gradient is scaled, multiply the threshold by the ratio; if it is reweighted, look at "
@@ -350,18 +412,18 @@ def _compared(c: Comparison) -> list[str]:
     return [c.mode, c.w_s, f"{c.loss:.5g}", f"{c.ratio:.5g}", c.gradient]
 
 
-def _show_chain(page: _Page, e: Explanation) -> None:
+def _chain(e: Explanation) -> Iterator[RenderableType]:
     s, k = e.split, K_FORMULA[e.split.loss_scaling]
-    page.heading("\nFROM LOSS TO GRADIENT")
-    page.text(
+    yield _heading("\nFROM LOSS TO GRADIENT")
+    yield _text(
         f"loss scaling {s.loss_scaling}, M = {number_of(s.microbatches, 'microbatch')}, "
         f"DP = {s.dp}, CP = {s.cp}, K = {k} = {e.k}"
     )
     if e.shares is not None and e.shares.num_steps > 1 and s.loss_scaling == "per_token":
-        page.text("Every step has its own N; this is the first step's.")
-    page.text("")
+        yield _text("Every step has its own N; this is the first step's.")
+    yield _text("")
     so_far = accumulate((link.factor for link in e.chain), mul)
-    page.table(
+    yield _table(
         ["where", "what happens to a partial loss", "factor", "so far"],
         [[x.where, x.does, str(x.factor), str(p)] for x, p in zip(e.chain, so_far, strict=True)],
         left=2,
@@ -371,18 +433,23 @@ def _show_chain(page: _Page, e: Explanation) -> None:
     if s.loss_scaling == "per_token":
         some = " + ".join(map(str, e.num_tokens[:8])) + (" + ..." if e.num_tokens[8:] else "")
         tokens = (
-            "the active tokens of the microbatch's sequences on CP rank 0, and 0 on other CP ranks "
-            f"({some} = {e.counts['N']})"
+            f"the {'surviving' if e.count == 'survivors' else 'active'} tokens of the microbatch's "
+            f"sequences on CP rank 0, and 0 on other CP ranks ({some} = {sum(e.num_tokens)})"
         )
-    page.text(f"loss_func returns partial loss * {e.k}, and as num_tokens {tokens}.")
+    yield _text(f"loss_func returns partial loss * {e.k}, and as num_tokens {tokens}.")
+    if e.count == "survivors":
+        yield _text(
+            "A training run knows the survivors after its forward only: its w_s and K have the N "
+            "of the loss mask, and what it returns, w_s K times the losses, is the same."
+        )
     if e.k == 1:
-        page.text("K is 1 here, so a loss_func that returns the bare partial loss is right too.")
+        yield _text("K is 1 here, so a loss_func that returns the bare partial loss is right too.")
     else:
-        page.text(
+        yield _text(
             f"A loss_func that returns the bare partial loss with the same num_tokens trains "
             f"1/{f'({k})' if ' ' in k else k} = 1/{e.k} of this loss, without an error."
         )
-    page.text(
+    yield _text(
         "K does not depend on the mode. The K that the start of a run measures is that of the "
         "probe's own small step, with an M and N of its own."
     )

@@ -3,86 +3,39 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import torch
 
-from megatron_lossagg.aggregation import ALIASES, CUSTOM, MODES, Aggregation
+from megatron_lossagg.aggregation import COUNTS, CUSTOM, MODES, Count
 from megatron_lossagg.cli.rollouts import Rollouts
-from megatron_lossagg.cli.shares import Shares, plan_of, shares_of
-from megatron_lossagg.errors import LossAggregationError
-from megatron_lossagg.plan import StepPlan
-from megatron_lossagg.scaling import (
-    LOSS_SCALINGS,
-    MOST_TOKENS_PER_TOKEN,
-    Factor,
-    LossScaling,
-    Scaling,
+from megatron_lossagg.cli.shares import (
+    EXPONENT,
+    Shares,
+    Split,
+    aggregation_of,
+    modes_of,
+    plan_of,
+    shares_of,
 )
+from megatron_lossagg.errors import LossAggregationError
+from megatron_lossagg.plan import StepCounts, StepPlan
+from megatron_lossagg.scaling import MOST_TOKENS_PER_TOKEN, Factor, Scaling
+from megatron_lossagg.sequences import MOST_TOKENS
 from megatron_lossagg.text import number_of
 
 __all__ = [
     "DEFAULT_LENGTHS",
     "Comparison",
-    "ExplainError",
     "Explanation",
-    "Split",
-    "WeightedSequence",
     "explain",
+    "read_counted",
     "read_lengths",
 ]
 
 DEFAULT_LENGTHS = "2000,500,8000,1500/3000,1000,0,4000"
 """Uneven lengths as reasoning models write them, a fully masked sample, two prompts."""
-_MOST = 2**31 - 1
-"""Of a size: the product of two is an int64."""
-
-
-class ExplainError(LossAggregationError, ValueError):
-    """A mode, sequences or sizes that cannot be explained."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Split:
-    """The parallelism of a step and how Megatron scales its loss: what K depends on."""
-
-    loss_scaling: LossScaling = "average"
-    microbatches: int = 2
-    """M of every data-parallel rank."""
-    dp: int = 2
-    cp: int = 1
-
-    def __post_init__(self) -> None:
-        for flag in ("microbatches", "dp", "cp"):
-            size = getattr(self, flag)
-            if not 1 <= size <= _MOST:
-                raise ExplainError(f"--{flag}: got {size}, expected an integer from 1 to {_MOST}")
-        if self.loss_scaling not in LOSS_SCALINGS:
-            raise ExplainError(
-                f"--loss-scaling: got {self.loss_scaling!r}, expected "
-                f"{' or '.join(map(repr, LOSS_SCALINGS))}"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightedSequence:
-    """One sequence of the step, which is one sample here, and what the mode makes of it."""
-
-    prompt: int
-    rank: int
-    """The data-parallel rank that it is assigned to."""
-    microbatch: int
-    """Index on that rank."""
-    n_s: int
-    n_b: int
-    n_p: int
-    n_mb: int
-    w_s: float
-    share: float
-    """w_s n_s over its sum: how much of the step's weight the sequence has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,12 +65,19 @@ class Explanation:
     """The flags of a training run."""
     divisor: float | None
     """The one that was given, even if this mode takes none."""
+    exponent: float | None
+    """Likewise."""
+    count: Count
+    """What the denominators count."""
     split: Split
-    counts: dict[str, int | None]
-    """N, B, V, P and Q; of a file with several steps, those of the first. So are k and
-    num_tokens."""
-    sequences: tuple[WeightedSequence, ...]
-    """None of a file: it has ``shares``."""
+    counts: dict[str, float | None]
+    """N, B, V, P and Q, and Z of ``length_power``; of a file with several steps, those of the
+    first. So are k and num_tokens."""
+    sequences: list[dict[str, float]]
+    """Of each sequence, which is one sample: its prompt, where it is assigned, its counts and
+    weight, and its share of the step's w_s n_s. If not the mask is counted, what is (``counted``)
+    takes the place of n_s, and ``share_by_mask`` is the share if the mask were. None of a file:
+    it has ``shares``."""
     shares: Shares | None
     """Of a file, what ``lossagg plot`` draws of it."""
     comparisons: tuple[Comparison, ...]
@@ -129,157 +89,219 @@ class Explanation:
     """Of loss_func on CP rank 0, for each microbatch that has sequences."""
 
 
-def read_lengths(text: str) -> list[list[int]]:
-    """Read active tokens by prompt and sample from text such as ``3,5,9/2,0``."""
-    prompts = [[n.strip() for n in prompt.split(",")] for prompt in text.split("/")]
-    for n in (n for prompt in prompts for n in prompt):
-        if not n.isdecimal() or len(n) > 16:
-            raise ExplainError(
-                f"--lengths {text!r}: got {n!r}, expected a sample's active tokens. Write integers "
-                f"from 0, ',' between samples, '/' between prompts, as in {DEFAULT_LENGTHS}"
-            )
-    lengths = [[int(n) for n in prompt] for prompt in prompts]
-    if not any(map(any, lengths)):
-        masked = number_of(sum(map(len, lengths)), "fully masked sample")
-        raise ExplainError(
-            f"--lengths: got {masked} and no active token, so that every weight is 0. Give at "
-            "least one sample above 0"
+def read_lengths(text: str) -> dict[str, list[int]]:
+    """Read a step, by column, from its prompts' samples, such as ``3,5,9/2,0``."""
+    step: dict[str, list[int]] = {"active_tokens": [], "prompt": []}
+    for prompt, samples in enumerate(text.split("/")):
+        for n in map(str.strip, samples.split(",")):
+            if not n.isdecimal() or len(n) > 16:
+                raise LossAggregationError(
+                    f"--lengths {text!r}: got {n!r}, expected a sample's active tokens, as in "
+                    f"{DEFAULT_LENGTHS}"
+                )
+            step["active_tokens"].append(int(n))
+            step["prompt"].append(prompt)
+    if not any(step["active_tokens"]):
+        masked = number_of(len(step["prompt"]), "fully masked sample")
+        raise LossAggregationError(
+            f"--lengths: got {masked} and no active token, expected one or more"
         )
-    return lengths
+    return step
+
+
+def read_counted(text: str, lengths: dict[str, list[int]], count: Count) -> list[int] | list[float]:
+    """Read what ``count`` counts of each sample of a step, in the form of its lengths."""
+    if count == "mask":
+        raise LossAggregationError(
+            f"got --counted {text!r}, and --lengths is what the mask counts: give --count weights "
+            "or --count survivors, or leave out --counted"
+        )
+    numbers = [number.strip() for prompt in text.split("/") for number in prompt.split(",")]
+    form = [prompt for prompt, of in enumerate(text.split("/")) for _ in of.split(",")]
+    if form != lengths["prompt"]:
+        raise LossAggregationError(
+            f"--counted {text!r}: got {number_of(len(form), 'sample')} of "
+            f"{number_of(form[-1] + 1, 'prompt')}, expected one number for each sample of --lengths"
+        )
+    for number, n in zip(numbers, lengths["active_tokens"], strict=True):
+        if count == "survivors" and not (number.isdecimal() and int(number) <= n):
+            raise LossAggregationError(
+                f"--counted {text!r}: got {number!r}, expected how many of {n} tokens survive"
+            )
+        if count == "weights" and not _is_weight_sum(number, n):
+            raise LossAggregationError(
+                f"--counted {text!r}: got {number!r}, expected the sum of the weights of {n} "
+                "tokens: a number from 0 to 2^53, and 0 for no token"
+            )
+    counted = [int(number) if count == "survivors" else float(number) for number in numbers]
+    if not any(counted):
+        raise LossAggregationError(f"--counted {text!r}: got 0 for every sample, expected one more")
+    return counted
+
+
+def _is_weight_sum(text: str, n: int) -> bool:
+    try:
+        return 0 <= float(text) <= (MOST_TOKENS if n else 0)
+    except ValueError:
+        return False
 
 
 def explain(
     name: str,
-    lengths: Sequence[Sequence[int]] | Rollouts,
+    lengths: dict[str, list[int]] | Rollouts,
     split: Split,
     *,
     divisor: float | None = None,
+    exponent: float | None = None,
     count_empty: bool | None = None,
+    count: Count = "mask",
+    counted: Sequence[float] | None = None,
     highs: Sequence[int] | None = None,
 ) -> Explanation:
     """Compute everything that is printed.
 
-    ``lengths``: active tokens by prompt and sample, or recorded steps with ``highs`` of the buckets
-    of :func:`shares_of`. ``divisor`` is for the modes that take one: this one, or those that it is
-    compared with. Raises :class:`LossAggregationError` for an unknown mode, and for sequences or
+    ``lengths``: of :func:`read_lengths`, or recorded steps with ``highs`` of the buckets of
+    :func:`shares_of`. ``divisor`` and ``exponent`` are for the modes that take one: this one, or
+    those that it is compared with. Without an exponent ``length_power`` is compared at
+    ``EXPONENT``. ``counted``: what ``count`` counts of each sample; None if every token weighs 1,
+    or survives. Raises :class:`LossAggregationError` for an unknown mode, and for sequences or
     sizes that do not describe a step.
     """
-    aggregation = _aggregation(name, divisor, count_empty)
+    if name == CUSTOM:
+        raise LossAggregationError(
+            "custom has no formula to explain: its loss is what the factory of "
+            "--loss-aggregation-reducer-path returns"
+        )
+    aggregation = aggregation_of(name, divisor, exponent, count_empty, count)
+    if count == "survivors" and split.loss_scaling != "per_token":
+        raise LossAggregationError(
+            f"got --count survivors with the loss scaling {split.loss_scaling}, but only per_token "
+            "divides by the tokens that survive: add --loss-scaling per_token"
+        )
+    compared_at = EXPONENT if exponent is None else exponent
     if isinstance(lengths, Rollouts):
+        if count != "mask":
+            raise LossAggregationError(
+                f"got --count {count} with {lengths.source}, which has no {COUNTS[count]}: "
+                "give --lengths and --counted"
+            )
         if aggregation.mode == "prompt_mean" and "prompt" not in lengths.steps[0]:
-            raise ExplainError(
+            raise LossAggregationError(
                 f"prompt_mean: got no prompts from {lengths.source}: give every record a "
                 "'prompt_id'"
             )
-        plans = [_planned(step, aggregation, split, "--lengths-file") for step in lengths.steps]
-        shares = shares_of(lengths, microbatches=split.microbatches, dp=split.dp, highs=highs)
-        sequences = []
+        plans = [plan_of(step, aggregation, split) for step in lengths.steps]
+        flag, sequences = "--lengths-file", []
+        shares = shares_of(lengths, plans, split, highs, exponent=compared_at)
+        by_mask = plans
     else:
-        prompts = [p for p, of_prompt in enumerate(lengths) for _ in of_prompt]
-        tokens = [n for of_prompt in lengths for n in of_prompt]
-        plans = [_planned({"active_tokens": tokens, "prompt": prompts}, aggregation, split)]
-        shares, sequences = None, list(_sequences(plans[0], prompts, split))
-    plan = plans[0]
+        by_mask = [plan_of(lengths, aggregation_of(name, divisor, exponent, count_empty), split)]
+        plans = by_mask
+        if count != "mask":
+            column = "token_weight_sums" if count == "weights" else "active_tokens"
+            counted = lengths["active_tokens"] if counted is None else counted
+            plans = [plan_of({**lengths, column: counted}, aggregation, split)]
+        flag, shares = "--lengths", None
+        sequences = _sequences(plans[0], by_mask[0], split)
+    most = max(plan.totals.active_tokens or 0 for plan in plans)
+    if split.loss_scaling == "per_token" and most > MOST_TOKENS_PER_TOKEN:
+        raise LossAggregationError(
+            f"{flag}: got {most} active tokens in a step, expected at most "
+            f"{MOST_TOKENS_PER_TOKEN}, because Megatron-Core sums them in int32 with the loss "
+            "scaling per_token. Give fewer, or --loss-scaling average"
+        )
+    totals = plans[0].totals
     scaling = Scaling(
         loss_scaling=split.loss_scaling,
         num_microbatches=split.microbatches,
         dp_cp_size=split.dp * split.cp,
-        active_tokens=plan.totals.active_tokens,
+        active_tokens=totals.active_tokens,
     )
-    comparisons = tuple(_comparisons(plans, divisor))
-    assert plan.microbatch is not None
-    counted = np.bincount(plan.microbatch, weights=plan.active_tokens).astype(int)
-    used = dict.fromkeys(plan.microbatch.tolist())
     flags = [f"--loss-aggregation {name}"]
-    if aggregation.divisor is not None:
-        flags.append(f"--loss-aggregation-divisor {aggregation.divisor!r}".removesuffix(".0"))
+    for option in ("divisor", "exponent"):
+        if (value := getattr(aggregation, option)) is not None:
+            flags.append(f"--loss-aggregation-{option} {value!r}".removesuffix(".0"))
     if count_empty is not None:
         flags.append(f"--{'' if count_empty else 'no-'}loss-aggregation-count-empty")
+    if count != "mask":
+        flags.append(f"--loss-aggregation-count {count}")
+    of_count = totals if totals.weighted is None else totals.weighted
+    counts: dict[str, float | None] = {
+        "N": of_count.active_tokens,
+        "B": of_count.samples,
+        "V": of_count.active_samples,
+        "P": of_count.prompts,
+        "Q": of_count.active_prompts,
+    }
+    if MODES[aggregation.mode].has_exponent:
+        counts["Z"] = StepCounts(plans[0]).length_power_sum
+    # Assigned in turn: the first sequence of each microbatch comes before the second of any.
+    assert totals.microbatch_tokens is not None
+    of_microbatch = totals.microbatch_tokens[: split.microbatches * split.dp].tolist()
     return Explanation(
         name=name,
         mode=aggregation.mode,
         formula=aggregation.formula,
         flags=" ".join(flags),
         divisor=divisor,
+        exponent=exponent,
+        count=count,
         split=split,
-        counts={
-            "N": plan.totals.active_tokens,
-            "B": plan.totals.samples,
-            "V": plan.totals.active_samples,
-            "P": plan.totals.prompts,
-            "Q": plan.totals.active_prompts,
-        },
-        sequences=tuple(sequences),
+        counts=counts,
+        sequences=sequences,
         shares=shares,
-        comparisons=comparisons,
+        comparisons=tuple(_comparisons(plans, by_mask, divisor, compared_at)),
         chain=tuple(scaling.factors()),
         k=scaling.k,
-        num_tokens=tuple(scaling.num_tokens(int(counted[slot]), cp_rank=0) for slot in used),
+        num_tokens=tuple(scaling.num_tokens(tokens, cp_rank=0) for tokens in of_microbatch),
     )
 
 
-def _aggregation(name: str, divisor: float | None, count_empty: bool | None) -> Aggregation:
-    """Read the name; a divisor that its mode does not take is for the others."""
-    mode = ALIASES[name].mode if name in ALIASES else name
-    if mode == CUSTOM:
-        raise ExplainError(
-            "custom has no formula to explain: its loss is what the factory of "
-            "--loss-aggregation-reducer-path returns. Name one of "
-            f"{', '.join(other for other in MODES if other != CUSTOM)}"
+def _sequences(plan: StepPlan, by_mask: StepPlan, split: Split) -> list[dict[str, float]]:
+    slot = np.asarray(plan.sequences.microbatch)
+    totals = plan.totals if plan.totals.weighted is None else plan.totals.weighted
+    columns = {
+        "prompt": np.asarray(plan.sequences.prompt),
+        "rank": slot % split.dp,
+        "microbatch": slot // split.dp,
+        "n_s": by_mask.active_tokens,
+        "n_b": totals.sample_tokens,
+        "n_p": totals.prompt_tokens,
+        "n_mb": totals.microbatch_tokens,
+        "w_s": plan.weights.numpy(),
+        "share": plan.weights.numpy() * plan.counted_S / _loss(plan, plan),
+    }
+    if plan is not by_mask:
+        columns["counted"] = plan.counted_S
+        columns["share_by_mask"] = (
+            by_mask.weights.numpy() * by_mask.active_tokens / _loss(by_mask, by_mask)
         )
-    taken = None if mode in MODES and MODES[mode].divisor == "none" else divisor
-    return Aggregation(name, divisor=taken, count_empty=count_empty)
+    rows = zip(*(np.asarray(column).tolist() for column in columns.values()), strict=True)
+    return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
-def _planned(
-    step: Mapping[str, Any], aggregation: Aggregation, split: Split, flag: str = "--lengths"
-) -> StepPlan:
-    """Plan a step; ``flag``: what gave it, for errors."""
-    tokens = sum(map(int, step["active_tokens"]))
-    if split.loss_scaling == "per_token" and tokens > MOST_TOKENS_PER_TOKEN:
-        raise ExplainError(
-            f"{flag}: got {tokens} active tokens in a step, expected at most "
-            f"{MOST_TOKENS_PER_TOKEN}, because Megatron-Core sums them in int32 with the loss "
-            "scaling per_token. Give fewer, or --loss-scaling average"
-        )
-    return plan_of(step, aggregation, microbatches=split.microbatches, dp=split.dp)
+def _comparisons(
+    plans: Sequence[StepPlan],
+    by_mask: Sequence[StepPlan],
+    divisor: float | None,
+    exponent: float,
+) -> Iterator[Comparison]:
+    """Compare every mode on the plans' sequences, with the plans' own ``count_empty``.
 
-
-def _sequences(plan: StepPlan, prompts: Sequence[int], split: Split) -> Iterator[WeightedSequence]:
-    columns = (
-        plan.active_tokens, plan.sample_tokens, plan.prompt_tokens, plan.microbatch_tokens,
-        plan.microbatch, plan.weights,
-    )  # fmt: skip
-    total = _loss(plan)
-    lists = (column.tolist() for column in columns if column is not None)
-    for prompt, n_s, n_b, n_p, n_mb, slot, w_s in zip(prompts, *lists, strict=True):
-        yield WeightedSequence(
-            prompt=prompt,
-            rank=slot % split.dp,
-            microbatch=slot // split.dp,
-            n_s=n_s,
-            n_b=n_b,
-            n_p=n_p,
-            n_mb=n_mb,
-            w_s=w_s,
-            share=w_s * n_s / total,
-        )
-
-
-def _comparisons(plans: Sequence[StepPlan], divisor: float | None) -> Iterator[Comparison]:
-    """Compare every mode on the plans' sequences, with the plans' own ``count_empty``."""
+    ``by_mask``: the same steps, which count the mask: no other mode can count survivors.
+    """
     own = plans[0].aggregation
-    losses = [_loss(plan) for plan in plans]
-    for mode in (mode for mode in MODES.values() if mode.name != CUSTOM):
-        if mode.name == "prompt_mean" and plans[0].prompt_tokens is None:
-            continue
+    count: Count = "weights" if own.count == "weights" else "mask"
+    losses = [_loss(plan, plan) for plan in plans]
+    for mode in modes_of(plans[0]):
         if mode.divisor == "required" and divisor is None:
-            yield Comparison(mode=mode.name, w_s=mode.weight.format(B="B", L="L"))
+            yield Comparison(mode=mode.name, w_s=mode.formula)
             continue
-        taken = None if mode.divisor == "none" else divisor
-        aggregation = Aggregation(mode.name, divisor=taken, count_empty=own.count_empty)
-        others = [plan.under(aggregation) for plan in plans]
-        other_losses = [_loss(other) for other in others]
+        aggregation = aggregation_of(mode.name, divisor, exponent, own.count_empty, count)
+        others = [plan.under(aggregation) for plan in (plans if count == own.count else by_mask)]
+        if mode.name == own.mode:
+            others = list(plans)
+        other_losses = [_loss(other, plan) for other, plan in zip(others, plans, strict=True)]
         ratio = math.fsum(other_losses) / math.fsum(losses)
         of_steps = [other / loss for other, loss in zip(other_losses, losses, strict=True)]
         if mode.name == own.mode:
@@ -299,17 +321,19 @@ def _comparisons(plans: Sequence[StepPlan], divisor: float | None) -> Iterator[C
 
 def _scales(plans: Sequence[StepPlan], others: Sequence[StepPlan], ratios: Sequence[float]) -> bool:
     return all(
-        torch.allclose(other.weights, plan.weights * ratio, rtol=1e-9, atol=0)
+        np.allclose(
+            other.weight_S * plan.counted_S, plan.weight_S * plan.counted_S * ratio, 1e-9, atol=0
+        )
         for plan, other, ratio in zip(plans, others, ratios, strict=True)
     )
 
 
-def _loss(plan: StepPlan) -> float:
-    """Compute the step's loss if every token's is 1: the sum of w_s n_s."""
-    loss = float((plan.weights.numpy() * plan.active_tokens).sum())
+def _loss(plan: StepPlan, trained: StepPlan) -> float:
+    """Compute a plan's loss if the loss of every token that is trained is 1."""
+    loss = float((plan.weights.numpy() * trained.counted_S).sum())
     if not 0 < loss < math.inf:
-        raise ExplainError(
-            f"{plan.aggregation}: got a loss of {loss}, expected a positive float64 because every "
-            "token's loss is positive. Give a --divisor of the size of a response"
+        raise LossAggregationError(
+            f"{plan.aggregation}: got a loss of {loss}, expected a positive float64: give a "
+            "--divisor of the size of a response"
         )
     return loss

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-_PIPED = {"explain", "plot"}
+_PIPED = {"diff", "explain", "plot"}
 """Commands that end quietly where the reader of their output does, as in ``| head``."""
 
 _COMMANDS = {
@@ -43,6 +43,11 @@ _COMMANDS = {
         "megatron_lossagg.cli.plot",
         "draw which responses the loss comes from, under every mode",
         "lossagg plot rollouts.jsonl --html rollouts.html",
+    ),
+    "diff": (
+        "megatron_lossagg.cli.diff",
+        "say whether two recorded runs trained the same loss, and from which step on not",
+        "lossagg diff dp8.jsonl dp4-cp2.jsonl",
     ),
 }
 """Module, summary and example of each command; the module has ``add_arguments`` and ``run``."""

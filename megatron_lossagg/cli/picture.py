@@ -16,10 +16,21 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["drawn", "figure_of", "page"]
+__all__ = ["MODE_COLORS", "drawn", "figure_of", "page"]
 
-_COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#888888")
-"""Okabe and Ito's, which colour-blind readers can tell apart; one for each mode at most."""
+MODE_COLORS = {
+    "token_mean": "#0072b2",
+    "sample_mean": "#e69f00",
+    "prompt_mean": "#009e73",
+    "constant": "#cc79a7",
+    "sample_sum": "#56b4e9",
+    "token_sum": "#d55e00",
+    "length_power": "#b8a900",
+    "microbatch_token_mean": "#888888",
+}
+"""One colour for each mode, the same in all pictures. They are Okabe and Ito's, which colour-blind
+readers can tell apart, with a darker yellow.
+"""
 _GREY, _INK, _SOFT = "#9aa3ab", "#1d2125", "#5b646d"
 _BARS = 0.84
 """Part of a bucket's width that its bars take."""
@@ -28,8 +39,8 @@ _BARS = 0.84
 def drawn(shares: Shares, path: Path) -> bytes:
     """Return the picture, in the format of the path's ending. Raises :class:`RolloutsError`."""
     figure = figure_of(shares)
-    figure.suptitle(f"{shares.finding}\n", fontsize=11, x=0.01, ha="left", wrap=True)
-    figure.axes[0].set_title(shares.summary, loc="left", fontsize=9, color=_SOFT)
+    figure.suptitle(f"{shares.finding}\n", fontsize=13, x=0.01, ha="left", wrap=True)
+    figure.axes[0].set_title(shares.summary, loc="left", fontsize=10, color=_SOFT)
     try:
         return _saved(figure, path.suffix[1:] or "png")
     except Exception as error:  # of matplotlib, and of what some formats need
@@ -46,9 +57,8 @@ def page(shares: Shares) -> str:
     buckets = shares.buckets
     columns = ["share of", "w_s", *buckets["label"]]
     measured = [("responses", "responses", ""), ("tokens", f"{shares.unit}s", "")]
-    of_modes = [
-        (mode, mode, MODES[mode].weight.format(B="B", P="P", L="L", C="C")) for mode in shares.modes
-    ]
+    symbols = {"B": "B", "P": "P", "L": "L", "C": "C", "a": f"{shares.exponent:g}"}
+    of_modes = [(mode, mode, MODES[mode].weight.format(**symbols)) for mode in shares.modes]
     rows = [
         [name, weight, *(f"{share:.1%}" for share in buckets[column])]
         for column, name, weight in measured + of_modes
@@ -71,7 +81,7 @@ def _saved(figure: Figure, kind: str, **options: object) -> bytes:
 def figure_of(shares: Shares) -> Figure:
     """Draw the number of responses, and below it each mode's share of the loss weight."""
     figures = needed("matplotlib.figure", by="drawing", extra="plot")
-    figure: Figure = figures.Figure(figsize=(9, 6.4), layout="constrained")
+    figure: Figure = figures.Figure(figsize=(8, 6.4), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.7))
     _histogram(above, shares)
     _weights(below, shares)
@@ -90,7 +100,7 @@ def _histogram(axes: Axes, shares: Shares) -> None:
         f"{bucket.responses:.1%} of responses\n{bucket.tokens:.1%} of {shares.unit}s"
         for bucket in shares.buckets.itertuples()
     ]
-    size = min(8, 50 / len(numbers))
+    size = min(9, 50 / len(numbers))
     axes.bar_label(bars, labels, fontsize=size, padding=3, color=_SOFT)
     axes.set_ylim(0, numbers.max() * 1.35)
     axes.set_ylabel("responses")
@@ -101,17 +111,18 @@ def _weights(axes: Axes, shares: Shares) -> None:
     groups = shares.groups
     percent = 100 * shares.buckets[[group[0] for group in groups]]
     width = _BARS / len(groups)
+    named = {"length_power": f"length_power, a = {shares.exponent:g}"}
     for g, group in enumerate(groups):
         left = -_BARS / 2 + (g + 0.5) * width
         bars = axes.bar(
             percent.index + left,
             percent[group[0]],
             width=0.94 * width,
-            color=_COLORS[g],
-            label=", ".join(group),
+            color=MODE_COLORS[group[0]],
+            label=", ".join(named.get(mode, mode) for mode in group),
         )
         if percent.size <= 28:
-            axes.bar_label(bars, fmt="%.0f", fontsize=7, padding=1, color=_SOFT)
+            axes.bar_label(bars, fmt="%.0f", fontsize=9, padding=1, color=_SOFT)
     axes.set_xticks(percent.index, shares.buckets["label"])
     axes.set_xlabel(f"response length, active {shares.unit}s", color=_INK)
     axes.set_ylabel("share of the loss weight, %")
@@ -120,6 +131,6 @@ def _weights(axes: Axes, shares: Shares) -> None:
         bbox_to_anchor=(0, 1),
         ncols=2,
         frameon=False,
-        fontsize=9,
+        fontsize=10,
         labelcolor=_INK,
     )

@@ -7,8 +7,9 @@ with "mask" (0 or 1 per token) in place of the length if tokens are masked,
 and "step" if there are several steps; or a .pt file of slime's or miles'
 --save-debug-rollout-data; or what verl's rollout_data_dir and TRL's
 log_completions write, which have texts and no lengths and need --tokenizer
-or --characters. Several files are several steps. For the same as numbers:
-lossagg explain MODE --lengths-file FILE.
+or --characters. Several files are several steps. Shares count the loss mask:
+no record holds token weights or which tokens survive a rejection. For the
+same as numbers: lossagg explain MODE --lengths-file FILE.
 Exit status: 0, or 2 for wrong usage.
 """
 
@@ -18,10 +19,17 @@ import argparse
 import os
 from pathlib import Path
 
-from megatron_lossagg.cli.explanation import Split
+from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.cli.picture import drawn, page
 from megatron_lossagg.cli.rollouts import add_reading_arguments, read_rollouts
-from megatron_lossagg.cli.shares import add_bucket_argument, read_buckets, shares_of
+from megatron_lossagg.cli.shares import (
+    EXPONENT,
+    Split,
+    add_bucket_argument,
+    plan_of,
+    read_buckets,
+    shares_of,
+)
 from megatron_lossagg.files import OutputError, check_outputs, printable, write_whole
 
 __all__ = ["add_arguments", "run"]
@@ -53,6 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="N",
             help=f"for microbatch_token_mean: {text} (default {default})",
         )
+    parser.add_argument(
+        "--exponent",
+        type=float,
+        default=EXPONENT,
+        metavar="A",
+        help=f"for length_power: its exponent (default {EXPONENT})",
+    )
     add_bucket_argument(add_reading_arguments(parser))
 
 
@@ -68,9 +83,9 @@ def run(args: argparse.Namespace) -> int:
             )
     check_outputs({"--png": png, "--html": args.html}, inputs=[*args.files, args.tokenizer])
     split = Split(microbatches=args.microbatches, dp=args.dp)
-    highs = read_buckets(args.buckets)
     rollouts = read_rollouts(args.files, args)
-    shares = shares_of(rollouts, microbatches=split.microbatches, dp=split.dp, highs=highs)
+    plans = [plan_of(step, Aggregation("token_mean"), split) for step in rollouts.steps]
+    shares = shares_of(rollouts, plans, split, read_buckets(args.buckets), exponent=args.exponent)
     print(f"{shares.summary}.", shares.finding, *shares.notes, sep="\n")
     if png is not None:
         write_whole("--png", png, drawn(shares, png))

@@ -1,21 +1,8 @@
 """Read recorded rollouts: each response's trained tokens, its prompt and its step.
 
 One record per response, in JSON lines (``.jsonl``), a ``torch.save`` file (``.pt``) or Parquet.
-The first name that a record has counts:
-
-======== ============================================== ==========================================
-field    names                                          without it
-======== ============================================== ==========================================
-length   ``mask``, ``loss_mask``, ``response_length``   the text is measured, if asked to; then
-                                                        no record may have a length
-text     ``output``, ``completion``                     an error
-prompt   ``prompt_id``, ``group_index``, ``input``,     there is no ``prompt_mean``
-         ``prompt``
-sample   ``sample_id``, ``rollout_id``                  each record is a sample of its own
-step     ``step``                                       a file is one step
-======== ============================================== ==========================================
-
-docs/plot.md says which framework writes which file, and the release or commit that was read.
+The first name that a record has counts. docs/plot.md lists the names and what is done without one,
+which framework writes which file, and the release or commit that was read.
 """
 
 from __future__ import annotations
@@ -24,10 +11,9 @@ import argparse
 import json
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.extras import needed
@@ -41,13 +27,13 @@ if TYPE_CHECKING:
 __all__ = ["Rollouts", "RolloutsError", "add_reading_arguments", "read_rollouts"]
 
 _Record = Mapping[str, Any]
-_MASKS = ("mask", "loss_mask")
-_LENGTHS = (*_MASKS, "response_length")
+_Measure = Callable[[str], int]
+_T = TypeVar("_T")
+_LENGTHS = ("mask", "loss_mask", "response_length")
 _TEXTS = ("output", "completion")
 _PROMPTS = ("prompt_id", "group_index", "input", "prompt")
 _SAMPLES = ("sample_id", "rollout_id")
 _NAMES = {*_LENGTHS, *_TEXTS, *_PROMPTS, *_SAMPLES, "step", "remove_sample"}
-_A_RECORD = 'one line or row {"prompt_id": 7, "response_length": 512} per response'
 
 
 class RolloutsError(LossAggregationError, ValueError):
@@ -103,26 +89,26 @@ def read_rollouts(paths: Sequence[Path], args: argparse.Namespace) -> Rollouts:
     """
     pandas = needed("pandas", by="reading recorded rollouts", extra="plot")
     measure = _measure(args)
-    rows: list[dict[str, Any]] = []
-    for number, path in enumerate(paths):
-        num_before = len(rows)
-        for place, record in _records(path, trusted=args.trust_pickle):
-            row = {"file": number, **_row(record, place, measure, args)}
-            prompts, first = row["prompts from"], (rows or [row])[0]["prompts from"]
-            if prompts != first:
-                raise RolloutsError(
-                    f"{place}: got its prompt from {prompts}, expected {first} as in the record "
-                    "before it: give the same names in every record"
-                )
-            rows.append(row)
-        if len(rows) == num_before:
-            raise RolloutsError(f"{path}: got no records, expected one per response")
-    frame = pandas.DataFrame({name: [row[name] for row in rows] for name in ("file", "step")})
-    frame["active_tokens"] = [row["active_tokens"] for row in rows]
+    rows = [
+        {"file": number, "place": place, **_row(record, place, measure, args)}
+        for number, path in enumerate(paths)
+        for place, record in _records(path, trusted=args.trust_pickle)
+    ]
+    frame = pandas.DataFrame(rows, dtype=object)  # ids are not rounded to floats
+    prompts_from = rows[0]["prompts from"]
+    for row in rows:
+        if row["prompts from"] != prompts_from:
+            raise RolloutsError(
+                f"{row['place']}: got its prompt from {row['prompts from']}, expected "
+                f"{prompts_from} as in the first record: give the same names in every record"
+            )
     for column in ("sample", "prompt"):
-        ids = [("own", n) if row[column] is None else row[column] for n, row in enumerate(rows)]
-        if any(row[column] is not None for row in rows):
-            frame[column] = pandas.factorize(pandas.Series(ids, dtype=object))[0]
+        if frame[column].isna().all():
+            del frame[column]
+        else:  # a record without an id is a sample of its own
+            own = pandas.Series([("own", n) for n in frame.index], dtype=object)
+            frame[column] = pandas.factorize(frame[column].where(frame[column].notna(), own))[0]
+    frame["active_tokens"] = frame["active_tokens"].astype("int64")
     steps = [step for _, step in frame.groupby(["file", "step"])]
     active = tuple(step for step in steps if step["active_tokens"].any())
     names = printable(paths[0].name)
@@ -133,7 +119,6 @@ def read_rollouts(paths: Sequence[Path], args: argparse.Namespace) -> Rollouts:
             f"{names}: got {number_of(len(rows), 'response')} and no active token, so that every "
             "weight is 0: give a file with a response that is trained"
         )
-    lengths_from = " and ".join(dict.fromkeys(row["lengths from"] for row in rows))
     caveat = ""
     if args.characters:
         caveat = "Lengths are characters, not tokens: shares of the trained tokens differ."
@@ -142,39 +127,36 @@ def read_rollouts(paths: Sequence[Path], args: argparse.Namespace) -> Rollouts:
             "Lengths are those of texts encoded again: without special tokens such as the end, and "
             "not always the tokens that were sampled."
         )
+    lengths_from = " and ".join(frame["lengths from"].unique())
     return Rollouts(
         steps=active,
         masked_steps=len(steps) - len(active),
         unit="character" if args.characters else "token",
         caveat=caveat,
-        source=f"{names}: lengths from {lengths_from}, prompts from {rows[0]['prompts from']}",
+        source=f"{names}: lengths from {lengths_from}, prompts from {prompts_from}",
     )
 
 
 # The files
 
 
-def _records(path: Path, *, trusted: bool) -> Iterator[tuple[str, _Record]]:
-    """Yield every record with its place, such as ``a.jsonl, line 3``; ``trusted``: of pickles."""
+def _records(path: Path, *, trusted: bool) -> list[tuple[str, object]]:
+    """Read every record with its place, such as ``a.jsonl, line 3``; ``trusted``: of pickles."""
     if not is_file(path):
         raise RolloutsError(f"got {path}, which is not a file: give a file of rollouts")
-    kinds: dict[str, Callable[[], Iterable[tuple[int, object]]]] = {
-        ".jsonl": lambda: _json_lines(path),
-        ".pt": lambda: enumerate(_samples_of_torch(path, trusted=trusted)),
-        ".parquet": lambda: enumerate(_rows_of_parquet(path)),
-    }
-    kind = kinds.get(path.suffix)
-    if kind is None:
+    if path.suffix == ".jsonl":
+        found = [(f"{path}, line {n}", record) for n, record in _json_lines(path)]
+    elif path.suffix in (".pt", ".parquet"):
+        is_torch = path.suffix == ".pt"
+        records = _samples_of_torch(path, trusted=trusted) if is_torch else _rows_of_parquet(path)
+        found = [(f"{path}, record {n}", record) for n, record in enumerate(records)]
+    else:
         raise RolloutsError(
-            f"{path}: got the ending {path.suffix!r}, expected {', '.join(kinds)}: rename it, or "
-            f"write {_A_RECORD}"
+            f"{path}: got the ending {path.suffix!r}, expected .jsonl, .pt, .parquet"
         )
-    word = "line" if path.suffix == ".jsonl" else "record"
-    for number, record in kind():
-        place = f"{path}, {word} {number}"
-        if not isinstance(record, Mapping):
-            raise RolloutsError(f"{place}: got {_short(record)}, expected an object with names")
-        yield place, record
+    if not found:
+        raise RolloutsError(f"{path}: got no records, expected one per response")
+    return found
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, object]]:
@@ -185,23 +167,19 @@ def _json_lines(path: Path) -> Iterator[tuple[int, object]]:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield number, json.loads(line)
-    except OSError as error:
-        raise RolloutsError(f"{path} cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
         raise RolloutsError(f"{path} is not UTF-8 text, expected JSON lines") from None
+    except OSError as error:
+        raise RolloutsError(f"{path} cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
         reason = str(error).partition(";")[0]  # of an integer of too many digits
-        if isinstance(error, json.JSONDecodeError):
-            reason = f"{error.msg} at column {error.colno}"
-        elif isinstance(error, RecursionError):
-            reason = "nested too deeply"
         raise RolloutsError(
             f"{path}, line {number}: got {_short(line.strip())}, expected one JSON object "
             f"({reason})"
         ) from None
 
 
-def _samples_of_torch(path: Path, *, trusted: bool) -> Sequence[object]:
+def _samples_of_torch(path: Path, *, trusted: bool) -> list[object]:
     import torch
 
     try:
@@ -212,12 +190,12 @@ def _samples_of_torch(path: Path, *, trusted: bool) -> Sequence[object]:
         raise RolloutsError(
             f"{path}: got {unknown}, expected tensors and plain values, which are all that torch "
             "loads without running code of the file. If you trust who wrote it, give "
-            f"--trust-pickle; else save the rollouts as JSON lines or Parquet, {_A_RECORD}"
+            '--trust-pickle; else record a line {"prompt_id": 7, "response_length": 512} per '
+            "response"
         ) from None
     except Exception as error:  # of any library that a pickle names
         raise RolloutsError(
-            f"{path} cannot be loaded by torch ({type(error).__name__}: {_short(str(error))}): "
-            "give what --save-debug-rollout-data of slime or miles writes"
+            f"{path} cannot be loaded by torch ({type(error).__name__}: {_short(str(error))})"
         ) from None
     samples = dump.get("samples") if isinstance(dump, Mapping) else None
     if not isinstance(samples, list):
@@ -228,16 +206,13 @@ def _samples_of_torch(path: Path, *, trusted: bool) -> Sequence[object]:
     return samples
 
 
-def _rows_of_parquet(path: Path) -> Sequence[object]:
+def _rows_of_parquet(path: Path) -> list[object]:
     parquet = needed("pyarrow.parquet", by=str(path), extra="parquet")
     try:
         names = [name for name in parquet.read_schema(path).names if name in _NAMES]
         rows: list[object] = parquet.read_table(path, columns=names).to_pylist()
     except Exception as error:  # pyarrow's own errors, some of them OSError
-        raise RolloutsError(
-            f"{path} cannot be read as Parquet ({_short(str(error))}): give a file that the "
-            "training run has finished"
-        ) from None
+        raise RolloutsError(f"{path} cannot be read as Parquet ({_short(str(error))})") from None
     return rows
 
 
@@ -245,71 +220,71 @@ def _rows_of_parquet(path: Path) -> Sequence[object]:
 
 
 def _row(
-    record: _Record, place: str, measure: Callable[[str], int] | None, args: argparse.Namespace
+    record: object, place: str, measure: _Measure | None, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Read a record's length, ids and step, and the names that the first two were read from."""
-    length_from = _first(record, _LENGTHS)
-    prompt_from, sample_from = _first(record, _PROMPTS), _first(record, _SAMPLES)
-    if length_from is not None and measure is not None:
+    try:
+        if not isinstance(record, Mapping):
+            raise RolloutsError(f"got {_short(record)}, expected an object with names")
+        length_from, active = _length(record, measure, args)
+        prompt_from, sample_from = _first(record, _PROMPTS), _first(record, _SAMPLES)
+        return {
+            "step": _integer(record, "step") if record.get("step") is not None else 0,
+            # slime trains on no token of a removed sample.
+            "active_tokens": 0 if record.get("remove_sample") else active,
+            "sample": None if sample_from is None else _id(record, sample_from),
+            "prompt": None if prompt_from is None else _id(record, prompt_from),
+            "lengths from": length_from,
+            "prompts from": prompt_from or "nothing",
+        }
+    except RolloutsError as error:
+        raise RolloutsError(f"{place}: {error}") from None
+
+
+def _length(record: _Record, measure: _Measure | None, args: argparse.Namespace) -> tuple[str, int]:
+    """Return what the length was read from, and the active tokens."""
+    name, text = _first(record, _LENGTHS), _first(record, _TEXTS)
+    if name is not None and measure is not None:
         flag = "--characters" if args.characters else "--tokenizer"
-        raise RolloutsError(
-            f"{place}: got a length ({length_from!r}) and {flag}, expected the flag only for "
-            "records with texts and no lengths: leave it out, or give only such records"
-        )
-    if length_from is None:
-        length_from, active = _measured(record, place, measure, args)
-    else:
-        given = record.get("response_length")
-        active = 0 if given is None else _integer(record, "response_length", place)
-        if length_from in _MASKS:
-            length = None if given is None else active
-            active = _sum_of_mask(record[length_from], f"{place}: {length_from}", length)
-    return {
-        "step": 0 if record.get("step") is None else _integer(record, "step", place),
-        # slime trains on no token of a removed sample.
-        "active_tokens": 0 if record.get("remove_sample") else active,
-        "sample": None if sample_from is None else _id(record, sample_from, place),
-        "prompt": None if prompt_from is None else _id(record, prompt_from, place),
-        "lengths from": length_from,
-        "prompts from": prompt_from or "nothing",
-    }
-
-
-def _measured(
-    record: _Record, place: str, measure: Callable[[str], int] | None, args: argparse.Namespace
-) -> tuple[str, int]:
-    name = _first(record, _TEXTS)
-    if name is None:
+        raise RolloutsError(f"got a length ({name!r}) and {flag}: leave the flag out")
+    if name == "response_length":
+        return name, _integer(record, name)
+    if name is not None:
+        mask = _field(record, name, _mask, "a list of 0 and 1 per token")
+        length = record.get("response_length")
+        if length is not None and _integer(record, "response_length") != len(mask):
+            raise RolloutsError(
+                f"{name} has {number_of(len(mask), 'value')}, expected response_length, {length}"
+            )
+        return name, int(sum(mask))
+    if text is None:
         listed = ", ".join(map(_short, list(record)[:8])) or "an empty record"
         raise RolloutsError(
-            f"{place}: got {listed}, expected a length: give 'mask' (0 or 1 per response token) or "
+            f"got {listed}, expected a length: give 'mask' (0 or 1 per response token) or "
             "'response_length'"
         )
     if measure is None:
         raise RolloutsError(
-            f"{place}: got a text ({name!r}) and no length, and how many tokens a text has depends "
-            "on its tokenizer. Give --tokenizer tokenizer.json of the model, or --characters to "
-            "count characters instead"
+            f"got a text ({text!r}) and no length, and how many tokens a text has depends on its "
+            "tokenizer. Give --tokenizer tokenizer.json of the model, or --characters"
         )
-    text = record[name]
-    if isinstance(text, list) and len(text) == 1 and isinstance(text[0], dict):
-        text = text[0].get("content")
-    if not isinstance(text, str):
-        raise RolloutsError(
-            f"{place}: {name} is {_short(record[name])}, expected a text or one message with a "
-            "text: of several messages only the training run knows which tokens it trains. Record "
-            "'mask'"
-        )
-    try:
-        return f"the text of {name!r}", measure(text)
-    except Exception as error:  # of the tokenizer's library
-        raise RolloutsError(
-            f"{place}: {name} is {_short(text)}, expected a text that --tokenizer "
-            f"{args.tokenizer} can encode ({_short(str(error))})"
-        ) from None
+
+    def measured(value: Any) -> int:
+        if isinstance(value, list):
+            (message,) = value
+            value = message["content"]
+        if not isinstance(value, str):
+            raise TypeError
+        return measure(value)
+
+    expected = (
+        "a text that can be encoded, or one message with it: of several messages only the training "
+        "run knows which tokens it trains. Record 'mask'"
+    )
+    return f"the text of {text!r}", _field(record, text, measured, expected)
 
 
-def _measure(args: argparse.Namespace) -> Callable[[str], int] | None:
+def _measure(args: argparse.Namespace) -> _Measure | None:
     """Return what measures a text, if that was asked for."""
     if args.characters:
         return len
@@ -330,58 +305,51 @@ def _first(record: _Record, names: Iterable[str]) -> str | None:
     return next((name for name in names if record.get(name) is not None), None)
 
 
-def _integer(record: _Record, name: str, place: str) -> int:
-    value = record[name]
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_TOKENS:
-        raise RolloutsError(
-            f"{place}: {name} is {_short(value)}, expected an integer from 0 to 2^53"
-        )
-    return value
-
-
-def _id(record: _Record, name: str, place: str) -> str | int:
-    value = _plain(record[name], f"{place}: {name}")
-
-    def in_json(part: object) -> object:
-        return _plain(part, f"{place}: {name}") if hasattr(part, "tolist") else str(part)
-
-    if isinstance(value, str | int) and not isinstance(value, bool):
-        return value
-    if isinstance(value, list | dict):  # messages or token ids
-        with suppress(TypeError, ValueError, RecursionError):  # names of two kinds, endless, deep
-            return json.dumps(value, sort_keys=True, default=in_json)
-    raise RolloutsError(
-        f"{place}: {name} is {_short(value)}, expected a string, an integer, a list or an "
-        "object: give records to the same prompt or sample the same one"
-    )
-
-
-def _sum_of_mask(mask: object, name: str, length: int | None) -> int:
-    values = _plain(mask, name)
-    bits = isinstance(values, list) and all(
-        isinstance(value, int | float) and value in (0, 1) for value in values
-    )
-    if not isinstance(values, list) or not bits:
-        raise RolloutsError(f"{name} is {_short(values)}, expected a list of 0 and 1 per token")
-    if length is not None and len(values) != length:
-        raise RolloutsError(
-            f"{name} has {number_of(len(values), 'value')}, expected response_length, which is "
-            f"{length}: a mask has one value per response token"
-        )
-    return int(sum(values))
-
-
-def _plain(value: object, name: str) -> object:
-    """Return what a tensor or an array holds, and anything else as it is."""
-    if not hasattr(value, "tolist"):
-        return value
+def _field(record: _Record, name: str, read: Callable[[Any], _T], expected: str) -> _T:
+    """Read one value of a record; ``read`` raises anything for what is not ``expected``."""
     try:
-        return value.tolist()
-    except Exception:  # of a tensor that is sparse, or has no data
-        raise RolloutsError(
-            f"{name} is a {type(value).__name__}, expected one whose values can be listed: record "
-            "plain numbers"
-        ) from None
+        return read(record[name])
+    except Exception:  # of an endless list, a tensor without data, a tokenizer
+        raise RolloutsError(f"{name} is {_short(record[name])}, expected {expected}") from None
+
+
+def _integer(record: _Record, name: str) -> int:
+    def read(value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_TOKENS:
+            raise ValueError
+        return value
+
+    return _field(record, name, read, "an integer from 0 to 2^53")
+
+
+def _id(record: _Record, name: str) -> str | int:
+    def read(value: object) -> str | int:
+        value = _plain(value)
+        if isinstance(value, list | dict):  # messages or token ids
+            return json.dumps(value, sort_keys=True, default=_in_json)
+        if isinstance(value, bool) or not isinstance(value, str | int):
+            raise TypeError
+        return value
+
+    return _field(record, name, read, "a string, an integer, a list or an object")
+
+
+def _mask(value: object) -> list[float]:
+    values = _plain(value)
+    if not isinstance(values, list):
+        raise TypeError
+    if not all(isinstance(bit, int | float) and bit in (0, 1) for bit in values):
+        raise ValueError
+    return values
+
+
+def _plain(value: Any) -> object:
+    """Return what a tensor or an array holds, and anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _in_json(value: Any) -> object:
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _short(value: object) -> str:

@@ -82,7 +82,8 @@ def run(args: argparse.Namespace) -> int:
         from megatron_lossagg.cpu.training import install_training
 
         install_training()
-    if aggregation is None or wants_help:
+    options = Options.from_args(flags)
+    if wants_help or (aggregation is None and not options.shadow):
         return _run(script, on_cpu=args.cpu)
     if _OWN_LOOP.encode() in script.read_bytes():  # of any encoding
         raise ContractError(
@@ -95,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     integration = megatron_rl.RLIntegration if is_rl else megatron_lm.PretrainIntegration
     hook = megatron_lm.install(
         aggregation,
-        options=Options.from_args(flags),
+        options=options,
         integration=integration(),
     )
     status = _run(script, on_cpu=args.cpu)
@@ -103,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         atexit.unregister(megatron_lm.report_if_unused)  # once is enough
         if not hook.is_found:
             raise ContractError(
-                f"{script} ended without a step that --loss-aggregation {aggregation} could reach: "
+                f"{script} ended without a step that {hook.flag} could reach: "
                 "its training loop is not the one of megatron.training, or it never began"
             )
         print(f"lossagg: {script} had no step left to do, so nothing was trained", file=sys.stderr)

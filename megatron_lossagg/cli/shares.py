@@ -2,7 +2,8 @@
 
 The weight of a sequence is w_s n_s, from the step's plan. Its share is taken within its step, and
 a share of several steps is their mean, so that every step counts alike. A share depends neither on
-the divisor nor on ``count_empty``: within a step they multiply every weight by one number.
+the divisor nor on ``count_empty``: within a step they multiply every weight by one number. That of
+``length_power`` depends on its exponent.
 """
 
 from __future__ import annotations
@@ -15,22 +16,57 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_lossagg.aggregation import CUSTOM, MODES, Aggregation
+from megatron_lossagg.aggregation import ALIASES, CUSTOM, MODES, Aggregation, Count, Mode
 from megatron_lossagg.cli.rollouts import Rollouts, RolloutsError
+from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.extras import needed
 from megatron_lossagg.plan import StepPlan, plan_step
+from megatron_lossagg.scaling import LossScaling
 from megatron_lossagg.sequences import Sequences
 from megatron_lossagg.text import number_of
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-__all__ = ["Shares", "add_bucket_argument", "plan_of", "read_buckets", "shares_of"]
+__all__ = [
+    "EXPONENT",
+    "Shares",
+    "Split",
+    "add_bucket_argument",
+    "aggregation_of",
+    "modes_of",
+    "plan_of",
+    "read_buckets",
+    "shares_of",
+]
 
+EXPONENT = 0.5
+"""Of ``length_power`` where none is given: half way from ``token_mean`` to ``sample_mean``."""
 MOST_BUCKETS = 7
 """As many columns fit a terminal next to the names of the modes."""
 MOST_TIMES_THE_MEDIAN = 8
 """Above it, buckets of equal width would put most responses into the first."""
+_MOST_SIZE = 2**31 - 1
+"""The product of two is an int64."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """The parallelism of a step and how Megatron scales its loss: what K depends on."""
+
+    loss_scaling: LossScaling = "average"
+    microbatches: int = 2
+    """M of every data-parallel rank."""
+    dp: int = 2
+    cp: int = 1
+
+    def __post_init__(self) -> None:
+        for flag in ("microbatches", "dp", "cp"):
+            size = getattr(self, flag)
+            if not 1 <= size <= _MOST_SIZE:
+                raise LossAggregationError(
+                    f"--{flag}: got {size}, expected an integer from 1 to {_MOST_SIZE}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,6 +85,8 @@ class Shares:
     """What a reader has to know next to the numbers."""
     unit: str
     num_steps: int
+    exponent: float
+    """Of ``length_power``."""
 
     @property
     def modes(self) -> list[str]:
@@ -76,31 +114,22 @@ def read_buckets(text: str | None) -> list[int] | None:
     if text is None:
         return None
     numbers = [n.strip() for n in text.split(",")]
-    if not all(n.isdecimal() and len(n) <= 16 for n in numbers):
+    highs = [int(n) if n.isdecimal() and len(n) <= 16 else 0 for n in numbers]
+    rises = all(low < high for low, high in pairwise([0, *highs]))
+    if not rises or len(highs) > MOST_BUCKETS:
         raise RolloutsError(
-            f"--buckets {text!r}: expected integers separated by ',', as in 256,1024,4096"
-        )
-    highs = [int(n) for n in numbers]
-    if highs[0] < 1 or any(low >= high for low, high in pairwise(highs)):
-        raise RolloutsError(f"--buckets {text!r}: expected rising integers from 1")
-    if len(highs) > MOST_BUCKETS:
-        raise RolloutsError(
-            f"--buckets {text!r}: got {len(highs)}, expected at most {MOST_BUCKETS}, which is what "
-            "the picture and the table have space for"
+            f"--buckets {text!r}: expected rising integers from 1, at most {MOST_BUCKETS}, as in "
+            "256,1024,4096"
         )
     return highs
 
 
-def plan_of(
-    step: Mapping[str, Any], aggregation: Aggregation | str, *, microbatches: int, dp: int
-) -> StepPlan:
+def plan_of(step: Mapping[str, Any], aggregation: Aggregation, split: Split) -> StepPlan:
     """Plan a step, given by column, with its sequences assigned in turn to the microbatches.
 
     One process plans for all: M DP microbatches on one rank weigh as M on each of DP ranks.
     """
-    if isinstance(aggregation, str):
-        aggregation = Aggregation(aggregation)
-    slots = microbatches * dp
+    slots = split.microbatches * split.dp
     return plan_step(
         aggregation,
         Sequences(
@@ -109,21 +138,53 @@ def plan_of(
             prompt=np.asarray(step["prompt"]) if "prompt" in step else None,
             microbatch=np.arange(len(step["active_tokens"])) % slots,
             num_microbatches=slots,
+            token_weight_sums=step.get("token_weight_sums"),
         ),
     )
 
 
-def shares_of(
-    rollouts: Rollouts, *, microbatches: int, dp: int, highs: Sequence[int] | None = None
-) -> Shares:
-    """Compute the shares; ``highs``: the buckets' highest lengths, None to choose them.
+def modes_of(plan: StepPlan) -> Iterator[Mode]:
+    """Yield the modes that the ids of the step allow."""
+    for mode in MODES.values():
+        lacks_prompts = mode.name == "prompt_mean" and plan.totals.prompt_tokens is None
+        if mode.name != CUSTOM and not lacks_prompts:
+            yield mode
 
-    Raises :class:`LossAggregationError` if the sequences do not make a step.
+
+def aggregation_of(
+    name: str,
+    divisor: float | None,
+    exponent: float | None,
+    count_empty: bool | None = None,
+    count: Count = "mask",
+) -> Aggregation:
+    """Read a name; a number that its mode does not take is for other modes."""
+    mode = MODES.get(ALIASES[name].mode if name in ALIASES else name)
+    if mode is not None:
+        divisor = None if mode.divisor == "none" else divisor
+        exponent = exponent if mode.has_exponent else None
+    return Aggregation(
+        name, divisor=divisor, exponent=exponent, count_empty=count_empty, count=count
+    )
+
+
+def shares_of(
+    rollouts: Rollouts,
+    plans: Sequence[StepPlan],
+    split: Split,
+    highs: Sequence[int] | None = None,
+    *,
+    exponent: float = EXPONENT,
+) -> Shares:
+    """Compute the shares from the plans of the steps, under any mode.
+
+    ``highs``: the buckets' highest lengths, None to choose them. ``exponent``: of ``length_power``.
     """
     pandas = needed("pandas", by="lossagg plot", extra="plot")
-    plans = [plan_of(s, "token_mean", microbatches=microbatches, dp=dp) for s in rollouts.steps]
     sequences = pandas.concat(
-        map(_weights, plans, rollouts.steps), keys=range(len(plans)), names=["step"]
+        [_weights(plan, step, exponent) for plan, step in zip(plans, rollouts.steps, strict=True)],
+        keys=range(len(plans)),
+        names=["step"],
     )
     is_response = sequences["responses"] > 0
     lengths = sequences["length"][is_response]
@@ -152,42 +213,40 @@ def shares_of(
         finding=_finding(buckets, unit),
         summary=f"{_count(num_responses, 'response')}{prompts}{steps}, {active}, "
         f"median {lengths.median():,g}, longest {lengths.max():,}",
-        notes=tuple(_notes(rollouts, num_responses - int(is_response.sum()), microbatches, dp)),
+        notes=(
+            *_notes(rollouts, num_responses - int(is_response.sum()), split),
+            f"length_power has the exponent {exponent:g}: --exponent changes it.",
+        ),
         unit=unit,
         num_steps=num_steps,
+        exponent=exponent,
     )
 
 
-def _weights(plan: StepPlan, step: DataFrame) -> DataFrame:
+def _weights(plan: StepPlan, step: DataFrame, exponent: float) -> DataFrame:
     """Return for each sequence: its sample's length, 1 if it is the sample's first, its weights."""
-    length = plan.sample_tokens
+    length = plan.totals.sample_tokens
     assert length is not None
     sample = step["sample"] if "sample" in step else step.index.to_series()
     frame = step[["active_tokens"]].set_axis(["tokens"], axis="columns")
     frame.insert(0, "length", length)
     frame["responses"] = (~sample.duplicated() & (length > 0)).astype(float)
-    for name, mode in MODES.items():
-        if name != CUSTOM and (name != "prompt_mean" or "prompt" in step):
-            # Any divisor gives the same shares; this one is never below a response.
-            divisor = float(length.max()) if mode.divisor == "required" else None
-            weights = plan.under(Aggregation(name, divisor=divisor)).weights.numpy()
-            frame[name] = weights * frame["tokens"]
+    divisor = float(length.max())  # any gives the same shares; this one is never below a response
+    for mode in modes_of(plan):
+        other = plan.under(aggregation_of(mode.name, divisor, exponent))
+        frame[mode.name] = other.weights.numpy() * frame["tokens"]
     return frame
 
 
 def _groups(buckets: DataFrame) -> tuple[tuple[str, ...], ...]:
     groups: list[list[str]] = []
     for mode in (mode for mode in MODES if mode in buckets):
-        alike = (
-            group
-            for group in groups
-            if np.allclose(buckets[mode], buckets[group[0]], rtol=1e-9, atol=1e-12)
-        )
-        group = next(alike, None)
-        if group is None:
-            groups.append([mode])
+        for group in groups:
+            if np.allclose(buckets[mode], buckets[group[0]], rtol=1e-9, atol=1e-12):
+                group.append(mode)
+                break
         else:
-            group.append(mode)
+            groups.append([mode])
     return tuple(map(tuple, groups))
 
 
@@ -214,7 +273,7 @@ def _finding(buckets: DataFrame, unit: str) -> str:
     )
 
 
-def _notes(rollouts: Rollouts, masked: int, microbatches: int, dp: int) -> Iterator[str]:
+def _notes(rollouts: Rollouts, masked: int, split: Split) -> Iterator[str]:
     yield f"Read from {rollouts.source}."
     if rollouts.caveat:
         yield rollouts.caveat
@@ -231,7 +290,7 @@ def _notes(rollouts: Rollouts, masked: int, microbatches: int, dp: int) -> Itera
         yield "prompt_mean is missing: the file has no prompts."
     yield (
         "microbatch_token_mean depends on the parallelism: here the sequences are assigned in turn "
-        f"to {number_of(dp, 'rank')} x {number_of(microbatches, 'microbatch')}."
+        f"to {number_of(split.dp, 'rank')} x {number_of(split.microbatches, 'microbatch')}."
     )
 
 
@@ -250,9 +309,8 @@ def _edges(lengths: Any, highs: Sequence[int] | None) -> list[int]:
     if highs is not None:
         if highs[-1] < longest and len(highs) == MOST_BUCKETS:
             raise RolloutsError(
-                f"--buckets {','.join(map(str, highs))}: got {len(highs)} and a response of "
-                f"length {longest}, which needs one more, expected at most {MOST_BUCKETS} with "
-                f"it: give fewer, or end with {longest}"
+                f"--buckets {','.join(map(str, highs))}: got a response of length {longest}, which "
+                f"needs one more than {MOST_BUCKETS}: give fewer, or end with {longest}"
             )
         return [0, *highs, *([longest] if highs[-1] < longest else [])]
     if longest <= MOST_TIMES_THE_MEDIAN * lengths.median():

@@ -10,18 +10,10 @@ import importlib
 from typing import TYPE_CHECKING
 
 from megatron_lossagg.cpu.launch import launch
-from megatron_lossagg.cpu.stand_ins import (
-    STAND_INS,
-    CudaPresentError,
-    InstallOrderError,
-    StandIn,
-    install,
-)
+from megatron_lossagg.cpu.stand_ins import install
 
 if TYPE_CHECKING:
-    from megatron_lossagg.cpu.attention import ContextParallelAttention, UnsupportedModelError
     from megatron_lossagg.cpu.model import (
-        Shard,
         gpt_layer_spec,
         gpt_mtp_spec,
         initialize_weights,
@@ -29,13 +21,6 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "STAND_INS",
-    "ContextParallelAttention",
-    "CudaPresentError",
-    "InstallOrderError",
-    "Shard",
-    "StandIn",
-    "UnsupportedModelError",
     "gpt_layer_spec",
     "gpt_mtp_spec",
     "initialize_weights",
@@ -44,18 +29,8 @@ __all__ = [
     "named_shards",
 ]
 
-_NEEDS_MEGATRON = {
-    "ContextParallelAttention": "attention",
-    "UnsupportedModelError": "attention",
-    "Shard": "model",
-    "gpt_layer_spec": "model",
-    "gpt_mtp_spec": "model",
-    "initialize_weights": "model",
-    "named_shards": "model",
-}
-
 
 def __getattr__(name: str) -> object:
-    if name not in _NEEDS_MEGATRON:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_NEEDS_MEGATRON[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.model"), name)

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_lossagg.errors import LossAggregationError
 
@@ -35,23 +34,24 @@ class UnsupportedModelError(LossAggregationError, ValueError):
 class ContextParallelAttention(torch.nn.Module):
     """Causal attention with the keys and values of all context-parallel ranks.
 
-    Goes into the ``core_attention`` slot of ``SelfAttentionSubmodules``. A sequence padded to
-    a multiple of 2 CP is split into 2 CP chunks and rank r holds the chunks r and
-    2 CP - 1 - r, in that order. Keys and values are gathered in one collective; its
-    backward sums the ranks' gradients into the owner's (a reduce-scatter). Both are
-    ``megatron.core.tensor_parallel.mappings.gather_from_sequence_parallel_region``.
-    Queries stay, and see a gathered token of their own sequence at or before their own
-    position. No host sync.
+    Goes into the ``core_attention`` slot of ``SelfAttentionSubmodules``. A sequence padded to a
+    multiple of 2 CP is split into 2 CP chunks and rank r holds the chunks r and 2 CP - 1 - r, in
+    that order; if ``config.cp_partition_mode`` is ``contiguous``, rank r holds the r-th of CP equal
+    intervals, of the packed buffer or of each unpacked sequence. Keys and values are gathered in
+    one collective; its backward sums the ranks' gradients into the owner's (a reduce-scatter). Both
+    are ``megatron.core.tensor_parallel.mappings.gather_from_sequence_parallel_region``. Queries
+    stay, and see a gathered token of their own sequence at or before their own position. No host
+    sync.
 
-    The context-parallel size is ``config.context_parallel_size``; at 1 there is no
-    collective, for any groups. (Rotary embeddings read the size of the
-    *group* instead: such a model in a context-parallel job also wants a
-    ``pg_collection`` whose ``cp`` is a group of this rank alone.)
+    The context-parallel size is ``config.context_parallel_size``, or ``local_cp_size`` of a
+    microbatch's ``packed_seq_params``, with its ``cp_group``; at 1 there is no collective, for
+    any groups. (Rotary embeddings read the size of the *group* instead: such a model in a
+    context-parallel job also wants a ``pg_collection`` whose ``cp`` is a group of only this rank.)
 
-    Packed sequences (``qkv_format="thd"``) lie at ``cu_seqlens_q_padded``, or ``cu_seqlens_q``
-    where no padded offsets are given. Padding follows the sequence's tokens, which therefore
-    never see it. The mask is dense, one bool for each pair of a local and a gathered
-    token (T^2 / CP bytes, kept as long as its ``cu_seqlens``): for small models.
+    Packed sequences (``qkv_format="thd"``) lie at ``cu_seqlens_q_padded``, or ``cu_seqlens_q`` if
+    no padded offsets are given. Padding follows the sequence's tokens, which therefore never see
+    it. The mask is dense, one bool for each pair of a local and a gathered token (T^2 / CP bytes,
+    made anew by each layer): for small models.
 
     ``attention_mask`` is not read, as in Transformer Engine under a causal mask type.
     """
@@ -76,13 +76,12 @@ class ContextParallelAttention(torch.nn.Module):
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.cp_size: int = config.context_parallel_size
+        self.is_contiguous = getattr(config, "cp_partition_mode", "zigzag") == "contiguous"
         self.cp_group: Any = None
-        self.cp_rank = 0
         if self.cp_size > 1:
             # Megatron-Core 0.13 and 0.14 call the process groups model_comm_pgs.
             groups = pg_collection or model_comm_pgs
             self.cp_group = groups.cp if groups else parallel_state.get_context_parallel_group()
-            self.cp_rank = self.cp_group.rank()
             if self.cp_group.size() != self.cp_size:
                 raise UnsupportedModelError(
                     f"config.context_parallel_size is {self.cp_size}, the context-parallel group "
@@ -107,40 +106,56 @@ class ContextParallelAttention(torch.nn.Module):
         """
         del attention_mask
         self._check_call(attn_mask_type, attention_bias, packed_seq_params)
-        if self.cp_size > 1:
-            key, value = self._gather(key, value)
+        group = self._group(packed_seq_params)
+        if group is not None:
+            key, value = self._gather(key, value, group)
         num_repeats = query.size(-2) // key.size(-2)
         if num_repeats > 1:
             key, value = (x.repeat_interleave(num_repeats, dim=-2) for x in (key, value))
         packed = packed_seq_params is not None
         if packed:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-        mask_tk = self._mask(query, packed_seq_params)
+        mask_tk = self._mask(query, packed_seq_params, group)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         output = self._attend(query, key, value, mask_tk)
         output = output.permute(2, 0, 1, 3).flatten(2)
         return output.squeeze(1) if packed else output.contiguous()
 
-    def _gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _group(self, packed_seq_params: Any) -> Any:
+        """Return the context-parallel group of the microbatch, or the model's; None of one rank."""
+        size = getattr(packed_seq_params, "local_cp_size", None)
+        if size is None:
+            return self.cp_group
+        return packed_seq_params.cp_group if size > 1 else None
+
+    def _gather(self, key: Tensor, value: Tensor, group: Any) -> tuple[Tensor, Tensor]:
         both = tensor_parallel.gather_from_sequence_parallel_region(
-            torch.cat([key, value], dim=-1), group=self.cp_group
+            torch.cat([key, value], dim=-1), group=group
         )
         key, value = both.split([key.size(-1), value.size(-1)], dim=-1)
         return key, value
 
-    def _mask(self, query: Tensor, packed_seq_params: Any) -> Tensor | None:
+    def _mask(self, query: Tensor, packed_seq_params: Any, group: Any) -> Tensor | None:
         num_tokens = query.size(0)
+        cp_size, cp_rank = (1, 0) if group is None else (group.size(), group.rank())
         if packed_seq_params is not None:
             offset_S1 = packed_seq_params.cu_seqlens_q_padded
             if offset_S1 is None:
                 offset_S1 = packed_seq_params.cu_seqlens_q
-            return _cached_causal_mask(
-                offset_S1, num_tokens, self.cp_size, self.cp_rank, query.device
-            )
-        if self.cp_size == 1:
+        elif cp_size == 1:
             return None
-        offset_S1 = torch.tensor([0, num_tokens * self.cp_size])
-        return _causal_mask(offset_S1, num_tokens, self.cp_size, self.cp_rank, query.device)
+        else:
+            offset_S1 = torch.tensor([0, num_tokens * cp_size])
+        offset_S1 = offset_S1.reshape(-1)
+        if offset_S1.device.type == "cpu":
+            unit = 1 if self.is_contiguous else 2 * cp_size
+            _check_offsets(offset_S1, num_tokens, cp_size, unit)
+        offset_S1 = offset_S1.to(query.device)
+        if self.is_contiguous:
+            at = _contiguous_positions(offset_S1, num_tokens, cp_size, cp_rank)
+        else:
+            at = _zigzag_positions(offset_S1, num_tokens, cp_size)
+        return _causal_mask(*at, cp_rank)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask_tk: Tensor | None) -> Tensor:
         dropout = self.dropout if self.training else 0.0
@@ -174,10 +189,12 @@ class ContextParallelAttention(torch.nn.Module):
                 f"got packed_seq_params with qkv_format {packed_seq_params.qkv_format!r}, expected "
                 "'thd': pass packed_seq_params=None for sbhd"
             )
-        if getattr(packed_seq_params, "local_cp_size", None) is not None:
+        size = getattr(packed_seq_params, "local_cp_size", None)
+        group = getattr(packed_seq_params, "cp_group", None)
+        if size not in (None, 1) and (group is None or group.size() != size):
             raise UnsupportedModelError(
-                "got packed_seq_params.local_cp_size, a context-parallel size of the microbatch: "
-                "turn hybrid context parallelism off"
+                f"got packed_seq_params.local_cp_size {size} and cp_group {group}, expected a "
+                "context-parallel group of the microbatch of that size: give both or neither"
             )
 
 
@@ -202,33 +219,8 @@ def _check_mask_type(attn_mask_type: AttnMaskType) -> None:
         )
 
 
-# One entry per cu_seqlens tensor: all layers of a microbatch share its mask.
-_masks: Any = WeakIdKeyDictionary()
-
-
-def _cached_causal_mask(
-    offset_S1: Tensor, num_tokens: int, cp_size: int, cp_rank: int, device: torch.device
-) -> Tensor:
-    # A framework may fill one buffer for every microbatch: its version distinguishes them.
-    version = None if offset_S1.is_inference() else offset_S1._version
-    cache_key = (version, num_tokens, cp_size, cp_rank, device)
-    known = _masks.get(offset_S1)
-    if version is not None and known is not None and known[0] == cache_key:
-        cached: Tensor = known[1]
-        return cached
-    mask_tk = _causal_mask(offset_S1, num_tokens, cp_size, cp_rank, device)
-    _masks[offset_S1] = (cache_key, mask_tk)
-    return mask_tk
-
-
-def _causal_mask(
-    offset_S1: Tensor, num_tokens: int, cp_size: int, cp_rank: int, device: torch.device
-) -> Tensor:
+def _causal_mask(position_Ct: Tensor, start_t: Tensor, cp_rank: int) -> Tensor:
     """Mark the gathered tokens that each local token sees: bool [t, k], k = C t, ranks in order."""
-    offset_S1 = offset_S1.reshape(-1)
-    if offset_S1.device.type == "cpu":
-        _check_offsets(offset_S1, num_tokens, cp_size)
-    position_Ct, start_t = _zigzag_positions(offset_S1.to(device), num_tokens, cp_size)
     key_k = position_Ct.reshape(1, -1)
     return (start_t[:, None] <= key_k) & (key_k <= position_Ct[cp_rank][:, None])
 
@@ -253,13 +245,25 @@ def _zigzag_positions(offset_S1: Tensor, num_tokens: int, cp_size: int) -> tuple
     return torch.where(second_t, second_position_Ct, first_position_Ct), start_t
 
 
-def _check_offsets(offset_S1: Tensor, num_tokens: int, cp_size: int) -> None:
+def _contiguous_positions(
+    offset_S1: Tensor, num_tokens: int, cp_size: int, cp_rank: int
+) -> tuple[Tensor, Tensor]:
+    """Give the same where each rank holds one interval: [C, t], and of this rank's tokens [t].
+
+    Tokens past the last offset are one more sequence, as above.
+    """
+    position_Ct = torch.arange(cp_size * num_tokens, device=offset_S1.device).view(cp_size, -1)
+    sequence_t = torch.bucketize(position_Ct[cp_rank], offset_S1[1:].long(), right=True)
+    return position_Ct, offset_S1[sequence_t]
+
+
+def _check_offsets(offset_S1: Tensor, num_tokens: int, cp_size: int, unit: int) -> None:
     length_S = offset_S1.diff()
-    if cp_size > 1 and bool((length_S % (2 * cp_size)).any()):
+    if cp_size > 1 and bool((length_S % unit).any()):
         raise UnsupportedModelError(
             f"got sequences of {length_S.tolist()} tokens at context-parallel size "
             f"{cp_size}: pad every "
-            f"sequence to a multiple of {2 * cp_size} and pass cu_seqlens_q_padded"
+            f"sequence to a multiple of {unit} and pass cu_seqlens_q_padded"
         )
     if int(offset_S1[-1]) > num_tokens * cp_size:
         raise UnsupportedModelError(

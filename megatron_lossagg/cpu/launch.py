@@ -1,4 +1,4 @@
-"""Run a program on several processes of this machine, under torch's own launcher."""
+"""Run a program on processes of this machine: by itself, or on ranks under torch's launcher."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["launch", "tied"]
+__all__ = ["launch", "run_alone"]
 
 _AGENT, _TIED = (Path(__file__).with_name(name) for name in ("agent.py", "tied.py"))
 _MARK = "MEGATRON_LOSSAGG_LAUNCH"
@@ -28,17 +28,27 @@ def launch(
 ) -> subprocess.CompletedProcess[str]:
     """Run ``command`` on ``processes`` ranks over loopback and return what it printed.
 
-    ``command`` is a Python script with its arguments, or ``["-m", module, ...]``. ``env`` is
-    added to this process's environment; each rank gets one OpenMP thread unless it
-    sets another number. The rendezvous takes a free port of 127.0.0.1, so several launches can run
-    at once and no other machine reaches one. When one rank fails, ``torch.distributed.run`` ends
-    the others. After ``timeout`` seconds everything is killed and ``subprocess.TimeoutExpired``
-    raised, with the output so far. Nothing is left running in any case; on Linux not even where
-    this process, or the thread that called, is killed.
+    ``command`` is a Python script with its arguments, or ``["-m", module, ...]``. ``env`` is added
+    to this process's environment; each rank gets one OpenMP thread unless it sets another number.
+    The rendezvous takes a free port of 127.0.0.1, so several launches can run at once and no other
+    machine reaches one. When one rank fails, ``torch.distributed.run`` ends the others. After
+    ``timeout`` seconds everything is killed and ``subprocess.TimeoutExpired`` raised, with the
+    output so far. Nothing is left running in any case; on Linux not even if this process, or the
+    thread that called, is killed.
     """
-    mark = uuid.uuid4().hex
-    ranks = [sys.executable, "-u", *command]
-    arguments = tied([sys.executable, str(_AGENT), str(processes), *ranks])
+    agent = [str(_AGENT), str(processes), sys.executable, "-u", *command]
+    return run_alone(agent, timeout=timeout, env=env)
+
+
+def run_alone(
+    command: Sequence[str], *, timeout: float | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run ``command`` once, without a launcher, and end with it all that it starts.
+
+    Else as :func:`launch`: it may launch ranks itself.
+    """
+    mark = os.environ.get(_MARK, "") + uuid.uuid4().hex  # begins as that of who launched us
+    arguments = _tied([sys.executable, *command])
     process = subprocess.Popen(
         arguments,
         stdout=subprocess.PIPE,
@@ -60,7 +70,7 @@ def launch(
     return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
 
 
-def tied(command: Sequence[str]) -> list[str]:
+def _tied(command: Sequence[str]) -> list[str]:
     """Make a command that ends when this process, or the thread that starts it, does."""
     return [sys.executable, "-IS", str(_TIED), str(os.getpid()), *command]
 
@@ -85,11 +95,11 @@ def _kill(process: subprocess.Popen[str], mark: str) -> None:
 
 
 def _marked(mark: str) -> list[int]:
-    """Find the processes that inherited this launch's mark; Linux only, else none."""
+    """Find the processes whose mark begins as this launch's; Linux only, else none."""
     wanted = f"{_MARK}={mark}".encode()
     found = []
     for environ in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
-            if wanted in environ.read_bytes().split(b"\0"):
+            if b"\0" + wanted in b"\0" + environ.read_bytes():
                 found.append(int(environ.parent.name))
     return found

@@ -68,18 +68,10 @@ def gpt_layer_spec(config: Any, *, vp_stage: int | None = None, own_attention: b
 
     Pass it to ``GPTModel`` as ``transformer_layer_spec``. It covers this pipeline stage's
     layers (dense or mixture of experts, ``config.moe_layer_freq``) and the final norm, so
-    call it after ``initialize_model_parallel``, with ``vp_stage`` where the stages of an
+    call it after ``initialize_model_parallel``, with ``vp_stage`` if the stages of an
     interleaved pipeline differ. ``own_attention=False`` leaves Megatron-Core's own, for whole
     unpacked sequences. Source: ``gpt_layer_specs.get_gpt_decoder_block_spec``.
     """
-    if config.moe_grouped_gemm:
-        raise UnsupportedModelError(
-            "got moe_grouped_gemm=True, which needs CUDA kernels: set it to False"
-        )
-    if getattr(config, "use_kitchen", False):
-        raise UnsupportedModelError(
-            "got use_kitchen=True, which needs CUDA kernels: set it to False"
-        )
     spec = gpt_layer_specs.get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=False,
@@ -115,7 +107,7 @@ def use_own_modules(spec: Any) -> Any:
 
 
 def _replacements() -> dict[Any, Any]:
-    # The local spec takes Apex's fused norm where Apex is installed.
+    # The local spec takes Apex's fused norm if Apex is installed.
     norms = {WrappedTorchNorm, gpt_layer_specs.LNImpl}
     return {
         DotProductAttention: ContextParallelAttention,
@@ -199,11 +191,11 @@ def named_shards(chunks: Iterable[torch.nn.Module]) -> Iterator[Shard]:
 def initialize_weights(chunks: Iterable[torch.nn.Module], *, seed: int) -> None:
     """Overwrite the weights by ones that do not depend on the layout; no collective.
 
-    Every parameter's whole tensor is drawn in float64 from a generator seeded by (seed,
-    global name), sliced to this rank's piece and rounded to the parameter's dtype. Normal,
-    with ``config.init_method_std``, divided by sqrt(2 num_layers) where a layer adds to
-    the residual; the gains of norms have mean 1, biases are drawn too. Call it before
-    the optimizer is built: optimizers copy the weights.
+    Every parameter's whole tensor is drawn in float64 from a generator seeded by (seed, global
+    name), sliced to this rank's piece and rounded to the parameter's dtype. Normal, with
+    ``config.init_method_std``, divided by sqrt(2 num_layers) if a layer adds to the residual; the
+    gains of norms have mean 1, biases are drawn too. Call it before the optimizer is built:
+    optimizers copy the weights.
     """
     chunks = list(chunks)
     for shard in named_shards(chunks):

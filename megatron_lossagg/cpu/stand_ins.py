@@ -1,10 +1,9 @@
 """Stand-ins for what Megatron-Core takes from CUDA, so that it trains on a CPU with gloo.
 
-Megatron-Core asks CUDA for a device, a random state, streams and two host-side
-promises. Each of those names is replaced by one for the host; the table ``STAND_INS`` is
-all that is replaced. Nothing in it computes: schedules,
-distributed data parallelism, ``finalize_model_grads`` and the optimizers run as
-Megatron-Core ships them.
+Megatron-Core asks CUDA for a device, a random state, streams and synchronization. Each of those
+names is replaced by one for the CPU; the table ``STAND_INS`` is all that is replaced. Nothing in it
+computes: schedules, distributed data parallelism, ``finalize_model_grads`` and the optimizers run
+as Megatron-Core ships them.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ import functools
 import importlib
 import pkgutil
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,41 +23,23 @@ from megatron_lossagg.errors import LossAggregationError
 
 __all__ = [
     "STAND_INS",
-    "CudaPresentError",
-    "InstallOrderError",
-    "StandIn",
+    "Replacement",
+    "StandInError",
     "always",
     "install",
+    "instead",
     "replace",
     "replaced",
 ]
 
+Replacement = Callable[[Any], Any]
+"""Makes what stands in for a name from the original, None if there is none."""
+
 _CPU = torch.device("cpu")
 
 
-class CudaPresentError(LossAggregationError, RuntimeError):
-    """Stand-ins for CUDA were asked for on a machine that has CUDA."""
-
-
-class InstallOrderError(LossAggregationError, RuntimeError):
-    """Megatron-Core was imported before the stand-ins it binds at import."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StandIn:
-    """One replaced name."""
-
-    name: str
-    """Dotted path of what is replaced."""
-
-    replacement: str
-    """What answers in its place."""
-
-    needed_by: str
-    """A Megatron-Core symbol that does not run on a CPU without it."""
-
-    make: Callable[[Any], Any] = field(repr=False)
-    """Builds the replacement from the original, ``None`` where there is none."""
+class StandInError(LossAggregationError, RuntimeError):
+    """Stand-ins were asked for on a machine with CUDA, or after Megatron-Core had bound CUDA's."""
 
 
 class _CpuStream:
@@ -87,7 +67,7 @@ class _CpuStream:
 
 
 class _CpuGenerators:
-    """Answers every CUDA index with the host's random generator."""
+    """Answers every CUDA index with the CPU's random generator."""
 
     def __getitem__(self, index: object) -> torch.Generator:
         return torch.default_generator
@@ -146,7 +126,8 @@ def always(answer: Any) -> Callable[[Any], Callable[..., Any]]:
     return lambda original: lambda *args, **kwargs: answer
 
 
-def _instead(replacement: Any) -> Callable[[Any], Any]:
+def instead(replacement: Any) -> Callable[[Any], Any]:
+    """Make what stands in for a name whatever it was."""
     return lambda original: replacement
 
 
@@ -162,110 +143,40 @@ def _call_now(callback: Callable[[], None], **kwargs: object) -> None:
     callback()
 
 
-STAND_INS: tuple[StandIn, ...] = (
-    StandIn(
-        name="torch.cuda.current_device",
-        replacement="torch.device('cpu')",
-        needed_by="megatron.core.distributed.param_and_grad_buffer._ParamAndGradBuffer",
-        make=always(_CPU),
-    ),
-    StandIn(
-        name="torch.tensor",
-        replacement="itself, with device cuda read as cpu and without pinning",
-        needed_by="megatron.core.optimizer.clip_grads.get_grad_norm_fp32",
-        make=_on_cpu,
-    ),
-    StandIn(
-        name="torch.zeros",
-        replacement="itself, with device cuda read as cpu",
-        needed_by="megatron.core.pipeline_parallel.schedules.forward_backward_no_pipelining",
-        make=_on_cpu,
-    ),
-    StandIn(
-        name="torch.ones",
-        replacement="itself, with device cuda read as cpu",
-        needed_by="megatron.core.transformer.utils.get_default_causal_mask",
-        make=_on_cpu,
-    ),
-    StandIn(
-        name="torch.Tensor.cuda",
-        replacement="the tensor itself",
-        needed_by="megatron.core.tensor_parallel.data.broadcast_data",
-        make=_instead(lambda self, *args, **kwargs: self),
-    ),
-    StandIn(
-        name="torch.Tensor.type",
-        replacement="the name of the CUDA tensor type of the same dtype",
-        needed_by="megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params",
-        make=_cuda_type_name,
-    ),
-    StandIn(
-        name="torch.cuda.manual_seed",
-        replacement="seeds the host's generator",
-        needed_by="megatron.core.tensor_parallel.random.CudaRNGStatesTracker.add",
-        make=_instead(_cpu_manual_seed),
-    ),
-    StandIn(
-        name="torch.cuda.get_rng_state",
-        replacement="the state of the host's generator",
-        needed_by="megatron.core.tensor_parallel.random.CudaRNGStatesTracker.add",
-        make=_instead(_cpu_random_state),
-    ),
-    StandIn(
-        name="torch.cuda.random.get_rng_state",
-        replacement="the state of the host's generator",
-        needed_by="megatron.core.tensor_parallel.random.CudaRNGStatesTracker.fork",
-        make=_instead(_cpu_random_state),
-    ),
-    StandIn(
-        name="torch.cuda.default_generators",
-        replacement="the host's generator at every index",
-        needed_by="megatron.core.tensor_parallel.random._set_cuda_rng_state",
-        make=_instead(_CpuGenerators()),
-    ),
-    StandIn(
-        name="torch.cuda._lazy_call",
-        replacement="calls at once instead of waiting for CUDA to start",
-        needed_by="megatron.core.tensor_parallel.random._set_cuda_rng_state",
-        make=_instead(_call_now),
-    ),
-    StandIn(
-        name="torch.cuda.synchronize",
-        replacement="returns at once",
-        needed_by="megatron.core.pipeline_parallel.p2p_communication.P2PCommunicator",
-        make=always(None),
-    ),
-    StandIn(
-        name="torch.cuda.Stream",
-        replacement="a stream that has always finished",
-        needed_by="megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher",
-        make=_instead(_CpuStream),
-    ),
-    StandIn(
-        name="torch.cuda.current_stream",
-        replacement="a stream that has always finished",
-        needed_by="megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher",
-        make=always(_CpuStream()),
-    ),
-    StandIn(
-        name="torch.cuda.stream",
-        replacement="a context that changes nothing",
-        needed_by="megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher",
-        make=always(contextlib.nullcontext()),
-    ),
-    StandIn(
-        name="torch.distributed.all_to_all_single",
-        replacement="itself, with split sizes given as tensors read as lists",
-        needed_by="megatron.core.tensor_parallel.mappings.all_to_all",
-        make=_splits_as_lists,
-    ),
-    StandIn(
-        name="megatron.core.transformer.moe.moe_utils.te_general_gemm",
-        replacement="None where the import without Transformer Engine leaves the name undefined",
-        needed_by="megatron.core.transformer.moe.moe_utils.RouterGatingLinearFunction",
-        make=lambda original: original,
-    ),
-)
+# Above each name what does not run on a CPU without it.
+STAND_INS: dict[str, Replacement] = {
+    # megatron.core.distributed.param_and_grad_buffer._ParamAndGradBuffer
+    "torch.cuda.current_device": always(_CPU),
+    # megatron.core.optimizer.clip_grads.get_grad_norm_fp32
+    "torch.tensor": _on_cpu,
+    # megatron.core.pipeline_parallel.schedules.forward_backward_no_pipelining
+    "torch.zeros": _on_cpu,
+    # megatron.core.transformer.utils.get_default_causal_mask
+    "torch.ones": _on_cpu,
+    # megatron.core.tensor_parallel.data.broadcast_data
+    "torch.Tensor.cuda": instead(lambda self, *args, **kwargs: self),
+    # megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params
+    "torch.Tensor.type": _cuda_type_name,
+    # megatron.core.tensor_parallel.random.CudaRNGStatesTracker.add
+    "torch.cuda.manual_seed": instead(_cpu_manual_seed),
+    "torch.cuda.get_rng_state": instead(_cpu_random_state),
+    # megatron.core.tensor_parallel.random.CudaRNGStatesTracker.fork
+    "torch.cuda.random.get_rng_state": instead(_cpu_random_state),
+    # megatron.core.tensor_parallel.random._set_cuda_rng_state
+    "torch.cuda.default_generators": instead(_CpuGenerators()),
+    "torch.cuda._lazy_call": instead(_call_now),
+    # megatron.core.pipeline_parallel.p2p_communication.P2PCommunicator
+    "torch.cuda.synchronize": always(None),
+    # megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher
+    "torch.cuda.Stream": instead(_CpuStream),
+    "torch.cuda.current_stream": always(_CpuStream()),
+    "torch.cuda.stream": always(contextlib.nullcontext()),
+    # megatron.core.tensor_parallel.mappings.all_to_all
+    "torch.distributed.all_to_all_single": _splits_as_lists,
+    # megatron.core.transformer.moe.moe_utils.RouterGatingLinearFunction: an import without
+    # Transformer Engine leaves the name undefined, here it is None
+    "megatron.core.transformer.moe.moe_utils.te_general_gemm": lambda original: original,
+}
 
 _originals: dict[str, Any] = {}
 
@@ -273,33 +184,33 @@ _originals: dict[str, Any] = {}
 def install(*, allow_cuda: bool = False) -> None:
     """Replace every name in ``STAND_INS`` in this process, once; later calls do nothing.
 
-    Call it before anything imports Megatron-Core, which binds some of the names at
-    import; it imports Megatron-Core itself. Only a new process reverts it.
-    ``allow_cuda=True`` keeps a machine with CUDA on its CPU.
+    Call it before anything imports Megatron-Core, which binds some of the names at import; it
+    imports Megatron-Core itself. Only a new process reverts it. ``allow_cuda=True`` keeps a machine
+    with CUDA on its CPU.
     """
     if _originals:
         return
     if torch.cuda.is_available() and not allow_cuda:
-        raise CudaPresentError(
+        raise StandInError(
             f"torch.cuda is available ({torch.cuda.device_count()} devices), and the stand-ins are "
             "for machines without it: leave install() out to train on the GPU, or call "
             "install(allow_cuda=True) to stay on the CPU"
         )
     if "megatron.core" in sys.modules:
-        raise InstallOrderError(
+        raise StandInError(
             "megatron.core is imported already and has bound CUDA's own functions: call "
             "megatron_lossagg.cpu.install() before the first import of megatron"
         )
     replace(STAND_INS)
 
 
-def replace(stand_ins: Sequence[StandIn]) -> None:
+def replace(stand_ins: Mapping[str, Replacement]) -> None:
     """Replace the names of a table in this process."""
-    for stand_in in stand_ins:
-        owner_name, _, attribute = stand_in.name.rpartition(".")
+    for name, make in stand_ins.items():
+        owner_name, _, attribute = name.rpartition(".")
         owner = _owner(owner_name)
-        _originals[stand_in.name] = original = getattr(owner, attribute, None)
-        setattr(owner, attribute, stand_in.make(original))
+        _originals[name] = original = getattr(owner, attribute, None)
+        setattr(owner, attribute, make(original))
 
 
 def replaced() -> frozenset[str]:

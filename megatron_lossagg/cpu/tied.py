@@ -2,7 +2,7 @@
 
 ``python -IS tied.py PARENT COMMAND ...``: this process becomes the command, by exec. On Linux the
 kernel kills it when the thread that started it ends, by whatever signal; elsewhere nothing does.
-PARENT: process id of who started it. The standard library alone, so that it takes milliseconds.
+PARENT: process id of who started it. The standard library only, so that it takes milliseconds.
 """
 
 import ctypes

@@ -1,9 +1,9 @@
 """Stand-ins for what Megatron-LM's ``megatron.training`` takes from CUDA.
 
-Beyond those for Megatron-Core: a Megatron-LM checkout's scripts then train on a CPU with gloo,
-with the attention and the norms of this package, which know context and sequence parallelism.
-Nothing in the table computes but these. What Megatron-LM takes from CUDA kernels is
-turned off by its own flags, which ``docs/integrations/megatron-lm.md`` lists.
+Beyond those for Megatron-Core: a Megatron-LM checkout's scripts then train on a CPU with gloo, with
+the attention and the norms of this package, which know context and sequence parallelism. Nothing in
+the table computes but these. What Megatron-LM takes from CUDA kernels is turned off by its own
+flags, which ``docs/integrations/megatron-lm.md`` lists.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from megatron_lossagg.cpu.stand_ins import StandIn, always, install, replace, replaced
+from megatron_lossagg.cpu.stand_ins import Replacement, always, install, instead, replace, replaced
 from megatron_lossagg.errors import ContractError
 
 __all__ = ["TRAINING_STAND_INS", "install_training"]
@@ -75,6 +75,16 @@ def _indices(offsets: Any, num_tokens: int, cp_size: int, cp_rank: int) -> torch
     return torch.cat(positions)
 
 
+def _with_engine_for_packing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Answer yes for the version that a packing scheduler asks for, whose attention is ours."""
+
+    @functools.wraps(original)
+    def is_min_version(version: str, *args: Any, **kwargs: Any) -> Any:
+        return version == "2.9.0" or original(version, *args, **kwargs)
+
+    return is_min_version
+
+
 def _with_indices(original: Callable[..., Any]) -> Callable[..., Any]:
     """Let a function of ``megatron.core.utils`` find Transformer Engine's indices."""
     from megatron.core import utils
@@ -119,86 +129,38 @@ _PROPERTIES = types.SimpleNamespace(
     major=8, minor=0, name="cpu", total_memory=0, multi_processor_count=1
 )
 
-TRAINING_STAND_INS: tuple[StandIn, ...] = (
-    StandIn(
-        name="torch.cuda.device_count",
-        replacement="1",
-        needed_by="megatron.training.initialize._set_random_seed",
-        make=always(1),
-    ),
-    StandIn(
-        name="torch.cuda.is_available",
-        replacement="False, whatever the device count is",
-        needed_by="torch.utils.data.DataLoader(pin_memory=True), where NVML counts devices",
-        make=always(False),
-    ),
-    StandIn(
-        name="torch.cuda.set_device",
-        replacement="returns at once",
-        needed_by="megatron.training.initialize._initialize_distributed",
-        make=always(None),
-    ),
-    StandIn(
-        name="torch.cuda.get_device_properties",
-        replacement="compute capability 8.0",
-        needed_by="megatron.training.utils.get_device_arch_version",
-        make=always(_PROPERTIES),
-    ),
-    StandIn(
-        name="megatron.training.training.initialize_megatron",
-        replacement="itself, with allow_no_cuda=True",
-        needed_by="megatron.training.training.pretrain",
-        make=_with_keywords(allow_no_cuda=True),
-    ),
-    StandIn(
-        name="megatron.training.training.set_jit_fusion_options",
-        replacement="returns at once: it warms up CUDA kernels",
-        needed_by="megatron.training.training.pretrain",
-        make=always(None),
-    ),
-    StandIn(
-        name="megatron.legacy.fused_kernels.load",
-        replacement="returns at once: it builds CUDA kernels; until 0.16",
-        needed_by="megatron.training.initialize._compile_dependencies",
-        make=always(None),
-    ),
-    StandIn(
-        name="megatron.training.arguments.core_transformer_config_from_args",
-        replacement="itself, with deallocate_pipeline_outputs=False: gloo still reads them",
-        needed_by="megatron.core.pipeline_parallel.schedules.deallocate_output_tensor",
-        make=_keep_pipeline_outputs,
-    ),
-    StandIn(
-        name="megatron.core.utils.get_thd_batch_on_this_cp_rank",
-        replacement="itself, with indices of its own for Transformer Engine's",
-        needed_by="pretrain_gpt.get_batch: packed sequences, context parallelism; until 0.18",
-        make=_with_padded_offsets,
-    ),
-    StandIn(
-        name="megatron.core.utils._get_batch_on_this_cp_rank_per_document_balancing",
-        replacement="itself, with indices of its own for Transformer Engine's",
-        needed_by="pretrain_gpt.get_batch: packed sequences, context parallelism; from 0.19 on",
-        make=_with_indices,
-    ),
-    StandIn(
-        name="megatron.core.models.common.embeddings.rope_utils._apply_rotary_pos_emb_thd",
-        replacement="itself, with the offsets of a batch of one pack read as one list",
-        needed_by="pretrain_gpt.get_batch: packed data with RoPE, whose fused kernel needs CUDA",
-        make=_of_flat_offsets,
-    ),
-    StandIn(
-        name="megatron.core.transformer.transformer_block._get_block_submodules",
-        replacement="itself, with the package's attention and norms in the spec",
-        needed_by="context parallelism, packed sequences, sequence parallelism",
-        make=_own_modules,
-    ),
-    StandIn(
-        name="megatron.core.transformer.multi_token_prediction._get_mtp_block_submodules",
-        replacement="itself, with the package's attention and norms in the spec",
-        needed_by="context parallelism, packed sequences, sequence parallelism",
-        make=_own_modules,
-    ),
-)
+TRAINING_STAND_INS: dict[str, Replacement] = {
+    # megatron.training.initialize._set_random_seed
+    "torch.cuda.device_count": always(1),
+    # torch.utils.data.DataLoader(pin_memory=True), where NVML counts devices
+    "torch.cuda.is_available": always(False),
+    # megatron.training.initialize._initialize_distributed
+    "torch.cuda.set_device": always(None),
+    # megatron.training.utils.get_device_arch_version
+    "torch.cuda.get_device_properties": always(_PROPERTIES),
+    # megatron.training.training.pretrain
+    "megatron.training.training.initialize_megatron": _with_keywords(allow_no_cuda=True),
+    "megatron.training.training.set_jit_fusion_options": always(None),
+    # megatron.training.initialize._compile_dependencies
+    "megatron.legacy.fused_kernels.load": always(None),
+    # megatron.core.pipeline_parallel.schedules.deallocate_output_tensor
+    "megatron.training.arguments.core_transformer_config_from_args": _keep_pipeline_outputs,
+    # pretrain_gpt.get_batch: packed sequences, context parallelism; until 0.18
+    "megatron.core.utils.get_thd_batch_on_this_cp_rank": _with_padded_offsets,
+    # pretrain_gpt.get_batch: packed sequences, context parallelism; from 0.19 on
+    "megatron.core.utils._get_batch_on_this_cp_rank_per_document_balancing": _with_indices,
+    # pretrain_gpt.get_batch with a packing scheduler, context parallelism; dev
+    "megatron.core.datasets.data_schedule_utils.get_thd_partitioned_indices": instead(_indices),
+    # TransformerConfig with a packing scheduler, which asks for Transformer Engine 2.9; dev
+    "megatron.core.transformer.transformer_config.is_te_min_version": _with_engine_for_packing,
+    # megatron.core.pipeline_parallel.p2p_communication.P2PCommunicator; dev
+    "torch.cuda.is_current_stream_capturing": always(False),
+    # pretrain_gpt.get_batch: packed data with RoPE, whose fused kernel needs CUDA
+    "megatron.core.models.common.embeddings.rope_utils._apply_rotary_pos_emb_thd": _of_flat_offsets,
+    # context parallelism, packed sequences, sequence parallelism
+    "megatron.core.transformer.transformer_block._get_block_submodules": _own_modules,
+    "megatron.core.transformer.multi_token_prediction._get_mtp_block_submodules": _own_modules,
+}
 
 
 def install_training() -> None:
@@ -206,11 +168,11 @@ def install_training() -> None:
 
     Call it before anything imports Megatron; later calls do nothing. ``megatron`` must lead to a
     Megatron-LM checkout: run from its folder or with it on the path. Raises
-    :class:`ContractError` where it does not, before anything is replaced.
+    :class:`ContractError` if it does not, before anything is replaced.
     """
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes most of a short run
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # asked for by Megatron-LM
-    if TRAINING_STAND_INS[0].name in replaced():
+    if "torch.cuda.device_count" in replaced():
         return
     found = None
     with contextlib.suppress(ModuleNotFoundError):  # no megatron at all
@@ -225,7 +187,7 @@ def install_training() -> None:
     importlib.import_module("megatron.training.training")
     for name in absent:
         del sys.modules[name]
-    replace([stand_in for stand_in in TRAINING_STAND_INS if _exists(stand_in.name)])
+    replace({name: make for name, make in TRAINING_STAND_INS.items() if _exists(name)})
     # Here the two states that it compares are one: it would warn for every weight matrix.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_is_not_of_random_states)
 

@@ -33,18 +33,18 @@ import numpy.typing as npt
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron_lossagg.aggregation import CUSTOM, Aggregation
+from megatron_lossagg.aggregation import CUSTOM, Aggregation, require_mask_count
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
 from megatron_lossagg.exchange import Exchange
 from megatron_lossagg.flags import add_loss_aggregation_args, aggregation_from_args
 from megatron_lossagg.options import EmptyStep, Options
 from megatron_lossagg.plan import StepPlan, plan_step
-from megatron_lossagg.sequences import Ids, Sequences
+from megatron_lossagg.sequences import Sequences
 
 __all__ = [
     "REDUCER",
-    "Framework",
     "FrameworkStep",
+    "Hooks",
     "check_set_up",
     "is_ours",
     "log_carried",
@@ -66,7 +66,7 @@ _REMEDIES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Framework:
+class Hooks:
     """Where a framework takes our functions, and how its users write arguments."""
 
     name: str
@@ -96,9 +96,7 @@ class FrameworkStep:
     """M."""
 
 
-def check_set_up(
-    args: Any, framework: Framework, *, is_carried: bool | None = None
-) -> Aggregation | None:
+def check_set_up(args: Any, hooks: Hooks, *, is_carried: bool | None = None) -> Aggregation | None:
     """Read the framework's arguments and refuse those that would silently train another loss.
 
     ``is_carried``: whether ``carry_weights`` runs; None: what the arguments say. Returns the
@@ -106,18 +104,26 @@ def check_set_up(
     that contradict each other or are not called, and :class:`AggregationError` for arguments
     that are misspelled, contradict each other or would be ignored. No collective, no host sync.
     """
-    _check_names(args, framework)
+    _check_names(args, hooks)
+    options = Options.from_args(args)
+    if options.record is not None or options.shadow:
+        raise AggregationError(
+            f"got loss_aggregation_record or loss_aggregation_shadow, which {hooks.name} has no "
+            "place for, expected neither: drop it"
+        )
     aggregation = aggregation_from_args(args)
-    carry = getattr(args, framework.carry_argument, None)
+    if aggregation is not None:
+        require_mask_count(aggregation, hooks.name)
+    carry = getattr(args, hooks.carry_argument, None)
     reducer = getattr(args, REDUCER, None)
     if is_carried is None:
-        is_carried = carry == framework.carry_path
+        is_carried = carry == hooks.carry_path
     if is_carried:
-        _check_carried(args, aggregation, framework)
+        _check_carried(args, aggregation, hooks)
     elif aggregation is not None and not carry:
         raise ContractError(
             f"got loss_aggregation ({aggregation}) and nothing that reads it: set "
-            f"{framework.carry_argument} to {framework.carry_path}, or drop loss_aggregation"
+            f"{hooks.carry_argument} to {hooks.carry_path}, or drop loss_aggregation"
         )
     if is_ours(reducer):
         resolve_name(str(reducer))  # an invalid divisor fails here, at startup
@@ -125,22 +131,22 @@ def check_set_up(
     if is_ours(reducer) and loss_type != "policy_loss":
         raise ContractError(
             f"got {REDUCER} {reducer} with --loss-type {loss_type}, expected policy_loss: "
-            f"{framework.name} calls the reducer for no other loss, which would keep "
-            f"{framework.name}'s mean. Carry the weights instead: set loss_aggregation and "
-            f"{framework.carry_argument} {framework.carry_path}, and drop {REDUCER}"
+            f"{hooks.name} calls the reducer for no other loss, which would keep "
+            f"{hooks.name}'s mean. Carry the weights instead: set loss_aggregation and "
+            f"{hooks.carry_argument} {hooks.carry_path}, and drop {REDUCER}"
         )
     if (is_carried or is_ours(reducer)) and getattr(args, "calculate_per_token_loss", False):
         raise ContractError(
             f"got --calculate-per-token-loss, expected the average loss scaling: with it "
-            f"{framework.name} ignores every denominator and divides by all tokens. Drop that flag"
+            f"{hooks.name} ignores every denominator and divides by all tokens. Drop that flag"
         )
     return aggregation
 
 
-def _check_names(args: Any, framework: Framework) -> None:
+def _check_names(args: Any, hooks: Hooks) -> None:
     """Refuse what the file of --custom-config-path sets without any effect: it takes any name."""
     flags = vars(add_loss_aggregation_args(argparse.ArgumentParser()).parse_args([]))
-    hooks = (framework.carry_argument, _INIT, REDUCER)
+    called = (hooks.carry_argument, _INIT, REDUCER)
     for name, value in vars(args).items():
         is_like_ours = name.replace("-", "_").lower().startswith(("loss_ag", "lossag"))
         if is_like_ours and name not in flags:
@@ -148,23 +154,23 @@ def _check_names(args: Any, framework: Framework) -> None:
                 f"got {name}: {value!r}, which nothing reads, expected one of {', '.join(flags)}: "
                 "correct the name"
             )
-        if is_ours(value) and name not in hooks:
+        if is_ours(value) and name not in called:
             raise ContractError(
-                f"got {name} {value}, which {framework.name} does not call, expected one of "
-                f"{', '.join(hooks)}: correct the name"
+                f"got {name} {value}, which {hooks.name} does not call, expected one of "
+                f"{', '.join(called)}: correct the name"
             )
 
 
-def _check_carried(args: Any, aggregation: Aggregation | None, framework: Framework) -> None:
+def _check_carried(args: Any, aggregation: Aggregation | None, hooks: Hooks) -> None:
     reducer = getattr(args, REDUCER, None)
     if aggregation is None:
         raise AggregationError(
-            f"got {framework.carry_argument} and no loss_aggregation, expected the mode to carry: "
-            f"set loss_aggregation in the file of --custom-config-path. {framework.about_flags}"
+            f"got {hooks.carry_argument} and no loss_aggregation, expected the mode to carry: "
+            f"set loss_aggregation in the file of --custom-config-path. {hooks.about_flags}"
         )
     if reducer is not None:
         raise ContractError(
-            f"got {REDUCER} {reducer} alongside {framework.carry_argument}, expected one of them: "
+            f"got {REDUCER} {reducer} alongside {hooks.carry_argument}, expected one of them: "
             f"the reducer would replace the carried weights in the policy loss. Drop {REDUCER}"
         )
     if aggregation.mode == CUSTOM:
@@ -176,7 +182,7 @@ def _check_carried(args: Any, aggregation: Aggregation | None, framework: Framew
     if getattr(args, "loss_aggregation_probe", None) is not None:
         raise AggregationError(
             f"got loss_aggregation_probe {args.loss_aggregation_probe}, expected none: "
-            f"{framework.name} compensates for Megatron itself and nothing is measured. Drop it"
+            f"{hooks.name} compensates for Megatron itself and nothing is measured. Drop it"
         )
 
 
@@ -186,7 +192,7 @@ def rollout_mask_sums(
     *,
     active_tokens: Sequence[int],
     sample: Sequence[int],
-    prompt: Sequence[int] | Sequence[str] | None = None,
+    prompt: Sequence[int] | None = None,
     samples_per_prompt: int | None = None,
     dropped: Sequence[int] = (),
     group: ProcessGroup | None = None,
@@ -209,7 +215,7 @@ def rollout_mask_sums(
             Sequences(
                 active_tokens=[active_tokens[sequence] for sequence in step.sequences],
                 sample=[sample[sequence] for sequence in step.sequences],
-                prompt=_at(prompt, step.sequences),
+                prompt=None if prompt is None else [prompt[s] for s in step.sequences],
                 microbatch=step.microbatch,
                 num_microbatches=step.num_microbatches,
                 samples_per_prompt=check,
@@ -227,7 +233,10 @@ def rollout_mask_sums(
         except PlanError as error:  # of this rank's sequences: the others may have none
             fault = str(error)
         num_prompts += plan.totals.prompts or 0
-    _raise_on_all(fault, Exchange(group))
+    exchange = Exchange(group)
+    for rank, of_rank in enumerate(exchange.messages(fault)):
+        if of_rank:
+            raise PlanError(f"{exchange.name(rank)}: {of_rank}")
     if prompt is not None and (len(steps) > 1 or dropped):
         sequences = [sequence for step in steps for sequence in step.sequences]
         whole = plan_of(FrameworkStep(sequences=sequences, rollouts=1), None).totals.prompts or 0
@@ -240,10 +249,6 @@ def rollout_mask_sums(
                 "--global-batch-size a multiple of --n-samples-per-prompt"
             )
     return d_S
-
-
-def _at(ids: Sequence[int] | Sequence[str] | None, sequences: Sequence[int]) -> Ids | None:
-    return None if ids is None else [ids[sequence] for sequence in sequences]  # type: ignore[return-value]
 
 
 def _of_plan(plan: StepPlan, rollouts: int) -> _Floats:
@@ -270,43 +275,36 @@ def _of_plan(plan: StepPlan, rollouts: int) -> _Floats:
     return d_S
 
 
-def _raise_on_all(fault: str, exchange: Exchange) -> None:
-    """Raise the first rank's fault on every rank; one all-gather."""
-    for rank, text in enumerate(exchange.messages(fault)):
-        if text:
-            raise PlanError(f"{exchange.name(rank)}: {text}")
-
-
 @cache
-def log_carried(framework: Framework, aggregation: Aggregation) -> None:
+def log_carried(hooks: Hooks, aggregation: Aggregation) -> None:
     """Log on rank 0 that weights were carried; ``cache`` keeps it to once per process."""
     _log(
         "megatron_lossagg trains %s, carried to %s as rollout_mask_sums = 1 / (w_s G): for the "
         "policy loss, entropy, KL and the logged metrics alike",
         aggregation,
-        framework.name,
+        hooks.name,
     )
 
 
-def log_set_up(args: Any, framework: Framework, aggregation: Aggregation | None) -> None:
+def log_set_up(args: Any, hooks: Hooks, aggregation: Aggregation | None) -> None:
     """Log on rank 0 what the arguments ask for: nothing is carried yet."""
     reducer = getattr(args, REDUCER, None)
     if is_ours(reducer):
         _log(
             "megatron_lossagg: %s is to divide its policy loss by the constant of %s; KL, entropy "
             "and the logged metrics keep %s's mean",
-            framework.name,
+            hooks.name,
             reducer,
-            framework.name,
+            hooks.name,
         )
     elif aggregation is not None:
         _log(
             "megatron_lossagg: %s is to train %s by %s %s; the line 'megatron_lossagg trains' "
             "follows when the weights of the first batch are carried",
-            framework.name,
+            hooks.name,
             aggregation,
-            framework.carry_argument,
-            getattr(args, framework.carry_argument, None),
+            hooks.carry_argument,
+            getattr(args, hooks.carry_argument, None),
         )
 
 

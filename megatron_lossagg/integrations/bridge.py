@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration, rebind
 from megatron_lossagg.megatron_options import check_options
 from megatron_lossagg.options import Options
@@ -23,6 +24,10 @@ __all__ = ["BridgeIntegration", "install"]
 class BridgeIntegration(PretrainIntegration):
     """Megatron-Bridge's text data; each packed sequence is split over context-parallel ranks."""
 
+    def __init__(self) -> None:
+        self._state: Any = None
+        """Bridge's ``GlobalState``, if its forward_step asks for it."""
+
     def applies(self, call: Mapping[str, Any]) -> bool:
         """Refuse, on every rank and before the first step, another CP for evaluation.
 
@@ -30,34 +35,39 @@ class BridgeIntegration(PretrainIntegration):
         nothing of it, and ``Frozen.check`` then stops the first evaluation.
         """
         bound = getattr(call["forward_step_func"], "args", ())
-        config = getattr(bound[0], "cfg", None) if bound else None
+        state: Any = next(iter(bound), None)
+        config = getattr(state, "cfg", None)
         if config is not None:
+            self._state = state
             cp_size = config.model.context_parallel_size
             check_options("Bridge's dist config", config.dist, cp_size=cp_size)
         return super().applies(call)
 
-    def _check_split(self) -> None:
-        """Refuse nothing: what splits a pack otherwise is in the model's config."""
+    def iteration(self) -> int | None:
+        """Number the step as Bridge's log does: ``train_state.step`` counts finished steps."""
+        train_state = getattr(self._state, "train_state", None)
+        return None if train_state is None else train_state.step + 1
+
+    def _padded(self, found: MicrobatchSequences) -> MicrobatchSequences:
+        """Add nothing: Bridge at 067f987d pads no pack after it was read."""
+        return found
 
 
 def install(
-    aggregation: Aggregation,
+    aggregation: Aggregation | None,
     *,
     options: Options | None = None,
     integration: Integration | None = None,
 ) -> ScheduleHook:
     """Rebind Megatron-Bridge's schedules in this process; return the hook, which counts its steps.
 
-    ``integration``: by default :class:`BridgeIntegration`; a loss with more terms (distillation) is
+    ``aggregation``: None trains stock and reports ``options.shadow`` only. ``integration``: by
+    default :class:`BridgeIntegration`; a loss with more terms (distillation) is
     refused in the step that has them, an output that is a tuple in the first one. Raises
     :class:`ContractError` where Bridge is not there, and what
     :class:`~megatron_lossagg.schedule.ScheduleHook` raises: ``prompt_mean``, for there are no
     prompt ids.
     """
-    hook = ScheduleHook(
-        aggregation,
-        integration or BridgeIntegration(),
-        options=options,
-    )
+    hook = ScheduleHook(aggregation, integration or BridgeIntegration(), options=options)
     modules = ["megatron.bridge.training.train", "megatron.bridge.training.eval"]
     return rebind(hook, modules, "Megatron-Bridge")

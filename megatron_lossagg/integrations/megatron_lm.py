@@ -11,8 +11,11 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import numpy as np
@@ -33,6 +36,7 @@ __all__ = [
     "rebind",
     "report_if_unused",
     "to_numpy",
+    "with_weights",
 ]
 
 _HOOK = "get_forward_backward_func"
@@ -50,72 +54,97 @@ class PretrainIntegration(Integration):
     """``pretrain_gpt.py``, packed or not, and scripts that share its data and its loss.
 
     A sequence is a packed conversation where the data has ``cu_seqlens``, else an entry of the
-    batch. The loss is a masked sum of per-token losses whose mask is the first argument of a
+    batch. A packing scheduler's microbatches (``dp_balanced``) are counted as it has packed them.
+    The loss is a masked sum of per-token losses whose mask is the first argument of a
     ``functools.partial``; each training microbatch is compared with that, so that a loss with more
     terms is refused and not dropped. A ``loss_func`` or a model whose output is a tuple is refused.
+
+    Under ``count="weights"`` the data's ``loss_mask`` is each token's weight, and a token with one
+    above 0 is active. Otherwise a fraction in it is refused.
     """
+
+    gives_token_weights = True
+    weighs_tokens = False
+    """Whether the aggregation counts token weights."""
+
+    def prepare(self, aggregations: Sequence[Aggregation]) -> None:
+        """Note what ``loss_mask`` means."""
+        self.weighs_tokens = any(one.count == "weights" for one in aggregations)
 
     def sequences(self, data: Any) -> MicrobatchSequences:
         """Count the mask of each sequence; ``data`` is the dict of Megatron-LM's data sets."""
         if not isinstance(data, Mapping) or data.get("loss_mask") is None:
-            raise ContractError(
-                f"got {type(data).__name__} from the data iterator, expected Megatron-LM's dict "
-                "with loss_mask: the data of this script is not known here"
-            )
-        mask = to_numpy(data["loss_mask"])
+            found = type(data).__name__
+            raise _unknown(found, "the data iterator", "Megatron-LM's dict with loss_mask")
+        mask = np.atleast_2d(to_numpy(data["loss_mask"]))  # a packing scheduler's has no batch
         if all(data.get(name) is None for name, _ in _PACKED_AT):
             start_G = np.arange(len(mask)) * mask.shape[1]
-            return count_segments(start_G, np.zeros(len(mask)), mask.ravel())
-        self._check_split()
-        return _packed_sequences(data, mask)
+            counted = count_segments(start_G, np.zeros(len(mask)), mask.ravel())
+        else:
+            counted = self._padded(_packed_sequences(data, mask))
+        return with_weights(counted, mask.ravel()) if self.weighs_tokens else counted
 
-    def _check_split(self) -> None:
-        """Refuse what only the script's arguments say about how packed sequences are split."""
+    def _padded(self, found: MicrobatchSequences) -> MicrobatchSequences:
+        """Add the tail with which Megatron-LM pads a pack after it was read.
+
+        Refuses what only the script's arguments say about how packed sequences are split.
+        """
         from megatron.training import get_args
 
         args = get_args()
         check_options("script arguments", args, cp_size=args.context_parallel_size)
+        if getattr(args, "pad_packed_seq_alignment", None) is None:
+            return found
+        return _with_tail(found, args)
+
+    def iteration(self) -> int | None:
+        """Number the step as Megatron-LM's log does: ``curr_iteration`` counts finished steps."""
+        from megatron.training import get_args
+
+        finished = getattr(get_args(), "curr_iteration", None)
+        return None if finished is None else finished + 1
 
     def loss(self, loss_func: Callable[..., Any], output: Tensor) -> FrameworkLoss:
         """Take the mask out of ``partial(loss_func, loss_mask, ...)``; the output is the losses."""
         given = loss_func.args if isinstance(loss_func, functools.partial) else ()
         mask = next(iter(given), None)
         if not isinstance(output, Tensor):
-            raise ContractError(
-                f"got a {type(output).__name__} from forward_step, expected one tensor of "
-                "per-token losses, as in pretrain_gpt.py: this script's loss is not known here; "
-                "train it without --loss-aggregation"
-            )
+            found = f"a {type(output).__name__}"
+            raise _unknown(found, "forward_step", "one tensor of per-token losses")
         if not isinstance(mask, Tensor) or mask.numel() != output.numel():
-            raise ContractError(
-                f"got {loss_func!r} from forward_step, expected functools.partial(loss_func, "
-                "loss_mask, ...) with one mask value per loss, as in pretrain_gpt.py: this "
-                "script's loss is not known here"
-            )
+            expected = "functools.partial(loss_func, loss_mask, ...) with one mask value per loss"
+            raise _unknown(repr(loss_func), "forward_step", expected)
         returned = loss_func(output)
         theirs = returned[0] if isinstance(returned, tuple) and len(returned) > 1 else None
         if not (isinstance(theirs, Tensor) and theirs.numel() == 1):
-            raise ContractError(
-                f"got {returned!r} from loss_func, expected a tuple of the masked sum, counts and "
-                "a report, as in pretrain_gpt.py: this script's loss is not known here"
-            )
+            expected = "a tuple of the masked sum, counts and a report"
+            raise _unknown(repr(returned), "loss_func", expected)
         return FrameworkLoss(
             losses=output.reshape(-1),
-            mask=mask.reshape(-1),
+            mask=(mask.reshape(-1) != 0) if self.weighs_tokens else mask.reshape(-1),
+            token_weights=mask.reshape(-1) if self.weighs_tokens else None,
             report=returned[-1],
             masked_sum=theirs.reshape(()),
         )
 
 
+def _unknown(found: str, source: str, expected: str) -> ContractError:
+    return ContractError(
+        f"got {found} from {source}, expected {expected}, as in pretrain_gpt.py: the data or the "
+        "loss of this script is not known here; train it without the flags of --loss-aggregation"
+    )
+
+
 def install(
-    aggregation: Aggregation,
+    aggregation: Aggregation | None,
     *,
     options: Options | None = None,
     integration: Integration | None = None,
 ) -> ScheduleHook:
     """Rebind Megatron-LM's schedule in this process; return the hook, which counts its steps.
 
-    Call it before ``pretrain``, with ``megatron.training`` on the path. ``integration``: by default
+    ``aggregation``: None trains stock and reports ``options.shadow`` only. Call it before
+    ``pretrain``, with ``megatron.training`` on the path. ``integration``: by default
     :class:`PretrainIntegration`. Raises :class:`ContractError` where ``megatron.training.training``
     has no such name, and what :class:`~megatron_lossagg.schedule.ScheduleHook` raises.
     """
@@ -181,7 +210,7 @@ def report_if_unused(hook: ScheduleHook, framework: str) -> None:
             "installed after it began"
         )
         print(
-            f"lossagg: no step reached --loss-aggregation {hook.aggregation}: {why}",
+            f"lossagg: no step reached {hook.flag}: {why}",
             file=sys.stderr,
         )
 
@@ -224,6 +253,39 @@ def _packed_sequences(data: Any, mask_BP: npt.NDArray[Any]) -> MicrobatchSequenc
     return count_segments(start_BG[is_segment_BG], is_padding_BG[is_segment_BG], mask_BP.ravel())
 
 
+def _with_tail(found: MicrobatchSequences, args: Any) -> MicrobatchSequences:
+    """Add the tail of ``pad_packed_seq_alignment``: each rank's part is padded to a length.
+
+    The tail's mask is 0. It is a sequence of its own, or (``extend_last``) a part of the last one.
+    Source: Megatron-LM (dev d48bd6be0a) ``get_batch_on_this_rank_for_sequence_packing`` and
+    ``pad_sequence_for_thd``.
+    """
+    from megatron.core.packed_seq_params import (
+        get_thd_padding_kwargs,
+        resolve_thd_tail_padding_policy,
+    )
+
+    alignment, length_here, _ = get_thd_padding_kwargs(
+        args.pad_packed_seq_alignment,
+        args.max_seqlen_per_dp_cp_rank,
+        args.thd_max_packed_sequences,
+        args.cuda_graph_impl != "none",
+    )
+    cp_size = args.context_parallel_size
+    length_G = np.array(found.lengths)
+    if length_here is None:
+        length_here = -(-int(length_G.sum()) // (cp_size * alignment)) * alignment
+    tail = max(cp_size * length_here - int(length_G.sum()), 0)  # a longer pack fails in Megatron-LM
+    if resolve_thd_tail_padding_policy(args) == "extend_last":
+        length_G[-1] += tail
+        return replace(found, lengths=length_G)
+    return MicrobatchSequences(
+        active_tokens=np.append(np.asarray(found.active_tokens), 0),
+        lengths=np.append(length_G, tail),
+        is_padding=np.append(np.asarray(found.is_padding), 1),
+    )
+
+
 def count_segments(
     start_G: npt.ArrayLike, is_padding_G: npt.ArrayLike, mask_P: npt.NDArray[Any]
 ) -> MicrobatchSequences:
@@ -235,6 +297,14 @@ def count_segments(
         lengths=np.diff(offset_G1),
         is_padding=np.asarray(is_padding_G, dtype=np.int64),
     )
+
+
+def with_weights(counted: MicrobatchSequences, weight_P: npt.NDArray[Any]) -> MicrobatchSequences:
+    """Add the sum of each segment's token weights, rounded once, so that padding changes no bit."""
+    ends = np.cumsum(np.asarray(counted.lengths)).tolist()
+    weights = weight_P.astype(np.float64).tolist()
+    sums = [math.fsum(weights[begin:end]) for begin, end in pairwise([0, *ends])]
+    return replace(counted, token_weight_sums=sums)
 
 
 def to_numpy(values: Tensor) -> npt.NDArray[Any]:

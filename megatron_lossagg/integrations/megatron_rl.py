@@ -1,9 +1,10 @@
-"""``train_rl.py`` of Megatron-LM, core_v0.16 and 0.17: its turns, rollouts and groups.
+"""``train_rl.py`` of Megatron-LM, from core_v0.16 on: its turns, rollouts and groups.
 
-A sequence is a turn of a rollout. Which rollout and which group a turn belongs to decides nothing
-after its advantage, and Megatron-LM drops it before the batches are made. A mean over samples
-needs the one where a rollout has several turns, ``prompt_mean`` the other: so two functions of
-``megatron.rl.rl_utils`` are wrapped (:meth:`RLIntegration.prepare`).
+A sequence is a turn of a rollout; after 0.19 it is a whole rollout whose turns continue each other.
+Which rollout and which group a turn belongs to decides nothing after its advantage, and Megatron-LM
+drops it before the batches are made. A mean over samples needs the one where a rollout has several
+turns, ``prompt_mean`` the other: so two functions of ``megatron.rl.rl_utils`` are wrapped
+(:meth:`RLIntegration.prepare`).
 """
 
 from __future__ import annotations
@@ -11,17 +12,23 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.aggregator import LossAggregator
 from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration, count_segments, to_numpy
+from megatron_lossagg.layout import Layout
+from megatron_lossagg.schedule import FrameworkLoss
 
 __all__ = ["RLIntegration"]
 
@@ -29,45 +36,49 @@ __all__ = ["RLIntegration"]
 class RLIntegration(PretrainIntegration):
     """Turns of rollouts, one per entry of the batch or several packed into a bin.
 
-    The per-token losses hold policy, KL and entropy terms together. A mask is shifted by one
-    against its tokens, as log-probabilities are. A sample is a rollout with all its turns, a
-    prompt its group. Context parallelism is refused: train_rl.py does not split its tokens.
+    The per-token losses hold policy, KL and entropy terms together. A sample is a rollout with all
+    its turns, a prompt its group. Mask and losses have no value for a sequence's last logit, which
+    predicts nothing: one of mask 0 is added, so that they are split as tokens are. With context
+    parallelism every rank has gathered all log-probabilities (after 0.19; earlier releases split
+    nothing, and are refused), and weighs those of its own logits.
     """
 
     gives_prompts = True
+    gives_token_weights = False
 
     def __init__(self) -> None:
         self._turns = _Turns()
         self._needs_prompts = False
 
-    def prepare(self, aggregation: Aggregation) -> None:
+    def prepare(self, aggregations: Sequence[Aggregation]) -> None:
         """Wrap the functions of ``megatron.rl.rl_utils`` that see rollouts and groups.
 
         Both return what they returned. With packing, one ``all_gather_object`` over data-parallel
         ranks per collection of rollouts. Raises :class:`ContractError` where a function is missing
         or takes other arguments.
         """
-        self._needs_prompts = aggregation.mode == "prompt_mean"
+        self._needs_prompts = any(one.mode == "prompt_mean" for one in aggregations)
         try:
             module = importlib.import_module("megatron.rl.rl_utils")
         except ImportError as error:
             raise ContractError(
                 f"megatron.rl.rl_utils cannot be imported ({error}): train_rl.py needs it too; run "
-                "in a Megatron-LM checkout (core_v0.16 or 0.17) with what it imports installed"
+                "in a Megatron-LM checkout (core_v0.16 or later) with what it imports installed"
             ) from error
         around = {
-            "prepare_data_for_update": (self._turns.follow, {"rollouts", "sequence_packing"}),
-            "prepare_trajectories": (self._turns.note, {"rollouts"}),
+            "prepare_data_for_update": (self._turns.follow, [{"rollouts", "sequence_packing"}]),
+            "prepare_trajectories": (self._turns.note, [{name} for name in _LISTS]),
         }
-        for name, (_, needed) in around.items():
+        for name, (_, known) in around.items():
             found = getattr(module, name, None)
-            if found is None or not needed <= set(inspect.signature(found).parameters):
+            given = set() if found is None else set(inspect.signature(found).parameters)
+            if not any(needed <= given for needed in known):
                 takes = "missing" if found is None else f"{name}{inspect.signature(found)}"
+                expected = " or ".join(", ".join(sorted(needed)) for needed in known)
                 raise ContractError(
                     f"got a train_rl.py whose megatron.rl.rl_utils.{name} is {takes}, expected the "
-                    f"one of Megatron-LM core_v0.16 or 0.17, with {', '.join(sorted(needed))}: "
-                    "from core_v0.19 on train_rl.py makes its sequences in another way, which "
-                    "is not known here; use core_v0.16 or 0.17, or train without --loss-aggregation"
+                    f"one of Megatron-LM core_v0.16 to d98e8a64, with {expected}: use one of these "
+                    "releases, or train without --loss-aggregation"
                 )
         for name, (method, _) in around.items():
             setattr(module, name, _wrapped(getattr(module, name), method))
@@ -77,41 +88,56 @@ class RLIntegration(PretrainIntegration):
         from megatron.training import get_args
 
         args = get_args()
-        if args.context_parallel_size > 1:
-            raise ContractError(
-                "got train_rl.py with context parallelism, expected --context-parallel-size 1: "
-                "core_v0.16 to 0.19 give every context-parallel rank all tokens, and how later "
-                "ones gather log-probabilities is not known here"
-            )
-        if not args.rl_use_sequence_packing:
-            mask = to_numpy(data[3])[:, 1:]
-            sample, prompt = self._ids(self._turns.of_entries(data))
-            return MicrobatchSequences(
-                active_tokens=(mask != 0).sum(1),
-                lengths=np.full(len(mask), mask.shape[1]),
-                sample=sample,
-                prompt=prompt,
-            )
-        from megatron.rl.rl_utils import get_rl_runtime_state
+        from megatron.rl import rl_utils
 
-        return self._bin(get_rl_runtime_state().packing_context, int(data[0]))
+        if args.context_parallel_size > 1 and not hasattr(rl_utils, _SPLITS):
+            raise ContractError(
+                "got train_rl.py with context parallelism and a megatron.rl.rl_utils without "
+                f"{_SPLITS}, expected --context-parallel-size 1: releases up to core_v0.19 give "
+                "every context-parallel rank all tokens; use a later Megatron-LM (d98e8a64)"
+            )
+        if args.rl_use_sequence_packing:
+            return self._bin(rl_utils.get_rl_runtime_state().packing_context, int(data[0]))
+        mask = to_numpy(data[3])[:, 1:]
+        turns = self._turns.of_entries(data)
+        sample, prompt = self._ids(turns)
+        return MicrobatchSequences(
+            active_tokens=(mask != 0).sum(1),
+            lengths=np.full(len(mask), mask.shape[1] + 1),
+            sample=sample,
+            prompt=prompt,
+            is_padding=[int(turn == _NO_TURN) for turn in turns],
+        )
+
+    def loss(self, loss_func: Callable[..., Any], output: Tensor) -> FrameworkLoss:
+        """Take mask and losses ``[b, s - 1]``, and add the last logit's, of mask 0."""
+        found = super().loss(loss_func, output)
+
+        def whole(values: Tensor) -> Tensor:
+            return pad(values.view(output.shape), (0, 1)).reshape(-1)
+
+        return replace(found, losses=whole(found.losses), mask=whole(found.mask))
+
+    def layout(self, aggregator: LossAggregator, lengths: Sequence[int]) -> Layout:
+        """Split as Transformer Engine does, whatever ``cp_partition_mode`` says, and gathered."""
+        cp_size, cp_rank = aggregator.cp_size, aggregator.cp_rank
+        offsets = [0, *itertools.accumulate(lengths)]
+        return Layout.thd_zigzag(offsets, cp_size=cp_size, cp_rank=cp_rank).gathered()
 
     def _bin(self, context: Any, index: int) -> MicrobatchSequences:
-        mask = to_numpy(context.packed_loss_mask[index, 1:])
+        mask = np.append(to_numpy(context.packed_loss_mask[index, 1:]), 0)
         info = context.packing_info
         sequences = list(info.bin_seq_indices[index])
-        length_S = [info.seq_lengths[sequence] for sequence in sequences]
-        start_S = list(info.seq_starts[index])[: len(length_S)]
+        start_S = list(info.seq_starts[index])
         if start_S[:1] not in ([], [0]):
             raise ContractError(
                 f"got a bin whose first sequence begins at {start_S[0]}, expected 0"
             )
-        turns = self._turns.of_packed(sequences)
-        is_padding = [False] * len(start_S)
-        end = start_S[-1] + length_S[-1] if length_S else 0
-        if end < len(mask):
-            start_S, is_padding, turns = [*start_S, end], [*is_padding, True], [*turns, _NO_TURN]
+        if len(start_S) == len(sequences):  # later releases give the end of the last one too
+            start_S.append(start_S[-1] + info.seq_lengths[sequences[-1]] if sequences else 0)
+        turns = [*self._turns.of_packed(sequences), _NO_TURN]  # the tail; it may be empty
         sample, prompt = self._ids(turns)
+        is_padding = [turn == _NO_TURN for turn in turns]
         return replace(count_segments(start_S, is_padding, mask), sample=sample, prompt=prompt)
 
     def _ids(self, turns: Sequence[_Turn]) -> tuple[list[int] | None, list[int] | None]:
@@ -132,6 +158,10 @@ class _Turn(NamedTuple):
 
 
 _NO_TURN = _Turn(-1, -1)
+_SPLITS = "_scatter_for_context_parallel"
+"""Of ``megatron.rl.rl_utils``: splits tokens over context-parallel ranks, after 0.19."""
+_LISTS = ("rollouts", "rollout_turns", "rows")
+"""What ``prepare_trajectories`` calls this rank's list: 0.16 to 0.18, 0.19, and after it."""
 
 
 class _Turns:
@@ -149,9 +179,11 @@ class _Turns:
         rollouts = [
             (rollout, group) for group, many in enumerate(given["rollouts"]) for rollout in many
         ]
+        # At most: after 0.19 turns that continue each other are one sequence.
         self.are_several = any(len(rollout.trajectory) > 1 for rollout, _ in rollouts)
         # By identity: what follows drops the nesting and splits the list over ranks.
         self._of = {id(found): _Turn(i, group) for i, (found, group) in enumerate(rollouts)}
+        self._of[id(None)] = _NO_TURN  # a row that keeps ranks alike, from 0.19 on
         prepared = stock(**given)
         if given["sequence_packing"]:
             from megatron.core import mpu
@@ -165,9 +197,12 @@ class _Turns:
         return prepared
 
     def note(self, stock: Callable[..., Any], **given: Any) -> Any:
-        """Run ``prepare_trajectories``, which gets this rank's rollouts."""
+        """Run ``prepare_trajectories``, which gets this rank's rollouts, turns or rows."""
+        name = next(name for name in _LISTS if name in given)
         self._local = [
-            self._of[id(rollout)] for rollout in given["rollouts"] for _ in rollout.trajectory
+            self._of[id(entry[0] if isinstance(entry, tuple) else entry)]
+            for entry in given[name]
+            for _ in (entry.trajectory if name == "rollouts" else [entry])
         ]
         return stock(**given)
 

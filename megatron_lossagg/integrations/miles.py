@@ -34,8 +34,8 @@ from megatron_lossagg.integrations._pg_loss_reducer import (
 )
 from megatron_lossagg.integrations._rollout_mask_sums import (
     REDUCER,
-    Framework,
     FrameworkStep,
+    Hooks,
     check_set_up,
     is_ours,
     log_carried,
@@ -46,7 +46,7 @@ from megatron_lossagg.options import Options
 
 __all__ = ["carry_weights", "check", "with_weights"]
 
-_FRAMEWORK = Framework(
+HOOKS = Hooks(
     name="miles",
     module="megatron_lossagg.integrations.miles",
     carry_argument="custom_convert_samples_to_train_data_path",
@@ -66,19 +66,19 @@ def check(args: Any) -> None:
     what :func:`carry_weights` refuses. Logs on rank 0 what it saw: nothing is carried yet. No
     collective.
     """
-    aggregation = check_set_up(args, _FRAMEWORK)
+    aggregation = check_set_up(args, HOOKS)
     if is_ours(getattr(args, REDUCER, None)):
         refuse_bshd(lambda: args, getattr(args, "context_parallel_size", 1))
-    conversion = getattr(args, _FRAMEWORK.carry_argument, None)
+    conversion = getattr(args, HOOKS.carry_argument, None)
     if aggregation is not None and conversion:
         _check_miles(args, aggregation)
-    log_set_up(args, _FRAMEWORK, aggregation)
+    log_set_up(args, HOOKS, aggregation)
     if aggregation is not None and conversion and not is_ours(conversion):
         logging.getLogger(__name__).warning(
             "%s %s runs in miles' rollout manager, where nothing can check that it ends with "
             "with_weights: without it miles trains its own mean. Look for 'megatron_lossagg "
             "trains' in the rollout manager's log",
-            _FRAMEWORK.carry_argument,
+            HOOKS.carry_argument,
             conversion,
         )
 
@@ -126,12 +126,12 @@ def with_weights(args: Any, samples: Sequence[Any], data: dict[str, Any]) -> dic
     )
     of_miles_S = data.get("rollout_mask_sums") or [1.0] * len(masks)  # for those that miles drops
     data["rollout_mask_sums"] = np.where(np.isnan(d_S), of_miles_S, d_S).tolist()
-    log_carried(_FRAMEWORK, aggregation)
+    log_carried(HOOKS, aggregation)
     return data
 
 
 def _checked(args: Any) -> Aggregation:
-    aggregation = check_set_up(args, _FRAMEWORK, is_carried=True)
+    aggregation = check_set_up(args, HOOKS, is_carried=True)
     assert aggregation is not None
     _check_miles(args, aggregation)
     return aggregation

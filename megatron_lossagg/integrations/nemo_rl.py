@@ -4,6 +4,9 @@
 
     loss_fn = aggregated(loss_fn, Aggregation("constant", divisor=40960))
 
+So do ``sft_train`` (negative log-likelihood) and ``ppo_train``, which takes a value loss too. The
+single controller's loss function is ``actor_args.loss_fn``; pass ``split_steps=True``.
+
 NeMo-RL divides by its own counts in the loss function, so that partial losses add up::
 
     loss = sum_s w_s sum_t m_t x_t
@@ -14,21 +17,28 @@ normalizers. Afterwards NeMo-RL divides by CP and multiplies by M / CP, Megatron
 CP / M, DDP sums, and finalize divides by nothing. Every context-parallel rank has whole sequences.
 NeMo-RL itself scales MoE and MTP losses, by 1 / N; nothing here touches them.
 
+The single controller's split steps pass 1 for both counts and multiply the gradient by 1 / N or
+1 / B when the step is finished, whichever ``loss_type`` says. Here it says what the mode divides
+by, and each sequence's loss is multiplied by w_s N or w_s B, which need no count of the step.
+
 A sequence whose ``sample_mask`` is 0 is in none of NeMo-RL's counts, and in none of ours; give
 ``samples_per_step`` to count such sequences too. A mask that is not 0 or 1 is refused. Sources:
-NeMo-RL 7ea279ab ``ClippedPGLossFn``, ``SequencePackingLossWrapper``, ``LossPostProcessor``,
-``get_global_batch``.
+NeMo-RL 7ea279ab ``ClippedPGLossFn``, ``NLLLossFn``, ``MseValueLossFn``,
+``SequencePackingLossWrapper``, ``LossPostProcessor``, ``process_global_batch``,
+``MegatronPolicyWorkerImpl.finish_train_step``.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.aggregation import Aggregation, require_mask_count
 from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
 from megatron_lossagg.integers import is_integer
@@ -38,10 +48,23 @@ from megatron_lossagg.sequences import Sequences
 __all__ = ["AggregatedLoss", "aggregated"]
 
 _MODES = ("token_mean", "sample_mean", "constant", "sample_sum", "token_sum")
+_OF_A_SPLIT_STEP = {
+    "token_mean": ("TOKEN_LEVEL", "TOKENS"),
+    "sample_mean": ("SEQUENCE_LEVEL", "SEQUENCES"),
+    "constant": ("SEQUENCE_LEVEL", "SEQUENCES"),
+    "sample_sum": ("SEQUENCE_LEVEL", "SEQUENCES"),
+}
+"""Modes that divide by N or B, which split steps know in the end: NeMo-RL's names of the two."""
+_VALUE_LOSS = "MseValueLossFn"
+_LOSSES = ("ClippedPGLossFn", "NLLLossFn", _VALUE_LOSS)
+_OF_THE_BATCH = ("prompt_mean", "length_power")
+"""Modes that need more of the step than NeMo-RL's counts: the trainer plans them."""
+_PATCH = "docs/integrations/patches/nemo-rl-prompt-mean.patch"
 _EPSILON = 1e-8
 """What NeMo-RL's ``masked_mean`` adds to a divisor."""
 _LIKE_THE_LOSS = ("loss", "kl_penalty")
 """Metrics that NeMo-RL aggregates like the gradient."""
+_EXTREMA = ("_min", "_max")
 
 
 def aggregated(
@@ -50,24 +73,27 @@ def aggregated(
     *,
     samples_per_step: int | None = None,
     weights_in_data: bool = False,
+    split_steps: bool = False,
+    policy: Mapping[str, Any] | None = None,
 ) -> AggregatedLoss:
-    """Wrap NeMo-RL's ``ClippedPGLossFn`` for ``grpo_train``.
+    """Wrap NeMo-RL's ``ClippedPGLossFn``, ``NLLLossFn`` or ``MseValueLossFn`` for its trainers.
 
-    ``weights_in_data``: the patch ``docs/integrations/patches/nemo-rl-prompt-mean.patch`` is
-    applied, so that the trainer calls :meth:`AggregatedLoss.weights_of`; prompt_mean needs it.
+    ``split_steps``: the single controller trains. ``policy``: ``master_config.policy``, to warn of
+    losses in it that stay NeMo-RL's. ``weights_in_data``: the patch of
+    ``docs/integrations/patches`` is applied, so that the trainer calls
+    :meth:`AggregatedLoss.weights_of`; prompt_mean and length_power need it.
     ``samples_per_step``: B, where sequences with ``sample_mask`` 0 are to count as well:
     ``policy.train_global_batch_size``. Raises :class:`AggregationError` for a mode or an option of
     the loss that cannot be aggregated here.
     """
+    require_mask_count(aggregation, "NeMo-RL")
     if aggregation.mode not in _MODES and not (
-        weights_in_data and aggregation.mode == "prompt_mean"
+        weights_in_data and aggregation.mode in _OF_THE_BATCH
     ):
-        hint = (
-            "apply docs/integrations/patches/nemo-rl-prompt-mean.patch and pass weights_in_data=True, or "  # noqa: E501
-        ) * (aggregation.mode == "prompt_mean")
         raise AggregationError(
-            f"got {aggregation}, and NeMo-RL gives a loss function no prompts and no microbatches: "
-            f"{hint}choose one of {', '.join(_MODES)}"
+            f"got {aggregation}, and NeMo-RL gives a loss function no prompts, no lengths of other "
+            f"samples and no microbatches: choose one of {', '.join(_MODES)}; for "
+            f"{' and '.join(_OF_THE_BATCH)} apply {_PATCH} and pass weights_in_data=True"
         )
     if samples_per_step is not None and not (
         aggregation.count_empty and is_integer(samples_per_step, lowest=1)
@@ -76,17 +102,62 @@ def aggregated(
             f"got samples_per_step {samples_per_step!r} with {aggregation}, expected an integer "
             "from 1, and empty samples counted: drop samples_per_step or count_empty=False"
         )
-    if not hasattr(loss_fn, "loss_type") or not hasattr(loss_fn, "metric_normalizations"):
+    if not _is_one_of(loss_fn, *_LOSSES):
         raise AggregationError(
-            f"got a loss function {type(loss_fn).__name__}, expected NeMo-RL's ClippedPGLossFn: "
-            "wrap what setup() returns"
+            f"got a loss function {type(loss_fn).__name__}, expected NeMo-RL's "
+            f"{', '.join(_LOSSES)} or a subclass: wrap what setup() returns"
         )
+    if weights_in_data and not _is_one_of(loss_fn, "ClippedPGLossFn"):
+        raise AggregationError(
+            f"got weights_in_data=True with {type(loss_fn).__name__}, but {_PATCH} is of GRPO's "
+            "trainer: drop it"
+        )
+    if split_steps:
+        _check_split_steps(loss_fn, aggregation, samples_per_step, weights_in_data)
     if getattr(loss_fn, "positive_example_nll_weight", 0):
         raise AggregationError(
             "positive_example_nll_weight adds a mean over each microbatch's correct samples, which "
             "no weights of the step can be: set loss_fn.positive_example_nll_weight to 0"
         )
-    return AggregatedLoss(loss_fn, aggregation, samples_per_step, weights_in_data)
+    policy = policy or {}
+    layers = {"MTP": ("megatron_cfg", "mtp_num_layers"), "draft": ("draft", "enabled")}
+    kept = [loss for loss, (part, name) in layers.items() if (policy.get(part) or {}).get(name)]
+    if kept and aggregation.mode != "token_mean":
+        warnings.warn(
+            f"the {' and '.join(kept)} loss stays NeMo-RL's mean over the step's tokens, whatever "
+            "the aggregation",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return AggregatedLoss(loss_fn, aggregation, samples_per_step, weights_in_data, split_steps)
+
+
+def _is_one_of(loss_fn: Any, *names: str) -> bool:
+    return any(kind.__name__ in names for kind in type(loss_fn).__mro__)
+
+
+def _check_split_steps(
+    loss_fn: Any, aggregation: Aggregation, samples_per_step: int | None, weights_in_data: bool
+) -> None:
+    if aggregation.mode not in _OF_A_SPLIT_STEP or _is_one_of(loss_fn, _VALUE_LOSS):
+        raise AggregationError(
+            f"got split_steps=True with {aggregation} and {type(loss_fn).__name__}, but a split "
+            "step divides policy losses by the tokens or the samples that it has trained: choose "
+            f"one of {', '.join(_OF_A_SPLIT_STEP)}, or train with grpo_train"
+        )
+    if samples_per_step is not None or weights_in_data:
+        raise AggregationError(
+            "got split_steps=True with samples_per_step or weights_in_data, but a split step "
+            "divides by the samples that it has trained: drop them, or train with grpo_train"
+        )
+    if aggregation.mode != "token_mean":
+        warnings.warn(
+            f"under {aggregation.mode} a split step divides the losses that a model adds, MoE, MTP "
+            "and draft, by the step's samples, where grpo_train divides them by its tokens: lower "
+            "their coefficients, or train with grpo_train",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 @dataclass(eq=False)
@@ -97,35 +168,26 @@ class AggregatedLoss:
     aggregation: Aggregation
     samples_per_step: int | None = None
     weights_in_data: bool = False
+    split_steps: bool = False
 
-    @property
-    def loss_type(self) -> Any:
-        """The wrapped loss's; NeMo-RL asks for ``token_mask`` by it."""
-        return self.loss_fn.loss_type
+    def __post_init__(self) -> None:
+        """Say by what NeMo-RL is to divide a split step's gradient and metrics."""
+        if self.split_steps:
+            level, normalizer = _OF_A_SPLIT_STEP[self.aggregation.mode]
+            own = self.loss_fn.metric_normalizations
+            follow = {name: type(own[name])[normalizer] for name in _LIKE_THE_LOSS if name in own}
+            self.loss_type = type(self.loss_fn.loss_type)[level]
+            self.metric_normalizations = {**own, **follow}
 
-    @property
-    def input_type(self) -> Any:
-        """The wrapped loss's: what NeMo-RL prepares for it."""
-        return self.loss_fn.input_type
-
-    @property
-    def metric_normalizations(self) -> Any:
-        """The wrapped loss's."""
-        return self.loss_fn.metric_normalizations
-
-    @property
-    def use_fused_linear_logprobs(self) -> bool:
-        """The wrapped loss's."""
-        return bool(getattr(self.loss_fn, "use_fused_linear_logprobs", False))
-
-    @property
-    def reference_policy_kl_penalty(self) -> float:
-        """The wrapped loss's: NeMo-RL prepares unfiltered log-probabilities for KL by it."""
-        return float(getattr(self.loss_fn, "reference_policy_kl_penalty", 0.0))
+    def __getattr__(self, name: str) -> Any:
+        """Return what NeMo-RL asks of a loss before it calls it: the wrapped loss's."""
+        if name == "loss_fn" or name.startswith("__"):  # not set yet, while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.loss_fn, name)
 
     def __call__(
         self,
-        next_token_logprobs: Tensor,
+        *next_token_logprobs: Tensor,
         data: Any,
         global_valid_seqs: Tensor,
         global_valid_toks: Tensor,
@@ -133,38 +195,45 @@ class AggregatedLoss:
     ) -> tuple[Tensor, dict[str, Any]]:
         """Return this microbatch's partial loss and its metrics.
 
-        ``next_token_logprobs``: ``[b, s - 1]``, whole sequences; the fields of ``data`` have b
-        sequences. ``global_valid_seqs``, ``global_valid_toks``: counts of the step, B without the
-        sequences whose ``sample_mask`` is 0, and N. No collective; host syncs for masks and counts,
+        ``next_token_logprobs``: ``[b, s - 1]``, whole sequences, or a value loss's ``logits``
+        ``[b, s]``; the fields of ``data`` have b sequences. ``global_valid_seqs``,
+        ``global_valid_toks``: counts of the step, B without the sequences whose ``sample_mask`` is
+        0, and N; 1 and 1 of a split step. No collective; host syncs for masks and counts,
         and those of the wrapped loss per sequence. Raises :class:`PlanError` on this rank alone for
         a mask that is not 0 or 1.
         """
-        n_b, sample_mask = _counts_of(data)
+        is_of_values = _is_one_of(self.loss_fn, _VALUE_LOSS)
+        n_b, sample_mask = _counts_of(data, is_of_values=is_of_values)
         if self.weights_in_data:
             if "loss_weights" not in data:
                 raise ContractError(
-                    "weights_in_data=True, and the batch has no loss_weights: apply "
-                    "docs/integrations/patches/nemo-rl-prompt-mean.patch to NeMo-RL"
+                    f"weights_in_data=True, and the batch has no loss_weights: apply {_PATCH} to "
+                    "NeMo-RL"
                 )
             weight_b = [float(weight) for weight in data["loss_weights"]]
         else:
             weight_b = self._weights(n_b, sample_mask, global_valid_seqs, global_valid_toks)
         losses: list[Tensor] = []
         metrics: dict[str, Any] = {}
+        tokens = n_b.tolist()
         for sequence, weight in enumerate(weight_b):
             sequence_loss, of_sequence = self.loss_fn(
-                next_token_logprobs[sequence : sequence + 1],
+                *(one[sequence : sequence + 1] for one in next_token_logprobs),
                 data=_sequence_of(data, sequence, len(n_b)),
                 global_valid_seqs=global_valid_seqs,
                 global_valid_toks=global_valid_toks,
-                **arguments,
+                **_sequence_of(arguments, sequence, len(n_b)),
             )
             factor = weight * self._divisor(n_b[sequence], global_valid_seqs, global_valid_toks)
             losses.append(sequence_loss * factor)
-            for name in _LIKE_THE_LOSS:
+            for name in of_sequence.keys() & _LIKE_THE_LOSS:
                 of_sequence[name] = float(of_sequence[name] * factor)
+            if any(tokens) and not tokens[sequence]:  # 0 is the extremum of no value at all
+                of_sequence = {k: v for k, v in of_sequence.items() if not k.endswith(_EXTREMA)}
             _add(metrics, of_sequence)
-        return torch.stack(losses).sum() if losses else next_token_logprobs.sum(), metrics
+        if not losses:  # no sequence: 0, with a gradient
+            losses = [next(iter((*next_token_logprobs, *arguments.values()))).sum()]
+        return torch.stack(losses).sum(), metrics
 
     def weights_of(self, data: Any, *, sequences_per_step: int, samples_per_prompt: int) -> Tensor:
         """Plan all steps of a batch in the trainer; returns w_s, float64 ``[sequences]``.
@@ -193,6 +262,16 @@ class AggregatedLoss:
         """Plan one microbatch from NeMo-RL's counts of the step; w_s, 0 where sample_mask is."""
         samples = _count("global_valid_seqs", valid_seqs)
         tokens = _count("global_valid_toks", valid_toks)
+        is_sequence_b = (sample_mask != 0).cpu()
+        if self.split_steps:
+            if (samples, tokens) != (1, 1):
+                raise ContractError(
+                    f"split_steps=True, and NeMo-RL passes a step's counts, {samples} and "
+                    f"{tokens}: drop it, or train with the single controller"
+                )
+            samples, tokens = int(is_sequence_b.sum()), int(n_b.sum())
+            if not tokens:
+                return [0.0] * len(n_b)
         if self.samples_per_step is not None:
             if samples > self.samples_per_step:
                 raise PlanError(
@@ -207,7 +286,6 @@ class AggregatedLoss:
                 f"and {self.aggregation} does not. Set their sample_mask to 0 (loss_multiplier), "
                 "or count empty samples"
             )
-        is_sequence_b = (sample_mask != 0).cpu()
         weight_b = torch.zeros(len(n_b), dtype=torch.float64)
         try:
             plan = plan_step(
@@ -218,9 +296,12 @@ class AggregatedLoss:
         except PlanError as error:
             raise ContractError(
                 f"{error}. NeMo-RL's split training steps pass 1 for the step's counts and divide "
-                "after the loss: train with grpo_train's own steps"
+                "after the loss: pass split_steps=True, or train with grpo_train's own steps"
             ) from error
         weight_b[is_sequence_b] = plan.weights
+        if self.split_steps:  # of the microbatch so far; NeMo-RL divides by the step's count
+            level, _ = _OF_A_SPLIT_STEP[self.aggregation.mode]
+            weight_b *= tokens if level == "TOKEN_LEVEL" else samples
         return [float(weight) for weight in weight_b]
 
     def _divisor(self, n: Tensor, valid_seqs: Tensor, valid_toks: Tensor) -> float:
@@ -230,9 +311,17 @@ class AggregatedLoss:
         return float((n + _EPSILON) * (valid_seqs + _EPSILON))
 
 
-def _counts_of(data: Any) -> tuple[Tensor, Tensor]:
-    """Count each sequence's active tokens, 0 where ``sample_mask`` is; a host sync per mask."""
+def _counts_of(data: Any, *, is_of_values: bool = False) -> tuple[Tensor, Tensor]:
+    """Count each sequence's active tokens, 0 where ``sample_mask`` is; a host sync per mask.
+
+    NeMo-RL counts from the second token on, and a value loss trains the first one's value too.
+    """
     token_mask, sample_mask = data["token_mask"][:, 1:], data["sample_mask"]
+    if is_of_values and bool((data["token_mask"][:, 0] * sample_mask).any()):
+        raise PlanError(
+            "got a token_mask that is 1 at a sequence's first token, which the value loss trains "
+            "and NeMo-RL does not count: set token_loss_mask to 0 there"
+        )
     remedies = {"token_mask": "token_loss_mask", "sample_mask": "loss_multiplier"}
     for (name, source), mask in zip(remedies.items(), (token_mask, sample_mask), strict=True):
         if bool(((mask != 0) & (mask != 1)).any()):

@@ -5,8 +5,8 @@
     python -m skyrl.train.entrypoints.main_base loss_aggregation=prompt_mean \\
         trainer.override_entrypoint=megatron_lossagg.integrations.skyrl ...
 
-The arguments ``loss_aggregation``, ``loss_aggregation_divisor`` and
-``loss_aggregation_count_empty`` are this module's, all others SkyRL's. With an entry point
+The arguments ``loss_aggregation``, ``loss_aggregation_divisor``, ``loss_aggregation_exponent``
+and ``loss_aggregation_count_empty`` are this module's, all others SkyRL's. With an entry point
 or trainer of your own: ``aggregated(RayPPOTrainer, Aggregation("prompt_mean"))``.
 
 SkyRL applies its own reductions to advantages, before a mini-batch is split over ranks, and its
@@ -15,13 +15,17 @@ does so is replaced, and advantages leave as::
 
     A_t * w_s
 
+SFT has an entry point of its own: ``aggregated_sft(SFTTrainer, Aggregation("sample_mean"))``. There
+SkyRL divides the loss mask by N where it collates a batch; the mask leaves as ``m_t * w_s``.
+
 A mini-batch is one optimizer step; the trainer has all of it, so counting needs no collective.
 Afterwards SkyRL multiplies the sum by M DP, and Megatron by CP / M. KL and entropy stay as they
 are in SkyRL: means of each microbatch; a patch of ``docs/integrations/patches`` changes it. The
-loss of MTP heads (a draft model) stays SkyRL's too, with or without the patch. Sources: SkyRL
-a9564572 and 0.4.0 ``RayPPOTrainer.train``, ``_normalize_advantages``,
-``apply_loss_reduction_to_advantages_minibatch``, and ``loss_func`` of
-``MegatronModelWrapper.forward_backward_mini_batch``.
+loss of MTP heads (a draft model) stays SkyRL's too, with or without the patch, and a critic's loss.
+Sources: SkyRL a9564572 and 0.4.0 ``RayPPOTrainer.train``, ``_normalize_advantages``,
+``apply_loss_reduction_to_advantages_minibatch``, ``ppo_critic_loss``, ``loss_func`` of
+``MegatronModelWrapper.forward_backward_mini_batch``; a9564572 ``SFTTrainer``,
+``DefaultCollator``, ``PackedDataCollator``.
 """
 
 from __future__ import annotations
@@ -32,19 +36,19 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_lossagg.aggregation import CUSTOM, Aggregation
+from megatron_lossagg.aggregation import CUSTOM, Aggregation, require_mask_count
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
 from megatron_lossagg.flags import aggregation_from_args
 from megatron_lossagg.plan import plan_step
 from megatron_lossagg.sequences import Sequences
 
-__all__ = ["aggregated", "check_config", "main"]
+__all__ = ["aggregated", "aggregated_sft", "check_config", "main"]
 
 _LINEAR = (
     "regular",
@@ -60,6 +64,9 @@ _LINEAR = (
 _NOT_LINEAR = ("clip_cov", "kl_cov", "cross_entropy")
 _REDUCTION = "apply_loss_reduction_to_advantages_minibatch"
 _NOT_HERE = (CUSTOM, "microbatch_token_mean")
+_NOT_IN_SFT = (*_NOT_HERE, "prompt_mean")
+_WEIGHED = "loss_aggregation"
+"""Where a batch of SFT says that its loss mask has the weights."""
 _LAST_STEPS = "loss_aggregation_is_last_step"
 """Where the batch keeps ``is_last_step``, which SkyRL's synchronous loop drops."""
 _PATCHES = (
@@ -76,6 +83,7 @@ def aggregated(trainer: Any, aggregation: Aggregation, *, carry_weights: bool = 
     Raises :class:`AggregationError` here for a mode that needs microbatches, and where the
     trainer is built for a policy loss that is not proportional to advantages.
     """
+    require_mask_count(aggregation, "SkyRL")
     if aggregation.mode in _NOT_HERE:
         raise AggregationError(
             f"got {aggregation}, expected a mode of whole steps: SkyRL's trainer knows no "
@@ -119,6 +127,99 @@ def aggregated(trainer: Any, aggregation: Aggregation, *, carry_weights: bool = 
             return data
 
     return LossAggregationTrainer
+
+
+def aggregated_sft(trainer: Any, aggregation: Aggregation) -> Any:
+    """Make a subclass of SkyRL's ``SFTTrainer`` that trains with our weights.
+
+    Each sequence is a sample, and a batch is one optimizer step. Evaluation keeps SkyRL's token
+    mean. Raises :class:`AggregationError` here for a mode that needs prompts or microbatches.
+    """
+    require_mask_count(aggregation, "SkyRL")
+    if aggregation.mode in _NOT_IN_SFT:
+        raise AggregationError(
+            f"got {aggregation}, expected a mode of whole steps without prompts: SkyRL's SFT "
+            "trainer knows neither prompts nor microbatches; choose another mode"
+        )
+
+    class LossAggregationSFTTrainer(trainer):  # type: ignore[misc]
+        """SkyRL's SFT trainer; the loss mask of every training batch is multiplied by w_s."""
+
+        collator: Any
+
+        def __init__(self, cfg: Any, *args: Any, **kwargs: Any) -> None:
+            layers = getattr(getattr(cfg, "megatron_config", None), "mtp_num_layers", 0)
+            if cfg.strategy == "megatron" and layers != 0:
+                _warn(
+                    "the loss of MTP heads, if the model has any, stays SkyRL's mean over each "
+                    "microbatch's tokens: set megatron_config.mtp_num_layers=0 to leave them out"
+                )
+            super().__init__(cfg, *args, **kwargs)
+
+        def build_train_dataloader(self, tokenized: Any) -> Any:
+            """Collate training batches with the weights; the evaluation's collator stays."""
+            own = self.collator
+            self.collator = _Collator(own, aggregation)
+            try:
+                return super().build_train_dataloader(tokenized)
+            finally:
+                self.collator = own
+
+        def train_step(self, batch: Any, step: int) -> Any:
+            """Train a batch that has the weights; any other one is an error."""
+            if not (batch.metadata or {}).get(_WEIGHED):
+                raise ContractError(
+                    "got a training batch without the weights: use SkyRL a9564572's "
+                    "build_train_dataloader, and set dummy_run_full_ctx=false"
+                )
+            return super().train_step(batch, step)
+
+    return LossAggregationSFTTrainer
+
+
+@dataclass(eq=False)
+class _Collator:
+    """SkyRL's collator of a training batch, whose loss mask leaves as m w_s."""
+
+    collator: Any
+    aggregation: Aggregation
+
+    def __call__(self, examples: Sequence[dict[str, Any]], batch_size: int) -> Any:
+        """Collate a step's examples; no collective. Raises :class:`PlanError` for a wrong mask."""
+        for example in examples:
+            if not set(map(float, example["loss_mask"])) <= {0.0, 1.0}:
+                raise PlanError(
+                    "loss_mask has values other than 0 and 1, and SkyRL passes no token weights "
+                    "through this package: make it 0 or 1"
+                )
+        batch = self.collator(examples, batch_size=batch_size)
+        mask = batch["loss_mask"]
+        sequence = self._sequences(batch, mask)
+        active_tokens = torch.bincount(sequence[mask > 0], minlength=len(examples))
+        plan = plan_step(self.aggregation, Sequences(active_tokens=active_tokens))
+        weights = plan.weights.to(mask)[sequence]
+        batch["loss_mask"] = torch.where(mask > 0, weights, torch.zeros_like(mask))
+        batch.metadata[_WEIGHED] = True
+        return batch
+
+    def _sequences(self, batch: Any, mask: Tensor) -> Tensor:
+        """Return the sequence of each mask position: its row, or its place in the packed rows."""
+        if "sub_seq_lengths" not in batch:
+            return torch.arange(len(mask))[:, None].expand_as(mask)
+        from skyrl.backends.skyrl_train.distributed.megatron.packing_utils import (
+            get_packed_seq_align_size,
+        )
+
+        own = self.collator
+        align = get_packed_seq_align_size(own.tp_size, own.cp_size, fp8_enabled=own.fp8_enabled)
+        sequence, number = torch.zeros(mask.shape, dtype=torch.int64), 0
+        for row, lengths in enumerate(batch["sub_seq_lengths"]):
+            start = 0
+            for length in lengths.tolist():
+                end = start + -(-length // align) * align
+                sequence[row, start:end] = number
+                start, number = end, number + 1
+        return sequence
 
 
 @dataclass(eq=False)
@@ -177,7 +278,7 @@ class _Weighing:
 def _samples(cfg: Any, data: Any) -> list[int] | None:
     """Number the trajectories of step-wise training, whose sequences are contiguous.
 
-    None where each sequence is a sample. Raises :class:`ContractError` where the trainer lost them.
+    None if each sequence is a sample. Raises :class:`ContractError` if the trainer lost them.
     """
     is_last_step = data.metadata.get(_LAST_STEPS, data.metadata.get("is_last_step"))
     num_sequences = len(data["advantages"])
@@ -187,18 +288,12 @@ def _samples(cfg: Any, data: Any) -> list[int] | None:
     if is_last_step is None or len(is_last_step) != num_sequences:
         got = "none" if is_last_step is None else f"{len(is_last_step)} of them"
         raise ContractError(
-            f"got {got} of metadata['is_last_step'] for {num_sequences} sequences of "
-            f"step-wise trajectories, "
-            "expected one for each: without it every turn would count as a sample. Use a trainer "
-            "that calls compute_advantages_and_returns before it trains"
+            f"got {got} of metadata['is_last_step'] for {num_sequences} sequences of step-wise "
+            "trajectories, expected one for each: without it every turn would count as a sample. "
+            "Use a trainer that calls compute_advantages_and_returns before it trains"
         )
-    ends, number = [], count()
-    current = next(number)
-    for is_last in is_last_step:
-        ends.append(current)
-        if is_last:
-            current = next(number)
-    return ends
+    ends = [0, *accumulate(map(int, is_last_step))]
+    return ends[:-1]
 
 
 @contextmanager
@@ -228,29 +323,31 @@ def check_config(cfg: Any, *, carry_weights: bool = False) -> None:
             f"them: set trainer.algorithm.policy_loss_type to one of {', '.join(_LINEAR)}"
         )
     if loss not in _LINEAR:
-        warnings.warn(
+        _warn(
             f"policy_loss_type={loss} is not one of SkyRL's own: its per-token loss must be "
-            "proportional to the advantage, and it must sum over tokens",
-            RuntimeWarning,
-            stacklevel=3,
+            "proportional to the advantage, and it must sum over tokens"
         )
     terms = {"use_kl_loss": "KL", "use_entropy_loss": "entropy"}
     kept = [term for name, term in terms.items() if getattr(algorithm, name)]
     if kept and not carry_weights:
-        warnings.warn(
+        _warn(
             f"{' and '.join(kept)} stay SkyRL's means of each microbatch, whatever the "
-            f"aggregation: turn them off, or apply {_PATCHES} and pass carry_weights=True",
-            RuntimeWarning,
-            stacklevel=3,
+            f"aggregation: turn them off, or apply {_PATCHES} and pass carry_weights=True"
+        )
+    if getattr(getattr(getattr(cfg.trainer, "critic", None), "model", None), "path", None):
+        _warn(
+            "the critic's value loss stays SkyRL's mean over each microbatch's sequences of their "
+            "token means, whatever the aggregation"
         )
     if getattr(getattr(cfg.trainer, "mtp", None), "enabled", False):
-        warnings.warn(
-            "got trainer.mtp.enabled=true: the loss of the MTP heads stays SkyRL's mean over each "
-            "microbatch's tokens, whatever the aggregation, with the patch too. It reaches those "
-            "heads alone; turn it off where they are to have the aggregation's weights",
-            RuntimeWarning,
-            stacklevel=3,
+        _warn(
+            "the loss of the MTP heads stays SkyRL's mean over each microbatch's tokens, with the "
+            "patch too: set trainer.mtp.enabled=false if they are to have the aggregation's weights"
         )
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
 def main() -> None:
@@ -270,24 +367,22 @@ def main() -> None:
 
 def _split(arguments: Sequence[str]) -> tuple[Aggregation, list[str]]:
     """Read our arguments; returns the aggregation and those of SkyRL."""
-    known = ("loss_aggregation", "loss_aggregation_divisor", "loss_aggregation_count_empty")
+    suffixes = ("", "_divisor", "_exponent", "_count_empty")
+    known = [f"loss_aggregation{suffix}" for suffix in suffixes]
     ours: dict[str, Any] = {}
     rest = []
     for argument in arguments:
         name, _, value = argument.partition("=")
-        if name.startswith("loss_aggregation"):
-            if name not in known:
-                raise AggregationError(f"got {argument!r}, expected one of {', '.join(known)}")
-            ours[name] = value
-        else:
+        if not name.startswith("loss_aggregation"):
             rest.append(argument)
-    if "loss_aggregation_count_empty" in ours:
-        value = ours["loss_aggregation_count_empty"].lower()
-        if value not in ("true", "false"):
-            raise AggregationError(
-                f"got loss_aggregation_count_empty={value}, expected true or false"
-            )
-        ours["loss_aggregation_count_empty"] = value == "true"
+        elif name not in known:
+            raise AggregationError(f"got {argument!r}, expected one of {', '.join(known)}")
+        elif name != "loss_aggregation_count_empty":
+            ours[name] = value
+        elif value.lower() in ("true", "false"):
+            ours[name] = value.lower() == "true"
+        else:
+            raise AggregationError(f"got {argument!r}, expected true or false")
     aggregation = aggregation_from_args(argparse.Namespace(**ours))
     if aggregation is None:
         raise AggregationError(

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -35,8 +34,8 @@ from megatron_lossagg.errors import ContractError, PlanError
 from megatron_lossagg.integrations._pg_loss_reducer import MakeReducer, constant_reducer
 from megatron_lossagg.integrations._rollout_mask_sums import (
     REDUCER,
-    Framework,
     FrameworkStep,
+    Hooks,
     check_set_up,
     is_ours,
     log_carried,
@@ -47,7 +46,7 @@ from megatron_lossagg.options import Options
 
 __all__ = ["carry_weights", "check"]
 
-_FRAMEWORK = Framework(
+HOOKS = Hooks(
     name="slime",
     module="megatron_lossagg.integrations.slime",
     carry_argument="rollout_data_postprocess_path",
@@ -82,13 +81,13 @@ def check(args: Any) -> None:
     ``rollout_data_postprocess_path`` is a function of your own, the argument is replaced by
     :func:`checked_postprocess`. No collective.
     """
-    aggregation = check_set_up(args, _FRAMEWORK)
-    log_set_up(args, _FRAMEWORK, aggregation)
-    own = getattr(args, _FRAMEWORK.carry_argument, None)
+    aggregation = check_set_up(args, HOOKS)
+    log_set_up(args, HOOKS, aggregation)
+    own = getattr(args, HOOKS.carry_argument, None)
     is_own = own and not is_ours(own) and not is_ours(getattr(args, REDUCER, None))
     if aggregation is not None and is_own:
         _PROCESS.own_postprocess = str(own)
-        setattr(args, _FRAMEWORK.carry_argument, f"{__name__}.{checked_postprocess.__name__}")
+        setattr(args, HOOKS.carry_argument, f"{__name__}.{checked_postprocess.__name__}")
 
 
 def checked_postprocess(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
@@ -97,16 +96,16 @@ def checked_postprocess(args: Any, rollout_id: int, rollout_data: dict[str, Any]
     Raises :class:`ContractError` where ``rollout_mask_sums`` is not what :func:`carry_weights`
     left in this rollout batch. Collectives and host syncs are those of the user's function.
     """
-    setattr(args, _FRAMEWORK.carry_argument, _PROCESS.own_postprocess)  # slime has loaded this one
+    setattr(args, HOOKS.carry_argument, _PROCESS.own_postprocess)  # slime has loaded this one
     module, _, name = _PROCESS.own_postprocess.rpartition(".")
     _PROCESS.carried = None
     getattr(importlib.import_module(module), name)(args, rollout_id, rollout_data)
     if _PROCESS.carried is None or rollout_data.get("rollout_mask_sums") is not _PROCESS.carried:
         what = "returned without" if _PROCESS.carried is None else "changed rollout_mask_sums after"
         raise ContractError(
-            f"{_FRAMEWORK.carry_argument} {_PROCESS.own_postprocess} {what} carry_weights, and "
+            f"{HOOKS.carry_argument} {_PROCESS.own_postprocess} {what} carry_weights, and "
             "slime would train another loss than loss_aggregation asks for: call "
-            f"{_FRAMEWORK.carry_path}(args, rollout_id, rollout_data) as its last line"
+            f"{HOOKS.carry_path}(args, rollout_id, rollout_data) as its last line"
         )
 
 
@@ -125,7 +124,7 @@ def carry_weights(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> N
     for the whole batch, and one host sync to count masks. Logs once that weights were carried.
     Raises :class:`PlanError`, on all ranks of the group, and what :func:`check` raises.
     """
-    aggregation = check_set_up(args, _FRAMEWORK, is_carried=True)
+    aggregation = check_set_up(args, HOOKS, is_carried=True)
     assert aggregation is not None
     active_tokens, fault = _active_tokens(rollout_data["loss_masks"])
     rollout_ids = [int(rollout) for rollout in rollout_data["rollout_ids"]]
@@ -148,7 +147,7 @@ def carry_weights(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> N
     )
     _PROCESS.carried = torch.from_numpy(d_S).to(rollout_data["rollout_mask_sums"])
     rollout_data["rollout_mask_sums"] = _PROCESS.carried
-    log_carried(_FRAMEWORK, aggregation)
+    log_carried(HOOKS, aggregation)
 
 
 def _steps(rollout_data: dict[str, Any]) -> list[FrameworkStep]:
@@ -156,15 +155,12 @@ def _steps(rollout_data: dict[str, Any]) -> list[FrameworkStep]:
     steps = []
     per_step = rollout_data["num_microbatches"], rollout_data["global_batch_sizes"]
     for m, rollouts in zip(*per_step, strict=True):
-        sequences_of_microbatch = [next(microbatches) for _ in range(m)]
-        sizes = [len(sequences) for sequences in sequences_of_microbatch]
+        placed = [(sequence, index) for index in range(m) for sequence in next(microbatches)]
         steps.append(
             FrameworkStep(
-                sequences=[
-                    sequence for sequences in sequences_of_microbatch for sequence in sequences
-                ],
+                sequences=[sequence for sequence, _ in placed],
                 rollouts=int(rollouts),
-                microbatch=np.repeat(np.arange(m), sizes).tolist(),
+                microbatch=[index for _, index in placed],
                 num_microbatches=int(m),
             )
         )

@@ -98,6 +98,12 @@ class LossMode:
 
     def aggregation(self, loss_scale_factor: float | None) -> Aggregation:
         """Add the divisor of ``actor.loss_scale_factor``, where the mode has one."""
+        if self.mode not in _MODES:
+            raise AggregationError(
+                f"got loss_mode={self.name}, expected {_PREFIX} and one of {', '.join(_MODES)}: "
+                "verl's configuration has no exponent of length_power, and a step is planned "
+                "without verl's microbatches; choose another mode"
+            )
         takes_one = MODES[self.mode].divisor != "none"
         if MODES[self.mode].divisor == "required" and loss_scale_factor is None:
             raise AggregationError(
@@ -314,9 +320,9 @@ def _warn_of_split_prompts(data: Any, plan: StepPlan, tokens_of_prompt: dict[str
     ``tokens_of_prompt``: n_p in the earlier steps over the batch, by uid; updated. Sequences of a
     prompt on other ranks are in n_p, so that one rank with sequences of it in both steps sees it.
     """
-    assert plan.prompt_tokens is not None
+    assert plan.totals.prompt_tokens is not None
     uids = [uid for uid in _uids(data) if not _is_padding(uid)]
-    for uid, tokens in zip(uids, plan.prompt_tokens.tolist(), strict=True):
+    for uid, tokens in zip(uids, plan.totals.prompt_tokens.tolist(), strict=True):
         if tokens_of_prompt.setdefault(uid, tokens) != tokens:
             _warn_once(
                 "prompt_mean counts a prompt within one optimizer step, and a prompt has sequences "

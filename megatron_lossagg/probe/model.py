@@ -10,13 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-__all__ = ["build", "free", "reduced_part", "schedule_starts_sync"]
+__all__ = ["build", "reduced_part"]
 
 _PIECE = 128  # elements of w per rank; Megatron pads a bucket to a multiple of it
 
 _PLAIN_CONFIG: Mapping[str, Any] = {
-    # host callbacks
+    # callbacks
     "timers": None,
     "no_sync_func": None,
     "grad_sync_func": None,
@@ -58,17 +59,6 @@ _PLAIN_DDP_CONFIG: Mapping[str, Any] = {
     "reuse_grad_buf_for_mxfp8_param_ag": False,
     "nccl_ub": False,
     "pad_buckets_for_high_nccl_busbw": False,  # a padded bucket leaves some ranks no weight
-}
-_GROUPS = {
-    "dp": "dp_group",
-    "dp_cp": "dp_cp_group",
-    "expt_dp": "expt_dp_group",
-    "intra_dp_cp": "intra_dp_cp_group",
-    "intra_expt_dp": "intra_expt_dp_group",
-    "inter_dist_opt": "inter_dist_opt_group",
-    "tp": "tp_group",
-    "pp": "pp_group",
-    "ep": "ep_group",
 }
 
 
@@ -128,13 +118,12 @@ def _weight(group: Any, device: torch.device) -> Any:
     return torch.nn.Parameter(torch.zeros(size, dtype=torch.float32, device=device))
 
 
-def build(
-    chunks: Sequence[Any], wrapper: Any, finalize: Callable[..., None], num_stages: int
-) -> list[Any]:
-    """Wrap a :class:`_ProbeChunk` for each live chunk in ``wrapper``, a class like DDP.
+def build(chunks: Sequence[Any], finalize: Callable[..., None], num_stages: int) -> list[Any]:
+    """Wrap a :class:`_ProbeChunk` for each live chunk in the live chunk's class.
 
     ``finalize``: what the schedule calls to finalize. The live configs are copied.
     """
+    wrapper = type(chunks[0])
     config = _changed(chunks[0].config, _PLAIN_CONFIG)
     config.microbatch_group_size_per_vp_stage = num_stages
     config.finalize_model_grads_func = finalize
@@ -147,31 +136,22 @@ def build(
         )
     # Megatron before 0.14 reduces once per step only with it.
     config.no_sync_func = _per_chunk([chunk.no_sync for chunk in built])
-    if schedule_starts_sync(chunks):
+    if _starts_sync(chunks):
         config.grad_sync_func = _per_chunk([chunk.start_grad_sync for chunk in built])
     return built
 
 
-def free(built: Sequence[Any]) -> None:
-    """Free the buffers: DDP's hooks keep them alive until the next garbage collection."""
-    for chunk in built:
-        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-            for data in (buffer.grad_data, buffer.param_data):
-                if data is not None:
-                    data.untyped_storage().resize_(0)
-
-
-def schedule_starts_sync(chunks: Sequence[Any]) -> bool:
+def _starts_sync(chunks: Sequence[Any]) -> bool:
     """Whether the schedule starts the chunks' reductions, as with ``--align-grad-reduce``.
 
     Any other ``grad_sync_func`` is the framework's own and is left out of the probe.
     """
     hooks = chunks[0].config.grad_sync_func
-    hooks = hooks if isinstance(hooks, list) else [hooks]
-    return len(hooks) == len(chunks) and all(
-        getattr(hook, "__name__", None) == "start_grad_sync" and hook.__self__ is chunk
-        for hook, chunk in zip(hooks, chunks, strict=True)
-    )
+    found = [
+        (getattr(hook, "__self__", None), getattr(hook, "__name__", None))
+        for hook in (hooks if isinstance(hooks, list) else [hooks])
+    ]
+    return found == [(chunk, "start_grad_sync") for chunk in chunks]
 
 
 def reduced_part(chunk: Any, weight: Any, group: Any) -> Tensor:
@@ -192,9 +172,9 @@ def _groups(chunk: Any, wrapper: Any) -> dict[str, Any]:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     groups = ProcessGroupCollection()
-    for name, attribute in _GROUPS.items():
-        if hasattr(chunk, attribute):
-            setattr(groups, name, getattr(chunk, attribute))
+    for name, group in vars(chunk).items():
+        if name.endswith("_group") and isinstance(group, ProcessGroup):
+            setattr(groups, name.removesuffix("_group"), group)
     return {"pg_collection": groups}
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.scaling import LOSS_SCALINGS, LossScaling
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.reference_gradient import Reference
 from megatron_lossagg.verify.sequences import Assignment, TrainingSequence
@@ -20,6 +21,9 @@ from megatron_lossagg.verify.sequences import Assignment, TrainingSequence
 __all__ = [
     "BETA",
     "CASES",
+    "MASK_CASES",
+    "SURVIVORS",
+    "WEIGHT_CASES",
     "Case",
     "Expected",
     "as_reference",
@@ -38,9 +42,16 @@ class Case:
     aggregation: Aggregation
     second: Aggregation | None = None
 
+    @property
+    def loss_scalings(self) -> tuple[LossScaling, ...]:
+        """The loss scalings in which it can be trained."""
+        return ("per_token",) if self.aggregation.count == "survivors" else LOSS_SCALINGS
+
     def __str__(self) -> str:
         """Mode, what differs from its default, and the second term."""
         name = self.aggregation.mode
+        if self.aggregation.count != "mask":
+            name += f", count={self.aggregation.count}"
         if not self.aggregation.count_empty:
             name += ", count_empty=False"
         return name if self.second is None else f"{name} + {self.second.mode}"
@@ -52,7 +63,7 @@ class Case:
         return ", ".join(term.formula for term in terms)
 
 
-CASES: tuple[Case, ...] = (
+MASK_CASES: tuple[Case, ...] = (
     Case(aggregation=Aggregation("token_mean")),
     Case(aggregation=Aggregation("sample_mean")),
     Case(aggregation=Aggregation("sample_mean", count_empty=False)),
@@ -63,9 +74,22 @@ CASES: tuple[Case, ...] = (
     Case(aggregation=Aggregation("constant", divisor=40.0), second=Aggregation("token_mean")),
     Case(aggregation=Aggregation("sample_sum")),
     Case(aggregation=Aggregation("token_sum", divisor=7.0)),
+    Case(aggregation=Aggregation("length_power", exponent=0.5)),
     Case(aggregation=Aggregation("microbatch_token_mean")),
 )
 """Every mode of the table, with both ways to count empty samples, and a sum of two modes."""
+
+WEIGHT_CASES: tuple[Case, ...] = (
+    Case(aggregation=Aggregation("token_mean", count="weights")),
+    Case(aggregation=Aggregation("sample_mean", count_empty=False, count="weights")),
+    Case(aggregation=Aggregation("constant", divisor=40.0, count="weights")),
+)
+"""Token weights in the losses and in the denominators."""
+
+SURVIVORS = Case(aggregation=Aggregation("token_mean", count="survivors"))
+
+CASES = (*MASK_CASES, *WEIGHT_CASES, SURVIVORS)
+"""What ``lossagg verify`` verifies."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,31 +102,29 @@ class Expected:
     weight_sum: float
     weight_expected: float
 
-    def gradient(self, reference: Reference) -> dict[str, Tensor]:
-        """Return every parameter's gradient."""
-        return reference.gradient(self.slope_Y)
-
 
 def expected(case: Case, reference: Reference, assignment: Assignment) -> Expected:
     """Compute a step's loss and its derivative by every token's loss with the reference."""
     y_Y = reference.losses_Y.clone().requires_grad_()
 
-    def reference_sequences(term: Callable[[Tensor, float], Tensor]) -> list[dict[str, Any]]:
+    def reference_sequences(
+        aggregation: Aggregation, term: Callable[[Tensor, float], Tensor]
+    ) -> list[dict[str, Any]]:
         sequences = zip(reference.sequences, assignment.keys, reference.starts[:-1], strict=True)
         return [
             {
-                **as_reference(sequence, key),
+                **as_reference(sequence, key, aggregation),
                 "x": [term(y_Y[at], c) for at, c in enumerate(sequence.coefficient, start)],
             }
             for sequence, key, start in sequences
         ]
 
-    linear = reference_sequences(lambda y, c: c * y)
+    linear = reference_sequences(case.aggregation, lambda y, c: c * y)
     options = reference_options(case.aggregation, assignment.microbatches)
     loss = reference_loss.step_loss(case.aggregation.mode, linear, **options)
     if case.second is not None:
         second = reference_options(case.second, assignment.microbatches)
-        squares = reference_sequences(lambda y, c: y * y)
+        squares = reference_sequences(case.second, lambda y, c: y * y)
         loss = loss + BETA * reference_loss.step_loss(case.second.mode, squares, **second)
     (slope_Y,) = torch.autograd.grad(loss, y_Y)
     counted = [{**sequence, "trained": sequence["counted"]} for sequence in linear]
@@ -114,21 +136,26 @@ def expected(case: Case, reference: Reference, assignment: Assignment) -> Expect
     )
 
 
-def as_reference(sequence: TrainingSequence, key: tuple[int, int]) -> dict[str, Any]:
+def as_reference(
+    sequence: TrainingSequence, key: tuple[int, int], aggregation: Aggregation
+) -> dict[str, Any]:
     """Write a sequence as ``reference_loss.py`` reads it, without its losses."""
-    return {
-        "counted": sequence.counted,
+    survives = aggregation.count == "survivors"
+    written = {
+        "counted": sequence.trained if survives else sequence.counted,
         "trained": sequence.trained,
         "sample": sequence.sample,
         "prompt": sequence.prompt,
         "microbatch": key,
     }
+    return written | ({"weight": sequence.weight} if aggregation.count == "weights" else {})
 
 
 def reference_options(aggregation: Aggregation, microbatches: Sequence[int]) -> dict[str, Any]:
     """Write an aggregation as ``reference_loss.py`` reads it."""
     return {
         "divisor": aggregation.divisor,
+        "exponent": aggregation.exponent,
         "count_empty": aggregation.count_empty,
         "microbatches": list(microbatches),
     }

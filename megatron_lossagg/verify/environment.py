@@ -5,10 +5,10 @@ A package that is installed and cannot be imported ends the ranks, whose error n
 
 from __future__ import annotations
 
-import os
 import platform
 import runpy
 import subprocess
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -17,9 +17,8 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Fact", "environment", "unlaunched"]
+__all__ = ["Fact", "environment", "megatron_core"]
 
-_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
 _OPTIONAL = {
     "transformer-engine": "transformer_engine",
     "apex": "apex",  # NVIDIA's; an unrelated project on PyPI has its name
@@ -74,9 +73,9 @@ def environment() -> list[Fact]:
     return facts
 
 
-def unlaunched() -> dict[str, str]:
-    """Return this process's environment variables, without those of a launcher's rank."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
+def megatron_core(facts: Sequence[Fact]) -> Fact:
+    """Return what was found of Megatron-Core."""
+    return next(fact for fact in facts if fact.name == "megatron-core")
 
 
 def _origin(module: str) -> Path | None:

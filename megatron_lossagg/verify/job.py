@@ -1,27 +1,30 @@
-"""A verification as a value, and what each rank of it does.
+"""A verification as a value: the command pickles it, and every rank runs it.
 
-The command line pickles a :class:`Job`; every rank runs it; rank 0 reports events, one
-JSON-ready dict each.
+The checks of a framework are such a job too, of one process (``frameworks/launch.py``).
 """
 
 from __future__ import annotations
 
-import gc
-import math
+import json
+import os
 import pickle
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
+import megatron_lossagg
+from megatron_lossagg.cpu.launch import launch, run_alone
 from megatron_lossagg.errors import ProofError
 from megatron_lossagg.scaling import LOSS_SCALINGS, LossScaling
-from megatron_lossagg.text import number_of
 from megatron_lossagg.verify.cases import Case
-from megatron_lossagg.verify.parallelism import ModelShape, Parallelism
+from megatron_lossagg.verify.parallelism import Parallelism
 
-__all__ = ["Event", "Job", "references_of", "run_job"]
+__all__ = ["Event", "Job", "launched", "read_job", "write_job"]
 
 Event = dict[str, Any]
 
@@ -33,8 +36,6 @@ class Job:
     layouts: Sequence[Parallelism]
     cases: Sequence[Case]
     loss_scalings: Sequence[LossScaling] = LOSS_SCALINGS
-    references: str | None = None
-    """Folder that keeps the references for later jobs; None: computed anew."""
 
     def __post_init__(self) -> None:
         for name in ("layouts", "cases", "loss_scalings"):  # a list and a tuple are equal jobs
@@ -57,110 +58,77 @@ class Job:
 
     @property
     def num_verdicts(self) -> int:
-        """Number of verdicts: one per layout, case and loss scaling."""
-        return len(self.layouts) * len(self.cases) * len(self.loss_scalings)
-
-    def write(self, file: Path) -> None:
-        """Write it for the ranks."""
-        file.write_bytes(pickle.dumps(self))
-
-    @staticmethod
-    def read(file: Path) -> Job:
-        """Read what :meth:`write` wrote; run no file of anybody else."""
-        job: Job = pickle.loads(file.read_bytes())
-        return job
-
-
-def run_job(job: Job, report: Callable[[Event], None]) -> bool:
-    """Run a job on this rank; ``report`` is called on rank 0 only. Return whether all passed.
-
-    Installs the CPU stand-ins where there is no CUDA, so call it before Megatron-Core is
-    imported. Initializes torch.distributed (NCCL with CUDA, gloo without) from the
-    launcher's environment, and destroys it after rank 0 has reported the ``end``. Events:
-    ``start`` with Megatron-Core's version, device, backend and hosts, ``case`` after each case,
-    ``layout`` with the layout's verdicts and groups, ``end``.
-    """
-    import torch
-    import torch.distributed as dist
-
-    if not torch.cuda.is_available():
-        import megatron_lossagg.cpu as cpu
-
-        cpu.install()
-    from megatron_lossagg.verify import model
-    from megatron_lossagg.verify.verdict import prove
-
-    world = model.join_world()
-    if dist.get_world_size() != job.world_size:
-        raise ProofError(
-            f"{job.layouts[0]}: got {number_of(dist.get_world_size(), 'rank')} from the launcher, "
-            f"expected {job.world_size}. Change --dp, or the number of processes"
+        """Number of verdicts: one per layout, case and loss scaling that the case allows."""
+        return len(self.layouts) * sum(
+            scaling in case.loss_scalings for case in self.cases for scaling in self.loss_scalings
         )
-    first = dist.get_rank() == 0
-    if first:
-        report({"event": "start", "megatron": model.megatron_version(), **asdict(world)})
-    references = _references(job.layouts, job.references) if first else {}
-    box = [references]
-    dist.broadcast_object_list(box, src=0, device=model.device())
-    references = box[0]
-    passed = True
-    for layout in job.layouts:
-        verdicts = list(
-            prove(
-                layout,
-                job.cases,
-                references[_key(layout)],
-                loss_scalings=job.loss_scalings,
-                progress=lambda verdict: report({"event": "case"}) if first else None,
-            )
-        )
-        gc.collect()  # of the models, which hold the layout's groups
-        passed = passed and all(verdict.passed for verdict in verdicts)
-        with model.split_world(layout):
-            groups = model.groups_over_hosts(world.hosts)
-        if first:
-            written = [{**asdict(v), "passed": v.passed} for v in verdicts]
-            name = str(layout)
-            report({"event": "layout", "layout": name, "verdicts": written, "groups": groups})
-    if first:
-        report({"event": "end"})
-    dist.barrier()  # a launcher ends the others as soon as one rank has failed
-    gc.collect()  # a group that is still held aborts the process at its end
-    dist.destroy_process_group()
-    return passed
+
+    def run(self) -> Iterator[Event]:
+        """Run it on this rank of a launcher; every rank gets the same events, ready for JSON.
+
+        ``start`` with Megatron-Core's version, device, backend and hosts; ``case`` after each case;
+        ``layout`` with its verdicts and groups; ``end``, after which the rank waits for the others.
+        Installs the CPU stand-ins where there is no CUDA: call it before Megatron-Core is imported.
+        """
+        import torch
+
+        if not torch.cuda.is_available():
+            import megatron_lossagg.cpu as cpu
+
+            cpu.install()
+        from megatron_lossagg.verify.verdict import run_job
+
+        return run_job(self)
 
 
-def _copies(layout: Parallelism) -> int:
-    """Return how often the 14 sequences are drawn: most microbatches get one, at most
-    four times.
+def write_job(job: Any, file: Path) -> None:
+    """Write a job for its processes."""
+    file.write_bytes(pickle.dumps(job))
+
+
+def read_job(file: Path) -> Any:
+    """Read what :func:`write_job` wrote; run no file of anybody else."""
+    return pickle.loads(file.read_bytes())
+
+
+def launched(
+    job: Any, take: Callable[[Event], None], *, processes: int | None, timeout: float
+) -> CompletedProcess[str]:
+    """Run a job on processes of this machine's CPU; ``take`` gets each event of the first one.
+
+    ``processes``: ranks; None for one process that is no rank. Raises
+    ``subprocess.TimeoutExpired`` after ``timeout`` seconds, when all have been ended.
     """
-    return min(4, math.ceil(sum(layout.m_of_ranks) / 14))
-
-
-def _key(layout: Parallelism) -> tuple[ModelShape, int]:
-    return layout.shape, _copies(layout)
-
-
-def references_of(layouts: Sequence[Parallelism]) -> dict[tuple[ModelShape, int], int]:
-    """Return the references that layouts need: (shape, copies), and what sequences are
-    padded to.
-    """
-    multiples: dict[tuple[ModelShape, int], int] = {}
-    for layout in layouts:
-        key = _key(layout)
-        multiples[key] = math.lcm(multiples.get(key, 1), layout.padded(1))
-    return multiples
-
-
-def _references(
-    layouts: Sequence[Parallelism], kept: str | None = None
-) -> Mapping[tuple[ModelShape, int], Any]:
-    from megatron_lossagg.verify.reference_gradient import reference
-
+    package = str(Path(megatron_lossagg.__file__).resolve().parent.parent)
+    # The user's path first: their Megatron-Core, not one that is installed next to this package.
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), package]))
+    env = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory() as folder:
-        return {
-            (shape, copies): reference(
-                shape, copies=copies, padded=padded, folder=Path(kept or folder)
-            )
-            for (shape, copies), padded in references_of(layouts).items()
-        }
+        job_file, events = Path(folder) / "job", Path(folder) / "events.jsonl"
+        write_job(job, job_file)
+        events.touch()
+        command = ["-m", "megatron_lossagg.verify", str(job_file), str(events)]
+        ended = threading.Event()
+        follower = threading.Thread(target=_follow, args=(events, ended, take))
+        follower.start()
+        try:
+            if processes is None:
+                return run_alone(["-u", *command], timeout=timeout, env=env)
+            return launch(command, processes=processes, timeout=timeout, env=env)
+        finally:
+            ended.set()
+            follower.join()
+
+
+def _follow(events: Path, ended: threading.Event, take: Callable[[Event], None]) -> None:
+    with events.open() as file:
+        partial = ""
+        while True:
+            last_round = ended.is_set()  # before reading, so that all that was written is read
+            partial += file.read()
+            *complete, partial = partial.split("\n")
+            for line in complete:
+                take(json.loads(line))
+            if last_round:
+                return
+            time.sleep(0.1)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import megatron.core
@@ -29,6 +29,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     model_parallel_cuda_manual_seed,
 )
@@ -41,7 +42,7 @@ import megatron_lossagg.cpu as cpu
 from megatron_lossagg.errors import ProofError
 from megatron_lossagg.microbatch import PADDING
 from megatron_lossagg.verify.parallelism import ModelShape, Parallelism
-from megatron_lossagg.verify.sequences import VOCABULARY, TrainingSequence, padding_sequence, zigzag
+from megatron_lossagg.verify.sequences import VOCABULARY, TrainingSequence, padding_sequence
 
 __all__ = [
     "Batch",
@@ -55,6 +56,7 @@ __all__ = [
     "join_world",
     "megatron_version",
     "pack",
+    "packed_at",
     "reference_model",
     "reported",
     "run_schedule",
@@ -72,20 +74,18 @@ _LONGEST = 128
 @contextmanager
 def split_world(parallelism: Parallelism) -> Iterator[None]:
     """Initialize Megatron's groups and random states; destroy the groups at the end."""
-    instances = {}
+    more = {}
     if parallelism.optimizer_instances > 1:
-        instances = {"num_distributed_optimizer_instances": parallelism.optimizer_instances}
-    experts = {}
+        more["num_distributed_optimizer_instances"] = parallelism.optimizer_instances
     if parallelism.moe:  # gloo cannot gather uneven splits of an expert over TP
-        experts = {"expert_tensor_parallel_size": 1}
+        more["expert_tensor_parallel_size"] = 1
     parallel_state.initialize_model_parallel(
         parallelism.tp,
         parallelism.pp,
         virtual_pipeline_model_parallel_size=parallelism.vpp if parallelism.vpp > 1 else None,
         context_parallel_size=parallelism.cp,
         expert_model_parallel_size=parallelism.ep,
-        **experts,
-        **instances,
+        **more,
     )
     default = torch.get_default_dtype()
     try:
@@ -105,12 +105,10 @@ def destroy_groups() -> None:
 
     A gloo group has a thread that wakes 100 times per second until the group is garbage.
     """
-    for group in {group for group in vars(parallel_state).values() if _is_group(group)}:
+    known = vars(parallel_state).values()
+    groups = {group for group in known if isinstance(group, dist.ProcessGroup)}
+    for group in groups - {dist.group.WORLD}:
         dist.destroy_process_group(group)
-
-
-def _is_group(value: Any) -> bool:
-    return isinstance(value, dist.ProcessGroup) and value is not dist.group.WORLD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,21 +226,14 @@ def config_of(parallelism: Parallelism, *, per_token: bool) -> Any:
     dtype = torch.bfloat16 if parallelism.bf16 else _dtype_of(parallelism)
     more: dict[str, Any] = {}
     if parallelism.moe:
-        more = {
-            "expert_model_parallel_size": parallelism.ep,
-            "expert_tensor_parallel_size": 1,
-            "moe_aux_loss_coeff": 0.1,
-            "moe_z_loss_coeff": 0.01,
-        }
+        more |= {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
+        more |= {"expert_model_parallel_size": parallelism.ep, "expert_tensor_parallel_size": 1}
     if parallelism.mtp:
         more |= {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3}
     if parallelism.recompute:
-        more |= {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
-    return TransformerConfig(
+        more |= {"recompute_granularity": "full", "recompute_method": "uniform"}
+        more |= {"recompute_num_layers": 1}
+    config = TransformerConfig(
         **_shape_options(parallelism.shape, dtype),
         **more,
         tensor_model_parallel_size=parallelism.tp,
@@ -255,6 +246,9 @@ def config_of(parallelism: Parallelism, *, per_token: bool) -> Any:
         finalize_model_grads_func=finalize_model_grads,
         calculate_per_token_loss=per_token,
     )
+    # Releases up to 0.19 have no such field: attention and LossAggregator read it.
+    config.cp_partition_mode = parallelism.cp_partition
+    return config
 
 
 def _shape_options(shape: ModelShape, dtype: torch.dtype) -> dict[str, Any]:
@@ -262,6 +256,10 @@ def _shape_options(shape: ModelShape, dtype: torch.dtype) -> dict[str, Any]:
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
         "num_attention_heads": shape.num_heads,
+        # Without rotary positions no score depends on the bias of a norm of the keys.
+        "qk_layernorm": not shape.learned_positions,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
         "use_cpu_initialization": not torch.cuda.is_available(),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -291,7 +289,8 @@ def wrapped_chunks(parallelism: Parallelism, config: Any) -> list[Any]:
     """Build this rank's model chunks in Megatron-Core's DistributedDataParallel."""
     interleaved = parallelism.vpp > 1
     models = [
-        _model(config, vp_stage=stage if interleaved else None) for stage in range(parallelism.vpp)
+        _model(parallelism.shape, config, vp_stage=stage if interleaved else None)
+        for stage in range(parallelism.vpp)
     ]
     per_token = config.calculate_per_token_loss
     ddp = DistributedDataParallelConfig(
@@ -309,50 +308,46 @@ def wrapped_chunks(parallelism: Parallelism, config: Any) -> list[Any]:
     return chunks
 
 
-def _model(config: Any, *, vp_stage: int | None) -> Any:
+def _model(shape: ModelShape, config: Any, *, vp_stage: int | None) -> Any:
     at = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     mtp = cpu.gpt_mtp_spec(config, vp_stage=vp_stage) if config.mtp_num_layers else None
-    model = GPTModel(
+    return _gpt(
+        shape,
         config,
         cpu.gpt_layer_spec(config, vp_stage=vp_stage),
         mtp_block_spec=mtp,
-        vocab_size=VOCABULARY,
-        max_sequence_length=_LONGEST,
         pre_process=parallel_state.is_pipeline_first_stage(**at),
         post_process=parallel_state.is_pipeline_last_stage(**at),
         parallel_output=True,
-        share_embeddings_and_output_weights=False,
-        position_embedding_type="rope",
-        rotary_base=_ROTARY_BASE,
         vp_stage=vp_stage,
+    )
+
+
+def reference_model(shape: ModelShape) -> Any:
+    """Build the same model unsplit, with Megatron's own attention."""
+    config = TransformerConfig(**_shape_options(shape, torch.float64))
+    return _gpt(shape, config, cpu.gpt_layer_spec(config, own_attention=False))
+
+
+def _gpt(shape: ModelShape, config: Any, spec: Any, **stage: Any) -> Any:
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=_LONGEST,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="learned_absolute" if shape.learned_positions else "rope",
+        rotary_base=_ROTARY_BASE,
+        **stage,
     ).to(device())
     cpu.initialize_weights([model], seed=_SEED)
-    _compute_rotations_in_float64(model)
-    return model
-
-
-def _compute_rotations_in_float64(model: Any) -> None:
-    """Replace the float32 frequencies: cosines of other devices would differ in the last bit."""
+    if shape.learned_positions:
+        return model
+    # Float32 frequencies would not do: cosines of other devices would differ in the last bit.
     rotary = model.rotary_pos_emb
     half = rotary.inv_freq.numel()
     exponents = torch.arange(half, dtype=torch.float64) / half
     rotary.inv_freq = (_ROTARY_BASE**-exponents).to(rotary.inv_freq.device)
-
-
-def reference_model(shape: ModelShape) -> Any:
-    """Build the same model unsplit, on one process, with Megatron's own attention."""
-    config = TransformerConfig(**_shape_options(shape, torch.float64))
-    model = GPTModel(
-        config,
-        cpu.gpt_layer_spec(config, own_attention=False),
-        vocab_size=VOCABULARY,
-        max_sequence_length=_LONGEST,
-        share_embeddings_and_output_weights=False,
-        position_embedding_type="rope",
-        rotary_base=_ROTARY_BASE,
-    )
-    cpu.initialize_weights([model], seed=_SEED)
-    _compute_rotations_in_float64(model)
     return model
 
 
@@ -367,6 +362,10 @@ class Batch:
     mask: Tensor
     """int64, before slicing."""
     mask_here: Tensor
+    """Of the losses here: sliced, or whole if they are gathered."""
+    weights: Tensor
+    """v_t, before slicing."""
+    weights_here: Tensor
     side_mask_here: Tensor
     """Of the model's own multi-token-prediction loss: the padding sequence's tokens too, for stock
     divides by the tokens of a microbatch, which may have no others."""
@@ -374,8 +373,10 @@ class Batch:
     labels: Tensor
     positions: Tensor
     coefficient: Tensor
-    """Flat, in this rank's order; 1 at padding."""
+    """Of the losses here likewise, flat; 1 at padding."""
     packed: Any
+    gathered: Tensor | None
+    """Where each token is in the ranks' tokens end to end; None if losses are not gathered."""
 
 
 def pack(
@@ -389,6 +390,7 @@ def pack(
     positions: list[int] = []
     mask: list[int] = []
     side_mask: list[int] = []
+    weights: list[float] = []
     coefficient: list[float] = []
     offsets = [0]
     for index in [*indices, PADDING]:
@@ -398,29 +400,38 @@ def pack(
         tokens += sequence.tokens + [0] * fill
         labels += sequence.labels + [0] * fill
         mask += sequence.trained + [0] * fill
+        weights += sequence.weight + [0.0] * fill
         side_mask += [1] * goal if index == PADDING else sequence.trained + [0] * fill
         coefficient += sequence.coefficient + [1.0] * fill
         positions += range(goal)
         offsets.append(len(tokens))
     cp_rank = parallel_state.get_context_parallel_rank()
-    of_rank = zigzag(offsets, parallelism.cp, cp_rank)
+    of_rank = parallelism.held(offsets, cp_rank)
+    of_losses, gathered = of_rank, None
+    if parallelism.packing == "gathered":
+        of_ranks = [parallelism.held(offsets, rank) for rank in range(parallelism.cp)]
+        of_losses, gathered = [*range(len(tokens))], torch.tensor([*chain(*of_ranks)]).argsort()
     shape = (len(offsets) - 1, -1) if bshd else (1, -1)
     to = device()
     return Batch(
         sequences=[*indices, PADDING],
         offsets=torch.tensor(offsets, dtype=torch.int32),
         mask=torch.tensor(mask),
-        mask_here=torch.tensor(mask)[of_rank],
+        mask_here=torch.tensor(mask)[of_losses],
+        weights=torch.tensor(weights, dtype=torch.float64),
+        weights_here=torch.tensor(weights, dtype=torch.float64)[of_rank],
         side_mask_here=torch.tensor(side_mask)[of_rank],
         tokens=torch.tensor(tokens)[of_rank].view(shape).to(to),
         labels=torch.tensor(labels)[of_rank].view(shape).to(to),
         positions=torch.tensor(positions)[of_rank].view(shape).to(to),
-        coefficient=torch.tensor(coefficient, dtype=_dtype_of(parallelism))[of_rank].to(to),
-        packed=None if bshd else _packed_at(offsets),
+        coefficient=torch.tensor(coefficient, dtype=_dtype_of(parallelism))[of_losses].to(to),
+        packed=None if bshd else packed_at(offsets),
+        gathered=None if gathered is None else gathered.to(to),
     )
 
 
-def _packed_at(offsets: Sequence[int]) -> Any:
+def packed_at(offsets: Sequence[int]) -> Any:
+    """Describe sequences packed at padded offsets to Megatron."""
     at = torch.tensor(offsets, dtype=torch.int32, device=device())
     longest = max(end - begin for begin, end in pairwise(offsets))
     return PackedSeqParams(
@@ -447,7 +458,19 @@ def forward(model: Any, batch: Batch, parallelism: Parallelism) -> Tensor:
 
 
 def token_losses(output: Tensor, batch: Batch, parallelism: Parallelism) -> Tensor:
-    """Return the last stage's negative log-probabilities, flat in this rank's order."""
+    """Return the last stage's negative log-probabilities, flat in this rank's order.
+
+    Gathered: of all context-parallel ranks, in the order of the whole mask.
+    """
+    losses = _losses_here(output, batch, parallelism)
+    if batch.gathered is None:
+        return losses
+    group = parallel_state.get_context_parallel_group()
+    whole: Tensor = gather_from_sequence_parallel_region(losses, group=group)[batch.gathered]
+    return whole
+
+
+def _losses_here(output: Tensor, batch: Batch, parallelism: Parallelism) -> Tensor:
     if parallelism.megatrons_losses:
         return output.reshape(-1)
     if parallelism.tp > 1:

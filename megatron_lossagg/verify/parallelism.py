@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from megatron_lossagg.errors import ProofError
-from megatron_lossagg.verify.sequences import VOCABULARY
+from megatron_lossagg.verify.sequences import VOCABULARY, contiguous, zigzag
 
 __all__ = ["WEIGHT_SUM_TOLERANCE", "ModelShape", "Parallelism", "standard"]
 
@@ -30,17 +31,13 @@ class ModelShape:
     num_layers: int
     num_heads: int
     num_experts: int
+    learned_positions: bool
+    """Learned position embeddings; rotary ones if not."""
 
     @property
     def hidden_size(self) -> int:
         """Width of the model."""
         return self.num_heads * _HEAD_SIZE
-
-    @property
-    def name(self) -> str:
-        """The shape as part of a file name."""
-        experts = f"-moe{self.num_experts}" if self.num_experts else ""
-        return f"{self.num_layers}x{self.hidden_size}{experts}"
 
 
 def _size(text: str, *, default: int = 1) -> Any:
@@ -74,9 +71,19 @@ class Parallelism:
     packing: str = field(
         default="thd",
         metadata={
-            "help": "packed sequences, one sequence per batch entry, or sequences that the "
-            "framework slices (default thd)",
-            "choices": ("thd", "bshd", "local"),
+            "help": "packed sequences, one sequence per batch entry, sequences that the framework "
+            "slices, or packed sequences whose losses it gathers on every context-parallel rank "
+            "(default thd)",
+            "choices": ("thd", "bshd", "local", "gathered"),
+        },
+    )
+    cp_partition: str = field(
+        default="zigzag",
+        metadata={
+            "help": "what a context-parallel rank holds (Megatron's cp_partition_mode): two chunks "
+            "of each sequence, or one interval of the packed sequences and of each unpacked one "
+            "(default zigzag)",
+            "choices": ("zigzag", "contiguous"),
         },
     )
     moe: bool = _switch("MoE", "experts, with router and z losses in addition to the main loss")
@@ -121,8 +128,16 @@ class Parallelism:
             raise ProofError("sequence parallelism is over tensor-parallel ranks: give tp above 1")
         if self.moe and self.tp > 1 and not self.sequence_parallel:
             raise ProofError("Megatron-Core runs experts with tp above 1 under sequence_parallel")
-        if self.packing not in ("thd", "bshd", "local"):
-            raise ProofError(f"packing: got {self.packing!r}, expected thd, bshd or local")
+        if self.packing not in ("thd", "bshd", "local", "gathered"):
+            raise ProofError(
+                f"packing: got {self.packing!r}, expected thd, bshd, local or gathered"
+            )
+        if self.cp_partition not in ("zigzag", "contiguous"):
+            raise ProofError(
+                f"cp_partition: got {self.cp_partition!r}, expected zigzag or contiguous"
+            )
+        if self.cp_partition == "contiguous" and self.cp == 1:
+            raise ProofError("cp_partition is over context-parallel ranks: give cp above 1")
         if VOCABULARY % self.tp:
             raise ProofError(
                 f"tp {self.tp} does not divide the model's {VOCABULARY} token ids: take a power of "
@@ -157,6 +172,11 @@ class Parallelism:
             )
         if self.packing == "local" and self.mtp:
             raise ProofError("packing: got local with mtp, expected thd or bshd")
+        if self.cp_partition == "contiguous" and self.mtp:
+            raise ProofError(
+                "cp_partition: got contiguous with mtp, expected zigzag: Megatron-Core rolls the "
+                "labels of its multi-token prediction over zigzag chunks"
+            )
 
     @property
     def world_size(self) -> int:
@@ -187,7 +207,17 @@ class Parallelism:
             num_layers=stages * math.ceil(2 / stages),
             num_heads=math.lcm(4, self.tp),
             num_experts=math.lcm(4, self.ep) if self.moe else 0,
+            # Rotary ones are split over context-parallel ranks by Megatron-Core, as zigzag chunks.
+            learned_positions=self.cp_partition == "contiguous",
         )
+
+    @property
+    def reference(self) -> tuple[ModelShape, int, int]:
+        """What the reference depends on: model, how often the 14 sequences are drawn, padding.
+
+        They are drawn so often that most microbatches get one, at most four times.
+        """
+        return self.shape, min(4, math.ceil(sum(self.m_of_ranks) / 14)), self.padded(1)
 
     @property
     def sequence_multiple(self) -> int:
@@ -199,6 +229,13 @@ class Parallelism:
         if self.packing == "bshd":
             length = max(length, _BSHD_LENGTH)
         return -(-length // self.sequence_multiple) * self.sequence_multiple
+
+    def held(self, offsets: Sequence[int], cp_rank: int) -> list[int]:
+        """List the positions of a microbatch, packed at padded offsets, that a rank holds."""
+        if self.cp_partition == "zigzag":
+            return zigzag(offsets, self.cp, cp_rank)
+        parts = offsets if self.packing == "bshd" else [0, offsets[-1]]
+        return contiguous(parts, self.cp, cp_rank)
 
     @property
     def megatrons_losses(self) -> bool:
@@ -227,6 +264,8 @@ class Parallelism:
             options.append(f"{self.optimizer_instances} instances")
         if self.packing != "thd":
             options.append(self.packing)
+        if self.cp_partition != "zigzag":
+            options.append(self.cp_partition)
         m = "+".join(map(str, self.m_of_ranks if not self.one_m else self.m_of_ranks[:1]))
         return ", ".join([" x ".join(sizes or ["DP 1"]), f"M {m}", *options])
 

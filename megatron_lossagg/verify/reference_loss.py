@@ -5,6 +5,7 @@ A step is a list of sequences; a sequence is a dict with
     x           list of 0-dim float64 tensors, one per token
     counted     list of 0/1, the loss mask
     trained     list of 0/1, the loss mask after rejection
+    weight      list of token weights, which multiply losses and counts; without it, all are 1
     sample, prompt    ids
     microbatch  (data-parallel rank, index on that rank)
 """
@@ -28,6 +29,7 @@ def step_loss(
     sequences: Sequence[StepSequence],
     *,
     divisor: float | None = None,
+    exponent: float | None = None,
     count_empty: bool = True,
     microbatches: Sequence[int] | None = None,
 ) -> Tensor:
@@ -49,6 +51,11 @@ def step_loss(
         return _over(_total(_sum(g) for g in groups), len(groups))
     if mode == "token_sum":
         return _sum(sequences) / (1 if divisor is None else divisor)
+    if mode == "length_power":  # the family of arXiv 2509.07558, all weights together 1
+        groups = _kept(_groups(sequences, "sample"), count_empty=False)
+        assert exponent is not None
+        total = _total(_sum(g) / _tokens(g) ** exponent for g in groups)
+        return _over(total, math.fsum(_tokens(g) ** (1 - exponent) for g in groups))
     if mode == "microbatch_token_mean":
         assert microbatches is not None
         ranks = []
@@ -64,36 +71,35 @@ def step_loss(
     raise KeyError(mode)
 
 
-def weight_sum(
-    mode: str,
-    sequences: Sequence[StepSequence],
-    *,
-    divisor: float | None = None,
-    count_empty: bool = True,
-    microbatches: Sequence[int] | None = None,
-) -> float:
-    """Compute the loss of per-token losses that are all 1: the right weight sum."""
+def weight_sum(mode: str, sequences: Sequence[StepSequence], **options: Any) -> float:
+    """Compute the right weight sum: the loss, with its ``options``, of losses that are all 1."""
     ones = [
         {**sequence, "x": [torch.ones((), dtype=torch.float64)] * len(sequence["x"])}
         for sequence in sequences
     ]
-    loss = step_loss(
-        mode, ones, divisor=divisor, count_empty=count_empty, microbatches=microbatches
-    )
-    return float(loss)
+    return float(step_loss(mode, ones, **options))
 
 
 def _sum(sequences: Sequence[StepSequence]) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for sequence in sequences:
-        for x, m in zip(sequence["x"], sequence["trained"], strict=True):
+        for x, m, v in zip(sequence["x"], sequence["trained"], _weights(sequence), strict=True):
             if m == 1:
-                total = total + x
+                total = total + v * x
     return total
 
 
 def _tokens(sequences: Sequence[StepSequence]) -> float:
-    return math.fsum(m for sequence in sequences for m in sequence["counted"])
+    return math.fsum(
+        v
+        for sequence in sequences
+        for m, v in zip(sequence["counted"], _weights(sequence), strict=True)
+        if m == 1
+    )
+
+
+def _weights(sequence: StepSequence) -> list[float]:
+    return list(sequence.get("weight", [1] * len(sequence["counted"])))
 
 
 def _groups(sequences: Sequence[StepSequence], key: str) -> list[list[StepSequence]]:

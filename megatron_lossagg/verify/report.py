@@ -1,4 +1,4 @@
-"""A verification as it is printed, with a progress bar on a terminal.
+"""A verification as it is printed, and as one page for a pull request (``templates/verify.html``).
 
 The result comes first, then the table, the checks of a framework, the causes of what failed, and
 the environment.
@@ -21,17 +21,39 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from megatron_lossagg import html
+from megatron_lossagg.scaling import K_FORMULA
 from megatron_lossagg.text import error_text, number_of
 from megatron_lossagg.verify.environment import Fact
 from megatron_lossagg.verify.frameworks.check import FAIL, PASS, counted, none_ran
 from megatron_lossagg.verify.frameworks.check import cells as framework_cells
+from megatron_lossagg.verify.parallelism import WEIGHT_SUM_TOLERANCE
 
-__all__ = ["Report", "cells", "finite", "progress", "say", "show", "summary"]
+__all__ = ["Report", "finite", "page", "progress", "say", "show"]
 
 Report = Mapping[str, Any]
-_COLUMNS = ("aggregation", "w_s", "loss_scaling", "K", "factor", "gradient error", "loss error", "")
-_FRAMEWORK_COLUMNS = ("check", "function", "loss error", "gradient error", "")
+_COLUMNS = {
+    "aggregation": "the configured loss",
+    "w_s": "the weight of a sequence, with the divisor's value",
+    "loss_scaling": "how Megatron scales the loss",
+    "K": "what the package multiplies the loss by",
+    "factor": "the gradient's measured multiple of the reference's; 1 is right",
+    "gradient error": "largest relative error of any parameter's gradient",
+    "loss error": "relative error of the reported loss",
+    "weight sum error": "relative error of the reported weight sum",
+    "": "PASS if every error is below its tolerance",
+}
+_PRINTED = [column for column in _COLUMNS if column != "weight sum error"]
+_FRAMEWORK_COLUMNS = {
+    "check": "what is compared with the reference",
+    "function": "the framework's own function",
+    "loss error": "relative error of the loss",
+    "gradient error": "largest relative error of any gradient, or of its norm",
+    "": "PASS if both errors are below the tolerance",
+}
 _WIDE = 200
+_DECADES = (-17, 2)
+"""Of the page's plot, the same in every report; what is beyond them is at their ends."""
 
 
 def say(text: str) -> None:
@@ -65,15 +87,25 @@ def progress(num_verdicts: int) -> Iterator[Callable[[Mapping[str, Any]], None]]
         yield lambda event: bar.advance(task, event["event"] == "case")
 
 
+def finite(value: Any) -> Any:
+    """Replace numbers that JSON cannot represent by None, at any depth."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    return [finite(inner) for inner in value] if isinstance(value, list) else value
+
+
 def show(report: Report) -> None:
     """Print a report; with several layouts, repeat the result at the end."""
     # A file or a pipe has no width: there a line is as long as it must be.
     console = Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False)
     text = partial(console.print, markup=False, soft_wrap=True)
-    text(summary(report), end="\n\n")
+    text(_summary(report), end="\n\n")
     for layout, verdicts in groupby(report["verdicts"], key=lambda v: str(v["layout"])):
         text(layout)
-        console.print(_table(_COLUMNS, map(cells, verdicts), left=3))
+        rows = [(*errors, state) for *errors, _, state in map(_cells, verdicts)]
+        console.print(_table(_PRINTED, rows, left=3))
         text()
     if framework := report.get("framework"):
         checks = framework["checks"]
@@ -86,15 +118,15 @@ def show(report: Report) -> None:
                 text(f"     {check['explanation']}\n")
     for verdict in report["verdicts"]:
         if not verdict["passed"]:
-            text(f"FAIL {verdict['layout']}; {verdict['case']}; {verdict['loss_scaling']}")
+            text(f"FAIL {_place(verdict)}")
             text(f"     {verdict['explanation']}\n")
     for fact in report["environment"]:
         text(str(Fact(**fact)))
     if len(report["layouts"]) > 1:
-        text("\n" + summary(report))
+        text("\n" + _summary(report))
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int) -> Padding:
+def _table(columns: Iterable[str], rows: Iterable[Sequence[str]], *, left: int) -> Padding:
     """Make a table whose first columns are aligned to the left, with the state at the end."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for index, column in enumerate(columns):
@@ -105,18 +137,16 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int) 
     return Padding(table, (0, 0, 0, 2), expand=False)
 
 
-def summary(report: Report) -> str:
+def _summary(report: Report) -> str:
     """Write the result: how many cases pass, where, the largest error, the time it took.
 
     A second line has the result of a framework's checks; it is the first one where none of them
     ran.
     """
-    verdicts = report["verdicts"]
+    verdicts, num_verdicts = report["verdicts"], report["num_verdicts"]
     passed = sum(verdict["passed"] for verdict in verdicts)
-    errors = [v["gradient_error"] for v in verdicts]
     versions = {fact["name"]: fact["version"] for fact in report["environment"]}
-    num_verdicts = report["num_verdicts"]
-    largest = f"; largest gradient error {_largest(errors)}" if errors else ""
+    largest = f"; largest gradient error {_largest(verdicts)}" if verdicts else ""
     pass_ = "passes" if num_verdicts == 1 else "pass"
     cases = (
         f"{passed} of {number_of(num_verdicts, 'case')} {pass_} on "
@@ -132,30 +162,125 @@ def summary(report: Report) -> str:
     return "\n".join([f"{word}: {cases}", *of_framework])
 
 
-def cells(verdict: Mapping[str, Any]) -> tuple[str, ...]:
+def _cells(verdict: Report) -> tuple[str, ...]:
     """Write one verdict in the columns of the table."""
     factor = verdict["measured_factor"]
     return (
-        verdict["case"],
-        verdict["formula"],
-        verdict["loss_scaling"],
+        str(verdict["case"]),
+        str(verdict["formula"]),
+        str(verdict["loss_scaling"]),
         str(verdict["k"]),
-        "not finite" if factor is None else f"{factor:.9f}",
-        error_text(verdict["gradient_error"]),
-        error_text(verdict["loss_error"]),
+        f"{factor:.9f}" if _is_finite(factor) else "not finite",
+        *(error_text(verdict[f"{name}_error"]) for name in ("gradient", "loss", "weight_sum")),
         "PASS" if verdict["passed"] else "FAIL",
     )
 
 
-def _largest(errors: Sequence[float | None]) -> str:
-    known = [error for error in errors if error is not None]
-    return error_text(max(known) if len(known) == len(errors) else None)
+def _largest(verdicts: Sequence[Report]) -> str:
+    errors = [verdict["gradient_error"] for verdict in verdicts]
+    return error_text(max(errors) if all(map(_is_finite, errors)) else None)
 
 
-def finite(value: Any) -> Any:
-    """Replace numbers that JSON cannot represent by None, at any depth."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: finite(inner) for key, inner in value.items()}
-    return [finite(inner) for inner in value] if isinstance(value, list) else value
+def _place(verdict: Report) -> str:
+    return f"{verdict['layout']}; {verdict['case']}; {verdict['loss_scaling']}"
+
+
+def _is_finite(error: float | None) -> bool:
+    return error is not None and math.isfinite(error)
+
+
+def page(report: Report) -> str:
+    """Write a report as a page; errors may be None, infinite or NaN, text is escaped."""
+    cases = [_case(verdict, number) for number, verdict in enumerate(report["verdicts"], 1)]
+    layouts = []
+    for name in map(str, report["layouts"]):
+        of_layout = [case for case in cases if str(case["layout"]) == name]
+        for place, case in enumerate(of_layout):  # a height in the layout's band of the plot
+            case["y"] = round(12 + 76 * (place + 0.5) / len(of_layout), 1)
+        bars = sorted({case["tolerance"] for case in of_layout})
+        layouts.append({"name": name, "cases": of_layout, "bars": [(_x(bar), bar) for bar in bars]})
+    missing = [layout["name"] for layout in layouts if not layout["cases"]]
+    passed = bool(report["passed"] and cases and not missing)
+    found, meaning = _outcome(report, passed)
+    failed: dict[str, list[Report]] = {}
+    for case in cases:
+        if not case["passed"]:
+            failed.setdefault(" or ".join(case["causes"]) or "no known cause", []).append(case)
+    low, high = _DECADES
+    framework = report.get("framework")
+    return html.page(
+        "verify.html",
+        verdict="pass" if passed else "fail",
+        found=found,
+        meaning=meaning,
+        largest=_largest(cases) if cases else "",
+        allowed=" or ".join(f"{bar:g}" for bar in sorted({case["tolerance"] for case in cases})),
+        columns=_COLUMNS,
+        layouts=layouts,
+        framework=framework,
+        framework_columns=_FRAMEWORK_COLUMNS,
+        framework_cells=framework_cells,
+        counted=counted(framework["checks"]) if framework else "",
+        kinds={PASS: "pass", FAIL: "fail"},
+        causes=list(failed.items()),
+        missing=missing,
+        ticks=[(_x(10.0**n), f"1e{n}" if n else "1") for n in range(low + 1, high, 2)],
+        report=report,
+        environment=[Fact(**fact) for fact in report["environment"]],
+        k_formula=K_FORMULA,
+        weight_sum_tolerance=f"{WEIGHT_SUM_TOLERANCE:g}",
+        number_of=number_of,
+    )
+
+
+def _outcome(report: Report, passed: bool) -> tuple[str, str]:
+    """Write what was found, and what it means."""
+    verdicts, framework = report["verdicts"], report.get("framework")
+    cases = number_of(len(verdicts), "case")
+    if failed := sum(not verdict["passed"] for verdict in verdicts):
+        what = "the trained or the reported loss is not the configured loss"
+        return f"{failed} of {cases} {'fails' if failed == 1 else 'fail'}", what
+    if framework and len(verdicts) == report["num_verdicts"]:
+        checks = framework["checks"]
+        if none_ran(checks):
+            return f"No check of {framework['name']} ran", "nothing is known of its own code"
+        if wrong := sum(check["state"] == FAIL for check in checks):
+            of = f"{wrong} of {number_of(len(checks), 'check')} of {framework['name']}"
+            fail = "fails" if wrong == 1 else "fail"
+            return f"{of} {fail}", "its own code does not train the configured loss"
+    if not passed:
+        measured = f"{cases} measured, none of them fails"
+        return "The run did not finish", measured if verdicts else "nothing was measured"
+    pass_ = "passes" if len(verdicts) == 1 else "pass"
+    return f"{len(verdicts)} of {cases} {pass_}", "the trained loss is the configured loss"
+
+
+def _case(verdict: Report, number: int) -> dict[str, Any]:
+    """Describe a verdict for the page's table and plot."""
+    allowed = {
+        "gradient_error": verdict["tolerance"],
+        "loss_error": verdict["tolerance"],
+        "weight_sum_error": WEIGHT_SUM_TOLERANCE,
+    }
+    over = [
+        not (_is_finite(verdict[name]) and verdict[name] < bar) for name, bar in allowed.items()
+    ]
+    *first, gradient, loss, weight_sum, state = _cells(verdict)
+    return {
+        **verdict,
+        "number": number,
+        "first": first,
+        "errors": list(zip((gradient, loss, weight_sum), over, strict=True)),
+        "state": state,
+        "where": _place(verdict),
+        "x": _x(verdict["gradient_error"]),
+    }
+
+
+def _x(error: float | None) -> float:
+    """Return where an error is on the plot, in percent of its width; not finite at the right."""
+    low, high = _DECADES
+    decade = float(high)
+    if error is not None and math.isfinite(error):
+        decade = min(math.log10(max(error, 10.0**low)), decade)
+    return round(2 + 96 * (decade - low) / (high - low), 2)

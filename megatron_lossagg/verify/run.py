@@ -2,8 +2,7 @@
 
 Called on every rank. A step runs in a loop of our own, or as a framework's under the schedule hook.
 Shape suffixes: Y = tokens of all sequences and a padding sequence, padded; H = hypotheses, each the
-slopes d
-loss / d y of a gradient.
+slopes d loss / d y of a gradient; P = parameters.
 """
 
 from __future__ import annotations
@@ -163,6 +162,10 @@ class Run:
                 "prompt": [sequence.prompt for sequence in self._sequences],
                 "microbatch": self._numbers,
             }
+            if case.aggregation.count == "weights":
+                counts["token_weight_sums"] = [
+                    math.fsum(sequence.weight) for sequence in self._sequences
+                ]
         return self.aggregator_of(case).step(
             **counts, num_microbatches=self.num_microbatches, forward_only=forward_only
         )
@@ -179,7 +182,10 @@ class Run:
             def loss_func(output: Tensor) -> Any:
                 y = self._losses(output, batch, poison)
                 mb = step.microbatch(
-                    batch.sequences, self._mask(batch), layout=self._layout(batch.offsets)
+                    batch.sequences,
+                    self._mask(batch),
+                    layout=self._layout(batch.offsets),
+                    token_weights=self._weights(batch, case.aggregation),
                 )
                 try:
                     loss = mb.reduce(y * batch.coefficient)
@@ -206,7 +212,7 @@ class Run:
         faults: list[str] = []
         hook = ScheduleHook(
             case.aggregation,
-            _Integration(self, poison, main),
+            _Integration(self, case.aggregation, poison, main),
             options=Options(probe=False, rejects_tokens=True),
         )
         # A tensor-parallel rank without data gets each microbatch from the rank that has it.
@@ -247,13 +253,22 @@ class Run:
     def _mask(self, batch: megatron.Batch) -> Tensor:
         return batch.mask_here if self.parallelism.packing == "local" else batch.mask
 
+    def _weights(self, batch: megatron.Batch, aggregation: Aggregation) -> Tensor | None:
+        if aggregation.count != "weights":
+            return None
+        return batch.weights_here if self.parallelism.packing == "local" else batch.weights
+
     def _layout(self, offsets: Tensor) -> Layout:
-        place = {"cp_size": self.aggregator.cp_size, "cp_rank": self.aggregator.cp_rank}
+        aggregator = self.aggregator
         if self.parallelism.packing == "bshd":
-            return Layout.bshd_zigzag(len(offsets) - 1, int(offsets[1]), **place)
+            is_contiguous = self.parallelism.cp_partition == "contiguous"
+            bshd = Layout.bshd_contiguous if is_contiguous else Layout.bshd_zigzag
+            place = {"cp_size": aggregator.cp_size, "cp_rank": aggregator.cp_rank}
+            return bshd(len(offsets) - 1, int(offsets[1]), **place)
         if self.parallelism.packing == "local":
-            return Layout.local(offsets.diff() // self.aggregator.cp_size, **place)
-        return self.aggregator.thd(offsets)
+            return aggregator.sliced(offsets.diff().tolist())
+        layout = aggregator.thd(offsets)
+        return layout.gathered() if self.parallelism.packing == "gathered" else layout
 
     def errors(self, measured: Measured, slopes_HY: Tensor) -> list[float]:
         """Return each hypothesis's largest relative error over all parameters and ranks."""
@@ -271,15 +286,17 @@ class Run:
             floor = 1e-3 * self.parallelism.tolerance * whole
             error_H = (gradient - cut).flatten(1).norm(dim=1) / torch.maximum(norms, floor)
             errors_H = torch.maximum(errors_H, error_H.nan_to_num(nan=math.inf))
-        return _maximum(errors_H)
+        errors_H = errors_H.to(megatron.device())
+        dist.all_reduce(errors_H, op=dist.ReduceOp.MAX)
+        return [float(error) for error in errors_H]
 
     def factor_of(self, measured: Measured, slope_Y: Tensor) -> float:
         """Project the gradient on the right one: 1 where they are equal."""
-        wanted = self.reference.gradient(slope_Y)
+        right_P = slope_Y @ self.reference.gradients_YP
         products = torch.zeros(2, dtype=torch.float64)
         for shard, gradient in measured.gradients:
-            if shard.name in wanted:
-                cut = shard.cut(wanted[shard.name])
+            if shard.name in self.reference.parameters:
+                cut = shard.cut(self.reference.of_parameter(right_P[None], shard.name)[0])
                 products += torch.stack([(gradient * cut).sum(), (cut * cut).sum()])
         products = products.to(megatron.device())
         dist.all_reduce(products)
@@ -311,9 +328,11 @@ class _Integration(Integration):
 
     loss_name = "loss"
     gives_prompts = True
+    gives_token_weights = True
 
-    def __init__(self, run: Run, poison: bool, main: float) -> None:
+    def __init__(self, run: Run, aggregation: Aggregation, poison: bool, main: float) -> None:
         self._run = run
+        self._aggregation = aggregation
         self._poison = poison
         self._main = main
 
@@ -324,6 +343,11 @@ class _Integration(Integration):
             lengths=data.offsets.diff(),
             sample=[sequence.sample if sequence else 0 for sequence in sequences],
             prompt=[sequence.prompt if sequence else 0 for sequence in sequences],
+            token_weight_sums=[
+                math.fsum(sequence.weight) if sequence else 0 for sequence in sequences
+            ]
+            if self._aggregation.count == "weights"
+            else None,
             is_padding=[int(sequence is None) for sequence in sequences],
         )
 
@@ -332,6 +356,7 @@ class _Integration(Integration):
         return FrameworkLoss(
             losses=self._run._losses(output, batch, self._poison) * batch.coefficient * self._main,
             mask=self._run._mask(batch),
+            token_weights=self._run._weights(batch, self._aggregation),
             report=loss_func(output)[2],
         )
 
@@ -340,12 +365,6 @@ class _Integration(Integration):
             return super().layout(aggregator, lengths)
         offsets = torch.tensor([0, *lengths]).cumsum(0)
         return self._run._layout(offsets)
-
-
-def _maximum(errors_H: Tensor) -> list[float]:
-    errors_H = errors_H.to(megatron.device())
-    dist.all_reduce(errors_H, op=dist.ReduceOp.MAX)
-    return [float(error) for error in errors_H]
 
 
 def relative(got: float, want: float) -> float:

@@ -16,6 +16,7 @@ __all__ = [
     "Assignment",
     "TrainingSequence",
     "assign_sequences",
+    "contiguous",
     "make_sequences",
     "padding_sequence",
     "zigzag",
@@ -28,13 +29,14 @@ LENGTHS = (9, 4, 17, 1, 12, 3, 8, 25, 6, 7, 2, 11, 5, 10)
 """Tokens of each sequence: longer and shorter than 2 CP, and one of a single token."""
 
 # Sample 2 is split into sequences 2 and 3, sample 9 into sequences 9 and 13 (far apart); prompts 0
-# and 1
-# are spread over ranks and microbatches.
+# and 1 are spread over ranks and microbatches.
 _SAMPLE = (0, 1, 2, 2, 4, 5, 6, 7, 8, 9, 10, 11, 12, 9)
 _PROMPT_OF_SAMPLE = {0: 0, 1: 1, 2: 0, 4: 1, 5: 2, 6: 0, 7: 1, 8: 2, 9: 3, 10: 3, 11: 0, 12: 1}
 _MASKED_ALONE = (4, 6)  # fully masked: one alone in its sample, in a live prompt
 _MASKED_PROMPT = (5, 8)  # a prompt with no active tokens
 _NOTHING_TRAINED = (11,)  # counted, but nothing is left to train
+_WEIGHS_NOTHING = (7,)  # counted and trained, but every token weight is 0
+_ONE_WEIGHT = (0, 2, 9)  # a weight of the whole sequence, as of its data set
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,8 @@ class TrainingSequence:
     """The loss mask after rejection: it selects fewer tokens."""
     sample: int
     prompt: int
+    weight: list[float]
+    """v_t of each token, for the cases that count weights; 0 outside of the loss mask."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -80,7 +84,18 @@ def _sequence(rng: random.Random, index: int, copy: int) -> TrainingSequence:
         trained=trained,
         sample=_SAMPLE[index] + 100 * (copy + 1),
         prompt=_PROMPT_OF_SAMPLE[_SAMPLE[index]] - 20 + 10 * copy,  # ids may be negative
+        weight=[v * m for v, m in zip(_weights(index, copy, length), counted, strict=True)],
     )
+
+
+def _weights(index: int, copy: int, length: int) -> list[float]:
+    """Return token weights: fractions and zeros, one for a whole sequence, or all 0."""
+    rng = random.Random(1000 * copy + index)
+    if index in _WEIGHS_NOTHING:
+        return [0.0] * length
+    if index in _ONE_WEIGHT:
+        return [2.5] * length
+    return [rng.choice([0.0, 0.25, rng.uniform(0.1, 3.0)]) for _ in range(length)]
 
 
 def padding_sequence(length: int) -> TrainingSequence:
@@ -94,6 +109,7 @@ def padding_sequence(length: int) -> TrainingSequence:
         trained=[0] * length,
         sample=0,
         prompt=0,
+        weight=[0.0] * length,
     )
 
 
@@ -109,10 +125,6 @@ class Assignment:
     def of_rank(self, rank: int) -> list[int]:
         """Return the sequences of a rank, by position in the step."""
         return [sequence for sequence, key in enumerate(self.keys) if key[0] == rank]
-
-    def of_microbatch(self, rank: int, microbatch: int) -> list[int]:
-        """Return the sequences of one microbatch, by position in the step."""
-        return [sequence for sequence, key in enumerate(self.keys) if key == (rank, microbatch)]
 
 
 def assign_sequences(sequences: list[TrainingSequence], microbatches: list[int]) -> Assignment:
@@ -144,4 +156,13 @@ def zigzag(offsets: Sequence[int], cp_size: int, cp_rank: int) -> list[int]:
         size = (end - begin) // (2 * cp_size)
         for chunk in (cp_rank, 2 * cp_size - 1 - cp_rank):
             positions += range(begin + chunk * size, begin + (chunk + 1) * size)
+    return positions
+
+
+def contiguous(offsets: Sequence[int], cp_size: int, cp_rank: int) -> list[int]:
+    """List the same where what lies between two offsets is split into one interval per rank."""
+    positions: list[int] = []
+    for begin, end in pairwise(offsets):
+        size = (end - begin) // cp_size
+        positions += range(begin + cp_rank * size, begin + (cp_rank + 1) * size)
     return positions

@@ -1,28 +1,34 @@
 """Train one step of every case in a layout, compare it with the reference, and explain what fails.
 
-Called on every rank. Shape suffixes: Y = tokens of all sequences and a padding sequence, padded; H
-= hypotheses.
+Called on every rank.
 """
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from megatron_lossagg.scaling import LOSS_SCALINGS, LossScaling
+from megatron_lossagg.errors import ProofError
+from megatron_lossagg.scaling import LossScaling
+from megatron_lossagg.text import number_of
 from megatron_lossagg.verify import model as megatron
 from megatron_lossagg.verify.cases import Case, Expected, expected
 from megatron_lossagg.verify.causes import CAUSES, EXPERTS_APART, MASKED_LOSSES_REACH, symbols
+from megatron_lossagg.verify.job import Event, Job
 from megatron_lossagg.verify.parallelism import WEIGHT_SUM_TOLERANCE, Parallelism
-from megatron_lossagg.verify.reference_gradient import Reference
-from megatron_lossagg.verify.run import WEIGHT_EXPECTED, WEIGHT_SUM, Run, relative
+from megatron_lossagg.verify.reference_gradient import Reference, compute
+from megatron_lossagg.verify.run import WEIGHT_EXPECTED, WEIGHT_SUM, Measured, Run, relative
 
-__all__ = ["Verdict", "prove"]
+__all__ = ["Verdict", "run_job"]
+
+_CLEARLY = 0.1
+"""Two predictions that are nearer than this are one, in bfloat16 too."""
 
 
 @dataclass(kw_only=True)
@@ -65,42 +71,78 @@ class Verdict:
         return self.loss_error is None or self.loss_error < self.tolerance
 
 
-def prove(
-    parallelism: Parallelism,
-    cases: Sequence[Case],
-    reference: Reference,
-    *,
-    loss_scalings: Sequence[LossScaling] = LOSS_SCALINGS,
-    progress: Callable[[Verdict], None] = lambda verdict: None,
-) -> Iterator[Verdict]:
-    """Run every case of a layout in both loss scalings; all ranks get the same verdicts.
+def run_job(job: Job) -> Iterator[Event]:
+    """Run a job on this rank, as :meth:`Job.run` says."""
+    world = megatron.join_world()
+    if dist.get_world_size() != job.world_size:
+        raise ProofError(
+            f"{job.layouts[0]}: got {number_of(dist.get_world_size(), 'rank')} from the launcher, "
+            f"expected {job.world_size}. Change --dp, or the number of processes"
+        )
+    yield {"event": "start", "megatron": megatron.megatron_version(), **asdict(world)}
+    references: dict[Any, Reference] = {}
+    with megatron.split_world(Parallelism(dp=job.world_size)):  # which splits no model
+        for layout in job.layouts:
+            if layout.reference not in references:
+                shape, copies, padded = layout.reference
+                references[layout.reference] = compute(shape, copies=copies, padded=padded)
+    for layout in job.layouts:
+        yield from _proven(layout, job, references[layout.reference], world.hosts)
+        gc.collect()  # of the models, which hold the layout's groups
+    yield {"event": "end"}
+    dist.barrier()  # a launcher ends the others as soon as one rank has failed
+    gc.collect()  # a group that is still held aborts the process at its end
+    dist.destroy_process_group()
+
+
+def _proven(
+    layout: Parallelism, job: Job, reference: Reference, hosts: Sequence[str]
+) -> Iterator[Event]:
+    """Run every case of a layout in each loss scaling; all ranks get the same verdicts.
+
+    The first case of a loss scaling is evaluated too: what a forward-only step has of its own, K
+    and the report, depends on the loss scaling and not on the case.
 
     The failed ones of a layout are explained together, after its last case: a cause has to
     agree with every case of it.
     """
-    done: list[tuple[Run, Case, Expected, Verdict]] = []
-    with megatron.split_world(parallelism):
-        for loss_scaling in loss_scalings:
-            run = Run(parallelism, reference, per_token=loss_scaling == "per_token")
+    done: list[_Done] = []
+    with megatron.split_world(layout):
+        groups = megatron.groups_over_hosts(hosts)
+        for loss_scaling in job.loss_scalings:
+            run = Run(layout, reference, per_token=loss_scaling == "per_token")
             run.check_every_parameter_is_compared()
+            cases = [case for case in job.cases if loss_scaling in case.loss_scalings]
             for case in cases:
                 wanted = expected(case, reference, run.facts.assignment)
-                verdict = _verdict(run, case, wanted)
-                progress(verdict)
-                done.append((run, case, wanted, verdict))
+                measured = run.train(case)
+                evaluates = case is cases[0] and layout.one_m
+                steps = [measured, run.evaluate(case)] if evaluates else [measured]
+                verdict = _verdict(run, case, wanted, steps)
+                done.append(_Done(run, case, wanted, measured, verdict))
+                yield {"event": "case"}
         _explain(done)
-        del run
-    yield from (verdict for *_, verdict in done)
+    verdicts = [{**asdict(each.verdict), "passed": each.verdict.passed} for each in done]
+    yield {"event": "layout", "layout": str(layout), "verdicts": verdicts, "groups": groups}
 
 
-def _verdict(run: Run, case: Case, wanted: Expected) -> Verdict:
-    measured = run.train(case)
+class _Done(NamedTuple):
+    """A case that was trained, and what came out."""
+
+    run: Run
+    case: Case
+    wanted: Expected
+    measured: Measured
+    verdict: Verdict
+
+
+def _verdict(run: Run, case: Case, wanted: Expected, steps: Sequence[Measured]) -> Verdict:
+    measured = steps[0]
     (gradient_error,) = run.errors(measured, wanted.slope_Y[None])
     factor = run.factor_of(measured, wanted.slope_Y)
     loss_error = weight_sum_error = None
     if run.parallelism.one_m:
         sums = {WEIGHT_SUM: wanted.weight_sum, WEIGHT_EXPECTED: wanted.weight_expected}
-        steps = (measured, run.evaluate(case))
         loss_error = max(relative(s.worst("loss", wanted.loss), wanted.loss) for s in steps)
         weight_sum_error = max(
             relative(measured.worst(name, right), right) for name, right in sums.items()
@@ -120,27 +162,26 @@ def _verdict(run: Run, case: Case, wanted: Expected) -> Verdict:
     )
 
 
-def _explain(done: Sequence[tuple[Run, Case, Expected, Verdict]]) -> None:
+def _explain(done: Sequence[_Done]) -> None:
     """Find the causes that agree with every verdict of the layout, for the failed ones.
 
     The failed cases are run again without inf at masked positions, so that the measured
     values are finite; where they are right then, the inf is the cause.
     """
-    if all(verdict.passed for *_, verdict in done):
+    failed = [each.verdict for each in done if not each.verdict.passed]
+    if not failed:
         return
     likely = {cause.name: cause for cause in CAUSES}
     right_without_inf = True
-    for run, case, wanted, verdict in done:
+    for run, case, wanted, measured, verdict in done:
         tolerance = min(100 * verdict.tolerance, _CLEARLY)
         predicted = {name: cause.predict(run.facts, case, wanted) for name, cause in likely.items()}
         slopes = [slope for slope, _ in predicted.values()]
-        if verdict.passed:
-            errors = _distances(run, wanted, slopes)
-            loss = wanted.loss
-        else:
+        if not verdict.passed:
             measured = run.train(case, poison=False)
-            right, *errors = run.errors(measured, torch.stack([wanted.slope_Y, *slopes]))
-            loss = measured.worst("loss", wanted.loss)
+        right, *errors = run.errors(measured, torch.stack([wanted.slope_Y, *slopes]))
+        loss = measured.worst("loss", wanted.loss)
+        if not verdict.passed:
             is_right = max(right, relative(loss, wanted.loss)) < verdict.tolerance
             right_without_inf = right_without_inf and is_right
             factor = run.factor_of(measured, wanted.slope_Y)
@@ -159,28 +200,12 @@ def _explain(done: Sequence[tuple[Run, Case, Expected, Verdict]]) -> None:
     if right_without_inf:
         likely = {MASKED_LOSSES_REACH.name: MASKED_LOSSES_REACH}
     why = "; or: ".join(cause.what for cause in likely.values())
-    parallelism = done[0][0].parallelism
+    parallelism = done[0].run.parallelism
     if not why and parallelism.moe and parallelism.ep < parallelism.tp:
         why = EXPERTS_APART
-    for *_, verdict in done:
-        if not verdict.passed:
-            verdict.causes = list(likely)
-            verdict.explanation += ": " + (
-                why or "no known cause explains every case of the layout"
-            )
-
-
-_CLEARLY = 0.1
-"""Two predictions that are nearer than this are one, in bfloat16 too."""
-
-
-def _distances(run: Run, wanted: Expected, slopes: Sequence[Tensor]) -> list[float]:
-    """Return the relative distance of each predicted gradient from the right one."""
-    if not slopes:
-        return []
-    gradient_P = wanted.slope_Y @ run.reference.gradients_YP
-    others_HP = torch.stack(list(slopes)) @ run.reference.gradients_YP
-    return [float(e) for e in (others_HP - gradient_P).norm(dim=1) / gradient_P.norm()]
+    for verdict in failed:
+        verdict.causes = list(likely)
+        verdict.explanation += f": {why or 'no known cause explains every case of the layout'}"
 
 
 def _measured_in_words(

@@ -9,45 +9,49 @@ import sys
 from fractions import Fraction
 
 import pytest
-import torch
+from in_turn import reference_value
 
+from megatron_lossagg import faults
 from megatron_lossagg.aggregation import ALIASES, MODES
-from megatron_lossagg.cli.explanation import DEFAULT_LENGTHS, Split, explain, read_lengths
+from megatron_lossagg.cli.explanation import (
+    DEFAULT_LENGTHS,
+    explain,
+    read_counted,
+    read_lengths,
+)
 from megatron_lossagg.cli.main import _COMMANDS, _parser, main
-from megatron_lossagg.verify import reference_loss
+from megatron_lossagg.cli.shares import EXPONENT, Split
 
 NAMES = [name for name in MODES if name != "custom"]
 DIVISOR = 40.0
 SHORT = "12,3,40/5,0,20"
 
 
-def explained(mode, lengths=DEFAULT_LENGTHS, *, divisor=DIVISOR, count_empty=None, **options):
-    split = Split(**options)
-    return explain(mode, read_lengths(lengths), split, divisor=divisor, count_empty=count_empty)
+COUNTED = "24,0,10.5/5,0,2.25"
+SURVIVE = "12,0,7/5,0,1"
 
 
-def reference_value(mode, prompts, split, *, count_empty=True):
-    """Run the reference on sequences, assigned in turn, whose every token has the loss 1."""
-    slots = [(r, m) for m in range(split.microbatches) for r in range(split.dp)]
-    lengths = [(prompt, n) for prompt, of_prompt in enumerate(prompts) for n in of_prompt]
-    sequences = [
-        {
-            # A fully masked sample has a token that does not count.
-            "x": [torch.ones((), dtype=torch.float64)] * max(n, 1),
-            "counted": [1] * n or [0],
-            "trained": [1] * n or [0],
-            "sample": number,
-            "prompt": prompt,
-            "microbatch": slots[number % len(slots)],
-        }
-        for number, (prompt, n) in enumerate(lengths)
-    ]
-    divisor = DIVISOR if MODES[mode].divisor != "none" else None
-    ms = [split.microbatches] * split.dp
-    loss = reference_loss.step_loss(
-        mode, sequences, divisor=divisor, count_empty=count_empty, microbatches=ms
+def explained(
+    mode,
+    lengths=DEFAULT_LENGTHS,
+    *,
+    divisor=DIVISOR,
+    count_empty=None,
+    count="mask",
+    counted=None,
+    **options,
+):
+    step = read_lengths(lengths)
+    return explain(
+        mode,
+        step,
+        Split(**options),
+        divisor=divisor,
+        exponent=EXPONENT,
+        count_empty=count_empty,
+        count=count,
+        counted=None if counted is None else read_counted(counted, step, count),
     )
-    return float(loss)
 
 
 @pytest.mark.parametrize("count_empty", [True, False])
@@ -56,13 +60,97 @@ def test_the_compared_losses_are_those_of_the_reference(mode, count_empty):
     explanation = explained(mode, SHORT, dp=3, microbatches=2, count_empty=count_empty)
     by_mode = {c.mode: c for c in explanation.comparisons}
     assert list(by_mode) == NAMES
+    tokens, prompt = [12, 3, 40, 5, 0, 20], [0, 0, 0, 1, 1, 1]
     for name, c in by_mode.items():
         loss = reference_value(
-            name, read_lengths(SHORT), explanation.split, count_empty=count_empty
+            name,
+            tokens,
+            prompt,
+            divisor=DIVISOR,
+            microbatches=2,
+            dp=3,
+            count_empty=count_empty,
         )
         assert c.loss == pytest.approx(loss, rel=1e-12)
         assert c.ratio == pytest.approx(loss / by_mode[mode].loss, rel=1e-12)
         assert (c.gradient == "this mode") == (name == mode)
+
+
+@pytest.mark.parametrize("count_empty", [True, False])
+@pytest.mark.parametrize("mode", NAMES)
+def test_with_token_weights_losses_and_weights_are_those_of_the_reference(mode, count_empty):
+    options = {"dp": 3, "microbatches": 2, "count_empty": count_empty}
+    explanation = explained(mode, SHORT, count="weights", counted=COUNTED, **options)
+    step = ([12, 3, 40, 5, 0, 20], [0, 0, 0, 1, 1, 1])
+    sums = [24, 0, 10.5, 5, 0, 2.25]
+
+    def loss(name, weights, losses=None):
+        return reference_value(
+            name, *step, losses=losses, divisor=DIVISOR, weight_sums=weights, **options
+        )
+
+    for c in explanation.comparisons:
+        assert c.loss == pytest.approx(loss(c.mode, sums), rel=1e-12)
+    for number, s in enumerate(explanation.sequences):
+        only_this = [float(i == number) for i in range(6)]
+        share = loss(mode, sums, only_this) / loss(mode, sums)
+        assert s["share"] == pytest.approx(share, rel=1e-12)
+        assert s["w_s"] * s["counted"] == pytest.approx(loss(mode, sums, only_this), rel=1e-12)
+        by_mask = loss(mode, None, only_this) / loss(mode, None)
+        assert s["share_by_mask"] == pytest.approx(by_mask, rel=1e-12)
+
+
+@pytest.mark.parametrize("mode", NAMES)
+def test_token_weights_that_are_all_1_change_nothing(mode):
+    by_mask = explained(mode)
+    by_weights = explained(mode, count="weights")
+    names = by_mask.sequences[0].keys()
+    assert [{k: s[k] for k in names} for s in by_weights.sequences] == by_mask.sequences
+    assert by_weights.comparisons == by_mask.comparisons
+    assert (by_weights.counts, by_weights.k) == (by_mask.counts, by_mask.k)
+
+
+def test_survivors_divide_by_what_is_trained_and_other_modes_by_the_mask():
+    split = {"dp": 3, "microbatches": 2, "loss_scaling": "per_token"}
+    explanation = explained("token_mean", SHORT, count="survivors", counted=SURVIVE, **split)
+    assert explanation.num_tokens == (12, 0, 7, 5, 0, 1)
+    assert [s["w_s"] for s in explanation.sequences] == [1 / 25, 0, 1 / 25, 1 / 25, 0, 1 / 25]
+    for c in explanation.comparisons:
+        loss = reference_value(
+            c.mode,
+            [12, 3, 40, 5, 0, 20],
+            [0, 0, 0, 1, 1, 1],
+            divisor=DIVISOR,
+            survivors=[12, 0, 7, 5, 0, 1],
+            microbatches=2,
+            dp=3,
+        )
+        assert c.loss == pytest.approx(1.0 if c.mode == "token_mean" else loss, rel=1e-12)
+
+
+def test_what_is_counted_is_printed(capsys):
+    arguments = ["--loss-aggregation-count", "weights", "--lengths", "3,5", "--counted", "6,1"]
+    assert main(["explain", "token_mean", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "Its denominators count the sums of token weights." in out
+    assert re.search(r"^  N +token weights of the step: 7.0$", out, re.MULTILINE)
+    assert "--loss-aggregation token_mean --loss-aggregation-count weights\n" in out
+    assert re.search(r"^ +0 +0 +3 +6 +0.142857 +0.857143 +85.7% +37.5%$", out, re.MULTILINE)
+    split = ["--loss-scaling", "per_token"]
+    arguments = ["--count", "survivors", "--lengths", "3,5", "--counted", "3,1", *split]
+    assert main(["explain", "token_mean", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "Its denominators count the tokens that survive a rejection inside the loss." in out
+    assert re.search(r"^ +1 +0 +5 +1 +0.25 +0.25 +25.0% +62.5%$", out, re.MULTILINE)
+    assert "(3 + 1 = 4)" in out
+
+
+def test_the_flags_of_a_training_run_are_never_cut_off(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "72")
+    arguments = ["--exponent", "0.5", "--no-count-empty", "--count", "weights"]
+    assert main(["explain", "length_power", *arguments]) == 0
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if "Train it with" in x]
+    assert line.endswith(" --no-loss-aggregation-count-empty --loss-aggregation-count weights")
 
 
 def test_modes_that_weigh_tokens_alike_only_scale_the_gradient():
@@ -70,45 +158,78 @@ def test_modes_that_weigh_tokens_alike_only_scale_the_gradient():
     assert kinds == {
         "constant": "this mode", "token_mean": "scaled", "sample_sum": "scaled",
         "token_sum": "scaled", "sample_mean": "reweighted", "prompt_mean": "reweighted",
-        "microbatch_token_mean": "reweighted",
+        "length_power": "reweighted", "microbatch_token_mean": "reweighted",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("exponent", "equal"), [(0, "token_mean"), (1, "sample_mean")])
+def test_length_power_only_scales_the_mode_at_each_of_its_ends(exponent, equal):
+    """Not empty, so that weights of sample_mean sum to 1 too."""
+    explanation = explain(
+        "length_power", read_lengths("12,3,40/5,20"), Split(), divisor=40.0, exponent=exponent
+    )
+    by_mode = {c.mode: c for c in explanation.comparisons}
+    assert by_mode[equal].gradient == "scaled"
+    assert by_mode[equal].ratio == pytest.approx(1, rel=1e-12)
+    assert explanation.flags.endswith(f"--loss-aggregation-exponent {exponent}")
+
+
+def test_length_power_is_compared_at_the_exponent_that_is_given(capsys):
+    lengths = ["--lengths", "4,16"]
+    assert main(["explain", "token_mean", *lengths]) == 0
+    assert "length_power is compared at a = 0.5; --exponent changes it." in capsys.readouterr().out
+    assert main(["explain", "token_mean", "--exponent", "2", *lengths]) == 0
+    out = capsys.readouterr().out
+    assert "1/(n_b^2 Z)" in out
+    assert "It takes no exponent: 2 is used for length_power below." in out
+    assert main(["explain", "length_power", *lengths]) == 2
+    assert "needs an exponent and got none" in capsys.readouterr().err
+
+
+def test_z_is_printed_for_a_check_by_hand(capsys):
+    """Z = 4^0.5 + 16^0.5 = 6: w_s = 1 / (2 * 6) and 1 / (4 * 6)."""
+    options = ["--loss-aggregation-exponent", "0.5", "--lengths", "4,16"]
+    assert main(["explain", "length_power", *options]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^  Z +sum of n_b\^\(1-a\) over samples, a = 0.5: 6$", out, re.MULTILINE)
+    assert re.search(r"^ +0 +0 +4 +4 +0.0833333 +0.333333 +33.3%$", out, re.MULTILINE)
+    assert re.search(r"^ +1 +0 +16 +16 +0.0416667 +0.666667 +66.7%$", out, re.MULTILINE)
+
+
+def test_a_number_in_a_formula_is_no_symbol(capsys):
+    assert main(["explain", "constant", "--divisor", "1e20"]) == 0
+    assert main(["explain", "length_power", "--exponent", "1e-05"]) == 0
+    assert "n_b^1e-05" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("mode", NAMES)
 def test_the_weights_times_tokens_add_up_to_the_loss_of_ones(mode):
     explanation = explained(mode)
-    total = sum(sequence.w_s * sequence.n_s for sequence in explanation.sequences)
+    total = sum(s["w_s"] * s["n_s"] for s in explanation.sequences)
     (own,) = [c.loss for c in explanation.comparisons if c.mode == mode]
     assert total == pytest.approx(own, rel=1e-12)
-    assert sum(s.share for s in explanation.sequences) == pytest.approx(1.0, rel=1e-12)
+    assert sum(s["share"] for s in explanation.sequences) == pytest.approx(1.0, rel=1e-12)
 
 
 @pytest.mark.parametrize(("microbatches", "dp", "cp"), [(4, 8, 2), (1, 1, 1), (3, 5, 7)])
+@pytest.mark.parametrize("loss_scaling", ["average", "per_token"])
 @pytest.mark.parametrize("mode", NAMES)
-def test_the_average_loss_scaling_turns_partial_losses_times_k_into_their_sum(
-    mode, microbatches, dp, cp
-):
-    """Megatron's arithmetic written out: the schedule's mean, then DDP's."""
-    explanation = explained(mode, microbatches=microbatches, dp=dp, cp=cp)
-    assert explanation.num_tokens == (1,) * len(explanation.num_tokens)
+def test_partial_losses_times_k_become_their_sum(mode, loss_scaling, microbatches, dp, cp):
+    """Megatron's arithmetic written out: by average, the schedule's mean, then DDP's; per token,
+    DDP's sum, then / the sum of all num_tokens.
+    """
+    explanation = explained(
+        mode, loss_scaling=loss_scaling, microbatches=microbatches, dp=dp, cp=cp
+    )
     partial = [[Fraction(7 * r + m, 3) for m in range(microbatches)] for r in range(dp * cp)]
     returned = [[loss * explanation.k for loss in of_rank] for of_rank in partial]
-    after_schedule = [sum(loss / 1 / microbatches for loss in of_rank) for of_rank in returned]
-    after_ddp = sum(gradient / len(partial) for gradient in after_schedule)
-    assert after_ddp == sum(map(sum, partial))
-
-
-@pytest.mark.parametrize(("microbatches", "dp", "cp"), [(4, 8, 2), (1, 1, 1), (3, 5, 7)])
-@pytest.mark.parametrize("mode", NAMES)
-def test_the_per_token_loss_scaling_turns_partial_losses_times_k_into_their_sum(
-    mode, microbatches, dp, cp
-):
-    """Megatron's arithmetic written out: DDP's sum, then / the sum of all num_tokens."""
-    explanation = explained(mode, loss_scaling="per_token", microbatches=microbatches, dp=dp, cp=cp)
-    partial = [[Fraction(7 * r + m, 3) for m in range(microbatches)] for r in range(dp * cp)]
-    after_ddp = sum(loss * explanation.k for of_rank in partial for loss in of_rank)
-    after_finalize = after_ddp / sum(explanation.num_tokens)
-    assert after_finalize == sum(map(sum, partial))
+    if loss_scaling == "average":
+        assert explanation.num_tokens == (1,) * len(explanation.num_tokens)
+        after_schedule = [sum(loss / 1 / microbatches for loss in of_rank) for of_rank in returned]
+        trained = sum(gradient / len(partial) for gradient in after_schedule)
+    else:
+        trained = sum(map(sum, returned)) / sum(explanation.num_tokens)
+    assert trained == sum(map(sum, partial))
 
 
 @pytest.mark.parametrize("loss_scaling", ["average", "per_token"])
@@ -133,16 +254,17 @@ def test_weights_by_hand(capsys):
     assert main(["explain", "sample_mean", "--lengths", "3,5/9,0"]) == 0
     assert re.search(r"^  B +samples of the step: 4$", capsys.readouterr().out, re.MULTILINE)
     explanation = explained("sample_mean", "3,5/9,0")
-    assert [s.w_s for s in explanation.sequences] == [1 / 12, 1 / 20, 1 / 36, 0.0]
-    assert [s.n_p for s in explanation.sequences] == [8, 8, 9, 9]
+    assert [s["w_s"] for s in explanation.sequences] == [1 / 12, 1 / 20, 1 / 36, 0.0]
+    assert [s["n_p"] for s in explanation.sequences] == [8, 8, 9, 9]
 
 
 @pytest.mark.parametrize("count_empty", ["--count-empty", "--no-count-empty"])
 @pytest.mark.parametrize("mode", NAMES)
 def test_every_symbol_of_a_formula_is_explained(capsys, mode, count_empty):
-    assert main(["explain", mode, "--divisor", "16384", count_empty]) == 0
+    numbers = ["--divisor", "16384", "--exponent", "0.5"]
+    assert main(["explain", mode, *numbers, count_empty]) == 0
     out = capsys.readouterr().out
-    symbols = re.findall(r"[A-Za-z]\w*", out.splitlines()[0].partition(":")[2])
+    symbols = re.findall(r"\b[A-Za-z]\w*", out.splitlines()[0].partition(":")[2])
     assert symbols[0] == "w_s"
     for symbol in symbols:
         assert re.search(rf"^  {symbol} +[a-z]", out, re.MULTILINE)
@@ -206,15 +328,21 @@ def test_json_has_what_is_printed(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("terminal", "widest"), [("40", 72), ("72", 72), ("80", 80), ("100", 100), ("200", 100)]
+    ("terminal", "widest", "count"),
+    [
+        *(("40", 72, "mask"), ("72", 72, "mask"), ("80", 80, "mask"), ("100", 100, "mask")),
+        *(("200", 100, "mask"), ("72", 72, "weights"), ("100", 100, "weights")),
+    ],
 )
 @pytest.mark.parametrize("loss_scaling", ["average", "per_token"])
 @pytest.mark.parametrize("mode", NAMES)
 def test_text_and_tables_fit_the_terminal(
-    monkeypatch, capsys, mode, loss_scaling, terminal, widest
+    monkeypatch, capsys, mode, loss_scaling, terminal, widest, count
 ):
     monkeypatch.setenv("COLUMNS", terminal)
-    assert main(["explain", mode, "--divisor", "16384", "--loss-scaling", loss_scaling]) == 0
+    numbers = ["--divisor", "16384", "--exponent", str(EXPONENT)]
+    options = [*numbers, "--loss-scaling", loss_scaling, "--count", count]
+    assert main(["explain", mode, *options]) == 0
     lines = capsys.readouterr().out.splitlines()
     lines = [line for line in lines if "Train it with" not in line]  # flags are not wrapped
     assert max(map(len, lines)) <= widest
@@ -225,12 +353,10 @@ def test_text_and_tables_fit_the_terminal(
                                     *c.gradient.split()] for line in lines)  # fmt: skip
 
 
-@pytest.mark.launches
-def test_a_divisor_below_a_response_is_warned_of_in_one_line():
-    """In a process of its own: the warning is given once per process."""
-    program = [sys.executable, "-m", "megatron_lossagg", "explain", "constant", "--divisor", "4096"]
-    done = subprocess.run(program, capture_output=True, text=True, check=True)
-    (line,) = done.stderr.splitlines()
+def test_a_divisor_below_a_response_is_warned_of_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(faults, "_warned", set())  # the warning is given once per process
+    assert main(["explain", "constant", "--divisor", "4096"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("lossagg: constant divides by 4096, and a sample has 8000 tokens")
 
 
@@ -276,6 +402,13 @@ def test_without_a_command_the_help_is_printed(capsys):
         assert f"{command} {summary}" in " ".join(out.split())
 
 
+WEIGHTS = ["token_mean", "--lengths", "3,5", "--count", "weights", "--counted"]
+SURVIVORS = [
+    *("token_mean", "--lengths", "3,5", "--count", "survivors"),
+    *("--loss-scaling", "per_token", "--counted"),
+]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -296,6 +429,17 @@ def test_without_a_command_the_help_is_printed(capsys):
         (["token_mean", "--trust-pickle"], "got --trust-pickle without --lengths-file"),
         (["token_mean", "--buckets", ""], "got --buckets without --lengths-file"),
         (["token_mean", "--characters", "--buckets", "5"], "--characters and --buckets without"),
+        (["token_mean", "--counted", "3,4"], "got --counted '3,4', and --lengths is what the mask"),
+        (["token_mean", "--lengths-file", "f", "--counted", "3"], "got --counted with --lengths-f"),
+        ([*WEIGHTS, "3,4,5"], "got 3 samples of 1 prompt, expected one number for each sample"),
+        ([*WEIGHTS, "3/4"], "got 2 samples of 2 prompts, expected one number for each sample"),
+        ([*WEIGHTS, "3,-4"], "got '-4', expected the sum of the weights of 5 tokens"),
+        ([*WEIGHTS, "3,nan"], "got 'nan', expected the sum of the weights of 5 tokens"),
+        ([*WEIGHTS, "0,0"], "got 0 for every sample, expected one more"),
+        ([*SURVIVORS, "3,6"], "got '6', expected how many of 5 tokens survive"),
+        ([*SURVIVORS, "3,4.5"], "got '4.5', expected how many of 5 tokens survive"),
+        (SURVIVORS[:-3], "got --count survivors with the loss scaling average"),
+        (["constant", "--divisor", "9", *SURVIVORS[1:], "3,5"], "with mode 'constant'"),
     ],
 )  # fmt: skip
 def test_wrong_usage_ends_with_status_2_and_what_to_change(capsys, arguments, message):

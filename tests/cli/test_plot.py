@@ -7,13 +7,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-import torch
+from in_turn import reference_value
 
+from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.cli.picture import figure_of, page
 from megatron_lossagg.cli.rollouts import Rollouts, RolloutsError
-from megatron_lossagg.cli.shares import read_buckets, shares_of
-from megatron_lossagg.verify import reference_loss
+from megatron_lossagg.cli.shares import Split, plan_of, read_buckets, shares_of
 
 pandas = pytest.importorskip("pandas", reason="pandas is not installed")
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
@@ -21,7 +21,7 @@ pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 RECORDED = Path(__file__).parents[2] / "examples" / "drgrpo" / "data" / "rollouts.jsonl"
 MODES = [
     "token_mean", "sample_mean", "prompt_mean", "constant", "sample_sum", "token_sum",
-    "microbatch_token_mean",
+    "length_power", "microbatch_token_mean",
 ]  # fmt: skip
 M, DP = 2, 3
 
@@ -42,46 +42,30 @@ SPLIT = (
 """Samples that are several sequences."""
 
 
-def rollouts(steps):
-    return Rollouts(steps=steps, masked_steps=0, unit="token", caveat="", source="a list")
-
-
-def shares(steps, highs=None):
-    return shares_of(rollouts(steps), microbatches=M, dp=DP, highs=highs)
+def shares(steps, highs=None, *, masked_steps=0, source="a list"):
+    split = Split(microbatches=M, dp=DP)
+    plans = [plan_of(step, Aggregation("token_mean"), split) for step in steps]
+    rollouts = Rollouts(
+        steps=steps, masked_steps=masked_steps, unit="token", caveat="", source=source
+    )
+    return shares_of(rollouts, plans, split, highs)
 
 
 def records(found):
     return found.buckets.to_dict("records")
 
 
+def reference(mode, of_step, losses=None):
+    sample = list(of_step["sample"]) if "sample" in of_step else None
+    tokens, prompt = of_step["active_tokens"].tolist(), list(of_step["prompt"])
+    return reference_value(mode, tokens, prompt, sample, losses, divisor=7.0, microbatches=M, dp=DP)
+
+
 def reference_share(mode, of_step, low, high):
     """Divide the reference if only samples of low to high tokens have a loss by that of all."""
-    sample = of_step.get("sample", of_step.index)
-    slots = [(r, m) for m in range(M) for r in range(DP)]
-    n_b = {}
-    for s, n in zip(sample, of_step.active_tokens, strict=True):
-        n_b[int(s)] = n_b.get(int(s), 0) + int(n)
-
-    def loss(value):
-        sequences = [
-            {
-                "x": [torch.tensor(value(n_b[int(s)]), dtype=torch.float64)] * max(int(n), 1),
-                "counted": [1] * int(n) or [0],
-                "trained": [1] * int(n) or [0],
-                "sample": int(s),
-                "prompt": int(p),
-                "microbatch": slots[i % len(slots)],
-            }
-            for i, (s, p, n) in enumerate(
-                zip(sample, of_step.prompt, of_step.active_tokens, strict=True)
-            )
-        ]
-        divisor = 7.0 if mode in ("constant", "token_sum") else None
-        return float(
-            reference_loss.step_loss(mode, sequences, divisor=divisor, microbatches=[M] * DP)
-        )
-
-    return loss(lambda n: float(low <= n <= high)) / loss(lambda n: 1.0)
+    sample = of_step.get("sample", of_step.index.to_series())
+    n_b = of_step["active_tokens"].groupby(sample).transform("sum")
+    return reference(mode, of_step, list(n_b.between(low, high))) / reference(mode, of_step)
 
 
 @pytest.mark.parametrize("steps", [STEPS, SPLIT], ids=["sequences", "split samples"])
@@ -117,11 +101,25 @@ def test_shares_by_hand():
     assert high["prompt_mean"] == pytest.approx(1 / 2 * 9 / 10 + 1 / 2)
 
 
+def test_the_exponent_that_is_given_is_drawn(tmp_path, capsys):
+    """Weights of lengths 4 and 16 are n^(1-a): 2 and 4, or 4^-1 and 16^-1."""
+    file = tmp_path / "lengths.jsonl"
+    file.write_text('{"response_length": 4}\n{"response_length": 16}\n')
+    for given, exponent, share in (([], "0.5", "66.7%"), (["--exponent", "2"], "2", "20.0%")):
+        html = tmp_path / f"{exponent}.html"
+        assert main(["plot", str(file), "--buckets", "4,16", "--html", str(html), *given]) == 0
+        assert f"length_power has the exponent {exponent}" in capsys.readouterr().out
+        (row,) = re.findall(r"<tr>(?:(?!</tr>).)*length_power.*?</tr>", html.read_text(), re.DOTALL)
+        assert f"1/(n_b^{exponent} Z)" in row
+        assert share in row
+
+
 def test_modes_with_equal_shares_are_one_group():
     assert shares(STEPS).groups == (
         ("token_mean", "constant", "sample_sum", "token_sum"),
         ("sample_mean",),
         ("prompt_mean",),
+        ("length_power",),
         ("microbatch_token_mean",),
     )
     alike = shares((step([5, 5, 5, 5, 5, 5], [0, 0, 1, 1, 2, 2]),), [4, 6])
@@ -129,38 +127,42 @@ def test_modes_with_equal_shares_are_one_group():
     assert alike.finding.startswith("Every mode has the same shares")
 
 
-def test_the_finding_is_about_the_longest_quarter_at_most():
-    found = shares((step([10, 10, 10, 20, 20, 20, 100], [0, 0, 0, 0, 1, 1, 1]),), [10, 20, 100])
-    assert found.finding == (
-        "Responses of 21 tokens and more are 14.3% of all trained responses. They have 52.6% "
-        "of the loss weight under token_mean, 14.3% under sample_mean."
-    )
-    equal = shares((step([5] * 7, [0] * 7),), [4, 6])
-    assert equal.finding == "Every mode has the same shares on these responses."
-
-
-def test_the_finding_is_not_about_buckets_that_are_empty():
-    found = shares((step([5, 50], [0, 0]),), [10, 100, 1000])
-    assert found.buckets["num"].tolist() == [1, 1, 0]
-    assert found.finding == (
-        "Responses of 11 tokens and more are 50.0% of all trained responses. They have 90.9% "
-        "of the loss weight under token_mean, 50.0% under sample_mean."
-    )
-
-
-def test_the_finding_names_no_mode_twice():
-    """In each step the longest bucket has all responses or none: every mode gives it the same."""
-    found = shares((step([1, 9], [0, 0]), step([100], [0])), [1, 10, 100])
-    assert found.finding == (
-        "Responses of 11 tokens and more are 50.0% of all trained responses. They have 50.0% "
-        "of the loss weight under each of token_mean, sample_mean."
-    )
+@pytest.mark.parametrize(
+    ("steps", "highs", "finding"),
+    [
+        (
+            (step([10, 10, 10, 20, 20, 20, 100], [0, 0, 0, 0, 1, 1, 1]),),
+            [10, 20, 100],
+            "Responses of 21 tokens and more are 14.3% of all trained responses. They have 52.6% "
+            "of the loss weight under token_mean, 14.3% under sample_mean.",
+        ),
+        (
+            (step([5, 50], [0, 0]),),
+            [10, 100, 1000],
+            "Responses of 11 tokens and more are 50.0% of all trained responses. They have 90.9% "
+            "of the loss weight under token_mean, 50.0% under sample_mean.",
+        ),
+        (
+            # In each step the longest bucket has all responses or none, under every mode.
+            (step([1, 9], [0, 0]), step([100], [0])),
+            [1, 10, 100],
+            "Responses of 11 tokens and more are 50.0% of all trained responses. They have 50.0% "
+            "of the loss weight under each of token_mean, sample_mean, length_power.",
+        ),
+        (
+            (step([5] * 7, [0] * 7),),
+            [4, 6],
+            "Every mode has the same shares on these responses.",
+        ),
+    ],
+    ids=["a quarter at most", "an empty bucket", "equal in the longest", "equal in all"],
+)
+def test_the_finding_is_about_the_longest_responses(steps, highs, finding):
+    assert shares(steps, highs).finding == finding
 
 
 def test_a_note_says_which_steps_are_left_out():
-    left_out = Rollouts(steps=STEPS, masked_steps=1, unit="token", caveat="", source="a list")
-    notes = shares_of(left_out, microbatches=1, dp=1).notes
-    assert "1 step with no active token: left out." in notes
+    assert "1 step with no active token: left out." in shares(STEPS, masked_steps=1).notes
 
 
 def test_without_prompts_there_is_no_prompt_mean_and_a_note_says_it():
@@ -201,7 +203,7 @@ def test_given_buckets_are_at_most_seven_with_the_one_for_longer_responses():
 
 @pytest.mark.parametrize("text", ["", "3,a", "3,,4", "0,3", "4,3", "3,3", "1,2,3,4,5,6,7,8"])
 def test_buckets_that_do_not_rise_are_refused(text):
-    with pytest.raises(RolloutsError, match=r"expected (rising integers|integers|at most 7)"):
+    with pytest.raises(RolloutsError, match="expected rising integers from 1, at most 7"):
         read_buckets(text)
 
 
@@ -252,8 +254,7 @@ def test_the_picture_has_a_bar_for_each_number():
 
 
 def test_file_names_are_escaped_in_the_page():
-    hostile = Rollouts(steps=STEPS, masked_steps=0, unit="token", caveat="", source="<b>&.jsonl")
-    text = page(shares_of(hostile, microbatches=1, dp=1))
+    text = page(shares(STEPS, source="<b>&.jsonl"))
     assert "<b>" not in text
     assert "&lt;b&gt;&amp;.jsonl" in text
 
@@ -303,14 +304,6 @@ def test_wrong_usage_ends_with_status_2(tmp_path, monkeypatch, capsys, flags, me
     assert message in capsys.readouterr().err
 
 
-def test_the_help_fits_80_columns(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        main(["plot", "--help"])
-    text = capsys.readouterr().out
-    assert max(map(len, text.splitlines())) <= 80
-
-
 def test_a_file_explained_has_the_numbers_of_the_picture(tmp_path, capsys):
     file = tmp_path / "explained.json"
     arguments = ["--lengths-file", str(RECORDED), "--divisor", "16", "--buckets", "5,10"]
@@ -333,28 +326,11 @@ def test_the_losses_of_a_file_are_means_over_its_steps(tmp_path, mode):
         for n, p in zip(of_step.active_tokens, of_step.prompt, strict=True)
     ]
     file.write_text("\n".join(map(json.dumps, records)))
-    options = ["--lengths-file", str(file), "--divisor", "4096", "--dp", str(DP)]
+    options = ["--lengths-file", str(file), "--divisor", "7", "--exponent", "0.5", "--dp", str(DP)]
     out = tmp_path / "out.json"
     assert main(["explain", mode, *options, "--json", str(out)]) == 0
     found = {c["mode"]: c["loss"] for c in json.loads(out.read_text())["comparisons"]}
-    slots = [(r, m) for m in range(M) for r in range(DP)]
-    losses = []
-    for of_step in STEPS:
-        sequences = [
-            {
-                "x": [torch.ones((), dtype=torch.float64)] * max(int(n), 1),
-                "counted": [1] * int(n) or [0],
-                "trained": [1] * int(n) or [0],
-                "sample": i,
-                "prompt": int(p),
-                "microbatch": slots[i % len(slots)],
-            }
-            for i, (n, p) in enumerate(zip(of_step.active_tokens, of_step.prompt, strict=True))
-        ]
-        divisor = 4096.0 if mode in ("constant", "token_sum") else None
-        losses.append(
-            float(reference_loss.step_loss(mode, sequences, divisor=divisor, microbatches=[M] * DP))
-        )
+    losses = [reference(mode, of_step) for of_step in STEPS]
     assert found[mode] == pytest.approx(sum(losses) / len(losses), rel=1e-12)
 
 
@@ -366,7 +342,7 @@ def test_modes_that_weigh_tokens_alike_rescale_every_step(tmp_path, capsys):
     assert kinds == {
         "constant": "this mode", "sample_sum": "scaled", "token_sum": "scaled",
         "token_mean": "rescaled", "sample_mean": "reweighted", "prompt_mean": "reweighted",
-        "microbatch_token_mean": "reweighted",
+        "length_power": "reweighted", "microbatch_token_mean": "reweighted",
     }  # fmt: skip
     printed = capsys.readouterr().out
     for mode, word in (("token_mean", "rescaled"), ("sample_mean", "reweighted")):

@@ -170,13 +170,12 @@ def test_a_process_says_that_no_step_came_unless_it_failed(tmp_path):
         assert wanted is None or wanted in err
 
 
-def test_train_rl_of_a_later_release_is_refused_by_name_before_it_starts(
+def test_train_rl_of_an_unknown_release_is_refused_by_name_before_it_starts(
     script, capsys, monkeypatch
 ):
     later = types.ModuleType("megatron.rl.rl_utils")
-    # The signatures of Megatron-LM at d98e8a64; of core_v0.19.0 on, "rows" are what is prepared.
-    exec(
-        "def prepare_trajectories(rows, tokenizer, seq_length, skip_bos_token): ...\n"
+    exec(  # as at d98e8a64, but for the name of what is prepared
+        "def prepare_trajectories(packs, tokenizer, seq_length, skip_bos_token): ...\n"
         "def prepare_data_for_update(model, ref_state_dict, rollouts, tokenizer, sequence_packing,"
         " is_correction, request_ledger): ...",
         vars(later),
@@ -187,7 +186,7 @@ def test_train_rl_of_a_later_release_is_refused_by_name_before_it_starts(
     script = script.rename(script.parent / "train_rl.py")
     assert main(["run", str(script), "--loss-aggregation", "sample_mean", "0"]) == 1
     out, err = capsys.readouterr()
-    assert "prepare_trajectories is prepare_trajectories(rows, tokenizer" in err
-    assert "expected the one of Megatron-LM core_v0.16 or 0.17, with rollouts" in err
+    assert "prepare_trajectories is prepare_trajectories(packs, tokenizer" in err
+    assert "core_v0.16 to d98e8a64, with rollouts or rollout_turns or rows" in err
     assert "or train without --loss-aggregation" in err
     assert "argv" not in out

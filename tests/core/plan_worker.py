@@ -1,22 +1,24 @@
 """Planning over 2 and 3 data-parallel ranks with gloo, without Megatron; a launched worker."""
 
 import contextlib
-import dataclasses
 import gc
 import json
+import math
+import random
 import re
 import traceback
 import types
 import warnings
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
-from aggregations import AGGREGATIONS, for_the_reference
+from aggregations import AGGREGATIONS, ANY_LAYOUT, for_the_reference
 from step_data import assign, make_sequences
 
-from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
+from megatron_lossagg import Aggregation, Layout, Sequences, faults, plan_step
 from megatron_lossagg.buffer import StepBuffer
 from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.errors import PlanError, ReducerError
@@ -47,6 +49,18 @@ def collectives_counted():
     finally:
         for name, original in originals.items():
             setattr(dist, name, original)
+
+
+TOKEN_MEAN = Aggregation("token_mean")
+
+
+def of(**sequences):
+    return TOKEN_MEAN, Sequences(**sequences)
+
+
+def planned(aggregation=TOKEN_MEAN, **sequences):
+    """Plan this rank's sequences over all ranks."""
+    return plan_step(aggregation, Sequences(**sequences), group=dist.group.WORLD)
 
 
 def sequences_of_this_rank(sequences, keys):
@@ -115,6 +129,39 @@ def check_weights_are_the_references_over_ranks():
                 assert abs(weight - want) <= 1e-15 + 1e-13 * want, (aggregation, index)
 
 
+def check_token_weights_give_the_same_bits_over_ranks_and_on_one():
+    """Sums of fractions depend neither on the order of sequences nor on how ranks share them."""
+    sequences, _, indices, own = assigned(3)
+    draw = random.Random(1)
+    sums = [
+        math.fsum(m * draw.random() for m in one["counted"]) if i % 5 else 0.0
+        for i, one in enumerate(sequences)
+    ]
+    over_ranks = plan_step(
+        Aggregation("token_mean", count="weights"),
+        replace(own, token_weight_sums=[sums[i] for i in indices]),
+        group=dist.group.WORLD,
+    )
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    order = draw.sample(range(len(sequences)), len(sequences))
+    on_one = plan_step(
+        over_ranks.aggregation,
+        Sequences(
+            active_tokens=[sum(sequences[i]["counted"]) for i in order],
+            sample=[sequences[i]["sample"] for i in order],
+            prompt=[sequences[i]["prompt"] for i in order],
+            token_weight_sums=[sums[i] for i in order],
+        ),
+        group=alone,
+    )
+    for aggregation in ANY_LAYOUT.values():
+        weighing = replace(aggregation, count="weights")
+        whole = dict(zip(order, on_one.under(weighing).weights.tolist(), strict=True))
+        assert over_ranks.under(weighing).weights.tolist() == [whole[i] for i in indices]
+        assert over_ranks.under(weighing).expected_weight == on_one.under(weighing).expected_weight
+    dist.destroy_process_group(alone)
+
+
 def check_a_step_makes_two_collectives_with_ids_and_one_without():
     _, _, _, sequences = assigned(3)
     with collectives_counted() as seen:
@@ -140,15 +187,13 @@ def check_totals_make_no_collective():
 
 
 def check_without_ids_every_sequence_is_its_own_sample_on_every_rank():
-    sequences = Sequences(active_tokens=[1 + dist.get_rank()])
-    plan = plan_step(Aggregation("sample_mean"), sequences, group=dist.group.WORLD)
+    plan = planned(Aggregation("sample_mean"), active_tokens=[1 + dist.get_rank()])
     assert plan.totals.samples == dist.get_world_size()
     assert plan.weights.tolist() == [1 / (dist.get_world_size() * (1 + dist.get_rank()))]
 
 
 def check_equal_ids_on_two_ranks_are_one_prompt():
-    sequences = Sequences(active_tokens=[1 + dist.get_rank()], prompt=[7])
-    plan = plan_step(Aggregation("prompt_mean"), sequences, group=dist.group.WORLD)
+    plan = planned(Aggregation("prompt_mean"), active_tokens=[1 + dist.get_rank()], prompt=[7])
     tokens = sum(range(1, dist.get_world_size() + 1))
     assert plan.totals.prompts == 1
     assert plan.weights.tolist() == [1 / tokens]
@@ -157,115 +202,137 @@ def check_equal_ids_on_two_ranks_are_one_prompt():
 def check_a_rank_without_sequences_takes_part():
     counts = [] if dist.get_rank() == 0 else [2, 3]
     ids = [dist.get_rank()] * len(counts)
-    sequences = Sequences(active_tokens=counts, sample=ids, prompt=ids)
-    plan = plan_step(Aggregation("token_mean"), sequences, group=dist.group.WORLD)
+    plan = planned(active_tokens=counts, sample=ids, prompt=ids)
     assert plan.totals.active_tokens == 5 * (dist.get_world_size() - 1)
     assert plan.totals.samples == dist.get_world_size() - 1
 
 
-def check_bad_counts_on_one_rank_are_reported_on_all():
-    counts = [3, -1] if dist.get_rank() == 1 else [3, 1]
-    refused_everywhere(
-        "rank 1 of the data-parallel group: Sequences.active_tokens: got -1 at index 1",
-        Aggregation("token_mean"),
-        Sequences(active_tokens=counts),
-    )
-
-
-def check_ids_of_the_wrong_length_on_one_rank_are_reported_on_all():
-    ids = [1] if dist.get_rank() == 0 else [1, 2]
-    refused_everywhere(
+REFUSED = {
+    "an id too few": (
         "rank 0 of the data-parallel group: Sequences.sample: got 1 entries, expected 2",
-        Aggregation("sample_mean"),
-        Sequences(active_tokens=[3, 1], sample=ids),
-    )
-
-
-def check_ids_on_one_rank_only_are_refused():
-    ids = [1, 2] if dist.get_rank() == 0 else None
-    refused_everywhere(
+        lambda rank: of(active_tokens=[3, 1], sample=[1, 2][: 1 + min(rank, 1)]),
+    ),
+    "prompt ids on one rank": (
         "rank 0 has prompt ids, rank 1 has no ids",
-        Aggregation("token_mean"),
-        Sequences(active_tokens=[3, 1], prompt=ids),
-    )
-    refused_everywhere(
+        lambda rank: of(active_tokens=[3, 1], prompt=None if rank else [1, 2]),
+    ),
+    "microbatches on one rank": (
         "rank 0 has microbatch ids, rank 1 has no ids",
-        Aggregation("microbatch_token_mean"),
-        Sequences(active_tokens=[3, 1], microbatch=ids),
-    )
-
-
-def check_a_value_that_is_not_a_count_on_one_rank_is_reported_on_all():
-    refused_everywhere(
+        lambda rank: of(active_tokens=[3, 1], microbatch=None if rank else [1, 2]),
+    ),
+    "strings on one rank": (
+        r"rank 0 has prompt ids, rank 1 has prompt \(strings\) ids",
+        lambda rank: of(active_tokens=[3, 4], prompt=["7", "8"] if rank == 1 else [7, 8]),
+    ),
+    "a value that is not a count": (
         "rank 1 of the data-parallel group: ",
-        Aggregation("token_mean"),
-        Sequences(active_tokens=[[1], [2, 3]] if dist.get_rank() == 1 else [3, 1]),
-    )
-
-
-def check_aggregations_that_differ_are_refused():
-    refused_everywhere(
+        lambda rank: of(active_tokens=[[1], [2, 3]] if rank == 1 else [3, 1]),
+    ),
+    "a count with a gradient": (
+        "rank 1 of",
+        lambda rank: of(
+            active_tokens=[torch.tensor(3.0, requires_grad=True)] if rank == 1 else [3]
+        ),
+    ),
+    "no sequences": (
+        "rank 1 of .*AttributeError",
+        lambda rank: (TOKEN_MEAN, None if rank == 1 else Sequences(active_tokens=[3])),
+    ),
+    "a name of an aggregation": (
+        "rank 1 of .*got 'token_mean', expected an Aggregation",
+        lambda rank: ("token_mean" if rank == 1 else TOKEN_MEAN, Sequences(active_tokens=[3])),
+    ),
+    "different divisors": (
         r"rank 0 has .*1/\(B 8\).*, rank 1 has .*1/\(B 9\)",
-        Aggregation("constant", divisor=8 + min(dist.get_rank(), 1)),
-        Sequences(active_tokens=[3, 1]),
-    )
-
-
-def check_different_aggregations_with_the_same_formula_are_refused():
-    other = dist.get_rank() == 1
-    refused_everywhere(
-        "rank 0 has .*, rank 1 has ",
-        Aggregation("token_mean", count_empty=not other),  # both print 1/N
-        Sequences(active_tokens=[3, 1]),
-    )
-
-
-def check_divisors_that_differ_by_one_token_are_refused():
-    refused_everywhere(
+        lambda rank: (
+            Aggregation("constant", divisor=8 + min(rank, 1)),
+            Sequences(active_tokens=[3]),
+        ),
+    ),
+    "divisors that differ by one token": (
         "rank 0 has .*1048576.*, rank 1 has .*1048577",
-        Aggregation("constant", divisor=2**20 + min(dist.get_rank(), 1)),
-        Sequences(active_tokens=[3, 1]),
-    )
+        lambda rank: (
+            Aggregation("constant", divisor=2**20 + min(rank, 1)),
+            Sequences(active_tokens=[3]),
+        ),
+    ),
+    "different aggregations with the same formula": (
+        "rank 0 has .*, rank 1 has ",
+        lambda rank: (
+            Aggregation("token_mean", count_empty=rank != 1),
+            Sequences(active_tokens=[3]),
+        ),
+    ),
+    "different samples_per_prompt": (
+        "rank 0 has .*samples_per_prompt 2, rank 1 has .*samples_per_prompt 3",
+        lambda rank: of(
+            active_tokens=[3] * 6, prompt=[rank] * 6, samples_per_prompt=2 + (rank == 1)
+        ),
+    ),
+    "a sample under two prompts": (
+        "sample 5 has sequences under",
+        lambda rank: of(active_tokens=[3], sample=[5], prompt=[rank]),
+    ),
+    "a count whose sum over ranks is not exact": (
+        r"of all \d ranks sum to \d+, the most .* 2\^53",
+        lambda rank: of(active_tokens=[2**53], sample=[5]),
+    ),
+    "counts whose sum over ranks is one too many": (
+        r"of all \d ranks sum to \d+, the most .* 2\^53",
+        lambda rank: of(active_tokens=[2**53 // dist.get_world_size() + 1], sample=[5]),
+    ),
+}
+
+
+def check_what_one_rank_passes_wrongly_is_raised_on_all():
+    for message, passed_by in REFUSED.values():
+        refused_everywhere(message, *passed_by(dist.get_rank()))
+
+
+def check_bad_counts_on_one_rank_are_reported_on_all():
+    bad = [3, -1] if dist.get_rank() == 1 else [3, 1]
+    message = "rank 1 of the data-parallel group: Sequences.active_tokens: got -1 at index 1"
+    refused_everywhere(message, *of(active_tokens=bad))
+    plan = planned(active_tokens=[1])  # all can plan again
+    assert plan.totals.active_tokens == dist.get_world_size()
+
+
+def check_a_rank_without_sequences_may_pass_ids_of_any_kind():
+    prompt = [] if dist.get_rank() == 1 else ["7", "8"]
+    planned(active_tokens=[1] * len(prompt), prompt=prompt)
 
 
 def check_every_rank_reports_an_empty_step():
     sequences = Sequences(active_tokens=[0] * (dist.get_rank() + 1))
     with pytest.warns(RuntimeWarning, match="no active tokens") as caught:
-        plan_step(Aggregation("token_mean"), sequences, group=dist.group.WORLD)
+        plan_step(TOKEN_MEAN, sequences, group=dist.group.WORLD)
     assert len(caught) == 1
+    stop = Options(empty_step="error")
     with pytest.raises(PlanError, match="--loss-aggregation-empty-step"):
-        plan_step(
-            Aggregation("token_mean"),
-            sequences,
-            group=dist.group.WORLD,
-            options=Options(empty_step="error"),
-        )
+        plan_step(TOKEN_MEAN, sequences, group=dist.group.WORLD, options=stop)
 
 
 def check_a_rank_with_no_active_tokens_does_not_warn():
-    sequences = Sequences(active_tokens=[0] if dist.get_rank() == 0 else [4])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        plan = plan_step(Aggregation("token_mean"), sequences, group=dist.group.WORLD)
+        plan = planned(active_tokens=[0] if dist.get_rank() == 0 else [4])
     live = dist.get_world_size() - 1
     assert plan.weights.tolist() == ([0.0] if dist.get_rank() == 0 else [1 / (4 * live)])
 
 
 def check_counts_are_int64_over_ranks():
-    sequences = Sequences(active_tokens=[2**33 + dist.get_rank()], sample=[0])
-    plan = plan_step(Aggregation("token_mean"), sequences, group=dist.group.WORLD)
+    plan = planned(active_tokens=[2**33 + dist.get_rank()], sample=[0])
     size = dist.get_world_size()
     whole = size * 2**33 + size * (size - 1) // 2
     assert plan.totals.active_tokens == whole
-    assert plan.sample_tokens.tolist() == [whole]
+    assert plan.totals.sample_tokens.tolist() == [whole]
 
 
 def check_the_plan_knows_the_ranks_it_was_counted_over():
-    sequences = Sequences(active_tokens=[3])
-    world = plan_step(Aggregation("token_mean"), sequences, group=dist.group.WORLD)
+    world = planned(active_tokens=[3])
     assert world.group_ranks == tuple(range(dist.get_world_size()))
     assert world.under("sample_mean").group_ranks == world.group_ranks
-    known = plan_step(Aggregation("token_sum"), sequences, totals=StepTotals())
+    known = plan_step(TOKEN_MEAN, Sequences(active_tokens=[3]), totals=StepTotals(active_tokens=3))
     assert known.group_ranks is None
 
 
@@ -277,66 +344,21 @@ def check_prompts_numbered_on_each_rank_are_found_by_samples_per_prompt():
         Sequences(**own),
     )
     own["prompt"] = [dist.get_rank()] * 2
-    plan_step(Aggregation("prompt_mean"), Sequences(**own), group=dist.group.WORLD)
-
-
-def check_ranks_that_disagree_on_samples_per_prompt_raise_together():
-    number = 2 + (dist.get_rank() == 1)
-    refused_everywhere(
-        "rank 0 has .*samples_per_prompt 2, rank 1 has .*samples_per_prompt 3",
-        Aggregation("prompt_mean"),
-        Sequences(
-            active_tokens=[3] * number, prompt=[dist.get_rank()] * number, samples_per_prompt=number
-        ),
-    )
-
-
-def check_what_is_no_sequences_on_one_rank_is_raised_on_all():
-    sequences = None if dist.get_rank() == 1 else Sequences(active_tokens=[3])
-    refused_everywhere("rank 1 of .*AttributeError", Aggregation("token_mean"), sequences)
-    grads = [torch.tensor(3.0, requires_grad=True)] if dist.get_rank() == 1 else [3]
-    refused_everywhere("rank 1 of", Aggregation("token_mean"), Sequences(active_tokens=grads))
-    aggregation = "token_mean" if dist.get_rank() == 1 else Aggregation("token_mean")
-    message = "rank 1 of .*got 'token_mean', expected an Aggregation"
-    refused_everywhere(message, aggregation, Sequences(active_tokens=[3]))
-
-
-def check_ids_that_are_strings_on_one_rank_only_are_refused():
-    prompt = ["7", "8"] if dist.get_rank() == 1 else [7, 8]
-    refused_everywhere(
-        r"rank 0 has prompt ids, rank 1 has prompt \(strings\) ids",
-        Aggregation("prompt_mean"),
-        Sequences(active_tokens=[3, 4], prompt=prompt),
-    )
-    prompt = [] if dist.get_rank() == 1 else ["7", "8"]  # with no sequences, ids have no kind
-    sequences = Sequences(active_tokens=[1] * len(prompt), prompt=prompt)
-    plan_step(Aggregation("prompt_mean"), sequences, group=dist.group.WORLD)
+    planned(Aggregation("prompt_mean"), **own)
 
 
 def check_string_ids_are_the_same_on_every_rank():
-    sequences = Sequences(active_tokens=[3, 5], prompt=["shared", f"of rank {dist.get_rank()}"])
-    plan = plan_step(Aggregation("prompt_mean"), sequences, group=dist.group.WORLD)
+    plan = planned(active_tokens=[3, 5], prompt=["shared", f"of rank {dist.get_rank()}"])
     size = dist.get_world_size()
     assert plan.totals.prompts == 1 + size
-    assert plan.prompt_tokens.tolist() == [3 * size, 5]
+    assert plan.totals.prompt_tokens.tolist() == [3 * size, 5]
 
 
 def check_a_loss_that_is_not_finite_names_the_rank_that_holds_it():
-    plan = plan_step(
-        Aggregation("token_mean"), Sequences(active_tokens=[3]), group=dist.group.WORLD
-    )
+    plan = planned(active_tokens=[3])
     reducer = plan.reducer([0], torch.ones(3), Layout.local([3], cp_size=1, cp_rank=0))
     with pytest.raises(ReducerError, match=rf"^rank {dist.get_rank()} \(context-parallel rank 0"):
         reducer(torch.tensor([1, 1, torch.nan]))
-
-
-def check_counts_whose_sum_over_ranks_is_not_exact_are_refused_on_all():
-    for n in (2**53, 2**53 // dist.get_world_size() + 1):
-        refused_everywhere(
-            r"of all \d ranks sum to \d+, the most .* 2\^53",
-            Aggregation("sample_mean"),
-            Sequences(active_tokens=[n], sample=[5]),
-        )
 
 
 def check_an_error_beside_totals_names_its_rank_and_makes_no_collective():
@@ -353,95 +375,59 @@ def check_an_error_beside_totals_names_its_rank_and_makes_no_collective():
 
 
 def check_given_totals_are_verified_in_the_groups_first_step():
-    """Those of one rank, and those of ten times the step, trained other weights silently."""
-    mode, size = Aggregation("token_mean"), dist.get_world_size()
-    own = Sequences(active_tokens=[3, 2])
+    """Those of one rank, and those of ten times the step, would train other weights."""
+    size, world = dist.get_world_size(), dist.group.WORLD
+    own = of(active_tokens=[3, 2])
     for wrong in ({"active_tokens": 5}, {"active_tokens": 50 * size}, {"samples": 3 * size}):
         with pytest.raises(PlanError, match=r"got StepTotals.*the group's sequences have"):
-            plan_step(mode, own, totals=StepTotals(**wrong), group=dist.group.WORLD)
-    raised_everywhere(
-        r"disagree: rank 0 has .*active_tokens=0, .*rank 1 has .*active_tokens=1,",
-        plan_step,
-        mode,
-        own,
-        totals=StepTotals(active_tokens=dist.get_rank()),
-        group=dist.group.WORLD,
-    )
-    fault = "its own fault" if dist.get_rank() == 1 else ""
+            plan_step(*own, totals=StepTotals(**wrong), group=world)
+    message = r"disagree: rank 0 has .*active_tokens=0, .*rank 1 has .*active_tokens=1,"
+    different = StepTotals(active_tokens=dist.get_rank())
+    raised_everywhere(message, plan_step, *own, totals=different, group=world)
     right = StepTotals(active_tokens=5 * size, samples=2 * size)
-    raised_everywhere(
-        "rank 1 of the data-parallel group: its own fault$",
-        plan_step,
-        mode,
-        own,
-        totals=right,
-        group=dist.group.WORLD,
-        fault=fault,
-    )
+    fault = "its own fault" if dist.get_rank() == 1 else ""
+    message = "rank 1 of the data-parallel group: its own fault$"
+    raised_everywhere(message, plan_step, *own, totals=right, group=world, fault=fault)
     for collectives in (1, 0):
         with collectives_counted() as seen:
-            plan = plan_step(mode, own, totals=right, group=dist.group.WORLD)
+            plan = plan_step(*own, totals=right, group=world)
         assert seen.total() == collectives, seen
         assert plan.weights.tolist() == [1 / (5 * size)] * 2
 
 
 def check_ranks_that_disagree_on_an_option_raise_together():
     """One would stop on an empty step while the others enter the schedule."""
-    is_second = dist.get_rank() == 1
-    for name, values in {
-        "empty_step": ("zero", "error"),
-        "rejects_tokens": (False, True),
-    }.items():
-        raised_everywhere(
-            f"disagree: rank 0 has {name} {values[0]!r}, rank 1 has {name} {values[1]!r}: start",
-            plan_step,
-            Aggregation("token_mean"),
-            Sequences(active_tokens=[0]),
-            group=dist.group.WORLD,
-            options=Options(**{name: values[is_second]}),
-        )
+    is_second, own, world = dist.get_rank() == 1, of(active_tokens=[0]), dist.group.WORLD
+    for name, one, other in (("empty_step", "zero", "error"), ("rejects_tokens", False, True)):
+        message = f"disagree: rank 0 has {name} {one!r}, rank 1 has {name} {other!r}: start"
+        options = Options(**{name: other if is_second else one})
+        raised_everywhere(message, plan_step, *own, group=world, options=options)
 
 
 def check_a_fault_that_utf_8_cannot_encode_reaches_all():
     fault = "cannot read \udcff" if dist.get_rank() == 1 else ""
-    raised_everywhere(
-        r"rank 1 of the data-parallel group: cannot read \?$",
-        plan_step,
-        Aggregation("token_mean"),
-        Sequences(active_tokens=[3]),
-        group=dist.group.WORLD,
-        fault=fault,
-    )
+    message = r"rank 1 of the data-parallel group: cannot read \?$"
+    own = of(active_tokens=[3])
+    raised_everywhere(message, plan_step, *own, group=dist.group.WORLD, fault=fault)
 
 
 def check_a_warning_of_one_ranks_sample_is_raised_on_all_where_warnings_are_errors():
-    from megatron_lossagg import faults
-
-    sequences = Sequences(active_tokens=[9 if dist.get_rank() == 1 else 2])
+    constant = Aggregation("constant", divisor=5)
+    tokens = [9 if dist.get_rank() == 1 else 2]
     for ids in ({}, {"sample": [dist.get_rank()]}):
         faults._warned.clear()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             with pytest.raises(RuntimeWarning, match="divides by 5, and a sample has 9 tokens"):
-                plan_step(
-                    Aggregation("constant", divisor=5),
-                    dataclasses.replace(sequences, **ids),
-                    group=dist.group.WORLD,
-                )
+                planned(constant, active_tokens=tokens, **ids)
 
 
 def check_ids_that_start_anew_on_every_rank_are_warned_of_on_all():
-    from megatron_lossagg import faults
-
     def warned(**ids):
         faults._warned.clear()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            plan_step(
-                Aggregation("token_mean"),
-                Sequences(active_tokens=[3, 2], **ids),
-                group=dist.group.WORLD,
-            )
+            planned(active_tokens=[3, 2], **ids)
         return [str(w.message) for w in caught]
 
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -454,29 +440,9 @@ def check_ids_that_start_anew_on_every_rank_are_warned_of_on_all():
     assert not warned(prompt=[0, 0], samples_per_prompt=2 * size)
 
 
-def check_after_a_refused_step_all_ranks_can_plan_again():
-    refused_everywhere(
-        "rank 0 of the data-parallel group",
-        Aggregation("token_mean"),
-        Sequences(active_tokens=[-1] if dist.get_rank() == 0 else [1]),
-    )
-    plan = plan_step(
-        Aggregation("token_mean"), Sequences(active_tokens=[1]), group=dist.group.WORLD
-    )
-    assert plan.totals.active_tokens == dist.get_world_size()
-
-
-def check_a_sample_under_two_prompts_on_two_ranks_is_named():
-    refused_everywhere(
-        "sample 5 has sequences under",
-        Aggregation("token_mean"),
-        Sequences(active_tokens=[3], sample=[5], prompt=[dist.get_rank()]),
-    )
-
-
 def check_a_forgotten_group_is_refused():
     with pytest.raises(PlanError, match=r"one of \d and no group.*aggregator\.dp_group"):
-        plan_step(Aggregation("token_mean"), Sequences(active_tokens=[3]))
+        plan_step(TOKEN_MEAN, Sequences(active_tokens=[3]))
 
 
 def check_a_microbatch_mean_with_totals_needs_the_group():
@@ -533,38 +499,31 @@ def check_a_buffer_that_cannot_read_or_count_on_one_rank_is_reported_on_all():
         raised_everywhere(
             f"rank 1 of the data-parallel group: .*{message}",
             buffer.plan,
-            Aggregation("token_mean"),
+            TOKEN_MEAN,
             count if faulty else lengths,
             group=dist.group.WORLD,
         )
         with pytest.raises(PlanError, match=r"call plan\(\)"):  # nothing to replay
             next(iter(buffer))
     whole = StepBuffer(iter([["a"], ["bb"]]), 2)
-    plan = whole.plan(Aggregation("token_mean"), lengths, group=dist.group.WORLD)
+    plan = whole.plan(TOKEN_MEAN, lengths, group=dist.group.WORLD)
     assert plan.totals.active_tokens == 3 * dist.get_world_size()
 
 
 def check_a_buffer_that_cannot_read_is_reported_on_tensor_parallel_ranks_without_data():
     alone, _ = dist.new_subgroups(group_size=1)
+    groups = {"group": alone, "tp_group": dist.group.WORLD}
     for faulty in range(dist.get_world_size()):
         for message, (iterator, count) in BUFFERS.items():
-            if dist.get_rank() == faulty:
-                source, own_count = iterator(), count
-            else:
-                source, own_count = (
-                    (iter([["a"], ["bb"]]) if dist.get_rank() == 0 else None),
-                    lengths,
-                )
             if faulty and "got -1" in message:
                 continue  # the counts of the first rank are taken
-            raised_everywhere(
-                message if "got -1" in message else f"tensor-parallel rank {faulty}: .*{message}",
-                StepBuffer(source, 2).plan,
-                Aggregation("token_mean"),
-                own_count,
-                group=alone,
-                tp_group=dist.group.WORLD,
-            )
+            source = iter([["a"], ["bb"]]) if dist.get_rank() == 0 else None
+            own_count = lengths
+            if dist.get_rank() == faulty:
+                source, own_count = iterator(), count
+            if "got -1" not in message:
+                message = f"tensor-parallel rank {faulty}: .*{message}"
+            raised_everywhere(message, StepBuffer(source, 2).plan, TOKEN_MEAN, own_count, **groups)
 
 
 def check_a_rank_without_iterator_and_counts_is_reported_on_all():
@@ -572,7 +531,7 @@ def check_a_rank_without_iterator_and_counts_is_reported_on_all():
     raised_everywhere(
         "rank 1 of the data-parallel group: this rank has no data iterator .* pass tp_group=",
         StepBuffer(source, 1).plan,
-        Aggregation("token_mean"),
+        TOKEN_MEAN,
         lengths,
         group=dist.group.WORLD,
     )

@@ -1,5 +1,6 @@
 """StepBuffer: read a step, count it, plan it, replay it."""
 
+import copy
 import functools
 import itertools
 import math
@@ -15,7 +16,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_lossagg import Aggregation, Layout
-from megatron_lossagg import buffer as buffer_module
 from megatron_lossagg.buffer import MicrobatchSequences, StepBuffer
 from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.errors import PlanError
@@ -40,7 +40,7 @@ def test_a_step_is_read_planned_and_replayed_in_order():
 def test_microbatches_without_sequences_count_in_m():
     buffer = StepBuffer(iter([["a", "bbb"], [], ["cc"]]), 3)
     plan = buffer.plan(Aggregation("microbatch_token_mean"), count)
-    assert plan.num_microbatches == 3
+    assert plan.sequences.num_microbatches == 3
     assert plan.weights.tolist() == [1 / 12, 1 / 12, 1 / 6]
 
 
@@ -250,124 +250,43 @@ REUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REUSED)
-def test_an_iterator_that_uses_its_memory_again_is_replayed_as_it_was_read(name):
-    wanted = [values(data) for data in itertools.islice(REUSED[name](), 6)]
-    source = REUSED[name]()
-    for step in range(2):
-        assert [values(data) for data in replayed(source)] == wanted[3 * step : 3 * step + 3]
-    assert wanted[0] != wanted[1]
-
-
-@pytest.mark.parametrize("slots", [1, 2, 3, 5])
-def test_a_ring_of_buffers_is_replayed_as_it_was_read(slots):
-    ring = [torch.zeros(4) for _ in range(slots)]
-    source = (ring[number % slots].fill_(number) for number in range(12))
-    for step in range(2):
-        assert [int(data[0]) for data in replayed(source, 6)] == [*range(6 * step, 6 * step + 6)]
-
-
 DATASET = torch.arange(60.0).view(10, 6)
 
 
 def memory_map():
     with tempfile.NamedTemporaryFile() as file:
-        file.write(bytes(800))
+        file.write(bytes(range(100)))
         file.flush()
         yield from np.memmap(file.name, mode="r+", shape=(10, 10))
 
 
+def position_ids():
+    by_length = functools.lru_cache(torch.arange)
+    return ({"position_ids": by_length(length)} for length in (3, 4, 5, 6, 6, 7, 3, 3, 3))
+
+
+def later():
+    yield from torch.rand(3, 4)
+    yield from refilled(T, lambda: T)
+
+
 OWN_MEMORY = {
     "fresh tensors": lambda: (torch.full((4,), float(number)) for number in range(9)),
-    "slices of a dataset": lambda: (DATASET[number] for number in range(9)),
+    "slices of a dataset": lambda: iter(DATASET),
     "tokens and labels over one sequence": lambda: (
-        {"tokens": DATASET[number, :-1], "labels": DATASET[number, 1:]} for number in range(9)
+        {"tokens": sequence[:-1], "labels": sequence[1:]} for sequence in DATASET
     ),
-    "slices of an array": lambda: iter(DATASET.numpy()),
     "slices of a memory map": memory_map,
-    "a DataLoader": lambda: iter(DataLoader(Refills())),
-    "slices of a meta tensor": lambda: iter(DATASET.to("meta")),
-    "empty views of one tensor": lambda: ({"a": DATASET[number:number]} for number in range(9)),
-    "one tokenizer in each": lambda: (
-        {"tokens": DATASET[number], "tokenizer": math} for number in range(9)
-    ),
-    "text": lambda: iter(["the same"] * 9),
+    "a DataLoader": lambda: iter(DataLoader(DATASET)),
+    "empty views of one tensor": lambda: ({"a": DATASET[n:n], "n": n} for n in range(9)),
+    "text": lambda: iter("a microbatch each"),
+    "position ids by length": position_ids,
 }
 
 
-@pytest.mark.parametrize("name", OWN_MEMORY)
-def test_microbatches_with_memory_of_their_own_are_not_copied(name):
-    read = []
-
-    def recorded():
-        for data in OWN_MEMORY[name]():
-            read.append(data)
-            yield data
-
-    source = recorded()
-    for step in range(2):
-        for data, original in zip(replayed(source), read[3 * step :], strict=True):
-            assert data is original
-
-
-def test_only_the_first_step_of_an_iterator_is_copied_while_it_is_read(monkeypatch):
-    copies = []
-    clone = torch.Tensor.clone
-    monkeypatch.setattr(torch.Tensor, "clone", lambda t: copies.append(t) or clone(t))
-    source = (torch.full((4,), float(number)) for number in range(99))
-    numbers = []
-    for num_microbatches in (2, 2, 4, 4, 2):
-        replayed(source, num_microbatches)
-        numbers.append(len(copies))
-    assert numbers == [2, 2, 6, 6, 6]  # and the first with more microbatches
-    mapped = (iter([torch.zeros(4)]) for _ in range(3))
-    for _ in range(3):  # an iterator that is made anew, over one source
-        StepBuffer(map(str, next(mapped)), 1, source=source)
-    assert len(copies) == 6
-
-
-def test_memory_that_is_shared_from_a_later_step_on_is_refused():
-    def later():
-        yield from torch.zeros(3, 4)
-        yield from refilled(T, lambda: T)
-
-    source = later()
-    replayed(source)
-    with pytest.raises(
-        PlanError, match=r"microbatches 0 and 1 of the step share memory.*no two did"
-    ):
-        replayed(source)
-
-
-def test_a_meta_tensor_stands_for_a_device():
-    held = torch.zeros(4, device="meta")
-    copied = replayed(iter([{"a": held}, {"a": held[2:]}, {"a": held[:2]}]))
-    assert all(data["a"].is_meta and data["a"] is not held for data in copied)
-
-
-def test_what_cannot_be_copied_is_refused_where_it_is_yielded_twice():
-    lock = threading.Lock()
-    with pytest.raises(PlanError, match=r"share memory, expected .* copying one raised TypeError"):
-        replayed(iter([lock] * 3))
-    assert [values(data.tokens) for data in replayed(one_slotted_object())] == [0, 1, 2]
-
-
-def test_a_wrong_replay_is_an_error_before_the_step_runs(monkeypatch):
-    monkeypatch.setattr(buffer_module, "_numbered", lambda counts: [[0], [0]])
-    with pytest.raises(
-        PlanError, match=r"replay has sequences \[0, 0\], expected each of the step's 2"
-    ):
-        replayed(iter("ab"), 2)
-
-
-def test_paddings_are_numbered_as_no_sequences():
-    def sequences(data):
-        return MicrobatchSequences(active_tokens=[1, 0, 2], is_padding=data)
-
-    buffer = StepBuffer(iter([[0, 1, 0], [1, 0, 0]]), 2)
-    buffer.plan(Aggregation("token_mean"), sequences)
-    assert [microbatch.sequences for microbatch in buffer] == [[0, -1, 1], [-1, 2, 3]]
-    assert [microbatch.index for microbatch in buffer] == [0, 1]
+def ring(slots):
+    held = [torch.zeros(4) for _ in range(slots)]
+    return (held[number % slots].fill_(number) for number in range(12))
 
 
 class Prefetching:
@@ -389,33 +308,51 @@ class Prefetching:
         return item
 
 
-@pytest.mark.parametrize("num_slots", [2, 4, 5])
-def test_a_ring_that_is_filled_ahead_is_read_as_it_was(num_slots):
-    """No two microbatches of a step share memory, and the first is written to all the same."""
-    source = Prefetching(num_slots)
-    for first in (0, 3, 6):
-        assert [int(data["a"][0]) for data in replayed(source)] == [first, first + 1, first + 2]
+RINGS = {f"a ring of {n}": functools.partial(ring, n) for n in (1, 2, 3, 5)}
+RINGS |= {f"a ring of {n} that is filled ahead": functools.partial(Prefetching, n) for n in (2, 4)}
+SOURCES = REUSED | OWN_MEMORY | RINGS
 
 
-def test_memory_that_is_shared_and_never_written_to_is_no_fault():
-    """Position ids by length, the same microbatch drawn twice."""
-    by_length = functools.lru_cache(torch.arange)
-    lengths = iter([3, 4, 5, 6, 6, 7, 3, 3, 3])
-    source = iter(lambda: {"a": torch.zeros(2), "position_ids": by_length(next(lengths))}, None)
+@pytest.mark.parametrize("name", SOURCES)
+def test_microbatches_are_replayed_as_they_were_read(name):
+    wanted = [copy.deepcopy(values(data)) for data in itertools.islice(SOURCES[name](), 6)]
+    source = SOURCES[name]()
+    for step in range(2):
+        assert [values(data) for data in replayed(source)] == wanted[3 * step : 3 * step + 3]
+    assert wanted[0] != wanted[1]
 
-    class Source:  # which can be referred to weakly
-        def __iter__(self):
-            return self
 
-        def __next__(self):
-            return next(source)
+def test_memory_that_is_used_again_from_a_later_step_on_is_copied_too():
+    source = later()
+    replayed(source)
+    assert [int(data[0, 0]) for data in replayed(source)] == [0, 1, 2]
 
-    loader = Source()
-    for expected in ([3, 4, 5], [6, 6, 7], [3, 3, 3]):
-        assert [len(data["position_ids"]) for data in replayed(loader)] == expected
-    microbatches = [{"a": torch.full((2,), float(n))} for n in range(3)]
-    drawn = iter([0, 1, 2, 2, 2, 0])
-    source = iter(lambda: microbatches[next(drawn)], None)
-    loader = Source()
-    assert [int(data["a"][0]) for data in replayed(loader)] == [0, 1, 2]
-    assert [int(data["a"][0]) for data in replayed(loader)] == [2, 2, 0]
+
+def test_an_object_of_another_kind_in_a_microbatch_is_not_copied():
+    lock = threading.Lock()
+    (data,) = replayed(iter([{"tokenizer": math, "locks": [lock], "a": T}]), 1)
+    assert data["tokenizer"] is math
+    assert data["locks"][0] is lock
+    assert data["a"] is not T
+
+
+def test_a_meta_tensor_stands_for_a_device():
+    held = torch.zeros(4, device="meta")
+    copied = replayed(iter([{"a": held}, {"a": held[2:]}, {"a": held[:2]}]))
+    assert all(data["a"].is_meta and data["a"] is not held for data in copied)
+
+
+def test_a_microbatch_that_cannot_be_copied_is_refused():
+    with pytest.raises(PlanError, match=r"copying a microbatch.* raised TypeError.*after 1 of 2"):
+        replayed(iter(["text", threading.Lock()]), 2)
+    assert [values(data.tokens) for data in replayed(one_slotted_object())] == [0, 1, 2]
+
+
+def test_paddings_are_numbered_as_no_sequences():
+    def sequences(data):
+        return MicrobatchSequences(active_tokens=[1, 0, 2], is_padding=data)
+
+    buffer = StepBuffer(iter([[0, 1, 0], [1, 0, 0]]), 2)
+    buffer.plan(Aggregation("token_mean"), sequences)
+    assert [microbatch.sequences for microbatch in buffer] == [[0, -1, 1], [-1, 2, 3]]
+    assert [microbatch.index for microbatch in buffer] == [0, 1]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.counts import StepTotals, count_microbatches, count_step
+from megatron_lossagg.counts import StepTotals, _is_every_id_on_one_rank, count_step
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.exchange import Exchange
 from megatron_lossagg.sequences import Sequences
@@ -32,9 +32,7 @@ def test_totals_and_tokens_by_hand():
     )  # fmt: skip
     assert counts.sample_tokens.tolist() == [6, 6, 3, 0]
     assert counts.prompt_tokens.tolist() == [9, 9, 9, 0]
-    tokens, num_active = count_microbatches(Sequences(**SEQUENCES).checked())
-    assert tokens.tolist() == [4, 5, 5, 0]
-    assert num_active == 2
+    assert counts.microbatch_tokens.tolist() == [4, 5, 5, 0]
 
 
 def test_counts_of_a_rank_keep_no_memory_of_the_other_ranks_sequences():
@@ -85,3 +83,13 @@ def test_minus_1_is_no_id(kind):
         PlanError, match=rf"Sequences\.{kind}: got the id -1 at index 1, .* leave {kind}="
     ):
         Sequences(active_tokens=[1, 2], **{kind: [0, -1]}).checked()
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_ids_of_every_rank_are_found_as_by_their_sets(seed):
+    random = np.random.default_rng(seed)
+    sequences_W = random.integers(0, 6, size=4)
+    ids_A = random.integers(0, 3, size=sequences_W.sum())
+    of_ranks = [set(ids) for ids in np.split(ids_A, np.cumsum(sequences_W)[:-1]) if len(ids)]
+    expected = len(of_ranks) > 1 and set(ids_A) in of_ranks
+    assert _is_every_id_on_one_rank(ids_A, len(set(ids_A)), sequences_W) == expected

@@ -12,8 +12,11 @@ from reducing import MASK, a_plan, on, thd
 from test_mask_checks import MASK_DTYPES
 
 from benchmarks.counting import counted
-from megatron_lossagg import Layout
+from megatron_lossagg import Aggregation, Layout
 from megatron_lossagg.errors import ReducerError
+from megatron_lossagg.exchange import Exchange
+from megatron_lossagg.record import read_record
+from megatron_lossagg.recorder import RecordFile, StepRecorder
 from megatron_lossagg.step import Step
 
 META = torch.device("meta")
@@ -61,6 +64,17 @@ def test_nothing_is_read_for_any_loss(dtype):
     assert (gradient.dtype, gradient.device) == (dtype, META)
 
 
+@pytest.mark.parametrize("dtype", LOSS_DTYPES)
+def test_nothing_is_read_for_a_shadow_and_for_what_a_record_sums(dtype):
+    made, _, _ = reduced(LAYOUTS["thd"](2), torch.int32, dtype)
+    x = torch.ones(made.layout.num_local_tokens, dtype=dtype, device=META, requires_grad=True)
+    shadow = made.shadow(x, Aggregation("sample_sum"))
+    assert (shadow.device, shadow.requires_grad) == (META, False)
+    assert shadow.dtype == torch.promote_types(dtype, torch.float32)
+    summed = made.weight_sum(torch.float64)
+    assert (summed.device, summed.dtype) == (META, torch.float64)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_nothing_is_read_for_a_custom_reducer(name):
     def factory(context):
@@ -80,7 +94,7 @@ def test_a_read_on_the_device_raises():
         plan.check()
 
 
-def a_step_of_two_microbatches(to, losses, loss_scaling):
+def a_step_of_two_microbatches(to, losses, loss_scaling, **options):
     """Run a step's loss_func and backward passes; return the step, not finished, and outputs."""
     plan = a_plan((4, 1), mode="sample_mean")
     gradients = SimpleNamespace(grad_data=to(torch.zeros(8)))
@@ -89,13 +103,14 @@ def a_step_of_two_microbatches(to, losses, loss_scaling):
         chunks=[chunk],
         loss_scaling=loss_scaling,
         dp_cp_size=1,
+        dp_size=1,
         cp_size=1,
         cp_rank=0,
         cp_group=None,
         is_last_stage=True,
-        has_slices=False,
+        compares_tokens=False,
     )
-    step = Step(aggregator=aggregator, plan=plan, num_microbatches=2)
+    step = Step(aggregator=aggregator, plan=plan, num_microbatches=2, **options)
     returned = []
     for sequence, (mask, length) in enumerate((([1, 1, 1, 1], 4), ([1, 0], 2))):
         mb = step.microbatch([sequence], to(torch.tensor(mask)), layout=thd(length))
@@ -127,6 +142,23 @@ def test_outputs_read_no_value_and_the_end_of_the_step_reads_once(loss_scaling):
         (loss.item(), num_tokens.item(), {name: r.tolist() for name, r in report.items()})
         for loss, num_tokens, report in returned
     ]
+
+
+def test_a_shadow_waits_for_no_device_and_a_record_once_when_the_step_ends(tmp_path):
+    file = RecordFile(str(tmp_path / "a.jsonl"))
+    options = {
+        "shadows": {"token_sum": Aggregation("token_sum")},
+        "record": StepRecorder(Exchange(None), file, 5),
+    }
+    with on("device") as to:
+        step, returned = a_step_of_two_microbatches(to, torch.arange(4.0), "average", **options)
+        assert not to.syncs
+        step.finish()
+        assert to.syncs.total() == 2
+        shadows = [report["lossagg/shadow/token_sum"].tolist() for *_, report in returned]
+    assert shadows == [[2 * (0 + 1 + 2 + 3), 1], [2 * 0, 1]]  # K = 2
+    (recorded,) = read_record(tmp_path / "a.jsonl").values()
+    assert (recorded.step, recorded.weight_sum, recorded.active_tokens) == (5, 1.0, 5)
 
 
 def test_what_the_outputs_of_a_step_left_on_the_device_is_raised_by_its_one_read():

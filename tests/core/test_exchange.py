@@ -22,7 +22,7 @@ def test_alone_a_process_gets_back_what_it_sends(exchange):
     columns = [np.array([1, 2]), np.array([3, 4])]
     assert (exchange.size, exchange.rank) == (1, 0)
     assert exchange.integers(own).tolist() == [own.tolist()]
-    gathered = exchange.sequences(columns, np.array([2]))
+    gathered = exchange.ragged(columns, np.array([2]))
     assert [column.tolist() for column in gathered] == [[1, 2], [3, 4]]
     assert exchange.messages("a fault") == ["a fault"]
 

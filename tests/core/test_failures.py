@@ -1,9 +1,9 @@
 """Public failures, one test for each of ``docs/testing.md``: its input shape, the reference's loss.
 
-A step runs over simulated data-parallel and context-parallel ranks in one process: ranks
-plan together in threads, partial losses go through ``MicrobatchLoss.outputs`` and then through
-Megatron's arithmetic as written in ``docs/megatron-contract.md``. ``test_gradients.py``
-tests live Megatron-Core.
+A step runs over simulated data-parallel and context-parallel ranks in one process: ranks plan
+together in threads, partial losses go through ``MicrobatchLoss.outputs`` and then through
+Megatron's arithmetic as written in ``docs/megatron-contract.md``. ``test_gradients.py`` tests live
+Megatron-Core.
 """
 
 import argparse
@@ -34,7 +34,11 @@ from megatron_lossagg.step import Step
 from megatron_lossagg.verify import reference_loss
 
 MODES = {
-    aggregation.mode: {} if aggregation.divisor is None else {"divisor": aggregation.divisor}
+    aggregation.mode: {
+        name: getattr(aggregation, name)
+        for name in ("divisor", "exponent")
+        if getattr(aggregation, name) is not None
+    }
     for aggregation in ANY_LAYOUT.values()
 }
 LOSS_SCALINGS = ("average", "per_token")
@@ -119,7 +123,7 @@ def a_step(plan, m, *, dp=1, cp=1, cp_rank=0, loss_scaling="average"):
         cp_size=cp,
         cp_rank=cp_rank,
         is_last_stage=True,
-        has_slices=False,
+        compares_tokens=False,
     )
     # No buffers are there to look at.
     return Step(aggregator=its, plan=plan, num_microbatches=m, accumulates=True)
@@ -481,7 +485,7 @@ def test_g6_each_mode_set_by_flag_trains_a_different_loss():
     sequences, found = assigned([*lengths(1, 7), *lengths(5, prompt=1)]), []
     for mode, options in MODES.items():
         argv = ["--loss-aggregation", mode]
-        argv += ["--loss-aggregation-divisor", "40"] if options else []
+        argv += [f"--loss-aggregation-{name}={value}" for name, value in options.items()]
         parser = add_loss_aggregation_args(argparse.ArgumentParser())
         out = run(aggregation_from_args(parser.parse_args(argv)), sequences)
         found.append(torch.cat(gradients(out.loss, sequences)))

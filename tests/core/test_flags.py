@@ -10,8 +10,28 @@ from hypothesis import strategies as st
 from megatron_lossagg import Aggregation, add_loss_aggregation_args
 from megatron_lossagg.aggregation import ALIASES, CUSTOM, MODES
 from megatron_lossagg.errors import AggregationError
-from megatron_lossagg.flags import aggregation_from_args
+from megatron_lossagg.flags import aggregation_from_args, args_of
 from megatron_lossagg.options import Options
+from megatron_lossagg.verify.cases import CASES
+
+NAMES = [name for name in (*MODES, *ALIASES) if name != CUSTOM]
+
+
+def numbers_of(name, *, divisor=8.0, exponent=0.5):
+    """Return the numbers that a mode or alias takes, by their names."""
+    mode = MODES[ALIASES[name].mode if name in ALIASES else name]
+    numbers = {"divisor": divisor} if mode.divisor != "none" else {}
+    return numbers | ({"exponent": exponent} if mode.has_exponent else {})
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_arguments_of_an_aggregation_read_back_as_it_is(case):
+    args = argparse.Namespace(**args_of(case.aggregation))
+    assert aggregation_from_args(args) == case.aggregation
+
+
+def flags_of(numbers):
+    return [f"--loss-aggregation-{name}={number!r}" for name, number in numbers.items()]
 
 
 def parser():
@@ -27,11 +47,15 @@ def test_the_set_of_flags_is_frozen():
     assert flags - {"-h", "--help"} == {
         "--loss-aggregation",
         "--loss-aggregation-divisor",
+        "--loss-aggregation-exponent",
+        "--loss-aggregation-count",
         "--loss-aggregation-count-empty",
         "--no-loss-aggregation-count-empty",
         "--loss-aggregation-empty-step",
         "--loss-aggregation-probe",
         "--no-loss-aggregation-probe",
+        "--loss-aggregation-record",
+        "--loss-aggregation-shadow",
         "--loss-aggregation-rejects-tokens",
         "--loss-aggregation-reducer-path",
     }
@@ -46,18 +70,10 @@ def test_the_parser_comes_back_as_megatrons_extra_args_provider_wants_it():
     assert add_loss_aggregation_args(given_parser) is given_parser
 
 
-@pytest.mark.parametrize("mode", [name for name in MODES if name != "custom"])
-def test_every_mode_is_reachable(mode):
-    divisor = ["--loss-aggregation-divisor", "8"] if MODES[mode].divisor != "none" else []
-    found = read("--loss-aggregation", mode, *divisor)
-    assert found == Aggregation(mode, divisor=8 if divisor else None)
-
-
-@pytest.mark.parametrize("name", ALIASES)
-def test_every_alias_is_reachable(name):
-    needs = MODES[ALIASES[name].mode].divisor == "required"
-    found = read("--loss-aggregation", name, *["--loss-aggregation-divisor", "8"] * needs)
-    assert (found.mode, found.count_empty) == (ALIASES[name].mode, ALIASES[name].count_empty)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_mode_and_alias_is_reachable(name):
+    numbers = numbers_of(name)
+    assert read("--loss-aggregation", name, *flags_of(numbers)) == Aggregation(name, **numbers)
 
 
 @pytest.mark.parametrize(("flag", "kept"), [("--", True), ("--no-", False)])
@@ -69,10 +85,19 @@ def test_count_empty_is_read_both_ways(flag, kept):
 @pytest.mark.parametrize("name", [field.name for field in fields(Options)])
 def test_an_option_of_the_run_changes_no_aggregation(name):
     flag = f"--loss-aggregation-{name.replace('_', '-')}"
-    argv = [flag, "error"] if name == "empty_step" else [flag]
+    values = {"empty_step": ["error"], "record": ["a.jsonl"], "shadow": ["sample_mean"]}
+    argv = [flag, *values.get(name, [])]
     assert read("--loss-aggregation", "token_mean", *argv) == Aggregation("token_mean")
     custom = read("--loss-aggregation-reducer-path", "math:fsum", *argv)
     assert custom == Aggregation("custom", reducer_path="math:fsum")
+
+
+def test_only_a_shadow_names_no_aggregation_and_may_say_that_tokens_are_rejected():
+    shadow = ["--loss-aggregation-shadow", "token_mean,constant:8"]
+    assert read(*shadow) is None
+    assert read(*shadow, "--loss-aggregation-rejects-tokens") is None
+    with pytest.raises(AggregationError, match=r"-divisor 8\.0 without --loss-aggregation"):
+        read(*shadow, "--loss-aggregation-divisor", "8")
 
 
 def test_the_loss_scaling_flag_of_megatron_is_not_read():
@@ -90,13 +115,13 @@ def test_help_prints_every_modes_formula_briefly_and_one_per_line_where_text_is_
     for mode in MODES.values():
         if mode.name == CUSTOM:
             continue
-        weight = mode.weight.format(B="B", P="P", L="L", C="C")
+        weight = mode.formula
         assert f"{mode.name} w_s = {weight};" in " ".join(text.split())
         lines = [line for line in text.splitlines() if line.split()[:2] == [mode.name, "w_s"]]
         assert len(lines) == 1 or not raw
     assert "lossagg explain --list" in " ".join(text.split())
     description = text[text.index("loss = sum_s") : text.index("--list")]
-    assert len(description.split()) < 60
+    assert len(description.split()) < 65
 
 
 def test_a_reducer_path_is_given_alone():
@@ -122,7 +147,14 @@ CONTRADICTIONS = {
     ("--no-loss-aggregation-probe",): "-probe False without --loss-aggregation",
     ("--loss-aggregation-rejects-tokens",): "-rejects-tokens True without",
     ("--loss-aggregation-empty-step", "error"): "-empty-step error without",
+    ("--loss-aggregation-record", "a"): "-record a without --loss-aggregation",
+    ("--loss-aggregation-shadow", "token_mean", "--loss-aggregation-record", "a"): "-record a with",
     ("--loss-aggregation", "token_mean", "--loss-aggregation-divisor", "3"): "takes no divisor",
+    ("--loss-aggregation-exponent", "0.5"): "-exponent 0.5 without --loss-aggregation",
+    ("--loss-aggregation-count", "weights"): "-count weights without --loss-aggregation",
+    ("--loss-aggregation", "sample_mean", "--loss-aggregation-count", "survivors"): "token_mean",
+    ("--loss-aggregation", "token_mean", "--loss-aggregation-exponent", "1"): "takes no exponent",
+    ("--loss-aggregation", "length_power"): "needs an exponent and got none",
     ("--loss-aggregation", "constant"): r"got none: .* --loss-aggregation-divisor",
     ("--loss-aggregation", "constant", "--loss-aggregation-divisor", "nan"): "got divisor nan, exp",
     ("--loss-aggregation", "constant", "--loss-aggregation-divisor", "0"): r"got divisor 0\.0, exp",
@@ -167,35 +199,16 @@ def test_arguments_from_a_file_have_the_flags_defaults():
 
 
 @given(
-    mode=st.sampled_from([name for name in MODES if name != "custom"]),
+    name=st.sampled_from(NAMES),
     divisor=st.floats(min_value=1e-300, allow_infinity=False, allow_nan=False),
+    exponent=st.floats(allow_infinity=False, allow_nan=False),
     count_empty=st.sampled_from([None, True, False]),
 )
-def test_a_command_line_reads_back_as_it_was_written(mode, divisor, count_empty):
-    argv = ["--loss-aggregation", mode]
-    takes = MODES[mode].divisor != "none"
-    if takes:
-        argv += ["--loss-aggregation-divisor", repr(divisor)]
-    if count_empty is not None:
-        argv += [f"--{'' if count_empty else 'no-'}loss-aggregation-count-empty"]
-    found = read(*argv)
-    assert found == Aggregation(
-        mode, divisor=divisor if takes else None, count_empty=count_empty is not False
-    )
-    assert found.count_empty is (count_empty is not False)
-
-
-@given(
-    name=st.sampled_from(sorted(ALIASES)),
-    divisor=st.floats(min_value=1e-300, allow_infinity=False, allow_nan=False),
-    count_empty=st.sampled_from([None, True, False]),
-)
-def test_a_command_line_gives_the_same_aggregation_as_the_api(name, divisor, count_empty):
+def test_a_command_line_gives_the_same_aggregation_as_the_api(name, divisor, exponent, count_empty):
     options = {} if count_empty is None else {"count_empty": count_empty}
-    argv = ["--loss-aggregation", name]
-    if MODES[ALIASES[name].mode].divisor != "none":
-        options["divisor"] = divisor
-        argv += [f"--loss-aggregation-divisor={divisor!r}"]
+    numbers = numbers_of(name, divisor=divisor, exponent=exponent)
+    options |= numbers
+    argv = ["--loss-aggregation", name, *flags_of(numbers)]
     if count_empty is not None:
         argv += [f"--{'' if count_empty else 'no-'}loss-aggregation-count-empty"]
     assert result_or_message(read, *argv) == result_or_message(Aggregation, name, **options)

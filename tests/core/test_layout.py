@@ -83,6 +83,41 @@ def test_bshd_splits_every_batch_entry_alike(cp):
     assert sorted(union) == list(range(48))
 
 
+@pytest.mark.parametrize("cp", CP_SIZES)
+@pytest.mark.parametrize("lengths", [(3, 0, 7, 1, 13), (24,), (1,) * 24, (0, 24, 0)])
+def test_a_contiguous_rank_holds_one_interval_of_the_buffer_whatever_sequences_are_in_it(
+    cp, lengths
+):
+    offsets = [0, *itertools.accumulate(lengths)]
+    segment_of = [segment for segment, length in enumerate(lengths) for _ in range(length)]
+    for rank in range(cp):
+        layout = Layout.thd_contiguous(offsets, cp_size=cp, cp_rank=rank)
+        held = list(range(rank * 24 // cp, (rank + 1) * 24 // cp))
+        assert positions(layout) == layout.positions.tolist() == held
+        of_held = [segment_of[position] for position in held]
+        assert np.repeat(layout.segment_R, layout.length_R).tolist() == of_held
+        assert layout.local_lengths.tolist() == [of_held.count(s) for s in range(len(lengths))]
+        assert [layout.place(index) for index in range(len(held))] == [
+            (segment_of[position], position - offsets[segment_of[position]]) for position in held
+        ]
+
+
+@pytest.mark.parametrize("cp", CP_SIZES)
+def test_contiguous_bshd_splits_every_batch_entry_into_one_interval_per_rank(cp):
+    for rank in range(cp):
+        layout = Layout.bshd_contiguous(3, 16, cp_size=cp, cp_rank=rank)
+        mask_bs = torch.arange(48).view(3, 16)
+        held = mask_bs[:, rank * 16 // cp : (rank + 1) * 16 // cp]
+        assert positions(layout) == held.flatten().tolist()
+
+
+def test_what_one_interval_holds_is_one_slice_of_the_mask():
+    contiguous = Layout.thd_contiguous([0, 3, 8], cp_size=2, cp_rank=1)
+    assert contiguous.interval == slice(4, 8)
+    assert Layout.thd_zigzag([0, 8], cp_size=2, cp_rank=1).interval == slice(2, 6)
+    assert Layout.thd_zigzag([0, 8], cp_size=2, cp_rank=0).interval is None
+
+
 def test_local_keeps_every_token_it_is_given():
     layout = Layout.local([3, 0, 2], cp_size=2, cp_rank=1)
     assert positions(layout) == [0, 1, 2, 3, 4]
@@ -102,14 +137,6 @@ def test_local_keeps_every_token_it_is_given():
 def test_offsets_of_any_form_give_the_same_tokens(offsets):
     layout = Layout.thd_zigzag(offsets, cp_size=2, cp_rank=0)
     assert positions(layout) == [0, 3, 4, 5, 10, 11]
-
-
-BUILT = {
-    "thd": lambda rank: Layout.thd_zigzag([0, 8], cp_size=2, cp_rank=rank),
-    "bshd": lambda rank: Layout.bshd_zigzag(2, 8, cp_size=2, cp_rank=rank),
-    "response": lambda rank: Layout.response_zigzag([8], [3], cp_size=2, cp_rank=rank),
-    "local": lambda rank: Layout.local([8], cp_size=2, cp_rank=rank),
-}
 
 
 def test_max_seq_len_decides_which_response_tokens_a_rank_holds():
@@ -133,24 +160,19 @@ def test_responses_are_consecutive_and_each_is_split_on_its_own():
         assert np.repeat(layout.segment_R, layout.length_R).tolist() == segment_of
 
 
-@pytest.mark.parametrize("name", ["thd", "bshd", "response", "local"])
-def test_a_layout_records_its_rank_and_its_name(name):
-    layout = BUILT[name](1)
-    assert (layout.cp_size, layout.cp_rank) == (2, 1)
-    assert layout.name.startswith(name)
-
-
 @pytest.mark.parametrize("cp", [1, 2])
-def test_a_layout_has_its_constructors_name_and_int64_indices_on_any_number_of_ranks(cp):
-    rank = {"cp_size": cp, "cp_rank": 0}
+def test_a_layout_has_its_constructors_name_its_rank_and_int64_indices(cp):
+    rank = {"cp_size": cp, "cp_rank": cp - 1}
     for layout, name in (
         (Layout.thd_zigzag([0, 8], **rank), "thd_zigzag"),
         (Layout.bshd_zigzag(2, 8, **rank), "bshd_zigzag"),
+        (Layout.thd_contiguous([0, 3, 8], **rank), "thd_contiguous"),
+        (Layout.bshd_contiguous(2, 8, **rank), "bshd_contiguous"),
         (Layout.response_zigzag([8], [3], **rank), "response_zigzag"),
         (Layout.response_zigzag([8], [3], **rank, max_seq_len=16), "response_zigzag"),
         (Layout.local([8], **rank), "local"),
     ):
-        assert layout.name == name
+        assert (layout.name, layout.cp_size, layout.cp_rank) == (name, cp, cp - 1)
         indices = (layout.offset_S1, layout.start_R, layout.length_R, layout.segment_R)
         assert {array.dtype for array in indices} == {np.dtype(np.int64)}
         assert layout.positions.dtype == torch.int64
@@ -168,6 +190,8 @@ def test_an_empty_microbatch_is_a_layout_without_segments():
     for layout in (
         Layout.thd_zigzag([0], cp_size=2, cp_rank=1),
         Layout.bshd_zigzag(0, 8, cp_size=2, cp_rank=1),
+        Layout.thd_contiguous([0], cp_size=2, cp_rank=1),
+        Layout.bshd_contiguous(0, 8, cp_size=2, cp_rank=1),
         Layout.response_zigzag([], [], cp_size=2, cp_rank=1),
         Layout.response_zigzag([], [], cp_size=2, cp_rank=1, max_seq_len=0),
         Layout.local([], cp_size=2, cp_rank=1),
@@ -192,6 +216,15 @@ THD = {
     "a ragged list": ([[0], [1, 2]], 1, "one dimension"),
     "nothing": (None, 1, "got None, expected integers"),
 }
+
+
+def test_a_contiguous_split_refuses_what_does_not_divide_by_cp():
+    with pytest.raises(LayoutError, match="cu_seqlens end at 7, not a multiple of CP = 2: pad"):
+        Layout.thd_contiguous([0, 3, 7], cp_size=2, cp_rank=0)
+    with pytest.raises(LayoutError, match="sequences of 7 tokens are not a multiple of CP = 2"):
+        Layout.bshd_contiguous(2, 7, cp_size=2, cp_rank=0)
+    with pytest.raises(LayoutError, match="expected offsets from 0"):
+        Layout.thd_contiguous([4, 8], cp_size=2, cp_rank=0)
 
 
 @pytest.mark.parametrize("name", THD)

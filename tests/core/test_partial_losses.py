@@ -2,29 +2,12 @@
 
 import pytest
 import torch
+from aggregations import AGGREGATIONS, for_the_reference
 from step_data import assign, make_sequences, zigzag
 
-from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
+from megatron_lossagg import Layout, Sequences, plan_step
 from megatron_lossagg.options import Options
 from megatron_lossagg.verify import reference_loss
-
-AGGREGATIONS = {
-    "token_mean": {},
-    "sample_mean": {},
-    "sample_mean, count_empty=False": {"count_empty": False},
-    "prompt_mean": {},
-    "prompt_mean, count_empty=False": {"count_empty": False},
-    "constant": {"divisor": 40.0},
-    "constant, count_empty=False": {"divisor": 40.0, "count_empty": False},
-    "sample_sum": {},
-    "token_sum": {},
-    "token_sum, C": {"divisor": 7.0},
-    "microbatch_token_mean": {},
-}
-
-
-def mode_and_options(label):
-    return label.split(",")[0], AGGREGATIONS[label]
 
 
 def plan_of(sequences, keys, m, aggregation):
@@ -70,17 +53,16 @@ def pack(sequences, indices, x, cp):
 @pytest.mark.parametrize("m", [1, 3, 4])
 @pytest.mark.parametrize("label", AGGREGATIONS)
 def test_partial_losses_add_up_to_the_loss_for_any_split_of_the_tokens(label, m, cp):
-    mode, options = mode_and_options(label)
+    aggregation = AGGREGATIONS[label]
     sequences = make_sequences()
     keys = assign(sequences, 1, [m])
-    plan = plan_of(sequences, keys, m, Aggregation(mode, **options))
+    plan = plan_of(sequences, keys, m, aggregation)
     x = [torch.randn(len(r["counted"]), dtype=torch.float64, requires_grad=True) for r in sequences]
-    expected = reference_loss.step_loss(
-        mode,
-        [{**r, "x": list(v), "microbatch": k} for r, v, k in zip(sequences, x, keys, strict=True)],
-        microbatches=[m],
-        **options,
-    )
+    live = [
+        {**r, "x": list(v), "microbatch": k} for r, v, k in zip(sequences, x, keys, strict=True)
+    ]
+    options = {"microbatches": [m], **for_the_reference(aggregation)}
+    expected = reference_loss.step_loss(aggregation.mode, live, **options)
     expected_grad = torch.autograd.grad(expected, x, allow_unused=True)
     total, weight_sum = 0, 0
     for index in range(m):
@@ -100,20 +82,8 @@ def test_partial_losses_add_up_to_the_loss_for_any_split_of_the_tokens(label, m,
         want = torch.zeros(()) if want is None else want
         got = torch.zeros_like(want) if got is None else got
         torch.testing.assert_close(got, want.expand_as(got).to(got), rtol=1e-13, atol=1e-15)
-    trained = reference_loss.weight_sum(
-        mode,
-        [{**r, "x": list(v), "microbatch": k} for r, v, k in zip(sequences, x, keys, strict=True)],
-        microbatches=[m],
-        **options,
-    )
+    trained = reference_loss.weight_sum(aggregation.mode, live, **options)
     assert float(weight_sum) == pytest.approx(trained, rel=1e-6)
-    counted = reference_loss.weight_sum(
-        mode,
-        [
-            {**r, "trained": r["counted"], "x": list(v), "microbatch": k}
-            for r, v, k in zip(sequences, x, keys, strict=True)
-        ],
-        microbatches=[m],
-        **options,
-    )
+    as_counted = [{**r, "trained": r["counted"]} for r in live]
+    counted = reference_loss.weight_sum(aggregation.mode, as_counted, **options)
     assert plan.expected_weight == pytest.approx(counted, rel=1e-12)

@@ -6,7 +6,7 @@ import torch
 from reducing import DEVICES, MASK, a_plan, a_reducer, on, thd
 
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
-from megatron_lossagg.errors import ReducerError
+from megatron_lossagg.errors import LayoutError, ReducerError
 
 
 @pytest.mark.parametrize("poison", [torch.inf, -torch.inf, torch.nan])
@@ -249,7 +249,8 @@ def test_weights_are_a_copy_and_counts_are_read_only():
     plan.weights.mul_(7)
     assert plan.weights.tolist() == [1 / 6, 1 / 2]
     layout = thd(4, 2)
-    arrays = [plan.active_tokens, plan.sample_tokens, plan.microbatch, plan.microbatch_tokens]
+    arrays = [plan.active_tokens, plan.sequences.microbatch]
+    arrays += [plan.totals.sample_tokens, plan.totals.microbatch_tokens]
     arrays += [layout.offset_S1, layout.start_R, layout.length_R, layout.segment_R]
     for array in arrays:
         with pytest.raises(ValueError, match="read-only"):
@@ -338,3 +339,34 @@ def test_losses_of_padded_sequences_under_offsets_without_padding_are_refused(le
         made(torch.ones(total // 2))
     tail = thd(*lengths, total - sum(lengths), cp_size=2, cp_rank=0)
     assert plan.reducer([*range(len(lengths)), -1], mask, tail)(torch.ones(total // 2)).item() == 1
+
+
+@DEVICES
+@pytest.mark.parametrize("tail", [0, 6])
+def test_of_gathered_losses_each_rank_trains_those_of_its_own_logits(device, tail):
+    mask = [1, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0, 1] + [0] * tail
+    plan, found, gradients = a_plan((5, 2), mode="sample_mean", rejects_tokens=False), 0.0, []
+    with on(device) as to:
+        for cp_rank in (0, 1):
+            layout = thd(8, 4, cp_size=2, cp_rank=cp_rank).gathered()
+            x = to(torch.arange(1.0, 13 + tail)).requires_grad_()
+            partial_loss = plan.reducer([0, 1], to(mask), layout)(x)
+            partial_loss.backward()
+            found += partial_loss.item()
+            gradients.append(x.grad.tolist())
+    assert found == pytest.approx((1 + 3 + 4 + 5 + 8) / 10 + (9 + 12) / 4)
+    of_0, of_1 = gradients
+    assert of_0 == pytest.approx([0.1, 0, 0, 0, 0, 0, 0, 0.1, 0.25, 0, 0, 0.25] + [0] * tail)
+    assert of_1 == pytest.approx([0, 0, 0.1, 0.1, 0.1, 0, 0, 0, 0, 0, 0, 0] + [0] * tail)
+
+
+def test_gathered_losses_are_those_of_the_whole_mask_in_its_order():
+    layout = Layout.bshd_zigzag(2, 8, cp_size=2, cp_rank=1).gathered()
+    reducer = a_plan((8, 8)).reducer([0, 1], torch.ones(2, 8), layout)
+    assert reducer(torch.ones(2, 8)).item() == pytest.approx(8)
+    with pytest.raises(ReducerError, match=r"got 8 .* holds 16 on CP rank 1 of 2: .* whole mask"):
+        reducer(torch.ones(2, 4))
+    with pytest.raises(ReducerError, match=r"got losses of shape \(8, 2\)"):
+        reducer(torch.ones(8, 2))
+    with pytest.raises(LayoutError, match=r"local, whose mask is this rank's part"):
+        Layout.local([4], cp_size=2, cp_rank=0).gathered()

@@ -1,6 +1,7 @@
 """Which sequences came: every order, every omission and doubling of small steps."""
 
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -60,6 +61,12 @@ def test_more_microbatches_than_planned_are_refused():
 def test_sequences_that_are_missing_when_the_last_microbatch_comes_are_named():
     with pytest.raises(ContractError, match=r"2 of 4 sequences were in no .* \(1, 3\)"):
         after(4, 2, [(0,), (2,)])
+    for missing, listed in ((6, "1, 2, 3, 4, 5, 6"), (7, "1, 2, 3, 4, 5, 6, ...")):
+        message = re.escape(
+            f"{missing} of {missing + 1} sequences were in no microbatch of the step"
+        )
+        with pytest.raises(ContractError, match=message + re.escape(f" ({listed})")):
+            after(missing + 1, 1, [(0,)])
 
 
 def test_missing_microbatches_and_sequences_are_found_on_closing():

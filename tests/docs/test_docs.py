@@ -10,7 +10,7 @@ import megatron_lossagg
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-OUTSIDE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+OUTSIDE = sorted(ROOT.glob("*.md"))
 PAGES = sorted([*DOCS.rglob("*.md"), *OUTSIDE, ROOT / "examples/drgrpo/README.md"])
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
@@ -66,3 +66,11 @@ def test_every_decision_is_listed_by_its_title():
     for page in sorted((DOCS / "decisions").glob("0*.md")):
         number, title = page.read_text().splitlines()[0].removeprefix("# ").split(" ", 1)
         assert f"| [{number.rstrip(':')}]({page.name}) | {title} |" in index
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "launch/README.md"], ids=name_of)
+def test_no_page_installs_from_an_index_or_clones_from_an_address_that_is_not_there(page):
+    if '\nrepository = ""' not in (ROOT / "pyproject.toml").read_text():
+        pytest.skip("there is an address")
+    found = re.search(r"pip install [^`\n]*megatron-lossagg|git clone <", page.read_text())
+    assert found is None, "write pip install ./megatron_lossagg, from a checkout"

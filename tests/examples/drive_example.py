@@ -1,41 +1,22 @@
 """Run examples/drgrpo/train.py with one fault that no flag can cause; a launched worker.
 
-``python drive_example.py FAULT -- FLAGS``; ``flags_are_read -- FILE`` runs no step;
-``runs_are_refused -- FILE`` runs one list of flags after the other.
+``python drive_example.py FAULT -- FLAGS``; ``runs_are_refused -- FILE`` runs one list of flags
+after the other.
 """
 
 import json
 import os
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "drgrpo"))
 
 import train
-
-
-def another_divisor_on_rank_1():
-    if os.environ["RANK"] == "1":
-        sys.argv += ["--loss-aggregation-divisor", "1000"]
-
-
-def loss_scaling_flipped_after_wrapping():
-    build = train.build_model
-
-    def build_and_flip(*arguments, **options):
-        chunk = build(*arguments, **options)
-        chunk.config.calculate_per_token_loss = not chunk.config.calculate_per_token_loss
-        return chunk
-
-    train.build_model = build_and_flip
-
-
-def sequences_left_out():
-    pack = train.pack
-    train.pack = lambda sequences, numbers, *more: pack(sequences[1:], list(numbers)[1:], *more)
 
 
 def rank_1_dies():
@@ -64,47 +45,55 @@ def all_ranks_killed():
     train.MetricsLog.write = write_and_die
 
 
-def flags_are_read():
-    """Print, for each list of flags in a file, what the example refuses them with."""
-    _, file = sys.argv
-    refused = {}
-    for name, flags in json.loads(Path(file).read_text()).items():
-        args = train.parse_args(["--output", "runs", *flags])
-        try:
-            train.aggregation_from_args(args)
-        except train.LossAggregationError as error:
-            refused[name] = str(error)
-    print(json.dumps(refused))
-    sys.exit()
+def another_divisor_on_rank_1(flags):
+    if os.environ["RANK"] == "1":
+        flags += ["--loss-aggregation-divisor", "1000"]
+    return nullcontext()
+
+
+def loss_scaling_flipped_after_wrapping(flags):
+    build = train.build_model
+
+    def build_and_flip(*arguments, **options):
+        chunk = build(*arguments, **options)
+        chunk.config.calculate_per_token_loss = not chunk.config.calculate_per_token_loss
+        return chunk
+
+    return mock.patch.object(train, "build_model", build_and_flip)
+
+
+def sequences_left_out(flags):
+    pack = train.pack
+    return mock.patch.object(
+        train, "pack", lambda sequences, numbers, *more: pack(sequences[1:], numbers[1:], *more)
+    )
 
 
 def runs_are_refused():
-    """Run the example for each list of flags in a file, and print what this rank raised."""
+    """Run the example for each list of flags in a file, and print what this rank raised.
+
+    A run that has the name of a fault above is run with it.
+    """
     _, file = sys.argv
     runs = json.loads(Path(file).read_text())
     first = train.parse_args(next(iter(runs.values())))
     train.start_processes(train.processes_of(first), first.seed)
     for name, flags in runs.items():
         try:
-            train.train(train.parse_args(flags))
+            with globals().get(name, lambda flags: nullcontext())(flags):
+                train.train(train.parse_args(flags))
         except Exception as error:
             print("REFUSED", json.dumps([name, f"{type(error).__name__}: {error}"]), flush=True)
     train.stop_processes()
     sys.exit()
 
 
-# Reducer factories that a path can name.
+# A reducer factory that a path can name.
 
 
 def not_a_scalar(context):
     return lambda x: x
 
-
-def no_callable(context):
-    return None
-
-
-NOTHING = None
 
 if __name__ == "__main__":
     fault, _, *flags = sys.argv[1:]

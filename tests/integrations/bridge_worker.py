@@ -3,13 +3,16 @@
 ``bridge_worker.py FILE AGGREGATION CP REGIME [EVALUATION_CP]``: three steps on packed conversations
 and an evaluation; EVALUATION_CP is Bridge's ``eval_context_parallel_size``, and a refusal is
 printed by every rank. The last rank writes each step's loss and gradient norm to FILE as JSON, and
-rank 0, where it is alone, the mean over conversations of their mean token loss and its gradient's
-norm, by loops over conversations that go through the model one by one. AGGREGATION ``stock``: the
-recipe's call is left out. Weights and data do not depend on the layout.
+rank 0, if it is the only one, ``sample_mean`` by the reference, or ``token_mean`` if that is
+trained. AGGREGATION ``stock``: the recipe's call is left out; ``stock+MODES``: it asks for shadows
+only. With a mode, the steps' numbers and hashes of their record are written too. Weights and data
+do not depend on the layout. ``START=FILE`` begins with the weights that a run with ``KEEP=FILE``
+ended with, in place of a checkpoint.
 """
 
 import functools
 import json
+import os
 import sys
 from dataclasses import dataclass
 from itertools import pairwise
@@ -42,6 +45,8 @@ import megatron_lossagg.cpu as cpu
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations import bridge
+from megatron_lossagg.options import Options
+from megatron_lossagg.verify.frameworks.megatron_lm_rank import wanted
 
 VOCABULARY, LENGTH, BATCH, STEPS = 128, 32, 4, 3
 CUTS = ([0, 8, 32], [0, 4, 12, 32], [0, 32], [0, 20, 24, 32])
@@ -140,40 +145,47 @@ def configuration(cp, *, per_token, evaluation_cp):
     )
 
 
-def by_hand(model, step):
-    """Return the mean over conversations of their mean token loss, and its gradient's norm."""
-    data, means, num_sequences = Conversations(0, STEPS * BATCH), [], 0
-    for index in range(step * BATCH, (step + 1) * BATCH):
-        entry = data[index]
-        for start, end in pairwise(CUTS[index % BATCH]):
-            tokens, labels, mask, positions = (
-                entry[name][start:end] for name in ("tokens", "labels", "loss_mask", "position_ids")
-            )
-            num_sequences += 1
-            losses = model(tokens[None], positions[None], None, labels=labels[None])[0]
-            active = [losses[t] for t in range(end - start) if mask[t] == 1]
-            if active:
-                means.append(sum(active) / len(active))
-    loss = sum(means) / num_sequences
-    gradients = torch.autograd.grad(loss, list(model.parameters()))
-    norm = sum((g.double() ** 2).sum() for g in gradients) ** 0.5
-    return {"loss": loss.item(), "grad_norm": norm.item()}
+def by_reference(model, step, aggregation):
+    """Return a step's mean over tokens or conversations and its gradient's norm."""
+    data = Conversations(0, STEPS * BATCH)
+    entries = range(step * BATCH, (step + 1) * BATCH)
+    batches = [{name: x[None] for name, x in data[index].items()} for index in entries]
+    mode = "token_mean" if aggregation == "token_mean" else "sample_mean"
+    return wanted(model, batches, {"mode": mode})
 
 
-def main(aggregation, cp, loss_scaling, evaluation_cp):
+def installed(aggregation, record):
+    """Make the recipe's one call; returns the hook, None for stock."""
+    if aggregation == "stock":
+        return None
+    if aggregation.startswith("stock+"):
+        return bridge.install(None, options=Options(shadow=aggregation.removeprefix("stock+")))
+    return bridge.install(Aggregation(aggregation), options=Options(record=record))
+
+
+def main(path, aggregation, cp, loss_scaling, evaluation_cp):
     """Train, and write the numbers."""
     # Bridge's own option, which its pretrain does not pass on; warming up kernels is of CUDA's.
     setup.initialize_megatron = functools.partial(setup.initialize_megatron, allow_no_cuda=True)
     setup.set_jit_fusion_options = lambda *args, **kwargs: None
-    hook = None if aggregation == "stock" else bridge.install(Aggregation(aggregation))
-    trained, hand, evaluated = [], [], []
+    record = Path(path).with_suffix(".jsonl")
+    hook = installed(aggregation, record)
+    trained, reference, evaluated = [], [], []
 
     def on_train_start(context):
         cpu.initialize_weights(context.model, seed=5)
+        if start := os.environ.get("START"):
+            context.model[0].module.load_state_dict(torch.load(start))
+            context.optimizer.reload_model_params()
+
+    def on_train_end(context):
+        if (keep := os.environ.get("KEEP")) and dist.get_rank() == 0:
+            torch.save(context.model[0].module.state_dict(), keep)
 
     def on_train_step_start(context):
         if dist.get_world_size() == 1:
-            hand.append(by_hand(context.model[0].module, context.state.train_state.step))
+            model, step = context.model[0].module, context.state.train_state.step
+            reference.append(by_reference(model, step, aggregation))
 
     def on_train_step_end(context):
         losses = {name: float(value) for name, value in (context.loss_dict or {}).items()}
@@ -184,12 +196,15 @@ def main(aggregation, cp, loss_scaling, evaluation_cp):
         evaluated.append(losses)
 
     callbacks = CallbackManager()
-    for event in (on_train_start, on_train_step_start, on_train_step_end, on_eval_end):
+    events = (on_train_start, on_train_step_start, on_train_step_end, on_eval_end, on_train_end)
+    for event in events:
         callbacks.register(event.__name__, event)
     per_token = loss_scaling == "per_token"
     config = configuration(cp, per_token=per_token, evaluation_cp=evaluation_cp)
     pretrain(config, forward_step, callbacks=callbacks)
-    written = {"steps": trained, "by_hand": hand, "evaluated": evaluated}
+    written = {"steps": trained, "reference": reference, "evaluated": evaluated}
+    lines = record.read_text().splitlines() if record.exists() else []
+    written["record"] = [[line["step"], line["weights"]] for line in map(json.loads, lines)]
     written["hooked"] = None if hook is None else hook.num_steps
     return written
 
@@ -197,7 +212,7 @@ def main(aggregation, cp, loss_scaling, evaluation_cp):
 if __name__ == "__main__":
     path, aggregation, cp, loss_scaling, *evaluation_cp = sys.argv[1:]
     try:
-        numbers = main(aggregation, int(cp), loss_scaling, *(map(int, evaluation_cp or [cp])))
+        numbers = main(path, aggregation, int(cp), loss_scaling, *(map(int, evaluation_cp or [cp])))
     except ContractError as error:
         print(f"REFUSED {error}", flush=True)
     else:

@@ -1,114 +1,135 @@
-"""The step that launched workers train by the integrations, and its loss by the reference.
+"""The drawn step of ``lossagg verify --framework`` on a live model, and its loss by the reference.
 
-Sequences are whole token lists with a prompt and a response; a response token's loss is on the
-logit before it. Losses are PPO's, with KL and entropy: as the frameworks write them.
+``framework_step.py DTYPE FILE`` saves the masked sum of each sequence and its gradient, term by
+term: what any aggregation trains is a weighted sum of them.
 """
+
+import sys
 
 import tiny_gpt
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from step_data import make_sequences
+from written_frameworks import kl_losses
 
 import megatron_lossagg.cpu as cpu
+from megatron_lossagg import Aggregation
 from megatron_lossagg.verify import reference_loss
+from megatron_lossagg.verify.cases import reference_options
+from megatron_lossagg.verify.frameworks.step import draw, ppo_losses
 
-PROMPTS = [3, 1, 2, 1, 4, 2, 1, 9, 3, 6, 1, 2, 1, 5]
-L = 40
-KL, ENTROPY = 0.3, 0.05
+L = 40.0
+KL, ENTROPY, CLIP, DUAL_CLIP = 0.3, 0.05, 0.2, 3.0
+COEFFICIENTS = {"nll": 1.0, "pg": 1.0, "kl": KL, "entropy": -ENTROPY}
 CASES = {
-    "token_mean": ("token_mean", True),
-    "sample_mean": ("sample_mean", True),
-    "constant": ("constant", True),
-    "prompt_mean": ("prompt_mean", True),
-    "prompt_mean without empty": ("prompt_mean", False),
-    "sample_mean without empty": ("sample_mean", False),
+    "token_mean": Aggregation("token_mean"),
+    "sample_mean": Aggregation("sample_mean"),
+    "constant": Aggregation("constant", divisor=L),
+    "sample_sum": Aggregation("sample_sum"),
+    "prompt_mean": Aggregation("prompt_mean"),
+    "length_power": Aggregation("length_power", exponent=0.5),
+    "prompt_mean without empty": Aggregation("prompt_mean", count_empty=False),
+    "sample_mean without empty": Aggregation("sample_mean", count_empty=False),
 }
 
 
 def samples():
-    """Return sequences: tokens, the response's length and mask, a prompt's id, constants per token.
+    """Return the drawn sequences: tokens, the response's length and mask, ids, values per token.
 
-    Every sample is one sequence. Two sequences are fully masked, one of them a prompt of its own.
+    A sample is a ``rollout``, or each sequence (``number``). Values are float64.
     """
-    made = []
-    for number, (sequence, prompt) in enumerate(zip(make_sequences(), PROMPTS, strict=True)):
-        tokens = [5] * prompt + sequence["tokens"]
-        mask = [*sequence["trained"], 1]  # the last token of a response is trained as well
-        generator = torch.Generator().manual_seed(number)
-        drawn = torch.randn(3, len(mask), generator=generator, dtype=torch.float64)
-        made.append(
-            {
-                "tokens": tokens,
-                "response": len(mask),
-                "mask": mask,
-                "uid": f"prompt {number % 5}",
-                "advantage": drawn[0],
-                "old": -3.5 + 0.2 * drawn[1],
-                "ref": -3.5 + 0.2 * drawn[2],
-            }
-        )
-    for number in (4, 6):
-        made[number]["mask"] = [0] * made[number]["response"]
-    made[6]["uid"] = "a prompt with no active tokens"
-    return made
+    return [
+        {
+            "tokens": one.tokens.tolist(),
+            "response": len(one.mask),
+            "mask": one.mask,
+            "number": number,
+            "rollout": one.sample,
+            "uid": f"prompt {one.prompt}",
+            "advantage": one.advantages,
+            "old": one.old_log_probs,
+            "ref": one.ref_log_probs,
+        }
+        for number, one in enumerate(draw())
+    ]
 
 
 def policy_loss(log_prob, sequence):
-    """Compute PPO's clipped loss per token, with verl's dual clip at 3."""
-    ratio, a = (log_prob - sequence["old"]).clamp(-20, 20).exp(), sequence["advantage"]
-    clipped = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2))
-    return torch.where(a < 0, torch.minimum(clipped, -3 * a), clipped)
-
-
-def kl_loss(log_prob, sequence):
-    """Compute the k3 estimate per token."""
-    log_ratio = (sequence["ref"] - log_prob).clamp(-20, 20)
-    return (log_ratio.exp() - log_ratio - 1).clamp(-10, 10)
+    """Compute PPO's clipped loss per token, with a dual clip."""
+    old, advantage = sequence["old"], sequence["advantage"]
+    return ppo_losses(log_prob, old, advantage, clip=CLIP, dual_clip=DUAL_CLIP)
 
 
 def reference(path):
-    """Save loss and gradients of each case by the reference; unpacked, on one process."""
-    tiny_gpt.start()
+    """Save, per sequence and term, its masked sum and that sum's gradient, in float64."""
     model = tiny_gpt.gpt(tiny_gpt.config_of(), get_gpt_layer_local_spec())
-    live = []
-    for number, sequence in enumerate(samples()):
-        tokens = torch.tensor(sequence["tokens"])
-        logits = model(tokens[None, :-1], torch.arange(len(tokens) - 1)[None], None)[0]
-        log_p = torch.log_softmax(logits, -1)[-sequence["response"] :]
-        log_prob = log_p.gather(1, tokens[-sequence["response"] :, None]).squeeze(1)
-        x = {
+    named = {shard.name: shard.parameter for shard in cpu.named_shards([model])}
+    saved = []
+    for sequence in samples():
+        tokens, n = torch.tensor(sequence["tokens"]), sequence["response"]
+        logits = model(tokens[None], torch.arange(len(tokens))[None], None)[0, -n - 1 : -1]
+        log_p = torch.log_softmax(logits.double(), -1)
+        log_prob = log_p.gather(1, tokens[-n:, None])[:, 0]
+        losses = {
+            "nll": -log_prob,
             "pg": policy_loss(log_prob, sequence),
-            "kl": kl_loss(log_prob, sequence),
+            "kl": kl_losses(log_prob, sequence["ref"]),
             "entropy": -(log_p.exp() * log_p).sum(-1),
         }
-        mask = sequence["mask"]
-        live.append(
-            {"x": x, "counted": mask, "trained": mask, "sample": number, "prompt": sequence["uid"]}
-        )
-    named = {shard.name: shard.parameter for shard in cpu.named_shards([model])}
-    saved = {}
-    for case, (mode, count_empty) in CASES.items():
-        for terms in ("pg", "pg kl", "pg kl entropy"):
-            coefficients = {"pg": 1.0, "kl": KL, "entropy": -ENTROPY}
-            sequences = [
-                {
-                    **sequence,
-                    "x": list(sum(coefficients[t] * sequence["x"][t] for t in terms.split())),
-                }
-                for sequence in live
-            ]
-            divisor = L if mode == "constant" else None
-            loss = reference_loss.step_loss(
-                mode, sequences, divisor=divisor, count_empty=count_empty
-            )
-            saved[case, terms] = graded(loss, named)
+        terms = {}
+        for term, x in losses.items():
+            masked = x[torch.tensor(sequence["mask"]) == 1].sum() * COEFFICIENTS[term]
+            grads = torch.autograd.grad(masked, list(named.values()), retain_graph=True)
+            terms[term] = masked.item(), dict(zip(named, grads, strict=True))
+        saved.append(terms)
     torch.save(saved, path)
 
 
-def graded(loss, named):
-    """Return a loss and its gradients by name."""
-    grads = torch.autograd.grad(loss, list(named.values()), retain_graph=True)
-    return loss.item(), dict(zip(named, grads, strict=True))
+def expected(saved, aggregations, *, by, members=None, places=None, microbatches=()):
+    """Weigh what was saved by the reference; returns the loss, and gradients by parameter name.
+
+    ``aggregations``: of each term that is trained. ``by``: the id of a sample, ``number`` or
+    ``rollout``. ``members``: sequences of the step. ``places``: (data-parallel rank, microbatch)
+    of each. ``microbatches``: M of each rank.
+    """
+    step = samples()
+    members = range(len(step)) if members is None else members
+    loss, grads = 0.0, {}
+    for term, aggregation in aggregations.items():
+        leaves = [torch.zeros((), dtype=torch.float64, requires_grad=True) for _ in members]
+        sequences = [
+            {
+                "x": [leaf] * step[number]["response"],
+                "counted": step[number]["mask"],
+                "trained": step[number]["mask"],
+                "sample": step[number][by],
+                "prompt": step[number]["uid"],
+                "microbatch": places and places[number],
+            }
+            for number, leaf in zip(members, leaves, strict=True)
+        ]
+        options = reference_options(aggregation, microbatches)
+        total = reference_loss.step_loss(aggregation.mode, sequences, **options)
+        total.backward()
+        for number, leaf in zip(members, leaves, strict=True):
+            if leaf.grad is None:  # fully masked
+                continue
+            weight = leaf.grad.item() / sum(step[number]["mask"])
+            value, of_sequence = saved[number][term]
+            loss += weight * value
+            for name, grad in of_sequence.items():
+                grads[name] = grads.get(name, 0) + weight * grad.double()
+    return loss, grads
+
+
+def expected_cases(path):
+    """Return the loss and the gradients of each case and sum of terms; a sequence is a sample."""
+    saved = torch.load(path)
+    return {
+        (case, terms): expected(saved, dict.fromkeys(terms.split(), aggregation), by="number")
+        for case, aggregation in CASES.items()
+        for terms in ("nll", "pg", "pg kl", "pg kl entropy")
+    }
 
 
 def assert_gradients(chunk, grads, *, factor=1.0, bound=1e-12):
@@ -121,3 +142,9 @@ def assert_gradients(chunk, grads, *, factor=1.0, bound=1e-12):
         assert error < bound, (shard.name, error)
         worst = max(worst, error)
     return worst
+
+
+if __name__ == "__main__":
+    tiny_gpt.start(dtype=getattr(torch, sys.argv[1]))
+    reference(sys.argv[2])
+    dist.destroy_process_group()

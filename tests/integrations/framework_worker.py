@@ -1,9 +1,10 @@
-"""The integrations of verl, SkyRL and NeMo-RL on live Megatron-Core without them, DP 2 x CP 2.
+"""The integrations of slime, verl, SkyRL and NeMo-RL on live Megatron-Core without them.
 
-A framework's own part is written here from its source, with the factors it multiplies by
-afterwards: ``make test-frameworks`` runs verl's and SkyRL's own code. Each context-parallel rank
-gathers whole sequences' log-probabilities. Back goes the gradient of its own slice: that of its own
-loss in verl and SkyRL, the sum over context-parallel ranks in NeMo-RL, which divides by CP for it.
+``framework_worker.py REFERENCE FRAMEWORK`` on DP 2 x CP 2. A framework's own part is written here
+from its source, with the factors it multiplies by afterwards: ``make test-frameworks`` and
+``carried_worker.py`` run their own code. Each context-parallel rank gathers whole sequences'
+log-probabilities. Back goes the gradient of its own slice: that of its own loss in verl and SkyRL,
+the sum over context-parallel ranks in NeMo-RL, which divides by CP for it.
 """
 
 import itertools
@@ -12,15 +13,21 @@ import types
 from types import SimpleNamespace
 
 import framework_step
+import pytest
 import tiny_gpt
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from step_data import zigzag
+from written_frameworks import ClippedPGLossFn, RayPPOTrainer, SkyRLBatch, skyrl_config
 
 from megatron_lossagg import Aggregation, Sequences, plan_step
+from megatron_lossagg.errors import PlanError
+from megatron_lossagg.integrations import nemo_rl, skyrl, slime
 
 L = framework_step.L
+DP, CP = 2, 2
+OF_MICROBATCHES = "microbatch_token_mean"
 
 
 class Gather(torch.autograd.Function):
@@ -86,6 +93,92 @@ def padded(values):
     return torch.nn.utils.rnn.pad_sequence(made, batch_first=True)
 
 
+class Slime:
+    """slime 624b824a: sum of masked sums / max(d_s, 1), * M / G * DP CP, three outputs."""
+
+    cases = (
+        *("reducer", "token_mean", "sample_mean", "prompt_mean", "constant", "length_power"),
+        OF_MICROBATCHES,
+    )
+    per_token = False
+
+    def __init__(self, steps, dp_size):
+        self.steps = steps
+
+    def prepare(self, case):
+        return self.steps
+
+    def begin(self, case, sequences, m):
+        """Carry the weights to the sequences as slime does, in a rollout batch of one step."""
+        self.num_rollouts = len({one["rollout"] for rank in self.steps for one in rank})
+        if case == "reducer":  # each sequence a rollout
+            self.num_rollouts = sum(map(len, self.steps))
+            return
+        data = {
+            "loss_masks": [torch.tensor(one["mask"], dtype=torch.int32) for one in sequences],
+            "rollout_ids": [one["rollout"] for one in sequences],
+            "prompt": [one["uid"] for one in sequences],
+            "rollout_mask_sums": torch.ones(len(sequences)),  # of the default dtype, float64
+            "micro_batch_indices": [list(range(len(sequences)))[first::m] for first in range(m)],
+            "num_microbatches": [m],
+            "global_batch_sizes": [self.num_rollouts],
+        }
+        aggregation = framework_step.CASES.get(case) or OTHERS[case]
+        args = SimpleNamespace(
+            loss_aggregation=case,
+            loss_aggregation_divisor=aggregation.divisor,
+            loss_aggregation_exponent=aggregation.exponent,
+        )
+        slime.carry_weights(args, 0, data)
+        numbers = [one["number"] for one in sequences]
+        self.d_s = dict(zip(numbers, data["rollout_mask_sums"].clamp(min=1), strict=True))
+
+    def loss(self, case, sequences, log_probs, num_microbatches):
+        x, weighted = [], []
+        for one, log_prob in zip(sequences, log_probs, strict=True):
+            total, n = len(one["tokens"]), one["response"]
+            padded = total + -total % (2 * CP)
+            held = zigzag([0, padded], CP, parallel_state.get_context_parallel_rank())
+            own = [place - (total - n - 1) for place in held if total - n - 1 <= place < total - 1]
+            x.append(framework_step.policy_loss(log_prob, one)[own])
+            if case != "reducer":
+                mask = torch.tensor(one["mask"])[own]
+                weighted.append((x[-1] * mask).sum() / self.d_s[one["number"]])
+        if case == "reducer":
+            reducer = slime.constant_40(
+                [len(one["tokens"]) for one in sequences],
+                [one["response"] for one in sequences],
+                [torch.tensor(one["mask"], dtype=torch.int32) for one in sequences],
+                False,
+            )
+            loss = reducer(torch.cat(x))
+        else:
+            loss = torch.stack(weighted).sum()
+        return loss * num_microbatches / self.num_rollouts * DP * CP
+
+
+def refuse_together():
+    """Every rank refuses a denominator below 1 that one rank has, in the first or last step."""
+    rank = parallel_state.get_data_parallel_rank()
+    for wrong in (0, 1):
+        masks = torch.ones(4, 3, dtype=torch.int32)  # two steps of two sequences
+        if rank == 1:  # of G = 4 samples V = 3 have tokens, one of them 1: d_s = V n_b / G
+            masks[2 * wrong] = 0
+            masks[2 * wrong + 1, 1:] = 0
+        data = {
+            "loss_masks": list(masks),
+            "rollout_ids": [10 * rank + sequence for sequence in range(4)],
+            "rollout_mask_sums": torch.ones(4),
+            "micro_batch_indices": [[0, 1], [2, 3]],
+            "num_microbatches": [1, 1],
+            "global_batch_sizes": [4, 4],
+        }
+        args = SimpleNamespace(loss_aggregation="sample_mean", loss_aggregation_count_empty=False)
+        with pytest.raises(PlanError, match=r"rank 1 of .*sequence 1 of this step, with 1 active"):
+            slime.carry_weights(args, 0, data)
+        print(f"step {wrong}: refused together", flush=True)
+
+
 class Verl:
     """verl 1dda039b: ppo_loss's call of a registered policy loss, then * M, two outputs."""
 
@@ -120,7 +213,7 @@ class Verl:
 
     def prepare(self, case):
         """Plan the whole step here, whose ranks' sequences the engine would gather."""
-        mode = self.verl.LossMode.named(f"lossagg_{framework_step.CASES[case][0]}")
+        mode = self.verl.LossMode.named(f"lossagg_{framework_step.CASES[case].mode}")
         lengths = [sum(sequence["mask"]) for rank in self.steps for sequence in rank]
         plan = plan_step(mode.aggregation(L), Sequences(active_tokens=lengths))
         places = {id(s): n for n, s in enumerate(s for rank in self.steps for s in rank)}
@@ -153,24 +246,7 @@ class SkyRL:
     per_token = False
 
     def __init__(self, steps, dp_size):
-        trainer = types.ModuleType("skyrl.train.trainer")
-        source = (
-            "class RayPPOTrainer:\n"
-            "    def __init__(self, cfg): self.cfg = cfg\n"
-            "    def _normalize_advantages(self, data, boundaries, prompts=None):\n"
-            "        for start, end in boundaries:\n"
-            "            own = [(a - start, b - start) for a, b in prompts if start <= a < end]\n"
-            "            data['advantages'][start:end] = "
-            "apply_loss_reduction_to_advantages_minibatch(\n"
-            "                advantages=data['advantages'][start:end],\n"
-            "                loss_mask=data['loss_mask'][start:end], loss_reduction='token_mean',\n"
-            "                micro_batch_size=1, max_seq_len=None, prompt_boundaries=own)\n"
-            "        return data\n"
-            "def apply_loss_reduction_to_advantages_minibatch(**_): raise AssertionError\n"
-        )
-        sys.modules[trainer.__name__] = trainer
-        exec(source, trainer.__dict__)
-        self.trainer, self.steps, self.dp_size = trainer.RayPPOTrainer, steps, dp_size
+        self.steps, self.dp_size = steps, dp_size
         # The trainer has the whole mini-batch, a prompt's sequences together; padding sequences
         # follow.
         self.step = sorted(
@@ -178,35 +254,20 @@ class SkyRL:
         )
 
     def prepare(self, case):
-        from megatron_lossagg.integrations.skyrl import aggregated
-
-        mode, count_empty = framework_step.CASES[case]
-        aggregation = Aggregation(
-            mode, divisor=L if mode == "constant" else None, count_empty=count_empty
-        )
-        algorithm = SimpleNamespace(
-            policy_loss_type="dual_clip", use_kl_loss=False, use_entropy_loss=False
-        )
-        cfg = SimpleNamespace(trainer=SimpleNamespace(algorithm=algorithm))
-
-        class Data(dict):
-            metadata = {"uids": ["p"]}  # noqa: RUF012
-
-        data = Data(
-            advantages=padded([*(sequence["advantage"] for sequence in self.step), torch.zeros(1)]),
-            loss_mask=padded([*(sequence["mask"] for sequence in self.step), [0]]).double(),
-        )
+        tensors = {
+            "advantages": padded([*(one["advantage"] for one in self.step), torch.zeros(1)]),
+            "loss_mask": padded([*(one["mask"] for one in self.step), [0]]).double(),
+        }
         uids = [sequence["uid"] for sequence in self.step]
         starts = [n for n, uid in enumerate(uids) if n == 0 or uid != uids[n - 1]]
         prompts = list(zip(starts, [*starts[1:], len(uids)], strict=True))
-        made = aggregated(self.trainer, aggregation)(cfg)
-        scaled = made._normalize_advantages(data, [(0, len(uids))], prompts)["advantages"]
-        of_sequence = {id(sequence): scaled[n] for n, sequence in enumerate(self.step)}
+        trainer = skyrl.aggregated(RayPPOTrainer, framework_step.CASES[case])
+        made = trainer(skyrl_config(policy_loss_type="dual_clip"))
+        batch = SkyRLBatch(tensors, uids=["p"])
+        scaled = made._normalize_advantages(batch, [(0, len(uids))], prompts)["advantages"]
+        of_sequence = {one["number"]: scaled[n] for n, one in enumerate(self.step)}
         return [
-            [
-                {**sequence, "advantage": of_sequence[id(sequence)][: sequence["response"]]}
-                for sequence in rank
-            ]
+            [{**one, "advantage": of_sequence[one["number"]][: one["response"]]} for one in rank]
             for rank in self.steps
         ]
 
@@ -226,90 +287,80 @@ class NemoRL:
 
     def __init__(self, steps, dp_size):
         self.steps = steps
-        self.tokens = torch.tensor(
-            float(sum(sum(sequence["mask"]) for rank in steps for sequence in rank))
-        )
-        self.samples = torch.tensor(float(sum(len(rank) for rank in steps)))
-        self.metric_normalizations = {}
-        self.input_type = "logprob"
+        whole = [sequence for rank in steps for sequence in rank]
+        self.counts = {
+            "global_valid_seqs": torch.tensor(float(len(whole))),
+            "global_valid_toks": torch.tensor(float(sum(sum(one["mask"]) for one in whole))),
+        }
 
     def prepare(self, case):
         return self.steps
 
-    def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks):
-        mask, sample_mask = data["token_mask"][:, 1:], data["sample_mask"]
-        losses = framework_step.policy_loss(
-            next_token_logprobs, {"old": data["old"][:, 1:], "advantage": data["advantages"][:, 1:]}
-        )
-        if self.loss_type.value == "token_level":
-            kept = mask * sample_mask[:, None]
-            loss = (losses * kept).sum() / (global_valid_toks + 1e-8)
-        else:
-            means = (losses * mask).sum(-1) / (mask.sum(-1) + 1e-8)
-            loss = (means * sample_mask).sum() / (global_valid_seqs + 1e-8)
-        return loss, {"loss": loss.item(), "kl_penalty": 0, "ratio_min": 1.0, "num": len(mask)}
-
     def loss(self, case, sequences, log_probs, num_microbatches):
-        from megatron_lossagg.integrations.nemo_rl import aggregated
-
         # A sequence-level loss for one mode, so that both of NeMo-RL's divisors are compensated.
-        level = "sequence_level" if case == "constant" else "token_level"
-        self.loss_type = SimpleNamespace(value=level)
-        loss_fn = aggregated(self, Aggregation(case, divisor=L if case == "constant" else None))
-        front = lambda values: torch.nn.functional.pad(padded(values), (1, 0))  # noqa: E731
-        data = {
-            "token_mask": front([sequence["mask"] for sequence in sequences]),
-            "sample_mask": torch.ones(len(sequences)),
-            "old": front([sequence["old"] for sequence in sequences]),
-            "advantages": front([sequence["advantage"] for sequence in sequences]),
-        }
+        stock = ClippedPGLossFn(token_level=case != "constant")
+        names = {"token_mask": "mask", "prev_logprobs": "old", "advantages": "advantage"}
+        data = {"sample_mask": torch.ones(len(sequences))}
+        for field, name in {**names, "reference_policy_logprobs": "ref"}.items():
+            whole = padded([sequence[name] for sequence in sequences])
+            data[field] = torch.nn.functional.pad(whole, (1, 0))
         # A sequence that NeMo-RL counts nowhere.
         data = {name: torch.cat([value, value[:1]]) for name, value in data.items()}
         data["sample_mask"][-1] = 0
-        log_prob = padded([*log_probs, log_probs[0]])
-        loss, metrics = loss_fn(
-            log_prob, data, global_valid_seqs=self.samples, global_valid_toks=self.tokens
-        )
-        assert metrics["num"] == len(sequences) + 1
-        assert metrics["ratio_min"] == 1.0
+        loss_fn = nemo_rl.aggregated(stock, framework_step.CASES[case])
+        loss, metrics = loss_fn(padded([*log_probs, log_probs[0]]), data=data, **self.counts)
         assert abs(metrics["loss"] - loss.item()) < 1e-12
-        cp_size = parallel_state.get_context_parallel_world_size()
-        return loss / cp_size * num_microbatches / cp_size
+        return loss / CP * num_microbatches / CP
 
 
 def compare(path, framework):
     saved = torch.load(path)
-    steps = [framework_step.samples()[rank::2] for rank in range(2)]
-    integration = {"verl": Verl, "skyrl": SkyRL, "nemo_rl": NemoRL}[framework](steps, dp_size=2)
+    steps = [framework_step.samples()[rank::DP] for rank in range(DP)]
+    integration = FRAMEWORKS[framework](steps, dp_size=DP)
     # SkyRL's trainer is a process of its own: it has the whole step and no process group.
     prepared = {case: integration.prepare(case) for case in integration.cases}
-    tiny_gpt.start(cp=2)
+    tiny_gpt.start(cp=CP)
     chunk = tiny_gpt.wrapped(tiny_gpt.config_of(per_token=integration.per_token))
-    for case in integration.cases:
+    for case, m in itertools.product(integration.cases, (1, 3)):
         sequences = prepared[case][parallel_state.get_data_parallel_rank()]
-        for m in (1, 3):
+        if framework == "slime":
+            integration.begin(case, sequences, m)
 
-            def forward_step(iterator, model, m=m, case=case):
-                batch = next(iterator)
-                logits, read = gathered_log_probs(model, batch, framework == "nemo_rl")
+        def forward_step(iterator, model, m=m, case=case):
+            batch = next(iterator)
+            logits, read = gathered_log_probs(model, batch, framework == "nemo_rl")
 
-                def loss_func(logits):
-                    loss = integration.loss(case, batch, read(logits), m)
-                    return loss, {"loss": loss.detach().clone()}
+            def loss_func(logits):
+                loss = integration.loss(case, batch, read(logits), m)
+                report = {"loss": loss.detach().clone()}
+                if framework == "slime":
+                    return loss, torch.tensor(1, dtype=torch.int), report
+                return loss, report
 
-                return logits, loss_func
+            return logits, loss_func
 
-            tiny_gpt.run_schedule(
-                forward_step, chunk, [sequences[number::m] for number in range(m)]
-            )
-            worst = framework_step.assert_gradients(chunk, saved[case, "pg"][1])
-            if dist.get_rank() == 0:
-                print(f"{case}, M = {m}: the reference, {worst:.1e}", flush=True)
+        tiny_gpt.run_schedule(forward_step, chunk, [sequences[first::m] for first in range(m)])
+        numbers = [[one["number"] for one in rank] for rank in steps]
+        places = {n: (r, i % m) for r, rank in enumerate(numbers) for i, n in enumerate(rank)}
+        by = "rollout" if framework == "slime" and case != "reducer" else "number"
+        aggregation = framework_step.CASES.get(case) or OTHERS[case]
+        _, grads = framework_step.expected(
+            saved, {"pg": aggregation}, by=by, places=places, microbatches=[m] * DP
+        )
+        worst = framework_step.assert_gradients(chunk, grads)
+        if dist.get_rank() == 0:
+            print(f"{case}, M = {m}: the reference, {worst:.1e}", flush=True)
+    if framework == "slime":
+        refuse_together()
+
+
+FRAMEWORKS = {"slime": Slime, "verl": Verl, "skyrl": SkyRL, "nemo_rl": NemoRL}
+OTHERS = {
+    "reducer": Aggregation("constant", divisor=L),
+    OF_MICROBATCHES: Aggregation(OF_MICROBATCHES),
+}
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "reference":
-        framework_step.reference(sys.argv[2])
-    else:
-        compare(sys.argv[2], sys.argv[3])
+    compare(sys.argv[1], sys.argv[2])
     dist.destroy_process_group()

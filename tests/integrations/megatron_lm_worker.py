@@ -1,12 +1,13 @@
 """One run of an unmodified Megatron-LM script, watched as ``lossagg verify --framework`` does.
 
-``megatron_lm_worker.py FILE [--wanted] SCRIPT ...``: ``--wanted``: on one process, also each step's
-``sample_mean`` by the reference. ``--plain``: only the script, by ``runpy``, without ``lossagg
+``megatron_lm_worker.py FILE [--wanted MODE] SCRIPT ...``: ``--wanted``: on one process, also each
+step's MODE by the reference. ``--plain``: only the script, by ``runpy``, without ``lossagg
 run``. ``KILL_AFTER=n``: every rank kills itself in step n + 1. ``WITHOUT=name``: one stand-in of
 ``megatron_lossagg.cpu.training`` is taken away.
 """
 
 import functools
+import json
 import os
 import pkgutil
 import runpy
@@ -17,7 +18,7 @@ from pathlib import Path
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.cpu import stand_ins
 from megatron_lossagg.cpu.training import install_training
-from megatron_lossagg.verify.frameworks.megatron_lm_rank import compute_too, watch, writer
+from megatron_lossagg.verify.frameworks.megatron_lm_rank import compute_too, watch
 
 KILL_AFTER = int(os.environ.get("KILL_AFTER", "-1"))
 
@@ -27,9 +28,14 @@ def run(file, arguments):
     if name := os.environ.get("WITHOUT"):
         owner, _, attribute = name.rpartition(".")
         setattr(pkgutil.resolve_name(owner), attribute, stand_ins._originals[name])
+    import torch.distributed as dist
     from megatron.training import training
 
-    write = writer(file)
+    def write(event):
+        if dist.get_rank() == dist.get_world_size() - 1:
+            with Path(file).open("a") as out:
+                out.write(json.dumps(event) + "\n")
+
     watch(training, write)
     watched = training.train_step
 
@@ -41,16 +47,14 @@ def run(file, arguments):
 
     training.train_step = train_step
     if arguments[0] == "--plain":
-        import torch.distributed as dist
-
         sys.argv, sys.path[0] = arguments[1:], str(Path(arguments[1]).parent)
         runpy.run_path(arguments[1], run_name="__main__")
         dist.barrier()
         dist.destroy_process_group()
         return 0
     if arguments[0] == "--wanted":
-        del arguments[0]
-        compute_too(training, write, {"mode": "sample_mean"})
+        compute_too(training, write, {"mode": arguments[1]})
+        del arguments[:2]
     return main(["run", "--cpu", *arguments])
 
 

@@ -4,10 +4,15 @@
 ``policy.train``, and a reference in float64 for each optimizer step, by loops over prompts.
 ``nemo_rl_worker.py train CHECKOUT FILE CP HOW CASE ...``, HOW one of padded, dynamic, packed and
 a case ``loss/aggregation/sequences of a microbatch``: the real ``_shard_for_train`` of the policy
-and
-``train`` of its Megatron worker, with ``process_global_batch``, microbatches, packing,
+and ``train`` of its Megatron worker, with ``process_global_batch``, microbatches, packing,
 ``LossPostProcessor``, ``ClippedPGLossFn`` and the gather over context parallelism, on
 Megatron-Core's schedule, DDP and finalize. It prints the largest relative error of a gradient.
+``nemo_rl_worker.py losses CHECKOUT -``: ``ClippedPGLossFn`` with each of ``OPTIONS``,
+``NLLLossFn`` and ``MseValueLossFn``, by themselves and in the integration.
+``nemo_rl_worker.py given CHECKOUT FILE`` and ``nemo_rl_worker.py train_given CHECKOUT FILE CP HOW
+CASE ...``: the batch of an unpatched trainer, and each loss of ``GIVEN`` in the modes of ``MODES``
+on the policy's ``train``, on its split steps (``begin_train_step``, two ``train_microbatch``,
+``finish_train_step``) and on the value worker's ``train``; a case is ``loss/mode/sequences``.
 
 Not real: Ray, generation and environments (rollouts are given), log-probabilities of the old and
 the reference policy, the model (a tiny GPT instead of one that Megatron-Bridge loads), the
@@ -42,6 +47,7 @@ transformers.AutoProcessor  # noqa: B018  which loads transformers anew
 # NeMo-RL's patch of a tokenizer asserts an older version.
 sys.modules["transformers"].__version__ = "5.11.0"
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
@@ -50,12 +56,19 @@ from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from nemo_rl.algorithms.loss.loss_functions import (  # noqa: E402
     ClippedPGLossConfig,
     ClippedPGLossFn,
+    MseValueLossConfig,
+    MseValueLossFn,
+    NLLLossFn,
 )
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict  # noqa: E402
 
 import megatron_lossagg.cpu as cpu  # noqa: E402
 from megatron_lossagg import Aggregation  # noqa: E402
 from megatron_lossagg.integrations.nemo_rl import aggregated  # noqa: E402
+from megatron_lossagg.verify import reference_loss  # noqa: E402
+from megatron_lossagg.verify.cases import reference_options  # noqa: E402
+from megatron_lossagg.verify.frameworks.nemo_rl import losses_of  # noqa: E402
+from megatron_lossagg.verify.frameworks.step import Step  # noqa: E402
 
 PROMPTS, SAMPLES, SEQUENCES_PER_STEP = 6, 4, 12
 MASKED_PROMPT, EMPTY_PROMPT = 2, 4
@@ -66,6 +79,72 @@ KL = 0.1
 LOSSES = {"token": True, "sequence": False}
 EXACT = {"all prompts": True, "prompts with tokens": False}
 """Aggregations: whether a prompt with no active tokens counts."""
+
+
+OPTIONS = {
+    "token": {},
+    "token, KL, dual clip, TIS": {
+        "ratio_clip_c": 3.0,
+        "use_importance_sampling_correction": True,
+        "truncated_importance_sampling_type": "tis",
+        "truncated_importance_sampling_ratio": 1.1,
+    },
+    "sequence": {"token_level_loss": False},
+    "GSPO": {"token_level_loss": False, "sequence_level_importance_ratios": True},
+}
+FOLLOW = ("loss", "kl_penalty")
+"""Metrics that the aggregation changes."""
+MULTIPLIED = "sampling_importance_ratio"
+"""Of GSPO: its [b, 1] weights times a [b] mask make [b, b]; one by one, as of packed sequences, b
+is 1."""
+
+
+def losses():
+    """Compare each loss with itself under its alias, and its other metrics under ``constant``."""
+    for name, options in OPTIONS.items():
+        own = ClippedPGLossFn(ClippedPGLossConfig(**options))
+        is_token_level = options.get("token_level_loss", True)
+        alias = Aggregation(f"nemo-rl:token_level_loss={is_token_level}")
+        step, num_excluded = Step(), int(name != "GSPO")
+        stock = losses_of(own, step, num_excluded=num_excluded)
+        for aggregation in (alias, Aggregation("constant", divisor=40)):
+            ours = losses_of(aggregated(own, aggregation), step, num_excluded=num_excluded)
+            for one, other, mb in zip(ours, stock, step.microbatches, strict=True):
+                metrics, wanted = dict(one[1]), dict(other[1])
+                assert len(wanted) >= 16
+                if name == "GSPO":
+                    wanted[MULTIPLIED] /= len(mb.sequences)
+                if aggregation is alias:
+                    got, want = (torch.autograd.grad(x[0], mb.log_probs)[0] for x in (one, other))
+                    assert want.norm() > 1e-3
+                    assert torch.allclose(got, want, rtol=1e-6, atol=1e-10)
+                    assert metrics["loss"] == pytest.approx(one[0].item(), rel=1e-6)
+                else:
+                    for each in FOLLOW:
+                        del metrics[each], wanted[each]
+                assert metrics == pytest.approx(wanted, rel=1e-6, abs=1e-12), name
+        print(f"{name}: loss, gradient and metrics are NeMo-RL's own", flush=True)
+    token_mean = Aggregation("nemo-rl:token_level_loss=True")
+    lengths, sample_mask = (3, 1, 0, 5, 2), torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0]).double()
+    mask = torch.tensor([[0.0, *[1.0] * n, *[0.0] * (7 - n)] for n in lengths]).double()
+    data = {"token_mask": mask, "sample_mask": sample_mask}
+    data |= {"returns": drawn(11, 5, 8), "values": drawn(12, 5, 8)}
+    counts = {
+        "global_valid_seqs": sample_mask.sum() + 2,
+        "global_valid_toks": (mask * sample_mask[:, None]).sum() + 7,
+    }
+    for name, loss, width in (("next_token_logprobs", "nll", 7), ("logits", "value", 8)):
+        x = drawn(13, 5, width).requires_grad_()
+        both = [
+            one(**{name: x}, data=data, **counts)
+            for one in (GIVEN[loss], aggregated(GIVEN[loss], token_mean))
+        ]
+        want, got = (torch.autograd.grad(one[0], x)[0] for one in both)
+        assert want.norm() > 1e-3
+        assert torch.allclose(got, want, rtol=1e-8, atol=0)  # 1e-8 of NeMo-RL in its divisor
+        assert both[1][1] == pytest.approx(both[0][1], rel=1e-8)
+        assert len(both[0][1]) >= 3
+        print(f"{loss}: loss, gradient and metrics are NeMo-RL's own", flush=True)
 
 
 def loss_of(loss, aggregation):
@@ -229,7 +308,7 @@ def plan():
     torch.save(saved, FILE)
 
 
-def sharded(data, how, dp_size, policy_config):
+def sharded(data, how, dp_size, policy_config, sequences_per_step=SEQUENCES_PER_STEP):
     """Split the batch as NeMo-RL's policy does."""
     from nemo_rl.models.policy.lm_policy import Policy as RealPolicy
 
@@ -246,7 +325,7 @@ def sharded(data, how, dp_size, policy_config):
         "algorithm": policy_config["sequence_packing"]["algorithm"],
         "sequence_length_pad_multiple": policy_config["make_sequence_length_divisible_by"],
     }
-    return policy._shard_for_train(data, SEQUENCES_PER_STEP)
+    return policy._shard_for_train(data, sequences_per_step)
 
 
 class Recorder(Nothing):
@@ -297,54 +376,201 @@ def megatron_worker():
     return module
 
 
+def worker_of(kind, data, how, size, chunk, steps):
+    """Return a worker around the model, this rank's part of the batch, and the optimizer."""
+    dp_size = parallel_state.get_data_parallel_world_size()
+    policy_config = config().policy
+    for name, enabled in (("sequence_packing", "packed"), ("dynamic_batching", "dynamic")):
+        policy_config[name] |= {"enabled": how == enabled, "train_mb_tokens": size}
+    cp = parallel_state.get_context_parallel_world_size()
+    policy_config["megatron_cfg"]["context_parallel_size"] = cp
+    ddp = policy_config["megatron_cfg"]["distributed_data_parallel_config"]
+    ddp["overlap_grad_reduce"] = False  # as this model is wrapped
+    shards = sharded(BatchedDataDict(data), how, dp_size, policy_config)
+    worker = object.__new__(kind)
+    optimizer = Recorder(chunk, steps)
+    vars(worker).update(
+        cfg=policy_config, dp_size=dp_size, model=chunk, optimizer=optimizer,
+        scheduler=Nothing(), timer=Nothing(), dtype=torch.float64, draft_model=None,
+        sampling_params=None, media_placeholder_token_id=None, defer_fp32_logits=False,
+        mcore_state=SimpleNamespace(straggler_timer=None), delegate_pack_to_model=False,
+        delegate_mtp_loss_mask_to_model=False, model_slices_context_parallel_inputs=False,
+        _router_replay_enabled=False, _first_train_step_forward_pre_hook_disabled=False,
+        should_disable_forward_pre_hook=False, _policy_like_cfg=policy_config,
+        rank=dist.get_rank(), megatron_cfg=SimpleNamespace(optimizer=None, ddp=None),
+    )  # fmt: skip
+    return worker, shards[parallel_state.get_data_parallel_rank()], optimizer
+
+
+def report(case, optimizer, microbatches):
+    assert all(map(math.isfinite, optimizer.errors)), optimizer.errors  # max drops NaN
+    worst = torch.tensor(max(optimizer.errors))
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    assert next(optimizer.steps, None) is None
+    if dist.get_rank() == 0:
+        print(f"{case}: {worst.item():.1e}, {microbatches} microbatches", flush=True)
+
+
 def train():
     cp, how, *cases = OTHERS
-    cp = int(cp)
     saved = torch.load(FILE, weights_only=False)
     module = megatron_worker()
-    tiny_gpt.start(cp=cp)
+    tiny_gpt.start(cp=int(cp))
     chunk = tiny_gpt.wrapped(tiny_gpt.config_of(per_token=True))
-    dp_rank = parallel_state.get_data_parallel_rank()
-    dp_size = parallel_state.get_data_parallel_world_size()
     for case in cases:
-        loss, aggregation, sequences = case.split("/")
+        loss, aggregation, size = case.split("/")
         data, steps = saved[aggregation]
-        policy_config = config().policy
-        policy_config["sequence_packing"] |= {
-            "enabled": how == "packed",
-            "train_mb_tokens": int(sequences),
-        }
-        policy_config["dynamic_batching"] |= {
-            "enabled": how == "dynamic",
-            "train_mb_tokens": int(sequences),
-        }
-        policy_config["megatron_cfg"]["context_parallel_size"] = cp
-        shards = sharded(BatchedDataDict(data), how, dp_size, policy_config)
-        worker = object.__new__(module.MegatronPolicyWorkerImpl)
-        optimizer = Recorder(chunk, steps)
-        vars(worker).update(
-            cfg=policy_config, dp_size=dp_size, model=chunk, optimizer=optimizer,
-            scheduler=Nothing(), timer=Nothing(), dtype=torch.float64, draft_model=None,
-            sampling_params=None, media_placeholder_token_id=None, defer_fp32_logits=False,
-            mcore_state=SimpleNamespace(straggler_timer=None), delegate_pack_to_model=False,
-            delegate_mtp_loss_mask_to_model=False, model_slices_context_parallel_inputs=False,
-            _router_replay_enabled=False, _first_train_step_forward_pre_hook_disabled=False,
-            should_disable_forward_pre_hook=False,
-            megatron_cfg=SimpleNamespace(optimizer=None, ddp=None),
-        )  # fmt: skip
+        kind = module.MegatronPolicyWorkerImpl
+        worker, shard, optimizer = worker_of(kind, data, how, int(size), chunk, steps)
         metrics = worker.train(
-            shards[dp_rank], loss_of(loss, aggregation), gbs=SEQUENCES_PER_STEP, mbs=int(sequences)
+            shard, loss_of(loss, aggregation), gbs=SEQUENCES_PER_STEP, mbs=int(size)
         )
-        assert all(map(math.isfinite, optimizer.errors)), optimizer.errors  # max drops NaN
-        worst = torch.tensor(max(optimizer.errors))
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        assert next(optimizer.steps, None) is None
-        if dist.get_rank() == 0:
-            microbatches = len(metrics["all_mb_metrics"]["loss"])
-            print(f"{case}: {worst.item():.1e}, {microbatches} microbatches", flush=True)
+        report(case, optimizer, len(metrics["all_mb_metrics"]["loss"]))
+
+
+CLIP_OF_VALUES = 0.3
+MODES = {
+    "token_mean": Aggregation("token_mean"),
+    "sample_mean": Aggregation("sample_mean"),
+    "constant": Aggregation("constant", divisor=40),
+    "sample_sum": Aggregation("sample_sum"),
+}
+PG_CONFIG = ClippedPGLossConfig(reference_policy_kl_penalty=KL)
+GIVEN = {
+    "nll": NLLLossFn(),
+    "value": MseValueLossFn(MseValueLossConfig(scale=0.7, cliprange=CLIP_OF_VALUES)),
+    "split": ClippedPGLossFn(PG_CONFIG),
+    "split nll": NLLLossFn(),
+}
+
+
+class ValueHead(torch.nn.Linear):
+    """In place of the one of Megatron-Bridge: a value for each token."""
+
+    def __init__(self):
+        super().__init__(16, 1, bias=False)
+        self.weight.data = drawn(7, 1, 16)
+
+    def forward(self, hidden, weight=None, runtime_gather_output=None):
+        return super().forward(hidden), None
+
+
+def with_value_head(*arguments):
+    model = LANGUAGE_MODEL(*arguments)
+    model.output_layer = ValueHead()
+    return model
+
+
+LANGUAGE_MODEL = tiny_gpt.gpt
+
+
+def token_losses(loss, data, sequence, out):
+    """Return the losses of a sequence's tokens but the first one, in float64."""
+    tokens = data["input_ids"][sequence, : data["input_lengths"][sequence]]
+    of = {name: data[name][sequence, 1 : len(tokens)].double() for name in (
+        "advantages", "prev_logprobs", "reference_policy_logprobs", "returns", "values",
+    )}  # fmt: skip
+    if loss == "value":
+        values = out[:-1, 0]
+        clipped = values.clamp(of["values"] - CLIP_OF_VALUES, of["values"] + CLIP_OF_VALUES)
+        errors = [(value - of["returns"]) ** 2 for value in (values, clipped)]
+        return 0.35 * torch.maximum(*errors)
+    x = torch.log_softmax(out[:-1], -1).gather(1, tokens[1:, None])[:, 0]
+    if loss.endswith("nll"):
+        return -x
+    ratio, a = (x - of["prev_logprobs"]).exp(), of["advantages"]
+    d = of["reference_policy_logprobs"] - x
+    kl = (d.exp() - 1 - d) * (x - x.detach()).exp()
+    return torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2)) + KL * kl
+
+
+def given():
+    """Save an unpatched trainer's batch, and the reference of each loss and mode."""
+    own = aggregated(ClippedPGLossFn(PG_CONFIG), MODES["token_mean"])
+    data = dict(train_data(own))
+    shape = data["input_ids"].shape
+    data["returns"], data["values"] = drawn(103, *shape), 0.5 * drawn(104, *shape)
+    saved = {"data": data}
+    tiny_gpt.start()
+    for loss in GIVEN:
+        make = with_value_head if loss == "value" else LANGUAGE_MODEL
+        model = make(tiny_gpt.config_of(), get_gpt_layer_local_spec())
+        named = {shard.name: shard.parameter for shard in cpu.named_shards([model])}
+        for mode, aggregation in MODES.items():
+            steps = saved[f"{loss}/{mode}"] = []
+            for start in range(0, PROMPTS * SAMPLES, SEQUENCES_PER_STEP):
+                sequences = []
+                for number in range(start, start + SEQUENCES_PER_STEP):
+                    if not data["sample_mask"][number]:
+                        continue
+                    tokens = data["input_ids"][number, : data["input_lengths"][number]]
+                    out = model(tokens[None], torch.arange(len(tokens))[None], None)[0]
+                    mask = data["token_mask"][number, 1 : len(tokens)].int().tolist()
+                    x = list(token_losses(loss, data, number, out))
+                    one = {"x": x, "counted": mask, "trained": mask, "sample": number}
+                    sequences.append(one)
+                total = reference_loss.step_loss(
+                    aggregation.mode, sequences, **reference_options(aggregation, ())
+                )
+                grads = torch.autograd.grad(total, list(named.values()))
+                steps.append((total.item(), dict(zip(named, grads, strict=True))))
+    torch.save(saved, FILE)
+
+
+CHUNKS = (8, 4)
+"""Sequences of each call of a split step."""
+
+
+def split_steps(worker, data, how, loss_fn, size):
+    """Train as the single controller does: each step in two calls; returns the last's metrics."""
+    data, rank = BatchedDataDict(data), parallel_state.get_data_parallel_rank()
+    start = 0
+    while start < data.size:
+        worker.begin_train_step(loss_fn, gbs=SEQUENCES_PER_STEP, mbs=size)
+        for number in CHUNKS:
+            chunk = data.slice(start, start + number)
+            shards = sharded(chunk, how, worker.dp_size, worker.cfg, number)
+            worker.train_microbatch(shards[rank])
+            start += number
+        metrics = worker.finish_train_step()
+    return metrics
+
+
+def train_given():
+    cp, how, *cases = OTHERS
+    saved = torch.load(FILE, weights_only=False)
+    kinds = {"policy": megatron_worker().MegatronPolicyWorkerImpl}
+    tiny_gpt.start(cp=int(cp))
+    for case in cases:
+        loss, mode, size = case.split("/")
+        tiny_gpt.gpt = LANGUAGE_MODEL
+        kind = kinds["policy"]
+        if loss == "value":
+            from nemo_rl.models.value.workers import megatron_value_worker as module
+
+            policy = sys.modules["nemo_rl.models.policy.workers.megatron_policy_worker"]
+            for name in ("get_pg_collection", "logical_and_across_model_parallel_group",
+                         "reduce_max_stat_across_model_parallel_group"):  # fmt: skip
+                setattr(module, name, getattr(policy, name))
+            tiny_gpt.gpt, kind = with_value_head, module.MegatronValueWorkerImpl
+        chunk = tiny_gpt.wrapped(tiny_gpt.config_of(per_token=True))
+        steps = saved[f"{loss}/{mode}"]
+        worker, shard, optimizer = worker_of(kind, saved["data"], how, int(size), chunk, steps)
+        is_split = loss.startswith("split")
+        loss_fn = aggregated(GIVEN[loss], MODES[mode], split_steps=is_split)
+        if is_split:
+            metrics = split_steps(worker, saved["data"], how, loss_fn, int(size))
+            wanted = steps[-1][0]
+        else:
+            metrics = worker.train(shard, loss_fn, gbs=SEQUENCES_PER_STEP, mbs=int(size))
+            wanted = sum(total for total, _ in steps) / len(steps)
+        got = metrics["global_loss"].double().sum().item()
+        assert abs(got - wanted) < 1e-5 * abs(wanted), (case, got, wanted)
+        report(case, optimizer, len(metrics["all_mb_metrics"]["loss"]))
 
 
 if __name__ == "__main__":
-    plan() if WHAT == "plan" else train()
+    functions = (plan, train, losses, given, train_given)
+    {function.__name__: function for function in functions}[WHAT]()
     if dist.is_initialized():
         dist.destroy_process_group()

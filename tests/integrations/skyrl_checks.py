@@ -10,18 +10,18 @@ from shared import assert_same
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations.skyrl import _LINEAR, aggregated
-from megatron_lossagg.verify.frameworks import skyrl
 from megatron_lossagg.verify.frameworks.check import PASS, outcome_of
-from megatron_lossagg.verify.frameworks.skyrl import alias, batch, prompt_boundaries, trainer
+from megatron_lossagg.verify.frameworks.launch import checks_of
+from megatron_lossagg.verify.frameworks.skyrl import ALIASES, batch, prompt_boundaries, trainer
 from megatron_lossagg.verify.frameworks.step import Step
 
-CHECKS = skyrl.checks()  # makes SkyRL's models import on a Python before 3.12
+CHECKS = checks_of("skyrl")  # makes SkyRL's models import on a Python before 3.12
 
 from skyrl.backends.skyrl_train.utils import ppo_utils  # noqa: E402
 from skyrl.train.config import AlgorithmConfig, SkyRLTrainConfig  # noqa: E402
 from skyrl.train.trainer import RayPPOTrainer  # noqa: E402
 
-NAMES = skyrl.reductions()
+NAMES = list(ALIASES)
 
 
 def test_every_reduction_of_skyrl_has_an_alias():
@@ -155,7 +155,7 @@ def test_what_lossagg_verify_runs_of_skyrl_is_the_references(check):
 def test_our_trainer_scales_advantages_as_skyrls_own(reduction, normalize):
     step, boundaries, outs = Step(), [(0, 4), (4, 12)], []
     prompts = prompt_boundaries(step.prompts)
-    for cls in (RayPPOTrainer, aggregated(RayPPOTrainer, alias(reduction))):
+    for cls in (RayPPOTrainer, aggregated(RayPPOTrainer, ALIASES[reduction])):
         made = trainer(cls, reduction, normalize=normalize)
         out = made._normalize_advantages(batch(step), boundaries, prompts)
         outs.append(out["advantages"] * out["loss_mask"])  # no loss sees the others

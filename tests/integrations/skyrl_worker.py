@@ -1,15 +1,19 @@
 """SkyRL's own trainer and Megatron worker on a CPU, from a checkout with or without our patch.
 
-Real: the trainer's ``_normalize_advantages`` in our subclass,
-``MeshDispatch.stage_chunks``, the policy worker's ``forward_backward`` with its microbatches and
-metrics, ``MegatronModelWrapper.forward_backward_mini_batch`` with its ``loss_func``, packing,
+Real: the trainer's ``_normalize_advantages`` in our subclass, ``MeshDispatch.stage_chunks``, the
+policy worker's ``forward_backward`` with its microbatches and metrics,
+``MegatronModelWrapper.forward_backward_mini_batch`` with its ``loss_func``, packing,
 log-probabilities, entropy, the gather over context parallelism, the deferred gradient sync, and
-Megatron-Core's schedule, DDP and finalize. Not real: Ray (each rank runs the trainer, and takes
-its own chunk), the model (a tiny GPT instead of one that Megatron-Bridge loads), the optimizer,
-and ``torch.compile`` (eager).
+Megatron-Core's schedule, DDP and finalize. Not real: Ray (each rank runs the trainer, and takes its
+own chunk), the model (a tiny GPT instead of one that Megatron-Bridge loads), the optimizer, and
+``torch.compile`` (eager).
+
+For SFT (the term ``nll``): ``SFTTrainer`` in our subclass with its own collators, training loader
+and ``train_step``, with torch's ``DataLoader`` in place of torchdata's.
 
 ``skyrl_worker.py REFERENCE CHECKOUT CP TP PP BOUND CASE ...``; a case is
-``aggregation/terms/batching/M``, batching one of packed, padded, tokens (which finds M itself).
+``aggregation/terms/batching/M``, batching one of packed, padded, tokens (which finds M itself),
+and bins for SFT's own packing.
 It prints the largest relative error of a gradient; metrics are checked to BOUND.
 """
 
@@ -60,12 +64,12 @@ from skyrl.backends.skyrl_train.workers.megatron import (  # noqa: E402
     megatron_worker,
 )
 from skyrl.train.config import TrainerConfig  # noqa: E402
+from skyrl.train.config.sft_config import SFTConfig  # noqa: E402
 from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors  # noqa: E402
 from skyrl.train.trainer import RayPPOTrainer  # noqa: E402
 
 import megatron_lossagg.cpu as cpu  # noqa: E402
-from megatron_lossagg import Aggregation  # noqa: E402
-from megatron_lossagg.integrations.skyrl import aggregated  # noqa: E402
+from megatron_lossagg.integrations.skyrl import aggregated, aggregated_sft  # noqa: E402
 
 assert megatron_worker.__file__.startswith(CHECKOUT)
 dispatch.ray.put = lambda chunk: chunk
@@ -81,7 +85,6 @@ if "total_tokens" not in PackedSeqParams.__dataclass_fields__:  # Megatron-Core 
     megatron_utils.PackedSeqParams = lambda total_tokens, **given: PackedSeqParams(**given)
 # SkyRL asks whether the model is one of Bridge's, where it can be imported.
 sys.modules["megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model"] = None
-MODES = {**framework_step.CASES, "sample_sum": ("sample_sum", True)}
 SAMPLES = sorted(framework_step.samples(), key=lambda sequence: sequence["uid"])
 """The trainer has the whole step, a prompt's sequences together."""
 
@@ -157,9 +160,7 @@ def worker_of(cfg, chunk):
 
 def staged(cfg, case):
     """Return each rank's sequences as SkyRL's trainer, in our subclass, stages them."""
-    mode, count_empty = MODES[case]
-    divisor = framework_step.L if mode == "constant" else None
-    aggregation = Aggregation(mode, divisor=divisor, count_empty=count_empty)
+    aggregation = framework_step.CASES[case]
     trainer = object.__new__(aggregated(RayPPOTrainer, aggregation, carry_weights=True))
     trainer.cfg = SimpleNamespace(trainer=cfg)
     batch = batch_of_the_step()
@@ -168,6 +169,62 @@ def staged(cfg, case):
     batch = trainer._normalize_advantages(batch, boundaries, prompts)
     (chunks,) = dispatch.MeshDispatch.stage_chunks(DP, batch, boundaries)
     return chunks
+
+
+def sft_batch(case, batching, num_microbatches):
+    """Return SkyRL's SFT trainer, in our subclass, and the batch of its training loader."""
+    from skyrl.train import sft_trainer
+
+    sft_trainer.StatefulDataLoader = torch.utils.data.DataLoader
+    cfg = SFTConfig(strategy="megatron", sampler="sequential", max_length=40)
+    cfg.placement.num_gpus_per_node = DP * CP * TP * PP
+    cfg.megatron_config.tensor_model_parallel_size = TP
+    cfg.megatron_config.pipeline_model_parallel_size = PP
+    cfg.megatron_config.context_parallel_size = CP
+    cfg.use_sequence_packing = batching == "bins"
+    step = DP * max(num_microbatches, 1)
+    cfg.batch_size = (-(-len(SAMPLES) // step) + 1) * step  # the last rows are padding
+    trainer = object.__new__(aggregated_sft(sft_trainer.SFTTrainer, framework_step.CASES[case]))
+    trainer.sft_cfg = cfg
+    trainer.cfg = SimpleNamespace(trainer=TrainerConfig())
+    trainer.collator = trainer._build_collator(SimpleNamespace(pad_token_id=0))
+    examples = [
+        {
+            "input_ids": sequence["tokens"],
+            "attention_mask": [1] * len(sequence["tokens"]),
+            "num_actions": sequence["response"],
+            "loss_mask": sequence["mask"],
+        }
+        for sequence in SAMPLES
+    ]
+    (batch,) = trainer.build_train_dataloader(examples)
+    assert len(batch["sequences"]) == cfg.batch_size or cfg.use_sequence_packing
+    return trainer, batch
+
+
+class Dispatch:
+    """In place of SkyRL's dispatch to Ray actors: this rank's worker and its part of the batch."""
+
+    def __init__(self, worker):
+        self.worker = worker
+
+    def forward_backward(self, model, batch, **given):
+        boundaries = [(0, len(batch["sequences"]))]
+        (chunks,) = dispatch.MeshDispatch.stage_chunks(DP, batch, boundaries)
+        return self.worker.forward_backward(
+            chunks[parallel_state.get_data_parallel_rank()], **given
+        )
+
+    def optim_step(self, model):
+        self.worker.model.run_pending_grad_sync()
+
+
+def train_sft(chunk, cfg, prepared):
+    """Run a step of SkyRL's SFT trainer; returns its metrics."""
+    trainer, batch = prepared
+    chunk.zero_grad_buffer()
+    trainer.dispatch = Dispatch(worker_of(cfg, chunk))
+    return trainer.train_step(batch, 0)
 
 
 def train(chunk, cfg, chunks):
@@ -205,25 +262,33 @@ def check_metrics(metrics, saved, case):
 
 
 def main():
-    saved = torch.load(REFERENCE)
-    for terms in ("pg", "pg kl", "pg kl entropy"):  # constant's weights times L, which exceed 1
-        loss, grads = saved["constant", terms]
-        times = {name: grad * framework_step.L for name, grad in grads.items()}
-        saved["sample_sum", terms] = (loss * framework_step.L, times)
+    saved = framework_step.expected_cases(REFERENCE)
     prepared = []  # the trainer is a process of its own, without a process group
     for named in CASES:
         case, terms, batching, num_microbatches = named.split("/")
         cfg = config_of(terms, batching, int(num_microbatches))
-        prepared.append((named, case, terms, cfg, staged(cfg, case)))
+        if terms == "nll":
+            made = sft_batch(case, batching, int(num_microbatches))
+            cfg.micro_train_batch_size_per_gpu = (
+                1
+                if batching == "bins"
+                else made[0].sft_cfg.batch_size // DP // int(num_microbatches)
+            )
+        else:
+            made = staged(cfg, case)
+        prepared.append((named, case, terms, cfg, made))
     tiny_gpt.start(cp=CP, tp=TP, pp=PP)
     chunk = tiny_gpt.wrapped(tiny_gpt.config_of())
     is_patched = "loss_weights" in Path(megatron_worker.__file__).read_text()
-    for named, case, terms, cfg, chunks in prepared:
-        metrics = train(chunk, cfg, chunks)
+    for named, case, terms, cfg, made in prepared:
+        metrics = (train_sft if terms == "nll" else train)(chunk, cfg, made)
         error = error_of(chunk, saved[case, terms][1])
         if dist.get_rank() == 0:
             padding = metrics.get("num_padding_microbatches", 0)
             print(f"{named}: {error:.1e}, {padding} padding microbatches per rank", flush=True)
+        if terms == "nll":
+            want = saved[case, terms][0]
+            assert abs(metrics["loss"] - want) <= BOUND * abs(want), (metrics["loss"], want)
         if is_patched and terms == "pg kl entropy":
             check_metrics(metrics, saved, case)
 

@@ -69,6 +69,24 @@ NEMO_WORKER = (
 """NeMo-RL's Megatron worker builds models with Bridge, and needs a newer Megatron-Core."""
 
 
+SWIFT = (
+    "aiohttp",
+    "json_repair",
+    "modelscope",
+    "msgspec",
+    "requests",
+    "swift.rlhf_trainers.grpo_trainer",
+    "transformer_engine",
+    "triton",
+    "trl",
+    "urllib3",
+)
+"""ms-swift's hub, servers and kernels, and its trainers outside of Megatron."""
+
+SERVING = ("polars", "sglang", "sglang_router", "torch_memory_saver", "mooncake", "pylatexenc")
+"""What serves rollouts of slime and miles, and reads their data."""
+
+
 class _Anything:
     """A class, a decorator, a constant: whatever a module does with it at import."""
 
@@ -89,6 +107,9 @@ class _Anything:
         return self  # of types
 
     __ror__ = __getitem__ = __or__
+
+    def __iter__(self):
+        return iter(())
 
     def __bool__(self):
         return False  # such as whether ray is initialized

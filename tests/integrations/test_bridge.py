@@ -16,6 +16,10 @@ import pytest
 from conftest import TESTS, worker_path
 from fork_server import ForkServer
 
+from megatron_lossagg import Aggregation
+from megatron_lossagg.verify.frameworks.launch import FrameworkJob
+from megatron_lossagg.verify.job import write_job
+
 BRIDGE = Path(os.environ.get("FRAMEWORKS_DIR", "")) / "Megatron-Bridge"
 CORE = BRIDGE / "3rdparty" / "Megatron-LM"
 INSTALLED = TESTS.parent / ".venv-frameworks"
@@ -43,18 +47,18 @@ def bridge(launches, tmp_path_factory):
     server = ForkServer(["imports_bridge"], path=path)
     files = (folder / f"{number}.json" for number in count())
 
-    def launch(processes, program, *arguments):
+    def launch(processes, program, *arguments, **more):
         file = next(files)
         command = [*program, str(file), *map(str, arguments)]
         # make builds the checkout's helpers for this Python, whatever pyenv would choose.
-        env = {"PYENV_VERSION": platform.python_version()}
+        env = {"PYENV_VERSION": platform.python_version(), **more}
         done = server.launch(command, processes=processes, timeout=300, env=env)
         assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
         return file.read_text() if file.exists() else done.stdout
 
-    def train(aggregation, processes, cp, loss_scaling):
+    def train(aggregation, processes, cp, loss_scaling, **more):
         worker = [str(frameworks / "bridge_worker.py")]
-        numbers = json.loads(launch(processes, worker, aggregation, cp, loss_scaling))
+        numbers = json.loads(launch(processes, worker, aggregation, cp, loss_scaling, **more))
         print(aggregation, processes, cp, loss_scaling, numbers["steps"])
         return numbers
 
@@ -65,7 +69,7 @@ def bridge(launches, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(bridge):
-    """Return the run on one process, with each step computed by hand beside it."""
+    """Return the run on one process, with each step computed by the reference too."""
     return bridge("sample_mean", 1, 1, "average")
 
 
@@ -79,10 +83,11 @@ def close(got, wanted, tolerance=1e-6):
     return got == pytest.approx(wanted, rel=tolerance, abs=0)
 
 
-def test_on_one_process_loss_and_gradient_are_those_of_loops_over_conversations(alone):
-    for step, hand in zip(alone["steps"], alone["by_hand"], strict=True):
-        assert close(step["lm loss"], hand["loss"])
-        assert close(step["grad_norm"], hand["grad_norm"])
+def test_on_one_process_loss_and_gradient_are_the_references_of_each_conversation(alone):
+    for step, wanted in zip(alone["steps"], alone["reference"], strict=True):
+        assert wanted["sequences"] == 9
+        assert close(step["lm loss"], wanted["wanted"])
+        assert close(step["grad_norm"], wanted["grad_norm"])
         assert close(step["lossagg/weight_sum"], 8 / 9)  # of nine conversations one is masked
     assert alone["hooked"] == len(alone["steps"]) + len(alone["evaluated"])
 
@@ -95,6 +100,8 @@ def test_every_layout_and_loss_scaling_trains_and_evaluates_the_same_loss(bridge
         assert close(step["grad_norm"], wanted["grad_norm"], 3e-6)
     for got, wanted in zip(numbers["evaluated"], alone["evaluated"], strict=True):
         assert close(got["lm loss"], wanted["lm loss"])
+    assert numbers["record"] == alone["record"]
+    assert [step for step, _ in alone["record"]] == [1, 2, 3]
 
 
 def test_stock_reports_one_loss_at_dp_2_and_cp_2_and_trains_two(stock, alone):
@@ -102,6 +109,40 @@ def test_stock_reports_one_loss_at_dp_2_and_cp_2_and_trains_two(stock, alone):
     assert close(first["DP 2"]["lm loss"], first["CP 2"]["lm loss"])
     assert not close(first["DP 2"]["grad_norm"], first["CP 2"]["grad_norm"], 0.05)
     assert close(first["DP 2"]["lm loss"], alone["steps"][0]["stock/lm_loss"])
+
+
+@pytest.mark.parametrize("layout", ["DP 2", "CP 2"])
+def test_under_a_shadow_bridge_trains_its_own_numbers_and_logs_what_modes_would_give(
+    bridge, stock, alone, layout
+):
+    shadowed = bridge("stock+sample_mean,token_mean", *LAYOUTS[layout])
+    for kind in ("steps", "evaluated"):
+        for one, other in zip(stock[layout][kind], shadowed[kind], strict=True):
+            assert one.items() <= other.items()
+            assert other.keys() - one.keys() == {
+                f"lossagg/shadow/{name}" for name in ("sample_mean", "token_mean", "stock")
+            }
+    first = shadowed["steps"][0]
+    assert close(first["lossagg/shadow/sample_mean"], alone["steps"][0]["lm loss"])
+    assert close(first["lossagg/shadow/token_mean"], first["lm loss"])
+
+
+@pytest.mark.parametrize("layout", ["DP 2", "CP 2", "CP 2, per-token"])
+def test_two_stages_train_the_mean_over_tokens_and_then_over_conversations(
+    bridge, layout, tmp_path
+):
+    """The recipe of docs/recipes/nemotron-two-stage-sft.md."""
+    wanted = {}
+    for stage, aggregation in enumerate(["token_mean", "sample_mean"]):
+        start = {"START": str(tmp_path / "alone")} if stage else {}
+        wanted[stage] = bridge(aggregation, 1, 1, "average", KEEP=str(tmp_path / "alone"), **start)
+        start = {"START": str(tmp_path / "here")} if stage else {}
+        numbers = bridge(aggregation, *LAYOUTS[layout], KEEP=str(tmp_path / "here"), **start)
+        for step, hand in zip(numbers["steps"], wanted[stage]["reference"], strict=True):
+            assert close(step["lm loss"], hand["wanted"])
+            assert close(step["grad_norm"], hand["grad_norm"], 3e-6)
+    first = [wanted[stage]["reference"][0]["wanted"] for stage in (0, 1)]
+    assert not close(*first, 0.01)
 
 
 def test_another_cp_for_evaluation_is_refused_by_every_rank_before_the_first_step(bridge):
@@ -112,9 +153,9 @@ def test_another_cp_for_evaluation_is_refused_by_every_rank_before_the_first_ste
     assert "loss aggregation sample_mean" not in printed
 
 
-def test_verify_binds_the_hook_in_bridges_own_modules(bridge):
-    checks = ["-m", "megatron_lossagg.verify.frameworks", "bridge"]
-    written = bridge.launch(1, checks, json.dumps({"mode": "sample_mean"}))
+def test_verify_binds_the_hook_in_bridges_own_modules(bridge, tmp_path):
+    write_job(FrameworkJob("bridge", Aggregation("sample_mean")), tmp_path / "job")
+    written = bridge.launch(1, ["-m", "megatron_lossagg.verify", str(tmp_path / "job")])
     outcomes = {found["check"]: found["state"] for found in map(json.loads, written.splitlines())}
     assert outcomes == {
         "train is hooked, sample_mean": "PASS",

@@ -8,15 +8,18 @@ draws other conversations. What the hook does without a checkout is in ``test_sc
 
 import json
 import os
-import re
 import shlex
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import worker_path
 from fork_server import ForkServer
+
+from megatron_lossagg.cli.main import main
+from megatron_lossagg.verify.frameworks.megatron_lm import MOCK, OPTIONS
 
 FRAMEWORKS = Path(__file__).parent
 WORKER = FRAMEWORKS / "megatron_lm_worker.py"
@@ -33,21 +36,13 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
 ]
 
-COMMON = shlex.split(
-    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
-    "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 4 --train-iters 3 "
-    "--lr 1e-3 --lr-decay-style constant --split 90,5,5 --eval-iters 1 --eval-interval 3 "
-    "--log-interval 1 --transformer-impl local --distributed-backend gloo "
-    "--no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion "
-    "--attention-dropout 0 --hidden-dropout 0 --num-workers 0 "
-    "--untie-embeddings-and-output-weights"
-)
-# Padded to 256 at every TP: the padding is a part of the model.
-MOCK = shlex.split("--tokenizer-type NullTokenizer --vocab-size 250 --mock-data --eod-mask-loss")
+COMMON = [*OPTIONS, "--num-layers", "4", "--eval-interval", "3"]
 SFT = shlex.split(
     "--sft --no-create-attention-mask-in-dataloader --tokenizer-type SFTTokenizer "
     "--sft-tokenizer-prompt-format nemotron-h-aligned"
 )
+# One conversation per entry, for a packing scheduler; of the development branch.
+VARLEN = ["--use-varlen-dataset", *SFT[1:]]
 # As Llama's, Qwen's and Nemotron's models.
 ROPE = shlex.split(
     "--position-embedding-type rope --no-rope-fusion --swiglu --normalization RMSNorm "
@@ -56,25 +51,25 @@ ROPE = shlex.split(
 UNTIL_0_16 = ["--legacy-tokenizer"]
 SAMPLE_MEAN = ["--loss-aggregation", "sample_mean"]
 PER_TOKEN = ["--calculate-per-token-loss"]
+CP2, TP2, PP2 = (
+    [f"--{name}-parallel-size", "2"] for name in ("context", "tensor-model", "pipeline-model")
+)
 OVERLAP = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
-LAYOUTS = {
-    ("sft", "DP2"): (2, []),
-    ("sft", "CP2"): (2, ["--context-parallel-size", "2"]),
-    ("sft", "PP2"): (2, ["--pipeline-model-parallel-size", "2"]),
-    ("sft", "DP2xCP2"): (4, ["--context-parallel-size", "2", *OVERLAP]),
-    ("rope", "DP2"): (2, []),
-    ("rope", "CP2"): (2, ["--context-parallel-size", "2"]),
-    ("mock", "DP2"): (2, []),
-    ("mock", "CP2"): (2, ["--context-parallel-size", "2"]),
-    ("mock", "TP2"): (2, ["--tensor-model-parallel-size", "2"]),
-    ("mock", "TP2-SP"): (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
-    ("mock", "PP2"): (2, ["--pipeline-model-parallel-size", "2"]),
-    ("mock", "PP2xVPP2"): (
-        2,
-        ["--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"],
-    ),
-    ("mock", "DP2xCP2"): (4, ["--context-parallel-size", "2", *OVERLAP]),
+SIZES = {
+    "DP2": (2, []),
+    "CP2": (2, CP2),
+    "TP2": (2, TP2),
+    "TP2-SP": (2, [*TP2, "--sequence-parallel"]),
+    "PP2": (2, PP2),
+    "PP2xVPP2": (2, [*PP2, "--num-layers-per-virtual-pipeline-stage", "1"]),
+    "DP2xCP2": (4, [*CP2, *OVERLAP]),
 }
+"""Processes and options."""
+LAYOUTS = [
+    *(("mock", layout) for layout in SIZES),
+    *(("sft", layout) for layout in ("DP2", "CP2", "PP2", "DP2xCP2")),
+    *(("rope", layout) for layout in ("DP2", "CP2")),
+]
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +101,8 @@ def megatron_lm(launches, tmp_path_factory):
     options = (CHECKOUT / "megatron" / "training" / "arguments.py").read_text()
     older = [option for option in UNTIL_0_16 if option in options]
     sft = [*SFT, *older, *paths]
-    data = {"mock": MOCK, "sft": sft, "rope": [*sft, *ROPE]}
+    varlen = [*VARLEN, *older, *paths]
+    data = {"mock": MOCK, "sft": sft, "rope": [*sft, *ROPE], "varlen": varlen}
     counter = iter(range(1000))
 
     def run(kind, *more, processes=1, before=(), env=None, script="pretrain_gpt.py", fails=False):
@@ -140,13 +136,14 @@ def megatron_lm(launches, tmp_path_factory):
 def alone(megatron_lm):
     """Return the runs on one process, with each step computed by the reference too."""
     kinds = ("sft", "rope", "mock")
-    return {kind: megatron_lm(kind, *SAMPLE_MEAN, before=["--wanted"]) for kind in kinds}
+    before = ["--wanted", "sample_mean"]
+    return {kind: megatron_lm(kind, *SAMPLE_MEAN, before=before) for kind in kinds}
 
 
 @pytest.fixture(scope="module")
 def stock(megatron_lm):
     """Return the stock script's runs on packed conversations, without a flag of ours."""
-    layouts = {name: LAYOUTS["sft", name] for name in ("DP2", "CP2")}
+    layouts = {name: SIZES[name] for name in ("DP2", "CP2")}
     return {name: megatron_lm("sft", *more, processes=n) for name, (n, more) in layouts.items()}
 
 
@@ -154,19 +151,15 @@ def steps(events):
     return [event for event in events if "step" in event]
 
 
-def numbers(events, name="lm loss"):
+def numbers(events):
     """Return loss and grad norm of each step, and the loss of each evaluation."""
-    return [
-        value
-        for event in events
-        for value in (
-            [event["step"][name], event["grad_norm"]]
-            if "step" in event
-            else [event["evaluate"][name]]
-            if "evaluate" in event
-            else []
-        )
-    ]
+    found = []
+    for event in events:
+        if "step" in event:
+            found += [event["step"]["lm loss"], event["grad_norm"]]
+        elif "evaluate" in event:
+            found.append(event["evaluate"]["lm loss"])
+    return found
 
 
 @pytest.mark.parametrize("kind", ["sft", "rope", "mock"])
@@ -185,7 +178,7 @@ def test_on_one_process_loss_and_gradient_are_the_references_of_each_conversatio
 def test_every_layout_and_loss_scaling_trains_and_evaluates_the_same_loss(
     megatron_lm, alone, kind, layout, loss_scaling
 ):
-    processes, more = LAYOUTS[kind, layout]
+    processes, more = SIZES[layout]
     more = [*more, *(PER_TOKEN if loss_scaling == "per_token" else [])]
     events = megatron_lm(kind, *SAMPLE_MEAN, *more, processes=processes)
     assert len(steps(events)) == 3
@@ -209,14 +202,121 @@ def test_without_a_flag_the_script_runs_bit_for_bit_as_it_is(megatron_lm, stock)
     assert plain == stock["DP2"]
 
 
-def test_a_run_that_was_killed_resumes_with_the_same_losses(megatron_lm, tmp_path):
+def test_a_run_that_was_killed_resumes_with_the_same_losses_and_record(
+    megatron_lm, tmp_path, capsys
+):
+    def recorded(name):
+        return ["--loss-aggregation-record", str(tmp_path / f"{name}.jsonl")]
+
     keep = ["--save-interval", "1", "--ckpt-format", "torch", *SAMPLE_MEAN]
-    whole = megatron_lm("mock", *keep, "--save", str(tmp_path / "whole"), processes=2)
+    folder = str(tmp_path / "whole")
+    whole = megatron_lm("mock", *keep, "--save", folder, *recorded("whole"), processes=2)
     kept = ["--save", str(tmp_path / "killed"), "--load", str(tmp_path / "killed")]
+    kept += recorded("killed")
     text = megatron_lm("mock", *keep, *kept, processes=2, env={"KILL_AFTER": "2"}, fails=True)
     assert "Signal 9" in text
     resumed = megatron_lm("mock", *keep, *kept, processes=2)
     assert steps(resumed) == steps(whole)[2:]
+    megatron_lm("mock", *SAMPLE_MEAN, *CP2, *recorded("cp"), processes=2)
+    for other in ("killed", "cp"):
+        files = [str(tmp_path / f"{name}.jsonl") for name in ("whole", other)]
+        assert main(["diff", *files]) == 0
+        assert "the same loss in 3 steps (steps 1 to 3 at DP 2 CP 1" in capsys.readouterr().out
+
+
+TWO_STAGES = {
+    "DP2": (2, []),
+    "CP2": (2, CP2),
+    "CP2 per-token": (2, [*CP2, *PER_TOKEN]),
+}
+
+
+def two_stages(run, folder, processes, more, before=()):
+    """Train a run for each stage, the second from the first one's checkpoint."""
+    found = []
+    for stage, mode in enumerate(["token_mean", "sample_mean"], start=1):
+        options = ["--loss-aggregation", mode, *more]
+        options += ["--save", str(folder / f"stage{stage}"), "--save-interval", "3"]
+        if stage == 2:
+            options += ["--load", str(folder / "stage1"), "--finetune", "--no-load-optim"]
+        options += ["--ckpt-format", "torch"]
+        hand = [*before, mode] if before else []
+        found.append(run("sft", *options, processes=processes, before=hand))
+    return found
+
+
+@pytest.fixture(scope="module")
+def two_stages_by_hand(megatron_lm, tmp_path_factory):
+    """Return the steps of both stages by the reference, on one process."""
+    folder = tmp_path_factory.mktemp("by_hand")
+    stages = two_stages(megatron_lm, folder, 1, [], before=["--wanted"])
+    return [[event for event in events if "wanted" in event] for events in stages]
+
+
+@pytest.mark.parametrize("layout", TWO_STAGES)
+def test_two_stages_train_the_mean_over_tokens_and_then_over_conversations(
+    megatron_lm, two_stages_by_hand, tmp_path, layout
+):
+    """The recipe of docs/recipes/nemotron-two-stage-sft.md."""
+    found = two_stages(megatron_lm, tmp_path, *TWO_STAGES[layout])
+    for wanted, got in zip(two_stages_by_hand, map(steps, found), strict=True):
+        assert len(got) == len(wanted) == 3
+        for step, hand in zip(got, wanted, strict=True):
+            assert step["step"]["lm loss"] == pytest.approx(hand["wanted"], rel=1e-6)
+            assert step["grad_norm"] == pytest.approx(hand["grad_norm"], rel=1e-6)
+    first, second = (wanted[0]["wanted"] for wanted in two_stages_by_hand)
+    assert abs(second / first - 1) > 0.01
+
+
+SHADOW = ("sample_mean", "token_mean", "constant:64", "length_power:0.5")
+
+
+# A checkpoint has Megatron's classes, which are imported when it is read.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_under_a_shadow_stock_trains_the_same_bits_and_every_mode_is_logged(megatron_lm, tmp_path):
+    def run(name, *more, before=()):
+        save = ["--save", str(tmp_path / name), "--save-interval", "3", "--ckpt-format", "torch"]
+        return megatron_lm("sft", *CP2, *save, *more, processes=2, before=before)
+
+    plain = run("plain", before=["--plain"])
+    shadowed = run("shadowed", "--loss-aggregation-shadow", ",".join(SHADOW))
+    trained = megatron_lm("sft", *SAMPLE_MEAN, *CP2, processes=2)
+    assert len(plain) == len(shadowed)
+    for one, other in zip(plain, shadowed, strict=True):
+        kind = "step" if "step" in one else "evaluate"
+        logged = {f"lossagg/shadow/{name}" for name in (*SHADOW, "stock")}
+        assert other[kind].keys() - one[kind].keys() == logged
+        assert one[kind] == {name: other[kind][name] for name in one[kind]}
+        assert one.get("grad_norm") == other.get("grad_norm")
+    first, wanted = steps(shadowed)[0]["step"], steps(trained)[0]["step"]["lm loss"]
+    assert first["lossagg/shadow/sample_mean"] == pytest.approx(wanted, rel=1e-6)
+    assert first["lossagg/shadow/token_mean"] == pytest.approx(first["lm loss"], rel=1e-6)
+    assert abs(first["lossagg/shadow/stock"] / first["lm loss"] - 1) > 1e-4  # CP 2
+    one, other = (checkpoint(tmp_path / name) for name in ("plain", "shadowed"))
+    assert one.keys() == other.keys()
+    assert any("exp_avg" in name for name in one), "the optimizer's state is compared too"
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def checkpoint(folder):
+    """Return every tensor of a checkpoint by its place in it."""
+    tensors = {}
+
+    def collect(name, value):
+        if isinstance(value, torch.Tensor):
+            tensors[name] = value
+        elif isinstance(value, dict):
+            for key, inner in value.items():
+                collect(f"{name}/{key}", inner)
+        elif isinstance(value, (list, tuple)):
+            for index, inner in enumerate(value):
+                collect(f"{name}/{index}", inner)
+
+    files = sorted(folder.rglob("*.pt"))
+    assert files
+    for file in files:
+        collect(str(file.relative_to(folder)), torch.load(file, weights_only=False))
+    return {name: tensor for name, tensor in tensors.items() if "/rng_state" not in name}
 
 
 def test_a_finished_run_that_is_resumed_has_status_0_and_says_so(megatron_lm, tmp_path):
@@ -225,15 +325,6 @@ def test_a_finished_run_that_is_resumed_has_status_0_and_says_so(megatron_lm, tm
     assert len(steps(megatron_lm("mock", *options))) == 3
     assert steps(megatron_lm("mock", *options)) == []
     assert "pretrain_gpt.py had no step left to do, so nothing was trained" in megatron_lm.errors
-
-
-def test_an_error_of_the_data_set_keeps_its_traceback(megatron_lm):
-    # 0.16.1 collates packs of one number of conversations alone.
-    text = megatron_lm("sft", *SAMPLE_MEAN, "--micro-batch-size", "2", fails=True)
-    if "the data iterator raised" not in text:
-        pytest.skip("another release collates them")
-    assert re.search(r'File ".*collate.py", line \d+, in default_collate', text)
-    assert "lossagg: rank 0 of the data-parallel group: the data iterator raised Runt" in text
 
 
 def test_a_script_that_masks_more_than_its_data_is_an_error_unless_it_says_so(
@@ -291,18 +382,75 @@ CPU_NEEDS = {
 def test_megatron_lm_does_not_run_on_a_cpu_without_a_stand_in(megatron_lm, name):
     *kind, layout = CPU_NEEDS[name].split()
     kind = "".join(kind) or "sft"
-    processes, more = LAYOUTS[kind, layout]
+    processes, more = SIZES[layout]
     text = megatron_lm(kind, *more, processes=processes, env={"WITHOUT": name}, fails=True)
     if f"KeyError: '{name}'" in text:
         pytest.skip("another release has this name")
 
 
+def has_scheduler():
+    """Whether the checkout packs by a scheduler, as the development branch does (d48bd6be0a)."""
+    file = CHECKOUT / "megatron" / "core" / "datasets" / "data_schedule.py"
+    return file.exists() and "def wrap_data_iterator" in file.read_text()
+
+
+def packed(longest):
+    """Ask for packs of the scheduler, not as the data set packs them."""
+    longest_here = ["--max-seqlen-per-dp-cp-rank", str(longest)]
+    return ["--sequence-packing-scheduler", "dp_balanced", *longest_here]
+
+
+@pytest.fixture(scope="module")
+def alone_varlen(megatron_lm):
+    """Return the run on one process of data that a scheduler has to pack."""
+    return megatron_lm("varlen", *SAMPLE_MEAN, *packed(96), before=["--wanted", "sample_mean"])
+
+
+@pytest.mark.skipif(not has_scheduler(), reason="this release has no packing scheduler")
+@pytest.mark.parametrize("layout", ["DP2", "CP2", "PP2"])
+@pytest.mark.parametrize("kind", ["sft", "varlen"])
+def test_the_packing_scheduler_trains_the_loss_of_the_same_conversations(
+    megatron_lm, alone, alone_varlen, kind, layout
+):
+    processes, more = SIZES[layout]
+    if layout == "CP2":  # of the local implementation, the branch accepts this one
+        more = [*more, "--cp-comm-type", "all_gather"]
+    packs = packed(48 if layout == "CP2" else 96)
+    events = megatron_lm(kind, *SAMPLE_MEAN, *packs, *more, processes=processes)
+    one = {**alone, "varlen": alone_varlen}[kind]
+    wanted = [event for event in one if "wanted" in event]
+    assert len(steps(events)) == len(wanted) == 3
+    for step, hand in zip(steps(events), wanted, strict=True):
+        assert step["step"]["lm loss"] == pytest.approx(hand["wanted"], rel=1e-6)
+        assert step["grad_norm"] == pytest.approx(hand["grad_norm"], rel=1e-6)
+    assert numbers(events) == pytest.approx(numbers(one), rel=1e-6)  # evaluations too
+
+
+@pytest.mark.skipif(not has_scheduler(), reason="this release has no packing scheduler")
+def test_the_schedulers_own_batches_are_weighted_in_both_splits_and_with_each_padding(megatron_lm):
+    done = megatron_lm.launch([str(FRAMEWORKS / "packing_worker.py")], processes=4, timeout=200)
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert done.stdout.count("PACKED equals the loops") == 20
+
+
 RL_NEEDS = [name for name in ("httpx", "fastapi", "uvicorn", "wandb") if find_spec(name) is None]
 
 
+def gathers_log_probabilities():
+    """Whether train_rl.py splits tokens over context-parallel ranks, as after 0.19 (d98e8a64)."""
+    file = CHECKOUT / "megatron" / "rl" / "rl_utils.py"
+    return file.exists() and "def _scatter_for_context_parallel" in file.read_text()
+
+
 @pytest.mark.skipif(bool(RL_NEEDS), reason=f"train_rl.py imports {', '.join(RL_NEEDS)}")
-def test_train_rls_own_rollout_data_and_loss_train_the_mean_over_rollouts_or_prompts(megatron_lm):
-    done = megatron_lm.launch([str(FRAMEWORKS / "train_rl_worker.py")], processes=2, timeout=200)
+@pytest.mark.parametrize("cp", [1, 2])
+def test_train_rls_own_rollout_data_and_loss_train_the_mean_over_rollouts_or_prompts(
+    megatron_lm, cp
+):
+    if cp > 1 and not gathers_log_probabilities():
+        pytest.skip("this release does not split tokens over context-parallel ranks")
+    worker = [str(FRAMEWORKS / "train_rl_worker.py"), str(cp)]
+    done = megatron_lm.launch(worker, processes=2, timeout=200)
     assert done.returncode == 0, done.stderr[-6000:]
     print(done.stdout)
     for kind in ("unpacked", "packed"):

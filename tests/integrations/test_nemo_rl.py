@@ -1,330 +1,373 @@
-"""NeMo-RL's integration against what NeMo-RL's own loss function returned, and in its own worker.
+"""NeMo-RL's integration without NeMo-RL, and with its own loss, trainer and worker in a checkout.
 
-``recorded/nemo_rl.json`` holds the inputs and outputs of ``ClippedPGLossFn`` at 7ea279ab, by
-``record_nemo_rl.py``. Its trainer and Megatron worker run where ``FRAMEWORKS_DIR`` has a checkout.
 Live on Megatron-Core without NeMo-RL: ``test_verl.py``.
 """
 
 import ast
 import inspect
-import json
+import pickle
 import re
 import textwrap
-from pathlib import Path
-from types import SimpleNamespace
+import warnings
+from functools import partial
 
 import pytest
 import torch
 from conftest import launched
 from device_double import DeviceDouble
-from frameworks import PATCHES, copy_of, in_float64, needs_checkout
+from frameworks import FRAMEWORKS_DIR, PATCHES, copy_of, in_float64, needs_checkout
+from written_frameworks import (
+    ClippedPGLossFn,
+    LossType,
+    MetricNormalizer,
+    MseValueLossFn,
+    NLLLossFn,
+)
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
 from megatron_lossagg.integrations.nemo_rl import AggregatedLoss, aggregated
+from megatron_lossagg.verify import reference_loss
+from megatron_lossagg.verify.frameworks.nemo_rl import compared, losses_of
+from megatron_lossagg.verify.frameworks.step import Step
 
-RECORDED = json.loads((Path(__file__).parent / "recorded/nemo_rl.json").read_text())
-RUNS = {run["name"]: run for run in RECORDED["runs"]}
 L = 12
-B, V, N = 7, 6, 18  # of 8 sequences one has sample_mask 0, and one is fully masked
-
-
-def microbatches():
-    return [
-        {name: torch.tensor(value, dtype=torch.float64) for name, value in mb.items()}
-        for mb in RECORDED["microbatches"]
-    ]
-
-
-MULTIPLIED = {"sampling_importance_ratio"}
-
-COUNTS = {
-    "global_valid_seqs": torch.tensor(float(B), dtype=torch.float64),
-    "global_valid_toks": torch.tensor(float(N), dtype=torch.float64),
-}
-
-
-class ClippedPG:
-    """PPO's clip and k3, reduced as NeMo-RL does: written from its source."""
-
-    input_type = "logprob"
-    positive_example_nll_weight = 0.0
-
-    def __init__(self, loss_type):
-        self.loss_type = SimpleNamespace(value=loss_type)
-        self.metric_normalizations = {"loss": loss_type}
-
-    def __call__(self, x, data, global_valid_seqs, global_valid_toks):
-        a = data["advantages"][:, 1:]
-        ratio = (x - data["prev_logprobs"][:, 1:]).exp()
-        pg = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2))
-        log_ratio = (data["reference_policy_logprobs"][:, 1:] - x).clamp(-20, 20)
-        kl = (log_ratio.exp() - 1 - log_ratio).clamp(-10, 10) * (x - x.detach()).exp()
-        token_mask, sample_mask = data["token_mask"][:, 1:], data["sample_mask"]
-
-        def reduce(values):
-            if self.loss_type.value == "token_level":
-                return (values * token_mask * sample_mask[:, None]).sum() / (
-                    global_valid_toks + 1e-8
-                )
-            means = (values * token_mask).sum(-1) / (token_mask.sum(-1) + 1e-8)
-            return (means * sample_mask).sum() / (global_valid_seqs + 1e-8)
-
-        loss = reduce(pg) + reduce(0.01 * kl)
-        return loss, {"loss": loss.item(), "kl_penalty": reduce(kl).item()}
-
-
-def run(loss_fn):
-    results = []
-    for mb in microbatches():
-        x = mb.pop("next_token_logprobs").requires_grad_()
-        loss, metrics = loss_fn(x, data=mb, **COUNTS)
-        (gradient,) = torch.autograd.grad(loss, x)
-        results.append({"loss": loss.item(), "gradient": gradient.tolist(), "metrics": metrics})
-    return results
-
-
-def assert_same(got, want, metrics=("loss", "kl_penalty")):
-    for one, other in zip(got, want, strict=True):
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-7)
-        gradients = [torch.tensor(each["gradient"]) for each in (one, other)]
-        assert torch.allclose(*gradients, rtol=1e-6, atol=1e-10)
-        assert gradients[1].norm() > 1e-3
-        for name in metrics:
-            assert float(one["metrics"][name]) == pytest.approx(
-                float(other["metrics"][name]), rel=1e-6
-            ), name
-
-
-@pytest.mark.parametrize("name", ["token", "sequence"])
-def test_the_loss_written_here_is_nemo_rls(name):
-    assert_same(run(ClippedPG(RUNS[name]["loss_type"])), RUNS[name]["theirs"])
-
-
-@pytest.mark.parametrize("mode", ["token_mean", "sample_mean", "constant", "sample_sum"])
-@pytest.mark.parametrize("name", ["token", "sequence"])
-def test_the_integration_gives_what_it_gave_around_nemo_rls_own_loss(name, mode):
-    aggregation = Aggregation(mode, divisor=L if mode == "constant" else None)
-    ours = run(aggregated(ClippedPG(RUNS[name]["loss_type"]), aggregation))
-    assert_same(ours, RUNS[name]["ours"][mode])
-
-
-@pytest.mark.parametrize(
-    ("name", "alias"),
-    [
-        ("token", "nemo-rl:token_level_loss=True"),
-        ("token, KL, dual clip, TIS", "nemo-rl:token_level_loss=True"),
-        ("sequence", "nemo-rl:token_level_loss=False"),
-        ("GSPO", "nemo-rl:token_level_loss=False"),
-    ],
-)
-def test_under_its_alias_nemo_rls_loss_gradient_and_every_metric_stay(name, alias):
-    recorded = RUNS[name]
-    ours = recorded["ours"][Aggregation(alias).mode]
-    metrics = set(recorded["theirs"][0]["metrics"]) - (MULTIPLIED if name == "GSPO" else set())
-    assert_same(ours, recorded["theirs"], metrics=metrics)
-
-
-def test_nemo_rl_multiplies_a_metric_of_gspo_by_the_microbatchs_sequences():
-    # [b, 1] weights times a [b] mask make [b, b]; sequence by sequence, as for packed sequences, b
-    # is 1.
-    (name,) = MULTIPLIED
-    recorded = RUNS["GSPO"]
-    theirs, ours = (
-        runs[0]["metrics"] for runs in (recorded["theirs"], recorded["ours"]["constant"])
-    )
-    assert theirs[name] / ours[name] == pytest.approx(4, rel=1e-6)
-
-
-def test_nemo_rl_counts_a_fully_masked_sequence_whose_sample_mask_is_1():
-    aggregation = Aggregation("nemo-rl:token_level_loss=False")
-    assert aggregation == Aggregation("sample_mean", count_empty=True)
-    # The sum of the sequences' means is that of B w_s, and would be V / B of it without the empty
-    # sequence.
-    total = sum(each["loss"] for each in RUNS["sequence"]["theirs"])
-    by_sum = RUNS["sequence"]["ours"]["sample_mean"]
-    assert total == pytest.approx(sum(each["loss"] for each in by_sum), rel=1e-7)
-    assert total * B / V != pytest.approx(total)
-
-
-def test_constant_divides_by_valid_samples_and_the_divisor():
-    theirs, ours = RUNS["token"]["theirs"], RUNS["token"]["ours"]["constant"]
-    for one, other in zip(ours, theirs, strict=True):
-        assert one["loss"] == pytest.approx(other["loss"] * N / (B * L), rel=1e-7)
-
-
-def test_metrics_other_than_the_loss_keep_nemo_rls_normalizers():
-    for name, recorded in RUNS.items():
-        multiplied = MULTIPLIED if name == "GSPO" else set()
-        for mode in recorded["ours"].values():
-            for one, other in zip(mode, recorded["theirs"], strict=True):
-                kept = set(other["metrics"]) - {"loss", "kl_penalty"} - multiplied
-                assert len(kept) >= 13
-                for name in kept:
-                    same = pytest.approx(float(other["metrics"][name]), rel=1e-7, abs=1e-12)
-                    assert float(one["metrics"][name]) == same, name
-    loss_fn = ClippedPG("token_level")
-    made = aggregated(loss_fn, Aggregation("constant", divisor=L))
-    assert made.metric_normalizations is loss_fn.metric_normalizations
-    assert (made.loss_type, made.input_type) == (loss_fn.loss_type, "logprob")
-    assert made.use_fused_linear_logprobs is False
-
-
-def test_what_nemo_rl_asks_of_the_loss_before_it_is_called_is_the_wrapped_losss():
-    # Under top-k or top-p sampling, KL is computed on log-probabilities without the filter.
-    loss_fn = ClippedPG("token_level")
-    loss_fn.reference_policy_kl_penalty = 0.01
-    made = aggregated(loss_fn, Aggregation("constant", divisor=L))
-    assert made.reference_policy_kl_penalty == 0.01
-
-
-def test_sequences_without_sample_mask_count_where_the_step_is_given_whole():
-    few = run(aggregated(ClippedPG("token_level"), Aggregation("constant", divisor=L)))
-    whole = aggregated(
-        ClippedPG("token_level"), Aggregation("constant", divisor=L), samples_per_step=8
-    )
-    for one, other in zip(run(whole), few, strict=True):
-        assert one["loss"] == pytest.approx(other["loss"] * B / 8, rel=1e-9)
-
-
-def test_empty_samples_that_nemo_rl_counts_cannot_be_left_out_here():
-    made = aggregated(ClippedPG("token_level"), Aggregation("sample_mean", count_empty=False))
-    with pytest.raises(PlanError, match="1 sequences have sample_mask 1 and no active tokens"):
-        run(made)
-
-
-def test_split_steps_which_pass_1_for_the_steps_counts_are_refused():
-    made = aggregated(ClippedPG("token_level"), Aggregation("sample_mean"))
-    mb = microbatches()[0]
-    x, one = mb.pop("next_token_logprobs"), torch.ones(())
-    with pytest.raises(ContractError, match="NeMo-RL's split training steps pass 1"):
-        made(x, data=mb, global_valid_seqs=one, global_valid_toks=one)
-
-
-def test_weights_from_the_trainer_make_prompt_mean():
-    made = aggregated(ClippedPG("token_level"), Aggregation("prompt_mean"), weights_in_data=True)
-    # Prompts (0, 1), (2, 3), ... and steps of four sequences; the last sequence is in no count.
-    data = {
-        "token_mask": torch.tensor(
-            [[1, *[1] * n, *[0] * (3 - n)] for n in (3, 1, 0, 2, 1, 1, 2, 2)]
-        ),
-        "sample_mask": torch.tensor([1, 1, 1, 1, 1, 1, 1, 0]),
-    }
-    weights = made.weights_of(data, sequences_per_step=4, samples_per_prompt=2)
-    want = [1 / 8, 1 / 8, 0, 1 / 4, 1 / 4, 1 / 4, 1 / 4, 0]
-    assert weights.tolist() == pytest.approx(want)
-    mb = microbatches()[0]
-    x = mb.pop("next_token_logprobs")
-    with pytest.raises(
-        ContractError, match=r"apply docs/integrations/patches/nemo-rl-prompt-mean\.patch"
-    ):
-        made(x, data=mb, **COUNTS)
-    with_weights = {**mb, "loss_weights": torch.tensor([0.5, 0.0, 0.25, 1.0])}
-    loss, _ = made(x, data=with_weights, **COUNTS)
-    sequences = [
-        ClippedPG("token_level")(x[n : n + 1], {k: v[n : n + 1] for k, v in mb.items()}, **COUNTS)
-        for n in range(4)
-    ]
-    want = sum(
-        w * sequence[0] * N for w, sequence in zip((0.5, 0, 0.25, 1), sequences, strict=True)
-    )
-    assert loss.item() == pytest.approx(want.item(), rel=1e-6)
+SAMPLE_MEAN = Aggregation("sample_mean")
+CONSTANT = Aggregation("constant", divisor=L)
+COUNTS = {"global_valid_seqs": torch.tensor(8.0), "global_valid_toks": torch.tensor(24.0)}
 
 
 def eight_sequences(**changes):
-    """Return a batch of eight equal sequences, as the trainer has it."""
-    masks = {"token_mask": torch.ones(8, 4), "sample_mask": torch.ones(8)}
-    return {**masks, **changes}
+    """Return a batch of eight sequences of three tokens, as the trainer has it."""
+    names = ("advantages", "prev_logprobs", "reference_policy_logprobs", "token_mask")
+    fields = {name: torch.ones(8, 4, dtype=torch.float64) for name in names}
+    return {**fields, "sample_mask": torch.ones(8, dtype=torch.float64), **changes}
+
+
+def log_probs():
+    return torch.linspace(-2, -1, 24, dtype=torch.float64).view(8, 3).requires_grad_()
+
+
+@pytest.mark.parametrize("token_level", [True, False])
+def test_the_loss_written_here_is_that_of_its_alias(token_level):
+    alias = Aggregation(f"nemo-rl:token_level_loss={token_level}")
+    found = compared(partial(ClippedPGLossFn, token_level=token_level), alias)
+    assert max(found.loss_error, found.gradient_error) < 1e-7
 
 
 @pytest.mark.parametrize(
-    ("sequences_per_step", "samples_per_prompt"), [(6, 4), (8, 3), (4, 3), (16, 3), (2, 4)]
+    "mode", ["token_mean", "sample_mean", "constant", "sample_sum", "token_sum"]
 )
-def test_a_prompt_that_is_not_whole_in_its_step_is_refused_for_prompt_mean(
-    sequences_per_step, samples_per_prompt
+@pytest.mark.parametrize("token_level", [True, False])
+def test_in_the_integration_it_is_the_references(token_level, mode):
+    aggregation = Aggregation(mode, divisor=L if mode == "constant" else None)
+    make = partial(ClippedPGLossFn, token_level=token_level)
+    found = compared(make, aggregation, is_wrapped=True)
+    assert max(found.loss_error, found.gradient_error) < 1e-7
+
+
+def test_the_loss_and_the_kl_follow_the_aggregation_and_other_metrics_stay():
+    theirs = losses_of(ClippedPGLossFn(), Step())
+    ours = losses_of(aggregated(ClippedPGLossFn(), CONSTANT), Step())
+    for (loss, metrics), (_, stock) in zip(ours, theirs, strict=True):
+        ratio = loss.item() / stock["loss"]
+        assert ratio != pytest.approx(1)
+        assert metrics["loss"] == pytest.approx(loss.item())
+        assert metrics["kl_penalty"] == pytest.approx(stock["kl_penalty"] * ratio)
+        for name in ("probs_ratio_min", "num_valid_samples"):
+            assert metrics[name] == stock[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["loss_type", "input_type", "metric_normalizations", "reference_policy_kl_penalty"],
+)
+def test_what_nemo_rl_asks_of_the_loss_before_it_is_called_is_the_wrapped_losss(name):
+    # Under top-k or top-p sampling, KL is computed on log-probabilities without the filter.
+    loss_fn = ClippedPGLossFn()
+    made = pickle.loads(pickle.dumps(aggregated(loss_fn, CONSTANT)))  # as Ray hands it over
+    assert getattr(made, name) == getattr(loss_fn, name)
+    assert not hasattr(made, "use_fused_linear_logprobs")
+
+
+def test_sequences_without_sample_mask_count_where_the_step_is_given_whole():
+    step = Step()
+    few = losses_of(aggregated(ClippedPGLossFn(), CONSTANT), step, num_excluded=1)
+    whole = aggregated(ClippedPGLossFn(), CONSTANT, samples_per_step=12)
+    for (one, _), (other, _) in zip(losses_of(whole, step, num_excluded=1), few, strict=True):
+        assert one.item() == pytest.approx(other.item() * 11 / 12, rel=1e-9)
+
+
+def test_empty_samples_that_nemo_rl_counts_cannot_be_left_out_here():
+    made = aggregated(ClippedPGLossFn(), Aggregation("sample_mean", count_empty=False))
+    with pytest.raises(PlanError, match="1 sequences have sample_mask 1 and no active tokens"):
+        losses_of(made, Step([[(3, 4, 5)]]))
+
+
+LENGTHS = (3, 1, 0, 2, 1, 1, 2, 2)
+MASK = torch.tensor([[0.0, *[1.0] * n, *[0.0] * (3 - n)] for n in LENGTHS], dtype=torch.float64)
+SAMPLE_MASK = torch.tensor([1.0] * 7 + [0.0], dtype=torch.float64)
+"""Of eight sequences: the third has no active token, the last one is in no count."""
+SPLIT = ("token_mean", "sample_mean", "constant", "sample_sum")
+
+
+def of_mode(mode):
+    return Aggregation(mode, divisor=L if mode == "constant" else None)
+
+
+def wanted(mode, losses):
+    """Compute the step's loss by the reference; ``losses``: ``[8, 3]``, without masks."""
+    sequences = [
+        {"x": list(x), "counted": m, "trained": m, "sample": number}
+        for number, (x, m) in enumerate(zip(losses, MASK[:, 1:].int().tolist(), strict=True))
+        if SAMPLE_MASK[number]
+    ]
+    return reference_loss.step_loss(mode, sequences, divisor=L if mode == "constant" else None)
+
+
+@pytest.mark.parametrize("mode", [*SPLIT, "token_sum"])
+@pytest.mark.parametrize("name", ["next_token_logprobs", "logits"])
+def test_sft_and_value_losses_have_the_weights_of_the_mode(name, mode):
+    returns = torch.linspace(-1, 2, 32, dtype=torch.float64).view(8, 4)
+    data = eight_sequences(token_mask=MASK, sample_mask=SAMPLE_MASK, returns=returns)
+    is_of_values = name == "logits"
+    x = torch.linspace(-2, 1, 32 if is_of_values else 24, dtype=torch.float64).view(8, -1)
+    x = x.requires_grad_()
+    made = aggregated(MseValueLossFn() if is_of_values else NLLLossFn(), of_mode(mode))
+    counts = {"global_valid_seqs": SAMPLE_MASK.sum(), "global_valid_toks": torch.tensor(10.0)}
+    parts = [
+        made(**{name: x[some]}, data={k: value[some] for k, value in data.items()}, **counts)
+        for some in (slice(0, 3), slice(3, 8))
+    ]
+    loss = sum(part for part, _ in parts)
+    want = wanted(mode, (x - returns)[:, 1:] ** 2 / 2 if is_of_values else -x)
+    assert loss.item() == pytest.approx(want.item(), rel=1e-7)
+    assert sum(metrics["loss"] for _, metrics in parts) == pytest.approx(want.item(), rel=1e-7)
+    got, wanted_gradient = (torch.autograd.grad(one, x)[0] for one in (loss, want))
+    assert torch.allclose(got, wanted_gradient, rtol=1e-7, atol=0)
+    if is_of_values:  # a sequence with no active token has no smallest value
+        least = [x[some][(MASK * SAMPLE_MASK[:, None])[some] == 1].min().item()
+                 for some in (slice(0, 3), slice(3, 8))]  # fmt: skip
+        assert [metrics["values_min"] for _, metrics in parts] == least
+
+
+def test_a_value_of_a_first_token_that_nemo_rl_trains_and_does_not_count_is_refused():
+    data = eight_sequences(returns=torch.ones(8, 4))
+    with pytest.raises(PlanError, match=r"1 at a sequence's first token.*set token_loss_mask to 0"):
+        aggregated(MseValueLossFn(), SAMPLE_MEAN)(logits=torch.ones(8, 4), data=data, **COUNTS)
+
+
+@pytest.mark.parametrize("mode", SPLIT)
+@pytest.mark.parametrize("make", [ClippedPGLossFn, partial(ClippedPGLossFn, token_level=False),
+                                  NLLLossFn])  # fmt: skip
+def test_a_split_steps_gradient_is_divided_by_what_the_mode_counts(make, mode):
+    """By ``finish_train_step``: losses of counts of 1, times 1 / N or 1 / B in the end."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = aggregated(make(), of_mode(mode), split_steps=True)
+    messages = [str(warning.message) for warning in caught]
+    assert len(messages) == (mode != "token_mean")
+    assert all("a split step divides the losses that a model adds" in one for one in messages)
+    made = pickle.loads(pickle.dumps(made))
+    level = LossType.TOKEN_LEVEL if mode == "token_mean" else LossType.SEQUENCE_LEVEL
+    assert made.loss_type is level
+    follows = MetricNormalizer.TOKENS if mode == "token_mean" else MetricNormalizer.SEQUENCES
+    kinds = dict(make().metric_normalizations)
+    assert made.metric_normalizations == {
+        name: follows if name in ("loss", "kl_penalty") else kind for name, kind in kinds.items()
+    }
+    data = eight_sequences(token_mask=MASK, sample_mask=SAMPLE_MASK)
+    x, one = log_probs(), torch.ones(())
+    total = sum(
+        made(
+            x[some],
+            data={name: value[some] for name, value in data.items()},
+            global_valid_seqs=one,
+            global_valid_toks=one,
+        )[0]
+        for some in (slice(0, 2), slice(2, 3), slice(3, 8))
+    )
+    loss = total / (10 if level is LossType.TOKEN_LEVEL else 7)
+    ratio = (x - 1).exp()
+    want = wanted(mode, -x if make is NLLLossFn else -torch.minimum(ratio, ratio.clamp(0.8, 1.2)))
+    assert loss.item() == pytest.approx(want.item(), rel=1e-6)
+    got, wanted_gradient = (torch.autograd.grad(y, x)[0] for y in (loss, want))
+    assert torch.allclose(got, wanted_gradient, rtol=1e-6, atol=1e-12)
+    with pytest.raises(ContractError, match="passes a step's counts, 8 and 24: drop it"):
+        made(log_probs(), data=data, **COUNTS)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "mode", "more", "message"),
+    [
+        (ClippedPGLossFn(), "token_sum", {}, "choose one of token_mean, sample_mean, constant, s"),
+        (MseValueLossFn(), "token_mean", {}, "split_steps=True with token_mean.* and MseValueLoss"),
+        (ClippedPGLossFn(), "token_mean", {"weights_in_data": True}, "drop them"),
+        (ClippedPGLossFn(), "sample_mean", {"samples_per_step": 8}, "drop them"),
+    ],
+)
+def test_what_a_split_step_cannot_divide_by_is_refused_at_startup(loss_fn, mode, more, message):
+    with pytest.raises(AggregationError, match=message):
+        aggregated(loss_fn, Aggregation(mode), split_steps=True, **more)
+
+
+@pytest.mark.parametrize(
+    ("policy", "mode", "kept"),
+    [
+        ({"megatron_cfg": {"mtp_num_layers": 1}}, "sample_mean", "MTP"),
+        ({"draft": {"enabled": True}, "megatron_cfg": None}, "sample_mean", "draft"),
+        ({"draft": {"enabled": True}}, "token_mean", None),
+        ({"draft": {"enabled": False}, "megatron_cfg": {}}, "sample_mean", None),
+    ],
+)
+def test_a_loss_of_the_policy_that_stays_nemo_rls_is_warned_of(policy, mode, kept, recwarn):
+    aggregated(ClippedPGLossFn(), Aggregation(mode), policy=policy)
+    messages = [str(warning.message) for warning in recwarn]
+    assert len(messages) == (kept is not None)
+    assert all(f"the {kept} loss stays NeMo-RL's mean over the step's" in one for one in messages)
+
+
+def test_split_steps_which_pass_1_for_the_steps_counts_are_refused():
+    one = torch.ones(())
+    with pytest.raises(ContractError, match=r"split training steps pass 1.*pass split_steps=True"):
+        aggregated(ClippedPGLossFn(), SAMPLE_MEAN)(
+            log_probs(), data=eight_sequences(), global_valid_seqs=one, global_valid_toks=one
+        )
+
+
+def test_weights_from_the_trainer_make_prompt_mean():
+    made = aggregated(ClippedPGLossFn(), Aggregation("prompt_mean"), weights_in_data=True)
+    # Prompts (0, 1), (2, 3), ... and steps of four sequences; the last sequence is in no count.
+    lengths = (3, 1, 0, 2, 1, 1, 2, 2)
+    mask = torch.tensor([[1.0, *[1] * n, *[0] * (3 - n)] for n in lengths])
+    data = eight_sequences(token_mask=mask, sample_mask=torch.tensor([1.0] * 7 + [0]))
+    weights = made.weights_of(data, sequences_per_step=4, samples_per_prompt=2)
+    assert weights.tolist() == pytest.approx([1 / 8, 1 / 8, 0, 1 / 4, 1 / 4, 1 / 4, 1 / 4, 0])
+    with pytest.raises(
+        ContractError, match=r"apply docs/integrations/patches/nemo-rl-prompt-mean\.patch"
+    ):
+        made(log_probs(), data=data, **COUNTS)
+    x = log_probs()
+    loss, _ = made(x, data={**data, "loss_weights": weights}, **COUNTS)
+    ratio = (x - 1).exp()
+    losses = -torch.minimum(ratio, ratio.clamp(0.8, 1.2)) * mask[:, 1:]
+    assert loss.item() == pytest.approx((losses.sum(-1) * weights).sum().item())
+
+
+def test_weights_from_the_trainer_make_length_power():
+    """Steps of four sequences, of 3, 1, 0, 2 and of 1, 1, 2 tokens, one more in no count."""
+    power = Aggregation("length_power", exponent=0.5)
+    made = aggregated(ClippedPGLossFn(), power, weights_in_data=True)
+    lengths = (3, 1, 0, 2, 1, 1, 2, 2)
+    mask = torch.tensor([[1.0, *[1] * n, *[0] * (3 - n)] for n in lengths])
+    data = eight_sequences(token_mask=mask, sample_mask=torch.tensor([1.0] * 7 + [0]))
+    weights = made.weights_of(data, sequences_per_step=4, samples_per_prompt=2)
+    wanted = []
+    for step in ((3, 1, 0, 2), (1, 1, 2)):
+        z = sum(n**0.5 for n in step)
+        wanted += [1 / (n**0.5 * z) if n else 0 for n in step]
+    assert weights.tolist() == pytest.approx([*wanted, 0])
+    x = log_probs()
+    loss, _ = made(x, data={**data, "loss_weights": weights}, **COUNTS)
+    ratio = (x - 1).exp()
+    losses = -torch.minimum(ratio, ratio.clamp(0.8, 1.2)) * mask[:, 1:]
+    assert loss.item() == pytest.approx((losses.sum(-1) * weights).sum().item())
+
+
+@pytest.mark.parametrize(
+    ("sequences_per_step", "samples_per_prompt", "is_whole"),
+    [
+        *((6, 4, False), (8, 3, False), (4, 3, False), (16, 3, False), (2, 4, False)),
+        *((4, 2, True), (8, 4, True), (6, 2, True), (100, 4, True), (4, 4, True)),
+    ],
+)
+def test_prompt_mean_takes_prompts_that_are_whole_in_their_step(
+    sequences_per_step, samples_per_prompt, is_whole
 ):
     sizes = {"sequences_per_step": sequences_per_step, "samples_per_prompt": samples_per_prompt}
-    made = aggregated(ClippedPG("token_level"), Aggregation("prompt_mean"), weights_in_data=True)
+    made = aggregated(ClippedPGLossFn(), Aggregation("prompt_mean"), weights_in_data=True)
+    if is_whole:
+        steps = made.weights_of(eight_sequences(), **sizes).split(sequences_per_step)
+        assert [step.sum().item() * 3 for step in steps] == pytest.approx([1.0] * len(steps))
+        return
     with pytest.raises(
         PlanError, match=r"got 8 sequences in optimizer steps of .* whole prompts in ea"
     ):
         made.weights_of(eight_sequences(), **sizes)
-    of_samples = Aggregation("sample_mean")  # knows no prompts
-    made = aggregated(ClippedPG("token_level"), of_samples, weights_in_data=True)
+    made = aggregated(ClippedPGLossFn(), SAMPLE_MEAN, weights_in_data=True)  # knows no prompts
     assert made.weights_of(eight_sequences(), **sizes).gt(0).all()
-
-
-def test_whole_prompts_are_taken_whatever_the_steps():
-    made = aggregated(ClippedPG("token_level"), Aggregation("prompt_mean"), weights_in_data=True)
-    for sequences_per_step, samples in ((4, 2), (8, 4), (6, 2), (100, 4), (4, 4)):
-        sizes = {"sequences_per_step": sequences_per_step, "samples_per_prompt": samples}
-        steps = made.weights_of(eight_sequences(), **sizes).split(sequences_per_step)
-        assert [step.sum().item() * 3 for step in steps] == pytest.approx([1.0] * len(steps))
 
 
 @pytest.mark.parametrize("name", ["sample_mask", "token_mask"])
 def test_a_mask_that_is_not_0_or_1_is_refused(name):
     half = eight_sequences(**{name: eight_sequences()[name] * 0.5})
-    made = aggregated(ClippedPG("token_level"), Aggregation("sample_mean"), weights_in_data=True)
-    with pytest.raises(PlanError, match=f"got {name} with values other than 0 and 1.*Make "):
-        made.weights_of(half, sequences_per_step=8, samples_per_prompt=4)
-    mb = microbatches()[0]
-    mb[name] = mb[name] * 0.5
-    made = aggregated(ClippedPG("token_level"), Aggregation("sample_mean"))
-    with pytest.raises(PlanError, match=f"got {name} with values other than 0 and 1.*Make "):
-        made(mb.pop("next_token_logprobs"), data=mb, **COUNTS)
+    of_batch = aggregated(ClippedPGLossFn(), SAMPLE_MEAN, weights_in_data=True)
+    for call in (
+        partial(of_batch.weights_of, half, sequences_per_step=8, samples_per_prompt=4),
+        partial(aggregated(ClippedPGLossFn(), SAMPLE_MEAN), log_probs(), data=half, **COUNTS),
+    ):
+        with pytest.raises(PlanError, match=f"got {name} with values other than 0 and 1.*Make "):
+            call()
 
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_a_count_of_the_step_that_is_no_integer_is_refused(name):
-    mb = microbatches()[0]
-    made = aggregated(ClippedPG("token_level"), Aggregation("token_mean"))
+    made = aggregated(ClippedPGLossFn(), Aggregation("token_mean"))
     with pytest.raises(PlanError, match=f"got {name} .*5, expected an integer, the sum of 0/1"):
-        made(mb.pop("next_token_logprobs"), data=mb, **{**COUNTS, name: COUNTS[name] + 0.5})
+        made(log_probs(), data=eight_sequences(), **{**COUNTS, name: COUNTS[name] + 0.5})
 
 
 @pytest.mark.parametrize("is_carried", [False, True])
 def test_loss_and_gradient_are_the_same_with_the_batch_on_a_device(is_carried):
-    made = aggregated(
-        ClippedPG("token_level"), Aggregation("sample_mean"), weights_in_data=is_carried
-    )
+    made = aggregated(ClippedPGLossFn(), SAMPLE_MEAN, weights_in_data=is_carried)
 
-    def run(mb, counts):
-        x = mb.pop("next_token_logprobs").requires_grad_()
+    def run(place):
+        x = log_probs().detach().to(place).requires_grad_()
+        data = {name: value.to(place) for name, value in eight_sequences().items()}
         if is_carried:
             sizes = {"sequences_per_step": 4, "samples_per_prompt": 2}
-            mb["loss_weights"] = made.weights_of(mb, **sizes).to(x)
-        loss, metrics = made(x, data=mb, **counts)
+            data["loss_weights"] = made.weights_of(data, **sizes).to(x)
+        loss, metrics = made(x, data=data, **{name: n.to(place) for name, n in COUNTS.items()})
         (gradient,) = torch.autograd.grad(loss, x)
         assert loss.device == gradient.device == x.device
         return loss.item(), gradient.tolist(), metrics["loss"]
 
-    want = run(microbatches()[0], COUNTS)
+    want = run(torch.device("cpu"))
     with DeviceDouble() as double:
-        mb = {name: value.to(double.device) for name, value in microbatches()[0].items()}
-        got = run(mb, {name: value.to(double.device) for name, value in COUNTS.items()})
-    assert got[0] == want[0] == pytest.approx(want[2])
-    assert got[1:] == want[1:]
+        assert run(double.device) == want
+    assert want[0] == pytest.approx(want[2])
 
 
-@pytest.mark.parametrize("mode", ["prompt_mean", "microbatch_token_mean"])
-def test_a_mode_that_nemo_rl_has_no_counts_for_is_refused_at_startup(mode):
-    with pytest.raises(AggregationError, match="no prompts and no microbatches"):
-        aggregated(ClippedPG("token_level"), Aggregation(mode))
+@pytest.mark.parametrize(
+    "aggregation",
+    [
+        Aggregation("prompt_mean"),
+        Aggregation("length_power", exponent=0.5),
+        Aggregation("microbatch_token_mean"),
+    ],
+    ids=str,
+)
+def test_a_mode_that_nemo_rl_has_no_counts_for_is_refused_at_startup(aggregation):
+    with pytest.raises(AggregationError, match="no prompts, no lengths of other samples and no"):
+        aggregated(ClippedPGLossFn(), aggregation)
+    if aggregation.mode == "microbatch_token_mean":
+        with pytest.raises(AggregationError, match="for prompt_mean and length_power apply"):
+            aggregated(ClippedPGLossFn(), aggregation, weights_in_data=True)
 
 
 def test_wrong_wrapping_is_refused_at_startup():
-    mode = Aggregation("sample_mean")
-    with pytest.raises(AggregationError, match="expected NeMo-RL's ClippedPGLossFn"):
-        aggregated(object(), mode)
-    loss_fn = ClippedPG("token_level")
+    with pytest.raises(AggregationError, match="got a loss function object, expected NeMo-RL's Cl"):
+        aggregated(object(), SAMPLE_MEAN)
+    with pytest.raises(AggregationError, match="got weights_in_data=True with NLLLossFn"):
+        aggregated(NLLLossFn(), SAMPLE_MEAN, weights_in_data=True)
+    loss_fn = ClippedPGLossFn()
     with pytest.raises(AggregationError, match="expected an integer"):
-        aggregated(loss_fn, mode, samples_per_step=0)
+        aggregated(loss_fn, SAMPLE_MEAN, samples_per_step=0)
+    with pytest.raises(PlanError, match=r"give policy\.train_global_batch_size"):
+        losses_of(aggregated(loss_fn, SAMPLE_MEAN, samples_per_step=5), Step())
     loss_fn.positive_example_nll_weight = 0.1
     with pytest.raises(AggregationError, match=r"set loss_fn\.positive_example_nll_weight to 0"):
-        aggregated(loss_fn, mode)
-    with pytest.raises(PlanError, match=r"give policy\.train_global_batch_size"):
-        run(aggregated(ClippedPG("token_level"), mode, samples_per_step=5))
+        aggregated(loss_fn, SAMPLE_MEAN)
 
 
 PATCH = "nemo-rl-prompt-mean.patch"
@@ -373,6 +416,40 @@ def test_the_patch_calls_weights_of_by_the_names_of_its_arguments():
     assert call.func.attr == AggregatedLoss.weights_of.__name__
     keywords = {keyword.arg: None for keyword in call.keywords}
     inspect.signature(AggregatedLoss.weights_of).bind(None, *call.args, **keywords)
+
+
+@pytest.mark.launches
+@needs_checkout("NeMo-RL")
+def test_under_its_alias_nemo_rls_loss_gradient_and_every_metric_stay():
+    arguments = ("losses", f"{FRAMEWORKS_DIR}/NeMo-RL", "")
+    out = launched("integrations/nemo_rl_worker.py", *arguments, processes=1)
+    assert out.count("are NeMo-RL's own") == 6
+
+
+@pytest.fixture(scope="module")
+def given(launches, tmp_path_factory):
+    """Run NeMo-RL's own trainer until it trains; compute the reference of each loss and mode."""
+    folder = tmp_path_factory.mktemp("nemo_rl_given")
+    checkout = copy_of("NeMo-RL", "nemo_rl", folder)
+    in_float64([checkout / IN_FLOAT32])
+    launched("integrations/nemo_rl_worker.py", "given", checkout, folder / "given.pt", processes=1)
+    return checkout, folder / "given.pt"
+
+
+@needs_checkout("NeMo-RL")
+@pytest.mark.parametrize(
+    ("cp", "processes", "how", "size"),
+    [(1, 2, "padded", 2), (1, 2, "packed", 24), (2, 4, "packed", 24)],
+)
+def test_nemo_rl_trains_sft_values_and_split_steps_by_the_mode(given, cp, processes, how, size):
+    names = [f"{loss}/{mode}" for loss in ("nll", "value", "split", "split nll") for mode in SPLIT]
+    cases = [f"{name}/{size}" for name in names]
+    arguments = ("train_given", *given, cp, how, *cases)
+    out = launched("integrations/nemo_rl_worker.py", *arguments, processes=processes)
+    print(out)
+    errors = dict(re.findall(r"^(.*): (\S+), \d+ microbatches$", out, re.MULTILINE))
+    assert list(errors) == cases
+    assert max(map(float, errors.values())) < 1e-12
 
 
 @needs_checkout("NeMo-RL")

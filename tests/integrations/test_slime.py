@@ -1,29 +1,20 @@
-"""slime: weights carried with the data, and the reducer of the policy loss of slime and miles."""
+"""slime and miles: weights carried with the data, and the reducer of the policy loss."""
 
 import os
 import subprocess
 import sys
 import types
 from argparse import Namespace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import TESTS, launched
 from device_double import DeviceDouble
-from frameworks import (
-    CASES,
-    FRAMEWORKS_DIR,
-    LAYOUTS,
-    check_reducer,
-    flags,
-    needs,
-    recorded,
-    trained,
-    wanted,
-)
+from frameworks import FRAMEWORKS_DIR, LAYOUTS, needs
 
-from megatron_lossagg import faults
+from megatron_lossagg import Aggregation, faults
 from megatron_lossagg.errors import (
     AggregationError,
     ContractError,
@@ -31,8 +22,12 @@ from megatron_lossagg.errors import (
     PlanError,
     ReducerError,
 )
-from megatron_lossagg.integrations import _rollout_mask_sums, slime
+from megatron_lossagg.integrations import _rollout_mask_sums, miles, slime
+from megatron_lossagg.integrations._rollout_mask_sums import REDUCER
 from megatron_lossagg.verify import reference_loss
+from megatron_lossagg.verify.cases import reference_options
+from megatron_lossagg.verify.frameworks.carried import carrying
+from megatron_lossagg.verify.frameworks.step import aggregations, draw
 
 
 @pytest.fixture
@@ -64,16 +59,6 @@ def framework_args(monkeypatch):
 MASKS = [torch.tensor([1, 0, 1], dtype=torch.int32), torch.tensor([1, 1], dtype=torch.int32)]
 
 
-@pytest.mark.launches
-def test_on_live_megatron_the_frameworks_own_scaling_makes_it_the_configured_loss(tmp_path):
-    file = tmp_path / "reference.pt"
-    launched("integrations/carry_worker.py", "reference", file, processes=1)
-    out = launched("integrations/carry_worker.py", "compare", file, processes=4)
-    assert "REDUCER equals the reference" in out
-    assert out.count("CARRIED") == 10
-    assert out.count("refused together") == 2 * 4
-
-
 @pytest.mark.parametrize(
     ("name", "divisor"), [("constant_40960", 40960), ("constant_5e-1", 0.5), ("constant_0p5", 0.5)]
 )
@@ -98,8 +83,7 @@ def test_a_name_without_a_valid_divisor_is_an_attribute_error_that_shows_a_valid
 
 def test_partial_losses_of_the_context_parallel_ranks_add_up(miles_cp):
     # Sequence 0 of 5 tokens is split into chunks of 2, sequence 1 of 4 into chunks of 1; response
-    # token j
-    # sits on logit prompt - 1 + j.
+    # token j sits on logit prompt - 1 + j.
     x = {0: [1.0, 2.0, 4.0], 1: [8.0, 16.0]}
     logits = {0: [1, 2, 3], 1: [1, 2]}
     total = 0
@@ -188,40 +172,40 @@ def test_a_microbatch_with_no_samples_gives_a_partial_loss_of_zero(miles_cp):
     assert loss.requires_grad
 
 
-SLIME = "megatron_lossagg.integrations.slime"
-CARRY = f"{SLIME}.carry_weights"
-REDUCER = "custom_pg_loss_reducer_function_path"
+CHECKOUTS = [pytest.param(name, marks=needs(name)) for name in ("slime", "miles")]
 
 
-@pytest.fixture
-def references(launches, tmp_path_factory):
+@pytest.fixture(scope="session")
+def reference(launches, tmp_path_factory):
     """Return a function from a dtype to the file of its reference."""
+    folder = tmp_path_factory.mktemp("reference")
 
-    def reference(dtype):
-        file = tmp_path_factory.getbasetemp() / f"slime_{dtype}.pt"
+    def made(dtype):
+        file = folder / f"{dtype}.pt"
         if not file.exists():
-            launched("integrations/slime_worker.py", "reference", dtype, file, processes=1)
+            launched("integrations/framework_step.py", dtype, file, processes=1)
         return file
 
-    return reference
+    return made
 
 
-@needs("slime")
+@pytest.mark.parametrize("name", CHECKOUTS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(("dp", "cp"), LAYOUTS)
-def test_slimes_own_training_step_trains_the_configured_loss(references, dtype, dp, cp):
-    arguments = ("compare", dtype, cp, references(dtype))
-    out = launched("integrations/slime_worker.py", *arguments, processes=dp * cp)
-    assert "SLIME equals the reference" in out
-    assert "slime logs rollout/log_probs" in out
-    assert out.count("slime DP ") == 2 * 12
+def test_the_frameworks_own_training_step_trains_the_configured_loss(
+    reference, name, dtype, dp, cp
+):
+    arguments = (name, dtype, cp, reference(dtype))
+    out = launched("integrations/carried_worker.py", *arguments, processes=dp * cp)
+    assert out.count("CASE ") == 2 * {"slime": 13, "miles": 12}[name]
 
 
 @pytest.mark.launches
-@needs("slime")
-def test_slimes_own_loader_parser_and_rebuilt_groups_take_the_hooks():
-    out = launched("integrations/slime_worker.py", "wiring", processes=2)
-    assert "WIRING of slime holds" in out
+@pytest.mark.parametrize("name", CHECKOUTS)
+def test_the_frameworks_own_loader_parser_and_schedule_take_the_hooks(name):
+    processes = {"slime": 2, "miles": 1}[name]  # miles carries in its rollout manager
+    out = launched("integrations/carried_worker.py", name, "wiring", processes=processes)
+    assert f"WIRING of {name} holds" in out
 
 
 @pytest.mark.launches
@@ -246,163 +230,193 @@ def test_slimes_own_test_of_context_parallelism_passes_with_our_reducer_in_it(di
     assert outcome in done.stdout, done.stdout + done.stderr
 
 
-def stock(**given):
-    """Return slime's arguments, as far as the hooks read them."""
-    defaults = {
-        "calculate_per_token_loss": False,
-        "custom_megatron_init_path": None,
-        "custom_pg_loss_reducer_function_path": None,
-        "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer",
-        "global_batch_size": 4,
-        "load_debug_rollout_data_subsample": None,
-        "n_samples_per_prompt": 2,
-        "rollout_data_postprocess_path": None,
-        "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
+MODULES = {"slime": slime, "miles": miles}
+CASES = aggregations()
+SAMPLES = [Namespace(group_index=one.prompt) for one in draw()]
+"""What the hook of miles reads of its samples."""
+
+
+@dataclass
+class Carrying:
+    """A framework's rollout batch of the drawn step, in two steps of four rollouts."""
+
+    module: types.ModuleType
+    data: dict
+
+    @property
+    def prefix(self):
+        return f"{self.module.HOOKS.module}."
+
+    def arguments(self, aggregation="token_mean", **given):
+        """Return arguments that carry an aggregation's weights, as far as the hooks read them."""
+        if isinstance(aggregation, str):
+            aggregation = CASES.get(aggregation) or Aggregation(aggregation)
+        return Namespace(**{**STOCK, **carrying(self.module.HOOKS, aggregation), **given})
+
+    def carry(self, args, samples=SAMPLES):
+        """Carry the weights; returns the denominators of the sequences."""
+        if self.module is miles:
+            assert miles.with_weights(args, samples, self.data) is self.data
+            return self.data["rollout_mask_sums"]
+        slime.carry_weights(args, 0, self.data)
+        return self.data["rollout_mask_sums"].tolist()
+
+
+NO_MODE = {"loss_aggregation": None, "loss_aggregation_count_empty": None}
+STOCK = {
+    "calculate_per_token_loss": False,
+    "custom_megatron_init_path": None,
+    "custom_reward_post_process_path": None,
+    REDUCER: None,
+    "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer",
+    "global_batch_size": 4,
+    "n_samples_per_prompt": 2,
+    "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
+    "use_dynamic_batch_size": True,
+}
+
+
+def make_data(name):
+    """Return the drawn step as a framework has it when its hook is called."""
+    drawn, lists = draw(), {}
+    active = [0] * 8
+    for one in drawn:
+        active[one.sample] += sum(one.mask)
+    lists["loss_masks"] = [list(one.mask) for one in drawn]
+    lists["rollout_ids"] = [one.sample for one in drawn]
+    lists["rollout_mask_sums"] = [float(active[one.sample]) for one in drawn]
+    if name == "miles":
+        return lists
+    return {
+        "loss_masks": [torch.tensor(mask, dtype=torch.int32) for mask in lists["loss_masks"]],
+        "rollout_ids": lists["rollout_ids"],
+        "rollout_mask_sums": torch.tensor(lists["rollout_mask_sums"]),
+        "micro_batch_indices": [[0, 1, 3], [2], [4, 5], [6, 7, 8, 9], [10, 11]],
+        "num_microbatches": [3, 2],
+        "global_batch_sizes": [4, 4],
     }
-    return Namespace(**{**defaults, **given})
 
 
-def carrying(mode="token_mean", **given):
-    """Return slime's arguments with weights carried."""
-    return stock(**{**flags(mode), "rollout_data_postprocess_path": CARRY, **given})
-
-
-@pytest.fixture
-def data():
-    """Return a rollout batch as slime's own code made it, and what its reducer returned."""
-    data = recorded("slime")
-    data["loss_masks"] = [torch.tensor(mask, dtype=torch.int32) for mask in data["loss_masks"]]
-    assert data["dtype of rollout_mask_sums"] == "torch.float32"
-    data["rollout_mask_sums"] = torch.tensor(data["rollout_mask_sums"], dtype=torch.float32)
-    return data
-
-
-@pytest.fixture
-def alone(monkeypatch):
-    """Take this process for the data-parallel group."""
+@pytest.fixture(params=["slime", "miles"])
+def framework(request, monkeypatch):
+    """Return a framework's rollout batch; this process is its data-parallel group."""
     monkeypatch.setattr(slime, "_data_parallel_group", lambda: None)
+    return Carrying(MODULES[request.param], make_data(request.param))
 
 
-def sequences_of_steps(data):
-    microbatches = iter(data["micro_batch_indices"])
-    for m, rollouts in zip(data["num_microbatches"], data["global_batch_sizes"], strict=True):
-        yield [sequence for _ in range(m) for sequence in next(microbatches)], rollouts
+of_slime = pytest.mark.parametrize("framework", ["slime"], indirect=True)
+of_miles = pytest.mark.parametrize("framework", ["miles"], indirect=True)
 
 
-@pytest.mark.parametrize(("name", "keywords"), CASES, ids=[name for name, _ in CASES])
-def test_recorded_sums_over_carried_denominators_are_the_configured_loss(
-    data, alone, name, keywords
-):
-    slime.carry_weights(carrying(**flags(**keywords)), 0, data)
-    denominators = data["rollout_mask_sums"].tolist()
-    recording = recorded("slime")
-    steps = list(sequences_of_steps(data))
-    assert [len(sequences) for sequences, _ in steps] == [6, 6]
-    for sequences, rollouts in steps:
-        got = trained(recording, denominators, sequences, rollouts)
-        assert got == pytest.approx(wanted(recording, sequences, keywords), rel=1e-6)
+def assert_configured(denominators, aggregation):
+    """Compare masked sums over the denominators, clamped and over G, with the reference."""
+    drawn = draw()
+    of_mode = aggregation.mode == "microbatch_token_mean"
+    microbatch = {0: 0, 1: 0, 3: 0, 2: 1, 4: 2, 5: 2, 6: 0, 7: 0, 8: 0, 9: 0, 10: 1, 11: 1}
+    for members, m in ((range(6), 3), (range(6, 12), 2)):
+        got = 0.0
+        sequences = []
+        for number in members:
+            one = drawn[number]
+            masked = (one.advantages * torch.tensor(one.mask)).sum().item()
+            got += masked / max(denominators[number], 1) / 4
+            sequences.append(
+                {
+                    "x": list(one.advantages.unbind()),
+                    "counted": one.mask,
+                    "trained": one.mask,
+                    "sample": one.sample,
+                    "prompt": one.prompt,
+                    "microbatch": (0, microbatch[number]),
+                }
+            )
+        options = reference_options(aggregation, [m] if of_mode else [])
+        want = reference_loss.step_loss(aggregation.mode, sequences, **options)
+        assert got == pytest.approx(want.item(), rel=1e-6)  # slime's are float32
 
 
-def test_microbatch_token_mean_is_carried_with_the_microbatch_of_each_sequence(data, alone):
-    data["micro_batch_indices"] = [[0, 1, 3], [2], [4, 5], [6, 7, 8, 9], [10, 11]]
-    data["num_microbatches"] = [3, 2]
-    slime.carry_weights(carrying("microbatch_token_mean"), 0, data)
-    denominators = data["rollout_mask_sums"].tolist()
-    recording, microbatches = recorded("slime"), iter(data["micro_batch_indices"])
-    for m, rollouts in zip(data["num_microbatches"], data["global_batch_sizes"], strict=True):
-        sequences = [
-            {
-                "x": [torch.tensor(x, dtype=torch.float64) for x in recording["x"][sequence]],
-                "counted": recording["loss_masks"][sequence],
-                "trained": recording["loss_masks"][sequence],
-                "microbatch": (0, index),
-                "sequence": sequence,
-            }
-            for index in range(m)
-            for sequence in next(microbatches)
-        ]
-        got = trained(
-            recording, denominators, [sequence["sequence"] for sequence in sequences], rollouts
-        )
-        want = reference_loss.step_loss("microbatch_token_mean", sequences, microbatches=[m])
-        assert got == pytest.approx(float(want), rel=1e-6)
+@pytest.mark.parametrize("name", CASES)
+def test_masked_sums_over_carried_denominators_are_the_configured_loss(framework, name):
+    assert_configured(framework.carry(framework.arguments(name)), CASES[name])
+
+
+@of_slime
+def test_microbatch_token_mean_is_carried_with_the_microbatch_of_each_sequence(framework):
+    mode = "microbatch_token_mean"
+    assert_configured(framework.carry(framework.arguments(mode)), Aggregation(mode))
+
+
+def test_sample_mean_is_what_the_framework_carries_by_default(framework):
+    before = torch.as_tensor(framework.data["rollout_mask_sums"]).clamp(min=1)  # as frameworks do
+    after = framework.carry(framework.arguments("sample_mean"))
+    assert after == pytest.approx(before.tolist(), rel=1e-15)
+
+
+def test_carrying_twice_changes_nothing(framework):
+    once = list(framework.carry(framework.arguments()))
+    assert framework.carry(framework.arguments()) == once
 
 
 @pytest.mark.parametrize("mode", ["token_mean", "prompt_mean"])
-def test_weights_are_carried_where_slime_has_its_masks_on_a_device(data, alone, mode):
-    on_cpu = dict(data)
-    slime.carry_weights(carrying(mode), 0, on_cpu)
+@of_slime
+def test_weights_are_carried_where_slime_has_its_masks_on_a_device(framework, mode):
+    on_cpu = framework.carry(framework.arguments(mode))
+    data = framework.data
     with DeviceDouble() as double:
         data["loss_masks"] = [mask.to(double.device) for mask in data["loss_masks"]]
         data["rollout_mask_sums"] = data["rollout_mask_sums"].to(double.device)
         double.syncs.clear()
-        slime.carry_weights(carrying(mode), 0, data)
+        slime.carry_weights(framework.arguments(mode), 0, data)
         assert double.syncs == {"_to_copy": 1}  # the counts of the masks
-        carried = data["rollout_mask_sums"]
-        assert carried.device == double.device
-        assert torch.equal(carried.cpu(), on_cpu["rollout_mask_sums"])
+        assert data["rollout_mask_sums"].device == double.device
+        assert data["rollout_mask_sums"].cpu().tolist() == on_cpu
 
 
-def test_sample_mean_is_what_slime_carries_by_default(data, alone):
-    before = data["rollout_mask_sums"]
-    slime.carry_weights(carrying("sample_mean"), 0, data)
-    after = data["rollout_mask_sums"]
-    assert after.dtype == before.dtype
-    assert torch.equal(after, before.clamp(min=1))  # the framework clamps a masked rollout's 0
+def test_both_frameworks_have_one_reducer():
+    assert miles.constant_40 is slime.constant_40 is slime.constant_4e1
 
 
-def test_slime_still_clamps_scales_and_counts_as_it_was_recorded(data):
-    assert data["first sequence with a denominator of 0.5"] == data["sums"]["1"][0][0]
-    factor = data["factor"]
-    assert factor["loss"] == factor["M"] * factor["DP CP"] / factor["G"]
-    assert data["num_tokens"] == 1
-
-
-def test_carrying_twice_changes_nothing(data, alone):
-    slime.carry_weights(carrying(), 0, data)
-    once = data["rollout_mask_sums"]
-    slime.carry_weights(carrying(), 0, data)
-    assert torch.equal(data["rollout_mask_sums"], once)
-
-
-def test_the_reducer_is_slimes_own_token_sum_over_the_constant(miles_cp):
-    check_reducer(slime.constant_40, recorded("slime"), miles_cp)
-
-
-def test_given_prompt_ids_are_taken_and_taken_out(data, alone):
-    ids = data["prompt"] = [f"prompt {prompt}" for prompt in data["prompts"]]
-    slime.carry_weights(carrying("prompt_mean", data_source_path="mine.Source"), 0, data)
-    given = data["rollout_mask_sums"]
+@of_slime
+def test_given_prompt_ids_are_taken_and_taken_out(framework):
+    data = framework.data
+    ids = data["prompt"] = [f"prompt {one.prompt}" for one in draw()]
+    given = framework.carry(framework.arguments("prompt_mean", data_source_path="mine.Source"))
     assert "prompt" not in data
-    slime.carry_weights(carrying("prompt_mean"), 0, data)
-    assert torch.equal(data["rollout_mask_sums"], given)
+    assert framework.carry(framework.arguments("prompt_mean")) == given
     data["prompt"] = ids
-    slime.carry_weights(carrying("token_mean"), 0, data)
+    framework.carry(framework.arguments("token_mean"))
     assert data["prompt"] is ids
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "message"),
     [
-        {"data_source_path": "mine.Source"},
-        {"rollout_function_path": "mine.rollout"},
-        {"load_debug_rollout_data_subsample": 0.5},
+        ({"data_source_path": "mine.Source"}, "expected slime's own data source.*'prompt'"),
+        ({"rollout_function_path": "mine.rollout"}, "expected slime's own data source"),
+        ({"load_debug_rollout_data_subsample": 0.5}, "expected slime's own data source"),
+        ({"n_samples_per_prompt": 3}, "samples_per_prompt"),
     ],
 )
-def test_prompts_are_not_guessed_from_another_data_source(data, alone, arguments):
-    with pytest.raises(PlanError, match=r"expected slime's own data source.*Return data\['prompt"):
-        slime.carry_weights(carrying("prompt_mean", **arguments), 0, data)
+@of_slime
+def test_prompts_are_not_guessed_from_another_data_source_or_size(framework, arguments, message):
+    with pytest.raises(PlanError, match=message):
+        framework.carry(framework.arguments("prompt_mean", **arguments))
 
 
-def test_prompts_of_another_size_are_refused(data, alone):
-    with pytest.raises(PlanError, match="samples_per_prompt"):
-        slime.carry_weights(carrying("prompt_mean", n_samples_per_prompt=3), 0, data)
-
-
-def test_a_given_prompt_in_two_steps_is_refused(data, alone):
-    data["prompt"] = [0] * len(data["prompts"])
+@of_slime
+def test_a_given_prompt_in_two_steps_is_refused(framework):
+    framework.data["prompt"] = [0] * 12
     with pytest.raises(PlanError, match=r"got 1 prompts in 2 steps, 1 of which.*--global-batch"):
-        slime.carry_weights(carrying("prompt_mean"), 0, data)
+        framework.carry(framework.arguments("prompt_mean"))
+
+
+@pytest.mark.parametrize("size", [3, 5])
+@of_miles
+def test_a_prompt_in_two_steps_or_dropped_in_part_is_refused(framework, size):
+    for mask in framework.data["loss_masks"]:
+        mask[:] = [1] * len(mask)
+    with pytest.raises(PlanError, match="make --global-batch-size a multiple of --n-samples-per"):
+        framework.carry(framework.arguments("prompt_mean", global_batch_size=size))
 
 
 @pytest.mark.parametrize(
@@ -412,137 +426,204 @@ def test_a_given_prompt_in_two_steps_is_refused(data, alone):
         ("token_mean", r"weight of 0.5.* Choose another mode"),
     ],
 )
-def test_a_denominator_that_slime_would_clamp_is_refused(data, alone, mode, message):
-    for mask in data["loss_masks"]:
-        mask.zero_()
-    data["loss_masks"][0][0] = 1
+def test_a_denominator_that_the_framework_would_clamp_is_refused(framework, mode, message):
+    masks = framework.data["loss_masks"]
+    for mask in masks:
+        mask[:] = mask * 0 if isinstance(mask, torch.Tensor) else [0] * len(mask)
+    masks[0][0] = 1
     if mode == "token_mean":
-        data["loss_masks"][5][0] = 1
-    with pytest.raises(PlanError, match=message):
-        slime.carry_weights(carrying(mode), 0, data)
+        masks[5][0] = 1
+    with pytest.raises(PlanError, match=f"(?s){message}"):
+        framework.carry(framework.arguments(mode))
 
 
-def test_a_mask_that_is_not_0_or_1_is_refused(data, alone):
-    data["loss_masks"][3][0] = 2
-    with pytest.raises(PlanError, match="got loss_masks with 1 values other than 0 and 1"):
-        slime.carry_weights(carrying(), 0, data)
+def test_a_mask_that_is_not_0_or_1_is_refused(framework):
+    framework.data["loss_masks"][3][0] = 2
+    with pytest.raises(PlanError, match=r"loss_masks? .*values"):
+        framework.carry(framework.arguments())
+
+
+@of_miles
+def test_dropped_rollouts_keep_what_they_have(framework):
+    want = list(framework.data["rollout_mask_sums"])
+    masks = framework.data["loss_masks"]
+    active = sum(sum(mask) for mask in masks[:7])  # rollouts 0 to 4
+    want[:7] = [active / 5 if any(mask) else 1 for mask in masks[:7]]
+    got = framework.carry(framework.arguments(global_batch_size=5))
+    assert got == pytest.approx(want)
+    args = framework.arguments(global_batch_size=5, allow_partial_train_step=True)
+    active = sum(sum(mask) for mask in masks[7:])  # a smaller last step has its own size
+    assert framework.carry(args)[8] == pytest.approx(active / 3)
+
+
+@of_miles
+def test_a_conversion_without_denominators_gets_them(framework):
+    before = framework.carry(framework.arguments())
+    del framework.data["rollout_mask_sums"]
+    assert framework.carry(framework.arguments()) == before
+
+
+@of_miles
+def test_a_sample_without_a_prompt_is_refused_for_prompt_mean(framework):
+    args = framework.arguments("prompt_mean")
+    lacking = [*SAMPLES[:3], Namespace(group_index=None), *SAMPLES[4:]]
+    with pytest.raises(PlanError, match=r"no group_index for sample 3.*set Sample\.group_index"):
+        framework.carry(args, lacking)
+    with pytest.raises(PlanError, match="got 11 samples converted to 12 sequences"):
+        framework.carry(args, SAMPLES[1:])
+
+
+@of_miles
+def test_fewer_rollouts_than_a_step_are_refused(framework):
+    with pytest.raises(PlanError, match="got 8 rollouts, expected at least the 9 of a step"):
+        framework.carry(framework.arguments(global_batch_size=9))
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@of_miles
+def test_a_split_by_samples_is_right_or_refused(framework, is_late):
+    given = {"delay_split_train_data_by_dp": is_late}
+    if not is_late:
+        framework.data["multimodal_train_inputs"] = []
+    with pytest.raises(ContractError, match="12 samples of 8 rollouts in 2 steps of 4"):
+        framework.carry(framework.arguments(**given))
+    framework.data["rollout_ids"] = list(range(12))
+    with pytest.raises(ContractError, match="drop --balance-data"):
+        framework.carry(framework.arguments(balance_data=True, **given))
+    active = sum(sum(mask) for mask in framework.data["loss_masks"][:6])
+    got = framework.carry(framework.arguments(global_batch_size=6, **given))
+    assert got[0] == pytest.approx(active / 6)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kind", "message"),
+    ("arguments", "message"),
     [
-        ({"loss_aggregation": None}, AggregationError, "no loss_aggregation.*ignores command-line"),
-        ({"calculate_per_token_loss": True}, ContractError, "Drop that flag"),
-        (
-            {REDUCER: f"{SLIME}.constant_4"},
-            ContractError,
-            "expected one of them.*Drop custom_pg_loss_reducer_function_path",
-        ),
-        (
-            {REDUCER: "mine.reducer"},
-            ContractError,
-            "expected one of them",
-        ),
-        (
-            {"loss_aggregation": None, "loss_aggregation_reducer_path": "math:sqrt"},
-            AggregationError,
-            "a custom reducer knows none",
-        ),
-        ({"loss_aggregation_probe": True}, AggregationError, "nothing is measured. Drop it"),
-        ({"loss_agregation": "constant"}, AggregationError, "expected one of loss_aggregation, "),
-        (
-            {"loss_aggregation_count_emtpy": False},
-            AggregationError,
-            "loss_aggregation_count_emtpy: False, which nothing reads",
-        ),
-        ({"loss-aggregation": "constant"}, AggregationError, "loss-aggregation: 'constant'"),
-        ({"lossagg_mode": "constant"}, AggregationError, "lossagg_mode: 'constant'"),
+        (NO_MODE, "no loss_aggregation"),
+        ({"calculate_per_token_loss": True}, "Drop that flag"),
+        ({REDUCER: "mine.reducer"}, "expected one of them.*Drop custom_pg_loss_reducer"),
+        ({**NO_MODE, "loss_aggregation_reducer_path": "math:sqrt"}, "a custom reducer knows none"),
+        ({"loss_aggregation_probe": True}, "nothing is measured. Drop it"),
+        ({"loss_aggregation_shadow": "token_mean"}, "no place for, expected neither: drop it"),
+        ({"loss_aggregation_record": "a.jsonl"}, "no place for, expected neither: drop it"),
+        ({"loss_agregation": "constant"}, "expected one of loss_aggregation, "),
+        ({"loss_aggregation_count_emtpy": False}, "count_emtpy: False, which nothing reads"),
+        ({"loss-aggregation": "constant"}, "loss-aggregation: 'constant'"),
+        ({"lossagg_mode": "constant"}, "lossagg_mode: 'constant'"),
         (
             {"custom_megatron_init_pth": "megatron_lossagg.integrations.slime.check"},
-            ContractError,
-            "custom_megatron_init_pth .*, which slime does not call",
+            "custom_megatron_init_pth .*does not call",
         ),
     ],
 )
 def test_a_wrong_set_up_is_refused_at_startup_and_before_the_first_step(
-    data, alone, arguments, kind, message
+    framework, arguments, message
 ):
-    for call in (slime.check, lambda args: slime.carry_weights(args, 0, data)):
-        with pytest.raises(kind, match=f"^got.*{message}"):
-            call(carrying(**arguments))
+    args = framework.arguments(**arguments)
+    for call in (framework.module.check, framework.carry):
+        with pytest.raises((AggregationError, ContractError), match=f"^got.*{message}"):
+            call(args)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kind", "message"),
+    ("arguments", "message"),
     [
-        (flags("token_mean"), ContractError, "nothing that reads it: set rollout_data_postprocess"),
-        (
-            {**flags("constant", 40), REDUCER: f"{SLIME}.constant_40"},
-            ContractError,
-            "nothing that reads it",
-        ),
-        ({REDUCER: f"{SLIME}.constant_0"}, AttributeError, "no attribute 'constant_0'"),
-        (
-            {REDUCER: f"{SLIME}.constant_4", "calculate_per_token_loss": True},
-            ContractError,
-            "Drop that flag",
-        ),
-        *(
-            (
-                {REDUCER: f"{SLIME}.constant_9", "loss_type": loss_type},
-                ContractError,
-                f"with --loss-type {loss_type}, expected policy_loss.*Carry the weights instead",
-            )
-            for loss_type in ("sft_loss", "custom_loss")
-        ),
+        ({"train_backend": "fsdp"}, "does not hand rollout_mask_sums to the loss"),
+        ({"object_store_backend": "mooncake"}, "as int64.*backend ray"),
+        ({"use_dynamic_global_batch_size": True}, "set --global-batch-size"),
+        ({"multi_lora": True}, "of each LoRA adapter"),
+        ({"indep_dp": True}, "was not run with carried weights"),
+        ({"loss_aggregation": "microbatch_token_mean"}, "Choose token_mean"),
     ],
 )
-def test_a_wrong_reducer_is_refused_at_startup(arguments, kind, message):
-    with pytest.raises(kind, match=message):
-        slime.check(stock(**arguments))
+@of_miles
+def test_what_the_denominators_of_miles_do_not_reach_is_refused(framework, arguments, message):
+    args = framework.arguments(**arguments)
+    # carry_weights refuses it before the framework's own conversion
+    for call in (miles.check, framework.carry, lambda args: miles.carry_weights(args, SAMPLES)):
+        with pytest.raises(ContractError, match=f"^got.*{message}"):
+            call(args)
+
+
+def test_a_wrong_reducer_is_refused_at_startup(framework):
+    hooks, check = framework.module.HOOKS, framework.module.check
+
+    def stock(**given):
+        return framework.arguments(**{**NO_MODE, hooks.carry_argument: None}, **given)
+
+    for reducer in (None, f"{framework.prefix}constant_4"):
+        args = framework.arguments(**{hooks.carry_argument: None, REDUCER: reducer})
+        with pytest.raises(
+            ContractError, match=f"nothing that reads it: set {hooks.carry_argument}"
+        ):
+            check(args)
+    reducer = {REDUCER: f"{framework.prefix}constant_4"}
+    check(stock(**reducer))
+    with pytest.raises(ContractError, match="Drop that flag"):
+        check(stock(**reducer, calculate_per_token_loss=True))
+    for loss_type in ("sft_loss", "custom_loss"):
+        with pytest.raises(ContractError, match=f"{loss_type}, expected policy_loss.*Carry the we"):
+            check(stock(**reducer, loss_type=loss_type))
+        check(framework.arguments(loss_type=loss_type))
+    with pytest.raises(AttributeError, match="no attribute 'constant_0'"):
+        check(stock(**{REDUCER: f"{framework.prefix}constant_0"}))
+    if framework.module is miles:
+        check(stock(**reducer, train_backend="fsdp"))
+        bshd = {"qkv_format": "bshd", "context_parallel_size": 2}
+        with pytest.raises(LayoutError, match=r"max_seq_len.*--qkv-format thd"):
+            check(stock(**reducer, **bshd))
+        check(framework.arguments(**bshd))
 
 
 @pytest.fixture
 def logged(caplog):
-    """Return the lines that were logged since the last call."""
+    """Return the level and the text of what was logged since the last call."""
     _rollout_mask_sums.log_carried.cache_clear()
     caplog.set_level("INFO")
 
     def lines():
-        messages = [record.message for record in caplog.records]
+        messages = [(record.levelname, record.message) for record in caplog.records]
         caplog.clear()
         return messages
 
     return lines
 
 
-TRAINS = (
-    "megatron_lossagg trains sample_sum: w_s = 1/B, carried to slime as rollout_mask_sums = "
-    "1 / (w_s G): for the policy loss, entropy, KL and the logged metrics alike"
-)
-
-
 def test_the_start_says_what_it_saw_and_only_carrying_says_that_weights_are_carried(
-    data, alone, logged
+    framework, logged
 ):
-    slime.check(stock())
+    hooks, check = framework.module.HOOKS, framework.module.check
+    nothing = {**NO_MODE, hooks.carry_argument: None}
+    check(framework.arguments(**nothing))
     assert logged() == []
-    args = stock(rollout_data_postprocess_path="mine.f", **{REDUCER: f"{SLIME}.constant_40"})
-    slime.check(args)
-    (line,) = logged()
-    assert f"the constant of {SLIME}.constant_40" in line
-    assert "KL, entropy and the logged metrics keep slime's mean" in line
-    assert args.rollout_data_postprocess_path == "mine.f"
-    slime.check(carrying("sample_sum"))
-    (line,) = logged()
-    assert f"is to train sample_sum: w_s = 1/B by rollout_data_postprocess_path {CARRY}" in line
+    check(framework.arguments(**nothing, **{REDUCER: f"{framework.prefix}constant_40"}))
+    ((_, line),) = logged()
+    assert f"the constant of {framework.prefix}constant_40" in line
+    assert f"KL, entropy and the logged metrics keep {hooks.name}'s mean" in line
+    args = framework.arguments("sample_sum")
+    check(args)
+    ((_, line),) = logged()
+    by = f"{hooks.carry_argument} {hooks.carry_path}"
+    assert f"is to train sample_sum: w_s = 1/B by {by}" in line
+    masks = framework.data.pop("loss_masks")
     with pytest.raises(KeyError, match="loss_masks"):
-        slime.carry_weights(carrying("sample_sum"), 0, {})
+        framework.carry(args)
     assert logged() == []
+    framework.data["loss_masks"] = masks
     for _ in range(2):
-        slime.carry_weights(carrying("sample_sum"), 0, data)
-    (line,) = logged()
-    assert line == TRAINS
+        framework.carry(args)
+    ((level, line),) = logged()
+    assert level == "INFO"
+    assert line.startswith(
+        f"megatron_lossagg trains sample_sum: w_s = 1/B, carried to {hooks.name}"
+    )
+
+
+@of_miles
+def test_a_conversion_of_the_users_own_is_warned_of(framework, logged):
+    miles.check(framework.arguments(custom_convert_samples_to_train_data_path="mine.convert"))
+    _, (level, line) = logged()
+    assert level == "WARNING"
+    assert "mine.convert runs in miles' rollout manager" in line
 
 
 def ends_with_carry_weights(args, rollout_id, rollout_data):
@@ -567,28 +648,25 @@ def goes_on_after_carry_weights(args, rollout_id, rollout_data):
         (goes_on_after_carry_weights, "changed rollout_mask_sums after carry_weights"),
     ],
 )
+@of_slime
 def test_a_postprocess_of_the_users_own_that_does_not_carry_is_refused_in_its_first_batch(
-    data, alone, logged, own, message
+    framework, own, message
 ):
     path = f"{__name__}.{own.__name__}"
-    args = stock(rollout_data_postprocess_path=path, **flags("token_mean"))
+    args = framework.arguments(rollout_data_postprocess_path=path)
     slime.check(args)
-    assert not any("megatron_lossagg trains" in line for line in logged()[:-1])
     module, _, name = args.rollout_data_postprocess_path.rpartition(".")  # as slime loads it
     postprocess = getattr(sys.modules[module], name)
     for rollout_id in (3, 4):
         if message is None:
-            postprocess(args, rollout_id, data)
-            assert data["seen"] == rollout_id
+            postprocess(args, rollout_id, framework.data)
+            assert framework.data["seen"] == rollout_id
         else:
             with pytest.raises(ContractError, match=f"{path} {message}"):
-                postprocess(args, rollout_id, data)
+                postprocess(args, rollout_id, framework.data)
     assert args.rollout_data_postprocess_path == path
-    want = dict(recorded("slime"), loss_masks=data["loss_masks"])
-    want["rollout_mask_sums"] = torch.ones(12)
-    slime.carry_weights(carrying("token_mean"), 0, want)
-    is_right = torch.equal(data["rollout_mask_sums"], want["rollout_mask_sums"])
-    assert is_right == (message is None)
+    got = framework.data["rollout_mask_sums"].tolist()
+    assert (framework.carry(framework.arguments()) == got) == (message is None)
 
 
 def test_a_colon_path_is_answered_with_the_dotted_one():

@@ -1,4 +1,7 @@
-"""verl's integration without verl; ``make test-frameworks`` runs verl's own code."""
+"""verl's integration without verl, and four integrations live without their frameworks.
+
+``make test-frameworks`` runs verl's own code.
+"""
 
 import subprocess
 import sys
@@ -24,18 +27,20 @@ ROOT = Path(__file__).parents[2]
 def framework_reference(launches, tmp_path_factory):
     """Compute the reference's losses and gradients of the step that the integrations train."""
     file = tmp_path_factory.mktemp("frameworks") / "reference.pt"
-    launched("integrations/framework_worker.py", "reference", file, processes=1)
+    launched("integrations/framework_step.py", "float64", file, processes=1)
     return file
 
 
-@pytest.mark.parametrize(("framework", "cases"), [("verl", 3), ("skyrl", 6), ("nemo_rl", 3)])
+@pytest.mark.parametrize(
+    ("framework", "cases"), [("slime", 7), ("verl", 3), ("skyrl", 8), ("nemo_rl", 3)]
+)
 def test_on_live_megatron_the_frameworks_own_scaling_makes_it_the_configured_loss(
     framework_reference, framework, cases
 ):
-    out = launched(
-        "integrations/framework_worker.py", "compare", framework_reference, framework, processes=4
-    )
+    arguments = (framework_reference, framework)
+    out = launched("integrations/framework_worker.py", *arguments, processes=4)
     assert out.count(": the reference") == 2 * cases
+    assert out.count("refused together") == (2 * 4 if framework == "slime" else 0)
 
 
 @pytest.mark.launches
@@ -73,6 +78,12 @@ def test_the_divisor_is_verls_loss_scale_factor():
         constant.aggregation(None)
     assert verl.LossMode.named("lossagg_token_sum").aggregation(None).divisor is None
     assert verl.LossMode.named("lossagg_sample_mean").aggregation(8).divisor is None
+
+
+@pytest.mark.parametrize("mode", ["length_power", "microbatch_token_mean", "custom", "tokenmean"])
+def test_a_mode_that_is_not_registered_is_refused_by_its_name(mode):
+    with pytest.raises(AggregationError, match=f"got loss_mode=lossagg_{mode}, expected lossagg_"):
+        verl.LossMode.named(f"lossagg_{mode}").aggregation(8)
 
 
 def test_a_registration_that_fails_is_not_silent(monkeypatch):

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -42,6 +43,21 @@ def environment(**more):
         "PYTHONWARNINGS": "ignore",
     }
     return {**os.environ, **ours, **more}
+
+
+def report_of(fault, *options, processes):
+    """Verify a copy of the package with a fault of tests/wrong_factors; return the report."""
+    from conftest import launched, new_folder  # not where a cluster is started by hand
+    from test_wrong_factors import FOLDER, run
+
+    folder = new_folder()
+    shutil.copytree(ROOT / "megatron_lossagg", folder / "megatron_lossagg")
+    if fault is not None:
+        run.apply(FOLDER / f"{fault}.txt", folder)
+    report = folder / "report.json"
+    arguments = [folder, *options, "--json", report]
+    launched("verify/verify_copy_worker.py", *arguments, processes=processes)
+    return report
 
 
 def our_names(node, port):

@@ -8,19 +8,19 @@ import copy
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 
 import pytest
-from conftest import TESTS, early, launched, new_folder
-from test_wrong_factors import FOLDER, run
+from conftest import TESTS, early
+from launching import report_of
 
 pytestmark = pytest.mark.launches
 
 ROOT = TESTS.parent
 SCRIPT = ROOT / "launch" / "ci" / "golden.py"
 GOLDEN = ROOT / "launch" / "ci" / "golden" / "4_ranks.json"
+NUM_CASES = len(json.loads(GOLDEN.read_text())["cases"])
 FAULT = "over_m"
 FACTS = {"device": "cpu", "backend": "gloo", "hosts": "1"}
 ALLOW = [word for name, value in FACTS.items() for word in ("--allow", f"{name}={value}")]
@@ -42,27 +42,19 @@ def golden_command(*arguments, summary=None):
     return done.returncode, done.stdout + done.stderr
 
 
-def report_of(fault):
-    """Verify a copy of the package with the golden file's options; returns the report's file."""
-    folder = new_folder()
-    shutil.copytree(ROOT / "megatron_lossagg", folder / "megatron_lossagg")
-    if fault is not None:
-        run.apply(FOLDER / f"{fault}.txt", folder)
+def golden_report(fault):
     golden = json.loads(GOLDEN.read_text())
-    report = folder / "report.json"
-    arguments = [folder, *golden["options"], "--json", report]
-    launched("verify/verify_copy_worker.py", *arguments, processes=golden["num_ranks"])
-    return report
+    return report_of(fault, *golden["options"], processes=golden["num_ranks"])
 
 
 @early
 def right_report():
-    return report_of(None)
+    return golden_report(None)
 
 
 @early
 def wrong_report():
-    return report_of(FAULT)
+    return golden_report(FAULT)
 
 
 def test_the_report_of_this_package_is_as_in_the_golden_file(right_report, tmp_path):
@@ -70,8 +62,8 @@ def test_the_report_of_this_package_is_as_in_the_golden_file(right_report, tmp_p
     status, printed = golden_command("compare", GOLDEN, right_report, *ALLOW, summary=summary)
     assert status == 0, printed
     assert (
-        "## PASS: 22 of 22 cases as in the golden file, on 4 ranks; as allowed, device cpu, not "
-        "cuda; backend gloo, not nccl; hosts 1, not 2\n"
+        f"## PASS: {NUM_CASES} of {NUM_CASES} cases as in the golden file, on 4 ranks; as allowed, "
+        "device cpu, not cuda; backend gloo, not nccl; hosts 1, not 2\n"
     ) in printed
     assert "| DP 2 x CP 2, M 3, distributed optimizer | DP x CP | 1 | 4 | 0 |" in printed
     assert summary.read_text() == printed
@@ -136,7 +128,7 @@ def test_as_a_control_a_run_has_to_fail_with_its_fault_alone(right_report, wrong
     assert "FAIL: the fault times_cp is noticed in " in printed
     status, printed = golden_command("compare", GOLDEN, right_report, *ALLOW, "--fault", FAULT)
     assert status == 1
-    assert f"FAIL: the fault {FAULT} is not noticed in any of 22 cases" in printed
+    assert f"FAIL: the fault {FAULT} is not noticed in any of {NUM_CASES} cases" in printed
     status, printed = golden_command("compare", GOLDEN, wrong_report, "--fault", FAULT)
     assert status == 1
     assert "not in the run of the golden file" in printed
@@ -175,7 +167,7 @@ def test_a_wrong_factor_fails_with_its_cause_in_the_summary(wrong_report, tmp_pa
     status, printed = golden_command("compare", GOLDEN, wrong_report, *ALLOW, summary=summary)
     assert status == 1
     failing = [v for v in json.loads(wrong_report.read_text())["verdicts"] if v["causes"]]
-    assert f"FAIL: {len(failing)} of 22 cases differ from the golden file" in printed
+    assert f"FAIL: {len(failing)} of {NUM_CASES} cases differ from the golden file" in printed
     assert FAULT in printed
     assert "measured factor" in printed
     assert failing[0]["explanation"] in printed
@@ -260,7 +252,8 @@ def test_the_cases_the_run_and_what_is_not_in_the_golden_file_are_counted_apart(
     changed.write_text(json.dumps(report))
     _, printed = golden_command("compare", GOLDEN, changed, *ALLOW)
     assert (
-        "## FAIL: 22 of 22 cases differ from the golden file; 1 more measured; the run differs\n"
+        f"## FAIL: {NUM_CASES} of {NUM_CASES} cases differ from the golden file; 1 more measured; "
+        "the run differs\n"
     ) in printed
 
 

@@ -85,7 +85,7 @@ def test_the_command_of_the_readme_verifies_over_two_nodes(cluster, tmp_path):
     """As it stands there, in a checkout beside this one; one case instead of all."""
     (checkout := tmp_path / "Megatron-LM").mkdir()
     (tmp_path / "megatron_lossagg").symlink_to(ROOT)
-    lines = (LAUNCH / "README.md").read_text().splitlines()
+    lines = (LAUNCH / "README.md").read_text().replace("\\\n", " ").splitlines()
     third = next(line.split() for line in lines if line.strip().startswith("sbatch "))
     less = VERIFY_ONE_CASE[VERIFY_ONE_CASE.index("--loss-aggregation") :]
     job = slurm(cluster, *third, *less, folder=checkout).split()[-1]

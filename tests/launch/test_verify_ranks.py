@@ -1,14 +1,12 @@
 """``lossagg verify`` on a launcher's ranks: one device for all, groups over hosts, bfloat16."""
 
 import json
-import shutil
 import subprocess
 import sys
 
 import pytest
-from conftest import TESTS, early, launched, new_folder
-from launching import TIMEOUT, environment, free_ports
-from test_wrong_factors import FOLDER, run
+from conftest import early
+from launching import TIMEOUT, environment, free_ports, report_of
 
 pytestmark = pytest.mark.launches
 
@@ -78,15 +76,8 @@ def test_the_groups_that_span_hosts_are_counted_by_kind(tmp_path):
 
 
 def bf16_report(fault):
-    """Verify a copy of the package in bfloat16; return the report."""
-    folder = new_folder()
-    shutil.copytree(TESTS.parent / "megatron_lossagg", folder / "megatron_lossagg")
-    if fault is not None:
-        run.apply(FOLDER / f"{fault}.txt", folder)
-    report = folder / "report.json"
-    options = [*BF16, "--loss-aggregation", "sample_mean", "--json", report]
-    launched("verify/verify_copy_worker.py", folder, *options, processes=4)
-    return json.loads(report.read_text())
+    options = [*BF16, "--loss-aggregation", "sample_mean"]
+    return json.loads(report_of(fault, *options, processes=4).read_text())
 
 
 @early

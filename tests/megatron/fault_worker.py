@@ -1,39 +1,32 @@
 """A step in which something goes wrong.
 
-``python fault_worker.py FAULT``, run under torch.distributed.run. ``killed LAYOUT FILE``: the
-last rank kills itself in loss_func of its second microbatch and leaves the time in FILE.
-``alone FOLDER``, on one process: ranks that it starts, and that no launcher watches, lose one;
-one JSON line per loss. ``nan``: a loss of one rank is NaN. ``stock``: what stock Megatron-Core
-does wrong by itself; one JSON line per fault.
+``python fault_worker.py FAULT``, run under torch.distributed.run. ``killed LAYOUT FILE``: the last
+rank kills itself in loss_func of its second microbatch and leaves the time in FILE.
+``unwatched FOLDER``, on one process: ranks that no launcher watches lose one; one JSON line per
+loss. ``nan``: a loss of one rank is NaN. ``stock``: what stock Megatron-Core does wrong by itself;
+one JSON line per fault.
 """
 
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from step_data import zigzag
+from stock_step import gradients, megatron, run_of, stock_model, stock_step
+
 import megatron_lossagg.cpu as cpu
-
-cpu.install()
-
-import json  # noqa: E402
-import multiprocessing  # noqa: E402
-import os  # noqa: E402
-import signal  # noqa: E402
-import sys  # noqa: E402
-import time  # noqa: E402
-from dataclasses import replace  # noqa: E402
-from datetime import timedelta  # noqa: E402
-from pathlib import Path  # noqa: E402
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from matrix_worker import gradients, without_values  # noqa: E402
-from megatron.core import parallel_state  # noqa: E402
-from step_data import zigzag  # noqa: E402
-
-from megatron_lossagg import Aggregation  # noqa: E402
-from megatron_lossagg.verify import model as megatron  # noqa: E402
-from megatron_lossagg.verify.cases import Case  # noqa: E402
-from megatron_lossagg.verify.job import LOSS_SCALINGS  # noqa: E402
-from megatron_lossagg.verify.parallelism import Parallelism  # noqa: E402
-from megatron_lossagg.verify.run import Run  # noqa: E402
-from megatron_lossagg.verify.sequences import make_sequences  # noqa: E402
+from megatron_lossagg import Aggregation
+from megatron_lossagg.verify.cases import Case
+from megatron_lossagg.verify.job import LOSS_SCALINGS
+from megatron_lossagg.verify.parallelism import Parallelism
 
 TOKEN_MEAN = Case(aggregation=Aggregation("token_mean"))
 LAYOUTS = {
@@ -55,7 +48,7 @@ def our_step(run, meddle, *, main=1):
 
     ``meddle(losses, batch, number)`` returns what is reduced.
     """
-    last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    last = megatron.parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
     def forward_step(iterator, chunk):
         number, batch = next(iterator)
@@ -89,14 +82,14 @@ def losing_the_last_rank(by, file):
     return meddle
 
 
-def alone(folder):
+def unwatched(folder):
     """Run each of ``LOST`` on two processes, and print how and when the first one ended."""
     fork = multiprocessing.get_context("fork")  # Megatron-Core is imported once
     for name, (layout, by) in LOST.items():
         meeting_folder = Path(folder, name)
         meeting_folder.mkdir()
         ranks = [
-            fork.Process(target=one_alone, args=(r, meeting_folder, layout, by)) for r in range(2)
+            fork.Process(target=lone_rank, args=(r, meeting_folder, layout, by)) for r in range(2)
         ]
         for rank in ranks:
             rank.start()
@@ -110,7 +103,7 @@ def alone(folder):
         print(json.dumps(outcome), flush=True)
 
 
-def one_alone(rank, meeting_folder, layout, by):
+def lone_rank(rank, meeting_folder, layout, by):
     meet = {
         "init_method": f"file://{meeting_folder}/meet",
         "rank": rank,
@@ -129,7 +122,8 @@ def nan():
             return losses
         index = int(batch.mask_here[: -layout.sequence_multiple // layout.cp].nonzero()[-1])
         offsets = batch.offsets.tolist()
-        position = zigzag(offsets, layout.cp, parallel_state.get_context_parallel_rank())[index]
+        cp_rank = megatron.parallel_state.get_context_parallel_rank()
+        position = zigzag(offsets, layout.cp, cp_rank)[index]
         segment = max(s for s, begin in enumerate(offsets[:-1]) if begin <= position)
         where = {
             "microbatch": number,
@@ -147,53 +141,26 @@ def nan():
 def train(layout, meddle, *, timeout=None):
     """Run a step; ``timeout``: of the gradients' all-reduce, minutes in Megatron-Core."""
     with megatron.split_world(layout):
-        run = Run(layout, without_values(make_sequences()), per_token=False)
+        run = run_of(layout)
         if timeout is not None:
             dist.distributed_c10d._set_pg_timeout(timeout, run.chunks[0].dp_cp_group)
         our_step(run, meddle)
     print("THE STEP WENT THROUGH", flush=True)
 
 
-def stock_step(chunks, batches, layout, returns):
-    """Run a step with ``returns(loss, num_tokens)`` as loss_func's result, without this package."""
-
-    def forward_step(iterator, chunk):
-        batch = next(iterator)
-        output = megatron.forward(chunk, batch, layout)
-
-        def loss_func(output):
-            losses = megatron.token_losses(output, batch, layout) * batch.mask_here
-            num_tokens = batch.mask_here.sum().to(torch.int)
-            return (*returns(losses.sum(), num_tokens), {})
-
-        return output, loss_func
-
-    megatron.run_schedule(forward_step, chunks, batches)
-    return gradients(chunks)
-
-
-def as_stock(loss, num_tokens):
-    return loss, num_tokens
-
-
-def stock_model(layout, *, per_token):
-    config = megatron.config_of(layout, per_token=per_token)
-    return megatron.wrapped_chunks(layout, config)
-
-
 def a_masked_microbatch_under_mtp(layout):
-    """Compare stock and this package with MTP's loss alone and a masked microbatch on rank 0."""
+    """Compare stock and this package with only MTP's loss and a masked microbatch on rank 0."""
     found = {}
     for loss_scaling in LOSS_SCALINGS:
         per_token = loss_scaling == "per_token"
-        run = Run(layout, without_values(make_sequences()), per_token=per_token)
+        run = run_of(layout, per_token=per_token)
         if dist.get_rank() == 0:
             first = run.batches[0]
             masks = ("mask", "mask_here", "side_mask_here")
             nothing = {name: torch.zeros_like(getattr(first, name)) for name in masks}
             run.batches[0] = replace(first, **nothing)
         model = stock_model(layout, per_token=per_token)
-        stock = stock_step(model, run.batches, layout, lambda loss, n: (loss * 0, n))
+        _, stock = stock_step(model, run.batches, layout, lambda loss, n: (loss * 0, n))
         loss = our_step(run, lambda losses, batch, number: losses, main=0)
         found[loss_scaling] = {
             "stock_nan": any(bool(g.isnan().any()) for g in stock),
@@ -208,8 +175,8 @@ def a_masked_microbatch_under_mtp(layout):
 
 def copies_of_experts_over_tensor_ranks(layout):
     """Compare the two ranks' gradients of an expert that both hold, and of the router."""
-    model = stock_model(layout, per_token=False)
-    stock_step(model, batches_of(layout), layout, as_stock)
+    model = stock_model(layout)
+    stock_step(model, run_of(layout).batches, layout)
     apart = {}
     for shard in cpu.named_shards(model):
         own_gradient = shard.parameter.main_grad
@@ -222,13 +189,9 @@ def copies_of_experts_over_tensor_ranks(layout):
     return apart
 
 
-def batches_of(layout):
-    return Run(layout, without_values(make_sequences()), per_token=False).batches
-
-
 def counts_past_int32(layout):
     """Measure N times the gradient over the undivided one, for N below 2^31 and N = 2^31."""
-    model, batches = stock_model(layout, per_token=True), batches_of(layout)
+    model, batches = stock_model(layout, per_token=True), run_of(layout).batches
 
     def step(count):
         """Run a step in which this rank's first microbatch returns ``count``, the others 0."""
@@ -237,7 +200,7 @@ def counts_past_int32(layout):
         def returns(loss, num_tokens):
             return loss, num_tokens.new_tensor(next(counts))
 
-        return stock_step(model, batches, layout, returns)
+        return stock_step(model, batches, layout, returns)[1]
 
     undivided = step(1 - dist.get_rank())  # N = 1
     return {str(2 * n): 2 * n * ratio(step(n), undivided) for n in (2**29, 2**30)}
@@ -253,22 +216,22 @@ def ratio(left, right):
 
 def loss_scaling_flipped_after_wrapping(layout):
     """Divide the gradient of a model wrapped in the other loss scaling by the right one."""
-    batches, found = batches_of(layout), {}
+    batches, found = run_of(layout).batches, {}
     for loss_scaling in LOSS_SCALINGS:
         per_token = loss_scaling == "per_token"
-        right = stock_step(stock_model(layout, per_token=per_token), batches, layout, as_stock)
+        _, right = stock_step(stock_model(layout, per_token=per_token), batches, layout)
         wrong = stock_model(layout, per_token=not per_token)
         wrong[0].config.calculate_per_token_loss = per_token
-        flipped = stock_step(wrong, batches, layout, as_stock)
+        _, flipped = stock_step(wrong, batches, layout)
         found[loss_scaling] = ratio(flipped, right)
     return found
 
 
 def two_outputs_per_token(layout):
     """Divide router gradients without a returned count by those with one; return N too."""
-    model, batches = stock_model(layout, per_token=True), batches_of(layout)
-    three = stock_step(model, batches, layout, lambda loss, n: (loss * 0, n))
-    two = stock_step(model, batches, layout, lambda loss, n: (loss * 0,))
+    model, batches = stock_model(layout, per_token=True), run_of(layout).batches
+    _, three = stock_step(model, batches, layout, lambda loss, n: (loss * 0, n))
+    _, two = stock_step(model, batches, layout, lambda loss, n: (loss * 0,))
     count = torch.tensor(sum(int(batch.mask_here.sum()) for batch in batches))
     dist.all_reduce(count)
     factors = [float(a.norm() / b.norm()) for a, b in zip(two, three, strict=True)]
@@ -295,4 +258,5 @@ def stock():
 
 
 if __name__ == "__main__":
-    {"killed": killed, "nan": nan, "stock": stock, "alone": alone}[sys.argv[1]](*sys.argv[2:])
+    what, *arguments = sys.argv[1:]
+    {"killed": killed, "nan": nan, "stock": stock, "unwatched": unwatched}[what](*arguments)

@@ -6,6 +6,7 @@ calls: a stand-in takes its place.
 
 import dataclasses
 import importlib
+import itertools
 import json
 import typing
 
@@ -21,6 +22,7 @@ stand_ins.install(("triton",))
 install()
 
 import megatron.core  # noqa: E402
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig  # noqa: E402
 
@@ -29,15 +31,14 @@ from megatron_lossagg.errors import ContractError  # noqa: E402
 from megatron_lossagg.live import check_config  # noqa: E402
 
 VALUES = {
-    "cp_partition_mode": "contiguous",
+    "cp_partition_mode": "striped",
     "hybrid_context_parallel": True,
     "dynamic_context_parallel": True,
-    "sequence_packing_scheduler": "dp_balanced",
-    "pad_packed_seq_alignment": "max",
+    "sequence_packing_scheduler": "default_dynamic_cp",
     "gtp_weight_remat_size": 2,
     "expert_gtp_weight_remat_size": 2,
 }
-LENGTHS, CP_SIZE = (4, 8, 4), 2
+LENGTHS, CP_SIZE = (4, 8, 3, 0, 5), 2
 
 
 def refusal(config):
@@ -70,10 +71,11 @@ def sequence_of_each_token(rank):
 
 
 def sequence_by_layout(rank):
-    """Return the same by the layout of an integration whose data is split already."""
-    local = Layout.local([n // CP_SIZE for n in LENGTHS], cp_size=CP_SIZE, cp_rank=rank)
-    assert local.num_local_tokens == sum(LENGTHS) // CP_SIZE
-    return [sequence for sequence, n in enumerate(LENGTHS) for _ in range(n // CP_SIZE)]
+    """Return the same by ``Layout.thd_contiguous``, of a whole mask and of a split one."""
+    offsets = [0, *itertools.accumulate(LENGTHS)]
+    layout = Layout.thd_contiguous(offsets, cp_size=CP_SIZE, cp_rank=rank)
+    local = Layout.local(layout.local_lengths, cp_size=CP_SIZE, cp_rank=rank)
+    return [np.repeat(one.segment_R, one.length_R).tolist() for one in (layout, local)]
 
 
 def main():
@@ -93,10 +95,10 @@ def main():
         found["refused"][name] = refusal(config)
         setattr(config, name, default)
     if "cp_partition_mode" in fields:
-        found["sequences of the contiguous split"] = [
-            sequence_of_each_token(r) for r in range(CP_SIZE)
-        ]
-        found["sequences of Layout.local"] = [sequence_by_layout(r) for r in range(CP_SIZE)]
+        found["contiguous"] = {
+            "own": [sequence_of_each_token(r) for r in range(CP_SIZE)],
+            "layout": [sequence_by_layout(r) for r in range(CP_SIZE)],
+        }
     print(json.dumps(found))
 
 

@@ -1,4 +1,4 @@
-"""Who trained which token: CP 2, where each rank slices the mask itself; two processes."""
+"""Who trained which token: CP 2, where each rank slices the mask itself or gathers all losses."""
 
 import contextlib
 import warnings
@@ -18,17 +18,34 @@ MODE = Aggregation("sample_mean")
 MASKS = ([1, 1, 1, 0, 1, 0], [1, 0, 0, 1, 0, 1])
 LENGTHS = [4, 2]
 ACTIVE = [5, 2]
+WEIGHTS = ([0.5, 0.25, 2.0, 0.0, 0.1, 0.0], [0.5, 0.0, 0.0, 1.5, 0.0, 0.7])
+WEIGHT_SUMS = [4.75, 0.8]
+WHOLE = [1, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0, 1]
+"""The mask of both sequences, which each rank has of gathered losses."""
+WEIGHING = Aggregation("sample_mean", count="weights")
 
 
 def step_of(aggregator, mask, active=ACTIVE, *, mode=MODE, lengths=LENGTHS, **options):
-    """Train one step as a framework does that slices the mask itself; return what was raised."""
+    """Train one step as a framework does that slices the mask itself, or gathers the losses of
+    sequences at ``gathered``; return what was raised."""
+    gathered = options.pop("gathered", None)
+    held = {"lengths": lengths}
+    if gathered is not None:
+        held = {"layout": aggregator.thd(gathered).gathered()}
     forward_only = options.pop("forward_only", False)
-    sequences = Sequences(active_tokens=list(active))
+    weights = options.pop("weights", None)
+    sums = None if weights is None else WEIGHT_SUMS
+    sequences = Sequences(active_tokens=list(active), token_weight_sums=sums)
     raised = ""
     try:
         plan = plan_step(mode, sequences, group=aggregator.dp_group, options=Options(**options))
         with aggregator.begin(plan, num_microbatches=1, forward_only=forward_only) as step:
-            mb = step.microbatch(range(len(active)), torch.tensor(mask), lengths=lengths)
+            mb = step.microbatch(
+                range(len(active)),
+                torch.tensor(mask),
+                **held,
+                token_weights=None if weights is None else torch.tensor(weights),
+            )
             with torch.set_grad_enabled(not forward_only):
                 loss = mb.outputs(mb.reduce(torch.ones(len(mask), requires_grad=True)))[0]
             if not forward_only:
@@ -54,10 +71,31 @@ def check_tokens_that_were_counted_on_the_slice_are_named(aggregator):
 
 def check_losses_that_were_gathered_over_the_ranks_are_named(aggregator):
     """Each rank trains all tokens, with half of the sequences counted as its own."""
-    whole = [1, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0, 1]
-    raised = step_of(aggregator, whole, active=[5, 2], lengths=[8, 4])
+    raised = step_of(aggregator, WHOLE, lengths=[8, 4])
     for text in raised:
         assert "train 5 tokens more of sequence 0 than the 5 that were counted" in text, raised
+
+
+def check_gathered_losses_are_trained_once_by_the_ranks_together(aggregator):
+    assert step_of(aggregator, WHOLE, gathered=[0, 8, 12]) == ["", ""]
+    aggregator.agree_on(WEIGHING)
+    weights = torch.tensor(WHOLE) * torch.arange(1.0, 13)
+    weights *= torch.tensor(WEIGHT_SUMS[0] / weights[:8].sum()).where(
+        torch.arange(12) < 8, WEIGHT_SUMS[1] / weights[8:].sum()
+    )
+    weighing = {"mode": WEIGHING, "weights": weights.tolist(), "gathered": [0, 8, 12]}
+    assert step_of(aggregator, WHOLE, **weighing) == ["", ""]
+
+
+def check_ranks_with_different_masks_of_gathered_losses_are_named(aggregator):
+    """Each mask has as many tokens as were counted, and ranks 0 and 1 weigh 2 and 4 of them."""
+    mask = WHOLE.copy()
+    if aggregator.cp_rank == 1:
+        mask[7], mask[5] = 0, 1
+    raised = step_of(aggregator, mask, gathered=[0, 8, 12])
+    for text in raised:
+        assert "train 1 tokens more of sequence 0 than the 5 that were counted" in text, raised
+        assert "give every rank the same mask of gathered losses" in text
 
 
 def check_lengths_of_other_sequences_with_the_right_sum_are_named(aggregator):
@@ -95,6 +133,24 @@ def check_fewer_tokens_than_were_counted_are_refused_unless_declared(aggregator)
     assert step_of(aggregator, fewer, rejects_tokens=True) == ["", ""]
 
 
+def check_the_slices_token_weights_sum_to_what_was_counted(aggregator):
+    aggregator.agree_on(WEIGHING)
+    mask, weights = MASKS[aggregator.cp_rank], WEIGHTS[aggregator.cp_rank].copy()
+    assert step_of(aggregator, mask, mode=WEIGHING, weights=weights) == ["", ""]
+    if aggregator.cp_rank == 1:
+        weights[5] -= 0.1
+    raised = step_of(aggregator, mask, mode=WEIGHING, weights=weights)
+    for text in raised:
+        assert "train of sequence 1 sum to less than was counted" in text, raised
+    lighter = {"mode": WEIGHING, "weights": weights, "rejects_tokens": True}
+    assert step_of(aggregator, mask, **lighter) == ["", ""]
+    if aggregator.cp_rank == 0:
+        weights[0] += 0.1
+    raised = step_of(aggregator, mask, **lighter)
+    for text in raised:
+        assert "train of sequence 0 sum to more than was counted" in text, raised
+
+
 def check_a_rank_whose_step_is_incomplete_stops_the_others(aggregator):
     plan = plan_step(MODE, Sequences(active_tokens=ACTIVE), group=aggregator.dp_group)
     num_microbatches = 1 + (aggregator.cp_rank == 1)  # rank 1 waits for one that never comes
@@ -123,7 +179,7 @@ def check_more_sequences_than_slots_are_compared(aggregator):
 def check_a_step_of_whole_masks_after_one_of_slices_is_right(aggregator):
     """An evaluation may use another layout than training."""
     plan = plan_step(MODE, Sequences(active_tokens=[5]), group=aggregator.dp_group)
-    assert aggregator.has_slices
+    assert aggregator.compares_tokens
     with aggregator.begin(plan, num_microbatches=1) as step:
         mb = step.microbatch([0], torch.tensor([1, 1, 1, 1, 1, 0, 0, 0]), cu_seqlens=[0, 8])
         mb.outputs(mb.reduce(torch.ones(4, requires_grad=True)))[0].backward()

@@ -20,7 +20,7 @@ from megatron.core.rerun_state_machine import (
 )
 from step_data import VOCABULARY
 
-from megatron_lossagg import Aggregation, LossAggregator, buffer
+from megatron_lossagg import Aggregation, LossAggregator
 from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError, ReducerError
 from megatron_lossagg.faults import Faults
@@ -109,8 +109,9 @@ def gradient(chunk):
 
 
 def by_hand(chunk, of_ranks):
-    """Return the mean over sequences of their mean loss, and its gradient, by loops; all ranks'
-    data.
+    """Return the mean over sequences of their weighted mean loss, and its gradient, by loops.
+
+    ``of_ranks``: all ranks' data.
     """
     model, means, num_sequences = chunk.module, [], 0
     for data in (data for rank in of_ranks for data in rank):
@@ -122,10 +123,11 @@ def by_hand(chunk, of_ranks):
                 at = {name: data[name][entry, start:end] for name in names}
                 positions = at["position_ids"][None]
                 losses = model(at["tokens"][None], positions, None, labels=at["labels"][None])[0]
-                active = [losses[t] for t in range(end - start) if at["loss_mask"][t] == 1]
+                weights = at["loss_mask"].tolist()
+                weighed = [v * losses[t] for t, v in enumerate(weights) if v]
                 num_sequences += 1
-                if active:
-                    means.append(sum(active) / len(active))
+                if weighed:
+                    means.append(sum(weighed) / sum(weights))
     loss = sum(means) / num_sequences
     return loss.item(), torch.autograd.grad(loss, list(model.parameters()))
 
@@ -291,6 +293,49 @@ def check_rejected_tokens_are_an_error_unless_they_were_declared(chunk, stock):
         run(a_hook().wrap(stock), chunk, batches(0), **rejects)
 
 
+def with_weights(rank, **options):
+    """Make batches whose loss_mask holds token weights, one of them 0 for a whole sequence."""
+    found = batches(rank, **options)
+    for number, batch in enumerate(found):
+        draw = torch.Generator().manual_seed(100 * rank + number)
+        batch["loss_mask"] = batch["loss_mask"] * torch.rand(
+            batch["loss_mask"].shape, generator=draw
+        )
+    found[0]["loss_mask"][0, :3] = 0
+    return found
+
+
+def check_a_loss_mask_of_token_weights_enters_losses_and_denominators(chunk, stock):
+    aggregation = Aggregation("sample_mean", count="weights")
+    for cuts in (None, [0, 3, 7, 8, 8]):
+        hook = ScheduleHook(aggregation, bridge.BridgeIntegration(), options=Options())
+        of_ranks = [with_weights(rank, cuts=cuts) for rank in (0, 1)]
+        reports = run(hook.wrap(stock), chunk, of_ranks[dist.get_rank()])
+        assert_trains_by_hand(chunk, reports, of_ranks)
+        assert tiny_gpt.reported(reports, "lossagg/weight_sum") == pytest.approx(
+            tiny_gpt.reported(reports, "lossagg/weight_expected"), rel=1e-6
+        )
+
+
+def check_a_fraction_in_a_mask_is_refused_unless_weights_are_counted(chunk, stock):
+    with refused(ReducerError, "a mask is 0 or 1", "--loss-aggregation-count weights"):
+        run(a_hook().wrap(stock), chunk, with_weights(dist.get_rank()))
+
+
+def check_an_integration_without_token_weights_cannot_count_them(chunk, stock):
+    class NoWeights(PretrainIntegration):
+        gives_token_weights = False
+
+    with refused(AggregationError, "NoWeights knows no token weights", "--loss-aggregation-count"):
+        ScheduleHook(Aggregation("token_mean", count="weights"), NoWeights())
+
+
+def check_survivors_are_refused_in_the_average_loss_scaling(chunk, stock):
+    survivors = Aggregation("token_mean", count="survivors")
+    with refused(ContractError, "survive", "average loss scaling", "--calculate-per-token-loss"):
+        LossAggregator(chunk, survivors, options=Options(probe=False))
+
+
 def check_a_call_that_collects_other_data_is_left_alone(chunk, stock):
     def other_step(iterator, model):
         data = next(iterator)
@@ -403,6 +448,11 @@ def has_a_ring_of_two(data):
         yield dict(next(ring[number % 2]))
 
 
+def uses_it_again_from_the_second_step_on(data):
+    yield from map(dict, data[:3])
+    yield from refills_one_buffer(data[3:])
+
+
 def check_loaders_that_use_their_memory_again_train_what_stock_megatron_trains_of(chunk, stock):
     steps = 2
     data = [a_batch(100 * dist.get_rank() + number) for number in range(3 * steps)]
@@ -425,6 +475,7 @@ def check_loaders_that_use_their_memory_again_train_what_stock_megatron_trains_o
         views_one_storage,
         wraps_one_numpy_array,
         has_a_ring_of_two,
+        uses_it_again_from_the_second_step_on,
     ):
         assert torch.equal(trained(stock, loader), of_stock), loader.__name__
         assert torch.equal(trained(a_hook().wrap(stock), loader), ours), loader.__name__
@@ -444,34 +495,6 @@ def check_chunks_over_one_buffer_train_their_own_microbatches(chunk, stock):
     reports = run(schedule, chunk, iter([]), data_iterator=iterators)
     assert all(torch.equal(a, b["tokens"]) for a, b in zip(seen, data, strict=True))
     assert_trains_by_hand(chunk, reports, [batches(0), batches(1)])
-
-
-def check_memory_that_is_shared_from_a_later_step_on_is_refused_on_every_rank(chunk, stock):
-    def later():
-        yield from map(dict, batches(0))
-        yield from (refills_one_buffer if dist.get_rank() else iter)(batches(0))
-
-    schedule, iterator = a_hook().wrap(stock), later()
-    run(schedule, chunk, iterator)
-    with refused(PlanError, "rank 1 of the data", "microbatches 0 and 1", "let it yield copies"):
-        run(schedule, chunk, iterator)
-
-
-def check_a_wrong_replay_is_an_error_on_every_rank_before_the_schedule(chunk, stock):
-    right = buffer._numbered
-
-    def not_run(**call):
-        raise AssertionError("the schedule ran")
-
-    if dist.get_rank() == 1:
-        buffer._numbered = lambda counts: [
-            [sequence + 1 for sequence in sequences] for sequences in right(counts)
-        ]
-    try:
-        with refused(PlanError, "rank 1", "the replay has sequences [1, 2, 3, 4]", "expected each"):
-            run(a_hook().wrap(not_run), chunk, batches(0))
-    finally:
-        buffer._numbered = right
 
 
 def check_positional_arguments_are_refused(chunk, stock):

@@ -1,51 +1,27 @@
-"""The gradient norm of each side loss alone, by loss scaling, at the CP size that is
-given; JSON.
-"""
+"""The gradient norm of each side loss without the main one, by loss scaling, at a CP size; JSON."""
 
 import json
 import sys
 
-import tiny_gpt
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt import GPTModel
 from step_data import VOCABULARY, zigzag
+from stock_step import gradients, megatron
 
-import megatron_lossagg.cpu as cpu
 from megatron_lossagg import LossAggregator
 from megatron_lossagg.options import Options
+from megatron_lossagg.verify.parallelism import Parallelism
 
 LENGTH = 16
-MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "add_bias_linear": False}
 SIDE_LOSSES = {
-    "aux": {**MOE, "moe_aux_loss_coeff": 0.1},
+    "aux": {"moe_z_loss_coeff": None},
     "sequence aux": {
-        **MOE,
-        "moe_aux_loss_coeff": 0.1,
+        "moe_z_loss_coeff": None,
         "moe_router_load_balancing_type": "seq_aux_loss",
     },
-    "z": {**MOE, "moe_z_loss_coeff": 0.1, "moe_router_load_balancing_type": "none"},
-    "MTP": {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3},
+    "z": {"moe_router_load_balancing_type": "none"},
+    "MTP": {},
 }
-
-
-def wrapped(config):
-    """Wrap a model; a model of MTP is built here, because tiny_gpt has none."""
-    if not config.mtp_num_layers:
-        return tiny_gpt.wrapped(config)
-    model = GPTModel(
-        config,
-        cpu.gpt_layer_spec(config),
-        vocab_size=VOCABULARY,
-        max_sequence_length=64,
-        share_embeddings_and_output_weights=False,
-        position_embedding_type="rope",
-        mtp_block_spec=cpu.gpt_mtp_spec(config),
-    )
-    cpu.initialize_weights([model], seed=3)
-    return DistributedDataParallel(config, DistributedDataParallelConfig(), model)
 
 
 def batches(cp_size, cp_rank):
@@ -75,21 +51,24 @@ def side_loss(iterator, model):
     return output, loss_func
 
 
-def main():
-    cp_size = int(sys.argv[1])
-    tiny_gpt.start(cp=cp_size, dtype=torch.float32)
-    cp_rank = parallel_state.get_context_parallel_rank()
+def main(cp_size):
+    dist.init_process_group("gloo")
+    own_batches = list(batches(cp_size, dist.get_rank()))
     for name, options in SIDE_LOSSES.items():
-        for per_token in (False, True):
-            chunk = wrapped(tiny_gpt.config_of(per_token=per_token, **options))
-            aggregator = LossAggregator(chunk, "token_mean", options=Options(probe=False))
-            tiny_gpt.run_schedule(side_loss, chunk, list(batches(cp_size, cp_rank)))
-            buffers = [*chunk.buffers, *chunk.expert_parallel_buffers]
-            norm = torch.cat([buffer.grad_data for buffer in buffers]).norm().item()
-            found = {"loss": name, "per_token": per_token, "norm": norm, "note": aggregator.note}
-            if dist.get_rank() == 0:
-                print(json.dumps(found), flush=True)
+        kind = {"mtp" if name == "MTP" else "moe": True}
+        layout = Parallelism(cp=cp_size, float32=True, **kind)
+        with megatron.split_world(layout):
+            for per_token in (False, True):
+                config = megatron.config_of(layout, per_token=per_token)
+                vars(config).update(options)
+                chunks = megatron.wrapped_chunks(layout, config)
+                note = LossAggregator(chunks, "token_mean", options=Options(probe=False)).note
+                megatron.run_schedule(side_loss, chunks, own_batches)
+                norm = torch.cat(gradients(chunks)).norm().item()
+                found = {"loss": name, "per_token": per_token, "norm": norm, "note": note}
+                if dist.get_rank() == 0:
+                    print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

@@ -1,9 +1,8 @@
 """Packed sequences at CP 2 through the schedule hook, split as ``cp_partition_mode`` says; JSON.
 
 ``split_worker.py MODE``: prints the relative error of the gradient against the mean over sequences
-by
-hand, or the refusal. The contiguous split is that of Megatron-Core's ``get_cp_slice_for_thd`` and
-of Megatron-Bridge's ``_partition_packed_batch_contiguous``. One weight per token is the model:
+by hand, or the refusal. The contiguous split is that of Megatron-Core's ``get_cp_slice_for_thd``
+and of Megatron-Bridge's ``_partition_packed_batch_contiguous``. One weight per token is the model:
 who holds which token is all that matters.
 """
 

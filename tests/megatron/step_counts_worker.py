@@ -1,4 +1,4 @@
-"""Which ranks' counts ``LossAggregator.step`` takes, at TP 2 and at DP 2 x PP 2; four processes."""
+"""Which ranks' counts a step takes, at TP 2 and at DP 2 x PP 2; four processes."""
 
 import contextlib
 import gc
@@ -15,6 +15,7 @@ from split_worker import OneWeightPerToken
 
 from megatron_lossagg import LossAggregationError, LossAggregator
 from megatron_lossagg.errors import ContractError
+from megatron_lossagg.integrations.bridge import BridgeIntegration
 from megatron_lossagg.options import Options
 
 
@@ -98,6 +99,50 @@ def check_wrong_counts_on_the_last_stage_are_an_error_on_all_stages():
             assert own is not None
             if not aggregator.is_last_stage:
                 assert messages[dist.get_rank()] == f"pipeline stage 1: {own}"
+
+
+def message_of_hook_by_rank(aggregator, data_iterator):
+    """As :func:`message_by_rank`, of a wrapped schedule, which must not run."""
+
+    def schedule(**call):
+        raise AssertionError(f"the schedule ran on rank {dist.get_rank()}")
+
+    message = None
+    try:
+        aggregator.wrap(schedule, BridgeIntegration())(
+            forward_step_func=None,
+            data_iterator=data_iterator,
+            model=aggregator.chunks,
+            num_microbatches=2,
+        )
+    except (LossAggregationError, AssertionError) as error:
+        message = str(error)
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, message)
+    return gathered
+
+
+def check_a_wrapped_schedule_that_cannot_plan_is_an_error_on_all_stages():
+    batch = {"loss_mask": torch.ones(1, 4)}
+    wrong_by_reason = {
+        "the data iterator ended after 1 of 2": [batch],
+        "counting microbatch 1 of 2 raised": [batch, {"no": "mask"}],
+        "the data iterator raised TypeError": "no iterator",
+    }
+    with an_aggregator(pipeline_model_parallel_size=2) as aggregator:
+        last_stage = dist.get_process_group_ranks(aggregator.pp_group)[-1]
+        for reason, wrong in wrong_by_reason.items():
+            source = iter([batch, batch])
+            if aggregator.is_last_stage and dist.get_rank(aggregator.dp_group) == 1:
+                source = wrong if isinstance(wrong, str) else iter(wrong)
+            messages = message_of_hook_by_rank(aggregator, source)
+            assert f"rank 1 of the data-parallel group: {reason}" in messages[last_stage], messages
+            if not aggregator.is_last_stage:
+                assert messages[dist.get_rank()] == f"pipeline stage 1: {messages[last_stage]}"
+        if not aggregator.is_last_stage:
+            aggregator.chunks[0].config.calculate_per_token_loss = True
+        messages = message_of_hook_by_rank(aggregator, iter([batch, batch]))
+        assert all("wrapped in the average loss scaling" in message for message in messages)
 
 
 def check_an_error_of_an_earlier_stage_reaches_the_last():

@@ -11,7 +11,7 @@ import torch
 from conftest import early, launched, new_folder
 
 from megatron_lossagg import Layout
-from megatron_lossagg.verify.job import Job
+from megatron_lossagg.verify.job import Job, write_job
 from megatron_lossagg.verify.parallelism import Parallelism
 
 SLICED = {"CP2": Parallelism(dp=2, cp=2), "CP4": Parallelism(cp=4)}
@@ -23,7 +23,7 @@ OFFSETS = ((0, 1), (0, 3, 4, 9), (0, 2, 2, 5), tuple(range(0, 120, 3)))
 @early
 def slices():
     job = Job(layouts=list(SLICED.values()), cases=())
-    job.write(file := new_folder() / "job")
+    write_job(job, file := new_folder() / "job")
     out = launched("megatron/matrix_worker.py", "slices", file, processes=job.world_size)
     return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
 

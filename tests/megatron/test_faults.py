@@ -35,17 +35,17 @@ def test_the_launcher_ends_the_other_rank_when_one_is_killed_in_loss_func(tmp_pa
 
 
 @early
-def alone():
+def unwatched():
     """Run ranks without a launcher; return how the first ended after the second was lost."""
-    out = launched("megatron/fault_worker.py", "alone", new_folder(), processes=1)
+    out = launched("megatron/fault_worker.py", "unwatched", new_folder(), processes=1)
     assert THROUGH not in out
     return {outcome["lost"]: outcome for outcome in map(json.loads, out.splitlines())}
 
 
 @pytest.mark.parametrize("name", LOST)
-def test_no_rank_waits_for_a_lost_rank_without_a_launcher(alone, name):
+def test_no_rank_waits_for_a_lost_rank_without_a_launcher(unwatched, name):
     """Killed: the connection closes. Stopped: the process group's timeout, here 10 s."""
-    outcome = alone[name]
+    outcome = unwatched[name]
     assert outcome["other"] == -9
     assert outcome["ended"] == 1  # by an exception; None if it still waited
     assert outcome["seconds"] < SECONDS

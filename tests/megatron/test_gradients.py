@@ -1,12 +1,13 @@
 """On real Megatron-Core every layout trains the reference's gradient.
 
 All layouts of one world size are proven in one launch of ``megatron_lossagg.verify``, but for
-unpacked sequences: their padding makes the reference three times as large. The
-data with every degenerate sequence is its ``sequences.py``, the reference ``reference_loss.py``.
+unpacked sequences: their padding makes the reference three times as large. The data with every
+degenerate sequence is its ``sequences.py``, the reference ``reference_loss.py``.
 """
 
 import pytest
 from conftest import early, launched, proven
+from test_matrix import CASES as THREE
 
 from megatron_lossagg.verify.cases import CASES
 from megatron_lossagg.verify.parallelism import Parallelism
@@ -22,51 +23,84 @@ MICROBATCHES = (1, 3, 4)
 LOSS_SCALINGS = ("average", "per_token")
 OTHERS = {
     "CP4": {"cp": 4, "microbatches": 5},
+    "PP2": {"pp": 2},
+    "local": {"cp": 2, "packing": "local"},
+}
+# Which tokens a rank holds: a mode reaches a layout through weights only, token weights through it.
+LAYOUTS = {
+    "bshd": {"cp": 2, "packing": "bshd"},
+    "gathered": {"cp": 2, "packing": "gathered"},
+    "gathered-DP2xCP2": {"dp": 2, "cp": 2, "packing": "gathered"},
+    "contiguous": {"cp": 2, "cp_partition": "contiguous"},
+    "contiguous-CP4": {"cp": 4, "cp_partition": "contiguous"},
+    "contiguous-gathered": {"cp": 2, "cp_partition": "contiguous", "packing": "gathered"},
+    "contiguous-local": {"cp": 2, "cp_partition": "contiguous", "packing": "local"},
+    "contiguous-bshd": {"cp": 2, "cp_partition": "contiguous", "packing": "bshd"},
+    "contiguous-bshd-CP4": {"cp": 4, "cp_partition": "contiguous", "packing": "bshd"},
+}
+# What comes before or after the loss, which knows no mode: of the modes three stand for all.
+AROUND_THE_LOSS = {
     "TP2": {"tp": 2},
     "TP2-SP": {"tp": 2, "sequence_parallel": True},
-    "PP2": {"pp": 2},
     "PP2xVPP2": {"pp": 2, "vpp": 2, "microbatches": 4},
     "distributed-optimizer": {"cp": 2, "distributed_optimizer": True},
     "average-in-collective": {"dp": 2, "average_in_collective": True},
     "overlap-grad-reduce": {"dp": 2, "overlap_grad_reduce": True},
     "recompute": {"cp": 2, "recompute": True},
-    "bshd": {"cp": 2, "packing": "bshd"},
-    "local": {"cp": 2, "packing": "local"},
     "float32": {"dp": 2, "cp": 2, "float32": True},
     "float32-TP2-SP": {"tp": 2, "cp": 2, "sequence_parallel": True, "float32": True},
 }
+SOME = (*THREE, *(case for case in CASES if case.aggregation.count != "mask"))
 UNEVEN = Parallelism(dp=2, microbatches=(3, 5))
-NAMES = [str(case) for case in CASES]
+TRAINED = [(str(case), scaling) for case in CASES for scaling in case.loss_scalings]
 
 
 def layout_of(sizes, **more):
     return Parallelism(**{**sizes, **more})
 
 
-def layouts_of_size(world_size, packings=("thd", "local")):
-    layouts = [layout_of(s, microbatches=m) for s in SPLITS.values() for m in MICROBATCHES]
-    layouts += [*map(layout_of, OTHERS.values()), UNEVEN]
-    return [one for one in layouts if one.world_size == world_size and one.packing in packings]
+def proven_of(layouts, world_size, cases=CASES, *, unpacked=False):
+    """Prove those of ``layouts`` that have ``world_size`` ranks and are or are not unpacked."""
+    wanted = [
+        layout
+        for layout in layouts
+        if layout.world_size == world_size and (layout.packing == "bshd") == unpacked
+    ]
+    return proven(wanted, cases)
+
+
+def in_every_case():
+    splits = [layout_of(s, microbatches=m) for s in SPLITS.values() for m in MICROBATCHES]
+    return [*splits, *map(layout_of, OTHERS.values()), UNEVEN]
+
+
+def verdicts_of(world_size):
+    return (
+        proven_of(in_every_case(), world_size)
+        | proven_of(map(layout_of, LAYOUTS.values()), world_size, SOME)
+        | proven_of(map(layout_of, AROUND_THE_LOSS.values()), world_size, THREE)
+    )
 
 
 @early
 def verdicts_of_four_ranks():
-    return proven(layouts_of_size(4))
+    return verdicts_of(4)
 
 
 @early
 def verdicts_of_two_ranks():
-    return proven(layouts_of_size(2))
+    return verdicts_of(2)
 
 
 @early
 def verdicts_of_three_ranks():
-    return proven(layouts_of_size(3))
+    return proven_of(in_every_case(), 3)
 
 
 @early
 def verdicts_of_unpacked_sequences():
-    return proven(layouts_of_size(2, packings=("bshd",)))
+    unpacked = [*map(layout_of, LAYOUTS.values())]
+    return proven_of(unpacked, 2, SOME, unpacked=True) | proven_of(unpacked, 4, SOME, unpacked=True)
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +119,8 @@ def verdicts(
     )
 
 
-@pytest.mark.parametrize("loss_scaling", LOSS_SCALINGS)
 @pytest.mark.parametrize("microbatches", MICROBATCHES)
-@pytest.mark.parametrize("case", NAMES)
+@pytest.mark.parametrize(("case", "loss_scaling"), TRAINED)
 @pytest.mark.parametrize("split", SPLITS)
 def test_the_gradient_is_that_of_the_configured_loss(
     verdicts, split, case, microbatches, loss_scaling
@@ -99,21 +132,25 @@ def test_the_gradient_is_that_of_the_configured_loss(
     assert verdict["weight_sum_error"] < 1e-6  # computed in float32
 
 
-@pytest.mark.parametrize("loss_scaling", LOSS_SCALINGS)
-@pytest.mark.parametrize("case", NAMES)
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    ("name", "case", "loss_scaling"),
+    [
+        *((name, *trained) for name in OTHERS for trained in TRAINED),
+        *((n, str(c), s) for n in LAYOUTS for c in SOME for s in c.loss_scalings),
+        *((n, str(c), s) for n in AROUND_THE_LOSS for c in THREE for s in c.loss_scalings),
+    ],
+)
 def test_other_splits_reductions_and_layouts_train_the_configured_loss(
     verdicts, name, case, loss_scaling
 ):
-    layout = layout_of(OTHERS[name])
+    layout = layout_of({**OTHERS, **LAYOUTS, **AROUND_THE_LOSS}[name])
     verdict = verdicts[str(layout), case, loss_scaling]
     bound = 1e-5 if layout.float32 else 1e-12
     assert verdict["gradient_error"] < bound, verdict["explanation"]
     assert verdict["loss_error"] < bound, verdict["explanation"]
 
 
-@pytest.mark.parametrize("loss_scaling", LOSS_SCALINGS)
-@pytest.mark.parametrize("case", NAMES)
+@pytest.mark.parametrize(("case", "loss_scaling"), TRAINED)
 def test_ranks_with_3_and_5_microbatches_train_the_configured_loss(verdicts, case, loss_scaling):
     assert verdicts[str(UNEVEN), case, loss_scaling]["gradient_error"] < 1e-12
 

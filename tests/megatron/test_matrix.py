@@ -12,7 +12,7 @@ from conftest import RELEASE, early, launched, new_folder, proven
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.verify.cases import Case
-from megatron_lossagg.verify.job import LOSS_SCALINGS, Job
+from megatron_lossagg.verify.job import LOSS_SCALINGS, Job, write_job
 from megatron_lossagg.verify.parallelism import Parallelism
 
 # Megatron-Core trains no experts on TP 2 without sequence parallelism.
@@ -53,6 +53,8 @@ COMBINED = {
     ),
     "recompute-CP2xTP2": Parallelism(cp=2, tp=2, recompute=True),
     "MTP-DP2xCP2": Parallelism(dp=2, cp=2, mtp=True, float32=True),
+    "MTP-PP2xCP2": Parallelism(pp=2, cp=2, mtp=True, float32=True),
+    "MTP-TP2-SPxCP2": Parallelism(tp=2, cp=2, sequence_parallel=True, mtp=True, float32=True),
 }
 
 
@@ -60,7 +62,7 @@ COMBINED = {
 def side():
     """Return what every rank found, by layout, loss scaling and whether tokens were rejected."""
     job = Job(layouts=list(SIDE.values()), cases=())
-    job.write(file := new_folder() / "job")
+    write_job(job, file := new_folder() / "job")
     out = launched("megatron/matrix_worker.py", "side", file, processes=job.world_size)
     comparisons = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     return {(c["layout"], c["loss_scaling"], c["rejected"]): c["ranks"] for c in comparisons}

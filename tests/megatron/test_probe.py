@@ -104,13 +104,8 @@ def test_a_patched_megatron_is_caught_every_time(printed, fault):
 def test_a_patched_megatron_is_caught_under_the_config_of_megatron_lm(printed, fault):
     verdicts = verdicts_of(printed, MEGATRON_LM_LAYOUTS, "MEGATRON-LM FAULT", fault)
     caught = loss_scalings_caught(verdicts)
-    if fault == "finalize_not_called":  # in the average loss scaling DDP's hooks reduce without it
-        assert len(verdicts) == len(MEGATRON_LM_LAYOUTS)
-        assert caught == {"per_token"}
-    else:
-        assert len(verdicts) == 2 * len(MEGATRON_LM_LAYOUTS)
-        both = FAULTS[fault] == "both"
-        assert caught == ({"average", "per_token"} if both else {FAULTS[fault]})
+    assert len(verdicts) == 2 * len(MEGATRON_LM_LAYOUTS)
+    assert caught == ({"average", "per_token"} if FAULTS[fault] == "both" else {FAULTS[fault]})
 
 
 def verdicts_of(printed, cases, kind, fault):

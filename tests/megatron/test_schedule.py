@@ -15,13 +15,20 @@ from conftest import early, launched, proven
 from megatron_lossagg.verify.cases import CASES
 from megatron_lossagg.verify.parallelism import Parallelism
 
-LOSS_SCALINGS = ("average", "per_token")
-# The hook knows nothing of a mode: one with ids, one that counts microbatches, one with neither.
+# The hook knows nothing of a mode: one with ids, one that counts microbatches, one with neither,
+# and what else it passes on: token weights, num_tokens.
 # `lossagg verify --hooked` runs all of them, on any layout.
 CASES = [
     case
     for case in CASES
-    if str(case) in ("prompt_mean", "sample_mean, count_empty=False", "microbatch_token_mean")
+    if str(case)
+    in (
+        "prompt_mean",
+        "sample_mean, count_empty=False",
+        "microbatch_token_mean",
+        "token_mean, count=weights",
+        "token_mean, count=survivors",
+    )
 ]
 LAYOUTS = {
     "DP2xCP2": {"dp": 2, "cp": 2, "microbatches": 3},
@@ -55,8 +62,10 @@ def verdicts(hooked_verdicts_of_two_ranks, hooked_verdicts_of_four_ranks):
     return hooked_verdicts_of_two_ranks | hooked_verdicts_of_four_ranks
 
 
-@pytest.mark.parametrize("loss_scaling", LOSS_SCALINGS)
-@pytest.mark.parametrize("case", [str(case) for case in CASES])
+@pytest.mark.parametrize(
+    ("case", "loss_scaling"),
+    [(str(case), scaling) for case in CASES for scaling in case.loss_scalings],
+)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_hooked_framework_trains_and_reports_the_configured_loss(
     verdicts, name, case, loss_scaling

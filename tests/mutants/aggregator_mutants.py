@@ -1,16 +1,13 @@
 """What mutants of the aggregator, its step and outputs run against; pytest does not collect it."""
 
-import pickle
-from pathlib import Path
-
 import aggregator_worker
 import pytest
 from mutant_forks import on_two_ranks
 
 import megatron_lossagg.verify.verdict  # noqa: F401  before the forks
 from megatron_lossagg import Aggregation
-from megatron_lossagg.verify import job
 from megatron_lossagg.verify.cases import Case
+from megatron_lossagg.verify.job import Job
 from megatron_lossagg.verify.parallelism import Parallelism
 
 LAYOUTS = (
@@ -25,10 +22,6 @@ CASES = (
     Case(aggregation=Aggregation("token_mean")),
     Case(aggregation=Aggregation("constant", divisor=40.0), second=Aggregation("token_mean")),
 )
-KEPT = Path("references.pickle")  # the reference's side has no part in it: once
-if not KEPT.exists():
-    KEPT.write_bytes(pickle.dumps(job._references(LAYOUTS)))
-REFERENCES = pickle.loads(KEPT.read_bytes())
 
 
 def test_the_checks_of_the_aggregator_worker_hold():
@@ -36,11 +29,12 @@ def test_the_checks_of_the_aggregator_worker_hold():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_gradient_is_the_references_in_both_loss_scalings(layout, monkeypatch):
-    monkeypatch.setattr(job, "_references", lambda layouts, kept: REFERENCES)
-    todo = job.Job(layouts=[layout], cases=CASES)
+def test_the_gradient_is_the_references_in_both_loss_scalings(layout):
+    job = Job(layouts=[layout], cases=CASES)
 
     def work():
-        assert job.run_job(todo, lambda event: None)
+        verdicts = [verdict for event in job.run() for verdict in event.get("verdicts", ())]
+        assert len(verdicts) == job.num_verdicts
+        assert all(verdict["passed"] for verdict in verdicts)
 
     on_two_ranks(work)

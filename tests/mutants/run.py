@@ -2,12 +2,12 @@
 
     python tests/mutants/run.py [MODULE ...] [--sample N]
 
-MODULE: a key of ``TESTS``; by default all. ``--sample``: a random N of
-each module's mutants, always the same ones. Everything happens in copies, in ``.mutants/``. The
-copies differ from the package in one way: mutmut skips decorated functions, so ``@property``,
-``@cached_property`` and ``@lru_cache`` are applied in a line after the function. Lines that begin
-with a literal are text of a message and are left alone. A module's mutants run against the tests
-in ``TESTS``, those that are launched in forks instead (``plan_mutants``, ``aggregator_mutants``).
+MODULE: a key of ``TESTS``; by default all. ``--sample``: a random N of each module's mutants,
+always the same ones. Everything happens in copies, in ``.mutants/``. The copies differ from the
+package in one way: mutmut skips decorated functions, so ``@property`` and ``@cached_property`` are
+applied in a line after the function. Lines that begin with a literal are text of a message and are
+left alone. A module's mutants run against the tests in ``TESTS``, those that are launched in forks
+instead (``plan_mutants``, ``aggregator_mutants``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mutmut.stats import status_by_exit_code
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / ".mutants"
 PACKAGE = "megatron_lossagg"
-DECORATORS = {"property", "cached_property", "lru_cache"}
+DECORATORS = {"property", "cached_property"}
 LEFT_OUT = (
     "over_ranks",  # launches; plan_mutants has its checks
     "the_warning_of_an_empty_step_points_at_its_caller",  # mutmut's frames come between
@@ -78,16 +78,6 @@ timeout_constant = 5.0
 pytest_add_cli_args_test_selection = {tests}
 pytest_add_cli_args = {arguments}
 """
-# Else mutmut would not see that a test reaches a function whose result an earlier test cached.
-COLD = """
-
-@pytest.fixture(autouse=True)
-def _cold_caches():
-    from megatron_lossagg import layout
-
-    for value in vars(layout).values():
-        getattr(value, "cache_clear", int)()
-"""
 
 
 class Undecorated(cst.CSTTransformer):
@@ -97,8 +87,7 @@ class Undecorated(cst.CSTTransformer):
         if len(updated_node.decorators) != 1:
             return updated_node
         decorator = updated_node.decorators[0].decorator
-        called = decorator.func if isinstance(decorator, cst.Call) else decorator
-        if not isinstance(called, cst.Name) or called.value not in DECORATORS:
+        if not isinstance(decorator, cst.Name) or decorator.value not in DECORATORS:
             return updated_node
         name = updated_node.name
         applied = cst.Call(func=decorator, args=[cst.Arg(name)])
@@ -113,8 +102,6 @@ def copied(module: str) -> Path:
     unwanted = shutil.ignore_patterns("__pycache__")
     for name in (PACKAGE, "tests", "examples"):
         shutil.copytree(ROOT / name, folder / name, ignore=unwanted)
-    with (folder / "tests/conftest.py").open("a") as conftest:
-        conftest.write(COLD)
     source = folder / PACKAGE / f"{module}.py"
     source.write_text(cst.parse_module(source.read_text()).visit(Undecorated()).code)
     arguments = ["-p", "no:cacheprovider", *ARGUMENTS.get(module, PURE)]

@@ -1,8 +1,8 @@
 """Every mode with both ways to count empty ones: the aggregations of the tests, in one list."""
 
-from megatron_lossagg.verify.cases import CASES
+from megatron_lossagg.verify.cases import MASK_CASES
 
-AGGREGATIONS = {str(case): case.aggregation for case in CASES if case.second is None}
+AGGREGATIONS = {str(case): case.aggregation for case in MASK_CASES if case.second is None}
 """By name, such as ``sample_mean, count_empty=False``."""
 ANY_LAYOUT = {n: a for n, a in AGGREGATIONS.items() if a.mode != "microbatch_token_mean"}
 """Those that do not depend on the layout."""
@@ -10,4 +10,8 @@ ANY_LAYOUT = {n: a for n, a in AGGREGATIONS.items() if a.mode != "microbatch_tok
 
 def for_the_reference(aggregation):
     """Return an aggregation's options as the reference takes them, next to its mode."""
-    return {"divisor": aggregation.divisor, "count_empty": aggregation.count_empty}
+    return {
+        "divisor": aggregation.divisor,
+        "exponent": aggregation.exponent,
+        "count_empty": aggregation.count_empty,
+    }

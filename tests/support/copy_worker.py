@@ -1,9 +1,5 @@
-"""A rank of ``megatron_lossagg.verify`` in a copy of the package.
+"""Import another copy of the package, which may have a fault, in a forked process."""
 
-``copy_worker.py COPY JOB EVENTS``, forked from a process that has imported the package.
-"""
-
-import importlib
 import os
 import sys
 from pathlib import Path
@@ -19,11 +15,3 @@ def use_copy(copy: Path) -> None:
             del sys.modules[name]
     os.chdir(copy)
     sys.path.insert(0, str(copy))
-
-
-if __name__ == "__main__":
-    folder, *job_and_events = sys.argv[1:]
-    use_copy(Path(folder))
-    rank = importlib.import_module("megatron_lossagg.verify.__main__")
-    assert rank.__file__.startswith(folder), rank.__file__
-    rank.main(*job_and_events)

@@ -8,7 +8,7 @@ string hashes, and they end without the interpreter's own teardown. What is abou
 itself is therefore tested under the launcher (``test_cpu_launch.py``, ``test_faults.py``).
 
 ``python fork_server.py SOCKET MODULE ...`` is the process of a :class:`ForkServer`. It installs
-the CPU stand-ins where one of the modules needs Megatron-Core, imports the modules, and forks one
+the CPU stand-ins if one of the modules needs Megatron-Core, imports the modules, and forks one
 process per connection to its socket. That process reads the request, forks the ranks, and answers
 when they have ended, so that several launches run at once. Request and answer are one line of
 JSON each.
@@ -35,11 +35,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import torch.distributed
+
 STAND_INS = "megatron_lossagg.cpu"
 WITHOUT_MEGATRON = ("torch.distributed",)
 WITH_MEGATRON = ("megatron_lossagg.verify.verdict", "megatron_lossagg.cpu.model")
 """What to import: the modules that import all of Megatron-Core that the package uses."""
 
+_ADDRESS = "127.0.0.1"
 _POLL_SECONDS = 0.02
 
 
@@ -47,7 +50,7 @@ class Ended(NamedTuple):
     """How the ranks of a launch ended."""
 
     statuses: list[int]
-    """Exit status of each rank, -9 where it was killed."""
+    """Exit status of each rank, -9 if it was killed."""
     timed_out: bool
 
 
@@ -67,10 +70,12 @@ def fork_ranks(
     of it but what the launcher adds. ``work`` returns the exit status. As soon as a rank ends
     with a status that is not ``good``, and after ``timeout`` seconds, the others are killed,
     with the processes that they started. ``wait`` is called between two looks at the ranks;
-    where it raises, all of them are killed.
+    if it raises, all of them are killed.
     """
-    _check_single_threaded()
-    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    tasks = Path("/proc/self/task")
+    if tasks.exists() and len(names := list(tasks.iterdir())) > 1:  # a fork leaves their locks held
+        raise RuntimeError(f"got a process with {len(names)} threads, expected 1 before a fork")
+    listener = socket.create_server((_ADDRESS, 0), backlog=128)
     port = listener.getsockname()[1]
     sys.stdout.flush()
     sys.stderr.flush()
@@ -87,7 +92,10 @@ def fork_ranks(
                 _be_rank(work, {**environment, **added}, outputs[rank])
             pids.append(pid)
         # The store outlives every rank, as the launcher's does; it runs a thread: after the forks.
-        store = _store(listener, port)
+        options = {"is_master": True, "wait_for_workers": False}
+        store = torch.distributed.TCPStore(
+            _ADDRESS, port, **options, master_listen_fd=listener.detach()
+        )
         deadline = time.monotonic() + timeout
         while len(statuses) < processes and set(statuses.values()) <= set(good):
             for pid in set(pids) - set(statuses):
@@ -109,48 +117,21 @@ def fork_ranks(
     return Ended([statuses[pid] for pid in pids], timed_out)
 
 
-def _check_single_threaded() -> None:
-    """Raise where this process has threads, whose locks a fork would leave held."""
-    tasks = Path("/proc/self/task")
-    if tasks.exists() and len(names := list(tasks.iterdir())) > 1:
-        raise RuntimeError(
-            f"got a process with {len(names)} threads, expected 1 before a fork: import the "
-            "modules that start threads in the ranks"
-        )
-
-
 def _environment_of(rank: int, processes: int, port: int) -> dict[str, str]:
     """Return what ``torch.distributed.run`` adds to a rank's environment on one node."""
-    here, everywhere = str(rank), str(processes)
     return {
-        "RANK": here,
-        "LOCAL_RANK": here,
-        "ROLE_RANK": here,
+        **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(processes)),
         "GROUP_RANK": "0",
-        "WORLD_SIZE": everywhere,
-        "LOCAL_WORLD_SIZE": everywhere,
-        "ROLE_WORLD_SIZE": everywhere,
         "GROUP_WORLD_SIZE": "1",
         "ROLE_NAME": "default",
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": _ADDRESS,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": "none",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-
-
-def _store(listener: socket.socket, port: int) -> Any:
-    from torch.distributed import TCPStore
-
-    return TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
 
 
 def _be_rank(
@@ -320,8 +301,6 @@ class _ClientGoneError(Exception):
 
 def serve(listener: socket.socket, imports: Sequence[str]) -> None:
     """Import, then fork a process for each connection until standard input ends."""
-    import torch
-
     # A machine with CUDA runs the workers as it would under the launcher: they decide.
     needs_megatron = any(name.startswith("megatron") for name in imports)
     if needs_megatron and not torch.cuda.is_available():

@@ -1,36 +1,19 @@
-"""What the tests of frameworks share: recorded numbers, and the frameworks' own code if present."""
+"""What the tests of frameworks share: the frameworks' own code if present."""
 
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-import torch
-
-from megatron_lossagg.verify import reference_loss
 
 FRAMEWORKS_DIR = os.environ.get("FRAMEWORKS_DIR")
-RECORDED = Path(__file__).parents[1] / "integrations" / "recorded"
 PATCHES = Path(__file__).parents[2] / "docs" / "integrations" / "patches"
 INSTALLED = Path(__file__).parents[2] / ".venv-frameworks"
 """What the frameworks import, by ``make test-frameworks``."""
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 """DP and CP."""
-CARRIED = {
-    "token_mean": {},
-    "sample_mean": {},
-    "prompt_mean": {},
-    "constant": {"divisor": 40.0},
-    "sample_sum": {},
-    "token_sum": {"divisor": 50.0},
-}
-CASES = [(mode, {**more, "mode": mode}) for mode, more in CARRIED.items()] + [
-    (f"{mode}, empty ones do not count", {**CARRIED[mode], "mode": mode, "count_empty": False})
-    for mode in ("sample_mean", "prompt_mean", "constant")
-]
 
 
 def needs(framework):
@@ -77,58 +60,6 @@ def in_float64(files):
     """Let a copied framework compute in float64 what it computes in float32."""
     for file in files:
         text = file.read_text()
-        changed = text.replace("torch.float32", "torch.float64").replace(".float()", ".double()")
+        changed = text.replace(".float32", ".float64").replace(".float()", ".double()")
         assert changed != text
         file.write_text(changed)
-
-
-def recorded(framework):
-    """Load what the framework's own code returned."""
-    return json.loads((RECORDED / f"{framework}.json").read_text())
-
-
-def flags(mode, divisor=None, count_empty=None):
-    """Return the arguments that ask for an aggregation."""
-    return {
-        "loss_aggregation": mode,
-        "loss_aggregation_divisor": divisor,
-        "loss_aggregation_count_empty": count_empty,
-    }
-
-
-def trained(data, denominators, sequences, rollouts):
-    """Compute a step's loss as the framework does: recorded sums, clamped denominators, 1 / G."""
-    of_ranks = data["sums"]["2"]
-    total = sum(
-        of_rank[sequence] / max(denominators[sequence], 1)
-        for of_rank in of_ranks
-        for sequence in sequences
-    )
-    return total / rollouts
-
-
-def wanted(data, sequences, keywords):
-    """Compute a step's loss by the reference, from masks and per-token losses."""
-    steps_sequences = [
-        {
-            "x": [torch.tensor(x, dtype=torch.float64) for x in data["x"][sequence]],
-            "counted": data["loss_masks"][sequence],
-            "trained": data["loss_masks"][sequence],
-            "sample": data["rollout_ids"][sequence],
-            "prompt": data["prompts"][sequence],
-        }
-        for sequence in sequences
-    ]
-    return float(reference_loss.step_loss(sequences=steps_sequences, **keywords))
-
-
-def check_reducer(make, data, at):
-    """Compare the reducer with the framework's own token sums, on every rank; ``at``: sets CP."""
-    masks = [torch.tensor(mask, dtype=torch.int32) for mask in data["loss_masks"]]
-    for size, ranks in data["held"].items():
-        for rank, held in enumerate(ranks):
-            at(int(size), rank)
-            reducer = make(data["total_lengths"], data["response_lengths"], masks, False)
-            x = torch.tensor([loss for sequence in held for loss in sequence])
-            want = sum(data["sums"][size][rank]) / 40
-            assert reducer(x).item() == pytest.approx(want, rel=1e-6, abs=1e-7)

@@ -2,13 +2,12 @@
 which of their tokens a context-parallel rank holds.
 """
 
-from itertools import pairwise
 from types import SimpleNamespace
 
 from megatron_lossagg.verify import sequences as verification
+from megatron_lossagg.verify.sequences import zigzag  # noqa: F401  shares no code with the package
 
 VOCABULARY = verification.VOCABULARY
-NUM_SEQUENCES = len(verification.LENGTHS)
 
 
 def make_sequences():
@@ -35,13 +34,3 @@ def assign(sequences, dp, microbatches):
     assert len(microbatches) == dp
     counted = [SimpleNamespace(counted=sequence["counted"]) for sequence in sequences]
     return verification.assign_sequences(counted, microbatches).keys
-
-
-def zigzag(offsets, cp_size, cp_rank):
-    """List the token positions of a context-parallel rank; shares no code with the package."""
-    positions = []
-    for begin, end in pairwise(offsets):
-        chunk = (end - begin) // (2 * cp_size)
-        for which in (cp_rank, 2 * cp_size - 1 - cp_rank):
-            positions += range(begin + which * chunk, begin + (which + 1) * chunk)
-    return positions

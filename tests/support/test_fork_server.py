@@ -11,7 +11,7 @@ from fork_server import WITHOUT_MEGATRON, ForkServer, fork_ranks
 from test_cpu_launch import RANKS, SLEEP, is_running
 
 from megatron_lossagg.cpu import launch
-from megatron_lossagg.verify.job import Job
+from megatron_lossagg.verify.job import Job, write_job
 from megatron_lossagg.verify.parallelism import Parallelism
 
 ENVIRONMENT = """
@@ -72,7 +72,7 @@ def in_both(launches, tmp_path_factory):
     script = written(tmp_path_factory.mktemp("scripts"), ENVIRONMENT)
     worker = [str(TESTS / "megatron" / "matrix_worker.py"), "slices"]
     job = tmp_path_factory.mktemp("job") / "job"
-    Job(layouts=[Parallelism(cp=2)], cases=()).write(job)
+    write_job(Job(layouts=[Parallelism(cp=2)], cases=()), job)
     worker.append(str(job))
     env = {"GIVEN": "yes", "PYTHONPATH": worker_path(), "PYTHONUNBUFFERED": ""}
     found = []

@@ -1,6 +1,6 @@
 """The causes of verification and the faults of tests/wrong_factors train different steps."""
 
-from itertools import combinations
+from itertools import combinations, product
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from megatron_lossagg.verify.sequences import assign_sequences, make_sequences, 
 
 BY_NAME = {cause.name: cause for cause in (*CAUSES, *faults.CAUSES)}
 ALL_APART = Parallelism(dp=3, cp=2, microbatches=4)
+INTERVALS = Parallelism(dp=3, cp=2, microbatches=4, cp_partition="contiguous")
 
 
 def facts_of(parallelism, *, loss_scaling="average", copies=1):
@@ -41,10 +42,10 @@ def facts_of(parallelism, *, loss_scaling="average", copies=1):
 
 
 def over_all_cases(predict):
-    """Concatenate the slopes and losses of every case in both loss scalings."""
+    """Concatenate the slopes and losses of every case in both loss scalings and partitions."""
     parts = []
-    for loss_scaling in LOSS_SCALINGS:
-        facts = facts_of(ALL_APART, loss_scaling=loss_scaling)
+    for loss_scaling, parallelism in product(LOSS_SCALINGS, (ALL_APART, INTERVALS)):
+        facts = facts_of(parallelism, loss_scaling=loss_scaling)
         for case in CASES:
             wanted = expected(case, facts.reference, facts.assignment)
             slope, loss = predict(facts, case, wanted)
@@ -119,20 +120,25 @@ def test_a_factor_equal_to_several_sizes_is_named_by_all_of_them():
     assert symbols(4.0, facts, tolerance=1e-9) == ["M DP", "M CP", "DP CP"]
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("cp", [1, 2, 4])
-@pytest.mark.parametrize("dp", [1, 2, 4])
-@pytest.mark.parametrize("copies", [1, 2])
-def test_the_ones_of_the_training_masks_never_add_up_to_n(dp, cp, microbatches, copies):
-    layout = Parallelism(dp=dp, cp=cp, microbatches=microbatches)
-    facts = facts_of(layout, loss_scaling="per_token", copies=copies)
-    assert faults.ones_of_the_training_masks(facts) != facts.n
+@pytest.mark.parametrize("copies", [1, 2, 3, 4])
+def test_the_ones_of_the_training_masks_never_add_up_to_n(copies):
+    facts = facts_of(ALL_APART, copies=copies)
+    assert facts.survivors != facts.n
 
 
 @pytest.mark.parametrize("packing", ["thd", "bshd"])
-@pytest.mark.parametrize("name", ["chunks_swapped", "contiguous_chunks"])
-def test_a_mask_sliced_by_other_chunks_trains_another_loss_in_either_packing(packing, name):
-    facts = facts_of(Parallelism(cp=2, packing=packing))
+@pytest.mark.parametrize(
+    ("name", "partition"),
+    [
+        ("chunks_swapped", "zigzag"),
+        ("contiguous_chunks", "zigzag"),
+        ("zigzag_on_contiguous", "contiguous"),
+    ],
+)
+def test_a_mask_sliced_at_other_positions_trains_another_loss_in_either_packing(
+    packing, name, partition
+):
+    facts = facts_of(Parallelism(cp=2, packing=packing, cp_partition=partition))
     wanted = expected(CASES[0], facts.reference, facts.assignment)
     slope, _ = BY_NAME[name].predict(facts, CASES[0], wanted)
     assert (slope - wanted.slope_Y).norm() > 0.1 * wanted.slope_Y.norm()

@@ -23,6 +23,8 @@ BY_HAND = {
     ("constant", True): 26 / 7 / 4,
     ("constant", False): 26 / 7 / 3,
     ("sample_sum", True): 26 / 4,
+    # 3^-2 8 + 2^-2 8 + 4^-2 10, over 3^-1 + 2^-1 + 4^-1
+    ("length_power", True): (8 / 9 + 8 / 4 + 10 / 16) / (1 / 3 + 1 / 2 + 1 / 4),
     ("token_sum", True): 26 / 7,
     # rank 0: 5/2, 3/1 over M 3; rank 1: 8/2, 10/4 over M 2
     ("microbatch_token_mean", True): ((5 / 2 + 3) / 3 + (4 + 10 / 4) / 2) / 2,
@@ -34,6 +36,7 @@ EXPECTED_SUMS = {  # the same with every x = 1 and the loss mask
     "constant": 9 / 7 / 4,
     "sample_sum": 9 / 4,
     "token_sum": 9 / 7,
+    "length_power": 1,
     "microbatch_token_mean": (2 / 3 + 2 / 2) / 2,
 }
 
@@ -55,6 +58,7 @@ def sequences(*, trained=True):
 def options(mode):
     return {
         "divisor": 7 if mode in ("constant", "token_sum") else None,
+        "exponent": 2 if mode == "length_power" else None,
         "microbatches": [3, 2],
     }
 

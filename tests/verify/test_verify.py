@@ -1,15 +1,9 @@
-"""``lossagg verify`` as a user runs it: this machine, a launcher of two nodes, wrong usage.
+"""``lossagg verify`` as a user runs it: this machine, a launcher of two nodes, wrong usage."""
 
-Where a test is not about launching, the command runs in this process and forks its ranks.
-"""
-
-import argparse
 import contextlib
 import json
 import os
-import pickle
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -17,20 +11,19 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from conftest import ENVIRONMENT, TESTS, early, fork_server, new_folder
+from conftest import ENVIRONMENT, early, fork_server, launched, new_folder
 from wrong_factors.run import apply
 
-from megatron_lossagg.cli.explanation import Split, explain
+from megatron_lossagg.cli.explanation import explain, read_lengths
 from megatron_lossagg.cli.main import main
+from megatron_lossagg.cli.shares import Split
 from megatron_lossagg.text import number_of
 from megatron_lossagg.verify import command as command_module
 from megatron_lossagg.verify import environment as environment_module
 from megatron_lossagg.verify.cases import CASES
 from megatron_lossagg.verify.environment import environment
-from megatron_lossagg.verify.job import Job
+from megatron_lossagg.verify.job import Job, read_job, write_job
 from megatron_lossagg.verify.parallelism import standard
-from megatron_lossagg.verify.reference_gradient import reference, reference_file
 from megatron_lossagg.verify.sequences import make_sequences
 
 ROOT = Path(__file__).parents[2]
@@ -52,24 +45,6 @@ def lossagg(*arguments, path=ROOT, launcher=(), **environment):
 def ended(process, timeout=300):
     out, err = process.communicate(timeout=timeout)
     return process.returncode, out, err
-
-
-@pytest.fixture
-def forks_ranks(launches, monkeypatch):
-    """Return a function that makes the command of this process fork its ranks."""
-
-    def fork_from_now_on(copy=None):
-        """``copy``: a folder with another copy of the package for the ranks."""
-
-        def launch(command, *, env, **options):
-            if copy is not None:
-                command = [str(TESTS / "support" / "copy_worker.py"), str(copy), *command[2:]]
-                env = {**env, "PYTHONPATH": str(copy)}
-            return fork_server().launch(command, env=env, **options)
-
-        monkeypatch.setattr(command_module, "launch", launch)
-
-    return fork_from_now_on
 
 
 @early
@@ -108,7 +83,7 @@ def test_one_layout_passes_in_text_json_and_html(one_layout):
     for v in verdicts:
         explanation = explain(
             "constant",
-            [[sum(sequence.counted) for sequence in make_sequences()]],
+            read_lengths(",".join(str(sum(s.counted)) for s in make_sequences())),
             Split(loss_scaling=v["loss_scaling"], microbatches=3, dp=2, cp=1),
             divisor=40.0,
         )
@@ -116,17 +91,15 @@ def test_one_layout_passes_in_text_json_and_html(one_layout):
 
 
 @pytest.mark.launches
-def test_a_wrong_factor_fails_with_status_1_and_its_cause(tmp_path, capsys, forks_ranks):
+def test_a_wrong_factor_fails_with_status_1_and_its_cause(tmp_path):
     shutil.copytree(ROOT / "megatron_lossagg", tmp_path / "megatron_lossagg")
     apply(ROOT / "tests/wrong_factors/num_tokens_on_every_cp_rank.txt", tmp_path)
-    forks_ranks(tmp_path)
-    status = main(["verify", "--cp", "2", *ONE])
-    out, err = capsys.readouterr()
-    assert status == 1, out + err
-    assert out.startswith("FAIL: 1 of 2 cases pass on 1 layout of 2 ranks")
-    assert "gradient: measured factor 0.5 = 1/CP, expected 1: " in out
-    assert out.index("  constant") < out.index("num_tokens_on_every_cp_rank")
-    assert out.index("num_tokens_on_every_cp_rank") < out.index("megatron-core   ")
+    out = launched("verify/verify_copy_worker.py", tmp_path, "--cp", 2, *ONE, processes=2)
+    assert out.count("ended with 1\n") == 2
+    result = out.index("FAIL: 1 of 2 cases pass on 1 layout of 2 ranks")
+    cause = out.index("gradient: measured factor 0.5 = 1/CP, expected 1: ")
+    assert "num_tokens_on_every_cp_rank" in out[cause:]
+    assert result < out.index("  constant") < cause < out.index("megatron-core   ")
 
 
 @early
@@ -176,6 +149,7 @@ def test_a_launcher_with_another_number_of_ranks_is_refused():
         (["--loss-aggregation", "constant"], "--loss-aggregation-divisor"),
         (["--loss-aggregation", "tokenmean"], "did you mean 'token_mean'?"),
         (["--loss-aggregation-reducer-path", "math:fsum"], "a custom reducer has no formula"),
+        (["--loss-aggregation-shadow", "token_mean"], "a verification, which trains no run"),
         (["--json", "/nowhere/at/all.json"], "cannot be written: name a file"),
         (["--html", "/"], "cannot be written: name a file"),
         (["--tp", "-1"], "tp: got -1, expected at least 1"),
@@ -202,9 +176,9 @@ def test_the_standard_set_splits_in_every_way_on_one_number_of_ranks(tmp_path):
     for size in ("dp", "tp", "pp", "vpp", "cp"):
         assert any(getattr(layout, size) > 1 for layout in layouts), size
     job = Job(layouts=layouts, cases=CASES)
-    assert job.num_verdicts == 7 * 11 * 2
-    job.write(tmp_path / "job")
-    assert Job.read(tmp_path / "job") == job
+    assert job.num_verdicts == 7 * (15 * 2 + 1)  # survivors in one of the loss scalings
+    write_job(job, tmp_path / "job")
+    assert read_job(tmp_path / "job") == job
 
 
 @pytest.mark.launches
@@ -226,35 +200,17 @@ def test_without_megatron_core_nothing_is_launched(monkeypatch, capsys):
 
 
 @pytest.mark.launches
-def test_ended_by_a_signal_it_leaves_no_rank_behind():
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("send", "status", "within"), [("terminate", 143, 0), ("kill", -9, 5)])
+def test_ended_by_a_signal_it_leaves_no_rank_behind(send, status, within):
     process = lossagg("verify", "--dp", 2, *ONE)
     ranks = wait_for_ranks(process.pid)
-    process.terminate()
-    assert ended(process)[0] == 128 + signal.SIGTERM
-    assert not ranks_of(process.pid, known=ranks)
-
-
-@pytest.mark.launches
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends them")
-def test_killed_it_leaves_no_rank_behind_either():
-    process = lossagg("verify", "--dp", 2, *ONE)
-    ranks = wait_for_ranks(process.pid)
-    process.kill()
-    ended(process)
-    deadline = time.monotonic() + 5
+    getattr(process, send)()
+    assert ended(process)[0] == status
+    deadline = time.monotonic() + within
     while ranks_of(process.pid, known=ranks) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not ranks_of(process.pid, known=ranks)
-
-
-def test_a_reference_is_read_without_running_code(tmp_path, monkeypatch):
-    """Whatever torch does by default, or the environment asks of it."""
-    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    shape = standard()[0].shape
-    file = reference_file(tmp_path, shape, copies=1, padded=1)
-    torch.save({"padded": 1, "losses_Y": argparse.Namespace()}, file)
-    with pytest.raises(pickle.UnpicklingError, match=r"argparse\.Namespace"):
-        reference(shape, copies=1, padded=1, folder=tmp_path)
 
 
 def wait_for_ranks(parent):

@@ -23,11 +23,11 @@ from conftest import fork_server
 
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.integrations import megatron_lm
-from megatron_lossagg.verify import command
+from megatron_lossagg.integrations.slime import HOOKS
+from megatron_lossagg.verify import job
 from megatron_lossagg.verify.frameworks import FRAMEWORKS
 from megatron_lossagg.verify.frameworks import megatron_lm as checks_of_megatron_lm
-from megatron_lossagg.verify.frameworks.__main__ import CHECKS
-from megatron_lossagg.verify.frameworks.carried import parsed
+from megatron_lossagg.verify.frameworks.carried import join_alone, parsed
 from megatron_lossagg.verify.frameworks.check import (
     Check,
     FrameworkError,
@@ -35,7 +35,7 @@ from megatron_lossagg.verify.frameworks.check import (
     compare,
     outcome_of,
 )
-from megatron_lossagg.verify.frameworks.launch import DEFAULT, run_framework
+from megatron_lossagg.verify.frameworks.launch import DEFAULT, checks_of, run_framework
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,6 +45,13 @@ def test_a_framework_that_is_not_installed_is_wrong_usage(capsys):
     assert "nothing to verify: miles is not installed here" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(find_spec("megatron.training") is not None, reason="Megatron-LM is here")
+def test_slime_and_miles_without_megatron_lm_do_not_run_and_say_what_they_need(monkeypatch):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    with pytest.raises(NotRunError, match=r"megatron\.training cannot be found.* PYTHONPATH"):
+        join_alone()
+
+
 def write_verl(folder, init):
     """Write a package ``verl`` that does ``init`` when it is imported."""
     (folder / "verl").mkdir(parents=True, exist_ok=True)
@@ -52,7 +59,7 @@ def write_verl(folder, init):
 
 
 @pytest.fixture
-def verl_that(tmp_path, monkeypatch):
+def verl_that(launches, tmp_path, monkeypatch):
     """Return a function that writes a verl and puts it first on the path of processes."""
 
     def write(init):
@@ -101,14 +108,16 @@ def test_an_import_that_does_not_end_is_ended(verl_that):
     (check,) = run_framework("verl", timeout=2.0)["checks"]
     assert check["state"] == "NOT RUN"
     assert check["explanation"] == "the process did not end within 2 s: give it more by --timeout"
-    assert not any(b"verify.frameworks\0verl" in command for command in commands())
+    assert not any(b"-m\0megatron_lossagg.verify" in command for command in commands_of_children())
 
 
-def commands():
-    """List the command line of every process."""
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
+def commands_of_children():
+    """List the command lines of the processes that this one has started and not waited for."""
+    for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended
-            yield file.read_bytes()
+            _, parent, *_ = file.read_text().rpartition(")")[2].split()
+            if int(parent) == os.getpid():
+                yield file.with_name("cmdline").read_bytes()
 
 
 def test_a_framework_without_what_the_integration_looks_up_fails(verl_that):
@@ -132,7 +141,7 @@ def test_an_option_that_a_framework_no_longer_has_is_named(monkeypatch):
         return args
 
     with pytest.raises(FrameworkError, match=r"lack --custom-pg-loss-reducer-function-path$"):
-        parsed(provider, carry_argument="rollout_data_postprocess_path")
+        parsed(HOOKS, provider)
 
 
 def test_a_finite_loss_with_a_nan_gradient_fails():
@@ -162,7 +171,7 @@ def test_a_framework_of_which_nothing_ran_is_no_pass_in_text_json_html_and_statu
     verl_that("import ray_of_tests")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
-    monkeypatch.setattr(command, "launch", fork_server().launch)
+    monkeypatch.setattr(job, "launch", fork_server().launch)
     report, page = tmp_path / "report.json", tmp_path / "page.html"
     one = ["--dp", "1", "--loss-aggregation", "token_mean", "--loss-scaling", "average"]
     files = ["--json", str(report), "--html", str(page)]
@@ -226,30 +235,33 @@ def bridge(monkeypatch):
 
 
 def test_bridges_modules_are_hooked_and_its_loop_is_not_run(bridge):
-    checks = CHECKS["bridge"](DEFAULT)
+    checks = checks_of("bridge")
     states = [outcome_of(check, framework="bridge").state for check in checks]
     assert states == ["PASS", "PASS", "NOT RUN"]
 
 
 def test_a_hook_that_does_not_bind_fails_by_name(bridge, monkeypatch):
     monkeypatch.setattr("megatron_lossagg.integrations.bridge.install", lambda aggregation: None)
-    first, *_ = CHECKS["bridge"](DEFAULT)
+    first, *_ = checks_of("bridge")
     outcome = outcome_of(first, framework="bridge")
     assert outcome.state == "FAIL"
     assert "megatron.bridge.training.train.get_forward_backward_func after" in outcome.explanation
 
 
-def test_every_framework_has_checks():
-    assert set(CHECKS) == set(FRAMEWORKS)
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_every_framework_has_checks(name):
+    module = f"megatron_lossagg.verify.frameworks.{name.replace('-', '_')}"
+    assert callable(importlib.import_module(module).checks)
 
 
 FRAMEWORKS_DIR = Path(os.environ.get("FRAMEWORKS_DIR", ""))
-SERVING = "('polars', 'sglang', 'sglang_router', 'torch_memory_saver', 'mooncake', 'pylatexenc')"
 
 
 def run_checkout(monkeypatch, folder, name, *checkouts):
     """Run a framework's checks from checkouts, with stand-ins for what serves rollouts."""
-    (folder / "sitecustomize.py").write_text(f"import stand_ins\nstand_ins.install({SERVING})\n")
+    (folder / "sitecustomize.py").write_text(
+        "import stand_ins\nstand_ins.install(stand_ins.SERVING)\n"
+    )
     own = [
         folder,
         ROOT,
@@ -268,27 +280,34 @@ def run_checkout(monkeypatch, folder, name, *checkouts):
     return framework["checks"]
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize("name", ["slime", "miles"])
 def test_the_policy_loss_of_slime_and_miles_is_the_references(monkeypatch, tmp_path, name):
     (skip,) = frameworks.needs(name).args
     if skip:
         pytest.skip(frameworks.needs(name).kwargs["reason"])
     checks = run_checkout(monkeypatch, tmp_path, name, name, "Megatron-LM")
-    assert len(checks) == 10
+    assert len(checks) == 11
 
 
-@pytest.mark.skipif(
-    not (FRAMEWORKS_DIR / "Megatron-LM" / "pretrain_gpt.py").exists(), reason="FRAMEWORKS_DIR"
-)
+MISSING = [name for name in ("six", "regex", "pydantic", "yaml") if find_spec(name) is None]
+
+
+def needs_megatron_lm(test):
+    """Skip a test where the checkout of Megatron-LM is missing, or what its script imports."""
+    script = FRAMEWORKS_DIR / "Megatron-LM" / "pretrain_gpt.py"
+    skip = pytest.mark.skipif(not script.exists(), reason="FRAMEWORKS_DIR has no Megatron-LM")
+    return skip(pytest.mark.skipif(bool(MISSING), reason=f"not installed: {MISSING}")(test))
+
+
+@pytest.mark.launches
+@needs_megatron_lm
 def test_megatron_lms_own_script_trains_the_references_loss_in_every_layout(monkeypatch, tmp_path):
-    missing = [name for name in ("regex", "pydantic", "yaml") if find_spec(name) is None]
-    if missing:
-        pytest.skip(f"not installed: {', '.join(missing)}")
     checks = run_checkout(monkeypatch, tmp_path, "megatron-lm", "Megatron-LM")
     assert len(checks) == 3
 
 
-@pytest.mark.skipif(not (FRAMEWORKS_DIR / "Megatron-LM").exists(), reason="FRAMEWORKS_DIR")
+@pytest.mark.launches
 @pytest.mark.parametrize(
     ("script", "kind", "words"),
     [
@@ -297,6 +316,7 @@ def test_megatron_lms_own_script_trains_the_references_loss_in_every_layout(monk
     ],
     ids=["stock fails too", "stock runs"],
 )
+@needs_megatron_lm
 def test_a_script_that_fails_is_a_failure_only_where_it_runs_stock(
     monkeypatch, tmp_path, script, kind, words
 ):

@@ -10,13 +10,15 @@ Shape suffix: Y = all sequences' tokens and padding, as ``reference_gradient.py`
 
 from dataclasses import replace
 from fractions import Fraction
+from itertools import pairwise
 
 import torch
 
+from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import BETA, as_reference, reference_options
 from megatron_lossagg.verify.causes import Cause, multiple
-from megatron_lossagg.verify.sequences import zigzag
+from megatron_lossagg.verify.sequences import padding_sequence, zigzag
 
 
 def token_weights(facts, aggregation, *, only=None, change=lambda index, sequence: sequence):
@@ -30,7 +32,8 @@ def token_weights(facts, aggregation, *, only=None, change=lambda index, sequenc
     for index in range(len(sequences)) if only is None else only:
         start = facts.reference.starts[index]
         x = list(x_Y[start : start + len(sequences[index])])
-        sequence = as_reference(change(index, sequences[index]), facts.assignment.keys[index])
+        changed, key = change(index, sequences[index]), facts.assignment.keys[index]
+        sequence = as_reference(changed, key, aggregation)
         step.append({**sequence, "x": x})
     options = reference_options(aggregation, facts.assignment.microbatches)
     loss = reference_loss.step_loss(aggregation.mode, step, **options)
@@ -42,11 +45,23 @@ def token_weights(facts, aggregation, *, only=None, change=lambda index, sequenc
 
 def sequence_weights(facts, aggregation):
     """Return w_s of each sequence; 0 if it has no counted tokens."""
+    if aggregation.count == "survivors":  # 1/N, and Megatron divides by the survivors and not by N
+        of_the_mask = sequence_weights(facts, replace(aggregation, count="mask"))
+        return [weight * facts.n / facts.survivors for weight in of_the_mask]
     weight_Y = token_weights(
         facts, aggregation, change=lambda _, sequence: replace(sequence, trained=sequence.counted)
     )
     starts = zip(facts.reference.starts, facts.reference.sequences, strict=False)
-    return [weight_Y[start : start + len(sequence)].max().item() for start, sequence in starts]
+    return [
+        max(w / v if v else 0.0 for w, v in zip(weight_Y[start:].tolist(), factors, strict=False))
+        for (start, sequence) in starts
+        for factors in [factors_of(sequence, aggregation)]
+    ]
+
+
+def factors_of(sequence, aggregation):
+    """Return v_t of each token: 1 unless the aggregation counts weights."""
+    return sequence.weight if aggregation.count == "weights" else [1.0] * len(sequence)
 
 
 def predicted(facts, case, first, second):
@@ -55,6 +70,7 @@ def predicted(facts, case, first, second):
     for start, sequence in zip(facts.reference.starts, facts.reference.sequences, strict=False):
         coefficients = torch.tensor(sequence.coefficient, dtype=y_Y.dtype)
         coefficient_Y[start : start + len(sequence)] = coefficients
+    coefficient_Y[facts.reference.starts[-1] :] = padding_sequence(1).coefficient[0]
     slope_Y, loss = first[0] * coefficient_Y, (first[1] * coefficient_Y * y_Y).sum()
     if case.second is not None:
         slope_Y = slope_Y + 2 * BETA * second[0] * y_Y
@@ -90,6 +106,9 @@ def scaled_as(**sizes):
     )
 
 
+RIGHT = multiple(lambda facts: 1)
+
+
 def only_per_token(factor):
     """Predict a factor of the gradient that only the per-token loss scaling has."""
     return multiple(lambda facts: factor(facts) if facts.loss_scaling == "per_token" else 1)
@@ -99,8 +118,14 @@ def num_counted(facts):
     return [sum(sequence.counted) for sequence in facts.reference.sequences]
 
 
-def ones_of_the_training_masks(facts):
-    return sum(sum(sequence.trained) for sequence in facts.reference.sequences)
+def but_survivors(predict, of_survivors=RIGHT):
+    """Predict otherwise under ``count="survivors"``, whose num_tokens and report are its own."""
+
+    def chosen(facts, case, wanted):
+        survives = case.aggregation.count == "survivors"
+        return (of_survivors if survives else predict)(facts, case, wanted)
+
+    return chosen
 
 
 def rank_local(facts, aggregation):
@@ -122,17 +147,33 @@ def rank_local(facts, aggregation):
 def phantom_tokens(facts, aggregation):
     grown = (facts.n + num_counted(facts).count(0)) / facts.n
     right_Y = token_weights(facts, aggregation)
-    if aggregation.mode == "token_mean":
+    if aggregation.mode == "token_mean" and aggregation.count == "mask":
         right_Y = right_Y / grown
     return right_Y * (grown if facts.loss_scaling == "per_token" else 1.0), right_Y
 
 
+def tokens_of_sequences(facts, aggregation):
+    """Count n_s of each sequence, as the aggregation counts."""
+    return [
+        sum(m * v for m, v in zip(sequence.counted, factors_of(sequence, aggregation), strict=True))
+        for sequence in facts.reference.sequences
+    ]
+
+
+def tokens_of_samples(facts, aggregation):
+    """Count n_b of each sample likewise."""
+    tokens = {}
+    counted = tokens_of_sequences(facts, aggregation)
+    for sequence, n in zip(facts.reference.sequences, counted, strict=True):
+        tokens[sequence.sample] = tokens.get(sequence.sample, 0) + n
+    return tokens
+
+
 def samples(facts, aggregation):
     """Return B, or V with ``count_empty=False``."""
-    tokens = {}
-    for sequence, n in zip(facts.reference.sequences, num_counted(facts), strict=True):
-        tokens[sequence.sample] = tokens.get(sequence.sample, 0) + n
-    return sum(aggregation.count_empty or n > 0 for n in tokens.values())
+    return sum(
+        aggregation.count_empty or n > 0 for n in tokens_of_samples(facts, aggregation).values()
+    )
 
 
 def without_batch(facts, aggregation):
@@ -145,14 +186,33 @@ def empty_leave(facts, aggregation):
 
 
 def sequence_means(facts, aggregation):
-    if aggregation.mode != "sample_mean":
+    exponent = {"sample_mean": 1, "length_power": aggregation.exponent}.get(aggregation.mode, 0)
+    n_b, weight_Y = tokens_of_samples(facts, aggregation), token_weights(facts, aggregation)
+    for index, n_s in enumerate(tokens_of_sequences(facts, aggregation)):
+        if n_s:
+            sequence, start = facts.reference.sequences[index], facts.reference.starts[index]
+            weight_Y[start : start + len(sequence)] *= (n_b[sequence.sample] / n_s) ** exponent
+    return twice(weight_Y)
+
+
+def power_sum(lengths, aggregation):
+    """Return Z of these lengths."""
+    return sum(n ** (1 - aggregation.exponent) for n in lengths if n)
+
+
+def power_sum_of_sequences(facts, aggregation):
+    weight_Y = token_weights(facts, aggregation)
+    if aggregation.mode == "length_power":
+        weight_Y *= power_sum(tokens_of_samples(facts, aggregation).values(), aggregation)
+        weight_Y /= power_sum(tokens_of_sequences(facts, aggregation), aggregation)
+    return twice(weight_Y)
+
+
+def without_length(facts, aggregation):
+    if aggregation.mode != "length_power":
         return twice(token_weights(facts, aggregation))
-    by_sequence_Y = token_weights(
-        facts,
-        replace(aggregation, count_empty=True),
-        change=lambda index, sequence: replace(sequence, sample=index),
-    )
-    return twice(by_sequence_Y * (len(facts.reference.sequences) / samples(facts, aggregation)))
+    z = power_sum(tokens_of_samples(facts, aggregation).values(), aggregation)
+    return twice(facts.n / z * token_weights(facts, Aggregation("token_mean")))
 
 
 def of_the_sequence_before(facts, aggregation):
@@ -162,35 +222,67 @@ def of_the_sequence_before(facts, aggregation):
     for index, sequence in enumerate(facts.reference.sequences):
         key, start = facts.assignment.keys[index], facts.reference.starts[index]
         trained = torch.tensor(sequence.trained, dtype=weight_Y.dtype)
+        trained *= torch.tensor(factors_of(sequence, aggregation), dtype=weight_Y.dtype)
         weight_Y[start : start + len(sequence)] = before.get(key, 0.0) * trained
         before[key] = weight_S[index]
     return twice(weight_Y)
 
 
-def mask_held(order):
-    """Give the weights if a rank slices its mask by other chunks than its tokens."""
+def mask_held(taken, *, partition):
+    """Give the weights if a rank slices its mask at other positions than its tokens.
+
+    ``taken``: those positions, as ``Parallelism.held`` has the right ones. ``partition``: of the
+    layouts that the fault changes.
+    """
 
     def weights(facts, aggregation):
-        cp = facts.parallelism.cp
-        if cp == 1 or facts.parallelism.packing == "local":
-            return twice(token_weights(facts, aggregation))
-        weight_Y = torch.zeros_like(facts.reference.losses_Y)
-        for sequence, start, weight in zip(
-            facts.reference.sequences,
-            facts.reference.starts,
-            sequence_weights(facts, aggregation),
-            strict=False,
-        ):
-            length = facts.parallelism.padded(len(sequence))
-            mask = sequence.trained + [0] * (length - len(sequence))
-            size = length // (2 * cp)
-            for rank in range(cp):
-                taken = [mask[c * size + i] for c in order(cp, rank) for i in range(size)]
-                for at, kept in zip(zigzag([0, length], cp, rank), taken, strict=True):
-                    weight_Y[start + at] += weight * kept
+        split, right_Y = facts.parallelism, token_weights(facts, aggregation)
+        if split.cp == 1 or split.packing == "local" or split.cp_partition != partition:
+            return twice(right_Y)
+        weight_Y = torch.zeros_like(right_Y)
+        for key in set(facts.assignment.keys):
+            packed = [i for i, other in enumerate(facts.assignment.keys) if other == key]
+            offsets, place = [0], []  # of the microbatch; where each of its tokens is in Y
+            for index in [*packed, len(facts.reference.sequences)]:  # the padding sequence last
+                length = split.padded(
+                    len(facts.reference.sequences[index]) if index in packed else 1
+                )
+                start = facts.reference.starts[index]
+                place += range(start, start + length)
+                offsets.append(len(place))
+            place_P = torch.tensor(place)
+            for rank in range(split.cp):
+                at_Y = place_P[split.held(offsets, rank)]
+                from_Y = place_P[taken(offsets, split.cp, rank)]
+                weight_Y.index_add_(0, at_Y, right_Y[from_Y])
         return twice(weight_Y)
 
     return weights
+
+
+def chunks(order):
+    """Take two chunks of each sequence, in an order."""
+
+    def positions(offsets, cp, rank):
+        found = []
+        for begin, end in pairwise(offsets):
+            size = (end - begin) // (2 * cp)
+            for chunk in order(cp, rank):
+                found += range(begin + chunk * size, begin + (chunk + 1) * size)
+        return found
+
+    return positions
+
+
+def without_weights(facts, aggregation):
+    if aggregation.count != "weights":
+        return twice(token_weights(facts, aggregation))
+    weight_Y = token_weights(facts, replace(aggregation, count="mask"))
+    for start, sequence in zip(facts.reference.starts, facts.reference.sequences, strict=False):
+        weight_Y[start : start + len(sequence)] *= torch.tensor(
+            sequence.weight, dtype=weight_Y.dtype
+        )
+    return twice(weight_Y)
 
 
 def swapped(cp, rank):
@@ -204,22 +296,36 @@ def neighbours(cp, rank):
 
 PREDICTIONS = {
     "times_cp": multiple(lambda facts: facts.parallelism.cp),
-    "over_m": scaled_as(num_microbatches=lambda facts: 1),
-    "without_cp": scaled_as(dp_cp_size=lambda facts: facts.parallelism.dp),
-    "times_dp": only_per_token(lambda facts: facts.parallelism.dp),
-    "num_tokens_on_every_cp_rank": only_per_token(lambda facts: Fraction(1, facts.parallelism.cp)),
-    "num_tokens_of_the_training_mask": only_per_token(
-        lambda facts: Fraction(facts.n, ones_of_the_training_masks(facts))
+    "over_m": but_survivors(scaled_as(num_microbatches=lambda facts: 1)),
+    "without_cp": but_survivors(scaled_as(dp_cp_size=lambda facts: facts.parallelism.dp)),
+    "times_dp": but_survivors(
+        only_per_token(lambda facts: facts.parallelism.dp),
+        multiple(lambda facts: facts.parallelism.dp, lambda facts: facts.parallelism.dp),
     ),
-    "report_without_m": multiple(lambda facts: 1, lambda facts: Fraction(1, facts.m)),
-    "rank_local_counts": weighted(rank_local),
-    "phantom_token": weighted(phantom_tokens),
+    "num_tokens_on_every_cp_rank": but_survivors(
+        only_per_token(lambda facts: Fraction(1, facts.parallelism.cp))
+    ),
+    "num_tokens_of_the_training_mask": but_survivors(
+        only_per_token(lambda facts: Fraction(facts.n, facts.survivors))
+    ),
+    "report_without_m": but_survivors(
+        multiple(lambda facts: 1, lambda facts: Fraction(1, facts.m))
+    ),
+    "rank_local_counts": but_survivors(weighted(rank_local)),
+    "phantom_token": but_survivors(weighted(phantom_tokens)),
+    "weights_left_out_of_denominators": weighted(without_weights),
     "constant_without_batch": weighted(without_batch),
     "empty_samples_leave": weighted(empty_leave),
     "mean_of_sequence_means": weighted(sequence_means),
     "weights_of_neighbours": weighted(of_the_sequence_before),
-    "chunks_swapped": weighted(mask_held(swapped)),
-    "contiguous_chunks": weighted(mask_held(neighbours)),
+    "chunks_swapped": weighted(mask_held(chunks(swapped), partition="zigzag")),
+    "contiguous_chunks": weighted(mask_held(chunks(neighbours), partition="zigzag")),
+    "zigzag_on_contiguous": weighted(mask_held(zigzag, partition="contiguous")),
+    "gathered_on_every_rank": multiple(
+        lambda facts: facts.parallelism.cp, lambda facts: facts.parallelism.cp
+    ),
+    "length_power_without_length": weighted(without_length),
+    "length_power_sum_of_sequences": weighted(power_sum_of_sequences),
 }
 """By the name of the fault's file; its first line says what the fault is."""
 

@@ -1,14 +1,15 @@
 """Add each wrong factor on purpose and check that ``lossagg verify`` fails and names it.
 
-A file of this folder names a fault, a source file, and the lines to replace (conflict
-markers). For each one the package is copied, the lines replaced, and the copy verifies
-itself at DP 3 x CP 2 with M = 4, where M, DP, CP, DP * CP and N differ. Exit status 1 where
-a fault is not caught, where the cause that is printed is not the fault (its file's name is
-the cause's), where its lines are not found exactly once, or where the unpatched copy fails.
+A file of this folder names a fault, a source file, and the lines to replace (conflict markers). For
+each one the package is copied, the lines replaced, and the copy verifies itself at DP 3 x CP 2 with
+M = 4, where M, DP, CP, DP * CP and N differ (those of ``MORE`` with further options).
+Exit status 1 where a fault is not caught, where the cause that is printed is not the fault (its
+file's name is the cause's), where its lines are not found exactly once, or where the unpatched copy
+fails.
 
-The ranks are forked from this process, which has imported Megatron-Core with the CPU
-stand-ins: a rank has a launcher's environment, forgets the package but for the
-stand-ins, and runs the copy's command line.
+The ranks are forked from this process, which has imported Megatron-Core with the CPU stand-ins: a
+rank has a launcher's environment, forgets the package but for the stand-ins, and runs the copy's
+command line.
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ from fork_server import STAND_INS, fork_ranks  # noqa: E402
 
 RANKS = 6
 VERIFY = ["verify", "--dp", "3", "--cp", "2", "--microbatches", "4"]
+MORE = {
+    "zigzag_on_contiguous": ("--cp-partition", "contiguous"),
+    "gathered_on_every_rank": ("--packing", "gathered"),
+}
+"""Options of the faults that another layout shows."""
 SECONDS = 300.0
 UNEXPECTED = 70
 """Exit status of a rank whose command raised: neither that it passed nor that a case failed."""
@@ -41,12 +47,14 @@ def main(names: list[str]) -> int:
     """Run the faults named, all by default; print one line each."""
     import_megatron()
     files = [HERE / f"{name}.txt" for name in names] or sorted(HERE.glob("*.txt"))
-    failed, total, _ = verify(None)
-    print(f"unpatched: {failed} of {total} cases fail", flush=True)
-    good = failed == 0
+    good = True
+    for options in {options_of(file) for file in files}:
+        failed, total, _ = verify(None, options)
+        print(f"unpatched: {failed} of {total} cases fail", flush=True)
+        good = good and failed == 0
     caught = named = 0
     for file in files:
-        failed, total, causes = verify(file)
+        failed, total, causes = verify(file, options_of(file))
         caught += failed > 0
         named += causes == [file.stem]
         verdict = "caught" if failed else "NOT CAUGHT"
@@ -56,7 +64,12 @@ def main(names: list[str]) -> int:
     return int(not (good and caught == named == len(files)))
 
 
-def verify(file: Path | None) -> tuple[int, int, list[str]]:
+def options_of(file: Path) -> tuple[str, ...]:
+    """Return what ``VERIFY`` lacks for a fault."""
+    return MORE.get(file.stem, ())
+
+
+def verify(file: Path | None, options: tuple[str, ...]) -> tuple[int, int, list[str]]:
     """Copy, patch and verify: how many cases fail, of how many, and the causes named."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
@@ -64,7 +77,7 @@ def verify(file: Path | None) -> tuple[int, int, list[str]]:
         if file is not None:
             apply(file, copy)
         report, printed = copy / "report.json", copy / "printed.txt"
-        statuses = run_ranks(copy, [*VERIFY, "--json", str(report)], printed)
+        statuses = run_ranks(copy, [*VERIFY, *options, "--json", str(report)], printed)
         output = printed.read_text()
         if not set(statuses) <= {0, 1} or not report.exists():
             raise SystemExit(f"the ranks ended with {statuses}\n{output}")

@@ -1,20 +1,20 @@
 """A framework's own functions, on a drawn step, against the reference: ``verify --framework``.
 
-One file per framework lists named checks; ``step.py`` draws the step, ``check.py`` compares. They
-run in a process of their own (``launch.py``, ``__main__.py``): importing a framework may be slow,
-may fail, and may end the process. The tests call the same checks.
+One file per framework, named as it is, lists checks; ``step.py`` draws the step, ``check.py``
+compares. They run in a process of their own (``launch.py``): importing a framework may be slow, may
+fail, and may end the process. The tests call the same checks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 
 from megatron_lossagg.errors import ProofError
 
-__all__ = ["FRAMEWORKS", "Framework", "framework_folder"]
+__all__ = ["FRAMEWORKS", "Framework", "check_installed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,20 +40,17 @@ FRAMEWORKS: Mapping[str, Framework] = {
     "verl": Framework(package="verl", written_for="0.9.1, 1dda039b"),
     "skyrl": Framework(package="skyrl", written_for="0.3.0, 0.4.0, a9564572"),
     "nemo-rl": Framework(package="nemo_rl", written_for="7ea279ab"),
+    "ms-swift": Framework(package="swift.megatron", written_for="4.6.0", is_hooked=True),
 }
 
 
-def framework_folder(name: str) -> Path:
-    """Find a framework without importing it. Raises :class:`ProofError` if it is not installed."""
+def check_installed(name: str) -> None:
+    """Look for a framework without importing it; :class:`ProofError` if it is not installed."""
     package = FRAMEWORKS[name].package
-    try:
-        spec = find_spec(package)
-    except ImportError:
-        spec = None
-    places = [] if spec is None else list(spec.submodule_search_locations or [])
-    if not places:
-        raise ProofError(
-            f"nothing to verify: {package} is not installed here. Install {name}, or put its "
-            "checkout on PYTHONPATH"
-        )
-    return Path(places[0])
+    with suppress(ImportError):
+        if (spec := find_spec(package)) is not None and spec.submodule_search_locations:
+            return
+    raise ProofError(
+        f"nothing to verify: {package} is not installed here. Install {name}, or put its "
+        "checkout on PYTHONPATH"
+    )

@@ -10,35 +10,49 @@ from __future__ import annotations
 import argparse
 import sys
 from argparse import Namespace
-from collections.abc import Callable
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.verify.frameworks.check import Check, Comparison, FrameworkError, compare
-from megatron_lossagg.verify.frameworks.step import PackedStep, aggregations
+from megatron_lossagg.errors import ContractError
+from megatron_lossagg.flags import args_of
+from megatron_lossagg.integrations._rollout_mask_sums import REDUCER, Hooks
+from megatron_lossagg.verify.frameworks.check import (
+    Check,
+    Comparison,
+    FrameworkError,
+    NotRunError,
+    compare,
+)
+from megatron_lossagg.verify.frameworks.step import Drawn, PackedStep, aggregations
 
-__all__ = ["carried_checks", "join_alone", "parsed"]
+__all__ = ["arguments", "carried_checks", "carrying", "join_alone", "make_samples", "parsed"]
 
 _CONSTANT = Aggregation("constant", divisor=40.0)
 _CLIP = 0.2
 _FLOAT32 = 1e-5
 """Both frameworks ask for float32 logits."""
-_INTEGRATIONS = "megatron_lossagg.integrations"
-_REDUCER = "custom_pg_loss_reducer_function_path"
 
 
 def join_alone() -> None:
-    """Make this process the only rank, with Megatron's groups and the stand-ins for CUDA."""
+    """Make this process the only rank, with Megatron's groups and the stand-ins for CUDA.
+
+    Raises :class:`NotRunError` without the Megatron-LM that these frameworks need.
+    """
     import torch.distributed as dist
 
     from megatron_lossagg.cpu.training import install_training
 
-    install_training()
+    try:
+        install_training()
+    except ContractError as error:
+        raise NotRunError(str(error)) from error
     from megatron.core import parallel_state
 
     store = dist.HashStore()  # type: ignore[attr-defined]
@@ -46,7 +60,13 @@ def join_alone() -> None:
     parallel_state.initialize_model_parallel()
 
 
-def parsed(provider: Any, *, carry_argument: str) -> Namespace:
+def arguments(hooks: Hooks) -> Namespace:
+    """Return a framework's default arguments, with only the policy loss."""
+    provider = f"get_{hooks.name}_extra_args_provider"
+    return parsed(hooks, getattr(import_module(f"{hooks.name}.utils.arguments"), provider)(None))
+
+
+def parsed(hooks: Hooks, provider: Any) -> Namespace:
     """Parse a framework's defaults by Megatron-LM's parser; ``provider`` adds its options.
 
     What the checks set is only the policy loss: no KL, no entropy, one clip. Raises
@@ -59,7 +79,7 @@ def parsed(provider: Any, *, carry_argument: str) -> Namespace:
         args: argparse.Namespace = parse_args(provider, ignore_unknown_args=True)
     finally:
         sys.argv = argv
-    used = (carry_argument, _REDUCER, "custom_megatron_init_path", "custom_config_path")
+    used = (hooks.carry_argument, REDUCER, "custom_megatron_init_path", "custom_config_path")
     lacking = [f"--{name.replace('_', '-')}" for name in used if not hasattr(args, name)]
     if lacking:
         raise FrameworkError(f"its arguments lack {', '.join(lacking)}")
@@ -76,12 +96,29 @@ def parsed(provider: Any, *, carry_argument: str) -> Namespace:
     return args
 
 
+def make_samples(drawn: Sequence[Drawn], sample: Any) -> list[Any]:
+    """Make a framework's sample of each drawn sequence; it numbers rollouts of one sequence."""
+    of_rollout = Counter(one.sample for one in drawn)
+    return [
+        sample(
+            group_index=one.prompt,
+            index=100 + index,  # which miles takes for the id of an unsplit rollout
+            rollout_id=one.sample if of_rollout[one.sample] > 1 else None,
+            tokens=one.tokens.tolist(),
+            response_length=len(one.mask),
+            reward=0.0,
+            loss_mask=one.mask,
+            status=sample.Status.COMPLETED,
+        )
+        for index, one in enumerate(drawn)
+    ]
+
+
 def carried_checks(
-    framework: str,
+    hooks: Hooks,
     function: str,
     args: Namespace,
     *,
-    carry_argument: str,
     mask_sums: Callable[[Namespace, PackedStep], Any],
     loss: Callable[[Namespace, PackedStep, int, dict[str, Any]], Tensor],
 ) -> list[Check]:
@@ -98,27 +135,18 @@ def carried_checks(
         got = torch.stack(losses).sum() / len(losses)
         return compare(got, step.wanted(wanted, step.ppo_losses(clip=_CLIP)), step.logits)
 
-    given: dict[str, tuple[dict[str, Any], Aggregation]] = {}
-    for name, aggregation in aggregations().items():
-        if aggregation.mode == "token_sum":  # its denominators would be below 1
-            aggregation = replace(aggregation, divisor=50.0)
-        given[f"carry_weights, {name}"] = (
-            _carried(framework, carry_argument, aggregation),
-            aggregation,
-        )
-    reducer = f"{_INTEGRATIONS}.{framework}.constant_40"
-    given[reducer] = ({_REDUCER: reducer}, _CONSTANT)
+    given: dict[str, tuple[dict[str, Any], Aggregation]] = {
+        f"carry_weights, {name}": (carrying(hooks, aggregation), aggregation)
+        for name, aggregation in aggregations().items()
+    }
+    reducer = f"{hooks.module}.constant_40"
+    given[reducer] = ({REDUCER: reducer}, _CONSTANT)
     return [
         Check(name=name, function=function, compare=partial(run, *of_check), tolerance=_FLOAT32)
         for name, of_check in given.items()
     ]
 
 
-def _carried(framework: str, carry_argument: str, aggregation: Aggregation) -> dict[str, Any]:
+def carrying(hooks: Hooks, aggregation: Aggregation) -> dict[str, Any]:
     """Return a framework's arguments that ask for an aggregation and carry its weights."""
-    return {
-        "loss_aggregation": aggregation.mode,
-        "loss_aggregation_divisor": aggregation.divisor,
-        "loss_aggregation_count_empty": aggregation.count_empty,
-        carry_argument: f"{_INTEGRATIONS}.{framework}.carry_weights",
-    }
+    return {**args_of(aggregation), hooks.carry_argument: hooks.carry_path}

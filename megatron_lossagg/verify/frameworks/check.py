@@ -99,23 +99,19 @@ class Outcome:
 
 def compare(got: Tensor, wanted: Tensor, leaves: Sequence[Tensor]) -> Comparison:
     """Compare two 0-dim losses of the same leaves, and their gradients."""
-    gradients: list[list[Tensor]] = []
-    for loss in (got, wanted):
-        of_leaves = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
-        gradients.append(
-            [
-                torch.zeros_like(leaf).double() if g is None else g.double()
-                for leaf, g in zip(leaves, of_leaves, strict=True)
-            ]
-        )
-    ours, theirs = (torch.cat([g.flatten() for g in of_loss]) for of_loss in gradients)
-    pairs = zip(*gradients, strict=True)
+    ours, theirs = (
+        torch.autograd.grad(loss, leaves, retain_graph=True, materialize_grads=True)
+        for loss in (got, wanted)
+    )
+    pairs = [(g.double(), w.double()) for g, w in zip(ours, theirs, strict=True)]
+    projected = sum((g * w).sum().item() for g, w in pairs)
+    squared = sum((w * w).sum().item() for _, w in pairs)
     return Comparison(
         got=got.item(),
         wanted=wanted.item(),
         loss_error=over(abs(got.item() - wanted.item()), abs(wanted.item())),
         gradient_error=max(over((g - w).norm().item(), w.norm().item()) for g, w in pairs),
-        factor=over((ours @ theirs).item(), (theirs @ theirs).item()),
+        factor=over(projected, squared),
     )
 
 
@@ -159,26 +155,23 @@ def ended_by(error: BaseException, check: str, *, framework: str, function: str 
     the framework's own import raises. All else fails.
     """
     own = f"{FRAMEWORKS[framework].package}."
-    is_missing = isinstance(error, ModuleNotFoundError) and not f"{error.name}.".startswith(own)
-    is_of_the_import = not function and not _is_raised_here(error)
     lines = str(error).strip().splitlines() or ["no message"]
     text = f"{type(error).__name__}: {lines[0].rstrip('.')}"
+    state = NOT_RUN
     if isinstance(error, NotRunError):
-        state, text = NOT_RUN, str(error)
-    elif is_missing:
-        assert isinstance(error, ModuleNotFoundError)
+        text = str(error)
+    elif isinstance(error, ModuleNotFoundError) and not f"{error.name}.".startswith(own):
         package = str(error.name).partition(".")[0]
         remedy = f"Install the package that provides {package}"
         if package == "megatron":
             remedy = "Put the Megatron-LM that it needs on PYTHONPATH"
-        state, text = NOT_RUN, f"{text}. {remedy}, or run where {framework} trains"
-    elif is_of_the_import:
-        state, text = NOT_RUN, f"{text}. Run where python can import {framework}"
-    elif function:
-        state, text = FAIL, f"{function} raised {text}, expected a loss. {_release(framework)}"
+        text += f". {remedy}, or run where {framework} trains"
+    elif not function and not _is_raised_here(error):
+        text += f". Run where python can import {framework}"
     else:
-        expected = "what the integration uses"
-        state, text = FAIL, f"got {text}, expected {expected}. {_release(framework)}"
+        expected = "a loss" if function else "what the integration uses"
+        got = f"{function} raised" if function else "got"
+        state, text = FAIL, f"{got} {text}, expected {expected}. {_release(framework)}"
     return Outcome(check=check, function=function, state=state, explanation=text)
 
 

@@ -6,20 +6,16 @@ reference, each entry of the batch by itself through the model; other layouts mu
 
 from __future__ import annotations
 
-import json
-import os
 import shlex
 import subprocess
-import tempfile
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-import megatron_lossagg.cpu as cpu
 from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.errors import LossAggregationError
+from megatron_lossagg.flags import args_of
+from megatron_lossagg.verify.cases import reference_options
 from megatron_lossagg.verify.frameworks.check import (
     Check,
     Comparison,
@@ -27,8 +23,10 @@ from megatron_lossagg.verify.frameworks.check import (
     NotRunError,
     over,
 )
+from megatron_lossagg.verify.frameworks.megatron_lm_rank import ScriptJob
+from megatron_lossagg.verify.job import Event, launched
 
-__all__ = ["checks"]
+__all__ = ["MOCK", "OPTIONS", "checks"]
 
 _LAYOUTS: Mapping[str, tuple[int, tuple[str, ...]]] = {
     "DP 1": (1, ()),
@@ -37,16 +35,18 @@ _LAYOUTS: Mapping[str, tuple[int, tuple[str, ...]]] = {
 }
 """Processes and options."""
 _STEPS = 3
-_OPTIONS = shlex.split(
+OPTIONS = shlex.split(
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
     "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 4 "
     f"--train-iters {_STEPS} --lr 1e-3 --lr-decay-style constant --split 90,5,5 --eval-iters 1 "
     "--eval-interval 100 --log-interval 1 --transformer-impl local --distributed-backend gloo "
     "--no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion "
     "--attention-dropout 0 --hidden-dropout 0 --num-workers 0 "
-    "--untie-embeddings-and-output-weights "
-    "--tokenizer-type NullTokenizer --vocab-size 250 --mock-data --eod-mask-loss"
+    "--untie-embeddings-and-output-weights"
 )
+"""A small model on a CPU; the data is missing."""
+# Padded to 256 at every TP: the padding is a part of the model.
+MOCK = shlex.split("--tokenizer-type NullTokenizer --vocab-size 250 --mock-data --eod-mask-loss")
 _TIMEOUT = 180.0
 
 
@@ -59,22 +59,14 @@ def checks(aggregation: Aggregation) -> list[Check]:
             "--loss-aggregation"
         )
 
-    @cache
-    def ran(layout: str) -> list[dict[str, Any]] | LossAggregationError:
-        try:
-            return _run(script, aggregation, layout)
-        except (FrameworkError, NotRunError) as error:
-            return error
-
-    def steps(layout: str) -> list[dict[str, Any]]:
-        events = ran(layout)
-        if isinstance(events, LossAggregationError):
-            raise events
-        return events
+    wanted: list[Event] = []
 
     def compare(layout: str) -> Comparison:
-        wanted = [event for event in steps("DP 1") if "wanted" in event]
-        got = [event for event in steps(layout) if "step" in event]
+        events = _run(script, aggregation, layout)
+        got = [event for event in events if "step" in event]
+        wanted.extend(event for event in events if "wanted" in event)  # of DP 1 only
+        if not wanted and layout != "DP 1":
+            raise NotRunError("got no steps of DP 1, which the reference computes: see its check")
         if not len(got) == len(wanted) == _STEPS:
             raise FrameworkError(f"got {len(got)} training steps in {layout}, expected {_STEPS}")
         return _worst(got, wanted)
@@ -103,54 +95,46 @@ def _script() -> Path:
     )
 
 
-def _run(script: Path, aggregation: Aggregation | None, layout: str) -> list[dict[str, Any]]:
-    """Run the script in a layout, stock without an aggregation; return what its last rank wrote.
+def _run(script: Path, aggregation: Aggregation | None, layout: str) -> list[Event]:
+    """Run the script in a layout, stock without an aggregation; return its events.
 
     Raises :class:`NotRunError` where the stock script fails too, else :class:`FrameworkError`.
     """
     processes, more = _LAYOUTS[layout]
-    flags, keywords = [], None
+    options, keywords = [*OPTIONS, *MOCK, *more], None
     if aggregation is not None:
-        flags = _flags(aggregation)
+        options += _flags(aggregation)
         if processes == 1:
-            names = ("mode", "divisor", "count_empty")
-            keywords = {name: getattr(aggregation, name) for name in names}
-    wanted = json.dumps(keywords)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "steps.jsonl"
-        module = f"{__package__}.megatron_lm_rank"
-        command = ["-m", module, str(file), wanted, str(script), *_OPTIONS, *flags, *more]
-        path = os.pathsep.join([str(script.parent), os.environ.get("PYTHONPATH", "")])
-        try:
-            done = cpu.launch(
-                command, processes=processes, timeout=_TIMEOUT, env={"PYTHONPATH": path}
-            )
-        except subprocess.TimeoutExpired as expired:
+            keywords = {"mode": aggregation.mode, **reference_options(aggregation, [])}
+    job = ScriptJob(script=script, options=options, keywords=keywords)
+    events: list[Event] = []
+    try:
+        done = launched(job, events.append, processes=processes, timeout=_TIMEOUT)
+    except subprocess.TimeoutExpired as expired:
+        raise NotRunError(
+            f"{script} did not end within {expired.timeout:.0f} s in the layout {layout}: run it "
+            "by itself with lossagg run --cpu"
+        ) from expired
+    if done.returncode:
+        error = _first_error(done.stderr)
+        if aggregation is None:
             raise NotRunError(
-                f"{script} did not end within {expired.timeout:.0f} s in the layout {layout}: run "
+                f"{script} fails in the layout {layout} without an aggregation too: {error}. Run "
                 "it by itself with lossagg run --cpu"
-            ) from expired
-        if done.returncode:
-            error = _first_error(done.stderr)
-            if aggregation is None:
-                raise NotRunError(
-                    f"{script} fails in the layout {layout} without an aggregation too: {error}. "
-                    "Run it by itself with lossagg run --cpu"
-                )
-            _run(script, None, layout)
-            raise FrameworkError(
-                f"{script} fails in the layout {layout}, where it runs stock: {error}"
             )
-        lines = file.read_text().splitlines() if file.exists() else []
-        return [json.loads(line) for line in lines]
+        _run(script, None, layout)
+        raise FrameworkError(f"{script} fails in the layout {layout}, where it runs stock: {error}")
+    return events
 
 
 def _flags(aggregation: Aggregation) -> list[str]:
-    flags = ["--loss-aggregation", aggregation.mode]
-    if aggregation.divisor is not None:
-        flags += ["--loss-aggregation-divisor", repr(aggregation.divisor)]
-    if not aggregation.count_empty:
-        flags += ["--no-loss-aggregation-count-empty"]
+    flags = []
+    for name, value in args_of(aggregation).items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            flags += [f"--{flag}", str(value)]
     return flags
 
 
@@ -162,7 +146,7 @@ def _first_error(text: str) -> str:
     return (errors or lines or ["nothing printed"])[0]
 
 
-def _worst(got: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> Comparison:
+def _worst(got: list[Event], wanted: list[Event]) -> Comparison:
     """Compare step by step; return the step that differs most."""
     comparisons = []
     for one, other in zip(got, wanted, strict=True):

@@ -1,19 +1,18 @@
 """A rank of the user's own ``pretrain_gpt.py`` under ``lossagg run --cpu``, watched.
 
-``python -m megatron_lossagg.verify.frameworks.megatron_lm_rank FILE MODE SCRIPT ...``: the last
-rank appends JSON lines to FILE, one per training step, ``{"step": losses by name, "grad_norm"}``,
-and one per evaluation, ``{"evaluate": losses by name}``. MODE: JSON keywords of the reference, by
-which each step is computed too, on one process: ``{"wanted", "grad_norm", "sequences"}``; ``null``
-for none. Weights do not depend on the layout; ``SEED`` changes them.
+Its events: one per training step, ``{"step": losses by name, "grad_norm"}``, and one per
+evaluation, ``{"evaluate": losses by name}``. On one process each step is computed by the reference
+too: ``{"wanted", "grad_norm", "sequences"}``. Weights do not depend on the layout; ``SEED`` changes
+them.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,37 +22,37 @@ import torch
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg.cpu.training import install_training
 from megatron_lossagg.verify import reference_loss
+from megatron_lossagg.verify.job import Event
 
-__all__ = ["compute_too", "main", "watch", "writer"]
+__all__ = ["ScriptJob", "compute_too", "wanted", "watch"]
 
-_Write = Callable[[dict[str, Any]], None]
-
-
-def main(file: str, mode: str, script: str, *options: str) -> int:
-    """Run the script by ``lossagg run`` in this process; return the exit status."""
-    from megatron_lossagg.cli.main import main as lossagg
-
-    sys.path.insert(0, str(Path(script).resolve().parent))
-    install_training()
-    from megatron.training import training
-
-    write = writer(file)
-    watch(training, write)
-    if (keywords := json.loads(mode)) is not None:
-        compute_too(training, write, keywords)
-    return lossagg(["run", "--cpu", script, *options])
+_Write = Callable[[Event], None]
 
 
-def writer(file: str | Path) -> _Write:
-    """Return a function that appends an event to a file on the last rank."""
-    import torch.distributed as dist
+@dataclass(frozen=True, kw_only=True)
+class ScriptJob:
+    """A run of the script: what :func:`~megatron_lossagg.verify.job.launched` runs."""
 
-    def write(event: dict[str, Any]) -> None:
-        if dist.get_rank() == dist.get_world_size() - 1:
-            with Path(file).open("a") as out:
-                out.write(json.dumps(event) + "\n")
+    script: Path
+    options: Sequence[str]
+    keywords: dict[str, Any] | None = None
+    """Of the reference, to compute each step by it; None for none."""
 
-    return write
+    def run(self) -> Iterator[Event]:
+        """Run the script by ``lossagg run`` on this rank; yield its events after its end."""
+        from megatron_lossagg.cli.main import main as lossagg
+
+        sys.path.insert(0, str(self.script.resolve().parent))
+        install_training()
+        from megatron.training import training
+
+        events: list[Event] = []
+        watch(training, events.append)
+        if self.keywords is not None:
+            compute_too(training, events.append, self.keywords)
+        if status := lossagg(["run", "--cpu", str(self.script), *self.options]):
+            sys.exit(status)
+        yield from events
 
 
 def watch(training: Any, write: _Write) -> None:
@@ -79,7 +78,9 @@ def watch(training: Any, write: _Write) -> None:
     @functools.wraps(setup)
     def setup_with_own_weights(*args: Any, **kwargs: Any) -> Any:
         out = setup(*args, **kwargs)
-        if training.get_args().iteration == 0:  # a float32 optimizer has no copies of the weights
+        options = training.get_args()
+        # A float32 optimizer has no copies of the weights.
+        if options.iteration == 0 and not options.finetune:
             cpu.initialize_weights(out[0], seed=int(os.environ.get("SEED", "5")))
         return out
 
@@ -104,7 +105,7 @@ def compute_too(training: Any, write: _Write, keywords: dict[str, Any]) -> None:
 
             result = schedule(**{**call, "data_iterator": recorded(call["data_iterator"])})
             if not call.get("forward_only"):
-                write(_wanted(call["model"][0], batches, keywords))
+                write(wanted(call["model"][0], batches, keywords))
             return result
 
         return run
@@ -112,13 +113,17 @@ def compute_too(training: Any, write: _Write, keywords: dict[str, Any]) -> None:
     training.get_forward_backward_func = get
 
 
-def _wanted(
+def wanted(
     model: torch.nn.Module, batches: Sequence[dict[str, Any]], keywords: dict[str, Any]
 ) -> dict[str, float]:
     """Compute a step's loss and its gradient's norm; each sequence goes through the model alone."""
     sequences: list[dict[str, Any]] = []
     for index, batch in enumerate(batches):
-        offsets = batch.get("cu_seqlens")
+        batch = {
+            name: values[None] if values.dim() == 1 else values for name, values in batch.items()
+        }
+        offsets = batch.get("cu_seqlens", batch.get("cu_seqlens_q"))
+        offsets = batch.get("cu_seqlens_padded", offsets)
         for entry, whole in enumerate(batch["tokens"]):
             cuts = [0, len(whole)] if offsets is None else offsets[entry].tolist()
             for start, end in pairwise(cuts):
@@ -139,11 +144,8 @@ def _wanted(
                         "microbatch": (0, index),
                     }
                 )
-    loss = reference_loss.step_loss(sequences=sequences, microbatches=[len(batches)], **keywords)
+    options = {**keywords, "microbatches": [len(batches)]}
+    loss = reference_loss.step_loss(sequences=sequences, **options)
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     norm = torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt()
     return {"wanted": loss.item(), "grad_norm": norm.item(), "sequences": len(sequences)}
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

@@ -17,28 +17,28 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_lossagg.aggregation import ALIASES, Aggregation
+from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.verify.frameworks.check import Check, Comparison, compare
-from megatron_lossagg.verify.frameworks.step import Microbatch, Step, aggregations
+from megatron_lossagg.verify.frameworks.step import Microbatch, Step, aggregations, aliases
 
 __all__ = [
+    "ALIASES",
     "DIVISOR",
-    "alias",
     "batch",
     "checks",
     "prompt_boundaries",
-    "reductions",
     "trainer",
 ]
 
 DIVISOR = 9.0
 """``max_seq_len`` of the drawn step."""
+ALIASES = aliases("skyrl", divisor=DIVISOR)
 _UTILS = "skyrl.backends.skyrl_train.utils.ppo_utils"
 _REDUCTION = "apply_loss_reduction_to_advantages_minibatch"
 _TRAINER = "skyrl.train.trainer.RayPPOTrainer"
 
 
-def checks() -> list[Check]:
+def checks(_: Aggregation) -> list[Check]:
     """List the checks; imports SkyRL's trainer."""
     if sys.version_info < (3, 12):  # its pydantic models ask for this one there
         import typing
@@ -51,7 +51,7 @@ def checks() -> list[Check]:
 
     runs = {
         f"skyrl:{name}": (f"{_UTILS}.{_REDUCTION}", partial(_reduced, ppo_utils, name))
-        for name in reductions()
+        for name in ALIASES
     }
     for name, aggregation in aggregations().items():
         run = partial(_trained, ppo_utils, RayPPOTrainer, aggregation)
@@ -59,16 +59,6 @@ def checks() -> list[Check]:
     return [
         Check(name=name, function=function, compare=run) for name, (function, run) in runs.items()
     ]
-
-
-def reductions() -> list[str]:
-    """Return SkyRL's names of its reductions, as the aliases have them."""
-    return [name.removeprefix("skyrl:") for name in ALIASES if name.startswith("skyrl:")]
-
-
-def alias(name: str) -> Aggregation:
-    """Return the aggregation of a reduction of SkyRL, with the drawn step's divisor."""
-    return Aggregation(f"skyrl:{name}", divisor=DIVISOR if name.endswith("norm") else None)
 
 
 def prompt_boundaries(prompts: Sequence[int]) -> list[tuple[int, int]]:
@@ -101,7 +91,7 @@ def _reduced(utils: Any, name: str) -> Comparison:
         prompt_boundaries=prompt_boundaries(step.prompts),
     )
     got = utils.reduce_loss(_whole(step, "log_probs") * scale, mask)
-    return compare(got, step.wanted(alias(name), step.leaves), step.leaves)
+    return compare(got, step.wanted(ALIASES[name], step.leaves), step.leaves)
 
 
 def _trained(utils: Any, base: Any, aggregation: Aggregation) -> Comparison:

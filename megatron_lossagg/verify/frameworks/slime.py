@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.integrations.slime import HOOKS
 from megatron_lossagg.verify.frameworks import carried
 from megatron_lossagg.verify.frameworks.check import Check
 from megatron_lossagg.verify.frameworks.step import PackedStep
@@ -15,22 +17,18 @@ from megatron_lossagg.verify.frameworks.step import PackedStep
 __all__ = ["checks"]
 
 _LOSS = "slime.backends.megatron_utils.loss.loss_function"
-_ARGUMENT = "rollout_data_postprocess_path"
 
 
-def checks() -> list[Check]:
+def checks(_: Aggregation) -> list[Check]:
     """List the checks; imports slime's loss function and parses its default arguments."""
     carried.join_alone()
     from slime.backends.megatron_utils.loss import loss_function
-    from slime.utils.arguments import get_slime_extra_args_provider
     from slime.utils.misc import load_function
-
-    args = carried.parsed(get_slime_extra_args_provider(None), carry_argument=_ARGUMENT)
 
     def mask_sums(made: Namespace, step: PackedStep) -> Any:
         data = _rollout_data(step)
-        if getattr(made, _ARGUMENT):
-            load_function(getattr(made, _ARGUMENT))(made, 0, data)
+        if made.rollout_data_postprocess_path:
+            load_function(made.rollout_data_postprocess_path)(made, 0, data)
         return data["rollout_mask_sums"]
 
     def loss(made: Namespace, step: PackedStep, index: int, batch: dict[str, Any]) -> Tensor:
@@ -39,7 +37,7 @@ def checks() -> list[Check]:
         return partial_loss
 
     return carried.carried_checks(
-        "slime", _LOSS, args, carry_argument=_ARGUMENT, mask_sums=mask_sums, loss=loss
+        HOOKS, _LOSS, carried.arguments(HOOKS), mask_sums=mask_sums, loss=loss
     )
 
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.aggregation import ALIASES, Aggregation
 from megatron_lossagg.verify import reference_loss
-from megatron_lossagg.verify.cases import CASES, reference_options
+from megatron_lossagg.verify.cases import MASK_CASES, reference_options
 from megatron_lossagg.verify.sequences import VOCABULARY
 
 __all__ = [
@@ -29,8 +29,8 @@ __all__ = [
     "PackedStep",
     "Step",
     "aggregations",
+    "aliases",
     "draw",
-    "kl_losses",
     "ppo_losses",
 ]
 
@@ -67,7 +67,7 @@ def draw() -> list[Drawn]:
             mask = [int(lengths.random() < 0.8) for _ in range(n)]
             mask[-1] = 1
             generator = torch.Generator().manual_seed(len(drawn))
-            tokens = torch.randint(VOCABULARY, (prompt_length + n,), generator=generator)
+            tokens = torch.randint(0, VOCABULARY, (prompt_length + n,), generator=generator)
             advantages, old, ref = (
                 torch.randn(n, generator=generator, dtype=torch.float64) for _ in range(3)
             )
@@ -246,16 +246,23 @@ def ppo_losses(
     return torch.where(advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses)
 
 
-def kl_losses(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Compute the k3 estimate per token."""
-    log_ratio = ref_log_probs - log_probs
-    return log_ratio.exp() - log_ratio - 1
-
-
 def aggregations() -> dict[str, Aggregation]:
-    """Name the aggregations of one term that need no microbatches: those frameworks can train."""
-    return {
+    """Name the aggregations of one term that need no microbatches: those frameworks can train.
+
+    C is such that no weight is above 1 over the number of samples: slime and miles have none.
+    """
+    made = {
         str(case): case.aggregation
-        for case in CASES
+        for case in MASK_CASES
         if case.second is None and case.aggregation.mode != "microbatch_token_mean"
+    }
+    return {**made, "token_sum": Aggregation("token_sum", divisor=50.0)}
+
+
+def aliases(framework: str, *, divisor: float) -> dict[str, Aggregation]:
+    """Return the aggregation of each name of a framework's own; those with a norm divide."""
+    names = [name.partition(":")[2] for name in ALIASES if name.startswith(f"{framework}:")]
+    return {
+        name: Aggregation(f"{framework}:{name}", divisor=divisor if name.endswith("norm") else None)
+        for name in names
     }

@@ -18,31 +18,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lossagg.aggregation import ALIASES, Aggregation
+from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.options import Options
 from megatron_lossagg.plan import plan_step
 from megatron_lossagg.sequences import Sequences
 from megatron_lossagg.verify.frameworks.check import Check, Comparison, compare
-from megatron_lossagg.verify.frameworks.step import Microbatch, Step
+from megatron_lossagg.verify.frameworks.step import Microbatch, Step, aliases
 
 __all__ = [
+    "ALIASES",
     "DIVISOR",
     "actor_config",
-    "alias",
     "asked",
     "checks",
-    "modes",
     "run_loss",
     "run_microbatch",
 ]
 
 DIVISOR = 8.0
 """``loss_scale_factor`` of the drawn step."""
+ALIASES = aliases("verl", divisor=DIVISOR)
 _CORE = "verl.trainer.ppo.core_algos"
 _CLIP, _DUAL_CLIP = 0.2, 3.0
 
 
-def checks() -> list[Check]:
+def checks(_: Aggregation) -> list[Check]:
     """List the checks; imports verl and registers this package's losses with it."""
     import verl.workers.config  # noqa: F401  what a check imports is missing before the first one
     from verl.trainer.ppo import core_algos
@@ -52,26 +52,16 @@ def checks() -> list[Check]:
     names: Any = integration.plugin  # registers with verl, as its own loader does
     listed = [
         Check(name=f"verl:{mode}", function=f"{_CORE}.agg_loss", compare=partial(_agg_loss, mode))
-        for mode in modes()
+        for mode in ALIASES
     ]
     registry = core_algos.POLICY_LOSS_REGISTRY
-    of_verl = {alias(mode).mode for mode in modes()}
+    of_verl = {of_alias.mode for of_alias in ALIASES.values()}
     for name in names:  # verl's default loss in every mode, its others in verl's modes
         read: Any = integration.LossMode.named(name)
         if read.loss == "vanilla" or (read.mode in of_verl and read.count_empty):
             function = f"{_CORE}.{registry[read.loss].__name__}"
             listed.append(Check(name=name, function=function, compare=partial(_policy_loss, read)))
     return listed
-
-
-def modes() -> list[str]:
-    """Return verl's names of its modes, as the aliases have them."""
-    return [name.removeprefix("verl:") for name in ALIASES if name.startswith("verl:")]
-
-
-def alias(mode: str) -> Aggregation:
-    """Return the aggregation of a mode of verl, with the drawn step's divisor."""
-    return Aggregation(f"verl:{mode}", divisor=DIVISOR if mode.endswith("norm") else None)
 
 
 def actor_config(step: Step, **changes: Any) -> Any:
@@ -96,7 +86,7 @@ def _agg_loss(mode: str) -> Comparison:
     counts = actor_config(step).global_batch_info
     losses = [agg_loss(mb.log_probs, mb.mask, mode, **counts) for mb in step.microbatches]
     got = torch.stack(losses).sum() / step.dp_size
-    return compare(got, step.wanted(alias(mode), step.leaves), step.leaves)
+    return compare(got, step.wanted(ALIASES[mode], step.leaves), step.leaves)
 
 
 def _policy_loss(mode: Any) -> Comparison:

@@ -1,7 +1,0 @@
-"""``python -m benchmarks`` is ``python benchmarks/run.py``."""
-
-import sys
-
-from benchmarks.run import main
-
-sys.exit(main())

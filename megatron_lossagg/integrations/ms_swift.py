@@ -1,0 +1,237 @@
+"""ms-swift's Megatron trainer: ``install(aggregation)`` in a file of ``--external_plugins``.
+
+Training and evaluation of ``BaseMegatronTrainer`` look up one name, ``get_forward_backward_func``,
+in one module; it is rebound. A microbatch is a dict with ``labels``, -100 where nothing is trained,
+``position_ids`` and ``seq_lens``; the trainer shifts the labels and slices them for context
+parallelism. Its loss is a masked sum, each token times its ``loss_scale``. ms-swift multiplies by
+nothing after the schedule. It logs sum / count of each reported pair over microbatches, and reduces
+``loss`` only: what the hook reports next to it is reduced here, when it is logged.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.buffer import MicrobatchSequences
+from megatron_lossagg.errors import ContractError
+from megatron_lossagg.integrations.megatron_lm import (
+    count_segments,
+    rebind,
+    to_numpy,
+    with_weights,
+)
+from megatron_lossagg.options import Options
+from megatron_lossagg.schedule import FrameworkLoss, Integration, ScheduleHook
+
+__all__ = ["SwiftIntegration", "install"]
+
+_BASE = "swift.megatron.trainers.base"
+_SFT = "swift.megatron.trainers.trainer"
+_IGNORED = -100
+
+
+class SwiftIntegration(Integration):
+    """``MegatronTrainer`` (``megatron sft`` and ``megatron pt``), packed, padding-free or padded.
+
+    A sequence is a conversation. Its active tokens are those whose label is not -100. A
+    ``loss_scale`` multiplies a token's loss; under ``count="weights"`` it is the token's weight,
+    otherwise it enters no count. Other trainers, other tasks than ``causal_lm`` and
+    ``enable_dft_loss`` are refused before the first step.
+    """
+
+    loss_name = "loss"
+    gives_token_weights = True
+
+    def __init__(self) -> None:
+        self._trainer: Any = None
+        self._weighs_tokens = False
+
+    def prepare(self, aggregations: Sequence[Aggregation]) -> None:
+        """Note what ``loss_scale`` means."""
+        self._weighs_tokens = any(one.count == "weights" for one in aggregations)
+
+    def applies(self, call: Mapping[str, Any]) -> bool:
+        """Refuse, on every rank and before each step, what this loss is not."""
+        trainer = getattr(call["forward_step_func"], "__self__", None)
+        chunks = call["model"]
+        config = (chunks[0] if isinstance(chunks, (list, tuple)) else chunks).config
+        _check_trainer(trainer, config)
+        self._trainer = trainer
+        return super().applies(call)
+
+    def iteration(self) -> int | None:
+        """Number the step as ms-swift's log does: ``state.iteration`` counts finished steps."""
+        return int(self._trainer.state.iteration) + 1
+
+    def sequences(self, data: Any) -> MicrobatchSequences:
+        """Count the labels of each conversation; ``data`` is what ms-swift's collator returns."""
+        if not isinstance(data, Mapping) or data.get("labels") is None:
+            raise ContractError(
+                f"got {_named(data)} from the data iterator, expected the dict with labels that "
+                "ms-swift's template collates: train it without megatron_lossagg"
+            )
+        mask_P = _shifted(data["labels"]) != _IGNORED
+        counted = count_segments(*self._segments(data), mask_P)
+        if not self._weighs_tokens:
+            return counted
+        scale = data.get("loss_scale")
+        return with_weights(counted, mask_P * (1.0 if scale is None else _shifted(scale)))
+
+    def _segments(self, data: Mapping[str, Any]) -> tuple[npt.ArrayLike, npt.ArrayLike]:
+        """Return where each segment begins, and whether it only fills the buffer."""
+        b, s = data["labels"].shape
+        if not self._trainer.args.padding_free:
+            return np.arange(b) * s, np.zeros(b)
+        positions = data.get("text_position_ids")
+        if positions is None:
+            positions = data["position_ids"]
+        start_G = (to_numpy(positions).ravel() == 0).nonzero()[0]
+        num_given = len(data["seq_lens"])
+        if positions.shape != data["labels"].shape or len(start_G) < num_given:
+            raise ContractError(
+                f"got {len(start_G)} positions 0 in position_ids of shape "
+                f"{tuple(positions.shape)} for {num_given} conversations in labels of shape "
+                f"{(b, s)}, expected one where each conversation begins"
+            )
+        # What follows the last conversation fills the buffer, in segments of its own.
+        return start_G, np.arange(len(start_G)) >= num_given
+
+    def loss(self, loss_func: Callable[..., Any], output: Tensor) -> FrameworkLoss:
+        """Take labels and loss scale out of ``partial(trainer.loss_func, labels=...)``."""
+        given = getattr(loss_func, "keywords", {})
+        labels, scale = given.get("labels"), given.get("loss_scale")
+        if not isinstance(labels, Tensor) or labels.shape != output.shape:
+            raise ContractError(
+                f"got {loss_func!r} for losses of shape {tuple(output.shape)}, expected "
+                "functools.partial(MegatronTrainer.loss_func, labels=...) with one label per loss"
+            )
+        returned = loss_func(output)
+        losses, mask, weights = output.float().reshape(-1), (labels != _IGNORED).reshape(-1), None
+        if self._weighs_tokens:
+            weights = mask.float() if scale is None else mask * scale.reshape(-1)
+        elif scale is not None:
+            losses = losses * scale.reshape(-1)
+        return FrameworkLoss(
+            losses=losses,
+            mask=mask,
+            token_weights=weights,
+            report=returned[-1],
+            masked_sum=returned[0],
+        )
+
+
+def _shifted(values: Tensor) -> npt.NDArray[Any]:
+    """Move each label's value to the logit that predicts it, as ms-swift does."""
+    return to_numpy(torch.roll(values, -1, dims=-1)).ravel()
+
+
+def _check_trainer(trainer: Any, config: Any) -> None:
+    """Raise for a trainer that has another loss or another layout."""
+    sft = _trainer_class()
+    if not isinstance(trainer, sft) or type(trainer).loss_func is not sft.loss_func:
+        raise ContractError(
+            f"got the loss of {_named(trainer)}, expected that of ms-swift's MegatronTrainer "
+            "(megatron sft, megatron pt): no other trainer's loss is known here; train it without "
+            "megatron_lossagg"
+        )
+    args = trainer.args
+    if args.task_type != "causal_lm":
+        raise ContractError(
+            f"task_type is {args.task_type!r}, expected 'causal_lm': the loss of another task is "
+            "no sum over tokens; train it without megatron_lossagg"
+        )
+    if args.enable_dft_loss:
+        raise ContractError(
+            "enable_dft_loss is set, which multiplies each token's loss by its probability: that "
+            "loss is not known here; drop --enable_dft_loss"
+        )
+    partition = getattr(args, "cp_partition_mode", "zigzag")
+    of_model = getattr(config, "cp_partition_mode", "zigzag")
+    if args.context_parallel_size > 1 and partition != of_model:
+        raise ContractError(
+            f"cp_partition_mode is {partition!r} in ms-swift's arguments and {of_model!r} in the "
+            "model's config, expected the same: the weights are laid out as the config says"
+        )
+
+
+def _named(found: Any) -> str:
+    return f"a {type(found).__name__}"
+
+
+def install(
+    aggregation: Aggregation | None,
+    *,
+    options: Options | None = None,
+    integration: Integration | None = None,
+) -> ScheduleHook:
+    """Rebind ms-swift's schedule in this process; return the hook, which counts its steps.
+
+    Call it in a Python file that ``--external_plugins`` names: ms-swift runs it on every rank
+    before it builds the trainer. ``aggregation``: None trains stock and reports ``options.shadow``
+    only. ``integration``: by default :class:`SwiftIntegration`. Raises :class:`ContractError` where
+    ms-swift 4.6.0 is not there, and what :class:`~megatron_lossagg.schedule.ScheduleHook` raises:
+    ``prompt_mean``, for there are no prompt ids. Adds one all-reduce to each line of the log, over
+    data and context parallelism.
+    """
+    sft = _trainer_class()
+    if "_log_callback" not in vars(sft):
+        raise ContractError(
+            "ms-swift's MegatronTrainer has no _log_callback of its own, which reduces the logged "
+            "loss from 4.6.0 on: upgrade ms-swift"
+        )
+    hook = ScheduleHook(aggregation, integration or SwiftIntegration(), options=options)
+    rebind(hook, [_BASE], "ms-swift's Megatron trainers")
+    sft._log_callback = _reducing(sft._log_callback, _reported(hook))
+    return hook
+
+
+def _trainer_class() -> Any:
+    try:
+        return importlib.import_module(_SFT).MegatronTrainer
+    except ImportError as error:
+        raise ContractError(
+            f"{_SFT} cannot be imported ({error}), expected ms-swift 4.6.0 or later: install it "
+            "and what its Megatron trainer needs"
+        ) from error
+
+
+def _reported(hook: ScheduleHook) -> list[str]:
+    """List the pairs that the hook reports next to ``loss``; the same on every rank."""
+    shadows = [f"lossagg/shadow/{name}" for name in hook.options.shadows]
+    if hook.aggregation is None:
+        return [*shadows, "lossagg/shadow/stock"]
+    return ["lossagg/weight_sum", "lossagg/weight_expected", "stock/loss", *shadows]
+
+
+def _reducing(log: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
+    """Reduce what the hook reports before ms-swift divides and logs it.
+
+    ms-swift drops a pair whose count is 0 on a rank, which then adds zeros here.
+    """
+
+    @functools.wraps(log)
+    def logged(trainer: Any, logs: dict[str, Any], n_steps: int) -> Any:
+        from megatron.core import parallel_state
+
+        if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            device = importlib.import_module("swift.utils").get_current_device()
+            nothing = torch.zeros(2, device=device)
+            pairs = torch.stack([logs.pop(name, nothing) for name in names])
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            dist.all_reduce(pairs, group=group)
+            counts = pairs[:, 1].tolist()
+            found = zip(names, pairs, counts, strict=True)
+            logs.update({name: pair for name, pair, count in found if count > 0})
+        return log(trainer, logs, n_steps)
+
+    return logged

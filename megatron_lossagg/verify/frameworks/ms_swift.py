@@ -1,0 +1,231 @@
+"""ms-swift: the losses of its Megatron trainers for SFT and GRPO, and the hook of the integration.
+
+``MegatronTrainer.loss_func`` is taken apart by the integration, whose counts weigh the step.
+``MegatronGRPOTrainer.loss_func`` is run as it is: its names are aliases. Megatron averages what it
+returns over microbatches and data-parallel ranks. Both run in a process group of one.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lossagg.aggregation import ALIASES, Aggregation
+from megatron_lossagg.layout import Layout
+from megatron_lossagg.plan import plan_step
+from megatron_lossagg.sequences import Sequences
+from megatron_lossagg.verify.frameworks.check import (
+    Check,
+    Comparison,
+    FrameworkError,
+    NotRunError,
+    compare,
+)
+from megatron_lossagg.verify.frameworks.step import Microbatch, Step, aggregations
+
+__all__ = ["ALIASED", "checks", "grpo_loss", "grpo_losses"]
+
+_BASE = "swift.megatron.trainers.base"
+_SFT = "swift.megatron.trainers.trainer.MegatronTrainer"
+_GRPO = "swift.megatron.trainers.grpo_trainer.MegatronGRPOTrainer"
+_IGNORED, _LENGTH, _TAU, _CLIP = -100, 11, 1.05, 0.2
+
+ALIASED = {
+    name.partition(":")[2]: Aggregation(name, divisor=_LENGTH if "dr_" in name else None)
+    for name in ALIASES
+    if name.startswith("ms-swift:")
+}
+"""The aggregation of each ``loss_type``."""
+
+
+def checks(aggregation: Aggregation) -> list[Check]:
+    """List the checks; imports ms-swift's trainer for SFT, and each check of GRPO imports that."""
+    import swift.megatron.trainers.trainer  # noqa: F401  what is missing, before the first check
+
+    listed = [
+        Check(
+            name=f"base is hooked, {aggregation.mode}",
+            function=f"{_BASE}.get_forward_backward_func",
+            compare=partial(_bound, aggregation),
+        )
+    ]
+    for name, one in aggregations().items():
+        if one.mode != "prompt_mean":
+            run = partial(_sft, one)
+            listed.append(Check(name=f"sft, {name}", function=f"{_SFT}.loss_func", compare=run))
+    for loss_type in ALIASED:
+        run = partial(_grpo, loss_type)
+        name = f"ms-swift:{loss_type}"
+        listed.append(Check(name=name, function=f"{_GRPO}.loss_func", compare=run))
+    listed.append(Check(name="the training loop", function=f"{_SFT}.train", compare=_loop))
+    return listed
+
+
+def _bound(aggregation: Aggregation) -> None:
+    """Install the integration, and look at the name that the trainers call."""
+    from swift.megatron.trainers import base
+
+    from megatron_lossagg.integrations.ms_swift import install
+
+    stock = base.get_forward_backward_func
+    install(aggregation)
+    bound = base.get_forward_backward_func
+    if getattr(bound, "__wrapped__", None) is not stock:
+        raise FrameworkError(
+            f"got {bound!r} as {_BASE}.get_forward_backward_func after install, expected the "
+            f"hooked {stock!r}: use a release that the integration was written for "
+            "(docs/integrations)"
+        )
+
+
+def _sft(aggregation: Aggregation) -> Comparison:
+    """Weigh what the integration takes out of the trainer's loss, over the step."""
+    from swift.megatron.trainers.trainer import MegatronTrainer
+
+    from megatron_lossagg.integrations.ms_swift import SwiftIntegration
+
+    trainer: Any = object.__new__(MegatronTrainer)
+    trainer.args = SimpleNamespace(
+        task_type="causal_lm",
+        enable_dft_loss=False,
+        enable_channel_loss=False,
+        padding_free=False,
+        context_parallel_size=1,
+    )
+    integration, step = SwiftIntegration(), Step()
+    call = {"forward_step_func": trainer.forward_step, "model": SimpleNamespace(config=None)}
+    integration.applies(call)
+    labels = [torch.where(mb.mask, 1, _IGNORED) for mb in step.microbatches]
+    # As the collator has them: a label at its own token, one after the logit.
+    given = [integration.sequences({"labels": one.roll(1, -1)}) for one in labels]
+    counts = [n for one in given for n in torch.as_tensor(one.active_tokens).tolist()]
+    plan = plan_step(aggregation, Sequences(active_tokens=counts))
+    scales = [torch.rand(one.shape, generator=torch.Generator().manual_seed(3)) for one in labels]
+    total: Any = 0
+    for mb, label, scale, counted in zip(step.microbatches, labels, scales, given, strict=True):
+        loss_func = partial(trainer.loss_func, labels=label, loss_scale=scale)
+        framework = integration.loss(loss_func, mb.log_probs)
+        layout = Layout.local(np.asarray(counted.lengths), cp_size=1, cp_rank=0)
+        total = total + plan.reducer(list(mb.sequences), framework.mask, layout)(framework.losses)
+    plan.check()
+    losses = [mb.log_probs * x for mb, x in zip(step.microbatches, scales, strict=True)]
+    return compare(total, step.wanted(aggregation, losses), step.leaves)
+
+
+def _grpo(loss_type: str) -> Comparison:
+    step = Step()
+    wanted = step.wanted(ALIASED[loss_type], grpo_losses(step, loss_type))
+    return compare(grpo_loss(step, loss_type), wanted, step.leaves)
+
+
+def grpo_loss(step: Step, loss_type: str) -> Tensor:
+    """Return the mean of the trainer's losses over ranks and microbatches.
+
+    It is what Megatron trains in the average loss scaling.
+    """
+    with _one_rank(dp_size=step.dp_size):
+        losses = [_microbatch_loss(step, mb, loss_type) for mb in step.microbatches]
+    return torch.stack(losses).sum() / (step.num_microbatches * step.dp_size)
+
+
+def grpo_losses(step: Step, loss_type: str) -> list[Tensor]:
+    """Compute the per-token losses of :func:`grpo_loss`, each ``[b, s]``.
+
+    The ratio is x against old log-probabilities of 0, unclipped; the advantage is -1.
+    """
+    ratios = [mb.log_probs.exp() for mb in step.microbatches]
+    if loss_type == "cispo":
+        return [x.detach() * mb.log_probs for x, mb in zip(ratios, step.microbatches, strict=True)]
+    if loss_type == "fipo":  # without a future, a token's influence is its own ratio, clipped
+        return [x.detach().clamp(1 - _CLIP, 1 + _CLIP) * x for x in ratios]
+    if loss_type == "sapo":
+        return [torch.sigmoid(_TAU * (x - 1)) * 4 / _TAU for x in ratios]
+    return ratios
+
+
+def _microbatch_loss(step: Step, mb: Microbatch, loss_type: str) -> Tensor:
+    """Call the trainer's loss on a microbatch, without a trainer's model and engine."""
+    from swift.megatron.trainers.grpo_trainer import MegatronGRPOTrainer
+    from swift.rl_core.data import GRPOBatch
+
+    trainer = SimpleNamespace(
+        micro_batch_size=len(mb.sequences),
+        args=SimpleNamespace(
+            report_to=[],
+            overlong_filter=False,
+            delta=None,
+            num_microbatches=step.num_microbatches,
+        ),
+        disable_rollout_importance_sampling=True,
+        beta=0.0,
+        kl_in_reward=False,
+        importance_sampling_level="token",
+        _has_teacher=False,
+        loss_type=loss_type,
+        off_policy_sequence_mask_delta=None,
+        epsilon_low=1e9,
+        epsilon_high=1e9,
+        tau_pos=1.0,
+        tau_neg=_TAU,
+        compute_entropy=False,
+        max_completion_length=_LENGTH,
+        unwrapped_models=[SimpleNamespace(training=True)],
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _all_reduce_metric=lambda metric: metric,
+        fipo_gamma=0.0,
+        fipo_clip_range=_CLIP,
+        fipo_clip_high_only=False,
+        fipo_safety_threshold=None,
+        _step=1,
+        steps_per_generation=1,
+        _flush_log_completions=lambda: None,
+    )
+    trainer._compute_fipo_influence = partial(MegatronGRPOTrainer._compute_fipo_influence, trainer)
+    batch = GRPOBatch(
+        completion_mask=mb.mask,
+        truncated_mask=torch.zeros(len(mb.sequences), dtype=torch.bool),
+        seq_lengths=torch.full((len(mb.sequences),), mb.mask.shape[1]),
+        advantages=-torch.ones_like(mb.log_probs),
+        old_per_token_logps=torch.zeros_like(mb.log_probs),
+        num_items_in_batch=torch.tensor(float(sum(step.lengths))),
+    )
+    loss: Tensor
+    loss, _ = MegatronGRPOTrainer.loss_func(trainer, mb.log_probs, {"grpo_batch": batch})
+    return loss
+
+
+@contextmanager
+def _one_rank(*, dp_size: int) -> Iterator[None]:
+    """Initialize Megatron's groups of one process, and report ``dp_size`` as their size."""
+    from megatron.core import parallel_state
+
+    own = parallel_state.get_data_parallel_world_size
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "store"
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+        try:
+            parallel_state.initialize_model_parallel()
+            parallel_state.get_data_parallel_world_size = lambda: dp_size
+            yield
+        finally:
+            parallel_state.get_data_parallel_world_size = own
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+
+def _loop() -> None:
+    raise NotRunError(
+        "ms-swift builds its models for CUDA through Transformer Engine, expected a loop that runs "
+        "on the CPU: train a few steps at two layouts on your GPUs and compare loss and grad norm"
+    )

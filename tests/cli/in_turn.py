@@ -1,0 +1,57 @@
+"""The reference on a step whose sequences are assigned in turn to the microbatches."""
+
+import torch
+
+from megatron_lossagg.aggregation import MODES
+from megatron_lossagg.cli.shares import EXPONENT
+from megatron_lossagg.verify import reference_loss
+
+
+def reference_value(
+    mode,
+    tokens,
+    prompt,
+    sample=None,
+    losses=None,
+    *,
+    divisor,
+    microbatches,
+    dp,
+    count_empty=True,
+    weight_sums=None,
+    survivors=None,
+):
+    """Compute the step's loss if every token of sequence i has the loss ``losses[i]``, or 1.
+
+    ``weight_sums[i]`` of token weights are spread evenly over its tokens; only the first
+    ``survivors[i]`` of them are trained.
+    """
+    slots = [(rank, number) for number in range(microbatches) for rank in range(dp)]
+    sequences = [
+        {
+            # A fully masked sequence has a token that does not count.
+            "x": [torch.tensor(1.0 if losses is None else losses[i], dtype=torch.float64)]
+            * max(n, 1),
+            "counted": [1] * n or [0],
+            "trained": [1] * n or [0],
+            **({} if weight_sums is None else {"weight": [weight_sums[i] / max(n, 1)] * max(n, 1)}),
+            **({} if survivors is None else {"trained": _first(survivors[i], n)}),
+            "sample": i if sample is None else sample[i],
+            "prompt": prompt[i],
+            "microbatch": slots[i % len(slots)],
+        }
+        for i, n in enumerate(tokens)
+    ]
+    loss = reference_loss.step_loss(
+        mode,
+        sequences,
+        divisor=divisor if MODES[mode].divisor != "none" else None,
+        exponent=EXPONENT if MODES[mode].has_exponent else None,
+        count_empty=count_empty,
+        microbatches=[microbatches] * dp,
+    )
+    return float(loss)
+
+
+def _first(number, n):
+    return [int(t < number) for t in range(max(n, 1))]

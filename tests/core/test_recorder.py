@@ -1,0 +1,85 @@
+"""The file of a record: opened, continued, cut and given up; what is gathered is one step."""
+
+import math
+import struct
+
+import numpy as np
+import pytest
+
+from megatron_lossagg.exchange import Exchange
+from megatron_lossagg.record import RecordError, StepRecord, read_record
+from megatron_lossagg.recorder import RecordFile, _gathered
+
+
+def a_step(number):
+    return StepRecord(
+        step=number,
+        mode="token_mean",
+        divisor=None,
+        exponent=None,
+        count_empty=True,
+        count="mask",
+        active_tokens=10,
+        samples=2,
+        prompts=None,
+        weights="00000000000000ff",
+        weight_sum=1.0,
+        weight_expected=1.0,
+        k=1,
+        loss_scaling="average",
+        num_microbatches=1,
+        data_parallel_size=1,
+        context_parallel_size=1,
+        version="0.1.0",
+    )
+
+
+def test_steps_are_numbered_from_1_after_the_last_line_or_as_given(tmp_path):
+    path = tmp_path / "a.jsonl"
+    file = RecordFile(str(path))
+    assert path.read_text() == ""
+    assert [file.number(None), file.number(None), file.number(7), file.number(None)] == [1, 2, 7, 8]
+    for number in (1, 2, 5, 3):  # 3 was trained again
+        file.append(a_step(number))
+    assert RecordFile(str(path)).number(None) == 4
+    assert list(read_record(path)) == [1, 2, 5, 3]
+
+
+def test_a_line_that_was_cut_off_is_removed_before_the_file_is_continued(tmp_path):
+    path = tmp_path / "a.jsonl"
+    for kept in (1, 5, 40):
+        path.write_text(a_step(1).line() + a_step(2).line()[:kept])
+        RecordFile(str(path)).append(a_step(2))
+        assert read_record(path) == {1: a_step(1), 2: a_step(2)}
+
+
+@pytest.mark.parametrize("content", ["no record", "no record\n", '{"lr": 1}\n', "{}"])
+def test_a_file_that_is_no_record_is_refused_and_left_as_it_is(tmp_path, content):
+    path = tmp_path / "notes.txt"
+    path.write_text(content)
+    with pytest.raises(RecordError):
+        RecordFile(str(path))
+    assert path.read_text() == content
+
+
+def test_a_write_that_fails_warns_once_and_stops_the_record(tmp_path):
+    path = tmp_path / "a.jsonl"
+    file = RecordFile(str(path))
+    file.append(a_step(1))
+    path.rename(tmp_path / "kept")
+    path.mkdir()
+    with pytest.warns(RuntimeWarning, match="step 2 and those after it are not recorded"):
+        file.append(a_step(2))
+    file.append(a_step(3))  # warnings are errors here
+    assert read_record(tmp_path / "kept") == {1: a_step(1)}
+
+
+def test_hashes_add_up_modulo_2_to_64_and_sums_are_rounded_once():
+    class Ranks(Exchange):
+        def integers(self, own):
+            other = [2**64 - 5, *struct.unpack("<Q", struct.pack("<d", 1e-17))]
+            return np.stack([own, np.array(other, dtype=np.uint64).view(np.int64)])
+
+    digits, weight_sum = _gathered(Ranks(None), 9, [0.1] * 10)
+    assert digits == f"{4:016x}"
+    assert weight_sum == math.fsum([math.fsum([0.1] * 10), 1e-17])

@@ -1,0 +1,73 @@
+"""``tests/newest.py`` sees a name that a framework has renamed, and no other."""
+
+import ast
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+FILE = Path(__file__).parents[1] / "newest.py"
+
+
+@pytest.fixture(scope="module")
+def newest():
+    spec = importlib.util.spec_from_file_location("newest", FILE)
+    module = sys.modules["newest"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["newest"]
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A framework: a package, a module with names of every kind, and one that computes them."""
+    package = tmp_path / "frame"
+    (package / "deep").mkdir(parents=True)
+    (package / "__init__.py").write_text("from frame.loss import total\n")
+    (package / "deep" / "__init__.py").write_text("from frame.loss import *\n")
+    (package / "loss.py").write_text(
+        "import os.path\nLIMIT: int = 3\ndef total(): inner = 1\n"
+        "try:\n    import fast\nexcept ImportError:\n    def fast(): ...\n"
+        "class Loss:\n    size = 1\n"
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("path", "is_there"),
+    [
+        ("frame.loss", True),
+        ("frame.loss.total", True),
+        ("frame.total", True),
+        ("frame.loss.LIMIT", True),
+        ("frame.loss.fast", True),
+        ("frame.loss.Loss.size", True),
+        ("frame.deep.whatever", True),
+        ("frame.loss.inner", False),
+        ("frame.loss.renamed", False),
+        ("frame.losses", False),
+        ("other.loss", False),
+    ],
+)
+def test_a_name_is_found_where_the_framework_defines_it(newest, source, path, is_there):
+    assert newest.has(source, path) == is_there
+
+
+def test_the_names_are_those_that_are_imported_or_written_but_not_told_about(newest):
+    code = (
+        '"""See frame.told.about."""\nfrom frame.loss import total, Loss as L\nimport frame.deep\n'
+        'rebind("frame.loss.step")\nlog("see frame.loss.text now")\nfrom frame_b import other\n'
+    )
+    found = {*newest.paths_of(ast.parse(code), ("frame",))}
+    assert found == {"frame.loss.total", "frame.loss.Loss", "frame.deep", "frame.loss.step"}
+
+
+def test_every_framework_that_verify_runs_is_tried(newest):
+    assert newest.FRAMEWORKS.keys() <= newest.NEWEST.keys()
+    assert newest.names_of(("verl",)) >= {"verl.trainer.ppo.core_algos.agg_loss"}
+
+
+def test_the_workflow_tries_each(newest):
+    workflow = (FILE.parents[1] / ".github/workflows/newest.yml").read_text()
+    assert f"framework: [{', '.join(newest.NEWEST)}]" in workflow

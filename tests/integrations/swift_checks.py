@@ -1,0 +1,163 @@
+"""ms-swift as released: its ``MegatronTrainer`` on the CPU, and the loss of its GRPO trainer.
+
+The trainer's runs are launched (``swift_worker.py``); ``MegatronGRPOTrainer.loss_func`` is called
+per microbatch and rank.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import imports_swift  # noqa: F401  first
+import pytest
+import torch
+from fork_server import ForkServer
+from swift.version import __version__
+
+from megatron_lossagg.verify.frameworks.check import outcome_of
+from megatron_lossagg.verify.frameworks.launch import DEFAULT, checks_of
+from megatron_lossagg.verify.frameworks.ms_swift import ALIASED, grpo_loss, grpo_losses
+from megatron_lossagg.verify.frameworks.step import Step
+
+CHECKS = {check.name: check for check in checks_of("ms-swift", DEFAULT)}
+
+
+def test_every_loss_type_that_is_a_sum_over_tokens_has_an_alias():
+    assert __version__ == "4.6.0"
+    assert {*ALIASED} == {"grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "fipo"}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_check_of_verify_passes(name):
+    outcome = outcome_of(CHECKS[name], framework="ms-swift")
+    print(f"{name}: {outcome.loss_error}, {outcome.gradient_error}")
+    assert outcome.state == ("NOT RUN" if name == "the training loop" else "PASS"), outcome
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "sapo", "dr_grpo"])
+def test_ms_swift_averages_microbatches_which_differs_if_they_have_unequally_many_sequences(
+    loss_type,
+):
+    step = Step([[(4, 5, 7), (8,)]])
+    losses = [
+        grpo_loss(step, loss_type),
+        step.wanted(ALIASED[loss_type], grpo_losses(step, loss_type)),
+    ]
+    grads = [torch.autograd.grad(loss, step.leaves, retain_graph=True) for loss in losses]
+    ratio = [(a.norm() / b.norm()).item() for a, b in zip(*grads, strict=True)]
+    assert ratio == pytest.approx([4 / 6, 4 / 2])
+
+
+LAYOUTS = {
+    "DP 2": (2, 1, "average"),
+    "DP 2, per-token": (2, 1, "per_token"),
+    "CP 2": (2, 2, "average"),
+    "CP 2, per-token": (2, 2, "per_token"),
+}
+"""Processes, CP and the loss scaling."""
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    """Return a function that trains with ms-swift and returns what its worker wrote."""
+    folder, ran = tmp_path_factory.mktemp("swift"), {}
+    server = ForkServer(["imports_swift"], path=os.environ["PYTHONPATH"])
+    worker = str(Path(__file__).with_name("swift_worker.py"))
+
+    def run(*arguments):
+        if arguments not in ran:
+            aggregation, processes, cp, loss_scaling, data, *more = arguments
+            file = folder / f"{len(ran)}.json"
+            options = map(str, (file, aggregation, cp, loss_scaling, data, *more))
+            done = server.launch([worker, *options], processes=processes, timeout=300)
+            assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+            ran[arguments] = json.loads(file.read_text()) if file.exists() else done.stdout
+            if file.exists():
+                print(*arguments, ran[arguments]["steps"][0])
+        return ran[arguments]
+
+    yield run
+    server.close()
+
+
+def close(got, wanted, tolerance=2e-6):
+    return got == pytest.approx(wanted, rel=tolerance, abs=0)
+
+
+ACTIVE = {"packed": 8 / 9, "padded": 7 / 8}
+"""Conversations of a step that train a token, of all: one is masked."""
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "data"),
+    [("sample_mean", "packed"), ("sample_mean", "padded"), ("sample_mean+weights", "packed")],
+)
+def test_on_one_process_loss_and_gradient_are_those_of_loops_over_conversations(
+    train, aggregation, data
+):
+    numbers = train(aggregation, 1, 1, "average", data)
+    assert len(numbers["steps"]) == len(numbers["by_hand"]) == 3
+    for step, hand in zip(numbers["steps"], numbers["by_hand"], strict=True):
+        assert close(step["loss"], hand["loss"])
+        assert close(step["grad_norm"], hand["grad_norm"])
+        assert close(step["lossagg/weight_sum"], ACTIVE[data])
+    assert numbers["hooked"] == 4
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_and_loss_scaling_trains_and_evaluates_the_same_loss(train, layout):
+    wanted = train("sample_mean", 1, 1, "average", "packed")
+    numbers = train("sample_mean", *LAYOUTS[layout], "packed")
+    for step, alone in zip(numbers["steps"], wanted["steps"], strict=True):
+        assert close(step["loss"], alone["loss"])
+        assert close(step["grad_norm"], alone["grad_norm"], 3e-6)
+        assert close(step["lossagg/weight_sum"], ACTIVE["packed"])
+        assert close(step["stock/loss"], alone["stock/loss"])
+    assert close(numbers["evaluated"][0]["eval_loss"], wanted["evaluated"][0]["eval_loss"])
+
+
+def test_counted_weights_train_the_same_loss_at_cp_2(train):
+    alone = train("sample_mean+weights", 1, 1, "average", "packed")["steps"]
+    steps = train("sample_mean+weights", 2, 2, "per_token", "packed")["steps"]
+    assert not close(
+        alone[0]["loss"], train("sample_mean", 1, 1, "average", "packed")["steps"][0]["loss"], 0.01
+    )
+    for step, wanted in zip(steps, alone, strict=True):
+        assert close(step["loss"], wanted["loss"])
+        assert close(step["grad_norm"], wanted["grad_norm"], 3e-6)
+
+
+def test_stock_trains_the_mean_over_tokens(train):
+    stock = train("stock", 2, 2, "per_token", "packed")["steps"][0]
+    ours = train("sample_mean", 1, 1, "average", "packed")["steps"][0]
+    assert close(stock["loss"], ours["stock/loss"])
+    assert not close(stock["loss"], ours["loss"], 0.01)
+    tokens = train("token_mean", 2, 2, "per_token", "packed")["steps"][0]
+    assert close(tokens["loss"], stock["loss"])
+    assert close(tokens["grad_norm"], stock["grad_norm"])
+
+
+def test_a_shadow_trains_stock_and_logs_what_the_mode_would_give(train):
+    ours = train("sample_mean", 1, 1, "average", "packed")["steps"][0]
+    stock = train("stock", 2, 2, "per_token", "packed")["steps"]
+    shadow = train("shadow", 2, 2, "per_token", "packed")["steps"]
+    assert close(shadow[0]["lossagg/shadow/sample_mean"], ours["loss"])
+    for step, wanted in zip(shadow, stock, strict=True):
+        assert {name: step[name] for name in wanted} == wanted
+        assert close(step["lossagg/shadow/stock"], wanted["loss"])
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("enable_dft_loss=true", "REFUSED enable_dft_loss is set"),
+        ('task_type="seq_cls"', "REFUSED task_type is 'seq_cls', expected 'causal_lm'"),
+        ('cp_partition_mode="contiguous"', "REFUSED cp_partition_mode is 'contiguous'"),
+    ],
+)
+def test_what_trains_another_loss_is_refused_by_every_rank_before_the_first_step(
+    train, argument, message
+):
+    printed = train("sample_mean", 2, 2, "average", "packed", argument)
+    assert printed.count(message) == 2
+    assert "loss aggregation sample_mean" not in printed

@@ -1,0 +1,279 @@
+"""Try the newest main of Megatron-LM and of each framework: ``python tests/newest.py``.
+
+A framework renames what an integration uses; its users should not be the first to see it. For each
+checkout this looks up, without importing anything, every name that the package imports from the
+framework or names by its dotted path. Then ``lossagg verify --framework`` runs the framework's own
+functions, with the stand-ins and packages of ``make test-frameworks`` where they are installed, and
+for Megatron-LM ``lossagg verify`` at DP 2 x CP 2 on its Megatron-Core. What could not run here is
+named, and is no failure. Exit status 1 if a name is missing or a verification fails.
+
+``--checkouts FOLDER`` takes the checkouts that are there; else each is cloned into ``.newest``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from megatron_lossagg.verify.frameworks import FRAMEWORKS  # noqa: E402  of this checkout
+
+PACKAGE = ROOT / "megatron_lossagg"
+INSTALLED = ROOT / ".venv-frameworks"
+LAYOUT = ["--dp", "2", "--cp", "2", "--loss-aggregation", "prompt_mean"]
+FUNCTIONS = ["--dp", "1", "--loss-aggregation", "sample_mean", "--loss-scaling", "average"]
+SECONDS = 900
+
+
+@dataclass(frozen=True, kw_only=True)
+class Newest:
+    """Where a framework's main is, and which of its packages ours name."""
+
+    url: str
+    folder: str
+    packages: tuple[str, ...]
+    source: str = "."
+    is_on_megatron_lm: bool = False
+    """Whether its own functions import ``megatron.training``."""
+
+
+NEWEST = {
+    "megatron-lm": Newest(
+        url="https://github.com/NVIDIA/Megatron-LM.git",
+        folder="Megatron-LM-main",
+        packages=("megatron.core", "megatron.training", "megatron.rl"),
+    ),
+    "bridge": Newest(
+        url="https://github.com/NVIDIA-NeMo/Megatron-Bridge.git",
+        folder="Megatron-Bridge",
+        packages=("megatron.bridge",),
+        source="src",
+    ),
+    "slime": Newest(
+        url="https://github.com/THUDM/slime.git",
+        folder="slime",
+        packages=("slime",),
+        is_on_megatron_lm=True,
+    ),
+    "miles": Newest(
+        url="https://github.com/radixark/miles.git",
+        folder="miles",
+        packages=("miles",),
+        is_on_megatron_lm=True,
+    ),
+    "verl": Newest(
+        url="https://github.com/verl-project/verl.git", folder="verl", packages=("verl",)
+    ),
+    "skyrl": Newest(
+        url="https://github.com/NovaSky-AI/SkyRL.git", folder="SkyRL", packages=("skyrl",)
+    ),
+    "nemo-rl": Newest(
+        url="https://github.com/NVIDIA-NeMo/RL.git", folder="NeMo-RL", packages=("nemo_rl",)
+    ),
+    "ms-swift": Newest(
+        url="https://github.com/modelscope/ms-swift.git", folder="ms-swift", packages=("swift",)
+    ),
+}
+
+ELSEWHERE = {
+    "megatron.core.utils.get_thd_batch_on_this_cp_rank": "until 0.18",
+    "megatron.core.datasets.data_schedule_utils.get_thd_partitioned_indices": "branch dev",
+    "megatron.core.packed_seq_params.get_thd_padding_kwargs": "branch dev",
+    "megatron.core.packed_seq_params.resolve_thd_tail_padding_policy": "branch dev",
+}
+"""Names that are used only where a release or branch has them, and main does not."""
+
+
+def main() -> int:
+    """Try the frameworks named, all by default."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--checkouts", type=Path, help="a folder that has them; default: clone")
+    parser.add_argument("--megatron-lm", type=Path, help="for slime and miles; default: its main")
+    parser.add_argument("--names-only", action="store_true", help="run no verification")
+    parser.add_argument("frameworks", nargs="*", help=f"of {', '.join(NEWEST)}; default all")
+    args = parser.parse_args()
+    failed = []
+    for name in args.frameworks or NEWEST:
+        checkout = found(NEWEST[name], args.checkouts)
+        if checkout is None:
+            print(f"{name}: NOT RUN: no {NEWEST[name].folder} in {args.checkouts}", flush=True)
+            continue
+        wanted = sorted(names_of(NEWEST[name].packages) - ELSEWHERE.keys())
+        missing = [path for path in wanted if not has(checkout / NEWEST[name].source, path)]
+        print(f"{name} {commit_of(checkout)}: {len(wanted) - len(missing)} of {len(wanted)} names")
+        for path in missing:
+            print(f"  MISSING {path}: {where(path)}")
+        is_good = True
+        if not args.names_only:
+            megatron_lm = None
+            if NEWEST[name].is_on_megatron_lm:
+                megatron_lm = args.megatron_lm or found(NEWEST["megatron-lm"], args.checkouts)
+            is_good = verified(name, checkout, [megatron_lm] if megatron_lm else [])
+        if missing or not is_good:
+            failed.append(name)
+    print(f"failed: {', '.join(failed) or 'none'}")
+    return int(bool(failed))
+
+
+def found(newest: Newest, folder: Path | None) -> Path | None:
+    """Return the checkout in a folder, or clone the newest main."""
+    if folder is not None:
+        checkout = folder.resolve() / newest.folder
+        return checkout if checkout.is_dir() else None
+    checkout = ROOT / ".newest" / newest.folder
+    if checkout.is_dir():
+        subprocess.run(["git", "-C", checkout, "pull", "--quiet", "--depth", "1"], check=True)
+    else:
+        subprocess.run(
+            ["git", "clone", "--quiet", "--depth", "1", newest.url, checkout], check=True
+        )
+    return checkout
+
+
+def commit_of(checkout: Path) -> str:
+    """Return a checkout's commit and its date."""
+    command = ["git", "-C", checkout, "log", "-1", "--format=%h of %cs"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "(no commit)"
+
+
+@functools.cache
+def modules() -> list[tuple[Path, ast.Module]]:
+    """Return every file of the package, parsed."""
+    return [(file, ast.parse(file.read_text())) for file in sorted(PACKAGE.rglob("*.py"))]
+
+
+def names_of(packages: tuple[str, ...]) -> set[str]:
+    """Return the dotted paths of what the package imports or names of some packages."""
+    return {path for _, tree in modules() for path in paths_of(tree, packages)}
+
+
+def paths_of(tree: ast.Module, packages: tuple[str, ...]) -> Iterator[str]:
+    """Yield what a module names: ``from a.b import c``, ``import a.b`` and ``"a.b.c"``."""
+    dotted = re.compile(rf"({'|'.join(map(re.escape, packages))})(\.[A-Za-z_]\w*)+")
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        paths: list[str] = []
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            paths = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            paths = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            paths = [] if id(node) in docstrings else [node.value]
+        yield from (path for path in paths if dotted.fullmatch(path))
+
+
+def where(path: str) -> str:
+    """Return which of our files name a path."""
+    packages = (path.partition(".")[0],)
+    files = [file for file, tree in modules() if path in paths_of(tree, packages)]
+    return ", ".join(str(file.relative_to(ROOT)) for file in files)
+
+
+def has(source: Path, path: str) -> bool:
+    """Whether a dotted path leads to a module, or to a name or an attribute that one defines."""
+    parts = path.split(".")
+    for length in range(len(parts), 0, -1):
+        module = source.joinpath(*parts[:length])
+        rest = parts[length:]
+        if module.is_dir() and not rest:
+            return True
+        for file in (module.with_suffix(".py"), module / "__init__.py"):
+            if file.is_file():
+                return not rest or rest[0] in defined(ast.parse(file.read_text()))
+    return False
+
+
+class Everything:
+    """The names of a module that takes all of another's, or computes them."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+def defined(tree: ast.Module) -> set[str] | Everything:
+    """Return the names that a module defines or imports at its top level."""
+    names: set[str] = set()
+    nodes: list[ast.AST] = [*tree.body]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        else:
+            nodes.extend(ast.iter_child_nodes(node))
+    return Everything() if names & {"*", "__getattr__"} else names
+
+
+def verified(name: str, checkout: Path, megatron_lm: list[Path]) -> bool:
+    """Run what verifies a framework, and print what ran; return whether nothing failed.
+
+    ``megatron_lm``: the checkout for those that train with Megatron-LM's own.
+    """
+    is_good = True
+    if name == "megatron-lm":
+        report = verify(LAYOUT, [checkout])
+        is_good = report["passed"]
+        say(f"Megatron-Core, {' '.join(LAYOUT)}: {report['line']}")
+    if name not in FRAMEWORKS:
+        say("its own functions: NOT RUN: lossagg verify has no check of them")
+        return is_good
+    path = [checkout / NEWEST[name].source, *megatron_lm]
+    if name == "bridge":
+        path.append(checkout / "3rdparty" / "Megatron-LM")
+    report = verify(["--framework", name, *FUNCTIONS], path)
+    checks = (report.get("framework") or {}).get("checks", [])
+    states = [check["state"] for check in checks]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    say(f"its own functions: {counts or report['line']}")
+    for check in checks:
+        if check["state"] != "PASS":
+            say(f"{check['state']} {check['check']}: {check['explanation'][:300]}")
+    return is_good and "FAIL" not in states
+
+
+def say(line: str) -> None:
+    """Print a line about the framework that is tried, at once."""
+    print(f"  {line}", flush=True)
+
+
+def verify(options: list[str], path: list[Path]) -> dict[str, Any]:
+    """Run ``lossagg verify`` with some folders first on the path; return its report."""
+    with tempfile.TemporaryDirectory() as folder:
+        report, first = Path(folder) / "report.json", [*path, ROOT]
+        if INSTALLED.is_dir():  # what frameworks import and never call has stand-ins
+            Path(folder, "sitecustomize.py").write_text("import stand_ins_first\n")
+            tests = [ROOT / "tests" / name for name in ("support", "integrations")]
+            first = [Path(folder), *first, *tests, INSTALLED]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, first))}
+        command = [sys.executable, "-m", "megatron_lossagg", "verify", *options]
+        try:
+            done = subprocess.run(
+                [*command, "--json", str(report)],
+                env=environment, cwd=folder, capture_output=True, text=True, timeout=SECONDS,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return {"passed": False, "line": f"did not end within {SECONDS} s"}
+        output = (done.stdout + done.stderr).strip().splitlines() or ["no output"]
+        if not report.exists():
+            return {"passed": done.returncode == 0, "line": output[-1]}
+        return {**json.loads(report.read_text()), "line": output[0]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

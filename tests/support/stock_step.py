@@ -1,0 +1,70 @@
+"""Steps with the loss_func of Megatron-LM's pretrain_gpt.py on the model of ``lossagg verify``.
+
+For launched workers: it installs the CPU stand-ins.
+"""
+
+import megatron_lossagg.cpu as cpu
+
+cpu.install()
+
+import torch  # noqa: E402
+
+from megatron_lossagg.verify import model as megatron  # noqa: E402
+from megatron_lossagg.verify.reference_gradient import Reference  # noqa: E402
+from megatron_lossagg.verify.run import Run  # noqa: E402
+from megatron_lossagg.verify.sequences import make_sequences  # noqa: E402
+
+
+def run_of(layout, *, per_token=False, sequences=None):
+    """Make a run to compare with stock, whose reference has sequences only."""
+    nothing = Reference(
+        sequences=make_sequences() if sequences is None else sequences,
+        padded=4,
+        losses_Y=torch.zeros(0),
+        gradients_YP=torch.zeros(0, 0),
+        parameters={},
+    )
+    return Run(layout, nothing, per_token=per_token)
+
+
+def stock_model(layout, *, per_token=False):
+    """Build a model that this package has not seen."""
+    return megatron.wrapped_chunks(layout, megatron.config_of(layout, per_token=per_token))
+
+
+def as_stock(loss, num_tokens):
+    """Return what Megatron-LM's loss_func does, but for its report."""
+    return loss, num_tokens
+
+
+def stock_step(chunks, batches, layout, returns=as_stock, *, counting=None):
+    """Run a step in which loss_func returns ``returns(loss, num_tokens)`` and a report.
+
+    ``counting``: the batches whose masks are counted, if not those trained. Returns what the
+    schedule returned and every gradient buffer as finalize left it.
+    """
+
+    def forward_step(iterator, chunk):
+        batch, counted = next(iterator)
+        output = megatron.forward(chunk, batch, layout)
+
+        def loss_func(output):
+            losses = megatron.token_losses(output, batch, layout) * batch.coefficient
+            loss = (losses * batch.mask_here).sum()
+            num_tokens = counted.mask_here.sum().to(torch.int)
+            report = torch.stack([loss.detach().clone(), num_tokens.to(loss.dtype)])
+            return (*returns(loss, num_tokens), {"loss": report})
+
+        return output, loss_func
+
+    pairs = list(zip(batches, counting or batches, strict=True))
+    return megatron.run_schedule(forward_step, chunks, pairs), gradients(chunks)
+
+
+def gradients(chunks):
+    """Copy every gradient buffer of the model, dense and experts'."""
+    return [
+        buffer.grad_data.clone()
+        for chunk in chunks
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
