@@ -6,9 +6,12 @@ import struct
 import numpy as np
 import pytest
 
+from megatron_lossagg import Aggregation
 from megatron_lossagg.exchange import Exchange
+from megatron_lossagg.plan import Sequences, plan_step
 from megatron_lossagg.record import RecordError, StepRecord, read_record
-from megatron_lossagg.recorder import RecordFile, _gathered
+from megatron_lossagg.recorder import RecordFile, StepRecorder, _gathered
+from megatron_lossagg.scaling import Scaling
 
 
 def a_step(number):
@@ -83,3 +86,17 @@ def test_hashes_add_up_modulo_2_to_64_and_sums_are_rounded_once():
     digits, weight_sum = _gathered(Ranks(None), 9, [0.1] * 10)
     assert digits == f"{4:016x}"
     assert weight_sum == math.fsum([math.fsum([0.1] * 10), 1e-17])
+
+
+def test_token_weights_are_part_of_the_loss_where_every_sequence_has_one_weight(tmp_path):
+    aggregation = Aggregation("constant", divisor=40, count="weights")
+    scaling = Scaling(loss_scaling="average", num_microbatches=1, dp_cp_size=1)
+    file = RecordFile(str(tmp_path / "a.jsonl"))
+    for sums in ([3.0, 2.0], [2.0, 3.0], [4.0, 1.0]):
+        plan = plan_step(aggregation, Sequences(active_tokens=[4, 4], token_weight_sums=sums))
+        assert plan.weights.tolist() == [1 / 80, 1 / 80]
+        recorder = StepRecorder(Exchange(None), file, None)
+        recorder.finish(plan, scaling, dp_size=1, cp_size=1, cp_rank=0)
+    first, moved, other = (step.weights for step in read_record(tmp_path / "a.jsonl").values())
+    assert first == moved  # the same sequences in another order
+    assert first != other
