@@ -55,12 +55,13 @@ class Verdict:
     causes: list[str] = field(default_factory=list)
     """Where it failed: names of the causes that explain all cases of this layout."""
     explanation: str = ""
-    """Where it failed: the likely cause in words, or what was measured."""
+    """Where it failed: what a step raised; then the likely cause in words, or what was measured."""
 
     @property
     def passed(self) -> bool:
-        """Whether gradient, reported loss and weight sum are those of the configured loss."""
-        right = self.gradient_error < self.tolerance and self.loss_is_right
+        """Whether gradient, reported loss and weight sum are those of the configured loss, and no
+        step raised."""
+        right = self.gradient_error < self.tolerance and self.loss_is_right and not self.explanation
         return right and (
             self.weight_sum_error is None or self.weight_sum_error < WEIGHT_SUM_TOLERANCE
         )
@@ -69,6 +70,11 @@ class Verdict:
     def loss_is_right(self) -> bool:
         """Whether the reported loss is the configured one, where it is defined."""
         return self.loss_error is None or self.loss_error < self.tolerance
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no NaN or inf reached gradient or reported loss."""
+        return math.isfinite(max(self.gradient_error, self.loss_error or 0.0))
 
 
 def run_job(job: Job) -> Iterator[Event]:
@@ -157,7 +163,7 @@ def _verdict(run: Run, case: Case, wanted: Expected, steps: Sequence[Measured]) 
         loss_error=loss_error,
         weight_sum_error=weight_sum_error,
         measured_factor=factor,
-        explanation=measured.fault,
+        explanation=next((step.fault for step in steps if step.fault), ""),
         tolerance=run.parallelism.tolerance,
     )
 
@@ -165,8 +171,8 @@ def _verdict(run: Run, case: Case, wanted: Expected, steps: Sequence[Measured]) 
 def _explain(done: Sequence[_Done]) -> None:
     """Find the causes that agree with every verdict of the layout, for the failed ones.
 
-    The failed cases are run again without inf at masked positions, so that the measured
-    values are finite; where they are right then, the inf is the cause.
+    A failed case that is not finite is run again without inf at masked positions; where all are
+    right then, the inf is the cause.
     """
     failed = [each.verdict for each in done if not each.verdict.passed]
     if not failed:
@@ -177,12 +183,13 @@ def _explain(done: Sequence[_Done]) -> None:
         tolerance = min(100 * verdict.tolerance, _CLEARLY)
         predicted = {name: cause.predict(run.facts, case, wanted) for name, cause in likely.items()}
         slopes = [slope for slope, _ in predicted.values()]
-        if not verdict.passed:
+        if not verdict.is_finite:
             measured = run.train(case, poison=False)
         right, *errors = run.errors(measured, torch.stack([wanted.slope_Y, *slopes]))
         loss = measured.worst("loss", wanted.loss)
         if not verdict.passed:
             is_right = max(right, relative(loss, wanted.loss)) < verdict.tolerance
+            is_right = is_right and not verdict.is_finite
             right_without_inf = right_without_inf and is_right
             factor = run.factor_of(measured, wanted.slope_Y)
             words = _measured_in_words(run, verdict, factor, loss / wanted.loss, is_right)
@@ -224,4 +231,6 @@ def _measured_in_words(
         parts.append(factor_text("gradient", factor))
     if not verdict.loss_is_right:
         parts.append(factor_text("reported loss", loss_factor))
+    if not parts and verdict.explanation:
+        return "gradient and reported loss are right, and the step raised"
     return "; ".join(parts or ["the reported weight sum is not the reference's"])
