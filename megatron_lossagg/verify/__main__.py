@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 
 from megatron_lossagg.verify.job import read_job
@@ -23,4 +24,11 @@ def main(job: str, events: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except Exception:
+        # One write of lines that name their rank: the ranks share this stream.
+        rank = os.environ.get("RANK", "0")
+        lines = traceback.format_exc().splitlines(keepends=True)
+        sys.stderr.write("".join(f"[rank{rank}]: {line}" for line in lines))
+        sys.exit(1)

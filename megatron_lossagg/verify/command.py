@@ -136,9 +136,9 @@ def run(args: argparse.Namespace) -> int:
     if not failure:
         return _status(report)
     lines = [line for line in failure.splitlines() if "<frozen " not in line]
-    of_ranks = [line for line in lines if line.startswith("[rank")]
-    # The first rank's traceback has the reason.
-    print("A rank failed:", *(of_ranks or lines)[:60], sep="\n  ")
+    # The traceback of the rank that failed first has the reason, in its last lines.
+    first = next((line.partition(":")[0] for line in lines if line.startswith("[rank")), "")
+    print("A rank failed:", *[line for line in lines if line.startswith(first)][-60:], sep="\n  ")
     if not events:
         raise ProofError(
             "nothing was verified: no rank could import megatron-core and join the others"

@@ -102,6 +102,23 @@ def test_a_wrong_factor_fails_with_status_1_and_its_cause(tmp_path):
     assert result < out.index("  constant") < cause < out.index("megatron-core   ")
 
 
+@pytest.mark.launches
+def test_a_step_that_is_right_and_raises_fails_with_what_it_raised(tmp_path):
+    shutil.copytree(ROOT / "megatron_lossagg", tmp_path / "megatron_lossagg")
+    step = tmp_path / "megatron_lossagg" / "step.py"
+    lines = "        record_first_step()\n"
+    alarm = f"{lines}        raise _alarm('a false alarm')\n"
+    assert step.read_text().count(lines) == 1
+    named = "\nfrom megatron_lossagg.errors import ReducerError as _alarm\n"
+    step.write_text(step.read_text().replace(lines, alarm) + named)
+    out = launched("verify/verify_copy_worker.py", tmp_path, "--cp", 2, *ONE, processes=2)
+    assert out.count("ended with 1\n") == 2
+    assert "FAIL: 0 of 2 cases pass on 1 layout of 2 ranks" in out
+    words = "gradient and reported loss are right, and the step raised (a false alarm)"
+    assert words in " ".join(out.split())
+    assert "masked positions" not in out
+
+
 @early
 def two_nodes():
     """Return how the launcher of each node ended and what it printed, and the report."""
@@ -201,7 +218,7 @@ def test_without_megatron_core_nothing_is_launched(monkeypatch, capsys):
 
 @pytest.mark.launches
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(("send", "status", "within"), [("terminate", 143, 0), ("kill", -9, 5)])
+@pytest.mark.parametrize(("send", "status", "within"), [("terminate", 143, 0), ("kill", -9, 60)])
 def test_ended_by_a_signal_it_leaves_no_rank_behind(send, status, within):
     process = lossagg("verify", "--dp", 2, *ONE)
     ranks = wait_for_ranks(process.pid)
