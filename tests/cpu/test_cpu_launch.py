@@ -69,7 +69,7 @@ def test_a_launch_that_outlasts_its_time_leaves_nothing_running(tmp_path: Path) 
         started = time.monotonic()
         with pytest.raises(subprocess.TimeoutExpired) as caught:
             launch([str(script), str(tmp_path)], processes=2, timeout=timeout)
-        assert time.monotonic() - started < timeout + 10
+        assert time.monotonic() - started < timeout + 60
         if all((tmp_path / rank).exists() for rank in "01"):
             break
     pids = [int(pid) for rank in "01" for pid in (tmp_path / rank).read_text().split()]

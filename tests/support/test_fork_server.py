@@ -129,7 +129,7 @@ def test_a_module_runs_too_and_its_failure_is_seen(forked):
 def test_a_rank_that_fails_ends_the_others(forked, tmp_path, failure, ended):
     start = time.monotonic()
     done = forked(written(tmp_path, FAILS.format(failure)), tmp_path)
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 100  # the other would sleep for 600
     assert done.returncode == 1
     assert "on rank 1" in done.stderr
     assert ended in done.stderr
@@ -190,7 +190,7 @@ os._exit(0)
         check=True,
     )
     pids = [int(pid) for rank in "01" for pid in (tmp_path / rank).read_text().split()]
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60  # a busy machine
     while any(map(is_running, [int(done.stdout), *pids])) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(is_running, [int(done.stdout), *pids]))
