@@ -75,6 +75,7 @@ def fork_ranks(
     tasks = Path("/proc/self/task")
     if tasks.exists() and len(names := list(tasks.iterdir())) > 1:  # a fork leaves their locks held
         raise RuntimeError(f"got a process with {len(names)} threads, expected 1 before a fork")
+    gc.freeze()  # else every collection in a rank walks all that was imported
     listener = socket.create_server((_ADDRESS, 0), backlog=128)
     port = listener.getsockname()[1]
     sys.stdout.flush()
@@ -308,7 +309,6 @@ def serve(listener: socket.socket, imports: Sequence[str]) -> None:
     for name in imports:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # else every collection in a rank walks all that was imported
 
     while True:
         stdin_or_listener, _, _ = select.select([sys.stdin, listener], [], [])
