@@ -27,9 +27,9 @@ from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallel,
     DistributedDataParallelConfig,
 )
-from megatron.core.enums import ModelType  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.training import global_vars  # noqa: E402
+from token_model import OneWeightPerToken  # noqa: E402
 
 from megatron_lossagg import Aggregation  # noqa: E402
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration  # noqa: E402
@@ -50,22 +50,6 @@ PADDINGS = (
 )
 TOKENS = 1 + sum(padded for _, padded in LENGTHS)
 """Token 0 fills a shape."""
-
-
-class OneWeightPerToken(torch.nn.Module):
-    """The loss of token t is weight t."""
-
-    model_type = ModelType.encoder_or_decoder
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(TOKENS))
-
-    def set_input_tensor(self, tensor):
-        """Take nothing: there is one stage."""
-
-    def forward(self, tokens):
-        return self.weight[tokens]
 
 
 def drawn():
@@ -117,7 +101,7 @@ def gradient(partition, padding, *, per_token):
     vars(config).update(options)  # the class itself asks for Transformer Engine
     global_vars.set_args(argparse.Namespace(context_parallel_size=CP, sft=True, **options))
     chunk = DistributedDataParallel(
-        config, DistributedDataParallelConfig(grad_reduce_in_fp32=False), OneWeightPerToken()
+        config, DistributedDataParallelConfig(grad_reduce_in_fp32=False), OneWeightPerToken(TOKENS)
     )
     own = list(drawn())[parallel_state.get_data_parallel_rank() :: DP]
     packed, num_microbatches, *_ = wrap_data_iterator(iter([own]), config, 1)

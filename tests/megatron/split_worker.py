@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from token_model import OneWeightPerToken
 
 from megatron_lossagg import Aggregation, Layout
 from megatron_lossagg.errors import ContractError
@@ -28,22 +28,6 @@ from megatron_lossagg.schedule import ScheduleHook
 OFFSETS = (0, 4, 12, 16)
 MASK = (1, 0, 0, 1, 1, 1, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1)
 TOKENS = len(MASK)
-
-
-class OneWeightPerToken(torch.nn.Module):
-    """The loss of token t is weight t."""
-
-    model_type = ModelType.encoder_or_decoder
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(TOKENS))
-
-    def set_input_tensor(self, tensor):
-        """Take nothing: there is one stage."""
-
-    def forward(self, tokens):
-        return self.weight[tokens]
 
 
 def positions_here(mode):
@@ -73,7 +57,9 @@ def main():
     tiny_gpt.start(cp=2, dtype=torch.float32)
     config = tiny_gpt.config_of()
     config.cp_partition_mode = mode
-    chunk = DistributedDataParallel(config, DistributedDataParallelConfig(), OneWeightPerToken())
+    chunk = DistributedDataParallel(
+        config, DistributedDataParallelConfig(), OneWeightPerToken(TOKENS)
+    )
     held = positions_here(mode)
     batch = {
         "loss_mask": torch.tensor(MASK)[None].float(),

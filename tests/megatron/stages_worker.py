@@ -6,7 +6,7 @@ import json
 import tiny_gpt
 import torch
 import torch.distributed as dist
-from split_worker import OneWeightPerToken
+from token_model import OneWeightPerToken
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import ContractError
@@ -23,7 +23,7 @@ def main():
     tiny_gpt.start(pp=2, dtype=torch.float32)
     config = tiny_gpt.config_of()
     chunk = tiny_gpt.DistributedDataParallel(
-        config, tiny_gpt.DistributedDataParallelConfig(), OneWeightPerToken()
+        config, tiny_gpt.DistributedDataParallelConfig(), OneWeightPerToken(1)
     )
     hook = ScheduleHook(
         Aggregation("sample_mean"), BridgeIntegration(), options=Options(probe=False)

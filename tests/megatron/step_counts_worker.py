@@ -11,7 +11,7 @@ from check_runner import run_checks
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from split_worker import OneWeightPerToken
+from token_model import OneWeightPerToken
 
 from megatron_lossagg import LossAggregationError, LossAggregator
 from megatron_lossagg.errors import ContractError
@@ -25,7 +25,7 @@ def an_aggregator(**sizes):
     parallel_state.initialize_model_parallel(**sizes)
     model_parallel_cuda_manual_seed(1)
     chunk = DistributedDataParallel(
-        tiny_gpt.config_of(), DistributedDataParallelConfig(), OneWeightPerToken()
+        tiny_gpt.config_of(), DistributedDataParallelConfig(), OneWeightPerToken(1)
     )
     yield LossAggregator(chunk, "token_mean", options=Options(probe=False))
     dist.barrier()
