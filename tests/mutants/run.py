@@ -68,7 +68,7 @@ CONFIG = """
 source_paths = ["{package}"]
 only_mutate = ["{package}/{module}.py"]
 do_not_mutate_patterns = ['^\\s+"']
-also_copy = ["examples", "docs"]
+also_copy = ["examples", "docs", "benchmarks"]
 process_isolation = "forkserver"  # a process in which no test ran yet
 use_setproctitle = false
 use_git_change_detection = false
@@ -100,7 +100,7 @@ def copied(module: str) -> Path:
     folder = WORK / module
     shutil.rmtree(folder, ignore_errors=True)
     unwanted = shutil.ignore_patterns("__pycache__")
-    for name in (PACKAGE, "tests", "examples", "docs"):
+    for name in (PACKAGE, "tests", "examples", "docs", "benchmarks"):
         shutil.copytree(ROOT / name, folder / name, ignore=unwanted)
     source = folder / PACKAGE / f"{module}.py"
     source.write_text(cst.parse_module(source.read_text()).visit(Undecorated()).code)
