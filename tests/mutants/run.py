@@ -38,23 +38,26 @@ PURE = [
     *(f"--deselect=tests/core/test_plan.py::test_{name}" for name in LEFT_OUT),
 ]
 PLAN, AGGREGATOR = "mutants/plan_mutants", "mutants/aggregator_mutants"
+NUMBERS = ("core/test_token_weights", "core/test_length_power")
 TESTS = {
     "integers": ["core/test_integers", "core/test_layout"],
     "aggregation": ["core/test_aggregation", "core/test_flags", "core/test_plan"],
     "scaling": ["core/test_scaling", "cli/test_explain"],
     "layout": ["core/test_layout", "core/test_reducer", "core/test_device_path"],
     "exchange": ["core/test_exchange", PLAN],
-    "counts": ["core/test_counts", "core/test_plan", PLAN],
+    "counts": ["core/test_counts", "core/test_plan", *NUMBERS, PLAN],
     "faults": ["core/test_step_faults", "core/test_not_finite"],
     "microbatch": [
         *("core/test_mask_checks", "core/test_reducer", "core/test_not_finite"),
-        *("core/test_partial_losses", "core/test_device_path"),
+        *("core/test_partial_losses", "core/test_device_path", "core/test_token_weights"),
     ],
     "reducer": [
         *("core/test_reducer", "core/test_not_finite", "core/test_custom_reducer"),
         *("core/test_reducer_path", "core/test_device_path"),
     ],
-    "plan": ["core/test_plan", "core/test_reducer", "core/test_reducer_path", PLAN],
+    "plan": ["core/test_plan", "core/test_reducer", "core/test_reducer_path", *NUMBERS, PLAN],
+    "record": ["core/test_recorder", "cli/test_diff"],
+    "recorder": ["core/test_recorder"],
     "outputs": [AGGREGATOR],
     "step": ["core/test_sequence_tracker", AGGREGATOR],
     "live": [AGGREGATOR],
