@@ -347,7 +347,16 @@ class Step:
                     "loss_func: pass mb.outputs what mb.reduce made, and let the schedule run its "
                     "backward pass"
                 )
+        counted = {microbatch for _, microbatch in self._trained}
         for call in calls:
+            counts_survivors = call.aggregation.count == "survivors"
+            if counts_survivors and call.has_gradient and call.microbatch not in counted:
+                return (
+                    f"losses of sequences {first_few(call.sequences)} were trained with a mask of "
+                    "their own, and Megatron divides by the tokens that survive in the mask whose "
+                    "outputs were returned: make one step.microbatch with the mask of all terms, "
+                    "and set a term's losses to 0 where it has none"
+                )
             if call.is_late and call.has_gradient:
                 return (
                     f"losses of sequences {first_few(call.sequences)} were reduced after loss_func "

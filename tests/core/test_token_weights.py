@@ -313,9 +313,7 @@ def test_survivors_are_what_each_rank_trains_though_it_knows_its_own_rejections_
         layout = SPLITS[split]([0, 8], cp_size=2, cp_rank=cp_rank)
         mask = counted.clone()
         mask[[position for position in rejected if position in layout.positions]] = 0
-        plan = plan_step(
-            Aggregation("token_mean", count="survivors"), Sequences(active_tokens=[7])
-        )
+        plan = plan_step(Aggregation("token_mean", count="survivors"), Sequences(active_tokens=[7]))
         plan.state.begin()
         losses = torch.arange(8, dtype=torch.float64)
         with on(device) as to:
