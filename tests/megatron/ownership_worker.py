@@ -133,6 +133,21 @@ def check_fewer_tokens_than_were_counted_are_refused_unless_declared(aggregator)
     assert step_of(aggregator, fewer, rejects_tokens=True) == ["", ""]
 
 
+def check_tokens_that_an_evaluation_saw_are_missed_where_training_drops_them(aggregator):
+    plan = plan_step(MODE, Sequences(active_tokens=ACTIVE), group=aggregator.dp_group)
+    mask = torch.tensor(MASKS[aggregator.cp_rank])
+    with aggregator.begin(plan, num_microbatches=1, forward_only=True) as step:
+        mb = step.microbatch([0, 1], mask, lengths=LENGTHS)
+        mb.outputs(mb.reduce(torch.ones(6)))
+    if aggregator.cp_rank == 1:
+        mask = torch.zeros_like(mask)
+    step = aggregator.begin(plan, num_microbatches=1)
+    mb = step.microbatch([0, 1], mask, lengths=LENGTHS)
+    mb.outputs(mb.reduce(torch.ones(6, requires_grad=True)))[0].backward()
+    with pytest.raises(ReducerError, match="tokens fewer of sequence 0 than the 5 that were"):
+        step.finish()
+
+
 def check_the_slices_token_weights_sum_to_what_was_counted(aggregator):
     aggregator.agree_on(WEIGHING)
     mask, weights = MASKS[aggregator.cp_rank], WEIGHTS[aggregator.cp_rank].copy()
