@@ -515,7 +515,12 @@ def _checked_weights(weights: Tensor, mask: Tensor) -> Tensor:
             f"got token weights of shape {tuple(weights.shape)} for a mask of shape "
             f"{tuple(mask.shape)}: pass them packed, padded and sliced as the mask is"
         )
-    weight_P = moved(weights.detach(), mask.device).reshape(-1)
+    if weights.requires_grad:
+        raise ReducerError(
+            "got token weights that require a gradient, expected constants, as their counted sums "
+            "are: pass token_weights.detach(), and multiply what is trained into the losses"
+        )
+    weight_P = moved(weights, mask.device).reshape(-1)
     return weight_P if weight_P.is_floating_point() else weight_P.to(torch.float32)
 
 

@@ -188,6 +188,12 @@ def test_wrong_weights_are_named(device, wrong):
         check(to)
 
 
+def test_weights_that_are_trained_are_refused():
+    weights = torch.tensor(WEIGHTS, requires_grad=True)
+    with pytest.raises(ReducerError, match="token weights that require a gradient"):
+        a_plan().reducer([0, 1], torch.tensor(MASK), thd(4, 2), token_weights=weights)
+
+
 def test_sums_may_differ_by_rounding():
     a_plan([2.75 * (1 + 1e-7), 1.5]).reducer(
         [0, 1], torch.tensor(MASK), thd(4, 2), token_weights=torch.tensor(WEIGHTS)
