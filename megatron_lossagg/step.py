@@ -105,7 +105,11 @@ class MicrobatchLoss:
         return made
 
     def shadow(self, losses: Tensor) -> dict[str, Tensor]:
-        """Report what each mode of ``Options.shadow`` would give for losses that others train."""
+        """Report what each mode of ``Options.shadow`` would give for losses that others train.
+
+        In place of :meth:`outputs`: the step checks at its end what it checks of a trained one.
+        """
+        self._step.note_shadowed(self._reducer)
         return self._step.shadow_reports(self._step.shadow(losses, self._reducer))
 
 
@@ -240,6 +244,11 @@ class Step:
         if reducer.plan is not self._plan:
             return {}
         return {name: reducer.shadow(losses, mode) for name, mode in self._shadows.items()}
+
+    def note_shadowed(self, reducer: Reducer) -> None:
+        """Note a microbatch that only shadows are reported of."""
+        self._tracker.add(reducer.microbatch.segments.own_sequences)
+        reducer.microbatch.note_trained(len(self.plan.active_tokens))
 
     def shadow_reports(self, shadows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what Megatron adds up to each mode's loss of the step."""
