@@ -69,7 +69,7 @@ class StepRecord:
 
     def line(self) -> str:
         """Write it as one line of JSON."""
-        return json.dumps(asdict(self)) + "\n"
+        return json.dumps(asdict(self), default=int) + "\n"  # NumPy's integers
 
 
 def hash_weights(active_tokens_S: Ints, *columns: Floats) -> int:
