@@ -260,14 +260,13 @@ class Microbatch:
             trained_weights=trained_weight_G,
         )
 
-    def survivors(self, cp_rank: int) -> Tensor:
-        """Tokens that the mask trains, 0-dim, so that the sum over CP ranks is the microbatch's.
+    @property
+    def survivors(self) -> Tensor:
+        """Tokens that this rank trains, 0-dim: the CP ranks' sum is the microbatch's.
 
-        Of a whole mask CP rank 0 returns all and the others 0.
+        Of a mask that is whole too, for a rank may know the rejections of its own slice only.
         """
-        trained = self.trained.sum()
-        is_here = self.segments.is_sliced_by_framework or cp_rank == 0
-        return trained if is_here else trained * 0
+        return self.keep.sum()
 
     def note_trained(self, num_sequences: int) -> None:
         """Note what this rank trains of each sequence, if context-parallel ranks compare it.
@@ -516,7 +515,12 @@ def _checked_weights(weights: Tensor, mask: Tensor) -> Tensor:
             f"got token weights of shape {tuple(weights.shape)} for a mask of shape "
             f"{tuple(mask.shape)}: pass them packed, padded and sliced as the mask is"
         )
-    weight_P = moved(weights.detach(), mask.device).reshape(-1)
+    if weights.requires_grad:
+        raise ReducerError(
+            "got token weights that require a gradient, expected constants, as their counted sums "
+            "are: pass token_weights.detach(), and multiply what is trained into the losses"
+        )
+    weight_P = moved(weights, mask.device).reshape(-1)
     return weight_P if weight_P.is_floating_point() else weight_P.to(torch.float32)
 
 

@@ -43,7 +43,7 @@ def outputs(
     scaled = _widened(loss) * scaling.k
     survivors = None
     if reducer.plan.aggregation.count == "survivors":
-        survivors = moved(reducer.microbatch.survivors(cp_rank), scaled.device)
+        survivors = moved(reducer.microbatch.survivors, scaled.device)
         num_tokens = survivors.to(torch.int32)
     else:
         counted = scaling.num_tokens(reducer.counted_tokens, cp_rank)

@@ -182,8 +182,8 @@ class StepPlan:
                 token i + 1: shift it before packing, never after slicing; it is 0 at padding.
             layout: Which of its tokens this rank holds.
             token_weights: v_t of each position of ``mask``, floating or integer, required by
-                ``count="weights"``: finite, not negative, 0 where the mask is 0 (unless tokens are
-                rejected), and each sequence's sum is the one that was counted.
+                ``count="weights"``: constants, finite, not negative, 0 where the mask is 0 (unless
+                tokens are rejected), and each sequence's sum is the one that was counted.
             factory: A custom reducer's; by default the one that the aggregation's reducer path
                 names.
             arguments: What a custom reducer gets as ``context.arguments``.

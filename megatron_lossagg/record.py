@@ -6,7 +6,8 @@ parallelism. The weights are compared by a hash that depends on neither order no
     hash = sum over sequences with n_s > 0 of mix(n_s, w_s)  modulo 2^64
 
 With ``count="weights"`` the sum of a sequence's token weights is mixed in too; which of its tokens
-has which weight is not in the hash.
+has which weight is not in the hash, nor which of two sequences with equal counts has which w_s, nor
+what a rejection left out of the loss.
 
 Shape suffix: S = sequences of this data-parallel rank in the step.
 """
@@ -68,7 +69,7 @@ class StepRecord:
 
     def line(self) -> str:
         """Write it as one line of JSON."""
-        return json.dumps(asdict(self)) + "\n"
+        return json.dumps(asdict(self), default=int) + "\n"  # NumPy's integers
 
 
 def hash_weights(active_tokens_S: Ints, *columns: Floats) -> int:

@@ -283,15 +283,8 @@ class ScheduleHook:
             chunks[-1] = replay.data = _OneRead()
         call["data_iterator"] = chunks if is_list else chunks[-1]
         call["forward_step_func"] = replay
-        if trains:
-            with step:
-                return schedule(**call)
-        try:
-            returned = schedule(**call)
-            step.plan.check()
-            return returned
-        finally:
-            step.end()
+        with step:
+            return schedule(**call)
 
     def _of_model(self, model: Any, forward_only: bool) -> LossAggregator:
         """Make the aggregator in the first call, and of another model; probe if it trains."""

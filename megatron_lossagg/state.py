@@ -86,8 +86,10 @@ class StepState:
     """The microbatches for which loss_func has returned."""
 
     def begin(self) -> None:
-        """Note the calls of reducers from here on."""
+        """Note from here on what reducers are called for, and what they train."""
         self.calls, self.pending, self.returned = [], [], set()
+        self.trained = TrainedTokens()
+        self.trained_weights = TrainedTokens(torch.float64)
 
     def refuse_others(self) -> None:
         """While the step runs, let no reducer of another plan make a partial loss."""

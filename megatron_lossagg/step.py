@@ -105,7 +105,11 @@ class MicrobatchLoss:
         return made
 
     def shadow(self, losses: Tensor) -> dict[str, Tensor]:
-        """Report what each mode of ``Options.shadow`` would give for losses that others train."""
+        """Report what each mode of ``Options.shadow`` would give for losses that others train.
+
+        In place of :meth:`outputs`: the step checks at its end what it checks of a trained one.
+        """
+        self._step.note_shadowed(self._reducer)
         return self._step.shadow_reports(self._step.shadow(losses, self._reducer))
 
 
@@ -241,6 +245,11 @@ class Step:
             return {}
         return {name: reducer.shadow(losses, mode) for name, mode in self._shadows.items()}
 
+    def note_shadowed(self, reducer: Reducer) -> None:
+        """Note a microbatch that only shadows are reported of."""
+        self._tracker.add(reducer.microbatch.segments.own_sequences)
+        reducer.microbatch.note_trained(len(self.plan.active_tokens))
+
     def shadow_reports(self, shadows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what Megatron adds up to each mode's loss of the step."""
         return shadow_reports(shadows, self._scaling)
@@ -347,7 +356,16 @@ class Step:
                     "loss_func: pass mb.outputs what mb.reduce made, and let the schedule run its "
                     "backward pass"
                 )
+        counted = {microbatch for _, microbatch in self._trained}
         for call in calls:
+            counts_survivors = call.aggregation.count == "survivors"
+            if counts_survivors and call.has_gradient and call.microbatch not in counted:
+                return (
+                    f"losses of sequences {first_few(call.sequences)} were trained with a mask of "
+                    "their own, and Megatron divides by the tokens that survive in the mask whose "
+                    "outputs were returned: make one step.microbatch with the mask of all terms, "
+                    "and set a term's losses to 0 where it has none"
+                )
             if call.is_late and call.has_gradient:
                 return (
                     f"losses of sequences {first_few(call.sequences)} were reduced after loss_func "

@@ -3,6 +3,7 @@
 Reads two files that --loss-aggregation-record wrote. The runs may differ in
 their parallelism, in their microbatches and in how often they were resumed:
 a step is the same if mode, divisor, exponent, count, totals and weights are.
+A custom reducer's weights are not recorded, so its steps are not compared.
 Exit status: 0 for the same loss, 1 for another one, 2 for wrong usage.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from megatron_lossagg.aggregation import CUSTOM
 from megatron_lossagg.files import printable
 from megatron_lossagg.record import RecordError, StepRecord, read_record
 
@@ -50,6 +52,12 @@ def run(args: argparse.Namespace) -> int:
             same = f"the same loss in {_count(place)}, then " if place else ""
             print(printable(f"{same}another loss from step {step} on: {found}"))
             return 1
+        if first[step].mode == CUSTOM:
+            raise RecordError(
+                f"{args.first} and {args.second} have a custom reducer in step {step}, whose "
+                "weights no record has, so that nothing shows whether they trained the same loss: "
+                "compare the reducers' code, and the reported losses"
+            )
     where = " and ".join(
         f"{_span(steps)} at {_parallelism(steps[common[0]])}" for steps in (first, second)
     )

@@ -92,6 +92,18 @@ def test_the_first_step_that_differs_is_named_with_what_differs(diff, change, wo
     assert diff(first, run_of(range(1, 6), **change))[1].startswith("another loss from step 1 on")
 
 
+def test_steps_of_a_custom_reducer_are_not_called_the_same(diff):
+    custom = {"mode": "custom", "weights": "", "weight_sum": None, "weight_expected": None}
+    first = run_of(range(1, 6))
+    second = [*run_of(range(1, 4)), *run_of(range(4, 6), **custom)]
+    status, line = diff(second, second)
+    assert status == 2
+    assert "a custom reducer in step 4" in line
+    assert "the same loss in" not in line
+    assert diff(first, second)[0] == 1
+    assert diff(second, run_of(range(1, 4)))[0] == 0
+
+
 def test_a_resumed_run_is_compared_by_the_number_of_the_step_and_its_last_line_counts(diff):
     resumed = [*run_of([1, 2]), *run_of([3], weights="01"), *run_of([3, 4])]
     assert diff(run_of(range(1, 9)), resumed)[0] == 0

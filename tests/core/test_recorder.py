@@ -2,6 +2,7 @@
 
 import math
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -46,6 +47,11 @@ def test_steps_are_numbered_from_1_after_the_last_line_or_as_given(tmp_path):
         file.append(a_step(number))
     assert RecordFile(str(path)).number(None) == 4
     assert list(read_record(path)) == [1, 2, 5, 3]
+
+
+def test_numbers_of_numpy_are_written_as_numbers():
+    step = replace(a_step(np.int64(3)), num_microbatches=np.int32(1), k=np.int64(1))
+    assert step.line() == a_step(3).line()
 
 
 def test_a_line_that_was_cut_off_is_removed_before_the_file_is_continued(tmp_path):

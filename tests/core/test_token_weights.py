@@ -15,6 +15,8 @@ from megatron_lossagg.aggregation import require_mask_count
 from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.errors import AggregationError, PlanError, ReducerError
 from megatron_lossagg.options import Options
+from megatron_lossagg.outputs import outputs
+from megatron_lossagg.scaling import Scaling
 from megatron_lossagg.verify import reference_loss
 
 STEP = make_sequences()
@@ -186,6 +188,12 @@ def test_wrong_weights_are_named(device, wrong):
         check(to)
 
 
+def test_weights_that_are_trained_are_refused():
+    weights = torch.tensor(WEIGHTS, requires_grad=True)
+    with pytest.raises(ReducerError, match="token weights that require a gradient"):
+        a_plan().reducer([0, 1], torch.tensor(MASK), thd(4, 2), token_weights=weights)
+
+
 def test_sums_may_differ_by_rounding():
     a_plan([2.75 * (1 + 1e-7), 1.5]).reducer(
         [0, 1], torch.tensor(MASK), thd(4, 2), token_weights=torch.tensor(WEIGHTS)
@@ -292,6 +300,40 @@ def test_survivors_are_only_of_a_step_and_of_all_its_terms():
         plan_step(Aggregation("token_mean"), Sequences(active_tokens=[3, 1])).under(
             Aggregation("token_mean", count="survivors")
         )
+
+
+SPLITS = {
+    "zigzag": Layout.thd_zigzag,
+    "contiguous": Layout.thd_contiguous,
+    "gathered": lambda *offsets, **rank: Layout.thd_zigzag(*offsets, **rank).gathered(),
+}
+
+
+@DEVICES
+@pytest.mark.parametrize("split", SPLITS)
+def test_survivors_are_what_each_rank_trains_though_it_knows_its_own_rejections_only(device, split):
+    """The losses of a slice decide what is rejected, and each rank has a slice's losses."""
+    counted, rejected = torch.tensor([1, 1, 1, 1, 1, 0, 1, 1]), [0, 2, 3, 7]
+    total, survivors = 0.0, 0
+    for cp_rank in range(2):
+        layout = SPLITS[split]([0, 8], cp_size=2, cp_rank=cp_rank)
+        mask = counted.clone()
+        mask[[position for position in rejected if position in layout.positions]] = 0
+        plan = plan_step(Aggregation("token_mean", count="survivors"), Sequences(active_tokens=[7]))
+        plan.state.begin()
+        losses = torch.arange(8, dtype=torch.float64)
+        with on(device) as to:
+            reducer = plan.reducer([0], to(mask), layout)
+            partial_loss = reducer(to(losses if layout.is_gathered else losses[layout.positions]))
+            scaling = Scaling(
+                loss_scaling="per_token", num_microbatches=1, dp_cp_size=2, active_tokens=7
+            )
+            loss, num_tokens, _ = outputs(
+                partial_loss, reducer, scaling, cp_rank=cp_rank, report={}, means={}
+            )
+            total, survivors = total + loss.item(), survivors + num_tokens.item()
+    assert survivors == 3
+    assert total / survivors == pytest.approx((1 + 4 + 6) / 3, rel=1e-14)
 
 
 def test_a_framework_that_passes_neither_weights_nor_num_tokens_refuses_them():

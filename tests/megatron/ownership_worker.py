@@ -8,10 +8,13 @@ import tiny_gpt
 import torch
 import torch.distributed as dist
 from check_runner import run_checks
+from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_lossagg import Aggregation, LossAggregator, Sequences, plan_step
+from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import ContractError, ReducerError
 from megatron_lossagg.options import Options
+from megatron_lossagg.schedule import FrameworkLoss, Integration, ScheduleHook
 
 MODE = Aggregation("sample_mean")
 # Two sequences of 8 and 4 tokens, of which 5 and 2 are active; the slices that ranks 0 and 1 hold.
@@ -131,6 +134,61 @@ def check_fewer_tokens_than_were_counted_are_refused_unless_declared(aggregator)
     for text in raised:
         assert "train 1 tokens fewer of sequence 0 than the 5 that were counted" in text, raised
     assert step_of(aggregator, fewer, rejects_tokens=True) == ["", ""]
+
+
+class Slices(Integration):
+    """Its framework slices the mask itself."""
+
+    def __init__(self, mask):
+        self.mask = torch.tensor(mask)
+
+    def sequences(self, data):
+        return MicrobatchSequences(active_tokens=ACTIVE, lengths=[8, 4])
+
+    def loss(self, loss_func, output):
+        return FrameworkLoss(losses=output, mask=self.mask, report={})
+
+
+def check_a_shadow_of_slices_that_lack_a_token_is_refused_as_its_mode_is(aggregator):
+    def forward_step(iterator, chunk):
+        next(iterator)
+        report = {"lm loss": torch.ones(2)}
+        return torch.ones(6), lambda output: (output.sum(), torch.tensor(6), report)
+
+    def shadowed(mask):
+        hook = ScheduleHook(None, Slices(mask), options=Options(shadow="token_mean"))
+        schedule = hook.wrap(get_forward_backward_func())
+        return schedule(
+            forward_step_func=forward_step,
+            data_iterator=iter([None]),
+            model=aggregator.chunks,
+            num_microbatches=1,
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=True,
+        )
+
+    mask = MASKS[aggregator.cp_rank].copy()
+    assert "lossagg/shadow/token_mean" in shadowed(mask)[0]
+    if aggregator.cp_rank == 1:
+        mask[0] = 0
+    with pytest.raises(ReducerError, match="train 1 tokens fewer of sequence 0 than the 5"):
+        shadowed(mask)
+
+
+def check_tokens_that_an_evaluation_saw_are_missed_where_training_drops_them(aggregator):
+    plan = plan_step(MODE, Sequences(active_tokens=ACTIVE), group=aggregator.dp_group)
+    mask = torch.tensor(MASKS[aggregator.cp_rank])
+    with aggregator.begin(plan, num_microbatches=1, forward_only=True) as step:
+        mb = step.microbatch([0, 1], mask, lengths=LENGTHS)
+        mb.outputs(mb.reduce(torch.ones(6)))
+    if aggregator.cp_rank == 1:
+        mask = torch.zeros_like(mask)
+    step = aggregator.begin(plan, num_microbatches=1)
+    mb = step.microbatch([0, 1], mask, lengths=LENGTHS)
+    mb.outputs(mb.reduce(torch.ones(6, requires_grad=True)))[0].backward()
+    with pytest.raises(ReducerError, match="tokens fewer of sequence 0 than the 5 that were"):
+        step.finish()
 
 
 def check_the_slices_token_weights_sum_to_what_was_counted(aggregator):

@@ -321,8 +321,8 @@ PREDICTIONS = {
     "chunks_swapped": weighted(mask_held(chunks(swapped), partition="zigzag")),
     "contiguous_chunks": weighted(mask_held(chunks(neighbours), partition="zigzag")),
     "zigzag_on_contiguous": weighted(mask_held(zigzag, partition="contiguous")),
-    "gathered_on_every_rank": multiple(
-        lambda facts: facts.parallelism.cp, lambda facts: facts.parallelism.cp
+    "gathered_on_every_rank": but_survivors(
+        multiple(lambda facts: facts.parallelism.cp, lambda facts: facts.parallelism.cp)
     ),
     "length_power_without_length": weighted(without_length),
     "length_power_sum_of_sequences": weighted(power_sum_of_sequences),
