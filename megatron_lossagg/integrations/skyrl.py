@@ -83,12 +83,7 @@ def aggregated(trainer: Any, aggregation: Aggregation, *, carry_weights: bool = 
     Raises :class:`AggregationError` here for a mode that needs microbatches, and where the
     trainer is built for a policy loss that is not proportional to advantages.
     """
-    require_mask_count(aggregation, "SkyRL")
-    if aggregation.mode in _NOT_HERE:
-        raise AggregationError(
-            f"got {aggregation}, expected a mode of whole steps: SkyRL's trainer knows no "
-            "microbatches, and its losses sum; choose another mode"
-        )
+    _check_mode(aggregation, _NOT_HERE, "trainer knows no microbatches")
 
     class LossAggregationTrainer(trainer):  # type: ignore[misc]
         """A SkyRL trainer; every mini-batch's advantages are multiplied by w_s."""
@@ -135,12 +130,7 @@ def aggregated_sft(trainer: Any, aggregation: Aggregation) -> Any:
     Each sequence is a sample, and a batch is one optimizer step. Evaluation keeps SkyRL's token
     mean. Raises :class:`AggregationError` here for a mode that needs prompts or microbatches.
     """
-    require_mask_count(aggregation, "SkyRL")
-    if aggregation.mode in _NOT_IN_SFT:
-        raise AggregationError(
-            f"got {aggregation}, expected a mode of whole steps without prompts: SkyRL's SFT "
-            "trainer knows neither prompts nor microbatches; choose another mode"
-        )
+    _check_mode(aggregation, _NOT_IN_SFT, "SFT trainer knows neither prompts nor microbatches")
 
     class LossAggregationSFTTrainer(trainer):  # type: ignore[misc]
         """SkyRL's SFT trainer; the loss mask of every training batch is multiplied by w_s."""
@@ -175,6 +165,15 @@ def aggregated_sft(trainer: Any, aggregation: Aggregation) -> Any:
             return super().train_step(batch, step)
 
     return LossAggregationSFTTrainer
+
+
+def _check_mode(aggregation: Aggregation, refused: tuple[str, ...], reason: str) -> None:
+    require_mask_count(aggregation, "SkyRL")
+    if aggregation.mode in refused:
+        raise AggregationError(
+            f"got {aggregation}, expected a mode of whole steps: SkyRL's {reason}; choose another "
+            "mode"
+        )
 
 
 @dataclass(eq=False)
