@@ -205,20 +205,11 @@ class _Collator:
         """Return the sequence of each mask position: its row, or its place in the packed rows."""
         if "sub_seq_lengths" not in batch:
             return torch.arange(len(mask))[:, None].expand_as(mask)
-        from skyrl.backends.skyrl_train.distributed.megatron.packing_utils import (
-            get_packed_seq_align_size,
-        )
-
-        own = self.collator
-        align = get_packed_seq_align_size(own.tp_size, own.cp_size, fp8_enabled=own.fp8_enabled)
-        sequence, number = torch.zeros(mask.shape, dtype=torch.int64), 0
-        for row, lengths in enumerate(batch["sub_seq_lengths"]):
-            start = 0
-            for length in lengths.tolist():
-                end = start + -(-length // align) * align
-                sequence[row, start:end] = number
-                start, number = end, number + 1
-        return sequence
+        is_token = batch["attention_mask"] > 0  # padding between packed sequences is none
+        lengths = torch.cat([*batch["sub_seq_lengths"]])
+        sequence = torch.zeros_like(batch["attention_mask"])
+        sequence[is_token] = torch.arange(len(lengths)).repeat_interleave(lengths)
+        return sequence[:, : mask.shape[1]]
 
 
 @dataclass(eq=False)
