@@ -210,13 +210,14 @@ class AggregatedLoss:
                     f"weights_in_data=True, and the batch has no loss_weights: apply {_PATCH} to "
                     "NeMo-RL"
                 )
-            weight_b = [float(weight) for weight in data["loss_weights"]]
+            weight_b = data["loss_weights"].tolist()
         else:
             weight_b = self._weights(n_b, sample_mask, global_valid_seqs, global_valid_toks)
         losses: list[Tensor] = []
         metrics: dict[str, Any] = {}
         tokens = n_b.tolist()
-        for sequence, weight in enumerate(weight_b):
+        divisor_b = self._divisors(n_b, global_valid_seqs, global_valid_toks).tolist()
+        for sequence, (weight, divisor) in enumerate(zip(weight_b, divisor_b, strict=True)):
             sequence_loss, of_sequence = self.loss_fn(
                 *(one[sequence : sequence + 1] for one in next_token_logprobs),
                 data=_sequence_of(data, sequence, len(n_b)),
@@ -224,7 +225,7 @@ class AggregatedLoss:
                 global_valid_toks=global_valid_toks,
                 **_sequence_of(arguments, sequence, len(n_b)),
             )
-            factor = weight * self._divisor(n_b[sequence], global_valid_seqs, global_valid_toks)
+            factor = weight * divisor
             losses.append(sequence_loss * factor)
             for name in of_sequence.keys() & _LIKE_THE_LOSS:
                 of_sequence[name] = float(of_sequence[name] * factor)
@@ -244,14 +245,14 @@ class AggregatedLoss:
         ``prompt_mean``, for a batch whose prompts are not whole in their step.
         """
         n_S, sample_mask = _counts_of(data)
-        n_S = n_S.to("cpu", torch.int64)
+        n_S, is_sequence_S = n_S.to("cpu", torch.int64), (sample_mask != 0).cpu()
         if self.aggregation.mode == "prompt_mean":
             _check_prompts(len(n_S), sequences_per_step, samples_per_prompt)
         prompt_S = torch.arange(len(n_S)) // samples_per_prompt
         weight_S = torch.zeros(len(n_S), dtype=torch.float64)
         for start in range(0, len(n_S), sequences_per_step):
             sequences = torch.arange(start, min(start + sequences_per_step, len(n_S)))
-            sequences = sequences[(sample_mask.cpu() != 0)[sequences]]
+            sequences = sequences[is_sequence_S[sequences]]
             counts = Sequences(active_tokens=n_S[sequences], prompt=prompt_S[sequences])
             weight_S[sequences] = plan_step(self.aggregation, counts).weights
         return weight_S
@@ -279,7 +280,8 @@ class AggregatedLoss:
                     f"{self.samples_per_step}: give policy.train_global_batch_size"
                 )
             samples = self.samples_per_step
-        masked = int(((sample_mask != 0) & (n_b == 0)).sum())
+        lengths = n_b.to("cpu", torch.int64)[is_sequence_b]
+        masked = int((lengths == 0).sum())
         if masked and not self.aggregation.count_empty:
             raise PlanError(
                 f"{masked} sequences have sample_mask 1 and no active tokens: NeMo-RL counts them, "
@@ -290,7 +292,7 @@ class AggregatedLoss:
         try:
             plan = plan_step(
                 self.aggregation,
-                Sequences(active_tokens=n_b.to("cpu", torch.int64)[is_sequence_b]),
+                Sequences(active_tokens=lengths),
                 totals=StepTotals(active_tokens=tokens, samples=samples, active_samples=samples),
             )
         except PlanError as error:
@@ -302,13 +304,14 @@ class AggregatedLoss:
         if self.split_steps:  # of the microbatch so far; NeMo-RL divides by the step's count
             level, _ = _OF_A_SPLIT_STEP[self.aggregation.mode]
             weight_b *= tokens if level == "TOKEN_LEVEL" else samples
-        return [float(weight) for weight in weight_b]
+        weights: list[float] = weight_b.tolist()
+        return weights
 
-    def _divisor(self, n: Tensor, valid_seqs: Tensor, valid_toks: Tensor) -> float:
-        """What the wrapped loss has divided a sequence's sum by."""
+    def _divisors(self, n_b: Tensor, valid_seqs: Tensor, valid_toks: Tensor) -> Tensor:
+        """What the wrapped loss has divided each sequence's sum by."""
         if self.loss_fn.loss_type.value == "token_level":
-            return float(valid_toks + _EPSILON)
-        return float((n + _EPSILON) * (valid_seqs + _EPSILON))
+            return (valid_toks + _EPSILON).expand(len(n_b))
+        return (n_b + _EPSILON) * (valid_seqs + _EPSILON)
 
 
 def _counts_of(data: Any, *, is_of_values: bool = False) -> tuple[Tensor, Tensor]:

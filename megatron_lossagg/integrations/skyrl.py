@@ -83,12 +83,7 @@ def aggregated(trainer: Any, aggregation: Aggregation, *, carry_weights: bool = 
     Raises :class:`AggregationError` here for a mode that needs microbatches, and where the
     trainer is built for a policy loss that is not proportional to advantages.
     """
-    require_mask_count(aggregation, "SkyRL")
-    if aggregation.mode in _NOT_HERE:
-        raise AggregationError(
-            f"got {aggregation}, expected a mode of whole steps: SkyRL's trainer knows no "
-            "microbatches, and its losses sum; choose another mode"
-        )
+    _check_mode(aggregation, _NOT_HERE, "trainer knows no microbatches")
 
     class LossAggregationTrainer(trainer):  # type: ignore[misc]
         """A SkyRL trainer; every mini-batch's advantages are multiplied by w_s."""
@@ -135,12 +130,7 @@ def aggregated_sft(trainer: Any, aggregation: Aggregation) -> Any:
     Each sequence is a sample, and a batch is one optimizer step. Evaluation keeps SkyRL's token
     mean. Raises :class:`AggregationError` here for a mode that needs prompts or microbatches.
     """
-    require_mask_count(aggregation, "SkyRL")
-    if aggregation.mode in _NOT_IN_SFT:
-        raise AggregationError(
-            f"got {aggregation}, expected a mode of whole steps without prompts: SkyRL's SFT "
-            "trainer knows neither prompts nor microbatches; choose another mode"
-        )
+    _check_mode(aggregation, _NOT_IN_SFT, "SFT trainer knows neither prompts nor microbatches")
 
     class LossAggregationSFTTrainer(trainer):  # type: ignore[misc]
         """SkyRL's SFT trainer; the loss mask of every training batch is multiplied by w_s."""
@@ -177,6 +167,15 @@ def aggregated_sft(trainer: Any, aggregation: Aggregation) -> Any:
     return LossAggregationSFTTrainer
 
 
+def _check_mode(aggregation: Aggregation, refused: tuple[str, ...], reason: str) -> None:
+    require_mask_count(aggregation, "SkyRL")
+    if aggregation.mode in refused:
+        raise AggregationError(
+            f"got {aggregation}, expected a mode of whole steps: SkyRL's {reason}; choose another "
+            "mode"
+        )
+
+
 @dataclass(eq=False)
 class _Collator:
     """SkyRL's collator of a training batch, whose loss mask leaves as m w_s."""
@@ -206,20 +205,11 @@ class _Collator:
         """Return the sequence of each mask position: its row, or its place in the packed rows."""
         if "sub_seq_lengths" not in batch:
             return torch.arange(len(mask))[:, None].expand_as(mask)
-        from skyrl.backends.skyrl_train.distributed.megatron.packing_utils import (
-            get_packed_seq_align_size,
-        )
-
-        own = self.collator
-        align = get_packed_seq_align_size(own.tp_size, own.cp_size, fp8_enabled=own.fp8_enabled)
-        sequence, number = torch.zeros(mask.shape, dtype=torch.int64), 0
-        for row, lengths in enumerate(batch["sub_seq_lengths"]):
-            start = 0
-            for length in lengths.tolist():
-                end = start + -(-length // align) * align
-                sequence[row, start:end] = number
-                start, number = end, number + 1
-        return sequence
+        is_token = batch["attention_mask"] > 0  # padding between packed sequences is none
+        lengths = torch.cat([*batch["sub_seq_lengths"]])
+        sequence = torch.zeros_like(batch["attention_mask"])
+        sequence[is_token] = torch.arange(len(lengths)).repeat_interleave(lengths)
+        return sequence[:, : mask.shape[1]]
 
 
 @dataclass(eq=False)

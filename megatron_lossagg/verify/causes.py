@@ -25,6 +25,7 @@ from megatron_lossagg.verify.sequences import Assignment
 __all__ = [
     "CAUSES",
     "EXPERTS_APART",
+    "FORWARD_ONLY",
     "MASKED_LOSSES_REACH",
     "Cause",
     "Facts",
@@ -135,6 +136,13 @@ MASKED_LOSSES_REACH = Cause(
     predict=multiple(lambda facts: 1),
 )
 """Recognised by a gradient that is right only if the masked losses are finite."""
+
+FORWARD_ONLY = Cause(
+    name="forward_only",
+    what="only a forward-only step reports it, the training step is right",
+    predict=multiple(lambda facts: 1),
+)
+"""Recognised by a training step that is right."""
 
 EXPERTS_APART = (
     "with fewer expert-parallel than tensor-parallel ranks stock Megatron-Core (0.16.1) does not "

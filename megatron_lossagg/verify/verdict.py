@@ -19,7 +19,13 @@ from megatron_lossagg.scaling import LossScaling
 from megatron_lossagg.text import number_of
 from megatron_lossagg.verify import model as megatron
 from megatron_lossagg.verify.cases import Case, Expected, expected
-from megatron_lossagg.verify.causes import CAUSES, EXPERTS_APART, MASKED_LOSSES_REACH, symbols
+from megatron_lossagg.verify.causes import (
+    CAUSES,
+    EXPERTS_APART,
+    FORWARD_ONLY,
+    MASKED_LOSSES_REACH,
+    symbols,
+)
 from megatron_lossagg.verify.job import Event, Job
 from megatron_lossagg.verify.parallelism import WEIGHT_SUM_TOLERANCE, Parallelism
 from megatron_lossagg.verify.reference_gradient import Reference, compute
@@ -48,7 +54,7 @@ class Verdict:
     """Relative error of the reported loss, of training and of a forward-only call; None where
     ranks have different M, because reported values assume one M."""
     weight_sum_error: float | None
-    """Relative error of ``lossagg/weight_sum`` and ``lossagg/weight_expected``; None as above."""
+    """Relative error of ``lossagg/weight_sum`` and ``lossagg/weight_expected``, as above."""
     measured_factor: float
     """The gradient's multiple of the reference's, by projection; 1 is right."""
     tolerance: float
@@ -106,8 +112,8 @@ def _proven(
 ) -> Iterator[Event]:
     """Run every case of a layout in each loss scaling; all ranks get the same verdicts.
 
-    The first case of a loss scaling is evaluated too: what a forward-only step has of its own, K
-    and the report, depends on the loss scaling and not on the case.
+    The first case of each loss scaling and count is evaluated too: what a forward-only step has of
+    its own, K and the report, depends on these two and not on the case.
 
     The failed ones of a layout are explained together, after its last case: a cause has to
     agree with every case of it.
@@ -118,14 +124,17 @@ def _proven(
         for loss_scaling in job.loss_scalings:
             run = Run(layout, reference, per_token=loss_scaling == "per_token")
             run.check_every_parameter_is_compared()
-            cases = [case for case in job.cases if loss_scaling in case.loss_scalings]
-            for case in cases:
+            evaluated: set[str] = set()
+            for case in job.cases:
+                if loss_scaling not in case.loss_scalings:
+                    continue
                 wanted = expected(case, reference, run.facts.assignment)
-                measured = run.train(case)
-                evaluates = case is cases[0] and layout.one_m
-                steps = [measured, run.evaluate(case)] if evaluates else [measured]
+                steps = [run.train(case)]
+                if layout.one_m and case.aggregation.count not in evaluated:
+                    evaluated.add(case.aggregation.count)
+                    steps.append(run.evaluate(case))
                 verdict = _verdict(run, case, wanted, steps)
-                done.append(_Done(run, case, wanted, measured, verdict))
+                done.append(_Done(run, case, wanted, steps, verdict))
                 yield {"event": "case"}
         _explain(done)
     verdicts = [{**asdict(each.verdict), "passed": each.verdict.passed} for each in done]
@@ -138,7 +147,8 @@ class _Done(NamedTuple):
     run: Run
     case: Case
     wanted: Expected
-    measured: Measured
+    steps: list[Measured]
+    """The training step and, where there was one, the forward-only step."""
     verdict: Verdict
 
 
@@ -151,7 +161,7 @@ def _verdict(run: Run, case: Case, wanted: Expected, steps: Sequence[Measured]) 
         sums = {WEIGHT_SUM: wanted.weight_sum, WEIGHT_EXPECTED: wanted.weight_expected}
         loss_error = max(relative(s.worst("loss", wanted.loss), wanted.loss) for s in steps)
         weight_sum_error = max(
-            relative(measured.worst(name, right), right) for name, right in sums.items()
+            relative(s.worst(name, right), right) for s in steps for name, right in sums.items()
         )
     return Verdict(
         layout=str(run.parallelism),
@@ -171,28 +181,33 @@ def _verdict(run: Run, case: Case, wanted: Expected, steps: Sequence[Measured]) 
 def _explain(done: Sequence[_Done]) -> None:
     """Find the causes that agree with every verdict of the layout, for the failed ones.
 
-    A failed case that is not finite is run again without inf at masked positions; where all are
-    right then, the inf is the cause.
+    A training step that is not finite is run again without inf at masked positions; where it is
+    right then, the inf is the cause. A case whose training step is right failed in its forward-only
+    step.
     """
     failed = [each.verdict for each in done if not each.verdict.passed]
     if not failed:
         return
     likely = {cause.name: cause for cause in CAUSES}
-    right_without_inf = True
-    for run, case, wanted, measured, verdict in done:
+    right_without_inf = right_in_training = True
+    for run, case, wanted, steps, verdict in done:
+        measured = steps[0]
+        trained = again = _verdict(run, case, wanted, [measured])
+        if not trained.is_finite:
+            measured = run.train(case, poison=False)
+            again = _verdict(run, case, wanted, [measured])
+        reported = steps[-1] if trained.passed else measured
         tolerance = min(100 * verdict.tolerance, _CLEARLY)
         predicted = {name: cause.predict(run.facts, case, wanted) for name, cause in likely.items()}
         slopes = [slope for slope, _ in predicted.values()]
-        if not verdict.is_finite:
-            measured = run.train(case, poison=False)
-        right, *errors = run.errors(measured, torch.stack([wanted.slope_Y, *slopes]))
-        loss = measured.worst("loss", wanted.loss)
+        _, *errors = run.errors(measured, torch.stack([wanted.slope_Y, *slopes]))
+        loss = reported.worst("loss", wanted.loss)
         if not verdict.passed:
-            is_right = max(right, relative(loss, wanted.loss)) < verdict.tolerance
-            is_right = is_right and not verdict.is_finite
-            right_without_inf = right_without_inf and is_right
-            factor = run.factor_of(measured, wanted.slope_Y)
-            words = _measured_in_words(run, verdict, factor, loss / wanted.loss, is_right)
+            is_inf = again.passed and not trained.passed
+            right_without_inf = right_without_inf and is_inf
+            right_in_training = right_in_training and trained.passed
+            loss_factor = loss / wanted.loss
+            words = _measured_in_words(run, verdict, again.measured_factor, loss_factor, is_inf)
             fault = f" ({verdict.explanation})" if verdict.explanation else ""
             verdict.explanation = words + fault
         agree = [
@@ -204,8 +219,12 @@ def _explain(done: Sequence[_Done]) -> None:
         box = [agree]  # rank 0's: all ranks continue with the same causes
         dist.broadcast_object_list(box, src=0, device=megatron.device())
         likely = {name: likely[name] for name in box[0]}
-    if right_without_inf:
-        likely = {MASKED_LOSSES_REACH.name: MASKED_LOSSES_REACH}
+    for cause, is_it in (
+        (MASKED_LOSSES_REACH, right_without_inf),
+        (FORWARD_ONLY, right_in_training),
+    ):
+        if is_it:
+            likely = {cause.name: cause}
     why = "; or: ".join(cause.what for cause in likely.values())
     parallelism = done[0].run.parallelism
     if not why and parallelism.moe and parallelism.ep < parallelism.tp:

@@ -9,7 +9,7 @@ own chunk), the model (a tiny GPT instead of one that Megatron-Bridge loads), th
 ``torch.compile`` (eager).
 
 For SFT (the term ``nll``): ``SFTTrainer`` in our subclass with its own collators, training loader
-and ``train_step``, with torch's ``DataLoader`` in place of torchdata's.
+and ``train_step``.
 
 ``skyrl_worker.py REFERENCE CHECKOUT CP TP PP BOUND CASE ...``; a case is
 ``aggregation/terms/batching/M``, batching one of packed, padded, tokens (which finds M itself),
@@ -69,7 +69,8 @@ from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_te
 from skyrl.train.trainer import RayPPOTrainer  # noqa: E402
 
 import megatron_lossagg.cpu as cpu  # noqa: E402
-from megatron_lossagg.integrations.skyrl import aggregated, aggregated_sft  # noqa: E402
+from megatron_lossagg.integrations.skyrl import aggregated  # noqa: E402
+from megatron_lossagg.verify.frameworks import skyrl as frameworks  # noqa: E402
 
 assert megatron_worker.__file__.startswith(CHECKOUT)
 dispatch.ray.put = lambda chunk: chunk
@@ -173,9 +174,6 @@ def staged(cfg, case):
 
 def sft_batch(case, batching, num_microbatches):
     """Return SkyRL's SFT trainer, in our subclass, and the batch of its training loader."""
-    from skyrl.train import sft_trainer
-
-    sft_trainer.StatefulDataLoader = torch.utils.data.DataLoader
     cfg = SFTConfig(strategy="megatron", sampler="sequential", max_length=40)
     cfg.placement.num_gpus_per_node = DP * CP * TP * PP
     cfg.megatron_config.tensor_model_parallel_size = TP
@@ -184,10 +182,6 @@ def sft_batch(case, batching, num_microbatches):
     cfg.use_sequence_packing = batching == "bins"
     step = DP * max(num_microbatches, 1)
     cfg.batch_size = (-(-len(SAMPLES) // step) + 1) * step  # the last rows are padding
-    trainer = object.__new__(aggregated_sft(sft_trainer.SFTTrainer, framework_step.CASES[case]))
-    trainer.sft_cfg = cfg
-    trainer.cfg = SimpleNamespace(trainer=TrainerConfig())
-    trainer.collator = trainer._build_collator(SimpleNamespace(pad_token_id=0))
     examples = [
         {
             "input_ids": sequence["tokens"],
@@ -197,7 +191,8 @@ def sft_batch(case, batching, num_microbatches):
         }
         for sequence in SAMPLES
     ]
-    (batch,) = trainer.build_train_dataloader(examples)
+    trainer, batch = frameworks.sft_batch(framework_step.CASES[case], cfg, examples)
+    trainer.cfg = SimpleNamespace(trainer=TrainerConfig())
     assert len(batch["sequences"]) == cfg.batch_size or cfg.use_sequence_packing
     return trainer, batch
 

@@ -17,8 +17,8 @@ HYDRA = ("hydra",)
 DATA = ("datasets",)
 """verl, skyrl and trl read data sets with it. pandas and pyarrow are this environment's."""
 
-ENGINES = ("peft", "torchdata")
-"""verl's other engines import them beside its Megatron engine."""
+ENGINES = ("peft",)
+"""verl's other engines import it beside its Megatron engine."""
 
 SERVERS = ("skyrl_gym", "aiohttp", "httpx", "requests", "urllib3")
 """Environments, and clients of inference servers."""
@@ -36,9 +36,8 @@ SKYRL_WORKER = (
     "megatron.core.recompute",
     "megatron.core.transformer.hyper_connection",
     "nvidia_resiliency_ext",
-    "torchdata",
 )
-"""SkyRL's Megatron worker loads models with Bridge, some of a newer Megatron-Core; data loaders."""
+"""SkyRL's Megatron worker loads models with Bridge, some of a newer Megatron-Core."""
 
 NEMO = (
     "nemo_automodel",
@@ -64,7 +63,6 @@ NEMO_WORKER = (
     "megatron.core.transformer.moe.moe_logging",
     "nemo_rl.models.megatron.setup",
     "scipy",
-    "torchdata",
 )
 """NeMo-RL's Megatron worker builds models with Bridge, and needs a newer Megatron-Core."""
 

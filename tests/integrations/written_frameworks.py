@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from megatron_lossagg.verify.frameworks.nemo_rl import CLIP, DUAL_CLIP
+from megatron_lossagg.verify.frameworks.nemo_rl import CLIP, DUAL_CLIP, VALUE_CLIP
 from megatron_lossagg.verify.frameworks.step import ppo_losses
 
 
@@ -16,6 +16,13 @@ def kl_losses(log_probs, ref_log_probs):
     """Compute the k3 estimate per token."""
     log_ratio = ref_log_probs - log_probs
     return log_ratio.exp() - log_ratio - 1
+
+
+class LossInputType(Enum):
+    """NeMo-RL's: what a loss takes of the model."""
+
+    LOGIT = "logit"
+    LOGPROB = "logprob"
 
 
 class LossType(Enum):
@@ -36,7 +43,7 @@ class MetricNormalizer(Enum):
 class NLLLossFn:
     """NeMo-RL 7ea279ab: the negative log-likelihood, divided by the step's tokens."""
 
-    input_type = "logprob"
+    input_type = LossInputType.LOGPROB
     loss_type = LossType.TOKEN_LEVEL
 
     def __init__(self):
@@ -49,24 +56,26 @@ class NLLLossFn:
 
 
 class MseValueLossFn:
-    """NeMo-RL 7ea279ab: half the squared error of values, divided by the step's tokens."""
+    """NeMo-RL 7ea279ab: half the squared error of clipped values, divided by the step's tokens."""
 
-    input_type = "logit"
+    input_type = LossInputType.LOGIT
     loss_type = LossType.TOKEN_LEVEL
 
     def __call__(self, logits, data, global_valid_seqs, global_valid_toks):
         mask = data["token_mask"] * data["sample_mask"][:, None]
-        x = (logits - data["returns"]) ** 2 / 2
+        old, returns = data["values"], data["returns"]
+        clipped = logits.clamp(old - VALUE_CLIP, old + VALUE_CLIP)
+        x = torch.maximum((logits - returns) ** 2, (clipped - returns) ** 2) / 2
         loss = (x * mask).sum() / (global_valid_toks + 1e-8)
         values = logits[mask.bool()]
-        least = values.min().item() if len(values) else 0.0
-        return loss, {"loss": loss.item(), "values_min": least}
+        largest = values.max().item() if len(values) else 0.0
+        return loss, {"loss": loss.item(), "values_max": largest}
 
 
 class ClippedPGLossFn:
     """NeMo-RL 7ea279ab ``ClippedPGLossFn``: PPO's clip, divided by the step's counts."""
 
-    input_type = "logprob"
+    input_type = LossInputType.LOGPROB
     positive_example_nll_weight = 0.0
     reference_policy_kl_penalty = 0.0
 
@@ -79,7 +88,8 @@ class ClippedPGLossFn:
             "num_valid_samples": MetricNormalizer.NONE,
         }
 
-    def __call__(self, x, data, global_valid_seqs, global_valid_toks):
+    def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks):
+        x = next_token_logprobs
         given = {name: field[:, 1:] for name, field in data.items() if field.dim() == 2}
         mask, sample_mask = given["token_mask"], data["sample_mask"]
 

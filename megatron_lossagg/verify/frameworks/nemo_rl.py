@@ -1,11 +1,13 @@
-"""NeMo-RL: its own ``ClippedPGLossFn``, and the same under this package's weights.
+"""NeMo-RL: its losses of GRPO, SFT and values, and the same under this package's weights.
 
 NeMo-RL divides by the step's counts in the loss function: what it returns for each microbatch adds
-up to the step's loss.
+up to the step's loss. In split steps both counts are 1, and the gradient is divided in the end by
+what ``loss_type`` says: here by the check, as ``MegatronPolicyWorkerImpl.finish_train_step`` does.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,20 +18,28 @@ from torch.nn.functional import pad
 
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.verify.frameworks.check import Check, Comparison, compare
-from megatron_lossagg.verify.frameworks.step import Microbatch, Step, aggregations
+from megatron_lossagg.verify.frameworks.step import Microbatch, Step, aggregations, ppo_losses
 
-__all__ = ["CLIP", "DUAL_CLIP", "checks", "compared", "losses_of"]
+__all__ = ["CLIP", "DUAL_CLIP", "VALUE_CLIP", "checks", "compared", "losses_of"]
 
-_FUNCTION = "nemo_rl.algorithms.loss.loss_functions.ClippedPGLossFn"
+_LOSSES = "nemo_rl.algorithms.loss.loss_functions"
 _MODES = ("token_mean", "sample_mean", "constant", "sample_sum", "token_sum")
-CLIP, DUAL_CLIP = 0.2, 3.0
+CLIP, DUAL_CLIP, VALUE_CLIP = 0.2, 3.0, 0.3
+_EXCLUDED = 1
+"""Sequences whose ``sample_mask`` is 0, as too long ones: the step's last."""
 
 
 def checks(_: Aggregation) -> list[Check]:
     """List the checks; imports NeMo-RL's loss functions."""
-    from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
+    from nemo_rl.algorithms.loss.loss_functions import (
+        ClippedPGLossConfig,
+        ClippedPGLossFn,
+        MseValueLossConfig,
+        MseValueLossFn,
+        NLLLossFn,
+    )
 
-    def make(token_level: bool) -> Any:
+    def policy_loss(token_level: bool) -> Any:
         config = ClippedPGLossConfig(
             ratio_clip_min=CLIP,
             ratio_clip_max=CLIP,
@@ -39,37 +49,79 @@ def checks(_: Aggregation) -> list[Check]:
         )
         return ClippedPGLossFn(config)
 
-    runs = {}
+    made: dict[str, Callable[[], Any]] = {
+        "NLLLossFn": NLLLossFn,
+        "MseValueLossFn": lambda: MseValueLossFn(MseValueLossConfig(cliprange=VALUE_CLIP)),
+    }
+    runs: dict[str, tuple[str, partial[Comparison]]] = {}
     for token_level in (True, False):
         level = f"token_level_loss={token_level}"
-        made = partial(make, token_level)
-        runs[f"nemo-rl:{level}"] = partial(compared, made, Aggregation(f"nemo-rl:{level}"))
-        for aggregation in aggregations().values():
-            if aggregation.mode in _MODES and aggregation.count_empty:
-                wrapped = partial(compared, made, aggregation, is_wrapped=True)
-                runs[f"aggregated({level}), {aggregation.mode}"] = wrapped
-    return [Check(name=name, function=_FUNCTION, compare=run) for name, run in runs.items()]
+        alias, policy = f"nemo-rl:{level}", partial(policy_loss, token_level)
+        runs[alias] = ("ClippedPGLossFn", partial(compared, policy, Aggregation(alias)))
+        made[f"ClippedPGLossFn({level})"] = policy
+    for name, make in made.items():
+        function = name.partition("(")[0]
+        for one in aggregations().values():
+            if one.mode not in _MODES or not one.count_empty:
+                continue
+            run = partial(compared, make, one, is_wrapped=True)
+            runs[f"aggregated({name}), {one.mode}"] = (function, run)
+            if one.mode != "token_sum" and function != "MseValueLossFn":
+                run = partial(compared, make, one, is_wrapped=True, split_steps=True)
+                runs[f"aggregated({name}), split steps, {one.mode}"] = (function, run)
+    return [
+        Check(name=name, function=f"{_LOSSES}.{function}", compare=run)
+        for name, (function, run) in runs.items()
+    ]
 
 
 def compared(
-    make: Callable[[], Any], aggregation: Aggregation, *, is_wrapped: bool = False
+    make: Callable[[], Any],
+    aggregation: Aggregation,
+    *,
+    is_wrapped: bool = False,
+    split_steps: bool = False,
 ) -> Comparison:
     """Compare a loss function's step, in our integration or by itself, with the reference."""
     from megatron_lossagg.integrations.nemo_rl import aggregated
 
-    loss_function = aggregated(make(), aggregation) if is_wrapped else make()
-    step = Step()
-    partial_losses = [loss for loss, _ in losses_of(loss_function, step)]
-    wanted = step.wanted(aggregation, step.ppo_losses(clip=CLIP, dual_clip=DUAL_CLIP))
-    return compare(torch.stack(partial_losses).sum(), wanted, step.leaves)
+    own, step = make(), Step()
+    loss_function = own
+    if is_wrapped:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of losses that a model adds
+            loss_function = aggregated(own, aggregation, split_steps=split_steps)
+    partial_losses = losses_of(loss_function, step, num_excluded=_EXCLUDED, split_steps=split_steps)
+    got = torch.stack([loss for loss, _ in partial_losses]).sum()
+    kind = type(own).__name__
+    losses = [_token_losses(kind, mb) for mb in step.microbatches]
+    wanted = step.wanted(aggregation, losses, num_excluded=_EXCLUDED)
+    return compare(got, wanted, step.leaves)
+
+
+def _token_losses(kind: str, mb: Microbatch) -> Tensor:
+    """Compute the losses of a microbatch's tokens, ``[b, s]``; GRPO's is PPO's.
+
+    ::
+
+        NLLLossFn: -x;  MseValueLossFn: max((x - R)^2, (clamp(x, V - clip, V + clip) - R)^2) / 2
+    """
+    x, old = mb.log_probs, mb.old_log_probs
+    if kind == "NLLLossFn":
+        return -x
+    if kind == "MseValueLossFn":
+        clipped = x.clamp(old - VALUE_CLIP, old + VALUE_CLIP)
+        return torch.maximum((x - mb.advantages) ** 2, (clipped - mb.advantages) ** 2) / 2
+    return ppo_losses(x, old, mb.advantages, clip=CLIP, dual_clip=DUAL_CLIP)
 
 
 def losses_of(
-    loss_function: Any, step: Step, *, num_excluded: int = 0
+    loss_function: Any, step: Step, *, num_excluded: int = 0, split_steps: bool = False
 ) -> list[tuple[Tensor, dict[str, Any]]]:
     """Return loss and metrics of each microbatch, with the step's counts as NeMo-RL takes them.
 
-    ``num_excluded``: the step's last sequences, of one microbatch, have ``sample_mask`` 0.
+    A loss of logits gets values. ``num_excluded``: the step's last sequences, of one microbatch,
+    have ``sample_mask`` 0. ``split_steps``: counts are 1, and the losses are divided afterwards.
     """
     batches = [_data(mb) for mb in step.microbatches]
     if num_excluded:
@@ -79,10 +131,20 @@ def losses_of(
         "global_valid_seqs": torch.stack([one["sample_mask"].sum() for one in batches]).sum(),
         "global_valid_toks": torch.stack(tokens).sum(),
     }
-    return [
-        loss_function(mb.log_probs, data=data, **counts)
-        for mb, data in zip(step.microbatches, batches, strict=True)
-    ]
+    divisor = torch.ones(())
+    if split_steps:
+        is_by_token = loss_function.loss_type.value == "token_level"
+        divisor = counts["global_valid_toks" if is_by_token else "global_valid_seqs"]
+        counts = dict.fromkeys(counts, torch.ones(()))
+    made = []
+    for mb, data in zip(step.microbatches, batches, strict=True):
+        if loss_function.input_type.value == "logit":
+            given = {"logits": pad(mb.log_probs, (1, 0))}
+        else:
+            given = {"next_token_logprobs": mb.log_probs}
+        loss, metrics = loss_function(**given, data=data, **counts)
+        made.append((loss / divisor, metrics))
+    return made
 
 
 def _data(mb: Microbatch) -> dict[str, Tensor]:
@@ -93,6 +155,8 @@ def _data(mb: Microbatch) -> dict[str, Tensor]:
         "prev_logprobs": mb.old_log_probs,
         "generation_logprobs": other,
         "reference_policy_logprobs": other,
+        "returns": mb.advantages,
+        "values": mb.old_log_probs,
         "token_mask": mb.mask.double(),
     }
     data = {name: pad(field, (1, 0)) for name, field in fields.items()}

@@ -1,6 +1,6 @@
-"""SkyRL: its reductions of advantages, and its trainer under this package's weights.
+"""SkyRL: its reductions of advantages, and its trainers under this package's weights.
 
-SkyRL's policy losses sum over tokens, and advantages carry the weights; the sum over the
+SkyRL's losses sum over tokens. Advantages carry the weights, and SFT's loss masks; the sum over the
 microbatches of a mini-batch is the step's loss.
 """
 
@@ -27,6 +27,7 @@ __all__ = [
     "batch",
     "checks",
     "prompt_boundaries",
+    "sft_batch",
     "trainer",
 ]
 
@@ -36,6 +37,7 @@ ALIASES = aliases("skyrl", divisor=DIVISOR)
 _UTILS = "skyrl.backends.skyrl_train.utils.ppo_utils"
 _REDUCTION = "apply_loss_reduction_to_advantages_minibatch"
 _TRAINER = "skyrl.train.trainer.RayPPOTrainer"
+_SFT = "skyrl.train.sft_trainer.SFTTrainer"
 
 
 def checks(_: Aggregation) -> list[Check]:
@@ -56,6 +58,11 @@ def checks(_: Aggregation) -> list[Check]:
     for name, aggregation in aggregations().items():
         run = partial(_trained, ppo_utils, RayPPOTrainer, aggregation)
         runs[f"aggregated(RayPPOTrainer), {name}"] = (f"{_TRAINER}._normalize_advantages", run)
+        if aggregation.mode != "prompt_mean":
+            for packs in (False, True):
+                run = partial(_trained_sft, ppo_utils, aggregation, packs)
+                trainer = f"aggregated_sft(SFTTrainer{', packed' * packs}), {name}"
+                runs[trainer] = (f"{_SFT}.build_train_dataloader", run)
     return [
         Check(name=name, function=function, compare=run) for name, (function, run) in runs.items()
     ]
@@ -109,6 +116,56 @@ def _trained(utils: Any, base: Any, aggregation: Aggregation) -> Comparison:
         partial_losses.append(utils.reduce_loss(_ratio(mb) * advantages, mb.mask.double()))
     losses = [_ratio(mb) * mb.advantages for mb in step.microbatches]
     return compare(torch.stack(partial_losses).sum(), step.wanted(aggregation, losses), step.leaves)
+
+
+def _trained_sft(utils: Any, aggregation: Aggregation, packs: bool) -> Comparison:
+    """Compare SkyRL's cross-entropy of its batch of a step, summed, with the reference's loss."""
+    from skyrl.train.config.sft_config import SFTConfig
+
+    step = Step()
+    cfg = SFTConfig(strategy="megatron", sampler="sequential", max_length=64)
+    cfg.batch_size, cfg.use_sequence_packing = 16, packs  # the last rows are padding
+    cfg.placement.num_gpus_per_node = 2
+    megatron = cfg.megatron_config
+    megatron.tensor_model_parallel_size = megatron.pipeline_model_parallel_size = 1
+    megatron.context_parallel_size = 1
+    # Packed sequences are then padded, by a number of tokens that depends on the release.
+    megatron.transformer_config_kwargs = {"fp8": "e4m3", "fp8_recipe": "mxfp8"}
+    log_probs, examples = [torch.zeros(1, dtype=torch.float64)], []  # by token, all different
+    of_sequences = [row for mb in step.microbatches for row in mb.log_probs]
+    for one, row in zip(step.drawn, of_sequences, strict=True):
+        n, start = len(one.mask), sum(map(len, log_probs))
+        log_probs += [torch.zeros(len(one.tokens) - n), row[:n]]
+        tokens = [start + t for t in range(len(one.tokens))]
+        examples.append(
+            {
+                "input_ids": tokens,
+                "attention_mask": [1] * len(tokens),
+                "num_actions": n,
+                "loss_mask": one.mask,
+            }
+        )
+    _, batch = sft_batch(aggregation, cfg, examples)
+    mask = batch["loss_mask"]
+    trained = torch.cat(log_probs)[batch["sequences"][:, -mask.shape[1] :]]
+    got, _ = utils.cross_entropy_loss(trained, trained, trained, None, loss_mask=mask)
+    return compare(got, step.wanted(aggregation, [-x for x in step.leaves]), step.leaves)
+
+
+def sft_batch(aggregation: Aggregation, cfg: Any, examples: Sequence[Any]) -> tuple[Any, Any]:
+    """Return SkyRL's SFT trainer, in our subclass, and the batch of its training loader.
+
+    ``cfg``: its ``SFTConfig``. ``examples``: tokenized ones, of one step.
+    """
+    from skyrl.train.sft_trainer import SFTTrainer
+
+    from megatron_lossagg.integrations.skyrl import aggregated_sft
+
+    made = object.__new__(aggregated_sft(SFTTrainer, aggregation))
+    made.sft_cfg = cfg
+    made.collator = made._build_collator(SimpleNamespace(pad_token_id=0))
+    (batch,) = made.build_train_dataloader(examples)
+    return made, batch
 
 
 def _ratio(mb: Microbatch) -> Tensor:

@@ -156,10 +156,13 @@ class Step:
         """Return the log-probabilities of each microbatch, ``[b, s]``."""
         return [mb.log_probs for mb in self.microbatches]
 
-    def wanted(self, aggregation: Aggregation, losses: Sequence[Tensor]) -> Tensor:
+    def wanted(
+        self, aggregation: Aggregation, losses: Sequence[Tensor], *, num_excluded: int = 0
+    ) -> Tensor:
         """Compute the step's loss by the reference, 0-dim float64.
 
-        ``losses``: per-token losses of each microbatch, ``[b, s]``.
+        ``losses``: per-token losses of each microbatch, ``[b, s]``. ``num_excluded``: how many of
+        the step's last sequences are in no count.
         """
         sequences = []
         for mb, loss in zip(self.microbatches, losses, strict=True):
@@ -176,7 +179,8 @@ class Step:
                     }
                 )
         options = reference_options(aggregation, [self.num_microbatches] * self.dp_size)
-        return reference_loss.step_loss(aggregation.mode, sequences, **options)
+        counted = sequences[: len(sequences) - num_excluded]
+        return reference_loss.step_loss(aggregation.mode, counted, **options)
 
 
 class PackedStep(Step):
