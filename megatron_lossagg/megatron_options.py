@@ -150,7 +150,8 @@ OPTIONS = (
         by="versions",
         is_wrong=_is_set,
         when="set",
-        why="each microbatch has CP groups of its own, so that sequences have no single layout",
+        why="each microbatch has CP groups of its own, so that sequences have no single layout; "
+        "verl schedules before Megatron, and its engine is supported",
         change="drop --dynamic-context-parallel",
     ),
     Option(

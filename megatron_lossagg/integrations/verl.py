@@ -22,10 +22,15 @@ its own slice only. Afterwards verl multiplies by M (two outputs), or by tokens 
 ``calculate_per_token_loss`` is set, and either gives the step's gradient. Sources: verl 1dda039b
 ``agg_loss``, ``ppo_loss``, ``MegatronEngine.forward_backward_batch``,
 ``MegatronEngineWithLMHead.postprocess_micro_batch_func``, ``postprocess_thd_engine``.
+
+With ``dynamic_context_parallel`` every rank has the whole batch, and a scheduler gives each
+sequence to a group of ranks of its own size. verl's data-parallel group is then this rank alone:
+DP is 1, and each rank counts the batch once by itself. Source: ``DynamicCPScheduler.schedule``.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import sys
@@ -36,11 +41,13 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_lossagg.aggregation import MODES, Aggregation
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
+from megatron_lossagg.exchange import Exchange
 from megatron_lossagg.integers import Ints, checked_integers
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.options import Options
@@ -223,10 +230,9 @@ def _engine(base: Any) -> Any:
     class LossAggregationEngine(base):  # type: ignore[misc]
         """verl's Megatron engine; a ``lossagg_`` loss mode gives every loss the plan's weights."""
 
-        def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any):
-            _check_engine(engine_config)
+        def __init__(self, *args: Any, **kwargs: Any):
             self.tokens_of_prompt: dict[str, int] = {}
-            super().__init__(model_config, engine_config, *args, **kwargs)
+            super().__init__(*args, **kwargs)
 
         def forward_backward_batch(
             self, data: Any, loss_function: Any, forward_only: bool = False
@@ -236,6 +242,8 @@ def _engine(base: Any) -> Any:
             ``data``: this data-parallel rank's sequences. Two all-gathers if uids are needed, else
             one, each with a host sync, and one host sync per microbatch, for its sequences; the
             faults that devices found are read before the optimizer's step, one host sync more.
+            With ``dynamic_context_parallel``, one all-gather over data- and context-parallel ranks
+            instead, which compares their batches.
             """
             config = getattr(loss_function, "keywords", {}).get("config")
             policy_loss = getattr(config, "policy_loss", None)  # not of a critic
@@ -243,6 +251,8 @@ def _engine(base: Any) -> Any:
             if config is None or not mode:
                 return super().forward_backward_batch(data, loss_function, forward_only)
             group, dp_size = self.get_data_parallel_group(), self.get_data_parallel_size()
+            if self.engine_config.dynamic_context_parallel:
+                _check_same_batch(data)
             plan, sequences = _plan_batch(mode.aggregation(config.loss_scale_factor), data, group)
             data[SEQUENCE] = sequences
             if mode.mode == "prompt_mean" and not forward_only:
@@ -255,13 +265,28 @@ def _engine(base: Any) -> Any:
     return LossAggregationEngine
 
 
-def _check_engine(engine_config: Any) -> None:
-    if engine_config.dynamic_context_parallel:
-        raise ContractError(
-            "got dynamic_context_parallel, expected none: it gives every rank all sequences of the "
-            "step, and each would be counted once per rank. Set "
-            "actor_rollout_ref.actor.megatron.dynamic_context_parallel=False, or unset "
-            "VERL_ENGINE_VENDOR"
+def _check_same_batch(data: Any) -> None:
+    """Raise :class:`PlanError` on all data- and context-parallel ranks if their batches differ.
+
+    Compares uids, and loss masks, by a hash. One all-gather with its host sync.
+    """
+    from megatron.core import parallel_state
+
+    masks = [mask.bool().cpu().numpy() for mask in data["loss_mask"].unbind()]
+    hashed = hashlib.sha256(repr([_uids(data), [len(mask) for mask in masks]]).encode())
+    for mask in masks:
+        hashed.update(mask.tobytes())
+    own = int.from_bytes(hashed.digest()[:8], "big") >> 1
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    hash_W = Exchange(group).integers(np.array([own]))[:, 0]
+    others = np.flatnonzero(hash_W != hash_W[0])
+    if len(others):
+        raise PlanError(
+            f"got one batch on rank 0 of the {len(hash_W)} data- and context-parallel ranks and "
+            f"another on rank {others[0]}, expected the same on all: with dynamic_context_parallel "
+            "each rank counts the whole batch by itself. Give every rank the batch of verl's "
+            "data-parallel rank 0, or set "
+            "actor_rollout_ref.actor.megatron.dynamic_context_parallel=False"
         )
 
 

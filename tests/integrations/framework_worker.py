@@ -352,6 +352,30 @@ def compare(path, framework):
             print(f"{case}, M = {m}: the reference, {worst:.1e}", flush=True)
     if framework == "slime":
         refuse_together()
+    if framework == "verl":
+        refuse_other_batches(integration.verl)
+
+
+def refuse_other_batches(verl):
+    """See all ranks refuse a batch that one of them has otherwise; the same one passes."""
+    for mask, uid, differs in (
+        ([1, 0, 1], "b", False),
+        ([1, 1, 0], "b", True),
+        ([1, 0, 1], "c", True),
+    ):
+        is_other = dist.get_rank() == 2
+        masks = [torch.tensor([1, 1]), torch.tensor(mask if is_other else [1, 0, 1])]
+        data = {
+            "loss_mask": torch.nested.as_nested_tensor(masks, layout=torch.jagged),
+            "uid": ["a", uid if is_other else "b"],
+        }
+        if not differs:
+            verl._check_same_batch(data)
+            continue
+        with pytest.raises(PlanError, match=r"on rank 0 of the 4 data- .* another on rank 2"):
+            verl._check_same_batch(data)
+        if dist.get_rank() == 0:
+            print("refused together", flush=True)
 
 
 FRAMEWORKS = {"slime": Slime, "verl": Verl, "skyrl": SkyRL, "nemo_rl": NemoRL}

@@ -1,5 +1,9 @@
 """verl as released: its agg_loss, its policy losses through our registry, its Megatron engine."""
 
+import os
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from shared import assert_same, launched
@@ -25,6 +29,8 @@ from megatron_lossagg.verify.frameworks.verl import (
 
 CHECKS = checks_of("verl")
 MODES = list(ALIASES)
+MEGATRON_LM = Path(os.environ.get("FRAMEWORKS_DIR", "")) / "Megatron-LM-dev"
+HAS_DYNAMIC_CP = MEGATRON_LM.is_dir() and sys.version_info >= (3, 12)
 
 
 LOSSES = sorted({check.name.partition("+")[2] or "vanilla" for check in CHECKS[len(MODES) :]})
@@ -171,3 +177,18 @@ def test_on_verls_own_engine_policy_kl_and_entropy_have_our_weights(reference, p
     assert out.count(": the reference") == 15
     # Of an odd number of tokens verl counts one less per microbatch, at CP 2: too large a loss.
     assert out.count(" times the reference") == 2 * per_token
+
+
+@pytest.mark.skipif(
+    not HAS_DYNAMIC_CP, reason="needs Megatron-LM-dev in FRAMEWORKS_DIR, Python 3.12"
+)
+@pytest.mark.parametrize(("cp", "pp"), [(2, 1), (2, 2)])
+def test_sequences_on_groups_of_ranks_of_their_own_size_have_our_weights(
+    reference, monkeypatch, cp, pp
+):
+    path = os.pathsep.join([str(MEGATRON_LM), os.environ["PYTHONPATH"]])
+    monkeypatch.setenv("PYTHONPATH", path)
+    out = launched("verl_dynamic_worker.py", reference, cp, pp, processes=4)
+    print(out)
+    assert out.count(": the reference") == 8 * (2 if pp == 1 else 1)
+    assert "other batches and repeated sequences are refused" in out

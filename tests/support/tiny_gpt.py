@@ -21,13 +21,13 @@ from megatron_lossagg.verify import model as verification  # noqa: E402
 from megatron_lossagg.verify.model import packed_at, reported  # noqa: E402, F401  for the workers
 
 
-def start(*, tp=1, pp=1, cp=1, ep=1, dtype=torch.float64):
+def start(*, tp=1, pp=1, cp=1, ep=1, dtype=torch.float64, **more):
     """Initialize torch.distributed and Megatron's groups; DP is what is left of the world."""
     # finalize_model_grads computes 1 / num_tokens in the default dtype.
     torch.set_default_dtype(dtype)
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(
-        tp, pp, context_parallel_size=cp, expert_model_parallel_size=ep
+        tp, pp, context_parallel_size=cp, expert_model_parallel_size=ep, **more
     )
     model_parallel_cuda_manual_seed(1)
 
