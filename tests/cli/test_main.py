@@ -4,13 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.launches
-def test_a_required_package_that_is_missing_is_named_without_a_traceback():
+def test_a_required_package_that_is_missing_is_named_without_a_traceback(launches):
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import megatron_lossagg.__main__"
     code += "; sys.exit(megatron_lossagg.__main__.main(['verify']))"
     done = subprocess.run(
