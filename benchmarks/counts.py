@@ -69,6 +69,13 @@ def of_a_call(
     )
 
 
+CALL_OPERATIONS = (5, 2)
+CALL_BYTES = (33.0, 8.0)
+SLACK_BYTES = 0.1
+"""For the few bytes of 0-dim tensors, shared by the tokens of a small microbatch."""
+BUILD_BYTES = 43.0
+HELD_BYTES = 4.0
+
 HELD_OF = {
     "one call": 1,
     "six calls of one reducer": 1,

@@ -2,8 +2,7 @@
 
     python -m benchmarks.run [--quick] [--json FILE] [--doc FILE] [--pictures FOLDER]
 
-Operations, bytes and collectives are counted and do not depend on the machine; those of any device
-are counted on tensors without values, where a host sync raises. Times are ratios of two pieces of
+``tests/core/test_costs.py`` counts operations and bytes. Times are ratios of two pieces of
 code that ran alternately in this process, on one thread; read them as such. The machine should be
 quiet. ``--doc`` replaces what stands between the markers of a Markdown file by the tables,
 ``--from`` takes the numbers of an earlier run.
@@ -21,15 +20,14 @@ from typing import Any
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks import counts, measure, report
+from benchmarks import measure, report
 from benchmarks.command import run_command, say
 from benchmarks.counting import counted
 from benchmarks.timing import FULL, QUICK
-from benchmarks.workloads import AGGREGATION, CP_SIZES, Workload, workloads
+from benchmarks.workloads import AGGREGATION, Workload, workloads
 from megatron_lossagg import plan_step
 from megatron_lossagg.cpu import launch
 
-COUNTED = (1, 64, 4096)
 PLANNED = (4096, 1_000_000)
 
 
@@ -46,10 +44,9 @@ def main() -> int:
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Count and measure everything; a part that ``quick`` leaves out is None."""
+    """Measure everything; a part that ``quick`` leaves out is None."""
     effort = QUICK if quick else FULL
     results: dict[str, Any] = {
-        "counts": count(),
         "collectives": collectives(),
         "workloads": {},
         "planning": {},
@@ -65,30 +62,6 @@ def run(quick: bool) -> dict[str, Any]:
         say("a training step of the example")
         results["live"] = live_step()
     return results
-
-
-def count() -> dict[str, Any]:
-    """Count calls for several numbers of sequences, and building for every type of mask."""
-    calls, build = {}, {}
-    for device in counts.DEVICES:
-        for number in COUNTED:
-            workload = Workload(name="counted", num_sequences=number, mean_tokens=64)
-            found = counts.of_a_call(workload, device)
-            calls[f"{number} {device}"] = {
-                "operations": found.operations,
-                "by_name": [found.forward.operations, found.backward.operations],
-                "bytes_per_token": found.bytes_per_token,
-            }
-        build[device] = {}
-        for cp in CP_SIZES:
-            workload = Workload(name="counted", num_sequences=64, mean_tokens=1024, cp_size=cp)
-            build[device][f"CP {cp}"] = {
-                name: counts.of_a_call(workload, device, mask_type).build_bytes_per_position
-                for name, mask_type in counts.MASK_TYPES.items()
-            }
-    held = counts.held_for_backward(Workload(name="counted", num_sequences=64, mean_tokens=1024))
-    sequences = [str(number) for number in COUNTED]
-    return {"sequences": sequences, "calls": calls, "build": build, "held": held}
 
 
 def collectives() -> int:

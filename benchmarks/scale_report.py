@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from benchmarks.command import machine_of
@@ -27,33 +26,17 @@ def markdown(results: Results) -> str:
     """Lay out all tables."""
     of_one_rank = results["one rank"]
     per_rank, per_sequence = constants(results)
-    plans = [(name, "plan_step") for name in of_one_rank]
-    others = [(WITH_IDS, call) for call in ("read", "begin", "finish")]
     parts = [
         filled(
             f"Measured by {machine_of(results)}. **Not measured on a GPU, and not over a network.**"
         ),
-        _against_ranks(
-            of_one_rank,
-            "Bytes that a rank receives",
-            [*plans, (NO_IDS, "read")],
-            lambda call: _size(call["bytes"]),
-            f"`plan_step` makes one all-gather without ids and two with them: {per_rank:.0f} bytes "
-            f"per rank of the group, and {per_sequence:.0f} per sequence with ids. Every rank is "
-            "padded to the sequences of the rank that has most. `aggregator.begin` and `finish` "
-            "receive nothing. `read` makes two all-gathers here, once per run, for an "
-            "`all_gather_object`; the probe is off.",
+        "",
+        filled(
+            f"`plan_step` brings a rank {per_rank:.0f} bytes per rank of the group, and "
+            f"{per_sequence:.0f} per sequence with ids. Every rank is padded to the sequences of "
+            "the rank that has most. `aggregator.begin` and `finish` bring nothing."
         ),
-        _against_ranks(
-            of_one_rank,
-            "CPU milliseconds on one rank",
-            [*plans, *others],
-            lambda call: _ms(call["cpu"]),
-            "The median of five, of one rank of a fake group, which copies as many tensors as "
-            "there are ranks; waiting for others is not in it. `read` is called once per run and "
-            "reads a message from every rank; `begin` is `aggregator.begin`, which compares the "
-            "group's ranks.",
-        ),
+        _cpu_times(of_one_rank),
     ]
     by_ranks = {point["ranks"]: point for point in of_one_rank[WITH_IDS]}
     if PAPER_RANKS in by_ranks:
@@ -68,24 +51,22 @@ def constants(results: Results) -> tuple[float, float]:
     return plain["plan_step"]["bytes"] / plain["ranks"], more / with_ids["sequences"]
 
 
-def _against_ranks(
-    of_one_rank: Results,
-    title: str,
-    columns: list[tuple[str, str]],
-    written: Callable[[Results], str],
-    note: str,
-) -> str:
-    """Lay out one line for each number of ranks; ``columns``: of workload and call."""
-    lines = [
-        [f"{points[0]['ranks']:,}"]
-        + [
-            written(dict(zip(of_one_rank, points, strict=True))[name][call])
-            for name, call in columns
-        ]
-        for points in zip(*of_one_rank.values(), strict=True)
-    ]
-    heads = [f"{call}: {name}" for name, call in columns]
-    return section(title, ["ranks", *heads], lines, note)
+def _cpu_times(of_one_rank: Results) -> str:
+    """Lay out one line for each number of ranks."""
+    plans = [(name, "plan_step") for name in of_one_rank]
+    columns = [*plans, *((WITH_IDS, call) for call in ("read", "begin", "finish"))]
+    lines = []
+    for points in zip(*of_one_rank.values(), strict=True):
+        by_name = dict(zip(of_one_rank, points, strict=True))
+        cells = [_ms(by_name[name][call]["cpu"]) for name, call in columns]
+        lines.append([f"{points[0]['ranks']:,}", *cells])
+    return section(
+        "CPU milliseconds on one rank",
+        ["ranks", *(f"{call}: {name}" for name, call in columns)],
+        lines,
+        "The median of five, of one rank of a fake group; waiting for others is not in it. `read` "
+        "is called once per run; `begin` is `aggregator.begin`.",
+    )
 
 
 def _paper(measured: dict[int, Results]) -> str:

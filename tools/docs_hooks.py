@@ -55,7 +55,7 @@ _STEPS = re.compile(r"^\d+\. .*\n(?:[ \t]*\n|\d+\. .*\n| {2,}.*\n)*", re.MULTILI
 _NAME_OF_FILE = re.compile(r'<a href="([^"#]+)(#[^"]*)?">(?:<code>)?[\w./-]+\.md(?:</code>)?</a>')
 _FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 _LONGEST_DESCRIPTION = 160
-_FOR_MAINTAINERS = ("CHANGELOG", "CONTRIBUTING", "docs/decisions", "docs/mutants", "docs/testing")
+_FOR_MAINTAINERS = ("CHANGELOG", "CONTRIBUTING", "docs/decisions", "docs/testing")
 """Beginnings of the paths of pages that the search shows after the others."""
 
 

@@ -4,7 +4,7 @@
 #     FRAMEWORKS_DIR=~/frameworks tools/fetch_frameworks.sh            # all of them
 #     FRAMEWORKS_DIR=~/frameworks tools/fetch_frameworks.sh slime      # some
 #
-# What their code imports is installed apart: docs/integrations/slime.md. Tests read FRAMEWORKS_DIR.
+# What their code imports is installed apart: docs/evidence.md. Tests read FRAMEWORKS_DIR.
 set -euo pipefail
 
 : "${FRAMEWORKS_DIR:?set FRAMEWORKS_DIR to the folder for the checkouts}"

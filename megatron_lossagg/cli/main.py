@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
+_REQUIRED = ("torch", "numpy", "rich")
+
 _PIPED = {"diff", "explain", "plot"}
 """Commands that end quietly where the reader of their output does, as in ``| head``."""
 
@@ -108,6 +110,15 @@ def _run(arguments: Sequence[str]) -> int:
         status: int = args.run(args)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except ModuleNotFoundError as error:
+        if error.name not in _REQUIRED:
+            raise
+        print(
+            f"lossagg: {error.name} is not installed: pip install {' '.join(_REQUIRED)}, which "
+            "pip install --no-deps leaves out",
+            file=sys.stderr,
+        )
+        return 2
     except LossAggregationError as error:
         print(f"lossagg: {printable(str(error))}", file=sys.stderr)
         is_broken = isinstance(error, ContractError | ReducerError)  # by Megatron-Core

@@ -113,7 +113,7 @@ def test_an_endless_iterator_is_read_no_further_than_the_step():
 
 
 @pytest.mark.parametrize("n", [2.5, math.nan, math.inf, 1e300])
-def test_a_fractional_count_is_refused_and_not_truncated(n):  # failures d14
+def test_a_fractional_count_is_refused_and_not_truncated(n):
     buffer = StepBuffer(iter([["a"]]), 1)
     with pytest.raises(PlanError, match="expected integers"):
         buffer.plan(Aggregation("token_mean"), lambda microbatch: [n])

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import counts
 from benchmarks.counting import bytes_saved_for_backward, counted
-from benchmarks.report import (
+from benchmarks.counts import (
     BUILD_BYTES,
     CALL_BYTES,
     CALL_OPERATIONS,

@@ -51,7 +51,7 @@ def test_every_response_token_is_on_the_rank_of_its_logit_and_on_no_other(cp, pa
             assert sorted(union) == list(range(response)), (total, response)
 
 
-def test_a_prompt_longer_than_a_chunk_does_not_wrap_around():  # failures c1
+def test_a_prompt_longer_than_a_chunk_does_not_wrap_around():
     held = positions(Layout.response_zigzag([12], [8], cp_size=2, cp_rank=1))
     assert held == [0, 1, 2, 3, 4, 5]
 
@@ -199,7 +199,7 @@ def test_an_empty_microbatch_is_a_layout_without_segments():
         assert (layout.num_segments, layout.num_tokens, layout.num_local_tokens) == (0, 0, 0)
 
 
-def test_a_rank_whose_chunks_are_all_prompt_holds_nothing():  # failures c16
+def test_a_rank_whose_chunks_are_all_prompt_holds_nothing():
     held = [
         positions(Layout.response_zigzag([16], [2], cp_size=4, cp_rank=rank)) for rank in range(4)
     ]

@@ -30,7 +30,7 @@ def checked(plan, mask, device, sequences=(0, 1), layout=None):
 
 @DEVICES
 @pytest.mark.parametrize("value", [0.5, -1, 2, torch.nan])
-def test_a_mask_is_0_or_1(value, device):  # failures d14, d15
+def test_a_mask_is_0_or_1(value, device):
     message = rf"rank 0 \(.*\): the mask of .* holds {value} at position 1: a mask is 0 or 1"
     with pytest.raises(ReducerError, match=message):
         checked(a_plan(), [1, value, 1, 1, 1.0, 1], device)
@@ -66,7 +66,7 @@ def test_a_rank_checks_the_values_that_it_holds(cp_rank):
         )
 
 
-def test_none_is_refused_as_a_mask():  # failures c13
+def test_none_is_refused_as_a_mask():
     with pytest.raises(
         ReducerError, match=r"got the mask None, expected .* pass the microbatch's whole"
     ):

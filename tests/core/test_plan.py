@@ -38,7 +38,6 @@ NAMES = {"active_tokens": [1, 2, 4], "sample": [-2, 2**40, 0], "prompt": [-2, -2
 BY_HAND = {
     "every token alike": ("token_mean", {"active_tokens": [1, 9]}, [1 / 10] * 2),
     "every sample alike": ("sample_mean", {"active_tokens": [1, 9]}, [1 / 2, 1 / 18]),
-    # failures a24
     "a prompt is sum over sum, not a mean of means": (
         "prompt_mean", {"active_tokens": [1, 9], "prompt": [0, 0]}, [1 / 10] * 2,
     ),
@@ -47,7 +46,6 @@ BY_HAND = {
         {"active_tokens": [1, 9, 5], "prompt": [7, 7, -3]},
         [1 / 20, 1 / 20, 1 / 10],
     ),
-    # failures a7
     "a constant and the number of samples": (
         "constant 8", {"active_tokens": [1, 9]}, [1 / 16] * 2,
     ),
@@ -70,7 +68,6 @@ BY_HAND = {
         {"active_tokens": [1, 3], "microbatch": [0, 2**50], "num_microbatches": 2**51},
         [1 / 2**51, 1 / (3 * 2**51)],
     ),
-    # failures d2, d9
     "a masked sample counts": ("sample_mean", {"active_tokens": [2, 0, 2]}, [1 / 6, 0, 1 / 6]),
     "a masked sample counts in V": (
         "sample_mean, V", {"active_tokens": [2, 0, 2]}, [1 / 4, 0, 1 / 4],
@@ -95,7 +92,6 @@ BY_HAND = {
     ),
     "one active token keeps a sample": ("sample_sum, V", ONE_EMPTY, [1 / 2, 0, 1 / 2]),
     "one active token keeps a prompt": ("prompt_mean, V", ONE_EMPTY, [1 / 2, 0, 1 / 6]),
-    # failures a22
     "a split sample is one sample": ("sample_mean", SPLIT, [1 / 12, 1 / 12, 1 / 6]),
     "a split sample in a sum": ("sample_sum", SPLIT, [1 / 2] * 3),
     "the prompt of a split sample": ("prompt_mean", SPLIT, [1 / 9] * 3),
@@ -127,7 +123,7 @@ def test_the_weights_are_those_calculated_by_hand(what):
     assert weights(label, **sequences)[: len(expected)] == expected
 
 
-def test_microbatch_token_mean_alone_depends_on_the_microbatches():  # failures a1
+def test_microbatch_token_mean_alone_depends_on_the_microbatches():
     whole = {"active_tokens": [1, 9], "microbatch": [0, 0]}
     split = {"active_tokens": [1, 9], "microbatch": [0, 1]}
     assert weights("microbatch_token_mean", **whole) == [1 / 10, 1 / 10]
@@ -136,11 +132,11 @@ def test_microbatch_token_mean_alone_depends_on_the_microbatches():  # failures 
         assert weights(mode, **whole) == weights(mode, **split)
 
 
-def test_masked_sequences_add_no_phantom_token():  # failures a17
+def test_masked_sequences_add_no_phantom_token():
     assert weights("token_mean", active_tokens=[4, 0, 0, 4]) == [1 / 8, 0, 0, 1 / 8]
 
 
-def test_counts_are_exact_beyond_2_24_and_2_31():  # failures e2, e3
+def test_counts_are_exact_beyond_2_24_and_2_31():
     assert weights("token_mean", active_tokens=[2**24, 1])[0] == 1 / (2**24 + 1)
     plan = plan_step(Aggregation("token_mean"), Sequences(active_tokens=[2**31, 2**33, 1]))
     assert plan.totals.active_tokens == 2**31 + 2**33 + 1

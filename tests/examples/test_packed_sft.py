@@ -36,10 +36,8 @@ def norm(step, parallelism, name):
     return step[parallelism][name]["grad_norm"]
 
 
-def test_the_first_screens_show_one_table():
-    table = table_of(ROOT / "README.md")
-    assert list(table) == list(ROWS)
-    assert table == table_of(ROOT / "docs" / "index.md")
+def test_the_first_screen_has_every_row():
+    assert list(table_of(ROOT / "README.md")) == list(ROWS)
 
 
 def test_the_table_is_what_the_script_measures(first_step):
