@@ -100,21 +100,27 @@ class StepPlan:
                 f"{self.aggregation}: only the custom reducer knows its weights; for those of "
                 "a mode use plan.under(mode).weights"
             )
-        value = np.asarray(denominator(StepCounts(self)), dtype=np.float64)
+        counts = StepCounts(self)
+        self._check_size(denominator(counts.of_all_samples()), counts)
+        value = np.asarray(denominator(counts), dtype=np.float64)
         denominator_S = np.broadcast_to(value, self.active_tokens.shape)
         weight_S = np.zeros(len(self.active_tokens))
         # Where n_s = 0 the denominator may be 0 too (n_b, n_mb): there is nothing to weigh.
-        is_active_S = self.counted_S > 0
-        with np.errstate(all="ignore"):
-            np.divide(1.0, denominator_S, out=weight_S, where=is_active_S)
-        beyond = np.flatnonzero(is_active_S & ~((weight_S >= _LEAST) & (weight_S <= _MOST)))
-        if len(beyond):
-            raise PlanError(
-                f"{self.aggregation} gives sequence {beyond[0]} a weight of {weight_S[beyond[0]]}, "
-                "beyond what float32 holds: change the divisor or the exponent"
-            )
+        np.divide(1.0, denominator_S, out=weight_S, where=self.counted_S > 0)
         weight_S.flags.writeable = False
         return weight_S
+
+    def _check_size(self, denominator: Any, counts: StepCounts) -> None:
+        """Refuse weights beyond float32, by what all ranks know, so that none waits for another."""
+        denominators = np.ravel(np.asarray(denominator, dtype=np.float64))
+        with np.errstate(all="ignore"):
+            weights = 1.0 / denominators[denominators > 0]
+        beyond = weights[~((weights >= _LEAST) & (weights <= _MOST))]
+        if len(beyond) and not counts.is_empty:
+            raise PlanError(
+                f"{self.aggregation} gives a sequence a weight of {beyond[0]}, beyond what float32 "
+                "holds: change the divisor or the exponent"
+            )
 
     @cached_property
     def expected_weight(self) -> float | None:
@@ -259,6 +265,13 @@ class StepCounts:
         """Whether N is known to be 0."""
         return self._totals.active_tokens == 0
 
+    def of_all_samples(self) -> StepCounts:
+        """Return these counts with n_b of every sample of the step in place of this rank's."""
+        counts = StepCounts(self._plan)
+        if self._totals.sample_lengths is not None:
+            vars(counts)["sample_tokens"] = self.sample_lengths
+        return counts
+
     @property
     def length_power(self) -> Floats:
         """n_b^a of each of this rank's sequences, float64 ``[S]``."""
@@ -292,10 +305,12 @@ def _powers(length_S: Floats, exponent: float) -> Floats:
     try:
         powers = [math.pow(n, exponent) if n else 0.0 for n in lengths.tolist()]
     except OverflowError:
+        powers = []
+    if len(lengths) and np.count_nonzero(powers) < np.count_nonzero(lengths):
         raise PlanError(
-            f"a sample of {lengths[-1]:g} tokens to the power {exponent:g} is beyond float64: "
-            "change --loss-aggregation-exponent (exponent=)"
-        ) from None
+            f"samples of up to {lengths[-1]:g} tokens to the power {exponent:g} are beyond "
+            "float64: change --loss-aggregation-exponent (exponent=)"
+        )
     return np.array(powers, dtype=np.float64)[index.reshape(-1)]
 
 

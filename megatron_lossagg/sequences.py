@@ -57,8 +57,9 @@ class Sequences:
             ``microbatch_token_mean``.
         num_microbatches: M, microbatches with no sequences included; None: the largest
             ``microbatch`` plus one.
-        token_weight_sums: The sum of the active tokens' weights v_t of each sequence, from 0 to
-            2^53; needed by ``count="weights"``. ``math.fsum`` gives one that depends on no order.
+        token_weight_sums: The sum of the active tokens' weights v_t of each sequence, 0 or from
+            2^-53 to 2^53; needed by ``count="weights"``. ``math.fsum`` gives one that depends on no
+            order.
         samples_per_prompt: How many samples each prompt has over the step; a check that ids are
             global, if passed.
 
@@ -168,13 +169,15 @@ def _weight_sums(values: FloatsLike, n_S: Ints) -> Floats:
             "per sequence"
         )
     sum_S = array.astype(np.float64)
-    is_wrong_S = ~((sum_S >= 0) & (sum_S <= MOST_TOKENS)) | ((sum_S > 0) & (n_S == 0))
+    # One over a sum is a weight, so that a smaller one could be beyond float32 on one rank alone.
+    is_sum_S = (sum_S >= 1 / MOST_TOKENS) & (sum_S <= MOST_TOKENS)
+    is_wrong_S = ~((sum_S == 0) | is_sum_S) | ((sum_S > 0) & (n_S == 0))
     if is_wrong_S.any():
         at = int(is_wrong_S.argmax())
         raise PlanError(
-            f"{name}: got {sum_S[at]} at index {at} for {n_S[at]} active tokens, expected a number "
-            "from 0 to 2^53, and 0 for no active token: pass the sum of the weights of the tokens "
-            "whose mask is 1"
+            f"{name}: got {sum_S[at]} at index {at} for {n_S[at]} active tokens, expected 0 or a "
+            "number from 2^-53 to 2^53, and 0 for no active token: pass the sum of the weights of "
+            "the tokens whose mask is 1"
         )
     return sum_S
 

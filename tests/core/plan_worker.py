@@ -297,6 +297,23 @@ def check_bad_counts_on_one_rank_are_reported_on_all():
     assert plan.totals.active_tokens == dist.get_world_size()
 
 
+def check_a_weight_beyond_float32_on_one_rank_is_refused_on_all():
+    tokens, is_first = [700 if dist.get_rank() == 0 else 2], dist.get_rank() == 0
+    of_lengths = Sequences(active_tokens=tokens)
+    for exponent, words in ((15, "beyond what float32 holds"), (200, "beyond float64")):
+        power = Aggregation("length_power", exponent=exponent)
+        refused_everywhere(words, power, of_lengths)
+        refused_everywhere(words, replace(power, count="weights"), weighed(tokens, tokens))
+    on_one = Sequences(active_tokens=tokens if is_first else [])
+    refused_everywhere("beyond what float32", Aggregation("token_sum", divisor=1e39), on_one)
+    tiny = weighed(tokens, [1e-40 if is_first else 1.0])
+    refused_everywhere("0 or a number from", Aggregation("sample_mean", count="weights"), tiny)
+
+
+def weighed(tokens, sums):
+    return Sequences(active_tokens=tokens, token_weight_sums=[float(value) for value in sums])
+
+
 def check_a_rank_without_sequences_may_pass_ids_of_any_kind():
     prompt = [] if dist.get_rank() == 1 else ["7", "8"]
     planned(active_tokens=[1] * len(prompt), prompt=prompt)

@@ -216,7 +216,8 @@ def test_where_tokens_are_rejected_weights_may_stay_and_sums_may_fall_but_not_gr
         ([2.75], "expected 2 numbers, one per sequence"),
         ([2.75, -1.0], "got -1.0 at index 1"),
         ([math.nan, 1.0], "got nan at index 0"),
-        ([2.0**54, 1.0], "from 0 to 2\\^53"),
+        ([2.0**54, 1.0], "0 or a number from 2\\^-53 to 2\\^53"),
+        ([2.0**-54, 1.0], "got 5.55.* at index 0"),
         (["a", "b"], "expected 2 numbers"),
     ],
 )
