@@ -27,15 +27,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from megatron_lossagg.verify.frameworks import FRAMEWORKS  # noqa: E402  of this checkout
 
 PACKAGE = ROOT / "megatron_lossagg"
 INSTALLED = ROOT / ".venv-frameworks"
 LAYOUT = ["--dp", "2", "--cp", "2", "--loss-aggregation", "prompt_mean"]
 FUNCTIONS = ["--dp", "1", "--loss-aggregation", "sample_mean", "--loss-scaling", "average"]
 SECONDS = 900
+COULD_NOT_RUN = 2
+"""Exit status of ``lossagg verify``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +47,8 @@ class Newest:
     source: str = "."
     is_on_megatron_lm: bool = False
     """Whether its own functions import ``megatron.training``."""
+    stand_ins: str = "stand_ins_first"
+    """The module of ``tests/integrations`` that puts stand-ins before what it imports."""
 
 
 NEWEST = {
@@ -81,7 +82,10 @@ NEWEST = {
         url="https://github.com/NovaSky-AI/SkyRL.git", folder="SkyRL", packages=("skyrl",)
     ),
     "nemo-rl": Newest(
-        url="https://github.com/NVIDIA-NeMo/RL.git", folder="NeMo-RL", packages=("nemo_rl",)
+        url="https://github.com/NVIDIA-NeMo/RL.git",
+        folder="NeMo-RL",
+        packages=("nemo_rl",),
+        stand_ins="nemo_rl_first",
     ),
     "ms-swift": Newest(
         url="https://github.com/modelscope/ms-swift.git", folder="ms-swift", packages=("swift",)
@@ -183,7 +187,10 @@ def where(path: str) -> str:
 
 
 def has(source: Path, path: str) -> bool:
-    """Whether a dotted path leads to a module, or to a name or an attribute that one defines."""
+    """Whether a dotted path leads to a module, or to a name that one defines.
+
+    What follows the name, such as a method of a class, is not looked up.
+    """
     parts = path.split(".")
     for length in range(len(parts), 0, -1):
         module = source.joinpath(*parts[:length])
@@ -227,16 +234,13 @@ def verified(name: str, checkout: Path, megatron_lm: list[Path]) -> bool:
     """
     is_good = True
     if name == "megatron-lm":
-        report = verify(LAYOUT, [checkout])
+        report = verify(LAYOUT, [checkout], NEWEST[name].stand_ins)
         is_good = report["passed"]
         say(f"Megatron-Core, {' '.join(LAYOUT)}: {report['line']}")
-    if name not in FRAMEWORKS:
-        say("its own functions: NOT RUN: lossagg verify has no check of them")
-        return is_good
     path = [checkout / NEWEST[name].source, *megatron_lm]
     if name == "bridge":
         path.append(checkout / "3rdparty" / "Megatron-LM")
-    report = verify(["--framework", name, *FUNCTIONS], path)
+    report = verify(["--framework", name, *FUNCTIONS], path, NEWEST[name].stand_ins)
     checks = (report.get("framework") or {}).get("checks", [])
     states = [check["state"] for check in checks]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
@@ -244,7 +248,11 @@ def verified(name: str, checkout: Path, megatron_lm: list[Path]) -> bool:
     for check in checks:
         if check["state"] != "PASS":
             say(f"{check['state']} {check['check']}: {check['explanation'][:300]}")
-    return is_good and "FAIL" not in states
+    failed = [verdict for verdict in report.get("verdicts", []) if not verdict["passed"]]
+    for verdict in failed:
+        say(f"FAIL {verdict['case']}: {verdict['explanation'][:300]}")
+    ended = bool(checks) or report["status"] == COULD_NOT_RUN
+    return is_good and ended and not failed and "FAIL" not in states
 
 
 def say(line: str) -> None:
@@ -252,12 +260,15 @@ def say(line: str) -> None:
     print(f"  {line}", flush=True)
 
 
-def verify(options: list[str], path: list[Path]) -> dict[str, Any]:
-    """Run ``lossagg verify`` with some folders first on the path; return its report."""
+def verify(options: list[str], path: list[Path], stand_ins: str) -> dict[str, Any]:
+    """Run ``lossagg verify`` with some folders first on the path.
+
+    Return its report, ``line`` that it printed and its exit ``status``; -1 if it did not end.
+    """
     with tempfile.TemporaryDirectory() as folder:
         report, first = Path(folder) / "report.json", [*path, ROOT]
         if INSTALLED.is_dir():  # what frameworks import and never call has stand-ins
-            Path(folder, "sitecustomize.py").write_text("import stand_ins_first\n")
+            Path(folder, "sitecustomize.py").write_text(f"import {stand_ins}\n")
             tests = [ROOT / "tests" / name for name in ("support", "integrations")]
             first = [Path(folder), *first, *tests, INSTALLED]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, first))}
@@ -268,11 +279,11 @@ def verify(options: list[str], path: list[Path]) -> dict[str, Any]:
                 env=environment, cwd=folder, capture_output=True, text=True, timeout=SECONDS,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            return {"passed": False, "line": f"did not end within {SECONDS} s"}
+            return {"passed": False, "line": f"did not end within {SECONDS} s", "status": -1}
         output = (done.stdout + done.stderr).strip().splitlines() or ["no output"]
         if not report.exists():
-            return {"passed": done.returncode == 0, "line": output[-1]}
-        return {**json.loads(report.read_text()), "line": output[0]}
+            return {"passed": False, "line": output[-1], "status": done.returncode}
+        return {**json.loads(report.read_text()), "line": output[0], "status": done.returncode}
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lossagg.verify.frameworks import FRAMEWORKS
+
 FILE = Path(__file__).parents[1] / "newest.py"
 
 
@@ -64,10 +66,34 @@ def test_the_names_are_those_that_are_imported_or_written_but_not_told_about(new
 
 
 def test_every_framework_that_verify_runs_is_tried(newest):
-    assert newest.FRAMEWORKS.keys() <= newest.NEWEST.keys()
+    assert FRAMEWORKS.keys() == newest.NEWEST.keys()
     assert newest.names_of(("verl",)) >= {"verl.trainer.ppo.core_algos.agg_loss"}
 
 
 def test_the_workflow_tries_each(newest):
     workflow = (FILE.parents[1] / ".github/workflows/newest.yml").read_text()
     assert f"framework: [{', '.join(newest.NEWEST)}]" in workflow
+
+
+CHECK = {"check": "a", "explanation": "b"}
+RAN = {"framework": {"checks": [{**CHECK, "state": "PASS"}]}}
+FAILED = {"framework": {"checks": [{**CHECK, "state": "FAIL"}]}}
+WRONG_CASE = {"verdicts": [{"passed": False, "case": "a", "explanation": "b"}]}
+
+
+@pytest.mark.parametrize(
+    ("report", "is_good"),
+    [
+        ({"status": 0, **RAN}, True),
+        ({"status": 2}, True),
+        ({"status": 1}, False),
+        ({"status": -1}, False),
+        ({"status": 1, **FAILED}, False),
+        ({"status": 1, **RAN, **WRONG_CASE}, False),
+    ],
+)
+def test_only_a_verification_that_could_not_run_may_say_nothing(
+    newest, monkeypatch, report, is_good
+):
+    monkeypatch.setattr(newest, "verify", lambda *_: {"line": "", **report})
+    assert newest.verified("verl", FILE.parent, []) == is_good

@@ -41,11 +41,7 @@ stand_ins.install(
     stand_ins.NEMO_WORKER,
 )
 typing.TypedDict = typing_extensions.TypedDict  # pydantic models, before Python 3.12
-import transformers  # noqa: E402
-
-transformers.AutoProcessor  # noqa: B018  which loads transformers anew
-# NeMo-RL's patch of a tokenizer asserts an older version.
-sys.modules["transformers"].__version__ = "5.11.0"
+stand_ins.older_transformers()
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

@@ -144,3 +144,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def install(*groups):
     """Put stand-ins before everything else that is imported under their names."""
     sys.meta_path.insert(0, _Finder(name for group in groups for name in group))
+
+
+def older_transformers():
+    """Tell NeMo-RL, whose patch of a tokenizer asserts it, of an older release."""
+    import transformers
+
+    transformers.AutoProcessor  # noqa: B018  which loads transformers anew
+    sys.modules["transformers"].__version__ = "5.11.0"

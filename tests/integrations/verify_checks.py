@@ -22,13 +22,6 @@ ONE = ["--dp", "1", "--loss-aggregation", "token_mean", "--loss-scaling", "avera
 
 
 VERL, NEMO_RL = (Path(os.environ.get("FRAMEWORKS_DIR", "")) / name for name in ("verl", "NeMo-RL"))
-OLDER_TRANSFORMERS = """
-import stand_ins_first, stand_ins
-stand_ins.install(stand_ins.NEMO)
-from transformers import AutoProcessor
-import transformers
-transformers.__version__ = "5.11.0"  # NeMo-RL's patch of a tokenizer asserts an older one
-"""
 
 
 def lossagg_verify(folder, framework):
@@ -77,7 +70,7 @@ def test_a_checkout_of_verl_passes_as_its_release_does(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not NEMO_RL.is_dir(), reason="FRAMEWORKS_DIR has no NeMo-RL")
 def test_nemo_rls_loss_functions_are_the_references(tmp_path, monkeypatch):
-    (tmp_path / "sitecustomize.py").write_text(OLDER_TRANSFORMERS)
+    (tmp_path / "sitecustomize.py").write_text("import nemo_rl_first\n")
     monkeypatch.setenv("PYTHONPATH", path_with(tmp_path, NEMO_RL))
     framework = run_framework("nemo-rl")
     states = [(check["state"], check["explanation"]) for check in framework["checks"]]
