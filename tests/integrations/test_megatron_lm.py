@@ -427,11 +427,11 @@ def test_the_packing_scheduler_trains_the_loss_of_the_same_conversations(
 
 
 @pytest.mark.skipif(not has_scheduler(), reason="this release has no packing scheduler")
-@pytest.mark.parametrize("layout", ["DP2", "CP2", "DP2xCP2"])
+@pytest.mark.parametrize("layout", ["DP2", "CP2", "DP2xCP2", "DP2xPP2"])
 def test_the_scheduler_of_dynamic_context_parallelism_trains_the_same_loss(
     megatron_lm, alone_varlen, layout
 ):
-    processes, more = SIZES[layout]
+    processes, more = {**SIZES, "DP2xPP2": (4, PP2)}[layout]
     longest = ["--max-seqlen-per-dp-cp-rank", "48", "--cp-comm-type", "all_gather"]
     dynamic = ["--dynamic-context-parallel", *PER_TOKEN, *longest]
     events = megatron_lm("varlen", *SAMPLE_MEAN, *dynamic, *more, processes=processes)
