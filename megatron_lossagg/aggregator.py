@@ -80,6 +80,9 @@ class LossAggregator:
         True
     """
 
+    counts_parts = False
+    """Whether each rank counts its parts of sequences, as dynamic context parallelism needs."""
+
     def __init__(
         self,
         model: Any,
@@ -142,7 +145,7 @@ class LossAggregator:
         """Read what the live model is; a refusal on one rank reaches all."""
         fault, settings = "", ""
         try:
-            loss_scaling = checked_loss_scaling(self.chunks)
+            loss_scaling = checked_loss_scaling(self.chunks, counts_parts=self.counts_parts)
             _check_survivors(self.aggregation, loss_scaling)
             frozen = Frozen.of(self.chunks, loss_scaling)
             groups = LiveGroups.of(self.chunks)
@@ -150,6 +153,12 @@ class LossAggregator:
             is_contiguous = mode == "contiguous" and groups.cp_size > 1
             settings = f"megatron-core {megatron_version()}, loss scaling {loss_scaling}, "
             settings += f"{self.options}, {_settings_of(self.aggregation)}"
+            if groups.cp_group is None and self.options.record is not None:
+                raise ContractError(
+                    "got a record with dynamic_context_parallel, expected none: a line holds the "
+                    "hash of whole sequences' weights, and each rank has parts of them; drop "
+                    "--loss-aggregation-record"
+                )
             self._record_group, self._record_file = self._opened_record(groups)
         except Exception as error:  # of any type: no rank may leave the others waiting
             fault = str(error) if isinstance(error, LossAggregationError) else repr(error)
@@ -160,8 +169,9 @@ class LossAggregator:
         """The dense data-parallel group without context parallelism."""
         self.tp_group: ProcessGroup = groups.tp_group
         """The tensor-parallel group."""
-        self.cp_group: ProcessGroup = groups.cp_group
-        """The context-parallel group."""
+        self.cp_group: ProcessGroup | None = groups.cp_group
+        """The context-parallel group; None with dynamic context parallelism, where every rank
+        counts and trains parts of sequences of its own."""
         self.pp_group: ProcessGroup = groups.pp_group
         """The pipeline-parallel group."""
         self.cp_size = groups.cp_size
@@ -445,10 +455,11 @@ class LossAggregator:
 
     def describe(self) -> str:
         """Write a line for the start of a run: mode, formula, loss scaling, K; then the note."""
+        cp = self.cp_size if self.cp_group else "dynamic"
         line = (
             f"loss aggregation {self.aggregation}; loss scaling {self.loss_scaling}, K = "
             f"{K_FORMULA[self.loss_scaling]} "
-            f"(DP {self.dp_size}, CP {self.cp_size}); probe: {self.probe or 'off'}"
+            f"(DP {self.dp_size}, CP {cp}); probe: {self.probe or 'off'}"
         )
         return f"{line}\n{self.note}" if self.note else line
 

@@ -64,7 +64,8 @@ class LiveGroups:
     """The dense data-parallel group without context parallelism."""
     dp_size: int
     dp_cp_size: int
-    cp_group: ProcessGroup
+    cp_group: ProcessGroup | None
+    """None where a microbatch has a group of its own (dynamic context parallelism)."""
     cp_size: int
     cp_rank: int
     tp_group: ProcessGroup
@@ -97,6 +98,20 @@ class LiveGroups:
                 f"{list(dp)}: build model and DistributedDataParallel with the same groups"
             )
         stages = _ranks(first.pp_group)
+        if getattr(first.config, "dynamic_context_parallel", False):
+            # A rank's part of a sequence is counted as a sequence of its own, over all ranks.
+            return LiveGroups(
+                dp_cp_group=first.dp_cp_group,
+                dp_group=first.dp_cp_group,
+                dp_size=len(dp_cp),
+                dp_cp_size=len(dp_cp),
+                cp_group=None,
+                cp_size=1,
+                cp_rank=0,
+                tp_group=_model_group(first, "tp"),
+                pp_group=first.pp_group,
+                is_last_stage=stages[-1] == dist.get_rank(),
+            )
         return LiveGroups(
             dp_cp_group=first.dp_cp_group,
             dp_group=first.dp_group,
@@ -133,8 +148,11 @@ def _model_group(chunk: Any, name: Literal["cp", "tp"]) -> ProcessGroup:
     return global_group
 
 
-def checked_loss_scaling(chunks: Sequence[Any]) -> LossScaling:
-    """Refuse what cannot be compensated; return the loss scaling of the first chunk's config."""
+def checked_loss_scaling(chunks: Sequence[Any], *, counts_parts: bool = False) -> LossScaling:
+    """Refuse what cannot be compensated; return the loss scaling of the first chunk's config.
+
+    ``counts_parts``: as in :func:`check_options`.
+    """
     if _release() < _OLDEST_MEGATRON:
         raise ContractError(
             f"megatron-core {megatron_version()}: before 0.13 num_tokens is reduced over another "
@@ -144,7 +162,7 @@ def checked_loss_scaling(chunks: Sequence[Any]) -> LossScaling:
         raise ContractError("got no model chunk: pass the chunks that the schedule gets")
     for chunk in chunks:
         _check_wrapper(chunk)
-    check_config(chunks[0].config, len(chunks))
+    check_config(chunks[0].config, len(chunks), counts_parts=counts_parts)
     return "per_token" if chunks[0].config.calculate_per_token_loss else "average"
 
 
@@ -162,10 +180,14 @@ def _check_wrapper(chunk: Any) -> None:
         )
 
 
-def check_config(config: Any, num_chunks: int) -> None:
+def check_config(config: Any, num_chunks: int, *, counts_parts: bool = False) -> None:
     """Reject what :data:`~megatron_lossagg.megatron_options.OPTIONS` rejects in a config."""
     check_options(
-        "model config", config, cp_size=int(config.context_parallel_size), num_chunks=num_chunks
+        "model config",
+        config,
+        cp_size=int(config.context_parallel_size),
+        num_chunks=num_chunks,
+        counts_parts=counts_parts,
     )
 
 

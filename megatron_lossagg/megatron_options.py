@@ -35,6 +35,7 @@ class Setting:
 
     cp_size: int = 1
     num_chunks: int = 1
+    counts_parts: bool = False
     holder: Any = None
 
 
@@ -80,8 +81,13 @@ def _is_unknown_partition(value: Any, setting: Setting) -> bool:
     return setting.cp_size > 1 and value not in ("zigzag", "contiguous")
 
 
+def _is_dynamic(value: Any, setting: Setting) -> bool:
+    return bool(value) and not setting.counts_parts
+
+
 def _is_unknown_scheduler(value: Any, setting: Setting) -> bool:
-    return value not in (None, "dp_balanced")
+    known = ("dp_balanced", "default_dynamic_cp") if setting.counts_parts else ("dp_balanced",)
+    return value is not None and value not in known
 
 
 def _is_above_one(value: Any, setting: Setting) -> bool:
@@ -147,11 +153,11 @@ OPTIONS = (
         names=("dynamic_context_parallel",),
         since="dev",
         status="refused",
-        by="versions",
-        is_wrong=_is_set,
-        when="set",
-        why="each microbatch has CP groups of its own, so that sequences have no single layout; "
-        "verl schedules before Megatron, and its engine is supported",
+        by="versions, packing",
+        is_wrong=_is_dynamic,
+        when="set, but in Megatron-LM's own loop and in verl, which have it",
+        why="each microbatch has CP groups of its own, so that sequences have no single layout: "
+        "each rank counts its parts of them",
         change="drop --dynamic-context-parallel",
     ),
     Option(
@@ -162,7 +168,7 @@ OPTIONS = (
         is_wrong=_is_unknown_scheduler,
         when="neither unset nor `dp_balanced`",
         why="sequences are counted after `dp_balanced` has packed them; `default_dynamic_cp` is "
-        "refused",
+        "dynamic context parallelism",
         change="use --sequence-packing-scheduler dp_balanced, or drop it and pack in the data set",
     ),
     Option(
@@ -388,13 +394,24 @@ OPTIONS = (
 )
 
 
-def check_options(holder: Holder, settings: Any, *, cp_size: int, num_chunks: int = 1) -> None:
+def check_options(
+    holder: Holder,
+    settings: Any,
+    *,
+    cp_size: int,
+    num_chunks: int = 1,
+    counts_parts: bool = False,
+) -> None:
     """Raise :class:`ContractError` for the first option of ``settings`` that is refused.
 
     ``holder``: what ``settings`` is. ``cp_size``: the training CP size. ``num_chunks``: model
-    chunks of this rank. An option that ``settings`` lacks has its default. No collective.
+    chunks of this rank. ``counts_parts``: whether each rank counts the parts of sequences that it
+    holds, as dynamic context parallelism needs. An option that ``settings`` lacks has its default.
+    No collective.
     """
-    setting = Setting(cp_size=cp_size, num_chunks=num_chunks, holder=settings)
+    setting = Setting(
+        cp_size=cp_size, num_chunks=num_chunks, counts_parts=counts_parts, holder=settings
+    )
     for option in OPTIONS:
         if option.holder != holder or option.is_wrong is None:
             continue

@@ -86,6 +86,10 @@ class Integration(ABC):
     gives_token_weights = False
     """Whether, under ``count="weights"``, :meth:`sequences` and :meth:`loss` give token weights."""
 
+    counts_parts = False
+    """Whether, with dynamic context parallelism, :meth:`sequences` counts the parts of sequences
+    that this rank holds, with one sample id for all parts of a sequence."""
+
     @abstractmethod
     def sequences(self, data: Any) -> MicrobatchSequences:
         """Count a microbatch, as the data iterator returned it; on the CPU, before slicing.
@@ -294,11 +298,16 @@ class ScheduleHook:
         now = self.aggregator
         if now is None or now.chunks != chunks or (probe and now.probe is None):
             options = replace(self.options, probe=probe)
-            now = self.aggregator = LossAggregator(chunks, self._planned, options=options)
+            kind = _OfParts if self.integration.counts_parts else LossAggregator
+            now = self.aggregator = kind(chunks, self._planned, options=options)
             if dist.get_rank() == 0:
                 stock = f"loss aggregation: the framework's own; {self.flag}"
                 print(now.describe() if trains else stock, flush=True)
         return now
+
+
+class _OfParts(LossAggregator):
+    counts_parts = True
 
 
 class _InLockstep:

@@ -49,6 +49,15 @@ def _own_modules(original: Callable[..., Any]) -> Callable[..., Any]:
     return submodules
 
 
+def _without_devices(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def barrier(*args: Any, device_ids: Any = None, **kwargs: Any) -> Any:
+        del device_ids  # gloo takes none
+        return original(*args, **kwargs)
+
+    return barrier
+
+
 def _keep_pipeline_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def config_of(*args: Any, **kwargs: Any) -> Any:
@@ -155,6 +164,8 @@ TRAINING_STAND_INS: dict[str, Replacement] = {
     "megatron.core.transformer.transformer_config.is_te_min_version": _with_engine_for_packing,
     # megatron.core.pipeline_parallel.p2p_communication.P2PCommunicator; dev
     "torch.cuda.is_current_stream_capturing": always(False),
+    # megatron.core.parallel_state.initialize_model_parallel with dynamic context parallelism; dev
+    "torch.distributed.barrier": _without_devices,
     # pretrain_gpt.get_batch: packed data with RoPE, whose fused kernel needs CUDA
     "megatron.core.models.common.embeddings.rope_utils._apply_rotary_pos_emb_thd": _of_flat_offsets,
     # context parallelism, packed sequences, sequence parallelism

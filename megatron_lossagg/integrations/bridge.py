@@ -24,6 +24,8 @@ __all__ = ["BridgeIntegration", "install"]
 class BridgeIntegration(PretrainIntegration):
     """Megatron-Bridge's text data; each packed sequence is split over context-parallel ranks."""
 
+    counts_parts = False
+
     def __init__(self) -> None:
         self._state: Any = None
         """Bridge's ``GlobalState``, if its forward_step asks for it."""

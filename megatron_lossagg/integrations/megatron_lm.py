@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib
+import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +21,13 @@ from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import ContractError
+from megatron_lossagg.layout import Layout
 from megatron_lossagg.megatron_options import check_options
 from megatron_lossagg.options import Options
 from megatron_lossagg.schedule import FrameworkLoss, Integration, ScheduleHook
@@ -64,12 +67,15 @@ class PretrainIntegration(Integration):
     """
 
     gives_token_weights = True
+    counts_parts = True
     weighs_tokens = False
     """Whether the aggregation counts token weights."""
 
     def prepare(self, aggregations: Sequence[Aggregation]) -> None:
-        """Note what ``loss_mask`` means."""
+        """Note what ``loss_mask`` means, and whether microbatches have weights of their own."""
+        self._packs = itertools.count()
         self.weighs_tokens = any(one.count == "weights" for one in aggregations)
+        self._per_microbatch = any(one.mode == "microbatch_token_mean" for one in aggregations)
 
     def sequences(self, data: Any) -> MicrobatchSequences:
         """Count the mask of each sequence; ``data`` is the dict of Megatron-LM's data sets."""
@@ -77,6 +83,8 @@ class PretrainIntegration(Integration):
             found = type(data).__name__
             raise _unknown(found, "the data iterator", "Megatron-LM's dict with loss_mask")
         mask = np.atleast_2d(to_numpy(data["loss_mask"]))  # a packing scheduler's has no batch
+        if data.get("local_cp_size") is not None:
+            return self._parts(data, mask)
         if all(data.get(name) is None for name, _ in _PACKED_AT):
             start_G = np.arange(len(mask)) * mask.shape[1]
             counted = count_segments(start_G, np.zeros(len(mask)), mask.ravel())
@@ -96,6 +104,37 @@ class PretrainIntegration(Integration):
         if getattr(args, "pad_packed_seq_alignment", None) is None:
             return found
         return _with_tail(found, args)
+
+    def _parts(self, data: Any, mask: npt.NDArray[Any]) -> MicrobatchSequences:
+        """Count this rank's parts of the sequences of a pack, with dynamic context parallelism.
+
+        The parts that the ranks of the microbatch's group hold of a sequence are one sample. Ranks
+        count packs in step, so that a pack's group and number name it.
+        """
+        from megatron.core import parallel_state
+        from megatron.training import get_args
+
+        args = get_args()
+        if getattr(args, "pad_packed_seq_alignment", None) is not None or self._per_microbatch:
+            raise ContractError(
+                "got --dynamic-context-parallel with --pad-packed-seq-alignment or "
+                "--loss-aggregation microbatch_token_mean, expected neither: padding and "
+                "microbatches differ from rank to rank; drop it, or use a fixed "
+                "--context-parallel-size"
+            )
+        found = _packed_sequences(data, mask)
+        cp_size, pack = int(data["local_cp_size"]), next(self._packs)
+        check_options("script arguments", args, cp_size=cp_size)
+        group = parallel_state.get_dynamic_data_context_parallel_groups(group_size=cp_size)
+        is_contiguous = getattr(args, "cp_partition_mode", "zigzag") == "contiguous"
+        split = Layout.thd_contiguous if is_contiguous else Layout.thd_zigzag
+        offset_G1 = np.cumsum([0, *np.asarray(found.lengths)])
+        layout = split(offset_G1, cp_size=cp_size, cp_rank=dist.get_rank(group))
+        length_G, mask_T = layout.local_lengths, mask.ravel()[layout.positions.numpy()]
+        parts = count_segments(np.cumsum(length_G) - length_G, np.asarray(found.is_padding), mask_T)
+        name = (pack * dist.get_world_size() + dist.get_process_group_ranks(group)[0]) << 20
+        parts = replace(parts, sample=name + np.arange(len(length_G)))
+        return with_weights(parts, mask_T) if self.weighs_tokens else parts
 
     def iteration(self) -> int | None:
         """Number the step as Megatron-LM's log does: ``curr_iteration`` counts finished steps."""

@@ -45,8 +45,10 @@ class RLIntegration(PretrainIntegration):
 
     gives_prompts = True
     gives_token_weights = False
+    counts_parts = False
 
     def __init__(self) -> None:
+        super().__init__()
         self._turns = _Turns()
         self._needs_prompts = False
 

@@ -88,7 +88,7 @@ class ProbeStep:
             data_iterator=[iter(range(self.num_microbatches)) for _ in chunks],
             model=chunks,
             num_microbatches=self.num_microbatches,
-            seq_length=self.aggregator.cp_size,  # one position per CP rank
+            seq_length=int(chunks[0].config.context_parallel_size),  # one position per CP rank
             micro_batch_size=1,
             forward_only=False,
         )

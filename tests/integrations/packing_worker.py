@@ -15,6 +15,7 @@ from megatron_lossagg.cpu.training import install_training
 
 install_training()
 
+import pytest  # noqa: E402
 import tiny_gpt  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -31,7 +32,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from megatron.training import global_vars  # noqa: E402
 from token_model import OneWeightPerToken  # noqa: E402
 
-from megatron_lossagg import Aggregation  # noqa: E402
+from megatron_lossagg import Aggregation, LossAggregator  # noqa: E402
+from megatron_lossagg.errors import ContractError, PlanError  # noqa: E402
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration  # noqa: E402
 from megatron_lossagg.options import Options  # noqa: E402
 from megatron_lossagg.schedule import ScheduleHook  # noqa: E402
@@ -39,7 +41,7 @@ from megatron_lossagg.schedule import ScheduleHook  # noqa: E402
 CP, DP = 2, 2
 LENGTHS = ((6, 8), (3, 4), (12, 12), (1, 4), (5, 8), (4, 4), (16, 16), (7, 8), (2, 4), (9, 12))
 """Of each sequence of the step, without and with padding; the ranks read every other one."""
-LONGEST = 12
+LONGEST = {"dp_balanced": 12, "default_dynamic_cp": 8}
 """Tokens of a pack on each context-parallel rank."""
 PADDINGS = (
     (None, None),
@@ -48,15 +50,19 @@ PADDINGS = (
     ("max", "append_dummy_seq"),
     ("max", "extend_last"),
 )
-TOKENS = 1 + sum(padded for _, padded in LENGTHS)
+UNITS = {"dp_balanced": 2 * CP, "default_dynamic_cp": 2 * CP * DP}
+"""What a sequence is padded to a multiple of: it may lie on all ranks of its group."""
+TOKENS = 1 + sum(-(-padded // 8) * 8 for _, padded in LENGTHS)
 """Token 0 fills a shape."""
 
 
-def drawn():
+def drawn(scheduler):
     """Return each sequence as the branch's ``VarlenDataset`` gives it."""
     draw = torch.Generator().manual_seed(0)
-    offsets = [1, *itertools.accumulate((padded for _, padded in LENGTHS), initial=1)][1:]
-    for (length, padded), offset in zip(LENGTHS, offsets, strict=False):
+    unit = UNITS[scheduler]
+    lengths = [(length, -(-padded // unit) * unit) for length, padded in LENGTHS]
+    offsets = itertools.accumulate((padded for _, padded in lengths), initial=1)
+    for (length, padded), offset in zip(lengths, offsets, strict=False):
         mask = (torch.rand(padded, generator=draw) < 0.6).float()
         mask[length:] = 0
         tokens = torch.arange(offset, offset + padded)
@@ -70,13 +76,15 @@ def drawn():
         }
 
 
-def gradient_by_hand():
-    """Return the gradient of the mean over sequences of the mean over their trained tokens."""
+def gradient_by_hand(scheduler, mode):
+    """Return the gradient of the mean over tokens, or over sequences of their means."""
     gradient = torch.zeros(TOKENS)
-    for sequence in drawn():
-        trained = sequence["tokens"][sequence["loss_mask"] != 0].tolist()
+    sequences = [one["tokens"][one["loss_mask"] != 0].tolist() for one in drawn(scheduler)]
+    for trained in sequences:
         for token in trained:
             gradient[token] = 1 / len(trained) / len(LENGTHS)
+            if mode == "token_mean":
+                gradient[token] = 1 / sum(map(len, sequences))
     return gradient
 
 
@@ -85,16 +93,22 @@ def framework_loss(mask, output):
     return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens.double()])}
 
 
-def gradient(partition, padding, *, per_token):
-    """Train one step; return its gradient and how many tokens each microbatch has here."""
+def gradient(partition, padding, *, per_token, scheduler="dp_balanced", **made):
+    """Train one step; return its gradient and how many ranks and tokens each microbatch has here.
+
+    ``made``: how the hook is made.
+    """
     alignment, policy = padding
+    is_dynamic = scheduler == "default_dynamic_cp"
     options = {
         "pad_packed_seq_alignment": alignment,
         "thd_tail_padding_policy": policy,
         "thd_max_packed_sequences": None,
-        "max_seqlen_per_dp_cp_rank": LONGEST,
+        "max_seqlen_per_dp_cp_rank": LONGEST[scheduler],
         "cuda_graph_impl": "none",
-        "sequence_packing_scheduler": "dp_balanced",
+        "sequence_packing_scheduler": scheduler,
+        "dynamic_context_parallel": is_dynamic,
+        "min_dynamic_context_parallel_size": 1,
         "cp_partition_mode": partition,
     }
     config = tiny_gpt.config_of(per_token=per_token)
@@ -103,42 +117,77 @@ def gradient(partition, padding, *, per_token):
     chunk = DistributedDataParallel(
         config, DistributedDataParallelConfig(grad_reduce_in_fp32=False), OneWeightPerToken(TOKENS)
     )
-    own = list(drawn())[parallel_state.get_data_parallel_rank() :: DP]
+    own = list(drawn(scheduler))[parallel_state.get_data_parallel_rank() :: DP]
     packed, num_microbatches, *_ = wrap_data_iterator(iter([own]), config, 1)
     sizes = []
 
     def forward_step(iterator, model):
-        tokens, _, mask, *_ = get_batch_on_this_rank_for_sequence_packing(iterator, config=config)
-        sizes.append(tokens.numel())
+        tokens, _, mask, _, _, packed, _ = get_batch_on_this_rank_for_sequence_packing(
+            iterator, config=config, dynamic_cp=is_dynamic
+        )
+        sizes.append((packed.local_cp_size or CP, tokens.numel()))
         return model(tokens), functools.partial(framework_loss, mask)
 
-    hook = ScheduleHook(
-        Aggregation("sample_mean"), PretrainIntegration(), options=Options(probe=False)
-    )
+    made = {"aggregation": Aggregation("sample_mean"), "options": Options(probe=False), **made}
+    hook = ScheduleHook(integration=PretrainIntegration(), **made)
     hook.wrap(get_forward_backward_func())(
         forward_step_func=forward_step,
         data_iterator=packed,
         model=[chunk],
         num_microbatches=num_microbatches,
-        seq_length=LONGEST * CP,
+        seq_length=LONGEST[scheduler] * CP,
         micro_batch_size=1,
     )
     return chunk.module.weight.main_grad, sizes
 
 
+def compare(case, found, wanted, sizes):
+    error = ((found - wanted).norm() / wanted.norm()).item()
+    assert error < 1e-12, (case, error)
+    assert len(sizes) > 1
+    if dist.get_rank() == 0:
+        print(f"PACKED equals the loops: {case}, packs of {sizes}", flush=True)
+
+
+def compare_dynamic():
+    """Train sequences on groups of ranks of their own size, and see what is refused there."""
+    train = functools.partial(
+        gradient, padding=(None, None), per_token=True, scheduler="default_dynamic_cp"
+    )
+    seen = set()
+    for partition in ("zigzag", "contiguous"):
+        for mode in ("sample_mean", "token_mean"):
+            found, sizes = train(partition, aggregation=Aggregation(mode), options=Options())
+            seen |= {size for size, _ in sizes}
+            wanted = gradient_by_hand("default_dynamic_cp", mode)
+            compare(f"dynamic, {partition}, {mode}", found, wanted, sizes)
+    sizes = [None] * dist.get_world_size()
+    dist.all_gather_object(sizes, seen)
+    assert set.union(*sizes) == {1, 2, 4}
+    with pytest.raises(PlanError, match="microbatch_token_mean, expected neither"):
+        train("zigzag", aggregation=Aggregation("microbatch_token_mean"))
+    with pytest.raises(ContractError, match="got a record with dynamic_context_parallel"):
+        train("zigzag", options=Options(probe=False, record="never"))
+    config = tiny_gpt.config_of(per_token=True)
+    config.dynamic_context_parallel = True
+    chunk = DistributedDataParallel(
+        config, DistributedDataParallelConfig(), OneWeightPerToken(TOKENS)
+    )
+    with pytest.raises(ContractError, match="dynamic_context_parallel is True, which is not"):
+        LossAggregator(chunk, "token_mean")
+    if dist.get_rank() == 0:
+        print("refused with dynamic context parallelism", flush=True)
+
+
 def main():
-    tiny_gpt.start(cp=CP)
-    wanted = gradient_by_hand()
+    tiny_gpt.start(cp=CP, dynamic_context_parallel=True)
     for partition in ("zigzag", "contiguous"):
         for padding in PADDINGS:
             for per_token in (False, True):
                 found, sizes = gradient(partition, padding, per_token=per_token)
-                error = ((found - wanted).norm() / wanted.norm()).item()
-                case = f"{partition}, {padding}, per token {per_token}, packs of {sizes}"
-                assert error < 1e-12, (case, error)
-                assert len(sizes) > 1
-                if dist.get_rank() == 0:
-                    print(f"PACKED equals the loops: {case}", flush=True)
+                case = f"{partition}, {padding}, per token {per_token}"
+                compare(case, found, gradient_by_hand("dp_balanced", "sample_mean"), sizes)
+    compare_dynamic()
     dist.destroy_process_group()
 
 

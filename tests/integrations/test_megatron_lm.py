@@ -427,10 +427,28 @@ def test_the_packing_scheduler_trains_the_loss_of_the_same_conversations(
 
 
 @pytest.mark.skipif(not has_scheduler(), reason="this release has no packing scheduler")
+@pytest.mark.parametrize("layout", ["DP2", "CP2", "DP2xCP2", "DP2xPP2"])
+def test_the_scheduler_of_dynamic_context_parallelism_trains_the_same_loss(
+    megatron_lm, alone_varlen, layout
+):
+    processes, more = {**SIZES, "DP2xPP2": (4, PP2)}[layout]
+    longest = ["--max-seqlen-per-dp-cp-rank", "48", "--cp-comm-type", "all_gather"]
+    dynamic = ["--dynamic-context-parallel", *PER_TOKEN, *longest]
+    events = megatron_lm("varlen", *SAMPLE_MEAN, *dynamic, *more, processes=processes)
+    wanted = [event for event in alone_varlen if "wanted" in event]
+    assert len(steps(events)) == len(wanted) == 3
+    for step, hand in zip(steps(events), wanted, strict=True):
+        assert step["step"]["lm loss"] == pytest.approx(hand["wanted"], rel=1e-6)
+        assert step["grad_norm"] == pytest.approx(hand["grad_norm"], rel=1e-6)
+    assert numbers(events) == pytest.approx(numbers(alone_varlen), rel=1e-6)
+
+
+@pytest.mark.skipif(not has_scheduler(), reason="this release has no packing scheduler")
 def test_the_schedulers_own_batches_are_weighted_in_both_splits_and_with_each_padding(megatron_lm):
     done = megatron_lm.launch([str(FRAMEWORKS / "packing_worker.py")], processes=4, timeout=200)
     assert done.returncode == 0, done.stderr[-6000:]
-    assert done.stdout.count("PACKED equals the loops") == 20
+    assert done.stdout.count("PACKED equals the loops") == 20 + 4
+    assert "refused with dynamic context parallelism" in done.stdout
 
 
 RL_NEEDS = [name for name in ("httpx", "fastapi", "uvicorn", "wandb") if find_spec(name) is None]
