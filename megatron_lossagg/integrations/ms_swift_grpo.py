@@ -98,7 +98,7 @@ class GRPOIntegration(Integration):
         return MicrobatchSequences(
             active_tokens=mask.sum(1),
             lengths=np.full(b, s + self._num_added(s)),
-            prompt=getattr(batch, _PROMPT) if self._needs_prompts else None,
+            prompt=_prompts(batch) if self._needs_prompts else None,
         )
 
     def layout(self, aggregator: LossAggregator, lengths: Sequence[int]) -> Layout:
@@ -281,6 +281,17 @@ def _trainer_class() -> Any:
         ) from error
 
 
+def _prompts(batch: Any) -> list[int]:
+    found = getattr(batch, _PROMPT, [None])
+    if None in found:
+        raise ContractError(
+            "got completions whose prompts are not known, expected those of the samples that "
+            "get_local_rollout_batch repeated: call install before the first rollout, or choose "
+            "another mode than prompt_mean"
+        )
+    return list(found)
+
+
 def _number_prompts() -> None:
     """Let each microbatch keep the prompts of its completions.
 
@@ -305,7 +316,7 @@ def _number_prompts() -> None:
     @functools.wraps(collate)
     def collated(samples: Any, *args: Any, **kwargs: Any) -> Any:
         inputs, batch = collate(samples, *args, **kwargs)
-        setattr(batch, _PROMPT, [getattr(sample, _PROMPT) for sample in samples])
+        setattr(batch, _PROMPT, [getattr(sample, _PROMPT, None) for sample in samples])
         return inputs, batch
 
     trainer.get_local_rollout_batch = numbered

@@ -25,7 +25,9 @@ _TRUNCATES = "rollout_importance_sampling_threshold=0.4"
 def difference(got, wanted):
     """Return how far two gradients differ, of the largest number in them."""
     got, wanted = (torch.tensor(one, dtype=torch.float64) for one in (got, wanted))
-    return ((got - wanted).abs().max() / wanted.abs().max()).item()
+    found = ((got - wanted).abs().max() / wanted.abs().max()).item()
+    print(f"gradients differ by {found:.2g}")
+    return found
 
 
 @pytest.mark.parametrize(
@@ -138,7 +140,13 @@ def returning(change):
 def test_a_release_that_returns_another_loss_is_an_error(change, error, message):
     taken_apart(Aggregation("sample_mean"), "dapo")
     with pytest.raises(error, match=message):
-        taken_apart(Aggregation("sample_mean"), "dapo", returning(change))
+        taken_apart(Aggregation("sample_mean"), "dapo", changed=returning(change))
+
+
+def test_a_width_that_ranks_cannot_share_is_padded():
+    found = taken_apart(Aggregation("prompt_mean"), "grpo", cp_size=5)
+    assert found.loss_error < 1e-12
+    assert found.gradient_error < 1e-12
 
 
 def test_a_loss_func_of_a_subclass_is_refused():

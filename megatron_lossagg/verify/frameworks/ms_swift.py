@@ -67,7 +67,7 @@ def checks(aggregation: Aggregation) -> list[Check]:
     for name, one in aggregations().items():
         listed.append(_check_grpo(f"grpo, {name}", one))
     for loss_type in ALIASED:
-        listed.append(_check_grpo(f"grpo, {loss_type}", aggregation, loss_type))
+        listed.append(_check_grpo(f"grpo, {loss_type}", Aggregation("sample_mean"), loss_type))
         run = partial(_grpo, loss_type)
         name = f"ms-swift:{loss_type}"
         listed.append(Check(name=name, function=f"{_GRPO}.loss_func", compare=run))
@@ -132,11 +132,16 @@ def _sft(aggregation: Aggregation) -> Comparison:
 
 
 def taken_apart(
-    aggregation: Aggregation, loss_type: str, changed: Callable[..., Any] | None = None
+    aggregation: Aggregation,
+    loss_type: str,
+    *,
+    changed: Callable[..., Any] | None = None,
+    cp_size: int = 1,
 ) -> Comparison:
     """Weigh what the integration takes out of the trainer's loss for GRPO, over the step.
 
-    ``changed``: wraps ``loss_func``, as a release would that computes another loss.
+    ``changed``: wraps ``loss_func``, as a release would that computes another loss. ``cp_size``:
+    context-parallel ranks, one after the other.
     """
     from megatron_lossagg.integrations.ms_swift_grpo import GRPOIntegration
 
@@ -145,27 +150,30 @@ def taken_apart(
     total: Any = 0
     with _one_rank(dp_size=step.dp_size):
         trainers = [_trainer(step, mb, loss_type) for mb in step.microbatches]
-        batches = [_batch(step, mb) for mb in step.microbatches]
-        call = {"forward_step_func": trainers[0].forward_step, "model": None}
-        integration.applies(call)
-        for mb, batch in zip(step.microbatches, batches, strict=True):
-            batch.lossagg_prompt = [step.prompts[n] for n in mb.sequences]
-        given = [integration.sequences({"grpo_batch": batch}) for batch in batches]
+        data = [{"grpo_batch": _batch(step, mb)} for mb in step.microbatches]
+        for trainer in trainers:
+            trainer.args.context_parallel_size = cp_size
+        for mb, one in zip(step.microbatches, data, strict=True):
+            one["grpo_batch"].lossagg_prompt = [step.prompts[n] for n in mb.sequences]
+        integration.applies({"forward_step_func": trainers[0].forward_step})
+        given = [integration.sequences(one) for one in data]
         counts = [n for one in given for n in torch.as_tensor(one.active_tokens).tolist()]
         sequences = Sequences(active_tokens=counts, prompt=step.prompts)
         plan = plan_step(aggregation, sequences)
-        for mb, batch, trainer, counted in zip(
-            step.microbatches, batches, trainers, given, strict=True
-        ):
-            loss_func = trainer.loss_func if changed is None else changed(trainer.loss_func)
-            found = integration.loss(partial(loss_func, data={"grpo_batch": batch}), mb.log_probs)
-            assert found.check is not None
-            plan.state.faults.record(*found.check)
-            rank = SimpleNamespace(cp_size=1, cp_rank=0)
-            layout = integration.layout(cast(Any, rank), np.asarray(counted.lengths).tolist())
-            total = total + plan.reducer(list(mb.sequences), found.mask, layout)(found.losses)
+        for n, mb in enumerate(step.microbatches):
+            integration.applies({"forward_step_func": trainers[n].forward_step})
+            loss_func = trainers[n].loss_func
+            loss_func = partial(changed(loss_func) if changed else loss_func, data=data[n])
+            for rank in range(cp_size):
+                found = integration.loss(loss_func, mb.log_probs)
+                assert found.check is not None
+                plan.state.faults.record(*found.check)
+                sizes = SimpleNamespace(cp_size=cp_size, cp_rank=rank)
+                lengths = np.asarray(given[n].lengths).tolist()
+                layout = integration.layout(cast(Any, sizes), lengths)
+                total = total + plan.reducer(list(mb.sequences), found.mask, layout)(found.losses)
         plan.check()
-    return compare(total, step.wanted(aggregation, grpo_losses(step, loss_type)), step.leaves)
+        return compare(total, step.wanted(aggregation, grpo_losses(step, loss_type)), step.leaves)
 
 
 def _grpo(loss_type: str) -> Comparison:
