@@ -324,7 +324,9 @@ def main(path, mode, cp, loss_scaling, layout, more):
     collator.packing, collator.max_length, collator.processor = False, None, None
     collator.template_meta = SimpleNamespace(default_system=None)
     trainer = Trainer(args, collator, vllm_client=None)
-    trainer.mode, trainer._has_teacher = mode, False
+    trainer.mode = mode
+    if args.off_policy_sequence_mask_delta is not None:  # 4.6.0 sees a teacher in every run
+        trainer._has_teacher = False
     if args.corrects_rollout:  # what an engine that returns log-probabilities allows
         trainer.disable_rollout_importance_sampling = False
         trainer.rollout_importance_sampling_mode = "token_truncate"
