@@ -24,7 +24,7 @@ from megatron_lossagg.aggregator import LossAggregator
 from megatron_lossagg.buffer import MicrobatchSequences, StepBuffer, StepMicrobatch
 from megatron_lossagg.devices import moved
 from megatron_lossagg.errors import AggregationError, ContractError
-from megatron_lossagg.faults import Faults
+from megatron_lossagg.faults import Describe, Faults
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.options import Options
 from megatron_lossagg.plan import StepPlan
@@ -52,6 +52,11 @@ class FrameworkLoss:
 
     It is compared with that in each training microbatch, so that no term is lost. None: nothing is
     compared.
+    """
+    check: tuple[list[Tensor], Describe] | None = None
+    """0-dim results of a check of the integration's own, on the device, and what they mean.
+
+    They are read when the step ends, in an evaluation too. None: there is none.
     """
 
 
@@ -439,8 +444,11 @@ class _Replay:
             layout=layout,
             token_weights=framework.token_weights,
         )
+        faults = self._step.plan.state.faults
+        if framework.check is not None:
+            faults.record(*framework.check)
         if self._compares:
-            compare(framework, self._step.plan.state.faults, microbatch.index)
+            compare(framework, faults, microbatch.index)
         return framework, mb
 
 

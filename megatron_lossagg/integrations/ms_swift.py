@@ -33,7 +33,7 @@ from megatron_lossagg.integrations.megatron_lm import (
 from megatron_lossagg.options import Options
 from megatron_lossagg.schedule import FrameworkLoss, Integration, ScheduleHook
 
-__all__ = ["SwiftIntegration", "install"]
+__all__ = ["SwiftIntegration", "install", "named", "reducing", "reported"]
 
 _BASE = "swift.megatron.trainers.base"
 _SFT = "swift.megatron.trainers.trainer"
@@ -77,7 +77,7 @@ class SwiftIntegration(Integration):
         """Count the labels of each conversation; ``data`` is what ms-swift's collator returns."""
         if not isinstance(data, Mapping) or data.get("labels") is None:
             raise ContractError(
-                f"got {_named(data)} from the data iterator, expected the dict with labels that "
+                f"got {named(data)} from the data iterator, expected the dict with labels that "
                 "ms-swift's template collates: train it without megatron_lossagg"
             )
         mask_P = _shifted(data["labels"]) != _IGNORED
@@ -140,9 +140,9 @@ def _check_trainer(trainer: Any, config: Any) -> None:
     sft = _trainer_class()
     if not isinstance(trainer, sft) or type(trainer).loss_func is not sft.loss_func:
         raise ContractError(
-            f"got the loss of {_named(trainer)}, expected that of ms-swift's MegatronTrainer "
-            "(megatron sft, megatron pt): no other trainer's loss is known here; train it without "
-            "megatron_lossagg"
+            f"got the loss of {named(trainer)}, expected that of ms-swift's MegatronTrainer "
+            "(megatron sft, megatron pt): GRPO has ms_swift_grpo.install; train any other trainer "
+            "without megatron_lossagg"
         )
     args = trainer.args
     if args.task_type != "causal_lm":
@@ -164,7 +164,8 @@ def _check_trainer(trainer: Any, config: Any) -> None:
         )
 
 
-def _named(found: Any) -> str:
+def named(found: Any) -> str:
+    """Say of what type something is, for messages."""
     return f"a {type(found).__name__}"
 
 
@@ -191,7 +192,7 @@ def install(
         )
     hook = ScheduleHook(aggregation, integration or SwiftIntegration(), options=options)
     rebind(hook, [_BASE], "ms-swift's Megatron trainers")
-    sft._log_callback = _reducing(sft._log_callback, _reported(hook))
+    sft._log_callback = reducing(sft._log_callback, reported(hook))
     return hook
 
 
@@ -205,7 +206,7 @@ def _trainer_class() -> Any:
         ) from error
 
 
-def _reported(hook: ScheduleHook) -> list[str]:
+def reported(hook: ScheduleHook) -> list[str]:
     """List the pairs that the hook reports next to ``loss``; the same on every rank."""
     shadows = [f"lossagg/shadow/{name}" for name in hook.options.shadows]
     if hook.aggregation is None:
@@ -213,7 +214,7 @@ def _reported(hook: ScheduleHook) -> list[str]:
     return ["lossagg/weight_sum", "lossagg/weight_expected", "stock/loss", *shadows]
 
 
-def _reducing(log: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
+def reducing(log: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
     """Reduce what the hook reports before ms-swift divides and logs it.
 
     ms-swift drops a pair whose count is 0 on a rank, which then adds zeros here.

@@ -18,7 +18,7 @@ SKYRL = "skyrl==0.4.0"
 """The second release of SkyRL; it declares Python 3.12, and what is used of it runs on 3.11."""
 SECOND = FOLDER / "skyrl-0.4.0"
 SKYRL_CHECKS = Path(__file__).with_name("skyrl_checks.py")
-SWIFT_CHECKS = Path(__file__).with_name("swift_checks.py")
+SWIFT_CHECKS = [Path(__file__).with_name(f"swift{one}_checks.py") for one in ("", "_grpo")]
 """In a process of their own: what ms-swift imports without calling it is real for the others."""
 
 
@@ -36,17 +36,16 @@ def main() -> int:
     # The entry points of this checkout, which need not be the environment's.
     setup = [sys.executable, "setup.py", "--quiet"]
     subprocess.run([*setup, "egg_info", "--egg-base", str(FOLDER)], cwd=ROOT, check=True)
-    checks = sorted(map(str, Path(__file__).parent.glob("*_checks.py")))
+    checks = set(Path(__file__).parent.glob("*_checks.py")) - set(SWIFT_CHECKS)
     # Frameworks warn at import; warnings of this package stay errors.
     ignored = [f"-Wignore::{kind}Warning" for kind in ("User", "Deprecation", "Future", "Syntax")]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *ignored]
     given = sys.argv[1:]
-    if any(Path(argument).name == SWIFT_CHECKS.name for argument in given):
+    if any(Path(argument).name in [one.name for one in SWIFT_CHECKS] for argument in given):
         return int(run([*command, *given], [FOLDER]))
-    failed = False if given else run([*command, str(SWIFT_CHECKS)], [FOLDER])
+    failed = False if given else run([*command, *map(str, SWIFT_CHECKS)], [FOLDER])
     command += ["-p", "stand_ins_first"]
-    checks.remove(str(SWIFT_CHECKS))
-    failed |= run([*command, *(given or checks)], [FOLDER])
+    failed |= run([*command, *(given or map(str, sorted(checks)))], [FOLDER])
     again = given or [str(SKYRL_CHECKS)]
     if any(Path(argument).name == SKYRL_CHECKS.name for argument in again):
         failed |= run([*command, *again], [SECOND, FOLDER])

@@ -1,18 +1,14 @@
 """ms-swift as released: its ``MegatronTrainer`` on the CPU, and the loss of its GRPO trainer.
 
 The trainer's runs are launched (``swift_worker.py``); ``MegatronGRPOTrainer.loss_func`` is called
-per microbatch and rank.
+per microbatch and rank. Runs of the GRPO trainer are those of ``swift_grpo_checks.py``.
 """
-
-import json
-import os
-from pathlib import Path
 
 import imports_swift  # noqa: F401  first
 import pytest
 import torch
-from fork_server import ForkServer
 from swift.version import __version__
+from swift_runs import LAYOUTS, close, runs_of
 
 from megatron_lossagg.verify.frameworks.check import outcome_of
 from megatron_lossagg.verify.frameworks.launch import DEFAULT, checks_of
@@ -48,40 +44,10 @@ def test_ms_swift_averages_microbatches_which_differs_if_they_have_unequally_man
     assert ratio == pytest.approx([4 / 6, 4 / 2])
 
 
-LAYOUTS = {
-    "DP 2": (2, 1, "average"),
-    "DP 2, per-token": (2, 1, "per_token"),
-    "CP 2": (2, 2, "average"),
-    "CP 2, per-token": (2, 2, "per_token"),
-}
-"""Processes, CP and the loss scaling."""
-
-
 @pytest.fixture(scope="module")
 def train(tmp_path_factory):
-    """Return a function that trains with ms-swift and returns what its worker wrote."""
-    folder, ran = tmp_path_factory.mktemp("swift"), {}
-    server = ForkServer(["imports_swift"], path=os.environ["PYTHONPATH"])
-    worker = str(Path(__file__).with_name("swift_worker.py"))
-
-    def run(*arguments):
-        if arguments not in ran:
-            aggregation, processes, cp, loss_scaling, data, *more = arguments
-            file = folder / f"{len(ran)}.json"
-            options = map(str, (file, aggregation, cp, loss_scaling, data, *more))
-            done = server.launch([worker, *options], processes=processes, timeout=300)
-            assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
-            ran[arguments] = json.loads(file.read_text()) if file.exists() else done.stdout
-            if file.exists():
-                print(*arguments, ran[arguments]["steps"][0])
-        return ran[arguments]
-
-    yield run
-    server.close()
-
-
-def close(got, wanted, tolerance=2e-6):
-    return got == pytest.approx(wanted, rel=tolerance, abs=0)
+    with runs_of("swift_worker.py", tmp_path_factory.mktemp("swift")) as run:
+        yield run
 
 
 ACTIVE = {"packed": 8 / 9, "padded": 7 / 8}

@@ -105,7 +105,7 @@ class Watch(MegatronCallback):
     """Keeps what ms-swift logs, and computes each step by hand where a process is alone."""
 
     def on_train_begin(self):
-        self.trainer.written = {"steps": [], "evaluated": [], "by_hand": []}
+        self.trainer.written = {"steps": [], "evaluated": [], "by_hand": [], "gradients": []}
 
     def on_step_begin(self):
         if dist.get_world_size() == 1:

@@ -1,20 +1,20 @@
-"""ms-swift: the losses of its Megatron trainers for SFT and GRPO, and the hook of the integration.
+"""ms-swift: the losses of its Megatron trainers for SFT and GRPO, and the hook of the integrations.
 
-``MegatronTrainer.loss_func`` is taken apart by the integration, whose counts weigh the step.
-``MegatronGRPOTrainer.loss_func`` is run as it is: its names are aliases. Megatron averages what it
-returns over microbatches and data-parallel ranks. Both run in a process group of one.
+``loss_func`` of both trainers is taken apart by its integration, whose counts weigh the step.
+``MegatronGRPOTrainer.loss_func`` is run as it is too: its names are aliases. Megatron averages what
+it returns over microbatches and data-parallel ranks. All run in a process group of one.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from megatron_lossagg.verify.frameworks.check import (
 )
 from megatron_lossagg.verify.frameworks.step import Microbatch, Step, aggregations
 
-__all__ = ["ALIASED", "checks", "grpo_loss", "grpo_losses"]
+__all__ = ["ALIASED", "checks", "grpo_loss", "grpo_losses", "taken_apart"]
 
 _BASE = "swift.megatron.trainers.base"
 _SFT = "swift.megatron.trainers.trainer.MegatronTrainer"
@@ -64,12 +64,20 @@ def checks(aggregation: Aggregation) -> list[Check]:
         if one.mode != "prompt_mean":
             run = partial(_sft, one)
             listed.append(Check(name=f"sft, {name}", function=f"{_SFT}.loss_func", compare=run))
+    for name, one in aggregations().items():
+        listed.append(_check_grpo(f"grpo, {name}", one))
     for loss_type in ALIASED:
+        listed.append(_check_grpo(f"grpo, {loss_type}", Aggregation("sample_mean"), loss_type))
         run = partial(_grpo, loss_type)
         name = f"ms-swift:{loss_type}"
         listed.append(Check(name=name, function=f"{_GRPO}.loss_func", compare=run))
     listed.append(Check(name="the training loop", function=f"{_SFT}.train", compare=_loop))
     return listed
+
+
+def _check_grpo(name: str, aggregation: Aggregation, loss_type: str = "grpo") -> Check:
+    run = partial(taken_apart, aggregation, loss_type)
+    return Check(name=name, function=f"{_GRPO}.loss_func", compare=run)
 
 
 def _bound(aggregation: Aggregation) -> None:
@@ -123,6 +131,51 @@ def _sft(aggregation: Aggregation) -> Comparison:
     return compare(total, step.wanted(aggregation, losses), step.leaves)
 
 
+def taken_apart(
+    aggregation: Aggregation,
+    loss_type: str,
+    *,
+    changed: Callable[..., Any] | None = None,
+    cp_size: int = 1,
+) -> Comparison:
+    """Weigh what the integration takes out of the trainer's loss for GRPO, over the step.
+
+    ``changed``: wraps ``loss_func``, as a release would that computes another loss. ``cp_size``:
+    context-parallel ranks, one after the other.
+    """
+    from megatron_lossagg.integrations.ms_swift_grpo import GRPOIntegration
+
+    integration, step = GRPOIntegration(), Step()
+    integration.prepare([aggregation])
+    total: Any = 0
+    with _one_rank(dp_size=step.dp_size):
+        trainers = [_trainer(step, mb, loss_type) for mb in step.microbatches]
+        data = [{"grpo_batch": _batch(step, mb)} for mb in step.microbatches]
+        for trainer in trainers:
+            trainer.args.context_parallel_size = cp_size
+        for mb, one in zip(step.microbatches, data, strict=True):
+            one["grpo_batch"].lossagg_prompt = [step.prompts[n] for n in mb.sequences]
+        integration.applies({"forward_step_func": trainers[0].forward_step})
+        given = [integration.sequences(one) for one in data]
+        counts = [n for one in given for n in torch.as_tensor(one.active_tokens).tolist()]
+        sequences = Sequences(active_tokens=counts, prompt=step.prompts)
+        plan = plan_step(aggregation, sequences)
+        for n, mb in enumerate(step.microbatches):
+            integration.applies({"forward_step_func": trainers[n].forward_step})
+            loss_func = trainers[n].loss_func
+            loss_func = partial(changed(loss_func) if changed else loss_func, data=data[n])
+            for rank in range(cp_size):
+                found = integration.loss(loss_func, mb.log_probs)
+                assert found.check is not None
+                plan.state.faults.record(*found.check)
+                sizes = SimpleNamespace(cp_size=cp_size, cp_rank=rank)
+                lengths = np.asarray(given[n].lengths).tolist()
+                layout = integration.layout(cast(Any, sizes), lengths)
+                total = total + plan.reducer(list(mb.sequences), found.mask, layout)(found.losses)
+        plan.check()
+        return compare(total, step.wanted(aggregation, grpo_losses(step, loss_type)), step.leaves)
+
+
 def _grpo(loss_type: str) -> Comparison:
     step = Step()
     wanted = step.wanted(ALIASED[loss_type], grpo_losses(step, loss_type))
@@ -155,17 +208,25 @@ def grpo_losses(step: Step, loss_type: str) -> list[Tensor]:
 
 
 def _microbatch_loss(step: Step, mb: Microbatch, loss_type: str) -> Tensor:
-    """Call the trainer's loss on a microbatch, without a trainer's model and engine."""
-    from swift.megatron.trainers.grpo_trainer import MegatronGRPOTrainer
-    from swift.rl_core.data import GRPOBatch
+    trainer = _trainer(step, mb, loss_type)
+    loss: Tensor
+    loss, _ = trainer.loss_func(mb.log_probs, {"grpo_batch": _batch(step, mb)})
+    return loss
 
-    trainer = SimpleNamespace(
+
+def _trainer(step: Step, mb: Microbatch, loss_type: str) -> Any:
+    """Make the trainer of a microbatch's loss, without a model and an engine."""
+    from swift.megatron.trainers.grpo_trainer import MegatronGRPOTrainer
+
+    trainer: Any = object.__new__(MegatronGRPOTrainer)
+    vars(trainer).update(
         micro_batch_size=len(mb.sequences),
         args=SimpleNamespace(
             report_to=[],
             overlong_filter=False,
             delta=None,
             num_microbatches=step.num_microbatches,
+            context_parallel_size=1,
         ),
         disable_rollout_importance_sampling=True,
         beta=0.0,
@@ -191,8 +252,14 @@ def _microbatch_loss(step: Step, mb: Microbatch, loss_type: str) -> Tensor:
         steps_per_generation=1,
         _flush_log_completions=lambda: None,
     )
-    trainer._compute_fipo_influence = partial(MegatronGRPOTrainer._compute_fipo_influence, trainer)
-    batch = GRPOBatch(
+    return trainer
+
+
+def _batch(step: Step, mb: Microbatch) -> Any:
+    """Make what the trainer's loss reads of a microbatch."""
+    from swift.rl_core.data import GRPOBatch
+
+    return GRPOBatch(
         completion_mask=mb.mask,
         truncated_mask=torch.zeros(len(mb.sequences), dtype=torch.bool),
         seq_lengths=torch.full((len(mb.sequences),), mb.mask.shape[1]),
@@ -200,9 +267,6 @@ def _microbatch_loss(step: Step, mb: Microbatch, loss_type: str) -> Tensor:
         old_per_token_logps=torch.zeros_like(mb.log_probs),
         num_items_in_batch=torch.tensor(float(sum(step.lengths))),
     )
-    loss: Tensor
-    loss, _ = MegatronGRPOTrainer.loss_func(trainer, mb.log_probs, {"grpo_batch": batch})
-    return loss
 
 
 @contextmanager

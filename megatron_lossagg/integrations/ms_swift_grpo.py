@@ -1,0 +1,347 @@
+"""GRPO of ms-swift on Megatron: ``install(aggregation)`` in a file of ``--external_plugins``.
+
+Its ``loss_func`` computes per-token losses, multiplies them by a bool mask, sums and divides, and
+returns the scalar. It runs as it is, once per microbatch. While it runs, both factors of every such
+product are kept, and those of the product that the scalar was summed from are the losses and the
+mask. Summed with what ms-swift 4.6.0 multiplies each token's loss by, they must give the scalar and
+its gradient again, in every microbatch: a term or a factor that is not known here is an error.
+
+Every context-parallel rank gathers all log-probabilities, with a gradient for its own, and
+``loss_func`` sums all tokens on each. Here a rank weighs a part of them, and the gradients with
+respect to the log-probabilities are summed over the ranks: a ratio of a whole sequence needs that.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.overrides import TorchFunctionMode
+
+from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.aggregator import LossAggregator
+from megatron_lossagg.buffer import MicrobatchSequences
+from megatron_lossagg.errors import ContractError
+from megatron_lossagg.integrations.megatron_lm import rebind, to_numpy
+from megatron_lossagg.integrations.ms_swift import named, reducing, reported
+from megatron_lossagg.layout import Layout
+from megatron_lossagg.options import Options
+from megatron_lossagg.schedule import FrameworkLoss, Integration, ScheduleHook
+
+__all__ = ["GRPOIntegration", "install"]
+
+_BASE = "swift.megatron.trainers.base"
+_GRPO = "swift.megatron.trainers.grpo_trainer"
+_PER_SAMPLE, _PER_WIDTH = ("grpo", "sapo"), ("dr_grpo",)
+_PER_TOKEN = ("bnpo", "cispo", "dapo", "fipo")
+"""The ``loss_type``s whose loss is a sum over tokens, by what they divide it by."""
+_PROMPT = "lossagg_prompt"
+"""Attribute of ms-swift's samples and batches: the prompt of a completion."""
+
+
+class GRPOIntegration(Integration):
+    """``MegatronGRPOTrainer`` (``megatron rlhf --rlhf_type grpo``), padding-free or padded.
+
+    A sequence is a completion, a prompt its group. Its active tokens are those of ms-swift's
+    ``completion_mask``; a completion that ``overlong_filter`` masks has none. The per-token losses
+    are ms-swift's, with clipping, KL, entropy mask and importance weights. ``loss_type`` chooses
+    them, and not the mean. A ``loss_type`` that is no sum over tokens is refused before the first
+    step. ``trains``: whether the configured loss is trained, and not ms-swift's.
+    """
+
+    loss_name = "loss"
+    gives_prompts = True
+
+    def __init__(self, *, trains: bool = True) -> None:
+        self._trains = trains
+        self._trainer: Any = None
+        self._needs_prompts = False
+
+    def prepare(self, aggregations: Sequence[Aggregation]) -> None:
+        """Number the prompts where their completions are repeated, if a mode needs them."""
+        self._needs_prompts = any(one.mode == "prompt_mean" for one in aggregations)
+        if self._needs_prompts:
+            _number_prompts()
+
+    def applies(self, call: Mapping[str, Any]) -> bool:
+        """Refuse, on every rank and before each step, what this loss is not."""
+        trainer = getattr(call["forward_step_func"], "__self__", None)
+        _check_trainer(trainer)
+        self._trainer = trainer
+        return super().applies(call)
+
+    def iteration(self) -> int | None:
+        """Number the step as ms-swift's log does: ``state.iteration`` counts finished steps."""
+        return int(self._trainer.state.iteration) + 1
+
+    def sequences(self, data: Any) -> MicrobatchSequences:
+        """Count the completions of a microbatch, as the trainer's rollout made it."""
+        batch = data.get("grpo_batch") if isinstance(data, Mapping) else None
+        if batch is None:
+            raise ContractError(
+                f"got {named(data)} from the data iterator, expected the dict with grpo_batch that "
+                "ms-swift's rollout makes: train it without megatron_lossagg"
+            )
+        mask = to_numpy(batch.completion_mask) != 0
+        if self._trainer.args.overlong_filter:
+            mask = mask & ~to_numpy(batch.truncated_mask)[:, None]
+        b, s = mask.shape
+        return MicrobatchSequences(
+            active_tokens=mask.sum(1),
+            lengths=np.full(b, s + self._num_added(s)),
+            prompt=_prompts(batch) if self._needs_prompts else None,
+        )
+
+    def layout(self, aggregator: LossAggregator, lengths: Sequence[int]) -> Layout:
+        """Give each context-parallel rank one interval of every completion, gathered."""
+        size, rank = aggregator.cp_size, aggregator.cp_rank
+        layout = Layout.bshd_contiguous(len(lengths), lengths[0], cp_size=size, cp_rank=rank)
+        return layout.gathered()
+
+    def loss(self, loss_func: Callable[..., Any], output: Tensor) -> FrameworkLoss:
+        """Run ``partial(trainer.loss_func, data=...)``, and take what it sums.
+
+        Under context parallelism the backward pass adds one all-reduce of ``[b, s]`` numbers over
+        the context-parallel group.
+        """
+        data = getattr(loss_func, "keywords", {}).get("data")
+        batch = data.get("grpo_batch") if isinstance(data, Mapping) else None
+        if batch is None or batch.completion_mask.shape != output.shape:
+            raise ContractError(
+                f"got {loss_func!r} for log-probabilities of shape {tuple(output.shape)}, expected "
+                "functools.partial(MegatronGRPOTrainer.loss_func, data=...) with one mask value "
+                "for each"
+            )
+        has_gradient = torch.is_grad_enabled()
+        if not has_gradient:
+            output = output.detach().requires_grad_()  # an evaluation: products are found by it
+        elif self._trains and self._trainer.args.context_parallel_size > 1:
+            output = _SummedOverCP.apply(output)  # type: ignore[no-untyped-call]
+        with torch.enable_grad(), _MaskedProducts() as products:
+            returned = loss_func(output)
+        if not (isinstance(returned, tuple) and len(returned) == 2):
+            raise ContractError(
+                f"got {returned!r} from ms-swift's GRPO loss, expected its scalar and a report, as "
+                "of 4.6.0"
+            )
+        theirs, report = returned
+        losses, mask = products.summed_into(theirs)
+        check = self._check(batch, output, theirs, losses, mask)
+        added = (0, self._num_added(output.shape[1]))
+        return FrameworkLoss(
+            losses=pad(losses if has_gradient else losses.detach(), added).reshape(-1),
+            mask=pad(mask, added).reshape(-1),
+            report=report,
+            check=(check, _describe),
+        )
+
+    def _num_added(self, width: int) -> int:
+        """Count the positions of mask 0 that make a width a multiple of CP."""
+        return -width % int(self._trainer.args.context_parallel_size)
+
+    def _check(
+        self, batch: Any, output: Tensor, theirs: Tensor, losses: Tensor, mask: Tensor
+    ) -> list[Tensor]:
+        """Sum the losses as ms-swift does; return both scalars and how far the gradients differ."""
+        with torch.enable_grad():
+            terms = torch.where(mask, losses, 0).float() * self._factors(batch, mask)
+            ours = terms.sum()
+        wanted, found = (
+            torch.autograd.grad(loss, output, retain_graph=True)[0].float()
+            for loss in (theirs, ours)
+        )
+        return [
+            theirs.detach().clone(),  # under a shadow Megatron divides it in place
+            ours,
+            terms.abs().sum(),
+            (wanted - found).abs().max(),
+            wanted.abs().max(),
+        ]
+
+    def _factors(self, batch: Any, mask: Tensor) -> Tensor | float:
+        """Return what ms-swift 4.6.0 multiplies a token's loss by, 0-dim or ``[b, 1]``."""
+        from megatron.core import parallel_state
+
+        trainer = self._trainer
+        if trainer.loss_type in _PER_SAMPLE:
+            return 1 / (mask.sum(1, keepdim=True).clamp(min=1) * len(mask))
+        if trainer.loss_type in _PER_WIDTH:
+            return 1 / float(trainer.micro_batch_size * trainer.max_completion_length)
+        tokens: Tensor = batch.num_items_in_batch / parallel_state.get_data_parallel_world_size()
+        return int(trainer.args.num_microbatches) / tokens.clamp(min=1)
+
+
+class _MaskedProducts(TorchFunctionMode):
+    """Keeps the factors of each product of losses and a bool mask, by its node in the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._factors: dict[Any, tuple[Tensor, Tensor]] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, and keep its arguments if it is such a product."""
+        made = func(*args, **(kwargs or {}))
+        if _is_product(made) and len(args) == 2 and all(isinstance(one, Tensor) for one in args):
+            losses, mask = args if args[1].dtype == torch.bool else args[::-1]
+            if mask.dtype == torch.bool and mask.shape == losses.shape:
+                self._factors[made.grad_fn] = losses, mask
+        return made
+
+    def summed_into(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Return losses and mask of the product that is nearest to a loss in its graph."""
+        nodes: dict[Any, None] = {loss.grad_fn: None}
+        seen: set[Any] = set()
+        while nodes:
+            found = [self._factors[node] for node in nodes if node in self._factors]
+            if len(found) == 1:
+                return found[0]
+            if found:
+                break
+            seen.update(nodes)
+            before = [one for node in nodes for one, _ in getattr(node, "next_functions", ())]
+            nodes = {node: None for node in before if node is not None and node not in seen}
+        raise ContractError(
+            "ms-swift's GRPO loss was not summed from one product of losses and a bool mask, "
+            "expected that of 4.6.0: use that release, or train without megatron_lossagg"
+        )
+
+
+def _is_product(made: Any) -> bool:
+    node = made.grad_fn if isinstance(made, Tensor) else None
+    return node is not None and node.name() == "MulBackward0"
+
+
+class _SummedOverCP(torch.autograd.Function):
+    """The identity; its backward pass sums the gradients over context-parallel ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        """Return the same numbers."""
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """One all-reduce over the context-parallel group."""
+        from megatron.core import parallel_state
+
+        total = gradients[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
+        return total
+
+
+def _describe(values: list[float]) -> str:
+    theirs, ours, scale, difference, gradient = values
+    if not math.isfinite(theirs + scale + gradient):
+        return ""  # a loss that is not finite is found elsewhere
+    if abs(theirs - ours) <= 1e-4 * scale and difference <= 1e-4 * gradient:
+        return ""
+    return (
+        f"ms-swift's GRPO loss gave {theirs:.6g} on rank {dist.get_rank()}, what it sums per token "
+        f"gives {ours:.6g}, with gradients that differ by {difference:.3g} of {gradient:.3g}: it "
+        "has terms or factors that 4.6.0 has not, and they would be lost; use that release, or "
+        "train without megatron_lossagg"
+    )
+
+
+def _check_trainer(trainer: Any) -> None:
+    """Raise for a trainer that has another loss, or one that is no sum over tokens."""
+    grpo = _trainer_class()
+    if not isinstance(trainer, grpo) or type(trainer).loss_func is not grpo.loss_func:
+        raise ContractError(
+            f"got the loss of {named(trainer)}, expected that of ms-swift's MegatronGRPOTrainer "
+            "(megatron rlhf --rlhf_type grpo): megatron sft and megatron pt have ms_swift.install; "
+            "train any other without megatron_lossagg"
+        )
+    known = (*_PER_SAMPLE, *_PER_WIDTH, *_PER_TOKEN)
+    if trainer.loss_type not in known:
+        raise ContractError(
+            f"loss_type is {trainer.loss_type!r}, expected one of {', '.join(known)}, whose loss "
+            "is a sum over tokens: choose one of these, or train without megatron_lossagg"
+        )
+
+
+def _trainer_class() -> Any:
+    try:
+        return importlib.import_module(_GRPO).MegatronGRPOTrainer
+    except ImportError as error:
+        raise ContractError(
+            f"{_GRPO} cannot be imported ({error}), expected ms-swift 4.6.0 or later: install it "
+            "and what its Megatron trainer for GRPO needs"
+        ) from error
+
+
+def _prompts(batch: Any) -> list[int]:
+    found = getattr(batch, _PROMPT, [None])
+    if None in found:
+        raise ContractError(
+            "got completions whose prompts are not known, expected those of the samples that "
+            "get_local_rollout_batch repeated: call install before the first rollout, or choose "
+            "another mode than prompt_mean"
+        )
+    return list(found)
+
+
+def _number_prompts() -> None:
+    """Let each microbatch keep the prompts of its completions.
+
+    ``get_local_rollout_batch`` gets a data-parallel rank's prompts and repeats each;
+    ``collate_to_grpo_micro_batch`` gets what became of them.
+    """
+    trainer = _trainer_class()
+    module: Any = importlib.import_module(_GRPO)
+    repeat, collate = trainer.get_local_rollout_batch, module.collate_to_grpo_micro_batch
+    numbers = itertools.count()
+
+    @functools.wraps(repeat)
+    def numbered(self: Any, batch: Any) -> Any:
+        from megatron.core import parallel_state
+
+        rank = parallel_state.get_data_parallel_rank()
+        size = parallel_state.get_data_parallel_world_size()
+        for sample in batch:
+            setattr(sample, _PROMPT, rank + size * next(numbers))
+        return repeat(self, batch)
+
+    @functools.wraps(collate)
+    def collated(samples: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs, batch = collate(samples, *args, **kwargs)
+        setattr(batch, _PROMPT, [getattr(sample, _PROMPT, None) for sample in samples])
+        return inputs, batch
+
+    trainer.get_local_rollout_batch = numbered
+    module.collate_to_grpo_micro_batch = collated
+
+
+def install(
+    aggregation: Aggregation | None,
+    *,
+    options: Options | None = None,
+    integration: Integration | None = None,
+) -> ScheduleHook:
+    """Rebind ms-swift's schedule in this process; return the hook, which counts its steps.
+
+    Call it in a Python file that ``--external_plugins`` names: ms-swift runs it on every rank
+    before it builds the trainer. ``aggregation``: None trains ms-swift's loss and reports
+    ``options.shadow`` only. ``integration``: by default :class:`GRPOIntegration`. Raises
+    :class:`ContractError` where ms-swift 4.6.0 is not there, and what
+    :class:`~megatron_lossagg.schedule.ScheduleHook` raises. Adds one all-reduce to each line of the
+    log, over data and context parallelism.
+    """
+    grpo = _trainer_class()
+    integration = integration or GRPOIntegration(trains=aggregation is not None)
+    hook = ScheduleHook(aggregation, integration, options=options)
+    rebind(hook, [_BASE], "ms-swift's Megatron trainers")
+    names = reported(hook) if aggregation is None else ["loss", *reported(hook)]
+    grpo._log_callback = reducing(grpo._log_callback, names)
+    return hook
