@@ -128,6 +128,7 @@ def _parsed(line: str) -> StepRecord | None:
     names = {field.name for field in fields(StepRecord)}
     try:
         values: Any = json.loads(line)
-        return StepRecord(**{name: values[name] for name in names})
+        record = StepRecord(**{name: values[name] for name in names})
+        return record if type(record.step) is int else None
     except (ValueError, TypeError, KeyError):
         return None

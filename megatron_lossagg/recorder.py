@@ -33,7 +33,9 @@ _START = b'{"step": '
 class RecordFile:
     """The file to which a run appends its steps, on the one rank that writes it.
 
-    A file that exists is continued; the rest of a line that a killed run has left is cut off.
+    A file that exists is continued; the rest of a line that a killed run has left is cut off. Two
+    runs at once need two files: where another one has written, this one ends its record.
+
     Raises :class:`RecordError` for a file that is no record or cannot be written.
     """
 
@@ -44,8 +46,8 @@ class RecordFile:
         try:
             if self._path.is_file():
                 self._continue()
-            with self._path.open("ab"):
-                pass
+            with self._path.open("ab") as file:
+                self._end = file.tell()
         except OSError as error:
             raise RecordError(
                 f"--loss-aggregation-record {path} cannot be written ({error.strerror}), expected "
@@ -72,14 +74,19 @@ class RecordFile:
         """Append a line. If that fails it warns once, and writes no further line."""
         if self._has_failed:
             return
+        why = "another run has written to it"
         try:
             with self._path.open("ab") as file:
-                file.write(record.line().encode())
+                self._has_failed = file.tell() != self._end
+                if not self._has_failed:
+                    file.write(record.line().encode())
+                    self._end = file.tell()
         except OSError as error:
-            self._has_failed = True
+            self._has_failed, why = True, str(error.strerror)
+        if self._has_failed:
             warnings.warn(
                 f"--loss-aggregation-record {self._path} cannot be written any more "
-                f"({error.strerror}): step {record.step} and those after it are not recorded",
+                f"({why}): step {record.step} and those after it are not recorded",
                 RuntimeWarning,
                 stacklevel=2,
             )

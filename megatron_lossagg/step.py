@@ -344,6 +344,13 @@ class Step:
         except ContractError as error:
             return str(error)
         calls = self._calls
+        for plan in self._plans:
+            counts = {call.aggregation.count for call in plan.state.calls or ()}
+            if plan.sequences.token_weight_sums is not None and counts and "weights" not in counts:
+                return (
+                    "got token_weight_sums, and no loss of the step counts them: pass "
+                    'count="weights" (--loss-aggregation-count weights), or leave them out'
+                )
         trained = {
             call.microbatch
             for call in calls
@@ -396,6 +403,15 @@ class Step:
                 f"got a layout of CP rank {layout.cp_rank} of {layout.cp_size}, this rank is "
                 f"{aggregator.cp_rank} of {aggregator.cp_size}: pass step.microbatch cu_seqlens= "
                 "or lengths=, or make the layout with the aggregator's cp_size and cp_rank"
+            )
+        split, other = "zigzag", "contiguous"
+        if aggregator.is_contiguous:
+            split, other = other, split
+        if layout.cp_size > 1 and layout.name.endswith(other):
+            raise ContractError(
+                f"got the layout {layout.name}, the model's cp_partition_mode is {split}: pass "
+                "step.microbatch cu_seqlens=, which takes the model's; or lengths=, with a mask "
+                "and losses that are sliced already"
             )
         pending = [call for plan in self._plans for call in plan.state.pending]
         calls = [call for call in pending if np.array_equal(call.sequences, reducer.sequences)]

@@ -83,6 +83,25 @@ def test_a_write_that_fails_warns_once_and_stops_the_record(tmp_path):
     assert read_record(tmp_path / "kept") == {1: a_step(1)}
 
 
+def test_a_second_run_that_writes_to_the_same_file_ends_the_first_ones_record(tmp_path):
+    path = str(tmp_path / "a.jsonl")
+    first, second = RecordFile(path), RecordFile(path)
+    first.append(a_step(1))
+    with pytest.warns(RuntimeWarning, match="another run has written to it"):
+        second.append(a_step(1))
+    first.append(a_step(2))
+    second.append(a_step(2))
+    assert list(read_record(tmp_path / "a.jsonl")) == [1, 2]
+
+
+@pytest.mark.parametrize("number", ["1", [1], None, 1.0, True])
+def test_a_line_whose_step_is_no_integer_is_no_record(tmp_path, number):
+    path = tmp_path / "a.jsonl"
+    path.write_text(a_step(1).line() + a_step(number).line())
+    with pytest.raises(RecordError, match="line 2: expected one line of JSON for each step"):
+        read_record(path)
+
+
 def test_hashes_add_up_modulo_2_to_64_and_sums_are_rounded_once():
     class Ranks(Exchange):
         def integers(self, own):

@@ -736,6 +736,25 @@ def check_a_term_with_a_mask_of_its_own_is_refused_where_survivors_are_counted(c
             step.finish()
 
 
+def check_token_weights_that_no_loss_counts_are_refused_when_the_step_finishes(chunk, aggregator):
+    weighing = Aggregation("sample_mean", count="weights")
+    weights = torch.full((8,), 0.5)
+    for counted_in in (None, "a second term"):
+        step = aggregator.step([8], num_microbatches=1, token_weight_sums=[4.0])
+        mb = step.microbatch([0], torch.ones(8), cu_seqlens=[0, 8], token_weights=weights)
+        x = torch.ones(8, requires_grad=True)
+        loss = mb.reduce(x)
+        if counted_in is not None:
+            loss = loss + mb.reduce(x, weighing)
+        mb.outputs(loss)[0].backward()
+        chunk.zero_grad_buffer()
+        if counted_in is None:
+            with refused("token_weight_sums", "no loss of the step counts them"):
+                step.finish()
+        else:
+            step.finish()
+
+
 def check_a_metric_may_be_reduced_at_any_time_of_the_step(chunk, aggregator):
     plan, other = a_plan(aggregator), a_plan(aggregator, active=(2, 2))
     with aggregator.begin(plan, num_microbatches=2) as step:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from check_runner import run_checks
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_lossagg import Aggregation, LossAggregator, Sequences, plan_step
+from megatron_lossagg import Aggregation, Layout, LossAggregator, Sequences, plan_step
 from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import ContractError, ReducerError
 from megatron_lossagg.options import Options
@@ -70,6 +70,21 @@ def check_tokens_that_were_counted_on_the_slice_are_named(aggregator):
     raised = step_of(aggregator, mask, active=[sum(mask[:4]), sum(mask[4:])])
     assert all("counted different tokens of sequence 0" in text for text in raised), raised
     assert all("count the whole sequences, before they are sliced" in text for text in raised)
+
+
+def check_a_layout_of_another_split_than_the_models_is_refused(aggregator):
+    offsets, place = [0, 8, 12], {"cp_size": 2, "cp_rank": aggregator.cp_rank}
+    for layout in (Layout.thd_contiguous(offsets, **place), aggregator.thd(offsets)):
+        step = aggregator.step(ACTIVE, num_microbatches=1)
+        mb = step.microbatch([0, 1], torch.tensor(WHOLE), layout=layout)
+        loss = mb.reduce(torch.ones(6, requires_grad=True))
+        if layout.name == "thd_zigzag":
+            mb.outputs(loss)[0].backward()
+            step.finish()
+            continue
+        with pytest.raises(ContractError, match=r"thd_contiguous, .* cp_partition_mode is zigzag"):
+            mb.outputs(loss)
+        step.end()
 
 
 def check_losses_that_were_gathered_over_the_ranks_are_named(aggregator):
