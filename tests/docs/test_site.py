@@ -144,7 +144,7 @@ def test_the_search_finds_a_setting_of_verl_on_its_page_first(site):
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no browser is installed: chromium")
-def test_no_block_of_output_is_wider_than_its_column(site):
+def test_no_block_of_output_is_wider_than_its_column(site, tmp_path):
     """At 1400 pixels, by a script in a frame that holds each page."""
     pages = [str(page.relative_to(site)) for page in pages_of(site)]
     script = Path(__file__).with_name("widths.html").read_text()
@@ -154,7 +154,7 @@ def test_no_block_of_output_is_wider_than_its_column(site):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         done = subprocess.run(
             [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1500,900",
-             "--virtual-time-budget=600000", "--dump-dom",
+             "--virtual-time-budget=600000", f"--user-data-dir={tmp_path}", "--dump-dom",
              f"http://127.0.0.1:{server.server_port}/widths.html"],
             capture_output=True, text=True, timeout=300,
         )  # fmt: skip
