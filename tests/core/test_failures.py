@@ -124,6 +124,7 @@ def a_step(plan, m, *, dp=1, cp=1, cp_rank=0, loss_scaling="average"):
         cp_rank=cp_rank,
         is_last_stage=True,
         compares_tokens=False,
+        is_contiguous=False,
     )
     # No buffers are there to look at.
     return Step(aggregator=its, plan=plan, num_microbatches=m, accumulates=True)

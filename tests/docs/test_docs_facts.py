@@ -73,7 +73,12 @@ def test_every_alias_is_on_the_page():
 def names_that_are_reported():
     """The names of a real report: one microbatch of one sequence on one rank."""
     aggregator = SimpleNamespace(
-        loss_scaling="average", dp_cp_size=1, cp_size=1, cp_rank=0, compares_tokens=False
+        loss_scaling="average",
+        dp_cp_size=1,
+        cp_size=1,
+        cp_rank=0,
+        compares_tokens=False,
+        is_contiguous=False,
     )
     plan = plan_step(
         Aggregation("token_mean"),
