@@ -324,6 +324,9 @@ PREDICTIONS = {
     "gathered_on_every_rank": but_survivors(
         multiple(lambda facts: facts.parallelism.cp, lambda facts: facts.parallelism.cp)
     ),
+    "counted_where_tokens_survive": but_survivors(
+        RIGHT, multiple(lambda facts: Fraction(facts.survivors, facts.n))
+    ),
     "length_power_without_length": weighted(without_length),
     "length_power_sum_of_sequences": weighted(power_sum_of_sequences),
 }
