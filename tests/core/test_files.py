@@ -1,10 +1,8 @@
 """Files of the command: what is read is never written over, and what is written is whole."""
 
 import argparse
-import contextlib
 import json
 import os
-import resource
 import signal
 import stat
 import subprocess
@@ -12,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import fork_server
+from fork_server import WITHOUT_MEGATRON
 
 from megatron_lossagg.cli.main import _COMMANDS, main
 from megatron_lossagg.errors import LossAggregationError
@@ -146,27 +146,39 @@ def test_a_new_output_has_the_permissions_of_any_new_file(recorded):
     assert len(modes) == 1
 
 
-@contextlib.contextmanager
-def no_space():
-    """Let no file of this process grow beyond 100 bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+# Runs the command where no file may grow beyond 100 bytes; prints its status and what it said.
+NO_SPACE = """
+import contextlib, importlib, io, json, resource, sys
+from megatron_lossagg.cli.main import main
+for name in ("pandas", "matplotlib.font_manager"):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)  # before there is no space for what they keep
+soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+with contextlib.redirect_stderr(io.StringIO()) as said:
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    status = main(sys.argv[1:])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+print(json.dumps([status, said.getvalue()]))
+"""
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize("write", WRITES)
-def test_an_output_that_cannot_be_finished_leaves_the_older_one(recorded, capsys, write):
-    if "plot" in write:  # imported before there is no space for what they keep
+def test_an_output_that_cannot_be_finished_leaves_the_older_one(recorded, write):
+    if "plot" in write:
         pytest.importorskip("pandas", reason="pandas is not installed")
-        pytest.importorskip("matplotlib.font_manager", reason="matplotlib is not installed")
-    older = recorded.with_name("older")
+        pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    older, script = recorded.with_name("older"), recorded.with_name("script.py")
     older.write_text("older")
-    with no_space():
-        assert main(list(map(str, WRITES[write](recorded, older)))) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    script.write_text(NO_SPACE)
+    # A process of its own: early launches write files from this one.
+    command = [str(script), *map(str, WRITES[write](recorded, older))]
+    done = fork_server(WITHOUT_MEGATRON).launch(command, processes=1, timeout=300)
+    assert done.returncode == 0, done.stderr
+    status, said = json.loads(done.stdout.splitlines()[-1])
+    assert status == 2
+    script.unlink()
+    (line,) = said.splitlines()
     assert f"{write.split()[1]} {older} cannot be written (File too large)" in line
     assert older.read_text() == "older"
     assert sorted(file.name for file in recorded.parent.iterdir()) == ["older", "rollouts.jsonl"]
