@@ -10,23 +10,24 @@ Ranks may disagree on everything, the number of sequences included. So what is g
 size: sequence s is added to slot s modulo ``_SLOTS``.
 
 Shape suffixes: S = sequences of this data-parallel rank in the step; F = slots; W = ranks of the
-context-parallel group.
+context-parallel group; P = plans of the step; N = the numbers that a rank gathers of a plan.
 """
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Sequence
 from functools import partial
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_lossagg.devices import from_numpy
+from megatron_lossagg.devices import from_numpy, moved
 from megatron_lossagg.exchange import Exchange
-from megatron_lossagg.faults import Faults
 from megatron_lossagg.integers import Ints
-from megatron_lossagg.sequences import Floats
+from megatron_lossagg.plan import StepPlan
+from megatron_lossagg.sequences import Floats, hashed
 
 __all__ = ["check_ownership"]
 
@@ -35,57 +36,60 @@ _ROUNDING = 1e-6
 """How far a sum of weights may be from the counted one, of its own size."""
 
 
-def check_ownership(
-    exchange: Exchange,
-    faults: Faults,
-    trained_S: Tensor,
-    counted_S: Ints,
-    weighed_S: Tensor | None = None,
-    counted_weight_S: Floats | None = None,
-    *,
-    settings: str,
-    rejects_tokens: bool,
-    has_failed: bool,
-) -> None:
-    """Leave in ``faults`` what the ranks trained other than was counted.
+def check_ownership(exchange: Exchange, plans: Sequence[StepPlan], *, has_failed: bool) -> None:
+    """Leave in each plan's faults what the ranks trained other than was counted.
 
-    ``exchange``: over the context-parallel group, every rank of which calls. ``trained_S``: this
-    rank's trained tokens, int64 ``[S]``. ``counted_S``: n_s, int64 ``[S]``. ``weighed_S``,
-    ``counted_weight_S``: the sums of their weights, float64 ``[S]``, if any. ``settings``: what
-    must be the same on every rank. ``has_failed``: whether this rank ends the step with an error
+    A plan of which no rank compares its tokens, because all saw whole masks in this step, has only
+    its settings compared.
+
+    ``exchange``: over the context-parallel group, every rank of which calls. ``plans``: of the
+    step, as many on every rank. ``has_failed``: whether this rank ends the step with an error
     anyway, which the others then raise too. One all-gather, no host sync.
     """
-    device = trained_S.device
+    trained = [plan.state.trained.of_sequences() for plan in plans]
+    device = next((one.device for one in trained if one is not None), torch.device("cpu"))
+    own = [_numbers(plan, has_failed, device) for plan in plans]
+    gathered_WPN = exchange.tensors(torch.cat(own)).view(exchange.size, len(plans), -1)
+    for plan, gathered_WN in zip(plans, gathered_WPN.unbind(1), strict=True):
+        _compare(plan, gathered_WN, exchange.rank)
+
+
+def _numbers(plan: StepPlan, has_failed: bool, device: torch.device) -> Tensor:
+    """Return what this rank has trained and counted under a plan: int64 ``[N]``."""
+    trained_S = plan.state.trained.of_sequences()
+    weighed_S = plan.state.trained_weights.of_sequences()
+    settings = f"{plan.aggregation!r} {plan.state.rejects_tokens}"
+    counted_S = plan.active_tokens
     slot_S = np.arange(len(counted_S)) % _SLOTS
     counted_F = np.bincount(slot_S, counted_S, minlength=_SLOTS).astype(np.int64)
-    hashed = int.from_bytes(hashlib.sha256(settings.encode()).digest()[:8], "big") >> 1
-    head = np.array([has_failed, hashed, len(counted_S)])
     trained_F = torch.zeros(_SLOTS, dtype=torch.int64, device=device)
-    trained_F.index_add_(0, from_numpy(slot_S, device), trained_S)
+    if trained_S is not None:
+        trained_F.index_add_(0, from_numpy(slot_S, device), moved(trained_S, device))
     weighed_F = torch.zeros(_SLOTS, dtype=torch.float64, device=device)
     if weighed_S is not None:
-        weighed_F.index_add_(0, from_numpy(slot_S, device), weighed_S)
-    counted_weight_F = np.zeros(_SLOTS)
-    if counted_weight_S is not None:
-        counted_weight_F += np.bincount(slot_S, counted_weight_S, minlength=_SLOTS)
-    own = torch.cat(
-        [
-            from_numpy(head, device),
-            from_numpy(counted_F, device),
-            trained_F,
-            weighed_F.view(torch.int64),  # its bits
-        ]
-    )
-    gathered = exchange.tensors(own)
-    own = gathered[exchange.rank]
-    failed_W, differs_W1 = gathered[:, 0], (gathered[:, 1:3] != own[1:3]).any(dim=1)
-    counted_WF, trained_WF, weighed_WF = gathered[:, 3:].reshape(exchange.size, 3, _SLOTS).unbind(1)
-    miscounts_F = (counted_WF != counted_WF[exchange.rank]).any(dim=0)
-    missing_F = counted_WF[exchange.rank] - trained_WF.sum(dim=0)
-    weight_F = from_numpy(counted_weight_F, device)
-    missing_weight_F = weight_F - weighed_WF.contiguous().view(torch.float64).sum(dim=0)
+        weighed_F.index_add_(0, from_numpy(slot_S, device), moved(weighed_S, device))
+    head = np.array([trained_S is not None, has_failed, hashed(settings), len(counted_S)])
+    bits_F = weighed_F.view(torch.int64)
+    return torch.cat([from_numpy(head, device), from_numpy(counted_F, device), trained_F, bits_F])
+
+
+def _compare(plan: StepPlan, gathered_WN: Tensor, own_rank: int) -> None:
+    counted_S = plan.active_tokens
+    counted_weight_S = cast("Floats | None", plan.sequences.token_weight_sums)
+    if counted_weight_S is None:
+        counted_weight_S = np.zeros(len(counted_S))
+    slot_S = np.arange(len(counted_S)) % _SLOTS
+    counted_weight_F = np.bincount(slot_S, counted_weight_S, minlength=_SLOTS)
+    size, own = len(gathered_WN), gathered_WN[own_rank]
+    is_compared, failed_W = gathered_WN[:, 0].max(), gathered_WN[:, 1]
+    differs_W1 = (gathered_WN[:, 2:4] != own[2:4]).any(dim=1)
+    counted_WF, trained_WF, bits_WF = gathered_WN[:, 4:].reshape(size, 3, _SLOTS).unbind(1)
+    miscounts_F = (counted_WF != counted_WF[own_rank]).any(dim=0)
+    missing_F = (counted_WF[own_rank] - trained_WF.sum(dim=0)) * is_compared
+    weight_F = from_numpy(counted_weight_F, gathered_WN.device) * is_compared
+    missing_weight_F = weight_F - bits_WF.contiguous().view(torch.float64).sum(dim=0)
     slack_F = _ROUNDING * weight_F
-    faults.record(
+    plan.state.faults.record(
         [
             *failed_W.max(dim=0),
             *differs_W1.int().max(dim=0),
@@ -95,7 +99,7 @@ def check_ownership(
             *(missing_weight_F + slack_F).min(dim=0),
             *(missing_weight_F - slack_F).max(dim=0),
         ],
-        partial(_describe, exchange.rank, counted_S, rejects_tokens),
+        partial(_describe, own_rank, counted_S, plan.state.rejects_tokens),
     )
 
 

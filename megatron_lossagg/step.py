@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from megatron_lossagg.aggregation import Aggregation
@@ -36,9 +35,8 @@ from megatron_lossagg.outputs import (
 from megatron_lossagg.ownership import check_ownership
 from megatron_lossagg.plan import StepPlan
 from megatron_lossagg.recorder import StepRecorder
-from megatron_lossagg.reducer import Reducer, ReducerFactory
+from megatron_lossagg.reducer import Reducer
 from megatron_lossagg.scaling import Scaling
-from megatron_lossagg.sequences import Floats
 from megatron_lossagg.state import ReducerCall
 
 if TYPE_CHECKING:
@@ -206,16 +204,13 @@ class Step:
         layout: Layout | None = None,
         token_weights: Tensor | None = None,
         plan: StepPlan | None = None,
-        factory: ReducerFactory | None = None,
-        arguments: object = None,
     ) -> MicrobatchLoss:
         """Check and slice a microbatch's mask, and look up its weights; in loss_func.
 
-        ``sequences``, ``mask``, ``token_weights``, ``factory``, ``arguments``: as in
-        :meth:`StepPlan.reducer`. One of three says which tokens this rank holds. ``cu_seqlens``:
-        padded offsets of packed sequences. ``lengths``: of the slices here, with a mask that the
-        framework has sliced.
-        ``layout``: any other. ``plan``: one of ``also``, for a further term with other counts.
+        ``sequences``, ``mask``, ``token_weights``: as in :meth:`StepPlan.reducer`. One of three
+        says which tokens this rank holds. ``cu_seqlens``: padded offsets of packed sequences.
+        ``lengths``: of the slices here, with a mask that the framework has sliced. ``layout``: any
+        other. ``plan``: one of ``also``, for a further term with other counts.
         """
         self.plan  # noqa: B018  which stages without counts do not have
         given = [one for one in (cu_seqlens, lengths, layout) if one is not None]
@@ -234,8 +229,6 @@ class Step:
             mask,
             layout,
             token_weights=token_weights,
-            factory=factory,
-            arguments=arguments,
         )
         return MicrobatchLoss(self, reducer)
 
@@ -312,30 +305,12 @@ class Step:
     def _check_ownership(self, *, has_failed: bool) -> None:
         """Compare the context-parallel ranks' tokens, if they are to be compared in this run."""
         aggregator = self._aggregator
-        for plan in self._plans:
-            trained_S = plan.state.trained.of_sequences()
-            aggregator.compares_tokens = aggregator.compares_tokens or trained_S is not None
-            if trained_S is None:
-                if (
-                    not aggregator.compares_tokens
-                    or self._tracker.num_calls
-                    or plan is not self._plan
-                ):
-                    continue
-                # loss_func never ran here, and the other ranks compare
-                trained_S = torch.zeros(len(plan.active_tokens), dtype=torch.int64, device="cpu")
-            weighed_S = plan.state.trained_weights.of_sequences()
-            check_ownership(
-                Exchange(aggregator.cp_group),
-                plan.state.faults,
-                trained_S,
-                plan.active_tokens,
-                weighed_S,
-                cast("Floats | None", plan.sequences.token_weight_sums),
-                settings=f"{plan.aggregation!r} {plan.state.rejects_tokens}",
-                rejects_tokens=plan.state.rejects_tokens,
-                has_failed=has_failed,
-            )
+        if any(plan.state.trained.of_sequences() is not None for plan in self._plans):
+            aggregator.compares_tokens = True
+        # The other ranks may compare where loss_func never ran here.
+        if aggregator.compares_tokens and self._plans:
+            exchange = Exchange(aggregator.cp_group)
+            check_ownership(exchange, self._plans, has_failed=has_failed)
 
     def _incomplete(self) -> str:
         """Say what is missing of the step, empty if nothing is."""

@@ -258,6 +258,29 @@ def check_a_step_of_whole_masks_after_one_of_slices_is_right(aggregator):
         mb.outputs(mb.reduce(torch.ones(4, requires_grad=True)))[0].backward()
 
 
+def check_a_term_of_which_one_rank_holds_all_tokens_is_compared_on_both(aggregator):
+    """Rank 1 holds no token of the second plan's term, and reduces nothing for it."""
+    for term_mask, message in (
+        ([1, 1, 0, 0], ""),
+        ([1, 0, 0, 0], "train 1 tokens fewer of sequence 0 than the 2 that were counted"),
+    ):
+        plan, second = (
+            plan_step(MODE, Sequences(active_tokens=[active]), group=aggregator.dp_group)
+            for active in (5, 2)
+        )
+        step = aggregator.begin(plan, num_microbatches=1, also=[second])
+        mask = ([1, 1, 1, 0], [1, 0, 0, 1])[aggregator.cp_rank]
+        mb = step.microbatch([0], torch.tensor(mask), lengths=[4])
+        losses = torch.ones(4, requires_grad=True)
+        loss = mb.reduce(losses)
+        if aggregator.cp_rank == 0:
+            term = step.microbatch([0], torch.tensor(term_mask), lengths=[4], plan=second)
+            loss = loss + term.reduce(losses)
+        mb.outputs(loss)[0].backward()
+        with pytest.raises(ReducerError, match=message) if message else contextlib.nullcontext():
+            step.finish()
+
+
 def check_a_microbatch_without_sequences_and_a_step_without_tokens_end(aggregator):
     with warnings.catch_warnings(), contextlib.suppress(RuntimeWarning):
         warnings.simplefilter("ignore")

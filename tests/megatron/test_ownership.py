@@ -32,15 +32,7 @@ def test_the_comparison_waits_for_no_device_until_the_step_is_read():
         mask = torch.tensor([1, 1, 1, 0, 1, 0]).to(double.device)
         layout = Layout.local([4, 2], cp_size=2, cp_rank=0)
         plan.reducer([0, 1], mask, layout)(torch.ones(6).to(double.device))
-        check_ownership(
-            Exchange(None),
-            plan.state.faults,
-            plan.state.trained.of_sequences(),
-            plan.active_tokens,
-            settings="",
-            rejects_tokens=False,
-            has_failed=False,
-        )
+        check_ownership(Exchange(None), [plan], has_failed=False)
         assert not double.syncs
         message = "train 2 tokens fewer of sequence 0 than the 5 that were counted"
         with pytest.raises(ReducerError, match=message):
