@@ -31,7 +31,7 @@ from megatron_lossagg.integers import Ints, IntsLike
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.microbatch import Microbatch
 from megatron_lossagg.options import Options
-from megatron_lossagg.reducer import Reducer, ReducerFactory, load_reducer_factory
+from megatron_lossagg.reducer import Reducer, load_reducer_factory
 from megatron_lossagg.sequences import Floats, Sequences
 from megatron_lossagg.state import StepState
 
@@ -173,8 +173,6 @@ class StepPlan:
         layout: Layout,
         *,
         token_weights: Tensor | None = None,
-        factory: ReducerFactory | None = None,
-        arguments: object = None,
     ) -> Reducer:
         """Make the reducer of one microbatch: check its mask, slice it, look up its weights.
 
@@ -190,9 +188,6 @@ class StepPlan:
             token_weights: v_t of each position of ``mask``, floating or integer, required by
                 ``count="weights"``: constants, finite, not negative, 0 where the mask is 0 (unless
                 tokens are rejected), and each sequence's sum is the one that was counted.
-            factory: A custom reducer's; by default the one that the aggregation's reducer path
-                names.
-            arguments: What a custom reducer gets as ``context.arguments``.
 
         Returns:
             The reducer, to be called with this rank's per-token losses.
@@ -201,8 +196,6 @@ class StepPlan:
             ReducerError: For a mask, sequences or token weights that do not fit what was counted. A
                 CUDA mask's faults are raised when the step finishes.
         """
-        if factory is None and self.aggregation.reducer_path is not None:
-            factory = load_reducer_factory(self.aggregation.reducer_path)
         if self.aggregation.count == "survivors" and self.state.calls is None:
             raise ReducerError(
                 f"got {self.aggregation} outside of a step: only what a step's outputs return lets "
@@ -225,7 +218,7 @@ class StepPlan:
             microbatch_of_sequence=cast("Ints | None", self.sequences.microbatch),
             state=self.state,
         )
-        return Reducer.of(self, microbatch, factory, arguments)
+        return Reducer.of(self, microbatch)
 
     def check(self) -> None:
         """Raise the first fault that devices found in this step's masks and losses, if any.

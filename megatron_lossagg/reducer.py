@@ -47,14 +47,16 @@ class ReducerContext:
     flat in the layout's order, and returns a 0-dim additive partial loss.
 
     Examples:
-        A mean over tokens, for ``--loss-aggregation-reducer-path my_package.losses:factory``:
+        A mean over tokens, in the file ``my_losses.py``; in a framework
+        ``--loss-aggregation-reducer-path my_losses:factory``:
 
         >>> def factory(context: ReducerContext):
         ...     tokens = context.plan.totals.active_tokens  # N, of all ranks and microbatches
         ...     return lambda losses: losses.sum() / tokens
-        >>> plan = plan_step(Aggregation("token_mean"), Sequences(active_tokens=[3]))
+        >>> aggregation = Aggregation("custom", reducer_path="my_losses:factory")
+        >>> plan = plan_step(aggregation, Sequences(active_tokens=[3]))
         >>> layout = Layout.thd_zigzag([0, 4], cp_size=1, cp_rank=0)
-        >>> reducer = plan.reducer([0], torch.tensor([1, 1, 1, 0]), layout, factory=factory)
+        >>> reducer = plan.reducer([0], torch.tensor([1, 1, 1, 0]), layout)
         >>> reducer(torch.tensor([1.0, 2.0, 6.0, float("inf")])).item()
         3.0
     """
@@ -66,8 +68,6 @@ class ReducerContext:
     mask: Tensor
     """bool ``[T]``: the loss mask, sliced for this rank, on its device; read only."""
     layout: Layout
-    arguments: object
-    """The framework's parsed arguments, or None."""
 
     @property
     def aggregation(self) -> Aggregation:
@@ -153,19 +153,17 @@ class Reducer:
             self._weight(torch.float32, self.microbatch.keep.device)
 
     @staticmethod
-    def of(
-        plan: StepPlan, microbatch: Microbatch, factory: ReducerFactory | None, arguments: object
-    ) -> Reducer:
-        """Make the reducer of a microbatch, or the custom one of ``factory``."""
-        if factory is None:
+    def of(plan: StepPlan, microbatch: Microbatch) -> Reducer:
+        """Make the reducer of a microbatch, or the custom one that the reducer path leads to."""
+        path = plan.aggregation.reducer_path
+        if path is None:
             return Reducer(plan=plan, microbatch=microbatch)
-        custom = factory(
+        custom = load_reducer_factory(path)(
             ReducerContext(
                 plan=plan,
                 sequences=microbatch.segments.sequences,
                 mask=microbatch.keep,
                 layout=microbatch.segments.layout,
-                arguments=arguments,
             )
         )
         if not callable(custom):
@@ -244,10 +242,10 @@ class Reducer:
             or partial_loss.dim() != 0
             or not partial_loss.is_floating_point()
         ):
-            name = self.plan.aggregation.reducer_path or self.custom
             raise ReducerError(
-                f"the custom reducer {name!r} returned {_kind(partial_loss)}: return a 0-dim "
-                "floating-point tensor, an additive partial loss"
+                f"the custom reducer {self.plan.aggregation.reducer_path!r} returned "
+                f"{_kind(partial_loss)}: return a 0-dim floating-point tensor, an additive partial "
+                "loss"
             )
         return partial_loss
 

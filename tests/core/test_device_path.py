@@ -8,18 +8,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from custom_reducer import custom
 from reducing import MASK, a_plan, on, thd
 from test_mask_checks import MASK_DTYPES
 
 from benchmarks.counting import counted
-from megatron_lossagg import Aggregation, Layout
+from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
 from megatron_lossagg.errors import ReducerError
 from megatron_lossagg.exchange import Exchange
+from megatron_lossagg.options import Options
 from megatron_lossagg.record import read_record
 from megatron_lossagg.recorder import RecordFile, StepRecorder
 from megatron_lossagg.step import Step
 
 META = torch.device("meta")
+SAMPLE_MEAN = Aggregation("sample_mean")
 LOSS_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LAYOUTS = {
     "thd": lambda cp: thd(8, 0, 12, cp_size=cp, cp_rank=cp - 1),
@@ -35,13 +38,14 @@ LAYOUTS = {
 }
 
 
-def reduced(layout, mask_dtype, loss_dtype, factory=None):
+def reduced(layout, mask_dtype, loss_dtype, aggregation=SAMPLE_MEAN):
     """Build, call, go backward and sum the weights on the device."""
-    plan = a_plan((8, 2, 5), mode="sample_mean")
+    options = Options(rejects_tokens=True)
+    plan = plan_step(aggregation, Sequences(active_tokens=[8, 2, 5]), options=options)
     mask = torch.ones(layout.num_tokens, dtype=mask_dtype, device=META)
     x = torch.ones(layout.num_local_tokens, dtype=loss_dtype, device=META, requires_grad=True)
     sequences = [0, 1, -1][: layout.num_segments]
-    made = plan.reducer(sequences, mask, layout, factory=factory)
+    made = plan.reducer(sequences, mask, layout)
     partial_loss = made(x)
     partial_loss.backward()
     made.under("token_mean")(x)
@@ -81,7 +85,7 @@ def test_nothing_is_read_for_a_custom_reducer(name):
         assert context.mask.device == META
         return lambda x: 2 * x.sum()
 
-    _, partial_loss, _ = reduced(LAYOUTS[name](2), torch.bool, torch.bfloat16, factory)
+    _, partial_loss, _ = reduced(LAYOUTS[name](2), torch.bool, torch.bfloat16, custom(factory))
     assert (partial_loss.device, partial_loss.dtype) == (META, torch.float32)
 
 

@@ -57,13 +57,6 @@ def test_an_error_about_a_partial_loss_names_the_reducer_path(module):
         plan.reducer([0], torch.ones(2), layout)(torch.ones(2))
 
 
-def test_a_given_factory_takes_precedence_over_the_path():
-    aggregation = Aggregation("custom", reducer_path="a_users_module:factory")
-    plan = plan_step(aggregation, Sequences(active_tokens=[2]))
-    layout = Layout.thd_zigzag([0, 2], cp_size=1, cp_rank=0)
-    assert plan.reducer([0], torch.ones(2), layout, factory=seven_sums)(torch.ones(2)).item() == 14
-
-
 WRONG = {
     "no_such_module_here:f": "ModuleNotFoundError.*no_such_module_here",
     "a_users_module:no_such": "AttributeError.*has no attribute 'no_such'",

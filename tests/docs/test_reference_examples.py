@@ -4,6 +4,8 @@ import argparse
 import doctest
 import inspect
 import re
+import sys
+import types
 
 import pytest
 import torch
@@ -25,9 +27,13 @@ GIVEN = {
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != NEEDS_A_MODEL])
-def test_the_example_of_a_public_name_prints_what_it_shows(name):
+def test_the_example_of_a_public_name_prints_what_it_shows(name, monkeypatch):
     docstring = inspect.getdoc(getattr(megatron_lossagg, name))
-    example = doctest.DocTestParser().get_doctest(docstring, dict(GIVEN), name, None, 0)
+    example = doctest.DocTestParser().get_doctest(docstring, GIVEN, name, None, 0)
+    module = types.ModuleType("my_losses")
+    monkeypatch.setitem(sys.modules, "my_losses", module)
+    example.globs = vars(module)
+    example.globs.update(GIVEN)
     failed, attempted = doctest.DocTestRunner().run(example)  # prints what differs
     assert attempted
     assert not failed

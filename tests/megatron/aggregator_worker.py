@@ -16,6 +16,7 @@ import tiny_gpt
 import torch
 import torch.distributed as dist
 from check_runner import run_checks
+from custom_reducer import custom
 from megatron.core import pipeline_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.rerun_state_machine import (
@@ -652,9 +653,11 @@ def check_a_loss_without_a_graph_is_refused_in_a_training_step(chunk, aggregator
     def through_numpy(context):
         return lambda x: torch.tensor(float(x.detach().numpy().mean()))
 
-    with abandoned(a_step(aggregator)) as step:
-        mask = torch.tensor([1, 1, 1, 0, 1, 1, 0, 0])
-        mb = step.microbatch([0, 1], mask, cu_seqlens=[0, 4, 8], factory=through_numpy)
+    aggregation = custom(through_numpy)
+    aggregator.agree_on(aggregation)
+    plan = plan_step(aggregation, Sequences(active_tokens=[3, 2]), group=aggregator.dp_group)
+    with abandoned(aggregator.begin(plan, num_microbatches=1)) as step:
+        mb = a_microbatch(step, [0, 1])
         with refused("requires no gradient", "let a custom reducer keep its graph"):
             mb.outputs(mb.reduce(x))
 
