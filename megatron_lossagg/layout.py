@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ from megatron_lossagg.errors import LayoutError
 from megatron_lossagg.integers import Ints, IntsLike, checked_integers, first_few, is_integer
 
 __all__ = ["Layout"]
+
+Split = Literal["zigzag", "contiguous"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,6 +65,10 @@ class Layout:
     """Whether positions may follow the last segment, which weigh 0."""
     batch_shape: tuple[int, int] | None = None
     """``[b, s]`` of the whole mask where sequences are not packed."""
+    is_whole: bool = False
+    """Whether the segments of the mask are whole sequences, not responses or slices."""
+    split: Split | None = None
+    """What the model's ``cp_partition_mode`` must be; None if any is right."""
 
     def __post_init__(self) -> None:
         for array in (self.offset_S1, self.start_R, self.length_R, self.segment_R):
@@ -142,12 +149,13 @@ class Layout:
         position = self.start_R[run] + index - (end_R[run] - self.length_R[run])
         return segment, int(position - self.offset_S1[segment])
 
-    def gathered(self) -> Layout:
+    def gathered(self, *, sums_gradients: bool = False) -> Layout:
         """Return the same split of per-token losses that every context-parallel rank has gathered.
 
         Losses are of the whole mask then. A rank weighs those whose logits are its own, and the
         gradient is right whether the gather's backward pass sums over ranks or keeps a rank's own
-        slice. Source: Megatron-LM (d98e8a64) ``megatron.rl.rl_utils.get_logprobs``. Raises
+        slice. ``sums_gradients``: it is known to sum, so any split is right, also another one than
+        the model's. Source: Megatron-LM (d98e8a64) ``megatron.rl.rl_utils.get_logprobs``. Raises
         :class:`LayoutError` if the mask is this rank's part only.
         """
         if self.is_local:
@@ -155,7 +163,8 @@ class Layout:
                 f"got gathered losses with the layout {self.name}, whose mask is this rank's part: "
                 "begin with the split of the whole mask, such as Layout.thd_zigzag(...).gathered()"
             )
-        return replace(self, name=f"{self.name}_gathered", is_gathered=True)
+        split = None if sums_gradients else self.split
+        return replace(self, name=f"{self.name}_gathered", is_gathered=True, split=split)
 
     @staticmethod
     def thd_zigzag(cu_seqlens_padded: IntsLike, *, cp_size: int, cp_rank: int) -> Layout:
@@ -190,7 +199,7 @@ class Layout:
             starts = [offset_S1[:-1] + k * chunk_S for k in _chunks(cp_size, cp_rank)]
             lengths = [chunk_S, chunk_S]
         layout = _of_runs("thd_zigzag", offset_S1, starts, lengths, cp_size, cp_rank)
-        return replace(layout, allows_tail=True)
+        return replace(layout, allows_tail=True, is_whole=True, split="zigzag")
 
     @staticmethod
     def bshd_zigzag(batch_size: int, seq_length: int, *, cp_size: int, cp_rank: int) -> Layout:
@@ -223,9 +232,10 @@ class Layout:
                 "buffer, end cu_seqlens at its end, and pass -1 as the sequence of that segment"
             )
         held_S1 = np.clip(offset_S1, cp_rank * size, (cp_rank + 1) * size)
-        return _of_runs(
+        layout = _of_runs(
             "thd_contiguous", offset_S1, [held_S1[:-1]], [np.diff(held_S1)], cp_size, cp_rank
         )
+        return replace(layout, is_whole=True, split="contiguous")
 
     @staticmethod
     def bshd_contiguous(batch_size: int, seq_length: int, *, cp_size: int, cp_rank: int) -> Layout:
@@ -244,22 +254,17 @@ class Layout:
         layout = _of_runs(
             "bshd_contiguous", offset_S1, [start_S], [np.full_like(start_S, size)], cp_size, cp_rank
         )
-        return replace(layout, batch_shape=(batch_size, seq_length))
+        shape = (batch_size, seq_length)
+        return replace(layout, batch_shape=shape, is_whole=True, split="contiguous")
 
     @staticmethod
     def response_zigzag(
-        total_lengths: IntsLike,
-        response_lengths: IntsLike,
-        *,
-        cp_size: int,
-        cp_rank: int,
-        max_seq_len: int | None = None,
+        total_lengths: IntsLike, response_lengths: IntsLike, *, cp_size: int, cp_rank: int
     ) -> Layout:
         """Lay out response tokens only, as slime and miles do: mask = all responses end to end.
 
         Response token j of a sequence of ``total`` tokens sits on logit ``total - response -
-        1 + j``, and the logit decides the rank: chunk = ceil(total / 2 CP), or
-        ceil(max_seq_len / 2 CP) for frameworks that pad the batch (bshd). Source: slime
+        1 + j``, and the logit decides the rank: chunk = ceil(total / 2 CP). Source: slime
         ``get_logits_and_tokens_offset_with_cp``.
         """
         total_S = checked_integers("total_lengths", total_lengths, LayoutError, squeeze=True)
@@ -267,10 +272,9 @@ class Layout:
             "response_lengths", response_lengths, LayoutError, squeeze=True
         )
         _check_cp(cp_size, cp_rank)
-        _check_responses(total_S, response_S, max_seq_len)
+        _check_responses(total_S, response_S)
         offset_S1 = _offsets(response_S)
-        padded_S = total_S if max_seq_len is None else np.full_like(total_S, max_seq_len)
-        chunk_S = -(-padded_S // (2 * cp_size))
+        chunk_S = -(-total_S // (2 * cp_size))
         first_logit_S = total_S - response_S - 1
         starts, lengths = [], []
         for k in _chunks(cp_size, cp_rank):
@@ -280,7 +284,8 @@ class Layout:
             hi_S = np.clip((k + 1) * chunk_S, first_logit_S, total_S - 1)
             starts.append(offset_S1[:-1] + lo_S - first_logit_S)
             lengths.append(hi_S - lo_S)
-        return _of_runs("response_zigzag", offset_S1, starts, lengths, cp_size, cp_rank)
+        layout = _of_runs("response_zigzag", offset_S1, starts, lengths, cp_size, cp_rank)
+        return replace(layout, split="zigzag")
 
     @staticmethod
     def local(sequence_lengths_here: IntsLike, *, cp_size: int, cp_rank: int) -> Layout:
@@ -332,9 +337,7 @@ def _of_runs(
     )
 
 
-def _check_responses(total_S: Ints, response_S: Ints, max_seq_len: int | None) -> None:
-    if max_seq_len is not None and not is_integer(max_seq_len):
-        raise LayoutError(f"got max_seq_len {max_seq_len!r}, expected an integer from 0")
+def _check_responses(total_S: Ints, response_S: Ints) -> None:
     if total_S.shape != response_S.shape:
         raise LayoutError(
             f"got {len(total_S)} total_lengths and {len(response_S)} response_lengths, "
@@ -348,11 +351,6 @@ def _check_responses(total_S: Ints, response_S: Ints, max_seq_len: int | None) -
             f"sequence {sequence} has {total_S[sequence]} tokens of which {response_S[sequence]} "
             "are the response: a response follows at least one prompt token, whose logit "
             "predicts its first"
-        )
-    if max_seq_len is not None and len(total_S) and total_S.max() > max_seq_len:
-        raise LayoutError(
-            f"sequence {total_S.argmax()} has {total_S.max()} tokens, max_seq_len is "
-            f"{max_seq_len}: pass the length the batch is padded to"
         )
 
 

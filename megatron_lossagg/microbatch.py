@@ -372,7 +372,7 @@ def _check_mask(mask_P: Tensor, segments: Segments, faults: Faults) -> tuple[Ten
         segments.describe_counts,
         seems_right=lambda: not missing_G1.any(),
     )
-    if layout.name.startswith(("thd_", "bshd_")) and layout.num_segments:
+    if layout.is_whole and layout.num_segments:
         faults.check(device, lambda: [selected_P[last_G2[1:-1]].any()], segments.describe_shift)
     return keep_T, trained_G1[:-1]
 

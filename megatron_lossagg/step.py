@@ -379,14 +379,13 @@ class Step:
                 f"{aggregator.cp_rank} of {aggregator.cp_size}: pass step.microbatch cu_seqlens= "
                 "or lengths=, or make the layout with the aggregator's cp_size and cp_rank"
             )
-        split, other = "zigzag", "contiguous"
-        if aggregator.is_contiguous:
-            split, other = other, split
-        if layout.cp_size > 1 and layout.name.endswith(other):
+        split = "contiguous" if aggregator.is_contiguous else "zigzag"
+        if layout.cp_size > 1 and layout.split not in (split, None):
             raise ContractError(
                 f"got the layout {layout.name}, the model's cp_partition_mode is {split}: pass "
                 "step.microbatch cu_seqlens=, which takes the model's; or lengths=, with a mask "
-                "and losses that are sliced already"
+                "and losses that are sliced already; or gathered(sums_gradients=True), if losses "
+                "are gathered and the backward pass sums their gradients over the ranks"
             )
         pending = [call for plan in self._plans for call in plan.state.pending]
         calls = [call for call in pending if np.array_equal(call.sequences, reducer.sequences)]

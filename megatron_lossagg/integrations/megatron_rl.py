@@ -124,7 +124,8 @@ class RLIntegration(PretrainIntegration):
         """Split as Transformer Engine does, whatever ``cp_partition_mode`` says, and gathered."""
         cp_size, cp_rank = aggregator.cp_size, aggregator.cp_rank
         offsets = [0, *itertools.accumulate(lengths)]
-        return Layout.thd_zigzag(offsets, cp_size=cp_size, cp_rank=cp_rank).gathered()
+        layout = Layout.thd_zigzag(offsets, cp_size=cp_size, cp_rank=cp_rank)
+        return layout.gathered(sums_gradients=True)
 
     def _bin(self, context: Any, index: int) -> MicrobatchSequences:
         mask = np.append(to_numpy(context.packed_loss_mask[index, 1:]), 0)

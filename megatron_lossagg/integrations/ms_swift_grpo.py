@@ -105,7 +105,7 @@ class GRPOIntegration(Integration):
         """Give each context-parallel rank one interval of every completion, gathered."""
         size, rank = aggregator.cp_size, aggregator.cp_rank
         layout = Layout.bshd_contiguous(len(lengths), lengths[0], cp_size=size, cp_rank=rank)
-        return layout.gathered()
+        return layout.gathered(sums_gradients=True)
 
     def loss(self, loss_func: Callable[..., Any], output: Tensor) -> FrameworkLoss:
         """Run ``partial(trainer.loss_func, data=...)``, and take what it sums.

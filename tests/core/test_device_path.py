@@ -30,9 +30,6 @@ LAYOUTS = {
     "response": lambda cp: Layout.response_zigzag(
         [12, 5, 9], [8, 2, 0], cp_size=cp, cp_rank=cp - 1
     ),
-    "response, padded": lambda cp: Layout.response_zigzag(
-        [12, 5, 9], [8, 2, 0], cp_size=cp, cp_rank=cp - 1, max_seq_len=16
-    ),
     "local": lambda cp: Layout.local([8, 0, 12], cp_size=cp, cp_rank=cp - 1),
     "no segments": lambda cp: thd(cp_size=cp, cp_rank=cp - 1),
 }

@@ -21,11 +21,11 @@ def positions(layout):
     return out
 
 
-def responses_held(total, response, cp, rank, max_seq_len=None):
+def responses_held(total, response, cp, rank):
     """List a rank's response tokens, by the chunk of each token's logit."""
     if cp == 1:
         return list(range(response))
-    chunk = -(-(max_seq_len or total) // (2 * cp))
+    chunk = -(-total // (2 * cp))
     held = []
     for which in (rank, 2 * cp - 1 - rank):
         for j in range(response):
@@ -34,18 +34,15 @@ def responses_held(total, response, cp, rank, max_seq_len=None):
     return held
 
 
-@pytest.mark.parametrize("padded_to", [None, 24, 31])
 @pytest.mark.parametrize("cp", CP_SIZES)
-def test_every_response_token_is_on_the_rank_of_its_logit_and_on_no_other(cp, padded_to):
+def test_every_response_token_is_on_the_rank_of_its_logit_and_on_no_other(cp):
     for total in range(1, 25):
         for response in range(total):
             union = []
             for rank in range(cp):
-                layout = Layout.response_zigzag(
-                    [total], [response], cp_size=cp, cp_rank=rank, max_seq_len=padded_to
-                )
+                layout = Layout.response_zigzag([total], [response], cp_size=cp, cp_rank=rank)
                 held = positions(layout)
-                assert held == responses_held(total, response, cp, rank, padded_to)
+                assert held == responses_held(total, response, cp, rank)
                 assert layout.num_local_tokens == len(held)
                 union += held
             assert sorted(union) == list(range(response)), (total, response)
@@ -139,14 +136,6 @@ def test_offsets_of_any_form_give_the_same_tokens(offsets):
     assert positions(layout) == [0, 3, 4, 5, 10, 11]
 
 
-def test_max_seq_len_decides_which_response_tokens_a_rank_holds():
-    held = [
-        positions(Layout.response_zigzag([8], [7], cp_size=2, cp_rank=0, max_seq_len=n))
-        for n in (None, 8, 16)
-    ]
-    assert held == [[0, 1, 6], [0, 1, 6], [0, 1, 2, 3]]
-
-
 def test_responses_are_consecutive_and_each_is_split_on_its_own():
     totals, responses = [12, 5, 9], [8, 2, 0]
     for rank in range(2):
@@ -169,7 +158,6 @@ def test_a_layout_has_its_constructors_name_its_rank_and_int64_indices(cp):
         (Layout.thd_contiguous([0, 3, 8], **rank), "thd_contiguous"),
         (Layout.bshd_contiguous(2, 8, **rank), "bshd_contiguous"),
         (Layout.response_zigzag([8], [3], **rank), "response_zigzag"),
-        (Layout.response_zigzag([8], [3], **rank, max_seq_len=16), "response_zigzag"),
         (Layout.local([8], **rank), "local"),
     ):
         assert (layout.name, layout.cp_size, layout.cp_rank) == (name, cp, cp - 1)
@@ -193,7 +181,6 @@ def test_an_empty_microbatch_is_a_layout_without_segments():
         Layout.thd_contiguous([0], cp_size=2, cp_rank=1),
         Layout.bshd_contiguous(0, 8, cp_size=2, cp_rank=1),
         Layout.response_zigzag([], [], cp_size=2, cp_rank=1),
-        Layout.response_zigzag([], [], cp_size=2, cp_rank=1, max_seq_len=0),
         Layout.local([], cp_size=2, cp_rank=1),
     ):
         assert (layout.num_segments, layout.num_tokens, layout.num_local_tokens) == (0, 0, 0)
@@ -257,36 +244,21 @@ def test_a_rank_outside_its_group_is_refused(size, rank):
 
 
 RESPONSES = {
-    "lengths of another number": ([5, 6], [2], None, "got 2 total_lengths and 1 response"),
-    "a response without prompt": ([5], [5], None, "follows at least one prompt token"),
-    "a negative response": ([5], [-1], None, "^response_lengths gives segment 0 .* -1"),
-    "a response longer than its sequence": (
-        [5],
-        [6],
-        None,
-        "has 5 tokens of which 6 are the response",
-    ),
-    "a negative total": ([-5], [0], None, "has -5 tokens"),
-    "fractions": ([5.0], [2], None, "total_lengths: got float64"),
-    "fractions of a response": ([5], [2.0], None, "response_lengths: got float64"),
-    "a sequence beyond the padding": (
-        [5, 9],
-        [2, 2],
-        8,
-        "sequence 1 has 9 tokens, max_seq_len is 8",
-    ),
-    "a padding below 0": ([5], [2], -1, "got max_seq_len -1, expected an integer from 0"),
-    "a padding below 0 without sequences": ([], [], -1, "got max_seq_len -1"),
-    "paddings": ([5], [2], [8], r"got max_seq_len \[8\], expected"),
-    "a padding that is not an integer": ([5], [2], 7.5, "got max_seq_len 7.5, expected"),
+    "lengths of another number": ([5, 6], [2], "got 2 total_lengths and 1 response"),
+    "a response without prompt": ([5], [5], "follows at least one prompt token"),
+    "a negative response": ([5], [-1], "^response_lengths gives segment 0 .* -1"),
+    "a response longer than its sequence": ([5], [6], "has 5 tokens of which 6 are the response"),
+    "a negative total": ([-5], [0], "has -5 tokens"),
+    "fractions": ([5.0], [2], "total_lengths: got float64"),
+    "fractions of a response": ([5], [2.0], "response_lengths: got float64"),
 }
 
 
 @pytest.mark.parametrize("name", RESPONSES)
 def test_responses_refuse(name):
-    totals, responses, padded, message = RESPONSES[name]
+    totals, responses, message = RESPONSES[name]
     with pytest.raises(LayoutError, match=message):
-        Layout.response_zigzag(totals, responses, cp_size=2, cp_rank=0, max_seq_len=padded)
+        Layout.response_zigzag(totals, responses, cp_size=2, cp_rank=0)
 
 
 def test_bshd_refuses_lengths_that_do_not_split():

@@ -6,9 +6,10 @@ import weakref
 
 import pytest
 import torch
+from custom_reducer import custom
 from reducing import DEVICES, MASK, a_plan, a_reducer, on, thd
 
-from megatron_lossagg import Layout
+from megatron_lossagg import Layout, Sequences, plan_step
 from megatron_lossagg.errors import ReducerError
 
 LAYOUTS = {
@@ -18,20 +19,14 @@ LAYOUTS = {
         lambda rank: Layout.response_zigzag([9, 4, 14], [8, 1, 3], cp_size=2, cp_rank=rank),
         [8, 1, 3],
     ),
-    "response, padded": (
-        lambda rank: Layout.response_zigzag(
-            [9, 4, 14], [8, 1, 3], cp_size=2, cp_rank=rank, max_seq_len=16
-        ),
-        [8, 1, 3],
-    ),
 }
 
 
-def called(plan, mask, losses, device, sequences=(0, 1), layout=None, **options):
+def called(plan, mask, losses, device, sequences=(0, 1), layout=None):
     """Reduce losses; what a device found is raised when the plan is checked, without a read."""
     layout = thd(4, 2) if layout is None else layout
     with on(device) as to:
-        plan.reducer(list(sequences), to(mask), layout, **options)(to(losses))
+        plan.reducer(list(sequences), to(mask), layout)(to(losses))
         if device != "cpu":
             assert not to.syncs
         plan.check()
@@ -120,13 +115,16 @@ def test_an_overflowing_sum_of_finite_losses_is_reported(dtype, device):
 
 @DEVICES
 def test_the_losses_of_a_custom_reducer_are_checked_as_well_as_its_partial_loss(device):
-    swallows = {"factory": lambda context: lambda x: x.nan_to_num().sum()}
-    called(a_plan(), MASK, [1, torch.nan, 1, 1, 1, 1], device, **swallows)
+    def a_custom_plan(reducer):
+        aggregation = custom(lambda context: reducer)
+        return plan_step(aggregation, Sequences(active_tokens=[3, 2]))
+
+    plan = a_custom_plan(lambda x: x.nan_to_num().sum())
+    called(plan, MASK, [1, torch.nan, 1, 1, 1, 1], device)
     with pytest.raises(ReducerError, match=r"sequence 1 .* is nan at its token 0"):
-        called(a_plan(), MASK, [1, 1, 1, 1, torch.nan, 1], device, **swallows)
-    wrong = {"factory": lambda context: lambda x: x.sum() * torch.nan}
+        called(plan, MASK, [1, 1, 1, 1, torch.nan, 1], device)
     with pytest.raises(ReducerError, match="partial loss is nan: check the custom reducer"):
-        called(a_plan(), MASK, torch.ones(6), device, **wrong)
+        called(a_custom_plan(lambda x: x.sum() * torch.nan), MASK, torch.ones(6), device)
 
 
 def test_a_fault_of_one_plan_is_never_raised_by_another():

@@ -183,9 +183,6 @@ WRONG_LENGTHS = {
     "thd": lambda cp, rank: thd(8 * cp, 4 * cp, cp_size=cp, cp_rank=rank),
     "bshd": lambda cp, rank: Layout.bshd_zigzag(2, 4 * cp, cp_size=cp, cp_rank=rank),
     "response": lambda cp, rank: Layout.response_zigzag([12, 9], [8, 3], cp_size=cp, cp_rank=rank),
-    "response, padded": lambda cp, rank: Layout.response_zigzag(
-        [12, 9], [8, 3], cp_size=cp, cp_rank=rank, max_seq_len=16
-    ),
     "local": lambda cp, rank: Layout.local([2, 3], cp_size=cp, cp_rank=rank),
 }
 

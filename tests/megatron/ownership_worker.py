@@ -74,17 +74,49 @@ def check_tokens_that_were_counted_on_the_slice_are_named(aggregator):
 
 def check_a_layout_of_another_split_than_the_models_is_refused(aggregator):
     offsets, place = [0, 8, 12], {"cp_size": 2, "cp_rank": aggregator.cp_rank}
-    for layout in (Layout.thd_contiguous(offsets, **place), aggregator.thd(offsets)):
+    other = Layout.thd_contiguous(offsets, **place)
+    for layout in (other, other.gathered(), aggregator.thd(offsets)):
         step = aggregator.step(ACTIVE, num_microbatches=1)
         mb = step.microbatch([0, 1], torch.tensor(WHOLE), layout=layout)
-        loss = mb.reduce(torch.ones(6, requires_grad=True))
+        loss = mb.reduce(torch.ones(12 if layout.is_gathered else 6, requires_grad=True))
         if layout.name == "thd_zigzag":
             mb.outputs(loss)[0].backward()
             step.finish()
             continue
-        with pytest.raises(ContractError, match=r"thd_contiguous, .* cp_partition_mode is zigzag"):
+        with pytest.raises(ContractError, match=rf"{layout.name}, .* cp_partition_mode is zigzag"):
             mb.outputs(loss)
         step.end()
+
+
+class SummingGather(torch.autograd.Function):
+    """Gather the slices of all ranks; backward sums their gradients for each slice."""
+
+    @staticmethod
+    def forward(ctx, own, rank):
+        ctx.rank = rank
+        parts = [torch.empty_like(own) for _ in range(2)]
+        dist.all_gather(parts, own)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        total = gradient.clone()
+        dist.all_reduce(total)
+        return total.chunk(2)[ctx.rank], None
+
+
+def check_any_split_is_right_where_the_gather_sums_gradients(aggregator):
+    """The model's slices are intervals here; the layout splits the gathered losses in zigzag."""
+    offsets = [0, 8, 12]
+    layout = aggregator.thd(offsets).gathered(sums_gradients=True)
+    step = aggregator.step(ACTIVE, num_microbatches=1)
+    mb = step.microbatch([0, 1], torch.tensor(WHOLE), layout=layout)
+    own = torch.ones(6, requires_grad=True)
+    mb.outputs(mb.reduce(SummingGather.apply(own, aggregator.cp_rank)))[0].backward()
+    step.finish()
+    weights = torch.tensor([1 / (2 * 5)] * 8 + [1 / (2 * 2)] * 4)  # 1 / (B n_b)
+    expected = weights * torch.tensor(WHOLE) * 2  # K
+    torch.testing.assert_close(own.grad, expected.chunk(2)[aggregator.cp_rank])
 
 
 def check_losses_that_were_gathered_over_the_ranks_are_named(aggregator):
