@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_lossagg.aggregation import Aggregation, Count
-from megatron_lossagg.errors import ContractError, LossAggregationError
+from megatron_lossagg.errors import ContractError, message_of
 from megatron_lossagg.exchange import Exchange, gather_counts
 from megatron_lossagg.flags import aggregation_from_args
 from megatron_lossagg.integers import IntsLike, is_integer
@@ -161,7 +161,7 @@ class LossAggregator:
                 )
             self._record_group, self._record_file = self._opened_record(groups)
         except Exception as error:  # of any type: no rank may leave the others waiting
-            fault = str(error) if isinstance(error, LossAggregationError) else repr(error)
+            fault = message_of(error)
         _agree(fault, settings)
         self._frozen = frozen
         self.loss_scaling: LossScaling = loss_scaling
@@ -320,7 +320,7 @@ class LossAggregator:
             )
         except Exception as found:  # of any type: no stage may leave the others waiting
             error = found
-        message = "" if error is None else str(error) or repr(error)
+        message = "" if error is None else message_of(error)
         messages = Exchange(self.pp_group).messages(message)
         if error is not None:
             raise error
@@ -471,7 +471,7 @@ class LossAggregator:
         try:
             own = {name: np.asarray(value).tolist() for name, value in given.items()}
         except Exception as error:  # of any type: no rank may leave the others waiting
-            fault = repr(error)
+            fault = message_of(error)
         (first, *others), fault = gather_counts(own, fault, self.tp_group)
         other = next((n for n, each in enumerate(others, 1) if each not in ({}, first)), None)
         if not fault and other is not None:

@@ -13,6 +13,7 @@ __all__ = [
     "ProofError",
     "ReducerError",
     "ReducerPathError",
+    "message_of",
 ]
 
 
@@ -54,3 +55,8 @@ class ContractError(LossAggregationError, RuntimeError):
 
 class ProofError(LossAggregationError, ValueError):
     """Parallel sizes or options that cannot be verified."""
+
+
+def message_of(error: BaseException) -> str:
+    """Return what another rank is told: a message of this package, or any error with its type."""
+    return str(error) if isinstance(error, LossAggregationError) else repr(error)

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_lossagg.aggregation import CUSTOM, MODES, Aggregation
 from megatron_lossagg.counts import StepTotals, WeightTotals, count_step, known_step
-from megatron_lossagg.errors import LossAggregationError, PlanError, ReducerError
+from megatron_lossagg.errors import PlanError, ReducerError, message_of
 from megatron_lossagg.exchange import Exchange
 from megatron_lossagg.faults import warn_once
 from megatron_lossagg.integers import Ints, IntsLike
@@ -373,7 +373,7 @@ def plan_step(
             _check_arguments(aggregation, options)
             checked = sequences.checked()
         except Exception as error:  # whatever it is, no rank may leave the others waiting
-            fault = str(error) if isinstance(error, LossAggregationError) else repr(error)
+            fault = message_of(error)
     verifies = totals is not None and group is not None and exchange.ranks not in _verified
     if totals is None or verifies:
         settings = [*(f"{name} {value!r}" for name, value in vars(options).items()), f"{totals}"]

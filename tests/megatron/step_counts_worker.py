@@ -157,6 +157,18 @@ def check_an_error_of_an_earlier_stage_reaches_the_last():
         assert message_by_rank(aggregator, {"active_tokens": [3, 2]}) == [None] * 4
 
 
+def check_an_error_of_another_package_reaches_the_first_stage_with_its_type():
+    def plan():
+        raise KeyError("labels")
+
+    with an_aggregator(pipeline_model_parallel_size=2) as aggregator:
+        kind, message = ContractError, r"pipeline stage 1: KeyError\('labels'\)"
+        if aggregator.is_last_stage:
+            kind, message = KeyError, "labels"
+        with pytest.raises(kind, match=message):
+            aggregator.begin_together(plan, num_microbatches=2)
+
+
 def main():
     torch.set_default_dtype(torch.float64)
     dist.init_process_group("gloo")
