@@ -14,7 +14,7 @@ LAYOUTS = {
     4: ["DP2xCP2", "DP2xPP2", "CP2xPP2xVPP2", "DP2xTP2", "DP4xEP2, 2 optimizer instances"],
 }
 CASES = [(processes, layout) for processes, layouts in LAYOUTS.items() for layout in layouts]
-REPEATS = int(os.environ.get("PROBE_REPEATS", "2"))
+REPEATS = int(os.environ.get("PROBE_REPEATS", "1"))
 CONFIRMED = (
     r"K = (M DP CP|N) confirmed through DDP, schedule, finalize: measured \d+ at the probe's own "
     r"[MN] = \d+ \(\d\.\d+ s\)$"
