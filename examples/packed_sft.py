@@ -164,8 +164,10 @@ def gpt(*, per_token: bool) -> GPTModel:
     )
 
 
-def by_hand(model: GPTModel, packs: Sequence[Pack]) -> dict[str, list[Tensor]]:
-    """Return the gradients of both means as a paper writes them: a loop over conversations."""
+def by_hand(
+    model: GPTModel, packs: Sequence[Pack], modes: Sequence[str]
+) -> dict[str, list[Tensor]]:
+    """Return the gradient of each mode as a paper writes it: a loop over conversations."""
     sums, means, num_tokens = [], [], 0
     for pack in packs:
         for token, label, mask in pack.conversations():
@@ -174,10 +176,10 @@ def by_hand(model: GPTModel, packs: Sequence[Pack]) -> dict[str, list[Tensor]]:
             means.append(sums[-1] / mask.sum())
             num_tokens += int(mask.sum())
     parameters = list(model.parameters())
-    token_mean, sample_mean = sum(sums) / num_tokens, sum(means) / len(means)
+    loss_of = {"token_mean": sum(sums) / num_tokens, "sample_mean": sum(means) / len(means)}
     return {
-        "token_mean": list(torch.autograd.grad(token_mean, parameters, retain_graph=True)),
-        "sample_mean": list(torch.autograd.grad(sample_mean, parameters)),
+        mode: list(torch.autograd.grad(loss_of[mode], parameters, retain_graph=mode != modes[-1]))
+        for mode in modes
     }
 
 
@@ -328,8 +330,10 @@ def follow_by_hand(
     weights = []
     warmup = [draw_step(1000 + step) for step in range(WARMUP_STEPS)]
     for number, packs in enumerate([*warmup, *steps], -WARMUP_STEPS):
-        gradients = by_hand(model, packs)
-        if number >= 0:
+        is_measured = number >= 0
+        modes = ["token_mean", "sample_mean"] if is_measured else ["token_mean"]
+        gradients = by_hand(model, packs, modes)
+        if is_measured:
             weights.append([parameter.detach().clone() for parameter in parameters])
             lines[number]["by hand"] = {mode: norm(of) for mode, of in gradients.items()}
         for parameter, gradient in zip(parameters, gradients["token_mean"], strict=True):

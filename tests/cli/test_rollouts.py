@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked_command
 import numpy as np
 import pytest
 import torch
@@ -154,11 +155,10 @@ def forged_mask():
 
 @pytest.mark.launches
 def test_a_dump_that_forges_an_object_is_refused_before_numpy_sees_it(tmp_path):
-    """In a process of its own: reading the address would end it by a signal."""
+    """In another process: reading the address would end it by a signal."""
     file = tmp_path / "forged.pt"
     torch.save({"samples": [sample(loss_mask=forged_mask())]}, file)
-    program = [sys.executable, "-m", "megatron_lossagg", "explain", "token_mean"]
-    done = subprocess.run([*program, "--lengths-file", file], capture_output=True, text=True)
+    done = forked_command.lossagg("explain", "token_mean", "--lengths-file", file)
     assert done.returncode == 2, done
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"lossagg: {file}: got numpy.")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked_command
 import pytest
 from conftest import fork_server
 from fork_server import WITHOUT_MEGATRON
@@ -146,7 +147,7 @@ def test_a_new_output_has_the_permissions_of_any_new_file(recorded):
     assert len(modes) == 1
 
 
-# Runs the command where no file may grow beyond 100 bytes; prints its status and what it said.
+# Runs commands where no file may grow beyond 100 bytes; prints of each its status and what it said.
 NO_SPACE = """
 import contextlib, importlib, io, json, resource, sys
 from megatron_lossagg.cli.main import main
@@ -154,34 +155,53 @@ for name in ("pandas", "matplotlib.font_manager"):
     with contextlib.suppress(ImportError):
         importlib.import_module(name)  # before there is no space for what they keep
 soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-with contextlib.redirect_stderr(io.StringIO()) as said:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-    status = main(sys.argv[1:])
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-print(json.dumps([status, said.getvalue()]))
+ended = []
+for command in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+        status = main(command)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    ended.append([status, err.getvalue()])
+print(json.dumps(ended))
 """
 
 
-@pytest.mark.launches
+@pytest.fixture(scope="module")
+def without_space(launches, tmp_path_factory):
+    """Run each command; return its folder, its status and what it said.
+
+    In a process of their own: early launches write files from this one.
+    """
+    folders = {write: tmp_path_factory.mktemp("without_space") for write in WRITES}
+    script = tmp_path_factory.mktemp("script") / "script.py"
+    script.write_text(NO_SPACE)
+    commands = []
+    for write, folder in folders.items():
+        (folder / "rollouts.jsonl").write_text(RECORDS)
+        (folder / "older").write_text("older")
+        commands.append(list(map(str, WRITES[write](folder / "rollouts.jsonl", folder / "older"))))
+    command = [str(script), json.dumps(commands)]
+    done = fork_server(WITHOUT_MEGATRON).launch(command, processes=1, timeout=300)
+    assert done.returncode == 0, done.stderr
+    ended = json.loads(done.stdout.splitlines()[-1])
+    return {
+        write: (folder, *how) for (write, folder), how in zip(folders.items(), ended, strict=True)
+    }
+
+
 @pytest.mark.parametrize("write", WRITES)
-def test_an_output_that_cannot_be_finished_leaves_the_older_one(recorded, write):
+def test_an_output_that_cannot_be_finished_leaves_the_older_one(without_space, write):
     if "plot" in write:
         pytest.importorskip("pandas", reason="pandas is not installed")
         pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    older, script = recorded.with_name("older"), recorded.with_name("script.py")
-    older.write_text("older")
-    script.write_text(NO_SPACE)
-    # A process of its own: early launches write files from this one.
-    command = [str(script), *map(str, WRITES[write](recorded, older))]
-    done = fork_server(WITHOUT_MEGATRON).launch(command, processes=1, timeout=300)
-    assert done.returncode == 0, done.stderr
-    status, said = json.loads(done.stdout.splitlines()[-1])
+    folder, status, said = without_space[write]
+    older = folder / "older"
     assert status == 2
-    script.unlink()
     (line,) = said.splitlines()
     assert f"{write.split()[1]} {older} cannot be written (File too large)" in line
     assert older.read_text() == "older"
-    assert sorted(file.name for file in recorded.parent.iterdir()) == ["older", "rollouts.jsonl"]
+    assert sorted(file.name for file in folder.iterdir()) == ["older", "rollouts.jsonl"]
 
 
 def test_an_output_may_be_a_pipe(recorded):
@@ -240,16 +260,24 @@ def test_a_name_that_the_locale_cannot_encode_is_printed_with_escapes(tmp_path):
     plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = lossagg("explain", "token_mean", "--lengths-file", file, cwd=tmp_path, env=plain)
     assert done.returncode == 0, done.stderr
+    assert r"\udcc3\udcbcn\udcc3\udcaf.jsonl" in done.stdout
     assert "Traceback" not in done.stderr
 
 
+FULL = "lossagg: the output cannot be written (No space left on device)\n"
+
+
 @pytest.mark.launches
-@pytest.mark.parametrize("arguments", [["explain", "token_mean"], ["--version"]], ids=" ".join)
-def test_a_full_output_ends_in_one_line(arguments):
+def test_a_full_output_ends_in_one_line():
+    done = forked_command.lossagg("explain", "token_mean", output="full")
+    assert done == (1, "", FULL)
+
+
+@pytest.mark.launches
+def test_a_full_output_ends_in_one_line_at_the_end_of_the_interpreter_too():
     with Path("/dev/full").open("w") as full:
-        done = lossagg(*arguments, stdout=full)
-    assert done.returncode == 1, done
-    assert done.stderr == "lossagg: the output cannot be written (No space left on device)\n"
+        done = lossagg("--version", stdout=full)
+    assert (done.returncode, done.stderr) == (1, FULL)
 
 
 def test_a_full_device_named_as_an_output_ends_in_one_line(recorded, capsys):
@@ -259,12 +287,20 @@ def test_a_full_device_named_as_an_output_ends_in_one_line(recorded, capsys):
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("arguments", [["verify", "--help"], ["--help"]], ids=" ".join)
-def test_a_reader_that_ended_ends_any_command_without_a_traceback(arguments):
+def test_a_reader_that_ended_ends_any_command_without_a_traceback():
+    assert_ended_quietly(forked_command.lossagg("verify", "--help", output="without a reader"))
+
+
+@pytest.mark.launches
+def test_a_reader_that_ended_leaves_nothing_to_report_at_the_end_of_the_interpreter():
     reader, writer = os.pipe()
     os.close(reader)
-    done = lossagg(*arguments, stdout=writer)
+    done = lossagg("--help", stdout=writer)
     os.close(writer)
+    assert_ended_quietly(done)
+
+
+def assert_ended_quietly(done):
     assert done.returncode in (1, -signal.SIGPIPE)
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
@@ -281,6 +317,6 @@ def test_an_interrupt_ends_a_command_that_is_still_being_imported(tmp_path, monk
 
 @pytest.mark.launches
 def test_a_closed_output_ends_without_a_traceback():
-    done = lossagg("explain", "token_mean", stdout=None, preexec_fn=lambda: os.close(1))
+    done = forked_command.lossagg("explain", "token_mean", output="closed")
     assert "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()) <= 1

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import fork_server
+from fork_server import WITHOUT_MEGATRON
 
 import megatron_lossagg
 
@@ -111,17 +113,23 @@ def test_megatron_is_imported_by_five_modules_only(module):
     assert "transformer_engine" not in names
 
 
+PRINT_MODULES = "\nimport sys\nprint({m.partition('.')[0] for m in sys.modules})"
+
+
 def modules_after(code):
     """Return the top-level packages that a process has imported after this code."""
-    code = f"import sys\n{code}\nprint({{m.partition('.')[0] for m in sys.modules}})"
-    out = subprocess.check_output([sys.executable, "-c", code], text=True)
+    out = subprocess.check_output([sys.executable, "-c", code + PRINT_MODULES], text=True)
     return ast.literal_eval(out.splitlines()[-1])
 
 
 @pytest.mark.launches
-def test_importing_the_package_imports_neither_megatron_nor_transformer_engine():
-    modules = modules_after("from megatron_lossagg import *")
-    assert "torch" in modules
+def test_importing_the_package_imports_neither_megatron_nor_transformer_engine(tmp_path):
+    """In a process that has imported torch, as the package does."""
+    script = tmp_path / "script.py"
+    script.write_text("from megatron_lossagg import *\nLossAggregator" + PRINT_MODULES)
+    done = fork_server(WITHOUT_MEGATRON).launch([str(script)], processes=1, timeout=300)
+    modules = ast.literal_eval(done.stdout.splitlines()[-1])
+    assert "megatron_lossagg" in modules
     assert not {"megatron", "transformer_engine"} & modules
 
 

@@ -1,4 +1,7 @@
-"""The launcher: output, environment, failure, time limit, nothing left running."""
+"""The launcher: failure, time limit, nothing left running, nothing listens to other machines.
+
+Output and environment are in ``tests/support/test_fork_server.py``, next to those of forked ranks.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from conftest import early, new_folder
 
 from megatron_lossagg.cpu.launch import launch
 
@@ -45,37 +49,37 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_ranks_run_over_loopback_and_their_output_comes_back(tmp_path: Path) -> None:
-    script = tmp_path / "ranks.py"
-    script.write_text(RANKS)
-    result = launch([str(script), "argument"], processes=2, timeout=200, env={"MARKED": "yes"})
-    assert result.returncode == 0, result.stderr
-    assert sorted(result.stdout.splitlines()) == [
-        f"rank {rank} total 1 1 127.0.0.1 yes ['argument']" for rank in range(2)
-    ]
-
-
 def test_a_module_runs_too_and_a_failing_rank_is_seen() -> None:
     result = launch(["-m", "json.tool", "--no-such-flag"], processes=1, timeout=200)
     assert result.returncode != 0
     assert "--no-such-flag" in result.stderr
 
 
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads /proc")
-def test_a_launch_that_outlasts_its_time_leaves_nothing_running(tmp_path: Path) -> None:
-    script = tmp_path / "sleep.py"
+@early
+def outlasted() -> tuple[Path, subprocess.TimeoutExpired]:
+    """Return where ranks that sleep wrote their process ids, and what the launch raised."""
+    folder = new_folder()
+    script = folder / "sleep.py"
     script.write_text(SLEEP)
     for timeout in (6, 30, 120):  # A busy machine needs longer to start its ranks.
         started = time.monotonic()
         with pytest.raises(subprocess.TimeoutExpired) as caught:
-            launch([str(script), str(tmp_path)], processes=2, timeout=timeout)
+            launch([str(script), str(folder)], processes=2, timeout=timeout)
         assert time.monotonic() - started < timeout + 60
-        if all((tmp_path / rank).exists() for rank in "01"):
+        if all((folder / rank).exists() for rank in "01"):
             break
-    pids = [int(pid) for rank in "01" for pid in (tmp_path / rank).read_text().split()]
+    return folder, caught.value
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads /proc")
+def test_a_launch_that_outlasts_its_time_leaves_nothing_running(
+    outlasted: tuple[Path, subprocess.TimeoutExpired],
+) -> None:
+    folder, expired = outlasted
+    pids = [int(pid) for rank in "01" for pid in (folder / rank).read_text().split()]
     assert len(pids) == 4
     assert not any(is_running(pid) for pid in pids)
-    assert str(caught.value.output).count("asleep") == 2
+    assert str(expired.output).count("asleep") == 2
     assert os.getpid() not in pids
 
 
@@ -124,19 +128,30 @@ def listening(pid: int) -> list[str]:
     return found
 
 
-@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads /proc")
-def test_nothing_that_was_launched_listens_on_another_address_than_loopback(tmp_path: Path) -> None:
-    with started(tmp_path) as (_, pids):
+@early
+def killed() -> tuple[list[str], list[int]]:
+    """Kill a launcher; return on which addresses it had listened, and who outlived it."""
+    with started(new_folder()) as (launcher, pids):
         addresses = [address for pid in pids for address in listening(pid)]
-    assert set(addresses) == {"0100007F"}  # 127.0.0.1
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends them")
-def test_launched_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    with started(tmp_path) as (launcher, pids):
         launcher.kill()
         launcher.wait()
         deadline = time.monotonic() + 60  # a busy machine
         while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert not any(is_running(pid) for pid in pids)
+        return addresses, [pid for pid in pids if is_running(pid)]
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads /proc")
+def test_nothing_that_was_launched_listens_on_another_address_than_loopback(
+    killed: tuple[list[str], list[int]],
+) -> None:
+    addresses, _ = killed
+    assert set(addresses) == {"0100007F"}  # 127.0.0.1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends them")
+def test_launched_ranks_end_with_a_launcher_that_is_killed(
+    killed: tuple[list[str], list[int]],
+) -> None:
+    _, running = killed
+    assert not running

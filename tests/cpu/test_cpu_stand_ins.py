@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import fork_server
+from conftest import early, fork_server, new_folder
 from fork_server import WITHOUT_MEGATRON
 
 from megatron_lossagg.cpu.stand_ins import STAND_INS
@@ -54,10 +54,16 @@ def test_installed_megatron_core_is_the_wheel_as_published() -> None:
 
 
 # Prints which of torch's names change, and what Megatron's modules hold, with and without
-# install(). What is bound from torch by Megatron counts only under torch's name.
+# install(), and how install() refuses: with it on a machine with CUDA, without it after Megatron.
+# What is bound from torch by Megatron counts only under torch's name.
 REPLACED = """
 import importlib, json, pkgutil, sys, torch, torch.distributed
-from megatron_lossagg.cpu.stand_ins import STAND_INS, install
+from megatron_lossagg.cpu.stand_ins import STAND_INS, StandInError, install
+def refusal():
+    try:
+        install()
+    except StandInError as error:
+        return str(error)
 def known(name):
     owner, _, attribute = name.rpartition(".")
     return getattr(pkgutil.resolve_name(owner), attribute)
@@ -71,7 +77,10 @@ before = of("torch")
 tensor = {f"torch.Tensor.{key}": getattr(torch.Tensor, key) for key in dir(torch.Tensor)}
 table = [name for name in STAND_INS if name.startswith("torch.")]
 if sys.argv[1] == "with":
-    install()
+    is_available, torch.cuda.is_available = torch.cuda.is_available, lambda: True
+    found = {"refused": refusal()}
+    install(allow_cuda=True)
+    torch.cuda.is_available = is_available
 for name in ("models.gpt", "optimizer", "pipeline_parallel", "transformer.moe.moe_layer"):
     importlib.import_module("megatron.core." + name)
 after = of("torch")
@@ -83,20 +92,28 @@ megatron = {
     name: described(value) for name, value in of("megatron").items()
     if ".__" not in name and not any(value is one for one in ours)
 }
-print(json.dumps({"torch": changed, "megatron": megatron}))
+if sys.argv[1] == "with":
+    zeros = torch.zeros
+    install()
+    found |= {"device": str(zeros(1, device="cuda").device), "same": torch.zeros is zeros}
+else:
+    found = {"refused": refusal()}
+print(json.dumps({**found, "torch": changed, "megatron": megatron}))
 """
 
 
-@pytest.mark.launches
-def test_exactly_the_names_in_the_table_are_replaced(tmp_path: Path) -> None:
-
-    def replaced(which: str) -> Any:
-        folder = tmp_path / which
-        folder.mkdir()
-        return printed(REPLACED, folder, which)
-
+@early
+def replaced() -> tuple[Any, Any]:
+    """Return what the program prints with install() and without it."""
     with ThreadPoolExecutor() as both:
-        ours, stock = both.map(replaced, ("with", "without"))
+        ours, stock = both.map(
+            lambda which: printed(REPLACED, new_folder(), which), ("with", "without")
+        )
+    return ours, stock
+
+
+def test_exactly_the_names_in_the_table_are_replaced(replaced: tuple[Any, Any]) -> None:
+    ours, stock = replaced
     torch_names = set(ours["torch"]) - set(stock["torch"])  # Importing changes some by itself.
     shared = ours["megatron"].keys() & stock["megatron"].keys()
     added = ours["megatron"].keys() - shared
@@ -104,48 +121,17 @@ def test_exactly_the_names_in_the_table_are_replaced(tmp_path: Path) -> None:
     assert torch_names | added | changed == STAND_INS.keys()
 
 
-@pytest.mark.launches
-def test_installing_twice_changes_nothing_more(tmp_path: Path) -> None:
-    program = """
-import json, torch
-from megatron_lossagg.cpu import install
-install()
-first = torch.zeros
-install()
-print(json.dumps(first is torch.zeros))
-"""
-    assert printed(program, tmp_path) is True
+def test_installing_twice_changes_nothing_more(replaced: tuple[Any, Any]) -> None:
+    ours, _ = replaced
+    assert ours["same"]
 
 
-@pytest.mark.launches
-def test_a_machine_with_cuda_is_refused_unless_allowed(tmp_path: Path) -> None:
-    program = """
-import json, torch
-from megatron_lossagg.cpu.stand_ins import StandInError, install
-torch.cuda.is_available = lambda: True
-torch.cuda.device_count = lambda: 2
-try:
-    install()
-except StandInError as error:
-    message = str(error)
-torch.cuda.is_available = lambda: False
-install(allow_cuda=True)
-print(json.dumps([message, str(torch.zeros(1, device="cuda").device)]))
-"""
-    message, device = printed(program, tmp_path)
-    assert "allow_cuda=True" in message
-    assert device == "cpu"
+def test_a_machine_with_cuda_is_refused_unless_allowed(replaced: tuple[Any, Any]) -> None:
+    ours, _ = replaced
+    assert "allow_cuda=True" in ours["refused"]
+    assert ours["device"] == "cpu"
 
 
-@pytest.mark.launches
-def test_installing_after_megatron_is_refused(tmp_path: Path) -> None:
-    program = """
-import json
-import megatron.core
-from megatron_lossagg.cpu.stand_ins import StandInError, install
-try:
-    install()
-except StandInError as error:
-    print(json.dumps(str(error)))
-"""
-    assert "before the first import of megatron" in printed(program, tmp_path)
+def test_installing_after_megatron_is_refused(replaced: tuple[Any, Any]) -> None:
+    _, stock = replaced
+    assert "before the first import of megatron" in stock["refused"]

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from conftest import TESTS, launched
+from conftest import TESTS, early, launched, new_folder
 
 ROOT = TESTS.parent
 ROWS = {
@@ -23,10 +23,10 @@ def table_of(page):
     return {name: values for name, *values in rows if name in ROWS}
 
 
-@pytest.fixture(scope="module")
-def first_step(launches, tmp_path_factory):
+@early
+def first_step():
     """Measure the first step, as the script does."""
-    output = tmp_path_factory.mktemp("packed_sft") / "steps.jsonl"
+    output = new_folder() / "steps.jsonl"
     launched("../examples/packed_sft.py", "--worker", output, "--steps", 1, processes=2)
     (line,) = output.read_text().splitlines()
     return json.loads(line)

@@ -43,7 +43,7 @@ from megatron_lossagg.probe import model as probe_model
 from megatron_lossagg.probe import together
 from megatron_lossagg.verify.model import destroy_groups
 
-REPEATS = int(os.environ.get("PROBE_REPEATS", "2"))
+REPEATS = int(os.environ.get("PROBE_REPEATS", "1"))
 """How often each fault is introduced; .ci/run asks for 20."""
 
 # By number of processes; DP is the rest.

@@ -1,18 +1,18 @@
 """Forked ranks behave as launched ones: environment, output, failure, time limit, nothing left."""
 
 import json
+import os
+import socket
 import subprocess
-import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import TESTS, fork_server, worker_path
+from conftest import early, fork_server, new_folder, worker_path
 from fork_server import WITHOUT_MEGATRON, ForkServer, fork_ranks
 from test_cpu_launch import RANKS, SLEEP, is_running
 
 from megatron_lossagg.cpu import launch
-from megatron_lossagg.verify.job import Job, write_job
-from megatron_lossagg.verify.parallelism import Parallelism
 
 ENVIRONMENT = """
 import json, os, pathlib, runpy, sys
@@ -66,29 +66,26 @@ def written(folder, text):
     return script
 
 
-@pytest.fixture(scope="module")
-def in_both(launches, tmp_path_factory):
-    """Run a worker under the launcher and forked; return what the ranks found and printed."""
-    script = written(tmp_path_factory.mktemp("scripts"), ENVIRONMENT)
-    worker = [str(TESTS / "megatron" / "matrix_worker.py"), "slices"]
-    job = tmp_path_factory.mktemp("job") / "job"
-    write_job(Job(layouts=[Parallelism(cp=2)], cases=()), job)
-    worker.append(str(job))
-    env = {"GIVEN": "yes", "PYTHONPATH": worker_path(), "PYTHONUNBUFFERED": ""}
+@early
+def in_both():
+    """Run ranks under the launcher and forked; return what the ranks found and printed."""
+    script, ranks = written(new_folder(), ENVIRONMENT), written(new_folder(), RANKS)
+    env = {"GIVEN": "yes", "MARKED": "yes", "PYTHONPATH": worker_path(), "PYTHONUNBUFFERED": ""}
     found = []
-    for start in (launch, fork_server().launch):
-        folder = tmp_path_factory.mktemp("facts")
-        done = start([str(script), str(folder), *worker], processes=2, timeout=200, env=env)
+    for start in (launch, fork_server(WITHOUT_MEGATRON).launch):
+        folder = new_folder()
+        command = [str(script), str(folder), str(ranks), "argument"]
+        done = start(command, processes=2, timeout=200, env=env)
         assert done.returncode == 0, done.stderr
         facts = [json.loads((folder / rank).read_text()) for rank in "01"]
-        found.append((facts, done.stdout))
+        found.append((facts, done.stdout.splitlines()))
     return found
 
 
-def test_a_worker_prints_the_same_as_under_the_launcher(in_both):
+def test_ranks_run_over_loopback_and_print_the_same_as_under_the_launcher(in_both):
     (_, launched), (_, forked) = in_both
-    assert forked == launched
-    assert len(forked.splitlines()) == 6
+    assert forked == [f"rank {rank} total 1 1 127.0.0.1 yes ['argument']" for rank in range(2)]
+    assert sorted(launched) == forked
 
 
 def test_a_rank_has_the_launchers_environment_arguments_and_name(in_both):
@@ -138,8 +135,12 @@ def test_a_rank_that_fails_ends_the_others(forked, tmp_path, failure, ended):
 
 
 def test_a_launch_that_outlasts_its_time_leaves_nothing_running(forked, tmp_path):
-    with pytest.raises(subprocess.TimeoutExpired) as caught:
-        forked(written(tmp_path, SLEEP), tmp_path, timeout=5)
+    script = written(tmp_path, SLEEP)
+    for timeout in (1, 5, 30):  # a busy machine
+        with pytest.raises(subprocess.TimeoutExpired) as caught:
+            forked(script, tmp_path, timeout=timeout)
+        if all((tmp_path / rank).exists() for rank in "01"):
+            break
     pids = [int(pid) for rank in "01" for pid in (tmp_path / rank).read_text().split()]
     assert len(pids) == 4
     assert not any(is_running(pid) for pid in pids)
@@ -164,36 +165,55 @@ def test_a_worker_that_needs_no_megatron_finds_none_imported(tmp_path):
     assert printed == ["True\n", "False\n"]
 
 
+def pids_of(folder):
+    """Wait for the ranks of SLEEP; return their processes."""
+    deadline = time.monotonic() + 60  # a busy machine
+    while not all((folder / rank).exists() and (folder / rank).read_text() for rank in "01"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return [int(pid) for rank in "01" for pid in (folder / rank).read_text().split()]
+
+
+def wait_for_the_end_of(pids):
+    deadline = time.monotonic() + 60  # a busy machine
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_running, pids))
+
+
 @pytest.mark.launches
 def test_closing_the_server_ends_the_ranks_of_a_launch(tmp_path):
-    """As when the tests are interrupted: the request is made, and nobody waits for the answer."""
+    """As when the tests are interrupted."""
+    server = ForkServer(WITHOUT_MEGATRON, path=worker_path())
+    command = [str(written(tmp_path, SLEEP)), str(tmp_path)]
+    with ThreadPoolExecutor() as threads:
+        launch = threads.submit(server.launch, command, processes=2, timeout=600)
+        pids = pids_of(tmp_path)
+        server.close()
+        assert launch.exception() is not None
+    assert len(pids) == 4
+    wait_for_the_end_of(pids)
+
+
+def test_a_request_that_nobody_waits_for_ends_its_ranks(forked, tmp_path):
+    """As when the process that made it is killed."""
     script = written(tmp_path, SLEEP)
-    program = f"""
-import os, sys, threading, time
-from pathlib import Path
-from fork_server import WITHOUT_MEGATRON, ForkServer
-server = ForkServer(WITHOUT_MEGATRON, path=os.environ["PYTHONPATH"])
-launch = dict(processes=2, timeout=600)
-threading.Thread(target=server.launch, args=([{str(script)!r}, {str(tmp_path)!r}],), kwargs=launch,
-                 daemon=True).start()
-while not all(Path({str(tmp_path)!r}, rank).exists() for rank in "01"):
-    time.sleep(0.05)
-print(server._server.pid, flush=True)
-os._exit(0)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={"PYTHONPATH": worker_path()},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    pids = [int(pid) for rank in "01" for pid in (tmp_path / rank).read_text().split()]
-    deadline = time.monotonic() + 60  # a busy machine
-    while any(map(is_running, [int(done.stdout), *pids])) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(is_running, [int(done.stdout), *pids]))
+    forked("-m", "this", processes=1)  # the server runs
+    request = {
+        "command": [str(script), str(tmp_path)],
+        "processes": 2,
+        "outputs": [(f"{tmp_path}/{rank}.out", f"{tmp_path}/{rank}.err") for rank in range(2)],
+        "environment": dict(os.environ),
+        "folder": str(tmp_path),
+        "timeout": 600,
+    }
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(f"{fork_server()._folder.name}/socket")
+        connection.sendall(json.dumps(request).encode() + b"\n")
+        pids = pids_of(tmp_path)
+        assert all(map(is_running, pids))
+    assert len(pids) == 4
+    wait_for_the_end_of(pids)
 
 
 @pytest.mark.launches

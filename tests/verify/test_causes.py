@@ -41,21 +41,27 @@ def facts_of(parallelism, *, loss_scaling="average", copies=1):
     )
 
 
-def over_all_cases(predict):
-    """Concatenate the slopes and losses of every case in both loss scalings and partitions."""
-    parts = []
+def all_cases():
+    """Yield every case in both loss scalings and partitions, with what it expects."""
     for loss_scaling, parallelism in product(LOSS_SCALINGS, (ALL_APART, INTERVALS)):
         facts = facts_of(parallelism, loss_scaling=loss_scaling)
         for case in CASES:
-            wanted = expected(case, facts.reference, facts.assignment)
-            slope, loss = predict(facts, case, wanted)
-            parts += [slope, torch.tensor([loss], dtype=torch.float64)]
+            yield facts, case, expected(case, facts.reference, facts.assignment)
+
+
+def over_cases(predict, cases):
+    """Concatenate the slopes and losses of the cases."""
+    parts = []
+    for facts, case, wanted in cases:
+        slope, loss = predict(facts, case, wanted)
+        parts += [slope, torch.tensor([loss], dtype=torch.float64)]
     return torch.cat(parts)
 
 
 def test_no_two_causes_are_equal_where_m_dp_and_cp_differ_and_none_is_the_configured_loss():
-    trained = {name: over_all_cases(cause.predict) for name, cause in BY_NAME.items()}
-    trained["right"] = over_all_cases(lambda facts, case, wanted: (wanted.slope_Y, wanted.loss))
+    cases = list(all_cases())
+    trained = {name: over_cases(cause.predict, cases) for name, cause in BY_NAME.items()}
+    trained["right"] = over_cases(lambda facts, case, wanted: (wanted.slope_Y, wanted.loss), cases)
     for one, other in combinations(trained, 2):
         apart = (trained[one] - trained[other]).norm()
         assert apart > 1e-3 * trained[one].norm(), (one, other)

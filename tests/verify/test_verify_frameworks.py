@@ -10,7 +10,6 @@ import importlib
 import json
 import os
 import platform
-import subprocess
 import sys
 import types
 from importlib.util import find_spec
@@ -60,17 +59,25 @@ def write_verl(folder, init):
 
 @pytest.fixture
 def verl_that(launches, tmp_path, monkeypatch):
-    """Return a function that writes a verl and puts it first on the path of processes."""
-
-    def write(init):
-        write_verl(tmp_path, init)
-        path = os.pathsep.join([str(tmp_path), str(ROOT)])
-        monkeypatch.setenv("PYTHONPATH", path)
-
-    return write
+    """Return a function that writes a verl into the current folder, where processes find it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return lambda init: write_verl(tmp_path, init)
 
 
-def test_an_import_that_fails_is_not_run_with_the_reason_and_what_to_install(verl_that):
+@pytest.fixture
+def forked(monkeypatch):
+    """Fork the process of a framework's checks from one that has imported torch."""
+
+    def run_alone(command, *, timeout, env):
+        unbuffered, *command = command
+        assert unbuffered == "-u"
+        return fork_server().launch(command, processes=1, timeout=timeout, env=env)
+
+    monkeypatch.setattr(job, "run_alone", run_alone)
+
+
+def test_an_import_that_fails_is_not_run_with_the_reason_and_what_to_install(verl_that, forked):
     verl_that("import ray_of_tests.core")
     framework = run_framework("verl")
     assert not framework["passed"]
@@ -87,18 +94,24 @@ def test_an_import_that_fails_is_not_run_with_the_reason_and_what_to_install(ver
     [
         ("raise RuntimeError('no GPU')", "RuntimeError: no GPU. Run where python can import verl"),
         ("import sys; sys.exit('bye')", "SystemExit: bye. Run where python can import verl"),
-        (
-            "import os; print('last words', flush=True); os._exit(3)",
-            "the process ended with status 3; it printed last: last words",
-        ),
     ],
 )
-def test_whatever_an_import_does_is_a_reason(verl_that, init, reason):
+def test_whatever_an_import_raises_is_a_reason(verl_that, forked, init, reason):
     verl_that(init)
     framework = run_framework("verl", timeout=100.0)
     assert not framework["passed"]
     (check,) = framework["checks"]
     assert check["state"] == "NOT RUN"
+    assert check["explanation"].startswith(reason)
+
+
+def test_an_import_that_ends_the_process_is_a_reason(verl_that):
+    verl_that("import os; print('last words', flush=True); os._exit(3)")
+    framework = run_framework("verl", timeout=100.0)
+    assert not framework["passed"]
+    (check,) = framework["checks"]
+    assert check["state"] == "NOT RUN"
+    reason = "the process ended with status 3; it printed last: last words"
     assert check["explanation"].startswith(reason)
 
 
@@ -120,7 +133,7 @@ def commands_of_children():
                 yield file.with_name("cmdline").read_bytes()
 
 
-def test_a_framework_without_what_the_integration_looks_up_fails(verl_that):
+def test_a_framework_without_what_the_integration_looks_up_fails(verl_that, forked):
     verl_that("")
     framework = run_framework("verl")
     (check,) = framework["checks"]
@@ -157,7 +170,7 @@ def test_a_finite_loss_with_a_nan_gradient_fails():
     assert outcome.state == "FAIL"
 
 
-def test_framework_under_a_launcher_is_refused(verl_that, monkeypatch, capsys):
+def test_framework_under_a_launcher_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["verify", "--framework", "verl"]) == 2
@@ -166,7 +179,7 @@ def test_framework_under_a_launcher_is_refused(verl_that, monkeypatch, capsys):
 
 @pytest.mark.launches
 def test_a_framework_of_which_nothing_ran_is_no_pass_in_text_json_html_and_status(
-    verl_that, tmp_path, monkeypatch, capsys
+    verl_that, forked, tmp_path, monkeypatch, capsys
 ):
     verl_that("import ray_of_tests")
     monkeypatch.syspath_prepend(tmp_path)
@@ -197,22 +210,15 @@ def test_a_framework_of_which_nothing_ran_is_no_pass_in_text_json_html_and_statu
         assert reason in text
 
 
-@pytest.mark.launches
-def test_a_framework_is_found_in_the_current_folder_as_python_m_finds_it(tmp_path):
+def test_a_framework_is_found_in_the_current_folder_as_python_m_finds_it(
+    tmp_path, monkeypatch, capsys
+):
     """A console script has its own folder on the path, not the current one."""
-    write_verl(tmp_path / "checkout", "import ray_of_tests")
-    script = tmp_path / "bin" / "lossagg"
-    script.parent.mkdir()
-    script.write_text("from megatron_lossagg.cli.main import main\nraise SystemExit(main())\n")
-    done = subprocess.run(
-        [sys.executable, str(script), "verify", "--framework", "verl", "--json", "/nowhere/at/all"],
-        cwd=tmp_path / "checkout",
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.stderr == (  # what is looked at after the framework is found
+    write_verl(tmp_path, "import ray_of_tests")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    assert main(["verify", "--framework", "verl", "--json", "/nowhere/at/all"]) == 2
+    assert capsys.readouterr().err == (  # what is looked at after the framework is found
         "lossagg: --json /nowhere/at/all cannot be written: name a file in a folder that exists\n"
     )
 
