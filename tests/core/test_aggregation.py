@@ -70,8 +70,7 @@ def test_a_count_empty_that_contradicts_an_alias_is_refused():
 
 @pytest.mark.parametrize("count_empty", [True, False])
 def test_a_mode_takes_the_count_empty_it_is_given(count_empty):
-    found = Aggregation("sample_mean", count_empty=count_empty)
-    assert found == Aggregation("sample_mean", count_empty=count_empty)
+    assert Aggregation("sample_mean", count_empty=count_empty).count_empty is count_empty
     assert Aggregation("sample_mean").count_empty is True
 
 
