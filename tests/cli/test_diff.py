@@ -5,31 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from step_record import STEP
 
 from megatron_lossagg import Aggregation, Sequences, plan_step
 from megatron_lossagg.cli.main import main
-from megatron_lossagg.record import RecordError, StepRecord, hash_weights, read_record
+from megatron_lossagg.record import RecordError, hash_weights, read_record
 
-STEP = StepRecord(
-    step=1,
-    mode="sample_mean",
-    divisor=None,
-    exponent=None,
-    count_empty=True,
-    count="mask",
-    active_tokens=1000,
-    samples=16,
-    prompts=None,
-    weights="00000000000000ff",
-    weight_sum=1.0,
-    weight_expected=1.0,
-    k=8,
-    loss_scaling="average",
-    num_microbatches=4,
-    data_parallel_size=2,
-    context_parallel_size=1,
-    version="0.1.0",
-)
 OTHER = {
     "k": 16,
     "num_microbatches": 8,

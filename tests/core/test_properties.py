@@ -9,6 +9,7 @@ from aggregations import AGGREGATIONS, ANY_LAYOUT, for_the_reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_data import zigzag
+from test_layout import positions
 from test_partial_losses import pack
 
 from megatron_lossagg import Layout, Sequences, plan_step
@@ -155,7 +156,7 @@ def test_the_ranks_of_a_packed_microbatch_hold_every_token_once(chunks, cp):
     offsets = [0, *itertools.accumulate(2 * cp * n for n in chunks)]
     layouts = [Layout.thd_zigzag(offsets, cp_size=cp, cp_rank=rank) for rank in range(cp)]
     assert {layout.num_local_tokens for layout in layouts} == {offsets[-1] // cp}
-    assert sorted(itertools.chain(*map(positions_of, layouts))) == list(range(offsets[-1]))
+    assert sorted(itertools.chain(*map(positions, layouts))) == list(range(offsets[-1]))
 
 
 @given(
@@ -168,10 +169,5 @@ def test_the_ranks_of_responses_hold_every_token_once(sequences, cp):
     responses = [min(response, total - 1) for total, response in sequences]
     union = []
     for rank in range(cp):
-        union += positions_of(Layout.response_zigzag(totals, responses, cp_size=cp, cp_rank=rank))
+        union += positions(Layout.response_zigzag(totals, responses, cp_size=cp, cp_rank=rank))
     assert sorted(union) == list(range(sum(responses)))
-
-
-def positions_of(layout):
-    runs = zip(layout.start_R, layout.length_R, strict=True)
-    return [p for start, length in runs for p in range(start, start + length)]

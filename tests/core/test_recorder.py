@@ -6,36 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from step_record import a_step
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.exchange import Exchange
 from megatron_lossagg.plan import Sequences, plan_step
-from megatron_lossagg.record import RecordError, StepRecord, read_record
+from megatron_lossagg.record import RecordError, read_record
 from megatron_lossagg.recorder import RecordFile, StepRecorder, _gathered
 from megatron_lossagg.scaling import Scaling
-
-
-def a_step(number):
-    return StepRecord(
-        step=number,
-        mode="token_mean",
-        divisor=None,
-        exponent=None,
-        count_empty=True,
-        count="mask",
-        active_tokens=10,
-        samples=2,
-        prompts=None,
-        weights="00000000000000ff",
-        weight_sum=1.0,
-        weight_expected=1.0,
-        k=1,
-        loss_scaling="average",
-        num_microbatches=1,
-        data_parallel_size=1,
-        context_parallel_size=1,
-        version="0.1.0",
-    )
 
 
 def test_steps_are_numbered_from_1_after_the_last_line_or_as_given(tmp_path):
@@ -50,7 +28,7 @@ def test_steps_are_numbered_from_1_after_the_last_line_or_as_given(tmp_path):
 
 
 def test_numbers_of_numpy_are_written_as_numbers():
-    step = replace(a_step(np.int64(3)), num_microbatches=np.int32(1), k=np.int64(1))
+    step = replace(a_step(np.int64(3)), num_microbatches=np.int32(4), k=np.int64(8))
     assert step.line() == a_step(3).line()
 
 

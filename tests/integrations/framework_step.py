@@ -4,6 +4,7 @@
 term: what any aggregation trains is a weighted sum of them.
 """
 
+import math
 import sys
 
 import tiny_gpt
@@ -132,14 +133,14 @@ def expected_cases(path):
     }
 
 
-def assert_gradients(chunk, grads, *, factor=1.0, bound=1e-12):
-    """Compare every parameter's gradient with the reference's; returns the largest error."""
+def worst_error(chunk, grads, factor=1.0):
+    """Return the largest relative error of this rank's gradients against the reference's."""
     worst = 0.0
     for shard in cpu.named_shards([chunk]):
-        got, want = shard.parameter.main_grad, grads[shard.name] * factor
+        want = shard.cut(grads[shard.name]) * factor
         assert want.norm() > 1e-7, shard.name
-        error = ((got - want).norm() / want.norm()).item()
-        assert error < bound, (shard.name, error)
+        error = ((shard.parameter.main_grad - want).norm() / want.norm()).item()
+        assert math.isfinite(error), shard.name  # max drops NaN
         worst = max(worst, error)
     return worst
 

@@ -347,7 +347,8 @@ def compare(path, framework):
         _, grads = framework_step.expected(
             saved, {"pg": aggregation}, by=by, places=places, microbatches=[m] * DP
         )
-        worst = framework_step.assert_gradients(chunk, grads)
+        worst = framework_step.worst_error(chunk, grads)
+        assert worst < 1e-12, (case, worst)
         if dist.get_rank() == 0:
             print(f"{case}, M = {m}: the reference, {worst:.1e}", flush=True)
     if framework == "slime":

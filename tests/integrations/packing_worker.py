@@ -24,13 +24,9 @@ from megatron.core.datasets.data_schedule import (  # noqa: E402
     get_batch_on_this_rank_for_sequence_packing,
     wrap_data_iterator,
 )
-from megatron.core.distributed import (  # noqa: E402
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-)
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.training import global_vars  # noqa: E402
-from token_model import OneWeightPerToken  # noqa: E402
+from token_model import error_of, masked_sum, mean_by_hand, wrapped  # noqa: E402
 
 from megatron_lossagg import Aggregation, LossAggregator  # noqa: E402
 from megatron_lossagg.errors import ContractError, PlanError  # noqa: E402
@@ -76,21 +72,8 @@ def drawn(scheduler):
         }
 
 
-def gradient_by_hand(scheduler, mode):
-    """Return the gradient of the mean over tokens, or over sequences of their means."""
-    gradient = torch.zeros(TOKENS)
-    sequences = [one["tokens"][one["loss_mask"] != 0].tolist() for one in drawn(scheduler)]
-    for trained in sequences:
-        for token in trained:
-            gradient[token] = 1 / len(trained) / len(LENGTHS)
-            if mode == "token_mean":
-                gradient[token] = 1 / sum(map(len, sequences))
-    return gradient
-
-
-def framework_loss(mask, output):
-    loss, num_tokens = (output * mask).sum(), mask.sum().int()
-    return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens.double()])}
+def trained_tokens(scheduler):
+    return [one["tokens"][one["loss_mask"] != 0].tolist() for one in drawn(scheduler)]
 
 
 def gradient(partition, padding, *, per_token, scheduler="dp_balanced", **made):
@@ -114,9 +97,7 @@ def gradient(partition, padding, *, per_token, scheduler="dp_balanced", **made):
     config = tiny_gpt.config_of(per_token=per_token)
     vars(config).update(options)  # the class itself asks for Transformer Engine
     global_vars.set_args(argparse.Namespace(context_parallel_size=CP, sft=True, **options))
-    chunk = DistributedDataParallel(
-        config, DistributedDataParallelConfig(grad_reduce_in_fp32=False), OneWeightPerToken(TOKENS)
-    )
+    chunk = wrapped(config, TOKENS)
     own = list(drawn(scheduler))[parallel_state.get_data_parallel_rank() :: DP]
     packed, num_microbatches, *_ = wrap_data_iterator(iter([own]), config, 1)
     sizes = []
@@ -126,7 +107,7 @@ def gradient(partition, padding, *, per_token, scheduler="dp_balanced", **made):
             iterator, config=config, dynamic_cp=is_dynamic
         )
         sizes.append((packed.local_cp_size or CP, tokens.numel()))
-        return model(tokens), functools.partial(framework_loss, mask)
+        return model(tokens), functools.partial(masked_sum, mask)
 
     made = {"aggregation": Aggregation("sample_mean"), "options": Options(probe=False), **made}
     hook = ScheduleHook(integration=PretrainIntegration(), **made)
@@ -142,7 +123,7 @@ def gradient(partition, padding, *, per_token, scheduler="dp_balanced", **made):
 
 
 def compare(case, found, wanted, sizes):
-    error = ((found - wanted).norm() / wanted.norm()).item()
+    error = error_of(found, wanted)
     assert error < 1e-12, (case, error)
     assert len(sizes) > 1
     if dist.get_rank() == 0:
@@ -159,7 +140,7 @@ def compare_dynamic():
         for mode in ("sample_mean", "token_mean"):
             found, sizes = train(partition, aggregation=Aggregation(mode), options=Options())
             seen |= {size for size, _ in sizes}
-            wanted = gradient_by_hand("default_dynamic_cp", mode)
+            wanted = mean_by_hand(trained_tokens("default_dynamic_cp"), TOKENS, mode)
             compare(f"dynamic, {partition}, {mode}", found, wanted, sizes)
     sizes = [None] * dist.get_world_size()
     dist.all_gather_object(sizes, seen)
@@ -170,23 +151,21 @@ def compare_dynamic():
         train("zigzag", options=Options(probe=False, record="never"))
     config = tiny_gpt.config_of(per_token=True)
     config.dynamic_context_parallel = True
-    chunk = DistributedDataParallel(
-        config, DistributedDataParallelConfig(), OneWeightPerToken(TOKENS)
-    )
     with pytest.raises(ContractError, match="dynamic_context_parallel is True, which is not"):
-        LossAggregator(chunk, "token_mean")
+        LossAggregator(wrapped(config, TOKENS), "token_mean")
     if dist.get_rank() == 0:
         print("refused with dynamic context parallelism", flush=True)
 
 
 def main():
     tiny_gpt.start(cp=CP, dynamic_context_parallel=True)
+    wanted = mean_by_hand(trained_tokens("dp_balanced"), TOKENS, "sample_mean")
     for partition in ("zigzag", "contiguous"):
         for padding in PADDINGS:
             for per_token in (False, True):
                 found, sizes = gradient(partition, padding, per_token=per_token)
                 case = f"{partition}, {padding}, per token {per_token}"
-                compare(case, found, gradient_by_hand("dp_balanced", "sample_mean"), sizes)
+                compare(case, found, wanted, sizes)
     compare_dynamic()
     dist.destroy_process_group()
 

@@ -18,7 +18,6 @@ It prints the largest relative error of a gradient; metrics are checked to BOUND
 """
 
 import importlib
-import math
 import os
 import sys
 import typing
@@ -68,7 +67,6 @@ from skyrl.train.config.sft_config import SFTConfig  # noqa: E402
 from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors  # noqa: E402
 from skyrl.train.trainer import RayPPOTrainer  # noqa: E402
 
-import megatron_lossagg.cpu as cpu  # noqa: E402
 from megatron_lossagg.integrations.skyrl import aggregated  # noqa: E402
 from megatron_lossagg.verify.frameworks import skyrl as frameworks  # noqa: E402
 
@@ -231,19 +229,6 @@ def train(chunk, cfg, chunks):
     return output.metrics
 
 
-def error_of(chunk, grads):
-    """Return the largest relative error of a parameter's gradient, over all ranks."""
-    errors = []
-    for shard in cpu.named_shards([chunk]):
-        want = shard.cut(grads[shard.name])
-        assert want.norm() > 1e-7, shard.name
-        errors.append(((shard.parameter.main_grad - want).norm() / want.norm()).item())
-    assert all(map(math.isfinite, errors)), errors  # max drops NaN
-    worst = torch.tensor(max(errors))
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    return worst.item()
-
-
 def check_metrics(metrics, saved, case):
     """KL and entropy as SkyRL logs them are the step's, under the weights."""
     pg, kl, entropy = (saved[case, terms][0] for terms in ("pg", "pg kl", "pg kl entropy"))
@@ -277,7 +262,8 @@ def main():
     is_patched = "loss_weights" in Path(megatron_worker.__file__).read_text()
     for named, case, terms, cfg, made in prepared:
         metrics = (train_sft if terms == "nll" else train)(chunk, cfg, made)
-        error = error_of(chunk, saved[case, terms][1])
+        error = torch.tensor(framework_step.worst_error(chunk, saved[case, terms][1]))
+        dist.all_reduce(error, op=dist.ReduceOp.MAX)
         if dist.get_rank() == 0:
             padding = metrics.get("num_padding_microbatches", 0)
             print(f"{named}: {error:.1e}, {padding} padding microbatches per rank", flush=True)

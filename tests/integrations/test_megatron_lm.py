@@ -162,13 +162,23 @@ def numbers(events):
     return found
 
 
+def by_hand(events):
+    """Return each step as the reference computes it."""
+    return [event for event in events if "wanted" in event]
+
+
+def assert_by_hand(events, wanted):
+    """Assert that three steps have the reference's loss and gradient."""
+    assert len(steps(events)) == len(wanted) == 3
+    for step, hand in zip(steps(events), wanted, strict=True):
+        assert step["step"]["lm loss"] == pytest.approx(hand["wanted"], rel=1e-6)
+        assert step["grad_norm"] == pytest.approx(hand["grad_norm"], rel=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["sft", "rope", "mock"])
 def test_on_one_process_loss_and_gradient_are_the_references_of_each_conversation(alone, kind):
-    wanted = [event for event in alone[kind] if "wanted" in event]
-    assert len(wanted) == 3
-    for want, event in zip(wanted, steps(alone[kind]), strict=True):
-        assert event["step"]["lm loss"] == pytest.approx(want["wanted"], rel=1e-6)
-        assert event["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-6)
+    wanted = by_hand(alone[kind])
+    assert_by_hand(alone[kind], wanted)
     if kind != "mock":
         assert {want["sequences"] for want in wanted} != {4}, "every entry held one conversation"
 
@@ -250,7 +260,7 @@ def two_stages_by_hand(megatron_lm, tmp_path_factory):
     """Return the steps of both stages by the reference, on one process."""
     folder = tmp_path_factory.mktemp("by_hand")
     stages = two_stages(megatron_lm, folder, 1, [], before=["--wanted"])
-    return [[event for event in events if "wanted" in event] for events in stages]
+    return [by_hand(events) for events in stages]
 
 
 @pytest.mark.parametrize("layout", TWO_STAGES)
@@ -259,11 +269,8 @@ def test_two_stages_train_the_mean_over_tokens_and_then_over_conversations(
 ):
     """The recipe of docs/recipes/nemotron-two-stage-sft.md."""
     found = two_stages(megatron_lm, tmp_path, *TWO_STAGES[layout])
-    for wanted, got in zip(two_stages_by_hand, map(steps, found), strict=True):
-        assert len(got) == len(wanted) == 3
-        for step, hand in zip(got, wanted, strict=True):
-            assert step["step"]["lm loss"] == pytest.approx(hand["wanted"], rel=1e-6)
-            assert step["grad_norm"] == pytest.approx(hand["grad_norm"], rel=1e-6)
+    for events, wanted in zip(found, two_stages_by_hand, strict=True):
+        assert_by_hand(events, wanted)
     first, second = (wanted[0]["wanted"] for wanted in two_stages_by_hand)
     assert abs(second / first - 1) > 0.01
 
@@ -418,11 +425,7 @@ def test_the_packing_scheduler_trains_the_loss_of_the_same_conversations(
     packs = packed(48 if layout == "CP2" else 96)
     events = megatron_lm(kind, *SAMPLE_MEAN, *packs, *more, processes=processes)
     one = {**alone, "varlen": alone_varlen}[kind]
-    wanted = [event for event in one if "wanted" in event]
-    assert len(steps(events)) == len(wanted) == 3
-    for step, hand in zip(steps(events), wanted, strict=True):
-        assert step["step"]["lm loss"] == pytest.approx(hand["wanted"], rel=1e-6)
-        assert step["grad_norm"] == pytest.approx(hand["grad_norm"], rel=1e-6)
+    assert_by_hand(events, by_hand(one))
     assert numbers(events) == pytest.approx(numbers(one), rel=1e-6)  # evaluations too
 
 
@@ -435,11 +438,7 @@ def test_the_scheduler_of_dynamic_context_parallelism_trains_the_same_loss(
     longest = ["--max-seqlen-per-dp-cp-rank", "48", "--cp-comm-type", "all_gather"]
     dynamic = ["--dynamic-context-parallel", *PER_TOKEN, *longest]
     events = megatron_lm("varlen", *SAMPLE_MEAN, *dynamic, *more, processes=processes)
-    wanted = [event for event in alone_varlen if "wanted" in event]
-    assert len(steps(events)) == len(wanted) == 3
-    for step, hand in zip(steps(events), wanted, strict=True):
-        assert step["step"]["lm loss"] == pytest.approx(hand["wanted"], rel=1e-6)
-        assert step["grad_norm"] == pytest.approx(hand["grad_norm"], rel=1e-6)
+    assert_by_hand(events, by_hand(alone_varlen))
     assert numbers(events) == pytest.approx(numbers(alone_varlen), rel=1e-6)
 
 

@@ -179,38 +179,32 @@ def test_split_steps_which_pass_1_for_the_steps_counts_are_refused():
         )
 
 
-def test_weights_from_the_trainer_make_prompt_mean():
-    made = aggregated(ClippedPGLossFn(), Aggregation("prompt_mean"), weights_in_data=True)
-    # Prompts (0, 1), (2, 3), ... and steps of four sequences; the last sequence is in no count.
+def by_length_power(*lengths):
+    """Return the weights of a step under ``length_power`` with a = 0.5."""
+    z = sum(n**0.5 for n in lengths)
+    return [1 / (n**0.5 * z) if n else 0 for n in lengths]
+
+
+@pytest.mark.parametrize(
+    ("mode", "exponent", "wanted"),
+    [
+        ("prompt_mean", None, [1 / 8, 1 / 8, 0, 1 / 4, 1 / 4, 1 / 4, 1 / 4]),
+        ("length_power", 0.5, [*by_length_power(3, 1, 0, 2), *by_length_power(1, 1, 2)]),
+    ],
+)
+def test_weights_from_the_trainer_make_the_loss(mode, exponent, wanted):
+    """Of prompts (0, 1), (2, 3), ... and steps of four sequences; the last one is in no count."""
+    aggregation = Aggregation(mode, exponent=exponent)
+    made = aggregated(ClippedPGLossFn(), aggregation, weights_in_data=True)
     lengths = (3, 1, 0, 2, 1, 1, 2, 2)
     mask = torch.tensor([[1.0, *[1] * n, *[0] * (3 - n)] for n in lengths])
     data = eight_sequences(token_mask=mask, sample_mask=torch.tensor([1.0] * 7 + [0]))
     weights = made.weights_of(data, sequences_per_step=4, samples_per_prompt=2)
-    assert weights.tolist() == pytest.approx([1 / 8, 1 / 8, 0, 1 / 4, 1 / 4, 1 / 4, 1 / 4, 0])
+    assert weights.tolist() == pytest.approx([*wanted, 0])
     with pytest.raises(
         ContractError, match=r"apply docs/integrations/patches/nemo-rl-prompt-mean\.patch"
     ):
         made(log_probs(), data=data, **COUNTS)
-    x = log_probs()
-    loss, _ = made(x, data={**data, "loss_weights": weights}, **COUNTS)
-    ratio = (x - 1).exp()
-    losses = -torch.minimum(ratio, ratio.clamp(0.8, 1.2)) * mask[:, 1:]
-    assert loss.item() == pytest.approx((losses.sum(-1) * weights).sum().item())
-
-
-def test_weights_from_the_trainer_make_length_power():
-    """Steps of four sequences, of 3, 1, 0, 2 and of 1, 1, 2 tokens, one more in no count."""
-    power = Aggregation("length_power", exponent=0.5)
-    made = aggregated(ClippedPGLossFn(), power, weights_in_data=True)
-    lengths = (3, 1, 0, 2, 1, 1, 2, 2)
-    mask = torch.tensor([[1.0, *[1] * n, *[0] * (3 - n)] for n in lengths])
-    data = eight_sequences(token_mask=mask, sample_mask=torch.tensor([1.0] * 7 + [0]))
-    weights = made.weights_of(data, sequences_per_step=4, samples_per_prompt=2)
-    wanted = []
-    for step in ((3, 1, 0, 2), (1, 1, 2)):
-        z = sum(n**0.5 for n in step)
-        wanted += [1 / (n**0.5 * z) if n else 0 for n in step]
-    assert weights.tolist() == pytest.approx([*wanted, 0])
     x = log_probs()
     loss, _ = made(x, data={**data, "loss_weights": weights}, **COUNTS)
     ratio = (x - 1).exp()

@@ -15,7 +15,7 @@ import torch
 import written_frameworks
 from conftest import TESTS, launched
 from device_double import DeviceDouble
-from frameworks import FRAMEWORKS_DIR, INSTALLED, copy_of, in_float64, needs_checkout
+from frameworks import FRAMEWORKS_DIR, INSTALLED, copy_of, in_float64, needs_checkout, reference
 from written_frameworks import RayPPOTrainer, SFTTrainer, SkyRLBatch, sft_collator, skyrl_config
 
 from megatron_lossagg import Aggregation
@@ -246,16 +246,8 @@ MODES = ("token_mean", "sample_mean", "constant", "sample_sum", "prompt_mean", "
 MODES_WITHOUT_EMPTY = ("prompt_mean without empty", "sample_mean without empty")
 
 
-@pytest.fixture(scope="module")
-def reference(launches, tmp_path_factory):
-    """Compute the reference's losses and gradients of the step, term by term."""
-    file = tmp_path_factory.mktemp("reference") / "reference.pt"
-    launched("integrations/framework_step.py", "float64", file, processes=1)
-    return file
-
-
 @pytest.fixture
-def errors_of(reference, tmp_path):
+def errors_of(launches, tmp_path):
     """Return a function that trains cases on SkyRL's worker, computing in float64 unless told."""
 
     def run(
@@ -264,7 +256,7 @@ def errors_of(reference, tmp_path):
         checkout = copy_of(source, "skyrl", tmp_path, patch=patch)
         if is_exact:
             in_float64(checkout / file for file in IN_FLOAT32)
-        arguments = (reference, checkout, cp, tp, pp, bound, *cases)
+        arguments = (reference("float64"), checkout, cp, tp, pp, bound, *cases)
         out = launched("integrations/skyrl_worker.py", *arguments, processes=processes)
         print(out)
         lines = re.findall(r"^(.*): (\S+), (\S+) padding microbatches per rank$", out, re.M)

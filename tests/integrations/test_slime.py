@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import TESTS, launched
 from device_double import DeviceDouble
-from frameworks import FRAMEWORKS_DIR, LAYOUTS, needs
+from frameworks import FRAMEWORKS_DIR, LAYOUTS, needs, reference
 
 from megatron_lossagg import Aggregation, faults
 from megatron_lossagg.errors import (
@@ -175,26 +175,11 @@ def test_a_microbatch_with_no_samples_gives_a_partial_loss_of_zero(miles_cp):
 CHECKOUTS = [pytest.param(name, marks=needs(name)) for name in ("slime", "miles")]
 
 
-@pytest.fixture(scope="session")
-def reference(launches, tmp_path_factory):
-    """Return a function from a dtype to the file of its reference."""
-    folder = tmp_path_factory.mktemp("reference")
-
-    def made(dtype):
-        file = folder / f"{dtype}.pt"
-        if not file.exists():
-            launched("integrations/framework_step.py", dtype, file, processes=1)
-        return file
-
-    return made
-
-
+@pytest.mark.launches
 @pytest.mark.parametrize("name", CHECKOUTS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(("dp", "cp"), LAYOUTS)
-def test_the_frameworks_own_training_step_trains_the_configured_loss(
-    reference, name, dtype, dp, cp
-):
+def test_the_frameworks_own_training_step_trains_the_configured_loss(name, dtype, dp, cp):
     arguments = (name, dtype, cp, reference(dtype))
     out = launched("integrations/carried_worker.py", *arguments, processes=dp * cp)
     assert out.count("CASE ") == 2 * {"slime": 13, "miles": 12}[name]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import launched
 from device_double import DeviceDouble
+from frameworks import reference
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
@@ -22,21 +23,12 @@ from megatron_lossagg.integrations import verl
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="session")
-def framework_reference(launches, tmp_path_factory):
-    """Compute the reference's losses and gradients of the step that the integrations train."""
-    file = tmp_path_factory.mktemp("frameworks") / "reference.pt"
-    launched("integrations/framework_step.py", "float64", file, processes=1)
-    return file
-
-
+@pytest.mark.launches
 @pytest.mark.parametrize(
     ("framework", "cases"), [("slime", 7), ("verl", 3), ("skyrl", 8), ("nemo_rl", 3)]
 )
-def test_on_live_megatron_the_frameworks_own_scaling_makes_it_the_configured_loss(
-    framework_reference, framework, cases
-):
-    arguments = (framework_reference, framework)
+def test_on_live_megatron_the_frameworks_own_scaling_makes_it_the_configured_loss(framework, cases):
+    arguments = (reference("float64"), framework)
     out = launched("integrations/framework_worker.py", *arguments, processes=4)
     assert out.count(": the reference") == 2 * cases
     assert out.count("refused together") == {"slime": 2 * 4, "verl": 2}.get(framework, 0)

@@ -99,7 +99,8 @@ def compare(engine, chunk, saved):
         chunk.zero_grad_buffer()
         with DeviceDouble():
             output = engine.forward_backward_batch(batch(), loss_of(name))
-        worst = framework_step.assert_gradients(chunk, saved[case, "pg kl entropy"][1])
+        worst = framework_step.worst_error(chunk, saved[case, "pg kl entropy"][1])
+        assert worst < 1e-12, (case, worst)
         sizes = sizes_of(scheduled)
         if parallel_state.is_pipeline_last_stage():
             reported = sum(map(float, output["metrics"]["actor/pg_loss"].values))

@@ -187,7 +187,8 @@ def compare(path, per_token):
                     dist.all_reduce(counted, group=parallel_state.get_data_parallel_group())
                     factor = (counted[0] / counted[1]).item()
                     assert factor > 1
-                worst = framework_step.assert_gradients(chunk, grads, factor=factor)
+                worst = framework_step.worst_error(chunk, grads, factor)
+                assert worst < 1e-12, (case, worst)
                 if not odd:
                     check_report(output, saved, case)
                 if dist.get_rank() == 0:
@@ -203,7 +204,7 @@ def compare(path, per_token):
     chunk.zero_grad_buffer()
     with DeviceDouble():
         engine.forward_backward_batch(batch, partial(losses.ppo_loss, config=config))
-    framework_step.assert_gradients(chunk, saved["token_mean", "pg kl entropy"][1])
+    assert framework_step.worst_error(chunk, saved["token_mean", "pg kl entropy"][1]) < 1e-12
     if dist.get_rank() == 0:
         print("verl's own token-mean: the reference")
 

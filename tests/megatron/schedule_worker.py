@@ -4,6 +4,7 @@ import collections
 import functools
 import itertools
 import re
+from unittest.mock import patch
 
 import pytest
 import tiny_gpt
@@ -60,6 +61,10 @@ def batches(rank, **options):
     return [a_batch(10 * rank + number, **options) for number in range(M)]
 
 
+def of_both_ranks(**options):
+    return [batches(rank, **options) for rank in (0, 1)]
+
+
 def framework_loss(mask, output):
     losses, mask = output.view(-1).float(), mask.view(-1)
     loss, num_tokens = (losses * mask).sum(), mask.sum().int()
@@ -82,6 +87,16 @@ def forward_step(iterator, model):
     )
     data["tokens"] = None
     return output, functools.partial(framework_loss, data["loss_mask"])
+
+
+def with_loss(loss_func_of):
+    """Return a forward_step whose loss_func is ``loss_func_of(mask)``."""
+
+    def step(iterator, model):
+        output, loss_func = forward_step(iterator, model)
+        return output, loss_func_of(*loss_func.args)
+
+    return step
 
 
 def packed_offsets(offsets):
@@ -132,12 +147,19 @@ def by_hand(chunk, of_ranks):
     return loss.item(), torch.autograd.grad(loss, list(model.parameters()))
 
 
-def assert_trains_by_hand(chunk, reports, of_ranks):
+def assert_trains_by_hand(schedule, chunk, of_ranks, data=None, **more):
+    """Run a step and compare loss and gradient with those of all ranks' data; returns the reports.
+
+    ``data``: what this rank reads, its part of ``of_ranks`` by default.
+    """
+    own = of_ranks[dist.get_rank()] if data is None else data
+    reports = run(schedule, chunk, own, **more)
     loss, gradients = by_hand(chunk, of_ranks)
     assert abs(tiny_gpt.reported(reports, "lm loss") - loss) < 1e-6 * abs(loss)
     for parameter, wanted in zip(chunk.module.parameters(), gradients, strict=True):
         scale = 1e-5 * wanted.norm() + 1e-7
         assert (parameter.main_grad - wanted).norm() < scale
+    return reports
 
 
 def a_hook(**options):
@@ -146,28 +168,21 @@ def a_hook(**options):
 
 
 def check_an_entry_of_the_batch_is_a_sequence(chunk, stock):
-    schedule = a_hook().wrap(stock)
-    reports = run(schedule, chunk, batches(dist.get_rank()))
-    assert_trains_by_hand(chunk, reports, [batches(0), batches(1)])
+    assert_trains_by_hand(a_hook().wrap(stock), chunk, of_both_ranks())
 
 
 def check_packed_conversations_are_sequences_and_empty_tail_segments_are_none(chunk, stock):
-    cuts = [0, 3, 7, 8, 8, 8]
-    reports = run(a_hook().wrap(stock), chunk, batches(dist.get_rank(), cuts=cuts))
-    assert_trains_by_hand(chunk, reports, [batches(r, cuts=cuts) for r in (0, 1)])
+    assert_trains_by_hand(a_hook().wrap(stock), chunk, of_both_ranks(cuts=[0, 3, 7, 8, 8, 8]))
 
 
 def check_positions_past_the_last_conversation_are_no_sequence(chunk, stock):
-    cuts = [0, 3, 6]
-    reports = run(a_hook().wrap(stock), chunk, batches(dist.get_rank(), cuts=cuts))
-    assert_trains_by_hand(chunk, reports, [batches(r, cuts=cuts) for r in (0, 1)])
+    assert_trains_by_hand(a_hook().wrap(stock), chunk, of_both_ranks(cuts=[0, 3, 6]))
 
 
 def check_each_packed_entry_of_a_microbatch_has_its_own_offsets(chunk, stock):
-    of_ranks = [[a_batch(10 * rank + number) for number in range(M)] for rank in (0, 1)]
     cuts = torch.tensor([[0, 3, 8, 8], [0, 2, 5, 8]], dtype=torch.int32)
     integration = bridge.BridgeIntegration()
-    for batch in (batch for rank in of_ranks for batch in rank):
+    for batch in itertools.chain(*of_both_ranks()):
         sequences = integration.sequences({**batch, "cu_seqlens": cuts})
         assert sequences.lengths.tolist() == [3, 5, 2, 3, 3]
         mask = batch["loss_mask"]
@@ -205,13 +220,12 @@ def check_what_is_only_padding_is_no_sequence(chunk, stock):
 
 def check_bridges_offsets_are_sequences_and_its_sentinels_are_none(chunk, stock):
     for name, cuts in {"cu_seqlens_q": [0, 3, 8], "cu_seqlens": [0, 3, 8, -1, -1]}.items():
-        of_ranks = [batches(rank, cuts=[0, 3, 8]) for rank in (0, 1)]
+        of_ranks = of_both_ranks(cuts=[0, 3, 8])
         data = [dict(batch) for batch in of_ranks[dist.get_rank()]]
         for batch in data:
             del batch["cu_seqlens"]
             batch[name] = torch.tensor([cuts], dtype=torch.int32)
-        reports = run(a_hook().wrap(stock), chunk, data)
-        assert_trains_by_hand(chunk, reports, of_ranks)
+        assert_trains_by_hand(a_hook().wrap(stock), chunk, of_ranks, data)
 
 
 def check_evaluation_reports_the_same_loss_and_one_aggregator_serves_both(chunk, stock):
@@ -271,23 +285,16 @@ def check_an_empty_step_is_an_error_in_training_and_none_in_evaluation(chunk, st
 
 
 def check_an_evaluation_needs_no_finalize_model_grads_func(chunk, stock):
-    finalize = chunk.config.finalize_model_grads_func
-    chunk.config.finalize_model_grads_func = None
-    try:
-        with torch.no_grad():
-            run(a_hook().wrap(stock), chunk, batches(0), forward_only=True)
-    finally:
-        chunk.config.finalize_model_grads_func = finalize
+    with patch.object(chunk.config, "finalize_model_grads_func", None), torch.no_grad():
+        run(a_hook().wrap(stock), chunk, batches(0), forward_only=True)
 
 
 def check_rejected_tokens_are_an_error_unless_they_were_declared(chunk, stock):
-    def forward_step_that_rejects(iterator, model):
-        output, loss_func = forward_step(iterator, model)
-        (mask,) = loss_func.args
+    def rejecting(mask):
         mask[:, 0] = 0
-        return output, functools.partial(framework_loss, mask)
+        return functools.partial(framework_loss, mask)
 
-    rejects = {"forward_step_func": forward_step_that_rejects}
+    rejects = {"forward_step_func": with_loss(rejecting)}
     run(a_hook(rejects_tokens=True).wrap(stock), chunk, batches(0), **rejects)
     with pytest.raises(ReducerError, match="segment 0 trains 4 tokens, the plan counted 5"):
         run(a_hook().wrap(stock), chunk, batches(0), **rejects)
@@ -310,8 +317,7 @@ def check_a_loss_mask_of_token_weights_enters_losses_and_denominators(chunk, sto
     for cuts in (None, [0, 3, 7, 8, 8]):
         hook = ScheduleHook(aggregation, bridge.BridgeIntegration(), options=Options())
         of_ranks = [with_weights(rank, cuts=cuts) for rank in (0, 1)]
-        reports = run(hook.wrap(stock), chunk, of_ranks[dist.get_rank()])
-        assert_trains_by_hand(chunk, reports, of_ranks)
+        reports = assert_trains_by_hand(hook.wrap(stock), chunk, of_ranks)
         assert tiny_gpt.reported(reports, "lossagg/weight_sum") == pytest.approx(
             tiny_gpt.reported(reports, "lossagg/weight_expected"), rel=1e-6
         )
@@ -375,10 +381,7 @@ def check_the_rerun_machine_repeats_a_step_with_the_same_gradient(chunk, stock):
         )
         return loss, *rest
 
-    def validated_step(iterator, model):
-        output, loss_func = forward_step(iterator, model)
-        return output, functools.partial(validated_loss, *loss_func.args)
-
+    validated_step = with_loss(lambda mask: functools.partial(validated_loss, mask))
     hook = a_hook()
     schedule = hook.wrap(stock)
     iterator = RerunDataIterator(map(dict, 2 * batches(dist.get_rank())))
@@ -399,9 +402,7 @@ def check_an_integration_of_whole_sequences_gives_its_own_layout(chunk, stock):
             return aggregator.thd(torch.tensor([0, *lengths]).cumsum(0))
 
     aggregator = LossAggregator(chunk, SAMPLE_MEAN, options=Options(probe=False))
-    schedule = aggregator.wrap(stock, Whole())
-    reports = run(schedule, chunk, batches(dist.get_rank()))
-    assert_trains_by_hand(chunk, reports, [batches(0), batches(1)])
+    assert_trains_by_hand(aggregator.wrap(stock, Whole()), chunk, of_both_ranks())
 
 
 def check_a_framework_that_is_not_there_is_refused_by_name(chunk, stock):
@@ -481,20 +482,24 @@ def check_loaders_that_use_their_memory_again_train_what_stock_megatron_trains_o
         assert torch.equal(trained(a_hook().wrap(stock), loader), ours), loader.__name__
 
 
-def check_chunks_over_one_buffer_train_their_own_microbatches(chunk, stock):
-    data = batches(dist.get_rank())
+def assert_trains_the_last_of_two_chunks(chunk, stock, iterators):
+    """One is enough to see what the schedule gets; returns the tokens of the first."""
     seen = []
 
-    def of_the_last(**call):
+    def schedule(**call):
         first, last = call["data_iterator"]
         seen.extend(batch["tokens"] for batch in first)
         return stock(**{**call, "data_iterator": last})
 
+    assert_trains_by_hand(a_hook().wrap(schedule), chunk, of_both_ranks(), data_iterator=iterators)
+    return seen
+
+
+def check_chunks_over_one_buffer_train_their_own_microbatches(chunk, stock):
+    data = batches(dist.get_rank())
     iterators = [refills_one_buffer(data), refills_one_buffer(data)]
-    schedule = a_hook().wrap(of_the_last)
-    reports = run(schedule, chunk, iter([]), data_iterator=iterators)
+    seen = assert_trains_the_last_of_two_chunks(chunk, stock, iterators)
     assert all(torch.equal(a, b["tokens"]) for a, b in zip(seen, data, strict=True))
-    assert_trains_by_hand(chunk, reports, [batches(0), batches(1)])
 
 
 def check_positional_arguments_are_refused(chunk, stock):
@@ -552,11 +557,7 @@ def changed(change):
         loss, *rest = framework_loss(mask, output)
         return change(loss, mask), *rest
 
-    def step(iterator, model):
-        output, loss_func = forward_step(iterator, model)
-        return output, functools.partial(changed_loss, *loss_func.args)
-
-    return step
+    return with_loss(lambda mask: functools.partial(changed_loss, mask))
 
 
 def check_a_loss_with_another_term_is_refused_in_whichever_microbatch_it_comes(chunk, stock):
@@ -615,14 +616,12 @@ def check_an_evaluation_is_not_compared(chunk, stock):
 
 
 def check_tuples_of_a_model_or_a_loss_are_refused_by_name(chunk, stock):
-    def of_a_tuple(iterator, model):
-        output, loss_func = forward_step(iterator, model)
-        return output, functools.partial(
-            lambda mask, output: loss_func(output)[-1], loss_func.args[0]
-        )
+    def only_a_report(mask, output):
+        return framework_loss(mask, output)[-1]
 
+    without_a_tuple = with_loss(lambda mask: functools.partial(only_a_report, mask))
     with refused(ContractError, "from loss_func, expected a tuple of the masked sum"):
-        run(a_hook().wrap(stock), chunk, batches(0), forward_step_func=of_a_tuple)
+        run(a_hook().wrap(stock), chunk, batches(0), forward_step_func=without_a_tuple)
     mask, pair = torch.ones(4), (torch.ones(4), torch.ones(2))  # as pretrain_bert.py's
     with refused(
         ContractError, "got a tuple from forward_step, expected one tensor", "train it wi"
@@ -631,10 +630,7 @@ def check_tuples_of_a_model_or_a_loss_are_refused_by_name(chunk, stock):
 
 
 def check_a_mask_by_keyword_is_refused_by_name(chunk, stock):
-    def by_keyword(iterator, model):
-        output, loss_func = forward_step(iterator, model)
-        return output, functools.partial(framework_loss, mask=loss_func.args[0])
-
+    by_keyword = with_loss(lambda mask: functools.partial(framework_loss, mask=mask))
     with refused(ContractError, "expected functools.partial(loss_func, loss_mask"):
         run(a_hook().wrap(stock), chunk, batches(0), forward_step_func=by_keyword)
 
@@ -644,8 +640,7 @@ def check_a_chunk_that_a_schedule_unwraps_is_still_the_losss(chunk, stock):
         step = call["forward_step_func"]
         return stock(**{**call, "forward_step_func": lambda it, model: step(it, model.module)})
 
-    reports = run(a_hook().wrap(unwrapping), chunk, batches(dist.get_rank()))
-    assert_trains_by_hand(chunk, reports, [batches(0), batches(1)])
+    assert_trains_by_hand(a_hook().wrap(unwrapping), chunk, of_both_ranks())
 
 
 def check_chunks_that_share_a_source_are_read_in_order(chunk, stock):
@@ -660,22 +655,12 @@ def check_chunks_that_share_a_source_are_read_in_order(chunk, stock):
         while True:
             yield kept.popleft()
 
-    def of_the_last(**call):  # one chunk is enough to see what the schedule gets
-        first, last = call["data_iterator"]
-        assert len(list(first)) == M
-        return stock(**{**call, "data_iterator": last})
-
     iterators = [reads_and_keeps(), gets_what_was_kept()]
-    schedule = a_hook().wrap(of_the_last)
-    reports = run(schedule, chunk, iter([]), data_iterator=iterators)
-    assert_trains_by_hand(chunk, reports, [batches(0), batches(1)])
+    assert len(assert_trains_the_last_of_two_chunks(chunk, stock, iterators)) == M
 
 
 def check_a_loss_without_the_mask_as_its_first_argument_is_refused(chunk, stock):
-    def hidden(iterator, model):
-        output, loss_func = forward_step(iterator, model)
-        return output, lambda output: loss_func(output)
-
+    hidden = with_loss(lambda mask: lambda output: framework_loss(mask, output))
     with refused(ContractError, "expected functools.partial(loss_func, loss_mask"):
         run(a_hook().wrap(stock), chunk, batches(0), forward_step_func=hidden)
 

@@ -15,9 +15,8 @@ import tiny_gpt
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from token_model import OneWeightPerToken
+from token_model import error_of, masked_sum, mean_by_hand, wrapped
 
 from megatron_lossagg import Aggregation, Layout
 from megatron_lossagg.errors import ContractError
@@ -39,27 +38,12 @@ def positions_here(mode):
     return torch.arange(rank * held, (rank + 1) * held)
 
 
-def framework_loss(mask, output):
-    loss, num_tokens = (output * mask).sum(), mask.sum().int()
-    return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens.float()])}
-
-
-def gradient_by_hand():
-    gradient, num_sequences = torch.zeros(TOKENS), len(OFFSETS) - 1
-    for start, end in itertools.pairwise(OFFSETS):
-        for t in range(start, end):
-            gradient[t] = MASK[t] / sum(MASK[start:end]) / num_sequences
-    return gradient
-
-
 def main():
     (mode,) = sys.argv[1:]
     tiny_gpt.start(cp=2, dtype=torch.float32)
     config = tiny_gpt.config_of()
     config.cp_partition_mode = mode
-    chunk = DistributedDataParallel(
-        config, DistributedDataParallelConfig(), OneWeightPerToken(TOKENS)
-    )
+    chunk = wrapped(config, TOKENS)
     held = positions_here(mode)
     batch = {
         "loss_mask": torch.tensor(MASK)[None].float(),
@@ -68,7 +52,7 @@ def main():
 
     def forward_step(iterator, model):
         mask = next(iterator)["loss_mask"][0, held]
-        return model(held), functools.partial(framework_loss, mask)
+        return model(held), functools.partial(masked_sum, mask)
 
     hook = ScheduleHook(
         Aggregation("sample_mean"), BridgeIntegration(), options=Options(probe=False)
@@ -86,8 +70,11 @@ def main():
     except ContractError as error:
         found["refused"] = str(error)
     else:
-        wanted = gradient_by_hand()
-        found["error"] = ((chunk.module.weight.main_grad - wanted).norm() / wanted.norm()).item()
+        trained = [
+            [t for t in range(start, end) if MASK[t]] for start, end in itertools.pairwise(OFFSETS)
+        ]
+        wanted = mean_by_hand(trained, TOKENS, "sample_mean")
+        found["error"] = error_of(chunk.module.weight.main_grad, wanted)
     print(json.dumps(found), flush=True)
 
 

@@ -1,6 +1,7 @@
 """Which ranks' counts a step takes, at TP 2 and at DP 2 x PP 2; four processes."""
 
 import contextlib
+import functools
 import gc
 
 import pytest
@@ -9,14 +10,14 @@ import torch
 import torch.distributed as dist
 from check_runner import run_checks
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from token_model import OneWeightPerToken
+from token_model import wrapped
 
-from megatron_lossagg import LossAggregationError, LossAggregator
+from megatron_lossagg import Aggregation, LossAggregationError, LossAggregator
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations.bridge import BridgeIntegration
 from megatron_lossagg.options import Options
+from megatron_lossagg.schedule import ScheduleHook
 
 
 @contextlib.contextmanager
@@ -24,9 +25,7 @@ def an_aggregator(**sizes):
     """Make one for a model of one weight at these sizes."""
     parallel_state.initialize_model_parallel(**sizes)
     model_parallel_cuda_manual_seed(1)
-    chunk = DistributedDataParallel(
-        tiny_gpt.config_of(), DistributedDataParallelConfig(), OneWeightPerToken(1)
-    )
+    chunk = wrapped(tiny_gpt.config_of(), 1)
     yield LossAggregator(chunk, "token_mean", options=Options(probe=False))
     dist.barrier()
     parallel_state.destroy_model_parallel()
@@ -101,18 +100,18 @@ def check_wrong_counts_on_the_last_stage_are_an_error_on_all_stages():
                 assert messages[dist.get_rank()] == f"pipeline stage 1: {own}"
 
 
-def message_of_hook_by_rank(aggregator, data_iterator):
-    """As :func:`message_by_rank`, of a wrapped schedule, which must not run."""
+def message_of_schedule_by_rank(wrap, chunks, data_iterator):
+    """As :func:`message_by_rank`, of a wrapped schedule; if it runs, the message says so."""
 
     def schedule(**call):
-        raise AssertionError(f"the schedule ran on rank {dist.get_rank()}")
+        raise AssertionError("the schedule ran")
 
     message = None
     try:
-        aggregator.wrap(schedule, BridgeIntegration())(
+        wrap(schedule)(
             forward_step_func=None,
             data_iterator=data_iterator,
-            model=aggregator.chunks,
+            model=chunks,
             num_microbatches=2,
         )
     except (LossAggregationError, AssertionError) as error:
@@ -122,26 +121,42 @@ def message_of_hook_by_rank(aggregator, data_iterator):
     return gathered
 
 
+BATCH = {"loss_mask": torch.ones(1, 4)}
+
+
 def check_a_wrapped_schedule_that_cannot_plan_is_an_error_on_all_stages():
-    batch = {"loss_mask": torch.ones(1, 4)}
     wrong_by_reason = {
-        "the data iterator ended after 1 of 2": [batch],
-        "counting microbatch 1 of 2 raised": [batch, {"no": "mask"}],
+        "the data iterator ended after 1 of 2": [BATCH],
+        "counting microbatch 1 of 2 raised": [BATCH, {"no": "mask"}],
         "the data iterator raised TypeError": "no iterator",
     }
     with an_aggregator(pipeline_model_parallel_size=2) as aggregator:
         last_stage = dist.get_process_group_ranks(aggregator.pp_group)[-1]
+        wrap = functools.partial(aggregator.wrap, integration=BridgeIntegration())
         for reason, wrong in wrong_by_reason.items():
-            source = iter([batch, batch])
+            source = iter([BATCH, BATCH])
             if aggregator.is_last_stage and dist.get_rank(aggregator.dp_group) == 1:
                 source = wrong if isinstance(wrong, str) else iter(wrong)
-            messages = message_of_hook_by_rank(aggregator, source)
+            messages = message_of_schedule_by_rank(wrap, aggregator.chunks, source)
             assert f"rank 1 of the data-parallel group: {reason}" in messages[last_stage], messages
             if not aggregator.is_last_stage:
                 assert messages[dist.get_rank()] == f"pipeline stage 1: {messages[last_stage]}"
         if not aggregator.is_last_stage:
             aggregator.chunks[0].config.calculate_per_token_loss = True
-        messages = message_of_hook_by_rank(aggregator, iter([batch, batch]))
+        messages = message_of_schedule_by_rank(wrap, aggregator.chunks, iter([BATCH, BATCH]))
+        assert all("wrapped in the average loss scaling" in message for message in messages)
+
+
+def check_what_is_flipped_on_every_stage_after_a_step_is_refused_before_the_schedule_runs():
+    with an_aggregator(pipeline_model_parallel_size=2) as aggregator:
+        chunks = aggregator.chunks
+        hook = ScheduleHook(
+            Aggregation("sample_mean"), BridgeIntegration(), options=Options(probe=False)
+        )
+        messages = message_of_schedule_by_rank(hook.wrap, chunks, iter([BATCH, BATCH]))
+        assert messages == ["the schedule ran"] * 4
+        chunks[0].config.calculate_per_token_loss = True
+        messages = message_of_schedule_by_rank(hook.wrap, chunks, iter([BATCH, BATCH]))
         assert all("wrapped in the average loss scaling" in message for message in messages)
 
 

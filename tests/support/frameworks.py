@@ -1,5 +1,6 @@
-"""What the tests of frameworks share: the frameworks' own code if present."""
+"""What the tests of frameworks share: the frameworks' own code if present, and a reference."""
 
+import functools
 import importlib.util
 import os
 import shutil
@@ -7,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from conftest import launched, new_folder
 
 FRAMEWORKS_DIR = os.environ.get("FRAMEWORKS_DIR")
 PATCHES = Path(__file__).parents[2] / "docs" / "integrations" / "patches"
@@ -63,3 +65,11 @@ def in_float64(files):
         changed = text.replace(".float32", ".float64").replace(".float()", ".double()")
         assert changed != text
         file.write_text(changed)
+
+
+@functools.cache
+def reference(dtype):
+    """Compute the reference's losses and gradients of the step; returns the file of them."""
+    file = new_folder() / "reference.pt"
+    launched("integrations/framework_step.py", dtype, file, processes=1)
+    return file
