@@ -154,13 +154,15 @@ def ended_by(error: BaseException, check: str, *, framework: str, function: str 
     Not run: :class:`NotRunError`, a missing package that is not the framework itself, and whatever
     the framework's own import raises. All else fails.
     """
-    own = f"{FRAMEWORKS[framework].package}."
+    own = FRAMEWORKS[framework].package
+    if not own.startswith("megatron."):  # which several projects share
+        own = own.partition(".")[0]
     lines = str(error).strip().splitlines() or ["no message"]
     text = f"{type(error).__name__}: {lines[0].rstrip('.')}"
     state = NOT_RUN
     if isinstance(error, NotRunError):
         text = str(error)
-    elif isinstance(error, ModuleNotFoundError) and not f"{error.name}.".startswith(own):
+    elif isinstance(error, ModuleNotFoundError) and not f"{error.name}.".startswith(f"{own}."):
         package = str(error.name).partition(".")[0]
         remedy = f"Install the package that provides {package}"
         if package == "megatron":
