@@ -220,18 +220,17 @@ def _explain(done: Sequence[_Done]) -> None:
         box = [agree]  # rank 0's: all ranks continue with the same causes
         dist.broadcast_object_list(box, src=0, device=device())
         likely = {name: likely[name] for name in box[0]}
-    for cause, is_it in (
-        (MASKED_LOSSES_REACH, right_without_inf),
-        (FORWARD_ONLY, right_in_training),
-    ):
-        if is_it:
-            likely = {cause.name: cause}
-    why = "; or: ".join(cause.what for cause in likely.values())
+    causes = {cause.name: cause.what for cause in likely.values()}
+    if right_without_inf:
+        causes = MASKED_LOSSES_REACH
+    if right_in_training:
+        causes = FORWARD_ONLY
+    why = "; or: ".join(causes.values())
     parallelism = done[0].run.parallelism
     if not why and parallelism.moe and parallelism.ep < parallelism.tp:
         why = EXPERTS_APART
     for verdict in failed:
-        verdict.causes = list(likely)
+        verdict.causes = list(causes)
         verdict.explanation += f": {why or 'no known cause explains every case of the layout'}"
 
 
