@@ -194,12 +194,11 @@ class Batch:
     offsets: Tensor
     """int32 ``[segments + 1]`` on the CPU: padded, before slicing."""
     mask: Tensor
-    """int64, before slicing."""
+    """int64, as the step is given it: before slicing, and sliced in a ``local`` layout."""
     mask_here: Tensor
     """Of the losses here: sliced, or whole if they are gathered."""
     weights: Tensor
-    """v_t, before slicing."""
-    weights_here: Tensor
+    """v_t, at the positions of ``mask``."""
     side_mask_here: Tensor
     """Of the model's own multi-token-prediction loss: the padding sequence's tokens too, for stock
     divides by the tokens of a microbatch, which may have no others."""
@@ -245,15 +244,15 @@ def pack(
     if parallelism.packing == "gathered":
         of_ranks = [parallelism.held(offsets, rank) for rank in range(parallelism.cp)]
         of_losses, gathered = [*range(len(tokens))], torch.tensor([*chain(*of_ranks)]).argsort()
+    given = of_rank if parallelism.packing == "local" else [*range(len(tokens))]
     shape = (len(offsets) - 1, -1) if bshd else (1, -1)
     to = device()
     return Batch(
         sequences=[*indices, PADDING],
         offsets=torch.tensor(offsets, dtype=torch.int32),
-        mask=torch.tensor(mask),
+        mask=torch.tensor(mask)[given],
         mask_here=torch.tensor(mask)[of_losses],
-        weights=torch.tensor(weights, dtype=torch.float64),
-        weights_here=torch.tensor(weights, dtype=torch.float64)[of_rank],
+        weights=torch.tensor(weights, dtype=torch.float64)[given],
         side_mask_here=torch.tensor(side_mask)[of_rank],
         tokens=torch.tensor(tokens)[of_rank].view(shape).to(to),
         labels=torch.tensor(labels)[of_rank].view(shape).to(to),

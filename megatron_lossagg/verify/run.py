@@ -194,9 +194,9 @@ class Run:
                 y = self._losses(output, batch, poison)
                 mb = step.microbatch(
                     batch.sequences,
-                    self._mask(batch),
+                    batch.mask,
                     layout=self._layout(batch.offsets),
-                    token_weights=self._weights(batch, case.aggregation),
+                    token_weights=_weights(batch, case.aggregation),
                 )
                 try:
                     loss = mb.reduce(y * batch.coefficient)
@@ -259,14 +259,6 @@ class Run:
             y = y.masked_fill(batch.mask_here.to(y.device) == 0, torch.inf)
         return y
 
-    def _mask(self, batch: Batch) -> Tensor:
-        return batch.mask_here if self.parallelism.packing == "local" else batch.mask
-
-    def _weights(self, batch: Batch, aggregation: Aggregation) -> Tensor | None:
-        if aggregation.count != "weights":
-            return None
-        return batch.weights_here if self.parallelism.packing == "local" else batch.weights
-
     def _layout(self, offsets: Tensor) -> Layout:
         aggregator = self.aggregator
         if self.parallelism.packing == "bshd":
@@ -324,6 +316,10 @@ class Run:
             )
 
 
+def _weights(batch: Batch, aggregation: Aggregation) -> Tensor | None:
+    return batch.weights if aggregation.count == "weights" else None
+
+
 class _Ran(NamedTuple):
     """What a step left on this rank: Megatron's reports, K, and what was raised."""
 
@@ -364,8 +360,8 @@ class _Integration(Integration):
         (batch,) = loss_func.args
         return FrameworkLoss(
             losses=self._run._losses(output, batch, self._poison) * batch.coefficient * self._main,
-            mask=self._run._mask(batch),
-            token_weights=self._run._weights(batch, self._aggregation),
+            mask=batch.mask,
+            token_weights=_weights(batch, self._aggregation),
             report=loss_func(output)[2],
         )
 
