@@ -1,16 +1,14 @@
-"""What the package is compared with: slime's loop over samples, and the least that must be done.
+"""What the package is compared with: slime's loop over samples.
 
-Own code, no line of another project. Both compute the package's sample_mean, token_mean and
-constant over a microbatch of whole samples, and a benchmark compares their values with the
+Own code, no line of another project. It computes the package's sample_mean, token_mean and
+constant over a microbatch of whole samples, and a benchmark compares its values with the
 package's before it measures anything.
 
-Shape suffixes: S = sequences; P = mask positions, all responses packed; T = tokens that this
-context-parallel rank holds; R = runs of tokens, two per sequence.
+Shape suffix: T = tokens that this context-parallel rank holds.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,60 +64,3 @@ def cut_by_slices(mask: Tensor, total: int, response: int, cp_size: int, cp_rank
         end = min(max((k + 1) * chunk, first_logit), total - 1) - first_logit
         pieces.append(mask[start:end])
     return torch.cat(pieces)
-
-
-class Floor:
-    """What has to be done and nothing else: ``cat``, one gather, one multiply; ``(x * w).sum()``.
-
-    Checks nothing, and a NaN at a masked position reaches the loss. Building includes the
-    index of this rank's tokens, as it does for the package. At CP 1 all tokens are
-    local, so only the weights are gathered, not the mask.
-    """
-
-    def __init__(self, workload: Workload) -> None:
-        mask_P = torch.cat(workload.masks)
-        if workload.cp_size == 1:
-            mask_T = mask_P
-            local_S = torch.from_numpy(workload.response_S)
-            num_local = len(mask_P)
-        else:
-            start_R, length_R = runs_of(workload)
-            num_local = int(length_R.sum())
-            shift_R = start_R - (np.cumsum(length_R) - length_R)
-            index_T = torch.arange(num_local) + torch.repeat_interleave(
-                torch.from_numpy(shift_R), torch.from_numpy(length_R), output_size=num_local
-            )
-            mask_T = mask_P[index_T]
-            local_S = torch.from_numpy(length_R.reshape(-1, 2).sum(1))
-        weight_S = workload.plan.weights.float()
-        weight_T = torch.repeat_interleave(weight_S, local_S, output_size=num_local)
-        self.mask_T, self.w_T = mask_T, weight_T * mask_T
-        self.num_tokens = sum(workload.active_S)
-        self.total = workload.num_sequences * workload.divisor
-
-    def sample_mean(self, x_T: Tensor) -> Tensor:
-        """Multiply and sum."""
-        return (x_T * self.w_T).sum()
-
-    def token_mean(self, x_T: Tensor) -> Tensor:
-        """Multiply the same mask by 1 / N."""
-        return (x_T * (self.mask_T * (1.0 / self.num_tokens))).sum()
-
-    def constant(self, x_T: Tensor) -> Tensor:
-        """Multiply the same mask by 1 / (B L)."""
-        return (x_T * (self.mask_T * (1.0 / self.total))).sum()
-
-
-def runs_of(workload: Workload) -> tuple[np.ndarray, np.ndarray]:
-    """Start and length of the two runs of mask positions that this rank holds of each sequence."""
-    total_S, response_S = workload.total_S, workload.response_S
-    offset_S = np.cumsum(response_S) - response_S
-    first_logit_S = total_S - response_S - 1
-    chunk_S = -(-total_S // (2 * workload.cp_size))
-    start, length = [], []
-    for k in (workload.cp_rank, 2 * workload.cp_size - 1 - workload.cp_rank):
-        lo_S = np.clip(k * chunk_S, first_logit_S, total_S - 1)
-        hi_S = np.clip((k + 1) * chunk_S, first_logit_S, total_S - 1)
-        start.append(offset_S + lo_S - first_logit_S)
-        length.append(hi_S - lo_S)
-    return np.stack(start, 1).ravel(), np.stack(length, 1).ravel()

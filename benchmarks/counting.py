@@ -12,12 +12,11 @@ no values, every operation that would wait for a GPU raises.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -62,22 +61,6 @@ def counted() -> Iterator[Counted]:
         yield counts
 
 
-def bytes_saved_for_backward(call: Callable[[], Tensor]) -> int:
-    """Count the bytes that the graph of ``call`` holds, each storage once."""
-    storages: dict[int, torch.UntypedStorage] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        storages[storage._cdata] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = call()
-    for tensor in _attributes_of_graph(loss):
-        keep(tensor)
-    return sum(storage.nbytes() for storage in storages.values())
-
-
 class _Operations(TorchDispatchMode):
     def __init__(self, counts: Counted) -> None:
         super().__init__()
@@ -107,15 +90,3 @@ def _bytes(tensor: Tensor) -> int:
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         numel *= size if stride or size == 0 else 1
     return numel * tensor.element_size()
-
-
-def _attributes_of_graph(loss: Tensor) -> Iterator[Tensor]:
-    """Find tensors that an autograd function keeps as plain attributes, which no hook sees."""
-    seen, todo = set(), [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield from _tensors(list(getattr(node, "__dict__", {}).values()))
-        todo.extend(after for after, _ in node.next_functions)

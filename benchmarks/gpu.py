@@ -8,8 +8,8 @@ repository has to be installed. Its parts:
 - verify: ``lossagg verify`` on NCCL, over all GPUs of this machine
 - rows: time by CUDA events against the measured copy bandwidth, kernels, host syncs
 
-Writes ``gpu.json`` and ``gpu.html``, which state device, driver and versions, ``summary.md`` and
-the parts' logs to ``--output``, by default ``$OUT`` or ``runs/gpu``. Exit status: 0 all passed, 1
+Writes ``gpu.json`` and ``summary.md``, which state device, driver and versions, and the parts'
+logs to ``--output``, by default ``$OUT`` or ``runs/gpu``. Exit status: 0 all passed, 1
 a part failed or could not be run, 2 no CUDA. ``--cpu`` runs what needs none, one layout of
 verify on gloo with two ranks, to try the command: the rest is then reported as not run.
 """
@@ -29,7 +29,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
-PARTS = ("tests", "verify", "rows")
 NO_CUDA = 2
 CPU_RANKS = 2
 
@@ -44,7 +43,7 @@ def main() -> int:
     )
     default = Path(os.environ.get("OUT") or ROOT / "runs" / "gpu")
     parser.add_argument("--output", type=Path, default=default, metavar="FOLDER")
-    parser.add_argument("--only", choices=PARTS, help="one part instead of all three")
+    parser.add_argument("--only", choices=[*PARTS], help="one part instead of all three")
     parser.add_argument("--cpu", action="store_true", help="only what needs no GPU")
     args = parser.parse_args()
     try:
@@ -62,15 +61,15 @@ def main() -> int:
     output = args.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
     parts: dict[str, Json] = {}
-    for part in PARTS:
-        if args.only in (None, part):
-            print(f"== {part}", flush=True)
-            parts[part] = globals()[f"run_{part}"](output, on_cpu=args.cpu)
+    for name, run in PARTS.items():
+        if args.only in (None, name):
+            print(f"== {name}", flush=True)
+            parts[name] = run(output, on_cpu=args.cpu)
     verdict = overall(parts, on_cpu=args.cpu)
     write(output, verdict, parts, on_cpu=args.cpu)
     for name, found in parts.items():
         print(f"{name}: {found['verdict']}{', ' * bool(found['reason'])}{found['reason']}")
-    print(f"{verdict}; {output / 'gpu.json'}, {output / 'gpu.html'}")
+    print(f"{verdict}; {output / 'summary.md'}")
     return 0 if verdict == PASSED else 1
 
 
@@ -85,9 +84,8 @@ def overall(parts: dict[str, Json], *, on_cpu: bool) -> str:
 
 
 def write(output: Path, verdict: str, parts: dict[str, Json], *, on_cpu: bool) -> None:
-    """Write the result as JSON, as a page and as a summary in Markdown."""
+    """Write the result as JSON and in Markdown."""
     from benchmarks import gpu_result
-    from megatron_lossagg.errors import LossAggregationError
 
     result = {
         "verdict": verdict,
@@ -97,11 +95,7 @@ def write(output: Path, verdict: str, parts: dict[str, Json], *, on_cpu: bool) -
         "parts": parts,
     }
     (output / "gpu.json").write_text(json.dumps(result, indent=1) + "\n")
-    (output / "summary.md").write_text(gpu_result.markdown(result))
-    try:
-        (output / "gpu.html").write_text(gpu_result.page(result), encoding="utf-8")
-    except LossAggregationError as error:  # jinja2 is missing, and nothing else is lost
-        print(f"no gpu.html: {error}", file=sys.stderr)
+    (output / "summary.md").write_text(gpu_result.markdown(result), encoding="utf-8")
 
 
 def run_tests(output: Path, *, on_cpu: bool) -> Json:
@@ -234,6 +228,9 @@ def logged(arguments: list[str], log: Path, environment: dict[str, str] | None =
     log.write_text(done.stdout)
     print(done.stdout[-6000:], flush=True)
     return done.returncode == 0
+
+
+PARTS = {"tests": run_tests, "verify": run_verify, "rows": run_rows}
 
 
 if __name__ == "__main__":

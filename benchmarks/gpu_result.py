@@ -1,7 +1,8 @@
-"""A GPU result: what it was measured on, as a page, and as Markdown for a job's summary."""
+"""A GPU result: what it was measured on, and all of it as Markdown, for a job's summary too."""
 
 from __future__ import annotations
 
+import html
 import os
 import platform
 import subprocess
@@ -13,7 +14,6 @@ import torch
 
 import megatron_lossagg
 from benchmarks.tables import table
-from megatron_lossagg import html
 
 Json = dict[str, Any]
 ROOT = Path(__file__).resolve().parent.parent
@@ -81,35 +81,26 @@ def title(result: Json) -> str:
     return f"{result['verdict']}: {result['machine']['devices']}"
 
 
-def part_cells(result: Json) -> list[list[str]]:
-    """Return name, verdict and reason of each part."""
-    return [[name, part["verdict"], part["reason"]] for name, part in result["parts"].items()]
-
-
 def markdown(result: Json) -> str:
     """Write the result as Markdown."""
-    lines = [f"## make gpu: {title(result)}", ""]
-    lines += [table(["part", "result", ""], part_cells(result)), ""]
-    if "partition" in result["parts"].get("tests", {}):
-        partition = result["parts"]["tests"]["partition"]
-        lines += [f"Transformer Engine's partition of packed sequences: {partition}", ""]
-    return "\n".join([*lines, table(["machine", ""], result["machine"].items()), ""])
-
-
-def page(result: Json) -> str:
-    """Write the result as a page; needs jinja2."""
+    parts = [[name, part["verdict"], part["reason"]] for name, part in result["parts"].items()]
+    written = [f"## make gpu: {title(result)}", "", result["written"], ""]
+    written += [table(["part", "result", ""], parts), ""]
     tests, rows = (result["parts"].get(name, {}) for name in ("tests", "rows"))
-    others = [case for case in tests.get("cases", []) if case["outcome"] != "passed"]
-    return html.page(
-        "gpu.html",
-        folder=Path(__file__).with_name("templates"),
-        title=title(result),
-        part_cells=part_cells(result),
-        other_cells=[[case["test"], case["outcome"], case["reason"]] for case in others],
-        columns=COLUMNS,
-        row_cells=[row_cells(row) for row in rows.get("rows", [])],
-        **result,
-    )
+    if "cases" in tests:
+        written += [f"Transformer Engine's partition of packed sequences: {tests['partition']}", ""]
+        others = [case_cells(case) for case in tests["cases"] if case["outcome"] != "passed"]
+        written += [table(["test", "outcome", "reason"], others), ""] if others else []
+    if "rows" in rows:
+        bandwidth = f"{rows['copy_bytes_per_second'] / 1e9:.0f} GB/s"
+        written += [f"Copy bandwidth: {bandwidth}. Times in microseconds.", ""]
+        written += [table(COLUMNS, [row_cells(row) for row in rows["rows"]]), ""]
+    return "\n".join([*written, table(["machine", ""], result["machine"].items()), ""])
+
+
+def case_cells(case: Json) -> list[str]:
+    """Write a test, its outcome and the reason, in one line."""
+    return [case["test"], case["outcome"], html.escape(" ".join(case["reason"].split()))]
 
 
 def row_cells(row: Json) -> list[str]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.baselines import Floor, SampleLoop
+from benchmarks.baselines import SampleLoop
 from benchmarks.timing import Effort, Times, ratio, spread
 from benchmarks.workloads import AGGREGATION, TOKEN_MEAN, Workload
 from megatron_lossagg import Sequences, plan_step
@@ -20,7 +20,7 @@ IDS = ("none", "prompt", "sample and prompt")
 
 
 class Package:
-    """The package's reducer under three aggregations, in the words of the baselines."""
+    """The package's reducer under three aggregations, in the words of the loop."""
 
     def __init__(self, workload: Workload) -> None:
         self.sample_mean = built(workload)
@@ -28,11 +28,7 @@ class Package:
         self.constant = self.sample_mean.under(workload.constant)
 
 
-CONTENDERS: dict[str, Callable[[Workload], Any]] = {
-    "ours": Package,
-    "floor": Floor,
-    "loop": SampleLoop,
-}
+CONTENDERS: dict[str, Callable[[Workload], Any]] = {"ours": Package, "loop": SampleLoop}
 
 
 def built(workload: Workload) -> Reducer:
@@ -60,24 +56,18 @@ def microbatch(contender: Callable[[Workload], Any], workload: Workload) -> None
 def check_values(workload: Workload) -> None:
     """Compare the values first: code that computes another loss is not a baseline."""
     x_T = workload.x_T.detach()
-    ours, *others = (contender(workload) for contender in CONTENDERS.values())
-    for other in others:
-        for name in ("sample_mean", "token_mean", "constant"):
-            theirs, own = getattr(other, name)(x_T), getattr(ours, name)(x_T)
-            torch.testing.assert_close(theirs, own, rtol=1e-4, atol=1e-5)
+    ours, loop = (contender(workload) for contender in CONTENDERS.values())
+    for name in ("sample_mean", "token_mean", "constant"):
+        theirs, own = getattr(loop, name)(x_T), getattr(ours, name)(x_T)
+        torch.testing.assert_close(theirs, own, rtol=1e-4, atol=1e-5)
 
 
 def of_workload(workload: Workload, effort: Effort) -> Json:
     """Time a call, building, and a whole microbatch."""
     check_values(workload)
-    reducer, floor, x_T = built(workload), Floor(workload), workload.x_T
-    call = effort.compare(
-        {
-            "ours": lambda: forward_backward(reducer, x_T),
-            "floor": lambda: forward_backward(floor.sample_mean, x_T),
-        }
-    )
-    build = effort.compare({"ours": lambda: built(workload), "floor": lambda: Floor(workload)})
+    reducer, x_T = built(workload), workload.x_T
+    call = effort.compare({"ours": lambda: forward_backward(reducer, x_T)})
+    build = effort.compare({"ours": lambda: built(workload)})
     whole = effort.compare(
         {
             name: lambda contender=contender: microbatch(contender, workload)
@@ -86,20 +76,16 @@ def of_workload(workload: Workload, effort: Effort) -> Json:
     )
     return {
         "local_tokens": workload.num_local_tokens,
-        "call": _compared(call),
-        "build": _compared(build),
-        "microbatch": _compared(whole),
+        "call": _medians(call),
+        "build": _medians(build),
+        "microbatch": _medians(whole),
         "ahead of loop": ratio(whole, "loop", "ours"),
     }
 
 
-def _compared(times: Times) -> Json:
+def _medians(times: Times) -> Json:
     microseconds = {name: spread(seconds)["median"] * 1e6 for name, seconds in times.items()}
-    return {
-        "rounds": len(times["ours"]),
-        "microseconds": microseconds,
-        "ours / floor": ratio(times, "ours", "floor"),
-    }
+    return {"rounds": len(times["ours"]), "microseconds": microseconds}
 
 
 def planning(num_sequences: int, effort: Effort) -> Json:

@@ -2,10 +2,8 @@
 
     python -m benchmarks.scale [--quick] [--json FILE] [--doc FILE] [--pictures FOLDER]
 
-One rank of torch's fake process group runs, in worlds of up to 16,384: its sizes and calls
-are the real ones, the others' sequences are copies of its own. Up to 256 ranks also run as
-threads of this process, each with sequences of its own (``threads.py``): every rank's weights are
-compared with those of one process that has all sequences. ``--from`` takes the numbers of an
+One rank of torch's fake process group runs, in worlds of up to 1,024: its sizes and calls
+are the real ones, the others' sequences are copies of its own. ``--from`` takes the numbers of an
 earlier run.
 """
 
@@ -28,15 +26,11 @@ from benchmarks import scale_report  # noqa: E402
 from benchmarks.command import run_command, say  # noqa: E402
 from benchmarks.counting import Counted, counted  # noqa: E402
 from benchmarks.rank_step import CALLS, RankSequences, a_step, read  # noqa: E402
-from benchmarks.threads import check_weights  # noqa: E402
 
 Json = dict[str, Any]
 
-ALONE = (2, 4, 16, 64, 256, 1024, 2048, 16384)
-QUICK_ALONE = (2, 8, 64, 1024)
-IN_THREADS, QUICK_IN_THREADS = (2, 16, 64, 256), (2, 8, 64)
-FEW = 64
-"""Ranks in threads that take a step of a million: every rank holds all of them."""
+RANKS = (2, 4, 16, 64, 256, 1024)
+QUICK_RANKS = (2, 8, 64, 1024)
 PER_RANK = 64
 ALL = 1_000_000
 REPEATS = 5
@@ -64,13 +58,8 @@ def main() -> int:
 def measured(quick: bool) -> Json:
     """Run every workload on every number of ranks."""
     results: Json = {"one rank": {}}
+    sizes = QUICK_RANKS if quick else RANKS
     for name, (sequences_of, has_ids) in WORKLOADS.items():
-        is_large = name == scale_report.A_MILLION
-        for size in QUICK_IN_THREADS if quick else IN_THREADS:
-            if size <= FEW or not is_large:
-                say(f"{size} ranks in threads, {name}")
-                check_weights(size, sequences_of(size), has_ids=has_ids)
-        sizes = QUICK_ALONE if quick else ALONE
         results["one rank"][name] = [one_rank(n, sequences_of(n), has_ids=has_ids) for n in sizes]
     return results
 

@@ -1,4 +1,4 @@
-"""The tables of ``benchmarks.scale``: what was measured, and 16,384 ranks on paper."""
+"""The table of ``benchmarks.scale``."""
 
 from __future__ import annotations
 
@@ -16,15 +16,9 @@ NO_IDS, WITH_IDS, A_MILLION = (
 )
 """The workloads, as their columns are called."""
 
-BYTES_PER_SECOND = 10e9
-SECONDS_PER_HOP = 5e-6
-PAPER_RANKS = 16_384
-PAPER_SPLITS = {1: "none", 8: "TP 8", 64: "TP 8, PP 8", 256: "TP 8, PP 8, CP 4"}
-
 
 def markdown(results: Results) -> str:
-    """Lay out all tables."""
-    of_one_rank = results["one rank"]
+    """Lay out what was measured."""
     per_rank, per_sequence = constants(results)
     parts = [
         filled(
@@ -36,11 +30,8 @@ def markdown(results: Results) -> str:
             f"{per_sequence:.0f} per sequence with ids. Every rank is padded to the sequences of "
             "the rank that has most. `aggregator.begin` and `finish` bring nothing."
         ),
-        _cpu_times(of_one_rank),
+        _cpu_times(results["one rank"]),
     ]
-    by_ranks = {point["ranks"]: point for point in of_one_rank[WITH_IDS]}
-    if PAPER_RANKS in by_ranks:
-        parts.append(_paper(by_ranks))
     return "\n".join(parts)
 
 
@@ -69,32 +60,5 @@ def _cpu_times(of_one_rank: Results) -> str:
     )
 
 
-def _paper(measured: dict[int, Results]) -> str:
-    """Add the wire, on paper, to the CPU's time at the sizes that were measured."""
-    lines = []
-    for model_size, split in PAPER_SPLITS.items():
-        dp = PAPER_RANKS // model_size
-        received, cpu = (measured[dp]["plan_step"][key] for key in ("bytes", "cpu"))
-        wire = received / BYTES_PER_SECOND + 2 * (dp - 1) * SECONDS_PER_HOP
-        lines.append([split, f"{dp:,}", _size(received), *map(_ms, (wire, cpu, wire + cpu))])
-    return section(
-        f"One step on {PAPER_RANKS:,} ranks",
-        ["split over", "DP", "received per rank", "wire, on paper", "CPU, measured", "ms in all"],
-        lines,
-        "64 sequences per rank with prompt ids. Milliseconds. Bytes and the CPU's time are those "
-        "of one rank of a fake group of that size. The wire is arithmetic: bytes / "
-        f"({BYTES_PER_SECOND / 1e9:.0f} GB/s) + 2 (DP - 1) x {SECONDS_PER_HOP * 1e6:.0f} "
-        "microseconds, two all-gathers by the slowest algorithm, a ring. Both are assumptions; a "
-        "tree has log2(DP) hops instead of DP - 1.",
-    )
-
-
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.3g}"
-
-
-def _size(count: float) -> str:
-    for unit, size in (("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B"

@@ -6,15 +6,13 @@
 
 The rollouts of a step are one step of training. For every mode, the step's gradient g is
 taken once for each bucket of response lengths, with advantage 0 for all other sequences, which stay
-counted: g_b. Gradients add up, g = sum_b g_b, so that
+counted: g_b.
 
-    projection of b = <g_b, g> / <g, g>          signed, sums to 1 over buckets
-    norm of b       = |g_b| / sum_c |g_c|        sums to 1 over buckets
+    share of b = |g_b| / sum_c |g_c|        sums to 1 over buckets
 
-Each is the mean over the recorded steps; the weights are those that the file starts from, and
-the loss is the policy term alone. A bucket without a sequence in a step has gradient 0. The share
-of
-the active tokens that each bucket holds is printed beside.
+It is the mean over the recorded steps; the weights are those that the file starts from, and the
+loss is the policy term only. A bucket without a sequence in a step has gradient 0. The share of
+the active tokens that each bucket holds is printed below.
 """
 
 from __future__ import annotations
@@ -66,34 +64,27 @@ def main() -> None:
     }
 
     names = {bucket: f"{bucket[0]}-{bucket[1]}" for bucket in BUCKETS}
-    shares = {
-        kind: {mode: dict.fromkeys(names.values(), 0.0) for mode in MODES}
-        for kind in ("norm", "projection")
-    }
+    shares = {mode: dict.fromkeys(names.values(), 0.0) for mode in MODES}
     for rollouts in by_step:
         for mode, run in runs.items():
             parts = {
                 names[bucket]: gradient(run, [_only(r, bucket) for r in rollouts])
                 for bucket in BUCKETS
             }
-            whole = sum(parts.values(), torch.zeros(()))
             sizes = sum(float(part.norm()) for part in parts.values())
             if not sizes:  # no contrast in any group: nothing to attribute
                 continue
             for name, part in parts.items():
-                shares["norm"][mode][name] += float(part.norm()) / sizes / len(by_step)
-                projection = float(part @ whole / (whole @ whole))
-                shares["projection"][mode][name] += projection / len(by_step)
+                shares[mode][name] += float(part.norm()) / sizes / len(by_step)
     train.stop_processes()
 
     tokens = token_shares([rollout for rollouts in by_step for rollout in rollouts])
     own.output.mkdir(parents=True, exist_ok=True)
-    written = json.dumps({**shares, "tokens": tokens}, indent=1) + "\n"
+    written = json.dumps({"norm": shares, "tokens": tokens}, indent=1) + "\n"
     (own.output / "gradient_share.json").write_text(written)
-    for kind, by_mode in shares.items():
-        print(f"{kind:<12}" + "".join(f"{name:>9}" for name in names.values()))
-        for mode, by_bucket in by_mode.items():
-            print(f"{mode:<12}" + "".join(f"{share:9.3f}" for share in by_bucket.values()))
+    print(f"{'length':<12}" + "".join(f"{name:>9}" for name in names.values()))
+    for mode, by_bucket in shares.items():
+        print(f"{mode:<12}" + "".join(f"{share:9.3f}" for share in by_bucket.values()))
     print(f"{'tokens':<12}" + "".join(f"{share:9.3f}" for share in tokens.values()))
     import plots
 

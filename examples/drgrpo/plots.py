@@ -155,23 +155,21 @@ def _norms_over_first(first: Any, curve: Any) -> list[float]:
 
 
 def plot_gradient_share(
-    shares: Mapping[str, Mapping[str, Mapping[str, float]]],
+    shares: Mapping[str, Mapping[str, float]],
     tokens: Mapping[str, float],
     path: Path,
 ) -> None:
     """Draw how much of the gradient comes from responses of each length, by mode.
 
-    ``shares``: of ``gradient_share.py``: ``norm`` by mode and bucket. ``tokens``: each bucket's
-    share of the active tokens.
+    ``shares``: by mode and bucket. ``tokens``: each bucket's share of the active tokens.
     """
     plt.rcParams.update(STYLE)
     figure, axes = plt.subplots(**SIZE)
-    of_modes = shares["norm"]
     buckets = list(tokens)
-    width = 0.84 / len(of_modes)
-    for i, (mode, by_bucket) in enumerate(of_modes.items()):
+    width = 0.84 / len(shares)
+    for i, (mode, by_bucket) in enumerate(shares.items()):
         bars = axes.bar(
-            [x + (i - (len(of_modes) - 1) / 2) * width for x in range(len(buckets))],
+            [x + (i - (len(shares) - 1) / 2) * width for x in range(len(buckets))],
             [100 * by_bucket[bucket] for bucket in buckets],
             0.94 * width,
             color=MODE_COLORS[mode],
@@ -181,7 +179,7 @@ def plot_gradient_share(
     names = [f"{bucket} tokens\n{tokens[bucket]:.0%} of all tokens" for bucket in buckets]
     axes.set_xticks(range(len(buckets)), names)
     axes.set_ylabel("share of the gradient's norm, %")
-    shortest = {mode: by_bucket[buckets[0]] for mode, by_bucket in of_modes.items()}
+    shortest = {mode: by_bucket[buckets[0]] for mode, by_bucket in shares.items()}
     axes.set_title(
         f"sample_mean takes {shortest['sample_mean']:.0%} of the gradient from the shortest "
         f"responses,\ntoken_mean {shortest['token_mean']:.0%}",

@@ -13,10 +13,9 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import task
 import torch
@@ -49,6 +48,32 @@ class Rollout:
     """Of each response token under the weights that sampled it."""
     reference_logprobs: list[float]
     """The same under the reference weights of the KL term."""
+
+    def __post_init__(self) -> None:
+        """Check what a line of a file may have wrong."""
+        num_tokens = len(self.response_tokens)
+        most = task.MAX_PROMPT_TOKENS + task.MAX_RESPONSE_TOKENS
+        lengths = {len(self.mask), len(self.behaviour_logprobs), len(self.reference_logprobs)}
+        numbers = [self.reward, self.advantage, *self.behaviour_logprobs, *self.reference_logprobs]
+        right = {
+            "step from 1": isinstance(self.step, int) and self.step >= 1,
+            "integer prompt_id": isinstance(self.prompt_id, int),
+            "prompt": self.prompt != "",
+            f"prompt of characters of {task.ALPHABET!r}": {*self.prompt} <= {*task.ALPHABET},
+            "response of at least one token": num_tokens > 0,
+            f"prompt and response of at most {most} tokens": len(self.prompt) + num_tokens <= most,
+            f"response tokens from 0 to {task.VOCABULARY_SIZE - 1}": (
+                {*self.response_tokens} <= {*range(task.VOCABULARY_SIZE)}
+            ),
+            "mask of 0 and 1": {*self.mask} <= {0, 1},
+            "mask and log-probabilities of one entry per token": lengths == {num_tokens},
+            "finite numbers": all(map(math.isfinite, numbers)),
+        }
+        for what, is_right in right.items():
+            if not is_right:
+                raise ValueError(f"it has no {what}")
+        if task.decode(self.response_tokens) != self.response:
+            raise ValueError(f"its tokens decode to {task.decode(self.response_tokens)!r}")
 
     @property
     def tokens(self) -> list[int]:
@@ -219,105 +244,15 @@ def read_rollouts(path: Path) -> dict[int, list[Rollout]]:
             f"{path} cannot be read ({error}): give --rollouts a file written by --record"
         ) from None
     for number, line in enumerate(text.splitlines(), start=1):
-        fault = _fault(line)
-        if isinstance(fault, str):
+        try:
+            rollout = Rollout(**json.loads(line))
+        except (TypeError, ValueError) as error:
+            shown = repr(line if len(line) <= 40 else line[:37] + "...")
             raise RolloutFileError(
-                f"{path}, line {number}: {fault}. Record the file again with --record, or fix or "
-                "delete the line"
-            )
-        steps.setdefault(fault.step, []).append(fault)
+                f"{path}, line {number}: got {shown}, expected a rollout: {error}. Record the file "
+                "again with --record, or fix or delete the line"
+            ) from None
+        steps.setdefault(rollout.step, []).append(rollout)
     if not steps:
         raise RolloutFileError(f"{path} has no rollouts: give --rollouts a file that has some")
     return dict(sorted(steps.items()))
-
-
-_LISTS: dict[str, type] = {
-    "response_tokens": int,
-    "mask": int,
-    "behaviour_logprobs": float,
-    "reference_logprobs": float,
-}
-_SCALARS: dict[str, type] = {
-    "step": int,
-    "prompt_id": int,
-    "prompt": str,
-    "response": str,
-    "reward": float,
-    "advantage": float,
-}
-
-
-def _fault(line: str) -> Rollout | str:
-    """Turn a line into a rollout, or describe its fault."""
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        place = f"{error.msg} at column {error.colno}"
-        return f"got {_shortened(line)}, expected one JSON object ({place})"
-    if not isinstance(record, dict):
-        return f"got {_shortened(line)}, expected one JSON object"
-    wanted = {field.name for field in fields(Rollout)}
-    if record.keys() != wanted:
-        missing, unknown = sorted(wanted - record.keys()), sorted(record.keys() - wanted)
-        return f"got a rollout without {missing} and with unknown {unknown}"
-    return next(_value_faults(record), None) or Rollout(**record)
-
-
-def _value_faults(record: dict[str, Any]) -> Iterator[str]:
-    for name, kind in _SCALARS.items():
-        if not _is(record[name], kind):
-            yield f"{name} is {record[name]!r}, expected {_KIND_NAMES[kind]}"
-            return
-    length = None
-    for name, kind in _LISTS.items():
-        values = record[name]
-        if not isinstance(values, list) or not all(_is(value, kind) for value in values):
-            yield f"{name} is {_shortened(repr(values))}, expected a list of {_KIND_NAMES[kind]}"
-            return
-        length = len(values) if length is None else length
-        if len(values) != length:
-            yield (
-                f"{name} has {len(values)} entries, response_tokens has {length}: "
-                "give one per token"
-            )
-    if not length:
-        yield "the response is empty, expected at least one token"
-    if (
-        length
-        and len(record["prompt"]) + length > task.MAX_PROMPT_TOKENS + task.MAX_RESPONSE_TOKENS
-    ):
-        yield (
-            f"prompt and response have {len(record['prompt']) + length} tokens, the model takes "
-            f"{task.MAX_PROMPT_TOKENS + task.MAX_RESPONSE_TOKENS}"
-        )
-    if record["step"] < 1:
-        yield f"step is {record['step']}, expected 1 or more"
-    unknown = sorted(set(record["prompt"]) - set(task.ALPHABET))
-    if unknown or not record["prompt"]:
-        yield f"prompt is {record['prompt']!r}, expected characters of {task.ALPHABET!r}"
-    for token in record["response_tokens"]:
-        if not 0 <= token < task.VOCABULARY_SIZE:
-            yield f"response token is {token}, expected one of 0 to {task.VOCABULARY_SIZE - 1}"
-    for value in record["mask"]:
-        if value not in (0, 1):
-            yield f"mask holds {value}, expected 0 or 1"
-    if task.decode(record["response_tokens"]) != record["response"]:
-        yield (
-            f"response is {record['response']!r}, its tokens decode to "
-            f"{task.decode(record['response_tokens'])!r}"
-        )
-
-
-_KIND_NAMES = {int: "an integer", float: "a finite number", str: "a string"}
-
-
-def _is(value: object, kind: type) -> bool:
-    if isinstance(value, bool):
-        return False
-    if kind is float:
-        return isinstance(value, (int, float)) and math.isfinite(value)
-    return isinstance(value, kind)
-
-
-def _shortened(text: str) -> str:
-    return repr(text if len(text) <= 40 else text[:37] + "...")

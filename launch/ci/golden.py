@@ -3,7 +3,7 @@
     python launch/ci/golden.py write REPORT GOLDEN [--expect NAME=VALUE ...]
     python launch/ci/golden.py options GOLDEN        # the number of ranks, then one option per line
     python launch/ci/golden.py compare GOLDEN REPORT [--allow NAME=VALUE ...] [--fault NAME]
-                                                     [--log FILE]
+                                                     [--status N] [--log FILE]
 
 A golden file has the options, the number of ranks, the device, the backend, the number of distinct
 hosts, the groups with how many of them span several hosts, and for each layout, case and loss
@@ -16,6 +16,7 @@ report's, which the machines of the golden file have to show.
 ``compare`` fails where the run had another device, backend or number of hosts: ``--allow`` names
 each that may differ, and the value that it then has to have. With ``--fault`` the report is of a
 package with that fault of ``tests/wrong_factors`` in it: it has to fail with only that cause.
+Without it, a run whose exit status is not 0 (``--status``) fails too.
 
 ``compare`` prints a summary in Markdown, and appends it to the file that ``GITHUB_STEP_SUMMARY``
 names, if it names one. Exit status: 0 as it should be, 1 not or no report, 2 wrong usage. It needs
@@ -78,6 +79,7 @@ def main() -> int:
     compare.add_argument("report", type=Path)
     compare.add_argument("--allow", type=fact, action="append", default=[], metavar="NAME=VALUE")
     compare.add_argument("--fault", help="fault of tests/wrong_factors that the run had in it")
+    compare.add_argument("--status", type=int, default=0, help="exit status of the run")
     compare.add_argument("--log", type=Path, help="log to quote if the report is missing")
     args = parser.parse_args()
     if args.command == "write":
@@ -95,6 +97,8 @@ def main() -> int:
     differences = list(compared(golden, report, dict(args.allow)))
     if args.fault is not None:
         return finish(*control(golden, report, differences, args.fault))
+    if args.status:  # a rank may fail after it has reported
+        differences.append(Difference(RUN, "exit status", 0, args.status))
     return finish(not differences, summary(golden, report, differences))
 
 
@@ -180,7 +184,7 @@ def compared(golden: Json, report: Json, allowed: Json) -> Iterator[Difference]:
     if golden["hosts"] == facts_of(report)["hosts"] and golden["groups"] != report["groups"]:
         yield Difference(RUN, "groups", golden["groups"], report["groups"])
     if not report["passed"]:
-        yield Difference(RUN, "passed", True, False)
+        yield Difference(RUN, "passed", True, report.get("failure") or False)
     wanted, got = golden.get("framework", {}), framework_states(report)
     for check in wanted | got:
         if wanted.get(check) != got.get(check):

@@ -6,7 +6,7 @@
 #   OUT=/shared/gpu PYTHON=/opt/venv/bin/python launch/ci/gpu.sh
 #   DEVICE=cpu launch/ci/gpu.sh        # what of it needs no GPU: tries this script, measures nothing
 #
-# Writes gpu.json, gpu.html and the logs to $OUT, by default runs/gpu.
+# Writes gpu.json, summary.md and the logs to $OUT, by default runs/gpu.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

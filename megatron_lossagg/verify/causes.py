@@ -1,8 +1,8 @@
 """Known ways in which a Megatron scales a loss differently, and the sizes that a factor equals.
 
-Each cause predicts the gradient and the reported loss of every case. The causes that agree with
-all cases of a layout are printed. ``tests/wrong_factors`` adds the causes that only an edit of
-this package's own source can produce.
+Each :class:`Cause` predicts the gradient and the reported loss of every case. The causes that
+agree with all cases of a layout are printed. ``tests/wrong_factors`` adds the causes that only an
+edit of this package's own source can produce.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ __all__ = [
     "Cause",
     "Facts",
     "Prediction",
-    "multiple",
     "symbols",
 ]
 
@@ -83,18 +82,6 @@ class Cause:
     predict: Callable[[Facts, Case, Expected], Prediction]
 
 
-def multiple(
-    gradient: Callable[[Facts], Fraction | float],
-    report: Callable[[Facts], Fraction | float] = lambda facts: 1,
-) -> Callable[[Facts, Case, Expected], Prediction]:
-    """Predict multiples of the right gradient and of the right reported loss."""
-
-    def predict(facts: Facts, case: Case, wanted: Expected) -> Prediction:
-        return float(gradient(facts)) * wanted.slope_Y, float(report(facts)) * wanted.loss
-
-    return predict
-
-
 def _instead(where: str, wrong: Callable[[Facts], Fraction]) -> Callable[..., Prediction]:
     """Predict what a different factor of Megatron's trains; the report is right."""
 
@@ -130,18 +117,13 @@ CAUSES: tuple[Cause, ...] = (
     ),
 )
 
-MASKED_LOSSES_REACH = Cause(
-    name="mask_by_multiplication",
-    what="a masked token's inf or NaN reaches the loss (inf * 0 is NaN): replace, do not multiply",
-    predict=multiple(lambda facts: 1),
-)
+MASKED_LOSSES_REACH = {
+    "mask_by_multiplication": "a masked token's inf or NaN reaches the loss (inf * 0 is NaN): "
+    "replace, do not multiply"
+}
 """Recognised by a gradient that is right only if the masked losses are finite."""
 
-FORWARD_ONLY = Cause(
-    name="forward_only",
-    what="only a forward-only step reports it, the training step is right",
-    predict=multiple(lambda facts: 1),
-)
+FORWARD_ONLY = {"forward_only": "only a forward-only step reports it, the training step is right"}
 """Recognised by a training step that is right."""
 
 EXPERTS_APART = (

@@ -22,7 +22,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -41,7 +41,7 @@ from megatron_lossagg.verify import report as show
 from megatron_lossagg.verify.cases import CASES, Case
 from megatron_lossagg.verify.environment import Fact, environment, megatron_core
 from megatron_lossagg.verify.frameworks import FRAMEWORKS, check_installed
-from megatron_lossagg.verify.frameworks.check import counted, none_ran
+from megatron_lossagg.verify.frameworks.check import FAIL, NOT_RUN, PASS, counted, none_ran
 from megatron_lossagg.verify.frameworks.launch import TIMEOUT, run_framework
 from megatron_lossagg.verify.job import Event, Job, launched
 from megatron_lossagg.verify.parallelism import Parallelism, standard
@@ -49,6 +49,7 @@ from megatron_lossagg.verify.parallelism import Parallelism, standard
 __all__ = ["add_arguments", "run"]
 
 _TIMEOUT = 900.0
+_STATUS = {PASS: 0, FAIL: 1, NOT_RUN: 2}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,37 +114,32 @@ def run(args: argparse.Namespace) -> int:
         print(*facts, sep="\n")
         raise ProofError(f"nothing to verify: megatron-core is missing: {core.detail}")
     events: list[Event] = []
-
-    def finish() -> show.Report:
-        report = _report(job, events, facts, framework, seconds=time.monotonic() - begun)
-        _write(args, report)
-        return report
-
+    rest: Iterator[Event] = iter(())
+    failure = ""
     with show.progress(job.num_verdicts) as advance:
 
         def take(event: Event) -> None:
             advance(event)
             events.append(event)
 
-        if launcher is not None:
-            for event in job.run():
+        if launcher is None:
+            failure = _launched(job, take, timeout=args.timeout or _TIMEOUT)
+        else:
+            rest = job.run()
+            for event in rest:
                 take(event)
-                if event["event"] == "end":  # the other ranks wait for the report
-                    report = finish()
-            return _status(report)
-        failure = _launched(job, take, timeout=args.timeout or _TIMEOUT)
-    report = finish()
-    if not failure:
-        return _status(report)
-    lines = [line for line in failure.splitlines() if "<frozen " not in line]
-    # The traceback of the rank that failed first has the reason, in its last lines.
-    first = next((line.partition(":")[0] for line in lines if line.startswith("[rank")), "")
-    print("A rank failed:", *[line for line in lines if line.startswith(first)][-60:], sep="\n  ")
-    if not events:
+                if event["event"] == "end":
+                    break
+    seconds = time.monotonic() - begun
+    report = _report(job, events, facts, framework, failure=failure, seconds=seconds)
+    _write(args, report)
+    if failure and not events:
         raise ProofError(
             "nothing was verified: no rank could import megatron-core and join the others"
         )
-    return 1
+    for _ in rest:  # the other ranks wait for the report
+        pass
+    return _STATUS[report["state"]]
 
 
 def _report(
@@ -152,14 +148,26 @@ def _report(
     facts: Sequence[Fact],
     framework: dict[str, Any] | None,
     *,
+    failure: str,
     seconds: float,
 ) -> show.Report:
-    """Return the report, as JSON has it, of what rank 0 reported so far."""
+    """Return the report, as JSON has it, of what rank 0 reported so far.
+
+    ``failure``: why the ranks ended, if they ended with an error.
+    """
     start = next((event for event in events if event["event"] == "start"), None)
     layouts = [event for event in events if event["event"] == "layout"]
     verdicts = [verdict for event in layouts for verdict in event["verdicts"]]
-    passed = len(verdicts) == job.num_verdicts and all(verdict["passed"] for verdict in verdicts)
-    ran_on = start["megatron"] if start else None
+    ran_on, found = start["megatron"] if start else None, megatron_core(facts).version
+    if not failure and len(verdicts) != job.num_verdicts:
+        failure = "The run did not finish"
+    if not failure and ran_on != found:
+        failure = f"The ranks ran megatron-core {ran_on}, expected {found} as found here"
+    state = PASS
+    if failure or not all(verdict["passed"] for verdict in verdicts):
+        state = FAIL
+    elif framework is not None and not framework["passed"]:
+        state = NOT_RUN if none_ran(framework["checks"]) else FAIL
     started = datetime.now(timezone.utc) - timedelta(seconds=seconds)
     report: show.Report = show.finite(
         {
@@ -167,6 +175,9 @@ def _report(
             "started": started.isoformat(timespec="seconds"),
             "seconds": seconds,
             "command": shlex.join(["lossagg", *sys.argv[1:]]),
+            "state": state,
+            "passed": state == PASS,
+            "failure": failure,
             "environment": [asdict(fact) for fact in facts],
             "layouts": [str(layout) for layout in job.layouts],
             "num_ranks": job.world_size,
@@ -178,28 +189,14 @@ def _report(
             "num_verdicts": job.num_verdicts,
             "verdicts": verdicts,
             "framework": framework,
-            "cases_passed": passed and ran_on == megatron_core(facts).version,
         }
     )
-    passed = report["cases_passed"] and (framework is None or framework["passed"])
-    return {**report, "passed": passed}
-
-
-def _status(report: show.Report) -> int:
-    """Return the exit status: 0 if all passed, 2 if only the framework's checks did not run."""
-    if report["cases_passed"] and not report["passed"]:
-        return 2 if none_ran(report["framework"]["checks"]) else 1
-    return 0 if report["passed"] else 1
+    return report
 
 
 def _write(args: argparse.Namespace, report: show.Report) -> None:
     """Print the report and write its files."""
     show.show(report)
-    here = megatron_core([Fact(**fact) for fact in report["environment"]]).version
-    if report["megatron_core"] != here:
-        print(
-            f"The ranks ran megatron-core {report['megatron_core']}, expected {here} as found here"
-        )
     sys.stdout.flush()
     if args.json is not None:
         write_whole("--json", args.json, json.dumps(report, indent=1, allow_nan=False) + "\n")
@@ -307,9 +304,18 @@ def _layouts(args: argparse.Namespace, launcher: _Launcher | None) -> list[Paral
 
 
 def _launched(job: Job, take: Callable[[Event], None], *, timeout: float) -> str:
-    """Launch the job's ranks; return their standard error if one failed, else nothing."""
+    """Launch the job's ranks; return why they ended if one failed, else nothing."""
     try:
         done = launched(job, take, processes=job.world_size, timeout=timeout)
     except subprocess.TimeoutExpired as expired:
-        return f"{expired.stderr!s}\nended after {timeout:.0f} s (--timeout)"
-    return (done.stderr or f"exit status {done.returncode}") if done.returncode else ""
+        return _failure(f"{expired.stderr!s}\nended after {timeout:.0f} s (--timeout)")
+    if not done.returncode:
+        return ""
+    return _failure(done.stderr or f"exit status {done.returncode}")
+
+
+def _failure(printed: str) -> str:
+    """Write that a rank failed, and the last lines that the first one to fail has printed."""
+    lines = [line for line in printed.splitlines() if "<frozen " not in line]
+    first = next((line.partition(":")[0] for line in lines if line.startswith("[rank")), "")
+    return "\n".join(["A rank failed", *[line for line in lines if line.startswith(first)][-60:]])

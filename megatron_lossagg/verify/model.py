@@ -1,4 +1,4 @@
-"""Model and batches of a verification on the installed Megatron-Core: groups, schedule.
+"""Model, batches and schedule of a verification on the installed Megatron-Core.
 
 Stock schedules, ``DistributedDataParallel`` and ``finalize_model_grads``; on a CPU with the
 stand-ins of ``megatron_lossagg.cpu``, which must be installed before this is imported.
@@ -6,17 +6,11 @@ stand-ins of ``megatron_lossagg.cpu``, which must be installed before this is im
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import chain, pairwise
 from typing import Any
 
-import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -31,36 +25,26 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
-    model_parallel_cuda_manual_seed,
 )
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
 import megatron_lossagg.cpu as cpu
-from megatron_lossagg.errors import ProofError
 from megatron_lossagg.microbatch import PADDING
 from megatron_lossagg.verify.parallelism import ModelShape, Parallelism
 from megatron_lossagg.verify.sequences import VOCABULARY, TrainingSequence, padding_sequence
+from megatron_lossagg.verify.world import device, dtype_of
 
 __all__ = [
     "Batch",
-    "World",
     "config_of",
-    "destroy_groups",
-    "device",
     "forward",
     "gather_gradients",
-    "groups_over_hosts",
-    "join_world",
-    "megatron_version",
     "pack",
     "packed_at",
     "reference_model",
     "reported",
     "run_schedule",
-    "split_world",
     "token_losses",
     "wrapped_chunks",
 ]
@@ -71,159 +55,9 @@ _LONGEST = 128
 """More than any sequence's length."""
 
 
-@contextmanager
-def split_world(parallelism: Parallelism) -> Iterator[None]:
-    """Initialize Megatron's groups and random states; destroy the groups at the end."""
-    more = {}
-    if parallelism.optimizer_instances > 1:
-        more["num_distributed_optimizer_instances"] = parallelism.optimizer_instances
-    if parallelism.moe:  # gloo cannot gather uneven splits of an expert over TP
-        more["expert_tensor_parallel_size"] = 1
-    parallel_state.initialize_model_parallel(
-        parallelism.tp,
-        parallelism.pp,
-        virtual_pipeline_model_parallel_size=parallelism.vpp if parallelism.vpp > 1 else None,
-        context_parallel_size=parallelism.cp,
-        expert_model_parallel_size=parallelism.ep,
-        **more,
-    )
-    default = torch.get_default_dtype()
-    try:
-        # finalize_model_grads computes 1 / num_tokens in the default dtype.
-        torch.set_default_dtype(_dtype_of(parallelism))
-        model_parallel_cuda_manual_seed(_SEED)
-        yield
-        dist.barrier()  # no rank still uses a group
-        destroy_groups()
-    finally:
-        torch.set_default_dtype(default)
-        parallel_state.destroy_model_parallel()
-
-
-def destroy_groups() -> None:
-    """Destroy this rank's groups, most of which ``destroy_model_parallel`` only forgets.
-
-    A gloo group has a thread that wakes 100 times per second until the group is garbage.
-    """
-    known = vars(parallel_state).values()
-    groups = {group for group in known if isinstance(group, dist.ProcessGroup)}
-    for group in groups - {dist.group.WORLD}:
-        dist.destroy_process_group(group)
-
-
-@dataclass(frozen=True, kw_only=True)
-class World:
-    """What the ranks of a verification run on, the same on each of them."""
-
-    device: str
-    """``cuda`` or ``cpu``."""
-    backend: str
-    """``nccl`` with CUDA, else ``gloo``."""
-    hosts: list[str]
-    """Name of each rank's machine."""
-
-
-def join_world() -> World:
-    """Initialize torch.distributed from the launcher's environment: NCCL with CUDA, else gloo.
-
-    All ranks raise the same :class:`ProofError` where one of them has no GPU of its own, another
-    device than the others, or another one than ``LOSSAGG_DEVICE`` names, if it is set: each
-    writes what it has to the launcher's store and reads all before any group is made.
-    """
-    store, rank, size = next(rendezvous("env://"))
-    box = PrefixStore("lossagg", store)
-    box.set(str(rank), json.dumps(_found_here(rank)))
-    found = [json.loads(box.get(str(other))) for other in range(size)]
-    devices, hosts, faults = (list(column) for column in zip(*found, strict=True))
-    faults = [fault for fault in faults if fault]
-    if len(set(devices)) > 1:
-        least, most = devices.index("cpu"), devices.index("cuda")
-        faults.append(
-            f"got CUDA on rank {most} ({hosts[most]}) and none on rank {least} ({hosts[least]}), "
-            "expected it on all ranks or on none: repair the driver, or hide the GPUs of all"
-        )
-    if faults:
-        if box.add("read", 1) == size:  # rank 0 may keep the store, and ends last
-            box.set("all read", "")
-        box.wait(["all read"], timedelta(seconds=60))
-        raise ProofError(faults[0])
-    backend = "nccl" if devices[0] == "cuda" else "gloo"
-    if backend == "nccl":
-        torch.cuda.set_device(_local_rank())
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-    return World(device=devices[0], backend=backend, hosts=hosts)
-
-
-def _found_here(rank: int) -> tuple[str, str, str]:
-    """Return this rank's device, its host, and what is wrong with them."""
-    host, wanted = socket.gethostname(), os.environ.get("LOSSAGG_DEVICE", "")
-    number = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    device = "cuda" if number else "cpu"
-    fault = ""
-    if wanted not in ("", device):
-        fault = (
-            f"DEVICE: got {wanted}, and rank {rank} on {host} sees {number} CUDA devices: repair "
-            "the driver or torch's build, or set DEVICE to what the ranks have"
-        )
-    elif number and _local_rank() >= number:
-        fault = (
-            f"got local rank {_local_rank()}, expected one rank per GPU, {host} has {number}: "
-            "start as many processes as GPUs, or hide the GPUs with CUDA_VISIBLE_DEVICES="
-        )
-    return device, host, fault
-
-
-def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def groups_over_hosts(hosts: Sequence[str]) -> dict[str, dict[str, int]]:
-    """Count the groups of more than one rank by kind, and those that span several hosts.
-
-    ``hosts``: of each rank. Inside :func:`split_world`; gathers the members of each rank's groups.
-    """
-    of = parallel_state
-    kinds = {
-        "DP x CP": of.get_data_parallel_group(with_context_parallel=True),
-        "DP": of.get_data_parallel_group(),
-        "CP": of.get_context_parallel_group(),
-        "TP": of.get_tensor_model_parallel_group(),
-        "PP": of.get_pipeline_model_parallel_group(),
-        "EP": of.get_expert_model_parallel_group(),
-    }
-    mine = {kind: dist.get_process_group_ranks(group) for kind, group in kinds.items()}
-    all_ranks: list[dict[str, list[int]]] = [{} for _ in hosts]
-    dist.all_gather_object(all_ranks, mine)
-    counted = {}
-    for kind in kinds:
-        groups = {tuple(groups[kind]) for groups in all_ranks}
-        size = len(mine[kind])
-        if size > 1:
-            over = sum(len({hosts[rank] for rank in group}) > 1 for group in groups)
-            counted[kind] = {"groups": len(groups), "ranks": size, "over_hosts": over}
-    return counted
-
-
-def megatron_version() -> str:
-    """Return the version of the Megatron-Core that this process imported."""
-    return str(megatron.core.__version__)
-
-
-def _dtype_of(parallelism: Parallelism) -> torch.dtype:
-    """Return the dtype of losses and gradients, and of weights but for bfloat16's."""
-    return torch.float32 if parallelism.megatrons_losses else torch.float64
-
-
-def device() -> torch.device:
-    """Return the device of this rank: its GPU where there is one."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
 def config_of(parallelism: Parallelism, *, per_token: bool) -> Any:
     """Build the model's configuration for a layout."""
-    dtype = torch.bfloat16 if parallelism.bf16 else _dtype_of(parallelism)
+    dtype = torch.bfloat16 if parallelism.bf16 else dtype_of(parallelism)
     more: dict[str, Any] = {}
     if parallelism.moe:
         more |= {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
@@ -360,12 +194,11 @@ class Batch:
     offsets: Tensor
     """int32 ``[segments + 1]`` on the CPU: padded, before slicing."""
     mask: Tensor
-    """int64, before slicing."""
+    """int64, as the step is given it: before slicing, and sliced in a ``local`` layout."""
     mask_here: Tensor
     """Of the losses here: sliced, or whole if they are gathered."""
     weights: Tensor
-    """v_t, before slicing."""
-    weights_here: Tensor
+    """v_t, at the positions of ``mask``."""
     side_mask_here: Tensor
     """Of the model's own multi-token-prediction loss: the padding sequence's tokens too, for stock
     divides by the tokens of a microbatch, which may have no others."""
@@ -411,20 +244,20 @@ def pack(
     if parallelism.packing == "gathered":
         of_ranks = [parallelism.held(offsets, rank) for rank in range(parallelism.cp)]
         of_losses, gathered = [*range(len(tokens))], torch.tensor([*chain(*of_ranks)]).argsort()
+    given = of_rank if parallelism.packing == "local" else [*range(len(tokens))]
     shape = (len(offsets) - 1, -1) if bshd else (1, -1)
     to = device()
     return Batch(
         sequences=[*indices, PADDING],
         offsets=torch.tensor(offsets, dtype=torch.int32),
-        mask=torch.tensor(mask),
+        mask=torch.tensor(mask)[given],
         mask_here=torch.tensor(mask)[of_losses],
-        weights=torch.tensor(weights, dtype=torch.float64),
-        weights_here=torch.tensor(weights, dtype=torch.float64)[of_rank],
+        weights=torch.tensor(weights, dtype=torch.float64)[given],
         side_mask_here=torch.tensor(side_mask)[of_rank],
         tokens=torch.tensor(tokens)[of_rank].view(shape).to(to),
         labels=torch.tensor(labels)[of_rank].view(shape).to(to),
         positions=torch.tensor(positions)[of_rank].view(shape).to(to),
-        coefficient=torch.tensor(coefficient, dtype=_dtype_of(parallelism))[of_losses].to(to),
+        coefficient=torch.tensor(coefficient, dtype=dtype_of(parallelism))[of_losses].to(to),
         packed=None if bshd else packed_at(offsets),
         gathered=None if gathered is None else gathered.to(to),
     )

@@ -66,7 +66,8 @@ class Reference:
 def compute(shape: ModelShape, *, copies: int, padded: int) -> Reference:
     """Compute the reference on this rank alone, where Megatron's groups split no model."""
     import megatron_lossagg.cpu as cpu
-    from megatron_lossagg.verify.model import device, reference_model
+    from megatron_lossagg.verify.model import reference_model
+    from megatron_lossagg.verify.world import device
 
     model = reference_model(shape)
     named = {shard.name: shard.parameter for shard in cpu.named_shards([model])}

@@ -25,7 +25,7 @@ from megatron_lossagg import html
 from megatron_lossagg.scaling import K_FORMULA
 from megatron_lossagg.text import error_text, number_of
 from megatron_lossagg.verify.environment import Fact
-from megatron_lossagg.verify.frameworks.check import FAIL, PASS, counted, none_ran
+from megatron_lossagg.verify.frameworks.check import FAIL, NOT_RUN, PASS, counted
 from megatron_lossagg.verify.frameworks.check import cells as framework_cells
 from megatron_lossagg.verify.parallelism import WEIGHT_SUM_TOLERANCE
 
@@ -120,6 +120,8 @@ def show(report: Report) -> None:
         if not verdict["passed"]:
             text(f"FAIL {_place(verdict)}")
             text(f"     {verdict['explanation']}\n")
+    if report["failure"]:
+        text(report["failure"].replace("\n", "\n  "), end="\n\n")
     for fact in report["environment"]:
         text(str(Fact(**fact)))
     if len(report["layouts"]) > 1:
@@ -140,8 +142,7 @@ def _table(columns: Iterable[str], rows: Iterable[Sequence[str]], *, left: int) 
 def _summary(report: Report) -> str:
     """Write the result: how many cases pass, where, the largest error, the time it took.
 
-    A second line has the result of a framework's checks; it is the first one where none of them
-    ran.
+    A second line has the result of a framework's checks; it is the first one if none of them ran.
     """
     verdicts, num_verdicts = report["verdicts"], report["num_verdicts"]
     passed = sum(verdict["passed"] for verdict in verdicts)
@@ -156,10 +157,10 @@ def _summary(report: Report) -> str:
     )
     framework = report.get("framework")
     of_framework = [f"{framework['name']}: {counted(framework['checks'])}"] if framework else []
-    word = "PASS" if report["passed"] else "FAIL"
-    if framework and none_ran(framework["checks"]) and passed == num_verdicts:
-        return f"NOT RUN: {of_framework[0]}\n{cases}"
-    return "\n".join([f"{word}: {cases}", *of_framework])
+    lines = [cases, *of_framework]
+    if report["state"] == NOT_RUN:  # which is about the framework
+        lines.reverse()
+    return f"{report['state']}: " + "\n".join(lines)
 
 
 def _cells(verdict: Report) -> tuple[str, ...]:
@@ -170,7 +171,7 @@ def _cells(verdict: Report) -> tuple[str, ...]:
         str(verdict["formula"]),
         str(verdict["loss_scaling"]),
         str(verdict["k"]),
-        f"{factor:.9f}" if _is_finite(factor) else "not finite",
+        f"{factor:.9f}" if factor is not None else "not finite",
         *(error_text(verdict[f"{name}_error"]) for name in ("gradient", "loss", "weight_sum")),
         "PASS" if verdict["passed"] else "FAIL",
     )
@@ -178,19 +179,15 @@ def _cells(verdict: Report) -> tuple[str, ...]:
 
 def _largest(verdicts: Sequence[Report]) -> str:
     errors = [verdict["gradient_error"] for verdict in verdicts]
-    return error_text(max(errors) if all(map(_is_finite, errors)) else None)
+    return error_text(None if None in errors else max(errors))
 
 
 def _place(verdict: Report) -> str:
     return f"{verdict['layout']}; {verdict['case']}; {verdict['loss_scaling']}"
 
 
-def _is_finite(error: float | None) -> bool:
-    return error is not None and math.isfinite(error)
-
-
 def page(report: Report) -> str:
-    """Write a report as a page; errors may be None, infinite or NaN, text is escaped."""
+    """Write a report as a page; errors may be None, text is escaped."""
     cases = [_case(verdict, number) for number, verdict in enumerate(report["verdicts"], 1)]
     layouts = []
     for name in map(str, report["layouts"]):
@@ -200,8 +197,7 @@ def page(report: Report) -> str:
         bars = sorted({case["tolerance"] for case in of_layout})
         layouts.append({"name": name, "cases": of_layout, "bars": [(_x(bar), bar) for bar in bars]})
     missing = [layout["name"] for layout in layouts if not layout["cases"]]
-    passed = bool(report["passed"] and cases and not missing)
-    found, meaning = _outcome(report, passed)
+    found, meaning = _outcome(report)
     failed: dict[str, list[Report]] = {}
     for case in cases:
         if not case["passed"]:
@@ -210,7 +206,7 @@ def page(report: Report) -> str:
     framework = report.get("framework")
     return html.page(
         "verify.html",
-        verdict="pass" if passed else "fail",
+        verdict="pass" if report["passed"] else "fail",
         found=found,
         meaning=meaning,
         largest=_largest(cases) if cases else "",
@@ -233,24 +229,25 @@ def page(report: Report) -> str:
     )
 
 
-def _outcome(report: Report, passed: bool) -> tuple[str, str]:
+def _outcome(report: Report) -> tuple[str, str]:
     """Write what was found, and what it means."""
-    verdicts, framework = report["verdicts"], report.get("framework")
+    verdicts = report["verdicts"]
     cases = number_of(len(verdicts), "case")
     if failed := sum(not verdict["passed"] for verdict in verdicts):
         what = "the trained or the reported loss is not the configured loss"
         return f"{failed} of {cases} {'fails' if failed == 1 else 'fail'}", what
-    if framework and len(verdicts) == report["num_verdicts"]:
-        checks = framework["checks"]
-        if none_ran(checks):
-            return f"No check of {framework['name']} ran", "nothing is known of its own code"
-        if wrong := sum(check["state"] == FAIL for check in checks):
-            of = f"{wrong} of {number_of(len(checks), 'check')} of {framework['name']}"
-            fail = "fails" if wrong == 1 else "fail"
-            return f"{of} {fail}", "its own code does not train the configured loss"
-    if not passed:
+    if report["failure"]:
         measured = f"{cases} measured, none of them fails"
-        return "The run did not finish", measured if verdicts else "nothing was measured"
+        return report["failure"].splitlines()[0], measured if verdicts else "nothing was measured"
+    if report["state"] == NOT_RUN:
+        name = report["framework"]["name"]
+        return f"No check of {name} ran", "nothing is known of its own code"
+    if report["state"] == FAIL:
+        name, checks = report["framework"]["name"], report["framework"]["checks"]
+        wrong = sum(check["state"] == FAIL for check in checks)
+        of = f"{wrong} of {number_of(len(checks), 'check')} of {name}"
+        fail = "fails" if wrong == 1 else "fail"
+        return f"{of} {fail}", "its own code does not train the configured loss"
     pass_ = "passes" if len(verdicts) == 1 else "pass"
     return f"{len(verdicts)} of {cases} {pass_}", "the trained loss is the configured loss"
 
@@ -262,9 +259,7 @@ def _case(verdict: Report, number: int) -> dict[str, Any]:
         "loss_error": verdict["tolerance"],
         "weight_sum_error": WEIGHT_SUM_TOLERANCE,
     }
-    over = [
-        not (_is_finite(verdict[name]) and verdict[name] < bar) for name, bar in allowed.items()
-    ]
+    over = [verdict[name] is None or verdict[name] >= bar for name, bar in allowed.items()]
     *first, gradient, loss, weight_sum, state = _cells(verdict)
     return {
         **verdict,
@@ -281,6 +276,6 @@ def _x(error: float | None) -> float:
     """Return where an error is on the plot, in percent of its width; not finite at the right."""
     low, high = _DECADES
     decade = float(high)
-    if error is not None and math.isfinite(error):
+    if error is not None:
         decade = min(math.log10(max(error, 10.0**low)), decade)
     return round(2 + 96 * (decade - low) / (high - low), 2)

@@ -27,12 +27,23 @@ from megatron_lossagg.microbatch import PADDING
 from megatron_lossagg.options import Options
 from megatron_lossagg.schedule import FrameworkLoss, Integration, ScheduleHook
 from megatron_lossagg.step import Step
-from megatron_lossagg.verify import model as megatron
 from megatron_lossagg.verify.cases import BETA, CASES, Case
 from megatron_lossagg.verify.causes import Facts
+from megatron_lossagg.verify.model import (
+    Batch,
+    config_of,
+    forward,
+    gather_gradients,
+    pack,
+    reported,
+    run_schedule,
+    token_losses,
+    wrapped_chunks,
+)
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.reference_gradient import Reference
 from megatron_lossagg.verify.sequences import TrainingSequence, assign_sequences
+from megatron_lossagg.verify.world import device
 
 __all__ = ["WEIGHT_EXPECTED", "WEIGHT_SUM", "Measured", "Run", "relative"]
 
@@ -62,8 +73,8 @@ class Run:
     def __init__(self, parallelism: Parallelism, reference: Reference, *, per_token: bool) -> None:
         self.parallelism = parallelism
         self.reference = reference
-        config = megatron.config_of(parallelism, per_token=per_token)
-        self.chunks = megatron.wrapped_chunks(parallelism, config)
+        config = config_of(parallelism, per_token=per_token)
+        self.chunks = wrapped_chunks(parallelism, config)
         self._shards = list(cpu.named_shards(self.chunks))
         self._aggregators: dict[Aggregation, LossAggregator] = {}
         self.aggregator = self.aggregator_of(CASES[0])
@@ -80,7 +91,7 @@ class Run:
         self._sequences = [reference.sequences[index] for index in sequences_of_rank]
         self._numbers = [assignment.keys[index][1] for index in sequences_of_rank]
         self.batches = [
-            megatron.pack(
+            pack(
                 self._sequences,
                 [place for place, number in enumerate(self._numbers) if number == microbatch],
                 parallelism,
@@ -116,7 +127,7 @@ class Run:
 
     def _gradients(self) -> list[tuple[Any, Tensor]]:
         if self.parallelism.distributed_optimizer:
-            megatron.gather_gradients(self.chunks)
+            gather_gradients(self.chunks)
         gradients = []
         for shard in self._shards:
             main_grad = shard.parameter.main_grad  # type: ignore[attr-defined]
@@ -131,7 +142,7 @@ class Run:
         reports, k, faults = run(case, poison=poison, main=main, forward_only=forward_only)
         values = None
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-            values = {name: megatron.reported(reports, name) for name in _REPORTED}
+            values = {name: reported(reports, name) for name in _REPORTED}
             values["k"] = k
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, (values, faults))
@@ -177,15 +188,15 @@ class Run:
 
         def forward_step(iterator: Any, chunk: Any) -> Any:
             batch = next(iterator)
-            output = megatron.forward(chunk, batch, self.parallelism)
+            output = forward(chunk, batch, self.parallelism)
 
             def loss_func(output: Tensor) -> Any:
                 y = self._losses(output, batch, poison)
                 mb = step.microbatch(
                     batch.sequences,
-                    self._mask(batch),
+                    batch.mask,
                     layout=self._layout(batch.offsets),
-                    token_weights=self._weights(batch, case.aggregation),
+                    token_weights=_weights(batch, case.aggregation),
                 )
                 try:
                     loss = mb.reduce(y * batch.coefficient)
@@ -198,9 +209,7 @@ class Run:
 
             return output, loss_func
 
-        reports = megatron.run_schedule(
-            forward_step, self.chunks, self.batches, forward_only=forward_only
-        )
+        reports = run_schedule(forward_step, self.chunks, self.batches, forward_only=forward_only)
         try:
             step.finish()  # raises what a device found
         except ReducerError as error:
@@ -218,21 +227,21 @@ class Run:
         # A tensor-parallel rank without data gets each microbatch from the rank that has it.
         sent = [iter(self.batches) for _ in self.chunks]
 
-        def loss_func(batch: megatron.Batch, output: Tensor) -> Any:
+        def loss_func(batch: Batch, output: Tensor) -> Any:
             mask = batch.mask_here.to(output.device)
-            y = megatron.token_losses(output, batch, self.parallelism)
+            y = token_losses(output, batch, self.parallelism)
             loss, num_tokens = (y * batch.coefficient * mask).sum(), mask.sum()
             report = torch.stack([loss.detach(), num_tokens.to(loss.dtype)])
             return loss, num_tokens.int(), {"loss": report}
 
         def forward_step(iterator: Any, chunk: Any) -> Any:
             batch = next(iterator if self._reads else sent[self.chunks.index(chunk)])
-            output = megatron.forward(chunk, batch, self.parallelism)
+            output = forward(chunk, batch, self.parallelism)
             return output, partial(loss_func, batch)
 
         reports: list[dict[str, Tensor]] = []
         try:
-            reports = megatron.run_schedule(
+            reports = run_schedule(
                 forward_step,
                 self.chunks,
                 self.batches,
@@ -244,19 +253,11 @@ class Run:
             faults.append(str(error))
         return _Ran(reports, hook.k, faults)
 
-    def _losses(self, output: Tensor, batch: megatron.Batch, poison: bool) -> Tensor:
-        y = megatron.token_losses(output, batch, self.parallelism)
+    def _losses(self, output: Tensor, batch: Batch, poison: bool) -> Tensor:
+        y = token_losses(output, batch, self.parallelism)
         if poison:  # the value at a masked position must not matter
             y = y.masked_fill(batch.mask_here.to(y.device) == 0, torch.inf)
         return y
-
-    def _mask(self, batch: megatron.Batch) -> Tensor:
-        return batch.mask_here if self.parallelism.packing == "local" else batch.mask
-
-    def _weights(self, batch: megatron.Batch, aggregation: Aggregation) -> Tensor | None:
-        if aggregation.count != "weights":
-            return None
-        return batch.weights_here if self.parallelism.packing == "local" else batch.weights
 
     def _layout(self, offsets: Tensor) -> Layout:
         aggregator = self.aggregator
@@ -286,7 +287,7 @@ class Run:
             floor = 1e-3 * self.parallelism.tolerance * whole
             error_H = (gradient - cut).flatten(1).norm(dim=1) / torch.maximum(norms, floor)
             errors_H = torch.maximum(errors_H, error_H.nan_to_num(nan=math.inf))
-        errors_H = errors_H.to(megatron.device())
+        errors_H = errors_H.to(device())
         dist.all_reduce(errors_H, op=dist.ReduceOp.MAX)
         return [float(error) for error in errors_H]
 
@@ -298,7 +299,7 @@ class Run:
             if shard.name in self.reference.parameters:
                 cut = shard.cut(self.reference.of_parameter(right_P[None], shard.name)[0])
                 products += torch.stack([(gradient * cut).sum(), (cut * cut).sum()])
-        products = products.to(megatron.device())
+        products = products.to(device())
         dist.all_reduce(products)
         return float(products[0] / products[1])
 
@@ -313,6 +314,10 @@ class Run:
                 f"no rank has the parameters {sorted(missing)} of the reference, so that their "
                 "gradients cannot be compared"
             )
+
+
+def _weights(batch: Batch, aggregation: Aggregation) -> Tensor | None:
+    return batch.weights if aggregation.count == "weights" else None
 
 
 class _Ran(NamedTuple):
@@ -336,7 +341,7 @@ class _Integration(Integration):
         self._poison = poison
         self._main = main
 
-    def sequences(self, data: megatron.Batch) -> MicrobatchSequences:
+    def sequences(self, data: Batch) -> MicrobatchSequences:
         sequences = [self._run.sequence(index) for index in data.sequences]
         return MicrobatchSequences(
             active_tokens=[sum(sequence.counted) if sequence else 0 for sequence in sequences],
@@ -355,8 +360,8 @@ class _Integration(Integration):
         (batch,) = loss_func.args
         return FrameworkLoss(
             losses=self._run._losses(output, batch, self._poison) * batch.coefficient * self._main,
-            mask=self._run._mask(batch),
-            token_weights=self._run._weights(batch, self._aggregation),
+            mask=batch.mask,
+            token_weights=_weights(batch, self._aggregation),
             report=loss_func(output)[2],
         )
 

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_lossagg.errors import ProofError
+from megatron_lossagg.live import megatron_version
 from megatron_lossagg.scaling import LossScaling
 from megatron_lossagg.text import number_of
-from megatron_lossagg.verify import model as megatron
 from megatron_lossagg.verify.cases import Case, Expected, expected
 from megatron_lossagg.verify.causes import (
     CAUSES,
@@ -30,6 +30,7 @@ from megatron_lossagg.verify.job import Event, Job
 from megatron_lossagg.verify.parallelism import WEIGHT_SUM_TOLERANCE, Parallelism
 from megatron_lossagg.verify.reference_gradient import Reference, compute
 from megatron_lossagg.verify.run import WEIGHT_EXPECTED, WEIGHT_SUM, Measured, Run, relative
+from megatron_lossagg.verify.world import device, groups_over_hosts, join_world, split_world
 
 __all__ = ["Verdict", "run_job"]
 
@@ -85,15 +86,15 @@ class Verdict:
 
 def run_job(job: Job) -> Iterator[Event]:
     """Run a job on this rank, as :meth:`Job.run` says."""
-    world = megatron.join_world()
+    world = join_world()
     if dist.get_world_size() != job.world_size:
         raise ProofError(
             f"{job.layouts[0]}: got {number_of(dist.get_world_size(), 'rank')} from the launcher, "
             f"expected {job.world_size}. Change --dp, or the number of processes"
         )
-    yield {"event": "start", "megatron": megatron.megatron_version(), **asdict(world)}
+    yield {"event": "start", "megatron": megatron_version(), **asdict(world)}
     references: dict[Any, Reference] = {}
-    with megatron.split_world(Parallelism(dp=job.world_size)):  # which splits no model
+    with split_world(Parallelism(dp=job.world_size)):  # which splits no model
         for layout in job.layouts:
             if layout.reference not in references:
                 shape, copies, padded = layout.reference
@@ -119,8 +120,8 @@ def _proven(
     agree with every case of it.
     """
     done: list[_Done] = []
-    with megatron.split_world(layout):
-        groups = megatron.groups_over_hosts(hosts)
+    with split_world(layout):
+        groups = groups_over_hosts(hosts)
         for loss_scaling in job.loss_scalings:
             run = Run(layout, reference, per_token=loss_scaling == "per_token")
             run.check_every_parameter_is_compared()
@@ -217,20 +218,19 @@ def _explain(done: Sequence[_Done]) -> None:
             and (verdict.loss_error is None or relative(loss, predicted[name][1]) < tolerance)
         ]
         box = [agree]  # rank 0's: all ranks continue with the same causes
-        dist.broadcast_object_list(box, src=0, device=megatron.device())
+        dist.broadcast_object_list(box, src=0, device=device())
         likely = {name: likely[name] for name in box[0]}
-    for cause, is_it in (
-        (MASKED_LOSSES_REACH, right_without_inf),
-        (FORWARD_ONLY, right_in_training),
-    ):
-        if is_it:
-            likely = {cause.name: cause}
-    why = "; or: ".join(cause.what for cause in likely.values())
+    causes = {cause.name: cause.what for cause in likely.values()}
+    if right_without_inf:
+        causes = MASKED_LOSSES_REACH
+    if right_in_training:
+        causes = FORWARD_ONLY
+    why = "; or: ".join(causes.values())
     parallelism = done[0].run.parallelism
     if not why and parallelism.moe and parallelism.ep < parallelism.tp:
         why = EXPERTS_APART
     for verdict in failed:
-        verdict.causes = list(likely)
+        verdict.causes = list(causes)
         verdict.explanation += f": {why or 'no known cause explains every case of the layout'}"
 
 

@@ -5,18 +5,19 @@ the same code and prints times as well. ``meta`` tensors stand for those of any 
 no values, so every host sync raises.
 """
 
+import call_counts as counts
 import pytest
 import torch
-
-from benchmarks import counts
-from benchmarks.counting import bytes_saved_for_backward, counted
-from benchmarks.counts import (
+from call_counts import (
     BUILD_BYTES,
     CALL_BYTES,
     CALL_OPERATIONS,
     HELD_BYTES,
     SLACK_BYTES,
+    bytes_saved_for_backward,
 )
+
+from benchmarks.counting import counted
 from benchmarks.workloads import CP_SIZES, Workload
 from megatron_lossagg import Aggregation
 

@@ -19,9 +19,10 @@ from tiny_gpt import packed_at
 
 from megatron_lossagg import cpu
 from megatron_lossagg.cpu.attention import ContextParallelAttention, UnsupportedModelError
-from megatron_lossagg.verify import model as megatron
+from megatron_lossagg.verify.model import config_of
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.sequences import VOCABULARY
+from megatron_lossagg.verify.world import split_world
 
 OFFSETS = (0, 8, 8, 24, 28)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -31,8 +32,8 @@ HEADS, GROUPS, WIDTH = 4, 2, 8
 def run(directory):
     """Return what each check measured, by name."""
     layout = Parallelism(cp=dist.get_world_size())
-    with megatron.split_world(layout):
-        config = megatron.config_of(layout, per_token=False)
+    with split_world(layout):
+        config = config_of(layout, per_token=False)
         config.kv_channels = WIDTH
         if layout.cp == 1:
             torch.save(logits(config), directory / "logits.pt")

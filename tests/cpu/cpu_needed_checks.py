@@ -18,18 +18,18 @@ from megatron.core.transformer.utils import get_default_causal_mask
 from stock_step import run_of, stock_model, stock_step
 
 from megatron_lossagg.cpu import stand_ins
-from megatron_lossagg.verify import model as megatron
 from megatron_lossagg.verify.parallelism import Parallelism
+from megatron_lossagg.verify.world import split_world
 
 
 def one_rank():
-    return megatron.split_world(Parallelism())
+    return split_world(Parallelism())
 
 
 def step(**sizes):
     """Run a step in float32; return the model."""
     layout = Parallelism(float32=True, **sizes)
-    with megatron.split_world(layout):
+    with split_world(layout):
         chunks = stock_model(layout)
         stock_step(chunks, run_of(layout).batches, layout)
         return chunks
@@ -41,7 +41,7 @@ def train_dense():
 
 def optimize():
     layout = Parallelism(float32=True)
-    with megatron.split_world(layout):
+    with split_world(layout):
         chunks = stock_model(layout)
         optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3, clip_grad=1.0), chunks)
         stock_step(chunks, run_of(layout).batches, layout)
@@ -85,7 +85,7 @@ def route_to_experts():
 
 
 def route_to_experts_beside_a_gpu():
-    on_cpu = mock.patch.object(megatron, "device", return_value=torch.device("cpu"))
+    on_cpu = mock.patch("megatron_lossagg.verify.model.device", return_value=torch.device("cpu"))
     with mock.patch("torch.cuda.is_available", return_value=True), on_cpu:
         route_to_experts()
 

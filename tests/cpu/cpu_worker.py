@@ -18,8 +18,9 @@ import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from stock_step import run_of, stock_model, stock_step
 
-from megatron_lossagg.verify import model as megatron
+from megatron_lossagg.verify.model import reported
 from megatron_lossagg.verify.parallelism import Parallelism
+from megatron_lossagg.verify.world import split_world
 
 TRAINED = {
     1: {"one": {}},
@@ -38,7 +39,7 @@ def train(directory):
     curves = {}
     for name, sizes in TRAINED[dist.get_world_size()].items():
         layout = Parallelism(float32=True, **sizes)
-        with megatron.split_world(layout):
+        with split_world(layout):
             chunks = stock_model(layout, per_token=True)
             options = OptimizerConfig(
                 optimizer="adam",
@@ -56,7 +57,7 @@ def train(directory):
 def train_step(layout, chunks, batches, optimizer):
     optimizer.zero_grad()
     reports, _ = stock_step(chunks, batches, layout)
-    loss = torch.tensor(megatron.reported(reports, "loss"))  # NaN on the first stage
+    loss = torch.tensor(reported(reports, "loss"))  # NaN on the first stage
     dist.broadcast(loss, src=dist.get_world_size() - 1)
     succeeded, grad_norm, _ = optimizer.step()
     assert succeeded

@@ -52,7 +52,7 @@ REFUSED = {
     "another_divisor_on_rank_1": (CONSTANT, ["rank 0 has", "rank 1 has", "same flags"]),
     "loss_scaling_flipped_after_wrapping": (CONSTANT, ["frozen", "--calculate-per-token-loss"]),
     "sequences_left_out": (CONSTANT, ["was planned with 2 sequences, got 1 without 0"]),
-    "truncated": ([], ["truncated.jsonl, line 2: got", "expected one JSON object", "--record"]),
+    "truncated": ([], ["truncated.jsonl, line 2: got", "expected a rollout", "--record"]),
 }
 
 
@@ -116,15 +116,27 @@ def test_a_rank_that_dies_in_a_step_ends_the_others(recorded, tmp_path):
     check_ended(done, time.time() - float(died), tmp_path / "run", "Signal 9")
 
 
+PER_TOKEN = ("response_tokens", "mask", "behaviour_logprobs", "reference_logprobs")
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda r: r.pop("advantage"), r"without \['advantage'\]"),
-        (lambda r: r["mask"].__setitem__(0, 0.5), "mask is .*, expected a list of an integer"),
-        (lambda r: r["mask"].__setitem__(0, -1), "mask holds -1, expected 0 or 1"),
-        (lambda r: r["mask"].pop(), "give one per token"),
+        (lambda r: r.pop("advantage"), "missing 1 .*'advantage'"),
+        (lambda r: r.update(extra=1), "unexpected .*'extra'"),
+        (lambda r: r.update(step=0), "no step from 1"),
+        (lambda r: r.update(prompt_id=None), "no integer prompt_id"),
+        (lambda r: r.update(prompt="a:"), "no prompt of characters of"),
+        (lambda r: r.update(prompt="1" * 99), "no prompt and response of at most 36 tokens"),
+        (lambda r: r.update(reward="1"), "must be real number, not str"),
+        (lambda r: r.update(advantage=float("nan")), "no finite numbers"),
+        (lambda r: r.update({name: [] for name in PER_TOKEN}), "no response of at least one"),
+        (lambda r: r["response_tokens"].__setitem__(0, 16), "no response tokens from 0 to 15"),
+        (lambda r: r.update(response="="), "its tokens decode to '.*'"),
+        (lambda r: r["mask"].__setitem__(0, 0.5), "no mask of 0 and 1"),
+        (lambda r: r["mask"].__setitem__(0, -1), "no mask of 0 and 1"),
+        (lambda r: r["mask"].pop(), "no mask and log-probabilities of one entry per token"),
     ],
-    ids=["field missing", "mask of a half", "mask of -1", "mask too short"],
 )
 def test_a_malformed_line_of_the_rollouts_is_named(monkeypatch, tmp_path, spoil, words):
     monkeypatch.setattr(sys, "path", [str(EXAMPLE), *sys.path])

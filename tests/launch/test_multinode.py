@@ -68,6 +68,17 @@ def test_on_this_machine_it_writes_report_page_and_log_and_passes(golden, tmp_pa
     assert "PASS: 1 of 1 cases" in summary.read_text()
 
 
+def test_a_rank_that_fails_after_the_report_fails_the_run(golden, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import atexit, os\nif os.environ.get('RANK') == '3':\n    atexit.register(os._exit, 3)\n"
+    )
+    done = ran(golden, tmp_path / "out", LAUNCHER="torchrun", PYTHONPATH=str(tmp_path))
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["passed"]
+    assert done.returncode == 1
+    assert "FAIL: 0 of 1 cases differ from the golden file; the run differs" in done.stdout
+    assert "| the run | exit status | 0 | 1 |" in done.stdout
+
+
 def test_without_a_gpu_it_fails_where_nobody_asks_for_the_cpu(golden, tmp_path):
     hidden = {"LAUNCHER": "torchrun", "CUDA_VISIBLE_DEVICES": "", "ALLOW": "", "DEVICE": ""}
     done = ran(golden, tmp_path / "out", **hidden)

@@ -14,18 +14,18 @@ BF16 = ("--tp", "2", "--distributed-optimizer", "--bf16", "--loss-scaling", "ave
 JOINS = """
 from megatron_lossagg.cpu import install
 install()
-from megatron_lossagg.verify import model
-model.join_world()
+from megatron_lossagg.verify import world
+world.join_world()
 """
 SHAPES = """
 import torch.distributed as dist
 from megatron_lossagg.cpu import install
 install()
-from megatron_lossagg.verify import model
+from megatron_lossagg.verify import world
 from megatron_lossagg.verify.parallelism import Parallelism
-world = model.join_world()
-with model.split_world(Parallelism(tp=2, cp=2, distributed_optimizer=True)):
-    groups = model.groups_over_hosts(["a", "a", "b", "b"])
+world.join_world()
+with world.split_world(Parallelism(tp=2, cp=2, distributed_optimizer=True)):
+    groups = world.groups_over_hosts(["a", "a", "b", "b"])
 if dist.get_rank() == 0:
     print(groups)
 """

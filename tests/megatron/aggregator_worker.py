@@ -42,7 +42,6 @@ from megatron_lossagg import (
 from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.errors import ContractError, PlanError, ReducerError
 from megatron_lossagg.options import Options
-from megatron_lossagg.verify.model import megatron_version
 
 CONSTANT = Aggregation("constant", divisor=10)
 
@@ -241,7 +240,7 @@ def check_router_built_in_the_other_loss_scaling_is_refused(chunk, aggregator):
 
 def check_the_config_class_has_the_options_that_the_table_says(chunk, aggregator):
     fields = {field.name for field in dataclasses.fields(type(chunk.config))}
-    release = ".".join(megatron_version().split(".")[:2])
+    release = ".".join(live.megatron_version().split(".")[:2])
     assert not missing_or_early(fields, release)
 
 
@@ -997,7 +996,7 @@ def check_without_torch_distributed_no_aggregator_is_made(chunk, aggregator):
 def main():
     tiny_gpt.start(ep=2)
     if dist.get_rank() == 0:
-        print(f"RAN megatron-core {megatron_version()}", flush=True)
+        print(f"RAN megatron-core {live.megatron_version()}", flush=True)
     chunk = tiny_gpt.wrapped(tiny_gpt.config_of())
     aggregator = made([chunk])
     run_checks(globals(), chunk, aggregator)

@@ -20,13 +20,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from step_data import zigzag
-from stock_step import gradients, megatron, run_of, stock_model, stock_step
+from stock_step import gradients, run_of, stock_model, stock_step
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg import Aggregation
 from megatron_lossagg.verify.cases import Case
 from megatron_lossagg.verify.job import LOSS_SCALINGS
+from megatron_lossagg.verify.model import forward, reported, run_schedule, token_losses
 from megatron_lossagg.verify.parallelism import Parallelism
+from megatron_lossagg.verify.world import parallel_state, split_world
 
 TOKEN_MEAN = Case(aggregation=Aggregation("token_mean"))
 LAYOUTS = {
@@ -48,14 +50,14 @@ def our_step(run, meddle, *, main=1):
 
     ``meddle(losses, batch, number)`` returns what is reduced.
     """
-    last = megatron.parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
     def forward_step(iterator, chunk):
         number, batch = next(iterator)
-        output = megatron.forward(chunk, batch, run.parallelism)
+        output = forward(chunk, batch, run.parallelism)
 
         def loss_func(output):
-            losses = meddle(megatron.token_losses(output, batch, run.parallelism), batch, number)
+            losses = meddle(token_losses(output, batch, run.parallelism), batch, number)
             mb = step.microbatch(batch.sequences, batch.mask, cu_seqlens=batch.offsets)
             loss = mb.reduce(losses)
             return mb.outputs(loss * main, report={"loss": loss})
@@ -63,8 +65,8 @@ def our_step(run, meddle, *, main=1):
         return output, loss_func
 
     with run.begin(TOKEN_MEAN) as step:
-        reports = megatron.run_schedule(forward_step, run.chunks, list(enumerate(run.batches)))
-    return megatron.reported(reports, "loss") if last else None
+        reports = run_schedule(forward_step, run.chunks, list(enumerate(run.batches)))
+    return reported(reports, "loss") if last else None
 
 
 def killed(name, file):
@@ -122,7 +124,7 @@ def nan():
             return losses
         index = int(batch.mask_here[: -layout.sequence_multiple // layout.cp].nonzero()[-1])
         offsets = batch.offsets.tolist()
-        cp_rank = megatron.parallel_state.get_context_parallel_rank()
+        cp_rank = parallel_state.get_context_parallel_rank()
         position = zigzag(offsets, layout.cp, cp_rank)[index]
         segment = max(s for s, begin in enumerate(offsets[:-1]) if begin <= position)
         where = {
@@ -140,7 +142,7 @@ def nan():
 
 def train(layout, meddle, *, timeout=None):
     """Run a step; ``timeout``: of the gradients' all-reduce, minutes in Megatron-Core."""
-    with megatron.split_world(layout):
+    with split_world(layout):
         run = run_of(layout)
         if timeout is not None:
             dist.distributed_c10d._set_pg_timeout(timeout, run.chunks[0].dp_cp_group)
@@ -250,7 +252,7 @@ STOCK = {
 def stock():
     dist.init_process_group("gloo")
     for fault, layout in STOCK.items():
-        with megatron.split_world(layout):
+        with split_world(layout):
             found = fault(layout)
         if dist.get_rank() == 0:
             print(json.dumps({fault.__name__: found}), flush=True)

@@ -13,12 +13,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from stock_step import gradients, megatron, run_of, stock_model, stock_step
+from stock_step import gradients, run_of, stock_model, stock_step
 
 from megatron_lossagg import Aggregation, Layout
 from megatron_lossagg.verify.cases import Case
 from megatron_lossagg.verify.job import LOSS_SCALINGS, read_job
+from megatron_lossagg.verify.model import pack
 from megatron_lossagg.verify.sequences import make_sequences
+from megatron_lossagg.verify.world import join_world, parallel_state, split_world
 
 MODES = ("token_mean", "sample_mean")
 
@@ -29,9 +31,7 @@ def stock_gradients(chunks, run, *, main):
     Stock has one mask. Where the training mask selects fewer tokens, it counts the counting mask.
     """
     sequences = [replace(sequence, trained=sequence.counted) for sequence in run._sequences]
-    counting = [
-        megatron.pack(sequences, batch.sequences[:-1], run.parallelism) for batch in run.batches
-    ]
+    counting = [pack(sequences, batch.sequences[:-1], run.parallelism) for batch in run.batches]
 
     def returns(loss, num_tokens):
         return loss * main, num_tokens
@@ -88,7 +88,7 @@ def slices(layout):
     """Slice a batch for this rank as Megatron-Core and as the layout does."""
     from megatron.core.utils import get_batch_on_this_cp_rank  # the stand-ins are there by now
 
-    place = {"cp_size": layout.cp, "cp_rank": megatron.parallel_state.get_context_parallel_rank()}
+    place = {"cp_size": layout.cp, "cp_rank": parallel_state.get_context_parallel_rank()}
     for sequences, length in ((1, 2 * layout.cp), (3, 8 * layout.cp), (2, 10 * layout.cp)):
         whole = {
             "tokens": torch.arange(sequences * length).view(sequences, length),
@@ -96,7 +96,7 @@ def slices(layout):
             "features": torch.arange(sequences * length * 4).view(sequences, length, 4),
         }
         ours = Layout.bshd_zigzag(sequences, length, **place)
-        for group in (None, megatron.parallel_state.get_context_parallel_group()):
+        for group in (None, parallel_state.get_context_parallel_group()):
             cut = get_batch_on_this_cp_rank(dict(whole), cp_group=group)
             found = {
                 name: torch.equal(cut[name].flatten(0, 1), value.flatten(0, 1)[ours.positions])
@@ -115,9 +115,9 @@ def print_comparison(found, **key):
 
 
 def main(what, job):
-    megatron.join_world()
+    join_world()
     for layout in read_job(Path(job)).layouts:
-        with megatron.split_world(layout):
+        with split_world(layout):
             {"side": side, "slices": slices}[what](layout)
     dist.destroy_process_group()
 

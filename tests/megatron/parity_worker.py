@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from stock_step import gradients, megatron, run_of, stock_step
+from stock_step import gradients, run_of, stock_step
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.verify.cases import Case
+from megatron_lossagg.verify.model import reported
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.sequences import make_sequences
+from megatron_lossagg.verify.world import split_world
 
 LAYOUT = Parallelism(dp=2, cp=2, microbatches=3)
 
@@ -38,7 +40,7 @@ def main():
     dist.init_process_group("gloo")
     # Stock counts the training mask; the plan counts the counting mask: take them equal.
     sequences = [replace(sequence, counted=sequence.trained) for sequence in make_sequences()]
-    with megatron.split_world(LAYOUT):
+    with split_world(LAYOUT):
         for per_token in (False, True):
             run = run_of(LAYOUT, per_token=per_token, sequences=sequences)
             config = vars(run.chunks[0].config)
@@ -46,9 +48,9 @@ def main():
             (reports, (before,)), (again, (after,)) = (
                 stock_step(run.chunks, run.batches, LAYOUT) for _ in range(2)
             )
-            loss = megatron.reported(reports, "loss")
+            loss = reported(reports, "loss")
             assert torch.equal(before, after)
-            assert loss == megatron.reported(again, "loss")
+            assert loss == reported(again, "loss")
             assert config == before_config
             if per_token:
                 ours, gradient = trained(run, "token_mean")

@@ -41,7 +41,7 @@ from megatron_lossagg.errors import ContractError
 from megatron_lossagg.options import Options
 from megatron_lossagg.probe import model as probe_model
 from megatron_lossagg.probe import together
-from megatron_lossagg.verify.model import destroy_groups
+from megatron_lossagg.verify.world import destroy_groups
 
 REPEATS = int(os.environ.get("PROBE_REPEATS", "1"))
 """How often each fault is introduced; .ci/run asks for 20."""

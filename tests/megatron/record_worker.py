@@ -22,12 +22,13 @@ from megatron_lossagg import Aggregation, LossAggregator
 from megatron_lossagg.errors import AggregationError, ContractError, ReducerError
 from megatron_lossagg.options import Options
 from megatron_lossagg.schedule import ScheduleHook
-from megatron_lossagg.verify import model as megatron
 from megatron_lossagg.verify.cases import CASES, Case, expected
+from megatron_lossagg.verify.model import forward, reported, run_schedule, token_losses
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.reference_gradient import compute
 from megatron_lossagg.verify.run import Run, _Integration
 from megatron_lossagg.verify.sequences import make_sequences
+from megatron_lossagg.verify.world import join_world, split_world
 
 LAYOUTS = {
     1: {"DP1": Parallelism(microbatches=4)},
@@ -102,18 +103,16 @@ def stock(run, chunks, wrap=lambda schedule: schedule, **more):
 
     def loss_func(batch, output):
         mask = batch.mask_here
-        losses = megatron.token_losses(output, batch, layout) * batch.coefficient
+        losses = token_losses(output, batch, layout) * batch.coefficient
         loss, num_tokens = (losses * mask).sum(), mask.sum()
         report = torch.stack([loss.detach(), num_tokens.to(loss.dtype)])
         return loss, num_tokens.int(), {"loss": report}
 
     def forward_step(iterator, chunk):
         batch = next(iterator if run._reads else sent[chunks.index(chunk)])
-        return megatron.forward(chunk, batch, layout), functools.partial(loss_func, batch)
+        return forward(chunk, batch, layout), functools.partial(loss_func, batch)
 
-    return megatron.run_schedule(
-        forward_step, chunks, run.batches, wrap=wrap, reads=run._reads, **more
-    )
+    return run_schedule(forward_step, chunks, run.batches, wrap=wrap, reads=run._reads, **more)
 
 
 def is_last_stage():
@@ -121,7 +120,7 @@ def is_last_stage():
 
 
 def value(reports, name):
-    return megatron.reported(reports, name)
+    return reported(reports, name)
 
 
 def close(got, wanted, tolerance=1e-12):
@@ -330,16 +329,16 @@ def check_a_shadow_makes_no_collective_but_plannings(name, runs):
 
 
 def main():
-    megatron.join_world()
+    join_world()
     size = dist.get_world_size()
-    with megatron.split_world(Parallelism(dp=size)):
+    with split_world(Parallelism(dp=size)):
         needed = {layout.reference for layout in LAYOUTS[size].values()}
         references = {
             (shape, copies, padded): compute(shape, copies=copies, padded=padded)
             for shape, copies, padded in needed
         }
     for name, layout in LAYOUTS[size].items():
-        with megatron.split_world(layout):
+        with split_world(layout):
             reference = references[layout.reference]
             runs = [
                 Run(layout, reference, per_token=False),

@@ -8,20 +8,22 @@ import sys
 
 import pytest
 import torch.distributed as dist
+from rank_threads import check_weights
 
-from benchmarks import scale, threads
+from benchmarks import scale
 from benchmarks.counting import counted
 from benchmarks.rank_step import RankSequences
 from megatron_lossagg import Aggregation, Sequences, plan_step
 
 
 def costs():
-    """Costs of one rank of 2 and of 8, by workload; what their threads plan is compared."""
+    """Costs of one rank of 2 and of 8, by workload; what 8 and 64 threads plan is compared."""
     found = {}
     for name in (scale.scale_report.NO_IDS, scale.scale_report.WITH_IDS):
         sequences_of, has_ids = scale.WORKLOADS[name]
         found[name] = [scale.one_rank(n, sequences_of(n), has_ids=has_ids) for n in (2, 8)]
-        threads.check_weights(8, sequences_of(8), has_ids=has_ids)
+        for size in (8, 64):
+            check_weights(size, sequences_of(size), has_ids=has_ids)
     return found
 
 
@@ -31,7 +33,7 @@ def other_sequences():
         lambda rank, size, n, has_ids=True: RankSequences(rank, 3, has_ids)
     )
     with pytest.raises(SystemExit, match=r"rank \d of 2 plans another step than one process does"):
-        threads.check_weights(2, 8, has_ids=True)
+        check_weights(2, 8, has_ids=True)
 
 
 def ragged():

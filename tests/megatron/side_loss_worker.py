@@ -6,11 +6,13 @@ import sys
 import torch
 import torch.distributed as dist
 from step_data import VOCABULARY, zigzag
-from stock_step import gradients, megatron
+from stock_step import gradients
 
 from megatron_lossagg import LossAggregator
 from megatron_lossagg.options import Options
+from megatron_lossagg.verify.model import config_of, run_schedule, wrapped_chunks
 from megatron_lossagg.verify.parallelism import Parallelism
+from megatron_lossagg.verify.world import split_world
 
 LENGTH = 16
 SIDE_LOSSES = {
@@ -57,13 +59,13 @@ def main(cp_size):
     for name, options in SIDE_LOSSES.items():
         kind = {"mtp" if name == "MTP" else "moe": True}
         layout = Parallelism(cp=cp_size, float32=True, **kind)
-        with megatron.split_world(layout):
+        with split_world(layout):
             for per_token in (False, True):
-                config = megatron.config_of(layout, per_token=per_token)
+                config = config_of(layout, per_token=per_token)
                 vars(config).update(options)
-                chunks = megatron.wrapped_chunks(layout, config)
+                chunks = wrapped_chunks(layout, config)
                 note = LossAggregator(chunks, "token_mean", options=Options(probe=False)).note
-                megatron.run_schedule(side_loss, chunks, own_batches)
+                run_schedule(side_loss, chunks, own_batches)
                 norm = torch.cat(gradients(chunks)).norm().item()
                 found = {"loss": name, "per_token": per_token, "norm": norm, "note": note}
                 if dist.get_rank() == 0:

@@ -1,6 +1,6 @@
 """What a step costs as ranks grow, and what a late or a lost rank does to the others.
 
-``python -m benchmarks.scale`` runs the same code for up to 16,384 ranks and writes the tables of
+``python -m benchmarks.scale`` runs the same code for up to 1,024 ranks and writes the table of
 benchmarks/README.md.
 """
 

@@ -9,7 +9,13 @@ cpu.install()
 
 import torch  # noqa: E402
 
-from megatron_lossagg.verify import model as megatron  # noqa: E402
+from megatron_lossagg.verify.model import (  # noqa: E402
+    config_of,
+    forward,
+    run_schedule,
+    token_losses,
+    wrapped_chunks,
+)
 from megatron_lossagg.verify.reference_gradient import Reference  # noqa: E402
 from megatron_lossagg.verify.run import Run  # noqa: E402
 from megatron_lossagg.verify.sequences import make_sequences  # noqa: E402
@@ -29,7 +35,7 @@ def run_of(layout, *, per_token=False, sequences=None):
 
 def stock_model(layout, *, per_token=False):
     """Build a model that this package has not seen."""
-    return megatron.wrapped_chunks(layout, megatron.config_of(layout, per_token=per_token))
+    return wrapped_chunks(layout, config_of(layout, per_token=per_token))
 
 
 def as_stock(loss, num_tokens):
@@ -46,10 +52,10 @@ def stock_step(chunks, batches, layout, returns=as_stock, *, counting=None):
 
     def forward_step(iterator, chunk):
         batch, counted = next(iterator)
-        output = megatron.forward(chunk, batch, layout)
+        output = forward(chunk, batch, layout)
 
         def loss_func(output):
-            losses = megatron.token_losses(output, batch, layout) * batch.coefficient
+            losses = token_losses(output, batch, layout) * batch.coefficient
             loss = (losses * batch.mask_here).sum()
             num_tokens = counted.mask_here.sum().to(torch.int)
             report = torch.stack([loss.detach().clone(), num_tokens.to(loss.dtype)])
@@ -58,7 +64,7 @@ def stock_step(chunks, batches, layout, returns=as_stock, *, counting=None):
         return output, loss_func
 
     pairs = list(zip(batches, counting or batches, strict=True))
-    return megatron.run_schedule(forward_step, chunks, pairs), gradients(chunks)
+    return run_schedule(forward_step, chunks, pairs), gradients(chunks)
 
 
 def gradients(chunks):

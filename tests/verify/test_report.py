@@ -1,4 +1,4 @@
-"""The page of ``lossagg verify --html``: complete, true, escaped and self-contained."""
+"""What ``lossagg verify`` reports: one result, and a page that is complete, true and escaped."""
 
 import math
 import re
@@ -6,8 +6,12 @@ from html.parser import HTMLParser
 
 import pytest
 
-from megatron_lossagg.verify.parallelism import WEIGHT_SUM_TOLERANCE
-from megatron_lossagg.verify.report import page
+from megatron_lossagg.verify.cases import MASK_CASES
+from megatron_lossagg.verify.command import _report
+from megatron_lossagg.verify.environment import Fact
+from megatron_lossagg.verify.job import Job
+from megatron_lossagg.verify.parallelism import WEIGHT_SUM_TOLERANCE, Parallelism
+from megatron_lossagg.verify.report import finite, page, show
 
 LAYOUTS = ["DP 4, M 3", "DP 2 x CP 2, M 3, distributed optimizer, overlap grad reduce, bshd"]
 CASES = ["token_mean", "sample_mean, count_empty=False", "constant + token_mean"]
@@ -45,12 +49,13 @@ def failed(**changes):
     return verdict(**{**wrong, **changes})
 
 
-def report(verdicts=None, **changes):
+def report(verdicts=None, *, failure="", **changes):
     if verdicts is None:
         keys = [(a, b, c) for a in LAYOUTS for b in LOSS_SCALINGS for c in CASES]
         verdicts = [verdict(layout=a, loss_scaling=b, case=c) for a, b, c in keys]
     core = {"name": "megatron-core", "state": "found", "version": "0.16.1"}
-    return {
+    passed = not failure and all(v["passed"] for v in verdicts)
+    written = {
         "tool": {"name": "megatron_lossagg", "version": "0.1.0"},
         "started": "2026-01-02T03:04:05+00:00",
         "seconds": 41.2,
@@ -63,9 +68,13 @@ def report(verdicts=None, **changes):
         "layouts": LAYOUTS,
         "num_verdicts": len(verdicts),
         "verdicts": verdicts,
-        "passed": all(v["passed"] for v in verdicts),
+        "framework": None,
+        "state": "PASS" if passed else "FAIL",
+        "passed": passed,
+        "failure": failure,
         **changes,
     }
+    return finite(written)
 
 
 class Reader(HTMLParser):
@@ -136,14 +145,22 @@ def check(**changes):
     }
 
 
-def with_checks(*checks):
-    passed = all(each["state"] != "FAIL" for each in checks)
-    framework = {"name": "verl", "seconds": 6.2, "passed": passed, "checks": list(checks)}
-    return report(framework=framework, passed=passed)
+def framework_of(*checks):
+    states = [each["state"] for each in checks]
+    passed = "FAIL" not in states and "PASS" in states
+    return {"name": "verl", "seconds": 6.2, "passed": passed, "checks": list(checks)}
+
+
+def with_checks(state, *checks, **changes):
+    framework = framework_of(*checks)
+    return report(framework=framework, state=state, passed=state == "PASS", **changes)
 
 
 NOT_RUN = check(check="absent", state="NOT RUN", got=None, wanted=None, explanation="No module")
 WRONG = check(state="FAIL", gradient_error=None, explanation="got a loss of 1, expected 2")
+
+
+BROKEN = "A rank failed\n[rank1]: Traceback (most recent call last):\n[rank1]: OSError: no disk"
 
 
 @pytest.mark.parametrize(
@@ -153,19 +170,60 @@ WRONG = check(state="FAIL", gradient_error=None, explanation="got a loss of 1, e
         (MIXED, "4 of 7 cases fail: the trained or the reported loss is not the configured loss"),
         (report([verdict()], layouts=LAYOUTS[:1]), "1 of 1 case passes: the trained loss is"),
         (report([verdict(), failed()]), "1 of 2 cases fails: the trained or the reported"),
-        (report([verdict()] * 2, passed=False), "The run did not finish: 2 cases measured"),
-        (report([verdict()]), "The run did not finish: 1 case measured"),  # a layout has no case
-        (report([]), "The run did not finish: nothing was measured"),
-        (with_checks(check(), NOT_RUN), "12 of 12 cases pass: the trained loss is"),
-        (with_checks(check(), WRONG, NOT_RUN), "1 of 3 checks of verl fails: its own code does"),
-        (with_checks(NOT_RUN), "No check of verl ran: nothing is known"),
-        ({**with_checks(WRONG), "verdicts": []}, "The run did not finish: nothing was measured"),
+        (report([verdict()] * 2, failure=BROKEN), "A rank failed: 2 cases measured, none of them"),
+        (report([verdict(), failed()], failure=BROKEN), "1 of 2 cases fails: the trained or"),
+        (report([], failure=BROKEN), "A rank failed: nothing was measured"),
+        (with_checks("PASS", check(), NOT_RUN), "12 of 12 cases pass: the trained loss is"),
+        (with_checks("FAIL", check(), WRONG, NOT_RUN), "1 of 3 checks of verl fails: its own code"),
+        (with_checks("NOT RUN", NOT_RUN), "No check of verl ran: nothing is known"),
+        (with_checks("FAIL", NOT_RUN, failure=BROKEN), "A rank failed: 12 cases measured"),
     ],
 )
 def test_the_result_is_at_the_top(given, headline):
     read = Reader(page(given))
     assert read.text.startswith(headline)  # the title
     assert f"lossagg verify {headline}" in read.text.replace(" :", ":")
+
+
+@pytest.mark.parametrize(
+    ("given", "state", "headline"),
+    [
+        ({}, "PASS", "1 of 1 case passes: the trained loss is"),
+        ({"passed": False}, "FAIL", "1 of 1 case fails"),
+        ({"failure": BROKEN}, "FAIL", "A rank failed: 1 case measured"),
+        ({"ran_on": "0.15.0"}, "FAIL", "The ranks ran megatron-core 0.15.0, expected 0.16.1 as"),
+        ({"ends": True}, "FAIL", "The run did not finish: nothing was measured"),
+        ({"checks": [check(), NOT_RUN]}, "PASS", "1 of 1 case passes: the trained loss is"),
+        ({"checks": [WRONG, NOT_RUN]}, "FAIL", "1 of 2 checks of verl fails"),
+        ({"checks": [NOT_RUN]}, "NOT RUN", "No check of verl ran"),
+        ({"checks": [NOT_RUN], "passed": False}, "FAIL", "1 of 1 case fails"),
+        ({"checks": [NOT_RUN], "failure": BROKEN}, "FAIL", "A rank failed: 1 case"),
+        ({"checks": [NOT_RUN], "ran_on": "0.15.0"}, "FAIL", "The ranks ran megatron-core 0.15.0"),
+    ],
+)
+def test_text_json_and_page_have_one_result(capsys, given, state, headline):
+    found = reported(**given)
+    assert (found["state"], found["passed"]) == (state, state == "PASS")
+    show(found)
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{state}: ")
+    assert found["failure"].replace("\n", "\n  ") in printed
+    read = Reader(page(found))
+    assert read.text.startswith(headline)
+    assert " ".join(found["failure"].split()) in read.text
+
+
+def reported(*, failure="", ran_on="0.16.1", passed=True, checks=(), ends=False):
+    """Make a report as the command does, of a run of one case."""
+    job = Job(layouts=[Parallelism()], cases=MASK_CASES[:1], loss_scalings=["average"])
+    start = {"event": "start", "megatron": ran_on, "device": "cpu", "backend": "gloo", "hosts": "a"}
+    verdicts = [verdict(passed=passed, layout=str(job.layouts[0]))]
+    layout = {"event": "layout", "layout": str(job.layouts[0]), "verdicts": verdicts, "groups": {}}
+    versions = {"megatron-core": "0.16.1", "torch": "2.13.0"}
+    facts = [Fact(name=name, state="found", version=of) for name, of in versions.items()]
+    framework = framework_of(*checks) if checks else None
+    events = [start] if ends else [start, layout, {"event": "end"}]
+    return _report(job, events, facts, framework, failure=failure, seconds=1.0)
 
 
 def test_the_table_follows_the_result_and_the_causes_follow_the_table():
@@ -199,7 +257,7 @@ def test_causes_are_listed_once_with_a_link_to_their_first_case():
 
 
 def test_a_layout_without_cases_is_listed():
-    text = Reader(page(report([verdict()], passed=False))).text
+    text = Reader(page(report([verdict()], failure=BROKEN))).text
     assert f"The run ended before the cases of {LAYOUTS[1]}" in text
     assert f"{LAYOUTS[1]} not measured" in text
 
@@ -256,7 +314,7 @@ def test_the_page_loads_nothing_and_runs_nothing(given):
 
 
 def test_a_check_of_a_framework_has_a_line_and_one_that_did_not_run_counts_as_neither():
-    reader = Reader(page(with_checks(check(), NOT_RUN, WRONG)))
+    reader = Reader(page(with_checks("FAIL", check(), NOT_RUN, WRONG)))
     assert "verl: 1 of 3 checks of its own code pass, 1 fails, 1 not run." in reader.text
     *_, ran, absent, wrong = reader.lines
     assert ran == ["verl:token-mean", "core_algos.agg_loss", "0", "1.5e-16", "PASS"]

@@ -2,6 +2,9 @@
 
 import contextlib
 import json
+import os
+import pty
+import select
 import shutil
 import socket
 import subprocess
@@ -29,16 +32,17 @@ from megatron_lossagg.verify.sequences import make_sequences
 
 ROOT = Path(__file__).parents[2]
 ONE = ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "40"]
+ERASE_LINE = "\x1b[2K"
 
 
-def lossagg(*arguments, path=ROOT, launcher=(), **environment):
+def lossagg(*arguments, path=ROOT, launcher=(), output=subprocess.PIPE, **environment):
     """Run the command in a process of its own."""
     return subprocess.Popen(
         [sys.executable, *launcher, "-m", "megatron_lossagg", *map(str, arguments)],
         cwd=path,
         env={**ENVIRONMENT, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stdout=output,
+        stderr=output,
         text=True,
     )
 
@@ -120,30 +124,79 @@ def test_a_step_that_is_right_and_raises_fails_with_what_it_raised(tmp_path):
     assert "masked positions" not in out
 
 
+@pytest.mark.launches
+def test_a_rank_that_fails_after_its_last_case_is_no_pass(tmp_path, monkeypatch, capsys):
+    (tmp_path / "rank.py").write_text(
+        "import sys\nfrom megatron_lossagg.verify.__main__ import main\n"
+        "main(*sys.argv[1:])\nsys.exit('[rank0]: no disk at the end')\n"
+    )
+
+    def launch(command, **options):
+        return fork_server().launch([str(tmp_path / "rank.py"), *command[2:]], **options)
+
+    monkeypatch.setattr("megatron_lossagg.verify.job.launch", launch)
+    report, page = tmp_path / "report.json", tmp_path / "page.html"
+    one = ["--dp", "1", "--loss-aggregation", "token_mean", "--loss-scaling", "average"]
+    assert main(["verify", *one, "--json", str(report), "--html", str(page)]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("FAIL: 1 of 1 case passes")
+    written = json.loads(report.read_text())
+    assert (written["state"], written["passed"]) == ("FAIL", False)
+    for text in (out, written["failure"], page.read_text()):
+        assert "A rank failed\n" in text
+        assert "[rank0]: no disk at the end" in text
+
+
 @early
 def two_nodes():
-    """Return how the launcher of each node ended and what it printed, and the report."""
+    """Return how the launcher of each node ended and what it printed, and the report.
+
+    The first node has a terminal.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     report = new_folder() / "report.json"
+    terminal, end = pty.openpty()
     processes = []
-    for node in range(2):
+    for node, output in enumerate((end, subprocess.PIPE)):
         launcher = [
             "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}",
             "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}",
         ]  # fmt: skip
         arguments = ["verify", "--cp", 2, "--json", report, *ONE]
-        process = lossagg(*arguments, launcher=launcher, GLOO_SOCKET_IFNAME="lo")
-        processes.append(process)
-    return [ended(process) for process in processes], report
+        more = {"GLOO_SOCKET_IFNAME": "lo", "TERM": "xterm"}
+        processes.append(lossagg(*arguments, launcher=launcher, output=output, **more))
+    os.close(end)
+    printed = read_to_the_end(terminal)
+    first, second = (ended(process) for process in processes)
+    return [(first[0], printed), (second[0], second[1] + second[2])], report
+
+
+def read_to_the_end(terminal):
+    """Return what is written to a terminal until nobody has it open, or nothing comes for long."""
+    written = b""
+    with contextlib.suppress(OSError):  # nobody has it open
+        while select.select([terminal], [], [], 300)[0]:
+            written += os.read(terminal, 1 << 16)
+    os.close(terminal)
+    return written.decode()
 
 
 def test_two_nodes_of_a_launcher_pass_and_only_rank_0_reports(two_nodes):
     results, report = two_nodes
-    assert [status for status, *_ in results] == [0, 0], results
-    assert ["2 of 2 cases pass" in out for _, out, _ in results] == [True, False]
+    assert [status for status, _ in results] == [0, 0], results
+    assert ["2 of 2 cases pass" in printed for _, printed in results] == [True, False]
     assert json.loads(report.read_text())["layouts"] == ["CP 2, M 3"]
+
+
+def test_a_launcher_on_a_terminal_ends_its_bar_before_the_report(two_nodes):
+    ((_, printed), _), _ = two_nodes
+    bar, report = printed.split("PASS: ")
+    assert "verifying" in bar
+    assert "megatron-core   " in report
+    assert "verifying" not in report
+    assert ERASE_LINE not in report
 
 
 @pytest.mark.launches

@@ -142,6 +142,32 @@ def test_a_framework_without_what_the_integration_looks_up_fails(verl_that, fork
     assert not framework["passed"]
 
 
+@pytest.mark.parametrize(
+    ("framework", "module", "state"),
+    [
+        ("ms-swift", "swift.absent", "FAIL"),  # its package is swift.megatron
+        ("ms-swift", "megatron.absent", "NOT RUN"),
+        ("bridge", "megatron.bridge.absent", "FAIL"),
+        ("bridge", "megatron.absent", "NOT RUN"),
+        ("slime", "megatron.training.absent", "NOT RUN"),
+    ],
+)
+def test_a_module_that_the_framework_itself_lacks_fails_and_one_of_others_is_not_run(
+    monkeypatch, tmp_path, framework, module, state
+):
+    monkeypatch.delitem(sys.modules, "swift", raising=False)
+    (tmp_path / "swift").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+
+    def imports():
+        importlib.import_module(module)
+
+    outcome = outcome_of(Check(name="one", function="f", compare=imports), framework=framework)
+    assert outcome.state == state, outcome.explanation
+    assert "ModuleNotFoundError: No module named" in outcome.explanation
+
+
 def test_an_option_that_a_framework_no_longer_has_is_named(monkeypatch):
     training = types.ModuleType("megatron.training.arguments")
     training.parse_args = lambda provider, **_: provider(types.SimpleNamespace())

@@ -17,7 +17,7 @@ import torch
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import BETA, as_reference, reference_options
-from megatron_lossagg.verify.causes import Cause, multiple
+from megatron_lossagg.verify.causes import Cause
 from megatron_lossagg.verify.sequences import padding_sequence, zigzag
 
 
@@ -91,6 +91,15 @@ def weighted(weights):
 
 def twice(weight_Y):
     return weight_Y, weight_Y
+
+
+def multiple(gradient, report=lambda facts: 1):
+    """Predict multiples of the right gradient and of the right reported loss."""
+
+    def predict(facts, case, wanted):
+        return float(gradient(facts)) * wanted.slope_Y, float(report(facts)) * wanted.loss
+
+    return predict
 
 
 def scaled_as(**sizes):

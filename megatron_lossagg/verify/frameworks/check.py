@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from megatron_lossagg.verify.frameworks import FRAMEWORKS
 
 __all__ = [
     "FAIL",
+    "HOOK",
     "NOT_RUN",
     "PASS",
     "Check",
@@ -28,9 +30,11 @@ __all__ = [
     "Outcome",
     "State",
     "cells",
+    "check_hooked",
     "compare",
     "counted",
     "ended_by",
+    "loop_not_run",
     "none_ran",
     "outcome_of",
     "over",
@@ -41,6 +45,8 @@ PASS: State = "PASS"
 FAIL: State = "FAIL"
 NOT_RUN: State = "NOT RUN"
 
+HOOK = "get_forward_backward_func"
+"""What a framework's loop calls for Megatron's schedule."""
 _PACKAGE = Path(megatron_lossagg.__file__).parent
 
 
@@ -148,19 +154,46 @@ def outcome_of(check: Check, *, framework: str) -> Outcome:
     )
 
 
+def check_hooked(module: ModuleType, install: Callable[[], object]) -> None:
+    """Install an integration, and look at the name that a module's loop calls."""
+    stock = getattr(module, HOOK, None)
+    install()
+    bound = getattr(module, HOOK)
+    if getattr(bound, "__wrapped__", None) is not stock:
+        raise FrameworkError(
+            f"got {bound!r} as {module.__name__}.{HOOK} after install, expected the hooked "
+            f"{stock!r}: use a release that the integration was written for (docs/integrations)"
+        )
+
+
+def loop_not_run(name: str, function: str) -> Check:
+    """Return the check of a training loop that needs GPUs: it is not run."""
+
+    def refuse() -> None:
+        raise NotRunError(
+            f"{name} builds its models for CUDA through Transformer Engine, expected a loop that "
+            "runs on the CPU: train a few steps at two layouts on your GPUs and compare loss and "
+            "grad norm"
+        )
+
+    return Check(name="the training loop", function=function, compare=refuse)
+
+
 def ended_by(error: BaseException, check: str, *, framework: str, function: str = "") -> Outcome:
     """Describe what a check raised, or, without a ``function``, what listing the checks raised.
 
     Not run: :class:`NotRunError`, a missing package that is not the framework itself, and whatever
     the framework's own import raises. All else fails.
     """
-    own = f"{FRAMEWORKS[framework].package}."
+    own = FRAMEWORKS[framework].package
+    if not own.startswith("megatron."):  # which several projects share
+        own = own.partition(".")[0]
     lines = str(error).strip().splitlines() or ["no message"]
     text = f"{type(error).__name__}: {lines[0].rstrip('.')}"
     state = NOT_RUN
     if isinstance(error, NotRunError):
         text = str(error)
-    elif isinstance(error, ModuleNotFoundError) and not f"{error.name}.".startswith(own):
+    elif isinstance(error, ModuleNotFoundError) and not f"{error.name}.".startswith(f"{own}."):
         package = str(error.name).partition(".")[0]
         remedy = f"Install the package that provides {package}"
         if package == "megatron":

@@ -21,18 +21,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lossagg.aggregation import ALIASES, Aggregation
+from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.plan import plan_step
 from megatron_lossagg.sequences import Sequences
 from megatron_lossagg.verify.frameworks.check import (
+    HOOK,
     Check,
     Comparison,
-    FrameworkError,
-    NotRunError,
+    check_hooked,
     compare,
+    loop_not_run,
 )
-from megatron_lossagg.verify.frameworks.step import Microbatch, Step, aggregations
+from megatron_lossagg.verify.frameworks.step import Microbatch, Step, aggregations, aliases
 
 __all__ = ["ALIASED", "checks", "grpo_loss", "grpo_losses", "taken_apart"]
 
@@ -41,11 +42,7 @@ _SFT = "swift.megatron.trainers.trainer.MegatronTrainer"
 _GRPO = "swift.megatron.trainers.grpo_trainer.MegatronGRPOTrainer"
 _IGNORED, _LENGTH, _TAU, _CLIP = -100, 11, 1.05, 0.2
 
-ALIASED = {
-    name.partition(":")[2]: Aggregation(name, divisor=_LENGTH if "dr_" in name else None)
-    for name in ALIASES
-    if name.startswith("ms-swift:")
-}
+ALIASED = aliases("ms-swift", divisor=_LENGTH)
 """The aggregation of each ``loss_type``."""
 
 
@@ -56,7 +53,7 @@ def checks(aggregation: Aggregation) -> list[Check]:
     listed = [
         Check(
             name=f"base is hooked, {aggregation.mode}",
-            function=f"{_BASE}.get_forward_backward_func",
+            function=f"{_BASE}.{HOOK}",
             compare=partial(_bound, aggregation),
         )
     ]
@@ -71,7 +68,7 @@ def checks(aggregation: Aggregation) -> list[Check]:
         run = partial(_grpo, loss_type)
         name = f"ms-swift:{loss_type}"
         listed.append(Check(name=name, function=f"{_GRPO}.loss_func", compare=run))
-    listed.append(Check(name="the training loop", function=f"{_SFT}.train", compare=_loop))
+    listed.append(loop_not_run("ms-swift", f"{_SFT}.train"))
     return listed
 
 
@@ -81,20 +78,11 @@ def _check_grpo(name: str, aggregation: Aggregation, loss_type: str = "grpo") ->
 
 
 def _bound(aggregation: Aggregation) -> None:
-    """Install the integration, and look at the name that the trainers call."""
     from swift.megatron.trainers import base
 
     from megatron_lossagg.integrations.ms_swift import install
 
-    stock = base.get_forward_backward_func
-    install(aggregation)
-    bound = base.get_forward_backward_func
-    if getattr(bound, "__wrapped__", None) is not stock:
-        raise FrameworkError(
-            f"got {bound!r} as {_BASE}.get_forward_backward_func after install, expected the "
-            f"hooked {stock!r}: use a release that the integration was written for "
-            "(docs/integrations)"
-        )
+    check_hooked(base, partial(install, aggregation))
 
 
 def _sft(aggregation: Aggregation) -> Comparison:
@@ -286,10 +274,3 @@ def _one_rank(*, dp_size: int) -> Iterator[None]:
             parallel_state.get_data_parallel_world_size = own
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
-
-
-def _loop() -> None:
-    raise NotRunError(
-        "ms-swift builds its models for CUDA through Transformer Engine, expected a loop that runs "
-        "on the CPU: train a few steps at two layouts on your GPUs and compare loss and grad norm"
-    )

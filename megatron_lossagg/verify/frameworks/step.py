@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_lossagg.aggregation import ALIASES, Aggregation
+from megatron_lossagg.aggregation import ALIASES, MODES, Aggregation
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import MASK_CASES, reference_options
 from megatron_lossagg.verify.sequences import VOCABULARY
@@ -264,9 +264,11 @@ def aggregations() -> dict[str, Aggregation]:
 
 
 def aliases(framework: str, *, divisor: float) -> dict[str, Aggregation]:
-    """Return the aggregation of each name of a framework's own; those with a norm divide."""
-    names = [name.partition(":")[2] for name in ALIASES if name.startswith(f"{framework}:")]
-    return {
-        name: Aggregation(f"{framework}:{name}", divisor=divisor if name.endswith("norm") else None)
-        for name in names
-    }
+    """Return the aggregation of each name of a framework, with ``divisor`` if it takes one."""
+    made = {}
+    for alias, name in ALIASES.items():
+        system, _, own = alias.partition(":")
+        if system == framework:
+            needs = MODES[name.mode].divisor == "required"
+            made[own] = Aggregation(alias, divisor=divisor if needs else None)
+    return made

@@ -1,13 +1,15 @@
-"""What is counted: operations, bytes and tensors held, for any number of sequences."""
+"""What is counted of a call: operations, bytes and tensors held, for any number of sequences."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from benchmarks.counting import Counted, bytes_saved_for_backward, counted
+from benchmarks.counting import Counted, counted
 from benchmarks.workloads import AGGREGATION, TOKEN_MEAN, Workload
 from megatron_lossagg import Aggregation
 from megatron_lossagg.reducer import Reducer
@@ -107,3 +109,32 @@ def held_for_backward(workload: Workload) -> dict[str, float]:
         [reducer, reducer, token_mean, token_mean, constant, constant],
     )
     return dict(zip(HELD_OF, map(held, calls), strict=True))
+
+
+def bytes_saved_for_backward(call: Callable[[], Tensor]) -> int:
+    """Count the bytes that the graph of ``call`` holds, each storage once."""
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = call()
+    for tensor in _attributes_of_graph(loss):
+        keep(tensor)
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def _attributes_of_graph(loss: Tensor) -> Iterator[Tensor]:
+    """Find tensors that an autograd function keeps as plain attributes, which no hook sees."""
+    seen, todo = set(), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        kept = tree_leaves(list(getattr(node, "__dict__", {}).values()))
+        yield from (leaf for leaf in kept if isinstance(leaf, Tensor))
+        todo.extend(after for after, _ in node.next_functions)
