@@ -99,9 +99,11 @@ def run(args: argparse.Namespace) -> int:
         options=options,
         integration=integration(),
     )
-    status = _run(script, on_cpu=args.cpu)
+    try:
+        status = _run(script, on_cpu=args.cpu)
+    finally:
+        atexit.unregister(megatron_lm.report_if_unused)  # said below, or by the status
     if status == 0 and hook.num_steps == 0:
-        atexit.unregister(megatron_lm.report_if_unused)  # once is enough
         if not hook.is_found:
             raise ContractError(
                 f"{script} ended without a step that {hook.flag} could reach: "

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -214,34 +214,16 @@ def rebind(hook: ScheduleHook, modules: Sequence[str], framework: str) -> Schedu
             )
     for name, stock in stocks.items():
         setattr(importlib.import_module(name), _HOOK, _hooked(hook, stock))
-    _keep_exit_status()
     atexit.register(report_if_unused, hook, framework)
     return hook
-
-
-_exit_status: list[Any] = []
-"""What ``sys.exit`` was called with last."""
-
-
-def _keep_exit_status() -> None:
-    """Keep what ``sys.exit`` gets: nothing tells a function at exit how the process ends."""
-    stock = sys.exit
-
-    @functools.wraps(stock)
-    def kept(status: Any = None, /) -> NoReturn:
-        _exit_status[:] = [status]
-        stock(status)
-
-    sys.exit = kept
 
 
 def report_if_unused(hook: ScheduleHook, framework: str) -> None:
     """Print, as the process ends, that no step reached the hook.
 
-    Nothing where an exception or an exit status other than 0 ends it: that says why already.
+    Nothing where an exception ends it: that says why already.
     """
-    failed = hasattr(sys, "last_value") or any(_exit_status)
-    if hook.num_steps == 0 and not failed:
+    if hook.num_steps == 0 and not hasattr(sys, "last_value"):
         why = (
             f"the training loop of {framework} had no step left to do"
             if hook.is_found

@@ -362,6 +362,12 @@ def test_a_script_without_a_training_step_is_an_error(megatron_lm):
     assert "no step reached" not in text  # one error, not two
 
 
+def test_a_script_that_ends_with_a_status_says_only_why(megatron_lm):
+    text = megatron_lm("mock", "--unknown-option", *SAMPLE_MEAN, fails=True)
+    assert "unrecognized arguments: --unknown-option" in text
+    assert "no step reached" not in text
+
+
 CPU_NEEDS = {
     "torch.cuda.device_count": "DP2",
     "torch.cuda.set_device": "DP2",
