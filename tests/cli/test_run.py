@@ -128,6 +128,8 @@ ENDS = {
     "sys.exit()": (0, "without the training loop of a loop"),
     "try: sys.exit(2)\nexcept SystemExit: pass": (0, "without the training loop of a loop"),
     "sys.exit(2)": (2, "without the training loop of a loop"),
+    "lossagg_run('sys.exit(2)')": (2, None),
+    "lossagg_run('pass')": (1, None),  # it says so itself
     "raise ValueError('MASTER_ADDR expected')": (1, None),
 }
 
@@ -142,6 +144,15 @@ from megatron_lossagg.schedule import ScheduleHook
 hook = ScheduleHook(Aggregation("token_mean"), megatron_lm.PretrainIntegration())
 megatron_lm.rebind(hook, ["a_loop"], "a loop")
 import a_loop
+
+def lossagg_run(code):
+    from megatron_lossagg.cli.main import main
+
+    script = f"{folder}/{{os.getpid()}}.py"
+    with open(script, "w") as file:
+        file.write("import sys\\n" + code)
+    sys.exit(main(["run", script, "--loss-aggregation", "token_mean"]))
+
 statuses = []
 for number, ends in enumerate({ends!r}):
     if os.fork() == 0:  # one import for all; each child ends as a process does
@@ -157,7 +168,9 @@ exec(ends)
 
 @pytest.mark.launches
 def test_a_process_says_that_no_step_came_unless_an_exception_ends_it(tmp_path):
-    (tmp_path / "a_loop.py").write_text("def get_forward_backward_func():\n    return print\n")
+    for module in ("a_loop.py", "megatron/training/training.py"):
+        (tmp_path / module).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / module).write_text("def get_forward_backward_func():\n    return print\n")
     code = LOOP.format(folder=str(tmp_path), ends=list(ENDS))
     environment = {"PYTHONPATH": worker_path()}
     written = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
