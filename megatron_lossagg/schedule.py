@@ -91,9 +91,13 @@ class Integration(ABC):
     gives_token_weights = False
     """Whether, under ``count="weights"``, :meth:`sequences` and :meth:`loss` give token weights."""
 
-    counts_parts = False
-    """Whether, with dynamic context parallelism, :meth:`sequences` counts the parts of sequences
-    that this rank holds, with one sample id for all parts of a sequence."""
+    @property
+    def counts_parts(self) -> bool:
+        """Whether, with dynamic context parallelism, :meth:`sequences` counts parts of sequences.
+
+        They are those that this rank holds, with one sample id for all parts of a sequence.
+        """
+        return False
 
     @abstractmethod
     def sequences(self, data: Any) -> MicrobatchSequences:

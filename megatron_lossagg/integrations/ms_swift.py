@@ -24,12 +24,8 @@ from torch import Tensor
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.integrations.megatron_lm import (
-    count_segments,
-    rebind,
-    to_numpy,
-    with_weights,
-)
+from megatron_lossagg.integrations._rebind import rebind
+from megatron_lossagg.integrations._segments import count_segments, to_numpy, with_weights
 from megatron_lossagg.options import Options
 from megatron_lossagg.schedule import FrameworkLoss, Integration, ScheduleHook
 

@@ -31,7 +31,8 @@ from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.aggregator import LossAggregator
 from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.integrations.megatron_lm import rebind, to_numpy
+from megatron_lossagg.integrations._rebind import rebind
+from megatron_lossagg.integrations._segments import to_numpy
 from megatron_lossagg.integrations.ms_swift import named, reducing, reported
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.options import Options

@@ -138,11 +138,12 @@ LOOP = """
 import os, sys
 sys.path.insert(0, {folder!r})
 from megatron_lossagg import Aggregation
-from megatron_lossagg.integrations import megatron_lm
+from megatron_lossagg.integrations._rebind import rebind
+from megatron_lossagg.integrations.megatron_lm import PretrainIntegration
 from megatron_lossagg.schedule import ScheduleHook
 
-hook = ScheduleHook(Aggregation("token_mean"), megatron_lm.PretrainIntegration())
-megatron_lm.rebind(hook, ["a_loop"], "a loop")
+hook = ScheduleHook(Aggregation("token_mean"), PretrainIntegration())
+rebind(hook, ["a_loop"], "a loop")
 import a_loop
 
 def lossagg_run(code):
