@@ -77,7 +77,7 @@ class MaskedSumIntegration(Integration):
             losses=output.reshape(-1),
             mask=(mask.reshape(-1) != 0) if self.weighs_tokens else mask.reshape(-1),
             token_weights=mask.reshape(-1) if self.weighs_tokens else None,
-            report=returned[-1],
+            returned=returned,
             masked_sum=theirs.reshape(()),
         )
 

@@ -133,7 +133,7 @@ class SwiftIntegration(TrainerIntegration):
             losses=losses,
             mask=mask,
             token_weights=weights,
-            report=returned[-1],
+            returned=returned,
             masked_sum=returned[0],
         )
 

@@ -143,14 +143,14 @@ class GRPOIntegration(TrainerIntegration):
                 f"got {returned!r} from ms-swift's GRPO loss, expected its scalar and a report, as "
                 "of 4.6.0"
             )
-        theirs, report = returned
+        theirs = returned[0]
         losses, mask = products.summed_into(theirs)
         check = self._check(batch, output, theirs, losses, mask)
         added = (0, self._num_added(output.shape[1]))
         return FrameworkLoss(
             losses=pad(losses if has_gradient else losses.detach(), added).reshape(-1),
             mask=pad(mask, added).reshape(-1),
-            report=report,
+            returned=returned,
             check=(check, _describe),
         )
 
