@@ -175,10 +175,10 @@ class ScheduleHook:
 
     For a framework whose model does not exist yet: the first call makes the
     :class:`LossAggregator`. With a model, :meth:`LossAggregator.wrap` makes the hook.
-    ``aggregation``: None if the framework's own loss is trained and ``options.shadow`` only
-    reports what others would give. Raises :class:`AggregationError` for ``prompt_mean`` if the
-    integration has no prompt ids, for ``count="weights"`` if it has no token weights, for None
-    without a shadow, and for None with a record.
+    ``aggregation``: what is trained; None trains the framework's own loss, and ``options.shadow``
+    only reports what others would give. ``options``: of the run. Raises :class:`AggregationError`
+    for ``prompt_mean`` if the integration has no prompt ids, for ``count="weights"`` if it has no
+    token weights, for None without a shadow, and for None with a record.
     """
 
     def __init__(

@@ -55,10 +55,10 @@ class BridgeIntegration(MaskedSumIntegration):
 def install(aggregation: Aggregation | None, *, options: Options | None = None) -> ScheduleHook:
     """Rebind Megatron-Bridge's schedules in this process; return the hook, which counts its steps.
 
-    A loss with more terms (distillation) is refused in the step that has them, an output that is a
-    tuple in the first one. Raises :class:`ContractError` where Bridge is not there, and what
-    :class:`~megatron_lossagg.schedule.ScheduleHook` raises, which says what the arguments are:
-    ``prompt_mean`` is refused, for there are no prompt ids.
+    The arguments are those of :class:`~megatron_lossagg.schedule.ScheduleHook`; ``prompt_mean`` is
+    refused, for there are no prompt ids. A loss with more terms (distillation) is refused in the
+    step that has them, an output that is a tuple in the first one. Raises :class:`ContractError`
+    where Bridge is not there.
     """
     hook = ScheduleHook(aggregation, BridgeIntegration(), options=options)
     modules = ["megatron.bridge.training.train", "megatron.bridge.training.eval"]

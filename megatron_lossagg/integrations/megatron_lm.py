@@ -113,10 +113,10 @@ def install(
 ) -> ScheduleHook:
     """Rebind Megatron-LM's schedule in this process; return the hook, which counts its steps.
 
-    Call it before ``pretrain``, with ``megatron.training`` on the path. ``integration``: by default
+    Call it before ``pretrain``, with ``megatron.training`` on the path. The arguments are those of
+    :class:`~megatron_lossagg.schedule.ScheduleHook`, ``integration`` by default
     :class:`PretrainIntegration`. Raises :class:`ContractError` where ``megatron.training.training``
-    has no such name, and what :class:`~megatron_lossagg.schedule.ScheduleHook` raises, which says
-    what the other arguments are.
+    has no such name.
     """
     integration = integration or PretrainIntegration()
     hook = ScheduleHook(aggregation, integration, options=options)

@@ -147,10 +147,10 @@ def install(aggregation: Aggregation | None, *, options: Options | None = None) 
     """Rebind ms-swift's schedule in this process; return the hook, which counts its steps.
 
     Call it in a Python file that ``--external_plugins`` names: ms-swift runs it on every rank
-    before it builds the trainer. Raises :class:`ContractError` where ms-swift 4.6.0 is not there,
-    and what :class:`~megatron_lossagg.schedule.ScheduleHook` raises, which says what the arguments
-    are: ``prompt_mean`` is refused, for there are no prompt ids. Adds one all-reduce to each line
-    of the log, over data and context parallelism.
+    before it builds the trainer. The arguments are those of
+    :class:`~megatron_lossagg.schedule.ScheduleHook`; ``prompt_mean`` is refused, for there are no
+    prompt ids. Raises :class:`ContractError` where ms-swift 4.6.0 is not there. Adds one all-reduce
+    to each line of the log, over data and context parallelism.
     """
     sft = trainer_class(*_SFT)
     if "_log_callback" not in vars(sft):
