@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.exchange import gather_counts
 from megatron_lossagg.integers import IntsLike, checked_integers, is_integer
@@ -142,7 +141,6 @@ class StepBuffer:
         *,
         group: ProcessGroup | None = None,
         tp_group: ProcessGroup | None = None,
-        totals: StepTotals | None = None,
         options: Options = _DEFAULTS,
     ) -> StepPlan:
         """Count the buffered microbatches and plan the step; see :func:`plan_step`.
@@ -174,14 +172,7 @@ class StepBuffer:
             num_microbatches=self.num_microbatches,
         )
         try:
-            plan = plan_step(
-                aggregation,
-                given,
-                group=group,
-                totals=totals,
-                options=options,
-                fault=fault,
-            )
+            plan = plan_step(aggregation, given, group=group, options=options, fault=fault)
         except PlanError as error:
             raise error from cause
         numbers = itertools.count()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -24,7 +24,6 @@ from megatron_lossagg.scaling import LossScaling, ddp_factor
 __all__ = [
     "Frozen",
     "LiveGroups",
-    "check_config",
     "checked_loss_scaling",
     "is_rerunning",
     "megatron_version",
@@ -97,22 +96,7 @@ class LiveGroups:
                 f"not split the chunk's data-parallel ranks {list(dp_cp)} into groups such as "
                 f"{list(dp)}: build model and DistributedDataParallel with the same groups"
             )
-        stages = _ranks(first.pp_group)
-        if getattr(first.config, "dynamic_context_parallel", False):
-            # A rank's part of a sequence is counted as a sequence of its own, over all ranks.
-            return LiveGroups(
-                dp_cp_group=first.dp_cp_group,
-                dp_group=first.dp_cp_group,
-                dp_size=len(dp_cp),
-                dp_cp_size=len(dp_cp),
-                cp_group=None,
-                cp_size=1,
-                cp_rank=0,
-                tp_group=_model_group(first, "tp"),
-                pp_group=first.pp_group,
-                is_last_stage=stages[-1] == dist.get_rank(),
-            )
-        return LiveGroups(
+        groups = LiveGroups(
             dp_cp_group=first.dp_cp_group,
             dp_group=first.dp_group,
             dp_size=len(dp),
@@ -122,8 +106,19 @@ class LiveGroups:
             cp_rank=cp.index(dist.get_rank()),
             tp_group=_model_group(first, "tp"),
             pp_group=first.pp_group,
-            is_last_stage=stages[-1] == dist.get_rank(),
+            is_last_stage=_ranks(first.pp_group)[-1] == dist.get_rank(),
         )
+        if getattr(first.config, "dynamic_context_parallel", False):
+            # A rank's part of a sequence is counted as a sequence of its own, over all ranks.
+            return replace(
+                groups,
+                dp_group=groups.dp_cp_group,
+                dp_size=groups.dp_cp_size,
+                cp_group=None,
+                cp_size=1,
+                cp_rank=0,
+            )
+        return groups
 
 
 def _ranks(group: ProcessGroup) -> tuple[int, ...]:
@@ -162,8 +157,15 @@ def checked_loss_scaling(chunks: Sequence[Any], *, counts_parts: bool = False) -
         raise ContractError("got no model chunk: pass the chunks that the schedule gets")
     for chunk in chunks:
         _check_wrapper(chunk)
-    check_config(chunks[0].config, len(chunks), counts_parts=counts_parts)
-    return "per_token" if chunks[0].config.calculate_per_token_loss else "average"
+    config = chunks[0].config
+    check_options(
+        "model config",
+        config,
+        cp_size=int(config.context_parallel_size),
+        num_chunks=len(chunks),
+        counts_parts=counts_parts,
+    )
+    return "per_token" if config.calculate_per_token_loss else "average"
 
 
 def _check_wrapper(chunk: Any) -> None:
@@ -178,17 +180,6 @@ def _check_wrapper(chunk: Any) -> None:
             "the wrapped chunks that the schedule gets, after wrapping; Megatron-FSDP and FSDP2 "
             "reduce gradients by rules of their own that are not compensated here"
         )
-
-
-def check_config(config: Any, num_chunks: int, *, counts_parts: bool = False) -> None:
-    """Reject what :data:`~megatron_lossagg.megatron_options.OPTIONS` rejects in a config."""
-    check_options(
-        "model config",
-        config,
-        cp_size=int(config.context_parallel_size),
-        num_chunks=num_chunks,
-        counts_parts=counts_parts,
-    )
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,8 @@ class FrameworkLoss:
     """Per-token losses in the layout's order, with every term that is trained."""
     mask: Tensor
     """The 0/1 mask that the framework would multiply them by, as the layout wants it."""
-    report: Mapping[str, Tensor]
-    """The framework's own report; it is kept next to ours."""
+    returned: tuple[Any, ...]
+    """What the framework's loss_func returned: its loss, a count where it has one, its report."""
     token_weights: Tensor | None = None
     """v_t of each position of ``mask``, which multiply the losses; for ``count="weights"``."""
     masked_sum: Tensor | None = None
@@ -58,6 +58,12 @@ class FrameworkLoss:
 
     They are read when the step ends, in an evaluation too. None: there is none.
     """
+
+    @property
+    def report(self) -> Mapping[str, Tensor]:
+        """The framework's own report; it is kept next to ours."""
+        report: Mapping[str, Tensor] = self.returned[-1]
+        return report
 
 
 class Integration(ABC):
@@ -76,8 +82,9 @@ class Integration(ABC):
         ...         return MicrobatchSequences(active_tokens=active, lengths=lengths)
         ...
         ...     def loss(self, loss_func, output):
-        ...         losses, mask = loss_func(output)  # per token, before any sum
-        ...         return FrameworkLoss(losses=losses, mask=mask, report={})
+        ...         returned = loss_func(output)  # what the schedule would take
+        ...         mask = loss_func.args[0]  # of functools.partial(loss_func, mask)
+        ...         return FrameworkLoss(losses=output, mask=mask, returned=returned)
         >>> masks = [torch.tensor([1, 1, 0, 1]), torch.tensor([1, 0])]
         >>> MyIntegration().sequences({"masks": masks}).active_tokens
         [3, 1]
@@ -91,9 +98,13 @@ class Integration(ABC):
     gives_token_weights = False
     """Whether, under ``count="weights"``, :meth:`sequences` and :meth:`loss` give token weights."""
 
-    counts_parts = False
-    """Whether, with dynamic context parallelism, :meth:`sequences` counts the parts of sequences
-    that this rank holds, with one sample id for all parts of a sequence."""
+    @property
+    def counts_parts(self) -> bool:
+        """Whether, with dynamic context parallelism, :meth:`sequences` counts parts of sequences.
+
+        They are those that this rank holds, with one sample id for all parts of a sequence.
+        """
+        return False
 
     @abstractmethod
     def sequences(self, data: Any) -> MicrobatchSequences:
@@ -164,10 +175,10 @@ class ScheduleHook:
 
     For a framework whose model does not exist yet: the first call makes the
     :class:`LossAggregator`. With a model, :meth:`LossAggregator.wrap` makes the hook.
-    ``aggregation``: None if the framework's own loss is trained and ``options.shadow`` only
-    reports what others would give. Raises :class:`AggregationError` for ``prompt_mean`` if the
-    integration has no prompt ids, for ``count="weights"`` if it has no token weights, for None
-    without a shadow, and for None with a record.
+    ``aggregation``: what is trained; None trains the framework's own loss, and ``options.shadow``
+    only reports what others would give. ``options``: of the run. Raises :class:`AggregationError`
+    for ``prompt_mean`` if the integration has no prompt ids, for ``count="weights"`` if it has no
+    token weights, for None without a shadow, and for None with a record.
     """
 
     def __init__(
@@ -421,11 +432,10 @@ class _Replay:
         self, microbatch: StepMicrobatch, loss_func: Callable[..., Any], output: Tensor
     ) -> Any:
         """Return what the framework's loss_func returned, with the shadows in its report."""
-        kept = _Kept(loss_func)
-        framework, mb = self._taken_apart(microbatch, kept.loss_func, output)
-        *trained, theirs = kept.returned if kept.returned is not None else loss_func(output)
+        framework, mb = self._taken_apart(microbatch, loss_func, output)
+        trained = framework.returned[:-1]
         stock = self._step.stock_report(*trained) if len(trained) == 2 else {}
-        return *trained, {**theirs, **mb.shadow(framework.losses), **stock}
+        return *trained, {**framework.report, **mb.shadow(framework.losses), **stock}
 
     def _taken_apart(
         self, microbatch: StepMicrobatch, loss_func: Callable[..., Any], output: Tensor
@@ -448,30 +458,11 @@ class _Replay:
         if framework.check is not None:
             faults.record(*framework.check)
         if self._compares:
-            compare(framework, faults, microbatch.index)
+            _compare_sum(framework, faults, microbatch.index)
         return framework, mb
 
 
-class _Kept:
-    """A framework's loss_func that keeps what it returned; a partial stays one."""
-
-    def __init__(self, loss_func: Callable[..., Any]) -> None:
-        self.returned: Any = None
-        inner = loss_func
-        given: tuple[Any, ...] = ()
-        named: dict[str, Any] = {}
-        if isinstance(loss_func, functools.partial):
-            inner, given, named = loss_func.func, loss_func.args, loss_func.keywords
-
-        @functools.wraps(inner)
-        def keeping(*args: Any, **kwargs: Any) -> Any:
-            self.returned = inner(*args, **kwargs)
-            return self.returned
-
-        self.loss_func = functools.partial(keeping, *given, **named) if given or named else keeping
-
-
-def compare(framework: FrameworkLoss, faults: Faults, microbatch: int) -> None:
+def _compare_sum(framework: FrameworkLoss, faults: Faults, microbatch: int) -> None:
     """Compare the framework's loss with the masked sum; ``faults`` are read later."""
     if framework.masked_sum is None:
         return

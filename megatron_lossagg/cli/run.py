@@ -91,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
             "'s pretrain: wrap its schedule with LossAggregator.wrap"
         )
     from megatron_lossagg.integrations import megatron_lm, megatron_rl
+    from megatron_lossagg.integrations._rebind import report_if_unused
 
     is_rl = script.name == "train_rl.py"
     integration = megatron_rl.RLIntegration if is_rl else megatron_lm.PretrainIntegration
@@ -99,9 +100,11 @@ def run(args: argparse.Namespace) -> int:
         options=options,
         integration=integration(),
     )
-    status = _run(script, on_cpu=args.cpu)
+    try:
+        status = _run(script, on_cpu=args.cpu)
+    finally:
+        atexit.unregister(report_if_unused)  # said below, or by the status
     if status == 0 and hook.num_steps == 0:
-        atexit.unregister(megatron_lm.report_if_unused)  # once is enough
         if not hook.is_found:
             raise ContractError(
                 f"{script} ended without a step that {hook.flag} could reach: "

@@ -12,19 +12,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.buffer import MicrobatchSequences
-from megatron_lossagg.integrations.megatron_lm import PretrainIntegration, rebind
+from megatron_lossagg.integrations._masked_sum import MaskedSumIntegration
+from megatron_lossagg.integrations._rebind import rebind
 from megatron_lossagg.megatron_options import check_options
 from megatron_lossagg.options import Options
-from megatron_lossagg.schedule import Integration, ScheduleHook
+from megatron_lossagg.schedule import ScheduleHook
 
 __all__ = ["BridgeIntegration", "install"]
 
 
-class BridgeIntegration(PretrainIntegration):
-    """Megatron-Bridge's text data; each packed sequence is split over context-parallel ranks."""
+class BridgeIntegration(MaskedSumIntegration):
+    """Megatron-Bridge's text data; each packed sequence is split over context-parallel ranks.
 
-    counts_parts = False
+    Bridge at 067f987d pads no pack after it was read.
+    """
 
     def __init__(self) -> None:
         self._state: Any = None
@@ -50,26 +51,15 @@ class BridgeIntegration(PretrainIntegration):
         train_state = getattr(self._state, "train_state", None)
         return None if train_state is None else train_state.step + 1
 
-    def _padded(self, found: MicrobatchSequences) -> MicrobatchSequences:
-        """Add nothing: Bridge at 067f987d pads no pack after it was read."""
-        return found
 
-
-def install(
-    aggregation: Aggregation | None,
-    *,
-    options: Options | None = None,
-    integration: Integration | None = None,
-) -> ScheduleHook:
+def install(aggregation: Aggregation | None, *, options: Options | None = None) -> ScheduleHook:
     """Rebind Megatron-Bridge's schedules in this process; return the hook, which counts its steps.
 
-    ``aggregation``: None trains stock and reports ``options.shadow`` only. ``integration``: by
-    default :class:`BridgeIntegration`; a loss with more terms (distillation) is
-    refused in the step that has them, an output that is a tuple in the first one. Raises
-    :class:`ContractError` where Bridge is not there, and what
-    :class:`~megatron_lossagg.schedule.ScheduleHook` raises: ``prompt_mean``, for there are no
-    prompt ids.
+    The arguments are those of :class:`~megatron_lossagg.schedule.ScheduleHook`; ``prompt_mean`` is
+    refused, for there are no prompt ids. A loss with more terms (distillation) is refused in the
+    step that has them, an output that is a tuple in the first one. Raises :class:`ContractError`
+    where Bridge is not there.
     """
-    hook = ScheduleHook(aggregation, integration or BridgeIntegration(), options=options)
+    hook = ScheduleHook(aggregation, BridgeIntegration(), options=options)
     modules = ["megatron.bridge.training.train", "megatron.bridge.training.eval"]
     return rebind(hook, modules, "Megatron-Bridge")

@@ -26,14 +26,16 @@ from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.aggregator import LossAggregator
 from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.integrations.megatron_lm import PretrainIntegration, count_segments, to_numpy
+from megatron_lossagg.integrations._masked_sum import MaskedSumIntegration
+from megatron_lossagg.integrations._segments import count_segments, to_numpy
+from megatron_lossagg.integrations.megatron_lm import current_iteration
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.schedule import FrameworkLoss
 
 __all__ = ["RLIntegration"]
 
 
-class RLIntegration(PretrainIntegration):
+class RLIntegration(MaskedSumIntegration):
     """Turns of rollouts, one per entry of the batch or several packed into a bin.
 
     The per-token losses hold policy, KL and entropy terms together. A sample is a rollout with all
@@ -45,7 +47,6 @@ class RLIntegration(PretrainIntegration):
 
     gives_prompts = True
     gives_token_weights = False
-    counts_parts = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,6 +120,10 @@ class RLIntegration(PretrainIntegration):
             return pad(values.view(output.shape), (0, 1)).reshape(-1)
 
         return replace(found, losses=whole(found.losses), mask=whole(found.mask))
+
+    def iteration(self) -> int | None:
+        """Number the step as Megatron-LM's log does."""
+        return current_iteration()
 
     def layout(self, aggregator: LossAggregator, lengths: Sequence[int]) -> Layout:
         """Split as Transformer Engine does, whatever ``cp_partition_mode`` says, and gathered."""

@@ -1,46 +1,41 @@
 """ms-swift's Megatron trainer: ``install(aggregation)`` in a file of ``--external_plugins``.
 
-Training and evaluation of ``BaseMegatronTrainer`` look up one name, ``get_forward_backward_func``,
-in one module; it is rebound. A microbatch is a dict with ``labels``, -100 where nothing is trained,
-``position_ids`` and ``seq_lens``; the trainer shifts the labels and slices them for context
-parallelism. Its loss is a masked sum, each token times its ``loss_scale``. ms-swift multiplies by
-nothing after the schedule. It logs sum / count of each reported pair over microbatches, and reduces
-``loss`` only: what the hook reports next to it is reduced here, when it is logged.
+A microbatch is a dict with ``labels``, -100 where nothing is trained, ``position_ids`` and
+``seq_lens``; the trainer shifts the labels and slices them for context parallelism. Its loss is a
+masked sum, each token times its ``loss_scale``.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.integrations.megatron_lm import (
-    count_segments,
-    rebind,
-    to_numpy,
-    with_weights,
+from megatron_lossagg.integrations._segments import count_segments, to_numpy, with_weights
+from megatron_lossagg.integrations._swift_trainer import (
+    TrainerIntegration,
+    installed,
+    named,
+    reported,
+    trainer_class,
 )
 from megatron_lossagg.options import Options
-from megatron_lossagg.schedule import FrameworkLoss, Integration, ScheduleHook
+from megatron_lossagg.schedule import FrameworkLoss, ScheduleHook
 
-__all__ = ["SwiftIntegration", "install", "named", "reducing", "reported"]
+__all__ = ["SwiftIntegration", "install"]
 
-_BASE = "swift.megatron.trainers.base"
-_SFT = "swift.megatron.trainers.trainer"
+_SFT = ("swift.megatron.trainers.trainer", "MegatronTrainer")
 _IGNORED = -100
 
 
-class SwiftIntegration(Integration):
+class SwiftIntegration(TrainerIntegration):
     """``MegatronTrainer`` (``megatron sft`` and ``megatron pt``), packed, padding-free or padded.
 
     A sequence is a conversation. Its active tokens are those whose label is not -100. A
@@ -49,29 +44,42 @@ class SwiftIntegration(Integration):
     ``enable_dft_loss`` are refused before the first step.
     """
 
-    loss_name = "loss"
     gives_token_weights = True
-
-    def __init__(self) -> None:
-        self._trainer: Any = None
-        self._weighs_tokens = False
+    _weighs_tokens = False
 
     def prepare(self, aggregations: Sequence[Aggregation]) -> None:
         """Note what ``loss_scale`` means."""
         self._weighs_tokens = any(one.count == "weights" for one in aggregations)
 
-    def applies(self, call: Mapping[str, Any]) -> bool:
-        """Refuse, on every rank and before each step, what this loss is not."""
-        trainer = getattr(call["forward_step_func"], "__self__", None)
+    def check(self, trainer: Any, call: Mapping[str, Any]) -> None:
+        """Raise for a trainer that has another loss or another layout."""
         chunks = call["model"]
         config = (chunks[0] if isinstance(chunks, (list, tuple)) else chunks).config
-        _check_trainer(trainer, config)
-        self._trainer = trainer
-        return super().applies(call)
-
-    def iteration(self) -> int | None:
-        """Number the step as ms-swift's log does: ``state.iteration`` counts finished steps."""
-        return int(self._trainer.state.iteration) + 1
+        sft = trainer_class(*_SFT)
+        if not isinstance(trainer, sft) or type(trainer).loss_func is not sft.loss_func:
+            raise ContractError(
+                f"got the loss of {named(trainer)}, expected that of ms-swift's MegatronTrainer "
+                "(megatron sft, megatron pt): GRPO has ms_swift_grpo.install; train any other "
+                "trainer without megatron_lossagg"
+            )
+        args = trainer.args
+        if args.task_type != "causal_lm":
+            raise ContractError(
+                f"task_type is {args.task_type!r}, expected 'causal_lm': the loss of another task "
+                "is no sum over tokens; train it without megatron_lossagg"
+            )
+        if args.enable_dft_loss:
+            raise ContractError(
+                "enable_dft_loss is set, which multiplies each token's loss by its probability: "
+                "that loss is not known here; drop --enable_dft_loss"
+            )
+        partition = getattr(args, "cp_partition_mode", "zigzag")
+        of_model = getattr(config, "cp_partition_mode", "zigzag")
+        if args.context_parallel_size > 1 and partition != of_model:
+            raise ContractError(
+                f"cp_partition_mode is {partition!r} in ms-swift's arguments and {of_model!r} in "
+                "the model's config, expected the same: the weights are laid out as the config says"
+            )
 
     def sequences(self, data: Any) -> MicrobatchSequences:
         """Count the labels of each conversation; ``data`` is what ms-swift's collator returns."""
@@ -90,7 +98,7 @@ class SwiftIntegration(Integration):
     def _segments(self, data: Mapping[str, Any]) -> tuple[npt.ArrayLike, npt.ArrayLike]:
         """Return where each segment begins, and whether it only fills the buffer."""
         b, s = data["labels"].shape
-        if not self._trainer.args.padding_free:
+        if not self.trainer.args.padding_free:
             return np.arange(b) * s, np.zeros(b)
         positions = data.get("text_position_ids")
         if positions is None:
@@ -125,7 +133,7 @@ class SwiftIntegration(Integration):
             losses=losses,
             mask=mask,
             token_weights=weights,
-            report=returned[-1],
+            returned=returned,
             masked_sum=returned[0],
         )
 
@@ -135,104 +143,20 @@ def _shifted(values: Tensor) -> npt.NDArray[Any]:
     return to_numpy(torch.roll(values, -1, dims=-1)).ravel()
 
 
-def _check_trainer(trainer: Any, config: Any) -> None:
-    """Raise for a trainer that has another loss or another layout."""
-    sft = _trainer_class()
-    if not isinstance(trainer, sft) or type(trainer).loss_func is not sft.loss_func:
-        raise ContractError(
-            f"got the loss of {named(trainer)}, expected that of ms-swift's MegatronTrainer "
-            "(megatron sft, megatron pt): GRPO has ms_swift_grpo.install; train any other trainer "
-            "without megatron_lossagg"
-        )
-    args = trainer.args
-    if args.task_type != "causal_lm":
-        raise ContractError(
-            f"task_type is {args.task_type!r}, expected 'causal_lm': the loss of another task is "
-            "no sum over tokens; train it without megatron_lossagg"
-        )
-    if args.enable_dft_loss:
-        raise ContractError(
-            "enable_dft_loss is set, which multiplies each token's loss by its probability: that "
-            "loss is not known here; drop --enable_dft_loss"
-        )
-    partition = getattr(args, "cp_partition_mode", "zigzag")
-    of_model = getattr(config, "cp_partition_mode", "zigzag")
-    if args.context_parallel_size > 1 and partition != of_model:
-        raise ContractError(
-            f"cp_partition_mode is {partition!r} in ms-swift's arguments and {of_model!r} in the "
-            "model's config, expected the same: the weights are laid out as the config says"
-        )
-
-
-def named(found: Any) -> str:
-    """Say of what type something is, for messages."""
-    return f"a {type(found).__name__}"
-
-
-def install(
-    aggregation: Aggregation | None,
-    *,
-    options: Options | None = None,
-    integration: Integration | None = None,
-) -> ScheduleHook:
+def install(aggregation: Aggregation | None, *, options: Options | None = None) -> ScheduleHook:
     """Rebind ms-swift's schedule in this process; return the hook, which counts its steps.
 
     Call it in a Python file that ``--external_plugins`` names: ms-swift runs it on every rank
-    before it builds the trainer. ``aggregation``: None trains stock and reports ``options.shadow``
-    only. ``integration``: by default :class:`SwiftIntegration`. Raises :class:`ContractError` where
-    ms-swift 4.6.0 is not there, and what :class:`~megatron_lossagg.schedule.ScheduleHook` raises:
-    ``prompt_mean``, for there are no prompt ids. Adds one all-reduce to each line of the log, over
-    data and context parallelism.
+    before it builds the trainer. The arguments are those of
+    :class:`~megatron_lossagg.schedule.ScheduleHook`; ``prompt_mean`` is refused, for there are no
+    prompt ids. Raises :class:`ContractError` where ms-swift 4.6.0 is not there. Adds one all-reduce
+    to each line of the log, over data and context parallelism.
     """
-    sft = _trainer_class()
+    sft = trainer_class(*_SFT)
     if "_log_callback" not in vars(sft):
         raise ContractError(
             "ms-swift's MegatronTrainer has no _log_callback of its own, which reduces the logged "
             "loss from 4.6.0 on: upgrade ms-swift"
         )
-    hook = ScheduleHook(aggregation, integration or SwiftIntegration(), options=options)
-    rebind(hook, [_BASE], "ms-swift's Megatron trainers")
-    sft._log_callback = reducing(sft._log_callback, reported(hook))
-    return hook
-
-
-def _trainer_class() -> Any:
-    try:
-        return importlib.import_module(_SFT).MegatronTrainer
-    except ImportError as error:
-        raise ContractError(
-            f"{_SFT} cannot be imported ({error}), expected ms-swift 4.6.0 or later: install it "
-            "and what its Megatron trainer needs"
-        ) from error
-
-
-def reported(hook: ScheduleHook) -> list[str]:
-    """List the pairs that the hook reports next to ``loss``; the same on every rank."""
-    shadows = [f"lossagg/shadow/{name}" for name in hook.options.shadows]
-    if hook.aggregation is None:
-        return [*shadows, "lossagg/shadow/stock"]
-    return ["lossagg/weight_sum", "lossagg/weight_expected", "stock/loss", *shadows]
-
-
-def reducing(log: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
-    """Reduce what the hook reports before ms-swift divides and logs it.
-
-    ms-swift drops a pair whose count is 0 on a rank, which then adds zeros here.
-    """
-
-    @functools.wraps(log)
-    def logged(trainer: Any, logs: dict[str, Any], n_steps: int) -> Any:
-        from megatron.core import parallel_state
-
-        if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-            device = importlib.import_module("swift.utils").get_current_device()
-            nothing = torch.zeros(2, device=device)
-            pairs = torch.stack([logs.pop(name, nothing) for name in names])
-            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-            dist.all_reduce(pairs, group=group)
-            counts = pairs[:, 1].tolist()
-            found = zip(names, pairs, counts, strict=True)
-            logs.update({name: pair for name, pair, count in found if count > 0})
-        return log(trainer, logs, n_steps)
-
-    return logged
+    hook = ScheduleHook(aggregation, SwiftIntegration(), options=options)
+    return installed(hook, sft, reported(hook))

@@ -31,16 +31,22 @@ from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.aggregator import LossAggregator
 from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.integrations.megatron_lm import rebind, to_numpy
-from megatron_lossagg.integrations.ms_swift import named, reducing, reported
+from megatron_lossagg.integrations._segments import to_numpy
+from megatron_lossagg.integrations._swift_trainer import (
+    TrainerIntegration,
+    installed,
+    named,
+    reported,
+    trainer_class,
+)
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.options import Options
-from megatron_lossagg.schedule import FrameworkLoss, Integration, ScheduleHook
+from megatron_lossagg.schedule import FrameworkLoss, ScheduleHook
 
 __all__ = ["GRPOIntegration", "install"]
 
-_BASE = "swift.megatron.trainers.base"
-_GRPO = "swift.megatron.trainers.grpo_trainer"
+_MODULE = "swift.megatron.trainers.grpo_trainer"
+_GRPO = (_MODULE, "MegatronGRPOTrainer")
 _PER_SAMPLE, _PER_WIDTH = ("grpo", "sapo"), ("dr_grpo",)
 _PER_TOKEN = ("bnpo", "cispo", "dapo", "fipo")
 """The ``loss_type``s whose loss is a sum over tokens, by what they divide it by."""
@@ -48,7 +54,7 @@ _PROMPT = "lossagg_prompt"
 """Attribute of ms-swift's samples and batches: the prompt of a completion."""
 
 
-class GRPOIntegration(Integration):
+class GRPOIntegration(TrainerIntegration):
     """``MegatronGRPOTrainer`` (``megatron rlhf --rlhf_type grpo``), padding-free or padded.
 
     A sequence is a completion, a prompt its group. Its active tokens are those of ms-swift's
@@ -58,12 +64,11 @@ class GRPOIntegration(Integration):
     step. ``trains``: whether the configured loss is trained, and not ms-swift's.
     """
 
-    loss_name = "loss"
     gives_prompts = True
 
     def __init__(self, *, trains: bool = True) -> None:
+        super().__init__()
         self._trains = trains
-        self._trainer: Any = None
         self._needs_prompts = False
 
     def prepare(self, aggregations: Sequence[Aggregation]) -> None:
@@ -72,16 +77,21 @@ class GRPOIntegration(Integration):
         if self._needs_prompts:
             _number_prompts()
 
-    def applies(self, call: Mapping[str, Any]) -> bool:
-        """Refuse, on every rank and before each step, what this loss is not."""
-        trainer = getattr(call["forward_step_func"], "__self__", None)
-        _check_trainer(trainer)
-        self._trainer = trainer
-        return super().applies(call)
-
-    def iteration(self) -> int | None:
-        """Number the step as ms-swift's log does: ``state.iteration`` counts finished steps."""
-        return int(self._trainer.state.iteration) + 1
+    def check(self, trainer: Any, call: Mapping[str, Any]) -> None:
+        """Raise for a trainer that has another loss, or one that is no sum over tokens."""
+        grpo = trainer_class(*_GRPO)
+        if not isinstance(trainer, grpo) or type(trainer).loss_func is not grpo.loss_func:
+            raise ContractError(
+                f"got the loss of {named(trainer)}, expected that of ms-swift's "
+                "MegatronGRPOTrainer (megatron rlhf --rlhf_type grpo): megatron sft and megatron "
+                "pt have ms_swift.install; train any other without megatron_lossagg"
+            )
+        known = (*_PER_SAMPLE, *_PER_WIDTH, *_PER_TOKEN)
+        if trainer.loss_type not in known:
+            raise ContractError(
+                f"loss_type is {trainer.loss_type!r}, expected one of {', '.join(known)}, whose "
+                "loss is a sum over tokens: choose one of these, or train without megatron_lossagg"
+            )
 
     def sequences(self, data: Any) -> MicrobatchSequences:
         """Count the completions of a microbatch, as the trainer's rollout made it."""
@@ -92,7 +102,7 @@ class GRPOIntegration(Integration):
                 "ms-swift's rollout makes: train it without megatron_lossagg"
             )
         mask = to_numpy(batch.completion_mask) != 0
-        if self._trainer.args.overlong_filter:
+        if self.trainer.args.overlong_filter:
             mask = mask & ~to_numpy(batch.truncated_mask)[:, None]
         b, s = mask.shape
         return MicrobatchSequences(
@@ -124,7 +134,7 @@ class GRPOIntegration(Integration):
         has_gradient = torch.is_grad_enabled()
         if not has_gradient:
             output = output.detach().requires_grad_()  # an evaluation: products are found by it
-        elif self._trains and self._trainer.args.context_parallel_size > 1:
+        elif self._trains and self.trainer.args.context_parallel_size > 1:
             output = _SummedOverCP.apply(output)  # type: ignore[no-untyped-call]
         with torch.enable_grad(), _MaskedProducts() as products:
             returned = loss_func(output)
@@ -133,20 +143,20 @@ class GRPOIntegration(Integration):
                 f"got {returned!r} from ms-swift's GRPO loss, expected its scalar and a report, as "
                 "of 4.6.0"
             )
-        theirs, report = returned
+        theirs = returned[0]
         losses, mask = products.summed_into(theirs)
         check = self._check(batch, output, theirs, losses, mask)
         added = (0, self._num_added(output.shape[1]))
         return FrameworkLoss(
             losses=pad(losses if has_gradient else losses.detach(), added).reshape(-1),
             mask=pad(mask, added).reshape(-1),
-            report=report,
+            returned=returned,
             check=(check, _describe),
         )
 
     def _num_added(self, width: int) -> int:
         """Count the positions of mask 0 that make a width a multiple of CP."""
-        return -width % int(self._trainer.args.context_parallel_size)
+        return -width % int(self.trainer.args.context_parallel_size)
 
     def _check(
         self, batch: Any, output: Tensor, theirs: Tensor, losses: Tensor, mask: Tensor
@@ -171,7 +181,7 @@ class GRPOIntegration(Integration):
         """Return what ms-swift 4.6.0 multiplies a token's loss by, 0-dim or ``[b, 1]``."""
         from megatron.core import parallel_state
 
-        trainer = self._trainer
+        trainer = self.trainer
         if trainer.loss_type in _PER_SAMPLE:
             return 1 / (mask.sum(1, keepdim=True).clamp(min=1) * len(mask))
         if trainer.loss_type in _PER_WIDTH:
@@ -254,33 +264,6 @@ def _describe(values: list[float]) -> str:
     )
 
 
-def _check_trainer(trainer: Any) -> None:
-    """Raise for a trainer that has another loss, or one that is no sum over tokens."""
-    grpo = _trainer_class()
-    if not isinstance(trainer, grpo) or type(trainer).loss_func is not grpo.loss_func:
-        raise ContractError(
-            f"got the loss of {named(trainer)}, expected that of ms-swift's MegatronGRPOTrainer "
-            "(megatron rlhf --rlhf_type grpo): megatron sft and megatron pt have ms_swift.install; "
-            "train any other without megatron_lossagg"
-        )
-    known = (*_PER_SAMPLE, *_PER_WIDTH, *_PER_TOKEN)
-    if trainer.loss_type not in known:
-        raise ContractError(
-            f"loss_type is {trainer.loss_type!r}, expected one of {', '.join(known)}, whose loss "
-            "is a sum over tokens: choose one of these, or train without megatron_lossagg"
-        )
-
-
-def _trainer_class() -> Any:
-    try:
-        return importlib.import_module(_GRPO).MegatronGRPOTrainer
-    except ImportError as error:
-        raise ContractError(
-            f"{_GRPO} cannot be imported ({error}), expected ms-swift 4.6.0 or later: install it "
-            "and what its Megatron trainer for GRPO needs"
-        ) from error
-
-
 def _prompts(batch: Any) -> list[int]:
     found = getattr(batch, _PROMPT, [None])
     if None in found:
@@ -298,8 +281,8 @@ def _number_prompts() -> None:
     ``get_local_rollout_batch`` gets a data-parallel rank's prompts and repeats each;
     ``collate_to_grpo_micro_batch`` gets what became of them.
     """
-    trainer = _trainer_class()
-    module: Any = importlib.import_module(_GRPO)
+    trainer = trainer_class(*_GRPO)
+    module: Any = importlib.import_module(_MODULE)
     repeat, collate = trainer.get_local_rollout_batch, module.collate_to_grpo_micro_batch
     numbers = itertools.count()
 
@@ -323,25 +306,13 @@ def _number_prompts() -> None:
     module.collate_to_grpo_micro_batch = collated
 
 
-def install(
-    aggregation: Aggregation | None,
-    *,
-    options: Options | None = None,
-    integration: Integration | None = None,
-) -> ScheduleHook:
+def install(aggregation: Aggregation | None, *, options: Options | None = None) -> ScheduleHook:
     """Rebind ms-swift's schedule in this process; return the hook, which counts its steps.
 
-    Call it in a Python file that ``--external_plugins`` names: ms-swift runs it on every rank
-    before it builds the trainer. ``aggregation``: None trains ms-swift's loss and reports
-    ``options.shadow`` only. ``integration``: by default :class:`GRPOIntegration`. Raises
-    :class:`ContractError` where ms-swift 4.6.0 is not there, and what
-    :class:`~megatron_lossagg.schedule.ScheduleHook` raises. Adds one all-reduce to each line of the
-    log, over data and context parallelism.
+    As :func:`megatron_lossagg.integrations.ms_swift.install`, but ``prompt_mean`` is possible.
     """
-    grpo = _trainer_class()
-    integration = integration or GRPOIntegration(trains=aggregation is not None)
+    grpo = trainer_class(*_GRPO)
+    integration = GRPOIntegration(trains=aggregation is not None)
     hook = ScheduleHook(aggregation, integration, options=options)
-    rebind(hook, [_BASE], "ms-swift's Megatron trainers")
     names = reported(hook) if aggregation is None else ["loss", *reported(hook)]
-    grpo._log_callback = reducing(grpo._log_callback, names)
-    return hook
+    return installed(hook, grpo, names)

@@ -48,6 +48,7 @@ from torch import Tensor
 from megatron_lossagg.aggregation import MODES, Aggregation
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
 from megatron_lossagg.exchange import Exchange
+from megatron_lossagg.faults import warn_once
 from megatron_lossagg.integers import Ints, checked_integers
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.options import Options
@@ -219,11 +220,6 @@ def _aggregated(microbatch: _Microbatch) -> Iterator[None]:
             module.agg_loss = agg_loss  # type: ignore[attr-defined]
 
 
-@cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=3)
-
-
 def _engine(base: Any) -> Any:
     """Make verl's Megatron engine with a plan for every step."""
 
@@ -349,11 +345,12 @@ def _warn_of_split_prompts(data: Any, plan: StepPlan, tokens_of_prompt: dict[str
     uids = [uid for uid in _uids(data) if not _is_padding(uid)]
     for uid, tokens in zip(uids, plan.totals.prompt_tokens.tolist(), strict=True):
         if tokens_of_prompt.setdefault(uid, tokens) != tokens:
-            _warn_once(
+            warn_once(
+                "prompts over several steps",
                 "prompt_mean counts a prompt within one optimizer step, and a prompt has sequences "
                 "in several steps of this batch, in each of which they weigh as a whole prompt: "
                 "set actor_rollout_ref.actor.ppo_mini_batch_size to data.train_batch_size for one "
-                "step per batch"
+                "step per batch",
             )
     if "update_lr_scheduler" not in data.keys() or data["update_lr_scheduler"]:  # noqa: SIM118
         tokens_of_prompt.clear()  # verl's mark of a batch's last step

@@ -362,7 +362,7 @@ class _Integration(Integration):
             losses=self._run._losses(output, batch, self._poison) * batch.coefficient * self._main,
             mask=batch.mask,
             token_weights=_weights(batch, self._aggregation),
-            report=loss_func(output)[2],
+            returned=loss_func(output),
         )
 
     def layout(self, aggregator: LossAggregator, lengths: Sequence[int]) -> Layout:

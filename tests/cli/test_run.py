@@ -123,13 +123,14 @@ def test_an_error_of_a_data_set_keeps_its_traceback_and_is_no_wrong_usage(
 
 
 ENDS = {
-    "pass": "without the training loop of a loop, or the hook was installed after it began",
-    "a_loop.get_forward_backward_func()": "the training loop of a loop had no step left to do",
-    "sys.exit()": "without the training loop of a loop",
-    "sys.exit(2)": None,
-    "sys.exit('a reason')": None,
-    "import argparse; argparse.ArgumentParser().parse_args(['--unknown'])": None,
-    "raise ValueError('MASTER_ADDR expected')": None,
+    "pass": (0, "without the training loop of a loop, or the hook was installed after it began"),
+    "a_loop.get_forward_backward_func()": (0, "the training loop of a loop had no step left to do"),
+    "sys.exit()": (0, "without the training loop of a loop"),
+    "try: sys.exit(2)\nexcept SystemExit: pass": (0, "without the training loop of a loop"),
+    "sys.exit(2)": (2, "without the training loop of a loop"),
+    "lossagg_run('sys.exit(2)')": (2, None),
+    "lossagg_run('pass')": (1, None),  # it says so itself
+    "raise ValueError('MASTER_ADDR expected')": (1, None),
 }
 
 
@@ -137,12 +138,22 @@ LOOP = """
 import os, sys
 sys.path.insert(0, {folder!r})
 from megatron_lossagg import Aggregation
-from megatron_lossagg.integrations import megatron_lm
+from megatron_lossagg.integrations._rebind import rebind
+from megatron_lossagg.integrations.megatron_lm import PretrainIntegration
 from megatron_lossagg.schedule import ScheduleHook
 
-hook = ScheduleHook(Aggregation("token_mean"), megatron_lm.PretrainIntegration())
-megatron_lm.rebind(hook, ["a_loop"], "a loop")
+hook = ScheduleHook(Aggregation("token_mean"), PretrainIntegration())
+rebind(hook, ["a_loop"], "a loop")
 import a_loop
+
+def lossagg_run(code):
+    from megatron_lossagg.cli.main import main
+
+    script = f"{folder}/{{os.getpid()}}.py"
+    with open(script, "w") as file:
+        file.write("import sys\\n" + code)
+    sys.exit(main(["run", script, "--loss-aggregation", "token_mean"]))
+
 statuses = []
 for number, ends in enumerate({ends!r}):
     if os.fork() == 0:  # one import for all; each child ends as a process does
@@ -157,15 +168,17 @@ exec(ends)
 
 
 @pytest.mark.launches
-def test_a_process_says_that_no_step_came_unless_it_failed(tmp_path):
-    (tmp_path / "a_loop.py").write_text("def get_forward_backward_func():\n    return print\n")
+def test_a_process_says_that_no_step_came_unless_an_exception_ends_it(tmp_path):
+    for module in ("a_loop.py", "megatron/training/training.py"):
+        (tmp_path / module).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / module).write_text("def get_forward_backward_func():\n    return print\n")
     code = LOOP.format(folder=str(tmp_path), ends=list(ENDS))
     environment = {"PYTHONPATH": worker_path()}
     written = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
     statuses = json.loads(written)
-    for number, (ends, wanted) in enumerate(ENDS.items()):
+    for number, (ends, (status, wanted)) in enumerate(ENDS.items()):
         err = (tmp_path / str(number)).read_text()
-        assert (statuses[number] == 0) == (wanted is not None), ends
+        assert statuses[number] == status, ends
         assert err.count("lossagg: no step reached") == (wanted is not None), err
         assert wanted is None or wanted in err
 

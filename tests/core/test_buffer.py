@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron_lossagg import Aggregation, Layout
 from megatron_lossagg.buffer import MicrobatchSequences, StepBuffer
-from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.options import Options
 
@@ -105,9 +104,7 @@ def test_a_rank_without_iterator_needs_the_tensor_parallel_group():
 def test_an_endless_iterator_is_read_no_further_than_the_step():
     source = itertools.count()
     buffer = StepBuffer(source, 4)
-    plan = buffer.plan(
-        Aggregation("constant", divisor=8), lambda n: [n], totals=StepTotals(samples=4)
-    )
+    plan = buffer.plan(Aggregation("constant", divisor=8), lambda n: [n])
     assert plan.weights.tolist() == [0, 1 / 32, 1 / 32, 1 / 32]
     assert next(source) == 4
 

@@ -30,6 +30,7 @@ from token_model import error_of, masked_sum, mean_by_hand, wrapped  # noqa: E40
 
 from megatron_lossagg import Aggregation, LossAggregator  # noqa: E402
 from megatron_lossagg.errors import ContractError, PlanError  # noqa: E402
+from megatron_lossagg.integrations.bridge import BridgeIntegration  # noqa: E402
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration  # noqa: E402
 from megatron_lossagg.options import Options  # noqa: E402
 from megatron_lossagg.schedule import ScheduleHook  # noqa: E402
@@ -110,7 +111,8 @@ def gradient(partition, padding, *, per_token, scheduler="dp_balanced", **made):
         return model(tokens), functools.partial(masked_sum, mask)
 
     made = {"aggregation": Aggregation("sample_mean"), "options": Options(probe=False), **made}
-    hook = ScheduleHook(integration=PretrainIntegration(), **made)
+    made = {"integration": PretrainIntegration(), **made}
+    hook = ScheduleHook(**made)
     hook.wrap(get_forward_backward_func())(
         forward_step_func=forward_step,
         data_iterator=packed,
@@ -147,6 +149,11 @@ def compare_dynamic():
     assert set.union(*sizes) == {1, 2, 4}
     with pytest.raises(PlanError, match="microbatch_token_mean, expected neither"):
         train("zigzag", aggregation=Aggregation("microbatch_token_mean"))
+    for padding in PADDINGS[1:]:
+        with pytest.raises(PlanError, match="--pad-packed-seq-alignment or"):
+            train("zigzag", padding=padding)
+    with pytest.raises(ContractError, match="dynamic_context_parallel is True, which is not"):
+        train("zigzag", integration=BridgeIntegration())
     with pytest.raises(ContractError, match="got a record with dynamic_context_parallel"):
         train("zigzag", options=Options(probe=False, record="never"))
     config = tiny_gpt.config_of(per_token=True)

@@ -9,6 +9,7 @@ import types
 import warnings
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from conftest import launched
 from device_double import DeviceDouble
 from frameworks import reference
 
-from megatron_lossagg import Aggregation
+from megatron_lossagg import Aggregation, faults
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
 from megatron_lossagg.integrations import verl
 
@@ -139,11 +140,10 @@ def warned_of_split(*steps, is_last=False):
     """Whether optimizer steps, each a list of one uid per token, warn of a prompt in several."""
     seen, warnings_seen = {}, 0
     for uids in steps:
-        verl._warn_once.cache_clear()
         mask = torch.ones(len(uids), 1, dtype=torch.int64)
         plan, _ = planned("lossagg_prompt_mean", mask, uids)
         data = {"loss_mask": mask, "uid": uids, "update_lr_scheduler": is_last}
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as caught, patch.object(faults, "_warned", set()):
             warnings.simplefilter("always")
             verl._warn_of_split_prompts(data, plan, seen)
         warnings_seen += len(caught)

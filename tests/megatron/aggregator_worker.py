@@ -37,6 +37,7 @@ from megatron_lossagg import (
     Sequences,
     add_loss_aggregation_args,
     live,
+    megatron_options,
     plan_step,
 )
 from megatron_lossagg.counts import StepTotals
@@ -262,7 +263,7 @@ def check_an_option_that_moves_tokens_or_scales_is_refused_by_name_on_every_rank
     for name, (value, *words) in REFUSED.items():
         own_chunk = tiny_gpt.wrapped(tiny_gpt.config_of())
         own_chunk.config.context_parallel_size = 1
-        live.check_config(own_chunk.config, 1)
+        megatron_options.check_options("model config", own_chunk.config, cp_size=1)
         setattr(own_chunk.config, name, value)
         own_chunk.config.context_parallel_size = 2  # it has to matter
         with refused(f"^rank 0: {name} is {value!r}, which is not supported here", *words):
@@ -291,7 +292,7 @@ def check_options_are_refused_by_what_they_are_set_with(chunk, aggregator):
         config.pipeline_model_parallel_size = num_chunks
         vars(config).update(options)
         with refused(*words) if words else contextlib.nullcontext():
-            live.check_config(config, num_chunks)
+            megatron_options.check_options("model config", config, cp_size=1, num_chunks=num_chunks)
 
 
 def check_no_finalize_is_refused_except_for_evaluation(chunk, aggregator):

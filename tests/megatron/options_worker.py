@@ -28,7 +28,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig  #
 
 from megatron_lossagg import Layout  # noqa: E402
 from megatron_lossagg.errors import ContractError  # noqa: E402
-from megatron_lossagg.live import check_config  # noqa: E402
+from megatron_lossagg.megatron_options import check_options  # noqa: E402
 
 VALUES = {
     "cp_partition_mode": "striped",
@@ -44,7 +44,7 @@ LENGTHS, CP_SIZE = (4, 8, 3, 0, 5), 2
 def refusal(config):
     """Return the message, None where nothing is refused."""
     try:
-        check_config(config, 1)
+        check_options("model config", config, cp_size=CP_SIZE)
     except ContractError as error:
         return str(error)
     return None

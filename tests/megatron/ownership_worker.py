@@ -193,7 +193,7 @@ class Slices(Integration):
         return MicrobatchSequences(active_tokens=ACTIVE, lengths=[8, 4])
 
     def loss(self, loss_func, output):
-        return FrameworkLoss(losses=output, mask=self.mask, report={})
+        return FrameworkLoss(losses=output, mask=self.mask, returned=loss_func(output))
 
 
 def check_a_shadow_of_slices_that_lack_a_token_is_refused_as_its_mode_is(aggregator):

@@ -28,7 +28,7 @@ from megatron_lossagg.faults import Faults
 from megatron_lossagg.integrations import bridge, megatron_lm
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration
 from megatron_lossagg.options import Options
-from megatron_lossagg.schedule import ScheduleHook, compare
+from megatron_lossagg.schedule import ScheduleHook, _compare_sum
 
 SAMPLE_MEAN = Aggregation("sample_mean")
 M, LENGTH = 2, 8
@@ -541,6 +541,26 @@ def check_an_iterator_that_ends_early_is_refused_on_every_rank(chunk, stock):
         run(a_hook().wrap(stock), chunk, short)
 
 
+def check_dynamic_context_parallelism_is_refused_where_no_parts_are_counted(chunk, stock):
+    class Own(PretrainIntegration):
+        def sequences(self, data):
+            return super().sequences(data)
+
+    class OwnParts(Own):
+        counts_parts = True
+
+    assert PretrainIntegration().counts_parts
+    assert OwnParts().counts_parts  # it says so
+    chunk.config.dynamic_context_parallel = True
+    try:
+        for integration in (Own(), bridge.BridgeIntegration()):
+            hook = ScheduleHook(SAMPLE_MEAN, integration)
+            with refused(ContractError, "dynamic_context_parallel is True, which is not supported"):
+                run(hook.wrap(stock), chunk, batches(0))
+    finally:
+        del chunk.config.dynamic_context_parallel
+
+
 def check_an_integration_without_lengths_is_refused(chunk, stock):
     class NoLengths(PretrainIntegration):
         def sequences(self, data):
@@ -589,7 +609,7 @@ def check_the_comparison_waits_for_no_device(chunk, stock):
         functools.partial(framework_loss_of_a_device, mask), losses
     )
     faults = Faults()
-    compare(framework, faults, 0)  # a meta tensor raises where it is read
+    _compare_sum(framework, faults, 0)  # a meta tensor raises where it is read
     with pytest.raises(NotImplementedError, match="meta"):
         faults.take()
 

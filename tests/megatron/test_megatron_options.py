@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import TESTS, early, launched
-from option_releases import missing_or_early
+from option_releases import missing_or_early, table
 
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.megatron_options import OPTIONS, check_options, table
+from megatron_lossagg.megatron_options import OPTIONS, check_options
 
 FRAMEWORKS_DIR = Path(os.environ.get("FRAMEWORKS_DIR", ""))
 CHECKOUTS = {"Megatron-LM": "0.16", "Megatron-LM-main": "main", "Megatron-LM-dev": "dev"}
@@ -57,20 +57,29 @@ def test_packed_sequences_train_the_mean_over_sequences_as_the_config_splits_the
     assert [one["error"] < 1e-6 for one in found] == [True, True]
 
 
-@pytest.mark.launches
-def test_the_page_has_the_table_as_the_command_prints_it():
-    command = [sys.executable, "-m", "megatron_lossagg.megatron_options"]
-    printed = subprocess.check_output(command, text=True)
-    assert printed == f"{table()}\n"
-    assert printed in (TESTS.parent / "docs" / "compatibility.md").read_text()
+REFUSED_BY_ITS_CLASS = {"Megatron-FSDP", "torch FSDP2", "MimoModel"}
+REFUSED_BY_ITS_LOSS = {"modelopt_enabled", "logits_load_dir"}
+VERDICTS = ("supported", "not affected", "**refused**: ")
 
 
-def test_no_option_is_named_twice_and_a_refusal_says_when_and_what_to_change():
-    names = [name for option in OPTIONS for name in option.names]
+def test_no_option_is_twice_in_the_table_of_the_page_and_each_has_a_verdict():
+    rows = table()
+    names = [name for row in rows for name in row.since]
     assert len(names) == len(set(names))
+    assert all(row.since and row.verdict.startswith(VERDICTS) for row in rows)
+
+
+def test_the_page_refuses_what_the_code_refuses_and_says_when_and_why():
+    rows = {tuple(row.since): row for row in table()}
     for option in OPTIONS:
-        assert bool(option.when) == (option.status == "refused" or option.is_wrong is not None)
-        assert (option.is_wrong is not None) == bool(option.change)
+        row = rows[option.names]
+        assert row.holder == option.holder
+        refused, *_ = row.verdict.split("; ")
+        assert refused == f"**refused**: {option.when}"
+        assert row.why == option.why
+    refused = {name for row in rows.values() if "refused**" in row.verdict for name in row.since}
+    by_code = {name for option in OPTIONS for name in option.names}
+    assert refused == by_code | REFUSED_BY_ITS_CLASS | REFUSED_BY_ITS_LOSS
 
 
 @pytest.mark.parametrize(
@@ -146,7 +155,7 @@ def test_a_checkout_has_the_options_that_the_table_says_it_has(own_classes, chec
 
 
 def test_every_field_that_sounds_like_it_is_in_the_table(own_classes):
-    named = {name for option in OPTIONS for name in option.names}
+    named = {name for row in table() for name in row.since}
     for found in own_classes.values():
         sounding = {name for name in found["fields"] if WORDS & set(name.split("_"))}
         assert sounding <= named | HARMLESS

@@ -1,0 +1,69 @@
+"""Put a hook around the schedule that a framework's modules look up by name."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_lossagg.errors import ContractError
+from megatron_lossagg.schedule import ScheduleHook
+
+__all__ = ["rebind", "report_if_unused"]
+
+_HOOK = "get_forward_backward_func"
+
+
+def rebind(hook: ScheduleHook, modules: Sequence[str], framework: str) -> ScheduleHook:
+    """Put a hook around the schedule that a framework's modules look up by name; return the hook.
+
+    ``framework``: whose loop it is, for messages. Raises :class:`ContractError` where a module
+    cannot be imported or has no such name; then none is changed.
+    """
+    stocks: dict[str, Any] = {}
+    for name in modules:
+        try:
+            stocks[name] = getattr(importlib.import_module(name), _HOOK, None)
+        except ImportError as error:
+            raise ContractError(
+                f"{name} cannot be imported ({error}), expected the training loop of "
+                f"{framework}: put its checkout on PYTHONPATH, or run where it is installed"
+            ) from error
+        if stocks[name] is None:
+            raise ContractError(
+                f"{name} has no {_HOOK}, expected the training loop of {framework}: this "
+                "loop is not known here; wrap its schedule with LossAggregator.wrap"
+            )
+    for name, stock in stocks.items():
+        setattr(importlib.import_module(name), _HOOK, _hooked(hook, stock))
+    atexit.register(report_if_unused, hook, framework)
+    return hook
+
+
+def _hooked(hook: ScheduleHook, stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def get(*args: Any, **kwargs: Any) -> Any:
+        return hook.wrap(stock(*args, **kwargs))
+
+    return get
+
+
+def report_if_unused(hook: ScheduleHook, framework: str) -> None:
+    """Print, as the process ends, that no step reached the hook.
+
+    Nothing where an exception ends it: that says why already.
+    """
+    if hook.num_steps == 0 and not hasattr(sys, "last_value"):
+        why = (
+            f"the training loop of {framework} had no step left to do"
+            if hook.is_found
+            else f"the process ended without the training loop of {framework}, or the hook was "
+            "installed after it began"
+        )
+        print(
+            f"lossagg: no step reached {hook.flag}: {why}",
+            file=sys.stderr,
+        )

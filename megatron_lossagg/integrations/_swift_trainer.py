@@ -1,0 +1,109 @@
+"""What ms-swift's Megatron trainers share: their schedule, the number of a step, and the log.
+
+Training and evaluation of ``BaseMegatronTrainer`` look up one name, ``get_forward_backward_func``,
+in one module; it is rebound. ms-swift multiplies by nothing after the schedule. It logs sum / count
+of each reported pair over microbatches, and reduces ``loss`` only: what the hook reports next to it
+is reduced here, when it is logged.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_lossagg.errors import ContractError
+from megatron_lossagg.integrations._rebind import rebind
+from megatron_lossagg.schedule import Integration, ScheduleHook
+
+__all__ = ["TrainerIntegration", "installed", "named", "reported", "trainer_class"]
+
+_BASE = "swift.megatron.trainers.base"
+
+
+class TrainerIntegration(Integration):
+    """One of ms-swift's trainers, which gives the schedule a method of its own."""
+
+    loss_name = "loss"
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        """That of the running step; None before the first."""
+
+    @abstractmethod
+    def check(self, trainer: Any, call: Mapping[str, Any]) -> None:
+        """Raise :class:`ContractError` for a trainer whose loss is another one.
+
+        ``trainer``: what ``forward_step_func`` is a method of. ``call``: the schedule's keywords.
+        """
+
+    def applies(self, call: Mapping[str, Any]) -> bool:
+        """Refuse, on every rank and before each step, what this loss is not."""
+        trainer = getattr(call["forward_step_func"], "__self__", None)
+        self.check(trainer, call)
+        self.trainer = trainer
+        return super().applies(call)
+
+    def iteration(self) -> int | None:
+        """Number the step as ms-swift's log does: ``state.iteration`` counts finished steps."""
+        return int(self.trainer.state.iteration) + 1
+
+
+def trainer_class(module: str, name: str) -> Any:
+    """Import a trainer; raises :class:`ContractError` where ms-swift 4.6.0 is not there."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise ContractError(
+            f"{module} cannot be imported ({error}), expected ms-swift 4.6.0 or later: install it "
+            "and what its Megatron trainers need"
+        ) from error
+
+
+def installed(hook: ScheduleHook, trainer: Any, names: Sequence[str]) -> ScheduleHook:
+    """Rebind ms-swift's schedule, and let a trainer's log reduce these pairs; return the hook."""
+    rebind(hook, [_BASE], "ms-swift's Megatron trainers")
+    trainer._log_callback = _reducing(trainer._log_callback, names)
+    return hook
+
+
+def named(found: Any) -> str:
+    """Say of what type something is, for messages."""
+    return f"a {type(found).__name__}"
+
+
+def reported(hook: ScheduleHook) -> list[str]:
+    """List the pairs that the hook reports next to ``loss``; the same on every rank."""
+    shadows = [f"lossagg/shadow/{name}" for name in hook.options.shadows]
+    if hook.aggregation is None:
+        return [*shadows, "lossagg/shadow/stock"]
+    return ["lossagg/weight_sum", "lossagg/weight_expected", "stock/loss", *shadows]
+
+
+def _reducing(log: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
+    """Reduce what the hook reports before ms-swift divides and logs it.
+
+    ms-swift drops a pair whose count is 0 on a rank, which then adds zeros here.
+    """
+
+    @functools.wraps(log)
+    def logged(trainer: Any, logs: dict[str, Any], n_steps: int) -> Any:
+        from megatron.core import parallel_state
+
+        if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            device = importlib.import_module("swift.utils").get_current_device()
+            nothing = torch.zeros(2, device=device)
+            pairs = torch.stack([logs.pop(name, nothing) for name in names])
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            dist.all_reduce(pairs, group=group)
+            counts = pairs[:, 1].tolist()
+            found = zip(names, pairs, counts, strict=True)
+            logs.update({name: pair for name, pair, count in found if count > 0})
+        return log(trainer, logs, n_steps)
+
+    return logged
