@@ -38,9 +38,11 @@ from typing import Any, NamedTuple, NoReturn
 import torch.distributed
 
 STAND_INS = "megatron_lossagg.cpu"
-WITHOUT_MEGATRON = ("torch.distributed",)
-WITH_MEGATRON = ("megatron_lossagg.verify.verdict", "megatron_lossagg.cpu.model")
-"""What to import: the modules that import all of Megatron-Core that the package uses."""
+WITHOUT_MEGATRON = ("torch.distributed", "pytest")
+WITH_MEGATRON = ("megatron_lossagg.verify.verdict", "megatron_lossagg.cpu.model", "pytest")
+"""What to import: the modules that import all of Megatron-Core that the package uses, and pytest,
+which many workers import.
+"""
 
 _ADDRESS = "127.0.0.1"
 _POLL_SECONDS = 0.02
