@@ -469,16 +469,17 @@ def check_a_microbatch_mean_with_totals_needs_the_group():
     assert plan.weights.tolist() == [1 / (3 * dist.get_world_size())]
 
 
+def lengths(sequences):
+    return [len(sequence) for sequence in sequences]
+
+
 def check_tensor_parallel_ranks_without_data_plan_the_same_step():
     alone, _ = dist.new_subgroups(group_size=1)  # data-parallel size 1, all ranks in one TP group
     first = dist.get_rank() == 0
     buffer = StepBuffer(iter([["a", "bbb"], ["cc"]]) if first else None, 2)
     with collectives_counted() as seen:
         plan = buffer.plan(
-            Aggregation("sample_mean"),
-            lambda sequences: [len(sequence) for sequence in sequences],
-            group=alone,
-            tp_group=dist.group.WORLD,
+            Aggregation("sample_mean"), lengths, group=alone, tp_group=dist.group.WORLD
         )
     assert seen["all_gather_object"] == 1
     assert plan.weights.tolist() == [1 / 3, 1 / 9, 1 / 6]
@@ -489,10 +490,6 @@ def check_tensor_parallel_ranks_without_data_plan_the_same_step():
 def raising():
     yield ["a"]
     raise OSError("the file is gone")
-
-
-def lengths(sequences):
-    return [len(sequence) for sequence in sequences]
 
 
 BUFFERS = {

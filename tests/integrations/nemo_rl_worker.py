@@ -1,7 +1,7 @@
 """NeMo-RL's own trainer and Megatron worker on a CPU, from a checkout with or without our patch.
 
 ``nemo_rl_worker.py plan CHECKOUT FILE``, one process: the real ``grpo_train`` until it calls
-``policy.train``, and a reference in float64 for each optimizer step, by loops over prompts.
+``policy.train``, and a reference in float64 for each optimizer step.
 ``nemo_rl_worker.py train CHECKOUT FILE CP HOW CASE ...``, HOW one of padded, dynamic, packed and
 a case ``loss/aggregation/sequences of a microbatch``: the real ``_shard_for_train`` of the policy
 and ``train`` of its Megatron worker, with ``process_global_batch``, microbatches, packing,
@@ -127,8 +127,11 @@ def losses():
 
 def loss_of(loss, aggregation):
     config = ClippedPGLossConfig(token_level_loss=LOSSES[loss], reference_policy_kl_penalty=KL)
-    prompt_mean = Aggregation("prompt_mean", count_empty=EXACT[aggregation])
-    return aggregated(ClippedPGLossFn(config), prompt_mean, weights_in_data=True)
+    return aggregated(ClippedPGLossFn(config), prompt_mean(aggregation), weights_in_data=True)
+
+
+def prompt_mean(aggregation):
+    return Aggregation("prompt_mean", count_empty=EXACT[aggregation])
 
 
 def config(generation=None):
@@ -238,34 +241,6 @@ def train_data(loss_fn):
     return policy.data
 
 
-def step_loss(model, data, sequences, count_empty):
-    """Compute one optimizer step's loss: loops over prompts, sequences and tokens, in float64."""
-    by_prompt = defaultdict(list)
-    for sequence in sequences:
-        if data["sample_mask"][sequence]:
-            by_prompt[sequence // SAMPLES].append(sequence)
-    sums, counts = [], []
-    for members in by_prompt.values():
-        total, count = 0.0, 0
-        for sequence in members:
-            tokens = data["input_ids"][sequence, : data["input_lengths"][sequence]]
-            logits = model(tokens[None], torch.arange(len(tokens))[None], None)[0]
-            for t in range(1, len(tokens)):
-                if not data["token_mask"][sequence, t]:
-                    continue
-                x = torch.log_softmax(logits[t - 1], -1)[tokens[t]]
-                a = data["advantages"][sequence, t].double()
-                ratio = (x - data["prev_logprobs"][sequence, t]).exp()
-                d = data["reference_policy_logprobs"][sequence, t] - x
-                kl = (d.exp() - 1 - d) * (x - x.detach()).exp()
-                total = total + torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2)) + KL * kl
-                count += 1
-        sums.append(total)
-        counts.append(count)
-    counted = len(counts) if count_empty else sum(count > 0 for count in counts)
-    return sum(s / n for s, n in zip(sums, counts, strict=True) if n) / counted
-
-
 def plan():
     saved = {}
     for aggregation in EXACT:
@@ -275,14 +250,8 @@ def plan():
             assert data["loss_weights"].shape == (PROMPTS * SAMPLES,)
         saved[aggregation] = (dict(data), [])
     tiny_gpt.start()
-    model = tiny_gpt.gpt(tiny_gpt.config_of(), get_gpt_layer_local_spec())
-    named = {shard.name: shard.parameter for shard in cpu.named_shards([model])}
     for aggregation, (data, steps) in saved.items():
-        for start in range(0, PROMPTS * SAMPLES, SEQUENCES_PER_STEP):
-            sequences = range(start, start + SEQUENCES_PER_STEP)
-            loss = step_loss(model, data, sequences, EXACT[aggregation])
-            grads = torch.autograd.grad(loss, list(named.values()))
-            steps.append((loss.item(), dict(zip(named, grads, strict=True))))
+        steps += reference_steps("pg", data, prompt_mean(aggregation))
     torch.save(saved, FILE)
 
 
@@ -441,21 +410,47 @@ LANGUAGE_MODEL = tiny_gpt.gpt
 def token_losses(loss, data, sequence, out):
     """Return the losses of a sequence's tokens but the first one, in float64."""
     tokens = data["input_ids"][sequence, : data["input_lengths"][sequence]]
-    of = {name: data[name][sequence, 1 : len(tokens)].double() for name in (
-        "advantages", "prev_logprobs", "reference_policy_logprobs", "returns", "values",
-    )}  # fmt: skip
+
+    def of(name):
+        return data[name][sequence, 1 : len(tokens)].double()
+
     if loss == "value":
         values = out[:-1, 0]
-        clipped = values.clamp(of["values"] - CLIP_OF_VALUES, of["values"] + CLIP_OF_VALUES)
-        errors = [(value - of["returns"]) ** 2 for value in (values, clipped)]
+        clipped = values.clamp(of("values") - CLIP_OF_VALUES, of("values") + CLIP_OF_VALUES)
+        errors = [(value - of("returns")) ** 2 for value in (values, clipped)]
         return 0.35 * torch.maximum(*errors)
     x = torch.log_softmax(out[:-1], -1).gather(1, tokens[1:, None])[:, 0]
     if loss.endswith("nll"):
         return -x
-    ratio, a = (x - of["prev_logprobs"]).exp(), of["advantages"]
-    d = of["reference_policy_logprobs"] - x
+    ratio, a = (x - of("prev_logprobs")).exp(), of("advantages")
+    d = of("reference_policy_logprobs") - x
     kl = (d.exp() - 1 - d) * (x - x.detach()).exp()
     return torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2)) + KL * kl
+
+
+def reference_steps(loss, data, aggregation):
+    """Return the loss and the gradients by name of each optimizer step, in float64."""
+    make = with_value_head if loss == "value" else LANGUAGE_MODEL
+    model = make(tiny_gpt.config_of(), get_gpt_layer_local_spec())
+    named = {shard.name: shard.parameter for shard in cpu.named_shards([model])}
+    steps = []
+    for start in range(0, PROMPTS * SAMPLES, SEQUENCES_PER_STEP):
+        sequences = []
+        for number in range(start, start + SEQUENCES_PER_STEP):
+            if not data["sample_mask"][number]:
+                continue
+            tokens = data["input_ids"][number, : data["input_lengths"][number]]
+            out = model(tokens[None], torch.arange(len(tokens))[None], None)[0]
+            mask = data["token_mask"][number, 1 : len(tokens)].int().tolist()
+            ids = {"sample": number, "prompt": number // SAMPLES}
+            x = list(token_losses(loss, data, number, out))
+            sequences.append({"x": x, "counted": mask, "trained": mask, **ids})
+        total = reference_loss.step_loss(
+            aggregation.mode, sequences, **reference_options(aggregation, ())
+        )
+        grads = torch.autograd.grad(total, list(named.values()))
+        steps.append((total.item(), dict(zip(named, grads, strict=True))))
+    return steps
 
 
 def given():
@@ -464,31 +459,13 @@ def given():
     data = dict(train_data(own))
     shape = data["input_ids"].shape
     data["returns"], data["values"] = drawn(103, *shape), 0.5 * drawn(104, *shape)
-    saved = {"data": data}
     tiny_gpt.start()
-    for loss in GIVEN:
-        make = with_value_head if loss == "value" else LANGUAGE_MODEL
-        model = make(tiny_gpt.config_of(), get_gpt_layer_local_spec())
-        named = {shard.name: shard.parameter for shard in cpu.named_shards([model])}
-        for mode, aggregation in MODES.items():
-            steps = saved[f"{loss}/{mode}"] = []
-            for start in range(0, PROMPTS * SAMPLES, SEQUENCES_PER_STEP):
-                sequences = []
-                for number in range(start, start + SEQUENCES_PER_STEP):
-                    if not data["sample_mask"][number]:
-                        continue
-                    tokens = data["input_ids"][number, : data["input_lengths"][number]]
-                    out = model(tokens[None], torch.arange(len(tokens))[None], None)[0]
-                    mask = data["token_mask"][number, 1 : len(tokens)].int().tolist()
-                    x = list(token_losses(loss, data, number, out))
-                    one = {"x": x, "counted": mask, "trained": mask, "sample": number}
-                    sequences.append(one)
-                total = reference_loss.step_loss(
-                    aggregation.mode, sequences, **reference_options(aggregation, ())
-                )
-                grads = torch.autograd.grad(total, list(named.values()))
-                steps.append((total.item(), dict(zip(named, grads, strict=True))))
-    torch.save(saved, FILE)
+    steps = {
+        f"{loss}/{mode}": reference_steps(loss, data, aggregation)
+        for loss in GIVEN
+        for mode, aggregation in MODES.items()
+    }
+    torch.save({"data": data, **steps}, FILE)
 
 
 CHUNKS = (8, 4)

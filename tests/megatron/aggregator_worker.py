@@ -60,6 +60,14 @@ def made(model, aggregation=CONSTANT, **options):
     return LossAggregator(model, aggregation, options=Options(**options))
 
 
+def a_chunk(**config):
+    return tiny_gpt.wrapped(tiny_gpt.config_of(**config))
+
+
+def a_moe(**config):
+    return a_chunk(num_moe_experts=2, add_bias_linear=False, **config)
+
+
 class AbandonedError(Exception):
     """Ends a step as an error in it would."""
 
@@ -171,8 +179,7 @@ def check_a_bucket_scaled_differently_from_its_buffer_is_refused(chunk, aggregat
 
 
 def check_expert_buffer_scaled_for_the_other_loss_scaling_is_refused(chunk, aggregator):
-    config = tiny_gpt.config_of(per_token=True, num_moe_experts=2, add_bias_linear=False)
-    moe = tiny_gpt.wrapped(config)
+    moe = a_moe(per_token=True)
     assert made(moe).loss_scaling == "per_token"
     moe.expert_parallel_buffers[0].gradient_scaling_factor = 0.5
     with refused(r"0\.5", "frozen"):
@@ -187,11 +194,6 @@ def check_experts_averaged_in_their_own_collective_are_accepted(chunk, aggregato
     factors |= {buffer.gradient_scaling_factor for buffer in moe.expert_parallel_buffers}
     assert factors == {1.0, 0.5}
     assert made(moe).loss_scaling == "average"
-
-
-def a_moe(**more):
-    config = tiny_gpt.config_of(num_moe_experts=2, add_bias_linear=False, **more)
-    return tiny_gpt.wrapped(config)
 
 
 def check_a_step_walks_no_module(chunk, aggregator):
@@ -261,7 +263,7 @@ REFUSED = {
 
 def check_an_option_that_moves_tokens_or_scales_is_refused_by_name_on_every_rank(chunk, aggregator):
     for name, (value, *words) in REFUSED.items():
-        own_chunk = tiny_gpt.wrapped(tiny_gpt.config_of())
+        own_chunk = a_chunk()
         own_chunk.config.context_parallel_size = 1
         megatron_options.check_options("model config", own_chunk.config, cp_size=1)
         setattr(own_chunk.config, name, value)
@@ -310,13 +312,13 @@ def check_ranks_that_disagree_on_the_aggregation_are_refused_on_all(chunk, aggre
 
 
 def check_ranks_of_different_loss_scalings_are_refused_on_all(chunk, aggregator):
-    own_chunk = tiny_gpt.wrapped(tiny_gpt.config_of(per_token=dist.get_rank() == 1))
+    own_chunk = a_chunk(per_token=dist.get_rank() == 1)
     with refused("rank 0 has .*loss scaling average", "rank 1 has .*loss scaling per_token"):
         made(own_chunk)
 
 
 def check_any_error_of_one_rank_reaches_all_with_its_type(chunk, aggregator):
-    own_chunk = tiny_gpt.wrapped(tiny_gpt.config_of())
+    own_chunk = a_chunk()
     if dist.get_rank() == 1:
         own_chunk.ddp_config = None
     with refused(r"^rank 1: AttributeError\(.*average_in_collective"):
@@ -502,8 +504,7 @@ def check_another_m_than_the_plan_is_refused(chunk, aggregator):
 
 
 def check_per_token_needs_n_and_an_int32(chunk, aggregator):
-    config = tiny_gpt.config_of(per_token=True)
-    per_token = made(tiny_gpt.wrapped(config))
+    per_token = made(a_chunk(per_token=True))
     sequences = Sequences(active_tokens=[3, 2])
     unknown = plan_step(CONSTANT, sequences, totals=StepTotals(samples=4))
     with refused("active tokens", "StepTotals\\(active_tokens"):
@@ -572,7 +573,7 @@ def check_the_start_line_names_mode_formula_loss_scaling_and_k(chunk, aggregator
     line = aggregator.describe()
     for word in ("constant", "1/(B 10)", "loss scaling average, K = M DP CP (DP 2, CP 1)"):
         assert word in line, (word, line)
-    per_token = made(tiny_gpt.wrapped(tiny_gpt.config_of(per_token=True)))
+    per_token = made(a_chunk(per_token=True))
     assert "loss scaling per_token, K = N (DP 2, CP 1)" in per_token.describe()
 
 
@@ -602,7 +603,7 @@ def check_the_start_line_is_followed_by_what_depends_on_cp(chunk, aggregator):
 
 def check_a_step_without_active_tokens_has_zero_gradient(chunk, aggregator):
     for per_token in (False, True):
-        live = tiny_gpt.wrapped(tiny_gpt.config_of(per_token=per_token))
+        live = a_chunk(per_token=per_token)
         its = made(live, Aggregation("token_mean"))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -722,7 +723,7 @@ def check_a_partial_loss_of_another_microbatch_is_refused(chunk, aggregator):
 def check_a_term_with_a_mask_of_its_own_is_refused_where_survivors_are_counted(chunk, aggregator):
     """Megatron divides by the tokens of the mask whose outputs are returned."""
     survivors = Aggregation("token_mean", count="survivors")
-    per_token = made(tiny_gpt.wrapped(tiny_gpt.config_of(per_token=True)), survivors, probe=False)
+    per_token = made(a_chunk(per_token=True), survivors, probe=False)
     offsets, masks = [0, 4, 8], torch.tensor([[1, 1, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1, 0, 0]])
     for is_trained in (True, False):
         step = per_token.step([3, 2], num_microbatches=1)
@@ -836,7 +837,7 @@ def check_a_microbatch_of_a_second_plan_is_refused_unless_it_is_declared(chunk, 
 
 def check_steps_of_two_aggregators_may_run_at_once(chunk, aggregator):
     """A policy and a critic."""
-    its = made(tiny_gpt.wrapped(tiny_gpt.config_of()), probe=False)
+    its = made(a_chunk(), probe=False)
     plans = [a_plan(aggregator), a_plan(aggregator)]
     with aggregator.begin(plans[0], num_microbatches=1) as outer:
         with its.begin(plans[1], num_microbatches=1) as inner:
@@ -848,7 +849,7 @@ def check_steps_of_two_aggregators_may_run_at_once(chunk, aggregator):
 
 
 def check_gradients_are_added_up_only_where_megatron_does_not_scale_them_again(chunk, aggregator):
-    per_token = made(tiny_gpt.wrapped(tiny_gpt.config_of(per_token=True)))
+    per_token = made(a_chunk(per_token=True))
     with refused("accumulates=True with --calculate-per-token-loss", "in one schedule call"):
         a_step(per_token, accumulates=True)
     sharded = made(tiny_gpt.wrapped(tiny_gpt.config_of(), use_distributed_optimizer=True))
@@ -927,7 +928,7 @@ def check_what_the_probe_cannot_read_on_one_rank_is_an_error_on_all(chunk, aggre
     def unreadable():
         raise RuntimeError("no schedule")
 
-    own_chunk = tiny_gpt.wrapped(tiny_gpt.config_of())
+    own_chunk = a_chunk()
     stock = pipeline_parallel.get_forward_backward_func
     on_rank_1 = unreadable if dist.get_rank() == 1 else stock
     with (
@@ -998,7 +999,7 @@ def main():
     tiny_gpt.start(ep=2)
     if dist.get_rank() == 0:
         print(f"RAN megatron-core {live.megatron_version()}", flush=True)
-    chunk = tiny_gpt.wrapped(tiny_gpt.config_of())
+    chunk = a_chunk()
     aggregator = made([chunk])
     run_checks(globals(), chunk, aggregator)
 

@@ -52,6 +52,10 @@ QUICK = {"probe": False, "rejects_tokens": True}
 FOLDER = Path(sys.argv[1])
 
 
+def recording(path):
+    return Options(record=str(path), **QUICK)
+
+
 def other_sequences():
     """Give one token of a sequence to another: the same counts but for two sequences'."""
     sequences = make_sequences()
@@ -130,7 +134,7 @@ def close(got, wanted, tolerance=1e-12):
 def check_every_layout_and_way_writes_a_record(name, runs):
     ways = [*((looped, "loop", mode) for mode in MODES), (hooked, "hook", "sample_mean")]
     for begin, way, mode in ways:
-        options = Options(record=str(FOLDER / f"{name}-{way}-{mode}.jsonl"), **QUICK)
+        options = recording(FOLDER / f"{name}-{way}-{mode}.jsonl")
         for run in runs:  # the second run continues the file, as a resumed one
             train = begin(run, MODES[mode], options)
             for _ in range(3):
@@ -139,21 +143,19 @@ def check_every_layout_and_way_writes_a_record(name, runs):
 
 def check_a_run_that_is_resumed_and_one_with_another_mode_write_records(name, runs):
     first = runs[0]
-    resumed = Options(record=str(FOLDER / f"{name}-resumed.jsonl"), **QUICK)
+    resumed = recording(FOLDER / f"{name}-resumed.jsonl")
     for iteration, steps in ((1, 4), (3, 4)):  # killed after step 4, its checkpoint is of step 2
         train = looped(first, MODES["sample_mean"], resumed, iteration=iteration)
         for _ in range(steps):
             train()
-    wrong = Options(record=str(FOLDER / f"{name}-wrong.jsonl"), **QUICK)
+    wrong = recording(FOLDER / f"{name}-wrong.jsonl")
     for mode in ("sample_mean", "sample_mean", "token_mean"):
         looped(first, Aggregation(mode), wrong)()
 
 
 def check_an_evaluation_and_a_step_that_failed_are_not_recorded(name, runs):
     path = FOLDER / f"{name}-failed.jsonl"
-    aggregator = LossAggregator(
-        runs[0].chunks, CASES[0].aggregation, options=Options(record=str(path), **QUICK)
-    )
+    aggregator = LossAggregator(runs[0].chunks, CASES[0].aggregation, options=recording(path))
     runs[0]._aggregators[CASES[0].aggregation] = aggregator
     runs[0].evaluate(CASES[0])
     step = aggregator.step(active_tokens=[1], num_microbatches=1)
@@ -169,15 +171,11 @@ def check_an_evaluation_and_a_step_that_failed_are_not_recorded(name, runs):
 def check_a_record_that_cannot_be_written_is_an_error_on_every_rank(name, runs):
     for path, words in ((FOLDER / "none" / "a.jsonl", "cannot be written"), (FOLDER, "written")):
         with pytest.raises(ContractError, match=f"^rank .*--loss-aggregation-record.*{words}"):
-            LossAggregator(
-                runs[0].chunks, CASES[0].aggregation, options=Options(record=str(path), **QUICK)
-            )
+            LossAggregator(runs[0].chunks, CASES[0].aggregation, options=recording(path))
     foreign = FOLDER / f"{name}-foreign.txt"
     foreign.write_text("what somebody wrote, without a line's end")
     with pytest.raises(ContractError, match="is no record of steps"):
-        LossAggregator(
-            runs[0].chunks, CASES[0].aggregation, options=Options(record=str(foreign), **QUICK)
-        )
+        LossAggregator(runs[0].chunks, CASES[0].aggregation, options=recording(foreign))
     assert foreign.read_text() == "what somebody wrote, without a line's end"
 
 
