@@ -39,7 +39,7 @@ def run_command(
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="rough times, no launches; 20 s")
+    parser.add_argument("--quick", action="store_true", help="rough times, of fewer sizes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers")
     parser.add_argument("--doc", type=Path, metavar="FILE", help="write the tables into it")
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw into it")

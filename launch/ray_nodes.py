@@ -83,13 +83,12 @@ def agent(arguments, variables):
 
 def main():
     """Place the agents, wait for them, and end with the first failure's status."""
-    num_nodes, *arguments = sys.argv[1:]
-    number("NUM_NODES", num_nodes)
+    num_nodes, arguments = number("NUM_NODES", sys.argv[1]), sys.argv[2:]
     on_gpus = os.environ.get("DEVICE", "cuda") == "cuda"
     ray.init()
     gpus = gpus_per_node() if on_gpus else 0
     node = {"CPU": 1, **({"GPU": gpus} if gpus else {})}
-    nodes = placement_group([node] * int(num_nodes), strategy="STRICT_SPREAD")
+    nodes = placement_group([node] * num_nodes, strategy="STRICT_SPREAD")
     wait_for_nodes(nodes, num_nodes, node)
 
     def start(function, rank, *given):
@@ -99,10 +98,10 @@ def main():
 
     address, port = ray.get(start(rendezvous, 0))
     print(f"rank 0 at {address}:{port}", flush=True)
-    shared = {"NUM_NODES": num_nodes, "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    shared = {"NUM_NODES": str(num_nodes), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
     running = [
         start(agent, rank, arguments, {**shared, "NODE_RANK": str(rank)})
-        for rank in range(int(num_nodes))
+        for rank in range(num_nodes)
     ]
     patience = None
     while running:

@@ -37,6 +37,8 @@ LARGEST_DIFFERENCE = 1e-5
 SMALLEST_DIFFERENCE = 1e-2
 NAMES = ("loss", "grad_norm")
 LAYOUT_DEPENDENT = "microbatch_token_mean"
+AGREES = {"constant": True, LAYOUT_DEPENDENT: False}
+"""Each mode that is replayed, and whether layouts agree under it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +69,8 @@ def replay_all(
     flags = ["--mode", "replay", "--rollouts", str(rollouts), "--steps", str(num_steps)]
     flags += ["--start-from", str(weights)] if weights is not None else []
     for layout, layout_flags in LAYOUTS.items():
-        folder = output / layout.replace(" ", "").lower()
-        worker = [str(Path(__file__).resolve()), "--worker", "--output", str(folder)]
+        folder = str(_layout_folder(output, layout))
+        worker = [str(Path(__file__).resolve()), "--worker", "--output", folder]
         done = launch(
             [*worker, *flags, *train_flags, *layout_flags], processes=PROCESSES, timeout=600
         )
@@ -87,7 +89,7 @@ def largest_difference(curves: Sequence[Curve], name: str) -> float:
 
 def check(curves: Sequence[Curve]) -> None:
     """Raise :class:`LayoutsDifferError` unless the layouts agree where they should."""
-    for mode, expected_equal in _modes():
+    for mode, expected_equal in AGREES.items():
         of_mode = [curve for curve in curves if curve.mode == mode]
         for name in NAMES:
             difference = largest_difference(of_mode, name)
@@ -110,7 +112,7 @@ def verdict(curves: Sequence[Curve]) -> str:
             largest_difference([curve for curve in curves if curve.mode == mode], name)
             for name in NAMES
         )
-        for mode, _ in _modes()
+        for mode in AGREES
     }
     number = len(LAYOUTS) * len(MICROBATCHES)
     return (
@@ -122,16 +124,16 @@ def verdict(curves: Sequence[Curve]) -> str:
 def read_all(output: Path) -> list[Curve]:
     """Read the curves that the replays wrote."""
     return [
-        _read_curve(output / layout.replace(" ", "").lower(), mode, layout, m)
+        _read_curve(output, mode, layout, m)
         for layout in LAYOUTS
-        for mode, _ in _modes()
+        for mode in AGREES
         for m in MICROBATCHES
     ]
 
 
 def table(curves: Sequence[Curve]) -> Iterator[str]:
     """Yield one line per replay, then the largest differences."""
-    width = max(len(mode) for mode, _ in _modes())
+    width = max(map(len, AGREES))
     columns = "  layout  M   loss, first    loss, last  grad norm, first   grad norm, last"
     yield " " * width + columns
     for curve in curves:
@@ -140,7 +142,7 @@ def table(curves: Sequence[Curve]) -> Iterator[str]:
             f"{curve.mode:<{width}}  {curve.layout:<6}  {curve.num_microbatches}  "
             f"{loss[0]:12.8f}  {loss[-1]:12.8f}  {norm[0]:16.8f}  {norm[-1]:16.8f}"
         )
-    for mode, expected_equal in _modes():
+    for mode, expected_equal in AGREES.items():
         of_mode = [curve for curve in curves if curve.mode == mode]
         loss, norm = (largest_difference(of_mode, name) for name in NAMES)
         limit = f"< {LARGEST_DIFFERENCE:g}" if expected_equal else f"> {SMALLEST_DIFFERENCE:g}"
@@ -151,22 +153,21 @@ def table(curves: Sequence[Curve]) -> Iterator[str]:
         )
 
 
-def _modes() -> list[tuple[str, bool]]:
-    """Yield each mode that is replayed, and whether layouts agree under it."""
-    return [("constant", True), (LAYOUT_DEPENDENT, False)]
-
-
 def _mode_flags(mode: str) -> list[str]:
     # constant is the example's default, with its divisor.
     return [] if mode == "constant" else ["--loss-aggregation", mode]
 
 
-def _folder(output: Path, mode: str, num_microbatches: int) -> Path:
-    return output / f"{mode}_m{num_microbatches}"
+def _layout_folder(output: Path, layout: str) -> Path:
+    return output / layout.replace(" ", "").lower()
+
+
+def _folder(of_layout: Path, mode: str, num_microbatches: int) -> Path:
+    return of_layout / f"{mode}_m{num_microbatches}"
 
 
 def _read_curve(output: Path, mode: str, layout: str, num_microbatches: int) -> Curve:
-    path = _folder(output, mode, num_microbatches) / "metrics.jsonl"
+    path = _folder(_layout_folder(output, layout), mode, num_microbatches) / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return Curve(
         mode=mode,
@@ -182,7 +183,7 @@ def _work(output: Path, train_flags: Sequence[str]) -> None:
 
     first = train.parse_args(["--output", str(output), *train_flags])
     train.start_processes(train.processes_of(first), first.seed)
-    for mode, _ in _modes():
+    for mode in AGREES:
         for m in MICROBATCHES:
             folder = _folder(output, mode, m)
             flags = ["--output", str(folder), "--num-microbatches", str(m), *_mode_flags(mode)]

@@ -1,1 +1,1 @@
-"""The command line: ``lossagg verify``, ``run``, ``explain`` and ``plot``."""
+"""The command line: ``lossagg verify``, ``run``, ``explain``, ``plot`` and ``diff``."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from megatron_lossagg.aggregation import CUSTOM
 from megatron_lossagg.files import printable
 from megatron_lossagg.record import RecordError, StepRecord, read_record
+from megatron_lossagg.text import number_of
 
 __all__ = ["add_arguments", "run"]
 
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     for place, step in enumerate(common):
         found = _differences(first[step], second[step])
         if found:
-            same = f"the same loss in {_count(place)}, then " if place else ""
+            same = f"the same loss in {number_of(place, 'step')}, then " if place else ""
             print(printable(f"{same}another loss from step {step} on: {found}"))
             return 1
         if first[step].mode == CUSTOM:
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     where = " and ".join(
         f"{_span(steps)} at {_parallelism(steps[common[0]])}" for steps in (first, second)
     )
-    print(printable(f"the same loss in {_count(len(common))} ({where})"))
+    print(printable(f"the same loss in {number_of(len(common), 'step')} ({where})"))
     return 0
 
 
@@ -76,10 +77,6 @@ def _differences(one: StepRecord, other: StepRecord) -> str:
     if "weights" in differing:
         return "the weights of sequences differ, mode and counts do not"
     return ", ".join(f"{name} {a} and {b}" for name, (a, b) in differing.items())
-
-
-def _count(steps: int) -> str:
-    return "1 step" if steps == 1 else f"{steps} steps"
 
 
 def _span(steps: dict[int, StepRecord]) -> str:

@@ -65,12 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         layout.add_argument(flag, help=option.metadata["help"], **kind)
     add_loss_aggregation_args(parser)
     run = parser.add_argument_group("run")
+    hooked = ", ".join(name for name, framework in FRAMEWORKS.items() if framework.is_hooked)
     run.add_argument(
         "--framework",
         choices=sorted(FRAMEWORKS),
         help="first run the own functions of this framework, as installed here, on the CPU "
-        "against the reference (megatron-lm: "
-        "pretrain_gpt.py); megatron-lm and bridge are then verified as with --hooked",
+        "against the reference (megatron-lm: pretrain_gpt.py); then the cases, as with --hooked "
+        f"for {hooked}",
     )
     run.add_argument(
         "--loss-scaling", choices=LOSS_SCALINGS, help="verify one of Megatron's two loss scalings"

@@ -33,15 +33,22 @@ __all__ = ["Report", "finite", "page", "progress", "say", "show"]
 
 Report = Mapping[str, Any]
 _COLUMNS = {
-    "aggregation": "the configured loss",
-    "w_s": "the weight of a sequence, with the divisor's value",
-    "loss_scaling": "how Megatron scales the loss",
-    "K": "what the package multiplies the loss by",
-    "factor": "the gradient's measured multiple of the reference's; 1 is right",
-    "gradient error": "largest relative error of any parameter's gradient",
-    "loss error": "relative error of the reported loss",
-    "weight sum error": "relative error of the reported weight sum",
-    "": "PASS if every error is below its tolerance",
+    "aggregation": "The configured loss.",
+    "w_s": "The weight of each token of sequence s in the configured loss, with the divisor's "
+    "value; of both terms if a case adds two.",
+    "loss_scaling": "How Megatron scales, never which loss is configured: calculate_per_token_loss "
+    "off (average) or on (per_token).",
+    "K": "The package multiplies a returned loss by it, to cancel Megatron's own factors on the "
+    f"way to the gradient: {K_FORMULA['average']} for average, the step's active tokens "
+    f"{K_FORMULA['per_token']} for per_token.",
+    "factor": "The trained gradient as a multiple of the reference's, by projection. 1 is right. 1 "
+    "with a large error is a wrong direction, or a wrong reported loss.",
+    "gradient error": "The largest, over all parameters, of |g - g_reference| / |g_reference|.",
+    "loss error": "The reported loss against the reference's, in training and in a forward-only "
+    "call.",
+    "weight sum error": "lossagg/weight_sum and lossagg/weight_expected, reported in float32: "
+    f"{WEIGHT_SUM_TOLERANCE:g} is allowed.",
+    "": "PASS if every error is below its tolerance.",
 }
 _PRINTED = [column for column in _COLUMNS if column != "weight sum error"]
 _FRAMEWORK_COLUMNS = {
@@ -212,6 +219,7 @@ def page(report: Report) -> str:
         largest=_largest(cases) if cases else "",
         allowed=" or ".join(f"{bar:g}" for bar in sorted({case["tolerance"] for case in cases})),
         columns=_COLUMNS,
+        meanings=[(name, what) for name, what in _COLUMNS.items() if name],
         layouts=layouts,
         framework=framework,
         framework_columns=_FRAMEWORK_COLUMNS,
@@ -223,8 +231,6 @@ def page(report: Report) -> str:
         ticks=[(_x(10.0**n), f"1e{n}" if n else "1") for n in range(low + 1, high, 2)],
         report=report,
         environment=[Fact(**fact) for fact in report["environment"]],
-        k_formula=K_FORMULA,
-        weight_sum_tolerance=f"{WEIGHT_SUM_TOLERANCE:g}",
         number_of=number_of,
     )
 
