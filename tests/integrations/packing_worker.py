@@ -173,6 +173,10 @@ def main():
                 found, sizes = gradient(partition, padding, per_token=per_token)
                 case = f"{partition}, {padding}, per token {per_token}"
                 compare(case, found, wanted, sizes)
+    weighs = Aggregation("sample_mean", count="weights")
+    for padding in PADDINGS[1:3]:  # the tail has no weight
+        found, sizes = gradient("zigzag", padding, per_token=False, aggregation=weighs)
+        compare(f"{padding}, count weights", found, wanted, sizes)
     compare_dynamic()
     dist.destroy_process_group()
 
