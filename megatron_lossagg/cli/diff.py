@@ -13,9 +13,9 @@ import argparse
 from pathlib import Path
 
 from megatron_lossagg.aggregation import CUSTOM
-from megatron_lossagg.files import printable
 from megatron_lossagg.record import RecordError, StepRecord, read_record
-from megatron_lossagg.text import number_of
+from megatron_lossagg.writing.files import printable
+from megatron_lossagg.writing.text import number_of
 
 __all__ = ["add_arguments", "run"]
 

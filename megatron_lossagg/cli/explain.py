@@ -45,9 +45,9 @@ from megatron_lossagg.cli.explanation import (
 from megatron_lossagg.cli.rollouts import add_reading_arguments, read_rollouts
 from megatron_lossagg.cli.shares import EXPONENT, Shares, Split, add_bucket_argument, read_buckets
 from megatron_lossagg.errors import LossAggregationError
-from megatron_lossagg.files import check_outputs, write_whole
 from megatron_lossagg.scaling import K_FORMULA, LOSS_SCALINGS
-from megatron_lossagg.text import number_of
+from megatron_lossagg.writing.files import check_outputs, write_whole
+from megatron_lossagg.writing.text import number_of
 
 __all__ = ["add_arguments", "run"]
 

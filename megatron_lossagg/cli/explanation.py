@@ -23,7 +23,7 @@ from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.plan import StepCounts, StepPlan
 from megatron_lossagg.scaling import MOST_TOKENS_PER_TOKEN, Factor, Scaling
 from megatron_lossagg.sequences import MOST_TOKENS
-from megatron_lossagg.text import number_of
+from megatron_lossagg.writing.text import number_of
 
 __all__ = [
     "DEFAULT_LENGTHS",

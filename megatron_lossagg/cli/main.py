@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import megatron_lossagg
 from megatron_lossagg.errors import ContractError, LossAggregationError, ReducerError
-from megatron_lossagg.files import printable
+from megatron_lossagg.writing.files import printable
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

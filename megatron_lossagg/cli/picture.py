@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from megatron_lossagg.aggregation import MODES
 from megatron_lossagg.cli.rollouts import RolloutsError
 from megatron_lossagg.cli.shares import Shares
-from megatron_lossagg.extras import needed
-from megatron_lossagg.html import page as html_page
+from megatron_lossagg.writing.extras import needed
+from megatron_lossagg.writing.html import page as html_page
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -30,7 +30,7 @@ from megatron_lossagg.cli.shares import (
     read_buckets,
     shares_of,
 )
-from megatron_lossagg.files import OutputError, check_outputs, printable, write_whole
+from megatron_lossagg.writing.files import OutputError, check_outputs, printable, write_whole
 
 __all__ = ["add_arguments", "run"]
 

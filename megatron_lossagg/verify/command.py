@@ -31,12 +31,9 @@ from typing import Any, NamedTuple
 import megatron_lossagg
 from megatron_lossagg.aggregation import CUSTOM
 from megatron_lossagg.errors import ProofError
-from megatron_lossagg.extras import needed
-from megatron_lossagg.files import check_outputs, write_whole
 from megatron_lossagg.flags import add_loss_aggregation_args, aggregation_from_args
 from megatron_lossagg.options import Options
 from megatron_lossagg.scaling import LOSS_SCALINGS
-from megatron_lossagg.text import number_of
 from megatron_lossagg.verify import report as show
 from megatron_lossagg.verify.cases import CASES, Case
 from megatron_lossagg.verify.environment import Fact, environment, megatron_core
@@ -45,6 +42,9 @@ from megatron_lossagg.verify.frameworks.check import FAIL, NOT_RUN, PASS, counte
 from megatron_lossagg.verify.frameworks.launch import TIMEOUT, run_framework
 from megatron_lossagg.verify.job import Event, Job, launched
 from megatron_lossagg.verify.parallelism import Parallelism, standard
+from megatron_lossagg.writing.extras import needed
+from megatron_lossagg.writing.files import check_outputs, write_whole
+from megatron_lossagg.writing.text import number_of
 
 __all__ = ["add_arguments", "run"]
 

@@ -21,13 +21,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from megatron_lossagg import html
 from megatron_lossagg.scaling import K_FORMULA
-from megatron_lossagg.text import error_text, number_of
 from megatron_lossagg.verify.environment import Fact
 from megatron_lossagg.verify.frameworks.check import FAIL, NOT_RUN, PASS, counted
 from megatron_lossagg.verify.frameworks.check import cells as framework_cells
 from megatron_lossagg.verify.parallelism import WEIGHT_SUM_TOLERANCE
+from megatron_lossagg.writing import html
+from megatron_lossagg.writing.text import error_text, number_of
 
 __all__ = ["Report", "finite", "page", "progress", "say", "show"]
 

@@ -16,8 +16,8 @@ from fork_server import WITHOUT_MEGATRON
 
 from megatron_lossagg.cli.main import _COMMANDS, main
 from megatron_lossagg.errors import LossAggregationError
-from megatron_lossagg.files import OutputError, check_outputs, printable, write_whole
 from megatron_lossagg.verify import command as verify
+from megatron_lossagg.writing.files import OutputError, check_outputs, printable, write_whole
 
 RECORDS = "".join(f'{{"prompt_id": {n % 2}, "response_length": {n + 3}}}\n' for n in range(6))
 HOSTILE = "\x1b[31mred\x1b]0;owned\x07\u202e\n.jsonl"

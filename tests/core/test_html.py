@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from megatron_lossagg.extras import MissingPackageError, needed
-from megatron_lossagg.html import page
+from megatron_lossagg.writing import html
+from megatron_lossagg.writing.extras import MissingPackageError, needed
+from megatron_lossagg.writing.html import page
 
 TEMPLATE = """{% extends "base.html" %}
 {% from "parts.html" import definitions, table %}
@@ -16,9 +17,14 @@ TEMPLATE = """{% extends "base.html" %}
 """
 
 
-def test_a_page_escapes_what_it_is_given_and_loads_nothing(tmp_path):
+@pytest.fixture(autouse=True)
+def own_template(tmp_path, monkeypatch):
     (tmp_path / "own.html").write_text(TEMPLATE)
-    text = page("own.html", folder=tmp_path, name="<script>&", verdict="fail")
+    monkeypatch.setattr(html, "_FOLDERS", [*html._FOLDERS, tmp_path])
+
+
+def test_a_page_escapes_what_it_is_given_and_loads_nothing():
+    text = page("own.html", name="<script>&", verdict="fail")
     assert text.count("&lt;script&gt;&amp;") == 4
     assert '<header class="fail">' in text
     assert not re.findall(r"<(?:script|link|img|iframe)|url\(|@import|(?:src|href)=", text)
@@ -26,11 +32,10 @@ def test_a_page_escapes_what_it_is_given_and_loads_nothing(tmp_path):
     assert "prefers-color-scheme:dark" in text
 
 
-def test_a_name_that_a_template_lacks_is_an_error(tmp_path):
+def test_a_name_that_a_template_lacks_is_an_error():
     jinja2 = pytest.importorskip("jinja2", reason="jinja2 is not installed")
-    (tmp_path / "own.html").write_text(TEMPLATE)
     with pytest.raises(jinja2.UndefinedError, match="name"):
-        page("own.html", folder=tmp_path)
+        page("own.html")
 
 
 def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch):

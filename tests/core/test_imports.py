@@ -14,10 +14,7 @@ import megatron_lossagg
 PACKAGE = Path(__file__).parents[2] / "megatron_lossagg"
 ORDER = [
     "errors",
-    "extras",
-    "files",
-    "html",
-    "text",
+    "writing",
     "integers",
     "devices",
     "aggregation",

@@ -20,7 +20,6 @@ from wrong_factors.run import apply
 from megatron_lossagg.cli.explanation import explain, read_lengths
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.cli.shares import Split
-from megatron_lossagg.text import number_of
 from megatron_lossagg.verify import command as command_module
 from megatron_lossagg.verify import environment as environment_module
 from megatron_lossagg.verify import job as job_module
@@ -29,6 +28,7 @@ from megatron_lossagg.verify.environment import environment
 from megatron_lossagg.verify.job import Job, read_job, write_job
 from megatron_lossagg.verify.parallelism import standard
 from megatron_lossagg.verify.sequences import make_sequences
+from megatron_lossagg.writing.text import number_of
 
 ROOT = Path(__file__).parents[2]
 ONE = ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "40"]

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import megatron_lossagg
 from megatron_lossagg.errors import LossAggregationError
-from megatron_lossagg.text import error_text, number_of
 from megatron_lossagg.verify.frameworks import FRAMEWORKS
+from megatron_lossagg.writing.text import error_text, number_of
 
 __all__ = [
     "FAIL",

@@ -9,20 +9,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_lossagg.extras import needed
+from megatron_lossagg.writing.extras import needed
 
 __all__ = ["page"]
 
+_FOLDERS = [Path(__file__).with_name("templates")]
 
-def page(template: str, *, folder: Path | None = None, extra: str = "report", **values: Any) -> str:
-    """Render a template of this package, or of ``folder``; values are escaped.
+
+def page(template: str, *, extra: str = "report", **values: Any) -> str:
+    """Render a template of this package; values are escaped.
 
     ``extra``: what installs jinja2 for the caller. Raises :class:`MissingPackageError` without it.
     """
     jinja2 = needed("jinja2", by="an HTML page", extra=extra)
-    folders = [Path(__file__).with_name("templates"), *([] if folder is None else [folder])]
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folders),
+        loader=jinja2.FileSystemLoader(_FOLDERS),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

@@ -1,0 +1,1 @@
+"""How a command writes: text, whole files and HTML pages, and the packages that it needs."""
