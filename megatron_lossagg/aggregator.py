@@ -110,8 +110,6 @@ class LossAggregator:
         self._hook: ScheduleHook | None = None
         self.note = note_on_side_losses(self._config, self.loss_scaling)
         """Which side losses depend on CP, for the start of a run; empty if none does."""
-        self.compares_tokens = False
-        """Whether context-parallel ranks compare who trained what (``local``, gathered losses)."""
         self.probe: ProbeReport | None = None
         """What the startup probe measured; None if it was not asked for."""
         if self.options.probe:

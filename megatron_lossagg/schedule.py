@@ -102,7 +102,8 @@ class Integration(ABC):
     def counts_parts(self) -> bool:
         """Whether, with dynamic context parallelism, :meth:`sequences` counts parts of sequences.
 
-        They are those that this rank holds, with one sample id for all parts of a sequence.
+        They are those that this rank holds, with one sample id for all parts of a sequence. A
+        subclass that does says so as a class attribute.
         """
         return False
 

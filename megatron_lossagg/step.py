@@ -224,6 +224,7 @@ class Step:
         elif lengths is not None:
             layout = self._aggregator.local(lengths)
         assert layout is not None
+        self._check_layout(layout)
         reducer = (plan or self.plan).reducer(
             sequences,
             mask,
@@ -269,24 +270,25 @@ class Step:
 
         Every sequence and microbatch arrived (on the last pipeline stage, which alone calls
         loss_func), every loss was trained through its reducer, gradients were zero before, and no
-        device found a fault in a mask or loss. With context parallelism and the layout ``local`` or
-        gathered losses, each sequence's tokens were trained once over the context-parallel ranks.
+        device found a fault in a mask or loss. With context parallelism all ranks train the same
+        step, and with the layout ``local`` or gathered losses each token is trained by one of them.
         Raises :class:`ContractError` or :class:`ReducerError` on this rank. One host sync for each
-        device that recorded something; one all-gather over the context-parallel group if its ranks
-        compare their tokens; with ``Options.record`` one over data- and context-parallel ranks.
+        device that recorded something; with context parallelism one all-gather over its group; with
+        ``Options.record`` one over data- and context-parallel ranks.
         ``with`` calls it.
         """
         if self.is_finished:
             return
         fault = self._incomplete()
         self.end()
-        self._check_ownership(has_failed=bool(fault))
+        aggregator = self._aggregator
+        if aggregator.cp_size > 1 and self._plans:
+            check_ownership(Exchange(aggregator.cp_group), self._plans, has_failed=bool(fault))
         if fault:
             raise ContractError(fault)
         for plan in self._plans:
             plan.check()
         if self._record is not None:
-            aggregator = self._aggregator
             self._record.finish(
                 self.plan,
                 self._scaling,
@@ -301,16 +303,6 @@ class Step:
         self.is_finished = True
         for plan in self._plans:
             plan.state.end()
-
-    def _check_ownership(self, *, has_failed: bool) -> None:
-        """Compare the context-parallel ranks' tokens, if they are to be compared in this run."""
-        aggregator = self._aggregator
-        if any(plan.state.trained.of_sequences() is not None for plan in self._plans):
-            aggregator.compares_tokens = True
-        # The other ranks may compare where loss_func never ran here.
-        if aggregator.compares_tokens and self._plans:
-            exchange = Exchange(aggregator.cp_group)
-            check_ownership(exchange, self._plans, has_failed=has_failed)
 
     def _incomplete(self) -> str:
         """Say what is missing of the step, empty if nothing is."""
@@ -372,21 +364,6 @@ class Step:
                 "got a microbatch of a second plan: call outputs of the step's own microbatch, "
                 "and add the second plan's partial losses to its loss"
             )
-        layout, aggregator = reducer.layout, self._aggregator
-        if (layout.cp_size, layout.cp_rank) != (aggregator.cp_size, aggregator.cp_rank):
-            raise ContractError(
-                f"got a layout of CP rank {layout.cp_rank} of {layout.cp_size}, this rank is "
-                f"{aggregator.cp_rank} of {aggregator.cp_size}: pass step.microbatch cu_seqlens= "
-                "or lengths=, or make the layout with the aggregator's cp_size and cp_rank"
-            )
-        split = "contiguous" if aggregator.is_contiguous else "zigzag"
-        if layout.cp_size > 1 and layout.split not in (split, None):
-            raise ContractError(
-                f"got the layout {layout.name}, the model's cp_partition_mode is {split}: pass "
-                "step.microbatch cu_seqlens=, which takes the model's; or lengths=, with a mask "
-                "and losses that are sliced already; or gathered(sums_gradients=True), if losses "
-                "are gathered and the backward pass sums their gradients over the ranks"
-            )
         pending = [call for plan in self._plans for call in plan.state.pending]
         calls = [call for call in pending if np.array_equal(call.sequences, reducer.sequences)]
         identity = reducer.microbatch.identity
@@ -402,6 +379,24 @@ class Step:
         for plan in self._plans:
             plan.state.returned.update(call.microbatch for call in calls)
             plan.state.pending = [call for call in plan.state.pending if call not in calls]
+
+    def _check_layout(self, layout: Layout) -> None:
+        """Check that a term's losses are split as the model's are, on this rank."""
+        aggregator = self._aggregator
+        if (layout.cp_size, layout.cp_rank) != (aggregator.cp_size, aggregator.cp_rank):
+            raise ContractError(
+                f"got a layout of CP rank {layout.cp_rank} of {layout.cp_size}, this rank is "
+                f"{aggregator.cp_rank} of {aggregator.cp_size}: pass step.microbatch cu_seqlens= "
+                "or lengths=, or make the layout with the aggregator's cp_size and cp_rank"
+            )
+        split = "contiguous" if aggregator.is_contiguous else "zigzag"
+        if layout.cp_size > 1 and layout.split not in (split, None):
+            raise ContractError(
+                f"got the layout {layout.name}, the model's cp_partition_mode is {split}: pass "
+                "step.microbatch cu_seqlens=, which takes the model's; or lengths=, with a mask "
+                "and losses that are sliced already; or gathered(sums_gradients=True), if losses "
+                "are gathered and the backward pass sums their gradients over the ranks"
+            )
 
     def _check_gradient(self, loss: Tensor, calls: list[ReducerCall]) -> None:
         if self.forward_only and loss.requires_grad:

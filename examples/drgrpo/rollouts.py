@@ -246,7 +246,7 @@ def read_rollouts(path: Path) -> dict[int, list[Rollout]]:
     for number, line in enumerate(text.splitlines(), start=1):
         try:
             rollout = Rollout(**json.loads(line))
-        except (TypeError, ValueError) as error:
+        except (OverflowError, TypeError, ValueError) as error:
             shown = repr(line if len(line) <= 40 else line[:37] + "...")
             raise RolloutFileError(
                 f"{path}, line {number}: got {shown}, expected a rollout: {error}. Record the file "

@@ -309,14 +309,15 @@ def _launched(job: Job, take: Callable[[Event], None], *, timeout: float) -> str
     try:
         done = launched(job, take, processes=job.world_size, timeout=timeout)
     except subprocess.TimeoutExpired as expired:
-        return _failure(f"{expired.stderr!s}\nended after {timeout:.0f} s (--timeout)")
+        what = f"The run did not finish in {timeout:.0f} s (--timeout)"
+        return _failure(what, str(expired.stderr))
     if not done.returncode:
         return ""
-    return _failure(done.stderr or f"exit status {done.returncode}")
+    return _failure("A rank failed", done.stderr or f"exit status {done.returncode}")
 
 
-def _failure(printed: str) -> str:
-    """Write that a rank failed, and the last lines that the first one to fail has printed."""
+def _failure(what: str, printed: str) -> str:
+    """Write what happened, and the last lines that the first rank to print an error has printed."""
     lines = [line for line in printed.splitlines() if "<frozen " not in line]
     first = next((line.partition(":")[0] for line in lines if line.startswith("[rank")), "")
-    return "\n".join(["A rank failed", *[line for line in lines if line.startswith(first)][-60:]])
+    return "\n".join([what, *[line for line in lines if line.startswith(first)][-60:]])

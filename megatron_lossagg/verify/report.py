@@ -1,4 +1,6 @@
-"""A verification as it is printed, and as one page for a pull request (``templates/verify.html``).
+"""A verification as it is printed, and as one page for a pull request.
+
+The page is ``writing/templates/verify.html``.
 
 The result comes first, then the table, the checks of a framework, the causes of what failed, and
 the environment.

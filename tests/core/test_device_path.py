@@ -109,7 +109,6 @@ def a_step_of_two_microbatches(to, losses, loss_scaling, **options):
         cp_rank=0,
         cp_group=None,
         is_last_stage=True,
-        compares_tokens=False,
         is_contiguous=False,
     )
     step = Step(aggregator=aggregator, plan=plan, num_microbatches=2, **options)

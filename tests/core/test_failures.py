@@ -123,7 +123,6 @@ def a_step(plan, m, *, dp=1, cp=1, cp_rank=0, loss_scaling="average"):
         cp_size=cp,
         cp_rank=cp_rank,
         is_last_stage=True,
-        compares_tokens=False,
         is_contiguous=False,
     )
     # No buffers are there to look at.

@@ -77,7 +77,6 @@ def names_that_are_reported():
         dp_cp_size=1,
         cp_size=1,
         cp_rank=0,
-        compares_tokens=False,
         is_contiguous=False,
     )
     plan = plan_step(

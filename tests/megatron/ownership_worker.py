@@ -76,15 +76,17 @@ def check_a_layout_of_another_split_than_the_models_is_refused(aggregator):
     offsets, place = [0, 8, 12], {"cp_size": 2, "cp_rank": aggregator.cp_rank}
     other = Layout.thd_contiguous(offsets, **place)
     for layout in (other, other.gathered(), aggregator.thd(offsets)):
-        step = aggregator.step(ACTIVE, num_microbatches=1)
-        mb = step.microbatch([0, 1], torch.tensor(WHOLE), layout=layout)
-        loss = mb.reduce(torch.ones(12 if layout.is_gathered else 6, requires_grad=True))
-        if layout.name == "thd_zigzag":
-            mb.outputs(loss)[0].backward()
-            step.finish()
-            continue
-        with pytest.raises(ContractError, match=rf"{layout.name}, .* cp_partition_mode is zigzag"):
-            mb.outputs(loss)
+        plans = [
+            plan_step(MODE, Sequences(active_tokens=ACTIVE), group=aggregator.dp_group)
+            for _ in range(2)
+        ]
+        step = aggregator.begin(plans[0], num_microbatches=1, also=[plans[1]])
+        for plan in plans:  # of a further term too
+            if layout.split == "zigzag":
+                step.microbatch([0, 1], torch.tensor(WHOLE), layout=layout, plan=plan)
+                continue
+            with pytest.raises(ContractError, match=rf"{layout.name}, .*_partition_mode is zigzag"):
+                step.microbatch([0, 1], torch.tensor(WHOLE), layout=layout, plan=plan)
         step.end()
 
 
@@ -284,14 +286,17 @@ def check_more_sequences_than_slots_are_compared(aggregator):
 def check_a_step_of_whole_masks_after_one_of_slices_is_right(aggregator):
     """An evaluation may use another layout than training."""
     plan = plan_step(MODE, Sequences(active_tokens=[5]), group=aggregator.dp_group)
-    assert aggregator.compares_tokens
     with aggregator.begin(plan, num_microbatches=1) as step:
         mb = step.microbatch([0], torch.tensor([1, 1, 1, 1, 1, 0, 0, 0]), cu_seqlens=[0, 8])
         mb.outputs(mb.reduce(torch.ones(4, requires_grad=True)))[0].backward()
 
 
 def check_a_term_of_which_one_rank_holds_all_tokens_is_compared_on_both(aggregator):
-    """Rank 1 holds no token of the second plan's term, and reduces nothing for it."""
+    """Rank 1 holds no token of the second plan's term, and reduces nothing for it.
+
+    Nothing else of the step is sliced, and on this aggregator nothing was before.
+    """
+    aggregator = LossAggregator(aggregator.chunks, MODE, options=Options(probe=False))
     for term_mask, message in (
         ([1, 1, 0, 0], ""),
         ([1, 0, 0, 0], "train 1 tokens fewer of sequence 0 than the 2 that were counted"),
@@ -301,8 +306,8 @@ def check_a_term_of_which_one_rank_holds_all_tokens_is_compared_on_both(aggregat
             for active in (5, 2)
         )
         step = aggregator.begin(plan, num_microbatches=1, also=[second])
-        mask = ([1, 1, 1, 0], [1, 0, 0, 1])[aggregator.cp_rank]
-        mb = step.microbatch([0], torch.tensor(mask), lengths=[4])
+        mask = torch.tensor([1, 1, 1, 1, 1, 0, 0, 0])
+        mb = step.microbatch([0], mask, cu_seqlens=[0, 8])
         losses = torch.ones(4, requires_grad=True)
         loss = mb.reduce(losses)
         if aggregator.cp_rank == 0:
