@@ -63,7 +63,7 @@ def plot_training(metrics_files: Sequence[Path], path: Path) -> None:
     _mean_line(right, metrics, "response_length_right", RIGHT, "right answers")
     _mean_line(right, metrics, "response_length_wrong", WRONG, "wrong answers")
     right.set(xlabel="RL step", ylabel="mean response length, tokens")
-    right.set_title("because the model writes its working", loc="left")
+    right.set_title("Responses get longer", loc="left")
     right.set_ylim(bottom=0)
     for axes in (left, right):
         axes.grid(alpha=0.3)
