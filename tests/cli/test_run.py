@@ -122,16 +122,22 @@ def test_an_error_of_a_data_set_keeps_its_traceback_and_is_no_wrong_usage(
     assert place < err.index(f"in {function}") < err.index(error) < err.index("lossagg: rank 0")
 
 
+NO_LOOP = "the process ended without the training loop of a loop, or the hook was installed after"
+LOOKS_ITS_LOOP_UP = (  # a script that has the name in one piece is refused
+    "import megatron.training.training as loop; getattr(loop, 'get_forward_' + 'backward_func')()"
+)
 ENDS = {
-    "pass": (0, "without the training loop of a loop, or the hook was installed after it began"),
-    "a_loop.get_forward_backward_func()": (0, "the training loop of a loop had no step left to do"),
-    "sys.exit()": (0, "without the training loop of a loop"),
-    "try: sys.exit(2)\nexcept SystemExit: pass": (0, "without the training loop of a loop"),
-    "sys.exit(2)": (2, "without the training loop of a loop"),
-    "lossagg_run('sys.exit(2)')": (2, None),
-    "lossagg_run('pass')": (1, None),  # it says so itself
-    "raise ValueError('MASTER_ADDR expected')": (1, None),
+    "pass": (0, True, NO_LOOP),
+    "a_loop.get_forward_backward_func()": (0, True, "training loop of a loop had no step left"),
+    "sys.exit()": (0, True, NO_LOOP),
+    "try: sys.exit(2)\nexcept SystemExit: pass": (0, True, NO_LOOP),
+    "sys.exit(2)": (2, True, NO_LOOP),
+    "lossagg_run('sys.exit(2)')": (2, False, ""),
+    "lossagg_run('pass')": (1, False, "ended without a step that --loss-aggregation token_mean"),
+    f"lossagg_run({LOOKS_ITS_LOOP_UP!r})": (0, False, "no step left to do, so nothing was trained"),
+    "raise ValueError('MASTER_ADDR expected')": (1, False, "ValueError: MASTER_ADDR expected"),
 }
+"""Exit status, whether the process says at its end that no step came, and words in what it says."""
 
 
 LOOP = """
@@ -176,11 +182,11 @@ def test_a_process_says_that_no_step_came_unless_an_exception_ends_it(tmp_path):
     environment = {"PYTHONPATH": worker_path()}
     written = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
     statuses = json.loads(written)
-    for number, (ends, (status, wanted)) in enumerate(ENDS.items()):
+    for number, (ends, (status, says_so, words)) in enumerate(ENDS.items()):
         err = (tmp_path / str(number)).read_text()
-        assert statuses[number] == status, ends
-        assert err.count("lossagg: no step reached") == (wanted is not None), err
-        assert wanted is None or wanted in err
+        assert statuses[number] == status, err
+        assert err.count("lossagg: no step reached --loss-aggregation token_mean") == says_so, err
+        assert words in err
 
 
 def test_train_rl_of_an_unknown_release_is_refused_by_name_before_it_starts(

@@ -46,6 +46,15 @@ COMING_FROM = dict(tables_by_section(DOCS / "coming-from.md"))
 SETTINGS = [(system, *row) for system, rows in COMING_FROM.items() for row in rows]
 
 
+SOMETIMES = [name for name, alias in ALIASES.items() if {"if", "from"} & {*alias.note.split()}]
+
+
+@pytest.mark.parametrize("name", SOMETIMES)
+def test_no_loss_is_called_unchanged_that_its_system_trains_only_sometimes(name):
+    (says,) = [row[-1] for row in SETTINGS if row[2].strip("`") == name]
+    assert says not in ("unchanged", "as read")
+
+
 @pytest.mark.parametrize(
     ("system", "name", "divisor", "empty"),
     [(system, name.strip("`"), divisor, empty) for system, _, name, divisor, empty, *_ in SETTINGS],

@@ -8,7 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import early, fork_server, new_folder, worker_path
+from conftest import fork_server, new_folder, worker_path
 from fork_server import WITHOUT_MEGATRON, ForkServer, fork_ranks
 from test_cpu_launch import RANKS, SLEEP, is_running
 
@@ -66,13 +66,16 @@ def written(folder, text):
     return script
 
 
-@early
-def in_both():
-    """Run ranks under the launcher and forked; return what the ranks found and printed."""
+@pytest.fixture(scope="module")
+def in_both(launches):
+    """Run ranks under the launcher and forked; return what the ranks found and printed.
+
+    Not an early fixture: both have the current folder, which a test may change meanwhile.
+    """
     script, ranks = written(new_folder(), ENVIRONMENT), written(new_folder(), RANKS)
     env = {"GIVEN": "yes", "MARKED": "yes", "PYTHONPATH": worker_path(), "PYTHONUNBUFFERED": ""}
     found = []
-    for start in (launch, fork_server(WITHOUT_MEGATRON).launch):
+    for start in (launch, fork_server().launch):
         folder = new_folder()
         command = [str(script), str(folder), str(ranks), "argument"]
         done = start(command, processes=2, timeout=200, env=env)
@@ -136,7 +139,7 @@ def test_a_rank_that_fails_ends_the_others(forked, tmp_path, failure, ended):
 
 def test_a_launch_that_outlasts_its_time_leaves_nothing_running(forked, tmp_path):
     script = written(tmp_path, SLEEP)
-    for timeout in (1, 5, 30):  # a busy machine
+    for timeout in (1, 5, 60):  # a busy machine
         with pytest.raises(subprocess.TimeoutExpired) as caught:
             forked(script, tmp_path, timeout=timeout)
         if caught.value.output.count("asleep") == 2:
@@ -188,8 +191,10 @@ def test_closing_the_server_ends_the_ranks_of_a_launch(tmp_path):
     command = [str(written(tmp_path, SLEEP)), str(tmp_path)]
     with ThreadPoolExecutor() as threads:
         launch = threads.submit(server.launch, command, processes=2, timeout=600)
-        pids = pids_of(tmp_path)
-        server.close()
+        try:
+            pids = pids_of(tmp_path)
+        finally:
+            server.close()
         assert launch.exception() is not None
     assert len(pids) == 4
     wait_for_the_end_of(pids)

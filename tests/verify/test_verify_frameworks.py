@@ -77,8 +77,12 @@ def forked(monkeypatch):
     monkeypatch.setattr(job, "run_alone", run_alone)
 
 
-def test_an_import_that_fails_is_not_run_with_the_reason_and_what_to_install(verl_that, forked):
-    verl_that("import ray_of_tests.core")
+@pytest.mark.launches
+def test_an_import_that_fails_is_not_run_with_the_reason_and_what_to_install(tmp_path, monkeypatch):
+    """In the process that users get, which is no rank and has their path."""
+    write_verl(tmp_path / "on_the_path", "import ray_of_tests.core")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "on_the_path"), str(ROOT)]))
     framework = run_framework("verl")
     assert not framework["passed"]
     (check,) = framework["checks"]
