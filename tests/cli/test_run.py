@@ -182,7 +182,7 @@ def test_a_process_says_that_no_step_came_unless_an_exception_ends_it(tmp_path):
     environment = {"PYTHONPATH": worker_path()}
     written = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
     statuses = json.loads(written)
-    for number, (ends, (status, says_so, words)) in enumerate(ENDS.items()):
+    for number, (status, says_so, words) in enumerate(ENDS.values()):
         err = (tmp_path / str(number)).read_text()
         assert statuses[number] == status, err
         assert err.count("lossagg: no step reached --loss-aggregation token_mean") == says_so, err
