@@ -28,7 +28,7 @@ def markdown(results: Results) -> str:
         filled(
             f"`plan_step` brings a rank {per_rank:.0f} bytes per rank of the group, and "
             f"{per_sequence:.0f} per sequence with ids. Every rank is padded to the sequences of "
-            "the rank that has most. `aggregator.begin` and `finish` bring nothing."
+            "the rank that has most. `aggregator.begin` and `finish` bring nothing at CP 1."
         ),
         _cpu_times(results["one rank"]),
     ]
