@@ -92,8 +92,8 @@ class MicrobatchLoss:
         no host sync.
 
         Raises :class:`ContractError` if :meth:`reduce` was not called under the step's aggregation,
-        if this is of another step, of a second plan or of another context-parallel rank, and if the
-        loss needs no gradient in a training step or one in a ``forward_only`` step.
+        if this is of another step or of a second plan, and if the loss needs no gradient in a
+        training step or one in a ``forward_only`` step.
         """
         check_scalar("loss", loss)
         report, means = report or {}, means or {}
@@ -210,7 +210,9 @@ class Step:
         ``sequences``, ``mask``, ``token_weights``: as in :meth:`StepPlan.reducer`. One of three
         says which tokens this rank holds. ``cu_seqlens``: padded offsets of packed sequences.
         ``lengths``: of the slices here, with a mask that the framework has sliced. ``layout``: any
-        other. ``plan``: one of ``also``, for a further term with other counts.
+        other. ``plan``: one of ``also``, for a further term with other counts. Raises
+        :class:`ContractError` for a layout of another context-parallel rank or of another split
+        than the model's.
         """
         self.plan  # noqa: B018  which stages without counts do not have
         given = [one for one in (cu_seqlens, lengths, layout) if one is not None]
