@@ -166,6 +166,22 @@ def test_a_layout_has_its_constructors_name_its_rank_and_int64_indices(cp):
         assert layout.positions.dtype == torch.int64
 
 
+def test_a_layout_says_which_split_of_the_model_it_needs_and_whether_sequences_are_whole():
+    rank = {"cp_size": 2, "cp_rank": 0}
+    for layout, split, is_whole in (
+        (Layout.thd_zigzag([0, 8], **rank), "zigzag", True),
+        (Layout.bshd_zigzag(2, 8, **rank), "zigzag", True),
+        (Layout.thd_contiguous([0, 3, 8], **rank), "contiguous", True),
+        (Layout.bshd_contiguous(2, 8, **rank), "contiguous", True),
+        (Layout.response_zigzag([8], [3], **rank), "zigzag", False),
+        (Layout.local([8], **rank), None, False),
+    ):
+        assert (layout.split, layout.is_whole) == (split, is_whole)
+        if not layout.is_local:
+            assert layout.gathered().split == split
+            assert layout.gathered(sums_gradients=True).split is None
+
+
 def test_without_context_parallelism_the_rank_holds_every_token_and_no_length_needs_padding():
     assert positions(Layout.thd_zigzag([0, 3, 8], cp_size=1, cp_rank=0)) == list(range(8))
     assert positions(Layout.bshd_zigzag(2, 5, cp_size=1, cp_rank=0)) == list(range(10))
