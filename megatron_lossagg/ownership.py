@@ -48,38 +48,38 @@ def check_ownership(exchange: Exchange, plans: Sequence[StepPlan], *, has_failed
     """
     trained = [plan.state.trained.of_sequences() for plan in plans]
     device = next((one.device for one in trained if one is not None), torch.device("cpu"))
-    own = [_numbers(plan, has_failed, device) for plan in plans]
+    own = [
+        _numbers(plan, trained_S, has_failed, device)
+        for plan, trained_S in zip(plans, trained, strict=True)
+    ]
     gathered_WPN = exchange.tensors(torch.cat(own)).view(exchange.size, len(plans), -1)
     for plan, gathered_WN in zip(plans, gathered_WPN.unbind(1), strict=True):
         _compare(plan, gathered_WN, exchange.rank)
 
 
-def _numbers(plan: StepPlan, has_failed: bool, device: torch.device) -> Tensor:
+def _numbers(
+    plan: StepPlan, trained_S: Tensor | None, has_failed: bool, device: torch.device
+) -> Tensor:
     """Return what this rank has trained and counted under a plan: int64 ``[N]``."""
-    trained_S = plan.state.trained.of_sequences()
     weighed_S = plan.state.trained_weights.of_sequences()
     settings = f"{plan.aggregation!r} {plan.state.rejects_tokens}"
-    counted_S = plan.active_tokens
-    slot_S = np.arange(len(counted_S)) % _SLOTS
-    counted_F = np.bincount(slot_S, counted_S, minlength=_SLOTS).astype(np.int64)
+    counted_F = _folded(plan.active_tokens).astype(np.int64)
+    slot_S = _slots(len(plan.active_tokens))
     trained_F = torch.zeros(_SLOTS, dtype=torch.int64, device=device)
     if trained_S is not None:
         trained_F.index_add_(0, from_numpy(slot_S, device), moved(trained_S, device))
     weighed_F = torch.zeros(_SLOTS, dtype=torch.float64, device=device)
     if weighed_S is not None:
         weighed_F.index_add_(0, from_numpy(slot_S, device), moved(weighed_S, device))
-    head = np.array([trained_S is not None, has_failed, hashed(settings), len(counted_S)])
+    head = np.array([trained_S is not None, has_failed, hashed(settings), len(slot_S)])
     bits_F = weighed_F.view(torch.int64)
     return torch.cat([from_numpy(head, device), from_numpy(counted_F, device), trained_F, bits_F])
 
 
 def _compare(plan: StepPlan, gathered_WN: Tensor, own_rank: int) -> None:
     counted_S = plan.active_tokens
-    counted_weight_S = cast("Floats | None", plan.sequences.token_weight_sums)
-    if counted_weight_S is None:
-        counted_weight_S = np.zeros(len(counted_S))
-    slot_S = np.arange(len(counted_S)) % _SLOTS
-    counted_weight_F = np.bincount(slot_S, counted_weight_S, minlength=_SLOTS)
+    sums_S = cast("Floats | None", plan.sequences.token_weight_sums)
+    counted_weight_F = np.zeros(_SLOTS) if sums_S is None else _folded(sums_S)
     size, own = len(gathered_WN), gathered_WN[own_rank]
     is_compared, failed_W = gathered_WN[:, 0].max(), gathered_WN[:, 1]
     differs_W1 = (gathered_WN[:, 2:4] != own[2:4]).any(dim=1)
@@ -101,6 +101,14 @@ def _compare(plan: StepPlan, gathered_WN: Tensor, own_rank: int) -> None:
         ],
         partial(_describe, own_rank, counted_S, plan.state.rejects_tokens),
     )
+
+
+def _slots(num_sequences: int) -> Ints:
+    return np.arange(num_sequences) % _SLOTS
+
+
+def _folded(value_S: Ints | Floats) -> Floats:
+    return np.bincount(_slots(len(value_S)), value_S, minlength=_SLOTS).astype(np.float64)
 
 
 def _describe(own_rank: int, counted_S: Ints, rejects_tokens: bool, values: list[float]) -> str:

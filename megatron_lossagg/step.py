@@ -227,13 +227,10 @@ class Step:
             layout = self._aggregator.local(lengths)
         assert layout is not None
         self._check_layout(layout)
-        reducer = (plan or self.plan).reducer(
-            sequences,
-            mask,
-            layout,
-            token_weights=token_weights,
+        plan = plan or self.plan
+        return MicrobatchLoss(
+            self, plan.reducer(sequences, mask, layout, token_weights=token_weights)
         )
-        return MicrobatchLoss(self, reducer)
 
     def shadow(self, losses: Tensor, reducer: Reducer) -> dict[str, Tensor]:
         """Sum a microbatch's losses under each mode of ``Options.shadow``; of the step's plan."""

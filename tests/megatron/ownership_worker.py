@@ -289,6 +289,12 @@ def check_a_step_of_whole_masks_after_one_of_slices_is_right(aggregator):
     with aggregator.begin(plan, num_microbatches=1) as step:
         mb = step.microbatch([0], torch.tensor([1, 1, 1, 1, 1, 0, 0, 0]), cu_seqlens=[0, 8])
         mb.outputs(mb.reduce(torch.ones(4, requires_grad=True)))[0].backward()
+    weighed = Sequences(active_tokens=[5], token_weight_sums=[2.5])
+    plan = plan_step(WEIGHING, weighed, group=aggregator.dp_group)
+    with aggregator.begin(plan, num_microbatches=1) as step:
+        mask = torch.tensor([1, 1, 1, 1, 1, 0, 0, 0])
+        mb = step.microbatch([0], mask, cu_seqlens=[0, 8], token_weights=mask / 2)
+        mb.outputs(mb.reduce(torch.ones(4, requires_grad=True)))[0].backward()
 
 
 def check_a_term_of_which_one_rank_holds_all_tokens_is_compared_on_both(aggregator):
