@@ -368,11 +368,11 @@ def draw(lines: Sequence[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from megatron_lossagg.cli.picture import MODE_COLORS
+    from megatron_lossagg.cli.picture import MODE_COLORS, SIZE, STYLE
 
     steps = range(1, len(lines) + 1)
-    plt.rcParams.update({"font.size": 12, "axes.spines.top": False, "axes.spines.right": False})
-    figure, axes = plt.subplots(figsize=(8, 4.4), layout="constrained")
+    plt.rcParams.update(STYLE)
+    figure, axes = plt.subplots(**SIZE)
     shown = [
         ("stock, default", MODE_COLORS["microbatch_token_mean"], "stock's default"),
         ("token_mean", MODE_COLORS["token_mean"], "this package, token_mean"),

@@ -14,12 +14,9 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 
-from megatron_lossagg.cli.picture import MODE_COLORS
+from megatron_lossagg.cli.picture import MODE_COLORS, SIZE, STYLE
 
 RIGHT, WRONG, GREY = "#0072b2", "#d55e00", "#888888"
-STYLE = {"font.size": 12, "axes.spines.top": False, "axes.spines.right": False}
-SIZE = {"figsize": (8, 4.4), "layout": "constrained"}
-"""Text that can be read where a page shows the picture 800 pixels wide."""
 
 
 def read_metrics(path: Path, phase: str = "rl") -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["MODE_COLORS", "drawn", "figure_of", "page"]
+__all__ = ["MODE_COLORS", "SIZE", "STYLE", "drawn", "figure_of", "page"]
 
 MODE_COLORS = {
     "token_mean": "#0072b2",
@@ -31,6 +31,9 @@ MODE_COLORS = {
 """One colour for each mode, the same in all pictures. They are Okabe and Ito's, which colour-blind
 readers can tell apart, with a darker yellow.
 """
+STYLE = {"font.size": 12, "axes.spines.top": False, "axes.spines.right": False}
+SIZE = {"figsize": (8, 4.4), "layout": "constrained"}
+"""Of the examples' and the benchmarks' pictures: text that is readable 800 pixels wide."""
 _GREY, _INK, _SOFT = "#9aa3ab", "#1d2125", "#5b646d"
 _BARS = 0.84
 """Part of a bucket's width that its bars take."""
