@@ -136,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
     _write(args, report)
     if failure and not events:
         raise ProofError(
-            "nothing was verified: no rank could import megatron-core and join the others"
+            "nothing was verified: no rank imported megatron-core and joined the others"
         )
     for _ in rest:  # the other ranks wait for the report
         pass
@@ -309,7 +309,7 @@ def _launched(job: Job, take: Callable[[Event], None], *, timeout: float) -> str
     try:
         done = launched(job, take, processes=job.world_size, timeout=timeout)
     except subprocess.TimeoutExpired as expired:
-        what = f"The run did not finish in {timeout:.0f} s (--timeout)"
+        what = f"The run did not finish in {timeout:g} s (--timeout)"
         return _failure(what, str(expired.stderr))
     if not done.returncode:
         return ""

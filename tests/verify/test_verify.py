@@ -264,7 +264,16 @@ def test_transformer_engine_that_cannot_load_ends_the_run_and_is_named(
     out, err = capsys.readouterr()
     assert "OSError: no libcudart" in out
     assert "if import transformer_engine fails here, uninstall it" in out
-    assert "nothing was verified: no rank could import megatron-core" in err
+    assert "nothing was verified: no rank imported megatron-core and joined the others" in err
+
+
+@pytest.mark.launches
+def test_ranks_that_outlast_their_time_are_no_failed_rank(capsys):
+    assert main(["verify", "--dp", "1", "--timeout", "0.1", *ONE]) == 2
+    out, err = capsys.readouterr()
+    assert "The run did not finish in 0.1 s (--timeout)" in out
+    assert "A rank failed" not in out
+    assert "nothing was verified: no rank imported megatron-core and joined the others" in err
 
 
 def test_without_megatron_core_nothing_is_launched(monkeypatch, capsys):
