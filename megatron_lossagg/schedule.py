@@ -44,7 +44,7 @@ class FrameworkLoss:
     mask: Tensor
     """The 0/1 mask that the framework would multiply them by, as the layout wants it."""
     returned: tuple[Any, ...]
-    """What the framework's loss_func returned: its loss, a count where it has one, its report."""
+    """What the framework's loss_func returned: its loss, a count if it has one, and its report."""
     token_weights: Tensor | None = None
     """v_t of each position of ``mask``, which multiply the losses; for ``count="weights"``."""
     masked_sum: Tensor | None = None

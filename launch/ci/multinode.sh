@@ -14,7 +14,7 @@
 # of a cluster. FAULT runs a copy of the package with that fault of tests/wrong_factors in it: the
 # negative control, which passes where verify fails and names the fault. FOLDER is on a file system
 # that the nodes share; it gets report.json, report.html and log.txt. Exit status: that of golden.py
-# compare, 0 where the report is as it should be and, without FAULT, no process failed.
+# compare: 0 if the report is as expected and, without FAULT, no process failed.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

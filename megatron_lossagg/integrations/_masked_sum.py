@@ -24,14 +24,14 @@ _PACKED_AT = (
     ("cu_seqlens_padded", "cu_seqlens"),
     ("cu_seqlens", "cu_seqlens_unpadded"),
 )
-"""Offsets of packed sequences in Megatron-LM's and Megatron-Bridge's data, with those without
-padding beside them; the first that is given."""
+"""Names of the offsets of packed sequences in Megatron-LM's and Megatron-Bridge's data, each with
+the name of the offsets without padding. The first one that the data has is used."""
 
 
 class MaskedSumIntegration(Integration):
     """A dict with ``loss_mask``, and a loss that is a masked sum of per-token losses.
 
-    A sequence is a packed conversation where the data has offsets of packed sequences, else an
+    A sequence is a packed conversation if the data has offsets of packed sequences, otherwise an
     entry of the batch. The mask of the loss is the first argument of a ``functools.partial``. Each
     training microbatch is compared with the masked sum, so that a loss with more terms is refused
     and not dropped. A ``loss_func`` or a model whose output is a tuple is refused.

@@ -20,8 +20,8 @@ _HOOK = "get_forward_backward_func"
 def rebind(hook: ScheduleHook, modules: Sequence[str], framework: str) -> ScheduleHook:
     """Put a hook around the schedule that a framework's modules look up by name; return the hook.
 
-    ``framework``: whose loop it is, for messages. Raises :class:`ContractError` where a module
-    cannot be imported or has no such name; then none is changed.
+    ``framework``: its name in messages. Raises :class:`ContractError` if a module cannot be
+    imported or has no such name; then no module is changed.
     """
     stocks: dict[str, Any] = {}
     for name in modules:
@@ -30,7 +30,7 @@ def rebind(hook: ScheduleHook, modules: Sequence[str], framework: str) -> Schedu
         except ImportError as error:
             raise ContractError(
                 f"{name} cannot be imported ({error}), expected the training loop of "
-                f"{framework}: put its checkout on PYTHONPATH, or run where it is installed"
+                f"{framework}: put its checkout on PYTHONPATH, or use an environment that has it"
             ) from error
         if stocks[name] is None:
             raise ContractError(

@@ -52,7 +52,7 @@ class SwiftIntegration(TrainerIntegration):
         self._weighs_tokens = any(one.count == "weights" for one in aggregations)
 
     def check(self, trainer: Any, call: Mapping[str, Any]) -> None:
-        """Raise for a trainer that has another loss or another layout."""
+        """Raise for a trainer with a different loss or a different layout."""
         chunks = call["model"]
         config = (chunks[0] if isinstance(chunks, (list, tuple)) else chunks).config
         sft = trainer_class(*_SFT)
@@ -66,7 +66,7 @@ class SwiftIntegration(TrainerIntegration):
         if args.task_type != "causal_lm":
             raise ContractError(
                 f"task_type is {args.task_type!r}, expected 'causal_lm': the loss of another task "
-                "is no sum over tokens; train it without megatron_lossagg"
+                "is not a sum over tokens; train it without megatron_lossagg"
             )
         if args.enable_dft_loss:
             raise ContractError(

@@ -60,8 +60,8 @@ class GRPOIntegration(TrainerIntegration):
     A sequence is a completion, a prompt its group. Its active tokens are those of ms-swift's
     ``completion_mask``; a completion that ``overlong_filter`` masks has none. The per-token losses
     are ms-swift's, with clipping, KL, entropy mask and importance weights. ``loss_type`` chooses
-    them, and not the mean. A ``loss_type`` that is no sum over tokens is refused before the first
-    step. ``trains``: whether the configured loss is trained, and not ms-swift's.
+    them, and not the mean. A ``loss_type`` that is not a sum over tokens is refused before the
+    first step. ``trains``: whether the configured loss is trained, and not ms-swift's.
     """
 
     gives_prompts = True
@@ -78,7 +78,7 @@ class GRPOIntegration(TrainerIntegration):
             _number_prompts()
 
     def check(self, trainer: Any, call: Mapping[str, Any]) -> None:
-        """Raise for a trainer that has another loss, or one that is no sum over tokens."""
+        """Raise for a trainer with a different loss, or with one that is not a sum over tokens."""
         grpo = trainer_class(*_GRPO)
         if not isinstance(trainer, grpo) or type(trainer).loss_func is not grpo.loss_func:
             raise ContractError(

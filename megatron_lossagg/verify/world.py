@@ -171,7 +171,7 @@ def groups_over_hosts(hosts: Sequence[str]) -> dict[str, dict[str, int]]:
 
 
 def device() -> torch.device:
-    """Return the device of this rank: its GPU where there is one."""
+    """Return this rank's device: its GPU if it has one."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
