@@ -114,6 +114,11 @@ def test_a_line_that_was_cut_off_is_left_out_and_what_is_no_step_is_refused(tmp_
 LENGTHS = np.array([3, 1, 0, 40, 7, 7, 0, 12])
 
 
+def test_the_hash_of_a_count_is_splitmix64s_first_number_for_it():
+    """Records of all releases can be compared as long as it is."""
+    assert hash_weights(np.array([1234567])) == 6457827717110365317  # published for this seed
+
+
 @pytest.mark.parametrize("mode", ["sample_mean", "token_mean"])
 def test_the_hash_of_a_step_depends_on_neither_order_nor_rank(mode):
     plan = plan_step(Aggregation(mode), Sequences(active_tokens=LENGTHS))
