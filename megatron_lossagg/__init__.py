@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megatron_lossagg.aggregation import Aggregation as Aggregation
     from megatron_lossagg.aggregator import LossAggregator as LossAggregator
+    from megatron_lossagg.custom import ReducerContext as ReducerContext
     from megatron_lossagg.errors import LossAggregationError as LossAggregationError
     from megatron_lossagg.flags import add_loss_aggregation_args as add_loss_aggregation_args
+    from megatron_lossagg.integration import Integration as Integration
     from megatron_lossagg.layout import Layout as Layout
     from megatron_lossagg.plan import StepPlan as StepPlan
     from megatron_lossagg.plan import plan_step as plan_step
-    from megatron_lossagg.reducer import ReducerContext as ReducerContext
-    from megatron_lossagg.schedule import Integration as Integration
     from megatron_lossagg.sequences import Sequences as Sequences
 
 __version__ = "0.1.0"
 
 _MODULE_OF = {
     "Aggregation": "aggregation",
-    "Integration": "schedule",
+    "Integration": "integration",
     "Layout": "layout",
     "LossAggregationError": "errors",
     "LossAggregator": "aggregator",
-    "ReducerContext": "reducer",
+    "ReducerContext": "custom",
     "Sequences": "sequences",
     "StepPlan": "plan",
     "add_loss_aggregation_args": "flags",

@@ -38,8 +38,9 @@ from megatron_lossagg.sequences import FloatsLike, Ids, Sequences
 from megatron_lossagg.step import Step
 
 if TYPE_CHECKING:
+    from megatron_lossagg.integration import Integration
     from megatron_lossagg.probe import ProbeReport
-    from megatron_lossagg.schedule import Integration, ScheduleHook
+    from megatron_lossagg.schedule import ScheduleHook
 
 __all__ = ["LossAggregator"]
 

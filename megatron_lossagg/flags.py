@@ -13,9 +13,9 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_lossagg.aggregation import COUNTS, CUSTOM, MODES, Aggregation
+from megatron_lossagg.custom import load_reducer_factory
 from megatron_lossagg.errors import AggregationError
 from megatron_lossagg.options import Options
-from megatron_lossagg.reducer import load_reducer_factory
 
 __all__ = ["add_loss_aggregation_args", "aggregation_from_args", "args_of"]
 

@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_lossagg.aggregation import CUSTOM, MODES, Aggregation
 from megatron_lossagg.counts import StepTotals, WeightTotals, count_step, known_step
+from megatron_lossagg.custom import load_reducer_factory
 from megatron_lossagg.errors import PlanError, ReducerError, message_of
 from megatron_lossagg.exchange import Exchange
 from megatron_lossagg.faults import warn_once
@@ -31,7 +32,7 @@ from megatron_lossagg.integers import Ints, IntsLike
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.microbatch import Microbatch
 from megatron_lossagg.options import Options
-from megatron_lossagg.reducer import Reducer, load_reducer_factory
+from megatron_lossagg.reducer import Reducer
 from megatron_lossagg.sequences import Floats, Sequences
 from megatron_lossagg.state import StepState
 

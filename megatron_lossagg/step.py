@@ -1,14 +1,8 @@
-"""One schedule call: the losses of its microbatches times K, and the checks when it finishes.
-
-Each sequence is in exactly one microbatch of the step. While Megatron's rerun machine repeats a
-step, all its microbatches come once more: a new pass over the same sequences.
-
-Shape suffix: S = sequences of this data-parallel rank in the step.
-"""
+"""One schedule call: the losses of its microbatches times K, and the checks when it finishes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -20,7 +14,7 @@ from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.exchange import Exchange
 from megatron_lossagg.first_step import record_first_step
-from megatron_lossagg.integers import Ints, IntsLike, first_few
+from megatron_lossagg.integers import IntsLike, first_few
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.live import is_rerunning
 from megatron_lossagg.outputs import (
@@ -38,11 +32,12 @@ from megatron_lossagg.recorder import StepRecorder
 from megatron_lossagg.reducer import Reducer
 from megatron_lossagg.scaling import Scaling
 from megatron_lossagg.state import ReducerCall
+from megatron_lossagg.tracker import SequenceTracker
 
 if TYPE_CHECKING:
     from megatron_lossagg.aggregator import LossAggregator
 
-__all__ = ["MicrobatchLoss", "SequenceTracker", "Step"]
+__all__ = ["MicrobatchLoss", "Step"]
 
 
 class MicrobatchLoss:
@@ -309,7 +304,7 @@ class Step:
             self._tracker.finish(may_be_empty=not self._aggregator.is_last_stage)
         except ContractError as error:
             return str(error)
-        calls = self._calls
+        calls = [call for plan in self._plans for call in plan.state.calls or ()]
         for plan in self._plans:
             counts = {call.aggregation.count for call in plan.state.calls or ()}
             if plan.sequences.token_weight_sums is not None and counts and "weights" not in counts:
@@ -346,10 +341,6 @@ class Step:
                     "microbatch, and make the loss with its reduce"
                 )
         return ""
-
-    @property
-    def _calls(self) -> list[ReducerCall]:
-        return [call for plan in self._plans for call in plan.state.calls or ()]
 
     def _check_source(self, loss: Tensor, reducer: Reducer) -> None:
         """Check which reducers made a loss, and whether it is trained as the step declares."""
@@ -439,76 +430,3 @@ def _describe_gradients(chunk: int, values: list[float]) -> str:
         "pass aggregator.step(accumulates=True). In a framework's loop, call the schedule once per "
         "optimizer step, with all its microbatches, and zero the gradients before it"
     )
-
-
-_NOT_SEEN = -1
-
-
-class SequenceTracker:
-    """Which of ``num_sequences`` arrived in which of ``num_microbatches``; pure integers.
-
-    ``is_rerunning``: whether the rerun machine repeats the step now.
-    """
-
-    def __init__(
-        self,
-        *,
-        num_sequences: int,
-        num_microbatches: int,
-        is_rerunning: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.num_microbatches = num_microbatches
-        self.num_calls = 0
-        """Microbatches of the current pass that arrived."""
-        self._is_rerunning = is_rerunning
-        self._microbatch_S = np.full(num_sequences, _NOT_SEEN)
-
-    def add(self, sequences: Ints) -> None:
-        """Record a microbatch by its sequences, padding left out.
-
-        Raises :class:`ContractError` for a sequence that another microbatch had, for more
-        microbatches than planned, and for sequences that are missing when the last one arrives.
-        """
-        if self.num_calls == self.num_microbatches and self._is_rerunning():
-            self.num_calls = 0
-            self._microbatch_S.fill(_NOT_SEEN)
-        if self.num_calls == self.num_microbatches:
-            raise ContractError(
-                f"loss_func ran for more than the {self.num_microbatches} planned microbatches: "
-                "pass the schedule's num_microbatches to aggregator.step"
-            )
-        taken = sequences[self._microbatch_S[sequences] != _NOT_SEEN]
-        if len(taken):
-            raise ContractError(
-                f"sequence {taken[0]} is in two microbatches of the step, number "
-                f"{self._microbatch_S[taken[0]]} and number {self.num_calls} in the order of their "
-                f"calls, the second with sequences {first_few(sequences)}: each sequence is "
-                f"trained once"
-            )
-        self._microbatch_S[sequences] = self.num_calls
-        self.num_calls += 1
-        if self.num_calls == self.num_microbatches:
-            self._check_no_sequence_missing()
-
-    def finish(self, *, may_be_empty: bool) -> None:
-        """Raise :class:`ContractError` where a microbatch or a sequence is missing.
-
-        ``may_be_empty``: whether none at all is right, as on all but the last pipeline stage.
-        """
-        if self.num_calls == 0 and may_be_empty:
-            return
-        if self.num_calls < self.num_microbatches:
-            raise ContractError(
-                f"loss_func ran for {self.num_calls} microbatches, {self.num_microbatches} were "
-                "planned: pass the schedule's num_microbatches to aggregator.step, and give each "
-                "call sequences of its own"
-            )
-        self._check_no_sequence_missing()
-
-    def _check_no_sequence_missing(self) -> None:
-        missing = np.flatnonzero(self._microbatch_S == _NOT_SEEN)
-        if len(missing):
-            raise ContractError(
-                f"{len(missing)} of {len(self._microbatch_S)} sequences were in no microbatch of "
-                f"the step ({first_few(missing)}): each sequence is trained once"
-            )

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import ContractError
+from megatron_lossagg.integration import Integration
 from megatron_lossagg.integrations._masked_sum import (
     MaskedSumIntegration,
     is_packed,
@@ -30,7 +31,7 @@ from megatron_lossagg.integrations._segments import count_segments, with_weights
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.megatron_options import check_options
 from megatron_lossagg.options import Options
-from megatron_lossagg.schedule import Integration, ScheduleHook
+from megatron_lossagg.schedule import ScheduleHook
 
 __all__ = ["PretrainIntegration", "current_iteration", "install"]
 

@@ -26,11 +26,11 @@ from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.aggregator import LossAggregator
 from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import ContractError
+from megatron_lossagg.integration import FrameworkLoss
 from megatron_lossagg.integrations._masked_sum import MaskedSumIntegration
 from megatron_lossagg.integrations._segments import count_segments, to_numpy
 from megatron_lossagg.integrations.megatron_lm import current_iteration
 from megatron_lossagg.layout import Layout
-from megatron_lossagg.schedule import FrameworkLoss
 
 __all__ = ["RLIntegration"]
 

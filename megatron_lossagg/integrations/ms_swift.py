@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import ContractError
+from megatron_lossagg.integration import FrameworkLoss
 from megatron_lossagg.integrations._segments import count_segments, to_numpy, with_weights
 from megatron_lossagg.integrations._swift_trainer import (
     TrainerIntegration,
@@ -27,7 +28,7 @@ from megatron_lossagg.integrations._swift_trainer import (
     trainer_class,
 )
 from megatron_lossagg.options import Options
-from megatron_lossagg.schedule import FrameworkLoss, ScheduleHook
+from megatron_lossagg.schedule import ScheduleHook
 
 __all__ = ["SwiftIntegration", "install"]
 

@@ -31,6 +31,7 @@ from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.aggregator import LossAggregator
 from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import ContractError
+from megatron_lossagg.integration import FrameworkLoss
 from megatron_lossagg.integrations._segments import to_numpy
 from megatron_lossagg.integrations._swift_trainer import (
     TrainerIntegration,
@@ -41,7 +42,7 @@ from megatron_lossagg.integrations._swift_trainer import (
 )
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.options import Options
-from megatron_lossagg.schedule import FrameworkLoss, ScheduleHook
+from megatron_lossagg.schedule import ScheduleHook
 
 __all__ = ["GRPOIntegration", "install"]
 

@@ -18,7 +18,9 @@ ORDER = [
     "integers",
     "devices",
     "aggregation",
+    "custom",
     "options",
+    "flags",
     "scaling",
     "layout",
     "exchange",
@@ -30,7 +32,7 @@ ORDER = [
     "reducer",
     "plan",
     "buffer",
-    "flags",
+    "integration",
     "first_step",
     "ownership",
     "record",
@@ -38,6 +40,7 @@ ORDER = [
     "outputs",
     "megatron_options",
     "live",
+    "tracker",
     "step",
     "probe",
     "aggregator",
@@ -152,6 +155,18 @@ def test_every_public_name_can_be_imported_and_is_listed():
 
 def test_the_table_of_modes_needs_neither_torch_nor_argparse():
     assert not {"torch", "numpy", "argparse"} & set(imports_of(PACKAGE / "aggregation.py"))
+
+
+@pytest.mark.launches
+def test_the_flags_are_read_without_torch():
+    modules = modules_after(
+        "import argparse\n"
+        "from megatron_lossagg.flags import add_loss_aggregation_args, aggregation_from_args\n"
+        "parser = add_loss_aggregation_args(argparse.ArgumentParser())\n"
+        "assert aggregation_from_args(parser.parse_args(['--loss-aggregation', 'token_mean']))"
+    )
+    assert "megatron_lossagg" in modules
+    assert not {"torch", "numpy", "megatron"} & modules
 
 
 def test_the_reference_shares_no_code():

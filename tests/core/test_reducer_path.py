@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
+from megatron_lossagg.custom import load_reducer_factory
 from megatron_lossagg.errors import LossAggregationError, ReducerError, ReducerPathError
-from megatron_lossagg.reducer import load_reducer_factory
 
 
 def seven_sums(context):

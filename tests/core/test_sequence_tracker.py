@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.step import SequenceTracker
+from megatron_lossagg.tracker import SequenceTracker
 
 
 def after(num_sequences, num_microbatches, calls, *, is_rerunning=False):

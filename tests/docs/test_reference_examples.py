@@ -13,7 +13,7 @@ from conftest import launched
 
 import megatron_lossagg
 from megatron_lossagg.buffer import MicrobatchSequences
-from megatron_lossagg.schedule import FrameworkLoss
+from megatron_lossagg.integration import FrameworkLoss
 
 NAMES = megatron_lossagg.__all__
 NEEDS_A_MODEL = "LossAggregator"

@@ -13,8 +13,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_lossagg import Aggregation, Layout, LossAggregator, Sequences, plan_step
 from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import ContractError, ReducerError
+from megatron_lossagg.integration import FrameworkLoss, Integration
 from megatron_lossagg.options import Options
-from megatron_lossagg.schedule import FrameworkLoss, Integration, ScheduleHook
+from megatron_lossagg.schedule import ScheduleHook
 
 MODE = Aggregation("sample_mean")
 # Two sequences of 8 and 4 tokens, of which 5 and 2 are active; the slices that ranks 0 and 1 hold.

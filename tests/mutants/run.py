@@ -59,7 +59,8 @@ TESTS = {
     "record": ["core/test_recorder", "cli/test_diff"],
     "recorder": ["core/test_recorder"],
     "outputs": [AGGREGATOR],
-    "step": ["core/test_sequence_tracker", AGGREGATOR],
+    "step": [AGGREGATOR],
+    "tracker": ["core/test_sequence_tracker"],
     "live": [AGGREGATOR],
     "aggregator": [AGGREGATOR],
 }
