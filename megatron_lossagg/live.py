@@ -28,6 +28,7 @@ __all__ = [
     "is_rerunning",
     "megatron_version",
     "note_on_side_losses",
+    "unwrapped",
 ]
 
 _OLDEST_MEGATRON = (0, 13)
@@ -121,16 +122,21 @@ class LiveGroups:
         return groups
 
 
+def unwrapped(chunk: Any) -> Any:
+    """Return the model inside its wrappers (DDP, Float16Module)."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
 def _ranks(group: ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
 
 def _model_group(chunk: Any, name: Literal["cp", "tp"]) -> ProcessGroup:
     """Return a group that the model was built with (the model keeps them from 0.14 on)."""
-    module = chunk
-    while hasattr(module, "module"):
-        module = module.module
-    group: ProcessGroup | None = getattr(getattr(module, "pg_collection", None), name, None)
+    groups = getattr(unwrapped(chunk), "pg_collection", None)
+    group: ProcessGroup | None = getattr(groups, name, None)
     if group is not None:
         return group
     from megatron.core import parallel_state

@@ -25,7 +25,9 @@ from megatron_lossagg.devices import moved
 from megatron_lossagg.errors import AggregationError, ContractError
 from megatron_lossagg.faults import Faults
 from megatron_lossagg.integration import FrameworkLoss, Integration
+from megatron_lossagg.live import unwrapped
 from megatron_lossagg.options import Options
+from megatron_lossagg.outputs import stock_report
 from megatron_lossagg.plan import StepPlan
 from megatron_lossagg.step import MicrobatchLoss, Step
 
@@ -150,7 +152,9 @@ class ScheduleHook:
             with step:
                 return schedule(**call)
         self.k = step.k
+        data = _OneRead() if reads else None
         replay = _Replay(
+            data,
             integration=self.integration,
             forward_step=call["forward_step_func"],
             aggregator=aggregator,
@@ -164,7 +168,7 @@ class ScheduleHook:
                 None if chunk is None else iter([microbatch.data[index] for microbatch in buffer])
                 for index, chunk in enumerate(chunks[:-1])
             ]
-            chunks[-1] = replay.data = _OneRead()
+            chunks[-1] = data
         call["data_iterator"] = chunks if is_list else chunks[-1]
         call["forward_step_func"] = replay
         with step:
@@ -206,13 +210,6 @@ class _InLockstep:
         return tuple([chunk if chunk is None else next(chunk) for chunk in self._chunks])
 
 
-def _unwrapped(chunk: Any) -> Any:
-    """Return the model inside its wrappers (DDP, Float16Module)."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
-
-
 class _OneRead:
     """The data iterator of a replayed step: the microbatch of the running call, once."""
 
@@ -236,6 +233,7 @@ class _Replay:
 
     def __init__(
         self,
+        data: _OneRead | None,
         *,
         integration: Integration,
         forward_step: Callable[..., Any],
@@ -246,12 +244,12 @@ class _Replay:
         compares: bool,
     ) -> None:
         functools.update_wrapper(self, forward_step)
-        self.data: _OneRead | None = None
+        self._data = data
         """What the framework reads; None on a rank without data."""
         self._integration = integration
         self._forward_step = forward_step
         self._aggregator = aggregator
-        self._chunk = _unwrapped(aggregator.chunks[-1])
+        self._chunk = unwrapped(aggregator.chunks[-1])
         self._microbatches = microbatches
         self._step = step
         self._trains = trains
@@ -260,7 +258,7 @@ class _Replay:
     def __call__(self, data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         # Of an interleaved pipeline only the last chunk has a loss. A schedule that overlaps
         # experts' communication passes chunks unwrapped.
-        if _unwrapped(model) is not self._chunk:
+        if unwrapped(model) is not self._chunk:
             return self._forward_step(data_iterator, model, *args, **kwargs)
         microbatch = next(self._microbatches, None)
         if microbatch is None:
@@ -268,10 +266,10 @@ class _Replay:
                 f"the schedule ran more than its {self._step.num_microbatches} microbatches: pass "
                 "it num_microbatches"
             )
-        if self.data is not None:
-            self.data.unread = [microbatch.data[-1]]
+        if self._data is not None:
+            self._data.unread = [microbatch.data[-1]]
         output, loss_func = self._forward_step(data_iterator, model, *args, **kwargs)
-        if self.data is not None and self.data.unread:
+        if self._data is not None and self._data.unread:
             raise ContractError(
                 "forward_step_func did not read its microbatch from the data iterator that the "
                 "schedule gave it: its loss would be weighted by another microbatch's sequences"
@@ -298,7 +296,7 @@ class _Replay:
         """Return what the framework's loss_func returned, with the shadows in its report."""
         framework, mb = self._taken_apart(microbatch, loss_func, output)
         trained = framework.returned[:-1]
-        stock = self._step.stock_report(*trained) if len(trained) == 2 else {}
+        stock = stock_report(*trained, self._step.scaling) if len(trained) == 2 else {}
         return *trained, {**framework.report, **mb.shadow(framework.losses), **stock}
 
     def _taken_apart(

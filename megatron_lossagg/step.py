@@ -24,7 +24,6 @@ from megatron_lossagg.outputs import (
     check_scalar,
     outputs,
     shadow_reports,
-    stock_report,
 )
 from megatron_lossagg.ownership import check_ownership
 from megatron_lossagg.plan import StepPlan
@@ -64,7 +63,7 @@ class MicrobatchLoss:
         reducer = self._reducer if aggregation is None else self._reducer.under(aggregation)
         partial_loss = reducer(losses)
         if not self._shadows and reducer.plan.aggregation == self._reducer.plan.aggregation:
-            self._shadows = self._step.shadow(losses, self._reducer)
+            self._shadows = self._shadowed(losses)
         return partial_loss
 
     def outputs(
@@ -93,8 +92,8 @@ class MicrobatchLoss:
         check_scalar("loss", loss)
         report, means = report or {}, means or {}
         check_names([*report, *means])
-        made = self._step.outputs(loss, self._reducer, report, means)
-        made[2].update(self._step.shadow_reports(self._shadows))
+        made = self._step._outputs(loss, self._reducer, report, means)
+        made[2].update(shadow_reports(self._shadows, self._step.scaling))
         return made
 
     def shadow(self, losses: Tensor) -> dict[str, Tensor]:
@@ -102,8 +101,15 @@ class MicrobatchLoss:
 
         In place of :meth:`outputs`: the step checks at its end what it checks of a trained one.
         """
-        self._step.note_shadowed(self._reducer)
-        return self._step.shadow_reports(self._step.shadow(losses, self._reducer))
+        self._step._note_shadowed(self._reducer)
+        return shadow_reports(self._shadowed(losses), self._step.scaling)
+
+    def _shadowed(self, losses: Tensor) -> dict[str, Tensor]:
+        """Sum the losses under each shadow's mode; nothing for those of a second plan."""
+        if self._reducer.plan is not self._step.plan:
+            return {}
+        shadows = self._step.shadows.items()
+        return {name: self._reducer.shadow(losses, mode) for name, mode in shadows}
 
 
 class Step:
@@ -133,7 +139,8 @@ class Step:
         self._plan = plan
         self._plans = () if plan is None else (plan, *also)
         self._accumulates = accumulates
-        self._shadows = shadows or {}
+        self.shadows = shadows or {}
+        """What is reported beside the trained loss, by name."""
         self._record = record
         self._tracker = SequenceTracker(
             num_sequences=0 if plan is None else len(plan.active_tokens),
@@ -142,12 +149,13 @@ class Step:
         )
         self._trained: list[tuple[int, object]] = []
         """Of each call of loss_func whose loss needs a gradient: its number, its microbatch."""
-        self._scaling = Scaling(
+        self.scaling = Scaling(
             loss_scaling=aggregator.loss_scaling,
             num_microbatches=num_microbatches,
             dp_cp_size=aggregator.dp_cp_size,
             active_tokens=None if plan is None else plan.totals.active_tokens,
         )
+        """What Megatron does to this step's loss, and K."""
         for one in self._plans:
             one.state.begin()
 
@@ -182,7 +190,7 @@ class Step:
 
         1 on a pipeline stage without counts.
         """
-        return 1 if self._plan is None else self._scaling.k
+        return 1 if self._plan is None else self.scaling.k
 
     @property
     def is_left_open(self) -> bool:
@@ -227,26 +235,12 @@ class Step:
             self, plan.reducer(sequences, mask, layout, token_weights=token_weights)
         )
 
-    def shadow(self, losses: Tensor, reducer: Reducer) -> dict[str, Tensor]:
-        """Sum a microbatch's losses under each mode of ``Options.shadow``; of the step's plan."""
-        if reducer.plan is not self._plan:
-            return {}
-        return {name: reducer.shadow(losses, mode) for name, mode in self._shadows.items()}
-
-    def note_shadowed(self, reducer: Reducer) -> None:
+    def _note_shadowed(self, reducer: Reducer) -> None:
         """Note a microbatch that only shadows are reported of."""
         self._tracker.add(reducer.microbatch.segments.own_sequences)
         reducer.microbatch.note_trained(len(self.plan.active_tokens))
 
-    def shadow_reports(self, shadows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what Megatron adds up to each mode's loss of the step."""
-        return shadow_reports(shadows, self._scaling)
-
-    def stock_report(self, loss: Tensor, num_tokens: Tensor) -> dict[str, Tensor]:
-        """Return what Megatron adds up to the loss that a framework's own ``loss`` trains."""
-        return stock_report(loss, num_tokens, self._scaling)
-
-    def outputs(
+    def _outputs(
         self, loss: Tensor, reducer: Reducer, report: Mapping[str, Tensor], means: Means
     ) -> Outputs:
         """Make what loss_func returns; see :meth:`MicrobatchLoss.outputs`."""
@@ -257,7 +251,7 @@ class Step:
         if self._record is not None:
             self._record.add(reducer, is_first=self._tracker.num_calls == 1)
         cp_rank = self._aggregator.cp_rank
-        return outputs(loss, reducer, self._scaling, cp_rank=cp_rank, report=report, means=means)
+        return outputs(loss, reducer, self.scaling, cp_rank=cp_rank, report=report, means=means)
 
     def finish(self) -> None:
         """Check, after the schedule and before the optimizer, that the step is complete.
@@ -285,7 +279,7 @@ class Step:
         if self._record is not None:
             self._record.finish(
                 self.plan,
-                self._scaling,
+                self.scaling,
                 dp_size=aggregator.dp_size,
                 cp_size=aggregator.cp_size,
                 cp_rank=aggregator.cp_rank,
