@@ -57,7 +57,7 @@ class Mode:
     divisor: _DivisorRule
     meaning: str
     denominator: Callable[[Any], Any] | None
-    """1 / w_s from the step's counts (``plan.StepCounts``); None for a custom reducer."""
+    """1 / w_s from the step's counts (``mode_counts.ModeCounts``); None for a custom reducer."""
     expected: Callable[[Any], float] | None
     """The sum of w_s n_s over a step that has an active token, likewise."""
     has_exponent: bool = False

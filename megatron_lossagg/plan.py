@@ -3,7 +3,7 @@
 A step is described by counts that are known before its first forward: n_s active tokens
 per sequence, and which sample, prompt and microbatch the sequence belongs to. :func:`plan_step`
 counts over the data-parallel group and decides every weight; nothing after it branches
-on the mode. Counting makes the step's only collectives.
+on the mode. Counting communicates; making weights and reducers does not.
 
 Shape suffix: S = sequences of this data-parallel rank in the step.
 """
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lossagg.aggregation import CUSTOM, MODES, Aggregation
-from megatron_lossagg.counts import StepTotals, WeightTotals, count_step, known_step
+from megatron_lossagg.counts import StepTotals, count_step, known_step
 from megatron_lossagg.custom import load_reducer_factory
 from megatron_lossagg.errors import PlanError, ReducerError, message_of
 from megatron_lossagg.exchange import Exchange
@@ -31,12 +31,13 @@ from megatron_lossagg.faults import warn_once
 from megatron_lossagg.integers import Ints, IntsLike
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.microbatch import Microbatch
+from megatron_lossagg.mode_counts import ModeCounts
 from megatron_lossagg.options import Options
 from megatron_lossagg.reducer import Reducer
 from megatron_lossagg.sequences import Floats, Sequences
 from megatron_lossagg.state import StepState
 
-__all__ = ["StepCounts", "StepPlan", "plan_step", "warn_of_divisor"]
+__all__ = ["StepPlan", "plan_step", "warn_of_divisor"]
 
 _DEFAULTS = Options()
 _LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -70,6 +71,14 @@ class StepPlan:
         """n_s, int64 ``[S]``."""
         return cast(Ints, self.sequences.active_tokens)
 
+    @cached_property
+    def counts(self) -> ModeCounts:
+        """The step's counts as the aggregation counts them.
+
+        Raises :class:`PlanError` if it counts weights and none were passed.
+        """
+        return ModeCounts.of(self.aggregation, self.totals, self.sequences.num_microbatches or 1)
+
     @property
     def counted_S(self) -> Ints | Floats:
         """What the aggregation counts of each sequence, ``[S]``: n_s, or its token weights' sum.
@@ -78,7 +87,7 @@ class StepPlan:
         """
         if self.aggregation.count != "weights":
             return self.active_tokens
-        StepCounts(self)  # raises
+        self.counts  # noqa: B018  raises
         return cast(Floats, self.sequences.token_weight_sums)
 
     @property
@@ -101,9 +110,8 @@ class StepPlan:
                 f"{self.aggregation}: only the custom reducer knows its weights; for those of "
                 "a mode use plan.under(mode).weights"
             )
-        counts = StepCounts(self)
-        self._check_size(denominator(counts.of_all_samples()), counts)
-        value = np.asarray(denominator(counts), dtype=np.float64)
+        self._check_size(denominator(self.counts.of_all_samples()))
+        value = np.asarray(denominator(self.counts), dtype=np.float64)
         denominator_S = np.broadcast_to(value, self.active_tokens.shape)
         weight_S = np.zeros(len(self.active_tokens))
         # Where n_s = 0 the denominator may be 0 too (n_b, n_mb): there is nothing to weigh.
@@ -111,13 +119,13 @@ class StepPlan:
         weight_S.flags.writeable = False
         return weight_S
 
-    def _check_size(self, denominator: Any, counts: StepCounts) -> None:
+    def _check_size(self, denominator: Any) -> None:
         """Refuse weights beyond float32, by what all ranks know, so that none waits for another."""
         denominators = np.ravel(np.asarray(denominator, dtype=np.float64))
         with np.errstate(all="ignore"):
             weights = 1.0 / denominators[denominators > 0]
         beyond = weights[~((weights >= _LEAST) & (weights <= _MOST))]
-        if len(beyond) and not counts.is_empty:
+        if len(beyond) and not self.counts.is_empty:
             raise PlanError(
                 f"{self.aggregation} gives a sequence a weight of {beyond[0]}, beyond what float32 "
                 "holds: change the divisor or the exponent"
@@ -134,10 +142,7 @@ class StepPlan:
         if expected is None:
             return None
         try:
-            counts = StepCounts(self)
-            if counts.is_empty:
-                return 0.0
-            return float(expected(counts))
+            return 0.0 if self.counts.is_empty else float(expected(self.counts))
         except PlanError:  # a total that is not needed for a weight
             return None
 
@@ -234,91 +239,6 @@ class StepPlan:
             raise ReducerError(fault)
 
 
-class StepCounts:
-    """A plan's counts as the table of modes reads them; one that is not known raises.
-
-    If empty samples and prompts do not count, ``samples`` is V and ``prompts`` is Q.
-    """
-
-    def __init__(self, plan: StepPlan) -> None:
-        self._plan = plan
-        self._totals: StepTotals | WeightTotals = plan.totals
-        if plan.aggregation.count == "weights":
-            if plan.totals.weighted is None:
-                raise PlanError(
-                    f"{plan.aggregation} needs Sequences(token_weight_sums=...) without totals=, "
-                    "which was not passed"
-                )
-            self._totals = plan.totals.weighted
-        self.divisor = plan.aggregation.divisor or 1.0
-        self.num_microbatches = plan.sequences.num_microbatches or 1
-        self._exponent = plan.aggregation.exponent or 0.0
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether N is known to be 0."""
-        return self._totals.active_tokens == 0
-
-    def of_all_samples(self) -> StepCounts:
-        """Return these counts with n_b of every sample of the step in place of this rank's."""
-        counts = StepCounts(self._plan)
-        if self._totals.sample_lengths is not None:
-            vars(counts)["sample_tokens"] = self.sample_lengths
-        return counts
-
-    @property
-    def length_power(self) -> Floats:
-        """n_b^a of each of this rank's sequences, float64 ``[S]``."""
-        length_S = self.sample_tokens
-        return _powers(length_S, self._exponent)
-
-    @property
-    def length_power_sum(self) -> float:
-        """Z: the sum of n_b^(1-a) over the step's samples, rounded once.
-
-        It depends neither on the order of samples nor on how ranks share them.
-        """
-        lengths, counts = np.unique(self.sample_lengths, return_counts=True)
-        return math.fsum(_powers(lengths, 1 - self._exponent) * counts)
-
-    def __getattr__(self, name: str) -> Any:
-        aggregation = self._plan.aggregation
-        if name in ("samples", "prompts") and not aggregation.count_empty:
-            name = f"active_{name}"
-        value = getattr(self._totals, name)
-        if value is None:
-            missing = _PASSED_AS.get(name, f"StepTotals({name}=...) of the whole step")
-            raise PlanError(f"{aggregation} needs {missing}, which was not passed")
-        # Exact up to 2^53; a product with B could wrap int64.
-        return value.astype(np.float64) if isinstance(value, np.ndarray) else value
-
-
-def _powers(length_S: Floats, exponent: float) -> Floats:
-    """Raise lengths to a power, the same for a length wherever it stands; 0 for an empty one."""
-    lengths, index = np.unique(length_S, return_inverse=True)
-    try:
-        powers = [math.pow(n, exponent) if n else 0.0 for n in lengths.tolist()]
-    except OverflowError:
-        powers = []
-    if len(lengths) and np.count_nonzero(powers) < np.count_nonzero(lengths):
-        raise PlanError(
-            f"samples of up to {lengths[-1]:g} tokens to the power {exponent:g} are beyond "
-            "float64: change --loss-aggregation-exponent (exponent=)"
-        )
-    return np.array(powers, dtype=np.float64)[index.reshape(-1)]
-
-
-_PROMPT = "Sequences(prompt=...) without totals="
-_PASSED_AS = {
-    "prompt_tokens": _PROMPT,
-    "prompts": _PROMPT,
-    "active_prompts": _PROMPT,
-    "sample_lengths": "the lengths of all ranks' samples (plan under it, without totals=)",
-    "microbatch_tokens": "Sequences(microbatch=...)",
-    "data_parallel_size": "group=, also with totals=",
-}
-
-
 def plan_step(
     aggregation: Aggregation,
     sequences: Sequences,
@@ -406,7 +326,7 @@ def plan_step(
         if totals is None:
             raise
         raise PlanError(f"{exchange.name()}: {error}") from None
-    if StepCounts(plan).is_empty:
+    if plan.counts.is_empty:
         _empty_step(options)
     _check_divisor(plan)
     return plan

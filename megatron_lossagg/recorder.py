@@ -131,21 +131,18 @@ class StepRecorder:
         weights, weight_sum = _gathered(self._exchange, own, trained)
         if self._file is None:
             return
-        aggregation, totals = plan.aggregation, plan.totals
-        counted = totals.weighted if aggregation.count == "weights" else totals
-        assert counted is not None  # the plan's weights were made of it
-        counts_empty = aggregation.count_empty
+        aggregation = plan.aggregation
         self._file.append(
             StepRecord(
                 step=self._file.number(self._iteration),
                 mode=aggregation.mode,
                 divisor=aggregation.divisor,
                 exponent=aggregation.exponent,
-                count_empty=bool(counts_empty),
+                count_empty=bool(aggregation.count_empty),
                 count=aggregation.count,
-                active_tokens=totals.active_tokens,
-                samples=counted.samples if counts_empty else counted.active_samples,
-                prompts=counted.prompts if counts_empty else counted.active_prompts,
+                active_tokens=plan.totals.active_tokens,
+                samples=plan.counts.known("samples"),
+                prompts=plan.counts.known("prompts"),
                 weights=weights if has_weights else "",
                 weight_sum=weight_sum if has_weights else None,
                 weight_expected=plan.expected_weight,

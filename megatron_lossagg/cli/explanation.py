@@ -20,7 +20,7 @@ from megatron_lossagg.cli.shares import (
     shares_of,
 )
 from megatron_lossagg.errors import LossAggregationError
-from megatron_lossagg.plan import StepCounts, StepPlan
+from megatron_lossagg.plan import StepPlan
 from megatron_lossagg.scaling import MOST_TOKENS_PER_TOKEN, Factor, Scaling
 from megatron_lossagg.sequences import MOST_TOKENS
 from megatron_lossagg.writing.text import number_of
@@ -225,7 +225,7 @@ def explain(
         flags.append(f"--{'' if count_empty else 'no-'}loss-aggregation-count-empty")
     if count != "mask":
         flags.append(f"--loss-aggregation-count {count}")
-    of_count = totals if totals.weighted is None else totals.weighted
+    of_count = plans[0].counts.totals
     counts: dict[str, float | None] = {
         "N": of_count.active_tokens,
         "B": of_count.samples,
@@ -234,7 +234,7 @@ def explain(
         "Q": of_count.active_prompts,
     }
     if MODES[aggregation.mode].has_exponent:
-        counts["Z"] = StepCounts(plans[0]).length_power_sum
+        counts["Z"] = plans[0].counts.length_power_sum
     # Assigned in turn: the first sequence of each microbatch comes before the second of any.
     assert totals.microbatch_tokens is not None
     of_microbatch = totals.microbatch_tokens[: split.microbatches * split.dp].tolist()
@@ -259,7 +259,7 @@ def explain(
 
 def _sequences(plan: StepPlan, by_mask: StepPlan, split: Split) -> list[dict[str, float]]:
     slot = np.asarray(plan.sequences.microbatch)
-    totals = plan.totals if plan.totals.weighted is None else plan.totals.weighted
+    totals = plan.counts.totals
     columns = {
         "prompt": np.asarray(plan.sequences.prompt),
         "rank": slot % split.dp,

@@ -27,6 +27,7 @@ ORDER = [
     "faults",
     "sequences",
     "counts",
+    "mode_counts",
     "state",
     "microbatch",
     "reducer",
