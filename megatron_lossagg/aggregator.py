@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lossagg.aggregation import Aggregation, Count
@@ -183,6 +184,12 @@ class LossAggregator:
         """DP * CP: the size of the group whose gradients the chunks reduce over."""
         self.is_last_stage = groups.is_last_stage
         """Whether this rank's pipeline stage calls loss_func."""
+
+    @property
+    def grad_scale_func(self) -> Callable[[Tensor], Tensor] | None:
+        """What the schedule applies to a loss before its backward pass; None without loss scale."""
+        scale: Callable[[Tensor], Tensor] | None = self._config.grad_scale_func
+        return scale
 
     def _opened_record(self, groups: LiveGroups) -> tuple[ProcessGroup | None, RecordFile | None]:
         """Return the group that gathers a step's record, and on its first rank the file.
@@ -406,6 +413,8 @@ class LossAggregator:
                 f"got also= with {survivors[0]}: Megatron divides the whole loss by the surviving "
                 "tokens of one plan, so count the mask, or plan once"
             )
+        if not forward_only:
+            self._check_overlap(num_microbatches)
         if accumulates:
             self._check_accumulation()
         if self._latest is not None:
@@ -487,6 +496,8 @@ class LossAggregator:
         given, fault = self._of_first_rank(
             {name: value for name, value in arguments.items() if value is not None}
         )
+        if not is_integer(num_microbatches, lowest=1) and not fault:
+            fault = f"got num_microbatches {num_microbatches!r}, expected an integer from 1"
         if "active_tokens" not in given and not fault:
             fault = "got no counts: pass active_tokens=, at least on the first tensor-parallel rank"
         sequences = Sequences(active_tokens=[])
@@ -502,14 +513,33 @@ class LossAggregator:
 
     def _check_accumulation(self) -> None:
         """Refuse what scales or reduces the gradients of earlier schedule calls once more."""
-        shards = any(chunk.ddp_config.use_distributed_optimizer for chunk in self.chunks)
-        if self.loss_scaling == "per_token" or (shards and self.dp_cp_size > 1):
+        config, ddps = self._config, [chunk.ddp_config for chunk in self.chunks]
+        shards = self.dp_cp_size > 1 and any(ddp.use_distributed_optimizer for ddp in ddps)
+        reduced_again = {
+            "--calculate-per-token-loss": self.loss_scaling == "per_token",
+            "the distributed optimizer": shards,
+            "overlap_grad_reduce": any(ddp.overlap_grad_reduce for ddp in ddps),
+            "tensor parallelism": config.tensor_model_parallel_size > 1,  # norms, biases
+            "pipeline parallelism": config.pipeline_model_parallel_size > 1,  # tied embeddings
+            "expert parallelism": config.expert_model_parallel_size > 1,
+        }
+        for what, is_used in reduced_again.items():
+            if is_used:
+                raise ContractError(
+                    f"got accumulates=True with {what}, where Megatron scales or reduces gradients "
+                    "of earlier schedule calls once more: run all microbatches of an optimizer "
+                    "step in one schedule call"
+                )
+
+    def _check_overlap(self, num_microbatches: int) -> None:
+        """Refuse an overlapping reduction that nothing holds back until the last microbatch."""
+        overlaps = any(chunk.ddp_config.overlap_grad_reduce for chunk in self.chunks)
+        if overlaps and num_microbatches > 1 and self._config.no_sync_func is None:
             raise ContractError(
-                "got accumulates=True with "
-                + ("--calculate-per-token-loss" if self.loss_scaling == "per_token" else "")
-                + ("the distributed optimizer" if self.loss_scaling == "average" else "")
-                + ", where Megatron scales or reduces the gradients of earlier schedule calls once "
-                "more: run all microbatches of an optimizer step in one schedule call"
+                f"got {num_microbatches} microbatches with overlap_grad_reduce, and "
+                "config.no_sync_func is None: gradients would be reduced before the last "
+                "microbatch has added its own; set config.no_sync_func to the chunks' no_sync, as "
+                "megatron.training does"
             )
 
     def _check_finalize(self) -> None:

@@ -252,6 +252,12 @@ class Frozen:
                 )
             size = dist.get_world_size(chunk.dp_cp_group)
             averages = bool(chunk.ddp_config.average_in_collective)
+            if per_token and averages:
+                raise ContractError(
+                    f"average_in_collective is True in the ddp_config of chunk {index} in the "
+                    "per-token loss scaling, which sums: gradients would be divided by DP CP; "
+                    "leave it False"
+                )
             expected = ddp_factor(self._loss_scaling, size, average_in_collective=averages)
             factors = {part.gradient_scaling_factor for part in frozen.scaled}
             if factors - {expected}:

@@ -75,12 +75,6 @@ class Segments:
         return self.layout.is_local and self.layout.cp_size > 1
 
     @property
-    def is_compared(self) -> bool:
-        """Whether context-parallel ranks compare at the step's end what each trained."""
-        layout = self.layout
-        return (layout.is_local or layout.is_gathered) and layout.cp_size > 1
-
-    @property
     def rank(self) -> str:
         """Name this rank."""
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -268,16 +262,18 @@ class Microbatch:
         """
         return self.keep.sum()
 
-    def note_trained(self, num_sequences: int) -> None:
-        """Note what this rank trains of each sequence, if context-parallel ranks compare it.
+    def note_trained(self, num_sequences: int, *, has_returned: bool = False) -> None:
+        """Note what this rank trains of each sequence, which context-parallel ranks compare.
 
-        They do where no rank's checks see all: each has the mask of its slice, or weighs its part
-        of gathered losses by a mask of its own.
+        Each call of a reducer does with a layout ``local`` or gathered losses, where each rank
+        weighs its part by a mask of its own, and for a further plan. Of the step's own plan a whole
+        mask, which should be the other ranks', is noted once loss_func has returned for it.
         """
-        if not self.segments.is_compared:
+        layout, trained_G, weighed_G = self.segments.layout, self.trained, self.trained_weights
+        in_call = layout.is_local or layout.is_gathered or self.state.is_further
+        if layout.cp_size == 1 or has_returned == in_call:
             return
-        trained_G, weighed_G = self.trained, self.trained_weights
-        if self.segments.layout.is_gathered:  # those are of the whole mask
+        if not layout.is_local:  # those are of the whole mask
             trained_G = self._held_sums(self.keep, trained_G)
             if weighed_G is not None:
                 assert self.token_weights is not None
@@ -357,7 +353,7 @@ def _check_mask(mask_P: Tensor, segments: Segments, faults: Faults) -> tuple[Ten
     if mask_P.dtype != torch.bool and len(value_T):
         faults.check(
             device,
-            lambda: _first_wrong(value_T, keep_T),
+            lambda: _first_of(value_T != keep_T, value_T),
             segments.describe_value,
             seems_right=lambda: bool(value_T.count_nonzero() == keep_T.count_nonzero()),
         )
@@ -414,6 +410,8 @@ def _check_weights(
     """
     layout, device = segments.layout, mask_P.device
     weight_T = held(weight_P, layout)
+    if layout.interval is not None:  # a view, and the caller may use its memory again
+        weight_T = weight_T.clone()
     if not len(mask_P):
         return weight_T, torch.zeros(layout.num_segments, dtype=torch.float64, device=device)
     is_wrong_T = ~((weight_T >= 0) & (weight_T < torch.inf))
@@ -439,11 +437,6 @@ def _check_weights(
         seems_right=lambda: bool((missing_G1.abs() <= slack_G1).all()),
     )
     return weight_T, trained_G1[:-1]
-
-
-def _first_wrong(value_T: Tensor, keep_T: Tensor) -> list[Tensor]:
-    """Say whether a mask has a value other than 0 and 1, the index of the first, and its value."""
-    return _first_of(value_T != keep_T, value_T)
 
 
 def _first_of(is_wrong_T: Tensor, value_T: Tensor) -> list[Tensor]:

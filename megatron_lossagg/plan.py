@@ -375,7 +375,7 @@ def warn_of_divisor(divisor: float, tokens: IntsLike) -> None:
 
 
 def _empty_step(options: Options) -> None:
-    message = "the step has no active tokens: its loss and gradient are zero"
+    message = "the plan has no active tokens: its loss and gradient are zero"
     if options.empty_step == "error":
         raise PlanError(
             f"{message}; --loss-aggregation-empty-step error (Options.empty_step) was set: "

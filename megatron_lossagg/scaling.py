@@ -4,12 +4,12 @@ Pure arithmetic, and the only place for it: ``outputs`` multiplies by K, ``probe
 K, ``explain`` prints the factors and ``verify`` names the wrong ones from here. For
 ``loss_func`` that returns ``(loss, num_tokens, report)``, megatron-core 0.13 to 0.19:
 
-=========  =====================  ==================  ==========================  =========
-loss scaling     schedule               DDP                 finalize                    K
-=========  =====================  ==================  ==========================  =========
-average    / num_tokens, / M      mean over DP * CP   nothing                     M DP CP
-per-token  nothing                sum                 / sum of all num_tokens     N
-=========  =====================  ==================  ==========================  =========
+============  ==================  =================  =======================  =======
+loss scaling  schedule            DDP                finalize                 K
+============  ==================  =================  =======================  =======
+average       / num_tokens, / M   mean over DP * CP  nothing                  M DP CP
+per-token     nothing             sum                / sum of all num_tokens  N
+============  ==================  =================  =======================  =======
 
 K is what a partial loss is multiplied by so that the step's gradient is the sum of the partial
 losses' gradients. Sources: ``schedules.forward_step_calc_loss``,
@@ -63,10 +63,13 @@ class Scaling:
 
     @property
     def k(self) -> int:
-        """K: M DP CP in the average loss scaling, N in the per-token loss scaling."""
-        return (
-            self.report_factor if self.loss_scaling == "average" else int(self.active_tokens or 0)
-        )
+        """K: M DP CP in the average loss scaling, N in the per-token loss scaling.
+
+        Where N is 0 Megatron divides by 1, so K is 1: a second plan may have tokens.
+        """
+        if self.loss_scaling == "average":
+            return self.report_factor
+        return max(int(self.active_tokens or 0), 1)
 
     @property
     def report_factor(self) -> int:
@@ -75,6 +78,11 @@ class Scaling:
         Megatron adds both entries over microbatches and DP * CP ranks and divides.
         """
         return self.num_microbatches * self.dp_cp_size
+
+    @property
+    def schedule_factor(self) -> float:
+        """What the schedule multiplies a returned loss by: 1 / M or 1."""
+        return 1 / self.num_microbatches if self.loss_scaling == "average" else 1.0
 
     def num_tokens(self, counted: int, cp_rank: int) -> int:
         """Return the num_tokens that loss_func reports for a microbatch.
@@ -89,7 +97,7 @@ class Scaling:
 
     def factors(self) -> Iterator[Factor]:
         """List what multiplies a partial loss on its way to the gradient; the product is 1."""
-        m, ranks, n = self.num_microbatches, self.dp_cp_size, max(self.k, 1)
+        m, ranks, n = self.num_microbatches, self.dp_cp_size, self.k
         k = Fraction(self.k)
         if self.loss_scaling == "average":
             places = (

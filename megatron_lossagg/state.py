@@ -78,6 +78,8 @@ class StepState:
     """Whether loss masks were declared to select fewer tokens than were counted."""
     is_stepped: bool = False
     """Whether a training step has begun over the plan."""
+    is_further: bool = False
+    """Whether the plan is one of ``also`` in the step that runs."""
     calls: list[ReducerCall] | None = None
     """Calls of reducers in the step; None while no step runs over the plan."""
     pending: list[ReducerCall] = field(default_factory=list)
@@ -85,8 +87,9 @@ class StepState:
     returned: set[object] = field(default_factory=set)
     """The microbatches for which loss_func has returned."""
 
-    def begin(self) -> None:
+    def begin(self, *, is_further: bool = False) -> None:
         """Note from here on what reducers are called for, and what they train."""
+        self.is_further = is_further
         self.calls, self.pending, self.returned = [], [], set()
         self.trained = TrainedTokens()
         self.trained_weights = TrainedTokens(torch.float64)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Mapping
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from megatron_lossagg.aggregation import Aggregation
@@ -157,7 +160,7 @@ class Step:
         )
         """What Megatron does to this step's loss, and K."""
         for one in self._plans:
-            one.state.begin()
+            one.state.begin(is_further=one is not plan)
 
     def __enter__(self) -> Step:
         """Return the step."""
@@ -238,20 +241,42 @@ class Step:
     def _note_shadowed(self, reducer: Reducer) -> None:
         """Note a microbatch that only shadows are reported of."""
         self._tracker.add(reducer.microbatch.segments.own_sequences)
-        reducer.microbatch.note_trained(len(self.plan.active_tokens))
+        num_sequences = len(self.plan.active_tokens)
+        reducer.microbatch.note_trained(num_sequences)
+        reducer.microbatch.note_trained(num_sequences, has_returned=True)
 
     def _outputs(
         self, loss: Tensor, reducer: Reducer, report: Mapping[str, Tensor], means: Means
     ) -> Outputs:
         """Make what loss_func returns; see :meth:`MicrobatchLoss.outputs`."""
         self._check_source(loss, reducer)
-        if not (self._tracker.num_calls or self.forward_only or self._accumulates):
+        if self._tracker.is_at_start and not (self.forward_only or self._accumulates):
             self._look_at_gradients()
         self._tracker.add(reducer.microbatch.segments.own_sequences)
+        reducer.microbatch.note_trained(len(self.plan.active_tokens), has_returned=True)
         if self._record is not None:
             self._record.add(reducer, is_first=self._tracker.num_calls == 1)
         cp_rank = self._aggregator.cp_rank
-        return outputs(loss, reducer, self.scaling, cp_rank=cp_rank, report=report, means=means)
+        made = outputs(loss, reducer, self.scaling, cp_rank=cp_rank, report=report, means=means)
+        if loss.requires_grad:
+            note = partial(self._note_schedule, weakref.ref(made[0]))
+            made[0].register_hook(note)  # type: ignore[no-untyped-call]
+        return made
+
+    def _note_schedule(self, loss: weakref.ref[Tensor], gradient: Tensor) -> None:
+        """Note what the schedule multiplies a returned loss by, in its backward pass.
+
+        A loss that comes without num_tokens it multiplies by CP / M, in place. In the per-token
+        loss scaling, where it multiplies no other, that may be 1.
+        """
+        expected = torch.ones_like(gradient)
+        if self._aggregator.grad_scale_func is not None:
+            expected = self._aggregator.grad_scale_func(expected)
+        returned = loss()
+        is_changed = returned is not None and returned._version > 0
+        is_legacy = self.scaling.loss_scaling == "per_token" and is_changed
+        describe = partial(_describe_schedule, self.scaling.schedule_factor, is_legacy)
+        self.plan.state.faults.record([gradient, expected], describe)
 
     def finish(self) -> None:
         """Check, after the schedule and before the optimizer, that the step is complete.
@@ -298,6 +323,10 @@ class Step:
             self._tracker.finish(may_be_empty=not self._aggregator.is_last_stage)
         except ContractError as error:
             return str(error)
+        if self._aggregator.cp_size == 1 and not self.forward_only and self._tracker.num_calls:
+            for plan in self._plans[1:]:  # else the ranks compare what they trained
+                if fault := _untrained(plan):
+                    return fault
         calls = [call for plan in self._plans for call in plan.state.calls or ()]
         for plan in self._plans:
             counts = {call.aggregation.count for call in plan.state.calls or ()}
@@ -409,6 +438,32 @@ class Step:
                     some = data[:: -(-data.numel() // _GRADIENTS_LOOKED_AT)]
                     describe = partial(_describe_gradients, index)
                     self.plan.state.faults.record([some.count_nonzero()], describe)
+
+
+def _untrained(plan: StepPlan) -> str:
+    """Name the sequences of a further plan that no term trained, if any."""
+    reached = [call.sequences for call in plan.state.calls or () if call.has_gradient]
+    missing = np.setdiff1d(np.flatnonzero(plan.active_tokens), np.concatenate([[], *reached]))
+    if not len(missing):
+        return ""
+    return (
+        f"the plan of also= counts tokens of sequences {first_few(missing)}, and no gradient "
+        "reached a partial loss of them: reduce its term in every microbatch that has its tokens "
+        "and add it to the loss, or count 0 for these sequences"
+    )
+
+
+def _describe_schedule(factor: float, is_legacy: bool, values: list[float]) -> str:
+    """Compare the gradient of a returned loss with the loss scale times the schedule's factor."""
+    gradient, loss_scale = values
+    if not is_legacy and math.isclose(gradient, loss_scale * factor, rel_tol=1e-5):
+        return ""
+    found = "without its num_tokens" if is_legacy else f"with the gradient {gradient:g}"
+    return (
+        f"a loss that loss_func returned was trained {found}, expected {loss_scale * factor:g} by "
+        "the schedule's division by M and the loss scale: return all three of mb.outputs from "
+        "loss_func, (loss, num_tokens, report), and let Megatron's schedule run the backward pass"
+    )
 
 
 _GRADIENTS_LOOKED_AT = 4096

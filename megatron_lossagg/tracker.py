@@ -39,13 +39,20 @@ class SequenceTracker:
         self._is_rerunning = is_rerunning
         self._microbatch_S = np.full(num_sequences, _NOT_SEEN)
 
+    @property
+    def is_at_start(self) -> bool:
+        """Whether the next microbatch is the first of a pass."""
+        return self.num_calls == 0 or (
+            self.num_calls == self.num_microbatches and self._is_rerunning()
+        )
+
     def add(self, sequences: Ints) -> None:
         """Record a microbatch by its sequences, padding left out.
 
         Raises :class:`ContractError` for a sequence that another microbatch had, for more
         microbatches than planned, and for sequences that are missing when the last one arrives.
         """
-        if self.num_calls == self.num_microbatches and self._is_rerunning():
+        if self.is_at_start:
             self.num_calls = 0
             self._microbatch_S.fill(_NOT_SEEN)
         if self.num_calls == self.num_microbatches:

@@ -103,6 +103,7 @@ def a_step_of_two_microbatches(to, losses, loss_scaling, **options):
     aggregator = SimpleNamespace(
         chunks=[chunk],
         loss_scaling=loss_scaling,
+        grad_scale_func=None,
         dp_cp_size=1,
         dp_size=1,
         cp_size=1,
@@ -120,7 +121,7 @@ def a_step_of_two_microbatches(to, losses, loss_scaling, **options):
         out = mb.outputs(
             loss, report={"metric": metric}, means={"clipped": (x.detach().sum(), length)}
         )
-        out[0].backward()
+        (out[0] * step.scaling.schedule_factor).backward()
         returned.append(out)
     return step, returned
 

@@ -119,6 +119,7 @@ def plans(aggregation, sequences, dp, m):
 def a_step(plan, m, *, dp=1, cp=1, cp_rank=0, loss_scaling="average"):
     its = types.SimpleNamespace(
         loss_scaling=loss_scaling,
+        grad_scale_func=None,
         dp_cp_size=dp * cp,
         cp_size=cp,
         cp_rank=cp_rank,
@@ -419,7 +420,7 @@ def test_d2_a_masked_sample_does_not_change_the_others():
     run_and_compare("sample_mean", assigned([sequence(0, 0), *lengths(2, 5)]))
 
 
-@pytest.mark.filterwarnings("ignore:the step has no active token")
+@pytest.mark.filterwarnings("ignore:the plan has no active token")
 @pytest.mark.parametrize("loss_scaling", LOSS_SCALINGS)
 @pytest.mark.parametrize("mode", MODES)
 def test_d3_a_step_with_no_active_tokens_is_zero_in_every_mode(mode, loss_scaling):

@@ -212,7 +212,7 @@ def test_a_step_with_no_active_tokens_has_weight_0_and_warns_once():
         )
 
 
-@pytest.mark.filterwarnings("ignore:the step has no active tokens")
+@pytest.mark.filterwarnings("ignore:the plan has no active tokens")
 @pytest.mark.parametrize("mode", ["token_mean", "sample_mean", "sample_sum", "token_sum"])
 @pytest.mark.parametrize("count_empty", [True, False])
 def test_a_step_with_no_active_tokens_has_expected_weight_0(mode, count_empty):
@@ -272,7 +272,7 @@ def test_only_the_totals_that_the_mode_needs_are_required():
 
 # Totals that cannot be those of a step with these sequences: without a check the weight is
 # infinite, negative or quietly another loss's.
-@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:the step has no active tokens")
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:the plan has no active tokens")
 @pytest.mark.parametrize(
     ("mode", "n", "name", "value"),
     [

@@ -17,7 +17,7 @@ from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.options import Options
 from megatron_lossagg.verify import reference_loss
 
-pytestmark = pytest.mark.filterwarnings("ignore:the step has no active token")
+pytestmark = pytest.mark.filterwarnings("ignore:the plan has no active token")
 
 
 @st.composite

@@ -291,6 +291,16 @@ def test_survivors_are_only_of_token_mean(mode):
         Aggregation(mode, count="survivors")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_token_weights_may_change_once_the_microbatch_is_made(dtype):
+    weights = torch.tensor(WEIGHTS)
+    reducer = a_plan().reducer([0, 1], torch.tensor(MASK), thd(4, 2), token_weights=weights)
+    weights.fill_(9)
+    x = torch.ones(6, dtype=dtype, requires_grad=True)
+    reducer(x).backward()
+    torch.testing.assert_close(x.grad, torch.tensor(WEIGHTS, dtype=dtype) / 4.25)
+
+
 def test_survivors_are_only_of_a_step_and_of_all_its_terms():
     plan = plan_step(Aggregation("token_mean", count="survivors"), Sequences(active_tokens=[3, 1]))
     with pytest.raises(ReducerError, match=r"make the reducer with step\.microbatch"):

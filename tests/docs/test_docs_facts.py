@@ -83,6 +83,7 @@ def names_that_are_reported():
     """The names of a real report: one microbatch of one sequence on one rank."""
     aggregator = SimpleNamespace(
         loss_scaling="average",
+        grad_scale_func=None,
         dp_cp_size=1,
         cp_size=1,
         cp_rank=0,

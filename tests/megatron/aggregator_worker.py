@@ -121,8 +121,13 @@ def outputs(step, sequences):
         loss = partial_loss_of(mb)
         out = mb.outputs(loss, report={"loss": loss})
     if not step.forward_only:
-        out[0].backward()
+        backward(step, out)
     return out
+
+
+def backward(step, out):
+    """Run the backward pass as the schedule does."""
+    (out[0] * step.scaling.schedule_factor).backward()
 
 
 def check_unwrapped_chunk_is_refused(chunk, aggregator):
@@ -228,6 +233,10 @@ def check_what_is_flipped_after_the_read_is_refused_by_the_next_step(chunk, aggr
             a_step(its)
     with abandoned(a_step(its)):
         pass
+    its = made(a_chunk(per_token=True))
+    flip = patch.object(its.chunks[0].ddp_config, "average_in_collective", True)
+    with flip, refused("average_in_collective is True .* in the per-token loss scaling, which sum"):
+        a_step(its)
 
 
 def check_router_built_in_the_other_loss_scaling_is_refused(chunk, aggregator):
@@ -362,6 +371,18 @@ def check_what_the_rerun_machine_repeats_is_not_doubled(chunk, aggregator):
                     outputs(step, sequences)
 
 
+def check_a_step_that_is_repeated_on_its_own_gradients_is_refused(chunk, aggregator):
+    """The rerun machine repeats it, and nothing zeroed the gradients of the first pass."""
+    step = a_step(aggregator)
+    outputs(step, [0, 1])
+    chunk.buffers[0].grad_data.fill_(1)
+    with rerunning():
+        outputs(step, [0, 1])
+    with pytest.raises(ReducerError, match="chunk 0 were not zero"):
+        step.finish()
+    chunk.zero_grad_buffer()
+
+
 def check_fewer_calls_than_planned_are_refused_when_it_finishes(chunk, aggregator):
     step = a_step(aggregator, 3)
     with refused("ran for 1 microbatches, 3 were planned"), step:
@@ -430,6 +451,9 @@ def check_m_is_an_integer(chunk, aggregator):
             rf"got num_microbatches {re.escape(repr(number))}, expected an integer from 1"
         ):
             a_step(aggregator, number)
+    own = 0 if dist.get_rank() == 1 else 2
+    with pytest.raises(PlanError, match=r"^rank 1 of .* got num_microbatches 0, expected an int"):
+        aggregator.step([3, 2], num_microbatches=own)
 
 
 def check_a_value_that_is_already_a_mean_is_reported_with_its_count(chunk, aggregator):
@@ -594,6 +618,16 @@ def check_the_start_line_is_followed_by_what_depends_on_cp(chunk, aggregator):
     assert "in the average loss scaling of megatron-core" in note
     is_free = live.note_on_side_losses(config, "per_token") == ""
     assert note.endswith("train with --calculate-per-token-loss") == is_free
+    config = tiny_gpt.config_of(num_moe_experts=2, add_bias_linear=False)
+    notes = {}
+    for coefficients in (0.1, [0.0, 0.1], [0.0, 0.0]):  # a list for several kinds of balancing
+        config.moe_aux_loss_coeff = coefficients
+        notes[str(coefficients)] = live.note_on_side_losses(config, "per_token")
+    assert notes["0.1"] == notes["[0.0, 0.1]"] != ""
+    assert notes["[0.0, 0.0]"] == ""
+    config.mtp_num_layers, config.moe_aux_loss_coeff = 1, 0.1
+    both = live.note_on_side_losses(config, "average")
+    assert "train with --calculate-per-token-loss" not in both  # where the experts' depends on CP
     balanced = made(a_moe(per_token=True, moe_aux_loss_coeff=0.1))
     line, *notes = balanced.describe().split("\n")
     assert line.startswith("loss aggregation constant")
@@ -608,7 +642,7 @@ def check_a_step_without_active_tokens_has_zero_gradient(chunk, aggregator):
             warnings.simplefilter("always")
             step = its.step(active_tokens=[0], num_microbatches=1)
         assert [str(w.message) for w in caught] == [
-            "the step has no active tokens: its loss and gradient are zero"
+            "the plan has no active tokens: its loss and gradient are zero"
         ]
         packed, positions = tiny_gpt.packed_at([0, 2]), torch.arange(2)[None]
 
@@ -713,8 +747,8 @@ def check_a_partial_loss_of_another_microbatch_is_refused(chunk, aggregator):
             own.outputs(partial_loss_of(cached))
     step = a_step(aggregator, 2)
     cached, own = a_microbatch(step, [0]), a_microbatch(step, [1])
-    cached.outputs(partial_loss_of(cached))[0].backward()
-    own.outputs(partial_loss_of(own) + partial_loss_of(cached))[0].backward()
+    backward(step, cached.outputs(partial_loss_of(cached)))
+    backward(step, own.outputs(partial_loss_of(own) + partial_loss_of(cached)))
     with refused("losses of sequences 0 were reduced after loss_func had returned for them"):
         step.finish()
 
@@ -731,7 +765,7 @@ def check_a_term_with_a_mask_of_its_own_is_refused_where_survivors_are_counted(c
         x = torch.ones(8, requires_grad=True)
         loss, kl = own.reduce(x), own.reduce(2 * x)
         term = other(x) if is_trained else other(x.detach())
-        own.outputs(loss + kl + term)[0].backward()
+        backward(step, own.outputs(loss + kl + term))
         if is_trained:
             with refused("sequences 0, 1", "a mask of their own", "survive"):
                 step.finish()
@@ -749,7 +783,7 @@ def check_token_weights_that_no_loss_counts_are_refused_when_the_step_finishes(c
         loss = mb.reduce(x)
         if counted_in is not None:
             loss = loss + mb.reduce(x, weighing)
-        mb.outputs(loss)[0].backward()
+        backward(step, mb.outputs(loss))
         chunk.zero_grad_buffer()
         if counted_in is None:
             with refused("token_weight_sums", "no loss of the step counts them"):
@@ -764,7 +798,7 @@ def check_a_metric_may_be_reduced_at_any_time_of_the_step(chunk, aggregator):
         microbatches = [a_microbatch(step, [sequence]) for sequence in (0, 1)]
         losses = [partial_loss_of(mb) for mb in microbatches]  # all before the first outputs
         for loss, mb in zip(losses, microbatches, strict=True):
-            mb.outputs(loss)[0].backward()
+            backward(step, mb.outputs(loss))
             partial_loss_of(mb), mb.reduce(torch.ones(4), "token_mean")
         with torch.no_grad():
             a_reducer(aggregator, other, [0, 1])(torch.ones(8))
@@ -780,7 +814,7 @@ def check_a_reducer_inside_an_activation_checkpoint_trains(chunk, aggregator):
                 loss = checkpoint(
                     lambda y, mb=mb: mb.reduce(y * 1.0), x, use_reentrant=is_reentrant
                 )
-                mb.outputs(loss)[0].backward()
+                backward(step, mb.outputs(loss))
                 assert x.grad.count_nonzero() == plan.active_tokens[sequence]
 
 
@@ -789,7 +823,7 @@ def check_the_masks_of_a_step_are_not_kept_until_it_ends(chunk, aggregator):
         kept = []
         for sequence in (0, 1):
             mb = a_microbatch(step, [sequence])
-            mb.outputs(partial_loss_of(mb))[0].backward()
+            backward(step, mb.outputs(partial_loss_of(mb)))
             kept.append(weakref.ref(mb._reducer.microbatch))
         del mb
         gc.collect()
@@ -806,7 +840,7 @@ def check_a_loss_without_a_term_under_the_steps_aggregation_is_refused(chunk, ag
     step = a_step(aggregator)
     mb = a_microbatch(step, [0, 1])
     loss = partial_loss_of(mb).detach() + partial_loss_of(mb, "token_mean")
-    mb.outputs(loss)[0].backward()
+    backward(step, mb.outputs(loss))
     with refused("no gradient reached the step's own partial loss"):
         step.finish()
 
@@ -820,7 +854,7 @@ def check_a_microbatch_of_a_second_plan_is_refused_unless_it_is_declared(chunk, 
     second = a_plan(aggregator, active=(2, 2))
     with aggregator.step(active_tokens=[3, 2], num_microbatches=1, also=[second]) as step:
         main, further = a_microbatch(step, [0, 1]), a_microbatch(step, [0, 1], second)
-        main.outputs(partial_loss_of(main) + partial_loss_of(further))[0].backward()
+        backward(step, main.outputs(partial_loss_of(main) + partial_loss_of(further)))
     third = a_plan(aggregator)
     gc.collect()  # aggregators of other checks whose steps were given up
     # No step runs.
@@ -847,19 +881,39 @@ def check_steps_of_two_aggregators_may_run_at_once(chunk, aggregator):
             reducer(torch.ones(8, requires_grad=True))
 
 
-def check_gradients_are_added_up_only_where_megatron_does_not_scale_them_again(chunk, aggregator):
-    per_token = made(a_chunk(per_token=True))
-    with refused("accumulates=True with --calculate-per-token-loss", "in one schedule call"):
-        a_step(per_token, accumulates=True)
-    sharded = made(tiny_gpt.wrapped(tiny_gpt.config_of(), use_distributed_optimizer=True))
-    with refused("accumulates=True with the distributed optimizer"):
-        a_step(sharded, accumulates=True)
+def check_a_second_plans_term_that_is_left_out_of_a_microbatch_is_named(chunk, aggregator):
+    for leaves_out, message in (
+        (False, ""),
+        (True, "counts tokens of sequences 1, "),
+    ):
+        second = a_plan(aggregator, active=(2, 2))
+        step = aggregator.step(active_tokens=[3, 2], num_microbatches=2, also=[second])
+        for sequence in (0, 1):
+            mb = a_microbatch(step, [sequence])
+            loss = partial_loss_of(mb)
+            if sequence == 0 or not leaves_out:
+                loss = loss + partial_loss_of(a_microbatch(step, [sequence], second))
+            backward(step, mb.outputs(loss))
+        with refused(message) if message else contextlib.nullcontext():
+            step.finish()
+
+
+def check_a_second_plan_is_refused_where_survivors_are_counted(chunk, aggregator):
+    survivors = Aggregation("token_mean", count="survivors")
+    per_token = made(a_chunk(per_token=True), survivors, probe=False)
+    plans = [
+        plan_step(survivors, Sequences(active_tokens=[3, 2]), group=aggregator.dp_group)
+        for _ in range(2)
+    ]
+    with refused("got also= with .*the surviving tokens of one plan"):
+        per_token.begin(plans[0], num_microbatches=1, also=[plans[1]])
 
 
 def check_a_fault_of_a_declared_plan_is_raised_when_the_step_finishes(chunk, aggregator):
     first, second = a_plan(aggregator), a_plan(aggregator)
     step = aggregator.begin(first, num_microbatches=1, also=[second])
-    outputs(step, [0, 1])
+    mb, further = a_microbatch(step, [0, 1]), a_microbatch(step, [0, 1], second)
+    backward(step, mb.outputs(partial_loss_of(mb) + partial_loss_of(further)))
     second.state.faults.record([torch.ones(())], lambda values: "of the second")
     with pytest.raises(ReducerError, match="of the second"):
         step.finish()
@@ -966,7 +1020,7 @@ def check_options_and_aggregation_are_given_once(chunk, aggregator):
     rejecting = made(chunk, probe=False, rejects_tokens=True)
     with rejecting.step(active_tokens=[3, 3], num_microbatches=1) as step:
         mb = step.microbatch([0, 1], torch.tensor([1, 1, 0, 0, 1, 1]), cu_seqlens=[0, 3, 6])
-        mb.outputs(partial_loss_of(mb))[0].backward()
+        backward(step, mb.outputs(partial_loss_of(mb)))
     with refused("an Aggregation and divisor"):
         LossAggregator(chunk, CONSTANT, divisor=10)
 

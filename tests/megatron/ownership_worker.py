@@ -148,7 +148,7 @@ def check_ranks_with_different_masks_of_gathered_losses_are_named(aggregator):
     raised = step_of(aggregator, mask, gathered=[0, 8, 12])
     for text in raised:
         assert "train 1 tokens more of sequence 0 than the 5 that were counted" in text, raised
-        assert "give every rank the same mask of gathered losses" in text
+        assert "give every rank the same whole mask" in text
 
 
 def check_lengths_of_other_sequences_with_the_right_sum_are_named(aggregator):
@@ -323,6 +323,60 @@ def check_a_term_of_which_one_rank_holds_all_tokens_is_compared_on_both(aggregat
         mb.outputs(loss)[0].backward()
         with pytest.raises(ReducerError, match=message) if message else contextlib.nullcontext():
             step.finish()
+
+
+def whole_step(aggregator, *, mask=WHOLE, prompt=None, num_further=0, reduces=True):
+    """Train one step of whole masks; return what was raised on each rank."""
+    raised, sizes = "", {"group": aggregator.dp_group}
+    mode = Aggregation("prompt_mean") if prompt else MODE
+    plan, *further = (
+        plan_step(mode, Sequences(active_tokens=ACTIVE, prompt=prompt), **sizes)
+        for _ in range(1 + num_further)
+    )
+    step = aggregator.begin(plan, num_microbatches=1, also=further)
+    losses = torch.ones(6, requires_grad=True)
+    mb, *more = (
+        step.microbatch([0, 1], torch.tensor(mask), cu_seqlens=[0, 8, 12], plan=one)
+        for one in (plan, *(further if reduces else ()))
+    )
+    mb.outputs(mb.reduce(losses) + sum(one.reduce(losses) for one in more))[0].backward()
+    try:
+        step.finish()
+    except (ReducerError, ContractError) as error:
+        raised = str(error)
+    raised_by_rank = [None] * 2
+    dist.all_gather_object(raised_by_rank, raised)
+    return raised_by_rank
+
+
+def check_ranks_that_weigh_the_same_sequences_differently_are_named(aggregator):
+    aggregator.agree_on(Aggregation("prompt_mean"))
+    assert whole_step(aggregator, prompt=[7, 7]) == ["", ""]
+    raised = whole_step(aggregator, prompt=[7, 7 + aggregator.cp_rank])
+    for text in raised:
+        assert "give the same sequences different weights: pass the same sample and p" in text
+
+
+def check_ranks_with_different_whole_masks_are_named(aggregator):
+    """Each mask has as many tokens as were counted; the ranks hold 4 and 2 of sequence 0's."""
+    assert whole_step(aggregator) == ["", ""]
+    mask = WHOLE.copy()
+    if aggregator.cp_rank == 1:
+        mask[7], mask[5] = 0, 1
+    for text in whole_step(aggregator, mask=mask):
+        assert "train 1 tokens more of sequence 0 than the 5 that were counted" in text
+        assert "give every rank the same whole mask" in text
+
+
+def check_ranks_with_different_numbers_of_plans_are_named_and_do_not_wait(aggregator):
+    assert whole_step(aggregator, num_further=2) == ["", ""]
+    for text in whole_step(aggregator, num_further=aggregator.cp_rank):
+        assert "planned different steps" in text
+
+
+def check_a_further_plan_that_no_rank_reduces_is_named(aggregator):
+    for text in whole_step(aggregator, num_further=1, reduces=False):
+        assert "train 5 tokens fewer of sequence 0 than the 5 that were counted" in text
 
 
 def check_a_microbatch_without_sequences_and_a_step_without_tokens_end(aggregator):

@@ -1,0 +1,196 @@
+"""What a loop of one's own may do wrong, through Megatron's own schedule; two ranks."""
+
+import functools
+import warnings
+
+import pytest
+import tiny_gpt
+import torch
+from check_runner import run_checks
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from step_data import VOCABULARY
+
+from megatron_lossagg import LossAggregator, Sequences, plan_step
+from megatron_lossagg.errors import ContractError, ReducerError
+from megatron_lossagg.options import Options
+
+LENGTH = 8
+MASK = torch.ones(LENGTH, dtype=torch.int64)
+
+
+def parallel(**sizes):
+    """Build Megatron's groups anew."""
+    parallel_state.destroy_model_parallel()
+    tp, pp = sizes.pop("tp", 1), sizes.pop("pp", 1)
+    parallel_state.initialize_model_parallel(tp, pp, **sizes)
+    model_parallel_cuda_manual_seed(1)
+
+
+def made(*, ddp=None, per_token=False, **more):
+    chunk = tiny_gpt.wrapped(tiny_gpt.config_of(per_token=per_token, **more), **(ddp or {}))
+    return LossAggregator(chunk, "token_mean", options=Options(probe=False))
+
+
+def batch(seed):
+    """Return a microbatch of one sequence: a number of its own, tokens and labels."""
+    rank = parallel_state.get_data_parallel_rank()
+    generator = torch.Generator().manual_seed(seed + 100 * rank)
+    return torch.randint(0, VOCABULARY, (2, 1, LENGTH), generator=generator)
+
+
+def train(aggregator, loss_func, batches, *, zero=True):
+    """Run Megatron's schedule, with ``loss_func(number of the microbatch, losses)``.
+
+    Returns the parameters' gradients.
+    """
+    (chunk,) = aggregator.chunks
+    if zero:
+        chunk.zero_grad_buffer()
+    here = aggregator.thd([0, LENGTH]).positions
+    packed = {"packed_seq_params": tiny_gpt.packed_at([0, LENGTH])}
+
+    def forward_step(iterator, model):
+        number, (tokens, labels) = next(iterator)
+        more = packed if aggregator.cp_size > 1 else {}
+        output = model(tokens[:, here], here[None], None, labels=labels[:, here], **more)
+        return output, functools.partial(loss_func, number)
+
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(enumerate(batches)),
+        model=[chunk],
+        num_microbatches=len(batches),
+        seq_length=LENGTH,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    return torch.cat([one.main_grad.flatten() for one in chunk.parameters()]).clone()
+
+
+def whole(step, number, output):
+    """The right loss_func."""
+    mb = step.microbatch([number], MASK, cu_seqlens=[0, LENGTH])
+    return mb.outputs(mb.reduce(output.view(-1)))
+
+
+def gradient_of(aggregator, seeds, *, loss_func=whole, zero=True, **options):
+    batches = [batch(seed) for seed in seeds]
+    counts = [LENGTH] * len(seeds)
+    with aggregator.step(counts, num_microbatches=len(seeds), **options) as step:
+        return train(aggregator, functools.partial(loss_func, step), batches, zero=zero)
+
+
+def check_two_schedule_calls_add_up_their_gradients():
+    parallel()
+    aggregator = made()
+    apart = [gradient_of(aggregator, seeds) for seeds in ([1, 2], [3, 4])]
+    gradient_of(aggregator, [1, 2])
+    for group in aggregator.chunks[0].bucket_groups:
+        group.reset()
+    both = gradient_of(aggregator, [3, 4], zero=False, accumulates=True)
+    torch.testing.assert_close(both, sum(apart), rtol=1e-12, atol=1e-15)
+
+
+def check_they_do_not_where_megatron_reduces_the_first_ones_again():
+    experts = {"num_moe_experts": 2, "add_bias_linear": False}
+    for sizes, config, ddp, words in (
+        ({"tp": 2}, {}, {}, "tensor parallelism"),
+        ({"pp": 2}, {}, {}, "pipeline parallelism"),
+        ({"expert_model_parallel_size": 2}, experts, {}, "expert parallelism"),
+        ({}, {}, {"overlap_grad_reduce": True}, "overlap_grad_reduce"),
+        ({}, {}, {"use_distributed_optimizer": True}, "the distributed optimizer"),
+        ({}, {"per_token": True}, {}, "--calculate-per-token-loss"),
+    ):
+        parallel(**sizes)
+        aggregator = made(ddp=ddp, **config)
+        with pytest.raises(ContractError, match=f"accumulates=True with {words}"):
+            aggregator.step([LENGTH], num_microbatches=1, accumulates=True)
+
+
+def two_of_three(step, number, output):
+    loss, _, report = whole(step, number, output)
+    return loss, report
+
+
+def a_scaled_loss(step, number, output):
+    loss, num_tokens, report = whole(step, number, output)
+    return loss * 2, num_tokens, report
+
+
+def check_what_the_schedule_does_not_scale_as_it_should_is_refused():
+    """Without num_tokens Megatron multiplies by CP and divides by M in both loss scalings."""
+    parallel(context_parallel_size=2)
+    for per_token in (False, True):
+        aggregator = made(per_token=per_token)
+        gradient_of(aggregator, [1, 2])
+        for loss_func in (two_of_three, a_scaled_loss):
+            with pytest.raises(
+                ReducerError, match="a loss that loss_func returned was trained with"
+            ):
+                gradient_of(aggregator, [1, 2], loss_func=loss_func)
+    parallel()
+    aggregator = made()
+    step = aggregator.step([LENGTH, LENGTH], num_microbatches=2)
+    for number in (0, 1):  # no schedule: nothing divides by M
+        whole(step, number, torch.ones(LENGTH, requires_grad=True))[0].backward()
+    with pytest.raises(ReducerError, match=r"gradient 1, expected 0\.5 .* let Megatron's sched"):
+        step.finish()
+
+
+def check_a_loss_scale_is_no_fault():
+    parallel()
+    plain, aggregator = gradient_of(made(), [1, 2]), made()
+    aggregator.chunks[0].config.grad_scale_func = lambda loss: loss * 1024
+    assert torch.equal(gradient_of(aggregator, [1, 2]), plain * 1024)
+
+
+def of_two_plans(second, step, number, output):
+    """SFT and RL: the step's plan has no token of a microbatch that the second has."""
+    masks = [MASK * int(plan.active_tokens[number] > 0) for plan in (step.plan, second)]
+    one, other = (
+        step.microbatch([number], mask, cu_seqlens=[0, LENGTH], plan=plan)
+        for mask, plan in zip(masks, (step.plan, second), strict=True)
+    )
+    return one.outputs(one.reduce(output.view(-1)) + other.reduce(output.view(-1)))
+
+
+def check_a_second_plan_is_trained_in_a_step_without_tokens_of_the_first():
+    parallel()
+    for counts in ([LENGTH, 0], [0, 0]):
+        gradients = []
+        for per_token in (False, True):
+            aggregator = made(per_token=per_token)
+            rest = [LENGTH - count for count in counts]
+            second = plan_step(
+                aggregator.aggregation, Sequences(active_tokens=rest), group=aggregator.dp_group
+            )
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "the plan has no active tokens")
+                step = aggregator.step(counts, num_microbatches=2, also=[second])
+            with step:
+                loss_func = functools.partial(of_two_plans, second, step)
+                gradients.append(train(aggregator, loss_func, [batch(1), batch(2)]))
+        assert gradients[0].norm() > 0.1
+        torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-15)
+
+
+def check_an_overlapping_reduction_that_nothing_holds_back_is_refused():
+    parallel()
+    expected = gradient_of(made(), [1, 2])
+    aggregator = made(ddp={"overlap_grad_reduce": True})
+    (chunk,) = aggregator.chunks
+    with pytest.raises(ContractError, match=r"2 microbatches .* config\.no_sync_func is None"):
+        gradient_of(aggregator, [1, 2])
+    chunk.config.no_sync_func = chunk.no_sync
+    torch.testing.assert_close(gradient_of(aggregator, [1, 2]), expected, rtol=1e-12, atol=1e-15)
+
+
+def main():
+    tiny_gpt.start()
+    run_checks(globals())
+
+
+if __name__ == "__main__":
+    main()
