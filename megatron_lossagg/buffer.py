@@ -107,8 +107,9 @@ class StepBuffer:
 
     Each microbatch is copied as it is read, CUDA tensors without a host sync, because an iterator
     may use its memory again: a buffer that it refills, one dict for all microbatches, views of one
-    storage. Copied are the tensors and NumPy arrays in dicts, lists, tuples, dataclasses and the
-    attributes of a microbatch, and these containers; an object of another kind in them is not.
+    storage. Copied are the tensors and NumPy arrays in dicts, lists, tuples, dataclasses, the
+    attributes of a microbatch and those of an object with such an attribute, and these containers;
+    an object of another kind in them is not.
 
     Raises :class:`PlanError` for what is not an iterator and for a ``num_microbatches`` that
     is not an integer from 1. An iterator that ends early or raises, and a microbatch that cannot be
@@ -283,7 +284,9 @@ def _parts(value: Any, *, is_microbatch: bool) -> Iterable[Any] | None:
         return value
     if dataclasses.is_dataclass(value):
         return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    return list(vars(value).values()) if is_microbatch and hasattr(value, "__dict__") else None
+    held = list(getattr(value, "__dict__", {}).values())
+    is_container = is_microbatch or any(isinstance(part, (Tensor, np.ndarray)) for part in held)
+    return held if is_container and hasattr(value, "__dict__") else None
 
 
 def _copied_array(array: Any) -> Any:

@@ -243,6 +243,8 @@ REUSED = {
     "one dict": lambda: one_object({}, "tokens"),
     "one list": lambda: one_object([], ""),
     "one dataclass": lambda: one_object(Batch(None), "tokens"),
+    "an object in a dict": lambda: refilled(T, lambda: {"a": Plain(T)}),
+    "one object in a dict": lambda: ({"a": one} for one in one_object(Plain(None), "tokens")),
     "one object": lambda: one_object(Plain(None), "tokens"),
 }
 
