@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from numbers import Real
@@ -28,8 +28,6 @@ __all__ = [
     "Alias",
     "Count",
     "Mode",
-    "alias_lines",
-    "mode_lines",
     "parsed_aggregation",
     "require_mask_count",
 ]
@@ -253,7 +251,7 @@ class Aggregation:
         count_empty: Whether a sample or prompt with no active tokens still counts toward B or P.
             None becomes what the alias means, and True for a mode.
         reducer_path: ``pkg.mod:name`` of the factory; only with, and required by, mode ``custom``.
-        count: What n_s, n_b, n_p, n_mb and N count, and of which samples V and prompts Q consist.
+        count: What n_s, n_b, n_p, n_mb and N count, and which samples make up V, prompts Q.
             ``mask``: tokens whose loss mask is 1. ``weights``: the sum of the token weights
             v_t >= 0, which multiply the losses too: the loss is ``sum_s w_s sum_t m_t v_t x_t``.
             ``survivors``: N is the tokens that the loss mask after rejection keeps; only
@@ -365,24 +363,6 @@ def parsed_aggregation(spelling: str) -> Aggregation:
             f"got {spelling!r}, expected a number after the last colon: write {name}:NUMBER"
         ) from None
     return Aggregation(name, **{takes: value})  # type: ignore[arg-type]
-
-
-def mode_lines() -> Iterator[str]:
-    """Yield one line per mode, with its formula."""
-    divisor = {"required": ", needs a divisor", "optional": ", may have a divisor", "none": ""}
-    width = max(len(name) for name in MODES)
-    for mode in MODES.values():
-        meaning = f"{mode.meaning}{divisor[mode.divisor]}"
-        yield f"{mode.name:<{width}}  w_s = {mode.formula:<24}  {meaning}"
-
-
-def alias_lines() -> Iterator[str]:
-    """Yield one line per name of another system, with the mode that it means."""
-    width = max(len(name) for name in ALIASES)
-    for name, alias in ALIASES.items():
-        empty = "" if alias.count_empty else ", count_empty=False"
-        note = f"  ({alias.note})" if alias.note else ""
-        yield f"{name:<{width}}  {alias.mode}{empty}{note}"
 
 
 def _known(name: object) -> Alias:

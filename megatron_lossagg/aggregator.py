@@ -2,7 +2,8 @@
 
 How Megatron scales a loss, and why K compensates it, is in :mod:`megatron_lossagg.scaling`.
 In the per-token loss scaling num_tokens comes from the counts of the step, so that the sum over
-the step is the plan's N for any loss mask. Stock Megatron's side losses (MoE, MTP) keep their 1/N.
+the step is the plan's N for any loss mask, unless survivors are counted. Stock Megatron's side
+losses (MoE, MTP) keep their 1/N.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class LossAggregator:
         ContractError: On every rank, if one rank rejects its model, if the ranks disagree on the
             aggregation, if ``options.record`` cannot be written, and if Megatron needs a different
             K.
+        AggregationError: For a name or a number that :class:`Aggregation` refuses.
 
     Examples:
         One rank; ``model`` is Megatron's. [A loop of your own](../own-loop.md) has a whole step.
@@ -131,7 +133,10 @@ class LossAggregator:
             The aggregator, or None.
 
         Raises:
-            ContractError: For a shadow without a mode, which only a schedule hook has.
+            ContractError: For a shadow without a mode, which only a schedule hook has; and as
+                :class:`LossAggregator`.
+            AggregationError: For flags that contradict each other or configure no loss.
+            ReducerPathError: For a reducer path that leads to no factory.
         """
         aggregation, options = aggregation_from_args(args), Options.from_args(args)
         if aggregation is None and options.shadow:
@@ -361,8 +366,8 @@ class LossAggregator:
             accumulates: Gradients of earlier schedule calls are kept on purpose; else they must be
                 zero when the first loss is returned.
             also: Plans over the same sequences with other counts, for further terms of the loss.
-            iteration: The number of the step, from 1, in ``options.record``; None counts on after
-                its last line.
+            iteration: The number of the step, from 1, in ``options.record``; None is one more than
+                that of its last line.
 
         Returns:
             The step, a context manager.

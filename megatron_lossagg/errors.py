@@ -1,4 +1,6 @@
-"""What this package raises: one base, and one class for each thing that can be wrong.
+"""What this package raises: one base, and a class for each thing that can be wrong.
+
+Commands have a few more, which refine these.
 
 Every class also inherits the standard type it refines, so ``except ValueError``
 keeps working. A message states what was got, what was expected and what to change.

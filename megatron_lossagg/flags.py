@@ -148,7 +148,7 @@ def aggregation_from_args(args: argparse.Namespace) -> Aggregation | None:
 
 
 def args_of(aggregation: Aggregation) -> dict[str, Any]:
-    """Return the arguments that configure a mode, by which :func:`aggregation_from_args` has it."""
+    """Return the arguments from which :func:`aggregation_from_args` reads the same mode."""
     names = ("mode", "divisor", "exponent", "count_empty", "count")
     args = dict(zip(_OF_A_MODE, (getattr(aggregation, name) for name in names), strict=True))
     if aggregation.count == "mask":  # as if the flag was not given

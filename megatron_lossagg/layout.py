@@ -7,7 +7,7 @@ sequence padded to a multiple of 2 CP is split into 2 CP chunks; CP rank r holds
 2 CP - 1 - r, in that order. Contiguous: CP rank r holds the r-th of CP equal intervals of what is
 split, which is the packed buffer (thd) or each sequence (bshd).
 
-Shape suffixes: R = runs of consecutive positions; S1 = segments + 1.
+Shape suffixes: R = runs of consecutive positions; G = segments of the microbatch (G1: one more).
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Layout:
     """
 
     name: str
-    offset_S1: Ints
-    """Segment i is at ``offset_S1[i]:offset_S1[i + 1]`` of the mask."""
+    offset_G1: Ints
+    """Segment i is at ``offset_G1[i]:offset_G1[i + 1]`` of the mask."""
     start_R: Ints
     """First mask position of a run."""
     length_R: Ints
@@ -71,18 +71,18 @@ class Layout:
     """What the model's ``cp_partition_mode`` must be; None if any is right."""
 
     def __post_init__(self) -> None:
-        for array in (self.offset_S1, self.start_R, self.length_R, self.segment_R):
+        for array in (self.offset_G1, self.start_R, self.length_R, self.segment_R):
             array.flags.writeable = False  # all holders share it
 
     @property
     def num_segments(self) -> int:
         """Number of segments, padding sequences included."""
-        return len(self.offset_S1) - 1
+        return len(self.offset_G1) - 1
 
     @cached_property
     def num_tokens(self) -> int:
         """Number of mask positions that the segments cover."""
-        return int(self.offset_S1[-1])
+        return int(self.offset_G1[-1])
 
     @cached_property
     def num_local_tokens(self) -> int:
@@ -92,8 +92,8 @@ class Layout:
     @property
     def local_lengths(self) -> Ints:
         """Number of tokens of each segment that this rank holds: int64 ``[num_segments]``."""
-        length_S = np.bincount(self.segment_R, self.length_R, minlength=self.num_segments)
-        return length_S.astype(np.int64)
+        length_G = np.bincount(self.segment_R, self.length_R, minlength=self.num_segments)
+        return length_G.astype(np.int64)
 
     @cached_property
     def interval(self) -> slice | None:
@@ -124,12 +124,12 @@ class Layout:
         if self.batch_shape is not None:
             b, s = self.batch_shape
             return list(sizes) == [n for n in (b, s // self.cp_size if is_local else s) if n != 1]
-        length_S = np.diff(self.offset_S1)
+        length_G = np.diff(self.offset_G1)
         if is_local:
-            length_S = self.local_lengths
-        offset_S1 = _offsets(length_S)
-        starts = np.arange(0, offset_S1[-1], sizes[-1])
-        return len(sizes) == 2 and bool(np.isin(starts, offset_S1).all())
+            length_G = self.local_lengths
+        offset_G1 = _offsets(length_G)
+        starts = np.arange(0, offset_G1[-1], sizes[-1])
+        return len(sizes) == 2 and bool(np.isin(starts, offset_G1).all())
 
     @property
     def _shift_R(self) -> Ints:
@@ -147,7 +147,7 @@ class Layout:
         run = int(np.searchsorted(end_R, index, side="right"))
         segment = int(self.segment_R[run])
         position = self.start_R[run] + index - (end_R[run] - self.length_R[run])
-        return segment, int(position - self.offset_S1[segment])
+        return segment, int(position - self.offset_G1[segment])
 
     def gathered(self, *, sums_gradients: bool = False) -> Layout:
         """Return the same split of per-token losses that every context-parallel rank has gathered.
@@ -184,31 +184,32 @@ class Layout:
         Raises:
             LayoutError: For a segment that is not a multiple of 2 CP, and for what are no offsets.
         """
-        offset_S1 = _checked_offsets(cu_seqlens_padded)
+        offset_G1 = _checked_offsets(cu_seqlens_padded)
         _check_cp(cp_size, cp_rank)
-        length_S = np.diff(offset_S1)
-        unpadded = np.flatnonzero(length_S % (2 * cp_size))
+        length_G = np.diff(offset_G1)
+        unpadded = np.flatnonzero(length_G % (2 * cp_size))
         if cp_size > 1 and len(unpadded):
             raise LayoutError(
-                f"segment {unpadded[0]} has {length_S[unpadded[0]]} tokens, not a multiple of "
+                f"segment {unpadded[0]} has {length_G[unpadded[0]]} tokens, not a multiple of "
                 f"2 CP = {2 * cp_size}: pad every sequence and pass cu_seqlens_padded"
             )
-        starts, lengths = [offset_S1[:-1]], [length_S]
+        starts, lengths = [offset_G1[:-1]], [length_G]
         if cp_size > 1:
-            chunk_S = length_S // (2 * cp_size)
-            starts = [offset_S1[:-1] + k * chunk_S for k in _chunks(cp_size, cp_rank)]
-            lengths = [chunk_S, chunk_S]
-        layout = _of_runs("thd_zigzag", offset_S1, starts, lengths, cp_size, cp_rank)
+            chunk_G = length_G // (2 * cp_size)
+            starts = [offset_G1[:-1] + k * chunk_G for k in _chunks(cp_size, cp_rank)]
+            lengths = [chunk_G, chunk_G]
+        layout = _of_runs("thd_zigzag", offset_G1, starts, lengths, cp_size, cp_rank)
         return replace(layout, allows_tail=True, is_whole=True, split="zigzag")
 
     @staticmethod
     def bshd_zigzag(batch_size: int, seq_length: int, *, cp_size: int, cp_rank: int) -> Layout:
         """Lay out one sequence per batch entry: mask ``[b, s]``, per-token losses ``[b, s / CP]``.
 
-        Source: Megatron-Core ``get_batch_on_this_cp_rank``.
+        Raises :class:`LayoutError` for an ``s`` that is not a multiple of 2 CP, and for a CP rank
+        out of range. Source: Megatron-Core ``get_batch_on_this_cp_rank``.
         """
-        offset_S1 = _batch_offsets(batch_size, seq_length)
-        layout = Layout.thd_zigzag(offset_S1, cp_size=cp_size, cp_rank=cp_rank)
+        offset_G1 = _batch_offsets(batch_size, seq_length)
+        layout = Layout.thd_zigzag(offset_G1, cp_size=cp_size, cp_rank=cp_rank)
         return replace(
             layout, name="bshd_zigzag", allows_tail=False, batch_shape=(batch_size, seq_length)
         )
@@ -219,21 +220,22 @@ class Layout:
 
         ``cu_seqlens_padded``: offsets of the padded segments, from 0 to the end of the buffer,
         shape ``(n,)`` or ``(1, n)``; what pads the buffer is a segment of its own. A rank may hold
-        part of a sequence, all of it, or nothing.
+        part of a sequence, all of it, or nothing. Raises :class:`LayoutError` for a buffer whose
+        size is not a multiple of CP, and for offsets that do not start at 0 or decrease.
         Source: Megatron-Core (dev d48bd6be0a) ``get_cp_slice_for_thd`` with
         ``cp_partition_mode="contiguous"``.
         """
-        offset_S1 = _checked_offsets(cu_seqlens_padded)
+        offset_G1 = _checked_offsets(cu_seqlens_padded)
         _check_cp(cp_size, cp_rank)
-        size = int(offset_S1[-1]) // cp_size
-        if size * cp_size != offset_S1[-1]:
+        size = int(offset_G1[-1]) // cp_size
+        if size * cp_size != offset_G1[-1]:
             raise LayoutError(
-                f"cu_seqlens end at {offset_S1[-1]}, not a multiple of CP = {cp_size}: pad the "
+                f"cu_seqlens end at {offset_G1[-1]}, not a multiple of CP = {cp_size}: pad the "
                 "buffer, end cu_seqlens at its end, and pass -1 as the sequence of that segment"
             )
-        held_S1 = np.clip(offset_S1, cp_rank * size, (cp_rank + 1) * size)
+        held_G1 = np.clip(offset_G1, cp_rank * size, (cp_rank + 1) * size)
         layout = _of_runs(
-            "thd_contiguous", offset_S1, [held_S1[:-1]], [np.diff(held_S1)], cp_size, cp_rank
+            "thd_contiguous", offset_G1, [held_G1[:-1]], [np.diff(held_G1)], cp_size, cp_rank
         )
         return replace(layout, is_whole=True, split="contiguous")
 
@@ -241,18 +243,19 @@ class Layout:
     def bshd_contiguous(batch_size: int, seq_length: int, *, cp_size: int, cp_rank: int) -> Layout:
         """Lay out one sequence per batch entry, each split into one interval for each CP rank.
 
-        Mask ``[b, s]``, per-token losses ``[b, s / CP]``.
+        Mask ``[b, s]``, per-token losses ``[b, s / CP]``. Raises :class:`LayoutError` for an ``s``
+        that is not a multiple of CP.
         """
-        offset_S1 = _batch_offsets(batch_size, seq_length)
+        offset_G1 = _batch_offsets(batch_size, seq_length)
         _check_cp(cp_size, cp_rank)
         size = seq_length // cp_size
         if size * cp_size != seq_length:
             raise LayoutError(
                 f"sequences of {seq_length} tokens are not a multiple of CP = {cp_size}: pad them"
             )
-        start_S = offset_S1[:-1] + cp_rank * size
+        start_G = offset_G1[:-1] + cp_rank * size
         layout = _of_runs(
-            "bshd_contiguous", offset_S1, [start_S], [np.full_like(start_S, size)], cp_size, cp_rank
+            "bshd_contiguous", offset_G1, [start_G], [np.full_like(start_G, size)], cp_size, cp_rank
         )
         shape = (batch_size, seq_length)
         return replace(layout, batch_shape=shape, is_whole=True, split="contiguous")
@@ -265,26 +268,27 @@ class Layout:
 
         Response token j of a sequence of ``total`` tokens sits on logit ``total - response -
         1 + j``, and the logit decides the rank: chunk = ceil(total / 2 CP). Source: slime
-        ``get_logits_and_tokens_offset_with_cp``.
+        ``get_logits_and_tokens_offset_with_cp``. Raises :class:`LayoutError` for lengths of
+        different numbers, and a response that is longer than its sequence.
         """
-        total_S = checked_integers("total_lengths", total_lengths, LayoutError, squeeze=True)
-        response_S = checked_integers(
+        total_G = checked_integers("total_lengths", total_lengths, LayoutError, squeeze=True)
+        response_G = checked_integers(
             "response_lengths", response_lengths, LayoutError, squeeze=True
         )
         _check_cp(cp_size, cp_rank)
-        _check_responses(total_S, response_S)
-        offset_S1 = _offsets(response_S)
-        chunk_S = -(-total_S // (2 * cp_size))
-        first_logit_S = total_S - response_S - 1
+        _check_responses(total_G, response_G)
+        offset_G1 = _offsets(response_G)
+        chunk_G = -(-total_G // (2 * cp_size))
+        first_logit_G = total_G - response_G - 1
         starts, lengths = [], []
         for k in _chunks(cp_size, cp_rank):
             # Logits of chunk k that predict a response token: [k c, (k+1) c) clipped to the
             # response.
-            lo_S = np.clip(k * chunk_S, first_logit_S, total_S - 1)
-            hi_S = np.clip((k + 1) * chunk_S, first_logit_S, total_S - 1)
-            starts.append(offset_S1[:-1] + lo_S - first_logit_S)
-            lengths.append(hi_S - lo_S)
-        layout = _of_runs("response_zigzag", offset_S1, starts, lengths, cp_size, cp_rank)
+            lo_G = np.clip(k * chunk_G, first_logit_G, total_G - 1)
+            hi_G = np.clip((k + 1) * chunk_G, first_logit_G, total_G - 1)
+            starts.append(offset_G1[:-1] + lo_G - first_logit_G)
+            lengths.append(hi_G - lo_G)
+        layout = _of_runs("response_zigzag", offset_G1, starts, lengths, cp_size, cp_rank)
         return replace(layout, split="zigzag")
 
     @staticmethod
@@ -302,13 +306,13 @@ class Layout:
         Raises:
             LayoutError: For a negative length.
         """
-        length_S = checked_integers(
+        length_G = checked_integers(
             "sequence_lengths_here", sequence_lengths_here, LayoutError, squeeze=True
         )
         _check_cp(cp_size, cp_rank)
-        _check_lengths("sequence_lengths_here", length_S)
-        offset_S1 = _offsets(length_S)
-        layout = _of_runs("local", offset_S1, [offset_S1[:-1]], [length_S], cp_size, cp_rank)
+        _check_lengths("sequence_lengths_here", length_G)
+        offset_G1 = _offsets(length_G)
+        layout = _of_runs("local", offset_G1, [offset_G1[:-1]], [length_G], cp_size, cp_rank)
         return replace(layout, is_local=True)
 
 
@@ -319,57 +323,57 @@ def _chunks(cp_size: int, cp_rank: int) -> tuple[int, int]:
 
 def _of_runs(
     name: str,
-    offset_S1: Ints,
+    offset_G1: Ints,
     starts: list[Ints],
     lengths: list[Ints],
     cp_size: int,
     cp_rank: int,
 ) -> Layout:
-    """Lay out the runs of each segment: first their first runs' starts and lengths, ``[S]``."""
+    """Lay out segments of equally many runs: of each run the starts and lengths, ``[G]``."""
     return Layout(
         name=name,
-        offset_S1=offset_S1,
+        offset_G1=offset_G1,
         start_R=np.stack(starts, axis=1).ravel(),
         length_R=np.stack(lengths, axis=1).ravel(),
-        segment_R=np.repeat(np.arange(len(offset_S1) - 1), len(starts)),
+        segment_R=np.repeat(np.arange(len(offset_G1) - 1), len(starts)),
         cp_size=cp_size,
         cp_rank=cp_rank,
     )
 
 
-def _check_responses(total_S: Ints, response_S: Ints) -> None:
-    if total_S.shape != response_S.shape:
+def _check_responses(total_G: Ints, response_G: Ints) -> None:
+    if total_G.shape != response_G.shape:
         raise LayoutError(
-            f"got {len(total_S)} total_lengths and {len(response_S)} response_lengths, "
+            f"got {len(total_G)} total_lengths and {len(response_G)} response_lengths, "
             "expected one of each per sequence"
         )
-    _check_lengths("response_lengths", response_S)
-    promptless = np.flatnonzero(response_S >= total_S)
+    _check_lengths("response_lengths", response_G)
+    promptless = np.flatnonzero(response_G >= total_G)
     if len(promptless):
         sequence = promptless[0]
         raise LayoutError(
-            f"sequence {sequence} has {total_S[sequence]} tokens of which {response_S[sequence]} "
+            f"sequence {sequence} has {total_G[sequence]} tokens of which {response_G[sequence]} "
             "are the response: a response follows at least one prompt token, whose logit "
             "predicts its first"
         )
 
 
 def _checked_offsets(cu_seqlens_padded: IntsLike) -> Ints:
-    offset_S1 = checked_integers("cu_seqlens", cu_seqlens_padded, LayoutError, squeeze=True)
-    if len(offset_S1) == 0 or offset_S1[0] != 0:
+    offset_G1 = checked_integers("cu_seqlens", cu_seqlens_padded, LayoutError, squeeze=True)
+    if len(offset_G1) == 0 or offset_G1[0] != 0:
         raise LayoutError(
-            f"got cu_seqlens [{first_few(offset_S1, 4)}], expected offsets from 0, one more "
+            f"got cu_seqlens [{first_few(offset_G1, 4)}], expected offsets from 0, one more "
             "than segments"
         )
-    _check_lengths("cu_seqlens", np.diff(offset_S1))
-    return offset_S1
+    _check_lengths("cu_seqlens", np.diff(offset_G1))
+    return offset_G1
 
 
 def _batch_offsets(batch_size: int, seq_length: int) -> Ints:
     if not is_integer(batch_size) or not is_integer(seq_length):
         raise LayoutError(f"got sizes [{batch_size!r}, {seq_length!r}], expected integers from 0")
-    offset_S1: Ints = np.arange(batch_size + 1) * seq_length
-    return offset_S1
+    offset_G1: Ints = np.arange(batch_size + 1) * seq_length
+    return offset_G1
 
 
 def _check_cp(cp_size: int, cp_rank: int) -> None:
@@ -377,13 +381,13 @@ def _check_cp(cp_size: int, cp_rank: int) -> None:
         raise LayoutError(f"got CP rank {cp_rank} of {cp_size}, expected 0 to cp_size - 1")
 
 
-def _check_lengths(name: str, length_S: Ints) -> None:
-    if len(length_S) and length_S.min() < 0:
+def _check_lengths(name: str, length_G: Ints) -> None:
+    if len(length_G) and length_G.min() < 0:
         raise LayoutError(
-            f"{name} gives segment {length_S.argmin()} a length of {length_S.min()}: "
+            f"{name} gives segment {length_G.argmin()} a length of {length_G.min()}: "
             "lengths are not negative and offsets never fall"
         )
 
 
-def _offsets(length_S: Ints) -> Ints:
-    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(length_S)])
+def _offsets(length_G: Ints) -> Ints:
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(length_G)])

@@ -75,15 +75,15 @@ class Segments:
         return self.layout.is_local and self.layout.cp_size > 1
 
     @property
-    def rank(self) -> str:
+    def rank_name(self) -> str:
         """Name this rank."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         return f"rank {rank} (context-parallel rank {self.layout.cp_rank})"
 
     @property
-    def mask(self) -> str:
+    def mask_name(self) -> str:
         """Name this microbatch's mask on this rank."""
-        return f"{self.rank}: the mask of {self}"
+        return f"{self.rank_name}: the mask of {self}"
 
     def token(self, index: int) -> tuple[str, str]:
         """Name the sequence, and the token in it, that this rank's token ``index`` is."""
@@ -100,9 +100,9 @@ class Segments:
             return ""
         position = self.layout.positions[int(index)]
         return (
-            f"{self.mask} holds {value:g} at position {position}: a mask is 0 or 1; pass weights "
-            "that the denominators count as token_weights= (--loss-aggregation-count weights), and "
-            "multiply another coefficient (importance ratio) into the per-token losses"
+            f"{self.mask_name} holds {value:g} at position {position}: a mask is 0 or 1; pass "
+            "weights that the denominators count as token_weights= (--loss-aggregation-count "
+            "weights), and multiply another coefficient (importance ratio) into the losses"
         )
 
     def describe_weight(self, values: list[float]) -> str:
@@ -112,7 +112,7 @@ class Segments:
             return ""
         position = self.layout.positions[int(index)]
         return (
-            f"{self.rank}: the token weights of {self} hold {value:g} at position {position}: "
+            f"{self.rank_name}: the token weights of {self} hold {value:g} at position {position}: "
             "a weight is finite and not negative, and 0 where the mask is 0"
         )
 
@@ -123,12 +123,13 @@ class Segments:
         if least >= 0 and (most <= 0 or allows_fewer):
             return ""
         segment = int(most_segment if least >= 0 else least_segment)
+        whose = f"{self.rank_name}: the token weights of {self}"
         if segment == len(self.sequences):
-            return f"{self.rank}: the token weights of {self} are not 0 past the last segment's end"
+            return f"{whose} are not 0 past the last segment's end"
         assert self.counted_weights is not None
         return (
-            f"{self.rank}: the token weights of {self} do not sum to what was counted: segment "
-            f"{segment} has {'less' if least >= 0 else 'more'} than the "
+            f"{whose} do not sum to what was counted: segment {segment} has "
+            f"{'less' if least >= 0 else 'more'} than the "
             f"{self.counted_weights[segment]:.9g} of its sequence {self.sequences[segment]}: check "
             "token_weights, mask, sequences and Sequences.token_weight_sums, which are sums in "
             "float64"
@@ -139,13 +140,13 @@ class Segments:
         least, least_segment, most, most_segment = map(int, values)
         if least < 0 and least_segment == len(self.sequences):
             return (
-                f"{self.mask} is 1 at {-least} positions past the last segment's end "
+                f"{self.mask_name} is 1 at {-least} positions past the last segment's end "
                 f"{self.layout.num_tokens}: end cu_seqlens after them, or clear the mask there"
             )
         if least < 0:
-            return f"{self.mask}: {self._miscounted(least, least_segment)}"
+            return f"{self.mask_name}: {self._miscounted(least, least_segment)}"
         if most > 0 and not self.rejects_tokens and not self.is_sliced_by_framework:
-            return f"{self.mask}: {self._miscounted(most, most_segment)}"
+            return f"{self.mask_name}: {self._miscounted(most, most_segment)}"
         return ""
 
     def _miscounted(self, missing: int, segment: int) -> str:
@@ -388,7 +389,7 @@ def _segment_sums(sum_P: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
 
     Also returns the index of each segment's last position, ``[G2]``, from that before the first.
     """
-    end_G2 = np.append(layout.offset_S1, len(sum_P))
+    end_G2 = np.append(layout.offset_G1, len(sum_P))
     last_G2 = np.maximum(end_G2 - 1, 0)  # the index of the sum up to an end
     last_G2, is_past_0_G2 = from_numpy(np.stack([last_G2, end_G2 > 0]), sum_P.device)
     sum_G2 = sum_P[last_G2] * is_past_0_G2

@@ -97,7 +97,8 @@ class StepPlan:
         A copy: changing it changes nothing that is trained.
 
         Raises:
-            PlanError: If the mode lacks a total or an id.
+            PlanError: If the mode lacks a total or an id, for ``custom``, and for a weight beyond
+                float32.
         """
         return torch.from_numpy(self.weight_S.copy())
 
@@ -182,7 +183,7 @@ class StepPlan:
     ) -> Reducer:
         """Make the reducer of one microbatch: check its mask, slice it, look up its weights.
 
-        No collective; no host sync for a CUDA mask.
+        No collective; no host sync for a CUDA mask, one for CUDA ``sequences``.
 
         Args:
             sequences: For each segment its position in ``Sequences``, -1 for a padding sequence.
@@ -227,7 +228,7 @@ class StepPlan:
         return Reducer.of(self, microbatch)
 
     def check(self) -> None:
-        """Raise the first fault that devices found in this step's masks and losses, if any.
+        """Raise the first fault that was found on devices in this step, if any.
 
         Finishing a step calls it; call it yourself without a :class:`LossAggregator`. One host
         sync for each device that recorded something, no collective.

@@ -96,7 +96,7 @@ class StepRecorder:
     """Writes what a step trained, once it has finished; see :mod:`megatron_lossagg.record`.
 
     ``exchange``: over data- and context-parallel ranks. ``file``: on its first rank, else None.
-    ``iteration``: the step's number, None to count on.
+    ``iteration``: the step's number; None is one more than the last.
     """
 
     def __init__(self, exchange: Exchange, file: RecordFile | None, iteration: int | None) -> None:

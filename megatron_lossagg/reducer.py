@@ -129,11 +129,10 @@ class Reducer:
 
         ``x``: this rank's per-token losses in the layout's order, any floating dtype, with as
         many elements as the layout has local tokens, or as the mask if they are gathered (tokens
-        past the last segment weigh 0);
-        of two dimensions, each of its sequences begins with a segment. Returns a 0-dim partial
-        loss in float32, or float64 if x is float64, connected to the graph of x even if no token
-        is active. Masked positions of x may hold inf or NaN: neither the partial loss nor
-        its gradient with respect to x sees them.
+        past the last segment weigh 0); if two-dimensional, each row begins with a segment. Returns
+        a 0-dim partial loss in float32, or float64 if x is float64, connected to the graph of x
+        even if no token is active. Masked positions of x may hold inf or NaN: neither the partial
+        loss nor its gradient with respect to x sees them.
 
         A loss that the mask keeps and that is not finite raises :class:`ReducerError`, which
         names its sequence and token: at once on the CPU, when the step finishes on a device.
@@ -160,9 +159,7 @@ class Reducer:
             kept_T = torch.where(keep_T, x_T, 0).to(dtype)
             partial_loss = self._checked_custom(self.custom(kept_T))
         else:
-            weight_T = self._weight(dtype, x_T.device)
-            found = _MaskedSum.apply(x_T, keep_T, weight_T)  # type: ignore[no-untyped-call]
-            partial_loss, (kept_T,) = found
+            partial_loss, kept_T = self._masked_sum(x_T, dtype)
         kept_T = kept_T.detach()
         self.microbatch.state.faults.check(
             x_T.device,
@@ -203,12 +200,16 @@ class Reducer:
         ``x``: as in :meth:`__call__`. Returns a 0-dim partial loss. No collective, no host sync.
         """
         x_T = self._local_losses(x.detach())
-        other, device = self.under(aggregation), x_T.device
-        weight_T = other._weight(torch.promote_types(x.dtype, torch.float32), device)
-        keep_T = self.microbatch.keep_on(device)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return self.under(aggregation)._masked_sum(x_T, dtype)[0]
+
+    def _masked_sum(self, x_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the partial loss, and the losses with 0 where none is kept."""
+        keep_T = self.microbatch.keep_on(x_T.device)
+        weight_T = self._weight(dtype, x_T.device)
         found = _MaskedSum.apply(x_T, keep_T, weight_T)  # type: ignore[no-untyped-call]
-        partial_loss: Tensor = found[0]
-        return partial_loss
+        partial_loss, (kept_T,) = found
+        return partial_loss, kept_T
 
     def weight_sum(self, dtype: torch.dtype = torch.float32) -> Tensor | None:
         """Sum w m v over the tokens this rank holds, 0-dim: for the weight-sum check.
@@ -256,10 +257,10 @@ class Reducer:
         other tokens' losses.
         """
         cp, num_tokens = self.layout.cp_size, self.microbatch.num_past_end + self.layout.num_tokens
-        length_S = np.diff(self.layout.offset_S1)
+        length_G = np.diff(self.layout.offset_G1)
         multiple = 4 * cp
         while cp > 1 and multiple <= num_tokens:
-            if int((-(-length_S // multiple) * multiple).sum()) == num_tokens:
+            if int((-(-length_G // multiple) * multiple).sum()) == num_tokens:
                 raise ReducerError(
                     f"got losses and a mask of {num_tokens} tokens for segments that end at "
                     f"{self.layout.num_tokens}, which is what padding each segment to a multiple "
@@ -291,9 +292,9 @@ def _describe(segments: Segments, is_custom: bool, values: list[float]) -> str:
         index, value = min(wrong, key=lambda one: one[0])
         sequence, token = segments.token(index)
         return (
-            f"{segments.rank}: the loss of {sequence} is {value} at its token {token}: check what "
-            "the loss is computed from (logits; in RL also importance ratios and advantages), or "
-            "clear the mask there: a masked loss may be anything"
+            f"{segments.rank_name}: the loss of {sequence} is {value} at its token {token}: check "
+            "what the loss is computed from (logits; in RL also importance ratios and advantages), "
+            "or clear the mask there: a masked loss may be anything"
         )
     if math.isfinite(partial_loss):
         return ""
@@ -301,8 +302,8 @@ def _describe(segments: Segments, is_custom: bool, values: list[float]) -> str:
     if is_custom:
         cause = "check the custom reducer"
     return (
-        f"{segments.rank}: every trained loss of {segments} is finite and their partial loss is "
-        f"{partial_loss}: {cause}"
+        f"{segments.rank_name}: every trained loss of {segments} is finite and their partial loss "
+        f"is {partial_loss}: {cause}"
     )
 
 

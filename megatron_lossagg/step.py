@@ -83,7 +83,8 @@ class MicrobatchLoss:
 
         The loss is ``loss * K`` in fp32 or better with storage of its own (the schedule scales it
         in place); num_tokens an int32 0-dim tensor on its device; each report a detached
-        ``[partial loss * M DP CP, 1]``, each mean a detached ``[sum, count]``. Adds
+        ``[partial loss * M DP CP, 1]``, or ``[partial loss * K, survivors]`` where survivors are
+        counted; each mean a detached ``[sum, count]``. Adds
         ``lossagg/weight_sum`` and ``lossagg/weight_expected``. The weight-sum check sees the
         weights as sliced and masked, not what is done to a partial loss afterwards. No collective,
         no host sync.
@@ -218,7 +219,7 @@ class Step:
         ``lengths``: of the slices here, with a mask that the framework has sliced. ``layout``: any
         other. ``plan``: one of ``also``, for a further term with other counts. Raises
         :class:`ContractError` for a layout of another context-parallel rank or of another split
-        than the model's.
+        than the model's. One host sync each for CUDA ``sequences`` and ``cu_seqlens``.
         """
         self.plan  # noqa: B018  which stages without counts do not have
         given = [one for one in (cu_seqlens, lengths, layout) if one is not None]

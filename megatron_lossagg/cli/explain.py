@@ -33,7 +33,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from megatron_lossagg.aggregation import ALIASES, COUNTS, MODES, Count, alias_lines, mode_lines
+from megatron_lossagg.aggregation import ALIASES, COUNTS, MODES, Count
 from megatron_lossagg.cli.explanation import (
     DEFAULT_LENGTHS,
     Comparison,
@@ -49,7 +49,7 @@ from megatron_lossagg.scaling import K_FORMULA, LOSS_SCALINGS
 from megatron_lossagg.writing.files import check_outputs, write_whole
 from megatron_lossagg.writing.text import number_of
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "alias_lines", "mode_lines", "run"]
 
 _NARROWEST, _WIDEST = 72, 100
 """Limits on the width of the text, in columns."""
@@ -72,6 +72,24 @@ class _PrintModes(argparse.Action):
             indent = " " * len("".join(re.findall(r"^\S*\s*", line)))
             print(textwrap.fill(line, _width(), subsequent_indent=indent, break_on_hyphens=False))
         parser.exit()
+
+
+def mode_lines() -> Iterator[str]:
+    """Yield one line per mode, with its formula."""
+    divisor = {"required": ", needs a divisor", "optional": ", may have a divisor", "none": ""}
+    width = max(len(name) for name in MODES)
+    for mode in MODES.values():
+        meaning = f"{mode.meaning}{divisor[mode.divisor]}"
+        yield f"{mode.name:<{width}}  w_s = {mode.formula:<24}  {meaning}"
+
+
+def alias_lines() -> Iterator[str]:
+    """Yield one line per name of another system, with the mode that it means."""
+    width = max(len(name) for name in ALIASES)
+    for name, alias in ALIASES.items():
+        empty = "" if alias.count_empty else ", count_empty=False"
+        note = f"  ({alias.note})" if alias.note else ""
+        yield f"{name:<{width}}  {alias.mode}{empty}{note}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

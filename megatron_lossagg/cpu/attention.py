@@ -5,7 +5,7 @@ parallelism; Transformer Engine's knows both and needs a GPU. This one computes 
 function on any device and in any dtype.
 
 Shape suffixes: t = tokens this rank holds, k = tokens of all context-parallel ranks
-(gathered), S1 = packed sequences + 1, C = context-parallel ranks.
+(gathered), G1 = packed segments and one more, C = context-parallel ranks.
 """
 
 from __future__ import annotations
@@ -139,22 +139,22 @@ class ContextParallelAttention(torch.nn.Module):
         num_tokens = query.size(0)
         cp_size, cp_rank = (1, 0) if group is None else (group.size(), group.rank())
         if packed_seq_params is not None:
-            offset_S1 = packed_seq_params.cu_seqlens_q_padded
-            if offset_S1 is None:
-                offset_S1 = packed_seq_params.cu_seqlens_q
+            offset_G1 = packed_seq_params.cu_seqlens_q_padded
+            if offset_G1 is None:
+                offset_G1 = packed_seq_params.cu_seqlens_q
         elif cp_size == 1:
             return None
         else:
-            offset_S1 = torch.tensor([0, num_tokens * cp_size])
-        offset_S1 = offset_S1.reshape(-1)
-        if offset_S1.device.type == "cpu":
+            offset_G1 = torch.tensor([0, num_tokens * cp_size])
+        offset_G1 = offset_G1.reshape(-1)
+        if offset_G1.device.type == "cpu":
             unit = 1 if self.is_contiguous else 2 * cp_size
-            _check_offsets(offset_S1, num_tokens, cp_size, unit)
-        offset_S1 = offset_S1.to(query.device)
+            _check_offsets(offset_G1, num_tokens, cp_size, unit)
+        offset_G1 = offset_G1.to(query.device)
         if self.is_contiguous:
-            at = _contiguous_positions(offset_S1, num_tokens, cp_size, cp_rank)
+            at = _contiguous_positions(offset_G1, num_tokens, cp_size, cp_rank)
         else:
-            at = _zigzag_positions(offset_S1, num_tokens, cp_size)
+            at = _zigzag_positions(offset_G1, num_tokens, cp_size)
         return _causal_mask(*at, cp_rank)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask_tk: Tensor | None) -> Tensor:
@@ -225,20 +225,20 @@ def _causal_mask(position_Ct: Tensor, start_t: Tensor, cp_rank: int) -> Tensor:
     return (start_t[:, None] <= key_k) & (key_k <= position_Ct[cp_rank][:, None])
 
 
-def _zigzag_positions(offset_S1: Tensor, num_tokens: int, cp_size: int) -> tuple[Tensor, Tensor]:
+def _zigzag_positions(offset_G1: Tensor, num_tokens: int, cp_size: int) -> tuple[Tensor, Tensor]:
     """Give each rank's tokens their position in the whole pack [C, t], and their sequence's start
     [t].
 
     Tokens past the last offset count as one more sequence: they must not be NaN.
     """
-    end = offset_S1.new_full((1,), num_tokens * cp_size)
-    offset_S1 = torch.cat([offset_S1, end]).long()
-    local_S1 = offset_S1 // cp_size
-    index_t = torch.arange(num_tokens, device=offset_S1.device)
-    sequence_t = torch.bucketize(index_t, local_S1[1:], right=True)
-    start_t, within_t = offset_S1[sequence_t], index_t - local_S1[sequence_t]
-    chunk_t = (offset_S1[sequence_t + 1] - start_t) // (2 * cp_size)
-    rank_C = torch.arange(cp_size, device=offset_S1.device)[:, None]
+    end = offset_G1.new_full((1,), num_tokens * cp_size)
+    offset_G1 = torch.cat([offset_G1, end]).long()
+    local_G1 = offset_G1 // cp_size
+    index_t = torch.arange(num_tokens, device=offset_G1.device)
+    sequence_t = torch.bucketize(index_t, local_G1[1:], right=True)
+    start_t, within_t = offset_G1[sequence_t], index_t - local_G1[sequence_t]
+    chunk_t = (offset_G1[sequence_t + 1] - start_t) // (2 * cp_size)
+    rank_C = torch.arange(cp_size, device=offset_G1.device)[:, None]
     second_t = within_t >= chunk_t
     first_position_Ct = start_t + rank_C * chunk_t + within_t
     second_position_Ct = start_t + (2 * cp_size - 2 - rank_C) * chunk_t + within_t
@@ -246,28 +246,28 @@ def _zigzag_positions(offset_S1: Tensor, num_tokens: int, cp_size: int) -> tuple
 
 
 def _contiguous_positions(
-    offset_S1: Tensor, num_tokens: int, cp_size: int, cp_rank: int
+    offset_G1: Tensor, num_tokens: int, cp_size: int, cp_rank: int
 ) -> tuple[Tensor, Tensor]:
     """Give the same where each rank holds one interval: [C, t], and of this rank's tokens [t].
 
     Tokens past the last offset are one more sequence, as above.
     """
-    position_Ct = torch.arange(cp_size * num_tokens, device=offset_S1.device).view(cp_size, -1)
-    sequence_t = torch.bucketize(position_Ct[cp_rank], offset_S1[1:].long(), right=True)
-    return position_Ct, offset_S1[sequence_t]
+    position_Ct = torch.arange(cp_size * num_tokens, device=offset_G1.device).view(cp_size, -1)
+    sequence_t = torch.bucketize(position_Ct[cp_rank], offset_G1[1:].long(), right=True)
+    return position_Ct, offset_G1[sequence_t]
 
 
-def _check_offsets(offset_S1: Tensor, num_tokens: int, cp_size: int, unit: int) -> None:
-    length_S = offset_S1.diff()
-    if cp_size > 1 and bool((length_S % unit).any()):
+def _check_offsets(offset_G1: Tensor, num_tokens: int, cp_size: int, unit: int) -> None:
+    length_G = offset_G1.diff()
+    if cp_size > 1 and bool((length_G % unit).any()):
         raise UnsupportedModelError(
-            f"got sequences of {length_S.tolist()} tokens at context-parallel size "
+            f"got sequences of {length_G.tolist()} tokens at context-parallel size "
             f"{cp_size}: pad every "
             f"sequence to a multiple of {unit} and pass cu_seqlens_q_padded"
         )
-    if int(offset_S1[-1]) > num_tokens * cp_size:
+    if int(offset_G1[-1]) > num_tokens * cp_size:
         raise UnsupportedModelError(
-            f"cu_seqlens ends at {int(offset_S1[-1])}, this rank holds {num_tokens} tokens and "
+            f"cu_seqlens ends at {int(offset_G1[-1])}, this rank holds {num_tokens} tokens and "
             f"{cp_size} ranks {num_tokens * cp_size}: give every rank its 1 / {cp_size} of "
             f"each sequence"
         )

@@ -27,7 +27,7 @@ class ProbeReport:
 
     seconds: float
     measured_k: float | None = None
-    """Of this rank's weights the K that is furthest from a step's; None if none was measured."""
+    """The measured K furthest from the step's, over this rank's parameters; None if none was."""
     scaling: Scaling | None = None
     """Loss scaling and sizes of the probe's step: its M and N are not those of the run's steps."""
     note: str = ""

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from megatron_lossagg import Aggregation
-from megatron_lossagg.aggregation import ALIASES, MODES, alias_lines, mode_lines
+from megatron_lossagg.aggregation import ALIASES, MODES
+from megatron_lossagg.cli.explain import alias_lines, mode_lines
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.errors import AggregationError
 from megatron_lossagg.verify.frameworks.step import Step

@@ -144,7 +144,7 @@ def test_responses_are_consecutive_and_each_is_split_on_its_own():
         for total, response, begin in zip(totals, responses, (0, 8, 10), strict=True):
             expected += [begin + j for j in responses_held(total, response, 2, rank)]
         assert positions(layout) == expected
-        assert layout.offset_S1.tolist() == [0, 8, 10, 10]
+        assert layout.offset_G1.tolist() == [0, 8, 10, 10]
         segment_of = [0 if p < 8 else 1 for p in expected]
         assert np.repeat(layout.segment_R, layout.length_R).tolist() == segment_of
 
@@ -161,7 +161,7 @@ def test_a_layout_has_its_constructors_name_its_rank_and_int64_indices(cp):
         (Layout.local([8], **rank), "local"),
     ):
         assert (layout.name, layout.cp_size, layout.cp_rank) == (name, cp, cp - 1)
-        indices = (layout.offset_S1, layout.start_R, layout.length_R, layout.segment_R)
+        indices = (layout.offset_G1, layout.start_R, layout.length_R, layout.segment_R)
         assert {array.dtype for array in indices} == {np.dtype(np.int64)}
         assert layout.positions.dtype == torch.int64
 

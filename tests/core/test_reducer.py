@@ -248,7 +248,7 @@ def test_weights_are_a_copy_and_counts_are_read_only():
     layout = thd(4, 2)
     arrays = [plan.active_tokens, plan.sequences.microbatch]
     arrays += [plan.totals.sample_tokens, plan.totals.microbatch_tokens]
-    arrays += [layout.offset_S1, layout.start_R, layout.length_R, layout.segment_R]
+    arrays += [layout.offset_G1, layout.start_R, layout.length_R, layout.segment_R]
     for array in arrays:
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 5
