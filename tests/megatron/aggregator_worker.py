@@ -949,8 +949,9 @@ def check_a_finalize_function_that_is_replaced_is_refused(chunk, aggregator):
     def finalized_by(function):
         return patch.object(chunk.config, "finalize_model_grads_func", function)
 
-    with finalized_by(doubled), refused("is .*doubled", "when the LossAggregator was made"):
-        a_step(aggregator)
+    for its in (aggregator, made(chunk, probe=False)):  # after steps, and before the first
+        with finalized_by(doubled), refused("is .*doubled", "when the LossAggregator was made"):
+            a_step(its)
     with finalized_by(functools.partial(stock, a=1)):
         its = made(chunk, probe=False)
     with finalized_by(functools.partial(stock, a=1)):  # made anew in each step, as Bridge does

@@ -59,7 +59,7 @@ TESTS = {
     "plan": ["core/test_plan", "core/test_reducer", "core/test_reducer_path", *NUMBERS, PLAN],
     "record": ["core/test_recorder", "cli/test_diff"],
     "recorder": ["core/test_recorder"],
-    "outputs": [AGGREGATOR],
+    "outputs": ["core/test_outputs", AGGREGATOR],
     "step": [AGGREGATOR],
     "tracker": ["core/test_sequence_tracker"],
     "live": [AGGREGATOR],
