@@ -1,6 +1,7 @@
 """What mutants of the aggregator, its step and outputs run against; pytest does not collect it."""
 
 import aggregator_worker
+import own_loop_worker
 import pytest
 from mutant_forks import on_two_ranks
 
@@ -26,6 +27,10 @@ CASES = (
 
 def test_the_checks_of_the_aggregator_worker_hold():
     on_two_ranks(aggregator_worker.main)
+
+
+def test_the_checks_of_the_own_loop_worker_hold():
+    on_two_ranks(own_loop_worker.main)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

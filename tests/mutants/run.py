@@ -7,7 +7,7 @@ always the same ones. Everything happens in copies, in ``.mutants/``. The copies
 package in one way: mutmut skips decorated functions, so ``@property`` and ``@cached_property`` are
 applied in a line after the function. Lines that begin with a literal are text of a message and are
 left alone. A module's mutants run against the tests in ``TESTS``, those that are launched in forks
-instead (``plan_mutants``, ``aggregator_mutants``).
+instead (``plan_mutants``, ``aggregator_mutants``, ``ownership_mutants``).
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ PURE = [
     *(f"--deselect=tests/core/test_plan.py::test_{name}" for name in LEFT_OUT),
 ]
 PLAN, AGGREGATOR = "mutants/plan_mutants", "mutants/aggregator_mutants"
+OWNERSHIP = "mutants/ownership_mutants"
 NUMBERS = ("core/test_token_weights", "core/test_length_power")
 TESTS = {
     "integers": ["core/test_integers", "core/test_layout"],
@@ -62,12 +63,15 @@ TESTS = {
     "outputs": ["core/test_outputs", AGGREGATOR],
     "step": [AGGREGATOR],
     "tracker": ["core/test_sequence_tracker"],
+    "ownership": [OWNERSHIP],
     "live": [AGGREGATOR],
     "aggregator": [AGGREGATOR],
 }
 """Files of tests/ without their suffix; one that is gone is an error."""
 # What torch warns of at import.
-ARGUMENTS = {module: ["-W", "ignore"] for module in ("live", "outputs", "step", "aggregator")}
+ARGUMENTS = {
+    module: ["-W", "ignore"] for module in ("live", "outputs", "ownership", "step", "aggregator")
+}
 CONFIG = """
 [tool.mutmut]
 source_paths = ["{package}"]
