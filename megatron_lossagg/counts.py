@@ -23,7 +23,7 @@ from megatron_lossagg.errors import PlanError
 from megatron_lossagg.exchange import Exchange
 from megatron_lossagg.faults import warn_once
 from megatron_lossagg.integers import Ints, first_few, is_integer
-from megatron_lossagg.sequences import ID_KINDS, Floats, Kind, Sequences, check_sum, hashed
+from megatron_lossagg.sequences import ID_KINDS, CheckedSequences, Floats, Kind, check_sum, hashed
 
 __all__ = ["StepTotals", "WeightTotals", "count_step", "known_step"]
 
@@ -92,21 +92,16 @@ class StepTotals:
     """The same in token weights; None without ``Sequences.token_weight_sums``."""
 
     def __post_init__(self) -> None:
-        for array in (
-            self.sample_lengths,
-            self.sample_tokens,
-            self.prompt_tokens,
-            self.microbatch_tokens,
-        ):
-            if array is not None:
-                array.flags.writeable = False  # the weights follow from them
+        for value in vars(self).values():
+            if isinstance(value, np.ndarray):
+                value.flags.writeable = False  # the weights follow from them
 
 
 def known_step(
-    sequences: Sequences, totals: StepTotals, data_parallel_size: int | None
+    sequences: CheckedSequences, totals: StepTotals, data_parallel_size: int | None
 ) -> StepTotals:
     """Complete totals that the caller knows, without a collective; raises :class:`PlanError`."""
-    n_S: Ints = sequences.active_tokens  # type: ignore[assignment]
+    n_S = sequences.active_tokens
     if sequences.token_weight_sums is not None:
         raise PlanError(
             "got totals= and token_weight_sums=, but only counting sums the weights of other "
@@ -145,7 +140,7 @@ def known_step(
 
 
 def _count_microbatches(
-    sequences: Sequences, tokens_S: _Numbers | None
+    sequences: CheckedSequences, tokens_S: _Numbers | None
 ) -> tuple[_Numbers | None, int]:
     """Count n_mb of each sequence's microbatch, ``[S]``, and microbatches with a token.
 
@@ -153,14 +148,14 @@ def _count_microbatches(
     """
     if sequences.microbatch is None or tokens_S is None:
         return None, 0
-    microbatches = _Groups.of(np.asarray(sequences.microbatch))
+    microbatches = _Groups.of(sequences.microbatch)
     tokens_I = microbatches.sums(tokens_S)
     return tokens_I[microbatches.index_A], int(np.count_nonzero(tokens_I))
 
 
 def count_step(
     aggregation: Aggregation,
-    sequences: Sequences,
+    sequences: CheckedSequences,
     fault: str,
     exchange: Exchange,
     settings: Iterable[str] = (),
@@ -173,8 +168,7 @@ def count_step(
     which is counted too.
     """
     settings = [f"{aggregation} ({aggregation!r})", *settings]
-    n_S: Ints = sequences.active_tokens  # type: ignore[assignment]
-    v_S: Floats | None = sequences.token_weight_sums  # type: ignore[assignment]
+    n_S, v_S = sequences.active_tokens, sequences.token_weight_sums
     n_mb_S, active_microbatches = _count_microbatches(sequences, n_S)
     v_mb_S, weighted_microbatches = _count_microbatches(sequences, v_S)
     ids = {kind: getattr(sequences, kind) for kind in ID_KINDS}
@@ -386,7 +380,11 @@ def _check_samples_per_prompt(table: dict[str, Ints], samples: _Groups | None, n
 
 
 def _raise_together(
-    settings: list[str], sequences: Sequences, given: list[str], fault: str, exchange: Exchange
+    settings: list[str],
+    sequences: CheckedSequences,
+    given: list[str],
+    fault: str,
+    exchange: Exchange,
 ) -> NoReturn:
     """Bring the first faulty rank's message to all ranks and raise it on each."""
     others = ("tokens", _WEIGHTS)

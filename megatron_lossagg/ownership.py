@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import cast
 
 import numpy as np
 import torch
@@ -93,7 +92,7 @@ def _weights(plan: StepPlan) -> str:
 
 def _compare(plan: StepPlan, gathered_WN: Tensor, own_rank: int) -> None:
     counted_S = plan.active_tokens
-    sums_S = cast("Floats | None", plan.sequences.token_weight_sums)
+    sums_S = plan.sequences.token_weight_sums
     counted_weight_F = np.zeros(_SLOTS) if sums_S is None else _folded(sums_S)
     size, own = len(gathered_WN), gathered_WN[own_rank]
     is_compared, failed_W = gathered_WN[:, 0].max(), gathered_WN[:, 1]

@@ -34,7 +34,7 @@ from megatron_lossagg.microbatch import Microbatch
 from megatron_lossagg.mode_counts import ModeCounts
 from megatron_lossagg.options import Options
 from megatron_lossagg.reducer import Reducer
-from megatron_lossagg.sequences import Floats, Sequences
+from megatron_lossagg.sequences import CheckedSequences, Floats, Sequences
 from megatron_lossagg.state import StepState
 
 __all__ = ["StepPlan", "plan_step", "warn_of_divisor"]
@@ -58,8 +58,8 @@ class StepPlan:
     """
 
     aggregation: Aggregation
-    sequences: Sequences
-    """What was planned, checked: int64 ``[S]`` each."""
+    sequences: CheckedSequences
+    """What was planned, as read-only arrays ``[S]``."""
     totals: StepTotals
     group_ranks: tuple[int, ...] | None
     """Global ranks that were counted over; None where no group was passed."""
@@ -69,7 +69,7 @@ class StepPlan:
     @property
     def active_tokens(self) -> Ints:
         """n_s, int64 ``[S]``."""
-        return cast(Ints, self.sequences.active_tokens)
+        return self.sequences.active_tokens
 
     @cached_property
     def counts(self) -> ModeCounts:
@@ -221,8 +221,8 @@ class StepPlan:
             layout,
             token_weights=token_weights,
             active_tokens=self.active_tokens,
-            token_weight_sums=cast("Floats | None", sums),
-            microbatch_of_sequence=cast("Ints | None", self.sequences.microbatch),
+            token_weight_sums=sums,
+            microbatch_of_sequence=self.sequences.microbatch,
             state=self.state,
         )
         return Reducer.of(self, microbatch)

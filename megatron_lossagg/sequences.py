@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -20,6 +20,7 @@ from megatron_lossagg.integers import Ints, IntsLike, checked_integers, is_integ
 __all__ = [
     "ID_KINDS",
     "MOST_TOKENS",
+    "CheckedSequences",
     "Floats",
     "FloatsLike",
     "Ids",
@@ -78,24 +79,23 @@ class Sequences:
     num_microbatches: int | None = None
     token_weight_sums: FloatsLike | None = None
     samples_per_prompt: int | None = None
-    string_ids: tuple[Kind, ...] = field(default=(), init=False, repr=False)
-    """Which ids were strings; known once they are checked."""
 
-    def checked(self) -> Sequences:
-        """Return these as read-only int64 ``[S]``, strings as hashes; raises :class:`PlanError`."""
+    def checked(self) -> CheckedSequences:
+        """Return these as arrays, strings as hashes; raises :class:`PlanError`."""
         n_S = _integers("active_tokens", self.active_tokens)
         check_sum(f"Sequences.active_tokens of {len(n_S)} sequences", n_S)
-        columns = {"active_tokens": n_S}
-        for kind in ID_KINDS:
-            ids: Ids | None = getattr(self, kind)
-            if ids is not None:
-                columns[kind] = _ids(kind, ids, len(n_S))
+        ids: dict[Kind, Ids | None] = {"sample": self.sample, "prompt": self.prompt}
+        id_S = {
+            kind: None if given is None else _ids(kind, given, len(n_S))
+            for kind, given in ids.items()
+        }
         m = self.num_microbatches
         if m is not None and not is_integer(m, highest=MOST_TOKENS):
             raise PlanError(f"got num_microbatches {m!r}, expected an integer from 0 to 2^53")
+        microbatch_S = None
         if self.microbatch is not None:
-            columns["microbatch"] = _integers("microbatch", self.microbatch, len(n_S))
-            least = int(columns["microbatch"].max(initial=-1)) + 1
+            microbatch_S = _integers("microbatch", self.microbatch, len(n_S))
+            least = int(microbatch_S.max(initial=-1)) + 1
             if m is not None and m < least:
                 raise PlanError(
                     f"microbatch names microbatch {least - 1}, num_microbatches is {m}: indices "
@@ -107,21 +107,36 @@ class Sequences:
             raise PlanError(f"got samples_per_prompt {number!r}, expected an integer from 1")
         if number is not None and self.prompt is None:
             raise PlanError(f"got samples_per_prompt {number} and no prompt ids: pass prompt=")
-        weight_S = self.token_weight_sums
-        if weight_S is not None:
-            weight_S = _weight_sums(weight_S, n_S)
-        for column_S in (*columns.values(), weight_S):
-            if column_S is not None:
-                column_S.flags.writeable = False  # the weights follow from them
-        checked = replace(
-            self,
-            **columns,  # type: ignore[arg-type]
+        sums = self.token_weight_sums
+        return CheckedSequences(
+            active_tokens=n_S,
+            **id_S,
+            microbatch=microbatch_S,
             num_microbatches=m,
-            token_weight_sums=weight_S,
+            token_weight_sums=None if sums is None else _weight_sums(sums, n_S),
+            samples_per_prompt=number,
+            string_ids=tuple(kind for kind, given in ids.items() if _are_strings(given)),
         )
-        strings = tuple(kind for kind in ID_KINDS if _are_strings(getattr(self, kind)))
-        object.__setattr__(checked, "string_ids", strings)
-        return checked
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CheckedSequences:
+    """:class:`Sequences` as read-only arrays: int64 ``[S]``, weight sums float64 ``[S]``."""
+
+    active_tokens: Ints
+    sample: Ints | None
+    prompt: Ints | None
+    microbatch: Ints | None
+    num_microbatches: int | None
+    token_weight_sums: Floats | None
+    samples_per_prompt: int | None
+    string_ids: tuple[Kind, ...]
+    """Which ids were strings; hashes stand for them."""
+
+    def __post_init__(self) -> None:
+        for value in vars(self).values():
+            if isinstance(value, np.ndarray):
+                value.flags.writeable = False  # the weights follow from them
 
 
 def check_sum(what: str, tokens: Ints) -> None:
