@@ -2,12 +2,9 @@
 
 import contextlib
 import gc
-import json
 import math
 import random
 import re
-import traceback
-import types
 import warnings
 from collections import Counter
 from dataclasses import replace
@@ -16,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from aggregations import AGGREGATIONS, ANY_LAYOUT, for_the_reference
+from check_runner import run_checks
 from step_data import assign, make_sequences
 
 from megatron_lossagg import Aggregation, Layout, Sequences, faults, plan_step
@@ -551,21 +549,7 @@ def check_a_rank_without_iterator_and_counts_is_reported_on_all():
 
 def main():
     dist.init_process_group("gloo")
-    checks = {
-        name: check
-        for name, check in globals().items()
-        if name.startswith("check_") and isinstance(check, types.FunctionType)
-    }
-    for name, check in checks.items():
-        failed = None
-        try:
-            check()
-        except (Exception, pytest.fail.Exception):  # printed below; the next check still runs
-            failed = traceback.format_exc()
-        failed_by_rank = [None] * dist.get_world_size()
-        dist.all_gather_object(failed_by_rank, failed)
-        if dist.get_rank() == 0:
-            print("CHECK", json.dumps([name, failed_by_rank]), flush=True)
+    run_checks(globals())
     gc.collect()  # caught errors hold frames, and these the group, whose threads end with it
     dist.destroy_process_group()
 
