@@ -1,4 +1,4 @@
-"""What the tests share: launches, early ones, their mark, gradient cases and their count, seeds."""
+"""What the tests share: launches, early ones, their mark, gradient cases, seeds."""
 
 import json
 import os
@@ -164,24 +164,3 @@ def early_functions(item):
     definitions = item._fixtureinfo.name2fixturedefs.values()
     functions = [definition.func for same_name in definitions for definition in same_name]
     return [function.begins for function in functions if hasattr(function, "begins")]
-
-
-def pytest_terminal_summary(terminalreporter):
-    """Count the gradient cases: printed, so that none is lost."""
-    ran, skipped = (
-        sum(
-            "::test_the_gradient_is_that_of_the_configured_loss[" in report.nodeid
-            for report in reports
-        )
-        for reports in (
-            [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, ())],
-            terminalreporter.stats.get("skipped", ()),
-        )
-    )
-    if ran or skipped:
-        from test_gradients import MICROBATCHES, SPLITS, TRAINED
-
-        terminalreporter.write_line(
-            f"gradient cases: {len(TRAINED)} losses and loss scalings x {len(SPLITS)} x "
-            f"{len(MICROBATCHES)} = {ran}, skipped {skipped}"
-        )
