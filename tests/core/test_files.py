@@ -1,6 +1,5 @@
 """Files of the command: what is read is never written over, and what is written is whole."""
 
-import argparse
 import json
 import os
 import signal
@@ -15,8 +14,6 @@ from conftest import fork_server
 from fork_server import WITHOUT_MEGATRON
 
 from megatron_lossagg.cli.main import _COMMANDS, main
-from megatron_lossagg.errors import LossAggregationError
-from megatron_lossagg.verify import command as verify
 from megatron_lossagg.writing.files import OutputError, check_outputs, printable, write_whole
 
 RECORDS = "".join(f'{{"prompt_id": {n % 2}, "response_length": {n + 3}}}\n' for n in range(6))
@@ -99,10 +96,12 @@ def test_one_file_for_two_outputs_is_refused(recorded, capsys, exists):
     assert output.exists() == exists
 
 
-def test_the_outputs_of_verify_are_checked_before_its_run(recorded):
-    args = argparse.Namespace(json=recorded, html=recorded)
-    with pytest.raises(LossAggregationError, match="the same file"):
-        verify._check_files(args)
+def test_the_outputs_of_verify_are_checked_before_its_run(recorded, capsys):
+    assert main(["verify", "--json", str(recorded), "--html", str(recorded)]) == 2
+    out, err = capsys.readouterr()
+    assert "are the same file: name another file" in err
+    assert not out
+    assert recorded.read_text() == RECORDS
 
 
 def test_a_default_picture_replaces_no_file(recorded, capsys):
