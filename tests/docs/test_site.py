@@ -77,16 +77,24 @@ def test_the_addresses_are_in_one_place():
     assert not re.search(r"^(site_url|repo_url):", config, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    "workflow", sorted((ROOT / ".github/workflows").glob("*.yml")), ids=lambda path: path.name
-)
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+PINNED = re.compile(r"(actions/[\w-]+)@([0-9a-f]{40} # v\d+\.\d+\.\d+)")
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
 def test_a_workflow_pins_its_actions_by_commit_and_ends(workflow):
     text = workflow.read_text()
     used = re.findall(r"uses: (.*)", text)
     assert used
-    assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v[\d.]+", action) for action in used)
+    assert all(PINNED.fullmatch(action) for action in used)
     assert text.count("timeout-minutes:") == text.count("runs-on:")
     assert "\npermissions:\n  contents: read\n" in text
+
+
+def test_an_action_has_one_commit_in_all_workflows():
+    pinned = {pin for workflow in WORKFLOWS for pin in PINNED.findall(workflow.read_text())}
+    names = [name for name, _ in pinned]
+    assert len(names) == len(set(names))
 
 
 @pytest.fixture(scope="module")

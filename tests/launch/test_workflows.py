@@ -38,19 +38,6 @@ def test_a_checkout_leaves_no_token_for_what_is_checked(job):
     assert all(step["with"]["persist-credentials"] is False for step in checkouts)
 
 
-def test_an_action_is_pinned_by_commit_with_its_version_beside_it():
-    pinned = set()
-    for file in (ROOT / ".github" / "workflows").glob("*.yml"):
-        for line in file.read_text().splitlines():
-            if "uses:" in line:
-                found = re.fullmatch(r"[ -]*uses: ([\w/-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+)", line)
-                assert found, line
-                pinned.add(found[1])
-    names = [pin.partition("@")[0] for pin in pinned]
-    assert len(names) == len(set(names))  # one commit of each
-    assert {name.partition("/")[0] for name in names} == {"actions"}
-
-
 def test_slurm_and_ray_are_installed_where_the_launch_scripts_are_tested():
     jobs = WORKFLOWS["check"]["jobs"]
     assert jobs["launch"]["steps"][-1]["run"] == ".ci/launch"
