@@ -1,24 +1,11 @@
 """``tests/newest.py`` sees a name that a framework has renamed, and no other."""
 
 import ast
-import importlib.util
-import sys
-from pathlib import Path
 
+import newest
 import pytest
 
 from megatron_lossagg.verify.frameworks import FRAMEWORKS
-
-FILE = Path(__file__).parents[1] / "newest.py"
-
-
-@pytest.fixture(scope="module")
-def newest():
-    spec = importlib.util.spec_from_file_location("newest", FILE)
-    module = sys.modules["newest"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["newest"]
 
 
 @pytest.fixture
@@ -52,11 +39,11 @@ def source(tmp_path):
         ("other.loss", False),
     ],
 )
-def test_a_name_is_found_where_the_framework_defines_it(newest, source, path, is_there):
+def test_a_name_is_found_where_the_framework_defines_it(source, path, is_there):
     assert newest.has(source, path) == is_there
 
 
-def test_the_names_are_those_that_are_imported_or_written_but_not_told_about(newest):
+def test_the_names_are_those_that_are_imported_or_written_but_not_told_about():
     code = (
         '"""See frame.told.about."""\nfrom frame.loss import total, Loss as L\nimport frame.deep\n'
         'rebind("frame.loss.step")\nlog("see frame.loss.text now")\nfrom frame_b import other\n'
@@ -65,13 +52,13 @@ def test_the_names_are_those_that_are_imported_or_written_but_not_told_about(new
     assert found == {"frame.loss.total", "frame.loss.Loss", "frame.deep", "frame.loss.step"}
 
 
-def test_every_framework_that_verify_runs_is_tried(newest):
+def test_every_framework_that_verify_runs_is_tried():
     assert FRAMEWORKS.keys() == newest.NEWEST.keys()
     assert newest.names_of(("verl",)) >= {"verl.trainer.ppo.core_algos.agg_loss"}
 
 
-def test_the_workflow_tries_each(newest):
-    workflow = (FILE.parents[1] / ".github/workflows/newest.yml").read_text()
+def test_the_workflow_tries_each():
+    workflow = (newest.ROOT / ".github/workflows/newest.yml").read_text()
     assert f"framework: [{', '.join(newest.NEWEST)}]" in workflow
 
 
@@ -92,8 +79,6 @@ WRONG_CASE = {"verdicts": [{"passed": False, "case": "a", "explanation": "b"}]}
         ({"status": 1, **RAN, **WRONG_CASE}, False),
     ],
 )
-def test_only_a_verification_that_could_not_run_may_say_nothing(
-    newest, monkeypatch, report, is_good
-):
+def test_only_a_verification_that_could_not_run_may_say_nothing(monkeypatch, report, is_good):
     monkeypatch.setattr(newest, "verify", lambda *_: {"line": "", **report})
-    assert newest.verified("verl", FILE.parent, []) == is_good
+    assert newest.verified("verl", newest.ROOT, []) == is_good

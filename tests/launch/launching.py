@@ -48,12 +48,12 @@ def environment(**more):
 def report_of(fault, *options, processes):
     """Verify a copy of the package with a fault of tests/wrong_factors; return the report."""
     from conftest import launched, new_folder  # not where a cluster is started by hand
-    from test_wrong_factors import FOLDER, run
+    from wrong_factors import run
 
     folder = new_folder()
     shutil.copytree(ROOT / "megatron_lossagg", folder / "megatron_lossagg")
     if fault is not None:
-        run.apply(FOLDER / f"{fault}.txt", folder)
+        run.apply(run.HERE / f"{fault}.txt", folder)
     report = folder / "report.json"
     arguments = [folder, *options, "--json", report]
     launched("verify/verify_copy_worker.py", *arguments, processes=processes)

@@ -1,18 +1,12 @@
 """Each wrong factor applies to the source as it is; ``make wrong-factors`` sees it caught."""
 
-import importlib.util
 import shutil
-from pathlib import Path
 
 import pytest
-
-FOLDER = Path(__file__).parents[1] / "wrong_factors"
-SPEC = importlib.util.spec_from_file_location("run_wrong_factors", FOLDER / "run.py")
-run = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(run)
+from wrong_factors import run
 
 
-@pytest.mark.parametrize("file", sorted(FOLDER.glob("*.txt")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", sorted(run.HERE.glob("*.txt")), ids=lambda file: file.stem)
 def test_its_lines_occur_once_in_the_source(file, tmp_path):
     shutil.copytree(run.ROOT / "megatron_lossagg", tmp_path / "megatron_lossagg")
     before = {path: path.read_text() for path in tmp_path.rglob("*.py")}
