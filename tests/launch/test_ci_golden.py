@@ -4,7 +4,6 @@ The reports are of ``lossagg verify`` on four ranks, of this package and of a co
 ``tests/wrong_factors``. ``launch/ci/golden.py`` runs as its own process, as in a workflow.
 """
 
-import copy
 import json
 import os
 import shlex
@@ -57,6 +56,23 @@ def wrong_report():
     return golden_report(FAULT)
 
 
+@pytest.fixture
+def report(right_report):
+    """Return the report of this package, for a test to change."""
+    return json.loads(right_report.read_text())
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Return a function that writes a report and returns its file."""
+
+    def write(report, name="report.json"):
+        (tmp_path / name).write_text(json.dumps(report))
+        return tmp_path / name
+
+    return write
+
+
 def test_the_report_of_this_package_is_as_in_the_golden_file(right_report, tmp_path):
     summary = tmp_path / "summary.md"
     status, printed = golden_command("compare", GOLDEN, right_report, *ALLOW, summary=summary)
@@ -91,30 +107,23 @@ def test_what_is_allowed_has_to_come_out(right_report):
     assert "got ranks=3, expected device=, backend= or hosts= with a value" in printed
 
 
-def test_on_the_golden_number_of_hosts_other_groups_over_them_differ(right_report, tmp_path):
+def test_on_the_golden_number_of_hosts_other_groups_over_them_differ(report, written):
     """Ranks 0 and 2 on one host and 1 and 3 on the other: CP groups cross, DP groups do not."""
-    report = json.loads(right_report.read_text())
     report["hosts"] = ["host0", "host1"]
     (groups,) = report["groups"].values()
     groups["DP x CP"]["over_hosts"], groups["CP"]["over_hosts"] = 1, 2
-    changed = tmp_path / "report.json"
-    changed.write_text(json.dumps(report))
-    status, printed = golden_command("compare", GOLDEN, changed, *ALLOW[:4])
+    status, printed = golden_command("compare", GOLDEN, written(report), *ALLOW[:4])
     assert status == 1
     assert "| the run | groups | " in printed
     groups["DP"]["over_hosts"], groups["CP"]["over_hosts"] = 2, 0
-    changed.write_text(json.dumps(report))
-    status, printed = golden_command("compare", GOLDEN, changed, *ALLOW[:4])
+    status, printed = golden_command("compare", GOLDEN, written(report), *ALLOW[:4])
     assert status == 0, printed
 
 
-def test_a_report_that_does_not_say_where_it_ran_differs(right_report, tmp_path):
-    report = json.loads(right_report.read_text())
+def test_a_report_that_does_not_say_where_it_ran_differs(report, written):
     for name in (*FACTS, "groups"):
         del report[name]
-    old = tmp_path / "report.json"
-    old.write_text(json.dumps(report))
-    status, printed = golden_command("compare", GOLDEN, old, *ALLOW)
+    status, printed = golden_command("compare", GOLDEN, written(report), *ALLOW)
     assert status == 1
     assert "| the run | device | cpu | None |" in printed
 
@@ -150,13 +159,10 @@ def test_writing_the_golden_file_again_changes_nothing(right_report, tmp_path):
 
 
 @pytest.mark.parametrize("form", [["--json", "{}"], ["--json={}"]], ids=len)
-def test_a_golden_file_names_no_file_of_the_machine(right_report, form, tmp_path):
-    report = json.loads(right_report.read_text())
-    written = [word.format(right_report) for word in form]
-    report["command"] = shlex.join(["lossagg", "verify", *written, "--cp", "2"])
-    again = tmp_path / "report.json"
-    again.write_text(json.dumps(report))
-    status, printed = golden_command("write", again, tmp_path / "golden.json")
+def test_a_golden_file_names_no_file_of_the_machine(report, written, form, tmp_path):
+    named = [word.format(tmp_path / "report.json") for word in form]
+    report["command"] = shlex.join(["lossagg", "verify", *named, "--cp", "2"])
+    status, printed = golden_command("write", written(report), tmp_path / "golden.json")
     assert status == 0, printed
     assert json.loads((tmp_path / "golden.json").read_text())["options"] == ["--cp", "2"]
 
@@ -182,18 +188,14 @@ def test_a_report_that_did_not_pass_is_refused_as_a_golden_file(wrong_report, tm
     assert not golden.exists()
 
 
-def test_a_frameworks_check_that_no_longer_runs_differs_with_its_reason(right_report, tmp_path):
-    report = json.loads(right_report.read_text())
+def test_a_frameworks_check_that_no_longer_runs_differs_with_its_reason(report, written, tmp_path):
     check = {"check": "verl:token-mean", "state": "PASS", "explanation": ""}
     report["framework"] = {"name": "verl", "checks": [check]}
-    before, golden = tmp_path / "before.json", tmp_path / "golden.json"
-    before.write_text(json.dumps(report))
+    before, golden = written(report, "before.json"), tmp_path / "golden.json"
     assert golden_command("write", before, golden)[0] == 0
     assert golden_command("compare", golden, before)[0] == 0
     check.update(state="NOT RUN", explanation="No module named 'ray'")
-    after = tmp_path / "after.json"
-    after.write_text(json.dumps(report))
-    status, printed = golden_command("compare", golden, after)
+    status, printed = golden_command("compare", golden, written(report))
     assert status == 1
     assert "| verl:token-mean | PASS | NOT RUN |" in printed
     assert "No module named 'ray'" in printed
@@ -229,56 +231,43 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_does_not_depend_on_the_machine_must_be_equal(right_report, name, tmp_path):
+def test_what_does_not_depend_on_the_machine_must_be_equal(report, written, name):
     change, expected = CHANGES[name]
-    report = json.loads(right_report.read_text())
     change(report)
-    changed = tmp_path / "report.json"
-    changed.write_text(json.dumps(report))
-    status, printed = golden_command("compare", GOLDEN, changed, *ALLOW)
+    status, printed = golden_command("compare", GOLDEN, written(report), *ALLOW)
     assert status == 1
     assert expected in printed
 
 
-def test_the_cases_the_run_and_what_is_not_in_the_golden_file_are_counted_apart(
-    right_report, tmp_path
-):
-    report = json.loads(right_report.read_text())
+def test_the_cases_the_run_and_what_is_not_in_the_golden_file_are_counted_apart(report, written):
     for verdict in report["verdicts"]:
         verdict.update(k=7)
     report["verdicts"].append({**report["verdicts"][0], "case": "another"})
     report.update(num_ranks=8, passed=False)
-    changed = tmp_path / "report.json"
-    changed.write_text(json.dumps(report))
-    _, printed = golden_command("compare", GOLDEN, changed, *ALLOW)
+    _, printed = golden_command("compare", GOLDEN, written(report), *ALLOW)
     assert (
         f"## FAIL: {NUM_CASES} of {NUM_CASES} cases differ from the golden file; 1 more measured; "
         "the run differs\n"
     ) in printed
 
 
-def test_errors_below_their_bound_times_and_versions_may_differ(right_report, tmp_path):
-    report = copy.deepcopy(json.loads(right_report.read_text()))
+def test_errors_below_their_bound_times_and_versions_may_differ(report, written):
     for verdict in report["verdicts"]:
         verdict.update(gradient_error=9e-13, loss_error=9e-13, measured_factor=1 - 9e-13)
     report["environment"][1]["version"] = "9.9"
     report.update(seconds=1e6, started="another day")
-    changed = tmp_path / "report.json"
-    changed.write_text(json.dumps(report))
-    status, printed = golden_command("compare", GOLDEN, changed, *ALLOW)
+    status, printed = golden_command("compare", GOLDEN, written(report), *ALLOW)
     assert status == 0, printed
     assert "9.9" in printed
 
 
 @pytest.mark.parametrize(
-    ("written", "message"),
+    ("text", "message"),
     [(None, "report.json was not written: "), ('{"passed": tr', "report.json is incomplete: ")],
 )
-def test_a_run_without_a_whole_report_fails_and_quotes_the_end_of_its_log(
-    written, message, tmp_path
-):
-    if written is not None:
-        (tmp_path / "report.json").write_text(written)
+def test_a_run_without_a_whole_report_fails_and_quotes_the_end_of_its_log(text, message, tmp_path):
+    if text is not None:
+        (tmp_path / "report.json").write_text(text)
     log = tmp_path / "log.txt"
     log.write_text("\n".join(f"line {i}" for i in range(100)))
     arguments = ("compare", GOLDEN, tmp_path / "report.json", "--log", log)
