@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -112,6 +113,25 @@ def running(command, log, environment, *, folder=None):
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+def wait_until(condition, *logs, seconds=TIMEOUT):
+    """Wait until a condition holds; where it does not in time, raise with the ends of logs.
+
+    A log that is a folder stands for its files ``*.log`` and ``*.out``.
+    """
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            files = [file for log in logs for file in ([log] if log.is_file() else outputs_in(log))]
+            ends = [f"{file.name}:\n{file.read_text()[-4000:]}" for file in files]
+            raise TimeoutError("\n".join([f"it did not happen in {seconds} s", *ends]))
+        time.sleep(0.2)
+
+
+def outputs_in(folder):
+    """List the files to which something in a folder prints; none where there is no folder."""
+    return sorted([*folder.glob("*.log"), *folder.glob("*.out")])
 
 
 def free_ports(count):

@@ -13,10 +13,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-from launching import free_ports, running
+from launching import free_ports, running, wait_until
 
 NODES = ("node0", "node1")
 GPUS = 8
@@ -81,11 +80,11 @@ def loopback_cluster():
             f"--log-file={folder}/munge.log",
         )
         daemons.enter_context(daemon(["munged", *munge], folder, environment))
-        wait_for(lambda: (folder / "munge.socket").exists(), "munged", folder)
+        wait_until((folder / "munge.socket").exists, folder, seconds=30)
         daemons.enter_context(daemon(["slurmctld", "-D"], folder, environment))
         for node in NODES:
             daemons.enter_context(daemon(["slurmd", "-D", "-N", node], folder, environment))
-        wait_for(lambda: idle_nodes(environment) == len(NODES), "two idle nodes", folder)
+        wait_until(lambda: idle_nodes(environment) == len(NODES), folder, seconds=30)
         yield environment
 
 
@@ -129,17 +128,6 @@ def idle_nodes(environment):
     command = ["sinfo", "--noheader", "--Node", "--format=%T"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     return done.stdout.split().count("idle")
-
-
-def wait_for(condition, what, folder, seconds=30):
-    """Wait until a condition holds; where it does not in time, raise with the daemons' logs."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            logs = sorted([*folder.glob("*.log"), *folder.glob("*.out")])
-            tails = "\n".join(f"{log.name}:\n{log.read_text()[-2000:]}" for log in logs)
-            raise TimeoutError(f"got no {what} in {seconds} s, see its log\n{tails}")
-        time.sleep(0.2)
 
 
 if __name__ == "__main__":

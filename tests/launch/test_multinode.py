@@ -8,11 +8,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import yaml
 from conftest import TESTS
+from launching import wait_until
 from slurm_cluster import loopback_cluster, missing_programs
 
 pytestmark = pytest.mark.launches
@@ -166,7 +166,8 @@ def test_a_workflow_that_is_cancelled_leaves_no_job_behind(tmp_path):
     given = {"GOLDEN": "4_ranks", "FOLDER": str(tmp_path / "out"), "NUM_NODES": "2"}
     ours = {"SBATCH_OPTIONS": "", "DEVICE": "cpu", "PYTHON": sys.executable}
     (tmp_path / "step.sh").write_text(step["run"])
-    with loopback_cluster() as cluster, (tmp_path / "step.log").open("w") as log:
+    log = tmp_path / "step.log"
+    with loopback_cluster() as cluster, log.open("w") as out:
 
         def jobs():
             command = ["squeue", "--noheader", "--states=PENDING,RUNNING", "--format=%j"]
@@ -176,23 +177,16 @@ def test_a_workflow_that_is_cancelled_leaves_no_job_behind(tmp_path):
             ["bash", "-e", tmp_path / "step.sh"],
             cwd=ROOT,
             env={**cluster, **given, **ours},
-            stdout=log,
+            stdout=out,
             stderr=subprocess.STDOUT,
             # A shell's background job ignores it, and so would what it starts.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         try:
-            wait_until(lambda: "lossagg-ci-" in jobs())
+            wait_until(lambda: "lossagg-ci-" in jobs(), log, seconds=60)
             shell.send_signal(signal.SIGINT)
-            wait_until(lambda: not jobs())
+            wait_until(lambda: not jobs(), log, seconds=60)
             assert shell.wait(timeout=60) == 143
         finally:
             subprocess.run(["scancel", "--me"], env=cluster)
             shell.wait(timeout=60)
-
-
-def wait_until(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)

@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import time
 
 import pytest
 from launching import (
@@ -17,6 +16,7 @@ from launching import (
     environment,
     metrics_without_time,
     on_two_nodes,
+    wait_until,
 )
 from slurm_cluster import MEMORY, loopback_cluster, missing_programs
 
@@ -60,14 +60,6 @@ def ended(cluster, arguments, *, folder, **more):
     job, log = submit(cluster, arguments, folder=folder, **more)
     wait_until(lambda: has_ended(cluster, job), log)
     return slurm(cluster, "scontrol", "show", "job", job), log.read_text()
-
-
-def wait_until(condition, log, seconds=TIMEOUT):
-    """Wait for something that a job does."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, log.read_text() if log.exists() else "no log"
-        time.sleep(0.2)
 
 
 def state(cluster, job):
@@ -144,7 +136,8 @@ def test_every_task_of_an_array_runs(cluster, tmp_path):
     options = ["--array=0-1", "--output=task-%a.out"]
     job, _ = submit(cluster, ["x.py"], folder=tmp_path, options=options, PYTHON="echo")
     logs = [tmp_path / f"task-{task}.out" for task in range(2)]
-    wait_until(lambda: "JobState=COMPLETED" in slurm(cluster, "scontrol", "show", "job", job), job)
+    show = ["scontrol", "show", "job", job]
+    wait_until(lambda: "JobState=COMPLETED" in slurm(cluster, *show), *logs)
     for log in logs:
         wait_until(lambda log=log: log.exists() and len(AGENTS.findall(log.read_text())) == 2, log)
         assert_ran_on_both_nodes(log.read_text(), "x.py")
