@@ -16,37 +16,11 @@ from pathlib import Path
 
 import pytest
 from conftest import early, new_folder
+from processes import SLEEP, is_running, outliving, pids_of
 
 from megatron_lossagg.cpu.launch import launch
 
 pytestmark = pytest.mark.launches
-
-RANKS = """
-import os, sys, torch.distributed as dist
-dist.init_process_group("gloo")
-sums = dist.new_group()
-import torch
-total = torch.ones(1) * dist.get_rank()
-dist.all_reduce(total)
-threads, address = os.environ["OMP_NUM_THREADS"], os.environ["MASTER_ADDR"]
-line = f"rank {dist.get_rank()} total {int(total)} {threads} {address} "
-os.write(1, f"{line}{os.environ['MARKED']} {sys.argv[1:]}\\n".encode())  # whole: the ranks share it
-dist.destroy_process_group()
-"""
-SLEEP = """
-import os, pathlib, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(f"{os.getpid()} {child.pid}")
-print("asleep", flush=True)
-time.sleep(600)
-"""
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
 
 
 def test_a_module_runs_too_and_a_failing_rank_is_seen() -> None:
@@ -76,7 +50,7 @@ def test_a_launch_that_outlasts_its_time_leaves_nothing_running(
     outlasted: tuple[Path, subprocess.TimeoutExpired],
 ) -> None:
     folder, expired = outlasted
-    pids = [int(pid) for rank in "01" for pid in (folder / rank).read_text().split()]
+    pids = pids_of(folder)
     assert len(pids) == 4
     assert not any(is_running(pid) for pid in pids)
     assert str(expired.output).count("asleep") == 2
@@ -96,14 +70,10 @@ def started(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     )
     running = [launcher.pid]
     try:
-        deadline = time.monotonic() + 300  # a busy machine
-        while not all((folder / rank).exists() and (folder / rank).read_text() for rank in "01"):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        written = [[int(pid) for pid in (folder / rank).read_text().split()] for rank in "01"]
-        ranks, children = zip(*written, strict=True)
+        pids = pids_of(folder)
+        ranks = pids[::2]
         (agent,) = {int(stat_of(rank)[1]) for rank in ranks}
-        running += [agent, *ranks, *children]
+        running += [agent, *pids]
         yield launcher, [agent, *ranks]
     finally:
         for pid in running:
@@ -135,10 +105,7 @@ def killed() -> tuple[list[str], list[int]]:
         addresses = [address for pid in pids for address in listening(pid)]
         launcher.kill()
         launcher.wait()
-        deadline = time.monotonic() + 60  # a busy machine
-        while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return addresses, [pid for pid in pids if is_running(pid)]
+        return addresses, outliving(pids)
 
 
 @pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads /proc")

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import verl
+from processes import is_running
 from shared import check_of
-from test_cpu_launch import is_running
 
 from megatron_lossagg.verify.frameworks.launch import run_framework
 

@@ -10,10 +10,22 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from conftest import fork_server, new_folder, worker_path
 from fork_server import WITHOUT_MEGATRON, ForkServer, fork_ranks
-from test_cpu_launch import RANKS, SLEEP, is_running
+from processes import SLEEP, is_running, outliving, pids_of
 
 from megatron_lossagg.cpu import launch
 
+RANKS = """
+import os, sys, torch.distributed as dist
+dist.init_process_group("gloo")
+sums = dist.new_group()
+import torch
+total = torch.ones(1) * dist.get_rank()
+dist.all_reduce(total)
+threads, address = os.environ["OMP_NUM_THREADS"], os.environ["MASTER_ADDR"]
+line = f"rank {dist.get_rank()} total {int(total)} {threads} {address} "
+os.write(1, f"{line}{os.environ['MARKED']} {sys.argv[1:]}\\n".encode())  # whole: the ranks share it
+dist.destroy_process_group()
+"""
 ENVIRONMENT = """
 import json, os, pathlib, runpy, sys
 names = ("RANK", "LOCAL_RANK", "ROLE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
@@ -144,7 +156,7 @@ def test_a_launch_that_outlasts_its_time_leaves_nothing_running(forked, tmp_path
             forked(script, tmp_path, timeout=timeout)
         if caught.value.output.count("asleep") == 2:
             break
-    pids = [int(pid) for rank in "01" for pid in (tmp_path / rank).read_text().split()]
+    pids = pids_of(tmp_path)
     assert len(pids) == 4
     assert not any(is_running(pid) for pid in pids)
     assert caught.value.output.count("asleep") == 2
@@ -168,22 +180,6 @@ def test_a_worker_that_needs_no_megatron_finds_none_imported(tmp_path):
     assert printed == ["True\n", "False\n"]
 
 
-def pids_of(folder):
-    """Wait for the ranks of SLEEP; return their processes."""
-    deadline = time.monotonic() + 60  # a busy machine
-    while not all((folder / rank).exists() and (folder / rank).read_text() for rank in "01"):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return [int(pid) for rank in "01" for pid in (folder / rank).read_text().split()]
-
-
-def wait_for_the_end_of(pids):
-    deadline = time.monotonic() + 60  # a busy machine
-    while any(map(is_running, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(is_running, pids))
-
-
 @pytest.mark.launches
 def test_closing_the_server_ends_the_ranks_of_a_launch(tmp_path):
     """As when the tests are interrupted."""
@@ -197,7 +193,7 @@ def test_closing_the_server_ends_the_ranks_of_a_launch(tmp_path):
             server.close()
         assert launch.exception() is not None
     assert len(pids) == 4
-    wait_for_the_end_of(pids)
+    assert not outliving(pids)
 
 
 def test_a_request_that_nobody_waits_for_ends_its_ranks(forked, tmp_path):
@@ -218,7 +214,7 @@ def test_a_request_that_nobody_waits_for_ends_its_ranks(forked, tmp_path):
         pids = pids_of(tmp_path)
         assert all(map(is_running, pids))
     assert len(pids) == 4
-    wait_for_the_end_of(pids)
+    assert not outliving(pids)
 
 
 @pytest.mark.launches
