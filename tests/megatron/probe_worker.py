@@ -33,6 +33,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.core.timers import Timers
 from megatron.core.transformer.module import Float16Module
+from probe_cases import LAYOUTS, MEGATRON_LM_LAYOUTS, REPEATS
 from step_data import VOCABULARY
 
 import megatron_lossagg.cpu as cpu
@@ -43,27 +44,6 @@ from megatron_lossagg.probe import model as probe_model
 from megatron_lossagg.probe import together
 from megatron_lossagg.verify.world import destroy_groups
 
-REPEATS = int(os.environ.get("PROBE_REPEATS", "1"))
-"""How often each fault is introduced; .ci/run asks for 20."""
-
-# By number of processes; DP is the rest.
-LAYOUTS = {
-    2: {
-        "DP2": {},
-        "CP2": {"cp": 2},
-        "PP2": {"pp": 2},
-        "PP2xVPP2": {"pp": 2, "vpp": 2},
-        "TP2": {"tp": 2},
-        "EP2": {"ep": 2},
-    },
-    4: {
-        "DP2xCP2": {"cp": 2},
-        "DP2xPP2": {"pp": 2},
-        "CP2xPP2xVPP2": {"cp": 2, "pp": 2, "vpp": 2},
-        "DP2xTP2": {"tp": 2},
-        "DP4xEP2, 2 optimizer instances": {"ep": 2, "instances": 2},
-    },
-}
 MODEL = ("vpp", "ep", "instances")  # what of a layout the model's construction asks for
 DDP_OPTIONS = {
     "plain": {},
@@ -101,7 +81,6 @@ MEGATRON_LM_DDP_OPTIONS = {
     },
 }
 MEGATRON_LM_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-MEGATRON_LM_LAYOUTS = ("DP2", "PP2", "PP2xVPP2", "DP2xCP2")
 # Set after construction, because the model that they need is not built here.
 MODULES_AND_MEMORY = {
     "enable_autocast": True,
