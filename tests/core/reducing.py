@@ -1,6 +1,7 @@
-"""A small plan, its layout and its reducer, on the CPU or on a device."""
+"""A small plan, its layout, its reducer and a step, on the CPU or on a device."""
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from device_double import DeviceDouble
 
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
 from megatron_lossagg.options import Options
+from megatron_lossagg.step import Step
 
 MASK = [1, 0, 1, 1, 1, 1]
 DEVICES = pytest.mark.parametrize("device", ["cpu", "device"])
@@ -27,6 +29,29 @@ def thd(*lengths, cp_size=1, cp_rank=0):
 
 def a_reducer(mask, active=(3, 2), sequences=(0, 1), lengths=(4, 2), **options):
     return a_plan(active, **options).reducer(list(sequences), torch.tensor(mask), thd(*lengths))
+
+
+def a_step(plan, m, *, dp=1, cp=1, cp_rank=0, loss_scaling="average", chunks=None, **options):
+    """Begin a step of a rank without Megatron-Core; without chunks it looks at no gradients."""
+    aggregator = SimpleNamespace(
+        chunks=chunks,
+        loss_scaling=loss_scaling,
+        grad_scale_func=None,
+        dp_cp_size=dp * cp,
+        dp_size=dp,
+        cp_size=cp,
+        cp_rank=cp_rank,
+        cp_group=None,
+        is_last_stage=True,
+        is_contiguous=False,
+    )
+    return Step(
+        aggregator=aggregator,
+        plan=plan,
+        num_microbatches=m,
+        accumulates=chunks is None,
+        **options,
+    )
 
 
 @contextmanager

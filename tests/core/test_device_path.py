@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from custom_reducer import custom
-from reducing import MASK, a_plan, on, thd
+from reducing import MASK, a_plan, a_step, on, thd
 from test_mask_checks import MASK_DTYPES
 
 from benchmarks.counting import counted
@@ -19,7 +19,6 @@ from megatron_lossagg.exchange import Exchange
 from megatron_lossagg.options import Options
 from megatron_lossagg.record import read_record
 from megatron_lossagg.recorder import RecordFile, StepRecorder
-from megatron_lossagg.step import Step
 
 META = torch.device("meta")
 SAMPLE_MEAN = Aggregation("sample_mean")
@@ -100,19 +99,7 @@ def a_step_of_two_microbatches(to, losses, loss_scaling, **options):
     plan = a_plan((4, 1), mode="sample_mean")
     gradients = SimpleNamespace(grad_data=to(torch.zeros(8)))
     chunk = SimpleNamespace(ddp_config=None, buffers=[gradients], expert_parallel_buffers=[])
-    aggregator = SimpleNamespace(
-        chunks=[chunk],
-        loss_scaling=loss_scaling,
-        grad_scale_func=None,
-        dp_cp_size=1,
-        dp_size=1,
-        cp_size=1,
-        cp_rank=0,
-        cp_group=None,
-        is_last_stage=True,
-        is_contiguous=False,
-    )
-    step = Step(aggregator=aggregator, plan=plan, num_microbatches=2, **options)
+    step = a_step(plan, 2, loss_scaling=loss_scaling, chunks=[chunk], **options)
     returned = []
     for sequence, (mask, length) in enumerate((([1, 1, 1, 1], 4), ([1, 0], 2))):
         mb = step.microbatch([sequence], to(torch.tensor(mask)), layout=thd(length))

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from aggregations import ANY_LAYOUT
+from reducing import a_step
 from step_data import zigzag
 
 from megatron_lossagg import Aggregation, Layout, Sequences, add_loss_aggregation_args, plan_step
@@ -30,7 +31,6 @@ from megatron_lossagg.errors import (
 from megatron_lossagg.exchange import Exchange
 from megatron_lossagg.flags import aggregation_from_args
 from megatron_lossagg.options import Options
-from megatron_lossagg.step import Step
 from megatron_lossagg.verify import reference_loss
 
 MODES = {
@@ -114,20 +114,6 @@ def plans(aggregation, sequences, dp, m):
 
     with ThreadPoolExecutor(dp) as ranks:
         return list(ranks.map(plan, range(dp)))
-
-
-def a_step(plan, m, *, dp=1, cp=1, cp_rank=0, loss_scaling="average"):
-    its = types.SimpleNamespace(
-        loss_scaling=loss_scaling,
-        grad_scale_func=None,
-        dp_cp_size=dp * cp,
-        cp_size=cp,
-        cp_rank=cp_rank,
-        is_last_stage=True,
-        is_contiguous=False,
-    )
-    # No buffers are there to look at.
-    return Step(aggregator=its, plan=plan, num_microbatches=m, accumulates=True)
 
 
 def packed(own_sequences, indices, cp, pad=0):

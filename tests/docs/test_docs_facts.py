@@ -5,10 +5,10 @@ import ast
 import importlib
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from reducing import a_step
 
 from megatron_lossagg import Aggregation, Layout, Sequences, add_loss_aggregation_args, plan_step
 from megatron_lossagg.aggregation import ALIASES, MODES
@@ -16,7 +16,6 @@ from megatron_lossagg.cli.main import _parser, main
 from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.flags import aggregation_from_args
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration
-from megatron_lossagg.step import Step
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -81,26 +80,12 @@ def test_every_alias_is_on_the_page():
 
 def names_that_are_reported():
     """The names of a real report: one microbatch of one sequence on one rank."""
-    aggregator = SimpleNamespace(
-        loss_scaling="average",
-        grad_scale_func=None,
-        dp_cp_size=1,
-        cp_size=1,
-        cp_rank=0,
-        is_contiguous=False,
-    )
     plan = plan_step(
         Aggregation("token_mean"),
         Sequences(active_tokens=[2]),
         totals=StepTotals(active_tokens=2, samples=1),
     )
-    step = Step(
-        aggregator=aggregator,
-        plan=plan,
-        num_microbatches=1,
-        accumulates=True,
-        shadows={"MODE": Aggregation("token_sum")},
-    )
+    step = a_step(plan, 1, shadows={"MODE": Aggregation("token_sum")})
     layout = Layout.local([2], cp_size=1, cp_rank=0)
     mb = step.microbatch([0], torch.ones(2), layout=layout)
     loss = mb.reduce(torch.ones(2, requires_grad=True))
