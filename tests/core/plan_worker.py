@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from aggregations import AGGREGATIONS, ANY_LAYOUT, for_the_reference
+from aggregations import AGGREGATIONS, ANY_LAYOUT
 from check_runner import run_checks
 from step_data import assign, make_sequences
 
@@ -22,6 +22,7 @@ from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.errors import PlanError, ReducerError
 from megatron_lossagg.options import Options
 from megatron_lossagg.verify import reference_loss
+from megatron_lossagg.verify.cases import reference_options
 
 _STARTS = ("all_", "broadcast", "reduce", "gather", "scatter", "barrier", "monitored_barrier")
 _STARTS += ("send", "isend", "recv", "irecv", "batch_isend_irecv")
@@ -118,8 +119,7 @@ def check_weights_are_the_references_over_ranks():
             loss = reference_loss.step_loss(
                 aggregation.mode,
                 live,
-                **for_the_reference(aggregation),
-                microbatches=[m] * dist.get_world_size(),
+                **reference_options(aggregation, [m] * dist.get_world_size()),
             )
             grads = torch.autograd.grad(loss, x, allow_unused=True)
             for weight, index in zip(plan.weights.tolist(), indices, strict=True):

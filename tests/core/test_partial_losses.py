@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from aggregations import AGGREGATIONS, for_the_reference
+from aggregations import AGGREGATIONS
 from step_data import assign, make_sequences, zigzag
 
 from megatron_lossagg import Layout, Sequences, plan_step
 from megatron_lossagg.options import Options
 from megatron_lossagg.verify import reference_loss
+from megatron_lossagg.verify.cases import reference_options
 
 
 def plan_of(sequences, keys, m, aggregation):
@@ -61,7 +62,7 @@ def test_partial_losses_add_up_to_the_loss_for_any_split_of_the_tokens(label, m,
     live = [
         {**r, "x": list(v), "microbatch": k} for r, v, k in zip(sequences, x, keys, strict=True)
     ]
-    options = {"microbatches": [m], **for_the_reference(aggregation)}
+    options = reference_options(aggregation, [m])
     expected = reference_loss.step_loss(aggregation.mode, live, **options)
     expected_grad = torch.autograd.grad(expected, x, allow_unused=True)
     total, weight_sum = 0, 0

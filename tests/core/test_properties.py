@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from aggregations import AGGREGATIONS, ANY_LAYOUT, for_the_reference
+from aggregations import AGGREGATIONS, ANY_LAYOUT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_data import zigzag
@@ -16,6 +16,7 @@ from megatron_lossagg import Layout, Sequences, plan_step
 from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.options import Options
 from megatron_lossagg.verify import reference_loss
+from megatron_lossagg.verify.cases import reference_options
 
 pytestmark = pytest.mark.filterwarnings("ignore:the plan has no active token")
 
@@ -45,7 +46,7 @@ def expected_weights(mode, sequences):
     """
     x = [torch.zeros(len(r["counted"]), dtype=torch.float64, requires_grad=True) for r in sequences]
     live = [{**sequence, "x": list(v)} for sequence, v in zip(sequences, x, strict=True)]
-    loss = reference_loss.step_loss(mode.mode, live, **for_the_reference(mode))
+    loss = reference_loss.step_loss(mode.mode, live, **reference_options(mode, []))
     grads = torch.autograd.grad(loss, x, allow_unused=True) if loss.requires_grad else [None] * 99
     return [
         0.0 if g is None or not g.numel() else g.max().item()
@@ -142,7 +143,7 @@ def test_partial_losses_over_microbatches_and_ranks_add_up_to_the_references_los
         {**sequence, "x": list(v), "microbatch": k}
         for sequence, v, k in zip(sequences, x, keys, strict=True)
     ]
-    options = for_the_reference(mode) | {"microbatches": [m]}
+    options = reference_options(mode, [m])
     expected = reference_loss.step_loss(mode.mode, live, **options).item()
     assert total == pytest.approx(expected, rel=1e-12, abs=1e-12)
     assert weight_sum == pytest.approx(

@@ -2,11 +2,12 @@
 
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from aggregations import AGGREGATIONS, for_the_reference
+from aggregations import AGGREGATIONS
 from reducing import DEVICES, on, thd
 from step_data import make_sequences
 
@@ -18,17 +19,14 @@ from megatron_lossagg.options import Options
 from megatron_lossagg.outputs import outputs
 from megatron_lossagg.scaling import Scaling
 from megatron_lossagg.verify import reference_loss
+from megatron_lossagg.verify.cases import reference_options
 
 STEP = make_sequences()
 KEYS = [index % 3 for index in range(len(STEP))]
-MODES = {
-    name: aggregation for name, aggregation in AGGREGATIONS.items() if aggregation.mode != "custom"
-}
 
 
 def weighing(aggregation):
-    options = {**for_the_reference(aggregation), "count": "weights"}
-    return Aggregation(aggregation.mode, **options)
+    return replace(aggregation, count="weights")
 
 
 def weights_of(sequences, seed=5):
@@ -58,10 +56,10 @@ def planned(aggregation, sequences, weights, keys=KEYS, **options):
     )
 
 
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("name", AGGREGATIONS)
 def test_weights_and_expected_sum_are_the_references(name):
     weights = weights_of(STEP)
-    aggregation = weighing(MODES[name])
+    aggregation = weighing(AGGREGATIONS[name])
     plan = planned(aggregation, STEP, weights)
     ones = [
         {
@@ -73,7 +71,7 @@ def test_weights_and_expected_sum_are_the_references(name):
         }
         for one, v, key in zip(STEP, weights, KEYS, strict=True)
     ]
-    options = {**for_the_reference(aggregation), "microbatches": [3]}
+    options = reference_options(aggregation, [3])
     loss = reference_loss.step_loss(aggregation.mode, ones, **options)
     loss.backward()
     for one, v, w in zip(ones, weights, plan.weight_S, strict=True):
@@ -82,21 +80,21 @@ def test_weights_and_expected_sum_are_the_references(name):
     assert plan.expected_weight == pytest.approx(loss.item(), rel=1e-13)
 
 
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("name", AGGREGATIONS)
 def test_weights_that_are_the_mask_change_no_bit(name):
-    found = planned(weighing(MODES[name]), STEP, [one["counted"] for one in STEP])
-    today = planned(MODES[name], STEP, None)
-    assert found.weight_S.tolist() == today.weight_S.tolist()
-    assert found.expected_weight == today.expected_weight
+    found = planned(weighing(AGGREGATIONS[name]), STEP, [one["counted"] for one in STEP])
+    unweighted = planned(AGGREGATIONS[name], STEP, None)
+    assert found.weight_S.tolist() == unweighted.weight_S.tolist()
+    assert found.expected_weight == unweighted.expected_weight
 
 
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("name", AGGREGATIONS)
 def test_the_order_of_sequences_changes_no_bit(name):
     weights = weights_of(STEP)
-    found = planned(weighing(MODES[name]), STEP, weights)
+    found = planned(weighing(AGGREGATIONS[name]), STEP, weights)
     order = np.random.default_rng(2).permutation(len(STEP))
     shuffled = planned(
-        weighing(MODES[name]),
+        weighing(AGGREGATIONS[name]),
         [STEP[i] for i in order],
         [weights[i] for i in order],
         [KEYS[i] for i in order],
@@ -138,8 +136,8 @@ def test_weights_that_are_the_mask_train_the_same_bits(dtype):
     weighed = a_plan([3, 1]).reducer(
         [0, 1], torch.tensor(MASK), thd(4, 2), token_weights=torch.tensor(MASK, dtype=dtype)
     )
-    today = plan_step(Aggregation("token_mean"), Sequences(active_tokens=[3, 1]))
-    assert weighed(x).item() == today.reducer([0, 1], torch.tensor(MASK), thd(4, 2))(x).item()
+    unweighted = plan_step(Aggregation("token_mean"), Sequences(active_tokens=[3, 1]))
+    assert weighed(x).item() == unweighted.reducer([0, 1], torch.tensor(MASK), thd(4, 2))(x).item()
 
 
 @DEVICES

@@ -6,12 +6,3 @@ AGGREGATIONS = {str(case): case.aggregation for case in MASK_CASES if case.secon
 """By name, such as ``sample_mean, count_empty=False``."""
 ANY_LAYOUT = {n: a for n, a in AGGREGATIONS.items() if a.mode != "microbatch_token_mean"}
 """Those that do not depend on the layout."""
-
-
-def for_the_reference(aggregation):
-    """Return an aggregation's options as the reference takes them, next to its mode."""
-    return {
-        "divisor": aggregation.divisor,
-        "exponent": aggregation.exponent,
-        "count_empty": aggregation.count_empty,
-    }
