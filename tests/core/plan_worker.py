@@ -69,7 +69,7 @@ def sequences_of_this_rank(sequences, keys):
 def assigned(m, **leave_out):
     """Return all sequences with their keys, this rank's indices, and its Sequences."""
     sequences = make_sequences()
-    keys = assign(sequences, dist.get_world_size(), [m] * dist.get_world_size())
+    keys = assign(sequences, [m] * dist.get_world_size())
     indices = sequences_of_this_rank(sequences, keys)
     fields = {
         "sample": [sequences[i]["sample"] for i in indices],

@@ -17,7 +17,6 @@ import pytest
 import torch
 from aggregations import ANY_LAYOUT
 from reducing import a_step
-from step_data import zigzag
 
 from megatron_lossagg import Aggregation, Layout, Sequences, add_loss_aggregation_args, plan_step
 from megatron_lossagg.counts import StepTotals
@@ -32,6 +31,7 @@ from megatron_lossagg.exchange import Exchange
 from megatron_lossagg.flags import aggregation_from_args
 from megatron_lossagg.options import Options
 from megatron_lossagg.verify import reference_loss
+from megatron_lossagg.verify.sequences import zigzag
 
 MODES = {
     aggregation.mode: {

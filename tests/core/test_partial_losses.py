@@ -3,12 +3,13 @@
 import pytest
 import torch
 from aggregations import AGGREGATIONS
-from step_data import assign, make_sequences, zigzag
+from step_data import assign, make_sequences
 
 from megatron_lossagg import Layout, Sequences, plan_step
 from megatron_lossagg.options import Options
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import reference_options
+from megatron_lossagg.verify.sequences import zigzag
 
 
 def plan_of(sequences, keys, m, aggregation):
@@ -56,7 +57,7 @@ def pack(sequences, indices, x, cp):
 def test_partial_losses_add_up_to_the_loss_for_any_split_of_the_tokens(label, m, cp):
     aggregation = AGGREGATIONS[label]
     sequences = make_sequences()
-    keys = assign(sequences, 1, [m])
+    keys = assign(sequences, [m])
     plan = plan_of(sequences, keys, m, aggregation)
     x = [torch.randn(len(r["counted"]), dtype=torch.float64, requires_grad=True) for r in sequences]
     live = [

@@ -8,7 +8,6 @@ import torch
 from aggregations import AGGREGATIONS, ANY_LAYOUT
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from step_data import zigzag
 from test_layout import positions
 from test_partial_losses import pack
 
@@ -17,6 +16,7 @@ from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.options import Options
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import reference_options
+from megatron_lossagg.verify.sequences import zigzag
 
 pytestmark = pytest.mark.filterwarnings("ignore:the plan has no active token")
 

@@ -18,12 +18,12 @@ import tiny_gpt
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from step_data import zigzag
 from written_frameworks import ClippedPGLossFn, RayPPOTrainer, SkyRLBatch, skyrl_config
 
 from megatron_lossagg import Aggregation, Sequences, plan_step
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.integrations import nemo_rl, skyrl, slime
+from megatron_lossagg.verify.sequences import zigzag
 
 L = framework_step.L
 DP, CP = 2, 2

@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from megatron.core import parallel_state
-from step_data import VOCABULARY
 from swift.megatron.callbacks import megatron_callbacks_map
 from swift.megatron.trainers import base, grpo_trainer
 from swift.megatron.utils import wrap_model
@@ -33,6 +32,7 @@ from swift.utils import import_external_file
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg.errors import LossAggregationError
+from megatron_lossagg.verify.sequences import VOCABULARY
 
 GROUP, BATCH, STEPS = 4, 16, 2
 """Completions of a prompt and of a step, and steps of a rollout, which is a run."""

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnBackend
-from step_data import VOCABULARY
 from swift.megatron.arguments.megatron_args import MegatronArguments
 from swift.megatron.callbacks import MegatronCallback, megatron_callbacks_map
 from swift.megatron.trainers import base
@@ -34,6 +33,7 @@ from swift.utils import import_external_file
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg.errors import ContractError
+from megatron_lossagg.verify.sequences import VOCABULARY
 
 STEPS, BATCH = 3, 4
 PACKS = ((7, 9, 5), (14,), (4, 11), (6, 3, 8))

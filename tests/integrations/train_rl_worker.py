@@ -36,11 +36,11 @@ try:
 except ImportError:  # after 0.19
     from megatron.rl.types.rollout import TokenRollout
 from megatron.training import global_vars  # noqa: E402
-from step_data import VOCABULARY  # noqa: E402
 
 from megatron_lossagg import Aggregation  # noqa: E402
 from megatron_lossagg.integrations.megatron_rl import RLIntegration  # noqa: E402
 from megatron_lossagg.schedule import ScheduleHook  # noqa: E402
+from megatron_lossagg.verify.sequences import VOCABULARY  # noqa: E402
 
 CP = int(sys.argv[1])
 DP = 2 // CP

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from step_data import zigzag
 from stock_step import gradients, run_of, stock_model, stock_step
 
 import megatron_lossagg.cpu as cpu
@@ -28,6 +27,7 @@ from megatron_lossagg.verify.cases import Case
 from megatron_lossagg.verify.job import LOSS_SCALINGS
 from megatron_lossagg.verify.model import forward, reported, run_schedule, token_losses
 from megatron_lossagg.verify.parallelism import Parallelism
+from megatron_lossagg.verify.sequences import zigzag
 from megatron_lossagg.verify.world import parallel_state, split_world
 
 TOKEN_MEAN = Case(aggregation=Aggregation("token_mean"))

@@ -34,7 +34,6 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_c
 from megatron.core.timers import Timers
 from megatron.core.transformer.module import Float16Module
 from probe_cases import LAYOUTS, MEGATRON_LM_LAYOUTS, REPEATS
-from step_data import VOCABULARY
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg import LossAggregator
@@ -42,6 +41,7 @@ from megatron_lossagg.errors import ContractError
 from megatron_lossagg.options import Options
 from megatron_lossagg.probe import model as probe_model
 from megatron_lossagg.probe import together
+from megatron_lossagg.verify.sequences import VOCABULARY
 from megatron_lossagg.verify.world import destroy_groups
 
 MODEL = ("vpp", "ep", "instances")  # what of a layout the model's construction asks for

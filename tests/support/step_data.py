@@ -11,13 +11,9 @@ VOCABULARY = verification.VOCABULARY
 
 
 def make_sequences():
-    """Make fourteen uneven sequences with every degenerate case; ``tokens`` has one more than
-    labels.
-    """
+    """Make fourteen uneven sequences with every degenerate case."""
     return [
         {
-            "tokens": [*sequence.tokens, sequence.labels[-1]],
-            "coefficient": sequence.coefficient,
             "counted": sequence.counted,
             "trained": sequence.trained,
             "sample": sequence.sample,
@@ -27,10 +23,10 @@ def make_sequences():
     ]
 
 
-def assign(sequences, dp, microbatches):
-    """Assign sequences to ``(rank, microbatch)``; returns one key per sequence, in the order of
-    sequences.
+def assign(sequences, microbatches):
+    """Assign sequences to ``(rank, microbatch)``; returns one key per sequence, in their order.
+
+    ``microbatches``: M of each rank.
     """
-    assert len(microbatches) == dp
     counted = [SimpleNamespace(counted=sequence["counted"]) for sequence in sequences]
     return verification.assign_sequences(counted, microbatches).keys
