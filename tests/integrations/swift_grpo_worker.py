@@ -11,11 +11,8 @@ the loss of each step and its gradient by loops over completions and tokens. AGG
 ``install`` is left out; ``shadow``: it asks for shadows only. A refusal is printed by every rank.
 """
 
-import json
 import math
-import sys
 import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import imports_swift  # noqa: F401  first
@@ -26,12 +23,10 @@ import torch.distributed as dist
 from accelerate import PartialState
 from megatron.core import parallel_state
 from swift.megatron.callbacks import megatron_callbacks_map
-from swift.megatron.trainers import base, grpo_trainer
+from swift.megatron.trainers import grpo_trainer
 from swift.megatron.utils import wrap_model
-from swift.utils import import_external_file
 
 import megatron_lossagg.cpu as cpu
-from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.verify.sequences import VOCABULARY
 
 GROUP, BATCH, STEPS = 4, 16, 2
@@ -290,34 +285,16 @@ def arguments(cp, loss_scaling, layout, more):
     return swift_worker.arguments(cp, loss_scaling, data, {**given, **more})
 
 
-PLUGIN = """
-from megatron_lossagg import Aggregation
-from megatron_lossagg.integrations import ms_swift_grpo
-from megatron_lossagg.options import Options
-
-hook = ms_swift_grpo.install({})
-"""
-
-
-def installed(path, mode):
-    """Import a plugin as ms-swift does for ``--external_plugins``; returns the hook."""
-    if mode == "stock":
-        return None
-    divisor = f", divisor={WIDTH}" if mode == "constant" else ""
-    asked = f"Aggregation({mode!r}{divisor})"
-    if mode == "shadow":
-        asked = f"None, options=Options(shadow='sample_mean,prompt_mean,constant:{WIDTH}')"
-    file = Path(path).with_suffix(f".{dist.get_rank()}.py")
-    file.write_text(PLUGIN.format(asked))
-    return import_external_file(str(file)).hook
-
-
-def main(path, mode, cp, loss_scaling, layout, more):
-    """Train, and return the numbers."""
+def train(path, mode, cp, loss_scaling, layout, more):
+    """Train with GRPO; returns the trainer and the hook."""
     tiny_gpt.start(cp=cp)
     PartialState(cpu=True)  # it gathers rewards
-    hook = installed(path, mode)
-    base.warmup_jit_function = lambda *args: None  # it warms up kernels of CUDA
+    shadow = f"sample_mean,prompt_mean,constant:{WIDTH}"
+    divisor = f", divisor={WIDTH}" if mode == "constant" else ""
+    asked = {"stock": None, "shadow": f"None, options=Options(shadow={shadow!r})"}.get(
+        mode, f"Aggregation({mode!r}{divisor})"
+    )
+    hook = swift_worker.installed(path, "ms_swift_grpo", asked)
     grpo_trainer.encode_sample = encoded
     args = arguments(cp, loss_scaling, layout, more)
     collator = swift_worker.Collator(is_packed=layout == "packed", cp=cp)
@@ -331,17 +308,8 @@ def main(path, mode, cp, loss_scaling, layout, more):
         trainer.disable_rollout_importance_sampling = False
         trainer.rollout_importance_sampling_mode = "token_truncate"
     trainer.train(Prompts(64, seed=0), Prompts(8, seed=1))
-    return {**trainer.written, "hooked": None if hook is None else hook.num_steps}
+    return trainer, hook
 
 
 if __name__ == "__main__":
-    path, mode, cp, loss_scaling, layout, *more = sys.argv[1:]
-    more = {name: json.loads(value) for name, value in (one.split("=") for one in more)}
-    try:
-        numbers = main(path, mode, int(cp), loss_scaling, layout, more)
-    except LossAggregationError as error:
-        print(f"REFUSED {error}", flush=True)
-    else:
-        if dist.get_rank() == dist.get_world_size() - 1:
-            Path(path).write_text(json.dumps(numbers))
-    dist.destroy_process_group()
+    swift_worker.run(train)

@@ -32,7 +32,7 @@ from swift.template.base import Template
 from swift.utils import import_external_file
 
 import megatron_lossagg.cpu as cpu
-from megatron_lossagg.errors import ContractError
+from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.verify.sequences import VOCABULARY
 
 STEPS, BATCH = 3, 4
@@ -121,6 +121,7 @@ class Watch(MegatronCallback):
 
 
 megatron_callbacks_map["watch"] = Watch
+base.warmup_jit_function = lambda *args: None  # it warms up kernels of CUDA
 
 
 def by_hand(model, data, step, counts_weights):
@@ -210,49 +211,57 @@ def arguments(cp, loss_scaling, data, more):
 
 PLUGIN = """
 from megatron_lossagg import Aggregation
-from megatron_lossagg.integrations import ms_swift
+from megatron_lossagg.integrations import {0}
 from megatron_lossagg.options import Options
 
-hook = ms_swift.install({})
+hook = {0}.install({1})
 """
 
 
-def installed(path, aggregation):
-    """Import a plugin as ms-swift does for ``--external_plugins``; returns the hook."""
-    if aggregation == "stock":
+def installed(path, integration, asked):
+    """Import a plugin as ms-swift does for ``--external_plugins``; returns the hook.
+
+    ``asked``: what the plugin gives to ``install``; None for stock, which has no plugin.
+    """
+    if asked is None:
         return None
-    mode, _, count = aggregation.partition("+")
-    asked = f"Aggregation({mode!r}, count={count or 'mask'!r})"
-    if aggregation == "shadow":
-        asked = "None, options=Options(shadow='sample_mean')"
     file = Path(path).with_suffix(f".{dist.get_rank()}.py")
-    file.write_text(PLUGIN.format(asked))
+    file.write_text(PLUGIN.format(integration, asked))
     return import_external_file(str(file)).hook
 
 
-def main(path, aggregation, cp, loss_scaling, data, more):
-    """Train, and return the numbers."""
+def run(train):
+    """Train as the command line says; ``train`` returns the trainer and the hook."""
+    path, aggregation, cp, loss_scaling, data, *more = sys.argv[1:]
+    more = {name: json.loads(value) for name, value in (one.split("=") for one in more)}
+    try:
+        trainer, hook = train(path, aggregation, int(cp), loss_scaling, data, more)
+    except LossAggregationError as error:
+        print(f"REFUSED {error}", flush=True)
+    else:
+        numbers = {**trainer.written, "hooked": None if hook is None else hook.num_steps}
+        if dist.get_rank() == dist.get_world_size() - 1:
+            Path(path).write_text(json.dumps(numbers))
+    dist.destroy_process_group()
+
+
+def train(path, aggregation, cp, loss_scaling, data, more):
+    """Train for SFT; returns the trainer and the hook."""
     tiny_gpt.start(cp=cp, dtype=torch.float32)
     is_packed = data == "packed"
     packs = PACKS if is_packed else PADDED
     conversations = Conversations(0, STEPS, packs, is_packed=is_packed)
-    hook = installed(path, aggregation)
-    base.warmup_jit_function = lambda *args: None  # it warms up kernels of CUDA
+    mode, _, count = aggregation.partition("+")
+    asked = {"stock": None, "shadow": "None, options=Options(shadow='sample_mean')"}.get(
+        aggregation, f"Aggregation({mode!r}, count={count or 'mask'!r})"
+    )
+    hook = installed(path, "ms_swift", asked)
     args = arguments(cp, loss_scaling, conversations, more)
     trainer = Trainer(args, Collator(is_packed=is_packed, cp=cp))
     trainer.data, trainer.counts_weights = conversations, aggregation.endswith("+weights")
     trainer.train(conversations, Conversations(1, 1, packs, is_packed=is_packed))
-    return {**trainer.written, "hooked": None if hook is None else hook.num_steps}
+    return trainer, hook
 
 
 if __name__ == "__main__":
-    path, aggregation, cp, loss_scaling, data, *more = sys.argv[1:]
-    more = {name: json.loads(value) for name, value in (one.split("=") for one in more)}
-    try:
-        numbers = main(path, aggregation, int(cp), loss_scaling, data, more)
-    except ContractError as error:
-        print(f"REFUSED {error}", flush=True)
-    else:
-        if dist.get_rank() == dist.get_world_size() - 1:
-            Path(path).write_text(json.dumps(numbers))
-    dist.destroy_process_group()
+    run(train)
