@@ -14,7 +14,7 @@ import forked_command
 import numpy as np
 import pytest
 import torch
-from frameworks import FRAMEWORKS_DIR
+from frameworks import checkout_of, needs
 
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.cli.rollouts import RolloutsError, add_reading_arguments, read_rollouts
@@ -449,13 +449,11 @@ save(samples)
 
 
 @pytest.mark.launches
-@pytest.mark.skipif(
-    not FRAMEWORKS_DIR, reason="FRAMEWORKS_DIR is not set: run tools/fetch_frameworks.sh"
+@pytest.mark.parametrize(
+    "framework", [pytest.param(name, marks=needs(name, "httpx")) for name in ("slime", "miles")]
 )
-@pytest.mark.parametrize("framework", ["slime", "miles"])
 def test_what_a_framework_dumps_by_its_own_code_is_read(tmp_path, framework):
-    pytest.importorskip("httpx", reason="httpx, which slime imports, is not installed")
-    command = [sys.executable, "-c", DUMP, framework, f"{FRAMEWORKS_DIR}/{framework}"]
+    command = [sys.executable, "-c", DUMP, framework, str(checkout_of(framework))]
     subprocess.run([*command, str(tmp_path / "{rollout_id}.pt")], check=True)
     with pytest.raises(RolloutsError, match=r"got numpy\S*, expected .*--trust-pickle"):
         read(tmp_path / "3.pt")

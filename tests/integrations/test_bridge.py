@@ -10,24 +10,20 @@ import json
 import os
 import platform
 from itertools import count
-from pathlib import Path
 
 import pytest
 from conftest import TESTS, worker_path
 from fork_server import ForkServer
+from frameworks import INSTALLED, checkout_of, needs
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.verify.frameworks.launch import FrameworkJob
 from megatron_lossagg.verify.job import write_job
 
-BRIDGE = Path(os.environ.get("FRAMEWORKS_DIR", "")) / "Megatron-Bridge"
-CORE = BRIDGE / "3rdparty" / "Megatron-LM"
-INSTALLED = TESTS.parent / ".venv-frameworks"
-MISSING = [path for path in (BRIDGE / "src", CORE / "megatron", INSTALLED) if not path.is_dir()]
-pytestmark = pytest.mark.skipif(
-    bool(MISSING),
-    reason=f"no {', '.join(map(str, MISSING))}: set FRAMEWORKS_DIR, make test-frameworks",
-)
+pytestmark = [
+    needs("Megatron-Bridge/src", installed=True),
+    needs("Megatron-Bridge/3rdparty/Megatron-LM/megatron"),
+]
 LAYOUTS = {
     "DP 2": (2, 1, "average"),
     "CP 2": (2, 2, "average"),
@@ -42,7 +38,8 @@ def bridge(launches, tmp_path_factory):
     """Return a function that trains with Bridge and returns what its worker wrote."""
     folder = tmp_path_factory.mktemp("bridge")
     frameworks = TESTS / "integrations"
-    paths = [BRIDGE / "src", CORE, frameworks, *worker_path().split(os.pathsep), INSTALLED]
+    own = [checkout_of(f"Megatron-Bridge/{path}") for path in ("src", "3rdparty/Megatron-LM")]
+    paths = [*own, frameworks, *worker_path().split(os.pathsep), INSTALLED]
     path = os.pathsep.join(map(str, paths))
     server = ForkServer(["imports_bridge"], path=path)
     files = (folder / f"{number}.json" for number in count())

@@ -10,31 +10,23 @@ import json
 import os
 import shlex
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import worker_path
 from fork_server import ForkServer
+from frameworks import checkout_of, needs
 
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.verify.frameworks.megatron_lm import MOCK, OPTIONS
 
 FRAMEWORKS = Path(__file__).parent
 WORKER = FRAMEWORKS / "megatron_lm_worker.py"
-CHECKOUT = Path(os.environ.get("FRAMEWORKS_DIR", "")) / "Megatron-LM"
+CHECKOUT = checkout_of("Megatron-LM")
 NEEDS = ("six", "regex", "yaml", "pydantic", "pybind11", "transformers", "datasets", "tokenizers")
-MISSING = [name for name in NEEDS if find_spec(name) is None]
 
-pytestmark = [
-    pytest.mark.skipif("FRAMEWORKS_DIR" not in os.environ, reason="FRAMEWORKS_DIR is not set"),
-    pytest.mark.skipif(
-        "FRAMEWORKS_DIR" in os.environ and not (CHECKOUT / "pretrain_gpt.py").exists(),
-        reason=f"no Megatron-LM checkout in {CHECKOUT}",
-    ),
-    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
-]
+pytestmark = needs("Megatron-LM", *NEEDS)
 
 COMMON = [*OPTIONS, "--num-layers", "4", "--eval-interval", "3"]
 SFT = shlex.split(
@@ -449,16 +441,13 @@ def test_the_schedulers_own_batches_are_weighted_in_both_splits_and_with_each_pa
     assert "refused with dynamic context parallelism" in done.stdout
 
 
-RL_NEEDS = [name for name in ("httpx", "fastapi", "uvicorn", "wandb") if find_spec(name) is None]
-
-
 def gathers_log_probabilities():
     """Whether train_rl.py splits tokens over context-parallel ranks, as after 0.19 (d98e8a64)."""
     file = CHECKOUT / "megatron" / "rl" / "rl_utils.py"
     return file.exists() and "def _scatter_for_context_parallel" in file.read_text()
 
 
-@pytest.mark.skipif(bool(RL_NEEDS), reason=f"train_rl.py imports {', '.join(RL_NEEDS)}")
+@needs("Megatron-LM", "httpx", "fastapi", "uvicorn", "wandb")
 @pytest.mark.parametrize("cp", [1, 2])
 def test_train_rls_own_rollout_data_and_loss_train_the_mean_over_rollouts_or_prompts(
     megatron_lm, cp

@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import launched
 from device_double import DeviceDouble
-from frameworks import FRAMEWORKS_DIR, PATCHES, copy_of, in_float64, needs_checkout
+from frameworks import PATCHES, checkout_of, copy_of, in_float64, needs
 from written_frameworks import (
     ClippedPGLossFn,
     LossType,
@@ -357,9 +357,9 @@ def test_the_patch_calls_weights_of_by_the_names_of_its_arguments():
 
 
 @pytest.mark.launches
-@needs_checkout("NeMo-RL")
+@needs("NeMo-RL", installed=True)
 def test_under_its_alias_nemo_rls_loss_gradient_and_every_metric_stay():
-    arguments = ("losses", f"{FRAMEWORKS_DIR}/NeMo-RL", "")
+    arguments = ("losses", checkout_of("NeMo-RL"), "")
     out = launched("integrations/nemo_rl_worker.py", *arguments, processes=1)
     assert out.count("are NeMo-RL's own") == 6
 
@@ -374,7 +374,7 @@ def given(launches, tmp_path_factory):
     return checkout, folder / "given.pt"
 
 
-@needs_checkout("NeMo-RL")
+@needs("NeMo-RL", installed=True)
 @pytest.mark.parametrize(
     ("cp", "processes", "how", "size"),
     [(1, 2, "padded", 2), (1, 2, "packed", 24), (2, 4, "packed", 24)],
@@ -390,7 +390,7 @@ def test_nemo_rl_trains_sft_values_and_split_steps_by_the_mode(given, cp, proces
     assert max(map(float, errors.values())) < 1e-12
 
 
-@needs_checkout("NeMo-RL")
+@needs("NeMo-RL", installed=True)
 @pytest.mark.parametrize("name", MICROBATCHES)
 def test_with_the_patch_nemo_rl_trains_prompt_mean(steps, name):
     cp, processes, how, size, num_microbatches = MICROBATCHES[name]
@@ -406,7 +406,7 @@ def test_with_the_patch_nemo_rl_trains_prompt_mean(steps, name):
 
 
 @pytest.mark.launches
-@needs_checkout("NeMo-RL")
+@needs("NeMo-RL", installed=True)
 def test_the_patch_keeps_the_weights_in_nemo_rls_own_precision(tmp_path):
     checkout = copy_of("NeMo-RL", "nemo_rl", tmp_path, patch=PATCH)
     steps = planned(checkout, tmp_path / "steps.pt")
@@ -415,7 +415,7 @@ def test_the_patch_keeps_the_weights_in_nemo_rls_own_precision(tmp_path):
 
 
 @pytest.mark.launches
-@needs_checkout("NeMo-RL")
+@needs("NeMo-RL", installed=True)
 def test_without_the_patch_nemo_rl_stops_in_the_first_step(tmp_path):
     steps = planned(copy_of("NeMo-RL", "nemo_rl", tmp_path), tmp_path / "steps.pt")
     with pytest.raises(AssertionError, match="apply docs/integrations/patches/nemo-rl-prompt-mean"):

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 import written_frameworks
 from conftest import TESTS, launched
 from device_double import DeviceDouble
-from frameworks import FRAMEWORKS_DIR, INSTALLED, copy_of, in_float64, needs_checkout, reference
+from frameworks import INSTALLED, checkout_of, copy_of, in_float64, needs, reference
 from written_frameworks import RayPPOTrainer, SFTTrainer, SkyRLBatch, sft_collator, skyrl_config
 
 from megatron_lossagg import Aggregation
@@ -267,14 +266,14 @@ def errors_of(launches, tmp_path):
 
 
 @pytest.mark.launches
-@needs_checkout("SkyRL")
+@needs("SkyRL", installed=True)
 def test_the_checkouts_own_loop_keeps_the_turns_of_a_trajectory_together():
     """As ``make test-frameworks`` asserts it of released SkyRL."""
     paths = [
         TESTS.parent,
         TESTS / "support",
         TESTS / "integrations",
-        Path(FRAMEWORKS_DIR, "SkyRL"),
+        checkout_of("SkyRL"),
         INSTALLED,
     ]
     options = ["-q", "-p", "stand_ins_first", "-p", "no:cacheprovider", "-k", "own_loop or lost"]
@@ -289,7 +288,7 @@ def test_the_checkouts_own_loop_keeps_the_turns_of_a_trajectory_together():
     assert "3 passed" in done.stdout, done.stdout + done.stderr
 
 
-@needs_checkout("SkyRL")
+@needs("SkyRL", installed=True)
 def test_with_the_patch_policy_kl_and_entropy_have_our_weights(errors_of):
     every = [f"{mode}/{EVERYTHING}/packed/3" for mode in MODES + MODES_WITHOUT_EMPTY]
     one = [f"{mode}/{EVERYTHING}/packed/1" for mode in MODES]
@@ -315,7 +314,7 @@ def test_the_patches_are_of_their_releases(tmp_path):
         copy_of(SKYRL_0_4_0, "skyrl", tmp_path, patch=PATCH)
 
 
-@needs_checkout("SkyRL")
+@needs("SkyRL", installed=True)
 @pytest.mark.parametrize("sizes", [{"cp": 2}, {"tp": 2}], ids=str)
 def test_skyrls_sft_trainer_trains_by_the_mode(errors_of, sizes):
     modes = [mode for mode in (*MODES, *MODES_WITHOUT_EMPTY) if "prompt" not in mode]
@@ -325,21 +324,21 @@ def test_skyrls_sft_trainer_trains_by_the_mode(errors_of, sizes):
     assert all(error < 1e-12 for error, _ in errors.values())
 
 
-@needs_checkout("SkyRL")
+@needs("SkyRL", installed=True)
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}], ids=str)
 def test_with_the_patch_the_weights_are_ours_on_split_models_and_padded_sequences(errors_of, sizes):
     cases = [f"prompt_mean/{EVERYTHING}/{how}/{m}" for how in ("packed", "padded") for m in (1, 3)]
     assert all(error < 1e-12 for error, _ in errors_of("SkyRL", cases, **sizes).values())
 
 
-@needs_checkout("SkyRL")
+@needs("SkyRL", installed=True)
 def test_the_patch_keeps_the_weights_in_skyrls_own_precision(errors_of):
     cases = [f"{mode}/{EVERYTHING}/packed/3" for mode in MODES]
     errors = errors_of("SkyRL", cases, processes=2, bound=1e-5, is_exact=False)
     assert all(error < 1e-5 for error, _ in errors.values())
 
 
-@needs_checkout("SkyRL")
+@needs("SkyRL", installed=True)
 def test_without_the_patch_only_the_policy_loss_has_our_weights(errors_of):
     cases = [f"prompt_mean/{terms}/packed/3" for terms in ("pg", "pg kl", EVERYTHING)]
     errors = [error for error, _ in errors_of("SkyRL", cases, patch=None, cp=2).values()]

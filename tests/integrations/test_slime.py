@@ -6,13 +6,12 @@ import sys
 import types
 from argparse import Namespace
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import TESTS, launched
 from device_double import DeviceDouble
-from frameworks import FRAMEWORKS_DIR, LAYOUTS, needs, reference
+from frameworks import LAYOUTS, SERVING, checkout_of, needs, reference
 
 from megatron_lossagg import Aggregation, faults
 from megatron_lossagg.errors import (
@@ -172,7 +171,7 @@ def test_a_microbatch_with_no_samples_gives_a_partial_loss_of_zero(miles_cp):
     assert loss.requires_grad
 
 
-CHECKOUTS = [pytest.param(name, marks=needs(name)) for name in ("slime", "miles")]
+CHECKOUTS = [pytest.param(name, marks=needs(name, *SERVING)) for name in ("slime", "miles")]
 
 
 @pytest.mark.launches
@@ -194,10 +193,10 @@ def test_the_frameworks_own_loader_parser_and_schedule_take_the_hooks(name):
 
 
 @pytest.mark.launches
-@needs("slime")
+@needs("slime", *SERVING)
 @pytest.mark.parametrize(("divisor", "outcome"), [(8, "6 passed"), (4, "6 failed")])
 def test_slimes_own_test_of_context_parallelism_passes_with_our_reducer_in_it(divisor, outcome):
-    checkout = Path(FRAMEWORKS_DIR, "slime")
+    checkout = checkout_of("slime")
     folders = [TESTS.parent, TESTS / "integrations", checkout, os.environ.get("PYTHONPATH", "")]
     options = ["-q", "-p", "slime_cp_reducer", "-p", "no:cacheprovider"]
     done = subprocess.run(

@@ -13,15 +13,13 @@ from pathlib import Path
 
 import pytest
 import verl
+from frameworks import checkout_of, needs
 from processes import is_running
 from shared import check_of
 
 from megatron_lossagg.verify.frameworks.launch import run_framework
 
 ONE = ["--dp", "1", "--loss-aggregation", "token_mean", "--loss-scaling", "average"]
-
-
-VERL, NEMO_RL = (Path(os.environ.get("FRAMEWORKS_DIR", "")) / name for name in ("verl", "NeMo-RL"))
 
 
 def lossagg_verify(folder, framework):
@@ -59,22 +57,21 @@ def test_the_command_runs_a_frameworks_own_functions(tmp_path, framework, number
     )
 
 
-@pytest.mark.skipif(not VERL.is_dir(), reason="FRAMEWORKS_DIR has no verl")
-def test_a_checkout_of_verl_passes_as_its_release_does(tmp_path, monkeypatch):
-    (tmp_path / "sitecustomize.py").write_text("import stand_ins_first\n")
-    monkeypatch.setenv("PYTHONPATH", path_with(tmp_path, VERL))
-    framework = run_framework("verl")
-    states = [(check["state"], check["explanation"]) for check in framework["checks"]]
-    assert states == [("PASS", "")] * 65
-
-
-@pytest.mark.skipif(not NEMO_RL.is_dir(), reason="FRAMEWORKS_DIR has no NeMo-RL")
-def test_nemo_rls_loss_functions_are_the_references(tmp_path, monkeypatch):
-    (tmp_path / "sitecustomize.py").write_text("import nemo_rl_first\n")
-    monkeypatch.setenv("PYTHONPATH", path_with(tmp_path, NEMO_RL))
-    framework = run_framework("nemo-rl")
-    states = [(check["state"], check["explanation"]) for check in framework["checks"]]
-    assert states == [("PASS", "")] * 34
+@pytest.mark.parametrize(
+    ("framework", "checkout", "stand_ins", "number"),
+    [
+        pytest.param("verl", "verl", "stand_ins_first", 65, marks=needs("verl")),
+        pytest.param("nemo-rl", "NeMo-RL", "nemo_rl_first", 34, marks=needs("NeMo-RL")),
+    ],
+)
+def test_every_check_of_a_checkout_passes(
+    tmp_path, monkeypatch, framework, checkout, stand_ins, number
+):
+    (tmp_path / "sitecustomize.py").write_text(f"import {stand_ins}\n")
+    monkeypatch.setenv("PYTHONPATH", path_with(tmp_path, checkout_of(checkout)))
+    checks = run_framework(framework)["checks"]
+    states = [(check["state"], check["explanation"]) for check in checks]
+    assert states == [("PASS", "")] * number
 
 
 def test_a_wrong_function_of_the_framework_fails_by_name(tmp_path):

@@ -2,10 +2,10 @@
 
 import os
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from frameworks import checkout_of, needs
 from shared import assert_same, launched
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.trainer.ppo import core_algos
@@ -29,8 +29,6 @@ from megatron_lossagg.verify.frameworks.verl import (
 
 CHECKS = checks_of("verl")
 MODES = list(ALIASES)
-MEGATRON_LM = Path(os.environ.get("FRAMEWORKS_DIR", "")) / "Megatron-LM-dev"
-HAS_DYNAMIC_CP = MEGATRON_LM.is_dir() and sys.version_info >= (3, 12)
 
 
 LOSSES = sorted({check.name.partition("+")[2] or "vanilla" for check in CHECKS[len(MODES) :]})
@@ -179,14 +177,13 @@ def test_on_verls_own_engine_policy_kl_and_entropy_have_our_weights(reference, p
     assert out.count(" times the reference") == 2 * per_token
 
 
-@pytest.mark.skipif(
-    not HAS_DYNAMIC_CP, reason="needs Megatron-LM-dev in FRAMEWORKS_DIR, Python 3.12"
-)
+@needs("Megatron-LM-dev")
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="Megatron-LM-dev needs Python 3.12")
 @pytest.mark.parametrize(("cp", "pp"), [(2, 1), (2, 2)])
 def test_sequences_on_groups_of_ranks_of_their_own_size_have_our_weights(
     reference, monkeypatch, cp, pp
 ):
-    path = os.pathsep.join([str(MEGATRON_LM), os.environ["PYTHONPATH"]])
+    path = os.pathsep.join([str(checkout_of("Megatron-LM-dev")), os.environ["PYTHONPATH"]])
     monkeypatch.setenv("PYTHONPATH", path)
     out = launched("verl_dynamic_worker.py", reference, cp, pp, processes=4)
     print(out)

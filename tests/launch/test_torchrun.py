@@ -4,10 +4,9 @@ import os
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
+from frameworks import checkout_of, needs
 from launching import (
     TORCHRUN,
     environment,
@@ -21,9 +20,6 @@ pytestmark = pytest.mark.launches
 AGENT = TORCHRUN.with_name("agent.py")
 SINGLE_NODE = "--nproc-per-node 2 --standalone --local-addr 127.0.0.1"
 SAYS_RANK = "import os\nprint('rank', os.environ['RANK'])\n"
-CHECKOUT = Path(os.environ.get("FRAMEWORKS_DIR", "")) / "Megatron-LM"
-NEEDS = ("six", "regex", "yaml", "pydantic", "pybind11")
-MISSING = [name for name in NEEDS if find_spec(name) is None]
 
 
 def torchrun(*arguments, folder, **variables):
@@ -228,10 +224,7 @@ def test_nodes_that_disagree_on_their_number_end_together(tmp_path):
         assert output.startswith("NUM_NODES: got ")
 
 
-@pytest.mark.skipif(
-    not (CHECKOUT / "pretrain_gpt.py").exists() or bool(MISSING),
-    reason=f"needs FRAMEWORKS_DIR with a checkout of Megatron-LM, and {', '.join(NEEDS)}",
-)
+@needs("Megatron-LM", "six", "regex", "yaml", "pydantic", "pybind11")
 def test_megatron_lm_trains_over_two_nodes(tmp_path):
     flags = (
         "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
@@ -242,9 +235,10 @@ def test_megatron_lm_trains_over_two_nodes(tmp_path):
         "--hidden-dropout 0 --num-workers 0 --tokenizer-type NullTokenizer "
         "--vocab-size 250 --mock-data"
     )
-    arguments = ["-m", "megatron_lossagg", "run", CHECKOUT / "pretrain_gpt.py"]
+    checkout = checkout_of("Megatron-LM")
+    arguments = ["-m", "megatron_lossagg", "run", checkout / "pretrain_gpt.py"]
     arguments += ["--loss-aggregation", "sample_mean", *flags.split()]
-    path = os.pathsep.join([str(CHECKOUT), environment()["PYTHONPATH"]])
+    path = os.pathsep.join([str(checkout), environment()["PYTHONPATH"]])
     ended = on_two_nodes(arguments, folder=tmp_path, PYTHONPATH=path)
     assert [status for status, _ in ended] == [0, 0], ended
     output = "\n".join(output for _, output in ended)

@@ -5,17 +5,16 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from conftest import TESTS, early, launched
+from frameworks import checkout_of, lacks
 from option_releases import missing_or_early, table
 
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.megatron_options import OPTIONS, check_options
 
-FRAMEWORKS_DIR = Path(os.environ.get("FRAMEWORKS_DIR", ""))
 CHECKOUTS = {"Megatron-LM": "0.16", "Megatron-LM-main": "main", "Megatron-LM-dev": "dev"}
 WORDS = {"context", "cp", "packed", "packing", "thd", "loss", "scale", "gtp", "shards", "ctx"}
 """In a field's name, that it may change who holds a token or how a loss is scaled."""
@@ -101,17 +100,18 @@ def test_documents_split_as_one_are_refused_by_what_the_script_was_called_with(
         check_options("script arguments", SimpleNamespace(**given), cp_size=cp_size)
 
 
-def worker_of(checkout):
+def worker_of(framework):
     """Run ``options_worker.py`` on a checkout's own Megatron-Core."""
-    if not (FRAMEWORKS_DIR / checkout).is_dir() or not os.environ.get("FRAMEWORKS_DIR"):
-        pytest.skip(f"FRAMEWORKS_DIR has no {checkout}: run tools/fetch_frameworks.sh")
-    paths = [FRAMEWORKS_DIR / checkout, TESTS.parent, TESTS / "support", TESTS / "integrations"]
+    if reason := lacks(framework):
+        pytest.skip(reason)
+    checkout = checkout_of(framework)
+    paths = [checkout, TESTS.parent, TESTS / "support", TESTS / "integrations"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
     command = [sys.executable, str(TESTS / "megatron" / "options_worker.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     (found,) = found_by(done.stdout)
-    assert str(FRAMEWORKS_DIR / checkout) in found["file"]
+    assert str(checkout) in found["file"]
     return found
 
 

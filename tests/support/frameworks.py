@@ -18,38 +18,42 @@ LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 """DP and CP."""
 
 
-def needs(framework):
-    """Skip a test where the checkout of a framework is missing, or what it imports."""
-    reasons = [] if FRAMEWORKS_DIR else ["FRAMEWORKS_DIR is not set"]
-    if FRAMEWORKS_DIR and not Path(FRAMEWORKS_DIR, framework).is_dir():
-        reasons.append(f"FRAMEWORKS_DIR has no {framework}")
-    modules = ("ray", "transformers", "httpx", "psutil", "wandb", "six", "regex", "pydantic")
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    if not reasons and missing:
-        reasons.append(f"not installed: {', '.join(missing)}")
-    reason = (
-        f"{'; '.join(reasons)}: run tools/fetch_frameworks.sh; docs/integrations/{framework}.md"
-    )
-    return pytest.mark.skipif(bool(reasons), reason=reason)
+SERVING = ("ray", "transformers", "httpx", "psutil", "wandb", "six", "regex", "pydantic")
+"""What slime and miles import."""
 
 
-def needs_checkout(framework):
-    """Skip a test where the checkout of a framework is missing, or what ``make test-frameworks``
-    installs.
+def checkout_of(framework):
+    """Return where a framework's checkout is, or a path at which nothing is."""
+    return Path(FRAMEWORKS_DIR or os.devnull, framework)
+
+
+def needs(framework, *modules, installed=False):
+    """Skip a test where :func:`lacks` finds something missing."""
+    reason = lacks(framework, *modules, installed=installed)
+    return pytest.mark.skipif(bool(reason), reason=reason)
+
+
+def lacks(framework, *modules, installed=False):
+    """Say what is missing; empty if nothing is.
+
+    ``framework``: a folder of ``FRAMEWORKS_DIR``. ``modules``: what this Python imports for it.
+    ``installed``: it imports what ``make test-frameworks`` installs, too.
     """
-    reason = None
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if not FRAMEWORKS_DIR:
-        reason = "FRAMEWORKS_DIR is not set: run tools/fetch_frameworks.sh"
-    elif not Path(FRAMEWORKS_DIR, framework).is_dir():
-        reason = f"FRAMEWORKS_DIR has no {framework}: run tools/fetch_frameworks.sh"
-    elif not INSTALLED.is_dir():
-        reason = "what the frameworks import is not installed: run make test-frameworks"
-    return pytest.mark.skipif(reason is not None, reason=str(reason))
+        return "FRAMEWORKS_DIR is not set: run tools/fetch_frameworks.sh"
+    if not checkout_of(framework).is_dir():
+        return f"FRAMEWORKS_DIR has no {framework}: run tools/fetch_frameworks.sh"
+    if missing:
+        return f"not installed: {', '.join(missing)}"
+    if installed and not INSTALLED.is_dir():
+        return "what the frameworks import is not installed: run make test-frameworks"
+    return ""
 
 
 def copy_of(framework, package, folder, *, patch=None):
     """Copy a package of a framework to a folder, patched if wanted; returns the folder."""
-    shutil.copytree(Path(FRAMEWORKS_DIR or "", framework, package), folder / package)
+    shutil.copytree(checkout_of(framework) / package, folder / package)
     if patch is not None:
         # As if outside of any repository, which git would take the paths to be relative to.
         environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}

@@ -15,10 +15,10 @@ import types
 from importlib.util import find_spec
 from pathlib import Path
 
-import frameworks
 import pytest
 import torch
 from conftest import fork_server
+from frameworks import SERVING, checkout_of, needs
 
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.integrations import _rebind
@@ -290,9 +290,6 @@ def test_every_framework_has_checks(name):
     assert callable(importlib.import_module(module).checks)
 
 
-FRAMEWORKS_DIR = Path(os.environ.get("FRAMEWORKS_DIR", ""))
-
-
 def run_checkout(monkeypatch, folder, name, *checkouts):
     """Run a framework's checks from checkouts, with stand-ins for what serves rollouts."""
     (folder / "sitecustomize.py").write_text(
@@ -302,7 +299,7 @@ def run_checkout(monkeypatch, folder, name, *checkouts):
         folder,
         ROOT,
         ROOT / "tests" / "integrations",
-        *(FRAMEWORKS_DIR / each for each in checkouts),
+        *map(checkout_of, checkouts),
     ]
     path = os.pathsep.join([*map(str, own), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
@@ -317,23 +314,15 @@ def run_checkout(monkeypatch, folder, name, *checkouts):
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("name", ["slime", "miles"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs(name, *SERVING)) for name in ("slime", "miles")]
+)
 def test_the_policy_loss_of_slime_and_miles_is_the_references(monkeypatch, tmp_path, name):
-    (skip,) = frameworks.needs(name).args
-    if skip:
-        pytest.skip(frameworks.needs(name).kwargs["reason"])
     checks = run_checkout(monkeypatch, tmp_path, name, name, "Megatron-LM")
     assert len(checks) == 11
 
 
-MISSING = [name for name in ("six", "regex", "pydantic", "yaml") if find_spec(name) is None]
-
-
-def needs_megatron_lm(test):
-    """Skip a test where the checkout of Megatron-LM is missing, or what its script imports."""
-    script = FRAMEWORKS_DIR / "Megatron-LM" / "pretrain_gpt.py"
-    skip = pytest.mark.skipif(not script.exists(), reason="FRAMEWORKS_DIR has no Megatron-LM")
-    return skip(pytest.mark.skipif(bool(MISSING), reason=f"not installed: {MISSING}")(test))
+needs_megatron_lm = needs("Megatron-LM", "six", "regex", "pydantic", "yaml")
 
 
 @pytest.mark.launches
@@ -356,9 +345,7 @@ def test_megatron_lms_own_script_trains_the_references_loss_in_every_layout(monk
 def test_a_script_that_fails_is_a_failure_only_where_it_runs_stock(
     monkeypatch, tmp_path, script, kind, words
 ):
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(FRAMEWORKS_DIR / "Megatron-LM"), *sys.path])
-    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(checkout_of("Megatron-LM")), *sys.path]))
     (tmp_path / "script.py").write_text(script)
     with pytest.raises(kind, match=words):
         checks_of_megatron_lm._run(tmp_path / "script.py", DEFAULT, "DP 1")
