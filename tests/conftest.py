@@ -36,11 +36,6 @@ def launched(script, *arguments, processes, timeout=600):
     return _launched([str(TESTS / script), *map(str, arguments)], processes, timeout, imports)
 
 
-def launched_module(module, *arguments, processes, timeout=600):
-    """Run a module of the package on several processes."""
-    return _launched(["-m", module, *map(str, arguments)], processes, timeout, WITH_MEGATRON)
-
-
 def worker_path():
     """Return where a worker finds the package, tests/support, and a release of Megatron."""
     given = filter(None, [ENVIRONMENT.get("PYTHONPATH")])
@@ -137,7 +132,8 @@ def proven(layouts, cases=CASES):
     folder = new_folder()
     job_file, events = folder / "job", folder / "events.jsonl"
     write_job(job, job_file)
-    launched_module("megatron_lossagg.verify", job_file, events, processes=job.world_size)
+    command = ["-m", "megatron_lossagg.verify", str(job_file), str(events)]
+    _launched(command, job.world_size, 600, WITH_MEGATRON)
     reported = [json.loads(line) for line in events.read_text().splitlines()]
     verdicts = [v for event in reported for v in event.get("verdicts", ())]
     assert len(verdicts) == job.num_verdicts

@@ -103,7 +103,6 @@ def hooked(run, aggregation, options):
 def stock(run, chunks, wrap=lambda schedule: schedule, **more):
     """Run a step with a framework's own loss_func, which returns a masked sum."""
     layout = run.parallelism
-    sent = [iter(run.batches) for _ in chunks]
 
     def loss_func(batch, output):
         mask = batch.mask_here
@@ -113,18 +112,14 @@ def stock(run, chunks, wrap=lambda schedule: schedule, **more):
         return loss, num_tokens.int(), {"loss": report}
 
     def forward_step(iterator, chunk):
-        batch = next(iterator if run._reads else sent[chunks.index(chunk)])
+        batch = next(iterator)
         return forward(chunk, batch, layout), functools.partial(loss_func, batch)
 
-    return run_schedule(forward_step, chunks, run.batches, wrap=wrap, reads=run._reads, **more)
+    return run_schedule(forward_step, chunks, run.batches, wrap=wrap, **more)
 
 
 def is_last_stage():
     return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-
-
-def value(reports, name):
-    return reported(reports, name)
 
 
 def close(got, wanted, tolerance=1e-12):
@@ -189,14 +184,14 @@ def check_shadows_are_the_references_next_to_a_trained_loss(name, runs):
         for one, other in zip(stock_step.gradients(run.chunks), without, strict=True):
             assert torch.equal(one, other)
         if is_last_stage():
-            assert value(reports, "loss") == value(plain, "loss")
+            assert reported(reports, "loss") == reported(plain, "loss")
             assert_shadows(run, reports, modes)
 
 
 def assert_shadows(run, reports, modes):
     for shadow, aggregation in modes.items():
         wanted = expected(Case(aggregation=aggregation), run.reference, run.facts.assignment).loss
-        assert close(value(reports, f"lossagg/shadow/{shadow}"), wanted), (shadow, wanted)
+        assert close(reported(reports, f"lossagg/shadow/{shadow}"), wanted), (shadow, wanted)
 
 
 class Compared(_Integration):
@@ -227,7 +222,7 @@ def check_under_a_shadow_stock_trains_bit_for_bit_and_its_own_loss_is_reported(n
             for one, other in zip(plain, reports, strict=True):
                 assert torch.equal(one["loss"], other["loss"])
             assert_shadows(run, reports, hook.options.shadows)
-            trained = value(reports, "lossagg/shadow/stock")
+            trained = reported(reports, "lossagg/shadow/stock")
             assert close(trained, trained_by_stock(run, per_token=per_token)), name
             with torch.no_grad():
                 evaluated = stock(run, chunks, wrap=hook.wrap, forward_only=True)
@@ -280,7 +275,7 @@ def check_a_loss_that_is_not_finite_is_stocks_affair_under_a_shadow(name, runs):
     integration.loss = loss
     reports = stock(run, run.chunks, wrap=hook.wrap)
     if is_last_stage():
-        assert value(reports, "lossagg/shadow/token_sum") != value(
+        assert reported(reports, "lossagg/shadow/token_sum") != reported(
             reports, "lossagg/shadow/token_sum"
         )
     trained = ScheduleHook(CASES[0].aggregation, integration, options=Options(**QUICK))

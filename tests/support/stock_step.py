@@ -38,16 +38,12 @@ def stock_model(layout, *, per_token=False):
     return wrapped_chunks(layout, config_of(layout, per_token=per_token))
 
 
-def as_stock(loss, num_tokens):
-    """Return what Megatron-LM's loss_func does, but for its report."""
-    return loss, num_tokens
-
-
-def stock_step(chunks, batches, layout, returns=as_stock, *, counting=None):
+def stock_step(chunks, batches, layout, returns=lambda *both: both, *, counting=None):
     """Run a step in which loss_func returns ``returns(loss, num_tokens)`` and a report.
 
-    ``counting``: the batches whose masks are counted, if not those trained. Returns what the
-    schedule returned and every gradient buffer as finalize left it.
+    ``returns``: by default as in Megatron-LM's own loss_func. ``counting``: the batches whose
+    masks are counted, if not those trained. Returns what the schedule returned and every gradient
+    buffer as finalize left it.
     """
 
     def forward_step(iterator, chunk):
