@@ -119,12 +119,11 @@ def batch_of_the_step():
         }
     )
     uids = [sequence["uid"] for sequence in SAMPLES]
-    starts = [n for n, uid in enumerate(uids) if n == 0 or uid != uids[n - 1]]
     batch.metadata = {
         "uids": uids,
         "response_length": width,
         "policy_mini_batch_boundaries": [(0, len(uids))],
-        "policy_prompt_boundaries": list(zip(starts, [*starts[1:], len(uids)], strict=True)),
+        "policy_prompt_boundaries": frameworks.prompt_boundaries(uids),
     }
     return batch
 
