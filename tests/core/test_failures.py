@@ -30,6 +30,7 @@ from megatron_lossagg.errors import (
 from megatron_lossagg.exchange import Exchange
 from megatron_lossagg.flags import aggregation_from_args
 from megatron_lossagg.options import Options
+from megatron_lossagg.scaling import LOSS_SCALINGS
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.sequences import zigzag
 
@@ -41,7 +42,6 @@ MODES = {
     }
     for aggregation in ANY_LAYOUT.values()
 }
-LOSS_SCALINGS = ("average", "per_token")
 
 
 class Threads(Exchange):

@@ -9,6 +9,7 @@ import pytest
 from conftest import early, launched, proven
 from test_matrix import CASES as THREE
 
+from megatron_lossagg.scaling import LOSS_SCALINGS
 from megatron_lossagg.verify.cases import CASES
 from megatron_lossagg.verify.parallelism import Parallelism
 
@@ -20,7 +21,6 @@ SPLITS = {
     "PP2xCP2": {"pp": 2, "cp": 2},
 }
 MICROBATCHES = (1, 3, 4)
-LOSS_SCALINGS = ("average", "per_token")
 OTHERS = {
     "CP4": {"cp": 4, "microbatches": 5},
     "PP2": {"pp": 2},

@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from megatron_lossagg.scaling import LOSS_SCALINGS
 from megatron_lossagg.verify.cases import MASK_CASES
 from megatron_lossagg.verify.command import _report
 from megatron_lossagg.verify.environment import Fact
@@ -15,7 +16,6 @@ from megatron_lossagg.verify.report import finite, page, show
 
 LAYOUTS = ["DP 4, M 3", "DP 2 x CP 2, M 3, distributed optimizer, overlap grad reduce, bshd"]
 CASES = ["token_mean", "sample_mean, count_empty=False", "constant + token_mean"]
-LOSS_SCALINGS = ["average", "per_token"]
 VOID = {"meta", "br", "link", "img"}
 
 
