@@ -22,8 +22,6 @@ from megatron_lossagg.options import Options
 
 __all__ = ["add_arguments", "run"]
 
-_OWN_LOOP = "get_forward_backward_func"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``lossagg run``."""
@@ -85,14 +83,14 @@ def run(args: argparse.Namespace) -> int:
     options = Options.from_args(flags)
     if wants_help or (aggregation is None and not options.shadow):
         return _run(script, on_cpu=args.cpu)
-    if _OWN_LOOP.encode() in script.read_bytes():  # of any encoding
+    from megatron_lossagg.integrations import megatron_lm, megatron_rl
+    from megatron_lossagg.integrations._rebind import HOOK, report_if_unused
+
+    if HOOK.encode() in script.read_bytes():  # of any encoding
         raise ContractError(
-            f"{script} calls {_OWN_LOOP} itself, expected a script that trains by megatron.training"
+            f"{script} calls {HOOK} itself, expected a script that trains by megatron.training"
             "'s pretrain: wrap its schedule with LossAggregator.wrap"
         )
-    from megatron_lossagg.integrations import megatron_lm, megatron_rl
-    from megatron_lossagg.integrations._rebind import report_if_unused
-
     is_rl = script.name == "train_rl.py"
     integration = megatron_rl.RLIntegration if is_rl else megatron_lm.PretrainIntegration
     hook = megatron_lm.install(

@@ -12,9 +12,10 @@ from typing import Any
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.schedule import ScheduleHook
 
-__all__ = ["rebind", "report_if_unused"]
+__all__ = ["HOOK", "rebind", "report_if_unused"]
 
-_HOOK = "get_forward_backward_func"
+HOOK = "get_forward_backward_func"
+"""What a framework's loop calls for Megatron's schedule."""
 
 
 def rebind(hook: ScheduleHook, modules: Sequence[str], framework: str) -> ScheduleHook:
@@ -26,7 +27,7 @@ def rebind(hook: ScheduleHook, modules: Sequence[str], framework: str) -> Schedu
     stocks: dict[str, Any] = {}
     for name in modules:
         try:
-            stocks[name] = getattr(importlib.import_module(name), _HOOK, None)
+            stocks[name] = getattr(importlib.import_module(name), HOOK, None)
         except ImportError as error:
             raise ContractError(
                 f"{name} cannot be imported ({error}), expected the training loop of "
@@ -34,11 +35,11 @@ def rebind(hook: ScheduleHook, modules: Sequence[str], framework: str) -> Schedu
             ) from error
         if stocks[name] is None:
             raise ContractError(
-                f"{name} has no {_HOOK}, expected the training loop of {framework}: this "
+                f"{name} has no {HOOK}, expected the training loop of {framework}: this "
                 "loop is not known here; wrap its schedule with LossAggregator.wrap"
             )
     for name, stock in stocks.items():
-        setattr(importlib.import_module(name), _HOOK, _hooked(hook, stock))
+        setattr(importlib.import_module(name), HOOK, _hooked(hook, stock))
     atexit.register(report_if_unused, hook, framework)
     return hook
 
