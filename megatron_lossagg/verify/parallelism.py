@@ -128,14 +128,11 @@ class Parallelism:
             raise ProofError("sequence parallelism is over tensor-parallel ranks: give tp above 1")
         if self.moe and self.tp > 1 and not self.sequence_parallel:
             raise ProofError("Megatron-Core runs experts with tp above 1 under sequence_parallel")
-        if self.packing not in ("thd", "bshd", "local", "gathered"):
-            raise ProofError(
-                f"packing: got {self.packing!r}, expected thd, bshd, local or gathered"
-            )
-        if self.cp_partition not in ("zigzag", "contiguous"):
-            raise ProofError(
-                f"cp_partition: got {self.cp_partition!r}, expected zigzag or contiguous"
-            )
+        for option in fields(self):
+            value, choices = getattr(self, option.name), option.metadata.get("choices")
+            if choices and value not in choices:
+                expected = f"{', '.join(choices[:-1])} or {choices[-1]}"
+                raise ProofError(f"{option.name}: got {value!r}, expected {expected}")
         if self.cp_partition == "contiguous" and self.cp == 1:
             raise ProofError("cp_partition is over context-parallel ranks: give cp above 1")
         if VOCABULARY % self.tp:
