@@ -202,10 +202,11 @@ def rollout_mask_sums(
     """Compute d_s of each sequence of a rollout batch, float64 ``[S]``; NaN outside of all steps.
 
     ``active_tokens``, ``sample`` and ``prompt`` have one entry per sequence. ``dropped``: sequences
-    that the framework leaves out. Every rank of ``group`` calls, with the same number of steps: per
-    step the collectives of :func:`plan_step`, once more if prompts are given and there are several
-    steps, and one all-gather for a d_s below 1 in the last step. ``fault``: why this rank has no
-    counts. Raises :class:`PlanError`, on all ranks.
+    that the framework leaves out. Every rank of ``group`` calls, with the same number of steps, and
+    all of them or none with ``dropped``: per step the collectives of :func:`plan_step`, once more
+    if prompts are given with several steps or with ``dropped``, and one all-gather for a d_s below
+    1 in the last step. ``fault``: why this rank has no counts. Raises :class:`PlanError`, on all
+    ranks.
     """
     d_S = np.full(len(active_tokens), np.nan)
 
