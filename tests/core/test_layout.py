@@ -5,10 +5,10 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from step_data import zigzag
 
 from megatron_lossagg import Layout
 from megatron_lossagg.errors import LayoutError
+from megatron_lossagg.verify.sequences import zigzag
 
 CP_SIZES = (1, 2, 4, 8)
 

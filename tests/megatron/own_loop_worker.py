@@ -10,11 +10,11 @@ from check_runner import run_checks
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from step_data import VOCABULARY
 
 from megatron_lossagg import LossAggregator, Sequences, plan_step
 from megatron_lossagg.errors import ContractError, ReducerError
 from megatron_lossagg.options import Options
+from megatron_lossagg.verify.sequences import VOCABULARY
 
 LENGTH = 8
 MASK = torch.ones(LENGTH, dtype=torch.int64)

@@ -19,7 +19,6 @@ from megatron.core.rerun_state_machine import (
     get_rerun_state_machine,
     initialize_rerun_state_machine,
 )
-from step_data import VOCABULARY
 
 from megatron_lossagg import Aggregation, LossAggregator
 from megatron_lossagg.buffer import MicrobatchSequences
@@ -29,6 +28,7 @@ from megatron_lossagg.integrations import bridge, megatron_lm
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration
 from megatron_lossagg.options import Options
 from megatron_lossagg.schedule import ScheduleHook, _compare_sum
+from megatron_lossagg.verify.sequences import VOCABULARY
 
 SAMPLE_MEAN = Aggregation("sample_mean")
 M, LENGTH = 2, 8

@@ -1,13 +1,8 @@
-"""The sequences of ``megatron_lossagg.verify.sequences`` as the dicts that the reference takes, and
-which of their tokens a context-parallel rank holds.
-"""
+"""The sequences of ``megatron_lossagg.verify.sequences`` as the dicts that the reference takes."""
 
 from types import SimpleNamespace
 
 from megatron_lossagg.verify import sequences as verification
-from megatron_lossagg.verify.sequences import zigzag  # noqa: F401  shares no code with the package
-
-VOCABULARY = verification.VOCABULARY
 
 
 def make_sequences():
