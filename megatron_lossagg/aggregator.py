@@ -531,14 +531,18 @@ class LossAggregator:
         for what, is_used in reduced_again.items():
             if is_used:
                 raise ContractError(
-                    f"got accumulates=True with {what}, where Megatron scales or reduces gradients "
-                    "of earlier schedule calls once more: run all microbatches of an optimizer "
-                    "step in one schedule call"
+                    f"got accumulates=True with {what}, where Megatron may scale or reduce "
+                    "gradients of earlier schedule calls once more: run all microbatches of an "
+                    "optimizer step in one schedule call"
                 )
 
     def _check_overlap(self, num_microbatches: int) -> None:
         """Refuse an overlapping reduction that nothing holds back until the last microbatch."""
-        overlaps = any(chunk.ddp_config.overlap_grad_reduce for chunk in self.chunks)
+        overlaps = any(
+            chunk.ddp_config.overlap_grad_reduce
+            and (self.dp_cp_size > 1 or chunk.expert_parallel_buffers)
+            for chunk in self.chunks
+        )
         if overlaps and num_microbatches > 1 and self._config.no_sync_func is None:
             raise ContractError(
                 f"got {num_microbatches} microbatches with overlap_grad_reduce, and "

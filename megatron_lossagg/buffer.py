@@ -254,24 +254,26 @@ def _copied(microbatch: Any) -> Any:
     seen: dict[int, Any] = {}  # with the values: a mapping may make its own anew
     known: dict[int, Any] = {}
 
-    def look_at(value: Any, *, is_microbatch: bool) -> None:
+    def look_at(value: Any, *, is_microbatch: bool, in_object: bool = False) -> None:
         if id(value) in seen:
             return
         seen[id(value)] = value
-        parts = _parts(value, is_microbatch=is_microbatch)
+        parts = _parts(value, is_microbatch=is_microbatch, in_object=in_object)
         if parts is None and isinstance(value, (Tensor, np.ndarray)):
             known[id(value)] = _copied_array(value)
         elif parts is None and not is_microbatch:
             known[id(value)] = value
         in_lockstep = is_microbatch and isinstance(value, tuple)  # one per chunk of the model
+        # What an object refers to may be a whole data set.
+        in_object |= not (is_microbatch or isinstance(value, (Mapping, list, tuple, np.ndarray)))
         for part in parts or ():
-            look_at(part, is_microbatch=in_lockstep)
+            look_at(part, is_microbatch=in_lockstep, in_object=in_object)
 
     look_at(microbatch, is_microbatch=True)
     return copy.deepcopy(microbatch, known)
 
 
-def _parts(value: Any, *, is_microbatch: bool) -> Iterable[Any] | None:
+def _parts(value: Any, *, is_microbatch: bool, in_object: bool) -> Iterable[Any] | None:
     """Return what a container holds, None if it is no container."""
     if isinstance(value, np.ndarray) and value.dtype.hasobject:
         objects: list[Any] = value.ravel().tolist()
@@ -285,8 +287,9 @@ def _parts(value: Any, *, is_microbatch: bool) -> Iterable[Any] | None:
     if dataclasses.is_dataclass(value):
         return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     held = list(getattr(value, "__dict__", {}).values())
-    is_container = is_microbatch or any(isinstance(part, (Tensor, np.ndarray)) for part in held)
-    return held if is_container and hasattr(value, "__dict__") else None
+    holds_some = any(isinstance(part, (Tensor, np.ndarray)) for part in held)
+    is_container = hasattr(value, "__dict__") and (is_microbatch or (holds_some and not in_object))
+    return held if is_container else None
 
 
 def _copied_array(array: Any) -> Any:

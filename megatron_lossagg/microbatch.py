@@ -263,26 +263,30 @@ class Microbatch:
         """
         return self.keep.sum()
 
-    def note_trained(self, num_sequences: int, *, has_returned: bool = False) -> None:
+    def note_trained(self, num_sequences: int) -> None:
         """Note what this rank trains of each sequence, which context-parallel ranks compare.
 
-        Each call of a reducer does with a layout ``local`` or gathered losses, where each rank
-        weighs its part by a mask of its own, and for a further plan. Of the step's own plan a whole
-        mask, which should be the other ranks', is noted once loss_func has returned for it.
+        Where the framework slices the mask, and of gathered losses, each rank weighs its part by a
+        mask of its own: every call of a reducer is noted. A whole mask should be the other ranks'
+        too; of several over one microbatch the first is noted.
         """
-        layout, trained_G, weighed_G = self.segments.layout, self.trained, self.trained_weights
-        in_call = layout.is_local or layout.is_gathered or self.state.is_further
-        if layout.cp_size == 1 or has_returned == in_call:
+        layout, sequences = self.segments.layout, self.segments.own_sequences
+        if layout.cp_size == 1:
             return
-        if not layout.is_local:  # those are of the whole mask
+        own = np.flatnonzero(self.segments.sequences != PADDING)
+        index = from_numpy(own, self.trained.device)
+        if not (layout.is_local or layout.is_gathered):
+            tally = self.state.trained_of_whole
+            if not tally.has(sequences):
+                tally.add(sequences, self._held_sums(self.keep, self.trained)[index], num_sequences)
+            return
+        trained_G, weighed_G = self.trained, self.trained_weights
+        if layout.is_gathered:  # those are of the whole mask
             trained_G = self._held_sums(self.keep, trained_G)
             if weighed_G is not None:
                 assert self.token_weights is not None
                 kept_T = torch.where(self.keep, self.token_weights, 0)
                 weighed_G = self._held_sums(kept_T, weighed_G)
-        sequences = self.segments.own_sequences
-        own = np.flatnonzero(self.segments.sequences != PADDING)
-        index = from_numpy(own, trained_G.device)
         self.state.trained.add(sequences, trained_G[index], num_sequences)
         if weighed_G is not None:
             self.state.trained_weights.add(sequences, weighed_G[index], num_sequences)

@@ -11,9 +11,9 @@ Ranks may disagree on everything, the numbers of sequences and of plans included
 gathered has one size: sequence s is added to slot s modulo ``_SLOTS``, and further plans are
 gathered only where all ranks have as many.
 
-Shape suffixes: S = sequences of this data-parallel rank in the step; F = slots; W = ranks of the
-context-parallel group; P = further plans of the step; N = the numbers that a rank gathers of a
-plan.
+Shape suffixes: S = sequences of this data-parallel rank in the step; F = slots (2F: twice); W =
+ranks of the context-parallel group; P = further plans of the step; N = the numbers that a rank
+gathers of a plan.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from megatron_lossagg.exchange import Exchange
 from megatron_lossagg.integers import Ints
 from megatron_lossagg.plan import StepPlan
 from megatron_lossagg.sequences import Floats, hashed
+from megatron_lossagg.state import TrainedTokens
 
 __all__ = ["check_ownership"]
 
@@ -39,16 +40,23 @@ _ROUNDING = 1e-6
 """How far a sum of weights may be from the counted one, of its own size."""
 
 
-def check_ownership(exchange: Exchange, plans: Sequence[StepPlan], *, has_failed: bool) -> None:
+def check_ownership(
+    exchange: Exchange, plans: Sequence[StepPlan], *, has_failed: bool, trains: bool
+) -> None:
     """Leave in each plan's faults what the ranks trained other than was counted.
 
-    Of the step's own plan tokens are compared if a rank noted some, of a further plan always.
-
     ``exchange``: over the context-parallel group, every rank of which calls. ``plans``: of the
-    step. ``has_failed``: whether this rank ends the step with an error anyway, which the others
-    then raise too. One all-gather, no host sync; with several plans one more of each.
+    step, its own first; tokens of a plan are compared if a rank noted some. ``has_failed``: whether
+    this rank ends the step with an error anyway, which the others then raise too. ``trains``:
+    whether loss_func ran here in a training step, in which a further plan must be trained too. One
+    all-gather, no host sync; with further plans one more all-gather, after one host sync.
     """
-    own = [_numbers(plan, len(plans), has_failed) for plan in plans]
+    trained = [tally.of_sequences() for plan in plans for tally in _tallies(plan)]
+    device = next((one.device for one in trained if one is not None), torch.device("cpu"))
+    own = [
+        _numbers(plan, [has_failed, trains and number > 0], len(plans), device)
+        for number, plan in enumerate(plans)
+    ]
     gathered_WN = exchange.tensors(own[0])
     _compare(plans[0], gathered_WN, exchange.rank)
     if len(plans) > 1 and bool((gathered_WN[:, _NUM_PLANS] == len(plans)).all()):
@@ -57,33 +65,48 @@ def check_ownership(exchange: Exchange, plans: Sequence[StepPlan], *, has_failed
             _compare(plan, gathered_WN, exchange.rank)
 
 
-_NUM_PLANS, _HEAD = 3, 6
+_NUM_PLANS, _HEAD = 4, 8
 """Where a rank's number of plans stands in what it gathers, and where its slots begin."""
 
 
-def _numbers(plan: StepPlan, num_plans: int, has_failed: bool) -> Tensor:
-    """Return what this rank has trained and counted under a plan: int64 ``[N]``."""
-    trained_S = plan.state.trained.of_sequences()
-    device = torch.device("cpu") if trained_S is None else trained_S.device
-    weighed_S = plan.state.trained_weights.of_sequences()
-    settings = f"{plan.aggregation!r} {plan.state.rejects_tokens}"
+def _tallies(plan: StepPlan) -> tuple[TrainedTokens, ...]:
+    state = plan.state
+    return state.trained, state.trained_of_whole, state.trained_weights
+
+
+def _numbers(plan: StepPlan, ends: list[bool], num_plans: int, device: torch.device) -> Tensor:
+    """Return what this rank has trained and counted under a plan: int64 ``[N]``.
+
+    ``ends``: whether the step has failed here, and whether the plan must be trained.
+    """
     counted_F = _folded(plan.active_tokens).astype(np.int64)
-    slot_S = _slots(len(plan.active_tokens))
-    trained_F = torch.zeros(_SLOTS, dtype=torch.int64, device=device)
-    if trained_S is not None:
-        trained_F.index_add_(0, from_numpy(slot_S, device), moved(trained_S, device))
-    weighed_F = torch.zeros(_SLOTS, dtype=torch.float64, device=device)
-    if weighed_S is not None:
-        weighed_F.index_add_(0, from_numpy(slot_S, device), moved(weighed_S, device))
-    is_compared = trained_S is not None or plan.state.is_further
-    settings_and_weights = [hashed(settings), num_plans, len(slot_S), hashed(_weights(plan))]
-    head = np.array([is_compared, has_failed, *settings_and_weights])
-    bits_F = weighed_F.view(torch.int64)
-    return torch.cat([from_numpy(head, device), from_numpy(counted_F, device), trained_F, bits_F])
+    slot_S = from_numpy(_slots(len(plan.active_tokens)), device)
+    own_S, whole_S, weighed_S = (tally.of_sequences() for tally in _tallies(plan))
+    blocks = []
+    for trained_S in (own_S, whole_S, weighed_S):
+        dtype = torch.float64 if trained_S is weighed_S else torch.int64
+        trained_F = torch.zeros(_SLOTS, dtype=dtype, device=device)
+        if trained_S is not None:
+            trained_F.index_add_(0, slot_S, moved(trained_S, device))
+        blocks.append(trained_F.view(torch.int64))
+    settings = f"{plan.aggregation!r} {plan.state.rejects_tokens}"
+    noted = [own_S is not None, whole_S is not None]
+    head = np.array(
+        [*ends, *noted, num_plans, len(slot_S), hashed(settings), hashed(_weights(plan))]
+    )
+    return torch.cat([from_numpy(head, device), from_numpy(counted_F, device), *blocks])
 
 
 def _weights(plan: StepPlan) -> str:
-    """Return every w_s exactly; empty if only a custom reducer or a total not passed knows them."""
+    """Return what each w_s follows from beyond the counts, exactly.
+
+    Every w_s; with token weights, whose sums may differ by rounding, the ids. Empty if only a
+    custom reducer or totals that were not passed know them.
+    """
+    sequences = plan.sequences
+    if sequences.token_weight_sums is not None:
+        ids = (sequences.sample, sequences.prompt)
+        return " ".join("" if id_S is None else id_S.tobytes().hex() for id_S in ids)
     try:
         return plan.weight_S.tobytes().hex()
     except PlanError:
@@ -94,14 +117,21 @@ def _compare(plan: StepPlan, gathered_WN: Tensor, own_rank: int) -> None:
     counted_S = plan.active_tokens
     sums_S = plan.sequences.token_weight_sums
     counted_weight_F = np.zeros(_SLOTS) if sums_S is None else _folded(sums_S)
-    size, own = len(gathered_WN), gathered_WN[own_rank]
-    is_compared, failed_W = gathered_WN[:, 0].max(), gathered_WN[:, 1]
-    differs_W1 = (gathered_WN[:, 2:5] != own[2:5]).any(dim=1)
-    weighs_W = gathered_WN[:, 5] != own[5]
-    counted_WF, trained_WF, bits_WF = gathered_WN[:, _HEAD:].reshape(size, 3, _SLOTS).unbind(1)
+    size, here = len(gathered_WN), gathered_WN[own_rank]
+    failed_W, must_W, own_W, whole_W = gathered_WN[:, :_NUM_PLANS].unbind(1)
+    is_own, is_whole = own_W.max(), whole_W.max()
+    differs_W1 = (gathered_WN[:, _NUM_PLANS:7] != here[_NUM_PLANS:7]).any(dim=1)
+    weighs_W = gathered_WN[:, 7] != here[7]
+    blocks_WF = gathered_WN[:, _HEAD:].reshape(size, 4, _SLOTS)
+    counted_WF, trained_WF, of_whole_WF, bits_WF = blocks_WF.unbind(1)
     miscounts_F = (counted_WF != counted_WF[own_rank]).any(dim=0)
-    missing_F = (counted_WF[own_rank] - trained_WF.sum(dim=0)) * is_compared
-    weight_F = from_numpy(counted_weight_F, gathered_WN.device) * is_compared
+    # Of a plan with masks of both kinds the ranks' own say what is missing.
+    must_be_own = is_own | (must_W.max() & ~is_whole & 1)
+    missing_F = counted_WF[own_rank] * must_be_own - trained_WF.sum(dim=0)
+    missing_whole_F = counted_WF[own_rank] * is_whole - of_whole_WF.sum(dim=0)
+    more_2F = torch.cat([missing_F, missing_whole_F])
+    fewer_2F = torch.cat([missing_F, missing_whole_F * (1 - is_own)])
+    weight_F = from_numpy(counted_weight_F, gathered_WN.device) * is_own
     missing_weight_F = weight_F - bits_WF.contiguous().view(torch.float64).sum(dim=0)
     slack_F = _ROUNDING * weight_F
     plan.state.faults.record(
@@ -110,8 +140,8 @@ def _compare(plan: StepPlan, gathered_WN: Tensor, own_rank: int) -> None:
             *differs_W1.int().max(dim=0),
             *miscounts_F.int().max(dim=0),
             *weighs_W.int().max(dim=0),
-            *missing_F.min(dim=0),
-            *missing_F.max(dim=0),
+            *more_2F.min(dim=0),
+            *fewer_2F.max(dim=0),
             *(missing_weight_F + slack_F).min(dim=0),
             *(missing_weight_F - slack_F).max(dim=0),
         ],
@@ -131,7 +161,7 @@ def _describe(own_rank: int, counted_S: Ints, rejects_tokens: bool, values: list
     failed, failed_rank, differs, other, miscounts, slot, weighs, third, *tokens = map(
         int, values[:12]
     )
-    least, over, most, under = tokens
+    least, most, over, under = tokens[0], tokens[2], tokens[1] % _SLOTS, tokens[3] % _SLOTS
     least_weight, heavier, most_weight, lighter = values[12:]
     if failed and failed_rank != own_rank:
         return f"context-parallel rank {failed_rank} ended the step with an error"
@@ -150,7 +180,8 @@ def _describe(own_rank: int, counted_S: Ints, rejects_tokens: bool, values: list
     if weighs:
         return (
             f"context-parallel ranks {own_rank} and {third} give the same sequences different "
-            "weights: pass the same sample and prompt ids on every rank of a context-parallel group"
+            "weights: pass the same sample and prompt ids, and the same totals, on every rank of a "
+            "context-parallel group"
         )
     if least < 0:
         also = f", and {most} fewer of {_sequence(under, counted_S)}" if most > 0 else ""

@@ -39,7 +39,7 @@ class ReducerCall:
 
 
 class TrainedTokens:
-    """Trained tokens of each sequence on this rank, if context-parallel ranks compare them.
+    """Trained tokens of each sequence on this rank, which context-parallel ranks compare.
 
     Of several masks over one sequence the one that trains most counts, so running a microbatch
     again changes nothing.
@@ -49,6 +49,11 @@ class TrainedTokens:
         self._dtype = dtype
         """int64 for tokens, float64 for the sums of their weights."""
         self._tokens_S: dict[torch.device, Tensor] = {}
+        self._noted: set[int] = set()
+
+    def has(self, sequences: Ints) -> bool:
+        """Whether one of the sequences was noted."""
+        return not self._noted.isdisjoint(sequences.tolist())
 
     def add(self, sequences: Ints, tokens: Tensor, num_sequences: int) -> None:
         """Note a microbatch's ``tokens``, ``[len(sequences)]``; no host sync."""
@@ -57,6 +62,7 @@ class TrainedTokens:
             self._tokens_S[device] = torch.zeros(num_sequences, dtype=self._dtype, device=device)
         tokens_S, index = self._tokens_S[device], from_numpy(sequences, device)
         tokens_S.index_copy_(0, index, torch.maximum(tokens_S[index], tokens.to(self._dtype)))
+        self._noted.update(sequences.tolist())
 
     def of_sequences(self) -> Tensor | None:
         """Return ``[S]``; None if nothing is compared."""
@@ -72,14 +78,15 @@ class StepState:
 
     faults: Faults = field(default_factory=Faults)
     trained: TrainedTokens = field(default_factory=TrainedTokens)
+    """By masks of each rank's own: sliced by the framework, or of gathered losses."""
+    trained_of_whole: TrainedTokens = field(default_factory=TrainedTokens)
+    """By whole masks, of each microbatch the first: what of it this rank holds."""
     trained_weights: TrainedTokens = field(default_factory=lambda: TrainedTokens(torch.float64))
-    """The sums of their weights, if the plan has any."""
+    """The sums of the weights that ``trained`` trains, if the plan has any."""
     rejects_tokens: bool = False
     """Whether loss masks were declared to select fewer tokens than were counted."""
     is_stepped: bool = False
     """Whether a training step has begun over the plan."""
-    is_further: bool = False
-    """Whether the plan is one of ``also`` in the step that runs."""
     calls: list[ReducerCall] | None = None
     """Calls of reducers in the step; None while no step runs over the plan."""
     pending: list[ReducerCall] = field(default_factory=list)
@@ -87,11 +94,10 @@ class StepState:
     returned: set[object] = field(default_factory=set)
     """The microbatches for which loss_func has returned."""
 
-    def begin(self, *, is_further: bool = False) -> None:
+    def begin(self) -> None:
         """Note from here on what reducers are called for, and what they train."""
-        self.is_further = is_further
         self.calls, self.pending, self.returned = [], [], set()
-        self.trained = TrainedTokens()
+        self.trained, self.trained_of_whole = TrainedTokens(), TrainedTokens()
         self.trained_weights = TrainedTokens(torch.float64)
 
     def refuse_others(self) -> None:

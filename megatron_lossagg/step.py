@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Mapping
 from functools import partial
 from types import TracebackType
@@ -17,7 +16,7 @@ from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.exchange import Exchange
 from megatron_lossagg.first_step import record_first_step
-from megatron_lossagg.integers import IntsLike, first_few
+from megatron_lossagg.integers import Ints, IntsLike, first_few
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.live import is_rerunning
 from megatron_lossagg.outputs import (
@@ -153,6 +152,8 @@ class Step:
         )
         self._trained: list[tuple[int, object]] = []
         """Of each call of loss_func whose loss needs a gradient: its number, its microbatch."""
+        self._returned: dict[int, Tensor] = {}
+        """Those losses, until their gradients come."""
         self.scaling = Scaling(
             loss_scaling=aggregator.loss_scaling,
             num_microbatches=num_microbatches,
@@ -161,7 +162,7 @@ class Step:
         )
         """What Megatron does to this step's loss, and K."""
         for one in self._plans:
-            one.state.begin(is_further=one is not plan)
+            one.state.begin()
 
     def __enter__(self) -> Step:
         """Return the step."""
@@ -242,9 +243,7 @@ class Step:
     def _note_shadowed(self, reducer: Reducer) -> None:
         """Note a microbatch that only shadows are reported of."""
         self._tracker.add(reducer.microbatch.segments.own_sequences)
-        num_sequences = len(self.plan.active_tokens)
-        reducer.microbatch.note_trained(num_sequences)
-        reducer.microbatch.note_trained(num_sequences, has_returned=True)
+        reducer.microbatch.note_trained(len(self.plan.active_tokens))
 
     def _outputs(
         self, loss: Tensor, reducer: Reducer, report: Mapping[str, Tensor], means: Means
@@ -254,17 +253,17 @@ class Step:
         if self._tracker.is_at_start and not (self.forward_only or self._accumulates):
             self._look_at_gradients()
         self._tracker.add(reducer.microbatch.segments.own_sequences)
-        reducer.microbatch.note_trained(len(self.plan.active_tokens), has_returned=True)
         if self._record is not None:
             self._record.add(reducer, is_first=self._tracker.num_calls == 1)
         cp_rank = self._aggregator.cp_rank
         made = outputs(loss, reducer, self.scaling, cp_rank=cp_rank, report=report, means=means)
         if loss.requires_grad:
-            note = partial(self._note_schedule, weakref.ref(made[0]))
-            made[0].register_hook(note)  # type: ignore[no-untyped-call]
+            number = len(self._trained)
+            self._returned[number] = made[0]
+            made[0].register_hook(partial(self._note_schedule, number))  # type: ignore[no-untyped-call]
         return made
 
-    def _note_schedule(self, loss: weakref.ref[Tensor], gradient: Tensor) -> None:
+    def _note_schedule(self, number: int, gradient: Tensor) -> None:
         """Note what the schedule multiplies a returned loss by, in its backward pass.
 
         A loss that comes without num_tokens it multiplies by CP / M, in place. In the per-token
@@ -272,9 +271,9 @@ class Step:
         """
         expected = torch.ones_like(gradient)
         if self._aggregator.grad_scale_func is not None:
-            expected = self._aggregator.grad_scale_func(expected)
-        returned = loss()
-        is_changed = returned is not None and returned._version > 0
+            expected = self._aggregator.grad_scale_func(expected).reshape(())  # Megatron's has [1]
+        loss = self._returned.pop(number, None)
+        is_changed = loss is not None and loss._version > 0
         is_legacy = self.scaling.loss_scaling == "per_token" and is_changed
         describe = partial(_describe_schedule, self.scaling.schedule_factor, is_legacy)
         self.plan.state.faults.record([gradient, expected], describe)
@@ -297,7 +296,12 @@ class Step:
         self.end()
         aggregator = self._aggregator
         if aggregator.cp_size > 1 and self._plans:
-            check_ownership(Exchange(aggregator.cp_group), self._plans, has_failed=bool(fault))
+            check_ownership(
+                Exchange(aggregator.cp_group),
+                self._plans,
+                has_failed=bool(fault),
+                trains=self._trains,
+            )
         if fault:
             raise ContractError(fault)
         for plan in self._plans:
@@ -315,8 +319,14 @@ class Step:
     def end(self) -> None:
         """End the step without a check."""
         self.is_finished = True
+        self._returned.clear()
         for plan in self._plans:
             plan.state.end()
+
+    @property
+    def _trains(self) -> bool:
+        """Whether loss_func ran on this rank in a training step."""
+        return not self.forward_only and self._tracker.num_calls > 0
 
     def _incomplete(self) -> str:
         """Say what is missing of the step, empty if nothing is."""
@@ -324,9 +334,9 @@ class Step:
             self._tracker.finish(may_be_empty=not self._aggregator.is_last_stage)
         except ContractError as error:
             return str(error)
-        if self._aggregator.cp_size == 1 and not self.forward_only and self._tracker.num_calls:
-            for plan in self._plans[1:]:  # else the ranks compare what they trained
-                if fault := _untrained(plan):
+        if self._trains:
+            for plan in self._plans[1:]:
+                if fault := _untrained(plan, is_alone=self._aggregator.cp_size == 1):
                     return fault
         calls = [call for plan in self._plans for call in plan.state.calls or ()]
         for plan in self._plans:
@@ -441,10 +451,17 @@ class Step:
                     self.plan.state.faults.record([some.count_nonzero()], describe)
 
 
-def _untrained(plan: StepPlan) -> str:
-    """Name the sequences of a further plan that no term trained, if any."""
-    reached = [call.sequences for call in plan.state.calls or () if call.has_gradient]
-    missing = np.setdiff1d(np.flatnonzero(plan.active_tokens), np.concatenate([[], *reached]))
+def _untrained(plan: StepPlan, *, is_alone: bool) -> str:
+    """Name the sequences of a further plan that no term trained, if any.
+
+    ``is_alone``: no other rank may train them for this one. Else those whose term was reduced.
+    """
+    calls = plan.state.calls or ()
+    wanted = np.flatnonzero(plan.active_tokens)
+    if not is_alone:
+        wanted = np.intersect1d(wanted, _joined([call.sequences for call in calls]))
+    reached = _joined([call.sequences for call in calls if call.has_gradient])
+    missing = np.setdiff1d(wanted, reached)
     if not len(missing):
         return ""
     return (
@@ -454,16 +471,22 @@ def _untrained(plan: StepPlan) -> str:
     )
 
 
+def _joined(sequences: list[Ints]) -> Ints:
+    return np.concatenate([np.zeros(0, dtype=np.int64), *sequences])
+
+
 def _describe_schedule(factor: float, is_legacy: bool, values: list[float]) -> str:
     """Compare the gradient of a returned loss with the loss scale times the schedule's factor."""
     gradient, loss_scale = values
     if not is_legacy and math.isclose(gradient, loss_scale * factor, rel_tol=1e-5):
         return ""
-    found = "without its num_tokens" if is_legacy else f"with the gradient {gradient:g}"
+    how = "without its num_tokens"
+    if not is_legacy:
+        how = f"with the gradient {gradient:g}, expected {loss_scale * factor:g}"
     return (
-        f"a loss that loss_func returned was trained {found}, expected {loss_scale * factor:g} by "
-        "the schedule's division by M and the loss scale: return all three of mb.outputs from "
-        "loss_func, (loss, num_tokens, report), and let Megatron's schedule run the backward pass"
+        f"a loss that loss_func returned was trained {how}: return all three of mb.outputs from "
+        "loss_func as they are, (loss, num_tokens, report), and let Megatron's schedule, which "
+        "divides by M and multiplies by the loss scale, run the backward pass"
     )
 
 

@@ -328,7 +328,12 @@ def test_memory_that_is_used_again_from_a_later_step_on_is_copied_too():
 
 
 def test_an_object_of_another_kind_in_a_microbatch_is_not_copied():
-    lock = threading.Lock()
+    lock, dataset = threading.Lock(), Plain(T)
+    sample = Plain(T)
+    sample.dataset = dataset
+    (data,) = replayed(iter([{"sample": sample}]), 1)
+    assert data["sample"].tokens is not T
+    assert data["sample"].dataset is dataset
     (data,) = replayed(iter([{"tokenizer": math, "locks": [lock], "a": T}]), 1)
     assert data["tokenizer"] is math
     assert data["locks"][0] is lock

@@ -3,6 +3,7 @@
 import contextlib
 import warnings
 
+import numpy as np
 import pytest
 import tiny_gpt
 import torch
@@ -377,6 +378,62 @@ def check_ranks_with_different_numbers_of_plans_are_named_and_do_not_wait(aggreg
 def check_a_further_plan_that_no_rank_reduces_is_named(aggregator):
     for text in whole_step(aggregator, num_further=1, reduces=False):
         assert "train 5 tokens fewer of sequence 0 than the 5 that were counted" in text
+
+
+def check_a_further_plans_term_that_is_reduced_and_not_trained_is_named(aggregator):
+    for is_added in (True, False):
+        plans = [
+            plan_step(MODE, Sequences(active_tokens=ACTIVE), group=aggregator.dp_group)
+            for _ in range(2)
+        ]
+        step = aggregator.begin(plans[0], num_microbatches=1, also=[plans[1]])
+        mb, term = (
+            step.microbatch([0, 1], torch.tensor(WHOLE), cu_seqlens=[0, 8, 12], plan=plan)
+            for plan in plans
+        )
+        losses = torch.ones(6, requires_grad=True)
+        metric = term.reduce(losses)
+        loss = mb.reduce(losses) + (metric if is_added else 0)
+        mb.outputs(loss, report={"metric": metric})[0].backward()
+        expected = pytest.raises(ContractError, match="no gradient reached a partial loss of them")
+        with contextlib.nullcontext() if is_added else expected:
+            step.finish()
+
+
+def check_masks_of_several_layouts_and_terms_are_compared_apart(aggregator):
+    """Terms of one plan: of slices by another split, and of gathered losses."""
+    offsets, place = [0, 8, 12], {"cp_size": 2, "cp_rank": aggregator.cp_rank}
+    with aggregator.step(ACTIVE, num_microbatches=1) as step:
+        mb = step.microbatch([0, 1], torch.tensor(WHOLE), cu_seqlens=offsets)
+        interval = Layout.thd_contiguous(offsets, **place)
+        lengths = interval.local_lengths
+        part = torch.tensor(WHOLE)[interval.positions]
+        losses = torch.ones(6, requires_grad=True)
+        local = step.microbatch([0, 1], part, lengths=lengths).reduce(losses, "token_mean")
+        mb.outputs(mb.reduce(losses) + local)[0].backward()
+
+
+def check_a_further_plan_need_not_be_evaluated(aggregator):
+    plan, second = (
+        plan_step(MODE, Sequences(active_tokens=ACTIVE), group=aggregator.dp_group)
+        for _ in range(2)
+    )
+    evaluation = {"forward_only": True, "also": [second]}
+    with aggregator.begin(plan, num_microbatches=1, **evaluation) as step, torch.no_grad():
+        mb = step.microbatch([0, 1], torch.tensor(WHOLE), cu_seqlens=[0, 8, 12])
+        mb.outputs(mb.reduce(torch.ones(6)))
+
+
+def check_sums_of_token_weights_may_differ_by_rounding_between_the_ranks(aggregator):
+    own = np.nextafter(4.75, 5) if aggregator.cp_rank else 4.75
+    weights = torch.tensor(WHOLE) * torch.tensor([0.95] * 8 + [0.4] * 4)
+    aggregator.agree_on(WEIGHING)
+    sequences = Sequences(active_tokens=ACTIVE, token_weight_sums=[own, 0.8])
+    plan = plan_step(WEIGHING, sequences, group=aggregator.dp_group)
+    with aggregator.begin(plan, num_microbatches=1) as step:
+        more = {"cu_seqlens": [0, 8, 12], "token_weights": weights}
+        mb = step.microbatch([0, 1], torch.tensor(WHOLE), **more)
+        mb.outputs(mb.reduce(torch.ones(6, requires_grad=True)))[0].backward()
 
 
 def check_a_microbatch_without_sequences_and_a_step_without_tokens_end(aggregator):
