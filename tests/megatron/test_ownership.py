@@ -28,6 +28,7 @@ def test_ownership(output, check):
 
 def test_the_comparison_waits_for_no_device_until_the_step_is_read():
     plan = plan_step(Aggregation("sample_mean"), Sequences(active_tokens=[5, 2]))
+    plan.state.begin()
     with DeviceDouble() as double:
         mask = torch.tensor([1, 1, 1, 0, 1, 0]).to(double.device)
         layout = Layout.local([4, 2], cp_size=2, cp_rank=0)
@@ -42,6 +43,8 @@ def test_the_comparison_waits_for_no_device_until_the_step_is_read():
 
 def test_plans_of_which_some_noted_nothing_are_compared_on_the_device():
     plans = [plan_step(Aggregation("sample_mean"), Sequences(active_tokens=[4])) for _ in range(3)]
+    for plan in plans:
+        plan.state.begin()
     with DeviceDouble() as double:
         mask = torch.ones(4, dtype=torch.int64).to(double.device)
         layout = Layout.local([4], cp_size=2, cp_rank=0)
