@@ -23,14 +23,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_lossagg.errors import AggregationError
+from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.integers import Ints
 from megatron_lossagg.sequences import Floats
 
 __all__ = ["RecordError", "StepRecord", "hash_weights", "read_record"]
 
 
-class RecordError(AggregationError):
+class RecordError(LossAggregationError, ValueError):
     """A file that is no record of steps."""
 
 

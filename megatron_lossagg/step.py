@@ -282,13 +282,14 @@ class Step:
         """Check, after the schedule and before the optimizer, that the step is complete.
 
         Every sequence and microbatch arrived (on the last pipeline stage, which alone calls
-        loss_func), every loss was trained through its reducer, gradients were zero before, and no
-        device found a fault in a mask or loss. With context parallelism all ranks train the same
-        step, and with the layout ``local`` or gathered losses each token is trained by one of them.
-        Raises :class:`ContractError` or :class:`ReducerError` on this rank. One host sync for each
-        device that recorded something; with context parallelism one all-gather over its group; with
-        ``Options.record`` one over data- and context-parallel ranks.
-        ``with`` calls it.
+        loss_func), every loss was trained through its reducer, each term of a plan in ``also``
+        too, and by the schedule as Megatron scales it; gradients were zero before, and no device
+        found a fault in a mask or loss. With context parallelism all ranks train the same step, and
+        each token is trained by one of them. Raises :class:`ContractError` or
+        :class:`ReducerError` on this rank. One host sync for each device that recorded something;
+        with context parallelism one all-gather over its group, and with ``also`` a second one after
+        a host sync; with ``Options.record`` one over data- and context-parallel ranks. ``with``
+        calls it.
         """
         if self.is_finished:
             return
