@@ -65,8 +65,9 @@ def check_ownership(
             _compare(plan, gathered_WN, exchange.rank)
 
 
-_NUM_PLANS, _HEAD = 4, 8
-"""Where a rank's number of plans stands in what it gathers, and where its slots begin."""
+_NUM_PLANS, _WEIGHTS, _HEAD = 4, 7, 8
+"""Where in a rank's numbers its number of plans is, from which on they are equal on all ranks; the
+hash of its weights; and its slots."""
 
 
 def _tallies(plan: StepPlan) -> tuple[TrainedTokens, ...]:
@@ -81,19 +82,17 @@ def _numbers(plan: StepPlan, ends: list[bool], num_plans: int, device: torch.dev
     """
     counted_F = _folded(plan.active_tokens).astype(np.int64)
     slot_S = from_numpy(_slots(len(plan.active_tokens)), device)
-    own_S, whole_S, weighed_S = (tally.of_sequences() for tally in _tallies(plan))
-    blocks = []
-    for trained_S in (own_S, whole_S, weighed_S):
-        dtype = torch.float64 if trained_S is weighed_S else torch.int64
-        trained_F = torch.zeros(_SLOTS, dtype=dtype, device=device)
+    blocks, noted = [], []
+    for tally in _tallies(plan):
+        trained_S = tally.of_sequences()
+        trained_F = torch.zeros(_SLOTS, dtype=tally.dtype, device=device)
         if trained_S is not None:
             trained_F.index_add_(0, slot_S, moved(trained_S, device))
         blocks.append(trained_F.view(torch.int64))
-    settings = f"{plan.aggregation!r} {plan.state.rejects_tokens}"
-    noted = [own_S is not None, whole_S is not None]
-    head = np.array(
-        [*ends, *noted, num_plans, len(slot_S), hashed(settings), hashed(_weights(plan))]
-    )
+        noted.append(trained_S is not None)
+    settings = hashed(f"{plan.aggregation!r} {plan.state.rejects_tokens}")
+    same = [num_plans, len(slot_S), settings]
+    head = np.array([*ends, *noted[:2], *same, hashed(_weights(plan))])
     return torch.cat([from_numpy(head, device), from_numpy(counted_F, device), *blocks])
 
 
@@ -120,8 +119,8 @@ def _compare(plan: StepPlan, gathered_WN: Tensor, own_rank: int) -> None:
     size, here = len(gathered_WN), gathered_WN[own_rank]
     failed_W, must_W, own_W, whole_W = gathered_WN[:, :_NUM_PLANS].unbind(1)
     is_own, is_whole = own_W.max(), whole_W.max()
-    differs_W1 = (gathered_WN[:, _NUM_PLANS:7] != here[_NUM_PLANS:7]).any(dim=1)
-    weighs_W = gathered_WN[:, 7] != here[7]
+    differs_W = (gathered_WN[:, _NUM_PLANS:_WEIGHTS] != here[_NUM_PLANS:_WEIGHTS]).any(dim=1)
+    weighs_W = gathered_WN[:, _WEIGHTS] != here[_WEIGHTS]
     blocks_WF = gathered_WN[:, _HEAD:].reshape(size, 4, _SLOTS)
     counted_WF, trained_WF, of_whole_WF, bits_WF = blocks_WF.unbind(1)
     miscounts_F = (counted_WF != counted_WF[own_rank]).any(dim=0)
@@ -137,7 +136,7 @@ def _compare(plan: StepPlan, gathered_WN: Tensor, own_rank: int) -> None:
     plan.state.faults.record(
         [
             *failed_W.max(dim=0),
-            *differs_W1.int().max(dim=0),
+            *differs_W.int().max(dim=0),
             *miscounts_F.int().max(dim=0),
             *weighs_W.int().max(dim=0),
             *more_2F.min(dim=0),

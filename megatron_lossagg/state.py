@@ -46,7 +46,7 @@ class TrainedTokens:
     """
 
     def __init__(self, dtype: torch.dtype = torch.int64) -> None:
-        self._dtype = dtype
+        self.dtype = dtype
         """int64 for tokens, float64 for the sums of their weights."""
         self._tokens_S: dict[torch.device, Tensor] = {}
         self._noted: set[int] = set()
@@ -59,9 +59,9 @@ class TrainedTokens:
         """Note a microbatch's ``tokens``, ``[len(sequences)]``; no host sync."""
         device = tokens.device
         if device not in self._tokens_S:
-            self._tokens_S[device] = torch.zeros(num_sequences, dtype=self._dtype, device=device)
+            self._tokens_S[device] = torch.zeros(num_sequences, dtype=self.dtype, device=device)
         tokens_S, index = self._tokens_S[device], from_numpy(sequences, device)
-        tokens_S.index_copy_(0, index, torch.maximum(tokens_S[index], tokens.to(self._dtype)))
+        tokens_S.index_copy_(0, index, torch.maximum(tokens_S[index], tokens.to(self.dtype)))
         self._noted.update(sequences.tolist())
 
     def of_sequences(self) -> Tensor | None:

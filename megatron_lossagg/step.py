@@ -455,11 +455,12 @@ class Step:
 def _untrained(plan: StepPlan, *, is_alone: bool) -> str:
     """Name the sequences of a further plan that no term trained, if any.
 
-    ``is_alone``: no other rank may train them for this one. Else those whose term was reduced.
+    ``is_alone``: no other rank may train them for this one. Else, and where all tokens may be
+    rejected, only of those whose term was reduced.
     """
     calls = plan.state.calls or ()
     wanted = np.flatnonzero(plan.active_tokens)
-    if not is_alone:
+    if not is_alone or plan.state.rejects_tokens:
         wanted = np.intersect1d(wanted, _joined([call.sequences for call in calls]))
     reached = _joined([call.sequences for call in calls if call.has_gradient])
     missing = np.setdiff1d(wanted, reached)

@@ -882,11 +882,14 @@ def check_steps_of_two_aggregators_may_run_at_once(chunk, aggregator):
 
 
 def check_a_second_plans_term_that_is_left_out_of_a_microbatch_is_named(chunk, aggregator):
-    for leaves_out, message in (
-        (False, ""),
-        (True, "counts tokens of sequences 1, "),
+    rejecting = Options(rejects_tokens=True)  # then all tokens of a term may be
+    for leaves_out, options, message in (
+        (False, Options(), ""),
+        (True, Options(), "counts tokens of sequences 1, "),
+        (True, rejecting, ""),
     ):
-        second = a_plan(aggregator, active=(2, 2))
+        counts, group = Sequences(active_tokens=[2, 2]), aggregator.dp_group
+        second = plan_step(CONSTANT, counts, group=group, options=options)
         step = aggregator.step(active_tokens=[3, 2], num_microbatches=2, also=[second])
         for sequence in (0, 1):
             mb = a_microbatch(step, [sequence])
