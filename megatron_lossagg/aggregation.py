@@ -251,7 +251,7 @@ class Aggregation:
         count_empty: Whether a sample or prompt with no active tokens still counts toward B or P.
             None becomes what the alias means, and True for a mode.
         reducer_path: ``pkg.mod:name`` of the factory; only with, and required by, mode ``custom``.
-        count: What n_s, n_b, n_p, n_mb and N count, and which samples make up V, prompts Q.
+        count: What n_s, n_b, n_p, n_mb and N count, and which samples V and prompts Q has.
             ``mask``: tokens whose loss mask is 1. ``weights``: the sum of the token weights
             v_t >= 0, which multiply the losses too: the loss is ``sum_s w_s sum_t m_t v_t x_t``.
             ``survivors``: N is the tokens that the loss mask after rejection keeps; only

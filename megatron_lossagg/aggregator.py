@@ -377,7 +377,8 @@ class LossAggregator:
                 a different one (except for ``forward_only``), if the previous step was not
                 finished, and if the plan was counted over other ranks, has trained a step, is for a
                 different number of microbatches, or is under an aggregation that the ranks have not
-                agreed on.
+                agreed on; for ``accumulates`` where Megatron reduces gradients once more, and for
+                ``overlap_grad_reduce`` without ``no_sync_func``.
         """
         if self._latest is not None and self._latest.is_left_open:
             raise ContractError(

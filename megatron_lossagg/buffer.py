@@ -108,8 +108,9 @@ class StepBuffer:
     Each microbatch is copied as it is read, CUDA tensors without a host sync, because an iterator
     may use its memory again: a buffer that it refills, one dict for all microbatches, views of one
     storage. Copied are the tensors and NumPy arrays in dicts, lists, tuples, dataclasses, the
-    attributes of a microbatch and those of an object with such an attribute, and these containers;
-    an object of another kind in them is not.
+    attributes of a microbatch and those of an object in it that has a tensor or array as an
+    attribute, and these containers. What such an object or a dataclass refers to is not, if it is
+    an object of another kind.
 
     Raises :class:`PlanError` for what is not an iterator and for a ``num_microbatches`` that
     is not an integer from 1. An iterator that ends early or raises, and a microbatch that cannot be

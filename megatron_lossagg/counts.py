@@ -252,7 +252,7 @@ def _microbatch_means(of_ranks: Mapping[str, Ints], active: str) -> float | None
 
 
 def _count_ids(groups: Mapping[Kind, _Groups], tokens_A: _Numbers, own_A: slice) -> dict[str, Any]:
-    """Count samples and prompts of all ranks' sequences, and the tokens of those of this rank's."""
+    """Count samples and prompts of all ranks' sequences, and the tokens of this rank's."""
     found: dict[str, Any] = {"sample_lengths": tokens_A}
     for kind, ids in groups.items():
         tokens_I = ids.sums(tokens_A)

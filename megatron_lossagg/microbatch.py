@@ -268,18 +268,21 @@ class Microbatch:
 
         Where the framework slices the mask, and of gathered losses, each rank weighs its part by a
         mask of its own: every call of a reducer is noted. A whole mask should be the other ranks'
-        too; of several over one microbatch the first is noted.
+        too; of several over one sequence the first is noted.
         """
         layout, sequences = self.segments.layout, self.segments.own_sequences
         if layout.cp_size == 1 or self.state.calls is None:  # no step runs, whose end compares
             return
-        own = np.flatnonzero(self.segments.sequences != PADDING)
-        index = from_numpy(own, self.trained.device)
+        own, device = np.flatnonzero(self.segments.sequences != PADDING), self.trained.device
         if not (layout.is_local or layout.is_gathered):
             tally = self.state.trained_of_whole
-            if not tally.has(sequences):
-                tally.add(sequences, self._held_sums(self.keep, self.trained)[index], num_sequences)
+            is_new = tally.lacks(sequences)
+            if is_new.any():
+                held_G = self._held_sums(self.keep, self.trained)
+                index = from_numpy(own[is_new], device)
+                tally.add(sequences[is_new], held_G[index], num_sequences)
             return
+        index = from_numpy(own, device)
         trained_G, weighed_G = self.trained, self.trained_weights
         if layout.is_gathered:  # those are of the whole mask
             trained_G = self._held_sums(self.keep, trained_G)

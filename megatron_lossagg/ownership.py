@@ -66,8 +66,8 @@ def check_ownership(
 
 
 _NUM_PLANS, _WEIGHTS, _HEAD = 4, 7, 8
-"""Where in a rank's numbers its number of plans is, from which on they are equal on all ranks; the
-hash of its weights; and its slots."""
+"""Indices into a rank's numbers: its number of plans, from which on to ``_HEAD`` all ranks must
+have the same; the hash of its weights; its slots."""
 
 
 def _tallies(plan: StepPlan) -> tuple[TrainedTokens, ...]:
@@ -99,12 +99,12 @@ def _numbers(plan: StepPlan, ends: list[bool], num_plans: int, device: torch.dev
 def _weights(plan: StepPlan) -> str:
     """Return what each w_s follows from beyond the counts, exactly.
 
-    Every w_s; with token weights, whose sums may differ by rounding, the ids. Empty if only a
-    custom reducer or totals that were not passed know them.
+    Every w_s; with token weights, whose sums may differ by rounding, the ids and microbatches.
+    Empty if only a custom reducer or totals that were not passed know them.
     """
     sequences = plan.sequences
     if sequences.token_weight_sums is not None:
-        ids = (sequences.sample, sequences.prompt)
+        ids = (sequences.sample, sequences.prompt, sequences.microbatch)
         return " ".join("" if id_S is None else id_S.tobytes().hex() for id_S in ids)
     try:
         return plan.weight_S.tobytes().hex()
@@ -124,7 +124,7 @@ def _compare(plan: StepPlan, gathered_WN: Tensor, own_rank: int) -> None:
     blocks_WF = gathered_WN[:, _HEAD:].reshape(size, 4, _SLOTS)
     counted_WF, trained_WF, of_whole_WF, bits_WF = blocks_WF.unbind(1)
     miscounts_F = (counted_WF != counted_WF[own_rank]).any(dim=0)
-    # Of a plan with masks of both kinds the ranks' own say what is missing.
+    # If a plan had masks of both kinds, tokens are missing by the ranks' own masks only.
     must_be_own = is_own | (must_W.max() & ~is_whole & 1)
     missing_F = counted_WF[own_rank] * must_be_own - trained_WF.sum(dim=0)
     missing_whole_F = counted_WF[own_rank] * is_whole - of_whole_WF.sum(dim=0)

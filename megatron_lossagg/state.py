@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -41,8 +43,8 @@ class ReducerCall:
 class TrainedTokens:
     """Trained tokens of each sequence on this rank, which context-parallel ranks compare.
 
-    Of several masks over one sequence the one that trains most counts, so running a microbatch
-    again changes nothing.
+    If several masks over one sequence are noted, the one that trains most counts, so running a
+    microbatch again changes nothing.
     """
 
     def __init__(self, dtype: torch.dtype = torch.int64) -> None:
@@ -51,9 +53,9 @@ class TrainedTokens:
         self._tokens_S: dict[torch.device, Tensor] = {}
         self._noted: set[int] = set()
 
-    def has(self, sequences: Ints) -> bool:
-        """Whether one of the sequences was noted."""
-        return not self._noted.isdisjoint(sequences.tolist())
+    def lacks(self, sequences: Ints) -> npt.NDArray[np.bool_]:
+        """Say of each sequence whether nothing was noted of it."""
+        return np.array([one not in self._noted for one in sequences.tolist()], dtype=bool)
 
     def add(self, sequences: Ints, tokens: Tensor, num_sequences: int) -> None:
         """Note a microbatch's ``tokens``, ``[len(sequences)]``; no host sync."""
@@ -65,7 +67,7 @@ class TrainedTokens:
         self._noted.update(sequences.tolist())
 
     def of_sequences(self) -> Tensor | None:
-        """Return ``[S]``; None if nothing is compared."""
+        """Return ``[S]``; None if nothing was noted."""
         found = list(self._tokens_S.values())
         if not found:
             return None
@@ -80,7 +82,7 @@ class StepState:
     trained: TrainedTokens = field(default_factory=TrainedTokens)
     """By masks of each rank's own: sliced by the framework, or of gathered losses."""
     trained_of_whole: TrainedTokens = field(default_factory=TrainedTokens)
-    """By whole masks, of each microbatch the first: what of it this rank holds."""
+    """By whole masks: what this rank holds of the first mask of each sequence."""
     trained_weights: TrainedTokens = field(default_factory=lambda: TrainedTokens(torch.float64))
     """The sums of the weights that ``trained`` trains, if the plan has any."""
     rejects_tokens: bool = False

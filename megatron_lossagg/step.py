@@ -193,7 +193,7 @@ class Step:
     def k(self) -> int:
         """K: M DP CP in the average loss scaling, N in the per-token loss scaling.
 
-        1 on a pipeline stage without counts.
+        1 on a pipeline stage without counts, and where N is 0.
         """
         return 1 if self._plan is None else self.scaling.k
 
@@ -220,7 +220,7 @@ class Step:
         ``lengths``: of the slices here, with a mask that the framework has sliced. ``layout``: any
         other. ``plan``: one of ``also``, for a further term with other counts. Raises
         :class:`ContractError` for a layout of another context-parallel rank or of another split
-        than the model's. One host sync each for CUDA ``sequences`` and ``cu_seqlens``.
+        than the model's. One host sync each for CUDA ``sequences``, ``cu_seqlens`` and ``lengths``.
         """
         self.plan  # noqa: B018  which stages without counts do not have
         given = [one for one in (cu_seqlens, lengths, layout) if one is not None]
@@ -282,8 +282,8 @@ class Step:
         """Check, after the schedule and before the optimizer, that the step is complete.
 
         Every sequence and microbatch arrived (on the last pipeline stage, which alone calls
-        loss_func), every loss was trained through its reducer, each term of a plan in ``also``
-        too, and by the schedule as Megatron scales it; gradients were zero before, and no device
+        loss_func). Every loss was trained through its reducer, and each term of a plan in ``also``.
+        The schedule scaled each loss as Megatron does. Gradients were zero before, and no device
         found a fault in a mask or loss. With context parallelism all ranks train the same step, and
         each token is trained by one of them. Raises :class:`ContractError` or
         :class:`ReducerError` on this rank. One host sync for each device that recorded something;
@@ -487,8 +487,8 @@ def _describe_schedule(factor: float, is_legacy: bool, values: list[float]) -> s
         how = f"with the gradient {gradient:g}, expected {loss_scale * factor:g}"
     return (
         f"a loss that loss_func returned was trained {how}: return all three of mb.outputs from "
-        "loss_func as they are, (loss, num_tokens, report), and let Megatron's schedule, which "
-        "divides by M and multiplies by the loss scale, run the backward pass"
+        "loss_func as they are, (loss, num_tokens, report), and let Megatron's schedule run the "
+        "backward pass: it multiplies by the loss scale, and in the average loss scaling by 1/M"
     )
 
 

@@ -413,6 +413,18 @@ def check_masks_of_several_layouts_and_terms_are_compared_apart(aggregator):
         mb.outputs(mb.reduce(losses) + local)[0].backward()
 
 
+def check_a_term_of_some_of_a_microbatchs_sequences_may_come_first(aggregator):
+    whole = torch.tensor(WHOLE)
+    for term_first in (True, False):
+        with aggregator.step(ACTIVE, num_microbatches=1) as step:
+            mb = step.microbatch([0, 1], whole, cu_seqlens=[0, 8, 12])
+            term = step.microbatch([0], whole[:8], cu_seqlens=[0, 8])
+            losses = torch.ones(6, requires_grad=True)
+            parts = [(term, losses[:4]), (mb, losses)]
+            ordered = parts if term_first else parts[::-1]
+            mb.outputs(sum(one.reduce(own) for one, own in ordered))[0].backward()
+
+
 def check_a_further_plan_need_not_be_evaluated(aggregator):
     plan, second = (
         plan_step(MODE, Sequences(active_tokens=ACTIVE), group=aggregator.dp_group)
