@@ -1,4 +1,4 @@
-"""A reducer of the user's own: where it is and what it is given. No torch is imported here."""
+"""Finds a user's own reducer, and defines what it is given. Imports no torch."""
 
 from __future__ import annotations
 

@@ -155,6 +155,7 @@ class Integration(ABC):
     def applies(self, call: Mapping[str, Any]) -> bool:
         """Whether a call of the schedule computes the framework's loss.
 
-        ``call``: its keywords. Others are left alone: by default those that collect other data.
+        ``call``: its keywords. A call that does not is left alone; by default, one that collects
+        other data.
         """
         return not call.get("collect_non_loss_data")

@@ -30,7 +30,7 @@ class ModeCounts:
         self, aggregation: Aggregation, totals: StepTotals | WeightTotals, num_microbatches: int
     ) -> None:
         self.totals = totals
-        """What the aggregation counts, tokens or token weights; None where not known."""
+        """What the aggregation counts, tokens or token weights; an unknown total is None."""
         self.divisor = aggregation.divisor or 1.0
         self.num_microbatches = num_microbatches
         self._aggregation = aggregation
@@ -77,7 +77,7 @@ class ModeCounts:
         return math.fsum(_powers(lengths, 1 - self._exponent) * counts)
 
     def known(self, name: str) -> Any:
-        """Return a total, or None where it is not known."""
+        """Return a total, or None if it is not known."""
         return getattr(self.totals, self._field(name))
 
     def __getattr__(self, name: str) -> Any:

@@ -51,11 +51,12 @@ def check_ownership(
     whether loss_func ran here in a training step, in which a further plan must be trained too. One
     all-gather, no host sync; with further plans one more all-gather, after one host sync.
     """
-    trained = [tally.of_sequences() for plan in plans for tally in _tallies(plan)]
-    device = next((one.device for one in trained if one is not None), torch.device("cpu"))
+    noted = [[tally.of_sequences() for tally in _tallies(plan)] for plan in plans]
+    devices = (one.device for of_plan in noted for one in of_plan if one is not None)
+    device = next(devices, torch.device("cpu"))
     own = [
-        _numbers(plan, [has_failed, trains and number > 0], len(plans), device)
-        for number, plan in enumerate(plans)
+        _numbers(plan, of_plan, [has_failed, trains and number > 0, len(plans)], device)
+        for number, (plan, of_plan) in enumerate(zip(plans, noted, strict=True))
     ]
     gathered_WN = exchange.tensors(own[0])
     _compare(plans[0], gathered_WN, exchange.rank)
@@ -75,24 +76,27 @@ def _tallies(plan: StepPlan) -> tuple[TrainedTokens, ...]:
     return state.trained, state.trained_of_whole, state.trained_weights
 
 
-def _numbers(plan: StepPlan, ends: list[bool], num_plans: int, device: torch.device) -> Tensor:
+def _numbers(
+    plan: StepPlan, noted: Sequence[Tensor | None], step: Sequence[int], device: torch.device
+) -> Tensor:
     """Return what this rank has trained and counted under a plan: int64 ``[N]``.
 
-    ``ends``: whether the step has failed here, and whether the plan must be trained.
+    ``noted``: what each of the tallies has, ``[S]``. ``step``: whether it has failed here, whether
+    the plan must be trained, and its number of plans.
     """
     counted_F = _folded(plan.active_tokens).astype(np.int64)
     slot_S = from_numpy(_slots(len(plan.active_tokens)), device)
-    blocks, noted = [], []
-    for tally in _tallies(plan):
-        trained_S = tally.of_sequences()
+    blocks = []
+    for tally, trained_S in zip(_tallies(plan), noted, strict=True):
         trained_F = torch.zeros(_SLOTS, dtype=tally.dtype, device=device)
         if trained_S is not None:
             trained_F.index_add_(0, slot_S, moved(trained_S, device))
         blocks.append(trained_F.view(torch.int64))
-        noted.append(trained_S is not None)
     settings = hashed(f"{plan.aggregation!r} {plan.state.rejects_tokens}")
+    has_failed, must_be_trained, num_plans = step
+    is_noted = [trained_S is not None for trained_S in noted[:2]]
     same = [num_plans, len(slot_S), settings]
-    head = np.array([*ends, *noted[:2], *same, hashed(_weights(plan))])
+    head = np.array([has_failed, must_be_trained, *is_noted, *same, hashed(_weights(plan))])
     return torch.cat([from_numpy(head, device), from_numpy(counted_F, device), *blocks])
 
 

@@ -51,11 +51,13 @@ class TrainedTokens:
         self.dtype = dtype
         """int64 for tokens, float64 for the sums of their weights."""
         self._tokens_S: dict[torch.device, Tensor] = {}
-        self._noted: set[int] = set()
+        self._is_noted_S: npt.NDArray[np.bool_] | None = None
 
     def lacks(self, sequences: Ints) -> npt.NDArray[np.bool_]:
         """Say of each sequence whether nothing was noted of it."""
-        return np.array([one not in self._noted for one in sequences.tolist()], dtype=bool)
+        if self._is_noted_S is None:
+            return np.ones(len(sequences), dtype=bool)
+        return ~self._is_noted_S[sequences]
 
     def add(self, sequences: Ints, tokens: Tensor, num_sequences: int) -> None:
         """Note a microbatch's ``tokens``, ``[len(sequences)]``; no host sync."""
@@ -64,7 +66,9 @@ class TrainedTokens:
             self._tokens_S[device] = torch.zeros(num_sequences, dtype=self.dtype, device=device)
         tokens_S, index = self._tokens_S[device], from_numpy(sequences, device)
         tokens_S.index_copy_(0, index, torch.maximum(tokens_S[index], tokens.to(self.dtype)))
-        self._noted.update(sequences.tolist())
+        if self._is_noted_S is None:
+            self._is_noted_S = np.zeros(num_sequences, dtype=bool)
+        self._is_noted_S[sequences] = True
 
     def of_sequences(self) -> Tensor | None:
         """Return ``[S]``; None if nothing was noted."""

@@ -143,7 +143,7 @@ class Step:
         self._plans = () if plan is None else (plan, *also)
         self._accumulates = accumulates
         self.shadows = shadows or {}
-        """What is reported beside the trained loss, by name."""
+        """The aggregations whose losses are reported in addition to the trained one, by name."""
         self._record = record
         self._tracker = SequenceTracker(
             num_sequences=0 if plan is None else len(plan.active_tokens),
@@ -266,8 +266,8 @@ class Step:
     def _note_schedule(self, number: int, gradient: Tensor) -> None:
         """Note what the schedule multiplies a returned loss by, in its backward pass.
 
-        A loss that comes without num_tokens it multiplies by CP / M, in place. In the per-token
-        loss scaling, where it multiplies no other, that may be 1.
+        The schedule multiplies a loss without num_tokens by CP / M, in place. That may be 1. In the
+        per-token loss scaling it changes no other loss in place.
         """
         expected = torch.ones_like(gradient)
         if self._aggregator.grad_scale_func is not None:

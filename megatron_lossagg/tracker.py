@@ -74,7 +74,7 @@ class SequenceTracker:
             self._check_no_sequence_missing()
 
     def finish(self, *, may_be_empty: bool) -> None:
-        """Raise :class:`ContractError` where a microbatch or a sequence is missing.
+        """Raise :class:`ContractError` if a microbatch or a sequence is missing.
 
         ``may_be_empty``: whether none at all is right, as on all but the last pipeline stage.
         """

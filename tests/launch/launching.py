@@ -116,7 +116,7 @@ def running(command, log, environment, *, folder=None):
 
 
 def wait_until(condition, *logs, seconds=TIMEOUT):
-    """Wait until a condition holds; where it does not in time, raise with the ends of logs.
+    """Wait until a condition holds; if it does not in time, raise with the ends of the logs.
 
     A log that is a folder stands for its files ``*.log`` and ``*.out``.
     """
@@ -130,7 +130,7 @@ def wait_until(condition, *logs, seconds=TIMEOUT):
 
 
 def outputs_in(folder):
-    """List the files to which something in a folder prints; none where there is no folder."""
+    """List the log files in a folder; none if the folder does not exist."""
     return sorted([*folder.glob("*.log"), *folder.glob("*.out")])
 
 

@@ -627,7 +627,7 @@ def check_the_start_line_is_followed_by_what_depends_on_cp(chunk, aggregator):
     assert notes["[0.0, 0.0]"] == ""
     config.mtp_num_layers, config.moe_aux_loss_coeff = 1, 0.1
     both = live.note_on_side_losses(config, "average")
-    assert "train with --calculate-per-token-loss" not in both  # where the experts' depends on CP
+    assert "train with --calculate-per-token-loss" not in both  # the experts' would depend on CP
     balanced = made(a_moe(per_token=True, moe_aux_loss_coeff=0.1))
     assert balanced.note == notes["0.1"]  # empty from 0.19 on
     line, *notes = balanced.describe().split("\n")

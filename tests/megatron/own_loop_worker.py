@@ -189,6 +189,13 @@ def check_an_overlapping_reduction_that_nothing_holds_back_is_refused():
     torch.testing.assert_close(gradient_of(aggregator, [1, 2]), expected, rtol=1e-12, atol=1e-15)
 
 
+def check_an_overlap_on_one_rank_reduces_nothing_and_is_no_fault():
+    parallel(tp=2)
+    expected = gradient_of(made(), [1, 2])
+    aggregator = made(ddp={"overlap_grad_reduce": True})
+    torch.testing.assert_close(gradient_of(aggregator, [1, 2]), expected, rtol=1e-12, atol=1e-15)
+
+
 def main():
     tiny_gpt.start()
     run_checks(globals())

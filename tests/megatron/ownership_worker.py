@@ -425,6 +425,18 @@ def check_a_term_of_some_of_a_microbatchs_sequences_may_come_first(aggregator):
             mb.outputs(sum(one.reduce(own) for one, own in ordered))[0].backward()
 
 
+def check_a_term_may_train_as_many_tokens_in_other_places(aggregator):
+    """The ranks hold 2 and 3 tokens of sequence 0 in the first mask, 4 and 1 in the other."""
+    other = torch.tensor([1, 1, 1, 0, 0, 0, 1, 1, *WHOLE[8:]])
+    with aggregator.step(ACTIVE, num_microbatches=1) as step:
+        mb, term = (
+            step.microbatch([0, 1], mask, cu_seqlens=[0, 8, 12])
+            for mask in (torch.tensor(WHOLE), other)
+        )
+        losses = torch.ones(6, requires_grad=True)
+        mb.outputs(mb.reduce(losses) + term.reduce(losses, "token_mean"))[0].backward()
+
+
 def check_a_further_plan_need_not_be_evaluated(aggregator):
     plan, second = (
         plan_step(MODE, Sequences(active_tokens=ACTIVE), group=aggregator.dp_group)
@@ -436,16 +448,21 @@ def check_a_further_plan_need_not_be_evaluated(aggregator):
         mb.outputs(mb.reduce(torch.ones(6)))
 
 
-def check_sums_of_token_weights_may_differ_by_rounding_between_the_ranks(aggregator):
+def check_sums_of_token_weights_may_differ_by_rounding_and_ids_may_not(aggregator):
     own = np.nextafter(4.75, 5) if aggregator.cp_rank else 4.75
     weights = torch.tensor(WHOLE) * torch.tensor([0.95] * 8 + [0.4] * 4)
     aggregator.agree_on(WEIGHING)
-    sequences = Sequences(active_tokens=ACTIVE, token_weight_sums=[own, 0.8])
-    plan = plan_step(WEIGHING, sequences, group=aggregator.dp_group)
-    with aggregator.begin(plan, num_microbatches=1) as step:
+    for shift in (0, 1):
+        counts = {"active_tokens": ACTIVE, "token_weight_sums": [own, 0.8]}
+        sequences = Sequences(**counts, prompt=[7, 7 + shift * aggregator.cp_rank])
+        plan = plan_step(WEIGHING, sequences, group=aggregator.dp_group)
+        step = aggregator.begin(plan, num_microbatches=1)
         more = {"cu_seqlens": [0, 8, 12], "token_weights": weights}
         mb = step.microbatch([0, 1], torch.tensor(WHOLE), **more)
         mb.outputs(mb.reduce(torch.ones(6, requires_grad=True)))[0].backward()
+        different = pytest.raises(ReducerError, match="the same sequences different weights")
+        with different if shift else contextlib.nullcontext():
+            step.finish()
 
 
 def check_a_microbatch_without_sequences_and_a_step_without_tokens_end(aggregator):

@@ -23,7 +23,7 @@ SERVING = ("ray", "transformers", "httpx", "psutil", "wandb", "six", "regex", "p
 
 
 def checkout_of(framework):
-    """Return where a framework's checkout is, or a path at which nothing is."""
+    """Return the path of a framework's checkout; it may not exist."""
     return Path(FRAMEWORKS_DIR or os.devnull, framework)
 
 
