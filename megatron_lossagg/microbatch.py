@@ -27,7 +27,7 @@ from megatron_lossagg.integers import Ints, IntsLike, checked_integers, first_fe
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.state import StepState
 
-__all__ = ["PADDING", "Microbatch", "Segments", "held"]
+__all__ = ["PADDING", "Microbatch", "Segments", "held", "weight_slack"]
 
 PADDING = -1
 """The entry of ``sequences`` that represents a padding sequence or padding segment."""
@@ -196,8 +196,7 @@ class Microbatch:
     state: StepState
     """The step's: where checks on a device leave their results."""
     trained: Tensor
-    """``[G]``: tokens of each segment that the mask trains; of this rank's part if the framework
-    slices the mask."""
+    """``[G]``: tokens of each segment that the mask trains and this rank holds."""
     trained_weights: Tensor | None
     """float64 ``[G]``: the sum of their weights; None if the plan has none."""
     identity: object = field(default_factory=object, init=False, repr=False)
@@ -273,32 +272,19 @@ class Microbatch:
         layout, sequences = self.segments.layout, self.segments.own_sequences
         if layout.cp_size == 1 or self.state.calls is None:  # no step runs, whose end compares
             return
-        own, device = np.flatnonzero(self.segments.sequences != PADDING), self.trained.device
-        if not (layout.is_local or layout.is_gathered):
+        own = np.flatnonzero(self.segments.sequences != PADDING)
+        if layout.is_local or layout.is_gathered:
+            tally = self.state.trained
+        else:
             tally = self.state.trained_of_whole
             is_new = tally.lacks(sequences)
-            if is_new.any():
-                held_G = self._held_sums(self.keep, self.trained)
-                index = from_numpy(own[is_new], device)
-                tally.add(sequences[is_new], held_G[index], num_sequences)
-            return
-        index = from_numpy(own, device)
-        trained_G, weighed_G = self.trained, self.trained_weights
-        if layout.is_gathered:  # those are of the whole mask
-            trained_G = self._held_sums(self.keep, trained_G)
-            if weighed_G is not None:
-                assert self.token_weights is not None
-                kept_T = torch.where(self.keep, self.token_weights, 0)
-                weighed_G = self._held_sums(kept_T, weighed_G)
-        self.state.trained.add(sequences, trained_G[index], num_sequences)
-        if weighed_G is not None:
-            self.state.trained_weights.add(sequences, weighed_G[index], num_sequences)
-
-    def _held_sums(self, value_T: Tensor, like_G: Tensor) -> Tensor:
-        """Add up the values of the tokens that this rank holds, for each segment; ``[G]``."""
-        layout = self.segments.layout
-        segment_T = from_numpy(np.repeat(layout.segment_R, layout.length_R), like_G.device)
-        return torch.zeros_like(like_G).index_add_(0, segment_T, value_T.to(like_G.dtype))
+            if not is_new.any():
+                return
+            own, sequences = own[is_new], sequences[is_new]
+        index = from_numpy(own, self.trained.device)
+        tally.add(sequences, self.trained[index], num_sequences)
+        if tally is self.state.trained and self.trained_weights is not None:
+            self.state.trained_weights.add(sequences, self.trained_weights[index], num_sequences)
 
     def keep_on(self, device: torch.device) -> Tensor:
         """Return ``keep`` on a device; copied there once."""
@@ -344,9 +330,9 @@ class Microbatch:
 def _check_mask(mask_P: Tensor, segments: Segments, faults: Faults) -> tuple[Tensor, Tensor]:
     """Slice a mask and check it: 0 or 1, nothing past the end, each sequence's tokens as counted.
 
-    Returns the mask that this rank keeps, bool ``[T]``, and the tokens that the whole mask trains
-    of each segment, ``[G]``. Each rank checks that the tokens it holds are 0 or 1; the
-    context-parallel ranks together hold them all.
+    Returns the mask that this rank keeps, bool ``[T]``, and how many tokens that is of each
+    segment, ``[G]``. Each rank checks that the tokens it holds are 0 or 1; the context-parallel
+    ranks together hold them all.
     """
     layout, device = segments.layout, mask_P.device
     value_T = held(mask_P, layout)
@@ -378,7 +364,7 @@ def _check_mask(mask_P: Tensor, segments: Segments, faults: Faults) -> tuple[Ten
     )
     if layout.is_whole and layout.num_segments:
         faults.check(device, lambda: [selected_P[last_G2[1:-1]].any()], segments.describe_shift)
-    return keep_T, trained_G1[:-1]
+    return keep_T, _held_sums(sum_P, trained_G1[:-1], layout)
 
 
 def held(value_P: Tensor, layout: Layout) -> Tensor:
@@ -403,9 +389,28 @@ def _segment_sums(sum_P: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     return sum_G2[1:] - sum_G2[:-1], last_G2
 
 
-_ROUNDING, _ROUNDING_OF_ALL = 1e-6, 1e-10
-"""How far a sum of weights may be from the counted one: of its own size, and of the microbatch's,
-from whose cumulative sum it is taken."""
+def _held_sums(sum_P: Tensor, whole_G: Tensor, layout: Layout) -> Tensor:
+    """Take the sums over what this rank holds of each segment out of a cumulative one, ``[G]``.
+
+    ``whole_G``: those over whole segments, which are the same if the rank holds the whole mask.
+    """
+    if layout.cp_size == 1 or layout.is_local:
+        return whole_G
+    last_2R = np.stack([layout.start_R - 1, layout.start_R + layout.length_R - 1])
+    last_2R, is_past_0_2R = from_numpy(
+        np.stack([np.maximum(last_2R, 0), last_2R >= 0]), sum_P.device
+    )
+    before_R, through_R = sum_P[last_2R] * is_past_0_2R
+    segment_R = from_numpy(np.array(layout.segment_R), sum_P.device)  # the layout's is read-only
+    return torch.zeros_like(whole_G).index_add_(0, segment_R, through_R - before_R)
+
+
+def weight_slack(counted: Tensor, total: Tensor) -> Tensor:
+    """Return how far sums of weights may be from those counted.
+
+    1e-6 of their own size, and 1e-10 of ``total``, from whose cumulative sum they are taken.
+    """
+    return 1e-6 * counted + 1e-10 * total
 
 
 def _check_weights(
@@ -413,8 +418,8 @@ def _check_weights(
 ) -> tuple[Tensor, Tensor]:
     """Slice token weights and check them: each a weight, each sequence's sum as counted.
 
-    Returns those of the tokens that this rank holds, ``[T]``, and the sum of what the whole mask
-    trains of each segment, float64 ``[G]``.
+    Returns those of the tokens that this rank holds, ``[T]``, and the sum of those that are trained
+    of each segment, float64 ``[G]``.
     """
     layout, device = segments.layout, mask_P.device
     weight_T = held(weight_P, layout)
@@ -436,15 +441,14 @@ def _check_weights(
     trained_G1, _ = _segment_sums(sum_P, layout)
     assert segments.counted_weights is not None
     counted_G1 = from_numpy(np.append(segments.counted_weights, 0.0), device)
-    missing_G1, slack_G1 = counted_G1 - trained_G1, _ROUNDING * counted_G1
-    slack_G1 = slack_G1 + _ROUNDING_OF_ALL * sum_P[-1]
+    missing_G1, slack_G1 = counted_G1 - trained_G1, weight_slack(counted_G1, sum_P[-1])
     faults.check(
         device,
         lambda: [*(missing_G1 + slack_G1).min(dim=0), *(missing_G1 - slack_G1).max(dim=0)],
         segments.describe_weight_sums,
         seems_right=lambda: bool((missing_G1.abs() <= slack_G1).all()),
     )
-    return weight_T, trained_G1[:-1]
+    return weight_T, _held_sums(sum_P, trained_G1[:-1], layout)
 
 
 def _first_of(is_wrong_T: Tensor, value_T: Tensor) -> list[Tensor]:

@@ -29,6 +29,7 @@ from megatron_lossagg.devices import from_numpy, moved
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.exchange import Exchange
 from megatron_lossagg.integers import Ints
+from megatron_lossagg.microbatch import weight_slack
 from megatron_lossagg.plan import StepPlan
 from megatron_lossagg.sequences import Floats, hashed
 from megatron_lossagg.state import TrainedTokens
@@ -36,8 +37,6 @@ from megatron_lossagg.state import TrainedTokens
 __all__ = ["check_ownership"]
 
 _SLOTS = 1024
-_ROUNDING = 1e-6
-"""How far a sum of weights may be from the counted one, of its own size."""
 
 
 def check_ownership(
@@ -136,7 +135,7 @@ def _compare(plan: StepPlan, gathered_WN: Tensor, own_rank: int) -> None:
     fewer_2F = torch.cat([missing_F, missing_whole_F * (1 - is_own)])
     weight_F = from_numpy(counted_weight_F, gathered_WN.device) * is_own
     missing_weight_F = weight_F - bits_WF.contiguous().view(torch.float64).sum(dim=0)
-    slack_F = _ROUNDING * weight_F
+    slack_F = weight_slack(weight_F, weight_F.sum())
     plan.state.faults.record(
         [
             *failed_W.max(dim=0),

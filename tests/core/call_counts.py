@@ -51,17 +51,25 @@ def of_a_call(
     device: str = "cpu",
     mask_type: torch.dtype = torch.int32,
     aggregation: Aggregation = AGGREGATION,
+    *,
+    in_step: bool = False,
 ) -> CallCounts:
-    """Count one microbatch on a device; on ``meta`` any host sync is an error."""
+    """Count one microbatch on a device; on ``meta`` any host sync is an error.
+
+    ``in_step``: while a step runs, which notes what each context-parallel rank trains.
+    """
     plan, layout = workload.plan.under(aggregation), workload.layout()
     mask_P = workload.mask_P.to(mask_type).to(device)
     x_T = workload.x_T.detach().to(device).requires_grad_()
+    if in_step:
+        plan.state.begin()
     with counted() as build:
         reducer = plan.reducer(range(workload.num_sequences), mask_P, layout)
     with counted() as forward:
         partial_loss = reducer(x_T)
     with counted() as backward:
         partial_loss.backward()
+    plan.state.end()
     return CallCounts(
         build=build,
         forward=forward,
@@ -73,6 +81,8 @@ def of_a_call(
 
 CALL_OPERATIONS = (5, 2)
 CALL_BYTES = (33.0, 8.0)
+NOTED_OPERATIONS = 7
+"""More operations of a first call in a step at CP > 1."""
 SLACK_BYTES = 0.1
 """For the few bytes of 0-dim tensors, shared by the tokens of a small microbatch."""
 BUILD_BYTES = 43.0

@@ -13,6 +13,7 @@ from call_counts import (
     CALL_BYTES,
     CALL_OPERATIONS,
     HELD_BYTES,
+    NOTED_OPERATIONS,
     SLACK_BYTES,
     bytes_saved_for_backward,
 )
@@ -58,6 +59,21 @@ def test_a_call_moves_few_bytes_per_local_token(device, cp_size):
     forward, backward = counts.of_a_call(workload, device).bytes_per_token
     assert forward <= CALL_BYTES[0] + SLACK_BYTES
     assert backward <= CALL_BYTES[1] + SLACK_BYTES
+
+
+@DEVICES
+def test_a_step_notes_what_a_rank_trains_without_a_pass_over_its_tokens(device):
+    """In as many operations for any number of sequences, and bytes for any number of tokens."""
+    found = {}
+    for num_sequences, mean_tokens in ((64, 64), (64, 1024), (4096, 64)):
+        workload = of_sequences(num_sequences, mean_tokens=mean_tokens, cp_size=8)
+        alone, noted = (
+            counts.of_a_call(workload, device, in_step=in_step).forward for in_step in (False, True)
+        )
+        more = noted.num_operations - alone.num_operations, noted.bytes - alone.bytes
+        found[num_sequences, mean_tokens] = more
+    assert found[64, 64] == found[64, 1024]
+    assert 0 < found[64, 64][0] == found[4096, 64][0] <= NOTED_OPERATIONS
 
 
 @DEVICES

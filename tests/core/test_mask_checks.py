@@ -1,5 +1,6 @@
 """A mask and its sequences are checked before a token is trained."""
 
+import itertools
 import warnings
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import torch
 from reducing import DEVICES, MASK, a_plan, a_reducer, on, thd
 
-from megatron_lossagg import Layout, faults
+from megatron_lossagg import Aggregation, Layout, Sequences, faults, plan_step
 from megatron_lossagg.errors import ReducerError
 
 MASK_DTYPES = [
@@ -147,6 +148,41 @@ def test_a_local_mask_holds_a_part_of_each_sequence(device):
         assert plan.state.trained.of_sequences() is None
         made(to(torch.ones(6)))
         assert plan.state.trained.of_sequences().tolist() == [4, 2]
+
+
+HELD = {
+    "thd_zigzag": lambda cp: Layout.thd_zigzag([0, 16, 16, 24], **cp),
+    "gathered": lambda cp: Layout.thd_zigzag([0, 16, 16, 24], **cp).gathered(),
+    "thd_contiguous": lambda cp: Layout.thd_contiguous([0, 16, 16, 24], **cp),
+    "bshd_zigzag": lambda cp: Layout.bshd_zigzag(3, 8, **cp),
+    "bshd_contiguous": lambda cp: Layout.bshd_contiguous(3, 8, **cp),
+    "response_zigzag": lambda cp: Layout.response_zigzag([30, 5, 9], [16, 0, 8], **cp),
+}
+
+
+@pytest.mark.parametrize("layout", HELD.values(), ids=HELD)
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_a_rank_counts_what_its_mask_trains_of_each_segment(layout, cp_size):
+    """Tokens and weights, as a walk over the positions that it holds counts them."""
+    generator = torch.Generator().manual_seed(cp_size)
+    mask = torch.randint(0, 2, (24,), generator=generator)
+    weights = mask * torch.rand(24, generator=generator, dtype=torch.float64)
+    offsets = layout({"cp_size": cp_size, "cp_rank": 0}).offset_G1.tolist()
+    of_segments = [range(a, b) for a, b in itertools.pairwise(offsets)]
+    active = [int(mask[list(segment)].sum()) for segment in of_segments]
+    sums = [float(weights[list(segment)].sum()) for segment in of_segments]
+    plan = plan_step(
+        Aggregation("token_mean", count="weights"),
+        Sequences(active_tokens=active, token_weight_sums=sums),
+    )
+    for cp_rank in range(cp_size):
+        held_here = layout({"cp_size": cp_size, "cp_rank": cp_rank})
+        made = plan.reducer(range(3), mask, held_here, token_weights=weights).microbatch
+        held = set(held_here.positions.tolist())
+        of_rank = [[t for t in segment if t in held] for segment in of_segments]
+        assert made.trained.tolist() == [int(mask[tokens].sum()) for tokens in of_rank]
+        expected = torch.stack([weights[tokens].sum() for tokens in of_rank])
+        torch.testing.assert_close(made.trained_weights, expected, rtol=0, atol=1e-12)
 
 
 @DEVICES

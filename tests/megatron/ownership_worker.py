@@ -260,6 +260,22 @@ def check_the_slices_token_weights_sum_to_what_was_counted(aggregator):
         assert "train of sequence 0 sum to more than was counted" in text, raised
 
 
+def check_a_sequence_that_weighs_little_beside_a_heavy_one_is_no_fault(aggregator):
+    """Its sum is taken out of a cumulative one, whose rounding is the heavy sequence's."""
+    aggregator.agree_on(WEIGHING)
+    here = torch.cat([torch.full((4096,), 1e3), torch.full((6,), 1e-7)]).double()
+    sums = [8192e3, 12e-7]
+    plan = plan_step(
+        WEIGHING,
+        Sequences(active_tokens=[8192, 12], token_weight_sums=sums),
+        group=aggregator.dp_group,
+    )
+    with aggregator.begin(plan, num_microbatches=1) as step:
+        mask = torch.ones(4102, dtype=torch.bool)
+        mb = step.microbatch([0, 1], mask, lengths=[4096, 6], token_weights=here)
+        mb.outputs(mb.reduce(torch.ones(4102, requires_grad=True)))[0].backward()
+
+
 def check_a_rank_whose_step_is_incomplete_stops_the_others(aggregator):
     plan = plan_step(MODE, Sequences(active_tokens=ACTIVE), group=aggregator.dp_group)
     num_microbatches = 1 + (aggregator.cp_rank == 1)  # rank 1 waits for one that never comes
