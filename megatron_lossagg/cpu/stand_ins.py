@@ -13,6 +13,7 @@ import functools
 import importlib
 import pkgutil
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,6 +27,7 @@ __all__ = [
     "Replacement",
     "StandInError",
     "always",
+    "around",
     "install",
     "instead",
     "replace",
@@ -59,18 +61,24 @@ class _CpuStream:
         return self
 
     def wait_stream(self, stream: object) -> None:
-        """Return at once: the other stream has finished too."""
+        """Return immediately: the other stream has finished too."""
         del stream
 
     def synchronize(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
 
-class _CpuGenerators:
-    """Answers every CUDA index with the CPU's random generator."""
+def around(call: Callable[..., Any]) -> Replacement:
+    """Make replacements that answer ``call(original, *args, **kwargs)``; a decorator."""
 
-    def __getitem__(self, index: object) -> torch.Generator:
-        return torch.default_generator
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return call(original, *args, **kwargs)
+
+        return replacement
+
+    return make
 
 
 def _is_cuda(device: object) -> bool:
@@ -79,46 +87,34 @@ def _is_cuda(device: object) -> bool:
     return isinstance(device, int)
 
 
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(factory)
-    def create(
-        *args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any
-    ) -> torch.Tensor:
-        del pin_memory  # Pinning asks for an accelerator; the result is the same without.
-        return factory(*args, device=_CPU if _is_cuda(device) else device, **kwargs)
-
-    return create
-
-
-def _cuda_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        answer = original(self, *args, **kwargs)
-        if isinstance(answer, str) and not answer.startswith("torch.cuda."):
-            return answer.replace("torch.", "torch.cuda.", 1)
-        return answer
-
-    return type_
+@around
+def _on_cpu(
+    factory: Callable[..., torch.Tensor],
+    *args: Any,
+    device: Any = None,
+    pin_memory: bool = False,
+    **kwargs: Any,
+) -> torch.Tensor:
+    del pin_memory  # Pinning asks for an accelerator; the result is the same without.
+    return factory(*args, device=_CPU if _is_cuda(device) else device, **kwargs)
 
 
-def _splits_as_lists(original: Callable[..., Any]) -> Callable[..., Any]:
-    def as_list(splits: Any) -> Any:
-        return splits.tolist() if isinstance(splits, torch.Tensor) else splits
+@around
+def _cuda_type_name(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    answer = original(*args, **kwargs)
+    if isinstance(answer, str) and not answer.startswith("torch.cuda."):
+        return answer.replace("torch.", "torch.cuda.", 1)
+    return answer
 
-    @functools.wraps(original)
-    def all_to_all_single(
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_split_sizes: Any = None,
-        input_split_sizes: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        return original(
-            output, input, as_list(output_split_sizes), as_list(input_split_sizes), *args, **kwargs
-        )
 
-    return all_to_all_single
+@around
+def _splits_as_lists(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    splits = {
+        name: value.tolist() if isinstance(value, torch.Tensor) else value
+        for name, value in kwargs.items()
+        if name.endswith("_split_sizes")
+    }
+    return original(*args, **{**kwargs, **splits})
 
 
 def always(answer: Any) -> Callable[[Any], Callable[..., Any]]:
@@ -133,14 +129,6 @@ def instead(replacement: Any) -> Callable[[Any], Any]:
 
 def _cpu_random_state(*args: object, **kwargs: object) -> torch.Tensor:
     return torch.default_generator.get_state()
-
-
-def _cpu_manual_seed(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-
-
-def _call_now(callback: Callable[[], None], **kwargs: object) -> None:
-    callback()
 
 
 # Above each name what does not run on a CPU without it.
@@ -158,13 +146,13 @@ STAND_INS: dict[str, Replacement] = {
     # megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params
     "torch.Tensor.type": _cuda_type_name,
     # megatron.core.tensor_parallel.random.CudaRNGStatesTracker.add
-    "torch.cuda.manual_seed": instead(_cpu_manual_seed),
+    "torch.cuda.manual_seed": instead(torch.default_generator.manual_seed),
     "torch.cuda.get_rng_state": instead(_cpu_random_state),
     # megatron.core.tensor_parallel.random.CudaRNGStatesTracker.fork
     "torch.cuda.random.get_rng_state": instead(_cpu_random_state),
     # megatron.core.tensor_parallel.random._set_cuda_rng_state
-    "torch.cuda.default_generators": instead(_CpuGenerators()),
-    "torch.cuda._lazy_call": instead(_call_now),
+    "torch.cuda.default_generators": instead(defaultdict(lambda: torch.default_generator)),
+    "torch.cuda._lazy_call": instead(lambda callback, **_: callback()),
     # megatron.core.pipeline_parallel.p2p_communication.P2PCommunicator
     "torch.cuda.synchronize": always(None),
     # megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher

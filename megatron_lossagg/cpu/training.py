@@ -9,7 +9,6 @@ flags, which ``docs/integrations/megatron-lm.md`` lists.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import importlib.util
 import logging
@@ -22,50 +21,45 @@ from typing import Any
 
 import torch
 
-from megatron_lossagg.cpu.stand_ins import Replacement, always, install, instead, replace, replaced
+from megatron_lossagg.cpu.stand_ins import (
+    Replacement,
+    always,
+    around,
+    install,
+    instead,
+    replace,
+    replaced,
+)
 from megatron_lossagg.errors import ContractError
 
 __all__ = ["TRAINING_STAND_INS", "install_training"]
 
 
-def _with_keywords(**more: Any) -> Callable[[Any], Callable[..., Any]]:
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return original(*args, **{**kwargs, **more})
-
-        return call
-
-    return make
+@around
+def _without_cuda(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **{**kwargs, "allow_no_cuda": True})
 
 
-def _own_modules(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def submodules(*args: Any, **kwargs: Any) -> Any:
-        from megatron_lossagg.cpu.model import use_own_modules
+@around
+def _own_modules(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from megatron_lossagg.cpu.model import use_own_modules
 
-        return use_own_modules(original(*args, **kwargs))
-
-    return submodules
+    return use_own_modules(original(*args, **kwargs))
 
 
-def _without_devices(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def barrier(*args: Any, device_ids: Any = None, **kwargs: Any) -> Any:
-        del device_ids  # gloo takes none
-        return original(*args, **kwargs)
+@around
+def _without_devices(
+    original: Callable[..., Any], *args: Any, device_ids: Any = None, **kwargs: Any
+) -> Any:
+    del device_ids  # gloo takes none
+    return original(*args, **kwargs)
 
-    return barrier
 
-
-def _keep_pipeline_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def config_of(*args: Any, **kwargs: Any) -> Any:
-        config = original(*args, **kwargs)
-        config.deallocate_pipeline_outputs = False
-        return config
-
-    return config_of
+@around
+def _keep_pipeline_outputs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    config = original(*args, **kwargs)
+    config.deallocate_pipeline_outputs = False
+    return config
 
 
 def _indices(offsets: Any, num_tokens: int, cp_size: int, cp_rank: int) -> torch.Tensor:
@@ -84,54 +78,47 @@ def _indices(offsets: Any, num_tokens: int, cp_size: int, cp_rank: int) -> torch
     return torch.cat(positions)
 
 
-def _with_engine_for_packing(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _with_engine_for_packing(
+    original: Callable[..., Any], version: str, *args: Any, **kwargs: Any
+) -> Any:
     """Answer yes for the version that a packing scheduler asks for, whose attention is ours."""
-
-    @functools.wraps(original)
-    def is_min_version(version: str, *args: Any, **kwargs: Any) -> Any:
-        return version == "2.9.0" or original(version, *args, **kwargs)
-
-    return is_min_version
+    return version == "2.9.0" or original(version, *args, **kwargs)
 
 
-def _with_indices(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _with_indices(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Let a function of ``megatron.core.utils`` find Transformer Engine's indices."""
     from megatron.core import utils
 
     engine = types.SimpleNamespace(thd_get_partitioned_indices=_indices)
-
-    @functools.wraps(original)
-    def sliced(*args: Any, **kwargs: Any) -> Any:
-        theirs = {name: getattr(utils, name, None) for name in ("tex", "is_te_min_version")}
-        vars(utils).update(tex=engine, is_te_min_version=lambda *args, **kwargs: True)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            vars(utils).update(theirs)
-
-    return sliced
+    theirs = {name: getattr(utils, name, None) for name in ("tex", "is_te_min_version")}
+    vars(utils).update(tex=engine, is_te_min_version=lambda *args, **kwargs: True)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        vars(utils).update(theirs)
 
 
-def _with_padded_offsets(original: Callable[..., Any]) -> Callable[..., Any]:
-    sliced = _with_indices(original)
+@around
+def _with_padded_offsets(
+    original: Callable[..., Any],
+    batch: Any,
+    cu_seqlens: Any,
+    cu_seqlens_padded: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if cu_seqlens_padded is None:  # 0.16.1's SFTDataset gives none; its offsets are padded
+        cu_seqlens_padded = cu_seqlens
+    return _with_indices(original)(batch, cu_seqlens, cu_seqlens_padded, *args, **kwargs)
 
-    @functools.wraps(original)
-    def padded(
-        batch: Any, cu_seqlens: Any, cu_seqlens_padded: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if cu_seqlens_padded is None:  # 0.16.1's SFTDataset gives none; its offsets are padded
-            cu_seqlens_padded = cu_seqlens
-        return sliced(batch, cu_seqlens, cu_seqlens_padded, *args, **kwargs)
 
-    return padded
-
-
-def _of_flat_offsets(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def rotated(t: Any, cu_seqlens: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(t, cu_seqlens.flatten(), *args, **kwargs)
-
-    return rotated
+@around
+def _of_flat_offsets(
+    original: Callable[..., Any], t: Any, cu_seqlens: Any, *args: Any, **kwargs: Any
+) -> Any:
+    return original(t, cu_seqlens.flatten(), *args, **kwargs)
 
 
 _PROPERTIES = types.SimpleNamespace(
@@ -148,7 +135,7 @@ TRAINING_STAND_INS: dict[str, Replacement] = {
     # megatron.training.utils.get_device_arch_version
     "torch.cuda.get_device_properties": always(_PROPERTIES),
     # megatron.training.training.pretrain
-    "megatron.training.training.initialize_megatron": _with_keywords(allow_no_cuda=True),
+    "megatron.training.training.initialize_megatron": _without_cuda,
     "megatron.training.training.set_jit_fusion_options": always(None),
     # megatron.training.initialize._compile_dependencies
     "megatron.legacy.fused_kernels.load": always(None),
