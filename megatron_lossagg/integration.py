@@ -85,6 +85,10 @@ class Integration(ABC):
     """Whether :meth:`sequences` gives prompt ids, which ``prompt_mean`` needs."""
     gives_token_weights = False
     """Whether, under ``count="weights"``, :meth:`sequences` and :meth:`loss` give token weights."""
+    weighs_tokens = False
+    """Whether an aggregation of the run counts token weights; :meth:`prepare` sets it."""
+    needs_prompts = False
+    """Whether one needs prompt ids, likewise."""
 
     @property
     def counts_parts(self) -> bool:
@@ -137,12 +141,14 @@ class Integration(ABC):
         """
         return aggregator.sliced(lengths)
 
-    def prepare(self, aggregations: Sequence[Aggregation]) -> None:  # noqa: B027
-        """Wrap what else of the framework these aggregations need; by default nothing.
+    def prepare(self, aggregations: Sequence[Aggregation]) -> None:
+        """Note what these aggregations need; a subclass may wrap more of its framework for it.
 
         Called once, by :class:`~megatron_lossagg.schedule.ScheduleHook`, with the trained one and
         the shadows.
         """
+        self.weighs_tokens = any(one.count == "weights" for one in aggregations)
+        self.needs_prompts = any(one.mode == "prompt_mean" for one in aggregations)
 
     def iteration(self) -> int | None:
         """Return the number of the step that is trained, from 1; None if it is not known.

@@ -17,7 +17,6 @@ import argparse
 import json
 import re
 import shutil
-import sys
 import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -47,7 +46,7 @@ from megatron_lossagg.cli.shares import EXPONENT, Shares, Split, add_bucket_argu
 from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.scaling import K_FORMULA, LOSS_SCALINGS
 from megatron_lossagg.writing.files import check_outputs, write_whole
-from megatron_lossagg.writing.text import number_of
+from megatron_lossagg.writing.text import number_of, say
 
 __all__ = ["add_arguments", "alias_lines", "mode_lines", "run"]
 
@@ -200,7 +199,7 @@ def run(args: argparse.Namespace) -> int:
             highs=read_buckets(args.buckets),
         )
     for message in dict.fromkeys(str(warning.message) for warning in caught):
-        print(f"lossagg: {message}", file=sys.stderr)
+        say(message)
     if args.json is not None:
         text = json.dumps(asdict(explanation), indent=1, allow_nan=False, default=_in_json)
         write_whole("--json", args.json, text + "\n")

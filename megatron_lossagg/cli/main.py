@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 import megatron_lossagg
 from megatron_lossagg.errors import ContractError, LossAggregationError, ReducerError
 from megatron_lossagg.writing.files import printable
+from megatron_lossagg.writing.text import say
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -87,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is flushed at the end
         reason = output.error.strerror
-        print(f"lossagg: the output cannot be written ({reason})", file=sys.stderr)
+        say(f"the output cannot be written ({reason})")
         return 1
 
 
@@ -113,14 +114,13 @@ def _run(arguments: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         if error.name not in _REQUIRED:
             raise
-        print(
-            f"lossagg: {error.name} is not installed: pip install {' '.join(_REQUIRED)}, which "
-            "pip install --no-deps leaves out",
-            file=sys.stderr,
+        say(
+            f"{error.name} is not installed: pip install {' '.join(_REQUIRED)}, which "
+            "pip install --no-deps leaves out"
         )
         return 2
     except LossAggregationError as error:
-        print(f"lossagg: {printable(str(error))}", file=sys.stderr)
+        say(printable(str(error)))
         is_broken = isinstance(error, ContractError | ReducerError)  # by Megatron-Core
         return 1 if is_broken else 2
     return status

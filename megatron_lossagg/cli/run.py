@@ -19,6 +19,7 @@ from pathlib import Path
 from megatron_lossagg.errors import AggregationError, ContractError, LossAggregationError
 from megatron_lossagg.flags import add_loss_aggregation_args, aggregation_from_args
 from megatron_lossagg.options import Options
+from megatron_lossagg.writing.text import say
 
 __all__ = ["add_arguments", "run"]
 
@@ -108,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
                 f"{script} ended without a step that {hook.flag} could reach: "
                 "its training loop is not the one of megatron.training, or it never began"
             )
-        print(f"lossagg: {script} had no step left to do, so nothing was trained", file=sys.stderr)
+        say(f"{script} had no step left to do, so nothing was trained")
     return status
 
 
@@ -127,7 +128,7 @@ def _run(script: Path, *, on_cpu: bool) -> int:
     except LossAggregationError as error:  # of a step, not of the command line
         if error.__cause__ is not None:  # a data set's
             traceback.print_exception(error.__cause__)
-        print(f"lossagg: {error}", file=sys.stderr)
+        say(str(error))
         return 1
     if on_cpu:
         _leave_together()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -205,13 +205,13 @@ def shares_of(
     unit, num_steps = rollouts.unit, len(plans)
     prompts = ""
     if "prompt" in rollouts.steps[0]:
-        prompts = f" to {_count(sum(total.prompts or 0 for total in totals), 'prompt')}"
-    steps = f" in {_count(num_steps, 'step')}" if num_steps > 1 else ""
-    active = _count(int(sequences["tokens"].sum()), f"active {unit}")
+        prompts = f" to {number_of(sum(total.prompts or 0 for total in totals), 'prompt')}"
+    steps = f" in {number_of(num_steps, 'step')}" if num_steps > 1 else ""
+    active = number_of(int(sequences["tokens"].sum()), f"active {unit}")
     return Shares(
         buckets=buckets,
         finding=_finding(buckets, unit),
-        summary=f"{_count(num_responses, 'response')}{prompts}{steps}, {active}, "
+        summary=f"{number_of(num_responses, 'response')}{prompts}{steps}, {active}, "
         f"median {lengths.median():,g}, longest {lengths.max():,}",
         notes=(
             *_notes(rollouts, num_responses - int(is_response.sum()), split),
@@ -294,11 +294,6 @@ def _notes(rollouts: Rollouts, masked: int, split: Split) -> Iterator[str]:
     )
 
 
-def _count(number: int, noun: str) -> str:
-    """Write a count with its noun, and its thousands apart."""
-    return number_of(number, noun).replace(str(number), f"{number:,}", 1)
-
-
 def _edges(lengths: Any, highs: Sequence[int] | None) -> list[int]:
     """Return the edges of the buckets: bucket k has lengths above edge k, up to edge k + 1.
 
@@ -318,15 +313,12 @@ def _edges(lengths: Any, highs: Sequence[int] | None) -> list[int]:
             first = (shortest - 1) // width * width
             if first + MOST_BUCKETS * width >= longest:
                 return list(range(first, longest + width, width))
-    below = list(takewhile(lambda number: number < longest, _round_numbers(1, 2, 5)))
-    lowest = max((number for number in below if number < shortest), default=0)
-    between = [number for number in below if number > lowest][-(MOST_BUCKETS - 1) :]
-    return [lowest, *between, next(n for n in _round_numbers(1, 2, 5) if n >= longest)]
+    numbers = _round_numbers(1, 2, 5)
+    lowest = max((number for number in numbers if number < shortest), default=0)
+    between = [number for number in numbers if lowest < number < longest][-(MOST_BUCKETS - 1) :]
+    return [lowest, *between, next(number for number in numbers if number >= longest)]
 
 
-def _round_numbers(*digits: int) -> Iterator[int]:
-    """Yield the digits, the digits times 10, times 100 and so on."""
-    scale = 1
-    while True:
-        yield from (scale * digit for digit in digits)
-        scale *= 10
+def _round_numbers(*digits: int) -> list[int]:
+    """List the digits, the digits times 10, times 100 and so on, beyond any length."""
+    return [digit * 10**power for power in range(17) for digit in digits]

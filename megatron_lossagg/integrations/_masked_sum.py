@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integration import FrameworkLoss, Integration
@@ -41,12 +40,6 @@ class MaskedSumIntegration(Integration):
     """
 
     gives_token_weights = True
-    weighs_tokens = False
-    """Whether the aggregation counts token weights."""
-
-    def prepare(self, aggregations: Sequence[Aggregation]) -> None:
-        """Note what ``loss_mask`` means."""
-        self.weighs_tokens = any(one.count == "weights" for one in aggregations)
 
     def sequences(self, data: Any) -> MicrobatchSequences:
         """Count the mask of each sequence; ``data`` is the dict of Megatron-LM's data sets."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.schedule import ScheduleHook
+from megatron_lossagg.writing.text import say
 
 __all__ = ["HOOK", "rebind", "report_if_unused"]
 
@@ -64,7 +65,4 @@ def report_if_unused(hook: ScheduleHook, framework: str) -> None:
             else f"the process ended without the training loop of {framework}, or the hook was "
             "installed after it began"
         )
-        print(
-            f"lossagg: no step reached {hook.flag}: {why}",
-            file=sys.stderr,
-        )
+        say(f"no step reached {hook.flag}: {why}")

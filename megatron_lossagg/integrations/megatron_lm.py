@@ -59,7 +59,7 @@ class PretrainIntegration(MaskedSumIntegration):
         if isinstance(data, Mapping) and data.get("local_cp_size") is not None:
             return self._parts(data)
         counted = super().sequences(data)
-        return _padded(counted) if is_packed(data) else counted
+        return _with_tail(counted) if is_packed(data) else counted
 
     def _parts(self, data: Mapping[str, Any]) -> MicrobatchSequences:
         """Count this rank's parts of the sequences of a pack, with dynamic context parallelism.
@@ -124,10 +124,13 @@ def install(
     return rebind(hook, ["megatron.training.training"], "Megatron-LM (core_v0.16.1 and later)")
 
 
-def _padded(found: MicrobatchSequences) -> MicrobatchSequences:
-    """Add the tail with which Megatron-LM pads a pack after it was read.
+def _with_tail(found: MicrobatchSequences) -> MicrobatchSequences:
+    """Add the tail of ``pad_packed_seq_alignment``: each rank's part is padded to a length.
 
-    Refuses what only the script's arguments say about how packed sequences are split.
+    The tail's mask is 0. It is a sequence of its own, or (``extend_last``) a part of the last one.
+    Source: Megatron-LM (dev d48bd6be0a) ``get_batch_on_this_rank_for_sequence_packing`` and
+    ``pad_sequence_for_thd``. Refuses what only the script's arguments say about how packed
+    sequences are split.
     """
     from megatron.training import get_args
 
@@ -135,16 +138,6 @@ def _padded(found: MicrobatchSequences) -> MicrobatchSequences:
     check_options("script arguments", args, cp_size=args.context_parallel_size)
     if getattr(args, "pad_packed_seq_alignment", None) is None:
         return found
-    return _with_tail(found, args)
-
-
-def _with_tail(found: MicrobatchSequences, args: Any) -> MicrobatchSequences:
-    """Add the tail of ``pad_packed_seq_alignment``: each rank's part is padded to a length.
-
-    The tail's mask is 0. It is a sequence of its own, or (``extend_last``) a part of the last one.
-    Source: Megatron-LM (dev d48bd6be0a) ``get_batch_on_this_rank_for_sequence_packing`` and
-    ``pad_sequence_for_thd``.
-    """
     from megatron.core.packed_seq_params import (
         get_thd_padding_kwargs,
         resolve_thd_tail_padding_policy,

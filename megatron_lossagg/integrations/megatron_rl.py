@@ -51,7 +51,6 @@ class RLIntegration(MaskedSumIntegration):
     def __init__(self) -> None:
         super().__init__()
         self._turns = _Turns()
-        self._needs_prompts = False
 
     def prepare(self, aggregations: Sequence[Aggregation]) -> None:
         """Wrap the functions of ``megatron.rl.rl_utils`` that see rollouts and groups.
@@ -60,7 +59,7 @@ class RLIntegration(MaskedSumIntegration):
         ranks per collection of rollouts. Raises :class:`ContractError` where a function is missing
         or takes other arguments.
         """
-        self._needs_prompts = any(one.mode == "prompt_mean" for one in aggregations)
+        super().prepare(aggregations)
         try:
             module = importlib.import_module("megatron.rl.rl_utils")
         except ImportError as error:
@@ -154,7 +153,7 @@ class RLIntegration(MaskedSumIntegration):
         Each kind of id costs the plan an exchange of all sequences. Every rank decides alike.
         """
         samples = [turn.rollout for turn in turns] if self._turns.are_several else None
-        prompts = [turn.group for turn in turns] if self._needs_prompts else None
+        prompts = [turn.group for turn in turns] if self.needs_prompts else None
         return samples, prompts
 
 

@@ -7,7 +7,7 @@ masked sum, each token times its ``loss_scale``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -46,11 +46,6 @@ class SwiftIntegration(TrainerIntegration):
     """
 
     gives_token_weights = True
-    _weighs_tokens = False
-
-    def prepare(self, aggregations: Sequence[Aggregation]) -> None:
-        """Note what ``loss_scale`` means."""
-        self._weighs_tokens = any(one.count == "weights" for one in aggregations)
 
     def check(self, trainer: Any, call: Mapping[str, Any]) -> None:
         """Raise for a trainer with a different loss or a different layout."""
@@ -91,7 +86,7 @@ class SwiftIntegration(TrainerIntegration):
             )
         mask_P = _shifted(data["labels"]) != _IGNORED
         counted = count_segments(*self._segments(data), mask_P)
-        if not self._weighs_tokens:
+        if not self.weighs_tokens:
             return counted
         scale = data.get("loss_scale")
         return with_weights(counted, mask_P * (1.0 if scale is None else _shifted(scale)))
@@ -126,7 +121,7 @@ class SwiftIntegration(TrainerIntegration):
             )
         returned = loss_func(output)
         losses, mask, weights = output.float().reshape(-1), (labels != _IGNORED).reshape(-1), None
-        if self._weighs_tokens:
+        if self.weighs_tokens:
             weights = mask.float() if scale is None else mask * scale.reshape(-1)
         elif scale is not None:
             losses = losses * scale.reshape(-1)

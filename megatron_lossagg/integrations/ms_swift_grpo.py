@@ -70,12 +70,11 @@ class GRPOIntegration(TrainerIntegration):
     def __init__(self, *, trains: bool = True) -> None:
         super().__init__()
         self._trains = trains
-        self._needs_prompts = False
 
     def prepare(self, aggregations: Sequence[Aggregation]) -> None:
         """Number the prompts where their completions are repeated, if a mode needs them."""
-        self._needs_prompts = any(one.mode == "prompt_mean" for one in aggregations)
-        if self._needs_prompts:
+        super().prepare(aggregations)
+        if self.needs_prompts:
             _number_prompts()
 
     def check(self, trainer: Any, call: Mapping[str, Any]) -> None:
@@ -109,7 +108,7 @@ class GRPOIntegration(TrainerIntegration):
         return MicrobatchSequences(
             active_tokens=mask.sum(1),
             lengths=np.full(b, s + self._num_added(s)),
-            prompt=_prompts(batch) if self._needs_prompts else None,
+            prompt=_prompts(batch) if self.needs_prompts else None,
         )
 
     def layout(self, aggregator: LossAggregator, lengths: Sequence[int]) -> Layout:

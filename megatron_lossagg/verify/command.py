@@ -44,7 +44,7 @@ from megatron_lossagg.verify.job import Event, Job, launched
 from megatron_lossagg.verify.parallelism import Parallelism, standard
 from megatron_lossagg.writing.extras import needed
 from megatron_lossagg.writing.files import check_outputs, write_whole
-from megatron_lossagg.writing.text import number_of
+from megatron_lossagg.writing.text import number_of, say
 
 __all__ = ["add_arguments", "run"]
 
@@ -117,20 +117,22 @@ def run(args: argparse.Namespace) -> int:
     events: list[Event] = []
     rest: Iterator[Event] = iter(())
     failure = ""
-    with show.progress(job.num_verdicts) as advance:
 
-        def take(event: Event) -> None:
-            advance(event)
-            events.append(event)
+    def take(event: Event) -> None:
+        events.append(event)
+        if event["event"] == "layout":
+            passed = [verdict["passed"] for verdict in event["verdicts"]]
+            cases = f"{sum(passed)} of {number_of(len(passed), 'case')} passed"
+            say(f"{event['layout']}: {cases}, {time.monotonic() - begun:.0f} s")
 
-        if launcher is None:
-            failure = _launched(job, take, timeout=args.timeout or _TIMEOUT)
-        else:
-            rest = job.run()
-            for event in rest:
-                take(event)
-                if event["event"] == "end":
-                    break
+    if launcher is None:
+        failure = _launched(job, take, timeout=args.timeout or _TIMEOUT)
+    else:
+        rest = job.run()
+        for event in rest:
+            take(event)
+            if event["event"] == "end":
+                break
     seconds = time.monotonic() - begun
     report = _report(job, events, facts, framework, failure=failure, seconds=seconds)
     _write(args, report)
@@ -210,16 +212,16 @@ def _framework_report(args: argparse.Namespace) -> dict[str, Any] | None:
     if args.framework is None:
         return None
     timeout = args.timeout or TIMEOUT
-    show.say(f"{args.framework}: its own functions first, for at most {timeout:.0f} s")
+    say(f"{args.framework}: its own functions first, for at most {timeout:.0f} s")
 
-    def say(outcome: dict[str, Any]) -> None:
+    def report(outcome: dict[str, Any]) -> None:
         parts = [f"{outcome['state']} {outcome['check']}", outcome["explanation"]]
-        show.say(f"{args.framework}: {': '.join(filter(None, parts))}")
+        say(f"{args.framework}: {': '.join(filter(None, parts))}")
 
     framework = run_framework(
-        args.framework, aggregation_from_args(args), timeout=timeout, report=say
+        args.framework, aggregation_from_args(args), timeout=timeout, report=report
     )
-    show.say(f"{args.framework}: {counted(framework['checks'])}; now the cases on Megatron-Core")
+    say(f"{args.framework}: {counted(framework['checks'])}; now the cases on Megatron-Core")
     return framework
 
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import megatron_lossagg
 from megatron_lossagg.cpu.launch import launch, run_alone
-from megatron_lossagg.errors import ProofError
 from megatron_lossagg.scaling import LOSS_SCALINGS, LossScaling
 from megatron_lossagg.verify.cases import Case
 from megatron_lossagg.verify.parallelism import Parallelism
@@ -40,16 +39,6 @@ class Job:
     def __post_init__(self) -> None:
         for name in ("layouts", "cases", "loss_scalings"):  # a list and a tuple are equal jobs
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        sizes = {layout.world_size for layout in self.layouts}
-        if len(sizes) != 1:
-            raise ProofError(f"got layouts for {sorted(sizes)} ranks, expected one number of ranks")
-        hooked = any(layout.hooked for layout in self.layouts)
-        sums = [str(case) for case in self.cases if case.second is not None]
-        if hooked and sums:
-            raise ProofError(
-                f"got the case {sums[0]}, expected one aggregation with a hooked schedule: the "
-                "hook replaces one loss"
-            )
 
     @property
     def world_size(self) -> int:
@@ -66,8 +55,8 @@ class Job:
     def run(self) -> Iterator[Event]:
         """Run it on this rank of a launcher; every rank gets the same events, ready for JSON.
 
-        ``start`` with Megatron-Core's version, device, backend and hosts; ``case`` after each case;
-        ``layout`` with its verdicts and groups; ``end``, after which the rank waits for the others.
+        ``start`` with Megatron-Core's version, device, backend and hosts; ``layout`` with its
+        verdicts and groups; ``end``, after which the rank waits for the others.
         Installs the CPU stand-ins where there is no CUDA: call it before Megatron-Core is imported.
         """
         import torch

@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import math
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -31,7 +28,7 @@ from megatron_lossagg.verify.parallelism import WEIGHT_SUM_TOLERANCE
 from megatron_lossagg.writing import html
 from megatron_lossagg.writing.text import error_text, number_of
 
-__all__ = ["Report", "finite", "page", "progress", "say", "show"]
+__all__ = ["Report", "finite", "page", "show"]
 
 Report = Mapping[str, Any]
 _COLUMNS = {
@@ -63,37 +60,6 @@ _FRAMEWORK_COLUMNS = {
 _WIDE = 200
 _DECADES = (-17, 2)
 """Of the page's plot, the same in every report; what is beyond them is at their ends."""
-
-
-def say(text: str) -> None:
-    """Print a line about the progress, to standard error: the result is on standard output."""
-    print(f"lossagg: {text}", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def progress(num_verdicts: int) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Show a bar of cases on a terminal, else a line per layout; the caller passes each event."""
-    if not sys.stderr.isatty():
-        begun = time.monotonic()
-
-        def say_layout(event: Mapping[str, Any]) -> None:
-            if event["event"] == "layout":
-                passed = [verdict["passed"] for verdict in event["verdicts"]]
-                cases = f"{sum(passed)} of {number_of(len(passed), 'case')} passed"
-                say(f"{event['layout']}: {cases}, {time.monotonic() - begun:.0f} s")
-
-        yield say_layout
-        return
-    columns = (
-        TextColumn("verifying"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("cases"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("cases", total=num_verdicts)
-        yield lambda event: bar.advance(task, event["event"] == "case")
 
 
 def finite(value: Any) -> Any:

@@ -100,7 +100,7 @@ def run_job(job: Job) -> Iterator[Event]:
                 shape, copies, padded = layout.reference
                 references[layout.reference] = compute(shape, copies=copies, padded=padded)
     for layout in job.layouts:
-        yield from _proven(layout, job, references[layout.reference], world.hosts)
+        yield _proven(layout, job, references[layout.reference], world.hosts)
         gc.collect()  # of the models, which hold the layout's groups
     yield {"event": "end"}
     dist.barrier()  # a launcher ends the others as soon as one rank has failed
@@ -108,9 +108,7 @@ def run_job(job: Job) -> Iterator[Event]:
     dist.destroy_process_group()
 
 
-def _proven(
-    layout: Parallelism, job: Job, reference: Reference, hosts: Sequence[str]
-) -> Iterator[Event]:
+def _proven(layout: Parallelism, job: Job, reference: Reference, hosts: Sequence[str]) -> Event:
     """Run every case of a layout in each loss scaling; all ranks get the same verdicts.
 
     The first case of each loss scaling and count is evaluated too: what a forward-only step has of
@@ -136,10 +134,9 @@ def _proven(
                     steps.append(run.evaluate(case))
                 verdict = _verdict(run, case, wanted, steps)
                 done.append(_Done(run, case, wanted, steps, verdict))
-                yield {"event": "case"}
         _explain(done)
     verdicts = [{**asdict(each.verdict), "passed": each.verdict.passed} for each in done]
-    yield {"event": "layout", "layout": str(layout), "verdicts": verdicts, "groups": groups}
+    return {"event": "layout", "layout": str(layout), "verdicts": verdicts, "groups": groups}
 
 
 class _Done(NamedTuple):

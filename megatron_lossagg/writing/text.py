@@ -1,20 +1,26 @@
-"""How the reports write counts and relative errors."""
+"""How the commands write counts, relative errors and their progress."""
 
 from __future__ import annotations
 
 import math
+import sys
 
-__all__ = ["error_text", "number_of"]
+__all__ = ["error_text", "number_of", "say"]
 
 
 def number_of(count: int, noun: str) -> str:
     """Write a count with its noun: ``1 case``, ``2 cases``, ``2 microbatches``."""
     plural = "es" if noun.endswith(("ch", "s")) else "s"
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}{plural}"
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}{plural}"
 
 
 def error_text(error: float | None) -> str:
-    """Write a relative error; JSON has None where it is not finite."""
+    """Write a relative error; JSON has None if it is not finite."""
     if error is None or not math.isfinite(error):
         return "not finite"
     return f"{error:.1e}" if error else "0"
+
+
+def say(text: str) -> None:
+    """Print a line about the progress, to standard error: the result is on standard output."""
+    print(f"lossagg: {text}", file=sys.stderr, flush=True)
