@@ -244,7 +244,7 @@ class StepBuffer:
 
 
 def _joined(counts: list[MicrobatchSequences], name: str) -> list[Any] | None:
-    """Join a field over a step; a microbatch without ids is one where no sequence needs any."""
+    """Join a field over a step; a microbatch without ids is one in which no sequence needs any."""
     if all(getattr(counted, name) is None for counted in counts):
         return None
     return [value for counted in counts for value in counted.of_sequences(name)]

@@ -58,7 +58,7 @@ class WeightTotals:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTotals:
-    """Counts of the whole step over the data-parallel group; None where not known.
+    """Counts of the whole step over the data-parallel group; None if not known.
 
     Passed to :func:`plan_step` they replace the collectives: a mode raises
     :class:`PlanError` for what they lack. What follows ``microbatch_means`` is never passed.
@@ -81,7 +81,7 @@ class StepTotals:
     longest_sample: int | None = field(default=None, repr=False)
     """The largest n_b; of this rank if totals were passed."""
     sample_lengths: Ints | None = field(default=None, repr=False, compare=False)
-    """n_b of every sample of the step, int64; None where lengths were not gathered."""
+    """n_b of every sample of the step, int64; None if lengths were not gathered."""
     sample_tokens: Ints | None = field(default=None, repr=False, compare=False)
     """n_b of each of this rank's sequences, int64 ``[S]``."""
     prompt_tokens: Ints | None = field(default=None, repr=False, compare=False)
@@ -246,7 +246,7 @@ _WEIGHTS = "token_weight_sums"
 
 
 def _microbatch_means(of_ranks: Mapping[str, Ints], active: str) -> float | None:
-    """Sum, over ranks, the fraction of microbatches that are active; None where M is not known."""
+    """Sum, over ranks, the fraction of microbatches that are active; None if M is not known."""
     m_W = of_ranks["num_microbatches"]
     return float((of_ranks[active] / m_W).sum()) if m_W.all() else None
 

@@ -45,7 +45,7 @@ class Faults:
         *,
         seems_right: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Check now on the CPU, where reading is free; record on another device.
+        """Check now on the CPU, where reading is free; record on a different device.
 
         ``values`` computes the 0-dim results. On the CPU it is not called if ``seems_right``, a
         cheaper test, says so. Raises :class:`ReducerError`.

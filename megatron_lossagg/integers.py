@@ -39,7 +39,7 @@ def checked_integers(
     """Copy to a contiguous int64 array of one dimension; ``squeeze``: from ``[1, n]`` too.
 
     Raises ``error`` for other dtypes or shapes, for a value below ``lowest`` or above
-    2^63 - 1, and for another length than ``length``. A CUDA tensor costs one host sync.
+    2^63 - 1, and for a length other than ``length``. A CUDA tensor costs one host sync.
     """
     if isinstance(values, Tensor):
         values = values.detach().cpu().numpy()

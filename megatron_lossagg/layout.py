@@ -64,7 +64,7 @@ class Layout:
     allows_tail: bool = False
     """Whether positions may follow the last segment, which weigh 0."""
     batch_shape: tuple[int, int] | None = None
-    """``[b, s]`` of the whole mask where sequences are not packed."""
+    """``[b, s]`` of the whole mask if sequences are not packed."""
     is_whole: bool = False
     """Whether the segments of the mask are whole sequences, not responses or slices."""
     split: Split | None = None
@@ -154,8 +154,8 @@ class Layout:
 
         Losses are of the whole mask then. A rank weighs those whose logits are its own, and the
         gradient is right whether the gather's backward pass sums over ranks or keeps a rank's own
-        slice. ``sums_gradients``: it is known to sum, so any split is right, also another one than
-        the model's. Source: Megatron-LM (d98e8a64) ``megatron.rl.rl_utils.get_logprobs``. Raises
+        slice. ``sums_gradients``: it is known to sum, so any split is right, not only the model's.
+        Source: Megatron-LM (d98e8a64) ``megatron.rl.rl_utils.get_logprobs``. Raises
         :class:`LayoutError` if the mask is this rank's part only.
         """
         if self.is_local:

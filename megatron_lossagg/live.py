@@ -65,7 +65,7 @@ class LiveGroups:
     dp_size: int
     dp_cp_size: int
     cp_group: ProcessGroup | None
-    """None where a microbatch has a group of its own (dynamic context parallelism)."""
+    """None if a microbatch has a group of its own (dynamic context parallelism)."""
     cp_size: int
     cp_rank: int
     tp_group: ProcessGroup
@@ -156,8 +156,8 @@ def checked_loss_scaling(chunks: Sequence[Any], *, counts_parts: bool = False) -
     """
     if _release() < _OLDEST_MEGATRON:
         raise ContractError(
-            f"megatron-core {megatron_version()}: before 0.13 num_tokens is reduced over another "
-            "group and the schedule multiplies by CP: install megatron-core>=0.13"
+            f"megatron-core {megatron_version()}: before 0.13 num_tokens is reduced over a "
+            "different group and the schedule multiplies by CP: install megatron-core>=0.13"
         )
     if not chunks:
         raise ContractError("got no model chunk: pass the chunks that the schedule gets")

@@ -22,7 +22,7 @@ what Megatron-LM's ``get_args()`` returns, or ``ConfigContainer.dist``."""
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a condition needs beside the option's value."""
+    """What a condition needs next to the option's value."""
 
     cp_size: int = 1
     num_chunks: int = 1

@@ -200,7 +200,7 @@ class Microbatch:
     trained_weights: Tensor | None
     """float64 ``[G]``: the sum of their weights; None if the plan has none."""
     identity: object = field(default_factory=object, init=False, repr=False)
-    """Stands for this microbatch where its tensors must not be kept."""
+    """Stands for this microbatch when its tensors must not be kept."""
     _keep_on: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
     _weights: dict[tuple[Aggregation, torch.dtype, torch.device], Tensor] = field(
         default_factory=dict, init=False, repr=False

@@ -9,7 +9,7 @@ one unless tokens are rejected on purpose. They must also have given each sequen
 
 Ranks may disagree on everything, the numbers of sequences and of plans included. So what is
 gathered has one size: sequence s is added to slot s modulo ``_SLOTS``, and further plans are
-gathered only where all ranks have as many.
+gathered only if all ranks have as many.
 
 Shape suffixes: S = sequences of this data-parallel rank in the step; F = slots (2F: twice); W =
 ranks of the context-parallel group; P = further plans of the step; N = the numbers that a rank

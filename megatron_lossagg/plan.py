@@ -62,7 +62,7 @@ class StepPlan:
     """What was planned, as read-only arrays ``[S]``."""
     totals: StepTotals
     group_ranks: tuple[int, ...] | None
-    """Global ranks that were counted over; None where no group was passed."""
+    """Global ranks that were counted over; None if no group was passed."""
     state: StepState = field(repr=False)
     _under: dict[Aggregation, StepPlan] = field(default_factory=dict, init=False, repr=False)
 

@@ -34,7 +34,7 @@ class RecordFile:
     """The file to which a run appends its steps, on the one rank that writes it.
 
     A file that exists is continued; the rest of a line that a killed run has left is cut off. Two
-    runs at once need two files: where another one has written, this one ends its record.
+    runs at the same time need two files: if another one has written, this one ends its record.
 
     Raises :class:`RecordError` for a file that is no record or cannot be written.
     """

@@ -135,7 +135,7 @@ class Reducer:
         loss nor its gradient with respect to x sees them.
 
         A loss that the mask keeps and that is not finite raises :class:`ReducerError`, which
-        names its sequence and token: at once on the CPU, when the step finishes on a device.
+        names its sequence and token: immediately on the CPU, when the step finishes on a device.
 
         While a step runs, the call is noted. A partial loss that can be trained, of a plan that is
         not the step's, raises.
@@ -271,7 +271,7 @@ class Reducer:
             multiple *= 2
 
     def _check_sequence_starts(self, x: Tensor) -> None:
-        """Refuse losses of several dimensions in another order, such as ``[s, b]`` for [b, s]."""
+        """Refuse losses whose dimensions are in a different order, such as ``[s, b]``."""
         sizes = [size for size in x.shape if size != 1]
         if len(sizes) < 2 or x.numel() == 0:
             return

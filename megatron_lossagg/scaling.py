@@ -88,7 +88,7 @@ class Scaling:
         """Return the num_tokens that loss_func reports for a microbatch.
 
         ``counted``: active tokens of its sequences by the plan, complete over CP. The average
-        loss scaling divides by it at once, so it is 1. In the per-token loss scaling CP rank 0
+        loss scaling divides by it immediately, so it is 1. In the per-token loss scaling CP rank 0
         reports ``counted`` and the other CP ranks 0, so that the sum over the step is N.
         """
         if self.loss_scaling == "average":

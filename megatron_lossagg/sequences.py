@@ -140,7 +140,7 @@ class CheckedSequences:
 
 
 def check_sum(what: str, tokens: Ints) -> None:
-    """Raise where token counts sum to more than float64 holds exactly."""
+    """Raise if token counts sum to more than float64 holds exactly."""
     if len(tokens) * int(tokens.max(initial=0)) <= MOST_TOKENS:
         return
     total = sum(tokens.tolist())  # Python's integers do not wrap
@@ -184,7 +184,7 @@ def _weight_sums(values: FloatsLike, n_S: Ints) -> Floats:
             "per sequence"
         )
     sum_S = array.astype(np.float64)
-    # One over a sum is a weight, so that a smaller one could be beyond float32 on one rank alone.
+    # One over a sum is a weight, so that a smaller one could be beyond float32 on one rank only.
     is_sum_S = (sum_S >= 1 / MOST_TOKENS) & (sum_S <= MOST_TOKENS)
     is_wrong_S = ~((sum_S == 0) | is_sum_S) | ((sum_S > 0) & (n_S == 0))
     if is_wrong_S.any():

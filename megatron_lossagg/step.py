@@ -82,7 +82,7 @@ class MicrobatchLoss:
 
         The loss is ``loss * K`` in fp32 or better with storage of its own (the schedule scales it
         in place); num_tokens an int32 0-dim tensor on its device; each report a detached
-        ``[partial loss * M DP CP, 1]``, or ``[partial loss * K, survivors]`` where survivors are
+        ``[partial loss * M DP CP, 1]``, or ``[partial loss * K, survivors]`` if survivors are
         counted; each mean a detached ``[sum, count]``. Adds
         ``lossagg/weight_sum`` and ``lossagg/weight_expected``. The weight-sum check sees the
         weights as sliced and masked, not what is done to a partial loss afterwards. No collective,
@@ -193,7 +193,7 @@ class Step:
     def k(self) -> int:
         """K: M DP CP in the average loss scaling, N in the per-token loss scaling.
 
-        1 on a pipeline stage without counts, and where N is 0.
+        1 on a pipeline stage without counts, and if N is 0.
         """
         return 1 if self._plan is None else self.scaling.k
 
@@ -219,8 +219,9 @@ class Step:
         says which tokens this rank holds. ``cu_seqlens``: padded offsets of packed sequences.
         ``lengths``: of the slices here, with a mask that the framework has sliced. ``layout``: any
         other. ``plan``: one of ``also``, for a further term with other counts. Raises
-        :class:`ContractError` for a layout of another context-parallel rank or of another split
-        than the model's. One host sync each for CUDA ``sequences``, ``cu_seqlens`` and ``lengths``.
+        :class:`ContractError` for a layout of a different context-parallel rank, or of a split that
+        is not the model's. One host sync each for ``sequences``, ``cu_seqlens`` and ``lengths`` on
+        CUDA.
         """
         self.plan  # noqa: B018  which stages without counts do not have
         given = [one for one in (cu_seqlens, lengths, layout) if one is not None]
@@ -281,7 +282,7 @@ class Step:
     def finish(self) -> None:
         """Check, after the schedule and before the optimizer, that the step is complete.
 
-        Every sequence and microbatch arrived (on the last pipeline stage, which alone calls
+        Every sequence and microbatch arrived (on the last pipeline stage, the only one that calls
         loss_func). Every loss was trained through its reducer, and each term of a plan in ``also``.
         The schedule scaled each loss as Megatron does. Gradients were zero before, and no device
         found a fault in a mask or loss. With context parallelism all ranks train the same step, and
@@ -367,7 +368,7 @@ class Step:
                     f"losses of sequences {first_few(call.sequences)} were trained with a mask of "
                     "their own, and Megatron divides by the tokens that survive in the mask whose "
                     "outputs were returned: make one step.microbatch with the mask of all terms, "
-                    "and set a term's losses to 0 where it has none"
+                    "and set a term's losses to 0 if it has none"
                 )
             if call.is_late and call.has_gradient:
                 return (

@@ -4,7 +4,7 @@ Reads two files that --loss-aggregation-record wrote. The runs may differ in
 their parallelism, in their microbatches and in how often they were resumed:
 a step is the same if mode, divisor, exponent, count, totals and weights are.
 A custom reducer's weights are not recorded, so its steps are not compared.
-Exit status: 0 for the same loss, 1 for another one, 2 for wrong usage.
+Exit status: 0 for the same loss, 1 for a different one, 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         found = _differences(first[step], second[step])
         if found:
             same = f"the same loss in {number_of(place, 'step')}, then " if place else ""
-            print(printable(f"{same}another loss from step {step} on: {found}"))
+            print(printable(f"{same}a different loss from step {step} on: {found}"))
             return 1
         if first[step].mode == CUSTOM:
             raise RecordError(

@@ -7,7 +7,7 @@ and the gradient. Nothing is trained, and Megatron-Core is not needed. --lengths
 has the active tokens of each sample: "," separates samples, "/" separates
 prompts, 0 is a fully masked sample. --lengths-file reads recorded ones instead.
 With --count, --counted has what is counted of each sample, in the same form.
-Sequences are assigned in turn to the data-parallel ranks' microbatches.
+Sequences are assigned alternately to the data-parallel ranks' microbatches.
 Exit status: 0, or 2 for wrong usage.
 """
 
@@ -114,7 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="A",
         dest="exponent",
-        help="a of length_power (required); also where other modes are compared with it (default "
+        help="a of length_power (required); also if other modes are compared with it (default "
         f"{EXPONENT})",
     )
     parser.add_argument(
@@ -327,7 +327,7 @@ def _mode(e: Explanation) -> Iterator[RenderableType]:
         yield _text(f"It takes no divisor: {e.divisor:g} is used for the other modes below.")
     if e.exponent is not None and not mode.has_exponent:
         yield _text(f"It takes no exponent: {e.exponent:g} is used for length_power below.")
-    yield Text(f"  Train it with  {e.flags}")  # a flag that is cut off would be another one
+    yield Text(f"  Train it with  {e.flags}")  # a flag that is cut off would be a different one
 
 
 def _weights(e: Explanation) -> Iterator[RenderableType]:
@@ -407,7 +407,7 @@ def _dashboard(e: Explanation) -> Iterator[RenderableType]:
     yield _text(
         f"ratio: to the loss of {e.mode}. scaled: the same gradient, times the ratio. reweighted: "
         "a gradient of a different direction; the ratio of real losses then depends on them. For "
-        f"microbatch_token_mean the sequences are assigned in turn to {ranks} x "
+        f"microbatch_token_mean the sequences are assigned alternately to {ranks} x "
         f"{number_of(e.split.microbatches, 'microbatch')}; its values change with them."
     )
     if e.shares is not None and e.shares.num_steps > 1:

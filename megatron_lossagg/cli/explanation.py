@@ -135,7 +135,9 @@ def read_counted(text: str, lengths: dict[str, list[int]], count: Count) -> list
             )
     counted = [int(number) if count == "survivors" else float(number) for number in numbers]
     if not any(counted):
-        raise LossAggregationError(f"--counted {text!r}: got 0 for every sample, expected one more")
+        raise LossAggregationError(
+            f"--counted {text!r}: got 0 for every sample, expected one above 0"
+        )
     return counted
 
 
@@ -235,7 +237,7 @@ def explain(
     }
     if MODES[aggregation.mode].has_exponent:
         counts["Z"] = plans[0].counts.length_power_sum
-    # Assigned in turn: the first sequence of each microbatch comes before the second of any.
+    # Assigned alternately: the first sequence of each microbatch comes before the second of any.
     assert totals.microbatch_tokens is not None
     of_microbatch = totals.microbatch_tokens[: split.microbatches * split.dp].tolist()
     return Explanation(

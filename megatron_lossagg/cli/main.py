@@ -24,7 +24,7 @@ __all__ = ["main"]
 _REQUIRED = ("torch", "numpy", "rich")
 
 _PIPED = {"diff", "explain", "plot"}
-"""Commands that end quietly where the reader of their output does, as in ``| head``."""
+"""Commands that end quietly when the reader of their output does, as in ``| head``."""
 
 _COMMANDS = {
     "verify": (

@@ -49,9 +49,9 @@ def _add_cpu(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the script in this process; return its exit status, 1 where a step is refused.
+    """Run the script in this process; return its exit status, 1 if a step is refused.
 
-    Raises :class:`ContractError` where an aggregation was asked for and the script ended without
+    Raises :class:`ContractError` if an aggregation was asked for and the script ended without
     the training loop that it is put into. A loop that had no step left to do is no error.
     """
     parser = argparse.ArgumentParser(prog="lossagg run", add_help=False, allow_abbrev=False)
@@ -136,7 +136,7 @@ def _run(script: Path, *, on_cpu: bool) -> int:
 
 
 def _leave_together() -> None:
-    """End gloo in step: its threads abort now and then where a rank ends before the others."""
+    """End gloo in step: its threads abort now and then if a rank ends before the others."""
     import torch.distributed as dist
 
     if dist.is_initialized():

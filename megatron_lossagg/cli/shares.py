@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 EXPONENT = 0.5
-"""Of ``length_power`` where none is given: half way from ``token_mean`` to ``sample_mean``."""
+"""Of ``length_power`` if none is given: half way from ``token_mean`` to ``sample_mean``."""
 MOST_BUCKETS = 7
 """As many columns fit a terminal next to the names of the modes."""
 MOST_TIMES_THE_MEDIAN = 8
@@ -125,7 +125,7 @@ def read_buckets(text: str | None) -> list[int] | None:
 
 
 def plan_of(step: Mapping[str, Any], aggregation: Aggregation, split: Split) -> StepPlan:
-    """Plan a step, given by column, with its sequences assigned in turn to the microbatches.
+    """Plan a step, given by column, with its sequences assigned alternately to the microbatches.
 
     One process plans for all: M DP microbatches on one rank weigh as M on each of DP ranks.
     """
@@ -289,8 +289,9 @@ def _notes(rollouts: Rollouts, masked: int, split: Split) -> Iterator[str]:
     if "prompt" not in rollouts.steps[0]:
         yield "prompt_mean is missing: the file has no prompts."
     yield (
-        "microbatch_token_mean depends on the parallelism: here the sequences are assigned in turn "
-        f"to {number_of(split.dp, 'rank')} x {number_of(split.microbatches, 'microbatch')}."
+        "microbatch_token_mean depends on the parallelism: here the sequences are assigned "
+        f"alternately to {number_of(split.dp, 'rank')} x "
+        f"{number_of(split.microbatches, 'microbatch')}."
     )
 
 

@@ -1,4 +1,4 @@
-"""torch's launcher for one machine, with nothing that listens on another address than loopback.
+"""torch's launcher for one machine, with nothing that listens on an address other than loopback.
 
 ``python agent.py PROCESSES COMMAND ...``. torch's own rendezvous for one node binds its store to
 all interfaces; this one's store takes a socket that is bound to 127.0.0.1.

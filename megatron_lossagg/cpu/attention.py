@@ -248,7 +248,7 @@ def _zigzag_positions(offset_G1: Tensor, num_tokens: int, cp_size: int) -> tuple
 def _contiguous_positions(
     offset_G1: Tensor, num_tokens: int, cp_size: int, cp_rank: int
 ) -> tuple[Tensor, Tensor]:
-    """Give the same where each rank holds one interval: [C, t], and of this rank's tokens [t].
+    """Return :func:`_zigzag_positions` for ranks that hold one interval each: ``[C, t]``, ``[t]``.
 
     Tokens past the last offset are one more sequence, as above.
     """

@@ -29,12 +29,12 @@ def launch(
     """Run ``command`` on ``processes`` ranks over loopback and return what it printed.
 
     ``command`` is a Python script with its arguments, or ``["-m", module, ...]``. ``env`` is added
-    to this process's environment; each rank gets one OpenMP thread unless it sets another number.
-    The rendezvous takes a free port of 127.0.0.1, so several launches can run at once and no other
-    machine reaches one. When one rank fails, ``torch.distributed.run`` ends the others. After
-    ``timeout`` seconds everything is killed and ``subprocess.TimeoutExpired`` raised, with the
-    output so far. Nothing is left running in any case; on Linux not even if this process, or the
-    thread that called, is killed.
+    to this process's environment; each rank gets one OpenMP thread unless it sets a number itself.
+    The rendezvous takes a free port of 127.0.0.1, so several launches can run at the same time and
+    no other machine reaches one. When one rank fails, ``torch.distributed.run`` ends the others.
+    After ``timeout`` seconds everything is killed and ``subprocess.TimeoutExpired`` raised, with
+    the output so far. Nothing is left running in any case; on Linux not even if this process, or
+    the thread that called, is killed.
     """
     agent = [str(_AGENT), str(processes), sys.executable, "-u", *command]
     return run_alone(agent, timeout=timeout, env=env)

@@ -1,4 +1,4 @@
-"""Entry points for training systems with a loss of their own, one file per framework."""
+"""Entry points for frameworks, one file each."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def constant_reducer(name: str, module: str) -> MakeReducer:
 @cache
 def _reducer_of(divisor: float) -> MakeReducer:
     aggregation = Aggregation("token_sum", divisor=divisor)
-    # The framework owns the step and says not when one ends: one state takes all that devices find.
+    # The framework does not say when a step ends, so one state takes all that devices find.
     state = StepState(rejects_tokens=True)  # counts here are lengths, of which masks select some
     calls = count(1)
 
@@ -107,7 +107,7 @@ def _reducer_of(divisor: float) -> MakeReducer:
 
 
 def _context_parallel() -> tuple[int, int]:
-    """Return size and rank: miles' where miles runs (also without Megatron), else Megatron's."""
+    """Return size and rank: miles' if miles runs (also without Megatron), else Megatron's."""
     miles = sys.modules.get("miles.backends.training_utils.parallel")
     if miles is not None:
         cp = miles.get_parallel_state().cp

@@ -56,7 +56,7 @@ def _hooked(hook: ScheduleHook, stock: Callable[..., Any]) -> Callable[..., Any]
 def report_if_unused(hook: ScheduleHook, framework: str) -> None:
     """Print, as the process ends, that no step reached the hook.
 
-    Nothing where an exception ends it: that says why already.
+    Nothing if an exception ends it: that says why already.
     """
     if hook.num_steps == 0 and not hasattr(sys, "last_value"):
         why = (

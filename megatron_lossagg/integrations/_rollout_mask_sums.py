@@ -97,7 +97,7 @@ class FrameworkStep:
 
 
 def check_set_up(args: Any, hooks: Hooks, *, is_carried: bool | None = None) -> Aggregation | None:
-    """Read the framework's arguments and refuse those that would silently train another loss.
+    """Read the framework's arguments and refuse those that would silently train a different loss.
 
     ``is_carried``: whether ``carry_weights`` runs; None: what the arguments say. Returns the
     aggregation, None if no argument asks for one. Raises :class:`ContractError` for hooks

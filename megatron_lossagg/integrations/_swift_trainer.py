@@ -38,7 +38,7 @@ class TrainerIntegration(Integration):
 
     @abstractmethod
     def check(self, trainer: Any, call: Mapping[str, Any]) -> None:
-        """Raise :class:`ContractError` for a trainer whose loss is another one.
+        """Raise :class:`ContractError` for a trainer with a different loss.
 
         ``trainer``: what ``forward_step_func`` is a method of. ``call``: the schedule's keywords.
         """
@@ -56,7 +56,7 @@ class TrainerIntegration(Integration):
 
 
 def trainer_class(module: str, name: str) -> Any:
-    """Import a trainer; raises :class:`ContractError` where ms-swift 4.6.0 is not there."""
+    """Import a trainer; raises :class:`ContractError` if ms-swift 4.6.0 is not there."""
     try:
         return getattr(importlib.import_module(module), name)
     except ImportError as error:

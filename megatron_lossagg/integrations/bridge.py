@@ -32,7 +32,7 @@ class BridgeIntegration(MaskedSumIntegration):
         """Bridge's ``GlobalState``, if its forward_step asks for it."""
 
     def applies(self, call: Mapping[str, Any]) -> bool:
-        """Refuse, on every rank and before the first step, another CP for evaluation.
+        """Refuse, on every rank and before the first step, a different CP for evaluation.
 
         Bridge binds its ``GlobalState`` to a ``forward_step`` that asks for it; another one says
         nothing of it, and ``Frozen.check`` then stops the first evaluation.
@@ -58,7 +58,7 @@ def install(aggregation: Aggregation | None, *, options: Options | None = None) 
     The arguments are those of :class:`~megatron_lossagg.schedule.ScheduleHook`; ``prompt_mean`` is
     refused, for there are no prompt ids. A loss with more terms (distillation) is refused in the
     step that has them, an output that is a tuple in the first one. Raises :class:`ContractError`
-    where Bridge is not there.
+    if Bridge is not there.
     """
     hook = ScheduleHook(aggregation, BridgeIntegration(), options=options)
     modules = ["megatron.bridge.training.train", "megatron.bridge.training.eval"]

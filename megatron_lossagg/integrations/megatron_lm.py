@@ -116,7 +116,7 @@ def install(
 
     Call it before ``pretrain``, with ``megatron.training`` on the path. The arguments are those of
     :class:`~megatron_lossagg.schedule.ScheduleHook`, ``integration`` by default
-    :class:`PretrainIntegration`. Raises :class:`ContractError` where ``megatron.training.training``
+    :class:`PretrainIntegration`. Raises :class:`ContractError` if ``megatron.training.training``
     has no such name.
     """
     integration = integration or PretrainIntegration()

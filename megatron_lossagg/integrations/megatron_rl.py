@@ -2,8 +2,8 @@
 
 A sequence is a turn of a rollout; after 0.19 it is a whole rollout whose turns continue each other.
 Which rollout and which group a turn belongs to decides nothing after its advantage, and Megatron-LM
-drops it before the batches are made. A mean over samples needs the one where a rollout has several
-turns, ``prompt_mean`` the other: so two functions of ``megatron.rl.rl_utils`` are wrapped
+drops it before the batches are made. A mean over samples needs the rollout if it has several turns,
+``prompt_mean`` needs the group: so two functions of ``megatron.rl.rl_utils`` are wrapped
 (:meth:`RLIntegration.prepare`).
 """
 
@@ -56,7 +56,7 @@ class RLIntegration(MaskedSumIntegration):
         """Wrap the functions of ``megatron.rl.rl_utils`` that see rollouts and groups.
 
         Both return what they returned. With packing, one ``all_gather_object`` over data-parallel
-        ranks per collection of rollouts. Raises :class:`ContractError` where a function is missing
+        ranks per collection of rollouts. Raises :class:`ContractError` if a function is missing
         or takes other arguments.
         """
         super().prepare(aggregations)
@@ -148,7 +148,7 @@ class RLIntegration(MaskedSumIntegration):
         return replace(count_segments(start_S, is_padding, mask), sample=sample, prompt=prompt)
 
     def _ids(self, turns: Sequence[_Turn]) -> tuple[list[int] | None, list[int] | None]:
-        """Return samples where a rollout has several turns, and prompts where they are needed.
+        """Return samples if a rollout has several turns, and prompts if they are needed.
 
         Each kind of id costs the plan an exchange of all sequences. Every rank decides alike.
         """

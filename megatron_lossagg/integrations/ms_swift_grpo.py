@@ -72,7 +72,7 @@ class GRPOIntegration(TrainerIntegration):
         self._trains = trains
 
     def prepare(self, aggregations: Sequence[Aggregation]) -> None:
-        """Number the prompts where their completions are repeated, if a mode needs them."""
+        """Number the prompts when their completions are repeated, if a mode needs them."""
         super().prepare(aggregations)
         if self.needs_prompts:
             _number_prompts()

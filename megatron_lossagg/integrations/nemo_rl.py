@@ -82,7 +82,7 @@ def aggregated(
     losses in it that stay NeMo-RL's. ``weights_in_data``: the patch of
     ``docs/integrations/patches`` is applied, so that the trainer calls
     :meth:`AggregatedLoss.weights_of`; prompt_mean and length_power need it.
-    ``samples_per_step``: B, where sequences with ``sample_mask`` 0 are to count as well:
+    ``samples_per_step``: B, if sequences with ``sample_mask`` 0 are to count as well:
     ``policy.train_global_batch_size``. Raises :class:`AggregationError` for a mode or an option of
     the loss that cannot be aggregated here.
     """
@@ -153,7 +153,7 @@ def _check_split_steps(
     if aggregation.mode != "token_mean":
         warnings.warn(
             f"under {aggregation.mode} a split step divides the losses that a model adds, MoE, MTP "
-            "and draft, by the step's samples, where grpo_train divides them by its tokens: lower "
+            "and draft, by the step's samples, while grpo_train divides them by its tokens: lower "
             "their coefficients, or train with grpo_train",
             RuntimeWarning,
             stacklevel=3,
@@ -199,7 +199,7 @@ class AggregatedLoss:
         ``[b, s]``; the fields of ``data`` have b sequences. ``global_valid_seqs``,
         ``global_valid_toks``: counts of the step, B without the sequences whose ``sample_mask`` is
         0, and N; 1 and 1 of a split step. No collective; host syncs for masks and counts,
-        and those of the wrapped loss per sequence. Raises :class:`PlanError` on this rank alone for
+        and those of the wrapped loss per sequence. Raises :class:`PlanError` on this rank only for
         a mask that is not 0 or 1.
         """
         is_of_values = _is_one_of(self.loss_fn, _VALUE_LOSS)

@@ -16,7 +16,7 @@ does so is replaced, and advantages leave as::
     A_t * w_s
 
 SFT has an entry point of its own: ``aggregated_sft(SFTTrainer, Aggregation("sample_mean"))``. There
-SkyRL divides the loss mask by N where it collates a batch; the mask leaves as ``m_t * w_s``.
+SkyRL divides the loss mask by N when it collates a batch; the mask leaves as ``m_t * w_s``.
 
 A mini-batch is one optimizer step; the trainer has all of it, so counting needs no collective.
 Afterwards SkyRL multiplies the sum by M DP, and Megatron by CP / M. KL and entropy stay as they
@@ -80,7 +80,7 @@ def aggregated(trainer: Any, aggregation: Aggregation, *, carry_weights: bool = 
 
     ``carry_weights``: leave w_s in the batch too, ``loss_weights`` ``[sequences, 1]``, for a SkyRL
     with a patch of ``docs/integrations/patches``, whose KL and entropy then have them.
-    Raises :class:`AggregationError` here for a mode that needs microbatches, and where the
+    Raises :class:`AggregationError` here for a mode that needs microbatches, and if the
     trainer is built for a policy loss that is not proportional to advantages.
     """
     _check_mode(aggregation, _NOT_HERE, "trainer knows no microbatches")
@@ -106,7 +106,7 @@ def aggregated(trainer: Any, aggregation: Aggregation, *, carry_weights: bool = 
             mini_batch_boundaries: Sequence[tuple[int, int]],
             prompt_boundaries: Sequence[tuple[int, int]] | None = None,
         ) -> Any:
-            """Multiply by w_s where SkyRL applies ``loss_reduction``; no collective."""
+            """Multiply by w_s when SkyRL applies ``loss_reduction``; no collective."""
             samples = _samples(self.cfg, data)
             weighing = _Weighing(aggregation, mini_batch_boundaries, samples)
             with _in_place_of_the_reduction(trainer, weighing):
@@ -219,7 +219,7 @@ class _Weighing:
     aggregation: Aggregation
     boundaries: Sequence[tuple[int, int]]
     samples: list[int] | None
-    """Sample of each sequence, where SkyRL trains step by step; None: each sequence is one."""
+    """Sample of each sequence, if SkyRL trains step by step; None: each sequence is one."""
     num_calls: int = 0
     weights: list[Tensor] = field(default_factory=list)
 
@@ -248,7 +248,9 @@ class _Weighing:
                 f"{_VERSIONS}"
             )
         if not bool(((loss_mask == 0) | (loss_mask == 1)).all()):
-            raise PlanError("loss_mask has values other than 0 and 1: give weights another way")
+            raise PlanError(
+                "loss_mask has values other than 0 and 1: multiply weights into the advantages"
+            )
         prompts = None
         if prompt_boundaries is not None:
             prompts = [n for n, (a, b) in enumerate(prompt_boundaries) for _ in range(b - a)]

@@ -93,7 +93,7 @@ def check(args: Any) -> None:
 def checked_postprocess(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
     """Call the user's own postprocess, and refuse to train what it did not carry.
 
-    Raises :class:`ContractError` where ``rollout_mask_sums`` is not what :func:`carry_weights`
+    Raises :class:`ContractError` if ``rollout_mask_sums`` is not what :func:`carry_weights`
     left in this rollout batch. Collectives and host syncs are those of the user's function.
     """
     setattr(args, HOOKS.carry_argument, _PROCESS.own_postprocess)  # slime has loaded this one
@@ -104,7 +104,7 @@ def checked_postprocess(args: Any, rollout_id: int, rollout_data: dict[str, Any]
         what = "returned without" if _PROCESS.carried is None else "changed rollout_mask_sums after"
         raise ContractError(
             f"{HOOKS.carry_argument} {_PROCESS.own_postprocess} {what} carry_weights, and "
-            "slime would train another loss than loss_aggregation asks for: call "
+            "slime would train a different loss than loss_aggregation asks for: call "
             f"{HOOKS.carry_path}(args, rollout_id, rollout_data) as its last line"
         )
 

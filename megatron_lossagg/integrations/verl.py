@@ -18,7 +18,7 @@ verl's losses compute per-token losses ``[b, s]`` and call ``agg_loss`` on them.
     loss = DP * sum_s w_s sum_t m_t x_t
 
 Every context-parallel rank has whole sequences: verl gathers log-probabilities with a gradient for
-its own slice only. Afterwards verl multiplies by M (two outputs), or by tokens / DP where
+its own slice only. Afterwards verl multiplies by M (two outputs), or by tokens / DP if
 ``calculate_per_token_loss`` is set, and either gives the step's gradient. Sources: verl 1dda039b
 ``agg_loss``, ``ppo_loss``, ``MegatronEngine.forward_backward_batch``,
 ``MegatronEngineWithLMHead.postprocess_micro_batch_func``, ``postprocess_thd_engine``.
@@ -105,7 +105,7 @@ class LossMode:
         return LossMode(match[1], match[2] is None, match[3] or "vanilla")
 
     def aggregation(self, loss_scale_factor: float | None) -> Aggregation:
-        """Add the divisor of ``actor.loss_scale_factor``, where the mode has one."""
+        """Add the divisor of ``actor.loss_scale_factor``, if the mode has one."""
         if self.mode not in _MODES:
             raise AggregationError(
                 f"got loss_mode={self.name}, expected {_PREFIX} and one of {', '.join(_MODES)}: "
@@ -279,15 +279,15 @@ def _check_same_batch(data: Any) -> None:
     if len(others):
         raise PlanError(
             f"got one batch on rank 0 of the {len(hash_W)} data- and context-parallel ranks and "
-            f"another on rank {others[0]}, expected the same on all: with dynamic_context_parallel "
-            "each rank counts the whole batch by itself. Give every rank the batch of verl's "
-            "data-parallel rank 0, or set "
+            f"a different one on rank {others[0]}, expected the same on all: with "
+            "dynamic_context_parallel each rank counts the whole batch by itself. Give every rank "
+            "the batch of verl's data-parallel rank 0, or set "
             "actor_rollout_ref.actor.megatron.dynamic_context_parallel=False"
         )
 
 
 def _uids(data: Any) -> list[str]:
-    """Return the uid of each sequence; empty where the batch has none."""
+    """Return the uid of each sequence; empty if the batch has none."""
     if "uid" in data.keys():  # noqa: SIM118
         return [str(uid) for uid in data["uid"]]
     return [""] * len(data["loss_mask"])
@@ -300,7 +300,7 @@ def _is_padding(uid: str) -> bool:
 def _plan_batch(aggregation: Aggregation, data: Any, group: Any) -> tuple[StepPlan, Tensor]:
     """Count this rank's sequences; returns the plan, and where each one is in it, int64 ``[b]``.
 
-    No host sync but those of :func:`plan_step` where ``loss_mask`` is on the CPU, as verl has it.
+    No host sync but those of :func:`plan_step` if ``loss_mask`` is on the CPU, as verl has it.
     """
     mask, fault = data["loss_mask"], ""
     sums = [sequence.bool().sum() for sequence in mask.unbind()]

@@ -166,7 +166,7 @@ def reduced_part(chunk: Any, weight: Any, group: Any) -> Tensor:
 
 
 def _groups(chunk: Any, wrapper: Any) -> dict[str, Any]:
-    """Pass the live chunk's groups where the class takes them (from 0.15 on)."""
+    """Pass the live chunk's groups if the class takes them (from 0.15 on)."""
     if "pg_collection" not in inspect.signature(wrapper.__init__).parameters:
         return {}
     from megatron.core.process_groups_config import ProcessGroupCollection

@@ -67,7 +67,7 @@ def run_probe(aggregator: LossAggregator) -> ProbeReport:
     Symbols: ``type(chunk)``, ``pipeline_parallel.get_forward_backward_func``,
     ``config.finalize_model_grads_func``. Collectives: eight all-gathers of an integer over the
     world, and those of two small steps. Host syncs: one each. Call it on every rank,
-    outside the schedule. A rank that fails alone while others wait for it raises
+    outside the schedule. A rank that fails by itself while others wait for it raises
     :class:`ContractError` after a minute at most, and the launcher ends the others.
     """
     started = time.perf_counter()

@@ -102,12 +102,12 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         name="reduced_by_sum",
-        what="gradients are summed over ranks where the loss scaling averages them",
+        what="gradients are summed over ranks while the loss scaling averages them",
         predict=_instead("DDP", lambda facts: Fraction(1)),
     ),
     Cause(
         name="reduced_by_mean",
-        what="gradients are averaged over ranks where the loss scaling sums them",
+        what="gradients are averaged over ranks while the loss scaling sums them",
         predict=_instead("DDP", lambda facts: Fraction(1, facts.parallelism.dp_cp)),
     ),
     Cause(

@@ -57,7 +57,7 @@ class Job:
 
         ``start`` with Megatron-Core's version, device, backend and hosts; ``layout`` with its
         verdicts and groups; ``end``, after which the rank waits for the others.
-        Installs the CPU stand-ins where there is no CUDA: call it before Megatron-Core is imported.
+        Installs the CPU stand-ins if there is no CUDA: call it before Megatron-Core is imported.
         """
         import torch
 

@@ -344,7 +344,7 @@ def run_schedule(
 def reported(reports: Sequence[dict[str, Tensor]], name: str) -> float:
     """Reduce a reported value as Megatron-LM's train_step does; last pipeline stage only.
 
-    NaN where a rank has no reports, because its step was ended by an error.
+    NaN if a rank has no reports, because its step was ended by an error.
     """
     total = torch.full((2,), torch.nan, dtype=torch.float64, device=device())
     if reports:

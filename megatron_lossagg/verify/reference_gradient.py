@@ -64,7 +64,7 @@ class Reference:
 
 
 def compute(shape: ModelShape, *, copies: int, padded: int) -> Reference:
-    """Compute the reference on this rank alone, where Megatron's groups split no model."""
+    """Compute the reference on this rank only, if Megatron's groups split no model."""
     import megatron_lossagg.cpu as cpu
     from megatron_lossagg.verify.model import reference_model
     from megatron_lossagg.verify.world import device

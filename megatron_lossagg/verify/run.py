@@ -293,7 +293,7 @@ class Run:
         return [float(error) for error in errors_H]
 
     def factor_of(self, measured: Measured, slope_Y: Tensor) -> float:
-        """Project the gradient on the right one: 1 where they are equal."""
+        """Project the gradient on the right one: 1 if they are equal."""
         right_P = slope_Y @ self.reference.gradients_YP
         products = torch.zeros(2, dtype=torch.float64)
         for shard, gradient in measured.gradients:
@@ -305,7 +305,7 @@ class Run:
         return float(products[0] / products[1])
 
     def check_every_parameter_is_compared(self) -> None:
-        """Raise :class:`ProofError` where no rank has a parameter of the reference."""
+        """Raise :class:`ProofError` if no rank has a parameter of the reference."""
         names = [shard.name for shard in self._shards]
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, names)
@@ -374,5 +374,5 @@ class _Integration(Integration):
 
 
 def relative(got: float, want: float) -> float:
-    """Return the relative error of a value; inf where it is not finite."""
+    """Return the relative error of a value; inf if it is not finite."""
     return abs(got - want) / max(abs(want), 1e-30) if math.isfinite(got) else math.inf

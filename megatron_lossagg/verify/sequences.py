@@ -160,7 +160,7 @@ def zigzag(offsets: Sequence[int], cp_size: int, cp_rank: int) -> list[int]:
 
 
 def contiguous(offsets: Sequence[int], cp_size: int, cp_rank: int) -> list[int]:
-    """List the same where what lies between two offsets is split into one interval per rank."""
+    """List the positions that a rank holds if each sequence is split into one interval per rank."""
     positions: list[int] = []
     for begin, end in pairwise(offsets):
         size = (end - begin) // cp_size

@@ -52,7 +52,7 @@ class Verdict:
     gradient_error: float
     """Largest over all parameters of norm(g - g_reference) / norm(g_reference)."""
     loss_error: float | None
-    """Relative error of the reported loss, of training and of a forward-only call; None where
+    """Relative error of the reported loss, of training and of a forward-only call; None if
     ranks have different M, because reported values assume one M."""
     weight_sum_error: float | None
     """Relative error of ``lossagg/weight_sum`` and ``lossagg/weight_expected``, as above."""
@@ -75,7 +75,7 @@ class Verdict:
 
     @property
     def loss_is_right(self) -> bool:
-        """Whether the reported loss is the configured one, where it is defined."""
+        """Whether the reported loss is the configured one, if it is defined."""
         return self.loss_error is None or self.loss_error < self.tolerance
 
     @property
@@ -146,7 +146,7 @@ class _Done(NamedTuple):
     case: Case
     wanted: Expected
     steps: list[Measured]
-    """The training step and, where there was one, the forward-only step."""
+    """The training step and, if there was one, the forward-only step."""
     verdict: Verdict
 
 
@@ -179,7 +179,7 @@ def _verdict(run: Run, case: Case, wanted: Expected, steps: Sequence[Measured]) 
 def _explain(done: Sequence[_Done]) -> None:
     """Find the causes that agree with every verdict of the layout, for the failed ones.
 
-    A training step that is not finite is run again without inf at masked positions; where it is
+    A training step that is not finite is run again without inf at masked positions; if it is
     right then, the inf is the cause. A case whose training step is right failed in its forward-only
     step.
     """

@@ -52,8 +52,8 @@ class World:
 def join_world() -> World:
     """Initialize torch.distributed from the launcher's environment: NCCL with CUDA, else gloo.
 
-    All ranks raise the same :class:`ProofError` where one of them has no GPU of its own, another
-    device than the others, or another one than ``LOSSAGG_DEVICE`` names, if it is set: each
+    All ranks raise the same :class:`ProofError` if one of them has no GPU of its own, a different
+    device than the others, or a different one than ``LOSSAGG_DEVICE`` names, if it is set: each
     writes what it has to the launcher's store and reads all before any group is made.
     """
     store, rank, size = next(rendezvous("env://"))

@@ -30,7 +30,7 @@ def check_outputs(
 ) -> None:
     """Refuse, before the work, a file that could not be written after it.
 
-    ``outputs``: by flag; None where it was not given. ``inputs``: what the command reads. Raises
+    ``outputs``: by flag; None if it was not given. ``inputs``: what the command reads. Raises
     :class:`OutputError` for an output that is an input or another output, by any link or spelling.
     """
     given = [(flag, path) for flag, path in outputs.items() if path is not None]
@@ -50,7 +50,7 @@ def check_outputs(
 
 
 def write_whole(flag: str, path: Path, content: str | bytes) -> None:
-    """Replace a file by ``content`` at once, or leave it as it is; ``flag``: what named it.
+    """Replace a file by ``content`` in one step, or leave it as it is; ``flag``: what named it.
 
     A link keeps pointing to its file, and a file keeps its mode. A device or a pipe is written to.
     Raises :class:`OutputError`.
@@ -83,12 +83,12 @@ def _replace(target: Path, content: bytes) -> None:
 
 
 def is_file(path: Path) -> bool:
-    """Tell whether the path leads to a regular file; False where it cannot be known."""
+    """Tell whether the path leads to a regular file; False if it cannot be known."""
     return _kind(path) == stat.S_IFREG
 
 
 def _kind(path: Path) -> int | None:
-    """Return what ``stat`` says the path leads to, such as ``S_IFREG``; None where to nothing."""
+    """Return what ``stat`` says the path leads to, such as ``S_IFREG``; None if to nothing."""
     try:
         return stat.S_IFMT(path.stat().st_mode)
     except OSError:

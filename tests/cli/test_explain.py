@@ -423,7 +423,7 @@ SURVIVORS = [
         ([*WEIGHTS, "3/4"], "got 2 samples of 2 prompts, expected one number for each sample"),
         ([*WEIGHTS, "3,-4"], "got '-4', expected the sum of the weights of 5 tokens"),
         ([*WEIGHTS, "3,nan"], "got 'nan', expected the sum of the weights of 5 tokens"),
-        ([*WEIGHTS, "0,0"], "got 0 for every sample, expected one more"),
+        ([*WEIGHTS, "0,0"], "got 0 for every sample, expected one above"),
         ([*SURVIVORS, "3,6"], "got '6', expected how many of 5 tokens survive"),
         ([*SURVIVORS, "3,4.5"], "got '4.5', expected how many of 5 tokens survive"),
         (SURVIVORS[:-3], "got --count survivors with the loss scaling average"),

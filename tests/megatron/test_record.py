@@ -113,11 +113,11 @@ def test_a_wrong_mode_and_one_other_sequence_are_named_with_their_step(diff, one
     status, line = diff((one, "resumed"), (other, "wrong"))
     assert status == 1
     assert line.startswith(
-        "the same loss in 2 steps, then another loss from step 3 on: mode sample"
+        "the same loss in 2 steps, then a different loss from step 3 on: mode sample"
     )
     status, line = diff((one, "resumed"), (other, "loop-sample_mean"))
     assert status == 1
     assert line == (
-        "the same loss in 3 steps, then another loss from step 4 on: the weights of sequences "
+        "the same loss in 3 steps, then a different loss from step 4 on: the weights of sequences "
         "differ, mode and counts do not"
     )

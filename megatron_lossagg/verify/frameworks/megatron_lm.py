@@ -51,7 +51,7 @@ _TIMEOUT = 180.0
 
 
 def checks(aggregation: Aggregation) -> list[Check]:
-    """List the checks, one per layout; finds the script beside ``megatron/``."""
+    """List the checks, one per layout; finds the script next to ``megatron/``."""
     script = _script()
     if aggregation.mode == "prompt_mean":
         raise NotRunError(
@@ -98,7 +98,7 @@ def _script() -> Path:
 def _run(script: Path, aggregation: Aggregation | None, layout: str) -> list[Event]:
     """Run the script in a layout, stock without an aggregation; return its events.
 
-    Raises :class:`NotRunError` where the stock script fails too, else :class:`FrameworkError`.
+    Raises :class:`NotRunError` if the stock script fails too, else :class:`FrameworkError`.
     """
     processes, more = _LAYOUTS[layout]
     options, keywords = [*OPTIONS, *MOCK, *more], None
@@ -123,7 +123,9 @@ def _run(script: Path, aggregation: Aggregation | None, layout: str) -> list[Eve
                 "it by itself with lossagg run --cpu"
             )
         _run(script, None, layout)
-        raise FrameworkError(f"{script} fails in the layout {layout}, where it runs stock: {error}")
+        raise FrameworkError(
+            f"{script} fails in the layout {layout}, in which it runs stock: {error}"
+        )
     return events
 
 

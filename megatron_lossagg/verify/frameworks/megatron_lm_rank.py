@@ -116,7 +116,7 @@ def compute_too(training: Any, write: _Write, keywords: dict[str, Any]) -> None:
 def wanted(
     model: torch.nn.Module, batches: Sequence[dict[str, Any]], keywords: dict[str, Any]
 ) -> dict[str, float]:
-    """Compute a step's loss and its gradient's norm; each sequence goes through the model alone."""
+    """Compute a step's loss and its gradient's norm, one sequence at a time."""
     sequences: list[dict[str, Any]] = []
     for index, batch in enumerate(batches):
         batch = {

@@ -128,7 +128,7 @@ def taken_apart(
 ) -> Comparison:
     """Weigh what the integration takes out of the trainer's loss for GRPO, over the step.
 
-    ``changed``: wraps ``loss_func``, as a release would that computes another loss. ``cp_size``:
+    ``changed``: wraps ``loss_func``, as a release with a different loss would. ``cp_size``:
     context-parallel ranks, one after the other.
     """
     from megatron_lossagg.integrations.ms_swift_grpo import GRPOIntegration

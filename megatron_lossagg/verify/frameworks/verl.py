@@ -1,6 +1,6 @@
 """verl: ``agg_loss`` in every mode, and its policy losses under this package's weights.
 
-The engine calls a policy loss per microbatch, multiplies by M where Megatron divides by it, and
+The engine calls a policy loss per microbatch, multiplies by M because Megatron divides by it, and
 averages over data-parallel ranks: a step's loss is the sum over microbatches, over DP.
 
 Some of verl's policy losses fix their mode, whatever ``loss_agg_mode`` says (sapo; at 1dda039b
