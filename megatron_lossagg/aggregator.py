@@ -332,14 +332,14 @@ class LossAggregator:
         except Exception as found:  # of any type: no stage may leave the others waiting
             error = found
         message = "" if error is None else message_of(error)
-        messages = Exchange(self.pp_group).messages(message)
+        of_stages = Exchange(self.pp_group).messages(f"{num_microbatches} {message}")
         if error is not None:
             raise error
         assert step is not None
-        for stage, message in enumerate(messages):
-            if message:
-                step.end()
-                raise ContractError(f"pipeline stage {stage}: {message}")
+        fault = _fault_of_stages([text.split(" ", 1) for text in of_stages])
+        if fault:
+            step.end()
+            raise ContractError(fault)
         return step
 
     def begin(
@@ -646,6 +646,19 @@ def _is_same_function(one: Any, other: Any) -> bool:
         same = one.args == other.args and one.keywords == other.keywords
         return same and _is_same_function(one.func, other.func)
     return bool(one == other)
+
+
+def _fault_of_stages(found: Sequence[Sequence[str]]) -> str:
+    """Return what is wrong of the M and the message of each pipeline stage, if anything."""
+    for stage, (m, message) in enumerate(found):
+        if message:
+            return f"pipeline stage {stage}: {message}"
+        if m != found[0][0]:
+            return (
+                f"pipeline stages 0 and {stage} run {found[0][0]} and {m} microbatches: pass every "
+                "stage of a pipeline the same num_microbatches"
+            )
+    return ""
 
 
 def _settings_of(aggregation: Aggregation) -> str:

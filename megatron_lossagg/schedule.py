@@ -34,6 +34,8 @@ from megatron_lossagg.step import MicrobatchLoss, Step
 __all__ = ["ScheduleHook"]
 
 Schedule = Callable[..., Any]
+_HOOKED = "_lossagg_flag"
+"""Attribute of a wrapped schedule: what asked for its hook."""
 
 
 class ScheduleHook:
@@ -49,12 +51,14 @@ class ScheduleHook:
 
     def __init__(
         self,
-        aggregation: Aggregation | None,
+        aggregation: Aggregation | str | None,
         integration: Integration,
         *,
         options: Options | None = None,
     ) -> None:
         self.options = options or Options()
+        if isinstance(aggregation, str):
+            aggregation = Aggregation(aggregation)
         shadows = list(self.options.shadows.values())
         asked = shadows if aggregation is None else [aggregation, *shadows]
         if not asked or (aggregation is None and self.options.record is not None):
@@ -104,6 +108,11 @@ class ScheduleHook:
         tensor-parallel ranks; one all-gather over several pipeline stages.
         """
         self.is_found = True
+        if hasattr(schedule, _HOOKED):
+            raise ContractError(
+                f"got a schedule that {getattr(schedule, _HOOKED)} has wrapped already, expected "
+                "Megatron's: install one aggregation in a process"
+            )
 
         @functools.wraps(schedule)
         def run(*args: Any, **call: Any) -> Any:
@@ -116,6 +125,7 @@ class ScheduleHook:
                 return schedule(**call)
             return self._run(schedule, call)
 
+        setattr(run, _HOOKED, self.flag)
         return run
 
     def _run(self, schedule: Schedule, call: dict[str, Any]) -> Any:
@@ -285,9 +295,9 @@ class _Replay:
         framework, mb = self._taken_apart(microbatch, loss_func, output)
         partial_loss = mb.reduce(framework.losses)
         loss, num_tokens, ours = mb.outputs(partial_loss, report={name: partial_loss})
-        theirs = dict(framework.report)
-        if name in theirs:  # after ours, and nothing that a search for the name finds
-            ours[f"stock/{name.replace(' ', '_')}"] = theirs.pop(name)
+        if name in framework.report:  # under nothing that a search for the name finds
+            ours[f"stock/{name.replace(' ', '_')}"] = framework.report[name]
+        theirs = {key: pair for key, pair in framework.report.items() if key not in ours}
         return loss, num_tokens, {**ours, **theirs}
 
     def _shadowed(
@@ -320,32 +330,46 @@ class _Replay:
         if framework.check is not None:
             faults.record(*framework.check)
         if self._compares:
-            _compare_sum(framework, faults, microbatch.index)
+            _compare_sum(framework, output, faults, microbatch.index)
         return framework, mb
 
 
-def _compare_sum(framework: FrameworkLoss, faults: Faults, microbatch: int) -> None:
-    """Compare the framework's loss with the masked sum; ``faults`` are read later."""
-    if framework.masked_sum is None:
+def _compare_sum(framework: FrameworkLoss, output: Tensor, faults: Faults, microbatch: int) -> None:
+    """Compare the framework's loss, and its gradient at ``output``, with those of the masked sum.
+
+    ``faults`` are read later.
+    """
+    found = framework.masked_sum
+    if found is None:
         return
-    with torch.no_grad():
-        mask = moved(framework.mask, framework.losses.device)
-        weights = framework.token_weights
-        factor = mask if weights is None else moved(weights, mask.device)
-        terms = torch.where(mask != 0, framework.losses, 0) * factor.float()
-        # A copy: under a shadow Megatron divides the framework's own loss in place.
-        values = [framework.masked_sum.clone(), terms.sum(), terms.abs().sum()]
+    mask = moved(framework.mask, framework.losses.device)
+    weights = framework.token_weights
+    factor = mask if weights is None else moved(weights, mask.device)
+    terms = torch.where(mask != 0, framework.losses, 0) * factor.float()
+    ours = terms.sum()
+    # A copy: under a shadow Megatron divides the framework's own loss in place.
+    values = [found.clone(), ours, terms.abs().sum()]
+    if ours.requires_grad:
+        for loss in (found - ours, ours):
+            (gradient,) = torch.autograd.grad(
+                loss, output, retain_graph=True, materialize_grads=True
+            )
+            values.append(gradient.abs().sum())
     faults.record(values, functools.partial(_more_than_sum, microbatch))
 
 
 def _more_than_sum(microbatch: int, values: list[float]) -> str:
-    found, ours, scale = values
+    found, ours, scale, *gradients = values
     # A product keeps an inf at a masked position; a loss that is not finite is found elsewhere.
-    if not math.isfinite(found + scale) or abs(found - ours) <= 1e-4 * scale:
+    if not math.isfinite(found + scale):
+        return ""
+    difference, gradient = gradients or (0.0, 0.0)
+    if abs(found - ours) <= 1e-4 * scale and difference <= 1e-4 * gradient:
         return ""
     return (
         f"the script's loss_func gave {found:.6g} for microbatch {microbatch} of rank "
-        f"{dist.get_rank()}, the masked sum of its per-token losses is {ours:.6g}: it has terms "
+        f"{dist.get_rank()}, the masked sum of its per-token losses is {ours:.6g}, and their "
+        f"gradients differ by {difference:.3g} of {gradient:.3g}: it has terms "
         "or factors that are not known here (a distillation loss, a penalty, a coefficient), and "
         "they would be lost; train it without the flags of --loss-aggregation"
     )

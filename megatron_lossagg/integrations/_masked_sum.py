@@ -26,6 +26,9 @@ _PACKED_AT = (
 """Names of the offsets of packed sequences in Megatron-LM's and Megatron-Bridge's data, each with
 the name of the offsets without padding. The first one that the data has is used."""
 
+_OTHER_OFFSETS = ("seq_len_q", "packed_seq_params")
+"""Names under which other data say how it is packed."""
+
 
 class MaskedSumIntegration(Integration):
     """A dict with ``loss_mask``, and a loss that is a masked sum of per-token losses.
@@ -41,12 +44,17 @@ class MaskedSumIntegration(Integration):
 
     gives_token_weights = True
 
+    def __init__(self) -> None:
+        self._num_entries: set[int] = set()
+        """Entries of the unpacked batches that were counted."""
+
     def sequences(self, data: Any) -> MicrobatchSequences:
         """Count the mask of each sequence; ``data`` is the dict of Megatron-LM's data sets."""
         mask = mask_of(data)
         if is_packed(data):
             counted = packed_sequences(data, mask)
         else:
+            self._num_entries.add(len(mask))
             start_G = np.arange(len(mask)) * mask.shape[1]
             counted = count_segments(start_G, np.zeros(len(mask)), mask.ravel())
         return with_weights(counted, mask.ravel()) if self.weighs_tokens else counted
@@ -61,9 +69,14 @@ class MaskedSumIntegration(Integration):
         if not isinstance(mask, Tensor) or mask.numel() != output.numel():
             expected = "functools.partial(loss_func, loss_mask, ...) with one mask value per loss"
             raise _unknown(repr(loss_func), "forward_step", expected)
+        self._check_entries(output)
         returned = loss_func(output)
         theirs = returned[0] if isinstance(returned, tuple) and len(returned) > 1 else None
-        if not (isinstance(theirs, Tensor) and theirs.numel() == 1):
+        if (
+            not isinstance(theirs, Tensor)
+            or theirs.numel() != 1
+            or not isinstance(returned[-1], Mapping)
+        ):
             expected = "a tuple of the masked sum, counts and a report"
             raise _unknown(repr(returned), "loss_func", expected)
         return FrameworkLoss(
@@ -74,13 +87,29 @@ class MaskedSumIntegration(Integration):
             masked_sum=theirs.reshape(()),
         )
 
+    def _check_entries(self, output: Tensor) -> None:
+        """Refuse losses of other entries than were counted, as of a batch that was transposed."""
+        rows = output.shape[0] if output.dim() == 2 else None
+        if self._num_entries and rows is not None and rows not in self._num_entries:
+            found = f"losses of shape {list(output.shape)}"
+            counted = " or ".join(map(str, sorted(self._num_entries)))
+            expected = f"[b, s] with {counted} entries, as the loss_mask of the data has"
+            raise _unknown(found, "the model", expected)
+
 
 def mask_of(data: Any) -> npt.NDArray[Any]:
     """Return ``loss_mask`` ``[b, s]`` on the CPU; raises for data without one."""
     if not isinstance(data, Mapping) or data.get("loss_mask") is None:
         found = type(data).__name__
         raise _unknown(found, "the data iterator", "Megatron-LM's dict with loss_mask")
-    return np.atleast_2d(to_numpy(data["loss_mask"]))  # a packing scheduler's has no batch
+    for name in _OTHER_OFFSETS:
+        if data.get(name) is not None and not is_packed(data):
+            raise _unknown(name, "the data iterator", f"the offsets {_PACKED_AT[-1][0]}")
+    mask = to_numpy(data["loss_mask"])
+    if mask.ndim not in (1, 2):  # a packing scheduler's has no batch
+        found = f"a loss_mask of shape {list(mask.shape)}"
+        raise _unknown(found, "the data iterator", "[b, s], one row for each entry of the batch")
+    return np.atleast_2d(mask)
 
 
 def is_packed(data: Mapping[str, Any]) -> bool:

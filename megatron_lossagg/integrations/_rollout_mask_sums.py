@@ -36,6 +36,7 @@ from torch.distributed import ProcessGroup
 from megatron_lossagg.aggregation import CUSTOM, Aggregation, require_mask_count
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
 from megatron_lossagg.exchange import Exchange
+from megatron_lossagg.faults import warn_once
 from megatron_lossagg.flags import add_loss_aggregation_args, aggregation_from_args
 from megatron_lossagg.options import EmptyStep, Options
 from megatron_lossagg.plan import StepPlan, plan_step
@@ -128,6 +129,12 @@ def check_set_up(args: Any, hooks: Hooks, *, is_carried: bool | None = None) -> 
     if is_ours(reducer):
         resolve_name(str(reducer))  # an invalid divisor fails here, at startup
     loss_type = getattr(args, "loss_type", None) or "policy_loss"
+    if is_carried and loss_type == "custom_loss":
+        warn_once(
+            "custom_loss",
+            f"--loss-type custom_loss trains the configured loss only in what it sums with the "
+            f"sum_of_sample_mean that {hooks.name} passes it",
+        )
     if is_ours(reducer) and loss_type != "policy_loss":
         raise ContractError(
             f"got {REDUCER} {reducer} with --loss-type {loss_type}, expected policy_loss: "

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from megatron_lossagg.buffer import MicrobatchSequences
@@ -38,6 +39,7 @@ def with_weights(counted: MicrobatchSequences, weight_P: npt.NDArray[Any]) -> Mi
 
 
 def to_numpy(values: Tensor) -> npt.NDArray[Any]:
-    """Return a tensor's numbers on the CPU."""
-    array: npt.NDArray[Any] = values.detach().cpu().numpy()
+    """Return a tensor's numbers on the CPU; NumPy has no bfloat16."""
+    tensor = torch.as_tensor(values).detach().cpu()
+    array: npt.NDArray[Any] = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
     return array

@@ -28,6 +28,7 @@ class BridgeIntegration(MaskedSumIntegration):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._state: Any = None
         """Bridge's ``GlobalState``, if its forward_step asks for it."""
 
@@ -52,7 +53,9 @@ class BridgeIntegration(MaskedSumIntegration):
         return None if train_state is None else train_state.step + 1
 
 
-def install(aggregation: Aggregation | None, *, options: Options | None = None) -> ScheduleHook:
+def install(
+    aggregation: Aggregation | str | None, *, options: Options | None = None
+) -> ScheduleHook:
     """Rebind Megatron-Bridge's schedules in this process; return the hook, which counts its steps.
 
     The arguments are those of :class:`~megatron_lossagg.schedule.ScheduleHook`; ``prompt_mean`` is

@@ -107,7 +107,7 @@ def current_iteration() -> int | None:
 
 
 def install(
-    aggregation: Aggregation | None,
+    aggregation: Aggregation | str | None,
     *,
     options: Options | None = None,
     integration: Integration | None = None,

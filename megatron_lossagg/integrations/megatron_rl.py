@@ -26,6 +26,7 @@ from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.aggregator import LossAggregator
 from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import ContractError
+from megatron_lossagg.faults import warn_once
 from megatron_lossagg.integration import FrameworkLoss
 from megatron_lossagg.integrations._masked_sum import MaskedSumIntegration
 from megatron_lossagg.integrations._segments import count_segments, to_numpy
@@ -154,7 +155,24 @@ class RLIntegration(MaskedSumIntegration):
         """
         samples = [turn.rollout for turn in turns] if self._turns.are_several else None
         prompts = [turn.group for turn in turns] if self.needs_prompts else None
+        if samples or prompts:
+            _warn_of_several_steps()
         return samples, prompts
+
+
+def _warn_of_several_steps() -> None:
+    """Warn once if a collection of rollouts is trained in several optimizer steps."""
+    from megatron.training import get_args
+
+    args = get_args()
+    collected = args.grpo_prompts_per_step * args.grpo_group_size
+    if args.global_batch_size < collected:
+        warn_once(
+            "a collection over several steps",
+            f"a collection of {collected} rollouts is trained in steps of {args.global_batch_size}:"
+            " a prompt, or a rollout of several turns, that has sequences in several steps weighs "
+            "as a whole in each; set --global-batch-size to that of the collection",
+        )
 
 
 class _Turn(NamedTuple):

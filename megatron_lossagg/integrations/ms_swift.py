@@ -139,7 +139,9 @@ def _shifted(values: Tensor) -> npt.NDArray[Any]:
     return to_numpy(torch.roll(values, -1, dims=-1)).ravel()
 
 
-def install(aggregation: Aggregation | None, *, options: Options | None = None) -> ScheduleHook:
+def install(
+    aggregation: Aggregation | str | None, *, options: Options | None = None
+) -> ScheduleHook:
     """Rebind ms-swift's schedule in this process; return the hook, which counts its steps.
 
     Call it in a Python file that ``--external_plugins`` names: ms-swift runs it on every rank

@@ -31,6 +31,7 @@ from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.aggregator import LossAggregator
 from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import ContractError
+from megatron_lossagg.faults import warn_once
 from megatron_lossagg.integration import FrameworkLoss
 from megatron_lossagg.integrations._segments import to_numpy
 from megatron_lossagg.integrations._swift_trainer import (
@@ -92,6 +93,8 @@ class GRPOIntegration(TrainerIntegration):
                 f"loss_type is {trainer.loss_type!r}, expected one of {', '.join(known)}, whose "
                 "loss is a sum over tokens: choose one of these, or train without megatron_lossagg"
             )
+        if self.needs_prompts:
+            _warn_of_split_prompts(trainer)
 
     def sequences(self, data: Any) -> MicrobatchSequences:
         """Count the completions of a microbatch, as the trainer's rollout made it."""
@@ -264,6 +267,21 @@ def _describe(values: list[float]) -> str:
     )
 
 
+def _warn_of_split_prompts(trainer: Any) -> None:
+    """Warn once if a rank's steps cut the groups of completions that it trains in order."""
+    from megatron.core import parallel_state
+
+    of_rank = trainer.global_batch_size // parallel_state.get_data_parallel_world_size()
+    if trainer.steps_per_generation > 1 and of_rank % trainer.num_generations:
+        warn_once(
+            "prompts over several steps",
+            f"prompt_mean counts a prompt within one optimizer step, and a rank's {of_rank} "
+            f"completions per step cut groups of {trainer.num_generations}: a prompt weighs as a "
+            "whole in each of its steps; make global_batch_size a multiple of num_generations on "
+            "each rank",
+        )
+
+
 def _prompts(batch: Any) -> list[int]:
     found = getattr(batch, _PROMPT, [None])
     if None in found:
@@ -306,7 +324,9 @@ def _number_prompts() -> None:
     module.collate_to_grpo_micro_batch = collated
 
 
-def install(aggregation: Aggregation | None, *, options: Options | None = None) -> ScheduleHook:
+def install(
+    aggregation: Aggregation | str | None, *, options: Options | None = None
+) -> ScheduleHook:
     """Rebind ms-swift's schedule in this process; return the hook, which counts its steps.
 
     As :func:`megatron_lossagg.integrations.ms_swift.install`, but ``prompt_mean`` is possible.

@@ -70,7 +70,8 @@ def test_the_first_step_that_differs_is_named_with_what_differs(diff, change, wo
     status, line = diff(first, second)
     assert status == 1
     assert line == f"the same loss in 3 steps, then a different loss from step 4 on: {words}"
-    assert diff(first, run_of(range(1, 6), **change))[1].startswith("a different loss from step 1 on")
+    other = run_of(range(1, 6), **change)
+    assert diff(first, other)[1].startswith("a different loss from step 1 on")
 
 
 def test_steps_of_a_custom_reducer_are_not_called_the_same(diff):

@@ -27,6 +27,7 @@ from swift.megatron.trainers import grpo_trainer
 from swift.megatron.utils import wrap_model
 
 import megatron_lossagg.cpu as cpu
+from megatron_lossagg import faults
 from megatron_lossagg.verify.sequences import VOCABULARY
 
 GROUP, BATCH, STEPS = 4, 16, 2
@@ -308,6 +309,8 @@ def train(path, mode, cp, loss_scaling, layout, more):
         trainer.disable_rollout_importance_sampling = False
         trainer.rollout_importance_sampling_mode = "token_truncate"
     trainer.train(Prompts(64, seed=0), Prompts(8, seed=1))
+    cuts = mode == "prompt_mean" and BATCH // parallel_state.get_data_parallel_world_size() % GROUP
+    assert ("prompts over several steps" in faults._warned) == bool(cuts)
     return trainer, hook
 
 

@@ -528,7 +528,7 @@ def test_what_the_denominators_of_miles_do_not_reach_is_refused(framework, argum
             call(args)
 
 
-def test_a_wrong_reducer_is_refused_at_startup(framework):
+def test_a_wrong_reducer_is_refused_at_startup(framework, monkeypatch):
     hooks, check = framework.module.HOOKS, framework.module.check
 
     def stock(**given):
@@ -547,7 +547,10 @@ def test_a_wrong_reducer_is_refused_at_startup(framework):
     for loss_type in ("sft_loss", "custom_loss"):
         with pytest.raises(ContractError, match=f"{loss_type}, expected policy_loss.*Carry the we"):
             check(stock(**reducer, loss_type=loss_type))
-        check(framework.arguments(loss_type=loss_type))
+    check(framework.arguments(loss_type="sft_loss"))
+    monkeypatch.setattr(faults, "_warned", set())
+    with pytest.warns(RuntimeWarning, match="custom_loss trains the configured loss only in what"):
+        check(framework.arguments(loss_type="custom_loss"))
     with pytest.raises(AttributeError, match="no attribute 'constant_0'"):
         check(stock(**{REDUCER: f"{framework.prefix}constant_0"}))
     if framework.module is miles:

@@ -13,6 +13,7 @@ import inspect
 import sys
 import types
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -37,7 +38,8 @@ except ImportError:  # after 0.19
     from megatron.rl.types.rollout import TokenRollout
 from megatron.training import global_vars  # noqa: E402
 
-from megatron_lossagg import Aggregation  # noqa: E402
+from megatron_lossagg import Aggregation, faults  # noqa: E402
+from megatron_lossagg.integrations import megatron_rl  # noqa: E402
 from megatron_lossagg.integrations.megatron_rl import RLIntegration  # noqa: E402
 from megatron_lossagg.schedule import ScheduleHook  # noqa: E402
 from megatron_lossagg.verify.sequences import VOCABULARY  # noqa: E402
@@ -280,6 +282,10 @@ def main():
                 kind = "packed" if packs else "unpacked"
                 found = f"{reported:.7g}, gradient off by {max(errors):.1e}"
                 print(f"TRAIN_RL equals the loops, {kind}, {mode}: {found}", flush=True)
+    assert not faults._warned
+    args.global_batch_size = len(GROUPS)
+    with pytest.warns(RuntimeWarning, match="of 8 rollouts is trained in steps of 4"):
+        hook.integration._ids([megatron_rl._NO_TURN])
     with worker.refused(worker.PlanError, "got a list", "a batch of prepare_data_for_update's"):
         args.rl_use_sequence_packing = False
         worker.run(

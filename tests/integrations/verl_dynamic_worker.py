@@ -117,7 +117,7 @@ def check_refusals(engine):
     if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 1:
         mask = other["loss_mask"].values()
         mask.copy_(mask.flip(0))
-    with pytest.raises(PlanError, match="context-parallel ranks and a different one on rank 1, expected"):
+    with pytest.raises(PlanError, match="-parallel ranks and a different one on rank 1, expected"):
         engine.forward_backward_batch(other, loss_of("lossagg_sample_mean"))
     schedule_by(lambda microbatches: [microbatches[0], *microbatches])
     with DeviceDouble():

@@ -609,7 +609,7 @@ def check_the_comparison_waits_for_no_device(chunk, stock):
         functools.partial(framework_loss_of_a_device, mask), losses
     )
     faults = Faults()
-    _compare_sum(framework, faults, 0)  # a meta tensor raises where it is read
+    _compare_sum(framework, losses, faults, 0)  # a meta tensor raises where it is read
     with pytest.raises(NotImplementedError, match="meta"):
         faults.take()
 
@@ -629,6 +629,72 @@ def check_an_inf_at_a_masked_position_is_no_term(chunk, stock):
     run(a_hook().wrap(stock), chunk, batches(0), forward_step_func=poisoned)
 
 
+def check_a_term_without_a_value_is_compared_by_its_gradient(chunk, stock):
+    """As an unbiased estimate of a divergence has one."""
+    step = changed(lambda loss, mask: loss + loss**2 - (loss**2).detach())
+    with refused(ReducerError, "and their gradients differ by", "not known here"):
+        run(a_hook().wrap(stock), chunk, batches(0), forward_step_func=step)
+
+
+def check_a_mask_of_other_dimensions_than_the_losses_is_refused(chunk, stock):
+    def step(of, iterator, model):
+        data = {name: of(value) for name, value in next(iterator).items()}
+        output = model(data["tokens"], data["position_ids"], None, labels=data["labels"])
+        return output, functools.partial(framework_loss, data["loss_mask"])
+
+    for change, back, kind, words in (
+        (lambda x: x[None], lambda x: x[0], PlanError, "a loss_mask of shape [1, 2, 8]"),
+        (
+            lambda x: x.T,
+            lambda x: x.T.contiguous(),
+            ContractError,
+            "expected [b, s] with 8 entries",
+        ),
+        (
+            lambda x: x.reshape(-1, 1),
+            lambda x: x.reshape(2, LENGTH),
+            ContractError,
+            "got losses of shape [2, 8] from the model, expected [b, s] with 16 entries",
+        ),
+    ):
+        data = [{name: change(x) for name, x in batch.items()} for batch in batches(0)]
+        with refused(kind, words):
+            call = {"forward_step_func": functools.partial(step, back)}
+            run(a_hook().wrap(stock), chunk, data, **call)
+    packed = [{**batch, "seq_len_q": torch.tensor([5, 11])} for batch in batches(0)]
+    with refused(PlanError, "got seq_len_q from the data iterator, expected the offsets cu_seq"):
+        run(a_hook().wrap(stock), chunk, packed)
+
+
+def check_a_mask_in_bfloat16_is_a_mask(chunk, stock):
+    of_ranks = of_both_ranks()
+    data = [
+        {**batch, "loss_mask": batch["loss_mask"].bfloat16()} for batch in of_ranks[dist.get_rank()]
+    ]
+    assert_trains_by_hand(a_hook().wrap(stock), chunk, of_ranks, data)
+
+
+def check_a_schedule_is_wrapped_once_in_a_process(chunk, stock):
+    once = a_hook().wrap(stock)
+    with refused(ContractError, "--loss-aggregation sample_mean", "has wrapped already"):
+        a_hook().wrap(once)
+
+
+def check_a_hook_takes_the_name_of_a_mode(chunk, stock):
+    hook = ScheduleHook("sample_mean", bridge.BridgeIntegration())
+    assert_trains_by_hand(hook.wrap(stock), chunk, of_both_ranks())
+
+
+def check_a_framework_cannot_report_under_our_names(chunk, stock):
+    def reporting(mask, output):
+        loss, num_tokens, report = framework_loss(mask, output)
+        return loss, num_tokens, {**report, "lossagg/weight_sum": torch.tensor([7.0, 1.0])}
+
+    step = with_loss(lambda mask: functools.partial(reporting, mask))
+    reports = run(a_hook().wrap(stock), chunk, batches(0), forward_step_func=step)
+    assert tiny_gpt.reported(reports, "lossagg/weight_sum") == pytest.approx(1)
+
+
 def check_an_evaluation_is_not_compared(chunk, stock):
     step = changed(lambda loss, mask: loss + 0.5)
     with torch.no_grad():
@@ -639,9 +705,13 @@ def check_tuples_of_a_model_or_a_loss_are_refused_by_name(chunk, stock):
     def only_a_report(mask, output):
         return framework_loss(mask, output)[-1]
 
+    def loss_and_count(mask, output):
+        return framework_loss(mask, output)[:2]
+
     without_a_tuple = with_loss(lambda mask: functools.partial(only_a_report, mask))
-    with refused(ContractError, "from loss_func, expected a tuple of the masked sum"):
-        run(a_hook().wrap(stock), chunk, batches(0), forward_step_func=without_a_tuple)
+    for step in (without_a_tuple, with_loss(lambda mask: functools.partial(loss_and_count, mask))):
+        with refused(ContractError, "from loss_func, expected a tuple of the masked sum"):
+            run(a_hook().wrap(stock), chunk, batches(0), forward_step_func=step)
     mask, pair = torch.ones(4), (torch.ones(4), torch.ones(2))  # as pretrain_bert.py's
     with refused(
         ContractError, "got a tuple from forward_step, expected one tensor", "train it wi"

@@ -172,6 +172,14 @@ def check_an_error_of_an_earlier_stage_reaches_the_last():
         assert message_by_rank(aggregator, {"active_tokens": [3, 2]}) == [None] * 4
 
 
+def check_stages_with_different_numbers_of_microbatches_do_not_wait_for_each_other():
+    with an_aggregator(pipeline_model_parallel_size=2) as aggregator:
+        m = 1 + aggregator.is_last_stage
+        with pytest.raises(ContractError, match="stages 0 and 1 run 1 and 2 microbatches: pass"):
+            aggregator.step([3, 2], num_microbatches=m)
+        aggregator.step([3, 2], num_microbatches=2).end()
+
+
 def check_an_error_of_another_package_reaches_the_first_stage_with_its_type():
     def plan():
         raise KeyError("labels")
