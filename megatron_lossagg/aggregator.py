@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lossagg.aggregation import Aggregation, Count
+from megatron_lossagg.divisor_check import DivisorCheck
 from megatron_lossagg.errors import ContractError, message_of
 from megatron_lossagg.exchange import Exchange, gather_counts
 from megatron_lossagg.flags import aggregation_from_args
@@ -29,6 +29,7 @@ from megatron_lossagg.live import (
     Frozen,
     LiveGroups,
     checked_loss_scaling,
+    is_megatrons_finalize,
     megatron_version,
     note_on_side_losses,
 )
@@ -125,6 +126,8 @@ class LossAggregator:
     def from_args(model: Any, args: argparse.Namespace) -> LossAggregator | None:
         """Make it from the ``--loss-aggregation*`` flags; None if no flag was given.
 
+        Every rank calls, without a flag too: one ``all_gather_object`` over the world then.
+
         Args:
             model: The DDP-wrapped chunks, or one chunk.
             args: The parsed flags of :func:`add_loss_aggregation_args`.
@@ -144,7 +147,11 @@ class LossAggregator:
                 "got --loss-aggregation-shadow without --loss-aggregation in a loop that makes its "
                 "own LossAggregator, expected a mode that it trains: add --loss-aggregation MODE"
             )
-        return None if aggregation is None else LossAggregator(model, aggregation, options=options)
+        if aggregation is not None:
+            return LossAggregator(model, aggregation, options=options)
+        if dist.is_initialized():
+            _agree("", "no --loss-aggregation")
+        return None
 
     def _read(self) -> None:
         """Read what the live model is; a refusal on one rank reaches all."""
@@ -378,7 +385,7 @@ class LossAggregator:
                 finished, and if the plan was counted over other ranks, has trained a step, is for a
                 different number of microbatches, or is under an aggregation that the ranks have not
                 agreed on; for ``accumulates`` where Megatron reduces gradients once more, and for
-                ``overlap_grad_reduce`` without ``no_sync_func``.
+                ``overlap_grad_reduce`` without the chunks' own ``no_sync_func``.
         """
         if self._latest is not None and self._latest.is_left_open:
             raise ContractError(
@@ -386,6 +393,8 @@ class LossAggregator:
                 "around the schedule call, or call step.finish() after it, before the optimizer's "
                 "step"
             )
+        if self._latest is not None:
+            self._latest.end()
         self._frozen.check()
         if not forward_only:
             self._check_finalize()
@@ -423,8 +432,6 @@ class LossAggregator:
             self._check_overlap(num_microbatches)
         if accumulates:
             self._check_accumulation()
-        if self._latest is not None:
-            self._latest.end()
         for one in plans:
             one.state.is_stepped = one.state.is_stepped or not forward_only
         self._latest = Step(
@@ -436,10 +443,16 @@ class LossAggregator:
             also=tuple(also),
             shadows=self.options.shadows,
             record=None if forward_only else self._recorded(iteration),
+            divisor=None if forward_only else self._divisor_check(plan, num_microbatches),
         )
         for one in plans:
             one.state.refuse_others()
         return self._latest
+
+    def _divisor_check(self, plan: StepPlan | None, num_microbatches: int) -> DivisorCheck | None:
+        if plan is None or self.loss_scaling == "average":
+            return None
+        return DivisorCheck(self._config, num_microbatches, plan.state.faults)
 
     def _recorded(self, iteration: int | None) -> StepRecorder | None:
         if self._record_group is None:
@@ -483,7 +496,7 @@ class LossAggregator:
             return given, ""
         own, fault = {}, ""
         try:
-            own = {name: np.asarray(value).tolist() for name, value in given.items()}
+            own = {name: _listed(value) for name, value in given.items()}
         except Exception as error:  # of any type: no rank may leave the others waiting
             fault = message_of(error)
         (first, *others), fault = gather_counts(own, fault, self.tp_group)
@@ -544,10 +557,14 @@ class LossAggregator:
             and (self.dp_cp_size > 1 or chunk.expert_parallel_buffers)
             for chunk in self.chunks
         )
-        if overlaps and num_microbatches > 1 and self._config.no_sync_func is None:
+        found = self._config.no_sync_func
+        functions = found if isinstance(found, (list, tuple)) else [found]
+        held = [getattr(function, "__self__", None) for function in functions]
+        if overlaps and num_microbatches > 1 and not all(chunk in held for chunk in self.chunks):
+            state = "None" if found is None else "not theirs"
             raise ContractError(
                 f"got {num_microbatches} microbatches with overlap_grad_reduce, and "
-                "config.no_sync_func is None: gradients would be reduced before the last "
+                f"config.no_sync_func is {state}: gradients would be reduced before the last "
                 "microbatch has added its own; set config.no_sync_func to the chunks' no_sync, as "
                 "megatron.training does"
             )
@@ -560,7 +577,17 @@ class LossAggregator:
                 "config.finalize_model_grads_func is None: the schedule would reduce no gradient "
                 "over data-parallel ranks; set it to finalize_model_grads before the first step"
             )
+        if isinstance(getattr(now, "__self__", None), DivisorCheck):
+            raise ContractError(
+                "got a step of this model while another one runs: finish it first; terms of one "
+                "loss belong to one step (also=)"
+            )
         if self._finalize is None:  # training sets it before its first step
+            if self.probe is not None and not is_megatrons_finalize(now):
+                raise ContractError(
+                    f"config.finalize_model_grads_func is {now!r}, it was None when the "
+                    "LossAggregator was made and measured Megatron-Core's own: set it before"
+                )
             self._finalize = now
         if not _is_same_function(now, self._finalize):
             raise ContractError(
@@ -659,6 +686,15 @@ def _fault_of_stages(found: Sequence[Sequence[str]]) -> str:
                 "stage of a pipeline the same num_microbatches"
             )
     return ""
+
+
+def _listed(value: Any) -> Any:
+    """Return a count as Python's own numbers and strings, of as many types as it has."""
+    if isinstance(value, Tensor):
+        value = value.detach()
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return [_listed(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def _settings_of(aggregation: Aggregation) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -25,6 +26,7 @@ __all__ = [
     "Frozen",
     "LiveGroups",
     "checked_loss_scaling",
+    "is_megatrons_finalize",
     "is_rerunning",
     "megatron_version",
     "note_on_side_losses",
@@ -273,6 +275,15 @@ class Frozen:
                         f"{module.calculate_per_token_loss}, the config now has {per_token}: "
                         f"{_FLIPPED}"
                     )
+
+
+def is_megatrons_finalize(function: Any) -> bool:
+    """Whether a finalize function is Megatron-Core's own, or a partial of it."""
+    from megatron.core.distributed import finalize_model_grads
+
+    while isinstance(function, partial):
+        function = function.func
+    return function is finalize_model_grads
 
 
 def note_on_side_losses(config: Any, loss_scaling: LossScaling) -> str:

@@ -100,7 +100,7 @@ class Segments:
             return ""
         position = self.layout.positions[int(index)]
         return (
-            f"{self.mask_name} holds {value:g} at position {position}: a mask is 0 or 1; pass "
+            f"{self.mask_name} holds {value:.9g} at position {position}: a mask is 0 or 1; pass "
             "weights that the denominators count as token_weights= (--loss-aggregation-count "
             "weights), and multiply another coefficient (importance ratio) into the losses"
         )
@@ -539,6 +539,11 @@ def _checked_shape(mask: Tensor, layout: Layout) -> Tensor:
         raise ReducerError(
             f"got a mask of {mask.dtype}, expected bool, a signed integer, uint8 or a float type"
         )
+    if mask.requires_grad:
+        raise ReducerError(
+            "got a mask that requires a gradient, expected constants: pass mask.detach(), and "
+            "multiply what is trained into the losses"
+        )
     past_end = mask.numel() - layout.num_tokens
     if past_end < 0 or (past_end > 0 and not layout.allows_tail):
         raise ReducerError(
@@ -553,4 +558,4 @@ def _checked_shape(mask: Tensor, layout: Layout) -> Tensor:
             f"got a mask of shape {tuple(mask.shape)}, expected [b, s] = {layout.batch_shape}: "
             "pass it so and not as [s, b], or flat"
         )
-    return mask.detach().reshape(-1)
+    return mask.reshape(-1)

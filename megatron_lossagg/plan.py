@@ -152,7 +152,7 @@ class StepPlan:
 
         Args:
             aggregation: An :class:`Aggregation`, or a mode's name, which counts what this plan
-                counts.
+                counts, empty samples and prompts included or not.
 
         Returns:
             The plan, with the same sequences and totals.
@@ -161,7 +161,9 @@ class StepPlan:
             PlanError: If only one of the two counts survivors.
         """
         if isinstance(aggregation, str):
-            aggregation = Aggregation(aggregation, count=self.aggregation.count)
+            own = self.aggregation
+            counts_empty = own.count_empty if aggregation in MODES else None  # an alias says so
+            aggregation = Aggregation(aggregation, count=own.count, count_empty=counts_empty)
         if (aggregation.count == "survivors") != (self.aggregation.count == "survivors"):
             raise PlanError(
                 f"got {aggregation} in a step of {self.aggregation}: Megatron divides the whole "
@@ -202,12 +204,16 @@ class StepPlan:
         Raises:
             ReducerError: For a mask, sequences or token weights that do not fit what was counted. A
                 CUDA mask's faults are raised when the step finishes.
+            ContractError: While a step runs, for a layout of a different context-parallel rank, or
+                of a split that is not the model's.
         """
         if self.aggregation.count == "survivors" and self.state.calls is None:
             raise ReducerError(
                 f"got {self.aggregation} outside of a step: only what a step's outputs return lets "
                 "Megatron divide by the surviving tokens; make the reducer with step.microbatch"
             )
+        if self.state.check_layout is not None:
+            self.state.check_layout(layout)
         sums = self.sequences.token_weight_sums
         if (token_weights is None) != (sums is None):
             raise ReducerError(

@@ -6,6 +6,7 @@ made the losses that it trained.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -20,6 +21,7 @@ from megatron_lossagg.devices import from_numpy, moved
 from megatron_lossagg.errors import ReducerError
 from megatron_lossagg.faults import Faults
 from megatron_lossagg.integers import Ints
+from megatron_lossagg.layout import Layout
 
 __all__ = ["ReducerCall", "StepState"]
 
@@ -95,13 +97,19 @@ class StepState:
     """Whether a training step has begun over the plan."""
     calls: list[ReducerCall] | None = None
     """Calls of reducers in the step; None while no step runs over the plan."""
+    check_layout: Callable[[Layout], None] | None = None
+    """Refuses a layout of another split than the model's; None while no step runs."""
     pending: list[ReducerCall] = field(default_factory=list)
     """Those for whose microbatch loss_func has not returned."""
     returned: set[object] = field(default_factory=set)
     """The microbatches for which loss_func has returned."""
 
-    def begin(self) -> None:
-        """Note from here on what reducers are called for, and what they train."""
+    def begin(self, check_layout: Callable[[Layout], None] | None = None) -> None:
+        """Note from here on what reducers are called for, and what they train.
+
+        ``check_layout``: raises for a layout of which no reducer may be made while the step runs.
+        """
+        self.check_layout = check_layout
         self.calls, self.pending, self.returned = [], [], set()
         self.trained, self.trained_of_whole = TrainedTokens(), TrainedTokens()
         self.trained_weights = TrainedTokens(torch.float64)
@@ -112,7 +120,7 @@ class StepState:
 
     def end(self) -> None:
         """End the step that runs over the plan."""
-        self.calls = None
+        self.calls, self.check_layout = None, None
         _open.discard(self)
 
     def note_call(self, call: ReducerCall, partial_loss: Tensor) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.divisor_check import DivisorCheck
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.exchange import Exchange
 from megatron_lossagg.first_step import record_first_step
@@ -133,6 +134,7 @@ class Step:
         also: tuple[StepPlan, ...] = (),
         shadows: Mapping[str, Aggregation] | None = None,
         record: StepRecorder | None = None,
+        divisor: DivisorCheck | None = None,
     ) -> None:
         self.num_microbatches = num_microbatches
         """M of this schedule call."""
@@ -145,6 +147,7 @@ class Step:
         self.shadows = shadows or {}
         """The aggregations whose losses are reported in addition to the trained one, by name."""
         self._record = record
+        self._divisor = divisor
         self._tracker = SequenceTracker(
             num_sequences=0 if plan is None else len(plan.active_tokens),
             num_microbatches=num_microbatches,
@@ -152,8 +155,6 @@ class Step:
         )
         self._trained: list[tuple[int, object]] = []
         """Of each call of loss_func whose loss needs a gradient: its number, its microbatch."""
-        self._returned: dict[int, Tensor] = {}
-        """Those losses, until their gradients come."""
         self.scaling = Scaling(
             loss_scaling=aggregator.loss_scaling,
             num_microbatches=num_microbatches,
@@ -162,7 +163,7 @@ class Step:
         )
         """What Megatron does to this step's loss, and K."""
         for one in self._plans:
-            one.state.begin()
+            one.state.begin(self._check_layout)
 
     def __enter__(self) -> Step:
         """Return the step."""
@@ -235,7 +236,6 @@ class Step:
         elif lengths is not None:
             layout = self._aggregator.local(lengths)
         assert layout is not None
-        self._check_layout(layout)
         plan = plan or self.plan
         return MicrobatchLoss(
             self, plan.reducer(sequences, mask, layout, token_weights=token_weights)
@@ -258,25 +258,21 @@ class Step:
             self._record.add(reducer, is_first=self._tracker.num_calls == 1)
         cp_rank = self._aggregator.cp_rank
         made = outputs(loss, reducer, self.scaling, cp_rank=cp_rank, report=report, means=means)
-        if loss.requires_grad:
-            number = len(self._trained)
-            self._returned[number] = made[0]
-            made[0].register_hook(partial(self._note_schedule, number))  # type: ignore[no-untyped-call]
+        if made[0].requires_grad:
+            made[0].register_hook(self._note_schedule)  # type: ignore[no-untyped-call]
+        if self._divisor is not None:
+            self._divisor.add(made[1])
         return made
 
-    def _note_schedule(self, number: int, gradient: Tensor) -> None:
+    def _note_schedule(self, gradient: Tensor) -> None:
         """Note what the schedule multiplies a returned loss by, in its backward pass.
 
-        The schedule multiplies a loss without num_tokens by CP / M, in place. That may be 1. In the
-        per-token loss scaling it changes no other loss in place.
+        The schedule multiplies a loss without num_tokens by CP / M.
         """
         expected = torch.ones_like(gradient)
         if self._aggregator.grad_scale_func is not None:
             expected = self._aggregator.grad_scale_func(expected).reshape(())  # Megatron's has [1]
-        loss = self._returned.pop(number, None)
-        is_changed = loss is not None and loss._version > 0
-        is_legacy = self.scaling.loss_scaling == "per_token" and is_changed
-        describe = partial(_describe_schedule, self.scaling.schedule_factor, is_legacy)
+        describe = partial(_describe_schedule, self.scaling.schedule_factor)
         self.plan.state.faults.record([gradient, expected], describe)
 
     def finish(self) -> None:
@@ -321,7 +317,8 @@ class Step:
     def end(self) -> None:
         """End the step without a check."""
         self.is_finished = True
-        self._returned.clear()
+        if self._divisor is not None:
+            self._divisor.end()
         for plan in self._plans:
             plan.state.end()
 
@@ -478,18 +475,16 @@ def _joined(sequences: list[Ints]) -> Ints:
     return np.concatenate([np.zeros(0, dtype=np.int64), *sequences])
 
 
-def _describe_schedule(factor: float, is_legacy: bool, values: list[float]) -> str:
+def _describe_schedule(factor: float, values: list[float]) -> str:
     """Compare the gradient of a returned loss with the loss scale times the schedule's factor."""
     gradient, loss_scale = values
-    if not is_legacy and math.isclose(gradient, loss_scale * factor, rel_tol=1e-5):
+    if math.isclose(gradient, loss_scale * factor, rel_tol=1e-5):
         return ""
-    how = "without its num_tokens"
-    if not is_legacy:
-        how = f"with the gradient {gradient:g}, expected {loss_scale * factor:g}"
     return (
-        f"a loss that loss_func returned was trained {how}: return all three of mb.outputs from "
-        "loss_func as they are, (loss, num_tokens, report), and let Megatron's schedule run the "
-        "backward pass: it multiplies by the loss scale, and in the average loss scaling by 1/M"
+        f"a loss that loss_func returned was trained with the gradient {gradient:g}, expected "
+        f"{loss_scale * factor:g}: return all three of mb.outputs from loss_func as they are, "
+        "(loss, num_tokens, report), and let Megatron's schedule run the backward pass: it "
+        "multiplies by the loss scale, and in the average loss scaling by 1/M"
     )
 
 

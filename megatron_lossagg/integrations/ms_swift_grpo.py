@@ -271,8 +271,10 @@ def _warn_of_split_prompts(trainer: Any) -> None:
     """Warn once if a rank's steps cut the groups of completions that it trains in order."""
     from megatron.core import parallel_state
 
+    if trainer.steps_per_generation == 1:
+        return
     of_rank = trainer.global_batch_size // parallel_state.get_data_parallel_world_size()
-    if trainer.steps_per_generation > 1 and of_rank % trainer.num_generations:
+    if of_rank % trainer.num_generations:
         warn_once(
             "prompts over several steps",
             f"prompt_mean counts a prompt within one optimizer step, and a rank's {of_rank} "

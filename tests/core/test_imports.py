@@ -25,6 +25,7 @@ ORDER = [
     "layout",
     "exchange",
     "faults",
+    "divisor_check",
     "sequences",
     "counts",
     "mode_counts",
