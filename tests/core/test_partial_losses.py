@@ -6,6 +6,7 @@ from aggregations import AGGREGATIONS
 from step_data import assign, make_sequences
 
 from megatron_lossagg import Layout, Sequences, plan_step
+from megatron_lossagg.aggregation import CUSTOM, MODES
 from megatron_lossagg.options import Options
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import reference_options
@@ -89,3 +90,7 @@ def test_partial_losses_add_up_to_the_loss_for_any_split_of_the_tokens(label, m,
     as_counted = [{**r, "trained": r["counted"]} for r in live]
     counted = reference_loss.weight_sum(aggregation.mode, as_counted, **options)
     assert plan.expected_weight == pytest.approx(counted, rel=1e-12)
+
+
+def test_the_aggregations_have_every_mode():
+    assert {aggregation.mode for aggregation in AGGREGATIONS.values()} == {*MODES} - {CUSTOM}

@@ -12,7 +12,6 @@ from check_runner import checks_of
 from conftest import early, launched
 
 from megatron_lossagg import Aggregation, Layout, Sequences, faults, plan_step
-from megatron_lossagg.aggregation import MODES
 from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.options import Options
@@ -167,37 +166,6 @@ def test_under_is_the_same_step_under_another_aggregation():
     assert plan.weights.tolist() == [1 / 16, 1 / 16]
 
 
-EXPECTED = {
-    "token_mean": 1,
-    "sample_mean": 2 / 3,
-    "sample_mean, V": 1,
-    "prompt_mean": 1 / 2,
-    "prompt_mean, V": 1,
-    "constant 8": 10 / 24,
-    "constant 8, V": 10 / 16,
-    "sample_sum": 10 / 3,
-    "token_sum 4": 10 / 4,
-    "length_power 0.5": 1,
-    "microbatch_token_mean": 1 / 4,
-}
-
-
-@pytest.mark.parametrize("label", EXPECTED)
-def test_the_expected_weight_is_that_of_all_counted_tokens(label):
-    sequences = Sequences(
-        active_tokens=[1, 9, 0], prompt=[0, 0, 1], microbatch=[0, 0, 2], num_microbatches=4
-    )
-    plan = plan_step(aggregation(label), sequences)
-    assert plan.expected_weight == pytest.approx(EXPECTED[label], rel=1e-15)
-    total = float(plan.weights @ torch.tensor([1.0, 9, 0], dtype=torch.float64))
-    assert total == pytest.approx(EXPECTED[label])
-
-
-def test_every_mode_of_the_table_has_an_expected_weight():
-    assert {label.split(",")[0].split()[0] for label in EXPECTED} == {*MODES} - {"custom"}
-    assert MODES["custom"].denominator is MODES["custom"].expected is None
-
-
 def test_a_step_with_no_active_tokens_has_weight_0_and_warns_once():
     for mode in ("token_mean", "sample_mean", "sample_sum", "token_sum"):
         with pytest.warns(RuntimeWarning, match="no active tokens") as caught:
@@ -209,15 +177,6 @@ def test_a_step_with_no_active_tokens_has_weight_0_and_warns_once():
             Sequences(active_tokens=[0]),
             options=Options(empty_step="error"),
         )
-
-
-@pytest.mark.filterwarnings("ignore:the plan has no active tokens")
-@pytest.mark.parametrize("mode", ["token_mean", "sample_mean", "sample_sum", "token_sum"])
-@pytest.mark.parametrize("count_empty", [True, False])
-def test_a_step_with_no_active_tokens_has_expected_weight_0(mode, count_empty):
-    aggregation = Aggregation(mode, count_empty=count_empty)
-    assert plan_step(aggregation, Sequences(active_tokens=[0, 0])).expected_weight == 0
-    assert plan_step(aggregation, Sequences(active_tokens=[])).expected_weight == 0
 
 
 def test_the_warning_of_an_empty_step_points_at_its_caller():

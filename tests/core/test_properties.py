@@ -26,7 +26,7 @@ def steps(draw):
     """Draw sequences with random masks, samples and prompts; a sample has one prompt."""
     prompt_of_sample = draw(st.lists(st.sampled_from([-3, -2, 0, 1, 2]), min_size=1, max_size=5))
     sequences = []
-    for _ in range(draw(st.integers(1, 9))):
+    for _ in range(draw(st.integers(0, 9))):
         sample = draw(st.integers(0, len(prompt_of_sample) - 1))
         mask = draw(st.lists(st.integers(0, 1), max_size=6))
         prompt = prompt_of_sample[sample]
