@@ -20,6 +20,8 @@ MASK_TYPES = {"bool": torch.bool, "int32": torch.int32, "float32": torch.float32
 DEVICES = pytest.mark.parametrize("device", ["cpu", "meta"])
 CP = pytest.mark.parametrize("cp_size", CP_SIZES)
 MASKS = pytest.mark.parametrize("mask", MASK_TYPES)
+MODES = pytest.mark.parametrize("mode", ["sample_mean", "token_mean"])
+"""A weight per sequence, and one for all."""
 
 SLACK_BYTES = 0.1
 """For the few bytes of 0-dim tensors, shared by the tokens of a small microbatch."""
@@ -59,12 +61,19 @@ def of_a_call(
 
 @DEVICES
 @CP
-def test_a_call_takes_the_same_few_operations_for_any_number_of_sequences(device, cp_size):
-    found = {n: of_a_call(of_sequences(n, cp_size=cp_size), device) for n in SEQUENCES}
-    of_calls = {(call.num_operations, back.num_operations) for _, call, back in found.values()}
-    ((forward, backward),) = of_calls
-    assert forward <= 5
-    assert backward <= 2
+@MODES
+def test_a_reducer_takes_the_same_few_operations_for_any_number_of_sequences(mode, device, cp_size):
+    found = [
+        of_a_call(of_sequences(n, cp_size=cp_size), device, aggregation=Aggregation(mode))
+        for n in SEQUENCES
+    ]
+    builds, forwards, backwards = (
+        [done.num_operations for done in part] for part in zip(*found, strict=True)
+    )
+    assert builds[0] <= builds[1] == builds[2]  # one sequence has one weight
+    assert len(set(forwards)) == len(set(backwards)) == 1
+    assert forwards[0] <= 5
+    assert backwards[0] <= 2
 
 
 @DEVICES
@@ -95,9 +104,9 @@ def test_a_step_notes_what_a_rank_trains_without_a_pass_over_its_tokens(device):
 @DEVICES
 @CP
 @MASKS
-@pytest.mark.parametrize("mode", ["sample_mean", "token_mean"])
+@MODES
 def test_building_moves_few_bytes_per_mask_position(mode, device, cp_size, mask):
-    """A weight per sequence, and one for all. On ``meta`` a wait would raise."""
+    """On ``meta`` a wait would raise."""
     workload = of_sequences(64, mean_tokens=1024, cp_size=cp_size)
     build, _, _ = of_a_call(workload, device, MASK_TYPES[mask], Aggregation(mode))
     assert build.bytes <= 43 * len(workload.mask_P)
