@@ -128,9 +128,7 @@ def test_a_step_may_be_planned_again_under_another_aggregation():
         assert [mb.sequences for mb in buffer] == [[0, 1], [2]]
 
 
-def test_an_empty_step_is_handled_as_in_plan_step():
-    with pytest.warns(RuntimeWarning, match="no active token"):
-        StepBuffer(iter([[]]), 1).plan(Aggregation("token_mean"), count)
+def test_the_options_reach_the_plan():
     with pytest.raises(PlanError, match="--loss-aggregation-empty-step"):
         StepBuffer(iter([[]]), 1).plan(
             Aggregation("token_mean"), count, options=Options(empty_step="error")

@@ -486,14 +486,6 @@ def test_ids_of_mixed_kinds_are_refused():
             weights("prompt_mean", active_tokens=[1, 9], prompt=mixed)
 
 
-def test_sparse_ids_are_grouped_like_dense_ones():
-    near = {"sample": [3, 1, 3, 2, 1], "prompt": [0, 0, 0, 1, 0]}
-    far = {name: [(id_ - 2) * 2**60 for id_ in ids] for name, ids in near.items()}
-    for mode in ("sample_mean", "prompt_mean"):
-        sequences = {"active_tokens": [4, 2, 3, 1, 5]}
-        assert weights(mode, **sequences, **near) == weights(mode, **sequences, **far)
-
-
 def test_samples_per_prompt_finds_prompts_that_were_merged():
     sequences = {"active_tokens": [1, 2, 3, 4], "sample": [0, 0, 1, 2], "prompt": [0, 0, 0, 7]}
     with pytest.raises(PlanError, match=r"prompt 7 has 1 samples .* is 2: ids are global over"):
