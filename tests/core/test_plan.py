@@ -11,7 +11,7 @@ import torch
 from check_runner import checks_of
 from conftest import early, launched
 
-from megatron_lossagg import Aggregation, Layout, Sequences, faults, plan_step
+from megatron_lossagg import Aggregation, Sequences, faults, plan_step
 from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.options import Options
@@ -138,16 +138,6 @@ def test_counts_are_exact_beyond_2_24_and_2_31():
     assert weights("token_mean", active_tokens=[2**24, 1])[0] == 1 / (2**24 + 1)
     plan = plan_step(Aggregation("token_mean"), Sequences(active_tokens=[2**31, 2**33, 1]))
     assert plan.totals.active_tokens == 2**31 + 2**33 + 1
-
-
-def test_a_padding_is_in_no_count_and_has_weight_0():
-    plan = plan_step(Aggregation("sample_mean"), Sequences(active_tokens=[2, 4]))
-    layout = Layout.thd_zigzag([0, 2, 5, 9], cp_size=1, cp_rank=0)
-    mask = torch.tensor([1, 1, 0, 0, 0, 1, 1, 1, 1])
-    reducer = plan.reducer([0, -1, 1], mask, layout)
-    assert plan.totals.samples == 2
-    assert reducer(torch.ones(9)).item() == 1
-    assert reducer.counted_tokens == 6
 
 
 def test_weights_are_float64_on_the_cpu():
