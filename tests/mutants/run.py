@@ -54,12 +54,12 @@ TESTS = {
     ],
     "reducer": [
         *("core/test_reducer", "core/test_not_finite", "core/test_custom_reducer"),
-        *("core/test_reducer_path", "core/test_device_path"),
+        "core/test_device_path",
     ],
     "mode_counts": ["core/test_plan", "core/test_partial_losses", *NUMBERS, PLAN],
     "plan": [
         *("core/test_plan", "core/test_partial_losses", "core/test_reducer"),
-        *("core/test_reducer_path", *NUMBERS, PLAN),
+        *("core/test_custom_reducer", *NUMBERS, PLAN),
     ],
     "record": ["core/test_recorder", "cli/test_diff"],
     "recorder": ["core/test_recorder"],
