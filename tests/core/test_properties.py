@@ -1,6 +1,4 @@
-"""Invariants of plan and layout on random steps, against the reference."""
-
-import itertools
+"""Invariants of plan and partial losses on random steps, against the reference."""
 
 import numpy as np
 import pytest
@@ -8,10 +6,9 @@ import torch
 from aggregations import AGGREGATIONS, ANY_LAYOUT
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_layout import positions
 from test_partial_losses import check_partial_losses
 
-from megatron_lossagg import Layout, Sequences, plan_step
+from megatron_lossagg import Sequences, plan_step
 from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import reference_options
@@ -123,26 +120,3 @@ def test_partial_losses_over_microbatches_and_ranks_add_up_to_the_references_los
         kept = torch.rand(len(sequence["counted"]), generator=random) < 0.8
         sequence["trained"] = [n * int(k) for n, k in zip(sequence["counted"], kept, strict=True)]
     check_partial_losses(mode, sequences, keys, m, cp, random)
-
-
-@given(chunks=st.lists(st.integers(0, 5), max_size=6), cp=st.integers(1, 6))
-@settings(max_examples=150, deadline=None)
-def test_the_ranks_of_a_packed_microbatch_hold_every_token_once(chunks, cp):
-    offsets = [0, *itertools.accumulate(2 * cp * n for n in chunks)]
-    layouts = [Layout.thd_zigzag(offsets, cp_size=cp, cp_rank=rank) for rank in range(cp)]
-    assert {layout.num_local_tokens for layout in layouts} == {offsets[-1] // cp}
-    assert sorted(itertools.chain(*map(positions, layouts))) == list(range(offsets[-1]))
-
-
-@given(
-    sequences=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 39)), max_size=6),
-    cp=st.integers(1, 6),
-)
-@settings(max_examples=150, deadline=None)
-def test_the_ranks_of_responses_hold_every_token_once(sequences, cp):
-    totals = [total for total, _ in sequences]
-    responses = [min(response, total - 1) for total, response in sequences]
-    union = []
-    for rank in range(cp):
-        union += positions(Layout.response_zigzag(totals, responses, cp_size=cp, cp_rank=rank))
-    assert sorted(union) == list(range(sum(responses)))
