@@ -74,20 +74,14 @@ def test_a_mode_takes_the_count_empty_it_is_given(count_empty):
 
 @pytest.mark.parametrize(
     ("wrong", "nearest"),
-    [
-        ("tokenmean", "token_mean"),
-        ("promt_mean", "prompt_mean"),
-        ("verl:token_mean", "verl:token-"),
-    ],
+    [("tokenmean", "token_mean"), ("promt_mean", "prompt_mean"), ("mean", "token_mean")],
 )
 def test_an_unknown_name_is_answered_with_the_closest_one(wrong, nearest):
     with pytest.raises(AggregationError, match=f"unknown .*{wrong}.*mean '{nearest}"):
         Aggregation(wrong)
 
 
-def test_a_partial_name_is_answered_with_a_suggestion_and_an_unrelated_one_with_the_modes():
-    with pytest.raises(AggregationError, match="'mean', did you mean 'token_mean'"):
-        Aggregation("mean")
+def test_an_unrelated_name_is_answered_with_the_modes():
     with pytest.raises(AggregationError, match=r"'zzzz'; modes are token_mean, sample_mean, "):
         Aggregation("zzzz")
 
@@ -107,18 +101,13 @@ def test_only_length_power_has_an_exponent_and_needs_it():
     assert Aggregation("length_power", exponent=-0.25).exponent == -0.25
 
 
-@pytest.mark.parametrize("divisor", [0, -1, math.nan, math.inf, -math.inf, True, "8"])
+@pytest.mark.parametrize("divisor", [0, -1, math.nan, math.inf, -math.inf, True, "8", 10**400])
 @pytest.mark.parametrize("mode", ["constant", "token_sum"])
 def test_a_divisor_is_a_finite_number_above_zero(mode, divisor):
     with pytest.raises(
         AggregationError, match=r"got divisor .*, expected a finite number above 0: change"
     ):
         Aggregation(mode, divisor=divisor)
-
-
-def test_a_divisor_beyond_float64_is_refused():
-    with pytest.raises(AggregationError, match="expected a finite number above 0"):
-        Aggregation("constant", divisor=10**400)
 
 
 @pytest.mark.parametrize("divisor", [8, 8.0, np.int32(8), np.float32(8), Fraction(8)])

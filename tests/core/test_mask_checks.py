@@ -213,7 +213,6 @@ SEQUENCES = {
     "too few": ([0], "got 1 sequences for 2 segments"),
     "unknown": ([0, 2], "sequence 2 is not one of the 2 sequences"),
     "below the padding sequence": ([0, -2], "sequence -2 is not one"),
-    "doubled": ([1, 1], "sequence 1 appears in 2 segments"),
     "fractions": ([0.0, 1.0], "sequences: got .* expected integers in one dim"),
     "two dimensions": ([[0, 1]], "sequences: got .* expected integers in one dim"),
 }
