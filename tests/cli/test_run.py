@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 from conftest import worker_path
@@ -209,3 +210,15 @@ def test_train_rl_of_an_unknown_release_is_refused_by_name_before_it_starts(
     assert "core_v0.16 to d98e8a64, with rollouts or rollout_turns or rows" in err
     assert "or train without --loss-aggregation" in err
     assert "argv" not in out
+
+
+def test_a_required_package_that_is_missing_is_named_without_a_traceback(launches):
+    root = Path(__file__).parents[2]
+    code = f"import sys; sys.path.insert(0, {str(root)!r}); import megatron_lossagg.__main__"
+    code += "; sys.exit(megatron_lossagg.__main__.main(['verify']))"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("lossagg: rich is not installed: pip install torch numpy rich")
+    assert "Traceback" not in done.stderr

@@ -1,12 +1,10 @@
 """Planning over 2 and 3 data-parallel ranks with gloo, without Megatron; a launched worker."""
 
-import contextlib
 import gc
 import math
 import random
 import re
 import warnings
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -16,6 +14,7 @@ from aggregations import AGGREGATIONS, ANY_LAYOUT
 from check_runner import run_checks
 from step_data import assign, make_sequences
 
+from benchmarks.counting import counted
 from megatron_lossagg import Aggregation, Layout, Sequences, faults, plan_step
 from megatron_lossagg.buffer import StepBuffer
 from megatron_lossagg.counts import StepTotals
@@ -23,32 +22,6 @@ from megatron_lossagg.errors import PlanError, ReducerError
 from megatron_lossagg.options import Options
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import reference_options
-
-_STARTS = ("all_", "broadcast", "reduce", "gather", "scatter", "barrier", "monitored_barrier")
-_STARTS += ("send", "isend", "recv", "irecv", "batch_isend_irecv")
-COLLECTIVES = [name for name in dir(dist) if name.startswith(_STARTS)]
-
-
-@contextlib.contextmanager
-def collectives_counted():
-    """Count every collective of torch.distributed that is called by name."""
-    seen, originals = Counter(), {name: getattr(dist, name) for name in COLLECTIVES}
-
-    def counted(name, original):
-        def call(*arguments, **options):
-            seen[name] += 1
-            return original(*arguments, **options)
-
-        return call
-
-    for name, original in originals.items():
-        setattr(dist, name, counted(name, original))
-    try:
-        yield seen
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
-
 
 TOKEN_MEAN = Aggregation("token_mean")
 
@@ -162,25 +135,25 @@ def check_token_weights_give_the_same_bits_over_ranks_and_on_one():
 
 def check_a_step_makes_two_collectives_with_ids_and_one_without():
     _, _, _, sequences = assigned(3)
-    with collectives_counted() as seen:
+    with counted() as seen:
         plan = plan_step(Aggregation("prompt_mean"), sequences, group=dist.group.WORLD)
         for aggregation in AGGREGATIONS.values():
             plan.under(aggregation).weights  # noqa: B018
-    assert seen.total() == 2, seen
+    assert seen.num_collectives == 2, seen
     _, _, _, sequences = assigned(3, sample=None, prompt=None)
-    with collectives_counted() as seen:
+    with counted() as seen:
         plan_step(Aggregation("sample_mean"), sequences, group=dist.group.WORLD)
-    assert seen.total() == 1, seen
+    assert seen.num_collectives == 1, seen
 
 
 def check_totals_make_no_collective():
-    with collectives_counted() as seen:
+    with counted() as seen:
         plan = plan_step(
             Aggregation("constant", divisor=4),
             Sequences(active_tokens=[3] * (1 + dist.get_rank())),
             totals=StepTotals(samples=8),
         )
-    assert seen.total() == 0, seen
+    assert seen.num_collectives == 0, seen
     assert plan.weights[0] == 1 / 32
 
 
@@ -377,14 +350,14 @@ def check_a_loss_that_is_not_finite_names_the_rank_that_holds_it():
 def check_an_error_beside_totals_names_its_rank_and_makes_no_collective():
     rank, live = dist.get_rank(), Sequences(active_tokens=[3])
     mode, known = Aggregation("sample_sum"), StepTotals(samples=0)
-    with collectives_counted() as seen:
+    with counted() as seen:
         with pytest.raises(PlanError, match=rf"^rank {rank}: got StepTotals\(samples=0\)"):
             plan_step(mode, live, totals=known)
         with pytest.raises(PlanError, match=rf"^rank {rank}: Sequences\.active_tokens: got -1"):
             plan_step(mode, Sequences(active_tokens=[-1]), totals=StepTotals(samples=9))
         with pytest.raises(PlanError, match=rf"^rank {rank}: sample_sum: .* needs StepTotals"):
             plan_step(mode, live, totals=StepTotals())
-    assert seen.total() == 0, seen
+    assert seen.num_collectives == 0, seen
 
 
 def check_given_totals_are_verified_in_the_groups_first_step():
@@ -402,9 +375,9 @@ def check_given_totals_are_verified_in_the_groups_first_step():
     message = "rank 1 of the data-parallel group: its own fault$"
     raised_everywhere(message, plan_step, *own, totals=right, group=world, fault=fault)
     for collectives in (1, 0):
-        with collectives_counted() as seen:
+        with counted() as seen:
             plan = plan_step(*own, totals=right, group=world)
-        assert seen.total() == collectives, seen
+        assert seen.num_collectives == collectives, seen
         assert plan.weights.tolist() == [1 / (5 * size)] * 2
 
 
@@ -475,11 +448,11 @@ def check_tensor_parallel_ranks_without_data_plan_the_same_step():
     alone, _ = dist.new_subgroups(group_size=1)  # data-parallel size 1, all ranks in one TP group
     first = dist.get_rank() == 0
     buffer = StepBuffer(iter([["a", "bbb"], ["cc"]]) if first else None, 2)
-    with collectives_counted() as seen:
+    with counted() as seen:
         plan = buffer.plan(
             Aggregation("sample_mean"), lengths, group=alone, tp_group=dist.group.WORLD
         )
-    assert seen["all_gather_object"] == 1
+    assert seen.num_collectives == 2, seen  # of one all_gather_object
     assert plan.weights.tolist() == [1 / 3, 1 / 9, 1 / 6]
     assert [mb.sequences for mb in buffer] == [[0, 1], [2]]
     assert [mb.data for mb in buffer] == ([["a", "bbb"], ["cc"]] if first else [None, None])

@@ -1,7 +1,6 @@
 """StepBuffer: read a step, count it, plan it, replay it."""
 
 import copy
-import functools
 import itertools
 import math
 import tempfile
@@ -129,9 +128,7 @@ def test_a_step_may_be_planned_again_under_another_aggregation():
         assert [mb.sequences for mb in buffer] == [[0, 1], [2]]
 
 
-def test_an_empty_step_is_handled_as_in_plan_step():
-    with pytest.warns(RuntimeWarning, match="no active token"):
-        StepBuffer(iter([[]]), 1).plan(Aggregation("token_mean"), count)
+def test_the_options_reach_the_plan():
     with pytest.raises(PlanError, match="--loss-aggregation-empty-step"):
         StepBuffer(iter([[]]), 1).plan(
             Aggregation("token_mean"), count, options=Options(empty_step="error")
@@ -249,9 +246,6 @@ REUSED = {
 }
 
 
-DATASET = torch.arange(60.0).view(10, 6)
-
-
 def memory_map():
     with tempfile.NamedTemporaryFile() as file:
         file.write(bytes(range(100)))
@@ -259,57 +253,10 @@ def memory_map():
         yield from np.memmap(file.name, mode="r+", shape=(10, 10))
 
 
-def position_ids():
-    by_length = functools.lru_cache(torch.arange)
-    return ({"position_ids": by_length(length)} for length in (3, 4, 5, 6, 6, 7, 3, 3, 3))
-
-
-def later():
-    yield from torch.rand(3, 4)
-    yield from refilled(T, lambda: T)
-
-
-OWN_MEMORY = {
-    "fresh tensors": lambda: (torch.full((4,), float(number)) for number in range(9)),
-    "slices of a dataset": lambda: iter(DATASET),
-    "tokens and labels over one sequence": lambda: (
-        {"tokens": sequence[:-1], "labels": sequence[1:]} for sequence in DATASET
-    ),
+SOURCES = REUSED | {
     "slices of a memory map": memory_map,
-    "a DataLoader": lambda: iter(DataLoader(DATASET)),
-    "empty views of one tensor": lambda: ({"a": DATASET[n:n], "n": n} for n in range(9)),
     "text": lambda: iter("a microbatch each"),
-    "position ids by length": position_ids,
 }
-
-
-def ring(slots):
-    held = [torch.zeros(4) for _ in range(slots)]
-    return (held[number % slots].fill_(number) for number in range(12))
-
-
-class Prefetching:
-    """A ring of slots that is filled ahead: an item is valid until the next one is asked for."""
-
-    def __init__(self, num_slots):
-        self.slots = [torch.zeros(4) for _ in range(num_slots)]
-        self.filled = self.next = 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        while self.filled < self.next + len(self.slots):
-            self.slots[self.filled % len(self.slots)].fill_(self.filled)
-            self.filled += 1
-        item = {"a": self.slots[self.next % len(self.slots)]}
-        self.next += 1
-        return item
-
-
-RINGS = {f"a ring of {n}": functools.partial(ring, n) for n in (1, 2, 3, 5)}
-RINGS |= {f"a ring of {n} that is filled ahead": functools.partial(Prefetching, n) for n in (2, 4)}
-SOURCES = REUSED | OWN_MEMORY | RINGS
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -319,12 +266,6 @@ def test_microbatches_are_replayed_as_they_were_read(name):
     for step in range(2):
         assert [values(data) for data in replayed(source)] == wanted[3 * step : 3 * step + 3]
     assert wanted[0] != wanted[1]
-
-
-def test_memory_that_is_used_again_from_a_later_step_on_is_copied_too():
-    source = later()
-    replayed(source)
-    assert [int(data[0, 0]) for data in replayed(source)] == [0, 1, 2]
 
 
 def test_an_object_of_another_kind_in_a_microbatch_is_not_copied():

@@ -54,7 +54,7 @@ def test_no_sequences_give_counts_of_zero():
     assert counts.sample_tokens.tolist() == counts.prompt_tokens.tolist() == []
 
 
-@pytest.mark.parametrize("spread", [1, 2**40])
+@pytest.mark.parametrize("spread", [1, 2**58])
 @pytest.mark.parametrize("shift", [0, -300, 2**50])
 def test_renaming_ids_changes_no_count(spread, shift):
     rng = np.random.default_rng(5)
@@ -69,12 +69,6 @@ def test_renaming_ids_changes_no_count(spread, shift):
     assert renamed.prompt_tokens.tolist() == plain.prompt_tokens.tolist()
     by_hand = [sum(n[sample == one]) for one in sample]
     assert plain.sample_tokens.tolist() == by_hand
-
-
-def test_a_fault_is_raised_instead_of_counting():
-    sequences = Sequences(active_tokens=[]).checked()
-    with pytest.raises(PlanError, match="rank 0 of the data-parallel group: no file"):
-        count_step(Aggregation("token_mean"), sequences, "no file", Exchange(None))
 
 
 @pytest.mark.parametrize("kind", ["sample", "prompt"])

@@ -1,4 +1,7 @@
-"""A custom reducer: what it is given, and what it may return."""
+"""A custom reducer: what it is given, what it may return, and the path that leads to it."""
+
+import sys
+import types
 
 import pytest
 import torch
@@ -6,7 +9,8 @@ from custom_reducer import custom
 from reducing import MASK, thd
 
 from megatron_lossagg import Sequences, plan_step
-from megatron_lossagg.errors import ReducerError
+from megatron_lossagg.custom import load_reducer_factory
+from megatron_lossagg.errors import LossAggregationError, ReducerError, ReducerPathError
 
 
 def a_reducer(factory):
@@ -41,7 +45,7 @@ def test_a_custom_reducer_gets_masked_losses_and_the_whole_context():
 @pytest.mark.parametrize(
     ("partial_loss", "message"),
     [
-        (lambda x: x, r"float32 tensor of shape \(6,\): return a 0-dim"),
+        (lambda x: x, r"reducer 'custom_reducer:\w+' returned .* shape \(6,\): return a 0-dim"),
         (lambda x: 1.0, r"returned 1\.0: return a 0-dim"),
         (lambda x: x.sum().long(), "int64"),
     ],
@@ -79,3 +83,60 @@ def test_a_custom_reducer_sees_only_this_ranks_slice():
 def test_a_factory_returns_a_callable():
     with pytest.raises(ReducerError, match="factory returned 3: return a callable"):
         a_reducer(lambda c: 3)
+
+
+def seven_sums(context):
+    return lambda x: x.sum() * 7
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """Make a user's module importable by name."""
+    made = types.ModuleType("a_users_module")
+    made.factory = seven_sums
+    made.nested = types.SimpleNamespace(factory=seven_sums)
+    made.number = 3
+    monkeypatch.setitem(sys.modules, "a_users_module", made)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "a_users_module:factory",
+        "a_users_module.factory",
+        "a_users_module:nested.factory",
+        "a_users_module.nested.factory",
+    ],
+)
+@pytest.mark.usefixtures("module")
+def test_a_path_has_a_colon_or_a_dot_and_may_go_deeper(path):
+    assert load_reducer_factory(path) is seven_sums
+
+
+WRONG = {
+    "no_such_module_here:f": "ModuleNotFoundError.*no_such_module_here",
+    "a_users_module:no_such": "AttributeError.*has no attribute 'no_such'",
+    "a_users_module:nested.no_such": "has no attribute 'no_such'",
+    "a_users_module:number": "leads to 3, which is not callable",
+    "nothing": "ModuleNotFoundError.*'nothing'",
+    "": "ValueError",
+    ":f": "ValueError",
+    "a_users_module:": "is not callable",
+}
+
+
+@pytest.mark.parametrize("path", WRONG)
+@pytest.mark.usefixtures("module")
+def test_an_invalid_path_is_refused_with_what_was_got_and_what_is_expected(path):
+    with pytest.raises(ReducerPathError, match=WRONG[path]) as caught:
+        load_reducer_factory(path)
+    assert "write pkg.mod:name of a factory(context)" in str(caught.value)
+    assert isinstance(caught.value, ImportError)
+    assert isinstance(caught.value, LossAggregationError)
+
+
+def test_a_module_that_fails_to_import_is_reported_with_its_own_error(tmp_path, monkeypatch):
+    (tmp_path / "a_broken_module.py").write_text("raise RuntimeError('no license')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ReducerPathError, match=r"raised RuntimeError\('no license'\).*PYTHONPATH"):
+        load_reducer_factory("a_broken_module:factory")

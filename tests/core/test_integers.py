@@ -23,6 +23,7 @@ BAD = {
     "a number": 3,
     "two dimensions": [[1], [2]],
     "strings": ["3"],
+    "a tensor with a gradient": torch.ones(2, requires_grad=True),
     "beyond int64": np.array([2**63], dtype=np.uint64),
     "beyond every integer type": [2**70],
 }

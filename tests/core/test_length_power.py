@@ -53,10 +53,3 @@ def test_it_needs_all_lengths_which_totals_do_not_have():
             Sequences(active_tokens=[3, 4]),
             totals=StepTotals(active_tokens=7, samples=2),
         )
-
-
-def test_a_weight_beyond_float32_is_refused():
-    with pytest.raises(PlanError, match="change the divisor or the exponent"):
-        weights("length_power", exponent=40)
-    with pytest.raises(PlanError, match="beyond float64: change --loss-aggregation-exponent"):
-        weights("length_power", exponent=400)

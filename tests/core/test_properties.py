@@ -1,6 +1,4 @@
-"""Invariants of plan and layout on random steps, against the reference."""
-
-import itertools
+"""Invariants of plan and partial losses on random steps, against the reference."""
 
 import numpy as np
 import pytest
@@ -8,15 +6,12 @@ import torch
 from aggregations import AGGREGATIONS, ANY_LAYOUT
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_layout import positions
-from test_partial_losses import pack
+from test_partial_losses import check_partial_losses
 
-from megatron_lossagg import Layout, Sequences, plan_step
+from megatron_lossagg import Sequences, plan_step
 from megatron_lossagg.counts import StepTotals
-from megatron_lossagg.options import Options
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import reference_options
-from megatron_lossagg.verify.sequences import zigzag
 
 pytestmark = pytest.mark.filterwarnings("ignore:the plan has no active token")
 
@@ -26,7 +21,7 @@ def steps(draw):
     """Draw sequences with random masks, samples and prompts; a sample has one prompt."""
     prompt_of_sample = draw(st.lists(st.sampled_from([-3, -2, 0, 1, 2]), min_size=1, max_size=5))
     sequences = []
-    for _ in range(draw(st.integers(1, 9))):
+    for _ in range(draw(st.integers(0, 9))):
         sample = draw(st.integers(0, len(prompt_of_sample) - 1))
         mask = draw(st.lists(st.integers(0, 1), max_size=6))
         prompt = prompt_of_sample[sample]
@@ -121,54 +116,7 @@ def test_partial_losses_over_microbatches_and_ranks_add_up_to_the_references_los
 ):
     random = torch.Generator().manual_seed(seed)
     keys = [(0, int(torch.randint(m, (), generator=random))) for _ in sequences]
-    x = [torch.randn(len(r["counted"]), generator=random, dtype=torch.float64) for r in sequences]
     for sequence in sequences:  # the training mask may select fewer tokens than the counting one
         kept = torch.rand(len(sequence["counted"]), generator=random) < 0.8
         sequence["trained"] = [n * int(k) for n, k in zip(sequence["counted"], kept, strict=True)]
-    plan = plan_step(
-        mode,
-        given_sequences(sequences, microbatch=[index for _, index in keys], num_microbatches=m),
-        options=Options(rejects_tokens=True),
-    )
-    total, weight_sum = 0.0, 0.0
-    for index in range(m):
-        indices = [i for i, key in enumerate(keys) if key == (0, index)]
-        named_sequences, offsets, mask, losses = pack(sequences, indices, x, cp)
-        for rank in range(cp):
-            layout = Layout.thd_zigzag(offsets, cp_size=cp, cp_rank=rank)
-            reducer = plan.reducer(named_sequences, mask, layout)
-            total += reducer(losses[zigzag(offsets, cp, rank)]).item()
-            weight_sum += reducer.weight_sum().item()
-    live = [
-        {**sequence, "x": list(v), "microbatch": k}
-        for sequence, v, k in zip(sequences, x, keys, strict=True)
-    ]
-    options = reference_options(mode, [m])
-    expected = reference_loss.step_loss(mode.mode, live, **options).item()
-    assert total == pytest.approx(expected, rel=1e-12, abs=1e-12)
-    assert weight_sum == pytest.approx(
-        reference_loss.weight_sum(mode.mode, live, **options), rel=1e-5, abs=1e-12
-    )
-
-
-@given(chunks=st.lists(st.integers(0, 5), max_size=6), cp=st.integers(1, 6))
-@settings(max_examples=150, deadline=None)
-def test_the_ranks_of_a_packed_microbatch_hold_every_token_once(chunks, cp):
-    offsets = [0, *itertools.accumulate(2 * cp * n for n in chunks)]
-    layouts = [Layout.thd_zigzag(offsets, cp_size=cp, cp_rank=rank) for rank in range(cp)]
-    assert {layout.num_local_tokens for layout in layouts} == {offsets[-1] // cp}
-    assert sorted(itertools.chain(*map(positions, layouts))) == list(range(offsets[-1]))
-
-
-@given(
-    sequences=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 39)), max_size=6),
-    cp=st.integers(1, 6),
-)
-@settings(max_examples=150, deadline=None)
-def test_the_ranks_of_responses_hold_every_token_once(sequences, cp):
-    totals = [total for total, _ in sequences]
-    responses = [min(response, total - 1) for total, response in sequences]
-    union = []
-    for rank in range(cp):
-        union += positions(Layout.response_zigzag(totals, responses, cp_size=cp, cp_rank=rank))
-    assert sorted(union) == list(range(sum(responses)))
+    check_partial_losses(mode, sequences, keys, m, cp, random)

@@ -27,12 +27,6 @@ def test_half_precision_losses_are_accumulated_in_float32(dtype):
     assert partial_loss.item() == n
 
 
-def test_float64_stays_float64():
-    partial_loss = a_reducer(MASK, mode="sample_mean")(torch.ones(6, dtype=torch.float64))
-    assert partial_loss.dtype == torch.float64
-    assert partial_loss.item() == pytest.approx(1, abs=1e-15)
-
-
 def test_an_empty_rank_is_connected_to_the_graph():
     x = torch.zeros(0, requires_grad=True)
     plan = a_plan([2])
@@ -92,20 +86,6 @@ def test_a_partial_loss_has_its_own_storage_for_megatron_to_scale():
     assert not partial_loss.is_leaf
 
 
-def test_the_gradient_is_the_weight():
-    x = torch.zeros(6, dtype=torch.float64, requires_grad=True)
-    a_reducer(MASK, mode="sample_mean")(x).backward()
-    assert x.grad.tolist() == pytest.approx([1 / 6, 0, 1 / 6, 1 / 6, 1 / 4, 1 / 4], rel=1e-15)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_gradient_of_half_precision_losses_comes_back_in_their_type(dtype):
-    x = torch.ones(6, dtype=dtype, requires_grad=True)
-    a_reducer(MASK)(x).backward()
-    assert x.grad.dtype == dtype
-    assert x.grad.tolist() == [1, 0, 1, 1, 1, 1]
-
-
 def test_tokens_past_the_last_offset_have_weight_0():
     reducer = a_reducer([1, 1, 1, 1, 1, 0, 0], active=(3, 2), lengths=(3, 2))
     x = torch.tensor([1.0, 1, 1, 1, 1, torch.nan, 7], requires_grad=True)
@@ -116,10 +96,11 @@ def test_tokens_past_the_last_offset_have_weight_0():
 
 
 def test_a_padding_has_weight_0_and_any_losses():
-    reducer = a_reducer([1, 1, 1, 0, 0], active=(3,), sequences=(0, -1), lengths=(3, 2))
-    assert reducer(torch.tensor([1, 1, 1, torch.nan, torch.inf])).item() == 3
-    assert reducer.counted_tokens == 3
-    assert reducer.weight_sum().item() == 3
+    mask = [1, 1, 0, 0, 1, 0, 1, 1, 1]
+    reducer = a_reducer(mask, (2, 4), (0, -1, 1), lengths=(2, 2, 5), mode="sample_mean")
+    x = torch.tensor([1, 1, torch.nan, torch.inf, 1, 1, 1, 1, 1])
+    assert reducer(x).item() == reducer.weight_sum().item() == 1
+    assert reducer.counted_tokens == 6
 
 
 def test_a_training_mask_that_selects_fewer_tokens_keeps_the_denominator():
@@ -280,6 +261,7 @@ def test_the_masked_sum_is_bit_for_bit_the_plain_one(mode, dtype, poison, device
         x = to(values.clone()).requires_grad_()
         partial_loss = a_plan(mode=mode).reducer([0, 1], to(MASK), thd(4, 2))(x)
         partial_loss.backward()
+        assert partial_loss.dtype == expected.dtype
         assert torch.equal(partial_loss.cpu(), expected)
         assert torch.equal(x.grad.cpu(), weight_T.to(dtype))
         assert torch.equal(x.detach().cpu(), values) or poison is torch.nan

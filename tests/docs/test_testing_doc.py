@@ -19,11 +19,6 @@ def functions(file):
     return {n.name for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.FunctionDef)}
 
 
-def test_every_failure_is_listed_once():
-    assert len(ROWS) == len(TABLE) + 2
-    assert len({tuple(row) for row in TABLE}) == len(TABLE)
-
-
 @pytest.mark.parametrize(("failure", "proof"), [(" ".join(row), proof) for *row, proof in TABLE])
 def test_a_failure_has_a_test_that_exists(failure, proof):
     named = NAMED.findall(proof)

@@ -7,7 +7,7 @@ always the same ones. Everything happens in copies, in ``.mutants/``. The copies
 package in one way: mutmut skips decorated functions, so ``@property`` and ``@cached_property`` are
 applied in a line after the function. Lines that begin with a literal are text of a message and are
 left alone. A module's mutants run against the tests in ``TESTS``, those that are launched in forks
-instead (``plan_mutants``, ``aggregator_mutants``, ``ownership_mutants``).
+instead (``over_ranks.py``).
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ WORK = ROOT / ".mutants"
 PACKAGE = "megatron_lossagg"
 DECORATORS = {"property", "cached_property"}
 LEFT_OUT = (
-    "over_ranks",  # launches; plan_mutants has its checks
+    "over_ranks",  # launches; over_ranks.py has its checks
     "the_warning_of_an_empty_step_points_at_its_caller",  # mutmut's frames come between
 )
 PURE = [
     "--hypothesis-seed=0",
     *(f"--deselect=tests/core/test_plan.py::test_{name}" for name in LEFT_OUT),
 ]
-PLAN, AGGREGATOR = "mutants/plan_mutants", "mutants/aggregator_mutants"
-OWNERSHIP = "mutants/ownership_mutants"
+CHECKS, GRADIENTS = "mutants/over_ranks::test_checks_of", "mutants/over_ranks::test_gradients"
+PLAN, OWNERSHIP = f"{CHECKS}[plan]", f"{CHECKS}[ownership]"
+AGGREGATOR = [f"{CHECKS}[aggregator]", f"{CHECKS}[own_loop]", GRADIENTS]
 NUMBERS = ("core/test_token_weights", "core/test_length_power")
 TESTS = {
     "integers": ["core/test_integers", "core/test_layout"],
@@ -54,20 +55,23 @@ TESTS = {
     ],
     "reducer": [
         *("core/test_reducer", "core/test_not_finite", "core/test_custom_reducer"),
-        *("core/test_reducer_path", "core/test_device_path"),
+        "core/test_device_path",
     ],
-    "mode_counts": ["core/test_plan", *NUMBERS, PLAN],
-    "plan": ["core/test_plan", "core/test_reducer", "core/test_reducer_path", *NUMBERS, PLAN],
+    "mode_counts": ["core/test_plan", "core/test_partial_losses", *NUMBERS, PLAN],
+    "plan": [
+        *("core/test_plan", "core/test_partial_losses", "core/test_reducer"),
+        *("core/test_custom_reducer", *NUMBERS, PLAN),
+    ],
     "record": ["core/test_recorder", "cli/test_diff"],
     "recorder": ["core/test_recorder"],
-    "outputs": ["core/test_outputs", AGGREGATOR],
-    "step": [AGGREGATOR],
+    "outputs": ["core/test_outputs", *AGGREGATOR],
+    "step": AGGREGATOR,
     "tracker": ["core/test_sequence_tracker"],
     "ownership": [OWNERSHIP],
-    "live": [AGGREGATOR],
-    "aggregator": [AGGREGATOR],
+    "live": AGGREGATOR,
+    "aggregator": AGGREGATOR,
 }
-"""Files of tests/ without their suffix; one that is gone is an error."""
+"""Files of tests/ without their suffix, or a test of one; a file that is gone is an error."""
 # What torch warns of at import.
 ARGUMENTS = {
     module: ["-W", "ignore"] for module in ("live", "outputs", "ownership", "step", "aggregator")
@@ -104,6 +108,12 @@ class Undecorated(cst.CSTTransformer):
         return cst.FlattenSentinel([updated_node.with_changes(decorators=[]), line])
 
 
+def tests_of(module: str) -> list[str]:
+    """Name a module's tests as pytest does."""
+    parts = [test.partition("::") for test in TESTS[module]]
+    return [f"tests/{file}.py{colons}{name}" for file, colons, name in parts]
+
+
 def copied(module: str) -> Path:
     """Copy package, tests and settings to a folder of their own."""
     folder = WORK / module
@@ -117,7 +127,7 @@ def copied(module: str) -> Path:
     config = CONFIG.format(
         package=PACKAGE,
         module=module,
-        tests=json.dumps([f"tests/{name}.py" for name in TESTS[module]]),
+        tests=json.dumps(tests_of(module)),
         arguments=json.dumps(arguments),
     )
     (folder / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text() + config)
@@ -146,7 +156,7 @@ def main() -> int:
     if unknown:
         parser.error(f"no mutants for {', '.join(sorted(unknown))}: choose from {', '.join(TESTS)}")
     for module in options.modules or TESTS:
-        for file in (f"tests/{name}.py" for name in TESTS[module]):
+        for file in (test.partition("::")[0] for test in tests_of(module)):
             if not (ROOT / file).exists():
                 parser.error(f"{file}, in TESTS of {module}, is not there: correct TESTS")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from html.parser import HTMLParser
 
 import pytest
@@ -13,6 +14,8 @@ from megatron_lossagg.verify.environment import Fact
 from megatron_lossagg.verify.job import Job
 from megatron_lossagg.verify.parallelism import WEIGHT_SUM_TOLERANCE, Parallelism
 from megatron_lossagg.verify.report import finite, page, show
+from megatron_lossagg.writing import html
+from megatron_lossagg.writing.extras import MissingPackageError
 
 LAYOUTS = ["DP 4, M 3", "DP 2 x CP 2, M 3, distributed optimizer, overlap grad reduce, bshd"]
 CASES = ["token_mean", "sample_mean, count_empty=False", "constant + token_mean"]
@@ -311,6 +314,21 @@ def test_the_page_loads_nothing_and_runs_nothing(given):
     assert not any({"src", "srcset", "data"} & set(attrs) for _, attrs in read.tags)
     assert all(attrs["href"].startswith("#") for _, attrs in read.tags if "href" in attrs)
     assert not [word for word in ("://", "url(", "@import") if word in text]
+    assert "default-src 'none'" in text
+    assert "prefers-color-scheme:dark" in text
+    assert f'<header class="{"pass" if given["passed"] else "fail"}">' in text
+
+
+def test_a_name_that_a_template_lacks_is_an_error():
+    jinja2 = pytest.importorskip("jinja2", reason="jinja2 is not installed")
+    with pytest.raises(jinja2.UndefinedError, match="is undefined"):
+        html.page("verify.html")
+
+
+def test_jinja2_that_is_missing_is_named_with_the_extra_of_a_report(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(MissingPackageError, match=r"needs jinja2.*megatron-lossagg\[report\]"):
+        page(report())
 
 
 def test_a_check_of_a_framework_has_a_line_and_one_that_did_not_run_counts_as_neither():
