@@ -8,7 +8,6 @@ import tiny_gpt
 import torch
 from check_runner import run_checks
 from megatron.core import parallel_state
-from megatron.core.optimizer.grad_scaler import ConstantGradScaler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from packaging.version import Version
@@ -140,14 +139,6 @@ def check_what_the_schedule_does_not_scale_as_it_should_is_refused():
         whole(step, number, torch.ones(LENGTH, requires_grad=True))[0].backward()
     with pytest.raises(ReducerError, match=r"gradient 1, expected 0\.5: .* let Megatron's sched"):
         step.finish()
-
-
-def check_a_loss_scale_is_no_fault():
-    parallel()
-    plain, aggregator = gradient_of(made(), [1, 2]), made()
-    scaler = ConstantGradScaler(1024)
-    aggregator.chunks[0].config.grad_scale_func = lambda loss: scaler.scale * loss
-    assert torch.equal(gradient_of(aggregator, [1, 2]), plain * 1024)
 
 
 def of_two_plans(second, step, number, output):
