@@ -653,5 +653,4 @@ if __name__ == "__main__":
         run_alone(*sys.argv[2:])
     else:
         size = int(os.environ["WORLD_SIZE"])
-        wanted = {name: layout for name, layout in LAYOUTS.items() if layout.world_size == size}
-        run({name: wanted[name] for name in sys.argv[1:] or wanted})
+        run({name: layout for name, layout in LAYOUTS.items() if layout.world_size == size})
