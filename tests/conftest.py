@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from check_runner import checks_of
 from fork_server import WITH_MEGATRON, WITHOUT_MEGATRON, ForkServer
 
 from megatron_lossagg.verify.cases import CASES
@@ -71,6 +72,25 @@ def early(function):
 
     fixture.begins = function
     return pytest.fixture(scope="session", name=function.__name__)(fixture)
+
+
+def each_check(script, *, processes):
+    """Make an early fixture of what a worker prints, and the test of each of its checks.
+
+    The fixture is called ``output_of_`` and the worker's name.
+    """
+    name = f"output_of_{Path(script).stem}"
+
+    def run():
+        return launched(script, processes=processes)
+
+    @pytest.mark.usefixtures(name)
+    @pytest.mark.parametrize("check", checks_of(TESTS / script))
+    def passes(request, check):
+        assert f"PASSED check_{check}" in request.getfixturevalue(name).splitlines()
+
+    run.__name__ = name
+    return early(run), passes
 
 
 class Early:

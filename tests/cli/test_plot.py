@@ -3,10 +3,10 @@
 import json
 import re
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from html_reader import Reader
 from in_turn import reference_value
 
 from megatron_lossagg.aggregation import Aggregation
@@ -207,38 +207,14 @@ def test_buckets_that_do_not_rise_are_refused(text):
         read_buckets(text)
 
 
-class Page(HTMLParser):
-    """Collects the table, and whatever would load something."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.rows, self.loads, self._cell = [], [], False
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        if tag == "tr":
-            self.rows.append([])
-        self._cell = tag in ("td", "th")
-        links = [value for name, value in attrs if name in ("src", "href", "xlink:href")]
-        if tag in ("script", "link", "img", "iframe") or any(link[0] != "#" for link in links):
-            self.loads.append((tag, links))
-
-    def handle_data(self, data):
-        if self._cell:
-            self.rows[-1].append(data)
-
-    def handle_endtag(self, tag):
-        self._cell = False
-
-
 def test_the_page_loads_nothing_and_has_every_number():
     found = shares(STEPS, [3, 10, 30])
     text = page(found)
-    parsed = Page(text)
-    assert not parsed.loads
+    read = Reader(text)
+    assert not read.loading()
     assert not re.findall(r"url\((?!#)|@import", text)
     assert text.count("<svg") == 1
-    table = {row[0]: row[-len(found.buckets) :] for row in parsed.rows}
+    table = {row[0]: row[-len(found.buckets) :] for row in read.lines}
     for mode in MODES:
         assert table[mode] == [f"{share:.1%}" for share in found.buckets[mode]]
     assert page(found) == text

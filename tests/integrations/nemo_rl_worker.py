@@ -1,18 +1,17 @@
 """NeMo-RL's own trainer and Megatron worker on a CPU, from a checkout with or without our patch.
 
-``nemo_rl_worker.py plan CHECKOUT FILE``, one process: the real ``grpo_train`` until it calls
-``policy.train``, and a reference in float64 for each optimizer step.
+``nemo_rl_worker.py plan CHECKOUT FILE LOSS/MODE ...``, of ``LOSSES`` and ``MODES``, one process:
+the real ``grpo_train`` until it calls ``policy.train``, and a reference in float64 for each
+optimizer step.
 ``nemo_rl_worker.py train CHECKOUT FILE CP HOW CASE ...``, HOW one of padded, dynamic, packed and
-a case ``loss/aggregation/sequences of a microbatch``: the real ``_shard_for_train`` of the policy
+a case ``loss/mode/sequences of a microbatch``: the real ``_shard_for_train`` of the policy
 and ``train`` of its Megatron worker, with ``process_global_batch``, microbatches, packing,
 ``LossPostProcessor``, ``ClippedPGLossFn`` and the gather over context parallelism, on
-Megatron-Core's schedule, DDP and finalize. It prints the largest relative error of a gradient.
+Megatron-Core's schedule, DDP and finalize; the policy's split steps (``begin_train_step``, two
+``train_microbatch``, ``finish_train_step``); and the value worker's ``train``. It prints the
+largest relative error of a gradient.
 ``nemo_rl_worker.py losses CHECKOUT -``: ``ClippedPGLossFn`` with each of ``OPTIONS``,
 ``NLLLossFn`` and ``MseValueLossFn``, by themselves and in the integration.
-``nemo_rl_worker.py given CHECKOUT FILE`` and ``nemo_rl_worker.py train_given CHECKOUT FILE CP HOW
-CASE ...``: the batch of an unpatched trainer, and each loss of ``GIVEN`` in the modes of ``MODES``
-on the policy's ``train``, on its split steps (``begin_train_step``, two ``train_microbatch``,
-``finish_train_step``) and on the value worker's ``train``; a case is ``loss/mode/sequences``.
 
 Not real: Ray, generation and environments (rollouts are given), log-probabilities of the old and
 the reference policy, the model (a tiny GPT instead of one that Megatron-Bridge loads), the
@@ -73,9 +72,25 @@ MASKED_PROMPT, EMPTY_PROMPT = 2, 4
 TRUNCATED = (1, 18)
 """Sequences whose sample_mask becomes 0, as too long ones."""
 KL = 0.1
-LOSSES = {"token": True, "sequence": False}
-EXACT = {"all prompts": True, "prompts with tokens": False}
-"""Aggregations: whether a prompt with no active tokens counts."""
+CLIP_OF_VALUES = 0.3
+MODES = {
+    "token_mean": Aggregation("token_mean"),
+    "sample_mean": Aggregation("sample_mean"),
+    "constant": Aggregation("constant", divisor=40),
+    "sample_sum": Aggregation("sample_sum"),
+    "all prompts": Aggregation("prompt_mean"),
+    "prompts with tokens": Aggregation("prompt_mean", count_empty=False),
+}
+LOSSES = {
+    "token": ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=KL)),
+    "sequence": ClippedPGLossFn(
+        ClippedPGLossConfig(token_level_loss=False, reference_policy_kl_penalty=KL)
+    ),
+    "nll": NLLLossFn(),
+    "value": MseValueLossFn(MseValueLossConfig(scale=0.7, cliprange=CLIP_OF_VALUES)),
+    "split": ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=KL)),
+    "split nll": NLLLossFn(),
+}
 
 
 OPTIONS = {
@@ -101,7 +116,7 @@ def losses():
     own_losses = {
         name: ClippedPGLossFn(ClippedPGLossConfig(**options)) for name, options in OPTIONS.items()
     }
-    for name, own in (own_losses | {loss: GIVEN[loss] for loss in ("nll", "value")}).items():
+    for name, own in (own_losses | {loss: LOSSES[loss] for loss in ("nll", "value")}).items():
         alias = Aggregation(f"nemo-rl:token_level_loss={own.loss_type is LossType.TOKEN_LEVEL}")
         step, num_excluded = Step(), int(name != "GSPO")
         stock = losses_of(own, step, num_excluded=num_excluded)
@@ -125,13 +140,9 @@ def losses():
         print(f"{name}: loss, gradient and metrics are NeMo-RL's own", flush=True)
 
 
-def loss_of(loss, aggregation):
-    config = ClippedPGLossConfig(token_level_loss=LOSSES[loss], reference_policy_kl_penalty=KL)
-    return aggregated(ClippedPGLossFn(config), prompt_mean(aggregation), weights_in_data=True)
-
-
-def prompt_mean(aggregation):
-    return Aggregation("prompt_mean", count_empty=EXACT[aggregation])
+def loss_of(loss, mode):
+    options = {"weights_in_data": "prompts" in mode, "split_steps": loss.startswith("split")}
+    return aggregated(LOSSES[loss], MODES[mode], **options)
 
 
 def config(generation=None):
@@ -243,15 +254,19 @@ def train_data(loss_fn):
 
 def plan():
     saved = {}
-    for aggregation in EXACT:
-        data = train_data(loss_of("token", aggregation))
+    for case in OTHERS:
+        loss, mode = case.split("/")
+        data = train_data(loss_of("token", mode))
         if "loss_weights" in data:
             assert data["loss_weights"].dtype == torch.float64
             assert data["loss_weights"].shape == (PROMPTS * SAMPLES,)
-        saved[aggregation] = (dict(data), [])
+        data, shape = dict(data), data["input_ids"].shape
+        data["returns"], data["values"] = drawn(103, *shape), 0.5 * drawn(104, *shape)
+        saved[case] = data, []
     tiny_gpt.start()
-    for aggregation, (data, steps) in saved.items():
-        steps += reference_steps("pg", data, prompt_mean(aggregation))
+    for case, (data, steps) in saved.items():
+        loss, mode = case.split("/")
+        steps += reference_steps(loss, data, MODES[mode])
     torch.save(saved, FILE)
 
 
@@ -354,39 +369,6 @@ def report(case, optimizer, microbatches):
         print(f"{case}: {worst.item():.1e}, {microbatches} microbatches", flush=True)
 
 
-def train():
-    cp, how, *cases = OTHERS
-    saved = torch.load(FILE, weights_only=False)
-    module = megatron_worker()
-    tiny_gpt.start(cp=int(cp))
-    chunk = tiny_gpt.wrapped(tiny_gpt.config_of(per_token=True))
-    for case in cases:
-        loss, aggregation, size = case.split("/")
-        data, steps = saved[aggregation]
-        kind = module.MegatronPolicyWorkerImpl
-        worker, shard, optimizer = worker_of(kind, data, how, int(size), chunk, steps)
-        metrics = worker.train(
-            shard, loss_of(loss, aggregation), gbs=SEQUENCES_PER_STEP, mbs=int(size)
-        )
-        report(case, optimizer, len(metrics["all_mb_metrics"]["loss"]))
-
-
-CLIP_OF_VALUES = 0.3
-MODES = {
-    "token_mean": Aggregation("token_mean"),
-    "sample_mean": Aggregation("sample_mean"),
-    "constant": Aggregation("constant", divisor=40),
-    "sample_sum": Aggregation("sample_sum"),
-}
-PG_CONFIG = ClippedPGLossConfig(reference_policy_kl_penalty=KL)
-GIVEN = {
-    "nll": NLLLossFn(),
-    "value": MseValueLossFn(MseValueLossConfig(scale=0.7, cliprange=CLIP_OF_VALUES)),
-    "split": ClippedPGLossFn(PG_CONFIG),
-    "split nll": NLLLossFn(),
-}
-
-
 class ValueHead(torch.nn.Linear):
     """In place of the one of Megatron-Bridge: a value for each token."""
 
@@ -453,21 +435,6 @@ def reference_steps(loss, data, aggregation):
     return steps
 
 
-def given():
-    """Save an unpatched trainer's batch, and the reference of each loss and mode."""
-    own = aggregated(ClippedPGLossFn(PG_CONFIG), MODES["token_mean"])
-    data = dict(train_data(own))
-    shape = data["input_ids"].shape
-    data["returns"], data["values"] = drawn(103, *shape), 0.5 * drawn(104, *shape)
-    tiny_gpt.start()
-    steps = {
-        f"{loss}/{mode}": reference_steps(loss, data, aggregation)
-        for loss in GIVEN
-        for mode, aggregation in MODES.items()
-    }
-    torch.save({"data": data, **steps}, FILE)
-
-
 CHUNKS = (8, 4)
 """Sequences of each call of a split step."""
 
@@ -487,30 +454,27 @@ def split_steps(worker, data, how, loss_fn, size):
     return metrics
 
 
-def train_given():
+def train():
     cp, how, *cases = OTHERS
     saved = torch.load(FILE, weights_only=False)
-    kinds = {"policy": megatron_worker().MegatronPolicyWorkerImpl}
+    policy = megatron_worker()
     tiny_gpt.start(cp=int(cp))
     for case in cases:
         loss, mode, size = case.split("/")
-        tiny_gpt.gpt = LANGUAGE_MODEL
-        kind = kinds["policy"]
+        tiny_gpt.gpt, kind = LANGUAGE_MODEL, policy.MegatronPolicyWorkerImpl
         if loss == "value":
             from nemo_rl.models.value.workers import megatron_value_worker as module
 
-            policy = sys.modules["nemo_rl.models.policy.workers.megatron_policy_worker"]
             for name in ("get_pg_collection", "logical_and_across_model_parallel_group",
                          "reduce_max_stat_across_model_parallel_group"):  # fmt: skip
                 setattr(module, name, getattr(policy, name))
             tiny_gpt.gpt, kind = with_value_head, module.MegatronValueWorkerImpl
         chunk = tiny_gpt.wrapped(tiny_gpt.config_of(per_token=True))
-        steps = saved[f"{loss}/{mode}"]
-        worker, shard, optimizer = worker_of(kind, saved["data"], how, int(size), chunk, steps)
-        is_split = loss.startswith("split")
-        loss_fn = aggregated(GIVEN[loss], MODES[mode], split_steps=is_split)
-        if is_split:
-            metrics = split_steps(worker, saved["data"], how, loss_fn, int(size))
+        data, steps = saved[f"{loss}/{mode}"]
+        worker, shard, optimizer = worker_of(kind, data, how, int(size), chunk, steps)
+        loss_fn = loss_of(loss, mode)
+        if loss.startswith("split"):
+            metrics = split_steps(worker, data, how, loss_fn, int(size))
             wanted = steps[-1][0]
         else:
             metrics = worker.train(shard, loss_fn, gbs=SEQUENCES_PER_STEP, mbs=int(size))
@@ -521,7 +485,7 @@ def train_given():
 
 
 if __name__ == "__main__":
-    functions = (plan, train, losses, given, train_given)
+    functions = (plan, train, losses)
     {function.__name__: function for function in functions}[WHAT]()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -311,7 +311,9 @@ def test_wrong_wrapping_is_refused_at_startup():
 PATCH = "nemo-rl-prompt-mean.patch"
 IN_FLOAT32 = "nemo_rl/distributed/model_utils.py"
 """Where NeMo-RL computes log-probabilities in float32."""
-TOKEN, SEQUENCE = "token/all prompts/{}", "sequence/prompts with tokens/{}"
+OF_PROMPTS = ("token/all prompts", "sequence/prompts with tokens")
+TOKEN, SEQUENCE = (f"{case}/{{}}" for case in OF_PROMPTS)
+OF_MODES = [f"{loss}/{mode}" for loss in ("nll", "value", "split", "split nll") for mode in SPLIT]
 MICROBATCHES = {
     "M = 1": (1, 2, "padded", 6, 1),
     "M = 3": (1, 2, "padded", 2, 3),
@@ -322,9 +324,9 @@ MICROBATCHES = {
 """CP, processes, how sequences are put together, sequences or tokens of a microbatch, M."""
 
 
-def planned(checkout, file):
-    """Run NeMo-RL's trainer until it trains."""
-    launched("integrations/nemo_rl_worker.py", "plan", checkout, file, processes=1)
+def planned(checkout, file, cases=OF_PROMPTS):
+    """Run NeMo-RL's trainer until it trains; compute the reference of each loss and mode."""
+    launched("integrations/nemo_rl_worker.py", "plan", checkout, file, *cases, processes=1)
     return checkout, file
 
 
@@ -366,12 +368,10 @@ def test_under_its_alias_nemo_rls_loss_gradient_and_every_metric_stay():
 
 @pytest.fixture(scope="module")
 def given(launches, tmp_path_factory):
-    """Run NeMo-RL's own trainer until it trains; compute the reference of each loss and mode."""
     folder = tmp_path_factory.mktemp("nemo_rl_given")
     checkout = copy_of("NeMo-RL", "nemo_rl", folder)
     in_float64([checkout / IN_FLOAT32])
-    launched("integrations/nemo_rl_worker.py", "given", checkout, folder / "given.pt", processes=1)
-    return checkout, folder / "given.pt"
+    return planned(checkout, folder / "given.pt", OF_MODES)
 
 
 @needs("NeMo-RL", installed=True)
@@ -380,14 +380,8 @@ def given(launches, tmp_path_factory):
     [(1, 2, "padded", 2), (1, 2, "packed", 24), (2, 4, "packed", 24)],
 )
 def test_nemo_rl_trains_sft_values_and_split_steps_by_the_mode(given, cp, processes, how, size):
-    names = [f"{loss}/{mode}" for loss in ("nll", "value", "split", "split nll") for mode in SPLIT]
-    cases = [f"{name}/{size}" for name in names]
-    arguments = ("train_given", *given, cp, how, *cases)
-    out = launched("integrations/nemo_rl_worker.py", *arguments, processes=processes)
-    print(out)
-    errors = dict(re.findall(r"^(.*): (\S+), \d+ microbatches$", out, re.MULTILINE))
-    assert list(errors) == cases
-    assert max(map(float, errors.values())) < 1e-12
+    trained = errors_of(given, cp, processes, how, *[f"{case}/{size}" for case in OF_MODES])
+    assert max(error for error, _ in trained) < 1e-12
 
 
 @needs("NeMo-RL", installed=True)

@@ -1,7 +1,5 @@
 """slime and miles: weights carried with the data, and the reducer of the policy loss."""
 
-import os
-import subprocess
 import sys
 import types
 from argparse import Namespace
@@ -9,9 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import TESTS, launched
+from conftest import launched
 from device_double import DeviceDouble
-from frameworks import LAYOUTS, SERVING, checkout_of, needs, reference
+from frameworks import LAYOUTS, SERVING, needs, reference
 
 from megatron_lossagg import Aggregation, faults
 from megatron_lossagg.errors import (
@@ -190,28 +188,6 @@ def test_the_frameworks_own_loader_parser_and_schedule_take_the_hooks(name):
     processes = {"slime": 2, "miles": 1}[name]  # miles carries in its rollout manager
     out = launched("integrations/carried_worker.py", name, "wiring", processes=processes)
     assert f"WIRING of {name} holds" in out
-
-
-@pytest.mark.launches
-@needs("slime", *SERVING)
-@pytest.mark.parametrize(("divisor", "outcome"), [(8, "6 passed"), (4, "6 failed")])
-def test_slimes_own_test_of_context_parallelism_passes_with_our_reducer_in_it(divisor, outcome):
-    checkout = checkout_of("slime")
-    folders = [TESTS.parent, TESTS / "integrations", checkout, os.environ.get("PYTHONPATH", "")]
-    options = ["-q", "-p", "slime_cp_reducer", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "tests/test_loss_cp_invariance.py"],
-        cwd=checkout,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, folders)),
-            "LOSSAGG_DIVISOR": str(divisor),
-        },
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert outcome in done.stdout, done.stdout + done.stderr
 
 
 MODULES = {"slime": slime, "miles": miles}

@@ -84,30 +84,14 @@ def test_its_cpu_form_verifies_on_gloo_and_says_that_no_gpu_took_part(cpu_form):
     assert (folder / "summary.md.github").read_text() == summary
 
 
-@pytest.mark.launches
-@without_cuda
-def test_tests_that_were_all_skipped_are_not_a_pass(tmp_path):
-    """Run the tests that Transformer Engine's partition is compared by, where there is no GPU."""
-    junit = tmp_path / "tests.xml"
-    files = ["tests/megatron/test_cp_variants.py", "tests/megatron/test_gpu.py"]
-    command = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={junit}"]
-    done = ran([sys.executable, *command, *files], tmp_path)
-    assert done.returncode == 0, done.stdout
-    found = gpu.tests_of(junit, passed=True)
-    assert found["verdict"] == gpu.NOT_RUN
-    assert found["passed"] == found["failed"] == 0
-    assert found["skipped"] == len(found["cases"]) > 50
-    assert found["partition"].startswith("not compared: ")
-    assert "CUDA kernel" in found["partition"]
-
-
 def junit_of(tmp_path, *cases):
     file = tmp_path / "tests.xml"
     file.write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
     return file
 
 
-PARTITION = '<testcase name="test_transformer_engine_slices_packed_sequences_like_thd_zigzag[2]">'
+NAME = "test_transformer_engine_slices_packed_sequences_like_thd_zigzag"
+PARTITION = f'<testcase name="{NAME}[2]">'
 
 
 @pytest.mark.parametrize(
@@ -120,10 +104,17 @@ PARTITION = '<testcase name="test_transformer_engine_slices_packed_sequences_lik
             gpu.FAILED,
             "differs from Layout.thd_zigzag",
         ),
+        (
+            f'{PARTITION}<skipped message="no CUDA kernel"/></testcase>',
+            True,
+            gpu.NOT_RUN,
+            "not compared: no CUDA kernel",
+        ),
         ('<testcase name="test_other"/>', True, gpu.PASSED, "not compared: the test was not found"),
     ],
 )
 def test_the_partition_is_judged_by_its_own_tests(tmp_path, case, passed, verdict, partition):
+    assert f"def {NAME}(" in (TESTS / "megatron" / "test_cp_variants.py").read_text()
     found = gpu.tests_of(junit_of(tmp_path, case), passed=passed)
     assert (found["verdict"], found["partition"]) == (verdict, partition)
 

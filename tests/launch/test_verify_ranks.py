@@ -102,14 +102,3 @@ def test_in_bf16_a_wrong_factor_is_noticed_and_named(wrong_in_bf16):
     (verdict,) = wrong_in_bf16["verdicts"]
     assert not verdict["passed"]
     assert verdict["causes"] == ["over_m"]
-
-
-def test_float32_and_bf16_at_once_are_refused():
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_lossagg", "verify", "--dp", "2", "--float32", "--bf16"],
-        env=environment(),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2
-    assert "got float32 with bf16, expected one of them" in done.stderr

@@ -340,13 +340,6 @@ def check_a_refusal_on_one_rank_reaches_all(chunk, aggregator):
         made(model)
 
 
-def check_a_sequence_in_two_microbatches_is_named(chunk, aggregator):
-    with abandoned(a_step(aggregator, 2, active=(3, 2, 1))) as step:
-        outputs(step, [0, 1])
-        with refused("sequence 1 is in two microbatches", "trained once"):
-            outputs(step, [1, 2])
-
-
 @contextlib.contextmanager
 def rerunning():
     """Let Megatron's own rerun machine run a step again."""

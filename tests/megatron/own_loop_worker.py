@@ -10,7 +10,6 @@ import torch
 from check_runner import run_checks
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.optimizer.grad_scaler import ConstantGradScaler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from packaging.version import Version
@@ -209,14 +208,6 @@ def check_a_finalize_function_that_the_probe_could_not_measure_is_refused():
         with pytest.raises(ContractError, match=words) if words else contextlib.nullcontext():
             gradient_of(aggregator, [1])
         chunk.config.finalize_model_grads_func = None
-
-
-def check_a_loss_scale_is_no_fault():
-    parallel()
-    plain, aggregator = gradient_of(made(), [1, 2]), made()
-    scaler = ConstantGradScaler(1024)
-    aggregator.chunks[0].config.grad_scale_func = lambda loss: scaler.scale * loss
-    assert torch.equal(gradient_of(aggregator, [1, 2]), plain * 1024)
 
 
 def of_two_plans(second, step, number, output):

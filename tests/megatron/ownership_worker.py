@@ -62,6 +62,10 @@ def step_of(aggregator, mask, active=ACTIVE, *, mode=MODE, lengths=LENGTHS, **op
     return raised_by_rank
 
 
+def a_plan(aggregator, active=ACTIVE):
+    return plan_step(MODE, Sequences(active_tokens=active), group=aggregator.dp_group)
+
+
 def check_a_step_whose_ranks_train_each_token_once_is_right(aggregator):
     for forward_only in (False, True):
         assert step_of(aggregator, MASKS[aggregator.cp_rank], forward_only=forward_only) == ["", ""]
@@ -78,10 +82,7 @@ def check_a_layout_of_another_split_than_the_models_is_refused(aggregator):
     offsets, place = [0, 8, 12], {"cp_size": 2, "cp_rank": aggregator.cp_rank}
     other = Layout.thd_contiguous(offsets, **place)
     for layout in (other, other.gathered(), aggregator.thd(offsets)):
-        plans = [
-            plan_step(MODE, Sequences(active_tokens=ACTIVE), group=aggregator.dp_group)
-            for _ in range(2)
-        ]
+        plans = [a_plan(aggregator), a_plan(aggregator)]
         step = aggregator.begin(plans[0], num_microbatches=1, also=[plans[1]])
         for plan in plans:  # of a further term too
             if layout.split == "zigzag":
@@ -228,7 +229,7 @@ def check_a_shadow_of_slices_that_lack_a_token_is_refused_as_its_mode_is(aggrega
 
 
 def check_tokens_that_an_evaluation_saw_are_missed_where_training_drops_them(aggregator):
-    plan = plan_step(MODE, Sequences(active_tokens=ACTIVE), group=aggregator.dp_group)
+    plan = a_plan(aggregator)
     mask = torch.tensor(MASKS[aggregator.cp_rank])
     with aggregator.begin(plan, num_microbatches=1, forward_only=True) as step:
         mb = step.microbatch([0, 1], mask, lengths=LENGTHS)
@@ -277,7 +278,7 @@ def check_a_sequence_that_weighs_little_beside_a_heavy_one_is_no_fault(aggregato
 
 
 def check_a_rank_whose_step_is_incomplete_stops_the_others(aggregator):
-    plan = plan_step(MODE, Sequences(active_tokens=ACTIVE), group=aggregator.dp_group)
+    plan = a_plan(aggregator)
     num_microbatches = 1 + (aggregator.cp_rank == 1)  # rank 1 waits for one that never comes
     step = aggregator.begin(plan, num_microbatches=num_microbatches)
     mb = step.microbatch([0, 1], torch.tensor(MASKS[aggregator.cp_rank]), lengths=LENGTHS)
@@ -303,7 +304,7 @@ def check_more_sequences_than_slots_are_compared(aggregator):
 
 def check_a_step_of_whole_masks_after_one_of_slices_is_right(aggregator):
     """An evaluation may use another layout than training."""
-    plan = plan_step(MODE, Sequences(active_tokens=[5]), group=aggregator.dp_group)
+    plan = a_plan(aggregator, [5])
     with aggregator.begin(plan, num_microbatches=1) as step:
         mb = step.microbatch([0], torch.tensor([1, 1, 1, 1, 1, 0, 0, 0]), cu_seqlens=[0, 8])
         mb.outputs(mb.reduce(torch.ones(4, requires_grad=True)))[0].backward()
@@ -325,10 +326,7 @@ def check_a_term_of_which_one_rank_holds_all_tokens_is_compared_on_both(aggregat
         ([1, 1, 0, 0], ""),
         ([1, 0, 0, 0], "train 1 tokens fewer of sequence 0 than the 2 that were counted"),
     ):
-        plan, second = (
-            plan_step(MODE, Sequences(active_tokens=[active]), group=aggregator.dp_group)
-            for active in (5, 2)
-        )
+        plan, second = a_plan(aggregator, [5]), a_plan(aggregator, [2])
         step = aggregator.begin(plan, num_microbatches=1, also=[second])
         mask = torch.tensor([1, 1, 1, 1, 1, 0, 0, 0])
         mb = step.microbatch([0], mask, cu_seqlens=[0, 8])
@@ -398,10 +396,7 @@ def check_a_further_plan_that_no_rank_reduces_is_named(aggregator):
 
 def check_a_further_plans_term_that_is_reduced_and_not_trained_is_named(aggregator):
     for is_added in (True, False):
-        plans = [
-            plan_step(MODE, Sequences(active_tokens=ACTIVE), group=aggregator.dp_group)
-            for _ in range(2)
-        ]
+        plans = [a_plan(aggregator), a_plan(aggregator)]
         step = aggregator.begin(plans[0], num_microbatches=1, also=[plans[1]])
         mb, term = (
             step.microbatch([0, 1], torch.tensor(WHOLE), cu_seqlens=[0, 8, 12], plan=plan)
@@ -454,10 +449,7 @@ def check_a_term_may_train_as_many_tokens_in_other_places(aggregator):
 
 
 def check_a_further_plan_need_not_be_evaluated(aggregator):
-    plan, second = (
-        plan_step(MODE, Sequences(active_tokens=ACTIVE), group=aggregator.dp_group)
-        for _ in range(2)
-    )
+    plan, second = a_plan(aggregator), a_plan(aggregator)
     evaluation = {"forward_only": True, "also": [second]}
     with aggregator.begin(plan, num_microbatches=1, **evaluation) as step, torch.no_grad():
         mb = step.microbatch([0, 1], torch.tensor(WHOLE), cu_seqlens=[0, 8, 12])

@@ -26,7 +26,8 @@ def trained(run, mode):
 def check_a_loss_scale(run):
     """Megatron's grad_scale_func runs on top of what mb.outputs returns."""
     loss, unscaled = trained(run, "prompt_mean")
-    run.chunks[0].config.grad_scale_func = lambda loss: loss * 1024
+    scale = torch.tensor([1024.0])  # of one dimension, as that of Megatron's scalers
+    run.chunks[0].config.grad_scale_func = lambda loss: loss * scale
     again, scaled = trained(run, "prompt_mean")
     run.chunks[0].config.grad_scale_func = None
     assert again == loss

@@ -1,11 +1,8 @@
 """Each ``check_`` of ``ownership_worker.py`` passes on two context-parallel ranks."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from check_runner import checks_of
-from conftest import early, launched
+from conftest import each_check
 from device_double import DeviceDouble
 
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
@@ -13,17 +10,7 @@ from megatron_lossagg.errors import ReducerError
 from megatron_lossagg.exchange import Exchange
 from megatron_lossagg.ownership import check_ownership
 
-CHECKS = checks_of(Path(__file__).parent / "ownership_worker.py")
-
-
-@early
-def output():
-    return launched("megatron/ownership_worker.py", processes=2)
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_ownership(output, check):
-    assert f"PASSED check_{check}" in output.splitlines()
+output, test_ownership = each_check("megatron/ownership_worker.py", processes=2)
 
 
 def test_the_comparison_waits_for_no_device_until_the_step_is_read():

@@ -68,27 +68,6 @@ def test_what_takes_only_tensors_of_the_cpu_fails(x, mixed):
         mixed(x)
 
 
-def test_a_number_of_the_cpu_is_taken_as_on_cuda(x):
-    assert (x * torch.tensor(2.0)).sum().item() == 30
-
-
-def test_gradients_come_back_to_leaves_on_either_side(double):
-    on_cpu = torch.ones(3, requires_grad=True)
-    on_device = torch.ones(3).to(double.device).requires_grad_()
-    (on_cpu.to(double.device) * on_device * 2).sum().backward()
-    assert on_cpu.grad.tolist() == on_device.grad.tolist() == [2, 2, 2]
-    assert not isinstance(on_cpu.grad, OnDevice)
-    assert isinstance(on_device.grad, OnDevice)
-
-
-def test_a_jagged_tensor_has_its_parts_on_the_device(double):
-    sequences = [torch.ones(2), torch.ones(3)]
-    jagged = torch.nested.as_nested_tensor(sequences, layout=torch.jagged).to(double.device)
-    assert isinstance(jagged.values(), OnDevice)
-    assert [sequence.sum().item() for sequence in jagged.unbind()] == [2, 3]
-    assert jagged.to_padded_tensor(0.0).sum().item() == 5
-
-
 def test_outside_of_the_block_nothing_reads_the_device():
     with DeviceDouble() as double:
         x = torch.ones(2).to(double.device)

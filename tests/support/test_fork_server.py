@@ -1,15 +1,13 @@
 """Forked ranks behave as launched ones: environment, output, failure, time limit, nothing left."""
 
 import json
-import os
-import socket
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import fork_server, new_folder, worker_path
-from fork_server import WITHOUT_MEGATRON, ForkServer, fork_ranks
+from fork_server import WITHOUT_MEGATRON, ForkServer
 from processes import SLEEP, is_running, outliving, pids_of
 
 from megatron_lossagg.cpu import launch
@@ -50,18 +48,6 @@ if os.environ["RANK"] == "1":
     {}
 pathlib.Path(sys.argv[1], "0").write_text(str(os.getpid()))
 time.sleep(600)
-"""
-LEAVES = """
-import os, sys, torch, megatron_lossagg
-assert not hasattr(megatron_lossagg, "left"), "seen in another launch"
-assert "LEFT" not in os.environ
-assert torch.get_default_dtype() == torch.float32
-assert not torch.distributed.is_initialized()
-megatron_lossagg.left = os.environ["LEFT"] = "something"
-torch.set_default_dtype(torch.float64)
-torch.distributed.init_process_group("gloo")
-torch.distributed.barrier()  # and is not destroyed
-print("left")
 """
 
 
@@ -111,21 +97,6 @@ def test_a_rank_has_the_launchers_environment_arguments_and_name(in_both):
     assert all(rank["main"] and rank["GIVEN"] == "yes" for rank in ranks)
 
 
-def test_the_ranks_output_comes_back_in_the_order_of_ranks(forked, tmp_path):
-    done = forked(written(tmp_path, RANKS), "argument", processes=3, env={"MARKED": "yes"})
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        f"rank {rank} total 3 1 127.0.0.1 yes ['argument']" for rank in range(3)
-    ]
-
-
-def test_a_module_runs_too_and_its_failure_is_seen(forked):
-    done = forked("-m", "json.tool", "--no-such-flag", processes=1)
-    assert done.returncode == 1
-    assert "--no-such-flag" in done.stderr
-    assert "rank 0 exitcode : 2" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("failure", "ended"),
     [
@@ -162,14 +133,6 @@ def test_a_launch_that_outlasts_its_time_leaves_nothing_running(forked, tmp_path
     assert caught.value.output.count("asleep") == 2
 
 
-def test_what_a_rank_changes_reaches_no_later_launch(forked, tmp_path):
-    script = written(tmp_path, LEAVES)
-    for _ in range(2):
-        done = forked(script)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout == "left\n" * 2
-
-
 @pytest.mark.launches
 def test_a_worker_that_needs_no_megatron_finds_none_imported(tmp_path):
     script = written(tmp_path, "import sys; print('megatron' in sys.modules)")
@@ -194,53 +157,3 @@ def test_closing_the_server_ends_the_ranks_of_a_launch(tmp_path):
         assert launch.exception() is not None
     assert len(pids) == 4
     assert not outliving(pids)
-
-
-def test_a_request_that_nobody_waits_for_ends_its_ranks(forked, tmp_path):
-    """As when the process that made it is killed."""
-    script = written(tmp_path, SLEEP)
-    forked("-m", "this", processes=1)  # the server runs
-    request = {
-        "command": [str(script), str(tmp_path)],
-        "processes": 2,
-        "outputs": [(f"{tmp_path}/{rank}.out", f"{tmp_path}/{rank}.err") for rank in range(2)],
-        "environment": dict(os.environ),
-        "folder": str(tmp_path),
-        "timeout": 600,
-    }
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(f"{fork_server()._folder.name}/socket")
-        connection.sendall(json.dumps(request).encode() + b"\n")
-        pids = pids_of(tmp_path)
-        assert all(map(is_running, pids))
-    assert len(pids) == 4
-    assert not outliving(pids)
-
-
-@pytest.mark.launches
-def test_a_server_that_cannot_import_says_why():
-    server = ForkServer(("no_such_module",), path=worker_path())
-    with pytest.raises(RuntimeError, match="No module named 'no_such_module'"):
-        server.launch(["-m", "this"], processes=1, timeout=60)
-    server.close()
-
-
-def test_a_process_with_threads_is_not_forked(tmp_path):
-    """Here pytest's own process, which has one thread more for the time of the call."""
-    import threading
-
-    release = threading.Event()
-    thread = threading.Thread(target=release.wait)
-    thread.start()
-    try:
-        with pytest.raises(RuntimeError, match=r"got a process with \d+ threads, expected 1"):
-            fork_ranks(
-                lambda: 0,
-                processes=1,
-                outputs=[(tmp_path / "out", tmp_path / "err")],
-                environment={},
-                timeout=1,
-            )
-    finally:
-        release.set()
-        thread.join()

@@ -196,6 +196,7 @@ def test_a_launcher_with_another_number_of_ranks_is_refused():
         (["--tp", "3"], "tp 3 does not divide the model's 32 token ids"),
         (["--dp", "2", "--sequence-parallel"], "give tp above 1"),
         (["--moe", "--tp", "2"], "experts with tp above 1 under sequence_parallel"),
+        (["--dp", "2", "--float32", "--bf16"], "got float32 with bf16, expected one of them"),
         (["--float32"], "float32 without a size"),
         (
             ["--dp", "2", "--average-in-collective", "--loss-scaling", "per_token"],

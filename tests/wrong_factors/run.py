@@ -7,45 +7,37 @@ Exit status 1 where a fault is not caught, where the cause that is printed is no
 file's name is the cause's), where its lines are not found exactly once, or where the unpatched copy
 fails.
 
-The ranks are forked from this process, which has imported Megatron-Core with the CPU stand-ins: a
-rank has a launcher's environment, forgets the package but for the stand-ins, and runs the copy's
-command line.
+The ranks are forked from a process that has imported Megatron-Core: ``verify_copy_worker.py``.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
 import re
 import shutil
 import sys
 import tempfile
-import traceback
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 sys.path.insert(0, str(HERE.parent / "support"))
 
-from copy_worker import use_copy  # noqa: E402
-from fork_server import STAND_INS, fork_ranks  # noqa: E402
+from fork_server import STAND_INS, WITH_MEGATRON, ForkServer  # noqa: E402
 
 RANKS = 6
-VERIFY = ["verify", "--dp", "3", "--cp", "2", "--microbatches", "4"]
+VERIFY = ["--dp", "3", "--cp", "2", "--microbatches", "4"]
 MORE = {
     "zigzag_on_contiguous": ("--cp-partition", "contiguous"),
     "gathered_on_every_rank": ("--packing", "gathered"),
 }
 """Options of the faults that another layout shows."""
 SECONDS = 300.0
-UNEXPECTED = 70
-"""Exit status of a rank whose command raised: neither that it passed nor that a case failed."""
+SERVER = ForkServer(WITH_MEGATRON, path=f"{ROOT}:{HERE.parent / 'support'}")
 
 
 def main(names: list[str]) -> int:
     """Run the faults named, all by default; print one line each."""
-    import_megatron()
     files = [HERE / f"{name}.txt" for name in names] or sorted(HERE.glob("*.txt"))
     good = True
     for options in {options_of(file) for file in files}:
@@ -60,6 +52,7 @@ def main(names: list[str]) -> int:
         verdict = "caught" if failed else "NOT CAUGHT"
         cause = ", ".join(causes) or "no cause"
         print(f"{verdict}: {file.stem}: {failed} of {total} cases fail; {cause}", flush=True)
+    SERVER.close()
     print(f"{len(files)} wrong factors, {caught} caught, {named} named")
     return int(not (good and caught == named == len(files)))
 
@@ -76,11 +69,15 @@ def verify(file: Path | None, options: tuple[str, ...]) -> tuple[int, int, list[
         shutil.copytree(ROOT / "megatron_lossagg", copy / "megatron_lossagg")
         if file is not None:
             apply(file, copy)
-        report, printed = copy / "report.json", copy / "printed.txt"
-        statuses = run_ranks(copy, [*VERIFY, *options, "--json", str(report)], printed)
-        output = printed.read_text()
-        if not set(statuses) <= {0, 1} or not report.exists():
-            raise SystemExit(f"the ranks ended with {statuses}\n{output}")
+        report = copy / "report.json"
+        worker = HERE.parent / "verify" / "verify_copy_worker.py"
+        command = [str(worker), folder, *VERIFY, *options, "--json", str(report)]
+        # PYTHONPATH: of the process that computes the reference
+        env = {"PYTHONPATH": folder}
+        done = SERVER.launch(command, processes=RANKS, timeout=SECONDS, env=env)
+        output = done.stdout + done.stderr
+        if done.returncode != 0 or not report.exists():
+            raise SystemExit(f"the ranks ended with {done.returncode}\n{output}")
         verdicts = json.loads(report.read_text())["verdicts"]
     if not verdicts:
         raise SystemExit(f"verify has no cases\n{output}")
@@ -90,42 +87,6 @@ def verify(file: Path | None, options: tuple[str, ...]) -> tuple[int, int, list[
             raise SystemExit(f"not printed: {verdict['explanation']}\n{output}")
     causes = [cause for verdict in failed for cause in verdict["causes"]]
     return len(failed), len(verdicts), sorted(set(causes))
-
-
-def import_megatron() -> None:
-    """Import, once for all ranks, the stand-ins and every module of Megatron that they use."""
-    sys.path.insert(0, str(ROOT))
-    importlib.import_module(STAND_INS).install()
-    importlib.import_module("megatron_lossagg.verify.verdict")
-
-
-def run_ranks(copy: Path, arguments: list[str], printed: Path) -> list[int]:
-    """Fork the ranks of a command of the copy; their exit statuses, -9 where one was killed."""
-    outputs = [copy / f"printed-{rank}.txt" for rank in range(RANKS)]
-    ended = fork_ranks(
-        lambda: run_command(copy, arguments),
-        processes=RANKS,
-        outputs=[(output, output) for output in outputs],
-        # PYTHONPATH: of the process that computes the reference
-        environment={**os.environ, "PYTHONPATH": str(copy)},
-        timeout=SECONDS,
-        good=(0, 1),
-    )
-    printed.write_text("".join(output.read_text() for output in outputs if output.exists()))
-    return ended.statuses
-
-
-def run_command(copy: Path, arguments: list[str]) -> int:
-    """Run the copy's command line in this process, a rank; its exit status."""
-    try:
-        use_copy(copy)
-        command = importlib.import_module("megatron_lossagg.cli.main")
-        assert command.__file__.startswith(str(copy)), command.__file__
-        status: int = command.main(arguments)
-    except BaseException:
-        traceback.print_exc()
-        return UNEXPECTED
-    return status
 
 
 def apply(file: Path, copy: Path) -> None:
