@@ -273,18 +273,17 @@ class Microbatch:
         if layout.cp_size == 1 or self.state.calls is None:  # no step runs, whose end compares
             return
         own = np.flatnonzero(self.segments.sequences != PADDING)
-        if layout.is_local or layout.is_gathered:
-            tally = self.state.trained
-        else:
-            tally = self.state.trained_of_whole
+        tally, weight_tally = self.state.trained, self.state.trained_weights
+        if not (layout.is_local or layout.is_gathered):
+            tally, weight_tally = self.state.trained_of_whole, self.state.weights_of_whole
             is_new = tally.lacks(sequences)
             if not is_new.any():
                 return
             own, sequences = own[is_new], sequences[is_new]
         index = from_numpy(own, self.trained.device)
         tally.add(sequences, self.trained[index], num_sequences)
-        if tally is self.state.trained and self.trained_weights is not None:
-            self.state.trained_weights.add(sequences, self.trained_weights[index], num_sequences)
+        if self.trained_weights is not None:
+            weight_tally.add(sequences, self.trained_weights[index], num_sequences)
 
     def keep_on(self, device: torch.device) -> Tensor:
         """Return ``keep`` on a device; copied there once."""

@@ -11,7 +11,7 @@ Ranks may disagree on everything, the numbers of sequences and of plans included
 gathered has one size: sequence s is added to slot s modulo ``_SLOTS``, and further plans are
 gathered only if all ranks have as many.
 
-Shape suffixes: S = sequences of this data-parallel rank in the step; F = slots (2F: twice); W =
+Shape suffixes: S = sequences of this data-parallel rank in the step; F = slots; W =
 ranks of the context-parallel group; P = further plans of the step; N = the numbers that a rank
 gathers of a plan.
 """
@@ -72,7 +72,7 @@ have the same; the hash of its weights; its slots."""
 
 def _tallies(plan: StepPlan) -> tuple[TrainedTokens, ...]:
     state = plan.state
-    return state.trained, state.trained_of_whole, state.trained_weights
+    return state.trained, state.trained_of_whole, state.trained_weights, state.weights_of_whole
 
 
 def _numbers(
@@ -120,35 +120,44 @@ def _compare(plan: StepPlan, gathered_WN: Tensor, own_rank: int) -> None:
     sums_S = plan.sequences.token_weight_sums
     counted_weight_F = np.zeros(_SLOTS) if sums_S is None else _folded(sums_S)
     size, here = len(gathered_WN), gathered_WN[own_rank]
-    failed_W, must_W, own_W, whole_W = gathered_WN[:, :_NUM_PLANS].unbind(1)
-    is_own, is_whole = own_W.max(), whole_W.max()
+    failed_W, *compared = gathered_WN[:, :_NUM_PLANS].unbind(1)  # noted, or to be trained
+    is_compared = torch.stack(compared).max()
     differs_W = (gathered_WN[:, _NUM_PLANS:_WEIGHTS] != here[_NUM_PLANS:_WEIGHTS]).any(dim=1)
     weighs_W = gathered_WN[:, _WEIGHTS] != here[_WEIGHTS]
-    blocks_WF = gathered_WN[:, _HEAD:].reshape(size, 4, _SLOTS)
-    counted_WF, trained_WF, of_whole_WF, bits_WF = blocks_WF.unbind(1)
+    blocks_WF = gathered_WN[:, _HEAD:].reshape(size, 5, _SLOTS)
+    counted_WF, own_WF, whole_WF = blocks_WF[:, :3].unbind(1)
     miscounts_F = (counted_WF != counted_WF[own_rank]).any(dim=0)
-    # If a plan had masks of both kinds, tokens are missing by the ranks' own masks only.
-    must_be_own = is_own | (must_W.max() & ~is_whole & 1)
-    missing_F = counted_WF[own_rank] * must_be_own - trained_WF.sum(dim=0)
-    missing_whole_F = counted_WF[own_rank] * is_whole - of_whole_WF.sum(dim=0)
-    more_2F = torch.cat([missing_F, missing_whole_F])
-    fewer_2F = torch.cat([missing_F, missing_whole_F * (1 - is_own)])
-    weight_F = from_numpy(counted_weight_F, gathered_WN.device) * is_own
-    missing_weight_F = weight_F - bits_WF.contiguous().view(torch.float64).sum(dim=0)
+    counted_F = counted_WF[own_rank] * is_compared
+    own_F, whole_F = own_WF.sum(dim=0), whole_WF.sum(dim=0)
+    fewer_F = counted_F - _complete(own_F, whole_F, counted_F)
+    weight_F = from_numpy(counted_weight_F, gathered_WN.device) * is_compared
     slack_F = weight_slack(weight_F, weight_F.sum())
+    weights_WF = blocks_WF[:, 3:].contiguous().view(torch.float64)
+    own_weight_F, whole_weight_F = weights_WF.sum(dim=0)
+    lighter_F = weight_F - _complete(own_weight_F, whole_weight_F, weight_F + slack_F)
     plan.state.faults.record(
         [
             *failed_W.max(dim=0),
             *differs_W.int().max(dim=0),
             *miscounts_F.int().max(dim=0),
             *weighs_W.int().max(dim=0),
-            *more_2F.min(dim=0),
-            *fewer_2F.max(dim=0),
-            *(missing_weight_F + slack_F).min(dim=0),
-            *(missing_weight_F - slack_F).max(dim=0),
+            *(counted_F - torch.maximum(own_F, whole_F)).min(dim=0),
+            *fewer_F.max(dim=0),
+            *(weight_F + slack_F - torch.maximum(own_weight_F, whole_weight_F)).min(dim=0),
+            *(lighter_F - slack_F).max(dim=0),
         ],
         partial(_describe, own_rank, counted_S, plan.state.rejects_tokens),
     )
+
+
+def _complete(own_F: Tensor, whole_F: Tensor, counted_F: Tensor) -> Tensor:
+    """Return what is trained of each slot: by ranks' own masks, by whole ones, or by both.
+
+    A sequence has masks of one kind, whose sums add up over a slot; or terms of both kinds, of
+    which its ranks' own must be complete.
+    """
+    both_F = own_F + whole_F
+    return torch.where(both_F <= counted_F, both_F, torch.where(own_F > 0, own_F, whole_F))
 
 
 def _slots(num_sequences: int) -> Ints:
@@ -163,7 +172,7 @@ def _describe(own_rank: int, counted_S: Ints, rejects_tokens: bool, values: list
     failed, failed_rank, differs, other, miscounts, slot, weighs, third, *tokens = map(
         int, values[:12]
     )
-    least, most, over, under = tokens[0], tokens[2], tokens[1] % _SLOTS, tokens[3] % _SLOTS
+    least, over, most, under = tokens
     least_weight, heavier, most_weight, lighter = values[12:]
     if failed and failed_rank != own_rank:
         return f"context-parallel rank {failed_rank} ended the step with an error"

@@ -158,8 +158,10 @@ class StepPlan:
             The plan, with the same sequences and totals.
 
         Raises:
-            PlanError: If only one of the two counts survivors.
+            PlanError: If only one of the two counts survivors, and for what is no aggregation.
         """
+        if not isinstance(aggregation, (Aggregation, str)):
+            raise PlanError(f"got {aggregation!r}, expected an Aggregation or the name of a mode")
         if isinstance(aggregation, str):
             own = self.aggregation
             counts_empty = own.count_empty if aggregation in MODES else None  # an alias says so

@@ -91,6 +91,8 @@ class StepState:
     """By whole masks: what this rank holds of the first mask of each sequence."""
     trained_weights: TrainedTokens = field(default_factory=lambda: TrainedTokens(torch.float64))
     """The sums of the weights that ``trained`` trains, if the plan has any."""
+    weights_of_whole: TrainedTokens = field(default_factory=lambda: TrainedTokens(torch.float64))
+    """Those of ``trained_of_whole``."""
     rejects_tokens: bool = False
     """Whether loss masks were declared to select fewer tokens than were counted."""
     is_stepped: bool = False
@@ -113,6 +115,7 @@ class StepState:
         self.calls, self.pending, self.returned = [], [], set()
         self.trained, self.trained_of_whole = TrainedTokens(), TrainedTokens()
         self.trained_weights = TrainedTokens(torch.float64)
+        self.weights_of_whole = TrainedTokens(torch.float64)
 
     def refuse_others(self) -> None:
         """While the step runs, let no reducer of another plan make a partial loss."""

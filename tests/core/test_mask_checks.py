@@ -90,6 +90,12 @@ def test_a_mask_given_as_s_b_to_bshd_is_refused():
         assert a_plan((6, 6)).reducer([0, 1], torch.ones(shape), layout).counted_tokens == 12
 
 
+def test_a_mask_that_is_trained_is_refused():
+    mask = torch.tensor(MASK, dtype=torch.float32, requires_grad=True)
+    with pytest.raises(ReducerError, match="got a mask that requires a gradient"):
+        a_plan().reducer([0, 1], mask, thd(4, 2))
+
+
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.complex64])
 def test_a_mask_of_another_dtype_is_refused(dtype):
     with pytest.raises(ReducerError, match=rf"got a mask of {dtype}, expected bool"):

@@ -1,6 +1,7 @@
 """Who trained which token: CP 2, where each rank slices the mask itself or gathers all losses."""
 
 import contextlib
+import itertools
 import warnings
 
 import numpy as np
@@ -422,6 +423,72 @@ def check_masks_of_several_layouts_and_terms_are_compared_apart(aggregator):
         losses = torch.ones(6, requires_grad=True)
         local = step.microbatch([0, 1], part, lengths=lengths).reduce(losses, "token_mean")
         mb.outputs(mb.reduce(losses) + local)[0].backward()
+
+
+def check_microbatches_of_a_step_may_have_masks_of_different_kinds(aggregator):
+    """And of each kind a missing token is named."""
+    masks = [torch.tensor(WHOLE[:8]), torch.tensor(WHOLE[8:])]
+    here = [aggregator.thd([0, len(mask)]).positions for mask in masks]
+
+    def whole(step, sequence, mask):
+        return step.microbatch([sequence], mask, cu_seqlens=[0, len(mask)])
+
+    def local(step, sequence, mask):
+        positions = here[sequence]
+        return step.microbatch([sequence], mask[positions], lengths=[len(positions)])
+
+    def gathered(step, sequence, mask):
+        layout = aggregator.thd([0, len(mask)]).gathered()
+        return step.microbatch([sequence], mask, layout=layout)
+
+    for kinds in itertools.permutations((whole, local, gathered), 2):
+        for lost in (None, 0, 1):
+            step = aggregator.step(ACTIVE, num_microbatches=2)
+            for sequence, kind in enumerate(kinds):
+                mask = masks[sequence].clone()
+                if sequence == lost and aggregator.cp_rank == 0 and kind is local:
+                    mask[0] = 0
+                mb = kind(step, sequence, mask)
+                losses = torch.ones(len(mask if kind is gathered else here[sequence]))
+                (mb.outputs(mb.reduce(losses.requires_grad_()))[0] / 2).backward()
+            is_lost = lost is not None and kinds[lost] is local
+            message = f"train 1 tokens fewer of sequence {lost} than"
+            with (
+                pytest.raises(ReducerError, match=message) if is_lost else contextlib.nullcontext()
+            ):
+                step.finish()
+
+
+def check_whole_masks_with_other_token_weights_of_the_same_sum_are_named(aggregator):
+    aggregator.agree_on(WEIGHING)
+    mask = torch.ones(8)
+    weights = torch.tensor([0.8, 0.2] * 4)  # rank 0 holds 0, 1, 6 and 7
+    if aggregator.cp_rank == 1:
+        weights = torch.tensor([0.1, 0.1, 0.9, 0.9, 0.9, 0.9, 0.1, 0.1])
+    sequences = Sequences(active_tokens=[8], token_weight_sums=[4.0])
+    plan = plan_step(WEIGHING, sequences, group=aggregator.dp_group)
+    step = aggregator.begin(plan, num_microbatches=1)
+    mb = step.microbatch([0], mask, cu_seqlens=[0, 8], token_weights=weights)
+    mb.outputs(mb.reduce(torch.ones(4, requires_grad=True)))[0].backward()
+    with pytest.raises(ReducerError, match="of sequence 0 sum to more than was counted"):
+        step.finish()
+
+
+def check_a_reducer_of_the_steps_plan_takes_the_models_layouts_only(aggregator):
+    """Also one of another aggregation over the same counts, made without step.microbatch."""
+    plan = a_plan(aggregator)
+    step = aggregator.begin(plan, num_microbatches=1)
+    offsets, mask = [0, 8, 12], torch.tensor(WHOLE)
+    for layout, words in (
+        (Layout.thd_contiguous(offsets, cp_size=2, cp_rank=aggregator.cp_rank), "is zigzag"),
+        (Layout.thd_zigzag(offsets, cp_size=1, cp_rank=0), "a layout of CP rank 0 of 1"),
+    ):
+        for one in (plan, plan.under("token_mean")):
+            with pytest.raises(ContractError, match=words):
+                one.reducer([0, 1], mask, layout)
+    plan.under("token_mean").reducer([0, 1], mask, aggregator.thd(offsets))
+    step.end()
+    plan.reducer([0, 1], mask, Layout.thd_zigzag(offsets, cp_size=1, cp_rank=0))
 
 
 def check_a_term_of_some_of_a_microbatchs_sequences_may_come_first(aggregator):
