@@ -391,7 +391,7 @@ class LossAggregator:
             raise ContractError(
                 "the previous step was not finished: write `with aggregator.step(...) as step:` "
                 "around the schedule call, or call step.finish() after it, before the optimizer's "
-                "step"
+                "step; after an error, step.end()"
             )
         if self._latest is not None:
             self._latest.end()
@@ -413,7 +413,12 @@ class LossAggregator:
                 "got no counts on the last pipeline stage, which computes the loss: pass "
                 "active_tokens= there"
             )
+        if not isinstance(also, (list, tuple)):
+            raise ContractError(f"got also={also!r}, expected a list of plans: pass [plan]")
         plans = (*([] if plan is None else [plan]), *also)
+        wrong = [one for one in plans if not isinstance(one, StepPlan)]
+        if wrong:
+            raise ContractError(f"got {wrong[0]!r}, expected what plan_step returns")
         for one in plans:
             self._check_plan(one, num_microbatches, forward_only)
             if len(one.active_tokens) != len(plans[0].active_tokens):

@@ -74,7 +74,10 @@ class ModeCounts:
         It depends neither on the order of samples nor on how ranks share them.
         """
         lengths, counts = np.unique(self.sample_lengths, return_counts=True)
-        return math.fsum(_powers(lengths, 1 - self._exponent) * counts)
+        try:
+            return math.fsum(_powers(lengths, 1 - self._exponent) * counts)
+        except OverflowError:
+            raise _beyond(lengths, 1 - self._exponent) from None
 
     def known(self, name: str) -> Any:
         """Return a total, or None if it is not known."""
@@ -114,8 +117,12 @@ def _powers(length_S: Floats, exponent: float) -> Floats:
     except OverflowError:
         powers = []
     if len(lengths) and np.count_nonzero(powers) < np.count_nonzero(lengths):
-        raise PlanError(
-            f"samples of up to {lengths[-1]:g} tokens to the power {exponent:g} are beyond "
-            "float64: change --loss-aggregation-exponent (exponent=)"
-        )
+        raise _beyond(lengths, exponent)
     return np.array(powers, dtype=np.float64)[index.reshape(-1)]
+
+
+def _beyond(lengths: Floats, exponent: float) -> PlanError:
+    return PlanError(
+        f"samples of up to {lengths[-1]:g} tokens to the power {exponent:g} are beyond float64: "
+        "change --loss-aggregation-exponent (exponent=)"
+    )

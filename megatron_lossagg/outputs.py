@@ -85,11 +85,15 @@ def stock_report(loss: Tensor, num_tokens: Tensor, scaling: Scaling) -> dict[str
 
 def check_names(names: Sequence[str]) -> None:
     """Raise :class:`ContractError` for a name that is reported twice or is the package's."""
-    taken = {name for name in names if names.count(name) > 1 or name.startswith("lossagg/")}
+    taken = {
+        name
+        for name in names
+        if not isinstance(name, str) or names.count(name) > 1 or name.startswith("lossagg/")
+    }
     if taken:
         raise ContractError(
-            f"got the reported names {sorted(taken)}, expected each once and none that starts with "
-            "lossagg/: rename them"
+            f"got the reported names {sorted(map(str, taken))}, expected strings, each once and "
+            "none that starts with lossagg/: rename them"
         )
 
 
@@ -117,6 +121,10 @@ def _report(name: str, partial_loss: Tensor, scaling: Scaling, survivors: Tensor
 
 def _mean(name: str, total: Tensor, count: Tensor | float) -> Tensor:
     check_scalar(f"the sum of {name}", total)
+    if not isinstance(count, Tensor | float | int) or (isinstance(count, Tensor) and count.dim()):
+        raise ContractError(
+            f"the count of {name} is {count!r}: expected a number or a 0-dim tensor"
+        )
     total = _widened(total.detach())
     if isinstance(count, Tensor):
         return torch.stack([total, moved(count.detach(), total.device).to(total.dtype)])

@@ -207,12 +207,12 @@ def _ids(kind: Kind, ids: Ids, length: int) -> Ints:
                 f"{kind}= out"
             )
         return id_S
-    array = np.asarray(ids)
-    texts, index = np.unique(array.astype(np.str_), return_inverse=True)
-    hashes = np.array([hashed(text) for text in texts.tolist()], dtype=np.int64)
-    if len(np.unique(hashes)) < len(texts):
+    array = np.asarray(ids, dtype=object)  # NumPy's own strings lose a NUL at their end
+    hashes = {text: hashed(text) for text in set(array.ravel().tolist())}
+    if len(set(hashes.values())) < len(hashes):
         raise PlanError(f"Sequences.{kind}: two strings have one 63-bit hash: pass integer ids")
-    return _integers(kind, hashes[index.ravel()].reshape(array.shape), length)
+    hash_S = np.array([hashes[text] for text in array.ravel().tolist()], dtype=np.int64)
+    return _integers(kind, hash_S.reshape(array.shape), length)
 
 
 def _are_strings(ids: object) -> bool:

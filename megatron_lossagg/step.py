@@ -95,6 +95,14 @@ class MicrobatchLoss:
         """
         check_scalar("loss", loss)
         report, means = report or {}, means or {}
+        are_pairs = isinstance(means, Mapping) and all(
+            isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in means.values()
+        )
+        if not isinstance(report, Mapping) or not are_pairs:
+            raise ContractError(
+                f"got report {report!r} and means {means!r}, expected partial losses by name, and "
+                "(sum, count) by name"
+            )
         check_names([*report, *means])
         made = self._step._outputs(loss, self._reducer, report, means)
         made[2].update(shadow_reports(self._shadows, self._step.scaling))

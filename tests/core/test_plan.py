@@ -440,6 +440,21 @@ def test_strings_are_ids_like_integers():
         assert weights(mode, **sequences, **as_objects) == expected
 
 
+def test_strings_that_differ_by_a_nul_at_the_end_differ():
+    assert weights("prompt_mean", active_tokens=[1, 9], prompt=["a\0", "a"]) == [1 / 2, 1 / 18]
+
+
+def test_a_mode_by_its_name_counts_what_the_plan_counts():
+    aggregation = Aggregation("sample_sum", count_empty=False)
+    plan = plan_step(aggregation, Sequences(active_tokens=[3, 0]))
+    assert plan.under("sample_sum").weights.tolist() == plan.weights.tolist() == [1, 0]
+    assert plan.under("sample_mean").weights.tolist() == [1 / 3, 0]
+    assert plan.under(Aggregation("sample_mean")).weights.tolist() == [1 / 6, 0]
+    assert plan.under("verl:seq-mean-token-sum").weights.tolist() == [1 / 2, 0]  # it says so
+    with pytest.raises(PlanError, match="got 5, expected an Aggregation or the name of a mode"):
+        plan.under(5)
+
+
 def test_strings_with_one_hash_are_refused(monkeypatch):
     monkeypatch.setattr("megatron_lossagg.sequences.hashed", lambda text: len(text))
     assert weights("prompt_mean", active_tokens=[1, 9], prompt=["a", "bb"]) == [1 / 2, 1 / 18]

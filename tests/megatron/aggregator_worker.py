@@ -488,6 +488,10 @@ def check_what_outputs_is_given_is_checked(chunk, aggregator):
         ({"means": {"kl": (pair, 2)}}, ["the sum of kl is", "0-dim floating-point"]),
         ({"report": {"lossagg/weight_sum": one}}, [r"\['lossagg/weight_sum'\]", "rename"]),
         ({"report": {"kl": one}, "means": {"kl": (one, 1)}}, [r"\['kl'\]", "each once"]),
+        ({"report": {7: one}}, [r"\['7'\]", "expected strings"]),
+        ({"report": [one]}, ["got report", "expected partial losses by name"]),
+        ({"means": {"kl": 0.5}}, ["and means", r"\(sum, count\) by name"]),
+        ({"means": {"kl": (one, pair)}}, ["the count of kl is", "a number or a 0-dim tensor"]),
     ]
     for given, words in wrong:
         with abandoned(a_step(aggregator)) as step:
@@ -1027,6 +1031,9 @@ def check_the_flags_make_it_and_none_makes_none(chunk, aggregator):
     parser = add_loss_aggregation_args(argparse.ArgumentParser())
     assert LossAggregator.from_args(chunk, parser.parse_args([])) is None
     flags = ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "10"]
+    on_one_rank = parser.parse_args(flags if dist.get_rank() == 0 else [])
+    with refused("rank 0 has .* constant", "rank 1 has no --loss-aggregation"):
+        LossAggregator.from_args(chunk, on_one_rank)
     its = LossAggregator.from_args(
         [chunk], parser.parse_args([*flags, "--no-loss-aggregation-probe"])
     )

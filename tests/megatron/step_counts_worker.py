@@ -52,6 +52,16 @@ def check_tensor_parallel_ranks_with_different_counts_get_one_error():
             assert "tensor-parallel ranks 0 and 1 pass different counts" in message, message
 
 
+def check_counts_over_tensor_parallel_ranks_are_of_the_types_that_were_passed():
+    with an_aggregator(tensor_model_parallel_size=2) as aggregator:
+        mixed = message_by_rank(aggregator, {"active_tokens": [3, 2], "prompt": ["1", 1]})
+        assert all("Sequences.prompt" in message for message in mixed), mixed
+        sums = torch.tensor([1.5, 2.0], dtype=torch.bfloat16, requires_grad=True)
+        for given in ({"token_weight_sums": sums}, {"prompt": ["1", "2"], "samples_per_prompt": 2}):
+            counts = {"active_tokens": torch.tensor([3, 2]), **given}
+            assert message_by_rank(aggregator, counts) == [None] * 4
+
+
 def check_a_tensor_parallel_rank_takes_the_counts_of_the_first():
     with an_aggregator(tensor_model_parallel_size=2) as aggregator:
         is_first = dist.get_rank(aggregator.tp_group) == 0
