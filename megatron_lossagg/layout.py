@@ -179,7 +179,9 @@ class Layout:
             cp_rank: This rank's place among them.
 
         Returns:
-            The layout; positions after the last segment weigh 0.
+            The layout; positions after the last segment weigh 0. At CP > 1 give them a segment of
+            their own, whose sequence is -1: losses of a tail as long as the segments' padding would
+            be are refused.
 
         Raises:
             LayoutError: For a segment that is not a multiple of 2 CP, and for what are no offsets.
