@@ -31,15 +31,15 @@ class DivisorCheck:
         config.finalize_model_grads_func = self.finalize
 
     def add(self, num_tokens: Tensor) -> None:
-        """Note what loss_func is to return for a microbatch."""
-        self._returned.append(num_tokens)
+        """Note what loss_func is to return for a microbatch; a copy, which nobody changes."""
+        self._returned.append(num_tokens.clone())
 
     def finalize(self, model: Any, num_tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Compare ``num_tokens``, which is of this rank still, and finalize as before."""
         returned, self._returned = self._returned, []
         describe = partial(_describe, len(returned), self._num_microbatches)
-        # Copies: Megatron reduces num_tokens over ranks in place.
-        self._faults.record([num_tokens.clone(), *(one.clone() for one in returned)], describe)
+        # A copy: Megatron reduces num_tokens over ranks in place.
+        self._faults.record([num_tokens.clone(), *returned], describe)
         return self._stock(model, num_tokens, *args, **kwargs)
 
     def end(self) -> None:

@@ -149,7 +149,7 @@ def with_own_tokens(step, number, output):
 
 def with_at_least_one(step, number, output):
     loss, num_tokens, report = whole(step, number, output)
-    return loss, num_tokens.clamp(min=1), report
+    return loss, num_tokens.clamp_(min=1), report
 
 
 def check_other_tokens_than_were_returned_are_refused_where_megatron_divides_by_them():
