@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lossagg.aggregation import Aggregation, Count
-from megatron_lossagg.divisor_check import DivisorCheck
+from megatron_lossagg.divisor_check import DivisorCheck, own_finalize
 from megatron_lossagg.errors import ContractError, message_of
 from megatron_lossagg.exchange import Exchange, gather_counts
 from megatron_lossagg.flags import aggregation_from_args
@@ -30,6 +30,7 @@ from megatron_lossagg.live import (
     LiveGroups,
     checked_loss_scaling,
     is_megatrons_finalize,
+    may_hold_back,
     megatron_version,
     note_on_side_losses,
 )
@@ -109,7 +110,7 @@ class LossAggregator:
             )
         self._read()
         self._config = self.chunks[0].config
-        self._finalize = self._config.finalize_model_grads_func
+        self._finalize = own_finalize(self._config)
         self._agreed = {self.aggregation}
         self._latest: Step | None = None
         self._hook: ScheduleHook | None = None
@@ -322,6 +323,8 @@ class LossAggregator:
     ) -> Step:
         """Plan and begin a schedule call on every pipeline stage, or raise on all of them.
 
+        Also if the stages' M differ.
+
         ``plan``: makes the plan, and is called on the last stage only; earlier stages ignore
         ``also`` too. The others: see :meth:`begin`. Every rank calls. One all-gather over
         :attr:`pp_group` if it has several ranks.
@@ -339,11 +342,11 @@ class LossAggregator:
         except Exception as found:  # of any type: no stage may leave the others waiting
             error = found
         message = "" if error is None else message_of(error)
-        of_stages = Exchange(self.pp_group).messages(f"{num_microbatches} {message}")
+        of_stages = Exchange(self.pp_group).messages(f"{num_microbatches}\n{message}")
         if error is not None:
             raise error
         assert step is not None
-        fault = _fault_of_stages([text.split(" ", 1) for text in of_stages])
+        fault = _fault_of_stages([text.split("\n", 1) for text in of_stages])
         if fault:
             step.end()
             raise ContractError(fault)
@@ -385,7 +388,9 @@ class LossAggregator:
                 finished, and if the plan was counted over other ranks, has trained a step, is for a
                 different number of microbatches, or is under an aggregation that the ranks have not
                 agreed on; for ``accumulates`` where Megatron reduces gradients once more, and for
-                ``overlap_grad_reduce`` without the chunks' own ``no_sync_func``.
+                ``overlap_grad_reduce`` with no ``no_sync_func`` or a different model's; for a
+                finalize function other than Megatron-Core's, set after the probe; and per-token,
+                while another step of the model runs.
         """
         if self._latest is not None and self._latest.is_left_open:
             raise ContractError(
@@ -564,8 +569,8 @@ class LossAggregator:
         )
         found = self._config.no_sync_func
         functions = found if isinstance(found, (list, tuple)) else [found]
-        held = [getattr(function, "__self__", None) for function in functions]
-        if overlaps and num_microbatches > 1 and not all(chunk in held for chunk in self.chunks):
+        holds = all(may_hold_back(function, self.chunks) for function in functions)
+        if overlaps and num_microbatches > 1 and not holds:
             state = "None" if found is None else "not theirs"
             raise ContractError(
                 f"got {num_microbatches} microbatches with overlap_grad_reduce, and "
@@ -584,14 +589,15 @@ class LossAggregator:
             )
         if isinstance(getattr(now, "__self__", None), DivisorCheck):
             raise ContractError(
-                "got a step of this model while another one runs: finish it first; terms of one "
-                "loss belong to one step (also=)"
+                "got a step of this model while another one runs: leave its with block first, or "
+                "call its step.end(); terms of one loss belong to one step (also=)"
             )
         if self._finalize is None:  # training sets it before its first step
             if self.probe is not None and not is_megatrons_finalize(now):
                 raise ContractError(
-                    f"config.finalize_model_grads_func is {now!r}, it was None when the "
-                    "LossAggregator was made and measured Megatron-Core's own: set it before"
+                    f"config.finalize_model_grads_func is {now!r}, and the probe measured "
+                    "Megatron-Core's own, because it was None when the LossAggregator was made: "
+                    "set it before that"
                 )
             self._finalize = now
         if not _is_same_function(now, self._finalize):
@@ -699,7 +705,8 @@ def _listed(value: Any) -> Any:
         value = value.detach()
     if hasattr(value, "tolist"):
         return value.tolist()
-    return [_listed(one) for one in value] if isinstance(value, (list, tuple)) else value
+    is_several = isinstance(value, Iterable) and not isinstance(value, str)
+    return [_listed(one) for one in value] if is_several else value
 
 
 def _settings_of(aggregation: Aggregation) -> str:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_lossagg.faults import Faults
 
-__all__ = ["DivisorCheck"]
+__all__ = ["DivisorCheck", "own_finalize"]
 
 
 class DivisorCheck:
@@ -27,25 +28,35 @@ class DivisorCheck:
         self._num_microbatches = num_microbatches
         self._faults = faults
         self._returned: list[Tensor] = []
-        self._stock = config.finalize_model_grads_func
+        self._stock = own_finalize(config)
         config.finalize_model_grads_func = self.finalize
 
     def add(self, num_tokens: Tensor) -> None:
         """Note what loss_func is to return for a microbatch; a copy, which nobody changes."""
         self._returned.append(num_tokens.clone())
 
-    def finalize(self, model: Any, num_tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def finalize(
+        self, model: Any, num_tokens: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """Compare ``num_tokens``, which is of this rank still, and finalize as before."""
         returned, self._returned = self._returned, []
         describe = partial(_describe, len(returned), self._num_microbatches)
         # A copy: Megatron reduces num_tokens over ranks in place.
-        self._faults.record([num_tokens.clone(), *returned], describe)
+        found = torch.zeros(()) if num_tokens is None else num_tokens.clone()
+        self._faults.record([found, *returned], describe)
         return self._stock(model, num_tokens, *args, **kwargs)
 
     def end(self) -> None:
         """Put the config's own function back."""
         if self._config.finalize_model_grads_func == self.finalize:
             self._config.finalize_model_grads_func = self._stock
+
+
+def own_finalize(config: Any) -> Any:
+    """Return a config's finalize function, also while a step runs."""
+    function = config.finalize_model_grads_func
+    owner = getattr(function, "__self__", None)
+    return owner._stock if isinstance(owner, DivisorCheck) else function
 
 
 def _describe(num_returned: int, num_microbatches: int, values: list[float]) -> str:

@@ -38,7 +38,8 @@ class FrameworkLoss:
     masked_sum: Tensor | None = None
     """The framework's own loss, 0-dim, if it should be the sum of ``losses`` times ``mask``.
 
-    It is compared with that in each training microbatch, so that no term is lost. None: nothing is
+    It is compared with that in each training microbatch, by value and by the gradient at the
+    model's output, so that no term is lost. None: nothing is
     compared.
     """
     check: tuple[list[Tensor], Describe] | None = None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -28,6 +29,7 @@ __all__ = [
     "checked_loss_scaling",
     "is_megatrons_finalize",
     "is_rerunning",
+    "may_hold_back",
     "megatron_version",
     "note_on_side_losses",
     "unwrapped",
@@ -284,6 +286,18 @@ def is_megatrons_finalize(function: Any) -> bool:
     while isinstance(function, partial):
         function = function.func
     return function is finalize_model_grads
+
+
+def may_hold_back(no_sync: Any, chunks: Sequence[Any]) -> bool:
+    """Whether a no_sync_func may hold back the reduction of these chunks' gradients.
+
+    That of a different model does not, nor ``nullcontext``; what others do is not known.
+    """
+    while isinstance(no_sync, partial):
+        no_sync = no_sync.func
+    owner = getattr(no_sync, "__self__", None)
+    is_of_others = hasattr(owner, "ddp_config") and all(owner is not chunk for chunk in chunks)
+    return no_sync is not None and no_sync is not nullcontext and not is_of_others
 
 
 def note_on_side_losses(config: Any, loss_scaling: LossScaling) -> str:

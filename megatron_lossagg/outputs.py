@@ -7,6 +7,7 @@ divides them, so a report is a pair of a sum and a count.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Number
 
 import torch
 from torch import Tensor
@@ -121,7 +122,7 @@ def _report(name: str, partial_loss: Tensor, scaling: Scaling, survivors: Tensor
 
 def _mean(name: str, total: Tensor, count: Tensor | float) -> Tensor:
     check_scalar(f"the sum of {name}", total)
-    if not isinstance(count, Tensor | float | int) or (isinstance(count, Tensor) and count.dim()):
+    if not isinstance(count, Tensor | Number) or (isinstance(count, Tensor) and count.dim()):
         raise ContractError(
             f"the count of {name} is {count!r}: expected a number or a 0-dim tensor"
         )

@@ -206,16 +206,12 @@ class StepPlan:
         Raises:
             ReducerError: For a mask, sequences or token weights that do not fit what was counted. A
                 CUDA mask's faults are raised when the step finishes.
-            ContractError: While a step runs, for a layout of a different context-parallel rank, or
-                of a split that is not the model's.
         """
         if self.aggregation.count == "survivors" and self.state.calls is None:
             raise ReducerError(
                 f"got {self.aggregation} outside of a step: only what a step's outputs return lets "
                 "Megatron divide by the surviving tokens; make the reducer with step.microbatch"
             )
-        if self.state.check_layout is not None:
-            self.state.check_layout(layout)
         sums = self.sequences.token_weight_sums
         if (token_weights is None) != (sums is None):
             raise ReducerError(

@@ -137,8 +137,8 @@ class Reducer:
         A loss that the mask keeps and that is not finite raises :class:`ReducerError`, which
         names its sequence and token: immediately on the CPU, when the step finishes on a device.
 
-        While a step runs, the call is noted. A partial loss that can be trained, of a plan that is
-        not the step's, raises.
+        While a step runs, the call is noted. A partial loss that can be trained raises if its plan
+        is not the step's, and if its layout is not of the model's split and this rank.
         """
         x_T = self._local_losses(x)
         dtype = torch.promote_types(x.dtype, torch.float32)
@@ -149,7 +149,7 @@ class Reducer:
             aggregation=self.plan.aggregation,
             requires_grad=x.requires_grad,
         )
-        self.plan.state.note_call(call, partial_loss)
+        self.plan.state.note_call(call, partial_loss, self.layout)
         self.microbatch.note_trained(len(self.plan.active_tokens))
         return partial_loss
 

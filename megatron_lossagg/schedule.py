@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.aggregator import LossAggregator
@@ -100,8 +101,9 @@ class ScheduleHook:
 
         The wrapped schedule takes the same keywords and returns what the schedule returns, with
         our report next to the framework's. Raises what ``LossAggregator``, ``plan_step`` and its
-        step raise; and :class:`ContractError` for positional arguments, and for a
-        ``forward_step_func`` that does not read one microbatch per call.
+        step raise; and :class:`ContractError` for a schedule that is wrapped already, for
+        positional arguments, and for a ``forward_step_func`` that does not read one microbatch per
+        call.
 
         Collectives, outside the schedule: those of ``LossAggregator`` in the first call; on the
         last pipeline stage those of ``plan_step``, and one ``all_gather_object`` over
@@ -110,7 +112,7 @@ class ScheduleHook:
         self.is_found = True
         if hasattr(schedule, _HOOKED):
             raise ContractError(
-                f"got a schedule that {getattr(schedule, _HOOKED)} has wrapped already, expected "
+                f"got a schedule that is wrapped already ({getattr(schedule, _HOOKED)}), expected "
                 "Megatron's: install one aggregation in a process"
             )
 
@@ -312,6 +314,8 @@ class _Replay:
     def _taken_apart(
         self, microbatch: StepMicrobatch, loss_func: Callable[..., Any], output: Tensor
     ) -> tuple[FrameworkLoss, MicrobatchLoss]:
+        # Before loss_func, which may change the output in place.
+        edge = get_gradient_edge(output) if self._trains and output.requires_grad else None
         framework = self._integration.loss(loss_func, output)
         lengths = microbatch.lengths
         if lengths is None:
@@ -330,14 +334,16 @@ class _Replay:
         if framework.check is not None:
             faults.record(*framework.check)
         if self._compares:
-            _compare_sum(framework, output, faults, microbatch.index)
+            _compare_sum(framework, edge, faults, microbatch.index)
         return framework, mb
 
 
-def _compare_sum(framework: FrameworkLoss, output: Tensor, faults: Faults, microbatch: int) -> None:
-    """Compare the framework's loss, and its gradient at ``output``, with those of the masked sum.
+def _compare_sum(
+    framework: FrameworkLoss, output: GradientEdge | None, faults: Faults, microbatch: int
+) -> None:
+    """Compare the framework's loss with the masked sum, and their gradients at ``output``.
 
-    ``faults`` are read later.
+    ``output``: what the model returned; None to compare no gradients. ``faults`` are read later.
     """
     found = framework.masked_sum
     if found is None:
@@ -349,11 +355,9 @@ def _compare_sum(framework: FrameworkLoss, output: Tensor, faults: Faults, micro
     ours = terms.sum()
     # A copy: under a shadow Megatron divides the framework's own loss in place.
     values = [found.clone(), ours, terms.abs().sum()]
-    if ours.requires_grad:
+    if output is not None:
         for loss in (found - ours, ours):
-            (gradient,) = torch.autograd.grad(
-                loss, output, retain_graph=True, materialize_grads=True
-            )
+            (gradient,) = torch.autograd.grad(loss, output, retain_graph=True)
             values.append(gradient.abs().sum())
     faults.record(values, functools.partial(_more_than_sum, microbatch))
 

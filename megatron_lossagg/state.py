@@ -100,7 +100,7 @@ class StepState:
     calls: list[ReducerCall] | None = None
     """Calls of reducers in the step; None while no step runs over the plan."""
     check_layout: Callable[[Layout], None] | None = None
-    """Refuses a layout of another split than the model's; None while no step runs."""
+    """Refuses a layout of a different rank or split; None while no step runs."""
     pending: list[ReducerCall] = field(default_factory=list)
     """Those for whose microbatch loss_func has not returned."""
     returned: set[object] = field(default_factory=set)
@@ -109,7 +109,7 @@ class StepState:
     def begin(self, check_layout: Callable[[Layout], None] | None = None) -> None:
         """Note from here on what reducers are called for, and what they train.
 
-        ``check_layout``: raises for a layout of which no reducer may be made while the step runs.
+        ``check_layout``: raises for a layout whose losses may not be trained while the step runs.
         """
         self.check_layout = check_layout
         self.calls, self.pending, self.returned = [], [], set()
@@ -126,12 +126,15 @@ class StepState:
         self.calls, self.check_layout = None, None
         _open.discard(self)
 
-    def note_call(self, call: ReducerCall, partial_loss: Tensor) -> None:
+    def note_call(self, call: ReducerCall, partial_loss: Tensor, layout: Layout) -> None:
         """Note a reducer's call, if a step runs.
 
         Raises :class:`ReducerError` for a partial loss that can be trained if steps run and none
-        is over this plan. A metric without a gradient may be of any plan.
+        is over this plan, and as ``check_layout``. A metric without a gradient may be of any plan
+        and layout.
         """
+        if self.check_layout is not None and partial_loss.requires_grad:
+            self.check_layout(layout)
         if self.calls is None:
             if _open and partial_loss.requires_grad:
                 raise ReducerError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Mapping
 from functools import partial
 from types import TracebackType
@@ -96,7 +97,9 @@ class MicrobatchLoss:
         check_scalar("loss", loss)
         report, means = report or {}, means or {}
         are_pairs = isinstance(means, Mapping) and all(
-            isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in means.values()
+            getattr(pair, "shape", None) == (2,)
+            or (isinstance(pair, (tuple, list)) and len(pair) == 2)
+            for pair in means.values()
         )
         if not isinstance(report, Mapping) or not are_pairs:
             raise ContractError(
@@ -156,6 +159,8 @@ class Step:
         """The aggregations whose losses are reported in addition to the trained one, by name."""
         self._record = record
         self._divisor = divisor
+        if divisor is not None:  # a step that is given up without its end is collected
+            weakref.finalize(self, divisor.end)
         self._tracker = SequenceTracker(
             num_sequences=0 if plan is None else len(plan.active_tokens),
             num_microbatches=num_microbatches,
@@ -244,6 +249,7 @@ class Step:
         elif lengths is not None:
             layout = self._aggregator.local(lengths)
         assert layout is not None
+        self._check_layout(layout)
         plan = plan or self.plan
         return MicrobatchLoss(
             self, plan.reducer(sequences, mask, layout, token_weights=token_weights)

@@ -44,17 +44,16 @@ class MaskedSumIntegration(Integration):
 
     gives_token_weights = True
 
-    def __init__(self) -> None:
-        self._num_entries: set[int] = set()
-        """Entries of the unpacked batches that were counted."""
+    _num_entries: frozenset[int] = frozenset()
+    """How many entries the batches that were counted had; losses of packed ones may be flat."""
 
     def sequences(self, data: Any) -> MicrobatchSequences:
         """Count the mask of each sequence; ``data`` is the dict of Megatron-LM's data sets."""
         mask = mask_of(data)
+        self._num_entries |= {len(mask), *([1] if is_packed(data) else [])}
         if is_packed(data):
             counted = packed_sequences(data, mask)
         else:
-            self._num_entries.add(len(mask))
             start_G = np.arange(len(mask)) * mask.shape[1]
             counted = count_segments(start_G, np.zeros(len(mask)), mask.ravel())
         return with_weights(counted, mask.ravel()) if self.weighs_tokens else counted

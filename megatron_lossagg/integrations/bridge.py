@@ -28,7 +28,6 @@ class BridgeIntegration(MaskedSumIntegration):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self._state: Any = None
         """Bridge's ``GlobalState``, if its forward_step asks for it."""
 

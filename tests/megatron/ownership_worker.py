@@ -483,12 +483,13 @@ def check_a_reducer_of_the_steps_plan_takes_the_models_layouts_only(aggregator):
         (Layout.thd_contiguous(offsets, cp_size=2, cp_rank=aggregator.cp_rank), "is zigzag"),
         (Layout.thd_zigzag(offsets, cp_size=1, cp_rank=0), "a layout of CP rank 0 of 1"),
     ):
+        losses = torch.ones(layout.num_local_tokens)
         for one in (plan, plan.under("token_mean")):
+            reducer = one.reducer([0, 1], mask, layout)
+            reducer(losses)  # a metric
             with pytest.raises(ContractError, match=words):
-                one.reducer([0, 1], mask, layout)
-    plan.under("token_mean").reducer([0, 1], mask, aggregator.thd(offsets))
+                reducer(losses.clone().requires_grad_())
     step.end()
-    plan.reducer([0, 1], mask, Layout.thd_zigzag(offsets, cp_size=1, cp_rank=0))
 
 
 def check_a_term_of_some_of_a_microbatchs_sequences_may_come_first(aggregator):

@@ -19,6 +19,7 @@ from megatron.core.rerun_state_machine import (
     get_rerun_state_machine,
     initialize_rerun_state_machine,
 )
+from torch.autograd.graph import get_gradient_edge
 
 from megatron_lossagg import Aggregation, LossAggregator
 from megatron_lossagg.buffer import MicrobatchSequences
@@ -570,7 +571,9 @@ def check_the_comparison_waits_for_no_device(chunk, stock):
         functools.partial(framework_loss_of_a_device, mask), losses
     )
     faults = Faults()
-    _compare_sum(framework, losses, faults, 0)  # a meta tensor raises where it is read
+    _compare_sum(
+        framework, get_gradient_edge(losses), faults, 0
+    )  # a meta tensor raises where it is read
     with pytest.raises(NotImplementedError, match="meta"):
         faults.take()
 
@@ -595,6 +598,47 @@ def check_a_term_without_a_value_is_compared_by_its_gradient(chunk, stock):
     step = changed(lambda loss, mask: loss + loss**2 - (loss**2).detach())
     with refused(ReducerError, "and their gradients differ by", "not known here"):
         run(a_hook().wrap(stock), chunk, batches(0), forward_step_func=step)
+
+
+def check_a_loss_func_may_mask_in_place(chunk, stock):
+    def in_place(mask, output):
+        output.view(-1).mul_(mask.view(-1))
+        return framework_loss(mask, output)
+
+    step = with_loss(lambda mask: functools.partial(in_place, mask))
+    assert_trains_by_hand(a_hook().wrap(stock), chunk, of_both_ranks(), forward_step_func=step)
+
+
+class OnlyOnce(torch.autograd.Function):
+    """A sum whose backward pass changes what it has saved, as Megatron's cross entropy does."""
+
+    @staticmethod
+    def forward(ctx, x):
+        saved = torch.ones_like(x)
+        ctx.save_for_backward(saved)
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (saved,) = ctx.saved_tensors
+        return saved.mul_(gradient)
+
+
+def check_a_shadow_runs_no_backward_pass_of_the_loss_that_is_trained(chunk, stock):
+    def once(mask, output):
+        _, *rest = framework_loss(mask, output)
+        return OnlyOnce.apply(output.view(-1) * mask.view(-1)), *rest
+
+    step = with_loss(lambda mask: functools.partial(once, mask))
+    integration = bridge.BridgeIntegration()
+    hook = ScheduleHook(None, integration, options=Options(shadow="token_mean"))
+    run(hook.wrap(stock), chunk, batches(0), forward_step_func=step)
+
+
+def check_packed_data_may_follow_unpacked_data(chunk, stock):
+    schedule = a_hook().wrap(stock)
+    for cuts in ([0, 3, 8], None, [0, 5, 8]):
+        assert_trains_by_hand(schedule, chunk, of_both_ranks(cuts=cuts))
 
 
 def check_a_mask_of_other_dimensions_than_the_losses_is_refused(chunk, stock):
@@ -637,7 +681,7 @@ def check_a_mask_in_bfloat16_is_a_mask(chunk, stock):
 
 def check_a_schedule_is_wrapped_once_in_a_process(chunk, stock):
     once = a_hook().wrap(stock)
-    with refused(ContractError, "--loss-aggregation sample_mean", "has wrapped already"):
+    with refused(ContractError, "wrapped already (--loss-aggregation sample_mean"):
         a_hook().wrap(once)
 
 
