@@ -687,7 +687,7 @@ def _is_same_function(one: Any, other: Any) -> bool:
 
 
 def _fault_of_stages(found: Sequence[Sequence[str]]) -> str:
-    """Return what is wrong of the M and the message of each pipeline stage, if anything."""
+    """Name the first pipeline stage that failed or has a different M, if one does."""
     for stage, (m, message) in enumerate(found):
         if message:
             return f"pipeline stage {stage}: {message}"
@@ -700,7 +700,7 @@ def _fault_of_stages(found: Sequence[Sequence[str]]) -> str:
 
 
 def _listed(value: Any) -> Any:
-    """Return a count as Python's own numbers and strings, of as many types as it has."""
+    """Return counts as Python's own numbers and strings, each of its own type."""
     if isinstance(value, Tensor):
         value = value.detach()
     if hasattr(value, "tolist"):
