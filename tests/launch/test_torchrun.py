@@ -19,7 +19,8 @@ pytestmark = pytest.mark.launches
 
 AGENT = TORCHRUN.with_name("agent.py")
 SINGLE_NODE = "--nproc-per-node 2 --standalone --local-addr 127.0.0.1"
-SAYS_RANK = "import os\nprint('rank', os.environ['RANK'])\n"
+SAYS_RANK = "import os\nos.write(1, ('rank ' + os.environ['RANK'] + '\\n').encode())\n"
+"""In one write, so that the lines of two ranks do not mix."""
 
 
 def torchrun(*arguments, folder, **variables):
