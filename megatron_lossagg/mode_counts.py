@@ -75,7 +75,8 @@ class ModeCounts:
         """
         lengths, counts = np.unique(self.sample_lengths, return_counts=True)
         try:
-            return math.fsum(_powers(lengths, 1 - self._exponent) * counts)
+            with np.errstate(over="ignore"):
+                return math.fsum(_powers(lengths, 1 - self._exponent) * counts)
         except OverflowError:
             raise _beyond(lengths, 1 - self._exponent) from None
 

@@ -53,3 +53,11 @@ def test_it_needs_all_lengths_which_totals_do_not_have():
             Sequences(active_tokens=[3, 4]),
             totals=StepTotals(active_tokens=7, samples=2),
         )
+
+
+@pytest.mark.parametrize("exponent", [-76.04, -77.5])
+def test_a_power_or_a_sum_of_powers_beyond_float64_is_refused_by_name(exponent):
+    """10,000 to the power 77.04 is below float64's end, and the sum of four is not."""
+    aggregation = Aggregation("length_power", exponent=exponent)
+    with pytest.raises(PlanError, match=r"samples of up to 10000 tokens to the power .* float64"):
+        plan_step(aggregation, Sequences(active_tokens=[9999, 10000, 9998, 10000]))

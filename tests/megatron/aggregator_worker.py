@@ -11,6 +11,7 @@ import warnings
 import weakref
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import tiny_gpt
 import torch
@@ -499,6 +500,14 @@ def check_what_outputs_is_given_is_checked(chunk, aggregator):
             loss = partial_loss_of(mb)
             with refused(*words):
                 mb.outputs(**{"loss": loss, **given})
+    with abandoned(a_step(aggregator)) as step:
+        mb = a_microbatch(step, [0, 1])
+        counts = {"kl": (one, np.float32(2)), "clip": pair}
+        reports = mb.outputs(partial_loss_of(mb), means=counts)[-1]
+        assert [reports[name].tolist() for name in counts] == [[1, 2], [1, 1]]
+    for also, words in ((None, "expected a list of plans"), ([7], "what plan_step returns")):
+        with refused(words):
+            aggregator.step([3, 2], num_microbatches=1, also=also)
 
 
 def check_groups_that_contradict_the_config_are_refused(chunk, aggregator):

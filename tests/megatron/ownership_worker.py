@@ -459,6 +459,31 @@ def check_microbatches_of_a_step_may_have_masks_of_different_kinds(aggregator):
                 step.finish()
 
 
+def check_a_token_that_a_slice_lacks_is_named_next_to_a_whole_mask(aggregator):
+    """Two terms over the same sequences, of which only the one by slices lacks a token."""
+    whole = torch.tensor(WHOLE)
+    part = whole[aggregator.thd([0, 8, 12]).positions]
+    if aggregator.cp_rank == 0:
+        part[0] = 0
+    step = aggregator.step(ACTIVE, num_microbatches=1)
+    mb = step.microbatch([0, 1], whole, cu_seqlens=[0, 8, 12])
+    term = step.microbatch([0, 1], part, lengths=LENGTHS)
+    losses = torch.ones(6, requires_grad=True)
+    mb.outputs(mb.reduce(losses) + term.reduce(losses, "token_mean"))[0].backward()
+    with pytest.raises(ReducerError, match="train 1 tokens fewer of sequence 0 than"):
+        step.finish()
+
+
+def check_sequences_of_one_slot_may_have_masks_of_different_kinds(aggregator):
+    """Of 1,025 sequences the first and the last share a slot."""
+    step = aggregator.step([4] * 1025, num_microbatches=2)
+    whole = step.microbatch(range(1024), torch.ones(4096), cu_seqlens=range(0, 4097, 4))
+    (whole.outputs(whole.reduce(torch.ones(2048, requires_grad=True)))[0] / 2).backward()
+    part = step.microbatch([1024], torch.ones(2), lengths=[2])
+    (part.outputs(part.reduce(torch.ones(2, requires_grad=True)))[0] / 2).backward()
+    step.finish()
+
+
 def check_whole_masks_with_other_token_weights_of_the_same_sum_are_named(aggregator):
     aggregator.agree_on(WEIGHING)
     mask = torch.ones(8)

@@ -573,7 +573,7 @@ def check_the_comparison_waits_for_no_device(chunk, stock):
     faults = Faults()
     _compare_sum(
         framework, get_gradient_edge(losses), faults, 0
-    )  # a meta tensor raises where it is read
+    )  # a meta tensor raises when it is read
     with pytest.raises(NotImplementedError, match="meta"):
         faults.take()
 
@@ -639,6 +639,15 @@ def check_packed_data_may_follow_unpacked_data(chunk, stock):
     schedule = a_hook().wrap(stock)
     for cuts in ([0, 3, 8], None, [0, 5, 8]):
         assert_trains_by_hand(schedule, chunk, of_both_ranks(cuts=cuts))
+
+
+def check_packed_entries_may_be_trained_as_one(chunk, stock):
+    integration, mask = bridge.BridgeIntegration(), torch.ones(2, LENGTH)
+    offsets = torch.tensor([[0, 3, LENGTH], [0, 5, LENGTH]])
+    integration.sequences({"loss_mask": mask, "cu_seqlens": offsets})
+    output = torch.ones(1, 2 * LENGTH, requires_grad=True)
+    taken = integration.loss(functools.partial(framework_loss, mask), output)
+    assert taken.losses.shape == taken.mask.shape == (2 * LENGTH,)
 
 
 def check_a_mask_of_other_dimensions_than_the_losses_is_refused(chunk, stock):
