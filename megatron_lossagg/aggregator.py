@@ -700,13 +700,14 @@ def _fault_of_stages(found: Sequence[Sequence[str]]) -> str:
 
 
 def _listed(value: Any) -> Any:
-    """Return counts as Python's own numbers and strings, each of its own type."""
+    """Return what :meth:`LossAggregator.step` was given without tensors and arrays."""
     if isinstance(value, Tensor):
         value = value.detach()
     if hasattr(value, "tolist"):
         return value.tolist()
-    is_several = isinstance(value, Iterable) and not isinstance(value, str)
-    return [_listed(one) for one in value] if is_several else value
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        return value
+    return [one.item() if isinstance(one, Tensor) else one for one in value]
 
 
 def _settings_of(aggregation: Aggregation) -> str:

@@ -162,7 +162,7 @@ class Integration(ABC):
     def applies(self, call: Mapping[str, Any]) -> bool:
         """Whether a call of the schedule computes the framework's loss.
 
-        ``call``: its keywords. A call that does not is left alone; by default, one that collects
-        other data.
+        ``call``: its keywords. By default every call does, unless it collects other data. A call
+        that does not is passed on unchanged.
         """
         return not call.get("collect_non_loss_data")

@@ -158,7 +158,7 @@ class StepPlan:
             The plan, with the same sequences and totals.
 
         Raises:
-            PlanError: If only one of the two counts survivors, and for what is no aggregation.
+            PlanError: If only one of the two counts survivors, and for any other type.
         """
         if not isinstance(aggregation, (Aggregation, str)):
             raise PlanError(f"got {aggregation!r}, expected an Aggregation or the name of a mode")

@@ -92,10 +92,10 @@ def test_a_step_notes_what_a_rank_trains_without_a_pass_over_its_tokens(device):
     found = {}
     for num_sequences, mean_tokens in ((64, 64), (64, 1024), (4096, 64)):
         workload = of_sequences(num_sequences, mean_tokens=mean_tokens, cp_size=8)
-        alone, noted = (
+        outside, inside = (
             of_a_call(workload, device, in_step=in_step)[1] for in_step in (False, True)
         )
-        more = noted.num_operations - alone.num_operations, noted.bytes - alone.bytes
+        more = inside.num_operations - outside.num_operations, inside.bytes - outside.bytes
         found[num_sequences, mean_tokens] = more
     assert found[64, 64] == found[64, 1024]
     assert 0 < found[64, 64][0] == found[4096, 64][0] <= 7

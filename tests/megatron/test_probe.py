@@ -46,7 +46,7 @@ ALONE = ("finalize", "schedule")
 
 @early
 def ended_alone():
-    """Return how each run in which one rank fails alone ended, by itself within the time limit."""
+    """Return how each run ended in which only one rank fails, within the time limit."""
     return {
         where: fork_server().launch([str(WORKER), "alone", where], processes=2, timeout=300)
         for where in ALONE

@@ -7,7 +7,7 @@ LOADING = {"script", "link", "img", "iframe", "object"}
 
 
 class Reader(HTMLParser):
-    """A page's tags, lines of tables and text; raises where a tag is not closed in its place."""
+    """A page's tags, lines of tables and text; raises if a tag is not closed in its place."""
 
     def __init__(self, text):
         super().__init__()

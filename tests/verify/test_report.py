@@ -4,6 +4,7 @@ import math
 import re
 import sys
 
+import jinja2
 import pytest
 from html_reader import Reader
 
@@ -283,7 +284,6 @@ def test_the_page_loads_nothing_and_runs_nothing(given):
 
 
 def test_a_name_that_a_template_lacks_is_an_error():
-    jinja2 = pytest.importorskip("jinja2", reason="jinja2 is not installed")
     with pytest.raises(jinja2.UndefinedError, match="is undefined"):
         html.page("verify.html")
 
