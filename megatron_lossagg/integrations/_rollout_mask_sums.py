@@ -46,7 +46,8 @@ __all__ = [
     "REDUCER",
     "FrameworkStep",
     "Hooks",
-    "check_set_up",
+    "carried_aggregation",
+    "checked_aggregation",
     "is_ours",
     "log_carried",
     "log_set_up",
@@ -56,7 +57,12 @@ __all__ = [
 _Floats = npt.NDArray[np.float64]
 
 REDUCER = "custom_pg_loss_reducer_function_path"
-_INIT = "custom_megatron_init_path"
+_WITHOUT_EFFECT = (
+    "loss_aggregation_record",
+    "loss_aggregation_shadow",
+    "loss_aggregation_probe",
+)
+"""Options of a step of this package, which these frameworks do not have."""
 _FLOAT32_ROUNDING = 1e-6
 _REMEDIES = {
     "constant": "Give a divisor (loss_aggregation_divisor) of at least 1",
@@ -97,52 +103,29 @@ class FrameworkStep:
     """M."""
 
 
-def check_set_up(args: Any, hooks: Hooks, *, is_carried: bool | None = None) -> Aggregation | None:
+def checked_aggregation(args: Any, hooks: Hooks) -> Aggregation | None:
     """Read the framework's arguments and refuse those that would silently train a different loss.
 
-    ``is_carried``: whether ``carry_weights`` runs; None: what the arguments say. Returns the
-    aggregation, None if no argument asks for one. Raises :class:`ContractError` for hooks
-    that contradict each other or are not called, and :class:`AggregationError` for arguments
-    that are misspelled, contradict each other or would be ignored. No collective, no host sync.
+    Returns the aggregation, None if no argument asks for one. Raises :class:`ContractError` or
+    :class:`AggregationError`. No collective, no host sync.
     """
-    _check_names(args, hooks)
-    options = Options.from_args(args)
-    if options.record is not None or options.shadow:
-        raise AggregationError(
-            f"got loss_aggregation_record or loss_aggregation_shadow, which {hooks.name} has no "
-            "place for, expected neither: drop it"
-        )
+    _check_names(args)
+    Options.from_args(args)  # an invalid value fails here, at startup
     aggregation = aggregation_from_args(args)
+    reducer, loss_type = getattr(args, REDUCER, None), getattr(args, "loss_type", None)
     if aggregation is not None:
-        require_mask_count(aggregation, hooks.name)
-    carry = getattr(args, hooks.carry_argument, None)
-    reducer = getattr(args, REDUCER, None)
-    if is_carried is None:
-        is_carried = carry == hooks.carry_path
-    if is_carried:
         _check_carried(args, aggregation, hooks)
-    elif aggregation is not None and not carry:
-        raise ContractError(
-            f"got loss_aggregation ({aggregation}) and nothing that reads it: set "
-            f"{hooks.carry_argument} to {hooks.carry_path}, or drop loss_aggregation"
-        )
     if is_ours(reducer):
         resolve_name(str(reducer))  # an invalid divisor fails here, at startup
-    loss_type = getattr(args, "loss_type", None) or "policy_loss"
-    if is_carried and loss_type == "custom_loss":
-        warn_once(
-            "custom_loss",
-            f"--loss-type custom_loss trains the configured loss only in what it sums with the "
-            f"sum_of_sample_mean that {hooks.name} passes it",
-        )
-    if is_ours(reducer) and loss_type != "policy_loss":
-        raise ContractError(
-            f"got {REDUCER} {reducer} with --loss-type {loss_type}, expected policy_loss: "
-            f"{hooks.name} calls the reducer for no other loss, which would keep "
-            f"{hooks.name}'s mean. Carry the weights instead: set loss_aggregation and "
-            f"{hooks.carry_argument} {hooks.carry_path}, and drop {REDUCER}"
-        )
-    if (is_carried or is_ours(reducer)) and getattr(args, "calculate_per_token_loss", False):
+        if loss_type not in (None, "policy_loss"):
+            raise ContractError(
+                f"got {REDUCER} {reducer} with --loss-type {loss_type}, expected policy_loss: "
+                f"{hooks.name} calls the reducer for no other loss, which would keep "
+                f"{hooks.name}'s mean. Carry the weights instead: set loss_aggregation and "
+                f"{hooks.carry_argument} {hooks.carry_path}, and drop {REDUCER}"
+            )
+    is_per_token = getattr(args, "calculate_per_token_loss", False)
+    if is_per_token and (aggregation is not None or is_ours(reducer)):
         raise ContractError(
             f"got --calculate-per-token-loss, expected the average loss scaling: with it "
             f"{hooks.name} ignores every denominator and divides by all tokens. Drop that flag"
@@ -150,35 +133,39 @@ def check_set_up(args: Any, hooks: Hooks, *, is_carried: bool | None = None) -> 
     return aggregation
 
 
-def _check_names(args: Any, hooks: Hooks) -> None:
-    """Refuse what the file of --custom-config-path sets without any effect: it takes any name."""
-    flags = vars(add_loss_aggregation_args(argparse.ArgumentParser()).parse_args([]))
-    called = (hooks.carry_argument, _INIT, REDUCER)
-    for name, value in vars(args).items():
-        is_like_ours = name.replace("-", "_").lower().startswith(("loss_ag", "lossag"))
-        if is_like_ours and name not in flags:
-            raise AggregationError(
-                f"got {name}: {value!r}, which nothing reads, expected one of {', '.join(flags)}: "
-                "correct the name"
-            )
-        if is_ours(value) and name not in called:
-            raise ContractError(
-                f"got {name} {value}, which {hooks.name} does not call, expected one of "
-                f"{', '.join(called)}: correct the name"
-            )
-
-
-def _check_carried(args: Any, aggregation: Aggregation | None, hooks: Hooks) -> None:
-    reducer = getattr(args, REDUCER, None)
+def carried_aggregation(args: Any, hooks: Hooks) -> Aggregation:
+    """Return the aggregation whose weights are carried now; raises if no argument asks for one."""
+    aggregation = checked_aggregation(args, hooks)
     if aggregation is None:
         raise AggregationError(
             f"got {hooks.carry_argument} and no loss_aggregation, expected the mode to carry: "
             f"set loss_aggregation in the file of --custom-config-path. {hooks.about_flags}"
         )
+    return aggregation
+
+
+def _check_names(args: Any) -> None:
+    """Refuse an option that nothing reads: the file of --custom-config-path takes any name."""
+    flags = vars(add_loss_aggregation_args(argparse.ArgumentParser()).parse_args([]))
+    for name, value in vars(args).items():
+        is_like_ours = name.replace("-", "_").lower().startswith(("loss_ag", "lossag"))
+        is_unused = name in _WITHOUT_EFFECT and value is not None
+        if (is_like_ours and name not in flags) or is_unused:
+            read = [flag for flag in flags if flag not in _WITHOUT_EFFECT]
+            raise AggregationError(
+                f"got {name}: {value!r}, which nothing reads, expected one of {', '.join(read)}: "
+                "correct the name, or drop it"
+            )
+
+
+def _check_carried(args: Any, aggregation: Aggregation, hooks: Hooks) -> None:
+    """Refuse what the carried weights would not reach."""
+    require_mask_count(aggregation, hooks.name)
+    reducer = getattr(args, REDUCER, None)
     if reducer is not None:
         raise ContractError(
-            f"got {REDUCER} {reducer} alongside {hooks.carry_argument}, expected one of them: "
-            f"the reducer would replace the carried weights in the policy loss. Drop {REDUCER}"
+            f"got {REDUCER} {reducer} alongside loss_aggregation ({aggregation}), expected one of "
+            f"them: the reducer would replace the carried weights in the policy loss. Drop one"
         )
     if aggregation.mode == CUSTOM:
         raise AggregationError(
@@ -186,10 +173,11 @@ def _check_carried(args: Any, aggregation: Aggregation | None, hooks: Hooks) -> 
             "denominator per sequence is carried, and a custom reducer knows none. Set "
             "loss_aggregation"
         )
-    if getattr(args, "loss_aggregation_probe", None) is not None:
-        raise AggregationError(
-            f"got loss_aggregation_probe {args.loss_aggregation_probe}, expected none: "
-            f"{hooks.name} compensates for Megatron itself and nothing is measured. Drop it"
+    if getattr(args, "loss_type", None) == "custom_loss":
+        warn_once(
+            "custom_loss",
+            f"--loss-type custom_loss trains the configured loss only in what it sums with the "
+            f"sum_of_sample_mean that {hooks.name} passes it",
         )
 
 
@@ -298,22 +286,10 @@ def log_set_up(args: Any, hooks: Hooks, aggregation: Aggregation | None) -> None
     """Log on rank 0 what the arguments ask for: nothing is carried yet."""
     reducer = getattr(args, REDUCER, None)
     if is_ours(reducer):
-        _log(
-            "megatron_lossagg: %s is to divide its policy loss by the constant of %s; KL, entropy "
-            "and the logged metrics keep %s's mean",
-            hooks.name,
-            reducer,
-            hooks.name,
-        )
+        mean = f"KL, entropy and the logged metrics keep {hooks.name}'s mean"
+        _log("megatron_lossagg: the policy loss is to be divided by %s; %s", reducer, mean)
     elif aggregation is not None:
-        _log(
-            "megatron_lossagg: %s is to train %s by %s %s; the line 'megatron_lossagg trains' "
-            "follows when the weights of the first batch are carried",
-            hooks.name,
-            aggregation,
-            hooks.carry_argument,
-            getattr(args, hooks.carry_argument, None),
-        )
+        _log("megatron_lossagg: %s is to train %s", hooks.name, aggregation)
 
 
 def _log(message: str, *values: object) -> None:

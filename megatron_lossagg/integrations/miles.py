@@ -36,7 +36,8 @@ from megatron_lossagg.integrations._rollout_mask_sums import (
     REDUCER,
     FrameworkStep,
     Hooks,
-    check_set_up,
+    carried_aggregation,
+    checked_aggregation,
     is_ours,
     log_carried,
     log_set_up,
@@ -62,18 +63,24 @@ def __getattr__(name: str) -> MakeReducer:
 def check(args: Any) -> None:
     """Refuse a wrong set-up at startup; for ``--custom-megatron-init-path``.
 
-    Finds misspelled arguments of a file, hooks that contradict each other or are missing, and
-    what :func:`carry_weights` refuses. Logs on rank 0 what it saw: nothing is carried yet. No
-    collective.
+    Logs on rank 0 what it saw: nothing is carried yet. The weights are carried in miles' rollout
+    manager, so this process can only look at the argument that has :func:`carry_weights` called
+    there, and warns if it is a function of your own. No collective.
     """
-    aggregation = check_set_up(args, HOOKS)
+    aggregation = checked_aggregation(args, HOOKS)
     if is_ours(getattr(args, REDUCER, None)):
         refuse_bshd(lambda: args, getattr(args, "context_parallel_size", 1))
-    conversion = getattr(args, HOOKS.carry_argument, None)
-    if aggregation is not None and conversion:
-        _check_miles(args, aggregation)
     log_set_up(args, HOOKS, aggregation)
-    if aggregation is not None and conversion and not is_ours(conversion):
+    if aggregation is None:
+        return
+    _check_miles(args, aggregation)
+    conversion = getattr(args, HOOKS.carry_argument, None)
+    if not conversion:
+        raise ContractError(
+            f"got loss_aggregation ({aggregation}) and no {HOOKS.carry_argument}, which carries "
+            f"the weights: set it to {HOOKS.carry_path}, or drop loss_aggregation"
+        )
+    if conversion != HOOKS.carry_path:
         logging.getLogger(__name__).warning(
             "%s %s runs in miles' rollout manager, where nothing can check that it ends with "
             "with_weights: without it miles trains its own mean. Look for 'megatron_lossagg "
@@ -131,8 +138,7 @@ def with_weights(args: Any, samples: Sequence[Any], data: dict[str, Any]) -> dic
 
 
 def _checked(args: Any) -> Aggregation:
-    aggregation = check_set_up(args, HOOKS, is_carried=True)
-    assert aggregation is not None
+    aggregation = carried_aggregation(args, HOOKS)
     _check_miles(args, aggregation)
     return aggregation
 

@@ -33,11 +33,10 @@ from torch.distributed import ProcessGroup
 from megatron_lossagg.errors import ContractError, PlanError
 from megatron_lossagg.integrations._pg_loss_reducer import MakeReducer, constant_reducer
 from megatron_lossagg.integrations._rollout_mask_sums import (
-    REDUCER,
     FrameworkStep,
     Hooks,
-    check_set_up,
-    is_ours,
+    carried_aggregation,
+    checked_aggregation,
     log_carried,
     log_set_up,
     rollout_mask_sums,
@@ -64,8 +63,8 @@ def __getattr__(name: str) -> MakeReducer:
 class _Process:
     """What this training process remembers between slime's calls."""
 
-    own_postprocess: str = ""
-    """Path of the user's function that is to call :func:`carry_weights`."""
+    own_postprocess: str | None = None
+    """Path of the user's function that is to call :func:`carry_weights`; None: there is none."""
     carried: Tensor | None = None
     """The last denominators that were carried."""
 
@@ -76,36 +75,36 @@ _PROCESS = _Process()
 def check(args: Any) -> None:
     """Refuse a wrong set-up at startup; for ``--custom-megatron-init-path``.
 
-    Finds misspelled arguments, which slime takes without a word, hooks that contradict each
-    other, and hooks that are missing. Logs on rank 0 what it saw: nothing is carried yet. Where
-    ``rollout_data_postprocess_path`` is a function of your own, the argument is replaced by
-    :func:`checked_postprocess`. No collective.
+    If ``rollout_data_postprocess_path`` is not :func:`carry_weights`, the argument is replaced by
+    :func:`checked_postprocess`, so that no batch is trained without the weights. Logs on rank 0
+    what it saw: nothing is carried yet. No collective.
     """
-    aggregation = check_set_up(args, HOOKS)
+    aggregation = checked_aggregation(args, HOOKS)
     log_set_up(args, HOOKS, aggregation)
     own = getattr(args, HOOKS.carry_argument, None)
-    is_own = own and not is_ours(own) and not is_ours(getattr(args, REDUCER, None))
-    if aggregation is not None and is_own:
-        _PROCESS.own_postprocess = str(own)
+    if aggregation is not None and own != HOOKS.carry_path:
+        _PROCESS.own_postprocess = own
         setattr(args, HOOKS.carry_argument, f"{__name__}.{checked_postprocess.__name__}")
 
 
 def checked_postprocess(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
-    """Call the user's own postprocess, and refuse to train what it did not carry.
+    """Call the user's own postprocess, if any, and refuse to train what it did not carry.
 
     Raises :class:`ContractError` if ``rollout_mask_sums`` is not what :func:`carry_weights`
     left in this rollout batch. Collectives and host syncs are those of the user's function.
     """
-    setattr(args, HOOKS.carry_argument, _PROCESS.own_postprocess)  # slime has loaded this one
-    module, _, name = _PROCESS.own_postprocess.rpartition(".")
+    own = _PROCESS.own_postprocess
+    setattr(args, HOOKS.carry_argument, own)  # slime has loaded this one
     _PROCESS.carried = None
-    getattr(importlib.import_module(module), name)(args, rollout_id, rollout_data)
+    if own:
+        module, _, name = own.rpartition(".")
+        getattr(importlib.import_module(module), name)(args, rollout_id, rollout_data)
     if _PROCESS.carried is None or rollout_data.get("rollout_mask_sums") is not _PROCESS.carried:
-        what = "returned without" if _PROCESS.carried is None else "changed rollout_mask_sums after"
+        what = "did not call" if _PROCESS.carried is None else "changed rollout_mask_sums after"
         raise ContractError(
-            f"{HOOKS.carry_argument} {_PROCESS.own_postprocess} {what} carry_weights, and "
-            "slime would train a different loss than loss_aggregation asks for: call "
-            f"{HOOKS.carry_path}(args, rollout_id, rollout_data) as its last line"
+            f"{HOOKS.carry_argument} {own} {what} carry_weights, and slime would train a different "
+            f"loss than loss_aggregation asks for: set it to {HOOKS.carry_path}, or call "
+            "carry_weights(args, rollout_id, rollout_data) as its last line"
         )
 
 
@@ -124,8 +123,7 @@ def carry_weights(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> N
     for the whole batch, and one host sync to count masks. Logs once that weights were carried.
     Raises :class:`PlanError`, on all ranks of the group, and what :func:`check` raises.
     """
-    aggregation = check_set_up(args, HOOKS, is_carried=True)
-    assert aggregation is not None
+    aggregation = carried_aggregation(args, HOOKS)
     active_tokens, fault = _active_tokens(rollout_data["loss_masks"])
     rollout_ids = [int(rollout) for rollout in rollout_data["rollout_ids"]]
     prompt, samples_per_prompt = None, None

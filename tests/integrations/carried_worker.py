@@ -167,19 +167,22 @@ class Slime:
         args = arguments(self, **carried.carrying(self.hooks, below))
         with pytest.raises(PlanError, match="raises a denominator below 1 to 1"):
             self.carry(args, rollout_data(self, args, self.converted(args))[0])
-        # slime swallows what it does not know, ours and misspelled hooks among it.
+        # slime swallows what it does not know: our flags, and a misspelled hook.
         from megatron.training.arguments import parse_args
         from slime.utils.arguments import get_slime_extra_args_provider
 
         sys.argv = ["train.py", "--rollout-batch-size", "4", "--loss-aggregation", "constant"]
         parsed = parse_args(get_slime_extra_args_provider(None), ignore_unknown_args=True)
         assert not hasattr(parsed, "loss_aggregation")
-        for name, value in (
-            ("loss_agregation", "constant"),
-            ("rollout_data_postproces_path", self.hooks.carry_path),
-        ):
-            with pytest.raises(LossAggregationError, match=f"got {name}"):
-                slime_hooks.check(Namespace(**{**vars(parsed), name: value}))
+        with pytest.raises(LossAggregationError, match="got loss_agregation"):
+            slime_hooks.check(Namespace(**{**vars(parsed), "loss_agregation": "constant"}))
+        misspelled = carried.carrying(self.hooks, Aggregation("token_mean"))
+        misspelled["rollout_data_postproces_path"] = misspelled.pop(self.hooks.carry_argument)
+        args = arguments(self, **misspelled)
+        assert args.rollout_data_postprocess_path is None  # slime's default
+        slime_hooks.check(args)
+        with pytest.raises(LossAggregationError, match="None did not call carry_weights"):
+            self.carry(args, rollout_data(self, args, self.converted(args))[0])
 
     def check_logged_rollouts(self):
         """What slime logs of a rollout batch is weighted too: sum of w m x, averaged over steps."""

@@ -458,30 +458,33 @@ def test_a_split_by_samples_is_right_or_refused(framework, is_late):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (NO_MODE, "no loss_aggregation"),
         ({"calculate_per_token_loss": True}, "Drop that flag"),
-        ({REDUCER: "mine.reducer"}, "expected one of them.*Drop custom_pg_loss_reducer"),
+        ({REDUCER: "mine.reducer"}, "expected one of them.*Drop one"),
         ({**NO_MODE, "loss_aggregation_reducer_path": "math:sqrt"}, "a custom reducer knows none"),
-        ({"loss_aggregation_probe": True}, "nothing is measured. Drop it"),
-        ({"loss_aggregation_shadow": "token_mean"}, "no place for, expected neither: drop it"),
-        ({"loss_aggregation_record": "a.jsonl"}, "no place for, expected neither: drop it"),
+        ({"loss_aggregation_probe": True}, "probe: True, which nothing reads.*or drop it"),
+        ({"loss_aggregation_shadow": "token_mean"}, "shadow: 'token_mean', which nothing reads"),
+        ({"loss_aggregation_record": "a.jsonl"}, "record: 'a.jsonl', which nothing reads"),
+        ({"loss_aggregation_empty_step": "none"}, "expected zero or error"),
         ({"loss_agregation": "constant"}, "expected one of loss_aggregation, "),
         ({"loss_aggregation_count_emtpy": False}, "count_emtpy: False, which nothing reads"),
         ({"loss-aggregation": "constant"}, "loss-aggregation: 'constant'"),
         ({"lossagg_mode": "constant"}, "lossagg_mode: 'constant'"),
-        (
-            {"custom_megatron_init_pth": "megatron_lossagg.integrations.slime.check"},
-            "custom_megatron_init_pth .*does not call",
-        ),
     ],
 )
-def test_a_wrong_set_up_is_refused_at_startup_and_before_the_first_step(
+def test_what_would_train_another_loss_is_refused_at_startup_and_before_the_first_step(
     framework, arguments, message
 ):
     args = framework.arguments(**arguments)
     for call in (framework.module.check, framework.carry):
         with pytest.raises((AggregationError, ContractError), match=f"^got.*{message}"):
             call(args)
+
+
+def test_weights_are_not_carried_without_a_mode(framework):
+    args = framework.arguments(**NO_MODE)
+    framework.module.check(args)
+    with pytest.raises(AggregationError, match=r"^got .* and no loss_aggregation, expected the mo"):
+        framework.carry(args)
 
 
 @pytest.mark.parametrize(
@@ -510,13 +513,9 @@ def test_a_wrong_reducer_is_refused_at_startup(framework, monkeypatch):
     def stock(**given):
         return framework.arguments(**{**NO_MODE, hooks.carry_argument: None}, **given)
 
-    for reducer in (None, f"{framework.prefix}constant_4"):
-        args = framework.arguments(**{hooks.carry_argument: None, REDUCER: reducer})
-        with pytest.raises(
-            ContractError, match=f"nothing that reads it: set {hooks.carry_argument}"
-        ):
-            check(args)
     reducer = {REDUCER: f"{framework.prefix}constant_4"}
+    with pytest.raises(ContractError, match="expected one of them"):
+        check(framework.arguments(**{hooks.carry_argument: None}, **reducer))
     check(stock(**reducer))
     with pytest.raises(ContractError, match="Drop that flag"):
         check(stock(**reducer, calculate_per_token_loss=True))
@@ -560,13 +559,12 @@ def test_the_start_says_what_it_saw_and_only_carrying_says_that_weights_are_carr
     assert logged() == []
     check(framework.arguments(**nothing, **{REDUCER: f"{framework.prefix}constant_40"}))
     ((_, line),) = logged()
-    assert f"the constant of {framework.prefix}constant_40" in line
+    assert f"is to be divided by {framework.prefix}constant_40" in line
     assert f"KL, entropy and the logged metrics keep {hooks.name}'s mean" in line
     args = framework.arguments("sample_sum")
     check(args)
     ((_, line),) = logged()
-    by = f"{hooks.carry_argument} {hooks.carry_path}"
-    assert f"is to train sample_sum: w_s = 1/B by {by}" in line
+    assert f"{hooks.name} is to train sample_sum: w_s = 1/B" in line
     masks = framework.data.pop("loss_masks")
     with pytest.raises(KeyError, match="loss_masks"):
         framework.carry(args)
@@ -579,6 +577,13 @@ def test_the_start_says_what_it_saw_and_only_carrying_says_that_weights_are_carr
     assert line.startswith(
         f"megatron_lossagg trains sample_sum: w_s = 1/B, carried to {hooks.name}"
     )
+
+
+@of_miles
+def test_miles_refuses_at_startup_a_mode_that_no_conversion_carries(framework):
+    args = framework.arguments(custom_convert_samples_to_train_data_path=None)
+    with pytest.raises(ContractError, match=r"^got loss_aggregation .*: set it to .*carry_weights"):
+        miles.check(args)
 
 
 @of_miles
@@ -607,15 +612,14 @@ def goes_on_after_carry_weights(args, rollout_id, rollout_data):
     ("own", "message"),
     [
         (ends_with_carry_weights, None),
-        (forgets_carry_weights, "returned without carry_weights.*as its last line"),
+        (forgets_carry_weights, "did not call carry_weights.*as its last line"),
         (goes_on_after_carry_weights, "changed rollout_mask_sums after carry_weights"),
+        (None, r"did not call carry_weights.*: set it to megatron_lossagg\.integrations\.slime\.c"),
     ],
 )
 @of_slime
-def test_a_postprocess_of_the_users_own_that_does_not_carry_is_refused_in_its_first_batch(
-    framework, own, message
-):
-    path = f"{__name__}.{own.__name__}"
+def test_slime_trains_no_batch_without_the_weights(framework, own, message):
+    path = None if own is None else f"{__name__}.{own.__name__}"
     args = framework.arguments(rollout_data_postprocess_path=path)
     slime.check(args)
     module, _, name = args.rollout_data_postprocess_path.rpartition(".")  # as slime loads it
