@@ -7,8 +7,9 @@ per microbatch and rank. Runs of the GRPO trainer are those of ``swift_grpo_chec
 import imports_swift  # noqa: F401  first
 import pytest
 import torch
+from laws import Comparison, Laws, Run, Tolerance
 from swift.version import __version__
-from swift_runs import LAYOUTS, close, runs_of
+from swift_runs import CLOSE, LAYOUTS, close, runs_of
 
 from megatron_lossagg.verify.frameworks.check import outcome_of
 from megatron_lossagg.verify.frameworks.launch import DEFAULT, checks_of
@@ -52,34 +53,50 @@ def train(tmp_path_factory):
 
 ACTIVE = {"packed": 8 / 9, "padded": 7 / 8}
 """Conversations of a step that train a token, of all: one is masked."""
+OTHERS = ("lossagg/weight_sum", "stock/loss")
+BETWEEN_LAYOUTS = Tolerance(loss=CLOSE, others=CLOSE, gradient=3e-6)
 
 
-@pytest.mark.parametrize(
-    ("aggregation", "data"),
-    [("sample_mean", "packed"), ("sample_mean", "padded"), ("sample_mean+weights", "packed")],
+def run_of(numbers):
+    """Return what was logged of a run, and the loops' steps if it has them."""
+    steps = numbers["steps"]
+    evaluated = [one["eval_loss"] for one in numbers["evaluated"]]
+    return Run(
+        losses=[*(step["loss"] for step in steps), *evaluated],
+        gradients=[step["grad_norm"] for step in steps],
+        by_hand=[(hand["loss"], hand["grad_norm"]) for hand in numbers["by_hand"]],
+        others={name: [step[name] for step in steps] for name in OTHERS},
+        hooked=numbers["hooked"],
+    )
+
+
+@pytest.fixture(
+    params=[
+        ("sample_mean", "packed"),
+        ("sample_mean", "padded"),
+        ("sample_mean+weights", "packed"),
+    ],
+    ids="-".join,
 )
-def test_on_one_process_loss_and_gradient_are_those_of_loops_over_conversations(
-    train, aggregation, data
-):
-    numbers = train(aggregation, 1, 1, "average", data)
-    assert len(numbers["steps"]) == len(numbers["by_hand"]) == 3
-    for step, hand in zip(numbers["steps"], numbers["by_hand"], strict=True):
-        assert close(step["loss"], hand["loss"])
-        assert close(step["grad_norm"], hand["grad_norm"])
-        assert close(step["lossagg/weight_sum"], ACTIVE[data])
-    assert numbers["hooked"] == 4
+def on_one_process(train, request):
+    aggregation, data = request.param
+    run = run_of(train(aggregation, 1, 1, "average", data))
+    assert all(close(found, ACTIVE[data]) for found in run.others["lossagg/weight_sum"])
+    assert run.hooked == 4
+    return run
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_and_loss_scaling_trains_and_evaluates_the_same_loss(train, layout):
-    wanted = train("sample_mean", 1, 1, "average", "packed")
-    numbers = train("sample_mean", *LAYOUTS[layout], "packed")
-    for step, alone in zip(numbers["steps"], wanted["steps"], strict=True):
-        assert close(step["loss"], alone["loss"])
-        assert close(step["grad_norm"], alone["grad_norm"], 3e-6)
-        assert close(step["lossagg/weight_sum"], ACTIVE["packed"])
-        assert close(step["stock/loss"], alone["stock/loss"])
-    assert close(numbers["evaluated"][0]["eval_loss"], wanted["evaluated"][0]["eval_loss"])
+@pytest.fixture(params=LAYOUTS)
+def in_layout(train, request):
+    wanted = run_of(train("sample_mean", 1, 1, "average", "packed"))
+    run = run_of(train("sample_mean", *LAYOUTS[request.param], "packed"))
+    return Comparison(run=run, wanted=wanted, tolerance=BETWEEN_LAYOUTS)
+
+
+class TestMegatronTrainer(Laws):
+    """``megatron sft``."""
+
+    to_hand = Tolerance(loss=CLOSE, gradient=2e-6)
 
 
 def test_counted_weights_train_the_same_loss_at_cp_2(train):

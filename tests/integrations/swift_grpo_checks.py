@@ -3,10 +3,13 @@
 Runs are launched (``swift_grpo_worker.py``). The gradients compared are whole, not their norms.
 """
 
+from dataclasses import replace
+
 import imports_swift  # noqa: F401  first
 import pytest
 import torch
-from swift_runs import LAYOUTS, close, runs_of
+from laws import Comparison, Laws, Run, Tolerance, difference
+from swift_runs import CLOSE, LAYOUTS, close, runs_of
 
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.errors import ContractError, ReducerError
@@ -20,58 +23,65 @@ def train(tmp_path_factory):
 
 
 _TRUNCATES = "rollout_importance_sampling_threshold=0.4"
-
-
-def difference(got, wanted):
-    """Return how far two gradients differ, of the largest number in them."""
-    got, wanted = (torch.tensor(one, dtype=torch.float64) for one in (got, wanted))
-    found = ((got - wanted).abs().max() / wanted.abs().max()).item()
-    print(f"gradients differ by {found:.2g}")
-    return found
-
-
-@pytest.mark.parametrize(
-    ("mode", "data", "arguments"),
-    [
-        ("prompt_mean", "packed", ["beta=0.1"]),
-        ("sample_mean", "packed", ["overlong_filter=true", 'loss_type="cispo"', "beta=0.1"]),
-        ("token_mean", "padded", ['importance_sampling_level="sequence"']),
-        ("constant", "packed", ['loss_type="sapo"', "corrects_rollout=true", _TRUNCATES]),
-    ],
+OTHERS = ("lossagg/weight_sum", "stock/loss")
+BETWEEN_LAYOUTS = Tolerance(
+    loss={**CLOSE, "abs": 5e-9},  # the second step's is near 0
+    others={**CLOSE, "abs": 1e-7},
+    gradient=2e-6,
 )
-def test_on_one_process_loss_and_gradient_are_those_of_loops_over_tokens(
-    train, mode, data, arguments
-):
+
+
+def run_of(numbers):
+    """Return what was logged of a run, and the loops' steps if it has them."""
+    steps = numbers["steps"]
+    evaluated = [one["eval_loss"] for one in numbers["evaluated"]]
+    return Run(
+        losses=[*(step["loss"] for step in steps), *evaluated],
+        gradients=numbers["gradients"],
+        by_hand=[(hand["loss"], hand["gradient"]) for hand in numbers["by_hand"]],
+        others={name: [step[name] for step in steps] for name in OTHERS},
+        hooked=numbers["hooked"],
+    )
+
+
+@pytest.fixture(
+    params=[
+        ("prompt_mean", "packed", "beta=0.1"),
+        ("sample_mean", "packed", "overlong_filter=true", 'loss_type="cispo"', "beta=0.1"),
+        ("token_mean", "padded", 'importance_sampling_level="sequence"'),
+        ("constant", "packed", 'loss_type="sapo"', "corrects_rollout=true", _TRUNCATES),
+    ],
+    ids=lambda case: case[0],
+)
+def on_one_process(train, request):
+    mode, data, *arguments = request.param
     numbers = train(mode, 1, 1, "average", data, *arguments)
-    steps = zip(numbers["steps"], numbers["gradients"], numbers["by_hand"], strict=True)
-    for step, gradient, hand in steps:
-        assert step["loss"] == pytest.approx(hand["loss"], rel=0, abs=2e-7)
-        assert difference(gradient, hand["gradient"]) < 1e-6
-    assert len(numbers["steps"]) == 2
-    assert numbers["hooked"] == 3
     if mode in ("prompt_mean", "token_mean"):  # old and new probabilities differ, and clip
         assert numbers["steps"][1]["clip_ratio/region_mean"] > 0.05
+    assert numbers["hooked"] == 3
+    return run_of(numbers)
 
 
-@pytest.mark.parametrize(
-    ("layout", "data"), zip(LAYOUTS, ["packed", "padded", "packed", "padded"], strict=True)
+@pytest.fixture(
+    params=zip(LAYOUTS, ["packed", "padded", "packed", "padded"], strict=True), ids=LAYOUTS
 )
-def test_every_layout_and_loss_scaling_trains_and_evaluates_the_same_loss(train, layout, data):
-    wanted = train("prompt_mean", 1, 1, "average", "packed", "beta=0.1")
-    numbers = train("prompt_mean", *LAYOUTS[layout], data, "beta=0.1")
-    # Packed at CP 2, ms-swift's own gradient differs as much: see the next test.
-    is_split = LAYOUTS[layout][1] > 1 and data == "packed"
-    tolerance = 2e-4 if is_split else 2e-6
-    gradients = zip(numbers["gradients"], wanted["gradients"], strict=True)
-    assert difference(*next(gradients)) < tolerance
-    step, alone = numbers["steps"][0], wanted["steps"][0]
-    assert close(step["loss"], alone["loss"])
-    assert close(step["lossagg/weight_sum"], 1)
-    assert step["stock/loss"] == pytest.approx(alone["stock/loss"], rel=0, abs=1e-7)
-    if not is_split:
-        assert difference(*next(gradients)) < tolerance
-        evaluated = [one["evaluated"][0]["eval_loss"] for one in (numbers, wanted)]
-        assert close(*evaluated)
+def in_layout(train, request):
+    layout, data = request.param
+    wanted = run_of(train("prompt_mean", 1, 1, "average", "packed", "beta=0.1"))
+    run = run_of(train("prompt_mean", *LAYOUTS[layout], data, "beta=0.1"))
+    assert close(run.others["lossagg/weight_sum"][0], 1, 2e-6)
+    if LAYOUTS[layout][1] > 1 and data == "packed":
+        # Packed at CP 2, ms-swift's own gradient differs as much: see the next test.
+        run, wanted = run.only_first(), wanted.only_first()
+        return Comparison(run=run, wanted=wanted, tolerance=replace(BETWEEN_LAYOUTS, gradient=2e-4))
+    return Comparison(run=run, wanted=wanted, tolerance=BETWEEN_LAYOUTS)
+
+
+class TestMegatronGRPOTrainer(Laws):
+    """``megatron rlhf --rlhf_type grpo``."""
+
+    to_hand = Tolerance(loss={"rel": 0, "abs": 2e-7})
+    num_steps = 2
 
 
 def test_packed_at_cp_2_ms_swifts_own_gradient_differs_as_much(train):

@@ -5,7 +5,7 @@ import os
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
+import laws
 from fork_server import ForkServer
 
 LAYOUTS = {
@@ -15,6 +15,8 @@ LAYOUTS = {
     "CP 2, per-token": (2, 2, "per_token"),
 }
 """Processes, CP and the loss scaling."""
+CLOSE = {"rel": 2e-6, "abs": 0}
+"""Tolerance of a loss, as arguments of ``pytest.approx``."""
 
 
 @contextmanager
@@ -41,4 +43,4 @@ def runs_of(worker, folder):
 
 
 def close(got, wanted, tolerance=2e-6):
-    return got == pytest.approx(wanted, rel=tolerance, abs=0)
+    return laws.close(got, wanted, tolerance)

@@ -1,62 +1,29 @@
 """An unmodified Megatron-LM checkout under ``lossagg run``: its real loop, data and optimizer.
 
-``FRAMEWORKS_DIR=... pytest tests/integrations/test_megatron_lm.py``, with the checkout in
-``$FRAMEWORKS_DIR/Megatron-LM`` (``tools/fetch_frameworks.sh``) and the packages in ``NEEDS``;
-without, these tests skip. With ``-s`` it prints the first step of every run; ``DATA_SEED=7``
-draws other conversations. What the hook does without a checkout is in ``test_schedule.py``.
+``FRAMEWORKS_DIR=... pytest tests/integrations/test_megatron_lm.py``, with what
+``megatron_lm_runs.py`` names; without, these tests skip. What the hook does without a checkout is
+in ``test_schedule.py``; a packing scheduler and ``train_rl.py``: ``test_megatron_lm_data.py``.
 """
-
-import json
-import os
-import shlex
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import worker_path
-from fork_server import ForkServer
-from frameworks import checkout_of, needs
+from laws import Comparison, PretrainingLaws
+from megatron_lm_runs import (
+    CHECKOUT,
+    CP2,
+    NEEDS,
+    PER_TOKEN,
+    SAMPLE_MEAN,
+    SIZES,
+    run_of,
+    runs_of,
+    steps,
+)
 
 from megatron_lossagg.cli.main import main
-from megatron_lossagg.verify.frameworks.megatron_lm import MOCK, OPTIONS
 
-FRAMEWORKS = Path(__file__).parent
-WORKER = FRAMEWORKS / "megatron_lm_worker.py"
-CHECKOUT = checkout_of("Megatron-LM")
-NEEDS = ("six", "regex", "yaml", "pydantic", "pybind11", "transformers", "datasets", "tokenizers")
+pytestmark = NEEDS
 
-pytestmark = needs("Megatron-LM", *NEEDS)
-
-COMMON = [*OPTIONS, "--num-layers", "4", "--eval-interval", "3"]
-SFT = shlex.split(
-    "--sft --no-create-attention-mask-in-dataloader --tokenizer-type SFTTokenizer "
-    "--sft-tokenizer-prompt-format nemotron-h-aligned"
-)
-# One conversation per entry, for a packing scheduler; of the development branch.
-VARLEN = ["--use-varlen-dataset", *SFT[1:]]
-# As Llama's, Qwen's and Nemotron's models.
-ROPE = shlex.split(
-    "--position-embedding-type rope --no-rope-fusion --swiglu --normalization RMSNorm "
-    "--group-query-attention --num-query-groups 2 --disable-bias-linear"
-)
-UNTIL_0_16 = ["--legacy-tokenizer"]
-SAMPLE_MEAN = ["--loss-aggregation", "sample_mean"]
-PER_TOKEN = ["--calculate-per-token-loss"]
-CP2, TP2, PP2 = (
-    [f"--{name}-parallel-size", "2"] for name in ("context", "tensor-model", "pipeline-model")
-)
-OVERLAP = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
-SIZES = {
-    "DP2": (2, []),
-    "CP2": (2, CP2),
-    "TP2": (2, TP2),
-    "TP2-SP": (2, [*TP2, "--sequence-parallel"]),
-    "PP2": (2, PP2),
-    "PP2xVPP2": (2, [*PP2, "--num-layers-per-virtual-pipeline-stage", "1"]),
-    "DP2xCP2": (4, [*CP2, *OVERLAP]),
-}
-"""Processes and options."""
 LAYOUTS = [
     *(("mock", layout) for layout in SIZES),
     *(("sft", layout) for layout in ("DP2", "CP2", "PP2", "DP2xCP2")),
@@ -66,62 +33,8 @@ LAYOUTS = [
 
 @pytest.fixture(scope="module")
 def megatron_lm(launches, tmp_path_factory):
-    """Return a function that runs a script of the checkout and returns what its worker wrote."""
-    folder = tmp_path_factory.mktemp("megatron_lm")
-    schedule_worker = FRAMEWORKS.parent / "megatron"
-    path = os.pathsep.join([*map(str, (CHECKOUT, FRAMEWORKS, schedule_worker)), worker_path()])
-    server = ForkServer(["imports_megatron_lm"], path=path)
-    release = f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
-    environment = {
-        "HF_HOME": str(folder / "hf"),
-        # The checkout pins a Python of its own for pyenv; make builds its helpers for this one.
-        "PYENV_VERSION": release,
-    }
-    made = server.launch(
-        [str(FRAMEWORKS / "make_sft_data.py"), str(folder), os.environ.get("DATA_SEED", "5")],
-        processes=1,
-        timeout=100,
-        env=environment,
-    )
-    assert made.returncode == 0, made.stderr
-    paths = [
-        "--tokenizer-model",
-        str(folder / "tokenizer"),
-        "--data-path",
-        str(folder / "data.jsonl"),
-    ]
-    options = (CHECKOUT / "megatron" / "training" / "arguments.py").read_text()
-    older = [option for option in UNTIL_0_16 if option in options]
-    sft = [*SFT, *older, *paths]
-    varlen = [*VARLEN, *older, *paths]
-    data = {"mock": MOCK, "sft": sft, "rope": [*sft, *ROPE], "varlen": varlen}
-    counter = iter(range(1000))
-
-    def run(kind, *more, processes=1, before=(), env=None, script="pretrain_gpt.py", fails=False):
-        file = folder / f"{next(counter)}.jsonl"
-        command = [str(WORKER), str(file), *before, str(CHECKOUT / script)]
-        done = server.launch(
-            [*command, *COMMON, *data[kind], *more],
-            processes=processes,
-            timeout=300,
-            env={**environment, **(env or {})},
-        )
-        run.output, run.errors = done.stdout, done.stderr
-        if fails is None:
-            return None
-        if fails:
-            assert done.returncode != 0, done.stdout[-3000:]
-            return done.stdout + done.stderr
-        assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
-        lines = file.read_text().splitlines() if file.exists() else []
-        events = [json.loads(line) for line in lines]
-        for event in (event for event in events[:2] if "step" in event or "wanted" in event):
-            print(f"{kind:4} {processes} ranks {' '.join([*before, *map(str, more)])}: {event}")
-        return events
-
-    run.launch = server.launch
-    yield run
-    server.close()
+    with runs_of(tmp_path_factory.mktemp("megatron_lm")) as run:
+        yield run
 
 
 @pytest.fixture(scope="module")
@@ -133,97 +46,39 @@ def alone(megatron_lm):
 
 
 @pytest.fixture(scope="module")
-def stock(megatron_lm):
+def stock_events(megatron_lm):
     """Return the stock script's runs on packed conversations, without a flag of ours."""
     layouts = {name: SIZES[name] for name in ("DP2", "CP2")}
     return {name: megatron_lm("sft", *more, processes=n) for name, (n, more) in layouts.items()}
 
 
-def steps(events):
-    return [event for event in events if "step" in event]
+@pytest.fixture(scope="module")
+def stock(stock_events):
+    return {"DP 2": run_of(stock_events["DP2"]), "CP 2": run_of(stock_events["CP2"])}
 
 
-def numbers(events):
-    """Return loss and grad norm of each step, and the loss of each evaluation."""
-    found = []
-    for event in events:
-        if "step" in event:
-            found += [event["step"]["lm loss"], event["grad_norm"]]
-        elif "evaluate" in event:
-            found.append(event["evaluate"]["lm loss"])
-    return found
+@pytest.fixture(params=["sft", "rope", "mock"])
+def on_one_process(alone, request):
+    events = alone[request.param]
+    if request.param != "mock":
+        wanted = [event["sequences"] for event in events if "wanted" in event]
+        assert set(wanted) != {4}, "every entry held one conversation"
+    return run_of(events)
 
 
-def by_hand(events):
-    """Return each step as the reference computes it."""
-    return [event for event in events if "wanted" in event]
-
-
-def assert_by_hand(events, wanted):
-    """Assert that three steps have the reference's loss and gradient."""
-    assert len(steps(events)) == len(wanted) == 3
-    for step, hand in zip(steps(events), wanted, strict=True):
-        assert step["step"]["lm loss"] == pytest.approx(hand["wanted"], rel=1e-6)
-        assert step["grad_norm"] == pytest.approx(hand["grad_norm"], rel=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["sft", "rope", "mock"])
-def test_on_one_process_loss_and_gradient_are_the_references_of_each_conversation(alone, kind):
-    wanted = by_hand(alone[kind])
-    assert_by_hand(alone[kind], wanted)
-    if kind != "mock":
-        assert {want["sequences"] for want in wanted} != {4}, "every entry held one conversation"
-
-
-@pytest.mark.parametrize("loss_scaling", ["average", "per_token"])
-@pytest.mark.parametrize(("kind", "layout"), LAYOUTS)
-def test_every_layout_and_loss_scaling_trains_and_evaluates_the_same_loss(
-    megatron_lm, alone, kind, layout, loss_scaling
-):
+@pytest.fixture(
+    params=[
+        pytest.param((*case, scaling), id="-".join((*case, scaling)))
+        for scaling in ("average", "per_token")
+        for case in LAYOUTS
+    ]
+)
+def in_layout(megatron_lm, alone, request):
+    kind, layout, loss_scaling = request.param
     processes, more = SIZES[layout]
     more = [*more, *(PER_TOKEN if loss_scaling == "per_token" else [])]
     events = megatron_lm(kind, *SAMPLE_MEAN, *more, processes=processes)
-    assert len(steps(events)) == 3
-    assert numbers(events) == pytest.approx(numbers(alone[kind]), rel=1e-6)
-
-
-def test_stock_reports_one_loss_at_dp_2_and_cp_2_and_trains_two(stock):
-    one, other = (steps(stock[name])[0] for name in ("DP2", "CP2"))
-    assert one["step"]["lm loss"] == pytest.approx(other["step"]["lm loss"], rel=1e-6)
-    assert abs(one["grad_norm"] / other["grad_norm"] - 1) > 1e-4
-
-
-def test_microbatch_token_mean_at_dp_2_is_the_stock_loss(megatron_lm, stock):
-    events = megatron_lm("sft", "--loss-aggregation", "microbatch_token_mean", processes=2)
-    ours = [event["grad_norm"] for event in steps(events)]
-    assert ours == pytest.approx([event["grad_norm"] for event in steps(stock["DP2"])], rel=1e-6)
-
-
-def test_without_a_flag_the_script_runs_bit_for_bit_as_it_is(megatron_lm, stock):
-    plain = megatron_lm("sft", processes=2, before=["--plain"])
-    assert plain == stock["DP2"]
-
-
-def test_a_run_that_was_killed_resumes_with_the_same_losses_and_record(
-    megatron_lm, tmp_path, capsys
-):
-    def recorded(name):
-        return ["--loss-aggregation-record", str(tmp_path / f"{name}.jsonl")]
-
-    keep = ["--save-interval", "1", "--ckpt-format", "torch", *SAMPLE_MEAN]
-    folder = str(tmp_path / "whole")
-    whole = megatron_lm("mock", *keep, "--save", folder, *recorded("whole"), processes=2)
-    kept = ["--save", str(tmp_path / "killed"), "--load", str(tmp_path / "killed")]
-    kept += recorded("killed")
-    text = megatron_lm("mock", *keep, *kept, processes=2, env={"KILL_AFTER": "2"}, fails=True)
-    assert "Signal 9" in text
-    resumed = megatron_lm("mock", *keep, *kept, processes=2)
-    assert steps(resumed) == steps(whole)[2:]
-    megatron_lm("mock", *SAMPLE_MEAN, *CP2, *recorded("cp"), processes=2)
-    for other in ("killed", "cp"):
-        files = [str(tmp_path / f"{name}.jsonl") for name in ("whole", other)]
-        assert main(["diff", *files]) == 0
-        assert "the same loss in 3 steps (steps 1 to 3 at DP 2 CP 1" in capsys.readouterr().out
+    return Comparison(run=run_of(events), wanted=run_of(alone[kind]))
 
 
 TWO_STAGES = {
@@ -252,19 +107,53 @@ def two_stages_by_hand(megatron_lm, tmp_path_factory):
     """Return the steps of both stages by the reference, on one process."""
     folder = tmp_path_factory.mktemp("by_hand")
     stages = two_stages(megatron_lm, folder, 1, [], before=["--wanted"])
-    return [by_hand(events) for events in stages]
+    return [run_of(events) for events in stages]
 
 
-@pytest.mark.parametrize("layout", TWO_STAGES)
-def test_two_stages_train_the_mean_over_tokens_and_then_over_conversations(
-    megatron_lm, two_stages_by_hand, tmp_path, layout
+@pytest.fixture(params=TWO_STAGES)
+def in_two_stages(megatron_lm, two_stages_by_hand, tmp_path, request):
+    found = two_stages(megatron_lm, tmp_path, *TWO_STAGES[request.param])
+    both = zip(found, two_stages_by_hand, strict=True)
+    return [Comparison(run=run_of(events), wanted=wanted) for events, wanted in both]
+
+
+class TestMegatronLM(PretrainingLaws):
+    """``pretrain_gpt.py`` with its own data sets."""
+
+
+def test_microbatch_token_mean_at_dp_2_is_the_stock_loss(megatron_lm, stock_events):
+    events = megatron_lm("sft", "--loss-aggregation", "microbatch_token_mean", processes=2)
+    ours = [event["grad_norm"] for event in steps(events)]
+    assert ours == pytest.approx(
+        [event["grad_norm"] for event in steps(stock_events["DP2"])], rel=1e-6
+    )
+
+
+def test_without_a_flag_the_script_runs_bit_for_bit_as_it_is(megatron_lm, stock_events):
+    plain = megatron_lm("sft", processes=2, before=["--plain"])
+    assert plain == stock_events["DP2"]
+
+
+def test_a_run_that_was_killed_resumes_with_the_same_losses_and_record(
+    megatron_lm, tmp_path, capsys
 ):
-    """The recipe of docs/recipes/nemotron-two-stage-sft.md."""
-    found = two_stages(megatron_lm, tmp_path, *TWO_STAGES[layout])
-    for events, wanted in zip(found, two_stages_by_hand, strict=True):
-        assert_by_hand(events, wanted)
-    first, second = (wanted[0]["wanted"] for wanted in two_stages_by_hand)
-    assert abs(second / first - 1) > 0.01
+    def recorded(name):
+        return ["--loss-aggregation-record", str(tmp_path / f"{name}.jsonl")]
+
+    keep = ["--save-interval", "1", "--ckpt-format", "torch", *SAMPLE_MEAN]
+    folder = str(tmp_path / "whole")
+    whole = megatron_lm("mock", *keep, "--save", folder, *recorded("whole"), processes=2)
+    kept = ["--save", str(tmp_path / "killed"), "--load", str(tmp_path / "killed")]
+    kept += recorded("killed")
+    text = megatron_lm("mock", *keep, *kept, processes=2, env={"KILL_AFTER": "2"}, fails=True)
+    assert "Signal 9" in text
+    resumed = megatron_lm("mock", *keep, *kept, processes=2)
+    assert steps(resumed) == steps(whole)[2:]
+    megatron_lm("mock", *SAMPLE_MEAN, *CP2, *recorded("cp"), processes=2)
+    for other in ("killed", "cp"):
+        files = [str(tmp_path / f"{name}.jsonl") for name in ("whole", other)]
+        assert main(["diff", *files]) == 0
+        assert "the same loss in 3 steps (steps 1 to 3 at DP 2 CP 1" in capsys.readouterr().out
 
 
 SHADOW = ("sample_mean", "token_mean", "constant:64", "length_power:0.5")
@@ -384,80 +273,3 @@ def test_megatron_lm_does_not_run_on_a_cpu_without_a_stand_in(megatron_lm, name)
     text = megatron_lm(kind, *more, processes=processes, env={"WITHOUT": name}, fails=True)
     if f"KeyError: '{name}'" in text:
         pytest.skip("another release has this name")
-
-
-def has_scheduler():
-    """Whether the checkout packs by a scheduler, as the development branch does (d48bd6be0a)."""
-    file = CHECKOUT / "megatron" / "core" / "datasets" / "data_schedule.py"
-    return file.exists() and "def wrap_data_iterator" in file.read_text()
-
-
-def packed(longest):
-    """Ask for packs of the scheduler, not as the data set packs them."""
-    longest_here = ["--max-seqlen-per-dp-cp-rank", str(longest)]
-    return ["--sequence-packing-scheduler", "dp_balanced", *longest_here]
-
-
-@pytest.fixture(scope="module")
-def alone_varlen(megatron_lm):
-    """Return the run on one process of data that a scheduler has to pack."""
-    return megatron_lm("varlen", *SAMPLE_MEAN, *packed(96), before=["--wanted", "sample_mean"])
-
-
-@pytest.mark.skipif(not has_scheduler(), reason="this release has no packing scheduler")
-@pytest.mark.parametrize("layout", ["DP2", "CP2", "PP2"])
-@pytest.mark.parametrize("kind", ["sft", "varlen"])
-def test_the_packing_scheduler_trains_the_loss_of_the_same_conversations(
-    megatron_lm, alone, alone_varlen, kind, layout
-):
-    processes, more = SIZES[layout]
-    if layout == "CP2":  # of the local implementation, the branch accepts this one
-        more = [*more, "--cp-comm-type", "all_gather"]
-    packs = packed(48 if layout == "CP2" else 96)
-    events = megatron_lm(kind, *SAMPLE_MEAN, *packs, *more, processes=processes)
-    one = {**alone, "varlen": alone_varlen}[kind]
-    assert_by_hand(events, by_hand(one))
-    assert numbers(events) == pytest.approx(numbers(one), rel=1e-6)  # evaluations too
-
-
-@pytest.mark.skipif(not has_scheduler(), reason="this release has no packing scheduler")
-@pytest.mark.parametrize("layout", ["DP2", "CP2", "DP2xCP2", "DP2xPP2"])
-def test_the_scheduler_of_dynamic_context_parallelism_trains_the_same_loss(
-    megatron_lm, alone_varlen, layout
-):
-    processes, more = {**SIZES, "DP2xPP2": (4, PP2)}[layout]
-    longest = ["--max-seqlen-per-dp-cp-rank", "48", "--cp-comm-type", "all_gather"]
-    dynamic = ["--dynamic-context-parallel", *PER_TOKEN, *longest]
-    events = megatron_lm("varlen", *SAMPLE_MEAN, *dynamic, *more, processes=processes)
-    assert_by_hand(events, by_hand(alone_varlen))
-    assert numbers(events) == pytest.approx(numbers(alone_varlen), rel=1e-6)
-
-
-@pytest.mark.skipif(not has_scheduler(), reason="this release has no packing scheduler")
-def test_the_schedulers_own_batches_are_weighted_in_both_splits_and_with_each_padding(megatron_lm):
-    done = megatron_lm.launch([str(FRAMEWORKS / "packing_worker.py")], processes=4, timeout=200)
-    assert done.returncode == 0, done.stderr[-6000:]
-    assert done.stdout.count("PACKED equals the loops") == 20 + 2 + 4
-    assert "refused with dynamic context parallelism" in done.stdout
-
-
-def gathers_log_probabilities():
-    """Whether train_rl.py splits tokens over context-parallel ranks, as after 0.19 (d98e8a64)."""
-    file = CHECKOUT / "megatron" / "rl" / "rl_utils.py"
-    return file.exists() and "def _scatter_for_context_parallel" in file.read_text()
-
-
-@needs("Megatron-LM", "httpx", "fastapi", "uvicorn", "wandb")
-@pytest.mark.parametrize("cp", [1, 2])
-def test_train_rls_own_rollout_data_and_loss_train_the_mean_over_rollouts_or_prompts(
-    megatron_lm, cp
-):
-    if cp > 1 and not gathers_log_probabilities():
-        pytest.skip("this release does not split tokens over context-parallel ranks")
-    worker = [str(FRAMEWORKS / "train_rl_worker.py"), str(cp)]
-    done = megatron_lm.launch(worker, processes=2, timeout=200)
-    assert done.returncode == 0, done.stderr[-6000:]
-    print(done.stdout)
-    for kind in ("unpacked", "packed"):
-        for mode in ("sample_mean", "prompt_mean"):
-            assert f"TRAIN_RL equals the loops, {kind}, {mode}" in done.stdout

@@ -1,0 +1,135 @@
+"""Runs of an unmodified Megatron-LM checkout's scripts under ``lossagg run``.
+
+The checkout is ``$FRAMEWORKS_DIR/Megatron-LM`` (``tools/fetch_frameworks.sh``); its tests also need
+what :data:`NEEDED` names. With ``-s`` they print the first step of every run; ``DATA_SEED=7`` draws
+other conversations.
+"""
+
+import json
+import os
+import shlex
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+from conftest import worker_path
+from fork_server import ForkServer
+from frameworks import checkout_of, needs
+from laws import Run
+
+from megatron_lossagg.verify.frameworks.megatron_lm import MOCK, OPTIONS
+
+FRAMEWORKS = Path(__file__).parent
+WORKER = FRAMEWORKS / "megatron_lm_worker.py"
+CHECKOUT = checkout_of("Megatron-LM")
+NEEDED = ("six", "regex", "yaml", "pydantic", "pybind11", "transformers", "datasets", "tokenizers")
+NEEDS = needs("Megatron-LM", *NEEDED)
+COMMON = [*OPTIONS, "--num-layers", "4", "--eval-interval", "3"]
+SFT = shlex.split(
+    "--sft --no-create-attention-mask-in-dataloader --tokenizer-type SFTTokenizer "
+    "--sft-tokenizer-prompt-format nemotron-h-aligned"
+)
+# One conversation per entry, for a packing scheduler; of the development branch.
+VARLEN = ["--use-varlen-dataset", *SFT[1:]]
+# As Llama's, Qwen's and Nemotron's models.
+ROPE = shlex.split(
+    "--position-embedding-type rope --no-rope-fusion --swiglu --normalization RMSNorm "
+    "--group-query-attention --num-query-groups 2 --disable-bias-linear"
+)
+UNTIL_0_16 = ["--legacy-tokenizer"]
+SAMPLE_MEAN = ["--loss-aggregation", "sample_mean"]
+PER_TOKEN = ["--calculate-per-token-loss"]
+CP2, TP2, PP2 = (
+    [f"--{name}-parallel-size", "2"] for name in ("context", "tensor-model", "pipeline-model")
+)
+OVERLAP = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+SIZES = {
+    "DP2": (2, []),
+    "CP2": (2, CP2),
+    "TP2": (2, TP2),
+    "TP2-SP": (2, [*TP2, "--sequence-parallel"]),
+    "PP2": (2, PP2),
+    "PP2xVPP2": (2, [*PP2, "--num-layers-per-virtual-pipeline-stage", "1"]),
+    "DP2xCP2": (4, [*CP2, *OVERLAP]),
+}
+"""Processes and options."""
+
+
+def options_of_data(server, folder, environment):
+    """Draw conversations into a folder; returns the script's options for each kind of data."""
+    made = server.launch(
+        [str(FRAMEWORKS / "make_sft_data.py"), str(folder), os.environ.get("DATA_SEED", "5")],
+        processes=1,
+        timeout=100,
+        env=environment,
+    )
+    assert made.returncode == 0, made.stderr
+    paths = [
+        "--tokenizer-model",
+        str(folder / "tokenizer"),
+        "--data-path",
+        str(folder / "data.jsonl"),
+    ]
+    options = (CHECKOUT / "megatron" / "training" / "arguments.py").read_text()
+    older = [option for option in UNTIL_0_16 if option in options]
+    sft = [*SFT, *older, *paths]
+    varlen = [*VARLEN, *older, *paths]
+    return {"mock": MOCK, "sft": sft, "rope": [*sft, *ROPE], "varlen": varlen}
+
+
+@contextmanager
+def runs_of(folder):
+    """Return a function that runs a script of the checkout and returns what its worker wrote."""
+    schedule_worker = FRAMEWORKS.parent / "megatron"
+    path = os.pathsep.join([*map(str, (CHECKOUT, FRAMEWORKS, schedule_worker)), worker_path()])
+    server = ForkServer(["imports_megatron_lm"], path=path)
+    release = f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
+    environment = {
+        "HF_HOME": str(folder / "hf"),
+        # The checkout pins a Python of its own for pyenv; make builds its helpers for this one.
+        "PYENV_VERSION": release,
+    }
+    data = options_of_data(server, folder, environment)
+    counter = iter(range(1000))
+
+    def run(kind, *more, processes=1, before=(), env=None, script="pretrain_gpt.py", fails=False):
+        file = folder / f"{next(counter)}.jsonl"
+        command = [str(WORKER), str(file), *before, str(CHECKOUT / script)]
+        done = server.launch(
+            [*command, *COMMON, *data[kind], *more],
+            processes=processes,
+            timeout=300,
+            env={**environment, **(env or {})},
+        )
+        run.output, run.errors = done.stdout, done.stderr
+        if fails is None:
+            return None
+        if fails:
+            assert done.returncode != 0, done.stdout[-3000:]
+            return done.stdout + done.stderr
+        assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+        lines = file.read_text().splitlines() if file.exists() else []
+        events = [json.loads(line) for line in lines]
+        for event in (event for event in events[:2] if "step" in event or "wanted" in event):
+            print(f"{kind:4} {processes} ranks {' '.join([*before, *map(str, more)])}: {event}")
+        return events
+
+    run.launch = server.launch
+    yield run
+    server.close()
+
+
+def steps(events):
+    return [event for event in events if "step" in event]
+
+
+def run_of(events):
+    """Return what was logged of a run, and the reference's steps if it has them."""
+    trained = [event["step"] for event in steps(events)]
+    evaluated = [event["evaluate"] for event in events if "evaluate" in event]
+    wanted = [event for event in events if "wanted" in event]
+    return Run(
+        losses=[logged["lm loss"] for logged in (*trained, *evaluated)],
+        gradients=[event["grad_norm"] for event in steps(events)],
+        by_hand=[(event["wanted"], event["grad_norm"]) for event in wanted],
+    )
