@@ -2,7 +2,7 @@
 
 ``framework_worker.py REFERENCE FRAMEWORK`` on DP 2 x CP 2. A framework's own part is written here
 from its source, with the factors it multiplies by afterwards: ``make test-frameworks`` and
-``carried_worker.py`` run their own code. Each context-parallel rank gathers whole sequences'
+``slime_miles_worker.py`` run their own code. Each context-parallel rank gathers whole sequences'
 log-probabilities. Back goes the gradient of its own slice: that of its own loss in verl and SkyRL,
 the sum over context-parallel ranks in NeMo-RL, which divides by CP for it.
 """

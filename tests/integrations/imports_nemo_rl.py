@@ -1,0 +1,22 @@
+"""What every run of NeMo-RL's own code imports first: the checkout, and stand-ins for its imports.
+
+The checkout's path is the second argument of the process.
+"""
+
+import sys
+import typing
+from pathlib import Path
+
+import stand_ins
+import tiny_gpt  # noqa: F401  before NeMo-RL: it lets Megatron-Core run on a CPU
+import typing_extensions
+
+sys.path.insert(0, sys.argv[2])
+sys.path.append(str(Path(__file__).resolve().parents[2] / ".venv-frameworks"))
+
+stand_ins.install(
+    *(stand_ins.RAY, stand_ins.HYDRA, stand_ins.DATA, stand_ins.SERVERS, stand_ins.NEMO),
+    stand_ins.NEMO_WORKER,
+)
+typing.TypedDict = typing_extensions.TypedDict  # pydantic models, before Python 3.12
+stand_ins.older_transformers()

@@ -1,0 +1,97 @@
+"""miles' own functions from conversion to train_one_step; :mod:`slime_miles_worker` runs them."""
+
+import os
+from pathlib import Path
+
+import pytest
+from megatron.core import mpu
+from slime_miles_data import arguments
+
+from megatron_lossagg import Aggregation
+from megatron_lossagg.integrations import miles as miles_hooks
+from megatron_lossagg.verify.frameworks import carried, miles
+from megatron_lossagg.verify.frameworks.step import aggregations, draw
+
+
+class Miles:
+    """miles' functions; its weights are carried in the rollout manager."""
+
+    hooks, aggregations = miles_hooks.HOOKS, aggregations()
+
+    def __init__(self):
+        from miles.backends.training_utils import cp_utils
+        from miles.utils.misc import load_function
+
+        self.cp_utils, self.load_function = cp_utils, load_function
+        self.parsed = carried.arguments(self.hooks)
+
+    def start(self, args):
+        from miles.utils import object_store
+
+        object_store.init_instance(args)
+        miles.take(args)
+        if args.loss_type == "policy_loss" and mpu.get_context_parallel_world_size() == 1:
+            self.parsed.true_on_policy_mode = True
+
+    def converted(self, args):
+        from miles.ray.rollout.train_data_conversion import convert_samples_to_train_data
+        from miles.utils.types import Sample
+
+        hook = self.load_function(args.custom_convert_samples_to_train_data_path)
+        samples = carried.make_samples(draw(), Sample)
+        return convert_samples_to_train_data(args, samples, {}, hook, None)
+
+    def split(self, args, data, parallelism):
+        from miles.ray.rollout.train_data_conversion import split_train_data_by_dp
+
+        parallelism = {**parallelism, "microbatch_group_size_per_vp_stage": None}
+        return split_train_data_by_dp(args, dict(data), parallelism)
+
+    def received(self, args, refs):
+        from miles.backends.training_utils.data import get_rollout_data
+
+        return get_rollout_data(args, refs)[0]
+
+    def carry(self, args, data):
+        pass
+
+    def iterator(self, args, chunk, data):
+        from miles.backends.training_utils.data import get_data_iterator, get_num_rollouts
+
+        iterator, num_microbatches = get_data_iterator(args, [chunk], data)
+        return iterator, num_microbatches, get_num_rollouts(args, data, len(num_microbatches))
+
+    def train_one_step(self, *given):
+        from miles.backends.megatron_utils.model import train_one_step
+
+        return train_one_step(*given, witness_info=None, attempt=0)[0]
+
+    def wiring(self):
+        """Steps are those of build_dp_schedule, a smaller last one included; FSDP's actor."""
+        from miles.utils.dp_schedule import build_dp_schedule
+
+        for partial in (False, True):
+            given = {"global_batch_size": 5, "allow_partial_train_step": partial}
+            stock = self.converted(arguments(self, **given))
+            given |= carried.carrying(self.hooks, Aggregation("token_mean"))
+            data = self.converted(arguments(self, **given))
+            config = {"dp_size": 1, "cp_size": 1, "vpp_size": 1}
+            (sequences,), (microbatches,), num_microbatches, rollouts = build_dp_schedule(
+                arguments(self, **given),
+                {**config, "microbatch_group_size_per_vp_stage": None},
+                [len(tokens) for tokens in data["tokens"]],
+                global_batch_size=5,
+                rollout_indices=data["rollout_ids"],
+            )
+            assert len(rollouts) == 1 + partial
+            own, wanted = iter(microbatches), list(stock["rollout_mask_sums"])
+            for m, g in zip(num_microbatches, rollouts, strict=True):
+                members = [sequences[sequence] for _ in range(m) for sequence in next(own)]
+                active = sum(sum(data["loss_masks"][sequence]) for sequence in members)
+                for sequence in members:
+                    wanted[sequence] = active / g if any(data["loss_masks"][sequence]) else 1
+            assert data["rollout_mask_sums"] == pytest.approx(wanted, rel=1e-12)
+        # Why FSDP is refused: its actor asks get_batch for other fields.
+        actor = Path(os.environ["FRAMEWORKS_DIR"], "miles/miles/backends/fsdp_utils/actor.py")
+        assert "get_batch(" in actor.read_text()
+        assert "rollout_mask_sums" not in actor.read_text()

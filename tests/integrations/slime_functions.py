@@ -1,0 +1,176 @@
+"""slime's own functions from conversion to train_one_step; :mod:`slime_miles_worker` runs them."""
+
+import datetime
+import sys
+from argparse import Namespace
+
+import framework_step
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import mpu, parallel_state
+from slime_miles_data import GLOBAL_BATCH, ROLLOUTS, arguments, rollout_data
+
+from megatron_lossagg import Aggregation
+from megatron_lossagg.errors import LossAggregationError, PlanError
+from megatron_lossagg.integrations import slime as slime_hooks
+from megatron_lossagg.verify.frameworks import carried
+from megatron_lossagg.verify.frameworks.step import aggregations, draw
+
+BY_MICROBATCH = Aggregation("microbatch_token_mean")
+
+
+class Slime:
+    """slime's functions; its weights are carried in the actor."""
+
+    hooks, aggregations = slime_hooks.HOOKS, {**aggregations(), BY_MICROBATCH.mode: BY_MICROBATCH}
+
+    def __init__(self):
+        from slime.utils import accelerator
+        from slime.utils.accelerator.torch_accelerator import TorchAccelerator
+
+        class CPUAccelerator(TorchAccelerator):
+            name = device_type = "cpu"
+            communication_backend_name = "gloo"
+
+            def _module(self):
+                return torch.cpu
+
+            def is_available(self):
+                return True
+
+            def device(self, index=None):
+                return torch.device("cpu")
+
+            def current_device(self):
+                return "cpu"
+
+            def mem_get_info(self, device=None):
+                return (1 << 40, 1 << 40)
+
+            def memory_allocated(self, device=None):
+                return 0
+
+            memory_reserved = memory_allocated
+
+        accelerator.set_accelerator(CPUAccelerator())
+        from slime.backends.megatron_utils import cp_utils
+        from slime.utils.misc import load_function
+
+        self.cp_utils, self.load_function = cp_utils, load_function
+        self.parsed = carried.arguments(self.hooks)
+
+    def start(self, args):
+        pass
+
+    def manager(self, args):
+        """Return a rollout manager without Ray."""
+        from slime.ray.rollout import RolloutManager
+
+        manager = object.__new__(RolloutManager.__ray_metadata__.modified_class)
+        manager.args = args
+        manager.custom_convert_samples_to_train_data_func = None
+        manager.custom_reward_post_process_func = None
+        return manager
+
+    def converted(self, args):
+        from slime.utils.types import Sample
+
+        return self.manager(args)._convert_samples_to_train_data(
+            carried.make_samples(draw(), Sample)
+        )
+
+    def split(self, args, data, parallelism):
+        manager = self.manager(args)
+        manager.train_parallel_config = {**parallelism, "microbatch_group_size_per_vp_stage": 1}
+        return manager._split_train_data_by_dp(data)
+
+    def received(self, args, refs):
+        from slime.backends.megatron_utils.actor import MegatronTrainRayActor
+
+        actor = object.__new__(MegatronTrainRayActor)
+        actor.args = args
+        return actor._get_rollout_data(refs)
+
+    def carry(self, args, data):
+        if args.rollout_data_postprocess_path:
+            self.load_function(args.rollout_data_postprocess_path)(args, 0, data)
+
+    def iterator(self, args, chunk, data):
+        from slime.backends.megatron_utils.data import get_data_iterator
+
+        return get_data_iterator(data), data["num_microbatches"], data["global_batch_sizes"]
+
+    def train_one_step(self, *given):
+        from slime.backends.megatron_utils.model import train_one_step
+
+        return train_one_step(*given)[0]
+
+    def wiring(self):
+        """Groups that slime destroys and rebuilds; flags that it does not know; a refusal."""
+        from slime.utils import reloadable_process_group as reloadable
+        from slime.utils.distributed_utils import init_gloo_group
+
+        # slime's actor: patch, WORLD, register, Megatron's groups.
+        reloadable.monkey_patch_torch_dist()
+        dist.init_process_group("gloo")
+        init_gloo_group()
+        reloadable.register_default_process_group(datetime.timedelta(minutes=1))
+        parallel_state.initialize_model_parallel()
+        group = mpu.get_data_parallel_group(with_context_parallel=False)
+        assert isinstance(group, reloadable.ReloadableProcessGroup)
+        args = arguments(self, **carried.carrying(self.hooks, Aggregation("token_mean")))
+        active = sum(sum(one.mask) for one in draw() if one.sample < GLOBAL_BATCH)
+        for _ in range(2):
+            data, _ = rollout_data(self, args, self.converted(args))
+            self.carry(args, data)
+            first = data["micro_batch_indices"][0][0]
+            assert data["loss_masks"][first].any()
+            assert data["rollout_mask_sums"][first] == active / GLOBAL_BATCH
+            reloadable.destroy_process_groups()
+            reloadable.reload_process_groups()
+        # A denominator below 1: V < G in the second step.
+        below = Aggregation("sample_sum", count_empty=False)
+        args = arguments(self, **carried.carrying(self.hooks, below))
+        with pytest.raises(PlanError, match="raises a denominator below 1 to 1"):
+            self.carry(args, rollout_data(self, args, self.converted(args))[0])
+        # slime swallows what it does not know: our flags, and a misspelled hook.
+        from megatron.training.arguments import parse_args
+        from slime.utils.arguments import get_slime_extra_args_provider
+
+        sys.argv = ["train.py", "--rollout-batch-size", "4", "--loss-aggregation", "constant"]
+        parsed = parse_args(get_slime_extra_args_provider(None), ignore_unknown_args=True)
+        assert not hasattr(parsed, "loss_aggregation")
+        with pytest.raises(LossAggregationError, match="got loss_agregation"):
+            slime_hooks.check(Namespace(**{**vars(parsed), "loss_agregation": "constant"}))
+        misspelled = carried.carrying(self.hooks, Aggregation("token_mean"))
+        misspelled["rollout_data_postproces_path"] = misspelled.pop(self.hooks.carry_argument)
+        args = arguments(self, **misspelled)
+        assert args.rollout_data_postprocess_path is None  # slime's default
+        slime_hooks.check(args)
+        with pytest.raises(LossAggregationError, match="None did not call carry_weights"):
+            self.carry(args, rollout_data(self, args, self.converted(args))[0])
+
+    def check_logged_rollouts(self):
+        """What slime logs of a rollout batch is weighted too: sum of w m x, averaged over steps."""
+        from slime.observability import train_metric_utils
+
+        logged, gather = [], train_metric_utils.gather_log_data
+        train_metric_utils.logging_utils.log = lambda *_, **__: None
+        train_metric_utils.gather_log_data = lambda *given: logged.append(gather(*given))
+        for aggregation in ("sample_mean", "constant"):  # the first one is slime's own
+            chosen = self.aggregations[aggregation]
+            args = arguments(self, **carried.carrying(self.hooks, chosen))
+            data, _ = rollout_data(self, args, self.converted(args))
+            if aggregation == "constant":
+                self.carry(args, data)
+            train_metric_utils.log_rollout_data(0, args, data)
+        if dist.get_rank():
+            return
+        sums, counts = [0.0] * ROLLOUTS, [0] * ROLLOUTS
+        for one in draw():
+            sums[one.sample] += float(one.old_log_probs @ torch.tensor(one.mask).double())
+            counts[one.sample] += sum(one.mask)
+        mean = sum(total / max(n, 1) for total, n in zip(sums, counts, strict=True)) / ROLLOUTS
+        wanted = [mean, sum(sums) / framework_step.L / ROLLOUTS]
+        assert [one["rollout/log_probs"] for one in logged] == pytest.approx(wanted, rel=1e-5)
