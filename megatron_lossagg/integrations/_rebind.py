@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_lossagg.errors import ContractError
+from megatron_lossagg.integrations._refusals import imported
 from megatron_lossagg.schedule import ScheduleHook
 from megatron_lossagg.writing.text import say
 
@@ -27,13 +28,11 @@ def rebind(hook: ScheduleHook, modules: Sequence[str], framework: str) -> Schedu
     """
     stocks: dict[str, Any] = {}
     for name in modules:
-        try:
-            stocks[name] = getattr(importlib.import_module(name), HOOK, None)
-        except ImportError as error:
-            raise ContractError(
-                f"{name} cannot be imported ({error}), expected the training loop of "
-                f"{framework}: put its checkout on PYTHONPATH, or use an environment that has it"
-            ) from error
+        expected = (
+            f"the training loop of {framework}: put its checkout on PYTHONPATH, or use an "
+            "environment that has it"
+        )
+        stocks[name] = getattr(imported(name, expected=expected), HOOK, None)
         if stocks[name] is None:
             raise ContractError(
                 f"{name} has no {HOOK}, expected the training loop of {framework}: this "

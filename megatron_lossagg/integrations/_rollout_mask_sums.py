@@ -237,14 +237,18 @@ def rollout_mask_sums(
         sequences = [sequence for step in steps for sequence in step.sequences]
         whole = plan_of(FrameworkStep(sequences=sequences, rollouts=1), None).totals.prompts or 0
         in_steps, left_out = ({prompt[s] for s in places} for places in (sequences, dropped))
-        num_cut = num_prompts - whole + len(in_steps & left_out)
-        if num_cut:
-            raise PlanError(
-                f"got {whole} prompts in {len(steps)} steps, {num_cut} of which continue in "
-                "another step or are dropped in part, expected each prompt within one step: make "
-                "--global-batch-size a multiple of --n-samples-per-prompt"
-            )
+        _check_prompts(whole, len(steps), num_prompts - whole + len(in_steps & left_out))
     return d_S
+
+
+def _check_prompts(num_prompts: int, num_steps: int, num_cut: int) -> None:
+    """Raise :class:`PlanError` if prompts are cut by the end of a step, or by what is dropped."""
+    if num_cut:
+        raise PlanError(
+            f"got {num_prompts} prompts in {num_steps} steps, {num_cut} of which continue in "
+            "another step or are dropped in part, expected each prompt within one step: make "
+            "--global-batch-size a multiple of --n-samples-per-prompt"
+        )
 
 
 def _of_plan(plan: StepPlan, rollouts: int) -> _Floats:

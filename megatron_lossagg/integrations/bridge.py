@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.integrations._masked_sum import MaskedSumIntegration
+from megatron_lossagg.integrations._megatron_lm_data import MaskedSumIntegration
 from megatron_lossagg.integrations._rebind import rebind
 from megatron_lossagg.megatron_options import check_options
 from megatron_lossagg.options import Options

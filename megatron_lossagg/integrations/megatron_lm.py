@@ -20,14 +20,14 @@ from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integration import Integration
-from megatron_lossagg.integrations._masked_sum import (
+from megatron_lossagg.integrations._megatron_lm_data import (
     MaskedSumIntegration,
     is_packed,
     mask_of,
     packed_sequences,
 )
 from megatron_lossagg.integrations._rebind import rebind
-from megatron_lossagg.integrations._segments import count_segments, with_weights
+from megatron_lossagg.integrations._segment_counts import count_segments, with_weights
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.megatron_options import check_options
 from megatron_lossagg.options import Options

@@ -10,7 +10,6 @@ drops it before the batches are made. A mean over samples needs the rollout if i
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +27,9 @@ from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.faults import warn_once
 from megatron_lossagg.integration import FrameworkLoss
-from megatron_lossagg.integrations._masked_sum import MaskedSumIntegration
-from megatron_lossagg.integrations._segments import count_segments, to_numpy
+from megatron_lossagg.integrations._megatron_lm_data import MaskedSumIntegration
+from megatron_lossagg.integrations._refusals import imported
+from megatron_lossagg.integrations._segment_counts import count_segments, to_numpy
 from megatron_lossagg.integrations.megatron_lm import current_iteration
 from megatron_lossagg.layout import Layout
 
@@ -61,13 +61,11 @@ class RLIntegration(MaskedSumIntegration):
         or takes other arguments.
         """
         super().prepare(aggregations)
-        try:
-            module = importlib.import_module("megatron.rl.rl_utils")
-        except ImportError as error:
-            raise ContractError(
-                f"megatron.rl.rl_utils cannot be imported ({error}): train_rl.py needs it too; run "
-                "in a Megatron-LM checkout (core_v0.16 or later) with what it imports installed"
-            ) from error
+        module = imported(
+            "megatron.rl.rl_utils",
+            expected="a Megatron-LM checkout (core_v0.16 or later): run in it, with what its "
+            "train_rl.py imports installed",
+        )
         around = {
             "prepare_data_for_update": (self._turns.follow, [{"rollouts", "sequence_packing"}]),
             "prepare_trajectories": (self._turns.note, [{name} for name in _LISTS]),

@@ -32,6 +32,7 @@ from megatron_lossagg.integrations._pg_loss_reducer import (
     constant_reducer,
     refuse_bshd,
 )
+from megatron_lossagg.integrations._refusals import not_a_mask
 from megatron_lossagg.integrations._rollout_mask_sums import (
     REDUCER,
     FrameworkStep,
@@ -223,10 +224,7 @@ def _check_legacy_split(args: Any, rollouts: Sequence[Sequence[int]], size: int)
 
 def _active_tokens(sequence: int, mask: Sequence[int]) -> int:
     if not {*mask} <= {0, 1}:
-        raise PlanError(
-            f"got a loss_mask of sample {sequence} with values {sorted({*mask})[:4]}, expected 0 "
-            "and 1: make loss_mask of each Sample 0 or 1"
-        )
+        raise not_a_mask(f"loss_mask of sample {sequence}", "make loss_mask of each Sample 0 or 1")
     return int(sum(mask))
 
 

@@ -19,14 +19,14 @@ from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integration import FrameworkLoss
-from megatron_lossagg.integrations._segments import count_segments, to_numpy, with_weights
-from megatron_lossagg.integrations._swift_trainer import (
+from megatron_lossagg.integrations._ms_swift_trainer import (
     TrainerIntegration,
+    field_of,
     installed,
-    named,
     reported,
     trainer_class,
 )
+from megatron_lossagg.integrations._segment_counts import count_segments, to_numpy, with_weights
 from megatron_lossagg.options import Options
 from megatron_lossagg.schedule import ScheduleHook
 
@@ -46,18 +46,14 @@ class SwiftIntegration(TrainerIntegration):
     """
 
     gives_token_weights = True
+    trainer_at = _SFT
+    commands = "megatron sft, megatron pt"
+    other = "GRPO has ms_swift_grpo.install"
 
     def check(self, trainer: Any, call: Mapping[str, Any]) -> None:
-        """Raise for a trainer with a different loss or a different layout."""
+        """Raise for arguments with a different loss or a different layout."""
         chunks = call["model"]
         config = (chunks[0] if isinstance(chunks, (list, tuple)) else chunks).config
-        sft = trainer_class(*_SFT)
-        if not isinstance(trainer, sft) or type(trainer).loss_func is not sft.loss_func:
-            raise ContractError(
-                f"got the loss of {named(trainer)}, expected that of ms-swift's MegatronTrainer "
-                "(megatron sft, megatron pt): GRPO has ms_swift_grpo.install; train any other "
-                "trainer without megatron_lossagg"
-            )
         args = trainer.args
         if args.task_type != "causal_lm":
             raise ContractError(
@@ -79,12 +75,7 @@ class SwiftIntegration(TrainerIntegration):
 
     def sequences(self, data: Any) -> MicrobatchSequences:
         """Count the labels of each conversation; ``data`` is what ms-swift's collator returns."""
-        if not isinstance(data, Mapping) or data.get("labels") is None:
-            raise ContractError(
-                f"got {named(data)} from the data iterator, expected the dict with labels that "
-                "ms-swift's template collates: train it without megatron_lossagg"
-            )
-        mask_P = _shifted(data["labels"]) != _IGNORED
+        mask_P = _shifted(field_of(data, "labels", "template")) != _IGNORED
         counted = count_segments(*self._segments(data), mask_P)
         if not self.weighs_tokens:
             return counted

@@ -33,14 +33,14 @@ from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.faults import warn_once
 from megatron_lossagg.integration import FrameworkLoss
-from megatron_lossagg.integrations._segments import to_numpy
-from megatron_lossagg.integrations._swift_trainer import (
+from megatron_lossagg.integrations._ms_swift_trainer import (
     TrainerIntegration,
+    field_of,
     installed,
-    named,
     reported,
     trainer_class,
 )
+from megatron_lossagg.integrations._segment_counts import to_numpy
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.options import Options
 from megatron_lossagg.schedule import ScheduleHook
@@ -67,6 +67,9 @@ class GRPOIntegration(TrainerIntegration):
     """
 
     gives_prompts = True
+    trainer_at = _GRPO
+    commands = "megatron rlhf --rlhf_type grpo"
+    other = "megatron sft and megatron pt have ms_swift.install"
 
     def __init__(self, *, trains: bool = True) -> None:
         super().__init__()
@@ -79,14 +82,7 @@ class GRPOIntegration(TrainerIntegration):
             _number_prompts()
 
     def check(self, trainer: Any, call: Mapping[str, Any]) -> None:
-        """Raise for a trainer with a different loss, or with one that is not a sum over tokens."""
-        grpo = trainer_class(*_GRPO)
-        if not isinstance(trainer, grpo) or type(trainer).loss_func is not grpo.loss_func:
-            raise ContractError(
-                f"got the loss of {named(trainer)}, expected that of ms-swift's "
-                "MegatronGRPOTrainer (megatron rlhf --rlhf_type grpo): megatron sft and megatron "
-                "pt have ms_swift.install; train any other without megatron_lossagg"
-            )
+        """Raise for a loss that is not a sum over tokens."""
         known = (*_PER_SAMPLE, *_PER_WIDTH, *_PER_TOKEN)
         if trainer.loss_type not in known:
             raise ContractError(
@@ -98,12 +94,7 @@ class GRPOIntegration(TrainerIntegration):
 
     def sequences(self, data: Any) -> MicrobatchSequences:
         """Count the completions of a microbatch, as the trainer's rollout made it."""
-        batch = data.get("grpo_batch") if isinstance(data, Mapping) else None
-        if batch is None:
-            raise ContractError(
-                f"got {named(data)} from the data iterator, expected the dict with grpo_batch that "
-                "ms-swift's rollout makes: train it without megatron_lossagg"
-            )
+        batch = field_of(data, "grpo_batch", "rollout")
         mask = to_numpy(batch.completion_mask) != 0
         if self.trainer.args.overlong_filter:
             mask = mask & ~to_numpy(batch.truncated_mask)[:, None]

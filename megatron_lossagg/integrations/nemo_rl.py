@@ -42,6 +42,7 @@ from megatron_lossagg.aggregation import Aggregation, require_mask_count
 from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
 from megatron_lossagg.integers import is_integer
+from megatron_lossagg.integrations._refusals import not_a_mask
 from megatron_lossagg.plan import plan_step
 from megatron_lossagg.sequences import Sequences
 
@@ -87,6 +88,18 @@ def aggregated(
     the loss that cannot be aggregated here.
     """
     require_mask_count(aggregation, "NeMo-RL")
+    _check_mode(aggregation, samples_per_step, weights_in_data)
+    _check_loss(loss_fn, weights_in_data)
+    if split_steps:
+        _check_split_steps(loss_fn, aggregation, samples_per_step, weights_in_data)
+    if aggregation.mode != "token_mean":
+        _warn_of_other_losses(policy or {})
+    return AggregatedLoss(loss_fn, aggregation, samples_per_step, weights_in_data, split_steps)
+
+
+def _check_mode(
+    aggregation: Aggregation, samples_per_step: int | None, weights_in_data: bool
+) -> None:
     if aggregation.mode not in _MODES and not (
         weights_in_data and aggregation.mode in _OF_THE_BATCH
     ):
@@ -102,6 +115,9 @@ def aggregated(
             f"got samples_per_step {samples_per_step!r} with {aggregation}, expected an integer "
             "from 1, and empty samples counted: drop samples_per_step or count_empty=False"
         )
+
+
+def _check_loss(loss_fn: Any, weights_in_data: bool) -> None:
     if not _is_one_of(loss_fn, *_LOSSES):
         raise AggregationError(
             f"got a loss function {type(loss_fn).__name__}, expected NeMo-RL's "
@@ -112,24 +128,23 @@ def aggregated(
             f"got weights_in_data=True with {type(loss_fn).__name__}, but {_PATCH} is of GRPO's "
             "trainer: drop it"
         )
-    if split_steps:
-        _check_split_steps(loss_fn, aggregation, samples_per_step, weights_in_data)
     if getattr(loss_fn, "positive_example_nll_weight", 0):
         raise AggregationError(
             "positive_example_nll_weight adds a mean over each microbatch's correct samples, which "
             "no weights of the step can be: set loss_fn.positive_example_nll_weight to 0"
         )
-    policy = policy or {}
+
+
+def _warn_of_other_losses(policy: Mapping[str, Any]) -> None:
     layers = {"MTP": ("megatron_cfg", "mtp_num_layers"), "draft": ("draft", "enabled")}
     kept = [loss for loss, (part, name) in layers.items() if (policy.get(part) or {}).get(name)]
-    if kept and aggregation.mode != "token_mean":
+    if kept:
         warnings.warn(
             f"the {' and '.join(kept)} loss stays NeMo-RL's mean over the step's tokens, whatever "
             "the aggregation",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
-    return AggregatedLoss(loss_fn, aggregation, samples_per_step, weights_in_data, split_steps)
 
 
 def _is_one_of(loss_fn: Any, *names: str) -> bool:
@@ -328,10 +343,8 @@ def _counts_of(data: Any, *, is_of_values: bool = False) -> tuple[Tensor, Tensor
     remedies = {"token_mask": "token_loss_mask", "sample_mask": "loss_multiplier"}
     for (name, source), mask in zip(remedies.items(), (token_mask, sample_mask), strict=True):
         if bool(((mask != 0) & (mask != 1)).any()):
-            raise PlanError(
-                f"got {name} with values other than 0 and 1, expected a 0/1 mask: counts are "
-                f"integers. Make {source} 0 or 1, and scale advantages to weigh a sample"
-            )
+            change = f"make {source} 0 or 1, and scale advantages to weigh a sample"
+            raise not_a_mask(name, change)
     return (token_mask * sample_mask[:, None]).sum(-1), sample_mask
 
 

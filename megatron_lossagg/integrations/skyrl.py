@@ -43,8 +43,9 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.aggregation import CUSTOM, Aggregation, require_mask_count
-from megatron_lossagg.errors import AggregationError, ContractError, PlanError
+from megatron_lossagg.errors import AggregationError, ContractError
 from megatron_lossagg.flags import aggregation_from_args
+from megatron_lossagg.integrations._refusals import not_a_mask
 from megatron_lossagg.plan import plan_step
 from megatron_lossagg.sequences import Sequences
 
@@ -187,10 +188,8 @@ class _Collator:
         """Collate a step's examples; no collective. Raises :class:`PlanError` for a wrong mask."""
         for example in examples:
             if not set(map(float, example["loss_mask"])) <= {0.0, 1.0}:
-                raise PlanError(
-                    "loss_mask has values other than 0 and 1, and SkyRL passes no token weights "
-                    "through this package: make it 0 or 1"
-                )
+                change = "make it 0 or 1, since SkyRL passes no token weights through this package"
+                raise not_a_mask("loss_mask", change)
         batch = self.collator(examples, batch_size=batch_size)
         mask = batch["loss_mask"]
         sequence = self._sequences(batch, mask)
@@ -248,9 +247,7 @@ class _Weighing:
                 f"{_VERSIONS}"
             )
         if not bool(((loss_mask == 0) | (loss_mask == 1)).all()):
-            raise PlanError(
-                "loss_mask has values other than 0 and 1: multiply weights into the advantages"
-            )
+            raise not_a_mask("loss_mask", "make it 0 or 1, and scale advantages to weigh a token")
         prompts = None
         if prompt_boundaries is not None:
             prompts = [n for n, (a, b) in enumerate(prompt_boundaries) for _ in range(b - a)]

@@ -32,6 +32,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_lossagg.errors import ContractError, PlanError
 from megatron_lossagg.integrations._pg_loss_reducer import MakeReducer, constant_reducer
+from megatron_lossagg.integrations._refusals import not_a_mask
 from megatron_lossagg.integrations._rollout_mask_sums import (
     FrameworkStep,
     Hooks,
@@ -173,10 +174,8 @@ def _active_tokens(masks: Sequence[Tensor]) -> tuple[list[int], str]:
     whole = torch.cat(list(masks))
     num_other = ((whole != 0) & (whole != 1)).sum()
     *counts, other = torch.cat([counts_S, num_other[None]]).tolist()
-    fault = ""
-    if other:
-        fault = f"got loss_masks with {int(other)} values other than 0 and 1, expected a 0/1 mask: "
-        fault += "make loss_mask of each Sample 0 or 1"
+    change = "make loss_mask of each Sample 0 or 1"
+    fault = str(not_a_mask("loss_masks", change)) if other else ""
     return [max(int(count), 0) for count in counts], fault
 
 

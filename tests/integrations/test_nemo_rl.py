@@ -239,7 +239,7 @@ def test_a_mask_that_is_not_0_or_1_is_refused(name):
         partial(of_batch.weights_of, half, sequences_per_step=8, samples_per_prompt=4),
         partial(aggregated(ClippedPGLossFn(), SAMPLE_MEAN), log_probs(), data=half, **COUNTS),
     ):
-        with pytest.raises(PlanError, match=f"got {name} with values other than 0 and 1.*Make "):
+        with pytest.raises(PlanError, match=f"got {name} with values other than 0 and 1.*make "):
             call()
 
 

@@ -12,7 +12,7 @@ import functools
 import importlib
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,10 @@ import torch.distributed as dist
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integration import Integration
 from megatron_lossagg.integrations._rebind import rebind
+from megatron_lossagg.integrations._refusals import imported
 from megatron_lossagg.schedule import ScheduleHook
 
-__all__ = ["TrainerIntegration", "installed", "named", "reported", "trainer_class"]
+__all__ = ["TrainerIntegration", "field_of", "installed", "reported", "trainer_class"]
 
 _BASE = "swift.megatron.trainers.base"
 
@@ -31,6 +32,12 @@ class TrainerIntegration(Integration):
     """One of ms-swift's trainers, which gives the schedule a method of its own."""
 
     loss_name = "loss"
+    trainer_at: ClassVar[tuple[str, str]]
+    """Module and name of the trainer."""
+    commands: ClassVar[str]
+    """What starts it."""
+    other: ClassVar[str]
+    """The integration of a different trainer."""
 
     def __init__(self) -> None:
         self.trainer: Any = None
@@ -38,7 +45,7 @@ class TrainerIntegration(Integration):
 
     @abstractmethod
     def check(self, trainer: Any, call: Mapping[str, Any]) -> None:
-        """Raise :class:`ContractError` for a trainer with a different loss.
+        """Raise :class:`ContractError` for arguments with a different loss.
 
         ``trainer``: what ``forward_step_func`` is a method of. ``call``: the schedule's keywords.
         """
@@ -46,6 +53,13 @@ class TrainerIntegration(Integration):
     def applies(self, call: Mapping[str, Any]) -> bool:
         """Refuse, on every rank and before each step, what this loss is not."""
         trainer = getattr(call["forward_step_func"], "__self__", None)
+        known = trainer_class(*self.trainer_at)
+        if not isinstance(trainer, known) or type(trainer).loss_func is not known.loss_func:
+            raise ContractError(
+                f"got the loss of a {type(trainer).__name__}, expected that of ms-swift's "
+                f"{self.trainer_at[1]} ({self.commands}): {self.other}; train any other without "
+                "megatron_lossagg"
+            )
         self.check(trainer, call)
         self.trainer = trainer
         return super().applies(call)
@@ -57,13 +71,8 @@ class TrainerIntegration(Integration):
 
 def trainer_class(module: str, name: str) -> Any:
     """Import a trainer; raises :class:`ContractError` if ms-swift 4.6.0 is not there."""
-    try:
-        return getattr(importlib.import_module(module), name)
-    except ImportError as error:
-        raise ContractError(
-            f"{module} cannot be imported ({error}), expected ms-swift 4.6.0 or later: install it "
-            "and what its Megatron trainers need"
-        ) from error
+    expected = "ms-swift 4.6.0 or later: install it and what its Megatron trainers need"
+    return getattr(imported(module, expected=expected), name)
 
 
 def installed(hook: ScheduleHook, trainer: Any, names: Sequence[str]) -> ScheduleHook:
@@ -73,9 +82,18 @@ def installed(hook: ScheduleHook, trainer: Any, names: Sequence[str]) -> Schedul
     return hook
 
 
-def named(found: Any) -> str:
-    """Say of what type something is, for messages."""
-    return f"a {type(found).__name__}"
+def field_of(data: Any, name: str, source: str) -> Any:
+    """Return a field of a microbatch; raises :class:`ContractError` if it has none.
+
+    ``source``: what of ms-swift makes it.
+    """
+    found = data.get(name) if isinstance(data, Mapping) else None
+    if found is None:
+        raise ContractError(
+            f"got a {type(data).__name__} from the data iterator, expected the dict with {name} "
+            f"that ms-swift's {source} makes: train it without megatron_lossagg"
+        )
+    return found
 
 
 def reported(hook: ScheduleHook) -> list[str]:
