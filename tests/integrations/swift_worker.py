@@ -146,14 +146,20 @@ def by_hand(model, data, step, counts_weights):
     return {"loss": loss.item(), "grad_norm": norm.item()}
 
 
-def arguments(cp, loss_scaling, data, more):
-    """Return the defaults of ms-swift's arguments, and what a run sets."""
+def defaults_of(kind):
+    """Return the defaults of a dataclass by name."""
     given = {}
-    for field in dataclasses.fields(MegatronArguments):
+    for field in dataclasses.fields(kind):
         if field.default is not dataclasses.MISSING:
             given[field.name] = field.default
         elif field.default_factory is not dataclasses.MISSING:
             given[field.name] = field.default_factory()
+    return given
+
+
+def arguments(cp, loss_scaling, data, more):
+    """Return the defaults of ms-swift's arguments, and what a run sets."""
+    given = defaults_of(MegatronArguments)
     micro = 1 if data.is_packed else 2
     dp = parallel_state.get_data_parallel_world_size()
     batch = len(data.packs)

@@ -247,41 +247,58 @@ def main():
         for mode in ("sample_mean", "prompt_mean"):
             args.rl_use_sequence_packing = packs
             hook = ScheduleHook(Aggregation(mode), RLIntegration())
-            chunk.load_state_dict(old.state_dict())
-            data = rl_utils.prepare_data_for_update(
-                model=[chunk],
-                ref_state_dict=ref.state_dict(),
-                rollouts=draw_groups(),  # it pads their masks in place
-                tokenizer=Tokenizer(),
-                sequence_packing=packs,
-                is_correction=False,
-                **LEDGER,
-            )
-            data = data[0] if isinstance(data, tuple) else data  # a tuple from 0.17 on
-            chunk.load_state_dict(new.state_dict())
-            reports = worker.run(
-                hook.wrap(get_forward_backward_func()),
-                chunk,
-                data,
-                forward_step_func=train_rl.forward_step,
-                # Unpacked, its own number counts rollouts, and leaves turns for the next step.
-                num_microbatches=microbatches.get_num_microbatches() if packs else SEQUENCES,
-                micro_batch_size=1,
-                seq_length=LENGTH,
-            )
-            loss, gradients = wanted[mode]
-            reported = tiny_gpt.reported(reports, "lm loss")
-            assert abs(reported - loss) < 1e-5 * abs(loss), (packs, mode, reported, loss)
-            assert {"stock/lm_loss", "rl/kl_term", "rl/entropy_term"} < set(reports[0])
-            errors = [
-                ((parameter.main_grad - gradient).norm() / (gradient.norm() + 1e-3)).item()
-                for parameter, gradient in zip(chunk.module.parameters(), gradients, strict=True)
-            ]
-            assert max(errors) < 1e-4, (packs, mode, errors)
-            if dist.get_rank() == 0:
-                kind = "packed" if packs else "unpacked"
-                found = f"{reported:.7g}, gradient off by {max(errors):.1e}"
-                print(f"TRAIN_RL equals the loops, {kind}, {mode}: {found}", flush=True)
+            data, reports = trained(hook, chunk, new, old, ref, packs)
+            compare(chunk, reports, wanted[mode], packs, mode)
+    check_what_is_refused(hook, chunk, data, args)
+    dist.destroy_process_group()
+
+
+def trained(hook, chunk, new, old, ref, packs):
+    """Train a step by Megatron-LM's own functions; returns its data and what it reports."""
+    chunk.load_state_dict(old.state_dict())
+    data = rl_utils.prepare_data_for_update(
+        model=[chunk],
+        ref_state_dict=ref.state_dict(),
+        rollouts=draw_groups(),  # it pads their masks in place
+        tokenizer=Tokenizer(),
+        sequence_packing=packs,
+        is_correction=False,
+        **LEDGER,
+    )
+    data = data[0] if isinstance(data, tuple) else data  # a tuple from 0.17 on
+    chunk.load_state_dict(new.state_dict())
+    reports = worker.run(
+        hook.wrap(get_forward_backward_func()),
+        chunk,
+        data,
+        forward_step_func=train_rl.forward_step,
+        # Unpacked, its own number counts rollouts, and leaves turns for the next step.
+        num_microbatches=microbatches.get_num_microbatches() if packs else SEQUENCES,
+        micro_batch_size=1,
+        seq_length=LENGTH,
+    )
+    return data, reports
+
+
+def compare(chunk, reports, wanted, packs, mode):
+    """Assert that loss and gradients are those of the loops."""
+    loss, gradients = wanted
+    reported = tiny_gpt.reported(reports, "lm loss")
+    assert abs(reported - loss) < 1e-5 * abs(loss), (packs, mode, reported, loss)
+    assert {"stock/lm_loss", "rl/kl_term", "rl/entropy_term"} < set(reports[0])
+    errors = [
+        ((parameter.main_grad - gradient).norm() / (gradient.norm() + 1e-3)).item()
+        for parameter, gradient in zip(chunk.module.parameters(), gradients, strict=True)
+    ]
+    assert max(errors) < 1e-4, (packs, mode, errors)
+    if dist.get_rank() == 0:
+        kind = "packed" if packs else "unpacked"
+        found = f"{reported:.7g}, gradient off by {max(errors):.1e}"
+        print(f"TRAIN_RL equals the loops, {kind}, {mode}: {found}", flush=True)
+
+
+def check_what_is_refused(hook, chunk, data, args):
+    """Steps of a part of a collection warn; an unknown batch and an early release are refused."""
     assert "a collection over several steps" not in faults._warned
     args.global_batch_size = len(GROUPS)
     with pytest.warns(RuntimeWarning, match="of 8 rollouts is trained in steps of 4"):
@@ -297,7 +314,6 @@ def main():
         args.context_parallel_size = 2
         with worker.refused(worker.PlanError, "with context parallelism", "up to core_v0.19 give"):
             worker.run(hook.wrap(get_forward_backward_func()), chunk, data)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -30,52 +30,9 @@ def theirs(step, loss_type, *, generated=None, steps=1, beta=0.0):
     tokens of the generation batch, which has the sequences of that many ``steps``.
     """
     generated = sum(step.lengths) if generated is None else generated
-    accelerator = SimpleNamespace(
-        num_processes=step.dp_size,
-        gather=lambda t: t,
-        reduce=lambda t, reduction=None: t,
-        gather_for_metrics=lambda t: t,
-        sync_gradients=True,
-    )
     total = 0
     for mb in step.microbatches:
         log_p = mb.log_probs.exp().log()
-        trainer = SimpleNamespace(
-            _get_per_token_logps_and_entropies=lambda *_, log_p=log_p, **__: (
-                log_p,
-                torch.zeros_like(log_p),
-                None,
-            ),
-            aux_loss_enabled=False,
-            top_entropy_quantile=1.0,
-            off_policy_mask_threshold=None,
-            importance_sampling_level="token",
-            beta=beta,
-            loss_type=loss_type,
-            epsilon_low=1e9,
-            epsilon_high=1e9,
-            max_completion_length=L,
-            use_vllm=False,
-            vllm_importance_sampling_correction=False,
-            current_gradient_accumulation_steps=step.num_microbatches,
-            accelerator=accelerator,
-            _entropy_bonus_enabled=False,
-            model=SimpleNamespace(training=True),
-            tools=None,
-            _metrics=defaultdict(lambda: defaultdict(list)),
-            args=SimpleNamespace(
-                delta=None,
-                use_bias_correction_kl=False,
-                steps_per_generation=step.num_microbatches * steps,
-                sapo_temperature_neg=1.05,
-                sapo_temperature_pos=1.0,
-                **dict.fromkeys(
-                    ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), 1.0
-                ),
-            ),
-            router_aux_loss_coef=0,
-            get_gamma_weights=lambda advantages, **_: torch.ones_like(advantages),
-        )
         sequences, width = mb.mask.shape
         inputs = {
             "prompt_ids": torch.zeros(sequences, 1, dtype=torch.long),
@@ -87,8 +44,56 @@ def theirs(step, loss_type, *, generated=None, steps=1, beta=0.0):
             "ref_per_token_logps": torch.zeros_like(log_p),
             "num_items_in_batch": torch.tensor(float(generated)),
         }
+        trainer = trainer_of(step, log_p, loss_type, steps, beta)
         total = total + GRPOTrainer._compute_loss(trainer, None, inputs)
     return total / step.dp_size
+
+
+def trainer_of(step, log_p, loss_type, steps, beta):
+    """Return what ``_compute_loss`` reads of its trainer, with these log-probabilities."""
+    accelerator = SimpleNamespace(
+        num_processes=step.dp_size,
+        gather=lambda t: t,
+        reduce=lambda t, reduction=None: t,
+        gather_for_metrics=lambda t: t,
+        sync_gradients=True,
+    )
+    return SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (
+            log_p,
+            torch.zeros_like(log_p),
+            None,
+        ),
+        aux_loss_enabled=False,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        importance_sampling_level="token",
+        beta=beta,
+        loss_type=loss_type,
+        epsilon_low=1e9,
+        epsilon_high=1e9,
+        max_completion_length=L,
+        use_vllm=False,
+        vllm_importance_sampling_correction=False,
+        current_gradient_accumulation_steps=step.num_microbatches,
+        accelerator=accelerator,
+        _entropy_bonus_enabled=False,
+        model=SimpleNamespace(training=True),
+        tools=None,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        args=SimpleNamespace(
+            delta=None,
+            use_bias_correction_kl=False,
+            steps_per_generation=step.num_microbatches * steps,
+            sapo_temperature_neg=1.05,
+            sapo_temperature_pos=1.0,
+            **dict.fromkeys(
+                ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), 1.0
+            ),
+        ),
+        router_aux_loss_coef=0,
+        get_gamma_weights=lambda advantages, **_: torch.ones_like(advantages),
+    )
 
 
 def per_token(step, loss_type):
