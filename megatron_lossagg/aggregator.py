@@ -2,8 +2,7 @@
 
 How Megatron scales a loss, and why K compensates it, is in :mod:`megatron_lossagg.scaling`.
 In the per-token loss scaling num_tokens comes from the counts of the step, so that the sum over
-the step is the plan's N for any loss mask, unless survivors are counted. Stock Megatron's side
-losses (MoE, MTP) keep their 1/N.
+the step is the plan's N for any loss mask. Stock Megatron's side losses (MoE, MTP) keep their 1/N.
 """
 
 from __future__ import annotations
@@ -159,7 +158,6 @@ class LossAggregator:
         fault, settings = "", ""
         try:
             loss_scaling = checked_loss_scaling(self.chunks, counts_parts=self.counts_parts)
-            _check_survivors(self.aggregation, loss_scaling)
             frozen = Frozen.of(self.chunks, loss_scaling)
             groups = LiveGroups.of(self.chunks)
             mode = getattr(self.chunks[0].config, "cp_partition_mode", "zigzag")
@@ -584,7 +582,6 @@ class LossAggregator:
     def _check_plan(self, plan: StepPlan, num_microbatches: int, forward_only: bool) -> None:
         if not isinstance(plan, StepPlan):
             raise ContractError(f"got {plan!r}, expected what plan_step returns")
-        _check_survivors(plan.aggregation, self.loss_scaling)
         planned = plan.sequences.num_microbatches
         if planned not in (None, num_microbatches):
             raise ContractError(
@@ -643,15 +640,6 @@ def _aggregation(
             f"got an Aggregation and {', '.join(given)}: set them in the Aggregation"
         )
     return aggregation
-
-
-def _check_survivors(aggregation: Aggregation, loss_scaling: LossScaling) -> None:
-    if aggregation.count == "survivors" and loss_scaling != "per_token":
-        raise ContractError(
-            f"got {aggregation} in the average loss scaling, which divides by nothing that "
-            "loss_func knows of the other ranks: train with --calculate-per-token-loss, where "
-            "Megatron divides by the surviving tokens, or count the tokens after rejecting"
-        )
 
 
 def _is_same_function(one: Any, other: Any) -> bool:

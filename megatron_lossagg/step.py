@@ -84,8 +84,7 @@ class MicrobatchLoss:
 
         The loss is ``loss * K`` in fp32 or better with storage of its own (the schedule scales it
         in place); num_tokens an int32 0-dim tensor on its device; each report a detached
-        ``[partial loss * M DP CP, 1]``, or ``[partial loss * K, survivors]`` if survivors are
-        counted; each mean a detached ``[sum, count]``. Adds
+        ``[partial loss * M DP CP, 1]``; each mean a detached ``[sum, count]``. Adds
         ``lossagg/weight_sum`` and ``lossagg/weight_expected``. The weight-sum check sees the
         weights as sliced and masked, not what is done to a partial loss afterwards. No collective,
         no host sync.
@@ -349,16 +348,7 @@ class Step:
                     "loss_func: pass mb.outputs what mb.reduce made, and let the schedule run its "
                     "backward pass"
                 )
-        counted = {microbatch for _, microbatch in self._trained}
         for call in calls:
-            counts_survivors = call.aggregation.count == "survivors"
-            if counts_survivors and call.has_gradient and call.microbatch not in counted:
-                return (
-                    f"losses of sequences {first_few(call.sequences)} were trained with a mask of "
-                    "their own, and Megatron divides by the tokens that survive in the mask whose "
-                    "outputs were returned: make one step.microbatch with the mask of all terms, "
-                    "and set a term's losses to 0 if it has none"
-                )
             if call.is_late and call.has_gradient:
                 return (
                     f"losses of sequences {first_few(call.sequences)} were reduced after loss_func "

@@ -751,26 +751,6 @@ def check_a_partial_loss_of_another_microbatch_is_refused(chunk, aggregator):
         step.finish()
 
 
-def check_a_term_with_a_mask_of_its_own_is_refused_where_survivors_are_counted(chunk, aggregator):
-    """Megatron divides by the tokens of the mask whose outputs are returned."""
-    survivors = Aggregation("token_mean", count="survivors")
-    per_token = made(a_chunk(per_token=True), survivors, probe=False)
-    offsets, masks = [0, 4, 8], torch.tensor([[1, 1, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1, 0, 0]])
-    for is_trained in (True, False):
-        step = per_token.step([3, 2], num_microbatches=1)
-        own = step.microbatch([0, 1], masks[0], cu_seqlens=offsets)
-        other = step.plan.reducer([0, 1], masks[1], per_token.thd(offsets))
-        x = torch.ones(8, requires_grad=True)
-        loss, kl = own.reduce(x), own.reduce(2 * x)
-        term = other(x) if is_trained else other(x.detach())
-        backward(step, own.outputs(loss + kl + term))
-        if is_trained:
-            with refused("sequences 0, 1", "a mask of their own", "survive"):
-                step.finish()
-        else:
-            step.finish()
-
-
 def check_token_weights_that_no_loss_counts_are_refused_when_the_step_finishes(chunk, aggregator):
     weighing = Aggregation("sample_mean", count="weights")
     weights = torch.full((8,), 0.5)
