@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.integration import Integration
 from megatron_lossagg.integrations._rebind import rebind
 from megatron_lossagg.integrations._refusals import imported
-from megatron_lossagg.schedule import ScheduleHook
+from megatron_lossagg.loop.integration import Integration
+from megatron_lossagg.loop.schedule_hook import ScheduleHook
 
 __all__ = ["TrainerIntegration", "field_of", "installed", "reported", "trainer_class"]
 

@@ -11,8 +11,8 @@ import torch
 from laws import Comparison, Laws, Run, Tolerance, difference
 from swift_runs import CLOSE, LAYOUTS, close, runs_of
 
-from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.errors import ContractError, ReducerError
+from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.frameworks.ms_swift import taken_apart
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from device_double import DeviceDouble
 
-from megatron_lossagg import faults
 from megatron_lossagg.errors import ContractError, LayoutError, ReducerError
 from megatron_lossagg.integrations import miles, slime
+from megatron_lossagg.reduction import faults
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ import sys
 import pytest
 from rollout_batch import NO_MODE, SAMPLES, batch_of, of_miles, of_slime
 
-from megatron_lossagg import faults
 from megatron_lossagg.errors import AggregationError, ContractError, LayoutError
 from megatron_lossagg.integrations import _rollout_mask_sums, miles, slime
 from megatron_lossagg.integrations._rollout_mask_sums import REDUCER
+from megatron_lossagg.reduction import faults
 
 
 @pytest.fixture(params=["slime", "miles"])
