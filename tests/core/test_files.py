@@ -97,7 +97,7 @@ def test_one_file_for_two_outputs_is_refused(recorded, capsys, exists):
 
 
 def test_the_outputs_of_verify_are_checked_before_its_run(recorded, capsys):
-    assert main(["verify", "--json", str(recorded), "--html", str(recorded)]) == 2
+    assert main(["verify", "--json", str(recorded), "--markdown", str(recorded)]) == 2
     out, err = capsys.readouterr()
     assert "are the same file: name another file" in err
     assert not out

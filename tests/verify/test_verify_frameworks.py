@@ -5,7 +5,6 @@ are not released, here, from checkouts in ``FRAMEWORKS_DIR``.
 """
 
 import contextlib
-import html
 import importlib
 import json
 import os
@@ -208,16 +207,16 @@ def test_framework_under_a_launcher_is_refused(monkeypatch, capsys):
 
 
 @pytest.mark.launches
-def test_a_framework_of_which_nothing_ran_is_no_pass_in_text_json_html_and_status(
+def test_a_framework_of_which_nothing_ran_is_no_pass_in_text_json_markdown_and_status(
     verl_that, forked, tmp_path, monkeypatch, capsys
 ):
     verl_that("import ray_of_tests")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
     monkeypatch.setattr(job, "launch", fork_server().launch)
-    report, page = tmp_path / "report.json", tmp_path / "page.html"
+    report, summary = tmp_path / "report.json", tmp_path / "summary.md"
     one = ["--dp", "1", "--loss-aggregation", "token_mean", "--loss-scaling", "average"]
-    files = ["--json", str(report), "--html", str(page)]
+    files = ["--json", str(report), "--markdown", str(summary)]
     assert main(["verify", "--framework", "verl", *one, *files]) == 2
     out, err = capsys.readouterr()
     written = json.loads(report.read_text())
@@ -226,7 +225,7 @@ def test_a_framework_of_which_nothing_ran_is_no_pass_in_text_json_html_and_statu
     first, second, *_ = out.splitlines()
     assert first == "NOT RUN: verl: 0 of 1 check of its own code passes, 1 not run"
     assert second.startswith("1 of 1 case passes")
-    assert "No check of verl ran" in page.read_text()
+    assert summary.read_text().startswith(f"**lossagg verify: NOT RUN.** {first[9:]}\n")
     begins, reasons, counts, layout = err.splitlines()
     assert begins == "lossagg: verl: its own functions first, for at most 600 s"
     assert "verl: NOT RUN import of verl: ModuleNotFoundError: No module" in reasons
@@ -234,7 +233,7 @@ def test_a_framework_of_which_nothing_ran_is_no_pass_in_text_json_html_and_statu
     assert layout.startswith("lossagg: DP 1, M 3: 1 of 1 case passed, ")
     reason = written["framework"]["checks"][0]["explanation"]
     assert "Install the package that provides ray_of_tests" in reason
-    for text in (out, html.unescape(page.read_text())):
+    for text in (out, summary.read_text()):
         assert "NOT RUN" in text
         assert "0 of 1 check of its own code passes, 1 not run" in text
         assert reason in text
