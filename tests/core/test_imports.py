@@ -54,7 +54,6 @@ ORDER = [
 ]
 LATER = {
     "aggregator": {"schedule"},  # LossAggregator.wrap makes the hook, which may make it
-    "verify": {"cli"},  # a rank of Megatron-LM runs `lossagg run`
 }
 ANNOTATIONS = {
     "__future__", "__future__.annotations", "collections.abc", "collections.abc.Iterable",

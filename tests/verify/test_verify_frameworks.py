@@ -336,7 +336,7 @@ def test_megatron_lms_own_script_trains_the_references_loss_in_every_layout(monk
     ("script", "kind", "words"),
     [
         ("raise RuntimeError('broken')", NotRunError, "aggregation too: RuntimeError: broken"),
-        ("", FrameworkError, "where it runs stock: .*ended without a step"),
+        ("", FrameworkError, "in which it runs stock: .*ended without a step"),
     ],
     ids=["stock fails too", "stock runs"],
 )
