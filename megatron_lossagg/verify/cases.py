@@ -16,7 +16,7 @@ from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.scaling import LOSS_SCALINGS, LossScaling
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.reference_gradient import Reference
-from megatron_lossagg.verify.sequences import Assignment, TrainingSequence
+from megatron_lossagg.verify.step_data import Assignment, TrainingSequence
 
 __all__ = [
     "BETA",

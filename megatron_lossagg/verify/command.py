@@ -38,7 +38,7 @@ from megatron_lossagg.verify.cases import CASES, Case
 from megatron_lossagg.verify.environment import Fact, environment, megatron_core
 from megatron_lossagg.verify.frameworks import FRAMEWORKS, check_installed
 from megatron_lossagg.verify.frameworks.check import FAIL, NOT_RUN, PASS, counted, none_ran
-from megatron_lossagg.verify.frameworks.launch import TIMEOUT, run_framework
+from megatron_lossagg.verify.frameworks.run_checks import TIMEOUT, run_framework
 from megatron_lossagg.verify.job import Event, Job, launched
 from megatron_lossagg.verify.parallelism import Parallelism, standard
 from megatron_lossagg.verify.report import Report, finite, show

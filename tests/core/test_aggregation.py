@@ -12,7 +12,7 @@ from megatron_lossagg import Aggregation
 from megatron_lossagg.aggregation import ALIASES, MODES
 from megatron_lossagg.cli.explain import alias_lines, mode_lines
 from megatron_lossagg.errors import AggregationError
-from megatron_lossagg.verify.frameworks.step import Step
+from megatron_lossagg.verify.frameworks.drawn_step import Step
 
 FORMULAS = {
     ("length_power", None, True): "1/(n_b^0.5 Z)",

@@ -32,7 +32,7 @@ from megatron_lossagg.flags import aggregation_from_args
 from megatron_lossagg.options import Options
 from megatron_lossagg.scaling import LOSS_SCALINGS
 from megatron_lossagg.verify import reference_loss
-from megatron_lossagg.verify.sequences import zigzag
+from megatron_lossagg.verify.step_data import zigzag
 
 MODES = {
     aggregation.mode: {

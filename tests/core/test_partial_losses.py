@@ -10,7 +10,7 @@ from megatron_lossagg.aggregation import CUSTOM, MODES
 from megatron_lossagg.options import Options
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import reference_options
-from megatron_lossagg.verify.sequences import zigzag
+from megatron_lossagg.verify.step_data import zigzag
 
 
 def plan_of(sequences, keys, m, aggregation):

@@ -31,8 +31,8 @@ from megatron_lossagg.errors import LossAggregationError, PlanError
 from megatron_lossagg.integrations import miles as miles_hooks
 from megatron_lossagg.integrations import slime as slime_hooks
 from megatron_lossagg.integrations._rollout_mask_sums import REDUCER
-from megatron_lossagg.verify.frameworks import carried, miles
-from megatron_lossagg.verify.frameworks.step import aggregations, draw
+from megatron_lossagg.verify.frameworks import miles, slime_and_miles
+from megatron_lossagg.verify.frameworks.drawn_step import aggregations, draw
 
 ROLLOUTS, GLOBAL_BATCH, PER_PROMPT = 8, 4, 2
 BOUND = {torch.float32: 5e-6, torch.float64: 1e-12}
@@ -91,7 +91,7 @@ class Slime:
         from slime.utils.misc import load_function
 
         self.cp_utils, self.load_function = cp_utils, load_function
-        self.parsed = carried.arguments(self.hooks)
+        self.parsed = slime_and_miles.arguments(self.hooks)
 
     def start(self, args):
         pass
@@ -110,7 +110,7 @@ class Slime:
         from slime.utils.types import Sample
 
         return self.manager(args)._convert_samples_to_train_data(
-            carried.make_samples(draw(), Sample)
+            slime_and_miles.make_samples(draw(), Sample)
         )
 
     def split(self, args, data, parallelism):
@@ -152,7 +152,9 @@ class Slime:
         parallel_state.initialize_model_parallel()
         group = mpu.get_data_parallel_group(with_context_parallel=False)
         assert isinstance(group, reloadable.ReloadableProcessGroup)
-        args = arguments(self, **carried.carrying(self.hooks, Aggregation("token_mean")))
+        args = arguments(
+            self, **slime_and_miles.args_with_weights(self.hooks, Aggregation("token_mean"))
+        )
         active = sum(sum(one.mask) for one in draw() if one.sample < GLOBAL_BATCH)
         for _ in range(2):
             data, _ = rollout_data(self, args, self.converted(args))
@@ -164,7 +166,7 @@ class Slime:
             reloadable.reload_process_groups()
         # A denominator below 1: V < G in the second step.
         below = Aggregation("sample_sum", count_empty=False)
-        args = arguments(self, **carried.carrying(self.hooks, below))
+        args = arguments(self, **slime_and_miles.args_with_weights(self.hooks, below))
         with pytest.raises(PlanError, match="raises a denominator below 1 to 1"):
             self.carry(args, rollout_data(self, args, self.converted(args))[0])
         # slime swallows what it does not know, ours and misspelled hooks among it.
@@ -190,7 +192,7 @@ class Slime:
         train_metric_utils.gather_log_data = lambda *given: logged.append(gather(*given))
         for aggregation in ("sample_mean", "constant"):  # the first one is slime's own
             chosen = self.aggregations[aggregation]
-            args = arguments(self, **carried.carrying(self.hooks, chosen))
+            args = arguments(self, **slime_and_miles.args_with_weights(self.hooks, chosen))
             data, _ = rollout_data(self, args, self.converted(args))
             if aggregation == "constant":
                 self.carry(args, data)
@@ -216,7 +218,7 @@ class Miles:
         from miles.utils.misc import load_function
 
         self.cp_utils, self.load_function = cp_utils, load_function
-        self.parsed = carried.arguments(self.hooks)
+        self.parsed = slime_and_miles.arguments(self.hooks)
 
     def start(self, args):
         from miles.utils import object_store
@@ -231,7 +233,7 @@ class Miles:
         from miles.utils.types import Sample
 
         hook = self.load_function(args.custom_convert_samples_to_train_data_path)
-        samples = carried.make_samples(draw(), Sample)
+        samples = slime_and_miles.make_samples(draw(), Sample)
         return convert_samples_to_train_data(args, samples, {}, hook, None)
 
     def split(self, args, data, parallelism):
@@ -266,7 +268,7 @@ class Miles:
         for partial in (False, True):
             given = {"global_batch_size": 5, "allow_partial_train_step": partial}
             stock = self.converted(arguments(self, **given))
-            given |= carried.carrying(self.hooks, Aggregation("token_mean"))
+            given |= slime_and_miles.args_with_weights(self.hooks, Aggregation("token_mean"))
             data = self.converted(arguments(self, **given))
             config = {"dp_size": 1, "cp_size": 1, "vpp_size": 1}
             (sequences,), (microbatches,), num_microbatches, rollouts = build_dp_schedule(
@@ -409,7 +411,7 @@ def cases(framework):
     constant = framework.aggregations["constant"]
     made["constant_40"] = ({REDUCER: f"{framework.hooks.module}.constant_40"}, constant, default)
     for name, chosen in framework.aggregations.items():
-        made[name] = (carried.carrying(framework.hooks, chosen), chosen, chosen)
+        made[name] = (slime_and_miles.args_with_weights(framework.hooks, chosen), chosen, chosen)
     return made
 
 
@@ -480,7 +482,12 @@ def wiring(framework):
         framework.load_function(f"{framework.hooks.module}:carry_weights")
     check = framework.load_function(f"{framework.hooks.module}.check")
     check(framework.parsed)  # none of the framework's own arguments looks like one of ours
-    check(arguments(framework, **carried.carrying(framework.hooks, Aggregation("token_mean"))))
+    check(
+        arguments(
+            framework,
+            **slime_and_miles.args_with_weights(framework.hooks, Aggregation("token_mean")),
+        )
+    )
     framework.wiring()
     print(f"WIRING of {framework.hooks.name} holds")
 

@@ -63,8 +63,8 @@ from megatron_lossagg import Aggregation  # noqa: E402
 from megatron_lossagg.integrations.nemo_rl import aggregated  # noqa: E402
 from megatron_lossagg.verify import reference_loss  # noqa: E402
 from megatron_lossagg.verify.cases import reference_options  # noqa: E402
+from megatron_lossagg.verify.frameworks.drawn_step import Step  # noqa: E402
 from megatron_lossagg.verify.frameworks.nemo_rl import losses_of  # noqa: E402
-from megatron_lossagg.verify.frameworks.step import Step  # noqa: E402
 
 PROMPTS, SAMPLES, SEQUENCES_PER_STEP = 6, 4, 12
 MASKED_PROMPT, EMPTY_PROMPT = 2, 4

@@ -17,7 +17,7 @@ from fork_server import ForkServer
 from frameworks import INSTALLED, checkout_of, needs
 
 from megatron_lossagg import Aggregation
-from megatron_lossagg.verify.frameworks.launch import FrameworkJob
+from megatron_lossagg.verify.frameworks.run_checks import FrameworkJob
 from megatron_lossagg.verify.job import write_job
 
 pytestmark = [

@@ -23,8 +23,8 @@ from megatron_lossagg.integrations import _rollout_mask_sums, miles, slime
 from megatron_lossagg.integrations._rollout_mask_sums import REDUCER
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import reference_options
-from megatron_lossagg.verify.frameworks.carried import carrying
-from megatron_lossagg.verify.frameworks.step import aggregations, draw
+from megatron_lossagg.verify.frameworks.drawn_step import aggregations, draw
+from megatron_lossagg.verify.frameworks.slime_and_miles import args_with_weights
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ class Carrying:
         """Return arguments that carry an aggregation's weights, as far as the hooks read them."""
         if isinstance(aggregation, str):
             aggregation = CASES.get(aggregation) or Aggregation(aggregation)
-        return Namespace(**{**STOCK, **carrying(self.module.HOOKS, aggregation), **given})
+        return Namespace(**{**STOCK, **args_with_weights(self.module.HOOKS, aggregation), **given})
 
     def carry(self, args, samples=SAMPLES):
         """Carry the weights; returns the denominators of the sequences."""

@@ -42,7 +42,7 @@ from megatron_lossagg import Aggregation, faults  # noqa: E402
 from megatron_lossagg.integrations import megatron_rl  # noqa: E402
 from megatron_lossagg.integrations.megatron_rl import RLIntegration  # noqa: E402
 from megatron_lossagg.schedule import ScheduleHook  # noqa: E402
-from megatron_lossagg.verify.sequences import VOCABULARY  # noqa: E402
+from megatron_lossagg.verify.step_data import VOCABULARY  # noqa: E402
 
 CP = int(sys.argv[1])
 DP = 2 // CP

@@ -11,7 +11,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.aggregation import ALIASES
-from megatron_lossagg.verify.frameworks.step import Step
+from megatron_lossagg.verify.frameworks.drawn_step import Step
 
 L = 11
 NAMES = [name.removeprefix("trl:") for name in ALIASES if name.startswith("trl:")]

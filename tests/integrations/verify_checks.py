@@ -17,7 +17,7 @@ from frameworks import checkout_of, needs
 from processes import is_running
 from shared import check_of
 
-from megatron_lossagg.verify.frameworks.launch import run_framework
+from megatron_lossagg.verify.frameworks.run_checks import run_framework
 
 ONE = ["--dp", "1", "--loss-aggregation", "token_mean", "--loss-scaling", "average"]
 
@@ -104,9 +104,8 @@ def test_ctrl_c_ends_the_ranks_that_a_check_launched(tmp_path):
     launches = f"cpu.launch([{str(rank)!r}], processes=1, timeout=100)"
     (tmp_path / "verl").mkdir()
     (tmp_path / "verl" / "__init__.py").write_text(f"from megatron_lossagg import cpu; {launches}")
-    command = (
-        "from megatron_lossagg.verify.frameworks.launch import run_framework; run_framework('verl')"
-    )
+    module = "megatron_lossagg.verify.frameworks.run_checks"
+    command = f"from {module} import run_framework; run_framework('verl')"
     checked = subprocess.Popen(
         [sys.executable, "-c", command],
         env={**os.environ, "PYTHONPATH": path_with(tmp_path)},

@@ -19,7 +19,7 @@ from megatron_lossagg import LossAggregator, Sequences, plan_step
 from megatron_lossagg.errors import ContractError, ReducerError
 from megatron_lossagg.live import megatron_version
 from megatron_lossagg.options import Options
-from megatron_lossagg.verify.sequences import VOCABULARY
+from megatron_lossagg.verify.step_data import VOCABULARY
 
 LENGTH = 8
 MASK = torch.ones(LENGTH, dtype=torch.int64)

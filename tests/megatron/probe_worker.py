@@ -40,7 +40,7 @@ from megatron_lossagg.errors import ContractError
 from megatron_lossagg.options import Options
 from megatron_lossagg.probe import model as probe_model
 from megatron_lossagg.probe import together
-from megatron_lossagg.verify.sequences import VOCABULARY
+from megatron_lossagg.verify.step_data import VOCABULARY
 from megatron_lossagg.verify.world import split_world
 
 CONFIRMED = (

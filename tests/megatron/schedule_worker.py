@@ -29,7 +29,7 @@ from megatron_lossagg.integrations import bridge, megatron_lm
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration
 from megatron_lossagg.options import Options
 from megatron_lossagg.schedule import ScheduleHook, _compare_sum
-from megatron_lossagg.verify.sequences import VOCABULARY
+from megatron_lossagg.verify.step_data import VOCABULARY
 
 SAMPLE_MEAN = Aggregation("sample_mean")
 M, LENGTH = 2, 8

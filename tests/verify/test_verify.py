@@ -24,7 +24,7 @@ from megatron_lossagg.verify.cases import CASES
 from megatron_lossagg.verify.environment import environment
 from megatron_lossagg.verify.job import Job, read_job, write_job
 from megatron_lossagg.verify.parallelism import standard
-from megatron_lossagg.verify.sequences import make_sequences
+from megatron_lossagg.verify.step_data import make_sequences
 from megatron_lossagg.writing.text import number_of
 
 ROOT = Path(__file__).parents[2]

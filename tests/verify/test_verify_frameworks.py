@@ -25,7 +25,6 @@ from megatron_lossagg.integrations.slime import HOOKS
 from megatron_lossagg.verify import job
 from megatron_lossagg.verify.frameworks import FRAMEWORKS
 from megatron_lossagg.verify.frameworks import megatron_lm as checks_of_megatron_lm
-from megatron_lossagg.verify.frameworks.carried import join_alone, parsed
 from megatron_lossagg.verify.frameworks.check import (
     Check,
     FrameworkError,
@@ -33,7 +32,8 @@ from megatron_lossagg.verify.frameworks.check import (
     compare,
     outcome_of,
 )
-from megatron_lossagg.verify.frameworks.launch import DEFAULT, checks_of, run_framework
+from megatron_lossagg.verify.frameworks.run_checks import DEFAULT, checks_of, run_framework
+from megatron_lossagg.verify.frameworks.slime_and_miles import join_alone, parsed
 
 ROOT = Path(__file__).parents[2]
 

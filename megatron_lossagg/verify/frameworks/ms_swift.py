@@ -33,7 +33,7 @@ from megatron_lossagg.verify.frameworks.check import (
     compare,
     loop_not_run,
 )
-from megatron_lossagg.verify.frameworks.step import Microbatch, Step, aggregations, aliases
+from megatron_lossagg.verify.frameworks.drawn_step import Microbatch, Step, aggregations, aliases
 
 __all__ = ["ALIASED", "checks", "grpo_loss", "grpo_losses", "taken_apart"]
 

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.verify.frameworks.check import Check, Comparison, compare
-from megatron_lossagg.verify.frameworks.step import Microbatch, Step, aggregations, ppo_losses
+from megatron_lossagg.verify.frameworks.drawn_step import Microbatch, Step, aggregations, ppo_losses
 
 __all__ = ["CLIP", "DUAL_CLIP", "VALUE_CLIP", "checks", "compared", "losses_of"]
 

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.verify.frameworks.check import Check, Comparison, compare
-from megatron_lossagg.verify.frameworks.step import Microbatch, Step, aggregations, aliases
+from megatron_lossagg.verify.frameworks.drawn_step import Microbatch, Step, aggregations, aliases
 
 __all__ = [
     "ALIASES",

@@ -23,7 +23,7 @@ from megatron_lossagg.options import Options
 from megatron_lossagg.plan import plan_step
 from megatron_lossagg.sequences import Sequences
 from megatron_lossagg.verify.frameworks.check import Check, Comparison, compare
-from megatron_lossagg.verify.frameworks.step import Microbatch, Step, aliases
+from megatron_lossagg.verify.frameworks.drawn_step import Microbatch, Step, aliases
 
 __all__ = [
     "ALIASES",

@@ -30,7 +30,9 @@ from megatron_lossagg.schedule import ScheduleHook
 from megatron_lossagg.step import Step
 from megatron_lossagg.verify.cases import BETA, CASES, Case
 from megatron_lossagg.verify.causes import Facts
-from megatron_lossagg.verify.model import (
+from megatron_lossagg.verify.parallelism import Parallelism
+from megatron_lossagg.verify.reference_gradient import Reference
+from megatron_lossagg.verify.small_gpt import (
     Batch,
     config_of,
     forward,
@@ -41,9 +43,7 @@ from megatron_lossagg.verify.model import (
     token_losses,
     wrapped_chunks,
 )
-from megatron_lossagg.verify.parallelism import Parallelism
-from megatron_lossagg.verify.reference_gradient import Reference
-from megatron_lossagg.verify.sequences import TrainingSequence, assign_sequences
+from megatron_lossagg.verify.step_data import TrainingSequence, assign_sequences
 from megatron_lossagg.verify.world import device
 
 __all__ = ["WEIGHT_EXPECTED", "WEIGHT_SUM", "Measured", "Run", "relative"]
