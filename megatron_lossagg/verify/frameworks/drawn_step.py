@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from megatron_lossagg.aggregation import ALIASES, MODES, Aggregation
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import MASK_CASES, reference_options
+from megatron_lossagg.verify.frameworks.check import Comparison, compare
 from megatron_lossagg.verify.step_data import VOCABULARY
 
 __all__ = [
@@ -143,7 +144,7 @@ class Step:
     @property
     def leaves(self) -> list[Tensor]:
         """What gradients are compared of: log-probabilities, which are per-token losses too."""
-        return [mb.log_probs for mb in self.microbatches]
+        return self.log_probs()
 
     def ppo_losses(self, *, clip: float, dual_clip: float | None = None) -> list[Tensor]:
         """Compute PPO's losses of each microbatch, ``[b, s]``."""
@@ -155,6 +156,18 @@ class Step:
     def log_probs(self) -> list[Tensor]:
         """Return the log-probabilities of each microbatch, ``[b, s]``."""
         return [mb.log_probs for mb in self.microbatches]
+
+    def compared(
+        self,
+        got: Tensor,
+        aggregation: Aggregation,
+        losses: Sequence[Tensor],
+        *,
+        num_excluded: int = 0,
+    ) -> Comparison:
+        """Compare a framework's loss of the step with :meth:`wanted`, and their gradients."""
+        wanted = self.wanted(aggregation, losses, num_excluded=num_excluded)
+        return compare(got, wanted, self.leaves)
 
     def wanted(
         self, aggregation: Aggregation, losses: Sequence[Tensor], *, num_excluded: int = 0
@@ -196,6 +209,11 @@ class PackedStep(Step):
             total = sum(len(self.drawn[n].tokens) for n in mb.sequences)
             logits = 0.3 * torch.randn(1, total, VOCABULARY, generator=generator)
             self.logits.append(logits.requires_grad_())
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """What gradients are compared of: logits."""
+        return self.logits
 
     def batch(self, index: int, rollout_mask_sums: Sequence[float] | Tensor) -> dict[str, Any]:
         """Return a microbatch as the loss functions of slime and miles read it.

@@ -71,9 +71,9 @@ def checks(aggregation: Aggregation) -> list[Check]:
 
     return [
         Check(
-            name=f"pretrain_gpt.py, {aggregation.mode}, {layout}, {_STEPS} steps",
-            function="megatron.training.training.train_step",
-            compare=partial(compare, layout),
+            f"pretrain_gpt.py, {aggregation.mode}, {layout}, {_STEPS} steps",
+            "megatron.training.training.train_step",
+            partial(compare, layout),
             gradient="norm of the gradient",
         )
         for layout in _LAYOUTS

@@ -28,7 +28,6 @@ from megatron_lossagg.verify.frameworks.check import (
     Comparison,
     FrameworkError,
     NotRunError,
-    compare,
 )
 from megatron_lossagg.verify.frameworks.drawn_step import Drawn, PackedStep, aggregations
 
@@ -140,7 +139,7 @@ def policy_loss_checks(
         d_S = mask_sums(made, step)
         losses = [loss(made, step, n, step.batch(n, d_S)) for n in range(len(step.logits))]
         got = torch.stack(losses).sum() / len(losses)
-        return compare(got, step.wanted(wanted, step.ppo_losses(clip=_CLIP)), step.logits)
+        return step.compared(got, wanted, step.ppo_losses(clip=_CLIP))
 
     given: dict[str, tuple[dict[str, Any], Aggregation]] = {
         f"carry_weights, {name}": (args_with_weights(hooks, aggregation), aggregation)
@@ -149,7 +148,7 @@ def policy_loss_checks(
     reducer = f"{hooks.module}.constant_40"
     given[reducer] = ({REDUCER: reducer}, _CONSTANT)
     return [
-        Check(name=name, function=function, compare=partial(run, *of_check), tolerance=_FLOAT32)
+        Check(name, function, partial(run, *of_check), tolerance=_FLOAT32)
         for name, of_check in given.items()
     ]
 
