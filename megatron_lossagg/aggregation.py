@@ -33,12 +33,11 @@ __all__ = [
 ]
 
 _DivisorRule = Literal["required", "optional", "none"]
-Count = Literal["mask", "weights", "survivors"]
+Count = Literal["mask", "weights"]
 
 COUNTS: dict[Count, str] = {
     "mask": "the tokens of the loss mask",
     "weights": "the sums of token weights",
-    "survivors": "the tokens that survive a rejection inside the loss",
 }
 """What the denominators count; see :attr:`Aggregation.count`."""
 
@@ -254,9 +253,6 @@ class Aggregation:
         count: What n_s, n_b, n_p, n_mb and N count, and which samples V and prompts Q has.
             ``mask``: tokens whose loss mask is 1. ``weights``: the sum of the token weights
             v_t >= 0, which multiply the losses too: the loss is ``sum_s w_s sum_t m_t v_t x_t``.
-            ``survivors``: N is the tokens that the loss mask after rejection keeps; only
-            ``token_mean`` in the per-token loss scaling, where Megatron divides by the tokens that
-            loss_func returns.
 
     Raises:
         AggregationError: For an unknown mode; for a divisor or exponent that is missing, not
@@ -327,8 +323,8 @@ def require_mask_count(aggregation: Aggregation, framework: str) -> None:
     """Raise :class:`AggregationError` for a ``count`` that a framework's data cannot follow."""
     if aggregation.count != "mask":
         raise AggregationError(
-            f"got count {aggregation.count!r}, and {framework} passes neither token weights nor "
-            "num_tokens through this package: drop --loss-aggregation-count (count=)"
+            f"got count {aggregation.count!r}, and {framework} passes no token weights through "
+            "this package: drop --loss-aggregation-count (count=)"
         )
 
 
@@ -453,12 +449,6 @@ def _check_count(mode: Mode, count: object) -> None:
         raise AggregationError(
             f"got count {count!r} with a reducer path, but a custom reducer counts for itself: "
             "drop --loss-aggregation-count (count=)"
-        )
-    if count == "survivors" and mode.name != "token_mean":
-        raise AggregationError(
-            f"got count 'survivors' with mode {mode.name!r}, but only the mean over all tokens is "
-            "what Megatron's division by the surviving tokens gives: choose token_mean, or count "
-            "the tokens after rejecting"
         )
 
 

@@ -2,8 +2,7 @@
 
 How Megatron scales a loss, and why K compensates it, is in :mod:`megatron_lossagg.scaling`.
 In the per-token loss scaling num_tokens comes from the counts of the step, so that the sum over
-the step is the plan's N for any loss mask, unless survivors are counted. Stock Megatron's side
-losses (MoE, MTP) keep their 1/N.
+the step is the plan's N for any loss mask. Stock Megatron's side losses (MoE, MTP) keep their 1/N.
 """
 
 from __future__ import annotations
@@ -159,7 +158,6 @@ class LossAggregator:
         fault, settings = "", ""
         try:
             loss_scaling = checked_loss_scaling(self.chunks, counts_parts=self.counts_parts)
-            _check_survivors(self.aggregation, loss_scaling)
             frozen = Frozen.of(self.chunks, loss_scaling)
             groups = LiveGroups.of(self.chunks)
             mode = getattr(self.chunks[0].config, "cp_partition_mode", "zigzag")
@@ -260,14 +258,13 @@ class LossAggregator:
         samples_per_prompt: int | None = None,
         forward_only: bool = False,
         accumulates: bool = False,
-        also: Sequence[StepPlan] = (),
         iteration: int | None = None,
     ) -> Step:
         """Plan and begin a schedule call of ``num_microbatches``; leaving ``with`` finishes it.
 
-        Only the last pipeline stage plans the sequences: earlier stages ignore these and ``also``,
-        and may leave them out. On the last stage a tensor-parallel rank without data leaves them
-        out too and takes those of the first rank of its group.
+        Only the last pipeline stage plans the sequences: earlier stages ignore these and may
+        leave them out. On the last stage a tensor-parallel rank without data leaves them out too
+        and takes those of the first rank of its group.
 
         Every rank calls. Collectives: on the last stage those of :func:`plan_step` over
         :attr:`dp_group`, and one ``all_gather_object`` over :attr:`tp_group` if it has several
@@ -283,7 +280,6 @@ class LossAggregator:
             samples_per_prompt: As in :class:`Sequences`.
             forward_only: As in :meth:`begin`.
             accumulates: As in :meth:`begin`.
-            also: As in :meth:`begin`.
             iteration: As in :meth:`begin`.
 
         Returns:
@@ -307,7 +303,6 @@ class LossAggregator:
             num_microbatches=num_microbatches,
             forward_only=forward_only,
             accumulates=accumulates,
-            also=also,
             iteration=iteration,
         )
 
@@ -318,16 +313,15 @@ class LossAggregator:
         num_microbatches: int,
         forward_only: bool = False,
         accumulates: bool = False,
-        also: Sequence[StepPlan] = (),
         iteration: int | None = None,
     ) -> Step:
         """Plan and begin a schedule call on every pipeline stage, or raise on all of them.
 
         Also if the stages' M differ.
 
-        ``plan``: makes the plan, and is called on the last stage only; earlier stages ignore
-        ``also`` too. The others: see :meth:`begin`. Every rank calls. One all-gather over
-        :attr:`pp_group` if it has several ranks.
+        ``plan``: makes the plan, and is called on the last stage only. The others: see
+        :meth:`begin`. Every rank calls. One all-gather over :attr:`pp_group` if it has several
+        ranks.
         """
         step, error = None, None
         try:
@@ -336,7 +330,6 @@ class LossAggregator:
                 num_microbatches=num_microbatches,
                 forward_only=forward_only,
                 accumulates=accumulates,
-                also=also if self.is_last_stage else (),
                 iteration=iteration,
             )
         except Exception as found:  # of any type: no stage may leave the others waiting
@@ -359,7 +352,6 @@ class LossAggregator:
         num_microbatches: int,
         forward_only: bool = False,
         accumulates: bool = False,
-        also: Sequence[StepPlan] = (),
         iteration: int | None = None,
     ) -> Step:
         """Begin a schedule call over a plan of your own, such as ``StepBuffer.plan`` makes.
@@ -375,7 +367,6 @@ class LossAggregator:
                 under ``torch.no_grad()``.
             accumulates: Gradients of earlier schedule calls are kept on purpose; else they must be
                 zero when the first loss is returned.
-            also: Plans over the same sequences with other counts, for further terms of the loss.
             iteration: The number of the step, from 1, in ``options.record``; None is one more than
                 that of its last line.
 
@@ -413,50 +404,31 @@ class LossAggregator:
                 f"got iteration {iteration!r}, expected an integer from 1: pass the number of the "
                 "optimizer step that is trained"
             )
-        if plan is None and (self.is_last_stage or also):
+        if plan is None and self.is_last_stage:
             raise ContractError(
                 "got no counts on the last pipeline stage, which computes the loss: pass "
                 "active_tokens= there"
             )
-        if not isinstance(also, (list, tuple)):
-            raise ContractError(f"got also={also!r}, expected a list of plans: pass [plan]")
-        plans = (*([] if plan is None else [plan]), *also)
-        wrong = [one for one in plans if not isinstance(one, StepPlan)]
-        if wrong:
-            raise ContractError(f"got {wrong[0]!r}, expected what plan_step returns")
-        for one in plans:
-            self._check_plan(one, num_microbatches, forward_only)
-            if len(one.active_tokens) != len(plans[0].active_tokens):
-                raise ContractError(
-                    f"also= has a plan of {len(one.active_tokens)} sequences, the step's plan has "
-                    f"{len(plans[0].active_tokens)}: plan the same sequences, with 0 if one has no "
-                    "tokens"
-                )
-        survivors = [one.aggregation for one in plans if one.aggregation.count == "survivors"]
-        if survivors and also:
-            raise ContractError(
-                f"got also= with {survivors[0]}: Megatron divides the whole loss by the surviving "
-                "tokens of one plan, so count the mask, or plan once"
-            )
+        if plan is not None:
+            self._check_plan(plan, num_microbatches, forward_only)
         if not forward_only:
             self._check_overlap(num_microbatches)
         if accumulates:
             self._check_accumulation()
-        for one in plans:
-            one.state.is_stepped = one.state.is_stepped or not forward_only
+        if plan is not None:
+            plan.state.is_stepped = plan.state.is_stepped or not forward_only
         self._latest = Step(
             aggregator=self,
             plan=plan,
             num_microbatches=num_microbatches,
             forward_only=forward_only,
             accumulates=accumulates,
-            also=tuple(also),
             shadows=self.options.shadows,
             record=None if forward_only else self._recorded(iteration),
             divisor=None if forward_only else self._divisor_check(plan, num_microbatches),
         )
-        for one in plans:
-            one.state.refuse_others()
+        if plan is not None:
+            plan.state.refuse_others()
         return self._latest
 
     def _divisor_check(self, plan: StepPlan | None, num_microbatches: int) -> DivisorCheck | None:
@@ -590,7 +562,7 @@ class LossAggregator:
         if isinstance(getattr(now, "__self__", None), DivisorCheck):
             raise ContractError(
                 "got a step of this model while another one runs: leave its with block first, or "
-                "call its step.end(); terms of one loss belong to one step (also=)"
+                "call its step.end(); terms of one loss belong to one step"
             )
         if self._finalize is None:  # training sets it before its first step
             if self.probe is not None and not is_megatrons_finalize(now):
@@ -608,7 +580,8 @@ class LossAggregator:
             )
 
     def _check_plan(self, plan: StepPlan, num_microbatches: int, forward_only: bool) -> None:
-        _check_survivors(plan.aggregation, self.loss_scaling)
+        if not isinstance(plan, StepPlan):
+            raise ContractError(f"got {plan!r}, expected what plan_step returns")
         planned = plan.sequences.num_microbatches
         if planned not in (None, num_microbatches):
             raise ContractError(
@@ -667,15 +640,6 @@ def _aggregation(
             f"got an Aggregation and {', '.join(given)}: set them in the Aggregation"
         )
     return aggregation
-
-
-def _check_survivors(aggregation: Aggregation, loss_scaling: LossScaling) -> None:
-    if aggregation.count == "survivors" and loss_scaling != "per_token":
-        raise ContractError(
-            f"got {aggregation} in the average loss scaling, which divides by nothing that "
-            "loss_func knows of the other ranks: train with --calculate-per-token-loss, where "
-            "Megatron divides by the surviving tokens, or count the tokens after rejecting"
-        )
 
 
 def _is_same_function(one: Any, other: Any) -> bool:

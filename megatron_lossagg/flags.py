@@ -67,7 +67,7 @@ def add_loss_aggregation_args(parser: argparse.ArgumentParser) -> argparse.Argum
         choices=tuple(COUNTS),
         help="What the denominators count: "
         + "; ".join(f"{name}, {what}" for name, what in COUNTS.items())
-        + " (token_mean with --calculate-per-token-loss only). Default: mask.",
+        + ". Default: mask.",
     )
     group.add_argument(
         "--loss-aggregation-empty-step",

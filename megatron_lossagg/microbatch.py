@@ -254,14 +254,6 @@ class Microbatch:
             trained_weights=trained_weight_G,
         )
 
-    @property
-    def survivors(self) -> Tensor:
-        """Tokens that this rank trains, 0-dim: the CP ranks' sum is the microbatch's.
-
-        Of a mask that is whole too, for a rank may know the rejections of its own slice only.
-        """
-        return self.keep.sum()
-
     def note_trained(self, num_sequences: int) -> None:
         """Note what this rank trains of each sequence, which context-parallel ranks compare.
 

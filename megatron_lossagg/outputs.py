@@ -42,20 +42,15 @@ def outputs(
 ) -> Outputs:
     """Return loss times K, num_tokens, and the reports with the weight-sum check's two."""
     scaled = _widened(loss) * scaling.k
-    survivors = None
-    if reducer.plan.aggregation.count == "survivors":
-        survivors = moved(reducer.microbatch.survivors, scaled.device)
-        num_tokens = survivors.to(torch.int32)
-    else:
-        counted = scaling.num_tokens(reducer.counted_tokens, cp_rank)
-        num_tokens = torch.full((), counted, dtype=torch.int32, device=scaled.device)
-    reports = {name: _report(name, value, scaling, survivors) for name, value in report.items()}
+    counted = scaling.num_tokens(reducer.counted_tokens, cp_rank)
+    num_tokens = torch.full((), counted, dtype=torch.int32, device=scaled.device)
+    reports = {name: _report(name, value, scaling) for name, value in report.items()}
     reports |= {name: _mean(name, total, count) for name, (total, count) in means.items()}
     weight_sum, expected = reducer.weight_sum(), reducer.plan.expected_weight
     if weight_sum is not None:
         weight_sum = moved(weight_sum, scaled.device)
         name = "lossagg/weight_sum"
-        reports[name] = _report(name, weight_sum, scaling, survivors)
+        reports[name] = _report(name, weight_sum, scaling)
         if expected is not None:
             one = torch.ones_like(weight_sum)
             reports["lossagg/weight_expected"] = torch.stack([one * expected, one])
@@ -65,9 +60,7 @@ def outputs(
 def shadow_reports(shadows: Mapping[str, Tensor], scaling: Scaling) -> dict[str, Tensor]:
     """Return ``lossagg/shadow/NAME`` for each partial loss by its mode's name."""
     names = {name: f"lossagg/shadow/{name}" for name in shadows}
-    return {
-        names[name]: _report(names[name], shadow, scaling, None) for name, shadow in shadows.items()
-    }
+    return {names[name]: _report(names[name], shadow, scaling) for name, shadow in shadows.items()}
 
 
 def stock_report(loss: Tensor, num_tokens: Tensor, scaling: Scaling) -> dict[str, Tensor]:
@@ -106,18 +99,11 @@ def check_scalar(name: str, value: Tensor) -> None:
         )
 
 
-def _report(name: str, partial_loss: Tensor, scaling: Scaling, survivors: Tensor | None) -> Tensor:
-    """Make a pair whose sums over the step divide to the sum of the partial losses.
-
-    ``survivors``: divide by their sum and not by N, as Megatron does with the gradient.
-    """
+def _report(name: str, partial_loss: Tensor, scaling: Scaling) -> Tensor:
+    """Make a pair whose sums over the step divide to the sum of the partial losses."""
     check_scalar(name, partial_loss)
     value = _widened(partial_loss.detach())
-    if survivors is None:
-        return torch.stack([value * scaling.report_factor, torch.ones_like(value)])
-    # A step without a survivor reports 0 and not 0 / 0; added to an integer, this is nothing.
-    count = survivors.to(value.dtype).clamp(min=torch.finfo(value.dtype).tiny)
-    return torch.stack([value * scaling.k, count])
+    return torch.stack([value * scaling.report_factor, torch.ones_like(value)])
 
 
 def _mean(name: str, total: Tensor, count: Tensor | float) -> Tensor:

@@ -7,13 +7,11 @@ how many tokens each has trained of each sequence, and how many it counted; like
 token weights. Together they must train what was counted of each sequence: more is an error, less is
 one unless tokens are rejected on purpose. They must also have given each sequence the same weight.
 
-Ranks may disagree on everything, the numbers of sequences and of plans included. So what is
-gathered has one size: sequence s is added to slot s modulo ``_SLOTS``, and further plans are
-gathered only if all ranks have as many.
+Ranks may disagree on everything, the number of sequences included. So what is gathered has one
+size: sequence s is added to slot s modulo ``_SLOTS``.
 
 Shape suffixes: S = sequences of this data-parallel rank in the step; F = slots; W =
-ranks of the context-parallel group; P = further plans of the step; N = the numbers that a rank
-gathers of a plan.
+ranks of the context-parallel group; N = the numbers that a rank gathers.
 """
 
 from __future__ import annotations
@@ -39,35 +37,22 @@ __all__ = ["check_ownership"]
 _SLOTS = 1024
 
 
-def check_ownership(
-    exchange: Exchange, plans: Sequence[StepPlan], *, has_failed: bool, trains: bool
-) -> None:
-    """Leave in each plan's faults what the ranks trained other than was counted.
+def check_ownership(exchange: Exchange, plan: StepPlan, *, has_failed: bool) -> None:
+    """Leave in the plan's faults what the ranks trained other than was counted.
 
-    ``exchange``: over the context-parallel group, every rank of which calls. ``plans``: of the
-    step, its own first; tokens of a plan are compared if a rank noted some. ``has_failed``: whether
-    this rank ends the step with an error anyway, which the others then raise too. ``trains``:
-    whether loss_func ran here in a training step, in which a further plan must be trained too. One
-    all-gather, no host sync; with further plans one more all-gather, after one host sync.
+    ``exchange``: over the context-parallel group, every rank of which calls. ``plan``: the step's;
+    tokens are compared if a rank noted some. ``has_failed``: whether this rank ends the step with
+    an error anyway, which the others then raise too. One all-gather, no host sync.
     """
-    noted = [[tally.of_sequences() for tally in _tallies(plan)] for plan in plans]
-    devices = (one.device for of_plan in noted for one in of_plan if one is not None)
+    noted = [tally.of_sequences() for tally in _tallies(plan)]
+    devices = (one.device for one in noted if one is not None)
     device = next(devices, torch.device("cpu"))
-    own = [
-        _numbers(plan, of_plan, [has_failed, trains and number > 0, len(plans)], device)
-        for number, (plan, of_plan) in enumerate(zip(plans, noted, strict=True))
-    ]
-    gathered_WN = exchange.tensors(own[0])
-    _compare(plans[0], gathered_WN, exchange.rank)
-    if len(plans) > 1 and bool((gathered_WN[:, _NUM_PLANS] == len(plans)).all()):
-        gathered_WPN = exchange.tensors(torch.cat(own[1:])).view(exchange.size, len(own) - 1, -1)
-        for plan, gathered_WN in zip(plans[1:], gathered_WPN.unbind(1), strict=True):
-            _compare(plan, gathered_WN, exchange.rank)
+    _compare(plan, exchange.tensors(_numbers(plan, noted, has_failed, device)), exchange.rank)
 
 
-_NUM_PLANS, _WEIGHTS, _HEAD = 4, 7, 8
-"""Indices into a rank's numbers: its number of plans, from which on to ``_HEAD`` all ranks must
-have the same; the hash of its weights; its slots."""
+_SAME, _WEIGHTS, _HEAD = 3, 5, 6
+"""Indices into a rank's numbers: from which on to ``_WEIGHTS`` all ranks must have the same; the
+hash of its weights; its slots."""
 
 
 def _tallies(plan: StepPlan) -> tuple[TrainedTokens, ...]:
@@ -76,12 +61,11 @@ def _tallies(plan: StepPlan) -> tuple[TrainedTokens, ...]:
 
 
 def _numbers(
-    plan: StepPlan, noted: Sequence[Tensor | None], step: Sequence[int], device: torch.device
+    plan: StepPlan, noted: Sequence[Tensor | None], has_failed: bool, device: torch.device
 ) -> Tensor:
-    """Return what this rank has trained and counted under a plan: int64 ``[N]``.
+    """Return what this rank has trained and counted: int64 ``[N]``.
 
-    ``noted``: what each of the tallies has, ``[S]``. ``step``: whether it has failed here, whether
-    the plan must be trained, and its number of plans.
+    ``noted``: what each of the tallies has, ``[S]``. ``has_failed``: whether the step has, here.
     """
     counted_F = _folded(plan.active_tokens).astype(np.int64)
     slot_S = from_numpy(_slots(len(plan.active_tokens)), device)
@@ -92,10 +76,8 @@ def _numbers(
             trained_F.index_add_(0, slot_S, moved(trained_S, device))
         blocks.append(trained_F.view(torch.int64))
     settings = hashed(f"{plan.aggregation!r} {plan.state.rejects_tokens}")
-    has_failed, must_be_trained, num_plans = step
     is_noted = [trained_S is not None for trained_S in noted[:2]]
-    same = [num_plans, len(slot_S), settings]
-    head = np.array([has_failed, must_be_trained, *is_noted, *same, hashed(_weights(plan))])
+    head = np.array([has_failed, *is_noted, len(slot_S), settings, hashed(_weights(plan))])
     return torch.cat([from_numpy(head, device), from_numpy(counted_F, device), *blocks])
 
 
@@ -120,9 +102,9 @@ def _compare(plan: StepPlan, gathered_WN: Tensor, own_rank: int) -> None:
     sums_S = plan.sequences.token_weight_sums
     counted_weight_F = np.zeros(_SLOTS) if sums_S is None else _folded(sums_S)
     size, here = len(gathered_WN), gathered_WN[own_rank]
-    failed_W, *compared = gathered_WN[:, :_NUM_PLANS].unbind(1)  # noted, or to be trained
-    is_compared = torch.stack(compared).max()
-    differs_W = (gathered_WN[:, _NUM_PLANS:_WEIGHTS] != here[_NUM_PLANS:_WEIGHTS]).any(dim=1)
+    failed_W, *noted = gathered_WN[:, :_SAME].unbind(1)
+    is_compared = torch.stack(noted).max()
+    differs_W = (gathered_WN[:, _SAME:_WEIGHTS] != here[_SAME:_WEIGHTS]).any(dim=1)
     weighs_W = gathered_WN[:, _WEIGHTS] != here[_WEIGHTS]
     blocks_WF = gathered_WN[:, _HEAD:].reshape(size, 5, _SLOTS)
     counted_WF, own_WF, whole_WF = blocks_WF[:, :3].unbind(1)
@@ -179,7 +161,7 @@ def _describe(own_rank: int, counted_S: Ints, rejects_tokens: bool, values: list
     if differs:
         return (
             f"context-parallel ranks {own_rank} and {other} planned different steps (mode, "
-            "options, number of sequences or of plans): start all ranks with the same flags and "
+            "options, number of sequences): start all ranks with the same flags and "
             "plan the same sequences on every rank of a context-parallel group"
         )
     if miscounts:

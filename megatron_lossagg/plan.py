@@ -158,7 +158,7 @@ class StepPlan:
             The plan, with the same sequences and totals.
 
         Raises:
-            PlanError: If only one of the two counts survivors, and for any other type.
+            PlanError: For any other type.
         """
         if not isinstance(aggregation, (Aggregation, str)):
             raise PlanError(f"got {aggregation!r}, expected an Aggregation or the name of a mode")
@@ -166,11 +166,6 @@ class StepPlan:
             own = self.aggregation
             counts_empty = own.count_empty if aggregation in MODES else None  # an alias says so
             aggregation = Aggregation(aggregation, count=own.count, count_empty=counts_empty)
-        if (aggregation.count == "survivors") != (self.aggregation.count == "survivors"):
-            raise PlanError(
-                f"got {aggregation} in a step of {self.aggregation}: Megatron divides the whole "
-                "loss by the surviving tokens, so count survivors in all of its terms or in none"
-            )
         if aggregation not in self._under:
             plan = replace(self, aggregation=aggregation)
             _check_divisor(plan)
@@ -207,11 +202,6 @@ class StepPlan:
             ReducerError: For a mask, sequences or token weights that do not fit what was counted. A
                 CUDA mask's faults are raised when the step finishes.
         """
-        if self.aggregation.count == "survivors" and self.state.calls is None:
-            raise ReducerError(
-                f"got {self.aggregation} outside of a step: only what a step's outputs return lets "
-                "Megatron divide by the surviving tokens; make the reducer with step.microbatch"
-            )
         sums = self.sequences.token_weight_sums
         if (token_weights is None) != (sums is None):
             raise ReducerError(
@@ -319,9 +309,7 @@ def plan_step(
             sequences=checked,
             totals=counted,
             group_ranks=exchange.ranks,
-            state=StepState(
-                rejects_tokens=options.rejects_tokens or aggregation.count == "survivors"
-            ),
+            state=StepState(rejects_tokens=options.rejects_tokens),
         )
         if aggregation.mode != CUSTOM:
             plan.weight_S  # noqa: B018  a mode that lacks something raises here, before any forward

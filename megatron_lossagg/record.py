@@ -45,7 +45,7 @@ class StepRecord:
     exponent: float | None
     count_empty: bool
     count: str
-    """What the denominators count: ``mask``, ``weights`` or ``survivors``."""
+    """What the denominators count: ``mask`` or ``weights``."""
     active_tokens: int | None
     """N. A count is None if ``totals=`` left it out."""
     samples: int | None

@@ -65,7 +65,7 @@ class Scaling:
     def k(self) -> int:
         """K: M DP CP in the average loss scaling, N in the per-token loss scaling.
 
-        Where N is 0 Megatron divides by 1, so K is 1: a second plan may have tokens.
+        Where N is 0 Megatron divides by 1, so K is 1.
         """
         if self.loss_scaling == "average":
             return self.report_factor

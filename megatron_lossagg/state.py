@@ -139,8 +139,8 @@ class StepState:
             if _open and partial_loss.requires_grad:
                 raise ReducerError(
                     "the reducer belongs to a plan other than the running step's: make it with "
-                    "step.microbatch(...); if there is a second plan, declare it with "
-                    "aggregator.step(also=[second_plan]) and pass step.microbatch(plan=second_plan)"
+                    "step.microbatch(...), and a further term over the same tokens with its "
+                    "reduce(losses, mode)"
                 )
             return
         in_backward = torch._C._current_graph_task_id() >= 0

@@ -18,7 +18,7 @@ from megatron_lossagg.divisor_check import DivisorCheck
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.exchange import Exchange
 from megatron_lossagg.first_step import record_first_step
-from megatron_lossagg.integers import Ints, IntsLike, first_few
+from megatron_lossagg.integers import IntsLike, first_few
 from megatron_lossagg.layout import Layout
 from megatron_lossagg.live import is_rerunning
 from megatron_lossagg.outputs import (
@@ -84,15 +84,14 @@ class MicrobatchLoss:
 
         The loss is ``loss * K`` in fp32 or better with storage of its own (the schedule scales it
         in place); num_tokens an int32 0-dim tensor on its device; each report a detached
-        ``[partial loss * M DP CP, 1]``, or ``[partial loss * K, survivors]`` if survivors are
-        counted; each mean a detached ``[sum, count]``. Adds
+        ``[partial loss * M DP CP, 1]``; each mean a detached ``[sum, count]``. Adds
         ``lossagg/weight_sum`` and ``lossagg/weight_expected``. The weight-sum check sees the
         weights as sliced and masked, not what is done to a partial loss afterwards. No collective,
         no host sync.
 
         Raises :class:`ContractError` if :meth:`reduce` was not called under the step's aggregation,
-        if this is of another step or of a second plan, and if the loss needs no gradient in a
-        training step or one in a ``forward_only`` step.
+        if this is of another step, and if the loss needs no gradient in a training step or one in a
+        ``forward_only`` step.
         """
         check_scalar("loss", loss)
         report, means = report or {}, means or {}
@@ -120,9 +119,7 @@ class MicrobatchLoss:
         return shadow_reports(self._shadowed(losses), self._step.scaling)
 
     def _shadowed(self, losses: Tensor) -> dict[str, Tensor]:
-        """Sum the losses under each shadow's mode; nothing for those of a second plan."""
-        if self._reducer.plan is not self._step.plan:
-            return {}
+        """Sum the losses under each shadow's mode."""
         shadows = self._step.shadows.items()
         return {name: self._reducer.shadow(losses, mode) for name, mode in shadows}
 
@@ -142,7 +139,6 @@ class Step:
         num_microbatches: int,
         forward_only: bool = False,
         accumulates: bool = False,
-        also: tuple[StepPlan, ...] = (),
         shadows: Mapping[str, Aggregation] | None = None,
         record: StepRecorder | None = None,
         divisor: DivisorCheck | None = None,
@@ -153,7 +149,6 @@ class Step:
         self.is_finished = False
         self._aggregator = aggregator
         self._plan = plan
-        self._plans = () if plan is None else (plan, *also)
         self._accumulates = accumulates
         self.shadows = shadows or {}
         """The aggregations whose losses are reported in addition to the trained one, by name."""
@@ -175,8 +170,8 @@ class Step:
             active_tokens=None if plan is None else plan.totals.active_tokens,
         )
         """What Megatron does to this step's loss, and K."""
-        for one in self._plans:
-            one.state.begin(self._check_layout)
+        if plan is not None:
+            plan.state.begin(self._check_layout)
 
     def __enter__(self) -> Step:
         """Return the step."""
@@ -225,19 +220,17 @@ class Step:
         lengths: IntsLike | None = None,
         layout: Layout | None = None,
         token_weights: Tensor | None = None,
-        plan: StepPlan | None = None,
     ) -> MicrobatchLoss:
         """Check and slice a microbatch's mask, and look up its weights; in loss_func.
 
         ``sequences``, ``mask``, ``token_weights``: as in :meth:`StepPlan.reducer`. One of three
         says which tokens this rank holds. ``cu_seqlens``: padded offsets of packed sequences.
         ``lengths``: of the slices here, with a mask that the framework has sliced. ``layout``: any
-        other. ``plan``: one of ``also``, for a further term with other counts. Raises
-        :class:`ContractError` for a layout of a different context-parallel rank, or of a split that
-        is not the model's. One host sync each for ``sequences``, ``cu_seqlens`` and ``lengths`` on
-        CUDA.
+        other. Raises :class:`ContractError` for a layout of a different context-parallel rank, or
+        of a split that is not the model's. One host sync each for ``sequences``, ``cu_seqlens`` and
+        ``lengths`` on CUDA.
         """
-        self.plan  # noqa: B018  which stages without counts do not have
+        plan = self.plan  # which stages without counts do not have
         given = [one for one in (cu_seqlens, lengths, layout) if one is not None]
         if len(given) != 1:
             raise ContractError(
@@ -250,7 +243,6 @@ class Step:
             layout = self._aggregator.local(lengths)
         assert layout is not None
         self._check_layout(layout)
-        plan = plan or self.plan
         return MicrobatchLoss(
             self, plan.reducer(sequences, mask, layout, token_weights=token_weights)
         )
@@ -293,31 +285,24 @@ class Step:
         """Check, after the schedule and before the optimizer, that the step is complete.
 
         Every sequence and microbatch arrived (on the last pipeline stage, the only one that calls
-        loss_func). Every loss was trained through its reducer, and each term of a plan in ``also``.
-        The schedule scaled each loss as Megatron does. Gradients were zero before, and no device
-        found a fault in a mask or loss. With context parallelism all ranks train the same step, and
-        each token is trained by one of them. Raises :class:`ContractError` or
-        :class:`ReducerError` on this rank. One host sync for each device that recorded something;
-        with context parallelism one all-gather over its group, and with ``also`` a second one after
-        a host sync; with ``Options.record`` one over data- and context-parallel ranks. ``with``
-        calls it.
+        loss_func). Every loss was trained through its reducer. The schedule scaled each loss as
+        Megatron does. Gradients were zero before, and no device found a fault in a mask or loss.
+        With context parallelism all ranks train the same step, and each token is trained by one of
+        them. Raises :class:`ContractError` or :class:`ReducerError` on this rank. One host sync for
+        each device that recorded something; with context parallelism one all-gather over its group;
+        with ``Options.record`` one over data- and context-parallel ranks. ``with`` calls it.
         """
         if self.is_finished:
             return
         fault = self._incomplete()
         self.end()
         aggregator = self._aggregator
-        if aggregator.cp_size > 1 and self._plans:
-            check_ownership(
-                Exchange(aggregator.cp_group),
-                self._plans,
-                has_failed=bool(fault),
-                trains=self._trains,
-            )
+        if aggregator.cp_size > 1 and self._plan is not None:
+            check_ownership(Exchange(aggregator.cp_group), self._plan, has_failed=bool(fault))
         if fault:
             raise ContractError(fault)
-        for plan in self._plans:
-            plan.check()
+        if self._plan is not None:
+            self._plan.check()
         if self._record is not None:
             self._record.finish(
                 self.plan,
@@ -333,13 +318,8 @@ class Step:
         self.is_finished = True
         if self._divisor is not None:
             self._divisor.end()
-        for plan in self._plans:
-            plan.state.end()
-
-    @property
-    def _trains(self) -> bool:
-        """Whether loss_func ran on this rank in a training step."""
-        return not self.forward_only and self._tracker.num_calls > 0
+        if self._plan is not None:
+            self._plan.state.end()
 
     def _incomplete(self) -> str:
         """Say what is missing of the step, empty if nothing is."""
@@ -347,22 +327,19 @@ class Step:
             self._tracker.finish(may_be_empty=not self._aggregator.is_last_stage)
         except ContractError as error:
             return str(error)
-        if self._trains:
-            for plan in self._plans[1:]:
-                if fault := _untrained(plan, is_alone=self._aggregator.cp_size == 1):
-                    return fault
-        calls = [call for plan in self._plans for call in plan.state.calls or ()]
-        for plan in self._plans:
-            counts = {call.aggregation.count for call in plan.state.calls or ()}
-            if plan.sequences.token_weight_sums is not None and counts and "weights" not in counts:
-                return (
-                    "got token_weight_sums, and no loss of the step counts them: pass "
-                    'count="weights" (--loss-aggregation-count weights), or leave them out'
-                )
+        if self._plan is None:
+            return ""
+        plan, calls = self._plan, self._plan.state.calls or ()
+        counts = {call.aggregation.count for call in calls}
+        if plan.sequences.token_weight_sums is not None and counts and "weights" not in counts:
+            return (
+                "got token_weight_sums, and no loss of the step counts them: pass "
+                'count="weights" (--loss-aggregation-count weights), or leave them out'
+            )
         trained = {
             call.microbatch
             for call in calls
-            if call.has_gradient and call.aggregation == self.plan.aggregation
+            if call.has_gradient and call.aggregation == plan.aggregation
         }
         for number, microbatch in self._trained:
             if microbatch not in trained:
@@ -371,16 +348,7 @@ class Step:
                     "loss_func: pass mb.outputs what mb.reduce made, and let the schedule run its "
                     "backward pass"
                 )
-        counted = {microbatch for _, microbatch in self._trained}
         for call in calls:
-            counts_survivors = call.aggregation.count == "survivors"
-            if counts_survivors and call.has_gradient and call.microbatch not in counted:
-                return (
-                    f"losses of sequences {first_few(call.sequences)} were trained with a mask of "
-                    "their own, and Megatron divides by the tokens that survive in the mask whose "
-                    "outputs were returned: make one step.microbatch with the mask of all terms, "
-                    "and set a term's losses to 0 if it has none"
-                )
             if call.is_late and call.has_gradient:
                 return (
                     f"losses of sequences {first_few(call.sequences)} were reduced after loss_func "
@@ -396,13 +364,10 @@ class Step:
                 "got a microbatch of a step that has ended: make it with step.microbatch of the "
                 "running step"
             )
-        if reducer.plan is not self._plan:
-            raise ContractError(
-                "got a microbatch of a second plan: call outputs of the step's own microbatch, "
-                "and add the second plan's partial losses to its loss"
-            )
-        pending = [call for plan in self._plans for call in plan.state.pending]
-        calls = [call for call in pending if np.array_equal(call.sequences, reducer.sequences)]
+        state = self.plan.state
+        calls = [
+            call for call in state.pending if np.array_equal(call.sequences, reducer.sequences)
+        ]
         identity = reducer.microbatch.identity
         main = [call for call in calls if call.microbatch is identity]
         if not any(call.aggregation == reducer.plan.aggregation for call in main):
@@ -413,9 +378,8 @@ class Step:
         self._check_gradient(loss, main)
         if loss.requires_grad:
             self._trained.append((self._tracker.num_calls, identity))
-        for plan in self._plans:
-            plan.state.returned.update(call.microbatch for call in calls)
-            plan.state.pending = [call for call in plan.state.pending if call not in calls]
+        state.returned.update(call.microbatch for call in calls)
+        state.pending = [call for call in state.pending if call not in calls]
 
     def _check_layout(self, layout: Layout) -> None:
         """Check that a term's losses are split as the model's are, on this rank."""
@@ -462,31 +426,6 @@ class Step:
                     some = data[:: -(-data.numel() // _GRADIENTS_LOOKED_AT)]
                     describe = partial(_describe_gradients, index)
                     self.plan.state.faults.record([some.count_nonzero()], describe)
-
-
-def _untrained(plan: StepPlan, *, is_alone: bool) -> str:
-    """Name the sequences of a further plan that no term trained, if any.
-
-    ``is_alone``: no other rank may train them for this one. Else, and where all tokens may be
-    rejected, only of those whose term was reduced.
-    """
-    calls = plan.state.calls or ()
-    wanted = np.flatnonzero(plan.active_tokens)
-    if not is_alone or plan.state.rejects_tokens:
-        wanted = np.intersect1d(wanted, _joined([call.sequences for call in calls]))
-    reached = _joined([call.sequences for call in calls if call.has_gradient])
-    missing = np.setdiff1d(wanted, reached)
-    if not len(missing):
-        return ""
-    return (
-        f"the plan of also= counts tokens of sequences {first_few(missing)}, and no gradient "
-        "reached a partial loss of them: reduce its term in every microbatch that has its tokens "
-        "and add it to the loss, or count 0 for these sequences"
-    )
-
-
-def _joined(sequences: list[Ints]) -> Ints:
-    return np.concatenate([np.zeros(0, dtype=np.int64), *sequences])
 
 
 def _describe_schedule(factor: float, values: list[float]) -> str:

@@ -131,14 +131,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=tuple(COUNTS),
         default="mask",
         dest="count",
-        help="what the denominators count, as in a training run (default mask); survivors with "
-        "token_mean and --loss-scaling per_token only",
+        help="what the denominators count, as in a training run (default mask)",
     )
     parser.add_argument(
         "--counted",
         metavar="V,V/V",
-        help="of each sample of --lengths: with --count weights the sum of its token weights, with "
-        "survivors its tokens that survive (default: as many as --lengths)",
+        help="with --count weights, the sum of the token weights of each sample of --lengths "
+        "(default: as many as --lengths)",
     )
     lengths = parser.add_mutually_exclusive_group()
     lengths.add_argument(
@@ -284,12 +283,10 @@ _SYMBOLS = {
 _OF_A_COUNT: dict[Count, str] = {
     "mask": "active tokens",
     "weights": "token weights",
-    "survivors": "surviving tokens",
 }
 _COUNTED: dict[Count, tuple[str, str]] = {
     "mask": ("n_s", ""),
     "weights": ("v_s", " v_s: the sum of its token weights."),
-    "survivors": ("r_s", " r_s: its surviving tokens."),
 }
 """The symbol of what is counted of a sequence, and what it means if it is not n_s."""
 
@@ -303,10 +300,9 @@ def _mode(e: Explanation) -> Iterator[RenderableType]:
     if alias is not None:
         note = f": {alias.note}" if alias.note else ""
         yield _text(f"{e.name} is another system's name for it{note}.")
-    tokens = "active" if e.count != "survivors" else "surviving"
     times = "" if e.count != "weights" else ", each times its weight v_t"
     yield _text(
-        f"loss = sum over sequences s of w_s * (sum of the losses of its {tokens} tokens{times})"
+        f"loss = sum over sequences s of w_s * (sum of the losses of its active tokens{times})"
     )
     if e.count != "mask":
         yield _text(f"Its denominators count {COUNTS[e.count]}.")
@@ -396,8 +392,6 @@ def _dashboard(e: Explanation) -> Iterator[RenderableType]:
     yield _table(
         ["mode", "w_s", "loss", "ratio", "gradient"], map(_compared, e.comparisons), left=2
     )
-    if e.count == "survivors":
-        yield _text("Only token_mean counts survivors: the other modes count the loss mask.")
     lacking = [c.mode for c in e.comparisons if c.loss is None]
     if lacking:
         yield _text(f"To compare with {', '.join(lacking)}, give --divisor.")
@@ -450,15 +444,10 @@ def _chain(e: Explanation) -> Iterator[RenderableType]:
     if s.loss_scaling == "per_token":
         some = " + ".join(map(str, e.num_tokens[:8])) + (" + ..." if e.num_tokens[8:] else "")
         tokens = (
-            f"the {'surviving' if e.count == 'survivors' else 'active'} tokens of the microbatch's "
-            f"sequences on CP rank 0, and 0 on other CP ranks ({some} = {sum(e.num_tokens)})"
+            "the active tokens of the microbatch's sequences on CP rank 0, and 0 on other CP ranks "
+            f"({some} = {sum(e.num_tokens)})"
         )
     yield _text(f"loss_func returns partial loss * {e.k}, and as num_tokens {tokens}.")
-    if e.count == "survivors":
-        yield _text(
-            "A training run knows the survivors after its forward only: its w_s and K have the N "
-            "of the loss mask, and what it returns, w_s K times the losses, is the same."
-        )
     if e.k == 1:
         yield _text("K is 1 here, so a loss_func that returns the bare partial loss is right too.")
     else:

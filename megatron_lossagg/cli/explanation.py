@@ -109,12 +109,12 @@ def read_lengths(text: str) -> dict[str, list[int]]:
     return step
 
 
-def read_counted(text: str, lengths: dict[str, list[int]], count: Count) -> list[int] | list[float]:
+def read_counted(text: str, lengths: dict[str, list[int]], count: Count) -> list[float]:
     """Read what ``count`` counts of each sample of a step, in the form of its lengths."""
     if count == "mask":
         raise LossAggregationError(
-            f"got --counted {text!r}, and --lengths is what the mask counts: give --count weights "
-            "or --count survivors, or leave out --counted"
+            f"got --counted {text!r}, and --lengths is what the mask counts: give --count weights, "
+            "or leave out --counted"
         )
     numbers = [number.strip() for prompt in text.split("/") for number in prompt.split(",")]
     form = [prompt for prompt, of in enumerate(text.split("/")) for _ in of.split(",")]
@@ -124,16 +124,12 @@ def read_counted(text: str, lengths: dict[str, list[int]], count: Count) -> list
             f"{number_of(form[-1] + 1, 'prompt')}, expected one number for each sample of --lengths"
         )
     for number, n in zip(numbers, lengths["active_tokens"], strict=True):
-        if count == "survivors" and not (number.isdecimal() and int(number) <= n):
-            raise LossAggregationError(
-                f"--counted {text!r}: got {number!r}, expected how many of {n} tokens survive"
-            )
-        if count == "weights" and not _is_weight_sum(number, n):
+        if not _is_weight_sum(number, n):
             raise LossAggregationError(
                 f"--counted {text!r}: got {number!r}, expected the sum of the weights of {n} "
                 "tokens: a number from 0 to 2^53, and 0 for no token"
             )
-    counted = [int(number) if count == "survivors" else float(number) for number in numbers]
+    counted = [float(number) for number in numbers]
     if not any(counted):
         raise LossAggregationError(
             f"--counted {text!r}: got 0 for every sample, expected one above 0"
@@ -165,9 +161,9 @@ def explain(
     ``lengths``: of :func:`read_lengths`, or recorded steps with ``highs`` of the buckets of
     :func:`shares_of`. ``divisor`` and ``exponent`` are for the modes that take one: this one, or
     those that it is compared with. Without an exponent ``length_power`` is compared at
-    ``EXPONENT``. ``counted``: what ``count`` counts of each sample; None if every token weighs 1,
-    or survives. Raises :class:`LossAggregationError` for an unknown mode, and for sequences or
-    sizes that do not describe a step.
+    ``EXPONENT``. ``counted``: what ``count`` counts of each sample; None if every token weighs 1.
+    Raises :class:`LossAggregationError` for an unknown mode, and for sequences or sizes that do not
+    describe a step.
     """
     if name == CUSTOM:
         raise LossAggregationError(
@@ -175,11 +171,6 @@ def explain(
             "--loss-aggregation-reducer-path returns"
         )
     aggregation = aggregation_of(name, divisor, exponent, count_empty, count)
-    if count == "survivors" and split.loss_scaling != "per_token":
-        raise LossAggregationError(
-            f"got --count survivors with the loss scaling {split.loss_scaling}, but only per_token "
-            "divides by the tokens that survive: add --loss-scaling per_token"
-        )
     compared_at = EXPONENT if exponent is None else exponent
     if isinstance(lengths, Rollouts):
         if count != "mask":
@@ -195,16 +186,14 @@ def explain(
         plans = [plan_of(step, aggregation, split) for step in lengths.steps]
         flag, sequences = "--lengths-file", []
         shares = shares_of(lengths, plans, split, highs, exponent=compared_at)
-        by_mask = plans
     else:
-        by_mask = [plan_of(lengths, aggregation_of(name, divisor, exponent, count_empty), split)]
-        plans = by_mask
+        by_mask = plan_of(lengths, aggregation_of(name, divisor, exponent, count_empty), split)
+        plans = [by_mask]
         if count != "mask":
-            column = "token_weight_sums" if count == "weights" else "active_tokens"
             counted = lengths["active_tokens"] if counted is None else counted
-            plans = [plan_of({**lengths, column: counted}, aggregation, split)]
+            plans = [plan_of({**lengths, "token_weight_sums": counted}, aggregation, split)]
         flag, shares = "--lengths", None
-        sequences = _sequences(plans[0], by_mask[0], split)
+        sequences = _sequences(plans[0], by_mask, split)
     most = max(plan.totals.active_tokens or 0 for plan in plans)
     if split.loss_scaling == "per_token" and most > MOST_TOKENS_PER_TOKEN:
         raise LossAggregationError(
@@ -252,7 +241,7 @@ def explain(
         counts=counts,
         sequences=sequences,
         shares=shares,
-        comparisons=tuple(_comparisons(plans, by_mask, divisor, compared_at)),
+        comparisons=tuple(_comparisons(plans, divisor, compared_at)),
         chain=tuple(scaling.factors()),
         k=scaling.k,
         num_tokens=tuple(scaling.num_tokens(tokens, cp_rank=0) for tokens in of_microbatch),
@@ -283,24 +272,17 @@ def _sequences(plan: StepPlan, by_mask: StepPlan, split: Split) -> list[dict[str
 
 
 def _comparisons(
-    plans: Sequence[StepPlan],
-    by_mask: Sequence[StepPlan],
-    divisor: float | None,
-    exponent: float,
+    plans: Sequence[StepPlan], divisor: float | None, exponent: float
 ) -> Iterator[Comparison]:
-    """Compare every mode on the plans' sequences, with the plans' own ``count_empty``.
-
-    ``by_mask``: the same steps, which count the mask: no other mode can count survivors.
-    """
+    """Compare every mode on the plans' sequences, with the plans' own ``count_empty``."""
     own = plans[0].aggregation
-    count: Count = "weights" if own.count == "weights" else "mask"
     losses = [_loss(plan, plan) for plan in plans]
     for mode in modes_of(plans[0]):
         if mode.divisor == "required" and divisor is None:
             yield Comparison(mode=mode.name, w_s=mode.formula)
             continue
-        aggregation = aggregation_of(mode.name, divisor, exponent, own.count_empty, count)
-        others = [plan.under(aggregation) for plan in (plans if count == own.count else by_mask)]
+        aggregation = aggregation_of(mode.name, divisor, exponent, own.count_empty, own.count)
+        others = [plan.under(aggregation) for plan in plans]
         if mode.name == own.mode:
             others = list(plans)
         other_losses = [_loss(other, plan) for other, plan in zip(others, plans, strict=True)]

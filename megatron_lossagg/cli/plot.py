@@ -8,8 +8,8 @@ and "step" if there are several steps; or a .pt file of slime's or miles'
 --save-debug-rollout-data; or what verl's rollout_data_dir and TRL's
 log_completions write, which have texts and no lengths and need --tokenizer
 or --characters. Several files are several steps. Shares count the loss mask:
-no record holds token weights or which tokens survive a rejection. For the
-same as numbers: lossagg explain MODE --lengths-file FILE.
+no record holds token weights. For the same as numbers: lossagg explain
+MODE --lengths-file FILE.
 Exit status: 0, or 2 for wrong usage.
 """
 

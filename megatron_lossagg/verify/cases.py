@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.scaling import LOSS_SCALINGS, LossScaling
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.reference_gradient import Reference
 from megatron_lossagg.verify.step_data import Assignment, TrainingSequence
@@ -22,7 +21,6 @@ __all__ = [
     "BETA",
     "CASES",
     "MASK_CASES",
-    "SURVIVORS",
     "WEIGHT_CASES",
     "Case",
     "Expected",
@@ -41,11 +39,6 @@ class Case:
 
     aggregation: Aggregation
     second: Aggregation | None = None
-
-    @property
-    def loss_scalings(self) -> tuple[LossScaling, ...]:
-        """The loss scalings in which it can be trained."""
-        return ("per_token",) if self.aggregation.count == "survivors" else LOSS_SCALINGS
 
     def __str__(self) -> str:
         """Mode, what differs from its default, and the second term."""
@@ -86,9 +79,7 @@ WEIGHT_CASES: tuple[Case, ...] = (
 )
 """Token weights in the losses and in the denominators."""
 
-SURVIVORS = Case(aggregation=Aggregation("token_mean", count="survivors"))
-
-CASES = (*MASK_CASES, *WEIGHT_CASES, SURVIVORS)
+CASES = (*MASK_CASES, *WEIGHT_CASES)
 """What ``lossagg verify`` verifies."""
 
 
@@ -140,9 +131,8 @@ def as_reference(
     sequence: TrainingSequence, key: tuple[int, int], aggregation: Aggregation
 ) -> dict[str, Any]:
     """Write a sequence as ``reference_loss.py`` reads it, without its losses."""
-    survives = aggregation.count == "survivors"
     written = {
-        "counted": sequence.trained if survives else sequence.counted,
+        "counted": sequence.counted,
         "trained": sequence.trained,
         "sample": sequence.sample,
         "prompt": sequence.prompt,

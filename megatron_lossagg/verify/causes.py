@@ -59,11 +59,6 @@ class Facts:
         return sum(sum(sequence.counted) for sequence in self.reference.sequences)
 
     @property
-    def survivors(self) -> int:
-        """Tokens that the loss masks after rejection keep."""
-        return sum(sum(sequence.trained) for sequence in self.reference.sequences)
-
-    @property
     def m(self) -> int:
         """M of the first rank."""
         return self.assignment.microbatches[0]
@@ -87,8 +82,6 @@ def _instead(where: str, wrong: Callable[[Facts], Fraction]) -> Callable[..., Pr
 
     def predict(facts: Facts, case: Case, wanted: Expected) -> Prediction:
         (right,) = (place.factor for place in facts.scaling.factors() if place.where == where)
-        if case.aggregation.count == "survivors" and where == "finalize_model_grads":
-            right = Fraction(1, facts.survivors)
         return float(wrong(facts) / right) * wanted.slope_Y, wanted.loss
 
     return predict

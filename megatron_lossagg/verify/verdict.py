@@ -125,8 +125,6 @@ def _proven(layout: Parallelism, job: Job, reference: Reference, hosts: Sequence
             run.check_every_parameter_is_compared()
             evaluated: set[str] = set()
             for case in job.cases:
-                if loss_scaling not in case.loss_scalings:
-                    continue
                 wanted = expected(case, reference, run.facts.assignment)
                 steps = [run.train(case)]
                 if layout.one_m and case.aggregation.count not in evaluated:

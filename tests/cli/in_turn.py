@@ -19,12 +19,10 @@ def reference_value(
     dp,
     count_empty=True,
     weight_sums=None,
-    survivors=None,
 ):
     """Compute the step's loss if every token of sequence i has the loss ``losses[i]``, or 1.
 
-    ``weight_sums[i]`` of token weights are spread evenly over its tokens; only the first
-    ``survivors[i]`` of them are trained.
+    ``weight_sums[i]`` of token weights are spread evenly over its tokens.
     """
     slots = [(rank, number) for number in range(microbatches) for rank in range(dp)]
     sequences = [
@@ -35,7 +33,6 @@ def reference_value(
             "counted": [1] * n or [0],
             "trained": [1] * n or [0],
             **({} if weight_sums is None else {"weight": [weight_sums[i] / max(n, 1)] * max(n, 1)}),
-            **({} if survivors is None else {"trained": _first(survivors[i], n)}),
             "sample": i if sample is None else sample[i],
             "prompt": prompt[i],
             "microbatch": slots[i % len(slots)],
@@ -51,7 +48,3 @@ def reference_value(
         microbatches=[microbatches] * dp,
     )
     return float(loss)
-
-
-def _first(number, n):
-    return [int(t < number) for t in range(max(n, 1))]

@@ -57,7 +57,7 @@ def test_runs_that_differ_in_parallelism_only_trained_the_same_loss(diff):
         ({"divisor": 40.0}, "divisor None and 40.0"),
         ({"exponent": 0.5, "weights": "01"}, "exponent None and 0.5"),
         ({"count_empty": False}, "count_empty True and False"),
-        ({"count": "survivors"}, "count mask and survivors"),
+        ({"count": "weights"}, "count mask and weights"),
         ({"active_tokens": 999, "weights": "01"}, "N 1000 and 999"),
         ({"samples": 15}, "B 16 and 15"),
         ({"prompts": 4}, "P None and 4"),

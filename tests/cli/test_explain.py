@@ -25,7 +25,6 @@ SHORT = "12,3,40/5,0,20"
 
 
 COUNTED = "24,0,10.5/5,0,2.25"
-SURVIVE = "12,0,7/5,0,1"
 
 
 def explained(
@@ -107,24 +106,6 @@ def test_token_weights_that_are_all_1_change_nothing(mode):
     assert (by_weights.counts, by_weights.k) == (by_mask.counts, by_mask.k)
 
 
-def test_survivors_divide_by_what_is_trained_and_other_modes_by_the_mask():
-    split = {"dp": 3, "microbatches": 2, "loss_scaling": "per_token"}
-    explanation = explained("token_mean", SHORT, count="survivors", counted=SURVIVE, **split)
-    assert explanation.num_tokens == (12, 0, 7, 5, 0, 1)
-    assert [s["w_s"] for s in explanation.sequences] == [1 / 25, 0, 1 / 25, 1 / 25, 0, 1 / 25]
-    for c in explanation.comparisons:
-        loss = reference_value(
-            c.mode,
-            [12, 3, 40, 5, 0, 20],
-            [0, 0, 0, 1, 1, 1],
-            divisor=DIVISOR,
-            survivors=[12, 0, 7, 5, 0, 1],
-            microbatches=2,
-            dp=3,
-        )
-        assert c.loss == pytest.approx(1.0 if c.mode == "token_mean" else loss, rel=1e-12)
-
-
 def test_what_is_counted_is_printed(capsys):
     arguments = ["--loss-aggregation-count", "weights", "--lengths", "3,5", "--counted", "6,1"]
     assert main(["explain", "token_mean", *arguments]) == 0
@@ -133,13 +114,9 @@ def test_what_is_counted_is_printed(capsys):
     assert re.search(r"^  N +token weights of the step: 7.0$", out, re.MULTILINE)
     assert "--loss-aggregation token_mean --loss-aggregation-count weights\n" in out
     assert re.search(r"^ +0 +0 +3 +6 +0.142857 +0.857143 +85.7% +37.5%$", out, re.MULTILINE)
-    split = ["--loss-scaling", "per_token"]
-    arguments = ["--count", "survivors", "--lengths", "3,5", "--counted", "3,1", *split]
+    arguments += ["--loss-scaling", "per_token"]
     assert main(["explain", "token_mean", *arguments]) == 0
-    out = capsys.readouterr().out
-    assert "Its denominators count the tokens that survive a rejection inside the loss." in out
-    assert re.search(r"^ +1 +0 +5 +1 +0.25 +0.25 +25.0% +62.5%$", out, re.MULTILINE)
-    assert "(3 + 1 = 4)" in out
+    assert "(3 + 5 = 8)" in capsys.readouterr().out
 
 
 def test_the_flags_of_a_training_run_are_never_cut_off(monkeypatch, capsys):
@@ -370,10 +347,6 @@ def test_without_a_command_the_help_is_printed(capsys):
 
 
 WEIGHTS = ["token_mean", "--lengths", "3,5", "--count", "weights", "--counted"]
-SURVIVORS = [
-    *("token_mean", "--lengths", "3,5", "--count", "survivors"),
-    *("--loss-scaling", "per_token", "--counted"),
-]
 
 
 @pytest.mark.parametrize(
@@ -403,10 +376,6 @@ SURVIVORS = [
         ([*WEIGHTS, "3,-4"], "got '-4', expected the sum of the weights of 5 tokens"),
         ([*WEIGHTS, "3,nan"], "got 'nan', expected the sum of the weights of 5 tokens"),
         ([*WEIGHTS, "0,0"], "got 0 for every sample, expected one above"),
-        ([*SURVIVORS, "3,6"], "got '6', expected how many of 5 tokens survive"),
-        ([*SURVIVORS, "3,4.5"], "got '4.5', expected how many of 5 tokens survive"),
-        (SURVIVORS[:-3], "got --count survivors with the loss scaling average"),
-        (["constant", "--divisor", "9", *SURVIVORS[1:], "3,5"], "with mode 'constant'"),
     ],
 )  # fmt: skip
 def test_wrong_usage_ends_with_status_2_and_what_to_change(capsys, arguments, message):

@@ -16,8 +16,6 @@ from megatron_lossagg.aggregation import require_mask_count
 from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.errors import AggregationError, PlanError, ReducerError
 from megatron_lossagg.options import Options
-from megatron_lossagg.outputs import outputs
-from megatron_lossagg.scaling import Scaling
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import reference_options
 
@@ -275,18 +273,12 @@ def test_a_step_that_weighs_nothing_is_an_empty_step():
 
 
 def test_only_known_counts_and_no_custom_reducer():
-    with pytest.raises(AggregationError, match="expected mask, weights, survivors"):
+    with pytest.raises(AggregationError, match="expected mask, weights:"):
         Aggregation("token_mean", count="tokens")
-    with pytest.raises(AggregationError, match="expected mask, weights, survivors"):
+    with pytest.raises(AggregationError, match="expected mask, weights:"):
         Aggregation("token_mean", count=["mask"])
     with pytest.raises(AggregationError, match="a custom reducer counts for itself"):
         Aggregation("custom", reducer_path="a.b:c", count="weights")
-
-
-@pytest.mark.parametrize("mode", ["sample_mean", "prompt_mean", "sample_sum", "token_sum"])
-def test_survivors_are_only_of_token_mean(mode):
-    with pytest.raises(AggregationError, match="choose token_mean"):
-        Aggregation(mode, count="survivors")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -299,54 +291,7 @@ def test_token_weights_may_change_once_the_microbatch_is_made(dtype):
     torch.testing.assert_close(x.grad, torch.tensor(WEIGHTS, dtype=dtype) / 4.25)
 
 
-def test_survivors_are_only_of_a_step_and_of_all_its_terms():
-    plan = plan_step(Aggregation("token_mean", count="survivors"), Sequences(active_tokens=[3, 1]))
-    with pytest.raises(ReducerError, match=r"make the reducer with step\.microbatch"):
-        plan.reducer([0, 1], torch.tensor(MASK), thd(4, 2))
-    with pytest.raises(PlanError, match="in all of its terms or in none"):
-        plan.under(Aggregation("token_mean"))
-    with pytest.raises(PlanError, match="in all of its terms or in none"):
-        plan_step(Aggregation("token_mean"), Sequences(active_tokens=[3, 1])).under(
-            Aggregation("token_mean", count="survivors")
-        )
-
-
-SPLITS = {
-    "zigzag": Layout.thd_zigzag,
-    "contiguous": Layout.thd_contiguous,
-    "gathered": lambda *offsets, **rank: Layout.thd_zigzag(*offsets, **rank).gathered(),
-}
-
-
-@DEVICES
-@pytest.mark.parametrize("split", SPLITS)
-def test_survivors_are_what_each_rank_trains_though_it_knows_its_own_rejections_only(device, split):
-    """The losses of a slice decide what is rejected, and each rank has a slice's losses."""
-    counted, rejected = torch.tensor([1, 1, 1, 1, 1, 0, 1, 1]), [0, 2, 3, 7]
-    total, survivors = 0.0, 0
-    for cp_rank in range(2):
-        layout = SPLITS[split]([0, 8], cp_size=2, cp_rank=cp_rank)
-        mask = counted.clone()
-        mask[[position for position in rejected if position in layout.positions]] = 0
-        plan = plan_step(Aggregation("token_mean", count="survivors"), Sequences(active_tokens=[7]))
-        plan.state.begin()
-        losses = torch.arange(8, dtype=torch.float64)
-        with on(device) as to:
-            reducer = plan.reducer([0], to(mask), layout)
-            partial_loss = reducer(to(losses if layout.is_gathered else losses[layout.positions]))
-            scaling = Scaling(
-                loss_scaling="per_token", num_microbatches=1, dp_cp_size=2, active_tokens=7
-            )
-            loss, num_tokens, _ = outputs(
-                partial_loss, reducer, scaling, cp_rank=cp_rank, report={}, means={}
-            )
-            total, survivors = total + loss.item(), survivors + num_tokens.item()
-    assert survivors == 3
-    assert total / survivors == pytest.approx((1 + 4 + 6) / 3, rel=1e-14)
-
-
-def test_a_framework_that_passes_neither_weights_nor_num_tokens_refuses_them():
+def test_a_framework_that_passes_no_token_weights_refuses_to_count_them():
     require_mask_count(Aggregation("token_mean"), "slime")
-    for count in ("weights", "survivors"):
-        with pytest.raises(AggregationError, match=f"'{count}', and slime passes neither"):
-            require_mask_count(Aggregation("token_mean", count=count), "slime")
+    with pytest.raises(AggregationError, match="'weights', and slime passes no token weights"):
+        require_mask_count(Aggregation("token_mean", count="weights"), "slime")

@@ -100,9 +100,9 @@ def offsets_and_mask(plan, sequences):
     return offsets, mask
 
 
-def a_microbatch(step, sequences, plan=None):
-    offsets, mask = offsets_and_mask(plan or step.plan, sequences)
-    return step.microbatch(sequences, mask, cu_seqlens=offsets, plan=plan)
+def a_microbatch(step, sequences):
+    offsets, mask = offsets_and_mask(step.plan, sequences)
+    return step.microbatch(sequences, mask, cu_seqlens=offsets)
 
 
 def a_reducer(aggregator, plan, sequences):
@@ -505,9 +505,8 @@ def check_what_outputs_is_given_is_checked(chunk, aggregator):
         counts = {"kl": (one, np.float32(2)), "clip": pair}
         reports = mb.outputs(partial_loss_of(mb), means=counts)[-1]
         assert [reports[name].tolist() for name in counts] == [[1, 2], [1, 1]]
-    for also, words in ((None, "expected a list of plans"), ([7], "what plan_step returns")):
-        with refused(words):
-            aggregator.step([3, 2], num_microbatches=1, also=also)
+    with refused("got 7, expected what plan_step returns"):
+        aggregator.begin(7, num_microbatches=1)
 
 
 def check_groups_that_contradict_the_config_are_refused(chunk, aggregator):
@@ -561,14 +560,6 @@ def check_a_microbatch_of_another_step_is_refused(chunk, aggregator):
                 partial_loss_of(stale)
             with refused("a microbatch of a step that has ended", "step.microbatch"):
                 stale.outputs(loss)
-
-
-def check_a_microbatch_of_a_second_plan_makes_no_outputs(chunk, aggregator):
-    first, second = a_plan(aggregator), a_plan(aggregator, active=(2, 2))
-    with abandoned(aggregator.begin(first, num_microbatches=1, also=[second])) as step:
-        further = a_microbatch(step, [0, 1], second)
-        with refused("got a microbatch of a second plan", "the step's own microbatch"):
-            further.outputs(partial_loss_of(further))
 
 
 def check_the_returned_values_have_the_form_that_the_schedule_takes(chunk, aggregator):
@@ -760,26 +751,6 @@ def check_a_partial_loss_of_another_microbatch_is_refused(chunk, aggregator):
         step.finish()
 
 
-def check_a_term_with_a_mask_of_its_own_is_refused_where_survivors_are_counted(chunk, aggregator):
-    """Megatron divides by the tokens of the mask whose outputs are returned."""
-    survivors = Aggregation("token_mean", count="survivors")
-    per_token = made(a_chunk(per_token=True), survivors, probe=False)
-    offsets, masks = [0, 4, 8], torch.tensor([[1, 1, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1, 0, 0]])
-    for is_trained in (True, False):
-        step = per_token.step([3, 2], num_microbatches=1)
-        own = step.microbatch([0, 1], masks[0], cu_seqlens=offsets)
-        other = step.plan.reducer([0, 1], masks[1], per_token.thd(offsets))
-        x = torch.ones(8, requires_grad=True)
-        loss, kl = own.reduce(x), own.reduce(2 * x)
-        term = other(x) if is_trained else other(x.detach())
-        backward(step, own.outputs(loss + kl + term))
-        if is_trained:
-            with refused("sequences 0, 1", "a mask of their own", "survive"):
-                step.finish()
-        else:
-            step.finish()
-
-
 def check_token_weights_that_no_loss_counts_are_refused_when_the_step_finishes(chunk, aggregator):
     weighing = Aggregation("sample_mean", count="weights")
     weights = torch.full((8,), 0.5)
@@ -852,27 +823,17 @@ def check_a_loss_without_a_term_under_the_steps_aggregation_is_refused(chunk, ag
         step.finish()
 
 
-def check_a_microbatch_of_a_second_plan_is_refused_unless_it_is_declared(chunk, aggregator):
-    first, second = a_plan(aggregator), a_plan(aggregator, active=(2, 2))
-    with abandoned(aggregator.begin(first, num_microbatches=1)) as step:
-        undeclared = a_microbatch(step, [0, 1], second)
-        with pytest.raises(ReducerError, match=r"other than the running step's: .*also="):
-            partial_loss_of(undeclared)
-    second = a_plan(aggregator, active=(2, 2))
-    with aggregator.step(active_tokens=[3, 2], num_microbatches=1, also=[second]) as step:
-        main, further = a_microbatch(step, [0, 1]), a_microbatch(step, [0, 1], second)
-        backward(step, main.outputs(partial_loss_of(main) + partial_loss_of(further)))
-    third = a_plan(aggregator)
+def check_a_reducer_of_another_plan_makes_no_loss_that_is_trained(chunk, aggregator):
+    own, other = a_plan(aggregator), a_plan(aggregator, active=(2, 2))
+    reducer, x = a_reducer(aggregator, other, [0, 1]), torch.ones(8, requires_grad=True)
+    expected = r"other than the running step's: .*reduce\(losses, mode\)"
+    with (
+        abandoned(aggregator.begin(own, num_microbatches=1)),
+        pytest.raises(ReducerError, match=expected),
+    ):
+        reducer(x)
     gc.collect()  # aggregators of other checks whose steps were given up
-    # No step runs.
-    a_reducer(aggregator, third, [0, 1])(torch.ones(8, requires_grad=True))
-    for wrong, words in {
-        second: "has already begun to train",
-        a_plan(aggregator, active=(2, 2, 2)): "a plan of 3 sequences, the step's plan has 2",
-        a_plan(aggregator).under("token_mean"): "have not agreed on",
-    }.items():
-        with refused(words):
-            aggregator.begin(third, num_microbatches=1, also=[wrong])
+    reducer(x)  # no step runs
 
 
 def check_steps_of_two_aggregators_may_run_at_once(chunk, aggregator):
@@ -886,47 +847,6 @@ def check_steps_of_two_aggregators_may_run_at_once(chunk, aggregator):
         reducer = a_reducer(aggregator, a_plan(aggregator), [0, 1])
         with pytest.raises(ReducerError, match="other than the running step's"):
             reducer(torch.ones(8, requires_grad=True))
-
-
-def check_a_second_plans_term_that_is_left_out_of_a_microbatch_is_named(chunk, aggregator):
-    rejecting = Options(rejects_tokens=True)  # then all tokens of a term may be
-    for leaves_out, options, message in (
-        (False, Options(), ""),
-        (True, Options(), "counts tokens of sequences 1, "),
-        (True, rejecting, ""),
-    ):
-        counts, group = Sequences(active_tokens=[2, 2]), aggregator.dp_group
-        second = plan_step(CONSTANT, counts, group=group, options=options)
-        step = aggregator.step(active_tokens=[3, 2], num_microbatches=2, also=[second])
-        for sequence in (0, 1):
-            mb = a_microbatch(step, [sequence])
-            loss = partial_loss_of(mb)
-            if sequence == 0 or not leaves_out:
-                loss = loss + partial_loss_of(a_microbatch(step, [sequence], second))
-            backward(step, mb.outputs(loss))
-        with refused(message) if message else contextlib.nullcontext():
-            step.finish()
-
-
-def check_a_second_plan_is_refused_where_survivors_are_counted(chunk, aggregator):
-    survivors = Aggregation("token_mean", count="survivors")
-    per_token = made(a_chunk(per_token=True), survivors, probe=False)
-    plans = [
-        plan_step(survivors, Sequences(active_tokens=[3, 2]), group=aggregator.dp_group)
-        for _ in range(2)
-    ]
-    with refused("got also= with .*the surviving tokens of one plan"):
-        per_token.begin(plans[0], num_microbatches=1, also=[plans[1]])
-
-
-def check_a_fault_of_a_declared_plan_is_raised_when_the_step_finishes(chunk, aggregator):
-    first, second = a_plan(aggregator), a_plan(aggregator)
-    step = aggregator.begin(first, num_microbatches=1, also=[second])
-    mb, further = a_microbatch(step, [0, 1]), a_microbatch(step, [0, 1], second)
-    backward(step, mb.outputs(partial_loss_of(mb) + partial_loss_of(further)))
-    second.state.faults.record([torch.ones(())], lambda values: "of the second")
-    with pytest.raises(ReducerError, match="of the second"):
-        step.finish()
 
 
 def check_gradients_that_are_not_zero_when_a_step_begins_are_refused(chunk, aggregator):

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import gc
-import warnings
 
 import pytest
 import tiny_gpt
@@ -15,7 +14,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from packaging.version import Version
 
-from megatron_lossagg import LossAggregator, Sequences, plan_step
+from megatron_lossagg import LossAggregator
 from megatron_lossagg.errors import ContractError, ReducerError
 from megatron_lossagg.live import megatron_version
 from megatron_lossagg.options import Options
@@ -215,36 +214,6 @@ def check_a_finalize_function_that_the_probe_could_not_measure_is_refused():
         with pytest.raises(ContractError, match=words) if words else contextlib.nullcontext():
             gradient_of(aggregator, [1])
         chunk.config.finalize_model_grads_func = None
-
-
-def of_two_plans(second, step, number, output):
-    """SFT and RL: the step's plan has no token of a microbatch that the second has."""
-    masks = [MASK * int(plan.active_tokens[number] > 0) for plan in (step.plan, second)]
-    one, other = (
-        step.microbatch([number], mask, cu_seqlens=[0, LENGTH], plan=plan)
-        for mask, plan in zip(masks, (step.plan, second), strict=True)
-    )
-    return one.outputs(one.reduce(output.view(-1)) + other.reduce(output.view(-1)))
-
-
-def check_a_second_plan_is_trained_in_a_step_without_tokens_of_the_first():
-    parallel()
-    for counts in ([LENGTH, 0], [0, 0]):
-        gradients = []
-        for per_token in (False, True):
-            aggregator = made(per_token=per_token)
-            rest = [LENGTH - count for count in counts]
-            second = plan_step(
-                aggregator.aggregation, Sequences(active_tokens=rest), group=aggregator.dp_group
-            )
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "the plan has no active tokens")
-                step = aggregator.step(counts, num_microbatches=2, also=[second])
-            with step:
-                loss_func = functools.partial(of_two_plans, second, step)
-                gradients.append(train(aggregator, loss_func, [batch(1), batch(2)]))
-        assert gradients[0].norm() > 0.1
-        torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-15)
 
 
 def check_an_overlapping_reduction_that_nothing_holds_back_is_refused():

@@ -83,14 +83,10 @@ def check_a_layout_of_another_split_than_the_models_is_refused(aggregator):
     offsets, place = [0, 8, 12], {"cp_size": 2, "cp_rank": aggregator.cp_rank}
     other = Layout.thd_contiguous(offsets, **place)
     for layout in (other, other.gathered(), aggregator.thd(offsets)):
-        plans = [a_plan(aggregator), a_plan(aggregator)]
-        step = aggregator.begin(plans[0], num_microbatches=1, also=[plans[1]])
-        for plan in plans:  # of a further term too
-            if layout.split == "zigzag":
-                step.microbatch([0, 1], torch.tensor(WHOLE), layout=layout, plan=plan)
-                continue
-            with pytest.raises(ContractError, match=rf"{layout.name}, .*_partition_mode is zigzag"):
-                step.microbatch([0, 1], torch.tensor(WHOLE), layout=layout, plan=plan)
+        step = aggregator.begin(a_plan(aggregator), num_microbatches=1)
+        refused = pytest.raises(ContractError, match=rf"{layout.name}, .*_partition_mode is zigzag")
+        with contextlib.nullcontext() if layout.split == "zigzag" else refused:
+            step.microbatch([0, 1], torch.tensor(WHOLE), layout=layout)
         step.end()
 
 
@@ -318,7 +314,7 @@ def check_a_step_of_whole_masks_after_one_of_slices_is_right(aggregator):
 
 
 def check_a_term_of_which_one_rank_holds_all_tokens_is_compared_on_both(aggregator):
-    """Rank 1 holds no token of the second plan's term, and reduces nothing for it.
+    """Rank 1 holds no token of the term by slices, and reduces nothing for it.
 
     Nothing else of the step is sliced, and on this aggregator nothing was before.
     """
@@ -327,35 +323,27 @@ def check_a_term_of_which_one_rank_holds_all_tokens_is_compared_on_both(aggregat
         ([1, 1, 0, 0], ""),
         ([1, 0, 0, 0], "train 1 tokens fewer of sequence 0 than the 2 that were counted"),
     ):
-        plan, second = a_plan(aggregator, [5]), a_plan(aggregator, [2])
-        step = aggregator.begin(plan, num_microbatches=1, also=[second])
-        mask = torch.tensor([1, 1, 1, 1, 1, 0, 0, 0])
-        mb = step.microbatch([0], mask, cu_seqlens=[0, 8])
+        step = aggregator.step([2], num_microbatches=1)
+        mb = step.microbatch([0], torch.tensor([1, 1, 0, 0, 0, 0, 0, 0]), cu_seqlens=[0, 8])
         losses = torch.ones(4, requires_grad=True)
         loss = mb.reduce(losses)
         if aggregator.cp_rank == 0:
-            term = step.microbatch([0], torch.tensor(term_mask), lengths=[4], plan=second)
-            loss = loss + term.reduce(losses)
+            term = step.microbatch([0], torch.tensor(term_mask), lengths=[4])
+            loss = loss + term.reduce(losses, "token_mean")
         mb.outputs(loss)[0].backward()
         with pytest.raises(ReducerError, match=message) if message else contextlib.nullcontext():
             step.finish()
 
 
-def whole_step(aggregator, *, mask=WHOLE, prompt=None, num_further=0, reduces=True):
+def whole_step(aggregator, *, mask=WHOLE, prompt=None):
     """Train one step of whole masks; return what was raised on each rank."""
-    raised, sizes = "", {"group": aggregator.dp_group}
+    raised = ""
     mode = Aggregation("prompt_mean") if prompt else MODE
-    plan, *further = (
-        plan_step(mode, Sequences(active_tokens=ACTIVE, prompt=prompt), **sizes)
-        for _ in range(1 + num_further)
-    )
-    step = aggregator.begin(plan, num_microbatches=1, also=further)
-    losses = torch.ones(6, requires_grad=True)
-    mb, *more = (
-        step.microbatch([0, 1], torch.tensor(mask), cu_seqlens=[0, 8, 12], plan=one)
-        for one in (plan, *(further if reduces else ()))
-    )
-    mb.outputs(mb.reduce(losses) + sum(one.reduce(losses) for one in more))[0].backward()
+    sequences = Sequences(active_tokens=ACTIVE, prompt=prompt)
+    plan = plan_step(mode, sequences, group=aggregator.dp_group)
+    step = aggregator.begin(plan, num_microbatches=1)
+    mb = step.microbatch([0, 1], torch.tensor(mask), cu_seqlens=[0, 8, 12])
+    mb.outputs(mb.reduce(torch.ones(6, requires_grad=True)))[0].backward()
     try:
         step.finish()
     except (ReducerError, ContractError) as error:
@@ -382,34 +370,6 @@ def check_ranks_with_different_whole_masks_are_named(aggregator):
     for text in whole_step(aggregator, mask=mask):
         assert "train 1 tokens more of sequence 0 than the 5 that were counted" in text
         assert "give every rank the same whole mask" in text
-
-
-def check_ranks_with_different_numbers_of_plans_are_named_and_do_not_wait(aggregator):
-    assert whole_step(aggregator, num_further=2) == ["", ""]
-    for text in whole_step(aggregator, num_further=aggregator.cp_rank):
-        assert "planned different steps" in text
-
-
-def check_a_further_plan_that_no_rank_reduces_is_named(aggregator):
-    for text in whole_step(aggregator, num_further=1, reduces=False):
-        assert "train 5 tokens fewer of sequence 0 than the 5 that were counted" in text
-
-
-def check_a_further_plans_term_that_is_reduced_and_not_trained_is_named(aggregator):
-    for is_added in (True, False):
-        plans = [a_plan(aggregator), a_plan(aggregator)]
-        step = aggregator.begin(plans[0], num_microbatches=1, also=[plans[1]])
-        mb, term = (
-            step.microbatch([0, 1], torch.tensor(WHOLE), cu_seqlens=[0, 8, 12], plan=plan)
-            for plan in plans
-        )
-        losses = torch.ones(6, requires_grad=True)
-        metric = term.reduce(losses)
-        loss = mb.reduce(losses) + (metric if is_added else 0)
-        mb.outputs(loss, report={"metric": metric})[0].backward()
-        expected = pytest.raises(ContractError, match="no gradient reached a partial loss of them")
-        with contextlib.nullcontext() if is_added else expected:
-            step.finish()
 
 
 def check_masks_of_several_layouts_and_terms_are_compared_apart(aggregator):
@@ -539,14 +499,6 @@ def check_a_term_may_train_as_many_tokens_in_other_places(aggregator):
         )
         losses = torch.ones(6, requires_grad=True)
         mb.outputs(mb.reduce(losses) + term.reduce(losses, "token_mean"))[0].backward()
-
-
-def check_a_further_plan_need_not_be_evaluated(aggregator):
-    plan, second = a_plan(aggregator), a_plan(aggregator)
-    evaluation = {"forward_only": True, "also": [second]}
-    with aggregator.begin(plan, num_microbatches=1, **evaluation) as step, torch.no_grad():
-        mb = step.microbatch([0, 1], torch.tensor(WHOLE), cu_seqlens=[0, 8, 12])
-        mb.outputs(mb.reduce(torch.ones(6)))
 
 
 def check_sums_of_token_weights_may_differ_by_rounding_and_ids_may_not(aggregator):

@@ -337,12 +337,6 @@ def check_an_integration_without_token_weights_cannot_count_them(chunk, stock):
         ScheduleHook(Aggregation("token_mean", count="weights"), NoWeights())
 
 
-def check_survivors_are_refused_in_the_average_loss_scaling(chunk, stock):
-    survivors = Aggregation("token_mean", count="survivors")
-    with refused(ContractError, "survive", "average loss scaling", "--calculate-per-token-loss"):
-        LossAggregator(chunk, survivors, options=Options(probe=False))
-
-
 def check_a_call_that_collects_other_data_is_left_alone(chunk, stock):
     def other_step(iterator, model):
         data = next(iterator)

@@ -52,7 +52,7 @@ AROUND_THE_LOSS = {
 }
 SOME = (*THREE, *(case for case in CASES if case.aggregation.count != "mask"))
 UNEVEN = Parallelism(dp=2, microbatches=(3, 5))
-TRAINED = [(str(case), scaling) for case in CASES for scaling in case.loss_scalings]
+TRAINED = [(str(case), scaling) for case in CASES for scaling in LOSS_SCALINGS]
 
 
 def layout_of(sizes, **more):
@@ -136,8 +136,8 @@ def test_the_gradient_is_that_of_the_configured_loss(
     ("name", "case", "loss_scaling"),
     [
         *((name, *trained) for name in OTHERS for trained in TRAINED),
-        *((n, str(c), s) for n in LAYOUTS for c in SOME for s in c.loss_scalings),
-        *((n, str(c), s) for n in AROUND_THE_LOSS for c in THREE for s in c.loss_scalings),
+        *((n, str(c), s) for n in LAYOUTS for c in SOME for s in LOSS_SCALINGS),
+        *((n, str(c), s) for n in AROUND_THE_LOSS for c in THREE for s in LOSS_SCALINGS),
     ],
 )
 def test_other_splits_reductions_and_layouts_train_the_configured_loss(

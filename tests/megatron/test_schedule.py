@@ -9,11 +9,12 @@ Each ``check_`` of ``schedule_worker.py`` is a test by its name.
 import pytest
 from conftest import each_check, early, proven
 
+from megatron_lossagg.scaling import LOSS_SCALINGS
 from megatron_lossagg.verify.cases import CASES
 from megatron_lossagg.verify.parallelism import Parallelism
 
 # The hook knows nothing of a mode: one with ids, one that counts microbatches, one with neither,
-# and what else it passes on: token weights, num_tokens.
+# and what else it passes on: token weights.
 # `lossagg verify --hooked` runs all of them, on any layout.
 CASES = [
     case
@@ -24,7 +25,6 @@ CASES = [
         "sample_mean, count_empty=False",
         "microbatch_token_mean",
         "token_mean, count=weights",
-        "token_mean, count=survivors",
     )
 ]
 LAYOUTS = {
@@ -62,7 +62,7 @@ def verdicts(hooked_verdicts_of_two_ranks, hooked_verdicts_of_four_ranks):
 
 @pytest.mark.parametrize(
     ("case", "loss_scaling"),
-    [(str(case), scaling) for case in CASES for scaling in case.loss_scalings],
+    [(str(case), scaling) for case in CASES for scaling in LOSS_SCALINGS],
 )
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_hooked_framework_trains_and_reports_the_configured_loss(

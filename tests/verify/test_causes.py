@@ -129,7 +129,7 @@ def test_a_factor_equal_to_several_sizes_is_named_by_all_of_them():
 @pytest.mark.parametrize("copies", [1, 2, 3, 4])
 def test_the_ones_of_the_training_masks_never_add_up_to_n(copies):
     facts = facts_of(ALL_APART, copies=copies)
-    assert facts.survivors != facts.n
+    assert faults.num_trained(facts) != facts.n
 
 
 @pytest.mark.parametrize("packing", ["thd", "bshd"])

@@ -45,9 +45,6 @@ def token_weights(facts, aggregation, *, only=None, change=lambda index, sequenc
 
 def sequence_weights(facts, aggregation):
     """Return w_s of each sequence; 0 if it has no counted tokens."""
-    if aggregation.count == "survivors":  # 1/N, and Megatron divides by the survivors and not by N
-        of_the_mask = sequence_weights(facts, replace(aggregation, count="mask"))
-        return [weight * facts.n / facts.survivors for weight in of_the_mask]
     weight_Y = token_weights(
         facts, aggregation, change=lambda _, sequence: replace(sequence, trained=sequence.counted)
     )
@@ -115,9 +112,6 @@ def scaled_as(**sizes):
     )
 
 
-RIGHT = multiple(lambda facts: 1)
-
-
 def only_per_token(factor):
     """Predict a factor of the gradient that only the per-token loss scaling has."""
     return multiple(lambda facts: factor(facts) if facts.loss_scaling == "per_token" else 1)
@@ -127,14 +121,9 @@ def num_counted(facts):
     return [sum(sequence.counted) for sequence in facts.reference.sequences]
 
 
-def but_survivors(predict, of_survivors=RIGHT):
-    """Predict otherwise under ``count="survivors"``, whose num_tokens and report are its own."""
-
-    def chosen(facts, case, wanted):
-        survives = case.aggregation.count == "survivors"
-        return (of_survivors if survives else predict)(facts, case, wanted)
-
-    return chosen
+def num_trained(facts):
+    """Count the tokens that the loss masks after rejection keep."""
+    return sum(sum(sequence.trained) for sequence in facts.reference.sequences)
 
 
 def rank_local(facts, aggregation):
@@ -305,23 +294,16 @@ def neighbours(cp, rank):
 
 PREDICTIONS = {
     "times_cp": multiple(lambda facts: facts.parallelism.cp),
-    "over_m": but_survivors(scaled_as(num_microbatches=lambda facts: 1)),
-    "without_cp": but_survivors(scaled_as(dp_cp_size=lambda facts: facts.parallelism.dp)),
-    "times_dp": but_survivors(
-        only_per_token(lambda facts: facts.parallelism.dp),
-        multiple(lambda facts: facts.parallelism.dp, lambda facts: facts.parallelism.dp),
+    "over_m": scaled_as(num_microbatches=lambda facts: 1),
+    "without_cp": scaled_as(dp_cp_size=lambda facts: facts.parallelism.dp),
+    "times_dp": only_per_token(lambda facts: facts.parallelism.dp),
+    "num_tokens_on_every_cp_rank": only_per_token(lambda facts: Fraction(1, facts.parallelism.cp)),
+    "num_tokens_of_the_training_mask": only_per_token(
+        lambda facts: Fraction(facts.n, num_trained(facts))
     ),
-    "num_tokens_on_every_cp_rank": but_survivors(
-        only_per_token(lambda facts: Fraction(1, facts.parallelism.cp))
-    ),
-    "num_tokens_of_the_training_mask": but_survivors(
-        only_per_token(lambda facts: Fraction(facts.n, facts.survivors))
-    ),
-    "report_without_m": but_survivors(
-        multiple(lambda facts: 1, lambda facts: Fraction(1, facts.m))
-    ),
-    "rank_local_counts": but_survivors(weighted(rank_local)),
-    "phantom_token": but_survivors(weighted(phantom_tokens)),
+    "report_without_m": multiple(lambda facts: 1, lambda facts: Fraction(1, facts.m)),
+    "rank_local_counts": weighted(rank_local),
+    "phantom_token": weighted(phantom_tokens),
     "weights_left_out_of_denominators": weighted(without_weights),
     "constant_without_batch": weighted(without_batch),
     "empty_samples_leave": weighted(empty_leave),
@@ -330,11 +312,8 @@ PREDICTIONS = {
     "chunks_swapped": weighted(mask_held(chunks(swapped), partition="zigzag")),
     "contiguous_chunks": weighted(mask_held(chunks(neighbours), partition="zigzag")),
     "zigzag_on_contiguous": weighted(mask_held(zigzag, partition="contiguous")),
-    "gathered_on_every_rank": but_survivors(
-        multiple(lambda facts: facts.parallelism.cp, lambda facts: facts.parallelism.cp)
-    ),
-    "counted_where_tokens_survive": but_survivors(
-        RIGHT, multiple(lambda facts: Fraction(facts.survivors, facts.n))
+    "gathered_on_every_rank": multiple(
+        lambda facts: facts.parallelism.cp, lambda facts: facts.parallelism.cp
     ),
     "length_power_without_length": weighted(without_length),
     "length_power_sum_of_sequences": weighted(power_sum_of_sequences),
