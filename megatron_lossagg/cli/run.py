@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 
 from megatron_lossagg.errors import AggregationError, LossAggregationError
-from megatron_lossagg.flags import add_loss_aggregation_args, aggregation_from_args
 from megatron_lossagg.integrations._script import run_hooked, run_stock
-from megatron_lossagg.options import Options
+from megatron_lossagg.loop.flags import add_loss_aggregation_args, aggregation_from_args
+from megatron_lossagg.reduction.options import Options
 
 __all__ = ["add_arguments", "run"]
 

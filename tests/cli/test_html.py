@@ -3,7 +3,7 @@
 import jinja2
 import pytest
 
-from megatron_lossagg.writing import html
+from megatron_lossagg.cli import html
 
 
 def test_a_name_that_a_template_lacks_is_an_error():

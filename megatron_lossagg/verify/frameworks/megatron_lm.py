@@ -13,7 +13,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.frameworks.check import (
     Check,
     Comparison,

@@ -1,0 +1,158 @@
+"""A verification as it is printed.
+
+The result comes first, then the table, the checks of a framework, the causes of what failed, and
+the environment. ``report_markdown.py`` writes the same for a page of GitHub.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from megatron_lossagg.verify.environment import Fact
+from megatron_lossagg.verify.frameworks.check import FAIL, NOT_RUN, PASS, counted
+from megatron_lossagg.verify.frameworks.check import cells as framework_cells
+from megatron_lossagg.verify.text import error_text, number_of
+
+__all__ = [
+    "COLUMNS",
+    "FRAMEWORK_COLUMNS",
+    "Report",
+    "cells",
+    "finite",
+    "largest",
+    "place",
+    "result",
+    "show",
+]
+
+Report = Mapping[str, Any]
+COLUMNS = (
+    "aggregation",
+    "w_s",
+    "loss_scaling",
+    "K",
+    "factor",
+    "gradient error",
+    "loss error",
+    "weight sum error",
+    "",
+)
+"""Of a table of cases, as ``docs/verify.md`` explains them."""
+FRAMEWORK_COLUMNS = ("check", "function", "loss error", "gradient error", "")
+"""Of a table of a framework's checks."""
+_PRINTED = [column for column in COLUMNS if column != "weight sum error"]
+_WIDE = 200
+"""Characters of a line in a file or a pipe."""
+
+
+def finite(value: Any) -> Any:
+    """Replace numbers that JSON cannot represent by None, at any depth."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    return [finite(inner) for inner in value] if isinstance(value, list) else value
+
+
+def show(report: Report) -> None:
+    """Print a report; with several layouts, repeat the result at the end."""
+    # A file or a pipe has no width: there a line is as long as it must be.
+    console = Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False)
+    text = partial(console.print, markup=False, soft_wrap=True)
+    summary = f"{report['state']}: " + "\n".join(result(report))
+    text(summary, end="\n\n")
+    for layout, verdicts in groupby(report["verdicts"], key=lambda v: str(v["layout"])):
+        text(layout)
+        rows = [(*errors, state) for *errors, _, state in map(cells, verdicts)]
+        console.print(_table(_PRINTED, rows, left=3))
+        text()
+    if framework := report["framework"]:
+        checks = framework["checks"]
+        text(f"{framework['name']}: {counted(checks)}, {framework['seconds']:.0f} s")
+        console.print(_table(FRAMEWORK_COLUMNS, map(framework_cells, checks), left=2))
+        text()
+        for check in checks:
+            if check["state"] != PASS:
+                text(f"{check['state']} {framework['name']}; {check['check']}")
+                text(f"     {check['explanation']}\n")
+    for verdict in report["verdicts"]:
+        if not verdict["passed"]:
+            text(f"FAIL {place(verdict)}")
+            text(f"     {verdict['explanation']}\n")
+    if report["failure"]:
+        text(report["failure"].replace("\n", "\n  "), end="\n\n")
+    for fact in report["environment"]:
+        text(str(Fact(**fact)))
+    if len(report["layouts"]) > 1:
+        text("\n" + summary)
+
+
+def _table(columns: Iterable[str], rows: Iterable[Sequence[str]], *, left: int) -> Padding:
+    """Make a table whose first columns are aligned to the left, with the state at the end."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < left else "right")
+    for *most, state in rows:
+        colour = {str(PASS): "green", str(FAIL): "bold red"}.get(state, "")
+        table.add_row(*map(Text, most), Text(state, colour))
+    return Padding(table, (0, 0, 0, 2), expand=False)
+
+
+def result(report: Report) -> list[str]:
+    """Write the result in lines: how many cases pass, where, the largest error, the time it took.
+
+    A second line has the result of a framework's checks; it is the first one if none of them ran.
+    The last one says what ended the run early.
+    """
+    verdicts, num_verdicts = report["verdicts"], report["num_verdicts"]
+    passed = sum(verdict["passed"] for verdict in verdicts)
+    versions = {fact["name"]: fact["version"] for fact in report["environment"]}
+    error = f"; largest gradient error {largest(verdicts)}" if verdicts else ""
+    pass_ = "passes" if num_verdicts == 1 else "pass"
+    cases = (
+        f"{passed} of {number_of(num_verdicts, 'case')} {pass_} on "
+        f"{number_of(len(report['layouts']), 'layout')} of {number_of(report['num_ranks'], 'rank')}"
+        f", megatron-core {versions['megatron-core']}, torch {versions['torch']}{error}; "
+        f"{report['seconds']:.0f} s"
+    )
+    framework = report["framework"]
+    of_framework = [f"{framework['name']}: {counted(framework['checks'])}"] if framework else []
+    lines = [cases, *of_framework]
+    if report["state"] == NOT_RUN:  # which is about the framework
+        lines.reverse()
+    return [*lines, *report["failure"].splitlines()[:1]]
+
+
+def cells(verdict: Report) -> tuple[str, ...]:
+    """Write one verdict in ``COLUMNS``."""
+    factor = verdict["measured_factor"]
+    return (
+        str(verdict["case"]),
+        str(verdict["formula"]),
+        str(verdict["loss_scaling"]),
+        str(verdict["k"]),
+        f"{factor:.9f}" if factor is not None else "not finite",
+        *(error_text(verdict[f"{name}_error"]) for name in ("gradient", "loss", "weight_sum")),
+        "PASS" if verdict["passed"] else "FAIL",
+    )
+
+
+def largest(verdicts: Sequence[Report]) -> str:
+    """Write the largest gradient error of some verdicts."""
+    errors = [verdict["gradient_error"] for verdict in verdicts]
+    return error_text(None if None in errors else max(errors))
+
+
+def place(verdict: Report) -> str:
+    """Name a case by its layout, itself and the loss scaling."""
+    return f"{verdict['layout']}; {verdict['case']}; {verdict['loss_scaling']}"

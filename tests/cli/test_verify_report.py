@@ -1,0 +1,291 @@
+"""What ``lossagg verify`` reports: one result, and Markdown that is complete, true and escaped."""
+
+import math
+
+import pytest
+from html_reader import Reader
+from markdown_it import MarkdownIt
+
+from megatron_lossagg.cli.verify import _report
+from megatron_lossagg.cli.verify_markdown import markdown
+from megatron_lossagg.cli.verify_report import finite, show
+from megatron_lossagg.contract.scaling import LOSS_SCALINGS
+from megatron_lossagg.verify.cases import MASK_CASES
+from megatron_lossagg.verify.environment import Fact
+from megatron_lossagg.verify.job import Job
+from megatron_lossagg.verify.parallelism import Parallelism
+
+LAYOUTS = ["DP 4, M 3", "DP 2 x CP 2, M 3, distributed optimizer, overlap grad reduce, bshd"]
+CASES = ["token_mean", "sample_mean, count_empty=False", "constant + token_mean"]
+
+
+def verdict(**changes):
+    return {
+        "layout": LAYOUTS[0],
+        "case": CASES[0],
+        "formula": "1/(B 4096)",
+        "loss_scaling": LOSS_SCALINGS[0],
+        "k": 12,
+        "gradient_error": 1.25e-15,
+        "loss_error": 0.0,
+        "weight_sum_error": 5.6e-08,
+        "measured_factor": 0.9999999999999998,
+        "tolerance": 1e-12,
+        "causes": [],
+        "explanation": "",
+        "passed": True,
+        **changes,
+    }
+
+
+def failed(**changes):
+    wrong = {
+        "gradient_error": 2 / 3,
+        "measured_factor": 1 / 3,
+        "causes": ["over_m"],
+        "explanation": "gradient: measured factor 0.333333333333 = 1/M, expected 1: K lacks M",
+        "passed": False,
+    }
+    return verdict(**{**wrong, **changes})
+
+
+def report(verdicts=None, *, failure="", **changes):
+    if verdicts is None:
+        keys = [(a, b, c) for a in LAYOUTS for b in LOSS_SCALINGS for c in CASES]
+        verdicts = [verdict(layout=a, loss_scaling=b, case=c) for a, b, c in keys]
+    core = {"name": "megatron-core", "state": "found", "version": "0.16.1"}
+    passed = not failure and all(v["passed"] for v in verdicts)
+    written = {
+        "tool": {"name": "megatron_lossagg", "version": "0.1.0"},
+        "started": "2026-01-02T03:04:05+00:00",
+        "seconds": 41.2,
+        "command": "lossagg verify --markdown summary.md",
+        "environment": [
+            {"name": "torch", "state": "found", "version": "2.13.0", "detail": "CPU | gloo"},
+            {"name": "transformer-engine", "state": "missing", "version": "", "detail": "optional"},
+            {**core, "path": "/folder/of/megatron", "commit": "0123456789ab, modified"},
+        ],
+        "layouts": LAYOUTS,
+        "num_ranks": 4,
+        "num_verdicts": len(verdicts),
+        "verdicts": verdicts,
+        "framework": None,
+        "state": "PASS" if passed else "FAIL",
+        "passed": passed,
+        "failure": failure,
+        **changes,
+    }
+    return finite(written)
+
+
+MIXED = report(
+    [
+        verdict(),
+        failed(),
+        failed(gradient_error=math.inf, measured_factor=math.nan),
+        failed(gradient_error=None, loss_error=None, weight_sum_error=None, measured_factor=None),
+        failed(layout=LAYOUTS[1], gradient_error=4.5e30, causes=[]),
+        verdict(layout=LAYOUTS[1], gradient_error=0.0),
+        verdict(layout=LAYOUTS[1], tolerance=1e-5),
+    ]
+)
+
+
+def read(report):
+    """Read what GitHub shows: CommonMark with tables, and HTML between its paragraphs."""
+    return Reader(MarkdownIt("commonmark").enable("table").render(markdown(report)))
+
+
+def test_every_verdict_has_a_line_with_its_formula_and_numbers():
+    numbers = ["12", "1.000000000", "1.2e-15", "0", "5.6e-08", "PASS"]
+    assert read(report()).lines[len(LAYOUTS) : -6] == [
+        [wanted["case"], wanted["formula"], wanted["loss_scaling"], *numbers]
+        for wanted in report()["verdicts"]
+    ]
+
+
+def check(**changes):
+    return {
+        "check": "verl:token-mean",
+        "function": "verl.trainer.ppo.core_algos.agg_loss",
+        "state": "PASS",
+        "got": 0.5,
+        "wanted": 0.5,
+        "loss_error": 0.0,
+        "gradient_error": 1.5e-16,
+        "explanation": "",
+        **changes,
+    }
+
+
+def framework_of(*checks):
+    states = [each["state"] for each in checks]
+    passed = "FAIL" not in states and "PASS" in states
+    return {"name": "verl", "seconds": 6.2, "passed": passed, "checks": list(checks)}
+
+
+def with_checks(state, *checks, **changes):
+    framework = framework_of(*checks)
+    return report(framework=framework, state=state, passed=state == "PASS", **changes)
+
+
+NOT_RUN = check(check="absent", state="NOT RUN", got=None, wanted=None, explanation="No module")
+WRONG = check(state="FAIL", gradient_error=None, explanation="got a loss of 1, expected 2")
+
+
+BROKEN = "A rank failed\n[rank1]: Traceback (most recent call last):\n[rank1]: OSError: no disk"
+
+
+@pytest.mark.parametrize(
+    ("given", "state", "result"),
+    [
+        ({}, "PASS", "1 of 1 case passes on 1 layout of 1 rank, megatron-core 0.16.1"),
+        ({"passed": False}, "FAIL", "0 of 1 case passes on"),
+        ({"failure": BROKEN}, "FAIL", "1 of 1 case passes on"),
+        ({"ran_on": "0.15.0"}, "FAIL", "1 of 1 case passes on"),
+        ({"ends": True}, "FAIL", "0 of 1 case passes on"),
+        ({"checks": [check(), NOT_RUN]}, "PASS", "1 of 1 case passes on"),
+        ({"checks": [WRONG, NOT_RUN]}, "FAIL", "1 of 1 case passes on"),
+        ({"checks": [NOT_RUN]}, "NOT RUN", "verl: 0 of 1 check of its own code passes, 1 not run"),
+        ({"checks": [NOT_RUN], "passed": False}, "FAIL", "0 of 1 case passes on"),
+        ({"checks": [NOT_RUN], "failure": BROKEN}, "FAIL", "1 of 1 case passes on"),
+        ({"checks": [NOT_RUN], "ran_on": "0.15.0"}, "FAIL", "1 of 1 case passes on"),
+    ],
+)
+def test_text_json_and_markdown_begin_with_one_result(capsys, given, state, result):
+    found = reported(**given)
+    assert (found["state"], found["passed"]) == (state, state == "PASS")
+    show(found)
+    printed = capsys.readouterr().out
+    text = read(found).text
+    assert printed.startswith(f"{state}: {result}")
+    assert text.startswith(f"lossagg verify: {state}. {result}")
+    assert found["failure"].replace("\n", "\n  ") in printed
+    assert " ".join(found["failure"].split()) in text
+    for written in (printed, text):
+        assert given.get("failure", "")[:13] in written.partition(LAYOUTS[0][:4])[0]
+        assert ("verl: " in written) == ("checks" in given)
+
+
+@pytest.mark.parametrize(
+    ("given", "failure"),
+    [
+        ({"ran_on": "0.15.0"}, "The ranks ran megatron-core 0.15.0, expected 0.16.1 as found here"),
+        ({"ends": True}, "The run did not finish"),
+        ({"failure": BROKEN, "ends": True}, "A rank failed"),
+    ],
+)
+def test_what_ended_a_run_early_is_a_part_of_the_result(capsys, given, failure):
+    found = reported(**given)
+    show(found)
+    second = capsys.readouterr().out.splitlines()[1]
+    assert second == failure
+    assert failure in read(found).text.partition("layout cases that pass")[0]
+
+
+def reported(*, failure="", ran_on="0.16.1", passed=True, checks=(), ends=False):
+    """Make a report as the command does, of a run of one case."""
+    job = Job(layouts=[Parallelism()], cases=MASK_CASES[:1], loss_scalings=["average"])
+    start = {"event": "start", "megatron": ran_on, "device": "cpu", "backend": "gloo", "hosts": "a"}
+    verdicts = [verdict(passed=passed, layout=str(job.layouts[0]))]
+    layout = {"event": "layout", "layout": str(job.layouts[0]), "verdicts": verdicts, "groups": {}}
+    versions = {"megatron-core": "0.16.1", "torch": "2.13.0"}
+    facts = [Fact(name=name, state="found", version=of) for name, of in versions.items()]
+    framework = framework_of(*checks) if checks else None
+    events = [start] if ends else [start, layout, {"event": "end"}]
+    return _report(job, events, facts, framework, failure=failure, seconds=1.0)
+
+
+def test_each_layout_has_a_line_and_one_without_cases_is_listed():
+    *lines, _ = read(MIXED).lines[:3]
+    assert lines == [
+        [LAYOUTS[0], "1 of 4", "not finite", "FAIL"],
+        [LAYOUTS[1], "2 of 3", "4.5e+30", "FAIL"],
+    ]
+    found = read(report([verdict()], failure=BROKEN))
+    assert found.lines[:2] == [
+        [LAYOUTS[0], "1 of 1", "1.2e-15", "PASS"],
+        [LAYOUTS[1], "not measured", "FAIL"],
+    ]
+    assert f"not measured : {LAYOUTS[1]}" in found.text
+
+
+def test_only_what_did_not_pass_is_unfolded():
+    for given, is_open in [(report(), []), (MIXED, ["What did not pass, and why"])]:
+        text = markdown(given)
+        folds = [part.partition("</summary>")[0] for part in text.split("<summary>")[1:]]
+        assert folds == [
+            *is_open,
+            *(f"{name}: {read(given).lines[n][1]} cases pass" for n, name in enumerate(LAYOUTS)),
+            "Run and environment",
+        ]
+        assert text.count("<details open>") == len(is_open)
+        assert text.count("<details") == len(folds)
+
+
+def test_each_explanation_is_listed_once_with_its_first_case_and_a_passing_case_has_none():
+    text = read(MIXED).text
+    explanation = MIXED["verdicts"][1]["explanation"]
+    assert text.count(explanation) == 1
+    assert f"FAIL {LAYOUTS[0]}; {CASES[0]}; average and 3 more: {explanation}" in text
+    assert "did not pass" not in read(report()).text
+
+
+def test_versions_and_the_command_are_listed_with_the_checkout_of_megatron():
+    text = read(report()).text
+    core = "0.16.1 /folder/of/megatron, commit 0123456789ab, modified"
+    for words in ("0.1.0", "2.13.0", "CPU | gloo", "missing optional", core, *LAYOUTS):
+        assert words in text
+    assert "lossagg verify --markdown summary.md" in text
+    assert "2026-01-02T03:04:05+00:00 took 41 s" in text
+
+
+@pytest.mark.parametrize(
+    "evil",
+    [
+        "<script>alert('&\"')</script> <!-- </details>",
+        "| a | `code` *strong* __init__ ~~gone~~ $x$ # one \\",
+        "[link](https://example.com) ![image](https://example.com/a.png) <https://example.com>",
+    ],
+)
+def test_text_is_shown_as_it_is_and_loads_nothing(evil):
+    fact = {"name": evil, "state": evil, "version": evil, "detail": evil}
+    place = {"path": evil, "commit": evil, "state": "found"}
+    core = {"name": "megatron-core", "state": "found", "version": evil}
+    torch = {"name": "torch", "state": "found", "version": evil}
+    words = dict.fromkeys(("layout", "case", "formula", "loss_scaling", "k", "explanation"), evil)
+    checked = framework_of(
+        check(check=evil, function=evil.replace(".", ""), state="NOT RUN", explanation=evil)
+    )
+    given = report(
+        [failed(**words, causes=[evil])],
+        layouts=[evil, f"{evil} without cases"],
+        failure=f"{evil}\n\n{evil}</pre>",
+        command=evil,
+        started=evil,
+        framework={**checked, "name": evil},
+        environment=[core, torch, fact, {**fact, **place}],
+        tool={"name": evil, "version": evil},
+    )
+    found = read(given)
+    assert found.text.count(evil) >= 28
+    assert not found.loading()
+    shapes, harmless = ({(tag, *attrs) for tag, attrs in r.tags} for r in (found, read(MIXED)))
+    assert shapes <= harmless | {("pre",)}
+
+
+def test_a_check_of_a_framework_has_a_line_and_one_that_did_not_run_counts_as_neither():
+    found = read(with_checks("FAIL", check(), NOT_RUN, WRONG))
+    assert "verl: 1 of 3 checks of its own code pass, 1 fails, 1 not run" in found.text
+    ran, absent, wrong = found.lines[-9:-6]
+    assert ran == ["verl:token-mean", "core_algos.agg_loss", "0", "1.5e-16", "PASS"]
+    assert absent == ["absent", "core_algos.agg_loss", "NOT RUN"]
+    assert wrong == ["verl:token-mean", "core_algos.agg_loss", "0", "not finite", "FAIL"]
+    assert f"NOT RUN verl; absent: {NOT_RUN['explanation']}" in found.text
+    assert f"FAIL verl; verl:token-mean: {WRONG['explanation']}" in found.text
+
+
+def test_a_check_that_did_not_run_is_explained_in_a_report_that_passes():
+    text = markdown(with_checks("PASS", check(), NOT_RUN))
+    assert text.startswith("**lossagg verify: PASS.** 12 of 12 cases pass on 2 layouts of 4 ranks")
+    assert f"- **NOT RUN** verl; absent: {NOT_RUN['explanation']}" in text
