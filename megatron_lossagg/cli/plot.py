@@ -8,8 +8,7 @@ and "step" if there are several steps; or a .pt file of slime's or miles'
 --save-debug-rollout-data; or what verl's rollout_data_dir and TRL's
 log_completions write, which have texts and no lengths and need --tokenizer
 or --characters. Several files are several steps. Shares count the loss mask:
-no record holds token weights. For the same as numbers: lossagg explain
-MODE --lengths-file FILE.
+no record holds token weights.
 Exit status: 0, or 2 for wrong usage.
 """
 
@@ -21,15 +20,9 @@ from pathlib import Path
 
 from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.cli.picture import drawn, page
+from megatron_lossagg.cli.plans import EXPONENT, Split, plan_of
 from megatron_lossagg.cli.rollouts import add_reading_arguments, read_rollouts
-from megatron_lossagg.cli.shares import (
-    EXPONENT,
-    Split,
-    add_bucket_argument,
-    plan_of,
-    read_buckets,
-    shares_of,
-)
+from megatron_lossagg.cli.shares import add_bucket_argument, read_buckets, shares_of
 from megatron_lossagg.writing.files import OutputError, check_outputs, printable, write_whole
 
 __all__ = ["add_arguments", "run"]

@@ -9,64 +9,30 @@ the divisor nor on ``count_empty``: within a step they multiply every weight by 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_lossagg.aggregation import ALIASES, CUSTOM, MODES, Aggregation, Count, Mode
+from megatron_lossagg.aggregation import MODES
+from megatron_lossagg.cli.plans import EXPONENT, Split, aggregation_of, modes_of
 from megatron_lossagg.cli.rollouts import Rollouts, RolloutsError
-from megatron_lossagg.errors import LossAggregationError
-from megatron_lossagg.plan import StepPlan, plan_step
-from megatron_lossagg.scaling import LossScaling
-from megatron_lossagg.sequences import Sequences
 from megatron_lossagg.writing.extras import needed
 from megatron_lossagg.writing.text import number_of
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-__all__ = [
-    "EXPONENT",
-    "Shares",
-    "Split",
-    "add_bucket_argument",
-    "aggregation_of",
-    "modes_of",
-    "plan_of",
-    "read_buckets",
-    "shares_of",
-]
+    from megatron_lossagg.plan import StepPlan
 
-EXPONENT = 0.5
-"""Of ``length_power`` if none is given: half way from ``token_mean`` to ``sample_mean``."""
+__all__ = ["Shares", "add_bucket_argument", "read_buckets", "shares_of"]
+
 MOST_BUCKETS = 7
 """As many columns fit a terminal next to the names of the modes."""
 MOST_TIMES_THE_MEDIAN = 8
 """Above it, buckets of equal width would put most responses into the first."""
-_MOST_SIZE = 2**31 - 1
-"""The product of two is an int64."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Split:
-    """The parallelism of a step and how Megatron scales its loss: what K depends on."""
-
-    loss_scaling: LossScaling = "average"
-    microbatches: int = 2
-    """M of every data-parallel rank."""
-    dp: int = 2
-    cp: int = 1
-
-    def __post_init__(self) -> None:
-        for flag in ("microbatches", "dp", "cp"):
-            size = getattr(self, flag)
-            if not 1 <= size <= _MOST_SIZE:
-                raise LossAggregationError(
-                    f"--{flag}: got {size}, expected an integer from 1 to {_MOST_SIZE}"
-                )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -122,50 +88,6 @@ def read_buckets(text: str | None) -> list[int] | None:
             "256,1024,4096"
         )
     return highs
-
-
-def plan_of(step: Mapping[str, Any], aggregation: Aggregation, split: Split) -> StepPlan:
-    """Plan a step, given by column, with its sequences assigned alternately to the microbatches.
-
-    One process plans for all: M DP microbatches on one rank weigh as M on each of DP ranks.
-    """
-    slots = split.microbatches * split.dp
-    return plan_step(
-        aggregation,
-        Sequences(
-            active_tokens=np.asarray(step["active_tokens"]),
-            sample=np.asarray(step["sample"]) if "sample" in step else None,
-            prompt=np.asarray(step["prompt"]) if "prompt" in step else None,
-            microbatch=np.arange(len(step["active_tokens"])) % slots,
-            num_microbatches=slots,
-            token_weight_sums=step.get("token_weight_sums"),
-        ),
-    )
-
-
-def modes_of(plan: StepPlan) -> Iterator[Mode]:
-    """Yield the modes that the ids of the step allow."""
-    for mode in MODES.values():
-        lacks_prompts = mode.name == "prompt_mean" and plan.totals.prompt_tokens is None
-        if mode.name != CUSTOM and not lacks_prompts:
-            yield mode
-
-
-def aggregation_of(
-    name: str,
-    divisor: float | None,
-    exponent: float | None,
-    count_empty: bool | None = None,
-    count: Count = "mask",
-) -> Aggregation:
-    """Read a name; a number that its mode does not take is for other modes."""
-    mode = MODES.get(ALIASES[name].mode if name in ALIASES else name)
-    if mode is not None:
-        divisor = None if mode.divisor == "none" else divisor
-        exponent = exponent if mode.has_exponent else None
-    return Aggregation(
-        name, divisor=divisor, exponent=exponent, count_empty=count_empty, count=count
-    )
 
 
 def shares_of(
