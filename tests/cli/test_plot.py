@@ -8,10 +8,9 @@ import pytest
 from html_reader import Reader
 from in_turn import reference_value
 
-from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.cli.picture import figure_of, page
-from megatron_lossagg.cli.plans import Split, plan_of
+from megatron_lossagg.cli.plans import Split
 from megatron_lossagg.cli.rollouts import Rollouts, RolloutsError
 from megatron_lossagg.cli.shares import read_buckets, shares_of
 
@@ -43,12 +42,10 @@ SPLIT = (
 
 
 def shares(steps, highs=None, *, masked_steps=0, source="a list"):
-    split = Split(microbatches=M, dp=DP)
-    plans = [plan_of(step, Aggregation("token_mean"), split) for step in steps]
     rollouts = Rollouts(
         steps=steps, masked_steps=masked_steps, unit="token", caveat="", source=source
     )
-    return shares_of(rollouts, plans, split, highs)
+    return shares_of(rollouts, Split(microbatches=M, dp=DP), highs)
 
 
 def records(found):
