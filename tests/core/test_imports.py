@@ -38,6 +38,7 @@ ORDER = [
     "first_step",
     "ownership",
     "record",
+    "record_diff",
     "recorder",
     "outputs",
     "megatron_options",
