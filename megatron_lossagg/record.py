@@ -18,14 +18,16 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_lossagg.errors import LossAggregationError
-from megatron_lossagg.integers import Ints
-from megatron_lossagg.sequences import Floats
+
+if TYPE_CHECKING:
+    from megatron_lossagg.integers import Ints
+    from megatron_lossagg.sequences import Floats
 
 __all__ = ["RecordError", "StepRecord", "hash_weights", "read_record"]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import fork_server
 from fork_server import WITHOUT_MEGATRON
+from step_record import STEP
 
 import megatron_lossagg
 
@@ -146,6 +147,39 @@ def test_the_version_and_the_help_need_no_torch(option):
     )
     assert "megatron_lossagg" in modules
     assert not {"torch", "numpy", "rich", "megatron"} & modules
+
+
+ENDS = """
+from megatron_lossagg.cli.main import main
+for words, status in COMMANDS:
+    try: ended = main(words.split())
+    except SystemExit as error: ended = error.code
+    assert ended == status, words
+"""
+
+
+@pytest.mark.launches
+def test_the_help_and_the_wrong_usage_of_a_command_and_a_comparison_of_records_need_no_torch(
+    tmp_path,
+):
+    record = tmp_path / "record.jsonl"
+    record.write_text(STEP.line())
+    commands = [
+        *((f"{command} --help", 0) for command in ("explain", "plot", "diff", "run")),
+        ("explain --list", 0),
+        ("explain token_meen", 2),
+        ("explain token_mean --lengths 3,x", 2),
+        ("explain token_mean --dp 0", 2),
+        ("explain constant", 2),
+        ("plot a.jsonl --html page.html --buckets 3,1", 2),
+        ("plot a.jsonl --html page.html --column a=b", 2),
+        (f"diff {record} absent.jsonl", 2),
+        (f"diff {record} {record}", 0),
+        ("run absent.py --loss-aggregation token_mean", 2),
+    ]
+    modules = modules_after(f"COMMANDS = {commands}{ENDS}")
+    assert "megatron_lossagg" in modules
+    assert not {"torch", "megatron"} & modules
 
 
 def test_every_public_name_can_be_imported_and_is_listed():
