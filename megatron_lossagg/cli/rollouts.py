@@ -194,7 +194,10 @@ def read_rollouts(paths: Sequence[Path], args: argparse.Namespace) -> Rollouts:
             f"{names}: got {number_of(len(read), 'response')} and no active token, so that every "
             "weight is 0: give a file with a response that is trained"
         )
-    named = ", ".join(f"{column} from {name}" for column, name in records.names.items())
+    named = ", ".join(
+        column if column == name else f"{column} from {name}"
+        for column, name in records.names.items()
+    )
     return Rollouts(
         steps=trained,
         masked_steps=len(found) - len(trained),

@@ -77,7 +77,7 @@ READ = {
         [{"prompt_id": "a", "mask": [1, 0, 1]}, {"prompt_id": "b", "mask": [1]}],
         [],
         ([2, 1], [0, 1], None),
-        "mask from mask, prompt from prompt_id",
+        "mask, prompt from prompt_id",
     ),
     "a mask before the length": (
         [
@@ -87,13 +87,13 @@ READ = {
         ],
         [],
         ([2, 5, 0], [0, 1, 0], None),
-        "mask from mask, lengths from response_length, prompt from prompt_id",
+        "mask, lengths from response_length, prompt from prompt_id",
     ),
     "verl": (
         VERL,
         CHARACTERS,
         ([3, 2, 0], [0, 0, 1], None),
-        "text from output, prompt from input, step from step",
+        "text from output, prompt from input, step",
     ),
     "SFT": ([{"messages": CHAT}], CHARACTERS, ([5], None, None), "text from messages"),
     "other names": (
@@ -145,7 +145,7 @@ def test_a_trl_table_is_read_with_texts_or_messages(tmp_path, table):
     parquet.write_table(pyarrow.table(table), file)
     rollouts = read(file, flags=CHARACTERS)
     assert columns(rollouts.steps[0]) == [[4, 1], [0, 0], None]
-    assert rollouts.source.endswith("text from completion, prompt from prompt, step from step")
+    assert rollouts.source.endswith("text from completion, prompt, step")
 
 
 def test_large_ids_of_a_table_with_gaps_are_not_rounded(tmp_path):

@@ -63,6 +63,7 @@ TESTS = {
         *("core/test_custom_reducer", *NUMBERS, PLAN),
     ],
     "record": ["core/test_recorder", "cli/test_diff"],
+    "record_diff": ["cli/test_diff"],
     "recorder": ["core/test_recorder"],
     "outputs": ["core/test_outputs", *AGGREGATOR],
     "step": AGGREGATOR,
