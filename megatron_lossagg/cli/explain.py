@@ -30,7 +30,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from megatron_lossagg.aggregation import ALIASES, MODES
 from megatron_lossagg.cli.explanation import (
     DEFAULT_LENGTHS,
     Comparison,
@@ -38,10 +37,12 @@ from megatron_lossagg.cli.explanation import (
     explain,
     read_lengths,
 )
+from megatron_lossagg.cli.files import check_outputs, write_whole
 from megatron_lossagg.cli.plans import EXPONENT, Split
-from megatron_lossagg.scaling import K_FORMULA, LOSS_SCALINGS
-from megatron_lossagg.writing.files import check_outputs, write_whole
-from megatron_lossagg.writing.text import number_of, say
+from megatron_lossagg.contract.scaling import K_FORMULA, LOSS_SCALINGS
+from megatron_lossagg.reduction.aliases import ALIASES
+from megatron_lossagg.reduction.modes import MODES
+from megatron_lossagg.verify.text import number_of, say
 
 __all__ = ["add_arguments", "alias_lines", "mode_lines", "run"]
 

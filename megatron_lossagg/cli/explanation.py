@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_lossagg.aggregation import CUSTOM, MODES, Aggregation
 from megatron_lossagg.cli.plans import EXPONENT, Split, aggregation_of, modes_of, plan_of
+from megatron_lossagg.contract.scaling import MOST_TOKENS_PER_TOKEN, Factor, Scaling
 from megatron_lossagg.errors import LossAggregationError
-from megatron_lossagg.scaling import MOST_TOKENS_PER_TOKEN, Factor, Scaling
-from megatron_lossagg.writing.text import number_of
+from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.modes import CUSTOM, MODES
+from megatron_lossagg.verify.text import number_of
 
 if TYPE_CHECKING:
-    from megatron_lossagg.plan import StepPlan
+    from megatron_lossagg.reduction.plan import StepPlan
 
 __all__ = ["DEFAULT_LENGTHS", "Comparison", "Explanation", "explain", "read_lengths"]
 

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_lossagg.aggregation import ALIASES, CUSTOM, MODES, Aggregation, Mode
+from megatron_lossagg.contract.scaling import LossScaling
 from megatron_lossagg.errors import LossAggregationError
-from megatron_lossagg.scaling import LossScaling
+from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.aliases import ALIASES
+from megatron_lossagg.reduction.modes import CUSTOM, MODES, Mode
 
 if TYPE_CHECKING:
-    from megatron_lossagg.plan import StepPlan
+    from megatron_lossagg.reduction.plan import StepPlan
 
 __all__ = ["EXPONENT", "Split", "aggregation_of", "modes_of", "plan_of"]
 
@@ -47,8 +49,8 @@ def plan_of(step: Mapping[str, Any], aggregation: Aggregation, split: Split) -> 
 
     One process plans for all: M DP microbatches on one rank weigh as M on each of DP ranks.
     """
-    from megatron_lossagg.plan import plan_step
-    from megatron_lossagg.sequences import Sequences
+    from megatron_lossagg.reduction.plan import plan_step
+    from megatron_lossagg.reduction.sequences import Sequences
 
     slots = split.microbatches * split.dp
     return plan_step(

@@ -19,11 +19,11 @@ import argparse
 import os
 from pathlib import Path
 
+from megatron_lossagg.cli.files import OutputError, check_outputs, printable, write_whole
 from megatron_lossagg.cli.picture import drawn, page
 from megatron_lossagg.cli.plans import EXPONENT, Split
 from megatron_lossagg.cli.rollouts import add_reading_arguments, read_rollouts
 from megatron_lossagg.cli.shares import MOST_BUCKETS, read_buckets, shares_of
-from megatron_lossagg.writing.files import OutputError, check_outputs, printable, write_whole
 
 __all__ = ["add_arguments", "run"]
 

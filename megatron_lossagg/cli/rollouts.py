@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatron_lossagg.cli.extras import MissingPackageError, needed
+from megatron_lossagg.cli.files import is_file, printable
 from megatron_lossagg.errors import LossAggregationError
-from megatron_lossagg.writing.extras import MissingPackageError, needed
-from megatron_lossagg.writing.files import is_file, printable
-from megatron_lossagg.writing.text import number_of
+from megatron_lossagg.verify.text import number_of
 
 if TYPE_CHECKING:
     from pandas import DataFrame

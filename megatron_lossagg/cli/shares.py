@@ -15,16 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_lossagg.aggregation import MODES, Aggregation
+from megatron_lossagg.cli.extras import needed
 from megatron_lossagg.cli.plans import EXPONENT, Split, aggregation_of, modes_of, plan_of
 from megatron_lossagg.cli.rollouts import Rollouts, RolloutsError
-from megatron_lossagg.writing.extras import needed
-from megatron_lossagg.writing.text import number_of
+from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.modes import MODES
+from megatron_lossagg.verify.text import number_of
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from megatron_lossagg.plan import StepPlan
+    from megatron_lossagg.reduction.plan import StepPlan
 
 __all__ = ["MOST_BUCKETS", "Shares", "read_buckets", "shares_of"]
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from frameworks import checkout_of, needs
 
+from megatron_lossagg.cli.extras import MissingPackageError
 from megatron_lossagg.cli.rollouts import (
     COLUMNS,
     RolloutsError,
     add_reading_arguments,
     read_rollouts,
 )
-from megatron_lossagg.writing.extras import MissingPackageError
 
 pytest.importorskip("pandas", reason="pandas is not installed")
 

@@ -1,0 +1,1 @@
+"""The loop around Megatron's schedule: ``LossAggregator``, ``Step``, the schedule hook, the probe."""
