@@ -13,7 +13,7 @@ from benchmarks.baselines import SampleLoop
 from benchmarks.timing import Effort, Times, ratio, spread
 from benchmarks.workloads import AGGREGATION, TOKEN_MEAN, Workload
 from megatron_lossagg import Sequences, plan_step
-from megatron_lossagg.reducer import Reducer
+from megatron_lossagg.reduction.reducer import Reducer
 
 Json = dict[str, Any]
 IDS = ("none", "prompt", "sample and prompt")

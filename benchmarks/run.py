@@ -2,7 +2,7 @@
 
     python -m benchmarks.run [--quick] [--json FILE] [--doc FILE] [--pictures FOLDER]
 
-``tests/core/test_costs.py`` counts operations and bytes. Times are ratios of two pieces of
+``tests/reduction/test_costs.py`` counts operations and bytes. Times are ratios of two pieces of
 code that ran alternately in this process, on one thread; read them as such. The machine should be
 quiet. ``--doc`` replaces what stands between the markers of a Markdown file by the tables,
 ``--from`` takes the numbers of an earlier run.

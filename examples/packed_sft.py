@@ -60,7 +60,7 @@ from torch import Tensor  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
 
 from megatron_lossagg import LossAggregator  # noqa: E402
-from megatron_lossagg.step import Step  # noqa: E402
+from megatron_lossagg.loop.step import Step  # noqa: E402
 
 VOCABULARY, HIDDEN = 128, 32
 SHORTEST, LONGEST = 500, 16_000

@@ -10,30 +10,30 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_lossagg.aggregation import Aggregation as Aggregation
-    from megatron_lossagg.aggregator import LossAggregator as LossAggregator
-    from megatron_lossagg.custom import ReducerContext as ReducerContext
     from megatron_lossagg.errors import LossAggregationError as LossAggregationError
-    from megatron_lossagg.flags import add_loss_aggregation_args as add_loss_aggregation_args
-    from megatron_lossagg.integration import Integration as Integration
-    from megatron_lossagg.layout import Layout as Layout
-    from megatron_lossagg.plan import StepPlan as StepPlan
-    from megatron_lossagg.plan import plan_step as plan_step
-    from megatron_lossagg.sequences import Sequences as Sequences
+    from megatron_lossagg.loop.aggregator import LossAggregator as LossAggregator
+    from megatron_lossagg.loop.flags import add_loss_aggregation_args as add_loss_aggregation_args
+    from megatron_lossagg.loop.integration import Integration as Integration
+    from megatron_lossagg.reduction.aggregation import Aggregation as Aggregation
+    from megatron_lossagg.reduction.custom import ReducerContext as ReducerContext
+    from megatron_lossagg.reduction.layout import Layout as Layout
+    from megatron_lossagg.reduction.plan import StepPlan as StepPlan
+    from megatron_lossagg.reduction.plan import plan_step as plan_step
+    from megatron_lossagg.reduction.sequences import Sequences as Sequences
 
 __version__ = "0.1.0"
 
 _MODULE_OF = {
-    "Aggregation": "aggregation",
-    "Integration": "integration",
-    "Layout": "layout",
+    "Aggregation": "reduction.aggregation",
+    "Integration": "loop.integration",
+    "Layout": "reduction.layout",
     "LossAggregationError": "errors",
-    "LossAggregator": "aggregator",
-    "ReducerContext": "custom",
-    "Sequences": "sequences",
-    "StepPlan": "plan",
-    "add_loss_aggregation_args": "flags",
-    "plan_step": "plan",
+    "LossAggregator": "loop.aggregator",
+    "ReducerContext": "reduction.custom",
+    "Sequences": "reduction.sequences",
+    "StepPlan": "reduction.plan",
+    "add_loss_aggregation_args": "loop.flags",
+    "plan_step": "reduction.plan",
 }
 
 __all__ = sorted(_MODULE_OF)

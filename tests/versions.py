@@ -35,11 +35,11 @@ LAYOUTS = {
     "standard set": [],
     "MoE": ["--dp", "2", "--cp", "2", "--ep", "2", "--moe"],
 }
-PROBE = "tests/megatron/test_probe.py"
+PROBE = "tests/loop/test_probe.py"
 ON_TWO_RANKS = f"{PROBE}::test_stock_megatron_passes_and_is_left_unchanged"
-TESTS = ["tests/megatron/test_aggregator.py", ON_TWO_RANKS, "-k", "aggregator or [2-"]
+TESTS = ["tests/loop/test_aggregator.py", ON_TWO_RANKS, "-k", "aggregator or [2-"]
 WHOLE = [
-    "tests/megatron/test_aggregator.py",
+    "tests/loop/test_aggregator.py",
     PROBE,
     "tests/megatron/test_matrix.py",
     "-k",

@@ -82,10 +82,10 @@ from megatron_lossagg import (
     LossAggregationError,
     LossAggregator,
 )
-from megatron_lossagg.buffer import StepBuffer
-from megatron_lossagg.flags import add_loss_aggregation_args, aggregation_from_args
-from megatron_lossagg.options import Options
-from megatron_lossagg.step import MicrobatchLoss, Step
+from megatron_lossagg.loop.buffer import StepBuffer
+from megatron_lossagg.loop.flags import add_loss_aggregation_args, aggregation_from_args
+from megatron_lossagg.loop.step import MicrobatchLoss, Step
+from megatron_lossagg.reduction.options import Options
 
 NUM_HELD_OUT = 200
 WARM_UP = Aggregation("token_mean")

@@ -12,10 +12,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_lossagg.aggregation import CUSTOM
-from megatron_lossagg.record import RecordError, StepRecord, read_record
-from megatron_lossagg.writing.files import printable
-from megatron_lossagg.writing.text import number_of
+from megatron_lossagg.cli.files import printable
+from megatron_lossagg.record.step_record import RecordError, StepRecord, read_record
+from megatron_lossagg.reduction.aggregation import CUSTOM
+from megatron_lossagg.verify.text import number_of
 
 __all__ = ["add_arguments", "run"]
 

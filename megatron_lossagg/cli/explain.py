@@ -32,7 +32,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from megatron_lossagg.aggregation import ALIASES, COUNTS, MODES, Count
 from megatron_lossagg.cli.explanation import (
     DEFAULT_LENGTHS,
     Comparison,
@@ -41,12 +40,13 @@ from megatron_lossagg.cli.explanation import (
     read_counted,
     read_lengths,
 )
+from megatron_lossagg.cli.files import check_outputs, write_whole
 from megatron_lossagg.cli.rollouts import add_reading_arguments, read_rollouts
 from megatron_lossagg.cli.shares import EXPONENT, Shares, Split, add_bucket_argument, read_buckets
+from megatron_lossagg.contract.scaling import K_FORMULA, LOSS_SCALINGS
 from megatron_lossagg.errors import LossAggregationError
-from megatron_lossagg.scaling import K_FORMULA, LOSS_SCALINGS
-from megatron_lossagg.writing.files import check_outputs, write_whole
-from megatron_lossagg.writing.text import number_of, say
+from megatron_lossagg.reduction.aggregation import ALIASES, COUNTS, MODES, Count
+from megatron_lossagg.verify.text import number_of, say
 
 __all__ = ["add_arguments", "alias_lines", "mode_lines", "run"]
 

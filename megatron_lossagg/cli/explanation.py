@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_lossagg.aggregation import COUNTS, CUSTOM, MODES, Count
 from megatron_lossagg.cli.rollouts import Rollouts
 from megatron_lossagg.cli.shares import (
     EXPONENT,
@@ -19,11 +18,12 @@ from megatron_lossagg.cli.shares import (
     plan_of,
     shares_of,
 )
+from megatron_lossagg.contract.scaling import MOST_TOKENS_PER_TOKEN, Factor, Scaling
 from megatron_lossagg.errors import LossAggregationError
-from megatron_lossagg.plan import StepPlan
-from megatron_lossagg.scaling import MOST_TOKENS_PER_TOKEN, Factor, Scaling
-from megatron_lossagg.sequences import MOST_TOKENS
-from megatron_lossagg.writing.text import number_of
+from megatron_lossagg.reduction.aggregation import COUNTS, CUSTOM, MODES, Count
+from megatron_lossagg.reduction.plan import StepPlan
+from megatron_lossagg.reduction.sequences import MOST_TOKENS
+from megatron_lossagg.verify.text import number_of
 
 __all__ = [
     "DEFAULT_LENGTHS",

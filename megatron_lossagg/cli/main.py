@@ -12,9 +12,9 @@ from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import TYPE_CHECKING, NoReturn
 
 import megatron_lossagg
+from megatron_lossagg.cli.files import printable
 from megatron_lossagg.errors import ContractError, LossAggregationError, ReducerError
-from megatron_lossagg.writing.files import printable
-from megatron_lossagg.writing.text import say
+from megatron_lossagg.verify.text import say
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -28,7 +28,7 @@ _PIPED = {"diff", "explain", "plot"}
 
 _COMMANDS = {
     "verify": (
-        "megatron_lossagg.verify.command",
+        "megatron_lossagg.cli.verify",
         "prove that the installed Megatron-Core trains the configured loss",
         "lossagg verify --dp 2 --cp 2 --loss-aggregation sample_mean",
     ),

@@ -6,11 +6,11 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_lossagg.aggregation import MODES
+from megatron_lossagg.cli.extras import needed
+from megatron_lossagg.cli.html import page as html_page
 from megatron_lossagg.cli.rollouts import RolloutsError
 from megatron_lossagg.cli.shares import Shares
-from megatron_lossagg.writing.extras import needed
-from megatron_lossagg.writing.html import page as html_page
+from megatron_lossagg.reduction.aggregation import MODES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

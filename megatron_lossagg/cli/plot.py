@@ -19,7 +19,7 @@ import argparse
 import os
 from pathlib import Path
 
-from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.cli.files import OutputError, check_outputs, printable, write_whole
 from megatron_lossagg.cli.picture import drawn, page
 from megatron_lossagg.cli.rollouts import add_reading_arguments, read_rollouts
 from megatron_lossagg.cli.shares import (
@@ -30,7 +30,7 @@ from megatron_lossagg.cli.shares import (
     read_buckets,
     shares_of,
 )
-from megatron_lossagg.writing.files import OutputError, check_outputs, printable, write_whole
+from megatron_lossagg.reduction.aggregation import Aggregation
 
 __all__ = ["add_arguments", "run"]
 

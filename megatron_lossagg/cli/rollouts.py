@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megatron_lossagg.cli.extras import needed
+from megatron_lossagg.cli.files import is_file, printable
 from megatron_lossagg.errors import LossAggregationError
-from megatron_lossagg.sequences import MOST_TOKENS
-from megatron_lossagg.writing.extras import needed
-from megatron_lossagg.writing.files import is_file, printable
-from megatron_lossagg.writing.text import number_of
+from megatron_lossagg.reduction.sequences import MOST_TOKENS
+from megatron_lossagg.verify.text import number_of
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -17,9 +17,9 @@ import traceback
 from pathlib import Path
 
 from megatron_lossagg.errors import AggregationError, ContractError, LossAggregationError
-from megatron_lossagg.flags import add_loss_aggregation_args, aggregation_from_args
-from megatron_lossagg.options import Options
-from megatron_lossagg.writing.text import say
+from megatron_lossagg.loop.flags import add_loss_aggregation_args, aggregation_from_args
+from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.verify.text import say
 
 __all__ = ["add_arguments", "run"]
 

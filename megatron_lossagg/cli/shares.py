@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_lossagg.aggregation import ALIASES, CUSTOM, MODES, Aggregation, Count, Mode
+from megatron_lossagg.cli.extras import needed
 from megatron_lossagg.cli.rollouts import Rollouts, RolloutsError
+from megatron_lossagg.contract.scaling import LossScaling
 from megatron_lossagg.errors import LossAggregationError
-from megatron_lossagg.plan import StepPlan, plan_step
-from megatron_lossagg.scaling import LossScaling
-from megatron_lossagg.sequences import Sequences
-from megatron_lossagg.writing.extras import needed
-from megatron_lossagg.writing.text import number_of
+from megatron_lossagg.reduction.aggregation import ALIASES, CUSTOM, MODES, Aggregation, Count, Mode
+from megatron_lossagg.reduction.plan import StepPlan, plan_step
+from megatron_lossagg.reduction.sequences import Sequences
+from megatron_lossagg.verify.text import number_of
 
 if TYPE_CHECKING:
     from pandas import DataFrame

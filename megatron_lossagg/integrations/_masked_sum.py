@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.integration import FrameworkLoss, Integration
 from megatron_lossagg.integrations._segments import count_segments, to_numpy, with_weights
+from megatron_lossagg.loop.buffer import MicrobatchSequences
+from megatron_lossagg.loop.integration import FrameworkLoss, Integration
 
 __all__ = ["MaskedSumIntegration", "is_packed", "mask_of", "packed_sequences"]
 

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.errors import AggregationError, ContractError, LayoutError
-from megatron_lossagg.layout import Layout
-from megatron_lossagg.plan import plan_step, warn_of_divisor
-from megatron_lossagg.sequences import Sequences
-from megatron_lossagg.state import StepState
+from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.counts import StepTotals
+from megatron_lossagg.reduction.layout import Layout
+from megatron_lossagg.reduction.plan import plan_step, warn_of_divisor
+from megatron_lossagg.reduction.sequences import Sequences
+from megatron_lossagg.reduction.step_state import StepState
 
 __all__ = ["MakeReducer", "constant_reducer", "refuse_bshd"]
 

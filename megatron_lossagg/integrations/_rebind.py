@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.schedule import ScheduleHook
-from megatron_lossagg.writing.text import say
+from megatron_lossagg.loop.schedule_hook import ScheduleHook
+from megatron_lossagg.verify.text import say
 
 __all__ = ["HOOK", "rebind", "report_if_unused"]
 

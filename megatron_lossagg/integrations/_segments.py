@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_lossagg.buffer import MicrobatchSequences
+from megatron_lossagg.loop.buffer import MicrobatchSequences
 
 __all__ = ["count_segments", "to_numpy", "with_weights"]
 

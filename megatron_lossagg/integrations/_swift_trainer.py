@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.integration import Integration
 from megatron_lossagg.integrations._rebind import rebind
-from megatron_lossagg.schedule import ScheduleHook
+from megatron_lossagg.loop.integration import Integration
+from megatron_lossagg.loop.schedule_hook import ScheduleHook
 
 __all__ = ["TrainerIntegration", "installed", "named", "reported", "trainer_class"]
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.contract.megatron_options import check_options
 from megatron_lossagg.integrations._masked_sum import MaskedSumIntegration
 from megatron_lossagg.integrations._rebind import rebind
-from megatron_lossagg.megatron_options import check_options
-from megatron_lossagg.options import Options
-from megatron_lossagg.schedule import ScheduleHook
+from megatron_lossagg.loop.schedule_hook import ScheduleHook
+from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.options import Options
 
 __all__ = ["BridgeIntegration", "install"]
 
@@ -57,7 +57,7 @@ def install(
 ) -> ScheduleHook:
     """Rebind Megatron-Bridge's schedules in this process; return the hook, which counts its steps.
 
-    The arguments are those of :class:`~megatron_lossagg.schedule.ScheduleHook`; ``prompt_mean`` is
+    The arguments are those of :class:`ScheduleHook`; ``prompt_mean`` is
     refused, for there are no prompt ids. A loss with more terms (distillation) is refused in the
     step that has them, an output that is a tuple in the first one. Raises :class:`ContractError`
     if Bridge is not there.

@@ -16,10 +16,8 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.buffer import MicrobatchSequences
+from megatron_lossagg.contract.megatron_options import check_options
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.integration import Integration
 from megatron_lossagg.integrations._masked_sum import (
     MaskedSumIntegration,
     is_packed,
@@ -28,10 +26,12 @@ from megatron_lossagg.integrations._masked_sum import (
 )
 from megatron_lossagg.integrations._rebind import rebind
 from megatron_lossagg.integrations._segments import count_segments, with_weights
-from megatron_lossagg.layout import Layout
-from megatron_lossagg.megatron_options import check_options
-from megatron_lossagg.options import Options
-from megatron_lossagg.schedule import ScheduleHook
+from megatron_lossagg.loop.buffer import MicrobatchSequences
+from megatron_lossagg.loop.integration import Integration
+from megatron_lossagg.loop.schedule_hook import ScheduleHook
+from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.layout import Layout
+from megatron_lossagg.reduction.options import Options
 
 __all__ = ["PretrainIntegration", "current_iteration", "install"]
 
@@ -115,7 +115,7 @@ def install(
     """Rebind Megatron-LM's schedule in this process; return the hook, which counts its steps.
 
     Call it before ``pretrain``, with ``megatron.training`` on the path. The arguments are those of
-    :class:`~megatron_lossagg.schedule.ScheduleHook`, ``integration`` by default
+    :class:`~megatron_lossagg.loop.schedule_hook.ScheduleHook`, ``integration`` by default
     :class:`PretrainIntegration`. Raises :class:`ContractError` if ``megatron.training.training``
     has no such name.
     """

@@ -22,16 +22,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.aggregator import LossAggregator
-from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.faults import warn_once
-from megatron_lossagg.integration import FrameworkLoss
 from megatron_lossagg.integrations._masked_sum import MaskedSumIntegration
 from megatron_lossagg.integrations._segments import count_segments, to_numpy
 from megatron_lossagg.integrations.megatron_lm import current_iteration
-from megatron_lossagg.layout import Layout
+from megatron_lossagg.loop.aggregator import LossAggregator
+from megatron_lossagg.loop.buffer import MicrobatchSequences
+from megatron_lossagg.loop.integration import FrameworkLoss
+from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.faults import warn_once
+from megatron_lossagg.reduction.layout import Layout
 
 __all__ = ["RLIntegration"]
 

@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.errors import ContractError, PlanError
 from megatron_lossagg.integrations._pg_loss_reducer import (
     MakeReducer,
@@ -42,7 +41,8 @@ from megatron_lossagg.integrations._rollout_mask_sums import (
     log_set_up,
     rollout_mask_sums,
 )
-from megatron_lossagg.options import Options
+from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.options import Options
 
 __all__ = ["carry_weights", "check", "with_weights"]
 

@@ -15,10 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.integration import FrameworkLoss
 from megatron_lossagg.integrations._segments import count_segments, to_numpy, with_weights
 from megatron_lossagg.integrations._swift_trainer import (
     TrainerIntegration,
@@ -27,8 +24,11 @@ from megatron_lossagg.integrations._swift_trainer import (
     reported,
     trainer_class,
 )
-from megatron_lossagg.options import Options
-from megatron_lossagg.schedule import ScheduleHook
+from megatron_lossagg.loop.buffer import MicrobatchSequences
+from megatron_lossagg.loop.integration import FrameworkLoss
+from megatron_lossagg.loop.schedule_hook import ScheduleHook
+from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.options import Options
 
 __all__ = ["SwiftIntegration", "install"]
 
@@ -146,7 +146,7 @@ def install(
 
     Call it in a Python file that ``--external_plugins`` names: ms-swift runs it on every rank
     before it builds the trainer. The arguments are those of
-    :class:`~megatron_lossagg.schedule.ScheduleHook`; ``prompt_mean`` is refused, for there are no
+    :class:`ScheduleHook`; ``prompt_mean`` is refused, for there are no
     prompt ids. Raises :class:`ContractError` if ms-swift 4.6.0 is not there. Adds one all-reduce
     to each line of the log, over data and context parallelism.
     """

@@ -27,12 +27,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
-from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.aggregator import LossAggregator
-from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.faults import warn_once
-from megatron_lossagg.integration import FrameworkLoss
 from megatron_lossagg.integrations._segments import to_numpy
 from megatron_lossagg.integrations._swift_trainer import (
     TrainerIntegration,
@@ -41,9 +36,14 @@ from megatron_lossagg.integrations._swift_trainer import (
     reported,
     trainer_class,
 )
-from megatron_lossagg.layout import Layout
-from megatron_lossagg.options import Options
-from megatron_lossagg.schedule import ScheduleHook
+from megatron_lossagg.loop.aggregator import LossAggregator
+from megatron_lossagg.loop.buffer import MicrobatchSequences
+from megatron_lossagg.loop.integration import FrameworkLoss
+from megatron_lossagg.loop.schedule_hook import ScheduleHook
+from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.faults import warn_once
+from megatron_lossagg.reduction.layout import Layout
+from megatron_lossagg.reduction.options import Options
 
 __all__ = ["GRPOIntegration", "install"]
 

@@ -38,12 +38,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lossagg.aggregation import Aggregation, require_mask_count
-from megatron_lossagg.counts import StepTotals
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
-from megatron_lossagg.integers import is_integer
-from megatron_lossagg.plan import plan_step
-from megatron_lossagg.sequences import Sequences
+from megatron_lossagg.reduction.aggregation import Aggregation, require_mask_count
+from megatron_lossagg.reduction.counts import StepTotals
+from megatron_lossagg.reduction.integers import is_integer
+from megatron_lossagg.reduction.plan import plan_step
+from megatron_lossagg.reduction.sequences import Sequences
 
 __all__ = ["AggregatedLoss", "aggregated"]
 

@@ -42,11 +42,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lossagg.aggregation import CUSTOM, Aggregation, require_mask_count
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
-from megatron_lossagg.flags import aggregation_from_args
-from megatron_lossagg.plan import plan_step
-from megatron_lossagg.sequences import Sequences
+from megatron_lossagg.loop.flags import aggregation_from_args
+from megatron_lossagg.reduction.aggregation import CUSTOM, Aggregation, require_mask_count
+from megatron_lossagg.reduction.plan import plan_step
+from megatron_lossagg.reduction.sequences import Sequences
 
 __all__ = ["aggregated", "aggregated_sft", "check_config", "main"]
 

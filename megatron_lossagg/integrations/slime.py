@@ -42,7 +42,7 @@ from megatron_lossagg.integrations._rollout_mask_sums import (
     log_set_up,
     rollout_mask_sums,
 )
-from megatron_lossagg.options import Options
+from megatron_lossagg.reduction.options import Options
 
 __all__ = ["carry_weights", "check"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.reference_gradient import Reference
 from megatron_lossagg.verify.sequences import Assignment, TrainingSequence

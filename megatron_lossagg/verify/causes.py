@@ -16,7 +16,7 @@ from math import prod
 
 from torch import Tensor
 
-from megatron_lossagg.scaling import LossScaling, Scaling
+from megatron_lossagg.contract.scaling import LossScaling, Scaling
 from megatron_lossagg.verify.cases import Case, Expected
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.reference_gradient import Reference

@@ -18,8 +18,8 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import megatron_lossagg
+from megatron_lossagg.contract.scaling import LOSS_SCALINGS, LossScaling
 from megatron_lossagg.cpu.launch import launch, run_alone
-from megatron_lossagg.scaling import LOSS_SCALINGS, LossScaling
 from megatron_lossagg.verify.cases import Case
 from megatron_lossagg.verify.parallelism import Parallelism
 

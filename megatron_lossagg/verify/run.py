@@ -21,13 +21,13 @@ from torch import Tensor
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg import Aggregation, Layout, LossAggregator
-from megatron_lossagg.buffer import MicrobatchSequences
 from megatron_lossagg.errors import ProofError, ReducerError
-from megatron_lossagg.integration import FrameworkLoss, Integration
-from megatron_lossagg.microbatch import PADDING
-from megatron_lossagg.options import Options
-from megatron_lossagg.schedule import ScheduleHook
-from megatron_lossagg.step import Step
+from megatron_lossagg.loop.buffer import MicrobatchSequences
+from megatron_lossagg.loop.integration import FrameworkLoss, Integration
+from megatron_lossagg.loop.schedule_hook import ScheduleHook
+from megatron_lossagg.loop.step import Step
+from megatron_lossagg.reduction.microbatch import PADDING
+from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.verify.cases import BETA, CASES, Case
 from megatron_lossagg.verify.causes import Facts
 from megatron_lossagg.verify.model import (

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron_lossagg.contract.live import megatron_version
+from megatron_lossagg.contract.scaling import LossScaling
 from megatron_lossagg.errors import ProofError
-from megatron_lossagg.live import megatron_version
-from megatron_lossagg.scaling import LossScaling
 from megatron_lossagg.verify.cases import Case, Expected, expected
 from megatron_lossagg.verify.causes import (
     CAUSES,
@@ -29,8 +29,8 @@ from megatron_lossagg.verify.job import Event, Job
 from megatron_lossagg.verify.parallelism import WEIGHT_SUM_TOLERANCE, Parallelism
 from megatron_lossagg.verify.reference_gradient import Reference, compute
 from megatron_lossagg.verify.run import WEIGHT_EXPECTED, WEIGHT_SUM, Measured, Run, relative
+from megatron_lossagg.verify.text import number_of
 from megatron_lossagg.verify.world import device, groups_over_hosts, join_world, split_world
-from megatron_lossagg.writing.text import number_of
 
 __all__ = ["Verdict", "run_job"]
 

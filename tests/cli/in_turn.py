@@ -2,8 +2,8 @@
 
 import torch
 
-from megatron_lossagg.aggregation import MODES
 from megatron_lossagg.cli.shares import EXPONENT
+from megatron_lossagg.reduction.aggregation import MODES
 from megatron_lossagg.verify import reference_loss
 
 

@@ -8,8 +8,6 @@ import forked_command
 import pytest
 from in_turn import reference_value
 
-from megatron_lossagg import faults
-from megatron_lossagg.aggregation import ALIASES, MODES
 from megatron_lossagg.cli.explanation import (
     DEFAULT_LENGTHS,
     explain,
@@ -18,6 +16,8 @@ from megatron_lossagg.cli.explanation import (
 )
 from megatron_lossagg.cli.main import _COMMANDS, _parser, main
 from megatron_lossagg.cli.shares import EXPONENT, Split
+from megatron_lossagg.reduction import faults
+from megatron_lossagg.reduction.aggregation import ALIASES, MODES
 
 NAMES = [name for name in MODES if name != "custom"]
 DIVISOR = 40.0

@@ -9,11 +9,11 @@ import pytest
 from html_reader import Reader
 from in_turn import reference_value
 
-from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.cli.picture import figure_of, page
 from megatron_lossagg.cli.rollouts import Rollouts, RolloutsError
 from megatron_lossagg.cli.shares import Split, plan_of, read_buckets, shares_of
+from megatron_lossagg.reduction.aggregation import Aggregation
 
 pandas = pytest.importorskip("pandas", reason="pandas is not installed")
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")

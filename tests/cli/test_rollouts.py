@@ -16,9 +16,9 @@ import pytest
 import torch
 from frameworks import checkout_of, needs
 
+from megatron_lossagg.cli.extras import MissingPackageError
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.cli.rollouts import RolloutsError, add_reading_arguments, read_rollouts
-from megatron_lossagg.writing.extras import MissingPackageError
 
 RECORDED = Path(__file__).parents[2] / "examples" / "drgrpo" / "data" / "rollouts.jsonl"
 

@@ -93,7 +93,7 @@ def test_cpu_may_stand_after_the_script(script, capsys):
 
 READS_AHEAD = """
 from megatron_lossagg import Aggregation
-from megatron_lossagg.buffer import StepBuffer
+from megatron_lossagg.loop.buffer import StepBuffer
 
 def reads_a_file():
     yield [3]
@@ -147,7 +147,7 @@ sys.path.insert(0, {folder!r})
 from megatron_lossagg import Aggregation
 from megatron_lossagg.integrations._rebind import rebind
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration
-from megatron_lossagg.schedule import ScheduleHook
+from megatron_lossagg.loop.schedule_hook import ScheduleHook
 
 hook = ScheduleHook(Aggregation("token_mean"), PretrainIntegration())
 rebind(hook, ["a_loop"], "a loop")

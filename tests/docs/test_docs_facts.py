@@ -11,11 +11,11 @@ import torch
 from reducing import a_step
 
 from megatron_lossagg import Aggregation, Layout, Sequences, add_loss_aggregation_args, plan_step
-from megatron_lossagg.aggregation import ALIASES, MODES
 from megatron_lossagg.cli.main import _parser, main
-from megatron_lossagg.counts import StepTotals
-from megatron_lossagg.flags import aggregation_from_args
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration
+from megatron_lossagg.loop.flags import aggregation_from_args
+from megatron_lossagg.reduction.aggregation import ALIASES, MODES
+from megatron_lossagg.reduction.counts import StepTotals
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

@@ -12,8 +12,8 @@ import torch
 from conftest import launched
 
 import megatron_lossagg
-from megatron_lossagg.buffer import MicrobatchSequences
-from megatron_lossagg.integration import FrameworkLoss
+from megatron_lossagg.loop.buffer import MicrobatchSequences
+from megatron_lossagg.loop.integration import FrameworkLoss
 
 NAMES = megatron_lossagg.__all__
 NEEDS_A_MODEL = "LossAggregator"

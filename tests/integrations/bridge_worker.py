@@ -45,7 +45,7 @@ import megatron_lossagg.cpu as cpu
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations import bridge
-from megatron_lossagg.options import Options
+from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.verify.frameworks.megatron_lm_rank import wanted
 
 VOCABULARY, LENGTH, BATCH, STEPS = 128, 32, 4, 3

@@ -8,8 +8,8 @@ import pytest
 import torch
 from swift_runs import LAYOUTS, close, runs_of
 
-from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.errors import ContractError, ReducerError
+from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.frameworks.ms_swift import taken_apart
 
 

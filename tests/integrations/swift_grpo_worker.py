@@ -27,7 +27,7 @@ from swift.megatron.trainers import grpo_trainer
 from swift.megatron.utils import wrap_model
 
 import megatron_lossagg.cpu as cpu
-from megatron_lossagg import faults
+from megatron_lossagg.reduction import faults
 from megatron_lossagg.verify.sequences import VOCABULARY
 
 GROUP, BATCH, STEPS = 4, 16, 2

@@ -11,7 +11,7 @@ from conftest import launched
 from device_double import DeviceDouble
 from frameworks import LAYOUTS, SERVING, needs, reference
 
-from megatron_lossagg import Aggregation, faults
+from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import (
     AggregationError,
     ContractError,
@@ -21,6 +21,7 @@ from megatron_lossagg.errors import (
 )
 from megatron_lossagg.integrations import _rollout_mask_sums, miles, slime
 from megatron_lossagg.integrations._rollout_mask_sums import REDUCER
+from megatron_lossagg.reduction import faults
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import reference_options
 from megatron_lossagg.verify.frameworks.carried import carrying

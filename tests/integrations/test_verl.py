@@ -17,9 +17,10 @@ from conftest import launched
 from device_double import DeviceDouble
 from frameworks import reference
 
-from megatron_lossagg import Aggregation, faults
+from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
 from megatron_lossagg.integrations import verl
+from megatron_lossagg.reduction import faults
 
 ROOT = Path(__file__).parents[2]
 

@@ -38,10 +38,11 @@ except ImportError:  # after 0.19
     from megatron.rl.types.rollout import TokenRollout
 from megatron.training import global_vars  # noqa: E402
 
-from megatron_lossagg import Aggregation, faults  # noqa: E402
+from megatron_lossagg import Aggregation  # noqa: E402
 from megatron_lossagg.integrations import megatron_rl  # noqa: E402
 from megatron_lossagg.integrations.megatron_rl import RLIntegration  # noqa: E402
-from megatron_lossagg.schedule import ScheduleHook  # noqa: E402
+from megatron_lossagg.loop.schedule_hook import ScheduleHook  # noqa: E402
+from megatron_lossagg.reduction import faults  # noqa: E402
 from megatron_lossagg.verify.sequences import VOCABULARY  # noqa: E402
 
 CP = int(sys.argv[1])

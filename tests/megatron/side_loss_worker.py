@@ -8,7 +8,7 @@ import torch.distributed as dist
 from stock_step import gradients
 
 from megatron_lossagg import LossAggregator
-from megatron_lossagg.options import Options
+from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.verify.model import config_of, run_schedule, wrapped_chunks
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.sequences import VOCABULARY, zigzag

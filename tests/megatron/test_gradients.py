@@ -9,7 +9,7 @@ import pytest
 from conftest import early, launched, proven
 from test_matrix import CASES as THREE
 
-from megatron_lossagg.scaling import LOSS_SCALINGS
+from megatron_lossagg.contract.scaling import LOSS_SCALINGS
 from megatron_lossagg.verify.cases import CASES
 from megatron_lossagg.verify.parallelism import Parallelism
 

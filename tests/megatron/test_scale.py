@@ -32,7 +32,7 @@ def costs():
 
 def of_case(case):
     folder = new_folder()
-    launched("megatron/lost_rank_worker.py", folder, case, processes=PROCESSES)
+    launched("loop/lost_rank_worker.py", folder, case, processes=PROCESSES)
     return {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
 
 

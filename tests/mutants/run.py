@@ -35,38 +35,42 @@ LEFT_OUT = (
 )
 PURE = [
     "--hypothesis-seed=0",
-    *(f"--deselect=tests/core/test_plan.py::test_{name}" for name in LEFT_OUT),
+    *(f"--deselect=tests/reduction/test_plan.py::test_{name}" for name in LEFT_OUT),
 ]
 CHECKS, GRADIENTS = "mutants/over_ranks::test_checks_of", "mutants/over_ranks::test_gradients"
 PLAN, OWNERSHIP = f"{CHECKS}[plan]", f"{CHECKS}[ownership]"
 AGGREGATOR = [f"{CHECKS}[aggregator]", f"{CHECKS}[own_loop]", GRADIENTS]
-NUMBERS = ("core/test_token_weights", "core/test_length_power")
+NUMBERS = ("reduction/test_token_weights", "reduction/test_length_power")
 TESTS = {
-    "integers": ["core/test_integers", "core/test_layout"],
-    "aggregation": ["core/test_aggregation", "core/test_flags", "core/test_plan"],
-    "scaling": ["core/test_scaling", "cli/test_explain"],
-    "layout": ["core/test_layout", "core/test_reducer", "core/test_device_path"],
-    "exchange": ["core/test_exchange", PLAN],
-    "counts": ["core/test_counts", "core/test_plan", *NUMBERS, PLAN],
-    "faults": ["core/test_step_faults", "core/test_not_finite"],
+    "integers": ["reduction/test_integers", "reduction/test_layout"],
+    "aggregation": ["reduction/test_aggregation", "loop/test_flags", "reduction/test_plan"],
+    "scaling": ["contract/test_scaling", "cli/test_explain"],
+    "layout": ["reduction/test_layout", "reduction/test_reducer", "reduction/test_device_path"],
+    "exchange": ["reduction/test_exchange", PLAN],
+    "counts": ["reduction/test_counts", "reduction/test_plan", *NUMBERS, PLAN],
+    "faults": ["reduction/test_step_faults", "reduction/test_not_finite"],
     "microbatch": [
-        *("core/test_mask_checks", "core/test_reducer", "core/test_not_finite"),
-        *("core/test_partial_losses", "core/test_device_path", "core/test_token_weights"),
+        *("reduction/test_mask_checks", "reduction/test_reducer", "reduction/test_not_finite"),
+        *(
+            "reduction/test_partial_losses",
+            "reduction/test_device_path",
+            "reduction/test_token_weights",
+        ),
     ],
     "reducer": [
-        *("core/test_reducer", "core/test_not_finite", "core/test_custom_reducer"),
-        "core/test_device_path",
+        *("reduction/test_reducer", "reduction/test_not_finite", "reduction/test_custom_reducer"),
+        "reduction/test_device_path",
     ],
-    "mode_counts": ["core/test_plan", "core/test_partial_losses", *NUMBERS, PLAN],
+    "mode_counts": ["reduction/test_plan", "reduction/test_partial_losses", *NUMBERS, PLAN],
     "plan": [
-        *("core/test_plan", "core/test_partial_losses", "core/test_reducer"),
-        *("core/test_custom_reducer", *NUMBERS, PLAN),
+        *("reduction/test_plan", "reduction/test_partial_losses", "reduction/test_reducer"),
+        *("reduction/test_custom_reducer", *NUMBERS, PLAN),
     ],
-    "record": ["core/test_recorder", "cli/test_diff"],
-    "recorder": ["core/test_recorder"],
-    "outputs": ["core/test_outputs", *AGGREGATOR],
+    "record": ["record/test_recorder", "cli/test_diff"],
+    "recorder": ["record/test_recorder"],
+    "outputs": ["contract/test_outputs", *AGGREGATOR],
     "step": AGGREGATOR,
-    "tracker": ["core/test_sequence_tracker"],
+    "tracker": ["contract/test_sequence_tracker"],
     "ownership": [OWNERSHIP],
     "live": AGGREGATOR,
     "aggregator": AGGREGATOR,

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from megatron_lossagg.record import StepRecord
+from megatron_lossagg.record.step_record import StepRecord
 
 STEP = StepRecord(
     step=1,

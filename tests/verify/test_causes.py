@@ -6,7 +6,7 @@ import pytest
 import torch
 from wrong_factors import predictions as faults
 
-from megatron_lossagg.scaling import LOSS_SCALINGS
+from megatron_lossagg.contract.scaling import LOSS_SCALINGS
 from megatron_lossagg.verify.cases import CASES, expected
 from megatron_lossagg.verify.causes import CAUSES, Facts, symbols
 from megatron_lossagg.verify.parallelism import Parallelism

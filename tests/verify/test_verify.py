@@ -14,10 +14,10 @@ from conftest import ENVIRONMENT, early, fork_server, launched, new_folder
 from fork_server import WITHOUT_MEGATRON
 from wrong_factors.run import apply
 
+from megatron_lossagg.cli import verify as command_module
 from megatron_lossagg.cli.explanation import explain, read_lengths
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.cli.shares import Split
-from megatron_lossagg.verify import command as command_module
 from megatron_lossagg.verify import environment as environment_module
 from megatron_lossagg.verify import job as job_module
 from megatron_lossagg.verify.cases import CASES
@@ -25,7 +25,7 @@ from megatron_lossagg.verify.environment import environment
 from megatron_lossagg.verify.job import Job, read_job, write_job
 from megatron_lossagg.verify.parallelism import standard
 from megatron_lossagg.verify.sequences import make_sequences
-from megatron_lossagg.writing.text import number_of
+from megatron_lossagg.verify.text import number_of
 
 ROOT = Path(__file__).parents[2]
 ONE = ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "40"]

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import torch
 
-from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import BETA, as_reference, reference_options
 from megatron_lossagg.verify.causes import Cause

@@ -9,7 +9,7 @@ from functools import partial
 from importlib import import_module
 from types import ModuleType
 
-from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.frameworks.check import HOOK, Check, check_hooked, loop_not_run
 
 __all__ = ["checks"]

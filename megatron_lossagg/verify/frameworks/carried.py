@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.flags import args_of
 from megatron_lossagg.integrations._rollout_mask_sums import REDUCER, Hooks
+from megatron_lossagg.loop.flags import args_of
+from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.frameworks.check import (
     Check,
     Comparison,

@@ -16,7 +16,7 @@ from torch import Tensor
 import megatron_lossagg
 from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.verify.frameworks import FRAMEWORKS
-from megatron_lossagg.writing.text import error_text, number_of
+from megatron_lossagg.verify.text import error_text, number_of
 
 __all__ = [
     "FAIL",

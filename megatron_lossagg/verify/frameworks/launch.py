@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import Any
 
-from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.frameworks.check import (
     FAIL,
     NOT_RUN,

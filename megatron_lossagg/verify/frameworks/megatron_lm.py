@@ -13,8 +13,8 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.flags import args_of
+from megatron_lossagg.loop.flags import args_of
+from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.cases import reference_options
 from megatron_lossagg.verify.frameworks.check import (
     Check,

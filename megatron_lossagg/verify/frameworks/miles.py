@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.integrations.miles import HOOKS
+from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.frameworks import carried
 from megatron_lossagg.verify.frameworks.check import Check
 from megatron_lossagg.verify.frameworks.step import PackedStep

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lossagg.aggregation import Aggregation
-from megatron_lossagg.layout import Layout
-from megatron_lossagg.plan import plan_step
-from megatron_lossagg.sequences import Sequences
+from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.layout import Layout
+from megatron_lossagg.reduction.plan import plan_step
+from megatron_lossagg.reduction.sequences import Sequences
 from megatron_lossagg.verify.frameworks.check import (
     HOOK,
     Check,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_lossagg.aggregation import Aggregation
+from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.frameworks.check import Check, Comparison, compare
 from megatron_lossagg.verify.frameworks.step import Microbatch, Step, aggregations, aliases
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lossagg.aggregation import Aggregation
 from megatron_lossagg.integrations.slime import HOOKS
+from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.frameworks import carried
 from megatron_lossagg.verify.frameworks.check import Check
 from megatron_lossagg.verify.frameworks.step import PackedStep

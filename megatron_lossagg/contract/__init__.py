@@ -1,0 +1,1 @@
+"""What Megatron does to a loss."""

@@ -1,0 +1,122 @@
+"""What loss_func returns to Megatron's schedule: loss, num_tokens and report, in its shapes.
+
+Megatron adds both entries of a report over microbatches and data- and context-parallel ranks and
+divides them, so a report is a pair of a sum and a count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Number
+
+import torch
+from torch import Tensor
+
+from megatron_lossagg.contract.scaling import Scaling
+from megatron_lossagg.errors import ContractError
+from megatron_lossagg.reduction.devices import moved
+from megatron_lossagg.reduction.reducer import Reducer
+
+__all__ = [
+    "Means",
+    "Outputs",
+    "check_names",
+    "check_scalar",
+    "outputs",
+    "shadow_reports",
+    "stock_report",
+]
+
+Means = Mapping[str, tuple[Tensor, Tensor | float]]
+Outputs = tuple[Tensor, Tensor, dict[str, Tensor]]
+
+
+def outputs(
+    loss: Tensor,
+    reducer: Reducer,
+    scaling: Scaling,
+    *,
+    cp_rank: int,
+    report: Mapping[str, Tensor],
+    means: Means,
+) -> Outputs:
+    """Return loss times K, num_tokens, and the reports with the weight-sum check's two."""
+    scaled = _widened(loss) * scaling.k
+    counted = scaling.num_tokens(reducer.counted_tokens, cp_rank)
+    num_tokens = torch.full((), counted, dtype=torch.int32, device=scaled.device)
+    reports = {name: _report(name, value, scaling) for name, value in report.items()}
+    reports |= {name: _mean(name, total, count) for name, (total, count) in means.items()}
+    weight_sum, expected = reducer.weight_sum(), reducer.plan.expected_weight
+    if weight_sum is not None:
+        weight_sum = moved(weight_sum, scaled.device)
+        name = "lossagg/weight_sum"
+        reports[name] = _report(name, weight_sum, scaling)
+        if expected is not None:
+            one = torch.ones_like(weight_sum)
+            reports["lossagg/weight_expected"] = torch.stack([one * expected, one])
+    return scaled, num_tokens, reports
+
+
+def shadow_reports(shadows: Mapping[str, Tensor], scaling: Scaling) -> dict[str, Tensor]:
+    """Return ``lossagg/shadow/NAME`` for each partial loss by its mode's name."""
+    names = {name: f"lossagg/shadow/{name}" for name in shadows}
+    return {names[name]: _report(names[name], shadow, scaling) for name, shadow in shadows.items()}
+
+
+def stock_report(loss: Tensor, num_tokens: Tensor, scaling: Scaling) -> dict[str, Tensor]:
+    """Return ``lossagg/shadow/stock``: what stock Megatron trains for its own ``loss``.
+
+    In the average loss scaling the mean over microbatches and DP CP ranks of each rank's
+    ``loss / num_tokens``, which depends on the parallelism; in the per-token loss scaling the sum
+    of all losses over the sum of all num_tokens.
+    """
+    loss = _widened(loss.detach().reshape(()))
+    count = moved(num_tokens.detach().reshape(()), loss.device)
+    if scaling.loss_scaling == "average":
+        loss, count = loss / torch.clamp(count, min=1), torch.ones_like(loss)
+    return {"lossagg/shadow/stock": torch.stack([loss, count.to(loss.dtype)])}
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raise :class:`ContractError` for a name that is reported twice or is the package's."""
+    taken = {
+        name
+        for name in names
+        if not isinstance(name, str) or names.count(name) > 1 or name.startswith("lossagg/")
+    }
+    if taken:
+        raise ContractError(
+            f"got the reported names {sorted(map(str, taken))}, expected strings, each once and "
+            "none that starts with lossagg/: rename them"
+        )
+
+
+def check_scalar(name: str, value: Tensor) -> None:
+    """Raise :class:`ContractError` for what is not a 0-dim floating-point tensor."""
+    if not isinstance(value, Tensor) or value.dim() != 0 or not value.is_floating_point():
+        raise ContractError(
+            f"{name} is {value!r}: expected a 0-dim floating-point tensor, as mb.reduce returns"
+        )
+
+
+def _report(name: str, partial_loss: Tensor, scaling: Scaling) -> Tensor:
+    """Make a pair whose sums over the step divide to the sum of the partial losses."""
+    check_scalar(name, partial_loss)
+    value = _widened(partial_loss.detach())
+    return torch.stack([value * scaling.report_factor, torch.ones_like(value)])
+
+
+def _mean(name: str, total: Tensor, count: Tensor | float) -> Tensor:
+    check_scalar(f"the sum of {name}", total)
+    if not isinstance(count, Tensor | Number) or (isinstance(count, Tensor) and count.dim()):
+        raise ContractError(
+            f"the count of {name} is {count!r}: expected a number or a 0-dim tensor"
+        )
+    total = _widened(total.detach())
+    if isinstance(count, Tensor):
+        return torch.stack([total, moved(count.detach(), total.device).to(total.dtype)])
+    return torch.stack([total, torch.full_like(total, count)])
+
+
+def _widened(value: Tensor) -> Tensor:
+    return value.to(torch.promote_types(value.dtype, torch.float32))

@@ -1,0 +1,217 @@
+"""Which context-parallel rank trained which tokens, and whether all trained one step.
+
+With the layout ``local`` each rank brings the mask of its own slice, so no rank sees a whole
+sequence. With gathered losses, and with whole masks that each rank slices, each weighs its own part
+by a mask that should be the others'. Once per step the ranks of the context-parallel group gather
+how many tokens each has trained of each sequence, and how many it counted; likewise the sums of
+token weights. Together they must train what was counted of each sequence: more is an error, less is
+one unless tokens are rejected on purpose. They must also have given each sequence the same weight.
+
+Ranks may disagree on everything, the number of sequences included. So what is gathered has one
+size: sequence s is added to slot s modulo ``_SLOTS``.
+
+Shape suffixes: S = sequences of this data-parallel rank in the step; F = slots; W =
+ranks of the context-parallel group; N = the numbers that a rank gathers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_lossagg.errors import PlanError
+from megatron_lossagg.reduction.devices import from_numpy, moved
+from megatron_lossagg.reduction.exchange import Exchange
+from megatron_lossagg.reduction.integers import Ints
+from megatron_lossagg.reduction.microbatch import weight_slack
+from megatron_lossagg.reduction.plan import StepPlan
+from megatron_lossagg.reduction.sequences import Floats, hashed
+from megatron_lossagg.reduction.step_state import TrainedTokens
+
+__all__ = ["check_ownership"]
+
+_SLOTS = 1024
+
+
+def check_ownership(exchange: Exchange, plan: StepPlan, *, has_failed: bool) -> None:
+    """Leave in the plan's faults what the ranks trained other than was counted.
+
+    ``exchange``: over the context-parallel group, every rank of which calls. ``plan``: the step's;
+    tokens are compared if a rank noted some. ``has_failed``: whether this rank ends the step with
+    an error anyway, which the others then raise too. One all-gather, no host sync.
+    """
+    noted = [tally.of_sequences() for tally in _tallies(plan)]
+    devices = (one.device for one in noted if one is not None)
+    device = next(devices, torch.device("cpu"))
+    _compare(plan, exchange.tensors(_numbers(plan, noted, has_failed, device)), exchange.rank)
+
+
+_SAME, _WEIGHTS, _HEAD = 3, 5, 6
+"""Indices into a rank's numbers: from which on to ``_WEIGHTS`` all ranks must have the same; the
+hash of its weights; its slots."""
+
+
+def _tallies(plan: StepPlan) -> tuple[TrainedTokens, ...]:
+    state = plan.state
+    return state.trained, state.trained_of_whole, state.trained_weights, state.weights_of_whole
+
+
+def _numbers(
+    plan: StepPlan, noted: Sequence[Tensor | None], has_failed: bool, device: torch.device
+) -> Tensor:
+    """Return what this rank has trained and counted: int64 ``[N]``.
+
+    ``noted``: what each of the tallies has, ``[S]``. ``has_failed``: whether the step has, here.
+    """
+    counted_F = _folded(plan.active_tokens).astype(np.int64)
+    slot_S = from_numpy(_slots(len(plan.active_tokens)), device)
+    blocks = []
+    for tally, trained_S in zip(_tallies(plan), noted, strict=True):
+        trained_F = torch.zeros(_SLOTS, dtype=tally.dtype, device=device)
+        if trained_S is not None:
+            trained_F.index_add_(0, slot_S, moved(trained_S, device))
+        blocks.append(trained_F.view(torch.int64))
+    settings = hashed(f"{plan.aggregation!r} {plan.state.rejects_tokens}")
+    is_noted = [trained_S is not None for trained_S in noted[:2]]
+    head = np.array([has_failed, *is_noted, len(slot_S), settings, hashed(_weights(plan))])
+    return torch.cat([from_numpy(head, device), from_numpy(counted_F, device), *blocks])
+
+
+def _weights(plan: StepPlan) -> str:
+    """Return what each w_s follows from beyond the counts, exactly.
+
+    Every w_s; with token weights, whose sums may differ by rounding, the ids and microbatches.
+    Empty if only a custom reducer or totals that were not passed know them.
+    """
+    sequences = plan.sequences
+    if sequences.token_weight_sums is not None:
+        ids = (sequences.sample, sequences.prompt, sequences.microbatch)
+        return " ".join("" if id_S is None else id_S.tobytes().hex() for id_S in ids)
+    try:
+        return plan.weight_S.tobytes().hex()
+    except PlanError:
+        return ""
+
+
+def _compare(plan: StepPlan, gathered_WN: Tensor, own_rank: int) -> None:
+    counted_S = plan.active_tokens
+    sums_S = plan.sequences.token_weight_sums
+    counted_weight_F = np.zeros(_SLOTS) if sums_S is None else _folded(sums_S)
+    size, here = len(gathered_WN), gathered_WN[own_rank]
+    failed_W, *noted = gathered_WN[:, :_SAME].unbind(1)
+    is_compared = torch.stack(noted).max()
+    differs_W = (gathered_WN[:, _SAME:_WEIGHTS] != here[_SAME:_WEIGHTS]).any(dim=1)
+    weighs_W = gathered_WN[:, _WEIGHTS] != here[_WEIGHTS]
+    blocks_WF = gathered_WN[:, _HEAD:].reshape(size, 5, _SLOTS)
+    counted_WF, own_WF, whole_WF = blocks_WF[:, :3].unbind(1)
+    miscounts_F = (counted_WF != counted_WF[own_rank]).any(dim=0)
+    counted_F = counted_WF[own_rank] * is_compared
+    own_F, whole_F = own_WF.sum(dim=0), whole_WF.sum(dim=0)
+    fewer_F = counted_F - _complete(own_F, whole_F, counted_F)
+    weight_F = from_numpy(counted_weight_F, gathered_WN.device) * is_compared
+    slack_F = weight_slack(weight_F, weight_F.sum())
+    weights_WF = blocks_WF[:, 3:].contiguous().view(torch.float64)
+    own_weight_F, whole_weight_F = weights_WF.sum(dim=0)
+    lighter_F = weight_F - _complete(own_weight_F, whole_weight_F, weight_F + slack_F)
+    plan.state.faults.record(
+        [
+            *failed_W.max(dim=0),
+            *differs_W.int().max(dim=0),
+            *miscounts_F.int().max(dim=0),
+            *weighs_W.int().max(dim=0),
+            *(counted_F - torch.maximum(own_F, whole_F)).min(dim=0),
+            *fewer_F.max(dim=0),
+            *(weight_F + slack_F - torch.maximum(own_weight_F, whole_weight_F)).min(dim=0),
+            *(lighter_F - slack_F).max(dim=0),
+        ],
+        partial(_describe, own_rank, counted_S, plan.state.rejects_tokens),
+    )
+
+
+def _complete(own_F: Tensor, whole_F: Tensor, counted_F: Tensor) -> Tensor:
+    """Return what is trained of each slot: by ranks' own masks, by whole ones, or by both.
+
+    A sequence has masks of one kind, whose sums add up over a slot; or terms of both kinds, of
+    which its ranks' own must be complete.
+    """
+    both_F = own_F + whole_F
+    return torch.where(both_F <= counted_F, both_F, torch.where(own_F > 0, own_F, whole_F))
+
+
+def _slots(num_sequences: int) -> Ints:
+    return np.arange(num_sequences) % _SLOTS
+
+
+def _folded(value_S: Ints | Floats) -> Floats:
+    return np.bincount(_slots(len(value_S)), value_S, minlength=_SLOTS).astype(np.float64)
+
+
+def _describe(own_rank: int, counted_S: Ints, rejects_tokens: bool, values: list[float]) -> str:
+    failed, failed_rank, differs, other, miscounts, slot, weighs, third, *tokens = map(
+        int, values[:12]
+    )
+    least, over, most, under = tokens
+    least_weight, heavier, most_weight, lighter = values[12:]
+    if failed and failed_rank != own_rank:
+        return f"context-parallel rank {failed_rank} ended the step with an error"
+    if differs:
+        return (
+            f"context-parallel ranks {own_rank} and {other} planned different steps (mode, "
+            "options, number of sequences): start all ranks with the same flags and "
+            "plan the same sequences on every rank of a context-parallel group"
+        )
+    if miscounts:
+        return (
+            f"the context-parallel ranks counted different tokens of {_sequence(slot, counted_S)}, "
+            f"this one {_counted(slot, counted_S)}: count the whole sequences, before they are "
+            "sliced"
+        )
+    if weighs:
+        return (
+            f"context-parallel ranks {own_rank} and {third} give the same sequences different "
+            "weights: pass the same sample and prompt ids, and the same totals, on every rank of a "
+            "context-parallel group"
+        )
+    if least < 0:
+        also = f", and {most} fewer of {_sequence(under, counted_S)}" if most > 0 else ""
+        return (
+            f"the context-parallel ranks train {-least} tokens more of "
+            f"{_sequence(over, counted_S)} than the {_counted(over, counted_S)} that were "
+            f"counted{also}: each token belongs to "
+            "one rank; pass the lengths of the slices that this rank holds to Layout.local, or "
+            "give every rank the same whole mask"
+        )
+    if most > 0 and not rejects_tokens:
+        return (
+            f"the context-parallel ranks train {most} tokens fewer of "
+            f"{_sequence(under, counted_S)} than the {_counted(under, counted_S)} that were "
+            "counted: check mask, sequences and "
+            "slices; if tokens are rejected on purpose, declare it with "
+            "--loss-aggregation-rejects-tokens (Options(rejects_tokens=True))"
+        )
+    is_more = not least_weight >= 0  # NaN too
+    if is_more or (not most_weight <= 0 and not rejects_tokens):
+        return (
+            f"the token weights that the context-parallel ranks train of "
+            f"{_sequence(int(heavier if is_more else lighter), counted_S)} sum to "
+            f"{'more' if is_more else 'less'} than was counted: check token_weights and "
+            "Sequences.token_weight_sums, which are sums in float64 of whole sequences"
+        )
+    return ""
+
+
+def _sequence(slot: int, counted_S: Ints) -> str:
+    sequences = range(slot, len(counted_S), _SLOTS)
+    return (
+        f"sequence {slot}"
+        if len(sequences) == 1
+        else f"one of the sequences {', '.join(map(str, sequences))}"
+    )
+
+
+def _counted(slot: int, counted_S: Ints) -> int:
+    return int(counted_S[slot::_SLOTS].sum())

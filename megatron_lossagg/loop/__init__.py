@@ -1,0 +1,1 @@
+"""Around Megatron's schedule: ``LossAggregator``, ``Step``, the hook, the probe."""

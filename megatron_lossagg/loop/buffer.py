@@ -1,0 +1,301 @@
+"""Plan a step whose data is read while it trains: read, copy, count, plan, replay.
+
+A weight may need counts of the whole step (``docs/math.md``, "What each mode must know"). A loop
+that reads each microbatch just before it runs may refill one buffer with all of them, so what is
+read ahead is copied.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_lossagg.errors import PlanError
+from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.exchange import gather_counts
+from megatron_lossagg.reduction.integers import IntsLike, checked_integers, is_integer
+from megatron_lossagg.reduction.microbatch import PADDING
+from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.plan import StepPlan, plan_step
+from megatron_lossagg.reduction.sequences import MOST_TOKENS, FloatsLike, Sequences
+
+__all__ = ["MicrobatchSequences", "StepBuffer", "StepMicrobatch"]
+
+_DEFAULTS = Options()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MicrobatchSequences:
+    """What a step must know of a microbatch before it runs: one entry per segment, on the CPU.
+
+    Numbers are those of whole sequences, before slicing for context parallelism.
+    """
+
+    active_tokens: IntsLike
+    """n_s of each segment; the sums of a float mask will do."""
+    lengths: IntsLike | None = None
+    """Tokens of each segment, padding included; None if no layout is made from them."""
+    sample: IntsLike | None = None
+    """Sample id of each segment; None: each sequence is its own sample."""
+    prompt: IntsLike | None = None
+    """Prompt id of each segment, global over the data-parallel group."""
+    token_weight_sums: FloatsLike | None = None
+    """Sum of the active tokens' weights of each segment, float64, for ``count="weights"``."""
+    is_padding: IntsLike | None = None
+    """1 for a segment that only fills a shape, whose other numbers (but its length) are not read;
+    None: no segment is."""
+
+    def checked(self) -> MicrobatchSequences:
+        """Return these as arrays; counts that are not integers are left to :func:`plan_step`."""
+        active_G = np.asarray(self.active_tokens)
+        if active_G.ndim != 1:
+            raise ValueError(f"got {active_G.ndim} dimensions, expected one number per sequence")
+        is_integral = active_G.dtype.kind == "f" and (active_G == np.rint(active_G)).all()
+        if is_integral and (np.abs(active_G) <= MOST_TOKENS).all():
+            active_G = active_G.astype(np.int64)
+        others = {
+            name: checked_integers(name, values, PlanError, length=len(active_G))
+            for name, values in vars(self).items()
+            if name not in ("active_tokens", "token_weight_sums") and values is not None
+        }
+        others.setdefault("is_padding", np.zeros(len(active_G), dtype=np.int64))
+        sum_G = self.token_weight_sums
+        if sum_G is not None:
+            sum_G = np.asarray(sum_G, dtype=np.float64)
+            if sum_G.shape != active_G.shape:
+                raise ValueError(
+                    f"token_weight_sums: got shape {sum_G.shape}, expected {active_G.shape}, one "
+                    "per sequence"
+                )
+        return MicrobatchSequences(active_tokens=active_G, token_weight_sums=sum_G, **others)
+
+    def of_sequences(self, name: str) -> list[Any]:
+        """Return a field's checked values without those of padding; empty if it is None."""
+        values_G = getattr(self, name)
+        return [] if values_G is None else values_G[np.asarray(self.is_padding) == 0].tolist()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMicrobatch:
+    """One replayed microbatch."""
+
+    index: int
+    """Its position in the step."""
+    sequences: list[int]
+    """Its sequences' positions in the step, for ``StepPlan.reducer``; -1 for padding."""
+    data: Any
+    """What the iterator returned; None on a tensor-parallel rank without an iterator."""
+    lengths: list[int] | None = None
+    """``MicrobatchSequences.lengths``, if ``count`` gave them."""
+
+
+class StepBuffer:
+    """Reads one optimizer step's microbatches, plans the step, replays them.
+
+    ``data_iterator``: yields microbatches, or None on a rank that gets its data by
+    broadcast (Megatron-LM: all tensor-parallel ranks but the first); an interleaved pipeline
+    has one per chunk, and a buffer for each. Reading happens here, outside the schedule.
+
+    Each microbatch is copied as it is read, CUDA tensors without a host sync, because an iterator
+    may use its memory again: a buffer that it refills, one dict for all microbatches, views of one
+    storage. Copied are the tensors and NumPy arrays in dicts, lists, tuples, dataclasses, the
+    attributes of a microbatch and those of an object in it that has a tensor or array as an
+    attribute, and these containers. What such an object or a dataclass refers to is not, if it is
+    an object of another kind.
+
+    Raises :class:`PlanError` for what is not an iterator and for a ``num_microbatches`` that
+    is not an integer from 1. An iterator that ends early or raises, and a microbatch that cannot be
+    copied, is reported by :meth:`plan`, on every rank.
+    """
+
+    def __init__(self, data_iterator: Iterator[Any] | None, num_microbatches: int) -> None:
+        if not is_integer(num_microbatches, lowest=1):
+            raise PlanError(
+                f"got num_microbatches {num_microbatches!r}, expected an integer from 1"
+            )
+        if data_iterator is not None and not hasattr(data_iterator, "__next__"):
+            raise PlanError(
+                f"got a {type(data_iterator).__name__}, expected one iterator of microbatches or "
+                "None: make a StepBuffer of each chunk's, and of a list of microbatches pass iter()"
+            )
+        self.num_microbatches = num_microbatches
+        self._data: list[Any] = []
+        self._replayed: list[StepMicrobatch] = []
+        self._reads = data_iterator is not None
+        self._fault = ""
+        self._cause: Exception | None = None
+        if data_iterator is not None:
+            self._read(data_iterator)
+
+    def plan(
+        self,
+        aggregation: Aggregation,
+        count: Callable[[Any], IntsLike | MicrobatchSequences],
+        *,
+        group: ProcessGroup | None = None,
+        tp_group: ProcessGroup | None = None,
+        options: Options = _DEFAULTS,
+    ) -> StepPlan:
+        """Count the buffered microbatches and plan the step; see :func:`plan_step`.
+
+        ``count``: active tokens of each sequence of a microbatch, padding sequences left out, or
+        :class:`MicrobatchSequences`. ``group``: the data-parallel group. ``tp_group``: the
+        tensor-parallel group, needed if some of its ranks have no iterator: all take the
+        numbers of its first rank, by one ``all_gather_object``.
+
+        An iterator that ended early or raised, and a ``count`` that raises, are reported as a
+        wrong count is: :class:`PlanError` with the same message on every rank of ``group``,
+        and on ``tp_group``'s. On the rank itself its cause is the error that was raised.
+        """
+        counts, fault, cause = self._counted(count)
+        (counts, *_), fault = gather_counts(counts, fault, tp_group)
+        if counts is None and not fault:
+            fault = (
+                "this rank has no data iterator and got no counts: pass tp_group=, whose first "
+                "rank reads the data"
+            )
+        if counts is None or fault:
+            counts = []
+        given = Sequences(
+            active_tokens=_joined(counts, "active_tokens") or [],
+            sample=_joined(counts, "sample"),
+            prompt=_joined(counts, "prompt"),
+            token_weight_sums=_joined(counts, "token_weight_sums"),
+            microbatch=[i for i, mb in enumerate(counts) for _ in mb.of_sequences("active_tokens")],
+            num_microbatches=self.num_microbatches,
+        )
+        try:
+            plan = plan_step(aggregation, given, group=group, options=options, fault=fault)
+        except PlanError as error:
+            raise error from cause
+        numbers = itertools.count()
+        data = self._data or [None] * self.num_microbatches
+        self._replayed = [
+            StepMicrobatch(
+                index=index,
+                sequences=[
+                    PADDING if padding else next(numbers) for padding in np.asarray(mb.is_padding)
+                ],
+                data=data[index],
+                lengths=None if mb.lengths is None else [int(n) for n in mb.lengths],
+            )
+            for index, mb in enumerate(counts)
+        ]
+        return plan
+
+    def __iter__(self) -> Iterator[StepMicrobatch]:
+        """Replay the microbatches in order, each with its sequences; may be called again."""
+        if not self._replayed:
+            raise PlanError("StepBuffer replays a planned step: call plan() before iterating")
+        return iter(self._replayed)
+
+    def _read(self, data_iterator: Iterator[Any]) -> None:
+        for index in range(self.num_microbatches):
+            doing = "the data iterator raised"
+            try:
+                data = next(data_iterator)
+                doing = (
+                    "copying a microbatch, so that the iterator may use its memory again, raised"
+                )
+                self._data.append(_copied(data))
+            except StopIteration:
+                self._fault = (
+                    f"the data iterator ended after {index} of {self.num_microbatches} "
+                    "microbatches: pass whole steps, or lower num_microbatches"
+                )
+                return
+            except Exception as error:  # of any type: the other ranks wait in plan()
+                self._fault = (
+                    f"{doing} {error!r} after {index} of "
+                    f"{self.num_microbatches} microbatches: its traceback is on that rank"
+                )
+                self._cause = error
+                return
+
+    def _counted(
+        self, count: Callable[[Any], IntsLike | MicrobatchSequences]
+    ) -> tuple[list[MicrobatchSequences] | None, str, Exception | None]:
+        """Count each microbatch, or return why that failed and the error that caused it."""
+        if self._fault or not self._reads:
+            return None, self._fault, self._cause
+        counts = []
+        for index, data in enumerate(self._data):
+            try:
+                counted = count(data)
+                if not isinstance(counted, MicrobatchSequences):
+                    counted = MicrobatchSequences(active_tokens=counted)
+                counts.append(counted.checked())
+            except Exception as error:  # as above
+                fault = (
+                    f"counting microbatch {index} of {self.num_microbatches} raised {error!r}: "
+                    "count gives the active tokens of each sequence, on the CPU"
+                )
+                return None, fault, error
+        return counts, "", None
+
+
+def _joined(counts: list[MicrobatchSequences], name: str) -> list[Any] | None:
+    """Join a field over a step; a microbatch without ids is one in which no sequence needs any."""
+    if all(getattr(counted, name) is None for counted in counts):
+        return None
+    return [value for counted in counts for value in counted.of_sequences(name)]
+
+
+def _copied(microbatch: Any) -> Any:
+    """Copy a microbatch's containers, tensors and arrays, and nothing that is of another kind."""
+    seen: dict[int, Any] = {}  # with the values: a mapping may make its own anew
+    known: dict[int, Any] = {}
+
+    def look_at(value: Any, *, is_microbatch: bool, in_object: bool = False) -> None:
+        if id(value) in seen:
+            return
+        seen[id(value)] = value
+        parts = _parts(value, is_microbatch=is_microbatch, in_object=in_object)
+        if parts is None and isinstance(value, (Tensor, np.ndarray)):
+            known[id(value)] = _copied_array(value)
+        elif parts is None and not is_microbatch:
+            known[id(value)] = value
+        in_lockstep = is_microbatch and isinstance(value, tuple)  # one per chunk of the model
+        # What an object refers to may be a whole data set.
+        in_object |= not (is_microbatch or isinstance(value, (Mapping, list, tuple, np.ndarray)))
+        for part in parts or ():
+            look_at(part, is_microbatch=in_lockstep, in_object=in_object)
+
+    look_at(microbatch, is_microbatch=True)
+    return copy.deepcopy(microbatch, known)
+
+
+def _parts(value: Any, *, is_microbatch: bool, in_object: bool) -> Iterable[Any] | None:
+    """Return what a container holds, None if it is no container."""
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        objects: list[Any] = value.ravel().tolist()
+        return objects
+    if isinstance(value, (Tensor, np.ndarray, type)):
+        return None
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, (list, tuple)):
+        return value
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    held = list(getattr(value, "__dict__", {}).values())
+    holds_some = any(isinstance(part, (Tensor, np.ndarray)) for part in held)
+    is_container = hasattr(value, "__dict__") and (is_microbatch or (holds_some and not in_object))
+    return held if is_container else None
+
+
+def _copied_array(array: Any) -> Any:
+    if not isinstance(array, Tensor):
+        return np.array(array, subok=True)
+    if array.is_pinned():  # its copy to the device does not wait
+        return torch.empty_like(array, pin_memory=True).copy_(array)
+    return array.clone()

@@ -1,0 +1,379 @@
+"""The one hook that every Megatron framework has: what ``get_forward_backward_func()`` returns.
+
+A framework calls its schedule with keywords, once per step. :class:`ScheduleHook` wraps it: it
+reads the step's microbatches, counts and plans them, replays them to the framework's own
+``forward_step_func``, and returns the configured loss to Megatron instead of the framework's.
+What only the framework knows is its :class:`~megatron_lossagg.loop.integration.Integration`'s.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megatron_lossagg.contract.live import unwrapped
+from megatron_lossagg.contract.outputs import stock_report
+from megatron_lossagg.errors import AggregationError, ContractError
+from megatron_lossagg.loop.aggregator import LossAggregator
+from megatron_lossagg.loop.buffer import StepBuffer, StepMicrobatch
+from megatron_lossagg.loop.integration import FrameworkLoss, Integration
+from megatron_lossagg.loop.step import MicrobatchLoss, Step
+from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.devices import moved
+from megatron_lossagg.reduction.faults import Faults
+from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.plan import StepPlan
+
+__all__ = ["ScheduleHook"]
+
+Schedule = Callable[..., Any]
+_HOOKED = "_lossagg_flag"
+"""Attribute of a wrapped schedule: what asked for its hook."""
+
+
+class ScheduleHook:
+    """Puts an aggregation into a framework's schedule; one for a run, for training and evaluation.
+
+    For a framework whose model does not exist yet: the first call makes the
+    :class:`LossAggregator`. With a model, :meth:`LossAggregator.wrap` makes the hook.
+    ``aggregation``: what is trained; None trains the framework's own loss, and ``options.shadow``
+    only reports what others would give. ``options``: of the run. Raises :class:`AggregationError`
+    for ``prompt_mean`` if the integration has no prompt ids, for ``count="weights"`` if it has no
+    token weights, for None without a shadow, and for None with a record.
+    """
+
+    def __init__(
+        self,
+        aggregation: Aggregation | str | None,
+        integration: Integration,
+        *,
+        options: Options | None = None,
+    ) -> None:
+        self.options = options or Options()
+        if isinstance(aggregation, str):
+            aggregation = Aggregation(aggregation)
+        shadows = list(self.options.shadows.values())
+        asked = shadows if aggregation is None else [aggregation, *shadows]
+        if not asked or (aggregation is None and self.options.record is not None):
+            raise AggregationError(
+                "got no aggregation, expected one that is trained: pass a mode, or without "
+                "Options(record=...) only Options(shadow=...)"
+            )
+        if any(one.mode == "prompt_mean" for one in asked) and not integration.gives_prompts:
+            raise AggregationError(
+                f"prompt_mean needs prompt ids, and the data that {type(integration).__name__} "
+                "reads has none: choose another --loss-aggregation, such as sample_mean"
+            )
+        has_weights = any(one.count == "weights" for one in asked)
+        if has_weights and not integration.gives_token_weights:
+            raise AggregationError(
+                f"got count 'weights', and {type(integration).__name__} knows no token weights: "
+                "drop --loss-aggregation-count (count=)"
+            )
+        self.aggregation = aggregation
+        """What is trained; None if it is the framework's own loss."""
+        self.flag = f"--loss-aggregation {aggregation}"
+        """What asked for this hook, for messages."""
+        if aggregation is None:
+            self.flag = f"--loss-aggregation-shadow {','.join(self.options.shadow)}"
+        self._planned = asked[0]
+        self.integration = integration
+        self.aggregator: LossAggregator | None = None
+        """Made by the first call; None before."""
+        self.num_steps = 0
+        """Calls of a schedule whose loss was replaced or shadowed, training and evaluation."""
+        self.is_found = False
+        """Whether the framework's loop has asked for its schedule."""
+        self.k = 1
+        """K of the latest step; 1 before, and on a rank that computes no loss."""
+        integration.prepare(asked)
+
+    def wrap(self, schedule: Schedule) -> Schedule:
+        """Wrap what ``get_forward_backward_func()`` returned.
+
+        The wrapped schedule takes the same keywords and returns what the schedule returns, with
+        our report next to the framework's. Raises what ``LossAggregator``, ``plan_step`` and its
+        step raise; and :class:`ContractError` for a schedule that is wrapped already, for
+        positional arguments, and for a ``forward_step_func`` that does not read one microbatch per
+        call.
+
+        Collectives, outside the schedule: those of ``LossAggregator`` in the first call; on the
+        last pipeline stage those of ``plan_step``, and one ``all_gather_object`` over
+        tensor-parallel ranks; one all-gather over several pipeline stages.
+        """
+        self.is_found = True
+        if hasattr(schedule, _HOOKED):
+            raise ContractError(
+                f"got a schedule that is wrapped already ({getattr(schedule, _HOOKED)}), expected "
+                "Megatron's: install one aggregation in a process"
+            )
+
+        @functools.wraps(schedule)
+        def run(*args: Any, **call: Any) -> Any:
+            if args:
+                raise ContractError(
+                    f"got {len(args)} positional arguments for the schedule, expected keywords "
+                    "only, as Megatron-LM passes them"
+                )
+            if not self.integration.applies(call):
+                return schedule(**call)
+            return self._run(schedule, call)
+
+        setattr(run, _HOOKED, self.flag)
+        return run
+
+    def _run(self, schedule: Schedule, call: dict[str, Any]) -> Any:
+        forward_only = bool(call.get("forward_only", False))
+        num_microbatches = call["num_microbatches"]
+        aggregator = self._of_model(call["model"], forward_only)
+        self.num_steps += 1
+        iterators = call["data_iterator"]
+        is_list = isinstance(iterators, (list, tuple))
+        chunks = [*iterators] if is_list else [iterators]
+        reads = chunks[-1] is not None
+        buffer: StepBuffer | None = None
+
+        def plan() -> StepPlan:
+            nonlocal buffer
+            buffer = StepBuffer(_InLockstep(chunks) if reads else None, num_microbatches)
+            return buffer.plan(
+                self._planned,
+                lambda data: self.integration.sequences(data[-1]),
+                group=aggregator.dp_group,
+                tp_group=aggregator.tp_group,
+                options=self.options.of_step(forward_only),
+            )
+
+        trains = self.aggregation is not None
+        records = self.options.record is not None and not forward_only
+        step = aggregator.begin_together(
+            plan,
+            num_microbatches=num_microbatches,
+            forward_only=forward_only or not trains,
+            iteration=self.integration.iteration() if records else None,
+        )
+        if buffer is None:  # an earlier stage, which computes no loss
+            with step:
+                return schedule(**call)
+        self.k = step.k
+        data = _OneRead() if reads else None
+        replay = _Replay(
+            data,
+            integration=self.integration,
+            forward_step=call["forward_step_func"],
+            aggregator=aggregator,
+            microbatches=iter(buffer),
+            step=step,
+            trains=trains,
+            compares=not forward_only,
+        )
+        if reads:
+            chunks[:-1] = [
+                None if chunk is None else iter([microbatch.data[index] for microbatch in buffer])
+                for index, chunk in enumerate(chunks[:-1])
+            ]
+            chunks[-1] = data
+        call["data_iterator"] = chunks if is_list else chunks[-1]
+        call["forward_step_func"] = replay
+        with step:
+            return schedule(**call)
+
+    def _of_model(self, model: Any, forward_only: bool) -> LossAggregator:
+        """Make the aggregator in the first call, and of another model; probe if it trains."""
+        chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+        trains = self.aggregation is not None
+        probe = self.options.probe and not forward_only and trains
+        now = self.aggregator
+        if now is None or now.chunks != chunks or (probe and now.probe is None):
+            options = replace(self.options, probe=probe)
+            kind = _OfParts if self.integration.counts_parts else LossAggregator
+            now = self.aggregator = kind(chunks, self._planned, options=options)
+            if dist.get_rank() == 0:
+                stock = f"loss aggregation: the framework's own; {self.flag}"
+                print(now.describe() if trains else stock, flush=True)
+        return now
+
+
+class _OfParts(LossAggregator):
+    counts_parts = True
+
+
+class _InLockstep:
+    """The iterators of a rank's chunks: what each has for a microbatch, in their order.
+
+    If chunks share one source, the first reads it and the others get what it kept.
+    """
+
+    def __init__(self, chunks: Sequence[Any]) -> None:
+        self._chunks = chunks
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> tuple[Any, ...]:
+        return tuple([chunk if chunk is None else next(chunk) for chunk in self._chunks])
+
+
+class _OneRead:
+    """The data iterator of a replayed step: the microbatch of the running call, once."""
+
+    def __init__(self) -> None:
+        self.unread: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if not self.unread:
+            raise ContractError(
+                "forward_step_func read more than one microbatch in a call: a step of M "
+                "microbatches reads M times"
+            )
+        return self.unread.pop()
+
+
+class _Replay:
+    """A framework's forward_step_func over a step's microbatches, with the configured loss."""
+
+    def __init__(
+        self,
+        data: _OneRead | None,
+        *,
+        integration: Integration,
+        forward_step: Callable[..., Any],
+        aggregator: LossAggregator,
+        microbatches: Iterator[StepMicrobatch],
+        step: Step,
+        trains: bool,
+        compares: bool,
+    ) -> None:
+        functools.update_wrapper(self, forward_step)
+        self._data = data
+        """What the framework reads; None on a rank without data."""
+        self._integration = integration
+        self._forward_step = forward_step
+        self._aggregator = aggregator
+        self._chunk = unwrapped(aggregator.chunks[-1])
+        self._microbatches = microbatches
+        self._step = step
+        self._trains = trains
+        self._compares = compares
+
+    def __call__(self, data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        # Of an interleaved pipeline only the last chunk has a loss. A schedule that overlaps
+        # experts' communication passes chunks unwrapped.
+        if unwrapped(model) is not self._chunk:
+            return self._forward_step(data_iterator, model, *args, **kwargs)
+        microbatch = next(self._microbatches, None)
+        if microbatch is None:
+            raise ContractError(
+                f"the schedule ran more than its {self._step.num_microbatches} microbatches: pass "
+                "it num_microbatches"
+            )
+        if self._data is not None:
+            self._data.unread = [microbatch.data[-1]]
+        output, loss_func = self._forward_step(data_iterator, model, *args, **kwargs)
+        if self._data is not None and self._data.unread:
+            raise ContractError(
+                "forward_step_func did not read its microbatch from the data iterator that the "
+                "schedule gave it: its loss would be weighted by another microbatch's sequences"
+            )
+        replaced = self._outputs if self._trains else self._shadowed
+        return output, functools.partial(replaced, microbatch, loss_func)
+
+    def _outputs(
+        self, microbatch: StepMicrobatch, loss_func: Callable[..., Any], output: Tensor
+    ) -> Any:
+        """Train the configured loss; the framework's report is kept."""
+        name = self._integration.loss_name
+        framework, mb = self._taken_apart(microbatch, loss_func, output)
+        partial_loss = mb.reduce(framework.losses)
+        loss, num_tokens, ours = mb.outputs(partial_loss, report={name: partial_loss})
+        if name in framework.report:  # under nothing that a search for the name finds
+            ours[f"stock/{name.replace(' ', '_')}"] = framework.report[name]
+        theirs = {key: pair for key, pair in framework.report.items() if key not in ours}
+        return loss, num_tokens, {**ours, **theirs}
+
+    def _shadowed(
+        self, microbatch: StepMicrobatch, loss_func: Callable[..., Any], output: Tensor
+    ) -> Any:
+        """Return what the framework's loss_func returned, with the shadows in its report."""
+        framework, mb = self._taken_apart(microbatch, loss_func, output)
+        trained = framework.returned[:-1]
+        stock = stock_report(*trained, self._step.scaling) if len(trained) == 2 else {}
+        return *trained, {**framework.report, **mb.shadow(framework.losses), **stock}
+
+    def _taken_apart(
+        self, microbatch: StepMicrobatch, loss_func: Callable[..., Any], output: Tensor
+    ) -> tuple[FrameworkLoss, MicrobatchLoss]:
+        # Before loss_func, which may change the output in place.
+        edge = get_gradient_edge(output) if self._trains and output.requires_grad else None
+        framework = self._integration.loss(loss_func, output)
+        lengths = microbatch.lengths
+        if lengths is None:
+            raise ContractError(
+                f"{type(self._integration).__name__}.sequences gave no lengths: give "
+                "MicrobatchSequences(lengths=...), from which the layout is made"
+            )
+        layout = self._integration.layout(self._aggregator, lengths)
+        mb = self._step.microbatch(
+            microbatch.sequences,
+            framework.mask,
+            layout=layout,
+            token_weights=framework.token_weights,
+        )
+        faults = self._step.plan.state.faults
+        if framework.check is not None:
+            faults.record(*framework.check)
+        if self._compares:
+            _compare_sum(framework, edge, faults, microbatch.index)
+        return framework, mb
+
+
+def _compare_sum(
+    framework: FrameworkLoss, output: GradientEdge | None, faults: Faults, microbatch: int
+) -> None:
+    """Compare the framework's loss with the masked sum, and their gradients at ``output``.
+
+    ``output``: what the model returned; None to compare no gradients. ``faults`` are read later.
+    """
+    found = framework.masked_sum
+    if found is None:
+        return
+    mask = moved(framework.mask, framework.losses.device)
+    weights = framework.token_weights
+    factor = mask if weights is None else moved(weights, mask.device)
+    terms = torch.where(mask != 0, framework.losses, 0) * factor.float()
+    ours = terms.sum()
+    # A copy: under a shadow Megatron divides the framework's own loss in place.
+    values = [found.clone(), ours, terms.abs().sum()]
+    if output is not None and ours.requires_grad:
+        for loss in (found - ours, ours):
+            (gradient,) = torch.autograd.grad(loss, output, retain_graph=True, allow_unused=True)
+            values.append(ours.new_zeros(()) if gradient is None else gradient.abs().sum())
+    faults.record(values, functools.partial(_more_than_sum, microbatch))
+
+
+def _more_than_sum(microbatch: int, values: list[float]) -> str:
+    found, ours, scale, *gradients = values
+    # A product keeps an inf at a masked position; a loss that is not finite is found elsewhere.
+    if not math.isfinite(found + scale):
+        return ""
+    difference, gradient = gradients or (0.0, 0.0)
+    if abs(found - ours) <= 1e-4 * scale and difference <= 1e-4 * gradient:
+        return ""
+    return (
+        f"the script's loss_func gave {found:.6g} for microbatch {microbatch} of rank "
+        f"{dist.get_rank()}, the masked sum of its per-token losses is {ours:.6g}, and their "
+        f"gradients differ by {difference:.3g} of {gradient:.3g}: it has terms "
+        "or factors that are not known here (a distillation loss, a penalty, a coefficient), and "
+        "they would be lost; train it without the flags of --loss-aggregation"
+    )

@@ -1,0 +1,1 @@
+"""A line for each optimizer step, and the comparison of two runs."""

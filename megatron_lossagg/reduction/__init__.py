@@ -1,0 +1,1 @@
+"""Counts to weights to partial losses: no Megatron, no step."""

@@ -1,0 +1,401 @@
+"""Which tokens of a microbatch this context-parallel rank holds, and in which order.
+
+A layout is index arithmetic on integers on the CPU: no tensor, no rank lookup, no collective.
+It splits a microbatch's mask into *segments* (one packed sequence each). It lists, as *runs* of
+consecutive mask positions, the tokens that this rank's per-token losses belong to. Zigzag: a
+sequence padded to a multiple of 2 CP is split into 2 CP chunks; CP rank r holds the chunks r and
+2 CP - 1 - r, in that order. Contiguous: CP rank r holds the r-th of CP equal intervals of what is
+split, which is the packed buffer (thd) or each sequence (bshd).
+
+Shape suffixes: R = runs of consecutive positions; G = segments of the microbatch (G1: one more).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+import torch
+
+from megatron_lossagg.errors import LayoutError
+from megatron_lossagg.reduction.integers import (
+    Ints,
+    IntsLike,
+    checked_integers,
+    first_few,
+    is_integer,
+)
+
+__all__ = ["Layout"]
+
+Split = Literal["zigzag", "contiguous"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Layout:
+    """The tokens of one microbatch that one context-parallel rank holds.
+
+    Build it with one of the named constructors. Lengths are read on the CPU: a CUDA
+    ``cu_seqlens`` costs one host sync.
+
+    Examples:
+        Two packed sequences of 8 and 4 tokens, of which the first of two context-parallel ranks
+        holds the first and the last quarter each:
+
+        >>> layout = Layout.thd_zigzag([0, 8, 12], cp_size=2, cp_rank=0)
+        >>> layout.positions.tolist()
+        [0, 1, 6, 7, 8, 11]
+        >>> layout.place(5)  # its token 5: in which sequence, and where in it
+        (1, 3)
+    """
+
+    name: str
+    offset_G1: Ints
+    """Segment i is at ``offset_G1[i]:offset_G1[i + 1]`` of the mask."""
+    start_R: Ints
+    """First mask position of a run."""
+    length_R: Ints
+    """Number of tokens of a run."""
+    segment_R: Ints
+    """Segment that a run belongs to."""
+    cp_size: int
+    cp_rank: int
+    is_local: bool = False
+    """Whether the mask is already this rank's, not the whole one."""
+    is_gathered: bool = False
+    """Whether losses are of the whole mask, as every context-parallel rank gathered them."""
+    allows_tail: bool = False
+    """Whether positions may follow the last segment, which weigh 0."""
+    batch_shape: tuple[int, int] | None = None
+    """``[b, s]`` of the whole mask if sequences are not packed."""
+    is_whole: bool = False
+    """Whether the segments of the mask are whole sequences, not responses or slices."""
+    split: Split | None = None
+    """What the model's ``cp_partition_mode`` must be; None if any is right."""
+
+    def __post_init__(self) -> None:
+        for array in (self.offset_G1, self.start_R, self.length_R, self.segment_R):
+            array.flags.writeable = False  # all holders share it
+
+    @property
+    def num_segments(self) -> int:
+        """Number of segments, padding sequences included."""
+        return len(self.offset_G1) - 1
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Number of mask positions that the segments cover."""
+        return int(self.offset_G1[-1])
+
+    @cached_property
+    def num_local_tokens(self) -> int:
+        """Number of tokens this rank holds."""
+        return int(self.length_R.sum())
+
+    @property
+    def local_lengths(self) -> Ints:
+        """Number of tokens of each segment that this rank holds: int64 ``[num_segments]``."""
+        length_G = np.bincount(self.segment_R, self.length_R, minlength=self.num_segments)
+        return length_G.astype(np.int64)
+
+    @cached_property
+    def interval(self) -> slice | None:
+        """This rank's tokens as one slice of the mask; None if they are not one interval."""
+        shift_R = self._shift_R
+        if len(shift_R) and (shift_R != shift_R[0]).any():
+            return None
+        first = int(shift_R[0]) if len(shift_R) else 0
+        return slice(first, first + self.num_local_tokens)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Mask positions of this rank's tokens, in order: int64 ``[num_local_tokens]``, CPU.
+
+        ``tokens[layout.positions]`` slices anything that is packed like the mask.
+        """
+        position_T = np.repeat(self._shift_R, self.length_R)
+        position_T += np.arange(self.num_local_tokens)
+        return torch.from_numpy(position_T)
+
+    def is_in_rows(self, sizes: Sequence[int], *, is_local: bool) -> bool:
+        """Whether a tensor of several dimensions can hold the tokens in their order.
+
+        ``sizes``: its dimensions but those of 1. Unpacked sequences: they are ``[b, s]``, and
+        ``[b, s / CP]`` of what this rank holds. Packed sequences: two, and each row of the tensor
+        begins with a segment.
+        """
+        if self.batch_shape is not None:
+            b, s = self.batch_shape
+            return list(sizes) == [n for n in (b, s // self.cp_size if is_local else s) if n != 1]
+        length_G = np.diff(self.offset_G1)
+        if is_local:
+            length_G = self.local_lengths
+        offset_G1 = _offsets(length_G)
+        starts = np.arange(0, offset_G1[-1], sizes[-1])
+        return len(sizes) == 2 and bool(np.isin(starts, offset_G1).all())
+
+    @property
+    def _shift_R(self) -> Ints:
+        """Offset between a run's mask positions and its indices among this rank's tokens."""
+        shift_R: Ints = self.start_R - (np.cumsum(self.length_R) - self.length_R)
+        return shift_R
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Find this rank's token ``index``: its segment, and its position in that segment.
+
+        Positions count from the segment's start in the mask, padding included; with ``local``
+        that is this rank's part of a sequence, with ``response_zigzag`` its response.
+        """
+        end_R = np.cumsum(self.length_R)
+        run = int(np.searchsorted(end_R, index, side="right"))
+        segment = int(self.segment_R[run])
+        position = self.start_R[run] + index - (end_R[run] - self.length_R[run])
+        return segment, int(position - self.offset_G1[segment])
+
+    def gathered(self, *, sums_gradients: bool = False) -> Layout:
+        """Return the same split of per-token losses that every context-parallel rank has gathered.
+
+        Losses are of the whole mask then. A rank weighs those whose logits are its own, and the
+        gradient is right whether the gather's backward pass sums over ranks or keeps a rank's own
+        slice. ``sums_gradients``: it is known to sum, so any split is right, not only the model's.
+        Source: Megatron-LM (d98e8a64) ``megatron.rl.rl_utils.get_logprobs``. Raises
+        :class:`LayoutError` if the mask is this rank's part only.
+        """
+        if self.is_local:
+            raise LayoutError(
+                f"got gathered losses with the layout {self.name}, whose mask is this rank's part: "
+                "begin with the split of the whole mask, such as Layout.thd_zigzag(...).gathered()"
+            )
+        split = None if sums_gradients else self.split
+        return replace(self, name=f"{self.name}_gathered", is_gathered=True, split=split)
+
+    @staticmethod
+    def thd_zigzag(cu_seqlens_padded: IntsLike, *, cp_size: int, cp_rank: int) -> Layout:
+        """Lay out packed sequences, sliced as Megatron-Core and Transformer Engine slice them.
+
+        Source: Transformer Engine ``thd_get_partitioned_indices``.
+
+        Args:
+            cu_seqlens_padded: Offsets of the *padded* segments, from 0, shape ``(n,)`` or
+                ``(1, n)``. Mask and tokens are packed over these offsets before slicing.
+            cp_size: CP.
+            cp_rank: This rank's place among them.
+
+        Returns:
+            The layout; positions after the last segment weigh 0. At CP > 1 give them a segment of
+            their own, whose sequence is -1: losses of a tail as long as the segments' padding would
+            be are refused.
+
+        Raises:
+            LayoutError: For a segment that is not a multiple of 2 CP, and for what are no offsets.
+        """
+        offset_G1 = _checked_offsets(cu_seqlens_padded)
+        _check_cp(cp_size, cp_rank)
+        length_G = np.diff(offset_G1)
+        unpadded = np.flatnonzero(length_G % (2 * cp_size))
+        if cp_size > 1 and len(unpadded):
+            raise LayoutError(
+                f"segment {unpadded[0]} has {length_G[unpadded[0]]} tokens, not a multiple of "
+                f"2 CP = {2 * cp_size}: pad every sequence and pass cu_seqlens_padded"
+            )
+        starts, lengths = [offset_G1[:-1]], [length_G]
+        if cp_size > 1:
+            chunk_G = length_G // (2 * cp_size)
+            starts = [offset_G1[:-1] + k * chunk_G for k in _chunks(cp_size, cp_rank)]
+            lengths = [chunk_G, chunk_G]
+        layout = _of_runs("thd_zigzag", offset_G1, starts, lengths, cp_size, cp_rank)
+        return replace(layout, allows_tail=True, is_whole=True, split="zigzag")
+
+    @staticmethod
+    def bshd_zigzag(batch_size: int, seq_length: int, *, cp_size: int, cp_rank: int) -> Layout:
+        """Lay out one sequence per batch entry: mask ``[b, s]``, per-token losses ``[b, s / CP]``.
+
+        Raises :class:`LayoutError` for an ``s`` that is not a multiple of 2 CP, and for a CP rank
+        out of range. Source: Megatron-Core ``get_batch_on_this_cp_rank``.
+        """
+        offset_G1 = _batch_offsets(batch_size, seq_length)
+        layout = Layout.thd_zigzag(offset_G1, cp_size=cp_size, cp_rank=cp_rank)
+        return replace(
+            layout, name="bshd_zigzag", allows_tail=False, batch_shape=(batch_size, seq_length)
+        )
+
+    @staticmethod
+    def thd_contiguous(cu_seqlens_padded: IntsLike, *, cp_size: int, cp_rank: int) -> Layout:
+        """Lay out packed sequences whose buffer is split into one interval for each CP rank.
+
+        ``cu_seqlens_padded``: offsets of the padded segments, from 0 to the end of the buffer,
+        shape ``(n,)`` or ``(1, n)``; what pads the buffer is a segment of its own. A rank may hold
+        part of a sequence, all of it, or nothing. Raises :class:`LayoutError` for a buffer whose
+        size is not a multiple of CP, and for offsets that do not start at 0 or decrease.
+        Source: Megatron-Core (dev d48bd6be0a) ``get_cp_slice_for_thd`` with
+        ``cp_partition_mode="contiguous"``.
+        """
+        offset_G1 = _checked_offsets(cu_seqlens_padded)
+        _check_cp(cp_size, cp_rank)
+        size = int(offset_G1[-1]) // cp_size
+        if size * cp_size != offset_G1[-1]:
+            raise LayoutError(
+                f"cu_seqlens end at {offset_G1[-1]}, not a multiple of CP = {cp_size}: pad the "
+                "buffer, end cu_seqlens at its end, and pass -1 as the sequence of that segment"
+            )
+        held_G1 = np.clip(offset_G1, cp_rank * size, (cp_rank + 1) * size)
+        layout = _of_runs(
+            "thd_contiguous", offset_G1, [held_G1[:-1]], [np.diff(held_G1)], cp_size, cp_rank
+        )
+        return replace(layout, is_whole=True, split="contiguous")
+
+    @staticmethod
+    def bshd_contiguous(batch_size: int, seq_length: int, *, cp_size: int, cp_rank: int) -> Layout:
+        """Lay out one sequence per batch entry, each split into one interval for each CP rank.
+
+        Mask ``[b, s]``, per-token losses ``[b, s / CP]``. Raises :class:`LayoutError` for an ``s``
+        that is not a multiple of CP.
+        """
+        offset_G1 = _batch_offsets(batch_size, seq_length)
+        _check_cp(cp_size, cp_rank)
+        size = seq_length // cp_size
+        if size * cp_size != seq_length:
+            raise LayoutError(
+                f"sequences of {seq_length} tokens are not a multiple of CP = {cp_size}: pad them"
+            )
+        start_G = offset_G1[:-1] + cp_rank * size
+        layout = _of_runs(
+            "bshd_contiguous", offset_G1, [start_G], [np.full_like(start_G, size)], cp_size, cp_rank
+        )
+        shape = (batch_size, seq_length)
+        return replace(layout, batch_shape=shape, is_whole=True, split="contiguous")
+
+    @staticmethod
+    def response_zigzag(
+        total_lengths: IntsLike, response_lengths: IntsLike, *, cp_size: int, cp_rank: int
+    ) -> Layout:
+        """Lay out response tokens only, as slime and miles do: mask = all responses end to end.
+
+        Response token j of a sequence of ``total`` tokens sits on logit ``total - response -
+        1 + j``, and the logit decides the rank: chunk = ceil(total / 2 CP). Source: slime
+        ``get_logits_and_tokens_offset_with_cp``. Raises :class:`LayoutError` for lengths of
+        different numbers, and a response that is longer than its sequence.
+        """
+        total_G = checked_integers("total_lengths", total_lengths, LayoutError, squeeze=True)
+        response_G = checked_integers(
+            "response_lengths", response_lengths, LayoutError, squeeze=True
+        )
+        _check_cp(cp_size, cp_rank)
+        _check_responses(total_G, response_G)
+        offset_G1 = _offsets(response_G)
+        chunk_G = -(-total_G // (2 * cp_size))
+        first_logit_G = total_G - response_G - 1
+        starts, lengths = [], []
+        for k in _chunks(cp_size, cp_rank):
+            # Logits of chunk k that predict a response token: [k c, (k+1) c) clipped to the
+            # response.
+            lo_G = np.clip(k * chunk_G, first_logit_G, total_G - 1)
+            hi_G = np.clip((k + 1) * chunk_G, first_logit_G, total_G - 1)
+            starts.append(offset_G1[:-1] + lo_G - first_logit_G)
+            lengths.append(hi_G - lo_G)
+        layout = _of_runs("response_zigzag", offset_G1, starts, lengths, cp_size, cp_rank)
+        return replace(layout, split="zigzag")
+
+    @staticmethod
+    def local(sequence_lengths_here: IntsLike, *, cp_size: int, cp_rank: int) -> Layout:
+        """Take mask and losses as already this rank's, as from Megatron-LM's ``get_batch``.
+
+        Args:
+            sequence_lengths_here: Tokens of each sequence on this rank.
+            cp_size: CP.
+            cp_rank: This rank's place among them.
+
+        Returns:
+            The layout, whose mask is the rank's own.
+
+        Raises:
+            LayoutError: For a negative length.
+        """
+        length_G = checked_integers(
+            "sequence_lengths_here", sequence_lengths_here, LayoutError, squeeze=True
+        )
+        _check_cp(cp_size, cp_rank)
+        _check_lengths("sequence_lengths_here", length_G)
+        offset_G1 = _offsets(length_G)
+        layout = _of_runs("local", offset_G1, [offset_G1[:-1]], [length_G], cp_size, cp_rank)
+        return replace(layout, is_local=True)
+
+
+def _chunks(cp_size: int, cp_rank: int) -> tuple[int, int]:
+    """Which two of a sequence's 2 CP chunks a rank holds, in order."""
+    return cp_rank, 2 * cp_size - 1 - cp_rank
+
+
+def _of_runs(
+    name: str,
+    offset_G1: Ints,
+    starts: list[Ints],
+    lengths: list[Ints],
+    cp_size: int,
+    cp_rank: int,
+) -> Layout:
+    """Lay out segments of equally many runs: of each run the starts and lengths, ``[G]``."""
+    return Layout(
+        name=name,
+        offset_G1=offset_G1,
+        start_R=np.stack(starts, axis=1).ravel(),
+        length_R=np.stack(lengths, axis=1).ravel(),
+        segment_R=np.repeat(np.arange(len(offset_G1) - 1), len(starts)),
+        cp_size=cp_size,
+        cp_rank=cp_rank,
+    )
+
+
+def _check_responses(total_G: Ints, response_G: Ints) -> None:
+    if total_G.shape != response_G.shape:
+        raise LayoutError(
+            f"got {len(total_G)} total_lengths and {len(response_G)} response_lengths, "
+            "expected one of each per sequence"
+        )
+    _check_lengths("response_lengths", response_G)
+    promptless = np.flatnonzero(response_G >= total_G)
+    if len(promptless):
+        sequence = promptless[0]
+        raise LayoutError(
+            f"sequence {sequence} has {total_G[sequence]} tokens of which {response_G[sequence]} "
+            "are the response: a response follows at least one prompt token, whose logit "
+            "predicts its first"
+        )
+
+
+def _checked_offsets(cu_seqlens_padded: IntsLike) -> Ints:
+    offset_G1 = checked_integers("cu_seqlens", cu_seqlens_padded, LayoutError, squeeze=True)
+    if len(offset_G1) == 0 or offset_G1[0] != 0:
+        raise LayoutError(
+            f"got cu_seqlens [{first_few(offset_G1, 4)}], expected offsets from 0, one more "
+            "than segments"
+        )
+    _check_lengths("cu_seqlens", np.diff(offset_G1))
+    return offset_G1
+
+
+def _batch_offsets(batch_size: int, seq_length: int) -> Ints:
+    if not is_integer(batch_size) or not is_integer(seq_length):
+        raise LayoutError(f"got sizes [{batch_size!r}, {seq_length!r}], expected integers from 0")
+    offset_G1: Ints = np.arange(batch_size + 1) * seq_length
+    return offset_G1
+
+
+def _check_cp(cp_size: int, cp_rank: int) -> None:
+    if not is_integer(cp_size, lowest=1) or not is_integer(cp_rank, highest=cp_size - 1):
+        raise LayoutError(f"got CP rank {cp_rank} of {cp_size}, expected 0 to cp_size - 1")
+
+
+def _check_lengths(name: str, length_G: Ints) -> None:
+    if len(length_G) and length_G.min() < 0:
+        raise LayoutError(
+            f"{name} gives segment {length_G.argmin()} a length of {length_G.min()}: "
+            "lengths are not negative and offsets never fall"
+        )
+
+
+def _offsets(length_G: Ints) -> Ints:
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(length_G)])

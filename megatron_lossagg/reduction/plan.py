@@ -1,0 +1,377 @@
+"""The step's integers, and the one weight per sequence that follows from them.
+
+A step is described by counts that are known before its first forward: n_s active tokens
+per sequence, and which sample, prompt and microbatch the sequence belongs to. :func:`plan_step`
+counts over the data-parallel group and decides every weight; nothing after it branches
+on the mode. Counting communicates; making weights and reducers does not.
+
+Shape suffix: S = sequences of this data-parallel rank in the step.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_lossagg.errors import PlanError, ReducerError, message_of
+from megatron_lossagg.reduction.aggregation import CUSTOM, MODES, Aggregation
+from megatron_lossagg.reduction.counts import StepTotals, count_step, known_step
+from megatron_lossagg.reduction.custom import load_reducer_factory
+from megatron_lossagg.reduction.exchange import Exchange
+from megatron_lossagg.reduction.faults import warn_once
+from megatron_lossagg.reduction.integers import Ints, IntsLike
+from megatron_lossagg.reduction.layout import Layout
+from megatron_lossagg.reduction.microbatch import Microbatch
+from megatron_lossagg.reduction.mode_counts import ModeCounts
+from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.reducer import Reducer
+from megatron_lossagg.reduction.sequences import CheckedSequences, Floats, Sequences
+from megatron_lossagg.reduction.step_state import StepState
+
+__all__ = ["StepPlan", "plan_step", "warn_of_divisor"]
+
+_DEFAULTS = Options()
+_LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepPlan:
+    """One optimizer step under one aggregation: the weights, and what they came from.
+
+    :func:`plan_step` makes it.
+
+    Examples:
+        >>> plan = plan_step(Aggregation("token_mean"), Sequences(active_tokens=[2000, 500, 0]))
+        >>> plan.weights.tolist()
+        [0.0004, 0.0004, 0.0]
+        >>> plan.under("sample_sum").weights.sum().item()  # 1/B of each sequence that has tokens
+        0.6666666666666666
+    """
+
+    aggregation: Aggregation
+    sequences: CheckedSequences
+    """What was planned, as read-only arrays ``[S]``."""
+    totals: StepTotals
+    group_ranks: tuple[int, ...] | None
+    """Global ranks that were counted over; None if no group was passed."""
+    state: StepState = field(repr=False)
+    _under: dict[Aggregation, StepPlan] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def active_tokens(self) -> Ints:
+        """n_s, int64 ``[S]``."""
+        return self.sequences.active_tokens
+
+    @cached_property
+    def counts(self) -> ModeCounts:
+        """The step's counts as the aggregation counts them.
+
+        Raises :class:`PlanError` if it counts weights and none were passed.
+        """
+        return ModeCounts.of(self.aggregation, self.totals, self.sequences.num_microbatches or 1)
+
+    @property
+    def counted_S(self) -> Ints | Floats:
+        """What the aggregation counts of each sequence, ``[S]``: n_s, or its token weights' sum.
+
+        Raises :class:`PlanError` if it counts weights and none were passed.
+        """
+        if self.aggregation.count != "weights":
+            return self.active_tokens
+        self.counts  # noqa: B018  raises
+        return cast(Floats, self.sequences.token_weight_sums)
+
+    @property
+    def weights(self) -> Tensor:
+        """w_s, float64 ``[S]`` on the CPU; 0 for a sequence with no active tokens, never NaN.
+
+        A copy: changing it changes nothing that is trained.
+
+        Raises:
+            PlanError: If the mode lacks a total or an id, for ``custom``, and for a weight beyond
+                float32.
+        """
+        return torch.from_numpy(self.weight_S.copy())
+
+    @cached_property
+    def weight_S(self) -> Floats:
+        """:attr:`weights` as a read-only array, computed once."""
+        denominator = MODES[self.aggregation.mode].denominator
+        if denominator is None:
+            raise PlanError(
+                f"{self.aggregation}: only the custom reducer knows its weights; for those of "
+                "a mode use plan.under(mode).weights"
+            )
+        self._check_size(denominator(self.counts.of_all_samples()))
+        value = np.asarray(denominator(self.counts), dtype=np.float64)
+        denominator_S = np.broadcast_to(value, self.active_tokens.shape)
+        weight_S = np.zeros(len(self.active_tokens))
+        # Where n_s = 0 the denominator may be 0 too (n_b, n_mb): there is nothing to weigh.
+        np.divide(1.0, denominator_S, out=weight_S, where=self.counted_S > 0)
+        weight_S.flags.writeable = False
+        return weight_S
+
+    def _check_size(self, denominator: Any) -> None:
+        """Refuse weights beyond float32, by what all ranks know, so that none waits for another."""
+        denominators = np.ravel(np.asarray(denominator, dtype=np.float64))
+        with np.errstate(all="ignore"):
+            weights = 1.0 / denominators[denominators > 0]
+        beyond = weights[~((weights >= _LEAST) & (weights <= _MOST))]
+        if len(beyond) and not self.counts.is_empty:
+            raise PlanError(
+                f"{self.aggregation} gives a sequence a weight of {beyond[0]}, beyond what float32 "
+                "holds: change the divisor or the exponent"
+            )
+
+    @cached_property
+    def expected_weight(self) -> float | None:
+        """The sum over all active tokens of w m v by the plan's counts; None if not known.
+
+        1 for a mean (V/B or Q/P of it if empty ones count), N/(B L), N/B or N/C for a
+        sum over a constant.
+        """
+        expected = MODES[self.aggregation.mode].expected
+        if expected is None:
+            return None
+        try:
+            return 0.0 if self.counts.is_empty else float(expected(self.counts))
+        except PlanError:  # a total that is not needed for a weight
+            return None
+
+    def under(self, aggregation: Aggregation | str) -> StepPlan:
+        """Plan the same step under a different aggregation, without a collective; made once.
+
+        Args:
+            aggregation: An :class:`Aggregation`, or a mode's name, which counts what this plan
+                counts, empty samples and prompts included or not.
+
+        Returns:
+            The plan, with the same sequences and totals.
+
+        Raises:
+            PlanError: For any other type.
+        """
+        if not isinstance(aggregation, (Aggregation, str)):
+            raise PlanError(f"got {aggregation!r}, expected an Aggregation or the name of a mode")
+        if isinstance(aggregation, str):
+            own = self.aggregation
+            counts_empty = own.count_empty if aggregation in MODES else None  # an alias says so
+            aggregation = Aggregation(aggregation, count=own.count, count_empty=counts_empty)
+        if aggregation not in self._under:
+            plan = replace(self, aggregation=aggregation)
+            _check_divisor(plan)
+            self._under[aggregation] = plan
+        return self._under[aggregation]
+
+    def reducer(
+        self,
+        sequences: IntsLike,
+        mask: Tensor,
+        layout: Layout,
+        *,
+        token_weights: Tensor | None = None,
+    ) -> Reducer:
+        """Make the reducer of one microbatch: check its mask, slice it, look up its weights.
+
+        No collective; no host sync for a CUDA mask, one for CUDA ``sequences``.
+
+        Args:
+            sequences: For each segment its position in ``Sequences``, -1 for a padding sequence.
+            mask: The microbatch's whole 0/1 loss mask (after rejection, if tokens are rejected),
+                packed like its tokens, before slicing for context parallelism (already this rank's
+                for ``Layout.local``). ``mask[i]`` belongs to the loss at logit i, the prediction of
+                token i + 1: shift it before packing, never after slicing; it is 0 at padding.
+            layout: Which of its tokens this rank holds.
+            token_weights: v_t of each position of ``mask``, floating or integer, required by
+                ``count="weights"``: constants, finite, not negative, 0 where the mask is 0 (unless
+                tokens are rejected), and each sequence's sum is the one that was counted.
+
+        Returns:
+            The reducer, to be called with this rank's per-token losses.
+
+        Raises:
+            ReducerError: For a mask, sequences or token weights that do not fit what was counted. A
+                CUDA mask's faults are raised when the step finishes.
+        """
+        sums = self.sequences.token_weight_sums
+        if (token_weights is None) != (sums is None):
+            raise ReducerError(
+                f"got {'no ' if token_weights is None else ''}token_weights= in a plan with "
+                f"{'no ' if sums is None else ''}token_weight_sums: pass both, or neither and "
+                "count the mask"
+            )
+        microbatch = Microbatch.checked(
+            sequences,
+            mask,
+            layout,
+            token_weights=token_weights,
+            active_tokens=self.active_tokens,
+            token_weight_sums=sums,
+            microbatch_of_sequence=self.sequences.microbatch,
+            state=self.state,
+        )
+        return Reducer.of(self, microbatch)
+
+    def check(self) -> None:
+        """Raise the first fault that was found on devices in this step, if any.
+
+        Finishing a step calls it; call it yourself without a :class:`LossAggregator`. One host
+        sync for each device that recorded something, no collective.
+
+        Raises:
+            ReducerError: On this rank only.
+        """
+        if fault := self.state.faults.take():
+            raise ReducerError(fault)
+
+
+def plan_step(
+    aggregation: Aggregation,
+    sequences: Sequences,
+    *,
+    group: ProcessGroup | None = None,
+    totals: StepTotals | None = None,
+    options: Options = _DEFAULTS,
+    fault: str = "",
+) -> StepPlan:
+    """Count the step over ``group`` and decide the weight of every sequence.
+
+    Without totals: one all-gather of eleven integers per rank. A second one, of one to four numbers
+    per sequence, if ids or token weights are passed or the mode (or a shadow) is ``length_power``.
+    Each is one host sync. A third one only brings an error's message to every rank. A sample with
+    more active tokens than the divisor of ``constant``, and ids that look as if they were not
+    global, give one warning per process, on all ranks alike.
+
+    Args:
+        aggregation: Which loss is trained.
+        sequences: What this data-parallel rank trains in the step.
+        group: The dense data-parallel group *without* context parallelism, as
+            ``LossAggregator.dp_group``; every rank of it calls.
+        totals: The step's counts if the caller knows them; then no collective is made, and ids are
+            refused. With a group as well, its first step is counted all the same, and totals that
+            differ from the counts are refused.
+        options: The options of the run.
+        fault: Why this rank has no counts, if so: the others of the group do not wait for it but
+            raise the same message.
+
+    Returns:
+        The plan, whose ``weights`` has w_s of each of this rank's sequences.
+
+    Raises:
+        PlanError: For wrong counts or ids, and if the ranks disagree on the aggregation or on an
+            option, with the same message on every rank of the group. With totals an error is this
+            rank's only, and names it.
+
+    Examples:
+        >>> sequences = Sequences(active_tokens=[2000, 500, 8000])
+        >>> plan_step(Aggregation("sample_sum"), sequences).weights.tolist()
+        [0.3333333333333333, 0.3333333333333333, 0.3333333333333333]
+    """
+    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+    if totals is None and group is None and not is_alone:
+        raise PlanError(
+            f"this process is one of {dist.get_world_size()} and no group was passed: pass "
+            "group=aggregator.dp_group, or totals= if the step's counts are known"
+        )
+    exchange = Exchange(group)
+    checked = Sequences(active_tokens=[]).checked()
+    if not fault:
+        try:
+            _check_arguments(aggregation, options)
+            checked = sequences.checked()
+        except Exception as error:  # whatever it is, no rank may leave the others waiting
+            fault = message_of(error)
+    verifies = totals is not None and group is not None and exchange.ranks not in _verified
+    if totals is None or verifies:
+        settings = [*(f"{name} {value!r}" for name, value in vars(options).items()), f"{totals}"]
+        shadows = options.shadows.values()
+        counted = count_step(aggregation, checked, fault, exchange, settings, shadows=shadows)
+    if totals is not None and verifies:
+        _check_given(totals, counted)
+        _verified.add(exchange.ranks)
+    try:
+        if totals is not None:
+            if fault:
+                raise PlanError(fault)
+            known_size = exchange.size if group is not None or is_alone else None
+            counted = known_step(checked, totals, known_size)
+        plan = StepPlan(
+            aggregation=aggregation,
+            sequences=checked,
+            totals=counted,
+            group_ranks=exchange.ranks,
+            state=StepState(rejects_tokens=options.rejects_tokens),
+        )
+        if aggregation.mode != CUSTOM:
+            plan.weight_S  # noqa: B018  a mode that lacks something raises here, before any forward
+        for shadow in options.shadows.values():
+            plan.under(shadow).weight_S  # noqa: B018  likewise
+    except PlanError as error:
+        if totals is None:
+            raise
+        raise PlanError(f"{exchange.name()}: {error}") from None
+    if plan.counts.is_empty:
+        _empty_step(options)
+    _check_divisor(plan)
+    return plan
+
+
+_verified: set[tuple[int, ...] | None] = set()
+"""Groups whose first step with passed totals was counted."""
+
+
+def _check_given(given: StepTotals, counted: StepTotals) -> None:
+    for name, value in vars(given).items():
+        found = getattr(counted, name)
+        # A sum of fractions may differ in its last bit.
+        if value is not None and found is not None and not math.isclose(value, found, rel_tol=1e-9):
+            raise PlanError(
+                f"got StepTotals({name}={value!r}), the group's sequences have {found}: pass the "
+                "totals of the whole step over the data-parallel group, or drop totals="
+            )
+
+
+def _check_arguments(aggregation: Aggregation, options: Options) -> None:
+    if not isinstance(aggregation, Aggregation):
+        raise PlanError(f"got {aggregation!r}, expected an Aggregation")
+    if aggregation.reducer_path is not None:
+        load_reducer_factory(aggregation.reducer_path)
+    if not isinstance(options, Options):
+        raise PlanError(f"got {options!r}, expected Options")
+
+
+def _check_divisor(plan: StepPlan) -> None:
+    """Warn once if ``constant`` divides by less than the longest sample."""
+    if plan.aggregation.mode == "constant":
+        warn_of_divisor(plan.aggregation.divisor or 1.0, [plan.totals.longest_sample or 0])
+
+
+def warn_of_divisor(divisor: float, tokens: IntsLike) -> None:
+    """Warn, once per process, if L is below the longest of some responses."""
+    longest = int(np.max(tokens, initial=0))
+    if longest > divisor:
+        warn_once(
+            "divisor",
+            f"constant divides by {divisor:g}, and a sample has {longest} tokens: the divisor L is "
+            "the longest response that generation allows, and the gradient grows with its inverse; "
+            "check --loss-aggregation-divisor (divisor=)",
+        )
+
+
+def _empty_step(options: Options) -> None:
+    message = "the plan has no active tokens: its loss and gradient are zero"
+    if options.empty_step == "error":
+        raise PlanError(
+            f"{message}; --loss-aggregation-empty-step error (Options.empty_step) was set: "
+            "set zero to continue"
+        )
+    warnings.warn(message, RuntimeWarning, stacklevel=3)

@@ -1,0 +1,224 @@
+"""What a caller passes of one optimizer step, and how it is checked.
+
+Shape suffix: S = sequences of this data-parallel rank in the step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from megatron_lossagg.errors import PlanError
+from megatron_lossagg.reduction.integers import Ints, IntsLike, checked_integers, is_integer
+
+__all__ = [
+    "ID_KINDS",
+    "MOST_TOKENS",
+    "CheckedSequences",
+    "Floats",
+    "FloatsLike",
+    "Ids",
+    "Kind",
+    "Sequences",
+    "check_sum",
+    "hashed",
+]
+
+Ids = IntsLike | Sequence[str] | npt.NDArray[np.str_]
+Kind = Literal["sample", "prompt"]
+Floats = npt.NDArray[np.float64]
+FloatsLike = Sequence[float] | npt.NDArray[np.floating[Any]] | Tensor
+
+ID_KINDS: tuple[Kind, Kind] = ("sample", "prompt")
+MOST_TOKENS = 2**53
+"""The largest count: integers up to it are exact in the float64 of a weight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sequences:
+    """The sequences this data-parallel rank trains on in one optimizer step.
+
+    Counts and ids have one entry per sequence, ``[S]``, on the CPU: a list, a numpy array or a
+    tensor. Counts are complete over context parallelism. Padding sequences are left out. Building
+    one checks nothing and raises nothing: :func:`plan_step` does, so that all ranks fail together.
+
+    Args:
+        active_tokens: n_s: tokens whose loss mask is 1.
+        sample: Id of the sequence's sample, integer or string; None: each sequence is its own
+            sample. Ids are global over the data-parallel group: equal ids on two ranks are one
+            sample.
+        prompt: Id of the sequence's prompt, integer or string, global likewise.
+        microbatch: Index of the sequence's microbatch on this rank; needed by
+            ``microbatch_token_mean``.
+        num_microbatches: M, microbatches with no sequences included; None: the largest
+            ``microbatch`` plus one.
+        token_weight_sums: The sum of the active tokens' weights v_t of each sequence, 0 or from
+            2^-53 to 2^53; needed by ``count="weights"``. ``math.fsum`` gives one that depends on no
+            order.
+        samples_per_prompt: How many samples each prompt has over the step; a check that ids are
+            global, if passed.
+
+    Examples:
+        Two turns of one rollout are two sequences of one sample:
+
+        >>> sequences = Sequences(active_tokens=[900, 100, 500], sample=["a", "a", "b"])
+        >>> plan_step(Aggregation("sample_mean"), sequences).weights.tolist()
+        [0.0005, 0.0005, 0.001]
+    """
+
+    active_tokens: IntsLike
+    sample: Ids | None = None
+    prompt: Ids | None = None
+    microbatch: IntsLike | None = None
+    num_microbatches: int | None = None
+    token_weight_sums: FloatsLike | None = None
+    samples_per_prompt: int | None = None
+
+    def checked(self) -> CheckedSequences:
+        """Return these as arrays, strings as hashes; raises :class:`PlanError`."""
+        n_S = _integers("active_tokens", self.active_tokens)
+        check_sum(f"Sequences.active_tokens of {len(n_S)} sequences", n_S)
+        ids: dict[Kind, Ids | None] = {"sample": self.sample, "prompt": self.prompt}
+        id_S = {
+            kind: None if given is None else _ids(kind, given, len(n_S))
+            for kind, given in ids.items()
+        }
+        m = self.num_microbatches
+        if m is not None and not is_integer(m, highest=MOST_TOKENS):
+            raise PlanError(f"got num_microbatches {m!r}, expected an integer from 0 to 2^53")
+        microbatch_S = None
+        if self.microbatch is not None:
+            microbatch_S = _integers("microbatch", self.microbatch, len(n_S))
+            least = int(microbatch_S.max(initial=-1)) + 1
+            if m is not None and m < least:
+                raise PlanError(
+                    f"microbatch names microbatch {least - 1}, num_microbatches is {m}: indices "
+                    "run from 0 to num_microbatches - 1"
+                )
+            m = least if m is None else m
+        number = self.samples_per_prompt
+        if number is not None and not is_integer(number, lowest=1):
+            raise PlanError(f"got samples_per_prompt {number!r}, expected an integer from 1")
+        if number is not None and self.prompt is None:
+            raise PlanError(f"got samples_per_prompt {number} and no prompt ids: pass prompt=")
+        sums = self.token_weight_sums
+        return CheckedSequences(
+            active_tokens=n_S,
+            **id_S,
+            microbatch=microbatch_S,
+            num_microbatches=m,
+            token_weight_sums=None if sums is None else _weight_sums(sums, n_S),
+            samples_per_prompt=number,
+            string_ids=tuple(kind for kind, given in ids.items() if _are_strings(given)),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CheckedSequences:
+    """:class:`Sequences` as read-only arrays: int64 ``[S]``, weight sums float64 ``[S]``."""
+
+    active_tokens: Ints
+    sample: Ints | None
+    prompt: Ints | None
+    microbatch: Ints | None
+    num_microbatches: int | None
+    token_weight_sums: Floats | None
+    samples_per_prompt: int | None
+    string_ids: tuple[Kind, ...]
+    """Which ids were strings; hashes stand for them."""
+
+    def __post_init__(self) -> None:
+        for value in vars(self).values():
+            if isinstance(value, np.ndarray):
+                value.flags.writeable = False  # the weights follow from them
+
+
+def check_sum(what: str, tokens: Ints) -> None:
+    """Raise if token counts sum to more than float64 holds exactly."""
+    if len(tokens) * int(tokens.max(initial=0)) <= MOST_TOKENS:
+        return
+    total = sum(tokens.tolist())  # Python's integers do not wrap
+    if total > MOST_TOKENS:
+        raise PlanError(
+            f"{what} sum to {total}, the most that a step can count exactly is 2^53: pass the "
+            "number of mask positions that are 1"
+        )
+
+
+def hashed(text: str) -> int:
+    """Hash to 63 bits, the same in every process."""
+    encoded = text.encode(errors="surrogatepass")
+    return int.from_bytes(hashlib.sha256(encoded).digest()[:8], "big") >> 1
+
+
+def _integers(
+    name: str, values: IntsLike, length: int | None = None, *, lowest: int | None = 0
+) -> Ints:
+    if isinstance(values, Tensor) and values.device.type != "cpu":
+        raise PlanError(
+            f"Sequences.{name} is on {values.device}: counts and ids are CPU integers, pass a "
+            "list or a CPU tensor"
+        )
+    return checked_integers(f"Sequences.{name}", values, PlanError, lowest=lowest, length=length)
+
+
+def _weight_sums(values: FloatsLike, n_S: Ints) -> Floats:
+    """Copy to float64 ``[S]``; raises :class:`PlanError` for what is no sum of weights."""
+    name = "Sequences.token_weight_sums"
+    if isinstance(values, Tensor):
+        if values.device.type != "cpu":
+            raise PlanError(
+                f"{name} is on {values.device}: sums are CPU numbers, pass a list or a CPU tensor"
+            )
+        values = values.detach().double().numpy()
+    array = np.asarray(values)
+    if array.shape != n_S.shape or array.dtype.kind not in "fiu":
+        raise PlanError(
+            f"{name}: got {array.dtype} of shape {array.shape}, expected {len(n_S)} numbers, one "
+            "per sequence"
+        )
+    sum_S = array.astype(np.float64)
+    # One over a sum is a weight, so that a smaller one could be beyond float32 on one rank only.
+    is_sum_S = (sum_S >= 1 / MOST_TOKENS) & (sum_S <= MOST_TOKENS)
+    is_wrong_S = ~((sum_S == 0) | is_sum_S) | ((sum_S > 0) & (n_S == 0))
+    if is_wrong_S.any():
+        at = int(is_wrong_S.argmax())
+        raise PlanError(
+            f"{name}: got {sum_S[at]} at index {at} for {n_S[at]} active tokens, expected 0 or a "
+            "number from 2^-53 to 2^53, and 0 for no active token: pass the sum of the weights of "
+            "the tokens whose mask is 1"
+        )
+    return sum_S
+
+
+def _ids(kind: Kind, ids: Ids, length: int) -> Ints:
+    if not _are_strings(ids):
+        id_S = _integers(kind, ids, length, lowest=None)  # type: ignore[arg-type]
+        if (id_S == -1).any():
+            raise PlanError(
+                f"Sequences.{kind}: got the id -1 at index {(id_S == -1).argmax()}, which "
+                f"frameworks use for an unknown one: pass the {kind} of every sequence, or leave "
+                f"{kind}= out"
+            )
+        return id_S
+    array = np.asarray(ids, dtype=object)  # NumPy's own strings lose a NUL at their end
+    hashes = {text: hashed(text) for text in set(array.ravel().tolist())}
+    if len(set(hashes.values())) < len(hashes):
+        raise PlanError(f"Sequences.{kind}: two strings have one 63-bit hash: pass integer ids")
+    hash_S = np.array([hashes[text] for text in array.ravel().tolist()], dtype=np.int64)
+    return _integers(kind, hash_S.reshape(array.shape), length)
+
+
+def _are_strings(ids: object) -> bool:
+    """Whether all of some ids are strings; a mixture is left to be refused as no integers."""
+    if isinstance(ids, np.ndarray):
+        ids = ids.ravel().tolist() if ids.dtype.kind in "UO" else ()
+    if not isinstance(ids, Sequence) or not len(ids):
+        return False
+    return all(isinstance(one, str) for one in ids)

@@ -1,0 +1,69 @@
+"""K and the factors it compensates, against Megatron's rules written out as loops."""
+
+import itertools
+from fractions import Fraction
+from math import prod
+
+import pytest
+
+from megatron_lossagg.contract.scaling import K_FORMULA, LOSS_SCALINGS, Scaling, ddp_factor
+
+SIZES = list(itertools.product((1, 3), (1, 2), (1, 2, 4)))  # M, DP, CP
+
+
+def scaling(loss_scaling, m, dp, cp, n=78):
+    return Scaling(
+        loss_scaling=loss_scaling, num_microbatches=m, dp_cp_size=dp * cp, active_tokens=n
+    )
+
+
+@pytest.mark.parametrize(("m", "dp", "cp"), SIZES)
+@pytest.mark.parametrize("loss_scaling", LOSS_SCALINGS)
+def test_k_makes_the_steps_gradient_the_sum_of_the_partial_losses(loss_scaling, m, dp, cp):
+    """Every rank and microbatch has a partial loss; Megatron's rules as the table has them."""
+    n = 78
+    step = scaling(loss_scaling, m, dp, cp, n)
+    partial_losses = {
+        key: Fraction(1 + i, 7) for i, key in enumerate(itertools.product(*map(range, (m, dp, cp))))
+    }
+    counted = {(i, rank): n // (m * dp) for i in range(m) for rank in range(dp)}
+    counted[0, 0] += n - sum(counted.values())
+    total, num_tokens = Fraction(0), 0
+    for (i, rank, cp_rank), partial_loss in partial_losses.items():
+        tokens = step.num_tokens(counted[i, rank], cp_rank)
+        loss = partial_loss * step.k
+        total += loss / tokens / m if loss_scaling == "average" else loss
+        num_tokens += tokens
+    total = total / (dp * cp) if loss_scaling == "average" else total / num_tokens
+    assert total == sum(partial_losses.values())
+
+
+@pytest.mark.parametrize(("m", "dp", "cp"), SIZES)
+@pytest.mark.parametrize("loss_scaling", LOSS_SCALINGS)
+def test_the_factors_from_partial_loss_to_gradient_multiply_to_1(loss_scaling, m, dp, cp):
+    factors = list(scaling(loss_scaling, m, dp, cp).factors())
+    assert prod(f.factor for f in factors) == 1
+    places = ["loss_func", "schedule", "DDP", "finalize_model_grads"]
+    assert [f.where for f in factors] == places
+    assert factors[0].factor == scaling(loss_scaling, m, dp, cp).k
+    assert f"K = {K_FORMULA[loss_scaling]}" in factors[0].does
+
+
+def test_k_by_hand():
+    assert scaling("average", 3, 4, 2).k == 24
+    assert scaling("per_token", 3, 4, 2).k == 78
+    assert scaling("per_token", 3, 4, 2).report_factor == 24
+
+
+@pytest.mark.parametrize(("m", "dp", "cp"), SIZES)
+def test_a_reported_partial_loss_comes_out_as_the_steps_loss(m, dp, cp):
+    step = scaling("per_token", m, dp, cp)
+    partial_losses = [Fraction(1 + i, 3) for i in range(m * dp * cp)]
+    entries = [(partial * step.report_factor, 1) for partial in partial_losses]
+    assert sum(a for a, _ in entries) / sum(b for _, b in entries) == sum(partial_losses)
+
+
+def test_ddp_averages_once_and_only_in_the_average_loss_scaling():
+    assert ddp_factor("average", 8, average_in_collective=False) == 1 / 8
+    assert ddp_factor("average", 8, average_in_collective=True) == 1
+    assert ddp_factor("per_token", 8, average_in_collective=False) == 1

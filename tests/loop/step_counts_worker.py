@@ -1,0 +1,212 @@
+"""Which ranks' counts a step takes, at TP 2 and at DP 2 x PP 2; four processes."""
+
+import contextlib
+import functools
+import gc
+
+import pytest
+import tiny_gpt
+import torch
+import torch.distributed as dist
+from check_runner import run_checks
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from token_model import wrapped
+
+from megatron_lossagg import Aggregation, LossAggregationError, LossAggregator
+from megatron_lossagg.errors import ContractError
+from megatron_lossagg.integrations.bridge import BridgeIntegration
+from megatron_lossagg.loop.schedule_hook import ScheduleHook
+from megatron_lossagg.reduction.options import Options
+
+
+@contextlib.contextmanager
+def an_aggregator(**sizes):
+    """Make one for a model of one weight at these sizes."""
+    parallel_state.initialize_model_parallel(**sizes)
+    model_parallel_cuda_manual_seed(1)
+    chunk = wrapped(tiny_gpt.config_of(), 1)
+    yield LossAggregator(chunk, "token_mean", options=Options(probe=False))
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    gc.collect()
+
+
+def message_by_rank(aggregator, counts, **options):
+    """Begin a step, and return the error that each rank raises; None if it raises none."""
+    try:
+        aggregator.step(**counts, num_microbatches=1, **options).end()
+        message = None
+    except LossAggregationError as error:
+        message = str(error)
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, message)
+    return gathered
+
+
+def check_tensor_parallel_ranks_with_different_counts_get_one_error():
+    with an_aggregator(tensor_model_parallel_size=2) as aggregator:
+        tp_rank = dist.get_rank(aggregator.tp_group)
+        for counts in ({"active_tokens": [3, 2 + tp_rank]}, {"active_tokens": [3, 2][tp_rank:]}):
+            (message,) = set(message_by_rank(aggregator, counts))
+            assert "tensor-parallel ranks 0 and 1 pass different counts" in message, message
+
+
+def check_counts_over_tensor_parallel_ranks_are_of_the_types_that_were_passed():
+    with an_aggregator(tensor_model_parallel_size=2) as aggregator:
+        mixed = message_by_rank(aggregator, {"active_tokens": [3, 2], "prompt": ["1", 1]})
+        assert all("Sequences.prompt" in message for message in mixed), mixed
+        sums = torch.tensor([1.5, 2.0], dtype=torch.bfloat16, requires_grad=True)
+        for given in ({"token_weight_sums": sums}, {"prompt": ["1", "2"], "samples_per_prompt": 2}):
+            counts = {"active_tokens": torch.tensor([3, 2]), **given}
+            assert message_by_rank(aggregator, counts) == [None] * 4
+
+
+def check_a_tensor_parallel_rank_takes_the_counts_of_the_first():
+    with an_aggregator(tensor_model_parallel_size=2) as aggregator:
+        is_first = dist.get_rank(aggregator.tp_group) == 0
+        for counts in ({"active_tokens": [3, 2]}, {"active_tokens": [3, 2]} if is_first else {}):
+            step = aggregator.step(**counts, num_microbatches=1)
+            assert step.plan.active_tokens.tolist() == [3, 2]
+            assert step.plan.totals.active_tokens == 10
+            step.end()
+
+
+def check_counts_that_the_first_tensor_parallel_rank_lacks_are_an_error_on_all():
+    with an_aggregator(tensor_model_parallel_size=2) as aggregator:
+        is_first = dist.get_rank(aggregator.tp_group) == 0
+        counts = {} if is_first else {"active_tokens": [3, 2]}
+        assert None not in message_by_rank(aggregator, counts)
+
+
+def check_an_earlier_stage_ignores_counts_that_only_some_of_its_ranks_pass():
+    """A rank of it that planned them would wait for the others."""
+    with an_aggregator(pipeline_model_parallel_size=2) as aggregator:
+        is_last, dp_rank = aggregator.is_last_stage, dist.get_rank(aggregator.dp_group)
+        second = {"active_tokens": [3, -2]}
+        for on_first_stage in ({"active_tokens": [1]}, second):
+            counts = {"active_tokens": [3, 2]}
+            if not is_last:
+                counts = on_first_stage if dp_rank == 0 else {}
+            step = aggregator.step(**counts, num_microbatches=1)
+            if is_last:
+                assert step.plan.totals.active_tokens == 10
+            else:
+                with pytest.raises(ContractError, match="computes no loss"):
+                    step.plan  # noqa: B018
+            step.end()
+
+
+def check_wrong_counts_on_the_last_stage_are_an_error_on_all_stages():
+    with an_aggregator(pipeline_model_parallel_size=2) as aggregator:
+        dp_rank = dist.get_rank(aggregator.dp_group)
+        for counts in ({"active_tokens": [3, -2 * dp_rank]}, {}):
+            if not aggregator.is_last_stage:
+                counts = {"active_tokens": [3, 2]}
+            messages = message_by_rank(aggregator, counts)
+            own = messages[dist.get_process_group_ranks(aggregator.pp_group)[-1]]
+            assert own is not None
+            if not aggregator.is_last_stage:
+                assert messages[dist.get_rank()] == f"pipeline stage 1: {own}"
+
+
+def message_of_schedule_by_rank(wrap, chunks, data_iterator):
+    """As :func:`message_by_rank`, of a wrapped schedule; if it runs, the message says so."""
+
+    def schedule(**call):
+        raise AssertionError("the schedule ran")
+
+    message = None
+    try:
+        wrap(schedule)(
+            forward_step_func=None,
+            data_iterator=data_iterator,
+            model=chunks,
+            num_microbatches=2,
+        )
+    except (LossAggregationError, AssertionError) as error:
+        message = str(error)
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, message)
+    return gathered
+
+
+BATCH = {"loss_mask": torch.ones(1, 4)}
+
+
+def check_a_wrapped_schedule_that_cannot_plan_is_an_error_on_all_stages():
+    wrong_by_reason = {
+        "the data iterator ended after 1 of 2": [BATCH],
+        "counting microbatch 1 of 2 raised": [BATCH, {"no": "mask"}],
+        "the data iterator raised TypeError": "no iterator",
+    }
+    with an_aggregator(pipeline_model_parallel_size=2) as aggregator:
+        last_stage = dist.get_process_group_ranks(aggregator.pp_group)[-1]
+        wrap = functools.partial(aggregator.wrap, integration=BridgeIntegration())
+        for reason, wrong in wrong_by_reason.items():
+            source = iter([BATCH, BATCH])
+            if aggregator.is_last_stage and dist.get_rank(aggregator.dp_group) == 1:
+                source = wrong if isinstance(wrong, str) else iter(wrong)
+            messages = message_of_schedule_by_rank(wrap, aggregator.chunks, source)
+            assert f"rank 1 of the data-parallel group: {reason}" in messages[last_stage], messages
+            if not aggregator.is_last_stage:
+                assert messages[dist.get_rank()] == f"pipeline stage 1: {messages[last_stage]}"
+        if not aggregator.is_last_stage:
+            aggregator.chunks[0].config.calculate_per_token_loss = True
+        messages = message_of_schedule_by_rank(wrap, aggregator.chunks, iter([BATCH, BATCH]))
+        assert all("wrapped in the average loss scaling" in message for message in messages)
+
+
+def check_what_is_flipped_on_every_stage_after_a_step_is_refused_before_the_schedule_runs():
+    with an_aggregator(pipeline_model_parallel_size=2) as aggregator:
+        chunks = aggregator.chunks
+        hook = ScheduleHook(
+            Aggregation("sample_mean"), BridgeIntegration(), options=Options(probe=False)
+        )
+        messages = message_of_schedule_by_rank(hook.wrap, chunks, iter([BATCH, BATCH]))
+        assert messages == ["the schedule ran"] * 4
+        chunks[0].config.calculate_per_token_loss = True
+        messages = message_of_schedule_by_rank(hook.wrap, chunks, iter([BATCH, BATCH]))
+        assert all("wrapped in the average loss scaling" in message for message in messages)
+
+
+def check_an_error_of_an_earlier_stage_reaches_the_last():
+    with an_aggregator(pipeline_model_parallel_size=2) as aggregator:
+        if not aggregator.is_last_stage:
+            aggregator.chunks[0].config.calculate_per_token_loss = True
+        messages = message_by_rank(aggregator, {"active_tokens": [3, 2]})
+        assert all("wrapped in the average loss scaling" in message for message in messages)
+        if aggregator.is_last_stage:
+            assert messages[dist.get_rank()].startswith("pipeline stage 0: ")
+        aggregator.chunks[0].config.calculate_per_token_loss = False
+        assert message_by_rank(aggregator, {"active_tokens": [3, 2]}) == [None] * 4
+
+
+def check_stages_with_different_numbers_of_microbatches_do_not_wait_for_each_other():
+    with an_aggregator(pipeline_model_parallel_size=2) as aggregator:
+        m = 1 + aggregator.is_last_stage
+        with pytest.raises(ContractError, match="stages 0 and 1 run 1 and 2 microbatches: pass"):
+            aggregator.step([3, 2], num_microbatches=m)
+        aggregator.step([3, 2], num_microbatches=2).end()
+
+
+def check_an_error_of_another_package_reaches_the_first_stage_with_its_type():
+    def plan():
+        raise KeyError("labels")
+
+    with an_aggregator(pipeline_model_parallel_size=2) as aggregator:
+        kind, message = ContractError, r"pipeline stage 1: KeyError\('labels'\)"
+        if aggregator.is_last_stage:
+            kind, message = KeyError, "labels"
+        with pytest.raises(kind, match=message):
+            aggregator.begin_together(plan, num_microbatches=2)
+
+
+def main():
+    torch.set_default_dtype(torch.float64)
+    dist.init_process_group("gloo")
+    run_checks(globals())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,16 @@
+"""Each ``check_`` of the three workers passes on live Megatron-Core, on two or on four ranks."""
+
+import re
+from importlib.metadata import version
+
+from conftest import each_check
+
+output, test_the_aggregator = each_check("loop/aggregator_worker.py", processes=2)
+output_of_loops, test_a_loop_of_ones_own = each_check("loop/own_loop_worker.py", processes=2)
+output_of_counts, test_the_counts_of_a_step = each_check("loop/step_counts_worker.py", processes=4)
+
+
+def test_the_ranks_ran_the_megatron_core_that_this_process_has(output_of_aggregator_worker):
+    """``versions.py`` puts another release before the installed one."""
+    (ran,) = re.findall(r"^RAN megatron-core ([\w.]+)", output_of_aggregator_worker, re.MULTILINE)
+    assert ran == version("megatron-core")

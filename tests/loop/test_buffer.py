@@ -1,0 +1,303 @@
+"""StepBuffer: read a step, count it, plan it, replay it."""
+
+import copy
+import itertools
+import math
+import tempfile
+import threading
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from megatron_lossagg import Aggregation, Layout
+from megatron_lossagg.errors import PlanError
+from megatron_lossagg.loop.buffer import MicrobatchSequences, StepBuffer
+from megatron_lossagg.reduction.options import Options
+
+
+def count(microbatch):
+    return [len(sequence) for sequence in microbatch]
+
+
+def test_a_step_is_read_planned_and_replayed_in_order():
+    source = iter([["a", "bbb"], [], ["cc"], ["the next step's"]])
+    buffer = StepBuffer(source, 3)
+    plan = buffer.plan(Aggregation("token_mean"), count)
+    assert plan.weights.tolist() == [1 / 6] * 3
+    replayed = [(mb.sequences, mb.data) for mb in buffer]
+    assert replayed == [([0, 1], ["a", "bbb"]), ([], []), ([2], ["cc"])]
+    assert [(mb.sequences, mb.data) for mb in buffer] == replayed
+    assert next(source) == ["the next step's"]
+
+
+def test_microbatches_without_sequences_count_in_m():
+    buffer = StepBuffer(iter([["a", "bbb"], [], ["cc"]]), 3)
+    plan = buffer.plan(Aggregation("microbatch_token_mean"), count)
+    assert plan.sequences.num_microbatches == 3
+    assert plan.weights.tolist() == [1 / 12, 1 / 12, 1 / 6]
+
+
+def test_an_iterator_that_ends_within_a_step_is_an_error():
+    buffer = StepBuffer(iter([["a"], ["b"]]), 3)  # reported by plan(), which every rank calls
+    with pytest.raises(PlanError, match="ended after 2 of 3 microbatches: pass whole steps"):
+        buffer.plan(Aggregation("token_mean"), count)
+
+
+def test_an_error_of_the_iterator_or_of_count_is_the_cause_of_the_plan_error():
+    def broken():
+        yield ["a"]
+        raise OSError("the file is gone")
+
+    with pytest.raises(PlanError, match=r"iterator raised OSError.* after 1 of 2 micro") as caught:
+        StepBuffer(broken(), 2).plan(Aggregation("token_mean"), count)
+    assert isinstance(caught.value.__cause__, OSError)
+    buffer = StepBuffer(iter([["a"], None]), 2)
+    with pytest.raises(PlanError, match="counting microbatch 1 of 2 raised TypeErr") as caught:
+        buffer.plan(Aggregation("token_mean"), count)
+    assert isinstance(caught.value.__cause__, TypeError)
+
+
+def test_a_count_without_dimension_is_refused():
+    with pytest.raises(
+        PlanError, match=r"got 0 dimensions, expected one number per sequence.*: count gives"
+    ):
+        StepBuffer(iter([["a"]]), 1).plan(Aggregation("token_mean"), len)
+
+
+@pytest.mark.parametrize("m", [0, -1, 2.0, 1.5, True, "2", None])
+def test_num_microbatches_is_an_integer_from_1(m):
+    with pytest.raises(PlanError, match=f"got num_microbatches {m!r}, expected an integer from 1"):
+        StepBuffer(iter([["a"], ["b"]]), m)
+
+
+@pytest.mark.parametrize("source", [[iter([]), iter([])], [None, None], ["a", "b"], ()])
+def test_a_list_is_refused_as_an_iterator(source):
+    with pytest.raises(PlanError, match=r"got a (list|tuple), .* StepBuffer of each chunk"):
+        StepBuffer(source, 2)
+
+
+def test_anything_with_next_is_an_iterator():  # Megatron's RerunDataIterator has no __iter__
+    class Reader:
+        def __next__(self):
+            return ["abc"]
+
+    plan = StepBuffer(Reader(), 2).plan(Aggregation("token_mean"), count)
+    assert plan.totals.active_tokens == 6
+
+
+def test_replaying_before_planning_is_an_error():
+    with pytest.raises(PlanError, match=r"call plan\(\) before iterating"):
+        next(iter(StepBuffer(iter([["a"]]), 1)))
+
+
+def test_a_rank_without_iterator_needs_the_tensor_parallel_group():
+    with pytest.raises(PlanError, match="pass tp_group=, whose first rank reads"):
+        StepBuffer(None, 1).plan(Aggregation("token_mean"), count)
+
+
+def test_an_endless_iterator_is_read_no_further_than_the_step():
+    source = itertools.count()
+    buffer = StepBuffer(source, 4)
+    plan = buffer.plan(Aggregation("constant", divisor=8), lambda n: [n])
+    assert plan.weights.tolist() == [0, 1 / 32, 1 / 32, 1 / 32]
+    assert next(source) == 4
+
+
+@pytest.mark.parametrize("n", [2.5, math.nan, math.inf, 1e300])
+def test_a_fractional_count_is_refused_and_not_truncated(n):
+    buffer = StepBuffer(iter([["a"]]), 1)
+    with pytest.raises(PlanError, match="expected integers"):
+        buffer.plan(Aggregation("token_mean"), lambda microbatch: [n])
+
+
+def test_counts_may_be_the_sums_of_masks():
+    masks = [torch.tensor([[1.0, 0, 1], [1, 1, 1]]), torch.tensor([[0.0, 0, 0]])]
+    plan = StepBuffer(iter(masks), 2).plan(Aggregation("sample_mean"), lambda mask: mask.sum(1))
+    assert plan.weights.tolist() == [1 / 6, 1 / 9, 0]
+
+
+def test_a_step_may_be_planned_again_under_another_aggregation():
+    buffer = StepBuffer(iter([["a", "bbb"], ["cc"]]), 2)
+    for mode, weights in (("sample_mean", [1 / 3, 1 / 9, 1 / 6]), ("sample_sum", [1 / 3] * 3)):
+        assert buffer.plan(Aggregation(mode), count).weights.tolist() == weights
+        assert [mb.sequences for mb in buffer] == [[0, 1], [2]]
+
+
+def test_the_options_reach_the_plan():
+    with pytest.raises(PlanError, match="--loss-aggregation-empty-step"):
+        StepBuffer(iter([[]]), 1).plan(
+            Aggregation("token_mean"), count, options=Options(empty_step="error")
+        )
+
+
+def test_the_weights_reach_the_microbatch_that_the_sequences_name():
+    texts = [["a", "bbb"], [], ["cc"]]
+    buffer = StepBuffer(iter(texts), 3)
+    plan = buffer.plan(Aggregation("sample_mean"), count)
+    total = 0
+    for microbatch in buffer:
+        lengths = count(microbatch.data)
+        layout = Layout.local(lengths, cp_size=1, cp_rank=0)
+        mask = torch.ones(sum(lengths))
+        total += plan.reducer(microbatch.sequences, mask, layout)(torch.ones(sum(lengths))).item()
+    assert total == pytest.approx(1)
+
+
+def values(data):
+    """Return what a microbatch holds, as lists, whatever its containers are."""
+    if isinstance(data, (torch.Tensor, np.ndarray)):
+        return values(data.tolist())
+    if isinstance(data, dict):
+        return {name: values(value) for name, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [values(value) for value in data]
+    if hasattr(data, "__dict__"):
+        return values(vars(data))
+    return data
+
+
+def replayed(source, num_microbatches=3):
+    buffer = StepBuffer(source, num_microbatches)
+    buffer.plan(Aggregation("token_mean"), lambda data: [1])
+    return [microbatch.data for microbatch in buffer]
+
+
+@dataclass
+class Batch:
+    tokens: Any
+
+
+class Plain:
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+
+class Slotted:
+    __slots__ = ("tokens",)
+
+
+def one_slotted_object():
+    held = Slotted()
+    for number in range(9):
+        held.tokens = number
+        yield held
+
+
+Pair = namedtuple("Pair", "tokens name")
+
+
+def refilled(memory, made):
+    """Yield ``made()`` over memory that holds 0, 1, 2, ... as time goes."""
+    for number in range(9):
+        memory[...] = number
+        yield made()
+
+
+def one_object(held, name):
+    for number in range(9):
+        if isinstance(held, dict):
+            held[name] = torch.tensor([number])
+        elif isinstance(held, list):
+            held[:] = [torch.tensor([number])]
+        else:
+            setattr(held, name, torch.tensor([number]))
+        yield held
+
+
+class Refills(Dataset):
+    """A data set that keeps one array for all of its entries."""
+
+    def __init__(self):
+        self.entry = np.zeros(4)
+
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, number):
+        self.entry[:] = number
+        return {"tokens": self.entry}
+
+
+T, A = torch.zeros(2, 4), np.zeros((2, 4))
+REUSED = {
+    "one tensor": lambda: refilled(T, lambda: T),
+    "fresh dicts over one tensor": lambda: refilled(T, lambda: {"a": T[0], "b": T.T}),
+    "lists in dicts": lambda: refilled(T, lambda: {"a": [T.view(-1), "x"], "b": None}),
+    "a tuple of a tuple": lambda: refilled(T, lambda: (1, (T,))),
+    "a named tuple": lambda: refilled(T, lambda: Pair(T.detach(), "x")),
+    "a dataclass": lambda: refilled(T, lambda: Batch([T])),
+    "an object": lambda: refilled(T, lambda: Plain([T])),
+    "a NumPy array": lambda: refilled(A, lambda: {"a": A}),
+    "views of a NumPy array": lambda: refilled(A, lambda: {"a": A[::-1], "b": A[:, ::2]}),
+    "tensors over a NumPy array": lambda: refilled(A, lambda: torch.from_numpy(A)),
+    "an array of objects": lambda: refilled(T, lambda: np.array([T, None], dtype=object)[:1]),
+    "a DataLoader without a collation": lambda: iter(DataLoader(Refills(), batch_size=None)),
+    "one dict": lambda: one_object({}, "tokens"),
+    "one list": lambda: one_object([], ""),
+    "one dataclass": lambda: one_object(Batch(None), "tokens"),
+    "an object in a dict": lambda: refilled(T, lambda: {"a": Plain(T)}),
+    "one object in a dict": lambda: ({"a": one} for one in one_object(Plain(None), "tokens")),
+    "one object": lambda: one_object(Plain(None), "tokens"),
+}
+
+
+def memory_map():
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(bytes(range(100)))
+        file.flush()
+        yield from np.memmap(file.name, mode="r+", shape=(10, 10))
+
+
+SOURCES = REUSED | {
+    "slices of a memory map": memory_map,
+    "text": lambda: iter("a microbatch each"),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_microbatches_are_replayed_as_they_were_read(name):
+    wanted = [copy.deepcopy(values(data)) for data in itertools.islice(SOURCES[name](), 6)]
+    source = SOURCES[name]()
+    for step in range(2):
+        assert [values(data) for data in replayed(source)] == wanted[3 * step : 3 * step + 3]
+    assert wanted[0] != wanted[1]
+
+
+def test_an_object_of_another_kind_in_a_microbatch_is_not_copied():
+    lock, dataset = threading.Lock(), Plain(T)
+    sample = Plain(T)
+    sample.dataset = dataset
+    (data,) = replayed(iter([{"sample": sample}]), 1)
+    assert data["sample"].tokens is not T
+    assert data["sample"].dataset is dataset
+    (data,) = replayed(iter([{"tokenizer": math, "locks": [lock], "a": T}]), 1)
+    assert data["tokenizer"] is math
+    assert data["locks"][0] is lock
+    assert data["a"] is not T
+
+
+def test_a_meta_tensor_stands_for_a_device():
+    held = torch.zeros(4, device="meta")
+    copied = replayed(iter([{"a": held}, {"a": held[2:]}, {"a": held[:2]}]))
+    assert all(data["a"].is_meta and data["a"] is not held for data in copied)
+
+
+def test_a_microbatch_that_cannot_be_copied_is_refused():
+    with pytest.raises(PlanError, match=r"copying a microbatch.* raised TypeError.*after 1 of 2"):
+        replayed(iter(["text", threading.Lock()]), 2)
+    assert [values(data.tokens) for data in replayed(one_slotted_object())] == [0, 1, 2]
+
+
+def test_paddings_are_numbered_as_no_sequences():
+    def sequences(data):
+        return MicrobatchSequences(active_tokens=[1, 0, 2], is_padding=data)
+
+    buffer = StepBuffer(iter([[0, 1, 0], [1, 0, 0]]), 2)
+    buffer.plan(Aggregation("token_mean"), sequences)
+    assert [microbatch.sequences for microbatch in buffer] == [[0, -1, 1], [-1, 2, 3]]
+    assert [microbatch.index for microbatch in buffer] == [0, 1]

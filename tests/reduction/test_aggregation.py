@@ -1,0 +1,252 @@
+"""Which loss a name means, and what refuses to exist."""
+
+import dataclasses
+import math
+import re
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from megatron_lossagg import Aggregation
+from megatron_lossagg.cli.explain import alias_lines, mode_lines
+from megatron_lossagg.errors import AggregationError
+from megatron_lossagg.reduction.aggregation import ALIASES, MODES
+from megatron_lossagg.verify.frameworks.step import Step
+
+FORMULAS = {
+    ("length_power", None, True): "1/(n_b^0.5 Z)",
+    ("token_mean", None, True): "1/N",
+    ("sample_mean", None, True): "1/(B n_b)",
+    ("sample_mean", None, False): "1/(V n_b)",
+    ("prompt_mean", None, True): "1/(P n_p)",
+    ("prompt_mean", None, False): "1/(Q n_p)",
+    ("constant", 4096, True): "1/(B 4096)",
+    ("constant", 0.5, False): "1/(V 0.5)",
+    ("constant", 1048577, True): "1/(B 1048577)",
+    ("sample_sum", None, True): "1/B",
+    ("sample_sum", None, False): "1/V",
+    ("token_sum", None, True): "1/1",
+    ("token_sum", 7, True): "1/7",
+    ("microbatch_token_mean", None, True): "1/(M DP n_mb)",
+}
+
+DR_GRPO = ["verl:seq-mean-token-sum-norm", "skyrl:seq_mean_token_sum_norm", "trl:dr_grpo"]
+
+
+@pytest.mark.parametrize(("mode", "divisor", "count_empty"), FORMULAS)
+def test_a_mode_prints_its_weight(mode, divisor, count_empty):
+    exponent = 0.5 if MODES[mode].has_exponent else None
+    aggregation = Aggregation(mode, divisor=divisor, exponent=exponent, count_empty=count_empty)
+    assert aggregation.formula == FORMULAS[mode, divisor, count_empty]
+    assert str(aggregation) == f"{mode}: w_s = {aggregation.formula}"
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_another_systems_name_stands_for_mode_and_count_empty(name):
+    alias = ALIASES[name]
+    divisor = None if MODES[alias.mode].divisor == "none" else 8
+    expected = Aggregation(alias.mode, divisor=divisor, count_empty=alias.count_empty)
+    assert Aggregation(name, divisor=divisor) == expected
+
+
+@pytest.mark.parametrize("name", DR_GRPO)
+def test_every_name_of_dr_grpo_is_constant_and_requires_a_divisor(name):
+    assert Aggregation(name, divisor=8) == Aggregation("constant", divisor=8)
+    with pytest.raises(AggregationError, match=r"got none.*--loss-aggregation-divisor"):
+        Aggregation(name)
+
+
+def test_a_count_empty_that_contradicts_an_alias_is_refused():
+    name = "openrlhf:token_level_loss=False"
+    assert Aggregation(name, count_empty=False) == Aggregation(name)
+    with pytest.raises(AggregationError, match=r"count_empty=False, got count_empty=True: drop it"):
+        Aggregation(name, count_empty=True)
+    with pytest.raises(AggregationError, match=r"count_empty=True, got count_empty=False: drop it"):
+        Aggregation("trl:grpo", count_empty=False)
+
+
+@pytest.mark.parametrize("count_empty", [True, False])
+def test_a_mode_takes_the_count_empty_it_is_given(count_empty):
+    assert Aggregation("sample_mean", count_empty=count_empty).count_empty is count_empty
+    assert Aggregation("sample_mean").count_empty is True
+
+
+@pytest.mark.parametrize(
+    ("wrong", "nearest"),
+    [("tokenmean", "token_mean"), ("promt_mean", "prompt_mean"), ("mean", "token_mean")],
+)
+def test_an_unknown_name_is_answered_with_the_closest_one(wrong, nearest):
+    with pytest.raises(AggregationError, match=f"unknown .*{wrong}.*mean '{nearest}"):
+        Aggregation(wrong)
+
+
+def test_an_unrelated_name_is_answered_with_the_modes():
+    with pytest.raises(AggregationError, match=r"'zzzz'; modes are token_mean, sample_mean, "):
+        Aggregation("zzzz")
+
+
+@pytest.mark.parametrize("exponent", [math.nan, math.inf, True, "0.5", 10**400])
+def test_an_exponent_is_a_finite_number(exponent):
+    with pytest.raises(AggregationError, match=r"got exponent .*, expected a finite number: chan"):
+        Aggregation("length_power", exponent=exponent)
+
+
+def test_only_length_power_has_an_exponent_and_needs_it():
+    with pytest.raises(AggregationError, match="needs an exponent and got none"):
+        Aggregation("length_power")
+    with pytest.raises(AggregationError, match="'token_mean' takes no exponent, got 0"):
+        Aggregation("token_mean", exponent=0)
+    assert Aggregation("length_power", exponent=1).formula == "1/(n_b^1 Z)"
+    assert Aggregation("length_power", exponent=-0.25).exponent == -0.25
+
+
+@pytest.mark.parametrize("divisor", [0, -1, math.nan, math.inf, -math.inf, True, "8", 10**400])
+@pytest.mark.parametrize("mode", ["constant", "token_sum"])
+def test_a_divisor_is_a_finite_number_above_zero(mode, divisor):
+    with pytest.raises(
+        AggregationError, match=r"got divisor .*, expected a finite number above 0: change"
+    ):
+        Aggregation(mode, divisor=divisor)
+
+
+@pytest.mark.parametrize("divisor", [8, 8.0, np.int32(8), np.float32(8), Fraction(8)])
+def test_a_divisor_of_any_kind_of_number_is_kept_as_a_float(divisor):
+    kept = Aggregation("constant", divisor=divisor).divisor
+    assert type(kept) is float
+    assert kept == 8
+
+
+@pytest.mark.parametrize("mode", [m for m, sequence in MODES.items() if sequence.divisor == "none"])
+def test_a_mode_without_a_divisor_refuses_one(mode):
+    path = "a.b:c" if mode == "custom" else None
+    with pytest.raises(AggregationError, match=r"takes no divisor, got 8: drop"):
+        Aggregation(mode, divisor=8, reducer_path=path)
+
+
+@pytest.mark.parametrize("value", [0, 1, "yes"])
+def test_count_empty_is_a_bool(value):
+    with pytest.raises(
+        AggregationError, match=f"got count_empty {value!r}, expected True or False"
+    ):
+        Aggregation("sample_mean", count_empty=value)
+
+
+@pytest.mark.parametrize("mode", [None, 3])
+def test_a_mode_is_a_name(mode):
+    with pytest.raises(AggregationError, match=f"got {mode!r}, expected the name of a mode"):
+        Aggregation(mode)
+
+
+def test_a_reducer_path_belongs_to_custom_and_to_nothing_else():
+    assert Aggregation("custom", reducer_path="a.b:c").reducer_path == "a.b:c"
+    for mode, path in (("custom", None), ("token_mean", "a.b:c")):
+        with pytest.raises(AggregationError, match="replaces the mode"):
+            Aggregation(mode, reducer_path=path)
+
+
+@pytest.mark.parametrize("path", [3, b"a.b:c", ["a.b:c"], 0, False, ""])
+@pytest.mark.parametrize("mode", ["custom", "token_mean"])
+def test_a_reducer_path_is_a_string(mode, path):
+    with pytest.raises(
+        AggregationError, match=r"got reducer path .*, expected pkg\.mod:name: change --loss-agg"
+    ):
+        Aggregation(mode, reducer_path=path)
+
+
+def test_a_custom_reducer_prints_its_path():
+    custom = Aggregation("custom", reducer_path="a.b:c")
+    assert str(custom) == "custom a.b:c: w_s = known to the custom reducer"
+
+
+def test_an_aggregation_is_frozen_and_compares_by_value():
+    one = Aggregation("constant", divisor=8)
+    assert one == Aggregation("constant", divisor=8.0)
+    assert len({one, Aggregation("constant", divisor=8)}) == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.divisor = 9
+
+
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [
+        ("constant", ["w_s = 1/(B L)", f"{MODES['constant'].meaning}, needs a divisor"]),
+        ("token_sum", ["w_s = 1/C", f"{MODES['token_sum'].meaning}, may have a divisor"]),
+        ("verl:token-mean", ["token_mean"]),
+        (
+            "roll:seq-mean-token-mean",
+            ["sample_mean, count_empty=False", f"({ALIASES['roll:seq-mean-token-mean'].note})"],
+        ),
+    ],
+)
+def test_the_table_has_the_divisor_of_a_mode_and_the_mode_and_note_of_an_alias(name, columns):
+    lines = [re.split(r"\s{2,}", line) for line in [*mode_lines(), *alias_lines()]]
+    assert [name, *columns] in lines
+
+
+def test_rolls_token_mean_trains_what_its_mask_leaves_out():
+    """``functionals.agg_loss`` at 8eb27cc2: the sum of all losses over the tokens of the mask."""
+    step = Step()
+    alias, tokens = Aggregation("roll:token-mean"), sum(step.lengths)
+
+    def theirs(losses):
+        return sum(x.sum() for x in losses) / tokens
+
+    inside = [x * mb.mask for x, mb in zip(step.leaves, step.microbatches, strict=True)]
+    assert theirs(inside).item() == pytest.approx(step.wanted(alias, inside).item(), rel=1e-12)
+    ours = step.wanted(alias, step.leaves)
+    rest = sum((x * ~mb.mask).sum() for x, mb in zip(step.leaves, step.microbatches, strict=True))
+    assert theirs(step.leaves).item() == pytest.approx((ours + rest / tokens).item(), rel=1e-12)
+    assert abs(rest.item() / tokens) > 0.1
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "fipo", "bnpo"])
+def test_swifts_token_mean_is_that_of_the_step_from_4_6_0_on(loss_type):
+    """``loss_func`` of its Megatron trainer, and Megatron's means over microbatches and ranks.
+
+    4.5.3 divides all but bnpo by the tokens of the whole rollout and lacks the last factor; its
+    bnpo is a mean of microbatch means.
+    """
+    step, rollout = Step([[[0], [1, 2, 3]], [[4], [5, 6, 7]]]), 100  # microbatches of unequal size
+    M, tokens = step.num_microbatches, sum(step.lengths)
+
+    def theirs(release, rank):
+        of_rank = [mb for mb in step.microbatches if mb.place[0] == rank]
+        sums = [(mb.log_probs * mb.mask).sum() for mb in of_rank]
+        if release == "4.6.0":
+            losses = [x / (tokens / step.dp_size) * M for x in sums]
+        elif loss_type != "bnpo":
+            losses = [x / (rollout / step.dp_size) for x in sums]
+        else:
+            losses = [x / mb.mask.sum().clamp(min=1) for x, mb in zip(sums, of_rank, strict=True)]
+        return sum(losses) / M
+
+    def mean(release):
+        return sum(theirs(release, rank) for rank in range(step.dp_size)).item() / step.dp_size
+
+    alias = Aggregation(f"ms-swift:{loss_type}")
+    ours = step.wanted(alias, step.leaves).item()
+    assert mean("4.6.0") == pytest.approx(ours, rel=1e-12)
+    old = ours * tokens / rollout / M
+    if loss_type == "bnpo":
+        old = step.wanted(Aggregation("microbatch_token_mean"), step.leaves).item()
+    assert mean("4.5.3") == pytest.approx(old, rel=1e-12)
+    assert abs(old / ours - 1) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("name", "suggested"),
+    [
+        ("drgrpo", ["constant"]),
+        ("Dr. GRPO", ["constant"]),
+        ("grpo", ["sample_mean"]),
+        ("DAPO", ["token_mean"]),
+        ("verl:token_mean", ["verl:token-mean"]),
+        ("VERL:seq_mean", [name for name in ALIASES if name.startswith("verl:")]),
+    ],
+)
+def test_a_name_of_a_paper_or_system_is_answered_with_its_own_modes(name, suggested):
+    with pytest.raises(AggregationError) as caught:
+        Aggregation(name)
+    answer = str(caught.value).split("did you mean ")[1].split("?")[0]
+    assert answer == " or ".join(map(repr, suggested))

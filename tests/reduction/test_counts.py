@@ -1,0 +1,89 @@
+"""A step's integers, by hand: what is counted of one process's sequences."""
+
+import numpy as np
+import pytest
+
+from megatron_lossagg.errors import PlanError
+from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.counts import StepTotals, _is_every_id_on_one_rank, count_step
+from megatron_lossagg.reduction.exchange import Exchange
+from megatron_lossagg.reduction.sequences import Sequences
+
+# Two samples of prompt 5, one split into two sequences; a masked sample of prompt 9.
+SEQUENCES = {
+    "active_tokens": [4, 2, 3, 0],
+    "sample": [7, 7, 8, 3],
+    "prompt": [5, 5, 5, 9],
+    "microbatch": [0, 2, 2, 3],
+    "num_microbatches": 5,
+}
+
+
+def counted(**sequences):
+    checked = Sequences(**sequences).checked()
+    return count_step(Aggregation("token_mean"), checked, "", Exchange(None))
+
+
+def test_totals_and_tokens_by_hand():
+    counts = counted(**SEQUENCES)
+    assert counts == StepTotals(
+        active_tokens=9, samples=3, prompts=2, active_samples=2, active_prompts=1,
+        microbatch_means=2 / 5, longest_sample=6,
+    )  # fmt: skip
+    assert counts.sample_tokens.tolist() == [6, 6, 3, 0]
+    assert counts.prompt_tokens.tolist() == [9, 9, 9, 0]
+    assert counts.microbatch_tokens.tolist() == [4, 5, 5, 0]
+
+
+def test_counts_of_a_rank_keep_no_memory_of_the_other_ranks_sequences():
+    counts = counted(**SEQUENCES)
+    assert counts.sample_tokens.base is None
+    assert counts.prompt_tokens.base is None
+
+
+def test_without_ids_each_sequence_is_a_sample_and_there_are_no_prompts():
+    counts = counted(active_tokens=[4, 0])
+    assert counts == StepTotals(active_tokens=4, samples=2, active_samples=1, longest_sample=4)
+    assert counts.sample_tokens.tolist() == [4, 0]
+    assert counts.prompt_tokens is None
+
+
+def test_no_sequences_give_counts_of_zero():
+    counts = counted(active_tokens=[], sample=[], prompt=[])
+    assert (counts.samples, counts.prompts, counts.active_tokens) == (0, 0, 0)
+    assert counts.sample_tokens.tolist() == counts.prompt_tokens.tolist() == []
+
+
+@pytest.mark.parametrize("spread", [1, 2**58])
+@pytest.mark.parametrize("shift", [0, -300, 2**50])
+def test_renaming_ids_changes_no_count(spread, shift):
+    rng = np.random.default_rng(5)
+    prompt = rng.integers(0, 6, 40)
+    sample = prompt * 4 + rng.integers(0, 4, 40)
+    n = rng.integers(0, 9, 40)
+    plain = counted(active_tokens=n, sample=sample, prompt=prompt)
+    named = {"sample": sample * spread + shift, "prompt": prompt * spread + shift}
+    renamed = counted(active_tokens=n, **named)
+    assert renamed == plain
+    assert renamed.sample_tokens.tolist() == plain.sample_tokens.tolist()
+    assert renamed.prompt_tokens.tolist() == plain.prompt_tokens.tolist()
+    by_hand = [sum(n[sample == one]) for one in sample]
+    assert plain.sample_tokens.tolist() == by_hand
+
+
+@pytest.mark.parametrize("kind", ["sample", "prompt"])
+def test_minus_1_is_no_id(kind):
+    with pytest.raises(
+        PlanError, match=rf"Sequences\.{kind}: got the id -1 at index 1, .* leave {kind}="
+    ):
+        Sequences(active_tokens=[1, 2], **{kind: [0, -1]}).checked()
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_ids_of_every_rank_are_found_as_by_their_sets(seed):
+    random = np.random.default_rng(seed)
+    sequences_W = random.integers(0, 6, size=4)
+    ids_A = random.integers(0, 3, size=sequences_W.sum())
+    of_ranks = [set(ids) for ids in np.split(ids_A, np.cumsum(sequences_W)[:-1]) if len(ids)]
+    expected = len(of_ranks) > 1 and set(ids_A) in of_ranks
+    assert _is_every_id_on_one_rank(ids_A, len(set(ids_A)), sequences_W) == expected

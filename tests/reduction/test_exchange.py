@@ -1,0 +1,40 @@
+"""Without a group, or in a group of one, a process exchanges with itself; see plan_worker.py."""
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from megatron_lossagg.reduction.exchange import Exchange
+
+
+@pytest.fixture(params=["no group", "a group of one"])
+def exchange(request, tmp_path):
+    if request.param == "no group":
+        yield Exchange(None)
+        return
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield Exchange(dist.group.WORLD)
+    dist.destroy_process_group()
+
+
+def test_alone_a_process_gets_back_what_it_sends(exchange):
+    own = np.array([3, -1, 2**62])
+    columns = [np.array([1, 2]), np.array([3, 4])]
+    assert (exchange.size, exchange.rank) == (1, 0)
+    assert exchange.integers(own).tolist() == [own.tolist()]
+    gathered = exchange.ragged(columns, np.array([2]))
+    assert [column.tolist() for column in gathered] == [[1, 2], [3, 4]]
+    assert exchange.messages("a fault") == ["a fault"]
+
+
+def test_a_message_is_truncated_to_2048_bytes_between_characters(exchange):
+    (message,) = exchange.messages("é" * 2000)
+    assert message == "é" * 1024
+    (message,) = exchange.messages("a" + "é" * 2000)
+    assert message == "a" + "é" * 1023  # half a character is left out
+
+
+def test_a_rank_is_named_by_its_group():
+    assert Exchange(None).name() == "rank 0 of the data-parallel group"
+    assert Exchange(None).name(3) == "rank 3 of the data-parallel group"
+    assert Exchange(None).ranks is None
