@@ -23,9 +23,9 @@ from megatron_lossagg.errors import PlanError
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.exchange import gather_counts
 from megatron_lossagg.reduction.integers import IntsLike, checked_integers, is_integer
-from megatron_lossagg.reduction.microbatch import PADDING
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.reduction.plan import StepPlan, plan_step
+from megatron_lossagg.reduction.segments import PADDING
 from megatron_lossagg.reduction.sequences import MOST_TOKENS, FloatsLike, Sequences
 
 __all__ = ["MicrobatchSequences", "StepBuffer", "StepMicrobatch"]

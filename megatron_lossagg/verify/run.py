@@ -26,8 +26,8 @@ from megatron_lossagg.loop.buffer import MicrobatchSequences
 from megatron_lossagg.loop.integration import FrameworkLoss, Integration
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
 from megatron_lossagg.loop.step import Step
-from megatron_lossagg.reduction.microbatch import PADDING
 from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.segments import PADDING
 from megatron_lossagg.verify.cases import BETA, CASES, Case
 from megatron_lossagg.verify.causes import Facts
 from megatron_lossagg.verify.model import (

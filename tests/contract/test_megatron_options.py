@@ -148,6 +148,8 @@ def test_the_contiguous_layout_has_the_tokens_of_megatrons_own_split(own_classes
 
 
 def test_the_options_are_read_without_megatron_and_torch():
-    tree = ast.parse((TESTS.parent / "megatron_lossagg" / "contract" / "megatron_options.py").read_text())
+    tree = ast.parse(
+        (TESTS.parent / "megatron_lossagg" / "contract" / "megatron_options.py").read_text()
+    )
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert not {"torch", "megatron"} & modules
