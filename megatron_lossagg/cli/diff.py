@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_lossagg.cli.files import printable
 from megatron_lossagg.record.step_record import RecordError, StepRecord, read_record
-from megatron_lossagg.reduction.aggregation import CUSTOM
+from megatron_lossagg.reduction.modes import CUSTOM
 from megatron_lossagg.verify.text import number_of
 
 __all__ = ["add_arguments", "run"]

@@ -45,7 +45,8 @@ from megatron_lossagg.cli.rollouts import add_reading_arguments, read_rollouts
 from megatron_lossagg.cli.shares import EXPONENT, Shares, Split, add_bucket_argument, read_buckets
 from megatron_lossagg.contract.scaling import K_FORMULA, LOSS_SCALINGS
 from megatron_lossagg.errors import LossAggregationError
-from megatron_lossagg.reduction.aggregation import ALIASES, COUNTS, MODES, Count
+from megatron_lossagg.reduction.aliases import ALIASES
+from megatron_lossagg.reduction.modes import COUNTS, MODES, Count
 from megatron_lossagg.verify.text import number_of, say
 
 __all__ = ["add_arguments", "alias_lines", "mode_lines", "run"]

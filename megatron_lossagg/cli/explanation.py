@@ -20,7 +20,7 @@ from megatron_lossagg.cli.shares import (
 )
 from megatron_lossagg.contract.scaling import MOST_TOKENS_PER_TOKEN, Factor, Scaling
 from megatron_lossagg.errors import LossAggregationError
-from megatron_lossagg.reduction.aggregation import COUNTS, CUSTOM, MODES, Count
+from megatron_lossagg.reduction.modes import COUNTS, CUSTOM, MODES, Count
 from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.sequences import MOST_TOKENS
 from megatron_lossagg.verify.text import number_of

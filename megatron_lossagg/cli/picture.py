@@ -10,7 +10,7 @@ from megatron_lossagg.cli.extras import needed
 from megatron_lossagg.cli.html import page as html_page
 from megatron_lossagg.cli.rollouts import RolloutsError
 from megatron_lossagg.cli.shares import Shares
-from megatron_lossagg.reduction.aggregation import MODES
+from megatron_lossagg.reduction.modes import MODES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

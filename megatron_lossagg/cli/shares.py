@@ -20,7 +20,9 @@ from megatron_lossagg.cli.extras import needed
 from megatron_lossagg.cli.rollouts import Rollouts, RolloutsError
 from megatron_lossagg.contract.scaling import LossScaling
 from megatron_lossagg.errors import LossAggregationError
-from megatron_lossagg.reduction.aggregation import ALIASES, CUSTOM, MODES, Aggregation, Count, Mode
+from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.aliases import ALIASES
+from megatron_lossagg.reduction.modes import CUSTOM, MODES, Count, Mode
 from megatron_lossagg.reduction.plan import StepPlan, plan_step
 from megatron_lossagg.reduction.sequences import Sequences
 from megatron_lossagg.verify.text import number_of

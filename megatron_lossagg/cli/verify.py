@@ -35,7 +35,7 @@ from megatron_lossagg.cli.files import check_outputs, write_whole
 from megatron_lossagg.contract.scaling import LOSS_SCALINGS
 from megatron_lossagg.errors import ProofError
 from megatron_lossagg.loop.flags import add_loss_aggregation_args, aggregation_from_args
-from megatron_lossagg.reduction.aggregation import CUSTOM
+from megatron_lossagg.reduction.modes import CUSTOM
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.verify.cases import CASES, Case
 from megatron_lossagg.verify.environment import Fact, environment, megatron_core

@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
+from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards.guard import Guard, StepFacts
 from megatron_lossagg.reduction.faults import warn_once
 from megatron_lossagg.reduction.reducer import Reducer
@@ -42,7 +43,8 @@ class GradientBuffers(Guard):
         if step.tracker.is_at_start:
             for chunk, some in _samples(step):
                 describe = partial(_describe, chunk)
-                step.plan.state.faults.record([some.count_nonzero()], describe)
+                faults = step.plan.state.faults
+                faults.record([some.count_nonzero()], describe, error=ContractError)
 
     def on_finish(self, step: StepFacts) -> str:
         """Look at the buffers once more, if this rank counted tokens."""

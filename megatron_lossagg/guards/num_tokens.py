@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.contract.outputs import Outputs
+from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards.guard import Guard, StepFacts
 from megatron_lossagg.reduction.reducer import Reducer
 
@@ -46,7 +47,8 @@ class NumTokens(Guard):
         describe = partial(_describe, len(returned), step.scaling.num_microbatches)
         # A copy: Megatron reduces num_tokens over ranks in place.
         found = torch.zeros(()) if num_tokens is None else num_tokens.clone()
-        step.plan.state.faults.record([found, *returned], describe)
+        faults = step.plan.state.faults
+        faults.record([found, *returned], describe, error=ContractError)
 
 
 def _describe(num_returned: int, num_microbatches: int, values: list[float]) -> str:

@@ -35,9 +35,10 @@ from torch.distributed import ProcessGroup
 
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
 from megatron_lossagg.loop.flags import add_loss_aggregation_args, aggregation_from_args
-from megatron_lossagg.reduction.aggregation import CUSTOM, Aggregation, require_mask_count
+from megatron_lossagg.reduction.aggregation import Aggregation, require_mask_count
 from megatron_lossagg.reduction.exchange import Exchange
 from megatron_lossagg.reduction.faults import warn_once
+from megatron_lossagg.reduction.modes import CUSTOM
 from megatron_lossagg.reduction.options import EmptyStep, Options
 from megatron_lossagg.reduction.plan import StepPlan, plan_step
 from megatron_lossagg.reduction.sequences import Sequences

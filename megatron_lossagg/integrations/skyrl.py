@@ -44,7 +44,8 @@ from torch import Tensor
 
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
 from megatron_lossagg.loop.flags import aggregation_from_args
-from megatron_lossagg.reduction.aggregation import CUSTOM, Aggregation, require_mask_count
+from megatron_lossagg.reduction.aggregation import Aggregation, require_mask_count
+from megatron_lossagg.reduction.modes import CUSTOM
 from megatron_lossagg.reduction.plan import plan_step
 from megatron_lossagg.reduction.sequences import Sequences
 

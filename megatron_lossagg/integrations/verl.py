@@ -46,11 +46,12 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
-from megatron_lossagg.reduction.aggregation import MODES, Aggregation
+from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.exchange import Exchange
 from megatron_lossagg.reduction.faults import warn_once
 from megatron_lossagg.reduction.integers import Ints, checked_integers
 from megatron_lossagg.reduction.layout import Layout
+from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.reduction.plan import StepPlan, plan_step
 from megatron_lossagg.reduction.sequences import Sequences

@@ -28,10 +28,11 @@ from megatron_lossagg.loop.counts_of_rank import sequences_of_rank
 from megatron_lossagg.loop.flags import aggregation_from_args
 from megatron_lossagg.loop.step import Step
 from megatron_lossagg.record.writer import RecordFile, StepRecorder
-from megatron_lossagg.reduction.aggregation import Aggregation, Count
+from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.exchange import Exchange
 from megatron_lossagg.reduction.integers import IntsLike
 from megatron_lossagg.reduction.layout import Layout
+from megatron_lossagg.reduction.modes import Count
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.reduction.plan import StepPlan, plan_step
 from megatron_lossagg.reduction.sequences import FloatsLike, Ids

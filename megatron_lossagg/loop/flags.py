@@ -13,8 +13,9 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_lossagg.errors import AggregationError
-from megatron_lossagg.reduction.aggregation import COUNTS, CUSTOM, MODES, Aggregation
+from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.custom import load_reducer_factory
+from megatron_lossagg.reduction.modes import COUNTS, CUSTOM, MODES
 from megatron_lossagg.reduction.options import Options
 
 __all__ = ["add_loss_aggregation_args", "aggregation_from_args", "args_of"]

@@ -21,8 +21,8 @@ import megatron_lossagg
 from megatron_lossagg.contract.groups import LiveGroups
 from megatron_lossagg.contract.scaling import Scaling
 from megatron_lossagg.record.step_record import RecordError, StepRecord, hash_weights, read_record
-from megatron_lossagg.reduction.aggregation import CUSTOM
 from megatron_lossagg.reduction.exchange import Exchange
+from megatron_lossagg.reduction.modes import CUSTOM
 from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.reducer import Reducer
 

@@ -19,10 +19,11 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from megatron_lossagg.errors import PlanError
-from megatron_lossagg.reduction.aggregation import MODES, Aggregation
+from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.exchange import Exchange
 from megatron_lossagg.reduction.faults import warn_once
 from megatron_lossagg.reduction.integers import Ints, first_few, is_integer
+from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.reduction.sequences import (
     ID_KINDS,
     CheckedSequences,

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lossagg.errors import PlanError, ReducerError, message_of
-from megatron_lossagg.reduction.aggregation import CUSTOM, MODES, Aggregation
+from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.counts import StepTotals, count_step, known_step
 from megatron_lossagg.reduction.custom import load_reducer_factory
 from megatron_lossagg.reduction.exchange import Exchange
@@ -32,6 +32,7 @@ from megatron_lossagg.reduction.integers import Ints, IntsLike
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.microbatch import Microbatch
 from megatron_lossagg.reduction.mode_counts import ModeCounts
+from megatron_lossagg.reduction.modes import CUSTOM, MODES
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.reduction.reducer import Reducer
 from megatron_lossagg.reduction.sequences import CheckedSequences, Floats, Sequences

@@ -60,7 +60,7 @@ class StepState:
         elif _running and partial_loss.requires_grad:
             raise ReducerError(
                 "the reducer belongs to a plan other than the running step's: make it with "
-                "step.microbatch(...)"
+                "step.microbatch(...), and a term in another mode with its reduce(losses, mode)"
             )
 
 

@@ -3,7 +3,7 @@
 import torch
 
 from megatron_lossagg.cli.shares import EXPONENT
-from megatron_lossagg.reduction.aggregation import MODES
+from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.verify import reference_loss
 
 

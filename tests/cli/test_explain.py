@@ -17,7 +17,8 @@ from megatron_lossagg.cli.explanation import (
 from megatron_lossagg.cli.main import _COMMANDS, _parser, main
 from megatron_lossagg.cli.shares import EXPONENT, Split
 from megatron_lossagg.reduction import faults
-from megatron_lossagg.reduction.aggregation import ALIASES, MODES
+from megatron_lossagg.reduction.aliases import ALIASES
+from megatron_lossagg.reduction.modes import MODES
 
 NAMES = [name for name in MODES if name != "custom"]
 DIVISOR = 40.0

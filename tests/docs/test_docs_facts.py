@@ -14,8 +14,9 @@ from megatron_lossagg import Aggregation, Layout, Sequences, add_loss_aggregatio
 from megatron_lossagg.cli.main import _parser, main
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration
 from megatron_lossagg.loop.flags import aggregation_from_args
-from megatron_lossagg.reduction.aggregation import ALIASES, MODES
+from megatron_lossagg.reduction.aliases import ALIASES
 from megatron_lossagg.reduction.counts import StepTotals
+from megatron_lossagg.reduction.modes import MODES
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from megatron_lossagg import Aggregation, add_loss_aggregation_args
 from megatron_lossagg.errors import AggregationError
 from megatron_lossagg.loop.flags import aggregation_from_args, args_of
-from megatron_lossagg.reduction.aggregation import ALIASES, CUSTOM, MODES
+from megatron_lossagg.reduction.aliases import ALIASES
+from megatron_lossagg.reduction.modes import CUSTOM, MODES
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.verify.cases import CASES
 

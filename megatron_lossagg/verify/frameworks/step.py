@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_lossagg.reduction.aggregation import ALIASES, MODES, Aggregation
+from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.aliases import ALIASES
+from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import MASK_CASES, reference_options
 from megatron_lossagg.verify.sequences import VOCABULARY
