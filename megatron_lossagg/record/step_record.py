@@ -66,6 +66,9 @@ class StepRecord:
     """M of the rank that writes."""
     data_parallel_size: int
     context_parallel_size: int
+    coefficients: list[float]
+    """With which the partial losses of the writing rank's first microbatch arrived in the backward
+    pass, in the order of their reduction."""
     version: str
     """Of this package."""
 

@@ -1,9 +1,9 @@
 """The reference on a step whose sequences are assigned in turn to the microbatches."""
 
 import torch
-from megatron_lossagg.reduction.modes import MODES
 
 from megatron_lossagg.cli.plans import EXPONENT
+from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.verify import reference_loss
 
 

@@ -7,13 +7,13 @@ import signal
 import forked_command
 import pytest
 from in_turn import reference_value
-from megatron_lossagg.reduction.aliases import ALIASES
-from megatron_lossagg.reduction.modes import MODES
 
 from megatron_lossagg.cli.explanation import DEFAULT_LENGTHS, explain, read_lengths
 from megatron_lossagg.cli.main import _COMMANDS, _parser, main
 from megatron_lossagg.cli.plans import EXPONENT, Split
 from megatron_lossagg.reduction import faults
+from megatron_lossagg.reduction.aliases import ALIASES
+from megatron_lossagg.reduction.modes import MODES
 
 NAMES = [name for name in MODES if name != "custom"]
 DIVISOR = 40.0

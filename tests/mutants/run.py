@@ -67,7 +67,6 @@ TESTS = {
         *("reduction/test_custom_reducer", *NUMBERS, PLAN),
     ],
     "record": ["record/test_recorder", "cli/test_diff"],
-    "record_diff": ["cli/test_diff"],
     "recorder": ["record/test_recorder"],
     "outputs": ["contract/test_outputs", *AGGREGATOR],
     "step": AGGREGATOR,
