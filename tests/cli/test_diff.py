@@ -21,6 +21,7 @@ OTHER = {
     "weight_sum": 0.5,
     "weight_expected": 0.5,
     "version": "0.2.0",
+    "coefficients": [0.5],
 }
 """Values that may differ between runs that train the same loss."""
 
