@@ -11,7 +11,6 @@ from typing import Any
 
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
-from megatron_lossagg.verify.text import say
 
 __all__ = ["HOOK", "rebind", "report_if_unused"]
 
@@ -65,4 +64,4 @@ def report_if_unused(hook: ScheduleHook, framework: str) -> None:
             else f"the process ended without the training loop of {framework}, or the hook was "
             "installed after it began"
         )
-        say(f"no step reached {hook.flag}: {why}")
+        print(f"lossagg: no step reached {hook.flag}: {why}", file=sys.stderr, flush=True)

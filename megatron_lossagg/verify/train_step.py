@@ -20,12 +20,14 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 import megatron_lossagg.cpu as cpu
-from megatron_lossagg import Aggregation, Layout, LossAggregator
 from megatron_lossagg.errors import ProofError, ReducerError
+from megatron_lossagg.loop.aggregator import LossAggregator
 from megatron_lossagg.loop.buffer import MicrobatchSequences
 from megatron_lossagg.loop.integration import FrameworkLoss, Integration
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
 from megatron_lossagg.loop.step import Step
+from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.reduction.segments import PADDING
 from megatron_lossagg.verify.cases import BETA, CASES, Case

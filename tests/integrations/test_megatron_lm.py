@@ -68,7 +68,7 @@ LAYOUTS = [
 def megatron_lm(launches, tmp_path_factory):
     """Return a function that runs a script of the checkout and returns what its worker wrote."""
     folder = tmp_path_factory.mktemp("megatron_lm")
-    schedule_worker = FRAMEWORKS.parent / "megatron"
+    schedule_worker = FRAMEWORKS.parent / "loop"
     path = os.pathsep.join([*map(str, (CHECKOUT, FRAMEWORKS, schedule_worker)), worker_path()])
     server = ForkServer(["imports_megatron_lm"], path=path)
     release = f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"

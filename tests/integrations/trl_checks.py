@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import trl
-from megatron_lossagg.reduction.aliases import ALIASES
 from shared import assert_same
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from megatron_lossagg import Aggregation
+from megatron_lossagg.reduction.aliases import ALIASES
 from megatron_lossagg.verify.frameworks.drawn_step import Step
 
 L = 11
