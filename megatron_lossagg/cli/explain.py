@@ -40,9 +40,10 @@ from megatron_lossagg.cli.explanation import (
 from megatron_lossagg.cli.files import check_outputs, write_whole
 from megatron_lossagg.cli.plans import EXPONENT, Split
 from megatron_lossagg.contract.scaling import K_FORMULA, LOSS_SCALINGS
+from megatron_lossagg.errors import say
 from megatron_lossagg.reduction.aliases import ALIASES
 from megatron_lossagg.reduction.modes import MODES
-from megatron_lossagg.verify.text import number_of, say
+from megatron_lossagg.verify.text import number_of
 
 __all__ = ["add_arguments", "alias_lines", "mode_lines", "run"]
 

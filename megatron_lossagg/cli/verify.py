@@ -33,7 +33,7 @@ from megatron_lossagg.cli.files import check_outputs, write_whole
 from megatron_lossagg.cli.verify_markdown import markdown
 from megatron_lossagg.cli.verify_report import Report, finite, show
 from megatron_lossagg.contract.scaling import LOSS_SCALINGS
-from megatron_lossagg.errors import ProofError
+from megatron_lossagg.errors import ProofError, say
 from megatron_lossagg.loop.flags import add_loss_aggregation_args, aggregation_from_args
 from megatron_lossagg.reduction.modes import CUSTOM
 from megatron_lossagg.reduction.options import Options
@@ -44,7 +44,7 @@ from megatron_lossagg.verify.frameworks.check import FAIL, NOT_RUN, PASS, counte
 from megatron_lossagg.verify.frameworks.run_checks import TIMEOUT, run_framework
 from megatron_lossagg.verify.job import Event, Job, launched
 from megatron_lossagg.verify.parallelism import Parallelism, standard
-from megatron_lossagg.verify.text import number_of, say
+from megatron_lossagg.verify.text import number_of
 
 __all__ = ["add_arguments", "run"]
 

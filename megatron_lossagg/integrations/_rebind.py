@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_lossagg.errors import ContractError
+from megatron_lossagg.errors import ContractError, say
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
 
 __all__ = ["HOOK", "rebind", "report_if_unused"]
@@ -64,4 +64,4 @@ def report_if_unused(hook: ScheduleHook, framework: str) -> None:
             else f"the process ended without the training loop of {framework}, or the hook was "
             "installed after it began"
         )
-        print(f"lossagg: no step reached {hook.flag}: {why}", file=sys.stderr, flush=True)
+        say(f"no step reached {hook.flag}: {why}")

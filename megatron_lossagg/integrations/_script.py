@@ -11,10 +11,9 @@ import sys
 import traceback
 from pathlib import Path
 
-from megatron_lossagg.errors import ContractError, LossAggregationError
+from megatron_lossagg.errors import ContractError, LossAggregationError, say
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.options import Options
-from megatron_lossagg.verify.text import say
 
 __all__ = ["run_hooked", "run_stock"]
 
