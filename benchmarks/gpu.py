@@ -167,18 +167,16 @@ def layouts_of(ranks: int) -> list[dict[str, int]]:
 def verify(
     output: Path, name: str, ranks: int, sizes: dict[str, int], environment: dict[str, str]
 ) -> Json:
-    """Run one layout; its report and page stay next to the log."""
+    """Run one layout; its reports stay next to the log."""
     file = output / f"{name}.json"
     file.unlink(missing_ok=True)
     command = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     command += ["--nproc-per-node", str(ranks), "-m", "megatron_lossagg", "verify"]
     command += [word for size, value in sizes.items() for word in (f"--{size}", str(value))]
     command += ["--sequence-parallel"] * ("tp" in sizes)
-    command += ["--json", str(file)]
-    if installed("jinja2"):
-        command += ["--html", str(file.with_suffix(".html"))]
+    command += ["--json", str(file), "--markdown", str(file.with_suffix(".md"))]
     passed = logged(command, output / f"{name}.txt", environment)
-    files = [file.with_suffix(suffix) for suffix in (".json", ".html", ".txt")]
+    files = [file.with_suffix(suffix) for suffix in (".json", ".md", ".txt")]
     found: Json = {"passed": passed, "files": [f.name for f in files if f.exists()]}
     if not file.exists():
         return {**found, "passed": False, "summary": f"{name} ended before its report: {name}.txt"}

@@ -101,7 +101,7 @@ def live_check() -> dict[str, Any]:
     milliseconds = []
     for _ in range(CHECKS):
         started = time.thread_time()
-        aggregator._frozen.check()
+        aggregator._run.frozen.check()
         milliseconds.append((time.thread_time() - started) * 1e3)
     return {"read_ms": read * 1e3, "check_ms": spread(milliseconds)}
 

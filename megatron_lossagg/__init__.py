@@ -12,11 +12,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megatron_lossagg.errors import LossAggregationError as LossAggregationError
     from megatron_lossagg.loop.aggregator import LossAggregator as LossAggregator
+    from megatron_lossagg.loop.buffer import MicrobatchSequences as MicrobatchSequences
+    from megatron_lossagg.loop.buffer import StepBuffer as StepBuffer
     from megatron_lossagg.loop.flags import add_loss_aggregation_args as add_loss_aggregation_args
+    from megatron_lossagg.loop.integration import FrameworkLoss as FrameworkLoss
     from megatron_lossagg.loop.integration import Integration as Integration
     from megatron_lossagg.reduction.aggregation import Aggregation as Aggregation
+    from megatron_lossagg.reduction.counts import StepTotals as StepTotals
     from megatron_lossagg.reduction.custom import ReducerContext as ReducerContext
     from megatron_lossagg.reduction.layout import Layout as Layout
+    from megatron_lossagg.reduction.options import Options as Options
     from megatron_lossagg.reduction.plan import StepPlan as StepPlan
     from megatron_lossagg.reduction.plan import plan_step as plan_step
     from megatron_lossagg.reduction.sequences import Sequences as Sequences
@@ -25,13 +30,18 @@ __version__ = "0.1.0"
 
 _MODULE_OF = {
     "Aggregation": "reduction.aggregation",
+    "FrameworkLoss": "loop.integration",
     "Integration": "loop.integration",
     "Layout": "reduction.layout",
     "LossAggregationError": "errors",
     "LossAggregator": "loop.aggregator",
+    "MicrobatchSequences": "loop.buffer",
+    "Options": "reduction.options",
     "ReducerContext": "reduction.custom",
     "Sequences": "reduction.sequences",
+    "StepBuffer": "loop.buffer",
     "StepPlan": "reduction.plan",
+    "StepTotals": "reduction.counts",
     "add_loss_aggregation_args": "loop.flags",
     "plan_step": "reduction.plan",
 }

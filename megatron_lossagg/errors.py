@@ -1,10 +1,12 @@
-"""What this package raises: one base, and a class for each thing that can be wrong.
+"""What this package raises and says: one base, and a class for each thing that can be wrong.
 
 Commands have a few more, which refine these.
 
 Every class also inherits the standard type it refines, so ``except ValueError``
 keeps working. A message states what was got, what was expected and what to change.
 """
+
+import sys
 
 __all__ = [
     "AggregationError",
@@ -16,6 +18,7 @@ __all__ = [
     "ReducerError",
     "ReducerPathError",
     "message_of",
+    "say",
 ]
 
 
@@ -62,3 +65,8 @@ class ProofError(LossAggregationError, ValueError):
 def message_of(error: BaseException) -> str:
     """Return what another rank is told: a message of this package, or any error with its type."""
     return str(error) if isinstance(error, LossAggregationError) else repr(error)
+
+
+def say(text: str) -> None:
+    """Print a line about the progress, to standard error: the result is on standard output."""
+    print(f"lossagg: {text}", file=sys.stderr, flush=True)

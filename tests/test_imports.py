@@ -1,4 +1,4 @@
-"""Imports go one way, and only five modules import Megatron: read from the source."""
+"""Imports go one way, and only some folders import Megatron: read from the source."""
 
 import ast
 import subprocess
@@ -8,54 +8,24 @@ from pathlib import Path
 import pytest
 from conftest import fork_server
 from fork_server import WITHOUT_MEGATRON
+from step_record import STEP
 
 import megatron_lossagg
 
-PACKAGE = Path(__file__).parents[2] / "megatron_lossagg"
-ORDER = [
-    "errors",
-    "writing",
-    "integers",
-    "devices",
-    "aggregation",
-    "custom",
-    "options",
-    "flags",
-    "scaling",
-    "layout",
-    "exchange",
-    "faults",
-    "divisor_check",
-    "sequences",
-    "counts",
-    "mode_counts",
-    "state",
-    "microbatch",
-    "reducer",
-    "plan",
-    "buffer",
-    "integration",
-    "first_step",
-    "ownership",
+PACKAGE = Path(__file__).parents[1] / "megatron_lossagg"
+FOLDERS = [
+    "reduction",
+    "contract",
+    "guards",
     "record",
-    "recorder",
-    "outputs",
-    "megatron_options",
-    "live",
-    "tracker",
-    "step",
-    "probe",
-    "aggregator",
-    "schedule",
+    "loop",
     "integrations",
     "cpu",
     "verify",
     "cli",
 ]
-LATER = {
-    "aggregator": {"schedule"},  # LossAggregator.wrap makes the hook, which may make it
-    "verify": {"cli"},  # a rank of Megatron-LM runs `lossagg run`
-}
+"""Each imports only from those before it, and from ``errors``."""
+TOP = {"__init__.py", "__main__.py", "errors.py"}
 ANNOTATIONS = {
     "__future__", "__future__.annotations", "collections.abc", "collections.abc.Iterable",
     "collections.abc.Sequence", "typing", "typing.Any", "torch.Tensor",
@@ -83,34 +53,28 @@ def modules_imported(path):
     return {parts[1] for parts in names if parts[0] == "megatron_lossagg" and len(parts) > 1}
 
 
-def files_of(module):
-    folder = sorted((PACKAGE / module).rglob("*.py"))
-    return folder or [PACKAGE / f"{module}.py"] * (PACKAGE / f"{module}.py").exists()
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_imports_only_from_those_before_it(folder):
+    later = {*FOLDERS[FOLDERS.index(folder) + 1 :], *megatron_lossagg.__all__}
+    for path in (PACKAGE / folder).rglob("*.py"):
+        assert not modules_imported(path) & later, path
 
 
-@pytest.mark.parametrize("module", ORDER)
-def test_no_module_imports_a_later_one(module):
-    before = set(ORDER[: ORDER.index(module)])
-    for path in files_of(module):
-        later = LATER.get(module, set())
-        assert modules_imported(path) & {*ORDER} - {module} - later <= before, path
-
-
-def test_every_module_has_its_place_in_the_order():
-    names = {path.parts[0].removesuffix(".py") for path in MODULES}
-    assert names == {*ORDER, "__init__", "__main__"}
+def test_the_package_has_these_folders_and_three_files():
+    names = {path.parts[0] for path in MODULES}
+    assert names == {*FOLDERS, *TOP}
 
 
 def test_the_cpu_package_imports_nothing_of_aggregations():
-    assert files_of("cpu")
-    for path in files_of("cpu"):
+    for path in (PACKAGE / "cpu").rglob("*.py"):
         assert modules_imported(path) <= {"cpu", "errors"}, path
 
 
 @pytest.mark.parametrize("module", MODULES, ids=str)
-def test_megatron_is_imported_by_five_modules_only(module):
+def test_megatron_is_imported_by_these_folders_only(module):
     names = {name.split(".")[0] for name in imports_of(PACKAGE / module)}
-    if module.parts[0] not in ("probe", "live.py", "integrations", "cpu", "verify"):
+    is_probe = module.parts[:2] == ("loop", "probe")
+    if module.parts[0] not in ("contract", "integrations", "cpu", "verify") and not is_probe:
         assert "megatron" not in names
     assert "transformer_engine" not in names
 
@@ -122,6 +86,23 @@ def modules_after(code):
     """Return the top-level packages that a process has imported after this code."""
     out = subprocess.check_output([sys.executable, "-c", code + PRINT_MODULES], text=True)
     return ast.literal_eval(out.splitlines()[-1])
+
+
+@pytest.mark.launches
+def test_a_plan_a_layout_and_a_reducer_load_nothing_but_the_reduction(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch\n"
+        "from megatron_lossagg import Aggregation, Layout, Sequences, plan_step\n"
+        "plan = plan_step(Aggregation('token_mean'), Sequences(active_tokens=[2]))\n"
+        "layout = Layout.thd_zigzag([0, 4], cp_size=1, cp_rank=0)\n"
+        "reducer = plan.reducer([0], torch.tensor([1, 1, 0, 0]), layout)\n"
+        "assert reducer(torch.ones(4)).item() == 1\n"
+        "loaded = [m.split('.') for m in sys.modules if m.startswith('megatron_lossagg.')]\n"
+        "print({name for _, name, *_ in loaded})"
+    )
+    done = fork_server(WITHOUT_MEGATRON).launch([str(script)], processes=1, timeout=300)
+    assert ast.literal_eval(done.stdout.splitlines()[-1]) == {"reduction", "errors"}
 
 
 @pytest.mark.launches
@@ -147,6 +128,39 @@ def test_the_version_and_the_help_need_no_torch(option):
     assert not {"torch", "numpy", "rich", "megatron"} & modules
 
 
+ENDS = """
+from megatron_lossagg.cli.main import main
+for words, status in COMMANDS:
+    try: ended = main(words.split())
+    except SystemExit as error: ended = error.code
+    assert ended == status, words
+"""
+
+
+@pytest.mark.launches
+def test_the_help_and_the_wrong_usage_of_a_command_and_a_comparison_of_records_need_no_torch(
+    tmp_path,
+):
+    record = tmp_path / "record.jsonl"
+    record.write_text(STEP.line())
+    commands = [
+        *((f"{command} --help", 0) for command in ("explain", "plot", "diff", "run")),
+        ("explain --list", 0),
+        ("explain token_meen", 2),
+        ("explain token_mean --lengths 3,x", 2),
+        ("explain token_mean --dp 0", 2),
+        ("explain constant", 2),
+        ("plot a.jsonl --html page.html --buckets 3,1", 2),
+        ("plot a.jsonl --html page.html --column a=b", 2),
+        (f"diff {record} absent.jsonl", 2),
+        (f"diff {record} {record}", 0),
+        ("run absent.py --loss-aggregation token_mean", 2),
+    ]
+    modules = modules_after(f"COMMANDS = {commands}{ENDS}")
+    assert "megatron_lossagg" in modules
+    assert not {"torch", "megatron"} & modules
+
+
 def test_every_public_name_can_be_imported_and_is_listed():
     for name in megatron_lossagg.__all__:
         assert getattr(megatron_lossagg, name).__module__.startswith("megatron_lossagg.")
@@ -156,7 +170,7 @@ def test_every_public_name_can_be_imported_and_is_listed():
 
 
 def test_the_table_of_modes_needs_neither_torch_nor_argparse():
-    assert not {"torch", "numpy", "argparse"} & set(imports_of(PACKAGE / "aggregation.py"))
+    assert not {"torch", "numpy", "argparse"} & set(imports_of(PACKAGE / "reduction" / "modes.py"))
 
 
 @pytest.mark.launches

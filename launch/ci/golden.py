@@ -44,7 +44,7 @@ WEIGHT_SUM_TOLERANCE = 1e-6
 FACTOR_TOLERANCES, FACTOR_TOLERANCE = 100, 0.1
 """A factor is a projection over all parameters: as many tolerances may it be off, and never more
 than this."""
-OUTPUTS = ("--json", "--html")
+OUTPUTS = ("--json", "--markdown")
 FACTS = ("device", "backend", "hosts")
 """What the run was on. ``hosts`` is the number of distinct ones."""
 RUN = "the run"

@@ -13,8 +13,9 @@
 # on a CPU, or on fewer hosts, fails. LAUNCHER=torchrun takes the processes of this machine instead
 # of a cluster. FAULT runs a copy of the package with that fault of tests/wrong_factors in it: the
 # negative control, which passes where verify fails and names the fault. FOLDER is on a file system
-# that the nodes share; it gets report.json, report.html and log.txt. Exit status: that of golden.py
-# compare: 0 if the report is as expected and, without FAULT, no process failed.
+# that the nodes share; it gets report.json, report.md and log.txt. On GitHub the summary of the step
+# has the comparison and, without FAULT, report.md. Exit status: that of golden.py compare: 0 if the
+# report is as expected and, without FAULT, no process failed.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -42,7 +43,7 @@ PRINTED=$("$PYTHON" "$GOLDEN_PY" options "$GOLDEN") || exit 2
 mapfile -t OPTIONS <<<"$PRINTED"
 NUM_RANKS=${OPTIONS[0]}
 
-rm -f "$FOLDER"/{report.json,report.html,log.txt,sbatch.txt} # of an earlier run
+rm -f "$FOLDER"/{report.json,report.md,log.txt,sbatch.txt} # of an earlier run
 rm -rf "$FOLDER/faulty"
 
 # The ranks run the package of the folder in which the command starts.
@@ -68,7 +69,7 @@ cd "$PACKAGE"
 COMMAND=(
     -m megatron_lossagg verify "${OPTIONS[@]:1}"
     --json "$FOLDER/report.json"
-    --html "$FOLDER/report.html"
+    --markdown "$FOLDER/report.md"
 )
 
 STATUS=0
@@ -104,4 +105,9 @@ esac
 echo "$LAUNCHER ended with status $STATUS; the log is $FOLDER/log.txt"
 
 # A job that failed has a report that says why, or a log.
-"$PYTHON" "$GOLDEN_PY" compare "$GOLDEN" "$FOLDER/report.json" "${COMPARE[@]}" --status "$STATUS"
+COMPARED=0
+"$PYTHON" "$GOLDEN_PY" compare "$GOLDEN" "$FOLDER/report.json" "${COMPARE[@]}" --status "$STATUS" || COMPARED=$?
+if [[ -z ${FAULT:-} && -e $FOLDER/report.md ]]; then
+    cat "$FOLDER/report.md" >>"${GITHUB_STEP_SUMMARY:-/dev/null}"
+fi
+exit "$COMPARED"

@@ -13,23 +13,11 @@ import argparse
 from pathlib import Path
 
 from megatron_lossagg.cli.files import printable
+from megatron_lossagg.record.compare import RecordDiff, compare_records
 from megatron_lossagg.record.step_record import RecordError, StepRecord, read_record
-from megatron_lossagg.reduction.modes import CUSTOM
 from megatron_lossagg.verify.text import number_of
 
 __all__ = ["add_arguments", "run"]
-
-_COMPARED = {
-    "mode": "mode",
-    "divisor": "divisor",
-    "exponent": "exponent",
-    "count_empty": "count_empty",
-    "count": "count",
-    "active_tokens": "N",
-    "samples": "B",
-    "prompts": "P",
-    "weights": "weights",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,42 +29,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print one line; return 1 if the runs trained different losses in a common step."""
     first, second = read_record(args.first), read_record(args.second)
-    common = sorted(first.keys() & second.keys())
-    if not common:
+    found = compare_records(first, second)
+    if not found.common:
         raise RecordError(
             f"{args.first} ({_span(first)}) and {args.second} ({_span(second)}) have no step in "
             "common"
         )
-    for place, step in enumerate(common):
-        found = _differences(first[step], second[step])
-        if found:
-            same = f"the same loss in {number_of(place, 'step')}, then " if place else ""
-            print(printable(f"{same}a different loss from step {step} on: {found}"))
-            return 1
-        if first[step].mode == CUSTOM:
-            raise RecordError(
-                f"{args.first} and {args.second} have a custom reducer in step {step}, whose "
-                "weights no record has, so that nothing shows whether they trained the same loss: "
-                "compare the reducers' code, and the reported losses"
-            )
+    if found.differences:
+        print(printable(_different(found)))
+        return 1
+    if found.step is not None:
+        raise RecordError(
+            f"{args.first} and {args.second} have a custom reducer in step {found.step}, whose "
+            "weights no record has, so that nothing shows whether they trained the same loss: "
+            "compare the reducers' code, and the reported losses"
+        )
     where = " and ".join(
-        f"{_span(steps)} at {_parallelism(steps[common[0]])}" for steps in (first, second)
+        f"{_span(steps)} at {_parallelism(steps[found.common[0]])}" for steps in (first, second)
     )
-    print(printable(f"the same loss in {number_of(len(common), 'step')} ({where})"))
+    print(printable(f"the same loss in {number_of(found.num_same, 'step')} ({where})"))
     return 0
 
 
-def _differences(one: StepRecord, other: StepRecord) -> str:
-    """Name what differs of two steps; the weights only if nothing explains them."""
-    pairs = {
-        name: (getattr(one, field), getattr(other, field)) for field, name in _COMPARED.items()
-    }
-    differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-    if len(differing) > 1:
-        differing.pop("weights", None)
-    if "weights" in differing:
-        return "the weights of sequences differ, mode and counts do not"
-    return ", ".join(f"{name} {a} and {b}" for name, (a, b) in differing.items())
+def _different(found: RecordDiff) -> str:
+    same = ""
+    if found.num_same:
+        same = f"the same loss in {number_of(found.num_same, 'step')}, then "
+    if "weights" in found.differences:
+        words = "the weights of sequences differ, mode and counts do not"
+    else:
+        words = ", ".join(f"{name} {a} and {b}" for name, (a, b) in found.differences.items())
+    return f"{same}a different loss from step {found.step} on: {words}"
 
 
 def _span(steps: dict[int, StepRecord]) -> str:

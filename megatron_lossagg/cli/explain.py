@@ -5,9 +5,8 @@ dashboard, compared with that of the other modes; and, if you give a parallelism
 (--dp, --cp, --microbatches or --loss-scaling), the factors between loss_func
 and the gradient. Nothing is trained, and Megatron-Core is not needed. --lengths
 has the active tokens of each sample: "," separates samples, "/" separates
-prompts, 0 is a fully masked sample. --lengths-file reads recorded ones instead.
-With --count, --counted has what is counted of each sample, in the same form.
-Sequences are assigned alternately to the data-parallel ranks' microbatches.
+prompts, 0 is a fully masked sample. They are assigned alternately to the
+data-parallel ranks' microbatches. Of recorded rollouts: lossagg plot.
 Exit status: 0, or 2 for wrong usage.
 """
 
@@ -21,11 +20,10 @@ import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from fractions import Fraction
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
@@ -37,24 +35,20 @@ from megatron_lossagg.cli.explanation import (
     Comparison,
     Explanation,
     explain,
-    read_counted,
     read_lengths,
 )
 from megatron_lossagg.cli.files import check_outputs, write_whole
-from megatron_lossagg.cli.rollouts import add_reading_arguments, read_rollouts
-from megatron_lossagg.cli.shares import EXPONENT, Shares, Split, add_bucket_argument, read_buckets
+from megatron_lossagg.cli.plans import EXPONENT, Split
 from megatron_lossagg.contract.scaling import K_FORMULA, LOSS_SCALINGS
-from megatron_lossagg.errors import LossAggregationError
+from megatron_lossagg.errors import say
 from megatron_lossagg.reduction.aliases import ALIASES
-from megatron_lossagg.reduction.modes import COUNTS, MODES, Count
-from megatron_lossagg.verify.text import number_of, say
+from megatron_lossagg.reduction.modes import MODES
+from megatron_lossagg.verify.text import number_of
 
 __all__ = ["add_arguments", "alias_lines", "mode_lines", "run"]
 
 _NARROWEST, _WIDEST = 72, 100
 """Limits on the width of the text, in columns."""
-_OF_A_FILE = ("tokenizer", "characters", "trust_pickle", "buckets")
-"""Options that only --lengths-file has a use for."""
 _OF_A_SPLIT = ("dp", "cp", "microbatches", "loss_scaling")
 
 
@@ -127,32 +121,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: it does; another system's name brings its own)",
     )
     parser.add_argument(
-        "--count",
-        "--loss-aggregation-count",
-        choices=tuple(COUNTS),
-        default="mask",
-        dest="count",
-        help="what the denominators count, as in a training run (default mask)",
-    )
-    parser.add_argument(
-        "--counted",
-        metavar="V,V/V",
-        help="with --count weights, the sum of the token weights of each sample of --lengths "
-        "(default: as many as --lengths)",
-    )
-    lengths = parser.add_mutually_exclusive_group()
-    lengths.add_argument(
         "--lengths",
         default=DEFAULT_LENGTHS,
         metavar="N,N/N",
         help=f"active tokens of each sample (default {DEFAULT_LENGTHS})",
     )
-    lengths.add_argument(
-        "--lengths-file",
-        type=Path,
-        metavar="FILE",
-        help="recorded rollouts, as lossagg plot reads them, in place of --lengths",
-    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write it as JSON")
+    _add_split(parser)
+
+
+def _add_split(parser: argparse.ArgumentParser) -> None:
     sizes = Split()
     for name, text in (
         ("dp", "data-parallel size, without context parallelism"),
@@ -167,62 +145,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=LOSS_SCALINGS,
         help=f"per_token is Megatron's --calculate-per-token-loss (default {sizes.loss_scaling})",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write it as JSON")
-    add_bucket_argument(add_reading_arguments(parser))
 
 
 def run(args: argparse.Namespace) -> int:
     """Explain a mode and return 0. Raises :class:`LossAggregationError` for wrong usage."""
-    check_outputs({"--json": args.json}, inputs=[args.lengths_file, args.tokenizer])
-    lengths = read_lengths(args.lengths) if args.lengths_file is None else None
-    if args.counted is not None and lengths is None:
-        raise LossAggregationError(
-            "got --counted with --lengths-file, whose records hold no such numbers: give --lengths"
-        )
+    check_outputs({"--json": args.json})
     given = {name: getattr(args, name) for name in _OF_A_SPLIT if getattr(args, name) is not None}
-    split = Split(**given)
-    if args.lengths_file is None:
-        _refuse_options_of_a_file(args)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         explanation = explain(
             args.mode,
-            read_rollouts([args.lengths_file], args) if lengths is None else lengths,
-            split,
+            read_lengths(args.lengths),
+            Split(**given),
             divisor=args.divisor,
             exponent=args.exponent,
             count_empty=args.count_empty,
-            count=args.count,
-            counted=None
-            if args.counted is None or lengths is None
-            else read_counted(args.counted, lengths, args.count),
-            highs=read_buckets(args.buckets),
         )
     for message in dict.fromkeys(str(warning.message) for warning in caught):
         say(message)
     if args.json is not None:
-        text = json.dumps(asdict(explanation), indent=1, allow_nan=False, default=_in_json)
+        text = json.dumps(asdict(explanation), indent=1, allow_nan=False, default=str)  # fractions
         write_whole("--json", args.json, text + "\n")
-    shares = explanation.shares
-    weights = _weights(explanation) if shares is None else _shares(shares, explanation.mode)
     chain = _chain(explanation) if given else ()
-    _print([*_mode(explanation), *weights, *_dashboard(explanation), *chain])
+    _print([*_mode(explanation), *_weights(explanation), *_dashboard(explanation), *chain])
     return 0
-
-
-def _in_json(value: Any) -> object:
-    """Write a table as records, a fraction as text."""
-    return str(value) if isinstance(value, Fraction) else value.to_dict("records")
-
-
-def _refuse_options_of_a_file(args: argparse.Namespace) -> None:
-    given = [name for name in _OF_A_FILE if getattr(args, name) not in (None, False)]
-    if given:
-        flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise LossAggregationError(
-            f"got {flags} without --lengths-file, expected recorded rollouts: give "
-            f"--lengths-file FILE, or leave out {flags}"
-        )
 
 
 def _width() -> int:
@@ -281,15 +227,6 @@ _SYMBOLS = {
     "M": "microbatches on each data-parallel rank: {M}",
     "DP": "data-parallel ranks: {DP}",
 }
-_OF_A_COUNT: dict[Count, str] = {
-    "mask": "active tokens",
-    "weights": "token weights",
-}
-_COUNTED: dict[Count, tuple[str, str]] = {
-    "mask": ("n_s", ""),
-    "weights": ("v_s", " v_s: the sum of its token weights."),
-}
-"""The symbol of what is counted of a sequence, and what it means if it is not n_s."""
 
 
 def _mode(e: Explanation) -> Iterator[RenderableType]:
@@ -301,25 +238,11 @@ def _mode(e: Explanation) -> Iterator[RenderableType]:
     if alias is not None:
         note = f": {alias.note}" if alias.note else ""
         yield _text(f"{e.name} is another system's name for it{note}.")
-    times = "" if e.count != "weights" else ", each times its weight v_t"
-    yield _text(
-        f"loss = sum over sequences s of w_s * (sum of the losses of its active tokens{times})"
-    )
-    if e.count != "mask":
-        yield _text(f"Its denominators count {COUNTS[e.count]}.")
+    yield _text("loss = sum over sequences s of w_s * (sum of the losses of its active tokens)")
     yield _text("")
     symbols = ["w_s", *re.findall(r"\b[A-Za-z]\w*", e.formula)]
     counts = {**e.counts, "M": e.split.microbatches, "DP": e.split.dp, "a": e.exponent}
-    meanings = {
-        symbol: text.replace("active tokens", _OF_A_COUNT[e.count])
-        for symbol, text in _SYMBOLS.items()
-    }
-    if e.count == "weights":
-        meanings["V"] = "samples with a token weight above 0: {V}"
-        meanings["Q"] = "prompts with a token weight above 0: {Q}"
-    yield _table(["", ""], [[s, meanings[s].format(**counts)] for s in symbols], left=2, wrapped=1)
-    if e.shares is not None and e.shares.num_steps > 1:
-        yield _text("Every step has its own counts; the first step's are shown.")
+    yield _table(["", ""], [[s, _SYMBOLS[s].format(**counts)] for s in symbols], left=2, wrapped=1)
     if e.divisor is not None and mode.divisor == "none":
         yield _text(f"It takes no divisor: {e.divisor:g} is used for the other modes below.")
     if e.exponent is not None and not mode.has_exponent:
@@ -332,66 +255,33 @@ def _weights(e: Explanation) -> Iterator[RenderableType]:
     names = ["prompt", "n_s", *re.findall(r"n_\w+", e.formula)]
     if "n_mb" in names:
         names[:1] = ["rank", "microbatch"]
-    counted, shares = "n_s", ["share"]
-    if e.count != "mask":
-        counted, shares = "counted", ["share", "share_by_mask"]
-        names.insert(names.index("n_s") + 1, counted)
     rows = [
-        [str(number), *(f"{s[name]:.10g}" for name in names), f"{s['w_s']:.6g}",
-         f"{s['w_s'] * s[counted]:.6g}", *(f"{s[name]:.1%}" for name in shares)]
-        for number, s in enumerate(e.sequences)
-    ]  # fmt: skip
-    total = sum(s["w_s"] * s[counted] for s in e.sequences)
-    rows.append(["sum", *[""] * (len(names) + 1), f"{total:.6g}", *["100.0%"] * len(shares)])
-    symbol, meaning = _COUNTED[e.count]
-    headings = [symbol if name == "counted" else name for name in names]
-    by_mask = ["by mask"] * (len(shares) - 1)
-    yield _table(["sequence", *headings, "w_s", f"w_s {symbol}", "share", *by_mask], rows, left=0)
-    mask = "" if e.count == "mask" else " by mask: the share if the loss mask were counted."
-    yield _text(
-        f"Here a sequence is a sample. n_s: its active tokens.{meaning} share: w_s {symbol} over "
-        f"its sum.{mask} A training run reports the sum as lossagg/weight_expected."
-    )
-
-
-def _shares(shares: Shares, mode: str) -> Iterator[RenderableType]:
-    """Show what ``lossagg plot`` draws: this mode in detail, then every mode."""
-    yield _heading("\nWEIGHTS")
-    yield _text(f"{shares.summary}.")
-    yield _text("")
-    unit, buckets = f"{shares.unit}s", shares.buckets
-    yield _table(
-        ["length", "responses", "of all", f"of {unit}", "of weight", f"weight / {unit}"],
         [
-            [b["label"], str(b["num"]), f"{b['responses']:.1%}", f"{b['tokens']:.1%}",
-             f"{b[mode]:.1%}", f"{b[mode] / b['tokens']:.3g}" if b["tokens"] else ""]
-            for b in buckets.to_dict("records")
-        ],
-        left=0,
-    )  # fmt: skip
+            str(number),
+            *(f"{s[name]:.10g}" for name in names),
+            f"{s['w_s']:.6g}",
+            f"{s['w_s'] * s['n_s']:.6g}",
+            f"{s['share']:.1%}",
+        ]
+        for number, s in enumerate(e.sequences)
+    ]
+    total = sum(s["w_s"] * s["n_s"] for s in e.sequences)
+    rows.append(["sum", *[""] * (len(names) + 1), f"{total:.6g}", "100.0%"])
+    yield _table(["sequence", *names, "w_s", "w_s n_s", "share"], rows, left=0)
     yield _text(
-        f"of weight: share of the step's w_s n_s. weight / {unit}: weight per {shares.unit}, "
-        "relative to the average."
+        "Here a sequence is a sample. n_s: its active tokens. share: w_s n_s over its sum. "
+        "A training run reports the sum as lossagg/weight_expected."
     )
-    yield _text("\nThe same share under every mode, by the bucket's longest response:\n")
-    yield _table(
-        ["", *map(_in_thousands, buckets["high"])],
-        [[other, *(f"{share:.1%}" for share in buckets[other])] for other in shares.modes],
-    )
-    for note in shares.notes:
-        yield _text(note)
-
-
-def _in_thousands(number: int) -> str:
-    """Write a length in few columns."""
-    return f"{number // 1000}k" if number >= 10_000 and number % 1000 == 0 else str(number)
 
 
 def _dashboard(e: Explanation) -> Iterator[RenderableType]:
     yield _heading("\nON THE DASHBOARD")
     yield _text("The loss of the same sequences under every mode, if each token's loss is 1.\n")
     yield _table(
-        ["mode", "w_s", "loss", "ratio", "gradient"], map(_compared, e.comparisons), left=2
+        ["mode", "w_s", "loss", "ratio", "gradient"],
+        map(_compared, e.comparisons),
+        left=2,
+        wrapped=1,
     )
     lacking = [c.mode for c in e.comparisons if c.loss is None]
     if lacking:
@@ -405,11 +295,6 @@ def _dashboard(e: Explanation) -> Iterator[RenderableType]:
         f"microbatch_token_mean the sequences are assigned alternately to {ranks} x "
         f"{number_of(e.split.microbatches, 'microbatch')}; its values change with them."
     )
-    if e.shares is not None and e.shares.num_steps > 1:
-        yield _text(
-            "Losses are means over the steps. rescaled: in every step the gradient is only scaled, "
-            "by a number of the step's own."
-        )
     yield _text(
         "A loss or grad_norm that jumps after a switch is expected: NovaSky-AI/SkyRL#1296 reported "
         "0.322, 0.065 and 0.001 for the same data. A clipping threshold does not carry over: if "
@@ -431,8 +316,6 @@ def _chain(e: Explanation) -> Iterator[RenderableType]:
         f"loss scaling {s.loss_scaling}, M = {number_of(s.microbatches, 'microbatch')}, "
         f"DP = {s.dp}, CP = {s.cp}, K = {k} = {e.k}"
     )
-    if e.shares is not None and e.shares.num_steps > 1 and s.loss_scaling == "per_token":
-        yield _text("Every step has its own N; this is the first step's.")
     yield _text("")
     so_far = accumulate((link.factor for link in e.chain), mul)
     yield _table(

@@ -16,7 +16,7 @@ __all__ = ["page"]
 _FOLDERS = [Path(__file__).with_name("templates")]
 
 
-def page(template: str, *, extra: str = "report", **values: Any) -> str:
+def page(template: str, *, extra: str = "plot", **values: Any) -> str:
     """Render a template of this package; values are escaped.
 
     ``extra``: what installs jinja2 for the caller. Raises :class:`MissingPackageError` without it.

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import megatron_lossagg
 from megatron_lossagg.cli.files import printable
-from megatron_lossagg.errors import ContractError, LossAggregationError, ReducerError
-from megatron_lossagg.verify.text import say
+from megatron_lossagg.errors import ContractError, LossAggregationError, ReducerError, say
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

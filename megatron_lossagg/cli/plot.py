@@ -6,10 +6,10 @@ tokens. A FILE is JSON lines such as {"prompt_id": 7, "response_length": 512},
 with "mask" (0 or 1 per token) in place of the length if tokens are masked,
 and "step" if there are several steps; or a .pt file of slime's or miles'
 --save-debug-rollout-data; or what verl's rollout_data_dir and TRL's
-log_completions write, which have texts and no lengths and need --tokenizer
-or --characters. Several files are several steps. Shares count the loss mask:
-no record holds token weights. For the same as numbers: lossagg explain
-MODE --lengths-file FILE.
+log_completions write, or SFT's messages, which have texts and no lengths and
+need --tokenizer or --characters. --column says how a column is called if its
+name is a different one. Several files are several steps. Shares count the
+loss mask: no record holds token weights.
 Exit status: 0, or 2 for wrong usage.
 """
 
@@ -21,16 +21,9 @@ from pathlib import Path
 
 from megatron_lossagg.cli.files import OutputError, check_outputs, printable, write_whole
 from megatron_lossagg.cli.picture import drawn, page
+from megatron_lossagg.cli.plans import EXPONENT, Split
 from megatron_lossagg.cli.rollouts import add_reading_arguments, read_rollouts
-from megatron_lossagg.cli.shares import (
-    EXPONENT,
-    Split,
-    add_bucket_argument,
-    plan_of,
-    read_buckets,
-    shares_of,
-)
-from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.cli.shares import MOST_BUCKETS, read_buckets, shares_of
 
 __all__ = ["add_arguments", "run"]
 
@@ -68,7 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A",
         help=f"for length_power: its exponent (default {EXPONENT})",
     )
-    add_bucket_argument(add_reading_arguments(parser))
+    parser.add_argument(
+        "--buckets",
+        metavar="N,N",
+        help="highest response length of each bucket, such as 256,1024,4096, at most "
+        f"{MOST_BUCKETS} with the one for longer responses (default: chosen from the lengths)",
+    )
+    add_reading_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -83,9 +82,8 @@ def run(args: argparse.Namespace) -> int:
             )
     check_outputs({"--png": png, "--html": args.html}, inputs=[*args.files, args.tokenizer])
     split = Split(microbatches=args.microbatches, dp=args.dp)
-    rollouts = read_rollouts(args.files, args)
-    plans = [plan_of(step, Aggregation("token_mean"), split) for step in rollouts.steps]
-    shares = shares_of(rollouts, plans, split, read_buckets(args.buckets), exponent=args.exponent)
+    highs = None if args.buckets is None else read_buckets(args.buckets)
+    shares = shares_of(read_rollouts(args.files, args), split, highs, exponent=args.exponent)
     print(f"{shares.summary}.", shares.finding, *shares.notes, sep="\n")
     if png is not None:
         write_whole("--png", png, drawn(shares, png))

@@ -9,17 +9,14 @@ included, those that share its loss, and train_rl.py.
 from __future__ import annotations
 
 import argparse
-import atexit
 import os
-import runpy
 import sys
-import traceback
 from pathlib import Path
 
-from megatron_lossagg.errors import AggregationError, ContractError, LossAggregationError
+from megatron_lossagg.errors import AggregationError, LossAggregationError
+from megatron_lossagg.integrations._script import run_hooked, run_stock
 from megatron_lossagg.loop.flags import add_loss_aggregation_args, aggregation_from_args
 from megatron_lossagg.reduction.options import Options
-from megatron_lossagg.verify.text import say
 
 __all__ = ["add_arguments", "run"]
 
@@ -83,62 +80,5 @@ def run(args: argparse.Namespace) -> int:
         install_training()
     options = Options.from_args(flags)
     if wants_help or (aggregation is None and not options.shadow):
-        return _run(script, on_cpu=args.cpu)
-    from megatron_lossagg.integrations import megatron_lm, megatron_rl
-    from megatron_lossagg.integrations._rebind import HOOK, report_if_unused
-
-    if HOOK.encode() in script.read_bytes():  # of any encoding
-        raise ContractError(
-            f"{script} calls {HOOK} itself, expected a script that trains by megatron.training"
-            "'s pretrain: wrap its schedule with LossAggregator.wrap"
-        )
-    is_rl = script.name == "train_rl.py"
-    integration = megatron_rl.RLIntegration if is_rl else megatron_lm.PretrainIntegration
-    hook = megatron_lm.install(
-        aggregation,
-        options=options,
-        integration=integration(),
-    )
-    try:
-        status = _run(script, on_cpu=args.cpu)
-    finally:
-        atexit.unregister(report_if_unused)  # said below, or by the status
-    if status == 0 and hook.num_steps == 0:
-        if not hook.is_found:
-            raise ContractError(
-                f"{script} ended without a step that {hook.flag} could reach: "
-                "its training loop is not the one of megatron.training, or it never began"
-            )
-        say(f"{script} had no step left to do, so nothing was trained")
-    return status
-
-
-def _run(script: Path, *, on_cpu: bool) -> int:
-    """Run the script as ``python script`` would; return its exit status."""
-    try:
-        runpy.run_path(str(script), run_name="__main__")
-    except SystemExit as ended:
-        if ended.code is None or isinstance(ended.code, int):
-            status = ended.code or 0
-        else:
-            print(ended.code, file=sys.stderr)
-            status = 1
-        if status:
-            return status
-    except LossAggregationError as error:  # of a step, not of the command line
-        if error.__cause__ is not None:  # a data set's
-            traceback.print_exception(error.__cause__)
-        say(str(error))
-        return 1
-    if on_cpu:
-        _leave_together()
-    return 0
-
-
-def _leave_together() -> None:
-    """End gloo in step: its threads abort now and then if a rank ends before the others."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+        return run_stock(script, on_cpu=args.cpu)
+    return run_hooked(script, aggregation, options=options, on_cpu=args.cpu)

@@ -8,8 +8,7 @@ the divisor nor on ``count_empty``: within a step they multiply every weight by 
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -17,58 +16,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_lossagg.cli.extras import needed
+from megatron_lossagg.cli.plans import EXPONENT, Split, aggregation_of, modes_of, plan_of
 from megatron_lossagg.cli.rollouts import Rollouts, RolloutsError
-from megatron_lossagg.contract.scaling import LossScaling
-from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.aliases import ALIASES
-from megatron_lossagg.reduction.modes import CUSTOM, MODES, Count, Mode
-from megatron_lossagg.reduction.plan import StepPlan, plan_step
-from megatron_lossagg.reduction.sequences import Sequences
+from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.verify.text import number_of
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-__all__ = [
-    "EXPONENT",
-    "Shares",
-    "Split",
-    "add_bucket_argument",
-    "aggregation_of",
-    "modes_of",
-    "plan_of",
-    "read_buckets",
-    "shares_of",
-]
+    from megatron_lossagg.reduction.plan import StepPlan
 
-EXPONENT = 0.5
-"""Of ``length_power`` if none is given: half way from ``token_mean`` to ``sample_mean``."""
+__all__ = ["MOST_BUCKETS", "Shares", "read_buckets", "shares_of"]
+
 MOST_BUCKETS = 7
 """As many columns fit a terminal next to the names of the modes."""
 MOST_TIMES_THE_MEDIAN = 8
 """Above it, buckets of equal width would put most responses into the first."""
-_MOST_SIZE = 2**31 - 1
-"""The product of two is an int64."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Split:
-    """The parallelism of a step and how Megatron scales its loss: what K depends on."""
-
-    loss_scaling: LossScaling = "average"
-    microbatches: int = 2
-    """M of every data-parallel rank."""
-    dp: int = 2
-    cp: int = 1
-
-    def __post_init__(self) -> None:
-        for flag in ("microbatches", "dp", "cp"):
-            size = getattr(self, flag)
-            if not 1 <= size <= _MOST_SIZE:
-                raise LossAggregationError(
-                    f"--{flag}: got {size}, expected an integer from 1 to {_MOST_SIZE}"
-                )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,6 +43,8 @@ class Shares:
     """One bucket of response lengths per line. Columns: ``label`` and its bounds, ``low`` to
     ``high``; ``num`` responses, over all steps; then shares, which add up to 1: ``responses`` (of
     those with an active token), ``tokens``, and the loss weight under each mode, by its name."""
+    groups: tuple[tuple[str, ...], ...]
+    """The modes, those with equal shares together."""
     finding: str
     """What the longest responses have: a quarter of all at most, a bucket at least."""
     summary: str
@@ -86,7 +52,6 @@ class Shares:
     notes: tuple[str, ...]
     """What a reader has to know next to the numbers."""
     unit: str
-    num_steps: int
     exponent: float
     """Of ``length_power``."""
 
@@ -95,26 +60,9 @@ class Shares:
         """The modes, in the order of ``MODES``."""
         return [mode for mode in MODES if mode in self.buckets]
 
-    @property
-    def groups(self) -> tuple[tuple[str, ...], ...]:
-        """The modes, those with equal shares together."""
-        return _groups(self.buckets)
 
-
-def add_bucket_argument(group: argparse._ArgumentGroup) -> None:
-    """Add ``--buckets``, which :func:`read_buckets` reads."""
-    group.add_argument(
-        "--buckets",
-        metavar="N,N",
-        help="highest response length of each bucket, such as 256,1024,4096, at most "
-        f"{MOST_BUCKETS} with the one for longer responses (default: chosen from the lengths)",
-    )
-
-
-def read_buckets(text: str | None) -> list[int] | None:
+def read_buckets(text: str) -> list[int]:
     """Read the buckets' highest lengths from text such as ``256,1024,4096``."""
-    if text is None:
-        return None
     numbers = [n.strip() for n in text.split(",")]
     highs = [int(n) if n.isdecimal() and len(n) <= 16 else 0 for n in numbers]
     rises = all(low < high for low, high in pairwise([0, *highs]))
@@ -126,101 +74,55 @@ def read_buckets(text: str | None) -> list[int] | None:
     return highs
 
 
-def plan_of(step: Mapping[str, Any], aggregation: Aggregation, split: Split) -> StepPlan:
-    """Plan a step, given by column, with its sequences assigned alternately to the microbatches.
-
-    One process plans for all: M DP microbatches on one rank weigh as M on each of DP ranks.
-    """
-    slots = split.microbatches * split.dp
-    return plan_step(
-        aggregation,
-        Sequences(
-            active_tokens=np.asarray(step["active_tokens"]),
-            sample=np.asarray(step["sample"]) if "sample" in step else None,
-            prompt=np.asarray(step["prompt"]) if "prompt" in step else None,
-            microbatch=np.arange(len(step["active_tokens"])) % slots,
-            num_microbatches=slots,
-            token_weight_sums=step.get("token_weight_sums"),
-        ),
-    )
-
-
-def modes_of(plan: StepPlan) -> Iterator[Mode]:
-    """Yield the modes that the ids of the step allow."""
-    for mode in MODES.values():
-        lacks_prompts = mode.name == "prompt_mean" and plan.totals.prompt_tokens is None
-        if mode.name != CUSTOM and not lacks_prompts:
-            yield mode
-
-
-def aggregation_of(
-    name: str,
-    divisor: float | None,
-    exponent: float | None,
-    count_empty: bool | None = None,
-    count: Count = "mask",
-) -> Aggregation:
-    """Read a name; a number that its mode does not take is for other modes."""
-    mode = MODES.get(ALIASES[name].mode if name in ALIASES else name)
-    if mode is not None:
-        divisor = None if mode.divisor == "none" else divisor
-        exponent = exponent if mode.has_exponent else None
-    return Aggregation(
-        name, divisor=divisor, exponent=exponent, count_empty=count_empty, count=count
-    )
-
-
 def shares_of(
     rollouts: Rollouts,
-    plans: Sequence[StepPlan],
     split: Split,
     highs: Sequence[int] | None = None,
     *,
     exponent: float = EXPONENT,
 ) -> Shares:
-    """Compute the shares from the plans of the steps, under any mode.
+    """Compute the shares.
 
     ``highs``: the buckets' highest lengths, None to choose them. ``exponent``: of ``length_power``.
     """
     pandas = needed("pandas", by="lossagg plot", extra="plot")
+    plans = [plan_of(step, Aggregation("token_mean"), split) for step in rollouts.steps]
     sequences = pandas.concat(
         [_weights(plan, step, exponent) for plan, step in zip(plans, rollouts.steps, strict=True)],
         keys=range(len(plans)),
-        names=["step"],
+        names=["of_step"],
     )
     is_response = sequences["responses"] > 0
     lengths = sequences["length"][is_response]
     edges = _edges(lengths, highs)
     # Of the step, then over the steps; a sample with no active token is in no bucket.
-    of_step = sequences.drop(columns="length")
-    of_step = of_step / of_step.groupby("step").transform("sum") / len(plans)
+    weights = sequences.drop(columns="length")
+    weights = weights / weights.groupby("of_step").transform("sum") / len(plans)
     bucket = pandas.cut(sequences["length"], edges, labels=False)
     every = range(len(edges) - 1)
     bounds = [(low + 1, high) for low, high in pairwise(edges)]
     buckets = pandas.DataFrame(bounds, columns=["low", "high"])
     buckets.insert(0, "label", [f"{a}-{b}" if a < b else str(b) for a, b in bounds])
     buckets["num"] = bucket[is_response].value_counts().reindex(every, fill_value=0)
-    buckets = buckets.join(of_step.groupby(bucket).sum().reindex(every, fill_value=0.0))
-
-    totals = [plan.totals for plan in plans]
-    num_responses = sum(total.samples or 0 for total in totals)
-    unit, num_steps = rollouts.unit, len(plans)
-    prompts = ""
-    if "prompt" in rollouts.steps[0]:
-        prompts = f" to {number_of(sum(total.prompts or 0 for total in totals), 'prompt')}"
-    steps = f" in {number_of(num_steps, 'step')}" if num_steps > 1 else ""
-    active = number_of(int(sequences["tokens"].sum()), f"active {unit}")
+    buckets = buckets.join(weights.groupby(bucket).sum().reindex(every, fill_value=0.0))
+    groups = _groups(buckets)
+    num_responses = sum(plan.totals.samples or 0 for plan in plans)
+    num_prompts = sum(plan.totals.prompts or 0 for plan in plans)
+    unit = rollouts.unit
     return Shares(
         buckets=buckets,
-        finding=_finding(buckets, unit),
-        summary=f"{number_of(num_responses, 'response')}{prompts}{steps}, {active}, "
-        f"median {lengths.median():,g}, longest {lengths.max():,}",
+        groups=groups,
+        finding=_finding(buckets, groups, unit),
+        summary=f"{number_of(num_responses, 'response')}"
+        + (f" to {number_of(num_prompts, 'prompt')}" if num_prompts else "")
+        + (f" in {number_of(len(plans), 'step')}" if len(plans) > 1 else "")
+        + f", {number_of(int(sequences['tokens'].sum()), f'active {unit}')}"
+        + f", median {lengths.median():,g}, longest {lengths.max():,}",
         notes=(
             *_notes(rollouts, num_responses - int(is_response.sum()), split),
             f"length_power has the exponent {exponent:g}: --exponent changes it.",
         ),
         unit=unit,
-        num_steps=num_steps,
         exponent=exponent,
     )
 
@@ -252,8 +154,7 @@ def _groups(buckets: DataFrame) -> tuple[tuple[str, ...], ...]:
     return tuple(map(tuple, groups))
 
 
-def _finding(buckets: DataFrame, unit: str) -> str:
-    groups = _groups(buckets)
+def _finding(buckets: DataFrame, groups: Sequence[Sequence[str]], unit: str) -> str:
     leaders = [group[0] for group in groups if group[0] != "microbatch_token_mean"]
     if len(buckets) == 1:
         return "All responses are in one bucket."

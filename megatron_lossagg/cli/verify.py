@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import megatron_lossagg
-from megatron_lossagg.cli import verify_report as show
-from megatron_lossagg.cli.extras import needed
 from megatron_lossagg.cli.files import check_outputs, write_whole
+from megatron_lossagg.cli.verify_markdown import markdown
+from megatron_lossagg.cli.verify_report import Report, finite, show
 from megatron_lossagg.contract.scaling import LOSS_SCALINGS
-from megatron_lossagg.errors import ProofError
+from megatron_lossagg.errors import ProofError, say
 from megatron_lossagg.loop.flags import add_loss_aggregation_args, aggregation_from_args
 from megatron_lossagg.reduction.modes import CUSTOM
 from megatron_lossagg.reduction.options import Options
@@ -41,10 +41,10 @@ from megatron_lossagg.verify.cases import CASES, Case
 from megatron_lossagg.verify.environment import Fact, environment, megatron_core
 from megatron_lossagg.verify.frameworks import FRAMEWORKS, check_installed
 from megatron_lossagg.verify.frameworks.check import FAIL, NOT_RUN, PASS, counted, none_ran
-from megatron_lossagg.verify.frameworks.launch import TIMEOUT, run_framework
+from megatron_lossagg.verify.frameworks.run_checks import TIMEOUT, run_framework
 from megatron_lossagg.verify.job import Event, Job, launched
 from megatron_lossagg.verify.parallelism import Parallelism, standard
-from megatron_lossagg.verify.text import number_of, say
+from megatron_lossagg.verify.text import number_of
 
 __all__ = ["add_arguments", "run"]
 
@@ -77,7 +77,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--loss-scaling", choices=LOSS_SCALINGS, help="verify one of Megatron's two loss scalings"
     )
     run.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
-    run.add_argument("--html", type=Path, metavar="FILE", help="write the report as one HTML page")
+    run.add_argument(
+        "--markdown",
+        type=Path,
+        metavar="FILE",
+        help="write a summary for CI, as GitHub shows it in a step's summary",
+    )
     run.add_argument(
         "--timeout",
         type=float,
@@ -106,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         # To its end: rank 0 waits there.
         verdicts = [verdict for event in job.run() for verdict in event.get("verdicts", ())]
         return int(not all(verdict["passed"] for verdict in verdicts))
-    _check_files(args)
+    check_outputs({"--json": args.json, "--markdown": args.markdown})  # before the run
     begun = time.monotonic()
     framework = _framework_report(args)
     facts = environment()
@@ -153,7 +158,7 @@ def _report(
     *,
     failure: str,
     seconds: float,
-) -> show.Report:
+) -> Report:
     """Return the report, as JSON has it, of what rank 0 reported so far.
 
     ``failure``: why the ranks ended, if they ended with an error.
@@ -172,7 +177,7 @@ def _report(
     elif framework is not None and not framework["passed"]:
         state = NOT_RUN if none_ran(framework["checks"]) else FAIL
     started = datetime.now(timezone.utc) - timedelta(seconds=seconds)
-    report: show.Report = show.finite(
+    report: Report = finite(
         {
             "tool": {"name": "megatron_lossagg", "version": megatron_lossagg.__version__},
             "started": started.isoformat(timespec="seconds"),
@@ -197,14 +202,14 @@ def _report(
     return report
 
 
-def _write(args: argparse.Namespace, report: show.Report) -> None:
+def _write(args: argparse.Namespace, report: Report) -> None:
     """Print the report and write its files."""
-    show.show(report)
+    show(report)
     sys.stdout.flush()
     if args.json is not None:
         write_whole("--json", args.json, json.dumps(report, indent=1, allow_nan=False) + "\n")
-    if args.html is not None:
-        write_whole("--html", args.html, show.page(report))
+    if args.markdown is not None:
+        write_whole("--markdown", args.markdown, markdown(report))
 
 
 def _framework_report(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -254,13 +259,6 @@ def _job(args: argparse.Namespace, launcher: _Launcher | None) -> Job:
         cases=_cases(args),
         loss_scalings=[args.loss_scaling] if args.loss_scaling else LOSS_SCALINGS,
     )
-
-
-def _check_files(args: argparse.Namespace) -> None:
-    """Refuse, before the run, a file that could not be written after it."""
-    check_outputs({"--json": args.json, "--html": args.html})
-    if args.html is not None:
-        needed("jinja2", by="--html", extra="report")
 
 
 def _cases(args: argparse.Namespace) -> Sequence[Case]:

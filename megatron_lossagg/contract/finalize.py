@@ -1,75 +1,77 @@
-"""Whether Megatron divides a step's gradients by the num_tokens that the step returned.
+"""The function with which Megatron finalizes a step's gradients, watched while one step runs.
 
-Only in the per-token loss scaling, in which the schedule adds up what loss_func returned and passes
-the sum to ``config.finalize_model_grads_func``, which divides by it.
+Megatron's schedule calls ``config.finalize_model_grads_func`` once, after the last backward pass:
+it reduces gradients over ranks and, in the per-token loss scaling, divides them by num_tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from megatron_lossagg.reduction.faults import Faults
-
-__all__ = ["DivisorCheck", "own_finalize"]
+__all__ = ["FinalizeHook", "is_megatrons_finalize", "is_same_function", "own_finalize"]
 
 
-class DivisorCheck:
+class FinalizeHook:
     """Stands in for a config's finalize function while one step runs, and calls it.
 
-    ``faults``: of the step, which are read when it ends. No collective, no host sync.
+    ``on_finalize``: gets num_tokens, which is of this rank still, before the config's own function
+    does. No collective, no host sync.
     """
 
-    def __init__(self, config: Any, num_microbatches: int, faults: Faults) -> None:
+    def __init__(self, config: Any, on_finalize: Callable[[Tensor | None], None]) -> None:
         self._config = config
-        self._num_microbatches = num_microbatches
-        self._faults = faults
-        self._returned: list[Tensor] = []
-        self._stock = own_finalize(config)
+        self._on_finalize = on_finalize
+        self._stock = config.finalize_model_grads_func
+        self.is_ended = False
         config.finalize_model_grads_func = self.finalize
-
-    def add(self, num_tokens: Tensor) -> None:
-        """Note what loss_func is to return for a microbatch; a copy, which nobody changes."""
-        self._returned.append(num_tokens.clone())
 
     def finalize(
         self, model: Any, num_tokens: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Compare ``num_tokens``, which is of this rank still, and finalize as before."""
-        returned, self._returned = self._returned, []
-        describe = partial(_describe, len(returned), self._num_microbatches)
-        # A copy: Megatron reduces num_tokens over ranks in place.
-        found = torch.zeros(()) if num_tokens is None else num_tokens.clone()
-        self._faults.record([found, *returned], describe)
+        """Tell ``on_finalize``, and finalize as before."""
+        if not self.is_ended:
+            self._on_finalize(num_tokens)
         return self._stock(model, num_tokens, *args, **kwargs)
 
     def end(self) -> None:
-        """Put the config's own function back."""
-        if self._config.finalize_model_grads_func == self.finalize:
-            self._config.finalize_model_grads_func = self._stock
+        """Put the config's own function back, unless a later step's hook stands before it."""
+        self.is_ended = True
+        function = self._config.finalize_model_grads_func
+        while (hook := hook_of(function)) is not None and hook.is_ended:
+            function = hook._stock
+        self._config.finalize_model_grads_func = function
+
+
+def hook_of(function: Any) -> FinalizeHook | None:
+    """Return the hook whose function this is, if it is one's."""
+    owner = getattr(function, "__self__", None)
+    return owner if isinstance(owner, FinalizeHook) else None
 
 
 def own_finalize(config: Any) -> Any:
-    """Return a config's finalize function, also while a step runs."""
+    """Return a config's finalize function, also while steps run."""
     function = config.finalize_model_grads_func
-    owner = getattr(function, "__self__", None)
-    return owner._stock if isinstance(owner, DivisorCheck) else function
+    while (hook := hook_of(function)) is not None:
+        function = hook._stock
+    return function
 
 
-def _describe(num_returned: int, num_microbatches: int, values: list[float]) -> str:
-    found, *returned = map(int, values)
-    if num_returned != num_microbatches:
-        return (
-            f"the schedule divided gradients after {num_returned} of the {num_microbatches} "
-            "microbatches of the step: run all of them in one schedule call"
-        )
-    if found != sum(returned):
-        return (
-            f"the schedule got {found} tokens of this rank to divide by, mb.outputs returned "
-            f"{sum(returned)}: return all three of mb.outputs from loss_func as they are, (loss, "
-            "num_tokens, report), and train one step at a time"
-        )
-    return ""
+def is_megatrons_finalize(function: Any) -> bool:
+    """Whether a finalize function is Megatron-Core's own, or a partial of it."""
+    from megatron.core.distributed import finalize_model_grads
+
+    while isinstance(function, partial):
+        function = function.func
+    return function is finalize_model_grads
+
+
+def is_same_function(one: Any, other: Any) -> bool:
+    """Whether two callables are one, or partials of one with the same arguments."""
+    if isinstance(one, partial) and isinstance(other, partial):
+        same = one.args == other.args and one.keywords == other.keywords
+        return same and is_same_function(one.func, other.func)
+    return bool(one == other)

@@ -6,8 +6,9 @@ divides them, so a report is a pair of a sum and a count.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from numbers import Number
+import math
+from collections.abc import Mapping
+from numbers import Number, Real
 
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ from megatron_lossagg.reduction.reducer import Reducer
 __all__ = [
     "Means",
     "Outputs",
-    "check_names",
+    "check_coefficient",
+    "check_reported",
     "check_scalar",
     "outputs",
     "shadow_reports",
@@ -77,8 +79,21 @@ def stock_report(loss: Tensor, num_tokens: Tensor, scaling: Scaling) -> dict[str
     return {"lossagg/shadow/stock": torch.stack([loss, count.to(loss.dtype)])}
 
 
-def check_names(names: Sequence[str]) -> None:
-    """Raise :class:`ContractError` for a name that is reported twice or is the package's."""
+def check_reported(report: Mapping[str, Tensor], means: Means) -> None:
+    """Raise :class:`ContractError` for what is not reported by name, or twice.
+
+    A name that starts with ``lossagg/`` is the package's.
+    """
+    are_pairs = isinstance(means, Mapping) and all(
+        getattr(pair, "shape", None) == (2,) or (isinstance(pair, (tuple, list)) and len(pair) == 2)
+        for pair in means.values()
+    )
+    if not isinstance(report, Mapping) or not are_pairs:
+        raise ContractError(
+            f"got report {report!r} and means {means!r}, expected partial losses by name, and "
+            "(sum, count) by name"
+        )
+    names = [*report, *means]
     taken = {
         name
         for name in names
@@ -88,6 +103,16 @@ def check_names(names: Sequence[str]) -> None:
         raise ContractError(
             f"got the reported names {sorted(map(str, taken))}, expected strings, each once and "
             "none that starts with lossagg/: rename them"
+        )
+
+
+def check_coefficient(coefficient: float) -> None:
+    """Raise :class:`ContractError` for a coefficient that is no finite number, or 0."""
+    is_number = isinstance(coefficient, Real) and not isinstance(coefficient, bool)
+    if not is_number or not math.isfinite(coefficient) or coefficient == 0:
+        raise ContractError(
+            f"got coefficient={coefficient!r}, expected a finite number other than 0: what "
+            "multiplies the partial loss under the step's aggregation"
         )
 
 

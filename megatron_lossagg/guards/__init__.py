@@ -1,1 +1,33 @@
-"""What each step checks."""
+"""What each step checks: one file per guard, and the table of them all.
+
+A guard costs its file, a line of this table, and its cases in ``tests/guards``: none of the
+algebra's code. ``docs/checks.md`` is printed from here.
+"""
+
+from __future__ import annotations
+
+from megatron_lossagg.guards.gradient_audit import GradientAudit
+from megatron_lossagg.guards.gradient_buffers import GradientBuffers
+from megatron_lossagg.guards.guard import Guard, StepFacts
+from megatron_lossagg.guards.num_tokens import NumTokens
+from megatron_lossagg.guards.ownership import Ownership
+from megatron_lossagg.guards.split import Split
+from megatron_lossagg.guards.token_weights import TokenWeights
+
+__all__ = ["GUARDS", "guards_of"]
+
+GUARDS: tuple[type[Guard], ...] = (
+    Split,
+    GradientAudit,
+    TokenWeights,
+    GradientBuffers,
+    NumTokens,
+    Ownership,
+)
+"""In the order in which they look."""
+
+
+def guards_of(step: StepFacts) -> list[Guard]:
+    """Make the guards of a step."""
+    made = (kind.of(step) for kind in GUARDS)
+    return [guard for guard in made if guard is not None]

@@ -16,7 +16,6 @@ ranks of the context-parallel group; N = the numbers that a rank gathers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -24,30 +23,57 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.errors import PlanError
+from megatron_lossagg.guards.guard import Guard, StepFacts
+from megatron_lossagg.guards.trained_tokens import TrainedTokens
+from megatron_lossagg.reduction.checks.token_weights import weight_slack
 from megatron_lossagg.reduction.devices import from_numpy, moved
 from megatron_lossagg.reduction.exchange import Exchange
 from megatron_lossagg.reduction.integers import Ints
-from megatron_lossagg.reduction.microbatch import weight_slack
 from megatron_lossagg.reduction.plan import StepPlan
+from megatron_lossagg.reduction.reducer import Reducer
 from megatron_lossagg.reduction.sequences import Floats, hashed
-from megatron_lossagg.reduction.step_state import TrainedTokens
 
-__all__ = ["check_ownership"]
+__all__ = ["Ownership"]
 
 _SLOTS = 1024
 
 
-def check_ownership(exchange: Exchange, plan: StepPlan, *, has_failed: bool) -> None:
-    """Leave in the plan's faults what the ranks trained other than was counted.
+class Ownership(Guard):
+    """Compare what context-parallel ranks trained with what was counted; in evaluations too."""
 
-    ``exchange``: over the context-parallel group, every rank of which calls. ``plan``: the step's;
-    tokens are compared if a rank noted some. ``has_failed``: whether this rank ends the step with
-    an error anyway, which the others then raise too. One all-gather, no host sync.
-    """
-    noted = [tally.of_sequences() for tally in _tallies(plan)]
-    devices = (one.device for one in noted if one is not None)
-    device = next(devices, torch.device("cpu"))
-    _compare(plan, exchange.tensors(_numbers(plan, noted, has_failed, device)), exchange.rank)
+    catches = (
+        "at CP > 1: a token that two ranks train or none, ranks in different steps, a sequence "
+        "with different weights, a rank that failed by itself"
+    )
+    costs = (
+        "five operations over sequences a microbatch; one all-gather of 40 KiB a step over the "
+        "context-parallel group"
+    )
+
+    def __init__(self, num_sequences: int) -> None:
+        self._trained = TrainedTokens(num_sequences)
+
+    @classmethod
+    def of(cls, step: StepFacts) -> Ownership | None:
+        """Make it at CP > 1."""
+        return cls(len(step.plan.active_tokens)) if step.groups.cp_size > 1 else None
+
+    def on_reduce(
+        self, step: StepFacts, reducer: Reducer, losses: Tensor, partial_loss: Tensor
+    ) -> None:
+        """Note what this rank trains of each sequence; no host sync."""
+        self._trained.add(reducer.microbatch)
+
+    def together(self, step: StepFacts, *, has_failed: bool) -> None:
+        """Leave in the plan's faults what the ranks trained other than was counted.
+
+        ``has_failed``: whether this rank ends the step with an error anyway, which the others then
+        raise too. Tokens are compared if a rank noted some. One all-gather over the
+        context-parallel group, every rank of which calls; no host sync.
+        """
+        exchange = Exchange(step.groups.cp_group)
+        gathered_WN = exchange.tensors(_numbers(step.plan, self._trained, has_failed))
+        _compare(step.plan, gathered_WN, exchange.rank)
 
 
 _SAME, _WEIGHTS, _HEAD = 3, 5, 6
@@ -55,22 +81,17 @@ _SAME, _WEIGHTS, _HEAD = 3, 5, 6
 hash of its weights; its slots."""
 
 
-def _tallies(plan: StepPlan) -> tuple[TrainedTokens, ...]:
-    state = plan.state
-    return state.trained, state.trained_of_whole, state.trained_weights, state.weights_of_whole
-
-
-def _numbers(
-    plan: StepPlan, noted: Sequence[Tensor | None], has_failed: bool, device: torch.device
-) -> Tensor:
+def _numbers(plan: StepPlan, trained: TrainedTokens, has_failed: bool) -> Tensor:
     """Return what this rank has trained and counted: int64 ``[N]``.
 
-    ``noted``: what each of the tallies has, ``[S]``. ``has_failed``: whether the step has, here.
+    ``has_failed``: whether the step has, here.
     """
+    noted = [tally.of_sequences() for tally in trained.tallies]
+    device = next((one.device for one in noted if one is not None), torch.device("cpu"))
     counted_F = _folded(plan.active_tokens).astype(np.int64)
     slot_S = from_numpy(_slots(len(plan.active_tokens)), device)
     blocks = []
-    for tally, trained_S in zip(_tallies(plan), noted, strict=True):
+    for tally, trained_S in zip(trained.tallies, noted, strict=True):
         trained_F = torch.zeros(_SLOTS, dtype=tally.dtype, device=device)
         if trained_S is not None:
             trained_F.index_add_(0, slot_S, moved(trained_S, device))

@@ -9,10 +9,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_lossagg.errors import ContractError
+from megatron_lossagg.errors import ContractError, say
 from megatron_lossagg.integrations._refusals import imported
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
-from megatron_lossagg.verify.text import say
 
 __all__ = ["HOOK", "rebind", "report_if_unused"]
 

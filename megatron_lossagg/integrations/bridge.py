@@ -57,7 +57,7 @@ def install(
 ) -> ScheduleHook:
     """Rebind Megatron-Bridge's schedules in this process; return the hook, which counts its steps.
 
-    The arguments are those of :class:`~megatron_lossagg.loop.schedule_hook.ScheduleHook`; ``prompt_mean`` is
+    The arguments are those of :class:`ScheduleHook`; ``prompt_mean`` is
     refused, for there are no prompt ids. A loss with more terms (distillation) is refused in the
     step that has them, an output that is a tuple in the first one. Raises :class:`ContractError`
     if Bridge is not there.

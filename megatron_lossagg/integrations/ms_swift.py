@@ -137,7 +137,7 @@ def install(
 
     Call it in a Python file that ``--external_plugins`` names: ms-swift runs it on every rank
     before it builds the trainer. The arguments are those of
-    :class:`~megatron_lossagg.loop.schedule_hook.ScheduleHook`; ``prompt_mean`` is refused, for there are no
+    :class:`ScheduleHook`; ``prompt_mean`` is refused, for there are no
     prompt ids. Raises :class:`ContractError` if ms-swift 4.6.0 is not there. Adds one all-reduce
     to each line of the log, over data and context parallelism.
     """

@@ -1,1 +1,1 @@
-"""The loop around Megatron's schedule: ``LossAggregator``, ``Step``, the schedule hook, the probe."""
+"""Around Megatron's schedule: ``LossAggregator``, ``Step``, the hook, the probe."""

@@ -1,6 +1,6 @@
 """One loss aggregation on one live model, for a whole run.
 
-How Megatron scales a loss, and why K compensates it, is in :mod:`megatron_lossagg.contract.scaling`.
+How Megatron scales a loss, and why K compensates it, is in ``contract/scaling.py``.
 In the per-token loss scaling num_tokens comes from the counts of the step, so that the sum over
 the step is the plan's N for any loss mask. Stock Megatron's side losses (MoE, MTP) keep their 1/N.
 """
@@ -8,38 +8,34 @@ the step is the plan's N for any loss mask. Stock Megatron's side losses (MoE, M
 from __future__ import annotations
 
 import argparse
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lossagg.contract.finalize import DivisorCheck, own_finalize
-from megatron_lossagg.contract.live import (
-    Frozen,
-    LiveGroups,
-    checked_loss_scaling,
-    is_megatrons_finalize,
-    may_hold_back,
-    megatron_version,
-    note_on_side_losses,
-)
-from megatron_lossagg.contract.scaling import K_FORMULA, MOST_TOKENS_PER_TOKEN, LossScaling
+from megatron_lossagg.contract.finalize import own_finalize
+from megatron_lossagg.contract.groups import LiveGroups
+from megatron_lossagg.contract.live import checked_loss_scaling, megatron_version
+from megatron_lossagg.contract.scaling import K_FORMULA, LossScaling
+from megatron_lossagg.contract.side_losses import note_on_side_losses
 from megatron_lossagg.errors import ContractError, message_of
+from megatron_lossagg.guards.agreement import agree
+from megatron_lossagg.guards.before import BEFORE_A_STEP, Asked, RunFacts
+from megatron_lossagg.guards.frozen import Frozen
+from megatron_lossagg.loop.counts_of_rank import sequences_of_rank
 from megatron_lossagg.loop.flags import aggregation_from_args
 from megatron_lossagg.loop.step import Step
 from megatron_lossagg.record.writer import RecordFile, StepRecorder
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.exchange import Exchange, gather_counts
-from megatron_lossagg.reduction.integers import IntsLike, is_integer
+from megatron_lossagg.reduction.exchange import Exchange
+from megatron_lossagg.reduction.integers import IntsLike
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.modes import Count
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.reduction.plan import StepPlan, plan_step
-from megatron_lossagg.reduction.sequences import FloatsLike, Ids, Sequences
+from megatron_lossagg.reduction.sequences import FloatsLike, Ids
 
 if TYPE_CHECKING:
     from megatron_lossagg.loop.integration import Integration
@@ -65,6 +61,8 @@ class LossAggregator:
         count_empty: As in :class:`Aggregation`.
         count: As in :class:`Aggregation`.
         options: The options of the run.
+        counts_parts: Whether each rank counts its parts of sequences, as dynamic context
+            parallelism needs; the schedule hook sets it.
 
     Raises:
         ContractError: On every rank, if one rank rejects its model, if the ranks disagree on the
@@ -86,9 +84,6 @@ class LossAggregator:
         True
     """
 
-    counts_parts = False
-    """Whether each rank counts its parts of sequences, as dynamic context parallelism needs."""
-
     def __init__(
         self,
         model: Any,
@@ -99,8 +94,15 @@ class LossAggregator:
         count_empty: bool | None = None,
         count: Count | None = None,
         options: Options | None = None,
+        counts_parts: bool = False,
     ) -> None:
-        self.aggregation = _aggregation(aggregation, divisor, exponent, count_empty, count)
+        numbers = {
+            "divisor": divisor,
+            "exponent": exponent,
+            "count_empty": count_empty,
+            "count": count,
+        }
+        self.aggregation = _aggregation(aggregation, numbers)
         self.options = options or Options()
         self.chunks = list(model) if isinstance(model, (list, tuple)) else [model]
         """The DDP-wrapped chunks of this rank."""
@@ -108,13 +110,10 @@ class LossAggregator:
             raise ContractError(
                 "torch.distributed is not initialized: make the LossAggregator after it is"
             )
-        self._read()
-        self._config = self.chunks[0].config
-        self._finalize = own_finalize(self._config)
-        self._agreed = {self.aggregation}
+        self._read(counts_parts=counts_parts)
         self._latest: Step | None = None
         self._hook: ScheduleHook | None = None
-        self.note = note_on_side_losses(self._config, self.loss_scaling)
+        self.note = note_on_side_losses(self._run.config, self.loss_scaling)
         """Which side losses depend on CP, for the start of a run; empty if none does."""
         self.probe: ProbeReport | None = None
         """What the startup probe measured; None if it was not asked for."""
@@ -122,6 +121,7 @@ class LossAggregator:
             from megatron_lossagg.loop.probe import run_probe
 
             self.probe = run_probe(self)
+            self._run.is_probed = True
 
     @staticmethod
     def from_args(model: Any, args: argparse.Namespace) -> LossAggregator | None:
@@ -151,57 +151,53 @@ class LossAggregator:
         if aggregation is not None:
             return LossAggregator(model, aggregation, options=options)
         if dist.is_initialized():
-            _agree("", "no --loss-aggregation")
+            agree("", "no --loss-aggregation")
         return None
 
-    def _read(self) -> None:
+    def _read(self, *, counts_parts: bool) -> None:
         """Read what the live model is; a refusal on one rank reaches all."""
         fault, settings = "", ""
         try:
-            loss_scaling = checked_loss_scaling(self.chunks, counts_parts=self.counts_parts)
+            loss_scaling = checked_loss_scaling(self.chunks, counts_parts=counts_parts)
             frozen = Frozen.of(self.chunks, loss_scaling)
             groups = LiveGroups.of(self.chunks)
-            mode = getattr(self.chunks[0].config, "cp_partition_mode", "zigzag")
-            is_contiguous = mode == "contiguous" and groups.cp_size > 1
             settings = f"megatron-core {megatron_version()}, loss scaling {loss_scaling}, "
             settings += f"{self.options}, {_settings_of(self.aggregation)}"
-            if groups.cp_group is None and self.options.record is not None:
-                raise ContractError(
-                    "got a record with dynamic_context_parallel, expected none: a line holds the "
-                    "hash of whole sequences' weights, and each rank has parts of them; drop "
-                    "--loss-aggregation-record"
-                )
             self._record_group, self._record_file = self._opened_record(groups)
         except Exception as error:  # of any type: no rank may leave the others waiting
             fault = message_of(error)
-        _agree(fault, settings)
-        self._frozen = frozen
+        agree(fault, settings)
+        self.groups = groups
+        """The groups of the live chunks, and this rank's place in them."""
         self.loss_scaling: LossScaling = loss_scaling
-        self.dp_group: ProcessGroup = groups.dp_group
-        """The dense data-parallel group without context parallelism."""
-        self.tp_group: ProcessGroup = groups.tp_group
-        """The tensor-parallel group."""
-        self.cp_group: ProcessGroup | None = groups.cp_group
-        """The context-parallel group; None with dynamic context parallelism, where every rank
-        counts and trains parts of sequences of its own."""
-        self.pp_group: ProcessGroup = groups.pp_group
-        """The pipeline-parallel group."""
-        self.cp_size = groups.cp_size
-        self.cp_rank = groups.cp_rank
-        self.is_contiguous = is_contiguous
-        """Whether a context-parallel rank holds one interval of a packed buffer, not two chunks of
-        each sequence."""
-        self.dp_size = groups.dp_size
-        self.dp_cp_size = groups.dp_cp_size
-        """DP * CP: the size of the group whose gradients the chunks reduce over."""
-        self.is_last_stage = groups.is_last_stage
-        """Whether this rank's pipeline stage calls loss_func."""
+        self._run = RunFacts(
+            chunks=self.chunks,
+            groups=groups,
+            loss_scaling=loss_scaling,
+            frozen=frozen,
+            agreed={self.aggregation},
+            finalize=own_finalize(self.chunks[0].config),
+        )
 
     @property
-    def grad_scale_func(self) -> Callable[[Tensor], Tensor] | None:
-        """What the schedule applies to a loss before its backward pass; None without loss scale."""
-        scale: Callable[[Tensor], Tensor] | None = self._config.grad_scale_func
-        return scale
+    def dp_group(self) -> ProcessGroup:
+        """The dense data-parallel group without context parallelism."""
+        return self.groups.dp_group
+
+    @property
+    def tp_group(self) -> ProcessGroup:
+        """The tensor-parallel group."""
+        return self.groups.tp_group
+
+    @property
+    def cp_size(self) -> int:
+        """CP; 1 with dynamic context parallelism, where each rank counts and trains its parts."""
+        return self.groups.cp_size
+
+    @property
+    def cp_rank(self) -> int:
+        """This rank's place in its context-parallel group."""
+        return self.groups.cp_rank
 
     def _opened_record(self, groups: LiveGroups) -> tuple[ProcessGroup | None, RecordFile | None]:
         """Return the group that gathers a step's record, and on its first rank the file.
@@ -210,6 +206,12 @@ class LossAggregator:
         stages, and all but the first of tensor parallelism.
         """
         path = self.options.record
+        if path is not None and groups.cp_group is None:
+            raise ContractError(
+                "got a record with dynamic_context_parallel, expected none: a line holds the "
+                "hash of whole sequences' weights, and each rank has parts of them; drop "
+                "--loss-aggregation-record"
+            )
         if path is None or not groups.is_last_stage or dist.get_rank(groups.tp_group) != 0:
             return None, None
         is_first = dist.get_rank(groups.dp_cp_group) == 0
@@ -222,30 +224,20 @@ class LossAggregator:
         Raises :class:`ContractError` on every rank. One ``all_gather_object`` over the world, by
         every rank.
         """
-        _agree("", _settings_of(aggregation))
-        self._agreed.add(aggregation)
+        agree("", _settings_of(aggregation))
+        self._run.agreed.add(aggregation)
 
     def thd(self, cu_seqlens_padded: IntsLike) -> Layout:
-        """Return the layout of packed sequences for this rank; a CUDA tensor costs one host sync.
-
-        ``Layout.thd_contiguous`` if the model's ``cp_partition_mode`` is ``contiguous``, else
-        ``Layout.thd_zigzag``.
-        """
-        kind = Layout.thd_contiguous if self.is_contiguous else Layout.thd_zigzag
-        return kind(cu_seqlens_padded, cp_size=self.cp_size, cp_rank=self.cp_rank)
+        """Return the layout of packed sequences for this rank; see :meth:`LiveGroups.thd`."""
+        return self.groups.thd(cu_seqlens_padded)
 
     def local(self, sequence_lengths_here: IntsLike) -> Layout:
         """Return ``Layout.local`` for this rank: mask and losses are already its own."""
-        return Layout.local(sequence_lengths_here, cp_size=self.cp_size, cp_rank=self.cp_rank)
+        return self.groups.local(sequence_lengths_here)
 
     def sliced(self, lengths: Sequence[int]) -> Layout:
-        """Return ``Layout.local`` for packed sequences that the framework has sliced already.
-
-        ``lengths``: of the whole, padded sequences. The part is what :meth:`thd` would take.
-        """
-        if not self.is_contiguous:
-            return self.local([length // self.cp_size for length in lengths])
-        return self.local(self.thd([0, *itertools.accumulate(lengths)]).local_lengths)
+        """Return ``Layout.local`` for sequences that the framework has sliced already."""
+        return self.groups.sliced(lengths)
 
     def step(
         self,
@@ -269,7 +261,7 @@ class LossAggregator:
 
         Every rank calls. Collectives: on the last stage those of :func:`plan_step` over
         :attr:`dp_group`, and one ``all_gather_object`` over :attr:`tp_group` if it has several
-        ranks; on every stage one all-gather over :attr:`pp_group` if it has several ranks.
+        ranks; on every stage one all-gather over the pipeline-parallel group if it has several.
 
         Args:
             active_tokens: Of the sequences of this data-parallel rank, as in :class:`Sequences`.
@@ -321,13 +313,13 @@ class LossAggregator:
         Also if the stages' M differ.
 
         ``plan``: makes the plan, and is called on the last stage only. The others: see
-        :meth:`begin`. Every rank calls. One all-gather over :attr:`pp_group` if it has several
-        ranks.
+        :meth:`begin`. Every rank calls. One all-gather over the pipeline-parallel group if it
+        has several ranks.
         """
         step, error = None, None
         try:
             step = self.begin(
-                plan() if self.is_last_stage else None,
+                plan() if self.groups.is_last_stage else None,
                 num_microbatches=num_microbatches,
                 forward_only=forward_only,
                 accumulates=accumulates,
@@ -336,7 +328,7 @@ class LossAggregator:
         except Exception as found:  # of any type: no stage may leave the others waiting
             error = found
         message = "" if error is None else message_of(error)
-        of_stages = Exchange(self.pp_group).messages(f"{num_microbatches}\n{message}")
+        of_stages = Exchange(self.groups.pp_group).messages(f"{num_microbatches}\n{message}")
         if error is not None:
             raise error
         assert step is not None
@@ -375,72 +367,55 @@ class LossAggregator:
             The step, a context manager.
 
         Raises:
-            ContractError: If the live config changed, if it has no ``finalize_model_grads_func`` or
-                a different one (except for ``forward_only``), if the previous step was not
-                finished, and if the plan was counted over other ranks, has trained a step, is for a
-                different number of microbatches, or is under an aggregation that the ranks have not
-                agreed on; for ``accumulates`` where Megatron reduces gradients once more, and for
-                ``overlap_grad_reduce`` with no ``no_sync_func`` or a different model's; for a
-                finalize function other than Megatron-Core's, set after the probe; and per-token,
-                while another step of the model runs.
+            ContractError: For each of :data:`megatron_lossagg.guards.before.BEFORE_A_STEP`, such
+                as a config that changed, a previous step that was not finished, and a plan that
+                has trained or was counted over other ranks.
         """
-        if self._latest is not None and self._latest.is_left_open:
-            raise ContractError(
-                "the previous step was not finished: write `with aggregator.step(...) as step:` "
-                "around the schedule call, or call step.finish() after it, before the optimizer's "
-                "step; after an error, step.end()"
-            )
-        if self._latest is not None:
-            self._latest.end()
-        self._frozen.check()
-        if not forward_only:
-            self._check_finalize()
-        if not is_integer(num_microbatches, lowest=1):
-            raise ContractError(
-                f"got num_microbatches {num_microbatches!r}, expected an integer from 1: pass "
-                "what the schedule gets"
-            )
-        if iteration is not None and not is_integer(iteration, lowest=1):
-            raise ContractError(
-                f"got iteration {iteration!r}, expected an integer from 1: pass the number of the "
-                "optimizer step that is trained"
-            )
-        if plan is None and self.is_last_stage:
-            raise ContractError(
-                "got no counts on the last pipeline stage, which computes the loss: pass "
-                "active_tokens= there"
-            )
-        if plan is not None:
-            self._check_plan(plan, num_microbatches, forward_only)
-        if not forward_only:
-            self._check_overlap(num_microbatches)
-        if accumulates:
-            self._check_accumulation()
+        previous = self._latest
+        asked = Asked(
+            plan=plan,
+            num_microbatches=num_microbatches,
+            forward_only=forward_only,
+            accumulates=accumulates,
+            iteration=iteration,
+            is_previous_open=previous is not None and previous.is_left_open,
+        )
+        if previous is not None and not asked.is_previous_open:
+            previous.end()
+        for check in BEFORE_A_STEP:
+            check(self._run, asked)
         if plan is not None:
             plan.state.is_stepped = plan.state.is_stepped or not forward_only
         self._latest = Step(
-            aggregator=self,
+            chunks=self.chunks,
+            groups=self.groups,
+            loss_scaling=self.loss_scaling,
             plan=plan,
             num_microbatches=num_microbatches,
             forward_only=forward_only,
             accumulates=accumulates,
             shadows=self.options.shadows,
-            record=None if forward_only else self._recorded(iteration),
-            divisor=None if forward_only else self._divisor_check(plan, num_microbatches),
+            recorder=None if forward_only else self._recorder(iteration),
         )
-        if plan is not None:
-            plan.state.refuse_others()
         return self._latest
 
-    def _divisor_check(self, plan: StepPlan | None, num_microbatches: int) -> DivisorCheck | None:
-        if plan is None or self.loss_scaling == "average":
-            return None
-        return DivisorCheck(self._config, num_microbatches, plan.state.faults)
-
-    def _recorded(self, iteration: int | None) -> StepRecorder | None:
+    def _recorder(self, iteration: int | None) -> StepRecorder | None:
         if self._record_group is None:
             return None
         return StepRecorder(Exchange(self._record_group), self._record_file, iteration)
+
+    def _plan(
+        self, arguments: dict[str, Any], num_microbatches: int, forward_only: bool
+    ) -> StepPlan:
+        """Plan the counts of this data-parallel rank; see :meth:`step`."""
+        sequences, fault = sequences_of_rank(arguments, num_microbatches, self.tp_group)
+        return plan_step(
+            self.aggregation,
+            sequences,
+            group=self.dp_group,
+            options=self.options.of_step(forward_only),
+            fault=fault,
+        )
 
     def wrap(self, schedule: Callable[..., Any], integration: Integration) -> Callable[..., Any]:
         """Wrap what ``get_forward_backward_func()`` returned, if the loop reads its data inside.
@@ -465,190 +440,24 @@ class LossAggregator:
 
     def describe(self) -> str:
         """Write a line for the start of a run: mode, formula, loss scaling, K; then the note."""
-        cp = self.cp_size if self.cp_group else "dynamic"
+        cp = self.cp_size if self.groups.cp_group else "dynamic"
         line = (
             f"loss aggregation {self.aggregation}; loss scaling {self.loss_scaling}, K = "
             f"{K_FORMULA[self.loss_scaling]} "
-            f"(DP {self.dp_size}, CP {cp}); probe: {self.probe or 'off'}"
+            f"(DP {self.groups.dp_size}, CP {cp}); probe: {self.probe or 'off'}"
         )
         return f"{line}\n{self.note}" if self.note else line
 
-    def _of_first_rank(self, given: dict[str, Any]) -> tuple[dict[str, Any], str]:
-        """Return the counts of the tensor-parallel group's first rank, or what is wrong."""
-        if dist.get_world_size(self.tp_group) == 1:
-            return given, ""
-        own, fault = {}, ""
-        try:
-            own = {name: _listed(value) for name, value in given.items()}
-        except Exception as error:  # of any type: no rank may leave the others waiting
-            fault = message_of(error)
-        (first, *others), fault = gather_counts(own, fault, self.tp_group)
-        other = next((n for n, each in enumerate(others, 1) if each not in ({}, first)), None)
-        if not fault and other is not None:
-            fault = (
-                f"tensor-parallel ranks 0 and {other} pass different counts: give both the same "
-                f"data, or leave the counts of rank {other} out"
-            )
-        return first, fault
 
-    def _plan(
-        self, arguments: dict[str, Any], num_microbatches: int, forward_only: bool
-    ) -> StepPlan:
-        """Plan the counts of this data-parallel rank; see :meth:`step`."""
-        given, fault = self._of_first_rank(
-            {name: value for name, value in arguments.items() if value is not None}
-        )
-        if not is_integer(num_microbatches, lowest=1) and not fault:
-            fault = f"got num_microbatches {num_microbatches!r}, expected an integer from 1"
-        if "active_tokens" not in given and not fault:
-            fault = "got no counts: pass active_tokens=, at least on the first tensor-parallel rank"
-        sequences = Sequences(active_tokens=[])
-        if not fault:
-            sequences = Sequences(**given, num_microbatches=num_microbatches)
-        return plan_step(
-            self.aggregation,
-            sequences,
-            group=self.dp_group,
-            options=self.options.of_step(forward_only),
-            fault=fault,
-        )
-
-    def _check_accumulation(self) -> None:
-        """Refuse what scales or reduces the gradients of earlier schedule calls once more."""
-        config, ddps = self._config, [chunk.ddp_config for chunk in self.chunks]
-        shards = self.dp_cp_size > 1 and any(ddp.use_distributed_optimizer for ddp in ddps)
-        reduced_again = {
-            "--calculate-per-token-loss": self.loss_scaling == "per_token",
-            "the distributed optimizer": shards,
-            "overlap_grad_reduce": any(ddp.overlap_grad_reduce for ddp in ddps),
-            "tensor parallelism": config.tensor_model_parallel_size > 1,  # norms, biases
-            "pipeline parallelism": config.pipeline_model_parallel_size > 1,  # tied embeddings
-            "expert parallelism": config.expert_model_parallel_size > 1,
-        }
-        for what, is_used in reduced_again.items():
-            if is_used:
-                raise ContractError(
-                    f"got accumulates=True with {what}, where Megatron may scale or reduce "
-                    "gradients of earlier schedule calls once more: run all microbatches of an "
-                    "optimizer step in one schedule call"
-                )
-
-    def _check_overlap(self, num_microbatches: int) -> None:
-        """Refuse an overlapping reduction that nothing holds back until the last microbatch."""
-        overlaps = any(
-            chunk.ddp_config.overlap_grad_reduce
-            and (self.dp_cp_size > 1 or chunk.expert_parallel_buffers)
-            for chunk in self.chunks
-        )
-        found = self._config.no_sync_func
-        functions = found if isinstance(found, (list, tuple)) else [found]
-        holds = all(may_hold_back(function, self.chunks) for function in functions)
-        if overlaps and num_microbatches > 1 and not holds:
-            state = "None" if found is None else "not theirs"
-            raise ContractError(
-                f"got {num_microbatches} microbatches with overlap_grad_reduce, and "
-                f"config.no_sync_func is {state}: gradients would be reduced before the last "
-                "microbatch has added its own; set config.no_sync_func to the chunks' no_sync, as "
-                "megatron.training does"
-            )
-
-    def _check_finalize(self) -> None:
-        """Compare the finalize function with the one that the probe measured."""
-        now = self._config.finalize_model_grads_func
-        if now is None:
-            raise ContractError(
-                "config.finalize_model_grads_func is None: the schedule would reduce no gradient "
-                "over data-parallel ranks; set it to finalize_model_grads before the first step"
-            )
-        if isinstance(getattr(now, "__self__", None), DivisorCheck):
-            raise ContractError(
-                "got a step of this model while another one runs: leave its with block first, or "
-                "call its step.end(); terms of one loss belong to one step"
-            )
-        if self._finalize is None:  # training sets it before its first step
-            if self.probe is not None and not is_megatrons_finalize(now):
-                raise ContractError(
-                    f"config.finalize_model_grads_func is {now!r}, and the probe measured "
-                    "Megatron-Core's own, because it was None when the LossAggregator was made: "
-                    "set it before that"
-                )
-            self._finalize = now
-        if not _is_same_function(now, self._finalize):
-            raise ContractError(
-                f"config.finalize_model_grads_func is {now!r}, it was {self._finalize!r} when the "
-                "LossAggregator was made: a different function may scale gradients differently; "
-                "make the LossAggregator after replacing it"
-            )
-
-    def _check_plan(self, plan: StepPlan, num_microbatches: int, forward_only: bool) -> None:
-        if not isinstance(plan, StepPlan):
-            raise ContractError(f"got {plan!r}, expected what plan_step returns")
-        planned = plan.sequences.num_microbatches
-        if planned not in (None, num_microbatches):
-            raise ContractError(
-                f"the plan was made for {planned} microbatches, the schedule runs "
-                f"{num_microbatches}: pass the same number to Sequences and to the step"
-            )
-        own = tuple(dist.get_process_group_ranks(self.dp_group))
-        if plan.group_ranks not in (None, own):
-            raise ContractError(
-                f"the plan was counted over ranks {list(plan.group_ranks or ())}, the model's "
-                f"data-parallel group without context parallelism is {list(own)}: pass "
-                "group=aggregator.dp_group to plan_step"
-            )
-        if plan.state.is_stepped and not forward_only:
-            raise ContractError(
-                "the plan has already begun to train a step: a plan is for one optimizer step; "
-                "call plan_step for each, and again after a step that failed, or pass "
-                "forward_only=True if nothing is trained"
-            )
-        if plan.aggregation not in self._agreed:
-            raise ContractError(
-                f"the plan is under {plan.aggregation}, which the ranks have not agreed on: call "
-                "aggregator.agree_on(...) on every rank"
-            )
-        n = plan.totals.active_tokens
-        if self.loss_scaling == "per_token" and n is None:
-            raise ContractError(
-                "the per-token loss scaling divides by the step's active tokens, which the plan "
-                "does not know: give StepTotals(active_tokens=...), or let plan_step count"
-            )
-        if self.loss_scaling == "per_token" and n is not None and n > MOST_TOKENS_PER_TOKEN:
-            raise ContractError(
-                f"the step has {n} active tokens, Megatron-Core counts them in int32: take "
-                "fewer per step, or train without --calculate-per-token-loss"
-            )
-
-
-def _aggregation(
-    aggregation: Aggregation | str,
-    divisor: float | None,
-    exponent: float | None,
-    count_empty: bool | None,
-    count: Count | None,
-) -> Aggregation:
-    given = {
-        "divisor": divisor,
-        "exponent": exponent,
-        "count_empty": count_empty,
-        "count": count,
-    }
-    given = {name: value for name, value in given.items() if value is not None}
+def _aggregation(aggregation: Aggregation | str, numbers: dict[str, Any]) -> Aggregation:
+    given = {name: value for name, value in numbers.items() if value is not None}
     if not isinstance(aggregation, Aggregation):
-        return Aggregation(aggregation, **given)  # type: ignore[arg-type]
+        return Aggregation(aggregation, **given)
     if given:
         raise ContractError(
             f"got an Aggregation and {', '.join(given)}: set them in the Aggregation"
         )
     return aggregation
-
-
-def _is_same_function(one: Any, other: Any) -> bool:
-    """Whether two callables are one, or partials of one with the same arguments."""
-    if isinstance(one, partial) and isinstance(other, partial):
-        same = one.args == other.args and one.keywords == other.keywords
-        return same and _is_same_function(one.func, other.func)
-    return bool(one == other)
 
 
 def _fault_of_stages(found: Sequence[Sequence[str]]) -> str:
@@ -664,32 +473,5 @@ def _fault_of_stages(found: Sequence[Sequence[str]]) -> str:
     return ""
 
 
-def _listed(value: Any) -> Any:
-    """Return what :meth:`LossAggregator.step` was given without tensors and arrays."""
-    if isinstance(value, Tensor):
-        value = value.detach()
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        return value
-    return [one.item() if isinstance(one, Tensor) else one for one in value]
-
-
 def _settings_of(aggregation: Aggregation) -> str:
     return f"{aggregation} ({aggregation!r})"  # a formula may not show count_empty
-
-
-def _agree(fault: str, settings: str) -> None:
-    """Raise one :class:`ContractError` on every rank of the world, or on none."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (fault, settings))
-    for rank, (fault_of_rank, _) in enumerate(gathered):
-        if fault_of_rank:
-            raise ContractError(f"rank {rank}: {fault_of_rank}")
-    first = gathered[0][1]
-    for rank, (_, settings_of_rank) in enumerate(gathered):
-        if settings_of_rank != first:
-            raise ContractError(
-                f"ranks disagree: rank 0 has {first}, rank {rank} has {settings_of_rank}: start "
-                "all ranks with the same flags and versions"
-            )

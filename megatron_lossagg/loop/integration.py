@@ -145,7 +145,7 @@ class Integration(ABC):
     def prepare(self, aggregations: Sequence[Aggregation]) -> None:
         """Note what these aggregations need; a subclass may wrap more of its framework for it.
 
-        Called once, by :class:`~megatron_lossagg.loop.schedule_hook.ScheduleHook`, with the trained one and
+        Called once, by the schedule hook, with the trained one and
         the shadows.
         """
         self.weighs_tokens = any(one.count == "weights" for one in aggregations)

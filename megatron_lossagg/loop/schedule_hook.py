@@ -9,26 +9,23 @@ What only the framework knows is its :class:`~megatron_lossagg.loop.integration.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
-from megatron_lossagg.contract.live import unwrapped
+from megatron_lossagg.contract.groups import unwrapped
 from megatron_lossagg.contract.outputs import stock_report
 from megatron_lossagg.errors import AggregationError, ContractError
+from megatron_lossagg.guards.framework_loss import compare_with_framework
 from megatron_lossagg.loop.aggregator import LossAggregator
 from megatron_lossagg.loop.buffer import StepBuffer, StepMicrobatch
 from megatron_lossagg.loop.integration import FrameworkLoss, Integration
 from megatron_lossagg.loop.step import MicrobatchLoss, Step
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.devices import moved
-from megatron_lossagg.reduction.faults import Faults
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.reduction.plan import StepPlan
 
@@ -194,16 +191,14 @@ class ScheduleHook:
         now = self.aggregator
         if now is None or now.chunks != chunks or (probe and now.probe is None):
             options = replace(self.options, probe=probe)
-            kind = _OfParts if self.integration.counts_parts else LossAggregator
-            now = self.aggregator = kind(chunks, self._planned, options=options)
+            counts_parts = self.integration.counts_parts
+            now = self.aggregator = LossAggregator(
+                chunks, self._planned, options=options, counts_parts=counts_parts
+            )
             if dist.get_rank() == 0:
                 stock = f"loss aggregation: the framework's own; {self.flag}"
                 print(now.describe() if trains else stock, flush=True)
         return now
-
-
-class _OfParts(LossAggregator):
-    counts_parts = True
 
 
 class _InLockstep:
@@ -333,47 +328,14 @@ class _Replay:
         faults = self._step.plan.state.faults
         if framework.check is not None:
             faults.record(*framework.check)
-        if self._compares:
-            _compare_sum(framework, edge, faults, microbatch.index)
+        if self._compares and framework.masked_sum is not None:
+            compare_with_framework(
+                framework.masked_sum,
+                framework.losses,
+                framework.mask,
+                framework.token_weights,
+                output=edge,
+                faults=faults,
+                microbatch=microbatch.index,
+            )
         return framework, mb
-
-
-def _compare_sum(
-    framework: FrameworkLoss, output: GradientEdge | None, faults: Faults, microbatch: int
-) -> None:
-    """Compare the framework's loss with the masked sum, and their gradients at ``output``.
-
-    ``output``: what the model returned; None to compare no gradients. ``faults`` are read later.
-    """
-    found = framework.masked_sum
-    if found is None:
-        return
-    mask = moved(framework.mask, framework.losses.device)
-    weights = framework.token_weights
-    factor = mask if weights is None else moved(weights, mask.device)
-    terms = torch.where(mask != 0, framework.losses, 0) * factor.float()
-    ours = terms.sum()
-    # A copy: under a shadow Megatron divides the framework's own loss in place.
-    values = [found.clone(), ours, terms.abs().sum()]
-    if output is not None and ours.requires_grad:
-        for loss in (found - ours, ours):
-            (gradient,) = torch.autograd.grad(loss, output, retain_graph=True, allow_unused=True)
-            values.append(ours.new_zeros(()) if gradient is None else gradient.abs().sum())
-    faults.record(values, functools.partial(_more_than_sum, microbatch))
-
-
-def _more_than_sum(microbatch: int, values: list[float]) -> str:
-    found, ours, scale, *gradients = values
-    # A product keeps an inf at a masked position; a loss that is not finite is found elsewhere.
-    if not math.isfinite(found + scale):
-        return ""
-    difference, gradient = gradients or (0.0, 0.0)
-    if abs(found - ours) <= 1e-4 * scale and difference <= 1e-4 * gradient:
-        return ""
-    return (
-        f"the script's loss_func gave {found:.6g} for microbatch {microbatch} of rank "
-        f"{dist.get_rank()}, the masked sum of its per-token losses is {ours:.6g}, and their "
-        f"gradients differ by {difference:.3g} of {gradient:.3g}: it has terms "
-        "or factors that are not known here (a distillation loss, a penalty, a coefficient), and "
-        "they would be lost; train it without the flags of --loss-aggregation"
-    )

@@ -1,44 +1,39 @@
-"""One schedule call: the losses of its microbatches times K, and the checks when it finishes."""
+"""One schedule call: the losses of its microbatches times K, and the guards around them."""
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from megatron_lossagg.contract.finalize import DivisorCheck
+from megatron_lossagg.contract.finalize import FinalizeHook
+from megatron_lossagg.contract.groups import LiveGroups
 from megatron_lossagg.contract.live import is_rerunning
 from megatron_lossagg.contract.outputs import (
     Means,
     Outputs,
-    check_names,
+    check_coefficient,
+    check_reported,
     check_scalar,
     outputs,
     shadow_reports,
 )
-from megatron_lossagg.contract.scaling import Scaling
+from megatron_lossagg.contract.scaling import LossScaling, Scaling
 from megatron_lossagg.contract.sequence_tracker import SequenceTracker
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.guards.ownership import check_ownership
+from megatron_lossagg.guards import guards_of
+from megatron_lossagg.guards.guard import Guard, StepFacts, is_in_backward
 from megatron_lossagg.loop.first_step import record_first_step
 from megatron_lossagg.record.writer import StepRecorder
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.exchange import Exchange
-from megatron_lossagg.reduction.integers import IntsLike, first_few
+from megatron_lossagg.reduction.integers import IntsLike
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.reducer import Reducer
-from megatron_lossagg.reduction.step_state import ReducerCall
-
-if TYPE_CHECKING:
-    from megatron_lossagg.loop.aggregator import LossAggregator
 
 __all__ = ["MicrobatchLoss", "Step"]
 
@@ -75,12 +70,18 @@ class MicrobatchLoss:
         loss: Tensor,
         report: Mapping[str, Tensor] | None = None,
         means: Means | None = None,
+        *,
+        coefficient: float = 1.0,
     ) -> Outputs:
         """Make what loss_func returns: ``(loss, num_tokens, report)``.
 
         ``loss``: 0-dim, the sum of all terms' partial losses. ``report``: partial losses by name.
         ``means``: local sums with their counts by name, of what is a mean already (clip fraction,
         reward): Megatron adds both over the step and divides, so one mean over the step is logged.
+        ``coefficient``: what multiplies the partial loss under the step's own aggregation in
+        ``loss``, such as 0.5 for ``0.5 * mb.reduce(value_losses)``. It changes no number: the step
+        refuses a partial loss that arrives in the backward pass with another one. Do not divide by
+        M, DP, CP or a number of tokens: K compensates what Megatron does.
 
         The loss is ``loss * K`` in fp32 or better with storage of its own (the schedule scales it
         in place); num_tokens an int32 0-dim tensor on its device; each report a detached
@@ -89,24 +90,15 @@ class MicrobatchLoss:
         weights as sliced and masked, not what is done to a partial loss afterwards. No collective,
         no host sync.
 
-        Raises :class:`ContractError` if :meth:`reduce` was not called under the step's aggregation,
-        if this is of another step, and if the loss needs no gradient in a training step or one in a
-        ``forward_only`` step.
+        Raises :class:`ContractError` if :meth:`reduce` was not called under the step's aggregation
+        for a microbatch with tokens, if this is of another step, and if the loss needs no gradient
+        in a training step or one in a ``forward_only`` step.
         """
         check_scalar("loss", loss)
+        check_coefficient(coefficient)
         report, means = report or {}, means or {}
-        are_pairs = isinstance(means, Mapping) and all(
-            getattr(pair, "shape", None) == (2,)
-            or (isinstance(pair, (tuple, list)) and len(pair) == 2)
-            for pair in means.values()
-        )
-        if not isinstance(report, Mapping) or not are_pairs:
-            raise ContractError(
-                f"got report {report!r} and means {means!r}, expected partial losses by name, and "
-                "(sum, count) by name"
-            )
-        check_names([*report, *means])
-        made = self._step._outputs(loss, self._reducer, report, means)
+        check_reported(report, means)
+        made = self._step._outputs(loss, self._reducer, report, means, coefficient)
         made[2].update(shadow_reports(self._shadows, self._step.scaling))
         return made
 
@@ -115,8 +107,9 @@ class MicrobatchLoss:
 
         In place of :meth:`outputs`: the step checks at its end what it checks of a trained one.
         """
-        self._step._note_shadowed(self._reducer)
-        return shadow_reports(self._shadowed(losses), self._step.scaling)
+        shadows = self._shadowed(losses)
+        self._step._note_shadows(self._reducer, losses, shadows)
+        return shadow_reports(shadows, self._step.scaling)
 
     def _shadowed(self, losses: Tensor) -> dict[str, Tensor]:
         """Sum the losses under each shadow's mode."""
@@ -134,44 +127,59 @@ class Step:
     def __init__(
         self,
         *,
-        aggregator: LossAggregator,
+        chunks: Sequence[Any],
+        groups: LiveGroups,
+        loss_scaling: LossScaling,
         plan: StepPlan | None,
         num_microbatches: int,
         forward_only: bool = False,
         accumulates: bool = False,
         shadows: Mapping[str, Aggregation] | None = None,
-        record: StepRecorder | None = None,
-        divisor: DivisorCheck | None = None,
+        recorder: StepRecorder | None = None,
+        is_guarded: bool = True,
     ) -> None:
         self.num_microbatches = num_microbatches
         """M of this schedule call."""
         self.forward_only = forward_only
         self.is_finished = False
-        self._aggregator = aggregator
-        self._plan = plan
-        self._accumulates = accumulates
         self.shadows = shadows or {}
         """The aggregations whose losses are reported in addition to the trained one, by name."""
-        self._record = record
-        self._divisor = divisor
-        if divisor is not None:  # a step that is given up without its end is collected
-            weakref.finalize(self, divisor.end)
+        self.scaling = Scaling(
+            loss_scaling=loss_scaling,
+            num_microbatches=num_microbatches,
+            dp_cp_size=groups.dp_cp_size,
+            active_tokens=None if plan is None else plan.totals.active_tokens,
+        )
+        """What Megatron does to this step's loss, and K."""
+        self._groups = groups
+        self._plan = plan
+        self._recorder = recorder
         self._tracker = SequenceTracker(
             num_sequences=0 if plan is None else len(plan.active_tokens),
             num_microbatches=num_microbatches,
             is_rerunning=is_rerunning,
         )
-        self._trained: list[tuple[int, object]] = []
-        """Of each call of loss_func whose loss needs a gradient: its number, its microbatch."""
-        self.scaling = Scaling(
-            loss_scaling=aggregator.loss_scaling,
-            num_microbatches=num_microbatches,
-            dp_cp_size=aggregator.dp_cp_size,
-            active_tokens=None if plan is None else plan.totals.active_tokens,
+        self._guards: list[Guard] = []
+        self._finalize: FinalizeHook | None = None
+        if plan is None:
+            return
+        self._facts = StepFacts(
+            chunks=chunks,
+            groups=groups,
+            scaling=self.scaling,
+            plan=plan,
+            tracker=self._tracker,
+            forward_only=forward_only,
+            accumulates=accumulates,
         )
-        """What Megatron does to this step's loss, and K."""
-        if plan is not None:
-            plan.state.begin(self._check_layout)
+        if is_guarded:
+            self._guards = guards_of(self._facts)
+        told = partial(_tell, self._guards, self._facts)
+        plan.state.begin(partial(told, "on_reduce"), refuses_others=is_guarded)
+        if is_guarded and not forward_only:
+            self._finalize = FinalizeHook(chunks[0].config, partial(told, "on_finalize"))
+            # A step that is given up without its end is collected.
+            weakref.finalize(self, self._finalize.end)
 
     def __enter__(self) -> Step:
         """Return the step."""
@@ -238,219 +246,95 @@ class Step:
                 "which says which tokens this rank holds"
             )
         if cu_seqlens is not None:
-            layout = self._aggregator.thd(cu_seqlens)
+            layout = self._groups.thd(cu_seqlens)
         elif lengths is not None:
-            layout = self._aggregator.local(lengths)
+            layout = self._groups.local(lengths)
         assert layout is not None
-        self._check_layout(layout)
-        return MicrobatchLoss(
-            self, plan.reducer(sequences, mask, layout, token_weights=token_weights)
-        )
+        self._tell("on_microbatch", layout)
+        reducer = plan.reducer(sequences, mask, layout, token_weights=token_weights)
+        return MicrobatchLoss(self, reducer)
 
-    def _note_shadowed(self, reducer: Reducer) -> None:
+    def _tell(self, event: str, *details: Any) -> None:
+        """Tell each guard of an event of this step."""
+        _tell(self._guards, self._facts, event, *details)
+
+    def _note_shadows(
+        self, reducer: Reducer, losses: Tensor, shadows: Mapping[str, Tensor]
+    ) -> None:
         """Note a microbatch that only shadows are reported of."""
         self._tracker.add(reducer.microbatch.segments.own_sequences)
-        reducer.microbatch.note_trained(len(self.plan.active_tokens))
+        for partial_loss in shadows.values():
+            self._tell("on_reduce", reducer, losses, partial_loss)
 
     def _outputs(
-        self, loss: Tensor, reducer: Reducer, report: Mapping[str, Tensor], means: Means
+        self,
+        loss: Tensor,
+        reducer: Reducer,
+        report: Mapping[str, Tensor],
+        means: Means,
+        coefficient: float,
     ) -> Outputs:
         """Make what loss_func returns; see :meth:`MicrobatchLoss.outputs`."""
-        self._check_source(loss, reducer)
-        if self._tracker.is_at_start and not (self.forward_only or self._accumulates):
-            self._look_at_gradients()
-        self._tracker.add(reducer.microbatch.segments.own_sequences)
-        if self._record is not None:
-            self._record.add(reducer, is_first=self._tracker.num_calls == 1)
-        cp_rank = self._aggregator.cp_rank
-        made = outputs(loss, reducer, self.scaling, cp_rank=cp_rank, report=report, means=means)
-        if made[0].requires_grad:
-            made[0].register_hook(self._note_schedule)  # type: ignore[no-untyped-call]
-        if self._divisor is not None:
-            self._divisor.add(made[1])
-        return made
-
-    def _note_schedule(self, gradient: Tensor) -> None:
-        """Note what the schedule multiplies a returned loss by, in its backward pass.
-
-        The schedule multiplies a loss without num_tokens by CP / M.
-        """
-        expected = torch.ones_like(gradient)
-        if self._aggregator.grad_scale_func is not None:
-            expected = self._aggregator.grad_scale_func(expected).reshape(())  # Megatron's has [1]
-        describe = partial(_describe_schedule, self.scaling.schedule_factor)
-        self.plan.state.faults.record([gradient, expected], describe)
-
-    def finish(self) -> None:
-        """Check, after the schedule and before the optimizer, that the step is complete.
-
-        Every sequence and microbatch arrived (on the last pipeline stage, the only one that calls
-        loss_func). Every loss was trained through its reducer. The schedule scaled each loss as
-        Megatron does. Gradients were zero before, and no device found a fault in a mask or loss.
-        With context parallelism all ranks train the same step, and each token is trained by one of
-        them. Raises :class:`ContractError` or :class:`ReducerError` on this rank. One host sync for
-        each device that recorded something; with context parallelism one all-gather over its group;
-        with ``Options.record`` one over data- and context-parallel ranks. ``with`` calls it.
-        """
-        if self.is_finished:
-            return
-        fault = self._incomplete()
-        self.end()
-        aggregator = self._aggregator
-        if aggregator.cp_size > 1 and self._plan is not None:
-            check_ownership(Exchange(aggregator.cp_group), self._plan, has_failed=bool(fault))
-        if fault:
-            raise ContractError(fault)
-        if self._plan is not None:
-            self._plan.check()
-        if self._record is not None:
-            self._record.finish(
-                self.plan,
-                self.scaling,
-                dp_size=aggregator.dp_size,
-                cp_size=aggregator.cp_size,
-                cp_rank=aggregator.cp_rank,
-            )
-        record_first_step()
-
-    def end(self) -> None:
-        """End the step without a check."""
-        self.is_finished = True
-        if self._divisor is not None:
-            self._divisor.end()
-        if self._plan is not None:
-            self._plan.state.end()
-
-    def _incomplete(self) -> str:
-        """Say what is missing of the step, empty if nothing is."""
-        try:
-            self._tracker.finish(may_be_empty=not self._aggregator.is_last_stage)
-        except ContractError as error:
-            return str(error)
-        if self._plan is None:
-            return ""
-        plan, calls = self._plan, self._plan.state.calls or ()
-        counts = {call.aggregation.count for call in calls}
-        if plan.sequences.token_weight_sums is not None and counts and "weights" not in counts:
-            return (
-                "got token_weight_sums, and no loss of the step counts them: pass "
-                'count="weights" (--loss-aggregation-count weights), or leave them out'
-            )
-        trained = {
-            call.microbatch
-            for call in calls
-            if call.has_gradient and call.aggregation == plan.aggregation
-        }
-        for number, microbatch in self._trained:
-            if microbatch not in trained:
-                return (
-                    f"no gradient reached the step's own partial loss in call {number} of "
-                    "loss_func: pass mb.outputs what mb.reduce made, and let the schedule run its "
-                    "backward pass"
-                )
-        for call in calls:
-            if call.is_late and call.has_gradient:
-                return (
-                    f"losses of sequences {first_few(call.sequences)} were reduced after loss_func "
-                    "had returned for them, and trained: call step.microbatch anew for each "
-                    "microbatch, and make the loss with its reduce"
-                )
-        return ""
-
-    def _check_source(self, loss: Tensor, reducer: Reducer) -> None:
-        """Check which reducers made a loss, and whether it is trained as the step declares."""
         if self.is_finished:
             raise ContractError(
                 "got a microbatch of a step that has ended: make it with step.microbatch of the "
                 "running step"
             )
-        state = self.plan.state
-        calls = [
-            call for call in state.pending if np.array_equal(call.sequences, reducer.sequences)
-        ]
-        identity = reducer.microbatch.identity
-        main = [call for call in calls if call.microbatch is identity]
-        if not any(call.aggregation == reducer.plan.aggregation for call in main):
-            raise ContractError(
-                "mb.reduce was not called under the step's aggregation in this microbatch: call "
-                "step.microbatch anew for each microbatch, and make the loss with its reduce"
-            )
-        self._check_gradient(loss, main)
-        if loss.requires_grad:
-            self._trained.append((self._tracker.num_calls, identity))
-        state.returned.update(call.microbatch for call in calls)
-        state.pending = [call for call in state.pending if call not in calls]
+        cp_rank = self._groups.cp_rank
+        is_recomputed = is_in_backward()  # a checkpoint calls loss_func again
+        if not is_recomputed:
+            self._tell("on_outputs", reducer, loss, coefficient)
+            self._tracker.add(reducer.microbatch.segments.own_sequences)
+            if self._recorder is not None:
+                self._recorder.add(reducer, is_first=self._tracker.num_calls == 1)
+        made = outputs(loss, reducer, self.scaling, cp_rank=cp_rank, report=report, means=means)
+        if not is_recomputed:
+            self._tell("on_return", reducer, made)
+        return made
 
-    def _check_layout(self, layout: Layout) -> None:
-        """Check that a term's losses are split as the model's are, on this rank."""
-        aggregator = self._aggregator
-        if (layout.cp_size, layout.cp_rank) != (aggregator.cp_size, aggregator.cp_rank):
-            raise ContractError(
-                f"got a layout of CP rank {layout.cp_rank} of {layout.cp_size}, this rank is "
-                f"{aggregator.cp_rank} of {aggregator.cp_size}: pass step.microbatch cu_seqlens= "
-                "or lengths=, or make the layout with the aggregator's cp_size and cp_rank"
-            )
-        split = "contiguous" if aggregator.is_contiguous else "zigzag"
-        if layout.cp_size > 1 and layout.split not in (split, None):
-            raise ContractError(
-                f"got the layout {layout.name}, the model's cp_partition_mode is {split}: pass "
-                "step.microbatch cu_seqlens=, which takes the model's; or lengths=, with a mask "
-                "and losses that are sliced already; or gathered(sums_gradients=True), if losses "
-                "are gathered and the backward pass sums their gradients over the ranks"
-            )
+    def finish(self) -> None:
+        """Check, after the schedule and before the optimizer, that the step is complete.
 
-    def _check_gradient(self, loss: Tensor, calls: list[ReducerCall]) -> None:
-        if self.forward_only and loss.requires_grad:
-            raise ContractError(
-                "got a loss that requires a gradient in a step with forward_only=True: run an "
-                "evaluation under torch.no_grad(), or begin a training step"
-            )
-        if self.forward_only or loss.requires_grad:
+        Every sequence and microbatch arrived (on the last pipeline stage, the only one that calls
+        loss_func), no guard of :data:`megatron_lossagg.guards.GUARDS` and no check on a device
+        found a fault. Raises :class:`ContractError` or :class:`ReducerError` on this rank. One host
+        sync for each device that recorded something; with context parallelism one all-gather over
+        its group; with ``Options.record`` one over data- and context-parallel ranks. ``with`` calls
+        it.
+        """
+        if self.is_finished:
             return
-        if self.plan.active_tokens.any() or any(call.requires_grad for call in calls):
-            raise ContractError(
-                "got a loss that requires no gradient in a training step, so that nothing would "
-                "be trained: do not detach it, call mb.reduce outside no_grad and inference_mode, "
-                "let a custom reducer keep its graph, or pass forward_only=True"
-            )
+        fault = self._fault()
+        self.end()
+        for guard in self._guards:
+            guard.together(self._facts, has_failed=bool(fault))
+        if fault:
+            raise ContractError(fault)
+        if self._plan is not None:
+            self._plan.check()
+        if self._recorder is not None:
+            recorded = {k: v for guard in self._guards for k, v in guard.recorded().items()}
+            self._recorder.finish(self.plan, self.scaling, self._groups, recorded)
+        record_first_step()
 
-    def _look_at_gradients(self) -> None:
-        """Look at some values of each gradient buffer, which are zero before the first loss."""
-        for index, chunk in enumerate(self._aggregator.chunks):
-            # Then parameters are gathered into the gradient buffers.
-            if getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
-                continue
-            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-                data = buffer.grad_data
-                if data.numel() and data.untyped_storage().size():
-                    some = data[:: -(-data.numel() // _GRADIENTS_LOOKED_AT)]
-                    describe = partial(_describe_gradients, index)
-                    self.plan.state.faults.record([some.count_nonzero()], describe)
+    def _fault(self) -> str:
+        """Say what is wrong on this rank, empty if nothing is."""
+        try:
+            self._tracker.finish(may_be_empty=not self._groups.is_last_stage)
+        except ContractError as error:
+            return str(error)
+        return next(filter(None, (guard.on_finish(self._facts) for guard in self._guards)), "")
 
-
-def _describe_schedule(factor: float, values: list[float]) -> str:
-    """Compare the gradient of a returned loss with the loss scale times the schedule's factor."""
-    gradient, loss_scale = values
-    if math.isclose(gradient, loss_scale * factor, rel_tol=1e-5):
-        return ""
-    return (
-        f"a loss that loss_func returned was trained with the gradient {gradient:g}, expected "
-        f"{loss_scale * factor:g}: return all three of mb.outputs from loss_func as they are, "
-        "(loss, num_tokens, report), and let Megatron's schedule run the backward pass: it "
-        "multiplies by the loss scale, and in the average loss scaling by 1/M"
-    )
+    def end(self) -> None:
+        """End the step without a check."""
+        self.is_finished = True
+        if self._finalize is not None:
+            self._finalize.end()
+        if self._plan is not None:
+            self._plan.state.end()
 
 
-_GRADIENTS_LOOKED_AT = 4096
-
-
-def _describe_gradients(chunk: int, values: list[float]) -> str:
-    if not values[0]:
-        return ""
-    return (
-        f"the gradients of chunk {chunk} were not zero when the step's first loss was returned. "
-        "In a loop of your own, call zero_grad_buffer() on every chunk before the schedule, also "
-        "after a step that failed. If gradients of several schedule calls are added on purpose, "
-        "pass aggregator.step(accumulates=True). In a framework's loop, call the schedule once per "
-        "optimizer step, with all its microbatches, and zero the gradients before it"
-    )
+def _tell(guards: Sequence[Guard], facts: StepFacts, event: str, *details: Any) -> None:
+    """Tell each guard of an event; without the step, which nobody keeps alive by this."""
+    for guard in guards:
+        getattr(guard, event)(facts, *details)

@@ -18,14 +18,16 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_lossagg.errors import LossAggregationError
-from megatron_lossagg.reduction.integers import Ints
-from megatron_lossagg.reduction.sequences import Floats
+
+if TYPE_CHECKING:
+    from megatron_lossagg.reduction.integers import Ints
+    from megatron_lossagg.reduction.sequences import Floats
 
 __all__ = ["RecordError", "StepRecord", "hash_weights", "read_record"]
 
@@ -64,6 +66,9 @@ class StepRecord:
     """M of the rank that writes."""
     data_parallel_size: int
     context_parallel_size: int
+    coefficients: list[float]
+    """With which the partial losses of the writing rank's first microbatch arrived in the backward
+    pass, in the order of their reduction."""
     version: str
     """Of this package."""
 

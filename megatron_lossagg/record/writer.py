@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import megatron_lossagg
+from megatron_lossagg.contract.groups import LiveGroups
 from megatron_lossagg.contract.scaling import Scaling
 from megatron_lossagg.record.step_record import RecordError, StepRecord, hash_weights, read_record
 from megatron_lossagg.reduction.exchange import Exchange
@@ -93,7 +95,7 @@ class RecordFile:
 
 
 class StepRecorder:
-    """Writes what a step trained, once it has finished; see :mod:`megatron_lossagg.record.step_record`.
+    """Writes what a step trained, once it has finished, in one line.
 
     ``exchange``: over data- and context-parallel ranks. ``file``: on its first rank, else None.
     ``iteration``: the step's number; None is one more than the last.
@@ -115,15 +117,16 @@ class StepRecorder:
             self._trained.append(trained)
 
     def finish(
-        self, plan: StepPlan, scaling: Scaling, *, dp_size: int, cp_size: int, cp_rank: int
+        self, plan: StepPlan, scaling: Scaling, groups: LiveGroups, recorded: Mapping[str, Any]
     ) -> None:
         """Gather the step and append its line; every rank of ``exchange`` calls.
 
-        One all-gather, one host sync for it and one to read the sums.
+        ``recorded``: what the step's guards found, by the field of the line. One
+        all-gather, one host sync for it and one to read the sums.
         """
         has_weights = plan.aggregation.mode != CUSTOM
         own = 0
-        if has_weights and cp_rank == 0:
+        if has_weights and groups.cp_rank == 0:
             is_weighed = plan.aggregation.count == "weights"
             columns = [plan.weight_S, plan.counted_S] if is_weighed else [plan.weight_S]
             own = hash_weights(plan.active_tokens, *columns)
@@ -149,8 +152,9 @@ class StepRecorder:
                 k=scaling.k,
                 loss_scaling=scaling.loss_scaling,
                 num_microbatches=scaling.num_microbatches,
-                data_parallel_size=dp_size,
-                context_parallel_size=cp_size,
+                data_parallel_size=groups.dp_size,
+                context_parallel_size=groups.cp_size,
+                coefficients=list(recorded.get("coefficients", ())),
                 version=megatron_lossagg.__version__,
             )
         )

@@ -14,7 +14,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from megatron_lossagg.errors import ReducerError
+from megatron_lossagg.errors import LossAggregationError, ReducerError
 
 __all__ = ["Describe", "Faults", "warn_once"]
 
@@ -35,7 +35,7 @@ class Faults:
     """The results of a step's checks that are still on a device, in the order of the checks."""
 
     def __init__(self) -> None:
-        self._recorded: list[tuple[list[Tensor], Describe]] = []
+        self._recorded: list[tuple[list[Tensor], Describe, type[LossAggregationError]]] = []
 
     def check(
         self,
@@ -55,19 +55,30 @@ class Faults:
         elif not seems_right() and (fault := describe([value.item() for value in values()])):
             raise ReducerError(fault)
 
-    def record(self, values: list[Tensor], describe: Describe) -> None:
-        """Keep 0-dim tensors and what their values mean. No operation, no host sync."""
-        self._recorded.append(([value.detach() for value in values], describe))
+    def record(
+        self,
+        values: list[Tensor],
+        describe: Describe,
+        *,
+        error: type[LossAggregationError] = ReducerError,
+    ) -> None:
+        """Keep 0-dim tensors, what their values mean, and what a fault raises.
 
-    def take(self) -> str:
-        """Return the message of the first fault, empty if there is none, and forget them all.
+        No operation, no host sync.
+        """
+        self._recorded.append(([value.detach() for value in values], describe, error))
+
+    def raise_first(self) -> None:
+        """Raise the first fault, if there is one, and forget them all.
 
         One host sync for each device that something was recorded on.
         """
         recorded, self._recorded = self._recorded, []
-        read = _read([value for values, _ in recorded for value in values])
-        messages = [describe([next(read) for _ in values]) for values, describe in recorded]
-        return next(filter(None, messages), "")
+        read = _read([value for values, _, _ in recorded for value in values])
+        found = [(describe([next(read) for _ in vs]), error) for vs, describe, error in recorded]
+        for message, error in found:
+            if message:
+                raise error(message)
 
 
 def _read(values: list[Tensor]) -> Iterator[float]:

@@ -210,7 +210,7 @@ class StepPlan:
                 f"{'no ' if sums is None else ''}token_weight_sums: pass both, or neither and "
                 "count the mask"
             )
-        microbatch = Microbatch.checked(
+        microbatch = Microbatch.of(
             sequences,
             mask,
             layout,
@@ -218,7 +218,8 @@ class StepPlan:
             active_tokens=self.active_tokens,
             token_weight_sums=sums,
             microbatch_of_sequence=self.sequences.microbatch,
-            state=self.state,
+            rejects_tokens=self.state.rejects_tokens,
+            faults=self.state.faults,
         )
         return Reducer.of(self, microbatch)
 
@@ -229,10 +230,9 @@ class StepPlan:
         sync for each device that recorded something, no collective.
 
         Raises:
-            ReducerError: On this rank only.
+            ReducerError: On this rank only; and in a step ContractError.
         """
-        if fault := self.state.faults.take():
-            raise ReducerError(fault)
+        self.state.faults.raise_first()
 
 
 def plan_step(

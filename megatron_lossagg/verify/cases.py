@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.reference_gradient import Reference
-from megatron_lossagg.verify.sequences import Assignment, TrainingSequence
+from megatron_lossagg.verify.step_data import Assignment, TrainingSequence
 
 __all__ = [
     "BETA",

@@ -20,7 +20,7 @@ from megatron_lossagg.contract.scaling import LossScaling, Scaling
 from megatron_lossagg.verify.cases import Case, Expected
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.reference_gradient import Reference
-from megatron_lossagg.verify.sequences import Assignment
+from megatron_lossagg.verify.step_data import Assignment
 
 __all__ = [
     "CAUSES",

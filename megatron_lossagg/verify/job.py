@@ -1,6 +1,6 @@
 """A verification as a value: the command pickles it, and every rank runs it.
 
-The checks of a framework are such a job too, of one process (``frameworks/launch.py``).
+The checks of a framework are such a job too, of one process (``frameworks/run_checks.py``).
 """
 
 from __future__ import annotations

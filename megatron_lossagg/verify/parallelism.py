@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from megatron_lossagg.errors import ProofError
-from megatron_lossagg.verify.sequences import VOCABULARY, contiguous, zigzag
+from megatron_lossagg.verify.step_data import VOCABULARY, contiguous, zigzag
 
 __all__ = ["WEIGHT_SUM_TOLERANCE", "ModelShape", "Parallelism", "standard"]
 

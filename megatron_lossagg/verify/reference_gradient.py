@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.verify.parallelism import ModelShape
-from megatron_lossagg.verify.sequences import TrainingSequence, make_sequences, padding_sequence
+from megatron_lossagg.verify.step_data import TrainingSequence, make_sequences, padding_sequence
 
 __all__ = ["Reference", "compute"]
 
@@ -66,7 +66,7 @@ class Reference:
 def compute(shape: ModelShape, *, copies: int, padded: int) -> Reference:
     """Compute the reference on this rank only, if Megatron's groups split no model."""
     import megatron_lossagg.cpu as cpu
-    from megatron_lossagg.verify.model import reference_model
+    from megatron_lossagg.verify.small_gpt import reference_model
     from megatron_lossagg.verify.world import device
 
     model = reference_model(shape)

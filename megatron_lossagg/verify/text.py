@@ -1,11 +1,10 @@
-"""How the commands write counts, relative errors and their progress."""
+"""How the commands write counts and relative errors."""
 
 from __future__ import annotations
 
 import math
-import sys
 
-__all__ = ["error_text", "number_of", "say"]
+__all__ = ["error_text", "number_of"]
 
 
 def number_of(count: int, noun: str) -> str:
@@ -19,8 +18,3 @@ def error_text(error: float | None) -> str:
     if error is None or not math.isfinite(error):
         return "not finite"
     return f"{error:.1e}" if error else "0"
-
-
-def say(text: str) -> None:
-    """Print a line about the progress, to standard error: the result is on standard output."""
-    print(f"lossagg: {text}", file=sys.stderr, flush=True)

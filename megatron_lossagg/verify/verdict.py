@@ -28,8 +28,8 @@ from megatron_lossagg.verify.causes import (
 from megatron_lossagg.verify.job import Event, Job
 from megatron_lossagg.verify.parallelism import WEIGHT_SUM_TOLERANCE, Parallelism
 from megatron_lossagg.verify.reference_gradient import Reference, compute
-from megatron_lossagg.verify.run import WEIGHT_EXPECTED, WEIGHT_SUM, Measured, Run, relative
 from megatron_lossagg.verify.text import number_of
+from megatron_lossagg.verify.train_step import WEIGHT_EXPECTED, WEIGHT_SUM, Measured, Run, relative
 from megatron_lossagg.verify.world import device, groups_over_hosts, join_world, split_world
 
 __all__ = ["Verdict", "run_job"]

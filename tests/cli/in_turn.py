@@ -1,9 +1,9 @@
 """The reference on a step whose sequences are assigned in turn to the microbatches."""
 
 import torch
-from megatron_lossagg.reduction.modes import MODES
 
-from megatron_lossagg.cli.shares import EXPONENT
+from megatron_lossagg.cli.plans import EXPONENT
+from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.verify import reference_loss
 
 
@@ -18,12 +18,8 @@ def reference_value(
     microbatches,
     dp,
     count_empty=True,
-    weight_sums=None,
 ):
-    """Compute the step's loss if every token of sequence i has the loss ``losses[i]``, or 1.
-
-    ``weight_sums[i]`` of token weights are spread evenly over its tokens.
-    """
+    """Compute the step's loss if every token of sequence i has the loss ``losses[i]``, or 1."""
     slots = [(rank, number) for number in range(microbatches) for rank in range(dp)]
     sequences = [
         {
@@ -32,7 +28,6 @@ def reference_value(
             * max(n, 1),
             "counted": [1] * n or [0],
             "trained": [1] * n or [0],
-            **({} if weight_sums is None else {"weight": [weight_sums[i] / max(n, 1)] * max(n, 1)}),
             "sample": i if sample is None else sample[i],
             "prompt": prompt[i],
             "microbatch": slots[i % len(slots)],

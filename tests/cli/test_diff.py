@@ -1,7 +1,7 @@
 """Two records, one line: the same loss, or from which step on another one."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -9,6 +9,7 @@ from step_record import STEP
 
 from megatron_lossagg import Aggregation, Sequences, plan_step
 from megatron_lossagg.cli.main import main
+from megatron_lossagg.record.compare import COMPARED
 from megatron_lossagg.record.step_record import RecordError, hash_weights, read_record
 
 OTHER = {
@@ -20,6 +21,7 @@ OTHER = {
     "weight_sum": 0.5,
     "weight_expected": 0.5,
     "version": "0.2.0",
+    "coefficients": [0.5],
 }
 """Values that may differ between runs that train the same loss."""
 
@@ -72,6 +74,10 @@ def test_the_first_step_that_differs_is_named_with_what_differs(diff, change, wo
     assert line == f"the same loss in 3 steps, then a different loss from step 4 on: {words}"
     other = run_of(range(1, 6), **change)
     assert diff(first, other)[1].startswith("a different loss from step 1 on")
+
+
+def test_every_field_of_a_step_is_compared_or_may_differ():
+    assert {*COMPARED} | {*OTHER} | {"step"} == {field.name for field in fields(STEP)}
 
 
 def test_steps_of_a_custom_reducer_are_not_called_the_same(diff):

@@ -7,47 +7,27 @@ import signal
 import forked_command
 import pytest
 from in_turn import reference_value
+
+from megatron_lossagg.cli.explanation import DEFAULT_LENGTHS, explain, read_lengths
+from megatron_lossagg.cli.main import _COMMANDS, _parser, main
+from megatron_lossagg.cli.plans import EXPONENT, Split
+from megatron_lossagg.reduction import faults
 from megatron_lossagg.reduction.aliases import ALIASES
 from megatron_lossagg.reduction.modes import MODES
-
-from megatron_lossagg.cli.explanation import (
-    DEFAULT_LENGTHS,
-    explain,
-    read_counted,
-    read_lengths,
-)
-from megatron_lossagg.cli.main import _COMMANDS, _parser, main
-from megatron_lossagg.cli.shares import EXPONENT, Split
-from megatron_lossagg.reduction import faults
 
 NAMES = [name for name in MODES if name != "custom"]
 DIVISOR = 40.0
 SHORT = "12,3,40/5,0,20"
 
 
-COUNTED = "24,0,10.5/5,0,2.25"
-
-
-def explained(
-    mode,
-    lengths=DEFAULT_LENGTHS,
-    *,
-    divisor=DIVISOR,
-    count_empty=None,
-    count="mask",
-    counted=None,
-    **options,
-):
-    step = read_lengths(lengths)
+def explained(mode, lengths=DEFAULT_LENGTHS, *, divisor=DIVISOR, count_empty=None, **options):
     return explain(
         mode,
-        step,
+        read_lengths(lengths),
         Split(**options),
         divisor=divisor,
         exponent=EXPONENT,
         count_empty=count_empty,
-        count=count,
-        counted=None if counted is None else read_counted(counted, step, count),
     )
 
 
@@ -73,59 +53,19 @@ def test_the_compared_losses_are_those_of_the_reference(mode, count_empty):
         assert (c.gradient == "this mode") == (name == mode)
 
 
-@pytest.mark.parametrize("count_empty", [True, False])
-@pytest.mark.parametrize("mode", NAMES)
-def test_with_token_weights_losses_and_weights_are_those_of_the_reference(mode, count_empty):
-    options = {"dp": 3, "microbatches": 2, "count_empty": count_empty}
-    explanation = explained(mode, SHORT, count="weights", counted=COUNTED, **options)
-    step = ([12, 3, 40, 5, 0, 20], [0, 0, 0, 1, 1, 1])
-    sums = [24, 0, 10.5, 5, 0, 2.25]
-
-    def loss(name, weights, losses=None):
-        return reference_value(
-            name, *step, losses=losses, divisor=DIVISOR, weight_sums=weights, **options
-        )
-
-    for c in explanation.comparisons:
-        assert c.loss == pytest.approx(loss(c.mode, sums), rel=1e-12)
-    for number, s in enumerate(explanation.sequences):
-        only_this = [float(i == number) for i in range(6)]
-        share = loss(mode, sums, only_this) / loss(mode, sums)
-        assert s["share"] == pytest.approx(share, rel=1e-12)
-        assert s["w_s"] * s["counted"] == pytest.approx(loss(mode, sums, only_this), rel=1e-12)
-        by_mask = loss(mode, None, only_this) / loss(mode, None)
-        assert s["share_by_mask"] == pytest.approx(by_mask, rel=1e-12)
-
-
-@pytest.mark.parametrize("mode", NAMES)
-def test_token_weights_that_are_all_1_change_nothing(mode):
-    by_mask = explained(mode)
-    by_weights = explained(mode, count="weights")
-    names = by_mask.sequences[0].keys()
-    assert [{k: s[k] for k in names} for s in by_weights.sequences] == by_mask.sequences
-    assert by_weights.comparisons == by_mask.comparisons
-    assert (by_weights.counts, by_weights.k) == (by_mask.counts, by_mask.k)
-
-
-def test_what_is_counted_is_printed(capsys):
-    arguments = ["--loss-aggregation-count", "weights", "--lengths", "3,5", "--counted", "6,1"]
-    assert main(["explain", "token_mean", *arguments]) == 0
-    out = capsys.readouterr().out
-    assert "Its denominators count the sums of token weights." in out
-    assert re.search(r"^  N +token weights of the step: 7.0$", out, re.MULTILINE)
-    assert "--loss-aggregation token_mean --loss-aggregation-count weights\n" in out
-    assert re.search(r"^ +0 +0 +3 +6 +0.142857 +0.857143 +85.7% +37.5%$", out, re.MULTILINE)
-    arguments += ["--loss-scaling", "per_token"]
-    assert main(["explain", "token_mean", *arguments]) == 0
-    assert "(3 + 5 = 8)" in capsys.readouterr().out
-
-
 def test_the_flags_of_a_training_run_are_never_cut_off(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "72")
-    arguments = ["--exponent", "0.5", "--no-count-empty", "--count", "weights"]
+    arguments = ["--exponent", "0.333333333", "--no-count-empty"]
     assert main(["explain", "length_power", *arguments]) == 0
     (line,) = [x for x in capsys.readouterr().out.splitlines() if "Train it with" in x]
-    assert line.endswith(" --no-loss-aggregation-count-empty --loss-aggregation-count weights")
+    assert line.endswith(" 0.333333333 --no-loss-aggregation-count-empty")
+
+
+def test_a_formula_that_is_too_wide_is_wrapped_and_cuts_nothing(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "72")
+    assert main(["explain", "length_power", "--exponent", "0.333333333", "--divisor", "9999"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^  microbatch_token_mean  1/\(M DP n_mb\) .* reweighted$", out, re.MULTILINE)
 
 
 def test_modes_that_weigh_tokens_alike_only_scale_the_gradient():
@@ -273,21 +213,20 @@ def test_json_has_what_is_printed(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("terminal", "widest", "count"),
+    ("mode", "loss_scaling", "terminal", "widest"),
     [
-        *(("40", 72, "mask"), ("72", 72, "mask"), ("80", 80, "mask"), ("100", 100, "mask")),
-        *(("200", 100, "mask"), ("72", 72, "weights"), ("100", 100, "weights")),
+        ("token_mean", "average", "40", 72),
+        ("length_power", "per_token", "72", 72),
+        ("microbatch_token_mean", "per_token", "80", 80),
+        ("microbatch_token_mean", "average", "200", 100),
     ],
 )
-@pytest.mark.parametrize("loss_scaling", ["average", "per_token"])
-@pytest.mark.parametrize("mode", NAMES)
 def test_text_and_tables_fit_the_terminal(
-    monkeypatch, capsys, mode, loss_scaling, terminal, widest, count
+    monkeypatch, capsys, mode, loss_scaling, terminal, widest
 ):
     monkeypatch.setenv("COLUMNS", terminal)
     numbers = ["--divisor", "16384", "--exponent", str(EXPONENT)]
-    options = [*numbers, "--loss-scaling", loss_scaling, "--count", count]
-    assert main(["explain", mode, *options]) == 0
+    assert main(["explain", mode, *numbers, "--loss-scaling", loss_scaling]) == 0
     lines = capsys.readouterr().out.splitlines()
     lines = [line for line in lines if "Train it with" not in line]  # flags are not wrapped
     assert max(map(len, lines)) <= widest
@@ -305,7 +244,7 @@ def test_a_divisor_below_a_response_is_warned_of_in_one_line(monkeypatch, capsys
     assert line.startswith("lossagg: constant divides by 4096, and a sample has 8000 tokens")
 
 
-@pytest.mark.parametrize("columns", [72, 80, 100])
+@pytest.mark.parametrize("columns", [72, 100])
 def test_list_prints_every_mode_and_every_other_systems_name(monkeypatch, capsys, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     with pytest.raises(SystemExit) as ended:
@@ -347,9 +286,6 @@ def test_without_a_command_the_help_is_printed(capsys):
         assert f"{command} {summary}" in " ".join(out.split())
 
 
-WEIGHTS = ["token_mean", "--lengths", "3,5", "--count", "weights", "--counted"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -365,18 +301,6 @@ WEIGHTS = ["token_mean", "--lengths", "3,5", "--count", "weights", "--counted"]
         (["token_mean", "--cp", str(2**31)], "--cp: got 2147483648, expected an integer"),
         (["token_mean", "--json", "/nowhere/at/all.json"], "cannot be written"),
         (["token_mean", "--lengths", "2147483648", "--loss-scaling", "per_token"], "int32"),
-        (["token_mean", "--characters"], "got --characters without --lengths-file"),
-        (["token_mean", "--tokenizer", "t.json"], "got --tokenizer without --lengths-file"),
-        (["token_mean", "--trust-pickle"], "got --trust-pickle without --lengths-file"),
-        (["token_mean", "--buckets", ""], "got --buckets without --lengths-file"),
-        (["token_mean", "--characters", "--buckets", "5"], "--characters and --buckets without"),
-        (["token_mean", "--counted", "3,4"], "got --counted '3,4', and --lengths is what the mask"),
-        (["token_mean", "--lengths-file", "f", "--counted", "3"], "got --counted with --lengths-f"),
-        ([*WEIGHTS, "3,4,5"], "got 3 samples of 1 prompt, expected one number for each sample"),
-        ([*WEIGHTS, "3/4"], "got 2 samples of 2 prompts, expected one number for each sample"),
-        ([*WEIGHTS, "3,-4"], "got '-4', expected the sum of the weights of 5 tokens"),
-        ([*WEIGHTS, "3,nan"], "got 'nan', expected the sum of the weights of 5 tokens"),
-        ([*WEIGHTS, "0,0"], "got 0 for every sample, expected one above"),
     ],
 )  # fmt: skip
 def test_wrong_usage_ends_with_status_2_and_what_to_change(capsys, arguments, message):

@@ -1,6 +1,5 @@
 """``lossagg plot``: its shares are the reference's, and what it writes has them."""
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -11,9 +10,9 @@ from in_turn import reference_value
 
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.cli.picture import figure_of, page
+from megatron_lossagg.cli.plans import Split
 from megatron_lossagg.cli.rollouts import Rollouts, RolloutsError
-from megatron_lossagg.cli.shares import Split, plan_of, read_buckets, shares_of
-from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.cli.shares import read_buckets, shares_of
 
 pandas = pytest.importorskip("pandas", reason="pandas is not installed")
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
@@ -43,12 +42,10 @@ SPLIT = (
 
 
 def shares(steps, highs=None, *, masked_steps=0, source="a list"):
-    split = Split(microbatches=M, dp=DP)
-    plans = [plan_of(step, Aggregation("token_mean"), split) for step in steps]
     rollouts = Rollouts(
         steps=steps, masked_steps=masked_steps, unit="token", caveat="", source=source
     )
-    return shares_of(rollouts, plans, split, highs)
+    return shares_of(rollouts, Split(microbatches=M, dp=DP), highs)
 
 
 def records(found):
@@ -278,71 +275,3 @@ def test_wrong_usage_ends_with_status_2(tmp_path, monkeypatch, capsys, flags, me
     monkeypatch.chdir(tmp_path)
     assert main(["plot", str(RECORDED), *flags]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_file_explained_has_the_numbers_of_the_picture(tmp_path, capsys):
-    file = tmp_path / "explained.json"
-    arguments = ["--lengths-file", str(RECORDED), "--divisor", "16", "--buckets", "5,10"]
-    assert main(["explain", "sample_mean", *arguments, "--json", str(file)]) == 0
-    out = capsys.readouterr().out
-    written = json.loads(file.read_text())["shares"]
-    assert [bucket["high"] for bucket in written["buckets"]] == [5, 10, 15]
-    for mode in MODES:
-        (line,) = re.findall(rf"^ +{mode} +([\d.]+%.*)$", out, re.MULTILINE)
-        assert line.split() == [f"{bucket[mode]:.1%}" for bucket in written["buckets"]]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_losses_of_a_file_are_means_over_its_steps(tmp_path, mode):
-    """Against the reference, step by step, where every token's loss is 1."""
-    file = tmp_path / "steps.jsonl"
-    records = [
-        {"step": number, "prompt_id": int(p), "response_length": int(n)}
-        for number, of_step in enumerate(STEPS)
-        for n, p in zip(of_step.active_tokens, of_step.prompt, strict=True)
-    ]
-    file.write_text("\n".join(map(json.dumps, records)))
-    options = ["--lengths-file", str(file), "--divisor", "7", "--exponent", "0.5", "--dp", str(DP)]
-    out = tmp_path / "out.json"
-    assert main(["explain", mode, *options, "--json", str(out)]) == 0
-    found = {c["mode"]: c["loss"] for c in json.loads(out.read_text())["comparisons"]}
-    losses = [reference(mode, of_step) for of_step in STEPS]
-    assert found[mode] == pytest.approx(sum(losses) / len(losses), rel=1e-12)
-
-
-def test_modes_that_weigh_tokens_alike_rescale_every_step(tmp_path, capsys):
-    out = tmp_path / "out.json"
-    options = ["--lengths-file", str(RECORDED), "--divisor", "16", "--json", str(out)]
-    assert main(["explain", "constant", *options]) == 0
-    kinds = {c["mode"]: c["gradient"] for c in json.loads(out.read_text())["comparisons"]}
-    assert kinds == {
-        "constant": "this mode", "sample_sum": "scaled", "token_sum": "scaled",
-        "token_mean": "rescaled", "sample_mean": "reweighted", "prompt_mean": "reweighted",
-        "length_power": "reweighted", "microbatch_token_mean": "reweighted",
-    }  # fmt: skip
-    printed = capsys.readouterr().out
-    for mode, word in (("token_mean", "rescaled"), ("sample_mean", "reweighted")):
-        assert re.search(rf"^ +{mode} .*{word}$", printed, re.MULTILINE)
-
-
-def test_prompt_mean_of_a_file_without_prompts_is_refused(tmp_path, capsys):
-    file = tmp_path / "lengths.jsonl"
-    file.write_text('{"response_length": 3}\n{"response_length": 4}\n')
-    assert main(["explain", "prompt_mean", "--lengths-file", str(file)]) == 2
-    assert "give every record a 'prompt_id'" in capsys.readouterr().err
-    assert main(["explain", "token_mean", "--lengths-file", str(file)]) == 0
-
-
-def test_too_many_tokens_of_a_file_are_an_error_of_its_flag(tmp_path, capsys):
-    file = tmp_path / "lengths.jsonl"
-    file.write_text('{"response_length": 2147483648}')
-    options = ["--lengths-file", str(file), "--loss-scaling", "per_token"]
-    assert main(["explain", "token_mean", *options]) == 2
-    assert "--lengths-file: got 2147483648 active tokens in a step" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("terminal", "widest"), [("40", 72), ("80", 80)])
-def test_an_explained_file_fits_the_terminal(monkeypatch, capsys, terminal, widest):
-    monkeypatch.setenv("COLUMNS", terminal)
-    assert main(["explain", "token_mean", "--lengths-file", str(RECORDED)]) == 0
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= widest

@@ -1,22 +1,19 @@
-"""What ``lossagg verify`` reports: one result, and a page that is complete, true and escaped."""
+"""What ``lossagg verify`` reports: one result, and Markdown that is complete, true and escaped."""
 
 import math
-import re
-import sys
 
-import jinja2
 import pytest
 from html_reader import Reader
+from markdown_it import MarkdownIt
 
-from megatron_lossagg.cli import html
-from megatron_lossagg.cli.extras import MissingPackageError
 from megatron_lossagg.cli.verify import _report
-from megatron_lossagg.cli.verify_report import finite, page, show
+from megatron_lossagg.cli.verify_markdown import markdown
+from megatron_lossagg.cli.verify_report import finite, show
 from megatron_lossagg.contract.scaling import LOSS_SCALINGS
 from megatron_lossagg.verify.cases import MASK_CASES
 from megatron_lossagg.verify.environment import Fact
 from megatron_lossagg.verify.job import Job
-from megatron_lossagg.verify.parallelism import WEIGHT_SUM_TOLERANCE, Parallelism
+from megatron_lossagg.verify.parallelism import Parallelism
 
 LAYOUTS = ["DP 4, M 3", "DP 2 x CP 2, M 3, distributed optimizer, overlap grad reduce, bshd"]
 CASES = ["token_mean", "sample_mean, count_empty=False", "constant + token_mean"]
@@ -62,13 +59,14 @@ def report(verdicts=None, *, failure="", **changes):
         "tool": {"name": "megatron_lossagg", "version": "0.1.0"},
         "started": "2026-01-02T03:04:05+00:00",
         "seconds": 41.2,
-        "command": "lossagg verify --html page.html",
+        "command": "lossagg verify --markdown summary.md",
         "environment": [
-            {"name": "torch", "state": "found", "version": "2.13.0", "detail": "CPU and gloo"},
+            {"name": "torch", "state": "found", "version": "2.13.0", "detail": "CPU | gloo"},
             {"name": "transformer-engine", "state": "missing", "version": "", "detail": "optional"},
             {**core, "path": "/folder/of/megatron", "commit": "0123456789ab, modified"},
         ],
         "layouts": LAYOUTS,
+        "num_ranks": 4,
         "num_verdicts": len(verdicts),
         "verdicts": verdicts,
         "framework": None,
@@ -93,11 +91,16 @@ MIXED = report(
 )
 
 
+def read(report):
+    """Read what GitHub shows: CommonMark with tables, and HTML between its paragraphs."""
+    return Reader(MarkdownIt("commonmark").enable("table").render(markdown(report)))
+
+
 def test_every_verdict_has_a_line_with_its_formula_and_numbers():
-    verdicts = report()["verdicts"]
     numbers = ["12", "1.000000000", "1.2e-15", "0", "5.6e-08", "PASS"]
-    assert Reader(page(report())).lines == [
-        [wanted["case"], wanted["formula"], wanted["loss_scaling"], *numbers] for wanted in verdicts
+    assert read(report()).lines[len(LAYOUTS) : -6] == [
+        [wanted["case"], wanted["formula"], wanted["loss_scaling"], *numbers]
+        for wanted in report()["verdicts"]
     ]
 
 
@@ -134,53 +137,50 @@ BROKEN = "A rank failed\n[rank1]: Traceback (most recent call last):\n[rank1]: O
 
 
 @pytest.mark.parametrize(
-    ("given", "headline"),
+    ("given", "state", "result"),
     [
-        (report(), "12 of 12 cases pass: the trained loss is the configured loss"),
-        (MIXED, "4 of 7 cases fail: the trained or the reported loss is not the configured loss"),
-        (report([verdict()], layouts=LAYOUTS[:1]), "1 of 1 case passes: the trained loss is"),
-        (report([verdict(), failed()]), "1 of 2 cases fails: the trained or the reported"),
-        (report([verdict()] * 2, failure=BROKEN), "A rank failed: 2 cases measured, none of them"),
-        (report([verdict(), failed()], failure=BROKEN), "1 of 2 cases fails: the trained or"),
-        (report([], failure=BROKEN), "A rank failed: nothing was measured"),
-        (with_checks("PASS", check(), NOT_RUN), "12 of 12 cases pass: the trained loss is"),
-        (with_checks("FAIL", check(), WRONG, NOT_RUN), "1 of 3 checks of verl fails: its own code"),
-        (with_checks("NOT RUN", NOT_RUN), "No check of verl ran: nothing is known"),
-        (with_checks("FAIL", NOT_RUN, failure=BROKEN), "A rank failed: 12 cases measured"),
+        ({}, "PASS", "1 of 1 case passes on 1 layout of 1 rank, megatron-core 0.16.1"),
+        ({"passed": False}, "FAIL", "0 of 1 case passes on"),
+        ({"failure": BROKEN}, "FAIL", "1 of 1 case passes on"),
+        ({"ran_on": "0.15.0"}, "FAIL", "1 of 1 case passes on"),
+        ({"ends": True}, "FAIL", "0 of 1 case passes on"),
+        ({"checks": [check(), NOT_RUN]}, "PASS", "1 of 1 case passes on"),
+        ({"checks": [WRONG, NOT_RUN]}, "FAIL", "1 of 1 case passes on"),
+        ({"checks": [NOT_RUN]}, "NOT RUN", "verl: 0 of 1 check of its own code passes, 1 not run"),
+        ({"checks": [NOT_RUN], "passed": False}, "FAIL", "0 of 1 case passes on"),
+        ({"checks": [NOT_RUN], "failure": BROKEN}, "FAIL", "1 of 1 case passes on"),
+        ({"checks": [NOT_RUN], "ran_on": "0.15.0"}, "FAIL", "1 of 1 case passes on"),
     ],
 )
-def test_the_result_is_at_the_top(given, headline):
-    read = Reader(page(given))
-    assert read.text.startswith(headline)  # the title
-    assert f"lossagg verify {headline}" in read.text.replace(" :", ":")
-
-
-@pytest.mark.parametrize(
-    ("given", "state", "headline"),
-    [
-        ({}, "PASS", "1 of 1 case passes: the trained loss is"),
-        ({"passed": False}, "FAIL", "1 of 1 case fails"),
-        ({"failure": BROKEN}, "FAIL", "A rank failed: 1 case measured"),
-        ({"ran_on": "0.15.0"}, "FAIL", "The ranks ran megatron-core 0.15.0, expected 0.16.1 as"),
-        ({"ends": True}, "FAIL", "The run did not finish: nothing was measured"),
-        ({"checks": [check(), NOT_RUN]}, "PASS", "1 of 1 case passes: the trained loss is"),
-        ({"checks": [WRONG, NOT_RUN]}, "FAIL", "1 of 2 checks of verl fails"),
-        ({"checks": [NOT_RUN]}, "NOT RUN", "No check of verl ran"),
-        ({"checks": [NOT_RUN], "passed": False}, "FAIL", "1 of 1 case fails"),
-        ({"checks": [NOT_RUN], "failure": BROKEN}, "FAIL", "A rank failed: 1 case"),
-        ({"checks": [NOT_RUN], "ran_on": "0.15.0"}, "FAIL", "The ranks ran megatron-core 0.15.0"),
-    ],
-)
-def test_text_json_and_page_have_one_result(capsys, given, state, headline):
+def test_text_json_and_markdown_begin_with_one_result(capsys, given, state, result):
     found = reported(**given)
     assert (found["state"], found["passed"]) == (state, state == "PASS")
     show(found)
     printed = capsys.readouterr().out
-    assert printed.startswith(f"{state}: ")
+    text = read(found).text
+    assert printed.startswith(f"{state}: {result}")
+    assert text.startswith(f"lossagg verify: {state}. {result}")
     assert found["failure"].replace("\n", "\n  ") in printed
-    read = Reader(page(found))
-    assert read.text.startswith(headline)
-    assert " ".join(found["failure"].split()) in read.text
+    assert " ".join(found["failure"].split()) in text
+    for written in (printed, text):
+        assert given.get("failure", "")[:13] in written.partition(LAYOUTS[0][:4])[0]
+        assert ("verl: " in written) == ("checks" in given)
+
+
+@pytest.mark.parametrize(
+    ("given", "failure"),
+    [
+        ({"ran_on": "0.15.0"}, "The ranks ran megatron-core 0.15.0, expected 0.16.1 as found here"),
+        ({"ends": True}, "The run did not finish"),
+        ({"failure": BROKEN, "ends": True}, "A rank failed"),
+    ],
+)
+def test_what_ended_a_run_early_is_a_part_of_the_result(capsys, given, failure):
+    found = reported(**given)
+    show(found)
+    second = capsys.readouterr().out.splitlines()[1]
+    assert second == failure
+    assert failure in read(found).text.partition("layout cases that pass")[0]
 
 
 def reported(*, failure="", ran_on="0.16.1", passed=True, checks=(), ends=False):
@@ -196,108 +196,96 @@ def reported(*, failure="", ran_on="0.16.1", passed=True, checks=(), ends=False)
     return _report(job, events, facts, framework, failure=failure, seconds=1.0)
 
 
-def test_the_table_follows_the_result_and_the_causes_follow_the_table():
-    text = page(MIXED)
-    order = ["<h1>", "<h2>Cases<", "Why</h2>", "<h2>Gradient", "<h2>Run<", "<h2>How to read it<"]
-    places = [text.index(part) for part in order]
-    assert places == sorted(places)
-
-
-def test_versions_and_layouts_are_listed_with_the_checkout_of_megatron():
-    text = Reader(page(report())).text
-    core = "0.16.1 /folder/of/megatron, commit 0123456789ab, modified"
-    for words in ("0.1.0", "2.13.0", "CPU and gloo", "missing optional", core, *LAYOUTS):
-        assert words in text
-    assert "lossagg verify --html page.html" in text
-
-
-def test_a_failed_case_has_its_explanation_and_a_passing_one_none():
-    for line, given in zip(Reader(page(MIXED)).lines, MIXED["verdicts"], strict=True):
-        assert line[8:] == ["PASS"] if given["passed"] else ["FAIL", given["explanation"]]
-
-
-def test_causes_are_listed_once_with_a_link_to_their_first_case():
-    read = Reader(page(MIXED))
-    links = [attrs["href"] for tag, attrs in read.tags if tag == "a"]
-    targets = {attrs["id"] for _, attrs in read.tags if "id" in attrs}
-    assert {"#why", "#case-2", "#case-5"} <= set(links)
-    assert {link.removeprefix("#") for link in links} <= targets
-    assert read.text.count("over_m") == 1
-    assert "no known cause" in read.text
-
-
-def test_a_layout_without_cases_is_listed():
-    text = Reader(page(report([verdict()], failure=BROKEN))).text
-    assert f"The run ended before the cases of {LAYOUTS[1]}" in text
-    assert f"{LAYOUTS[1]} not measured" in text
-
-
-def test_what_is_out_of_tolerance_is_marked():
-    over = [
-        verdict(weight_sum_error=2 * WEIGHT_SUM_TOLERANCE, passed=False),
-        failed(loss_error=math.nan),
+def test_each_layout_has_a_line_and_one_without_cases_is_listed():
+    *lines, _ = read(MIXED).lines[:3]
+    assert lines == [
+        [LAYOUTS[0], "1 of 4", "not finite", "FAIL"],
+        [LAYOUTS[1], "2 of 3", "4.5e+30", "FAIL"],
     ]
-    assert page(report()).count('class="over"') == 0
-    assert page(report(over)).count('class="over"') == 3
+    found = read(report([verdict()], failure=BROKEN))
+    assert found.lines[:2] == [
+        [LAYOUTS[0], "1 of 1", "1.2e-15", "PASS"],
+        [LAYOUTS[1], "not measured", "FAIL"],
+    ]
+    assert f"not measured : {LAYOUTS[1]}" in found.text
 
 
-def test_every_error_is_drawn_and_one_that_is_not_finite_at_the_right():
-    text = page(report([verdict(), failed(), verdict(gradient_error=0.0)], layouts=LAYOUTS[:1]))
-    (bar,) = (float(x) for x in re.findall(r'class="bar" x1="([\d.]+)', text))
-    right, zero = (float(x) for x in re.findall(r'class="pass" cx="([\d.]+)', text))
-    (wrong,) = (float(x) for x in re.findall(r'<svg x="([\d.]+)', text))
-    assert zero < right < bar < wrong
-    assert re.findall(r'<svg x="([\d.]+)', page(MIXED))[1:] == ["98.0"] * 3
-    assert "nan" not in page(MIXED).lower()
-    assert "inf" not in re.sub("infinities", "", page(MIXED))
+def test_only_what_did_not_pass_is_unfolded():
+    for given, is_open in [(report(), []), (MIXED, ["What did not pass, and why"])]:
+        text = markdown(given)
+        folds = [part.partition("</summary>")[0] for part in text.split("<summary>")[1:]]
+        assert folds == [
+            *is_open,
+            *(f"{name}: {read(given).lines[n][1]} cases pass" for n, name in enumerate(LAYOUTS)),
+            "Run and environment",
+        ]
+        assert text.count("<details open>") == len(is_open)
+        assert text.count("<details") == len(folds)
 
 
-def test_text_is_escaped():
-    evil = "<script>alert('&\"')</script>"
+def test_each_explanation_is_listed_once_with_its_first_case_and_a_passing_case_has_none():
+    text = read(MIXED).text
+    explanation = MIXED["verdicts"][1]["explanation"]
+    assert text.count(explanation) == 1
+    assert f"FAIL {LAYOUTS[0]}; {CASES[0]}; average and 3 more: {explanation}" in text
+    assert "did not pass" not in read(report()).text
+
+
+def test_versions_and_the_command_are_listed_with_the_checkout_of_megatron():
+    text = read(report()).text
+    core = "0.16.1 /folder/of/megatron, commit 0123456789ab, modified"
+    for words in ("0.1.0", "2.13.0", "CPU | gloo", "missing optional", core, *LAYOUTS):
+        assert words in text
+    assert "lossagg verify --markdown summary.md" in text
+    assert "2026-01-02T03:04:05+00:00 took 41 s" in text
+
+
+@pytest.mark.parametrize(
+    "evil",
+    [
+        "<script>alert('&\"')</script> <!-- </details>",
+        "| a | `code` *strong* __init__ ~~gone~~ $x$ # one \\",
+        "[link](https://example.com) ![image](https://example.com/a.png) <https://example.com>",
+    ],
+)
+def test_text_is_shown_as_it_is_and_loads_nothing(evil):
     fact = {"name": evil, "state": evil, "version": evil, "detail": evil}
-    place = {"path": evil, "commit": evil}
+    place = {"path": evil, "commit": evil, "state": "found"}
+    core = {"name": "megatron-core", "state": "found", "version": evil}
+    torch = {"name": "torch", "state": "found", "version": evil}
     words = dict.fromkeys(("layout", "case", "formula", "loss_scaling", "k", "explanation"), evil)
+    checked = framework_of(
+        check(check=evil, function=evil.replace(".", ""), state="NOT RUN", explanation=evil)
+    )
     given = report(
         [failed(**words, causes=[evil])],
         layouts=[evil, f"{evil} without cases"],
+        failure=f"{evil}\n\n{evil}</pre>",
         command=evil,
         started=evil,
-        environment=[fact, {**fact, "version": ""}, {**fact, **place}],
+        framework={**checked, "name": evil},
+        environment=[core, torch, fact, {**fact, **place}],
         tool={"name": evil, "version": evil},
     )
-    read = Reader(page(given))
-    assert read.text.count(evil) >= 16
-    shapes, harmless = (
-        {(tag, *attrs) for tag, attrs in r.tags} for r in (read, Reader(page(MIXED)))
-    )
-    assert shapes <= harmless
-
-
-@pytest.mark.parametrize("given", [report(), MIXED, report([])], ids=["passed", "mixed", "empty"])
-def test_the_page_loads_nothing_and_runs_nothing(given):
-    text = page(given)
-    assert not Reader(text).loading()
-    assert not [word for word in ("://", "url(", "@import") if word in text]
-    assert "default-src 'none'" in text
-    assert "prefers-color-scheme:dark" in text
-    assert f'<header class="{"pass" if given["passed"] else "fail"}">' in text
-
-
-def test_a_name_that_a_template_lacks_is_an_error():
-    with pytest.raises(jinja2.UndefinedError, match="is undefined"):
-        html.page("verify.html")
-
-
-def test_jinja2_that_is_missing_is_named_with_the_extra_of_a_report(monkeypatch):
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(MissingPackageError, match=r"needs jinja2.*megatron-lossagg\[report\]"):
-        page(report())
+    found = read(given)
+    assert found.text.count(evil) >= 28
+    assert not found.loading()
+    shapes, harmless = ({(tag, *attrs) for tag, attrs in r.tags} for r in (found, read(MIXED)))
+    assert shapes <= harmless | {("pre",)}
 
 
 def test_a_check_of_a_framework_has_a_line_and_one_that_did_not_run_counts_as_neither():
-    reader = Reader(page(with_checks("FAIL", check(), NOT_RUN, WRONG)))
-    assert "verl: 1 of 3 checks of its own code pass, 1 fails, 1 not run." in reader.text
-    *_, ran, absent, wrong = reader.lines
+    found = read(with_checks("FAIL", check(), NOT_RUN, WRONG))
+    assert "verl: 1 of 3 checks of its own code pass, 1 fails, 1 not run" in found.text
+    ran, absent, wrong = found.lines[-9:-6]
     assert ran == ["verl:token-mean", "core_algos.agg_loss", "0", "1.5e-16", "PASS"]
-    assert absent == ["absent", "core_algos.agg_loss", "NOT RUN", NOT_RUN["explanation"]]
-    assert wrong[2:] == ["0", "not finite", "FAIL", WRONG["explanation"]]
+    assert absent == ["absent", "core_algos.agg_loss", "NOT RUN"]
+    assert wrong == ["verl:token-mean", "core_algos.agg_loss", "0", "not finite", "FAIL"]
+    assert f"NOT RUN verl; absent: {NOT_RUN['explanation']}" in found.text
+    assert f"FAIL verl; verl:token-mean: {WRONG['explanation']}" in found.text
+
+
+def test_a_check_that_did_not_run_is_explained_in_a_report_that_passes():
+    text = markdown(with_checks("PASS", check(), NOT_RUN))
+    assert text.startswith("**lossagg verify: PASS.** 12 of 12 cases pass on 2 layouts of 4 ranks")
+    assert f"- **NOT RUN** verl; absent: {NOT_RUN['explanation']}" in text

@@ -88,7 +88,7 @@ def worker_of(framework):
     checkout = checkout_of(framework)
     paths = [checkout, TESTS.parent, TESTS / "support", TESTS / "integrations"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    command = [sys.executable, str(TESTS / "megatron" / "options_worker.py")]
+    command = [sys.executable, str(TESTS / "contract" / "options_worker.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     (found,) = found_by(done.stdout)
@@ -148,6 +148,8 @@ def test_the_contiguous_layout_has_the_tokens_of_megatrons_own_split(own_classes
 
 
 def test_the_options_are_read_without_megatron_and_torch():
-    tree = ast.parse((TESTS.parent / "megatron_lossagg" / "megatron_options.py").read_text())
+    tree = ast.parse(
+        (TESTS.parent / "megatron_lossagg" / "contract" / "megatron_options.py").read_text()
+    )
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert not {"torch", "megatron"} & modules

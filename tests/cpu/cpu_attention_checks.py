@@ -19,9 +19,9 @@ from tiny_gpt import packed_at
 
 from megatron_lossagg import cpu
 from megatron_lossagg.cpu.attention import ContextParallelAttention, UnsupportedModelError
-from megatron_lossagg.verify.model import config_of
 from megatron_lossagg.verify.parallelism import Parallelism
-from megatron_lossagg.verify.sequences import VOCABULARY
+from megatron_lossagg.verify.small_gpt import config_of
+from megatron_lossagg.verify.step_data import VOCABULARY
 from megatron_lossagg.verify.world import split_world
 
 OFFSETS = (0, 8, 8, 24, 28)

@@ -86,7 +86,9 @@ def route_to_experts():
 
 def route_to_experts_beside_a_gpu():
     """As after ``install(allow_cuda=True)``: the machine has CUDA, and the model is on the CPU."""
-    on_cpu = mock.patch("megatron_lossagg.verify.model.device", return_value=torch.device("cpu"))
+    on_cpu = mock.patch(
+        "megatron_lossagg.verify.small_gpt.device", return_value=torch.device("cpu")
+    )
     with mock.patch("torch.cuda.is_available", return_value=True), on_cpu:
         route_to_experts()
 

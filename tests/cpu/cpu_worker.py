@@ -18,8 +18,8 @@ import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from stock_step import run_of, stock_model, stock_step
 
-from megatron_lossagg.verify.model import reported
 from megatron_lossagg.verify.parallelism import Parallelism
+from megatron_lossagg.verify.small_gpt import reported
 from megatron_lossagg.verify.world import split_world
 
 TRAINED = {

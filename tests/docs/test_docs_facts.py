@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_lossagg.reduction.aliases import ALIASES
-from megatron_lossagg.reduction.modes import MODES
 from reducing import a_step
 
 from megatron_lossagg import Aggregation, Layout, Sequences, add_loss_aggregation_args, plan_step
 from megatron_lossagg.cli.main import _parser, main
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration
 from megatron_lossagg.loop.flags import aggregation_from_args
+from megatron_lossagg.reduction.aliases import ALIASES
 from megatron_lossagg.reduction.counts import StepTotals
+from megatron_lossagg.reduction.modes import MODES
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

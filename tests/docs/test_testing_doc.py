@@ -29,5 +29,5 @@ def test_a_failure_has_a_test_that_exists(failure, proof):
 
 def test_every_test_of_a_failure_is_listed():
     proven = {name for *_, proof in TABLE for _, name in NAMED.findall(proof)}
-    names = functions(TESTS / "core" / "test_failures.py")
+    names = functions(TESTS / "reduction" / "test_failures.py")
     assert {name for name in names if name.startswith("test_")} <= proven

@@ -159,7 +159,7 @@ def check_lengths_of_other_sequences_with_the_right_sum_are_named(aggregator):
 
 def check_ranks_under_different_modes_are_named(aggregator):
     other = Aggregation("token_mean")
-    aggregator._agreed.add(other)  # as a rank alone would, whose flags differ
+    aggregator._run.agreed.add(other)  # as a rank alone would, whose flags differ
     mode = MODE if aggregator.cp_rank == 0 else other
     raised = step_of(aggregator, MASKS[aggregator.cp_rank], mode=mode)
     assert all("planned different steps" in text for text in raised), raised

@@ -23,7 +23,7 @@ from written_frameworks import ClippedPGLossFn, RayPPOTrainer, SkyRLBatch, skyrl
 from megatron_lossagg import Aggregation, Sequences, plan_step
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.integrations import nemo_rl, skyrl, slime
-from megatron_lossagg.verify.sequences import zigzag
+from megatron_lossagg.verify.step_data import zigzag
 
 L = framework_step.L
 DP, CP = 2, 2

@@ -80,7 +80,7 @@ def options_of_data(server, folder, environment):
 @contextmanager
 def runs_of(folder):
     """Return a function that runs a script of the checkout and returns what its worker wrote."""
-    schedule_worker = FRAMEWORKS.parent / "megatron"
+    schedule_worker = FRAMEWORKS.parent / "loop"
     path = os.pathsep.join([*map(str, (CHECKOUT, FRAMEWORKS, schedule_worker)), worker_path()])
     server = ForkServer(["imports_megatron_lm"], path=path)
     release = f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"

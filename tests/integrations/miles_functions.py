@@ -9,8 +9,8 @@ from slime_miles_data import arguments
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.integrations import miles as miles_hooks
-from megatron_lossagg.verify.frameworks import carried, miles
-from megatron_lossagg.verify.frameworks.step import aggregations, draw
+from megatron_lossagg.verify.frameworks import miles, slime_and_miles
+from megatron_lossagg.verify.frameworks.drawn_step import aggregations, draw
 
 
 class Miles:
@@ -23,7 +23,7 @@ class Miles:
         from miles.utils.misc import load_function
 
         self.cp_utils, self.load_function = cp_utils, load_function
-        self.parsed = carried.arguments(self.hooks)
+        self.parsed = slime_and_miles.arguments(self.hooks)
 
     def start(self, args):
         from miles.utils import object_store
@@ -38,7 +38,7 @@ class Miles:
         from miles.utils.types import Sample
 
         hook = self.load_function(args.custom_convert_samples_to_train_data_path)
-        samples = carried.make_samples(draw(), Sample)
+        samples = slime_and_miles.make_samples(draw(), Sample)
         return convert_samples_to_train_data(args, samples, {}, hook, None)
 
     def split(self, args, data, parallelism):
@@ -73,7 +73,7 @@ class Miles:
         for partial in (False, True):
             given = {"global_batch_size": 5, "allow_partial_train_step": partial}
             stock = self.converted(arguments(self, **given))
-            given |= carried.carrying(self.hooks, Aggregation("token_mean"))
+            given |= slime_and_miles.args_with_weights(self.hooks, Aggregation("token_mean"))
             data = self.converted(arguments(self, **given))
             config = {"dp_size": 1, "cp_size": 1, "vpp_size": 1}
             (sequences,), (microbatches,), num_microbatches, rollouts = build_dp_schedule(

@@ -50,8 +50,8 @@ from nemo_rl_trainer import Nothing, train_data
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.integrations.nemo_rl import aggregated
+from megatron_lossagg.verify.frameworks.drawn_step import Step
 from megatron_lossagg.verify.frameworks.nemo_rl import losses_of
-from megatron_lossagg.verify.frameworks.step import Step
 
 WHAT, _, FILE, *OTHERS = sys.argv[1:]
 OPTIONS = {

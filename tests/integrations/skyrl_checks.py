@@ -11,9 +11,9 @@ from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations.skyrl import _LINEAR, aggregated
 from megatron_lossagg.verify.frameworks.check import PASS, outcome_of
-from megatron_lossagg.verify.frameworks.launch import checks_of
+from megatron_lossagg.verify.frameworks.drawn_step import Step
+from megatron_lossagg.verify.frameworks.run_checks import checks_of
 from megatron_lossagg.verify.frameworks.skyrl import ALIASES, batch, prompt_boundaries, trainer
-from megatron_lossagg.verify.frameworks.step import Step
 
 CHECKS = checks_of("skyrl")  # makes SkyRL's models import on a Python before 3.12
 

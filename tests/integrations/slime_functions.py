@@ -14,8 +14,8 @@ from slime_miles_data import GLOBAL_BATCH, ROLLOUTS, arguments, rollout_data
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import LossAggregationError, PlanError
 from megatron_lossagg.integrations import slime as slime_hooks
-from megatron_lossagg.verify.frameworks import carried
-from megatron_lossagg.verify.frameworks.step import aggregations, draw
+from megatron_lossagg.verify.frameworks import slime_and_miles
+from megatron_lossagg.verify.frameworks.drawn_step import aggregations, draw
 
 BY_MICROBATCH = Aggregation("microbatch_token_mean")
 
@@ -58,7 +58,7 @@ class Slime:
         from slime.utils.misc import load_function
 
         self.cp_utils, self.load_function = cp_utils, load_function
-        self.parsed = carried.arguments(self.hooks)
+        self.parsed = slime_and_miles.arguments(self.hooks)
 
     def start(self, args):
         pass
@@ -77,7 +77,7 @@ class Slime:
         from slime.utils.types import Sample
 
         return self.manager(args)._convert_samples_to_train_data(
-            carried.make_samples(draw(), Sample)
+            slime_and_miles.make_samples(draw(), Sample)
         )
 
     def split(self, args, data, parallelism):
@@ -119,7 +119,9 @@ class Slime:
         parallel_state.initialize_model_parallel()
         group = mpu.get_data_parallel_group(with_context_parallel=False)
         assert isinstance(group, reloadable.ReloadableProcessGroup)
-        args = arguments(self, **carried.carrying(self.hooks, Aggregation("token_mean")))
+        args = arguments(
+            self, **slime_and_miles.args_with_weights(self.hooks, Aggregation("token_mean"))
+        )
         active = sum(sum(one.mask) for one in draw() if one.sample < GLOBAL_BATCH)
         for _ in range(2):
             data, _ = rollout_data(self, args, self.converted(args))
@@ -131,7 +133,7 @@ class Slime:
             reloadable.reload_process_groups()
         # A denominator below 1: V < G in the second step.
         below = Aggregation("sample_sum", count_empty=False)
-        args = arguments(self, **carried.carrying(self.hooks, below))
+        args = arguments(self, **slime_and_miles.args_with_weights(self.hooks, below))
         with pytest.raises(PlanError, match="raises a denominator below 1 to 1"):
             self.carry(args, rollout_data(self, args, self.converted(args))[0])
         # slime swallows what it does not know: our flags, and a misspelled hook.
@@ -143,7 +145,7 @@ class Slime:
         assert not hasattr(parsed, "loss_aggregation")
         with pytest.raises(LossAggregationError, match="got loss_agregation"):
             slime_hooks.check(Namespace(**{**vars(parsed), "loss_agregation": "constant"}))
-        misspelled = carried.carrying(self.hooks, Aggregation("token_mean"))
+        misspelled = slime_and_miles.args_with_weights(self.hooks, Aggregation("token_mean"))
         misspelled["rollout_data_postproces_path"] = misspelled.pop(self.hooks.carry_argument)
         args = arguments(self, **misspelled)
         assert args.rollout_data_postprocess_path is None  # slime's default
@@ -160,7 +162,7 @@ class Slime:
         train_metric_utils.gather_log_data = lambda *given: logged.append(gather(*given))
         for aggregation in ("sample_mean", "constant"):  # the first one is slime's own
             chosen = self.aggregations[aggregation]
-            args = arguments(self, **carried.carrying(self.hooks, chosen))
+            args = arguments(self, **slime_and_miles.args_with_weights(self.hooks, chosen))
             data, _ = rollout_data(self, args, self.converted(args))
             if aggregation == "constant":
                 self.carry(args, data)

@@ -6,7 +6,7 @@ import framework_step
 import torch
 from megatron.core import mpu
 
-from megatron_lossagg.verify.frameworks.step import draw
+from megatron_lossagg.verify.frameworks.drawn_step import draw
 
 ROLLOUTS, GLOBAL_BATCH, PER_PROMPT = 8, 4, 2
 

@@ -28,7 +28,7 @@ import megatron_lossagg.cpu as cpu
 import megatron_lossagg.cpu.training as cpu_training
 from megatron_lossagg import Aggregation
 from megatron_lossagg.integrations._rollout_mask_sums import REDUCER
-from megatron_lossagg.verify.frameworks import carried
+from megatron_lossagg.verify.frameworks import slime_and_miles
 
 BOUND = {torch.float32: 5e-6, torch.float64: 1e-12}
 
@@ -104,7 +104,7 @@ def cases(framework):
     constant = framework.aggregations["constant"]
     made["constant_40"] = ({REDUCER: f"{framework.hooks.module}.constant_40"}, constant, default)
     for name, chosen in framework.aggregations.items():
-        made[name] = (carried.carrying(framework.hooks, chosen), chosen, chosen)
+        made[name] = (slime_and_miles.args_with_weights(framework.hooks, chosen), chosen, chosen)
     return made
 
 
@@ -175,7 +175,12 @@ def wiring(framework):
         framework.load_function(f"{framework.hooks.module}:carry_weights")
     check = framework.load_function(f"{framework.hooks.module}.check")
     check(framework.parsed)  # none of the framework's own arguments looks like one of ours
-    check(arguments(framework, **carried.carrying(framework.hooks, Aggregation("token_mean"))))
+    check(
+        arguments(
+            framework,
+            **slime_and_miles.args_with_weights(framework.hooks, Aggregation("token_mean")),
+        )
+    )
     framework.wiring()
     print(f"WIRING of {framework.hooks.name} holds")
 

@@ -12,9 +12,9 @@ from swift.version import __version__
 from swift_runs import CLOSE, LAYOUTS, close, runs_of
 
 from megatron_lossagg.verify.frameworks.check import outcome_of
-from megatron_lossagg.verify.frameworks.launch import DEFAULT, checks_of
+from megatron_lossagg.verify.frameworks.drawn_step import Step
 from megatron_lossagg.verify.frameworks.ms_swift import ALIASED, grpo_loss, grpo_losses
-from megatron_lossagg.verify.frameworks.step import Step
+from megatron_lossagg.verify.frameworks.run_checks import DEFAULT, checks_of
 
 CHECKS = {check.name: check for check in checks_of("ms-swift", DEFAULT)}
 

@@ -28,7 +28,7 @@ from swift.megatron.utils import wrap_model
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg.reduction import faults
-from megatron_lossagg.verify.sequences import VOCABULARY
+from megatron_lossagg.verify.step_data import VOCABULARY
 
 GROUP, BATCH, STEPS = 4, 16, 2
 """Completions of a prompt and of a step, and steps of a rollout, which is a run."""

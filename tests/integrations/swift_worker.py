@@ -33,7 +33,7 @@ from swift.utils import import_external_file
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg.errors import LossAggregationError
-from megatron_lossagg.verify.sequences import VOCABULARY
+from megatron_lossagg.verify.step_data import VOCABULARY
 
 STEPS, BATCH = 3, 4
 PACKS = ((7, 9, 5), (14,), (4, 11), (6, 3, 8))

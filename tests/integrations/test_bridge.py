@@ -18,7 +18,7 @@ from frameworks import INSTALLED, checkout_of, needs
 from laws import Comparison, PretrainingLaws, Run, Tolerance, close
 
 from megatron_lossagg import Aggregation
-from megatron_lossagg.verify.frameworks.launch import FrameworkJob
+from megatron_lossagg.verify.frameworks.run_checks import FrameworkJob
 from megatron_lossagg.verify.job import write_job
 
 pytestmark = [

@@ -22,8 +22,8 @@ from written_frameworks import (
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
 from megatron_lossagg.integrations.nemo_rl import aggregated
+from megatron_lossagg.verify.frameworks.drawn_step import Step
 from megatron_lossagg.verify.frameworks.nemo_rl import compared, losses_of
-from megatron_lossagg.verify.frameworks.step import Step
 
 L = 12
 SAMPLE_MEAN = Aggregation("sample_mean")

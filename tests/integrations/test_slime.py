@@ -17,7 +17,7 @@ from megatron_lossagg.errors import ContractError, PlanError
 from megatron_lossagg.integrations import slime
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import reference_options
-from megatron_lossagg.verify.frameworks.step import draw
+from megatron_lossagg.verify.frameworks.drawn_step import draw
 
 CHECKOUTS = [pytest.param(name, marks=needs(name, *SERVING)) for name in ("slime", "miles")]
 

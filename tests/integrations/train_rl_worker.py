@@ -43,7 +43,7 @@ from megatron_lossagg.integrations import megatron_rl  # noqa: E402
 from megatron_lossagg.integrations.megatron_rl import RLIntegration  # noqa: E402
 from megatron_lossagg.loop.schedule_hook import ScheduleHook  # noqa: E402
 from megatron_lossagg.reduction import faults  # noqa: E402
-from megatron_lossagg.verify.sequences import VOCABULARY  # noqa: E402
+from megatron_lossagg.verify.step_data import VOCABULARY  # noqa: E402
 
 CP = int(sys.argv[1])
 DP = 2 // CP

@@ -17,7 +17,7 @@ from frameworks import checkout_of, needs
 from processes import is_running
 from shared import check_of
 
-from megatron_lossagg.verify.frameworks.launch import run_framework
+from megatron_lossagg.verify.frameworks.run_checks import run_framework
 
 ONE = ["--dp", "1", "--loss-aggregation", "token_mean", "--loss-scaling", "average"]
 
@@ -26,16 +26,16 @@ def lossagg_verify(folder, framework):
     """Run the command with ``folder`` first on the path; return it ended, and its report."""
     # Each process of the command has the stand-ins; on a user's machine the dependencies are there.
     (folder / "sitecustomize.py").write_text("import stand_ins_first\n")
-    report, page = folder / "report.json", folder / "page.html"
+    report, summary = folder / "report.json", folder / "summary.md"
     command = ["-m", "megatron_lossagg", "verify", "--framework", framework, *ONE]
     done = subprocess.run(
-        [sys.executable, *command, "--json", str(report), "--html", str(page)],
+        [sys.executable, *command, "--json", str(report), "--markdown", str(summary)],
         env={**os.environ, "PYTHONPATH": path_with(folder)},
         capture_output=True,
         text=True,
         timeout=600,
     )
-    return done, json.loads(report.read_text()), page.read_text()
+    return done, json.loads(report.read_text()), summary.read_text()
 
 
 def path_with(*folders):
@@ -44,10 +44,10 @@ def path_with(*folders):
 
 @pytest.mark.parametrize(("framework", "number"), [("verl", 65), ("skyrl", 31)])
 def test_the_command_runs_a_frameworks_own_functions(tmp_path, framework, number):
-    done, report, page = lossagg_verify(tmp_path, framework)
+    done, report, summary = lossagg_verify(tmp_path, framework)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{framework}: {number} of {number} checks of its own code pass" in done.stdout
-    assert f"{number} of {number} checks of its own code pass" in page
+    assert f"{number} of {number} checks of its own code pass" in summary
     assert report["passed"]
     assert {check["state"] for check in report["framework"]["checks"]} == {"PASS"}
     errors = [check["gradient_error"] for check in report["framework"]["checks"]]
@@ -82,7 +82,7 @@ def test_a_wrong_function_of_the_framework_fails_by_name(tmp_path):
     body = text.index("    return loss\n", text.index("def agg_loss("))
     core.write_text(f"{text[:body]}    return loss * 2\n{text[body:]}")
 
-    done, report, page = lossagg_verify(tmp_path, "verl")
+    done, report, summary = lossagg_verify(tmp_path, "verl")
 
     assert done.returncode == 1
     assert done.stdout.startswith("FAIL: 1 of 1 case passes")
@@ -90,7 +90,7 @@ def test_a_wrong_function_of_the_framework_fails_by_name(tmp_path):
     assert check["state"] == "FAIL"
     assert check["got"] == pytest.approx(2 * check["wanted"])
     reason = f"verl.trainer.ppo.core_algos.agg_loss: got a loss of {check['got']:.9g}, expected"
-    for text in (check["explanation"], done.stdout, page):
+    for text in (check["explanation"], done.stdout, summary):
         assert reason in text
         assert "got a gradient of 2 times the expected one" in text
     assert check_of(report["framework"]["checks"], "lossagg_token_mean")["state"] == "PASS"
@@ -104,9 +104,8 @@ def test_ctrl_c_ends_the_ranks_that_a_check_launched(tmp_path):
     launches = f"cpu.launch([{str(rank)!r}], processes=1, timeout=100)"
     (tmp_path / "verl").mkdir()
     (tmp_path / "verl" / "__init__.py").write_text(f"from megatron_lossagg import cpu; {launches}")
-    command = (
-        "from megatron_lossagg.verify.frameworks.launch import run_framework; run_framework('verl')"
-    )
+    module = "megatron_lossagg.verify.frameworks.run_checks"
+    command = f"from {module} import run_framework; run_framework('verl')"
     checked = subprocess.Popen(
         [sys.executable, "-c", command],
         env={**os.environ, "PYTHONPATH": path_with(tmp_path)},

@@ -17,8 +17,8 @@ from megatron_lossagg.integrations.verl import LossMode
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.frameworks import verl as verl_checks
 from megatron_lossagg.verify.frameworks.check import PASS, outcome_of
-from megatron_lossagg.verify.frameworks.launch import checks_of
-from megatron_lossagg.verify.frameworks.step import Step
+from megatron_lossagg.verify.frameworks.drawn_step import Step
+from megatron_lossagg.verify.frameworks.run_checks import checks_of
 from megatron_lossagg.verify.frameworks.verl import (
     ALIASES,
     DIVISOR,

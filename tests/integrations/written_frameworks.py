@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import torch
 
+from megatron_lossagg.verify.frameworks.drawn_step import ppo_losses
 from megatron_lossagg.verify.frameworks.nemo_rl import CLIP, DUAL_CLIP, VALUE_CLIP
-from megatron_lossagg.verify.frameworks.step import ppo_losses
 
 
 def kl_losses(log_probs, ref_log_probs):

@@ -106,7 +106,7 @@ def test_two_pods_verify_together_with_the_variables_that_the_operator_sets(job,
     ended = on_two_nodes([*args, *less], folder=tmp_path, command=command, names=of_operator)
     assert [status for status, _ in ended] == [0, 0], ended
     assert [PASSED in output for _, output in ended] == [True, False]
-    assert (tmp_path / "report.html").exists()
+    assert (tmp_path / "report.md").exists()
 
 
 def of_operator(node, port):

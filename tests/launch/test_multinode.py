@@ -55,17 +55,19 @@ def ran(golden, folder, *options, launcher=(), **environment):
     )
 
 
-def test_on_this_machine_it_writes_report_page_and_log_and_passes(golden, tmp_path):
+def test_on_this_machine_it_writes_reports_and_log_and_passes(golden, tmp_path):
     summary = tmp_path / "summary.md"
     done = ran(golden, tmp_path / "out", LAUNCHER="torchrun", GITHUB_STEP_SUMMARY=str(summary))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASS: 1 of 1 cases as in the golden file, on 4 ranks" in done.stdout
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "report.json",
-        "report.html",
+        "report.md",
         "log.txt",
     }
-    assert "PASS: 1 of 1 cases" in summary.read_text()
+    compared, reported = summary.read_text().split("**lossagg verify: ")
+    assert "PASS: 1 of 1 cases" in compared
+    assert f"**lossagg verify: {reported}" == (tmp_path / "out" / "report.md").read_text()
 
 
 def test_a_rank_that_fails_after_the_report_fails_the_run(golden, tmp_path):
@@ -146,7 +148,7 @@ def test_over_two_slurm_nodes_it_submits_waits_and_compares(golden, tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASS: 1 of 1 cases as in the golden file, on 4 ranks" in done.stdout
-    assert (tmp_path / "out" / "report.html").exists()
+    assert (tmp_path / "out" / "report.md").exists()
 
 
 @needs_slurm

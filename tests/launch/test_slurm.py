@@ -88,7 +88,7 @@ def test_the_command_of_the_readme_verifies_over_two_nodes(cluster, tmp_path):
     assert "start 0: node0 node1, rank 0 at 127.0.0.1:" in output
     assert re.findall(r"^(\d): PASS", output, re.MULTILINE) == ["0"], output
     assert PASSED in output
-    assert (checkout / "report.html").exists()
+    assert (checkout / "report.md").exists()
 
 
 AGENTS = re.compile(r"^\d: .*/launch/agent.py .*--node-rank (\d) .* (.*)$", re.MULTILINE)

@@ -37,10 +37,12 @@ from megatron_lossagg import (
     LossAggregator,
     Sequences,
     add_loss_aggregation_args,
-    live,
-    megatron_options,
     plan_step,
 )
+from megatron_lossagg.contract import megatron_options
+from megatron_lossagg.contract.groups import LiveGroups
+from megatron_lossagg.contract.live import checked_loss_scaling, megatron_version
+from megatron_lossagg.contract.side_losses import note_on_side_losses
 from megatron_lossagg.errors import ContractError, PlanError, ReducerError
 from megatron_lossagg.reduction.counts import StepTotals
 from megatron_lossagg.reduction.options import Options
@@ -144,10 +146,10 @@ def check_fsdp_is_refused_by_name(chunk, aggregator):
         pass
 
     with refused("got a FullyShardedDataParallel", "Megatron-FSDP and FSDP2"):
-        live.checked_loss_scaling([FullyShardedDataParallel()])
+        checked_loss_scaling([FullyShardedDataParallel()])
     sharded = FSDPDistributedDataParallel.__new__(FSDPDistributedDataParallel)
     with refused("got a FSDPDistributedDataParallel", "Megatron-FSDP and FSDP2"):
-        live.checked_loss_scaling([sharded])
+        checked_loss_scaling([sharded])
 
 
 def check_no_chunk_is_refused(chunk, aggregator):
@@ -253,7 +255,7 @@ def check_router_built_in_the_other_loss_scaling_is_refused(chunk, aggregator):
 
 def check_the_config_class_has_the_options_that_the_table_says(chunk, aggregator):
     fields = {field.name for field in dataclasses.fields(type(chunk.config))}
-    release = ".".join(live.megatron_version().split(".")[:2])
+    release = ".".join(megatron_version().split(".")[:2])
     assert not missing_or_early(fields, release)
 
 
@@ -372,7 +374,7 @@ def check_a_step_that_is_repeated_on_its_own_gradients_is_refused(chunk, aggrega
     chunk.buffers[0].grad_data.fill_(1)
     with rerunning():
         outputs(step, [0, 1])
-    with pytest.raises(ReducerError, match="chunk 0 were not zero"):
+    with pytest.raises(ContractError, match="chunk 0 were not zero"):
         step.finish()
     chunk.zero_grad_buffer()
 
@@ -514,7 +516,7 @@ def check_groups_that_contradict_the_config_are_refused(chunk, aggregator):
         patch.object(chunk.config, "context_parallel_size", 2),
         refused("context parallelism of size 2 in the config", r"over ranks \[[01]\]"),
     ):
-        live.LiveGroups.of([chunk])
+        LiveGroups.of([chunk])
 
 
 def check_chunks_with_groups_of_their_own_are_refused(chunk, aggregator):
@@ -522,7 +524,7 @@ def check_chunks_with_groups_of_their_own_are_refused(chunk, aggregator):
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     other.dp_cp_group = groups[dist.get_rank()]
     with refused(r"chunk 1 has ranks \[[01]\] in its dp_cp_group, chunk 0 \[0, 1\]", "same groups"):
-        live.LiveGroups.of([chunk, other])
+        LiveGroups.of([chunk, other])
 
 
 def check_another_m_than_the_plan_is_refused(chunk, aggregator):
@@ -610,20 +612,20 @@ def check_the_start_line_is_followed_by_what_depends_on_cp(chunk, aggregator):
     assert made(a_moe()).note == ""  # no coefficient
     config = tiny_gpt.config_of()
     config.mtp_num_layers = 1
-    note = live.note_on_side_losses(config, "average")
+    note = note_on_side_losses(config, "average")
     assert note.startswith("side losses (MTP) are Megatron's own")
     assert "in the average loss scaling of megatron-core" in note
-    is_free = live.note_on_side_losses(config, "per_token") == ""
+    is_free = note_on_side_losses(config, "per_token") == ""
     assert note.endswith("train with --calculate-per-token-loss") == is_free
     config = tiny_gpt.config_of(num_moe_experts=2, add_bias_linear=False)
     notes = {}
     for coefficients in (0.1, [0.0, 0.1], [0.0, 0.0]):  # a list for several kinds of balancing
         config.moe_aux_loss_coeff = coefficients
-        notes[str(coefficients)] = live.note_on_side_losses(config, "per_token")
+        notes[str(coefficients)] = note_on_side_losses(config, "per_token")
     assert notes["0.1"] == notes["[0.0, 0.1]"]
     assert notes["[0.0, 0.0]"] == ""
     config.mtp_num_layers, config.moe_aux_loss_coeff = 1, 0.1
-    both = live.note_on_side_losses(config, "average")
+    both = note_on_side_losses(config, "average")
     assert "train with --calculate-per-token-loss" not in both  # the experts' would depend on CP
     balanced = made(a_moe(per_token=True, moe_aux_loss_coeff=0.1))
     assert balanced.note == notes["0.1"]  # empty from 0.19 on
@@ -856,7 +858,7 @@ def check_gradients_that_are_not_zero_when_a_step_begins_are_refused(chunk, aggr
         chunk.buffers[0].grad_data.fill_(value)
         step = a_step(aggregator)
         outputs(step, [0, 1])
-        with pytest.raises(ReducerError, match=r"chunk 0 were not zero .*zero_grad_buffer\(\)"):
+        with pytest.raises(ContractError, match=r"chunk 0 were not zero .*zero_grad_buffer\(\)"):
             step.finish()
         with a_step(aggregator, accumulates=True) as step:
             outputs(step, [0, 1])
@@ -985,7 +987,7 @@ def check_without_torch_distributed_no_aggregator_is_made(chunk, aggregator):
 def main():
     tiny_gpt.start(ep=2)
     if dist.get_rank() == 0:
-        print(f"RAN megatron-core {live.megatron_version()}", flush=True)
+        print(f"RAN megatron-core {megatron_version()}", flush=True)
     chunk = a_chunk()
     aggregator = made([chunk])
     run_checks(globals(), chunk, aggregator)

@@ -40,7 +40,7 @@ from megatron_lossagg.errors import ContractError
 from megatron_lossagg.loop.probe import all_ranks as together
 from megatron_lossagg.loop.probe import probe_model
 from megatron_lossagg.reduction.options import Options
-from megatron_lossagg.verify.sequences import VOCABULARY
+from megatron_lossagg.verify.step_data import VOCABULARY
 from megatron_lossagg.verify.world import split_world
 
 CONFIRMED = (

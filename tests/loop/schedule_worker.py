@@ -23,13 +23,14 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatron_lossagg import Aggregation, LossAggregator
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError, ReducerError
+from megatron_lossagg.guards.framework_loss import compare_with_framework
 from megatron_lossagg.integrations import bridge, megatron_lm
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration
 from megatron_lossagg.loop.buffer import MicrobatchSequences
-from megatron_lossagg.loop.schedule_hook import ScheduleHook, _compare_sum
+from megatron_lossagg.loop.schedule_hook import ScheduleHook
 from megatron_lossagg.reduction.faults import Faults
 from megatron_lossagg.reduction.options import Options
-from megatron_lossagg.verify.sequences import VOCABULARY
+from megatron_lossagg.verify.step_data import VOCABULARY
 
 SAMPLE_MEAN = Aggregation("sample_mean")
 M, LENGTH = 2, 8
@@ -561,15 +562,19 @@ def check_a_penalty_that_warms_up_and_a_factor_from_a_later_step_on_are_refused(
 def check_the_comparison_waits_for_no_device(chunk, stock):
     losses = torch.ones(4, device="meta", requires_grad=True)
     mask = torch.ones(4, device="meta")
-    framework = PretrainIntegration().loss(
-        functools.partial(framework_loss_of_a_device, mask), losses
-    )
-    faults = Faults()
-    _compare_sum(
-        framework, get_gradient_edge(losses), faults, 0
+    loss_func = functools.partial(framework_loss_of_a_device, mask)
+    framework, faults = PretrainIntegration().loss(loss_func, losses), Faults()
+    compare_with_framework(
+        framework.masked_sum,
+        framework.losses,
+        framework.mask,
+        None,
+        output=get_gradient_edge(losses),
+        faults=faults,
+        microbatch=0,
     )  # a meta tensor raises when it is read
     with pytest.raises(NotImplementedError, match="meta"):
-        faults.take()
+        faults.raise_first()
 
 
 def framework_loss_of_a_device(mask, output):

@@ -82,7 +82,7 @@ def check_counts_that_the_first_tensor_parallel_rank_lacks_are_an_error_on_all()
 def check_an_earlier_stage_ignores_counts_that_only_some_of_its_ranks_pass():
     """A rank of it that planned them would wait for the others."""
     with an_aggregator(pipeline_model_parallel_size=2) as aggregator:
-        is_last, dp_rank = aggregator.is_last_stage, dist.get_rank(aggregator.dp_group)
+        is_last, dp_rank = aggregator.groups.is_last_stage, dist.get_rank(aggregator.dp_group)
         second = {"active_tokens": [3, -2]}
         for on_first_stage in ({"active_tokens": [1]}, second):
             counts = {"active_tokens": [3, 2]}
@@ -101,12 +101,12 @@ def check_wrong_counts_on_the_last_stage_are_an_error_on_all_stages():
     with an_aggregator(pipeline_model_parallel_size=2) as aggregator:
         dp_rank = dist.get_rank(aggregator.dp_group)
         for counts in ({"active_tokens": [3, -2 * dp_rank]}, {}):
-            if not aggregator.is_last_stage:
+            if not aggregator.groups.is_last_stage:
                 counts = {"active_tokens": [3, 2]}
             messages = message_by_rank(aggregator, counts)
-            own = messages[dist.get_process_group_ranks(aggregator.pp_group)[-1]]
+            own = messages[dist.get_process_group_ranks(aggregator.groups.pp_group)[-1]]
             assert own is not None
-            if not aggregator.is_last_stage:
+            if not aggregator.groups.is_last_stage:
                 assert messages[dist.get_rank()] == f"pipeline stage 1: {own}"
 
 
@@ -141,17 +141,17 @@ def check_a_wrapped_schedule_that_cannot_plan_is_an_error_on_all_stages():
         "the data iterator raised TypeError": "no iterator",
     }
     with an_aggregator(pipeline_model_parallel_size=2) as aggregator:
-        last_stage = dist.get_process_group_ranks(aggregator.pp_group)[-1]
+        last_stage = dist.get_process_group_ranks(aggregator.groups.pp_group)[-1]
         wrap = functools.partial(aggregator.wrap, integration=BridgeIntegration())
         for reason, wrong in wrong_by_reason.items():
             source = iter([BATCH, BATCH])
-            if aggregator.is_last_stage and dist.get_rank(aggregator.dp_group) == 1:
+            if aggregator.groups.is_last_stage and dist.get_rank(aggregator.dp_group) == 1:
                 source = wrong if isinstance(wrong, str) else iter(wrong)
             messages = message_of_schedule_by_rank(wrap, aggregator.chunks, source)
             assert f"rank 1 of the data-parallel group: {reason}" in messages[last_stage], messages
-            if not aggregator.is_last_stage:
+            if not aggregator.groups.is_last_stage:
                 assert messages[dist.get_rank()] == f"pipeline stage 1: {messages[last_stage]}"
-        if not aggregator.is_last_stage:
+        if not aggregator.groups.is_last_stage:
             aggregator.chunks[0].config.calculate_per_token_loss = True
         messages = message_of_schedule_by_rank(wrap, aggregator.chunks, iter([BATCH, BATCH]))
         assert all("wrapped in the average loss scaling" in message for message in messages)
@@ -172,11 +172,11 @@ def check_what_is_flipped_on_every_stage_after_a_step_is_refused_before_the_sche
 
 def check_an_error_of_an_earlier_stage_reaches_the_last():
     with an_aggregator(pipeline_model_parallel_size=2) as aggregator:
-        if not aggregator.is_last_stage:
+        if not aggregator.groups.is_last_stage:
             aggregator.chunks[0].config.calculate_per_token_loss = True
         messages = message_by_rank(aggregator, {"active_tokens": [3, 2]})
         assert all("wrapped in the average loss scaling" in message for message in messages)
-        if aggregator.is_last_stage:
+        if aggregator.groups.is_last_stage:
             assert messages[dist.get_rank()].startswith("pipeline stage 0: ")
         aggregator.chunks[0].config.calculate_per_token_loss = False
         assert message_by_rank(aggregator, {"active_tokens": [3, 2]}) == [None] * 4
@@ -184,7 +184,7 @@ def check_an_error_of_an_earlier_stage_reaches_the_last():
 
 def check_stages_with_different_numbers_of_microbatches_do_not_wait_for_each_other():
     with an_aggregator(pipeline_model_parallel_size=2) as aggregator:
-        m = 1 + aggregator.is_last_stage
+        m = 1 + aggregator.groups.is_last_stage
         with pytest.raises(ContractError, match="stages 0 and 1 run 1 and 2 microbatches: pass"):
             aggregator.step([3, 2], num_microbatches=m)
         aggregator.step([3, 2], num_microbatches=2).end()
@@ -196,7 +196,7 @@ def check_an_error_of_another_package_reaches_the_first_stage_with_its_type():
 
     with an_aggregator(pipeline_model_parallel_size=2) as aggregator:
         kind, message = ContractError, r"pipeline stage 1: KeyError\('labels'\)"
-        if aggregator.is_last_stage:
+        if aggregator.groups.is_last_stage:
             kind, message = KeyError, "labels"
         with pytest.raises(kind, match=message):
             aggregator.begin_together(plan, num_microbatches=2)

@@ -6,12 +6,12 @@ from dataclasses import fields
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron_lossagg.reduction.aliases import ALIASES
-from megatron_lossagg.reduction.modes import CUSTOM, MODES
 
 from megatron_lossagg import Aggregation, add_loss_aggregation_args
 from megatron_lossagg.errors import AggregationError
 from megatron_lossagg.loop.flags import aggregation_from_args, args_of
+from megatron_lossagg.reduction.aliases import ALIASES
+from megatron_lossagg.reduction.modes import CUSTOM, MODES
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.verify.cases import CASES
 

@@ -5,7 +5,7 @@ from check_runner import checks_of
 from conftest import TESTS, early, fork_server, launched
 from probe_cases import LAYOUTS
 
-WORKER = TESTS / "megatron" / "probe_worker.py"
+WORKER = TESTS / "loop" / "probe_worker.py"
 CASES = [(layout.world_size, name) for name, layout in LAYOUTS.items()]
 
 

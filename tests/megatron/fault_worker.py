@@ -25,9 +25,9 @@ import megatron_lossagg.cpu as cpu
 from megatron_lossagg import Aggregation
 from megatron_lossagg.verify.cases import Case
 from megatron_lossagg.verify.job import LOSS_SCALINGS
-from megatron_lossagg.verify.model import forward, reported, run_schedule, token_losses
 from megatron_lossagg.verify.parallelism import Parallelism
-from megatron_lossagg.verify.sequences import zigzag
+from megatron_lossagg.verify.small_gpt import forward, reported, run_schedule, token_losses
+from megatron_lossagg.verify.step_data import zigzag
 from megatron_lossagg.verify.world import parallel_state, split_world
 
 TOKEN_MEAN = Case(aggregation=Aggregation("token_mean"))

@@ -18,8 +18,8 @@ from stock_step import gradients, run_of, stock_model, stock_step
 from megatron_lossagg import Aggregation, Layout
 from megatron_lossagg.verify.cases import Case
 from megatron_lossagg.verify.job import LOSS_SCALINGS, read_job
-from megatron_lossagg.verify.model import pack
-from megatron_lossagg.verify.sequences import make_sequences
+from megatron_lossagg.verify.small_gpt import pack
+from megatron_lossagg.verify.step_data import make_sequences
 from megatron_lossagg.verify.world import join_world, parallel_state, split_world
 
 MODES = ("token_mean", "sample_mean")

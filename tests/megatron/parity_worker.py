@@ -8,9 +8,9 @@ from stock_step import gradients, run_of, stock_step
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.verify.cases import Case
-from megatron_lossagg.verify.model import reported
 from megatron_lossagg.verify.parallelism import Parallelism
-from megatron_lossagg.verify.sequences import make_sequences
+from megatron_lossagg.verify.small_gpt import reported
+from megatron_lossagg.verify.step_data import make_sequences
 from megatron_lossagg.verify.world import split_world
 
 LAYOUT = Parallelism(dp=2, cp=2, microbatches=3)

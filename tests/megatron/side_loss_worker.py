@@ -9,9 +9,9 @@ from stock_step import gradients
 
 from megatron_lossagg import LossAggregator
 from megatron_lossagg.reduction.options import Options
-from megatron_lossagg.verify.model import config_of, run_schedule, wrapped_chunks
 from megatron_lossagg.verify.parallelism import Parallelism
-from megatron_lossagg.verify.sequences import VOCABULARY, zigzag
+from megatron_lossagg.verify.small_gpt import config_of, run_schedule, wrapped_chunks
+from megatron_lossagg.verify.step_data import VOCABULARY, zigzag
 from megatron_lossagg.verify.world import split_world
 
 LENGTH = 16

@@ -23,11 +23,11 @@ from megatron_lossagg.errors import AggregationError, ContractError, ReducerErro
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.verify.cases import CASES, Case, expected
-from megatron_lossagg.verify.model import forward, reported, run_schedule, token_losses
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.reference_gradient import compute
-from megatron_lossagg.verify.run import Run, _Integration
-from megatron_lossagg.verify.sequences import make_sequences
+from megatron_lossagg.verify.small_gpt import forward, reported, run_schedule, token_losses
+from megatron_lossagg.verify.step_data import make_sequences
+from megatron_lossagg.verify.train_step import Run, _Integration
 from megatron_lossagg.verify.world import join_world, split_world
 
 LAYOUTS = {

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from step_facts import groups_of
 from step_record import a_step
 
 from megatron_lossagg import Aggregation
@@ -99,7 +100,7 @@ def test_token_weights_are_part_of_the_loss_where_every_sequence_has_one_weight(
         plan = plan_step(aggregation, Sequences(active_tokens=[4, 4], token_weight_sums=sums))
         assert plan.weights.tolist() == [1 / 80, 1 / 80]
         recorder = StepRecorder(Exchange(None), file, None)
-        recorder.finish(plan, scaling, dp_size=1, cp_size=1, cp_rank=0)
+        recorder.finish(plan, scaling, groups_of(), {})
     first, moved, other = (step.weights for step in read_record(tmp_path / "a.jsonl").values())
     assert first == moved  # the same sequences in another order
     assert first != other

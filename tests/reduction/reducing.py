@@ -1,12 +1,12 @@
 """A small plan, its layout, its reducer and a step, on the CPU or on a device."""
 
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from device_double import DeviceDouble
+from step_facts import a_chunk, groups_of
 
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
 from megatron_lossagg.loop.step import Step
@@ -32,24 +32,13 @@ def a_reducer(mask, active=(3, 2), sequences=(0, 1), lengths=(4, 2), **options):
 
 
 def a_step(plan, m, *, dp=1, cp=1, cp_rank=0, loss_scaling="average", chunks=None, **options):
-    """Begin a step of a rank without Megatron-Core; without chunks it looks at no gradients."""
-    aggregator = SimpleNamespace(
-        chunks=chunks,
-        loss_scaling=loss_scaling,
-        grad_scale_func=None,
-        dp_cp_size=dp * cp,
-        dp_size=dp,
-        cp_size=cp,
-        cp_rank=cp_rank,
-        cp_group=None,
-        is_last_stage=True,
-        is_contiguous=False,
-    )
+    """Begin a step of a rank without Megatron-Core; without chunks it has no gradients."""
     return Step(
-        aggregator=aggregator,
+        chunks=chunks or [a_chunk()],
+        groups=groups_of(dp=dp, cp=cp, cp_rank=cp_rank),
+        loss_scaling=loss_scaling,
         plan=plan,
         num_microbatches=m,
-        accumulates=chunks is None,
         **options,
     )
 

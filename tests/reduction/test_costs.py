@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.counting import counted
 from benchmarks.workloads import AGGREGATION, CP_SIZES, TOKEN_MEAN, Workload
 from megatron_lossagg import Aggregation
+from megatron_lossagg.guards.trained_tokens import TrainedTokens
 
 SEQUENCES = (1, 64, 4096)
 MASK_TYPES = {"bool": torch.bool, "int32": torch.int32, "float32": torch.float32}
@@ -48,9 +49,11 @@ def of_a_call(
     mask_P = workload.mask_P.to(mask_type).to(device)
     x_T = workload.x_T.detach().to(device).requires_grad_()
     if in_step:
-        plan.state.begin()
+        trained = TrainedTokens(workload.num_sequences)
+        plan.state.begin(lambda reducer, losses, partial_loss: trained.add(reducer.microbatch))
     with counted() as build:
         reducer = plan.reducer(range(workload.num_sequences), mask_P, layout)
+        reducer.weights(x_T.dtype, x_T.device)
     with counted() as forward:
         partial_loss = reducer(x_T)
     with counted() as backward:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from custom_reducer import custom
 from reducing import MASK, a_plan, a_step, on, thd
+from step_facts import a_chunk
 from test_mask_checks import MASK_DTYPES
 
 from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
@@ -95,8 +96,7 @@ def a_step_of_two_microbatches(to, losses, loss_scaling, **options):
     """Run a step's loss_func and backward passes; return the step, not finished, and outputs."""
     plan = a_plan((4, 1), mode="sample_mean")
     gradients = SimpleNamespace(grad_data=to(torch.zeros(8)))
-    chunk = SimpleNamespace(ddp_config=None, buffers=[gradients], expert_parallel_buffers=[])
-    step = a_step(plan, 2, loss_scaling=loss_scaling, chunks=[chunk], **options)
+    step = a_step(plan, 2, loss_scaling=loss_scaling, chunks=[a_chunk(gradients)], **options)
     returned = []
     for sequence, (mask, length) in enumerate((([1, 1, 1, 1], 4), ([1, 0], 2))):
         mb = step.microbatch([sequence], to(torch.tensor(mask)), layout=thd(length))
@@ -106,6 +106,7 @@ def a_step_of_two_microbatches(to, losses, loss_scaling, **options):
             loss, report={"metric": metric}, means={"clipped": (x.detach().sum(), length)}
         )
         (out[0] * step.scaling.schedule_factor).backward()
+        gradients.grad_data += 1  # as a parameter's hook does
         returned.append(out)
     return step, returned
 
@@ -134,7 +135,7 @@ def test_a_shadow_waits_for_no_device_and_a_record_once_when_the_step_ends(tmp_p
     file = RecordFile(str(tmp_path / "a.jsonl"))
     options = {
         "shadows": {"token_sum": Aggregation("token_sum")},
-        "record": StepRecorder(Exchange(None), file, 5),
+        "recorder": StepRecorder(Exchange(None), file, 5),
     }
     with on("device") as to:
         step, returned = a_step_of_two_microbatches(to, torch.arange(4.0), "average", **options)

@@ -32,7 +32,7 @@ from megatron_lossagg.reduction.counts import StepTotals
 from megatron_lossagg.reduction.exchange import Exchange
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.verify import reference_loss
-from megatron_lossagg.verify.sequences import zigzag
+from megatron_lossagg.verify.step_data import zigzag
 
 MODES = {
     aggregation.mode: {

@@ -8,7 +8,7 @@ import torch
 
 from megatron_lossagg import Layout
 from megatron_lossagg.errors import LayoutError
-from megatron_lossagg.verify.sequences import zigzag
+from megatron_lossagg.verify.step_data import zigzag
 
 CP_SIZES = (1, 2, 3, 4, 8)
 

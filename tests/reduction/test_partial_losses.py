@@ -3,14 +3,14 @@
 import pytest
 import torch
 from aggregations import AGGREGATIONS
-from megatron_lossagg.reduction.modes import CUSTOM, MODES
 from step_data import assign, make_sequences
 
 from megatron_lossagg import Layout, Sequences, plan_step
+from megatron_lossagg.reduction.modes import CUSTOM, MODES
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import reference_options
-from megatron_lossagg.verify.sequences import zigzag
+from megatron_lossagg.verify.step_data import zigzag
 
 
 def plan_of(sequences, keys, m, aggregation):

@@ -21,7 +21,7 @@ class Reader(HTMLParser):
         self.tags.append((tag, dict(attrs)))
         if tag not in VOID:
             self.open.append(tag)
-        if tag == "tr" and "tbody" in self.open and ("class", "why") not in attrs:
+        if tag == "tr" and "tbody" in self.open:
             self.lines.append([])
 
     def handle_startendtag(self, tag, attrs):

@@ -1,8 +1,8 @@
-"""The sequences of ``megatron_lossagg.verify.sequences`` as the dicts that the reference takes."""
+"""The sequences of ``megatron_lossagg.verify.step_data`` as the dicts that the reference takes."""
 
 from types import SimpleNamespace
 
-from megatron_lossagg.verify import sequences as verification
+from megatron_lossagg.verify import step_data as verification
 
 
 def make_sequences():

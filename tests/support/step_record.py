@@ -22,6 +22,7 @@ STEP = StepRecord(
     num_microbatches=4,
     data_parallel_size=2,
     context_parallel_size=1,
+    coefficients=[1.0],
     version="0.1.0",
 )
 

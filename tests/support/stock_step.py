@@ -9,16 +9,16 @@ cpu.install()
 
 import torch  # noqa: E402
 
-from megatron_lossagg.verify.model import (  # noqa: E402
+from megatron_lossagg.verify.reference_gradient import Reference  # noqa: E402
+from megatron_lossagg.verify.small_gpt import (  # noqa: E402
     config_of,
     forward,
     run_schedule,
     token_losses,
     wrapped_chunks,
 )
-from megatron_lossagg.verify.reference_gradient import Reference  # noqa: E402
-from megatron_lossagg.verify.run import Run  # noqa: E402
-from megatron_lossagg.verify.sequences import make_sequences  # noqa: E402
+from megatron_lossagg.verify.step_data import make_sequences  # noqa: E402
+from megatron_lossagg.verify.train_step import Run  # noqa: E402
 
 
 def run_of(layout, *, per_token=False, sequences=None):

@@ -16,9 +16,9 @@ from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
-from megatron_lossagg.verify import model as verification  # noqa: E402
-from megatron_lossagg.verify.model import packed_at, reported  # noqa: E402, F401  for the workers
-from megatron_lossagg.verify.sequences import VOCABULARY  # noqa: E402
+from megatron_lossagg.verify import small_gpt as verification  # noqa: E402
+from megatron_lossagg.verify.small_gpt import packed_at, reported  # noqa: E402, F401  for the workers
+from megatron_lossagg.verify.step_data import VOCABULARY  # noqa: E402
 
 
 def start(*, tp=1, pp=1, cp=1, ep=1, dtype=torch.float64, **more):

@@ -11,7 +11,7 @@ from megatron_lossagg.verify.cases import CASES, expected
 from megatron_lossagg.verify.causes import CAUSES, Facts, symbols
 from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.reference_gradient import Reference
-from megatron_lossagg.verify.sequences import assign_sequences, make_sequences, padding_sequence
+from megatron_lossagg.verify.step_data import assign_sequences, make_sequences, padding_sequence
 
 BY_NAME = {cause.name: cause for cause in (*CAUSES, *faults.CAUSES)}
 ALL_APART = Parallelism(dp=3, cp=2, microbatches=4)

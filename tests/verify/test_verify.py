@@ -24,7 +24,7 @@ from megatron_lossagg.verify.cases import CASES
 from megatron_lossagg.verify.environment import environment
 from megatron_lossagg.verify.job import Job, read_job, write_job
 from megatron_lossagg.verify.parallelism import standard
-from megatron_lossagg.verify.sequences import make_sequences
+from megatron_lossagg.verify.step_data import make_sequences
 from megatron_lossagg.verify.text import number_of
 
 ROOT = Path(__file__).parents[2]
@@ -50,16 +50,16 @@ def ended(process, timeout=300):
 
 @early
 def one_layout():
-    """Return how the command ended, what it printed, and its report and page."""
-    report, page = new_folder() / "report.json", new_folder() / "report.html"
+    """Return how the command ended, what it printed, and its reports."""
+    report, summary = new_folder() / "report.json", new_folder() / "summary.md"
     process = lossagg(
-        "verify", "--dp", 2, "--moe", "--ep", 2, "--json", report, "--html", page, *ONE
+        "verify", "--dp", 2, "--moe", "--ep", 2, "--json", report, "--markdown", summary, *ONE
     )
-    return *ended(process), report, page
+    return *ended(process), report, summary
 
 
-def test_one_layout_passes_in_text_json_and_html(one_layout):
-    status, out, err, report, page = one_layout
+def test_one_layout_passes_in_text_json_and_markdown(one_layout):
+    status, out, err, report, summary = one_layout
     assert status == 0, out + err
     first, *lines = out.splitlines()
     assert first.startswith("PASS: 2 of 2 cases pass on 1 layout of 2 ranks, megatron-core ")
@@ -78,8 +78,8 @@ def test_one_layout_passes_in_text_json_and_html(one_layout):
     assert (Path(core["path"]) / "megatron/core/__init__.py").is_file()
     assert f"megatron-core      {core['version']}" in out
     assert core["path"] in out
-    assert "DP 2 x EP 2, M 3, MoE" in page.read_text()
-    assert core["path"] in page.read_text()
+    assert "| DP 2 x EP 2, M 3, MoE | 2 of 2 |" in summary.read_text()
+    assert core["path"] in summary.read_text()
     # K of explain is what the step multiplied by on the live Megatron-Core.
     for v in verdicts:
         explanation = explain(
@@ -131,14 +131,14 @@ def test_a_rank_that_fails_after_its_last_case_is_no_pass(tmp_path, monkeypatch,
         return fork_server().launch([str(tmp_path / "rank.py"), *command[2:]], **options)
 
     monkeypatch.setattr("megatron_lossagg.verify.job.launch", launch)
-    report, page = tmp_path / "report.json", tmp_path / "page.html"
+    report, summary = tmp_path / "report.json", tmp_path / "summary.md"
     one = ["--dp", "1", "--loss-aggregation", "token_mean", "--loss-scaling", "average"]
-    assert main(["verify", *one, "--json", str(report), "--html", str(page)]) == 1
+    assert main(["verify", *one, "--json", str(report), "--markdown", str(summary)]) == 1
     out = capsys.readouterr().out
     assert out.startswith("FAIL: 1 of 1 case passes")
     written = json.loads(report.read_text())
     assert (written["state"], written["passed"]) == ("FAIL", False)
-    for text in (out, written["failure"], page.read_text()):
+    for text in (out, written["failure"], summary.read_text()):
         assert "A rank failed\n" in text
         assert "[rank0]: no disk at the end" in text
 
@@ -191,7 +191,7 @@ def test_a_launcher_with_another_number_of_ranks_is_refused():
         (["--loss-aggregation-reducer-path", "math:fsum"], "a custom reducer has no formula"),
         (["--loss-aggregation-shadow", "token_mean"], "a verification, which trains no run"),
         (["--json", "/nowhere/at/all.json"], "cannot be written: name a file"),
-        (["--html", "/"], "cannot be written: name a file"),
+        (["--markdown", "/"], "cannot be written: name a file"),
         (["--tp", "-1"], "tp: got -1, expected at least 1"),
         (["--tp", "3"], "tp 3 does not divide the model's 32 token ids"),
         (["--dp", "2", "--sequence-parallel"], "give tp above 1"),

@@ -18,7 +18,7 @@ from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import BETA, as_reference, reference_options
 from megatron_lossagg.verify.causes import Cause
-from megatron_lossagg.verify.sequences import padding_sequence, zigzag
+from megatron_lossagg.verify.step_data import padding_sequence, zigzag
 
 
 def token_weights(facts, aggregation, *, only=None, change=lambda index, sequence: sequence):

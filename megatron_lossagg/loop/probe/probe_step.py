@@ -38,19 +38,21 @@ class ProbeStep:
 
         interleaved = parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
         self.aggregator = aggregator
-        self.num_stages = dist.get_world_size(aggregator.pp_group)
+        self.num_stages = dist.get_world_size(aggregator.groups.pp_group)
         self.num_microbatches = 2 * self.num_stages + (not interleaved)
 
         def counted(r: int) -> list[int]:
-            return [1 + (r + aggregator.dp_size * m) % 13 for m in range(self.num_microbatches)]
+            return [
+                1 + (r + aggregator.groups.dp_size * m) % 13 for m in range(self.num_microbatches)
+            ]
 
         self.counts = counted(dist.get_rank(aggregator.dp_group))
         """This rank's active tokens of each microbatch, of one sequence each."""
         self.scaling = Scaling(
             loss_scaling=aggregator.loss_scaling,
             num_microbatches=self.num_microbatches,
-            dp_cp_size=aggregator.dp_cp_size,
-            active_tokens=sum(sum(counted(r)) for r in range(aggregator.dp_size)),
+            dp_cp_size=aggregator.groups.dp_cp_size,
+            active_tokens=sum(sum(counted(r)) for r in range(aggregator.groups.dp_size)),
         )
         self._rank = dist.get_rank(aggregator.chunks[0].dp_cp_group)
 
@@ -70,10 +72,12 @@ class ProbeStep:
             totals=StepTotals(active_tokens=self.scaling.active_tokens),
         )
         step = Step(
-            aggregator=self.aggregator,
+            chunks=self.aggregator.chunks,
+            groups=self.aggregator.groups,
+            loss_scaling=self.aggregator.loss_scaling,
             plan=plan,
             num_microbatches=self.num_microbatches,
-            accumulates=True,  # the live model's gradients are not the probe's
+            is_guarded=False,  # the live model's gradients are not the probe's
         )
 
         def loss_func(m: int, output: Tensor) -> Outputs:
@@ -123,7 +127,7 @@ class ProbeStep:
         raise ContractError(
             f"the startup probe measured K = {measured:.6g}, expected K = "
             f"{K_FORMULA[its.loss_scaling]} = {its.k} in the {its.loss_scaling} loss scaling (at "
-            f"the probe's own M {its.num_microbatches}, DP {aggregator.dp_size}, CP "
+            f"the probe's own M {its.num_microbatches}, DP {aggregator.groups.dp_size}, CP "
             f"{aggregator.cp_size}, PP {self.num_stages}). A step's gradient would be {ratio:.6g} "
             "times that of its loss, because this Megatron-Core scales losses differently. Remove "
             "what patches it, or turn the probe off with --no-loss-aggregation-probe if this is "

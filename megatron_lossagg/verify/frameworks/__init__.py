@@ -1,8 +1,8 @@
 """A framework's own functions, on a drawn step, against the reference: ``verify --framework``.
 
-One file per framework, named as it is, lists checks; ``step.py`` draws the step, ``check.py``
-compares. They run in a process of their own (``launch.py``): importing a framework may be slow, may
-fail, and may end the process. The tests call the same checks.
+One file per framework, named as it is, lists checks; ``drawn_step.py`` has the step, ``check.py``
+compares. They run in a process of their own (``run_checks.py``): importing a framework may be slow,
+may fail, and may end the process. The tests call the same checks.
 """
 
 from __future__ import annotations

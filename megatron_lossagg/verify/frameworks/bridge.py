@@ -22,9 +22,9 @@ def checks(aggregation: Aggregation) -> list[Check]:
     modules = {name: import_module(name) for name in _MODULES}
     listed = [
         Check(
-            name=f"{name.rpartition('.')[2]} is hooked, {aggregation.mode}",
-            function=f"{name}.{HOOK}",
-            compare=partial(_bound, module, aggregation),
+            f"{name.rpartition('.')[2]} is hooked, {aggregation.mode}",
+            f"{name}.{HOOK}",
+            partial(_bound, module, aggregation),
         )
         for name, module in modules.items()
     ]

@@ -72,7 +72,7 @@ class Comparison:
     """The gradient as a multiple of the wanted one, by projection."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Check:
     """One named comparison of a framework's function."""
 
@@ -176,7 +176,7 @@ def loop_not_run(name: str, function: str) -> Check:
             "grad norm"
         )
 
-    return Check(name="the training loop", function=function, compare=refuse)
+    return Check("the training loop", function, refuse)
 
 
 def ended_by(error: BaseException, check: str, *, framework: str, function: str = "") -> Outcome:

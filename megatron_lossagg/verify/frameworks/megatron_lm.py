@@ -13,9 +13,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_lossagg.loop.flags import args_of
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.cases import reference_options
 from megatron_lossagg.verify.frameworks.check import (
     Check,
     Comparison,
@@ -73,9 +71,9 @@ def checks(aggregation: Aggregation) -> list[Check]:
 
     return [
         Check(
-            name=f"pretrain_gpt.py, {aggregation.mode}, {layout}, {_STEPS} steps",
-            function="megatron.training.training.train_step",
-            compare=partial(compare, layout),
+            f"pretrain_gpt.py, {aggregation.mode}, {layout}, {_STEPS} steps",
+            "megatron.training.training.train_step",
+            partial(compare, layout),
             gradient="norm of the gradient",
         )
         for layout in _LAYOUTS
@@ -101,12 +99,12 @@ def _run(script: Path, aggregation: Aggregation | None, layout: str) -> list[Eve
     Raises :class:`NotRunError` if the stock script fails too, else :class:`FrameworkError`.
     """
     processes, more = _LAYOUTS[layout]
-    options, keywords = [*OPTIONS, *MOCK, *more], None
-    if aggregation is not None:
-        options += _flags(aggregation)
-        if processes == 1:
-            keywords = {"mode": aggregation.mode, **reference_options(aggregation, [])}
-    job = ScriptJob(script=script, options=options, keywords=keywords)
+    job = ScriptJob(
+        script=script,
+        arguments=[*OPTIONS, *MOCK, *more],
+        aggregation=aggregation,
+        with_reference=processes == 1,
+    )
     events: list[Event] = []
     try:
         done = launched(job, events.append, processes=processes, timeout=_TIMEOUT)
@@ -127,17 +125,6 @@ def _run(script: Path, aggregation: Aggregation | None, layout: str) -> list[Eve
             f"{script} fails in the layout {layout}, in which it runs stock: {error}"
         )
     return events
-
-
-def _flags(aggregation: Aggregation) -> list[str]:
-    flags = []
-    for name, value in args_of(aggregation).items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            flags.append(f"--{flag}" if value else f"--no-{flag}")
-        elif value is not None:
-            flags += [f"--{flag}", str(value)]
-    return flags
 
 
 def _first_error(text: str) -> str:

@@ -1,4 +1,4 @@
-"""A rank of the user's own ``pretrain_gpt.py`` under ``lossagg run --cpu``, watched.
+"""A rank of the user's own ``pretrain_gpt.py`` as ``lossagg run --cpu`` runs it, watched.
 
 Its events: one per training step, ``{"step": losses by name, "grad_norm"}``, and one per
 evaluation, ``{"evaluate": losses by name}``. On one process each step is computed by the reference
@@ -21,7 +21,11 @@ import torch
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg.cpu.training import install_training
+from megatron_lossagg.integrations._script import run_hooked, run_stock
+from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.verify import reference_loss
+from megatron_lossagg.verify.cases import reference_options
 from megatron_lossagg.verify.job import Event
 
 __all__ = ["ScriptJob", "compute_too", "wanted", "watch"]
@@ -34,23 +38,30 @@ class ScriptJob:
     """A run of the script: what :func:`~megatron_lossagg.verify.job.launched` runs."""
 
     script: Path
-    options: Sequence[str]
-    keywords: dict[str, Any] | None = None
-    """Of the reference, to compute each step by it; None for none."""
+    arguments: Sequence[str]
+    aggregation: Aggregation | None
+    """None to run the script stock."""
+    with_reference: bool
+    """Whether to compute each step by the reference too."""
 
     def run(self) -> Iterator[Event]:
-        """Run the script by ``lossagg run`` on this rank; yield its events after its end."""
-        from megatron_lossagg.cli.main import main as lossagg
-
+        """Run the script on this rank; yield its events after its end."""
         sys.path.insert(0, str(self.script.resolve().parent))
+        sys.argv = [str(self.script), *self.arguments]
         install_training()
         from megatron.training import training
 
         events: list[Event] = []
         watch(training, events.append)
-        if self.keywords is not None:
-            compute_too(training, events.append, self.keywords)
-        if status := lossagg(["run", "--cpu", str(self.script), *self.options]):
+        one = self.aggregation
+        if one is None:
+            status = run_stock(self.script, on_cpu=True)
+        else:
+            if self.with_reference:
+                keywords = {"mode": one.mode, **reference_options(one, [])}
+                compute_too(training, events.append, keywords)
+            status = run_hooked(self.script, one, options=Options(), on_cpu=True)
+        if status:
             sys.exit(status)
         yield from events
 

@@ -9,9 +9,14 @@ from torch import Tensor
 
 from megatron_lossagg.integrations.miles import HOOKS
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.frameworks import carried
 from megatron_lossagg.verify.frameworks.check import Check
-from megatron_lossagg.verify.frameworks.step import PackedStep
+from megatron_lossagg.verify.frameworks.drawn_step import PackedStep
+from megatron_lossagg.verify.frameworks.slime_and_miles import (
+    arguments,
+    join_alone,
+    make_samples,
+    policy_loss_checks,
+)
 
 __all__ = ["checks", "take"]
 
@@ -20,20 +25,20 @@ _LOSS = "miles.backends.training_utils.loss.loss_function"
 
 def checks(_: Aggregation) -> list[Check]:
     """List the checks; imports miles' conversion and loss, and parses its default arguments."""
-    carried.join_alone()
+    join_alone()
     from miles.backends.training_utils.loss import loss_function
     from miles.ray.rollout.train_data_conversion import convert_samples_to_train_data
     from miles.utils.misc import load_function
     from miles.utils.types import Sample
 
-    args = carried.arguments(HOOKS)
+    args = arguments(HOOKS)
     args.true_on_policy_mode = True  # else Megatron-Core's cross entropy rounds to bfloat16
     args.global_batch_size = PackedStep().num_samples
     take(args)
 
     def mask_sums(made: Namespace, step: PackedStep) -> Any:
         hook = load_function(made.custom_convert_samples_to_train_data_path)
-        samples = carried.make_samples(step.drawn, Sample)
+        samples = make_samples(step.drawn, Sample)
         converted = convert_samples_to_train_data(made, samples, {}, hook, None)
         return converted["rollout_mask_sums"]
 
@@ -43,7 +48,7 @@ def checks(_: Aggregation) -> list[Check]:
         partial_loss: Tensor = loss_function(made, batch, m, logits, **scaled)[0]
         return partial_loss
 
-    return carried.carried_checks(HOOKS, _LOSS, args, mask_sums=mask_sums, loss=loss)
+    return policy_loss_checks(HOOKS, _LOSS, args, mask_sums=mask_sums, loss=loss)
 
 
 def take(args: Namespace) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_lossagg.loop.buffer import MicrobatchSequences
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.plan import plan_step
@@ -30,10 +31,9 @@ from megatron_lossagg.verify.frameworks.check import (
     Check,
     Comparison,
     check_hooked,
-    compare,
     loop_not_run,
 )
-from megatron_lossagg.verify.frameworks.step import Microbatch, Step, aggregations, aliases
+from megatron_lossagg.verify.frameworks.drawn_step import Microbatch, Step, aggregations, aliases
 
 __all__ = ["ALIASED", "checks", "grpo_loss", "grpo_losses", "taken_apart"]
 
@@ -50,31 +50,20 @@ def checks(aggregation: Aggregation) -> list[Check]:
     """List the checks; imports ms-swift's trainer for SFT, and each check of GRPO imports that."""
     import swift.megatron.trainers.trainer  # noqa: F401  what is missing, before the first check
 
-    listed = [
-        Check(
-            name=f"base is hooked, {aggregation.mode}",
-            function=f"{_BASE}.{HOOK}",
-            compare=partial(_bound, aggregation),
-        )
-    ]
+    hooked = f"base is hooked, {aggregation.mode}"
+    listed = [Check(hooked, f"{_BASE}.{HOOK}", partial(_bound, aggregation))]
     for name, one in aggregations().items():
         if one.mode != "prompt_mean":
-            run = partial(_sft, one)
-            listed.append(Check(name=f"sft, {name}", function=f"{_SFT}.loss_func", compare=run))
+            listed.append(Check(f"sft, {name}", f"{_SFT}.loss_func", partial(_sft, one)))
+    function = f"{_GRPO}.loss_func"
     for name, one in aggregations().items():
-        listed.append(_check_grpo(f"grpo, {name}", one))
+        listed.append(Check(f"grpo, {name}", function, partial(taken_apart, one, "grpo")))
     for loss_type in ALIASED:
-        listed.append(_check_grpo(f"grpo, {loss_type}", Aggregation("sample_mean"), loss_type))
-        run = partial(_grpo, loss_type)
-        name = f"ms-swift:{loss_type}"
-        listed.append(Check(name=name, function=f"{_GRPO}.loss_func", compare=run))
+        run = partial(taken_apart, Aggregation("sample_mean"), loss_type)
+        listed.append(Check(f"grpo, {loss_type}", function, run))
+        listed.append(Check(f"ms-swift:{loss_type}", function, partial(_grpo, loss_type)))
     listed.append(loop_not_run("ms-swift", f"{_SFT}.train"))
     return listed
-
-
-def _check_grpo(name: str, aggregation: Aggregation, loss_type: str = "grpo") -> Check:
-    run = partial(taken_apart, aggregation, loss_type)
-    return Check(name=name, function=f"{_GRPO}.loss_func", compare=run)
 
 
 def _bound(aggregation: Aggregation) -> None:
@@ -105,8 +94,7 @@ def _sft(aggregation: Aggregation) -> Comparison:
     labels = [torch.where(mb.mask, 1, _IGNORED) for mb in step.microbatches]
     # As the collator has them: a label at its own token, one after the logit.
     given = [integration.sequences({"labels": one.roll(1, -1)}) for one in labels]
-    counts = [n for one in given for n in torch.as_tensor(one.active_tokens).tolist()]
-    plan = plan_step(aggregation, Sequences(active_tokens=counts))
+    plan = plan_step(aggregation, _counted(given))
     scales = [torch.rand(one.shape, generator=torch.Generator().manual_seed(3)) for one in labels]
     total: Any = 0
     for mb, label, scale, counted in zip(step.microbatches, labels, scales, given, strict=True):
@@ -116,7 +104,15 @@ def _sft(aggregation: Aggregation) -> Comparison:
         total = total + plan.reducer(list(mb.sequences), framework.mask, layout)(framework.losses)
     plan.check()
     losses = [mb.log_probs * x for mb, x in zip(step.microbatches, scales, strict=True)]
-    return compare(total, step.wanted(aggregation, losses), step.leaves)
+    return step.compared(total, aggregation, losses)
+
+
+def _counted(
+    given: Iterable[MicrobatchSequences], *, prompts: Sequence[int] | None = None
+) -> Sequences:
+    """Put together what an integration has counted in each microbatch."""
+    counts = [n for one in given for n in torch.as_tensor(one.active_tokens).tolist()]
+    return Sequences(active_tokens=counts, prompt=prompts)
 
 
 def taken_apart(
@@ -145,9 +141,7 @@ def taken_apart(
             one["grpo_batch"].lossagg_prompt = [step.prompts[n] for n in mb.sequences]
         integration.applies({"forward_step_func": trainers[0].forward_step})
         given = [integration.sequences(one) for one in data]
-        counts = [n for one in given for n in torch.as_tensor(one.active_tokens).tolist()]
-        sequences = Sequences(active_tokens=counts, prompt=step.prompts)
-        plan = plan_step(aggregation, sequences)
+        plan = plan_step(aggregation, _counted(given, prompts=step.prompts))
         for n, mb in enumerate(step.microbatches):
             integration.applies({"forward_step_func": trainers[n].forward_step})
             loss_func = trainers[n].loss_func
@@ -161,13 +155,13 @@ def taken_apart(
                 layout = integration.layout(cast(Any, sizes), lengths)
                 total = total + plan.reducer(list(mb.sequences), found.mask, layout)(found.losses)
         plan.check()
-        return compare(total, step.wanted(aggregation, grpo_losses(step, loss_type)), step.leaves)
+        return step.compared(total, aggregation, grpo_losses(step, loss_type))
 
 
 def _grpo(loss_type: str) -> Comparison:
     step = Step()
-    wanted = step.wanted(ALIASED[loss_type], grpo_losses(step, loss_type))
-    return compare(grpo_loss(step, loss_type), wanted, step.leaves)
+    losses = grpo_losses(step, loss_type)
+    return step.compared(grpo_loss(step, loss_type), ALIASED[loss_type], losses)
 
 
 def grpo_loss(step: Step, loss_type: str) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.frameworks.check import Check, Comparison, compare
-from megatron_lossagg.verify.frameworks.step import Microbatch, Step, aggregations, ppo_losses
+from megatron_lossagg.verify.frameworks.check import Check, Comparison
+from megatron_lossagg.verify.frameworks.drawn_step import Microbatch, Step, aggregations, ppo_losses
 
 __all__ = ["CLIP", "DUAL_CLIP", "VALUE_CLIP", "checks", "compared", "losses_of"]
 
@@ -53,26 +54,22 @@ def checks(_: Aggregation) -> list[Check]:
         "NLLLossFn": NLLLossFn,
         "MseValueLossFn": lambda: MseValueLossFn(MseValueLossConfig(cliprange=VALUE_CLIP)),
     }
-    runs: dict[str, tuple[str, partial[Comparison]]] = {}
+    listed = []
     for token_level in (True, False):
         level = f"token_level_loss={token_level}"
         alias, policy = f"nemo-rl:{level}", partial(policy_loss, token_level)
-        runs[alias] = ("ClippedPGLossFn", partial(compared, policy, Aggregation(alias)))
+        run = partial(compared, policy, Aggregation(alias))
+        listed.append(Check(alias, f"{_LOSSES}.ClippedPGLossFn", run))
         made[f"ClippedPGLossFn({level})"] = policy
-    for name, make in made.items():
-        function = name.partition("(")[0]
-        for one in aggregations().values():
-            if one.mode not in _MODES or not one.count_empty:
-                continue
-            run = partial(compared, make, one, is_wrapped=True)
-            runs[f"aggregated({name}), {one.mode}"] = (function, run)
-            if one.mode != "token_sum" and function != "MseValueLossFn":
-                run = partial(compared, make, one, is_wrapped=True, split_steps=True)
-                runs[f"aggregated({name}), split steps, {one.mode}"] = (function, run)
-    return [
-        Check(name=name, function=f"{_LOSSES}.{function}", compare=run)
-        for name, (function, run) in runs.items()
-    ]
+    wanted = [one for one in aggregations().values() if one.mode in _MODES and one.count_empty]
+    for (name, make), one in product(made.items(), wanted):
+        function = f"{_LOSSES}.{name.partition('(')[0]}"
+        run = partial(compared, make, one, is_wrapped=True)
+        listed.append(Check(f"aggregated({name}), {one.mode}", function, run))
+        if one.mode != "token_sum" and name != "MseValueLossFn":
+            run = partial(compared, make, one, is_wrapped=True, split_steps=True)
+            listed.append(Check(f"aggregated({name}), split steps, {one.mode}", function, run))
+    return listed
 
 
 def compared(
@@ -95,8 +92,7 @@ def compared(
     got = torch.stack([loss for loss, _ in partial_losses]).sum()
     kind = type(own).__name__
     losses = [_token_losses(kind, mb) for mb in step.microbatches]
-    wanted = step.wanted(aggregation, losses, num_excluded=_EXCLUDED)
-    return compare(got, wanted, step.leaves)
+    return step.compared(got, aggregation, losses, num_excluded=_EXCLUDED)
 
 
 def _token_losses(kind: str, mb: Microbatch) -> Tensor:

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.frameworks.check import Check, Comparison, compare
-from megatron_lossagg.verify.frameworks.step import Microbatch, Step, aggregations, aliases
+from megatron_lossagg.verify.frameworks.check import Check, Comparison
+from megatron_lossagg.verify.frameworks.drawn_step import Microbatch, Step, aggregations, aliases
 
 __all__ = [
     "ALIASES",
@@ -51,21 +51,20 @@ def checks(_: Aggregation) -> list[Check]:
     from skyrl.backends.skyrl_train.utils import ppo_utils
     from skyrl.train.trainer import RayPPOTrainer
 
-    runs = {
-        f"skyrl:{name}": (f"{_UTILS}.{_REDUCTION}", partial(_reduced, ppo_utils, name))
+    listed = [
+        Check(f"skyrl:{name}", f"{_UTILS}.{_REDUCTION}", partial(_reduced, ppo_utils, name))
         for name in ALIASES
-    }
+    ]
     for name, aggregation in aggregations().items():
         run = partial(_trained, ppo_utils, RayPPOTrainer, aggregation)
-        runs[f"aggregated(RayPPOTrainer), {name}"] = (f"{_TRAINER}._normalize_advantages", run)
+        trained = f"aggregated(RayPPOTrainer), {name}"
+        listed.append(Check(trained, f"{_TRAINER}._normalize_advantages", run))
         if aggregation.mode != "prompt_mean":
             for packs in (False, True):
                 run = partial(_trained_sft, ppo_utils, aggregation, packs)
-                trainer = f"aggregated_sft(SFTTrainer{', packed' * packs}), {name}"
-                runs[trainer] = (f"{_SFT}.build_train_dataloader", run)
-    return [
-        Check(name=name, function=function, compare=run) for name, (function, run) in runs.items()
-    ]
+                trained = f"aggregated_sft(SFTTrainer{', packed' * packs}), {name}"
+                listed.append(Check(trained, f"{_SFT}.build_train_dataloader", run))
+    return listed
 
 
 def prompt_boundaries(prompts: Sequence[int]) -> list[tuple[int, int]]:
@@ -98,7 +97,7 @@ def _reduced(utils: Any, name: str) -> Comparison:
         prompt_boundaries=prompt_boundaries(step.prompts),
     )
     got = utils.reduce_loss(_whole(step, "log_probs") * scale, mask)
-    return compare(got, step.wanted(ALIASES[name], step.leaves), step.leaves)
+    return step.compared(got, ALIASES[name], step.leaves)
 
 
 def _trained(utils: Any, base: Any, aggregation: Aggregation) -> Comparison:
@@ -115,7 +114,7 @@ def _trained(utils: Any, base: Any, aggregation: Aggregation) -> Comparison:
         advantages = out["advantages"][sequences, : mb.mask.shape[1]]
         partial_losses.append(utils.reduce_loss(_ratio(mb) * advantages, mb.mask.double()))
     losses = [_ratio(mb) * mb.advantages for mb in step.microbatches]
-    return compare(torch.stack(partial_losses).sum(), step.wanted(aggregation, losses), step.leaves)
+    return step.compared(torch.stack(partial_losses).sum(), aggregation, losses)
 
 
 def _trained_sft(utils: Any, aggregation: Aggregation, packs: bool) -> Comparison:
@@ -149,7 +148,7 @@ def _trained_sft(utils: Any, aggregation: Aggregation, packs: bool) -> Compariso
     mask = batch["loss_mask"]
     trained = torch.cat(log_probs)[batch["sequences"][:, -mask.shape[1] :]]
     got, _ = utils.cross_entropy_loss(trained, trained, trained, None, loss_mask=mask)
-    return compare(got, step.wanted(aggregation, [-x for x in step.leaves]), step.leaves)
+    return step.compared(got, aggregation, [-x for x in step.leaves])
 
 
 def sft_batch(aggregation: Aggregation, cfg: Any, examples: Sequence[Any]) -> tuple[Any, Any]:

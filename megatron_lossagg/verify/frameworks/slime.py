@@ -10,9 +10,13 @@ from torch import Tensor
 
 from megatron_lossagg.integrations.slime import HOOKS
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.verify.frameworks import carried
 from megatron_lossagg.verify.frameworks.check import Check
-from megatron_lossagg.verify.frameworks.step import PackedStep
+from megatron_lossagg.verify.frameworks.drawn_step import PackedStep
+from megatron_lossagg.verify.frameworks.slime_and_miles import (
+    arguments,
+    join_alone,
+    policy_loss_checks,
+)
 
 __all__ = ["checks"]
 
@@ -21,7 +25,7 @@ _LOSS = "slime.backends.megatron_utils.loss.loss_function"
 
 def checks(_: Aggregation) -> list[Check]:
     """List the checks; imports slime's loss function and parses its default arguments."""
-    carried.join_alone()
+    join_alone()
     from slime.backends.megatron_utils.loss import loss_function
     from slime.utils.misc import load_function
 
@@ -36,9 +40,7 @@ def checks(_: Aggregation) -> list[Check]:
         partial_loss: Tensor = loss_function(made, batch, m, g, step.logits[index])[0]
         return partial_loss
 
-    return carried.carried_checks(
-        HOOKS, _LOSS, carried.arguments(HOOKS), mask_sums=mask_sums, loss=loss
-    )
+    return policy_loss_checks(HOOKS, _LOSS, arguments(HOOKS), mask_sums=mask_sums, loss=loss)
 
 
 def _rollout_data(step: PackedStep) -> dict[str, Any]:

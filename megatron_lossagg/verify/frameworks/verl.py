@@ -22,8 +22,8 @@ from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.reduction.plan import plan_step
 from megatron_lossagg.reduction.sequences import Sequences
-from megatron_lossagg.verify.frameworks.check import Check, Comparison, compare
-from megatron_lossagg.verify.frameworks.step import Microbatch, Step, aliases
+from megatron_lossagg.verify.frameworks.check import Check, Comparison
+from megatron_lossagg.verify.frameworks.drawn_step import Microbatch, Step, aliases
 
 __all__ = [
     "ALIASES",
@@ -51,8 +51,7 @@ def checks(_: Aggregation) -> list[Check]:
 
     names: Any = integration.plugin  # registers with verl, as its own loader does
     listed = [
-        Check(name=f"verl:{mode}", function=f"{_CORE}.agg_loss", compare=partial(_agg_loss, mode))
-        for mode in ALIASES
+        Check(f"verl:{mode}", f"{_CORE}.agg_loss", partial(_agg_loss, mode)) for mode in ALIASES
     ]
     registry = core_algos.POLICY_LOSS_REGISTRY
     of_verl = {of_alias.mode for of_alias in ALIASES.values()}
@@ -60,7 +59,7 @@ def checks(_: Aggregation) -> list[Check]:
         read: Any = integration.LossMode.named(name)
         if read.loss == "vanilla" or (read.mode in of_verl and read.count_empty):
             function = f"{_CORE}.{registry[read.loss].__name__}"
-            listed.append(Check(name=name, function=function, compare=partial(_policy_loss, read)))
+            listed.append(Check(name, function, partial(_policy_loss, read)))
     return listed
 
 
@@ -86,7 +85,7 @@ def _agg_loss(mode: str) -> Comparison:
     counts = actor_config(step).global_batch_info
     losses = [agg_loss(mb.log_probs, mb.mask, mode, **counts) for mb in step.microbatches]
     got = torch.stack(losses).sum() / step.dp_size
-    return compare(got, step.wanted(ALIASES[mode], step.leaves), step.leaves)
+    return step.compared(got, ALIASES[mode], step.leaves)
 
 
 def _policy_loss(mode: Any) -> Comparison:
@@ -99,7 +98,7 @@ def _policy_loss(mode: Any) -> Comparison:
         with asked() as given:
             run_loss(step, mode.loss, config)
         losses = [loss_mat for loss_mat, _ in given]
-    return compare(got, step.wanted(aggregation, losses), step.leaves)
+    return step.compared(got, aggregation, losses)
 
 
 @contextmanager

@@ -28,11 +28,17 @@ from megatron_lossagg.verify.frameworks.check import (
     Comparison,
     FrameworkError,
     NotRunError,
-    compare,
 )
-from megatron_lossagg.verify.frameworks.step import Drawn, PackedStep, aggregations
+from megatron_lossagg.verify.frameworks.drawn_step import Drawn, PackedStep, aggregations
 
-__all__ = ["arguments", "carried_checks", "carrying", "join_alone", "make_samples", "parsed"]
+__all__ = [
+    "args_with_weights",
+    "arguments",
+    "join_alone",
+    "make_samples",
+    "parsed",
+    "policy_loss_checks",
+]
 
 _CONSTANT = Aggregation("constant", divisor=40.0)
 _CLIP = 0.2
@@ -114,7 +120,7 @@ def make_samples(drawn: Sequence[Drawn], sample: Any) -> list[Any]:
     ]
 
 
-def carried_checks(
+def policy_loss_checks(
     hooks: Hooks,
     function: str,
     args: Namespace,
@@ -133,20 +139,20 @@ def carried_checks(
         d_S = mask_sums(made, step)
         losses = [loss(made, step, n, step.batch(n, d_S)) for n in range(len(step.logits))]
         got = torch.stack(losses).sum() / len(losses)
-        return compare(got, step.wanted(wanted, step.ppo_losses(clip=_CLIP)), step.logits)
+        return step.compared(got, wanted, step.ppo_losses(clip=_CLIP))
 
     given: dict[str, tuple[dict[str, Any], Aggregation]] = {
-        f"carry_weights, {name}": (carrying(hooks, aggregation), aggregation)
+        f"carry_weights, {name}": (args_with_weights(hooks, aggregation), aggregation)
         for name, aggregation in aggregations().items()
     }
     reducer = f"{hooks.module}.constant_40"
     given[reducer] = ({REDUCER: reducer}, _CONSTANT)
     return [
-        Check(name=name, function=function, compare=partial(run, *of_check), tolerance=_FLOAT32)
+        Check(name, function, partial(run, *of_check), tolerance=_FLOAT32)
         for name, of_check in given.items()
     ]
 
 
-def carrying(hooks: Hooks, aggregation: Aggregation) -> dict[str, Any]:
+def args_with_weights(hooks: Hooks, aggregation: Aggregation) -> dict[str, Any]:
     """Return a framework's arguments that ask for an aggregation and carry its weights."""
     return {**args_of(aggregation), hooks.carry_argument: hooks.carry_path}

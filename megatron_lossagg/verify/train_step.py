@@ -20,17 +20,21 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 import megatron_lossagg.cpu as cpu
-from megatron_lossagg import Aggregation, Layout, LossAggregator
 from megatron_lossagg.errors import ProofError, ReducerError
+from megatron_lossagg.loop.aggregator import LossAggregator
 from megatron_lossagg.loop.buffer import MicrobatchSequences
 from megatron_lossagg.loop.integration import FrameworkLoss, Integration
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
 from megatron_lossagg.loop.step import Step
+from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.reduction.segments import PADDING
 from megatron_lossagg.verify.cases import BETA, CASES, Case
 from megatron_lossagg.verify.causes import Facts
-from megatron_lossagg.verify.model import (
+from megatron_lossagg.verify.parallelism import Parallelism
+from megatron_lossagg.verify.reference_gradient import Reference
+from megatron_lossagg.verify.small_gpt import (
     Batch,
     config_of,
     forward,
@@ -41,9 +45,7 @@ from megatron_lossagg.verify.model import (
     token_losses,
     wrapped_chunks,
 )
-from megatron_lossagg.verify.parallelism import Parallelism
-from megatron_lossagg.verify.reference_gradient import Reference
-from megatron_lossagg.verify.sequences import TrainingSequence, assign_sequences
+from megatron_lossagg.verify.step_data import TrainingSequence, assign_sequences
 from megatron_lossagg.verify.world import device
 
 __all__ = ["WEIGHT_EXPECTED", "WEIGHT_SUM", "Measured", "Run", "relative"]

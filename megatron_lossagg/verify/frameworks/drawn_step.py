@@ -23,7 +23,8 @@ from megatron_lossagg.reduction.aliases import ALIASES
 from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import MASK_CASES, reference_options
-from megatron_lossagg.verify.sequences import VOCABULARY
+from megatron_lossagg.verify.frameworks.check import Comparison, compare
+from megatron_lossagg.verify.step_data import VOCABULARY
 
 __all__ = [
     "Drawn",
@@ -145,7 +146,7 @@ class Step:
     @property
     def leaves(self) -> list[Tensor]:
         """What gradients are compared of: log-probabilities, which are per-token losses too."""
-        return [mb.log_probs for mb in self.microbatches]
+        return self.log_probs()
 
     def ppo_losses(self, *, clip: float, dual_clip: float | None = None) -> list[Tensor]:
         """Compute PPO's losses of each microbatch, ``[b, s]``."""
@@ -157,6 +158,18 @@ class Step:
     def log_probs(self) -> list[Tensor]:
         """Return the log-probabilities of each microbatch, ``[b, s]``."""
         return [mb.log_probs for mb in self.microbatches]
+
+    def compared(
+        self,
+        got: Tensor,
+        aggregation: Aggregation,
+        losses: Sequence[Tensor],
+        *,
+        num_excluded: int = 0,
+    ) -> Comparison:
+        """Compare a framework's loss of the step with :meth:`wanted`, and their gradients."""
+        wanted = self.wanted(aggregation, losses, num_excluded=num_excluded)
+        return compare(got, wanted, self.leaves)
 
     def wanted(
         self, aggregation: Aggregation, losses: Sequence[Tensor], *, num_excluded: int = 0
@@ -198,6 +211,11 @@ class PackedStep(Step):
             total = sum(len(self.drawn[n].tokens) for n in mb.sequences)
             logits = 0.3 * torch.randn(1, total, VOCABULARY, generator=generator)
             self.logits.append(logits.requires_grad_())
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """What gradients are compared of: logits."""
+        return self.logits
 
     def batch(self, index: int, rollout_mask_sums: Sequence[float] | Tensor) -> dict[str, Any]:
         """Return a microbatch as the loss functions of slime and miles read it.

@@ -1,0 +1,87 @@
+"""The plan of a step that is described on the command line, under any mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_lossagg.contract.scaling import LossScaling
+from megatron_lossagg.errors import LossAggregationError
+from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.aliases import ALIASES
+from megatron_lossagg.reduction.modes import CUSTOM, MODES, Mode
+
+if TYPE_CHECKING:
+    from megatron_lossagg.reduction.plan import StepPlan
+
+__all__ = ["EXPONENT", "Split", "aggregation_of", "modes_of", "plan_of"]
+
+EXPONENT = 0.5
+"""Of ``length_power`` if none is given: half way from ``token_mean`` to ``sample_mean``."""
+_MOST_SIZE = 2**31 - 1
+"""The product of two is an int64."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """The parallelism of a step and how Megatron scales its loss: what K depends on."""
+
+    loss_scaling: LossScaling = "average"
+    microbatches: int = 2
+    """M of every data-parallel rank."""
+    dp: int = 2
+    cp: int = 1
+
+    def __post_init__(self) -> None:
+        for flag in ("microbatches", "dp", "cp"):
+            size = getattr(self, flag)
+            if not 1 <= size <= _MOST_SIZE:
+                raise LossAggregationError(
+                    f"--{flag}: got {size}, expected an integer from 1 to {_MOST_SIZE}"
+                )
+
+
+def plan_of(step: Mapping[str, Any], aggregation: Aggregation, split: Split) -> StepPlan:
+    """Plan a step, given by column, with its sequences assigned alternately to the microbatches.
+
+    One process plans for all: M DP microbatches on one rank weigh as M on each of DP ranks.
+    """
+    from megatron_lossagg.reduction.plan import plan_step
+    from megatron_lossagg.reduction.sequences import Sequences
+
+    slots = split.microbatches * split.dp
+    return plan_step(
+        aggregation,
+        Sequences(
+            active_tokens=np.asarray(step["active_tokens"]),
+            sample=np.asarray(step["sample"]) if "sample" in step else None,
+            prompt=np.asarray(step["prompt"]) if "prompt" in step else None,
+            microbatch=np.arange(len(step["active_tokens"])) % slots,
+            num_microbatches=slots,
+        ),
+    )
+
+
+def modes_of(plan: StepPlan) -> Iterator[Mode]:
+    """Yield the modes that the ids of the step allow."""
+    for mode in MODES.values():
+        lacks_prompts = mode.name == "prompt_mean" and plan.totals.prompt_tokens is None
+        if mode.name != CUSTOM and not lacks_prompts:
+            yield mode
+
+
+def aggregation_of(
+    name: str,
+    divisor: float | None,
+    exponent: float | None,
+    count_empty: bool | None = None,
+) -> Aggregation:
+    """Read a name; a number that its mode does not take is for other modes."""
+    mode = MODES.get(ALIASES[name].mode if name in ALIASES else name)
+    if mode is not None:
+        divisor = None if mode.divisor == "none" else divisor
+        exponent = exponent if mode.has_exponent else None
+    return Aggregation(name, divisor=divisor, exponent=exponent, count_empty=count_empty)

@@ -1,0 +1,147 @@
+"""The live chunks' own process groups, as far as a loss needs them.
+
+Symbols: ``DistributedDataParallel.__init__``, ``pg_collection``, ``parallel_state``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megatron_lossagg.errors import ContractError
+from megatron_lossagg.reduction.integers import IntsLike
+from megatron_lossagg.reduction.layout import Layout
+
+__all__ = ["LiveGroups", "unwrapped"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveGroups:
+    """The chunks' own process groups, as far as a loss needs them."""
+
+    dp_cp_group: ProcessGroup
+    """The dense data-parallel group with context parallelism."""
+    dp_group: ProcessGroup
+    """The dense data-parallel group without context parallelism."""
+    dp_size: int
+    dp_cp_size: int
+    cp_group: ProcessGroup | None
+    """None if a microbatch has a group of its own (dynamic context parallelism)."""
+    cp_size: int
+    cp_rank: int
+    tp_group: ProcessGroup
+    pp_group: ProcessGroup
+    is_last_stage: bool
+    """Whether this rank's pipeline stage calls loss_func."""
+    split: Literal["zigzag", "contiguous"]
+    """How a packed buffer is split over context-parallel ranks: two chunks of each sequence, or one
+    interval of the buffer."""
+
+    @staticmethod
+    def of(chunks: Sequence[Any]) -> LiveGroups:
+        """Read the groups; raises :class:`ContractError` if they contradict one another."""
+        first = chunks[0]
+        dp, dp_cp = _ranks(first.dp_group), _ranks(first.dp_cp_group)
+        for name in ("dp_group", "dp_cp_group", "pp_group"):
+            expected = _ranks(getattr(first, name))
+            for index, chunk in enumerate(chunks):
+                found = _ranks(getattr(chunk, name))
+                if found != expected:
+                    raise ContractError(
+                        f"chunk {index} has ranks {list(found)} in its {name}, chunk 0 "
+                        f"{list(expected)}: wrap all chunks of a rank with the same groups"
+                    )
+        cp_group = _model_group(first, "cp")
+        cp = _ranks(cp_group)
+        size = int(first.config.context_parallel_size)
+        is_product = set(cp) <= set(dp_cp) and len(cp) * len(dp) == len(dp_cp)
+        if len(cp) != size or not is_product or set(cp) & set(dp) != {dist.get_rank()}:
+            raise ContractError(
+                f"context parallelism of size {size} in the config, over ranks {list(cp)}, does "
+                f"not split the chunk's data-parallel ranks {list(dp_cp)} into groups such as "
+                f"{list(dp)}: build model and DistributedDataParallel with the same groups"
+            )
+        groups = LiveGroups(
+            dp_cp_group=first.dp_cp_group,
+            dp_group=first.dp_group,
+            dp_size=len(dp),
+            dp_cp_size=len(dp_cp),
+            cp_group=cp_group,
+            cp_size=size,
+            cp_rank=cp.index(dist.get_rank()),
+            tp_group=_model_group(first, "tp"),
+            pp_group=first.pp_group,
+            is_last_stage=_ranks(first.pp_group)[-1] == dist.get_rank(),
+            split=_split(first.config, size),
+        )
+        if getattr(first.config, "dynamic_context_parallel", False):
+            # A rank's part of a sequence is counted as a sequence of its own, over all ranks.
+            return replace(
+                groups,
+                dp_group=groups.dp_cp_group,
+                dp_size=groups.dp_cp_size,
+                cp_group=None,
+                cp_size=1,
+                cp_rank=0,
+                split="zigzag",
+            )
+        return groups
+
+    def thd(self, cu_seqlens_padded: IntsLike) -> Layout:
+        """Return the layout of packed sequences for this rank; a CUDA tensor costs one host sync.
+
+        ``Layout.thd_contiguous`` if the model's ``cp_partition_mode`` is ``contiguous``, else
+        ``Layout.thd_zigzag``.
+        """
+        kind = Layout.thd_contiguous if self.split == "contiguous" else Layout.thd_zigzag
+        return kind(cu_seqlens_padded, cp_size=self.cp_size, cp_rank=self.cp_rank)
+
+    def local(self, sequence_lengths_here: IntsLike) -> Layout:
+        """Return ``Layout.local`` for this rank: mask and losses are already its own."""
+        return Layout.local(sequence_lengths_here, cp_size=self.cp_size, cp_rank=self.cp_rank)
+
+    def sliced(self, lengths: Sequence[int]) -> Layout:
+        """Return ``Layout.local`` for packed sequences that the framework has sliced already.
+
+        ``lengths``: of the whole, padded sequences. The part is what :meth:`thd` would take.
+        """
+        if self.split == "zigzag":
+            return self.local([length // self.cp_size for length in lengths])
+        return self.local(self.thd([0, *itertools.accumulate(lengths)]).local_lengths)
+
+
+def _split(config: Any, cp_size: int) -> Literal["zigzag", "contiguous"]:
+    mode = getattr(config, "cp_partition_mode", "zigzag")
+    return "contiguous" if mode == "contiguous" and cp_size > 1 else "zigzag"
+
+
+def unwrapped(chunk: Any) -> Any:
+    """Return the model inside its wrappers (DDP, Float16Module)."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def _ranks(group: ProcessGroup) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _model_group(chunk: Any, name: Literal["cp", "tp"]) -> ProcessGroup:
+    """Return a group that the model was built with (the model keeps them from 0.14 on)."""
+    groups = getattr(unwrapped(chunk), "pg_collection", None)
+    group: ProcessGroup | None = getattr(groups, name, None)
+    if group is not None:
+        return group
+    from megatron.core import parallel_state
+
+    global_groups = {
+        "cp": parallel_state.get_context_parallel_group,
+        "tp": parallel_state.get_tensor_model_parallel_group,
+    }
+    global_group: ProcessGroup = global_groups[name]()
+    return global_group

@@ -1,0 +1,45 @@
+"""Which of stock Megatron's side losses (MoE, MTP) depend on context parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_lossagg.contract.live import megatron_release, megatron_version
+from megatron_lossagg.contract.scaling import LossScaling
+
+__all__ = ["note_on_side_losses"]
+
+_MOE_FREE_OF_CP = {"average": (0, 16), "per_token": (0, 19)}
+"""The release from which the gradient of the MoE side losses does not depend on CP."""
+_MTP_NEVER_FREE_OF_CP = (0, 17)
+"""The release from which MTP's gradient depends on CP in both loss scalings."""
+
+
+def note_on_side_losses(config: Any, loss_scaling: LossScaling) -> str:
+    """Say which of stock's side losses depend on CP here; empty if none does.
+
+    MTP's does, but in the per-token loss scaling before megatron-core 0.17. Those of MoE routers do
+    before 0.16 in the average loss scaling, and before 0.19 in the per-token loss scaling.
+    """
+    release = megatron_release()
+    coefficients = getattr(config, "moe_aux_loss_coeff", 0)
+    is_balanced = any(coefficients) if isinstance(coefficients, list) else bool(coefficients)
+    has_moe = bool(config.num_moe_experts and (is_balanced or config.moe_z_loss_coeff))
+    remedies = {}
+    if config.mtp_num_layers and (loss_scaling == "average" or release >= _MTP_NEVER_FREE_OF_CP):
+        has_remedy = not has_moe and release < _MTP_NEVER_FREE_OF_CP
+        remedies["MTP"] = (
+            "train with --calculate-per-token-loss"
+            if has_remedy
+            else "compare runs at one CP size only"
+        )
+    if has_moe and release < _MOE_FREE_OF_CP[loss_scaling]:
+        major, minor = _MOE_FREE_OF_CP[loss_scaling]
+        remedies["MoE"] = f"install megatron-core>={major}.{minor}"
+    if not remedies:
+        return ""
+    return (
+        f"side losses ({' and '.join(remedies)}) are Megatron's own and no --loss-aggregation "
+        f"changes them; in the {loss_scaling} loss scaling of megatron-core "
+        f"{megatron_version()} their gradient depends on CP: {' and '.join(remedies.values())}"
+    )

@@ -1,0 +1,245 @@
+"""What is refused before a step begins: functions over what was asked, in their order.
+
+Each raises :class:`ContractError` with what was asked, what was expected and what to change. None
+communicates or waits for a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_lossagg.contract.finalize import hook_of, is_megatrons_finalize, is_same_function
+from megatron_lossagg.contract.groups import LiveGroups
+from megatron_lossagg.contract.live import may_hold_back
+from megatron_lossagg.contract.scaling import MOST_TOKENS_PER_TOKEN, LossScaling
+from megatron_lossagg.errors import ContractError
+from megatron_lossagg.guards.frozen import Frozen
+from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.integers import is_integer
+from megatron_lossagg.reduction.plan import StepPlan
+
+__all__ = ["BEFORE_A_STEP", "Asked", "RunFacts"]
+
+
+@dataclass(kw_only=True, eq=False)
+class RunFacts:
+    """What a refusal may know of a run."""
+
+    chunks: Sequence[Any]
+    """The DDP-wrapped chunks of this rank."""
+    groups: LiveGroups
+    loss_scaling: LossScaling
+    frozen: Frozen
+    agreed: set[Aggregation]
+    """The aggregations that all ranks have in common."""
+    finalize: Any
+    """The finalize function that the run began with; None until a training step has seen one."""
+    is_probed: bool = False
+    """Whether the startup probe measured it, or Megatron-Core's own in its place."""
+
+    @property
+    def config(self) -> Any:
+        """The first chunk's ``TransformerConfig``."""
+        return self.chunks[0].config
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Asked:
+    """What the caller of a step asks for."""
+
+    plan: StepPlan | None
+    """None on a pipeline stage that computes no loss."""
+    num_microbatches: int
+    forward_only: bool
+    accumulates: bool
+    iteration: int | None
+    is_previous_open: bool
+    """Whether loss_func ran for the previous step, and nothing has finished it."""
+
+
+def previous_step(run: RunFacts, asked: Asked) -> None:
+    """Refuse a step while the previous one is not finished."""
+    if asked.is_previous_open:
+        raise ContractError(
+            "the previous step was not finished: write `with aggregator.step(...) as step:` "
+            "around the schedule call, or call step.finish() after it, before the optimizer's "
+            "step; after an error, step.end()"
+        )
+
+
+def changed_config(run: RunFacts, asked: Asked) -> None:
+    """Refuse a loss scaling, CP size or DDP factor that changed after construction."""
+    run.frozen.check()
+
+
+def finalize_function(run: RunFacts, asked: Asked) -> None:
+    """Refuse a training step without a finalize function, or with another than the run's."""
+    if asked.forward_only:
+        return
+    now = run.config.finalize_model_grads_func
+    if now is None:
+        raise ContractError(
+            "config.finalize_model_grads_func is None: the schedule would reduce no gradient "
+            "over data-parallel ranks; set it to finalize_model_grads before the first step"
+        )
+    if hook_of(now) is not None:
+        if run.loss_scaling == "per_token":
+            raise ContractError(
+                "got a step of this model while another one runs: leave its with block first, or "
+                "call its step.end(); terms of one loss belong to one step"
+            )
+        return
+    if run.finalize is None:  # training sets it before its first step
+        if run.is_probed and not is_megatrons_finalize(now):
+            raise ContractError(
+                f"config.finalize_model_grads_func is {now!r}, and the probe measured "
+                "Megatron-Core's own, because it was None when the LossAggregator was made: "
+                "set it before that"
+            )
+        run.finalize = now
+    if not is_same_function(now, run.finalize):
+        raise ContractError(
+            f"config.finalize_model_grads_func is {now!r}, it was {run.finalize!r} when the "
+            "LossAggregator was made: a different function may scale gradients differently; "
+            "make the LossAggregator after replacing it"
+        )
+
+
+def numbers(run: RunFacts, asked: Asked) -> None:
+    """Refuse a number of microbatches, or of the step, that is none."""
+    if not is_integer(asked.num_microbatches, lowest=1):
+        raise ContractError(
+            f"got num_microbatches {asked.num_microbatches!r}, expected an integer from 1: pass "
+            "what the schedule gets"
+        )
+    if asked.iteration is not None and not is_integer(asked.iteration, lowest=1):
+        raise ContractError(
+            f"got iteration {asked.iteration!r}, expected an integer from 1: pass the number of "
+            "the optimizer step that is trained"
+        )
+
+
+def missing_plan(run: RunFacts, asked: Asked) -> None:
+    """Refuse a last pipeline stage without counts, and what is no plan."""
+    if asked.plan is None and run.groups.is_last_stage:
+        raise ContractError(
+            "got no counts on the last pipeline stage, which computes the loss: pass "
+            "active_tokens= there"
+        )
+    if not isinstance(asked.plan, (StepPlan, type(None))):
+        raise ContractError(f"got {asked.plan!r}, expected what plan_step returns")
+
+
+def plan_of_another_step(run: RunFacts, asked: Asked) -> None:
+    """Refuse a plan that has trained, or was made for other microbatches or ranks."""
+    if asked.plan is None:
+        return
+    plan, planned = asked.plan, asked.plan.sequences.num_microbatches
+    if planned not in (None, asked.num_microbatches):
+        raise ContractError(
+            f"the plan was made for {planned} microbatches, the schedule runs "
+            f"{asked.num_microbatches}: pass the same number to Sequences and to the step"
+        )
+    own = tuple(dist.get_process_group_ranks(run.groups.dp_group))
+    if plan.group_ranks not in (None, own):
+        raise ContractError(
+            f"the plan was counted over ranks {list(plan.group_ranks or ())}, the model's "
+            f"data-parallel group without context parallelism is {list(own)}: pass "
+            "group=aggregator.dp_group to plan_step"
+        )
+    if plan.state.is_stepped and not asked.forward_only:
+        raise ContractError(
+            "the plan has already begun to train a step: a plan is for one optimizer step; "
+            "call plan_step for each, and again after a step that failed, or pass "
+            "forward_only=True if nothing is trained"
+        )
+
+
+def aggregation_of_one_rank(run: RunFacts, asked: Asked) -> None:
+    """Refuse an aggregation that the ranks have not agreed on."""
+    if asked.plan is not None and asked.plan.aggregation not in run.agreed:
+        raise ContractError(
+            f"the plan is under {asked.plan.aggregation}, which the ranks have not agreed on: call "
+            "aggregator.agree_on(...) on every rank"
+        )
+
+
+def unknown_divisor(run: RunFacts, asked: Asked) -> None:
+    """Refuse, in the per-token loss scaling, an N that is not known or beyond int32."""
+    if asked.plan is None or run.loss_scaling == "average":
+        return
+    n = asked.plan.totals.active_tokens
+    if n is None:
+        raise ContractError(
+            "the per-token loss scaling divides by the step's active tokens, which the plan "
+            "does not know: give StepTotals(active_tokens=...), or let plan_step count"
+        )
+    if n > MOST_TOKENS_PER_TOKEN:
+        raise ContractError(
+            f"the step has {n} active tokens, Megatron-Core counts them in int32: take "
+            "fewer per step, or train without --calculate-per-token-loss"
+        )
+
+
+def early_reduction(run: RunFacts, asked: Asked) -> None:
+    """Refuse an overlapping reduction that nothing holds back until the last microbatch."""
+    if asked.forward_only:
+        return
+    overlaps = any(
+        chunk.ddp_config.overlap_grad_reduce
+        and (run.groups.dp_cp_size > 1 or chunk.expert_parallel_buffers)
+        for chunk in run.chunks
+    )
+    found = run.config.no_sync_func
+    functions = found if isinstance(found, (list, tuple)) else [found]
+    holds = all(may_hold_back(function, run.chunks) for function in functions)
+    if overlaps and asked.num_microbatches > 1 and not holds:
+        state = "None" if found is None else "not theirs"
+        raise ContractError(
+            f"got {asked.num_microbatches} microbatches with overlap_grad_reduce, and "
+            f"config.no_sync_func is {state}: gradients would be reduced before the last "
+            "microbatch has added its own; set config.no_sync_func to the chunks' no_sync, as "
+            "megatron.training does"
+        )
+
+
+def accumulation(run: RunFacts, asked: Asked) -> None:
+    """Refuse ``accumulates`` if Megatron scales or reduces earlier gradients once more."""
+    if not asked.accumulates:
+        return
+    config, ddps = run.config, [chunk.ddp_config for chunk in run.chunks]
+    shards = run.groups.dp_cp_size > 1 and any(ddp.use_distributed_optimizer for ddp in ddps)
+    reduced_again = {
+        "--calculate-per-token-loss": run.loss_scaling == "per_token",
+        "the distributed optimizer": shards,
+        "overlap_grad_reduce": any(ddp.overlap_grad_reduce for ddp in ddps),
+        "tensor parallelism": config.tensor_model_parallel_size > 1,  # norms, biases
+        "pipeline parallelism": config.pipeline_model_parallel_size > 1,  # tied embeddings
+        "expert parallelism": config.expert_model_parallel_size > 1,
+    }
+    for what, is_used in reduced_again.items():
+        if is_used:
+            raise ContractError(
+                f"got accumulates=True with {what}, where Megatron may scale or reduce "
+                "gradients of earlier schedule calls once more: run all microbatches of an "
+                "optimizer step in one schedule call"
+            )
+
+
+BEFORE_A_STEP: tuple[Callable[[RunFacts, Asked], None], ...] = (
+    previous_step,
+    changed_config,
+    finalize_function,
+    numbers,
+    missing_plan,
+    plan_of_another_step,
+    aggregation_of_one_rank,
+    unknown_divisor,
+    early_reduction,
+    accumulation,
+)
+"""In the order in which they look."""

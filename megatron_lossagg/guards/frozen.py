@@ -1,0 +1,111 @@
+"""What building and wrapping a model froze of the loss scaling, and whether it still holds.
+
+The loss scaling is frozen in two places when a model is built and wrapped (DDP's
+``gradient_scaling_factor``, every MoE router) and read live in two (schedule, finalize): all must
+agree. Symbols: ``DistributedDataParallel.__init__``, ``TransformerConfig``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_lossagg.contract.scaling import LossScaling, ddp_factor
+from megatron_lossagg.errors import ContractError
+
+__all__ = ["Frozen"]
+
+_FLIPPED = (
+    "the loss scaling is frozen when the model is built and wrapped; set "
+    "--calculate-per-token-loss before that and leave it"
+)
+
+
+@dataclass(frozen=True)
+class _FrozenChunk:
+    """What one chunk keeps of the loss scaling that it was built in."""
+
+    chunk: Any
+    scaled: tuple[Any, ...]
+    """Gradient buffers and their buckets: DDP scales by each bucket's own copy."""
+    modules: tuple[tuple[str, Any], ...]
+    """Those with a ``calculate_per_token_loss`` of their own: MoE routers."""
+
+
+class Frozen:
+    """What construction froze, found once, so that a step compares no more than that.
+
+    :meth:`of` walks every module of the chunks; :meth:`check` only what it found. A module
+    that is added or replaced afterwards is not seen. Neither communicates.
+    """
+
+    def __init__(
+        self, chunks: Sequence[_FrozenChunk], loss_scaling: LossScaling, cp_size: int
+    ) -> None:
+        self._chunks = tuple(chunks)
+        self._loss_scaling = loss_scaling
+        self._cp_size = cp_size
+
+    @staticmethod
+    def of(chunks: Sequence[Any], loss_scaling: LossScaling) -> Frozen:
+        """Find buffers, buckets and routers, and compare them for the first time."""
+        found = []
+        for chunk in chunks:
+            # In the average loss scaling DDP gives experts a factor of their own.
+            experts = chunk.expert_parallel_buffers if loss_scaling == "per_token" else []
+            buffers = [*chunk.buffers, *experts]
+            scaled = (*buffers, *(bucket for buffer in buffers for bucket in buffer.buckets))
+            modules = tuple(
+                (name, module)
+                for name, module in chunk.named_modules()
+                if isinstance(getattr(module, "calculate_per_token_loss", None), bool)
+            )
+            found.append(_FrozenChunk(chunk, scaled, modules))
+        frozen = Frozen(found, loss_scaling, int(chunks[0].config.context_parallel_size))
+        frozen.check()
+        return frozen
+
+    def check(self) -> None:
+        """Compare with the live configs; raises :class:`ContractError` if they differ."""
+        per_token = self._loss_scaling == "per_token"
+        for index, frozen in enumerate(self._chunks):
+            chunk, config = frozen.chunk, frozen.chunk.config
+            if bool(config.calculate_per_token_loss) != per_token:
+                raise ContractError(
+                    f"calculate_per_token_loss is {config.calculate_per_token_loss} in the config "
+                    f"of chunk {index}, the model was wrapped in the {self._loss_scaling} "
+                    f"loss scaling: {_FLIPPED}"
+                )
+            if config.context_parallel_size != self._cp_size:
+                raise ContractError(
+                    f"context_parallel_size is {config.context_parallel_size} in the config of "
+                    f"chunk {index}, the LossAggregator was made at {self._cp_size}: groups and "
+                    "layouts are read once; leave it, and eval_context_parallel_size of "
+                    "Megatron-Bridge unset"
+                )
+            size = dist.get_world_size(chunk.dp_cp_group)
+            averages = bool(chunk.ddp_config.average_in_collective)
+            if per_token and averages:
+                raise ContractError(
+                    f"average_in_collective is True in the ddp_config of chunk {index} in the "
+                    "per-token loss scaling, which sums: gradients would be divided by DP CP; "
+                    "leave it False"
+                )
+            expected = ddp_factor(self._loss_scaling, size, average_in_collective=averages)
+            factors = {part.gradient_scaling_factor for part in frozen.scaled}
+            if factors - {expected}:
+                raise ContractError(
+                    f"chunk {index} scales gradients by {sorted(factors)}, the "
+                    f"{self._loss_scaling} loss scaling over {size} ranks scales by {expected}: "
+                    f"{_FLIPPED}"
+                )
+            for name, module in frozen.modules:
+                if module.calculate_per_token_loss != per_token:
+                    raise ContractError(
+                        f"{name} was built with calculate_per_token_loss="
+                        f"{module.calculate_per_token_loss}, the config now has {per_token}: "
+                        f"{_FLIPPED}"
+                    )

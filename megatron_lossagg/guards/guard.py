@@ -1,0 +1,100 @@
+"""What a guard is: a check of a running step, and what it may know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from megatron_lossagg.contract.groups import LiveGroups
+from megatron_lossagg.contract.outputs import Outputs
+from megatron_lossagg.contract.scaling import Scaling
+from megatron_lossagg.contract.sequence_tracker import SequenceTracker
+from megatron_lossagg.reduction.layout import Layout
+from megatron_lossagg.reduction.plan import StepPlan
+from megatron_lossagg.reduction.reducer import Reducer
+
+__all__ = ["Guard", "StepFacts", "is_in_backward"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepFacts:
+    """What a guard may know of a step.
+
+    No guard keeps the step itself, so that one that is given up without its end is collected.
+    """
+
+    chunks: Sequence[Any]
+    """The DDP-wrapped chunks of this rank."""
+    groups: LiveGroups
+    scaling: Scaling
+    plan: StepPlan
+    tracker: SequenceTracker
+    forward_only: bool
+    accumulates: bool
+
+    @property
+    def config(self) -> Any:
+        """The first chunk's ``TransformerConfig``."""
+        return self.chunks[0].config
+
+    @property
+    def trains(self) -> bool:
+        """Whether loss_func ran on this rank in a training step."""
+        return not self.forward_only and self.tracker.num_calls > 0
+
+
+class Guard:
+    """A check of a running step; its subclasses are in :data:`megatron_lossagg.guards.GUARDS`.
+
+    One is made for each step. Its methods are called in the order below; one that is not
+    overridden does nothing. Each but :meth:`together` may raise; :meth:`on_finish` returns what
+    is wrong instead, for a rank that fails enters the collectives first.
+    """
+
+    catches: ClassVar[str]
+    """What would train wrongly without it."""
+    costs: ClassVar[str] = "nothing on the device"
+
+    @classmethod
+    def of(cls, step: StepFacts) -> Guard | None:
+        """Make it for a step; None if there is nothing to check in this one."""
+        return cls()
+
+    def on_microbatch(self, step: StepFacts, layout: Layout) -> None:
+        """``step.microbatch`` gets a layout."""
+
+    def on_reduce(
+        self, step: StepFacts, reducer: Reducer, losses: Tensor, partial_loss: Tensor
+    ) -> None:
+        """A reducer of the step's plan has made a partial loss, or a shadow's."""
+
+    def on_outputs(
+        self, step: StepFacts, reducer: Reducer, loss: Tensor, coefficient: float
+    ) -> None:
+        """``mb.outputs`` gets the loss of a microbatch, and the coefficient that it declares."""
+
+    def on_return(self, step: StepFacts, reducer: Reducer, returned: Outputs) -> None:
+        """``mb.outputs`` returns what loss_func returns."""
+
+    def on_finalize(self, step: StepFacts, num_tokens: Tensor | None) -> None:
+        """Megatron finalizes the gradients, in a training step; this rank's num_tokens."""
+
+    def on_finish(self, step: StepFacts) -> str:
+        """The step finishes: say what is wrong on this rank, empty if nothing is."""
+        return ""
+
+    def together(self, step: StepFacts, *, has_failed: bool) -> None:
+        """Compare with other ranks, after all verdicts; ``has_failed``: this rank's."""
+
+    def recorded(self) -> Mapping[str, Any]:
+        """Return what the step's line in ``Options.record`` gets, once faults have been read."""
+        return {}
+
+
+def is_in_backward() -> bool:
+    """Whether a backward pass runs, so that what is called now is a recomputation."""
+    return bool(torch._C._current_graph_task_id() >= 0)

@@ -1,0 +1,42 @@
+"""Whether losses are split over context-parallel ranks as the model is."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron_lossagg.errors import ContractError
+from megatron_lossagg.guards.guard import Guard, StepFacts
+from megatron_lossagg.reduction.layout import Layout
+from megatron_lossagg.reduction.reducer import Reducer
+
+__all__ = ["Split"]
+
+
+class Split(Guard):
+    """Refuse a layout of a different context-parallel rank, or of another split, immediately."""
+
+    catches = "a layout of another rank or split: one sequence's weight on another one's tokens"
+
+    def on_microbatch(self, step: StepFacts, layout: Layout) -> None:
+        """Check the layout of a microbatch."""
+        groups = step.groups
+        if (layout.cp_size, layout.cp_rank) != (groups.cp_size, groups.cp_rank):
+            raise ContractError(
+                f"got a layout of CP rank {layout.cp_rank} of {layout.cp_size}, this rank is "
+                f"{groups.cp_rank} of {groups.cp_size}: pass step.microbatch cu_seqlens= "
+                "or lengths=, or make the layout with the aggregator's cp_size and cp_rank"
+            )
+        if layout.cp_size > 1 and layout.split not in (groups.split, None):
+            raise ContractError(
+                f"got the layout {layout.name}, the model's cp_partition_mode is {groups.split}: "
+                "pass step.microbatch cu_seqlens=, which takes the model's; or lengths=, with a "
+                "mask and losses that are sliced already; or gathered(sums_gradients=True), if "
+                "losses are gathered and the backward pass sums their gradients over the ranks"
+            )
+
+    def on_reduce(
+        self, step: StepFacts, reducer: Reducer, losses: Tensor, partial_loss: Tensor
+    ) -> None:
+        """Check the layout of a reducer that ``plan.reducer`` made; a metric may have any."""
+        if partial_loss.requires_grad:
+            self.on_microbatch(step, reducer.layout)

@@ -1,0 +1,64 @@
+"""The counts that a loop passes for a step: those of the tensor-parallel group's first rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_lossagg.errors import message_of
+from megatron_lossagg.reduction.exchange import gather_counts
+from megatron_lossagg.reduction.integers import is_integer
+from megatron_lossagg.reduction.sequences import Sequences
+
+__all__ = ["sequences_of_rank"]
+
+
+def sequences_of_rank(
+    arguments: dict[str, Any], num_microbatches: int, tp_group: ProcessGroup
+) -> tuple[Sequences, str]:
+    """Return what to plan on this data-parallel rank, or why it has no counts.
+
+    ``arguments``: of :class:`Sequences`, those that are None left out. On all ranks of ``tp_group``
+    they are its first rank's: one ``all_gather_object`` if it has several ranks.
+    """
+    given = {name: value for name, value in arguments.items() if value is not None}
+    given, fault = _of_first_rank(given, tp_group)
+    if not is_integer(num_microbatches, lowest=1) and not fault:
+        fault = f"got num_microbatches {num_microbatches!r}, expected an integer from 1"
+    if "active_tokens" not in given and not fault:
+        fault = "got no counts: pass active_tokens=, at least on the first tensor-parallel rank"
+    if fault:
+        return Sequences(active_tokens=[]), fault
+    return Sequences(**given, num_microbatches=num_microbatches), ""
+
+
+def _of_first_rank(given: dict[str, Any], tp_group: ProcessGroup) -> tuple[dict[str, Any], str]:
+    if tp_group.size() == 1:
+        return given, ""
+    own, fault = {}, ""
+    try:
+        own = {name: _listed(value) for name, value in given.items()}
+    except Exception as error:  # of any type: no rank may leave the others waiting
+        fault = message_of(error)
+    (first, *others), fault = gather_counts(own, fault, tp_group)
+    other = next((n for n, each in enumerate(others, 1) if each not in ({}, first)), None)
+    if not fault and other is not None:
+        fault = (
+            f"tensor-parallel ranks 0 and {other} pass different counts: give both the same "
+            f"data, or leave the counts of rank {other} out"
+        )
+    return first, fault
+
+
+def _listed(value: Any) -> Any:
+    """Return an argument without tensors and arrays."""
+    if isinstance(value, Tensor):
+        value = value.detach()
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        return value
+    return [one.item() if isinstance(one, Tensor) else one for one in value]

@@ -1,0 +1,136 @@
+"""The names that other systems and papers give to modes."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from megatron_lossagg.errors import AggregationError
+from megatron_lossagg.reduction.modes import MODES
+
+__all__ = ["ALIASES", "Alias", "alias_of", "unknown_name"]
+
+_PAPERS = {
+    "grpo": "sample_mean",
+    "dapo": "token_mean",
+    "drgrpo": "constant",
+    "scalerl": "prompt_mean",
+    "seqmeantokenmean": "sample_mean",
+    "seqmeantokensum": "sample_sum",
+    "seqmeantokensumnorm": "constant",
+    "sequencemean": "sample_mean",
+}
+"""Common names of modes, without punctuation: suggested, never accepted."""
+
+
+@dataclass(frozen=True)
+class Alias:
+    """The mode that another system's name means."""
+
+    mode: str
+    note: str = ""
+    """Which number is the divisor, and when that system's own loss is this one."""
+    count_empty: bool = True
+
+
+_EQUALLY_MANY = "if microbatches have equally many samples"
+_SWIFT_TOKENS = "of its Megatron trainer, from 4.6.0 on"
+_TRL_TOKENS = "if steps_per_generation = gradient_accumulation_steps"
+_EMPTY_LEAVES = "a fully masked sample does not count"
+
+# Sources: the systems' own code, listed with commits in docs/evidence.md.
+ALIASES: dict[str, Alias] = {
+    "areal:default": Alias("token_mean"),
+    "megatron:calculate-per-token-loss": Alias("token_mean"),
+    "megatron:default": Alias("microbatch_token_mean", "equal at CP = 1"),
+    "miles:calculate-per-token-loss": Alias(
+        "token_mean", "without the phantom token of a fully masked sample"
+    ),
+    "miles:default": Alias("sample_mean", "pass rollout ids as sample"),
+    "ms-swift:bnpo": Alias("token_mean", _SWIFT_TOKENS),
+    "ms-swift:cispo": Alias("token_mean", _SWIFT_TOKENS),
+    "ms-swift:dapo": Alias("token_mean", _SWIFT_TOKENS),
+    "ms-swift:dr_grpo": Alias("constant", f"L = max_completion_length; {_EQUALLY_MANY}"),
+    "ms-swift:fipo": Alias("token_mean", _SWIFT_TOKENS),
+    "ms-swift:grpo": Alias("sample_mean", _EQUALLY_MANY),
+    "ms-swift:sapo": Alias("sample_mean", _EQUALLY_MANY),
+    "nemo-rl:token_level_loss=False": Alias(
+        "sample_mean", "leave out sequences whose sample_mask is 0"
+    ),
+    "nemo-rl:token_level_loss=True": Alias("token_mean"),
+    "open-instruct:number": Alias("token_sum", "C = loss_denominator; no 1/B"),
+    "open-instruct:token": Alias("token_mean"),
+    "openrlhf:token_level_loss=False": Alias("sample_mean", _EMPTY_LEAVES, count_empty=False),
+    "openrlhf:token_level_loss=True": Alias("token_mean"),
+    "prime-rl:default": Alias("token_mean"),
+    "roll:seq-mean-token-mean": Alias("sample_mean", _EMPTY_LEAVES, count_empty=False),
+    "roll:seq-mean-token-sum": Alias("sample_sum", _EMPTY_LEAVES, count_empty=False),
+    "roll:seq-mean-token-sum-norm": Alias("token_sum", "C = padded width; no 1/B"),
+    "roll:token-mean": Alias(
+        "token_mean", "if losses outside of the mask are 0: ROLL masks the divisor only"
+    ),
+    "scalerl:prompt-average": Alias("prompt_mean"),
+    "skyrl:prompt_mean": Alias("prompt_mean"),
+    "skyrl:seq_mean_token_sum_norm": Alias("constant", "L = max_seq_len"),
+    "skyrl:sequence_mean": Alias("sample_mean"),
+    "skyrl:token_mean": Alias("token_mean"),
+    "skyrl:token_mean_legacy": Alias("microbatch_token_mean"),
+    "slime:calculate-per-token-loss": Alias(
+        "token_mean", "without the phantom token of a fully masked sample"
+    ),
+    "slime:default": Alias("sample_mean", "pass rollout ids as sample"),
+    "tinker:sum": Alias("token_sum"),
+    "trl:bnpo": Alias("microbatch_token_mean"),
+    "trl:cispo": Alias("token_mean", _TRL_TOKENS),
+    "trl:dapo": Alias("token_mean", _TRL_TOKENS),
+    "trl:dr_grpo": Alias("constant", f"L = max_completion_length; {_EQUALLY_MANY}"),
+    "trl:grpo": Alias("sample_mean", _EQUALLY_MANY),
+    "trl:luspo": Alias(
+        "sample_sum", f"{_EQUALLY_MANY}; with beta or token-level ratios from 1.10.0 on"
+    ),
+    "trl:sapo": Alias("sample_mean", _EQUALLY_MANY),
+    "trl:vespo": Alias("token_mean", _TRL_TOKENS),
+    "verl:seq-mean-token-mean": Alias("sample_mean"),
+    "verl:seq-mean-token-sum": Alias("sample_sum"),
+    "verl:seq-mean-token-sum-norm": Alias("constant", "L = loss_scale_factor"),
+    "verl:token-mean": Alias("token_mean"),
+    "verl:token-sum": Alias("token_sum"),
+}
+
+
+def alias_of(name: object) -> Alias:
+    """Look up what a name means; a mode means itself."""
+    if not isinstance(name, str):
+        raise AggregationError(f"got {name!r}, expected the name of a mode; {_known_names()}")
+    if name in MODES:
+        return Alias(name)
+    if name in ALIASES:
+        return ALIASES[name]
+    raise unknown_name("name" if ":" in name else "mode", name)
+
+
+def unknown_name(what: str, name: str) -> AggregationError:
+    """Make the error of a name that means no mode, with the names that are near."""
+    return AggregationError(f"unknown {what} {name!r}{_nearest(name)}; {_known_names()}")
+
+
+def _nearest(name: str) -> str:
+    """Suggest names: the mode of a paper, the names of a system, close spellings."""
+    known = [*MODES, *ALIASES]
+    letters = _letters(name)
+    names = [other for other in known if _letters(other) == letters]
+    if not names and letters in _PAPERS:
+        names = [_PAPERS[letters]]
+    if not names and ":" in name:
+        names = [other for other in ALIASES if other.startswith(name.lower().split(":")[0] + ":")]
+    if not names:
+        names = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
+    return f", did you mean {' or '.join(map(repr, names))}?" if names else ""
+
+
+def _letters(name: str) -> str:
+    return "".join(filter(str.isalnum, name.lower()))
+
+
+def _known_names() -> str:
+    return f"modes are {', '.join(MODES)}; other systems' names are written system:name"

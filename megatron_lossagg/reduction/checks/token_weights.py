@@ -1,0 +1,99 @@
+"""The check of token weights: each finite and not negative, each sequence's sum as counted.
+
+Shape suffixes: P = positions of the whole mask; T = tokens that this rank holds; G = segments (G1:
+and one more).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_lossagg.reduction.checks.mask import first_of
+from megatron_lossagg.reduction.devices import from_numpy
+from megatron_lossagg.reduction.faults import Faults
+from megatron_lossagg.reduction.segments import Segments, held, held_sums, segment_sums
+
+__all__ = ["check_token_weights", "weight_slack"]
+
+
+def weight_slack(counted: Tensor, total: Tensor) -> Tensor:
+    """Return how far sums of weights may be from those counted.
+
+    1e-6 of their own size, and 1e-10 of ``total``, from whose cumulative sum they are taken.
+    """
+    return 1e-6 * counted + 1e-10 * total
+
+
+def check_token_weights(
+    weight_P: Tensor, mask_P: Tensor, keep_T: Tensor, segments: Segments, faults: Faults
+) -> tuple[Tensor, Tensor]:
+    """Slice token weights and check them.
+
+    Returns those of the tokens that this rank holds, ``[T]``, and the sum of those that are trained
+    of each segment, float64 ``[G]``. Raises :class:`ReducerError`; on CUDA when the step finishes.
+    No collective, no host sync.
+    """
+    layout, device = segments.layout, mask_P.device
+    weight_T = held(weight_P, layout)
+    if layout.interval is not None:  # a view, and the caller may use its memory again
+        weight_T = weight_T.clone()
+    if not len(mask_P):
+        return weight_T, torch.zeros(layout.num_segments, dtype=torch.float64, device=device)
+    is_wrong_T = ~((weight_T >= 0) & (weight_T < torch.inf))
+    if not segments.rejects_tokens:
+        is_wrong_T |= (weight_T != 0) & ~keep_T
+    if len(weight_T):
+        faults.check(
+            device,
+            lambda: first_of(is_wrong_T, weight_T),
+            partial(_describe_weight, segments),
+            seems_right=lambda: not is_wrong_T.any(),
+        )
+    sum_P = torch.cumsum(torch.where(mask_P == 1, weight_P, 0), dim=0, dtype=torch.float64)
+    trained_G1, _ = segment_sums(sum_P, layout)
+    assert segments.counted_weights is not None
+    counted_G1 = from_numpy(np.append(segments.counted_weights, 0.0), device)
+    missing_G1, slack_G1 = counted_G1 - trained_G1, weight_slack(counted_G1, sum_P[-1])
+    faults.check(
+        device,
+        lambda: [*(missing_G1 + slack_G1).min(dim=0), *(missing_G1 - slack_G1).max(dim=0)],
+        partial(_describe_sums, segments),
+        seems_right=lambda: bool((missing_G1.abs() <= slack_G1).all()),
+    )
+    return weight_T, held_sums(sum_P, trained_G1[:-1], layout)
+
+
+def _describe_weight(segments: Segments, values: list[float]) -> str:
+    """Describe a token weight that no loss may have."""
+    is_wrong, index, value = values
+    if not is_wrong:
+        return ""
+    position = segments.layout.positions[int(index)]
+    return (
+        f"{segments.rank_name}: the token weights of {segments} hold {value:g} at position "
+        f"{position}: a weight is finite and not negative, and 0 where the mask is 0"
+    )
+
+
+def _describe_sums(segments: Segments, values: list[float]) -> str:
+    """Describe a segment whose trained weights are not those counted."""
+    least, least_segment, most, most_segment = values
+    allows_fewer = segments.rejects_tokens or segments.is_sliced_by_framework
+    if least >= 0 and (most <= 0 or allows_fewer):
+        return ""
+    segment = int(most_segment if least >= 0 else least_segment)
+    whose = f"{segments.rank_name}: the token weights of {segments}"
+    if segment == len(segments.sequences):
+        return f"{whose} are not 0 past the last segment's end"
+    assert segments.counted_weights is not None
+    return (
+        f"{whose} do not sum to what was counted: segment {segment} has "
+        f"{'less' if least >= 0 else 'more'} than the "
+        f"{segments.counted_weights[segment]:.9g} of its sequence {segments.sequences[segment]}: "
+        "check token_weights, mask, sequences and Sequences.token_weight_sums, which are sums in "
+        "float64"
+    )

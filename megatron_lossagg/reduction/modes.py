@@ -1,0 +1,133 @@
+"""The table of modes: the formula of each, and the one weight per sequence that it gives.
+
+Symbols (``docs/math.md``): a sequence s has n_s active tokens, its sample n_b, its prompt
+n_p; the step has N active tokens, B samples and P prompts; M microbatches on this
+rank, DP data-parallel ranks; the divisor is L or C. Every mode is one weight per sequence::
+
+    loss = sum_s w_s * sum_{t in s} m_t * x_t
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+__all__ = ["COUNTS", "CUSTOM", "MODES", "Count", "Mode"]
+
+_DivisorRule = Literal["required", "optional", "none"]
+Count = Literal["mask", "weights"]
+
+COUNTS: dict[Count, str] = {
+    "mask": "the tokens of the loss mask",
+    "weights": "the sums of token weights",
+}
+"""What the denominators count; see :attr:`Aggregation.count`."""
+
+CUSTOM = "custom"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """One line of the table of modes."""
+
+    name: str
+    weight: str
+    """w_s as a format string over B, P, L, C and a; ``--help`` and the start of a run print it."""
+    divisor: _DivisorRule
+    meaning: str
+    denominator: Callable[[Any], Any] | None
+    """1 / w_s from the step's counts (``mode_counts.ModeCounts``); None for a custom reducer."""
+    expected: Callable[[Any], float] | None
+    """The sum of w_s n_s over a step that has an active token, likewise."""
+    has_exponent: bool = False
+    """Whether it needs the exponent a."""
+
+    @property
+    def formula(self) -> str:
+        """w_s in the letters of ``docs/math.md``, such as ``1/(B L)``."""
+        return self.weight.format(B="B", P="P", L="L", C="C", a="a")
+
+
+MODES: dict[str, Mode] = {
+    mode.name: mode
+    for mode in (
+        Mode(
+            name="token_mean",
+            weight="1/N",
+            divisor="none",
+            meaning="mean over all active tokens of the step (DAPO)",
+            denominator=lambda c: c.active_tokens,
+            expected=lambda c: c.active_tokens / c.active_tokens,
+        ),
+        Mode(
+            name="sample_mean",
+            weight="1/({B} n_b)",
+            divisor="none",
+            meaning="mean over samples of each sample's token mean (GRPO)",
+            denominator=lambda c: c.sample_tokens * c.samples,
+            expected=lambda c: c.active_samples / c.samples,
+        ),
+        Mode(
+            name="prompt_mean",
+            weight="1/({P} n_p)",
+            divisor="none",
+            meaning="mean over prompts of each prompt's token mean (ScaleRL)",
+            denominator=lambda c: c.prompt_tokens * c.prompts,
+            expected=lambda c: c.active_prompts / c.prompts,
+        ),
+        Mode(
+            name="constant",
+            weight="1/({B} {L})",
+            divisor="required",
+            meaning="token sums over a constant length L, mean over samples (Dr.GRPO)",
+            denominator=lambda c: c.samples * c.divisor,
+            expected=lambda c: c.active_tokens / (c.samples * c.divisor),
+        ),
+        Mode(
+            name="sample_sum",
+            weight="1/{B}",
+            divisor="none",
+            meaning="token sums, mean over samples",
+            denominator=lambda c: c.samples,
+            expected=lambda c: c.active_tokens / c.samples,
+        ),
+        Mode(
+            name="token_sum",
+            weight="1/{C}",
+            divisor="optional",
+            meaning="sum over all active tokens, over a constant C (1 by default)",
+            denominator=lambda c: c.divisor,
+            expected=lambda c: c.active_tokens / c.divisor,
+        ),
+        Mode(
+            name="length_power",
+            weight="1/(n_b^{a} Z)",
+            divisor="none",
+            has_exponent=True,
+            meaning="samples by a power of their length, over the sum Z of n_b^(1-a): all weights "
+            "w_s n_s sum to 1; a = 0 is token_mean, a = 1 sample_mean without empty samples",
+            denominator=lambda c: c.length_power * c.length_power_sum,
+            expected=lambda c: 1.0,
+        ),
+        Mode(
+            name="microbatch_token_mean",
+            weight="1/(M DP n_mb)",
+            divisor="none",
+            meaning=(
+                "mean of microbatch token means; depends on the layout, "
+                "kept only to reproduce old runs"
+            ),
+            denominator=lambda c: c.microbatch_tokens * c.num_microbatches * c.data_parallel_size,
+            expected=lambda c: c.microbatch_means / c.data_parallel_size,
+        ),
+        Mode(
+            name=CUSTOM,
+            weight="known to the custom reducer",
+            divisor="none",
+            meaning="what the factory at --loss-aggregation-reducer-path returns",
+            denominator=None,
+            expected=None,
+        ),
+    )
+}
