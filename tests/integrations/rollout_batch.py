@@ -11,7 +11,7 @@ from megatron_lossagg import Aggregation
 from megatron_lossagg.integrations import miles, slime
 from megatron_lossagg.integrations._rollout_mask_sums import REDUCER
 from megatron_lossagg.verify.frameworks.drawn_step import aggregations, draw
-from megatron_lossagg.verify.frameworks.slime_and_miles import carrying
+from megatron_lossagg.verify.frameworks.slime_and_miles import args_with_weights
 
 MODULES = {"slime": slime, "miles": miles}
 CASES = aggregations()
@@ -34,7 +34,7 @@ class Carrying:
         """Return arguments that carry an aggregation's weights, as far as the hooks read them."""
         if isinstance(aggregation, str):
             aggregation = CASES.get(aggregation) or Aggregation(aggregation)
-        return Namespace(**{**STOCK, **carrying(self.module.HOOKS, aggregation), **given})
+        return Namespace(**{**STOCK, **args_with_weights(self.module.HOOKS, aggregation), **given})
 
     def carry(self, args, samples=SAMPLES):
         """Carry the weights; returns the denominators of the sequences."""
