@@ -15,19 +15,18 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron_lossagg.contract.finalize import own_finalize
 from megatron_lossagg.contract.groups import LiveGroups
-from megatron_lossagg.contract.live import checked_loss_scaling, megatron_version
 from megatron_lossagg.contract.scaling import K_FORMULA, LossScaling
 from megatron_lossagg.contract.side_losses import note_on_side_losses
-from megatron_lossagg.errors import ContractError, message_of
+from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards.agreement import agree
-from megatron_lossagg.guards.before import BEFORE_A_STEP, Asked, RunFacts
-from megatron_lossagg.guards.frozen import Frozen
+from megatron_lossagg.guards.before import BEFORE_A_STEP, Asked
 from megatron_lossagg.loop.counts_of_rank import sequences_of_rank
 from megatron_lossagg.loop.flags import aggregation_from_args
+from megatron_lossagg.loop.read_run import aggregation_of, read_run, settings_of
+from megatron_lossagg.loop.stages import begun_on_all_stages
 from megatron_lossagg.loop.step import Step
-from megatron_lossagg.record.writer import RecordFile, StepRecorder
+from megatron_lossagg.record.writer import StepRecorder
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.exchange import Exchange
 from megatron_lossagg.reduction.integers import IntsLike
@@ -102,7 +101,7 @@ class LossAggregator:
             "count_empty": count_empty,
             "count": count,
         }
-        self.aggregation = _aggregation(aggregation, numbers)
+        self.aggregation = aggregation_of(aggregation, numbers)
         self.options = options or Options()
         self.chunks = list(model) if isinstance(model, (list, tuple)) else [model]
         """The DDP-wrapped chunks of this rank."""
@@ -110,7 +109,12 @@ class LossAggregator:
             raise ContractError(
                 "torch.distributed is not initialized: make the LossAggregator after it is"
             )
-        self._read(counts_parts=counts_parts)
+        self._run, self._record_group, self._record_file = read_run(
+            self.chunks, self.aggregation, self.options, counts_parts=counts_parts
+        )
+        self.groups: LiveGroups = self._run.groups
+        """The groups of the live chunks, and this rank's place in them."""
+        self.loss_scaling: LossScaling = self._run.loss_scaling
         self._latest: Step | None = None
         self._hook: ScheduleHook | None = None
         self.note = note_on_side_losses(self._run.config, self.loss_scaling)
@@ -154,31 +158,6 @@ class LossAggregator:
             agree("", "no --loss-aggregation")
         return None
 
-    def _read(self, *, counts_parts: bool) -> None:
-        """Read what the live model is; a refusal on one rank reaches all."""
-        fault, settings = "", ""
-        try:
-            loss_scaling = checked_loss_scaling(self.chunks, counts_parts=counts_parts)
-            frozen = Frozen.of(self.chunks, loss_scaling)
-            groups = LiveGroups.of(self.chunks)
-            settings = f"megatron-core {megatron_version()}, loss scaling {loss_scaling}, "
-            settings += f"{self.options}, {_settings_of(self.aggregation)}"
-            self._record_group, self._record_file = self._opened_record(groups)
-        except Exception as error:  # of any type: no rank may leave the others waiting
-            fault = message_of(error)
-        agree(fault, settings)
-        self.groups = groups
-        """The groups of the live chunks, and this rank's place in them."""
-        self.loss_scaling: LossScaling = loss_scaling
-        self._run = RunFacts(
-            chunks=self.chunks,
-            groups=groups,
-            loss_scaling=loss_scaling,
-            frozen=frozen,
-            agreed={self.aggregation},
-            finalize=own_finalize(self.chunks[0].config),
-        )
-
     @property
     def dp_group(self) -> ProcessGroup:
         """The dense data-parallel group without context parallelism."""
@@ -199,24 +178,6 @@ class LossAggregator:
         """This rank's place in its context-parallel group."""
         return self.groups.cp_rank
 
-    def _opened_record(self, groups: LiveGroups) -> tuple[ProcessGroup | None, RecordFile | None]:
-        """Return the group that gathers a step's record, and on its first rank the file.
-
-        None and None if no record was asked for, and on ranks that have no part in it: of earlier
-        stages, and all but the first of tensor parallelism.
-        """
-        path = self.options.record
-        if path is not None and groups.cp_group is None:
-            raise ContractError(
-                "got a record with dynamic_context_parallel, expected none: a line holds the "
-                "hash of whole sequences' weights, and each rank has parts of them; drop "
-                "--loss-aggregation-record"
-            )
-        if path is None or not groups.is_last_stage or dist.get_rank(groups.tp_group) != 0:
-            return None, None
-        is_first = dist.get_rank(groups.dp_cp_group) == 0
-        return groups.dp_cp_group, RecordFile(path) if is_first else None
-
     def agree_on(self, aggregation: Aggregation) -> None:
         """Check that a further aggregation of the run is the same on every rank.
 
@@ -224,7 +185,7 @@ class LossAggregator:
         Raises :class:`ContractError` on every rank. One ``all_gather_object`` over the world, by
         every rank.
         """
-        agree("", _settings_of(aggregation))
+        agree("", settings_of(aggregation))
         self._run.agreed.add(aggregation)
 
     def thd(self, cu_seqlens_padded: IntsLike) -> Layout:
@@ -316,27 +277,17 @@ class LossAggregator:
         :meth:`begin`. Every rank calls. One all-gather over the pipeline-parallel group if it
         has several ranks.
         """
-        step, error = None, None
-        try:
-            step = self.begin(
+        return begun_on_all_stages(
+            lambda: self.begin(
                 plan() if self.groups.is_last_stage else None,
                 num_microbatches=num_microbatches,
                 forward_only=forward_only,
                 accumulates=accumulates,
                 iteration=iteration,
-            )
-        except Exception as found:  # of any type: no stage may leave the others waiting
-            error = found
-        message = "" if error is None else message_of(error)
-        of_stages = Exchange(self.groups.pp_group).messages(f"{num_microbatches}\n{message}")
-        if error is not None:
-            raise error
-        assert step is not None
-        fault = _fault_of_stages([text.split("\n", 1) for text in of_stages])
-        if fault:
-            step.end()
-            raise ContractError(fault)
-        return step
+            ),
+            num_microbatches,
+            self.groups.pp_group,
+        )
 
     def begin(
         self,
@@ -447,31 +398,3 @@ class LossAggregator:
             f"(DP {self.groups.dp_size}, CP {cp}); probe: {self.probe or 'off'}"
         )
         return f"{line}\n{self.note}" if self.note else line
-
-
-def _aggregation(aggregation: Aggregation | str, numbers: dict[str, Any]) -> Aggregation:
-    given = {name: value for name, value in numbers.items() if value is not None}
-    if not isinstance(aggregation, Aggregation):
-        return Aggregation(aggregation, **given)
-    if given:
-        raise ContractError(
-            f"got an Aggregation and {', '.join(given)}: set them in the Aggregation"
-        )
-    return aggregation
-
-
-def _fault_of_stages(found: Sequence[Sequence[str]]) -> str:
-    """Name the first pipeline stage that failed or has a different M, if one does."""
-    for stage, (m, message) in enumerate(found):
-        if message:
-            return f"pipeline stage {stage}: {message}"
-        if m != found[0][0]:
-            return (
-                f"pipeline stages 0 and {stage} run {found[0][0]} and {m} microbatches: pass every "
-                "stage of a pipeline the same num_microbatches"
-            )
-    return ""
-
-
-def _settings_of(aggregation: Aggregation) -> str:
-    return f"{aggregation} ({aggregation!r})"  # a formula may not show count_empty

@@ -39,6 +39,17 @@ def add_loss_aggregation_args(parser: argparse.ArgumentParser) -> argparse.Argum
         'token_mean'
     """
     group = parser.add_argument_group("loss aggregation", _description())
+    _add_args_of_a_mode(group)
+    _add_args_of_a_run(group)
+    group.add_argument(
+        "--loss-aggregation-reducer-path",
+        metavar="PKG.MOD:NAME",
+        help="A factory(context) that replaces the mode; passed without mode and divisor.",
+    )
+    return parser
+
+
+def _add_args_of_a_mode(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--loss-aggregation",
         metavar="MODE|SYSTEM:NAME",
@@ -70,6 +81,9 @@ def add_loss_aggregation_args(parser: argparse.ArgumentParser) -> argparse.Argum
         + "; ".join(f"{name}, {what}" for name, what in COUNTS.items())
         + ". Default: mask.",
     )
+
+
+def _add_args_of_a_run(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--loss-aggregation-empty-step",
         choices=("zero", "error"),
@@ -101,12 +115,6 @@ def add_loss_aggregation_args(parser: argparse.ArgumentParser) -> argparse.Argum
         "A mode's number follows a colon: constant:4096, length_power:0.5. Without "
         "--loss-aggregation, stock trains.",
     )
-    group.add_argument(
-        "--loss-aggregation-reducer-path",
-        metavar="PKG.MOD:NAME",
-        help="A factory(context) that replaces the mode; passed without mode and divisor.",
-    )
-    return parser
 
 
 def aggregation_from_args(args: argparse.Namespace) -> Aggregation | None:

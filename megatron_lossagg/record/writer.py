@@ -15,18 +15,21 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 import megatron_lossagg
 from megatron_lossagg.contract.groups import LiveGroups
 from megatron_lossagg.contract.scaling import Scaling
+from megatron_lossagg.errors import ContractError
 from megatron_lossagg.record.step_record import RecordError, StepRecord, hash_weights, read_record
 from megatron_lossagg.reduction.exchange import Exchange
 from megatron_lossagg.reduction.modes import CUSTOM
 from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.reducer import Reducer
 
-__all__ = ["RecordFile", "StepRecorder"]
+__all__ = ["RecordFile", "StepRecorder", "opened_record"]
 
 
 _START = b'{"step": '
@@ -92,6 +95,27 @@ class RecordFile:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+def opened_record(
+    path: str | None, groups: LiveGroups
+) -> tuple[ProcessGroup | None, RecordFile | None]:
+    """Return the group that gathers a step's record, and on its first rank the file.
+
+    None and None if no record was asked for, and on ranks that have no part in it: of earlier
+    stages, and all but the first of tensor parallelism. Raises :class:`ContractError` with dynamic
+    context parallelism, and :class:`RecordError` as :class:`RecordFile`.
+    """
+    if path is not None and groups.cp_group is None:
+        raise ContractError(
+            "got a record with dynamic_context_parallel, expected none: a line holds the "
+            "hash of whole sequences' weights, and each rank has parts of them; drop "
+            "--loss-aggregation-record"
+        )
+    if path is None or not groups.is_last_stage or dist.get_rank(groups.tp_group) != 0:
+        return None, None
+    is_first = dist.get_rank(groups.dp_cp_group) == 0
+    return groups.dp_cp_group, RecordFile(path) if is_first else None
 
 
 class StepRecorder:

@@ -11,18 +11,18 @@ A = sequences of all ranks; I = distinct ids.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.checks.ids import check_ids
 from megatron_lossagg.reduction.exchange import Exchange
-from megatron_lossagg.reduction.faults import warn_once
-from megatron_lossagg.reduction.integers import Ints, first_few, is_integer
+from megatron_lossagg.reduction.id_groups import IdGroups
+from megatron_lossagg.reduction.integers import Ints, is_integer
 from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.reduction.sequences import (
     ID_KINDS,
@@ -156,7 +156,7 @@ def _count_microbatches(
     """
     if sequences.microbatch is None or tokens_S is None:
         return None, 0
-    microbatches = _Groups.of(sequences.microbatch)
+    microbatches = IdGroups.of(sequences.microbatch)
     tokens_I = microbatches.sums(tokens_S)
     return tokens_I[microbatches.index_A], int(np.count_nonzero(tokens_I))
 
@@ -177,13 +177,39 @@ def count_step(
     """
     settings = [f"{aggregation} ({aggregation!r})", *settings]
     n_S, v_S = sequences.active_tokens, sequences.token_weight_sums
-    n_mb_S, active_microbatches = _count_microbatches(sequences, n_S)
-    v_mb_S, weighted_microbatches = _count_microbatches(sequences, v_S)
     ids = {kind: getattr(sequences, kind) for kind in ID_KINDS}
     columns = {"tokens": n_S} | {kind: id_S for kind, id_S in ids.items() if id_S is not None}
     if v_S is not None:
         columns[_WEIGHTS] = v_S.view(np.int64)  # all columns travel as integers
-    given = [*columns, *["microbatch"] * (n_mb_S is not None)]
+    given = [*columns, *["microbatch"] * (sequences.microbatch is not None)]
+    of_ranks = _gathered_numbers(sequences, settings, given, fault, exchange)
+    counted = StepTotals(
+        active_tokens=int(of_ranks["tokens"].sum()),
+        samples=int(of_ranks["sequences"].sum()),
+        active_samples=int(of_ranks["active_sequences"].sum()),
+        microbatch_means=_microbatch_means(of_ranks, "active_microbatches"),
+        data_parallel_size=exchange.size,
+        longest_sample=int(of_ranks["longest"].max()),
+        sample_lengths=n_S if exchange.size == 1 else None,
+        sample_tokens=n_S,
+        microbatch_tokens=_count_microbatches(sequences, n_S)[0],
+    )
+    needs_lengths = any(MODES[one.mode].has_exponent for one in (aggregation, *shadows))
+    if len(columns) == 1 and not needs_lengths:
+        return counted
+    return _count_columns(counted, columns, sequences, of_ranks, exchange)
+
+
+def _gathered_numbers(
+    sequences: CheckedSequences,
+    settings: list[str],
+    given: list[str],
+    fault: str,
+    exchange: Exchange,
+) -> dict[str, Ints]:
+    """Gather eleven integers of every rank, int64 ``[W]`` each; refuse what must be the same."""
+    n_S, v_S = sequences.active_tokens, sequences.token_weight_sums
+    has_microbatches = sequences.microbatch is not None
     own = {
         "has_fault": bool(fault),
         # The same on every rank: the aggregation, the options and which ids are passed.
@@ -194,43 +220,38 @@ def count_step(
         "sequences": len(n_S),
         "tokens": int(n_S.sum()),
         "active_sequences": int(np.count_nonzero(n_S)),
-        "active_microbatches": active_microbatches,
-        "weighted_microbatches": weighted_microbatches,
-        "num_microbatches": 0 if n_mb_S is None else sequences.num_microbatches or 0,
+        "active_microbatches": _count_microbatches(sequences, n_S)[1],
+        "weighted_microbatches": _count_microbatches(sequences, v_S)[1],
+        "num_microbatches": (sequences.num_microbatches or 0) if has_microbatches else 0,
         "longest": int(n_S.max(initial=0)),
     }
     gathered = exchange.integers(np.array([*own.values()], dtype=np.int64)).T
-    of_ranks = dict(zip(own, gathered, strict=True))  # int64 [W] each
+    of_ranks = dict(zip(own, gathered, strict=True))
     strings = of_ranks["string_ids"]
     same = (of_ranks["fingerprint"], of_ranks["samples_per_prompt"], strings[strings >= 0])
     if of_ranks["has_fault"].any() or any((values != values[:1]).any() for values in same):
         _raise_together(settings, sequences, given, fault, exchange)
     check_sum(f"Sequences.active_tokens of all {exchange.size} ranks", of_ranks["tokens"])
+    return of_ranks
+
+
+def _count_columns(
+    counted: StepTotals,
+    columns: Mapping[str, Ints],
+    sequences: CheckedSequences,
+    of_ranks: Mapping[str, Ints],
+    exchange: Exchange,
+) -> StepTotals:
+    """Gather a few numbers of every sequence, and count samples, prompts and token weights."""
+    n_S, v_S = sequences.active_tokens, sequences.token_weight_sums
     sequences_W = of_ranks["sequences"]
-    counted = StepTotals(
-        active_tokens=int(of_ranks["tokens"].sum()),
-        samples=int(sequences_W.sum()),
-        active_samples=int(of_ranks["active_sequences"].sum()),
-        microbatch_means=_microbatch_means(of_ranks, "active_microbatches"),
-        data_parallel_size=exchange.size,
-        longest_sample=int(of_ranks["longest"].max()),
-        sample_lengths=n_S if exchange.size == 1 else None,
-        sample_tokens=n_S,
-        microbatch_tokens=n_mb_S,
-    )
-    needs_lengths = any(MODES[one.mode].has_exponent for one in (aggregation, *shadows))
-    if len(columns) == 1 and not needs_lengths:
-        return counted
     gathered_columns = exchange.ragged([*columns.values()], sequences_W)
     table = dict(zip(columns, gathered_columns, strict=True))
     first = int(sequences_W[: exchange.rank].sum())
     own_A = slice(first, first + len(n_S))
-    groups = {kind: _Groups.of(table[kind]) for kind in ID_KINDS if kind in table}
+    groups = {kind: IdGroups.of(table[kind]) for kind in ID_KINDS if kind in table}
     of_ids = _count_ids(groups, table["tokens"], own_A)
-    _check_ids(table, groups, sequences.samples_per_prompt)
-    if sequences.samples_per_prompt is None:
-        for what, doubt in _doubts(table, groups, sequences_W):
-            warn_once(what, doubt)
+    check_ids(table, groups, sequences_W, sequences.samples_per_prompt)
     weighted = None
     if v_S is not None:
         v_A = table[_WEIGHTS].view(np.float64)
@@ -243,7 +264,7 @@ def count_step(
             active_tokens=math.fsum(v_A),
             microbatch_means=_microbatch_means(of_ranks, "weighted_microbatches"),
             data_parallel_size=exchange.size,
-            microbatch_tokens=v_mb_S,
+            microbatch_tokens=_count_microbatches(sequences, v_S)[0],
             **each | _count_ids(groups, v_A, own_A),
         )
     longest = int(of_ids["sample_lengths"].max(initial=0))
@@ -259,7 +280,7 @@ def _microbatch_means(of_ranks: Mapping[str, Ints], active: str) -> float | None
     return float((of_ranks[active] / m_W).sum()) if m_W.all() else None
 
 
-def _count_ids(groups: Mapping[Kind, _Groups], tokens_A: _Numbers, own_A: slice) -> dict[str, Any]:
+def _count_ids(groups: Mapping[Kind, IdGroups], tokens_A: _Numbers, own_A: slice) -> dict[str, Any]:
     """Count samples and prompts of all ranks' sequences, and the tokens of this rank's."""
     found: dict[str, Any] = {"sample_lengths": tokens_A}
     for kind, ids in groups.items():
@@ -269,122 +290,6 @@ def _count_ids(groups: Mapping[Kind, _Groups], tokens_A: _Numbers, own_A: slice)
         if kind == "sample":
             found["sample_lengths"] = tokens_I
     return found
-
-
-def _check_ids(
-    table: dict[str, Ints], groups: Mapping[Kind, _Groups], samples_per_prompt: int | None
-) -> None:
-    if len(groups) == 2:
-        _check_one_prompt(table, groups["sample"])
-    if samples_per_prompt is not None:
-        _check_samples_per_prompt(table, groups.get("sample"), samples_per_prompt)
-
-
-def _doubts(
-    table: dict[str, Ints], groups: Mapping[Kind, _Groups], sequences_W: Ints
-) -> Iterator[tuple[str, str]]:
-    """Describe ids that look like placeholders, or like numbers that start anew on every rank."""
-    for kind, ids in groups.items():
-        ids_A = table[kind]
-        if len(ids_A) > 1 and (ids_A == ids_A[0]).all():
-            yield (
-                f"one {kind} id",
-                f"all {len(ids_A)} sequences of the step have one {kind} id, so one {kind} has all "
-                f"tokens: if the id is a placeholder, leave {kind}= out",
-            )
-        elif _is_every_id_on_one_rank(ids_A, ids.num, sequences_W):
-            yield (
-                f"{kind} ids of every rank",
-                f"the data-parallel ranks have the same {kind} ids, which merges {kind}s if "
-                "numbers start at 0 on every rank: add an offset per rank, or pass "
-                "samples_per_prompt= to have it checked",
-            )
-
-
-def _is_every_id_on_one_rank(ids_A: Ints, num_ids: int, sequences_W: Ints) -> bool:
-    """Whether several ranks have sequences and one of them has every id of the step.
-
-    Such a rank has the lowest and the highest id, so the ids of other ranks are not grouped.
-    """
-    ends = np.cumsum(sequences_W)[sequences_W > 0]
-    starts = ends - sequences_W[sequences_W > 0]
-    if len(starts) < 2:
-        return False
-    lowest, highest = np.minimum.reduceat(ids_A, starts), np.maximum.reduceat(ids_A, starts)
-    has_both = (lowest == lowest.min()) & (highest == highest.max())
-    return any(
-        len(np.unique(ids_A[start:end])) == num_ids
-        for start, end in zip(starts[has_both], ends[has_both], strict=True)
-    )
-
-
-@dataclass(frozen=True)
-class _Groups:
-    """Sequences grouped by id."""
-
-    index_A: Ints
-    """Index of each sequence's id among I candidates, not all of which need occur."""
-    num_sequences_I: Ints
-    """How many sequences have it."""
-
-    @staticmethod
-    def of(id_A: Ints) -> _Groups:
-        """Group by id: in one pass if the ids are close to one another, else by sorting."""
-        if not len(id_A):
-            return _Groups(id_A, id_A)
-        low, high = int(id_A.min()), int(id_A.max())
-        if high - low > 4 * len(id_A) + 64:
-            _, index_A = np.unique(id_A, return_inverse=True)
-        else:
-            index_A = id_A - low if low else id_A
-        return _Groups(index_A, np.bincount(index_A))
-
-    @property
-    def num(self) -> int:
-        """Number of distinct ids."""
-        return int(np.count_nonzero(self.num_sequences_I))
-
-    def sums(self, values_A: _Numbers) -> _Numbers:
-        """Sum by id, ``[I]``: integers below 2^53 exactly, floats rounded once."""
-        if values_A.dtype.kind == "f":
-            sorted_A = values_A[np.argsort(self.index_A, kind="stable")].tolist()
-            offsets: list[int] = [0, *np.cumsum(self.num_sequences_I).tolist()]
-            return np.array([math.fsum(sorted_A[a:b]) for a, b in pairwise(offsets)])
-        sums_I = np.bincount(self.index_A, values_A, minlength=len(self.num_sequences_I))
-        return sums_I.astype(np.int64)
-
-    def one_of(self, values_A: Ints) -> Ints:
-        """Pick one sequence's value per id, int64 ``[I]``."""
-        picked_I = np.zeros(len(self.num_sequences_I), dtype=np.int64)
-        picked_I[self.index_A] = values_A
-        return picked_I
-
-
-def _check_one_prompt(table: dict[str, Ints], samples: _Groups) -> None:
-    sample_A, prompt_A = table["sample"], table["prompt"]
-    wrong = np.flatnonzero(prompt_A != samples.one_of(prompt_A)[samples.index_A])
-    if len(wrong):
-        sample = sample_A[wrong].min()
-        found = np.unique(prompt_A[sample_A == sample])
-        raise PlanError(
-            f"sample {sample} has sequences under {len(found)} prompts ({first_few(found, 4)}): a "
-            "sample belongs to one prompt; ids are global over the data-parallel group"
-        )
-
-
-def _check_samples_per_prompt(table: dict[str, Ints], samples: _Groups | None, number: int) -> None:
-    prompt_of_sample = table["prompt"]
-    if samples is not None:
-        prompt_of_sample = samples.one_of(prompt_of_sample)[samples.num_sequences_I > 0]
-    prompts = _Groups.of(prompt_of_sample)
-    wrong = np.flatnonzero((prompts.num_sequences_I != number) & (prompts.num_sequences_I > 0))
-    if len(wrong):
-        prompt = prompts.one_of(prompt_of_sample)[wrong[0]]
-        raise PlanError(
-            f"prompt {prompt} has {prompts.num_sequences_I[wrong[0]]} samples over the step, "
-            f"samples_per_prompt is {number}: ids are global over the data-parallel group, and "
-            "numbers that start at 0 on every rank merge prompts; add rank * prompts per rank"
-        )
 
 
 def _raise_together(

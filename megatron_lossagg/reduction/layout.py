@@ -21,12 +21,17 @@ import numpy as np
 import torch
 
 from megatron_lossagg.errors import LayoutError
+from megatron_lossagg.reduction.checks.lengths import (
+    batch_offsets,
+    check_cp,
+    check_lengths,
+    check_responses,
+    checked_offsets,
+)
 from megatron_lossagg.reduction.integers import (
     Ints,
     IntsLike,
     checked_integers,
-    first_few,
-    is_integer,
 )
 
 __all__ = ["Layout"]
@@ -192,8 +197,8 @@ class Layout:
         Raises:
             LayoutError: For a segment that is not a multiple of 2 CP, and for what are no offsets.
         """
-        offset_G1 = _checked_offsets(cu_seqlens_padded)
-        _check_cp(cp_size, cp_rank)
+        offset_G1 = checked_offsets(cu_seqlens_padded)
+        check_cp(cp_size, cp_rank)
         length_G = np.diff(offset_G1)
         unpadded = np.flatnonzero(length_G % (2 * cp_size))
         if cp_size > 1 and len(unpadded):
@@ -216,7 +221,7 @@ class Layout:
         Raises :class:`LayoutError` for an ``s`` that is not a multiple of 2 CP, and for a CP rank
         out of range. Source: Megatron-Core ``get_batch_on_this_cp_rank``.
         """
-        offset_G1 = _batch_offsets(batch_size, seq_length)
+        offset_G1 = batch_offsets(batch_size, seq_length)
         layout = Layout.thd_zigzag(offset_G1, cp_size=cp_size, cp_rank=cp_rank)
         return replace(
             layout, name="bshd_zigzag", allows_tail=False, batch_shape=(batch_size, seq_length)
@@ -233,8 +238,8 @@ class Layout:
         Source: Megatron-Core (dev d48bd6be0a) ``get_cp_slice_for_thd`` with
         ``cp_partition_mode="contiguous"``.
         """
-        offset_G1 = _checked_offsets(cu_seqlens_padded)
-        _check_cp(cp_size, cp_rank)
+        offset_G1 = checked_offsets(cu_seqlens_padded)
+        check_cp(cp_size, cp_rank)
         size = int(offset_G1[-1]) // cp_size
         if size * cp_size != offset_G1[-1]:
             raise LayoutError(
@@ -254,8 +259,8 @@ class Layout:
         Mask ``[b, s]``, per-token losses ``[b, s / CP]``. Raises :class:`LayoutError` for an ``s``
         that is not a multiple of CP.
         """
-        offset_G1 = _batch_offsets(batch_size, seq_length)
-        _check_cp(cp_size, cp_rank)
+        offset_G1 = batch_offsets(batch_size, seq_length)
+        check_cp(cp_size, cp_rank)
         size = seq_length // cp_size
         if size * cp_size != seq_length:
             raise LayoutError(
@@ -283,8 +288,8 @@ class Layout:
         response_G = checked_integers(
             "response_lengths", response_lengths, LayoutError, squeeze=True
         )
-        _check_cp(cp_size, cp_rank)
-        _check_responses(total_G, response_G)
+        check_cp(cp_size, cp_rank)
+        check_responses(total_G, response_G)
         offset_G1 = _offsets(response_G)
         chunk_G = -(-total_G // (2 * cp_size))
         first_logit_G = total_G - response_G - 1
@@ -317,8 +322,8 @@ class Layout:
         length_G = checked_integers(
             "sequence_lengths_here", sequence_lengths_here, LayoutError, squeeze=True
         )
-        _check_cp(cp_size, cp_rank)
-        _check_lengths("sequence_lengths_here", length_G)
+        check_cp(cp_size, cp_rank)
+        check_lengths("sequence_lengths_here", length_G)
         offset_G1 = _offsets(length_G)
         layout = _of_runs("local", offset_G1, [offset_G1[:-1]], [length_G], cp_size, cp_rank)
         return replace(layout, is_local=True)
@@ -347,54 +352,6 @@ def _of_runs(
         cp_size=cp_size,
         cp_rank=cp_rank,
     )
-
-
-def _check_responses(total_G: Ints, response_G: Ints) -> None:
-    if total_G.shape != response_G.shape:
-        raise LayoutError(
-            f"got {len(total_G)} total_lengths and {len(response_G)} response_lengths, "
-            "expected one of each per sequence"
-        )
-    _check_lengths("response_lengths", response_G)
-    promptless = np.flatnonzero(response_G >= total_G)
-    if len(promptless):
-        sequence = promptless[0]
-        raise LayoutError(
-            f"sequence {sequence} has {total_G[sequence]} tokens of which {response_G[sequence]} "
-            "are the response: a response follows at least one prompt token, whose logit "
-            "predicts its first"
-        )
-
-
-def _checked_offsets(cu_seqlens_padded: IntsLike) -> Ints:
-    offset_G1 = checked_integers("cu_seqlens", cu_seqlens_padded, LayoutError, squeeze=True)
-    if len(offset_G1) == 0 or offset_G1[0] != 0:
-        raise LayoutError(
-            f"got cu_seqlens [{first_few(offset_G1, 4)}], expected offsets from 0, one more "
-            "than segments"
-        )
-    _check_lengths("cu_seqlens", np.diff(offset_G1))
-    return offset_G1
-
-
-def _batch_offsets(batch_size: int, seq_length: int) -> Ints:
-    if not is_integer(batch_size) or not is_integer(seq_length):
-        raise LayoutError(f"got sizes [{batch_size!r}, {seq_length!r}], expected integers from 0")
-    offset_G1: Ints = np.arange(batch_size + 1) * seq_length
-    return offset_G1
-
-
-def _check_cp(cp_size: int, cp_rank: int) -> None:
-    if not is_integer(cp_size, lowest=1) or not is_integer(cp_rank, highest=cp_size - 1):
-        raise LayoutError(f"got CP rank {cp_rank} of {cp_size}, expected 0 to cp_size - 1")
-
-
-def _check_lengths(name: str, length_G: Ints) -> None:
-    if len(length_G) and length_G.min() < 0:
-        raise LayoutError(
-            f"{name} gives segment {length_G.argmin()} a length of {length_G.min()}: "
-            "lengths are not negative and offsets never fall"
-        )
 
 
 def _offsets(length_G: Ints) -> Ints:

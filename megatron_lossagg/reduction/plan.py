@@ -305,17 +305,7 @@ def plan_step(
                 raise PlanError(fault)
             known_size = exchange.size if group is not None or is_alone else None
             counted = known_step(checked, totals, known_size)
-        plan = StepPlan(
-            aggregation=aggregation,
-            sequences=checked,
-            totals=counted,
-            group_ranks=exchange.ranks,
-            state=StepState(rejects_tokens=options.rejects_tokens),
-        )
-        if aggregation.mode != CUSTOM:
-            plan.weight_S  # noqa: B018  a mode that lacks something raises here, before any forward
-        for shadow in options.shadows.values():
-            plan.under(shadow).weight_S  # noqa: B018  likewise
+        plan = _weighted(aggregation, checked, counted, exchange, options)
     except PlanError as error:
         if totals is None:
             raise
@@ -323,6 +313,28 @@ def plan_step(
     if plan.counts.is_empty:
         _empty_step(options)
     _check_divisor(plan)
+    return plan
+
+
+def _weighted(
+    aggregation: Aggregation,
+    sequences: CheckedSequences,
+    totals: StepTotals,
+    exchange: Exchange,
+    options: Options,
+) -> StepPlan:
+    """Make the plan and all weights of the run: what a mode lacks raises before any forward."""
+    plan = StepPlan(
+        aggregation=aggregation,
+        sequences=sequences,
+        totals=totals,
+        group_ranks=exchange.ranks,
+        state=StepState(rejects_tokens=options.rejects_tokens),
+    )
+    if aggregation.mode != CUSTOM:
+        plan.weight_S  # noqa: B018
+    for shadow in options.shadows.values():
+        plan.under(shadow).weight_S  # noqa: B018
     return plan
 
 

@@ -5,7 +5,8 @@ import pytest
 
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.counts import StepTotals, _is_every_id_on_one_rank, count_step
+from megatron_lossagg.reduction.checks.ids import _is_every_id_on_one_rank
+from megatron_lossagg.reduction.counts import StepTotals, count_step
 from megatron_lossagg.reduction.exchange import Exchange
 from megatron_lossagg.reduction.sequences import Sequences
 

@@ -1,0 +1,69 @@
+"""What a run reads of its live model, once, and on all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+from megatron_lossagg.contract.finalize import own_finalize
+from megatron_lossagg.contract.groups import LiveGroups
+from megatron_lossagg.contract.live import checked_loss_scaling, megatron_version
+from megatron_lossagg.errors import ContractError, message_of
+from megatron_lossagg.guards.agreement import agree
+from megatron_lossagg.guards.before import RunFacts
+from megatron_lossagg.guards.frozen import Frozen
+from megatron_lossagg.record.writer import RecordFile, opened_record
+from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.options import Options
+
+__all__ = ["aggregation_of", "read_run", "settings_of"]
+
+
+def read_run(
+    chunks: Sequence[Any], aggregation: Aggregation, options: Options, *, counts_parts: bool
+) -> tuple[RunFacts, ProcessGroup | None, RecordFile | None]:
+    """Read what the live model is, and open the record; a refusal on one rank reaches all.
+
+    Returns the run, and what :func:`opened_record` returns. ``counts_parts``: as in
+    :func:`check_options`. Raises :class:`ContractError`, also if ranks run different settings. One
+    ``all_gather_object`` over the world.
+    """
+    fault, settings = "", ""
+    try:
+        loss_scaling = checked_loss_scaling(chunks, counts_parts=counts_parts)
+        frozen = Frozen.of(chunks, loss_scaling)
+        groups = LiveGroups.of(chunks)
+        settings = f"megatron-core {megatron_version()}, loss scaling {loss_scaling}, "
+        settings += f"{options}, {settings_of(aggregation)}"
+        record_group, record_file = opened_record(options.record, groups)
+    except Exception as error:  # of any type: no rank may leave the others waiting
+        fault = message_of(error)
+    agree(fault, settings)
+    run = RunFacts(
+        chunks=chunks,
+        groups=groups,
+        loss_scaling=loss_scaling,
+        frozen=frozen,
+        agreed={aggregation},
+        finalize=own_finalize(chunks[0].config),
+    )
+    return run, record_group, record_file
+
+
+def settings_of(aggregation: Aggregation) -> str:
+    """Write what must be the same on all ranks of an aggregation."""
+    return f"{aggregation} ({aggregation!r})"  # a formula may not show count_empty
+
+
+def aggregation_of(aggregation: Aggregation | str, numbers: dict[str, Any]) -> Aggregation:
+    """Return what is trained: an aggregation, or a mode's name with its numbers."""
+    given = {name: value for name, value in numbers.items() if value is not None}
+    if not isinstance(aggregation, Aggregation):
+        return Aggregation(aggregation, **given)
+    if given:
+        raise ContractError(
+            f"got an Aggregation and {', '.join(given)}: set them in the Aggregation"
+        )
+    return aggregation

@@ -1,0 +1,50 @@
+"""A step begins on every stage of a pipeline, or on none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch.distributed import ProcessGroup
+
+from megatron_lossagg.errors import ContractError, message_of
+from megatron_lossagg.loop.step import Step
+from megatron_lossagg.reduction.exchange import Exchange
+
+__all__ = ["begun_on_all_stages"]
+
+
+def begun_on_all_stages(
+    begin: Callable[[], Step], num_microbatches: int, pp_group: ProcessGroup
+) -> Step:
+    """Return what ``begin`` returns, or raise on all stages if it raises on one or M differs.
+
+    One all-gather over the pipeline-parallel group if it has several ranks.
+    """
+    step, error = None, None
+    try:
+        step = begin()
+    except Exception as found:  # of any type: no stage may leave the others waiting
+        error = found
+    message = "" if error is None else message_of(error)
+    of_stages = Exchange(pp_group).messages(f"{num_microbatches}\n{message}")
+    if error is not None:
+        raise error
+    assert step is not None
+    fault = _fault_of_stages([text.split("\n", 1) for text in of_stages])
+    if fault:
+        step.end()
+        raise ContractError(fault)
+    return step
+
+
+def _fault_of_stages(found: Sequence[Sequence[str]]) -> str:
+    """Name the first pipeline stage that failed or has a different M, if one does."""
+    for stage, (m, message) in enumerate(found):
+        if message:
+            return f"pipeline stage {stage}: {message}"
+        if m != found[0][0]:
+            return (
+                f"pipeline stages 0 and {stage} run {found[0][0]} and {m} microbatches: pass every "
+                "stage of a pipeline the same num_microbatches"
+            )
+    return ""

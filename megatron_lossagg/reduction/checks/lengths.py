@@ -1,0 +1,72 @@
+"""Checks of lengths, offsets and ranks from which a layout is made.
+
+Shape suffix: G = segments of the microbatch (G1: one more).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_lossagg.errors import LayoutError
+from megatron_lossagg.reduction.integers import (
+    Ints,
+    IntsLike,
+    checked_integers,
+    first_few,
+    is_integer,
+)
+
+__all__ = ["batch_offsets", "check_cp", "check_lengths", "check_responses", "checked_offsets"]
+
+
+def checked_offsets(cu_seqlens_padded: IntsLike) -> Ints:
+    """Return ``cu_seqlens``, int64 ``[G1]``: from 0, never falling."""
+    offset_G1 = checked_integers("cu_seqlens", cu_seqlens_padded, LayoutError, squeeze=True)
+    if len(offset_G1) == 0 or offset_G1[0] != 0:
+        raise LayoutError(
+            f"got cu_seqlens [{first_few(offset_G1, 4)}], expected offsets from 0, one more "
+            "than segments"
+        )
+    check_lengths("cu_seqlens", np.diff(offset_G1))
+    return offset_G1
+
+
+def batch_offsets(batch_size: int, seq_length: int) -> Ints:
+    """Return the offsets of a batch's sequences, int64 ``[G1]``."""
+    if not is_integer(batch_size) or not is_integer(seq_length):
+        raise LayoutError(f"got sizes [{batch_size!r}, {seq_length!r}], expected integers from 0")
+    offset_G1: Ints = np.arange(batch_size + 1) * seq_length
+    return offset_G1
+
+
+def check_responses(total_G: Ints, response_G: Ints) -> None:
+    """Refuse responses that do not fit their sequences."""
+    if total_G.shape != response_G.shape:
+        raise LayoutError(
+            f"got {len(total_G)} total_lengths and {len(response_G)} response_lengths, "
+            "expected one of each per sequence"
+        )
+    check_lengths("response_lengths", response_G)
+    promptless = np.flatnonzero(response_G >= total_G)
+    if len(promptless):
+        sequence = promptless[0]
+        raise LayoutError(
+            f"sequence {sequence} has {total_G[sequence]} tokens of which {response_G[sequence]} "
+            "are the response: a response follows at least one prompt token, whose logit "
+            "predicts its first"
+        )
+
+
+def check_cp(cp_size: int, cp_rank: int) -> None:
+    """Refuse a context-parallel rank that is out of range."""
+    if not is_integer(cp_size, lowest=1) or not is_integer(cp_rank, highest=cp_size - 1):
+        raise LayoutError(f"got CP rank {cp_rank} of {cp_size}, expected 0 to cp_size - 1")
+
+
+def check_lengths(name: str, length_G: Ints) -> None:
+    """Refuse negative lengths."""
+    if len(length_G) and length_G.min() < 0:
+        raise LayoutError(
+            f"{name} gives segment {length_G.argmin()} a length of {length_G.min()}: "
+            "lengths are not negative and offsets never fall"
+        )
