@@ -6,6 +6,7 @@ algebra's code. ``docs/checks.md`` is printed from here.
 
 from __future__ import annotations
 
+from megatron_lossagg.guards.finalized import Finalized
 from megatron_lossagg.guards.gradient_audit import GradientAudit
 from megatron_lossagg.guards.gradient_buffers import GradientBuffers
 from megatron_lossagg.guards.guard import Guard, StepFacts
@@ -22,6 +23,7 @@ GUARDS: tuple[type[Guard], ...] = (
     TokenWeights,
     GradientBuffers,
     NumTokens,
+    Finalized,
     Ownership,
 )
 """In the order in which they look."""
