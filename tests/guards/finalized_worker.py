@@ -127,18 +127,17 @@ def check_a_loop_by_hand_may_finalize_after_the_step_and_is_warned(aggregator):
     expected = gradient_of(aggregator)
     (chunk,) = aggregator.chunks
     chunk.zero_grad_buffer()
-    num_tokens, factor = torch.zeros((), dtype=torch.int32), 1.0
+    num_tokens = torch.zeros((), dtype=torch.int32)
+    step = aggregator.step(TOKENS, num_microbatches=M)
+    iterator, factor = iter(range(M)), step.scaling.schedule_factor
+    for _ in range(M):
+        output, function = forward_step(step, lambda *_: None, iterator, chunk)
+        loss, own_tokens, _ = function(output)
+        (loss * factor).backward()
+        num_tokens += own_tokens
     faults._warned.discard("finalize")
-    with (
-        pytest.warns(RuntimeWarning, match="finished before its gradients were finalized"),
-        aggregator.step(TOKENS, num_microbatches=M) as step,
-    ):
-        iterator, factor = iter(range(M)), step.scaling.schedule_factor
-        for _ in range(M):
-            output, function = forward_step(step, lambda *_: None, iterator, chunk)
-            loss, own_tokens, _ = function(output)
-            (loss * factor).backward()
-            num_tokens += own_tokens
+    with pytest.warns(RuntimeWarning, match="finished before its gradients were finalized"):
+        step.finish()
     per_token = aggregator.loss_scaling == "per_token"
     finalize_model_grads([chunk], num_tokens if per_token else None)
     torch.testing.assert_close(gradients(chunk), expected, rtol=1e-12, atol=1e-15)
