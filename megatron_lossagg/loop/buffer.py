@@ -22,11 +22,16 @@ from torch.distributed import ProcessGroup
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.exchange import gather_counts
-from megatron_lossagg.reduction.integers import IntsLike, checked_integers, is_integer
+from megatron_lossagg.reduction.integers import (
+    IntsLike,
+    checked_integers,
+    is_integer,
+    whole_numbers,
+)
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.reduction.plan import StepPlan, plan_step
 from megatron_lossagg.reduction.segments import PADDING
-from megatron_lossagg.reduction.sequences import MOST_TOKENS, FloatsLike, Sequences
+from megatron_lossagg.reduction.sequences import FloatsLike, Sequences
 
 __all__ = ["MicrobatchSequences", "StepBuffer", "StepMicrobatch"]
 
@@ -56,12 +61,9 @@ class MicrobatchSequences:
 
     def checked(self) -> MicrobatchSequences:
         """Return these as arrays; counts that are not integers are left to :func:`plan_step`."""
-        active_G = np.asarray(self.active_tokens)
+        active_G = np.asarray(whole_numbers(self.active_tokens))
         if active_G.ndim != 1:
             raise ValueError(f"got {active_G.ndim} dimensions, expected one number per sequence")
-        is_integral = active_G.dtype.kind == "f" and (active_G == np.rint(active_G)).all()
-        if is_integral and (np.abs(active_G) <= MOST_TOKENS).all():
-            active_G = active_G.astype(np.int64)
         others = {
             name: checked_integers(name, values, PlanError, length=len(active_G))
             for name, values in vars(self).items()

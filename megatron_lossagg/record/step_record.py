@@ -135,5 +135,5 @@ def _parsed(line: str) -> StepRecord | None:
         values: Any = json.loads(line)
         record = StepRecord(**{name: values[name] for name in names})
         return record if type(record.step) is int else None
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None

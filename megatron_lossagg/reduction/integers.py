@@ -6,19 +6,21 @@ and which error it raises.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from numbers import Integral
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-__all__ = ["Ints", "IntsLike", "checked_integers", "first_few", "is_integer"]
+__all__ = ["Ints", "IntsLike", "checked_integers", "first_few", "is_integer", "whole_numbers"]
 
 Ints = npt.NDArray[np.int64]
 IntsLike = Sequence[int] | Ints | Tensor
 
 _LARGEST = int(np.iinfo(np.int64).max)
+_MOST_EXACT = 2**53
+"""Up to here float64 holds each integer."""
 
 
 def is_integer(value: object, *, lowest: int = 0, highest: int = _LARGEST) -> bool:
@@ -63,6 +65,28 @@ def checked_integers(
             f"{name}: got {array.min()} at index {array.argmin()}, the smallest is {lowest}"
         )
     return np.array(array, dtype=np.int64)
+
+
+def whole_numbers(values: object) -> object:
+    """Convert counts that are whole numbers in another type to integers; others stay as they are.
+
+    Sums of a float mask, in float16 or bfloat16 too; ``[n, 1]`` and ``[1, n]``; a generator.
+    """
+    if isinstance(values, Tensor):
+        values = values.detach().cpu()
+        values = values.double().numpy() if values.is_floating_point() else values.numpy()
+    elif isinstance(values, Iterator):
+        values = list(values)
+    try:
+        array = np.asarray(values)
+    except ValueError:  # a ragged list
+        return values
+    if array.ndim == 2 and 1 in array.shape:
+        array = array.ravel()
+    is_whole = array.dtype.kind == "f" and (array == np.rint(array)).all()
+    if is_whole and (np.abs(array) <= _MOST_EXACT).all():
+        array = array.astype(np.int64)
+    return array if array.ndim == 1 else values
 
 
 def first_few(values: Sequence[object] | npt.NDArray[np.generic], most: int = 6) -> str:

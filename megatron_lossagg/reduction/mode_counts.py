@@ -85,6 +85,8 @@ class ModeCounts:
         return getattr(self.totals, self._field(name))
 
     def __getattr__(self, name: str) -> Any:
+        if "totals" not in vars(self):  # of an object that is being copied or unpickled
+            raise AttributeError(name)
         value = self.known(name)
         if value is None:
             field = self._field(name)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
@@ -258,8 +259,8 @@ def plan_step(
         group: The dense data-parallel group *without* context parallelism, as
             ``LossAggregator.dp_group``; every rank of it calls.
         totals: The step's counts if the caller knows them; then no collective is made, and ids are
-            refused. With a group as well, its first step is counted all the same, and totals that
-            differ from the counts are refused.
+            refused. With a group as well, its steps 1, 2, 4, ... and then each 64th are counted all
+            the same, and totals that differ from the counts are refused.
         options: The options of the run.
         fault: Why this rank has no counts, if so: the others of the group do not wait for it but
             raise the same message.
@@ -291,14 +292,13 @@ def plan_step(
             checked = sequences.checked()
         except Exception as error:  # whatever it is, no rank may leave the others waiting
             fault = message_of(error)
-    verifies = totals is not None and group is not None and exchange.ranks not in _verified
+    verifies = totals is not None and group is not None and _is_counted_all_the_same(exchange)
     if totals is None or verifies:
         settings = [*(f"{name} {value!r}" for name, value in vars(options).items()), f"{totals}"]
         shadows = options.shadows.values()
         counted = count_step(aggregation, checked, fault, exchange, settings, shadows=shadows)
     if totals is not None and verifies:
         _check_given(totals, counted)
-        _verified.add(exchange.ranks)
     try:
         if totals is not None:
             if fault:
@@ -338,8 +338,15 @@ def _weighted(
     return plan
 
 
-_verified: set[tuple[int, ...] | None] = set()
-"""Groups whose first step with passed totals was counted."""
+_steps: Counter[tuple[int, ...] | None] = Counter()
+"""Steps with passed totals of each group."""
+
+
+def _is_counted_all_the_same(exchange: Exchange) -> bool:
+    """Whether to count a step although its totals were passed: steps 1, 2, 4, ..., each 64th."""
+    _steps[exchange.ranks] += 1
+    number = _steps[exchange.ranks]
+    return number & (number - 1) == 0 if number < 64 else number % 64 == 0
 
 
 def _check_given(given: StepTotals, counted: StepTotals) -> None:

@@ -15,7 +15,13 @@ import numpy.typing as npt
 from torch import Tensor
 
 from megatron_lossagg.errors import PlanError
-from megatron_lossagg.reduction.integers import Ints, IntsLike, checked_integers, is_integer
+from megatron_lossagg.reduction.integers import (
+    Ints,
+    IntsLike,
+    checked_integers,
+    is_integer,
+    whole_numbers,
+)
 
 __all__ = [
     "ID_KINDS",
@@ -82,7 +88,10 @@ class Sequences:
 
     def checked(self) -> CheckedSequences:
         """Return these as arrays, strings as hashes; raises :class:`PlanError`."""
-        n_S = _integers("active_tokens", self.active_tokens)
+        counts = self.active_tokens
+        if not isinstance(counts, Tensor) or counts.device.type == "cpu":
+            counts = whole_numbers(counts)  # type: ignore[assignment]
+        n_S = _integers("active_tokens", counts)
         check_sum(f"Sequences.active_tokens of {len(n_S)} sequences", n_S)
         ids: dict[Kind, Ids | None] = {"sample": self.sample, "prompt": self.prompt}
         id_S = {
