@@ -112,7 +112,7 @@ def _values() -> Iterator[str]:
     for found in iter_modules(checks.__path__):
         module = importlib.import_module(f"{checks.__name__}.{found.name}")
         yield f"- **`{found.name}`**: {_first_sentence(module)}"
-        yield from (f"  {line}" for line in _functions(_checks_of(module)))
+        yield from (f"    {line}" for line in _functions(_checks_of(module)))
 
 
 def _checks_of(module: ModuleType) -> list[Callable[..., Any]]:
