@@ -77,7 +77,7 @@ def changed_config(run: RunFacts, asked: Asked) -> None:
 
 
 def finalize_function(run: RunFacts, asked: Asked) -> None:
-    """Refuse a training step without a finalize function, or with another than the run's."""
+    """Refuse a training step whose finalize function is None, or was replaced."""
     if asked.forward_only:
         return
     now = run.config.finalize_model_grads_func
@@ -110,7 +110,7 @@ def finalize_function(run: RunFacts, asked: Asked) -> None:
 
 
 def numbers(run: RunFacts, asked: Asked) -> None:
-    """Refuse a number of microbatches, or of the step, that is none."""
+    """Refuse an M or a number of the step that is no integer from 1."""
     if not is_integer(asked.num_microbatches, lowest=1):
         raise ContractError(
             f"got num_microbatches {asked.num_microbatches!r}, expected an integer from 1: pass "
@@ -124,7 +124,7 @@ def numbers(run: RunFacts, asked: Asked) -> None:
 
 
 def missing_plan(run: RunFacts, asked: Asked) -> None:
-    """Refuse a last pipeline stage without counts, and what is no plan."""
+    """Refuse a last pipeline stage without counts, and anything but a plan."""
     if asked.plan is None and run.groups.is_last_stage:
         raise ContractError(
             "got no counts on the last pipeline stage, which computes the loss: pass "
@@ -169,7 +169,7 @@ def aggregation_of_one_rank(run: RunFacts, asked: Asked) -> None:
 
 
 def unknown_divisor(run: RunFacts, asked: Asked) -> None:
-    """Refuse, in the per-token loss scaling, an N that is not known or beyond int32."""
+    """Refuse, in the per-token loss scaling, an N that is not known or exceeds int32."""
     if asked.plan is None or run.loss_scaling == "average":
         return
     n = asked.plan.totals.active_tokens
@@ -208,7 +208,9 @@ def early_reduction(run: RunFacts, asked: Asked) -> None:
 
 
 def accumulation(run: RunFacts, asked: Asked) -> None:
-    """Refuse ``accumulates`` if Megatron scales or reduces earlier gradients once more."""
+    """Refuse ``accumulates`` if Megatron scales or reduces earlier gradients once more:
+    per-token, with ``overlap_grad_reduce``, TP, PP, EP or the distributed optimizer over ranks.
+    """
     if not asked.accumulates:
         return
     config, ddps = run.config, [chunk.ddp_config for chunk in run.chunks]

@@ -3,7 +3,9 @@
 import argparse
 import ast
 import importlib
+import pkgutil
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,9 @@ from megatron_lossagg.reduction.counts import StepTotals
 from megatron_lossagg.reduction.modes import MODES
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+import checks_page  # noqa: E402  of tools/
+
 DOCS = ROOT / "docs"
 SYSTEMS = {
     "Megatron-LM": "megatron",
@@ -146,3 +151,47 @@ def test_python_on_a_page_parses_and_imports_names_that_exist(page):
                 for name in node.names:
                     if not hasattr(module, name.name):
                         importlib.import_module(f"{node.module}.{name.name}")
+
+
+def test_the_page_of_checks_is_what_the_code_prints():
+    assert checks_page.PAGE.read_text() == checks_page.page(), "run python -m tools.checks_page"
+
+
+PACKAGE = ROOT / "megatron_lossagg"
+FOLDERS = [path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()]
+OURS = rf"(?:megatron_lossagg|tests|tools|{'|'.join(FOLDERS)})/[\w./]*\w"
+PATH = re.compile(rf"(?<![\w/.-])(?:(?:[\w-]+/)+\w+\.py|{OURS})")
+MAINTAINED = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [*MAINTAINED, *sorted(DOCS.rglob("*.md"))],
+    ids=lambda page: f"{page.parent.name}-{page.stem}",
+)
+def test_a_file_or_module_of_the_package_that_a_page_names_exists(page):
+    text = page.read_text()
+    named = [code for code in re.findall(r"`([^`\n]+)`", text) if "://" not in code]
+    for path in (path for code in named for path in PATH.findall(code)):
+        assert (ROOT / path).exists() or (PACKAGE / path).exists(), path
+    for name in re.findall(r"\bmegatron_lossagg(?:\.\w+)+", text):
+        pkgutil.resolve_name(name)
+
+
+def names_in(file):
+    """What a file defines: functions, classes, and variables with their attributes."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+def test_the_architecture_names_every_folder_and_what_its_files_define():
+    page = (DOCS / "architecture.md").read_text()
+    assert sorted(re.findall(r"^\| `(\w+)/` \|", page, re.M)) == sorted(FOLDERS)
+    found = re.findall(r"`([\w/]+\.py)`: ((?:`[\w.]+`(?:, )?)+)", page)
+    assert len(found) > 10
+    for file, names in found:
+        for name in re.findall(r"\w+", names):
+            assert name in names_in(PACKAGE / file), (file, name)

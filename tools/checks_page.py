@@ -1,0 +1,155 @@
+"""Prints ``docs/checks.md`` from the code: ``python -m tools.checks_page``.
+
+Of a check the page has the first sentence of its docstring, of a guard what it catches and costs.
+A test compares the page with what is printed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from pkgutil import iter_modules, resolve_name
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron_lossagg.contract import outputs, sequence_tracker  # noqa: E402
+from megatron_lossagg.contract.megatron_options import OPTIONS  # noqa: E402
+from megatron_lossagg.guards import GUARDS, framework_loss  # noqa: E402
+from megatron_lossagg.guards.before import BEFORE_A_STEP  # noqa: E402
+from megatron_lossagg.guards.guard import Guard  # noqa: E402
+from megatron_lossagg.reduction import checks  # noqa: E402
+
+__all__ = ["PAGE", "page"]
+
+PAGE = ROOT / "docs" / "checks.md"
+_AT_THE_START = {
+    "contract.megatron_options": f"[{len(OPTIONS)} conditions](compatibility.md#options)",
+    "contract.live:checked_loss_scaling": "refused: a wrapper that is not Megatron-Core's "
+    "DDP, a release before 0.13",
+    "contract.groups:LiveGroups.of": "",
+    "guards.frozen": "[what](megatron-contract.md#frozen-and-live)",
+    "guards.agreement": "",
+    "loop.probe": "[how](megatron-contract.md#the-probe)",
+}
+"""Modules or functions, and where more is said of them."""
+_EVENTS = {
+    "on_microbatch": "`step.microbatch`",
+    "on_reduce": "`mb.reduce`",
+    "on_outputs": "`mb.outputs`",
+    "on_return": "`mb.outputs`",
+    "on_finalize": "finalize",
+    "on_finish": "the end",
+    "together": "the end",
+}
+"""The methods of a guard, and what a step calls them in."""
+
+_PAGE = """\
+# What is checked
+
+A *refusal* stops a step before it begins, a *check* looks at a value, a *guard* at a running step.
+Only the probe can be switched off. `python -m tools.checks_page` prints this page from the code.
+
+## When a run starts
+
+`LossAggregator(...)` raises on every rank what it finds on one
+([what it communicates](collectives.md#collectives-and-host-syncs)).
+
+{start}
+
+## Before a step
+
+`aggregator.step` and `aggregator.begin` look in this order, without a collective and without
+waiting for a device. `plan_step` has checked counts and ids by then. After it the pipeline stages
+compare M.
+
+{before}
+
+## Values
+
+The algebra calls these checks, with and without a step. On the CPU they raise immediately. What
+they find on a device is raised [when the step finishes](collectives.md#faults-on-a-device).
+
+{values}
+
+## While a step runs
+
+The guards, in the order in which they look:
+
+{guards}
+
+`mb.outputs`, the end of a step and the schedule hook also check:
+
+{others}
+"""
+
+
+def page() -> str:
+    """Return the whole page."""
+    return _PAGE.format(
+        start="\n".join(_start()),
+        before="\n".join(_functions(BEFORE_A_STEP)),
+        values="\n".join(_values()),
+        guards="\n".join(_guards()),
+        others="\n".join(_others()),
+    )
+
+
+def _start() -> Iterator[str]:
+    for name, link in _AT_THE_START.items():
+        sentence = _first_sentence(resolve_name(f"megatron_lossagg.{name}"))
+        more = f" ({link})" if link else ""
+        yield f"- `{re.split('[.:]', name)[1]}`: {sentence.removesuffix('.')}{more}."
+
+
+def _values() -> Iterator[str]:
+    for found in iter_modules(checks.__path__):
+        module = importlib.import_module(f"{checks.__name__}.{found.name}")
+        yield f"- **`{found.name}`**: {_first_sentence(module)}"
+        yield from (f"    {line}" for line in _functions(_checks_of(module)))
+
+
+def _checks_of(module: ModuleType) -> list[Callable[..., Any]]:
+    """Return a module's public checks; what else it exports helps other checks."""
+    return [getattr(module, name) for name in module.__all__ if name.startswith("check")]
+
+
+def _functions(functions: Iterable[Callable[..., Any]]) -> Iterator[str]:
+    for function in functions:
+        yield f"- `{function.__name__}`: {_first_sentence(function)}"
+
+
+def _guards() -> Iterator[str]:
+    yield "| guard | looks in | what would train wrongly without it | costs |"
+    yield "|---|---|---|---|"
+    for guard in GUARDS:
+        looks = {
+            words: None  # in their order, once each
+            for method, words in _EVENTS.items()
+            if getattr(guard, method) is not getattr(Guard, method)
+        }
+        yield f"| `{guard.__name__}` | {', '.join(looks)} | {guard.catches} | {guard.costs} |"
+
+
+def _others() -> Iterator[str]:
+    yield from _functions(_checks_of(outputs))
+    for module in (sequence_tracker, framework_loss):
+        yield f"- `{module.__name__.rpartition('.')[2]}`: {_first_sentence(module)}"
+
+
+def _first_sentence(documented: object) -> str:
+    """Return the first sentence of a docstring, in Markdown."""
+    text = " ".join((inspect.getdoc(documented) or "").split("\n\n")[0].split())
+    text = re.sub(r":(?:class|func|meth|mod|data):`~?([\w.]+)`", r"`\1`", text.replace("``", "`"))
+    return re.split(r"(?<=\.) (?=[A-Z])", text)[0]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print(PAGE.relative_to(ROOT))
