@@ -43,6 +43,14 @@ class MicrobatchSequences:
     """What a step must know of a microbatch before it runs: one entry per segment, on the CPU.
 
     Numbers are those of whole sequences, before slicing for context parallelism.
+
+    Examples:
+        Two sequences and a segment that fills the microbatch:
+
+        >>> MicrobatchSequences(
+        ...     active_tokens=[3, 2, 0], lengths=[4, 4, 8], is_padding=[0, 0, 1]
+        ... ).checked().of_sequences("active_tokens")
+        [3, 2]
     """
 
     active_tokens: IntsLike
@@ -117,6 +125,13 @@ class StepBuffer:
     Raises :class:`PlanError` for what is not an iterator and for a ``num_microbatches`` that
     is not an integer from 1. An iterator that ends early or raises, and a microbatch that cannot be
     copied, is reported by :meth:`plan`, on every rank.
+
+    Examples:
+        >>> masks = [torch.tensor([[1, 1, 1, 0]]), torch.tensor([[1, 0, 0, 0]])]
+        >>> buffer = StepBuffer(iter(masks), num_microbatches=2)
+        >>> plan = buffer.plan(Aggregation("token_mean"), lambda mask: mask.sum(-1))
+        >>> [mb.sequences for mb in buffer], plan.weights.tolist()
+        ([[0], [1]], [0.25, 0.25])
     """
 
     def __init__(self, data_iterator: Iterator[Any] | None, num_microbatches: int) -> None:

@@ -25,7 +25,20 @@ __all__ = ["FrameworkLoss", "Integration"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FrameworkLoss:
-    """What a framework's loss_func computes of one microbatch, before it is summed."""
+    """What a framework's loss_func computes of one microbatch, before it is summed.
+
+    Examples:
+        What :meth:`Integration.loss` returns:
+
+        >>> losses, mask = torch.tensor([2.0, 4.0]), torch.tensor([1, 0])
+        >>> total = (losses * mask).sum()
+        >>> returned = (total, mask.sum(), {"actor/loss": total})
+        >>> framework = FrameworkLoss(
+        ...     losses=losses, mask=mask, returned=returned, masked_sum=total
+        ... )
+        >>> framework.report
+        {'actor/loss': tensor(2.)}
+    """
 
     losses: Tensor
     """Per-token losses in the layout's order, with every term that is trained."""

@@ -70,6 +70,12 @@ class StepTotals:
 
     Passed to :func:`plan_step` they replace the collectives: a mode raises
     :class:`PlanError` for what they lack. What follows ``microbatch_means`` is never passed.
+
+    Examples:
+        >>> totals = StepTotals(active_tokens=8, samples=4)
+        >>> sequences = Sequences(active_tokens=[3, 1])
+        >>> plan_step(Aggregation("sample_sum"), sequences, totals=totals).weights.tolist()
+        [0.25, 0.25]
     """
 
     active_tokens: int | None = None

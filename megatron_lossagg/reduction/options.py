@@ -20,6 +20,10 @@ class Options:
     """The options of a run, the same on every rank; :class:`AggregationError` if one is invalid.
 
     The flag of each field is ``--loss-aggregation-`` and its name.
+
+    Examples:
+        >>> Options(rejects_tokens=True, shadow="token_mean,constant:4096").shadow
+        ('token_mean', 'constant:4096')
     """
 
     empty_step: EmptyStep = "zero"
