@@ -30,14 +30,10 @@ TESTS_FOLDER = ROOT / "tests"
 WORK = ROOT / ".mutants"
 PACKAGE = "megatron_lossagg"
 DECORATORS = {"property", "cached_property"}
-LEFT_OUT = (
-    "over_ranks",  # launches; over_ranks.py has its checks
-    "the_warning_of_an_empty_step_points_at_its_caller",  # mutmut's frames come between
-)
-PURE = [
-    "--hypothesis-seed=0",
-    *(f"--deselect=tests/reduction/test_plan.py::test_{name}" for name in LEFT_OUT),
-]
+# mutmut's frames come between.
+LEFT_OUT = "test_plan.py::test_the_warning_of_an_empty_step_points_at_its_caller"
+PURE = ["--hypothesis-seed=0", f"--deselect=tests/reduction/{LEFT_OUT}"]
+PLANS = ("plan", "plan_totals", "plan_arguments")
 
 
 def of(folder: str, *names: str) -> list[str]:
@@ -55,7 +51,7 @@ def workers_in(folder: str) -> list[str]:
     return sorted(f"{folder}/{path.stem}" for path in (TESTS_FOLDER / folder).glob("*_worker.py"))
 
 
-PLAN = checks_of("reduction/plan_worker")
+PLAN = checks_of("reduction/plan_worker", "reduction/plan_refusals_worker")
 GUARDS = checks_of(*workers_in("guards"))
 STEP = checks_of("loop/aggregator_worker", "loop/own_loop_worker")
 GRADIENTS = ["mutants/over_ranks::test_gradients"]
@@ -68,9 +64,9 @@ PURE_TESTS = {
     "reduction/aggregation": [*of("reduction", "aggregation", "plan"), "loop/test_flags"],
     "reduction/layout": of("reduction", "layout", "reducer", "device_path"),
     "reduction/exchange": [*of("reduction", "exchange"), *PLAN],
-    "reduction/sequences": [*of("reduction", "plan", "counts", "integers"), *PLAN],
-    "reduction/counts": [*of("reduction", "counts", "plan"), *WEIGHTS, *PLAN],
-    "reduction/mode_counts": [*of("reduction", "plan", "partial_losses"), *WEIGHTS, *PLAN],
+    "reduction/sequences": [*of("reduction", *PLANS, "counts", "integers"), *PLAN],
+    "reduction/counts": [*of("reduction", "counts", *PLANS), *WEIGHTS, *PLAN],
+    "reduction/mode_counts": [*of("reduction", *PLANS, "partial_losses"), *WEIGHTS, *PLAN],
     "reduction/faults": of("reduction", "step_faults", "not_finite"),
     "reduction/segments": of("reduction", "mask_checks", "reducer", "not_finite"),
     "reduction/microbatch": of(
@@ -79,11 +75,11 @@ PURE_TESTS = {
     ),
     "reduction/reducer": of("reduction", "reducer", "not_finite", "custom_reducer", "device_path"),
     "reduction/plan": [
-        *of("reduction", "plan", "partial_losses", "reducer", "custom_reducer"),
+        *of("reduction", *PLANS, "partial_losses", "reducer", "custom_reducer"),
         *(*WEIGHTS, *PLAN),
     ],
     "reduction/checks/aggregation": of("reduction", "aggregation", "length_power"),
-    "reduction/checks/arguments": of("reduction", "reducer", "layout", "plan", "token_weights"),
+    "reduction/checks/arguments": of("reduction", "reducer", "layout", *PLANS, "token_weights"),
     "reduction/checks/losses": of("reduction", "reducer", "not_finite", "custom_reducer"),
     "reduction/checks/mask": of("reduction", "mask_checks", "reducer", "device_path"),
     "reduction/checks/token_weights": of("reduction", "token_weights", "device_path"),
