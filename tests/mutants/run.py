@@ -53,7 +53,7 @@ def workers_in(folder: str) -> list[str]:
 
 PLAN = checks_of("reduction/plan_worker", "reduction/plan_refusals_worker")
 GUARDS = checks_of(*workers_in("guards"))
-STEP = checks_of("loop/aggregator_worker", "loop/own_loop_worker")
+STEP = checks_of("loop/aggregator_worker", "loop/step_worker", "loop/own_loop_worker")
 GRADIENTS = ["mutants/over_ranks::test_gradients"]
 RECORD = [*of("record", "recorder"), "mutants/over_ranks::test_records"]
 WEIGHTS = of("reduction", "token_weights", "length_power")
