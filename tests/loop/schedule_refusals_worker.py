@@ -18,7 +18,6 @@ from hooked_loop import (
     run,
     run_worker,
     with_loss,
-    with_weights,
 )
 
 from megatron_lossagg import Aggregation
@@ -50,11 +49,6 @@ def check_rejected_tokens_are_an_error_unless_they_were_declared(chunk, stock):
     run(a_hook(rejects_tokens=True).wrap(stock), chunk, batches(0), **rejects)
     with pytest.raises(ReducerError, match="segment 0 trains 4 tokens, the plan counted 5"):
         run(a_hook().wrap(stock), chunk, batches(0), **rejects)
-
-
-def check_a_fraction_in_a_mask_is_refused_unless_weights_are_counted(chunk, stock):
-    with refused(ReducerError, "a mask is 0 or 1", "--loss-aggregation-count weights"):
-        run(a_hook().wrap(stock), chunk, with_weights(dist.get_rank()))
 
 
 def check_an_integration_without_token_weights_cannot_count_them(chunk, stock):
