@@ -208,6 +208,17 @@ def check_a_step_without_active_tokens_has_zero_gradient(chunk, aggregator):
         assert tiny_gpt.reported(data, "loss") == 0
 
 
+def check_a_loss_of_any_earlier_microbatch_that_is_reduced_too_late_is_refused(chunk, aggregator):
+    step = a_step(aggregator, 3, active=(3, 2, 4))
+    microbatches = [a_microbatch(step, [sequence]) for sequence in (0, 1, 2)]
+    for mb in microbatches[:2]:
+        backward(step, mb.outputs(partial_loss_of(mb)))
+    first, _, last = microbatches
+    backward(step, last.outputs(partial_loss_of(last) + partial_loss_of(first)))
+    with refused("losses of sequences 0 were reduced after loss_func had returned for them"):
+        step.finish()
+
+
 def check_the_masks_of_a_step_are_not_kept_until_it_ends(chunk, aggregator):
     with a_step(aggregator, 2) as step:
         kept = []
