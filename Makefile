@@ -49,7 +49,7 @@ test-newest: $(VENV)/installed
 test-launch: $(VENV)/installed
 	$(RUN) -m pytest tests/launch -rs
 
-# `make mutants MODULES="plan layout"` for some of them; tests/mutants/run.py.
+# `make mutants MODULES="reduction/plan reduction/layout"` for some of them; tests/mutants/run.py.
 .PHONY: mutants
 mutants: $(VENV)/installed
 	$(RUN) tests/mutants/run.py $(MODULES)

@@ -18,7 +18,11 @@ from megatron_lossagg.verify.cases import CASES
 from megatron_lossagg.verify.job import Job, write_job
 
 TESTS = Path(__file__).parent
-NEEDS_NO_MEGATRON = {"reduction/plan_worker.py"}
+NEEDS_NO_MEGATRON = {
+    "reduction/plan_worker.py",
+    "reduction/plan_refusals_worker.py",
+    "loop/buffer_worker.py",
+}
 """Workers that must run where Megatron-Core is not imported."""
 ENVIRONMENT = dict(os.environ)
 """Of every launch: a test may patch ``os.environ`` while an early launch starts."""

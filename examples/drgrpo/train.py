@@ -30,32 +30,21 @@ warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
 cpu.install(allow_cuda=True)  # a laptop's GPU stays unused
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import task
 import torch
 import torch.distributed as dist
+from arguments import parse_args, processes_of
 from batch import Microbatch, Row, pack
-from checkpoint import (
-    CheckpointError,
-    Position,
-    cut_back,
-    latest_position,
-    read_checkpoint,
-    restore,
-    save_checkpoint,
-)
+from checkpoint import CheckpointError, Position, restore
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from metrics import MetricsLog, Ratios, add_reports, divide_over_ranks
 from model import (
     MAX_TOKENS,
     OptimizerWithSchedule,
-    Processes,
     Shape,
     WeightsError,
     build_model,
@@ -67,53 +56,21 @@ from model import (
     stop_processes,
     sync_weights,
 )
-from rollouts import (
-    Rollout,
-    RolloutFileError,
-    append_rollouts,
-    count_right,
-    read_rollouts,
-    roll_out,
-)
+from rollouts import Rollout, RolloutFileError, read_rollouts, roll_out
 from torch import Tensor
+from training_run import Run, accuracy, record, resumed, rollout_ratios, save_if_due, split
 
-from megatron_lossagg import (
-    Aggregation,
-    LossAggregationError,
-    LossAggregator,
-)
+from megatron_lossagg import Aggregation, LossAggregationError, LossAggregator
 from megatron_lossagg.loop.buffer import StepBuffer
-from megatron_lossagg.loop.flags import add_loss_aggregation_args, aggregation_from_args
+from megatron_lossagg.loop.flags import aggregation_from_args
 from megatron_lossagg.loop.step import MicrobatchLoss, Step
 from megatron_lossagg.reduction.options import Options
 
-NUM_HELD_OUT = 200
 WARM_UP = Aggregation("token_mean")
 
 # From per-token negative log-probabilities [T] and the microbatch's coefficients [T] to the
 # microbatch's partial loss and the partial losses to report.
 LossOf = Callable[[MicrobatchLoss, Tensor, tuple[Tensor, ...]], tuple[Tensor, dict[str, Tensor]]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """What stays the same over a run."""
-
-    args: argparse.Namespace
-    processes: Processes
-    model: Any
-    aggregator: LossAggregator
-
-    @property
-    def dp_rank(self) -> int:
-        """This rank's place in the data-parallel group."""
-        return dist.get_rank(self.aggregator.dp_group)
-
-    @property
-    def output(self) -> Path:
-        """Where everything is written."""
-        path: Path = self.args.output
-        return path
 
 
 # --------------------------------------------------------------------------------------
@@ -262,22 +219,6 @@ def rl_step(run: Run, rollouts: list[Rollout]) -> Ratios:
     return schedule_step(run, step, packed, loss_of) | rollout_ratios(rollouts)
 
 
-def rollout_ratios(rollouts: list[Rollout]) -> Ratios:
-    """Return reward, and mean response length of right and of wrong answers."""
-    right = [len(r.mask) for r in rollouts if r.reward > 0]
-    wrong = [len(r.mask) for r in rollouts if r.reward <= 0]
-    return {
-        "reward": (sum(r.reward for r in rollouts), len(rollouts)),
-        "response_length_right": (sum(right), len(right)),
-        "response_length_wrong": (sum(wrong), len(wrong)),
-    }
-
-
-def split(count: int, num_parts: int, part: int) -> range:
-    """Return the positions of one of ``num_parts`` runs that are as equal as can be."""
-    return range(part * count // num_parts, (part + 1) * count // num_parts)
-
-
 # --------------------------------------------------------------------------------------
 # The runs
 
@@ -297,25 +238,7 @@ def train_online(run: Run) -> None:
             log.write("start", 0, {"accuracy": accuracy(run, sampler)})
 
         if at.phase == "warmup":
-            optimizer = build_optimizer(
-                run.model,
-                lr=args.warmup_lr,
-                num_steps=args.warmup_steps,
-                decay="cosine",
-                clip_grad=args.clip_grad,
-                adam_eps=1e-8,
-                weight_decay=args.warmup_weight_decay,
-            )
-            if state is not None:
-                restore(state, run.model, optimizer)
-            stream = demonstrations(run, first_step=at.step + 1)
-            for step in range(at.step + 1, args.warmup_steps + 1):
-                ratios = warmup_step(run, stream)
-                metrics = {"grad_norm": optimizer.step(), **divide_over_ranks(ratios)}
-                if step == args.warmup_steps:
-                    metrics["accuracy"] = accuracy(run, sampler)
-                log.write("warmup", step, metrics)
-                save_if_due(run, Position(0, step), optimizer)
+            warm_up(run, log, sampler, at.step, state)
             if dist.get_rank() == 0:
                 save_weights(weights, run.model)
             dist.barrier()
@@ -348,6 +271,36 @@ def train_online(run: Run) -> None:
             if args.record is not None and step <= args.record_steps:
                 record(run, sampled[step])
             save_if_due(run, Position(1, step), optimizer)
+
+
+def warm_up(
+    run: Run,
+    log: MetricsLog,
+    sampler: torch.nn.Module,
+    steps_done: int,
+    state: dict[str, Any] | None,
+) -> None:
+    """Train on demonstrations, from a checkpoint's ``state`` on if there is one."""
+    args = run.args
+    optimizer = build_optimizer(
+        run.model,
+        lr=args.warmup_lr,
+        num_steps=args.warmup_steps,
+        decay="cosine",
+        clip_grad=args.clip_grad,
+        adam_eps=1e-8,
+        weight_decay=args.warmup_weight_decay,
+    )
+    if state is not None:
+        restore(state, run.model, optimizer)
+    stream = demonstrations(run, first_step=steps_done + 1)
+    for step in range(steps_done + 1, args.warmup_steps + 1):
+        ratios = warmup_step(run, stream)
+        metrics = {"grad_norm": optimizer.step(), **divide_over_ranks(ratios)}
+        if step == args.warmup_steps:
+            metrics["accuracy"] = accuracy(run, sampler)
+        log.write("warmup", step, metrics)
+        save_if_due(run, Position(0, step), optimizer)
 
 
 def train_replay(run: Run) -> None:
@@ -384,185 +337,8 @@ def rl_optimizer(run: Run, num_steps: int) -> OptimizerWithSchedule:
     )
 
 
-def accuracy(run: Run, sampler: torch.nn.Module) -> float:
-    """Return the share of held-out problems that greedy responses solve, shared over ranks."""
-    sync_weights(sampler, run.model)
-    problems = task.held_out_problems(NUM_HELD_OUT)
-    own = split(NUM_HELD_OUT, run.processes.data, run.dp_rank)
-    right = count_right(sampler, [problems[i] for i in own])
-    return divide_over_ranks({"accuracy": (right, len(own))})["accuracy"] or 0.0
-
-
-def record(run: Run, rollouts: list[Rollout]) -> None:
-    """Append the step's rollouts of all data-parallel ranks, in rank order."""
-    gathered: list[Any] = [None] * run.processes.data
-    dist.all_gather_object(gathered, rollouts, group=run.aggregator.dp_group)
-    if dist.get_rank() == 0:
-        append_rollouts(run.args.record, [rollout for of_rank in gathered for rollout in of_rank])
-
-
-def appended_files(run: Run) -> list[Path]:
-    """Name the files that steps add lines to."""
-    record_file = [run.args.record] if run.args.record is not None else []
-    return [run.output / "metrics.jsonl", *record_file]
-
-
-def settings(run: Run) -> dict[str, Any]:
-    """Name what a resumed run must have in common with the killed one."""
-    free = {"output", "resume", "save_interval", "steps", "record", "rollouts", "start_from"}
-    return {f"--{k.replace('_', '-')}": v for k, v in vars(run.args).items() if k not in free}
-
-
-def save_if_due(run: Run, position: Position, optimizer: OptimizerWithSchedule) -> None:
-    """Write a checkpoint every ``--save-interval`` steps of a phase."""
-    if run.args.save_interval and position.step % run.args.save_interval == 0:
-        save_checkpoint(
-            run.output / "checkpoints",
-            position,
-            processes=run.processes,
-            settings=settings(run),
-            model=run.model,
-            optimizer=optimizer,
-            appended_files=appended_files(run),
-        )
-
-
-def resumed(run: Run) -> tuple[Position, dict[str, Any] | None]:
-    """Return where to go on, and the newest checkpoint under ``--resume``; one barrier."""
-    position, state = (
-        Position(0 if run.args.warmup_steps and run.args.mode == "online" else 1, 0),
-        None,
-    )
-    metrics, folder = run.output / "metrics.jsonl", run.output / "checkpoints"
-    if metrics.exists() and not run.args.resume:
-        raise CheckpointError(
-            f"{metrics} is another run's, and this one was not asked to resume it: add "
-            "--resume, or give another --output"
-        )
-    newest = latest_position(folder)
-    if run.args.resume and newest is not None:
-        position = newest
-        state = read_checkpoint(folder, newest, processes=run.processes, settings=settings(run))
-    dist.barrier()  # every rank has looked: from here on rank 0 writes
-    if run.args.resume and dist.get_rank() == 0:
-        cut_back({} if state is None else state["file_bytes"], appended_files(run))
-    return position, state
-
-
 # --------------------------------------------------------------------------------------
 # The command line
-
-
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the flags; those that Megatron-LM has too have the same meaning."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--mode", choices=("online", "replay"), default="online")
-    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
-    parser.add_argument("--save-interval", type=int, default=0, metavar="STEPS", help="0: never")
-    parser.add_argument("--eval-interval", type=int, default=10, metavar="STEPS")
-
-    model = parser.add_argument_group("model")
-    model.add_argument("--num-layers", type=int, default=2)
-    model.add_argument("--hidden-size", type=int, default=64)
-    model.add_argument("--num-attention-heads", type=int, default=4)
-
-    split_over = parser.add_argument_group("layout")
-    split_over.add_argument("--tensor-model-parallel-size", type=int, default=1)
-    split_over.add_argument("--pipeline-model-parallel-size", type=int, default=1)
-    split_over.add_argument("--context-parallel-size", type=int, default=1)
-    split_over.add_argument("--num-microbatches", type=int, default=1, help="M, on each rank")
-    split_over.add_argument(
-        "--calculate-per-token-loss",
-        action="store_true",
-        help="how Megatron scales a loss, never which one is trained",
-    )
-
-    warmup = parser.add_argument_group("supervised warm-up (online)")
-    warmup.add_argument("--warmup-steps", type=int, default=600)
-    warmup.add_argument("--warmup-batch-size", type=int, default=128, help="sequences per step")
-    warmup.add_argument("--warmup-lr", type=float, default=3e-3)
-    warmup.add_argument("--warmup-weight-decay", type=float, default=0.1)
-
-    rl = parser.add_argument_group("reinforcement learning")
-    rl.add_argument("--steps", type=int, default=60)
-    rl.add_argument("--prompts-per-step", type=int, default=16)
-    rl.add_argument("--samples-per-prompt", type=int, default=8)
-    rl.add_argument("--steps-per-rollout", type=int, default=2, help="1: always on-policy")
-    rl.add_argument("--lr", type=float, default=2e-4)
-    rl.add_argument("--adam-eps", type=float, default=1e-5, help="PPO's customary 1e-5")
-    rl.add_argument("--clip-grad", type=float, default=1.0)
-    rl.add_argument("--clip-ratio", type=float, default=0.2)
-    rl.add_argument("--kl-coefficient", type=float, default=0.01)
-    rl.add_argument("--kl-aggregation", default="token_mean", metavar="MODE")
-
-    files = parser.add_argument_group("rollouts")
-    files.add_argument("--record", type=Path, metavar="FILE", help="write rollouts (online)")
-    files.add_argument("--record-steps", type=int, default=20, help="of the first steps")
-    files.add_argument("--rollouts", type=Path, metavar="FILE", help="what to replay")
-    files.add_argument(
-        "--start-from", type=Path, metavar="FILE", help="weights to start from, at any layout"
-    )
-    args = add_loss_aggregation_args(parser).parse_args(argv)
-    fault = next(contradictions(args), None)
-    if fault is not None:
-        parser.error(fault)
-    return args
-
-
-def contradictions(args: argparse.Namespace) -> Iterator[str]:
-    """Yield the contradictions between flags."""
-    tp, pp, cp = (
-        args.tensor_model_parallel_size,
-        args.pipeline_model_parallel_size,
-        args.context_parallel_size,
-    )
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if min(tp, pp, cp) < 1 or world_size % (tp * pp * cp):
-        yield (
-            f"got {world_size} processes for TP {tp} x PP {pp} x CP {cp}: give --nproc_per_node a "
-            f"multiple of {tp * pp * cp}"
-        )
-        return
-    dp, m = world_size // (tp * pp * cp), args.num_microbatches
-    if args.mode == "replay" and args.rollouts is None:
-        yield "--mode replay trains on recorded rollouts: give --rollouts FILE"
-    if args.mode == "online":
-        if tp * pp > 1:
-            yield (
-                "--mode online samples on each data-parallel rank, "
-                f"got TP {tp} x PP {pp}: set both to 1, or use --mode replay"
-            )
-        if args.warmup_batch_size % (dp * m):
-            yield (
-                f"--warmup-batch-size {args.warmup_batch_size} is not a multiple of DP {dp} x "
-                f"--num-microbatches {m}: change one of them"
-            )
-        if args.prompts_per_step % dp:
-            yield (
-                f"--prompts-per-step {args.prompts_per_step} is not a multiple of DP {dp}: change "
-                "it, or the number of processes"
-            )
-        if args.save_interval % args.steps_per_rollout or args.steps % args.steps_per_rollout:
-            yield (
-                f"--save-interval {args.save_interval} and --steps {args.steps} are multiples of "
-                f"--steps-per-rollout {args.steps_per_rollout}: a checkpoint holds no rollouts"
-            )
-        if args.warmup_steps == 0 and args.start_from is None:
-            yield "--warmup-steps 0 leaves random weights: give --start-from FILE"
-
-
-def processes_of(args: argparse.Namespace) -> Processes:
-    """Return the layout that flags and torchrun ask for."""
-    return Processes(
-        world_size=int(os.environ.get("WORLD_SIZE", "1")),
-        tensor=args.tensor_model_parallel_size,
-        pipeline=args.pipeline_model_parallel_size,
-        context=args.context_parallel_size,
-    )
 
 
 def build_run(args: argparse.Namespace) -> Run:
@@ -601,7 +377,7 @@ def train(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Run, and end with one line where the input is at fault."""
-    args = parse_args()
+    args = parse_args(description=__doc__)
     try:
         start_processes(processes_of(args), args.seed)
         train(args)

@@ -1,136 +1,43 @@
-"""What the aggregator refuses and tracks, on a live model; DP 2, two processes."""
+"""What a LossAggregator reads of a live model, reports and refuses; DP 2, two processes."""
 
 import argparse
 import contextlib
 import copy
 import dataclasses
-import functools
-import gc
-import re
-import warnings
-import weakref
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import tiny_gpt
 import torch
 import torch.distributed as dist
-from check_runner import run_checks
-from custom_reducer import custom
+from live_steps import (
+    CONSTANT,
+    a_chunk,
+    a_moe,
+    a_plan,
+    abandoned,
+    backward,
+    made,
+    partial_loss_of,
+    refused,
+    run_worker,
+)
 from megatron.core import pipeline_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.rerun_state_machine import (
-    RerunMode,
-    RerunState,
-    destroy_rerun_state_machine,
-    get_rerun_state_machine,
-    initialize_rerun_state_machine,
-)
 from option_releases import missing_or_early
-from torch.utils.checkpoint import checkpoint
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg import (
     Aggregation,
-    Layout,
     LossAggregator,
-    Sequences,
     add_loss_aggregation_args,
-    plan_step,
 )
 from megatron_lossagg.contract import megatron_options
 from megatron_lossagg.contract.groups import LiveGroups
 from megatron_lossagg.contract.live import checked_loss_scaling, megatron_version
 from megatron_lossagg.contract.side_losses import note_on_side_losses
-from megatron_lossagg.errors import ContractError, PlanError, ReducerError
-from megatron_lossagg.reduction.counts import StepTotals
+from megatron_lossagg.errors import PlanError
 from megatron_lossagg.reduction.options import Options
-
-CONSTANT = Aggregation("constant", divisor=10)
-
-
-@contextlib.contextmanager
-def refused(*words):
-    """Assert that the block raises a ContractError whose message has all the words."""
-    with pytest.raises(ContractError) as caught:
-        yield
-    for word in words:
-        assert re.search(word, str(caught.value)), (word, str(caught.value))
-
-
-def made(model, aggregation=CONSTANT, **options):
-    return LossAggregator(model, aggregation, options=Options(**options))
-
-
-def a_chunk(**config):
-    return tiny_gpt.wrapped(tiny_gpt.config_of(**config))
-
-
-def a_moe(**config):
-    return a_chunk(num_moe_experts=2, add_bias_linear=False, **config)
-
-
-class AbandonedError(Exception):
-    """Ends a step as an error in it would."""
-
-
-@contextlib.contextmanager
-def abandoned(step):
-    """Enter a step that ends early by an exception, so that nothing is checked at its end."""
-    with contextlib.suppress(AbandonedError), step:
-        yield step
-        raise AbandonedError
-
-
-def a_plan(aggregator, active=(3, 2), **options):
-    sequences = Sequences(active_tokens=list(active), **options)
-    return plan_step(CONSTANT, sequences, group=aggregator.dp_group)
-
-
-def a_step(aggregator, num_microbatches=1, active=(3, 2), **options):
-    plan = a_plan(aggregator, active)
-    return aggregator.begin(plan, num_microbatches=num_microbatches, **options)
-
-
-def offsets_and_mask(plan, sequences):
-    offsets = torch.arange(len(sequences) + 1) * 4
-    mask = torch.zeros(4 * len(sequences), dtype=torch.int64)
-    for position, sequence in enumerate(sequences):
-        if sequence >= 0:
-            mask[4 * position : 4 * position + int(plan.active_tokens[sequence])] = 1
-    return offsets, mask
-
-
-def a_microbatch(step, sequences):
-    offsets, mask = offsets_and_mask(step.plan, sequences)
-    return step.microbatch(sequences, mask, cu_seqlens=offsets)
-
-
-def a_reducer(aggregator, plan, sequences):
-    """Make a reducer without a step."""
-    offsets, mask = offsets_and_mask(plan, sequences)
-    return plan.reducer(sequences, mask, aggregator.thd(offsets))
-
-
-def partial_loss_of(mb, *mode):
-    return mb.reduce(torch.ones(mb.layout.num_local_tokens, requires_grad=True), *mode)
-
-
-def outputs(step, sequences):
-    """Return what a loss_func does, and run the backward pass of a training step."""
-    with torch.set_grad_enabled(not step.forward_only):
-        mb = a_microbatch(step, sequences)
-        loss = partial_loss_of(mb)
-        out = mb.outputs(loss, report={"loss": loss})
-    if not step.forward_only:
-        backward(step, out)
-    return out
-
-
-def backward(step, out):
-    """Run the backward pass as the schedule does."""
-    (out[0] * step.scaling.schedule_factor).backward()
 
 
 def check_unwrapped_chunk_is_refused(chunk, aggregator):
@@ -218,30 +125,6 @@ def check_a_step_walks_no_module(chunk, aggregator):
         pass
 
 
-def check_what_is_flipped_after_the_read_is_refused_by_the_next_step(chunk, aggregator):
-    moe = a_moe()
-    its = made(moe)
-    name, router = next(
-        (name, module) for name, module in moe.named_modules() if name.endswith("router")
-    )
-    bucket = moe.buffers[0].buckets[0]
-    flips = (
-        (moe.config, "calculate_per_token_loss", True, "wrapped in the average loss scaling"),
-        (router, "calculate_per_token_loss", True, f"^{name} was built with .*=True"),
-        (bucket, "gradient_scaling_factor", 0.25, r"scales gradients by \[0\.25, 0\.5\]"),
-        (moe.config, "context_parallel_size", 2, "eval_context_parallel_size of Megatron-Bridge"),
-    )
-    for owner, attribute, value, message in flips:
-        with patch.object(owner, attribute, value), refused(message):
-            a_step(its)
-    with abandoned(a_step(its)):
-        pass
-    its = made(a_chunk(per_token=True))
-    flip = patch.object(its.chunks[0].ddp_config, "average_in_collective", True)
-    with flip, refused("average_in_collective is True .* in the per-token loss scaling, which sum"):
-        a_step(its)
-
-
 def check_router_built_in_the_other_loss_scaling_is_refused(chunk, aggregator):
     config = tiny_gpt.config_of(num_moe_experts=2, add_bias_linear=False)
     model = tiny_gpt.gpt(config, cpu.gpt_layer_spec(config))
@@ -309,14 +192,6 @@ def check_options_are_refused_by_what_they_are_set_with(chunk, aggregator):
             megatron_options.check_options("model config", config, cp_size=1, num_chunks=num_chunks)
 
 
-def check_no_finalize_is_refused_except_for_evaluation(chunk, aggregator):
-    with patch.object(chunk.config, "finalize_model_grads_func", None):
-        with refused("finalize_model_grads_func"):
-            a_step(aggregator)
-        with a_step(aggregator, forward_only=True) as step:
-            outputs(step, [0, 1])
-
-
 def check_ranks_that_disagree_on_the_aggregation_are_refused_on_all(chunk, aggregator):
     own_aggregation = Aggregation("constant", divisor=10 + dist.get_rank())
     with refused("rank 0 has .*1/\\(B 10\\)", "rank 1 has .*1/\\(B 11\\)", "same flags"):
@@ -343,174 +218,6 @@ def check_a_refusal_on_one_rank_reaches_all(chunk, aggregator):
         made(model)
 
 
-@contextlib.contextmanager
-def rerunning():
-    """Let Megatron's own rerun machine run a step again."""
-    destroy_rerun_state_machine()
-    initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)
-    machine = get_rerun_state_machine()
-    machine.state = RerunState.RERUNNING_IN_PLACE
-    try:
-        yield
-    finally:
-        destroy_rerun_state_machine()
-
-
-def check_what_the_rerun_machine_repeats_is_not_doubled(chunk, aggregator):
-    for calls in ([[0], [1]], [[-1], [0], [1]]):
-        plan = a_plan(aggregator)
-        with aggregator.begin(plan, num_microbatches=len(calls)) as step:
-            for sequences in calls:
-                outputs(step, sequences)
-            with rerunning():
-                for sequences in calls:
-                    outputs(step, sequences)
-
-
-def check_a_step_that_is_repeated_on_its_own_gradients_is_refused(chunk, aggregator):
-    """The rerun machine repeats it, and nothing zeroed the gradients of the first pass."""
-    step = a_step(aggregator)
-    outputs(step, [0, 1])
-    chunk.buffers[0].grad_data.fill_(1)
-    with rerunning():
-        outputs(step, [0, 1])
-    with pytest.raises(ContractError, match="chunk 0 were not zero"):
-        step.finish()
-    chunk.zero_grad_buffer()
-
-
-def check_fewer_calls_than_planned_are_refused_when_it_finishes(chunk, aggregator):
-    step = a_step(aggregator, 3)
-    with refused("ran for 1 microbatches, 3 were planned"), step:
-        outputs(step, [0, 1])
-    step = a_step(aggregator, 2)
-    with refused("ran for 0 microbatches, 2 were planned"):
-        step.finish()
-    step.finish()  # refused once
-
-
-def check_a_step_that_was_not_finished_is_refused_by_the_next(chunk, aggregator):
-    a_step(aggregator, 2)  # given up before the schedule
-    step = a_step(aggregator, 2)
-    outputs(step, [0, 1])
-    with refused("the previous step was not finished", "with aggregator.step", r"step\.finish\(\)"):
-        a_step(aggregator, 2)
-    with refused("ran for 1"):
-        step.finish()
-
-
-def check_an_exception_inside_a_step_is_not_masked(chunk, aggregator):
-    step = a_step(aggregator, 2)
-    with pytest.raises(KeyError, match="of the framework"), step:
-        raise KeyError("of the framework")
-    assert step.is_finished
-
-
-def check_a_fault_that_a_device_found_is_raised_when_the_step_finishes(chunk, aggregator):
-    plan = a_plan(aggregator)
-    step = aggregator.begin(plan, num_microbatches=1)
-    outputs(step, [0, 1])
-    plan.state.faults.record([torch.tensor(torch.nan)], lambda values: "found on the device")
-    with pytest.raises(ReducerError, match=r"^found on the device$"):
-        step.finish()
-    with a_step(aggregator) as step:
-        outputs(step, [0, 1])
-
-
-def check_a_plan_trains_one_step(chunk, aggregator):
-    plan = a_plan(aggregator)
-    for _ in range(2):  # evaluation may use it, before and again
-        with aggregator.begin(plan, num_microbatches=1, forward_only=True) as step:
-            outputs(step, [0, 1])
-    with aggregator.begin(plan, num_microbatches=1) as step:
-        outputs(step, [0, 1])
-    with refused("has already begun to train a step", "plan_step for each", "forward_only=True"):
-        aggregator.begin(plan.under("token_mean"), num_microbatches=1)
-    with aggregator.begin(plan, num_microbatches=1, forward_only=True) as step:
-        outputs(step, [0, 1])
-
-
-def check_a_plan_counted_over_other_ranks_is_refused(chunk, aggregator):
-    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    plan = plan_step(CONSTANT, Sequences(active_tokens=[3, 2]), group=alone)
-    rank = dist.get_rank()
-    with refused(rf"counted over ranks \[{rank}\], .* is \[0, 1\]", r"group=aggregator\.dp_group"):
-        aggregator.begin(plan, num_microbatches=1)
-    known = plan_step(CONSTANT, Sequences(active_tokens=[3, 2]), totals=StepTotals(samples=4))
-    with aggregator.begin(known, num_microbatches=1) as step:
-        outputs(step, [0, 1])
-
-
-def check_m_is_an_integer(chunk, aggregator):
-    for number in ("2", 2.0, True, 0, -1, None):
-        with refused(
-            rf"got num_microbatches {re.escape(repr(number))}, expected an integer from 1"
-        ):
-            a_step(aggregator, number)
-    own = 0 if dist.get_rank() == 1 else 2
-    with pytest.raises(PlanError, match=r"^rank 1 of .* got num_microbatches 0, expected an int"):
-        aggregator.step([3, 2], num_microbatches=own)
-
-
-def check_a_value_that_is_already_a_mean_is_reported_with_its_count(chunk, aggregator):
-    with abandoned(a_step(aggregator, 2)) as step:
-        mb = a_microbatch(step, [0])
-        means = {
-            "clipfrac": (torch.tensor(3.0, requires_grad=True), 12),
-            "reward": (torch.tensor(1.5, dtype=torch.bfloat16), torch.tensor(2)),
-        }
-        _, _, report = mb.outputs(partial_loss_of(mb), means=means)
-    assert report["clipfrac"].tolist() == [3, 12]
-    assert not report["clipfrac"].requires_grad
-    assert (report["reward"].dtype, report["reward"].tolist()) == (torch.float32, [1.5, 2])
-
-
-def check_a_layout_of_another_context_parallel_rank_is_refused(chunk, aggregator):
-    with abandoned(a_step(aggregator, active=(4, 4))) as step:
-        for layout in (
-            Layout.local([4, 4], cp_size=2, cp_rank=0),
-            Layout.thd_zigzag([0, 4, 8], cp_size=2, cp_rank=1),
-        ):
-            with refused(r"CP rank [01] of 2, this rank is 0 of 1", "cu_seqlens="):
-                step.microbatch([0, 1], torch.ones(layout.num_tokens), layout=layout)
-
-
-def check_a_microbatch_has_one_layout(chunk, aggregator):
-    with abandoned(a_step(aggregator)) as step:
-        mask = torch.tensor([1, 1, 1, 0, 1, 1, 0, 0])
-        for given in ({}, {"cu_seqlens": [0, 4, 8], "lengths": [4, 4]}):
-            with refused(rf"got {len(given)} of cu_seqlens=, lengths= and layout="):
-                step.microbatch([0, 1], mask, **given)
-
-
-def check_what_outputs_is_given_is_checked(chunk, aggregator):
-    one, pair = torch.ones((), requires_grad=True), torch.ones(2)
-    wrong = [
-        ({"loss": pair}, ["^loss is", "0-dim floating-point"]),
-        ({"report": {"kl": torch.ones(1)}}, ["kl is", "0-dim floating-point"]),
-        ({"means": {"kl": (pair, 2)}}, ["the sum of kl is", "0-dim floating-point"]),
-        ({"report": {"lossagg/weight_sum": one}}, [r"\['lossagg/weight_sum'\]", "rename"]),
-        ({"report": {"kl": one}, "means": {"kl": (one, 1)}}, [r"\['kl'\]", "each once"]),
-        ({"report": {7: one}}, [r"\['7'\]", "expected strings"]),
-        ({"report": [one]}, ["got report", "expected partial losses by name"]),
-        ({"means": {"kl": 0.5}}, ["and means", r"\(sum, count\) by name"]),
-        ({"means": {"kl": (one, pair)}}, ["the count of kl is", "a number or a 0-dim tensor"]),
-    ]
-    for given, words in wrong:
-        with abandoned(a_step(aggregator)) as step:
-            mb = a_microbatch(step, [0, 1])
-            loss = partial_loss_of(mb)
-            with refused(*words):
-                mb.outputs(**{"loss": loss, **given})
-    with abandoned(a_step(aggregator)) as step:
-        mb = a_microbatch(step, [0, 1])
-        counts = {"kl": (one, np.float32(2)), "clip": pair}
-        reports = mb.outputs(partial_loss_of(mb), means=counts)[-1]
-        assert [reports[name].tolist() for name in counts] == [[1, 2], [1, 1]]
-    with refused("got 7, expected what plan_step returns"):
-        aggregator.begin(7, num_microbatches=1)
-
-
 def check_groups_that_contradict_the_config_are_refused(chunk, aggregator):
     with (
         patch.object(chunk.config, "context_parallel_size", 2),
@@ -525,70 +232,6 @@ def check_chunks_with_groups_of_their_own_are_refused(chunk, aggregator):
     other.dp_cp_group = groups[dist.get_rank()]
     with refused(r"chunk 1 has ranks \[[01]\] in its dp_cp_group, chunk 0 \[0, 1\]", "same groups"):
         LiveGroups.of([chunk, other])
-
-
-def check_another_m_than_the_plan_is_refused(chunk, aggregator):
-    plan = a_plan(aggregator, microbatch=[0, 1], num_microbatches=2)
-    with refused("made for 2 microbatches", "runs 3"):
-        aggregator.begin(plan, num_microbatches=3)
-
-
-def check_per_token_needs_n_and_an_int32(chunk, aggregator):
-    per_token = made(a_chunk(per_token=True))
-    sequences = Sequences(active_tokens=[3, 2])
-    unknown = plan_step(CONSTANT, sequences, totals=StepTotals(samples=4))
-    with refused("active tokens", "StepTotals\\(active_tokens"):
-        per_token.begin(unknown, num_microbatches=1)
-    huge = StepTotals(samples=4, active_tokens=2**31)
-    with refused("2147483648", "int32"):
-        per_token.begin(plan_step(CONSTANT, sequences, totals=huge), num_microbatches=1)
-    most = StepTotals(samples=4, active_tokens=2**31 - 1)
-    plan = plan_step(CONSTANT, sequences, totals=most)
-    with abandoned(per_token.begin(plan, num_microbatches=1)) as step:
-        assert step.k == 2**31 - 1
-    with abandoned(
-        aggregator.begin(plan_step(CONSTANT, sequences, totals=huge), num_microbatches=1)
-    ):
-        pass
-
-
-def check_a_microbatch_of_another_step_is_refused(chunk, aggregator):
-    for active in ((1, 1, 1), (1, 1)):
-        with abandoned(a_step(aggregator, active=active)) as step:
-            stale = a_microbatch(step, list(range(len(active))))
-            loss = partial_loss_of(stale)
-        with abandoned(a_step(aggregator)) as step:
-            with pytest.raises(ReducerError, match="other than the running step's"):
-                partial_loss_of(stale)
-            with refused("a microbatch of a step that has ended", "step.microbatch"):
-                stale.outputs(loss)
-
-
-def check_the_returned_values_have_the_form_that_the_schedule_takes(chunk, aggregator):
-    with abandoned(a_step(aggregator, 4)) as step:
-        mb = a_microbatch(step, [0, 1])
-        partial_loss = partial_loss_of(mb)
-        loss, num_tokens, report = mb.outputs(partial_loss, report={"loss": partial_loss})
-        assert step.k == 4 * 2
-        assert not loss.is_leaf
-        assert loss._base is None
-        assert loss.data_ptr() != partial_loss.data_ptr()
-        assert (num_tokens.dtype, num_tokens.dim(), num_tokens.item()) == (torch.int32, 0, 1)
-        before = {name: value.clone() for name, value in report.items()}
-        loss /= 7  # the schedule scales in place
-        assert all(torch.equal(report[name], before[name]) for name in report)
-        assert not any(value.requires_grad for value in report.values())
-        assert set(report) == {"loss", "lossagg/weight_sum", "lossagg/weight_expected"}
-
-
-def check_a_partial_loss_in_bfloat16_is_scaled_in_float32(chunk, aggregator):
-    with abandoned(a_step(aggregator, 3)) as step:
-        mb = a_microbatch(step, [0, 1])
-        partial_loss = partial_loss_of(mb).bfloat16()
-        loss, _, report = mb.outputs(partial_loss, report={"x": partial_loss})
-        assert (loss.dtype, loss.item()) == (torch.float32, 6 * partial_loss.item())
-        assert report["x"].dtype == torch.float32
-        assert report["x"].tolist() == [6 * partial_loss.item(), 1.0]
 
 
 def check_the_start_line_names_mode_formula_loss_scaling_and_k(chunk, aggregator):
@@ -634,282 +277,6 @@ def check_the_start_line_is_followed_by_what_depends_on_cp(chunk, aggregator):
     assert notes == [balanced.note] * bool(balanced.note)
 
 
-def check_a_step_without_active_tokens_has_zero_gradient(chunk, aggregator):
-    for per_token in (False, True):
-        live = a_chunk(per_token=per_token)
-        its = made(live, Aggregation("token_mean"))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            step = its.step(active_tokens=[0], num_microbatches=1)
-        assert [str(w.message) for w in caught] == [
-            "the plan has no active tokens: its loss and gradient are zero"
-        ]
-        packed, positions = tiny_gpt.packed_at([0, 2]), torch.arange(2)[None]
-
-        def forward_step(iterator, model, packed=packed, positions=positions, step=step):
-            logits = model(next(iterator), positions, None, packed_seq_params=packed)
-
-            def loss_func(logits):
-                mask = torch.zeros(2, dtype=torch.int64)
-                mb = step.microbatch([0], mask, cu_seqlens=packed.cu_seqlens_q)
-                loss = mb.reduce(logits[0].logsumexp(-1))
-                return mb.outputs(loss, report={"loss": loss})
-
-            return logits, loss_func
-
-        data = tiny_gpt.run_schedule(forward_step, live, [torch.tensor([[1, 2]])])
-        step.finish()
-        assert live.buffers[0].grad_data.count_nonzero() == 0
-        assert tiny_gpt.reported(data, "loss") == 0
-
-
-def check_a_loss_without_a_graph_is_refused_in_a_training_step(chunk, aggregator):
-    """Megatron-Core skips the backward pass of such a loss."""
-    x = torch.ones(8, requires_grad=True)
-
-    def detached(mb):
-        return mb.reduce(x.detach())
-
-    def without_grad(mb):
-        with torch.no_grad():
-            return mb.reduce(x)
-
-    def in_inference_mode(mb):
-        with torch.inference_mode():
-            return mb.reduce(x)
-
-    for make in (detached, without_grad, in_inference_mode):
-        with abandoned(a_step(aggregator)) as step:
-            mb = a_microbatch(step, [0, 1])
-            with refused("requires no gradient in a training step", "forward_only=True"):
-                mb.outputs(make(mb))
-
-    def through_numpy(context):
-        return lambda x: torch.tensor(float(x.detach().numpy().mean()))
-
-    aggregation = custom(through_numpy)
-    aggregator.agree_on(aggregation)
-    plan = plan_step(aggregation, Sequences(active_tokens=[3, 2]), group=aggregator.dp_group)
-    with abandoned(aggregator.begin(plan, num_microbatches=1)) as step:
-        mb = a_microbatch(step, [0, 1])
-        with refused("requires no gradient", "let a custom reducer keep its graph"):
-            mb.outputs(mb.reduce(x))
-
-
-def check_a_step_without_active_tokens_may_have_losses_without_a_graph(chunk, aggregator):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        plans = [a_plan(aggregator, active=(0, 0)) for _ in range(2)]
-    with aggregator.begin(plans[0], num_microbatches=1) as step:
-        mb = a_microbatch(step, [0, 1])
-        mb.outputs(mb.reduce(torch.ones(8)))
-    with abandoned(aggregator.begin(plans[1], num_microbatches=1)) as step:
-        mb = a_microbatch(step, [0, 1])
-        with refused("requires no gradient in a training step"):
-            mb.outputs(partial_loss_of(mb).detach())
-
-
-def check_a_forward_only_step_that_is_trained_is_refused(chunk, aggregator):
-    plan = a_plan(aggregator)
-    with abandoned(aggregator.begin(plan, num_microbatches=1, forward_only=True)) as step:
-        mb = a_microbatch(step, [0, 1])
-        with refused("requires a gradient in a step with forward_only=True", "no_grad"):
-            mb.outputs(partial_loss_of(mb))
-
-
-def check_a_loss_that_reduce_did_not_make_is_refused(chunk, aggregator):
-    x = torch.ones(8, requires_grad=True)
-    with abandoned(a_step(aggregator)) as step:
-        mb = a_microbatch(step, [0, 1])
-        with refused("mb.reduce was not called under the step's aggregation in this microbatch"):
-            mb.outputs(x.mean())
-        own = a_reducer(aggregator, step.plan, [0, 1])  # of the same mask, made without the step
-        with refused("mb.reduce was not called"):
-            mb.outputs(own(x))
-
-
-def check_a_loss_that_is_not_what_reduce_made_is_refused_when_the_step_finishes(chunk, aggregator):
-    x = torch.ones(8, requires_grad=True)
-    step = a_step(aggregator)
-    mb = a_microbatch(step, [0, 1])
-    loss, _, _ = mb.outputs(x.mean(), report={"loss": mb.reduce(x)})
-    loss.backward()
-    with refused("no gradient reached the step's own partial loss in call 0"):
-        step.finish()
-
-
-def check_a_partial_loss_of_another_microbatch_is_refused(chunk, aggregator):
-    with abandoned(a_step(aggregator, 2)) as step:
-        cached = a_microbatch(step, [0])
-        cached.outputs(partial_loss_of(cached))
-        own = a_microbatch(step, [1])
-        with refused("was not called .* in this microbatch", "anew for each microbatch"):
-            own.outputs(partial_loss_of(cached))
-    step = a_step(aggregator, 2)
-    cached, own = a_microbatch(step, [0]), a_microbatch(step, [1])
-    backward(step, cached.outputs(partial_loss_of(cached)))
-    backward(step, own.outputs(partial_loss_of(own) + partial_loss_of(cached)))
-    with refused("losses of sequences 0 were reduced after loss_func had returned for them"):
-        step.finish()
-
-
-def check_token_weights_that_no_loss_counts_are_refused_when_the_step_finishes(chunk, aggregator):
-    weighing = Aggregation("sample_mean", count="weights")
-    weights = torch.full((8,), 0.5)
-    for counted_in in (None, "a second term"):
-        step = aggregator.step([8], num_microbatches=1, token_weight_sums=[4.0])
-        mb = step.microbatch([0], torch.ones(8), cu_seqlens=[0, 8], token_weights=weights)
-        x = torch.ones(8, requires_grad=True)
-        loss = mb.reduce(x)
-        if counted_in is not None:
-            loss = loss + mb.reduce(x, weighing)
-        backward(step, mb.outputs(loss))
-        chunk.zero_grad_buffer()
-        if counted_in is None:
-            with refused("token_weight_sums", "no loss of the step counts them"):
-                step.finish()
-        else:
-            step.finish()
-
-
-def check_a_metric_may_be_reduced_at_any_time_of_the_step(chunk, aggregator):
-    plan, other = a_plan(aggregator), a_plan(aggregator, active=(2, 2))
-    with aggregator.begin(plan, num_microbatches=2) as step:
-        microbatches = [a_microbatch(step, [sequence]) for sequence in (0, 1)]
-        losses = [partial_loss_of(mb) for mb in microbatches]  # all before the first outputs
-        for loss, mb in zip(losses, microbatches, strict=True):
-            backward(step, mb.outputs(loss))
-            partial_loss_of(mb), mb.reduce(torch.ones(4), "token_mean")
-        with torch.no_grad():
-            a_reducer(aggregator, other, [0, 1])(torch.ones(8))
-
-
-def check_a_reducer_inside_an_activation_checkpoint_trains(chunk, aggregator):
-    for is_reentrant in (False, True):
-        plan = a_plan(aggregator)
-        with aggregator.begin(plan, num_microbatches=2) as step:
-            for sequence in (0, 1):
-                mb = a_microbatch(step, [sequence])
-                x = torch.ones(4, requires_grad=True)
-                loss = checkpoint(
-                    lambda y, mb=mb: mb.reduce(y * 1.0), x, use_reentrant=is_reentrant
-                )
-                backward(step, mb.outputs(loss))
-                assert x.grad.count_nonzero() == plan.active_tokens[sequence]
-
-
-def check_the_masks_of_a_step_are_not_kept_until_it_ends(chunk, aggregator):
-    with a_step(aggregator, 2) as step:
-        kept = []
-        for sequence in (0, 1):
-            mb = a_microbatch(step, [sequence])
-            backward(step, mb.outputs(partial_loss_of(mb)))
-            kept.append(weakref.ref(mb._reducer.microbatch))
-        del mb
-        gc.collect()
-        assert [one() for one in kept] == [None, None]
-
-
-def check_a_loss_without_a_term_under_the_steps_aggregation_is_refused(chunk, aggregator):
-    with abandoned(a_step(aggregator)) as step:
-        mb = a_microbatch(step, [0, 1])
-        with refused("was not called under the step's aggregation in this microbatch"):
-            mb.outputs(partial_loss_of(mb, "token_sum"))
-        mb = a_microbatch(step, [0, 1])
-        mb.outputs(partial_loss_of(mb) + partial_loss_of(mb, "token_mean"))  # a further term
-    step = a_step(aggregator)
-    mb = a_microbatch(step, [0, 1])
-    loss = partial_loss_of(mb).detach() + partial_loss_of(mb, "token_mean")
-    backward(step, mb.outputs(loss))
-    with refused("no gradient reached the step's own partial loss"):
-        step.finish()
-
-
-def check_a_reducer_of_another_plan_makes_no_loss_that_is_trained(chunk, aggregator):
-    own, other = a_plan(aggregator), a_plan(aggregator, active=(2, 2))
-    reducer, x = a_reducer(aggregator, other, [0, 1]), torch.ones(8, requires_grad=True)
-    expected = r"other than the running step's: .*reduce\(losses, mode\)"
-    with (
-        abandoned(aggregator.begin(own, num_microbatches=1)),
-        pytest.raises(ReducerError, match=expected),
-    ):
-        reducer(x)
-    gc.collect()  # aggregators of other checks whose steps were given up
-    reducer(x)  # no step runs
-
-
-def check_steps_of_two_aggregators_may_run_at_once(chunk, aggregator):
-    """A policy and a critic."""
-    its = made(a_chunk(), probe=False)
-    plans = [a_plan(aggregator), a_plan(aggregator)]
-    with aggregator.begin(plans[0], num_microbatches=1) as outer:
-        with its.begin(plans[1], num_microbatches=1) as inner:
-            outputs(inner, [0, 1])
-        outputs(outer, [0, 1])
-        reducer = a_reducer(aggregator, a_plan(aggregator), [0, 1])
-        with pytest.raises(ReducerError, match="other than the running step's"):
-            reducer(torch.ones(8, requires_grad=True))
-
-
-def check_gradients_that_are_not_zero_when_a_step_begins_are_refused(chunk, aggregator):
-    """Two schedule calls, or a retry of a failed step, without zeroing between."""
-    for value in (1.0, torch.nan):
-        chunk.buffers[0].grad_data[-1:].fill_(0)
-        chunk.buffers[0].grad_data.fill_(value)
-        step = a_step(aggregator)
-        outputs(step, [0, 1])
-        with pytest.raises(ContractError, match=r"chunk 0 were not zero .*zero_grad_buffer\(\)"):
-            step.finish()
-        with a_step(aggregator, accumulates=True) as step:
-            outputs(step, [0, 1])
-        with a_step(aggregator, forward_only=True) as step:
-            outputs(step, [0, 1])
-    chunk.zero_grad_buffer()
-    with a_step(aggregator, 2) as step:
-        outputs(step, [0])
-        chunk.buffers[0].grad_data.fill_(1)  # the first microbatch's backward pass
-        outputs(step, [1])
-    chunk.zero_grad_buffer()
-
-
-def check_a_finalize_function_that_is_replaced_is_refused(chunk, aggregator):
-    stock = chunk.config.finalize_model_grads_func
-
-    def doubled(*args, **kwargs):
-        stock(*args, **kwargs)
-
-    def finalized_by(function):
-        return patch.object(chunk.config, "finalize_model_grads_func", function)
-
-    for its in (aggregator, made(chunk, probe=False)):  # after steps, and before the first
-        with finalized_by(doubled), refused("is .*doubled", "when the LossAggregator was made"):
-            a_step(its)
-    with finalized_by(functools.partial(stock, a=1)):
-        its = made(chunk, probe=False)
-    with finalized_by(functools.partial(stock, a=1)):  # made anew in each step, as Bridge does
-        a_step(its)
-    with finalized_by(functools.partial(stock, a=2)), refused("a=2.* it was .*a=1"):
-        a_step(its)
-    with finalized_by(None):
-        early = made(chunk, probe=False)
-    a_step(early)  # training sets the first one
-    with finalized_by(doubled), refused("doubled"):
-        a_step(early)
-
-
-def check_an_aggregation_that_the_ranks_did_not_agree_on_is_refused(chunk, aggregator):
-    other = Aggregation("sample_mean")
-    its = made(chunk, probe=False)
-    plan = plan_step(other, Sequences(active_tokens=[3, 2]), group=its.dp_group)
-    with refused("under sample_mean.*not agreed on", r"aggregator\.agree_on"):
-        its.begin(plan, num_microbatches=1)
-    with refused("rank 0 has token_mean", "rank 1 has sample_mean"):
-        its.agree_on(Aggregation("token_mean") if dist.get_rank() == 0 else other)
-    its.agree_on(other)
-    with its.begin(plan, num_microbatches=1) as step:
-        outputs(step, [0, 1])
-
-
 def check_what_the_probe_cannot_read_on_one_rank_is_an_error_on_all(chunk, aggregator):
     def unreadable():
         raise RuntimeError("no schedule")
@@ -922,23 +289,6 @@ def check_what_the_probe_cannot_read_on_one_rank_is_an_error_on_all(chunk, aggre
         refused("^rank 1: the startup probe failed in the live model, RuntimeError: no sched"),
     ):
         made(own_chunk)
-
-
-def check_a_step_plans_what_it_is_given(chunk, aggregator):
-    counts = {"sample": [0, 0], "prompt": ["a", "a"], "microbatch": [0, 0]}
-    with aggregator.step(active_tokens=[3, 2], **counts, num_microbatches=1) as step:
-        outputs(step, [0, 1])
-    assert step.plan.aggregation == CONSTANT
-    assert (step.plan.totals.active_tokens, step.plan.totals.samples) == (10, 1)
-    assert step.plan.sequences.num_microbatches == 1
-
-
-def check_a_rank_without_counts_does_not_leave_the_others_waiting(chunk, aggregator):
-    counts = {"active_tokens": [3, 2]} if dist.get_rank() == 0 else {}
-    with pytest.raises(PlanError, match=r"^rank 1 of .*: got no counts: pass active_tokens="):
-        aggregator.step(**counts, num_microbatches=2)
-    with refused("got no counts on the last pipeline stage"):
-        aggregator.begin(None, num_microbatches=2)
 
 
 def check_options_and_aggregation_are_given_once(chunk, aggregator):
@@ -985,12 +335,7 @@ def check_without_torch_distributed_no_aggregator_is_made(chunk, aggregator):
 
 
 def main():
-    tiny_gpt.start(ep=2)
-    if dist.get_rank() == 0:
-        print(f"RAN megatron-core {megatron_version()}", flush=True)
-    chunk = a_chunk()
-    aggregator = made([chunk])
-    run_checks(globals(), chunk, aggregator)
+    run_worker(globals())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Each ``check_`` of the three workers passes on live Megatron-Core, on two or on four ranks."""
+"""Each ``check_`` of the workers passes on live Megatron-Core, on two or on four ranks."""
 
 import re
 from importlib.metadata import version
@@ -6,6 +6,7 @@ from importlib.metadata import version
 from conftest import each_check
 
 output, test_the_aggregator = each_check("loop/aggregator_worker.py", processes=2)
+output_of_steps, test_a_step = each_check("loop/step_worker.py", processes=2)
 output_of_loops, test_a_loop_of_ones_own = each_check("loop/own_loop_worker.py", processes=2)
 output_of_counts, test_the_counts_of_a_step = each_check("loop/step_counts_worker.py", processes=4)
 

@@ -1,9 +1,9 @@
 """Through the schedule hook, a framework's loop that knows nothing of us trains the configured
 loss.
 
-The framework's side of the gradient cases is in ``megatron_lossagg.verify.train_step``: a loss_func
-that returns a masked sum, as Megatron-LM's does; tensor-parallel ranks but the first read no data.
-Each ``check_`` of ``schedule_worker.py`` is a test by its name.
+The framework's side of the gradient cases is in ``megatron_lossagg.verify.train_step``: a loss_func that
+returns a masked sum, as Megatron-LM's does; tensor-parallel ranks but the first read no data.
+Each ``check_`` of the three workers is a test by its name.
 """
 
 import pytest
@@ -75,3 +75,9 @@ def test_a_hooked_framework_trains_and_reports_the_configured_loss(
 
 
 output, test_the_hook = each_check("loop/schedule_worker.py", processes=2)
+output_of_refusals, test_the_hook_refuses = each_check(
+    "loop/schedule_refusals_worker.py", processes=2
+)
+output_of_comparison, test_the_hook_compares = each_check(
+    "loop/schedule_comparison_worker.py", processes=2
+)

@@ -6,6 +6,7 @@ The ranks are forked from this process: a launch per mutant would import torch a
 import importlib
 import json
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from fork_server import fork_ranks
 from mutmut.state import state
 
 from megatron_lossagg import Aggregation, cpu
+from megatron_lossagg.record.step_record import read_record
 
 SECONDS = 90
 LAYOUTS = (
@@ -47,9 +49,31 @@ def on_two_ranks(work):
         assert not any(ended.statuses), Path(folder, "printed").read_text()[-8000:]
 
 
-@pytest.mark.parametrize("worker", ["plan", "ownership", "aggregator", "own_loop"])
+TESTS = Path(__file__).resolve().parents[1]
+WORKERS = sorted(
+    str(path.relative_to(TESTS).with_suffix(""))
+    for folder in ("reduction", "guards", "loop")
+    for path in TESTS.glob(f"{folder}/*_worker.py")
+)
+
+
+@pytest.mark.parametrize("worker", WORKERS)
 def test_checks_of(worker):
-    on_two_ranks(importlib.import_module(f"{worker}_worker").main)
+    """Run the checks of a worker, which its own ``main`` does."""
+    on_two_ranks(importlib.import_module(Path(worker).name).main)
+
+
+def test_records(monkeypatch, tmp_path):
+    """Data- and context-parallel ranks write the same record; the worker's checks pass."""
+    monkeypatch.setattr(sys, "argv", ["record_worker.py", str(tmp_path)])
+    on_two_ranks(importlib.import_module("record_worker").main)
+    for name in ("loop-sample_mean", "loop-weights", "hook-sample_mean", "resumed"):
+        one, other = (read_record(tmp_path / f"{layout}-{name}.jsonl") for layout in ("DP2", "CP2"))
+        assert list(one) == list(other) == [1, 2, 3, 4, 5, 6]
+        for first, second in zip(one.values(), other.values(), strict=True):
+            assert first.weights == second.weights
+            assert first.weight_sum == pytest.approx(second.weight_sum, rel=1e-14)
+            assert first.weight_sum <= first.weight_expected
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

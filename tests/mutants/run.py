@@ -2,12 +2,12 @@
 
     python tests/mutants/run.py [MODULE ...] [--sample N]
 
-MODULE: a key of ``TESTS``; by default all. ``--sample``: a random N of each module's mutants,
-always the same ones. Everything happens in copies, in ``.mutants/``. The copies differ from the
-package in one way: mutmut skips decorated functions, so ``@property`` and ``@cached_property`` are
-applied in a line after the function. Lines that begin with a literal are text of a message and are
-left alone. A module's mutants run against the tests in ``TESTS``, those that are launched in forks
-instead (``over_ranks.py``).
+MODULE: a key of ``TESTS``, such as reduction/plan; by default all. ``--sample``: a random N of each
+module's mutants, always the same ones. Everything happens in copies, in ``.mutants/``. The copies
+differ from the package in one way: mutmut skips decorated functions, so ``@property`` and
+``@cached_property`` are applied in a line after the function. Lines that begin with a literal are
+text of a message and are left alone. A module's mutants run against the tests in ``TESTS``, those
+that are launched in forks instead (``over_ranks.py``).
 """
 
 from __future__ import annotations
@@ -26,60 +26,97 @@ import libcst as cst
 from mutmut.stats import status_by_exit_code
 
 ROOT = Path(__file__).resolve().parents[2]
+TESTS_FOLDER = ROOT / "tests"
 WORK = ROOT / ".mutants"
 PACKAGE = "megatron_lossagg"
 DECORATORS = {"property", "cached_property"}
-LEFT_OUT = (
-    "over_ranks",  # launches; over_ranks.py has its checks
-    "the_warning_of_an_empty_step_points_at_its_caller",  # mutmut's frames come between
-)
-PURE = [
-    "--hypothesis-seed=0",
-    *(f"--deselect=tests/reduction/test_plan.py::test_{name}" for name in LEFT_OUT),
-]
-CHECKS, GRADIENTS = "mutants/over_ranks::test_checks_of", "mutants/over_ranks::test_gradients"
-PLAN, OWNERSHIP = f"{CHECKS}[plan]", f"{CHECKS}[ownership]"
-AGGREGATOR = [f"{CHECKS}[aggregator]", f"{CHECKS}[own_loop]", GRADIENTS]
-NUMBERS = ("reduction/test_token_weights", "reduction/test_length_power")
-TESTS = {
-    "integers": ["reduction/test_integers", "reduction/test_layout"],
-    "aggregation": ["reduction/test_aggregation", "loop/test_flags", "reduction/test_plan"],
-    "scaling": ["contract/test_scaling", "cli/test_explain"],
-    "layout": ["reduction/test_layout", "reduction/test_reducer", "reduction/test_device_path"],
-    "exchange": ["reduction/test_exchange", PLAN],
-    "counts": ["reduction/test_counts", "reduction/test_plan", *NUMBERS, PLAN],
-    "faults": ["reduction/test_step_faults", "reduction/test_not_finite"],
-    "microbatch": [
-        *("reduction/test_mask_checks", "reduction/test_reducer", "reduction/test_not_finite"),
-        *(
-            "reduction/test_partial_losses",
-            "reduction/test_device_path",
-            "reduction/test_token_weights",
-        ),
+# mutmut's frames come between.
+LEFT_OUT = "test_plan.py::test_the_warning_of_an_empty_step_points_at_its_caller"
+PURE = ["--hypothesis-seed=0", f"--deselect=tests/reduction/{LEFT_OUT}"]
+PLANS = ("plan", "plan_totals", "plan_arguments")
+
+
+def of(folder: str, *names: str) -> list[str]:
+    """Name test files of a folder of tests/."""
+    return [f"{folder}/test_{name}" for name in names]
+
+
+def checks_of(*workers: str) -> list[str]:
+    """Name the tests that run workers' checks, by the path of each in tests/."""
+    return [f"mutants/over_ranks::test_checks_of[{worker}]" for worker in workers]
+
+
+def workers_in(folder: str) -> list[str]:
+    """List the workers of a folder of tests/."""
+    return sorted(f"{folder}/{path.stem}" for path in (TESTS_FOLDER / folder).glob("*_worker.py"))
+
+
+PLAN = checks_of("reduction/plan_worker", "reduction/plan_refusals_worker")
+GUARDS = checks_of(*workers_in("guards"))
+STEP = checks_of("loop/aggregator_worker", "loop/step_worker", "loop/own_loop_worker")
+GRADIENTS = ["mutants/over_ranks::test_gradients"]
+RECORD = [*of("record", "recorder"), "mutants/over_ranks::test_records"]
+WEIGHTS = of("reduction", "token_weights", "length_power")
+PURE_TESTS = {
+    "reduction/integers": of("reduction", "integers", "layout"),
+    "reduction/modes": of("reduction", "aggregation", "plan"),
+    "reduction/aliases": of("reduction", "aggregation"),
+    "reduction/aggregation": [*of("reduction", "aggregation", "plan"), "loop/test_flags"],
+    "reduction/layout": of("reduction", "layout", "reducer", "device_path"),
+    "reduction/exchange": [*of("reduction", "exchange"), *PLAN],
+    "reduction/sequences": [*of("reduction", *PLANS, "counts", "integers"), *PLAN],
+    "reduction/counts": [*of("reduction", "counts", *PLANS), *WEIGHTS, *PLAN],
+    "reduction/mode_counts": [*of("reduction", *PLANS, "partial_losses"), *WEIGHTS, *PLAN],
+    "reduction/faults": of("reduction", "step_faults", "not_finite"),
+    "reduction/segments": of("reduction", "mask_checks", "reducer", "not_finite"),
+    "reduction/microbatch": of(
+        *("reduction", "mask_checks", "reducer", "not_finite", "partial_losses", "device_path"),
+        "token_weights",
+    ),
+    "reduction/reducer": of("reduction", "reducer", "not_finite", "custom_reducer", "device_path"),
+    "reduction/plan": [
+        *of("reduction", *PLANS, "partial_losses", "reducer", "custom_reducer"),
+        *(*WEIGHTS, *PLAN),
     ],
-    "reducer": [
-        *("reduction/test_reducer", "reduction/test_not_finite", "reduction/test_custom_reducer"),
-        "reduction/test_device_path",
-    ],
-    "mode_counts": ["reduction/test_plan", "reduction/test_partial_losses", *NUMBERS, PLAN],
-    "plan": [
-        *("reduction/test_plan", "reduction/test_partial_losses", "reduction/test_reducer"),
-        *("reduction/test_custom_reducer", *NUMBERS, PLAN),
-    ],
-    "record": ["record/test_recorder", "cli/test_diff"],
-    "recorder": ["record/test_recorder"],
-    "outputs": ["contract/test_outputs", *AGGREGATOR],
-    "step": AGGREGATOR,
-    "tracker": ["contract/test_sequence_tracker"],
-    "ownership": [OWNERSHIP],
-    "live": AGGREGATOR,
-    "aggregator": AGGREGATOR,
+    "reduction/checks/aggregation": of("reduction", "aggregation", "length_power"),
+    "reduction/checks/arguments": of("reduction", "reducer", "layout", *PLANS, "token_weights"),
+    "reduction/checks/losses": of("reduction", "reducer", "not_finite", "custom_reducer"),
+    "reduction/checks/mask": of("reduction", "mask_checks", "reducer", "device_path"),
+    "reduction/checks/token_weights": of("reduction", "token_weights", "device_path"),
+    "contract/scaling": [*of("contract", "scaling"), "cli/test_explain"],
+    "contract/sequence_tracker": of("contract", "sequence_tracker"),
+    "contract/megatron_options": of("contract", "megatron_options"),
+    "record/step_record": [*of("record", "recorder"), "cli/test_diff"],
 }
-"""Files of tests/ without their suffix, or a test of one; a file that is gone is an error."""
+"""Tests of one process, without Megatron, by the module's path."""
+LAUNCHED_TESTS = {
+    "contract/outputs": [*of("contract", "outputs"), *STEP, *GRADIENTS],
+    "contract/groups": [*STEP, *GRADIENTS],
+    "contract/live": STEP,
+    "contract/finalize": [*STEP, *GUARDS],
+    "guards/agreement": STEP,
+    "guards/before": [*STEP, *GUARDS],
+    "guards/coefficients": [*STEP, *GUARDS],
+    "guards/frozen": STEP,
+    "guards/gradient_audit": [*STEP, *GUARDS],
+    "guards/gradient_buffers": [*STEP, *GUARDS],
+    "guards/num_tokens": [*STEP, *GUARDS],
+    "guards/ownership": GUARDS,
+    "guards/split": [*STEP, *GUARDS],
+    "guards/token_weights": [*STEP, *GUARDS],
+    "guards/trained_tokens": GUARDS,
+    "loop/step": [*STEP, *GUARDS, *GRADIENTS],
+    "loop/aggregator": [*STEP, *GRADIENTS],
+    "record/writer": RECORD,
+}
+"""Tests that run Megatron, on two ranks."""
+TESTS = PURE_TESTS | LAUNCHED_TESTS
+"""By a module's path in the package: files of tests/ without their suffix, or a test of one.
+
+A file that is gone is an error.
+"""
 # What torch warns of at import.
-ARGUMENTS = {
-    module: ["-W", "ignore"] for module in ("live", "outputs", "ownership", "step", "aggregator")
-}
+ARGUMENTS = {module: ["-W", "ignore"] for module in LAUNCHED_TESTS}
 CONFIG = """
 [tool.mutmut]
 source_paths = ["{package}"]
@@ -146,7 +183,8 @@ def sampled(folder: Path, module: str, number: int) -> list[str]:
     )
     command = [sys.executable, "-c", code, f"{PACKAGE}/{module}.py"]
     done = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
-    names = [f"{PACKAGE}.{module}.{name}" for name in done.stdout.split()]
+    dotted = module.replace("/", ".")
+    names = [f"{PACKAGE}.{dotted}.{name}" for name in done.stdout.split()]
     return random.Random(0).sample(names, min(number, len(names)))
 
 

@@ -56,3 +56,15 @@ def on(device):
 
         to.syncs = double.syncs
         yield to
+
+
+def labelled(label):
+    """Read a mode with its number, and V if empty samples and prompts do not count."""
+    mode, *number = label.removesuffix(", V").split()
+    name = "exponent" if mode == "length_power" else "divisor"
+    numbers = {name: float(number[0])} if number else {}
+    return Aggregation(mode, **numbers, count_empty=not label.endswith(", V"))
+
+
+def weights_of(label, **sequences):
+    return plan_step(labelled(label), Sequences(**sequences)).weights.tolist()

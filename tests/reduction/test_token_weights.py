@@ -11,7 +11,7 @@ from aggregations import AGGREGATIONS
 from reducing import DEVICES, on, thd
 from step_data import make_sequences
 
-from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
+from megatron_lossagg import Aggregation, Sequences, plan_step
 from megatron_lossagg.errors import AggregationError, PlanError, ReducerError
 from megatron_lossagg.reduction.aggregation import require_mask_count
 from megatron_lossagg.reduction.counts import StepTotals
@@ -136,24 +136,6 @@ def test_weights_that_are_the_mask_train_the_same_bits(dtype):
     )
     unweighted = plan_step(Aggregation("token_mean"), Sequences(active_tokens=[3, 1]))
     assert weighed(x).item() == unweighted.reducer([0, 1], torch.tensor(MASK), thd(4, 2))(x).item()
-
-
-@DEVICES
-@pytest.mark.parametrize("cp_rank", [0, 1])
-def test_context_parallel_ranks_add_up(device, cp_rank):
-    mask = torch.tensor([1, 0, 1, 1, 1, 0, 1, 1])
-    weights = mask * torch.arange(8) / 4
-    plan = plan_step(
-        Aggregation("token_sum", count="weights"),
-        Sequences(active_tokens=[6], token_weight_sums=[weights.sum().item()]),
-    )
-    layout = Layout.thd_zigzag([0, 8], cp_size=2, cp_rank=cp_rank)
-    x = torch.arange(8.0)[layout.positions]
-    with on(device) as to:
-        reducer = plan.reducer([0], to(mask), layout, token_weights=to(weights))
-        found = reducer(to(x)).item()
-        plan.check()
-    assert found == pytest.approx((weights[layout.positions] * x).sum().item())
 
 
 WRONG = {

@@ -1,0 +1,150 @@
+"""The comparison of a framework's own loss with the masked sum that is replaced; DP 2."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from hooked_loop import (
+    a_hook,
+    assert_trains_by_hand,
+    batches,
+    forward_step,
+    framework_loss,
+    of_both_ranks,
+    refused,
+    run,
+    run_worker,
+    with_loss,
+)
+from torch.autograd.graph import get_gradient_edge
+
+from megatron_lossagg.errors import ReducerError
+from megatron_lossagg.guards.framework_loss import compare_with_framework
+from megatron_lossagg.integrations import bridge
+from megatron_lossagg.integrations.megatron_lm import PretrainIntegration
+from megatron_lossagg.loop.schedule_hook import ScheduleHook
+from megatron_lossagg.reduction.faults import Faults
+from megatron_lossagg.reduction.options import Options
+
+
+def changed(change):
+    """Return a forward_step whose loss_func gives ``change(loss, mask)`` instead of its loss."""
+
+    def changed_loss(mask, output):
+        loss, *rest = framework_loss(mask, output)
+        return change(loss, mask), *rest
+
+    return with_loss(lambda mask: functools.partial(changed_loss, mask))
+
+
+def check_a_loss_with_another_term_is_refused_in_whichever_microbatch_it_comes(chunk, stock):
+    masked = batches(0)
+    masked[0]["loss_mask"].zero_()
+    for data, of in ((batches(0), 0), (masked, 1)):
+        calls = itertools.count()
+        step = changed(lambda loss, mask, n=calls, of=of: loss + 0.5 * (next(n) == of))
+        with refused(ReducerError, f"for microbatch {of} of rank {dist.get_rank()}", "not known"):
+            run(a_hook().wrap(stock), chunk, data, forward_step_func=step)
+
+
+def check_a_penalty_that_warms_up_and_a_factor_from_a_later_step_on_are_refused(chunk, stock):
+    for change in (lambda loss, beta: loss + beta, lambda loss, beta: loss * (1 - 0.9 * beta)):
+        beta = torch.zeros(())
+        step = changed(lambda loss, mask, change=change, beta=beta: change(loss, beta))
+        schedule = a_hook().wrap(stock)
+        for _ in range(2):
+            run(schedule, chunk, batches(0), forward_step_func=step)
+        beta += 1
+        with refused(ReducerError, "terms or factors that are not known here"):
+            run(schedule, chunk, batches(0), forward_step_func=step)
+
+
+def check_the_comparison_waits_for_no_device(chunk, stock):
+    losses = torch.ones(4, device="meta", requires_grad=True)
+    mask = torch.ones(4, device="meta")
+    loss_func = functools.partial(framework_loss_of_a_device, mask)
+    framework, faults = PretrainIntegration().loss(loss_func, losses), Faults()
+    compare_with_framework(
+        framework.masked_sum,
+        framework.losses,
+        framework.mask,
+        None,
+        output=get_gradient_edge(losses),
+        faults=faults,
+        microbatch=0,
+    )  # a meta tensor raises when it is read
+    with pytest.raises(NotImplementedError, match="meta"):
+        faults.raise_first()
+
+
+def framework_loss_of_a_device(mask, output):
+    loss = (output * mask).sum()
+    return loss, mask.sum().int(), {"lm loss": torch.stack([loss.detach(), mask.sum()])}
+
+
+def check_an_inf_at_a_masked_position_is_no_term(chunk, stock):
+    def poisoned(iterator, model):
+        output, loss_func = forward_step(iterator, model)
+        (mask,) = loss_func.args
+        output = torch.where(mask == 0, torch.inf, output)
+        return output, loss_func
+
+    run(a_hook().wrap(stock), chunk, batches(0), forward_step_func=poisoned)
+
+
+def check_a_term_without_a_value_is_compared_by_its_gradient(chunk, stock):
+    """As an unbiased estimate of a divergence has one."""
+    step = changed(lambda loss, mask: loss + loss**2 - (loss**2).detach())
+    with refused(ReducerError, "and their gradients differ by", "not known here"):
+        run(a_hook().wrap(stock), chunk, batches(0), forward_step_func=step)
+
+
+def check_a_loss_func_may_mask_in_place(chunk, stock):
+    def in_place(mask, output):
+        output.view(-1).mul_(mask.view(-1))
+        return framework_loss(mask, output)
+
+    step = with_loss(lambda mask: functools.partial(in_place, mask))
+    assert_trains_by_hand(a_hook().wrap(stock), chunk, of_both_ranks(), forward_step_func=step)
+
+
+class OnlyOnce(torch.autograd.Function):
+    """A sum whose backward pass changes what it has saved, as Megatron's cross entropy does."""
+
+    @staticmethod
+    def forward(ctx, x):
+        saved = torch.ones_like(x)
+        ctx.save_for_backward(saved)
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (saved,) = ctx.saved_tensors
+        return saved.mul_(gradient)
+
+
+def check_a_shadow_runs_no_backward_pass_of_the_loss_that_is_trained(chunk, stock):
+    def once(mask, output):
+        _, *rest = framework_loss(mask, output)
+        return OnlyOnce.apply(output.view(-1) * mask.view(-1)), *rest
+
+    step = with_loss(lambda mask: functools.partial(once, mask))
+    integration = bridge.BridgeIntegration()
+    hook = ScheduleHook(None, integration, options=Options(shadow="token_mean"))
+    run(hook.wrap(stock), chunk, batches(0), forward_step_func=step)
+
+
+def check_an_evaluation_is_not_compared(chunk, stock):
+    step = changed(lambda loss, mask: loss + 0.5)
+    with torch.no_grad():
+        run(a_hook().wrap(stock), chunk, batches(0), forward_step_func=step, forward_only=True)
+
+
+def main():
+    run_worker(globals())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,282 @@
+"""What a step tracks, returns and refuses, on a live model; DP 2, two processes."""
+
+import contextlib
+import gc
+import warnings
+import weakref
+
+import numpy as np
+import pytest
+import tiny_gpt
+import torch
+import torch.distributed as dist
+from live_steps import (
+    CONSTANT,
+    a_chunk,
+    a_microbatch,
+    a_plan,
+    a_reducer,
+    a_step,
+    abandoned,
+    backward,
+    made,
+    outputs,
+    partial_loss_of,
+    refused,
+    run_worker,
+)
+from megatron.core.rerun_state_machine import (
+    RerunMode,
+    RerunState,
+    destroy_rerun_state_machine,
+    get_rerun_state_machine,
+    initialize_rerun_state_machine,
+)
+
+from megatron_lossagg import (
+    Aggregation,
+)
+from megatron_lossagg.errors import PlanError, ReducerError
+
+
+@contextlib.contextmanager
+def rerunning():
+    """Let Megatron's own rerun machine run a step again."""
+    destroy_rerun_state_machine()
+    initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)
+    machine = get_rerun_state_machine()
+    machine.state = RerunState.RERUNNING_IN_PLACE
+    try:
+        yield
+    finally:
+        destroy_rerun_state_machine()
+
+
+def check_what_the_rerun_machine_repeats_is_not_doubled(chunk, aggregator):
+    for calls in ([[0], [1]], [[-1], [0], [1]]):
+        plan = a_plan(aggregator)
+        with aggregator.begin(plan, num_microbatches=len(calls)) as step:
+            for sequences in calls:
+                outputs(step, sequences)
+            with rerunning():
+                for sequences in calls:
+                    outputs(step, sequences)
+
+
+def check_fewer_calls_than_planned_are_refused_when_it_finishes(chunk, aggregator):
+    step = a_step(aggregator, 3)
+    with refused("ran for 1 microbatches, 3 were planned"), step:
+        outputs(step, [0, 1])
+    step = a_step(aggregator, 2)
+    with refused("ran for 0 microbatches, 2 were planned"):
+        step.finish()
+    step.finish()  # refused once
+
+
+def check_an_exception_inside_a_step_is_not_masked(chunk, aggregator):
+    step = a_step(aggregator, 2)
+    with pytest.raises(KeyError, match="of the framework"), step:
+        raise KeyError("of the framework")
+    assert step.is_finished
+
+
+def check_a_fault_that_a_device_found_is_raised_when_the_step_finishes(chunk, aggregator):
+    plan = a_plan(aggregator)
+    step = aggregator.begin(plan, num_microbatches=1)
+    outputs(step, [0, 1])
+    plan.state.faults.record([torch.tensor(torch.nan)], lambda values: "found on the device")
+    with pytest.raises(ReducerError, match=r"^found on the device$"):
+        step.finish()
+    with a_step(aggregator) as step:
+        outputs(step, [0, 1])
+
+
+def check_a_value_that_is_already_a_mean_is_reported_with_its_count(chunk, aggregator):
+    with abandoned(a_step(aggregator, 2)) as step:
+        mb = a_microbatch(step, [0])
+        means = {
+            "clipfrac": (torch.tensor(3.0, requires_grad=True), 12),
+            "reward": (torch.tensor(1.5, dtype=torch.bfloat16), torch.tensor(2)),
+        }
+        _, _, report = mb.outputs(partial_loss_of(mb), means=means)
+    assert report["clipfrac"].tolist() == [3, 12]
+    assert not report["clipfrac"].requires_grad
+    assert (report["reward"].dtype, report["reward"].tolist()) == (torch.float32, [1.5, 2])
+
+
+def check_a_microbatch_has_one_layout(chunk, aggregator):
+    with abandoned(a_step(aggregator)) as step:
+        mask = torch.tensor([1, 1, 1, 0, 1, 1, 0, 0])
+        for given in ({}, {"cu_seqlens": [0, 4, 8], "lengths": [4, 4]}):
+            with refused(rf"got {len(given)} of cu_seqlens=, lengths= and layout="):
+                step.microbatch([0, 1], mask, **given)
+
+
+def check_what_outputs_is_given_is_checked(chunk, aggregator):
+    one, pair = torch.ones((), requires_grad=True), torch.ones(2)
+    wrong = [
+        ({"loss": pair}, ["^loss is", "0-dim floating-point"]),
+        ({"report": {"kl": torch.ones(1)}}, ["kl is", "0-dim floating-point"]),
+        ({"means": {"kl": (pair, 2)}}, ["the sum of kl is", "0-dim floating-point"]),
+        ({"report": {"lossagg/weight_sum": one}}, [r"\['lossagg/weight_sum'\]", "rename"]),
+        ({"report": {"kl": one}, "means": {"kl": (one, 1)}}, [r"\['kl'\]", "each once"]),
+        ({"report": {7: one}}, [r"\['7'\]", "expected strings"]),
+        ({"report": [one]}, ["got report", "expected partial losses by name"]),
+        ({"means": {"kl": 0.5}}, ["and means", r"\(sum, count\) by name"]),
+        ({"means": {"kl": (one, pair)}}, ["the count of kl is", "a number or a 0-dim tensor"]),
+    ]
+    for given, words in wrong:
+        with abandoned(a_step(aggregator)) as step:
+            mb = a_microbatch(step, [0, 1])
+            loss = partial_loss_of(mb)
+            with refused(*words):
+                mb.outputs(**{"loss": loss, **given})
+    with abandoned(a_step(aggregator)) as step:
+        mb = a_microbatch(step, [0, 1])
+        counts = {"kl": (one, np.float32(2)), "clip": pair}
+        reports = mb.outputs(partial_loss_of(mb), means=counts)[-1]
+        assert [reports[name].tolist() for name in counts] == [[1, 2], [1, 1]]
+    with refused("got 7, expected what plan_step returns"):
+        aggregator.begin(7, num_microbatches=1)
+
+
+def check_a_microbatch_of_another_step_is_refused(chunk, aggregator):
+    for active in ((1, 1, 1), (1, 1)):
+        with abandoned(a_step(aggregator, active=active)) as step:
+            stale = a_microbatch(step, list(range(len(active))))
+            loss = partial_loss_of(stale)
+        with abandoned(a_step(aggregator)) as step:
+            with pytest.raises(ReducerError, match="other than the running step's"):
+                partial_loss_of(stale)
+            with refused("a microbatch of a step that has ended", "step.microbatch"):
+                stale.outputs(loss)
+
+
+def check_the_returned_values_have_the_form_that_the_schedule_takes(chunk, aggregator):
+    with abandoned(a_step(aggregator, 4)) as step:
+        mb = a_microbatch(step, [0, 1])
+        partial_loss = partial_loss_of(mb)
+        loss, num_tokens, report = mb.outputs(partial_loss, report={"loss": partial_loss})
+        assert step.k == 4 * 2
+        assert not loss.is_leaf
+        assert loss._base is None
+        assert loss.data_ptr() != partial_loss.data_ptr()
+        assert (num_tokens.dtype, num_tokens.dim(), num_tokens.item()) == (torch.int32, 0, 1)
+        before = {name: value.clone() for name, value in report.items()}
+        loss /= 7  # the schedule scales in place
+        assert all(torch.equal(report[name], before[name]) for name in report)
+        assert not any(value.requires_grad for value in report.values())
+        assert set(report) == {"loss", "lossagg/weight_sum", "lossagg/weight_expected"}
+
+
+def check_a_partial_loss_in_bfloat16_is_scaled_in_float32(chunk, aggregator):
+    with abandoned(a_step(aggregator, 3)) as step:
+        mb = a_microbatch(step, [0, 1])
+        partial_loss = partial_loss_of(mb).bfloat16()
+        loss, _, report = mb.outputs(partial_loss, report={"x": partial_loss})
+        assert (loss.dtype, loss.item()) == (torch.float32, 6 * partial_loss.item())
+        assert report["x"].dtype == torch.float32
+        assert report["x"].tolist() == [6 * partial_loss.item(), 1.0]
+
+
+def check_a_step_without_active_tokens_has_zero_gradient(chunk, aggregator):
+    for per_token in (False, True):
+        live = a_chunk(per_token=per_token)
+        its = made(live, Aggregation("token_mean"))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step = its.step(active_tokens=[0], num_microbatches=1)
+        assert [str(w.message) for w in caught] == [
+            "the plan has no active tokens: its loss and gradient are zero"
+        ]
+        packed, positions = tiny_gpt.packed_at([0, 2]), torch.arange(2)[None]
+
+        def forward_step(iterator, model, packed=packed, positions=positions, step=step):
+            logits = model(next(iterator), positions, None, packed_seq_params=packed)
+
+            def loss_func(logits):
+                mask = torch.zeros(2, dtype=torch.int64)
+                mb = step.microbatch([0], mask, cu_seqlens=packed.cu_seqlens_q)
+                loss = mb.reduce(logits[0].logsumexp(-1))
+                return mb.outputs(loss, report={"loss": loss})
+
+            return logits, loss_func
+
+        data = tiny_gpt.run_schedule(forward_step, live, [torch.tensor([[1, 2]])])
+        step.finish()
+        assert live.buffers[0].grad_data.count_nonzero() == 0
+        assert tiny_gpt.reported(data, "loss") == 0
+
+
+def check_a_loss_of_any_earlier_microbatch_that_is_reduced_too_late_is_refused(chunk, aggregator):
+    step = a_step(aggregator, 3, active=(3, 2, 4))
+    microbatches = [a_microbatch(step, [sequence]) for sequence in (0, 1, 2)]
+    for mb in microbatches[:2]:
+        backward(step, mb.outputs(partial_loss_of(mb)))
+    first, _, last = microbatches
+    backward(step, last.outputs(partial_loss_of(last) + partial_loss_of(first)))
+    with refused("losses of sequences 0 were reduced after loss_func had returned for them"):
+        step.finish()
+
+
+def check_the_masks_of_a_step_are_not_kept_until_it_ends(chunk, aggregator):
+    with a_step(aggregator, 2) as step:
+        kept = []
+        for sequence in (0, 1):
+            mb = a_microbatch(step, [sequence])
+            backward(step, mb.outputs(partial_loss_of(mb)))
+            kept.append(weakref.ref(mb._reducer.microbatch))
+        del mb
+        gc.collect()
+        assert [one() for one in kept] == [None, None]
+
+
+def check_a_reducer_of_another_plan_makes_no_loss_that_is_trained(chunk, aggregator):
+    own, other = a_plan(aggregator), a_plan(aggregator, active=(2, 2))
+    reducer, x = a_reducer(aggregator, other, [0, 1]), torch.ones(8, requires_grad=True)
+    expected = r"other than the running step's: .*reduce\(losses, mode\)"
+    with (
+        abandoned(aggregator.begin(own, num_microbatches=1)),
+        pytest.raises(ReducerError, match=expected),
+    ):
+        reducer(x)
+    gc.collect()  # aggregators of other checks whose steps were given up
+    reducer(x)  # no step runs
+
+
+def check_steps_of_two_aggregators_may_run_at_once(chunk, aggregator):
+    """A policy and a critic."""
+    its = made(a_chunk(), probe=False)
+    plans = [a_plan(aggregator), a_plan(aggregator)]
+    with aggregator.begin(plans[0], num_microbatches=1) as outer:
+        with its.begin(plans[1], num_microbatches=1) as inner:
+            outputs(inner, [0, 1])
+        outputs(outer, [0, 1])
+        reducer = a_reducer(aggregator, a_plan(aggregator), [0, 1])
+        with pytest.raises(ReducerError, match="other than the running step's"):
+            reducer(torch.ones(8, requires_grad=True))
+
+
+def check_a_step_plans_what_it_is_given(chunk, aggregator):
+    counts = {"sample": [0, 0], "prompt": ["a", "a"], "microbatch": [0, 0]}
+    with aggregator.step(active_tokens=[3, 2], **counts, num_microbatches=1) as step:
+        outputs(step, [0, 1])
+    assert step.plan.aggregation == CONSTANT
+    assert (step.plan.totals.active_tokens, step.plan.totals.samples) == (10, 1)
+    assert step.plan.sequences.num_microbatches == 1
+
+
+def check_a_rank_without_counts_does_not_leave_the_others_waiting(chunk, aggregator):
+    counts = {"active_tokens": [3, 2]} if dist.get_rank() == 0 else {}
+    with pytest.raises(PlanError, match=r"^rank 1 of .*: got no counts: pass active_tokens="):
+        aggregator.step(**counts, num_microbatches=2)
+    with refused("got no counts on the last pipeline stage"):
+        aggregator.begin(None, num_microbatches=2)
+
+
+def main():
+    run_worker(globals())
+
+
+if __name__ == "__main__":
+    main()
