@@ -83,9 +83,10 @@ def whole_numbers(values: object) -> object:
         return values
     if array.ndim == 2 and 1 in array.shape:
         array = array.ravel()
-    is_whole = array.dtype.kind == "f" and (array == np.rint(array)).all()
-    if is_whole and (np.abs(array) <= _MOST_EXACT).all():
-        array = array.astype(np.int64)
+    if array.dtype.kind == "f":
+        exact = array.astype(np.float64)
+        if (exact == np.rint(exact)).all() and (np.abs(exact) <= _MOST_EXACT).all():
+            array = exact.astype(np.int64)
     return array if array.ndim == 1 else values
 
 

@@ -310,6 +310,8 @@ def plan_step(
         if totals is None:
             raise
         raise PlanError(f"{exchange.name()}: {error}") from None
+    if totals is not None:
+        _steps[exchange.ranks] += 1
     if plan.counts.is_empty:
         _empty_step(options)
     _check_divisor(plan)
@@ -339,13 +341,12 @@ def _weighted(
 
 
 _steps: Counter[tuple[int, ...] | None] = Counter()
-"""Steps with passed totals of each group."""
+"""Steps that were planned with passed totals, of each group."""
 
 
 def _is_counted_all_the_same(exchange: Exchange) -> bool:
     """Whether to count a step although its totals were passed: steps 1, 2, 4, ..., each 64th."""
-    _steps[exchange.ranks] += 1
-    number = _steps[exchange.ranks]
+    number = _steps[exchange.ranks] + 1
     return number & (number - 1) == 0 if number < 64 else number % 64 == 0
 
 

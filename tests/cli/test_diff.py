@@ -155,3 +155,11 @@ def test_the_hash_sees_one_weights_last_bit_a_count_and_a_sequence_that_occurs_t
     changed = weights.copy()
     changed[2] = 7.0  # of a sequence that trains nothing
     assert hash_weights(LENGTHS, changed) == whole
+
+
+def test_a_line_that_is_nested_too_deeply_is_no_step(tmp_path, capsys):
+    right, deep = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    right.write_text(STEP.line())
+    deep.write_text("[" * 100_000 + "]" * 100_000 + "\n")
+    assert main(["diff", str(right), str(deep)]) == 2
+    assert "b.jsonl, line 1: expected one line of JSON" in capsys.readouterr().err

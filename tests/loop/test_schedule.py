@@ -1,8 +1,9 @@
 """Through the schedule hook, a framework's loop that knows nothing of us trains the configured
 loss.
 
-The framework's side of the gradient cases is in ``megatron_lossagg.verify.train_step``: a loss_func that
-returns a masked sum, as Megatron-LM's does; tensor-parallel ranks but the first read no data.
+The framework's side of the gradient cases is in ``megatron_lossagg.verify.train_step``: a
+loss_func that returns a masked sum, as Megatron-LM's does; tensor-parallel ranks but the first
+read no data.
 Each ``check_`` of the three workers is a test by its name.
 """
 

@@ -151,7 +151,7 @@ def check_an_error_beside_totals_names_its_rank_and_makes_no_collective():
     assert seen.num_collectives == 0, seen
 
 
-def check_given_totals_are_verified_in_the_groups_first_step():
+def check_given_totals_are_verified_in_steps_1_2_4_and_so_on():
     """Those of one rank, and those of ten times the step, would train other weights."""
     size, world = dist.get_world_size(), dist.group.WORLD
     own = of(active_tokens=[3, 2])
@@ -165,11 +165,15 @@ def check_given_totals_are_verified_in_the_groups_first_step():
     fault = "its own fault" if dist.get_rank() == 1 else ""
     message = "rank 1 of the data-parallel group: its own fault$"
     raised_everywhere(message, plan_step, *own, totals=right, group=world, fault=fault)
-    for collectives in (1, 0):
+    for collectives in (1, 1, 0, 1, 0):
         with counted() as seen:
             plan = plan_step(*own, totals=right, group=world)
         assert seen.num_collectives == collectives, seen
         assert plan.weights.tolist() == [1 / (5 * size)] * 2
+    for _ in range(2):  # steps 6 and 7 are not counted; step 8 is
+        plan_step(*own, totals=right, group=world)
+    with pytest.raises(PlanError, match=r"got StepTotals.*the group's sequences have"):
+        plan_step(*own, totals=StepTotals(active_tokens=5), group=world)
 
 
 def check_ranks_that_disagree_on_an_option_raise_together():

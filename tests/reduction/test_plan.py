@@ -1,7 +1,10 @@
 """From counts to weights, calculated by hand on small numbers."""
 
+import copy
+import pickle
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from reducing import weights_of
@@ -225,3 +228,29 @@ def test_a_reducer_path_that_leads_nowhere_is_refused_when_the_step_is_planned()
     custom = Aggregation("custom", reducer_path="no.such:f")
     with pytest.raises(PlanError, match=r"'no\.such:f' raised ModuleNotFoundError"):
         plan_step(custom, Sequences(active_tokens=[3]))
+
+
+WHOLE_NUMBERS = {
+    "a float mask's sums": torch.tensor([3.0, 2.0]),
+    "in bfloat16": torch.tensor([3.0, 2.0], dtype=torch.bfloat16),
+    "with a gradient": torch.tensor([3.0, 2.0], requires_grad=True),
+    "[n, 1]": torch.tensor([[3], [2]]),
+    "an array of floats": np.array([3.0, 2.0], dtype=np.float16),
+    "a generator": (n for n in (3, 2)),
+}
+
+
+@pytest.mark.parametrize("counts", WHOLE_NUMBERS.values(), ids=WHOLE_NUMBERS)
+def test_counts_are_whole_numbers_of_any_type(counts):
+    plan = plan_step(Aggregation("token_mean"), Sequences(active_tokens=counts))
+    assert plan.active_tokens.tolist() == [3, 2]
+    assert plan.weights.tolist() == [1 / 5, 1 / 5]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))])
+def test_a_plan_can_be_copied_and_pickled(copied):
+    plan = plan_step(Aggregation("sample_mean"), Sequences(active_tokens=[3, 1]))
+    assert plan.counts.samples == 2
+    again = copied(plan)
+    assert again.weights.tolist() == plan.weights.tolist() == [1 / 6, 1 / 2]
+    assert again.under("token_mean").weights.tolist() == [1 / 4, 1 / 4]
