@@ -18,7 +18,7 @@ BAD = {
         "active_tokens: got -1 at index 1, the smallest is 0",
     ),
     "fractions": ({"active_tokens": [2.5]}, "got float64 of .* expected integers"),
-    "two dimensions": ({"active_tokens": [[1, 2], [3, 4]]}, r"shape \(1, 2\)"),
+    "two dimensions": ({"active_tokens": [[1, 2], [3, 4]]}, r"shape \(2, 2\)"),
     "too few ids": (
         {"active_tokens": [1, 2], "sample": [1]},
         "sample: got 1 entries, expected 2, one per sequence",
