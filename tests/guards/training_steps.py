@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_lossagg import LossAggregator
+from megatron_lossagg import LossAggregator, Sequences, plan_step
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.verify.model import (
     config_of,
@@ -101,6 +101,14 @@ class Training:
         of_sequence = 1 / torch.tensor(active, dtype=torch.float64) / len(ACTIVE)
         sample_mean = of_sequence.repeat_interleave(lengths)[here] * batch.mask_here
         return sample_mean, batch.mask_here / torch.tensor(sum(ACTIVE), dtype=torch.float64)
+
+
+def plan_of(training, *, mode=None, group=None, totals=None, **more):
+    """Plan a step of all microbatches."""
+    aggregator = training.aggregator
+    sequences = Sequences(active_tokens=training.counts, **more)
+    group = None if totals else group or aggregator.dp_group
+    return plan_step(mode or aggregator.aggregation, sequences, group=group, totals=totals)
 
 
 def microbatch(step, batch):
