@@ -28,7 +28,17 @@ ACTIVE = [sum(one.counted) for one in SEQUENCES]
 class Training:
     """A model, its aggregator, and this rank's microbatches; inside ``split_world``."""
 
-    def __init__(self, layout, *, per_token=False, mode="sample_mean", config=None, ddp=None):
+    def __init__(
+        self,
+        layout,
+        *,
+        per_token=False,
+        mode="sample_mean",
+        config=None,
+        ddp=None,
+        of_last=None,
+    ):
+        """Build them. ``of_last=0``: the last microbatch is a padding sequence."""
         self.layout, self.per_token = layout, per_token
         self.config = config_of(layout, per_token=per_token)
         vars(self.config).update(config or {})
@@ -39,13 +49,24 @@ class Training:
         self.m = layout.m_of_ranks[rank]
         self.counts = [ACTIVE[index] for index in own]
         sequences = [SEQUENCES[index] for index in own]
+        parts = self.m if of_last is None else self.m - 1
         self.batches = [
-            pack(sequences, range(number, len(own), self.m), layout) for number in range(self.m)
+            pack(sequences, range(number, len(own), parts), layout) for number in range(parts)
         ]
+        if of_last is not None:
+            self.batches.append(pack(sequences, [], layout))
 
     def plan(self, **options):
         """Begin a step of all microbatches."""
         return self.aggregator.step(self.counts, num_microbatches=self.m, **options)
+
+    total = sum(ACTIVE)
+    """Active tokens of the step over all ranks."""
+
+    def forward(self, batch):
+        """Return a microbatch's losses by one chunk."""
+        (chunk,) = self.chunks
+        return token_losses(forward(chunk, batch, self.layout), batch, self.layout)
 
     def run(self, loss_func, batches=None, *, forward_only=False):
         """Run Megatron's schedule with ``loss_func(batch, losses)``; return the gradient."""
