@@ -255,6 +255,23 @@ def check_ddp_of_other_kinds(make):
         trained_as_by_hand(training)
 
 
+def check_a_no_sync_func_of_the_loops_own(make):
+    training = make(ddp={"overlap_grad_reduce": True})
+    (chunk,) = training.chunks
+    training.config.no_sync_func = lambda: chunk.no_sync()
+    trained_as_by_hand(training)
+
+
+def check_more_tokens_than_int32_in_the_average_loss_scaling(make):
+    training = make()
+    for n in (2**31 - 1, 2**31):
+        if training.per_token and n == 2**31:
+            continue
+        totals = StepTotals(samples=10, active_tokens=n)
+        step = training.aggregator.begin(plan_of(training, totals=totals), num_microbatches=2)
+        assert step.k == (n if training.per_token else 4)
+
+
 def check_an_own_loop_that_finalizes_after_the_step(make):
     """Backward passes by hand, without the schedule; only where nothing divides at the end."""
     training = make()
@@ -296,6 +313,8 @@ def empty(loss):
 EMPTY = {
     "its losses reduced": lambda mb, x: mb.reduce(x),
     "zero times its losses": lambda mb, x: x.sum() * 0,
+    "a constant": lambda mb, x: torch.zeros(()),
+    "constants reduced": lambda mb, x: mb.reduce(torch.zeros_like(x)),
 }
 """Losses of a microbatch without tokens."""
 
