@@ -6,6 +6,7 @@ import threading
 import warnings
 from dataclasses import replace
 
+import custom_reducer
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,6 +27,11 @@ def same(found, expected, tolerance=1e-10):
     assert expected.norm() > 0
     error = (found - expected).norm() / expected.norm()
     assert error <= tolerance, error.item()
+
+
+def make_anew(training):
+    options = Options(probe=False)
+    training.aggregator = LossAggregator(training.chunks, "sample_mean", options=options)
 
 
 def trained_as_by_hand(training, loss_func=right, *, tolerance=1e-10, scale=1.0, **options):
@@ -128,9 +134,7 @@ def check_a_step_that_is_collected_leaves_the_finalize_function_as_it_was(make):
     training = make()
     training.plan()  # made ahead, and given up
     assert training.config.finalize_model_grads_func is not finalize_model_grads
-    training.aggregator = LossAggregator(
-        training.chunks, "sample_mean", options=Options(probe=False)
-    )
+    make_anew(training)
     gc.collect()
     assert training.config.finalize_model_grads_func is finalize_model_grads
     trained_as_by_hand(training)
@@ -177,15 +181,14 @@ def check_metrics_at_any_time_of_a_step(make):
 
 def check_microbatches_grow_in_number(make):
     for m in (1, 2, 3):
-        training = make(microbatches=m)
-        trained_as_by_hand(training)
+        trained_as_by_hand(make(microbatches=m))
 
 
 def check_actor_and_critic(make):
     """One after the other, and both steps open."""
     actor, critic = make(), make()
-    trained_as_by_hand(actor)
-    trained_as_by_hand(critic)
+    for training in (actor, critic):
+        trained_as_by_hand(training)
     expected = actor.plain(own)
     with actor.plan() as outer:
         with critic.plan() as inner:
@@ -212,16 +215,11 @@ def check_a_thread_plans_the_next_step_meanwhile(make):
 
 def check_a_finalize_function_that_is_made_anew_with_the_same_arguments(make):
     training = make()
-    training.config.finalize_model_grads_func = functools.partial(
-        finalize_model_grads, pg_collection=None
-    )
-    training.aggregator = LossAggregator(
-        training.chunks, "sample_mean", options=Options(probe=False)
-    )
-    training.config.finalize_model_grads_func = functools.partial(
-        finalize_model_grads, pg_collection=None
-    )
-    trained_as_by_hand(training)
+    arguments = {"pg_collection": None}
+    for before_step in (make_anew, trained_as_by_hand):
+        function = functools.partial(finalize_model_grads, **arguments)
+        training.config.finalize_model_grads_func = function
+        before_step(training)
 
 
 def check_a_finalize_function_that_training_sets_after_the_aggregator(make):
@@ -251,8 +249,7 @@ def check_an_aggregation_that_the_ranks_agreed_on(make):
 
 def check_ddp_of_other_kinds(make):
     for ddp in ("overlap_grad_reduce", "average_in_collective"):
-        training = make(ddp={ddp: True})
-        trained_as_by_hand(training)
+        trained_as_by_hand(make(ddp={ddp: True}))
 
 
 def check_a_no_sync_func_of_the_loops_own(make):
@@ -354,11 +351,8 @@ def check_gradients_are_kept_where_it_is_asked_for(make):
 
 
 def check_a_custom_reducer(make):
-    import custom_reducer
-
     def factory(context):
-        counts = torch.tensor([context.plan.totals.active_tokens], dtype=torch.float64)
-        return lambda x: x.sum() / counts[0]
+        return lambda x: x.sum() / context.plan.totals.active_tokens
 
     training = make()
     aggregation = custom_reducer.custom(factory)
