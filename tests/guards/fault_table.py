@@ -1,0 +1,363 @@
+"""What each guard and each refusal before a step catches: one row for a fault."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from audit_cases import LAYOUTS as OF_TWO_RANKS
+
+from megatron_lossagg.verify.parallelism import Parallelism
+
+__all__ = ["LAYOUTS", "ROWS", "Row"]
+
+LAYOUTS = {
+    **OF_TWO_RANKS,
+    "CP 2, M 3": Parallelism(cp=2, microbatches=3),
+    "TP 2": Parallelism(tp=2, microbatches=2),
+    "MoE": Parallelism(dp=2, moe=True, microbatches=2),
+    "EP 2": Parallelism(dp=2, ep=2, moe=True, microbatches=2),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A fault, and the message that stops the step."""
+
+    guard: str
+    """The class in ``guards/``, or the function in ``guards/before.py``."""
+    fault: str
+    program: str
+    """The function of ``fault_programs.py`` that makes it."""
+    message: str
+    layout: str = "DP 2"
+    arguments: tuple[Any, ...] = ()
+    per_token: bool = False
+    ranks: tuple[int, ...] = (0, 1)
+    """Those that raise it."""
+
+    def __str__(self) -> str:
+        scaling = "per_token" if self.per_token else "average"
+        return f"{self.guard} | {self.layout} | {scaling} | {self.fault}"
+
+
+COEFFICIENT = "arrived in the backward pass with the coefficient {}, expected 1"
+UNREDUCED = "mb.reduce was not called under the step's aggregation in this microbatch"
+GRAPHLESS = "requires no gradient in a training step.*forward_only=True"
+NONE = "no gradient reached the step's own partial loss in call 0"
+OPEN = r"the previous step was not finished.*with aggregator.step.*step\.finish\(\)"
+INTEGER = "got {} {}, expected an integer from 1"
+ACCUMULATES = "accumulates=True with {}"
+OTHERS = r"2 microbatches .* config\.no_sync_func is not theirs"
+NONZERO = r"chunk 0 were not zero .*zero_grad_buffer\(\)"
+SCHEDULE = "the schedule got {} tokens of this rank to divide by, mb.outputs returned"
+SCALED = r"scales gradients by \[0\.25, 0\.5\].*frozen"
+
+BEFORE = [
+    Row("previous_step", "the previous step is open", "open_step", OPEN),
+    Row("changed_config", "another scaling", "flipped_scaling", "wrapped in the average loss scal"),
+    Row("changed_config", "a router's", "flipped_router", "router was built with .*=True", "MoE"),
+    Row("changed_config", "a bucket's factor", "scaled_bucket", SCALED),
+    Row("changed_config", "another CP size", "changed_cp", "eval_context_parallel_size of Meg"),
+    Row(
+        "changed_config",
+        "an average in the collective",
+        "averaging",
+        "average_in_collective is True .* in the per-token loss scaling, which sum",
+        per_token=True,
+    ),
+    Row("finalize_function", "none", "no_finalize", "finalize_model_grads_func is None"),
+    Row("finalize_function", "replaced", "replaced_finalize", "doubled.*when the LossAggregator w"),
+    Row("finalize_function", "replaced after a step", "replaced_later", "doubled.*when the LossAg"),
+    Row("finalize_function", "other arguments", "other_partial", "a=2.* it was .*a=1"),
+    Row("finalize_function", "set by training, replaced", "set_twice", "doubled"),
+    Row(
+        "finalize_function",
+        "not what was probed",
+        "not_probed",
+        "was None when the",
+        per_token=True,
+    ),
+    Row(
+        "finalize_function",
+        "two steps of a model",
+        "two_steps",
+        "a step of this model while another one runs",
+        per_token=True,
+    ),
+    *(
+        Row(
+            "numbers",
+            f"M is {m!r}",
+            "with_m",
+            INTEGER.format("num_microbatches", f"{m!r}"),
+            "DP 2",
+            (m,),
+        )
+        for m in ("2", 2.0, True, 0, -1, None)
+    ),
+    *(
+        Row(
+            "numbers",
+            f"iteration {i!r}",
+            "of_iteration",
+            INTEGER.format("iteration", f"{i!r}"),
+            "DP 2",
+            (i,),
+        )
+        for i in ("2", 2.0, True, 0, -1)
+    ),
+    Row(
+        "numbers", "M of rank 1 is 0", "m_of_rank_1", "^rank 1 of .* got num_microbatches 0, expec"
+    ),
+    Row(
+        "missing_plan",
+        "no plan on the last stage",
+        "begun_with",
+        "got no counts on the last",
+        "DP 2",
+        (None,),
+    ),
+    Row(
+        "missing_plan",
+        "no plan but 7",
+        "begun_with",
+        "got 7, expected what plan_step",
+        "DP 2",
+        (7,),
+    ),
+    Row("plan_of_another_step", "another M", "plan_of_three", "made for 3 microbatches.*runs 2"),
+    Row(
+        "plan_of_another_step",
+        "other ranks",
+        "plan_of_this_rank",
+        r"counted over ranks \[\d\], .* is \[0, 1\].*group=aggregator\.dp_group",
+    ),
+    Row(
+        "plan_of_another_step",
+        "a plan that has trained",
+        "plan_used_again",
+        "has already begun to train a step.*plan_step for each.*forward_only=True",
+    ),
+    Row(
+        "aggregation_of_one_rank",
+        "a mode of its own",
+        "mode_of_one_rank",
+        r"under token_sum.*not agreed on.*aggregator\.agree_on",
+    ),
+    Row("agree", "two modes", "modes_by_rank", "rank 0 has token_mean.*rank 1 has sample_mean"),
+    Row(
+        "unknown_divisor",
+        "N is not known",
+        "unknown_n",
+        r"active tokens.*StepTotals\(active_to",
+        per_token=True,
+    ),
+    Row("unknown_divisor", "N beyond int32", "n_beyond_int32", "2147483648.*int32", per_token=True),
+    Row(
+        "early_reduction",
+        "no no_sync_func",
+        "overlap_with",
+        r"2 microbatches .* config\.no_sync_func is None",
+        "DP 2",
+        ("none",),
+    ),
+    *(
+        Row("early_reduction", f"no_sync_func is {other}", "overlap_with", OTHERS, "DP 2", (other,))
+        for other in ("another's", "a list of another's", "a null context")
+    ),
+    Row("accumulation", "TP 2", "accumulated", ACCUMULATES.format("tensor parallelism"), "TP 2"),
+    Row("accumulation", "PP 2", "accumulated", ACCUMULATES.format("pipeline parallelism"), "PP 2"),
+    Row("accumulation", "EP 2", "accumulated", ACCUMULATES.format("expert parallelism"), "EP 2"),
+    Row(
+        "accumulation",
+        "overlap",
+        "accumulated",
+        ACCUMULATES.format("overlap_grad_reduce"),
+        "DP 2",
+        ("overlap_grad_reduce",),
+    ),
+    Row(
+        "accumulation",
+        "sharded",
+        "accumulated",
+        ACCUMULATES.format("the distributed opt"),
+        "DP 2",
+        ("distributed_optimizer",),
+    ),
+    Row(
+        "accumulation",
+        "per-token",
+        "accumulated",
+        ACCUMULATES.format("--calculate-per-to"),
+        per_token=True,
+    ),
+]
+"""Of each function of ``BEFORE_A_STEP``."""
+
+IN_A_STEP = [
+    Row(
+        "Split",
+        "a local layout of CP 2",
+        "layout_of_cp_2",
+        "CP rank 0 of 2, this rank is 0 of 1.*cu_seqlens=",
+        "DP 2",
+        ("local",),
+    ),
+    Row(
+        "Split",
+        "a zigzag layout of CP 2",
+        "layout_of_cp_2",
+        "CP rank 1 of 2, this rank is 0 of 1.*cu_seqlens=",
+        "DP 2",
+        ("zigzag",),
+    ),
+    Row("Split", "contiguous slices", "contiguous_layout", "cp_partition_mode is zigzag", "CP 2"),
+    Row("GradientAudit", "a loss of nothing reduced", "unreduced", UNREDUCED),
+    Row("GradientAudit", "a reducer made without the step", "own_reducer", UNREDUCED),
+    Row("GradientAudit", "another aggregation only", "other_aggregation", UNREDUCED),
+    Row(
+        "GradientAudit",
+        "a microbatch of an earlier call",
+        "cached_microbatch",
+        UNREDUCED + ".*anew for each microbatch",
+    ),
+    Row(
+        "GradientAudit",
+        "reduced after outputs",
+        "late",
+        "losses of sequences .* were reduced after loss_func had returned for them",
+    ),
+    Row("GradientAudit", "losses without a graph", "graphless", GRAPHLESS, "DP 2", ("detached",)),
+    Row("GradientAudit", "reduced under no_grad", "graphless", GRAPHLESS, "DP 2", ("no_grad",)),
+    Row(
+        "GradientAudit", "reduced in inference mode", "graphless", GRAPHLESS, "DP 2", ("inference",)
+    ),
+    Row(
+        "GradientAudit",
+        "a custom reducer through numpy",
+        "through_numpy",
+        "requires no gradient.*let a custom reducer keep its graph",
+    ),
+    Row(
+        "GradientAudit",
+        "an empty step's loss detached",
+        "empty_and_detached",
+        "requires no gradient in a training step",
+    ),
+    Row(
+        "GradientAudit",
+        "an evaluation that trains",
+        "trained_evaluation",
+        "requires a gradient in a step with forward_only=True.*no_grad",
+    ),
+    Row("GradientAudit", "a mean, reduced for the report", "reported_only", NONE),
+    Row("GradientAudit", "backward twice", "backward_twice", "were trained twice in call 0"),
+    Row(
+        "GradientAudit",
+        "all-reduced over CP with autograd",
+        "all_reduced",
+        COEFFICIENT.format(2),
+        "CP 2",
+    ),
+    Row(
+        "GradientAudit",
+        "a factor on one rank",
+        "factor_of_rank_1",
+        COEFFICIENT.format(2),
+        ranks=(1,),
+    ),
+    Row(
+        "GradientAudit",
+        "a factor in the last microbatch",
+        "factor_of_last",
+        "partial loss of call 1 .* coefficient 2",
+    ),
+    Row("GradientAudit", "a loss scale that changes", "changed_scale", r"coefficient 0\.5", "DP 2"),
+    *(
+        Row(
+            "GradientAudit",
+            "a loss scaled after outputs",
+            "scaled_after",
+            COEFFICIENT.format(2),
+            "CP 2, M 3",
+            (),
+            per_token,
+        )
+        for per_token in (False, True)
+    ),
+    Row(
+        "GradientAudit", "num_tokens dropped", "dropped_tokens", COEFFICIENT.format(2), "CP 2, M 3"
+    ),
+    Row(
+        "GradientAudit",
+        "no schedule",
+        "no_schedule",
+        COEFFICIENT.format(2) + ": .* let Megatron's schedule run",
+    ),
+    Row("GradientAudit", "two schedule calls", "two_calls", COEFFICIENT.format(2)),
+    Row(
+        "TokenWeights",
+        "weights that no loss counts",
+        "uncounted_weights",
+        "token_weight_sums.*no loss of the step counts them",
+    ),
+    Row("GradientBuffers", "gradients of 1", "filled_buffers", NONZERO, "DP 2", (1.0,)),
+    Row("GradientBuffers", "gradients of NaN", "filled_buffers", NONZERO, "DP 2", (float("nan"),)),
+    Row("GradientBuffers", "a step that is repeated", "repeated_step", NONZERO),
+    Row(
+        "NumTokens",
+        "num_tokens dropped",
+        "dropped_tokens",
+        SCHEDULE.format(0) + "|" + COEFFICIENT.format(".*"),
+        "CP 2, M 3",
+        per_token=True,
+    ),
+    Row(
+        "NumTokens",
+        "num_tokens dropped at M 1",
+        "dropped_at_m_1",
+        SCHEDULE.format(0),
+        per_token=True,
+    ),
+    Row(
+        "NumTokens",
+        "tokens of each rank's own",
+        "own_tokens",
+        SCHEDULE.format(r"\d+"),
+        "CP 2",
+        per_token=True,
+    ),
+    Row(
+        "NumTokens",
+        "at least one token",
+        "at_least_one",
+        SCHEDULE.format(2),
+        "CP 2",
+        per_token=True,
+        ranks=(1,),
+    ),
+    Row(
+        "NumTokens",
+        "two schedule calls",
+        "two_calls",
+        "after 1 of the 2 microbatches",
+        per_token=True,
+    ),
+    Row(
+        "Ownership",
+        "a token that no rank trains",
+        "lost_token",
+        "train 1 tokens fewer of sequence",
+        "CP 2",
+    ),
+    Row(
+        "Ownership",
+        "a rank that failed by itself",
+        "failed_alone",
+        "context-parallel rank 1 ended the step with an error",
+        "CP 2",
+        ranks=(0,),
+    ),
+]
+"""Of each class of ``GUARDS``."""
+
+ROWS = [*BEFORE, *IN_A_STEP]

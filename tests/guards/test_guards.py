@@ -1,0 +1,71 @@
+"""Each row of ``fault_table`` is refused with its message, and the table has all that refuses."""
+
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+from conftest import early, launched
+from fault_table import ROWS
+
+from megatron_lossagg import guards
+from megatron_lossagg.guards import GUARDS
+from megatron_lossagg.guards.before import BEFORE_A_STEP
+from megatron_lossagg.guards.guard import Guard
+
+FUNCTIONS = pytest.mark.parametrize("function", BEFORE_A_STEP, ids=lambda one: one.__name__)
+CLASSES = pytest.mark.parametrize("guard", GUARDS, ids=lambda one: one.__name__)
+
+
+@early
+def refusals():
+    return launched("guards/guard_worker.py", processes=2).splitlines()
+
+
+@pytest.mark.parametrize("row", [*map(str, ROWS)])
+def test_the_fault_is_refused(refusals, launches, row):
+    assert not [line for line in refusals if line.startswith(f"FAILED {row}:")]
+    assert f"PASSED {row}" in refusals
+
+
+def test_each_row_has_a_name_of_its_own():
+    assert len(set(map(str, ROWS))) == len(ROWS)
+
+
+def test_the_table_of_guards_has_every_class_of_the_folder():
+    found = set()
+    for module in pkgutil.iter_modules(guards.__path__, f"{guards.__name__}."):
+        members = vars(importlib.import_module(module.name)).values()
+        found |= {one for one in members if inspect.isclass(one) and issubclass(one, Guard)}
+    assert found - {Guard} == set(GUARDS)
+    assert len(set(GUARDS)) == len(GUARDS)
+
+
+@CLASSES
+def test_a_guard_says_what_it_catches_and_costs(guard):
+    assert vars(guard)["catches"]
+    assert guard.costs
+    assert guard.__doc__
+
+
+@CLASSES
+def test_a_guard_has_a_row(guard):
+    assert guard.__name__ in {row.guard for row in ROWS}
+
+
+@FUNCTIONS
+def test_a_refusal_before_a_step_says_in_one_sentence_what_it_refuses(function):
+    sentence = inspect.getdoc(function)
+    assert sentence.endswith(".")
+    assert "\n\n" not in sentence
+    assert sentence.count(". ") == 0
+
+
+@FUNCTIONS
+def test_a_refusal_before_a_step_has_a_row(function):
+    assert function.__name__ in {row.guard for row in ROWS}
+
+
+def test_a_row_is_of_a_guard_or_a_refusal():
+    known = {guard.__name__ for guard in GUARDS} | {one.__name__ for one in BEFORE_A_STEP}
+    assert {row.guard for row in ROWS} <= known | {"agree"}
