@@ -46,23 +46,28 @@ def outputs(
     scaled = _widened(loss) * scaling.k
     counted = scaling.num_tokens(reducer.counted_tokens, cp_rank)
     num_tokens = torch.full((), counted, dtype=torch.int32, device=scaled.device)
-    reports = {name: _report(name, value, scaling) for name, value in report.items()}
+    one = torch.ones_like(scaled, requires_grad=False)
+    reports = {name: _report(name, value, scaling, one) for name, value in report.items()}
     reports |= {name: _mean(name, total, count) for name, (total, count) in means.items()}
     weight_sum, expected = reducer.weight_sum(), reducer.plan.expected_weight
     if weight_sum is not None:
         weight_sum = moved(weight_sum, scaled.device)
         name = "lossagg/weight_sum"
-        reports[name] = _report(name, weight_sum, scaling)
+        reports[name] = _report(name, weight_sum, scaling, one)
         if expected is not None:
-            one = torch.ones_like(weight_sum)
-            reports["lossagg/weight_expected"] = torch.stack([one * expected, one])
+            pair = torch.full_like(reports[name], expected)
+            pair[1] = 1
+            reports["lossagg/weight_expected"] = pair
     return scaled, num_tokens, reports
 
 
 def shadow_reports(shadows: Mapping[str, Tensor], scaling: Scaling) -> dict[str, Tensor]:
     """Return ``lossagg/shadow/NAME`` for each partial loss by its mode's name."""
     names = {name: f"lossagg/shadow/{name}" for name in shadows}
-    return {names[name]: _report(names[name], shadow, scaling) for name, shadow in shadows.items()}
+    return {
+        names[name]: _report(names[name], shadow, scaling, torch.ones_like(shadow))
+        for name, shadow in shadows.items()
+    }
 
 
 def stock_report(loss: Tensor, num_tokens: Tensor, scaling: Scaling) -> dict[str, Tensor]:
@@ -124,11 +129,16 @@ def check_scalar(name: str, value: Tensor) -> None:
         )
 
 
-def _report(name: str, partial_loss: Tensor, scaling: Scaling) -> Tensor:
-    """Make a pair whose sums over the step divide to the sum of the partial losses."""
+def _report(name: str, partial_loss: Tensor, scaling: Scaling, one: Tensor) -> Tensor:
+    """Make a pair whose sums over the step divide to the sum of the partial losses.
+
+    ``one``: a 1 that serves for all reports of its type and device.
+    """
     check_scalar(name, partial_loss)
     value = _widened(partial_loss.detach())
-    return torch.stack([value * scaling.report_factor, torch.ones_like(value)])
+    if (one.dtype, one.device) != (value.dtype, value.device):
+        one = torch.ones_like(value)
+    return torch.stack([value * scaling.report_factor, one])
 
 
 def _mean(name: str, total: Tensor, count: Tensor | float) -> Tensor:

@@ -44,6 +44,8 @@ class Term:
     """Of the value, which a change in place increases."""
     arrived: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
     """Of each backward pass that reached it the gradient, and the loss scale if there is one."""
+    arrives_early: bool = False
+    """Whether one reached it before loss_func had returned."""
 
     def is_of(self, microbatch: object, sequences: Ints) -> bool:
         """Whether its tokens are of a microbatch, or of another mask over the same sequences."""
@@ -187,7 +189,8 @@ def warn_of(found: FoundCall) -> None:
             "mb.reduce did not make is weighted by no aggregation, and its gradient depends on "
             "the parallelism; ignore this if that is meant",
         )
-    if any(len(each) > 1 for each in found.coefficients):
+    is_early = any(term.arrives_early for term in found.call.terms)
+    if is_early or any(len(each) > 1 for each in found.coefficients):
         warn_once(
             "a partial loss that arrives again",
             f"a partial loss of call {found.call.number} of loss_func was reached by more than "

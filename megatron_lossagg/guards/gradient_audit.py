@@ -92,6 +92,9 @@ class GradientAudit(Guard):
         scale = step.config.grad_scale_func
 
         def arrived(gradient: Tensor) -> None:
+            if not (is_recomputed or microbatch in self._returned):
+                term.arrives_early = True  # loss_func still runs: torch.autograd.grad
+                return
             loss_scale = None if scale is None else scale(torch.ones_like(gradient)).reshape(())
             term.arrived.append((gradient.detach(), loss_scale))
 

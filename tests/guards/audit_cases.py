@@ -39,7 +39,6 @@ class Case:
     is_in_time: bool = True
     """Whether it is found when the step finishes; else loss_func raises, and an earlier pipeline
     stage would wait for it."""
-    least_dp_cp: int = 1
 
 
 def own(x, w, t):
@@ -144,7 +143,6 @@ CASES = {
         loss=through_autograd_grad,
         plain=own,
         warned="was reached by more than one backward pass",
-        least_dp_cp=2,  # at 1 its gradient of 1 is what Megatron's own backward pass brings
     ),
     "a mean of losses + the partial loss": Case(
         loss=lambda mb, x: x.mean() + mb.reduce(x),
@@ -208,8 +206,4 @@ SOME = (
 def cases_of(layout):
     """Return the cases of a layout; some of them if it costs much."""
     names = SOME if layout.vpp > 1 or layout.recompute or layout.bf16 else CASES
-    return {
-        name: CASES[name]
-        for name in names
-        if (CASES[name].is_in_time or layout.pp == 1) and layout.dp_cp >= CASES[name].least_dp_cp
-    }
+    return {name: CASES[name] for name in names if CASES[name].is_in_time or layout.pp == 1}

@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 
 from megatron_lossagg import LossAggregator, Sequences, plan_step
 from megatron_lossagg.reduction.options import Options
-from megatron_lossagg.verify.model import (
+from megatron_lossagg.verify.small_gpt import (
     config_of,
     forward,
     pack,
@@ -18,7 +18,7 @@ from megatron_lossagg.verify.model import (
     token_losses,
     wrapped_chunks,
 )
-from megatron_lossagg.verify.sequences import make_sequences
+from megatron_lossagg.verify.step_data import make_sequences
 
 SEQUENCES = [replace(one, trained=one.counted) for one in make_sequences() if any(one.counted)]
 """Of a step over all ranks; every counted token is trained."""
