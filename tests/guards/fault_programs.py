@@ -17,7 +17,7 @@ from megatron.core.rerun_state_machine import (
     get_rerun_state_machine,
     initialize_rerun_state_machine,
 )
-from training_steps import Training, microbatch, plan_of, returning, right
+from training_steps import Training, changing, microbatch, plan_of, returning, right, set_finalize
 
 from megatron_lossagg import Aggregation, Layout, LossAggregator, StepTotals
 from megatron_lossagg.errors import ContractError
@@ -307,11 +307,6 @@ def changed_scale(training):
     training.step(loss_func)
 
 
-def changing(change):
-    """Return a loss_func that changes what ``mb.outputs`` returned."""
-    return lambda step, batch, x: change(*right(step, batch, x))
-
-
 def scaled_after(training):
     training.step(changing(lambda loss, num_tokens, report: (loss * 2, num_tokens, report)))
 
@@ -345,6 +340,10 @@ def two_calls(training):
     with training.plan() as step:
         for batch in training.batches:
             training.run(functools.partial(right, step), [batch])
+
+
+def finalize_set_inside(training):
+    training.step(changing(functools.partial(set_finalize, training.config)))
 
 
 def uncounted_weights(training):

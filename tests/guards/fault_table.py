@@ -47,6 +47,7 @@ OPEN = r"the previous step was not finished.*with aggregator.step.*step\.finish\
 INTEGER = "got {} {}, expected an integer from 1"
 ACCUMULATES = "accumulates=True with {}"
 OTHERS = r"2 microbatches .* config\.no_sync_func is not theirs"
+FINALIZED = "finalize_model_grads_func did not run in the step"
 NONZERO = r"chunk 0 were not zero .*zero_grad_buffer\(\)"
 SCHEDULE = "the schedule got {} tokens of this rank to divide by, mb.outputs returned"
 SCALED = r"scales gradients by \[0\.25, 0\.5\].*frozen"
@@ -342,6 +343,7 @@ IN_A_STEP = [
         "after 1 of the 2 microbatches",
         per_token=True,
     ),
+    Row("Finalized", "a function set inside", "finalize_set_inside", FINALIZED, "DP 2"),
     Row(
         "Ownership",
         "a token that no rank trains",

@@ -1,4 +1,4 @@
-"""Each ``check_`` of ``ownership_worker.py`` passes on two context-parallel ranks."""
+"""Each ``check_`` of the two workers passes on two context-parallel ranks."""
 
 from functools import partial
 
@@ -13,6 +13,9 @@ from megatron_lossagg.errors import ReducerError
 from megatron_lossagg.guards.ownership import Ownership
 
 output, test_ownership = each_check("guards/ownership_worker.py", processes=2)
+output_of_whole, test_whole_masks = each_check(
+    "guards/ownership_whole_masks_worker.py", processes=2
+)
 
 
 def test_the_comparison_waits_for_no_device_until_the_step_is_read():
