@@ -335,8 +335,6 @@ class LossAggregator:
             previous.end()
         for check in BEFORE_A_STEP:
             check(self._run, asked)
-        if plan is not None:
-            plan.state.is_stepped = plan.state.is_stepped or not forward_only
         self._latest = Step(
             chunks=self.chunks,
             groups=self.groups,
@@ -348,6 +346,9 @@ class LossAggregator:
             shadows=self.options.shadows,
             recorder=None if forward_only else self._recorder(iteration),
         )
+        if plan is not None:
+            plan.state.is_stepped |= not forward_only
+            plan.state.refuse_others()
         return self._latest
 
     def _recorder(self, iteration: int | None) -> StepRecorder | None:

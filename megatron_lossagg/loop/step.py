@@ -175,7 +175,7 @@ class Step:
         if is_guarded:
             self._guards = guards_of(self._facts)
         told = partial(_tell, self._guards, self._facts)
-        plan.state.begin(partial(told, "on_reduce"), refuses_others=is_guarded)
+        plan.state.begin(partial(told, "on_reduce"))
         if is_guarded and not forward_only:
             self._finalize = FinalizeHook(chunks[0].config, partial(told, "on_finalize"))
             # A step that is given up without its end is collected.

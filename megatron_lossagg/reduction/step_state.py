@@ -34,14 +34,13 @@ class StepState:
     on_reduce: OnReduce | None = None
     """Of the step that runs over the plan; None while none does."""
 
-    def begin(self, on_reduce: OnReduce, *, refuses_others: bool = True) -> None:
-        """Tell ``on_reduce`` of each reducer's call from here on.
-
-        ``refuses_others``: let no reducer of another plan make a partial loss meanwhile.
-        """
+    def begin(self, on_reduce: OnReduce) -> None:
+        """Tell ``on_reduce`` of each reducer's call from here on."""
         self.on_reduce = on_reduce
-        if refuses_others:
-            _running.add(self)
+
+    def refuse_others(self) -> None:
+        """While the step runs, let no reducer of another plan make a partial loss."""
+        _running.add(self)
 
     def end(self) -> None:
         """End the step that runs over the plan."""

@@ -173,7 +173,8 @@ def test_a_file_or_module_of_the_package_that_a_page_names_exists(page):
     text = page.read_text()
     named = [code for code in re.findall(r"`([^`\n]+)`", text) if "://" not in code]
     for path in (path for code in named for path in PATH.findall(code)):
-        assert (ROOT / path).exists() or (PACKAGE / path).exists(), path
+        places = (ROOT / path, PACKAGE / path, PACKAGE / f"{path}.py")
+        assert any(place.exists() for place in places), path
     for name in re.findall(r"\bmegatron_lossagg(?:\.\w+)+", text):
         pkgutil.resolve_name(name)
 

@@ -106,7 +106,7 @@ def test_a_wrong_factor_fails_with_status_1_and_its_cause(tmp_path):
 @pytest.mark.launches
 def test_a_step_that_is_right_and_raises_fails_with_what_it_raised(tmp_path):
     shutil.copytree(ROOT / "megatron_lossagg", tmp_path / "megatron_lossagg")
-    step = tmp_path / "megatron_lossagg" / "step.py"
+    step = tmp_path / "megatron_lossagg" / "loop" / "step.py"
     lines = "        record_first_step()\n"
     alarm = f"{lines}        raise _alarm('a false alarm')\n"
     assert step.read_text().count(lines) == 1
