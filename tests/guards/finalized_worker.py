@@ -148,7 +148,6 @@ def check_one_rank_without_parallelism_needs_none_in_the_average_loss_scaling():
     plan = plan_step(Aggregation("token_mean"), Sequences(active_tokens=[3]), group=group)
     for loss_scaling, is_made in (("average", False), ("per_token", True)):
         facts = facts_of(plan, loss_scaling=loss_scaling)
-        facts.config.tensor_model_parallel_size = facts.config.pipeline_model_parallel_size = 1
         assert (Finalized.of(facts) is not None) == is_made
 
 

@@ -96,7 +96,8 @@ def a_step_of_two_microbatches(to, losses, loss_scaling, **options):
     """Run a step's loss_func and backward passes; return the step, not finished, and outputs."""
     plan = a_plan((4, 1), mode="sample_mean")
     gradients = SimpleNamespace(grad_data=to(torch.zeros(8)))
-    step = a_step(plan, 2, loss_scaling=loss_scaling, chunks=[a_chunk(gradients)], **options)
+    chunk = a_chunk(gradients)
+    step = a_step(plan, 2, loss_scaling=loss_scaling, chunks=[chunk], **options)
     returned = []
     for sequence, (mask, length) in enumerate((([1, 1, 1, 1], 4), ([1, 0], 2))):
         mb = step.microbatch([sequence], to(torch.tensor(mask)), layout=thd(length))
@@ -108,6 +109,7 @@ def a_step_of_two_microbatches(to, losses, loss_scaling, **options):
         (out[0] * step.scaling.schedule_factor).backward()
         gradients.grad_data += 1  # as a parameter's hook does
         returned.append(out)
+    chunk.config.finalize_model_grads_func([chunk], returned[0][1] + returned[1][1])
     return step, returned
 
 

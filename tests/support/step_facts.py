@@ -26,9 +26,14 @@ def groups_of(*, dp=1, cp=1, cp_rank=0):
 
 
 def a_chunk(*buffers):
-    """Return a chunk with gradient buffers and no loss scale."""
+    """Return a chunk with gradient buffers, no loss scale, and no ranks to reduce over."""
     return SimpleNamespace(
-        config=SimpleNamespace(grad_scale_func=None, finalize_model_grads_func=None),
+        config=SimpleNamespace(
+            grad_scale_func=None,
+            finalize_model_grads_func=lambda model, num_tokens: None,
+            tensor_model_parallel_size=1,
+            pipeline_model_parallel_size=1,
+        ),
         ddp_config=SimpleNamespace(),
         buffers=list(buffers),
         expert_parallel_buffers=[],
