@@ -95,13 +95,8 @@ class LossAggregator:
         options: Options | None = None,
         counts_parts: bool = False,
     ) -> None:
-        numbers = {
-            "divisor": divisor,
-            "exponent": exponent,
-            "count_empty": count_empty,
-            "count": count,
-        }
-        self.aggregation = aggregation_of(aggregation, numbers)
+        numbers = {"divisor": divisor, "exponent": exponent, "count_empty": count_empty}
+        self.aggregation = aggregation_of(aggregation, {**numbers, "count": count})
         self.options = options or Options()
         self.chunks = list(model) if isinstance(model, (list, tuple)) else [model]
         """The DDP-wrapped chunks of this rank."""
