@@ -17,7 +17,10 @@ from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.reducer import Reducer
 
-__all__ = ["Guard", "StepFacts", "is_in_backward"]
+__all__ = ["EVENTS", "Guard", "StepFacts", "is_in_backward"]
+
+EVENTS = ("on_microbatch", "on_reduce", "on_outputs", "on_return", "on_finalize")
+"""The methods of a guard that a running step calls."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -26,7 +26,7 @@ from megatron_lossagg.contract.scaling import LossScaling, Scaling
 from megatron_lossagg.contract.sequence_tracker import SequenceTracker
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards import guards_of
-from megatron_lossagg.guards.guard import Guard, StepFacts, is_in_backward
+from megatron_lossagg.guards.guard import EVENTS, Guard, StepFacts, is_in_backward
 from megatron_lossagg.loop.first_step import record_first_step
 from megatron_lossagg.record.writer import StepRecorder
 from megatron_lossagg.reduction.aggregation import Aggregation
@@ -174,10 +174,11 @@ class Step:
         )
         if is_guarded:
             self._guards = guards_of(self._facts)
-        told = partial(_tell, self._guards, self._facts)
-        plan.state.begin(partial(told, "on_reduce"))
+        self._listeners = {event: _overridden(self._guards, event) for event in EVENTS}
+        plan.state.begin(partial(_tell, self._listeners["on_reduce"], self._facts))
         if is_guarded and not forward_only:
-            self._finalize = FinalizeHook(chunks[0].config, partial(told, "on_finalize"))
+            told = partial(_tell, self._listeners["on_finalize"], self._facts)
+            self._finalize = FinalizeHook(chunks[0].config, told)
             # A step that is given up without its end is collected.
             weakref.finalize(self, self._finalize.end)
 
@@ -256,7 +257,7 @@ class Step:
 
     def _tell(self, event: str, *details: Any) -> None:
         """Tell each guard of an event of this step."""
-        _tell(self._guards, self._facts, event, *details)
+        _tell(self._listeners[event], self._facts, *details)
 
     def _note_shadows(
         self, reducer: Reducer, losses: Tensor, shadows: Mapping[str, Tensor]
@@ -334,7 +335,13 @@ class Step:
             self._plan.state.end()
 
 
-def _tell(guards: Sequence[Guard], facts: StepFacts, event: str, *details: Any) -> None:
-    """Tell each guard of an event; without the step, which nobody keeps alive by this."""
-    for guard in guards:
-        getattr(guard, event)(facts, *details)
+def _overridden(guards: Sequence[Guard], event: str) -> list[Callable[..., None]]:
+    """Return the method of an event of each guard that has one of its own."""
+    stock = getattr(Guard, event)
+    return [getattr(guard, event) for guard in guards if getattr(type(guard), event) is not stock]
+
+
+def _tell(listeners: Sequence[Callable[..., None]], facts: StepFacts, *details: Any) -> None:
+    """Tell the guards of an event; without the step, which nobody keeps alive by this."""
+    for listener in listeners:
+        listener(facts, *details)
