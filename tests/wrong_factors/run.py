@@ -4,8 +4,8 @@ A file of this folder names a fault, a source file, and the lines to replace (co
 each one the package is copied, the lines replaced, and the copy verifies itself at DP 3 x CP 2 with
 M = 4, where M, DP, CP, DP * CP and N differ (those of ``MORE`` with further options).
 Exit status 1 where a fault is not caught, where the cause that is printed is not the fault (its
-file's name is the cause's), where its lines are not found exactly once, or where the unpatched copy
-fails.
+file's name is the cause's) and no step refuses it by its coefficient, where its lines are not found
+exactly once, or where the unpatched copy fails.
 
 The ranks are forked from a process that has imported Megatron-Core: ``verify_copy_worker.py``.
 """
@@ -32,6 +32,8 @@ MORE = {
     "gathered_on_every_rank": ("--packing", "gathered"),
 }
 """Options of the faults that another layout shows."""
+REFUSED = "arrived in the backward pass with the coefficient"
+"""The audit's message, with the wrong factor."""
 SECONDS = 300.0
 SERVER = ForkServer(WITH_MEGATRON, path=f"{ROOT}:{HERE.parent / 'support'}")
 
@@ -86,6 +88,8 @@ def verify(file: Path | None, options: tuple[str, ...]) -> tuple[int, int, list[
         if verdict["explanation"] not in output:
             raise SystemExit(f"not printed: {verdict['explanation']}\n{output}")
     causes = [cause for verdict in failed for cause in verdict["causes"]]
+    if file is not None and not causes:  # a factor that the step refuses is in its message
+        causes = [file.stem for verdict in failed if REFUSED in verdict["explanation"]]
     return len(failed), len(verdicts), sorted(set(causes))
 
 
