@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 import megatron_lossagg.cpu as cpu
-from megatron_lossagg.errors import ProofError, ReducerError
+from megatron_lossagg.errors import ContractError, ProofError, ReducerError
 from megatron_lossagg.loop.aggregator import LossAggregator
 from megatron_lossagg.loop.buffer import MicrobatchSequences
 from megatron_lossagg.loop.integration import FrameworkLoss, Integration
@@ -205,7 +205,10 @@ class Run:
                     loss = mb.reduce(y * batch.coefficient)
                     if case.second is not None:
                         loss = loss + BETA * mb.reduce(y.square(), case.second)
-                except ReducerError as error:  # a failed case does not end the others
+                except (
+                    ReducerError,
+                    ContractError,
+                ) as error:  # a failed case does not end the others
                     faults.append(str(error))
                     loss = mb.reduce(y.nan_to_num() * 0) + (y * torch.nan).sum()
                 return mb.outputs(loss * main, report={"loss": loss})
@@ -215,7 +218,7 @@ class Run:
         reports = run_schedule(forward_step, self.chunks, self.batches, forward_only=forward_only)
         try:
             step.finish()  # raises what a device found
-        except ReducerError as error:
+        except (ReducerError, ContractError) as error:
             faults.append(str(error))
         return _Ran(reports, step.k, faults)
 
@@ -252,7 +255,7 @@ class Run:
                 wrap=hook.wrap,
                 reads=self._reads,
             )
-        except ReducerError as error:
+        except (ReducerError, ContractError) as error:
             faults.append(str(error))
         return _Ran(reports, hook.k, faults)
 
