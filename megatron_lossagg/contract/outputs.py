@@ -112,7 +112,7 @@ def check_reported(report: Mapping[str, Tensor], means: Means) -> None:
 
 
 def check_coefficient(coefficient: float) -> None:
-    """Raise :class:`ContractError` for a coefficient that is no finite number, or 0."""
+    """Raise :class:`ContractError` for a coefficient of 0, or one that is not a finite number."""
     is_number = isinstance(coefficient, Real) and not isinstance(coefficient, bool)
     if not is_number or not math.isfinite(coefficient) or coefficient == 0:
         raise ContractError(

@@ -110,7 +110,7 @@ def finalize_function(run: RunFacts, asked: Asked) -> None:
 
 
 def numbers(run: RunFacts, asked: Asked) -> None:
-    """Refuse an M or a number of the step that is no integer from 1."""
+    """Refuse an M or a number of the step that is not an integer from 1."""
     if not is_integer(asked.num_microbatches, lowest=1):
         raise ContractError(
             f"got num_microbatches {asked.num_microbatches!r}, expected an integer from 1: pass "

@@ -135,8 +135,11 @@ def found_calls(calls: Sequence[Call], expected: float, values: Sequence[float])
             each = []
             for _, loss_scale in term.arrived:
                 gradient = next(read)
-                scales.append(1.0 if loss_scale is None else next(read))
-                each.append(gradient / (expected * scales[-1]) if scales[-1] else math.nan)
+                scale = 1.0 if loss_scale is None else next(read)
+                each.append(gradient / (expected * scale) if scale else math.nan)
+                # A gradient that overflows under a loss scale is the optimizer's to skip.
+                overflows = loss_scale is not None and not math.isfinite(gradient)
+                scales.append(math.nan if overflows else scale)
             coefficients.append(each)
         if all(math.isfinite(scale) and scale for scale in scales):
             one = FoundCall(call=call, loss=loss, values=of_terms, coefficients=coefficients)

@@ -299,6 +299,8 @@ def plan_step(
         counted = count_step(aggregation, checked, fault, exchange, settings, shadows=shadows)
     if totals is not None and verifies:
         _check_given(totals, counted)
+    if totals is not None:  # on all ranks alike: what raises below may be one rank's own
+        _steps[exchange.ranks] += 1
     try:
         if totals is not None:
             if fault:
@@ -310,8 +312,6 @@ def plan_step(
         if totals is None:
             raise
         raise PlanError(f"{exchange.name()}: {error}") from None
-    if totals is not None:
-        _steps[exchange.ranks] += 1
     if plan.counts.is_empty:
         _empty_step(options)
     _check_divisor(plan)

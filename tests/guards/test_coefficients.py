@@ -134,6 +134,12 @@ def test_a_call_whose_loss_scale_is_none_is_not_judged(scale):
     assert found(a_term(2.0, scale=scale), loss=4.0) == []
 
 
+@pytest.mark.parametrize("c", [float("inf"), float("nan")])
+def test_a_gradient_that_overflows_is_judged_only_without_a_loss_scale(c):
+    assert found(a_term(c, scale=512.0), loss=4.0) == []
+    assert "with the coefficient" in fault(a_term(c), loss=4.0)
+
+
 def test_a_loss_that_is_more_than_its_terms_is_warned_of_with_the_difference():
     faults._warned.clear()
     (one,) = found(a_term(1.0), loss=3.0)
