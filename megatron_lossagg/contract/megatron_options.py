@@ -2,7 +2,8 @@
 
 :func:`check_options` rejects what a live object sets. The table of ``docs/compatibility.md`` has
 these options, others that need no refusal, and the release that brought each. A test compares the
-two. No torch, no Megatron.
+two. What only a step or a framework can refuse is in ``guards/before.py`` and ``integrations/``.
+No torch, no Megatron.
 """
 
 from __future__ import annotations

@@ -1,7 +1,11 @@
 """What each step checks: one file per guard, and the table of them all.
 
 A guard costs its file, a line of this table, and its cases in ``tests/guards``: none of the
-algebra's code. ``docs/checks.md`` is printed from here.
+algebra's code. ``docs/checks.md`` is printed from here and lists everything that is checked.
+
+No guards: ``before`` has the refusals before a step. ``agreement`` and ``frozen`` look when a run
+starts, ``framework_loss`` in the schedule hook. ``coefficients`` is the rule of ``GradientAudit``,
+``trained_tokens`` what ``Ownership`` adds up.
 """
 
 from __future__ import annotations
