@@ -123,7 +123,7 @@ def _state(array: Any) -> Any:
         except (KeyError, RuntimeError, TypeError):
             return version
     if array.nbytes <= _WHOLE_BYTES:
-        return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return version, zlib.crc32(array.flat[:: array.size // _MOST].tobytes())
 
 
