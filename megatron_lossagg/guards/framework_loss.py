@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +15,71 @@ from torch.autograd.graph import GradientEdge
 from megatron_lossagg.reduction.devices import moved
 from megatron_lossagg.reduction.faults import Faults
 
-__all__ = ["compare_with_framework"]
+__all__ = ["compare_graphs", "compare_with_framework", "looks_closely"]
+
+_CHANGE = "and they would be lost; train it without the flags of --loss-aggregation"
+
+
+def looks_closely(step: int) -> bool:
+    """Whether graph and gradient of a loss are compared in a training step: 1, 2, 4, ..., 64, 128.
+
+    From 64 on it is each 64th. ``step``: from 1.
+    """
+    return step & (step - 1) == 0 if step < 64 else step % 64 == 0
+
+
+def compare_graphs(
+    found: Tensor, losses: Tensor, *, output: GradientEdge, faults: Faults, microbatch: int
+) -> None:
+    """Look for a parameter that the framework's loss reaches and the losses do not.
+
+    A term that has it is not known, however small its value is; a term times 0 is none. ``found``:
+    the framework's loss. ``losses``: of the tokens. ``output``: what the model returned, past which
+    nothing is looked at. Host only: the graph between both is walked.
+    """
+    known = set(_nodes(losses, {output.node}))
+    for node in _nodes(found, {output.node, *known}):
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.nn.Parameter):
+            describe = functools.partial(_reaches_more, microbatch, list(leaf.shape))
+            faults.record([], describe)
+            return
+
+
+def _reaches_more(microbatch: int, shape: list[int], values: list[float]) -> str:
+    return (
+        f"the script's loss_func gave a loss for microbatch {microbatch} of rank "
+        f"{dist.get_rank()} that reaches a parameter of shape {shape} not by the model's output: "
+        "it has terms that are not known here (a penalty of weights, a distillation loss), "
+        f"{_CHANGE}"
+    )
+
+
+def _nodes(root: Tensor, stop: set[Any]) -> Iterator[Any]:
+    """Yield the nodes of a tensor's graph up to ``stop``, and without what is multiplied by 0."""
+    seen: set[Any] = {*stop, None}
+    todo: list[Any] = [root.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            if not (_is_zero(node, "_saved_self") or _is_zero(node, "_saved_other")):
+                todo += [parent for parent, _ in node.next_functions]
+
+
+def _is_zero(node: Any, name: str) -> bool:
+    """Whether a factor that a node has saved is the number 0, read without a host sync."""
+    try:
+        factor = getattr(node, name, None) if node.name() == "MulBackward0" else None
+        return (
+            isinstance(factor, Tensor)
+            and factor.is_cpu
+            and factor.numel() == 1
+            and not factor.item()
+        )
+    except RuntimeError:  # changed in place
+        return False
 
 
 def compare_with_framework(
@@ -31,7 +97,7 @@ def compare_with_framework(
     ``found``: the framework's loss, 0-dim. ``losses``, ``mask``, ``token_weights``: of a
     microbatch, in the same order. ``output``: what the model returned; None to compare no
     gradients. ``faults`` are read later. No collective, no host sync; two backward passes up to the
-    output.
+    output if there is one.
     """
     mask = moved(mask, losses.device)
     factor = mask if token_weights is None else moved(token_weights, mask.device)
@@ -54,10 +120,10 @@ def _more_than_sum(microbatch: int, values: list[float]) -> str:
     difference, gradient = gradients or (0.0, 0.0)
     if abs(found - ours) <= 1e-4 * scale and difference <= 1e-4 * gradient:
         return ""
+    of_gradients = f", and their gradients differ by {difference:.3g} of {gradient:.3g}"
     return (
         f"the script's loss_func gave {found:.6g} for microbatch {microbatch} of rank "
-        f"{dist.get_rank()}, the masked sum of its per-token losses is {ours:.6g}, and their "
-        f"gradients differ by {difference:.3g} of {gradient:.3g}: it has terms "
-        "or factors that are not known here (a distillation loss, a penalty, a coefficient), and "
-        "they would be lost; train it without the flags of --loss-aggregation"
+        f"{dist.get_rank()}, the masked sum of its per-token losses is {ours:.6g}"
+        f"{of_gradients if gradients else ''}: it has terms or factors that are not known here (a "
+        f"distillation loss, a penalty, a coefficient), {_CHANGE}"
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lossagg.errors import PlanError
+from megatron_lossagg.guards.refilled import KeptObjects
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.exchange import gather_counts
 from megatron_lossagg.reduction.integers import (
@@ -120,7 +122,7 @@ class StepBuffer:
     storage. Copied are the tensors and NumPy arrays in dicts, lists, tuples, dataclasses, the
     attributes of a microbatch and those of an object in it that has a tensor or array as an
     attribute, and these containers. What such an object or a dataclass refers to is not, if it is
-    an object of another kind.
+    an object of another kind: a tensor that is refilled there is reported by :meth:`plan`.
 
     Raises :class:`PlanError` for what is not an iterator and for a ``num_microbatches`` that
     is not an integer from 1. An iterator that ends early or raises, and a microbatch that cannot be
@@ -216,6 +218,7 @@ class StepBuffer:
         return iter(self._replayed)
 
     def _read(self, data_iterator: Iterator[Any]) -> None:
+        kept = KeptObjects()
         for index in range(self.num_microbatches):
             doing = "the data iterator raised"
             try:
@@ -223,7 +226,7 @@ class StepBuffer:
                 doing = (
                     "copying a microbatch, so that the iterator may use its memory again, raised"
                 )
-                self._data.append(_copied(data))
+                self._data.append(_copied(data, functools.partial(kept.note, index)))
             except StopIteration:
                 self._fault = (
                     f"the data iterator ended after {index} of {self.num_microbatches} "
@@ -237,6 +240,7 @@ class StepBuffer:
                 )
                 self._cause = error
                 return
+        self._fault = kept.fault()
 
     def _counted(
         self, count: Callable[[Any], IntsLike | MicrobatchSequences]
@@ -267,10 +271,14 @@ def _joined(counts: list[MicrobatchSequences], name: str) -> list[Any] | None:
     return [value for counted in counts for value in counted.of_sequences(name)]
 
 
-def _copied(microbatch: Any) -> Any:
-    """Copy a microbatch's containers, tensors and arrays, and nothing that is of another kind."""
+def _copied(microbatch: Any, note: Callable[[list[Any], list[Any]], None]) -> Any:
+    """Copy a microbatch's containers, tensors and arrays, and nothing that is of another kind.
+
+    ``note`` is called with what was kept as it is, and with the arrays that were copied.
+    """
     seen: dict[int, Any] = {}  # with the values: a mapping may make its own anew
     known: dict[int, Any] = {}
+    arrays: list[tuple[Any, Any]] = []  # each with what holds it
 
     def look_at(value: Any, *, is_microbatch: bool, in_object: bool = False) -> None:
         if id(value) in seen:
@@ -286,9 +294,14 @@ def _copied(microbatch: Any) -> Any:
         in_object |= not (is_microbatch or isinstance(value, (Mapping, list, tuple, np.ndarray)))
         for part in parts or ():
             look_at(part, is_microbatch=in_lockstep, in_object=in_object)
+            if isinstance(part, (Tensor, np.ndarray)):
+                arrays.append((part, value))
 
     look_at(microbatch, is_microbatch=True)
-    return copy.deepcopy(microbatch, known)
+    copied = copy.deepcopy(microbatch, known)  # which adds to ``known`` what it copies
+    kept = {key: value for key, value in seen.items() if known.get(key, value) is value}
+    note([*kept.values()], [array for array, holder in arrays if id(holder) not in kept])
+    return copied
 
 
 def _parts(value: Any, *, is_microbatch: bool, in_object: bool) -> Iterable[Any] | None:

@@ -51,9 +51,9 @@ class FrameworkLoss:
     masked_sum: Tensor | None = None
     """The framework's own loss, 0-dim, if it should be the sum of ``losses`` times ``mask``.
 
-    It is compared with that in each training microbatch, by value and by the gradient at the
-    model's output, so that no term is lost. None: nothing is
-    compared.
+    It is compared with that in each training microbatch by value, and in steps 1, 2, 4, ..., 64,
+    128, ... by the gradient at the model's output, so that no term is lost. None: neither is
+    compared. In these steps a loss that reaches a parameter without the output is refused too.
     """
     check: tuple[list[Tensor], Describe] | None = None
     """0-dim results of a check of the integration's own, on the device, and what they mean.

@@ -20,7 +20,11 @@ from torch.autograd.graph import get_gradient_edge
 from megatron_lossagg.contract.groups import unwrapped
 from megatron_lossagg.contract.outputs import stock_report
 from megatron_lossagg.errors import AggregationError, ContractError
-from megatron_lossagg.guards.framework_loss import compare_with_framework
+from megatron_lossagg.guards.framework_loss import (
+    compare_graphs,
+    compare_with_framework,
+    looks_closely,
+)
 from megatron_lossagg.loop.aggregator import LossAggregator
 from megatron_lossagg.loop.buffer import StepBuffer, StepMicrobatch
 from megatron_lossagg.loop.integration import FrameworkLoss, Integration
@@ -87,6 +91,7 @@ class ScheduleHook:
         """Made by the first call; None before."""
         self.num_steps = 0
         """Calls of a schedule whose loss was replaced or shadowed, training and evaluation."""
+        self._num_trained = 0
         self.is_found = False
         """Whether the framework's loop has asked for its schedule."""
         self.k = 1
@@ -132,6 +137,7 @@ class ScheduleHook:
         num_microbatches = call["num_microbatches"]
         aggregator = self._of_model(call["model"], forward_only)
         self.num_steps += 1
+        self._num_trained += not forward_only
         iterators = call["data_iterator"]
         is_list = isinstance(iterators, (list, tuple))
         chunks = [*iterators] if is_list else [iterators]
@@ -171,6 +177,7 @@ class ScheduleHook:
             step=step,
             trains=trains,
             compares=not forward_only,
+            looks_closely=looks_closely(self._num_trained),
         )
         if reads:
             chunks[:-1] = [
@@ -249,6 +256,7 @@ class _Replay:
         step: Step,
         trains: bool,
         compares: bool,
+        looks_closely: bool,
     ) -> None:
         functools.update_wrapper(self, forward_step)
         self._data = data
@@ -261,6 +269,8 @@ class _Replay:
         self._step = step
         self._trains = trains
         self._compares = compares
+        self._looks_closely = looks_closely and trains and compares
+        """Whether graph and gradient of the framework's loss are compared too."""
 
     def __call__(self, data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         # Of an interleaved pipeline only the last chunk has a loss. A schedule that overlaps
@@ -310,7 +320,8 @@ class _Replay:
         self, microbatch: StepMicrobatch, loss_func: Callable[..., Any], output: Tensor
     ) -> tuple[FrameworkLoss, MicrobatchLoss]:
         # Before loss_func, which may change the output in place.
-        edge = get_gradient_edge(output) if self._trains and output.requires_grad else None
+        is_close = self._looks_closely and output.requires_grad
+        edge = get_gradient_edge(output) if is_close else None
         framework = self._integration.loss(loss_func, output)
         lengths = microbatch.lengths
         if lengths is None:
@@ -334,6 +345,14 @@ class _Replay:
                 framework.losses,
                 framework.mask,
                 framework.token_weights,
+                output=edge,
+                faults=faults,
+                microbatch=microbatch.index,
+            )
+        if edge is not None and isinstance(framework.returned[0], Tensor):
+            compare_graphs(
+                framework.returned[0],
+                framework.losses,
                 output=edge,
                 faults=faults,
                 microbatch=microbatch.index,

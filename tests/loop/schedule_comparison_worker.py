@@ -1,12 +1,15 @@
 """The comparison of a framework's own loss with the masked sum that is replaced; DP 2."""
 
+import dataclasses
 import functools
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 from hooked_loop import (
+    M,
     a_hook,
     assert_trains_by_hand,
     batches,
@@ -21,7 +24,7 @@ from hooked_loop import (
 from torch.autograd.graph import get_gradient_edge
 
 from megatron_lossagg.errors import ReducerError
-from megatron_lossagg.guards.framework_loss import compare_with_framework
+from megatron_lossagg.guards.framework_loss import compare_with_framework, looks_closely
 from megatron_lossagg.integrations import bridge
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
@@ -108,6 +111,65 @@ def check_a_loss_func_may_mask_in_place(chunk, stock):
 
     step = with_loss(lambda mask: functools.partial(in_place, mask))
     assert_trains_by_hand(a_hook().wrap(stock), chunk, of_both_ranks(), forward_step_func=step)
+
+
+def check_a_small_penalty_of_weights_is_refused_by_the_parameter_that_it_reaches(chunk, stock):
+    """Its value is below what a comparison can tell from rounding, or 0."""
+    weight = chunk.module.output_layer.weight
+    start = weight.detach().clone()
+    for penalty in (lambda: 1e-6 * weight.square().sum(), lambda: (weight - start).square().sum()):
+        step = changed(lambda loss, mask, penalty=penalty: loss + penalty())
+        with refused(ReducerError, f"a parameter of shape {list(weight.shape)} not by", "penalty"):
+            run(a_hook().wrap(stock), chunk, batches(0), forward_step_func=step)
+
+
+def check_an_integration_that_compares_nothing_loses_no_penalty_of_weights(chunk, stock):
+    class NotCompared(bridge.BridgeIntegration):
+        def loss(self, loss_func, output):
+            return dataclasses.replace(super().loss(loss_func, output), masked_sum=None)
+
+    step = changed(lambda loss, mask: loss + chunk.module.output_layer.weight.square().sum())
+    hook = ScheduleHook("sample_mean", NotCompared())
+    with refused(ReducerError, "that reaches a parameter of shape", "not by the model's output"):
+        run(hook.wrap(stock), chunk, batches(0), forward_step_func=step)
+
+
+def check_a_term_times_zero_and_a_leaf_of_the_script_are_no_terms(chunk, stock):
+    def unused():  # as for parameters that a microbatch does not use
+        return 0.0 * sum(weight.sum() for weight in chunk.module.parameters())
+
+    def elementwise():
+        return (chunk.module.output_layer.weight * 0).sum()
+
+    def started():
+        return torch.zeros((), requires_grad=True)
+
+    for term in (unused, elementwise, started):
+        step = changed(lambda loss, mask, term=term: loss + term())
+        assert_trains_by_hand(a_hook().wrap(stock), chunk, of_both_ranks(), forward_step_func=step)
+
+
+def check_graph_and_gradient_are_compared_in_steps_1_2_4_and_8(chunk, stock):
+    """A term without a value that begins in step 3 is refused in step 4."""
+    beta, calls = torch.zeros(()), []
+
+    def counted(loss, mask):
+        loss = loss + beta * (loss**2 - (loss**2).detach())
+        loss.register_hook(lambda gradient: calls.append(1))
+        return loss
+
+    schedule, found = a_hook().wrap(stock), []
+    for _ in range(8):
+        calls.clear()
+        run(schedule, chunk, batches(0), forward_step_func=changed(counted))
+        found.append(len(calls))
+    assert found == [M, M, 0, M, 0, 0, 0, M]
+    for step in range(9, 17):
+        beta.fill_(step > 9)
+        with refused(ReducerError, "their gradients differ") if step == 16 else nullcontext():
+            run(schedule, chunk, batches(0), forward_step_func=changed(counted))
+    closely = [step for step in range(1, 300) if looks_closely(step)]
+    assert closely == [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
 
 
 class OnlyOnce(torch.autograd.Function):
