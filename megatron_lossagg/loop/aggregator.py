@@ -248,7 +248,7 @@ class LossAggregator:
             "samples_per_prompt": samples_per_prompt,
         }
         return self.begin_together(
-            partial(self._plan, given, num_microbatches, forward_only),
+            partial(self._plan, given, num_microbatches, forward_only, iteration),
             num_microbatches=num_microbatches,
             forward_only=forward_only,
             accumulates=accumulates,
@@ -282,6 +282,7 @@ class LossAggregator:
             ),
             num_microbatches,
             self.groups.pp_group,
+            forward_only=forward_only,
         )
 
     def begin(
@@ -307,7 +308,7 @@ class LossAggregator:
             accumulates: Gradients of earlier schedule calls are kept on purpose; else they must be
                 zero when the first loss is returned.
             iteration: The number of the step, from 1, in ``options.record``; None is one more than
-                that of its last line.
+                that of its last line. Ranks that pass one pass the same.
 
         Returns:
             The step, a context manager.
@@ -352,16 +353,18 @@ class LossAggregator:
         return StepRecorder(Exchange(self._record_group), self._record_file, iteration)
 
     def _plan(
-        self, arguments: dict[str, Any], num_microbatches: int, forward_only: bool
+        self, given: dict[str, Any], m: int, forward_only: bool, iteration: int | None
     ) -> StepPlan:
         """Plan the counts of this data-parallel rank; see :meth:`step`."""
-        sequences, fault = sequences_of_rank(arguments, num_microbatches, self.tp_group)
+        sequences, fault = sequences_of_rank(given, m, self.tp_group, forward_only=forward_only)
         return plan_step(
             self.aggregation,
             sequences,
             group=self.dp_group,
             options=self.options.of_step(forward_only),
             fault=fault,
+            forward_only=forward_only,
+            iteration=iteration,
         )
 
     def wrap(self, schedule: Callable[..., Any], integration: Integration) -> Callable[..., Any]:

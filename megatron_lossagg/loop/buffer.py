@@ -163,13 +163,16 @@ class StepBuffer:
         group: ProcessGroup | None = None,
         tp_group: ProcessGroup | None = None,
         options: Options = _DEFAULTS,
+        forward_only: bool | None = None,
+        iteration: int | None = None,
     ) -> StepPlan:
         """Count the buffered microbatches and plan the step; see :func:`plan_step`.
 
         ``count``: active tokens of each sequence of a microbatch, padding sequences left out, or
         :class:`MicrobatchSequences`. ``group``: the data-parallel group. ``tp_group``: the
         tensor-parallel group, needed if some of its ranks have no iterator: all take the
-        numbers of its first rank, by one ``all_gather_object``.
+        numbers of its first rank, by one ``all_gather_object``. ``options``, ``forward_only``,
+        ``iteration``: as in :func:`plan_step`.
 
         An iterator that ended early or raised, and a ``count`` that raises, are reported as a
         wrong count is: :class:`PlanError` with the same message on every rank of ``group``,
@@ -193,7 +196,15 @@ class StepBuffer:
             num_microbatches=self.num_microbatches,
         )
         try:
-            plan = plan_step(aggregation, given, group=group, options=options, fault=fault)
+            plan = plan_step(
+                aggregation,
+                given,
+                group=group,
+                options=options,
+                fault=fault,
+                forward_only=forward_only,
+                iteration=iteration,
+            )
         except PlanError as error:
             raise error from cause
         numbers = itertools.count()

@@ -17,15 +17,17 @@ __all__ = ["sequences_of_rank"]
 
 
 def sequences_of_rank(
-    arguments: dict[str, Any], num_microbatches: int, tp_group: ProcessGroup
+    arguments: dict[str, Any], num_microbatches: int, tp_group: ProcessGroup, *, forward_only: bool
 ) -> tuple[Sequences, str]:
     """Return what to plan on this data-parallel rank, or why it has no counts.
 
     ``arguments``: of :class:`Sequences`, those that are None left out. On all ranks of ``tp_group``
     they are its first rank's: one ``all_gather_object`` if it has several ranks.
+    ``forward_only``: must be the same on them.
     """
     given = {name: value for name, value in arguments.items() if value is not None}
-    given, fault = _of_first_rank(given, tp_group)
+    kind = "an evaluation" if forward_only else "a training step"
+    given, fault = _of_first_rank(given, tp_group, kind=kind)
     if not is_integer(num_microbatches, lowest=1) and not fault:
         fault = f"got num_microbatches {num_microbatches!r}, expected an integer from 1"
     if "active_tokens" not in given and not fault:
@@ -35,7 +37,9 @@ def sequences_of_rank(
     return Sequences(**given, num_microbatches=num_microbatches), ""
 
 
-def _of_first_rank(given: dict[str, Any], tp_group: ProcessGroup) -> tuple[dict[str, Any], str]:
+def _of_first_rank(
+    given: dict[str, Any], tp_group: ProcessGroup, *, kind: str
+) -> tuple[dict[str, Any], str]:
     if tp_group.size() == 1:
         return given, ""
     own, fault = {}, ""
@@ -43,7 +47,14 @@ def _of_first_rank(given: dict[str, Any], tp_group: ProcessGroup) -> tuple[dict[
         own = {name: _listed(value) for name, value in given.items()}
     except Exception as error:  # of any type: no rank may leave the others waiting
         fault = message_of(error)
-    (first, *others), fault = gather_counts(own, fault, tp_group)
+    gathered, fault = gather_counts((kind, own), fault, tp_group)
+    (kinds, (first, *others)) = zip(*gathered, strict=True)
+    rank = next((rank for rank, each in enumerate(kinds) if each != kinds[0]), None)
+    if not fault and rank is not None:
+        fault = (
+            f"tensor-parallel rank 0 begins {kinds[0]}, rank {rank} {kinds[rank]}: begin the same "
+            "steps on all of them, in the same order"
+        )
     other = next((n for n, each in enumerate(others, 1) if each not in ({}, first)), None)
     if not fault and other is not None:
         fault = (

@@ -143,6 +143,8 @@ class ScheduleHook:
         chunks = [*iterators] if is_list else [iterators]
         reads = chunks[-1] is not None
         buffer: StepBuffer | None = None
+        records = self.options.record is not None and not forward_only
+        iteration = self.integration.iteration() if records else None
 
         def plan() -> StepPlan:
             nonlocal buffer
@@ -153,15 +155,16 @@ class ScheduleHook:
                 group=aggregator.dp_group,
                 tp_group=aggregator.tp_group,
                 options=self.options.of_step(forward_only),
+                forward_only=forward_only,
+                iteration=iteration,
             )
 
         trains = self.aggregation is not None
-        records = self.options.record is not None and not forward_only
         step = aggregator.begin_together(
             plan,
             num_microbatches=num_microbatches,
             forward_only=forward_only or not trains,
-            iteration=self.integration.iteration() if records else None,
+            iteration=iteration,
         )
         if buffer is None:  # an earlier stage, which computes no loss
             with step:

@@ -14,9 +14,9 @@ __all__ = ["begun_on_all_stages"]
 
 
 def begun_on_all_stages(
-    begin: Callable[[], Step], num_microbatches: int, pp_group: ProcessGroup
+    begin: Callable[[], Step], num_microbatches: int, pp_group: ProcessGroup, *, forward_only: bool
 ) -> Step:
-    """Return what ``begin`` returns, or raise on all stages if it raises on one or M differs.
+    """Return what ``begin`` returns, or raise on all stages if one raises or has another M or kind.
 
     One all-gather over the pipeline-parallel group if it has several ranks.
     """
@@ -26,7 +26,8 @@ def begun_on_all_stages(
     except Exception as found:  # of any type: no stage may leave the others waiting
         error = found
     message = "" if error is None else message_of(error)
-    of_stages = Exchange(pp_group).messages(f"{num_microbatches}\n{message}")
+    what = f"{'evaluate' if forward_only else 'train'} {num_microbatches}"
+    of_stages = Exchange(pp_group).messages(f"{what}\n{message}")
     if error is not None:
         raise error
     assert step is not None
@@ -38,13 +39,13 @@ def begun_on_all_stages(
 
 
 def _fault_of_stages(found: Sequence[Sequence[str]]) -> str:
-    """Name the first pipeline stage that failed or has a different M, if one does."""
-    for stage, (m, message) in enumerate(found):
+    """Name the first pipeline stage that failed or begins another step, if one does."""
+    for stage, (what, message) in enumerate(found):
         if message:
             return f"pipeline stage {stage}: {message}"
-        if m != found[0][0]:
+        if what != found[0][0]:
             return (
-                f"pipeline stages 0 and {stage} run {found[0][0]} and {m} microbatches: pass every "
-                "stage of a pipeline the same num_microbatches"
+                f"pipeline stages 0 and {stage} {found[0][0]} and {what} microbatches: pass every "
+                "stage of a pipeline the same num_microbatches and forward_only"
             )
     return ""

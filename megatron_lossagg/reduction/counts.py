@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from megatron_lossagg.reduction.sequences import (
     hashed,
 )
 
-__all__ = ["StepTotals", "WeightTotals", "count_step", "known_step"]
+__all__ = ["StepTotals", "WeightTotals", "WhichStep", "count_step", "known_step"]
 
 _Numbers = TypeVar("_Numbers", Ints, Floats)
 
@@ -111,6 +111,28 @@ class StepTotals:
                 value.flags.writeable = False  # the weights follow from them
 
 
+class WhichStep(NamedTuple):
+    """Which step is planned, as far as that is known; ranks of a group plan the same."""
+
+    kind: int
+    """0 if it is not known, 1 if it trains, 2 if it evaluates."""
+    number: int
+    """Of a training step, from 1; 0 if it is not known."""
+
+    @staticmethod
+    def of(forward_only: bool | None, iteration: object) -> WhichStep:
+        """Return it; what is no number of a step is left to others to refuse."""
+        kind = 0 if forward_only is None else 1 + bool(forward_only)
+        is_number = kind == 1 and is_integer(iteration, lowest=1, highest=2**62)
+        return WhichStep(kind, cast(int, iteration) if is_number else 0)
+
+    def __str__(self) -> str:
+        """Name it in a message."""
+        if self.number:
+            return f"training step {self.number}"
+        return ("a plan", "a training step", "an evaluation")[self.kind]
+
+
 def known_step(
     sequences: CheckedSequences, totals: StepTotals, data_parallel_size: int | None
 ) -> StepTotals:
@@ -173,13 +195,14 @@ def count_step(
     fault: str,
     exchange: Exchange,
     settings: Iterable[str] = (),
+    which: WhichStep = WhichStep(0, 0),  # noqa: B008  a constant
     *,
     shadows: Iterable[Aggregation] = (),
 ) -> StepTotals:
     """Count over the group; every rank raises the same :class:`PlanError` or none does.
 
-    ``settings``: what else must be the same on every rank, in words. ``shadows``: aggregations for
-    which is counted too.
+    ``settings``: what else must be the same on every rank, in words. ``which``: the step, by its
+    kind and number. ``shadows``: aggregations for which is counted too.
     """
     settings = [f"{aggregation} ({aggregation!r})", *settings]
     n_S, v_S = sequences.active_tokens, sequences.token_weight_sums
@@ -188,7 +211,7 @@ def count_step(
     if v_S is not None:
         columns[_WEIGHTS] = v_S.view(np.int64)  # all columns travel as integers
     given = [*columns, *["microbatch"] * (sequences.microbatch is not None)]
-    of_ranks = _gathered_numbers(sequences, settings, given, fault, exchange)
+    of_ranks = _gathered_numbers(sequences, settings, given, which, fault, exchange)
     counted = StepTotals(
         active_tokens=int(of_ranks["tokens"].sum()),
         samples=int(of_ranks["sequences"].sum()),
@@ -210,10 +233,11 @@ def _gathered_numbers(
     sequences: CheckedSequences,
     settings: list[str],
     given: list[str],
+    which: WhichStep,
     fault: str,
     exchange: Exchange,
 ) -> dict[str, Ints]:
-    """Gather eleven integers of every rank, int64 ``[W]`` each; refuse what must be the same."""
+    """Gather 13 integers of every rank, int64 ``[W]`` each; refuse what must be the same."""
     n_S, v_S = sequences.active_tokens, sequences.token_weight_sums
     has_microbatches = sequences.microbatch is not None
     own = {
@@ -230,13 +254,15 @@ def _gathered_numbers(
         "weighted_microbatches": _count_microbatches(sequences, v_S)[1],
         "num_microbatches": (sequences.num_microbatches or 0) if has_microbatches else 0,
         "longest": int(n_S.max(initial=0)),
+        **which._asdict(),
     }
     gathered = exchange.integers(np.array([*own.values()], dtype=np.int64)).T
     of_ranks = dict(zip(own, gathered, strict=True))
-    strings = of_ranks["string_ids"]
-    same = (of_ranks["fingerprint"], of_ranks["samples_per_prompt"], strings[strings >= 0])
+    strings, *known = (of_ranks[name] for name in ("string_ids", "kind", "number"))
+    same = [of_ranks["fingerprint"], of_ranks["samples_per_prompt"], strings[strings >= 0]]
+    same += [values[values > 0] for values in known]
     if of_ranks["has_fault"].any() or any((values != values[:1]).any() for values in same):
-        _raise_together(settings, sequences, given, fault, exchange)
+        _raise_together(settings, sequences, given, which, fault, exchange)
     check_sum(f"Sequences.active_tokens of all {exchange.size} ranks", of_ranks["tokens"])
     return of_ranks
 
@@ -302,13 +328,14 @@ def _raise_together(
     settings: list[str],
     sequences: CheckedSequences,
     given: list[str],
+    which: WhichStep,
     fault: str,
     exchange: Exchange,
 ) -> NoReturn:
     """Bring the first faulty rank's message to all ranks and raise it on each."""
     others = ("tokens", _WEIGHTS)
     ids = [f"{n} (strings)" if n in sequences.string_ids else n for n in given if n not in others]
-    parts = [*settings, f"{', '.join(ids) or 'no'} ids"]
+    parts = [str(which), *settings, f"{', '.join(ids) or 'no'} ids"]
     parts.append(_WEIGHTS if _WEIGHTS in given else f"no {_WEIGHTS}")
     parts.append(f"samples_per_prompt {sequences.samples_per_prompt}")
     texts = exchange.messages(f"!{fault}" if fault else _BETWEEN.join(parts))
@@ -321,8 +348,8 @@ def _raise_together(
     raise PlanError(
         f"ranks of the data-parallel group disagree: rank 0 has "
         f"{' and '.join(first for first, _ in differing)}, rank {other} has "
-        f"{' and '.join(second for _, second in differing)}: start all ranks with the same flags "
-        "and pass the same ids on all of them"
+        f"{' and '.join(second for _, second in differing)}: start all ranks with the same flags, "
+        "pass the same ids on all of them, and begin the same steps in the same order"
     )
 
 

@@ -10,9 +10,7 @@ Shape suffix: S = sequences of this data-parallel rank in the step.
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
@@ -25,7 +23,12 @@ from torch.distributed import ProcessGroup
 
 from megatron_lossagg.errors import PlanError, ReducerError, message_of
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.counts import StepTotals, count_step, known_step
+from megatron_lossagg.reduction.checks.totals import (
+    check_totals,
+    is_counted_all_the_same,
+    note_step_with_totals,
+)
+from megatron_lossagg.reduction.counts import StepTotals, WhichStep, count_step, known_step
 from megatron_lossagg.reduction.custom import load_reducer_factory
 from megatron_lossagg.reduction.exchange import Exchange
 from megatron_lossagg.reduction.faults import warn_once
@@ -244,10 +247,12 @@ def plan_step(
     totals: StepTotals | None = None,
     options: Options = _DEFAULTS,
     fault: str = "",
+    forward_only: bool | None = None,
+    iteration: int | None = None,
 ) -> StepPlan:
     """Count the step over ``group`` and decide the weight of every sequence.
 
-    Without totals: one all-gather of eleven integers per rank. A second one, of one to four numbers
+    Without totals: one all-gather of 13 integers per rank. A second one, of one to four numbers
     per sequence, if ids or token weights are passed or the mode (or a shadow) is ``length_power``.
     Each is one host sync. A third one only brings an error's message to every rank. A sample with
     more active tokens than the divisor of ``constant``, and ids that look as if they were not
@@ -264,14 +269,17 @@ def plan_step(
         options: The options of the run.
         fault: Why this rank has no counts, if so: the others of the group do not wait for it but
             raise the same message.
+        forward_only: Whether it is of an evaluation; ranks that begin a different kind of step are
+            refused. None: not known, and not compared.
+        iteration: The number of the training step, likewise.
 
     Returns:
         The plan, whose ``weights`` has w_s of each of this rank's sequences.
 
     Raises:
-        PlanError: For wrong counts or ids, and if the ranks disagree on the aggregation or on an
-            option, with the same message on every rank of the group. With totals an error is this
-            rank's only, and names it.
+        PlanError: For wrong counts or ids, and if the ranks disagree on the aggregation, on an
+            option or on the kind or number of the step, with the same message on every rank of the
+            group. With totals an error is this rank's only, and names it.
 
     Examples:
         >>> sequences = Sequences(active_tokens=[2000, 500, 8000])
@@ -292,15 +300,18 @@ def plan_step(
             checked = sequences.checked()
         except Exception as error:  # whatever it is, no rank may leave the others waiting
             fault = message_of(error)
-    verifies = totals is not None and group is not None and _is_counted_all_the_same(exchange)
+    verifies = totals is not None and group is not None and is_counted_all_the_same(exchange)
     if totals is None or verifies:
         settings = [*(f"{name} {value!r}" for name, value in vars(options).items()), f"{totals}"]
         shadows = options.shadows.values()
-        counted = count_step(aggregation, checked, fault, exchange, settings, shadows=shadows)
+        which = WhichStep.of(forward_only, iteration)
+        counted = count_step(
+            aggregation, checked, fault, exchange, settings, which, shadows=shadows
+        )
     if totals is not None and verifies:
-        _check_given(totals, counted)
+        check_totals(totals, counted)
     if totals is not None:  # on all ranks alike: what raises below may be one rank's own
-        _steps[exchange.ranks] += 1
+        note_step_with_totals(exchange)
     try:
         if totals is not None:
             if fault:
@@ -338,27 +349,6 @@ def _weighted(
     for shadow in options.shadows.values():
         plan.under(shadow).weight_S  # noqa: B018
     return plan
-
-
-_steps: Counter[tuple[int, ...] | None] = Counter()
-"""Steps that were planned with passed totals, of each group."""
-
-
-def _is_counted_all_the_same(exchange: Exchange) -> bool:
-    """Whether to count a step although its totals were passed: steps 1, 2, 4, ..., each 64th."""
-    number = _steps[exchange.ranks] + 1
-    return number & (number - 1) == 0 if number < 64 else number % 64 == 0
-
-
-def _check_given(given: StepTotals, counted: StepTotals) -> None:
-    for name, value in vars(given).items():
-        found = getattr(counted, name)
-        # A sum of fractions may differ in its last bit.
-        if value is not None and found is not None and not math.isclose(value, found, rel_tol=1e-9):
-            raise PlanError(
-                f"got StepTotals({name}={value!r}), the group's sequences have {found}: pass the "
-                "totals of the whole step over the data-parallel group, or drop totals="
-            )
 
 
 def _check_arguments(aggregation: Aggregation, options: Options) -> None:

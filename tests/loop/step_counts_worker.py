@@ -13,7 +13,13 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from token_model import wrapped
 
-from megatron_lossagg import Aggregation, LossAggregationError, LossAggregator
+from megatron_lossagg import (
+    Aggregation,
+    LossAggregationError,
+    LossAggregator,
+    Sequences,
+    plan_step,
+)
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations.bridge import BridgeIntegration
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
@@ -185,9 +191,54 @@ def check_an_error_of_an_earlier_stage_reaches_the_last():
 def check_stages_with_different_numbers_of_microbatches_do_not_wait_for_each_other():
     with an_aggregator(pipeline_model_parallel_size=2) as aggregator:
         m = 1 + aggregator.groups.is_last_stage
-        with pytest.raises(ContractError, match="stages 0 and 1 run 1 and 2 microbatches: pass"):
+        with pytest.raises(ContractError, match="0 and 1 train 1 and train 2 microbatches: pass"):
             aggregator.step([3, 2], num_microbatches=m)
         aggregator.step([3, 2], num_microbatches=2).end()
+
+
+def message_by_rank_if_one_evaluates(aggregator, is_one):
+    return message_by_rank(aggregator, {"active_tokens": [3, 2]}, forward_only=is_one)
+
+
+def check_a_data_parallel_rank_that_alone_evaluates_is_named_on_all():
+    with an_aggregator() as aggregator:
+        (message,) = set(message_by_rank_if_one_evaluates(aggregator, dist.get_rank() == 2))
+        assert "rank 0 has a training step, rank 2 has an evaluation: " in message, message
+        for forward_only in (True, False):
+            assert message_by_rank_if_one_evaluates(aggregator, forward_only) == [None] * 4
+
+
+def check_a_data_parallel_rank_in_another_training_step_is_named_on_all():
+    with an_aggregator() as aggregator:
+        counts, rank = {"active_tokens": [3, 2]}, dist.get_rank()
+        (message,) = set(message_by_rank(aggregator, counts, iteration=7 + (rank == 1)))
+        assert "rank 0 has training step 7, rank 1 has training step 8: " in message, message
+        for iteration in (7, 7, 3, 7 if rank == 0 else None):  # given up on all, and begun again
+            assert message_by_rank(aggregator, counts, iteration=iteration) == [None] * 4
+        evaluated = message_by_rank(aggregator, counts, iteration=1 + rank, forward_only=True)
+        assert evaluated == [None] * 4
+
+
+def check_a_plan_without_a_step_goes_with_plans_of_steps():
+    with an_aggregator() as aggregator:
+        if dist.get_rank() == 1:
+            sequences = Sequences(active_tokens=[3, 2], num_microbatches=1)
+            options = {"group": aggregator.dp_group, "options": aggregator.options}
+            plan = plan_step(aggregator.aggregation, sequences, **options)
+            aggregator.begin(plan, num_microbatches=1).end()
+        else:
+            aggregator.step([3, 2], num_microbatches=1, iteration=3).end()
+
+
+def check_a_tensor_parallel_rank_or_a_stage_that_alone_evaluates_is_named_on_all():
+    with an_aggregator(tensor_model_parallel_size=2) as aggregator:
+        is_one = dist.get_rank(aggregator.tp_group) == 1
+        (message,) = set(message_by_rank_if_one_evaluates(aggregator, is_one))
+        assert "parallel rank 0 begins a training step, rank 1 an evaluation: begin" in message
+    with an_aggregator(pipeline_model_parallel_size=2) as aggregator:
+        is_one = aggregator.groups.is_last_stage
+        (message,) = set(message_by_rank_if_one_evaluates(aggregator, is_one))
+        assert "stages 0 and 1 train 1 and evaluate 1 microbatches: " in message, message
 
 
 def check_an_error_of_another_package_reaches_the_first_stage_with_its_type():
