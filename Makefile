@@ -1,8 +1,9 @@
 # `make demo` and `make test` each work as the first command typed in a fresh checkout.
 
 PYTHON ?= python3
-# Another Python has an environment of its own beside the first.
-VENV ?= $(if $(filter python3,$(PYTHON)),.venv,.venv-$(notdir $(PYTHON)))
+# Each PYTHON has environments of its own, named by its whole path.
+VENV ?= $(if $(filter python3,$(PYTHON)),.venv,.venv-$(subst /,+,$(patsubst /%,%,$(PYTHON))))
+DOCS := $(VENV)-docs
 BIN := $(VENV)/bin
 # An empty environment has no PATH, and make then finds no program.
 export PATH := $(or $(PATH),/usr/local/bin:/usr/bin:/bin)
@@ -66,20 +67,20 @@ gpu:
 
 # The site into site/, in an environment of its own: it needs no torch. mkdocs.yml.
 .PHONY: docs
-docs: .venv-docs/installed
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+docs: $(DOCS)/installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 	@echo "site/index.html; with search: $(PYTHON) -m http.server --directory site"
 
 # The site built for an address under a folder: its links, sitemap, search and widths.
 .PHONY: test-site
-test-site: $(VENV)/installed .venv-docs/installed
-	TEST_SITE=1 $(RUN) -m pytest tests/docs/test_site.py
+test-site: $(VENV)/installed $(DOCS)/installed
+	TEST_SITE=$(DOCS) $(RUN) -m pytest tests/docs/test_site.py
 
-# The packages of the extra `docs`, without this package and its torch.
-.venv-docs/installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/python -m pip install --quiet --constraint constraints.txt \
-		$$(sed -n 's/^docs = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
+# The packages of the extra `docs`, without this package and its torch. Python 3.11 or newer.
+$(DOCS)/installed: pyproject.toml constraints.txt constraints-docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --constraint constraints.txt \
+		--constraint constraints-docs.txt $$(sed -n 's/^docs = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
 	touch $@
 
 figures: $(VENV)/installed

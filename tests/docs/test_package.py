@@ -22,11 +22,11 @@ PARTS = ("megatron_lossagg", "pyproject.toml", "setup.py", "MANIFEST.in", "READM
 VERSION = megatron_lossagg.__version__
 REPOSITORY, SITE = "https://code.example/o/megatron_lossagg", "https://o.example/megatron_lossagg/"
 BUILD = """
-import os, sys, tarfile
+import os, shutil, sys
 from setuptools import build_meta
 folder = sys.argv[1]  # setuptools changes sys.argv
 sdist = os.path.join(folder, build_meta.build_sdist(folder))
-tarfile.open(sdist).extractall(folder, filter="data")
+shutil.unpack_archive(sdist, folder)
 os.chdir(sdist.removesuffix(".tar.gz"))
 build_meta.build_wheel(folder)
 """

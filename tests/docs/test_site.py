@@ -17,13 +17,17 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
-import tomllib
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 from site_checks import faults_of  # noqa: E402  of tools/
 
-PYTHON = ROOT / ".venv-docs" / "bin" / "python"
+PYTHON = ROOT / os.environ.get("TEST_SITE", ".venv-docs") / "bin" / "python"
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 SITE = "https://o.example/megatron_lossagg/"
 BUILD = """
