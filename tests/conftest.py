@@ -19,6 +19,8 @@ from megatron_lossagg.verify.job import Job, write_job
 
 TESTS = Path(__file__).parent
 NEEDS_NO_MEGATRON = {
+    "../examples/open_instruct.py",
+    "examples/open_instruct_worker.py",
     "reduction/plan_worker.py",
     "reduction/plan_refusals_worker.py",
     "loop/buffer_worker.py",
