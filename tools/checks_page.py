@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_lossagg.contract import outputs, sequence_tracker  # noqa: E402
 from megatron_lossagg.contract.megatron_options import OPTIONS  # noqa: E402
-from megatron_lossagg.guards import GUARDS, framework_loss, refilled  # noqa: E402
+from megatron_lossagg.guards import GUARDS, evaluation, framework_loss, refilled  # noqa: E402
 from megatron_lossagg.guards.before import BEFORE_A_STEP  # noqa: E402
 from megatron_lossagg.guards.guard import Guard  # noqa: E402
 from megatron_lossagg.reduction import checks  # noqa: E402
@@ -139,7 +139,7 @@ def _guards() -> Iterator[str]:
 
 def _others() -> Iterator[str]:
     yield from _functions(_checks_of(outputs))
-    for module in (sequence_tracker, framework_loss, refilled):
+    for module in (sequence_tracker, framework_loss, evaluation, refilled):
         yield f"- `{module.__name__.rpartition('.')[2]}`: {_first_sentence(module)}"
 
 

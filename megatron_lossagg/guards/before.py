@@ -7,7 +7,7 @@ communicates or waits for a device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards.frozen import Frozen
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.integers import is_integer
+from megatron_lossagg.reduction.modes import CUSTOM
 from megatron_lossagg.reduction.plan import StepPlan
 
 __all__ = ["BEFORE_A_STEP", "Asked", "RunFacts"]
@@ -38,6 +39,8 @@ class RunFacts:
     """The aggregations that all ranks have in common."""
     finalize: Any
     """The finalize function that the run began with; None until a training step has seen one."""
+    accumulates: bool | int = False
+    """What the latest training step was begun with."""
     is_probed: bool = False
     """Whether the startup probe measured it, or Megatron-Core's own in its place."""
 
@@ -55,10 +58,24 @@ class Asked:
     """None on a pipeline stage that computes no loss."""
     num_microbatches: int
     forward_only: bool
-    accumulates: bool
+    accumulates: bool | int
     iteration: int | None
     is_previous_open: bool
     """Whether loss_func ran for the previous step, and nothing has finished it."""
+
+    @property
+    def plan_of_call(self) -> StepPlan | None:
+        """The plan, whose weights are over the declared number of schedule calls."""
+        if self.plan is None or isinstance(self.accumulates, bool):
+            return self.plan
+        return replace(self.plan, num_calls=self.accumulates)
+
+    def may_find_gradients(self, run: RunFacts) -> bool:
+        """Whether this step's gradients are added to those of the one before; notes it."""
+        before = run.accumulates
+        if not self.forward_only:
+            run.accumulates = self.accumulates
+        return self.accumulates is True or (bool(self.accumulates) and before == self.accumulates)
 
 
 def previous_step(run: RunFacts, asked: Asked) -> None:
@@ -110,7 +127,7 @@ def finalize_function(run: RunFacts, asked: Asked) -> None:
 
 
 def numbers(run: RunFacts, asked: Asked) -> None:
-    """Refuse an M or a number of the step that is not an integer from 1."""
+    """Refuse an M, a number of the step or of schedule calls that is not an integer from 1."""
     if not is_integer(asked.num_microbatches, lowest=1):
         raise ContractError(
             f"got num_microbatches {asked.num_microbatches!r}, expected an integer from 1: pass "
@@ -120,6 +137,11 @@ def numbers(run: RunFacts, asked: Asked) -> None:
         raise ContractError(
             f"got iteration {asked.iteration!r}, expected an integer from 1: pass the number of "
             "the optimizer step that is trained"
+        )
+    if not isinstance(asked.accumulates, bool) and not is_integer(asked.accumulates, lowest=1):
+        raise ContractError(
+            f"got accumulates={asked.accumulates!r}, expected a bool or an integer from 1: pass "
+            "how many schedule calls the optimizer step has"
         )
 
 
@@ -209,7 +231,8 @@ def early_reduction(run: RunFacts, asked: Asked) -> None:
 
 def accumulation(run: RunFacts, asked: Asked) -> None:
     """Refuse ``accumulates`` if Megatron scales or reduces earlier gradients once more:
-    per-token, with ``overlap_grad_reduce``, TP, PP, EP or the distributed optimizer over ranks.
+    per-token, with ``overlap_grad_reduce``, TP, PP, EP or the distributed optimizer over ranks;
+    and ``True`` for a mode whose weights follow from one call's counts, which would add up.
     """
     if not asked.accumulates:
         return
@@ -226,10 +249,22 @@ def accumulation(run: RunFacts, asked: Asked) -> None:
     for what, is_used in reduced_again.items():
         if is_used:
             raise ContractError(
-                f"got accumulates=True with {what}, where Megatron may scale or reduce "
-                "gradients of earlier schedule calls once more: run all microbatches of an "
+                f"got accumulates={asked.accumulates} with {what}, where Megatron may scale or "
+                "reduce gradients of earlier schedule calls once more: run all microbatches of an "
                 "optimizer step in one schedule call"
             )
+    mode = None if asked.plan is None else asked.plan.aggregation.mode
+    if asked.accumulates is True and mode not in (None, "token_sum", CUSTOM):
+        raise ContractError(
+            f"got accumulates=True with {mode}, whose weights are over the counts of one schedule "
+            "call, so that two calls train twice the loss: pass each call of an optimizer step "
+            "their number, such as accumulates=2, which trains their mean"
+        )
+    if asked.accumulates is not True and mode == CUSTOM:
+        raise ContractError(
+            f"got accumulates={asked.accumulates} with a custom reducer, which knows its weights: "
+            "pass accumulates=True, and let it divide by what it should"
+        )
 
 
 BEFORE_A_STEP: tuple[Callable[[RunFacts, Asked], None], ...] = (

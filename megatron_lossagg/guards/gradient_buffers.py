@@ -34,7 +34,7 @@ class GradientBuffers(Guard):
     @classmethod
     def of(cls, step: StepFacts) -> GradientBuffers | None:
         """Make it for a training step that keeps no gradients of an earlier one."""
-        return None if step.forward_only or step.accumulates else cls()
+        return None if step.forward_only or step.may_find_gradients else cls()
 
     def on_outputs(
         self, step: StepFacts, reducer: Reducer, loss: Tensor, coefficient: float
@@ -74,8 +74,9 @@ def _describe(chunk: int, values: list[float]) -> str:
         f"the gradients of chunk {chunk} were not zero when the step's first loss was returned. "
         "In a loop of your own, call zero_grad_buffer() on every chunk before the schedule, also "
         "after a step that failed. If gradients of several schedule calls are added on purpose, "
-        "pass aggregator.step(accumulates=True). In a framework's loop, call the schedule once per "
-        "optimizer step, with all its microbatches, and zero the gradients before it"
+        "pass each of them aggregator.step(accumulates=) with their number. In a framework's loop, "
+        "call the schedule once per optimizer step, with all its microbatches, and zero the "
+        "gradients before it"
     )
 
 

@@ -38,6 +38,9 @@ class StepFacts:
     tracker: SequenceTracker
     forward_only: bool
     accumulates: bool
+    """Whether the optimizer step has several schedule calls."""
+    may_find_gradients: bool = False
+    """Whether those of an earlier call are kept."""
 
     @property
     def config(self) -> Any:

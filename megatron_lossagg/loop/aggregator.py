@@ -206,7 +206,7 @@ class LossAggregator:
         token_weight_sums: FloatsLike | None = None,
         samples_per_prompt: int | None = None,
         forward_only: bool = False,
-        accumulates: bool = False,
+        accumulates: bool | int = False,
         iteration: int | None = None,
     ) -> Step:
         """Plan and begin a schedule call of ``num_microbatches``; leaving ``with`` finishes it.
@@ -261,7 +261,7 @@ class LossAggregator:
         *,
         num_microbatches: int,
         forward_only: bool = False,
-        accumulates: bool = False,
+        accumulates: bool | int = False,
         iteration: int | None = None,
     ) -> Step:
         """Plan and begin a schedule call on every pipeline stage, or raise on all of them.
@@ -291,7 +291,7 @@ class LossAggregator:
         *,
         num_microbatches: int,
         forward_only: bool = False,
-        accumulates: bool = False,
+        accumulates: bool | int = False,
         iteration: int | None = None,
     ) -> Step:
         """Begin a schedule call over a plan of your own, such as ``StepBuffer.plan`` makes.
@@ -303,10 +303,10 @@ class LossAggregator:
         Args:
             plan: Over :attr:`dp_group`; None on a pipeline stage that computes no loss.
             num_microbatches: M, what the schedule gets.
-            forward_only: Nothing is trained, and the plan may be used again; the schedule runs
-                under ``torch.no_grad()``.
-            accumulates: Gradients of earlier schedule calls are kept on purpose; else they must be
-                zero when the first loss is returned.
+            forward_only: Nothing is trained, and the plan may be used again.
+            accumulates: How many schedule calls the optimizer step has, passed to each: it trains
+                their mean. True trains their sum, with ``token_sum`` and custom reducers only.
+                False: gradients must be zero when the first loss is returned.
             iteration: The number of the step, from 1, in ``options.record``; None is one more than
                 that of its last line. Ranks that pass one pass the same.
 
@@ -335,10 +335,11 @@ class LossAggregator:
             chunks=self.chunks,
             groups=self.groups,
             loss_scaling=self.loss_scaling,
-            plan=plan,
+            plan=asked.plan_of_call,
             num_microbatches=num_microbatches,
             forward_only=forward_only,
-            accumulates=accumulates,
+            accumulates=bool(accumulates),
+            may_find_gradients=asked.may_find_gradients(self._run),
             shadows=self.options.shadows,
             recorder=None if forward_only else self._recorder(iteration),
         )

@@ -6,8 +6,9 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from megatron_lossagg.contract.finalize import FinalizeHook
@@ -26,16 +27,26 @@ from megatron_lossagg.contract.scaling import LossScaling, Scaling
 from megatron_lossagg.contract.sequence_tracker import SequenceTracker
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards import guards_of
+from megatron_lossagg.guards.evaluation import refuse_training, without_gradient
 from megatron_lossagg.guards.guard import EVENTS, Guard, StepFacts, is_in_backward
 from megatron_lossagg.loop.first_step import record_first_step
 from megatron_lossagg.record.writer import StepRecorder
 from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.checks.positions import check_positions
 from megatron_lossagg.reduction.integers import IntsLike
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.reducer import Reducer
 
 __all__ = ["MicrobatchLoss", "Step"]
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _untraced(function: _Function) -> _Function:
+    """Let ``torch.compile`` of a loss_func call a method as it is: it reads counts and masks."""
+    return cast(_Function, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
 class MicrobatchLoss:
@@ -65,6 +76,7 @@ class MicrobatchLoss:
             self._shadows = self._shadowed(losses)
         return partial_loss
 
+    @_untraced
     def outputs(
         self,
         loss: Tensor,
@@ -92,7 +104,7 @@ class MicrobatchLoss:
 
         Raises :class:`ContractError` if :meth:`reduce` was not called under the step's aggregation
         for a microbatch with tokens, if this is of another step, and if the loss needs no gradient
-        in a training step or one in a ``forward_only`` step.
+        in a training step. In a ``forward_only`` step it is detached.
         """
         check_scalar("loss", loss)
         check_coefficient(coefficient)
@@ -134,6 +146,7 @@ class Step:
         num_microbatches: int,
         forward_only: bool = False,
         accumulates: bool = False,
+        may_find_gradients: bool = False,
         shadows: Mapping[str, Aggregation] | None = None,
         recorder: StepRecorder | None = None,
         is_guarded: bool = True,
@@ -171,6 +184,7 @@ class Step:
             tracker=self._tracker,
             forward_only=forward_only,
             accumulates=accumulates,
+            may_find_gradients=may_find_gradients,
         )
         if is_guarded:
             self._guards = guards_of(self._facts)
@@ -220,6 +234,7 @@ class Step:
         """Whether loss_func ran for it, on this rank, and nothing has finished it."""
         return self._tracker.num_calls > 0 and not self.is_finished
 
+    @_untraced
     def microbatch(
         self,
         sequences: IntsLike,
@@ -229,15 +244,17 @@ class Step:
         lengths: IntsLike | None = None,
         layout: Layout | None = None,
         token_weights: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> MicrobatchLoss:
         """Check and slice a microbatch's mask, and look up its weights; in loss_func.
 
         ``sequences``, ``mask``, ``token_weights``: as in :meth:`StepPlan.reducer`. One of three
         says which tokens this rank holds. ``cu_seqlens``: padded offsets of packed sequences.
         ``lengths``: of the slices here, with a mask that the framework has sliced. ``layout``: any
-        other. Raises :class:`ContractError` for a layout of a different context-parallel rank, or
-        of a split that is not the model's. One host sync each for ``sequences``, ``cu_seqlens`` and
-        ``lengths`` on CUDA.
+        other. ``positions``: the position ids of this rank's tokens, which are compared with the
+        layout's; None compares nothing. Raises :class:`ContractError` for a layout of a different
+        context-parallel rank, or of a split that is not the model's. One host sync each for
+        ``sequences``, ``cu_seqlens`` and ``lengths`` on CUDA.
         """
         plan = self.plan  # which stages without counts do not have
         given = [one for one in (cu_seqlens, lengths, layout) if one is not None]
@@ -253,6 +270,10 @@ class Step:
         assert layout is not None
         self._tell("on_microbatch", layout)
         reducer = plan.reducer(sequences, mask, layout, token_weights=token_weights)
+        if positions is not None:
+            found = reducer.microbatch
+            past_end, faults = found.num_past_end, plan.state.faults
+            check_positions(positions, found.keep, found.segments, past_end, faults)
         return MicrobatchLoss(self, reducer)
 
     def _tell(self, event: str, *details: Any) -> None:
@@ -281,6 +302,8 @@ class Step:
                 "got a microbatch of a step that has ended: make it with step.microbatch of the "
                 "running step"
             )
+        if self.forward_only and loss.requires_grad:
+            loss = self._detached(loss)
         cp_rank = self._groups.cp_rank
         is_recomputed = is_in_backward()  # a checkpoint calls loss_func again
         if not is_recomputed:
@@ -292,6 +315,12 @@ class Step:
         if not is_recomputed:
             self._tell("on_return", reducer, made)
         return made
+
+    def _detached(self, loss: Tensor) -> Tensor:
+        """Detach an evaluation's loss; a schedule that trains it is refused when it finalizes."""
+        if self._finalize is None:
+            self._finalize = FinalizeHook(self._facts.config, refuse_training)
+        return without_gradient(loss)
 
     def finish(self) -> None:
         """Check, after the schedule and before the optimizer, that the step is complete.

@@ -191,8 +191,7 @@ class Layout:
 
         Returns:
             The layout; positions after the last segment weigh 0. At CP > 1 give them a segment of
-            their own, whose sequence is -1: losses of a tail as long as the segments' padding would
-            be are refused.
+            their own, whose sequence is -1: losses of a tail without one are refused.
 
         Raises:
             LayoutError: For a segment that is not a multiple of 2 CP, and for what are no offsets.

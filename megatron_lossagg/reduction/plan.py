@@ -69,6 +69,8 @@ class StepPlan:
     group_ranks: tuple[int, ...] | None
     """Global ranks that were counted over; None if no group was passed."""
     state: StepState = field(repr=False)
+    num_calls: int = field(default=1, repr=False)
+    """Schedule calls of one optimizer step, each planned by itself, which train their mean."""
     _under: dict[Aggregation, StepPlan] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -121,7 +123,7 @@ class StepPlan:
         denominator_S = np.broadcast_to(value, self.active_tokens.shape)
         weight_S = np.zeros(len(self.active_tokens))
         # Where n_s = 0 the denominator may be 0 too (n_b, n_mb): there is nothing to weigh.
-        np.divide(1.0, denominator_S, out=weight_S, where=self.counted_S > 0)
+        np.divide(1.0 / self.num_calls, denominator_S, out=weight_S, where=self.counted_S > 0)
         weight_S.flags.writeable = False
         return weight_S
 
@@ -142,13 +144,13 @@ class StepPlan:
         """The sum over all active tokens of w m v by the plan's counts; None if not known.
 
         1 for a mean (V/B or Q/P of it if empty ones count), N/(B L), N/B or N/C for a
-        sum over a constant.
+        sum over a constant; over :attr:`num_calls`.
         """
         expected = MODES[self.aggregation.mode].expected
         if expected is None:
             return None
         try:
-            return 0.0 if self.counts.is_empty else float(expected(self.counts))
+            return 0.0 if self.counts.is_empty else float(expected(self.counts)) / self.num_calls
         except PlanError:  # a total that is not needed for a weight
             return None
 

@@ -8,6 +8,12 @@ import pytest
 import stock_step  # noqa: F401  installs the stand-ins
 import torch
 import torch.distributed as dist
+from accumulation_programs import (  # noqa: F401  of the table
+    accumulated,
+    accumulating,
+    accumulating_custom,
+    declared_late,
+)
 from custom_reducer import custom
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.rerun_state_machine import (
@@ -165,12 +171,6 @@ def overlap_with(training, function):
     functions = {"none": None, "another's": other, "a list of another's": [other]}
     training.config.no_sync_func = functions.get(function, contextlib.nullcontext)
     training.step(right)
-
-
-def accumulated(training, *ddp):
-    options = dict.fromkeys(ddp, True)
-    training = Training(training.layout, per_token=training.per_token, ddp=options)
-    training.plan(accumulates=True)
 
 
 def layout_of_cp_2(training, kind):

@@ -45,6 +45,7 @@ GRAPHLESS = "requires no gradient in a training step.*forward_only=True"
 NONE = "no gradient reached the step's own partial loss in call 0"
 OPEN = r"the previous step was not finished.*with aggregator.step.*step\.finish\(\)"
 INTEGER = "got {} {}, expected an integer from 1"
+INTEGER_OF_CALLS = r"got accumulates=.*, expected a bool or an integer from 1"
 ACCUMULATES = "accumulates=True with {}"
 OTHERS = r"2 microbatches .* config\.no_sync_func is not theirs"
 FINALIZED = "finalize_model_grads_func did not run in the step"
@@ -165,6 +166,24 @@ BEFORE = [
         Row("early_reduction", f"no_sync_func is {other}", "overlap_with", OTHERS, "DP 2", (other,))
         for other in ("another's", "a list of another's", "a null context")
     ),
+    *(
+        Row("numbers", f"accumulates={c!r}", "accumulating", INTEGER_OF_CALLS, "DP 2", (c,))
+        for c in ("2", 2.0, 0, -1, None)
+    ),
+    Row(
+        "accumulation",
+        "a sum of means",
+        "accumulating",
+        "accumulates=True with sample_mean.*accumulates=2, which trains their mean",
+        "DP 2",
+        (True,),
+    ),
+    Row(
+        "accumulation",
+        "calls of a custom reducer",
+        "accumulating_custom",
+        "accumulates=2 with a custom reducer",
+    ),
     Row("accumulation", "TP 2", "accumulated", ACCUMULATES.format("tensor parallelism"), "TP 2"),
     Row("accumulation", "PP 2", "accumulated", ACCUMULATES.format("pipeline parallelism"), "PP 2"),
     Row("accumulation", "EP 2", "accumulated", ACCUMULATES.format("expert parallelism"), "EP 2"),
@@ -248,7 +267,7 @@ IN_A_STEP = [
         "GradientAudit",
         "an evaluation that trains",
         "trained_evaluation",
-        "requires a gradient in a step with forward_only=True.*no_grad",
+        "the schedule trains in a step with forward_only=True, which detached its losses",
     ),
     Row("GradientAudit", "a mean, reduced for the report", "reported_only", NONE),
     Row("GradientAudit", "backward twice", "backward_twice", "were trained twice in call 0"),
@@ -303,6 +322,12 @@ IN_A_STEP = [
     ),
     Row("GradientBuffers", "gradients of 1", "filled_buffers", NONZERO, "DP 2", (1.0,)),
     Row("GradientBuffers", "gradients of NaN", "filled_buffers", NONZERO, "DP 2", (float("nan"),)),
+    Row(
+        "GradientBuffers",
+        "a first call that does not declare the calls",
+        "declared_late",
+        NONZERO + r".*accumulates=\) with their number",
+    ),
     Row("GradientBuffers", "a step that is repeated", "repeated_step", NONZERO),
     Row(
         "NumTokens",

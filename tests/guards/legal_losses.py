@@ -4,6 +4,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from training_steps import microbatch, right
 
+from megatron_lossagg.verify.parallelism import Parallelism
+
 
 def kept(value):
     return value
@@ -75,6 +77,16 @@ def sliced_by_the_loop(step, batch, x):
     return mb.outputs(mb.reduce(x))
 
 
+def with_positions(step, batch, x):
+    """Position ids by a split that shares no code with the layout."""
+    groups = step._groups
+    split = Parallelism(cp=groups.cp_size)
+    here = torch.tensor(split.held(batch.offsets.tolist(), groups.cp_rank))
+    given = {"cu_seqlens": batch.offsets, "positions": here}
+    mb = step.microbatch(batch.sequences, batch.mask, **given)
+    return mb.outputs(mb.reduce(x))
+
+
 def without_the_tail(step, batch, x):
     mb = step.microbatch(batch.sequences[:-1], batch.mask, cu_seqlens=batch.offsets[:-1])
     return mb.outputs(mb.reduce(x))
@@ -94,6 +106,7 @@ VARIED = {
     "offsets: [1, n]": passing(offsets=lambda o: o[None]),
     "offsets: a list": passing(offsets=lambda o: o.tolist()),
     "a zero-length segment": passing(sequences=zero_length, offsets=with_zero_length),
+    "position ids": (with_positions, 1e-10),
     "a tail that no segment has, CP 1": (without_the_tail, 1e-10),
     "mask: bool": passing(mask=lambda m: m.bool()),
     "mask: float32": passing(mask=lambda m: m.float()),

@@ -118,6 +118,17 @@ def check_reduce_is_compiled(make):
             same(run.train(loss_func), expected)
 
 
+def check_a_whole_loss_func_is_compiled(make):
+    torch._dynamo.reset()
+    compiled = torch.compile(right, backend="eager")
+    run = make()
+    for mode in ("sample_mean", "token_mean"):
+        expected = run.by_hand(weights_by_hand(mode))
+        aggregate_anew(run, mode)
+        for _ in range(2):
+            same(run.train(lambda *given: compiled(*given)), expected)
+
+
 def check_ids_of_every_kind(make):
     run = make(mode="prompt_mean")
     expected = run.by_hand(weights_by_hand("prompt_mean", ids=THREES))
@@ -304,6 +315,7 @@ OF_ANY = (
     check_chunks_that_are_wrapped_anew,
     check_ddp_of_any_options,
     check_reduce_is_compiled,
+    check_a_whole_loss_func_is_compiled,
 )
 RUNS = {
     "DP 2": (*OF_ANY, *OF_DATA_PARALLELISM),

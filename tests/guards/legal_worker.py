@@ -1,13 +1,10 @@
 """What loops may do: the gradient is the plain program's; DP 2, CP 2 and PP 2, both scalings."""
 
 import functools
-import gc
-import threading
 import warnings
 from dataclasses import replace
 
 import custom_reducer
-import pytest
 import torch
 import torch.distributed as dist
 from audit_cases import LAYOUTS, own
@@ -17,7 +14,6 @@ from megatron.core.distributed import finalize_model_grads
 from training_steps import Training, begin, microbatch, plan_of, returning, right
 
 from megatron_lossagg import Aggregation, LossAggregator
-from megatron_lossagg.errors import ContractError
 from megatron_lossagg.reduction.counts import StepTotals
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.verify.world import split_world
@@ -63,46 +59,6 @@ def check_a_loss_scale_that_changes_between_steps(make):
             training.step(right)
 
 
-def check_evaluations_between_training_steps(make):
-    training = make()
-    for stock in (finalize_model_grads, None, finalize_model_grads):
-        training.config.finalize_model_grads_func = stock
-        with training.plan(forward_only=True) as step, torch.no_grad():
-            training.run(functools.partial(right, step), forward_only=True)
-        training.config.finalize_model_grads_func = finalize_model_grads
-        trained_as_by_hand(training)
-    step = training.plan()
-    training.run(functools.partial(right, step))
-    step.finish()
-    with torch.no_grad(), training.plan(forward_only=True) as step:
-        training.run(functools.partial(right, step), forward_only=True)
-
-
-def check_an_evaluation_may_find_gradients(make):
-    training = make()
-    training.chunks[0].buffers[0].grad_data.fill_(1)
-    with training.plan(forward_only=True) as step, torch.no_grad():
-        training.run(functools.partial(right, step), forward_only=True)
-
-
-def check_a_plan_is_evaluated_before_and_after_it_has_trained(make):
-    training = make()
-    plan = plan_of(training)
-
-    def evaluate():
-        begun = training.aggregator.begin(plan, num_microbatches=2, forward_only=True)
-        with begun as step, torch.no_grad():
-            training.run(functools.partial(right, step), forward_only=True)
-
-    expected = training.plain(own)
-    evaluate()
-    evaluate()
-    with training.aggregator.begin(plan, num_microbatches=2) as step:
-        found = training.run(functools.partial(right, step))
-    evaluate()
-    same(found, expected)
-
-
 def check_a_plan_of_known_totals(make):
     training = make()
     totals = StepTotals(samples=10, active_tokens=training.total)
@@ -111,40 +67,6 @@ def check_a_plan_of_known_totals(make):
     with training.aggregator.begin(plan, num_microbatches=2) as step:
         found = training.run(functools.partial(right, step))
     same(found, expected)
-
-
-def check_a_step_that_is_given_up_leaves_the_finalize_function_as_it_was(make):
-    for error in (MemoryError, KeyboardInterrupt, KeyError):
-        training = make()
-        calls = []
-
-        def failing(step, batch, x, calls=calls, error=error):
-            calls.append(0)
-            if len(calls) == 2:
-                raise error("of the framework")
-            return right(step, batch, x)
-
-        with pytest.raises(error, match="of the framework"):
-            training.step(failing)
-        assert training.config.finalize_model_grads_func is finalize_model_grads
-        trained_as_by_hand(training)
-
-
-def check_a_step_that_is_collected_leaves_the_finalize_function_as_it_was(make):
-    training = make()
-    training.plan()  # made ahead, and given up
-    assert training.config.finalize_model_grads_func is not finalize_model_grads
-    make_anew(training)
-    gc.collect()
-    assert training.config.finalize_model_grads_func is finalize_model_grads
-    trained_as_by_hand(training)
-
-
-def check_a_step_made_ahead_and_given_up(make):
-    training = make()
-    training.plan()
-    trained_as_by_hand(training)
-    assert training.config.finalize_model_grads_func is finalize_model_grads
 
 
 def check_a_loss_func_that_runs_again_on_one_rank(make):
@@ -197,22 +119,6 @@ def check_actor_and_critic(make):
         same(actor.run(functools.partial(right, outer)), expected)
 
 
-def check_a_thread_plans_the_next_step_meanwhile(make):
-    training = make()
-    plans = []
-    expected = training.plain(own)
-    group = training.aggregator.dp_group
-    with training.plan() as step:
-        thread = threading.Thread(target=lambda: plans.append(plan_of(training, group=group)))
-        if training.layout.dp == 1:  # no collective that could mix with the schedule's
-            thread.start()
-            thread.join()
-        same(training.run(functools.partial(right, step)), expected)
-    for plan in plans:
-        with training.aggregator.begin(plan, num_microbatches=2) as step:
-            same(training.run(functools.partial(right, step)), expected)
-
-
 def check_a_finalize_function_that_is_made_anew_with_the_same_arguments(make):
     training = make()
     arguments = {"pg_collection": None}
@@ -228,14 +134,6 @@ def check_a_finalize_function_that_training_sets_after_the_aggregator(make):
     training.aggregator = LossAggregator(training.chunks, "sample_mean")  # with the probe
     training.config.finalize_model_grads_func = functools.partial(finalize_model_grads)
     trained_as_by_hand(training)
-
-
-def check_megatrons_finalize_function_is_set_again_in_a_step(make):
-    training = make()
-    expected = training.plain(own)
-    with training.plan() as step:
-        training.config.finalize_model_grads_func = finalize_model_grads
-        same(training.run(functools.partial(right, step)), expected)
 
 
 def check_an_aggregation_that_the_ranks_agreed_on(make):
@@ -332,24 +230,6 @@ def check_a_step_without_tokens_has_losses_without_a_graph(make):
         mb.outputs(mb.reduce(torch.ones(mb.layout.num_local_tokens)))
 
 
-def check_gradients_are_kept_where_it_is_asked_for(make):
-    training = make()
-    if training.per_token:
-        with pytest.raises(ContractError, match="accumulates=True with --calculate-per-token"):
-            training.plan(accumulates=True)
-        return
-    expected = training.plain(own)
-
-    def loss_func(batch, x):
-        if batch is training.batches[0]:
-            training.chunks[0].buffers[0].grad_data.fill_(1)
-        return right(step, batch, x)
-
-    with training.plan(accumulates=True) as step:
-        found = training.run(loss_func)
-    same(found - 1, expected, tolerance=1e-8)
-
-
 def check_a_custom_reducer(make):
     def factory(context):
         return lambda x: x.sum() / context.plan.totals.active_tokens
@@ -376,9 +256,7 @@ def check_a_loss_reduced_over_cp_in_place_for_the_log(make):
 LAYOUTS_AND_SCALINGS = (("DP 2", False), ("CP 2", True), ("PP 2", False))
 OF_PIPELINES = (
     check_a_loss_scale_that_changes_between_steps,
-    check_evaluations_between_training_steps,
     check_metrics_at_any_time_of_a_step,
-    check_a_step_made_ahead_and_given_up,
 )
 
 

@@ -1,5 +1,6 @@
-"""Each ``check_`` of ``legal_worker.py`` passes on two ranks."""
+"""Each ``check_`` of the workers of legal uses passes on two ranks."""
 
 from conftest import each_check
 
 output, test_a_loop_may = each_check("guards/legal_worker.py", processes=2)
+output_of_steps, test_a_loop_may_begin = each_check("guards/legal_steps_worker.py", processes=2)

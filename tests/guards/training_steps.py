@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import replace
+from unittest.mock import patch
 
 import stock_step  # installs the stand-ins
 import torch
@@ -23,6 +24,12 @@ from megatron_lossagg.verify.step_data import make_sequences
 SEQUENCES = [replace(one, trained=one.counted) for one in make_sequences() if any(one.counted)]
 """Of a step over all ranks; every counted token is trained."""
 ACTIVE = [sum(one.counted) for one in SEQUENCES]
+
+
+def _reset_groups(chunk):
+    """Let the schedule run again, and keep the gradients."""
+    for group in chunk.bucket_groups:
+        group.reset()
 
 
 class Training:
@@ -92,6 +99,11 @@ class Training:
         with self.plan(**options) as step:
             gradient = self.run(functools.partial(loss_func, step), batches)
         return gradient
+
+    def kept_step(self, loss_func, **options):
+        """Train a step on gradients that an earlier one left; return the gradient."""
+        with patch.object(type(self.chunks[0]), "zero_grad_buffer", _reset_groups):
+            return self.step(loss_func, **options)
 
     def plain(self, term):
         """Train a step without the package; return the gradient.

@@ -295,7 +295,10 @@ def test_losses_may_include_or_omit_the_tail():
     mask = torch.cat([torch.ones(8), torch.zeros(4)])
     reducer = a_plan([8]).reducer([0], mask, thd(8, cp_size=2, cp_rank=1))
     assert reducer(torch.ones(4)).item() == 4
-    assert reducer(torch.ones(6)).item() == 4  # 12 tokens over CP 2: this rank's, tail included
+    with pytest.raises(ReducerError, match="which says not how the last 4 are sliced: "):
+        reducer(torch.ones(6))  # 12 tokens over CP 2
+    alone = a_plan([8]).reducer([0], mask, thd(8))
+    assert alone(torch.ones(8)).item() == alone(torch.ones(12)).item() == 8
     with pytest.raises(ReducerError, match="got 5 per-token losses"):
         reducer(torch.ones(5))
     with pytest.raises(ReducerError, match="got 12 per-token losses"):
@@ -304,7 +307,7 @@ def test_losses_may_include_or_omit_the_tail():
 
 @pytest.mark.parametrize(
     ("lengths", "total"),
-    [((4, 8), 16), ((12,), 16), ((4, 4, 4, 4), 32), ((8, 24), 48)],
+    [((4, 8), 16), ((12,), 16), ((4, 4, 4, 4), 32), ((8, 24), 48), ((8, 8), 24)],
 )
 def test_losses_of_padded_sequences_under_offsets_without_padding_are_refused(lengths, total):
     """Lengths that are multiples of 2 CP all the same: other tokens would be trained."""
@@ -321,15 +324,15 @@ def test_losses_of_padded_sequences_under_offsets_without_padding_are_refused(le
 
 
 @DEVICES
-@pytest.mark.parametrize("tail", [0, 6])
+@pytest.mark.parametrize("tail", [0, 8])
 def test_of_gathered_losses_each_rank_trains_those_of_its_own_logits(device, tail):
     mask = [1, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0, 1] + [0] * tail
     plan, found, gradients = a_plan((5, 2), mode="sample_mean", rejects_tokens=False), 0.0, []
     with on(device) as to:
         for cp_rank in (0, 1):
-            layout = thd(8, 4, cp_size=2, cp_rank=cp_rank).gathered()
+            layout = thd(8, 4, tail, cp_size=2, cp_rank=cp_rank).gathered()
             x = to(torch.arange(1.0, 13 + tail)).requires_grad_()
-            partial_loss = plan.reducer([0, 1], to(mask), layout)(x)
+            partial_loss = plan.reducer([0, 1, -1], to(mask), layout)(x)
             partial_loss.backward()
             found += partial_loss.item()
             gradients.append(x.grad.tolist())
@@ -337,6 +340,14 @@ def test_of_gathered_losses_each_rank_trains_those_of_its_own_logits(device, tai
     of_0, of_1 = gradients
     assert of_0 == pytest.approx([0.1, 0, 0, 0, 0, 0, 0, 0.1, 0.25, 0, 0, 0.25] + [0] * tail)
     assert of_1 == pytest.approx([0, 0, 0.1, 0.1, 0.1, 0, 0, 0, 0, 0, 0, 0] + [0] * tail)
+
+
+def test_a_tail_of_gathered_losses_needs_a_segment_unless_the_gather_sums():
+    mask, losses = torch.tensor([1.0] * 8 + [0.0] * 4), torch.ones(12)
+    split = thd(8, cp_size=2, cp_rank=0)
+    assert a_plan([8]).reducer([0], mask, split.gathered(sums_gradients=True))(losses).item() == 4
+    with pytest.raises(ReducerError, match="give that segment -1"):
+        a_plan([8]).reducer([0], mask, split.gathered())(losses)
 
 
 def test_gathered_losses_are_those_of_the_whole_mask_in_its_order():

@@ -9,7 +9,6 @@ import math
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,30 +42,26 @@ def checked_losses(x: Tensor, layout: Layout, num_past_end: int) -> Tensor:
         _check_sequence_starts(x, layout)
         x = x.reshape(-1)
     if x.numel() > num_losses:
-        _check_tail_is_no_padding(layout, num_past_end)
+        _check_tail(layout, num_past_end)
         x = x[:num_losses]
     return x
 
 
-def _check_tail_is_no_padding(layout: Layout, num_past_end: int) -> None:
-    """Refuse losses past the last segment that padded segments would explain exactly.
+def _check_tail(layout: Layout, num_past_end: int) -> None:
+    """Refuse, at CP > 1, losses past the last segment: padded sequences would have as many.
 
     With offsets before padding, sequences whose lengths divide by 2 CP all the same would get
     other tokens' losses.
     """
-    cp, num_tokens = layout.cp_size, num_past_end + layout.num_tokens
-    length_G = np.diff(layout.offset_G1)
-    multiple = 4 * cp
-    while cp > 1 and multiple <= num_tokens:
-        if int((-(-length_G // multiple) * multiple).sum()) == num_tokens:
-            raise ReducerError(
-                f"got losses and a mask of {num_tokens} tokens for segments that end at "
-                f"{layout.num_tokens}, which is what padding each segment to a multiple "
-                f"of {multiple} would give: pass the padded offsets (cu_seqlens_padded); if "
-                "the tokens after the last segment belong to no sequence, end the offsets "
-                "after them and give that segment -1"
-            )
-        multiple *= 2
+    if layout.cp_size == 1 or layout.split is None:
+        return
+    end = layout.num_tokens
+    raise ReducerError(
+        f"got losses and a mask of {end + num_past_end} tokens for segments that end at {end}, at "
+        f"CP = {layout.cp_size}, which says not how the last {num_past_end} are sliced: if they "
+        "pad sequences, pass the padded offsets (cu_seqlens_padded); if they belong to no "
+        "sequence, end the offsets after them and give that segment -1"
+    )
 
 
 def _check_sequence_starts(x: Tensor, layout: Layout) -> None:

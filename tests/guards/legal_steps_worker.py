@@ -1,0 +1,182 @@
+"""Which steps loops may begin: evaluations, several schedule calls, steps that are given up.
+
+The gradient is the plain program's; on DP 2, CP 2 and PP 2.
+"""
+
+import functools
+import gc
+import threading
+import warnings
+
+import pytest
+import torch
+from audit_cases import LAYOUTS, own
+from check_runner import run_checks
+from legal_worker import LAYOUTS_AND_SCALINGS, made, make_anew, same, trained_as_by_hand
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from training_steps import begin, plan_of, right
+
+from megatron_lossagg import Aggregation, LossAggregator
+from megatron_lossagg.errors import ContractError
+from megatron_lossagg.reduction import faults
+from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.verify.world import split_world
+
+
+def check_evaluations_between_training_steps(make):
+    training = make()
+    for stock in (finalize_model_grads, None, finalize_model_grads):
+        training.config.finalize_model_grads_func = stock
+        with training.plan(forward_only=True) as step, torch.no_grad():
+            training.run(functools.partial(right, step), forward_only=True)
+        training.config.finalize_model_grads_func = finalize_model_grads
+        trained_as_by_hand(training)
+    step = training.plan()
+    training.run(functools.partial(right, step))
+    step.finish()
+    with torch.no_grad(), training.plan(forward_only=True) as step:
+        training.run(functools.partial(right, step), forward_only=True)
+
+
+def check_an_evaluation_with_gradients(make):
+    """Nobody called ``torch.no_grad``."""
+    training = make()
+    faults._warned.discard("a gradient in an evaluation")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with training.plan(forward_only=True) as step:
+                training.run(functools.partial(right, step), forward_only=True)
+    if parallel_state.is_pipeline_last_stage():
+        told = [one for one in caught if "detached it: run evaluations" in str(one.message)]
+        assert len(told) == 1
+    assert training.config.finalize_model_grads_func is finalize_model_grads
+    trained_as_by_hand(training)
+
+
+def check_an_evaluation_may_find_gradients(make):
+    training = make()
+    training.chunks[0].buffers[0].grad_data.fill_(1)
+    with training.plan(forward_only=True) as step, torch.no_grad():
+        training.run(functools.partial(right, step), forward_only=True)
+
+
+def check_a_plan_is_evaluated_before_and_after_it_has_trained(make):
+    training = make()
+    plan = plan_of(training)
+
+    def evaluate():
+        begun = training.aggregator.begin(plan, num_microbatches=2, forward_only=True)
+        with begun as step, torch.no_grad():
+            training.run(functools.partial(right, step), forward_only=True)
+
+    expected = training.plain(own)
+    evaluate()
+    evaluate()
+    with training.aggregator.begin(plan, num_microbatches=2) as step:
+        found = training.run(functools.partial(right, step))
+    evaluate()
+    same(found, expected)
+
+
+def check_a_step_that_is_given_up_leaves_the_finalize_function_as_it_was(make):
+    for error in (MemoryError, KeyboardInterrupt, KeyError):
+        training = make()
+        calls = []
+
+        def failing(step, batch, x, calls=calls, error=error):
+            calls.append(0)
+            if len(calls) == 2:
+                raise error("of the framework")
+            return right(step, batch, x)
+
+        with pytest.raises(error, match="of the framework"):
+            training.step(failing)
+        assert training.config.finalize_model_grads_func is finalize_model_grads
+        trained_as_by_hand(training)
+
+
+def check_a_step_that_is_collected_leaves_the_finalize_function_as_it_was(make):
+    training = make()
+    training.plan()  # made ahead, and given up
+    assert training.config.finalize_model_grads_func is not finalize_model_grads
+    make_anew(training)
+    gc.collect()
+    assert training.config.finalize_model_grads_func is finalize_model_grads
+    trained_as_by_hand(training)
+
+
+def check_a_step_made_ahead_and_given_up(make):
+    training = make()
+    training.plan()
+    trained_as_by_hand(training)
+    assert training.config.finalize_model_grads_func is finalize_model_grads
+
+
+def check_a_thread_plans_the_next_step_meanwhile(make):
+    training = make()
+    plans = []
+    expected = training.plain(own)
+    group = training.aggregator.dp_group
+    with training.plan() as step:
+        thread = threading.Thread(target=lambda: plans.append(plan_of(training, group=group)))
+        if training.layout.dp == 1:  # no collective that could mix with the schedule's
+            thread.start()
+            thread.join()
+        same(training.run(functools.partial(right, step)), expected)
+    for plan in plans:
+        with training.aggregator.begin(plan, num_microbatches=2) as step:
+            same(training.run(functools.partial(right, step)), expected)
+
+
+def check_megatrons_finalize_function_is_set_again_in_a_step(make):
+    training = make()
+    expected = training.plain(own)
+    with training.plan() as step:
+        training.config.finalize_model_grads_func = finalize_model_grads
+        same(training.run(functools.partial(right, step)), expected)
+
+
+def other(step, batch, x):
+    return right(step, batch, x * x)
+
+
+def check_gradients_of_two_schedule_calls(make):
+    """A mean trains the mean of the calls, each with its own N; a sum their sum."""
+    training = make()
+    if training.per_token:
+        with pytest.raises(ContractError, match="accumulates=2 with --calculate-per-token"):
+            training.plan(accumulates=2)
+        return
+    first, second = training.plain(own), training.plain(lambda x, w, t: own(x * x, w, t))
+    for _ in range(2):  # steps of the optimizer
+        same(training.step(right, accumulates=2), first / 2)
+        same(training.kept_step(other, accumulates=2), (first + second) / 2)
+    training.aggregator = LossAggregator(
+        training.chunks, Aggregation("token_sum", divisor=7), options=Options(probe=False)
+    )
+    first = training.step(right)
+    second = training.step(other)
+    same(training.step(right, accumulates=True), first)
+    same(training.kept_step(other, accumulates=True), first + second)
+
+
+OF_PIPELINES = (
+    check_evaluations_between_training_steps,
+    check_an_evaluation_with_gradients,
+    check_a_step_made_ahead_and_given_up,
+)
+
+
+def main():
+    begin()
+    for name, per_token in LAYOUTS_AND_SCALINGS:
+        layout = LAYOUTS[name]
+        checks = globals() if layout.pp == 1 else {one.__name__: one for one in OF_PIPELINES}
+        with split_world(layout):
+            run_checks(checks, functools.partial(made, layout, per_token))
+
+
+if __name__ == "__main__":
+    main()
