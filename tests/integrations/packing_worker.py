@@ -150,7 +150,7 @@ def compare_dynamic():
     with pytest.raises(ContractError, match=r"^got --dynamic-\S+ with microbatch_token_mean, exp"):
         train("zigzag", aggregation=Aggregation("microbatch_token_mean"))
     for padding in PADDINGS[1:]:
-        with pytest.raises(ContractError, match=r"^got .* with --pad-packed-seq-alignment \d+, exp"):
+        with pytest.raises(ContractError, match=r"^got .* with --pad-packed-seq-alignment \d+"):
             train("zigzag", padding=padding)
     with pytest.raises(ContractError, match="dynamic_context_parallel is True, which is not"):
         train("zigzag", integration=BridgeIntegration())
