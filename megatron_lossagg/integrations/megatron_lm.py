@@ -53,6 +53,33 @@ class PretrainIntegration(MaskedSumIntegration):
         super().prepare(aggregations)
         self._packs = itertools.count()
         self._per_microbatch = any(one.mode == "microbatch_token_mean" for one in aggregations)
+        self._has_begun = False
+
+    def applies(self, call: Mapping[str, Any]) -> bool:
+        """Refuse, on every rank and before the first batch, what a dynamic CP cannot have."""
+        if not self._has_begun:
+            self._has_begun = True
+            model = call["model"]
+            self._check_dynamic((model[0] if isinstance(model, (list, tuple)) else model).config)
+        return super().applies(call)
+
+    def _check_dynamic(self, config: Any) -> None:
+        """Refuse options whose padding or microbatches differ from rank to rank, by name."""
+        if not getattr(config, "dynamic_context_parallel", False):
+            return
+        from megatron.training import get_args
+
+        alignment = getattr(get_args(), "pad_packed_seq_alignment", None)
+        if alignment is not None:
+            given, what = f"--pad-packed-seq-alignment {alignment}", "the padding of packs"
+        elif self._per_microbatch:
+            given, what = "microbatch_token_mean", "the number of microbatches"
+        else:
+            return
+        raise ContractError(
+            f"got --dynamic-context-parallel with {given}, expected one of the two: {what} would "
+            "differ from rank to rank; drop one, or use a fixed --context-parallel-size"
+        )
 
     def sequences(self, data: Any) -> MicrobatchSequences:
         """Count the mask of each sequence; ``data`` is the dict of Megatron-LM's data sets."""
@@ -71,13 +98,6 @@ class PretrainIntegration(MaskedSumIntegration):
         from megatron.training import get_args
 
         args = get_args()
-        if getattr(args, "pad_packed_seq_alignment", None) is not None or self._per_microbatch:
-            raise ContractError(
-                "got --dynamic-context-parallel with --pad-packed-seq-alignment or "
-                "--loss-aggregation microbatch_token_mean, expected neither: padding and "
-                "microbatches differ from rank to rank; drop it, or use a fixed "
-                "--context-parallel-size"
-            )
         mask = mask_of(data)
         found = packed_sequences(data, mask)
         cp_size, pack = int(data["local_cp_size"]), next(self._packs)

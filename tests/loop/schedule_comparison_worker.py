@@ -23,6 +23,7 @@ from hooked_loop import (
 )
 from torch.autograd.graph import get_gradient_edge
 
+from benchmarks.counting import counted
 from megatron_lossagg.errors import ReducerError
 from megatron_lossagg.guards.framework_loss import compare_with_framework, looks_closely
 from megatron_lossagg.integrations import bridge
@@ -80,6 +81,24 @@ def check_the_comparison_waits_for_no_device(chunk, stock):
     )  # a meta tensor raises when it is read
     with pytest.raises(NotImplementedError, match="meta"):
         faults.raise_first()
+
+
+def check_the_comparison_takes_few_operations(chunk, stock):
+    for is_close, most in ((False, 8), (True, 24)):
+        output = torch.rand(8, requires_grad=True) * 2
+        edge = get_gradient_edge(output) if is_close else None
+        mask = torch.ones(8)
+        with counted() as found:
+            compare_with_framework(
+                (output * mask).sum(),
+                output,
+                mask,
+                None,
+                output=edge,
+                faults=Faults(),
+                microbatch=0,
+            )
+        assert found.num_operations - 2 <= most, found  # 2 of the framework's loss
 
 
 def framework_loss_of_a_device(mask, output):
