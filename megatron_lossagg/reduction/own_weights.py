@@ -1,23 +1,24 @@
 """A user's own weights: the function, what it is given, and what it may return.
 
-Imports no torch. Shape suffix: A = sequences of all ranks.
+Imports no torch, and NumPy when it is called. Shape suffix: A = sequences of all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any
 
 from megatron_lossagg.errors import AggregationError, LossAggregationError, PlanError
 from megatron_lossagg.reduction.user_path import resolved
 
-__all__ = ["StepCounts", "WeightsFunction"]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
-_Array = npt.NDArray[np.float64]
+    _Array = npt.NDArray[np.float64]
+
+__all__ = ["StepCounts", "WeightsFunction"]
 
 
 class StepCounts:
@@ -131,6 +132,8 @@ class WeightsFunction:
         Raises :class:`PlanError` if the function raises, for another shape, and for a weight that
         is not finite or negative.
         """
+        import numpy as np
+
         if not is_active_A.any():  # there is nothing to weigh
             return np.zeros(len(is_active_A))
         try:

@@ -113,7 +113,8 @@ def test_a_path_and_the_function_are_one_aggregation():
     by_path, by_function = Aggregation(weights=path), Aggregation(weights=mean_of_prompts)
     assert by_path == by_function == pickle.loads(pickle.dumps(by_path))
     assert repr(by_path) == repr(by_function)
-    assert path in repr(by_path) and path in str(by_path)
+    assert path in repr(by_path)
+    assert path in str(by_path)
     assert " at 0x" not in repr(Aggregation(weights=lambda c: 1))
 
 
