@@ -51,7 +51,7 @@ class ReducerError(LossAggregationError, ValueError):
 
 
 class ReducerPathError(LossAggregationError, ImportError):
-    """A custom reducer path that does not lead to a callable."""
+    """A path of a custom reducer or a weights function that does not lead to a callable."""
 
 
 class ContractError(LossAggregationError, RuntimeError):

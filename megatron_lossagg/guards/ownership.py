@@ -16,6 +16,7 @@ ranks of the context-parallel group; N = the numbers that a rank gathers.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -31,7 +32,7 @@ from megatron_lossagg.reduction.exchange import Exchange
 from megatron_lossagg.reduction.integers import Ints
 from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.reducer import Reducer
-from megatron_lossagg.reduction.sequences import Floats, hashed
+from megatron_lossagg.reduction.sequences import ID_KINDS, Floats, hashed
 
 __all__ = ["Ownership"]
 
@@ -106,16 +107,17 @@ def _weights(plan: StepPlan) -> str:
     """Return what each w_s follows from beyond the counts, exactly.
 
     Every w_s; with token weights, whose sums may differ by rounding, the ids and microbatches.
-    Empty if only a custom reducer or totals that were not passed know them.
+    What only a custom reducer or totals that were not passed know is left out.
     """
     sequences = plan.sequences
+    given: list[Floats | Ints | None] = [sequences.sequence_weight]
     if sequences.token_weight_sums is not None:
-        ids = (sequences.sample, sequences.prompt, sequences.microbatch)
-        return " ".join("" if id_S is None else id_S.tobytes().hex() for id_S in ids)
-    try:
-        return plan.weight_S.tobytes().hex()
-    except PlanError:
-        return ""
+        ids = (getattr(sequences, kind) for kind in ID_KINDS)
+        given += [*ids, sequences.microbatch]
+    else:
+        with suppress(PlanError):
+            given.append(plan.weight_S)
+    return " ".join("" if one_S is None else one_S.tobytes().hex() for one_S in given)
 
 
 def _compare(plan: StepPlan, gathered_WN: Tensor, own_rank: int) -> None:
@@ -194,7 +196,7 @@ def _describe(own_rank: int, counted_S: Ints, rejects_tokens: bool, values: list
     if weighs:
         return (
             f"context-parallel ranks {own_rank} and {third} give the same sequences different "
-            "weights: pass the same sample and prompt ids, and the same totals, on every rank of a "
+            "weights: pass the same ids, totals and sequence weights on every rank of a "
             "context-parallel group"
         )
     if least < 0:

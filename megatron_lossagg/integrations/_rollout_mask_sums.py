@@ -255,9 +255,15 @@ def _check_prompts(num_prompts: int, num_steps: int, num_cut: int) -> None:
 def _of_plan(plan: StepPlan, rollouts: int) -> _Floats:
     """Turn weights into d_s = 1 / (w_s G), float64 ``[S]``; 1 for a sequence of no active tokens.
 
-    Raises :class:`PlanError` on this rank only, for a d_s that the framework would raise to 1.
+    Raises :class:`PlanError` on this rank only, for a weight that no d_s from 1 carries.
     """
     weight_S = plan.weights.numpy()
+    lost = np.flatnonzero((weight_S == 0) & (plan.active_tokens > 0))
+    if len(lost):
+        raise PlanError(
+            f"{plan.aggregation} gives sequence {lost[0]} of this step the weight 0, which no "
+            "denominator carries: mask the sequence out"
+        )
     above = np.flatnonzero(weight_S * rollouts > 1 + _FLOAT32_ROUNDING)
     if len(above):
         sequence = above[0]

@@ -204,6 +204,8 @@ class LossAggregator:
         prompt: Ids | None = None,
         microbatch: IntsLike | None = None,
         token_weight_sums: FloatsLike | None = None,
+        sequence_weight: FloatsLike | None = None,
+        group: Ids | None = None,
         samples_per_prompt: int | None = None,
         forward_only: bool = False,
         accumulates: bool | int = False,
@@ -226,6 +228,8 @@ class LossAggregator:
             prompt: As in :class:`Sequences`.
             microbatch: As in :class:`Sequences`.
             token_weight_sums: As in :class:`Sequences`.
+            sequence_weight: As in :class:`Sequences`.
+            group: As in :class:`Sequences`.
             samples_per_prompt: As in :class:`Sequences`.
             forward_only: As in :meth:`begin`.
             accumulates: As in :meth:`begin`.
@@ -239,14 +243,10 @@ class LossAggregator:
             ContractError: As :meth:`begin`; and with the message of a stage that failed, on the
                 other stages.
         """
-        given = {
-            "active_tokens": active_tokens,
-            "sample": sample,
-            "prompt": prompt,
-            "microbatch": microbatch,
-            "token_weight_sums": token_weight_sums,
-            "samples_per_prompt": samples_per_prompt,
-        }
+        given: dict[str, Any] = {"active_tokens": active_tokens, "microbatch": microbatch}
+        given |= {"sample": sample, "prompt": prompt, "group": group}
+        given |= {"token_weight_sums": token_weight_sums, "sequence_weight": sequence_weight}
+        given |= {"samples_per_prompt": samples_per_prompt}
         return self.begin_together(
             partial(self._plan, given, num_microbatches, forward_only, iteration),
             num_microbatches=num_microbatches,

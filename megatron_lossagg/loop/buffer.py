@@ -33,7 +33,7 @@ from megatron_lossagg.reduction.integers import (
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.reduction.plan import StepPlan, plan_step
 from megatron_lossagg.reduction.segments import PADDING
-from megatron_lossagg.reduction.sequences import FloatsLike, Sequences
+from megatron_lossagg.reduction.sequences import GATHERED_FLOATS, FloatsLike, Sequences
 
 __all__ = ["MicrobatchSequences", "StepBuffer", "StepMicrobatch"]
 
@@ -65,6 +65,10 @@ class MicrobatchSequences:
     """Prompt id of each segment, global over the data-parallel group."""
     token_weight_sums: FloatsLike | None = None
     """Sum of the active tokens' weights of each segment, float64, for ``count="weights"``."""
+    sequence_weight: FloatsLike | None = None
+    """omega_s of each segment, as in :class:`Sequences`."""
+    group: IntsLike | None = None
+    """Group id of each segment, likewise."""
     is_padding: IntsLike | None = None
     """1 for a segment that only fills a shape, whose other numbers (but its length) are not read;
     None: no segment is."""
@@ -74,21 +78,22 @@ class MicrobatchSequences:
         active_G = np.asarray(whole_numbers(self.active_tokens))
         if active_G.ndim != 1:
             raise ValueError(f"got {active_G.ndim} dimensions, expected one number per sequence")
-        others = {
+        others: dict[str, Any] = {
             name: checked_integers(name, values, PlanError, length=len(active_G))
             for name, values in vars(self).items()
-            if name not in ("active_tokens", "token_weight_sums") and values is not None
+            if name not in ("active_tokens", *GATHERED_FLOATS) and values is not None
         }
         others.setdefault("is_padding", np.zeros(len(active_G), dtype=np.int64))
-        sum_G = self.token_weight_sums
-        if sum_G is not None:
-            sum_G = np.asarray(sum_G, dtype=np.float64)
-            if sum_G.shape != active_G.shape:
+        for name in GATHERED_FLOATS:
+            if getattr(self, name) is None:
+                continue
+            others[name] = float_G = np.asarray(getattr(self, name), dtype=np.float64)
+            if float_G.shape != active_G.shape:
                 raise ValueError(
-                    f"token_weight_sums: got shape {sum_G.shape}, expected {active_G.shape}, one "
-                    "per sequence"
+                    f"{name}: got shape {float_G.shape}, expected {active_G.shape}, one per "
+                    "sequence"
                 )
-        return MicrobatchSequences(active_tokens=active_G, token_weight_sums=sum_G, **others)
+        return MicrobatchSequences(active_tokens=active_G, **others)
 
     def of_sequences(self, name: str) -> list[Any]:
         """Return a field's checked values without those of padding; empty if it is None."""
@@ -192,6 +197,8 @@ class StepBuffer:
             sample=_joined(counts, "sample"),
             prompt=_joined(counts, "prompt"),
             token_weight_sums=_joined(counts, "token_weight_sums"),
+            sequence_weight=_joined(counts, "sequence_weight"),
+            group=_joined(counts, "group"),
             microbatch=[i for i, mb in enumerate(counts) for _ in mb.of_sequences("active_tokens")],
             num_microbatches=self.num_microbatches,
         )

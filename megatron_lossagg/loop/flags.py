@@ -15,7 +15,7 @@ from typing import Any
 from megatron_lossagg.errors import AggregationError
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.custom import load_reducer_factory
-from megatron_lossagg.reduction.modes import COUNTS, CUSTOM, MODES
+from megatron_lossagg.reduction.modes import COUNTS, CUSTOM, MODES, OWN_WEIGHTS
 from megatron_lossagg.reduction.options import Options
 
 __all__ = ["add_loss_aggregation_args", "aggregation_from_args", "args_of"]
@@ -41,11 +41,15 @@ def add_loss_aggregation_args(parser: argparse.ArgumentParser) -> argparse.Argum
     group = parser.add_argument_group("loss aggregation", _description())
     _add_args_of_a_mode(group)
     _add_args_of_a_run(group)
-    group.add_argument(
-        "--loss-aggregation-reducer-path",
-        metavar="PKG.MOD:NAME",
-        help="A factory(context) that replaces the mode; passed without mode and divisor.",
-    )
+    for name, what in (
+        ("weights", "A function from a step's counts to one weight per sequence"),
+        ("reducer", "A factory(context), for what is no weight per sequence"),
+    ):
+        group.add_argument(
+            f"--loss-aggregation-{name}-path",
+            metavar="PKG.MOD:NAME",
+            help=f"{what}. It replaces the mode; passed without mode and divisor.",
+        )
     return parser
 
 
@@ -124,13 +128,14 @@ def aggregation_from_args(args: argparse.Namespace) -> Aggregation | None:
 
     A flag that ``args`` lacks (a framework whose arguments come from a file) has its default; a
     number that a file has as a string is read as a number. Raises :class:`AggregationError`
-    for contradicting flags, and :class:`ReducerPathError` for a reducer path that does not lead
-    to a callable, at launch rather than at the first step: it imports the path's module.
+    for contradicting flags, and :class:`ReducerPathError` for a reducer or weights path that does
+    not lead to a callable, at launch rather than at the first step: it imports the path's module.
     """
     path = getattr(args, "loss_aggregation_reducer_path", None)
+    weights = getattr(args, _WEIGHTS, None)
     mode, divisor, exponent, count_empty, count = (getattr(args, name, None) for name in _OF_A_MODE)
     if path is not None:
-        if ignored := _given(args, _OF_A_MODE):
+        if ignored := _given(args, (*_OF_A_MODE, _WEIGHTS)):
             raise AggregationError(
                 f"--loss-aggregation-reducer-path {path} replaces the mode, and {ignored} would be "
                 "ignored: drop one"
@@ -138,7 +143,7 @@ def aggregation_from_args(args: argparse.Namespace) -> Aggregation | None:
         aggregation = Aggregation(CUSTOM, reducer_path=path)
         load_reducer_factory(path)  # an invalid path fails at launch
         return aggregation
-    if mode is None:
+    if mode is None and weights is None:
         has_shadow = bool(getattr(args, _SHADOW, None))
         allowed = (_SHADOW, "loss_aggregation_rejects_tokens") if has_shadow else ()
         names = [name for name in _OF_A_MODE + _OF_A_RUN if name not in allowed]
@@ -148,7 +153,8 @@ def aggregation_from_args(args: argparse.Namespace) -> Aggregation | None:
             )
         return None
     return Aggregation(
-        mode,
+        mode or "",
+        weights=weights,
         divisor=_as_number("divisor", divisor),
         exponent=_as_number("exponent", exponent),
         count_empty=count_empty,
@@ -162,6 +168,8 @@ def args_of(aggregation: Aggregation) -> dict[str, Any]:
     args = dict(zip(_OF_A_MODE, (getattr(aggregation, name) for name in names), strict=True))
     if aggregation.count == "mask":  # as if the flag was not given
         args["loss_aggregation_count"] = None
+    if aggregation.weights_function is not None:
+        args |= {"loss_aggregation": None, _WEIGHTS: aggregation.weights_function.path}
     return args
 
 
@@ -172,6 +180,7 @@ _OF_A_MODE = (
     "loss_aggregation_count_empty",
     "loss_aggregation_count",
 )
+_WEIGHTS = "loss_aggregation_weights_path"
 _SHADOW = "loss_aggregation_shadow"
 _OF_A_RUN = tuple(f"loss_aggregation_{field.name}" for field in fields(Options))
 
@@ -200,7 +209,7 @@ def _description() -> str:
     lines = [
         f"{mode.name:<{width}}  w_s = {mode.formula};"
         for mode in MODES.values()
-        if mode.name != CUSTOM
+        if mode.name not in (CUSTOM, OWN_WEIGHTS)
     ]
     return "\n".join(
         [

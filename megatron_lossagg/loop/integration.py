@@ -16,11 +16,14 @@ from megatron_lossagg.loop.buffer import MicrobatchSequences
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.faults import Describe
 from megatron_lossagg.reduction.layout import Layout
+from megatron_lossagg.reduction.modes import OWN_WEIGHTS
 
 if TYPE_CHECKING:
     from megatron_lossagg.loop.aggregator import LossAggregator
 
 __all__ = ["FrameworkLoss", "Integration"]
+
+_OF_PROMPTS = ("prompt_mean", OWN_WEIGHTS)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,6 +100,8 @@ class Integration(ABC):
     framework's own number moves to ``stock/<name>``, with ``_`` for spaces."""
     gives_prompts = False
     """Whether :meth:`sequences` gives prompt ids, which ``prompt_mean`` needs."""
+    gives_groups = False
+    """Whether it gives group ids, which ``balanced`` needs."""
     gives_token_weights = False
     """Whether, under ``count="weights"``, :meth:`sequences` and :meth:`loss` give token weights."""
     weighs_tokens = False
@@ -162,7 +167,7 @@ class Integration(ABC):
         the shadows.
         """
         self.weighs_tokens = any(one.count == "weights" for one in aggregations)
-        self.needs_prompts = any(one.mode == "prompt_mean" for one in aggregations)
+        self.needs_prompts = any(one.mode in _OF_PROMPTS for one in aggregations)
 
     def iteration(self) -> int | None:
         """Return the number of the step that is trained, from 1; None if it is not known.

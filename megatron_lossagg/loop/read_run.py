@@ -16,6 +16,7 @@ from megatron_lossagg.guards.before import RunFacts
 from megatron_lossagg.guards.frozen import Frozen
 from megatron_lossagg.record.writer import RecordFile, opened_record
 from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.modes import OWN_WEIGHTS
 from megatron_lossagg.reduction.options import Options
 
 __all__ = ["aggregation_of", "read_run", "settings_of"]
@@ -35,6 +36,8 @@ def read_run(
         loss_scaling = checked_loss_scaling(chunks, counts_parts=counts_parts)
         frozen = Frozen.of(chunks, loss_scaling)
         groups = LiveGroups.of(chunks)
+        if groups.cp_group is None:  # dynamic context parallelism
+            _check_parts(aggregation, *options.shadows.values())
         settings = f"megatron-core {megatron_version()}, loss scaling {loss_scaling}, "
         settings += f"{options}, {settings_of(aggregation)}"
         record_group, record_file = opened_record(options.record, groups)
@@ -50,6 +53,17 @@ def read_run(
         finalize=own_finalize(chunks[0].config),
     )
     return run, record_group, record_file
+
+
+def _check_parts(*aggregations: Aggregation) -> None:
+    """Raise for weights that follow from whole sequences, of which each rank counts parts."""
+    for aggregation in aggregations:
+        if aggregation.mode in ("row_mean", OWN_WEIGHTS):
+            raise ContractError(
+                f"got {aggregation.mode} with dynamic_context_parallel, expected a mode whose "
+                "weights do not depend on the sequences of a sample: each rank counts parts of "
+                "them; choose another --loss-aggregation"
+            )
 
 
 def settings_of(aggregation: Aggregation) -> str:

@@ -68,11 +68,13 @@ class ScheduleHook:
                 "got no aggregation, expected one that is trained: pass a mode, or without "
                 "Options(record=...) only Options(shadow=...)"
             )
-        if any(one.mode == "prompt_mean" for one in asked) and not integration.gives_prompts:
-            raise AggregationError(
-                f"prompt_mean needs prompt ids, and the data that {type(integration).__name__} "
-                "reads has none: choose another --loss-aggregation, such as sample_mean"
-            )
+        for mode, kind in (("prompt_mean", "prompt"), ("balanced", "group")):
+            is_given = getattr(integration, f"gives_{kind}s")
+            if any(one.mode == mode for one in asked) and not is_given:
+                raise AggregationError(
+                    f"{mode} needs {kind} ids, and the data that {type(integration).__name__} "
+                    "reads has none: choose another --loss-aggregation, such as sample_mean"
+                )
         has_weights = any(one.count == "weights" for one in asked)
         if has_weights and not integration.gives_token_weights:
             raise AggregationError(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 from megatron_lossagg.errors import AggregationError
 from megatron_lossagg.reduction.aliases import ALIASES, alias_of, unknown_name
@@ -11,7 +13,8 @@ from megatron_lossagg.reduction.checks.aggregation import (
     checked_divisor,
     checked_exponent,
 )
-from megatron_lossagg.reduction.modes import COUNTS, CUSTOM, MODES, Count
+from megatron_lossagg.reduction.modes import COUNTS, CUSTOM, MODES, OWN_WEIGHTS, Count
+from megatron_lossagg.reduction.own_weights import StepCounts, WeightsFunction
 
 __all__ = ["Aggregation", "parsed_aggregation", "require_mask_count"]
 
@@ -28,6 +31,9 @@ class Aggregation:
         exponent: a of ``length_power`` (required): how much less a token weighs in a longer sample.
         count_empty: Whether a sample or prompt with no active tokens still counts toward B or P.
             None becomes what the alias means, and True for a mode.
+        weights: A function from :class:`StepCounts` to one weight per sequence, NumPy ``[A]`` or
+            one number; or its path ``pkg.mod:name``. It is the mode ``own_weights``, whose name may
+            be left out. Ranks compare its path and its weights.
         reducer_path: ``pkg.mod:name`` of the factory; only with, and required by, mode ``custom``.
         count: What n_s, n_b, n_p, n_mb and N count, and which samples V and prompts Q has.
             ``mask``: tokens whose loss mask is 1. ``weights``: the sum of the token weights
@@ -37,7 +43,9 @@ class Aggregation:
         AggregationError: For an unknown mode; for a divisor or exponent that is missing, not
             finite, or passed to a mode that takes none, and a divisor that is not positive; for a
             ``count_empty`` that contradicts an alias; for a ``count`` that the mode does not take;
-            for a reducer path that is not a string or is passed with a mode.
+            for a reducer path that is not a string or is passed with a mode; for weights that
+            are no function or are passed with a mode.
+        ReducerPathError: For a path of weights that leads to no function.
 
     Examples:
         >>> aggregation = Aggregation("constant", divisor=4096)
@@ -47,15 +55,19 @@ class Aggregation:
         True
     """
 
-    mode: str
+    mode: str = ""
     _: KW_ONLY
     divisor: float | None = None
     exponent: float | None = None
     count_empty: bool | None = None
     reducer_path: str | None = None
     count: Count = "mask"
+    weights: WeightsFunction | Callable[[StepCounts], Any] | str | None = None
 
     def __post_init__(self) -> None:
+        if self.weights is not None:
+            object.__setattr__(self, "mode", self.mode or OWN_WEIGHTS)
+            object.__setattr__(self, "weights", WeightsFunction.of(self.weights))
         alias = alias_of(self.mode)
         mode, path, count_empty = MODES[alias.mode], self.reducer_path, self.count_empty
         if path is not None and (not isinstance(path, str) or not path):
@@ -67,6 +79,12 @@ class Aggregation:
             raise AggregationError(
                 f"got mode {self.mode!r} with reducer path {path!r}, but a reducer path replaces "
                 "the mode: pass only one of --loss-aggregation and --loss-aggregation-reducer-path"
+            )
+        if (mode.name == OWN_WEIGHTS) != (self.weights is not None):
+            raise AggregationError(
+                f"got mode {self.mode!r} with weights {self.weights!r}, but a weights function "
+                "replaces the mode: pass only one of --loss-aggregation and "
+                "--loss-aggregation-weights-path (weights=)"
             )
         if count_empty is None:
             count_empty = alias.count_empty
@@ -84,6 +102,11 @@ class Aggregation:
         object.__setattr__(self, "exponent", checked_exponent(mode, self.exponent))
 
     @property
+    def weights_function(self) -> WeightsFunction | None:
+        """The function of ``weights``, with its path."""
+        return self.weights if isinstance(self.weights, WeightsFunction) else None
+
+    @property
     def formula(self) -> str:
         """w_s with this object's divisor and counts, such as ``1/(B 4096)``."""
         counts = {"B": "B", "P": "P"} if self.count_empty else {"B": "V", "P": "Q"}
@@ -93,7 +116,9 @@ class Aggregation:
 
     def __str__(self) -> str:
         """Mode and formula on one line."""
-        name = self.mode if self.reducer_path is None else f"{self.mode} {self.reducer_path}"
+        own = self.weights_function
+        path = self.reducer_path if own is None else own.path
+        name = self.mode if path is None else f"{self.mode} {path}"
         counts = "" if self.count == "mask" else f", which counts {COUNTS[self.count]}"
         return f"{name}: w_s = {self.formula}{counts}"
 
@@ -121,10 +146,16 @@ def parsed_aggregation(spelling: str) -> Aggregation:
         raise unknown_name("name", spelling)
     mode = MODES[alias_of(name).mode]
     takes = "exponent" if mode.has_exponent else "divisor"
-    if mode.name == CUSTOM or (number and mode.divisor == "none" and not mode.has_exponent):
+    if mode.name in (CUSTOM, OWN_WEIGHTS) or (
+        number and mode.divisor == "none" and not mode.has_exponent
+    ):
         raise AggregationError(
             f"got {spelling!r}, expected a mode"
-            + (" of the table: drop it" if mode.name == CUSTOM else " that takes a number: drop it")
+            + (
+                " of the table: drop it"
+                if mode.name in (CUSTOM, OWN_WEIGHTS)
+                else " that takes a number: drop it"
+            )
         )
     if not number and (mode.divisor == "required" or mode.has_exponent):
         raise AggregationError(

@@ -1,8 +1,8 @@
 """One optimizer step, counted over the data-parallel group.
 
 Counting makes one all-gather of a few integers per rank. A second one of a few numbers per
-sequence follows if ids or token weights are passed or the mode is ``length_power``; a third one
-only brings an error's message to every rank.
+sequence follows if ids or weights are passed or a mode needs every sequence; a third one only
+brings an error's message to every rank.
 
 Shape suffixes: S = sequences of this data-parallel rank in the step; W = ranks of the group;
 A = sequences of all ranks; I = distinct ids.
@@ -25,6 +25,7 @@ from megatron_lossagg.reduction.id_groups import IdGroups
 from megatron_lossagg.reduction.integers import Ints, is_integer
 from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.reduction.sequences import (
+    GATHERED_FLOATS,
     ID_KINDS,
     CheckedSequences,
     Floats,
@@ -32,6 +33,7 @@ from megatron_lossagg.reduction.sequences import (
     check_sum,
     hashed,
 )
+from megatron_lossagg.reduction.step_table import StepTable
 
 __all__ = ["StepTotals", "WeightTotals", "WhichStep", "count_step", "known_step"]
 
@@ -57,6 +59,7 @@ class WeightTotals:
     sample_tokens: Floats
     prompt_tokens: Floats | None = None
     microbatch_tokens: Floats | None
+    table: StepTable
 
     def __post_init__(self) -> None:
         for value in vars(self).values():
@@ -104,6 +107,8 @@ class StepTotals:
     """n_mb of each of this rank's sequences' microbatch; None without ``Sequences.microbatch``."""
     weighted: WeightTotals | None = field(default=None, repr=False, compare=False)
     """The same in token weights; None without ``Sequences.token_weight_sums``."""
+    table: StepTable | None = field(default=None, repr=False, compare=False)
+    """The sequences of all ranks; None if they were not gathered."""
 
     def __post_init__(self) -> None:
         for value in vars(self).values():
@@ -205,11 +210,11 @@ def count_step(
     kind and number. ``shadows``: aggregations for which is counted too.
     """
     settings = [f"{aggregation} ({aggregation!r})", *settings]
-    n_S, v_S = sequences.active_tokens, sequences.token_weight_sums
-    ids = {kind: getattr(sequences, kind) for kind in ID_KINDS}
-    columns = {"tokens": n_S} | {kind: id_S for kind, id_S in ids.items() if id_S is not None}
-    if v_S is not None:
-        columns[_WEIGHTS] = v_S.view(np.int64)  # all columns travel as integers
+    n_S = sequences.active_tokens
+    numbers = {name: getattr(sequences, name) for name in (*ID_KINDS, *GATHERED_FLOATS)}
+    # All columns travel as integers.
+    given_S = {name: one.view(np.int64) for name, one in numbers.items() if one is not None}
+    columns = {"tokens": n_S} | given_S
     given = [*columns, *["microbatch"] * (sequences.microbatch is not None)]
     of_ranks = _gathered_numbers(sequences, settings, given, which, fault, exchange)
     counted = StepTotals(
@@ -223,8 +228,8 @@ def count_step(
         sample_tokens=n_S,
         microbatch_tokens=_count_microbatches(sequences, n_S)[0],
     )
-    needs_lengths = any(MODES[one.mode].has_exponent for one in (aggregation, *shadows))
-    if len(columns) == 1 and not needs_lengths:
+    needs_all = any(MODES[one.mode].needs_all for one in (aggregation, *shadows))
+    if len(columns) == 1 and not needs_all and exchange.size > 1:
         return counted
     return _count_columns(counted, columns, sequences, of_ranks, exchange)
 
@@ -284,6 +289,10 @@ def _count_columns(
     groups = {kind: IdGroups.of(table[kind]) for kind in ID_KINDS if kind in table}
     of_ids = _count_ids(groups, table["tokens"], own_A)
     check_ids(table, groups, sequences_W, sequences.samples_per_prompt)
+    omega_A = table[_OMEGA].view(np.float64) if _OMEGA in table else None
+    step_table = StepTable(
+        counted_A=table["tokens"], groups=groups, sequence_weight_A=omega_A, own=own_A
+    )
     weighted = None
     if v_S is not None:
         v_A = table[_WEIGHTS].view(np.float64)
@@ -297,13 +306,14 @@ def _count_columns(
             microbatch_means=_microbatch_means(of_ranks, "weighted_microbatches"),
             data_parallel_size=exchange.size,
             microbatch_tokens=_count_microbatches(sequences, v_S)[0],
+            table=replace(step_table, counted_A=v_A),
             **each | _count_ids(groups, v_A, own_A),
         )
     longest = int(of_ids["sample_lengths"].max(initial=0))
-    return replace(counted, longest_sample=longest, weighted=weighted, **of_ids)
+    return replace(counted, longest_sample=longest, weighted=weighted, table=step_table, **of_ids)
 
 
-_WEIGHTS = "token_weight_sums"
+_WEIGHTS, _OMEGA = GATHERED_FLOATS
 
 
 def _microbatch_means(of_ranks: Mapping[str, Ints], active: str) -> float | None:
@@ -316,6 +326,8 @@ def _count_ids(groups: Mapping[Kind, IdGroups], tokens_A: _Numbers, own_A: slice
     """Count samples and prompts of all ranks' sequences, and the tokens of this rank's."""
     found: dict[str, Any] = {"sample_lengths": tokens_A}
     for kind, ids in groups.items():
+        if kind == "group":  # the table of all sequences counts it
+            continue
         tokens_I = ids.sums(tokens_A)
         found[f"{kind}s"], found[f"active_{kind}s"] = ids.num, int(np.count_nonzero(tokens_I))
         found[f"{kind}_tokens"] = tokens_I[ids.index_A[own_A]]
@@ -333,10 +345,10 @@ def _raise_together(
     exchange: Exchange,
 ) -> NoReturn:
     """Bring the first faulty rank's message to all ranks and raise it on each."""
-    others = ("tokens", _WEIGHTS)
+    others = ("tokens", *GATHERED_FLOATS)
     ids = [f"{n} (strings)" if n in sequences.string_ids else n for n in given if n not in others]
     parts = [str(which), *settings, f"{', '.join(ids) or 'no'} ids"]
-    parts.append(_WEIGHTS if _WEIGHTS in given else f"no {_WEIGHTS}")
+    parts += [name if name in given else f"no {name}" for name in GATHERED_FLOATS]
     parts.append(f"samples_per_prompt {sequences.samples_per_prompt}")
     texts = exchange.messages(f"!{fault}" if fault else _BETWEEN.join(parts))
     for rank, text in enumerate(texts):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_lossagg.errors import ReducerPathError
 from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.user_path import resolved
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,20 +59,8 @@ ReducerFactory = Callable[[ReducerContext], "Callable[[Tensor], Tensor]"]
 
 
 def load_reducer_factory(path: str) -> ReducerFactory:
-    """Import the factory at ``pkg.mod:name`` or ``pkg.mod.name``.
-
-    Raises :class:`ReducerPathError` if the path leads to nothing or to what is not callable.
-    """
-    expected = "write pkg.mod:name of a factory(context) -> Callable[[Tensor], Tensor]"
-    try:
-        factory: object = pkgutil.resolve_name(path)
-    except Exception as error:  # a module may fail to import with anything
-        raise ReducerPathError(
-            f"reducer path {path!r} raised {error!r}: {expected}, and install its module on every "
-            "node or put it on PYTHONPATH"
-        ) from error
-    if not callable(factory):
-        raise ReducerPathError(
-            f"reducer path {path!r} leads to {factory!r}, which is not callable: {expected}"
-        )
+    """Import the factory at a path; raises as :func:`resolved`."""
+    factory: ReducerFactory = resolved(
+        path, "reducer path", "factory(context) -> Callable[[Tensor], Tensor]"
+    )
     return factory

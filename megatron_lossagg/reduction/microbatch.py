@@ -142,10 +142,10 @@ class Microbatch:
     ) -> Tensor:
         keep_T, layout = self.keep_on(device), self.segments.layout
         weight_G = of_sequences(weight_S, self.segments.sequences)
-        values = weight_G[weight_G > 0]
+        values = weight_G[self.segments.counted > 0]  # what weighs nothing may be kept
         weight_G = weight_G.astype(str(dtype).removeprefix("torch."))
         if len(values) and PADDING not in self.segments.sequences and (values == values[0]).all():
-            # Sequences of weight 0 train nothing, so one weight serves for all that is kept.
+            # Sequences without tokens train nothing, so one weight serves for all that is kept.
             return torch.mul(keep_T, torch.tensor(weight_G.max(), dtype=dtype))
         weight_T = np.repeat(weight_G[layout.segment_R], layout.length_R)
         return from_numpy(weight_T, device).mul_(keep_T)

@@ -15,6 +15,7 @@ from megatron_lossagg.errors import PlanError
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.counts import StepTotals, WeightTotals
 from megatron_lossagg.reduction.sequences import Floats
+from megatron_lossagg.reduction.step_table import StepTable
 
 __all__ = ["ModeCounts"]
 
@@ -35,6 +36,7 @@ class ModeCounts:
         self.num_microbatches = num_microbatches
         self._aggregation = aggregation
         self._exponent = aggregation.exponent or 0.0
+        self._all: StepTable | None = None
 
     @staticmethod
     def of(aggregation: Aggregation, totals: StepTotals, num_microbatches: int) -> ModeCounts:
@@ -62,6 +64,15 @@ class ModeCounts:
         totals = self.totals if lengths is None else replace(self.totals, sample_tokens=lengths)
         return ModeCounts(self._aggregation, totals, self.num_microbatches)
 
+    def of_all_sequences(self) -> ModeCounts:
+        """Return these counts with every sequence of the step in place of this rank's.
+
+        Raises :class:`PlanError` if they were not gathered.
+        """
+        every = ModeCounts(self._aggregation, self.totals, self.num_microbatches)
+        every._all = self.table
+        return every
+
     @property
     def length_power(self) -> Floats:
         """n_b^a of each of this rank's sequences, float64 ``[S]``."""
@@ -82,10 +93,14 @@ class ModeCounts:
 
     def known(self, name: str) -> Any:
         """Return a total, or None if it is not known."""
+        if self._all is not None and name in _OF_A_SEQUENCE:
+            return self._all.column(name, count_empty=bool(self._aggregation.count_empty))
+        if name in _OF_A_SEQUENCE:
+            return getattr(self.totals, name, None)
         return getattr(self.totals, self._field(name))
 
     def __getattr__(self, name: str) -> Any:
-        if "totals" not in vars(self):  # of an object that is being copied or unpickled
+        if "_all" not in vars(self):  # of an object that is being copied or unpickled
             raise AttributeError(name)
         value = self.known(name)
         if value is None:
@@ -101,11 +116,28 @@ class ModeCounts:
         return name
 
 
+_OF_A_SEQUENCE = (
+    "sequence_tokens",
+    "sample_tokens",
+    "prompt_tokens",
+    "group_tokens",
+    "microbatch_tokens",
+    "rows",
+    "prompt_samples",
+    "group_samples",
+)
+"""The counts with one entry per sequence."""
+
 _PROMPT = "Sequences(prompt=...) without totals="
+_GROUP = "Sequences(group=...) without totals="
 _PASSED_AS = {
     "prompt_tokens": _PROMPT,
     "prompts": _PROMPT,
     "active_prompts": _PROMPT,
+    "prompt_samples": _PROMPT,
+    "group_tokens": _GROUP,
+    "group_samples": _GROUP,
+    "table": "the sequences of all ranks (plan under it, without totals=)",
     "sample_lengths": "the lengths of all ranks' samples (plan under it, without totals=)",
     "microbatch_tokens": "Sequences(microbatch=...)",
     "data_parallel_size": "group=, also with totals=",

@@ -1,8 +1,9 @@
 """The table of modes: the formula of each, and the one weight per sequence that it gives.
 
 Symbols (``docs/math.md``): a sequence s has n_s active tokens, its sample n_b, its prompt
-n_p; the step has N active tokens, B samples and P prompts; M microbatches on this
-rank, DP data-parallel ranks; the divisor is L or C. Every mode is one weight per sequence::
+n_p, its sample's group n_c; the step has N active tokens, B samples and P prompts; sample b
+has R_b sequences, group c has k_c samples; M microbatches on this rank, DP data-parallel ranks; the
+divisor is L or C. Every mode is one weight per sequence::
 
     loss = sum_s w_s * sum_{t in s} m_t * x_t
 """
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["COUNTS", "CUSTOM", "MODES", "Count", "Mode"]
+__all__ = ["COUNTS", "CUSTOM", "MODES", "OWN_WEIGHTS", "Count", "Mode"]
 
 _DivisorRule = Literal["required", "optional", "none"]
 Count = Literal["mask", "weights"]
@@ -25,6 +26,7 @@ COUNTS: dict[Count, str] = {
 """What the denominators count; see :attr:`Aggregation.count`."""
 
 CUSTOM = "custom"
+OWN_WEIGHTS = "own_weights"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +39,13 @@ class Mode:
     divisor: _DivisorRule
     meaning: str
     denominator: Callable[[Any], Any] | None
-    """1 / w_s from the step's counts (``mode_counts.ModeCounts``); None for a custom reducer."""
-    expected: Callable[[Any], float] | None
-    """The sum of w_s n_s over a step that has an active token, likewise."""
+    """1 / w_s from the step's counts (``mode_counts.ModeCounts``); None for a user's own."""
+    expected: Callable[[Any], float] | None = None
+    """The sum of w_s n_s over a step that has an active token, likewise; None: it is summed."""
     has_exponent: bool = False
     """Whether it needs the exponent a."""
+    needs_all: bool = False
+    """Whether every rank needs the sequences of all ranks."""
 
     @property
     def formula(self) -> str:
@@ -105,10 +109,28 @@ MODES: dict[str, Mode] = {
             weight="1/(n_b^{a} Z)",
             divisor="none",
             has_exponent=True,
+            needs_all=True,
             meaning="samples by a power of their length, over the sum Z of n_b^(1-a): all weights "
             "w_s n_s sum to 1; a = 0 is token_mean, a = 1 sample_mean without empty samples",
             denominator=lambda c: c.length_power * c.length_power_sum,
             expected=lambda c: 1.0,
+        ),
+        Mode(
+            name="balanced",
+            weight="k_c/({B} n_c)",
+            divisor="none",
+            needs_all=True,
+            meaning="token means of groups c, such as prompt and sign of the advantage, weighted "
+            "by their samples k_c",
+            denominator=lambda c: c.group_tokens / c.group_samples * c.samples,
+        ),
+        Mode(
+            name="row_mean",
+            weight="1/({B} R_b n_s)",
+            divisor="none",
+            needs_all=True,
+            meaning="mean over samples of the mean of their R_b sequences' token means (sessions)",
+            denominator=lambda c: c.sequence_tokens * c.rows * c.samples,
         ),
         Mode(
             name="microbatch_token_mean",
@@ -127,7 +149,14 @@ MODES: dict[str, Mode] = {
             divisor="none",
             meaning="what the factory at --loss-aggregation-reducer-path returns",
             denominator=None,
-            expected=None,
+        ),
+        Mode(
+            name=OWN_WEIGHTS,
+            weight="known to the weights function",
+            divisor="none",
+            needs_all=True,
+            meaning="what the function at --loss-aggregation-weights-path returns",
+            denominator=None,
         ),
     )
 }

@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -41,11 +41,16 @@ from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.reduction.reducer import Reducer
 from megatron_lossagg.reduction.sequences import CheckedSequences, Floats, Sequences
 from megatron_lossagg.reduction.step_state import StepState
+from megatron_lossagg.reduction.weights import (
+    check_agreement,
+    weight_sum,
+    weights_of_all,
+    weights_of_rank,
+)
 
 __all__ = ["StepPlan", "plan_step", "warn_of_divisor"]
 
 _DEFAULTS = Options()
-_LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -112,32 +117,16 @@ class StepPlan:
     @cached_property
     def weight_S(self) -> Floats:
         """:attr:`weights` as a read-only array, computed once."""
-        denominator = MODES[self.aggregation.mode].denominator
-        if denominator is None:
-            raise PlanError(
-                f"{self.aggregation}: only the custom reducer knows its weights; for those of "
-                "a mode use plan.under(mode).weights"
-            )
-        self._check_size(denominator(self.counts.of_all_samples()))
-        value = np.asarray(denominator(self.counts), dtype=np.float64)
-        denominator_S = np.broadcast_to(value, self.active_tokens.shape)
-        weight_S = np.zeros(len(self.active_tokens))
-        # Where n_s = 0 the denominator may be 0 too (n_b, n_mb): there is nothing to weigh.
-        np.divide(1.0 / self.num_calls, denominator_S, out=weight_S, where=self.counted_S > 0)
+        weight_S = weights_of_rank(self) / self.num_calls
         weight_S.flags.writeable = False
         return weight_S
 
-    def _check_size(self, denominator: Any) -> None:
-        """Refuse weights beyond float32, by what all ranks know, so that none waits for another."""
-        denominators = np.ravel(np.asarray(denominator, dtype=np.float64))
-        with np.errstate(all="ignore"):
-            weights = 1.0 / denominators[denominators > 0]
-        beyond = weights[~((weights >= _LEAST) & (weights <= _MOST))]
-        if len(beyond) and not self.counts.is_empty:
-            raise PlanError(
-                f"{self.aggregation} gives a sequence a weight of {beyond[0]}, beyond what float32 "
-                "holds: change the divisor or the exponent"
-            )
+    @cached_property
+    def weight_A(self) -> Floats:
+        """w_s of every sequence of all ranks, ``[A]``, if gathered; not over :attr:`num_calls`."""
+        weight_A = weights_of_all(self)
+        weight_A.flags.writeable = False
+        return weight_A
 
     @cached_property
     def expected_weight(self) -> float | None:
@@ -146,13 +135,8 @@ class StepPlan:
         1 for a mean (V/B or Q/P of it if empty ones count), N/(B L), N/B or N/C for a
         sum over a constant; over :attr:`num_calls`.
         """
-        expected = MODES[self.aggregation.mode].expected
-        if expected is None:
-            return None
-        try:
-            return 0.0 if self.counts.is_empty else float(expected(self.counts)) / self.num_calls
-        except PlanError:  # a total that is not needed for a weight
-            return None
+        total = weight_sum(self)
+        return None if total is None else total / self.num_calls
 
     def under(self, aggregation: Aggregation | str) -> StepPlan:
         """Plan the same step under a different aggregation, without a collective; made once.
@@ -346,6 +330,8 @@ def _weighted(
         group_ranks=exchange.ranks,
         state=StepState(rejects_tokens=options.rejects_tokens),
     )
+    if aggregation.weights_function is not None:
+        check_agreement(plan, exchange)
     if aggregation.mode != CUSTOM:
         plan.weight_S  # noqa: B018
     for shadow in options.shadows.values():

@@ -24,6 +24,7 @@ from megatron_lossagg.reduction.integers import (
 )
 
 __all__ = [
+    "GATHERED_FLOATS",
     "ID_KINDS",
     "MOST_TOKENS",
     "CheckedSequences",
@@ -37,11 +38,13 @@ __all__ = [
 ]
 
 Ids = IntsLike | Sequence[str] | npt.NDArray[np.str_]
-Kind = Literal["sample", "prompt"]
+Kind = Literal["sample", "prompt", "group"]
 Floats = npt.NDArray[np.float64]
 FloatsLike = Sequence[float] | npt.NDArray[np.floating[Any]] | Tensor
 
-ID_KINDS: tuple[Kind, Kind] = ("sample", "prompt")
+ID_KINDS: tuple[Kind, ...] = ("sample", "prompt", "group")
+GATHERED_FLOATS = ("token_weight_sums", "sequence_weight")
+"""The columns of a step that are no integers."""
 MOST_TOKENS = 2**53
 """The largest count: integers up to it are exact in the float64 of a weight."""
 
@@ -67,6 +70,11 @@ class Sequences:
         token_weight_sums: The sum of the active tokens' weights v_t of each sequence, 0 or from
             2^-53 to 2^53; needed by ``count="weights"``. ``math.fsum`` gives one that depends on no
             order.
+        sequence_weight: omega_s, finite and not negative: it multiplies w_s. Nothing is
+            renormalized, and a sequence that weighs 0 is counted as before. A custom reducer
+            multiplies by it itself (``context.plan.sequences``).
+        group: Id of the group c of the sequence's sample, such as prompt and sign of the
+            advantage, global likewise; needed by ``balanced``.
         samples_per_prompt: How many samples each prompt has over the step; a check that ids are
             global, if passed.
 
@@ -84,6 +92,8 @@ class Sequences:
     microbatch: IntsLike | None = None
     num_microbatches: int | None = None
     token_weight_sums: FloatsLike | None = None
+    sequence_weight: FloatsLike | None = None
+    group: Ids | None = None
     samples_per_prompt: int | None = None
 
     def checked(self) -> CheckedSequences:
@@ -93,7 +103,7 @@ class Sequences:
             counts = whole_numbers(counts)  # type: ignore[assignment]
         n_S = _integers("active_tokens", counts)
         check_sum(f"Sequences.active_tokens of {len(n_S)} sequences", n_S)
-        ids: dict[Kind, Ids | None] = {"sample": self.sample, "prompt": self.prompt}
+        ids: dict[Kind, Ids | None] = {kind: getattr(self, kind) for kind in ID_KINDS}
         id_S = {
             kind: None if given is None else _ids(kind, given, len(n_S))
             for kind, given in ids.items()
@@ -116,13 +126,14 @@ class Sequences:
             raise PlanError(f"got samples_per_prompt {number!r}, expected an integer from 1")
         if number is not None and self.prompt is None:
             raise PlanError(f"got samples_per_prompt {number} and no prompt ids: pass prompt=")
-        sums = self.token_weight_sums
+        sums, weight = self.token_weight_sums, self.sequence_weight
         return CheckedSequences(
             active_tokens=n_S,
             **id_S,
             microbatch=microbatch_S,
             num_microbatches=m,
             token_weight_sums=None if sums is None else _weight_sums(sums, n_S),
+            sequence_weight=None if weight is None else _sequence_weights(weight, len(n_S)),
             samples_per_prompt=number,
             string_ids=tuple(kind for kind, given in ids.items() if _are_strings(given)),
         )
@@ -130,14 +141,16 @@ class Sequences:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CheckedSequences:
-    """:class:`Sequences` as read-only arrays: int64 ``[S]``, weight sums float64 ``[S]``."""
+    """:class:`Sequences` as read-only arrays: int64 ``[S]``; weights and sums float64."""
 
     active_tokens: Ints
     sample: Ints | None
     prompt: Ints | None
+    group: Ints | None
     microbatch: Ints | None
     num_microbatches: int | None
     token_weight_sums: Floats | None
+    sequence_weight: Floats | None
     samples_per_prompt: int | None
     string_ids: tuple[Kind, ...]
     """Which ids were strings; hashes stand for them."""
@@ -177,31 +190,47 @@ def _integers(
     return checked_integers(f"Sequences.{name}", values, PlanError, lowest=lowest, length=length)
 
 
-def _weight_sums(values: FloatsLike, n_S: Ints) -> Floats:
-    """Copy to float64 ``[S]``; raises :class:`PlanError` for what is no sum of weights."""
-    name = "Sequences.token_weight_sums"
+def _floats(name: str, values: FloatsLike, length: int) -> Floats:
+    """Copy to float64 ``[S]``; raises :class:`PlanError` for what is no number per sequence."""
     if isinstance(values, Tensor):
         if values.device.type != "cpu":
             raise PlanError(
-                f"{name} is on {values.device}: sums are CPU numbers, pass a list or a CPU tensor"
+                f"Sequences.{name} is on {values.device}: pass CPU numbers, a list or a CPU tensor"
             )
         values = values.detach().double().numpy()
     array = np.asarray(values)
-    if array.shape != n_S.shape or array.dtype.kind not in "fiu":
+    if array.shape != (length,) or array.dtype.kind not in "fiu":
         raise PlanError(
-            f"{name}: got {array.dtype} of shape {array.shape}, expected {len(n_S)} numbers, one "
-            "per sequence"
+            f"Sequences.{name}: got {array.dtype} of shape {array.shape}, expected {length} "
+            "numbers, one per sequence"
         )
-    sum_S = array.astype(np.float64)
+    return array.astype(np.float64)
+
+
+def _sequence_weights(values: FloatsLike, length: int) -> Floats:
+    weight_S = _floats("sequence_weight", values, length)
+    is_wrong_S = ~(np.isfinite(weight_S) & (weight_S >= 0))
+    if is_wrong_S.any():
+        raise PlanError(
+            f"Sequences.sequence_weight: got {weight_S[is_wrong_S.argmax()]} at index "
+            f"{is_wrong_S.argmax()}, expected finite numbers from 0: they multiply w_s, and a sign "
+            "belongs into the losses"
+        )
+    return weight_S
+
+
+def _weight_sums(values: FloatsLike, n_S: Ints) -> Floats:
+    """Copy to float64 ``[S]``; raises :class:`PlanError` for what is no sum of weights."""
+    sum_S = _floats("token_weight_sums", values, len(n_S))
     # One over a sum is a weight, so that a smaller one could be beyond float32 on one rank only.
     is_sum_S = (sum_S >= 1 / MOST_TOKENS) & (sum_S <= MOST_TOKENS)
     is_wrong_S = ~((sum_S == 0) | is_sum_S) | ((sum_S > 0) & (n_S == 0))
     if is_wrong_S.any():
         at = int(is_wrong_S.argmax())
         raise PlanError(
-            f"{name}: got {sum_S[at]} at index {at} for {n_S[at]} active tokens, expected 0 or a "
-            "number from 2^-53 to 2^53, and 0 for no active token: pass the sum of the weights of "
-            "the tokens whose mask is 1"
+            f"Sequences.token_weight_sums: got {sum_S[at]} at index {at} for {n_S[at]} active "
+            "tokens, expected 0 or a number from 2^-53 to 2^53, and 0 for no active token: pass "
+            "the sum of the weights of the tokens whose mask is 1"
         )
     return sum_S
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.own_weights import StepCounts
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.reference_gradient import Reference
 from megatron_lossagg.verify.step_data import Assignment, TrainingSequence
@@ -21,6 +22,7 @@ __all__ = [
     "BETA",
     "CASES",
     "MASK_CASES",
+    "OWN_CASES",
     "WEIGHT_CASES",
     "Case",
     "Expected",
@@ -39,6 +41,8 @@ class Case:
 
     aggregation: Aggregation
     second: Aggregation | None = None
+    weighs_sequences: bool = False
+    """Whether each sequence has a weight, ``Sequences(sequence_weight=...)``."""
 
     def __str__(self) -> str:
         """Mode, what differs from its default, and the second term."""
@@ -47,6 +51,8 @@ class Case:
             name += f", count={self.aggregation.count}"
         if not self.aggregation.count_empty:
             name += ", count_empty=False"
+        if self.weighs_sequences:
+            name += ", sequence_weight"
         return name if self.second is None else f"{name} + {self.second.mode}"
 
     @property
@@ -68,6 +74,10 @@ MASK_CASES: tuple[Case, ...] = (
     Case(aggregation=Aggregation("sample_sum")),
     Case(aggregation=Aggregation("token_sum", divisor=7.0)),
     Case(aggregation=Aggregation("length_power", exponent=0.5)),
+    Case(aggregation=Aggregation("balanced")),
+    Case(aggregation=Aggregation("balanced", count_empty=False)),
+    Case(aggregation=Aggregation("row_mean")),
+    Case(aggregation=Aggregation("row_mean", count_empty=False)),
     Case(aggregation=Aggregation("microbatch_token_mean")),
 )
 """Every mode of the table, with both ways to count empty samples, and a sum of two modes."""
@@ -79,7 +89,19 @@ WEIGHT_CASES: tuple[Case, ...] = (
 )
 """Token weights in the losses and in the denominators."""
 
-CASES = (*MASK_CASES, *WEIGHT_CASES)
+
+def mean_of_prompts(counts: StepCounts) -> Any:
+    """Weigh by the mean over prompts of the mean over samples of their rows' token means."""
+    return 1 / (counts.P * counts.k_p * counts.R_b * counts.n_s)
+
+
+OWN_CASES: tuple[Case, ...] = (
+    Case(aggregation=Aggregation(weights=mean_of_prompts)),
+    Case(aggregation=Aggregation("sample_mean"), weighs_sequences=True),
+)
+"""A weights function, and a weight of each sequence."""
+
+CASES = (*MASK_CASES, *WEIGHT_CASES, *OWN_CASES)
 """What ``lossagg verify`` verifies."""
 
 
@@ -104,7 +126,7 @@ def expected(case: Case, reference: Reference, assignment: Assignment) -> Expect
         sequences = zip(reference.sequences, assignment.keys, reference.starts[:-1], strict=True)
         return [
             {
-                **as_reference(sequence, key, aggregation),
+                **as_reference(sequence, key, aggregation, case.weighs_sequences),
                 "x": [term(y_Y[at], c) for at, c in enumerate(sequence.coefficient, start)],
             }
             for sequence, key, start in sequences
@@ -128,24 +150,32 @@ def expected(case: Case, reference: Reference, assignment: Assignment) -> Expect
 
 
 def as_reference(
-    sequence: TrainingSequence, key: tuple[int, int], aggregation: Aggregation
+    sequence: TrainingSequence,
+    key: tuple[int, int],
+    aggregation: Aggregation,
+    weighs_sequences: bool = False,
 ) -> dict[str, Any]:
     """Write a sequence as ``reference_loss.py`` reads it, without its losses."""
-    written = {
+    written: dict[str, Any] = {
         "counted": sequence.counted,
         "trained": sequence.trained,
         "sample": sequence.sample,
         "prompt": sequence.prompt,
+        "group": sequence.group,
         "microbatch": key,
     }
+    if weighs_sequences:
+        written["sequence_weight"] = sequence.sequence_weight
     return written | ({"weight": sequence.weight} if aggregation.count == "weights" else {})
 
 
 def reference_options(aggregation: Aggregation, microbatches: Sequence[int]) -> dict[str, Any]:
     """Write an aggregation as ``reference_loss.py`` reads it."""
+    own = aggregation.weights_function
     return {
         "divisor": aggregation.divisor,
         "exponent": aggregation.exponent,
         "count_empty": aggregation.count_empty,
         "microbatches": list(microbatches),
+        "weights": None if own is None else own.function,
     }

@@ -6,16 +6,19 @@ A step is a list of sequences; a sequence is a dict with
     counted     list of 0/1, the loss mask
     trained     list of 0/1, the loss mask after rejection
     weight      list of token weights, which multiply losses and counts; without it, all are 1
-    sample, prompt    ids
+    sequence_weight   what multiplies the sequence's losses, and no count; without it 1
+    sample, prompt, group    ids
     microbatch  (data-parallel rank, index on that rank)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,8 +35,12 @@ def step_loss(
     exponent: float | None = None,
     count_empty: bool = True,
     microbatches: Sequence[int] | None = None,
+    weights: Callable[[Any], Any] | None = None,
 ) -> Tensor:
-    """Compute the step's loss under a mode; ``microbatches``: M of each data-parallel rank."""
+    """Compute the step's loss under a mode; ``microbatches``: M of each data-parallel rank.
+
+    ``weights``: the user's function, for ``own_weights``.
+    """
     if mode == "token_mean":  # DAPO, arXiv 2503.14476, eq. 8
         return _over(_sum(sequences), _tokens(sequences))
     if mode == "sample_mean":  # GRPO, arXiv 2402.03300, eq. 3
@@ -56,6 +63,25 @@ def step_loss(
         assert exponent is not None
         total = _total(_sum(g) / _tokens(g) ** exponent for g in groups)
         return _over(total, math.fsum(_tokens(g) ** (1 - exponent) for g in groups))
+    if mode == "balanced":  # arXiv 2605.04077: groups' token means, weighted by their samples
+        samples = _kept(_groups(sequences, "sample"), count_empty)
+        of_groups = (
+            len(_kept(_groups(g, "sample"), count_empty)) * _over(_sum(g), _tokens(g))
+            for g in _groups(sequences, "group")
+        )
+        return _over(_total(of_groups), len(samples))
+    if mode == "row_mean":  # the objective of verl-project/uni-agent#185
+        means = []
+        for sample in _kept(_groups(sequences, "sample"), count_empty):
+            rows = _kept([[sequence] for sequence in sample], count_empty)
+            means.append(_over(_total(_over(_sum(r), _tokens(r)) for r in rows), len(rows)))
+        return _over(_total(means), len(means))
+    if mode == "own_weights":
+        assert weights is not None
+        with np.errstate(all="ignore"):
+            found = np.broadcast_to(weights(_counts(sequences, count_empty)), len(sequences))
+        pairs = zip(found.tolist(), sequences, strict=True)
+        return _total(w * _sum([one]) for w, one in pairs if _tokens([one]))
     if mode == "microbatch_token_mean":
         assert microbatches is not None
         ranks = []
@@ -80,12 +106,47 @@ def weight_sum(mode: str, sequences: Sequence[StepSequence], **options: Any) -> 
     return float(step_loss(mode, ones, **options))
 
 
+def _counts(sequences: Sequence[StepSequence], count_empty: bool) -> SimpleNamespace:
+    """Count what a weights function is given, for each sequence by loops over all."""
+
+    def same(one: StepSequence, key: str) -> list[StepSequence]:
+        return [other for other in sequences if key in one and other[key] == one[key]]
+
+    def tokens(key: str) -> Any:
+        return np.array([_tokens(same(one, key)) for one in sequences], dtype=np.float64)
+
+    def number(key: str, of: str | None) -> Any:
+        counted = []
+        for one in sequences:
+            found = same(one, key)
+            groups = [[row] for row in found] if of is None else _groups(found, of)
+            counted.append(len(_kept(groups, count_empty)))
+        return np.array(counted, dtype=np.float64)
+
+    def all_of(key: str) -> float:
+        found = [one for one in sequences if key in one]
+        return float(len(_kept(_groups(found, key), count_empty)))
+
+    return SimpleNamespace(
+        N=_tokens(sequences),
+        B=all_of("sample"),
+        P=all_of("prompt"),
+        n_s=np.array([_tokens([one]) for one in sequences], dtype=np.float64),
+        n_b=tokens("sample"),
+        n_p=tokens("prompt"),
+        n_c=tokens("group"),
+        R_b=number("sample", None),
+        k_p=number("prompt", "sample"),
+        k_c=number("group", "sample"),
+    )
+
+
 def _sum(sequences: Sequence[StepSequence]) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for sequence in sequences:
         for x, m, v in zip(sequence["x"], sequence["trained"], _weights(sequence), strict=True):
             if m == 1:
-                total = total + v * x
+                total = total + sequence.get("sequence_weight", 1.0) * v * x
     return total
 
 

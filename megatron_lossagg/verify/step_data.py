@@ -36,6 +36,7 @@ _MASKED_ALONE = (4, 6)  # fully masked: one alone in its sample, in a live promp
 _MASKED_PROMPT = (5, 8)  # a prompt with no active tokens
 _NOTHING_TRAINED = (11,)  # counted, but nothing is left to train
 _WEIGHS_NOTHING = (7,)  # counted and trained, but every token weight is 0
+_POSITIVE = (0, 1, 4, 5, 9, 11)  # samples of a positive advantage: their prompt's first group
 _ONE_WEIGHT = (0, 2, 9)  # a weight of the whole sequence, as of its data set
 
 
@@ -53,6 +54,10 @@ class TrainingSequence:
     """The loss mask after rejection: it selects fewer tokens."""
     sample: int
     prompt: int
+    group: int
+    """Of prompt and sign of the advantage."""
+    sequence_weight: float
+    """Of the whole sequence, for the cases that weigh sequences."""
     weight: list[float]
     """v_t of each token, for the cases that count weights; 0 outside of the loss mask."""
 
@@ -76,6 +81,7 @@ def _sequence(rng: random.Random, index: int, copy: int) -> TrainingSequence:
     if index in _NOTHING_TRAINED:
         trained = [0] * length
     tokens = [rng.randrange(VOCABULARY) for _ in range(length + 1)]
+    prompt = _PROMPT_OF_SAMPLE[_SAMPLE[index]] - 20 + 10 * copy  # ids may be negative
     return TrainingSequence(
         tokens=tokens[:-1],
         labels=tokens[1:],
@@ -83,7 +89,9 @@ def _sequence(rng: random.Random, index: int, copy: int) -> TrainingSequence:
         counted=counted,
         trained=trained,
         sample=_SAMPLE[index] + 100 * (copy + 1),
-        prompt=_PROMPT_OF_SAMPLE[_SAMPLE[index]] - 20 + 10 * copy,  # ids may be negative
+        prompt=prompt,
+        group=2 * prompt + (_SAMPLE[index] in _POSITIVE),
+        sequence_weight=(0.5, 3.0, 0.0, 1.0)[index % 4],
         weight=[v * m for v, m in zip(_weights(index, copy, length), counted, strict=True)],
     )
 
@@ -109,6 +117,8 @@ def padding_sequence(length: int) -> TrainingSequence:
         trained=[0] * length,
         sample=0,
         prompt=0,
+        group=0,
+        sequence_weight=1.0,
         weight=[0.0] * length,
     )
 

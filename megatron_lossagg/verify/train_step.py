@@ -174,12 +174,15 @@ class Run:
                 "active_tokens": [sum(sequence.counted) for sequence in self._sequences],
                 "sample": [sequence.sample for sequence in self._sequences],
                 "prompt": [sequence.prompt for sequence in self._sequences],
+                "group": [sequence.group for sequence in self._sequences],
                 "microbatch": self._numbers,
             }
             if case.aggregation.count == "weights":
                 counts["token_weight_sums"] = [
                     math.fsum(sequence.weight) for sequence in self._sequences
                 ]
+            if case.weighs_sequences:
+                counts["sequence_weight"] = [one.sequence_weight for one in self._sequences]
         return self.aggregator_of(case).step(
             **counts, num_microbatches=self.num_microbatches, forward_only=forward_only
         )
@@ -227,7 +230,7 @@ class Run:
         faults: list[str] = []
         hook = ScheduleHook(
             case.aggregation,
-            _Integration(self, case.aggregation, poison, main),
+            _Integration(self, case, poison, main),
             options=Options(probe=False, rejects_tokens=True),
         )
         # A tensor-parallel rank without data gets each microbatch from the rank that has it.
@@ -339,11 +342,12 @@ class _Integration(Integration):
 
     loss_name = "loss"
     gives_prompts = True
+    gives_groups = True
     gives_token_weights = True
 
-    def __init__(self, run: Run, aggregation: Aggregation, poison: bool, main: float) -> None:
+    def __init__(self, run: Run, case: Case, poison: bool, main: float) -> None:
         self._run = run
-        self._aggregation = aggregation
+        self._case = case
         self._poison = poison
         self._main = main
 
@@ -354,10 +358,14 @@ class _Integration(Integration):
             lengths=data.offsets.diff(),
             sample=[sequence.sample if sequence else 0 for sequence in sequences],
             prompt=[sequence.prompt if sequence else 0 for sequence in sequences],
+            group=[sequence.group if sequence else 0 for sequence in sequences],
             token_weight_sums=[
                 math.fsum(sequence.weight) if sequence else 0 for sequence in sequences
             ]
-            if self._aggregation.count == "weights"
+            if self._case.aggregation.count == "weights"
+            else None,
+            sequence_weight=[one.sequence_weight if one else 0 for one in sequences]
+            if self._case.weighs_sequences
             else None,
             is_padding=[int(sequence is None) for sequence in sequences],
         )
@@ -367,7 +375,7 @@ class _Integration(Integration):
         return FrameworkLoss(
             losses=self._run._losses(output, batch, self._poison) * batch.coefficient * self._main,
             mask=batch.mask,
-            token_weights=_weights(batch, self._aggregation),
+            token_weights=_weights(batch, self._case.aggregation),
             returned=loss_func(output),
         )
 

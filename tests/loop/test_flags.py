@@ -11,11 +11,11 @@ from megatron_lossagg import Aggregation, add_loss_aggregation_args
 from megatron_lossagg.errors import AggregationError
 from megatron_lossagg.loop.flags import aggregation_from_args, args_of
 from megatron_lossagg.reduction.aliases import ALIASES
-from megatron_lossagg.reduction.modes import CUSTOM, MODES
+from megatron_lossagg.reduction.modes import CUSTOM, MODES, OWN_WEIGHTS
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.verify.cases import CASES
 
-NAMES = [name for name in (*MODES, *ALIASES) if name != CUSTOM]
+NAMES = [name for name in (*MODES, *ALIASES) if name not in (CUSTOM, OWN_WEIGHTS)]
 
 
 def numbers_of(name):
@@ -59,6 +59,7 @@ def test_the_set_of_flags_is_frozen():
         "--loss-aggregation-shadow",
         "--loss-aggregation-rejects-tokens",
         "--loss-aggregation-reducer-path",
+        "--loss-aggregation-weights-path",
     }
 
 
@@ -112,7 +113,9 @@ def test_help_has_one_line_for_each_mode_where_text_is_raw():
     flags.formatter_class = argparse.RawDescriptionHelpFormatter
     lines = [line.split(maxsplit=1) for line in flags.format_help().splitlines()]
     for mode in MODES.values():
-        assert ([mode.name, f"w_s = {mode.formula};"] in lines) == (mode.name != CUSTOM)
+        assert ([mode.name, f"w_s = {mode.formula};"] in lines) == (
+            mode.name not in (CUSTOM, OWN_WEIGHTS)
+        )
 
 
 def test_a_reducer_path_is_given_alone():
@@ -176,7 +179,7 @@ def test_arguments_from_a_file_have_the_flags_defaults():
 
 
 @given(
-    name=st.sampled_from([*NAMES, CUSTOM, "token_meen"]),
+    name=st.sampled_from([*NAMES, CUSTOM, OWN_WEIGHTS, "token_meen"]),
     divisor=st.none() | st.floats(),
     exponent=st.none() | st.floats(),
     count_empty=st.sampled_from([None, True, False]),

@@ -33,6 +33,7 @@ def assigned(m, **leave_out):
     fields = {
         "sample": [sequences[i]["sample"] for i in indices],
         "prompt": [sequences[i]["prompt"] for i in indices],
+        "group": [sequences[i]["group"] for i in indices],
         "microbatch": [keys[i][1] for i in indices],
     }
     fields = {name: value for name, value in fields.items() if name not in leave_out}
@@ -87,6 +88,7 @@ def check_token_weights_give_the_same_bits_over_ranks_and_on_one():
             active_tokens=[sum(sequences[i]["counted"]) for i in order],
             sample=[sequences[i]["sample"] for i in order],
             prompt=[sequences[i]["prompt"] for i in order],
+            group=[sequences[i]["group"] for i in order],
             token_weight_sums=[sums[i] for i in order],
         ),
         group=alone,
@@ -106,7 +108,7 @@ def check_a_step_makes_two_collectives_with_ids_and_one_without():
         for aggregation in AGGREGATIONS.values():
             plan.under(aggregation).weights  # noqa: B018
     assert seen.num_collectives == 2, seen
-    _, _, _, sequences = assigned(3, sample=None, prompt=None)
+    _, _, _, sequences = assigned(3, sample=None, prompt=None, group=None)
     with counted() as seen:
         plan_step(Aggregation("sample_mean"), sequences, group=dist.group.WORLD)
     assert seen.num_collectives == 1, seen

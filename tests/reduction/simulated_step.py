@@ -61,7 +61,7 @@ def sequence(*mask, trained=None, sample=None, prompt=0, microbatch=(0, 0)):
     x = torch.randn(len(mask), dtype=torch.float64, requires_grad=True)
     return {
         "x": x, "counted": mask, "trained": mask if trained is None else trained,
-        "sample": sample, "prompt": prompt, "microbatch": microbatch,
+        "sample": sample, "prompt": prompt, "group": prompt, "microbatch": microbatch,
     }  # fmt: skip
 
 
@@ -87,6 +87,7 @@ def plans(aggregation, sequences, dp, m):
             active_tokens=[sum(r["counted"]) for r in own_sequences],
             sample=[r["sample"] for r in own_sequences],
             prompt=[r["prompt"] for r in own_sequences],
+            group=[r["group"] for r in own_sequences],
             microbatch=[r["microbatch"][1] for r in own_sequences],
             num_microbatches=m,
         )

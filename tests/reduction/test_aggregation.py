@@ -75,7 +75,7 @@ def test_a_mode_takes_the_count_empty_it_is_given(count_empty):
 
 @pytest.mark.parametrize(
     ("wrong", "nearest"),
-    [("tokenmean", "token_mean"), ("promt_mean", "prompt_mean"), ("mean", "token_mean")],
+    [("tokenmean", "token_mean"), ("promt_mean", "prompt_mean"), ("mean", "row_mean")],
 )
 def test_an_unknown_name_is_answered_with_the_closest_one(wrong, nearest):
     with pytest.raises(AggregationError, match=f"unknown .*{wrong}.*mean '{nearest}"):
@@ -121,8 +121,9 @@ def test_a_divisor_of_any_kind_of_number_is_kept_as_a_float(divisor):
 @pytest.mark.parametrize("mode", [m for m, sequence in MODES.items() if sequence.divisor == "none"])
 def test_a_mode_without_a_divisor_refuses_one(mode):
     path = "a.b:c" if mode == "custom" else None
+    weights = len if mode == "own_weights" else None
     with pytest.raises(AggregationError, match=r"takes no divisor, got 8: drop"):
-        Aggregation(mode, divisor=8, reducer_path=path)
+        Aggregation(mode, divisor=8, reducer_path=path, weights=weights)
 
 
 @pytest.mark.parametrize("value", [0, 1, "yes"])

@@ -6,7 +6,7 @@ from aggregations import AGGREGATIONS
 from step_data import assign, make_sequences
 
 from megatron_lossagg import Layout, Sequences, plan_step
-from megatron_lossagg.reduction.modes import CUSTOM, MODES
+from megatron_lossagg.reduction.modes import CUSTOM, MODES, OWN_WEIGHTS
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import reference_options
@@ -20,6 +20,7 @@ def plan_of(sequences, keys, m, aggregation):
             active_tokens=[sum(sequence["counted"]) for sequence in sequences],
             sample=[sequence["sample"] for sequence in sequences],
             prompt=[sequence["prompt"] for sequence in sequences],
+            group=[sequence["group"] for sequence in sequences],
             microbatch=[key[1] for key in keys],
             num_microbatches=m,
         ),
@@ -95,4 +96,7 @@ def test_partial_losses_add_up_to_the_loss_for_any_split_of_the_tokens(label, m,
 
 
 def test_the_aggregations_have_every_mode():
-    assert {aggregation.mode for aggregation in AGGREGATIONS.values()} == {*MODES} - {CUSTOM}
+    assert {aggregation.mode for aggregation in AGGREGATIONS.values()} == {*MODES} - {
+        CUSTOM,
+        OWN_WEIGHTS,
+    }

@@ -46,6 +46,7 @@ def planned(aggregation, sequences, weights, keys=KEYS, **options):
             active_tokens=[sum(one["counted"]) for one in sequences],
             sample=[one["sample"] for one in sequences],
             prompt=[one["prompt"] for one in sequences],
+            group=[one["group"] for one in sequences],
             microbatch=keys,
             num_microbatches=3,
             token_weight_sums=weights and [math.fsum(one) for one in weights],

@@ -13,6 +13,7 @@ def make_sequences():
             "trained": sequence.trained,
             "sample": sequence.sample,
             "prompt": sequence.prompt,
+            "group": sequence.group,
         }
         for sequence in verification.make_sequences()
     ]

@@ -61,6 +61,17 @@ def factors_of(sequence, aggregation):
     return sequence.weight if aggregation.count == "weights" else [1.0] * len(sequence)
 
 
+def sequence_factors(facts, case):
+    """Return what multiplies each token's weight, ``[Y]``: the weight of its sequence, if any."""
+    factor_Y = torch.ones_like(facts.reference.losses_Y)
+    if case.weighs_sequences:
+        for (start, end), sequence in zip(
+            pairwise(facts.reference.starts), facts.reference.sequences, strict=False
+        ):
+            factor_Y[start:end] = sequence.sequence_weight
+    return factor_Y
+
+
 def predicted(facts, case, first, second):
     """Predict slope and loss of a case from its terms' token weights (gradient, report)."""
     y_Y, coefficient_Y = facts.reference.losses_Y, torch.ones_like(facts.reference.losses_Y)
@@ -79,7 +90,8 @@ def weighted(weights):
     """Predict from ``weights``: every token's in the gradient and in the report, ``[Y]`` each."""
 
     def predict(facts, case, wanted):
-        first = weights(facts, case.aggregation)
+        factor_Y = sequence_factors(facts, case)
+        first = [weight_Y * factor_Y for weight_Y in weights(facts, case.aggregation)]
         second = weights(facts, case.second) if case.second else None
         return predicted(facts, case, first, second)
 
@@ -180,7 +192,67 @@ def without_batch(facts, aggregation):
 
 
 def empty_leave(facts, aggregation):
-    return twice(token_weights(facts, replace(aggregation, count_empty=False)))
+    if aggregation.mode not in ("balanced", "row_mean", "own_weights"):
+        return twice(token_weights(facts, replace(aggregation, count_empty=False)))
+    # B or P only: R_b, k_c and k_p stay.
+    kind = "prompt" if aggregation.mode == "own_weights" else "sample"
+    groups = {}
+    for sequence in facts.reference.sequences:
+        groups[getattr(sequence, kind)] = groups.get(getattr(sequence, kind), 0) + sum(
+            sequence.counted
+        )
+    counted = len(groups) if aggregation.count_empty else sum(map(bool, groups.values()))
+    factor = counted / sum(map(bool, groups.values()))
+    return twice(factor * token_weights(facts, aggregation))
+
+
+def times(mode, number_of):
+    """Predict a mode's weights times a number of each sequence."""
+
+    def weights(facts, aggregation):
+        weight_Y = token_weights(facts, aggregation)
+        if aggregation.mode == mode:
+            for index, start in enumerate(facts.reference.starts[:-1]):
+                sequence = facts.reference.sequences[index]
+                weight_Y[start : start + len(sequence)] *= number_of(facts, aggregation, sequence)
+        return twice(weight_Y)
+
+    return weights
+
+
+def rows(facts, aggregation, sequence):
+    """Count R_b of a sequence."""
+    return sum(
+        other.sample == sequence.sample and (aggregation.count_empty or any(other.counted))
+        for other in facts.reference.sequences
+    )
+
+
+def over_group_samples(facts, aggregation, sequence):
+    """Return 1 / k_c of a sequence, 0 if no sample counts."""
+    samples = {
+        other.sample
+        for other in facts.reference.sequences
+        if other.group == sequence.group and (aggregation.count_empty or any(other.counted))
+    }
+    return 1 / len(samples) if samples else 0.0
+
+
+def of_the_first_rank(facts, aggregation):
+    if aggregation.mode not in ("balanced", "row_mean", "own_weights"):
+        return twice(token_weights(facts, aggregation))
+    weight_Y, weight_S = (
+        torch.zeros_like(facts.reference.losses_Y),
+        sequence_weights(facts, aggregation),
+    )
+    ranks = [facts.assignment.of_rank(rank) for rank in range(facts.parallelism.dp)]
+    of_all = [weight_S[index] for rank in ranks for index in rank]
+    for rank in ranks:
+        for index, weight in zip(rank, of_all, strict=False):
+            sequence, start = facts.reference.sequences[index], facts.reference.starts[index]
+            trained = torch.tensor(sequence.trained, dtype=weight_Y.dtype)
+            weight_Y[start : start + len(sequence)] = weight * trained
+    return twice(weight_Y)
 
 
 def sequence_means(facts, aggregation):
@@ -224,6 +296,21 @@ def of_the_sequence_before(facts, aggregation):
         weight_Y[start : start + len(sequence)] = before.get(key, 0.0) * trained
         before[key] = weight_S[index]
     return twice(weight_Y)
+
+
+def of_the_sequence_before_with_its_weight(facts, case, wanted):
+    """Predict the fault's case with sequence weights, which the sequence before has as well."""
+    if not case.weighs_sequences:
+        return weighted(of_the_sequence_before)(facts, case, wanted)
+    sequences = facts.reference.sequences
+    first, before = torch.zeros_like(facts.reference.losses_Y), {}
+    weight_S = sequence_weights(facts, case.aggregation)
+    for index, sequence in enumerate(sequences):
+        key, start = facts.assignment.keys[index], facts.reference.starts[index]
+        trained = torch.tensor(sequence.trained, dtype=first.dtype)
+        first[start : start + len(sequence)] = before.get(key, 0.0) * trained
+        before[key] = weight_S[index] * sequence.sequence_weight
+    return predicted(facts, case, twice(first), None)
 
 
 def mask_held(taken, *, partition):
@@ -308,13 +395,19 @@ PREDICTIONS = {
     "constant_without_batch": weighted(without_batch),
     "empty_samples_leave": weighted(empty_leave),
     "mean_of_sequence_means": weighted(sequence_means),
-    "weights_of_neighbours": weighted(of_the_sequence_before),
+    "weights_of_neighbours": of_the_sequence_before_with_its_weight,
     "chunks_swapped": weighted(mask_held(chunks(swapped), partition="zigzag")),
     "contiguous_chunks": weighted(mask_held(chunks(neighbours), partition="zigzag")),
     "zigzag_on_contiguous": weighted(mask_held(zigzag, partition="contiguous")),
     "gathered_on_every_rank": multiple(
         lambda facts: facts.parallelism.cp, lambda facts: facts.parallelism.cp
     ),
+    "sequence_weights_left_out": lambda facts, case, wanted: weighted(
+        lambda facts, aggregation: twice(token_weights(facts, aggregation))
+    )(facts, replace(case, weighs_sequences=False), wanted),
+    "weights_of_the_first_rank": weighted(of_the_first_rank),
+    "groups_without_their_samples": weighted(times("balanced", over_group_samples)),
+    "rows_left_out": weighted(times("row_mean", rows)),
     "length_power_without_length": weighted(without_length),
     "length_power_sum_of_sequences": weighted(power_sum_of_sequences),
 }

@@ -1,4 +1,4 @@
-"""Checks of sample and prompt ids over the sequences of all ranks.
+"""Checks of sample, prompt and group ids over the sequences of all ranks.
 
 Shape suffixes: A = sequences of all ranks; W = ranks of the group.
 """
@@ -29,8 +29,9 @@ def check_ids(
     ``table``: ids of all ranks' sequences by kind, ``[A]`` each. ``sequences_W``: how many
     sequences each rank has. Alike on all ranks: no rank waits for another.
     """
-    if len(groups) == 2:
-        _check_one_prompt(table, groups["sample"])
+    for kind in ("prompt", "group"):
+        if kind in groups and "sample" in groups:
+            _check_one(kind, table, groups["sample"])
     if samples_per_prompt is not None:
         _check_samples_per_prompt(table, groups.get("sample"), samples_per_prompt)
         return
@@ -76,15 +77,15 @@ def _is_every_id_on_one_rank(ids_A: Ints, num_ids: int, sequences_W: Ints) -> bo
     )
 
 
-def _check_one_prompt(table: Mapping[str, Ints], samples: IdGroups) -> None:
-    sample_A, prompt_A = table["sample"], table["prompt"]
-    wrong = np.flatnonzero(prompt_A != samples.one_of(prompt_A)[samples.index_A])
+def _check_one(kind: str, table: Mapping[str, Ints], samples: IdGroups) -> None:
+    sample_A, kind_A = table["sample"], table[kind]
+    wrong = np.flatnonzero(kind_A != samples.one_of(kind_A)[samples.index_A])
     if len(wrong):
         sample = sample_A[wrong].min()
-        found = np.unique(prompt_A[sample_A == sample])
+        found = np.unique(kind_A[sample_A == sample])
         raise PlanError(
-            f"sample {sample} has sequences under {len(found)} prompts ({first_few(found, 4)}): a "
-            "sample belongs to one prompt; ids are global over the data-parallel group"
+            f"sample {sample} has sequences under {len(found)} {kind}s ({first_few(found, 4)}): a "
+            f"sample belongs to one {kind}; ids are global over the data-parallel group"
         )
 
 

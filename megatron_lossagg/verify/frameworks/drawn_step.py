@@ -270,15 +270,18 @@ def ppo_losses(
     return torch.where(advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses)
 
 
+_NEED_MORE = ("microbatch_token_mean", "balanced")
+
+
 def aggregations() -> dict[str, Aggregation]:
-    """Name the aggregations of one term that need no microbatches: those frameworks can train.
+    """Name the aggregations of one term that need no microbatches and groups.
 
     C is such that no weight is above 1 over the number of samples: slime and miles have none.
     """
     made = {
         str(case): case.aggregation
         for case in MASK_CASES
-        if case.second is None and case.aggregation.mode != "microbatch_token_mean"
+        if case.second is None and case.aggregation.mode not in _NEED_MORE
     }
     return {**made, "token_sum": Aggregation("token_sum", divisor=50.0)}
 
