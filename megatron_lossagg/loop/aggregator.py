@@ -339,6 +339,7 @@ class LossAggregator:
             forward_only=forward_only,
             accumulates=accumulates,
             shadows=self.options.shadows,
+            follows=self.options.side_losses == "follow",
             recorder=None if forward_only else self._recorder(iteration),
         )
         if plan is not None:
