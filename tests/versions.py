@@ -42,6 +42,7 @@ WHOLE = [
     "tests/loop/test_aggregator.py",
     PROBE,
     "tests/megatron/test_matrix.py",
+    "tests/megatron/test_follow.py",
     "-k",
     "not combined",
 ]

@@ -295,6 +295,12 @@ def _dashboard(e: Explanation) -> Iterator[RenderableType]:
         f"microbatch_token_mean the sequences are assigned alternately to {ranks} x "
         f"{number_of(e.split.microbatches, 'microbatch')}; its values change with them."
     )
+    side = [f"{c.mode} {c.side:.5g}" for c in e.comparisons if c.side and f"{c.side:.5g}" != "1"]
+    yield _text(
+        "An MoE or MTP loss weighs 1/loss times as much against the main loss as under token_mean: "
+        f"{', '.join([*side, '1 under the others'])}. "
+        "--loss-aggregation-side-losses follow makes it 1 everywhere."
+    )
     yield _text(
         "A loss or grad_norm that jumps after a switch is expected: NovaSky-AI/SkyRL#1296 reported "
         "0.322, 0.065 and 0.001 for the same data. A clipping threshold does not carry over: if "

@@ -35,6 +35,8 @@ class Comparison:
     """The loss if every token's is 1."""
     ratio: float | None = None
     """To the loss of the explained mode."""
+    side: float | None = None
+    """How many times as much a side loss weighs against the main loss as under a mean: 1 / W."""
     gradient: str = "no divisor"
     """What becomes of the explained mode's: ``this mode``; ``scaled``, by one number;
     ``reweighted``, by no single number."""
@@ -208,6 +210,7 @@ def _comparisons(plan: StepPlan, divisor: float | None, exponent: float) -> Iter
             w_s=other.aggregation.formula,
             loss=loss,
             ratio=ratio,
+            side=1 / loss,
             gradient=gradient,
         )
 

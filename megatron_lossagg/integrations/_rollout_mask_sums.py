@@ -62,6 +62,7 @@ _WITHOUT_EFFECT = (
     "loss_aggregation_record",
     "loss_aggregation_shadow",
     "loss_aggregation_probe",
+    "loss_aggregation_side_losses",
 )
 """Options of a step of this package, which these frameworks do not have."""
 _FLOAT32_ROUNDING = 1e-6

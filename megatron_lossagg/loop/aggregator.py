@@ -341,6 +341,7 @@ class LossAggregator:
             accumulates=bool(accumulates),
             may_find_gradients=asked.may_find_gradients(self._run),
             shadows=self.options.shadows,
+            follows=self.options.side_losses == "follow",
             recorder=None if forward_only else self._recorder(iteration),
         )
         if plan is not None:

@@ -119,6 +119,13 @@ def _add_args_of_a_run(group: argparse._ArgumentGroup) -> None:
         "A mode's number follows a colon: constant:4096, length_power:0.5. Without "
         "--loss-aggregation, stock trains.",
     )
+    group.add_argument(
+        "--loss-aggregation-side-losses",
+        choices=("stock", "follow"),
+        help="MoE and MTP losses: as stock Megatron scales them (the default), or times the sum of "
+        "the mode's weights, so that their coefficients mean the same under every mode "
+        "(megatron-core 0.19 and newer).",
+    )
 
 
 def aggregation_from_args(args: argparse.Namespace) -> Aggregation | None:

@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 from megatron_lossagg.contract.finalize import own_finalize
 from megatron_lossagg.contract.groups import LiveGroups
 from megatron_lossagg.contract.live import checked_loss_scaling, megatron_version
+from megatron_lossagg.contract.side_loss_scale import check_follow
 from megatron_lossagg.errors import ContractError, message_of
 from megatron_lossagg.guards.agreement import agree
 from megatron_lossagg.guards.before import RunFacts
@@ -34,6 +35,8 @@ def read_run(
     fault, settings = "", ""
     try:
         loss_scaling = checked_loss_scaling(chunks, counts_parts=counts_parts)
+        if options.side_losses == "follow":
+            check_follow(chunks[0].config, aggregation)
         frozen = Frozen.of(chunks, loss_scaling)
         groups = LiveGroups.of(chunks)
         if groups.cp_group is None:  # dynamic context parallelism

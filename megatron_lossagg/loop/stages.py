@@ -18,7 +18,8 @@ def begun_on_all_stages(
 ) -> Step:
     """Return what ``begin`` returns, or raise on all stages if one raises or has another M or kind.
 
-    One all-gather over the pipeline-parallel group if it has several ranks.
+    Tells each stage the last one's sum of weights if side losses follow it. One all-gather over the
+    pipeline-parallel group if it has several ranks.
     """
     step, error = None, None
     try:
@@ -27,20 +28,25 @@ def begun_on_all_stages(
         error = found
     message = "" if error is None else message_of(error)
     what = f"{'evaluate' if forward_only else 'train'} {num_microbatches}"
-    of_stages = Exchange(pp_group).messages(f"{what}\n{message}")
+    scale = None if step is None else step.side_losses
+    weight_sum = "" if scale is None or scale.weight_sum is None else repr(scale.weight_sum)
+    of_stages = Exchange(pp_group).messages(f"{what}\n{weight_sum}\n{message}")
     if error is not None:
         raise error
     assert step is not None
-    fault = _fault_of_stages([text.split("\n", 1) for text in of_stages])
+    stages = [text.split("\n", 2) for text in of_stages]
+    fault = _fault_of_stages(stages)
     if fault:
         step.end()
         raise ContractError(fault)
+    if scale is not None and stages[-1][1]:
+        scale.weight_sum = float(stages[-1][1])
     return step
 
 
 def _fault_of_stages(found: Sequence[Sequence[str]]) -> str:
     """Name the first pipeline stage that failed or begins another step, if one does."""
-    for stage, (what, message) in enumerate(found):
+    for stage, (what, _, message) in enumerate(found):
         if message:
             return f"pipeline stage {stage}: {message}"
         if what != found[0][0]:

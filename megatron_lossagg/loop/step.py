@@ -25,6 +25,7 @@ from megatron_lossagg.contract.outputs import (
 )
 from megatron_lossagg.contract.scaling import LossScaling, Scaling
 from megatron_lossagg.contract.sequence_tracker import SequenceTracker
+from megatron_lossagg.contract.side_loss_scale import SideLossScale
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards import guards_of
 from megatron_lossagg.guards.evaluation import refuse_training, without_gradient
@@ -148,6 +149,7 @@ class Step:
         accumulates: bool = False,
         may_find_gradients: bool = False,
         shadows: Mapping[str, Aggregation] | None = None,
+        follows: bool = False,
         recorder: StepRecorder | None = None,
         is_guarded: bool = True,
     ) -> None:
@@ -174,6 +176,12 @@ class Step:
         )
         self._guards: list[Guard] = []
         self._finalize: FinalizeHook | None = None
+        self.side_losses: SideLossScale | None = None
+        """The scale of MoE and MTP losses; None if it stays Megatron's."""
+        if follows and not forward_only:
+            weight_sum = None if plan is None else plan.expected_weight
+            self.side_losses = SideLossScale(chunks[0], weight_sum)
+            weakref.finalize(self, self.side_losses.end)
         if plan is None:
             return
         self._facts = StepFacts(
@@ -360,6 +368,8 @@ class Step:
         self.is_finished = True
         if self._finalize is not None:
             self._finalize.end()
+        if self.side_losses is not None:
+            self.side_losses.end()
         if self._plan is not None:
             self._plan.state.end()
 

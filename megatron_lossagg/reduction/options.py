@@ -10,9 +10,10 @@ from typing import Literal
 from megatron_lossagg.errors import AggregationError
 from megatron_lossagg.reduction.aggregation import Aggregation, parsed_aggregation
 
-__all__ = ["EmptyStep", "Options"]
+__all__ = ["EmptyStep", "Options", "SideLosses"]
 
 EmptyStep = Literal["zero", "error"]
+SideLosses = Literal["stock", "follow"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +44,19 @@ class Options:
     A mode with a number is written with it: ``constant:4096``, ``length_power:0.5``. A string is
     split at its commas.
     """
+    side_losses: SideLosses = "stock"
+    """Whether MoE and MTP losses keep Megatron's scale, or are multiplied by the sum of weights.
+
+    With ``follow`` their coefficients mean the same under every mode. From megatron-core 0.19 on.
+    """
 
     def __post_init__(self) -> None:
         if self.empty_step not in ("zero", "error"):
             raise AggregationError(f"got empty_step {self.empty_step!r}, expected zero or error")
+        if self.side_losses not in ("stock", "follow"):
+            raise AggregationError(
+                f"got side_losses {self.side_losses!r}, expected stock or follow"
+            )
         for name in ("probe", "rejects_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise AggregationError(f"got {name} {getattr(self, name)!r}, expected a bool")

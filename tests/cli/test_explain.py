@@ -77,6 +77,18 @@ def test_modes_that_weigh_tokens_alike_only_scale_the_gradient():
     }  # fmt: skip
 
 
+def test_side_losses_weigh_more_by_the_inverse_of_the_sum_of_weights():
+    explanation = explained("token_mean", "12,3,40/5,20,0", divisor=40.0)
+    side = {c.mode: c.side for c in explanation.comparisons}
+    n, (b, v) = 12 + 3 + 40 + 5 + 20, (6, 5)
+    assert side["constant"] == pytest.approx(b * 40 / n, rel=1e-12)
+    assert side["sample_sum"] == pytest.approx(b / n, rel=1e-12)
+    assert side["token_sum"] == pytest.approx(40 / n, rel=1e-12)
+    assert side["sample_mean"] == pytest.approx(b / v, rel=1e-12)
+    for mode in ("token_mean", "prompt_mean", "length_power"):
+        assert side[mode] == pytest.approx(1, rel=1e-12)
+
+
 @pytest.mark.parametrize(("exponent", "equal"), [(0, "token_mean"), (1, "sample_mean")])
 def test_length_power_only_scales_the_mode_at_each_of_its_ends(exponent, equal):
     """Not empty, so that weights of sample_mean sum to 1 too."""

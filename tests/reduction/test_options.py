@@ -23,6 +23,8 @@ MODE = ("--loss-aggregation", "token_mean")
         (("--no-loss-aggregation-probe",), Options(probe=False)),
         (("--loss-aggregation-rejects-tokens",), Options(rejects_tokens=True)),
         (("--loss-aggregation-record", "a.jsonl"), Options(record="a.jsonl")),
+        (("--loss-aggregation-side-losses", "stock"), Options()),
+        (("--loss-aggregation-side-losses", "follow"), Options(side_losses="follow")),
         (("--loss-aggregation-shadow", "token_mean"), Options(shadow=("token_mean",))),
         (
             ("--loss-aggregation-shadow", "constant:4096, trl:dr_grpo:8"),
@@ -49,6 +51,7 @@ def test_arguments_without_the_flags_have_the_defaults():
         ("probe", "yes"),
         ("rejects_tokens", 1),
         ("record", 3),
+        ("side_losses", "mean"),
         ("shadow", 3),
         ("shadow", ["token_mean", "token_mean"]),
     ],
