@@ -9,8 +9,9 @@ policy losses under these names::
 
 ``lossagg_<mode>`` is verl's ``vanilla`` policy loss under our weights, ``lossagg_<mode>+gspo``
 another one of its policy losses, and ``lossagg_<mode>_no_count_empty`` leaves empty samples out. A
-prompt is a ``uid``. KL, entropy and distillation have the policy's weights. The engine is verl's
-Megatron engine, which plans each step itself; another engine refuses these names.
+prompt is a ``uid``, a sample a session of it (``_verl_batch.py``). KL, entropy and distillation
+have the policy's weights. The engine is verl's Megatron engine, which plans each step itself;
+another engine refuses these names.
 
 verl's losses compute per-token losses ``[b, s]`` and call ``agg_loss`` on them. While one runs,
 :func:`_aggregated` puts our partial loss in that function's place::
@@ -30,7 +31,6 @@ DP is 1, and each rank counts the batch once by itself. Source: ``DynamicCPSched
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import sys
@@ -41,20 +41,20 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
+from megatron_lossagg.integrations._verl_batch import (
+    COUNT_SAMPLES,
+    check_same_batch,
+    plan_batch,
+    warn_of_split,
+)
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.exchange import Exchange
-from megatron_lossagg.reduction.faults import warn_once
 from megatron_lossagg.reduction.integers import Ints, checked_integers
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.modes import MODES
-from megatron_lossagg.reduction.options import Options
-from megatron_lossagg.reduction.plan import StepPlan, plan_step
-from megatron_lossagg.reduction.sequences import Sequences
+from megatron_lossagg.reduction.plan import StepPlan
 
 __all__ = ["SEQUENCE", "VENDOR", "LossMode", "with_plan"]
 
@@ -66,7 +66,6 @@ SEQUENCE = "lossagg_sequence"
 
 _PREFIX, _NO_EMPTY = "lossagg_", "_no_count_empty"
 _MODES = ("token_mean", "sample_mean", "constant", "sample_sum", "token_sum", "prompt_mean")
-_COUNT_SAMPLES = ("sample_mean", "constant", "sample_sum", "prompt_mean")
 _NOT_BY_AGG_LOSS = ("geo_mean",)
 """verl's policy losses that average over a microbatch themselves."""
 _AGGREGATES = (
@@ -75,8 +74,6 @@ _AGGREGATES = (
     "verl.trainer.distillation.losses",
 )
 """verl's modules that have the name ``agg_loss``."""
-_PADDING_UID = re.compile(r"pad[0-9a-f]{32}")
-"""The uid of the sequences that verl adds to make a batch divisible, all of them fully masked."""
 
 _AggLoss = Callable[..., Tensor]
 
@@ -148,7 +145,7 @@ def _register() -> tuple[str, ...]:
         LossMode(mode, count_empty, loss)
         for loss in losses
         for mode in _MODES
-        for count_empty in ((True, False) if mode in _COUNT_SAMPLES else (True,))
+        for count_empty in ((True, False) if mode in COUNT_SAMPLES else (True,))
     ]
     for mode in modes:
         loss = POLICY_LOSS_REGISTRY[mode.loss]
@@ -227,8 +224,11 @@ def _engine(base: Any) -> Any:
     class LossAggregationEngine(base):  # type: ignore[misc]
         """verl's Megatron engine; a ``lossagg_`` loss mode gives every loss the plan's weights."""
 
+        has_plan = False
+        """Whether a step of ours is under way."""
+
         def __init__(self, *args: Any, **kwargs: Any):
-            self.tokens_of_prompt: dict[str, int] = {}
+            self.tokens_of: dict[str, int] = {}
             super().__init__(*args, **kwargs)
 
         def forward_backward_batch(
@@ -236,9 +236,10 @@ def _engine(base: Any) -> Any:
         ) -> Any:
             """Plan the step over the data-parallel group, then run verl's own step.
 
-            ``data``: this data-parallel rank's sequences. Two all-gathers if uids are needed, else
-            one, each with a host sync, and one host sync per microbatch, for its sequences; the
-            faults that devices found are read before the optimizer's step, one host sync more.
+            ``data``: this data-parallel rank's sequences. Two all-gathers if prompts or sessions
+            are counted, else one, each with a host sync, and one host sync per microbatch, for its
+            sequences; the faults that devices found are read before the optimizer's step, one host
+            sync more.
             With ``dynamic_context_parallel``, one all-gather over data- and context-parallel ranks
             instead, which compares their batches.
             """
@@ -249,112 +250,40 @@ def _engine(base: Any) -> Any:
                 return super().forward_backward_batch(data, loss_function, forward_only)
             group, dp_size = self.get_data_parallel_group(), self.get_data_parallel_size()
             if self.engine_config.dynamic_context_parallel:
-                _check_same_batch(data)
-            plan, sequences = _plan_batch(mode.aggregation(config.loss_scale_factor), data, group)
+                check_same_batch(data)
+            plan, sequences = plan_batch(mode.aggregation(config.loss_scale_factor), data, group)
             data[SEQUENCE] = sequences
-            if mode.mode == "prompt_mean" and not forward_only:
-                _warn_of_split_prompts(data, plan, self.tokens_of_prompt)
+            if not forward_only:
+                warn_of_split(data, plan, self.tokens_of)
             planned = partial(with_plan, loss_function, plan, dp_size)
-            output = super().forward_backward_batch(data, planned, forward_only)
+            self.has_plan = True
+            try:
+                output = super().forward_backward_batch(data, planned, forward_only)
+            finally:
+                self.has_plan = False
             plan.check()
             return output
 
+        def postprocess_micro_batch_func(
+            self, output: Any, data: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            """Return what verl's own does; in a step of ours with exact shares of the tokens.
+
+            In the per-token loss scaling verl reports floor(tokens / CP) on every context-parallel
+            rank, and the gradient is divided by too few tokens. Here rank r reports
+            floor((tokens + r) / CP), which sum to all of them. No host sync.
+            """
+            result = super().postprocess_micro_batch_func(output, data, *args, **kwargs)
+            config = self.engine_config
+            if not self.has_plan or len(result) != 3 or config.dynamic_context_parallel:
+                return result
+            from megatron.core import parallel_state
+
+            loss, num_tokens, report = result
+            whole = self._routed_num_tokens(data) + parallel_state.get_context_parallel_rank()
+            return loss, (whole // config.context_parallel_size).to(num_tokens), report
+
     return LossAggregationEngine
-
-
-def _check_same_batch(data: Any) -> None:
-    """Raise :class:`PlanError` on all data- and context-parallel ranks if their batches differ.
-
-    Compares uids, and loss masks, by a hash. One all-gather with its host sync.
-    """
-    from megatron.core import parallel_state
-
-    masks = [mask.bool().cpu().numpy() for mask in data["loss_mask"].unbind()]
-    hashed = hashlib.sha256(repr([_uids(data), [len(mask) for mask in masks]]).encode())
-    for mask in masks:
-        hashed.update(mask.tobytes())
-    own = int.from_bytes(hashed.digest()[:8], "big") >> 1
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    hash_W = Exchange(group).integers(np.array([own]))[:, 0]
-    others = np.flatnonzero(hash_W != hash_W[0])
-    if len(others):
-        raise PlanError(
-            f"got one batch on rank 0 of the {len(hash_W)} data- and context-parallel ranks and "
-            f"a different one on rank {others[0]}, expected the same on all: with "
-            "dynamic_context_parallel each rank counts the whole batch by itself. Give every rank "
-            "the batch of verl's data-parallel rank 0, or set "
-            "actor_rollout_ref.actor.megatron.dynamic_context_parallel=False"
-        )
-
-
-def _uids(data: Any) -> list[str]:
-    """Return the uid of each sequence; empty if the batch has none."""
-    if "uid" in data.keys():  # noqa: SIM118
-        return [str(uid) for uid in data["uid"]]
-    return [""] * len(data["loss_mask"])
-
-
-def _is_padding(uid: str) -> bool:
-    return _PADDING_UID.fullmatch(uid) is not None
-
-
-def _plan_batch(aggregation: Aggregation, data: Any, group: Any) -> tuple[StepPlan, Tensor]:
-    """Count this rank's sequences; returns the plan, and where each one is in it, int64 ``[b]``.
-
-    No host sync but those of :func:`plan_step` if ``loss_mask`` is on the CPU, as verl has it.
-    """
-    mask, fault = data["loss_mask"], ""
-    sums = [sequence.bool().sum() for sequence in mask.unbind()]
-    n_b = torch.stack(sums).cpu() if sums else torch.zeros(0, dtype=torch.int64)
-    uids = _uids(data)
-    is_sequence_b = torch.tensor([not _is_padding(uid) for uid in uids], dtype=torch.bool)
-    takes_prompts = aggregation.mode == "prompt_mean"
-    counts_empty = aggregation.mode in _COUNT_SAMPLES and aggregation.count_empty
-    if not all(uids) and (takes_prompts or counts_empty):
-        what = (
-            "the prompt of each sequence"
-            if takes_prompts
-            else "padding sequences apart from empty ones"
-        )
-        fault = (
-            f"got sequences without a uid, by which {aggregation.mode} tells {what}: keep uid in "
-            "the batch that update_actor is given"
-        )
-        if not takes_prompts:
-            fault += f", or choose loss_mode={_PREFIX}{aggregation.mode}{_NO_EMPTY}"
-    plan = plan_step(
-        aggregation,
-        Sequences(
-            active_tokens=n_b[is_sequence_b],
-            prompt=[uid for uid in uids if not _is_padding(uid)] if takes_prompts else None,
-        ),
-        group=group,
-        fault=fault,
-        # verl's rollout correction leaves loss_mask as it was.
-        options=Options(rejects_tokens=True),
-    )
-    return plan, torch.where(is_sequence_b, is_sequence_b.cumsum(0) - 1, -1)
-
-
-def _warn_of_split_prompts(data: Any, plan: StepPlan, tokens_of_prompt: dict[str, int]) -> None:
-    """Warn once if an earlier optimizer step over the batch had other sequences of a prompt.
-
-    ``tokens_of_prompt``: n_p in the earlier steps over the batch, by uid; updated. Sequences of a
-    prompt on other ranks are in n_p, so that one rank with sequences of it in both steps sees it.
-    """
-    assert plan.totals.prompt_tokens is not None
-    uids = [uid for uid in _uids(data) if not _is_padding(uid)]
-    for uid, tokens in zip(uids, plan.totals.prompt_tokens.tolist(), strict=True):
-        if tokens_of_prompt.setdefault(uid, tokens) != tokens:
-            warn_once(
-                "prompts over several steps",
-                "prompt_mean counts a prompt within one optimizer step, and a prompt has sequences "
-                "in several steps of this batch, in each of which they weigh as a whole prompt: "
-                "set actor_rollout_ref.actor.ppo_mini_batch_size to data.train_batch_size for one "
-                "step per batch",
-            )
-    if "update_lr_scheduler" not in data.keys() or data["update_lr_scheduler"]:  # noqa: SIM118
-        tokens_of_prompt.clear()  # verl's mark of a batch's last step
 
 
 def with_plan(

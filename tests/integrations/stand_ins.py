@@ -20,6 +20,9 @@ DATA = ("datasets",)
 ENGINES = ("peft",)
 """verl's other engines import it beside its Megatron engine."""
 
+AGENT_LOOP = ("transfer_queue", "aiohttp", "cachetools", "fastapi", "uvicorn", "openai")
+"""verl's agent loop talks to servers, and to its other workers through TransferQueue and ray."""
+
 SERVERS = ("skyrl_gym", "aiohttp", "httpx", "requests", "urllib3")
 """Environments, and clients of inference servers."""
 

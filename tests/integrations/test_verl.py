@@ -19,7 +19,7 @@ from frameworks import reference
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
-from megatron_lossagg.integrations import verl
+from megatron_lossagg.integrations import _verl_batch, verl
 from megatron_lossagg.reduction import faults
 
 ROOT = Path(__file__).parents[2]
@@ -95,9 +95,10 @@ MASK = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0]])
 UIDS = ["a", "b", "a", f"pad{'0' * 32}"]
 
 
-def planned(name, mask=MASK, uids=UIDS):
-    data = {"loss_mask": mask} if uids is None else {"loss_mask": mask, "uid": uids}
-    return verl._plan_batch(verl.LossMode.named(name).aggregation(4), data, None)
+def planned(name, mask=MASK, uids=UIDS, sessions=None):
+    columns = {"loss_mask": mask, "uid": uids, "session_id": sessions}
+    data = {column: values for column, values in columns.items() if values is not None}
+    return _verl_batch.plan_batch(verl.LossMode.named(name).aggregation(4), data, None)
 
 
 def test_padding_sequences_of_verl_are_in_no_count():
@@ -106,6 +107,45 @@ def test_padding_sequences_of_verl_are_in_no_count():
     assert plan.weights.tolist() == [1 / 6, 0, 1 / 6]
     plan, _ = planned("lossagg_sample_mean")
     assert plan.totals.samples == 3
+
+
+ROWS = torch.zeros(4, 30, dtype=torch.int64)
+ROWS[:3, :10] = ROWS[3] = 1
+
+
+@pytest.mark.parametrize("as_column", [list, torch.tensor], ids=["objects", "tensor"])
+def test_a_sample_is_a_session_of_a_prompt_if_the_batch_has_sessions(as_column):
+    # Trajectory A has three sequences of 10 tokens, B one of 30: each has half of the weight.
+    sessions = as_column([0, 0, 0, 1])
+    plan, _ = planned("lossagg_sample_mean", ROWS, ["p"] * 4, sessions)
+    assert plan.weights.tolist() == [1 / 60] * 4
+    for name in ("constant", "sample_sum"):
+        plan, _ = planned(f"lossagg_{name}", ROWS, ["p"] * 4, sessions)
+        assert plan.totals.samples == 2
+
+
+def test_a_session_is_one_of_its_prompt_and_padding_has_none():
+    plan, sequences = planned("lossagg_sample_mean", sessions=[0, 0, 0, 0])
+    assert plan.totals.samples == 2  # of prompts a and b
+    assert sequences.tolist() == [0, 1, 2, -1]
+    plan, _ = planned("lossagg_sample_sum", uids=["a_1", "a", "a", "a"], sessions=[2, "1_2", 1, 2])
+    assert plan.totals.samples == 4
+
+
+@pytest.mark.parametrize("end", ["", "_no_count_empty"])
+@pytest.mark.parametrize(
+    ("uids", "sessions", "reason"),
+    [
+        (None, [0, 0, 1, 1], r"tells the sample of each sequence, \(uid, session_id\): keep uid"),
+        (UIDS, [0, None, 1, 1], "got sequences without a session_id in a batch that has the col"),
+    ],
+    ids=["no uid", "a session that is None"],
+)
+def test_sequences_of_an_unknown_sample_are_refused(end, uids, sessions, reason):
+    with pytest.raises(PlanError, match=reason):
+        planned(f"lossagg_sample_mean{end}", uids=uids, sessions=sessions)
+    for mode in ("token_mean", "token_sum"):
+        planned(f"lossagg_{mode}", uids=uids, sessions=sessions)
 
 
 @pytest.mark.parametrize("uids", [None, ["a", "b", "", "c"]], ids=["no uid", "an empty uid"])
@@ -137,28 +177,39 @@ def test_sequences_without_a_uid_are_planned_where_padding_sequences_make_no_dif
     assert with_uids.weights.tolist() == without.weights.tolist()[:3]
 
 
-def warned_of_split(*steps, is_last=False):
-    """Whether optimizer steps, each a list of one uid per token, warn of a prompt in several."""
+def warned_of_split(*steps, mode="prompt_mean", is_last=False):
+    """Whether optimizer steps warn of a prompt, or a sample, in several.
+
+    A step has a list of one id per token: a uid, or a session of one prompt.
+    """
     seen, warnings_seen = {}, 0
-    for uids in steps:
-        mask = torch.ones(len(uids), 1, dtype=torch.int64)
-        plan, _ = planned("lossagg_prompt_mean", mask, uids)
-        data = {"loss_mask": mask, "uid": uids, "update_lr_scheduler": is_last}
+    kind = "prompt" if mode == "prompt_mean" else "sample"
+    for ids in steps:
+        mask = torch.ones(len(ids), 1, dtype=torch.int64)
+        columns = {"uid": ids} if kind == "prompt" else {"uid": ["p"] * len(ids), "session_id": ids}
+        plan, _ = planned(f"lossagg_{mode}", mask, columns["uid"], columns.get("session_id"))
+        data = {"loss_mask": mask, **columns, "update_lr_scheduler": is_last}
         with warnings.catch_warnings(record=True) as caught, patch.object(faults, "_warned", set()):
             warnings.simplefilter("always")
-            verl._warn_of_split_prompts(data, plan, seen)
+            _verl_batch.warn_of_split(data, plan, seen)
         warnings_seen += len(caught)
-        assert all("a prompt has sequences in several steps" in str(w.message) for w in caught)
+        assert all(f"a {kind} has sequences in several steps" in str(w.message) for w in caught)
     return warnings_seen > 0
 
 
-def test_a_prompt_over_several_optimizer_steps_of_a_batch_is_warned_of():
-    assert warned_of_split(["a", "a", "b"], ["b", "b", "c"])
+@pytest.mark.parametrize("mode", ["prompt_mean", "sample_mean", "constant", "sample_sum"])
+def test_a_prompt_or_a_sample_over_several_optimizer_steps_of_a_batch_is_warned_of(mode):
+    assert warned_of_split(["a", "a", "b"], ["b", "b", "c"], mode=mode)
 
 
-def test_a_prompt_that_is_trained_again_as_a_whole_is_not_warned_of():
-    assert not warned_of_split(["a", "a", "b"], ["c"], ["b", "a", "a"])
-    assert not warned_of_split(["a", "a"], ["a"], is_last=True)  # another batch
+@pytest.mark.parametrize("mode", ["prompt_mean", "sample_mean"])
+def test_a_prompt_or_a_sample_that_is_trained_again_as_a_whole_is_not_warned_of(mode):
+    assert not warned_of_split(["a", "a", "b"], ["c"], ["b", "a", "a"], mode=mode)
+    assert not warned_of_split(["a", "a"], ["a"], mode=mode, is_last=True)  # another batch
+
+
+def test_token_means_may_have_a_session_in_several_steps():
+    assert not warned_of_split(["a", "a", "b"], ["b", "b", "c"], mode="token_mean")
 
 
 # What verl's engines do first: they move a batch to the device.

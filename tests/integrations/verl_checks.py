@@ -1,6 +1,7 @@
 """verl as released: its agg_loss, its policy losses through our registry, its Megatron engine."""
 
 import os
+import re
 import sys
 
 import pytest
@@ -172,9 +173,16 @@ def reference(tmp_path_factory):
 def test_on_verls_own_engine_policy_kl_and_entropy_have_our_weights(reference, per_token):
     out = launched("verl_engine_worker.py", reference, per_token, processes=4)
     print(out)
-    assert out.count(": the reference") == 15
+    assert out.count(": the reference") == 14 + 2 * per_token
     # Of an odd number of tokens verl counts one less per microbatch, at CP 2: too large a loss.
-    assert out.count(" times the reference") == 2 * per_token
+    assert len(re.findall(r" 1\.0[0-9]*[1-9] times its alias", out)) == 2 * per_token
+
+
+def test_a_trajectory_of_several_sequences_is_one_sample(reference):
+    out = launched("verl_sessions_worker.py", reference, processes=4)
+    print(out)
+    assert out.count("a sample is a trajectory: the reference") == 6
+    assert out.count("a sample is a sequence: the reference") == 6
 
 
 @needs("Megatron-LM-dev")

@@ -8,6 +8,7 @@ model is on the CPU; its outputs and the batch are on a double of a device when 
 gets them, as on a GPU.
 """
 
+import itertools
 import os
 import sys
 import uuid
@@ -41,7 +42,7 @@ def build(per_token):
     assert engine_class.__module__ == "megatron_lossagg.integrations.verl"
     chunk = tiny_gpt.wrapped(tiny_gpt.config_of(per_token=per_token))
     engine = object.__new__(engine_class)
-    engine.tokens_of_prompt = {}
+    engine.tokens_of = {}
     engine.engine_config = SimpleNamespace(
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
         dynamic_context_parallel=False,
@@ -177,36 +178,45 @@ def compare(path, per_token):
             for odd in (0, 1):
                 if odd and not (per_token and case == "constant"):
                     continue
-                batch, tokens = batch_of(sequences, num_microbatches=m, with_uid=True, odd=odd)
+                batch, _ = batch_of(sequences, num_microbatches=m, with_uid=True, odd=odd)
                 chunk.zero_grad_buffer()
                 with DeviceDouble():
                     output = engine.forward_backward_batch(batch, loss_function)
-                factor = 1.0
-                if odd:  # verl reports floor(tokens / CP) per microbatch and rank
-                    counted = torch.tensor([tokens, tokens - m])
-                    dist.all_reduce(counted, group=parallel_state.get_data_parallel_group())
-                    factor = (counted[0] / counted[1]).item()
-                    assert factor > 1
-                worst = framework_step.worst_error(chunk, grads, factor)
+                worst = framework_step.worst_error(chunk, grads)
                 assert worst < 1e-12, (case, worst)
                 if not odd:
                     check_report(output, saved, case)
                 if dist.get_rank() == 0:
-                    times = f"{factor:.6f} times " if odd else ""
-                    print(f"{case}, M = {m}: {times}the reference, {worst:.1e}", flush=True)
+                    tokens = "odd" if odd else "even"
+                    print(f"{case}, M = {m}, {tokens}: the reference, {worst:.1e}", flush=True)
     batch, _ = batch_of(sequences, num_microbatches=1, with_uid=False, odd=0)
     name = partial(losses.ppo_loss, config=actor_config("lossagg_prompt_mean"))
     with pytest.raises(ValueError, match="got sequences without a uid"):
         engine.forward_backward_batch(batch, name)
-    # A mode of verl's own is untouched: its gradient is that of its alias.
-    config = actor_config("vanilla")
-    batch, _ = batch_of(sequences, num_microbatches=3, with_uid=True, odd=0)
+    grads = saved["token_mean", "pg kl entropy"][1]
+    for m, odd in itertools.product((1, 3), range(1 + per_token)):
+        factor = train_verls_own(engine, chunk, sequences, m, odd)
+        assert (factor > 1) == odd
+        assert framework_step.worst_error(chunk, grads, factor) < 1e-12
+        if dist.get_rank() == 0:
+            print(f"verl's own token-mean, M = {m}: {factor:.6f} times its alias")
+
+
+def train_verls_own(engine, chunk, sequences, m, odd):
+    """Train a mode of verl's own, which is untouched; returns its gradient over its alias's.
+
+    verl reports floor(tokens / CP) per microbatch and rank.
+    """
+    import verl.workers.utils.losses as losses
+
+    batch, tokens = batch_of(sequences, num_microbatches=m, with_uid=True, odd=odd)
     chunk.zero_grad_buffer()
     with DeviceDouble():
+        config = actor_config("vanilla")
         engine.forward_backward_batch(batch, partial(losses.ppo_loss, config=config))
-    assert framework_step.worst_error(chunk, saved["token_mean", "pg kl entropy"][1]) < 1e-12
-    if dist.get_rank() == 0:
-        print("verl's own token-mean: the reference")
+    counted = torch.tensor([tokens, tokens - m * odd])
+    dist.all_reduce(counted, group=parallel_state.get_data_parallel_group())
+    return (counted[0] / counted[1]).item()
 
 
 def check_report(output, saved, case):

@@ -1,0 +1,170 @@
+"""What a batch of verl's counts: its prompts, its samples, and the sequences that are padding.
+
+A prompt is a ``uid``. A sample is a trajectory, ``(uid, session_id)``: verl's agent loops may
+return several sequences of one, and write both columns to each. A batch without ``session_id`` has
+one sequence per sample. Sources: verl 1dda039b ``AgentLoopWorkerTQ._agent_loop_postprocess``,
+``upsample_batch_to_divisible_size``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_lossagg.errors import PlanError
+from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.exchange import Exchange
+from megatron_lossagg.reduction.faults import warn_once
+from megatron_lossagg.reduction.options import Options
+from megatron_lossagg.reduction.plan import StepPlan, plan_step
+from megatron_lossagg.reduction.sequences import Sequences
+
+__all__ = ["COUNT_SAMPLES", "check_same_batch", "plan_batch", "warn_of_split"]
+
+COUNT_SAMPLES = ("sample_mean", "constant", "sample_sum", "prompt_mean")
+"""Modes that can leave empty samples out."""
+_PADDING_UID = re.compile(r"pad[0-9a-f]{32}")
+"""The uid of the sequences that verl adds to make a batch divisible, all of them fully masked."""
+
+
+def _column(data: Any, name: str) -> list[str] | None:
+    """Return a column as one text per sequence, empty for a None; None if the batch lacks it."""
+    if name not in data.keys():  # noqa: SIM118
+        return None
+    values = data[name]
+    values = values.tolist() if isinstance(values, Tensor) else values
+    return ["" if value is None else str(value) for value in values]
+
+
+def _uids(data: Any) -> list[str]:
+    uids = _column(data, "uid")
+    return [""] * len(data["loss_mask"]) if uids is None else uids
+
+
+def _samples(data: Any) -> list[str] | None:
+    """Return each sequence's trajectory; None if the batch has no sessions."""
+    sessions = _column(data, "session_id")
+    return sessions and [repr(pair) for pair in zip(_uids(data), sessions, strict=True)]
+
+
+def _is_padding(uid: str) -> bool:
+    return _PADDING_UID.fullmatch(uid) is not None
+
+
+def plan_batch(aggregation: Aggregation, data: Any, group: Any) -> tuple[StepPlan, Tensor]:
+    """Count this rank's sequences; returns the plan, and where each one is in it, int64 ``[b]``.
+
+    No host sync but those of :func:`plan_step` if ``loss_mask`` is on the CPU, as verl has it.
+    """
+    mask, uids = data["loss_mask"], _uids(data)
+    sums = [sequence.bool().sum() for sequence in mask.unbind()]
+    n_b = torch.stack(sums).cpu() if sums else torch.zeros(0, dtype=torch.int64)
+    is_sequence_b = torch.tensor([not _is_padding(uid) for uid in uids], dtype=torch.bool)
+    takes_prompts = aggregation.mode == "prompt_mean"
+    takes_samples = aggregation.mode in COUNT_SAMPLES and not takes_prompts
+    ids = uids if takes_prompts else _samples(data) if takes_samples else None
+    if ids is not None:
+        ids = [one for one, uid in zip(ids, uids, strict=True) if not _is_padding(uid)]
+    plan = plan_step(
+        aggregation,
+        Sequences(
+            active_tokens=n_b[is_sequence_b],
+            prompt=ids if takes_prompts else None,
+            sample=ids if takes_samples else None,
+        ),
+        group=group,
+        fault=_lacking(aggregation, data, uids),
+        # verl's rollout correction leaves loss_mask as it was.
+        options=Options(rejects_tokens=True),
+    )
+    return plan, torch.where(is_sequence_b, is_sequence_b.cumsum(0) - 1, -1)
+
+
+def _lacking(aggregation: Aggregation, data: Any, uids: list[str]) -> str:
+    """Say which ids a mode needs and the batch lacks; empty if none."""
+    mode = aggregation.mode
+    if mode not in COUNT_SAMPLES:
+        return ""
+    sessions = None if mode == "prompt_mean" else _column(data, "session_id")
+    if sessions is not None and not all(sessions):
+        return (
+            f"got sequences without a session_id in a batch that has the column, by which {mode} "
+            "tells the sample of each: give every sequence one, or leave the column out"
+        )
+    if all(uids):
+        return ""
+    tells = "padding sequences apart from empty ones"
+    if mode == "prompt_mean":
+        tells = "the prompt of each sequence"
+    elif sessions is not None:
+        tells = "the sample of each sequence, (uid, session_id)"
+    elif not aggregation.count_empty:
+        return ""
+    fault = (
+        f"got sequences without a uid, by which {mode} tells {tells}: keep uid in the batch that "
+        "update_actor is given"
+    )
+    if mode != "prompt_mean" and sessions is None:
+        fault += f", or choose loss_mode=lossagg_{mode}_no_count_empty"
+    return fault
+
+
+def check_same_batch(data: Any) -> None:
+    """Raise :class:`PlanError` on all data- and context-parallel ranks if their batches differ.
+
+    Compares uids, sessions and loss masks, by a hash. One all-gather with its host sync.
+    """
+    from megatron.core import parallel_state
+
+    masks = [mask.bool().cpu().numpy() for mask in data["loss_mask"].unbind()]
+    ids = [_uids(data), _samples(data), [len(mask) for mask in masks]]
+    hashed = hashlib.sha256(repr(ids).encode())
+    for mask in masks:
+        hashed.update(mask.tobytes())
+    own = int.from_bytes(hashed.digest()[:8], "big") >> 1
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    hash_W = Exchange(group).integers(np.array([own]))[:, 0]
+    others = np.flatnonzero(hash_W != hash_W[0])
+    if len(others):
+        raise PlanError(
+            f"got one batch on rank 0 of the {len(hash_W)} data- and context-parallel ranks and "
+            f"a different one on rank {others[0]}, expected the same on all: with "
+            "dynamic_context_parallel each rank counts the whole batch by itself. Give every rank "
+            "the batch of verl's data-parallel rank 0, or set "
+            "actor_rollout_ref.actor.megatron.dynamic_context_parallel=False"
+        )
+
+
+def warn_of_split(data: Any, plan: StepPlan, tokens_of: dict[str, int]) -> None:
+    """Warn once if an earlier optimizer step over the batch had other sequences of a prompt.
+
+    Of a sample, likewise, for the modes that count samples. ``tokens_of``: tokens of each prompt or
+    sample in the earlier steps over the batch; updated. Sequences on other ranks are in these, so
+    that one rank with sequences of it in both steps sees it.
+    """
+    mode, totals = plan.aggregation.mode, plan.totals
+    if mode not in COUNT_SAMPLES:
+        return
+    kind, ids, tokens_S = "sample", _samples(data), totals.sample_tokens
+    if mode == "prompt_mean":
+        kind, ids, tokens_S = "prompt", _uids(data), totals.prompt_tokens
+    if ids is None or tokens_S is None:
+        return
+    trained = [one for one, uid in zip(ids, _uids(data), strict=True) if not _is_padding(uid)]
+    for one, tokens in zip(trained, tokens_S.tolist(), strict=True):
+        if tokens_of.setdefault(one, tokens) != tokens:
+            warn_once(
+                f"{kind}s over several steps",
+                f"{mode} counts a {kind} within one optimizer step, and a {kind} "
+                f"has sequences in several steps of this batch, in each of which they weigh as a "
+                f"whole {kind}: set actor_rollout_ref.actor.ppo_mini_batch_size to "
+                "data.train_batch_size. If trajectories have several sequences, verl still cuts a "
+                "batch of more than ppo_mini_batch_size * rollout.n sequences",
+            )
+    if "update_lr_scheduler" not in data.keys() or data["update_lr_scheduler"]:  # noqa: SIM118
+        tokens_of.clear()  # verl's mark of a batch's last step
