@@ -271,10 +271,10 @@ def _cases(args: argparse.Namespace) -> Sequence[Case]:
     aggregation = aggregation_from_args(args)
     if aggregation is None:  # a framework has one loss
         return [case for case in CASES if case.second is None] if args.hooked else CASES
-    if aggregation.mode == CUSTOM:
+    if aggregation.mode == CUSTOM and args.framework is not None:
         raise ProofError(
-            f"{aggregation.reducer_path}: a custom reducer has no formula to compare with. Verify "
-            "a mode, and compare your reducer's gradient between layouts in a test of your own"
+            f"got {aggregation.reducer_path} with --framework {args.framework}, whose functions "
+            "are compared with a mode's formula: drop --framework"
         )
     return [Case(aggregation=aggregation)]
 

@@ -188,7 +188,6 @@ def test_a_launcher_with_another_number_of_ranks_is_refused():
         (["--dp", "2", "--optimizer-instances", "2"], "need --distributed-optimizer"),
         (["--loss-aggregation", "constant"], "--loss-aggregation-divisor"),
         (["--loss-aggregation", "tokenmean"], "did you mean 'token_mean'?"),
-        (["--loss-aggregation-reducer-path", "math:fsum"], "a custom reducer has no formula"),
         (["--loss-aggregation-shadow", "token_mean"], "a verification, which trains no run"),
         (["--json", "/nowhere/at/all.json"], "cannot be written: name a file"),
         (["--markdown", "/"], "cannot be written: name a file"),
