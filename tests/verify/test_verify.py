@@ -210,6 +210,15 @@ def test_wrong_usage_ends_with_status_2_and_what_to_change(capsys, arguments, me
     assert "Traceback" not in out + err
 
 
+def test_the_help_offers_no_option_that_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["verify", "--help"])
+    out = capsys.readouterr().out
+    assert "--loss-aggregation-reducer-path" in out
+    assert "--loss-aggregation-record" not in out
+    assert "--loss-aggregation-shadow" not in out
+
+
 def test_the_standard_set_splits_in_every_way_on_one_number_of_ranks(tmp_path):
     layouts = standard()
     assert {layout.world_size for layout in layouts} == {4}
