@@ -88,7 +88,7 @@ def alias_lines() -> Iterator[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``lossagg explain``; a training run's spellings work as well."""
-    parser.add_argument("mode", metavar="MODE", help="a mode, or another system's system:name")
+    parser.add_argument("mode", metavar="MODE", help="a mode, a paper's name, or a system:name")
     parser.add_argument(
         "--list",
         action=_PrintModes,
@@ -153,6 +153,8 @@ def run(args: argparse.Namespace) -> int:
     given = {name: getattr(args, name) for name in _OF_A_SPLIT if getattr(args, name) is not None}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
+        # Of ids that look like placeholders: here the prompts are those that were typed.
+        warnings.filterwarnings("ignore", "all .* sequences of the step have one", RuntimeWarning)
         explanation = explain(
             args.mode,
             read_lengths(args.lengths),
@@ -237,7 +239,8 @@ def _mode(e: Explanation) -> Iterator[RenderableType]:
     yield _text(f"{meaning[0].upper()}{meaning[1:]}.")
     if alias is not None:
         note = f": {alias.note}" if alias.note else ""
-        yield _text(f"{e.name} is another system's name for it{note}.")
+        whose = "another system's" if ":" in e.name else "a paper's"
+        yield _text(f"{e.name} is {whose} name for it{note}.")
     yield _text("loss = sum over sequences s of w_s * (sum of the losses of its active tokens)")
     yield _text("")
     symbols = ["w_s", *re.findall(r"\b[A-Za-z]\w*", e.formula)]

@@ -49,6 +49,7 @@ from megatron_lossagg.verify.text import number_of
 __all__ = ["add_arguments", "run"]
 
 _TIMEOUT = 900.0
+_OF_A_RUN = ("loss_aggregation_record", "loss_aggregation_shadow")
 _STATUS = {PASS: 0, FAIL: 1, NOT_RUN: 2}
 
 
@@ -64,6 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         flag = "--" + option.name.replace("_", "-")
         layout.add_argument(flag, help=option.metadata["help"], **kind)
     add_loss_aggregation_args(parser)
+    for action in parser._actions:
+        if action.dest in _OF_A_RUN:  # refused with a reason, and not offered
+            action.help = argparse.SUPPRESS
     run = parser.add_argument_group("run")
     hooked = ", ".join(name for name, framework in FRAMEWORKS.items() if framework.is_hooked)
     run.add_argument(
@@ -271,10 +275,10 @@ def _cases(args: argparse.Namespace) -> Sequence[Case]:
     aggregation = aggregation_from_args(args)
     if aggregation is None:  # a framework has one loss
         return [case for case in CASES if case.second is None] if args.hooked else CASES
-    if aggregation.mode == CUSTOM:
+    if aggregation.mode == CUSTOM and args.framework is not None:
         raise ProofError(
-            f"{aggregation.reducer_path}: a custom reducer has no formula to compare with. Verify "
-            "a mode, and compare your reducer's gradient between layouts in a test of your own"
+            f"got {aggregation.reducer_path} with --framework {args.framework}, whose functions "
+            "are compared with a mode's formula: drop --framework"
         )
     return [Case(aggregation=aggregation)]
 

@@ -10,17 +10,18 @@ from megatron_lossagg.reduction.modes import MODES
 
 __all__ = ["ALIASES", "Alias", "alias_of", "unknown_name"]
 
-_PAPERS = {
-    "grpo": "sample_mean",
-    "dapo": "token_mean",
-    "drgrpo": "constant",
-    "scalerl": "prompt_mean",
+_COMMON = {
     "seqmeantokenmean": "sample_mean",
     "seqmeantokensum": "sample_sum",
     "seqmeantokensumnorm": "constant",
     "sequencemean": "sample_mean",
 }
 """Common names of modes, without punctuation: suggested, never accepted."""
+_TWO_LOSSES = {
+    "dapo": "token_mean, over all tokens of the step, as frameworks do under this name, and "
+    "prompt_mean, over the tokens of each prompt's group, as the paper's formula says",
+}
+"""Names, without punctuation, that have no single mode."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,12 @@ _EMPTY_LEAVES = "a fully masked sample does not count"
 
 # Sources: the systems' own code, listed with commits in docs/evidence.md.
 ALIASES: dict[str, Alias] = {
+    # Papers: docs/decisions/0065-names-of-papers.md.
+    "dr_grpo": Alias("constant", "L = the longest response that generation allows"),
+    "drgrpo": Alias("constant", "L = the longest response that generation allows"),
+    "grpo": Alias("sample_mean", "if groups have equally many samples"),
+    "scalerl": Alias("prompt_mean"),
+    # Systems.
     "areal:default": Alias("token_mean"),
     "megatron:calculate-per-token-loss": Alias("token_mean"),
     "megatron:default": Alias("microbatch_token_mean", "equal at CP = 1"),
@@ -101,7 +108,7 @@ ALIASES: dict[str, Alias] = {
 def alias_of(name: object) -> Alias:
     """Look up what a name means; a mode means itself."""
     if not isinstance(name, str):
-        raise AggregationError(f"got {name!r}, expected the name of a mode; {_known_names()}")
+        raise AggregationError(f"got {name!r}, expected the name of a mode. {_known_names()}")
     if name in MODES:
         return Alias(name)
     if name in ALIASES:
@@ -111,7 +118,11 @@ def alias_of(name: object) -> Alias:
 
 def unknown_name(what: str, name: str) -> AggregationError:
     """Make the error of a name that means no mode, with the names that are near."""
-    return AggregationError(f"unknown {what} {name!r}{_nearest(name)}; {_known_names()}")
+    if _letters(name) in _TWO_LOSSES:
+        return AggregationError(
+            f"{name!r} names two losses: {_TWO_LOSSES[_letters(name)]}. Name the mode"
+        )
+    return AggregationError(f"unknown {what} {name!r}{_nearest(name)} {_known_names()}")
 
 
 def _nearest(name: str) -> str:
@@ -119,13 +130,13 @@ def _nearest(name: str) -> str:
     known = [*MODES, *ALIASES]
     letters = _letters(name)
     names = [other for other in known if _letters(other) == letters]
-    if not names and letters in _PAPERS:
-        names = [_PAPERS[letters]]
+    if not names and letters in _COMMON:
+        names = [_COMMON[letters]]
     if not names and ":" in name:
         names = [other for other in ALIASES if other.startswith(name.lower().split(":")[0] + ":")]
     if not names:
         names = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
-    return f", did you mean {' or '.join(map(repr, names))}?" if names else ""
+    return f": did you mean {' or '.join(map(repr, names))}?" if names else "."
 
 
 def _letters(name: str) -> str:
@@ -133,4 +144,4 @@ def _letters(name: str) -> str:
 
 
 def _known_names() -> str:
-    return f"modes are {', '.join(MODES)}; other systems' names are written system:name"
+    return f"Modes are {', '.join(MODES)}; other systems' names are written system:name"

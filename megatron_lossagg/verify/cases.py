@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.modes import CUSTOM
 from megatron_lossagg.reduction.own_weights import StepCounts
 from megatron_lossagg.verify import reference_loss
+from megatron_lossagg.verify.own_reducer import loss_of_whole
 from megatron_lossagg.verify.reference_gradient import Reference
 from megatron_lossagg.verify.step_data import Assignment, TrainingSequence
 
@@ -46,7 +48,7 @@ class Case:
 
     def __str__(self) -> str:
         """Mode, what differs from its default, and the second term."""
-        name = self.aggregation.mode
+        name = str(self.aggregation.reducer_path or self.aggregation.mode)
         if self.aggregation.count != "mask":
             name += f", count={self.aggregation.count}"
         if not self.aggregation.count_empty:
@@ -54,6 +56,11 @@ class Case:
         if self.weighs_sequences:
             name += ", sequence_weight"
         return name if self.second is None else f"{name} + {self.second.mode}"
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether it is a reducer of one's own, which has no formula and no weight sum."""
+        return self.aggregation.mode == CUSTOM
 
     @property
     def formula(self) -> str:
@@ -112,13 +119,18 @@ class Expected:
     loss: float
     slope_Y: Tensor
     """d loss / d y."""
-    weight_sum: float
-    weight_expected: float
+    weight_sum: float | None
+    """None for a reducer of one's own, whose weights only it knows, as the next."""
+    weight_expected: float | None
 
 
 def expected(case: Case, reference: Reference, assignment: Assignment) -> Expected:
     """Compute a step's loss and its derivative by every token's loss with the reference."""
     y_Y = reference.losses_Y.clone().requires_grad_()
+    if case.is_custom:
+        loss = loss_of_whole(case.aggregation, reference, y_Y)
+        (slope_Y,) = torch.autograd.grad(loss, y_Y)
+        return Expected(loss=loss.item(), slope_Y=slope_Y, weight_sum=None, weight_expected=None)
 
     def reference_sequences(
         aggregation: Aggregation, term: Callable[[Tensor, float], Tensor]

@@ -26,6 +26,7 @@ from megatron_lossagg.verify.causes import (
     symbols,
 )
 from megatron_lossagg.verify.job import Event, Job
+from megatron_lossagg.verify.own_reducer import NOT_ADDITIVE, not_additive
 from megatron_lossagg.verify.parallelism import WEIGHT_SUM_TOLERANCE, Parallelism
 from megatron_lossagg.verify.reference_gradient import Reference, compute
 from megatron_lossagg.verify.text import number_of
@@ -55,7 +56,8 @@ class Verdict:
     """Relative error of the reported loss, of training and of a forward-only call; None if
     ranks have different M, because reported values assume one M."""
     weight_sum_error: float | None
-    """Relative error of ``lossagg/weight_sum`` and ``lossagg/weight_expected``, as above."""
+    """Relative error of ``lossagg/weight_sum`` and ``lossagg/weight_expected``, as above; None for
+    a reducer of one's own."""
     measured_factor: float
     """The gradient's multiple of the reference's, by projection; 1 is right."""
     tolerance: float
@@ -157,7 +159,13 @@ def _verdict(run: Run, case: Case, wanted: Expected, steps: Sequence[Measured]) 
         sums = {WEIGHT_SUM: wanted.weight_sum, WEIGHT_EXPECTED: wanted.weight_expected}
         loss_error = max(relative(s.worst("loss", wanted.loss), wanted.loss) for s in steps)
         weight_sum_error = max(
-            relative(s.worst(name, right), right) for s in steps for name, right in sums.items()
+            (
+                relative(s.worst(name, right), right)
+                for s in steps
+                for name, right in sums.items()
+                if right is not None
+            ),
+            default=None,
         )
     return Verdict(
         layout=str(run.parallelism),
@@ -181,8 +189,7 @@ def _explain(done: Sequence[_Done]) -> None:
     right then, the inf is the cause. A case whose training step is right failed in its forward-only
     step.
     """
-    failed = [each.verdict for each in done if not each.verdict.passed]
-    if not failed:
+    if all(each.verdict.passed for each in done):
         return
     likely = {cause.name: cause for cause in CAUSES}
     right_without_inf = right_in_training = True
@@ -220,13 +227,24 @@ def _explain(done: Sequence[_Done]) -> None:
         causes = MASKED_LOSSES_REACH
     if right_in_training:
         causes = FORWARD_ONLY
-    why = "; or: ".join(causes.values())
     parallelism = done[0].run.parallelism
-    if not why and parallelism.moe and parallelism.ep < parallelism.tp:
-        why = EXPERTS_APART
-    for verdict in failed:
-        verdict.causes = list(causes)
-        verdict.explanation += f": {why or 'no known cause explains every case of the layout'}"
+    for each in (each for each in done if not each.verdict.passed):
+        named = _of_own_reducer(each) or causes
+        why = "; or: ".join(named.values())
+        if not why and parallelism.moe and parallelism.ep < parallelism.tp:
+            why = EXPERTS_APART
+        each.verdict.causes = list(named)
+        words = why or "no known cause explains every case of the layout"
+        each.verdict.explanation += f": {words}"
+
+
+def _of_own_reducer(done: _Done) -> dict[str, str]:
+    """Find whether a reducer of one's own is the cause: whatever Megatron does, it is no sum."""
+    if not done.case.is_custom:
+        return {}
+    tolerance = done.verdict.tolerance
+    why = not_additive(done.case.aggregation, done.run.facts, done.wanted.loss, tolerance)
+    return {NOT_ADDITIVE: why} if why else {}
 
 
 def _measured_in_words(

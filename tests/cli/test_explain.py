@@ -301,7 +301,10 @@ def test_without_a_command_the_help_is_printed(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["constant"], "--loss-aggregation-divisor"),
+        (["constant"], "constant divides by a constant length and got none: give --divisor,"),
+        (["trl:dr_grpo"], "trl:dr_grpo divides by a constant length and got none: give --divisor,"),
+        (["length_power"], "needs an exponent and got none: give --exponent,"),
+        (["dapo"], "'dapo' names two losses: token_mean, "),
         (["prompt_meen"], "did you mean 'prompt_mean' or"),
         (["custom"], "custom has no formula to explain"),
         (["token_mean", "--lengths", "3,-1"], "got '-1', expected a sample's active tokens"),
@@ -320,6 +323,14 @@ def test_wrong_usage_ends_with_status_2_and_what_to_change(capsys, arguments, me
     out, err = capsys.readouterr()
     assert message in err
     assert not out
+
+
+def test_one_prompt_that_was_typed_is_no_placeholder(capsys):
+    assert main(["explain", "grpo", "--lengths", "3,4"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("sample_mean: w_s = 1/(B n_b)\n")
+    assert "grpo is a paper's name for it" in out
+    assert not err
 
 
 @pytest.mark.launches

@@ -26,6 +26,7 @@ import checks_page  # noqa: E402  of tools/
 
 DOCS = ROOT / "docs"
 SYSTEMS = {
+    "Papers": "",
     "Megatron-LM": "megatron",
     "verl": "verl",
     "SkyRL": "skyrl",

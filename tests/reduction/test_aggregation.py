@@ -11,6 +11,7 @@ import pytest
 from megatron_lossagg import Aggregation
 from megatron_lossagg.cli.explain import alias_lines, mode_lines
 from megatron_lossagg.errors import AggregationError
+from megatron_lossagg.reduction.aggregation import parsed_aggregation
 from megatron_lossagg.reduction.aliases import ALIASES
 from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.verify.frameworks.drawn_step import Step
@@ -32,7 +33,13 @@ FORMULAS = {
     ("microbatch_token_mean", None, True): "1/(M DP n_mb)",
 }
 
-DR_GRPO = ["verl:seq-mean-token-sum-norm", "skyrl:seq_mean_token_sum_norm", "trl:dr_grpo"]
+DR_GRPO = [
+    "dr_grpo",
+    "drgrpo",
+    "verl:seq-mean-token-sum-norm",
+    "skyrl:seq_mean_token_sum_norm",
+    "trl:dr_grpo",
+]
 
 
 @pytest.mark.parametrize(("mode", "divisor", "count_empty"), FORMULAS)
@@ -83,7 +90,7 @@ def test_an_unknown_name_is_answered_with_the_closest_one(wrong, nearest):
 
 
 def test_an_unrelated_name_is_answered_with_the_modes():
-    with pytest.raises(AggregationError, match=r"'zzzz'; modes are token_mean, sample_mean, "):
+    with pytest.raises(AggregationError, match=r"'zzzz'. Modes are token_mean, sample_mean, "):
         Aggregation("zzzz")
 
 
@@ -236,13 +243,27 @@ def test_swifts_token_mean_is_that_of_the_step_from_4_6_0_on(loss_type):
     assert abs(old / ours - 1) > 0.01
 
 
+@pytest.mark.parametrize("name", ["dapo", "DAPO"])
+def test_a_name_of_two_losses_is_refused_with_both(name):
+    """verl-project/verl#2776: the paper divides within each prompt's group."""
+    with pytest.raises(AggregationError) as caught:
+        Aggregation(name)
+    assert str(caught.value).startswith(f"{name!r} names two losses: token_mean, ")
+    assert " and prompt_mean, " in str(caught.value)
+    assert Aggregation("trl:dapo") == Aggregation("token_mean")
+
+
+def test_a_papers_name_takes_its_number_after_a_colon():
+    assert parsed_aggregation("dr_grpo:4096") == Aggregation("constant", divisor=4096)
+    assert parsed_aggregation("scalerl") == Aggregation("prompt_mean")
+
+
 @pytest.mark.parametrize(
     ("name", "suggested"),
     [
-        ("drgrpo", ["constant"]),
-        ("Dr. GRPO", ["constant"]),
-        ("grpo", ["sample_mean"]),
-        ("DAPO", ["token_mean"]),
+        ("Dr. GRPO", ["dr_grpo", "drgrpo"]),
+        ("GRPO", ["grpo"]),
+        ("seq-mean-token-sum", ["sample_sum"]),
         ("verl:token_mean", ["verl:token-mean"]),
         ("VERL:seq_mean", [name for name in ALIASES if name.startswith("verl:")]),
     ],

@@ -188,7 +188,6 @@ def test_a_launcher_with_another_number_of_ranks_is_refused():
         (["--dp", "2", "--optimizer-instances", "2"], "need --distributed-optimizer"),
         (["--loss-aggregation", "constant"], "--loss-aggregation-divisor"),
         (["--loss-aggregation", "tokenmean"], "did you mean 'token_mean'?"),
-        (["--loss-aggregation-reducer-path", "math:fsum"], "a custom reducer has no formula"),
         (["--loss-aggregation-shadow", "token_mean"], "a verification, which trains no run"),
         (["--json", "/nowhere/at/all.json"], "cannot be written: name a file"),
         (["--markdown", "/"], "cannot be written: name a file"),
@@ -209,6 +208,15 @@ def test_wrong_usage_ends_with_status_2_and_what_to_change(capsys, arguments, me
     out, err = capsys.readouterr()
     assert message in err
     assert "Traceback" not in out + err
+
+
+def test_the_help_offers_no_option_that_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["verify", "--help"])
+    out = capsys.readouterr().out
+    assert "--loss-aggregation-reducer-path" in out
+    assert "--loss-aggregation-record" not in out
+    assert "--loss-aggregation-shadow" not in out
 
 
 def test_the_standard_set_splits_in_every_way_on_one_number_of_ranks(tmp_path):
