@@ -224,12 +224,7 @@ class LossAggregator:
         Args:
             active_tokens: Of the sequences of this data-parallel rank, as in :class:`Sequences`.
             num_microbatches: M, what the schedule gets.
-            sample: As in :class:`Sequences`.
-            prompt: As in :class:`Sequences`.
-            microbatch: As in :class:`Sequences`.
-            token_weight_sums: As in :class:`Sequences`.
-            sequence_weight: As in :class:`Sequences`.
-            group: As in :class:`Sequences`.
+            sample, prompt, microbatch, token_weight_sums, sequence_weight, group,
             samples_per_prompt: As in :class:`Sequences`.
             forward_only: As in :meth:`begin`.
             accumulates: As in :meth:`begin`.
