@@ -86,6 +86,6 @@ def _warn_of_zeros(values: list[float]) -> str:
             "zero gradients",
             "tokens were trained, and every gradient of the model that was looked at is 0: pass "
             "mb.reduce losses of this model's output, which are not detached; ignore this if all "
-            "losses of the step are constant (advantages of 0)",
+            "losses of the step are constant (advantages of 0) or all its tokens were rejected",
         )
     return ""

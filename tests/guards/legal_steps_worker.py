@@ -138,6 +138,25 @@ def check_megatrons_finalize_function_is_set_again_in_a_step(make):
         same(training.run(functools.partial(right, step)), expected)
 
 
+def check_a_step_whose_tokens_are_all_rejected(make):
+    """It trains nothing, and warns once."""
+    training = make()
+    options = Options(probe=False, rejects_tokens=True)
+    training.aggregator = LossAggregator(training.chunks, "sample_mean", options=options)
+    faults._warned.discard("zero gradients")
+
+    def loss_func(step, batch, x):
+        mb = step.microbatch(batch.sequences, batch.mask * 0, cu_seqlens=batch.offsets)
+        return mb.outputs(mb.reduce(x))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert not training.step(loss_func).count_nonzero()
+    told = [one for one in caught if "or all its tokens were rejected" in str(one.message)]
+    assert len(told) == 1
+
+
 def other(step, batch, x):
     return right(step, batch, x * x)
 
