@@ -19,7 +19,16 @@ from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.faults import warn_once
 from megatron_lossagg.reduction.integers import Ints, first_few
 
-__all__ = ["Call", "FoundCall", "Term", "fault_of", "found_calls", "values_of", "warn_of"]
+__all__ = [
+    "Call",
+    "FoundCall",
+    "Term",
+    "fault_of",
+    "found_calls",
+    "values_of",
+    "warn_of",
+    "warn_of_scales",
+]
 
 _TOLERANCE = 1e-5
 _VALUE_TOLERANCE = 1e-4
@@ -76,6 +85,8 @@ class FoundCall:
     """Of each term."""
     coefficients: list[list[float]]
     """Of each term those with which it arrived."""
+    loss_scales: list[float]
+    """Those with which they arrived, if there is one."""
 
     @property
     def own(self) -> list[list[float]]:
@@ -129,20 +140,28 @@ def found_calls(calls: Sequence[Call], expected: float, values: Sequence[float])
     read, found = iter(values), []
     for call in calls:
         loss, of_terms, coefficients = next(read), [], []
-        scales = [1.0]
+        scales: list[float] = []
         for term in call.terms:
             of_terms.append(next(read))
             each = []
             for _, loss_scale in term.arrived:
                 gradient = next(read)
-                scale = 1.0 if loss_scale is None else next(read)
+                if loss_scale is None:
+                    each.append(gradient / expected)
+                    continue
+                scale = next(read)
                 each.append(gradient / (expected * scale) if scale else math.nan)
                 # A gradient that overflows under a loss scale is the optimizer's to skip.
-                overflows = loss_scale is not None and not math.isfinite(gradient)
-                scales.append(math.nan if overflows else scale)
+                scales.append(scale if math.isfinite(gradient) else math.nan)
             coefficients.append(each)
         if all(math.isfinite(scale) and scale for scale in scales):
-            one = FoundCall(call=call, loss=loss, values=of_terms, coefficients=coefficients)
+            one = FoundCall(
+                call=call,
+                loss=loss,
+                values=of_terms,
+                coefficients=coefficients,
+                loss_scales=scales,
+            )
             found.append(one)
     return found
 
@@ -199,4 +218,16 @@ def warn_of(found: FoundCall) -> None:
             f"a partial loss of call {found.call.number} of loss_func was reached by more than "
             "one backward pass: what torch.autograd.grad returns is not trained, but a second "
             "loss.backward() is",
+        )
+
+
+def warn_of_scales(found: Sequence[FoundCall]) -> None:
+    """Warn, once per process, of a loss scale that changes inside a step."""
+    scales = sorted({scale for one in found for scale in one.loss_scales})
+    if len(scales) > 1:
+        warn_once(
+            "a loss scale that changes",
+            f"the loss scale was {scales[0]:g} and {scales[-1]:g} in one step, so that its "
+            "microbatches are not weighted as configured: change config.grad_scale_func between "
+            "steps",
         )

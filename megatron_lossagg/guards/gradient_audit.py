@@ -27,7 +27,9 @@ from megatron_lossagg.guards.coefficients import (
     found_calls,
     values_of,
     warn_of,
+    warn_of_scales,
 )
+from megatron_lossagg.guards.divided_losses import warn_of_divided_losses
 from megatron_lossagg.guards.guard import Guard, StepFacts, is_in_backward
 from megatron_lossagg.reduction.integers import first_few
 from megatron_lossagg.reduction.reducer import Reducer
@@ -44,7 +46,9 @@ class GradientAudit(Guard):
     any coefficient. A call may have the coefficient 0 if its loss is 0 too. The tolerance is 1e-5,
     or the rounding of the loss's dtype.
 
-    It warns if a returned loss is not the sum of its terms: it has one that no reducer made.
+    It warns if a returned loss is not the sum of its terms: it has one that no reducer made; if
+    the loss scale changes inside the step; and, of the first losses of a process, if they were
+    divided by a count of their microbatch.
     """
 
     catches = (
@@ -76,6 +80,8 @@ class GradientAudit(Guard):
             self._reduced[microbatch] = can_be_trained
         if step.forward_only or not partial_loss.requires_grad:
             return
+        if is_own and not self._calls:
+            warn_of_divided_losses(reducer, losses)
         value = partial_loss.detach()
         term = Term(
             microbatch=microbatch,
@@ -183,6 +189,7 @@ class GradientAudit(Guard):
         if not fault:
             for one in self._found:
                 warn_of(one)
+            warn_of_scales(self._found)
         return fault
 
 

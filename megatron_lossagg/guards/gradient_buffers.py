@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -63,8 +64,15 @@ def _samples(step: StepFacts) -> Iterator[tuple[int, Tensor]]:
             continue
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             data = buffer.grad_data
-            if data.numel() and data.untyped_storage().size():
+            if data.numel() and data.untyped_storage().size() and not _is_left(buffer):
                 yield index, data[:: -(-data.numel() // _LOOKED_AT)]
+
+
+def _is_left(buffer: Any) -> bool:
+    """Whether the parameters were wrapped anew, so that their gradients are in another buffer."""
+    found = getattr(next(iter(buffer.params), None), "main_grad", None)
+    address = buffer.grad_data.untyped_storage().data_ptr()
+    return found is not None and found.untyped_storage().data_ptr() != address
 
 
 def _describe(chunk: int, values: list[float]) -> str:
@@ -86,6 +94,6 @@ def _warn_of_zeros(values: list[float]) -> str:
             "zero gradients",
             "tokens were trained, and every gradient of the model that was looked at is 0: pass "
             "mb.reduce losses of this model's output, which are not detached; ignore this if all "
-            "losses of the step are constant (advantages of 0)",
+            "losses of the step are constant (advantages of 0) or all its tokens were rejected",
         )
     return ""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_lossagg.errors import LossAggregationError, ReducerError
 
-__all__ = ["Describe", "Faults", "warn_once"]
+__all__ = ["Describe", "Faults", "first_time", "warn_once"]
 
 Describe = Callable[[list[float]], str]
 """From a check's values to a message; empty if they are not a fault."""
@@ -24,10 +24,16 @@ Describe = Callable[[list[float]], str]
 _warned: set[str] = set()
 
 
+def first_time(what: str) -> bool:
+    """Whether it is asked for the first time in this process."""
+    is_first = what not in _warned
+    _warned.add(what)
+    return is_first
+
+
 def warn_once(what: str, message: str) -> None:
     """Warn once per process of what may recur in every step."""
-    if what not in _warned:
-        _warned.add(what)
+    if first_time(what):
         warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 

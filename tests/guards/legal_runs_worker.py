@@ -200,6 +200,18 @@ def check_chunks_that_are_wrapped_anew(make):
         same(run.train(), expected)
 
 
+def check_chunks_that_are_wrapped_anew_after_they_have_trained(make):
+    """Their gradients are in new buffers, and the old ones keep what they held."""
+    run = make()
+    same(run.train(), run.by_hand(SAMPLE_MEAN))
+    old = run.chunks
+    run.chunks = [type(one)(run.config, one.ddp_config, one.module) for one in old]
+    expected = run.by_hand(SAMPLE_MEAN)
+    assert all(one.buffers[0].grad_data.any() for one in old)
+    for _ in range(2):
+        same(run.train(), expected)
+
+
 DDP = (
     {"use_distributed_optimizer": True},
     {"use_distributed_optimizer": True, "overlap_grad_reduce": True},
@@ -313,6 +325,7 @@ OF_ANY = (
     check_a_shadow_of_the_trained_mode,
     check_a_record_on_a_full_disk,
     check_chunks_that_are_wrapped_anew,
+    check_chunks_that_are_wrapped_anew_after_they_have_trained,
     check_ddp_of_any_options,
     check_reduce_is_compiled,
     check_a_whole_loss_func_is_compiled,

@@ -5,11 +5,13 @@ The gradient is the plain program's; on DP 2, CP 2 and PP 2.
 
 import functools
 import gc
+import multiprocessing
 import threading
 import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from audit_cases import LAYOUTS, own
 from check_runner import run_checks
 from legal_worker import LAYOUTS_AND_SCALINGS, made, make_anew, same, trained_as_by_hand
@@ -17,7 +19,14 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from training_steps import begin, plan_of, right
 
-from megatron_lossagg import Aggregation, LossAggregator
+from megatron_lossagg import (
+    Aggregation,
+    Layout,
+    LossAggregator,
+    Sequences,
+    StepTotals,
+    plan_step,
+)
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.reduction import faults
 from megatron_lossagg.reduction.options import Options
@@ -136,6 +145,67 @@ def check_megatrons_finalize_function_is_set_again_in_a_step(make):
     with training.plan() as step:
         training.config.finalize_model_grads_func = finalize_model_grads
         same(training.run(functools.partial(right, step)), expected)
+
+
+def planned_in_a_child(queue, aggregation):
+    sequences = Sequences(active_tokens=[2, 3])
+    plan = plan_step(aggregation, sequences, totals=StepTotals(samples=4))
+    losses = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+    reducer = plan.reducer([0, 1], torch.ones(5), Layout.local([2, 3], cp_size=1, cp_rank=0))
+    queue.put(reducer(losses).item())
+
+
+def check_a_process_that_is_forked_plans_too(make):
+    """As a loader's workers do, after the aggregator was made and between its steps."""
+    training = make()
+    fork = multiprocessing.get_context("fork")
+    for _ in range(2):
+        queue = fork.Queue()
+        arguments = (queue, training.aggregator.aggregation)
+        worker = fork.Process(target=planned_in_a_child, args=arguments)
+        worker.start()
+        assert queue.get(timeout=120) == pytest.approx((1.5 + 4) / 4)
+        worker.join()
+        trained_as_by_hand(training)
+
+
+def check_a_hundred_thousand_sequences_and_ids(make):
+    """Of both ranks together, in four microbatches each; losses without a model."""
+    training = make()
+    if training.layout.cp > 1 or training.per_token:
+        return
+    size, group = 50_000, 8
+    aggregator = LossAggregator(training.chunks, "prompt_mean", options=Options(probe=False))
+    first = dist.get_rank() * size
+    prompts = [f"prompt {(first + index) // group}" for index in range(size)]
+    with aggregator.step([2] * size, num_microbatches=4, prompt=prompts) as step:
+        for here in torch.arange(size).chunk(4):
+            offsets, mask = torch.arange(len(here) + 1) * 3, torch.tensor([1, 1, 0])
+            mb = step.microbatch(here, mask.repeat(len(here)), cu_seqlens=offsets)
+            losses = torch.rand(3 * len(here), dtype=torch.float64, requires_grad=True)
+            (mb.outputs(mb.reduce(losses))[0] / 4).backward()
+            found = losses.grad / 2  # what DDP divides by
+            expected = mask.repeat(len(here)) / (2 * size / group) / (2 * group)
+            torch.testing.assert_close(found, expected.double(), rtol=1e-12, atol=0)
+
+
+def check_a_step_whose_tokens_are_all_rejected(make):
+    """It trains nothing, and warns once."""
+    training = make()
+    options = Options(probe=False, rejects_tokens=True)
+    training.aggregator = LossAggregator(training.chunks, "sample_mean", options=options)
+    faults._warned.discard("zero gradients")
+
+    def loss_func(step, batch, x):
+        mb = step.microbatch(batch.sequences, batch.mask * 0, cu_seqlens=batch.offsets)
+        return mb.outputs(mb.reduce(x))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert not training.step(loss_func).count_nonzero()
+    told = [one for one in caught if "or all its tokens were rejected" in str(one.message)]
+    assert len(told) == 1
 
 
 def other(step, batch, x):

@@ -12,6 +12,7 @@ from megatron_lossagg.guards.coefficients import (
     found_calls,
     values_of,
     warn_of,
+    warn_of_scales,
 )
 from megatron_lossagg.reduction import faults
 
@@ -171,3 +172,16 @@ def test_calls_are_read_in_their_order():
         [[1.0], [pytest.approx(0.1)]],
         [[2.0], [pytest.approx(0.1)]],
     ]
+
+
+def test_a_loss_scale_that_changes_inside_a_step_is_warned_of(monkeypatch, recwarn):
+    monkeypatch.setattr(faults, "_warned", set())
+    first, second = (found(a_term(1.0, scale=scale)) for scale in (1024.0, 512.0))
+    for same in ([*first, *first], [*first, *found(a_term(1.0))], []):
+        warn_of_scales(same)
+    assert not recwarn.list
+    assert not fault_of(second[0])
+    for _ in range(2):
+        warn_of_scales([*first, *second])
+    (told,) = recwarn.list
+    assert "the loss scale was 512 and 1024 in one step" in str(told.message)

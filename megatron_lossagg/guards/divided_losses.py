@@ -1,0 +1,59 @@
+"""Whether losses were divided by a count of their microbatch before they were reduced.
+
+A ported loss_func may do so still; the weights hold every denominator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megatron_lossagg.reduction.faults import first_time, warn_once
+from megatron_lossagg.reduction.reducer import Reducer
+
+__all__ = ["warn_of_divided_losses"]
+
+_FOLLOWED = {
+    *("Clone", "Div", "Expand", "Mul", "Neg", "ReshapeAlias", "Slice", "Squeeze", "ToCopy"),
+    *("Unsqueeze", "UnsafeView", "View", "Where"),
+}
+"""Operations that keep a loss per token, by their names in the graph."""
+_MOST_NODES = 16
+
+
+def warn_of_divided_losses(reducer: Reducer, losses: Tensor) -> None:
+    """Look at the graph of the first losses of a process; two host syncs, once, if they divide.
+
+    What is saved for the backward pass is not read where a checkpoint or an offload packs it.
+    """
+    if torch.compiler.is_compiling() or not reducer.counted_tokens:
+        return
+    if not first_time("the graph of losses"):
+        return
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return
+    divisors = {float(one) for one in _divisors(losses)} - {1.0}
+    counts = {float(reducer.counted_tokens), float(reducer.microbatch.keep.sum())}
+    for count in divisors & counts:
+        warn_once(
+            "divided losses",
+            f"losses were divided by {count:g}, the active tokens of their microbatch, "
+            "before mb.reduce: pass it losses per token, which are divided by nothing, for the "
+            "weights hold every denominator; ignore this if that is meant",
+        )
+
+
+def _divisors(losses: Tensor) -> Iterator[Tensor]:
+    """Yield what losses were divided by, if it is one number."""
+    nodes, looked_at = [losses.grad_fn], 0
+    while nodes and looked_at < _MOST_NODES:
+        node, looked_at = nodes.pop(0), looked_at + 1
+        kind = "" if node is None else node.name().rstrip("0123456789").removesuffix("Backward")
+        if node is None or kind not in _FOLLOWED:
+            continue
+        saved = getattr(node, "_saved_other", None) if kind == "Div" else None
+        if isinstance(saved, Tensor) and saved.numel() == 1:
+            yield saved.detach()
+        nodes += [one for one, _ in node.next_functions]
