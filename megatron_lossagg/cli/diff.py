@@ -1,10 +1,12 @@
-"""Say whether two runs trained the same loss, and from which step on not.
+"""Say whether two runs trained the same loss function on the same batches.
 
 Reads two files that --loss-aggregation-record wrote. The runs may differ in
 their parallelism, in their microbatches and in how often they were resumed:
 a step is the same if mode, divisor, exponent, count, totals and weights are.
-A custom reducer's weights are not recorded, so its steps are not compared.
-Exit status: 0 for the same loss, 1 for a different one, 2 for wrong usage.
+The model's weights and the value of the loss are not compared. A custom
+reducer's weights are not recorded, so its steps are not compared.
+Exit status: 0 for the same, 1 for a difference, 2 for wrong usage, 3 for the
+same as far as both records go, if one of them ends before the other.
 """
 
 from __future__ import annotations
@@ -19,6 +21,10 @@ from megatron_lossagg.verify.text import number_of
 
 __all__ = ["add_arguments", "run"]
 
+_SAME = "the same loss function on the same batches"
+_ENDS_EARLY = 3
+"""Exit status for two records of which one has fewer steps."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``lossagg diff``."""
@@ -27,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print one line; return 1 if the runs trained different losses in a common step."""
+    """Print one line; return 1 for a difference in a common step, 3 if one record ends early."""
     first, second = read_record(args.first), read_record(args.second)
     found = compare_records(first, second)
     if not found.common:
@@ -44,22 +50,28 @@ def run(args: argparse.Namespace) -> int:
             "weights no record has, so that nothing shows whether they trained the same loss: "
             "compare the reducers' code, and the reported losses"
         )
+    given = ((first, args.first), (second, args.second))
     where = " and ".join(
-        f"{_span(steps)} at {_parallelism(steps[found.common[0]])}" for steps in (first, second)
+        f"{_span(steps)} at {_parallelism(steps[found.common[0]])}" for steps, _ in given
     )
-    print(printable(f"the same loss in {number_of(found.num_same, 'step')} ({where})"))
-    return 0
+    same = f"{_SAME} in {number_of(found.num_same, 'step')} ({where})"
+    short, long = sorted((max(steps), path) for steps, path in given)
+    if short[0] == long[0]:
+        print(printable(same))
+        return 0
+    print(printable(f"{same}; {short[1]} ends at step {short[0]}, {long[1]} at step {long[0]}"))
+    return _ENDS_EARLY
 
 
 def _different(found: RecordDiff) -> str:
     same = ""
     if found.num_same:
-        same = f"the same loss in {number_of(found.num_same, 'step')}, then "
+        same = f"{_SAME} in {number_of(found.num_same, 'step')}, then "
     if "weights" in found.differences:
         words = "the weights of sequences differ, mode and counts do not"
     else:
         words = ", ".join(f"{name} {a} and {b}" for name, (a, b) in found.differences.items())
-    return f"{same}a different loss from step {found.step} on: {words}"
+    return f"{same}a different loss function or other batches from step {found.step} on: {words}"
 
 
 def _span(steps: dict[int, StepRecord]) -> str:

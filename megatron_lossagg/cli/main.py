@@ -48,7 +48,7 @@ _COMMANDS = {
     ),
     "diff": (
         "megatron_lossagg.cli.diff",
-        "say whether two recorded runs trained the same loss, and from which step on not",
+        "say whether two recorded runs trained the same loss function on the same batches",
         "lossagg diff dp8.jsonl dp4-cp2.jsonl",
     ),
 }
@@ -56,7 +56,7 @@ _COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit status: 0, 1 for a failed case, 2 for wrong usage."""
+    """Run a command; return its status: 0, 1 for a failed case, 2 for wrong usage; 3 is diff's."""
     if arguments is not None:
         return _run(arguments)
     # The process is ours; leaving it ends the ranks that were launched.

@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
-from megatron_lossagg.errors import AggregationError, LossAggregationError
+from megatron_lossagg.errors import AggregationError, LossAggregationError, say
 from megatron_lossagg.integrations._script import run_hooked, run_stock
 from megatron_lossagg.loop.flags import add_loss_aggregation_args, aggregation_from_args
 from megatron_lossagg.reduction.options import Options
@@ -49,36 +51,76 @@ def run(args: argparse.Namespace) -> int:
     """Run the script in this process; return its exit status, 1 if a step is refused.
 
     Raises :class:`ContractError` if an aggregation was asked for and the script ended without
-    the training loop that it is put into. A loop that had no step left to do is no error.
+    the training loop that it is put into. A loop that had no step left to do is no error. Raises
+    :class:`RecordError` for a record that cannot be written, on one node before the script runs.
     """
     parser = argparse.ArgumentParser(prog="lossagg run", add_help=False, allow_abbrev=False)
     _add_cpu(parser)
     add_loss_aggregation_args(parser)
     # ``args`` has those that stand before the script; of a flag given twice, the last one counts.
     flags, rest = parser.parse_known_args(args.arguments, args)
-    unknown = [option for option in rest if option.startswith(("--loss-agg", "--no-loss-agg"))]
-    if unknown:
-        raise AggregationError(
-            f"got {unknown[0]}, which is not an option of ours, expected those that lossagg run "
-            "--help lists: correct the name"
-        )
+    _check_names(rest, parser)
     aggregation = aggregation_from_args(flags)
     script = Path(args.script)
     if not script.is_file():
         raise LossAggregationError(
             f"got the script {script}, which does not exist: give the path that python would take"
         )
-    wants_help = bool({"-h", "--help"} & set(rest))
-    if wants_help and os.environ.get("RANK", "0") == "0":
-        parser.usage = argparse.SUPPRESS
-        parser.print_help()
     sys.argv = [str(script), *rest]
     sys.path[0] = str(script.resolve().parent)
-    if args.cpu:
-        from megatron_lossagg.cpu.training import install_training
-
-        install_training()
+    if {"-h", "--help"} & set(rest):
+        return _help(script, parser, on_cpu=args.cpu)
     options = Options.from_args(flags)
-    if wants_help or (aggregation is None and not options.shadow):
+    _check_record(options.record)
+    if args.cpu:
+        _install_cpu()
+    if aggregation is None and not options.shadow:
         return run_stock(script, on_cpu=args.cpu)
     return run_hooked(script, aggregation, options=options, on_cpu=args.cpu)
+
+
+def _check_names(rest: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Refuse a misspelt option of ours, which the script would not know either."""
+    known = [name for action in parser._actions for name in action.option_strings]
+    for option in rest:
+        name = option.partition("=")[0]
+        near = get_close_matches(name, known, n=1, cutoff=0.92)
+        if near or name.startswith(("--loss-agg", "--no-loss-agg")):
+            expected = near[0] if near else "those that lossagg run --help lists"
+            raise AggregationError(
+                f"got {name}, which is not an option of ours, expected {expected}: correct the name"
+            )
+
+
+def _check_record(path: str | None) -> None:
+    """Open the record before a model is built, if this is the node of the rank that writes it."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    is_one_node = os.environ.get("LOCAL_WORLD_SIZE", "1") == world
+    if path is not None and is_one_node and os.environ.get("RANK", "0") == "0":
+        from megatron_lossagg.record.writer import RecordFile
+
+        RecordFile(path)
+
+
+def _help(script: Path, parser: argparse.ArgumentParser, *, on_cpu: bool) -> int:
+    """Print our options, and the script's if it can say them here."""
+    if os.environ.get("RANK", "0") == "0":
+        parser.usage = argparse.SUPPRESS
+        parser.print_help()
+        sys.stdout.flush()
+    try:
+        if on_cpu:
+            _install_cpu()
+        return run_stock(script, on_cpu=False)
+    except Exception as error:  # whatever the script needs
+        say(
+            f"{script} could not print its own options ({type(error).__name__}: {error}); on a "
+            "machine without a GPU add --cpu"
+        )
+        return 0
+
+
+def _install_cpu() -> None:
+    from megatron_lossagg.cpu.training import install_training
+
+    install_training()

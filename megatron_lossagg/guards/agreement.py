@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_lossagg.errors import ContractError
+from megatron_lossagg.errors import ContractError, say
 
 __all__ = ["agree"]
 
+_PATIENCE = 30.0
+"""Seconds after which a rank that waits for others says so."""
+_calls = itertools.count()
+
 
 def agree(fault: str, settings: str) -> None:
-    """Raise one :class:`ContractError` on every rank of the world, or on none."""
+    """Raise one :class:`ContractError` on every rank of the world, or on none.
+
+    A rank that waits for another one longer than half a minute names it, and goes on waiting.
+    """
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (fault, settings))
+    with _named_if_late():
+        dist.all_gather_object(gathered, (fault, settings))
     for rank, (fault_of_rank, _) in enumerate(gathered):
         if fault_of_rank:
             raise ContractError(f"rank {rank}: {fault_of_rank}")
@@ -25,3 +37,51 @@ def agree(fault: str, settings: str) -> None:
                 f"ranks disagree: rank 0 has {first}, rank {rank} has {settings_of_rank}: start "
                 "all ranks with the same flags and versions"
             )
+
+
+@contextmanager
+def _named_if_late() -> Iterator[None]:
+    """Say which ranks have not come to an exchange after a while, or why it has failed."""
+    if dist.get_world_size() == 1:
+        yield
+        return
+    # No collective: each rank leaves its number where the group met, and looks for the others'.
+    store = dist.distributed_c10d._get_default_store()
+    prefix = f"lossagg/{next(_calls)}"
+    store.set(f"{prefix}/{dist.get_rank()}", "")
+    came: list[int] = []
+
+    def look() -> str:
+        own = getattr(store, "clone", lambda: store)()  # the backend may wait in it
+        ranks = range(dist.get_world_size())
+        came[:] = [rank for rank in ranks if own.check([f"{prefix}/{rank}"])]
+        return _named([rank for rank in ranks if rank not in came])
+
+    def report() -> None:
+        if (late := look()) and dist.get_rank() == came[0]:
+            say(
+                f"rank {came[0]} has waited {_PATIENCE:g} s for {late} to begin the loss "
+                "aggregation; a rank without the flags of --loss-aggregation never does"
+            )
+
+    timer = threading.Timer(_PATIENCE, report)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except RuntimeError as error:
+        if late := look():
+            raise ContractError(
+                f"{late} began no loss aggregation, expected every rank to: start all ranks with "
+                "the same flags of --loss-aggregation"
+            ) from error
+        raise
+    finally:
+        timer.cancel()
+
+
+def _named(ranks: list[int]) -> str:
+    if not ranks:
+        return ""
+    names = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from step_record import STEP
+from step_record import DIFFERENT, SAME, STEP
 
 from megatron_lossagg import Aggregation, Sequences, plan_step
 from megatron_lossagg.cli.main import main
@@ -47,9 +47,7 @@ def run_of(steps, **changes):
 def test_runs_that_differ_in_parallelism_only_trained_the_same_loss(diff):
     status, line = diff(run_of(range(1, 6)), run_of(range(1, 6), **OTHER))
     assert status == 0
-    assert line == (
-        "the same loss in 5 steps (steps 1 to 5 at DP 2 CP 1 and steps 1 to 5 at DP 1 CP 2)"
-    )
+    assert line == (f"{SAME} in 5 steps (steps 1 to 5 at DP 2 CP 1 and steps 1 to 5 at DP 1 CP 2)")
 
 
 @pytest.mark.parametrize(
@@ -71,9 +69,9 @@ def test_the_first_step_that_differs_is_named_with_what_differs(diff, change, wo
     second = [*run_of(range(1, 4)), *run_of(range(4, 6), **change)]
     status, line = diff(first, second)
     assert status == 1
-    assert line == f"the same loss in 3 steps, then a different loss from step 4 on: {words}"
+    assert line == f"{SAME} in 3 steps, then {DIFFERENT} from step 4 on: {words}"
     other = run_of(range(1, 6), **change)
-    assert diff(first, other)[1].startswith("a different loss from step 1 on")
+    assert diff(first, other)[1].startswith(f"{DIFFERENT} from step 1 on")
 
 
 def test_every_field_of_a_step_is_compared_or_may_differ():
@@ -87,14 +85,27 @@ def test_steps_of_a_custom_reducer_are_not_called_the_same(diff):
     status, line = diff(second, second)
     assert status == 2
     assert "a custom reducer in step 4" in line
-    assert "the same loss in" not in line
+    assert SAME not in line
     assert diff(first, second)[0] == 1
-    assert diff(second, run_of(range(1, 4)))[0] == 0
+    assert diff(second, run_of(range(1, 4)))[0] == 3
 
 
 def test_a_resumed_run_is_compared_by_the_number_of_the_step_and_its_last_line_counts(diff):
     resumed = [*run_of([1, 2]), *run_of([3], weights="01"), *run_of([3, 4])]
-    assert diff(run_of(range(1, 9)), resumed)[0] == 0
+    assert diff(run_of(range(1, 5)), resumed)[0] == 0
+
+
+def test_a_record_that_ends_early_is_named_and_has_a_status_of_its_own(diff, tmp_path):
+    long, short = run_of(range(1, 17)), run_of(range(1, 11), **OTHER)
+    for pair, name in (((long, short), "b"), ((short, long), "a")):
+        status, line = diff(*pair)
+        other = {"a": "b", "b": "a"}[name]
+        assert status == 3
+        assert line.startswith(f"{SAME} in 10 steps (")
+        ends = f"; {tmp_path / name}.jsonl ends at step 10, {tmp_path / other}.jsonl at step 16"
+        assert line.endswith(ends)
+    assert diff(long, run_of(range(1, 11), weights="01"))[0] == 1  # a difference is said first
+    assert diff(long, run_of(range(11, 17)))[0] == 0  # resumed into a new file
 
 
 def test_runs_without_a_common_step_are_wrong_usage(diff):

@@ -50,13 +50,58 @@ def test_a_flag_given_twice_counts_as_it_was_given_last(script, capsys):
 
 
 @pytest.mark.parametrize(
-    "flag", ["--loss-aggregaton", "--loss-aggregation-divisr", "--no-loss-aggregation-prob"]
+    ("flag", "meant"),
+    [
+        ("--loss-aggregaton", "--loss-aggregation"),
+        ("--loss-agregation", "--loss-aggregation"),
+        ("--loss_aggregation", "--loss-aggregation"),
+        ("--los-aggregation-record=a.jsonl", "--loss-aggregation-record"),
+        ("--loss-aggregation-divisr", "--loss-aggregation-divisor"),
+        ("--no-loss-aggregation-prob", "--no-loss-aggregation-probe"),
+        ("--loss-aggregator", "those that lossagg run --help lists"),
+    ],
 )
-def test_a_misspelled_flag_does_not_reach_the_script(script, capsys, flag):
+def test_a_misspelled_flag_does_not_reach_the_script(script, capsys, flag, meant):
     assert main(["run", str(script), flag, "token_mean", "0"]) == 2
     out, err = capsys.readouterr()
-    assert f"got {flag}, which is not an option of ours" in err
+    name = flag.partition("=")[0]
+    assert f"got {name}, which is not an option of ours, expected {meant}: correct" in err
     assert "argv" not in out
+
+
+def test_options_of_a_script_that_resemble_ours_reach_it(script, capsys):
+    own = ["--loss-scale", "--log-loss-aggregation", "--calculate-per-token-loss", "--probe"]
+    assert main(["run", str(script), *own, "0"]) == 0
+    assert str(own)[:-1] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["import absent_module", "1 / 0", "raise SystemExit(0)"])
+def test_help_is_printed_also_where_the_script_cannot_print_its_own(script, capsys, text):
+    script.write_text(text)
+    assert main(["run", str(script), "--help"]) == 0
+    out, err = capsys.readouterr()
+    assert "--loss-aggregation-divisor" in out
+    assert ("could not print its own options" in err) == ("System" not in text)
+
+
+def test_a_record_that_cannot_be_written_is_refused_before_the_script_runs(
+    script, capsys, tmp_path, monkeypatch
+):
+    flags = ["--loss-aggregation", "token_mean", "--loss-aggregation-record"]
+    text = tmp_path / "text"
+    text.write_text("no record")
+    for path, words in (
+        (tmp_path, "cannot be written"),
+        (tmp_path / "none" / "a.jsonl", "expected a file in a folder that exists"),
+        (text, "is no record of steps"),
+    ):
+        assert main(["run", str(script), *flags, str(path), "0"]) == 2
+        assert words in capsys.readouterr().err
+        for name, value in (("RANK", "1"), ("WORLD_SIZE", "2")):  # of other ranks and nodes
+            with monkeypatch.context() as other:
+                other.setenv(name, value)
+                assert main(["run", str(script), *flags, str(path), "0"]) == 1
+            assert "megatron.training" in capsys.readouterr().err
 
 
 def test_a_contradiction_is_refused_before_the_script_runs(script, capsys):

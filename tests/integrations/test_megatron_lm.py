@@ -153,7 +153,8 @@ def test_a_run_that_was_killed_resumes_with_the_same_losses_and_record(
     for other in ("killed", "cp"):
         files = [str(tmp_path / f"{name}.jsonl") for name in ("whole", other)]
         assert main(["diff", *files]) == 0
-        assert "the same loss in 3 steps (steps 1 to 3 at DP 2 CP 1" in capsys.readouterr().out
+        same = "the same loss function on the same batches in 3 steps (steps 1 to 3 at DP 2 CP 1"
+        assert same in capsys.readouterr().out
 
 
 SHADOW = ("sample_mean", "token_mean", "constant:64", "length_power:0.5")

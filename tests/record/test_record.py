@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from check_runner import checks_of
 from conftest import early, launched, new_folder
+from step_record import DIFFERENT, SAME
 
 from megatron_lossagg.cli.main import main
 from megatron_lossagg.record.step_record import read_record
@@ -65,7 +66,7 @@ def test_on_live_megatron(records_of_one_rank, records_of_two_ranks, check):
 def test_a_step_has_one_hash_at_any_parallelism(diff, record, layout, name):
     status, line = diff(("DP1", name), (layout, name))
     assert status == 0, line
-    assert line.startswith("the same loss in 6 steps (steps 1 to 6 at DP 1 CP 1")
+    assert line.startswith(f"{SAME} in 6 steps (steps 1 to 6 at DP 1 CP 1")
     steps = read_record(record(layout, name)).values()
     hashes = [step.weights for step in steps]
     assert len(set(hashes[:3])) == len(set(hashes[3:])) == 1
@@ -105,19 +106,17 @@ def test_a_run_that_was_killed_and_resumed_trained_the_same_loss(diff, record, l
     steps = [json.loads(line)["step"] for line in lines]
     assert steps == [1, 2, 3, 4, 3, 4, 5, 6]
     status, line = diff((layout, "resumed"), ("DP1", "resumed"))
-    assert (status, line.partition(" (")[0]) == (0, "the same loss in 6 steps")
+    assert (status, line.partition(" (")[0]) == (0, f"{SAME} in 6 steps")
 
 
 @pytest.mark.parametrize(("one", "other"), list(itertools.pairwise(LAYOUTS)))
 def test_a_wrong_mode_and_one_other_sequence_are_named_with_their_step(diff, one, other):
     status, line = diff((one, "resumed"), (other, "wrong"))
     assert status == 1
-    assert line.startswith(
-        "the same loss in 2 steps, then a different loss from step 3 on: mode sample"
-    )
+    assert line.startswith(f"{SAME} in 2 steps, then {DIFFERENT} from step 3 on: mode sample")
     status, line = diff((one, "resumed"), (other, "loop-sample_mean"))
     assert status == 1
     assert line == (
-        "the same loss in 3 steps, then a different loss from step 4 on: the weights of sequences "
-        "differ, mode and counts do not"
+        f"{SAME} in 3 steps, then {DIFFERENT} from step 4 on: the weights of sequences differ, "
+        "mode and counts do not"
     )

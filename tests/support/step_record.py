@@ -29,3 +29,8 @@ STEP = StepRecord(
 
 def a_step(number):
     return replace(STEP, step=number)
+
+
+SAME = "the same loss function on the same batches"
+DIFFERENT = "a different loss function or other batches"
+"""What ``lossagg diff`` prints of steps."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from platform import python_version
 
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.frameworks.check import (
@@ -116,9 +117,11 @@ def _run(script: Path, aggregation: Aggregation | None, layout: str) -> list[Eve
     if done.returncode:
         error = _first_error(done.stderr)
         if aggregation is None:
+            # Its make builds the helper for the python that pyenv takes in the checkout.
+            pyenv = f"; with pyenv, first export PYENV_VERSION={python_version()}"
             raise NotRunError(
                 f"{script} fails in the layout {layout} without an aggregation too: {error}. Run "
-                "it by itself with lossagg run --cpu"
+                f"it by itself with lossagg run --cpu{pyenv if 'helpers_cpp' in error else ''}"
             )
         _run(script, None, layout)
         raise FrameworkError(
