@@ -10,17 +10,16 @@ travels with its sequence, by default n_b, the active tokens of the sequence's r
 
     d_s = 1 / (w_s G)
 
-trains sum_s w_s sum_t m_t x_t, whatever the mode, the layout and the microbatches. A d_s
-below 1 would be raised to 1 by the framework: it is refused, on all ranks. In the per-token loss
-scaling the framework ignores d_s: refused as well. Sources: slime 624b824a and miles 31f1ca96,
-``loss_function`` and ``get_sum_of_sample_mean``.
+trains sum_s w_s sum_t m_t x_t, whatever the mode, the layout and the microbatches. The framework
+does not raise a d_s below 1 if it is one of ``_denominators.py``. In the per-token loss scaling the
+framework ignores d_s: refused. Sources: slime 624b824a and miles 31f1ca96, ``loss_function`` and
+``get_sum_of_sample_mean``.
 
 Shape suffix: S = sequences of the framework's lists.
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,9 +33,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
-from megatron_lossagg.loop.flags import add_loss_aggregation_args, aggregation_from_args
+from megatron_lossagg.integrations._framework_options import requested, spelled
+from megatron_lossagg.loop.flags import aggregation_from_args
 from megatron_lossagg.reduction.aggregation import Aggregation, require_mask_count
-from megatron_lossagg.reduction.exchange import Exchange
 from megatron_lossagg.reduction.faults import warn_once
 from megatron_lossagg.reduction.modes import CUSTOM
 from megatron_lossagg.reduction.options import EmptyStep, Options
@@ -58,20 +57,7 @@ __all__ = [
 _Floats = npt.NDArray[np.float64]
 
 REDUCER = "custom_pg_loss_reducer_function_path"
-_WITHOUT_EFFECT = (
-    "loss_aggregation_record",
-    "loss_aggregation_shadow",
-    "loss_aggregation_probe",
-    "loss_aggregation_side_losses",
-)
-"""Options of a step of this package, which these frameworks do not have."""
 _FLOAT32_ROUNDING = 1e-6
-_REMEDIES = {
-    "constant": "Give a divisor (loss_aggregation_divisor) of at least 1",
-    "token_sum": "Give a divisor (loss_aggregation_divisor) of at least G",
-    "prompt_mean": "Drop prompts with fewer active tokens than rollouts, or choose token_mean or "
-    "sample_mean",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +76,11 @@ class Hooks:
     def carry_path(self) -> str:
         """Path of our function, as the framework's loader reads it."""
         return f"{self.module}.carry_weights"
+
+    @property
+    def check_path(self) -> str:
+        """Path of our function for ``custom_megatron_init_path``."""
+        return f"{self.module}.check"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +102,9 @@ def checked_aggregation(args: Any, hooks: Hooks) -> Aggregation | None:
     Returns the aggregation, None if no argument asks for one. Raises :class:`ContractError` or
     :class:`AggregationError`. No collective, no host sync.
     """
-    _check_names(args)
-    Options.from_args(args)  # an invalid value fails here, at startup
-    aggregation = aggregation_from_args(args)
+    ours = requested(args, hooks.name)
+    Options.from_args(ours)  # an invalid value fails here, at startup
+    aggregation = aggregation_from_args(ours)
     reducer, loss_type = getattr(args, REDUCER, None), getattr(args, "loss_type", None)
     if aggregation is not None:
         _check_carried(args, aggregation, hooks)
@@ -141,23 +132,10 @@ def carried_aggregation(args: Any, hooks: Hooks) -> Aggregation:
     if aggregation is None:
         raise AggregationError(
             f"got {hooks.carry_argument} and no loss_aggregation, expected the mode to carry: "
-            f"set loss_aggregation in the file of --custom-config-path. {hooks.about_flags}"
+            f"set {spelled('loss_aggregation', hooks.name)} in the file of --custom-config-path. "
+            f"{hooks.about_flags}"
         )
     return aggregation
-
-
-def _check_names(args: Any) -> None:
-    """Refuse an option that nothing reads: the file of --custom-config-path takes any name."""
-    flags = vars(add_loss_aggregation_args(argparse.ArgumentParser()).parse_args([]))
-    for name, value in vars(args).items():
-        is_like_ours = name.replace("-", "_").lower().startswith(("loss_ag", "lossag"))
-        is_unused = name in _WITHOUT_EFFECT and value is not None
-        if (is_like_ours and name not in flags) or is_unused:
-            read = [flag for flag in flags if flag not in _WITHOUT_EFFECT]
-            raise AggregationError(
-                f"got {name}: {value!r}, which nothing reads, expected one of {', '.join(read)}: "
-                "correct the name, or drop it"
-            )
 
 
 def _check_carried(args: Any, aggregation: Aggregation, hooks: Hooks) -> None:
@@ -194,6 +172,7 @@ def rollout_mask_sums(
     dropped: Sequence[int] = (),
     group: ProcessGroup | None = None,
     empty_step: EmptyStep = "zero",
+    remedy: str | None = None,
     fault: str = "",
 ) -> _Floats:
     """Compute d_s of each sequence of a rollout batch, float64 ``[S]``; NaN outside of all steps.
@@ -201,9 +180,10 @@ def rollout_mask_sums(
     ``active_tokens``, ``sample`` and ``prompt`` have one entry per sequence. ``dropped``: sequences
     that the framework leaves out. Every rank of ``group`` calls, with the same number of steps, and
     all of them or none with ``dropped``: per step the collectives of :func:`plan_step`, once more
-    if prompts are given with several steps or with ``dropped``, and one all-gather for a d_s below
-    1 in the last step. ``fault``: why this rank has no counts. Raises :class:`PlanError`, on all
-    ranks.
+    if prompts are given with several steps or with ``dropped``. ``remedy``: how the framework is
+    told not to raise a d_s below 1, if it does; None if it does not. ``fault``: why this rank has
+    no counts. Raises :class:`PlanError`, on all ranks; for a d_s below 1 on this one, so that only
+    a process without a group passes a ``remedy``.
     """
     d_S = np.full(len(active_tokens), np.nan)
 
@@ -225,16 +205,9 @@ def rollout_mask_sums(
 
     num_prompts = 0
     for step in steps:
-        plan = plan_of(step, samples_per_prompt)  # raises the fault of the step before as well
-        try:
-            d_S[list(step.sequences)] = _of_plan(plan, step.rollouts)
-        except PlanError as error:  # of this rank's sequences: the others may have none
-            fault = str(error)
+        plan = plan_of(step, samples_per_prompt)
+        d_S[list(step.sequences)] = _of_plan(plan, step.rollouts, remedy)
         num_prompts += plan.totals.prompts or 0
-    exchange = Exchange(group)
-    for rank, of_rank in enumerate(exchange.messages(fault)):
-        if of_rank:
-            raise PlanError(f"{exchange.name(rank)}: {of_rank}")
     if prompt is not None and (len(steps) > 1 or dropped):
         sequences = [sequence for step in steps for sequence in step.sequences]
         whole = plan_of(FrameworkStep(sequences=sequences, rollouts=1), None).totals.prompts or 0
@@ -253,10 +226,10 @@ def _check_prompts(num_prompts: int, num_steps: int, num_cut: int) -> None:
         )
 
 
-def _of_plan(plan: StepPlan, rollouts: int) -> _Floats:
+def _of_plan(plan: StepPlan, rollouts: int, remedy: str | None) -> _Floats:
     """Turn weights into d_s = 1 / (w_s G), float64 ``[S]``; 1 for a sequence of no active tokens.
 
-    Raises :class:`PlanError` on this rank only, for a weight that no d_s from 1 carries.
+    Raises :class:`PlanError` for a d_s that the framework would raise to 1, and a weight of 0.
     """
     weight_S = plan.weights.numpy()
     lost = np.flatnonzero((weight_S == 0) & (plan.active_tokens > 0))
@@ -266,11 +239,8 @@ def _of_plan(plan: StepPlan, rollouts: int) -> _Floats:
             "denominator carries: mask the sequence out"
         )
     above = np.flatnonzero(weight_S * rollouts > 1 + _FLOAT32_ROUNDING)
-    if len(above):
+    if len(above) and remedy is not None:
         sequence = above[0]
-        remedy = _REMEDIES.get(
-            plan.aggregation.mode, "Choose another mode, or train more tokens per step"
-        )
         raise PlanError(
             f"{plan.aggregation} gives sequence {sequence} of this step, with "
             f"{plan.active_tokens[sequence]} active tokens, a weight of "
@@ -294,9 +264,24 @@ def log_carried(hooks: Hooks, aggregation: Aggregation) -> None:
     )
 
 
-def log_set_up(args: Any, hooks: Hooks, aggregation: Aggregation | None) -> None:
-    """Log on rank 0 what the arguments ask for: nothing is carried yet."""
+def log_set_up(
+    args: Any,
+    hooks: Hooks,
+    aggregation: Aggregation | None,
+    not_covered: Sequence[tuple[str, str]],
+) -> None:
+    """Log on rank 0 what the arguments ask for: nothing is carried yet.
+
+    ``not_covered``: arguments whose loss keeps the framework's own scale, each with that loss; a
+    warning for each that is set.
+    """
     reducer = getattr(args, REDUCER, None)
+    if not is_ours(reducer) and aggregation is None:
+        return
+    for name, loss in not_covered:
+        if getattr(args, name, False) and _is_first_rank():
+            text = "megatron_lossagg does not cover %s (%s): it keeps %s's own scale"
+            logging.getLogger(__name__).warning(text, loss, name, hooks.name)
     if is_ours(reducer):
         mean = f"KL, entropy and the logged metrics keep {hooks.name}'s mean"
         _log("megatron_lossagg: the policy loss is to be divided by %s; %s", reducer, mean)
@@ -305,8 +290,12 @@ def log_set_up(args: Any, hooks: Hooks, aggregation: Aggregation | None) -> None
 
 
 def _log(message: str, *values: object) -> None:
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if _is_first_rank():
         logging.getLogger(__name__).info(message, *values)
+
+
+def _is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def is_ours(value: object) -> bool:

@@ -26,6 +26,8 @@ from typing import Any
 import numpy as np
 
 from megatron_lossagg.errors import ContractError, PlanError
+from megatron_lossagg.integrations._denominators import keep_below_one
+from megatron_lossagg.integrations._framework_options import requested
 from megatron_lossagg.integrations._pg_loss_reducer import (
     MakeReducer,
     constant_reducer,
@@ -54,6 +56,15 @@ HOOKS = Hooks(
     carry_argument="custom_convert_samples_to_train_data_path",
     about_flags="miles knows none of our flags on its command line",
 )
+_DIVIDING = (
+    "miles.backends.training_utils.cp_utils",
+    "miles.backends.training_utils.log_utils",
+    "miles.backends.training_utils.loss",
+    "miles.backends.training_utils.loss_hub.losses",
+)
+"""miles' modules that divide by ``rollout_mask_sums``."""
+_NOT_COVERED = (("enable_mtp_training", "the loss of MTP layers"),)
+"""Arguments of miles, and the losses that the hook does not reach."""
 
 
 def __getattr__(name: str) -> MakeReducer:
@@ -66,12 +77,13 @@ def check(args: Any) -> None:
 
     Logs on rank 0 what it saw: nothing is carried yet. The weights are carried in miles' rollout
     manager, so this process can only look at the argument that has :func:`carry_weights` called
-    there, and warns if it is a function of your own. No collective.
+    there, and warns if it is a function of your own. With weights that are carried, miles' loss
+    does not raise a denominator below 1 from here on (``_denominators.py``). No collective.
     """
     aggregation = checked_aggregation(args, HOOKS)
     if is_ours(getattr(args, REDUCER, None)):
         refuse_bshd(lambda: args, getattr(args, "context_parallel_size", 1))
-    log_set_up(args, HOOKS, aggregation)
+    log_set_up(args, HOOKS, aggregation, _NOT_COVERED)
     if aggregation is None:
         return
     _check_miles(args, aggregation)
@@ -81,6 +93,7 @@ def check(args: Any) -> None:
             f"got loss_aggregation ({aggregation}) and no {HOOKS.carry_argument}, which carries "
             f"the weights: set it to {HOOKS.carry_path}, or drop loss_aggregation"
         )
+    keep_below_one(_DIVIDING)
     if conversion != HOOKS.carry_path:
         logging.getLogger(__name__).warning(
             "%s %s runs in miles' rollout manager, where nothing can check that it ends with "
@@ -130,12 +143,20 @@ def with_weights(args: Any, samples: Sequence[Any], data: dict[str, Any]) -> dic
         sample=[int(rollout) for rollout in data["rollout_ids"]],
         prompt=prompt,
         dropped=[sequence for sequence in range(len(masks)) if sequence not in in_a_step],
-        empty_step=Options.from_args(args).empty_step,
+        empty_step=Options.from_args(requested(args, HOOKS.name)).empty_step,
+        remedy=_remedy(args),
     )
     of_miles_S = data.get("rollout_mask_sums") or [1.0] * len(masks)  # for those that miles drops
     data["rollout_mask_sums"] = np.where(np.isnan(d_S), of_miles_S, d_S).tolist()
     log_carried(HOOKS, aggregation)
     return data
+
+
+def _remedy(args: Any) -> str | None:
+    """Return how to have denominators below 1 trained; None if the trainer's :func:`check` does."""
+    if getattr(args, "custom_megatron_init_path", None) == HOOKS.check_path:
+        return None
+    return f"Set custom_megatron_init_path to {HOOKS.check_path}, which has miles keep it"
 
 
 def _checked(args: Any) -> Aggregation:

@@ -26,11 +26,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lossagg.errors import ContractError, PlanError
+from megatron_lossagg.integrations._denominators import Denominators
+from megatron_lossagg.integrations._framework_options import requested
 from megatron_lossagg.integrations._pg_loss_reducer import MakeReducer, constant_reducer
 from megatron_lossagg.integrations._refusals import not_a_mask
 from megatron_lossagg.integrations._rollout_mask_sums import (
@@ -42,6 +45,7 @@ from megatron_lossagg.integrations._rollout_mask_sums import (
     log_set_up,
     rollout_mask_sums,
 )
+from megatron_lossagg.reduction.exchange import Exchange
 from megatron_lossagg.reduction.options import Options
 
 __all__ = ["carry_weights", "check"]
@@ -53,6 +57,11 @@ HOOKS = Hooks(
     about_flags="slime ignores command-line flags that it does not know, ours among them",
 )
 _STOCK_SOURCES = ("data_source_path", "rollout_function_path")
+_NOT_COVERED = (
+    ("use_critic", "the critic's value loss"),
+    ("enable_mtp_training", "the loss of MTP layers"),
+)
+"""Arguments of slime, and the losses that the hook does not reach."""
 
 
 def __getattr__(name: str) -> MakeReducer:
@@ -81,7 +90,7 @@ def check(args: Any) -> None:
     what it saw: nothing is carried yet. No collective.
     """
     aggregation = checked_aggregation(args, HOOKS)
-    log_set_up(args, HOOKS, aggregation)
+    log_set_up(args, HOOKS, aggregation, _NOT_COVERED)
     own = getattr(args, HOOKS.carry_argument, None)
     if aggregation is not None and own != HOOKS.carry_path:
         _PROCESS.own_postprocess = own
@@ -117,11 +126,13 @@ def carry_weights(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> N
     (one ``[response]`` 0/1 mask per sequence), ``rollout_ids``, ``micro_batch_indices``,
     ``num_microbatches`` (M per step) and ``global_batch_sizes`` (G per step); for ``prompt_mean``
     also ``prompt``, an id per sequence, which it takes out. Without it, prompts are ``rollout_id //
-    n_samples_per_prompt``, which only holds for slime's own data source; others are refused.
+    n_samples_per_prompt``, which only holds for slime's own data source; others are refused. With
+    given ids, rollouts that slime drops may cut a prompt: then each has to have
+    ``n_samples_per_prompt`` rollouts.
 
     slime calls it on every rank after advantages were computed. Per step the collectives of
-    :func:`plan_step` over the data-parallel group without context parallelism, one all-gather
-    for the whole batch, and one host sync to count masks. Logs once that weights were carried.
+    :func:`plan_step` over the data-parallel group without context parallelism, and one host sync to
+    count masks. Logs once that weights were carried.
     Raises :class:`PlanError`, on all ranks of the group, and what :func:`check` raises.
     """
     aggregation = carried_aggregation(args, HOOKS)
@@ -141,10 +152,12 @@ def carry_weights(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> N
         prompt=prompt,
         samples_per_prompt=samples_per_prompt,
         group=_data_parallel_group(),
-        empty_step=Options.from_args(args).empty_step,
+        empty_step=Options.from_args(requested(args, HOOKS.name)).empty_step,
         fault=fault,
     )
-    _PROCESS.carried = torch.from_numpy(d_S).to(rollout_data["rollout_mask_sums"])
+    of_slime = rollout_data["rollout_mask_sums"]
+    carried = torch.from_numpy(d_S).to(of_slime.device, of_slime.dtype)
+    _PROCESS.carried = carried.as_subclass(Denominators) if (d_S < 1).any() else carried
     rollout_data["rollout_mask_sums"] = _PROCESS.carried
     log_carried(HOOKS, aggregation)
 
@@ -182,10 +195,14 @@ def _active_tokens(masks: Sequence[Tensor]) -> tuple[list[int], str]:
 def _prompts(
     args: Any, rollout_ids: Sequence[int], rollout_data: dict[str, Any]
 ) -> tuple[Sequence[int], int | None]:
-    """Return the prompt id of each sequence; also the rollouts of a prompt if ids are derived."""
+    """Return the prompt id of each sequence; also the rollouts of a prompt, to be checked.
+
+    These are not checked if ids are given and no rollout is dropped.
+    """
     given = rollout_data.pop("prompt", None)
+    number = int(args.n_samples_per_prompt)
     if given is not None:
-        return list(given), None
+        return list(given), number if _drops_rollouts(rollout_data) else None
     foreign = [
         f"{name} {path}"
         for name in _STOCK_SOURCES
@@ -200,9 +217,21 @@ def _prompts(
             "its own source. Return data['prompt'], an integer per sample, from "
             "--custom-convert-samples-to-train-data-path"
         )
-    number = int(args.n_samples_per_prompt)
     _log_derived_prompts(number)
     return [rollout // number for rollout in rollout_ids], number
+
+
+def _drops_rollouts(rollout_data: dict[str, Any]) -> bool:
+    """Whether slime left out sequences that fill no step; the prompts of those are not known here.
+
+    By ``raw_reward``, which every rank has of all sequences; False if a conversion of the user's
+    own leaves it out. One all-gather.
+    """
+    rewards = rollout_data.get("raw_reward")
+    if rewards is None:
+        return False
+    own = np.array([len(rollout_data["rollout_ids"])])
+    return int(Exchange(_data_parallel_group()).integers(own).sum()) < len(rewards)
 
 
 @cache

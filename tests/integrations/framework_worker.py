@@ -158,13 +158,12 @@ class Slime:
 
 
 def refuse_together():
-    """Every rank refuses a denominator below 1 that one rank has, in the first or last step."""
+    """Every rank refuses a mask that one rank has, in the first or last step."""
     rank = parallel_state.get_data_parallel_rank()
     for wrong in (0, 1):
         masks = torch.ones(4, 3, dtype=torch.int32)  # two steps of two sequences
-        if rank == 1:  # of G = 4 samples V = 3 have tokens, one of them 1: d_s = V n_b / G
-            masks[2 * wrong] = 0
-            masks[2 * wrong + 1, 1:] = 0
+        if rank == 1:
+            masks[2 * wrong] = 2
         data = {
             "loss_masks": list(masks),
             "rollout_ids": [10 * rank + sequence for sequence in range(4)],
@@ -174,7 +173,7 @@ def refuse_together():
             "global_batch_sizes": [4, 4],
         }
         args = SimpleNamespace(loss_aggregation="sample_mean", loss_aggregation_count_empty=False)
-        with pytest.raises(PlanError, match=r"rank 1 of .*sequence 1 of this step, with 1 active"):
+        with pytest.raises(PlanError, match=r"rank 1 of .*loss_masks"):
             slime.carry_weights(args, 0, data)
         print(f"step {wrong}: refused together", flush=True)
 

@@ -83,6 +83,7 @@ def make_data(name):
 def batch_of(name, monkeypatch):
     """Return a framework's rollout batch; this process is its data-parallel group."""
     monkeypatch.setattr(slime, "_data_parallel_group", lambda: None)
+    monkeypatch.setattr(miles, "_DIVIDING", ())  # its modules, which are not here
     return Carrying(MODULES[name], make_data(name))
 
 

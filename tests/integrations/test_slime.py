@@ -3,6 +3,7 @@
 What they refuse: ``test_slime_arguments.py``. The reducer: ``test_pg_loss_reducer.py``.
 """
 
+import io
 from argparse import Namespace
 
 import pytest
@@ -15,6 +16,7 @@ from rollout_batch import CASES, SAMPLES, batch_of, of_miles, of_slime
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import ContractError, PlanError
 from megatron_lossagg.integrations import slime
+from megatron_lossagg.integrations._denominators import Denominators
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import reference_options
 from megatron_lossagg.verify.frameworks.drawn_step import draw
@@ -29,7 +31,7 @@ CHECKOUTS = [pytest.param(name, marks=needs(name, *SERVING)) for name in ("slime
 def test_the_frameworks_own_training_step_trains_the_configured_loss(name, dtype, dp, cp):
     arguments = (name, dtype, cp, reference(dtype))
     out = launched("integrations/slime_miles_worker.py", *arguments, processes=dp * cp)
-    assert out.count("CASE ") == 2 * {"slime": 13, "miles": 12}[name]
+    assert out.count("CASE ") == 2 * {"slime": 14, "miles": 13}[name]
 
 
 @pytest.mark.launches
@@ -46,7 +48,7 @@ def framework(request, monkeypatch):
 
 
 def assert_configured(denominators, aggregation):
-    """Compare masked sums over the denominators, clamped and over G, with the reference."""
+    """Compare masked sums over the denominators, and over G, with the reference."""
     drawn = draw()
     of_mode = aggregation.mode == "microbatch_token_mean"
     microbatch = {0: 0, 1: 0, 3: 0, 2: 1, 4: 2, 5: 2, 6: 0, 7: 0, 8: 0, 9: 0, 10: 1, 11: 1}
@@ -56,7 +58,7 @@ def assert_configured(denominators, aggregation):
         for number in members:
             one = drawn[number]
             masked = (one.advantages * torch.tensor(one.mask)).sum().item()
-            got += masked / max(denominators[number], 1) / 4
+            got += masked / denominators[number] / 4
             sequences.append(
                 {
                     "x": list(one.advantages.unbind()),
@@ -143,6 +145,31 @@ def test_a_given_prompt_in_two_steps_is_refused(framework):
         framework.carry(framework.arguments("prompt_mean"))
 
 
+@pytest.mark.parametrize("own", [["a", "a", "b", "b"], ["a", "a", "b", "c"]], ids=["whole", "cut"])
+@of_slime
+def test_a_given_prompt_that_dropped_rollouts_may_have_cut_is_refused(framework, own):
+    data = framework.data
+    data.update(
+        loss_masks=[torch.ones(3, dtype=torch.int32)] * 4,
+        rollout_ids=[0, 1, 2, 3],
+        rollout_mask_sums=torch.ones(4),
+        micro_batch_indices=[[0, 1, 2, 3]],
+        num_microbatches=[1],
+        global_batch_sizes=[4],
+        prompt=own,
+    )
+    args = framework.arguments("prompt_mean")
+    for rewards in ([0.0] * 4, None):  # nothing is dropped, or slime does not say
+        framework.carry(args)
+        data.update(prompt=own, raw_reward=rewards)
+    data["raw_reward"] = [0.0] * 5  # the fifth rollout fills no step
+    if own[2] == own[3]:
+        framework.carry(args)
+    else:
+        with pytest.raises(PlanError, match="samples_per_prompt"):
+            framework.carry(args)
+
+
 @pytest.mark.parametrize("size", [3, 5])
 @of_miles
 def test_a_prompt_in_two_steps_or_dropped_in_part_is_refused(framework, size):
@@ -152,22 +179,53 @@ def test_a_prompt_in_two_steps_or_dropped_in_part_is_refused(framework, size):
         framework.carry(framework.arguments("prompt_mean", global_batch_size=size))
 
 
-@pytest.mark.parametrize(
-    ("mode", "message"),
-    [
-        ("prompt_mean", r"sequence 0 .* with 1 active tokens.*2 times too small. Drop prompts"),
-        ("token_mean", r"weight of 0.5.* Choose another mode"),
-    ],
-)
-def test_a_denominator_that_the_framework_would_clamp_is_refused(framework, mode, message):
+BELOW_ONE = [
+    # Two tokens are active, one in each step; d_s = 1 / (w_s G) of the first.
+    ("token_mean", Aggregation("token_mean"), 1 / 4),
+    ("prompt_mean", Aggregation("prompt_mean", count_empty=True), 2 / 4),
+    ("sample_sum", Aggregation("sample_sum", count_empty=False), 1 / 4),
+]
+
+
+def keep_two_tokens(framework):
     masks = framework.data["loss_masks"]
     for mask in masks:
         mask[:] = mask * 0 if isinstance(mask, torch.Tensor) else [0] * len(mask)
-    masks[0][0] = 1
-    if mode == "token_mean":
-        masks[5][0] = 1
-    with pytest.raises(PlanError, match=f"(?s){message}"):
-        framework.carry(framework.arguments(mode))
+    masks[0][0] = masks[6][0] = 1
+
+
+@pytest.mark.parametrize(("mode", "aggregation", "wanted"), BELOW_ONE)
+def test_a_denominator_below_1_is_carried_and_not_raised_to_1(framework, mode, aggregation, wanted):
+    keep_two_tokens(framework)
+    denominators = framework.carry(framework.arguments(aggregation))
+    assert denominators[0] == pytest.approx(wanted)
+    if framework.module is slime:
+        in_data = framework.data["rollout_mask_sums"]
+        for of_one in [in_data, *in_data]:
+            raised = [torch.clamp_min(of_one, 1), of_one.clamp(min=1), of_one.clamp_min(1)]
+            assert {type(one) for one in raised} == {torch.Tensor}
+            assert all(torch.equal(one, of_one.as_subclass(torch.Tensor)) for one in raised)
+        framework.carry(framework.arguments(aggregation))
+        assert in_data[0] == framework.data["rollout_mask_sums"][0]
+
+
+def test_only_denominators_of_0_are_raised_to_1():
+    given = torch.tensor([0.0, 0.25, 3.0]).as_subclass(Denominators)
+    assert torch.clamp_min(given, 1).tolist() == [1, 0.25, 3]
+    assert torch.maximum(torch.ones(()), given).tolist() == [1, 0.25, 3]
+    on_disk = io.BytesIO()
+    torch.save(given, on_disk)  # as a framework's dumps
+    on_disk.seek(0)
+    assert type(torch.load(on_disk, weights_only=False)) is Denominators
+
+
+@pytest.mark.parametrize("init", [None, "mine.init"])
+@of_miles
+def test_a_denominator_that_miles_would_raise_to_1_is_refused(framework, init):
+    keep_two_tokens(framework)
+    args = framework.arguments("prompt_mean", custom_megatron_init_path=init)
+    with pytest.raises(PlanError, match=r"2 times too small. Set custom_megatron_init_path to meg"):
+        framework.carry(args)
 
 
 def test_a_mask_that_is_not_0_or_1_is_refused(framework):

@@ -41,8 +41,7 @@ _SAMPLES, _PER_PROMPT, _SPLIT, _MASKED = 8, 2, (1, 6), (2, 4, 5)
 """Samples 4 and 5 are all of prompt 2."""
 _RANKS = (((4, 5, 6), (7, 8, 9)), ((10, 11, 0), (1, 2, 3)))
 """Drawn sequences per data-parallel rank and microbatch: prompts go over both."""
-_PACKED = (((0, 1, 2), (3, 6), (7, 8), (9, 10, 11)),)
-"""Without prompt 1, whose 2 active tokens are too few for a denominator of 1."""
+_PACKED = (((0, 1, 2), (3, 4, 5, 6), (7, 8), (9, 10, 11)),)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -274,16 +273,13 @@ _NEED_MORE = ("microbatch_token_mean", "balanced")
 
 
 def aggregations() -> dict[str, Aggregation]:
-    """Name the aggregations of one term that need no microbatches and groups.
-
-    C is such that no weight is above 1 over the number of samples: slime and miles have none.
-    """
+    """Name the aggregations of one term that need no microbatches and groups."""
     made = {
         str(case): case.aggregation
         for case in MASK_CASES
         if case.second is None and case.aggregation.mode not in _NEED_MORE
     }
-    return {**made, "token_sum": Aggregation("token_sum", divisor=50.0)}
+    return {**made, "token_sum": Aggregation("token_sum", divisor=3.0)}
 
 
 def aliases(framework: str, *, divisor: float) -> dict[str, Aggregation]:

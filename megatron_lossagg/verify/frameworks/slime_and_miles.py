@@ -14,12 +14,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_lossagg.errors import ContractError
+from megatron_lossagg.integrations._framework_options import spelled
 from megatron_lossagg.integrations._rollout_mask_sums import REDUCER, Hooks
 from megatron_lossagg.loop.flags import args_of
 from megatron_lossagg.reduction.aggregation import Aggregation
@@ -136,6 +138,8 @@ def policy_loss_checks(
 
     def run(given: dict[str, Any], wanted: Aggregation) -> Comparison:
         made, step = Namespace(**{**vars(args), **given}), PackedStep()
+        if made.custom_megatron_init_path:
+            resolve_name(made.custom_megatron_init_path)(made)
         d_S = mask_sums(made, step)
         losses = [loss(made, step, n, step.batch(n, d_S)) for n in range(len(step.logits))]
         got = torch.stack(losses).sum() / len(losses)
@@ -155,4 +159,9 @@ def policy_loss_checks(
 
 def args_with_weights(hooks: Hooks, aggregation: Aggregation) -> dict[str, Any]:
     """Return a framework's arguments that ask for an aggregation and carry its weights."""
-    return {**args_of(aggregation), hooks.carry_argument: hooks.carry_path}
+    of_hooks = {
+        hooks.carry_argument: hooks.carry_path,
+        "custom_megatron_init_path": hooks.check_path,
+    }
+    asked = {spelled(name, hooks.name): value for name, value in args_of(aggregation).items()}
+    return {**asked, **of_hooks}
