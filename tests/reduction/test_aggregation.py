@@ -33,7 +33,13 @@ FORMULAS = {
     ("microbatch_token_mean", None, True): "1/(M DP n_mb)",
 }
 
-DR_GRPO = ["dr_grpo", "drgrpo", "verl:seq-mean-token-sum-norm", "skyrl:seq_mean_token_sum_norm", "trl:dr_grpo"]
+DR_GRPO = [
+    "dr_grpo",
+    "drgrpo",
+    "verl:seq-mean-token-sum-norm",
+    "skyrl:seq_mean_token_sum_norm",
+    "trl:dr_grpo",
+]
 
 
 @pytest.mark.parametrize(("mode", "divisor", "count_empty"), FORMULAS)
