@@ -56,7 +56,7 @@ from megatron.core.transformer import (  # noqa: E402
     TransformerLayerSubmodules,
 )
 from megatron.core.transformer.mlp import MLP, MLPSubmodules  # noqa: E402
-from packed_sft_picture import difference, draw  # noqa: E402
+from packed_sft_picture import apart, draw  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
 
@@ -294,8 +294,11 @@ def set_weights(model: torch.nn.Module, weights: Sequence[Tensor]) -> None:
             parameter.copy_(weight)
 
 
-def work(num_steps: int, output: Path) -> None:
-    """Measure on this rank: by hand first, then at each parallelism; rank 0 writes the lines."""
+def work(num_steps: int, output: Path, *, only_last: bool) -> None:
+    """Measure on this rank: by hand first, then at each parallelism; rank 0 writes the lines.
+
+    ``only_last``: run Megatron in the last step only, whose line is then the only one.
+    """
     dist.init_process_group("gloo")
     steps = [draw_step(step) for step in range(num_steps)]
     weights_of_step: list[list[Tensor]] = []
@@ -308,7 +311,8 @@ def work(num_steps: int, output: Path) -> None:
         runs = Runs()
         dp_size = parallel_state.get_data_parallel_world_size()
         dp_rank = parallel_state.get_data_parallel_rank()
-        for packs, weights, line in zip(steps, weights_of_step, lines, strict=True):
+        of_steps = list(zip(steps, weights_of_step, lines, strict=True))
+        for packs, weights, line in of_steps[-1:] if only_last else of_steps:
             for model in runs.models.values():
                 set_weights(model, weights)
             line[parallelism] = {
@@ -316,7 +320,8 @@ def work(num_steps: int, output: Path) -> None:
             }
         parallel_state.destroy_model_parallel()
     if dist.get_rank() == 0:
-        output.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        measured = lines[-1:] if only_last else lines
+        output.write_text("".join(json.dumps(line) + "\n" for line in measured))
     dist.destroy_process_group()
 
 
@@ -344,15 +349,18 @@ def follow_by_hand(
 
 
 def table(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield what the first step gave, and how far apart the two parallelisms are in all steps."""
-    first = lines[0]
-    yield f"{'':<41}{'DP 2':>20}{'CP 2':>20}   apart, at most"
-    yield f"{'first step':<41}" + 2 * f"{'loss':>10}{'grad norm':>10}" + f"   in {len(lines)} steps"
+    """Yield what the step gave in which stock's default differs most, and the factors of all."""
+    factors = [apart(line, "stock, default") for line in lines]
+    number = factors.index(max(factors))
+    step = lines[number]
+    yield f"{'':<41}{'DP 2':>20}{'CP 2':>20}   gradient norms differ"
+    head = f"{f'step {number + 1} of {len(lines)}':<41}"
+    yield head + 2 * f"{'loss':>10}{'grad norm':>10}" + "   by a factor of up to"
     for name in RUNS:
-        both = [first[parallelism][name] for parallelism in PARALLELISMS]
+        both = [step[parallelism][name] for parallelism in PARALLELISMS]
         values = "".join(f"{of['loss']:10.5f}{of['grad_norm']:10.5f}" for of in both)
-        yield f"{name:<41}{values}   {max(difference(line, name) for line in lines):.1e}"
-    for mode, value in first["by hand"].items():
+        yield f"{name:<41}{values}   {max(apart(line, name) for line in lines):.6f}"
+    for mode, value in step["by hand"].items():
         yield f"{'by hand, ' + mode:<41}{value:20.5f}{value:20.5f}"
 
 
@@ -364,9 +372,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--picture", type=Path, metavar="FILE")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--only-last", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker is not None:
-        work(args.steps, args.worker)
+        work(args.steps, args.worker, only_last=args.only_last)
         return
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "steps.jsonl"

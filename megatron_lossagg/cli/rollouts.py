@@ -52,6 +52,14 @@ def _count(value: Any) -> int:
     return value
 
 
+def _length(value: Any) -> int:
+    """Return a count, or how many token ids a response has."""
+    value = _plain(value)
+    if isinstance(value, list) and all(type(one) is int for one in value):
+        return len(value)
+    return _count(value)
+
+
 def _texts(value: Any) -> list[str]:
     """Return a text, or what the assistant says in a list of messages."""
     if isinstance(value, str):
@@ -84,15 +92,23 @@ def _plain(value: Any) -> Any:
 _AN_ID = "a string, an integer, a list or an object"
 _A_COUNT = "an integer from 0 to 2^53"
 COLUMNS: Mapping[str, tuple[tuple[str, ...], Callable[[Any], Any], str]] = {
-    "mask": (("mask", "loss_mask"), _mask, "a list of 0 and 1 per token"),
-    "lengths": (("response_length",), _count, _A_COUNT),
+    "mask": (
+        ("mask", "loss_mask", "response_mask", "completion_mask"),
+        _mask,
+        "a list of 0 and 1 per token",
+    ),
+    "lengths": (
+        ("response_length", "response_ids", "completion_ids"),
+        _length,
+        f"{_A_COUNT}, or a list of token ids",
+    ),
     "text": (
-        ("output", "completion", "messages"),
+        ("output", "completion", "response", "messages"),
         _texts,
         "a text, or messages without tools: only the training run knows which of their tokens it "
         "trains. Record 'mask'",
     ),
-    "prompt": (("prompt_id", "group_index", "input", "prompt"), _id, _AN_ID),
+    "prompt": (("prompt_id", "group_index", "uid", "input", "prompt"), _id, _AN_ID),
     "sample": (("sample_id", "rollout_id"), _id, _AN_ID),
     "step": (("step",), _count, _A_COUNT),
     "removed": (("remove_sample",), bool, "true or false"),

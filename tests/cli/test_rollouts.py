@@ -56,6 +56,36 @@ def sample(**fields):
     return {**defaults, **fields}
 
 
+@pytest.mark.parametrize(
+    ("record", "flags", "lengths", "source"),
+    [
+        (
+            {"response": "abc", "uid": "u", "prompt": "q"},
+            CHARACTERS,
+            3,
+            "response, prompt from uid",
+        ),
+        ({"completion_ids": [5, 6, 7]}, (), 3, "lengths from completion_ids"),
+        ({"completion_ids": [5, 6, 7], "completion_mask": [1, 0, 1]}, (), 2, "completion_mask"),
+        ({"response_ids": [5], "response_mask": [1]}, (), 1, "mask from response_mask"),
+        ({"messages": [{"role": "assistant", "content": "ab"}]}, CHARACTERS, 2, "messages"),
+        ({"response": "abc", "response_length": 9}, (), 9, "lengths from response_length"),
+    ],
+)
+def test_the_usual_names_of_a_response_are_read(tmp_path, record, flags, lengths, source):
+    rollouts = read(json_lines(tmp_path / "a.jsonl", [record, record]), flags=flags)
+    assert [step["active_tokens"].tolist() for step in rollouts.steps] == [[lengths] * 2]
+    assert source in rollouts.source
+    if "uid" in record:
+        assert rollouts.steps[0]["prompt"].tolist() == [0, 0]
+
+
+def test_a_mask_is_as_long_as_its_token_ids(tmp_path):
+    file = json_lines(tmp_path / "a.jsonl", [{"completion_ids": [5, 6], "completion_mask": [1]}])
+    with pytest.raises(RolloutsError, match="completion_mask has 1 value, expected completion_ids"):
+        read(file)
+
+
 VERL = [
     {"input": "q1", "output": "abc", "gts": None, "score": 0.0, "step": 7, "acc": 1},
     {"input": "q1", "output": "de", "gts": None, "score": 1.0, "step": 7, "acc": 2},

@@ -73,4 +73,4 @@ def test_no_page_installs_from_an_index_or_clones_from_an_address_that_is_not_th
     if '\nrepository = ""' not in (ROOT / "pyproject.toml").read_text():
         pytest.skip("there is an address")
     found = re.search(r"pip install [^`\n]*megatron-lossagg|git clone <", page.read_text())
-    assert found is None, "write pip install ./megatron_lossagg, from a checkout"
+    assert found is None, "write pip install ., in a checkout"

@@ -1,0 +1,86 @@
+"""The commands of README and docs/start.md, typed as they stand, one after the other.
+
+In an empty folder and an environment of its own. Its packages are this environment's, so that
+nothing is downloaded; the address of the clone leads to this checkout's last commit.
+"""
+
+import importlib.util
+import os
+import re
+import site
+import subprocess
+import sys
+
+import pytest
+from launching import ROOT
+
+pytestmark = pytest.mark.launches
+
+PAGES = {"README.md": "30 of 30", "docs/start.md": "2 of 2"}
+"""With the cases that pass."""
+TORCHRUN = "import sys\nfrom torch.distributed.run import main\nsys.exit(main())\n"
+
+
+def typed(page):
+    """Return a page's commands; a block with ``...`` is a pattern and no command."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
+    return "".join(block for block in blocks if "..." not in block)
+
+
+def address():
+    """Return what the pages clone."""
+    settings = (ROOT / "pyproject.toml").read_text()
+    return (
+        re.search(r'^repository = "([^"]*)"', settings, re.M)[1]
+        or "https://ADDRESS/megatron_lossagg"
+    )
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_clones_the_address_of_this_repository(page):
+    assert re.findall(r"git clone (\S+)", typed(page)) == [address()]
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """Make an environment that finds torch and Megatron-Core, and not this package."""
+    folder = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (packages / "others.pth").write_text("\n".join(site.getsitepackages()))
+    torchrun = folder / "bin" / "torchrun"  # as pip would have put it there with torch
+    torchrun.write_text(f"#!{folder}/bin/python\n{TORCHRUN}")
+    torchrun.chmod(0o755)
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("GIT_", "PYTHON"))}
+    return inherited | {
+        "PATH": f"{folder}/bin{os.pathsep}{os.environ['PATH']}",
+        "VIRTUAL_ENV": str(folder),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PIP_NO_BUILD_ISOLATION": "0",  # pip reads it the other way round: no isolation
+        "GIT_CONFIG_COUNT": "2",
+        "GIT_CONFIG_KEY_0": f"url.{ROOT}.insteadOf",
+        "GIT_CONFIG_VALUE_0": address(),
+        "GIT_CONFIG_KEY_1": "safe.directory",
+        "GIT_CONFIG_VALUE_1": "*",
+    }
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout of git")
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron.core") is None, reason="megatron-core is not installed"
+)
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_of_a_page_work_where_they_are_typed(page, environment, tmp_path):
+    pytest.importorskip("setuptools", minversion="77")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    done = subprocess.run(
+        ["bash", "-e", "-c", typed(page)],
+        cwd=empty, env=environment, capture_output=True, text=True, timeout=3000,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    results = re.findall(r"^PASS: (\S+ of \S+) cases pass", done.stdout, re.M)
+    assert set(results) == {PAGES[page]}
+    assert len(results) == typed(page).count("verify")
+    assert [path.name for path in empty.iterdir()] == ["megatron_lossagg"]
