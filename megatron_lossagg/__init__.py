@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megatron_lossagg.reduction.custom import ReducerContext as ReducerContext
     from megatron_lossagg.reduction.layout import Layout as Layout
     from megatron_lossagg.reduction.options import Options as Options
+    from megatron_lossagg.reduction.own_weights import StepCounts as StepCounts
     from megatron_lossagg.reduction.plan import StepPlan as StepPlan
     from megatron_lossagg.reduction.plan import plan_step as plan_step
     from megatron_lossagg.reduction.sequences import Sequences as Sequences
@@ -40,6 +41,7 @@ _MODULE_OF = {
     "ReducerContext": "reduction.custom",
     "Sequences": "reduction.sequences",
     "StepBuffer": "loop.buffer",
+    "StepCounts": "reduction.own_weights",
     "StepPlan": "reduction.plan",
     "StepTotals": "reduction.counts",
     "add_loss_aggregation_args": "loop.flags",

@@ -16,6 +16,7 @@ import argparse
 import json
 import re
 import shutil
+import sys
 import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -88,7 +89,20 @@ def alias_lines() -> Iterator[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``lossagg explain``; a training run's spellings work as well."""
-    parser.add_argument("mode", metavar="MODE", help="a mode, a paper's name, or a system:name")
+    parser.add_argument(
+        "mode",
+        nargs="?",
+        default="",
+        metavar="MODE",
+        help="a mode, a paper's name, or a system:name",
+    )
+    parser.add_argument(
+        "--weights-path",
+        "--loss-aggregation-weights-path",
+        metavar="PKG.MOD:NAME",
+        dest="weights",
+        help="a weights function of your own, in place of MODE",
+    )
     parser.add_argument(
         "--list",
         action=_PrintModes,
@@ -124,7 +138,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lengths",
         default=DEFAULT_LENGTHS,
         metavar="N,N/N",
-        help=f"active tokens of each sample (default {DEFAULT_LENGTHS})",
+        help=f"active tokens of each sample (default {DEFAULT_LENGTHS}); 500- is one of a negative "
+        "advantage, for the groups of balanced",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write it as JSON")
     _add_split(parser)
@@ -150,6 +165,8 @@ def _add_split(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Explain a mode and return 0. Raises :class:`LossAggregationError` for wrong usage."""
     check_outputs({"--json": args.json})
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # of a weights function, as python -m has it
     given = {name: getattr(args, name) for name in _OF_A_SPLIT if getattr(args, name) is not None}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
@@ -162,6 +179,7 @@ def run(args: argparse.Namespace) -> int:
             divisor=args.divisor,
             exponent=args.exponent,
             count_empty=args.count_empty,
+            weights=args.weights,
         )
     for message in dict.fromkeys(str(warning.message) for warning in caught):
         say(message)
@@ -223,8 +241,12 @@ _SYMBOLS = {
     "P": "prompts of the step: {P}",
     "Q": "prompts with an active token: {Q}",
     "Z": "sum of n_b^(1-a) over samples, a = {a:g}: {Z:.6g}",
+    "n_s": "active tokens of sequence s",
     "n_b": "active tokens of the sample that s belongs to",
     "n_p": "active tokens of the prompt that s belongs to",
+    "n_c": "active tokens of the group (prompt and sign of the advantage) of s",
+    "k_c": "samples of that group",
+    "R_b": "sequences (rows) of the sample that s belongs to",
     "n_mb": "active tokens of the microbatch that s is in",
     "M": "microbatches on each data-parallel rank: {M}",
     "DP": "data-parallel ranks: {DP}",
@@ -245,7 +267,12 @@ def _mode(e: Explanation) -> Iterator[RenderableType]:
     yield _text("")
     symbols = ["w_s", *re.findall(r"\b[A-Za-z]\w*", e.formula)]
     counts = {**e.counts, "M": e.split.microbatches, "DP": e.split.dp, "a": e.exponent}
-    yield _table(["", ""], [[s, _SYMBOLS[s].format(**counts)] for s in symbols], left=2, wrapped=1)
+    yield _table(
+        ["", ""],
+        [[s, _SYMBOLS[s].format(**counts)] for s in symbols if s in _SYMBOLS],
+        left=2,
+        wrapped=1,
+    )
     if e.divisor is not None and mode.divisor == "none":
         yield _text(f"It takes no divisor: {e.divisor:g} is used for the other modes below.")
     if e.exponent is not None and not mode.has_exponent:
@@ -255,7 +282,7 @@ def _mode(e: Explanation) -> Iterator[RenderableType]:
 
 def _weights(e: Explanation) -> Iterator[RenderableType]:
     yield _heading("\nWEIGHTS")
-    names = ["prompt", "n_s", *re.findall(r"n_\w+", e.formula)]
+    names = [*dict.fromkeys(["prompt", "n_s", *re.findall(r"[nkR]_\w+", e.formula)])]
     if "n_mb" in names:
         names[:1] = ["rank", "microbatch"]
     rows = [

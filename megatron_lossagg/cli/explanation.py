@@ -73,17 +73,22 @@ class Explanation:
 
 
 def read_lengths(text: str) -> dict[str, list[int]]:
-    """Read a step, by column, from its prompts' samples, such as ``3,5,9/2,0``."""
-    step: dict[str, list[int]] = {"active_tokens": [], "prompt": []}
+    """Read a step, by column, from its prompts' samples, such as ``3,5-,9/2,0``.
+
+    Samples of one prompt, with or without a minus, are one group.
+    """
+    step: dict[str, list[int]] = {"active_tokens": [], "prompt": [], "group": []}
     for prompt, samples in enumerate(text.split("/")):
-        for n in map(str.strip, samples.split(",")):
+        for written in map(str.strip, samples.split(",")):
+            n = written.removesuffix("-")
             if not n.isdecimal() or len(n) > 16:
                 raise LossAggregationError(
-                    f"--lengths {text!r}: got {n!r}, expected a sample's active tokens, as in "
-                    f"{DEFAULT_LENGTHS}"
+                    f"--lengths {text!r}: got {written!r}, expected a sample's active tokens, as "
+                    f"in {DEFAULT_LENGTHS}"
                 )
             step["active_tokens"].append(int(n))
             step["prompt"].append(prompt)
+            step["group"].append(2 * prompt + (n != written))
     if not any(step["active_tokens"]):
         masked = number_of(len(step["prompt"]), "fully masked sample")
         raise LossAggregationError(
@@ -100,31 +105,24 @@ def explain(
     divisor: float | None = None,
     exponent: float | None = None,
     count_empty: bool | None = None,
+    weights: str | None = None,
 ) -> Explanation:
     """Compute everything that is printed.
 
     ``step``: of :func:`read_lengths`. ``divisor`` and ``exponent`` are for the modes that take one:
     this one, or those that it is compared with. Without an exponent ``length_power`` is compared at
-    ``EXPONENT``. Raises :class:`LossAggregationError` for an unknown mode, and for sequences or
-    sizes that do not describe a step.
+    ``EXPONENT``. ``weights``: the path of a weights function, with no name. Raises
+    :class:`LossAggregationError` for an unknown mode, and for sequences or sizes that do not
+    describe a step.
     """
     if name == CUSTOM:
         raise LossAggregationError(
             "custom has no formula to explain: its loss is what the factory of "
             "--loss-aggregation-reducer-path returns"
         )
-    mode = MODES[alias_of(name).mode]
-    if mode.divisor == "required" and divisor is None:
-        raise LossAggregationError(
-            f"{name} divides by a constant length and got none: give --divisor, the longest "
-            "response that generation allows"
-        )
-    if mode.has_exponent and exponent is None:
-        raise LossAggregationError(
-            f"{name} needs an exponent and got none: give --exponent, 0 for token_mean up to 1 for "
-            "sample_mean"
-        )
-    aggregation = aggregation_of(name, divisor, exponent, count_empty)
+    if weights is None:
+        _check_given(name, divisor, exponent)
+    aggregation = aggregation_of(name, divisor, exponent, count_empty, weights)
     num_tokens = sum(step["active_tokens"])
     if split.loss_scaling == "per_token" and num_tokens > MOST_TOKENS_PER_TOKEN:
         raise LossAggregationError(
@@ -163,6 +161,8 @@ def explain(
 def _flags(name: str, aggregation: Aggregation, count_empty: bool | None) -> str:
     """Write the flags of a training run; ``count_empty`` only if it was given."""
     flags = [f"--loss-aggregation {name}"]
+    if aggregation.weights_function is not None:
+        flags = [f"--loss-aggregation-weights-path {aggregation.weights_function.path}"]
     for option in ("divisor", "exponent"):
         if (value := getattr(aggregation, option)) is not None:
             flags.append(f"--loss-aggregation-{option} {value!r}".removesuffix(".0"))
@@ -186,6 +186,7 @@ def _counts(plan: StepPlan) -> dict[str, float | None]:
 
 
 def _sequences(plan: StepPlan, split: Split) -> list[dict[str, float]]:
+    every = plan.counts.of_all_sequences()
     slot, weights = np.asarray(plan.sequences.microbatch), plan.weights.numpy()
     columns = {
         "prompt": plan.sequences.prompt,
@@ -195,6 +196,9 @@ def _sequences(plan: StepPlan, split: Split) -> list[dict[str, float]]:
         "n_b": plan.totals.sample_tokens,
         "n_p": plan.totals.prompt_tokens,
         "n_mb": plan.totals.microbatch_tokens,
+        "n_c": every.group_tokens,
+        "k_c": every.group_samples,
+        "R_b": every.rows,
         "w_s": weights,
         "share": weights * plan.active_tokens / _loss(plan),
     }
@@ -209,7 +213,9 @@ def _comparisons(plan: StepPlan, divisor: float | None, exponent: float) -> Iter
         if mode.divisor == "required" and divisor is None:
             yield Comparison(mode=mode.name, w_s=mode.formula)
             continue
-        other = plan.under(aggregation_of(mode.name, divisor, exponent, own.count_empty))
+        other = plan
+        if mode.name != own.mode:
+            other = plan.under(aggregation_of(mode.name, divisor, exponent, own.count_empty))
         loss = _loss(other)
         ratio = loss / own_loss
         if mode.name == own.mode:
@@ -236,3 +242,18 @@ def _loss(plan: StepPlan) -> float:
             "--divisor of the size of a response"
         )
     return loss
+
+
+def _check_given(name: str, divisor: float | None, exponent: float | None) -> None:
+    """Refuse a mode without the number that it needs."""
+    mode = MODES[alias_of(name).mode]
+    if mode.divisor == "required" and divisor is None:
+        raise LossAggregationError(
+            f"{name} divides by a constant length and got none: give --divisor, the longest "
+            "response that generation allows"
+        )
+    if mode.has_exponent and exponent is None:
+        raise LossAggregationError(
+            f"{name} needs an exponent and got none: give --exponent, 0 for token_mean up to 1 for "
+            "sample_mean"
+        )

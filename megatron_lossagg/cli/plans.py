@@ -12,7 +12,7 @@ from megatron_lossagg.contract.scaling import LossScaling
 from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.aliases import ALIASES
-from megatron_lossagg.reduction.modes import CUSTOM, MODES, Mode
+from megatron_lossagg.reduction.modes import CUSTOM, MODES, OWN_WEIGHTS, Mode
 
 if TYPE_CHECKING:
     from megatron_lossagg.reduction.plan import StepPlan
@@ -21,6 +21,8 @@ __all__ = ["EXPONENT", "Split", "aggregation_of", "modes_of", "plan_of"]
 
 EXPONENT = 0.5
 """Of ``length_power`` if none is given: half way from ``token_mean`` to ``sample_mean``."""
+_ONLY_ITSELF = (CUSTOM, OWN_WEIGHTS, "balanced", "row_mean")
+"""Modes with which no other is compared."""
 _MOST_SIZE = 2**31 - 1
 """The product of two is an int64."""
 
@@ -59,6 +61,7 @@ def plan_of(step: Mapping[str, Any], aggregation: Aggregation, split: Split) -> 
             active_tokens=np.asarray(step["active_tokens"]),
             sample=np.asarray(step["sample"]) if "sample" in step else None,
             prompt=np.asarray(step["prompt"]) if "prompt" in step else None,
+            group=np.asarray(step["group"]) if "group" in step else None,
             microbatch=np.arange(len(step["active_tokens"])) % slots,
             num_microbatches=slots,
         ),
@@ -66,10 +69,10 @@ def plan_of(step: Mapping[str, Any], aggregation: Aggregation, split: Split) -> 
 
 
 def modes_of(plan: StepPlan) -> Iterator[Mode]:
-    """Yield the modes that the ids of the step allow."""
+    """Yield the plan's mode, and those that can be compared with it by the ids of the step."""
     for mode in MODES.values():
         lacks_prompts = mode.name == "prompt_mean" and plan.totals.prompt_tokens is None
-        if mode.name != CUSTOM and not lacks_prompts:
+        if mode.name == plan.aggregation.mode or not (mode.name in _ONLY_ITSELF or lacks_prompts):
             yield mode
 
 
@@ -78,8 +81,11 @@ def aggregation_of(
     divisor: float | None,
     exponent: float | None,
     count_empty: bool | None = None,
+    weights: str | None = None,
 ) -> Aggregation:
     """Read a name; a number that its mode does not take is for other modes."""
+    if weights is not None:
+        return Aggregation(name, weights=weights, count_empty=count_empty)
     mode = MODES.get(ALIASES[name].mode if name in ALIASES else name)
     if mode is not None:
         divisor = None if mode.divisor == "none" else divisor

@@ -31,13 +31,13 @@ class Aggregation:
         exponent: a of ``length_power`` (required): how much less a token weighs in a longer sample.
         count_empty: Whether a sample or prompt with no active tokens still counts toward B or P.
             None becomes what the alias means, and True for a mode.
-        weights: A function from :class:`StepCounts` to one weight per sequence, NumPy ``[A]`` or
-            one number; or its path ``pkg.mod:name``. It is the mode ``own_weights``, whose name may
-            be left out. Ranks compare its path and its weights.
         reducer_path: ``pkg.mod:name`` of the factory; only with, and required by, mode ``custom``.
         count: What n_s, n_b, n_p, n_mb and N count, and which samples V and prompts Q has.
             ``mask``: tokens whose loss mask is 1. ``weights``: the sum of the token weights
             v_t >= 0, which multiply the losses too: the loss is ``sum_s w_s sum_t m_t v_t x_t``.
+        weights: A function from :class:`StepCounts` to one weight per sequence, NumPy ``[A]`` or
+            one number; or its path ``pkg.mod:name``. It is the mode ``own_weights``, whose name may
+            be left out. Ranks compare its path and its weights.
 
     Raises:
         AggregationError: For an unknown mode; for a divisor or exponent that is missing, not

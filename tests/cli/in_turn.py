@@ -30,6 +30,7 @@ def reference_value(
             "trained": [1] * n or [0],
             "sample": i if sample is None else sample[i],
             "prompt": prompt[i],
+            "group": prompt[i],
             "microbatch": slots[i % len(slots)],
         }
         for i, n in enumerate(tokens)

@@ -15,12 +15,15 @@ from megatron_lossagg.reduction import faults
 from megatron_lossagg.reduction.aliases import ALIASES
 from megatron_lossagg.reduction.modes import MODES
 
-NAMES = [name for name in MODES if name != "custom"]
+NAMES = [name for name in MODES if name not in ("custom", "own_weights")]
+ONLY_ITSELF = ("balanced", "row_mean")
 DIVISOR = 40.0
 SHORT = "12,3,40/5,0,20"
 
 
-def explained(mode, lengths=DEFAULT_LENGTHS, *, divisor=DIVISOR, count_empty=None, **options):
+def explained(
+    mode, lengths=DEFAULT_LENGTHS, *, divisor=DIVISOR, count_empty=None, weights=None, **options
+):
     return explain(
         mode,
         read_lengths(lengths),
@@ -28,6 +31,7 @@ def explained(mode, lengths=DEFAULT_LENGTHS, *, divisor=DIVISOR, count_empty=Non
         divisor=divisor,
         exponent=EXPONENT,
         count_empty=count_empty,
+        weights=weights,
     )
 
 
@@ -36,7 +40,7 @@ def explained(mode, lengths=DEFAULT_LENGTHS, *, divisor=DIVISOR, count_empty=Non
 def test_the_compared_losses_are_those_of_the_reference(mode, count_empty):
     explanation = explained(mode, SHORT, dp=3, microbatches=2, count_empty=count_empty)
     by_mode = {c.mode: c for c in explanation.comparisons}
-    assert list(by_mode) == NAMES
+    assert list(by_mode) == [name for name in NAMES if name == mode or name not in ONLY_ITSELF]
     tokens, prompt = [12, 3, 40, 5, 0, 20], [0, 0, 0, 1, 1, 1]
     for name, c in by_mode.items():
         loss = reference_value(
@@ -165,6 +169,25 @@ def test_every_symbol_of_a_formula_is_explained(capsys, mode, count_empty):
     assert symbols[0] == "w_s"
     for symbol in symbols:
         assert re.search(rf"^  {symbol} +[a-z]", out, re.MULTILINE)
+
+
+def test_a_minus_makes_the_groups_of_balanced():
+    """Of prompt 0 the groups (4, 2) and (8), of prompt 1 (5) and (0, 1): B 6."""
+    explanation = explained("balanced", "4,8-,2/5-,0,1")
+    assert [s["w_s"] for s in explanation.sequences] == pytest.approx(
+        [2 / 36, 1 / 48, 2 / 36, 1 / 30, 0, 2 / 6], rel=1e-12
+    )
+
+
+def test_a_weights_function_is_explained(capsys):
+    path = "megatron_lossagg.verify.cases:mean_of_prompts"
+    arguments = ["--weights-path", path, "--lengths", "3,5/9,0", "--no-count-empty"]
+    assert main(["explain", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("own_weights: w_s = known to the weights function")
+    assert f"--loss-aggregation-weights-path {path} --no-loss-aggregation-count-empty" in out
+    explanation = explained("", "3,5/9,0", weights=path, count_empty=False)
+    assert [s["w_s"] for s in explanation.sequences] == [1 / 12, 1 / 20, 1 / 18, 0]
 
 
 def test_an_alias_is_explained_as_the_mode_that_it_stands_for(capsys):
