@@ -11,6 +11,7 @@ from fork_server import WITHOUT_MEGATRON
 from step_record import STEP
 
 import megatron_lossagg
+from megatron_lossagg.reduction.modes import CUSTOM, MODES
 
 PACKAGE = Path(__file__).parents[1] / "megatron_lossagg"
 FOLDERS = [
@@ -138,26 +139,47 @@ for words, status in COMMANDS:
 
 
 @pytest.mark.launches
-def test_the_help_and_the_wrong_usage_of_a_command_and_a_comparison_of_records_need_no_torch(
-    tmp_path,
-):
-    record = tmp_path / "record.jsonl"
+def test_only_what_trains_needs_torch(tmp_path):
+    """Each command's help and wrong usage, and all of explain and diff."""
+    record, rollouts = tmp_path / "record.jsonl", tmp_path / "r.jsonl"
     record.write_text(STEP.line())
+    rollouts.write_text('{"response_length": 3}')
     commands = [
-        *((f"{command} --help", 0) for command in ("explain", "plot", "diff", "run")),
+        *((f"{command} --help", 0) for command in ("explain", "plot", "diff", "run", "verify")),
         ("explain --list", 0),
         ("explain token_meen", 2),
         ("explain token_mean --lengths 3,x", 2),
         ("explain token_mean --dp 0", 2),
         ("explain constant", 2),
-        ("plot a.jsonl --html page.html --buckets 3,1", 2),
+        *((f"explain {mode} --divisor 9 --exponent 0.5", 0) for mode in MODES if mode != CUSTOM),
+        ("explain token_mean --dp 2 --cp 2 --loss-scaling per_token", 0),
+        (f"plot {rollouts} --html page.html --buckets 3,1", 2),
+        ("plot a.jsonl --html page.html", 2),
+        ("plot a.csv --html page.html", 2),
         ("plot a.jsonl --html page.html --column a=b", 2),
         (f"diff {record} absent.jsonl", 2),
         (f"diff {record} {record}", 0),
         ("run absent.py --loss-aggregation token_mean", 2),
+        ("verify --absent", 2),
+        ("verify --dp 0", 2),
+        ("verify --moe --cp-partition contiguous", 2),
+        ("verify --loss-aggregation token_meen", 2),
+        ("verify --dp 2 --json absent/report.json", 2),
     ]
     modules = modules_after(f"COMMANDS = {commands}{ENDS}")
     assert "megatron_lossagg" in modules
+    assert not {"torch", "megatron", "pandas", "matplotlib"} & modules
+
+
+@pytest.mark.launches
+def test_a_plot_needs_no_torch(tmp_path):
+    pytest.importorskip("pandas", reason="not installed")
+    pytest.importorskip("matplotlib", reason="not installed")
+    rollouts = tmp_path / "r.jsonl"
+    rollouts.write_text('{"response_length": 3}')
+    command = (f"plot {rollouts} --png {tmp_path / 'r.png'} --html {tmp_path / 'r.html'}", 0)
+    modules = modules_after(f"COMMANDS = {[command]}{ENDS}")
+    assert {"pandas", "matplotlib"} <= modules
     assert not {"torch", "megatron"} & modules
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,10 +14,8 @@ from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.aliases import alias_of
 from megatron_lossagg.reduction.modes import CUSTOM, MODES
+from megatron_lossagg.reduction.step_weights import StepWeights
 from megatron_lossagg.verify.text import number_of
-
-if TYPE_CHECKING:
-    from megatron_lossagg.reduction.plan import StepPlan
 
 __all__ = ["DEFAULT_LENGTHS", "Comparison", "Explanation", "explain", "read_lengths"]
 
@@ -171,7 +168,7 @@ def _flags(name: str, aggregation: Aggregation, count_empty: bool | None) -> str
     return " ".join(flags)
 
 
-def _counts(plan: StepPlan) -> dict[str, float | None]:
+def _counts(plan: StepWeights) -> dict[str, float | None]:
     totals = plan.totals
     counts: dict[str, float | None] = {
         "N": totals.active_tokens,
@@ -185,9 +182,9 @@ def _counts(plan: StepPlan) -> dict[str, float | None]:
     return counts
 
 
-def _sequences(plan: StepPlan, split: Split) -> list[dict[str, float]]:
+def _sequences(plan: StepWeights, split: Split) -> list[dict[str, float]]:
     every = plan.counts.of_all_sequences()
-    slot, weights = np.asarray(plan.sequences.microbatch), plan.weights.numpy()
+    slot, weights = np.asarray(plan.sequences.microbatch), plan.weight_S
     columns = {
         "prompt": plan.sequences.prompt,
         "rank": slot % split.dp,
@@ -206,7 +203,7 @@ def _sequences(plan: StepPlan, split: Split) -> list[dict[str, float]]:
     return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
-def _comparisons(plan: StepPlan, divisor: float | None, exponent: float) -> Iterator[Comparison]:
+def _comparisons(plan: StepWeights, divisor: float | None, exponent: float) -> Iterator[Comparison]:
     """Compare every mode on the plan's sequences, with the plan's own ``count_empty``."""
     own, own_loss = plan.aggregation, _loss(plan)
     for mode in modes_of(plan):
@@ -221,7 +218,7 @@ def _comparisons(plan: StepPlan, divisor: float | None, exponent: float) -> Iter
         if mode.name == own.mode:
             gradient = "this mode"
         else:
-            scales = np.allclose(other.weights, plan.weights * ratio, rtol=1e-9, atol=0)
+            scales = np.allclose(other.weight_S, plan.weight_S * ratio, rtol=1e-9, atol=0)
             gradient = "scaled" if scales else "reweighted"
         yield Comparison(
             mode=mode.name,
@@ -233,9 +230,9 @@ def _comparisons(plan: StepPlan, divisor: float | None, exponent: float) -> Iter
         )
 
 
-def _loss(plan: StepPlan) -> float:
+def _loss(plan: StepWeights) -> float:
     """Compute a plan's loss if the loss of every token is 1."""
-    loss = float((plan.weights.numpy() * plan.active_tokens).sum())
+    loss = float((plan.weight_S * plan.active_tokens).sum())
     if not 0 < loss < math.inf:
         raise LossAggregationError(
             f"{plan.aggregation}: got a loss of {loss}, expected a positive float64: give a "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -12,10 +12,11 @@ from megatron_lossagg.contract.scaling import LossScaling
 from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.aliases import ALIASES
+from megatron_lossagg.reduction.counts import count_step
 from megatron_lossagg.reduction.modes import CUSTOM, MODES, OWN_WEIGHTS, Mode
-
-if TYPE_CHECKING:
-    from megatron_lossagg.reduction.plan import StepPlan
+from megatron_lossagg.reduction.one_process import OneProcess
+from megatron_lossagg.reduction.sequences import Sequences
+from megatron_lossagg.reduction.step_weights import StepWeights, check_divisor
 
 __all__ = ["EXPONENT", "Split", "aggregation_of", "modes_of", "plan_of"]
 
@@ -46,29 +47,27 @@ class Split:
                 )
 
 
-def plan_of(step: Mapping[str, Any], aggregation: Aggregation, split: Split) -> StepPlan:
+def plan_of(step: Mapping[str, Any], aggregation: Aggregation, split: Split) -> StepWeights:
     """Plan a step, given by column, with its sequences assigned alternately to the microbatches.
 
     One process plans for all: M DP microbatches on one rank weigh as M on each of DP ranks.
     """
-    from megatron_lossagg.reduction.plan import plan_step
-    from megatron_lossagg.reduction.sequences import Sequences
-
     slots = split.microbatches * split.dp
-    return plan_step(
-        aggregation,
-        Sequences(
-            active_tokens=np.asarray(step["active_tokens"]),
-            sample=np.asarray(step["sample"]) if "sample" in step else None,
-            prompt=np.asarray(step["prompt"]) if "prompt" in step else None,
-            group=np.asarray(step["group"]) if "group" in step else None,
-            microbatch=np.arange(len(step["active_tokens"])) % slots,
-            num_microbatches=slots,
-        ),
-    )
+    sequences = Sequences(
+        active_tokens=np.asarray(step["active_tokens"]),
+        sample=np.asarray(step["sample"]) if "sample" in step else None,
+        prompt=np.asarray(step["prompt"]) if "prompt" in step else None,
+        group=np.asarray(step["group"]) if "group" in step else None,
+        microbatch=np.arange(len(step["active_tokens"])) % slots,
+        num_microbatches=slots,
+    ).checked()
+    totals = count_step(aggregation, sequences, "", OneProcess())
+    plan = StepWeights(aggregation=aggregation, sequences=sequences, totals=totals)
+    check_divisor(plan)
+    return plan
 
 
-def modes_of(plan: StepPlan) -> Iterator[Mode]:
+def modes_of(plan: StepWeights) -> Iterator[Mode]:
     """Yield the plan's mode, and those that can be compared with it by the ids of the step."""
     for mode in MODES.values():
         lacks_prompts = mode.name == "prompt_mean" and plan.totals.prompt_tokens is None

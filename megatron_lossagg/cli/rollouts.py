@@ -29,6 +29,8 @@ __all__ = ["COLUMNS", "Rollouts", "RolloutsError", "add_reading_arguments", "rea
 _Measure = Callable[[str], int]
 _MOST = 2**53
 """Integers up to it are exact in the float64 of a weight, and where pandas makes floats of them."""
+_DEEPEST = 64
+"""How deep an id's lists may be nested; messages have five. Deeper, it would depend on Python."""
 
 
 class RolloutsError(LossAggregationError, ValueError):
@@ -76,12 +78,23 @@ def _texts(value: Any) -> list[str]:
 def _id(value: Any) -> str | int:
     value = _plain(value)
     if isinstance(value, list | dict):  # messages or token ids
+        _check_depth(value)
         return json.dumps(value, sort_keys=True, default=_plain)
     if isinstance(value, float) and value.is_integer() and abs(value) < _MOST:
         value = int(value)  # pandas makes floats of a column in which some are missing
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise TypeError
     return value
+
+
+def _check_depth(value: object) -> None:
+    level = [value]
+    for _ in range(_DEEPEST):
+        of_dicts = [inner for one in level if isinstance(one, dict) for inner in one.values()]
+        level = of_dicts + [inner for one in level if isinstance(one, list) for inner in one]
+        if not level:
+            return
+    raise ValueError
 
 
 def _plain(value: Any) -> Any:
@@ -184,6 +197,8 @@ def read_rollouts(paths: Sequence[Path], args: argparse.Namespace) -> Rollouts:
 
     Records without ``step`` are one step per file. Raises :class:`RolloutsError`.
     """
+    for path in paths:
+        _check_file(path)
     pandas = needed("pandas", by="reading recorded rollouts", extra="plot")
     measure, caveat = _measure(args)
     frame = pandas.concat(map(_read, paths), keys=range(len(paths)), names=["file", "place"])
@@ -324,13 +339,16 @@ class _Records:
         return RolloutsError(f"{self._frame.index[number][1]}: {text}")
 
 
-def _read(path: Path) -> DataFrame:
-    """Read a file, as objects, so that no number is rounded next to a missing one."""
-    pandas = needed("pandas", by=str(path), extra="plot")
+def _check_file(path: Path) -> None:
     if path.suffix not in _FILES:
         raise RolloutsError(f"{path}: got the ending {path.suffix!r}, expected {', '.join(_FILES)}")
     if not is_file(path):
         raise RolloutsError(f"got {path}, which is not a file: give a file of rollouts")
+
+
+def _read(path: Path) -> DataFrame:
+    """Read a file, as objects, so that no number is rounded next to a missing one."""
+    pandas = needed("pandas", by=str(path), extra="plot")
     try:
         if path.suffix == ".jsonl":
             frame = pandas.read_json(path, lines=True, dtype=False, convert_axes=False)

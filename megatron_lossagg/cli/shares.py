@@ -20,12 +20,11 @@ from megatron_lossagg.cli.plans import EXPONENT, Split, aggregation_of, modes_of
 from megatron_lossagg.cli.rollouts import Rollouts, RolloutsError
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.modes import MODES
+from megatron_lossagg.reduction.step_weights import StepWeights
 from megatron_lossagg.verify.text import number_of
 
 if TYPE_CHECKING:
     from pandas import DataFrame
-
-    from megatron_lossagg.reduction.plan import StepPlan
 
 __all__ = ["MOST_BUCKETS", "Shares", "read_buckets", "shares_of"]
 
@@ -127,7 +126,7 @@ def shares_of(
     )
 
 
-def _weights(plan: StepPlan, step: DataFrame, exponent: float) -> DataFrame:
+def _weights(plan: StepWeights, step: DataFrame, exponent: float) -> DataFrame:
     """Return for each sequence: its sample's length, 1 if it is the sample's first, its weights."""
     length = plan.totals.sample_tokens
     assert length is not None
@@ -138,7 +137,7 @@ def _weights(plan: StepPlan, step: DataFrame, exponent: float) -> DataFrame:
     divisor = float(length.max())  # any gives the same shares; this one is never below a response
     for mode in modes_of(plan):
         other = plan.under(aggregation_of(mode.name, divisor, exponent))
-        frame[mode.name] = other.weights.numpy() * frame["tokens"]
+        frame[mode.name] = other.weight_S * frame["tokens"]
     return frame
 
 

@@ -13,14 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
 
 import numpy as np
 
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.checks.ids import check_ids
-from megatron_lossagg.reduction.exchange import Exchange
 from megatron_lossagg.reduction.id_groups import IdGroups
 from megatron_lossagg.reduction.integers import Ints, is_integer
 from megatron_lossagg.reduction.modes import MODES
@@ -34,6 +33,10 @@ from megatron_lossagg.reduction.sequences import (
     hashed,
 )
 from megatron_lossagg.reduction.step_table import StepTable
+
+if TYPE_CHECKING:
+    from megatron_lossagg.reduction.exchange import Exchange
+    from megatron_lossagg.reduction.one_process import OneProcess
 
 __all__ = ["StepTotals", "WeightTotals", "WhichStep", "count_step", "known_step"]
 
@@ -198,7 +201,7 @@ def count_step(
     aggregation: Aggregation,
     sequences: CheckedSequences,
     fault: str,
-    exchange: Exchange,
+    exchange: Exchange | OneProcess,
     settings: Iterable[str] = (),
     which: WhichStep = WhichStep(0, 0),  # noqa: B008  a constant
     *,
@@ -240,7 +243,7 @@ def _gathered_numbers(
     given: list[str],
     which: WhichStep,
     fault: str,
-    exchange: Exchange,
+    exchange: Exchange | OneProcess,
 ) -> dict[str, Ints]:
     """Gather 13 integers of every rank, int64 ``[W]`` each; refuse what must be the same."""
     n_S, v_S = sequences.active_tokens, sequences.token_weight_sums
@@ -277,7 +280,7 @@ def _count_columns(
     columns: Mapping[str, Ints],
     sequences: CheckedSequences,
     of_ranks: Mapping[str, Ints],
-    exchange: Exchange,
+    exchange: Exchange | OneProcess,
 ) -> StepTotals:
     """Gather a few numbers of every sequence, and count samples, prompts and token weights."""
     n_S, v_S = sequences.active_tokens, sequences.token_weight_sums
@@ -342,7 +345,7 @@ def _raise_together(
     given: list[str],
     which: WhichStep,
     fault: str,
-    exchange: Exchange,
+    exchange: Exchange | OneProcess,
 ) -> NoReturn:
     """Bring the first faulty rank's message to all ranks and raise it on each."""
     others = ("tokens", *GATHERED_FLOATS)

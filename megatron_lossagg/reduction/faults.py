@@ -10,11 +10,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import chain
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megatron_lossagg.errors import LossAggregationError, ReducerError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 __all__ = ["Describe", "Faults", "first_time", "warn_once"]
 
@@ -89,6 +91,8 @@ class Faults:
 
 def _read(values: list[Tensor]) -> Iterator[float]:
     """Read 0-dim tensors in their order, in one go per device."""
+    import torch
+
     groups: dict[torch.device, dict[torch.dtype, list[int]]] = {}
     for index, value in enumerate(values):
         groups.setdefault(value.device, {}).setdefault(value.dtype, []).append(index)

@@ -6,21 +6,39 @@ and which error it raises.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from numbers import Integral
+from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
-__all__ = ["Ints", "IntsLike", "checked_integers", "first_few", "is_integer", "whole_numbers"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "Ints",
+    "IntsLike",
+    "checked_integers",
+    "first_few",
+    "is_integer",
+    "is_tensor",
+    "whole_numbers",
+]
 
 Ints = npt.NDArray[np.int64]
-IntsLike = Sequence[int] | Ints | Tensor
+IntsLike: TypeAlias = "Sequence[int] | Ints | Tensor"
 
 _LARGEST = int(np.iinfo(np.int64).max)
 _MOST_EXACT = 2**53
 """Up to here float64 holds each integer."""
+
+
+def is_tensor(value: object) -> TypeGuard[Tensor]:
+    """Whether a value is a tensor, without importing torch: before that is, nothing is one."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
 
 
 def is_integer(value: object, *, lowest: int = 0, highest: int = _LARGEST) -> bool:
@@ -43,7 +61,7 @@ def checked_integers(
     Raises ``error`` for other dtypes or shapes, for a value below ``lowest`` or above
     2^63 - 1, and for a length other than ``length``. A CUDA tensor costs one host sync.
     """
-    if isinstance(values, Tensor):
+    if is_tensor(values):
         values = values.detach().cpu().numpy()
     try:
         array = np.asarray(values)
@@ -72,7 +90,7 @@ def whole_numbers(values: object) -> object:
 
     Sums of a float mask, in float16 or bfloat16 too; ``[n, 1]`` and ``[1, n]``; a generator.
     """
-    if isinstance(values, Tensor):
+    if is_tensor(values):
         values = values.detach().cpu()
         values = values.double().numpy() if values.is_floating_point() else values.numpy()
     elif isinstance(values, Iterator):

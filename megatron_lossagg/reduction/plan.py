@@ -11,11 +11,8 @@ Shape suffix: S = sequences of this data-parallel rank in the step.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import cast
+from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -31,30 +28,24 @@ from megatron_lossagg.reduction.checks.totals import (
 from megatron_lossagg.reduction.counts import StepTotals, WhichStep, count_step, known_step
 from megatron_lossagg.reduction.custom import load_reducer_factory
 from megatron_lossagg.reduction.exchange import Exchange
-from megatron_lossagg.reduction.faults import warn_once
-from megatron_lossagg.reduction.integers import Ints, IntsLike
+from megatron_lossagg.reduction.integers import IntsLike
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.microbatch import Microbatch
-from megatron_lossagg.reduction.mode_counts import ModeCounts
-from megatron_lossagg.reduction.modes import CUSTOM, MODES
+from megatron_lossagg.reduction.modes import CUSTOM
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.reduction.reducer import Reducer
-from megatron_lossagg.reduction.sequences import CheckedSequences, Floats, Sequences
+from megatron_lossagg.reduction.sequences import CheckedSequences, Sequences
 from megatron_lossagg.reduction.step_state import StepState
-from megatron_lossagg.reduction.weights import (
-    check_agreement,
-    weight_sum,
-    weights_of_all,
-    weights_of_rank,
-)
+from megatron_lossagg.reduction.step_weights import StepWeights, check_divisor
+from megatron_lossagg.reduction.weights import check_agreement
 
-__all__ = ["StepPlan", "plan_step", "warn_of_divisor"]
+__all__ = ["StepPlan", "plan_step"]
 
 _DEFAULTS = Options()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StepPlan:
+class StepPlan(StepWeights):
     """One optimizer step under one aggregation: the weights, and what they came from.
 
     :func:`plan_step` makes it.
@@ -67,40 +58,9 @@ class StepPlan:
         0.6666666666666666
     """
 
-    aggregation: Aggregation
-    sequences: CheckedSequences
-    """What was planned, as read-only arrays ``[S]``."""
-    totals: StepTotals
     group_ranks: tuple[int, ...] | None
     """Global ranks that were counted over; None if no group was passed."""
     state: StepState = field(repr=False)
-    num_calls: int = field(default=1, repr=False)
-    """Schedule calls of one optimizer step, each planned by itself, which train their mean."""
-    _under: dict[Aggregation, StepPlan] = field(default_factory=dict, init=False, repr=False)
-
-    @property
-    def active_tokens(self) -> Ints:
-        """n_s, int64 ``[S]``."""
-        return self.sequences.active_tokens
-
-    @cached_property
-    def counts(self) -> ModeCounts:
-        """The step's counts as the aggregation counts them.
-
-        Raises :class:`PlanError` if it counts weights and none were passed.
-        """
-        return ModeCounts.of(self.aggregation, self.totals, self.sequences.num_microbatches or 1)
-
-    @property
-    def counted_S(self) -> Ints | Floats:
-        """What the aggregation counts of each sequence, ``[S]``: n_s, or its token weights' sum.
-
-        Raises :class:`PlanError` if it counts weights and none were passed.
-        """
-        if self.aggregation.count != "weights":
-            return self.active_tokens
-        self.counts  # noqa: B018  raises
-        return cast(Floats, self.sequences.token_weight_sums)
 
     @property
     def weights(self) -> Tensor:
@@ -113,55 +73,6 @@ class StepPlan:
                 float32.
         """
         return torch.from_numpy(self.weight_S.copy())
-
-    @cached_property
-    def weight_S(self) -> Floats:
-        """:attr:`weights` as a read-only array, computed once."""
-        weight_S = weights_of_rank(self) / self.num_calls
-        weight_S.flags.writeable = False
-        return weight_S
-
-    @cached_property
-    def weight_A(self) -> Floats:
-        """w_s of every sequence of all ranks, ``[A]``, if gathered; not over :attr:`num_calls`."""
-        weight_A = weights_of_all(self)
-        weight_A.flags.writeable = False
-        return weight_A
-
-    @cached_property
-    def expected_weight(self) -> float | None:
-        """The sum over all active tokens of w m v by the plan's counts; None if not known.
-
-        1 for a mean (V/B or Q/P of it if empty ones count), N/(B L), N/B or N/C for a
-        sum over a constant; over :attr:`num_calls`.
-        """
-        total = weight_sum(self)
-        return None if total is None else total / self.num_calls
-
-    def under(self, aggregation: Aggregation | str) -> StepPlan:
-        """Plan the same step under a different aggregation, without a collective; made once.
-
-        Args:
-            aggregation: An :class:`Aggregation`, or a mode's name, which counts what this plan
-                counts, empty samples and prompts included or not.
-
-        Returns:
-            The plan, with the same sequences and totals.
-
-        Raises:
-            PlanError: For any other type.
-        """
-        if not isinstance(aggregation, (Aggregation, str)):
-            raise PlanError(f"got {aggregation!r}, expected an Aggregation or the name of a mode")
-        if isinstance(aggregation, str):
-            own = self.aggregation
-            counts_empty = own.count_empty if aggregation in MODES else None  # an alias says so
-            aggregation = Aggregation(aggregation, count=own.count, count_empty=counts_empty)
-        if aggregation not in self._under:
-            plan = replace(self, aggregation=aggregation)
-            _check_divisor(plan)
-            self._under[aggregation] = plan
-        return self._under[aggregation]
 
     def reducer(
         self,
@@ -311,7 +222,7 @@ def plan_step(
         raise PlanError(f"{exchange.name()}: {error}") from None
     if plan.counts.is_empty:
         _empty_step(options)
-    _check_divisor(plan)
+    check_divisor(plan)
     return plan
 
 
@@ -346,24 +257,6 @@ def _check_arguments(aggregation: Aggregation, options: Options) -> None:
         load_reducer_factory(aggregation.reducer_path)
     if not isinstance(options, Options):
         raise PlanError(f"got {options!r}, expected Options")
-
-
-def _check_divisor(plan: StepPlan) -> None:
-    """Warn once if ``constant`` divides by less than the longest sample."""
-    if plan.aggregation.mode == "constant":
-        warn_of_divisor(plan.aggregation.divisor or 1.0, [plan.totals.longest_sample or 0])
-
-
-def warn_of_divisor(divisor: float, tokens: IntsLike) -> None:
-    """Warn, once per process, if L is below the longest of some responses."""
-    longest = int(np.max(tokens, initial=0))
-    if longest > divisor:
-        warn_once(
-            "divisor",
-            f"constant divides by {divisor:g}, and a sample has {longest} tokens: the divisor L is "
-            "the longest response that generation allows, and the gradient grows with its inverse; "
-            "check --loss-aggregation-divisor (divisor=)",
-        )
 
 
 def _empty_step(options: Options) -> None:

@@ -8,11 +8,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.reduction.integers import (
@@ -20,8 +19,12 @@ from megatron_lossagg.reduction.integers import (
     IntsLike,
     checked_integers,
     is_integer,
+    is_tensor,
     whole_numbers,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "GATHERED_FLOATS",
@@ -37,10 +40,10 @@ __all__ = [
     "hashed",
 ]
 
-Ids = IntsLike | Sequence[str] | npt.NDArray[np.str_]
+Ids: TypeAlias = "IntsLike | Sequence[str] | npt.NDArray[np.str_]"
 Kind = Literal["sample", "prompt", "group"]
 Floats = npt.NDArray[np.float64]
-FloatsLike = Sequence[float] | npt.NDArray[np.floating[Any]] | Tensor
+FloatsLike: TypeAlias = "Sequence[float] | npt.NDArray[np.floating[Any]] | Tensor"
 
 ID_KINDS: tuple[Kind, ...] = ("sample", "prompt", "group")
 GATHERED_FLOATS = ("token_weight_sums", "sequence_weight")
@@ -99,7 +102,7 @@ class Sequences:
     def checked(self) -> CheckedSequences:
         """Return these as arrays, strings as hashes; raises :class:`PlanError`."""
         counts = self.active_tokens
-        if not isinstance(counts, Tensor) or counts.device.type == "cpu":
+        if not is_tensor(counts) or counts.device.type == "cpu":
             counts = whole_numbers(counts)  # type: ignore[assignment]
         n_S = _integers("active_tokens", counts)
         check_sum(f"Sequences.active_tokens of {len(n_S)} sequences", n_S)
@@ -182,7 +185,7 @@ def hashed(text: str) -> int:
 def _integers(
     name: str, values: IntsLike, length: int | None = None, *, lowest: int | None = 0
 ) -> Ints:
-    if isinstance(values, Tensor) and values.device.type != "cpu":
+    if is_tensor(values) and values.device.type != "cpu":
         raise PlanError(
             f"Sequences.{name} is on {values.device}: counts and ids are CPU integers, pass a "
             "list or a CPU tensor"
@@ -192,7 +195,7 @@ def _integers(
 
 def _floats(name: str, values: FloatsLike, length: int) -> Floats:
     """Copy to float64 ``[S]``; raises :class:`PlanError` for what is no number per sequence."""
-    if isinstance(values, Tensor):
+    if is_tensor(values):
         if values.device.type != "cpu":
             raise PlanError(
                 f"Sequences.{name} is on {values.device}: pass CPU numbers, a list or a CPU tensor"

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from megatron_lossagg.reduction.exchange import Exchange
     from megatron_lossagg.reduction.integers import Ints
     from megatron_lossagg.reduction.mode_counts import ModeCounts
-    from megatron_lossagg.reduction.plan import StepPlan
+    from megatron_lossagg.reduction.step_weights import StepWeights
 
 __all__ = ["check_agreement", "weight_sum", "weights_of_all", "weights_of_rank"]
 
 _LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
-def weights_of_rank(plan: StepPlan) -> Floats:
+def weights_of_rank(plan: StepWeights) -> Floats:
     """Compute w_s of this rank's sequences, ``[S]``; see ``StepPlan.weights``."""
     aggregation, omega_S = plan.aggregation, plan.sequences.sequence_weight
     if aggregation.mode == CUSTOM:
@@ -49,7 +49,7 @@ def weights_of_rank(plan: StepPlan) -> Floats:
     return weighted_S
 
 
-def weights_of_all(plan: StepPlan) -> Floats:
+def weights_of_all(plan: StepWeights) -> Floats:
     """Compute w_s of every sequence of the step, ``[A]``, the same on every rank."""
     every, table = plan.counts.of_all_sequences(), plan.counts.table
     function = plan.aggregation.weights_function
@@ -67,7 +67,7 @@ def weights_of_all(plan: StepPlan) -> Floats:
     return weight_A
 
 
-def weight_sum(plan: StepPlan) -> float | None:
+def weight_sum(plan: StepWeights) -> float | None:
     """Sum w_s n_s over the step; None for a custom reducer, and without a total that it needs."""
     mode = MODES[plan.aggregation.mode]
     if mode.name == CUSTOM:
@@ -82,7 +82,7 @@ def weight_sum(plan: StepPlan) -> float | None:
         return None
 
 
-def _by_denominator(plan: StepPlan, counts: ModeCounts, counted: Ints | Floats | None) -> Floats:
+def _by_denominator(plan: StepWeights, counts: ModeCounts, counted: Ints | Floats | None) -> Floats:
     """Divide 1 by a mode's denominators; 0 for what has nothing to weigh.
 
     ``counted``: what the aggregation counts of each sequence; None: one weight per denominator.
@@ -96,7 +96,7 @@ def _by_denominator(plan: StepPlan, counts: ModeCounts, counted: Ints | Floats |
         return np.where(counted > 0, 1.0 / value, 0.0)
 
 
-def _check_size(plan: StepPlan, weights: Floats) -> None:
+def _check_size(plan: StepWeights, weights: Floats) -> None:
     """Refuse weights beyond float32."""
     beyond = weights[~((weights >= _LEAST) & (weights <= _MOST))]
     if len(beyond) and not plan.counts.is_empty:
@@ -106,7 +106,7 @@ def _check_size(plan: StepPlan, weights: Floats) -> None:
         )
 
 
-def check_agreement(plan: StepPlan, exchange: Exchange) -> None:
+def check_agreement(plan: StepWeights, exchange: Exchange) -> None:
     """Refuse own weights that are not the same on all ranks; raises :class:`PlanError` on all.
 
     A function may be another one on a node with an older file, and may fail on one rank only. One

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.modes import CUSTOM
 from megatron_lossagg.reduction.own_weights import StepCounts
-from megatron_lossagg.verify import reference_loss
-from megatron_lossagg.verify.own_reducer import loss_of_whole
-from megatron_lossagg.verify.reference_gradient import Reference
 from megatron_lossagg.verify.step_data import Assignment, TrainingSequence
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_lossagg.verify.reference_gradient import Reference
 
 __all__ = [
     "BETA",
@@ -126,6 +125,11 @@ class Expected:
 
 def expected(case: Case, reference: Reference, assignment: Assignment) -> Expected:
     """Compute a step's loss and its derivative by every token's loss with the reference."""
+    import torch
+
+    from megatron_lossagg.verify import reference_loss
+    from megatron_lossagg.verify.own_reducer import loss_of_whole
+
     y_Y = reference.losses_Y.clone().requires_grad_()
     if case.is_custom:
         loss = loss_of_whole(case.aggregation, reference, y_Y)

@@ -15,8 +15,6 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch
-
 __all__ = ["Fact", "environment", "megatron_core"]
 
 _OPTIONAL = {
@@ -52,6 +50,8 @@ class Fact:
 
 def environment() -> list[Fact]:
     """Find what is installed."""
+    import torch
+
     has_cuda = torch.cuda.is_available()
     if has_cuda:
         names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}

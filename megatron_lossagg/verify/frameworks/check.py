@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal
 
 import megatron_lossagg
 from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.verify.frameworks import FRAMEWORKS
 from megatron_lossagg.verify.text import error_text, number_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "FAIL",
@@ -105,6 +105,8 @@ class Outcome:
 
 def compare(got: Tensor, wanted: Tensor, leaves: Sequence[Tensor]) -> Comparison:
     """Compare two 0-dim losses of the same leaves, and their gradients."""
+    import torch
+
     ours, theirs = (
         torch.autograd.grad(loss, leaves, retain_graph=True, materialize_grads=True)
         for loss in (got, wanted)

@@ -1,0 +1,134 @@
+"""A step's sequences and totals under one aggregation. NumPy alone: no torch is imported.
+
+Shape suffix: S = sequences of this data-parallel rank in the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from megatron_lossagg.errors import PlanError
+from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.counts import StepTotals
+from megatron_lossagg.reduction.faults import warn_once
+from megatron_lossagg.reduction.integers import Ints, IntsLike
+from megatron_lossagg.reduction.mode_counts import ModeCounts
+from megatron_lossagg.reduction.modes import MODES
+from megatron_lossagg.reduction.sequences import CheckedSequences, Floats
+from megatron_lossagg.reduction.weights import weight_sum, weights_of_all, weights_of_rank
+
+__all__ = ["StepWeights", "check_divisor", "warn_of_divisor"]
+
+_Weights = TypeVar("_Weights", bound="StepWeights")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepWeights:
+    """One optimizer step under one aggregation: the part of a :class:`StepPlan` that is NumPy."""
+
+    aggregation: Aggregation
+    sequences: CheckedSequences
+    """What was planned, as read-only arrays ``[S]``."""
+    totals: StepTotals
+    num_calls: int = field(default=1, repr=False)
+    """Schedule calls of one optimizer step, each planned by itself, which train their mean."""
+    _under: dict[Aggregation, Any] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def active_tokens(self) -> Ints:
+        """n_s, int64 ``[S]``."""
+        return self.sequences.active_tokens
+
+    @cached_property
+    def counts(self) -> ModeCounts:
+        """The step's counts as the aggregation counts them.
+
+        Raises :class:`PlanError` if it counts weights and none were passed.
+        """
+        return ModeCounts.of(self.aggregation, self.totals, self.sequences.num_microbatches or 1)
+
+    @property
+    def counted_S(self) -> Ints | Floats:
+        """What the aggregation counts of each sequence, ``[S]``: n_s, or its token weights' sum.
+
+        Raises :class:`PlanError` if it counts weights and none were passed.
+        """
+        if self.aggregation.count != "weights":
+            return self.active_tokens
+        self.counts  # noqa: B018  raises
+        return cast(Floats, self.sequences.token_weight_sums)
+
+    @cached_property
+    def weight_S(self) -> Floats:
+        """w_s, float64 ``[S]``, a read-only array, computed once; 0 for no active tokens.
+
+        Raises :class:`PlanError` as :attr:`StepPlan.weights` does.
+        """
+        weight_S = weights_of_rank(self) / self.num_calls
+        weight_S.flags.writeable = False
+        return weight_S
+
+    @cached_property
+    def weight_A(self) -> Floats:
+        """w_s of every sequence of all ranks, ``[A]``, if gathered; not over :attr:`num_calls`."""
+        weight_A = weights_of_all(self)
+        weight_A.flags.writeable = False
+        return weight_A
+
+    @cached_property
+    def expected_weight(self) -> float | None:
+        """The sum over all active tokens of w m v by the plan's counts; None if not known.
+
+        1 for a mean (V/B or Q/P of it if empty ones count), N/(B L), N/B or N/C for a
+        sum over a constant; over :attr:`num_calls`.
+        """
+        total = weight_sum(self)
+        return None if total is None else total / self.num_calls
+
+    def under(self: _Weights, aggregation: Aggregation | str) -> _Weights:
+        """Plan the same step under a different aggregation, without a collective; made once.
+
+        Args:
+            aggregation: An :class:`Aggregation`, or a mode's name, which counts what this plan
+                counts, empty samples and prompts included or not.
+
+        Returns:
+            The plan, with the same sequences and totals.
+
+        Raises:
+            PlanError: For any other type.
+        """
+        if not isinstance(aggregation, (Aggregation, str)):
+            raise PlanError(f"got {aggregation!r}, expected an Aggregation or the name of a mode")
+        if isinstance(aggregation, str):
+            own = self.aggregation
+            counts_empty = own.count_empty if aggregation in MODES else None  # an alias says so
+            aggregation = Aggregation(aggregation, count=own.count, count_empty=counts_empty)
+        if aggregation not in self._under:
+            plan = replace(self, aggregation=aggregation)
+            check_divisor(plan)
+            self._under[aggregation] = plan
+        planned: _Weights = self._under[aggregation]
+        return planned
+
+
+def check_divisor(plan: StepWeights) -> None:
+    """Warn once if ``constant`` divides by less than the longest sample."""
+    if plan.aggregation.mode == "constant":
+        warn_of_divisor(plan.aggregation.divisor or 1.0, [plan.totals.longest_sample or 0])
+
+
+def warn_of_divisor(divisor: float, tokens: IntsLike) -> None:
+    """Warn, once per process, if L is below the longest of some responses."""
+    longest = int(np.max(tokens, initial=0))
+    if longest > divisor:
+        warn_once(
+            "divisor",
+            f"constant divides by {divisor:g}, and a sample has {longest} tokens: the divisor L is "
+            "the longest response that generation allows, and the gradient grows with its inverse; "
+            "check --loss-aggregation-divisor (divisor=)",
+        )
