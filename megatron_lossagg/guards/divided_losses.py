@@ -6,6 +6,7 @@ A ported loss_func may do so still; the weights hold every denominator.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -34,7 +35,13 @@ def warn_of_divided_losses(reducer: Reducer, losses: Tensor) -> None:
         return
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return
-    divisors = {float(one) for one in _divisors(losses)} - {1.0}
+    with suppress(RuntimeError):  # of a graph whose buffers are freed
+        _compare(reducer, {float(one) for one in _divisors(losses)} - {1.0})
+
+
+def _compare(reducer: Reducer, divisors: set[float]) -> None:
+    if not divisors:
+        return
     counts = {float(reducer.counted_tokens), float(reducer.microbatch.keep.sum())}
     for count in divisors & counts:
         warn_once(

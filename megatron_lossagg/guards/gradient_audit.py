@@ -53,9 +53,13 @@ class GradientAudit(Guard):
 
     catches = (
         "a loss that is divided by M or CP, multiplied, detached, dropped, trained twice, made "
-        "without mb.reduce, or scaled by a schedule that is not Megatron's"
+        "without mb.reduce, or scaled by a schedule that is not Megatron's; as warnings, a loss "
+        "scale that changes inside the step, and losses divided by their microbatch's tokens"
     )
-    costs = "one hook and two scalars kept for each partial loss; with a loss scale, its product"
+    costs = (
+        "one hook and two scalars kept for each partial loss; with a loss scale, its product; two "
+        "host syncs in the first step of a process, if its losses were divided"
+    )
 
     def __init__(self) -> None:
         self._reduced: dict[object, bool] = {}
