@@ -42,25 +42,30 @@ def agree(fault: str, settings: str) -> None:
 @contextmanager
 def _named_if_late() -> Iterator[None]:
     """Say which ranks have not come to an exchange after a while, or why it has failed."""
-    if dist.get_world_size() == 1:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size == 1:
         yield
         return
-    # No collective: each rank leaves its number where the group met, and looks for the others'.
+    # No collective: each rank leaves its number in the store, and the first looks for the others'.
     store = dist.distributed_c10d._get_default_store()
     prefix = f"lossagg/{next(_calls)}"
-    store.set(f"{prefix}/{dist.get_rank()}", "")
-    came: list[int] = []
+    try:
+        store.set(f"{prefix}/{rank}", "")
+        is_first = store.add(prefix, 1) == 1
+    except RuntimeError:  # a store that keeps nothing
+        is_first = False
+    if not is_first:
+        yield
+        return
 
-    def look() -> str:
+    def late() -> str:
         own = getattr(store, "clone", lambda: store)()  # the backend may wait in it
-        ranks = range(dist.get_world_size())
-        came[:] = [rank for rank in ranks if own.check([f"{prefix}/{rank}"])]
-        return _named([rank for rank in ranks if rank not in came])
+        return _named([other for other in range(size) if not own.check([f"{prefix}/{other}"])])
 
     def report() -> None:
-        if (late := look()) and dist.get_rank() == came[0]:
+        if ranks := late():
             say(
-                f"rank {came[0]} has waited {_PATIENCE:g} s for {late} to begin the loss "
+                f"rank {rank} has waited {_PATIENCE:g} s for {ranks} to begin the loss "
                 "aggregation; a rank without the flags of --loss-aggregation never does"
             )
 
@@ -70,9 +75,9 @@ def _named_if_late() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if late := look():
+        if ranks := late():
             raise ContractError(
-                f"{late} began no loss aggregation, expected every rank to: start all ranks with "
+                f"{ranks} began no loss aggregation, expected every rank to: start all ranks with "
                 "the same flags of --loss-aggregation"
             ) from error
         raise
