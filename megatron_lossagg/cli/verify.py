@@ -6,9 +6,10 @@ every parameter's gradient and the reported loss are compared with a float64
 reference on one process. Without options: a standard set of layouts on 4 CPU
 processes of this machine. Under torchrun: the launcher's ranks, with CUDA and
 NCCL if available. With --framework, a framework's own functions are compared
-with the reference first. Exit status: 0 if all cases pass and no check of a
-framework failed, 1 if one failed, 2 for wrong usage and if no check of a
-framework could run; which of several could not is named and changes no status.
+with the reference first; if none of them can run, no case does. Exit status: 0
+if all cases pass and no check of a framework failed, 1 if one failed, 2 for
+wrong usage and if no check of a framework could run; which of several could not
+is named and changes no status.
 Progress goes to standard error, the result to standard output.
 """
 
@@ -118,6 +119,8 @@ def run(args: argparse.Namespace) -> int:
     check_outputs({"--json": args.json, "--markdown": args.markdown})  # before the run
     begun = time.monotonic()
     framework = _framework_report(args)
+    if framework is not None and none_ran(framework["checks"]):
+        job = replace(job, layouts=())  # the cases would say nothing about the framework
     facts = environment()
     core = megatron_core(facts)
     if core.state != "found":
@@ -134,9 +137,9 @@ def run(args: argparse.Namespace) -> int:
             cases = f"{sum(passed)} of {number_of(len(passed), 'case')} passed"
             say(f"{event['layout']}: {cases}, {time.monotonic() - begun:.0f} s")
 
-    if launcher is None:
+    if launcher is None and job.layouts:
         failure = _launched(job, take, timeout=args.timeout or _TIMEOUT)
-    else:
+    elif launcher is not None:
         rest = job.run()
         for event in rest:
             take(event)
@@ -173,7 +176,7 @@ def _report(
     ran_on, found = start["megatron"] if start else None, megatron_core(facts).version
     if not failure and len(verdicts) != job.num_verdicts:
         failure = "The run did not finish"
-    if not failure and ran_on != found:
+    if not failure and job.layouts and ran_on != found:
         failure = f"The ranks ran megatron-core {ran_on}, expected {found} as found here"
     state = PASS
     if failure or not all(verdict["passed"] for verdict in verdicts):
@@ -192,7 +195,7 @@ def _report(
             "failure": failure,
             "environment": [asdict(fact) for fact in facts],
             "layouts": [str(layout) for layout in job.layouts],
-            "num_ranks": job.world_size,
+            "num_ranks": job.world_size if job.layouts else 0,
             "megatron_core": ran_on,
             "device": start["device"] if start else None,
             "backend": start["backend"] if start else None,
@@ -230,7 +233,8 @@ def _framework_report(args: argparse.Namespace) -> dict[str, Any] | None:
     framework = run_framework(
         args.framework, aggregation_from_args(args), timeout=timeout, report=report
     )
-    say(f"{args.framework}: {counted(framework['checks'])}; now the cases on Megatron-Core")
+    then = "no cases either" if none_ran(framework["checks"]) else "now the cases on Megatron-Core"
+    say(f"{args.framework}: {counted(framework['checks'])}; {then}")
     return framework
 
 

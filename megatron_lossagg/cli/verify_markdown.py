@@ -41,7 +41,7 @@ def markdown(report: Report) -> str:
     for line in more:
         lines += [line, ""]
     layouts = [_layout(name, verdicts) for name, verdicts in of_layouts.items()]
-    lines += _table(_LAYOUT_COLUMNS, layouts, left=1)
+    lines += _table(_LAYOUT_COLUMNS, layouts, left=1) if layouts else []
     if not report["passed"] or any(check["explanation"] for check in _checks(report)):
         lines += _fold("What did not pass, and why", _reasons(report, of_layouts), is_open=True)
     for name, verdicts in of_layouts.items():

@@ -127,7 +127,7 @@ def result(report: Report) -> list[str]:
     )
     framework = report["framework"]
     of_framework = [f"{framework['name']}: {counted(framework['checks'])}"] if framework else []
-    lines = [cases, *of_framework]
+    lines = [cases, *of_framework] if report["layouts"] else of_framework
     if report["state"] == NOT_RUN:  # which is about the framework
         lines.reverse()
     return [*lines, *report["failure"].splitlines()[:1]]

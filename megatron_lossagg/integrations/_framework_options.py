@@ -89,7 +89,7 @@ def defined_by(framework: str) -> dict[str, Any]:
     try:
         arguments = import_module(f"{framework}.utils.arguments")
         getattr(arguments, f"get_{framework}_extra_args_provider")(None)(parser)
-    except Exception:  # whatever a framework's import raises
+    except (Exception, SystemExit):  # whatever a framework's import raises
         return {}
-    options = vars(parser.parse_known_args([])[0])
+    options = {action.dest: action.default for action in parser._actions}
     return {name: value for name, value in options.items() if name.startswith("loss_aggregation")}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from megatron.core import mpu
-from slime_miles_data import arguments
+from slime_miles_data import BELOW_ONE, arguments
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.integrations import miles as miles_hooks
@@ -16,7 +16,7 @@ from megatron_lossagg.verify.frameworks.drawn_step import aggregations, draw
 class Miles:
     """miles' functions; its weights are carried in the rollout manager."""
 
-    hooks, aggregations = miles_hooks.HOOKS, aggregations()
+    hooks, aggregations = miles_hooks.HOOKS, {**aggregations(), **BELOW_ONE}
 
     def __init__(self):
         from miles.backends.training_utils import cp_utils

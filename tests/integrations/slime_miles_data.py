@@ -6,9 +6,12 @@ import framework_step
 import torch
 from megatron.core import mpu
 
+from megatron_lossagg import Aggregation
 from megatron_lossagg.verify.frameworks.drawn_step import draw
 
 ROLLOUTS, GLOBAL_BATCH, PER_PROMPT = 8, 4, 2
+BELOW_ONE = {"sample_sum without empty": Aggregation("sample_sum", count_empty=False)}
+"""With fully masked rollouts, V < G: d_s = V / G. token_sum of the others is below 1 too."""
 
 
 def arguments(framework, **given):

@@ -131,6 +131,8 @@ def compare(framework, dtype, cp_size, path):
         for name, (given, policy, rest) in cases(framework).items():
             args = arguments(framework, **base, **given, max_tokens_per_gpu=most_tokens)
             data, steps = rollout_data(framework, args, converted[name])
+            if args.custom_megatron_init_path:
+                framework.load_function(args.custom_megatron_init_path)(args)
             framework.carry(args, data)
             global_vars.set_args(args)
             iterator, *counts = framework.iterator(args, chunk, data)

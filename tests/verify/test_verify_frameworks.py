@@ -21,10 +21,11 @@ from conftest import fork_server
 from frameworks import SERVING, checkout_of, needs
 
 from megatron_lossagg.cli.main import main
+from megatron_lossagg.errors import ProofError
 from megatron_lossagg.integrations import _rebind
 from megatron_lossagg.integrations.slime import HOOKS
-from megatron_lossagg.verify import job
-from megatron_lossagg.verify.frameworks import FRAMEWORKS
+from megatron_lossagg.verify import frameworks, job
+from megatron_lossagg.verify.frameworks import FRAMEWORKS, Framework, check_installed
 from megatron_lossagg.verify.frameworks import megatron_lm as checks_of_megatron_lm
 from megatron_lossagg.verify.frameworks.check import (
     Check,
@@ -33,7 +34,13 @@ from megatron_lossagg.verify.frameworks.check import (
     compare,
     outcome_of,
 )
-from megatron_lossagg.verify.frameworks.run_checks import DEFAULT, checks_of, run_framework
+from megatron_lossagg.verify.frameworks.missing import install_line
+from megatron_lossagg.verify.frameworks.run_checks import (
+    DEFAULT,
+    FrameworkJob,
+    checks_of,
+    run_framework,
+)
 from megatron_lossagg.verify.frameworks.slime_and_miles import join_alone, parsed
 
 ROOT = Path(__file__).parents[2]
@@ -80,14 +87,16 @@ def forked(monkeypatch):
 @pytest.mark.launches
 def test_an_import_that_fails_is_not_run_with_the_reason_and_what_to_install(tmp_path, monkeypatch):
     """In the process that users get, which is no rank and has their path."""
-    write_verl(tmp_path / "on_the_path", "import ray_of_tests.core")
+    init = "import ray_of_tests.core\nimport json\nfrom yaml_of_tests import a, b\n"
+    init += "class C(a.B): pass\n@b(1)\ndef f(x: a | None): pass\nimport ray_of_tests.more\n"
+    write_verl(tmp_path / "on_the_path", init)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "on_the_path"), str(ROOT)]))
     state, reason = only_outcome()
     assert state == "NOT RUN"
     assert reason.startswith(
-        "ModuleNotFoundError: No module named 'ray_of_tests'. Install the package that "
-        "provides ray_of_tests, or run where verl trains"
+        "got no ray_of_tests, yaml_of_tests: pip install ray-of-tests yaml-of-tests, or run where "
+        "verl trains"
     )
 
 
@@ -223,17 +232,17 @@ def test_a_framework_of_which_nothing_ran_is_no_pass_in_text_json_markdown_and_s
     written = json.loads(report.read_text())
     assert not written["passed"]
     assert [check["state"] for check in written["framework"]["checks"]] == ["NOT RUN"]
-    first, second, *_ = out.splitlines()
+    first, *_ = out.splitlines()
     assert first == "NOT RUN: verl: 0 of 1 check of its own code passes, 1 not run"
-    assert second.startswith("1 of 1 case passes")
+    assert written["verdicts"] == written["layouts"] == []
+    assert "case" not in out
     assert summary.read_text().startswith(f"**lossagg verify: NOT RUN.** {first[9:]}\n")
-    begins, reasons, counts, layout = err.splitlines()
+    begins, reasons, counts = err.splitlines()
     assert begins == "lossagg: verl: its own functions first, for at most 600 s"
-    assert "verl: NOT RUN import of verl: ModuleNotFoundError: No module" in reasons
-    assert counts.endswith("1 not run; now the cases on Megatron-Core")
-    assert layout.startswith("lossagg: DP 1, M 3: 1 of 1 case passed, ")
+    assert "verl: NOT RUN import of verl: got no ray_of_tests: pip install" in reasons
+    assert counts.endswith("1 not run; no cases either")
     reason = written["framework"]["checks"][0]["explanation"]
-    assert "Install the package that provides ray_of_tests" in reason
+    assert "pip install ray-of-tests, or run where verl trains" in reason
     for text in (out, summary.read_text()):
         assert "NOT RUN" in text
         assert "0 of 1 check of its own code passes, 1 not run" in text
@@ -251,6 +260,38 @@ def test_a_framework_is_found_in_the_current_folder_as_python_m_finds_it(
     assert capsys.readouterr().err == (  # what is looked at after the framework is found
         "lossagg: --json /nowhere/at/all cannot be written: name a file in a folder that exists\n"
     )
+
+
+@pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="it is here")
+@pytest.mark.parametrize("framework", ["bridge", "ms-swift"])
+def test_what_needs_transformer_engine_says_so_before_it_imports_anything(framework):
+    (outcome,) = FrameworkJob(framework, DEFAULT).run()
+    assert outcome["state"] == "NOT RUN"
+    assert outcome["explanation"].startswith(f"{framework} imports Transformer Engine, which is no")
+
+
+def test_a_checkout_whose_packages_lie_in_src_is_found(tmp_path, monkeypatch):
+    package = tmp_path / "src" / "package_of_tests" / "inner"
+    package.mkdir(parents=True)
+    found = Framework(package="package_of_tests.inner", imports=(), written_for="")
+    monkeypatch.setitem(frameworks.FRAMEWORKS, "of tests", found)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "/before")
+    with pytest.raises(ProofError, match="Run this in the checkout of of tests, put the folder"):
+        check_installed("of tests")
+    assert os.environ["PYTHONPATH"] == "/before"
+    monkeypatch.chdir(tmp_path)
+    check_installed("of tests")
+    assert os.environ["PYTHONPATH"] == os.pathsep.join([str(tmp_path / "src"), "/before"])
+
+
+def test_missing_modules_are_named_by_what_installs_them():
+    names = ["zmq", "skyrl_gym", "megatron.training", "yaml"]
+    assert install_line(names) == (
+        "pip install pyzmq skyrl-gym pyyaml, and put the Megatron-LM that has megatron.training on "
+        "PYTHONPATH"
+    )
+    assert install_line(["megatron.core"]) == "pip install megatron-core"
 
 
 BRIDGE = ("megatron.bridge.training.train", "megatron.bridge.training.eval")

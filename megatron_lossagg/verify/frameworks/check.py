@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import megatron_lossagg
 from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.verify.frameworks import FRAMEWORKS
+from megatron_lossagg.verify.frameworks.missing import install_line, missing_modules
 from megatron_lossagg.verify.text import error_text, number_of
 
 if TYPE_CHECKING:
@@ -185,22 +186,24 @@ def ended_by(error: BaseException, check: str, *, framework: str, function: str 
     """Describe what a check raised, or, without a ``function``, what listing the checks raised.
 
     Not run: :class:`NotRunError`, a missing package that is not the framework itself, and whatever
-    the framework's own import raises. All else fails.
+    the framework's own import raises. All else fails. If listing ends for a missing package, all
+    that are missing are named (``missing.py``), and this process can run nothing more.
     """
-    own = FRAMEWORKS[framework].package
-    if not own.startswith("megatron."):  # which several projects share
-        own = own.partition(".")[0]
     lines = str(error).strip().splitlines() or ["no message"]
     text = f"{type(error).__name__}: {lines[0].rstrip('.')}"
     state = NOT_RUN
-    if isinstance(error, NotRunError):
+    is_elsewhere = isinstance(error, NotRunError) or _is_of_others(error, framework)
+    names = []
+    if is_elsewhere and not function:
+        package = FRAMEWORKS[framework].package
+        names = missing_modules(FRAMEWORKS[framework].imports, own=package)
+    if names:
+        text = f"got no {', '.join(names)}: {install_line(names)}, or run where {framework} trains"
+    elif isinstance(error, NotRunError):
         text = str(error)
-    elif isinstance(error, ModuleNotFoundError) and not f"{error.name}.".startswith(f"{own}."):
-        package = str(error.name).partition(".")[0]
-        remedy = f"Install the package that provides {package}"
-        if package == "megatron":
-            remedy = "Put the Megatron-LM that it needs on PYTHONPATH"
-        text += f". {remedy}, or run where {framework} trains"
+    elif is_elsewhere:
+        missing = install_line([str(getattr(error, "name", ""))])
+        text += f": {missing}, or run where {framework} trains"
     elif not function and not _is_raised_here(error):
         text += f". Run where python can import {framework}"
     else:
@@ -208,6 +211,15 @@ def ended_by(error: BaseException, check: str, *, framework: str, function: str 
         got = f"{function} raised" if function else "got"
         state, text = FAIL, f"{got} {text}, expected {expected}. {_release(framework)}"
     return Outcome(check=check, function=function, state=state, explanation=text)
+
+
+def _is_of_others(error: BaseException, framework: str) -> bool:
+    """Whether a module is missing that is not the framework's own."""
+    own = FRAMEWORKS[framework].package
+    if not own.startswith("megatron."):  # which several projects share
+        own = own.partition(".")[0]
+    is_missing = isinstance(error, ModuleNotFoundError)
+    return is_missing and not f"{getattr(error, 'name', None)}.".startswith(f"{own}.")
 
 
 def _is_raised_here(error: BaseException) -> bool:

@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.verify.frameworks import FRAMEWORKS
 from megatron_lossagg.verify.frameworks.check import (
     FAIL,
     NOT_RUN,
@@ -45,10 +47,18 @@ class FrameworkJob:
 
     def run(self) -> Iterator[Event]:
         """Run the checks in this process; yield each outcome as it is known."""
+        listing = f"import of {self.framework}"
+        needs = FRAMEWORKS[self.framework].needs_transformer_engine
+        if needs and find_spec("transformer_engine") is None:
+            reason = (
+                f"{self.framework} imports Transformer Engine, which is not here and needs CUDA: "
+                f"run where {self.framework} trains"
+            )
+            yield asdict(Outcome(check=listing, function="", state=NOT_RUN, explanation=reason))
+            return
         try:
             checks = checks_of(self.framework, self.aggregation)
         except (Exception, SystemExit) as error:
-            listing = f"import of {self.framework}"
             yield asdict(ended_by(error, listing, framework=self.framework))
             return
         for check in checks:

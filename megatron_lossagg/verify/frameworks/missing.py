@@ -1,0 +1,148 @@
+"""Which modules a framework imports that are not here: all of them, not the first.
+
+An import that fails for a module that cannot be found is tried again with a placeholder in its
+place. This process runs nothing of the framework afterwards.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+__all__ = ["install_line", "missing_modules"]
+
+_MOST = 200
+"""Modules that are looked for: an import that never ends would be a fault here."""
+_DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "git": "gitpython",
+    "hydra": "hydra-core",
+    "megatron.core": "megatron-core",
+    "pynvml": "nvidia-ml-py",
+    "transfer_queue": "TransferQueue",
+    "yaml": "pyyaml",
+    "zmq": "pyzmq",
+}
+"""Names of packages by their modules, if they are not the module's with hyphens."""
+
+
+def missing_modules(imports: Iterable[str], *, own: str) -> list[str]:
+    """Import modules; return the names of those that cannot be found, in the order met.
+
+    ``own``: the framework's package, whose modules are not looked for. What an import raises
+    otherwise ends the search in that module.
+    """
+    finder = _Placeholders()
+    sys.meta_path.append(finder)
+    try:
+        for name in imports:
+            _import(name, own, finder)
+    finally:
+        sys.meta_path.remove(finder)
+    return finder.names
+
+
+def _import(name: str, own: str, finder: _Placeholders) -> None:
+    for _ in range(_MOST):
+        try:
+            import_module(name)
+        except ModuleNotFoundError as error:
+            missing = _outermost(str(error.name))
+            if not error.name or missing in finder.names or f"{missing}.".startswith(f"{own}."):
+                return
+            finder.names.append(missing)
+        except (Exception, SystemExit):  # whatever a module raises, or makes of a placeholder
+            return
+        else:
+            return
+
+
+def _outermost(name: str) -> str:
+    """Return the first package of a dotted name that cannot be found."""
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        outer = ".".join(parts[:end])
+        try:
+            if find_spec(outer) is None:
+                return outer
+        except (ImportError, ValueError):
+            return outer
+    return name
+
+
+def install_line(names: Sequence[str]) -> str:
+    """Write the command that installs modules, and what else they need."""
+    of_megatron = [
+        name for name in names if name.startswith("megatron.") and name != "megatron.core"
+    ]
+    packages = [
+        _DISTRIBUTIONS.get(name, name.partition(".")[0].replace("_", "-"))
+        for name in names
+        if name not in of_megatron
+    ]
+    lines = [f"pip install {' '.join(packages)}"] if packages else []
+    if of_megatron:
+        lines.append(f"put the Megatron-LM that has {', '.join(of_megatron)} on PYTHONPATH")
+    return ", and ".join(lines)
+
+
+class _Placeholder:
+    """Whatever a module does with a name at import: a class, a decorator, a constant."""
+
+    def __init__(self, *_: Any, **__: Any):
+        pass
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if len(args) == 1 and not kwargs and callable(args[0]) else self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __or__(self, other: Any) -> Any:
+        return self
+
+    __ror__ = __getitem__ = __or__
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
+        return (_Placeholder,)
+
+
+class _Module(ModuleType):
+    __version__ = "0"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Placeholder()
+
+
+class _Placeholders(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the modules that were missing, and what lies in them; the last finder of all."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def find_spec(self, fullname: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
+        if any(f"{fullname}.".startswith(f"{name}.") for name in self.names):
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
