@@ -50,6 +50,12 @@ test-newest: $(VENV)/installed
 test-launch: $(VENV)/installed
 	$(RUN) -m pytest tests/launch -rs
 
+# README's commands as on a user's machine, with the system's Python and one other; MACHINE_PYTHONS
+# names them, PLAIN=1 takes the torch that plain pip does.
+.PHONY: test-machine
+test-machine:
+	launch/ci/machine.sh $(MACHINE_PYTHONS)
+
 # `make mutants MODULES="reduction/plan reduction/layout"` for some of them; tests/mutants/run.py.
 .PHONY: mutants
 mutants: $(VENV)/installed

@@ -12,7 +12,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-TARGETS=(lint test wrong-factors test-versions test-frameworks test-launch docs)
+TARGETS=(lint test wrong-factors test-versions test-frameworks test-launch test-machine docs)
 (($#)) || set -- "${TARGETS[@]}"
 
 STATUS=0

@@ -78,6 +78,10 @@ PURE_TESTS = {
         *of("reduction", *PLANS, "partial_losses", "reducer", "custom_reducer"),
         *(*WEIGHTS, *PLAN),
     ],
+    "reduction/weights": [
+        *of("reduction", *PLANS, "partial_losses", "reducer", "custom_reducer"),
+        *(*WEIGHTS, *PLAN),
+    ],
     "reduction/checks/aggregation": of("reduction", "aggregation", "length_power"),
     "reduction/checks/arguments": of("reduction", "reducer", "layout", *PLANS, "token_weights"),
     "reduction/checks/losses": of("reduction", "reducer", "not_finite", "custom_reducer"),
