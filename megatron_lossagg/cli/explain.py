@@ -73,9 +73,10 @@ def mode_lines() -> Iterator[str]:
     """Yield one line per mode, with its formula."""
     divisor = {"required": ", needs a divisor", "optional": ", may have a divisor", "none": ""}
     width = max(len(name) for name in MODES)
+    of_formulas = max(len(mode.formula) for mode in MODES.values())
     for mode in MODES.values():
         meaning = f"{mode.meaning}{divisor[mode.divisor]}"
-        yield f"{mode.name:<{width}}  w_s = {mode.formula:<24}  {meaning}"
+        yield f"{mode.name:<{width}}  w_s = {mode.formula:<{of_formulas}}  {meaning}"
 
 
 def alias_lines() -> Iterator[str]:

@@ -41,17 +41,17 @@ def markdown(report: Report) -> str:
     for line in more:
         lines += [line, ""]
     layouts = [_layout(name, verdicts) for name, verdicts in of_layouts.items()]
-    lines += _table(_LAYOUT_COLUMNS, layouts, left=1) if layouts else []
+    lines += _states(_LAYOUT_COLUMNS, layouts, left=1) if layouts else []
     if not report["passed"] or any(check["explanation"] for check in _checks(report)):
         lines += _fold("What did not pass, and why", _reasons(report, of_layouts), is_open=True)
     for name, verdicts in of_layouts.items():
         if verdicts:
             summary = f"{name}: {_passed(verdicts)} cases pass"
-            lines += _fold(summary, _table(COLUMNS, map(cells, verdicts), left=3))
+            lines += _fold(summary, _states(COLUMNS, map(cells, verdicts), left=3))
     if framework := report["framework"]:
         checks = framework["checks"]
         summary = f"{framework['name']}: {counted(checks)}, {framework['seconds']:.0f} s"
-        table = _table(FRAMEWORK_COLUMNS, map(framework_cells, checks), left=2)
+        table = _states(FRAMEWORK_COLUMNS, map(framework_cells, checks), left=2)
         lines += _fold(summary, table)
     lines += _fold("Run and environment", _run(report))
     return "\n".join(lines)
@@ -116,9 +116,15 @@ def _fold(summary: str, lines: Iterable[str], *, is_open: bool = False) -> list[
     return [begins, f"<summary>{html.escape(summary)}</summary>", "", *lines, "</details>", ""]
 
 
+def _states(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int) -> list[str]:
+    """Write a table with its last column, the state, as the first: a telephone shows it so."""
+    turned = [(row[-1], *row[:-1]) for row in (columns, *rows)]
+    return _table(turned[0], turned[1:], left=left + 1)
+
+
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int) -> list[str]:
-    """Write a table whose first columns are aligned to the left, and the last one, the state."""
-    rules = [":--" if i < left or i == len(columns) - 1 else "--:" for i in range(len(columns))]
+    """Write a table whose first columns are aligned to the left."""
+    rules = [":--" if i < left else "--:" for i in range(len(columns))]
     escaped = [[_escaped(cell) for cell in row] for row in (columns, *rows)]
     head, *body = [f"| {' | '.join(row)} |" for row in escaped]
     return [head, f"| {' | '.join(rules)} |", *body, ""]

@@ -18,6 +18,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from megatron_lossagg.reduction.modes import CUSTOM, MODES
 from megatron_lossagg.verify.environment import Fact
 from megatron_lossagg.verify.frameworks.check import FAIL, NOT_RUN, PASS, counted
 from megatron_lossagg.verify.frameworks.check import cells as framework_cells
@@ -142,9 +143,17 @@ def cells(verdict: Report) -> tuple[str, ...]:
         str(verdict["loss_scaling"]),
         str(verdict["k"]),
         f"{factor:.9f}" if factor is not None else "not finite",
-        *(error_text(verdict[f"{name}_error"]) for name in ("gradient", "loss", "weight_sum")),
+        *(_error(verdict, f"{name}_error") for name in ("gradient", "loss", "weight_sum")),
         "PASS" if verdict["passed"] else "FAIL",
     )
+
+
+def _error(verdict: Report, name: str) -> str:
+    """Write an error; a dash if it is not defined, as a weight sum of a reducer of one's own."""
+    is_custom = verdict["formula"] == MODES[CUSTOM].formula
+    if verdict[name] is None and (verdict["passed"] or (is_custom and name == "weight_sum_error")):
+        return "-"
+    return error_text(verdict[name])
 
 
 def largest(verdicts: Sequence[Report]) -> str:

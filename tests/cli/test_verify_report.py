@@ -10,6 +10,7 @@ from megatron_lossagg.cli.verify import _report
 from megatron_lossagg.cli.verify_markdown import markdown
 from megatron_lossagg.cli.verify_report import finite, show
 from megatron_lossagg.contract.scaling import LOSS_SCALINGS
+from megatron_lossagg.reduction.modes import MODES
 from megatron_lossagg.verify.cases import MASK_CASES
 from megatron_lossagg.verify.environment import Fact
 from megatron_lossagg.verify.job import Job
@@ -97,11 +98,19 @@ def read(report):
 
 
 def test_every_verdict_has_a_line_with_its_formula_and_numbers():
-    numbers = ["12", "1.000000000", "1.2e-15", "0", "5.6e-08", "PASS"]
+    numbers = ["12", "1.000000000", "1.2e-15", "0", "5.6e-08"]
     assert read(report()).lines[len(LAYOUTS) : -6] == [
-        [wanted["case"], wanted["formula"], wanted["loss_scaling"], *numbers]
+        ["PASS", wanted["case"], wanted["formula"], wanted["loss_scaling"], *numbers]
         for wanted in report()["verdicts"]
     ]
+
+
+def test_an_error_that_is_not_defined_is_a_dash_and_not_called_infinite():
+    uneven = verdict(loss_error=None, weight_sum_error=None)  # ranks of different M
+    own = {"formula": MODES["custom"].formula, "weight_sum_error": None}
+    found = read(report([uneven, verdict(**own), failed(**own), failed(loss_error=None)]))
+    ends = [line[-2:] for line in found.lines[len(LAYOUTS) : -6]]
+    assert ends == [["-", "-"], ["0", "-"], ["0", "-"], ["not finite", "5.6e-08"]]
 
 
 def check(**changes):
@@ -199,13 +208,13 @@ def reported(*, failure="", ran_on="0.16.1", passed=True, checks=(), ends=False)
 def test_each_layout_has_a_line_and_one_without_cases_is_listed():
     *lines, _ = read(MIXED).lines[:3]
     assert lines == [
-        [LAYOUTS[0], "1 of 4", "not finite", "FAIL"],
-        [LAYOUTS[1], "2 of 3", "4.5e+30", "FAIL"],
+        ["FAIL", LAYOUTS[0], "1 of 4", "not finite"],
+        ["FAIL", LAYOUTS[1], "2 of 3", "4.5e+30"],
     ]
     found = read(report([verdict()], failure=BROKEN))
     assert found.lines[:2] == [
-        [LAYOUTS[0], "1 of 1", "1.2e-15", "PASS"],
-        [LAYOUTS[1], "not measured", "FAIL"],
+        ["PASS", LAYOUTS[0], "1 of 1", "1.2e-15"],
+        ["FAIL", LAYOUTS[1], "not measured"],
     ]
     assert f"not measured : {LAYOUTS[1]}" in found.text
 
@@ -216,7 +225,7 @@ def test_only_what_did_not_pass_is_unfolded():
         folds = [part.partition("</summary>")[0] for part in text.split("<summary>")[1:]]
         assert folds == [
             *is_open,
-            *(f"{name}: {read(given).lines[n][1]} cases pass" for n, name in enumerate(LAYOUTS)),
+            *(f"{name}: {read(given).lines[n][2]} cases pass" for n, name in enumerate(LAYOUTS)),
             "Run and environment",
         ]
         assert text.count("<details open>") == len(is_open)
@@ -278,9 +287,9 @@ def test_a_check_of_a_framework_has_a_line_and_one_that_did_not_run_counts_as_ne
     found = read(with_checks("FAIL", check(), NOT_RUN, WRONG))
     assert "verl: 1 of 3 checks of its own code pass, 1 fails, 1 not run" in found.text
     ran, absent, wrong = found.lines[-9:-6]
-    assert ran == ["verl:token-mean", "core_algos.agg_loss", "0", "1.5e-16", "PASS"]
-    assert absent == ["absent", "core_algos.agg_loss", "NOT RUN"]
-    assert wrong == ["verl:token-mean", "core_algos.agg_loss", "0", "not finite", "FAIL"]
+    assert ran == ["PASS", "verl:token-mean", "core_algos.agg_loss", "0", "1.5e-16"]
+    assert absent == ["NOT RUN", "absent", "core_algos.agg_loss"]
+    assert wrong == ["FAIL", "verl:token-mean", "core_algos.agg_loss", "0", "not finite"]
     assert f"NOT RUN verl; absent: {NOT_RUN['explanation']}" in found.text
     assert f"FAIL verl; verl:token-mean: {WRONG['explanation']}" in found.text
 

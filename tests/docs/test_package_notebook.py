@@ -6,9 +6,12 @@ import contextlib
 import importlib.util
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
+
+import megatron_lossagg
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "examples" / "which_mode.ipynb"
@@ -36,15 +39,26 @@ def test_its_cells_are_committed_as_a_run_from_top_to_bottom_left_them():
     assert "/tmp" not in NOTEBOOK.read_text()
 
 
+def test_it_imports_public_names_only():
+    code = "\n".join("".join(cell["source"]) for cell in CELLS)
+    imported = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom)]
+    ours = [node for node in imported if node.module.startswith("megatron_lossagg")]
+    assert {node.module for node in ours} == {"megatron_lossagg"}
+    assert {name.name for node in ours for name in node.names} <= set(megatron_lossagg.__all__)
+
+
+@pytest.mark.launches
 def test_its_code_prints_what_is_committed(monkeypatch):
     """Without Jupyter, which the one cell that shows the picture needs."""
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    for name in ("matplotlib", "pandas"):
+        pytest.importorskip(name, reason=f"{name} is not installed")
     monkeypatch.chdir(NOTEBOOK.parent)
-    monkeypatch.setenv("COLUMNS", "80")  # the notebook sets its own; restored after the test
+    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))  # of lossagg plot
     names = {}
     for cell in CELLS:
         if "from IPython" in "".join(cell["source"]):
-            assert Path("shares.png").read_bytes().startswith(b"\x89PNG")
+            assert names["PICTURE"].read_bytes().startswith(b"\x89PNG")
             continue
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
@@ -52,6 +66,7 @@ def test_its_code_prints_what_is_committed(monkeypatch):
         assert out.getvalue() == printed(cell)
 
 
+@pytest.mark.launches
 @pytest.mark.skipif(
     not all(importlib.util.find_spec(name) for name in ("nbclient", "ipykernel")),
     reason="nbclient and ipykernel are not installed: pip install '.[notebook]'",
