@@ -42,7 +42,8 @@ def weights_of_rank(plan: StepWeights) -> Floats:
     weight_S = _by_denominator(plan, plan.counts, plan.counted_S)
     if omega_S is None:
         return weight_S
-    if plan.counts.known("table") is not None:
+    is_of_all = aggregation.mode != "microbatch_token_mean"  # n_mb of other ranks is not gathered
+    if is_of_all and plan.counts.known("table") is not None:
         plan.weight_A  # noqa: B018  raises for the weights of all ranks
     weighted_S = weight_S * omega_S
     _check_size(plan, weighted_S[(weight_S > 0) & (omega_S > 0)])
@@ -110,7 +111,7 @@ def check_agreement(plan: StepWeights, exchange: Exchange) -> None:
     """Refuse own weights that are not the same on all ranks; raises :class:`PlanError` on all.
 
     A function may be another one on a node with an older file, and may fail on one rank only. One
-    all-gather of three numbers.
+    all-gather of three numbers, and one for an error's message.
     """
     fault: PlanError | None = None
     sums = [0.0, 0.0]
@@ -121,14 +122,15 @@ def check_agreement(plan: StepWeights, exchange: Exchange) -> None:
         fault = error
     own = np.array([fault is not None, *sums], dtype=np.float64).view(np.int64)
     of_ranks = np.ascontiguousarray(exchange.integers(own)).view(np.float64)
-    if fault is not None:
+    if fault is not None and exchange.size == 1:
         raise fault
-    failed_W, sums_W2 = of_ranks[:, 0], of_ranks[:, 1:]
-    is_other_W = ~np.isclose(sums_W2, sums_W2[0], rtol=1e-9, atol=0).all(axis=1)
-    for wrong_W, what in ((failed_W > 0, "failed"), (is_other_W, "gave other weights than rank 0")):
-        if wrong_W.any():
-            raise PlanError(
-                f"{exchange.name(int(wrong_W.argmax()))}: the weights function of "
-                f"{plan.aggregation} {what}: install the same code on every node, and compute from "
-                "nothing but the counts"
-            )
+    if of_ranks[:, 0].any():
+        for rank, text in enumerate(exchange.messages("" if fault is None else str(fault))):
+            if text:
+                raise PlanError(f"{exchange.name(rank)}: {text}") from fault
+    is_other_W = ~np.isclose(of_ranks[:, 1:], of_ranks[0, 1:], rtol=1e-9, atol=0).all(axis=1)
+    if is_other_W.any():
+        raise PlanError(
+            f"{plan.aggregation}: {exchange.name(int(is_other_W.argmax()))} computes other weights "
+            "than rank 0: install the same code on every node, and compute from the counts only"
+        )

@@ -23,11 +23,11 @@ from megatron_lossagg import Aggregation, Layout, Sequences, plan_step
 from megatron_lossagg.errors import ContractError, ReducerError
 
 
-def whole_step(aggregator, *, mask=WHOLE, prompt=None):
+def whole_step(aggregator, *, mask=WHOLE, prompt=None, sequence_weight=None):
     """Train one step of whole masks; return what was raised on each rank."""
     raised = ""
     mode = Aggregation("prompt_mean") if prompt else MODE
-    sequences = Sequences(active_tokens=ACTIVE, prompt=prompt)
+    sequences = Sequences(active_tokens=ACTIVE, prompt=prompt, sequence_weight=sequence_weight)
     plan = plan_step(mode, sequences, group=aggregator.dp_group)
     step = aggregator.begin(plan, num_microbatches=1)
     mb = step.microbatch([0, 1], torch.tensor(mask), cu_seqlens=[0, 8, 12])
@@ -46,7 +46,13 @@ def check_ranks_that_weigh_the_same_sequences_differently_are_named(aggregator):
     assert whole_step(aggregator, prompt=[7, 7]) == ["", ""]
     raised = whole_step(aggregator, prompt=[7, 7 + aggregator.cp_rank])
     for text in raised:
-        assert "give the same sequences different weights: pass the same sample and p" in text
+        assert "give the same sequences different weights: pass the same ids, totals and" in text
+
+
+def check_ranks_with_different_weights_of_sequences_are_named(aggregator):
+    assert whole_step(aggregator, sequence_weight=[2.0, 0.5]) == ["", ""]
+    for text in whole_step(aggregator, sequence_weight=[2.0, 0.5 + aggregator.cp_rank]):
+        assert "give the same sequences different weights" in text
 
 
 def check_ranks_with_different_whole_masks_are_named(aggregator):

@@ -208,6 +208,8 @@ def check_data_of_another_kind_is_refused_by_name(chunk, stock):
 def check_prompt_mean_without_prompt_ids_is_refused_before_the_first_step(chunk, stock):
     with refused(AggregationError, "prompt_mean needs prompt ids", "choose another"):
         ScheduleHook(Aggregation("prompt_mean"), PretrainIntegration())
+    with refused(AggregationError, "balanced needs group ids", "choose another"):
+        ScheduleHook(Aggregation("balanced"), PretrainIntegration())
 
 
 def main():

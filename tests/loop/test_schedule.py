@@ -15,7 +15,7 @@ from megatron_lossagg.verify.cases import CASES
 from megatron_lossagg.verify.parallelism import Parallelism
 
 # The hook knows nothing of a mode: one with ids, one that counts microbatches, one with neither,
-# and what else it passes on: token weights.
+# and what else it passes on: token weights, groups, weights of sequences.
 # `lossagg verify --hooked` runs all of them, on any layout.
 CASES = [
     case
@@ -26,6 +26,9 @@ CASES = [
         "sample_mean, count_empty=False",
         "microbatch_token_mean",
         "token_mean, count=weights",
+        "balanced",
+        "own_weights",
+        "sample_mean, sequence_weight",
     )
 ]
 LAYOUTS = {

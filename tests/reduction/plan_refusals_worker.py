@@ -15,6 +15,15 @@ from megatron_lossagg.reduction import faults
 from megatron_lossagg.reduction.counts import StepTotals
 from megatron_lossagg.reduction.options import Options
 
+
+def fails_on_one_rank(counts):
+    return 1 / (dist.get_rank() != 1)
+
+
+def differs_on_one_rank(counts):
+    return 1 / counts.N * (1 + (dist.get_rank() == 1))
+
+
 REFUSED = {
     "an id too few": (
         "rank 0 of the data-parallel group: Sequences.sample: got 1 entries, expected 2",
@@ -53,6 +62,39 @@ REFUSED = {
     "a name of an aggregation": (
         "rank 1 of .*got 'token_mean', expected an Aggregation",
         lambda rank: ("token_mean" if rank == 1 else TOKEN_MEAN, Sequences(active_tokens=[3])),
+    ),
+    "weights of sequences on one rank": (
+        "rank 0 has sequence_weight, rank 1 has no sequence_weight",
+        lambda rank: of(active_tokens=[3, 1], sequence_weight=None if rank else [1, 2]),
+    ),
+    "a negative weight of a sequence": (
+        r"rank 1 of .*sequence_weight: got -2\.0 at index 1, expected finite numbers from 0",
+        lambda rank: of(active_tokens=[3, 1], sequence_weight=[1, -2 if rank == 1 else 2]),
+    ),
+    "a sample in two groups": (
+        r"sample 7 has sequences under \d groups .*: a sample belongs to one group",
+        lambda rank: of(active_tokens=[3], sample=[7], group=[rank]),
+    ),
+    "a weights function that fails on one rank": (
+        "rank 1 of the data-parallel group: the weights function .* raised ZeroDivisionError",
+        lambda rank: (
+            Aggregation(weights=fails_on_one_rank),
+            Sequences(active_tokens=[3]),
+        ),
+    ),
+    "a weights function of other code on one rank": (
+        "rank 1 of the data-parallel group computes other weights than rank 0: install the same",
+        lambda rank: (
+            Aggregation(weights=differs_on_one_rank),
+            Sequences(active_tokens=[3, rank]),
+        ),
+    ),
+    "a weights function of another name": (
+        "rank 0 has own_weights .*:fails_on_one_rank.*, rank 1 has own_weights .*:differs_on",
+        lambda rank: (
+            Aggregation(weights=differs_on_one_rank if rank else fails_on_one_rank),
+            Sequences(active_tokens=[3]),
+        ),
     ),
     "different divisors": (
         r"rank 0 has .*1/\(B 8\).*, rank 1 has .*1/\(B 9\)",

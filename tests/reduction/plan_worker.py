@@ -18,7 +18,7 @@ from megatron_lossagg.errors import PlanError
 from megatron_lossagg.reduction.counts import StepTotals
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.verify import reference_loss
-from megatron_lossagg.verify.cases import reference_options
+from megatron_lossagg.verify.cases import mean_of_prompts, reference_options
 
 
 def sequences_of_this_rank(sequences, keys):
@@ -65,6 +65,31 @@ def check_weights_are_the_references_over_ranks():
             for weight, index in zip(plan.weights.tolist(), indices, strict=True):
                 want = 0.0 if grads[index] is None else grads[index].abs().max().item()
                 assert abs(weight - want) <= 1e-15 + 1e-13 * want, (aggregation, index)
+
+
+def check_sequence_weights_multiply_the_weights_and_the_expected_sum_over_ranks():
+    sequences, keys, indices, own = assigned(3)
+    omega = [(0.5, 3.0, 0.0, 1.0)[i % 4] for i in range(len(sequences))]
+    weighted = replace(own, sequence_weight=[omega[i] for i in indices])
+    for aggregation in (*ANY_LAYOUT.values(), Aggregation(weights=mean_of_prompts)):
+        plan = plan_step(aggregation, weighted, group=dist.group.WORLD)
+        whole = plan_step(aggregation, own, group=dist.group.WORLD)
+        assert plan.weights.tolist() == [
+            w * omega[i] for w, i in zip(whole.weights.tolist(), indices, strict=True)
+        ]
+        live = [
+            {
+                **one,
+                "trained": one["counted"],
+                "x": [torch.ones((), dtype=torch.float64)] * len(one["counted"]),
+                "sequence_weight": omega[i],
+                "microbatch": keys[i],
+            }
+            for i, one in enumerate(sequences)
+        ]
+        options = reference_options(aggregation, [3] * dist.get_world_size())
+        want = reference_loss.step_loss(aggregation.mode, live, **options).item()
+        assert abs(plan.expected_weight / want - 1) < 1e-12, aggregation
 
 
 def check_token_weights_give_the_same_bits_over_ranks_and_on_one():

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from megatron_lossagg.verify import reference_loss
+from megatron_lossagg.verify.cases import mean_of_prompts
 
-# x, counted, trained, sample, prompt, microbatch. Sample 0 is split into two sequences.
+# x, counted, trained, sample, prompt, microbatch. Sample 0 is split into two sequences, and is
+# group 1; the others are group 2.
 TABLE = [
     ([1.0, 2.0, 4.0], [1, 0, 1], [1, 0, 1], 0, 0, (0, 0)),  # sum 5, n 2
     ([3.0], [1], [1], 0, 0, (0, 1)),  # sum 3, n 1
@@ -26,6 +28,14 @@ BY_HAND = {
     # 3^-2 8 + 2^-2 8 + 4^-2 10, over 3^-1 + 2^-1 + 4^-1
     ("length_power", True): (8 / 9 + 8 / 4 + 10 / 16) / (1 / 3 + 1 / 2 + 1 / 4),
     ("token_sum", True): 26 / 7,
+    # groups: sum 8 of 3 tokens, sum 18 of 6; 1 and 3 samples, of which 2 are active
+    ("balanced", True): (8 / 3 + 3 * 18 / 6) / 4,
+    ("balanced", False): (8 / 3 + 2 * 18 / 6) / 3,
+    ("row_mean", True): ((5 / 2 + 3) / 2 + 8 / 2 + 0 + 10 / 4) / 4,
+    ("row_mean", False): ((5 / 2 + 3) / 2 + 8 / 2 + 10 / 4) / 3,
+    # prompts: (means of samples 0 and 1) / 2, masked, 10 / 4
+    ("own_weights", True): (((5 / 2 + 3) / 2 + 8 / 2) / 2 + 0 + 10 / 4) / 3,
+    ("own_weights", False): (((5 / 2 + 3) / 2 + 8 / 2) / 2 + 10 / 4) / 2,
     # rank 0: 5/2, 3/1 over M 3; rank 1: 8/2, 10/4 over M 2
     ("microbatch_token_mean", True): ((5 / 2 + 3) / 3 + (4 + 10 / 4) / 2) / 2,
 }
@@ -36,6 +46,9 @@ EXPECTED_SUMS = {  # the same with every x = 1 and the loss mask
     "constant": 9 / 7 / 4,
     "sample_sum": 9 / 4,
     "token_sum": 9 / 7,
+    "balanced": 1,
+    "row_mean": 3 / 4,
+    "own_weights": 2 / 3,
     "length_power": 1,
     "microbatch_token_mean": (2 / 3 + 2 / 2) / 2,
 }
@@ -49,6 +62,7 @@ def sequences(*, trained=True):
             "trained": kept if trained else counted,
             "sample": sample,
             "prompt": prompt,
+            "group": 1 if sample == 0 else 2,
             "microbatch": microbatch,
         }
         for x, counted, kept, sample, prompt, microbatch in TABLE
@@ -60,6 +74,7 @@ def options(mode):
         "divisor": 7 if mode in ("constant", "token_sum") else None,
         "exponent": 2 if mode == "length_power" else None,
         "microbatches": [3, 2],
+        "weights": mean_of_prompts,
     }
 
 
@@ -67,6 +82,13 @@ def options(mode):
 def test_the_loss_is_the_one_computed_by_hand(mode, count_empty):
     loss = reference_loss.step_loss(mode, sequences(), count_empty=count_empty, **options(mode))
     assert loss.item() == pytest.approx(BY_HAND[mode, count_empty], rel=1e-15)
+
+
+def test_a_sequences_weight_multiplies_its_losses_and_no_count():
+    pairs = zip(sequences(), [2, 0, 1, 5, 3], strict=True)
+    weighted = [{**one, "sequence_weight": w} for one, w in pairs]
+    loss = reference_loss.step_loss("sample_mean", weighted, **options("sample_mean"))
+    assert loss.item() == pytest.approx((2 * 5 / 3 + 8 / 2 + 3 * 10 / 4) / 4, rel=1e-15)
 
 
 @pytest.mark.parametrize("mode", EXPECTED_SUMS)
