@@ -95,7 +95,7 @@ def test_a_read_on_the_device_raises():
 def a_step_of_two_microbatches(to, losses, loss_scaling, **options):
     """Run a step's loss_func and backward passes; return the step, not finished, and outputs."""
     plan = a_plan((4, 1), mode="sample_mean")
-    gradients = SimpleNamespace(grad_data=to(torch.zeros(8)))
+    gradients = SimpleNamespace(grad_data=to(torch.zeros(8)), params=[])
     chunk = a_chunk(gradients)
     step = a_step(plan, 2, loss_scaling=loss_scaling, chunks=[chunk], **options)
     returned = []
