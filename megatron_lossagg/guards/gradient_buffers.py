@@ -70,7 +70,7 @@ def _samples(step: StepFacts) -> Iterator[tuple[int, Tensor]]:
 
 def _is_left(buffer: Any) -> bool:
     """Whether the parameters were wrapped anew, so that their gradients are in another buffer."""
-    found = getattr(next(iter(buffer.params), None), "main_grad", None)
+    found = getattr(next(iter(getattr(buffer, "params", ())), None), "main_grad", None)
     address = buffer.grad_data.untyped_storage().data_ptr()
     return found is not None and found.untyped_storage().data_ptr() != address
 

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -254,3 +255,16 @@ def test_a_plan_can_be_copied_and_pickled(copied):
     again = copied(plan)
     assert again.weights.tolist() == plan.weights.tolist() == [1 / 6, 1 / 2]
     assert again.under("token_mean").weights.tolist() == [1 / 4, 1 / 4]
+
+
+@pytest.mark.parametrize("mode", ["token_mean", "sample_mean", "sample_sum"])
+def test_the_calls_of_an_optimizer_step_share_its_weights(mode):
+    plan = plan_step(Aggregation(mode), Sequences(active_tokens=[3, 1, 0, 4]))
+    for one in (plan, plan.under("token_sum")):
+        shared = replace(one, num_calls=2)
+        assert shared.weights.tolist() == [w / 2 for w in one.weights.tolist()]
+        assert shared.expected_weight == one.expected_weight / 2
+        assert (
+            shared.under("token_mean").expected_weight
+            == one.under("token_mean").expected_weight / 2
+        )
