@@ -46,6 +46,10 @@ class PretrainIntegration(MaskedSumIntegration):
     @property
     def counts_parts(self) -> bool:
         """True, unless a subclass counts sequences itself and does not say so again."""
+        return self._counts_as_given
+
+    @property
+    def _counts_as_given(self) -> bool:
         return type(self).sequences is PretrainIntegration.sequences
 
     def prepare(self, aggregations: Sequence[Aggregation]) -> None:
@@ -65,7 +69,8 @@ class PretrainIntegration(MaskedSumIntegration):
 
     def _check_dynamic(self, config: Any) -> None:
         """Refuse options whose padding or microbatches differ from rank to rank, by name."""
-        if not getattr(config, "dynamic_context_parallel", False):
+        is_dynamic = getattr(config, "dynamic_context_parallel", False)
+        if not (is_dynamic and self._counts_as_given):
             return
         from megatron.training import get_args
 

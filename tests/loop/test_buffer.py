@@ -302,7 +302,6 @@ ONE = Plain({})
 
 
 def two_levels_down(memory):
-    """Yield microbatches whose object holds a dict of the refilled memory."""
     return refilled(memory, lambda: {"mask": [1], "batch": Plain({"ids": memory[:]})})
 
 
@@ -353,15 +352,12 @@ def test_tensors_that_are_shared_and_not_filled_again_are_right():
         def __init__(self):
             self.buffers = {"tokens": T}
 
-    class Source(Dataset):
-        def __init__(self):
-            self.cache = [A]
-
     def cached():
         seen.append(torch.zeros(1))
         return {"tokens": T, "cache": Plain(Plain(seen))}
 
-    reader, source = Reader(), Source()
+    reader, source = Reader(), Refills()
+    source.entry = A
     for made in (
         rewritten,
         cached,
