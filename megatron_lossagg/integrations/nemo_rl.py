@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
+from megatron_lossagg.integrations._announce import announce
 from megatron_lossagg.integrations._refusals import not_a_mask
 from megatron_lossagg.reduction.aggregation import Aggregation, require_mask_count
 from megatron_lossagg.reduction.counts import StepTotals
@@ -217,6 +218,7 @@ class AggregatedLoss:
         and those of the wrapped loss per sequence. Raises :class:`PlanError` on this rank only for
         a mask that is not 0 or 1.
         """
+        announce("NeMo-RL", self.aggregation)
         is_of_values = _is_one_of(self.loss_fn, _VALUE_LOSS)
         n_b, sample_mask = _counts_of(data, is_of_values=is_of_values)
         if self.weights_in_data:

@@ -200,9 +200,9 @@ def _prompts(
     These are not checked if ids are given and no rollout is dropped.
     """
     given = rollout_data.pop("prompt", None)
-    number = int(args.n_samples_per_prompt)
     if given is not None:
-        return list(given), number if _drops_rollouts(rollout_data) else None
+        drops = _drops_rollouts(rollout_data)
+        return list(given), int(args.n_samples_per_prompt) if drops else None
     foreign = [
         f"{name} {path}"
         for name in _STOCK_SOURCES
@@ -217,6 +217,7 @@ def _prompts(
             "its own source. Return data['prompt'], an integer per sample, from "
             "--custom-convert-samples-to-train-data-path"
         )
+    number = int(args.n_samples_per_prompt)
     _log_derived_prompts(number)
     return [rollout // number for rollout in rollout_ids], number
 

@@ -370,10 +370,10 @@ def refuse_other_batches(verl):
             "uid": ["a", uid if is_other else "b"],
         }
         if not differs:
-            verl._check_same_batch(data)
+            verl.check_same_batch(data)
             continue
         with pytest.raises(PlanError, match=r"on rank 0 of the 4 .* different one on rank 2"):
-            verl._check_same_batch(data)
+            verl.check_same_batch(data)
         if dist.get_rank() == 0:
             print("refused together", flush=True)
 

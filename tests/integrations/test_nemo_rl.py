@@ -5,6 +5,7 @@ NeMo-RL: ``test_verl.py``.
 """
 
 import pickle
+import types
 import warnings
 from functools import partial
 
@@ -21,6 +22,7 @@ from written_frameworks import (
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
+from megatron_lossagg.integrations import _announce
 from megatron_lossagg.integrations.nemo_rl import aggregated
 from megatron_lossagg.verify.frameworks.drawn_step import Step
 from megatron_lossagg.verify.frameworks.nemo_rl import compared, losses_of
@@ -65,6 +67,18 @@ def test_the_loss_written_here_is_that_of_its_alias(token_level):
 def test_in_the_integration_it_is_the_references(make, mode):
     found = compared(make, of_mode(mode), is_wrapped=True)
     assert max(found.loss_error, found.gradient_error) < 1e-7
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_line_on_rank_0_says_that_it_is_on(rank, capsys, monkeypatch):
+    ranks = types.SimpleNamespace(is_initialized=lambda: True, get_rank=lambda: rank)
+    monkeypatch.setattr(_announce, "dist", ranks)
+    _announce.announce.cache_clear()
+    made = aggregated(ClippedPGLossFn(), CONSTANT)
+    assert capsys.readouterr().err == ""  # the driver, which trains nothing
+    losses_of(made, Step())
+    line = f"lossagg: NeMo-RL trains {CONSTANT}\n"
+    assert capsys.readouterr().err == ("" if rank else line)
 
 
 @pytest.mark.parametrize("make", [ClippedPGLossFn, NLLLossFn, MseValueLossFn])

@@ -4,6 +4,8 @@ What they refuse: ``test_slime_arguments.py``. The reducer: ``test_pg_loss_reduc
 """
 
 import io
+import itertools
+import random
 from argparse import Namespace
 
 import pytest
@@ -207,6 +209,56 @@ def test_a_denominator_below_1_is_carried_and_not_raised_to_1(framework, mode, a
             assert all(torch.equal(one, of_one.as_subclass(torch.Tensor)) for one in raised)
         framework.carry(framework.arguments(aggregation))
         assert in_data[0] == framework.data["rollout_mask_sums"][0]
+
+
+def draw_rollouts(seed):
+    """Draw six rollouts of one to three short responses; some of them, or all, fully masked."""
+    draws = random.Random(seed)
+    drawn = []
+    for rollout in range(6):
+        for _ in range(draws.choice([1, 1, 3])):
+            length, share = draws.randint(1, 17), draws.choice([0.0, 0.1, 0.9])
+            mask = [int(draws.random() < share) for _ in range(length)]
+            x = [torch.tensor(draws.gauss(0, 1), dtype=torch.float64) for _ in mask]
+            drawn.append({"x": x, "counted": mask, "trained": mask, "sample": rollout})
+            drawn[-1] |= {"prompt": rollout // 2, "microbatch": (0, rollout // 3)}
+    return drawn
+
+
+LEGAL = {
+    **CASES,
+    "sample_sum without empty": Aggregation("sample_sum", count_empty=False),
+    "microbatch_token_mean": Aggregation("microbatch_token_mean"),
+}
+
+
+@of_slime
+def test_drawn_steps_train_whether_or_not_a_denominator_is_below_1(framework):
+    num_below = dict.fromkeys(LEGAL, 0)
+    for seed, (name, aggregation) in itertools.product(range(25), LEGAL.items()):
+        drawn = draw_rollouts(seed)
+        places = [[n for n, one in enumerate(drawn) if one["microbatch"][1] == m] for m in (0, 1)]
+        framework.data.clear()
+        framework.data.update(
+            loss_masks=[torch.tensor(one["counted"], dtype=torch.int32) for one in drawn],
+            rollout_ids=[one["sample"] for one in drawn],
+            rollout_mask_sums=torch.ones(len(drawn), dtype=torch.float64),
+            micro_batch_indices=places,
+            num_microbatches=[2],
+            global_batch_sizes=[6],
+            prompt=[one["prompt"] for one in drawn],
+        )
+        d_S = framework.carry(framework.arguments(aggregation))
+        num_below[name] += min(d_S) < 1
+        got = 0.0
+        for one, d_s in zip(drawn, framework.data["rollout_mask_sums"], strict=True):
+            masked = (torch.stack(one["x"]) * torch.tensor(one["counted"])).sum()
+            got += masked / torch.clamp_min(d_s, 1) / 6  # as slime's reducer, over G
+        options = reference_options(aggregation, [2])
+        wanted = reference_loss.step_loss(aggregation.mode, drawn, **options)
+        assert got.item() == pytest.approx(float(wanted), rel=1e-12, abs=1e-14), (name, seed)
+    print(num_below)  # of 25 steps each
+    assert sum(num_below.values()) > 27
 
 
 def test_only_denominators_of_0_are_raised_to_1():

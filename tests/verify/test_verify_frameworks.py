@@ -88,7 +88,9 @@ def forked(monkeypatch):
 def test_an_import_that_fails_is_not_run_with_the_reason_and_what_to_install(tmp_path, monkeypatch):
     """In the process that users get, which is no rank and has their path."""
     init = "import ray_of_tests.core\nimport json\nfrom yaml_of_tests import a, b\n"
-    init += "class C(a.B): pass\n@b(1)\ndef f(x: a | None): pass\nimport ray_of_tests.more\n"
+    init += (
+        "class C(a.B, extra=1): pass\n@b(1)\ndef f(x: a | None): pass\nimport ray_of_tests.more\n"
+    )
     write_verl(tmp_path / "on_the_path", init)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "on_the_path"), str(ROOT)]))

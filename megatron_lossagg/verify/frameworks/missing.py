@@ -98,6 +98,9 @@ class _Placeholder:
     def __init__(self, *_: Any, **__: Any):
         pass
 
+    def __init_subclass__(cls, **_: Any) -> None:
+        super().__init_subclass__()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return args[0] if len(args) == 1 and not kwargs and callable(args[0]) else self
 
