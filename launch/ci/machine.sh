@@ -16,7 +16,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 SYSTEM_PATH=$(getconf PATH)
-VERSIONS=(3.10 3.11 3.12 3.13 3.14)
+VERSIONS=(3.10 3.11 3.12 3.13)
 
 # What `python3.N` is here: on the PATH, or built by pyenv.
 python_of() {
@@ -55,21 +55,23 @@ print(platform.python_version(), version(\"torch\"), version(\"megatron-core\"),
 }
 
 tried() {
+    local pins=""
     typed "'$1' -m venv .venv"
     if [[ -z ${PLAIN:-} ]]; then
-        local torch="pip install --quiet --constraint constraints.txt torch numpy"
-        local report
-        report=$(typed "$torch --dry-run --report -")
-        if [[ $report == *'"nvidia-'* ]]; then
-            RESULT="skipped: pip finds no CPU build of torch for it"
+        local pinned found
+        pins="--constraint constraints.txt"
+        pinned=$(sed -n 's/^torch==//p' constraints.txt)
+        found=$(typed "pip index versions torch")
+        if [[ $found != *"$pinned+cpu"* ]]; then
+            RESULT="skipped: pip finds no CPU build of torch $pinned for it"
             return
         fi
-        typed "$torch"
+        typed "pip install --quiet $pins torch numpy"
     fi
     typed "pip install --quiet '.[megatron]'"
     FOUND=$(versions)
     typed 'lossagg verify --dp 2 --cp 2' | tee "$WORK/verify"
-    typed "pip install --quiet '.[demo,dev]'"
+    typed "pip install --quiet $pins '.[demo,dev]'"
     typed 'OMP_NUM_THREADS=1 python -m pytest --quiet -m "not launches and not gpu"' | tee "$WORK/tests"
     [[ $FOUND == "$(versions)" ]]
     RESULT="$(grep -o '[0-9]* of [0-9]* cases' "$WORK/verify" | head -n 1) | $(tail -n 1 "$WORK/tests")"
