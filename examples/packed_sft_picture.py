@@ -39,7 +39,7 @@ def draw(lines: Sequence[dict[str, Any]], path: Path) -> None:
     plt.rcParams.update({"font.size": 15, "svg.hashsalt": "", "svg.fonttype": "path"})
     for name in ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"):
         plt.rcParams[name] = GREY
-    figure, axes = plt.subplots(figsize=(7.5, 3.0), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7.5, 2.7), layout="constrained")
     steps = range(1, len(lines) + 1)
     for name, (label, color) in SHOWN.items():
         ratios = [ratio(line, name) for line in lines]
