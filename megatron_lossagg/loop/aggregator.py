@@ -224,7 +224,12 @@ class LossAggregator:
         Args:
             active_tokens: Of the sequences of this data-parallel rank, as in :class:`Sequences`.
             num_microbatches: M, what the schedule gets.
-            sample, prompt, microbatch, token_weight_sums, sequence_weight, group,
+            sample: As in :class:`Sequences`.
+            prompt: As in :class:`Sequences`.
+            microbatch: As in :class:`Sequences`.
+            token_weight_sums: As in :class:`Sequences`.
+            sequence_weight: As in :class:`Sequences`.
+            group: As in :class:`Sequences`.
             samples_per_prompt: As in :class:`Sequences`.
             forward_only: As in :meth:`begin`.
             accumulates: As in :meth:`begin`.
@@ -260,8 +265,6 @@ class LossAggregator:
         iteration: int | None = None,
     ) -> Step:
         """Plan and begin a schedule call on every pipeline stage, or raise on all of them.
-
-        Also if the stages' M differ.
 
         ``plan``: makes the plan, and is called on the last stage only. The others: see
         :meth:`begin`. Every rank calls. One all-gather over the pipeline-parallel group if it

@@ -149,11 +149,12 @@ def plan_step(
 ) -> StepPlan:
     """Count the step over ``group`` and decide the weight of every sequence.
 
-    Without totals: one all-gather of 13 integers per rank. A second one, of one to four numbers
-    per sequence, if ids or token weights are passed or the mode (or a shadow) is ``length_power``.
-    Each is one host sync. A third one only brings an error's message to every rank. A sample with
-    more active tokens than the divisor of ``constant``, and ids that look as if they were not
-    global, give one warning per process, on all ranks alike.
+    Without totals: one all-gather of 13 integers per rank. A second one, of one to six numbers
+    per sequence, if ids or weights are passed or the mode (or a shadow) needs every sequence; with
+    a weights function one of three numbers. Each is one host sync. A third one only brings an
+    error's message to every rank. A sample with more active tokens than the divisor of
+    ``constant``, and ids that look as if they were not global, give one warning per process, on all
+    ranks alike.
 
     Args:
         aggregation: Which loss is trained.

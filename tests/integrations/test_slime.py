@@ -19,8 +19,9 @@ from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import ContractError, PlanError
 from megatron_lossagg.integrations import slime
 from megatron_lossagg.integrations._denominators import Denominators
+from megatron_lossagg.integrations._rollout_mask_sums import FrameworkStep, rollout_mask_sums
 from megatron_lossagg.verify import reference_loss
-from megatron_lossagg.verify.cases import reference_options
+from megatron_lossagg.verify.cases import mean_of_prompts, reference_options
 from megatron_lossagg.verify.frameworks.drawn_step import draw
 
 CHECKOUTS = [pytest.param(name, marks=needs(name, *SERVING)) for name in ("slime", "miles")]
@@ -33,7 +34,7 @@ CHECKOUTS = [pytest.param(name, marks=needs(name, *SERVING)) for name in ("slime
 def test_the_frameworks_own_training_step_trains_the_configured_loss(name, dtype, dp, cp):
     arguments = (name, dtype, cp, reference(dtype))
     out = launched("integrations/slime_miles_worker.py", *arguments, processes=dp * cp)
-    assert out.count("CASE ") == 2 * {"slime": 14, "miles": 13}[name]
+    assert out.count("CASE ") == 2 * {"slime": 16, "miles": 15}[name]
 
 
 @pytest.mark.launches
@@ -336,3 +337,14 @@ def test_a_split_by_samples_is_right_or_refused(framework, is_late):
     active = sum(sum(mask) for mask in framework.data["loss_masks"][:6])
     got = framework.carry(framework.arguments(global_batch_size=6, **given))
     assert got[0] == pytest.approx(active / 6)
+
+
+def test_a_weights_function_is_carried_and_a_weight_of_0_is_refused():
+    batch = {"active_tokens": [3, 5, 4], "sample": [0, 0, 1], "prompt": [0, 0, 1]}
+    steps = [FrameworkStep(sequences=[0, 1, 2], rollouts=2)]
+    # w_s = 1 / (P k_p R_b n_s) = 1/12, 1/20, 1/8
+    found = rollout_mask_sums(Aggregation(weights=mean_of_prompts), steps, **batch)
+    assert found.tolist() == pytest.approx([6, 10, 4], rel=1e-12)
+    own = Aggregation(weights=lambda counts: (counts.n_s != 5) / counts.N)
+    with pytest.raises(PlanError, match="sequence 1 of this step the weight 0"):
+        rollout_mask_sums(own, steps, **batch)

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lossagg import Aggregation, add_loss_aggregation_args
-from megatron_lossagg.errors import AggregationError
+from megatron_lossagg.errors import AggregationError, ContractError, ReducerPathError
 from megatron_lossagg.loop.flags import aggregation_from_args, args_of
+from megatron_lossagg.loop.read_run import _check_parts
 from megatron_lossagg.reduction.aliases import ALIASES
 from megatron_lossagg.reduction.modes import CUSTOM, MODES, OWN_WEIGHTS
 from megatron_lossagg.reduction.options import Options
@@ -108,6 +109,26 @@ def test_the_loss_scaling_flag_of_megatron_is_not_read():
     framework = argparse.Namespace(calculate_per_token_loss=True, loss_aggregation="sample_mean")
     assert aggregation_from_args(framework) == Aggregation("sample_mean")
     assert aggregation_from_args(argparse.Namespace(calculate_per_token_loss=True)) is None
+
+
+def test_a_weights_path_is_given_without_a_mode_and_with_what_is_counted():
+    path = "megatron_lossagg.verify.cases:mean_of_prompts"
+    argv = ["--loss-aggregation-weights-path", path]
+    assert read(*argv) == Aggregation(weights=path)
+    found = read(*argv, "--no-loss-aggregation-count-empty", "--loss-aggregation-count", "weights")
+    assert found == Aggregation(weights=path, count_empty=False, count="weights")
+    for more in (["--loss-aggregation", "token_mean"], ["--loss-aggregation-reducer-path", "a:b"]):
+        with pytest.raises(AggregationError, match="replaces the mode"):
+            read(*argv, *more)
+    with pytest.raises(ReducerPathError, match=r"weights path 'no\.such:f' raised"):
+        read("--loss-aggregation-weights-path", "no.such:f")
+
+
+@pytest.mark.parametrize("mode", ["row_mean", "own_weights"])
+def test_weights_of_whole_sequences_are_refused_if_ranks_count_parts(mode):
+    aggregation = Aggregation(weights=len) if mode == "own_weights" else Aggregation(mode)
+    with pytest.raises(ContractError, match=f"got {mode} with dynamic_context_parallel"):
+        _check_parts(Aggregation("sample_mean"), aggregation)
 
 
 def test_help_has_one_line_for_each_mode_where_text_is_raw():

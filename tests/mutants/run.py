@@ -67,6 +67,9 @@ PURE_TESTS = {
     "reduction/sequences": [*of("reduction", *PLANS, "counts", "integers"), *PLAN],
     "reduction/counts": [*of("reduction", "counts", *PLANS), *WEIGHTS, *PLAN],
     "reduction/mode_counts": [*of("reduction", *PLANS, "partial_losses"), *WEIGHTS, *PLAN],
+    "reduction/own_weights": of("reduction", "own_weights"),
+    "reduction/step_table": of("reduction", "own_weights", "partial_losses"),
+    "reduction/weights": [*of("reduction", *PLANS, "own_weights", "sequence_weights"), *PLAN],
     "reduction/faults": of("reduction", "step_faults", "not_finite"),
     "reduction/segments": of("reduction", "mask_checks", "reducer", "not_finite"),
     "reduction/microbatch": of(

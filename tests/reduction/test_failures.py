@@ -321,7 +321,10 @@ def test_g2_a_mode_is_the_same_loss_in_both_loss_scalings(mode, loss_scaling):
 
 
 def test_g6_each_mode_set_by_flag_trains_a_different_loss():
-    sequences, found = assigned([*lengths(1, 7), *lengths(5, 2, prompt=1, sample=7)]), []
+    sequences = [*lengths(1, 7, sample=1), *lengths(3, sample=2), *lengths(5, prompt=1)]
+    for one, group in zip(sequences, (0, 0, 1, 1), strict=True):
+        one["group"] = group
+    sequences, found = assigned(sequences), []
     for mode, options in MODES.items():
         argv = ["--loss-aggregation", mode]
         argv += [f"--loss-aggregation-{name}={value}" for name, value in options.items()]

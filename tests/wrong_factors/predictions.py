@@ -10,6 +10,7 @@ Shape suffix: Y = all sequences' tokens and padding, as ``reference_gradient.py`
 
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -65,9 +66,8 @@ def sequence_factors(facts, case):
     """Return what multiplies each token's weight, ``[Y]``: the weight of its sequence, if any."""
     factor_Y = torch.ones_like(facts.reference.losses_Y)
     if case.weighs_sequences:
-        for (start, end), sequence in zip(
-            pairwise(facts.reference.starts), facts.reference.sequences, strict=False
-        ):
+        for index, sequence in enumerate(facts.reference.sequences):
+            start, end = facts.reference.starts[index : index + 2]
             factor_Y[start:end] = sequence.sequence_weight
     return factor_Y
 
@@ -191,24 +191,21 @@ def without_batch(facts, aggregation):
     return twice(factor * token_weights(facts, aggregation))
 
 
+OF_ALL = ("balanced", "row_mean", "own_weights")
+
+
 def empty_leave(facts, aggregation):
-    if aggregation.mode not in ("balanced", "row_mean", "own_weights"):
+    if aggregation.mode not in OF_ALL:
         return twice(token_weights(facts, replace(aggregation, count_empty=False)))
     # B or P only: R_b, k_c and k_p stay.
     kind = "prompt" if aggregation.mode == "own_weights" else "sample"
-    groups = {}
-    for sequence in facts.reference.sequences:
-        groups[getattr(sequence, kind)] = groups.get(getattr(sequence, kind), 0) + sum(
-            sequence.counted
-        )
-    counted = len(groups) if aggregation.count_empty else sum(map(bool, groups.values()))
-    factor = counted / sum(map(bool, groups.values()))
+    every = {getattr(one, kind) for one in facts.reference.sequences}
+    active = {getattr(one, kind) for one in facts.reference.sequences if any(one.counted)}
+    factor = len(every) / len(active) if aggregation.count_empty else 1
     return twice(factor * token_weights(facts, aggregation))
 
 
 def times(mode, number_of):
-    """Predict a mode's weights times a number of each sequence."""
-
     def weights(facts, aggregation):
         weight_Y = token_weights(facts, aggregation)
         if aggregation.mode == mode:
@@ -220,31 +217,20 @@ def times(mode, number_of):
     return weights
 
 
-def rows(facts, aggregation, sequence):
-    """Count R_b of a sequence."""
-    return sum(
-        other.sample == sequence.sample and (aggregation.count_empty or any(other.counted))
-        for other in facts.reference.sequences
-    )
+def counted_with(facts, aggregation, sequence, kind):
+    every = facts.reference.sequences
+    counted = [one for one in every if aggregation.count_empty or any(one.counted)]
+    return [one for one in counted if getattr(one, kind) == getattr(sequence, kind)]
 
 
-def over_group_samples(facts, aggregation, sequence):
-    """Return 1 / k_c of a sequence, 0 if no sample counts."""
-    samples = {
-        other.sample
-        for other in facts.reference.sequences
-        if other.group == sequence.group and (aggregation.count_empty or any(other.counted))
-    }
-    return 1 / len(samples) if samples else 0.0
+def over_group_samples(*of):
+    return 1 / max(1, len({one.sample for one in counted_with(*of, "group")}))
 
 
 def of_the_first_rank(facts, aggregation):
-    if aggregation.mode not in ("balanced", "row_mean", "own_weights"):
+    if aggregation.mode not in OF_ALL:
         return twice(token_weights(facts, aggregation))
-    weight_Y, weight_S = (
-        torch.zeros_like(facts.reference.losses_Y),
-        sequence_weights(facts, aggregation),
-    )
+    weight_Y, weight_S = token_weights(facts, aggregation) * 0, sequence_weights(facts, aggregation)
     ranks = [facts.assignment.of_rank(rank) for rank in range(facts.parallelism.dp)]
     of_all = [weight_S[index] for rank in ranks for index in rank]
     for rank in ranks:
@@ -285,7 +271,7 @@ def without_length(facts, aggregation):
     return twice(facts.n / z * token_weights(facts, Aggregation("token_mean")))
 
 
-def of_the_sequence_before(facts, aggregation):
+def of_the_sequence_before(facts, aggregation, *, is_weighted):
     weight_Y = torch.zeros_like(facts.reference.losses_Y)
     before = {}  # by microbatch; the last segment is padding, of weight 0
     weight_S = sequence_weights(facts, aggregation)
@@ -294,23 +280,19 @@ def of_the_sequence_before(facts, aggregation):
         trained = torch.tensor(sequence.trained, dtype=weight_Y.dtype)
         trained *= torch.tensor(factors_of(sequence, aggregation), dtype=weight_Y.dtype)
         weight_Y[start : start + len(sequence)] = before.get(key, 0.0) * trained
-        before[key] = weight_S[index]
+        before[key] = weight_S[index] * (sequence.sequence_weight if is_weighted else 1)
     return twice(weight_Y)
 
 
-def of_the_sequence_before_with_its_weight(facts, case, wanted):
-    """Predict the fault's case with sequence weights, which the sequence before has as well."""
-    if not case.weighs_sequences:
-        return weighted(of_the_sequence_before)(facts, case, wanted)
-    sequences = facts.reference.sequences
-    first, before = torch.zeros_like(facts.reference.losses_Y), {}
-    weight_S = sequence_weights(facts, case.aggregation)
-    for index, sequence in enumerate(sequences):
-        key, start = facts.assignment.keys[index], facts.reference.starts[index]
-        trained = torch.tensor(sequence.trained, dtype=first.dtype)
-        first[start : start + len(sequence)] = before.get(key, 0.0) * trained
-        before[key] = weight_S[index] * sequence.sequence_weight
-    return predicted(facts, case, twice(first), None)
+def without_sequence_weights(facts, case, wanted):
+    weights = weighted(lambda facts, term: twice(token_weights(facts, term)))
+    return weights(facts, replace(case, weighs_sequences=False), wanted)
+
+
+def of_neighbours(facts, case, wanted):
+    """Predict with the weight of the sequence before, its own ``sequence_weight`` included."""
+    weights = weighted(partial(of_the_sequence_before, is_weighted=case.weighs_sequences))
+    return weights(facts, replace(case, weighs_sequences=False), wanted)
 
 
 def mask_held(taken, *, partition):
@@ -395,19 +377,17 @@ PREDICTIONS = {
     "constant_without_batch": weighted(without_batch),
     "empty_samples_leave": weighted(empty_leave),
     "mean_of_sequence_means": weighted(sequence_means),
-    "weights_of_neighbours": of_the_sequence_before_with_its_weight,
+    "weights_of_neighbours": of_neighbours,
     "chunks_swapped": weighted(mask_held(chunks(swapped), partition="zigzag")),
     "contiguous_chunks": weighted(mask_held(chunks(neighbours), partition="zigzag")),
     "zigzag_on_contiguous": weighted(mask_held(zigzag, partition="contiguous")),
     "gathered_on_every_rank": multiple(
         lambda facts: facts.parallelism.cp, lambda facts: facts.parallelism.cp
     ),
-    "sequence_weights_left_out": lambda facts, case, wanted: weighted(
-        lambda facts, aggregation: twice(token_weights(facts, aggregation))
-    )(facts, replace(case, weighs_sequences=False), wanted),
+    "sequence_weights_left_out": without_sequence_weights,
     "weights_of_the_first_rank": weighted(of_the_first_rank),
     "groups_without_their_samples": weighted(times("balanced", over_group_samples)),
-    "rows_left_out": weighted(times("row_mean", rows)),
+    "rows_left_out": weighted(times("row_mean", lambda *of: len(counted_with(*of, "sample")))),
     "length_power_without_length": weighted(without_length),
     "length_power_sum_of_sequences": weighted(power_sum_of_sequences),
 }
