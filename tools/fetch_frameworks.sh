@@ -18,6 +18,8 @@ frameworks=(
     "NeMo-RL https://github.com/NVIDIA-NeMo/RL.git 7ea279abfbeb698b092856d0dab61e7cf39bc909"
     "SkyRL https://github.com/NovaSky-AI/SkyRL.git a9564572eb8e91076be43c1bd5e4615e3de17265"
     "Megatron-Bridge https://github.com/NVIDIA-NeMo/Megatron-Bridge.git 067f987df03b8355b03192d88d70f1709fedf51a"
+    "ROLL https://github.com/alibaba/ROLL.git 8eb27cc2dc34c4d1310b169d9b86d339004d811a"
+    "Primus https://github.com/AMD-AGI/Primus.git fd1eeabbad15135e3702094087e96142b4b4eacb"
     "open-instruct https://github.com/allenai/open-instruct.git e6c3044aa6201c8bfa4573c1b03142af599e730d"
 )
 
