@@ -15,17 +15,9 @@ from torch.autograd.graph import GradientEdge
 from megatron_lossagg.reduction.devices import moved
 from megatron_lossagg.reduction.faults import Faults
 
-__all__ = ["compare_graphs", "compare_with_framework", "looks_closely"]
+__all__ = ["compare_graphs", "compare_with_framework"]
 
 _CHANGE = "and they would be lost; train it without the flags of --loss-aggregation"
-
-
-def looks_closely(step: int) -> bool:
-    """Whether graph and gradient of a loss are compared in a training step: 1, 2, 4, ..., 64, 128.
-
-    From 64 on it is each 64th. ``step``: from 1.
-    """
-    return step & (step - 1) == 0 if step < 64 else step % 64 == 0
 
 
 def compare_graphs(

@@ -23,13 +23,13 @@ from megatron_lossagg.errors import AggregationError, ContractError
 from megatron_lossagg.guards.framework_loss import (
     compare_graphs,
     compare_with_framework,
-    looks_closely,
 )
 from megatron_lossagg.loop.aggregator import LossAggregator
 from megatron_lossagg.loop.buffer import StepBuffer, StepMicrobatch
 from megatron_lossagg.loop.integration import FrameworkLoss, Integration
 from megatron_lossagg.loop.step import MicrobatchLoss, Step
 from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.faults import looks_again
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.reduction.plan import StepPlan
 
@@ -182,7 +182,7 @@ class ScheduleHook:
             step=step,
             trains=trains,
             compares=not forward_only,
-            looks_closely=looks_closely(self._num_trained),
+            looks_closely=looks_again(self._num_trained),
         )
         if reads:
             chunks[:-1] = [

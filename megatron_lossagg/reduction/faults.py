@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Describe", "Faults", "first_time", "warn_once"]
+__all__ = ["Describe", "Faults", "first_time", "looks_again", "warn_once"]
 
 Describe = Callable[[list[float]], str]
 """From a check's values to a message; empty if they are not a fault."""
@@ -37,6 +37,11 @@ def warn_once(what: str, message: str) -> None:
     """Warn once per process of what may recur in every step."""
     if first_time(what):
         warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+
+def looks_again(number: int) -> bool:
+    """Whether a costly check runs in a step: 1, 2, 4, ..., 64, and then each 64th."""
+    return number & (number - 1) == 0 if number < 64 else number % 64 == 0
 
 
 class Faults:

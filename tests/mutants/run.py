@@ -81,7 +81,7 @@ PURE_TESTS = {
         *of("reduction", *PLANS, "partial_losses", "reducer", "custom_reducer"),
         *(*WEIGHTS, *PLAN),
     ],
-    "reduction/weights": [
+    "reduction/step_weights": [
         *of("reduction", *PLANS, "partial_losses", "reducer", "custom_reducer"),
         *(*WEIGHTS, *PLAN),
     ],

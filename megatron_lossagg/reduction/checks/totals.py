@@ -8,6 +8,7 @@ from collections import Counter
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.reduction.counts import StepTotals
 from megatron_lossagg.reduction.exchange import Exchange
+from megatron_lossagg.reduction.faults import looks_again
 
 __all__ = ["check_totals", "is_counted_all_the_same", "note_step_with_totals"]
 
@@ -17,8 +18,7 @@ _steps: Counter[tuple[int, ...] | None] = Counter()
 
 def is_counted_all_the_same(exchange: Exchange) -> bool:
     """Whether to count a step although its totals were passed: steps 1, 2, 4, ..., each 64th."""
-    number = _steps[exchange.ranks] + 1
-    return number & (number - 1) == 0 if number < 64 else number % 64 == 0
+    return looks_again(_steps[exchange.ranks] + 1)
 
 
 def note_step_with_totals(exchange: Exchange) -> None:
