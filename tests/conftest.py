@@ -83,9 +83,9 @@ def early(function):
 def each_check(script, *, processes):
     """Make an early fixture of what a worker prints, and the test of each of its checks.
 
-    The fixture is called ``output_of_`` and the worker's name.
+    The fixture is called ``output_of_``, the worker's name, and the number of processes.
     """
-    name = f"output_of_{Path(script).stem}"
+    name = f"output_of_{Path(script).stem}_{processes}"
 
     def run():
         return launched(script, processes=processes)

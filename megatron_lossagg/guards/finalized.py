@@ -18,7 +18,8 @@ __all__ = ["Finalized"]
 class Finalized(Guard):
     """Ask, when the step finishes, whether the config's finalize function ran.
 
-    A loop that runs the backward pass by itself may call it after the step, so there it warns.
+    A loop that runs the backward pass by itself may call it after the step, so there it warns. One
+    rank alone needs no function in the average loss scaling, but a schedule that gets to it.
     """
 
     catches = (
@@ -26,21 +27,22 @@ class Finalized(Guard):
         "the step, or an error in the last backward pass that was swallowed"
     )
 
-    def __init__(self, own: Any) -> None:
+    def __init__(self, own: Any, *, is_needed: bool) -> None:
         self._own = own
+        self._is_needed = is_needed
         self._has_run = False
         self._is_in_schedule = False
 
     @classmethod
     def of(cls, step: StepFacts) -> Finalized | None:
-        """Make it for a training step whose gradients need it."""
+        """Make it for a training step."""
         config, is_per_token = step.config, step.scaling.loss_scaling == "per_token"
         is_alone = step.groups.dp_cp_size == 1 and (
             config.tensor_model_parallel_size * config.pipeline_model_parallel_size == 1
         )
-        if step.forward_only or step.accumulates or (is_alone and not is_per_token):
+        if step.forward_only or step.accumulates:
             return None
-        return cls(own_finalize(config))
+        return cls(own_finalize(config), is_needed=is_per_token or not is_alone)
 
     def on_outputs(
         self, step: StepFacts, reducer: Reducer, loss: Tensor, coefficient: float
@@ -58,6 +60,8 @@ class Finalized(Guard):
         now = step.config.finalize_model_grads_func
         is_set_again = hook_of(now) is None and is_same_function(now, self._own)
         if self._has_run or is_set_again or not step.trains:
+            return ""
+        if not self._is_needed and (now is None or not self._is_in_schedule):
             return ""
         if not self._is_in_schedule:
             warn_once(

@@ -63,6 +63,8 @@ def checked_integers(
     """
     if is_tensor(values):
         values = values.detach().cpu().numpy()
+    elif isinstance(values, Iterator):
+        values = list(values)
     try:
         array = np.asarray(values)
     except ValueError:  # a ragged list

@@ -94,6 +94,11 @@ GRAPHLESS = "got a loss that requires no gradient in a training step"
 UNREDUCED = "mb.reduce was not called under the step's aggregation"
 CASES = {
     "the partial loss": Case(loss=lambda mb, x: mb.reduce(x), plain=own),
+    "losses of a leaf": Case(
+        loss=of_a_leaf,
+        plain=lambda x, w, t: 0 * x.sum(),
+        warned="gradient of the model that was looked at is 0",
+    ),
     "losses times 2": Case(
         loss=lambda mb, x: mb.reduce(2 * x), plain=lambda x, w, t: 2 * (w * x).sum()
     ),

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -144,6 +145,13 @@ def plan_used_again(training):
     with training.aggregator.begin(plan, num_microbatches=2) as step:
         training.run(functools.partial(right, step))
     training.aggregator.begin(plan.under("token_mean"), num_microbatches=2)
+
+
+def copied_plan_used_again(training):
+    plan = plan_of(training)
+    with training.aggregator.begin(plan, num_microbatches=2) as step:
+        training.run(functools.partial(right, step))
+    training.aggregator.begin(pickle.loads(pickle.dumps(plan)), num_microbatches=2)
 
 
 def mode_of_one_rank(training):
@@ -340,6 +348,12 @@ def two_calls(training):
     with training.plan() as step:
         for batch in training.batches:
             training.run(functools.partial(right, step), [batch])
+
+
+def schedule_of_another_model(training):
+    other = Training(training.layout, per_token=training.per_token)
+    with training.plan() as step:
+        other.run(functools.partial(right, step))
 
 
 def finalize_set_inside(training):

@@ -140,6 +140,12 @@ BEFORE = [
         "has already begun to train a step.*plan_step for each.*forward_only=True",
     ),
     Row(
+        "plan_of_another_step",
+        "a copy of a plan that has trained",
+        "copied_plan_used_again",
+        "has already begun to train a step",
+    ),
+    Row(
         "aggregation_of_one_rank",
         "a mode of its own",
         "mode_of_one_rank",
@@ -368,6 +374,7 @@ IN_A_STEP = [
         "after 1 of the 2 microbatches",
         per_token=True,
     ),
+    Row("Finalized", "another model's schedule", "schedule_of_another_model", FINALIZED),
     Row("Finalized", "a function set inside", "finalize_set_inside", FINALIZED, "DP 2"),
     Row(
         "Ownership",

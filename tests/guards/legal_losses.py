@@ -94,12 +94,22 @@ def without_the_tail(step, batch, x):
 
 def num_tokens_of_another_dtype(step, batch, x):
     loss, num_tokens, report = right(step, batch, x)
-    return loss, num_tokens.long().int(), report
+    return loss, num_tokens.long(), report
+
+
+def overwritten_after(step, batch, x):
+    """As a logger that works in place."""
+    losses = x * 1.0
+    mb = microbatch(step, batch)
+    partial_loss = mb.reduce(losses)
+    losses.data.zero_()
+    return mb.outputs(partial_loss)
 
 
 VARIED = {
     "sequences: tensors in a list": passing(sequences=lambda s: [torch.tensor(i) for i in s]),
     "sequences: an int32 tensor": passing(sequences=lambda s: torch.tensor(s, dtype=torch.int32)),
+    "sequences: a generator": passing(sequences=iter),
     "sequences: an int8 array": passing(sequences=lambda s: torch.tensor(s).char().numpy()),
     "offsets: int16": passing(offsets=lambda o: o.short()),
     "offsets: int64": passing(offsets=lambda o: o.long()),
@@ -128,6 +138,7 @@ VARIED = {
     "losses: float32": passing(losses=lambda x: x.float(), tolerance=1e-5),
     "losses: bfloat16": passing(losses=lambda x: x.bfloat16(), tolerance=1e-2),
     "losses: float16": passing(losses=lambda x: x.half(), tolerance=1e-2),
+    "losses: overwritten": (overwritten_after, 1e-10),
     "losses: inf and NaN where masked": (with_nonfinite_masked, 1e-10),
     "losses: recomputed": passing(
         losses=lambda x: checkpoint(lambda y: y * 1.0, x, use_reentrant=False)
@@ -139,6 +150,6 @@ VARIED = {
     "all recomputed, reentrant": whole_in_a_checkpoint(True),
     "autocast": (in_autocast, 1e-2),
     "made twice": (made_twice, 1e-10),
-    "num_tokens made anew": (num_tokens_of_another_dtype, 1e-10),
+    "num_tokens of int64": (num_tokens_of_another_dtype, 1e-10),
 }
 """A loss_func and the relative error that its gradient may have."""

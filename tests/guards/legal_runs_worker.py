@@ -119,14 +119,15 @@ def check_reduce_is_compiled(make):
 
 
 def check_a_whole_loss_func_is_compiled(make):
-    torch._dynamo.reset()
-    compiled = torch.compile(right, backend="eager")
-    run = make()
-    for mode in ("sample_mean", "token_mean"):
-        expected = run.by_hand(weights_by_hand(mode))
-        aggregate_anew(run, mode)
-        for _ in range(2):
-            same(run.train(lambda *given: compiled(*given)), expected)
+    for backend in ("eager", "aot_eager"):
+        torch._dynamo.reset()
+        compiled = torch.compile(right, backend=backend)
+        run = make()
+        for mode in ("sample_mean", "token_mean"):
+            expected = run.by_hand(weights_by_hand(mode))
+            aggregate_anew(run, mode)
+            for _ in range(2):
+                same(run.train(lambda *given, compiled=compiled: compiled(*given)), expected)
 
 
 def check_ids_of_every_kind(make):

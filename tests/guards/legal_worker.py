@@ -247,7 +247,7 @@ def check_a_loss_reduced_over_cp_in_place_for_the_log(make):
 
     def loss(mb, x):
         partial_loss = mb.reduce(x)
-        dist.all_reduce(partial_loss.detach().clone(), group=group)
+        dist.all_reduce(partial_loss.detach(), group=group)
         return partial_loss
 
     trained_as_by_hand(training, returning(loss))

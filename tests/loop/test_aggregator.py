@@ -11,7 +11,7 @@ output_of_loops, test_a_loop_of_ones_own = each_check("loop/own_loop_worker.py",
 output_of_counts, test_the_counts_of_a_step = each_check("loop/step_counts_worker.py", processes=4)
 
 
-def test_the_ranks_ran_the_megatron_core_that_this_process_has(output_of_aggregator_worker):
+def test_the_ranks_ran_the_megatron_core_that_this_process_has(output_of_aggregator_worker_2):
     """``versions.py`` puts another release before the installed one."""
-    (ran,) = re.findall(r"^RAN megatron-core ([\w.]+)", output_of_aggregator_worker, re.MULTILINE)
+    (ran,) = re.findall(r"^RAN megatron-core ([\w.]+)", output_of_aggregator_worker_2, re.MULTILINE)
     assert ran == version("megatron-core")
