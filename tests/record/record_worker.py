@@ -96,7 +96,8 @@ def looped(run, aggregation, options, *, iteration=None):
 
 def hooked(run, aggregation, options):
     """Begin a run through the schedule hook, whose framework numbers no steps."""
-    hook = ScheduleHook(aggregation, _Integration(run, aggregation, False, 1.0), options=options)
+    integration = _Integration(run, Case(aggregation=aggregation), False, 1.0)
+    hook = ScheduleHook(aggregation, integration, options=options)
     return lambda: stock(run, run.chunks, wrap=hook.wrap)
 
 
@@ -211,7 +212,7 @@ def check_under_a_shadow_stock_trains_bit_for_bit_and_its_own_loss_is_reported(n
         without = stock_step.gradients(chunks)
         options = Options(shadow=SHADOW, rejects_tokens=True)
         kind = Compared if run.parallelism.cp == 1 else _Integration
-        integration = kind(run, Aggregation("token_mean"), False, 1.0)
+        integration = kind(run, Case(aggregation=Aggregation("token_mean")), False, 1.0)
         hook = ScheduleHook(None, integration, options=options)
         reports = stock(run, chunks, wrap=hook.wrap)
         for one, other in zip(stock_step.gradients(chunks), without, strict=True):
@@ -264,7 +265,7 @@ def parts_of(run):
 def check_a_loss_that_is_not_finite_is_stocks_affair_under_a_shadow(name, runs):
     run = runs[0]
     # masked losses are inf, and one trained is NaN
-    integration = _Integration(run, Aggregation("token_mean"), True, 1.0)
+    integration = _Integration(run, Case(aggregation=Aggregation("token_mean")), True, 1.0)
     hook = ScheduleHook(None, integration, options=Options(shadow=("token_sum",), **QUICK))
     spoiled = integration.loss
 
@@ -285,7 +286,7 @@ def check_a_loss_that_is_not_finite_is_stocks_affair_under_a_shadow(name, runs):
 
 
 def check_what_a_shadow_lacks_is_refused(name, runs):
-    integration = _Integration(runs[0], Aggregation("token_mean"), False, 1.0)
+    integration = _Integration(runs[0], Case(aggregation=Aggregation("token_mean")), False, 1.0)
     with pytest.raises(AggregationError, match="got no aggregation"):
         ScheduleHook(None, integration)
     with pytest.raises(AggregationError, match="got no aggregation"):
