@@ -7,16 +7,19 @@ From megatron-core 0.19 on the schedule asks ``config.moe_grad_scale_func`` and
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_lossagg.contract.live import megatron_version
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.modes import MODES
+from megatron_lossagg.reduction.modes import CUSTOM
 
-__all__ = ["SideLossScale", "check_follow"]
+if TYPE_CHECKING:
+    from megatron_lossagg.reduction.plan import StepPlan
+
+__all__ = ["SideLossScale", "check_follow", "weight_sum_of"]
 
 _FUNCTIONS = ("moe_grad_scale_func", "mtp_grad_scale_func")
 
@@ -32,11 +35,22 @@ def check_follow(config: Any, aggregation: Aggregation) -> None:
             f"got {asked} with megatron-core {megatron_version()}, which has no "
             f"{' and '.join(_FUNCTIONS)}: install megatron-core>=0.19, or leave side_losses stock"
         )
-    if MODES[aggregation.mode].expected is None:
+    if aggregation.mode == CUSTOM:
         raise ContractError(
             f"got {asked} with {aggregation}, whose sum of weights is not known: name a mode, or "
             "leave side_losses stock"
         )
+
+
+def weight_sum_of(plan: StepPlan) -> float:
+    """Return W of a step; raises :class:`ContractError` if its totals do not say it."""
+    if plan.expected_weight is None:
+        raise ContractError(
+            f"got --loss-aggregation-side-losses follow (Options.side_losses) with "
+            f"{plan.aggregation}, and this step's sum of weights is not known: pass all totals "
+            "(totals=), leave sequence_weight out, or leave side_losses stock"
+        )
+    return plan.expected_weight
 
 
 class SideLossScale:

@@ -31,6 +31,7 @@ _WHOLE_BYTES = 1 << 24
 _PLAIN = (str, bytes, bool, int, float, complex, type(None), torch.dtype, torch.device)
 _SOURCES = (type, types.ModuleType, torch.nn.Module, Dataset, DataLoader, Sampler)
 """These may hold tensors that change while data is read, and none that a microbatch trains."""
+_CONTAINERS = (dict, list, tuple, set, frozenset, np.ndarray)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -45,8 +46,9 @@ class KeptObjects:
 
     A table that all microbatches share is right; only what has changed since its microbatch was
     read is not. Host only: a CPU array is compared by its numbers, a tensor on a device by its
-    version counter. Memory that the microbatches hold themselves, and so have a copy of, is not
-    looked at, nor are modules, data sets and iterators.
+    version counter. One number, such as a counter, is not compared, nor is memory that the
+    microbatches hold themselves, and so have a copy of. Modules, data sets, iterators and what can
+    be iterated are sources, which may change.
     """
 
     def __init__(self) -> None:
@@ -95,6 +97,8 @@ def _contents(root: Any) -> dict[str, _Content]:
     while queue:
         path, value, level = queue.popleft()
         if isinstance(value, Tensor) or _is_numbers(value):
+            if _num_values(value) == 1:  # a counter or a place, which trains nothing
+                continue
             found[path] = _Content(memory_of(value), _state(value))
         elif level < _LEVELS:
             for name, part in islice(_parts(value), _MOST):
@@ -102,6 +106,10 @@ def _contents(root: Any) -> dict[str, _Content]:
                     seen[id(part)] = part
                     queue.append((path + name, part, level + 1))
     return found
+
+
+def _num_values(value: Any) -> int:
+    return int(value.numel() if isinstance(value, Tensor) else value.size)
 
 
 def _is_numbers(value: Any) -> bool:
@@ -129,7 +137,8 @@ def _state(array: Any) -> Any:
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield what an object refers to, with its name; no code of the object's own runs."""
-    if isinstance(value, _SOURCES) or hasattr(type(value), "__next__"):
+    is_iterable = hasattr(type(value), "__iter__") and not isinstance(value, _CONTAINERS)
+    if isinstance(value, _SOURCES) or hasattr(type(value), "__next__") or is_iterable:
         return
     if isinstance(value, np.ndarray):
         value = value.ravel().tolist()

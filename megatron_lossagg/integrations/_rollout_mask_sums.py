@@ -229,15 +229,9 @@ def _check_prompts(num_prompts: int, num_steps: int, num_cut: int) -> None:
 def _of_plan(plan: StepPlan, rollouts: int, remedy: str | None) -> _Floats:
     """Turn weights into d_s = 1 / (w_s G), float64 ``[S]``; 1 for a sequence of no active tokens.
 
-    Raises :class:`PlanError` for a d_s that the framework would raise to 1, and a weight of 0.
+    inf for a weight of 0. Raises :class:`PlanError` for a d_s that the framework would raise to 1.
     """
     weight_S = plan.weights.numpy()
-    lost = np.flatnonzero((weight_S == 0) & (plan.active_tokens > 0))
-    if len(lost):
-        raise PlanError(
-            f"{plan.aggregation} gives sequence {lost[0]} of this step the weight 0, which no "
-            "denominator carries: mask the sequence out"
-        )
     above = np.flatnonzero(weight_S * rollouts > 1 + _FLOAT32_ROUNDING)
     if len(above) and remedy is not None:
         sequence = above[0]
@@ -248,7 +242,7 @@ def _of_plan(plan: StepPlan, rollouts: int, remedy: str | None) -> _Floats:
             "step): the framework raises a denominator below 1 to 1, and the weight would be "
             f"{weight_S[sequence] * rollouts:.4g} times too small. {remedy}"
         )
-    d_S = np.ones(len(weight_S))
+    d_S = np.where(plan.active_tokens > 0, np.inf, 1.0)
     np.divide(1.0, weight_S * rollouts, out=d_S, where=weight_S > 0)
     return d_S
 

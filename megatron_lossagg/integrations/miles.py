@@ -46,6 +46,7 @@ from megatron_lossagg.integrations._rollout_mask_sums import (
     rollout_mask_sums,
 )
 from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.modes import OWN_WEIGHTS
 from megatron_lossagg.reduction.options import Options
 
 __all__ = ["carry_weights", "check", "with_weights"]
@@ -133,7 +134,13 @@ def with_weights(args: Any, samples: Sequence[Any], data: dict[str, Any]) -> dic
     """
     aggregation = _checked(args)
     masks = data["loss_masks"]
-    prompt = _prompts(samples, len(masks)) if aggregation.mode == "prompt_mean" else None
+    prompt = None
+    if aggregation.mode in ("prompt_mean", OWN_WEIGHTS):
+        try:
+            prompt = _prompts(samples, len(masks))
+        except PlanError:
+            if aggregation.mode != OWN_WEIGHTS:  # which may need none
+                raise
     steps = _steps(args, data)
     in_a_step = {sequence for step in steps for sequence in step.sequences}
     d_S = rollout_mask_sums(

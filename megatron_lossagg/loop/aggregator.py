@@ -29,7 +29,7 @@ from megatron_lossagg.loop.step import Step
 from megatron_lossagg.record.writer import StepRecorder
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.exchange import Exchange
-from megatron_lossagg.reduction.integers import IntsLike
+from megatron_lossagg.reduction.integers import IntsLike, is_integer
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.modes import Count
 from megatron_lossagg.reduction.options import Options
@@ -317,11 +317,13 @@ class LossAggregator:
                 has trained or was counted over other ranks.
         """
         previous = self._latest
+        if previous is not None and not previous.forward_only:
+            self._run.has_passed = previous.has_passed
         asked = Asked(
             plan=plan,
             num_microbatches=num_microbatches,
             forward_only=forward_only,
-            accumulates=accumulates,
+            accumulates=not is_integer(accumulates, lowest=1, highest=1) and accumulates,
             iteration=iteration,
             is_previous_open=previous is not None and previous.is_left_open,
         )
@@ -336,7 +338,7 @@ class LossAggregator:
             plan=asked.plan_of_call,
             num_microbatches=num_microbatches,
             forward_only=forward_only,
-            accumulates=bool(accumulates),
+            accumulates=bool(asked.accumulates),
             may_find_gradients=asked.may_find_gradients(self._run),
             shadows=self.options.shadows,
             follows=self.options.side_losses == "follow",

@@ -25,7 +25,7 @@ from megatron_lossagg.contract.outputs import (
 )
 from megatron_lossagg.contract.scaling import LossScaling, Scaling
 from megatron_lossagg.contract.sequence_tracker import SequenceTracker
-from megatron_lossagg.contract.side_loss_scale import SideLossScale
+from megatron_lossagg.contract.side_loss_scale import SideLossScale, weight_sum_of
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards import guards_of
 from megatron_lossagg.guards.evaluation import refuse_training, without_gradient
@@ -157,6 +157,8 @@ class Step:
         """M of this schedule call."""
         self.forward_only = forward_only
         self.is_finished = False
+        self.has_passed = False
+        """Whether it was finished without an error."""
         self.shadows = shadows or {}
         """The aggregations whose losses are reported in addition to the trained one, by name."""
         self.scaling = Scaling(
@@ -179,7 +181,7 @@ class Step:
         self.side_losses: SideLossScale | None = None
         """The scale of MoE and MTP losses; None if it stays Megatron's."""
         if follows and not forward_only:
-            weight_sum = None if plan is None else plan.expected_weight
+            weight_sum = None if plan is None else weight_sum_of(plan)
             self.side_losses = SideLossScale(chunks[0], weight_sum)
             weakref.finalize(self, self.side_losses.end)
         if plan is None:
@@ -353,6 +355,7 @@ class Step:
         if self._recorder is not None:
             recorded = {k: v for guard in self._guards for k, v in guard.recorded().items()}
             self._recorder.finish(self.plan, self.scaling, self._groups, recorded)
+        self.has_passed = True
         record_first_step()
 
     def _fault(self) -> str:

@@ -104,7 +104,7 @@ class WeightsFunction:
 
     path: str
     """``pkg.mod:name``; all that its ``repr`` shows, because ranks compare it."""
-    function: Callable[[StepCounts], Any] = field(repr=False)
+    function: Callable[[StepCounts], Any] = field(repr=False, hash=False)
 
     @staticmethod
     def of(given: object) -> WeightsFunction:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_lossagg.errors import PlanError
+from megatron_lossagg.errors import LossAggregationError, PlanError
 from megatron_lossagg.reduction.modes import CUSTOM, MODES
 from megatron_lossagg.reduction.own_weights import StepCounts
 from megatron_lossagg.reduction.sequences import Floats
@@ -113,12 +113,12 @@ def check_agreement(plan: StepWeights, exchange: Exchange) -> None:
     A function may be another one on a node with an older file, and may fail on one rank only. One
     all-gather of three numbers, and one for an error's message.
     """
-    fault: PlanError | None = None
+    fault: LossAggregationError | None = None
     sums = [0.0, 0.0]
     try:
         weight_A = plan.weight_A
         sums = [math.fsum(weight_A), math.fsum(weight_A * np.arange(len(weight_A)))]
-    except PlanError as error:
+    except LossAggregationError as error:
         fault = error
     own = np.array([fault is not None, *sums], dtype=np.float64).view(np.int64)
     of_ranks = np.ascontiguousarray(exchange.integers(own)).view(np.float64)

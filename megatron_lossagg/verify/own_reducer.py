@@ -113,6 +113,7 @@ class _Tokens:
             active_tokens=[sum(s.counted) for s in self.reference.sequences],
             sample=[s.sample for s in self.reference.sequences],
             prompt=[s.prompt for s in self.reference.sequences],
+            group=[s.group for s in self.reference.sequences],
             microbatch=self.microbatch,
             num_microbatches=self.num,
         ).checked()

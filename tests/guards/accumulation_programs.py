@@ -23,6 +23,17 @@ def accumulating_custom(training):
     training.plan(accumulates=2)
 
 
+def one_call_too_many(training):
+    training.step(right, accumulates=2)
+    training.kept_step(right, accumulates=2)
+    training.kept_step(right, accumulates=2)
+
+
+def one_call_declared(training):
+    training.step(right, accumulates=1)
+    training.kept_step(right, accumulates=1)
+
+
 def declared_late(training):
     training.step(right)
     training.kept_step(right, accumulates=2)

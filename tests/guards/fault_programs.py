@@ -14,6 +14,8 @@ from accumulation_programs import (  # noqa: F401  of the table
     accumulating,
     accumulating_custom,
     declared_late,
+    one_call_declared,
+    one_call_too_many,
 )
 from custom_reducer import custom
 from megatron.core.distributed import finalize_model_grads

@@ -334,6 +334,8 @@ IN_A_STEP = [
         "declared_late",
         NONZERO + r".*accumulates=\) with their number",
     ),
+    Row("GradientBuffers", "more calls than declared", "one_call_too_many", NONZERO, "DP 2"),
+    Row("GradientBuffers", "one call, gradients kept", "one_call_declared", NONZERO, "DP 2"),
     Row("GradientBuffers", "a step that is repeated", "repeated_step", NONZERO),
     Row(
         "NumTokens",

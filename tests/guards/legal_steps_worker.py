@@ -3,6 +3,7 @@
 The gradient is the plain program's; on DP 2, CP 2 and PP 2.
 """
 
+import contextlib
 import functools
 import gc
 import multiprocessing
@@ -208,6 +209,14 @@ def check_a_step_whose_tokens_are_all_rejected(make):
     assert len(told) == 1
 
 
+class OutOfMemoryError(Exception):
+    """As a device's."""
+
+
+def raising(step, batch, x):
+    raise OutOfMemoryError
+
+
 def other(step, batch, x):
     return right(step, batch, x * x)
 
@@ -223,6 +232,16 @@ def check_gradients_of_two_schedule_calls(make):
     for _ in range(2):  # steps of the optimizer
         same(training.step(right, accumulates=2), first / 2)
         same(training.kept_step(other, accumulates=2), (first + second) / 2)
+    training.step(right, accumulates=2)
+    with contextlib.suppress(OutOfMemoryError):  # both calls are made again
+        training.kept_step(raising, accumulates=2)
+    training.aggregator._latest.end()
+    same(training.step(right, accumulates=2), first / 2)
+    same(training.kept_step(other, accumulates=2), (first + second) / 2)
+    with training.plan(forward_only=True, accumulates=2) as step, torch.no_grad():
+        training.run(functools.partial(right, step), forward_only=True)
+        assert step.plan.num_calls == 1
+    same(training.step(right, accumulates=1), first)
     training.aggregator = LossAggregator(
         training.chunks, Aggregation("token_sum", divisor=7), options=Options(probe=False)
     )

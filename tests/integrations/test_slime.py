@@ -8,6 +8,7 @@ import itertools
 import random
 from argparse import Namespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import launched
@@ -339,12 +340,16 @@ def test_a_split_by_samples_is_right_or_refused(framework, is_late):
     assert got[0] == pytest.approx(active / 6)
 
 
-def test_a_weights_function_is_carried_and_a_weight_of_0_is_refused():
+def test_a_weights_function_is_carried_and_a_weight_of_0_trains_nothing():
     batch = {"active_tokens": [3, 5, 4], "sample": [0, 0, 1], "prompt": [0, 0, 1]}
     steps = [FrameworkStep(sequences=[0, 1, 2], rollouts=2)]
     # w_s = 1 / (P k_p R_b n_s) = 1/12, 1/20, 1/8
     found = rollout_mask_sums(Aggregation(weights=mean_of_prompts), steps, **batch)
     assert found.tolist() == pytest.approx([6, 10, 4], rel=1e-12)
     own = Aggregation(weights=lambda counts: (counts.n_s != 5) / counts.N)
-    with pytest.raises(PlanError, match="sequence 1 of this step the weight 0"):
-        rollout_mask_sums(own, steps, **batch)
+    d_S = rollout_mask_sums(own, steps, **batch)
+    assert d_S.tolist() == [6.0, np.inf, 6.0]
+    x = torch.tensor([2.0, 3.0, 4.0], dtype=torch.float64, requires_grad=True)
+    denominators = torch.from_numpy(d_S).as_subclass(Denominators)
+    (x / torch.clamp_min(denominators, 1)).sum().backward()  # as the framework divides
+    assert x.grad.tolist() == [1 / 6, 0.0, 1 / 6]

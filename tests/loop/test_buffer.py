@@ -307,7 +307,7 @@ def two_levels_down(memory):
 
 def one_object_two_levels_down():
     for number in range(9):
-        ONE.tokens["ids"] = torch.tensor([number])
+        ONE.tokens["ids"] = torch.tensor([number, number])
         yield {"mask": [1], "batch": ONE}
 
 
@@ -365,7 +365,8 @@ def test_tensors_that_are_shared_and_not_filled_again_are_right():
         lambda: {"tokens": T, "reader": reader},
     ):
         assert [values(data["tokens"])[0][0] for data in replayed(refilled(T, made))] == [0, 1, 2]
-    for held in (source, Plain(source), (number for number in A), math, Plain(Dataset)):
+    counter = Plain(np.zeros(1))
+    for held in (source, Plain(source), (number for number in A), math, Plain(Dataset), counter):
         found = replayed(refilled(A, lambda held=held: {"held": Plain(held), "tokens": [1]}))
         assert [data["tokens"] for data in found] == [[1]] * 3
 
