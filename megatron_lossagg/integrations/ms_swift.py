@@ -30,10 +30,11 @@ from megatron_lossagg.loop.schedule_hook import ScheduleHook
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.options import Options
 
-__all__ = ["SwiftIntegration", "install"]
+__all__ = ["IGNORED", "SwiftIntegration", "install"]
 
 _SFT = ("swift.megatron.trainers.trainer", "MegatronTrainer")
-_IGNORED = -100
+IGNORED = -100
+"""The label of a token that is not trained."""
 
 
 class SwiftIntegration(TrainerIntegration):
@@ -48,12 +49,10 @@ class SwiftIntegration(TrainerIntegration):
     gives_token_weights = True
     trainer_at = _SFT
     commands = "megatron sft, megatron pt"
-    other = "GRPO has ms_swift_grpo.install"
+    other = "GRPO has ms_swift_grpo.install, GKD has ms_swift_gkd.install"
 
     def check(self, trainer: Any, call: Mapping[str, Any]) -> None:
         """Raise for arguments with a different loss or a different layout."""
-        chunks = call["model"]
-        config = (chunks[0] if isinstance(chunks, (list, tuple)) else chunks).config
         args = trainer.args
         if args.task_type != "causal_lm":
             raise ContractError(
@@ -65,6 +64,12 @@ class SwiftIntegration(TrainerIntegration):
                 "enable_dft_loss is set, which multiplies each token's loss by its probability: "
                 "that loss is not known here; drop --enable_dft_loss"
             )
+        self.check_layout(trainer, call)
+
+    def check_layout(self, trainer: Any, call: Mapping[str, Any]) -> None:
+        """Raise for slices of other tokens than those that the model's config says."""
+        chunks, args = call["model"], trainer.args
+        config = (chunks[0] if isinstance(chunks, (list, tuple)) else chunks).config
         partition = getattr(args, "cp_partition_mode", "zigzag")
         of_model = getattr(config, "cp_partition_mode", "zigzag")
         if args.context_parallel_size > 1 and partition != of_model:
@@ -75,7 +80,7 @@ class SwiftIntegration(TrainerIntegration):
 
     def sequences(self, data: Any) -> MicrobatchSequences:
         """Count the labels of each conversation; ``data`` is what ms-swift's collator returns."""
-        mask_P = _shifted(field_of(data, "labels", "template")) != _IGNORED
+        mask_P = _shifted(field_of(data, "labels", "template")) != IGNORED
         counted = count_segments(*self._segments(data), mask_P)
         if not self.weighs_tokens:
             return counted
@@ -111,7 +116,7 @@ class SwiftIntegration(TrainerIntegration):
                 "functools.partial(MegatronTrainer.loss_func, labels=...) with one label per loss"
             )
         returned = loss_func(output)
-        losses, mask, weights = output.float().reshape(-1), (labels != _IGNORED).reshape(-1), None
+        losses, mask, weights = output.float().reshape(-1), (labels != IGNORED).reshape(-1), None
         if self.weighs_tokens:
             weights = mask.float() if scale is None else mask * scale.reshape(-1)
         elif scale is not None:

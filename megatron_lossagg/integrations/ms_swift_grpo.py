@@ -69,7 +69,7 @@ class GRPOIntegration(TrainerIntegration):
     gives_prompts = True
     trainer_at = _GRPO
     commands = "megatron rlhf --rlhf_type grpo"
-    other = "megatron sft and megatron pt have ms_swift.install"
+    other = "megatron sft and megatron pt have ms_swift.install, GKD has ms_swift_gkd.install"
 
     def __init__(self, *, trains: bool = True) -> None:
         super().__init__()

@@ -4,8 +4,9 @@
 
     loss_fn = aggregated(loss_fn, Aggregation("constant", divisor=40960))
 
-So do ``sft_train`` (negative log-likelihood) and ``ppo_train``, which takes a value loss too. The
-single controller's loss function is ``actor_args.loss_fn``; pass ``split_steps=True``.
+So do ``sft_train`` (negative log-likelihood), ``distillation_train`` (one KL per token) and
+``ppo_train``, which takes a value loss too. The single controller's loss function is
+``actor_args.loss_fn``; pass ``split_steps=True``.
 
 NeMo-RL divides by its own counts in the loss function, so that partial losses add up::
 
@@ -23,7 +24,7 @@ by, and each sequence's loss is multiplied by w_s N or w_s B, which need no coun
 
 A sequence whose ``sample_mask`` is 0 is in none of NeMo-RL's counts, and in none of ours; give
 ``samples_per_step`` to count such sequences too. A mask that is not 0 or 1 is refused. Sources:
-NeMo-RL 7ea279ab ``ClippedPGLossFn``, ``NLLLossFn``, ``MseValueLossFn``,
+NeMo-RL 7ea279ab ``ClippedPGLossFn``, ``NLLLossFn``, ``MseValueLossFn``, ``DistillationLossFn``,
 ``SequencePackingLossWrapper``, ``LossPostProcessor``, ``process_global_batch``,
 ``MegatronPolicyWorkerImpl.finish_train_step``.
 """
@@ -58,7 +59,9 @@ _OF_A_SPLIT_STEP = {
 }
 """Modes that divide by N or B, which split steps know in the end: NeMo-RL's names of the two."""
 _VALUE_LOSS = "MseValueLossFn"
-_LOSSES = ("ClippedPGLossFn", "NLLLossFn", _VALUE_LOSS)
+_OF_WHOLE_STEPS = (_VALUE_LOSS, "DistillationLossFn")
+"""Losses that the single controller does not train."""
+_LOSSES = ("ClippedPGLossFn", "NLLLossFn", *_OF_WHOLE_STEPS)
 _OF_THE_BATCH = ("prompt_mean", "length_power")
 """Modes that need more of the step than NeMo-RL's counts: the trainer plans them."""
 _PATCH = "docs/integrations/patches/nemo-rl-prompt-mean.patch"
@@ -78,7 +81,7 @@ def aggregated(
     split_steps: bool = False,
     policy: Mapping[str, Any] | None = None,
 ) -> AggregatedLoss:
-    """Wrap NeMo-RL's ``ClippedPGLossFn``, ``NLLLossFn`` or ``MseValueLossFn`` for its trainers.
+    """Wrap NeMo-RL's loss of a policy, of SFT, of values or of distillation for its trainers.
 
     ``split_steps``: the single controller trains. ``policy``: ``master_config.policy``, to warn of
     losses in it that stay NeMo-RL's. ``weights_in_data``: the patch of
@@ -155,7 +158,7 @@ def _is_one_of(loss_fn: Any, *names: str) -> bool:
 def _check_split_steps(
     loss_fn: Any, aggregation: Aggregation, samples_per_step: int | None, weights_in_data: bool
 ) -> None:
-    if aggregation.mode not in _OF_A_SPLIT_STEP or _is_one_of(loss_fn, _VALUE_LOSS):
+    if aggregation.mode not in _OF_A_SPLIT_STEP or _is_one_of(loss_fn, *_OF_WHOLE_STEPS):
         raise AggregationError(
             f"got split_steps=True with {aggregation} and {type(loss_fn).__name__}, but a split "
             "step divides policy losses by the tokens or the samples that it has trained: choose "
@@ -211,8 +214,9 @@ class AggregatedLoss:
     ) -> tuple[Tensor, dict[str, Any]]:
         """Return this microbatch's partial loss and its metrics.
 
-        ``next_token_logprobs``: ``[b, s - 1]``, whole sequences, or a value loss's ``logits``
-        ``[b, s]``; the fields of ``data`` have b sequences. ``global_valid_seqs``,
+        ``next_token_logprobs``: ``[b, s - 1]``, whole sequences, or in ``arguments`` a value loss's
+        ``logits`` ``[b, s]``, or log-probabilities of a teacher's k tokens, ``[b, s - 1, k]``; the
+        fields of ``data`` have b sequences. ``global_valid_seqs``,
         ``global_valid_toks``: counts of the step, B without the sequences whose ``sample_mask`` is
         0, and N; 1 and 1 of a split step. No collective; host syncs for masks and counts,
         and those of the wrapped loss per sequence. Raises :class:`PlanError` on this rank only for

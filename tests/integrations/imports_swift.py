@@ -22,5 +22,5 @@ for name in [name for name, value in vars(engine).items() if value is None and n
 stand_ins.install(stand_ins.DATA, stand_ins.SWIFT)
 importlib.import_module("modelscope.hub.utils.utils").get_cache_dir = tempfile.gettempdir
 
-for module in ("trainer", "grpo_trainer"):
+for module in ("trainer", "grpo_trainer", "gkd_trainer"):
     importlib.import_module(f"swift.megatron.trainers.{module}")

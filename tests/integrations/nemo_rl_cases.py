@@ -1,5 +1,6 @@
 """NeMo-RL's losses and configuration, our aggregations, and each step's reference in float64."""
 
+import math
 import os
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from nemo_rl.algorithms.loss.loss_functions import (
     ClippedPGLossConfig,
     ClippedPGLossFn,
+    DistillationLossConfig,
+    DistillationLossFn,
     MseValueLossConfig,
     MseValueLossFn,
     NLLLossFn,
@@ -24,6 +27,8 @@ from megatron_lossagg.verify.cases import reference_options
 PROMPTS, SAMPLES, SEQUENCES_PER_STEP = 6, 4, 12
 KL = 0.1
 CLIP_OF_VALUES = 0.3
+FORWARD_KL, TEACHERS_TOKENS = 0.3, 3
+"""A mixed KL's part of KL(teacher | student), and the tokens that a teacher gives."""
 MODES = {
     "token_mean": Aggregation("token_mean"),
     "sample_mean": Aggregation("sample_mean"),
@@ -41,6 +46,10 @@ LOSSES = {
     "value": MseValueLossFn(MseValueLossConfig(scale=0.7, cliprange=CLIP_OF_VALUES)),
     "split": ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=KL)),
     "split nll": NLLLossFn(),
+    "KL": DistillationLossFn(DistillationLossConfig(mixed_kl_weight=FORWARD_KL)),
+    "KL with a rest": DistillationLossFn(
+        DistillationLossConfig(mixed_kl_weight=FORWARD_KL, zero_outside_topk=True)
+    ),
 }
 
 
@@ -102,6 +111,9 @@ def token_losses(loss, data, sequence, out):
         clipped = values.clamp(of("values") - CLIP_OF_VALUES, of("values") + CLIP_OF_VALUES)
         errors = [(value - of("returns")) ** 2 for value in (values, clipped)]
         return 0.35 * torch.maximum(*errors)
+    if loss.startswith("KL"):
+        teacher = [data[f"teacher_topk_{name}"][sequence] for name in ("logits", "indices")]
+        return [kl_of(loss, out[t], *(one[t] for one in teacher)) for t in range(len(tokens) - 1)]
     x = torch.log_softmax(out[:-1], -1).gather(1, tokens[1:, None])[:, 0]
     if loss.endswith("nll"):
         return -x
@@ -109,6 +121,21 @@ def token_losses(loss, data, sequence, out):
     d = of("reference_policy_logprobs") - x
     kl = (d.exp() - 1 - d) * (x - x.detach()).exp()
     return torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2)) + KL * kl
+
+
+def kl_of(loss, logits, teacher_logits, indices):
+    """Return both KL of a token, of the tokens that the teacher gives; others have e**-100."""
+    others = set(range(len(logits))) - set(indices.tolist()) if "rest" in loss else ()
+    log_q = (teacher_logits - teacher_logits.logsumexp(0)).tolist()
+    taken = logits if "rest" in loss else logits[indices]
+    log_p = {v: logits[v] - taken.logsumexp(0) for v in [*indices.tolist(), *others]}
+    both = 0
+    for v, q in zip(indices.tolist(), log_q, strict=True):
+        weight = FORWARD_KL * math.exp(q) - (1 - FORWARD_KL) * log_p[v].exp()
+        both = both + weight * (q - log_p[v])
+    for v in others:
+        both = both + (1 - FORWARD_KL) * log_p[v].exp() * (log_p[v] + 100)
+    return both
 
 
 def reference_steps(loss, data, aggregation):

@@ -11,7 +11,7 @@ Megatron-Core's schedule, DDP and finalize; the policy's split steps (``begin_tr
 ``train_microbatch``, ``finish_train_step``); and the value worker's ``train``. It prints the
 largest relative error of a gradient.
 ``nemo_rl_worker.py losses CHECKOUT -``: ``ClippedPGLossFn`` with each of ``OPTIONS``,
-``NLLLossFn`` and ``MseValueLossFn``, by themselves and in the integration.
+``NLLLossFn``, ``MseValueLossFn`` and ``DistillationLossFn``, by themselves and in the integration.
 
 Not real: Ray, generation and environments (rollouts are given), log-probabilities of the old and
 the reference policy, the model (a tiny GPT instead of one that Megatron-Bridge loads), the
@@ -40,6 +40,7 @@ from nemo_rl_cases import (
     PROMPTS,
     SAMPLES,
     SEQUENCES_PER_STEP,
+    TEACHERS_TOKENS,
     config,
     drawn,
     loss_of,
@@ -52,6 +53,7 @@ from megatron_lossagg import Aggregation
 from megatron_lossagg.integrations.nemo_rl import aggregated
 from megatron_lossagg.verify.frameworks.drawn_step import Step
 from megatron_lossagg.verify.frameworks.nemo_rl import losses_of
+from megatron_lossagg.verify.step_data import VOCABULARY
 
 WHAT, _, FILE, *OTHERS = sys.argv[1:]
 OPTIONS = {
@@ -65,6 +67,8 @@ OPTIONS = {
     "sequence": {"token_level_loss": False},
     "GSPO": {"token_level_loss": False, "sequence_level_importance_ratios": True},
 }
+NUM_METRICS = {"nll": 3, "value": 9, "KL": 2}
+"""Of the losses but GRPO's, which has 16."""
 FOLLOW = ("loss", "kl_penalty")
 """Metrics that the aggregation changes."""
 MULTIPLIED = "sampling_importance_ratio"
@@ -77,7 +81,7 @@ def losses():
     own_losses = {
         name: ClippedPGLossFn(ClippedPGLossConfig(**options)) for name, options in OPTIONS.items()
     }
-    for name, own in (own_losses | {loss: LOSSES[loss] for loss in ("nll", "value")}).items():
+    for name, own in (own_losses | {loss: LOSSES[loss] for loss in NUM_METRICS}).items():
         alias = Aggregation(f"nemo-rl:token_level_loss={own.loss_type is LossType.TOKEN_LEVEL}")
         step, num_excluded = Step(), int(name != "GSPO")
         stock = losses_of(own, step, num_excluded=num_excluded)
@@ -85,7 +89,7 @@ def losses():
             ours = losses_of(aggregated(own, aggregation), step, num_excluded=num_excluded)
             for one, other, mb in zip(ours, stock, step.microbatches, strict=True):
                 metrics, wanted = dict(one[1]), dict(other[1])
-                assert len(wanted) >= (3 if name == "nll" else 9 if name == "value" else 16)
+                assert len(wanted) >= NUM_METRICS.get(name, 16)
                 if name == "GSPO":
                     wanted[MULTIPLIED] /= len(mb.sequences)
                 if aggregation is alias:
@@ -111,6 +115,8 @@ def plan():
             assert data["loss_weights"].shape == (PROMPTS * SAMPLES,)
         data, shape = dict(data), data["input_ids"].shape
         data["returns"], data["values"] = drawn(103, *shape), 0.5 * drawn(104, *shape)
+        teacher = drawn(105, *shape, VOCABULARY).topk(TEACHERS_TOKENS)
+        data["teacher_topk_logits"], data["teacher_topk_indices"] = teacher
         saved[case] = data, []
     tiny_gpt.start()
     for case, (data, steps) in saved.items():

@@ -18,7 +18,7 @@ SKYRL = "skyrl==0.4.0"
 """The second release of SkyRL; it declares Python 3.12, and what is used of it runs on 3.11."""
 SECOND = FOLDER / "skyrl-0.4.0"
 SKYRL_CHECKS = Path(__file__).with_name("skyrl_checks.py")
-SWIFT_CHECKS = [Path(__file__).with_name(f"swift{one}_checks.py") for one in ("", "_grpo")]
+SWIFT_CHECKS = [Path(__file__).with_name(f"swift{one}_checks.py") for one in ("", "_grpo", "_gkd")]
 """In a process of their own: what ms-swift imports without calling it is real for the others."""
 
 

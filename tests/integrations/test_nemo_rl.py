@@ -14,6 +14,7 @@ import torch
 from device_double import DeviceDouble
 from written_frameworks import (
     ClippedPGLossFn,
+    DistillationLossFn,
     LossType,
     MetricNormalizer,
     MseValueLossFn,
@@ -36,6 +37,7 @@ OWN = {
     "sequence": partial(ClippedPGLossFn, token_level=False),
     "nll": NLLLossFn,
     "value": MseValueLossFn,
+    "distillation": DistillationLossFn,
 }
 COUNTS = {"global_valid_seqs": torch.tensor(8.0), "global_valid_toks": torch.tensor(24.0)}
 
@@ -81,7 +83,7 @@ def test_one_line_on_rank_0_says_that_it_is_on(rank, capsys, monkeypatch):
     assert capsys.readouterr().err == ("" if rank else line)
 
 
-@pytest.mark.parametrize("make", [ClippedPGLossFn, NLLLossFn, MseValueLossFn])
+@pytest.mark.parametrize("make", [ClippedPGLossFn, NLLLossFn, MseValueLossFn, DistillationLossFn])
 def test_the_loss_and_the_kl_follow_the_aggregation_and_other_metrics_stay(make):
     theirs = losses_of(make(), Step())
     ours = losses_of(aggregated(make(), CONSTANT), Step())
@@ -155,6 +157,7 @@ def test_a_split_steps_gradient_is_divided_by_what_the_mode_counts(make, mode):
     [
         (ClippedPGLossFn(), "token_sum", {}, "choose one of token_mean, sample_mean, constant, s"),
         (MseValueLossFn(), "token_mean", {}, "split_steps=True with token_mean.* and MseValueLoss"),
+        (DistillationLossFn(), "token_mean", {}, "with token_mean.* and DistillationLossFn"),
         (ClippedPGLossFn(), "token_mean", {"weights_in_data": True}, "drop them"),
         (ClippedPGLossFn(), "sample_mean", {"samples_per_step": 8}, "drop them"),
     ],

@@ -17,7 +17,9 @@ IN_FLOAT32 = "nemo_rl/distributed/model_utils.py"
 """Where NeMo-RL computes log-probabilities in float32."""
 OF_PROMPTS = ("token/all prompts", "sequence/prompts with tokens")
 TOKEN, SEQUENCE = (f"{case}/{{}}" for case in OF_PROMPTS)
-OF_MODES = [f"{loss}/{mode}" for loss in ("nll", "value", "split", "split nll") for mode in SPLIT]
+OF_LOSSES = ("nll", "value", "split", "split nll", "KL")
+OF_MODES = [f"{loss}/{mode}" for loss in OF_LOSSES for mode in SPLIT]
+OF_MODES.append("KL with a rest/sample_mean")
 MICROBATCHES = {
     "M = 1": (1, 2, "padded", 6, 1),
     "M = 3": (1, 2, "padded", 2, 3),
@@ -67,7 +69,7 @@ def test_the_patch_calls_weights_of_by_the_names_of_its_arguments():
 def test_under_its_alias_nemo_rls_loss_gradient_and_every_metric_stay():
     arguments = ("losses", checkout_of("NeMo-RL"), "")
     out = launched("integrations/nemo_rl_worker.py", *arguments, processes=1)
-    assert out.count("are NeMo-RL's own") == 6
+    assert out.count("are NeMo-RL's own") == 7
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +85,9 @@ def given(launches, tmp_path_factory):
     ("cp", "processes", "how", "size"),
     [(1, 2, "padded", 2), (1, 2, "packed", 24), (2, 4, "packed", 24)],
 )
-def test_nemo_rl_trains_sft_values_and_split_steps_by_the_mode(given, cp, processes, how, size):
+def test_nemo_rl_trains_sft_values_distillation_and_split_steps_by_the_mode(
+    given, cp, processes, how, size
+):
     trained = errors_of(given, cp, processes, how, *[f"{case}/{size}" for case in OF_MODES])
     assert max(error for error, _ in trained) < 1e-12
 

@@ -23,6 +23,7 @@ class LossInputType(Enum):
 
     LOGIT = "logit"
     LOGPROB = "logprob"
+    DISTILLATION = "distillation"
 
 
 class LossType(Enum):
@@ -70,6 +71,24 @@ class MseValueLossFn:
         values = logits[mask.bool()]
         largest = values.max().item() if len(values) else 0.0
         return loss, {"loss": loss.item(), "values_max": largest}
+
+
+class DistillationLossFn:
+    """NeMo-RL 7ea279ab: both KL of a teacher's k tokens, divided by the step's tokens."""
+
+    input_type = LossInputType.DISTILLATION
+    loss_type = LossType.TOKEN_LEVEL
+
+    def __call__(
+        self, student_topk_logprobs, teacher_topk_logprobs, H_all, data, global_valid_seqs,
+        global_valid_toks,
+    ):  # fmt: skip
+        assert H_all is None
+        mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
+        p, q = student_topk_logprobs.exp(), teacher_topk_logprobs.exp()
+        x = ((p - q) * (student_topk_logprobs - teacher_topk_logprobs)).sum(-1) / 2
+        loss = (x * mask).sum() / (global_valid_toks + 1e-8)
+        return loss, {"loss": loss.item(), "num_valid_samples": len(mask)}
 
 
 class ClippedPGLossFn:

@@ -1,4 +1,4 @@
-"""NeMo-RL: its losses of GRPO, SFT and values, and the same under this package's weights.
+"""NeMo-RL: its losses of GRPO, SFT, values and distillation, and those under our weights.
 
 NeMo-RL divides by the step's counts in the loss function: what it returns for each microbatch adds
 up to the step's loss. In split steps both counts are 1, and the gradient is divided in the end by
@@ -26,6 +26,7 @@ __all__ = ["CLIP", "DUAL_CLIP", "VALUE_CLIP", "checks", "compared", "losses_of"]
 _LOSSES = "nemo_rl.algorithms.loss.loss_functions"
 _MODES = ("token_mean", "sample_mean", "constant", "sample_sum", "token_sum")
 CLIP, DUAL_CLIP, VALUE_CLIP = 0.2, 3.0, 0.3
+_OF_WHOLE_STEPS = ("MseValueLossFn", "DistillationLossFn")
 _EXCLUDED = 1
 """Sequences whose ``sample_mask`` is 0, as too long ones: the step's last."""
 
@@ -35,6 +36,8 @@ def checks(_: Aggregation) -> list[Check]:
     from nemo_rl.algorithms.loss.loss_functions import (
         ClippedPGLossConfig,
         ClippedPGLossFn,
+        DistillationLossConfig,
+        DistillationLossFn,
         MseValueLossConfig,
         MseValueLossFn,
         NLLLossFn,
@@ -53,6 +56,7 @@ def checks(_: Aggregation) -> list[Check]:
     made: dict[str, Callable[[], Any]] = {
         "NLLLossFn": NLLLossFn,
         "MseValueLossFn": lambda: MseValueLossFn(MseValueLossConfig(cliprange=VALUE_CLIP)),
+        "DistillationLossFn": lambda: DistillationLossFn(DistillationLossConfig()),
     }
     listed = []
     for token_level in (True, False):
@@ -66,7 +70,7 @@ def checks(_: Aggregation) -> list[Check]:
         function = f"{_LOSSES}.{name.partition('(')[0]}"
         run = partial(compared, make, one, is_wrapped=True)
         listed.append(Check(f"aggregated({name}), {one.mode}", function, run))
-        if one.mode != "token_sum" and name != "MseValueLossFn":
+        if one.mode != "token_sum" and name not in _OF_WHOLE_STEPS:
             run = partial(compared, make, one, is_wrapped=True, split_steps=True)
             listed.append(Check(f"aggregated({name}), split steps, {one.mode}", function, run))
     return listed
@@ -101,6 +105,7 @@ def _token_losses(kind: str, mb: Microbatch) -> Tensor:
     ::
 
         NLLLossFn: -x;  MseValueLossFn: max((x - R)^2, (clamp(x, V - clip, V + clip) - R)^2) / 2
+        DistillationLossFn: (KL(p | q) + KL(q | p)) / 2, of two tokens with logits x, 0 and A, 0
     """
     x, old = mb.log_probs, mb.old_log_probs
     if kind == "NLLLossFn":
@@ -108,6 +113,9 @@ def _token_losses(kind: str, mb: Microbatch) -> Tensor:
     if kind == "MseValueLossFn":
         clipped = x.clamp(old - VALUE_CLIP, old + VALUE_CLIP)
         return torch.maximum((x - mb.advantages) ** 2, (clipped - mb.advantages) ** 2) / 2
+    if kind == "DistillationLossFn":
+        teacher = mb.advantages
+        return (torch.sigmoid(teacher) - torch.sigmoid(x)) * (teacher - x) / 2
     return ppo_losses(x, old, mb.advantages, clip=CLIP, dual_clip=DUAL_CLIP)
 
 
@@ -116,8 +124,9 @@ def losses_of(
 ) -> list[tuple[Tensor, dict[str, Any]]]:
     """Return loss and metrics of each microbatch, with the step's counts as NeMo-RL takes them.
 
-    A loss of logits gets values. ``num_excluded``: the step's last sequences, of one microbatch,
-    have ``sample_mask`` 0. ``split_steps``: counts are 1, and the losses are divided afterwards.
+    A loss of logits gets values, and that of distillation gets two tokens. ``num_excluded``: the
+    step's last sequences, of one microbatch, have ``sample_mask`` 0. ``split_steps``: counts are 1,
+    and the losses are divided afterwards.
     """
     batches = [_data(mb) for mb in step.microbatches]
     if num_excluded:
@@ -134,13 +143,23 @@ def losses_of(
         counts = dict.fromkeys(counts, torch.ones(()))
     made = []
     for mb, data in zip(step.microbatches, batches, strict=True):
+        given: dict[str, Tensor | None]
         if loss_function.input_type.value == "logit":
             given = {"logits": pad(mb.log_probs, (1, 0))}
+        elif loss_function.input_type.value == "distillation":
+            student, teacher = map(_of_two_tokens, (mb.log_probs, mb.advantages))
+            given = {"student_topk_logprobs": student, "teacher_topk_logprobs": teacher}
+            given["H_all"] = None  # the entropy of all tokens, without which these two are all
         else:
             given = {"next_token_logprobs": mb.log_probs}
         loss, metrics = loss_function(**given, data=data, **counts)
         made.append((loss / divisor, metrics))
     return made
+
+
+def _of_two_tokens(logits: Tensor) -> Tensor:
+    """Return the log-probabilities of a token and of another with logit 0, ``[b, s, 2]``."""
+    return torch.stack([logits, torch.zeros_like(logits)], -1).log_softmax(-1)
 
 
 def _data(mb: Microbatch) -> dict[str, Tensor]:
@@ -156,4 +175,5 @@ def _data(mb: Microbatch) -> dict[str, Tensor]:
         "token_mask": mb.mask.double(),
     }
     data = {name: pad(field, (1, 0)) for name, field in fields.items()}
+    data["input_ids"] = torch.zeros_like(data["token_mask"], dtype=torch.int64)
     return {**data, "sample_mask": torch.ones(len(mb.sequences), dtype=torch.float64)}
