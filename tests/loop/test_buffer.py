@@ -356,17 +356,21 @@ def test_tensors_that_are_shared_and_not_filled_again_are_right():
         seen.append(torch.zeros(1))
         return {"tokens": T, "cache": Plain(Plain(seen))}
 
-    reader, source = Reader(), Refills()
+    def counted():
+        counter.add_(1)
+        return {"tokens": T, "metrics": Plain(Plain(counter))}
+
+    counter, reader, source = torch.zeros(1), Reader(), Refills()
     source.entry = A
     for made in (
         rewritten,
         cached,
+        counted,
         lambda: {"tokens": T, "reader": Plain(reader), "model": Plain(torch.nn.Linear(2, 2))},
         lambda: {"tokens": T, "reader": reader},
     ):
         assert [values(data["tokens"])[0][0] for data in replayed(refilled(T, made))] == [0, 1, 2]
-    counter = Plain(np.zeros(1))
-    for held in (source, Plain(source), (number for number in A), math, Plain(Dataset), counter):
+    for held in (source, Plain(source), (number for number in A), math, Plain(Dataset)):
         found = replayed(refilled(A, lambda held=held: {"held": Plain(held), "tokens": [1]}))
         assert [data["tokens"] for data in found] == [[1]] * 3
 
