@@ -121,7 +121,7 @@ COLUMNS: Mapping[str, tuple[tuple[str, ...], Callable[[Any], Any], str]] = {
         "a text, or messages without tools: only the training run knows which of their tokens it "
         "trains. Record 'mask'",
     ),
-    "prompt": (("prompt_id", "group_index", "uid", "input", "prompt"), _id, _AN_ID),
+    "prompt": (("prompt_id", "group_index", "input", "prompt"), _id, _AN_ID),
     "sample": (("sample_id", "rollout_id"), _id, _AN_ID),
     "step": (("step",), _count, _A_COUNT),
     "removed": (("remove_sample",), bool, "true or false"),

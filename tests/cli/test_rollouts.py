@@ -59,12 +59,7 @@ def sample(**fields):
 @pytest.mark.parametrize(
     ("record", "flags", "lengths", "source"),
     [
-        (
-            {"response": "abc", "uid": "u", "prompt": "q"},
-            CHARACTERS,
-            3,
-            "response, prompt from uid",
-        ),
+        ({"response": "abc", "prompt": "q"}, CHARACTERS, 3, "text from response, prompt"),
         ({"completion_ids": [5, 6, 7]}, (), 3, "lengths from completion_ids"),
         ({"completion_ids": [5, 6, 7], "completion_mask": [1, 0, 1]}, (), 2, "completion_mask"),
         ({"response_ids": [5], "response_mask": [1]}, (), 1, "mask from response_mask"),
@@ -76,7 +71,7 @@ def test_the_usual_names_of_a_response_are_read(tmp_path, record, flags, lengths
     rollouts = read(json_lines(tmp_path / "a.jsonl", [record, record]), flags=flags)
     assert [step["active_tokens"].tolist() for step in rollouts.steps] == [[lengths] * 2]
     assert source in rollouts.source
-    if "uid" in record:
+    if "prompt" in record:
         assert rollouts.steps[0]["prompt"].tolist() == [0, 0]
 
 

@@ -40,7 +40,8 @@ def test_what_verl_dumps_is_read(tmp_path, file):
     names = {"os": os, "json": json, "json_encode_default": str}
     exec(compile(ast.Module([writer], []), file, "exec"), names)
     write = names["_write_generations"]
-    write(["q", "q", "p"], ["abc", "de", ""], [None] * 3, [0.0] * 3, {"uid": [*"xyz"]}, tmp_path, 7)
+    rows = {"uid": ["x_0_0", "x_1_0", "y_0_0"]}  # what v1 adds: a name for each sequence, no prompt
+    write(["q", "q", "p"], ["abc", "de", ""], [None] * 3, [0.0] * 3, rows, tmp_path, 7)
     command = [sys.executable, "-c", READ, str(tmp_path / "7.jsonl")]
     out = subprocess.check_output(command, text=True, cwd=Path(__file__).parents[2])
     assert out.split("\n")[:2] == ["[3, 2, 0]", "[0, 0, 1]"]
