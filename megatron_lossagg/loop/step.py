@@ -184,25 +184,28 @@ class Step:
             weight_sum = None if plan is None else weight_sum_of(plan)
             self.side_losses = SideLossScale(chunks[0], weight_sum)
             weakref.finalize(self, self.side_losses.end)
-        if plan is None:
-            return
-        self._facts = StepFacts(
-            chunks=chunks,
-            groups=groups,
-            scaling=self.scaling,
-            plan=plan,
-            tracker=self._tracker,
-            forward_only=forward_only,
-            accumulates=accumulates,
-            may_find_gradients=may_find_gradients,
-        )
+        if plan is not None:
+            self._facts = StepFacts(
+                chunks=chunks,
+                groups=groups,
+                scaling=self.scaling,
+                plan=plan,
+                tracker=self._tracker,
+                forward_only=forward_only,
+                accumulates=accumulates,
+                may_find_gradients=may_find_gradients,
+            )
+            self._watch(self._facts, is_guarded=is_guarded)
+
+    def _watch(self, facts: StepFacts, *, is_guarded: bool) -> None:
+        """Let the guards hear of reducers and of the finalize function."""
         if is_guarded:
-            self._guards = guards_of(self._facts)
+            self._guards = guards_of(facts)
         self._listeners = {event: _overridden(self._guards, event) for event in EVENTS}
-        plan.state.begin(partial(_tell, self._listeners["on_reduce"], self._facts))
-        if is_guarded and not forward_only:
-            told = partial(_tell, self._listeners["on_finalize"], self._facts)
-            self._finalize = FinalizeHook(chunks[0].config, told)
+        facts.plan.state.begin(partial(_tell, self._listeners["on_reduce"], facts))
+        if is_guarded and not self.forward_only:
+            told = partial(_tell, self._listeners["on_finalize"], facts)
+            self._finalize = FinalizeHook(facts.config, told)
             # A step that is given up without its end is collected.
             weakref.finalize(self, self._finalize.end)
 
