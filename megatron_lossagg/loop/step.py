@@ -29,7 +29,13 @@ from megatron_lossagg.contract.side_loss_scale import SideLossScale, weight_sum_
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards import guards_of
 from megatron_lossagg.guards.evaluation import refuse_training, without_gradient
-from megatron_lossagg.guards.guard import EVENTS, Guard, StepFacts, is_in_backward
+from megatron_lossagg.guards.guard import (
+    EVENTS,
+    Guard,
+    ScheduleCalls,
+    StepFacts,
+    is_in_backward,
+)
 from megatron_lossagg.loop.first_step import record_first_step
 from megatron_lossagg.record.writer import StepRecorder
 from megatron_lossagg.reduction.aggregation import Aggregation
@@ -146,8 +152,8 @@ class Step:
         plan: StepPlan | None,
         num_microbatches: int,
         forward_only: bool = False,
-        accumulates: bool = False,
-        may_find_gradients: bool = False,
+        accumulates: bool | int = False,
+        calls: ScheduleCalls | None = None,
         shadows: Mapping[str, Aggregation] | None = None,
         follows: bool = False,
         recorder: StepRecorder | None = None,
@@ -157,8 +163,6 @@ class Step:
         """M of this schedule call."""
         self.forward_only = forward_only
         self.is_finished = False
-        self.has_passed = False
-        """Whether it was finished without an error."""
         self.shadows = shadows or {}
         """The aggregations whose losses are reported in addition to the trained one, by name."""
         self.scaling = Scaling(
@@ -193,7 +197,7 @@ class Step:
                 tracker=self._tracker,
                 forward_only=forward_only,
                 accumulates=accumulates,
-                may_find_gradients=may_find_gradients,
+                calls=calls or ScheduleCalls(),
             )
             self._watch(self._facts, is_guarded=is_guarded)
 
@@ -358,7 +362,6 @@ class Step:
         if self._recorder is not None:
             recorded = {k: v for guard in self._guards for k, v in guard.recorded().items()}
             self._recorder.finish(self.plan, self.scaling, self._groups, recorded)
-        self.has_passed = True
         record_first_step()
 
     def _fault(self) -> str:
