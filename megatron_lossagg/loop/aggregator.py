@@ -114,7 +114,8 @@ class LossAggregator:
         self._latest: Step | None = None
         self._calls = ScheduleCalls()
         self._hook: ScheduleHook | None = None
-        self.note = note_on_side_losses(self._run.config, self.loss_scaling)
+        follows = self.options.side_losses == "follow"
+        self.note = note_on_side_losses(self._run.config, self.loss_scaling, follows=follows)
         """Which side losses depend on CP, for the start of a run; empty if none does."""
         self.probe: ProbeReport | None = None
         """What the startup probe measured; None if it was not asked for."""
@@ -189,10 +190,6 @@ class LossAggregator:
         """Return the layout of packed sequences for this rank; see :meth:`LiveGroups.thd`."""
         return self.groups.thd(cu_seqlens_padded)
 
-    def local(self, sequence_lengths_here: IntsLike) -> Layout:
-        """Return ``Layout.local`` for this rank: mask and losses are already its own."""
-        return self.groups.local(sequence_lengths_here)
-
     def sliced(self, lengths: Sequence[int]) -> Layout:
         """Return ``Layout.local`` for sequences that the framework has sliced already."""
         return self.groups.sliced(lengths)
@@ -249,7 +246,7 @@ class LossAggregator:
         given: dict[str, Any] = {"active_tokens": active_tokens, "microbatch": microbatch}
         given |= {"sample": sample, "prompt": prompt, "group": group}
         given |= {"token_weight_sums": token_weight_sums, "sequence_weight": sequence_weight}
-        given |= {"samples_per_prompt": samples_per_prompt}
+        given["samples_per_prompt"] = samples_per_prompt
         return self.begin_together(
             partial(self._plan, given, num_microbatches, forward_only, iteration),
             num_microbatches=num_microbatches,
