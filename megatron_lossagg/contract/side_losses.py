@@ -15,8 +15,10 @@ _MTP_NEVER_FREE_OF_CP = (0, 17)
 """The release from which MTP's gradient depends on CP in both loss scalings."""
 
 
-def note_on_side_losses(config: Any, loss_scaling: LossScaling) -> str:
+def note_on_side_losses(config: Any, loss_scaling: LossScaling, *, follows: bool = False) -> str:
     """Say which of stock's side losses depend on CP here; empty if none does.
+
+    ``follows``: whether they are multiplied by the mode's sum of weights.
 
     MTP's does, but in the per-token loss scaling before megatron-core 0.17. Those of MoE routers do
     before 0.16 in the average loss scaling, and before 0.19 in the per-token loss scaling.
@@ -38,8 +40,13 @@ def note_on_side_losses(config: Any, loss_scaling: LossScaling) -> str:
         remedies["MoE"] = f"install megatron-core>={major}.{minor}"
     if not remedies:
         return ""
+    changed = (
+        "--loss-aggregation-side-losses follow multiplies them by the sum of weights"
+        if follows
+        else "no --loss-aggregation changes them"
+    )
     return (
-        f"side losses ({' and '.join(remedies)}) are Megatron's own and no --loss-aggregation "
-        f"changes them; in the {loss_scaling} loss scaling of megatron-core "
+        f"side losses ({' and '.join(remedies)}) are Megatron's own and {changed}; "
+        f"in the {loss_scaling} loss scaling of megatron-core "
         f"{megatron_version()} their gradient depends on CP: {' and '.join(remedies.values())}"
     )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_lossagg.errors import ContractError, say
 
-__all__ = ["agree"]
+__all__ = ["agree", "said_if_waiting"]
 
 _PATIENCE = 30.0
 """Seconds after which a rank that waits for others says so."""
@@ -37,6 +37,29 @@ def agree(fault: str, settings: str) -> None:
                 f"ranks disagree: rank 0 has {first}, rank {rank} has {settings_of_rank}: start "
                 "all ranks with the same flags and versions"
             )
+
+
+@contextmanager
+def said_if_waiting(kind: str) -> Iterator[None]:
+    """Say which step this rank begins if the others do not come to it in half a minute.
+
+    A rank that repeats or evaluates a step alone waits here, and the others in the model.
+    """
+    if dist.get_world_size() == 1:
+        yield
+        return
+    line = (
+        f"rank {dist.get_rank()} has waited {_PATIENCE:g} s for other ranks to begin {kind}: a "
+        "step that one rank begins alone, as after an error that it caught, never ends; begin it "
+        "on all ranks, or let the error end the run"
+    )
+    timer = threading.Timer(_PATIENCE, say, [line])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextmanager

@@ -39,12 +39,6 @@ class RunFacts:
     """The aggregations that all ranks have in common."""
     finalize: Any
     """The finalize function that the run began with; None until a training step has seen one."""
-    accumulates: bool | int = False
-    """What the latest training step was begun with."""
-    num_calls: int = 0
-    """Schedule calls that its optimizer step had before it."""
-    has_passed: bool = False
-    """Whether it was finished without an error."""
     is_probed: bool = False
     """Whether the startup probe measured it, or Megatron-Core's own in its place."""
 
@@ -73,21 +67,6 @@ class Asked:
         if self.plan is None or self.forward_only or isinstance(self.accumulates, bool):
             return self.plan
         return replace(self.plan, num_calls=self.accumulates)
-
-    def may_find_gradients(self, run: RunFacts) -> bool:
-        """Whether this step's gradients are added to those of the ones before; notes it.
-
-        The first of the declared calls finds none.
-        """
-        if self.forward_only:
-            return False
-        continues = run.has_passed and run.accumulates == self.accumulates
-        run.num_calls = run.num_calls + 1 if continues else 0
-        run.accumulates = self.accumulates
-        if isinstance(self.accumulates, bool):
-            return self.accumulates
-        run.num_calls %= self.accumulates
-        return run.num_calls > 0
 
 
 def previous_step(run: RunFacts, asked: Asked) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.guards.guard import Guard, StepFacts
+from megatron_lossagg.guards.guard import Guard, ScheduleCalls, StepFacts
 from megatron_lossagg.reduction.faults import warn_once
 from megatron_lossagg.reduction.reducer import Reducer
 
@@ -22,50 +22,102 @@ _LOOKED_AT = 4096
 class GradientBuffers(Guard):
     """Look at some values of each gradient buffer, before the first loss and at the end.
 
-    Gradients that are not zero before are refused. If tokens were trained and all gradients are
-    zero at the end it warns: advantages may all be 0.
+    Gradients that are not zero before are refused, unless they may be those of the declared calls
+    of the same optimizer step. If they are zero before these calls are complete, it warns. If
+    tokens were trained and all gradients are zero at the end it warns too: advantages may all be 0.
     """
 
     catches = (
         "gradients that an earlier schedule call left, with a factor of their own; a loss that "
-        "reaches no parameter of this model (a warning)"
+        "reaches no parameter of this model, and an optimizer step of fewer schedule calls than it "
+        "declares (warnings)"
     )
     costs = "two strided counts of at most 4,096 values of each gradient buffer, once a step"
 
+    def __init__(self, calls: ScheduleCalls, declared: bool | int) -> None:
+        self._calls = calls
+        self._declared = declared
+        self._left: list[Tensor] = []
+
     @classmethod
     def of(cls, step: StepFacts) -> GradientBuffers | None:
-        """Make it for a training step that keeps no gradients of an earlier one."""
-        return None if step.forward_only or step.may_find_gradients else cls()
+        """Make it for a training step."""
+        return None if step.forward_only else cls(step.calls, step.accumulates)
 
     def on_outputs(
         self, step: StepFacts, reducer: Reducer, loss: Tensor, coefficient: float
     ) -> None:
         """Look at the buffers before the first loss of a pass."""
         if step.tracker.is_at_start:
-            for chunk, some in _samples(step):
-                describe = partial(_describe, chunk)
-                faults = step.plan.state.faults
-                faults.record([some.count_nonzero()], describe, error=ContractError)
+            counts = dict(_nonzero(step))
+            found = partial(self._found, list(counts))
+            step.plan.state.faults.record(list(counts.values()), found, error=ContractError)
+
+    def on_finalize(self, step: StepFacts, num_tokens: Tensor | None) -> None:
+        """Look once more: the loop may zero gradients before it leaves the step."""
+        self._left = [count for _, count in _nonzero(step)]
 
     def on_finish(self, step: StepFacts) -> str:
-        """Look at the buffers once more, if this rank counted tokens."""
-        if step.trains and step.plan.active_tokens.any():
-            values = [some.count_nonzero() for _, some in _samples(step)]
-            if values:
-                step.plan.state.faults.record(values, _warn_of_zeros)
+        """Look at the end, if nothing was finalized."""
+        if step.trains:
+            left = self._left or [count for _, count in _nonzero(step)]
+            has_tokens = bool(step.plan.active_tokens.any())
+            step.plan.state.faults.record(left, partial(self._leaves, has_tokens))
+        return ""
+
+    def _found(self, buffers: list[tuple[int, int]], values: list[float]) -> str:
+        calls, declared = self._calls, self._declared
+        chunk = next((at for (at, _), value in zip(buffers, values, strict=True) if value), None)
+        if chunk is None:
+            if calls.left_some and calls.number < calls.declared:
+                warn_once(
+                    "schedule calls",
+                    f"gradients were zeroed after {calls.number} schedule calls with "
+                    f"accumulates={calls.declared}, which train {calls.number}/{calls.declared} of "
+                    "their mean: pass the number of the calls; ignore this if that step of the "
+                    "optimizer was skipped",
+                )
+            calls.number = 0
+            return ""
+        continues = calls.number > 0 and calls.declared == declared
+        if declared is True or (continues and calls.number < declared):
+            return ""
+        return (
+            f"the gradients of chunk {chunk} were not zero when the step's first loss was returned"
+            f"{f', after {calls.number} schedule calls' if continues and declared else ''}. "
+            "In a loop of your own, call zero_grad_buffer() on every chunk before the schedule, "
+            "also after a step that failed. If gradients of several schedule calls are added on "
+            "purpose, pass each of them aggregator.step(accumulates=) with their number. In a "
+            "framework's loop, call the schedule once per optimizer step, with all its "
+            "microbatches, and zero the gradients before it"
+        )
+
+    def _leaves(self, has_tokens: bool, values: list[float]) -> str:
+        calls = self._calls
+        calls.number += 1
+        calls.declared, calls.left_some = self._declared, any(values)
+        if has_tokens and values and not calls.left_some:
+            warn_once(
+                "zero gradients",
+                "tokens were trained, and every gradient of the model that was looked at is 0: "
+                "pass mb.reduce losses of this model's output, which are not detached; ignore this "
+                "if all losses of the step are constant (advantages of 0) or all its tokens were "
+                "rejected",
+            )
         return ""
 
 
-def _samples(step: StepFacts) -> Iterator[tuple[int, Tensor]]:
-    """Yield a chunk's number and some values of one of its gradient buffers."""
+def _nonzero(step: StepFacts) -> Iterator[tuple[tuple[int, int], Tensor]]:
+    """Count the values that are not zero in a part of each gradient buffer, by chunk and number."""
     for index, chunk in enumerate(step.chunks):
         # Then parameters are gathered into the gradient buffers.
         if getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
             continue
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+        for number, buffer in enumerate((*chunk.buffers, *chunk.expert_parallel_buffers)):
             data = buffer.grad_data
             if data.numel() and data.untyped_storage().size() and not _is_left(buffer):
-                yield index, data[:: -(-data.numel() // _LOOKED_AT)]
+                some = data[:: -(-data.numel() // _LOOKED_AT)]
+                yield (index, number), some.count_nonzero()
 
 
 def _is_left(buffer: Any) -> bool:
@@ -73,27 +125,3 @@ def _is_left(buffer: Any) -> bool:
     found = getattr(next(iter(getattr(buffer, "params", ())), None), "main_grad", None)
     address = buffer.grad_data.untyped_storage().data_ptr()
     return found is not None and found.untyped_storage().data_ptr() != address
-
-
-def _describe(chunk: int, values: list[float]) -> str:
-    if not values[0]:
-        return ""
-    return (
-        f"the gradients of chunk {chunk} were not zero when the step's first loss was returned. "
-        "In a loop of your own, call zero_grad_buffer() on every chunk before the schedule, also "
-        "after a step that failed. If gradients of several schedule calls are added on purpose, "
-        "pass each of them aggregator.step(accumulates=) with their number. In a framework's loop, "
-        "call the schedule once per optimizer step, with all its microbatches, and zero the "
-        "gradients before it"
-    )
-
-
-def _warn_of_zeros(values: list[float]) -> str:
-    if not any(values):
-        warn_once(
-            "zero gradients",
-            "tokens were trained, and every gradient of the model that was looked at is 0: pass "
-            "mb.reduce losses of this model's output, which are not detached; ignore this if all "
-            "losses of the step are constant (advantages of 0) or all its tokens were rejected",
-        )
-    return ""

@@ -17,10 +17,21 @@ from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.reducer import Reducer
 
-__all__ = ["EVENTS", "Guard", "StepFacts", "is_in_backward"]
+__all__ = ["EVENTS", "Guard", "ScheduleCalls", "StepFacts", "is_in_backward"]
 
 EVENTS = ("on_microbatch", "on_reduce", "on_outputs", "on_return", "on_finalize")
 """The methods of a guard that a running step calls."""
+
+
+@dataclass(kw_only=True, eq=False)
+class ScheduleCalls:
+    """The training calls of the schedule since gradients were zero; kept by a run."""
+
+    number: int = 0
+    declared: bool | int = False
+    """What the latest was begun with, as ``accumulates=``."""
+    left_some: bool = False
+    """Whether gradients were not zero when the latest ended."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,10 +48,9 @@ class StepFacts:
     plan: StepPlan
     tracker: SequenceTracker
     forward_only: bool
-    accumulates: bool
-    """Whether the optimizer step has several schedule calls."""
-    may_find_gradients: bool = False
-    """Whether those of an earlier call are kept."""
+    accumulates: bool | int
+    """How many schedule calls the optimizer step has; False is one, True any number."""
+    calls: ScheduleCalls
 
     @property
     def config(self) -> Any:

@@ -224,8 +224,7 @@ def _engine(base: Any) -> Any:
     class LossAggregationEngine(base):  # type: ignore[misc]
         """verl's Megatron engine; a ``lossagg_`` loss mode gives every loss the plan's weights."""
 
-        has_plan = False
-        """Whether a step of ours is under way."""
+        has_plan = False  # whether a step of ours is under way
 
         def __init__(self, *args: Any, **kwargs: Any):
             self.tokens_of: dict[str, int] = {}
@@ -237,11 +236,8 @@ def _engine(base: Any) -> Any:
             """Plan the step over the data-parallel group, then run verl's own step.
 
             ``data``: this data-parallel rank's sequences. Two all-gathers if prompts or sessions
-            are counted, else one, each with a host sync, and one host sync per microbatch, for its
-            sequences; the faults that devices found are read before the optimizer's step, one host
-            sync more.
-            With ``dynamic_context_parallel``, one all-gather over data- and context-parallel ranks
-            instead, which compares their batches.
+            are counted, else one; with ``dynamic_context_parallel`` one over data- and
+            context-parallel ranks. A host sync for each, for each microbatch, and for the faults.
             """
             config = getattr(loss_function, "keywords", {}).get("config")
             policy_loss = getattr(config, "policy_loss", None)  # not of a critic
@@ -269,9 +265,8 @@ def _engine(base: Any) -> Any:
         ) -> Any:
             """Return what verl's own does; in a step of ours with exact shares of the tokens.
 
-            In the per-token loss scaling verl reports floor(tokens / CP) on every context-parallel
-            rank, and the gradient is divided by too few tokens. Here rank r reports
-            floor((tokens + r) / CP), which sum to all of them. No host sync.
+            In the per-token loss scaling verl reports floor(tokens / CP) on every CP rank, too few
+            to divide by. Here rank r reports floor((tokens + r) / CP): all of them. No host sync.
             """
             result = super().postprocess_micro_batch_func(output, data, *args, **kwargs)
             config = self.engine_config

@@ -21,10 +21,11 @@ from megatron_lossagg.contract.side_losses import note_on_side_losses
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards.agreement import agree
 from megatron_lossagg.guards.before import BEFORE_A_STEP, Asked
+from megatron_lossagg.guards.guard import ScheduleCalls
 from megatron_lossagg.loop.counts_of_rank import sequences_of_rank
 from megatron_lossagg.loop.flags import aggregation_from_args
 from megatron_lossagg.loop.read_run import aggregation_of, read_run, settings_of
-from megatron_lossagg.loop.stages import begun_on_all_stages
+from megatron_lossagg.loop.stages import begun_together
 from megatron_lossagg.loop.step import Step
 from megatron_lossagg.record.writer import StepRecorder
 from megatron_lossagg.reduction.aggregation import Aggregation
@@ -111,8 +112,10 @@ class LossAggregator:
         """The groups of the live chunks, and this rank's place in them."""
         self.loss_scaling: LossScaling = self._run.loss_scaling
         self._latest: Step | None = None
+        self._calls = ScheduleCalls()
         self._hook: ScheduleHook | None = None
-        self.note = note_on_side_losses(self._run.config, self.loss_scaling)
+        follows = self.options.side_losses == "follow"
+        self.note = note_on_side_losses(self._run.config, self.loss_scaling, follows=follows)
         """Which side losses depend on CP, for the start of a run; empty if none does."""
         self.probe: ProbeReport | None = None
         """What the startup probe measured; None if it was not asked for."""
@@ -187,10 +190,6 @@ class LossAggregator:
         """Return the layout of packed sequences for this rank; see :meth:`LiveGroups.thd`."""
         return self.groups.thd(cu_seqlens_padded)
 
-    def local(self, sequence_lengths_here: IntsLike) -> Layout:
-        """Return ``Layout.local`` for this rank: mask and losses are already its own."""
-        return self.groups.local(sequence_lengths_here)
-
     def sliced(self, lengths: Sequence[int]) -> Layout:
         """Return ``Layout.local`` for sequences that the framework has sliced already."""
         return self.groups.sliced(lengths)
@@ -219,7 +218,8 @@ class LossAggregator:
 
         Every rank calls. Collectives: on the last stage those of :func:`plan_step` over
         :attr:`dp_group`, and one ``all_gather_object`` over :attr:`tp_group` if it has several
-        ranks; on every stage one all-gather over the pipeline-parallel group if it has several.
+        ranks; on every stage one all-gather over the pipeline-parallel and one over the
+        context-parallel group, if they have several.
 
         Args:
             active_tokens: Of the sequences of this data-parallel rank, as in :class:`Sequences`.
@@ -246,7 +246,7 @@ class LossAggregator:
         given: dict[str, Any] = {"active_tokens": active_tokens, "microbatch": microbatch}
         given |= {"sample": sample, "prompt": prompt, "group": group}
         given |= {"token_weight_sums": token_weight_sums, "sequence_weight": sequence_weight}
-        given |= {"samples_per_prompt": samples_per_prompt}
+        given["samples_per_prompt"] = samples_per_prompt
         return self.begin_together(
             partial(self._plan, given, num_microbatches, forward_only, iteration),
             num_microbatches=num_microbatches,
@@ -264,13 +264,13 @@ class LossAggregator:
         accumulates: bool | int = False,
         iteration: int | None = None,
     ) -> Step:
-        """Plan and begin a schedule call on every pipeline stage, or raise on all of them.
+        """Plan and begin a schedule call on every pipeline stage and context-parallel rank.
 
-        ``plan``: makes the plan, and is called on the last stage only. The others: see
-        :meth:`begin`. Every rank calls. One all-gather over the pipeline-parallel group if it
-        has several ranks.
+        Or raise on all of them. ``plan``: makes the plan, and is called on the last stage only. The
+        others: see :meth:`begin`. Every rank calls. One all-gather over the pipeline- and one over
+        the context-parallel group, if they have several ranks.
         """
-        return begun_on_all_stages(
+        return begun_together(
             lambda: self.begin(
                 plan() if self.groups.is_last_stage else None,
                 num_microbatches=num_microbatches,
@@ -279,7 +279,7 @@ class LossAggregator:
                 iteration=iteration,
             ),
             num_microbatches,
-            self.groups.pp_group,
+            self.groups,
             forward_only=forward_only,
         )
 
@@ -294,9 +294,7 @@ class LossAggregator:
     ) -> Step:
         """Begin a schedule call over a plan of your own, such as ``StepBuffer.plan`` makes.
 
-        Compares what construction froze with the live config once more. A module that was added or
-        replaced later is not seen. What the rerun state machine repeats belongs inside the same
-        step. No collective.
+        What the rerun state machine repeats belongs inside the same step. No collective.
 
         Args:
             plan: Over :attr:`dp_group`; None on a pipeline stage that computes no loss.
@@ -304,7 +302,7 @@ class LossAggregator:
             forward_only: Nothing is trained, and the plan may be used again.
             accumulates: How many schedule calls the optimizer step has, passed to each: it trains
                 their mean. True trains their sum, with ``token_sum`` and custom reducers only.
-                False: gradients must be zero when the first loss is returned.
+                Gradients are zero when the first loss of the first of them is returned.
             iteration: The number of the step, from 1, in ``options.record``; None is one more than
                 that of its last line. Ranks that pass one pass the same.
 
@@ -317,8 +315,6 @@ class LossAggregator:
                 has trained or was counted over other ranks.
         """
         previous = self._latest
-        if previous is not None and not previous.forward_only:
-            self._run.has_passed = previous.has_passed
         asked = Asked(
             plan=plan,
             num_microbatches=num_microbatches,
@@ -338,8 +334,8 @@ class LossAggregator:
             plan=asked.plan_of_call,
             num_microbatches=num_microbatches,
             forward_only=forward_only,
-            accumulates=bool(asked.accumulates),
-            may_find_gradients=asked.may_find_gradients(self._run),
+            accumulates=asked.accumulates,
+            calls=self._calls,
             shadows=self.options.shadows,
             follows=self.options.side_losses == "follow",
             recorder=None if forward_only else self._recorder(iteration),

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,9 +214,14 @@ class StepBuffer:
             )
         except PlanError as error:
             raise error from cause
+        self._replayed = self._numbered(counts)
+        return plan
+
+    def _numbered(self, counts: Sequence[MicrobatchSequences]) -> list[StepMicrobatch]:
+        """Number the sequences of the step in the order of its microbatches."""
         numbers = itertools.count()
         data = self._data or [None] * self.num_microbatches
-        self._replayed = [
+        return [
             StepMicrobatch(
                 index=index,
                 sequences=[
@@ -227,7 +232,6 @@ class StepBuffer:
             )
             for index, mb in enumerate(counts)
         ]
-        return plan
 
     def __iter__(self) -> Iterator[StepMicrobatch]:
         """Replay the microbatches in order, each with its sequences; may be called again."""

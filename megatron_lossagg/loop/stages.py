@@ -1,41 +1,47 @@
-"""A step begins on every stage of a pipeline, or on none."""
+"""A step begins on every pipeline stage and context-parallel rank of a model, or on none."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from torch.distributed import ProcessGroup
-
+from megatron_lossagg.contract.groups import LiveGroups
 from megatron_lossagg.errors import ContractError, message_of
+from megatron_lossagg.guards.agreement import said_if_waiting
 from megatron_lossagg.loop.step import Step
 from megatron_lossagg.reduction.exchange import Exchange
 
-__all__ = ["begun_on_all_stages"]
+__all__ = ["begun_together"]
 
 
-def begun_on_all_stages(
-    begin: Callable[[], Step], num_microbatches: int, pp_group: ProcessGroup, *, forward_only: bool
+def begun_together(
+    begin: Callable[[], Step], num_microbatches: int, groups: LiveGroups, *, forward_only: bool
 ) -> Step:
-    """Return what ``begin`` returns, or raise on all stages if one raises or has another M or kind.
+    """Return what ``begin`` returns, or raise on all ranks if one raises or has another M or kind.
 
     Tells each stage the last one's sum of weights if side losses follow it. One all-gather over the
-    pipeline-parallel group if it has several ranks.
+    pipeline-parallel group and one over the context-parallel group, if they have several ranks.
     """
-    step, error = None, None
-    try:
-        step = begin()
-    except Exception as found:  # of any type: no stage may leave the others waiting
-        error = found
-    message = "" if error is None else message_of(error)
+    kind = "an evaluation" if forward_only else "a training step"
     what = f"{'evaluate' if forward_only else 'train'} {num_microbatches}"
-    scale = None if step is None else step.side_losses
-    weight_sum = "" if scale is None or scale.weight_sum is None else repr(scale.weight_sum)
-    of_stages = Exchange(pp_group).messages(f"{what}\n{weight_sum}\n{message}")
+    step, error = None, None
+    with said_if_waiting(kind):
+        try:
+            step = begin()
+        except Exception as found:  # of any type: no rank may leave the others waiting
+            error = found
+        message = "" if error is None else message_of(error)
+        scale = None if step is None else step.side_losses
+        weight_sum = "" if scale is None or scale.weight_sum is None else repr(scale.weight_sum)
+        of_stages = Exchange(groups.pp_group).messages(f"{what}\n{weight_sum}\n{message}")
+        stages = [text.split("\n", 2) for text in of_stages]
+        fault = _fault_of("pipeline stage", [(what, text) for what, _, text in stages])
+        if groups.cp_group is not None:
+            of_ranks = Exchange(groups.cp_group).messages(f"{what}\n{fault}")
+            ranks = [(what, text) for what, text in (one.split("\n", 1) for one in of_ranks)]
+            fault = fault or _fault_of("context-parallel rank", ranks)
     if error is not None:
         raise error
     assert step is not None
-    stages = [text.split("\n", 2) for text in of_stages]
-    fault = _fault_of_stages(stages)
     if fault:
         step.end()
         raise ContractError(fault)
@@ -44,14 +50,15 @@ def begun_on_all_stages(
     return step
 
 
-def _fault_of_stages(found: Sequence[Sequence[str]]) -> str:
-    """Name the first pipeline stage that failed or begins another step, if one does."""
-    for stage, (what, _, message) in enumerate(found):
+def _fault_of(kind: str, found: Sequence[tuple[str, str]]) -> str:
+    """Name the first one that failed or begins another step, if one does."""
+    first = found[0][0]
+    for number, (what, message) in enumerate(found):
         if message:
-            return f"pipeline stage {stage}: {message}"
-        if what != found[0][0]:
+            return f"{kind} {number}: {message}" if len(found) > 1 else message
+        if what != first:
             return (
-                f"pipeline stages 0 and {stage} {found[0][0]} and {what} microbatches: pass every "
-                "stage of a pipeline the same num_microbatches and forward_only"
+                f"{kind}s 0 and {number} {first} and {what} microbatches: pass all of them the "
+                "same num_microbatches and forward_only"
             )
     return ""

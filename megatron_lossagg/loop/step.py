@@ -29,7 +29,13 @@ from megatron_lossagg.contract.side_loss_scale import SideLossScale, weight_sum_
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards import guards_of
 from megatron_lossagg.guards.evaluation import refuse_training, without_gradient
-from megatron_lossagg.guards.guard import EVENTS, Guard, StepFacts, is_in_backward
+from megatron_lossagg.guards.guard import (
+    EVENTS,
+    Guard,
+    ScheduleCalls,
+    StepFacts,
+    is_in_backward,
+)
 from megatron_lossagg.loop.first_step import record_first_step
 from megatron_lossagg.record.writer import StepRecorder
 from megatron_lossagg.reduction.aggregation import Aggregation
@@ -146,8 +152,8 @@ class Step:
         plan: StepPlan | None,
         num_microbatches: int,
         forward_only: bool = False,
-        accumulates: bool = False,
-        may_find_gradients: bool = False,
+        accumulates: bool | int = False,
+        calls: ScheduleCalls | None = None,
         shadows: Mapping[str, Aggregation] | None = None,
         follows: bool = False,
         recorder: StepRecorder | None = None,
@@ -157,8 +163,6 @@ class Step:
         """M of this schedule call."""
         self.forward_only = forward_only
         self.is_finished = False
-        self.has_passed = False
-        """Whether it was finished without an error."""
         self.shadows = shadows or {}
         """The aggregations whose losses are reported in addition to the trained one, by name."""
         self.scaling = Scaling(
@@ -184,25 +188,28 @@ class Step:
             weight_sum = None if plan is None else weight_sum_of(plan)
             self.side_losses = SideLossScale(chunks[0], weight_sum)
             weakref.finalize(self, self.side_losses.end)
-        if plan is None:
-            return
-        self._facts = StepFacts(
-            chunks=chunks,
-            groups=groups,
-            scaling=self.scaling,
-            plan=plan,
-            tracker=self._tracker,
-            forward_only=forward_only,
-            accumulates=accumulates,
-            may_find_gradients=may_find_gradients,
-        )
+        if plan is not None:
+            self._facts = StepFacts(
+                chunks=chunks,
+                groups=groups,
+                scaling=self.scaling,
+                plan=plan,
+                tracker=self._tracker,
+                forward_only=forward_only,
+                accumulates=accumulates,
+                calls=calls or ScheduleCalls(),
+            )
+            self._watch(self._facts, is_guarded=is_guarded)
+
+    def _watch(self, facts: StepFacts, *, is_guarded: bool) -> None:
+        """Let the guards hear of reducers and of the finalize function."""
         if is_guarded:
-            self._guards = guards_of(self._facts)
+            self._guards = guards_of(facts)
         self._listeners = {event: _overridden(self._guards, event) for event in EVENTS}
-        plan.state.begin(partial(_tell, self._listeners["on_reduce"], self._facts))
-        if is_guarded and not forward_only:
-            told = partial(_tell, self._listeners["on_finalize"], self._facts)
-            self._finalize = FinalizeHook(chunks[0].config, told)
+        facts.plan.state.begin(partial(_tell, self._listeners["on_reduce"], facts))
+        if is_guarded and not self.forward_only:
+            told = partial(_tell, self._listeners["on_finalize"], facts)
+            self._finalize = FinalizeHook(facts.config, told)
             # A step that is given up without its end is collected.
             weakref.finalize(self, self._finalize.end)
 
@@ -355,7 +362,6 @@ class Step:
         if self._recorder is not None:
             recorded = {k: v for guard in self._guards for k, v in guard.recorded().items()}
             self._recorder.finish(self.plan, self.scaling, self._groups, recorded)
-        self.has_passed = True
         record_first_step()
 
     def _fault(self) -> str:

@@ -143,7 +143,7 @@ class WeightsFunction:
             raise
         except Exception as error:
             raise PlanError(f"the weights function {self.path} raised {error!r}") from error
-        if found.shape not in ((), is_active_A.shape) or found.dtype.kind not in "fiu":
+        if found.shape not in ((), is_active_A.shape) or found.dtype.kind not in "bfiu":
             raise PlanError(
                 f"the weights function {self.path} returned {found.dtype} of shape {found.shape}, "
                 f"expected {len(is_active_A)} numbers, one per sequence of the step"

@@ -184,8 +184,7 @@ def plan_step(
         >>> plan_step(Aggregation("sample_sum"), sequences).weights.tolist()
         [0.3333333333333333, 0.3333333333333333, 0.3333333333333333]
     """
-    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
-    if totals is None and group is None and not is_alone:
+    if totals is None and group is None and not _is_alone():
         raise PlanError(
             f"this process is one of {dist.get_world_size()} and no group was passed: pass "
             "group=aggregator.dp_group, or totals= if the step's counts are known"
@@ -198,33 +197,46 @@ def plan_step(
             checked = sequences.checked()
         except Exception as error:  # whatever it is, no rank may leave the others waiting
             fault = message_of(error)
-    verifies = totals is not None and group is not None and is_counted_all_the_same(exchange)
-    if totals is None or verifies:
-        settings = [*(f"{name} {value!r}" for name, value in vars(options).items()), f"{totals}"]
-        shadows = options.shadows.values()
-        which = WhichStep.of(forward_only, iteration)
-        counted = count_step(
-            aggregation, checked, fault, exchange, settings, which, shadows=shadows
-        )
-    if totals is not None and verifies:
-        check_totals(totals, counted)
-    if totals is not None:  # on all ranks alike: what raises below may be one rank's own
-        note_step_with_totals(exchange)
-    try:
-        if totals is not None:
+    which = WhichStep.of(forward_only, iteration)
+    if totals is None:
+        counted = _counted(aggregation, checked, fault, exchange, options, which)
+        plan = _weighted(aggregation, checked, counted, exchange, options)
+    else:
+        if group is not None and is_counted_all_the_same(exchange):
+            counted = _counted(aggregation, checked, fault, exchange, options, which, totals)
+            check_totals(totals, counted)
+        note_step_with_totals(exchange)  # on all ranks alike: what raises below may be one rank's
+        try:
             if fault:
                 raise PlanError(fault)
-            known_size = exchange.size if group is not None or is_alone else None
+            known_size = exchange.size if group is not None or _is_alone() else None
             counted = known_step(checked, totals, known_size)
-        plan = _weighted(aggregation, checked, counted, exchange, options)
-    except PlanError as error:
-        if totals is None:
-            raise
-        raise PlanError(f"{exchange.name()}: {error}") from None
+            plan = _weighted(aggregation, checked, counted, exchange, options)
+        except PlanError as error:
+            raise PlanError(f"{exchange.name()}: {error}") from None
     if plan.counts.is_empty:
         _empty_step(options)
     check_divisor(plan)
     return plan
+
+
+def _is_alone() -> bool:
+    return not dist.is_initialized() or dist.get_world_size() == 1
+
+
+def _counted(
+    aggregation: Aggregation,
+    sequences: CheckedSequences,
+    fault: str,
+    exchange: Exchange,
+    options: Options,
+    which: WhichStep,
+    totals: StepTotals | None = None,
+) -> StepTotals:
+    """Count the step over the group, whose ranks compare their settings."""
+    settings = [*(f"{name} {value!r}" for name, value in vars(options).items()), f"{totals}"]
+    shadows = options.shadows.values()
+    return count_step(aggregation, sequences, fault, exchange, settings, which, shadows=shadows)
 
 
 def _weighted(

@@ -73,7 +73,7 @@ class Sequences:
         token_weight_sums: The sum of the active tokens' weights v_t of each sequence, 0 or from
             2^-53 to 2^53; needed by ``count="weights"``. ``math.fsum`` gives one that depends on no
             order.
-        sequence_weight: omega_s, finite and not negative: it multiplies w_s. Nothing is
+        sequence_weight: omega_s, 0 or from 2^-53 to 2^53: it multiplies w_s. Nothing is
             renormalized, and a sequence that weighs 0 is counted as before. A custom reducer
             multiplies by it itself (``context.plan.sequences``).
         group: Id of the group c of the sequence's sample, such as prompt and sign of the
@@ -202,7 +202,7 @@ def _floats(name: str, values: FloatsLike, length: int) -> Floats:
             )
         values = values.detach().double().numpy()
     array = np.asarray(values)
-    if array.shape != (length,) or array.dtype.kind not in "fiu":
+    if array.shape != (length,) or array.dtype.kind not in "bfiu":
         raise PlanError(
             f"Sequences.{name}: got {array.dtype} of shape {array.shape}, expected {length} "
             "numbers, one per sequence"
@@ -212,12 +212,12 @@ def _floats(name: str, values: FloatsLike, length: int) -> Floats:
 
 def _sequence_weights(values: FloatsLike, length: int) -> Floats:
     weight_S = _floats("sequence_weight", values, length)
-    is_wrong_S = ~(np.isfinite(weight_S) & (weight_S >= 0))
+    is_wrong_S = ~((weight_S == 0) | (weight_S >= 1 / MOST_TOKENS) & (weight_S <= MOST_TOKENS))
     if is_wrong_S.any():
         raise PlanError(
             f"Sequences.sequence_weight: got {weight_S[is_wrong_S.argmax()]} at index "
-            f"{is_wrong_S.argmax()}, expected finite numbers from 0: they multiply w_s, and a sign "
-            "belongs into the losses"
+            f"{is_wrong_S.argmax()}, expected 0 or numbers from 2^-53 to 2^53: they multiply w_s, "
+            "and a sign belongs into the losses"
         )
     return weight_S
 
@@ -241,7 +241,7 @@ def _weight_sums(values: FloatsLike, n_S: Ints) -> Floats:
 def _ids(kind: Kind, ids: Ids, length: int) -> Ints:
     if not _are_strings(ids):
         id_S = _integers(kind, ids, length, lowest=None)  # type: ignore[arg-type]
-        if (id_S == -1).any():
+        if kind != "group" and (id_S == -1).any():
             raise PlanError(
                 f"Sequences.{kind}: got the id -1 at index {(id_S == -1).argmax()}, which "
                 f"frameworks use for an unknown one: pass the {kind} of every sequence, or leave "

@@ -44,11 +44,9 @@ def step_loss(
     if mode == "token_mean":  # DAPO, arXiv 2503.14476, eq. 8
         return _over(_sum(sequences), _tokens(sequences))
     if mode == "sample_mean":  # GRPO, arXiv 2402.03300, eq. 3
-        groups = _kept(_groups(sequences, "sample"), count_empty)
-        return _over(_total(_over(_sum(g), _tokens(g)) for g in groups), len(groups))
+        return _mean_of_means(_groups(sequences, "sample"), count_empty)
     if mode == "prompt_mean":  # ScaleRL, arXiv 2510.13786, prompt average
-        groups = _kept(_groups(sequences, "prompt"), count_empty)
-        return _over(_total(_over(_sum(g), _tokens(g)) for g in groups), len(groups))
+        return _mean_of_means(_groups(sequences, "prompt"), count_empty)
     if mode == "constant":  # Dr. GRPO, arXiv 2503.20783, listing of masked_mean
         groups = _kept(_groups(sequences, "sample"), count_empty)
         assert divisor is not None
@@ -73,8 +71,7 @@ def step_loss(
     if mode == "row_mean":  # the objective of verl-project/uni-agent#185
         means = []
         for sample in _kept(_groups(sequences, "sample"), count_empty):
-            rows = _kept([[sequence] for sequence in sample], count_empty)
-            means.append(_over(_total(_over(_sum(r), _tokens(r)) for r in rows), len(rows)))
+            means.append(_mean_of_means([[sequence] for sequence in sample], count_empty))
         return _over(_total(means), len(means))
     if mode == "own_weights":
         assert weights is not None
@@ -86,15 +83,16 @@ def step_loss(
         assert microbatches is not None
         ranks = []
         for rank, m in enumerate(microbatches):
-            means = []
-            for index in range(m):
-                packed = [
-                    sequence for sequence in sequences if sequence["microbatch"] == (rank, index)
-                ]
-                means.append(_over(_sum(packed), _tokens(packed)))
-            ranks.append(_total(means) / m)
+            packed = [[s for s in sequences if s["microbatch"] == (rank, i)] for i in range(m)]
+            ranks.append(_mean_of_means(packed, count_empty=True))
         return _total(ranks) / len(microbatches)
     raise KeyError(mode)
+
+
+def _mean_of_means(groups: list[list[StepSequence]], count_empty: bool) -> Tensor:
+    """Average the token means of groups of sequences; an empty one has the mean 0."""
+    groups = _kept(groups, count_empty)
+    return _over(_total(_over(_sum(g), _tokens(g)) for g in groups), len(groups))
 
 
 def weight_sum(mode: str, sequences: Sequence[StepSequence], **options: Any) -> float:

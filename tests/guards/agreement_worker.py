@@ -12,7 +12,7 @@ from check_runner import run_checks
 
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards import agreement
-from megatron_lossagg.guards.agreement import agree
+from megatron_lossagg.guards.agreement import agree, said_if_waiting
 
 TIMEOUT = timedelta(seconds=6)
 """Of the process group."""
@@ -34,6 +34,20 @@ def check_a_rank_that_comes_late_is_named_and_waited_for():
             time.sleep(2)
         agree("", "the same")
     line = "lossagg: rank 0 has waited 0.5 s for rank 1 to begin the loss aggregation; a rank "
+    assert said.getvalue().startswith(line) == (dist.get_rank() == 0)
+    assert said.getvalue().count("\n") == (dist.get_rank() == 0)
+
+
+def check_a_rank_that_waits_for_others_to_begin_a_step_says_so():
+    said = io.StringIO()
+    with patch.object(agreement, "_PATIENCE", 0.5), contextlib.redirect_stderr(said):
+        with said_if_waiting("an evaluation"):
+            pass
+        if dist.get_rank() == 1:  # the other one is in its model
+            time.sleep(1.5)
+        with said_if_waiting("a training step"):
+            dist.barrier()
+    line = "lossagg: rank 0 has waited 0.5 s for other ranks to begin a training step: a step that"
     assert said.getvalue().startswith(line) == (dist.get_rank() == 0)
     assert said.getvalue().count("\n") == (dist.get_rank() == 0)
 

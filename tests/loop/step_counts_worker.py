@@ -230,6 +230,19 @@ def check_a_plan_without_a_step_goes_with_plans_of_steps():
             aggregator.step([3, 2], num_microbatches=1, iteration=3).end()
 
 
+def check_a_context_parallel_rank_that_alone_evaluates_or_fails_is_named_on_all():
+    """Data-parallel ranks count without it, and the others would wait for it in the model."""
+    with an_aggregator(context_parallel_size=2) as aggregator:
+        is_one = aggregator.cp_rank == 1
+        (message,) = set(message_by_rank_if_one_evaluates(aggregator, is_one))
+        assert "parallel ranks 0 and 1 train 1 and evaluate 1 microbatches: " in message, message
+        counts = {"active_tokens": [3, 2 - 4 * is_one]}
+        messages = message_by_rank(aggregator, counts)
+        assert all("active_tokens" in message for message in messages), messages
+        assert sum("context-parallel rank 1: " in message for message in messages) == 2, messages
+        assert message_by_rank(aggregator, {"active_tokens": [3, 2]}) == [None] * 4
+
+
 def check_a_tensor_parallel_rank_or_a_stage_that_alone_evaluates_is_named_on_all():
     with an_aggregator(tensor_model_parallel_size=2) as aggregator:
         is_one = dist.get_rank(aggregator.tp_group) == 1

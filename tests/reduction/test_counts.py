@@ -8,6 +8,7 @@ from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.checks.ids import _is_every_id_on_one_rank
 from megatron_lossagg.reduction.counts import StepTotals, count_step
 from megatron_lossagg.reduction.exchange import Exchange
+from megatron_lossagg.reduction.plan import plan_step
 from megatron_lossagg.reduction.sequences import Sequences
 
 # Two samples of prompt 5, one split into two sequences; a masked sample of prompt 9.
@@ -78,6 +79,12 @@ def test_minus_1_is_no_id(kind):
         PlanError, match=rf"Sequences\.{kind}: got the id -1 at index 1, .* leave {kind}="
     ):
         Sequences(active_tokens=[1, 2], **{kind: [0, -1]}).checked()
+
+
+def test_a_group_may_be_a_prompt_times_a_sign():
+    sequences = Sequences(active_tokens=[1, 3, 2], group=[1, -1, -1])
+    weights = plan_step(Aggregation("balanced"), sequences).weights
+    assert weights.tolist() == [1 / 3, 2 / (3 * 5), 2 / (3 * 5)]
 
 
 @pytest.mark.parametrize("seed", range(50))

@@ -67,6 +67,10 @@ def test_one_weight_for_all_sequences_may_be_a_number():
     assert planned(lambda c: 1 / c.N).weights.tolist() == mean.weights.tolist()
 
 
+def test_a_weight_may_say_which_sequences_to_keep():
+    assert planned(lambda c: c.n_s > 1).weights.tolist() == [1, 0, 0, 1]
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from megatron_lossagg.contract.groups import LiveGroups
 from megatron_lossagg.contract.scaling import Scaling
 from megatron_lossagg.contract.sequence_tracker import SequenceTracker
-from megatron_lossagg.guards.guard import StepFacts
+from megatron_lossagg.guards.guard import ScheduleCalls, StepFacts
 
 
 def groups_of(*, dp=1, cp=1, cp_rank=0):
@@ -59,4 +59,5 @@ def facts_of(plan, *, cp=1, num_microbatches=1, loss_scaling="average"):
         ),
         forward_only=False,
         accumulates=False,
+        calls=ScheduleCalls(),
     )
