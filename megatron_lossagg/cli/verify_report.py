@@ -1,7 +1,7 @@
 """A verification as it is printed.
 
 The result comes first, then the table, the checks of a framework, the causes of what failed, and
-the environment. ``report_markdown.py`` writes the same for a page of GitHub.
+the environment. ``verify_markdown.py`` writes the same for a page of GitHub.
 """
 
 from __future__ import annotations

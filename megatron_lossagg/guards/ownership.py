@@ -47,8 +47,8 @@ class Ownership(Guard):
         "with different weights, a rank that failed by itself"
     )
     costs = (
-        "five operations over sequences a microbatch; one all-gather of 40 KiB a step over the "
-        "context-parallel group"
+        "at most seven operations over sequences a microbatch; one all-gather of 40 KiB a step "
+        "over the context-parallel group"
     )
 
     def __init__(self, num_sequences: int) -> None:

@@ -1,8 +1,8 @@
 """One loss aggregation on one live model, for a whole run.
 
-How Megatron scales a loss, and why K compensates it, is in ``contract/scaling.py``.
-In the per-token loss scaling num_tokens comes from the counts of the step, so that the sum over
-the step is the plan's N for any loss mask. Stock Megatron's side losses (MoE, MTP) keep their 1/N.
+How Megatron scales a loss, and why K compensates it, is in ``contract/scaling.py``. In the
+per-token loss scaling num_tokens is what the step counted, so that its sum is the plan's N for any
+loss mask. Side losses (MoE, MTP) keep their 1/N.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which loss is configured: a mode of the table with its numbers, or a custom reducer."""
+"""Which loss is configured: a mode of the table with its numbers, own weights, or a reducer."""
 
 from __future__ import annotations
 
