@@ -156,9 +156,9 @@ def read_rollouts(paths: Sequence[Path], args: argparse.Namespace) -> Rollouts:
 
     Records without ``step`` are one step per file. Raises :class:`RolloutsError`.
     """
-    pandas = needed("pandas", by="lossagg plot", extra="plot")
     measure, caveat = _measure(args)
     files = [_read(path) for path in paths]
+    pandas = needed("pandas", by="lossagg plot", extra="plot")
     read = paths[0].name
     if len(paths) > 1:
         read += f" and {number_of(len(paths) - 1, 'more file')}"

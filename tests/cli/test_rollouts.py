@@ -288,7 +288,7 @@ def test_a_tokenizer_encodes_texts_again(tmp_path):
 )
 def test_a_package_that_is_absent_is_named(tmp_path, monkeypatch, package, file, flags):
     monkeypatch.setitem(sys.modules, package, None)
-    (tmp_path / file).write_text("")
+    (tmp_path / file).write_text('{"response_length": 1}')
     package = package.partition(".")[0]
     extra = {"pandas": "plot", "pyarrow": "parquet"}.get(package, package)
     message = rf"needs {package}, which.*pip install 'megatron-lossagg\[{extra}\]'"
