@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_lossagg.cli.extras import needed
-from megatron_lossagg.cli.plans import Split, plan_of
+from megatron_lossagg.cli.plans import Split, aggregation_of, plan_of
 from megatron_lossagg.cli.rollouts import Rollouts
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.text import number_of
@@ -90,7 +90,7 @@ def _of_step(step: DataFrame, exponent: float) -> DataFrame:
         # The others weigh the tokens of a step alike too.
         "token_mean, constant, sample_sum, token_sum": Aggregation("token_mean"),
         "sample_mean": Aggregation("sample_mean"),
-        f"length_power (a = {exponent:g})": Aggregation("length_power", exponent=exponent),
+        f"length_power (a = {exponent:g})": aggregation_of("length_power", None, exponent),
     }
     if "prompt" in step:
         aggregations["prompt_mean"] = Aggregation("prompt_mean")

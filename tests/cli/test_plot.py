@@ -224,7 +224,7 @@ def test_a_package_that_is_absent_is_named_with_its_extra(
         (["--png", "absent/picture.png"], "--png absent/picture.png cannot be written"),
         (["--png", "picture.doc"], "--png: no picture as 'doc' (Format 'doc' is not supported"),
         (["--png", "picture.pgf"], "--png: no picture as 'pgf' ('xelatex' not found"),
-        (["--exponent", "nan"], "exponent"),
+        (["--exponent", "nan"], "expected a finite number: change --exponent"),
     ],
 )
 def test_wrong_usage_ends_with_status_2(tmp_path, monkeypatch, capsys, flags, message):
