@@ -29,8 +29,7 @@ import megatron_lossagg  # noqa: E402
 from benchmarks.rank_step import a_chunk  # noqa: E402
 from benchmarks.timing import spread  # noqa: E402
 from benchmarks.workloads import TOKEN_MEAN  # noqa: E402
-from megatron_lossagg import LossAggregator  # noqa: E402
-from megatron_lossagg.reduction.options import Options  # noqa: E402
+from megatron_lossagg import LossAggregator, Options  # noqa: E402
 
 PACKAGE = str(Path(megatron_lossagg.__file__).parent)
 STAND_INS = str(Path(PACKAGE, "cpu"))

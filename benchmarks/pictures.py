@@ -11,8 +11,9 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 
-from megatron_lossagg.cli.picture import SIZE, STYLE
-
+STYLE = {"font.size": 12, "axes.spines.top": False, "axes.spines.right": False}
+SIZE = {"figsize": (8, 4.4), "layout": "constrained"}
+"""Text that is readable 800 pixels wide."""
 BLACK, BLUE, GREEN, ORANGE, RED = "#000000", "#0072b2", "#009e73", "#e69f00", "#d55e00"
 """Okabe and Ito's, which colour-blind readers can tell apart."""
 

@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.workloads import AGGREGATION, SAMPLES_PER_PROMPT
-from megatron_lossagg import LossAggregator, Sequences, StepPlan, plan_step
+from megatron_lossagg import LossAggregator, Options, Sequences, StepPlan, plan_step
 from megatron_lossagg.cpu import install
-from megatron_lossagg.reduction.options import Options
 
 __all__ = ["CALLS", "Measure", "RankSequences", "a_chunk", "a_step", "import_megatron", "read"]
 

@@ -156,7 +156,7 @@ def test_only_what_trains_needs_torch(tmp_path):
             for mode in MODES.keys() - {CUSTOM, OWN_WEIGHTS}
         ),
         ("explain token_mean --dp 2 --cp 2 --loss-scaling per_token", 0),
-        (f"plot {rollouts} --html page.html --buckets 3,1", 2),
+        (f"plot {rollouts} --html page.html --exponent x", 2),
         ("plot a.jsonl --html page.html", 2),
         ("plot a.csv --html page.html", 2),
         ("plot a.jsonl --html page.html --column a=b", 2),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from model import Processes
 
-from megatron_lossagg.loop.flags import add_loss_aggregation_args
+from megatron_lossagg import add_loss_aggregation_args
 
 
 def parse_args(

@@ -14,9 +14,17 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 
-from megatron_lossagg.cli.picture import MODE_COLORS, SIZE, STYLE
-
 RIGHT, WRONG, GREY = "#0072b2", "#d55e00", "#888888"
+MODE_COLORS = {
+    "token_mean": "#0072b2",
+    "sample_mean": "#e69f00",
+    "prompt_mean": "#009e73",
+    "constant": "#cc79a7",
+    "microbatch_token_mean": "#888888",
+}
+STYLE = {"font.size": 12, "axes.spines.top": False, "axes.spines.right": False}
+SIZE = {"figsize": (8, 4.4), "layout": "constrained"}
+"""Text that is readable 800 pixels wide."""
 
 
 def read_metrics(path: Path, phase: str = "rl") -> list[dict[str, Any]]:

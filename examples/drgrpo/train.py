@@ -60,11 +60,15 @@ from rollouts import Rollout, RolloutFileError, read_rollouts, roll_out
 from torch import Tensor
 from training_run import Run, accuracy, record, resumed, rollout_ratios, save_if_due, split
 
-from megatron_lossagg import Aggregation, LossAggregationError, LossAggregator
-from megatron_lossagg.loop.buffer import StepBuffer
+from megatron_lossagg import (
+    Aggregation,
+    LossAggregationError,
+    LossAggregator,
+    Options,
+    StepBuffer,
+)
 from megatron_lossagg.loop.flags import aggregation_from_args
 from megatron_lossagg.loop.step import MicrobatchLoss, Step
-from megatron_lossagg.reduction.options import Options
 
 WARM_UP = Aggregation("token_mean")
 

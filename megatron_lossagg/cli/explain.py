@@ -39,7 +39,7 @@ from megatron_lossagg.cli.explanation import (
     read_lengths,
 )
 from megatron_lossagg.cli.files import check_outputs, write_whole
-from megatron_lossagg.cli.plans import EXPONENT, Split
+from megatron_lossagg.cli.plans import EXPONENT, Split, with_own_flags
 from megatron_lossagg.contract.scaling import K_FORMULA, LOSS_SCALINGS
 from megatron_lossagg.errors import say
 from megatron_lossagg.reduction.aliases import ALIASES
@@ -183,7 +183,7 @@ def run(args: argparse.Namespace) -> int:
             weights=args.weights,
         )
     for message in dict.fromkeys(str(warning.message) for warning in caught):
-        say(message)
+        say(with_own_flags(message))
     if args.json is not None:
         text = json.dumps(asdict(explanation), indent=1, allow_nan=False, default=str)  # fractions
         write_whole("--json", args.json, text + "\n")
@@ -261,8 +261,9 @@ def _mode(e: Explanation) -> Iterator[RenderableType]:
     meaning = article + mode.meaning
     yield _text(f"{meaning[0].upper()}{meaning[1:]}.")
     if alias is not None:
-        note = f": {alias.note}" if alias.note else ""
-        whose = "another system's" if ":" in e.name else "a paper's"
+        joint = ", " if alias.note.startswith("if ") else ": "
+        note = f"{joint}{alias.note}" if alias.note else ""
+        whose = "another system's" if ":" in e.name else "the paper's"
         yield _text(f"{e.name} is {whose} name for it{note}.")
     yield _text("loss = sum over sequences s of w_s * (sum of the losses of its active tokens)")
     yield _text("")

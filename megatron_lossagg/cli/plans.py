@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron_lossagg.contract.scaling import LossScaling
-from megatron_lossagg.errors import LossAggregationError
+from megatron_lossagg.errors import AggregationError, LossAggregationError
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.aliases import ALIASES
 from megatron_lossagg.reduction.counts import count_step
@@ -18,7 +19,7 @@ from megatron_lossagg.reduction.one_process import OneProcess
 from megatron_lossagg.reduction.sequences import Sequences
 from megatron_lossagg.reduction.step_weights import StepWeights, check_divisor
 
-__all__ = ["EXPONENT", "Split", "aggregation_of", "modes_of", "plan_of"]
+__all__ = ["EXPONENT", "Split", "aggregation_of", "modes_of", "plan_of", "with_own_flags"]
 
 EXPONENT = 0.5
 """Of ``length_power`` if none is given: half way from ``token_mean`` to ``sample_mean``."""
@@ -83,10 +84,20 @@ def aggregation_of(
     weights: str | None = None,
 ) -> Aggregation:
     """Read a name; a number that its mode does not take is for other modes."""
-    if weights is not None:
-        return Aggregation(name, weights=weights, count_empty=count_empty)
     mode = MODES.get(ALIASES[name].mode if name in ALIASES else name)
     if mode is not None:
         divisor = None if mode.divisor == "none" else divisor
         exponent = exponent if mode.has_exponent else None
-    return Aggregation(name, divisor=divisor, exponent=exponent, count_empty=count_empty)
+    elif weights is not None:
+        divisor = exponent = None
+    try:
+        return Aggregation(
+            name, divisor=divisor, exponent=exponent, count_empty=count_empty, weights=weights
+        )
+    except AggregationError as error:
+        raise AggregationError(with_own_flags(str(error))) from None
+
+
+def with_own_flags(message: str) -> str:
+    """Name the flags in a message as these commands call them, such as ``--divisor``."""
+    return re.sub(r"--loss-aggregation-(divisor|exponent|count-empty) \(\w+=\)", r"--\1", message)

@@ -21,9 +21,9 @@ from pathlib import Path
 
 from megatron_lossagg.cli.files import OutputError, check_outputs, printable, write_whole
 from megatron_lossagg.cli.picture import drawn, page
-from megatron_lossagg.cli.plans import EXPONENT, Split
+from megatron_lossagg.cli.plans import EXPONENT
 from megatron_lossagg.cli.rollouts import add_reading_arguments, read_rollouts
-from megatron_lossagg.cli.shares import MOST_BUCKETS, read_buckets, shares_of
+from megatron_lossagg.cli.shares import shares_of
 
 __all__ = ["add_arguments", "run"]
 
@@ -44,28 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write one page with the picture, the numbers, and how to read them",
     )
-    sizes = Split()
-    for name, text in (("dp", "data-parallel ranks"), ("microbatches", "microbatches per rank")):
-        default = getattr(sizes, name)
-        parser.add_argument(
-            f"--{name}",
-            type=int,
-            default=default,
-            metavar="N",
-            help=f"for microbatch_token_mean: {text} (default {default})",
-        )
     parser.add_argument(
         "--exponent",
         type=float,
         default=EXPONENT,
         metavar="A",
         help=f"for length_power: its exponent (default {EXPONENT})",
-    )
-    parser.add_argument(
-        "--buckets",
-        metavar="N,N",
-        help="highest response length of each bucket, such as 256,1024,4096, at most "
-        f"{MOST_BUCKETS} with the one for longer responses (default: chosen from the lengths)",
     )
     add_reading_arguments(parser)
 
@@ -81,12 +65,10 @@ def run(args: argparse.Namespace) -> int:
                 "another name"
             )
     check_outputs({"--png": png, "--html": args.html}, inputs=[*args.files, args.tokenizer])
-    split = Split(microbatches=args.microbatches, dp=args.dp)
-    highs = None if args.buckets is None else read_buckets(args.buckets)
-    shares = shares_of(read_rollouts(args.files, args), split, highs, exponent=args.exponent)
+    shares = shares_of(read_rollouts(args.files, args), args.exponent)
     print(f"{shares.summary}.", shares.finding, *shares.notes, sep="\n")
     if png is not None:
-        write_whole("--png", png, drawn(shares, png))
+        write_whole("--png", png, drawn(shares, png.suffix[1:] or "png"))
         print(printable(str(png)))
     if args.html is not None:
         write_whole("--html", args.html, page(shares))

@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from megatron_lossagg.cli.extras import MissingPackageError, needed
 from megatron_lossagg.cli.files import is_file, printable
@@ -27,79 +29,48 @@ if TYPE_CHECKING:
 __all__ = ["COLUMNS", "Rollouts", "RolloutsError", "add_reading_arguments", "read_rollouts"]
 
 _Measure = Callable[[str], int]
-_MOST = 2**53
-"""Integers up to it are exact in the float64 of a weight, and where pandas makes floats of them."""
-_DEEPEST = 64
-"""How deep an id's lists may be nested; messages have five. Deeper, it would depend on Python."""
 
 
 class RolloutsError(LossAggregationError, ValueError):
     """A file of rollouts that cannot be read; the message names file, record and fault."""
 
 
-# The values of a record: each function raises something for what it does not take.
+# How a column is read: each function returns None, or raises, for a value that is none of it.
 
 
-def _mask(value: object) -> Any:
-    bits = np.asarray(value)
-    if bits.ndim != 1 or bits.dtype.kind not in "biuf" or not np.isin(bits, (0, 1)).all():
-        raise ValueError
-    return bits
+def _mask(value: Any) -> Any:
+    is_mask = isinstance(value, list) and value.count(0) + value.count(1) == len(value)
+    return value if is_mask else None
 
 
-def _count(value: Any) -> int:
-    value = _id(value)
-    if not isinstance(value, int) or not 0 <= value <= _MOST:
-        raise ValueError
-    return value
+def _count(value: Any) -> Any:
+    is_exact = type(value) is int and 0 <= value <= 2**53  # in the float64 of a weight
+    return value if is_exact else None
 
 
-def _length(value: Any) -> int:
+def _length(value: Any) -> Any:
     """Return a count, or how many token ids a response has."""
-    value = _plain(value)
-    if isinstance(value, list) and all(type(one) is int for one in value):
-        return len(value)
-    return _count(value)
+    is_ids = isinstance(value, list) and all(type(one) is int for one in value)
+    return len(value) if is_ids else _count(value)
 
 
-def _texts(value: Any) -> list[str]:
+def _texts(value: Any) -> Any:
     """Return a text, or what the assistant says in a list of messages."""
     if isinstance(value, str):
         return [value]
-    messages = _plain(value)
-    if any(m["role"] == "tool" or m.get("tool_calls") for m in messages):
-        raise ValueError
-    said = [m["content"] for m in messages if m["role"] == "assistant"]
-    if not all(isinstance(text, str) for text in said):
-        raise TypeError
-    return said
+    if any(message["role"] == "tool" or message.get("tool_calls") for message in value):
+        return None
+    said = [message["content"] for message in value if message["role"] == "assistant"]
+    return said if all(isinstance(text, str) for text in said) else None
 
 
-def _id(value: Any) -> str | int:
-    value = _plain(value)
-    if isinstance(value, list | dict):  # messages or token ids
-        _check_depth(value)
-        return json.dumps(value, sort_keys=True, default=_plain)
-    if isinstance(value, float) and value.is_integer() and abs(value) < _MOST:
-        value = int(value)  # pandas makes floats of a column in which some are missing
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise TypeError
-    return value
+def _id(value: Any) -> Any:
+    is_id = type(value) in (str, int, list, dict)  # messages, token ids
+    return json.dumps(value, sort_keys=True) if is_id else None
 
 
-def _check_depth(value: object) -> None:
-    level = [value]
-    for _ in range(_DEEPEST):
-        of_dicts = [inner for one in level if isinstance(one, dict) for inner in one.values()]
-        level = of_dicts + [inner for one in level if isinstance(one, list) for inner in one]
-        if not level:
-            return
-    raise ValueError
-
-
-def _plain(value: Any) -> Any:
-    """Return what a tensor or an array holds, and anything else as it is."""
-    return value.tolist() if hasattr(value, "tolist") else value
+def _is_removed(value: Any) -> Any:
+    return value if isinstance(value, bool) else None
 
 
 _AN_ID = "a string, an integer, a list or an object"
@@ -124,20 +95,12 @@ COLUMNS: Mapping[str, tuple[tuple[str, ...], Callable[[Any], Any], str]] = {
     "prompt": (("prompt_id", "group_index", "input", "prompt"), _id, _AN_ID),
     "sample": (("sample_id", "rollout_id"), _id, _AN_ID),
     "step": (("step",), _count, _A_COUNT),
-    "removed": (("remove_sample",), bool, "true or false"),
+    "removed": (("remove_sample",), _is_removed, "true or false"),
 }
 """Of each column its usual names, how a value is read, and what is expected. The names are our own,
 those of slime and miles, verl and TRL, and SFT's ``messages``; the first one that the files have
 counts, unless ``--column`` names a different one.
 """
-
-
-_FILES = {
-    ".jsonl": "JSON lines",
-    ".parquet": "Parquet",
-    ".pt": "--save-debug-rollout-data of slime or miles with tensors and plain values, which are "
-    "all that torch loads without running code of the file",
-}
 
 
 def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
@@ -179,17 +142,13 @@ def _named(text: str) -> tuple[str, str]:
 class Rollouts:
     """What was read."""
 
-    steps: tuple[DataFrame, ...]
-    """Those with an active token. Columns, int64: ``active_tokens``; ``prompt`` if the file has
-    prompts; ``sample`` if it has sample ids, else each sequence is its own sample."""
-    masked_steps: int
-    """How many steps have no active token; they train nothing and are left out."""
+    steps: Sequence[DataFrame]
+    """Those with an active token. Columns, int64: ``active_tokens``, ``sample``, and ``prompt`` if
+    the files have prompts."""
     unit: str
     """What a length counts: ``token`` or, if asked for, ``character``."""
-    caveat: str
-    """Why lengths that were measured on texts are not those of the trained tokens, or nothing."""
-    source: str
-    """File names, and the name that each column has in them."""
+    notes: Sequence[str]
+    """What was read, and what a reader has to know of it."""
 
 
 def read_rollouts(paths: Sequence[Path], args: argparse.Namespace) -> Rollouts:
@@ -197,190 +156,165 @@ def read_rollouts(paths: Sequence[Path], args: argparse.Namespace) -> Rollouts:
 
     Records without ``step`` are one step per file. Raises :class:`RolloutsError`.
     """
-    for path in paths:
-        _check_file(path)
-    pandas = needed("pandas", by="reading recorded rollouts", extra="plot")
     measure, caveat = _measure(args)
-    frame = pandas.concat(map(_read, paths), keys=range(len(paths)), names=["file", "place"])
-    records = _Records(frame, dict(args.column))
-    columns = {"active_tokens": _active_tokens(records, measure)}
-    if "prompt" in records.names:
-        prompts = records.read("prompt")
-        if None in prompts:
-            name = records.names["prompt"]
-            raise records.error(prompts.index(None), f"got no {name}: give it in every record")
-        columns["prompt"] = _numbered(prompts)
-    if "sample" in records.names:
-        samples = enumerate(records.read("sample"))  # a record without an id is its own sample
-        columns["sample"] = _numbered((n,) if one is None else one for n, one in samples)
-    columns["step"] = [step or 0 for step in records.read("step")]
-    read = pandas.DataFrame(columns, index=frame.index)
-    found = [step for _, step in read.groupby(["file", "step"])]
-    trained = tuple(step for step in found if step["active_tokens"].any())
-    names = printable(paths[0].name)
+    files = [_read(path) for path in paths]
+    pandas = needed("pandas", by="lossagg plot", extra="plot")
+    read = paths[0].name
     if len(paths) > 1:
-        names += f" and {number_of(len(paths) - 1, 'more file')}"
+        read += f" and {number_of(len(paths) - 1, 'more file')}"
+    names = _names(chain.from_iterable(files), dict(args.column))
+    if measure is None:
+        names.pop("text", None)
+    elif name := names.get("mask", names.get("lengths")):
+        raise RolloutsError(
+            f"{read}: got {name!r}, and --tokenizer or --characters: leave the flag out"
+        )
+    responses: list[dict[str, Any]] = []
+    for number, (path, records) in enumerate(zip(paths, files, strict=True)):
+        for place, record in enumerate(records, 1):
+            try:
+                response = _response(record, names, measure)
+            except RolloutsError as error:
+                raise RolloutsError(f"{path}, record {place}: {error}") from None
+            own = {"file": number, "step": 0, "sample": len(responses)}
+            responses.append({**own, **response})
+    table = pandas.DataFrame(responses)
+    for column in {"prompt", "sample"} & {*table}:
+        table[column] = table[column].factorize()[0]
+    found = [step for _, step in table.groupby(["file", "step"])]
+    trained = [step for step in found if step["active_tokens"].any()]
     if not trained:
         raise RolloutsError(
-            f"{names}: got {number_of(len(read), 'response')} and no active token, so that every "
+            f"{read}: got {number_of(len(table), 'response')} and no active token, so that every "
             "weight is 0: give a file with a response that is trained"
         )
-    named = ", ".join(
-        column if column == name else f"{column} from {name}"
-        for column, name in records.names.items()
-    )
-    return Rollouts(
-        steps=trained,
-        masked_steps=len(found) - len(trained),
-        unit="character" if args.characters else "token",
-        caveat=caveat,
-        source=f"{names}: {printable(named)}",
-    )
+    named = ", ".join(c if c == name else f"{c} from {name}" for c, name in names.items())
+    notes = [printable(f"Read from {read}: {named}."), *caveat]
+    if masked := len(found) - len(trained):
+        notes.append(f"{number_of(masked, 'step')} with no active token: left out.")
+    return Rollouts(steps=trained, unit="character" if args.characters else "token", notes=notes)
 
 
-def _numbered(ids: Iterable[Hashable]) -> list[int]:
-    """Number ids from 0, in the order in which they occur."""
-    numbers: dict[Hashable, int] = {}
-    return [numbers.setdefault(one, len(numbers)) for one in ids]
-
-
-def _active_tokens(records: _Records, measure: _Measure | None) -> list[int]:
-    """Count each record's trained tokens: of its mask, else its length, else its text."""
-    masks, lengths = records.read("mask"), records.read("lengths")
-    texts = records.read("text") if measure is not None else [None] * len(masks)
-    found = []
-    for number, (mask, length, text) in enumerate(zip(masks, lengths, texts, strict=True)):
-        if mask is not None and length not in (None, len(mask)):
-            raise records.error(
-                number,
-                f"{records.names['mask']} has {number_of(len(mask), 'value')}, expected "
-                f"{records.names['lengths']}, {length}",
+def _response(
+    record: Mapping[str, Any], names: Mapping[str, str], measure: _Measure | None
+) -> dict[str, Any]:
+    """Return a record's active tokens, and its prompt, sample and step if it has them."""
+    values = {column: _value(record, column, name) for column, name in names.items()}
+    mask, length = values.pop("mask", None), values.pop("lengths", None)
+    texts, is_removed = values.pop("text", None), values.pop("removed", None)
+    if mask is not None:
+        if length not in (None, len(mask)):
+            raise RolloutsError(
+                f"{names['mask']} has {number_of(len(mask), 'value')}, expected "
+                f"{names['lengths']}, {length}"
             )
-        if mask is not None:
-            length = int(np.count_nonzero(mask))
-        if measure is not None and length is not None:
-            raise records.error(
-                number, "got a length, and --tokenizer or --characters: leave the flag out"
-            )
-        if measure is not None and text is not None:
-            length = sum(map(measure, text))
-        if length is None:
-            raise records.error(
-                number,
-                f"got no length in {records.listed}: give 'mask' (0 or 1 per response token) or "
-                "'response_length', or its name with --column lengths=NAME. How many tokens a text "
-                "has depends on its tokenizer: give --tokenizer tokenizer.json of the model, or "
-                "--characters",
-            )
-        found.append(length)
-    for number, is_removed in enumerate(records.read("removed")):
-        if is_removed:  # slime trains on no token of it
-            found[number] = 0
+        length = mask.count(1)
+    elif measure is not None and texts is not None:
+        length = sum(map(measure, texts))
+    if length is None:
+        raise RolloutsError(
+            f"got no length in {reprlib.repr([*record])}: give 'mask' (0 or 1 per response token) "
+            "or 'response_length', or its name with --column lengths=NAME. How many tokens a text "
+            "has depends on its tokenizer: give --tokenizer tokenizer.json of the model, or "
+            "--characters"
+        )
+    if "prompt" in values and values["prompt"] is None:
+        raise RolloutsError(f"got no {names['prompt']}: give it in every record")
+    given = {column: value for column, value in values.items() if value is not None}
+    # slime trains on no token of a removed sample
+    return {**given, "active_tokens": 0 if is_removed else length}
+
+
+def _value(record: Mapping[str, Any], column: str, name: str) -> Any:
+    """Read a value; None if the record lacks it."""
+    _, read, expected = COLUMNS[column]
+    if (value := record.get(name)) is None:
+        return None
+    found = None
+    with suppress(Exception):  # of a message without a role, a tensor without data
+        found = read(value.tolist() if hasattr(value, "tolist") else value)
+    if found is None:
+        raise RolloutsError(f"{name} is {reprlib.repr(value)}, expected {expected}")
     return found
 
 
-def _measure(args: argparse.Namespace) -> tuple[_Measure | None, str]:
-    """Return what measures a text, if that was asked for, and the caveat."""
+def _names(records: Iterable[Mapping[str, Any]], given: Mapping[str, str]) -> dict[str, str]:
+    """Return the name that each column has in the files; columns that they lack are left out."""
+    found = {name: 0 for record in records for name, one in record.items() if one is not None}
+    names = {}
+    for column, (usual, _, _) in COLUMNS.items():
+        known = [given[column]] if column in given else usual
+        name = next((name for name in known if name in found), None)
+        if name is not None:
+            names[column] = name
+        elif column in given:
+            raise RolloutsError(
+                f"--column {column}={known[0]}: got {reprlib.repr([*found])}, expected one of these"
+            )
+    return names
+
+
+def _measure(args: argparse.Namespace) -> tuple[_Measure | None, list[str]]:
+    """Return what measures a text, if that was asked for, and what a reader has to know of it."""
     if args.characters:
-        return len, "Lengths are characters, not tokens: shares of the trained tokens differ."
+        return len, ["Lengths are characters, not tokens: shares of the trained tokens differ."]
     if args.tokenizer is None:
-        return None, ""
+        return None, []
     tokenizers = needed("tokenizers", by="--tokenizer", extra="tokenizers")
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(args.tokenizer))
     except Exception as error:  # the library raises Exception itself
         raise RolloutsError(
-            f"--tokenizer {args.tokenizer} cannot be read ({_short(error)}): give the "
+            f"--tokenizer {args.tokenizer} cannot be read ({shorten(str(error), 80)}): give the "
             "tokenizer.json of the model"
         ) from None
     return (
         lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids),
-        "Lengths are those of texts encoded again: without special tokens such as the end, and "
-        "not always the tokens that were sampled.",
+        [
+            "Lengths are those of texts encoded again: without special tokens such as the end, and "
+            "not always the tokens that were sampled."
+        ],
     )
 
 
-class _Records:
-    """The records of all files, and which of their columns are read."""
-
-    def __init__(self, frame: DataFrame, given: Mapping[str, str]) -> None:
-        self._frame = frame
-        self.listed = ", ".join(_short(name) for name in list(self._frame)[:8])
-        self.names: dict[str, str] = {}
-        """In the files, of the columns that they have."""
-        for column, (usual, _, _) in COLUMNS.items():
-            names = [given[column]] if column in given else usual
-            for name in names:
-                if name in self._frame and self._frame[name].notna().any():
-                    self.names.setdefault(column, name)
-            if column in given and column not in self.names:
-                raise RolloutsError(
-                    f"--column {column}={given[column]}: got {self.listed}, expected one of these"
-                )
-
-    def read(self, column: str) -> list[Any]:
-        """Read a column: None for a record that lacks it."""
-        values = [None] * len(self._frame)
-        if column in self.names:
-            name, (_, read, expected) = self.names[column], COLUMNS[column]
-            found = self._frame[name]
-            for number, (value, is_missing) in enumerate(zip(found, found.isna(), strict=True)):
-                if is_missing:
-                    continue
-                try:
-                    values[number] = read(value)
-                except Exception:  # of an endless list, a tensor without data
-                    text = f"{name} is {_short(value)}, expected {expected}"
-                    raise self.error(number, text) from None
-        return values
-
-    def error(self, number: int, text: str) -> RolloutsError:
-        """Return the error of a record."""
-        return RolloutsError(f"{self._frame.index[number][1]}: {text}")
+_FILES = {
+    ".jsonl": "JSON lines",
+    ".parquet": "Parquet",
+    ".pt": "--save-debug-rollout-data of slime or miles with tensors and plain values, which are "
+    "all that torch loads without running code of the file",
+}
 
 
-def _check_file(path: Path) -> None:
+def _read(path: Path) -> list[dict[str, Any]]:
+    """Read the records of a file, as plain values and tensors."""
     if path.suffix not in _FILES:
         raise RolloutsError(f"{path}: got the ending {path.suffix!r}, expected {', '.join(_FILES)}")
     if not is_file(path):
         raise RolloutsError(f"got {path}, which is not a file: give a file of rollouts")
-
-
-def _read(path: Path) -> DataFrame:
-    """Read a file, as objects, so that no number is rounded next to a missing one."""
-    pandas = needed("pandas", by=str(path), extra="plot")
+    found: list[dict[str, Any]] = []
     try:
         if path.suffix == ".jsonl":
-            frame = pandas.read_json(path, lines=True, dtype=False, convert_axes=False)
+            with path.open(encoding="utf-8") as lines:
+                for line in filter(str.strip, lines):
+                    found.append(dict(json.loads(line)))
         elif path.suffix == ".parquet":
-            needed("pyarrow", by=str(path), extra="parquet")
-            frame = pandas.read_parquet(path, engine="pyarrow", dtype_backend="numpy_nullable")
+            parquet = needed("pyarrow.parquet", by=str(path), extra="parquet")
+            found = parquet.read_table(path).to_pylist()
         else:
             import torch
 
             dump = torch.load(path, map_location="cpu", weights_only=True)
-            frame = pandas.DataFrame(dump["samples"], dtype=object)
+            found = [dict(sample) for sample in dump["samples"]]
     except MissingPackageError:
         raise
-    except Exception as error:  # of pandas, pyarrow and torch: any
+    except Exception as error:  # of json, pyarrow and torch: any
         unsafe = re.search(r"GLOBAL (\S+)", str(error))  # what torch refuses to load
-        reason = f"it holds {unsafe[1]}" if unsafe else _short(error)
+        reason = f"it holds {unsafe[1]}" if unsafe else shorten(str(error), 80)
+        place = f", record {len(found) + 1}" if path.suffix == ".jsonl" else ""
         raise RolloutsError(
-            f"{path} cannot be read ({reason}), expected {_FILES[path.suffix]}. You can also "
-            "record one line "
-            '{"prompt_id": 7, "response_length": 512} per response'
+            f"{path}{place} cannot be read ({reason}), expected {_FILES[path.suffix]}. You can "
+            'also record one line {"prompt_id": 7, "response_length": 512} per response'
         ) from None
-    if frame.empty:
+    if not found:
         raise RolloutsError(f"{path}: got no records, expected one per response")
-    name = printable(str(path))
-    places = [f"{name}, record {number}" for number in range(1, len(frame) + 1)]
-    return frame.astype(object).set_axis(places)
-
-
-def _short(value: object) -> str:
-    """Write a value for a message, in 60 characters at most."""
-    try:
-        text = str(value) if isinstance(value, Exception) else repr(value)
-    except Exception:  # nested too deeply, or of a class that cannot write it
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return found

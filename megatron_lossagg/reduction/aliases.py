@@ -6,7 +6,7 @@ import difflib
 from dataclasses import dataclass
 
 from megatron_lossagg.errors import AggregationError
-from megatron_lossagg.reduction.modes import MODES
+from megatron_lossagg.reduction.modes import CUSTOM, MODES, OWN_WEIGHTS
 
 __all__ = ["ALIASES", "Alias", "alias_of", "unknown_name"]
 
@@ -17,9 +17,12 @@ _COMMON = {
     "sequencemean": "sample_mean",
 }
 """Common names of modes, without punctuation: suggested, never accepted."""
-_TWO_LOSSES = {
-    "dapo": "token_mean, over all tokens of the step, as frameworks do under this name, and "
-    "prompt_mean, over the tokens of each prompt's group, as the paper's formula says",
+_NO_MODE = {
+    "dapo": "names two losses: token_mean, over all tokens of the step, as frameworks do under "
+    "this name, and prompt_mean, over the tokens of each prompt's group, as the paper's formula "
+    "says",
+    "gspo": "is a policy loss and no aggregation. Its paper takes the mean over responses, "
+    "sample_mean",
 }
 """Names, without punctuation, that have no single mode."""
 
@@ -44,7 +47,7 @@ ALIASES: dict[str, Alias] = {
     # Papers: docs/decisions/0065-names-of-papers.md.
     "dr_grpo": Alias("constant", "L = the longest response that generation allows"),
     "drgrpo": Alias("constant", "L = the longest response that generation allows"),
-    "grpo": Alias("sample_mean", "if groups have equally many samples"),
+    "grpo": Alias("sample_mean", "if all groups have the same number of samples"),
     "scalerl": Alias("prompt_mean"),
     # Systems.
     "areal:default": Alias("token_mean"),
@@ -118,10 +121,8 @@ def alias_of(name: object) -> Alias:
 
 def unknown_name(what: str, name: str) -> AggregationError:
     """Make the error of a name that means no mode, with the names that are near."""
-    if _letters(name) in _TWO_LOSSES:
-        return AggregationError(
-            f"{name!r} names two losses: {_TWO_LOSSES[_letters(name)]}. Name the mode"
-        )
+    if _letters(name) in _NO_MODE:
+        return AggregationError(f"{name!r} {_NO_MODE[_letters(name)]}. Name the mode")
     return AggregationError(f"unknown {what} {name!r}{_nearest(name)} {_known_names()}")
 
 
@@ -144,4 +145,5 @@ def _letters(name: str) -> str:
 
 
 def _known_names() -> str:
-    return f"Modes are {', '.join(MODES)}; other systems' names are written system:name"
+    modes = [mode for mode in MODES if mode not in (CUSTOM, OWN_WEIGHTS)]  # given by a path
+    return f"Modes are {', '.join(modes)}; other systems' names are written system:name"

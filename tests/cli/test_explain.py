@@ -277,6 +277,7 @@ def test_a_divisor_below_a_response_is_warned_of_in_one_line(monkeypatch, capsys
     assert main(["explain", "constant", "--divisor", "4096"]) == 0
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("lossagg: constant divides by 4096, and a sample has 8000 tokens")
+    assert line.endswith("; check --divisor")
 
 
 @pytest.mark.parametrize("columns", [72, 100])
@@ -328,6 +329,10 @@ def test_without_a_command_the_help_is_printed(capsys):
         (["trl:dr_grpo"], "trl:dr_grpo divides by a constant length and got none: give --divisor,"),
         (["length_power"], "needs an exponent and got none: give --exponent,"),
         (["dapo"], "'dapo' names two losses: token_mean, "),
+        (["gspo"], "'gspo' is a policy loss and no aggregation. "),
+        (["xyz"], "microbatch_token_mean; other systems' names are written system:name"),
+        (["constant", "--divisor", "0"], "finite number above 0: change --divisor"),
+        (["length_power", "--exponent", "inf"], "a finite number: change --exponent"),
         (["prompt_meen"], "did you mean 'prompt_mean' or"),
         (["custom"], "custom has no formula to explain"),
         (["token_mean", "--lengths", "3,-1"], "got '-1', expected a sample's active tokens"),
@@ -352,7 +357,8 @@ def test_one_prompt_that_was_typed_is_no_placeholder(capsys):
     assert main(["explain", "grpo", "--lengths", "3,4"]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("sample_mean: w_s = 1/(B n_b)\n")
-    assert "grpo is a paper's name for it" in out
+    sentence = "grpo is the paper's name for it, if all groups have the same number of samples."
+    assert sentence in " ".join(out.split())
     assert not err
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import sys
 
 import pytest
 import torch
@@ -17,22 +16,21 @@ SAMPLE = {"group_index": 0, "response_length": 2, "loss_mask": None, "remove_sam
 TOOL = [{"role": "assistant", "content": "a"}, {"role": "tool", "content": "b"}]
 CALLS = [{"role": "assistant", "content": "a", "tool_calls": [{"name": "f"}]}]
 PARTS = [{"role": "assistant", "content": ["part"]}]
-ROUNDED = "".join(f'{{"response_length": 1, "sample_id": {2**53 + n}}}\n' for n in (0, 1))
-NO_JSON = "cannot be read .*, expected JSON lines"
+NO_JSON = "record 1 cannot be read .*, expected JSON lines"
 LINES = [
     ("", "got no records"),
     ("{", NO_JSON),
-    ('{"response_length": 1}\n{"response_le', NO_JSON),
+    ('{"response_length": 1}\n{"response_le', "record 2 cannot be read .*, expected JSON lines"),
     ("[" * 100_000 + "]" * 100_000, NO_JSON),
     ("9" * 5_000, NO_JSON),
     (b'{"prompt_id": "\xff"}', NO_JSON),
     (b"\x00\x1b[31m", NO_JSON),
     ("\ufeff{}", NO_JSON),
-    ("[1]", "record 1: got no length in 0: give 'mask'"),
-    ('{"prompt_id": 1}', "record 1: got no length in 'prompt_id': give 'mask'"),
-    (f'{{"{"k" * 5_000}": 1}}', r"record 1: got no length in 'k+\.\.\."),
+    ("[1]", NO_JSON),
+    ('{"prompt_id": 1}', r"record 1: got no length in \['prompt_id'\]: give 'mask'"),
+    (f'{{"{"k" * 5_000}": 1}}', r"record 1: got no length in \['k+\.\.\."),
     ('{"response_length": 1}\n{"step": 0}', "record 2: got no length"),
-    ('{"output": "abc"}', "record 1: got no length in 'output'.*--characters"),
+    ('{"output": "abc"}', "record 1: got no length in .'output'.*--characters"),
     ('{"mask": [1, 2]}', r"record 1: mask is \[1, 2\], expected a list of 0 and 1"),
     ('{"mask": [[1], [0]]}', r"mask is \[\[1\], \[0\]\], expected a list of 0 and 1"),
     ('{"mask": "11"}', "mask is '11', expected a list"),
@@ -44,7 +42,11 @@ LINES = [
     ('{"response_length": 1, "step": "a"}', "step is 'a', expected an integer"),
     ('{"response_length": 1, "prompt_id": 1.5}', "prompt_id is 1.5, expected a string, an int"),
     ('{"response_length": 1, "sample_id": true}', "sample_id is True, expected a string, an i"),
-    (ROUNDED + '{"response_length": 1}', r"sample_id is 9007199254740992\.0, expected a string"),
+    ('{"response_length": 1, "sample_id": 2.0}', r"sample_id is 2\.0, expected a string"),
+    ('{"response_length": NaN}', "response_length is nan, expected an integer"),
+    ('{"response_length": 1, "step": NaN}', "step is nan, expected an integer"),
+    ('{"mask": [1, NaN]}', r"mask is \[1, nan\], expected a list of 0 and 1"),
+    ('{"response_length": 1, "remove_sample": 1}', "remove_sample is 1, expected true or false"),
     ('{"response_length": 0}', "got 1 response and no active token"),
     (
         '{"response_length": 1, "input": 1}\n\n{"response_length": 1}',
@@ -53,20 +55,13 @@ LINES = [
     ('{"response_length": 9007199254740992}\n' * 2_000, "the most that a step can count"),
 ]
 TEXTS = [
-    ('{"output": "abc", "mask": [1]}', "record 1: got a length, and .*leave the flag out"),
-    ('{"output": "a"}\n{"response_length": 3}', "record 2: got a length, and .*leave the flag out"),
+    ('{"output": "abc", "mask": [1]}', "r.jsonl: got 'mask', and .*leave the flag out"),
+    ('{"output": "a"}\n{"response_length": 3}', "got 'response_length', and .*leave the flag out"),
     ('{"output": 5}', "output is 5, expected a text"),
     (json.dumps({"completion": TOOL}), "completion is .*, expected a text, or messages without to"),
     (json.dumps({"messages": CALLS}), "messages is .*, expected a text, or messages without tools"),
     (json.dumps({"messages": PARTS}), "messages is .*, expected a text, or messages without tools"),
 ]
-
-
-def nested(depth):
-    value = []
-    for _ in range(depth):
-        value = [value]
-    return value
 
 
 def endless():
@@ -76,13 +71,10 @@ def endless():
 
 
 RECORDS = [
-    ({"loss_mask": torch.tensor([1 + 0j])}, "loss_mask is .*, expected a list of 0 and 1"),
     ({"loss_mask": torch.zeros(2).to_sparse()}, "loss_mask is tensor.*, expected a list"),
     ({"loss_mask": torch.zeros(2, device="meta")}, "loss_mask is tensor.*, expected a list"),
     ({"group_index": torch.zeros(2, device="meta")}, "group_index is tensor.*, expected"),
     ({"group_index": [torch.zeros(2, device="meta")]}, "group_index is .*, expected"),
-    ({"group_index": nested(3_000)}, "group_index is .*, expected a string"),
-    ({"group_index": nested(65)}, "group_index is .*, expected a string"),
     ({"group_index": endless()}, "group_index is .*, expected a string"),
     ({"group_index": {1: 2, "a": 3}}, "group_index is .*, expected a string"),
     ({"response_length": torch.ones(2, 2)}, "response_length is .*, expected an integer"),
@@ -94,7 +86,7 @@ FILES = [
     ("r.pt", "no table", f"cannot be read .*, {DUMP}"),
     ("r.pt", [1], DUMP),
     ("r.pt", {"samples": 5}, DUMP),
-    ("r.pt", {"samples": [1]}, "record 1: got no length"),
+    ("r.pt", {"samples": [1]}, f"cannot be read .*, {DUMP}"),
     ("r.pt", {"samples": []}, "got no records"),
 ]
 FAULTS = [
@@ -114,10 +106,7 @@ def test_a_fault_ends_in_one_short_line_with_file_and_record(
     if isinstance(content, str | bytes):
         file.write_bytes(content.encode() if isinstance(content, str) else content)
     else:
-        limit = sys.getrecursionlimit()
-        sys.setrecursionlimit(20_000)  # another program's
         torch.save(content, file)
-        sys.setrecursionlimit(limit)
     pytest.importorskip("pyarrow" if name == "r.parquet" else "pandas", reason="not installed")
     assert main(["plot", str(file), "--html", os.devnull, *flags]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -132,7 +121,7 @@ def test_a_fault_ends_in_one_short_line_with_file_and_record(
         *((given, f"got '{given}', expected such as") for given in ("lengths", "lengths=", "n=a")),
         (
             "lengths=n",
-            "--column lengths=n: got 'response_length', 'prompt_id', expected one of these",
+            r"--column lengths=n: got \['response_length', 'prompt_id'\], expected one of these",
         ),
     ],
 )

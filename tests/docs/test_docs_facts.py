@@ -12,6 +12,7 @@ import pytest
 import torch
 from reducing import a_step
 
+import megatron_lossagg
 from megatron_lossagg import Aggregation, Layout, Sequences, add_loss_aggregation_args, plan_step
 from megatron_lossagg.cli.main import _parser, main
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration
@@ -163,6 +164,34 @@ def test_python_on_a_page_parses_and_imports_names_that_exist(page):
                 for name in node.names:
                     if not hasattr(module, name.name):
                         importlib.import_module(f"{node.module}.{name.name}")
+
+
+USERS_CODE = [
+    *(
+        path.read_text()
+        for folder in ("examples", "benchmarks")
+        for path in ROOT.glob(f"{folder}/**/*.py")
+    ),
+    *(
+        code
+        for page in DOCS.rglob("*.md")
+        for code in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+    ),
+]
+
+
+def test_examples_and_pages_import_a_public_name_from_the_package_itself():
+    """The package's own modules are for what has no public name."""
+    deep = [
+        (node.module, name.name)
+        for code in USERS_CODE
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron_lossagg.")
+        for name in node.names
+    ]
+    assert deep
+    assert not [(module, name) for module, name in deep if name in megatron_lossagg.__all__]
+    assert not [module for module, _ in deep if module.startswith("megatron_lossagg.cli")]
 
 
 def test_the_page_of_checks_is_what_the_code_prints():
