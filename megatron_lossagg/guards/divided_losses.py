@@ -5,6 +5,7 @@ A ported loss_func may do so still; the weights hold every denominator.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -20,7 +21,7 @@ _FOLLOWED = {
     *("Clone", "Div", "Expand", "Mul", "Neg", "ReshapeAlias", "Slice", "Squeeze", "ToCopy"),
     *("Unsqueeze", "UnsafeView", "View", "Where"),
 }
-"""Operations that keep a loss per token, by their names in the graph."""
+"""Operations that keep a loss per token, by their names in the graph, unless they broadcast."""
 _MOST_NODES = 16
 
 
@@ -59,6 +60,8 @@ def _divisors(losses: Tensor) -> Iterator[Tensor]:
         node, looked_at = nodes.pop(0), looked_at + 1
         kind = "" if node is None else node.name().rstrip("0123456789").removesuffix("Backward")
         if node is None or kind not in _FOLLOWED:
+            continue
+        if math.prod(node._input_metadata[0].shape) < losses.numel():  # a mean that is broadcast
             continue
         saved = getattr(node, "_saved_other", None) if kind == "Div" else None
         if isinstance(saved, Tensor) and saved.numel() == 1:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -17,38 +18,105 @@ from megatron_lossagg.reduction.faults import Faults
 
 __all__ = ["compare_graphs", "compare_with_framework"]
 
+_AT_ONCE = 16
+"""Parameters whose gradients are computed, and in memory, at once."""
 _CHANGE = "and they would be lost; train it without the flags of --loss-aggregation"
 
 
 def compare_graphs(
     found: Tensor, losses: Tensor, *, output: GradientEdge, faults: Faults, microbatch: int
 ) -> None:
-    """Look for a parameter that the framework's loss reaches and the losses do not.
+    """Look for a parameter that gets a gradient of the framework's loss and none of the losses.
 
-    A term that has it is not known, however small its value is; a term times 0 is none. ``found``:
-    the framework's loss. ``losses``: of the tokens. ``output``: what the model returned, past which
-    nothing is looked at. Host only: the graph between both is walked.
+    A term that gives it is not known, however small its value is. ``found``: the framework's loss.
+    ``losses``: of the tokens. ``output``: what the model returned, past which nothing is looked at.
+    ``faults`` are read later. No host sync; if the loss reaches such a parameter, a backward pass
+    from it to there, never through ``output``, which may communicate.
     """
     known = set(_nodes(losses, {output.node}))
+    leads: dict[Tensor, list[tuple[Any, int]]] = {}
     for node in _nodes(found, {output.node, *known}):
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, torch.nn.Parameter):
-            describe = functools.partial(_reaches_more, microbatch, list(leaf.shape))
-            faults.record([], describe)
-            return
+        for place, (parent, _) in enumerate(node.next_functions):
+            leaf = getattr(parent, "variable", None)
+            if isinstance(leaf, torch.nn.Parameter) and parent not in known:
+                leads.setdefault(leaf, []).append((node, place))
+    if not leads:
+        return
+    described = [(list(leaf.shape), _unknown(of_leaf)) for leaf, of_leaf in leads.items()]
+    values = []
+    stop = output.node.register_prehook(_refuse_to_run)
+    try:
+        reached = torch.stack([*_reached(found, list(leads.items()))])
+        values = [reached.any(), reached.int().argmax()]
+    except Exception as error:  # of any type: operations of the script run
+        described = [
+            (shape, f" Its gradient could not be computed: {error!r}.") for shape, _ in described
+        ]
+    finally:
+        stop.remove()
+    faults.record(values, functools.partial(_reaches_more, microbatch, described))
 
 
-def _reaches_more(microbatch: int, shape: list[int], values: list[float]) -> str:
+def _unknown(nodes: list[tuple[Any, int]]) -> str:
+    """Say which of the nodes that lead to a parameter are not called; empty if all are."""
+    names = {node.name() for node, _ in nodes if not callable(node)}
+    return f" What {', '.join(names)} passes on to it was not computed." if names else ""
+
+
+def _reached(found: Tensor, leads: list[tuple[Tensor, list[tuple[Any, int]]]]) -> Iterator[Tensor]:
+    """Yield for each parameter whether it gets a gradient by the nodes that lead to it."""
+    for start in range(0, len(leads), _AT_ONCE):
+        part = leads[start : start + _AT_ONCE]
+        nodes = list(dict.fromkeys(node for _, of_leaf in part for node, _ in of_leaf))
+        edges = [GradientEdge(node, i) for node in nodes for i in range(_num_outputs(node))]
+        given = iter(torch.autograd.grad(found, edges, retain_graph=True, allow_unused=True))
+        arriving = {node: [*islice(given, _num_outputs(node))] for node in nodes}
+        for leaf, of_leaf in part:
+            passed = [_passed_on(node, place, arriving[node], leaf) for node, place in of_leaf]
+            yield (functools.reduce(torch.add, passed).abs() > 0).any()
+
+
+def _num_outputs(node: Any) -> int:
+    return len(node._input_metadata)  # of what a backward pass gives it
+
+
+@torch.no_grad()
+def _passed_on(node: Any, place: int, arriving: Sequence[Tensor | None], leaf: Tensor) -> Tensor:
+    """Return what a node passes on to a leaf, without its hooks.
+
+    What a ``torch.autograd.Function`` does there is not known (Megatron's linear layers write into
+    ``main_grad``): of one that gets a gradient, the sum of what it gets.
+    """
+    none = torch.zeros((), device=leaf.device)
+    given = [one for one in arriving if one is not None]
+    if not callable(node):
+        return sum((one.abs().sum() for one in given), none)
+    passed = node(*arriving) if given else None
+    gradient = passed[place] if isinstance(passed, tuple) else passed
+    return none if gradient is None else gradient.sum_to_size(leaf.shape)
+
+
+def _refuse_to_run(_: Any) -> None:
+    raise RuntimeError("the model's backward pass would run")
+
+
+def _reaches_more(
+    microbatch: int, described: list[tuple[list[int], str]], values: list[float]
+) -> str:
+    is_reached, first = values or (1.0, 0.0)
+    if not is_reached:
+        return ""
+    shape, unknown = described[int(first)]
     return (
         f"the script's loss_func gave a loss for microbatch {microbatch} of rank "
         f"{dist.get_rank()} that reaches a parameter of shape {shape} not by the model's output: "
         "it has terms that are not known here (a penalty of weights, a distillation loss), "
-        f"{_CHANGE}"
+        f"{_CHANGE}.{unknown}"
     )
 
 
 def _nodes(root: Tensor, stop: set[Any]) -> Iterator[Any]:
-    """Yield the nodes of a tensor's graph up to ``stop``, and without what is multiplied by 0."""
+    """Yield the nodes of a tensor's graph up to ``stop``."""
     seen: set[Any] = {*stop, None}
     todo: list[Any] = [root.grad_fn]
     while todo:
@@ -56,22 +124,7 @@ def _nodes(root: Tensor, stop: set[Any]) -> Iterator[Any]:
         if node not in seen:
             seen.add(node)
             yield node
-            if not (_is_zero(node, "_saved_self") or _is_zero(node, "_saved_other")):
-                todo += [parent for parent, _ in node.next_functions]
-
-
-def _is_zero(node: Any, name: str) -> bool:
-    """Whether a factor that a node has saved is the number 0, read without a host sync."""
-    try:
-        factor = getattr(node, name, None) if node.name() == "MulBackward0" else None
-        return (
-            isinstance(factor, Tensor)
-            and factor.is_cpu
-            and factor.numel() == 1
-            and not factor.item()
-        )
-    except RuntimeError:  # changed in place
-        return False
+            todo += [parent for parent, _ in node.next_functions]
 
 
 def compare_with_framework(

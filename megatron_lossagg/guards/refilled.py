@@ -7,10 +7,10 @@ objects of another kind are kept as they are, and they may lead to the same buff
 from __future__ import annotations
 
 import functools
+import itertools
 import types
-import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import Any, NamedTuple
@@ -20,64 +20,131 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-__all__ = ["KeptObjects", "memory_of"]
+from megatron_lossagg.reduction.faults import looks_again, warn_once
+
+__all__ = ["KeptObjects"]
 
 _LEVELS = 4
-"""How far tensors are looked for from an object that was not copied."""
+"""How far arrays are looked for from an object that was not copied."""
 _MOST = 4096
-"""Values that are looked at from one such object."""
-_WHOLE_BYTES = 1 << 24
-"""Of a larger array every n-th number is compared."""
+"""Values that are looked at in a step."""
+_MOST_OF_ONE = 256
+"""Values of one object that are looked at."""
+_MOST_BYTES = 1 << 24
+"""What is copied in a step, to compare."""
+_SAMPLE = 1 << 16
+"""Numbers of one array that are compared."""
 _PLAIN = (str, bytes, bool, int, float, complex, type(None), torch.dtype, torch.device)
 _SOURCES = (type, types.ModuleType, torch.nn.Module, Dataset, DataLoader, Sampler)
 """These may hold tensors that change while data is read, and none that a microbatch trains."""
 _CONTAINERS = (dict, list, tuple, set, frozenset, np.ndarray)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_STEPS = itertools.count(1)
 
 
-class _Content(NamedTuple):
-    memory: int
-    state: Any
-    """The same as long as nothing was seen to be written."""
+class _Noted(NamedTuple):
+    path: str
+    microbatch: int
+    array: Any
+    holders: tuple[Any, ...]
+    """What leads to it from the microbatch."""
+    numbers: Any
+    """A copy of some; None if the version has to do."""
+    version: int | None
 
 
 class KeptObjects:
-    """The objects that a step's microbatches refer to and that were not copied.
+    """The arrays to which a step's microbatches refer and that were not copied.
 
-    A table that all microbatches share is right; only what has changed since its microbatch was
-    read is not. Host only: a CPU array is compared by its numbers, a tensor on a device by its
-    version counter. One number, such as a counter, is not compared, nor is memory that the
-    microbatches hold themselves, and so have a copy of. Modules, data sets, iterators and what can
-    be iterated are sources, which may change.
+    Looks in steps 1, 2, 4, ..., 64, 128, ... of the process, at each object and array once, and
+    once more at the same arrays when the step is read. A table that all microbatches share is
+    right, and so is an array that was replaced; only one that was written is not. Not looked at:
+    one number, such as a counter; memory that the microbatches hold themselves, and so have a copy
+    of; sources, which are modules, data sets, iterators and what can be iterated; what is beyond
+    4,096 values and 16 MB of a step. Of a large array each n-th number is compared. One host sync
+    for each array on a device that was written.
     """
 
     def __init__(self) -> None:
-        self._of: dict[int, tuple[Any, int, dict[str, _Content]]] = {}
+        self._looks = looks_again(next(_STEPS))
+        self._seen: dict[int, Any] = {}  # with the objects: an id may come back
+        self._shared: set[int] = set()
+        self._noted: list[_Noted] = []
         self._copied: set[int] = set()
+        self._bytes_left = _MOST_BYTES
+        self._changed: list[_Noted] = []
 
-    def note(self, index: int, kept: Iterable[Any], copied: Iterable[Tensor | Any]) -> None:
+    def note(self, index: int, kept: Iterable[Any], copied: Iterable[Any]) -> None:
         """Note what microbatch ``index`` refers to; ``copied``: arrays that it has copies of."""
-        self._copied.update(map(memory_of, copied))
-        for value in kept:
-            if id(value) not in self._of and not isinstance(value, _PLAIN):
-                self._of[id(value)] = value, index, _contents(value)
-
-    def fault(self) -> str:
-        """Name the first tensor or array that was filled again; empty if none was."""
-        for value, index, before in self._of.values():
-            now = _contents(value) if before else {}
-            for path, content in before.items():
-                if now.get(path, content) != content and content.memory not in self._copied:
-                    return (
-                        f"{path} of microbatch {index} was filled again after it was read, and is "
-                        "not copied: the microbatch would train a later one's data; make new "
-                        "tensors for each microbatch, or keep them in dicts, lists, tuples or "
-                        "dataclasses, which are copied"
+        if not self._looks:
+            return
+        self._copied.update(map(_memory_of, copied))
+        objects = [value for value in kept if not isinstance(value, _PLAIN)]
+        self._shared.update({id(value) for value in objects} & self._seen.keys())
+        queue: deque[tuple[str, Any, tuple[Any, ...]]] = deque(
+            (type(value).__name__, value, ()) for value in objects
+        )
+        while queue and len(self._seen) < _MOST:
+            path, value, holders = queue.popleft()
+            if isinstance(value, _PLAIN) or id(value) in self._seen:
+                continue
+            self._seen[id(value)] = value
+            if isinstance(value, Tensor) or _is_numbers(value):
+                if _num_values(value) > 1 and not isinstance(value, np.memmap):  # a file
+                    numbers = _sample(value) if self._bytes_left > 0 else None
+                    self._bytes_left -= 0 if numbers is None else numbers.nbytes
+                    self._noted.append(
+                        _Noted(path, index, value, holders, numbers, _version(value))
                     )
+            elif len(holders) < _LEVELS:
+                for name, part in islice(_parts(value), _MOST_OF_ONE):
+                    queue.append((path + name, part, (*holders, value)))
+
+    def end(self) -> None:
+        """Look at the arrays again, and forget those that have not changed."""
+        for noted in self._noted:
+            if _memory_of(noted.array) not in self._copied and _has_changed(noted):
+                self._changed.append(noted)
+            elif self._is_replaced(noted):
+                self._changed.append(noted._replace(numbers=None))
+        self._noted, self._seen = [], {}
+
+    def fault(self, active_tokens: Sequence[float]) -> str:
+        """Name the first array that was filled again and may be of tokens; empty if none was.
+
+        ``active_tokens``: of each microbatch. Warns of an array that has fewer numbers, and of what
+        is not certain.
+        """
+        for noted in self._changed:
+            is_large = _num_values(noted.array) >= active_tokens[noted.microbatch]
+            if is_large and noted.numbers is not None:
+                return (
+                    f"{noted.path} of microbatch {noted.microbatch} was filled again after it was "
+                    "read, and is not copied: the microbatch would train a later one's data; make "
+                    "new tensors for each microbatch, or keep them in dicts, lists, tuples or "
+                    "dataclasses, which are copied"
+                )
+        for noted in self._changed:
+            warn_once(
+                "changed memory",
+                f"{noted.path} of microbatch {noted.microbatch}, {_num_values(noted.array)} "
+                "numbers, was written or replaced after the microbatch was read, and is not "
+                "copied: if it is data of the microbatch, such as lengths or offsets, a later "
+                "one's is used; then keep it in a dict, list, tuple or dataclass. Ignore this if "
+                "it is a counter, a cache or a table",
+            )
         return ""
 
+    def _is_replaced(self, noted: _Noted) -> bool:
+        """Whether an object that microbatches share has new arrays in a dict or list of its own."""
+        return (
+            len(noted.holders) == 2
+            and id(noted.holders[0]) in self._shared
+            and all(part is not noted.array for _, part in _parts(noted.holders[1]))
+        )
 
-def memory_of(array: Any) -> int:
+
+def _memory_of(array: Any) -> int:
     """Return where the memory of a tensor or array begins, also of a part of it."""
     if isinstance(array, Tensor):
         try:
@@ -89,25 +156,6 @@ def memory_of(array: Any) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def _contents(root: Any) -> dict[str, _Content]:
-    """Return the state of the tensors and arrays to which an object leads, by their path."""
-    found: dict[str, _Content] = {}
-    seen = {id(root): root}
-    queue = deque([(type(root).__name__, root, 0)])
-    while queue:
-        path, value, level = queue.popleft()
-        if isinstance(value, Tensor) or _is_numbers(value):
-            if _num_values(value) == 1:  # a counter or a place, which trains nothing
-                continue
-            found[path] = _Content(memory_of(value), _state(value))
-        elif level < _LEVELS:
-            for name, part in islice(_parts(value), _MOST):
-                if len(seen) < _MOST and id(part) not in seen and not isinstance(part, _PLAIN):
-                    seen[id(part)] = part
-                    queue.append((path + name, part, level + 1))
-    return found
-
-
 def _num_values(value: Any) -> int:
     return int(value.numel() if isinstance(value, Tensor) else value.size)
 
@@ -116,23 +164,38 @@ def _is_numbers(value: Any) -> bool:
     return isinstance(value, np.ndarray) and not value.dtype.hasobject
 
 
-def _state(array: Any) -> Any:
-    """Return a sum of the numbers of a CPU array, of a tensor elsewhere its version."""
-    if isinstance(array, np.memmap):  # a file
-        return None
-    version = None
+def _version(array: Any) -> int | None:
+    return array._version if isinstance(array, Tensor) and not array.is_inference() else None
+
+
+def _sample(array: Any) -> Any:
+    """Copy an array's numbers, of a large one each n-th; None if that is impossible."""
     if isinstance(array, Tensor):
-        version = None if array.is_inference() else array._version
-        if array.device.type != "cpu" or array.layout != torch.strided:
-            return version
-        try:  # NumPy lacks bfloat16 and float8
+        try:  # as integers, since NumPy lacks bfloat16 and float8
             numbers = array.detach().resolve_conj().resolve_neg()
-            array = numbers.view(_INTEGERS[numbers.element_size()]).numpy()
+            numbers = numbers.view(_INTEGERS[numbers.element_size()])
+            if not array.is_cpu:
+                is_readable = numbers.is_contiguous() and not array.is_meta
+                return numbers.view(-1)[:: _step(array)].clone() if is_readable else None
+            array = numbers.numpy()
         except (KeyError, RuntimeError, TypeError):
-            return version
-    if array.nbytes <= _WHOLE_BYTES:
-        return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return version, zlib.crc32(array.flat[:: array.size // _MOST].tobytes())
+            return None
+    flat = array.reshape(-1) if array.flags.c_contiguous else array.flat
+    return flat[:: _step(array)].copy()
+
+
+def _step(array: Any) -> int:
+    return max(-(-_num_values(array) // _SAMPLE), 1)
+
+
+def _has_changed(noted: _Noted) -> bool:
+    """Whether an array was written; one host sync if its version on a device says so."""
+    if isinstance(noted.numbers, np.ndarray):
+        return bool(noted.numbers.tobytes() != _sample(noted.array).tobytes())
+    version = _version(noted.array)  # which NumPy does not count
+    if version is None or version == noted.version:
+        return False
+    return noted.numbers is None or not torch.equal(noted.numbers, _sample(noted.array))
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
@@ -141,12 +204,12 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, _SOURCES) or hasattr(type(value), "__next__") or is_iterable:
         return
     if isinstance(value, np.ndarray):
-        value = value.ravel().tolist()
+        value = value.ravel()[:_MOST_OF_ONE].tolist()
     if isinstance(value, dict):
-        for key, part in list(islice(value.items(), _MOST)):
+        for key, part in list(islice(value.items(), _MOST_OF_ONE)):
             yield f"[{key!r}]" if isinstance(key, (str, int)) else "[...]", part
     elif isinstance(value, (list, tuple, set, frozenset)):
-        for index, part in enumerate(list(islice(value, _MOST))):
+        for index, part in enumerate(list(islice(value, _MOST_OF_ONE))):
             yield f"[{index}]", part
     elif isinstance(value, types.FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):

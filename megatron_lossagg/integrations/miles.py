@@ -46,6 +46,7 @@ from megatron_lossagg.integrations._rollout_mask_sums import (
     rollout_mask_sums,
 )
 from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.faults import warn_once
 from megatron_lossagg.reduction.modes import OWN_WEIGHTS
 from megatron_lossagg.reduction.options import Options
 
@@ -143,6 +144,7 @@ def with_weights(args: Any, samples: Sequence[Any], data: dict[str, Any]) -> dic
                 raise
     steps = _steps(args, data)
     in_a_step = {sequence for step in steps for sequence in step.sequences}
+    remedy = _remedy(args)
     d_S = rollout_mask_sums(
         aggregation,
         steps,
@@ -151,8 +153,15 @@ def with_weights(args: Any, samples: Sequence[Any], data: dict[str, Any]) -> dic
         prompt=prompt,
         dropped=[sequence for sequence in range(len(masks)) if sequence not in in_a_step],
         empty_step=Options.from_args(requested(args, HOOKS.name)).empty_step,
-        remedy=_remedy(args),
+        remedy=remedy,
     )
+    if remedy is not None:  # whether later data needs it, no argument says
+        warn_once(
+            "denominators below 1",
+            f"got custom_megatron_init_path {getattr(args, 'custom_megatron_init_path', None)}: a "
+            "later batch that gives a sequence a weight above 1/G (G: rollouts of a step) would be "
+            f"refused, for miles raises its denominator to 1. {remedy}",
+        )
     of_miles_S = data.get("rollout_mask_sums") or [1.0] * len(masks)  # for those that miles drops
     data["rollout_mask_sums"] = np.where(np.isnan(d_S), of_miles_S, d_S).tolist()
     log_carried(HOOKS, aggregation)

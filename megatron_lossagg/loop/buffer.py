@@ -127,7 +127,8 @@ class StepBuffer:
     storage. Copied are the tensors and NumPy arrays in dicts, lists, tuples, dataclasses, the
     attributes of a microbatch and those of an object in it that has a tensor or array as an
     attribute, and these containers. What such an object or a dataclass refers to is not, if it is
-    an object of another kind: a tensor that is refilled there is reported by :meth:`plan`.
+    an object of another kind: a tensor that is refilled there, and may be of tokens, is reported by
+    :meth:`plan`.
 
     Raises :class:`PlanError` for what is not an iterator and for a ``num_microbatches`` that
     is not an integer from 1. An iterator that ends early or raises, and a microbatch that cannot be
@@ -157,6 +158,7 @@ class StepBuffer:
         self._reads = data_iterator is not None
         self._fault = ""
         self._cause: Exception | None = None
+        self._kept = KeptObjects()
         if data_iterator is not None:
             self._read(data_iterator)
 
@@ -240,7 +242,6 @@ class StepBuffer:
         return iter(self._replayed)
 
     def _read(self, data_iterator: Iterator[Any]) -> None:
-        kept = KeptObjects()
         for index in range(self.num_microbatches):
             doing = "the data iterator raised"
             try:
@@ -248,7 +249,7 @@ class StepBuffer:
                 doing = (
                     "copying a microbatch, so that the iterator may use its memory again, raised"
                 )
-                self._data.append(_copied(data, functools.partial(kept.note, index)))
+                self._data.append(_copied(data, functools.partial(self._kept.note, index)))
             except StopIteration:
                 self._fault = (
                     f"the data iterator ended after {index} of {self.num_microbatches} "
@@ -262,7 +263,7 @@ class StepBuffer:
                 )
                 self._cause = error
                 return
-        self._fault = kept.fault()
+        self._kept.end()
 
     def _counted(
         self, count: Callable[[Any], IntsLike | MicrobatchSequences]
@@ -283,7 +284,8 @@ class StepBuffer:
                     "count gives the active tokens of each sequence, on the CPU"
                 )
                 return None, fault, error
-        return counts, "", None
+        active = [sum(map(float, counted.of_sequences("active_tokens"))) for counted in counts]
+        return counts, self._kept.fault(active), None
 
 
 def _joined(counts: list[MicrobatchSequences], name: str) -> list[Any] | None:

@@ -18,9 +18,10 @@ from rollout_batch import CASES, SAMPLES, batch_of, of_miles, of_slime
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import ContractError, PlanError
-from megatron_lossagg.integrations import slime
+from megatron_lossagg.integrations import miles, slime
 from megatron_lossagg.integrations._denominators import Denominators
 from megatron_lossagg.integrations._rollout_mask_sums import FrameworkStep, rollout_mask_sums
+from megatron_lossagg.reduction import faults
 from megatron_lossagg.verify import reference_loss
 from megatron_lossagg.verify.cases import mean_of_prompts, reference_options
 from megatron_lossagg.verify.frameworks.drawn_step import draw
@@ -280,6 +281,19 @@ def test_a_denominator_that_miles_would_raise_to_1_is_refused(framework, init):
     args = framework.arguments("prompt_mean", custom_megatron_init_path=init)
     with pytest.raises(PlanError, match=r"2 times too small. Set custom_megatron_init_path to meg"):
         framework.carry(args)
+
+
+@of_miles
+def test_the_first_batch_says_that_miles_would_raise_a_denominator_of_a_later_one(
+    framework, monkeypatch
+):
+    monkeypatch.setattr(faults, "_warned", set())
+    with pytest.warns(RuntimeWarning, match=r"^got custom_megatron_init_path mine\.init: a later"):
+        first = framework.carry(framework.arguments(custom_megatron_init_path="mine.init"))
+    assert min(first) >= 1
+    framework.carry(framework.arguments(custom_megatron_init_path="mine.init"))
+    faults._warned.clear()
+    framework.carry(framework.arguments(custom_megatron_init_path=miles.HOOKS.check_path))
 
 
 def test_a_mask_that_is_not_0_or_1_is_refused(framework):

@@ -136,10 +136,28 @@ def check_a_small_penalty_of_weights_is_refused_by_the_parameter_that_it_reaches
     """Its value is below what a comparison can tell from rounding, or 0."""
     weight = chunk.module.output_layer.weight
     start = weight.detach().clone()
-    for penalty in (lambda: 1e-6 * weight.square().sum(), lambda: (weight - start).square().sum()):
-        step = changed(lambda loss, mask, penalty=penalty: loss + penalty())
+    terms = (
+        lambda: 1e-12 * weight.square().sum(),
+        lambda: weight.sum() - start.sum(),
+        lambda: (weight[:1] - start[:1]).sum(),
+        lambda: 0 * weight.sum() + weight.view(-1)[0] * 1e-12,
+    )
+    for term in terms:
+        step = changed(lambda loss, mask, term=term: loss + term())
         with refused(ReducerError, f"a parameter of shape {list(weight.shape)} not by", "penalty"):
             run(a_hook().wrap(stock), chunk, batches(0), forward_step_func=step)
+
+
+def check_a_distance_from_the_start_is_refused_once_the_weights_have_moved(chunk, stock):
+    """In the first step it has no gradient."""
+    weight, schedule = chunk.module.output_layer.weight, a_hook().wrap(stock)
+    start = weight.detach().clone()
+    step = changed(lambda loss, mask: loss + 1e-6 * (weight - start).square().sum())
+    run(schedule, chunk, batches(0), forward_step_func=step)
+    with torch.no_grad():
+        weight += 1e-3
+    with refused(ReducerError, "that reaches a parameter of shape", "penalty"):
+        run(schedule, chunk, batches(0), forward_step_func=step)
 
 
 def check_an_integration_that_compares_nothing_loses_no_penalty_of_weights(chunk, stock):
@@ -153,19 +171,82 @@ def check_an_integration_that_compares_nothing_loses_no_penalty_of_weights(chunk
         run(hook.wrap(stock), chunk, batches(0), forward_step_func=step)
 
 
-def check_a_term_times_zero_and_a_leaf_of_the_script_are_no_terms(chunk, stock):
-    def unused():  # as for parameters that a microbatch does not use
-        return 0.0 * sum(weight.sum() for weight in chunk.module.parameters())
+class Halved(torch.autograd.Function):
+    """A sum whose backward pass passes half on."""
 
-    def elementwise():
-        return (chunk.module.output_layer.weight * 0).sum()
+    @staticmethod
+    def forward(ctx, x):
+        ctx.shape = x.shape
+        return x.sum()
 
-    def started():
-        return torch.zeros((), requires_grad=True)
+    @staticmethod
+    def backward(ctx, gradient):
+        return (gradient / 2).expand(ctx.shape)
 
-    for term in (unused, elementwise, started):
-        step = changed(lambda loss, mask, term=term: loss + term())
-        assert_trains_by_hand(a_hook().wrap(stock), chunk, of_both_ranks(), forward_step_func=step)
+
+def check_a_term_without_a_gradient_and_a_leaf_of_the_script_are_no_terms(chunk, stock):
+    """As for parameters that a microbatch does not use."""
+    weight, zero = chunk.module.output_layer.weight, torch.zeros(())
+    no, inf = torch.zeros(weight.shape, dtype=torch.bool), torch.tensor(torch.inf)
+    signs = torch.tensor([1.0, -1.0])[:, None, None]
+    terms = {
+        "0.0 * sum": lambda: 0.0 * sum(one.sum() for one in chunk.module.parameters()),
+        "p * 0": lambda: (weight * 0).sum(),
+        "a sum of nothing": lambda: sum(
+            one.view(-1)[:0].sum() for one in chunk.module.parameters()
+        ),
+        "zeros_like": lambda: (torch.zeros_like(weight) * weight).sum(),
+        "a coefficient that is a tensor": lambda: zero.clone() * weight.square().sum(),
+        "p - p": lambda: (weight - weight).sum(),
+        "two sums": lambda: weight.sum() - weight.sum(),
+        "two signs by broadcasting": lambda: (weight * signs).sum(),
+        "alpha=0": lambda: torch.add(weight.new_zeros(()), weight.sum(), alpha=0),
+        "where": lambda: torch.where(no, weight, 0).sum(),
+        "lerp": lambda: torch.lerp(torch.zeros_like(weight), weight, 0.0).sum(),
+        "a division by inf": lambda: weight.sum() / inf,
+        "unbind": lambda: 0 * weight.unbind()[1].sum(),
+        "a Function": lambda: 0 * Halved.apply(weight),
+        "behind a Function": lambda: 0 * Halved.apply(weight.view(-1)),
+        "a leaf of the script": lambda: torch.zeros((), requires_grad=True),
+    }
+    calls = []
+    handle = weight.register_hook(calls.append)
+    try:
+        for name, term in terms.items():
+            step = changed(lambda loss, mask, term=term: loss + term())
+            found = of_both_ranks()
+            assert_trains_by_hand(a_hook().wrap(stock), chunk, found, forward_step_func=step)
+            assert len(calls) == M + 1, name  # of each backward pass, and of that by hand
+            calls.clear()
+    finally:
+        handle.remove()
+
+
+def check_a_term_whose_gradient_cannot_be_computed_is_refused_and_says_so(chunk, stock):
+    """Neither by a Function of its own, nor through the model's output."""
+    weight = chunk.module.output_layer.weight
+
+    def shared(iterator, model):
+        """A node that leads to a weight, for the model's output and for a term."""
+        output, loss_func = forward_step(iterator, model)
+        twice = weight * 2
+        output = output + 0 * twice.sum()
+        output.grad_fn.register_hook(lambda *_: passes.append(1))
+
+        def with_term(mask, output):
+            loss, *rest = framework_loss(mask, output)
+            return loss + 1e-9 * twice.sum(), *rest
+
+        return output, functools.partial(with_term, *loss_func.args)
+
+    own, passes = changed(lambda loss, mask: loss + 1e-9 * Halved.apply(weight)), []
+    for step, words in (
+        (own, "What HalvedBackward passes on to it was not computed"),
+        (shared, "Its gradient could not be computed: RuntimeError(\"the model's backward pass"),
+    ):
+        with refused(ReducerError, "that reaches a parameter of shape", words):
+            run(a_hook().wrap(stock), chunk, batches(0), forward_step_func=step)
+    assert len(passes) == M  # of Megatron's own
 
 
 def check_graph_and_gradient_are_compared_in_steps_1_2_4_and_8(chunk, stock):
