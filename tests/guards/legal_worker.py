@@ -1,19 +1,37 @@
-"""What loops may do: the gradient is the plain program's; DP 2, CP 2 and PP 2, both scalings."""
+"""What loops may do: the gradient is the plain program's.
+
+On DP 2, CP 2, PP 2 and TP 2, in both loss scalings.
+"""
 
 import functools
+import itertools
 import warnings
 from dataclasses import replace
 
 import custom_reducer
+import pytest
 import torch
 import torch.distributed as dist
-from audit_cases import LAYOUTS, own
+from audit_cases import own
 from check_runner import run_checks
+from fault_table import LAYOUTS
 from legal_losses import VARIED
+from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
-from training_steps import Training, begin, microbatch, plan_of, returning, right
+from packaging.version import Version
+from training_steps import (
+    Training,
+    begin,
+    changing,
+    microbatch,
+    plan_of,
+    returning,
+    right,
+)
 
 from megatron_lossagg import Aggregation, LossAggregator
+from megatron_lossagg.contract.live import megatron_version
+from megatron_lossagg.reduction import faults
 from megatron_lossagg.reduction.counts import StepTotals
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.verify.world import split_world
@@ -49,6 +67,62 @@ def check_inputs_of_other_kinds(make):
             raise
 
 
+def check_counts_of_other_kinds(make):
+    training = make()
+    expected, counts = training.plain(own), training.counts
+    for kind in (torch.tensor, lambda numbers: [torch.tensor(one) for one in numbers]):
+        training.counts = kind(counts)
+        same(training.step(right), expected)
+
+
+def trained_weights(training, counts, mask, offsets):
+    """Return the weights with which this rank's tokens are trained in one microbatch."""
+    with training.aggregator.step(counts, num_microbatches=1) as step:
+        mb = step.microbatch(range(len(counts)), mask, cu_seqlens=offsets)
+        x = torch.ones(mb.layout.num_local_tokens, dtype=torch.float64, requires_grad=True)
+        (mb.outputs(mb.reduce(x))[0] * step.scaling.schedule_factor).backward()
+    return x.grad / (step.k * step.scaling.schedule_factor)
+
+
+def check_a_mask_that_is_expanded_from_one_element(make):
+    training = make()
+    found = trained_weights(training, [8], torch.ones(1).expand(8), [0, 8])
+    same(found, torch.full_like(found, 1 / (8 * training.layout.dp)))
+
+
+def check_a_counted_sequence_of_no_tokens(make):
+    training = make()
+    found = trained_weights(training, [8, 0, 8], torch.ones(16), [0, 8, 8, 16])
+    same(found, torch.full_like(found, 1 / (8 * 3 * training.layout.dp)))
+
+
+def check_a_mask_that_differs_where_a_context_parallel_rank_holds_nothing(make):
+    """The number of each sequence's tokens is the same."""
+    training = make()
+    changed = []
+
+    def loss_func(step, batch, x):
+        mask, offsets = batch.mask.clone(), batch.offsets.tolist()
+        held = training.layout.held(offsets, training.aggregator.cp_rank)
+        if training.aggregator.cp_rank == 1:
+            for start, end in itertools.pairwise(offsets):
+                elsewhere = [index for index in range(start, end) if index not in held]
+                mask[elsewhere] = batch.mask[elsewhere].flip(0)
+        changed.append(not mask.equal(batch.mask))
+        mb = step.microbatch(batch.sequences, mask, cu_seqlens=batch.offsets)
+        return mb.outputs(mb.reduce(x))
+
+    trained_as_by_hand(training, loss_func)
+    assert any(changed) == (training.aggregator.cp_rank == 1)
+
+
+def check_outputs_without_num_tokens(make):
+    """As long as Megatron neither divides by them nor, without them, multiplies by CP."""
+    training = make()
+    if not training.per_token and training.layout.cp == 1:
+        trained_as_by_hand(training, changing(lambda loss, num_tokens, report: (loss, report)))
+
+
 def check_a_loss_scale_that_changes_between_steps(make):
     training = make()
     for scale in (1024.0, 512.0, torch.inf, 512.0):
@@ -57,6 +131,30 @@ def check_a_loss_scale_that_changes_between_steps(make):
             trained_as_by_hand(training)
         else:
             training.step(right)
+
+
+def check_a_loss_scale_that_changes_inside_a_step(make):
+    """Microbatches are trained with the scale that each has; it warns once."""
+    training = make()
+    faults._warned.discard("a loss scale that changes")
+
+    def scaling(function):
+        scales = iter((1024.0, 512.0))
+
+        def scaled(*given):
+            scale = next(scales)
+            training.config.grad_scale_func = lambda loss: loss * scale
+            return function(*given)
+
+        return scaled
+
+    expected = training.plain(scaling(own))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            same(training.step(scaling(right)), expected)
+    told = [one for one in caught if "scale was 512 and 1024 in one step" in str(one.message)]
+    assert len(told) == parallel_state.is_pipeline_last_stage()
 
 
 def check_a_plan_of_known_totals(make):
@@ -150,11 +248,44 @@ def check_ddp_of_other_kinds(make):
         trained_as_by_hand(make(ddp={ddp: True}))
 
 
+def check_an_overlap_on_one_rank_reduces_nothing(make):
+    """Before 0.16 Megatron stops by itself."""
+    training = make(ddp={"overlap_grad_reduce": True})
+    if training.layout.tp == 1:
+        return
+    if Version(megatron_version()) < Version("0.16"):
+        with pytest.raises(AssertionError, match="Cannot set grad twice"):
+            training.step(right)
+        return
+    same(training.step(right), make().plain(own))
+
+
 def check_a_no_sync_func_of_the_loops_own(make):
     training = make(ddp={"overlap_grad_reduce": True})
     (chunk,) = training.chunks
     training.config.no_sync_func = lambda: chunk.no_sync()
     trained_as_by_hand(training)
+
+
+def check_the_factor_of_a_gradient_buffer_that_changes_in_a_step(make):
+    """Its buckets have their own."""
+    training = make()
+
+    def loss_func(step, batch, x):
+        training.chunks[0].buffers[0].gradient_scaling_factor = 0.25
+        return right(step, batch, x)
+
+    trained_as_by_hand(training, loss_func)
+
+
+def check_groups_that_are_made_again(make):
+    training = make()
+    expected = training.plain(own)
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(context_parallel_size=training.layout.cp)
+    for _ in range(2):
+        same(training.step(right), expected)
+    trained_as_by_hand(make())
 
 
 def check_more_tokens_than_int32_in_the_average_loss_scaling(make):
@@ -165,23 +296,6 @@ def check_more_tokens_than_int32_in_the_average_loss_scaling(make):
         totals = StepTotals(samples=10, active_tokens=n)
         step = training.aggregator.begin(plan_of(training, totals=totals), num_microbatches=2)
         assert step.k == (n if training.per_token else 4)
-
-
-def check_an_own_loop_that_finalizes_after_the_step(make):
-    """Backward passes by hand, without the schedule; only where nothing divides at the end."""
-    training = make()
-    if training.per_token:
-        return
-    expected = training.plain(own)
-    (chunk,) = training.chunks
-    chunk.zero_grad_buffer()
-    with training.plan() as step:
-        for batch in training.batches:
-            output = training.forward(batch)
-            loss, _, _ = right(step, batch, output)
-            (loss / training.m).backward()
-    finalize_model_grads([chunk])
-    same(training.gradient(), expected)
 
 
 def check_token_weights_counted_in_a_second_term(make):
@@ -253,9 +367,9 @@ def check_a_loss_reduced_over_cp_in_place_for_the_log(make):
     trained_as_by_hand(training, returning(loss))
 
 
-LAYOUTS_AND_SCALINGS = (("DP 2", False), ("CP 2", True), ("PP 2", False))
 OF_PIPELINES = (
     check_a_loss_scale_that_changes_between_steps,
+    check_a_loss_scale_that_changes_inside_a_step,
     check_metrics_at_any_time_of_a_step,
 )
 
@@ -265,14 +379,21 @@ def made(layout, per_token, *, ddp=None, of_last=None, **sizes):
     return Training(replace(layout, **sizes), per_token=per_token, ddp=ddp, of_last=of_last)
 
 
-def main():
+def main(namespace, of_pipelines, of_tensor_parallelism=()):
+    """Run a worker's checks on each parallelism, in both loss scalings."""
     begin()
-    for name, per_token in LAYOUTS_AND_SCALINGS:
+    of_layouts = {
+        "DP 2": namespace,
+        "CP 2": namespace,
+        "PP 2": {one.__name__: one for one in of_pipelines},
+        "TP 2": {one.__name__: one for one in of_tensor_parallelism},
+    }
+    for name, checks in of_layouts.items():
         layout = LAYOUTS[name]
-        checks = globals() if layout.pp == 1 else {one.__name__: one for one in OF_PIPELINES}
         with split_world(layout):
-            run_checks(checks, functools.partial(made, layout, per_token))
+            for per_token in (False, True):
+                run_checks(checks, functools.partial(made, layout, per_token))
 
 
 if __name__ == "__main__":
-    main()
+    main(globals(), OF_PIPELINES, [check_an_overlap_on_one_rank_reduces_nothing])
