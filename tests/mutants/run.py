@@ -61,7 +61,10 @@ LEGAL = [*checks_of("guards/legal_worker"), *LEGAL_INPUTS]
 LEGAL_STEPS = checks_of("guards/legal_steps_worker")
 AUDIT = [*faults_of("GradientAudit"), *checks_of("guards/gradient_audit_worker")]
 FINALIZED = [*faults_of("Finalized"), *checks_of("guards/finalized_worker")]
-OWNERSHIP = checks_of("guards/ownership_worker", "guards/ownership_whole_masks_worker")
+OWNERSHIP = [
+    *faults_of("Ownership"),
+    *checks_of("guards/ownership_worker", "guards/ownership_whole_masks_worker"),
+]
 COUNTS = checks_of("loop/step_counts_worker")
 HOOK = checks_of("loop/schedule_worker", "loop/schedule_refusals_worker")
 COMPARISON = checks_of("loop/schedule_comparison_worker")
@@ -137,9 +140,9 @@ LAUNCHED_TESTS = {
     "guards/gradient_buffers": [*faults_of("GradientBuffers"), *LEGAL_STEPS],
     "guards/num_tokens": [*faults_of("NumTokens"), *LEGAL_INPUTS],
     "guards/ownership": [*of("guards", "ownership"), *OWNERSHIP],
-    "guards/split": [*faults_of("Split"), *OWNERSHIP],
+    "guards/split": [*faults_of("Split"), *checks_of("guards/ownership_worker")],
     "guards/token_weights": [*faults_of("TokenWeights"), *LEGAL_INPUTS],
-    "guards/trained_tokens": [*faults_of("TrainedTokens"), *OWNERSHIP],
+    "guards/trained_tokens": OWNERSHIP,
     "loop/step": [*STEP, *faults_of("before"), *LEGAL_STEPS, *GRADIENTS],
     "loop/aggregator": [*AGGREGATOR, *STEP, *LEGAL_STEPS],
     "loop/buffer": [*of("loop", "buffer", "buffer_memory"), *checks_of("loop/buffer_worker")],
