@@ -55,6 +55,7 @@ def on_ranks(work, processes=2):
     with tempfile.TemporaryDirectory() as folder:
 
         def work_and_tell():
+            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # pytest's are files of its own
             work()
             hit = Path(folder, os.environ["RANK"])
             hit.write_text(json.dumps(sorted(state()._stats)))
