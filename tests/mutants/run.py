@@ -134,16 +134,22 @@ LAUNCHED_TESTS = {
     "guards/divided_losses": checks_of("guards/gradient_audit_worker"),
     "guards/evaluation": LEGAL_STEPS,
     "guards/finalized": FINALIZED,
-    "guards/framework_loss": COMPARISON,
+    "guards/framework_loss": [*of("guards", "framework_loss"), *COMPARISON],
     "guards/frozen": [*AGGREGATOR, *faults_of("before")],
     "guards/gradient_audit": [*of("guards", "coefficients"), *AUDIT, *STEP, *LEGAL],
-    "guards/gradient_buffers": [*faults_of("GradientBuffers"), *LEGAL_STEPS],
+    "guards/gradient_buffers": [
+        *(*faults_of("GradientBuffers"), *LEGAL_STEPS),
+        *checks_of("guards/legal_runs_worker"),  # chunks that are wrapped anew
+    ],
     "guards/num_tokens": [*faults_of("NumTokens"), *LEGAL_INPUTS],
     "guards/ownership": OWNERSHIP,  # the other tests start threads, which no rank is forked from
     "guards/split": [*faults_of("Split"), *checks_of("guards/ownership_worker")],
     "guards/token_weights": [*faults_of("TokenWeights"), *LEGAL_INPUTS],
     "guards/trained_tokens": OWNERSHIP,
-    "loop/step": [*STEP, *faults_of("before"), *LEGAL_STEPS, *GRADIENTS],
+    "loop/step": [
+        *(*STEP, *faults_of("before"), *LEGAL_STEPS, *GRADIENTS),
+        *(*COMPARISON, "mutants/over_ranks::test_records"),  # a shadow, a record
+    ],
     "loop/aggregator": [*AGGREGATOR, *STEP, *LEGAL_STEPS],
     "loop/buffer": [*of("loop", "buffer", "buffer_memory"), *checks_of("loop/buffer_worker")],
     "loop/counts_of_rank": COUNTS,
