@@ -3,9 +3,10 @@
 Each release is installed without its dependencies into a folder of its own and put before
 everything else on the path; torch and the rest are this environment's. For each one:
 ``lossagg verify`` in both loss scalings with one aggregation, on the standard set of layouts and on
-a model with experts, then the tests of the contract, and of the probe on two ranks. With
-``--whole``: every aggregation, the probe on four ranks too, and the side losses. Prints one line
-per release; exit status 1 if one fails.
+a model with experts, then the tests of the contract, of the coefficients and the finalize function
+in each step, and of the probe on two ranks. With ``--whole``: every aggregation, the probe on four
+ranks too, all guards with what they let pass, and the side losses. Prints one line per release;
+exit status 1 if one fails.
 """
 
 from __future__ import annotations
@@ -37,10 +38,22 @@ LAYOUTS = {
 }
 PROBE = "tests/loop/test_probe.py"
 ON_TWO_RANKS = f"{PROBE}::test_stock_megatron_passes_and_is_left_unchanged"
-TESTS = ["tests/loop/test_aggregator.py", ON_TWO_RANKS, "-k", "aggregator or [2-"]
+TESTS = [
+    "tests/loop/test_aggregator.py",
+    ON_TWO_RANKS,
+    "tests/guards/test_gradient_audit.py",
+    "tests/guards/test_finalized.py",
+    "-k",
+    "aggregator or [2- or audit or finalized",
+]
+GUARDS = [
+    f"tests/guards/test_{name}.py"
+    for name in ("gradient_audit", "guards", "finalized", "legal", "legal_runs")
+]
 WHOLE = [
     "tests/loop/test_aggregator.py",
     PROBE,
+    *GUARDS,
     "tests/megatron/test_matrix.py",
     "tests/megatron/test_follow.py",
     "-k",

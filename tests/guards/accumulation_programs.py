@@ -1,4 +1,4 @@
-"""Steps of several schedule calls that are refused; for ``fault_programs``."""
+"""Steps of several schedule calls that are refused; for ``fault_table``."""
 
 from custom_reducer import custom
 from training_steps import Training, right

@@ -124,6 +124,12 @@ CASES = {
         loss=lambda mb, x: mb.reduce(x) + 0.1 * mb.reduce(x * x, "token_mean"),
         plain=lambda x, w, t: (w * x + 0.1 * t * x * x).sum(),
     ),
+    "a second term of zero": Case(
+        loss=lambda mb, x: mb.reduce(x) + 0 * mb.reduce(x * x), plain=own
+    ),
+    "a second term of zero under token_mean": Case(
+        loss=lambda mb, x: mb.reduce(x) + 0 * mb.reduce(x, "token_mean"), plain=own
+    ),
     "one tensor under two aggregations": Case(
         loss=lambda mb, x: mb.reduce(x) + 0.1 * mb.reduce(x, "token_mean"),
         plain=lambda x, w, t: (w * x + 0.1 * t * x).sum(),

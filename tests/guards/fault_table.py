@@ -26,7 +26,7 @@ class Row:
     """The class in ``guards/``, or the function in ``guards/before.py``."""
     fault: str
     program: str
-    """The function of ``fault_programs.py`` that makes it."""
+    """The function that makes it, of one of the ``*_programs.py``."""
     message: str
     layout: str = "DP 2"
     arguments: tuple[Any, ...] = ()
@@ -246,11 +246,16 @@ IN_A_STEP = [
         "cached_microbatch",
         UNREDUCED + ".*anew for each microbatch",
     ),
-    Row(
-        "GradientAudit",
-        "reduced after outputs",
-        "late",
-        "losses of sequences .* were reduced after loss_func had returned for them",
+    *(
+        Row(
+            "GradientAudit",
+            f"reduced {calls} call{'s' * (calls > 1)} after outputs",
+            "late",
+            "losses of sequences .* were reduced after loss_func had returned for them",
+            "CP 2, M 3",
+            (calls,),
+        )
+        for calls in (1, 2)
     ),
     Row("GradientAudit", "losses without a graph", "graphless", GRAPHLESS, "DP 2", ("detached",)),
     Row("GradientAudit", "reduced under no_grad", "graphless", GRAPHLESS, "DP 2", ("no_grad",)),

@@ -1,5 +1,6 @@
 """Ways to pass a microbatch and its losses, all of which train the same."""
 
+import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 from training_steps import microbatch, right
@@ -92,6 +93,21 @@ def without_the_tail(step, batch, x):
     return mb.outputs(mb.reduce(x))
 
 
+def uint64_without_the_tail(step, batch, x):
+    """The array's dtype has no -1 for a padding sequence."""
+    sequences = np.array(batch.sequences[:-1], dtype=np.uint64)
+    mb = step.microbatch(sequences, batch.mask, cu_seqlens=batch.offsets[:-1])
+    return mb.outputs(mb.reduce(x))
+
+
+def near_the_largest_half(x):
+    """Return float16 losses of 60,000, whose sum overflows."""
+    losses = (x + (60_000 - x).detach()).half()
+    assert losses.isfinite().all()
+    assert losses.sum().isinf()
+    return losses
+
+
 def num_tokens_of_another_dtype(step, batch, x):
     loss, num_tokens, report = right(step, batch, x)
     return loss, num_tokens.long(), report
@@ -111,6 +127,7 @@ VARIED = {
     "sequences: an int32 tensor": passing(sequences=lambda s: torch.tensor(s, dtype=torch.int32)),
     "sequences: a generator": passing(sequences=iter),
     "sequences: an int8 array": passing(sequences=lambda s: torch.tensor(s).char().numpy()),
+    "sequences: a uint64 array, CP 1": (uint64_without_the_tail, 1e-10),
     "offsets: int16": passing(offsets=lambda o: o.short()),
     "offsets: int64": passing(offsets=lambda o: o.long()),
     "offsets: [1, n]": passing(offsets=lambda o: o[None]),
@@ -119,6 +136,7 @@ VARIED = {
     "position ids": (with_positions, 1e-10),
     "a tail that no segment has, CP 1": (without_the_tail, 1e-10),
     "mask: bool": passing(mask=lambda m: m.bool()),
+    "mask: bool, of bytes that are 2": passing(mask=lambda m: (m.byte() * 2).view(torch.bool)),
     "mask: float32": passing(mask=lambda m: m.float()),
     "mask: bfloat16": passing(mask=lambda m: m.bfloat16()),
     "mask: uint8": passing(mask=lambda m: m.byte()),
@@ -138,6 +156,7 @@ VARIED = {
     "losses: float32": passing(losses=lambda x: x.float(), tolerance=1e-5),
     "losses: bfloat16": passing(losses=lambda x: x.bfloat16(), tolerance=1e-2),
     "losses: float16": passing(losses=lambda x: x.half(), tolerance=1e-2),
+    "losses: float16, of 60,000": passing(losses=near_the_largest_half, tolerance=1e-2),
     "losses: overwritten": (overwritten_after, 1e-10),
     "losses: inf and NaN where masked": (with_nonfinite_masked, 1e-10),
     "losses: recomputed": passing(

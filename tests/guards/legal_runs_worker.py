@@ -4,9 +4,11 @@ On DP 2, CP 2 and PP 2, in both loss scalings.
 """
 
 import functools
+import tempfile
 import uuid
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import patch
 
 import torch
@@ -164,11 +166,16 @@ def check_token_weights_of_zero(make):
 
     found = run.train(loss_func, token_weight_sums=[sums[index] for index in run.own])
     same(found, expected)
+    run.batches = [replace(batch, weights=batch.weights * 0) for batch in run.batches]
+    assert not run.train(loss_func, token_weight_sums=[0.0] * len(run.own)).any()
 
 
 def check_modes_with_a_number(make):
     run = make()
-    for name, numbers in (("length_power", (-1.0, 0.0, 0.5, 1.0, 2.0)), ("constant", (7.0, 1e30))):
+    for name, numbers in (
+        ("length_power", (-100.0, -1.0, 0.0, 0.5, 1.0, 2.0, 100.0)),
+        ("constant", (1e-30, 7.0, 1e30)),
+    ):
         field = "divisor" if name == "constant" else "exponent"
         for number in numbers:
             aggregate_anew(run, Aggregation(name, **{field: number}))
@@ -190,6 +197,25 @@ def check_a_record_on_a_full_disk(make):
     aggregate_anew(run, record="/dev/full")
     for _ in range(2):
         same(run.train(), expected)
+
+
+def check_a_record_that_is_moved_or_overwritten_between_steps(make):
+    run = make()
+    expected = run.by_hand(SAMPLE_MEAN)
+    with tempfile.TemporaryDirectory() as folder:
+        of_first = [folder]
+        dist.broadcast_object_list(of_first)
+        record = Path(of_first[0], "steps.jsonl")
+        aggregate_anew(run, record=str(record))
+        same(run.train(), expected)
+        for change in (
+            lambda: record.rename(record.with_suffix(".old")),
+            lambda: record.write_text("no JSON\n"),
+        ):
+            if dist.get_rank() == 0:
+                change()
+            same(run.train(), expected)
+        dist.barrier()
 
 
 def check_chunks_that_are_wrapped_anew(make):
@@ -325,6 +351,7 @@ OF_ANY = (
     check_modes_with_a_number,
     check_a_shadow_of_the_trained_mode,
     check_a_record_on_a_full_disk,
+    check_a_record_that_is_moved_or_overwritten_between_steps,
     check_chunks_that_are_wrapped_anew,
     check_chunks_that_are_wrapped_anew_after_they_have_trained,
     check_ddp_of_any_options,

@@ -1,6 +1,6 @@
 """Which steps loops may begin: evaluations, several schedule calls, steps that are given up.
 
-The gradient is the plain program's; on DP 2, CP 2 and PP 2.
+The gradient is the plain program's; on DP 2, CP 2 and PP 2, in both loss scalings.
 """
 
 import contextlib
@@ -13,12 +13,11 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from audit_cases import LAYOUTS, own
-from check_runner import run_checks
-from legal_worker import LAYOUTS_AND_SCALINGS, made, make_anew, same, trained_as_by_hand
+from audit_cases import own
+from legal_worker import main, make_anew, same, trained_as_by_hand
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
-from training_steps import begin, plan_of, right
+from training_steps import plan_of, right
 
 from megatron_lossagg import (
     Aggregation,
@@ -31,7 +30,6 @@ from megatron_lossagg import (
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.reduction import faults
 from megatron_lossagg.reduction.options import Options
-from megatron_lossagg.verify.world import split_world
 
 
 def check_evaluations_between_training_steps(make):
@@ -138,14 +136,6 @@ def check_a_thread_plans_the_next_step_meanwhile(make):
     for plan in plans:
         with training.aggregator.begin(plan, num_microbatches=2) as step:
             same(training.run(functools.partial(right, step)), expected)
-
-
-def check_megatrons_finalize_function_is_set_again_in_a_step(make):
-    training = make()
-    expected = training.plain(own)
-    with training.plan() as step:
-        training.config.finalize_model_grads_func = finalize_model_grads
-        same(training.run(functools.partial(right, step)), expected)
 
 
 def planned_in_a_child(queue, aggregation):
@@ -258,14 +248,5 @@ OF_PIPELINES = (
 )
 
 
-def main():
-    begin()
-    for name, per_token in LAYOUTS_AND_SCALINGS:
-        layout = LAYOUTS[name]
-        checks = globals() if layout.pp == 1 else {one.__name__: one for one in OF_PIPELINES}
-        with split_world(layout):
-            run_checks(checks, functools.partial(made, layout, per_token))
-
-
 if __name__ == "__main__":
-    main()
+    main(globals(), OF_PIPELINES)

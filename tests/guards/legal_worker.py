@@ -1,19 +1,35 @@
-"""What loops may do: the gradient is the plain program's; DP 2, CP 2 and PP 2, both scalings."""
+"""What loops may do: the gradient is the plain program's.
+
+On DP 2, CP 2, PP 2 and TP 2, in both loss scalings.
+"""
 
 import functools
+import inspect
 import warnings
 from dataclasses import replace
 
 import custom_reducer
+import pytest
 import torch
 import torch.distributed as dist
-from audit_cases import LAYOUTS, own
+from audit_cases import own
 from check_runner import run_checks
-from legal_losses import VARIED
+from fault_table import LAYOUTS
+from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
-from training_steps import Training, begin, microbatch, plan_of, returning, right
+from packaging.version import Version
+from training_steps import (
+    Training,
+    begin,
+    microbatch,
+    plan_of,
+    returning,
+    right,
+)
 
 from megatron_lossagg import Aggregation, LossAggregator
+from megatron_lossagg.contract.live import megatron_version
+from megatron_lossagg.reduction import faults
 from megatron_lossagg.reduction.counts import StepTotals
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.verify.world import split_world
@@ -36,19 +52,6 @@ def trained_as_by_hand(training, loss_func=right, *, tolerance=1e-10, scale=1.0,
     same(training.step(loss_func, **options), expected, tolerance)
 
 
-def check_inputs_of_other_kinds(make):
-    training = make()
-    expected = training.plain(own)
-    for name, (loss_func, tolerance) in VARIED.items():
-        if training.layout.cp > 1 and "CP 1" in name:
-            continue
-        try:
-            same(training.step(loss_func), expected, tolerance)
-        except Exception as error:
-            error.add_note(name)
-            raise
-
-
 def check_a_loss_scale_that_changes_between_steps(make):
     training = make()
     for scale in (1024.0, 512.0, torch.inf, 512.0):
@@ -57,6 +60,30 @@ def check_a_loss_scale_that_changes_between_steps(make):
             trained_as_by_hand(training)
         else:
             training.step(right)
+
+
+def check_a_loss_scale_that_changes_inside_a_step(make):
+    """Microbatches are trained with the scale that each has; it warns once."""
+    training = make()
+    faults._warned.discard("a loss scale that changes")
+
+    def scaling(function):
+        scales = iter((1024.0, 512.0))
+
+        def scaled(*given):
+            scale = next(scales)
+            training.config.grad_scale_func = lambda loss: loss * scale
+            return function(*given)
+
+        return scaled
+
+    expected = training.plain(scaling(own))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            same(training.step(scaling(right)), expected)
+    told = [one for one in caught if "scale was 512 and 1024 in one step" in str(one.message)]
+    assert len(told) == parallel_state.is_pipeline_last_stage()
 
 
 def check_a_plan_of_known_totals(make):
@@ -121,7 +148,8 @@ def check_actor_and_critic(make):
 
 def check_a_finalize_function_that_is_made_anew_with_the_same_arguments(make):
     training = make()
-    arguments = {"pg_collection": None}
+    of_release = inspect.signature(finalize_model_grads).parameters
+    arguments = {"pg_collection": None} if "pg_collection" in of_release else {}
     for before_step in (make_anew, trained_as_by_hand):
         function = functools.partial(finalize_model_grads, **arguments)
         training.config.finalize_model_grads_func = function
@@ -150,11 +178,45 @@ def check_ddp_of_other_kinds(make):
         trained_as_by_hand(make(ddp={ddp: True}))
 
 
+def check_an_overlap_on_one_rank_reduces_nothing(make):
+    """No function holds it back until the last microbatch. Before 0.16 Megatron stops by itself."""
+    training = make(ddp={"overlap_grad_reduce": True})
+    if training.layout.tp == 1:
+        return
+    training.config.no_sync_func = None
+    if Version(megatron_version()) < Version("0.16"):
+        with pytest.raises(AssertionError, match="Cannot set grad twice"):
+            training.step(right)
+        return
+    same(training.step(right), make().plain(own))
+
+
 def check_a_no_sync_func_of_the_loops_own(make):
     training = make(ddp={"overlap_grad_reduce": True})
     (chunk,) = training.chunks
     training.config.no_sync_func = lambda: chunk.no_sync()
     trained_as_by_hand(training)
+
+
+def check_the_factor_of_a_gradient_buffer_that_changes_in_a_step(make):
+    """Its buckets have their own."""
+    training = make()
+
+    def loss_func(step, batch, x):
+        training.chunks[0].buffers[0].gradient_scaling_factor = 0.25
+        return right(step, batch, x)
+
+    trained_as_by_hand(training, loss_func)
+
+
+def check_groups_that_are_made_again(make):
+    training = make()
+    expected = training.plain(own)
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(context_parallel_size=training.layout.cp)
+    for _ in range(2):
+        same(training.step(right), expected)
+    trained_as_by_hand(make())
 
 
 def check_more_tokens_than_int32_in_the_average_loss_scaling(make):
@@ -165,69 +227,6 @@ def check_more_tokens_than_int32_in_the_average_loss_scaling(make):
         totals = StepTotals(samples=10, active_tokens=n)
         step = training.aggregator.begin(plan_of(training, totals=totals), num_microbatches=2)
         assert step.k == (n if training.per_token else 4)
-
-
-def check_an_own_loop_that_finalizes_after_the_step(make):
-    """Backward passes by hand, without the schedule; only where nothing divides at the end."""
-    training = make()
-    if training.per_token:
-        return
-    expected = training.plain(own)
-    (chunk,) = training.chunks
-    chunk.zero_grad_buffer()
-    with training.plan() as step:
-        for batch in training.batches:
-            output = training.forward(batch)
-            loss, _, _ = right(step, batch, output)
-            (loss / training.m).backward()
-    finalize_model_grads([chunk])
-    same(training.gradient(), expected)
-
-
-def check_token_weights_counted_in_a_second_term(make):
-    weighing = Aggregation("sample_mean", count="weights")
-    aggregator = make().aggregator
-    weights = torch.full((8,), 0.5)
-    with aggregator.step([8], num_microbatches=1, token_weight_sums=[4.0]) as step:
-        mb = step.microbatch([0], torch.ones(8), cu_seqlens=[0, 8], token_weights=weights)
-        x = torch.ones(mb.layout.num_local_tokens, requires_grad=True)
-        loss = mb.outputs(mb.reduce(x) + mb.reduce(x, weighing))[0]
-        (loss * step.scaling.schedule_factor).backward()
-    assert x.grad.count_nonzero() == x.numel()
-
-
-def empty(loss):
-    def loss_func(step, batch, x):
-        mb = microbatch(step, batch)
-        is_empty = not batch.mask.any()
-        return mb.outputs(loss(mb, x)) if is_empty else mb.outputs(mb.reduce(x))
-
-    return loss_func
-
-
-EMPTY = {
-    "its losses reduced": lambda mb, x: mb.reduce(x),
-    "zero times its losses": lambda mb, x: x.sum() * 0,
-    "a constant": lambda mb, x: torch.zeros(()),
-    "constants reduced": lambda mb, x: mb.reduce(torch.zeros_like(x)),
-}
-"""Losses of a microbatch without tokens."""
-
-
-def check_an_empty_microbatch(make):
-    training = make(microbatches=2, of_last=0)
-    expected = training.plain(own)
-    for loss in EMPTY.values():
-        same(training.step(empty(loss)), expected)
-
-
-def check_a_step_without_tokens_has_losses_without_a_graph(make):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        step = make().aggregator.step([0, 0], num_microbatches=1)
-    with step:
-        mb = step.microbatch([0, 1], torch.zeros(8), cu_seqlens=[0, 4, 8])
-        mb.outputs(mb.reduce(torch.ones(mb.layout.num_local_tokens)))
 
 
 def check_a_custom_reducer(make):
@@ -253,9 +252,9 @@ def check_a_loss_reduced_over_cp_in_place_for_the_log(make):
     trained_as_by_hand(training, returning(loss))
 
 
-LAYOUTS_AND_SCALINGS = (("DP 2", False), ("CP 2", True), ("PP 2", False))
 OF_PIPELINES = (
     check_a_loss_scale_that_changes_between_steps,
+    check_a_loss_scale_that_changes_inside_a_step,
     check_metrics_at_any_time_of_a_step,
 )
 
@@ -265,14 +264,21 @@ def made(layout, per_token, *, ddp=None, of_last=None, **sizes):
     return Training(replace(layout, **sizes), per_token=per_token, ddp=ddp, of_last=of_last)
 
 
-def main():
+def main(namespace, of_pipelines=(), of_tensor_parallelism=()):
+    """Run a worker's checks on each parallelism, in both loss scalings."""
     begin()
-    for name, per_token in LAYOUTS_AND_SCALINGS:
+    of_layouts = {
+        "DP 2": namespace,
+        "CP 2": namespace,
+        "PP 2": {one.__name__: one for one in of_pipelines},
+        "TP 2": {one.__name__: one for one in of_tensor_parallelism},
+    }
+    for name, checks in of_layouts.items():
         layout = LAYOUTS[name]
-        checks = globals() if layout.pp == 1 else {one.__name__: one for one in OF_PIPELINES}
         with split_world(layout):
-            run_checks(checks, functools.partial(made, layout, per_token))
+            for per_token in (False, True):
+                run_checks(checks, functools.partial(made, layout, per_token))
 
 
 if __name__ == "__main__":
-    main()
+    main(globals(), OF_PIPELINES, [check_an_overlap_on_one_rank_reduces_nothing])

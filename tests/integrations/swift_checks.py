@@ -7,9 +7,9 @@ per microbatch and rank. Runs of the GRPO trainer are those of ``swift_grpo_chec
 import imports_swift  # noqa: F401  first
 import pytest
 import torch
-from laws import Comparison, Laws, Run, Tolerance
+from laws import Comparison, Laws, Tolerance
 from swift.version import __version__
-from swift_runs import CLOSE, LAYOUTS, close, runs_of
+from swift_runs import CLOSE, LAYOUTS, close, run_of, runs_of
 
 from megatron_lossagg.verify.frameworks.check import outcome_of
 from megatron_lossagg.verify.frameworks.drawn_step import Step
@@ -53,21 +53,7 @@ def train(tmp_path_factory):
 
 ACTIVE = {"packed": 8 / 9, "padded": 7 / 8}
 """Conversations of a step that train a token, of all: one is masked."""
-OTHERS = ("lossagg/weight_sum", "stock/loss")
 BETWEEN_LAYOUTS = Tolerance(loss=CLOSE, others=CLOSE, gradient=3e-6)
-
-
-def run_of(numbers):
-    """Return what was logged of a run, and the loops' steps if it has them."""
-    steps = numbers["steps"]
-    evaluated = [one["eval_loss"] for one in numbers["evaluated"]]
-    return Run(
-        losses=[*(step["loss"] for step in steps), *evaluated],
-        gradients=[step["grad_norm"] for step in steps],
-        by_hand=[(hand["loss"], hand["grad_norm"]) for hand in numbers["by_hand"]],
-        others={name: [step[name] for step in steps] for name in OTHERS},
-        hooked=numbers["hooked"],
-    )
 
 
 @pytest.fixture(

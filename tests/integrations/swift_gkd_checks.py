@@ -5,8 +5,8 @@ Runs are launched (``swift_gkd_worker.py``). The gradients compared are whole, n
 
 import imports_swift  # noqa: F401  first
 import pytest
-from laws import Comparison, Laws, Run, Tolerance, difference
-from swift_runs import CLOSE, LAYOUTS, close, runs_of
+from laws import Comparison, Laws, Tolerance, difference
+from swift_runs import CLOSE, LAYOUTS, close, run_of, runs_of
 
 
 @pytest.fixture(scope="module")
@@ -15,22 +15,8 @@ def train(tmp_path_factory):
         yield run
 
 
-OTHERS = ("lossagg/weight_sum", "stock/loss")
 WITH_SFT = "sft_alpha=0.3"
 BETWEEN_LAYOUTS = Tolerance(loss=CLOSE, others=CLOSE, gradient=1e-12)
-
-
-def run_of(numbers):
-    """Return what was logged of a run, and the loops' steps if it has them."""
-    steps = numbers["steps"]
-    evaluated = [one["eval_loss"] for one in numbers["evaluated"]]
-    return Run(
-        losses=[*(step["loss"] for step in steps), *evaluated],
-        gradients=numbers["gradients"],
-        by_hand=[(hand["loss"], hand["gradient"]) for hand in numbers["by_hand"]],
-        others={name: [step[name] for step in steps] for name in OTHERS},
-        hooked=numbers["hooked"],
-    )
 
 
 @pytest.fixture(

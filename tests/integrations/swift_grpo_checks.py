@@ -8,8 +8,8 @@ from dataclasses import replace
 import imports_swift  # noqa: F401  first
 import pytest
 import torch
-from laws import Comparison, Laws, Run, Tolerance, difference
-from swift_runs import CLOSE, LAYOUTS, close, runs_of
+from laws import Comparison, Laws, Tolerance, difference
+from swift_runs import CLOSE, LAYOUTS, close, run_of, runs_of
 
 from megatron_lossagg.errors import ContractError, ReducerError
 from megatron_lossagg.reduction.aggregation import Aggregation
@@ -23,25 +23,11 @@ def train(tmp_path_factory):
 
 
 _TRUNCATES = "rollout_importance_sampling_threshold=0.4"
-OTHERS = ("lossagg/weight_sum", "stock/loss")
 BETWEEN_LAYOUTS = Tolerance(
     loss={**CLOSE, "abs": 5e-9},  # the second step's is near 0
     others={**CLOSE, "abs": 1e-7},
     gradient=2e-6,
 )
-
-
-def run_of(numbers):
-    """Return what was logged of a run, and the loops' steps if it has them."""
-    steps = numbers["steps"]
-    evaluated = [one["eval_loss"] for one in numbers["evaluated"]]
-    return Run(
-        losses=[*(step["loss"] for step in steps), *evaluated],
-        gradients=numbers["gradients"],
-        by_hand=[(hand["loss"], hand["gradient"]) for hand in numbers["by_hand"]],
-        others={name: [step[name] for step in steps] for name in OTHERS},
-        hooked=numbers["hooked"],
-    )
 
 
 @pytest.fixture(

@@ -15,6 +15,7 @@ LAYOUTS = {
     "CP 2, per-token": (2, 2, "per_token"),
 }
 """Processes, CP and the loss scaling."""
+OTHERS = ("lossagg/weight_sum", "stock/loss")
 CLOSE = {"rel": 2e-6, "abs": 0}
 """Tolerance of a loss, as arguments of ``pytest.approx``."""
 
@@ -40,6 +41,23 @@ def runs_of(worker, folder):
 
     yield run
     server.close()
+
+
+def run_of(numbers):
+    """Return what was logged of a run, and the loops' steps if it has them.
+
+    Gradients are whole if the worker wrote them, else their norms.
+    """
+    steps = numbers["steps"]
+    evaluated = [one["eval_loss"] for one in numbers["evaluated"]]
+    of_hand = "gradient" if numbers["gradients"] else "grad_norm"
+    return laws.Run(
+        losses=[*(step["loss"] for step in steps), *evaluated],
+        gradients=numbers["gradients"] or [step["grad_norm"] for step in steps],
+        by_hand=[(hand["loss"], hand[of_hand]) for hand in numbers["by_hand"]],
+        others={name: [step[name] for step in steps] for name in OTHERS},
+        hooked=numbers["hooked"],
+    )
 
 
 def close(got, wanted, tolerance=2e-6):

@@ -234,6 +234,14 @@ def check_chunks_with_groups_of_their_own_are_refused(chunk, aggregator):
         LiveGroups.of([chunk, other])
 
 
+def check_parts_of_sequences_are_counted_over_all_ranks(chunk, aggregator):
+    with patch.object(chunk.config, "dynamic_context_parallel", True, create=True):
+        groups = LiveGroups.of([chunk])
+    assert groups.dp_group is groups.dp_cp_group is chunk.dp_cp_group
+    assert groups.dp_size == groups.dp_cp_size == dist.get_world_size()
+    assert (groups.cp_group, groups.cp_size, groups.cp_rank) == (None, 1, 0)
+
+
 def check_the_start_line_names_mode_formula_loss_scaling_and_k(chunk, aggregator):
     line = aggregator.describe()
     for word in ("constant", "1/(B 10)", "loss scaling average, K = M DP CP (DP 2, CP 1)"):

@@ -236,7 +236,7 @@ def refills_one_buffer(data):
 
 
 def check_a_loader_that_uses_its_memory_again_trains_as_one_that_does_not(chunk, stock):
-    """The other ways to use memory again are in ``test_buffer.py``."""
+    """The other ways to use memory again are in ``test_buffer_memory.py``."""
     steps = 2
     data = [a_batch(100 * dist.get_rank() + number) for number in range(3 * steps)]
 

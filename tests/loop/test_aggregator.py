@@ -7,7 +7,6 @@ from conftest import each_check
 
 output, test_the_aggregator = each_check("loop/aggregator_worker.py", processes=2)
 output_of_steps, test_a_step = each_check("loop/step_worker.py", processes=2)
-output_of_loops, test_a_loop_of_ones_own = each_check("loop/own_loop_worker.py", processes=2)
 output_of_counts, test_the_counts_of_a_step = each_check("loop/step_counts_worker.py", processes=4)
 
 

@@ -1,23 +1,31 @@
-"""What mutants run against on two ranks, one test for ``run.py`` to name; pytest collects none.
+"""What mutants run against on several ranks, one test for ``run.py`` to name; pytest collects none.
 
-The ranks are forked from this process: a launch per mutant would import torch anew each time.
+The ranks are forked from this process: a launch per mutant would import torch anew each time. So
+are mutmut's processes, which is why the workers that ``run.py`` names in ``PRELOADED`` are imported
+here, with Megatron-Core.
 """
 
+import functools
 import importlib
 import json
 import os
+import runpy
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+from fault_table import ROWS
 from fork_server import fork_ranks
 from mutmut.state import state
 
 from megatron_lossagg import Aggregation, cpu
+from megatron_lossagg.guards import GUARDS
 from megatron_lossagg.record.step_record import read_record
 
-SECONDS = 90
+PRELOADED = "LOSSAGG_MUTANTS_PRELOADED"
+TESTS = Path(__file__).resolve().parents[1]
+SECONDS = 300
 LAYOUTS = (
     {"dp": 2},
     {"dp": 2, "average_in_collective": True},
@@ -28,28 +36,45 @@ LAYOUTS = (
 )
 
 
-def on_two_ranks(work):
-    """Fork two ranks; when one fails, end the other. What they hit counts as hit here."""
+RANKS = {"loop/step_counts_worker": 4}
+"""Of a worker that takes more than two."""
+
+
+def preload(workers):
+    """Import workers before any fork, the stand-ins for CUDA before Megatron-Core."""
+    cpu.install()
+    for worker in workers:
+        importlib.import_module(Path(worker).name)
+
+
+preload(filter(None, os.environ.get(PRELOADED, "").split(",")))
+
+
+def on_ranks(work, processes=2):
+    """Fork ranks; when one fails, end the others. What they hit counts as hit here."""
     with tempfile.TemporaryDirectory() as folder:
 
         def work_and_tell():
+            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # pytest's are files of its own
             work()
             hit = Path(folder, os.environ["RANK"])
             hit.write_text(json.dumps(sorted(state()._stats)))
 
+        printed = Path(folder, "printed")
         ended = fork_ranks(
             work_and_tell,
-            processes=2,
-            outputs=[(Path(folder, "printed"), Path(folder, "printed"))] * 2,
+            processes=processes,
+            outputs=[(printed, printed)] * processes,
             environment={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
             timeout=SECONDS,
         )
-        for hit in Path(folder).glob("[01]"):
+        for hit in Path(folder).glob("[0-9]"):
             state()._stats |= set(json.loads(hit.read_text()))
-        assert not any(ended.statuses), Path(folder, "printed").read_text()[-8000:]
+        assert not any(ended.statuses), printed.read_text()[-8000:]
+        failed = [line for line in printed.read_text().splitlines() if line.startswith("FAILED ")]
+        assert not failed  # of a worker that goes on after one
 
 
-TESTS = Path(__file__).resolve().parents[1]
 WORKERS = sorted(
     str(path.relative_to(TESTS).with_suffix(""))
     for folder in ("reduction", "guards", "loop")
@@ -59,14 +84,32 @@ WORKERS = sorted(
 
 @pytest.mark.parametrize("worker", WORKERS)
 def test_checks_of(worker):
-    """Run the checks of a worker, which its own ``main`` does."""
-    on_two_ranks(importlib.import_module(Path(worker).name).main)
+    """Run a worker's checks."""
+    preload([worker])
+    path = TESTS / f"{worker}.py"
+    on_ranks(
+        functools.partial(runpy.run_path, str(path), run_name="__main__"), RANKS.get(worker, 2)
+    )
+
+
+CLASSES = {guard.__name__ for guard in GUARDS}
+BEFORE = "before"
+"""Of the refusals before a step, all together."""
+
+
+@pytest.mark.parametrize("guard", [*sorted(CLASSES), BEFORE])
+def test_faults_of(guard):
+    """Run the programs that a guard refuses."""
+    preload(["guards/guard_worker"])
+    rows = [row for row in ROWS if (row.guard if row.guard in CLASSES else BEFORE) == guard]
+    on_ranks(functools.partial(importlib.import_module("guard_worker").main, rows))
 
 
 def test_records(monkeypatch, tmp_path):
     """Data- and context-parallel ranks write the same record; the worker's checks pass."""
     monkeypatch.setattr(sys, "argv", ["record_worker.py", str(tmp_path)])
-    on_two_ranks(importlib.import_module("record_worker").main)
+    preload(["record/record_worker"])
+    on_ranks(importlib.import_module("record_worker").main)
     for name in ("loop-sample_mean", "loop-weights", "hook-sample_mean", "resumed"):
         one, other = (read_record(tmp_path / f"{layout}-{name}.jsonl") for layout in ("DP2", "CP2"))
         assert list(one) == list(other) == [1, 2, 3, 4, 5, 6]
@@ -94,4 +137,4 @@ def test_gradients(layout):
         assert len(verdicts) == job.num_verdicts
         assert all(verdict["passed"] for verdict in verdicts)
 
-    on_two_ranks(work)
+    on_ranks(work)

@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TESTS_FOLDER = ROOT / "tests"
 WORK = ROOT / ".mutants"
 PACKAGE = "megatron_lossagg"
+PRELOADED = "LOSSAGG_MUTANTS_PRELOADED"  # of over_ranks
 DECORATORS = {"property", "cached_property"}
 # mutmut's frames come between.
 LEFT_OUT = "test_plan.py::test_the_warning_of_an_empty_step_points_at_its_caller"
@@ -46,14 +48,26 @@ def checks_of(*workers: str) -> list[str]:
     return [f"mutants/over_ranks::test_checks_of[{worker}]" for worker in workers]
 
 
-def workers_in(folder: str) -> list[str]:
-    """List the workers of a folder of tests/."""
-    return sorted(f"{folder}/{path.stem}" for path in (TESTS_FOLDER / folder).glob("*_worker.py"))
+def faults_of(*guards: str) -> list[str]:
+    """Name the tests that run the programs that guards refuse; ``before``: the refusals."""
+    return [f"mutants/over_ranks::test_faults_of[{guard}]" for guard in guards]
 
 
 PLAN = checks_of("reduction/plan_worker", "reduction/plan_refusals_worker")
-GUARDS = checks_of(*workers_in("guards"))
-STEP = checks_of("loop/aggregator_worker", "loop/step_worker", "loop/own_loop_worker")
+AGGREGATOR = checks_of("loop/aggregator_worker")
+STEP = checks_of("loop/step_worker")
+LEGAL_INPUTS = checks_of("guards/legal_inputs_worker")
+LEGAL = [*checks_of("guards/legal_worker"), *LEGAL_INPUTS]
+LEGAL_STEPS = checks_of("guards/legal_steps_worker")
+AUDIT = [*faults_of("GradientAudit"), *checks_of("guards/gradient_audit_worker")]
+FINALIZED = [*faults_of("Finalized"), *checks_of("guards/finalized_worker")]
+OWNERSHIP = [
+    *faults_of("Ownership"),
+    *checks_of("guards/ownership_worker", "guards/ownership_whole_masks_worker"),
+]
+COUNTS = checks_of("loop/step_counts_worker")
+HOOK = checks_of("loop/schedule_worker", "loop/schedule_refusals_worker")
+COMPARISON = checks_of("loop/schedule_comparison_worker")
 GRADIENTS = ["mutants/over_ranks::test_gradients"]
 RECORD = [*of("record", "recorder"), "mutants/over_ranks::test_records"]
 WEIGHTS = of("reduction", "token_weights", "length_power")
@@ -85,38 +99,67 @@ PURE_TESTS = {
         *of("reduction", *PLANS, "partial_losses", "reducer", "custom_reducer"),
         *(*WEIGHTS, *PLAN),
     ],
+    "reduction/custom": of("reduction", "custom_reducer"),
+    "reduction/id_groups": of("reduction", "counts", *PLANS, "own_weights"),
+    "reduction/options": of("reduction", "options"),
+    "reduction/step_state": of("reduction", "step_faults", "reducer", "not_finite"),
     "reduction/checks/aggregation": of("reduction", "aggregation", "length_power"),
     "reduction/checks/arguments": of("reduction", "reducer", "layout", *PLANS, "token_weights"),
+    "reduction/checks/ids": of("reduction", *PLANS, "counts"),
+    "reduction/checks/lengths": of("reduction", "layout"),
     "reduction/checks/losses": of("reduction", "reducer", "not_finite", "custom_reducer"),
     "reduction/checks/mask": of("reduction", "mask_checks", "reducer", "device_path"),
+    "reduction/checks/positions": of("reduction", "positions"),
     "reduction/checks/token_weights": of("reduction", "token_weights", "device_path"),
+    "reduction/checks/totals": of("reduction", *PLANS),
     "contract/scaling": [*of("contract", "scaling"), "cli/test_explain"],
     "contract/sequence_tracker": of("contract", "sequence_tracker"),
     "contract/megatron_options": of("contract", "megatron_options"),
+    "contract/side_loss_scale": of("contract", "side_loss_scale"),
+    "guards/refilled": of("loop", "buffer_memory"),
+    "loop/flags": of("loop", "flags"),
+    "record/compare": of("cli", "diff"),
     "record/step_record": [*of("record", "recorder"), "cli/test_diff"],
 }
 """Tests of one process, without Megatron, by the module's path."""
 LAUNCHED_TESTS = {
     "contract/outputs": [*of("contract", "outputs"), *STEP, *GRADIENTS],
-    "contract/groups": [*STEP, *GRADIENTS],
-    "contract/live": STEP,
-    "contract/finalize": [*STEP, *GUARDS],
-    "guards/agreement": STEP,
-    "guards/before": [*STEP, *GUARDS],
-    "guards/coefficients": [*STEP, *GUARDS],
-    "guards/frozen": STEP,
-    "guards/gradient_audit": [*STEP, *GUARDS],
-    "guards/gradient_buffers": [*STEP, *GUARDS],
-    "guards/num_tokens": [*STEP, *GUARDS],
-    "guards/ownership": GUARDS,
-    "guards/split": [*STEP, *GUARDS],
-    "guards/token_weights": [*STEP, *GUARDS],
-    "guards/trained_tokens": GUARDS,
-    "loop/step": [*STEP, *GUARDS, *GRADIENTS],
-    "loop/aggregator": [*STEP, *GRADIENTS],
+    "contract/groups": [*AGGREGATOR, *GRADIENTS],
+    "contract/live": AGGREGATOR,
+    "contract/finalize": [*FINALIZED, *faults_of("before"), *LEGAL_STEPS],
+    "contract/side_losses": AGGREGATOR,
+    "guards/agreement": [*AGGREGATOR, *checks_of("guards/agreement_worker")],
+    "guards/before": [*faults_of("before"), *STEP],
+    "guards/coefficients": [*of("guards", "coefficients"), *AUDIT],
+    "guards/divided_losses": checks_of("guards/gradient_audit_worker"),
+    "guards/evaluation": LEGAL_STEPS,
+    "guards/finalized": FINALIZED,
+    "guards/framework_loss": [*of("guards", "framework_loss"), *COMPARISON],
+    "guards/frozen": [*AGGREGATOR, *faults_of("before")],
+    "guards/gradient_audit": [*of("guards", "coefficients"), *AUDIT, *STEP, *LEGAL],
+    "guards/gradient_buffers": [
+        *(*faults_of("GradientBuffers"), *LEGAL_STEPS),
+        *checks_of("guards/legal_runs_worker"),  # chunks that are wrapped anew
+    ],
+    "guards/num_tokens": [*faults_of("NumTokens"), *LEGAL_INPUTS],
+    "guards/ownership": OWNERSHIP,  # the other tests start threads, which no rank is forked from
+    "guards/split": [*faults_of("Split"), *checks_of("guards/ownership_worker")],
+    "guards/token_weights": [*faults_of("TokenWeights"), *LEGAL_INPUTS],
+    "guards/trained_tokens": OWNERSHIP,
+    "loop/step": [
+        *(*STEP, *faults_of("before"), *LEGAL_STEPS, *GRADIENTS),
+        *(*COMPARISON, "mutants/over_ranks::test_records"),  # a shadow, a record
+    ],
+    "loop/aggregator": [*AGGREGATOR, *STEP, *LEGAL_STEPS],
+    "loop/buffer": [*of("loop", "buffer", "buffer_memory"), *checks_of("loop/buffer_worker")],
+    "loop/counts_of_rank": COUNTS,
+    "loop/integration": HOOK,
+    "loop/read_run": AGGREGATOR,
+    "loop/schedule_hook": [*HOOK, *COMPARISON],
+    "loop/stages": COUNTS,
     "record/writer": RECORD,
 }
-"""Tests that run Megatron, on two ranks."""
+"""Tests that launch ranks, of Megatron but for one."""
 TESTS = PURE_TESTS | LAUNCHED_TESTS
 """By a module's path in the package: files of tests/ without their suffix, or a test of one.
 
@@ -135,7 +178,7 @@ use_setproctitle = false
 use_git_change_detection = false
 track_dependencies = false
 timeout_multiplier = 4.0
-timeout_constant = 5.0
+timeout_constant = 20.0  # ranks wait for other processes of the machine
 pytest_add_cli_args_test_selection = {tests}
 pytest_add_cli_args = {arguments}
 """
@@ -160,6 +203,14 @@ def tests_of(module: str) -> list[str]:
     """Name a module's tests as pytest does."""
     parts = [test.partition("::") for test in TESTS[module]]
     return [f"tests/{file}.py{colons}{name}" for file, colons, name in parts]
+
+
+def workers_of(module: str) -> list[str]:
+    """Name the workers, with Megatron, of a module's tests."""
+    if module not in LAUNCHED_TESTS:
+        return []
+    found = re.findall(r"test_checks_of\[(.*?)\]", " ".join(TESTS[module]))
+    return sorted({*found, "guards/guard_worker"})
 
 
 def copied(module: str) -> Path:
@@ -208,9 +259,13 @@ def main() -> int:
         for file in (test.partition("::")[0] for test in tests_of(module)):
             if not (ROOT / file).exists():
                 parser.error(f"{file}, in TESTS of {module}, is not there: correct TESTS")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     lines = []
     for module in options.modules or TESTS:
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            PRELOADED: ",".join(workers_of(module)),
+        }
         folder = copied(module)
         names = sampled(folder, module, options.sample) if options.sample else []
         command = [sys.executable, "-m", "mutmut", "run", "--max-children", "1", *names]

@@ -11,7 +11,7 @@ from step_record import a_step
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.contract.scaling import Scaling
-from megatron_lossagg.record.step_record import RecordError, read_record
+from megatron_lossagg.record.step_record import RecordError, hash_weights, read_record
 from megatron_lossagg.record.writer import RecordFile, StepRecorder, _gathered
 from megatron_lossagg.reduction.exchange import Exchange
 from megatron_lossagg.reduction.plan import Sequences, plan_step
@@ -104,3 +104,12 @@ def test_token_weights_are_part_of_the_loss_where_every_sequence_has_one_weight(
     first, moved, other = (step.weights for step in read_record(tmp_path / "a.jsonl").values())
     assert first == moved  # the same sequences in another order
     assert first != other
+
+
+def test_the_hash_of_a_step_that_counts_its_mask_is_of_tokens_and_weights(tmp_path):
+    file = RecordFile(str(tmp_path / "a.jsonl"))
+    plan = plan_step(Aggregation("sample_mean"), Sequences(active_tokens=[4, 2]))
+    scaling = Scaling(loss_scaling="average", num_microbatches=1, dp_cp_size=1)
+    StepRecorder(Exchange(None), file, None).finish(plan, scaling, groups_of(), {})
+    (step,) = read_record(tmp_path / "a.jsonl").values()
+    assert step.weights == f"{hash_weights(np.array([4, 2]), np.array([1 / 8, 1 / 4])):016x}"
