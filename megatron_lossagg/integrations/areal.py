@@ -158,7 +158,7 @@ def _actor(base: Any) -> Any:
     class Actor(base):  # type: ignore[misc]
         """AReaL's actor; each step's advantages are multiplied by w_s N."""
 
-        def ppo_update(self, data: list[dict[str, Any]]) -> None:
+        def ppo_update(self, data: list[dict[str, Any]]) -> Any:
             """Name the prompts, each of which is one entry of ``data``, and train."""
             if self.config.ppo_n_minibatches != 1:  # a prompt is in several steps
                 return super().ppo_update(data)
@@ -230,10 +230,12 @@ def _scales(
             "AReaL weighs a microbatch by a number other than its active tokens, expected "
             f"loss_mask.count_nonzero(): {_VERSION}"
         )
-    has_prompts = prompt is not None and aggregation.mode in _OF_PROMPTS
+    ids = None
+    if prompt is not None and aggregation.mode in _OF_PROMPTS:
+        ids = prompt[:, 0].cpu()
     plan = plan_step(
         aggregation,
-        Sequences(active_tokens=active_tokens, prompt=prompt[:, 0].cpu() if has_prompts else None),
+        Sequences(active_tokens=active_tokens, prompt=ids),
         group=parallel_state.get_data_parallel_group(),
         fault=fault,
     )
@@ -244,15 +246,16 @@ def _scales(
 def _weighed(loss_fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return AReaL's loss of SFT with our weights, next to AReaL's own statistics."""
 
-    def loss(logprobs: Tensor, entropy: Tensor, input_: dict[str, Any], **logits: Any) -> Tensor:
+    def weighed(logprobs: Tensor, entropy: Tensor, input_: dict[str, Any], **logits: Any) -> Tensor:
         loss_fn(logprobs.detach(), entropy, input_, **logits)
         mask = input_["loss_mask"].bool()
         losses = torch.where(mask, -logprobs * input_[_SCALE].to(logprobs), 0)
         tracker = imported("areal.utils.stats_tracker", expected=f"AReaL: {_VERSION}")
         tracker.stat(loss_aggregation=losses.detach().float(), denominator="n_valid_tokens")
-        return losses.sum() / mask.count_nonzero()
+        loss: Tensor = losses.sum() / mask.count_nonzero()
+        return loss
 
-    return loss
+    return weighed
 
 
 def _variables(aggregation: Aggregation) -> dict[str, str]:
