@@ -171,7 +171,9 @@ def test_what_the_page_says_of_areal_without_this_package(errors_of):
 
 
 @needs("AReaL", installed=True)
-def test_areals_trainers_make_engines_of_ours_by_name(launches, tmp_path):
+def test_areals_trainers_make_our_engines_and_its_losses_are_proportional_to_advantages(
+    launches, tmp_path
+):
     checkout = copy_of("AReaL", "areal", tmp_path)
     out = launched("integrations/areal_trainers.py", checkout, processes=1)
-    assert "trainers: as expected" in out
+    assert "losses and trainers: as expected" in out
