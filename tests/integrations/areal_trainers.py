@@ -1,7 +1,8 @@
 """AReaL's trainers make engines of ours, and its losses are proportional to advantages.
 
-``areal_trainers.py CHECKOUT``. Real: its loss function, how its trainers choose an engine, the controllers, what they
-tell a scheduler to start, the import by name. Not real: the scheduler.
+``areal_trainers.py CHECKOUT``. Real: its loss function, how its trainers choose an engine, the
+controllers, what they tell a scheduler to start, the import by name. Not real: the scheduler, and
+the parser of ``actor.backend``.
 """
 
 import os

@@ -4,7 +4,8 @@ Real: ``MegatronPPOActor`` and ``MegatronLMEngine`` with ``ppo_update``, ``train
 ``train_batch``, AReaL's mini-batches, microbatches, packing and padding, its split and gather over
 context parallelism, log-probabilities, losses, loss weights and statistics, its dispatch of
 trajectories to data-parallel ranks, and Megatron-Core's schedule, DDP and finalize. Not real: what
-loads the model (a tiny GPT), the optimizer, and AReaL's remote calls.
+loads the model (a tiny GPT), the optimizer, AReaL's remote calls, and NCCL: what torch makes of its
+reduce-scatter on gloo fails in a subgroup.
 
 ``areal_worker.py CHECKOUT REFERENCE CP TP PP BOUND CASE ...``; a case is
 ``aggregation/terms/batching/how``. Batching: a number of microbatches, or ``tokens``. How:
@@ -33,6 +34,7 @@ from areal.engine import megatron_engine
 from areal.infra.controller.train_controller import _dispatch_tensors
 from areal.utils import logging, stats_tracker
 from megatron.core import parallel_state
+from torch.distributed.nn import functional
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg.errors import ContractError
@@ -198,7 +200,15 @@ def error_of(named, chunks, saved, first):
     return framework_step.worst_error(chunk, grads, DP * CP if how == "per_token" else 1.0)
 
 
+def reduce_scattered(ctx, *grads):
+    """Sum over ranks as NCCL's reduce-scatter does: torch's own way on gloo needs global ranks."""
+    summed = torch.stack(grads)
+    dist.all_reduce(summed, group=ctx.group)
+    return None, summed[dist.get_rank(ctx.group)]
+
+
 def main():
+    functional._AllGather.backward = staticmethod(reduce_scattered)  # of the gather over CP
     saved = framework_step.expected_cases(REFERENCE)
     tiny_gpt.start(cp=CP, tp=TP, pp=PP)
     chunks = [tiny_gpt.wrapped(tiny_gpt.config_of(per_token=one)) for one in (False, True)]
