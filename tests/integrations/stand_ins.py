@@ -87,6 +87,32 @@ SWIFT = (
 SERVING = ("polars", "sglang", "sglang_router", "torch_memory_saver", "mooncake", "pylatexenc")
 """What serves rollouts of slime and miles, and reads their data."""
 
+AREAL = (
+    "mbridge",
+    "megatron.bridge",
+    "aiofiles",
+    "aiohttp",
+    "colorlog",
+    "etcd3",
+    "flask",
+    "httpx",
+    "lark",
+    "numba",
+    "openai",
+    "pybase64",
+    "requests",
+    "swanlab",
+    "tabulate",
+    "tenacity",
+    "tensorboardX",
+    "torch_memory_saver",
+    "trackio",
+    "triton",
+    "uvloop",
+    "wandb",
+)
+"""AReaL's model loading, servers and clients, kernels of fp8, and compilers of its packing."""
+
 
 class _Anything:
     """A class, a decorator, a constant: whatever a module does with it at import."""

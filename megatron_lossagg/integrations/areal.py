@@ -1,0 +1,279 @@
+"""AReaL's Megatron engine: the weights of a mode for its policy loss and SFT.
+
+::
+
+    trainer = aggregated(PPOTrainer, Aggregation("sample_mean"))(config, train_dataset=...)
+
+AReaL trains ``sum_t l_t / N``: a microbatch's mean over its tokens, times its tokens, over N of all
+ranks. Here advantages leave as ``A_t w_s N``, and SFT's losses as ``l_t w_s N``. The trainer makes
+engines of the classes below, which its workers import by name; the aggregation reaches them in
+environment variables. A call of ``train_batch`` is one optimizer step.
+Sources: AReaL 4aef98d8 ``MegatronEngine.train_batch``, ``_compute_logprobs_and_loss``,
+``compute_total_loss_weight``, ``PPOActor.ppo_update``, ``grpo_loss_fn``, ``LMEngine.train_lm``,
+``PPOTrainer._create_train_engine``, ``SFTTrainer._create_actor``.
+"""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lossagg.errors import AggregationError, ContractError
+from megatron_lossagg.integrations._announce import announce
+from megatron_lossagg.integrations._refusals import imported, not_a_mask
+from megatron_lossagg.loop.flags import aggregation_from_args, args_of
+from megatron_lossagg.reduction.aggregation import Aggregation, require_mask_count
+from megatron_lossagg.reduction.modes import CUSTOM, OWN_WEIGHTS
+from megatron_lossagg.reduction.plan import plan_step
+from megatron_lossagg.reduction.sequences import Sequences
+
+__all__ = ["aggregated", "check_config"]
+
+_NOT_HERE = (CUSTOM, "microbatch_token_mean", "balanced")
+_OF_PROMPTS = ("prompt_mean", OWN_WEIGHTS)
+_VERSION = "use AReaL 4aef98d8"
+_PROMPT, _SCALE = "loss_aggregation_prompt", "loss_aggregation_scale"
+"""Columns ``[sequences, s]`` of a batch: AReaL splits and packs no others."""
+_WEIGHTS, _COUNT_EMPTY = "loss_aggregation_weights_path", "loss_aggregation_count_empty"
+_SFT_LOSS = "compute_packed_sft_loss"
+_ENGINES = {"MegatronPPOActor": "LossAggregationActor", "MegatronLMEngine": "LossAggregationLM"}
+"""AReaL's engines, and ours in this module."""
+
+
+def aggregated(trainer: Any, aggregation: Aggregation) -> Any:
+    """Make a subclass of AReaL's ``PPOTrainer`` or ``SFTTrainer`` that trains with our weights.
+
+    Raises :class:`AggregationError` for a mode that needs what AReaL's batches lack, and as the
+    trainer is built, for what :func:`check_config` refuses. Other engines than Megatron's, and
+    trainers of pairs, are a :class:`ContractError` then.
+    """
+    require_mask_count(aggregation, "AReaL")
+    if aggregation.mode in _NOT_HERE:
+        raise AggregationError(
+            f"got {aggregation}, expected a mode of whole steps without ids of categories: AReaL's "
+            "train_batch knows neither; choose another mode"
+        )
+
+    class LossAggregationTrainer(trainer):  # type: ignore[misc]
+        """An AReaL trainer; its actor is an engine of this module, its critic AReaL's."""
+
+        def _create_train_engine(self, actor_config: Any, alloc: Any) -> Any:
+            if actor_config is not self.config.actor:  # the reference and the teacher
+                return super()._create_train_engine(actor_config, alloc)
+            check_config(self.config, aggregation)
+            with _in_place_of_engines(actor_config, aggregation):
+                return _checked(super()._create_train_engine(actor_config, alloc))
+
+        def _create_actor(self, actor_config: Any) -> Any:
+            check_config(self.config, aggregation)
+            with _in_place_of_engines(actor_config, aggregation):
+                return _checked(super()._create_actor(actor_config))
+
+    return LossAggregationTrainer
+
+
+def check_config(config: Any, aggregation: Aggregation) -> None:
+    """Refuse, of a trainer's configuration, what would not train the mode's weights."""
+    actor = config.actor
+    refused = {
+        "teacher": (getattr(config, "teacher", None), "its loss is a mean of each microbatch"),
+        "actor.m2_threshold": (
+            getattr(actor, "m2_threshold", None),
+            "M2PO divides by the tokens that it keeps of each microbatch",
+        ),
+        "actor.enable_tree_training": (
+            actor.enable_tree_training or None,
+            "a token of a tree belongs to several sequences",
+        ),
+        "actor._version": (
+            actor._version if actor._version != "v1" else None,
+            "its workers were not tested here",
+        ),
+    }
+    for name, (value, reason) in refused.items():
+        if value is not None:
+            raise ContractError(f"got {name} with {aggregation}, expected none: {reason}; unset it")
+    steps = getattr(actor, "ppo_n_minibatches", 1)
+    if aggregation.mode == "prompt_mean" and steps != 1:
+        raise ContractError(
+            f"got actor.ppo_n_minibatches={steps} with {aggregation}, expected 1: AReaL splits a "
+            "prompt's sequences over several optimizer steps; set it to 1"
+        )
+
+
+@contextmanager
+def _in_place_of_engines(config: Any, aggregation: Aggregation) -> Iterator[None]:
+    """Let AReaL take this module's engines, and tell its workers the aggregation."""
+    engines = imported("areal.engine", expected=f"AReaL: {_VERSION}")
+    os.environ.update(_variables(aggregation))  # AReaL's SPMD mode has its engines here
+    for spec in config.scheduling_spec:
+        spec.env_vars.update(_variables(aggregation))
+    own = {name: getattr(engines, name) for name in _ENGINES}
+    try:
+        for name, ours in _ENGINES.items():
+            setattr(engines, name, _engine(ours))
+        yield
+    finally:
+        for name, engine in own.items():
+            setattr(engines, name, engine)
+
+
+def _checked(engine: Any) -> Any:
+    """Return the engine, or AReaL's controller of engines, if it is of this module."""
+    made = getattr(engine, "train_engine", type(engine))
+    if made.__module__ != __name__:
+        raise ContractError(
+            f"got the engine {made.__module__}.{made.__name__}, expected Megatron's for a policy "
+            "or SFT: set actor.backend=megatron:..., and train with PPOTrainer or SFTTrainer; "
+            f"{_VERSION}"
+        )
+    return engine
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ENGINES.values():
+        return _engine(name)  # imported by AReaL's workers
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@cache
+def _engine(name: str) -> Any:
+    """Make an engine class; AReaL's is imported here, and its Megatron-Core."""
+    engines = imported("areal.engine.megatron_engine", expected=f"AReaL: {_VERSION}")
+    (own,) = [theirs for theirs, ours in _ENGINES.items() if ours == name]
+    body = _actor if name == "LossAggregationActor" else _lm
+    made = body(getattr(engines, own))
+    made.__name__ = made.__qualname__ = name
+    return made
+
+
+def _actor(base: Any) -> Any:
+    class Actor(base):  # type: ignore[misc]
+        """AReaL's actor; each step's advantages are multiplied by w_s N."""
+
+        def ppo_update(self, data: list[dict[str, Any]]) -> Any:
+            """Name the prompts, each of which is one entry of ``data``, and train."""
+            if self.config.ppo_n_minibatches != 1:  # a prompt is in several steps
+                return super().ppo_update(data)
+            first = self.data_parallel_rank << 32
+            named = [
+                {
+                    **one,
+                    _PROMPT: torch.full_like(one["attention_mask"], first + n, dtype=torch.long),
+                }
+                for n, one in enumerate(data)
+            ]
+            return super().ppo_update(named)
+
+        def train_batch(self, input_: Any, loss_fn: Any, loss_weight_fn: Any) -> Any:
+            """Count the step and train it: one or two all-gathers over the data-parallel group."""
+            data = dict(self._normalize_batch_input(input_)[0])
+            if "teacher_logp" in data:
+                raise ContractError(
+                    "got teacher_logp in a batch, expected none: the teacher's loss is a mean of "
+                    "each microbatch; train without config.teacher"
+                )
+            scale_S = _scales(self, data, data.pop(_PROMPT, None), loss_weight_fn)
+            advantages = data["advantages"]
+            data["advantages"] = advantages * scale_S.to(advantages)[:, None]
+            return super().train_batch(data, loss_fn, loss_weight_fn)
+
+    return Actor
+
+
+def _lm(base: Any) -> Any:
+    class LM(base):  # type: ignore[misc]
+        """AReaL's engine for SFT; evaluation keeps its token mean."""
+
+        def train_batch(self, input_: Any, loss_fn: Any, loss_weight_fn: Any) -> Any:
+            """Count the step and train it: one all-gather over the data-parallel group."""
+            if getattr(loss_fn, "__name__", "") != _SFT_LOSS:
+                raise ContractError(f"got the loss {loss_fn}, expected {_SFT_LOSS}: {_VERSION}")
+            data = dict(self._normalize_batch_input(input_)[0])
+            scale_S = _scales(self, data, None, loss_weight_fn)
+            mask = data["loss_mask"]
+            data[_SCALE] = scale_S.to(mask.device)[:, None].expand_as(mask).contiguous()
+            return super().train_batch(data, _weighed(loss_fn), loss_weight_fn)
+
+    return LM
+
+
+def _scales(
+    engine: Any, data: dict[str, Any], prompt: Tensor | None, loss_weight_fn: Callable[..., Any]
+) -> Tensor:
+    """Return w_s N of this rank's sequences, float64 ``[S]``; collectives over DP."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_model_config
+
+    aggregation = _of_environment()
+    if get_model_config(engine.model[0]).calculate_per_token_loss:
+        raise ContractError(
+            "got calculate_per_token_loss=True, expected False: AReaL passes Megatron no token "
+            "count, so gradients would be DP CP times too large; unset it"
+        )
+    mask = data["loss_mask"] * data["attention_mask"].bool()  # as AReaL packs it
+    fault = ""
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        fault = str(
+            not_a_mask("loss_mask", "make it 0 or 1, and scale advantages to weigh a token")
+        )
+    active_tokens = mask.sum(-1).to("cpu", torch.int64)
+    if int(loss_weight_fn({**data, "loss_mask": mask})) != int(active_tokens.sum()):
+        fault = (
+            "AReaL weighs a microbatch by a number other than its active tokens, expected "
+            f"loss_mask.count_nonzero(): {_VERSION}"
+        )
+    ids = None
+    if prompt is not None and aggregation.mode in _OF_PROMPTS:
+        ids = prompt[:, 0].cpu()
+    plan = plan_step(
+        aggregation,
+        Sequences(active_tokens=active_tokens, prompt=ids),
+        group=parallel_state.get_data_parallel_group(),
+        fault=fault,
+    )
+    announce("AReaL", aggregation)
+    return plan.weights * float(plan.totals.active_tokens or 0)
+
+
+def _weighed(loss_fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return AReaL's loss of SFT with our weights, next to AReaL's own statistics."""
+
+    def weighed(logprobs: Tensor, entropy: Tensor, input_: dict[str, Any], **logits: Any) -> Tensor:
+        loss_fn(logprobs.detach(), entropy, input_, **logits)
+        mask = input_["loss_mask"].bool()
+        losses = torch.where(mask, -logprobs * input_[_SCALE].to(logprobs), 0)
+        tracker = imported("areal.utils.stats_tracker", expected=f"AReaL: {_VERSION}")
+        tracker.stat(loss_aggregation=losses.detach().float(), denominator="n_valid_tokens")
+        loss: Tensor = losses.sum() / mask.count_nonzero()
+        return loss
+
+    return weighed
+
+
+def _variables(aggregation: Aggregation) -> dict[str, str]:
+    """Write the aggregation as environment variables, all of them: AReaL joins them by commas."""
+    names = {_WEIGHTS: None, **args_of(aggregation)}
+    return {name.upper(): "" if value is None else str(value) for name, value in names.items()}
+
+
+def _of_environment() -> Aggregation:
+    """Read what :func:`_variables` wrote; raises :class:`ContractError` if it did not arrive."""
+    names = map(str.lower, _variables(Aggregation("token_mean")))
+    given: dict[str, Any] = {name: os.environ.get(name.upper()) or None for name in names}
+    if given[_COUNT_EMPTY] is not None:
+        given[_COUNT_EMPTY] = given[_COUNT_EMPTY] == "True"
+    aggregation = aggregation_from_args(Namespace(**given))
+    if aggregation is None:
+        raise ContractError(
+            "got no LOSS_AGGREGATION in a worker's environment, expected what the trainer puts in "
+            "actor.scheduling_spec: make the trainer with aggregated(PPOTrainer, Aggregation(...))"
+        )
+    return aggregation
