@@ -153,6 +153,11 @@ def _check_carried(args: Any, aggregation: Aggregation, hooks: Hooks) -> None:
             "denominator per sequence is carried, and a custom reducer knows none. Set "
             "loss_aggregation"
         )
+    if aggregation.mode == "balanced":
+        raise AggregationError(
+            f"got loss_aggregation balanced, which needs group ids, and {hooks.name} has none: "
+            "choose another mode"
+        )
     if getattr(args, "loss_type", None) == "custom_loss":
         warn_once(
             "custom_loss",

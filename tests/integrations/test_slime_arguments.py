@@ -73,6 +73,11 @@ def test_what_the_denominators_of_miles_do_not_reach_is_refused(framework, argum
             call(args)
 
 
+def test_a_mode_that_needs_group_ids_is_refused_at_startup(framework):
+    with pytest.raises(AggregationError, match="^got loss_aggregation balanced.*has none: choose"):
+        framework.module.check(framework.arguments(loss_aggregation="balanced"))
+
+
 def test_a_wrong_reducer_is_refused_at_startup(framework, monkeypatch):
     hooks, check = framework.module.HOOKS, framework.module.check
 
