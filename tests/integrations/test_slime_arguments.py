@@ -74,7 +74,7 @@ def test_what_the_denominators_of_miles_do_not_reach_is_refused(framework, argum
 
 
 def test_a_mode_that_needs_group_ids_is_refused_at_startup(framework):
-    with pytest.raises(AggregationError, match="^got loss_aggregation balanced.*has none: choose"):
+    with pytest.raises(AggregationError, match=r"^got loss_aggregation balanced.*has none: choose"):
         framework.module.check(framework.arguments(loss_aggregation="balanced"))
 
 
