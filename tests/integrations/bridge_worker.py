@@ -8,7 +8,7 @@ trained. AGGREGATION ``stock``: the recipe's call is left out; ``stock+MODES``: 
 only. With a mode, the steps' numbers and hashes of their record are written too. Weights and data
 do not depend on the layout. ``START=FILE`` begins with the weights that a run with ``KEEP=FILE``
 ended with, in place of a checkpoint. ``PICTURES=inside``: Bridge's ``vlm_step`` on a model of
-``bridge_pictures.py``.
+``bridge_pictures.py``. ``LLAMA_FACTORY=sft``: LLaMA-Factory's function of that name starts Bridge.
 """
 
 import functools
@@ -21,6 +21,7 @@ from pathlib import Path
 
 import bridge_pictures
 import imports_bridge  # noqa: F401  first
+import llama_factory
 import torch
 import torch.distributed as dist
 from megatron.bridge.data.base import DatasetProvider
@@ -220,8 +221,11 @@ def main(path, aggregation, cp, loss_scaling, evaluation_cp):
         callbacks.register(event.__name__, event)
     per_token = loss_scaling == "per_token"
     config = configuration(cp, per_token=per_token, evaluation_cp=evaluation_cp)
-    step = vlm_step.forward_step if PICTURES else gpt_step.forward_step
-    pretrain(config, step, callbacks=callbacks)
+    if stage := os.environ.get("LLAMA_FACTORY"):
+        llama_factory.run(stage, config, callbacks)
+    else:
+        step = vlm_step.forward_step if PICTURES else gpt_step.forward_step
+        pretrain(config, step, callbacks=callbacks)
     written = {"steps": trained, "reference": reference, "evaluated": evaluated}
     lines = record.read_text().splitlines() if record.exists() else []
     written["record"] = [[line["step"], line["weights"]] for line in map(json.loads, lines)]
