@@ -19,6 +19,7 @@ frameworks=(
     "SkyRL https://github.com/NovaSky-AI/SkyRL.git a9564572eb8e91076be43c1bd5e4615e3de17265"
     "Megatron-Bridge https://github.com/NVIDIA-NeMo/Megatron-Bridge.git 067f987df03b8355b03192d88d70f1709fedf51a"
     "ROLL https://github.com/alibaba/ROLL.git 8eb27cc2dc34c4d1310b169d9b86d339004d811a"
+    "LLaMA-Factory https://github.com/hiyouga/LLaMA-Factory.git ff6d4d12eeb035d6ce06805a5733dd7b29f2ac30"
     "Primus https://github.com/AMD-AGI/Primus.git fd1eeabbad15135e3702094087e96142b4b4eacb"
     "AReaL https://github.com/inclusionAI/AReaL.git 4aef98d8d818af55b43621aaadba047ae10f4e77"
     "open-instruct https://github.com/allenai/open-instruct.git e6c3044aa6201c8bfa4573c1b03142af599e730d"

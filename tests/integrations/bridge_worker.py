@@ -7,7 +7,8 @@ rank 0, if it is the only one, ``sample_mean`` by the reference, or ``token_mean
 trained. AGGREGATION ``stock``: the recipe's call is left out; ``stock+MODES``: it asks for shadows
 only. With a mode, the steps' numbers and hashes of their record are written too. Weights and data
 do not depend on the layout. ``START=FILE`` begins with the weights that a run with ``KEEP=FILE``
-ended with, in place of a checkpoint.
+ended with, in place of a checkpoint. ``PICTURES=inside``: Bridge's ``vlm_step`` on a model of
+``bridge_pictures.py``. ``LLAMA_FACTORY=sft``: LLaMA-Factory's function of that name starts Bridge.
 """
 
 import functools
@@ -18,12 +19,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+import bridge_pictures
 import imports_bridge  # noqa: F401  first
+import llama_factory
 import torch
 import torch.distributed as dist
 from megatron.bridge.data.base import DatasetProvider
 from megatron.bridge.models.gpt_provider import GPTModelProvider
-from megatron.bridge.training import setup
+from megatron.bridge.training import gpt_step, setup, vlm_step
 from megatron.bridge.training.callbacks import CallbackManager
 from megatron.bridge.training.config import (
     CheckpointConfig,
@@ -38,17 +41,18 @@ from megatron.bridge.training.config import (
     TrainingConfig,
     ValidationConfig,
 )
-from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 
 import megatron_lossagg.cpu as cpu
 from megatron_lossagg import Aggregation
-from megatron_lossagg.errors import ContractError
+from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.integrations import bridge
 from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.verify.frameworks.megatron_lm_rank import wanted
 
 VOCABULARY, LENGTH, BATCH, STEPS = 128, 32, 4, 3
+PICTURES = os.environ.get("PICTURES", "")
+"""Whether and where the model takes pictures in: ``inside`` the text, or ``in front`` of it."""
 CUTS = ([0, 8, 32], [0, 4, 12, 32], [0, 32], [0, 20, 24, 32])
 """Where the conversations of each entry of a batch begin and end; multiples of 2 CP."""
 
@@ -84,6 +88,20 @@ class Conversations(torch.utils.data.Dataset):
         }
 
 
+class WithPictures(Conversations):
+    """Conversations some of whose tokens are a picture's."""
+
+    collate_fn = staticmethod(bridge_pictures.collated)
+
+    def __getitem__(self, index):
+        return bridge_pictures.with_picture(super().__getitem__(index))
+
+
+def drawn(first, size):
+    """Return the data of this run."""
+    return (WithPictures if PICTURES else Conversations)(first, size)
+
+
 @dataclass
 class Provider(DatasetProvider):
     """What Bridge asks for data."""
@@ -92,12 +110,12 @@ class Provider(DatasetProvider):
 
     def build_datasets(self, context):
         """Return training, validation and test data."""
-        return Conversations(0, STEPS * BATCH), Conversations(100, 2 * BATCH), None
+        return drawn(0, STEPS * BATCH), drawn(100, 2 * BATCH), None
 
 
 def configuration(cp, *, per_token, evaluation_cp):
     """Configure a small model, without what needs a GPU."""
-    model = GPTModelProvider(
+    model = (bridge_pictures.Provider if PICTURES else GPTModelProvider)(
         num_layers=2,
         hidden_size=32,
         num_attention_heads=4,
@@ -147,9 +165,11 @@ def configuration(cp, *, per_token, evaluation_cp):
 
 def by_reference(model, step, aggregation):
     """Return a step's mean over tokens or conversations and its gradient's norm."""
-    data = Conversations(0, STEPS * BATCH)
-    entries = range(step * BATCH, (step + 1) * BATCH)
-    batches = [{name: x[None] for name, x in data[index].items()} for index in entries]
+    data = drawn(0, STEPS * BATCH)
+    items = [data[index] for index in range(step * BATCH, (step + 1) * BATCH)]
+    if PICTURES:
+        model = bridge_pictures.Seen(model, [item.pop("visual_inputs") for item in items])
+    batches = [{name: x[None] for name, x in item.items()} for item in items]
     mode = "token_mean" if aggregation == "token_mean" else "sample_mean"
     return wanted(model, batches, {"mode": mode})
 
@@ -201,7 +221,11 @@ def main(path, aggregation, cp, loss_scaling, evaluation_cp):
         callbacks.register(event.__name__, event)
     per_token = loss_scaling == "per_token"
     config = configuration(cp, per_token=per_token, evaluation_cp=evaluation_cp)
-    pretrain(config, forward_step, callbacks=callbacks)
+    if stage := os.environ.get("LLAMA_FACTORY"):
+        llama_factory.run(stage, config, callbacks)
+    else:
+        step = vlm_step.forward_step if PICTURES else gpt_step.forward_step
+        pretrain(config, step, callbacks=callbacks)
     written = {"steps": trained, "reference": reference, "evaluated": evaluated}
     lines = record.read_text().splitlines() if record.exists() else []
     written["record"] = [[line["step"], line["weights"]] for line in map(json.loads, lines)]
@@ -213,7 +237,7 @@ if __name__ == "__main__":
     path, aggregation, cp, loss_scaling, *evaluation_cp = sys.argv[1:]
     try:
         numbers = main(path, aggregation, int(cp), loss_scaling, *(map(int, evaluation_cp or [cp])))
-    except ContractError as error:
+    except LossAggregationError as error:
         print(f"REFUSED {error}", flush=True)
     else:
         if numbers["steps"] and numbers["steps"][0]:

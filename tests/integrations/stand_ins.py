@@ -84,6 +84,9 @@ SWIFT = (
 )
 """ms-swift's hub, servers and kernels, and its trainers outside of Megatron."""
 
+LLAMA_FACTORY = ("av", "datasets", "fire", "librosa", "peft", "torchaudio", "trl")
+"""LLaMA-Factory's data and media, and its trainers outside of Megatron."""
+
 SERVING = ("polars", "sglang", "sglang_router", "torch_memory_saver", "mooncake", "pylatexenc")
 """What serves rollouts of slime and miles, and reads their data."""
 

@@ -1,69 +1,28 @@
 """Megatron-Bridge's own ``pretrain`` with the recipe's one call, on the CPU.
 
-``FRAMEWORKS_DIR=... pytest tests/integrations/test_bridge.py``: the checkout in
-``$FRAMEWORKS_DIR/Megatron-Bridge`` with its ``3rdparty/Megatron-LM``, by
-``tools/fetch_frameworks.sh``, after ``make test-frameworks``, which installs what it imports
-but pybind11; without, it skips. Bridge's data is tried in ``test_schedule.py`` too.
+``FRAMEWORKS_DIR=... pytest tests/integrations/test_bridge.py``, with what ``bridge_runs.py`` names.
+Bridge's data is tried in ``test_schedule.py`` too.
 """
 
 import json
-import os
-import platform
-from itertools import count
 
 import pytest
-from conftest import TESTS, worker_path
-from fork_server import ForkServer
-from frameworks import INSTALLED, checkout_of, needs
-from laws import Comparison, PretrainingLaws, Run, Tolerance, close
+from bridge_runs import BETWEEN_LAYOUTS, LAYOUTS, NEEDS, run_of, runs_of
+from conftest import TESTS
+from laws import Comparison, Laws, PretrainingLaws, close
 
 from megatron_lossagg import Aggregation
 from megatron_lossagg.verify.frameworks.run_checks import FrameworkJob
 from megatron_lossagg.verify.job import write_job
 
-pytestmark = [
-    needs("Megatron-Bridge/src", installed=True),
-    needs("Megatron-Bridge/3rdparty/Megatron-LM/megatron"),
-]
-LAYOUTS = {
-    "DP 2": (2, 1, "average"),
-    "CP 2": (2, 2, "average"),
-    "CP 2, per-token": (2, 2, "per_token"),
-    "DP 2 x CP 2, per-token": (4, 2, "per_token"),
-}
-"""Processes, CP and the loss scaling."""
-BETWEEN_LAYOUTS = Tolerance(gradient=3e-6)
+pytestmark = NEEDS
 
 
 @pytest.fixture(scope="module")
 def bridge(launches, tmp_path_factory):
     """Return a function that trains with Bridge and returns what its worker wrote."""
-    folder = tmp_path_factory.mktemp("bridge")
-    frameworks = TESTS / "integrations"
-    own = [checkout_of(f"Megatron-Bridge/{path}") for path in ("src", "3rdparty/Megatron-LM")]
-    paths = [*own, frameworks, *worker_path().split(os.pathsep), INSTALLED]
-    path = os.pathsep.join(map(str, paths))
-    server = ForkServer(["imports_bridge"], path=path)
-    files = (folder / f"{number}.json" for number in count())
-
-    def launch(processes, program, *arguments, **more):
-        file = next(files)
-        command = [*program, str(file), *map(str, arguments)]
-        # make builds the checkout's helpers for this Python, whatever pyenv would choose.
-        env = {"PYENV_VERSION": platform.python_version(), **more}
-        done = server.launch(command, processes=processes, timeout=300, env=env)
-        assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
-        return file.read_text() if file.exists() else done.stdout
-
-    def train(aggregation, processes, cp, loss_scaling, **more):
-        worker = [str(frameworks / "bridge_worker.py")]
-        numbers = json.loads(launch(processes, worker, aggregation, cp, loss_scaling, **more))
-        print(aggregation, processes, cp, loss_scaling, numbers["steps"])
-        return numbers
-
-    train.launch = launch
-    yield train
-    server.close()
+    with runs_of(tmp_path_factory.mktemp("bridge")) as train:
+        yield train
 
 
 @pytest.fixture(scope="module")
@@ -76,18 +35,6 @@ def alone(bridge):
 def stock_numbers(bridge):
     """Return Bridge's own runs, without the recipe's call."""
     return {name: bridge("stock", *LAYOUTS[name]) for name in ("DP 2", "CP 2")}
-
-
-def run_of(numbers):
-    """Return what was logged of a run, and the reference's steps if it has them."""
-    logged = [*numbers["steps"], *numbers["evaluated"]]
-    return Run(
-        losses=[one["lm loss"] for one in logged],
-        gradients=[step["grad_norm"] for step in numbers["steps"]],
-        by_hand=[(hand["wanted"], hand["grad_norm"]) for hand in numbers["reference"]],
-        record=numbers["record"],
-        hooked=numbers["hooked"],
-    )
 
 
 @pytest.fixture
@@ -165,3 +112,27 @@ def test_verify_binds_the_hook_in_bridges_own_modules(bridge, tmp_path):
         "eval is hooked, sample_mean": "PASS",
         "the training loop": "NOT RUN",
     }
+
+
+@pytest.fixture(scope="module")
+def pictures_alone(bridge):
+    return run_of(bridge("sample_mean", 1, 1, "average", PICTURES="inside"))
+
+
+class TestVisionLanguage(Laws):
+    """Bridge's ``vlm_step``, whose model slices itself and returns its losses and their mask."""
+
+    @pytest.fixture
+    def on_one_process(self, pictures_alone):
+        return pictures_alone
+
+    @pytest.fixture(params=LAYOUTS)
+    def in_layout(self, bridge, pictures_alone, request):
+        numbers = bridge("sample_mean", *LAYOUTS[request.param], PICTURES="inside")
+        return Comparison(run=run_of(numbers), wanted=pictures_alone, tolerance=BETWEEN_LAYOUTS)
+
+
+def test_a_model_that_lengthens_the_sequence_is_refused_in_the_first_microbatch(bridge):
+    worker = [str(TESTS / "integrations" / "bridge_worker.py")]
+    printed = bridge.launch(1, worker, "sample_mean", 1, "average", PICTURES="in front")
+    assert "REFUSED got a mask of 40 tokens, the layout local has 32" in printed
