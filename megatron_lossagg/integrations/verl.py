@@ -9,9 +9,9 @@ policy losses under these names::
 
 ``lossagg_<mode>`` is verl's ``vanilla`` policy loss under our weights, ``lossagg_<mode>+gspo``
 another one of its policy losses, and ``lossagg_<mode>_no_count_empty`` leaves empty samples out. A
-prompt is a ``uid``, a sample a session of it (``_verl_batch.py``). KL, entropy and distillation
-have the policy's weights. The engine is verl's Megatron engine, which plans each step itself;
-another engine refuses these names.
+prompt is a ``uid``, a sample a session of it, and a group its samples with one sign of the
+advantage (``_verl_batch.py``). KL, entropy and distillation have the policy's weights. The engine
+is verl's Megatron engine, which plans each step itself; another engine refuses these names.
 
 verl's losses compute per-token losses ``[b, s]`` and call ``agg_loss`` on them. While one runs,
 :func:`_aggregated` puts our partial loss in that function's place::
@@ -65,7 +65,7 @@ SEQUENCE = "lossagg_sequence"
 """Field of the batch: each sequence's position in the plan, -1 for padding."""
 
 _PREFIX, _NO_EMPTY = "lossagg_", "_no_count_empty"
-_MODES = ("token_mean", "sample_mean", "constant", "sample_sum", "token_sum", "prompt_mean")
+_MODES = ("token_mean", "token_sum", *COUNT_SAMPLES)
 _NOT_BY_AGG_LOSS = ("geo_mean",)
 """verl's policy losses that average over a microbatch themselves."""
 _AGGREGATES = (
@@ -107,8 +107,8 @@ class LossMode:
         if self.mode not in _MODES:
             raise AggregationError(
                 f"got loss_mode={self.name}, expected {_PREFIX} and one of {', '.join(_MODES)}: "
-                "verl's configuration has no exponent of length_power, and a step is planned "
-                "without verl's microbatches; choose another mode"
+                "verl's configuration has no exponent of length_power and no path of own_weights, "
+                "and a step is planned without verl's microbatches; choose another mode"
             )
         takes_one = MODES[self.mode].divisor != "none"
         if MODES[self.mode].divisor == "required" and loss_scale_factor is None:
@@ -235,19 +235,21 @@ def _engine(base: Any) -> Any:
         ) -> Any:
             """Plan the step over the data-parallel group, then run verl's own step.
 
-            ``data``: this data-parallel rank's sequences. Two all-gathers if prompts or sessions
-            are counted, else one; with ``dynamic_context_parallel`` one over data- and
-            context-parallel ranks. A host sync for each, for each microbatch, and for the faults.
+            ``data``: this data-parallel rank's sequences. Two all-gathers if prompts, sessions or
+            groups are counted, else one. With
+            ``dynamic_context_parallel`` one over data- and context-parallel ranks instead. A host
+            sync for each, for each microbatch, and for the faults.
             """
             config = getattr(loss_function, "keywords", {}).get("config")
             policy_loss = getattr(config, "policy_loss", None)  # not of a critic
             mode = policy_loss and LossMode.named(policy_loss.get("loss_mode", "vanilla"))
             if config is None or not mode:
                 return super().forward_backward_batch(data, loss_function, forward_only)
+            aggregation = mode.aggregation(config.loss_scale_factor)
             group, dp_size = self.get_data_parallel_group(), self.get_data_parallel_size()
             if self.engine_config.dynamic_context_parallel:
-                check_same_batch(data)
-            plan, sequences = plan_batch(mode.aggregation(config.loss_scale_factor), data, group)
+                check_same_batch(aggregation, data)
+            plan, sequences = plan_batch(aggregation, data, group)
             data[SEQUENCE] = sequences
             if not forward_only:
                 warn_of_split(data, plan, self.tokens_of)

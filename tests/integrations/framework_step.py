@@ -1,7 +1,7 @@
 """The drawn step of ``lossagg verify --framework`` on a live model, and its loss by the reference.
 
-``framework_step.py DTYPE FILE`` saves the masked sum of each sequence and its gradient, term by
-term: what any aggregation trains is a weighted sum of them.
+``framework_step.py DTYPE FILE [signed]`` saves the masked sum of each sequence and its gradient,
+term by term: what any aggregation trains is a weighted sum of them.
 """
 
 import math
@@ -34,11 +34,27 @@ CASES = {
 }
 
 
+SIGNS = None
+"""The sign of each rollout's advantages; None: each token has one of its own."""
+SIGNED = (1, 1, -1, 0, 1, 1, -1, 1)
+"""Rollouts 0 and 1 are one group of ``balanced``, 6 and 7 two."""
+
+
 def samples():
     """Return the drawn sequences: tokens, the response's length and mask, ids, values per token.
 
     A sample is a ``rollout``, or each sequence (``number``). Values are float64.
     """
+    step = drawn_samples()
+    for one in step if SIGNS else ():
+        sign = SIGNS[one["rollout"]]
+        one["advantage"] = sign * one["advantage"].abs()
+        one["group"] = one["uid"], sign if any(one["mask"]) else 0
+    return step
+
+
+def drawn_samples():
+    """Return them with an advantage of its own for each token."""
     return [
         {
             "tokens": one.tokens.tolist(),
@@ -50,6 +66,7 @@ def samples():
             "advantage": one.advantages,
             "old": one.old_log_probs,
             "ref": one.ref_log_probs,
+            "group": None,
         }
         for number, one in enumerate(draw())
     ]
@@ -105,6 +122,7 @@ def expected(saved, aggregations, *, by, members=None, places=None, microbatches
                 "trained": step[number]["mask"],
                 "sample": step[number][by],
                 "prompt": step[number]["uid"],
+                "group": step[number]["group"],
                 "microbatch": places and places[number],
             }
             for number, leaf in zip(members, leaves, strict=True)
@@ -147,5 +165,6 @@ def worst_error(chunk, grads, factor=1.0):
 
 if __name__ == "__main__":
     tiny_gpt.start(dtype=getattr(torch, sys.argv[1]))
+    SIGNS = SIGNED if "signed" in sys.argv[3:] else None
     reference(sys.argv[2])
     dist.destroy_process_group()
