@@ -2,14 +2,18 @@
 
 A prompt is a ``uid``. A sample is a trajectory, ``(uid, session_id)``: verl's agent loops may
 return several sequences of one, and write both columns to each. A batch without ``session_id`` has
-one sequence per sample. Sources: verl 1dda039b ``AgentLoopWorkerTQ._agent_loop_postprocess``,
-``upsample_batch_to_divisible_size``.
+one sequence per sample. A column ``loss_weight`` has one number per sequence, which multiplies w_s.
+Sources: verl 1dda039b ``AgentLoopWorkerTQ._agent_loop_postprocess``,
+``upsample_batch_to_divisible_size``; verl-project/verl#7580 ``normalize_loss_weight_global``,
+``apply_loss_weight_to_loss_mat``.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import re
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -25,10 +29,12 @@ from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.reduction.plan import StepPlan, plan_step
 from megatron_lossagg.reduction.sequences import Sequences
 
-__all__ = ["COUNT_SAMPLES", "check_same_batch", "plan_batch", "warn_of_split"]
+__all__ = ["COUNT_SAMPLES", "LOSS_WEIGHT", "check_same_batch", "plan_batch", "warn_of_split"]
 
 COUNT_SAMPLES = ("sample_mean", "constant", "sample_sum", "prompt_mean", "row_mean", "balanced")
 """Modes that can leave empty samples out."""
+LOSS_WEIGHT = "loss_weight"
+"""The column with a weight of each sequence."""
 _PADDING_UID = re.compile(r"pad[0-9a-f]{32}")
 """The uid of the sequences that verl adds to make a batch divisible, all of them fully masked."""
 
@@ -98,6 +104,7 @@ def _columns(aggregation: Aggregation, data: Any) -> tuple[dict[str, list[Any]],
             columns["sample"] = _samples(data)
         if aggregation.mode == "balanced":
             columns["group"] = _groups(data)
+        columns["sequence_weight"] = _loss_weights(data)
     except Exception as error:  # whatever it is, no rank may leave the others waiting
         return {}, message_of(error)
     return {name: column for name, column in columns.items() if column is not None}, ""
@@ -107,6 +114,25 @@ def _groups(data: Any) -> list[str]:
     """Name each sequence's group, its uid and the sign of its advantage; raises PlanError."""
     mask = data["response_mask"] if "response_mask" in data.keys() else data["loss_mask"]  # noqa: SIM118
     return advantage_groups(_uids(data), data["advantages"], mask)
+
+
+def _loss_weights(data: Any) -> list[float] | None:
+    """Return the column ``loss_weight``; raises PlanError for what is no number per sequence."""
+    if LOSS_WEIGHT not in data.keys():  # noqa: SIM118
+        return None
+    column = data[LOSS_WEIGHT]
+    if isinstance(column, Tensor):
+        column = [one.reshape(-1).tolist() for one in column.unbind()]
+        column = [one[0] if len(one) == 1 else one for one in column]
+    weights = [*column]
+    for weight in weights:
+        if not isinstance(weight, Real) or not math.isfinite(weight) or weight < 0:
+            raise PlanError(
+                f"got a {LOSS_WEIGHT} of {weight!r} in the batch, expected a finite number from 0 "
+                "for each sequence, which multiplies its losses: give every sequence one, or leave "
+                "the column out"
+            )
+    return [float(weight) for weight in weights]
 
 
 _OF_PROMPTS = {

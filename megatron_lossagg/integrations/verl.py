@@ -18,6 +18,9 @@ verl's losses compute per-token losses ``[b, s]`` and call ``agg_loss`` on them.
 
     loss = DP * sum_s w_s sum_t m_t x_t
 
+A column ``loss_weight`` is in w_s, and a loss function of verl's does not see it: with
+verl-project/verl#7580 verl's own would multiply by it once more.
+
 Every context-parallel rank has whole sequences: verl gathers log-probabilities with a gradient for
 its own slice only. Afterwards verl multiplies by M (two outputs), or by tokens / DP if
 ``calculate_per_token_loss`` is set, and either gives the step's gradient. Sources: verl 1dda039b
@@ -46,6 +49,7 @@ from torch import Tensor
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
 from megatron_lossagg.integrations._verl_batch import (
     COUNT_SAMPLES,
+    LOSS_WEIGHT,
     check_same_batch,
     plan_batch,
     warn_of_split,
@@ -74,6 +78,15 @@ _AGGREGATES = (
     "verl.trainer.distillation.losses",
 )
 """verl's modules that have the name ``agg_loss``."""
+
+_OF_AGG_LOSS = {
+    "loss_agg_mode",
+    "dp_size",
+    "batch_num_tokens",
+    "global_batch_size",
+    "loss_scale_factor",
+}
+"""What verl's ``agg_loss`` takes next to losses and mask; a plan's weights replace all of it."""
 
 _AggLoss = Callable[..., Tensor]
 
@@ -193,8 +206,13 @@ class _Microbatch:
     dp_size: int
     num_calls: int = 0
 
-    def agg_loss(self, loss_mat: Tensor, loss_mask: Tensor, *_: object, **__: object) -> Tensor:
+    def agg_loss(self, loss_mat: Tensor, loss_mask: Tensor, *_: object, **given: object) -> Tensor:
         """Return DP * partial loss; ``loss_mat``, ``loss_mask``: ``[b, s]``, whole sequences."""
+        if unknown := given.keys() - _OF_AGG_LOSS:
+            raise ContractError(
+                f"verl passes {', '.join(sorted(unknown))} to agg_loss, which this package would "
+                "drop: use a tested release of verl, or a policy loss that does not pass it"
+            )
         self.num_calls += 1
         layout = Layout.bshd_zigzag(*loss_mask.shape, cp_size=1, cp_rank=0)
         return self.plan.reducer(self.sequences, loss_mask, layout)(loss_mat) * self.dp_size
@@ -236,7 +254,7 @@ def _engine(base: Any) -> Any:
             """Plan the step over the data-parallel group, then run verl's own step.
 
             ``data``: this data-parallel rank's sequences. Two all-gathers if prompts, sessions or
-            groups are counted, else one. With
+            groups are counted, or sequences have weights, else one. With
             ``dynamic_context_parallel`` one over data- and context-parallel ranks instead. A host
             sync for each, for each microbatch, and for the faults.
             """
@@ -287,7 +305,10 @@ def with_plan(
     loss_function: Callable[..., Any], plan: StepPlan, dp_size: int, **arguments: Any
 ) -> Any:
     """Call verl's loss function on a microbatch, every aggregation in it by the plan."""
-    sequences = checked_integers("sequences", arguments["data"][SEQUENCE], PlanError)
+    data = arguments["data"]
+    sequences = checked_integers("sequences", data[SEQUENCE], PlanError)
+    if LOSS_WEIGHT in data.keys():  # noqa: SIM118  the plan has it
+        arguments["data"] = data.exclude(LOSS_WEIGHT)
     _planned.append(_Microbatch(plan, sequences, dp_size))
     try:
         with _aggregated(_planned[-1]):

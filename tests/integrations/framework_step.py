@@ -38,6 +38,8 @@ SIGNS = None
 """The sign of each rollout's advantages; None: each token has one of its own."""
 SIGNED = (1, 1, -1, 0, 1, 1, -1, 1)
 """Rollouts 0 and 1 are one group of ``balanced``, 6 and 7 two."""
+WEIGHTS = (1.0, 0.25, 2.0, 0.5)
+"""``loss_weight`` of the sequences, over and over."""
 
 
 def samples():
@@ -67,6 +69,7 @@ def drawn_samples():
             "old": one.old_log_probs,
             "ref": one.ref_log_probs,
             "group": None,
+            "loss_weight": WEIGHTS[number % len(WEIGHTS)],
         }
         for number, one in enumerate(draw())
     ]
@@ -103,12 +106,14 @@ def reference(path):
     torch.save(saved, path)
 
 
-def expected(saved, aggregations, *, by, members=None, places=None, microbatches=()):
+def expected(
+    saved, aggregations, *, by, members=None, places=None, microbatches=(), weighted=False
+):
     """Weigh what was saved by the reference; returns the loss, and gradients by parameter name.
 
     ``aggregations``: of each term that is trained. ``by``: the id of a sample, ``number`` or
     ``rollout``. ``members``: sequences of the step. ``places``: (data-parallel rank, microbatch)
-    of each. ``microbatches``: M of each rank.
+    of each. ``microbatches``: M of each rank. ``weighted``: by ``loss_weight``.
     """
     step = samples()
     members = range(len(step)) if members is None else members
@@ -123,6 +128,7 @@ def expected(saved, aggregations, *, by, members=None, places=None, microbatches
                 "sample": step[number][by],
                 "prompt": step[number]["uid"],
                 "group": step[number]["group"],
+                "sequence_weight": step[number]["loss_weight"] if weighted else 1,
                 "microbatch": places and places[number],
             }
             for number, leaf in zip(members, leaves, strict=True)

@@ -186,6 +186,50 @@ def test_a_batch_whose_groups_are_not_known_is_refused(changes, reason):
         planned("lossagg_balanced", **{**GROUPED, **changes})
 
 
+@pytest.mark.parametrize("as_column", [list, torch.tensor, lambda w: torch.tensor(w)[:, None]])
+@pytest.mark.parametrize("mode", ["token_mean", "sample_mean", "constant", "row_mean"])
+def test_the_loss_weight_of_a_sequence_multiplies_its_weight(mode, as_column):
+    without, _ = planned(f"lossagg_{mode}")
+    plan, _ = planned(f"lossagg_{mode}", loss_weight=as_column([0.5, 3.0, 2.0, 7.0]))
+    factors = torch.tensor([0.5, 3.0, 2.0], dtype=torch.float64)
+    assert torch.equal(plan.weights, without.weights * factors)  # nothing is renormalized
+    assert plan.totals.samples == 3
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        [1.0, -1.0, 1.0, 1.0],
+        [1.0, float("nan"), 1.0, 1.0],
+        [1.0, None, 1.0, 1.0],
+        torch.ones(4, 3),
+    ],
+    ids=["negative", "NaN", "none", "one per token"],
+)
+def test_a_loss_weight_that_is_no_number_per_sequence_is_refused(column):
+    with pytest.raises(PlanError, match=r"got a loss_weight of .* expected a finite number from 0"):
+        planned("lossagg_token_mean", loss_weight=column)
+
+
+def test_verls_own_loss_does_not_see_a_loss_weight_that_the_plan_has():
+    class Data(dict):
+        def exclude(self, name):
+            return Data({key: value for key, value in self.items() if key != name})
+
+    plan, sequences = planned("lossagg_token_mean", loss_weight=[0.5, 3.0, 2.0, 7.0])
+    data = Data({verl.SEQUENCE: sequences, "loss_weight": torch.ones(4), "advantages": 1})
+    seen = verl.with_plan(lambda data: [*data], plan, 1, data=data)
+    assert seen == [verl.SEQUENCE, "advantages"]
+    assert "loss_weight" in data
+
+
+def test_an_argument_of_agg_loss_that_would_be_dropped_is_refused():
+    plan, sequences = planned("lossagg_token_mean")
+    microbatch = verl._Microbatch(plan, sequences.numpy(), 1)
+    with pytest.raises(ContractError, match="verl passes loss_weight to agg_loss"):
+        microbatch.agg_loss(MASK.double(), MASK, loss_agg_mode="token-mean", loss_weight=1)
+
+
 def test_a_session_is_one_of_its_prompt_and_padding_has_none():
     plan, sequences = planned("lossagg_sample_mean", sessions=[0, 0, 0, 0])
     assert plan.totals.samples == 2  # of prompts a and b

@@ -186,6 +186,7 @@ def test_a_trajectory_of_several_sequences_is_one_sample(tmp_path, per_token):
     print(out)
     assert out.count("a sample is a trajectory: the reference") == 10
     assert out.count("a sample is a sequence: the reference") == 10
+    assert out.count("times its loss_weight: the reference") == 10
     assert "a sequence with advantages of two signs is refused" in out
 
 

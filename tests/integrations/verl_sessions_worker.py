@@ -4,8 +4,8 @@
 
 DP 2 x CP 2. The step comes from verl's own agent loop worker (``verl_agent_loop.py``); the engine
 is that of ``verl_engine_worker.py``. Sequences of a trajectory are on both data-parallel ranks. A
-sample is a trajectory; without the column ``session_id`` it is a sequence.
-All tokens of a rollout have
+sample is a trajectory; without the column ``session_id`` it is a sequence. Each is trained with the
+column ``loss_weight`` too, as verl-project/verl#7580 writes it. All tokens of a rollout have
 advantages of one sign.
 """
 
@@ -45,7 +45,7 @@ IN_BOTH = ("lossagg_token_mean", "lossagg_prompt_mean")
 """The modes that do not count samples."""
 
 
-def batch_of(rows, num_microbatches, *, with_sessions=True):
+def batch_of(rows, num_microbatches, *, with_sessions=True, weighted=False):
     """Deal the rows to data-parallel ranks; returns this rank's batch."""
     from verl.utils import tensordict_utils as tu
 
@@ -56,6 +56,8 @@ def batch_of(rows, num_microbatches, *, with_sessions=True):
     assert {"uid", "session_id"} <= set(batch.keys())
     if not with_sessions:
         del batch["session_id"]
+    if weighted:  # of padding 0
+        batch["loss_weight"] = torch.tensor([one["loss_weight"] if one else 0.0 for _, one in own])
     tu.assign_non_tensor(
         batch,
         use_dynamic_bsz=False,
@@ -67,9 +69,15 @@ def batch_of(rows, num_microbatches, *, with_sessions=True):
 
 
 def loss_of(name):
+    """Return verl's loss function, which is not to weigh a sequence a second time."""
     import verl.workers.utils.losses as losses
 
-    return partial(losses.ppo_loss, config=worker.actor_config(name))
+    def ppo_loss(config, model_output, data, dp_group=None):
+        assert "advantages" in data.keys()  # noqa: SIM118
+        assert "loss_weight" not in data.keys()  # noqa: SIM118
+        return losses.ppo_loss(config, model_output, data, dp_group)
+
+    return partial(ppo_loss, config=worker.actor_config(name))
 
 
 def worst_of(engine, chunk, name, batch, grads):
@@ -100,10 +108,15 @@ def main(path, per_token):
     dist.broadcast_object_list(sent)  # one uid of the padding
     rows = sent[0]
     for name, aggregation in CASES.items():
-        by_id = {
-            by: framework_step.expected(saved, dict.fromkeys(TERMS, aggregation), by=by)[1]
-            for by in ("rollout", "number")
-        }
+        by_id, weighted = (
+            {
+                by: framework_step.expected(
+                    saved, dict.fromkeys(TERMS, aggregation), by=by, weighted=is_weighted
+                )[1]
+                for by in ("rollout", "number")
+            }
+            for is_weighted in (False, True)
+        )
         for with_sessions in (True, False):
             by = ("rollout", "number") if with_sessions else ("number", "rollout")
             batch = batch_of(rows, 2, with_sessions=with_sessions)
@@ -113,6 +126,12 @@ def main(path, per_token):
             if dist.get_rank() == 0:
                 is_a = "trajectory" if with_sessions else "sequence"
                 print(f"{name}, a sample is a {is_a}: the reference, {worst:.1e}", flush=True)
+        batch = batch_of(rows, 2, weighted=True)
+        grads = [weighted["rollout"], by_id["rollout"]]
+        worst, other = worst_of(engine, chunk, name, batch, grads)
+        assert worst < 1e-12 < other, (name, worst, other)
+        if dist.get_rank() == 0:
+            print(f"{name} times its loss_weight: the reference, {worst:.1e}", flush=True)
     check_refusal(engine, rows)
     dist.destroy_process_group()
 
