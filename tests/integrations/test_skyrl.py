@@ -322,7 +322,7 @@ def test_the_checkouts_own_loop_keeps_the_turns_of_a_trajectory_together():
         text=True,
         timeout=600,
     )
-    assert "3 passed" in done.stdout, done.stdout + done.stderr
+    assert "4 passed" in done.stdout, done.stdout + done.stderr
 
 
 @needs("SkyRL", installed=True)
