@@ -2,21 +2,26 @@
 
 A prompt is a ``uid``. A sample is a trajectory, ``(uid, session_id)``: verl's agent loops may
 return several sequences of one, and write both columns to each. A batch without ``session_id`` has
-one sequence per sample. Sources: verl 1dda039b ``AgentLoopWorkerTQ._agent_loop_postprocess``,
-``upsample_batch_to_divisible_size``.
+one sequence per sample. A column ``loss_weight`` has one number per sequence, which multiplies w_s.
+Sources: verl 1dda039b ``AgentLoopWorkerTQ._agent_loop_postprocess``,
+``upsample_batch_to_divisible_size``; verl-project/verl#7580 ``normalize_loss_weight_global``,
+``apply_loss_weight_to_loss_mat``.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import re
+from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_lossagg.errors import PlanError
+from megatron_lossagg.errors import PlanError, message_of
+from megatron_lossagg.integrations._advantage_groups import advantage_groups
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.exchange import Exchange
 from megatron_lossagg.reduction.faults import warn_once
@@ -24,10 +29,12 @@ from megatron_lossagg.reduction.options import Options
 from megatron_lossagg.reduction.plan import StepPlan, plan_step
 from megatron_lossagg.reduction.sequences import Sequences
 
-__all__ = ["COUNT_SAMPLES", "check_same_batch", "plan_batch", "warn_of_split"]
+__all__ = ["COUNT_SAMPLES", "LOSS_WEIGHT", "check_same_batch", "plan_batch", "warn_of_split"]
 
-COUNT_SAMPLES = ("sample_mean", "constant", "sample_sum", "prompt_mean")
+COUNT_SAMPLES = ("sample_mean", "constant", "sample_sum", "prompt_mean", "row_mean", "balanced")
 """Modes that can leave empty samples out."""
+LOSS_WEIGHT = "loss_weight"
+"""The column with a weight of each sequence."""
 _PADDING_UID = re.compile(r"pad[0-9a-f]{32}")
 """The uid of the sequences that verl adds to make a batch divisible, all of them fully masked."""
 
@@ -65,31 +72,86 @@ def plan_batch(aggregation: Aggregation, data: Any, group: Any) -> tuple[StepPla
     sums = [sequence.bool().sum() for sequence in mask.unbind()]
     n_b = torch.stack(sums).cpu() if sums else torch.zeros(0, dtype=torch.int64)
     is_sequence_b = torch.tensor([not _is_padding(uid) for uid in uids], dtype=torch.bool)
-    takes_prompts = aggregation.mode == "prompt_mean"
-    takes_samples = aggregation.mode in COUNT_SAMPLES and not takes_prompts
-    ids = uids if takes_prompts else _samples(data) if takes_samples else None
-    if ids is not None:
-        ids = [one for one, uid in zip(ids, uids, strict=True) if not _is_padding(uid)]
+    columns, fault = _columns(aggregation, data)
+    given: dict[str, Any] = {
+        name: [one for one, uid in zip(column, uids, strict=True) if not _is_padding(uid)]
+        for name, column in columns.items()
+    }
     plan = plan_step(
         aggregation,
-        Sequences(
-            active_tokens=n_b[is_sequence_b],
-            prompt=ids if takes_prompts else None,
-            sample=ids if takes_samples else None,
-        ),
+        Sequences(active_tokens=n_b[is_sequence_b], **given),
         group=group,
-        fault=_lacking(aggregation, data, uids),
+        fault=fault,
         # verl's rollout correction leaves loss_mask as it was.
         options=Options(rejects_tokens=True),
     )
     return plan, torch.where(is_sequence_b, is_sequence_b.cumsum(0) - 1, -1)
 
 
+def _columns(aggregation: Aggregation, data: Any) -> tuple[dict[str, list[Any]], str]:
+    """Return what the plan needs of each sequence, padding included, by its name in Sequences.
+
+    And what is wrong with it, if anything: no rank may raise before the others have heard of it.
+    """
+    fault = _lacking(aggregation, data, _uids(data))
+    if fault:
+        return {}, fault
+    columns: dict[str, list[Any] | None] = {}
+    try:
+        if aggregation.mode == "prompt_mean":
+            columns["prompt"] = _uids(data)
+        elif aggregation.mode in COUNT_SAMPLES:
+            columns["sample"] = _samples(data)
+        if aggregation.mode == "balanced":
+            columns["group"] = _groups(data)
+        columns["sequence_weight"] = _loss_weights(data)
+    except Exception as error:  # whatever it is, no rank may leave the others waiting
+        return {}, message_of(error)
+    return {name: column for name, column in columns.items() if column is not None}, ""
+
+
+def _groups(data: Any) -> list[str]:
+    """Name each sequence's group, its uid and the sign of its advantage; raises PlanError."""
+    mask = data["response_mask"] if "response_mask" in data.keys() else data["loss_mask"]  # noqa: SIM118
+    return advantage_groups(_uids(data), data["advantages"], mask)
+
+
+def _loss_weights(data: Any) -> list[float] | None:
+    """Return the column ``loss_weight``; raises PlanError for what is no number per sequence."""
+    if LOSS_WEIGHT not in data.keys():  # noqa: SIM118
+        return None
+    column = data[LOSS_WEIGHT]
+    if isinstance(column, Tensor):
+        column = [one.reshape(-1).tolist() for one in column.unbind()]
+        column = [one[0] if len(one) == 1 else one for one in column]
+    weights = [*column]
+    for weight in weights:
+        if not isinstance(weight, Real) or not math.isfinite(weight) or weight < 0:
+            raise PlanError(
+                f"got a {LOSS_WEIGHT} of {weight!r} in the batch, expected a finite number from 0 "
+                "for each sequence, which multiplies its losses: give every sequence one, or leave "
+                "the column out"
+            )
+    return [float(weight) for weight in weights]
+
+
+_OF_PROMPTS = {
+    "prompt_mean": "the prompt of each sequence",
+    "balanced": "the group of each sequence, (uid, sign of its advantage)",
+}
+"""What modes that need a uid in any case tell by it."""
+
+
 def _lacking(aggregation: Aggregation, data: Any, uids: list[str]) -> str:
-    """Say which ids a mode needs and the batch lacks; empty if none."""
+    """Say which columns a mode needs and the batch lacks; empty if none."""
     mode = aggregation.mode
     if mode not in COUNT_SAMPLES:
         return ""
+    if mode == "balanced" and "advantages" not in data.keys():  # noqa: SIM118
+        return (
+            "got a batch without advantages, by whose sign balanced tells groups: choose another "
+            "mode for a loss without them"
+        )
     sessions = None if mode == "prompt_mean" else _column(data, "session_id")
     if sessions is not None and not all(sessions):
         return (
@@ -98,31 +160,30 @@ def _lacking(aggregation: Aggregation, data: Any, uids: list[str]) -> str:
         )
     if all(uids):
         return ""
-    tells = "padding sequences apart from empty ones"
-    if mode == "prompt_mean":
-        tells = "the prompt of each sequence"
-    elif sessions is not None:
+    tells = _OF_PROMPTS.get(mode, "padding sequences apart from empty ones")
+    if mode not in _OF_PROMPTS and sessions is not None:
         tells = "the sample of each sequence, (uid, session_id)"
-    elif not aggregation.count_empty:
+    elif mode not in _OF_PROMPTS and not aggregation.count_empty:
         return ""
     fault = (
         f"got sequences without a uid, by which {mode} tells {tells}: keep uid in the batch that "
         "update_actor is given"
     )
-    if mode != "prompt_mean" and sessions is None:
+    if mode not in _OF_PROMPTS and sessions is None:
         fault += f", or choose loss_mode=lossagg_{mode}_no_count_empty"
     return fault
 
 
-def check_same_batch(data: Any) -> None:
+def check_same_batch(aggregation: Aggregation, data: Any) -> None:
     """Raise :class:`PlanError` on all data- and context-parallel ranks if their batches differ.
 
-    Compares uids, sessions and loss masks, by a hash. One all-gather with its host sync.
+    Compares uids, loss masks and what else the mode counts, by a hash. One all-gather with its host
+    sync.
     """
     from megatron.core import parallel_state
 
     masks = [mask.bool().cpu().numpy() for mask in data["loss_mask"].unbind()]
-    ids = [_uids(data), _samples(data), [len(mask) for mask in masks]]
+    ids = [_uids(data), _columns(aggregation, data), [len(mask) for mask in masks]]
     hashed = hashlib.sha256(repr(ids).encode())
     for mask in masks:
         hashed.update(mask.tobytes())
@@ -143,8 +204,8 @@ def check_same_batch(data: Any) -> None:
 def warn_of_split(data: Any, plan: StepPlan, tokens_of: dict[str, int]) -> None:
     """Warn once if an earlier optimizer step over the batch had other sequences of a prompt.
 
-    Of a sample, likewise, for the modes that count samples. ``tokens_of``: tokens of each prompt or
-    sample in the earlier steps over the batch; updated. Sequences on other ranks are in these, so
+    Of a sample or a group, likewise, for the modes that count them. ``tokens_of``: tokens of each
+    of these in the earlier steps over the batch; updated. Sequences on other ranks are in them, so
     that one rank with sequences of it in both steps sees it.
     """
     mode, totals = plan.aggregation.mode, plan.totals
@@ -153,6 +214,9 @@ def warn_of_split(data: Any, plan: StepPlan, tokens_of: dict[str, int]) -> None:
     kind, ids, tokens_S = "sample", _samples(data), totals.sample_tokens
     if mode == "prompt_mean":
         kind, ids, tokens_S = "prompt", _uids(data), totals.prompt_tokens
+    elif mode == "balanced" and totals.table is not None:
+        tokens_A = totals.table.column("group_tokens", count_empty=True)
+        kind, ids, tokens_S = "group", _groups(data), tokens_A[totals.table.own]
     if ids is None or tokens_S is None:
         return
     trained = [one for one, uid in zip(ids, _uids(data), strict=True) if not _is_padding(uid)]

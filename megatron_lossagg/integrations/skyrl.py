@@ -15,6 +15,8 @@ does so is replaced, and advantages leave as::
 
     A_t * w_s
 
+A group of ``balanced`` is a prompt's samples with one sign of these advantages.
+
 SFT has an entry point of its own: ``aggregated_sft(SFTTrainer, Aggregation("sample_mean"))``. There
 SkyRL divides the loss mask by N when it collates a batch; the mask leaves as ``m_t * w_s``.
 
@@ -43,6 +45,7 @@ import torch
 from torch import Tensor
 
 from megatron_lossagg.errors import AggregationError, ContractError
+from megatron_lossagg.integrations._advantage_groups import advantage_groups
 from megatron_lossagg.integrations._refusals import not_a_mask
 from megatron_lossagg.loop.flags import aggregation_from_args
 from megatron_lossagg.reduction.aggregation import Aggregation, require_mask_count
@@ -67,7 +70,7 @@ _NOT_LINEAR = ("clip_cov", "kl_cov", "cross_entropy")
 _REDUCTION = "apply_loss_reduction_to_advantages_minibatch"
 _OF_PROMPTS = ("prompt_mean", OWN_WEIGHTS)
 _NOT_HERE = (CUSTOM, "microbatch_token_mean")
-_NOT_IN_SFT = (*_NOT_HERE, "prompt_mean")
+_NOT_IN_SFT = (*_NOT_HERE, "prompt_mean", "balanced")
 _WEIGHED = "loss_aggregation"
 """Where a batch of SFT says that its loss mask has the weights."""
 _LAST_STEPS = "loss_aggregation_is_last_step"
@@ -253,12 +256,17 @@ class _Weighing:
         prompts = None
         if prompt_boundaries is not None:
             prompts = [n for n, (a, b) in enumerate(prompt_boundaries) for _ in range(b - a)]
+        samples = None if self.samples is None else self.samples[start:end]
+        groups = None
+        if self.aggregation.mode == "balanced" and prompts is not None:
+            groups = advantage_groups(prompts, advantages.cpu(), loss_mask.cpu(), samples)
         plan = plan_step(
             self.aggregation,
             Sequences(
                 active_tokens=loss_mask.sum(-1).to("cpu", torch.int64),
-                sample=None if self.samples is None else self.samples[start:end],
+                sample=samples,
                 prompt=prompts if self.aggregation.mode in _OF_PROMPTS else None,
+                group=groups,
             ),
             group=None,
         )

@@ -9,14 +9,17 @@ policy losses under these names::
 
 ``lossagg_<mode>`` is verl's ``vanilla`` policy loss under our weights, ``lossagg_<mode>+gspo``
 another one of its policy losses, and ``lossagg_<mode>_no_count_empty`` leaves empty samples out. A
-prompt is a ``uid``, a sample a session of it (``_verl_batch.py``). KL, entropy and distillation
-have the policy's weights. The engine is verl's Megatron engine, which plans each step itself;
-another engine refuses these names.
+prompt is a ``uid``, a sample a session of it, and a group its samples with one sign of the
+advantage (``_verl_batch.py``). KL, entropy and distillation have the policy's weights. The engine
+is verl's Megatron engine, which plans each step itself; another engine refuses these names.
 
 verl's losses compute per-token losses ``[b, s]`` and call ``agg_loss`` on them. While one runs,
 :func:`_aggregated` puts our partial loss in that function's place::
 
     loss = DP * sum_s w_s sum_t m_t x_t
+
+A column ``loss_weight`` is in w_s, and a loss function of verl's does not see it: with
+verl-project/verl#7580 verl's own would multiply by it once more.
 
 Every context-parallel rank has whole sequences: verl gathers log-probabilities with a gradient for
 its own slice only. Afterwards verl multiplies by M (two outputs), or by tokens / DP if
@@ -46,6 +49,7 @@ from torch import Tensor
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
 from megatron_lossagg.integrations._verl_batch import (
     COUNT_SAMPLES,
+    LOSS_WEIGHT,
     check_same_batch,
     plan_batch,
     warn_of_split,
@@ -65,7 +69,7 @@ SEQUENCE = "lossagg_sequence"
 """Field of the batch: each sequence's position in the plan, -1 for padding."""
 
 _PREFIX, _NO_EMPTY = "lossagg_", "_no_count_empty"
-_MODES = ("token_mean", "sample_mean", "constant", "sample_sum", "token_sum", "prompt_mean")
+_MODES = ("token_mean", "token_sum", *COUNT_SAMPLES)
 _NOT_BY_AGG_LOSS = ("geo_mean",)
 """verl's policy losses that average over a microbatch themselves."""
 _AGGREGATES = (
@@ -74,6 +78,15 @@ _AGGREGATES = (
     "verl.trainer.distillation.losses",
 )
 """verl's modules that have the name ``agg_loss``."""
+
+_OF_AGG_LOSS = {
+    "loss_agg_mode",
+    "dp_size",
+    "batch_num_tokens",
+    "global_batch_size",
+    "loss_scale_factor",
+}
+"""What verl's ``agg_loss`` takes next to losses and mask; a plan's weights replace all of it."""
 
 _AggLoss = Callable[..., Tensor]
 
@@ -107,8 +120,8 @@ class LossMode:
         if self.mode not in _MODES:
             raise AggregationError(
                 f"got loss_mode={self.name}, expected {_PREFIX} and one of {', '.join(_MODES)}: "
-                "verl's configuration has no exponent of length_power, and a step is planned "
-                "without verl's microbatches; choose another mode"
+                "verl's configuration has no exponent of length_power and no path of own_weights, "
+                "and a step is planned without verl's microbatches; choose another mode"
             )
         takes_one = MODES[self.mode].divisor != "none"
         if MODES[self.mode].divisor == "required" and loss_scale_factor is None:
@@ -193,8 +206,13 @@ class _Microbatch:
     dp_size: int
     num_calls: int = 0
 
-    def agg_loss(self, loss_mat: Tensor, loss_mask: Tensor, *_: object, **__: object) -> Tensor:
+    def agg_loss(self, loss_mat: Tensor, loss_mask: Tensor, *_: object, **given: object) -> Tensor:
         """Return DP * partial loss; ``loss_mat``, ``loss_mask``: ``[b, s]``, whole sequences."""
+        if unknown := given.keys() - _OF_AGG_LOSS:
+            raise ContractError(
+                f"verl passes {', '.join(sorted(unknown))} to agg_loss, which this package would "
+                "drop: use a tested release of verl, or a policy loss that does not pass it"
+            )
         self.num_calls += 1
         layout = Layout.bshd_zigzag(*loss_mask.shape, cp_size=1, cp_rank=0)
         return self.plan.reducer(self.sequences, loss_mask, layout)(loss_mat) * self.dp_size
@@ -235,19 +253,21 @@ def _engine(base: Any) -> Any:
         ) -> Any:
             """Plan the step over the data-parallel group, then run verl's own step.
 
-            ``data``: this data-parallel rank's sequences. Two all-gathers if prompts or sessions
-            are counted, else one; with ``dynamic_context_parallel`` one over data- and
-            context-parallel ranks. A host sync for each, for each microbatch, and for the faults.
+            ``data``: this data-parallel rank's sequences. Two all-gathers if prompts, sessions or
+            groups are counted, or sequences have weights, else one. With
+            ``dynamic_context_parallel`` one over data- and context-parallel ranks instead. A host
+            sync for each, for each microbatch, and for the faults.
             """
             config = getattr(loss_function, "keywords", {}).get("config")
             policy_loss = getattr(config, "policy_loss", None)  # not of a critic
             mode = policy_loss and LossMode.named(policy_loss.get("loss_mode", "vanilla"))
             if config is None or not mode:
                 return super().forward_backward_batch(data, loss_function, forward_only)
+            aggregation = mode.aggregation(config.loss_scale_factor)
             group, dp_size = self.get_data_parallel_group(), self.get_data_parallel_size()
             if self.engine_config.dynamic_context_parallel:
-                check_same_batch(data)
-            plan, sequences = plan_batch(mode.aggregation(config.loss_scale_factor), data, group)
+                check_same_batch(aggregation, data)
+            plan, sequences = plan_batch(aggregation, data, group)
             data[SEQUENCE] = sequences
             if not forward_only:
                 warn_of_split(data, plan, self.tokens_of)
@@ -285,7 +305,10 @@ def with_plan(
     loss_function: Callable[..., Any], plan: StepPlan, dp_size: int, **arguments: Any
 ) -> Any:
     """Call verl's loss function on a microbatch, every aggregation in it by the plan."""
-    sequences = checked_integers("sequences", arguments["data"][SEQUENCE], PlanError)
+    data = arguments["data"]
+    sequences = checked_integers("sequences", data[SEQUENCE], PlanError)
+    if LOSS_WEIGHT in data.keys():  # noqa: SIM118  the plan has it
+        arguments["data"] = data.exclude(LOSS_WEIGHT)
     _planned.append(_Microbatch(plan, sequences, dp_size))
     try:
         with _aggregated(_planned[-1]):

@@ -1,7 +1,7 @@
 """The drawn step of ``lossagg verify --framework`` on a live model, and its loss by the reference.
 
-``framework_step.py DTYPE FILE`` saves the masked sum of each sequence and its gradient, term by
-term: what any aggregation trains is a weighted sum of them.
+``framework_step.py DTYPE FILE [signed]`` saves the masked sum of each sequence and its gradient,
+term by term: what any aggregation trains is a weighted sum of them.
 """
 
 import math
@@ -34,11 +34,29 @@ CASES = {
 }
 
 
+SIGNS = None
+"""The sign of each rollout's advantages; None: each token has one of its own."""
+SIGNED = (1, 1, -1, 0, 1, 1, -1, 1)
+"""Rollouts 0 and 1 are one group of ``balanced``, 6 and 7 two."""
+WEIGHTS = (1.0, 0.25, 2.0, 0.5)
+"""``loss_weight`` of the sequences, over and over."""
+
+
 def samples():
     """Return the drawn sequences: tokens, the response's length and mask, ids, values per token.
 
     A sample is a ``rollout``, or each sequence (``number``). Values are float64.
     """
+    step = drawn_samples()
+    for one in step if SIGNS else ():
+        sign = SIGNS[one["rollout"]]
+        one["advantage"] = sign * one["advantage"].abs()
+        one["group"] = one["uid"], sign if any(one["mask"]) else 0
+    return step
+
+
+def drawn_samples():
+    """Return them with an advantage of its own for each token."""
     return [
         {
             "tokens": one.tokens.tolist(),
@@ -50,6 +68,8 @@ def samples():
             "advantage": one.advantages,
             "old": one.old_log_probs,
             "ref": one.ref_log_probs,
+            "group": None,
+            "loss_weight": WEIGHTS[number % len(WEIGHTS)],
         }
         for number, one in enumerate(draw())
     ]
@@ -86,12 +106,14 @@ def reference(path):
     torch.save(saved, path)
 
 
-def expected(saved, aggregations, *, by, members=None, places=None, microbatches=()):
+def expected(
+    saved, aggregations, *, by, members=None, places=None, microbatches=(), weighted=False
+):
     """Weigh what was saved by the reference; returns the loss, and gradients by parameter name.
 
     ``aggregations``: of each term that is trained. ``by``: the id of a sample, ``number`` or
     ``rollout``. ``members``: sequences of the step. ``places``: (data-parallel rank, microbatch)
-    of each. ``microbatches``: M of each rank.
+    of each. ``microbatches``: M of each rank. ``weighted``: by ``loss_weight``.
     """
     step = samples()
     members = range(len(step)) if members is None else members
@@ -105,6 +127,8 @@ def expected(saved, aggregations, *, by, members=None, places=None, microbatches
                 "trained": step[number]["mask"],
                 "sample": step[number][by],
                 "prompt": step[number]["uid"],
+                "group": step[number]["group"],
+                "sequence_weight": step[number]["loss_weight"] if weighted else 1,
                 "microbatch": places and places[number],
             }
             for number, leaf in zip(members, leaves, strict=True)
@@ -147,5 +171,6 @@ def worst_error(chunk, grads, factor=1.0):
 
 if __name__ == "__main__":
     tiny_gpt.start(dtype=getattr(torch, sys.argv[1]))
+    SIGNS = SIGNED if "signed" in sys.argv[3:] else None
     reference(sys.argv[2])
     dist.destroy_process_group()

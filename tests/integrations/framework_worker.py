@@ -370,10 +370,10 @@ def refuse_other_batches(verl):
             "uid": ["a", uid if is_other else "b"],
         }
         if not differs:
-            verl.check_same_batch(data)
+            verl.check_same_batch(Aggregation("token_mean"), data)
             continue
         with pytest.raises(PlanError, match=r"on rank 0 of the 4 .* different one on rank 2"):
-            verl.check_same_batch(data)
+            verl.check_same_batch(Aggregation("token_mean"), data)
         if dist.get_rank() == 0:
             print("refused together", flush=True)
 

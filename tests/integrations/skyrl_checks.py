@@ -118,7 +118,7 @@ def staged(cls, *, step_wise=True):
     return batch
 
 
-@pytest.mark.parametrize("mode", ["sample_mean", "constant"])
+@pytest.mark.parametrize("mode", ["sample_mean", "constant", "balanced"])
 def test_in_skyrls_own_loop_the_turns_of_a_trajectory_are_one_sample(mode):
     divisor = 40.0 if mode == "constant" else None
     batch = staged(aggregated(RayPPOTrainer, Aggregation(mode, divisor=divisor)))

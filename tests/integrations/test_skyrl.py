@@ -77,6 +77,43 @@ def test_turns_are_one_sample_where_the_loop_drops_what_says_so_before_it_trains
         trainer._normalize_advantages(data(is_last_step=[True] * 3), [(0, 4)])
 
 
+MINUS = torch.tensor([[1.0], [1.0], [1.0], [-1.0], [-2.0], [0.0]])
+
+
+@pytest.mark.parametrize(
+    ("turns", "weights"),
+    [
+        # One prompt: samples of 2 and 1 tokens and a masked one; of 3 and 1; one of 1 that is 0.
+        (None, [2 / 3, 2 / 3, 0, 2 / 4, 2 / 4, 2 / 1]),
+        # The masked one is a turn of the second sample; so are the two negative ones of a third.
+        ([True, False, True, False, True, True], [2 / 3, 2 / 3, 0, 1 / 4, 1 / 4, 1 / 1]),
+    ],
+    ids=["sequences", "turns"],
+)
+def test_a_group_is_a_prompts_samples_with_one_sign_of_the_advantage(turns, weights):
+    mask = [[1, 1, 0], [1, 0, 0], [0, 0, 0], [1, 1, 1], [1, 0, 0], [0, 0, 1]]
+    given = data(mask) if turns is None else data(mask, is_last_step=turns)
+    given["advantages"] = given["advantages"] * MINUS
+    out = made("balanced")._normalize_advantages(given, [(0, 6)], [(0, 6)])["advantages"]
+    num_samples = 6 if turns is None else 4
+    wanted = torch.tensor(weights)[:, None] / num_samples * MINUS
+    assert torch.allclose(out, wanted.expand_as(out))
+
+
+def test_a_prompt_has_groups_of_its_own():
+    out = made("balanced")._normalize_advantages(data(), [(0, 4)], [(0, 2), (2, 3), (3, 4)])
+    assert out["advantages"][:, 0].tolist() == pytest.approx([2 / 12, 2 / 12, 0, 1 / 12])
+
+
+def test_groups_that_are_not_known_are_refused():
+    with pytest.raises(PlanError, match="needs Sequences"):
+        made("balanced")._normalize_advantages(data(), [(0, 4)])
+    given = data()
+    given["advantages"] = torch.tensor([[1.0, -1.0, 1.0]] * 4)
+    with pytest.raises(PlanError, match="expected one sign for all of a sequence's active tokens"):
+        made("balanced")._normalize_advantages(given, [(0, 4)], [(0, 4)])
+
+
 def test_advantages_are_scaled_where_the_trainer_has_its_batch_on_a_device():
     trainer = made(carry_weights=True)
     want = trainer._normalize_advantages(data(), [(0, 2), (2, 4)])
@@ -181,7 +218,7 @@ def test_a_training_batch_of_sft_without_the_weights_is_an_error():
     assert trainer.collator is sft_collator
 
 
-@pytest.mark.parametrize("mode", ["prompt_mean", "microbatch_token_mean"])
+@pytest.mark.parametrize("mode", ["prompt_mean", "balanced", "microbatch_token_mean"])
 def test_a_mode_that_sft_has_no_counts_for_is_refused(mode):
     with pytest.raises(AggregationError, match="knows neither prompts nor microbatches"):
         made_sft(mode)
@@ -285,7 +322,7 @@ def test_the_checkouts_own_loop_keeps_the_turns_of_a_trajectory_together():
         text=True,
         timeout=600,
     )
-    assert "3 passed" in done.stdout, done.stdout + done.stderr
+    assert "4 passed" in done.stdout, done.stdout + done.stderr
 
 
 @needs("SkyRL", installed=True)

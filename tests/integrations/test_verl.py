@@ -73,7 +73,9 @@ def test_the_divisor_is_verls_loss_scale_factor():
     assert verl.LossMode.named("lossagg_sample_mean").aggregation(8).divisor is None
 
 
-@pytest.mark.parametrize("mode", ["length_power", "microbatch_token_mean", "custom", "tokenmean"])
+@pytest.mark.parametrize(
+    "mode", ["length_power", "microbatch_token_mean", "own_weights", "custom", "tokenmean"]
+)
 def test_a_mode_that_is_not_registered_is_refused_by_its_name(mode):
     with pytest.raises(AggregationError, match=f"got loss_mode=lossagg_{mode}, expected lossagg_"):
         verl.LossMode.named(f"lossagg_{mode}").aggregation(8)
@@ -95,8 +97,8 @@ MASK = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0]])
 UIDS = ["a", "b", "a", f"pad{'0' * 32}"]
 
 
-def planned(name, mask=MASK, uids=UIDS, sessions=None):
-    columns = {"loss_mask": mask, "uid": uids, "session_id": sessions}
+def planned(name, mask=MASK, uids=UIDS, sessions=None, **more):
+    columns = {"loss_mask": mask, "uid": uids, "session_id": sessions, **more}
     data = {column: values for column, values in columns.items() if values is not None}
     return _verl_batch.plan_batch(verl.LossMode.named(name).aggregation(4), data, None)
 
@@ -122,6 +124,110 @@ def test_a_sample_is_a_session_of_a_prompt_if_the_batch_has_sessions(as_column):
     for name in ("constant", "sample_sum"):
         plan, _ = planned(f"lossagg_{name}", ROWS, ["p"] * 4, sessions)
         assert plan.totals.samples == 2
+
+
+def test_the_rows_of_a_session_are_averaged_by_row_mean():
+    # Session 0 has rows of 1 and 3 tokens, session 1 one of 2; the last is fully masked.
+    mask = torch.tensor([[1, 0, 0], [1, 1, 1], [1, 1, 0], [0, 0, 0]])
+    for end, rows, samples in (("", 2, 2), ("_no_count_empty", 1, 2)):
+        plan, _ = planned(f"lossagg_row_mean{end}", mask, ["p"] * 4, [0, 0, 1, 1])
+        wanted = [1 / 4, 1 / 12, 1 / (samples * rows * 2), 0]
+        assert plan.weights.tolist() == pytest.approx(wanted, rel=1e-15)
+
+
+# Prompt p: samples of 1 and 3 tokens with positive advantages, one of 2 with a negative one, one of
+# 1 without any; a fully masked one. Then padding.
+GROUPED = {
+    "mask": torch.tensor([[1, 0, 0], [1, 1, 1], [1, 1, 0], [0, 1, 0], [0, 0, 0], [0, 0, 0]]),
+    "uids": [*"ppppp", f"pad{'0' * 32}"],
+    "advantages": torch.tensor(
+        [[2, -9, 9], [1, 3, 1], [-1, -0.5, 0], [torch.nan, 0, 4], [1, 1, 1], [torch.nan] * 3]
+    ),
+}
+
+
+@pytest.mark.parametrize(("end", "num_samples", "k_0"), [("", 5, 2), ("_no_count_empty", 4, 1)])
+@pytest.mark.parametrize("is_jagged", [False, True], ids=["padded", "jagged"])
+def test_a_group_is_a_prompts_samples_of_one_sign(end, num_samples, k_0, is_jagged):
+    given = dict(GROUPED)
+    if is_jagged:
+        for name in ("mask", "advantages"):
+            given[name] = torch.nested.as_nested_tensor([*given[name]], layout=torch.jagged)
+    plan, _ = planned(f"lossagg_balanced{end}", **given)
+    assert plan.totals.samples == 5
+    wanted = [2 / 4, 2 / 4, 1 / 2, k_0 / 1, 0]
+    assert plan.weights.tolist() == pytest.approx([w / num_samples for w in wanted], rel=1e-15)
+    plan, _ = planned(f"lossagg_balanced{end}", **{**given, "uids": [*"pqpqp", given["uids"][5]]})
+    assert plan.weights[0].item() == pytest.approx(1 / num_samples)  # another prompt's has its own
+
+
+def test_the_rows_of_a_session_have_one_sign():
+    mask = torch.tensor([[1, 1], [0, 1], [1, 0]])
+    given = {"mask": mask, "uids": [*"ppp"], "sessions": [0, 0, 1]}
+    plan, _ = planned("lossagg_balanced", advantages=mask.double(), **given)
+    assert plan.weights.tolist() == pytest.approx([1 / 4] * 3)
+    with pytest.raises(PlanError, match="a sample belongs to one group"):
+        planned("lossagg_balanced", advantages=torch.tensor([[1, 1], [0, -1], [1, 1]]), **given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"advantages": torch.tensor([[1.0, -1, 0]] * 6)}, "signs .* in sequence 1, expected one"),
+        ({"advantages": torch.tensor([[torch.nan, 1, 0]] * 6)}, "signs .*nan.* in sequence 0"),
+        ({"advantages": None}, "got a batch without advantages, by whose sign balanced"),
+        ({"uids": None}, r"balanced tells the group of each sequence, \(uid, sign of its adv"),
+        ({"advantages": torch.ones(5, 3)}, "ValueError"),
+    ],
+    ids=["two signs", "NaN", "no advantages", "no uid", "one too few"],
+)
+def test_a_batch_whose_groups_are_not_known_is_refused(changes, reason):
+    with pytest.raises(PlanError, match=reason):
+        planned("lossagg_balanced", **{**GROUPED, **changes})
+
+
+@pytest.mark.parametrize("as_column", [list, torch.tensor, lambda w: torch.tensor(w)[:, None]])
+@pytest.mark.parametrize("mode", ["token_mean", "sample_mean", "constant", "row_mean"])
+def test_the_loss_weight_of_a_sequence_multiplies_its_weight(mode, as_column):
+    without, _ = planned(f"lossagg_{mode}")
+    plan, _ = planned(f"lossagg_{mode}", loss_weight=as_column([0.5, 3.0, 2.0, 7.0]))
+    factors = torch.tensor([0.5, 3.0, 2.0], dtype=torch.float64)
+    assert torch.equal(plan.weights, without.weights * factors)  # nothing is renormalized
+    assert plan.totals.samples == 3
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        [1.0, -1.0, 1.0, 1.0],
+        [1.0, float("nan"), 1.0, 1.0],
+        [1.0, None, 1.0, 1.0],
+        torch.ones(4, 3),
+    ],
+    ids=["negative", "NaN", "none", "one per token"],
+)
+def test_a_loss_weight_that_is_no_number_per_sequence_is_refused(column):
+    with pytest.raises(PlanError, match=r"got a loss_weight of .* expected a finite number from 0"):
+        planned("lossagg_token_mean", loss_weight=column)
+
+
+def test_verls_own_loss_does_not_see_a_loss_weight_that_the_plan_has():
+    class Data(dict):
+        def exclude(self, name):
+            return Data({key: value for key, value in self.items() if key != name})
+
+    plan, sequences = planned("lossagg_token_mean", loss_weight=[0.5, 3.0, 2.0, 7.0])
+    data = Data({verl.SEQUENCE: sequences, "loss_weight": torch.ones(4), "advantages": 1})
+    seen = verl.with_plan(lambda data: [*data], plan, 1, data=data)
+    assert seen == [verl.SEQUENCE, "advantages"]
+    assert "loss_weight" in data
+
+
+def test_an_argument_of_agg_loss_that_would_be_dropped_is_refused():
+    plan, sequences = planned("lossagg_token_mean")
+    microbatch = verl._Microbatch(plan, sequences.numpy(), 1)
+    with pytest.raises(ContractError, match="verl passes loss_weight to agg_loss"):
+        microbatch.agg_loss(MASK.double(), MASK, loss_agg_mode="token-mean", loss_weight=1)
 
 
 def test_a_session_is_one_of_its_prompt_and_padding_has_none():
@@ -183,11 +289,14 @@ def warned_of_split(*steps, mode="prompt_mean", is_last=False):
     A step has a list of one id per token: a uid, or a session of one prompt.
     """
     seen, warnings_seen = {}, 0
-    kind = "prompt" if mode == "prompt_mean" else "sample"
+    kind = {"prompt_mean": "prompt", "balanced": "group"}.get(mode, "sample")
     for ids in steps:
         mask = torch.ones(len(ids), 1, dtype=torch.int64)
-        columns = {"uid": ids} if kind == "prompt" else {"uid": ["p"] * len(ids), "session_id": ids}
-        plan, _ = planned(f"lossagg_{mode}", mask, columns["uid"], columns.get("session_id"))
+        columns = {"uid": ["p"] * len(ids), "session_id": ids} if kind == "sample" else {"uid": ids}
+        columns["advantages"] = mask
+        given = {name: column for name, column in columns.items() if name != "uid"}
+        given["sessions"] = given.pop("session_id", None)
+        plan, _ = planned(f"lossagg_{mode}", mask, columns["uid"], **given)
         data = {"loss_mask": mask, **columns, "update_lr_scheduler": is_last}
         with warnings.catch_warnings(record=True) as caught, patch.object(faults, "_warned", set()):
             warnings.simplefilter("always")
@@ -197,12 +306,12 @@ def warned_of_split(*steps, mode="prompt_mean", is_last=False):
     return warnings_seen > 0
 
 
-@pytest.mark.parametrize("mode", ["prompt_mean", "sample_mean", "constant", "sample_sum"])
+@pytest.mark.parametrize("mode", [*_verl_batch.COUNT_SAMPLES])
 def test_a_prompt_or_a_sample_over_several_optimizer_steps_of_a_batch_is_warned_of(mode):
     assert warned_of_split(["a", "a", "b"], ["b", "b", "c"], mode=mode)
 
 
-@pytest.mark.parametrize("mode", ["prompt_mean", "sample_mean"])
+@pytest.mark.parametrize("mode", ["prompt_mean", "sample_mean", "row_mean", "balanced"])
 def test_a_prompt_or_a_sample_that_is_trained_again_as_a_whole_is_not_warned_of(mode):
     assert not warned_of_split(["a", "a", "b"], ["c"], ["b", "a", "a"], mode=mode)
     assert not warned_of_split(["a", "a"], ["a"], mode=mode, is_last=True)  # another batch

@@ -52,7 +52,7 @@ def test_what_lossagg_verify_runs_of_verl_is_the_references(check):
 def test_every_mode_and_policy_loss_of_verl_is_checked():
     losses = {name for name in core_algos.POLICY_LOSS_REGISTRY if not name.startswith("lossagg_")}
     assert {*LOSSES} == losses - {"geo_mean"}
-    assert len(CHECKS) == len(MODES) + 10 + len(MODES) * (len(LOSSES) - 1)
+    assert len(CHECKS) == len(MODES) + 14 + len(MODES) * (len(LOSSES) - 1)
 
 
 def test_some_losses_of_verl_fix_their_mode_whatever_was_asked_for():
@@ -178,11 +178,16 @@ def test_on_verls_own_engine_policy_kl_and_entropy_have_our_weights(reference, p
     assert len(re.findall(r" 1\.0[0-9]*[1-9] times its alias", out)) == 2 * per_token
 
 
-def test_a_trajectory_of_several_sequences_is_one_sample(reference):
-    out = launched("verl_sessions_worker.py", reference, processes=4)
+@pytest.mark.parametrize("per_token", [0, 1])
+def test_a_trajectory_of_several_sequences_is_one_sample(tmp_path, per_token):
+    reference = tmp_path / "reference.pt"
+    launched("framework_step.py", "float64", reference, "signed", processes=1)
+    out = launched("verl_sessions_worker.py", reference, per_token, processes=4)
     print(out)
-    assert out.count("a sample is a trajectory: the reference") == 6
-    assert out.count("a sample is a sequence: the reference") == 6
+    assert out.count("a sample is a trajectory: the reference") == 10
+    assert out.count("a sample is a sequence: the reference") == 10
+    assert out.count("times its loss_weight: the reference") == 10
+    assert "a sequence with advantages of two signs is refused" in out
 
 
 @needs("Megatron-LM-dev")

@@ -119,6 +119,7 @@ class Step:
         self.lengths = [sum(one.mask) for one in self.drawn]
         self.prompts = [one.prompt for one in self.drawn]
         self.samples = list(range(len(self.drawn)))
+        self.groups = [one.sample % 3 for one in self.drawn]
         self.dp_size, self.num_microbatches = len(ranks), len(ranks[0])
         self.microbatches: list[Microbatch] = []
         first = 0
@@ -189,6 +190,7 @@ class Step:
                         "trained": mask,
                         "sample": self.samples[number],
                         "prompt": self.prompts[number],
+                        "group": self.groups[number],
                         "microbatch": mb.place,
                     }
                 )

@@ -132,7 +132,7 @@ def run_loss(step: Step, name: str, config: Any, mode: str = "token-mean") -> Te
     if read is None:
         losses = [call()[0] for call in calls]
     else:
-        sequences = Sequences(active_tokens=step.lengths, prompt=step.prompts)
+        sequences = Sequences(active_tokens=step.lengths, prompt=step.prompts, group=step.groups)
         options = Options(rejects_tokens=True)
         plan = plan_step(read.aggregation(DIVISOR), sequences, options=options)
         losses = []
