@@ -19,7 +19,12 @@ ECHO = "import sys; print('argv', sys.argv[1:]); sys.exit(int(sys.argv[-1]))\n"
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
-    """Return a script that prints its arguments and exits with the last one."""
+    """Return a script that prints its arguments and exits with the last one.
+
+    Without Megatron-LM, which some wheels of megatron-core contain.
+    """
+    for name in ("megatron.training", "megatron.training.training"):
+        monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", list(sys.path))
     path = tmp_path / "echo.py"
