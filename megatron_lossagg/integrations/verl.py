@@ -107,8 +107,7 @@ class LossMode:
         if self.mode not in _MODES:
             raise AggregationError(
                 f"got loss_mode={self.name}, expected {_PREFIX} and one of {', '.join(_MODES)}: "
-                "verl's configuration has no exponent of length_power, and a step is planned "
-                "without verl's microbatches; choose another mode"
+                "no other mode is registered with verl; choose one of them"
             )
         takes_one = MODES[self.mode].divisor != "none"
         if MODES[self.mode].divisor == "required" and loss_scale_factor is None:
