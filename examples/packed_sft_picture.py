@@ -6,15 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-GREY = "#7a7f87"
-"""Readable on white and on black, as the next: the picture has no background of its own."""
-SHOWN = {
-    "stock, default": ("stock Megatron", "#d55e00"),
-    "token_mean": ("with this package", "#2f8fd0"),
-}
+GREY, ORANGE, BLUE = "#717680", "#c35400", "#1d78bb"
+"""At least 4.5:1 on white. The picture has no background of its own."""
+IN_THE_DARK = {GREY: "#858b95", ORANGE: "#dd6a10", BLUE: "#2f8fd0"}
+"""The same on a dark page, if the picture is an SVG."""
+SHOWN = {"stock, default": ("stock Megatron", ORANGE), "token_mean": ("with this package", BLUE)}
 """Label and colour of a run."""
-
-
 TITLE = "same data, same weights: gradient norm at CP 2 / at DP 2"
 
 
@@ -39,12 +36,13 @@ def draw(lines: Sequence[dict[str, Any]], path: Path) -> None:
     plt.rcParams.update({"font.size": 15, "svg.hashsalt": "", "svg.fonttype": "path"})
     for name in ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"):
         plt.rcParams[name] = GREY
-    figure, axes = plt.subplots(figsize=(7.5, 2.7), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7.5, 3.0), layout="constrained")
     steps = range(1, len(lines) + 1)
     for name, (label, color) in SHOWN.items():
         ratios = [ratio(line, name) for line in lines]
         axes.plot(steps, ratios, "o-", color=color, markersize=8, linewidth=2, label=label)
     axes.set_title(TITLE, loc="left", size=15)
+    axes.set_xlabel("training step", size=15, labelpad=2)
     axes.set(xticks=steps, yscale="log", yticks=[0.5, 1, 2], yticklabels=["1/2", "1", "2"])
     axes.minorticks_off()
     axes.grid(alpha=0.3, axis="y")
@@ -55,3 +53,16 @@ def draw(lines: Sequence[dict[str, Any]], path: Path) -> None:
     # No date, so that the same numbers are the same file.
     date = {"Date": None} if path.suffix == ".svg" else {}
     figure.savefig(path, dpi=150, transparent=True, metadata=date)
+    if path.suffix == ".svg":
+        path.write_text(with_dark_colors(path.read_text()))
+
+
+def with_dark_colors(svg: str) -> str:
+    """Let the reader's browser take the second colours if it is set to dark."""
+    rules = "".join(
+        f'[style*="{what}: {light}"] {{{what}: {dark} !important}}\n'
+        for light, dark in IN_THE_DARK.items()
+        for what in ("fill", "stroke")
+    )
+    dark = f"@media (prefers-color-scheme: dark) {{\n{rules}}}\n"
+    return svg.replace("</style>", f"\n{dark}</style>", 1)

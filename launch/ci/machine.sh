@@ -6,11 +6,17 @@
 #   launch/ci/machine.sh                      # the system's Python, and one other, by the commit's number
 #   launch/ci/machine.sh python3.13 /opt/py/bin/python3
 #   PLAIN=1 launch/ci/machine.sh python3      # with the torch that plain pip takes: 5.5 GB
+#   MAKE_TEST=1 launch/ci/machine.sh python3  # then `make test` too, which takes long
 #
-# Without PLAIN a CPU build of the torch in constraints.txt is installed first, from where pip's own
-# settings say (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS: all PIP_* pass). A Python for which pip finds only
-# a CUDA build is skipped. Each Python: the installation, lossagg verify, and the tests that start no
-# process. The table at the end is for docs/compatibility.md. Exit status 1 if a Python failed.
+# Which torch: the system's Python, or one that is named, takes a CPU build of the torch in
+# constraints.txt, from where pip's own settings say (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS: all PIP_*
+# pass), or else what plain pip takes. The one other takes what plain pip takes, or else the CPU build.
+# PLAIN=1: plain pip for all, PLAIN=0: for none. Plain pip needs 20 GB of free disk. If neither is
+# possible, the row says SKIPPED.
+#
+# Each Python: README's own lines that install and verify, and the tests that start no process, on the
+# torch and the megatron-core that those lines installed. The table at the end is for
+# docs/compatibility.md. Exit status 1 if a Python failed, or if none ran.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -24,14 +30,13 @@ python_of() {
         PATH=$PATH:$SYSTEM_PATH command -v "python$1"
 }
 
-chosen() {
-    local system others=() version python
-    system=$(PATH=$SYSTEM_PATH command -v python3) && echo "$system"
+other() {
+    local others=() version python
     for version in "${VERSIONS[@]}"; do
         if python=$(python_of "$version"); then
             others+=("$python")
         else
-            echo "Python $version: none here, skipped" >&2
+            echo "Python $version: none here" >&2
         fi
     done
     if ((${#others[@]})); then
@@ -44,7 +49,13 @@ typed() {
     local settings
     mapfile -t settings < <(env | grep '^PIP_' || true)
     env -i HOME="$WORK/home" PATH="$SYSTEM_PATH" "${settings[@]}" bash -euc \
-        'cd "$1"; if [[ -e .venv ]]; then . .venv/bin/activate; fi; eval "$2"' - "$CHECKOUT" "$1"
+        'cd "$1"; if [[ -e ../environment ]]; then . ../environment/bin/activate; fi; eval "$2"' \
+        - "$CHECKOUT" "$1"
+}
+
+# README's lines that begin with a word, of the block that clones.
+readme() {
+    sed -n '/^git clone/,/^```/p' "$CHECKOUT/README.md" | grep "^$1"
 }
 
 versions() {
@@ -54,37 +65,66 @@ import platform
 print(platform.python_version(), version(\"torch\"), version(\"megatron-core\"), sep=\" | \")"'
 }
 
-tried() {
-    local pins=""
-    typed "'$1' -m venv .venv"
-    if [[ -z ${PLAIN:-} ]]; then
-        local pinned found
-        pins="--constraint constraints.txt"
-        pinned=$(sed -n 's/^torch==//p' constraints.txt)
-        found=$(typed "pip index versions torch")
-        if [[ $found != *"$pinned+cpu"* ]]; then
-            RESULT="skipped: pip finds no CPU build of torch $pinned for it"
-            return
+# Prints cpu, plain or nothing. $1: what is tried first.
+which_torch() {
+    local pinned kind
+    pinned=$(sed -n 's/^torch==//p' constraints.txt)
+    for kind in "$1" cpu plain; do
+        if [[ $kind == plain && ${PLAIN:-} != 0 ]]; then
+            (($(df --output=avail -k "$WORK" | tail -n 1) > 20 * 1000 * 1000)) || continue
+        elif [[ $kind == cpu && ${PLAIN:-} != 1 ]]; then
+            [[ $(typed "pip index versions torch") == *"$pinned+cpu"* ]] || continue
+        else
+            continue
         fi
-        typed "pip install --quiet $pins torch numpy"
-    fi
-    typed "pip install --quiet '.[megatron]'"
+        echo "$kind"
+        return
+    done
+}
+
+tried() {
+    local kind lines pins=""
+    typed "'$1' -m venv ../environment"
+    kind=$(which_torch "$2")
+    lines=$(readme pip)
+    case $kind in
+    cpu) # README's line for a machine without a GPU then finds it there
+        typed "pip install --quiet --constraint constraints.txt torch numpy"
+        # Of the tests' tools only: megatron-core stays the one that README's lines install.
+        grep -v '^megatron-core' constraints.txt >"$WORK/pins"
+        pins="--constraint ../pins"
+        ;;
+    plain) lines=$(grep -v -e --index-url <<<"$lines") ;;
+    *)
+        RESULT="SKIPPED: no CPU build of the pinned torch, and PLAIN=0 or no 20 GB of disk |"
+        return
+        ;;
+    esac
+    typed "$lines"
     FOUND=$(versions)
-    typed 'lossagg verify --dp 2 --cp 2' | tee "$WORK/verify"
+    typed "$(readme lossagg)" | tee "$WORK/verify"
     typed "pip install --quiet $pins '.[demo,dev]'"
     typed 'OMP_NUM_THREADS=1 python -m pytest --quiet -m "not launches and not gpu"' | tee "$WORK/tests"
     [[ $FOUND == "$(versions)" ]]
-    RESULT="$(grep -o '[0-9]* of [0-9]* cases' "$WORK/verify" | head -n 1) | $(tail -n 1 "$WORK/tests")"
+    if [[ ${MAKE_TEST:-} == 1 ]]; then
+        typed "make test" | tee -a "$WORK/tests"
+    fi
+    RESULT="$(grep -o '[0-9]* of [0-9]* cases' "$WORK/verify" | tail -n 1)"
+    RESULT+=" | $(grep -o '[0-9]* passed.* in .*' "$WORK/tests" | tr -d = | paste -s -d ';')"
 }
 
-if (($#)); then
-    PYTHONS=("$@")
-else
-    mapfile -t PYTHONS < <(chosen)
+PYTHONS=("$@")
+FIRST=(cpu)
+if ! (($#)); then
+    PYTHONS=("$(PATH=$SYSTEM_PATH command -v python3)" "$(other)")
+    FIRST=(cpu plain)
 fi
 STATUS=0
+RAN=0
 ROWS=()
-for PYTHON in "${PYTHONS[@]}"; do
+for INDEX in "${!PYTHONS[@]}"; do
+    PYTHON=${PYTHONS[INDEX]}
+    [[ -n $PYTHON ]] || continue
     echo "== $PYTHON"
     WORK=$(mktemp -d)
     CHECKOUT="$WORK/a checkout"
@@ -96,15 +136,17 @@ for PYTHON in "${PYTHONS[@]}"; do
     set +e
     (
         set -e
-        tried "$PYTHON"
+        tried "$PYTHON" "${FIRST[INDEX]:-cpu}"
         echo "| $FOUND | $RESULT |" >"$WORK/row"
     )
     (($?)) && echo "| $FOUND | FAILED | |" >"$WORK/row" && STATUS=1
     set -e
     ROWS+=("$(cat "$WORK/row")")
+    [[ ${ROWS[-1]} == *SKIPPED* ]] || RAN=1
     rm -rf "$WORK"
 done
 
 printf '%s\n' "| Python | torch | megatron-core | verify | tests |" '|---|---|---|---|---|' "${ROWS[@]}" |
     tee -a "${GITHUB_STEP_SUMMARY:-/dev/null}"
+((RAN)) || STATUS=1
 exit "$STATUS"

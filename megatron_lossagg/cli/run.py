@@ -54,7 +54,12 @@ def run(args: argparse.Namespace) -> int:
     the training loop that it is put into. A loop that had no step left to do is no error. Raises
     :class:`RecordError` for a record that cannot be written, on one node before the script runs.
     """
-    parser = argparse.ArgumentParser(prog="lossagg run", add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="lossagg run",
+        add_help=False,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     _add_cpu(parser)
     add_loss_aggregation_args(parser)
     # ``args`` has those that stand before the script; of a flag given twice, the last one counts.

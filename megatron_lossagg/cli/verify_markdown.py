@@ -29,6 +29,8 @@ _LAYOUT_COLUMNS = ("layout", "cases that pass", "largest gradient error", "")
 _SPECIAL = re.compile(r"[\\`*\[\]|~$#]|(?<![a-zA-Z0-9])_|_(?![a-zA-Z0-9])")
 """What GitHub's Markdown would act on within a line: not the ``_`` of ``token_mean``."""
 
+_EXPONENT = re.compile(r"(?<=\de)-(?=\d)")
+
 
 def markdown(report: Report) -> str:
     """Write a report; errors may be None, text is escaped."""
@@ -47,7 +49,7 @@ def markdown(report: Report) -> str:
     for name, verdicts in of_layouts.items():
         if verdicts:
             summary = f"{name}: {_passed(verdicts)} cases pass"
-            lines += _fold(summary, _states(COLUMNS, map(cells, verdicts), left=3))
+            lines += _fold(summary, _states(_without_w_s(COLUMNS), map(_case, verdicts), left=2))
     if framework := report["framework"]:
         checks = framework["checks"]
         summary = f"{framework['name']}: {counted(checks)}, {framework['seconds']:.0f} s"
@@ -55,6 +57,16 @@ def markdown(report: Report) -> str:
         lines += _fold(summary, table)
     lines += _fold("Run and environment", _run(report))
     return "\n".join(lines)
+
+
+def _without_w_s(row: Sequence[str]) -> tuple[str, ...]:
+    """Leave out what the name of the mode says: a page of GitHub has no room for it."""
+    return tuple(cell for column, cell in zip(COLUMNS, row, strict=True) if column != "w_s")
+
+
+def _case(verdict: Report) -> tuple[str, ...]:
+    """Write one verdict, with hyphens that break no number."""
+    return tuple(_EXPONENT.sub("\u2011", cell) for cell in _without_w_s(cells(verdict)))
 
 
 def _checks(report: Report) -> Sequence[Report]:

@@ -120,8 +120,7 @@ class LossMode:
         if self.mode not in _MODES:
             raise AggregationError(
                 f"got loss_mode={self.name}, expected {_PREFIX} and one of {', '.join(_MODES)}: "
-                "verl's configuration has no exponent of length_power and no path of own_weights, "
-                "and a step is planned without verl's microbatches; choose another mode"
+                "verl's configuration has no exponent, path or microbatch for another; choose one"
             )
         takes_one = MODES[self.mode].divisor != "none"
         if MODES[self.mode].divisor == "required" and loss_scale_factor is None:

@@ -98,6 +98,7 @@ FAULTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor:UserWarning")  # torch 2.14's
 @pytest.mark.parametrize(("name", "content", "flags", "message"), FAULTS, ids=range(len(FAULTS)))
 def test_a_fault_ends_in_one_short_line_with_file_and_record(
     tmp_path, capsys, name, content, flags, message

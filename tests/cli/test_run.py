@@ -4,6 +4,7 @@ On Megatron-LM itself: ``tests/integrations/test_megatron_lm.py``.
 """
 
 import json
+import re
 import subprocess
 import sys
 import types
@@ -19,7 +20,12 @@ ECHO = "import sys; print('argv', sys.argv[1:]); sys.exit(int(sys.argv[-1]))\n"
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
-    """Return a script that prints its arguments and exits with the last one."""
+    """Return a script that prints its arguments and exits with the last one.
+
+    Without Megatron-LM, which some wheels of megatron-core contain.
+    """
+    for name in ("megatron.training", "megatron.training.training"):
+        monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", list(sys.path))
     path = tmp_path / "echo.py"
@@ -81,6 +87,7 @@ def test_help_is_printed_also_where_the_script_cannot_print_its_own(script, caps
     assert main(["run", str(script), "--help"]) == 0
     out, err = capsys.readouterr()
     assert "--loss-aggregation-divisor" in out
+    assert re.search(r"^ +token_mean +.*1/N", out, re.M), "a mode has a line of its own"
     assert ("could not print its own options" in err) == ("System" not in text)
 
 

@@ -12,21 +12,33 @@ from pathlib import Path
 import pytest
 from step_record import STEP
 
+from megatron_lossagg.cli.explain import _NARROWEST
+
 ROOT = Path(__file__).parents[2]
 NOBODY = 65534
 pytestmark = pytest.mark.launches
 
 
-def others_can_read(path):
-    return all(folder.stat().st_mode & 0o001 for folder in Path(path).resolve().parents)
+AS_NOBODY = [
+    *("--reuid", str(NOBODY), "--regid", str(NOBODY), "--clear-groups", "--no-new-privs"),
+    *("--bounding-set", "-all,+dac_read_search", "--inh-caps", "-all,+dac_read_search"),
+    *("--ambient-caps", "+dac_read_search"),
+]
+"""Of ``setpriv``. One right stays, to read: root's home may hold this checkout and its Python."""
+WIDTH = 60
+
+
+def program(*command):
+    """Return a command of this Python; for root one that runs without root's rights."""
+    python = [sys.executable, *command]
+    return python if os.geteuid() else [shutil.which("setpriv"), *AS_NOBODY, *python]
 
 
 @pytest.fixture
 def poor():
-    """Return the options of such a user's processes; ``cwd`` has a file of rollouts and a record.
-
-    As root, the user is nobody, if nobody can read this checkout and its Python.
-    """
+    """Return the options of such a user's processes; ``cwd`` has rollouts and a record."""
+    if os.geteuid() == 0 and shutil.which("setpriv") is None:
+        pytest.skip("root can write everywhere, and there is no setpriv to give that up")
     top = Path(tempfile.mkdtemp())
     home, work, empty = top / "home", top / "a folder", top / "empty"
     for folder in (home, work, empty):
@@ -34,13 +46,11 @@ def poor():
     (work / "rollouts.jsonl").write_text('{"response_length": 3}\n{"response_length": 5}\n')
     (work / "record.jsonl").write_text(STEP.line())
     top.chmod(0o755)
-    user = {}
-    if os.geteuid() == 0 and others_can_read(sys.executable) and others_can_read(__file__):
-        user = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
+    if os.geteuid() == 0:
         os.chown(work, NOBODY, NOBODY)
     for folder in (home, empty):
         folder.chmod(0o555)
-    yield {
+    options = {
         "cwd": work,
         "umask": 0o077,
         "env": {
@@ -49,17 +59,24 @@ def poor():
             "PYTHONPATH": str(ROOT),
             "LANG": "C",
             "LC_ALL": "C",
-            "COLUMNS": "60",
+            "COLUMNS": str(WIDTH),
         },
-        **user,
     }
+    tried = subprocess.run(
+        program("-c", f"open({str(home / 'file')!r}, 'w')"),
+        text=True, stderr=subprocess.PIPE, **options,
+    )  # fmt: skip
+    if "setpriv:" in tried.stderr:
+        pytest.skip(f"root cannot give up its rights here: {tried.stderr}")
+    assert "PermissionError" in tried.stderr
+    yield options
     shutil.rmtree(top)
 
 
 def lossagg(command, poor, **options):
-    program = [sys.executable, "-m", "megatron_lossagg", *command.split()]
+    whole = program("-m", "megatron_lossagg", *command.split())
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-    return subprocess.run(program, text=True, timeout=300, **poor, **streams)
+    return subprocess.run(whole, text=True, timeout=300, **poor, **streams)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +93,15 @@ def test_a_command_needs_neither_rights_nor_a_home_nor_a_locale(poor, command, p
     assert done.returncode == 0, done.stderr
     assert printed in done.stdout
     assert done.stdout.isascii()
+
+
+@pytest.mark.parametrize(
+    ("command", "widest"),
+    [("--help", WIDTH), ("explain sample_mean --lengths 2000,500/3000,0", _NARROWEST)],
+)
+def test_a_command_folds_its_lines_in_a_narrow_terminal(poor, command, widest):
+    done = lossagg(command, poor)
+    assert max(map(len, done.stdout.splitlines())) <= widest
 
 
 def test_a_plot_is_written_for_its_user_only(poor):

@@ -5,6 +5,13 @@
 in ``test_schedule.py``; a packing scheduler and ``train_rl.py``: ``test_megatron_lm_data.py``.
 """
 
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from laws import Comparison, PretrainingLaws
@@ -248,6 +255,38 @@ def test_prompt_mean_is_refused_before_the_script_starts(megatron_lm):
 def test_a_script_without_a_training_step_is_an_error(megatron_lm):
     text = megatron_lm("mock", *SAMPLE_MEAN, "--skip-train", "--eval-iters", "0", fails=True)
     assert "ended without a step that --loss-aggregation sample_mean" in text
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "megatron-lm.md"
+
+
+@pytest.fixture
+def at_the_prompt(tmp_path):
+    """Return a copy of the checkout, and an environment whose python is this one."""
+    copied = shutil.ignore_patterns(".git", "tests", "docs", "*.pyc", "*.so")
+    shutil.copytree(CHECKOUT, tmp_path / "checkout", ignore=copied)
+    torchrun = tmp_path / "bin" / "torchrun"  # this environment may have torch from another one
+    torchrun.parent.mkdir()
+    torchrun.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m torch.distributed.run "$@"\n')
+    torchrun.chmod(0o755)
+    folders = [str(torchrun.parent), str(Path(sys.executable).parent), os.environ["PATH"]]
+    path = {"PATH": os.pathsep.join(folders), "PYTHONPATH": str(PAGE.parents[2])}
+    others = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HOME": str(tmp_path / "hf")}
+    return {"cwd": tmp_path / "checkout", "env": {**os.environ, **path, **others}}
+
+
+def test_the_block_for_a_laptop_trains_as_it_stands_on_the_page(at_the_prompt):
+    section = PAGE.read_text().partition("## Try it on a laptop")[2]
+    (block,) = re.findall(r"^```sh\n([^`]*?<<'EOF'.*?)^```", section, re.M | re.S)
+    done = subprocess.run(
+        ["bash", "-e", "-c", block],
+        **at_the_prompt, capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "loss aggregation sample_mean: w_s = 1/(B n_b)" in done.stdout + done.stderr
+    trained = re.findall(r"iteration +(\d+)/ +5 .* lm loss: (\S+)", done.stdout)
+    assert [step for step, _ in trained] == ["1", "2", "3", "4", "5"]
+    assert all(float(loss) > 0 for _, loss in trained)
 
 
 CPU_NEEDS = {

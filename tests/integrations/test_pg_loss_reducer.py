@@ -25,6 +25,7 @@ def miles_cp(monkeypatch):
         module.get_parallel_state = lambda: types.SimpleNamespace(cp=cp)
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
+    monkeypatch.delitem(sys.modules, "megatron.training.global_vars", raising=False)
     at(1, 0)
     return at
 
