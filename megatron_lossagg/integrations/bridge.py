@@ -3,7 +3,8 @@
 Its training and its evaluation look up one name, ``get_forward_backward_func``, each in a module of
 its own; both are rebound. Data and loss are as Megatron-LM's: a dict with ``loss_mask`` and the
 offsets of packed sequences, a masked sum whose mask is the first argument of a
-``functools.partial``. Bridge multiplies by nothing after the schedule.
+``functools.partial``. Bridge multiplies by nothing after the schedule. Its ``vlm_step`` takes what
+a vision-language model returns apart itself, and gives the mask that the model has sliced.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def install(
 
     The arguments are those of :class:`ScheduleHook`; ``prompt_mean`` is
     refused, for there are no prompt ids. A loss with more terms (distillation) is refused in the
-    step that has them, an output that is a tuple in the first one. Raises :class:`ContractError`
+    step that has them, a forward_step whose output is a tuple in the first one. Raises :class:`ContractError`
     if Bridge is not there.
     """
     hook = ScheduleHook(aggregation, BridgeIntegration(), options=options)
