@@ -237,6 +237,20 @@ def test_what_is_shared_copied_one_number_or_a_source_is_not_looked_at():
         replayed(filling(A, lambda held=held: {"held": Plain(of=Plain(of=held)), "tokens": [1]}))
 
 
+def test_a_table_that_is_written_alike_on_a_device_is_right(monkeypatch):
+    """Its numbers stay there, and are compared if its version says that it was written."""
+    reads, table = [], torch.arange(float(TOKENS))
+    held = {"a": Plain(tables=[table])}
+    monkeypatch.setattr(refilled, "_sample", lambda array: reads.append(1) or array.clone())
+    replayed(iter([held] * M))
+    assert len(reads) == 1
+    replayed(after(lambda _: table.copy_(table.clone()), lambda: held))
+    assert len(reads) == 3
+    replayed(iter([held] * M))  # step 3
+    with pytest.raises(PlanError, match=r"tables\[0\] of microbatch 0 was filled again"):
+        replayed(filling(table, lambda: held))
+
+
 def test_what_was_written_on_a_device_but_cannot_be_read_is_warned_of():
     table = torch.zeros(TOKENS, device="meta")
     held = Plain(tables=[table])
