@@ -42,6 +42,7 @@ class Row:
 COEFFICIENT = "arrived in the backward pass with the coefficient {}, expected 1"
 UNREDUCED = "mb.reduce was not called under the step's aggregation in this microbatch"
 GRAPHLESS = "requires no gradient in a training step.*forward_only=True"
+LATE = "losses of sequences .* were reduced after loss_func had returned for them"
 NONE = "no gradient reached the step's own partial loss in call 0"
 OPEN = r"the previous step was not finished.*with aggregator.step.*step\.finish\(\)"
 INTEGER = "got {} {}, expected an integer from 1"
@@ -247,14 +248,7 @@ IN_A_STEP = [
         UNREDUCED + ".*anew for each microbatch",
     ),
     *(
-        Row(
-            "GradientAudit",
-            f"reduced {calls} call{'s' * (calls > 1)} after outputs",
-            "late",
-            "losses of sequences .* were reduced after loss_func had returned for them",
-            "CP 2, M 3",
-            (calls,),
-        )
+        Row("GradientAudit", f"reduced in call {calls}", "late", LATE, "CP 2, M 3", (calls,))
         for calls in (1, 2)
     ),
     Row("GradientAudit", "losses without a graph", "graphless", GRAPHLESS, "DP 2", ("detached",)),
