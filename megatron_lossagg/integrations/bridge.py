@@ -58,10 +58,10 @@ def install(
 ) -> ScheduleHook:
     """Rebind Megatron-Bridge's schedules in this process; return the hook, which counts its steps.
 
-    The arguments are those of :class:`ScheduleHook`; ``prompt_mean`` is
-    refused, for there are no prompt ids. A loss with more terms (distillation) is refused in the
-    step that has them, a forward_step whose output is a tuple in the first one. Raises :class:`ContractError`
-    if Bridge is not there.
+    The arguments are those of :class:`ScheduleHook`; ``prompt_mean`` is refused, for there are no
+    prompt ids. A loss with more terms (distillation) is refused in the step that has them, a
+    forward_step whose output is a tuple in the first one. Raises :class:`ContractError` if Bridge
+    is not there.
     """
     hook = ScheduleHook(aggregation, BridgeIntegration(), options=options)
     modules = ["megatron.bridge.training.train", "megatron.bridge.training.eval"]

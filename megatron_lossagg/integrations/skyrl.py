@@ -56,14 +56,8 @@ from megatron_lossagg.reduction.sequences import Sequences
 __all__ = ["aggregated", "aggregated_sft", "check_config", "main"]
 
 _LINEAR = (
-    "regular",
-    "dual_clip",
-    "gspo",
-    "cispo",
-    "sapo",
-    "importance_sampling",
-    "dppo",
-    "rollout_is",
+    *("regular", "dual_clip", "gspo", "cispo", "sapo"),
+    *("importance_sampling", "dppo", "rollout_is"),
 )
 """SkyRL's policy losses whose per-token loss grows in proportion to the advantage."""
 _NOT_LINEAR = ("clip_cov", "kl_cov", "cross_entropy")

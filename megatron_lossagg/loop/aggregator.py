@@ -311,8 +311,7 @@ class LossAggregator:
 
         Raises:
             ContractError: For each of :data:`megatron_lossagg.guards.before.BEFORE_A_STEP`, such
-                as a config that changed, a previous step that was not finished, and a plan that
-                has trained or was counted over other ranks.
+                as a config that changed, or a plan that has trained.
         """
         previous = self._latest
         asked = Asked(

@@ -3,7 +3,6 @@
 import copy
 import itertools
 import math
-import re
 import tempfile
 import threading
 from collections import namedtuple
@@ -151,106 +150,6 @@ def test_an_object_of_another_kind_in_a_microbatch_is_not_copied():
     assert data["tokenizer"] is math
     assert data["locks"][0] is lock
     assert data["a"] is not T
-
-
-class Handle:
-    """Copies nothing of itself, as a handle of shared memory."""
-
-    def __init__(self, tokens):
-        self.tokens = tokens
-
-    def __deepcopy__(self, memo):
-        return self
-
-
-def closure_over(tokens):
-    return lambda: tokens
-
-
-HALF = torch.zeros(2, 4, dtype=torch.bfloat16)
-LARGE = np.zeros(5_000_000)
-ONE = Plain({})
-
-
-def two_levels_down(memory):
-    return refilled(memory, lambda: {"mask": [1], "batch": Plain({"ids": memory[:]})})
-
-
-def one_object_two_levels_down():
-    for number in range(9):
-        ONE.tokens["ids"] = torch.tensor([number, number])
-        yield {"mask": [1], "batch": ONE}
-
-
-KEPT = {
-    "a dict in an object": (lambda: two_levels_down(T), "Plain.tokens['ids']"),
-    "a NumPy array there": (lambda: two_levels_down(A), "Plain.tokens['ids']"),
-    "a bfloat16 tensor there": (lambda: two_levels_down(HALF), "Plain.tokens['ids']"),
-    "a large array there": (lambda: two_levels_down(LARGE), "Plain.tokens['ids']"),
-    "an object in an object": (
-        lambda: refilled(T, lambda: {"a": Plain(Plain([T]))}),
-        "Plain.tokens.tokens[0]",
-    ),
-    "a closure": (lambda: refilled(T, lambda: {"a": closure_over(T)}), "function.tokens"),
-    "a handle": (lambda: refilled(T, lambda: {"a": Handle(T)}), "Handle.tokens"),
-    "an object with slots": (lambda: refilled(T, lambda: {"a": slotted([T])}), "Slotted.tokens[0]"),
-    "one object with new tensors": (one_object_two_levels_down, "Plain.tokens['ids']"),
-}
-
-
-def slotted(tokens):
-    held = Slotted()
-    held.tokens = tokens
-    return held
-
-
-@pytest.mark.parametrize("name", KEPT)
-def test_memory_that_is_filled_again_and_not_copied_is_refused_by_name(name):
-    source, path = KEPT[name]
-    with pytest.raises(PlanError, match=re.escape(f"{path} of microbatch 0 was filled again")):
-        replayed(source())
-    replayed(source(), 1)  # nothing was read after it
-
-
-def test_tensors_that_are_shared_and_not_filled_again_are_right():
-    table, seen = torch.arange(8.0), []
-
-    def rewritten():  # with the numbers that it had
-        table[...] = torch.arange(8.0)
-        return {"tokens": T, "tables": Plain({"rotary": table, "t": table.numpy()})}
-
-    class Reader:  # of which the microbatch has the copied part
-        def __init__(self):
-            self.buffers = {"tokens": T}
-
-    def cached():
-        seen.append(torch.zeros(1))
-        return {"tokens": T, "cache": Plain(Plain(seen))}
-
-    def counted():
-        counter.add_(1)
-        return {"tokens": T, "metrics": Plain(Plain(counter))}
-
-    counter, reader, source = torch.zeros(1), Reader(), Refills()
-    source.entry = A
-    for made in (
-        rewritten,
-        cached,
-        counted,
-        lambda: {"tokens": T, "reader": Plain(reader), "model": Plain(torch.nn.Linear(2, 2))},
-        lambda: {"tokens": T, "reader": reader},
-    ):
-        assert [values(data["tokens"])[0][0] for data in replayed(refilled(T, made))] == [0, 1, 2]
-    for held in (source, Plain(source), (number for number in A), math, Plain(Dataset)):
-        found = replayed(refilled(A, lambda held=held: {"held": Plain(held), "tokens": [1]}))
-        assert [data["tokens"] for data in found] == [[1]] * 3
-
-
-def test_a_table_on_a_device_is_told_from_one_that_is_filled_by_its_version():
-    table = torch.zeros(4, device="meta")
-    replayed(iter([{"a": Plain([table])}, {"a": Plain([table])}]), 2)
-    with pytest.raises(PlanError, match=re.escape("Plain.tokens[0] of microbatch 0")):
-        replayed(refilled(table, lambda: {"a": Plain([table])}))
 
 
 def test_a_meta_tensor_stands_for_a_device():
