@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import areal_first  # before AReaL and Megatron-Core
 import pytest
 import torch
+import torch.distributed as dist
 from areal.api.cli_args import (
     PPOActorConfig,
     RejectionSamplingConfig,
@@ -55,7 +56,7 @@ def path_of(controller):
 def check(controller, base):
     engine = import_from_string(path_of(controller))
     assert engine is controller.train_engine
-    assert [one.__name__ for one in engine.__mro__[2:3]] == [base], engine.__mro__
+    assert [one.__name__ for one in engine.__mro__[1:2]] == [base], engine.__mro__
     (spec,) = controller.config.scheduling_spec
     os.environ.update(spec.env_vars)  # as its scheduler does in a worker
     assert areal._of_environment() == AGGREGATION
@@ -123,3 +124,4 @@ def main():
 if __name__ == "__main__":
     assert areal_first.CHECKOUT
     main()
+    dist.destroy_process_group()  # of the controllers

@@ -2,11 +2,12 @@
 
 import os
 import re
+import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from conftest import launched
+from conftest import ENVIRONMENT, TESTS, launched, worker_path
 from frameworks import copy_of, in_float64, needs, reference
 
 from megatron_lossagg import Aggregation
@@ -130,7 +131,7 @@ def errors_of(launches, tmp_path):
         tracker.write_text(changed)
         arguments = (checkout, reference("float64"), cp, tp, pp, 1e-12, *cases)
         out = launched("integrations/areal_worker.py", *arguments, processes=processes)
-        lines = dict(re.findall(r"^(\S*?/.*/\S+): (\S+)$", out, re.M))
+        lines = dict(re.findall(r"^([a-z_ ]+/\w+/\w+/\w+): (\S+)$", out, re.M))
         assert list(lines) == list(cases), out
         return [float(error) for error in lines.values()]
 
@@ -170,10 +171,17 @@ def test_what_the_page_says_of_areal_without_this_package(errors_of):
     assert m2po > 0.05  # depends on the microbatches
 
 
+@pytest.mark.launches
 @needs("AReaL", installed=True)
 def test_areals_trainers_make_our_engines_and_its_losses_are_proportional_to_advantages(
-    launches, tmp_path
+    tmp_path,
 ):
     checkout = copy_of("AReaL", "areal", tmp_path)
-    out = launched("integrations/areal_trainers.py", checkout, processes=1)
-    assert "losses and trainers: as expected" in out
+    done = subprocess.run(
+        [sys.executable, str(TESTS / "integrations" / "areal_trainers.py"), str(checkout)],
+        env={**ENVIRONMENT, "PYTHONPATH": worker_path(), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert "losses and trainers: as expected" in done.stdout, done.stdout + done.stderr
