@@ -43,12 +43,20 @@ TESTS = [
     ON_TWO_RANKS,
     "tests/guards/test_gradient_audit.py",
     "tests/guards/test_finalized.py",
+    "tests/megatron/test_follow.py",  # from 0.19 on
     "-k",
-    "aggregator or [2- or audit or finalized",
+    "aggregator or [2- or audit or finalized or follow",
 ]
 GUARDS = [
     f"tests/guards/test_{name}.py"
-    for name in ("gradient_audit", "guards", "finalized", "legal", "legal_runs")
+    for name in (
+        "accumulated_steps",
+        "gradient_audit",
+        "guards",
+        "finalized",
+        "legal",
+        "legal_runs",
+    )
 ]
 WHOLE = [
     "tests/loop/test_aggregator.py",
