@@ -42,7 +42,7 @@ def path_with(*folders):
     return os.pathsep.join([*map(str, folders), os.environ["PYTHONPATH"]])
 
 
-@pytest.mark.parametrize(("framework", "number"), [("verl", 65), ("skyrl", 37)])
+@pytest.mark.parametrize(("framework", "number"), [("verl", 69), ("skyrl", 37)])
 def test_the_command_runs_a_frameworks_own_functions(tmp_path, framework, number):
     done, report, summary = lossagg_verify(tmp_path, framework)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -60,7 +60,7 @@ def test_the_command_runs_a_frameworks_own_functions(tmp_path, framework, number
 @pytest.mark.parametrize(
     ("framework", "checkout", "stand_ins", "number"),
     [
-        pytest.param("verl", "verl", "stand_ins_first", 65, marks=needs("verl")),
+        pytest.param("verl", "verl", "stand_ins_first", 69, marks=needs("verl")),
         pytest.param("nemo-rl", "NeMo-RL", "nemo_rl_first", 34, marks=needs("NeMo-RL")),
     ],
 )
