@@ -296,14 +296,15 @@ def of_neighbours(facts, case, wanted):
 
 
 def mask_held(taken, *, partition):
-    """Give the weights if a rank slices its mask at other positions than its tokens.
+    """Predict what is trained if a rank slices its mask at other positions than its tokens.
 
     ``taken``: those positions, as ``Parallelism.held`` has the right ones. ``partition``: of the
-    layouts that the fault changes.
+    layouts that the fault changes. A mask that comes from another sequence brings its weight.
     """
 
-    def weights(facts, aggregation):
-        split, right_Y = facts.parallelism, token_weights(facts, aggregation)
+    def weights(case, facts, aggregation):
+        split = facts.parallelism
+        right_Y = token_weights(facts, aggregation) * sequence_factors(facts, case)
         if split.cp == 1 or split.packing == "local" or split.cp_partition != partition:
             return twice(right_Y)
         weight_Y = torch.zeros_like(right_Y)
@@ -311,11 +312,9 @@ def mask_held(taken, *, partition):
             packed = [i for i, other in enumerate(facts.assignment.keys) if other == key]
             offsets, place = [0], []  # of the microbatch; where each of its tokens is in Y
             for index in [*packed, len(facts.reference.sequences)]:  # the padding sequence last
-                length = split.padded(
-                    len(facts.reference.sequences[index]) if index in packed else 1
-                )
+                length = len(facts.reference.sequences[index]) if index in packed else 1
                 start = facts.reference.starts[index]
-                place += range(start, start + length)
+                place += range(start, start + split.padded(length))
                 offsets.append(len(place))
             place_P = torch.tensor(place)
             for rank in range(split.cp):
@@ -324,7 +323,9 @@ def mask_held(taken, *, partition):
                 weight_Y.index_add_(0, at_Y, right_Y[from_Y])
         return twice(weight_Y)
 
-    return weights
+    return lambda facts, case, wanted: weighted(partial(weights, case))(
+        facts, replace(case, weighs_sequences=False), wanted
+    )
 
 
 def chunks(order):
@@ -378,9 +379,9 @@ PREDICTIONS = {
     "empty_samples_leave": weighted(empty_leave),
     "mean_of_sequence_means": weighted(sequence_means),
     "weights_of_neighbours": of_neighbours,
-    "chunks_swapped": weighted(mask_held(chunks(swapped), partition="zigzag")),
-    "contiguous_chunks": weighted(mask_held(chunks(neighbours), partition="zigzag")),
-    "zigzag_on_contiguous": weighted(mask_held(zigzag, partition="contiguous")),
+    "chunks_swapped": mask_held(chunks(swapped), partition="zigzag"),
+    "contiguous_chunks": mask_held(chunks(neighbours), partition="zigzag"),
+    "zigzag_on_contiguous": mask_held(zigzag, partition="contiguous"),
     "gathered_on_every_rank": multiple(
         lambda facts: facts.parallelism.cp, lambda facts: facts.parallelism.cp
     ),
