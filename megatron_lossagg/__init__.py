@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from megatron_lossagg.loop.buffer import MicrobatchSequences as MicrobatchSequences
     from megatron_lossagg.loop.buffer import StepBuffer as StepBuffer
     from megatron_lossagg.loop.flags import add_loss_aggregation_args as add_loss_aggregation_args
-    from megatron_lossagg.loop.integration import FrameworkLoss as FrameworkLoss
-    from megatron_lossagg.loop.integration import Integration as Integration
+    from megatron_lossagg.loop.framework import FrameworkLoss as FrameworkLoss
+    from megatron_lossagg.loop.framework import Integration as Integration
     from megatron_lossagg.reduction.aggregation import Aggregation as Aggregation
     from megatron_lossagg.reduction.counts import StepTotals as StepTotals
     from megatron_lossagg.reduction.custom import ReducerContext as ReducerContext
@@ -31,8 +31,8 @@ __version__ = "0.1.0"
 
 _MODULE_OF = {
     "Aggregation": "reduction.aggregation",
-    "FrameworkLoss": "loop.integration",
-    "Integration": "loop.integration",
+    "FrameworkLoss": "loop.framework",
+    "Integration": "loop.framework",
     "Layout": "reduction.layout",
     "LossAggregationError": "errors",
     "LossAggregator": "loop.aggregator",

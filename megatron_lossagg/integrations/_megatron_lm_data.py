@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations._segment_counts import count_segments, to_numpy, with_weights
 from megatron_lossagg.loop.buffer import MicrobatchSequences
-from megatron_lossagg.loop.integration import FrameworkLoss, Integration
+from megatron_lossagg.loop.framework import FrameworkLoss, Integration
 
 __all__ = ["MaskedSumIntegration", "is_packed", "mask_of", "packed_sequences"]
 

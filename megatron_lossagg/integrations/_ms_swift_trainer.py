@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations._rebind import rebind
 from megatron_lossagg.integrations._refusals import imported
-from megatron_lossagg.loop.integration import Integration
+from megatron_lossagg.loop.framework import Integration
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
 
 __all__ = ["TrainerIntegration", "field_of", "installed", "reported", "trainer_class"]

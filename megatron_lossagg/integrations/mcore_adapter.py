@@ -22,7 +22,7 @@ from megatron_lossagg.integrations._rebind import rebind
 from megatron_lossagg.integrations._refusals import imported
 from megatron_lossagg.integrations._segment_counts import count_segments, to_numpy
 from megatron_lossagg.loop.buffer import MicrobatchSequences
-from megatron_lossagg.loop.integration import FrameworkLoss, Integration
+from megatron_lossagg.loop.framework import FrameworkLoss, Integration
 from megatron_lossagg.loop.schedule_hook import Schedule, ScheduleHook
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.options import Options

@@ -27,7 +27,7 @@ from megatron_lossagg.integrations._megatron_lm_data import (
 from megatron_lossagg.integrations._rebind import rebind
 from megatron_lossagg.integrations._segment_counts import count_segments, with_weights
 from megatron_lossagg.loop.buffer import MicrobatchSequences
-from megatron_lossagg.loop.integration import Integration
+from megatron_lossagg.loop.framework import Integration
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.layout import Layout

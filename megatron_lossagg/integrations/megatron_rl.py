@@ -28,7 +28,7 @@ from megatron_lossagg.integrations._segment_counts import count_segments, to_num
 from megatron_lossagg.integrations.megatron_lm import current_iteration
 from megatron_lossagg.loop.aggregator import LossAggregator
 from megatron_lossagg.loop.buffer import MicrobatchSequences
-from megatron_lossagg.loop.integration import FrameworkLoss
+from megatron_lossagg.loop.framework import FrameworkLoss
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.faults import warn_once
 from megatron_lossagg.reduction.layout import Layout

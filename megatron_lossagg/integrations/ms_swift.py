@@ -25,7 +25,7 @@ from megatron_lossagg.integrations._ms_swift_trainer import (
 )
 from megatron_lossagg.integrations._segment_counts import count_segments, to_numpy, with_weights
 from megatron_lossagg.loop.buffer import MicrobatchSequences
-from megatron_lossagg.loop.integration import FrameworkLoss
+from megatron_lossagg.loop.framework import FrameworkLoss
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.options import Options

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations._ms_swift_trainer import installed, reported, trainer_class
 from megatron_lossagg.integrations.ms_swift import IGNORED, SwiftIntegration
-from megatron_lossagg.loop.integration import FrameworkLoss
+from megatron_lossagg.loop.framework import FrameworkLoss
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.options import Options
@@ -76,7 +76,7 @@ class GKDIntegration(SwiftIntegration):
             mask=mask.reshape(-1),
             returned=returned,
             masked_sum=None if of_sft else returned[0],
-            check=([*counts, theirs, terms.sum(), terms.abs().sum()], _describe),
+            to_check=([*counts, theirs, terms.sum(), terms.abs().sum()], _describe),
         )
 
 

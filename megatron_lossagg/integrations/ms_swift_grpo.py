@@ -38,7 +38,7 @@ from megatron_lossagg.integrations._ms_swift_trainer import (
 from megatron_lossagg.integrations._segment_counts import to_numpy
 from megatron_lossagg.loop.aggregator import LossAggregator
 from megatron_lossagg.loop.buffer import MicrobatchSequences
-from megatron_lossagg.loop.integration import FrameworkLoss
+from megatron_lossagg.loop.framework import FrameworkLoss
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.faults import warn_once
@@ -145,7 +145,7 @@ class GRPOIntegration(TrainerIntegration):
             losses=pad(losses if has_gradient else losses.detach(), added).reshape(-1),
             mask=pad(mask, added).reshape(-1),
             returned=returned,
-            check=(check, _describe),
+            to_check=(check, _describe),
         )
 
     def _num_added(self, width: int) -> int:

@@ -38,7 +38,7 @@ from megatron_lossagg.reduction.plan import StepPlan, plan_step
 from megatron_lossagg.reduction.sequences import FloatsLike, Ids
 
 if TYPE_CHECKING:
-    from megatron_lossagg.loop.integration import Integration
+    from megatron_lossagg.loop.framework import Integration
     from megatron_lossagg.loop.probe import ProbeReport
     from megatron_lossagg.loop.schedule_hook import ScheduleHook
 

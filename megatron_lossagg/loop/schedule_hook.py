@@ -3,7 +3,7 @@
 A framework calls its schedule with keywords, once per step. :class:`ScheduleHook` wraps it: it
 reads the step's microbatches, counts and plans them, replays them to the framework's own
 ``forward_step_func``, and returns the configured loss to Megatron instead of the framework's.
-What only the framework knows is its :class:`~megatron_lossagg.loop.integration.Integration`'s.
+What only the framework knows is its :class:`~megatron_lossagg.loop.framework.Integration`'s.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_lossagg.guards.framework_loss import (
 )
 from megatron_lossagg.loop.aggregator import LossAggregator
 from megatron_lossagg.loop.buffer import StepBuffer, StepMicrobatch
-from megatron_lossagg.loop.integration import FrameworkLoss, Integration
+from megatron_lossagg.loop.framework import FrameworkLoss, Integration
 from megatron_lossagg.loop.step import MicrobatchLoss, Step
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.faults import looks_again
@@ -342,8 +342,8 @@ class _Replay:
             token_weights=framework.token_weights,
         )
         faults = self._step.plan.state.faults
-        if framework.check is not None:
-            faults.record(*framework.check)
+        if framework.to_check is not None:
+            faults.record(*framework.to_check)
         if self._compares and framework.masked_sum is not None:
             compare_with_framework(
                 framework.masked_sum,

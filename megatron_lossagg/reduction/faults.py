@@ -50,7 +50,7 @@ class Faults:
     def __init__(self) -> None:
         self._recorded: list[tuple[list[Tensor], Describe, type[LossAggregationError]]] = []
 
-    def check(
+    def check_or_record(
         self,
         device: torch.device,
         values: Callable[[], list[Tensor]],

@@ -23,7 +23,7 @@ import megatron_lossagg.cpu as cpu
 from megatron_lossagg.errors import ContractError, ProofError, ReducerError
 from megatron_lossagg.loop.aggregator import LossAggregator
 from megatron_lossagg.loop.buffer import MicrobatchSequences
-from megatron_lossagg.loop.integration import FrameworkLoss, Integration
+from megatron_lossagg.loop.framework import FrameworkLoss, Integration
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
 from megatron_lossagg.loop.step import Step
 from megatron_lossagg.reduction.aggregation import Aggregation

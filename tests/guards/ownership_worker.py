@@ -23,7 +23,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_lossagg import Aggregation, Layout, LossAggregator, Sequences, plan_step
 from megatron_lossagg.errors import ContractError, ReducerError
 from megatron_lossagg.loop.buffer import MicrobatchSequences
-from megatron_lossagg.loop.integration import FrameworkLoss, Integration
+from megatron_lossagg.loop.framework import FrameworkLoss, Integration
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
 from megatron_lossagg.reduction.options import Options
 

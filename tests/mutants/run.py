@@ -153,7 +153,7 @@ LAUNCHED_TESTS = {
     "loop/aggregator": [*AGGREGATOR, *STEP, *LEGAL_STEPS],
     "loop/buffer": [*of("loop", "buffer", "buffer_memory"), *checks_of("loop/buffer_worker")],
     "loop/counts_of_rank": COUNTS,
-    "loop/integration": HOOK,
+    "loop/framework": HOOK,
     "loop/read_run": AGGREGATOR,
     "loop/schedule_hook": [*HOOK, *COMPARISON],
     "loop/stages": COUNTS,

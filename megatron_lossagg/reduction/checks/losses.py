@@ -89,7 +89,7 @@ def check_finite(
         swallows = is_custom and not kept_T.isfinite().all()
         return math.isfinite(partial_loss.item()) and not swallows
 
-    faults.check(
+    faults.check_or_record(
         kept_T.device,
         lambda: [partial_loss, *_extremes(kept_T)],
         # Of what names the tokens only: the weights and the mask may go before the step ends.

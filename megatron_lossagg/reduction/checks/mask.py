@@ -41,7 +41,7 @@ def check_mask(mask_P: Tensor, segments: Segments, faults: Faults) -> tuple[Tens
                 raise ReducerError(fault)
         return keep_T, torch.zeros(layout.num_segments, dtype=torch.int64, device=device)
     if mask_P.dtype != torch.bool and len(value_T):
-        faults.check(
+        faults.check_or_record(
             device,
             lambda: first_of(value_T != keep_T, value_T),
             partial(_describe_value, segments),
@@ -52,14 +52,14 @@ def check_mask(mask_P: Tensor, segments: Segments, faults: Faults) -> tuple[Tens
     trained_G1, last_G2 = segment_sums(sum_P, layout)
     # Segment G is what follows the last one, and may train nothing.
     missing_G1 = from_numpy(np.append(segments.counted, 0), device) - trained_G1
-    faults.check(
+    faults.check_or_record(
         device,
         lambda: [*missing_G1.min(dim=0), *missing_G1.max(dim=0)],
         partial(_describe_counts, segments),
         seems_right=lambda: not missing_G1.any(),
     )
     if layout.is_whole and layout.num_segments:
-        faults.check(device, lambda: [selected_P[last_G2[1:-1]].any()], _describe_shift)
+        faults.check_or_record(device, lambda: [selected_P[last_G2[1:-1]].any()], _describe_shift)
     return keep_T, held_sums(sum_P, trained_G1[:-1], layout)
 
 

@@ -47,7 +47,7 @@ def check_positions(
     expected_2T = from_numpy(np.stack([in_sequence_T, in_buffer_T]), device)
     given_T = positions.reshape(-1)[:num]
     wrong_T = moved(keep_T, device) & (given_T != expected_2T).all(dim=0)
-    faults.check(
+    faults.check_or_record(
         device,
         lambda: first_of(wrong_T, given_T),
         partial(_describe, segments),

@@ -47,7 +47,7 @@ def check_token_weights(
     if not segments.rejects_tokens:
         is_wrong_T |= (weight_T != 0) & ~keep_T
     if len(weight_T):
-        faults.check(
+        faults.check_or_record(
             device,
             lambda: first_of(is_wrong_T, weight_T),
             partial(_describe_weight, segments),
@@ -58,7 +58,7 @@ def check_token_weights(
     assert segments.counted_weights is not None
     counted_G1 = from_numpy(np.append(segments.counted_weights, 0.0), device)
     missing_G1, slack_G1 = counted_G1 - trained_G1, weight_slack(counted_G1, sum_P[-1])
-    faults.check(
+    faults.check_or_record(
         device,
         lambda: [*(missing_G1 + slack_G1).min(dim=0), *(missing_G1 - slack_G1).max(dim=0)],
         partial(_describe_sums, segments),

@@ -148,8 +148,8 @@ def taken_apart(
             loss_func = partial(changed(loss_func) if changed else loss_func, data=data[n])
             for rank in range(cp_size):
                 found = integration.loss(loss_func, mb.log_probs)
-                assert found.check is not None
-                plan.state.faults.record(*found.check)
+                assert found.to_check is not None
+                plan.state.faults.record(*found.to_check)
                 sizes = SimpleNamespace(cp_size=cp_size, cp_rank=rank)
                 lengths = np.asarray(given[n].lengths).tolist()
                 layout = integration.layout(cast(Any, sizes), lengths)

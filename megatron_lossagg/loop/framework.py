@@ -58,7 +58,7 @@ class FrameworkLoss:
     128, ... by the gradient at the model's output, so that no term is lost. None: neither is
     compared. In these steps a loss that reaches a parameter without the output is refused too.
     """
-    check: tuple[list[Tensor], Describe] | None = None
+    to_check: tuple[list[Tensor], Describe] | None = None
     """0-dim results of a check of the integration's own, on the device, and what they mean.
 
     They are read when the step ends, in an evaluation too. None: there is none.
