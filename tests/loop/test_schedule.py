@@ -35,7 +35,7 @@ LAYOUTS = {
     "DP2xCP2": {"dp": 2, "cp": 2, "microbatches": 3},
     "PP2xCP2": {"pp": 2, "cp": 2, "microbatches": 1},
     "TP2-SP": {"tp": 2, "sequence_parallel": True},
-    "PP2xVPP2": {"pp": 2, "vpp": 2, "microbatches": 4},
+    "PP2xVPP3": {"pp": 2, "vpp": 3, "microbatches": 4},
     "distributed-optimizer": {"cp": 2, "distributed_optimizer": True},
     "local": {"cp": 2, "packing": "local"},
     # With the zigzag layout its gradient was off by 79 percent, silently.
