@@ -73,7 +73,8 @@ class _Operations(TorchDispatchMode):
             self.counts.collectives[name] += 1
             self.counts.collective_bytes += sum(map(_bytes, _tensors(args[0])))
             return outputs
-        touched = [*_tensors((args, kwargs)), *_tensors(outputs)]  # promote_types touches none
+        read = {name: value for name, value in (kwargs or {}).items() if name != "out"}
+        touched = [*_tensors((args, read)), *_tensors(outputs)]  # promote_types touches none
         if touched and not func.is_view and name not in ALLOCATIONS:
             self.counts.operations[name] += 1
             self.counts.bytes += sum(map(_bytes, touched))

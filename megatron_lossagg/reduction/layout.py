@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -210,8 +210,8 @@ class Layout:
             chunk_G = length_G // (2 * cp_size)
             starts = [offset_G1[:-1] + k * chunk_G for k in _chunks(cp_size, cp_rank)]
             lengths = [chunk_G, chunk_G]
-        layout = _of_runs("thd_zigzag", offset_G1, starts, lengths, cp_size, cp_rank)
-        return replace(layout, allows_tail=True, is_whole=True, split="zigzag")
+        more = {"allows_tail": True, "is_whole": True, "split": "zigzag"}
+        return _of_runs("thd_zigzag", offset_G1, starts, lengths, cp_size, cp_rank, **more)
 
     @staticmethod
     def bshd_zigzag(batch_size: int, seq_length: int, *, cp_size: int, cp_rank: int) -> Layout:
@@ -340,8 +340,12 @@ def _of_runs(
     lengths: list[Ints],
     cp_size: int,
     cp_rank: int,
+    **more: Any,
 ) -> Layout:
-    """Lay out segments of equally many runs: of each run the starts and lengths, ``[G]``."""
+    """Lay out segments of equally many runs: of each run the starts and lengths, ``[G]``.
+
+    ``more``: other fields of the layout.
+    """
     return Layout(
         name=name,
         offset_G1=offset_G1,
@@ -350,6 +354,7 @@ def _of_runs(
         segment_R=np.repeat(np.arange(len(offset_G1) - 1), len(starts)),
         cp_size=cp_size,
         cp_rank=cp_rank,
+        **more,
     )
 
 

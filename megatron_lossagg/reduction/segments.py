@@ -1,6 +1,6 @@
 """The segments of one microbatch: whose tokens they are, their sums, and their names in messages.
 
-Shape suffixes: P = positions of the whole mask; T = tokens that this rank holds;
+Shape suffixes: P = positions of the whole mask (P1: one more); T = tokens that this rank holds;
 G = segments of the microbatch (G1, G2: and one or two more); R = runs of consecutive
 positions; S = sequences of the step.
 """
@@ -20,7 +20,15 @@ from megatron_lossagg.reduction.devices import from_numpy
 from megatron_lossagg.reduction.integers import Ints, first_few
 from megatron_lossagg.reduction.layout import Layout
 
-__all__ = ["PADDING", "Segments", "held", "held_sums", "of_sequences", "segment_sums"]
+__all__ = [
+    "PADDING",
+    "Segments",
+    "cumulated",
+    "held",
+    "held_sums",
+    "of_sequences",
+    "segment_sums",
+]
 
 PADDING = -1
 """The entry of ``sequences`` that represents a padding sequence or padding segment."""
@@ -100,29 +108,34 @@ def held(value_P: Tensor, layout: Layout) -> Tensor:
     return torch.index_select(value_P, 0, from_numpy(index_T, value_P.device))
 
 
-def segment_sums(sum_P: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+def cumulated(value_P: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the cumulative sum, ``[P1]``: entry i is the sum of the first i values."""
+    sum_P1 = torch.empty(len(value_P) + 1, dtype=dtype, device=value_P.device)
+    sum_P1[:1].zero_()
+    torch.cumsum(value_P, dim=0, dtype=dtype, out=sum_P1[1:])
+    return sum_P1
+
+
+def segment_sums(sum_P1: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """Take each segment's sum out of a cumulative one, ``[G1]``: the last is of what follows them.
 
-    Also returns the index of each segment's last position, ``[G2]``, from that before the first.
+    Also returns where each segment ends, ``[G2]``, from where the first begins.
     """
-    end_G2 = np.append(layout.offset_G1, len(sum_P))
-    last_G2 = np.maximum(end_G2 - 1, 0)  # the index of the sum up to an end
-    last_G2, is_past_0_G2 = from_numpy(np.stack([last_G2, end_G2 > 0]), sum_P.device)
-    sum_G2 = sum_P[last_G2] * is_past_0_G2
-    return sum_G2[1:] - sum_G2[:-1], last_G2
+    end_G2 = np.empty(len(layout.offset_G1) + 1, dtype=np.int64)
+    end_G2[:-1], end_G2[-1] = layout.offset_G1, len(sum_P1) - 1
+    on_device_G2 = from_numpy(end_G2, sum_P1.device)
+    sum_G2 = sum_P1[on_device_G2]
+    return sum_G2[1:] - sum_G2[:-1], on_device_G2
 
 
-def held_sums(sum_P: Tensor, whole_G: Tensor, layout: Layout) -> Tensor:
+def held_sums(sum_P1: Tensor, whole_G: Tensor, layout: Layout) -> Tensor:
     """Take the sums over what this rank holds of each segment out of a cumulative one, ``[G]``.
 
     ``whole_G``: those over whole segments, which are the same if the rank holds the whole mask.
     """
     if layout.cp_size == 1 or layout.is_local:
         return whole_G
-    last_2R = np.stack([layout.start_R - 1, layout.start_R + layout.length_R - 1])
-    last_2R, is_past_0_2R = from_numpy(
-        np.stack([np.maximum(last_2R, 0), last_2R >= 0]), sum_P.device
-    )
-    before_R, through_R = sum_P[last_2R] * is_past_0_2R
-    segment_R = from_numpy(np.array(layout.segment_R), sum_P.device)  # the layout's is read-only
-    return torch.zeros_like(whole_G).index_add_(0, segment_R, through_R - before_R)
+    ends_3R = np.stack([layout.start_R, layout.start_R + layout.length_R, layout.segment_R])
+    start_R, end_R, segment_R = from_numpy(ends_3R, sum_P1.device)
+    held_R = sum_P1[end_R] - sum_P1[start_R]
+    return torch.zeros_like(whole_G).index_add_(0, segment_R, held_R)

@@ -15,7 +15,14 @@ from torch import Tensor
 from megatron_lossagg.errors import ReducerError
 from megatron_lossagg.reduction.devices import from_numpy
 from megatron_lossagg.reduction.faults import Faults, warn_once
-from megatron_lossagg.reduction.segments import PADDING, Segments, held, held_sums, segment_sums
+from megatron_lossagg.reduction.segments import (
+    PADDING,
+    Segments,
+    cumulated,
+    held,
+    held_sums,
+    segment_sums,
+)
 
 __all__ = ["check_mask", "first_of"]
 
@@ -48,8 +55,8 @@ def check_mask(mask_P: Tensor, segments: Segments, faults: Faults) -> tuple[Tens
             seems_right=lambda: bool(value_T.count_nonzero() == keep_T.count_nonzero()),
         )
     selected_P = keep_T if len(keep_T) == len(mask_P) else mask_P
-    sum_P = torch.cumsum(selected_P, dim=0, dtype=torch.int32)
-    trained_G1, last_G2 = segment_sums(sum_P, layout)
+    sum_P1 = cumulated(selected_P, torch.int32)
+    trained_G1, end_G2 = segment_sums(sum_P1, layout)
     # Segment G is what follows the last one, and may train nothing.
     missing_G1 = from_numpy(np.append(segments.counted, 0), device) - trained_G1
     faults.check_or_record(
@@ -59,8 +66,11 @@ def check_mask(mask_P: Tensor, segments: Segments, faults: Faults) -> tuple[Tens
         seems_right=lambda: not missing_G1.any(),
     )
     if layout.is_whole and layout.num_segments:
-        faults.check_or_record(device, lambda: [selected_P[last_G2[1:-1]].any()], _describe_shift)
-    return keep_T, held_sums(sum_P, trained_G1[:-1], layout)
+        # An empty segment at the front ends at 0: it looks at the mask's last position.
+        faults.check_or_record(
+            device, lambda: [selected_P[end_G2[1:-1] - 1].any()], _describe_shift
+        )
+    return keep_T, held_sums(sum_P1, trained_G1[:-1], layout).long()
 
 
 def first_of(is_wrong_T: Tensor, value_T: Tensor) -> list[Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_lossagg.reduction.checks.mask import first_of
 from megatron_lossagg.reduction.devices import from_numpy
 from megatron_lossagg.reduction.faults import Faults
-from megatron_lossagg.reduction.segments import Segments, held, held_sums, segment_sums
+from megatron_lossagg.reduction.segments import Segments, cumulated, held, held_sums, segment_sums
 
 __all__ = ["check_token_weights", "weight_slack"]
 
@@ -53,18 +53,18 @@ def check_token_weights(
             partial(_describe_weight, segments),
             seems_right=lambda: not is_wrong_T.any(),
         )
-    sum_P = torch.cumsum(torch.where(mask_P == 1, weight_P, 0), dim=0, dtype=torch.float64)
-    trained_G1, _ = segment_sums(sum_P, layout)
+    sum_P1 = cumulated(torch.where(mask_P == 1, weight_P, 0), torch.float64)
+    trained_G1, _ = segment_sums(sum_P1, layout)
     assert segments.counted_weights is not None
     counted_G1 = from_numpy(np.append(segments.counted_weights, 0.0), device)
-    missing_G1, slack_G1 = counted_G1 - trained_G1, weight_slack(counted_G1, sum_P[-1])
+    missing_G1, slack_G1 = counted_G1 - trained_G1, weight_slack(counted_G1, sum_P1[-1])
     faults.check_or_record(
         device,
         lambda: [*(missing_G1 + slack_G1).min(dim=0), *(missing_G1 - slack_G1).max(dim=0)],
         partial(_describe_sums, segments),
         seems_right=lambda: bool((missing_G1.abs() <= slack_G1).all()),
     )
-    return weight_T, held_sums(sum_P, trained_G1[:-1], layout)
+    return weight_T, held_sums(sum_P1, trained_G1[:-1], layout)
 
 
 def _describe_weight(segments: Segments, values: list[float]) -> str:
