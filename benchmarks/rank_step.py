@@ -68,8 +68,11 @@ def import_megatron() -> None:
     import megatron.core.transformer  # noqa: F401
 
 
-def a_chunk() -> Any:
-    """Wrap a Linear, data-parallel over the world; its other groups have one rank."""
+def a_chunk(*, splits_sequences: bool = False) -> Any:
+    """Wrap a Linear, data-parallel over the world; its other groups have one rank.
+
+    ``splits_sequences``: context-parallel over the world instead.
+    """
     import_megatron()
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -82,14 +85,16 @@ def a_chunk() -> Any:
     world = dist.group.WORLD
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     groups = ProcessGroupCollection(
-        dp=world, dp_cp=world, expt_dp=world, intra_dp_cp=world, intra_expt_dp=world
+        dp_cp=world, expt_dp=world, intra_dp_cp=world, intra_expt_dp=world
     )
-    for name in ("tp", "pp", "cp", "ep"):
+    groups.dp, groups.cp = (alone, world) if splits_sequences else (world, alone)
+    for name in ("tp", "pp", "ep"):
         setattr(groups, name, alone)
     config = TransformerConfig(
         num_layers=1,
         hidden_size=4,
         num_attention_heads=1,
+        context_parallel_size=dist.get_world_size() if splits_sequences else 1,
         finalize_model_grads_func=finalize_model_grads,
     )
     module = torch.nn.Linear(2, 2)

@@ -42,6 +42,8 @@ from megatron_lossagg.reduction.weights import check_agreement
 __all__ = ["StepPlan", "plan_step"]
 
 _DEFAULTS = Options()
+_NOTHING = Sequences(active_tokens=[]).checked()
+"""What a rank with a fault brings to the gather."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -190,7 +192,7 @@ def plan_step(
             "group=aggregator.dp_group, or totals= if the step's counts are known"
         )
     exchange = Exchange(group)
-    checked = Sequences(active_tokens=[]).checked()
+    checked = _NOTHING
     if not fault:
         try:
             _check_arguments(aggregation, options)
