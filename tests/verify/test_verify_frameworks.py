@@ -380,9 +380,14 @@ def test_megatron_lms_own_script_trains_the_references_loss_in_every_layout(monk
     ("script", "kind", "words"),
     [
         ("raise RuntimeError('broken')", NotRunError, "aggregation too: RuntimeError: broken"),
+        (
+            "import megatron.core.datasets.helpers_cpp_of_another_python",
+            NotRunError,
+            r"Build it for this Python: make -C .*megatron/core/datasets LIBEXT=\.cpython-3",
+        ),
         ("", FrameworkError, "in which it runs stock: .*ended without a step"),
     ],
-    ids=["stock fails too", "stock runs"],
+    ids=["stock fails too", "a helper is missing", "stock runs"],
 )
 @needs_megatron_lm
 def test_a_script_that_fails_is_a_failure_only_where_it_runs_stock(

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import shlex
 import subprocess
+import sysconfig
 from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from platform import python_version
 
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.verify.frameworks.check import (
@@ -117,11 +117,14 @@ def _run(script: Path, aggregation: Aggregation | None, layout: str) -> list[Eve
     if done.returncode:
         error = _first_error(done.stderr)
         if aggregation is None:
-            # Its make builds the helper for the python that pyenv takes in the checkout.
-            pyenv = f"; with pyenv, first export PYENV_VERSION={python_version()}"
+            remedy = "Run it by itself with lossagg run --cpu"
+            if "helpers_cpp" in error:  # built for the Python whose python3-config make finds
+                datasets = script.parent / "megatron" / "core" / "datasets"
+                suffix = sysconfig.get_config_var("EXT_SUFFIX")
+                remedy = f"Build it for this Python: make -C {datasets} LIBEXT={suffix}"
             raise NotRunError(
-                f"{script} fails in the layout {layout} without an aggregation too: {error}. Run "
-                f"it by itself with lossagg run --cpu{pyenv if 'helpers_cpp' in error else ''}"
+                f"{script} fails in the layout {layout} without an aggregation too: {error}. "
+                f"{remedy}"
             )
         _run(script, None, layout)
         raise FrameworkError(
