@@ -83,10 +83,11 @@ which_torch() {
 }
 
 tried() {
-    local kind lines pins=""
+    local kind lines pins="" began installed verified
     typed "'$1' -m venv ../environment"
     kind=$(which_torch "$2")
     lines=$(readme pip)
+    began=$SECONDS
     case $kind in
     cpu) # README's line for a machine without a GPU then finds it there
         typed "pip install --quiet --constraint constraints.txt torch numpy"
@@ -101,8 +102,11 @@ tried() {
         ;;
     esac
     typed "$lines"
+    installed=$((SECONDS - began))
     FOUND=$(versions)
+    began=$SECONDS
     typed "$(readme lossagg)" | tee "$WORK/verify"
+    verified=$((SECONDS - began))
     typed "pip install --quiet $pins '.[demo,dev]'"
     typed 'OMP_NUM_THREADS=1 python -m pytest --quiet -m "not launches and not gpu"' | tee "$WORK/tests"
     [[ $FOUND == "$(versions)" ]]
@@ -110,6 +114,7 @@ tried() {
         typed "make test" | tee -a "$WORK/tests"
     fi
     RESULT="$(grep -o '[0-9]* of [0-9]* cases' "$WORK/verify" | tail -n 1)"
+    RESULT+=", $verified s, after $installed s of pip"
     RESULT+=" | $(grep -o '[0-9]* passed.* in .*' "$WORK/tests" | tr -d = | paste -s -d ';')"
 }
 
