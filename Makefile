@@ -19,7 +19,7 @@ test: $(VENV)/installed
 
 # The inner loop: what starts no process and needs no GPU, within a minute.
 check: lint
-	$(RUN) -m pytest --quiet -m "not launches and not gpu"
+	$(RUN) -m pytest --quiet -n 2 -m "not launches and not gpu"
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

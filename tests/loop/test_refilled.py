@@ -303,11 +303,12 @@ def test_a_step_looks_at_few_values_and_bytes(monkeypatch):
     assert looked[0] == 4  # the two objects, the dict and the list
     assert looked[1] == 2 << 19  # the one array at both looks, each 16th number
     looked[:] = 0, 0
+    ids = [*range(9999)]
 
     def source():
         while True:
             arrays = [[np.zeros(1 << 15)] for _ in range(64)]
-            yield {"a": [Plain(of=Plain(arrays=one, ids=[*range(9999)])) for one in arrays]}
+            yield {"a": [Plain(of=Plain(arrays=one, ids=list(ids))) for one in arrays]}
 
     monkeypatch.setattr(refilled, "_STEPS", itertools.count(1))
     replayed(source(), num_microbatches=64)
