@@ -121,7 +121,15 @@ def test_records(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_gradients(layout):
-    """The gradient is the reference's in both loss scalings."""
+    train(layout)
+
+
+def test_gradients_under_the_hook():
+    train({"pp": 2, "vpp": 3, "microbatches": 4, "hooked": True})
+
+
+def train(layout):
+    """Compare the gradient with the reference's in both loss scalings."""
     cpu.install()  # before the first import of Megatron-Core, and that before the forks
     import megatron_lossagg.verify.verdict  # noqa: F401
     from megatron_lossagg.verify.cases import Case
