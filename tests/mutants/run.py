@@ -131,7 +131,7 @@ LAUNCHED_TESTS = {
     "guards/agreement": [*AGGREGATOR, *checks_of("guards/agreement_worker")],
     "guards/before": [*faults_of("before"), *STEP],
     "guards/coefficients": [*of("guards", "coefficients"), *AUDIT],
-    "guards/divided_losses": checks_of("guards/gradient_audit_worker"),
+    "guards/divided_losses": [*of("guards", "divided_losses"), *AUDIT],
     "guards/evaluation": LEGAL_STEPS,
     "guards/finalized": FINALIZED,
     "guards/framework_loss": [*of("guards", "framework_loss"), *COMPARISON],
