@@ -83,13 +83,15 @@ def a_chunk(*, splits_sequences: bool = False) -> Any:
     from megatron.core.transformer import TransformerConfig
 
     world = dist.group.WORLD
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    of_one_rank = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     groups = ProcessGroupCollection(
         dp_cp=world, expt_dp=world, intra_dp_cp=world, intra_expt_dp=world
     )
-    groups.dp, groups.cp = (alone, world) if splits_sequences else (world, alone)
+    groups.dp, groups.cp = world, of_one_rank
+    if splits_sequences:
+        groups.dp, groups.cp = of_one_rank, world
     for name in ("tp", "pp", "ep"):
-        setattr(groups, name, alone)
+        setattr(groups, name, of_one_rank)
     config = TransformerConfig(
         num_layers=1,
         hidden_size=4,

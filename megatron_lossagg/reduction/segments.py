@@ -119,7 +119,7 @@ def cumulated(value_P: Tensor, dtype: torch.dtype) -> Tensor:
 def segment_sums(sum_P1: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """Take each segment's sum out of a cumulative one, ``[G1]``: the last is of what follows them.
 
-    Also returns where each segment ends, ``[G2]``, from where the first begins.
+    Also returns, ``[G2]``, the offsets between which each segment lies, and the mask's length.
     """
     end_G2 = np.empty(len(layout.offset_G1) + 1, dtype=np.int64)
     end_G2[:-1], end_G2[-1] = layout.offset_G1, len(sum_P1) - 1

@@ -21,7 +21,7 @@ SPLITS = {
     "PP2xCP2": {"pp": 2, "cp": 2},
 }
 MICROBATCHES = (1, 3, 4)
-"""With 3 of them every case is trained; with 1 and 4 what a number of them can reach."""
+"""M. With 3 every case is trained; with 1 and 4 those of ``REACHED``."""
 OTHERS = {
     "CP4": {"cp": 4, "microbatches": 5},
     "PP2": {"pp": 2},

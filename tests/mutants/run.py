@@ -69,6 +69,7 @@ COUNTS = checks_of("loop/step_counts_worker")
 HOOK = checks_of("loop/schedule_worker", "loop/schedule_refusals_worker")
 COMPARISON = checks_of("loop/schedule_comparison_worker")
 GRADIENTS = ["mutants/over_ranks::test_gradients"]
+HOOKED_GRADIENTS = ["mutants/over_ranks::test_gradients_under_the_hook"]
 RECORD = [*of("record", "recorder"), "mutants/over_ranks::test_records"]
 WEIGHTS = of("reduction", "token_weights", "length_power")
 PURE_TESTS = {
@@ -155,9 +156,7 @@ LAUNCHED_TESTS = {
     "loop/counts_of_rank": COUNTS,
     "loop/framework": HOOK,
     "loop/read_run": AGGREGATOR,
-    "loop/schedule_hook": [
-        *(*HOOK, *COMPARISON, "mutants/over_ranks::test_gradients_under_the_hook"),
-    ],
+    "loop/schedule_hook": [*HOOK, *COMPARISON, *HOOKED_GRADIENTS],
     "loop/stages": COUNTS,
     "record/writer": RECORD,
 }

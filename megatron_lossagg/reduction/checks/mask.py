@@ -66,7 +66,8 @@ def check_mask(mask_P: Tensor, segments: Segments, faults: Faults) -> tuple[Tens
         seems_right=lambda: not missing_G1.any(),
     )
     if layout.is_whole and layout.num_segments:
-        # An empty segment at the front ends at 0: it looks at the mask's last position.
+        # An empty first segment ends at 0: index -1 is the mask's last position, which is not
+        # trained if it follows the last segment, and is looked at anyway if it does not.
         faults.check_or_record(
             device, lambda: [selected_P[end_G2[1:-1] - 1].any()], _describe_shift
         )
