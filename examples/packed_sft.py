@@ -295,7 +295,7 @@ def set_weights(model: torch.nn.Module, weights: Sequence[Tensor]) -> None:
 
 
 def work(num_steps: int, output: Path, *, only_last: bool) -> None:
-    """Measure on this rank: by hand first, then at each parallelism; rank 0 writes the lines.
+    """Measure: by hand on rank 0, then on all ranks at each parallelism; rank 0 writes the lines.
 
     ``only_last``: run Megatron in the last step only, whose line is then the only one.
     """
@@ -307,7 +307,9 @@ def work(num_steps: int, output: Path, *, only_last: bool) -> None:
         parallel_state.initialize_model_parallel(context_parallel_size=cp_size)
         model_parallel_cuda_manual_seed(1)
         if not weights_of_step:
-            weights_of_step = follow_by_hand(steps, lines)
+            weights = [follow_by_hand(steps, lines) if dist.get_rank() == 0 else None]
+            dist.broadcast_object_list(weights)
+            (weights_of_step,) = weights
         runs = Runs()
         dp_size = parallel_state.get_data_parallel_world_size()
         dp_rank = parallel_state.get_data_parallel_rank()
