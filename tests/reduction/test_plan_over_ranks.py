@@ -1,4 +1,4 @@
-"""Each ``check_`` of the workers passes on two and on three ranks that plan together."""
+"""Each ``check_`` of the workers passes on three ranks that plan together."""
 
 import pytest
 from check_runner import checks_of
@@ -12,29 +12,12 @@ WORKERS = (
 CHECKS = [(worker, check) for worker in WORKERS for check in checks_of(TESTS / worker)]
 
 
-def printed_by(processes):
+@early
+def printed():
     """Return the lines of each worker."""
-    return {
-        worker: launched(worker, processes=processes, timeout=120).splitlines()
-        for worker in WORKERS
-    }
-
-
-@early
-def printed_by_two():
-    return printed_by(2)
-
-
-@early
-def printed_by_three():
-    return printed_by(3)
+    return {worker: launched(worker, processes=3, timeout=120).splitlines() for worker in WORKERS}
 
 
 @pytest.mark.parametrize(("worker", "check"), CHECKS)
-def test_over_two_ranks(printed_by_two, worker, check):
-    assert f"PASSED check_{check}" in printed_by_two[worker]
-
-
-@pytest.mark.parametrize(("worker", "check"), CHECKS)
-def test_over_three_ranks(printed_by_three, worker, check):
-    assert f"PASSED check_{check}" in printed_by_three[worker]
+def test_over_three_ranks(printed, worker, check):
+    assert f"PASSED check_{check}" in printed[worker]
