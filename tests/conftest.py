@@ -174,11 +174,15 @@ def launches():
 def pytest_collection_modifyitems(items):
     """Mark the tests whose fixtures launch something: ``-m "not launches"`` leaves them out.
 
-    A test that starts a process itself has the mark in its file.
+    A test that starts a process itself has the mark in its file. Tests that need an early launch
+    come last, and before them those that start a process: the others run next to both.
     """
     for item in items:
         if "launches" in item.fixturenames:
             item.add_marker("launches")
+    items.sort(
+        key=lambda one: (bool(early_functions(one)), bool(one.get_closest_marker("launches")))
+    )
 
 
 def early_functions(item):

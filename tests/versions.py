@@ -37,7 +37,7 @@ LAYOUTS = {
     "MoE": ["--dp", "2", "--cp", "2", "--ep", "2", "--moe"],
 }
 PROBE = "tests/loop/test_probe.py"
-ON_TWO_RANKS = f"{PROBE}::test_stock_megatron_passes_and_is_left_unchanged"
+ON_TWO_RANKS = f"{PROBE}::test_stock_megatron_passes_on_two_ranks_and_is_left_unchanged"
 TESTS = [
     "tests/loop/test_aggregator.py",
     ON_TWO_RANKS,
@@ -45,7 +45,7 @@ TESTS = [
     "tests/guards/test_finalized.py",
     "tests/megatron/test_follow.py",  # from 0.19 on
     "-k",
-    "aggregator or [2- or audit or finalized or follow",
+    "aggregator or on_two_ranks or audit or finalized or follow",
 ]
 GUARDS = [
     f"tests/guards/test_{name}.py"
