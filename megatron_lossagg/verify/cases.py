@@ -118,6 +118,8 @@ class Expected:
     loss: float
     slope_Y: Tensor
     """d loss / d y."""
+    gradient_P: Tensor
+    """d loss / d theta."""
     weight_sum: float | None
     """None for a reducer of one's own, whose weights only it knows, as the next."""
     weight_expected: float | None
@@ -134,7 +136,13 @@ def expected(case: Case, reference: Reference, assignment: Assignment) -> Expect
     if case.is_custom:
         loss = loss_of_whole(case.aggregation, reference, y_Y)
         (slope_Y,) = torch.autograd.grad(loss, y_Y)
-        return Expected(loss=loss.item(), slope_Y=slope_Y, weight_sum=None, weight_expected=None)
+        return Expected(
+            loss=loss.item(),
+            slope_Y=slope_Y,
+            gradient_P=slope_Y @ reference.gradients_YP,
+            weight_sum=None,
+            weight_expected=None,
+        )
 
     def reference_sequences(
         aggregation: Aggregation, term: Callable[[Tensor, float], Tensor]
@@ -160,6 +168,7 @@ def expected(case: Case, reference: Reference, assignment: Assignment) -> Expect
     return Expected(
         loss=loss.item(),
         slope_Y=slope_Y,
+        gradient_P=slope_Y @ reference.gradients_YP,
         weight_sum=reference_loss.weight_sum(case.aggregation.mode, linear, **options),
         weight_expected=reference_loss.weight_sum(case.aggregation.mode, counted, **options),
     )

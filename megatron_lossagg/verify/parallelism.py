@@ -198,10 +198,13 @@ class Parallelism:
 
     @property
     def shape(self) -> ModelShape:
-        """The smallest model that these sizes divide, at least two layers and four heads."""
+        """The smallest model that these sizes divide, at least four heads.
+
+        Experts in two layers or more: an auxiliary loss has no gradient in its own layer's experts.
+        """
         stages = self.pp * self.vpp
         return ModelShape(
-            num_layers=stages * math.ceil(2 / stages),
+            num_layers=stages * math.ceil(2 / stages) if self.moe else stages,
             num_heads=math.lcm(4, self.tp),
             num_experts=math.lcm(4, self.ep) if self.moe else 0,
             # Rotary ones are split over context-parallel ranks by Megatron-Core, as zigzag chunks.

@@ -81,15 +81,18 @@ def compute(shape: ModelShape, *, copies: int, padded: int) -> Reference:
         logits = model(tokens[None], position[None], None)[0]
         sequence_losses = -torch.log_softmax(logits, dim=-1)[position, labels]
         losses.append(sequence_losses.detach().cpu())
-        for loss in sequence_losses:
-            by_parameter = torch.autograd.grad(
-                loss, list(named.values()), retain_graph=True, materialize_grads=True
-            )
-            gradients.append(torch.cat([gradient.flatten() for gradient in by_parameter]).cpu())
+        by_parameter = torch.autograd.grad(
+            sequence_losses,
+            list(named.values()),
+            torch.eye(len(tokens), dtype=torch.float64, device=device()),  # of each token alone
+            is_grads_batched=True,
+            materialize_grads=True,
+        )
+        gradients.append(torch.cat([of_one.flatten(1) for of_one in by_parameter], dim=1).cpu())
     return Reference(
         sequences=sequences,
         padded=padded,
         losses_Y=torch.cat(losses),
-        gradients_YP=torch.stack(gradients),
+        gradients_YP=torch.cat(gradients),
         parameters={name: tuple(p.shape) for name, p in named.items()},
     )

@@ -37,6 +37,7 @@ from megatron_lossagg.verify.world import device, dtype_of
 
 __all__ = [
     "Batch",
+    "all_reported",
     "config_of",
     "forward",
     "gather_gradients",
@@ -342,16 +343,22 @@ def run_schedule(
 
 
 def reported(reports: Sequence[dict[str, Tensor]], name: str) -> float:
-    """Reduce a reported value as Megatron-LM's train_step does; last pipeline stage only.
+    """Reduce one reported value as :func:`all_reported` does."""
+    return all_reported(reports, [name])[name]
+
+
+def all_reported(reports: Sequence[dict[str, Tensor]], names: Sequence[str]) -> dict[str, float]:
+    """Reduce reported values as Megatron-LM's train_step does; last pipeline stage only.
 
     NaN if a rank has no reports, because its step was ended by an error.
     """
-    total = torch.full((2,), torch.nan, dtype=torch.float64, device=device())
+    totals = torch.full((len(names), 2), torch.nan, dtype=torch.float64, device=device())
     if reports:
-        total = torch.stack([report[name].double() for report in reports]).sum(0)
+        values = [torch.stack([report[name].double() for name in names]) for report in reports]
+        totals = torch.stack(values).sum(0)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    dist.all_reduce(total, group=group)
-    return float(total[0] / total[1])
+    dist.all_reduce(totals, group=group)
+    return {name: float(total / count) for name, (total, count) in zip(names, totals, strict=True)}
 
 
 def gather_gradients(chunks: Sequence[Any]) -> None:

@@ -1,8 +1,8 @@
 """One layout in one loss scaling on the installed Megatron-Core: its steps, and their gradients.
 
 Called on every rank. A step runs in a loop of our own, or as a framework's under the schedule hook.
-Shape suffixes: Y = tokens of all sequences and a padding sequence, padded; H = hypotheses, each the
-slopes d loss / d y of a gradient; P = parameters.
+Shape suffixes: Y = tokens of all sequences and a padding sequence, padded; H = hypotheses, each a
+gradient; P = parameters.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from megatron_lossagg.verify.parallelism import Parallelism
 from megatron_lossagg.verify.reference_gradient import Reference
 from megatron_lossagg.verify.small_gpt import (
     Batch,
+    all_reported,
     config_of,
     forward,
     gather_gradients,
     pack,
-    reported,
     run_schedule,
     token_losses,
     wrapped_chunks,
@@ -146,8 +146,7 @@ class Run:
         values = None
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             names = _REPORTED[:1] if case.is_custom else _REPORTED
-            values = {name: reported(reports, name) for name in names}
-            values["k"] = k
+            values = {**all_reported(reports, names), "k": k}
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, (values, faults))
         return Measured(
@@ -282,37 +281,32 @@ class Run:
         layout = aggregator.thd(offsets)
         return layout.gathered() if self.parallelism.packing == "gathered" else layout
 
-    def errors(self, measured: Measured, slopes_HY: Tensor) -> list[float]:
-        """Return each hypothesis's largest relative error over all parameters and ranks."""
-        hypotheses_HP = slopes_HY @ self.reference.gradients_YP
-        whole = hypotheses_HP.norm(dim=1)
-        errors_H = torch.zeros(len(slopes_HY), dtype=torch.float64)
-        for shard, gradient in measured.gradients:
-            if shard.name in self.reference.parameters:
-                wanted = self.reference.of_parameter(hypotheses_HP, shard.name)
-                norms = wanted.flatten(1).norm(dim=1)
-                cut = torch.stack([shard.cut(one) for one in wanted])
-            else:  # a multi-token-prediction layer: the main loss does not reach it
-                norms, cut = whole, torch.zeros(len(whole), *gradient.shape).double()
-            # A parameter that no trained token reaches has only rounding, of the whole gradient.
-            floor = 1e-3 * self.parallelism.tolerance * whole
-            error_H = (gradient - cut).flatten(1).norm(dim=1) / torch.maximum(norms, floor)
-            errors_H = torch.maximum(errors_H, error_H.nan_to_num(nan=math.inf))
-        errors_H = errors_H.to(device())
-        dist.all_reduce(errors_H, op=dist.ReduceOp.MAX)
-        return [float(error) for error in errors_H]
+    def compared(self, measured: Measured, hypotheses_HP: Tensor) -> tuple[list[float], float]:
+        """Compare the step's gradient with hypotheses, of which the first is the right one.
 
-    def factor_of(self, measured: Measured, slope_Y: Tensor) -> float:
-        """Project the gradient on the right one: 1 if they are equal."""
-        right_P = slope_Y @ self.reference.gradients_YP
+        Returns each hypothesis's largest relative error over all parameters and ranks, and the
+        gradient's multiple of the right one, by projection. One all-gather.
+        """
+        whole_H = hypotheses_HP.norm(dim=1)
+        errors_H = torch.zeros(len(whole_H), dtype=torch.float64)
         products = torch.zeros(2, dtype=torch.float64)
         for shard, gradient in measured.gradients:
             if shard.name in self.reference.parameters:
-                cut = shard.cut(self.reference.of_parameter(right_P[None], shard.name)[0])
-                products += torch.stack([(gradient * cut).sum(), (cut * cut).sum()])
-        products = products.to(device())
-        dist.all_reduce(products)
-        return float(products[0] / products[1])
+                wanted = self.reference.of_parameter(hypotheses_HP, shard.name)
+                norms_H = wanted.flatten(1).norm(dim=1)
+                cut = torch.stack([shard.cut(one) for one in wanted])
+                products += torch.stack([(gradient * cut[0]).sum(), cut[0].square().sum()])
+            else:  # a multi-token-prediction layer: the main loss does not reach it
+                norms_H, cut = whole_H, torch.zeros(len(whole_H), *gradient.shape).double()
+            # A parameter that no trained token reaches has only rounding, of the whole gradient.
+            floor_H = 1e-3 * self.parallelism.tolerance * whole_H
+            error_H = (gradient - cut).flatten(1).norm(dim=1) / torch.maximum(norms_H, floor_H)
+            errors_H = torch.maximum(errors_H, error_H.nan_to_num(nan=math.inf))
+        own = torch.cat([errors_H, products]).to(device())
+        of_ranks = own.new_empty(dist.get_world_size(), len(own))
+        dist.all_gather(list(of_ranks.unbind()), own)
+        along, squared = of_ranks[:, -2:].sum(0)
+        return of_ranks[:, :-2].amax(0).tolist(), float(along / squared)
 
     def check_every_parameter_is_compared(self) -> None:
         """Raise :class:`ProofError` if no rank has a parameter of the reference."""

@@ -29,6 +29,7 @@ from megatron_lossagg.verify.job import Event, Job
 from megatron_lossagg.verify.own_reducer import NOT_ADDITIVE, not_additive
 from megatron_lossagg.verify.parallelism import WEIGHT_SUM_TOLERANCE, Parallelism
 from megatron_lossagg.verify.reference_gradient import Reference, compute
+from megatron_lossagg.verify.step_data import assign_sequences
 from megatron_lossagg.verify.text import number_of
 from megatron_lossagg.verify.train_step import WEIGHT_EXPECTED, WEIGHT_SUM, Measured, Run, relative
 from megatron_lossagg.verify.world import device, groups_over_hosts, join_world, split_world
@@ -120,14 +121,15 @@ def _proven(layout: Parallelism, job: Job, reference: Reference, hosts: Sequence
     agree with every case of it.
     """
     done: list[_Done] = []
+    assignment = assign_sequences(reference.sequences, layout.m_of_ranks)
+    cases = [(case, expected(case, reference, assignment)) for case in job.cases]
     with split_world(layout):
         groups = groups_over_hosts(hosts)
         for loss_scaling in job.loss_scalings:
             run = Run(layout, reference, per_token=loss_scaling == "per_token")
             run.check_every_parameter_is_compared()
             evaluated: set[str] = set()
-            for case in job.cases:
-                wanted = expected(case, reference, run.facts.assignment)
+            for case, wanted in cases:
                 steps = [run.train(case)]
                 if layout.one_m and case.aggregation.count not in evaluated:
                     evaluated.add(case.aggregation.count)
@@ -152,8 +154,7 @@ class _Done(NamedTuple):
 
 def _verdict(run: Run, case: Case, wanted: Expected, steps: Sequence[Measured]) -> Verdict:
     measured = steps[0]
-    (gradient_error,) = run.errors(measured, wanted.slope_Y[None])
-    factor = run.factor_of(measured, wanted.slope_Y)
+    (gradient_error,), factor = run.compared(measured, wanted.gradient_P[None])
     loss_error = weight_sum_error = None
     if run.parallelism.one_m:
         sums = {WEIGHT_SUM: wanted.weight_sum, WEIGHT_EXPECTED: wanted.weight_expected}
@@ -203,7 +204,8 @@ def _explain(done: Sequence[_Done]) -> None:
         tolerance = min(100 * verdict.tolerance, _CLEARLY)
         predicted = {name: cause.predict(run.facts, case, wanted) for name, cause in likely.items()}
         slopes = [slope for slope, _ in predicted.values()]
-        _, *errors = run.errors(measured, torch.stack([wanted.slope_Y, *slopes]))
+        hypotheses_HP = torch.stack([wanted.slope_Y, *slopes]) @ run.reference.gradients_YP
+        (_, *errors), _ = run.compared(measured, hypotheses_HP)
         loss = reported.worst("loss", wanted.loss)
         if not verdict.passed:
             is_inf = again.passed and not trained.passed

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import cpu_attention_checks
@@ -33,12 +34,20 @@ TRAINED = {
 }
 
 
+class TwoLayers(Parallelism):
+    """A layout whose model has a layer for each of two pipeline stages, split or not."""
+
+    @property
+    def shape(self):
+        return replace(super().shape, num_layers=2)
+
+
 def train(directory):
     """Train a few steps with Megatron's optimizers; return loss and norm of each step."""
     del directory
     curves = {}
     for name, sizes in TRAINED[dist.get_world_size()].items():
-        layout = Parallelism(float32=True, **sizes)
+        layout = TwoLayers(float32=True, **sizes)
         with split_world(layout):
             chunks = stock_model(layout, per_token=True)
             options = OptimizerConfig(

@@ -33,7 +33,7 @@ def start(*, tp=1, pp=1, cp=1, ep=1, dtype=torch.float64, **more):
 
 
 def config_of(*, per_token=False, **more):
-    """Return the model's config, at the sizes of Megatron's groups."""
+    """Return the model's config, at the sizes of Megatron's groups: one layer per stage."""
     sizes = {
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
@@ -44,7 +44,7 @@ def config_of(*, per_token=False, **more):
         sizes["expert_model_parallel_size"] = experts
     dtype = torch.get_default_dtype()
     return TransformerConfig(
-        num_layers=2,
+        num_layers=sizes["pipeline_model_parallel_size"],
         hidden_size=16,
         num_attention_heads=2,
         use_cpu_initialization=True,

@@ -39,7 +39,7 @@ def facts_of(layout):
         sequences=sequences,
         padded=padded,
         losses_Y=losses_Y,
-        gradients_YP=torch.zeros(num, 0),
+        gradients_YP=torch.zeros(num, 0, dtype=torch.float64),
         parameters={},
     )
     return Facts(
