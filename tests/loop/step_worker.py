@@ -2,8 +2,10 @@
 
 import contextlib
 import gc
+import tempfile
 import warnings
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,6 +39,7 @@ from megatron_lossagg import (
     Aggregation,
 )
 from megatron_lossagg.errors import PlanError, ReducerError
+from megatron_lossagg.record.step_record import read_record
 
 
 @contextlib.contextmanager
@@ -61,6 +64,21 @@ def check_what_the_rerun_machine_repeats_is_not_doubled(chunk, aggregator):
             with rerunning():
                 for sequences in calls:
                     outputs(step, sequences)
+
+
+def check_what_the_rerun_machine_repeats_is_recorded_once(chunk, aggregator):
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    record = Path(*folder, "record.jsonl")
+    with a_step(made(chunk, record=str(record)), 2) as step:
+        outputs(step, [0])
+        outputs(step, [1])
+        with rerunning():
+            outputs(step, [0])
+            outputs(step, [1])
+    dist.barrier()  # the first rank writes it
+    (recorded,) = read_record(record).values()
+    assert recorded.weight_sum == pytest.approx(recorded.weight_expected, rel=1e-14)
 
 
 def check_fewer_calls_than_planned_are_refused_when_it_finishes(chunk, aggregator):
