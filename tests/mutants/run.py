@@ -148,7 +148,7 @@ LAUNCHED_TESTS = {
     "guards/token_weights": [*faults_of("TokenWeights"), *LEGAL_INPUTS],
     "guards/trained_tokens": OWNERSHIP,
     "loop/step": [
-        *(*STEP, *faults_of("before"), *LEGAL_STEPS, *GRADIENTS),
+        *(*STEP, *faults_of("before", "GradientAudit"), *LEGAL_STEPS, *GRADIENTS),
         *(*COMPARISON, "mutants/over_ranks::test_records"),  # a shadow, a record
     ],
     "loop/aggregator": [*AGGREGATOR, *STEP, *LEGAL_STEPS],
