@@ -89,7 +89,8 @@ class Trainer(grpo_trainer.MegatronGRPOTrainer):
     """ms-swift's trainer on a model for the CPU, without an engine."""
 
     def prepare_model(self):
-        config = tiny_gpt.config_of(per_token=self.args.calculate_per_token_loss)
+        per_token = self.args.calculate_per_token_loss
+        config = tiny_gpt.config_of(per_token=per_token, num_layers=2)
         self.unwrapped_models = [tiny_gpt.gpt(config, cpu.gpt_layer_spec(config))]
         self.ref_models = [tiny_gpt.gpt(config, cpu.gpt_layer_spec(config))]
         cpu.initialize_weights(self.ref_models, seed=4)

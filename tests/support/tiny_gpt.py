@@ -32,8 +32,8 @@ def start(*, tp=1, pp=1, cp=1, ep=1, dtype=torch.float64, **more):
     model_parallel_cuda_manual_seed(1)
 
 
-def config_of(*, per_token=False, **more):
-    """Return the model's config, at the sizes of Megatron's groups: one layer per stage."""
+def config_of(*, per_token=False, num_layers=None, **more):
+    """Return the model config at the sizes of Megatron's groups, by default one layer per stage."""
     sizes = {
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
@@ -44,7 +44,7 @@ def config_of(*, per_token=False, **more):
         sizes["expert_model_parallel_size"] = experts
     dtype = torch.get_default_dtype()
     return TransformerConfig(
-        num_layers=sizes["pipeline_model_parallel_size"],
+        num_layers=num_layers or sizes["pipeline_model_parallel_size"],
         hidden_size=16,
         num_attention_heads=2,
         use_cpu_initialization=True,
