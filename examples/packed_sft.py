@@ -307,9 +307,9 @@ def work(num_steps: int, output: Path, *, only_last: bool) -> None:
         parallel_state.initialize_model_parallel(context_parallel_size=cp_size)
         model_parallel_cuda_manual_seed(1)
         if not weights_of_step:
-            weights = [follow_by_hand(steps, lines) if dist.get_rank() == 0 else None]
-            dist.broadcast_object_list(weights)
-            (weights_of_step,) = weights
+            sent = [follow_by_hand(steps, lines) if dist.get_rank() == 0 else None]
+            dist.broadcast_object_list(sent)
+            (weights_of_step,) = sent
         runs = Runs()
         dp_size = parallel_state.get_data_parallel_world_size()
         dp_rank = parallel_state.get_data_parallel_rank()

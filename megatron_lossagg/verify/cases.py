@@ -1,6 +1,7 @@
 """The aggregations that a verification trains, and the reference's values for each.
 
-Shape suffix: Y = all sequences' tokens and padding, as ``reference_gradient.py`` has them.
+Shape suffixes, as in ``reference_gradient.py``: Y = all sequences' tokens and padding; P =
+parameters of the model.
 """
 
 from __future__ import annotations

@@ -81,10 +81,11 @@ def compute(shape: ModelShape, *, copies: int, padded: int) -> Reference:
         logits = model(tokens[None], position[None], None)[0]
         sequence_losses = -torch.log_softmax(logits, dim=-1)[position, labels]
         losses.append(sequence_losses.detach().cpu())
+        # Row i of the identity selects the loss of token i.
         by_parameter = torch.autograd.grad(
             sequence_losses,
             list(named.values()),
-            torch.eye(len(tokens), dtype=torch.float64, device=device()),  # of each token alone
+            torch.eye(len(tokens), dtype=torch.float64, device=device()),
             is_grads_batched=True,
             materialize_grads=True,
         )

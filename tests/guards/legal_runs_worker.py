@@ -125,6 +125,7 @@ def check_a_whole_loss_func_is_compiled(make):
     torch._dynamo.reset()
     compiled = torch.compile(right, backend="aot_eager")
     run = make()
+    # Other weights compile again; that they do is shown in one loss scaling.
     for mode in ("sample_mean",) if run.per_token else ("sample_mean", "token_mean"):
         expected = run.by_hand(weights_by_hand(mode))
         aggregate_anew(run, mode)

@@ -11,7 +11,7 @@ OF_FOUR = [name for name, layout in LAYOUTS.items() if layout.world_size == 4]
 CHECKS = checks_of(WORKER)
 
 
-# Apart, for releases before 0.15 lack what those of four ranks use.
+# Two launches: releases before 0.15 lack what the layouts of four ranks use.
 @early
 def printed_by_two():
     return launched("loop/probe_worker.py", processes=2, timeout=1800).splitlines()
@@ -30,7 +30,7 @@ def test_stock_megatron_passes_on_two_ranks_and_is_left_unchanged(printed_by_two
 
 @pytest.mark.parametrize("layout", OF_FOUR)
 def test_stock_megatron_passes_on_four_ranks_and_is_left_unchanged(printed_by_four, layout):
-    """And its faults are caught."""
+    """And, on the same layout, each fault that is put into it is caught."""
     assert f"PASSED on {layout}" in printed_by_four
 
 

@@ -23,7 +23,7 @@ SPLITS = {
 """With M = 3 every case is trained."""
 WITH_1_AND_4 = ("DP3", "DP2xCP2", "PP2xCP2")
 """With M = 1 and 4 the cases of ``REACHED``; DP 2 and CP 2 are parts of these."""
-# Which tokens a rank holds: a mode reaches a layout through weights only, token weights through it.
+# Who holds which tokens: a mode reaches a layout through weights only, token weights through it.
 LAYOUTS = {
     "CP4": {"cp": 4, "microbatches": 5},
     "PP2": {"pp": 2},
