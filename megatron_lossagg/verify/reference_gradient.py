@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron_lossagg.verify.parallelism import ModelShape
 from megatron_lossagg.verify.step_data import TrainingSequence, make_sequences, padding_sequence
 
-__all__ = ["Reference", "compute"]
+__all__ = ["Reference", "compute", "relative"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,6 +57,20 @@ class Reference:
         begin, end = self._places[name]
         return flat_HP[:, begin:end].reshape(-1, *self.parameters[name])
 
+    def size_of_terms(self, slopes_HY: Tensor, name: str) -> Tensor:
+        """Root of the sum of squares of a parameter's terms over tokens, ``[H]``.
+
+        Rounding leaves an error of this size where the terms of a gradient cancel each other.
+        """
+        return (slopes_HY.square() @ self._squared_norms_Y[name]).sqrt()
+
+    @cached_property
+    def _squared_norms_Y(self) -> dict[str, Tensor]:
+        names = self.parameters
+        return {
+            n: self.of_parameter(self.gradients_YP, n).flatten(1).square().sum(1) for n in names
+        }
+
     @cached_property
     def _places(self) -> dict[str, tuple[int, int]]:
         ends = list(accumulate(math.prod(shape) for shape in self.parameters.values()))
@@ -71,6 +85,9 @@ def compute(shape: ModelShape, *, copies: int, padded: int) -> Reference:
 
     model = reference_model(shape)
     named = {shard.name: shard.parameter for shard in cpu.named_shards([model])}
+    if shape.bf16:
+        for parameter in named.values():
+            parameter.data.copy_(parameter.data.bfloat16())
     sequences = make_sequences(copies)
     losses, gradients = [], []
     for sequence in [*sequences, padding_sequence(padded)]:
@@ -97,3 +114,11 @@ def compute(shape: ModelShape, *, copies: int, padded: int) -> Reference:
         gradients_YP=torch.cat(gradients),
         parameters={name: tuple(p.shape) for name, p in named.items()},
     )
+
+
+def relative(got: float, want: float, terms: float = 0.0) -> float:
+    """Return the error of a value, relative to it or to the size of its terms; inf if not finite.
+
+    Terms that cancel each other leave a small value with the rounding of the large ones.
+    """
+    return abs(got - want) / max(abs(want), terms, 1e-30) if math.isfinite(got) else math.inf

@@ -33,7 +33,7 @@ from megatron_lossagg.reduction.segments import PADDING
 from megatron_lossagg.verify.cases import BETA, CASES, Case
 from megatron_lossagg.verify.causes import Facts
 from megatron_lossagg.verify.parallelism import Parallelism
-from megatron_lossagg.verify.reference_gradient import Reference
+from megatron_lossagg.verify.reference_gradient import Reference, relative
 from megatron_lossagg.verify.small_gpt import (
     Batch,
     all_reported,
@@ -48,7 +48,7 @@ from megatron_lossagg.verify.small_gpt import (
 from megatron_lossagg.verify.step_data import TrainingSequence, assign_sequences
 from megatron_lossagg.verify.world import device
 
-__all__ = ["WEIGHT_EXPECTED", "WEIGHT_SUM", "Measured", "Run", "relative"]
+__all__ = ["WEIGHT_EXPECTED", "WEIGHT_SUM", "Measured", "Run"]
 
 WEIGHT_SUM, WEIGHT_EXPECTED = "lossagg/weight_sum", "lossagg/weight_expected"
 _REPORTED = ("loss", WEIGHT_SUM, WEIGHT_EXPECTED)
@@ -281,11 +281,14 @@ class Run:
         layout = aggregator.thd(offsets)
         return layout.gathered() if self.parallelism.packing == "gathered" else layout
 
-    def compared(self, measured: Measured, hypotheses_HP: Tensor) -> tuple[list[float], float]:
+    def compared(
+        self, measured: Measured, slopes_HY: Tensor, hypotheses_HP: Tensor
+    ) -> tuple[list[float], float]:
         """Compare the step's gradient with hypotheses, of which the first is the right one.
 
-        Returns each hypothesis's largest relative error over all parameters and ranks, and the
-        gradient's multiple of the right one, by projection. One all-gather.
+        ``slopes_HY``: d loss / d y of each. Returns each hypothesis's largest relative error over
+        all parameters and ranks, and the gradient's multiple of the right one, by projection. One
+        all-gather.
         """
         whole_H = hypotheses_HP.norm(dim=1)
         errors_H = torch.zeros(len(whole_H), dtype=torch.float64)
@@ -293,7 +296,8 @@ class Run:
         for shard, gradient in measured.gradients:
             if shard.name in self.reference.parameters:
                 wanted = self.reference.of_parameter(hypotheses_HP, shard.name)
-                norms_H = wanted.flatten(1).norm(dim=1)
+                terms_H = self.reference.size_of_terms(slopes_HY, shard.name)
+                norms_H = torch.maximum(wanted.flatten(1).norm(dim=1), terms_H)
                 cut = torch.stack([shard.cut(one) for one in wanted])
                 products += torch.stack([(gradient * cut[0]).sum(), cut[0].square().sum()])
             else:  # a multi-token-prediction layer: the main loss does not reach it
@@ -380,8 +384,3 @@ class _Integration(Integration):
             return super().layout(aggregator, lengths)
         offsets = torch.tensor([0, *lengths]).cumsum(0)
         return self._run._layout(offsets)
-
-
-def relative(got: float, want: float) -> float:
-    """Return the relative error of a value; inf if it is not finite."""
-    return abs(got - want) / max(abs(want), 1e-30) if math.isfinite(got) else math.inf

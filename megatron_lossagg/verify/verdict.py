@@ -28,16 +28,16 @@ from megatron_lossagg.verify.causes import (
 from megatron_lossagg.verify.job import Event, Job
 from megatron_lossagg.verify.own_reducer import NOT_ADDITIVE, not_additive
 from megatron_lossagg.verify.parallelism import WEIGHT_SUM_TOLERANCE, Parallelism
-from megatron_lossagg.verify.reference_gradient import Reference, compute
+from megatron_lossagg.verify.reference_gradient import Reference, compute, relative
 from megatron_lossagg.verify.step_data import assign_sequences
 from megatron_lossagg.verify.text import number_of
-from megatron_lossagg.verify.train_step import WEIGHT_EXPECTED, WEIGHT_SUM, Measured, Run, relative
+from megatron_lossagg.verify.train_step import WEIGHT_EXPECTED, WEIGHT_SUM, Measured, Run
 from megatron_lossagg.verify.world import device, groups_over_hosts, join_world, split_world
 
 __all__ = ["Verdict", "run_job"]
 
 _CLEARLY = 0.1
-"""Two predictions that are nearer than this are one, in bfloat16 too."""
+"""Two predictions that are nearer than this are one."""
 
 
 @dataclass(kw_only=True)
@@ -52,10 +52,11 @@ class Verdict:
     k: int
     """``Step.k``: what the package multiplied partial losses by."""
     gradient_error: float
-    """Largest over all parameters of norm(g - g_reference) / norm(g_reference)."""
+    """Largest over all parameters of norm(g - g_reference), relative to norm(g_reference) or, where
+    its terms cancel, to the root of the sum over tokens of their squared norms."""
     loss_error: float | None
-    """Relative error of the reported loss, of training and of a forward-only call; None if
-    ranks have different M, because reported values assume one M."""
+    """Relative error of the reported loss, likewise, of training and of a forward-only call; None
+    if ranks have different M, because reported values assume one M."""
     weight_sum_error: float | None
     """Relative error of ``lossagg/weight_sum`` and ``lossagg/weight_expected``, as above; None for
     a reducer of one's own."""
@@ -80,6 +81,11 @@ class Verdict:
     def loss_is_right(self) -> bool:
         """Whether the reported loss is the configured one, if it is defined."""
         return self.loss_error is None or self.loss_error < self.tolerance
+
+    @property
+    def tolerance_of_causes(self) -> float:
+        """Largest relative error at which what a cause predicts is what was measured."""
+        return max(self.tolerance, min(100 * self.tolerance, _CLEARLY))
 
     @property
     def is_finite(self) -> bool:
@@ -154,11 +160,14 @@ class _Done(NamedTuple):
 
 def _verdict(run: Run, case: Case, wanted: Expected, steps: Sequence[Measured]) -> Verdict:
     measured = steps[0]
-    (gradient_error,), factor = run.compared(measured, wanted.gradient_P[None])
+    (gradient_error,), factor = run.compared(
+        measured, wanted.slope_Y[None], wanted.gradient_P[None]
+    )
     loss_error = weight_sum_error = None
     if run.parallelism.one_m:
         sums = {WEIGHT_SUM: wanted.weight_sum, WEIGHT_EXPECTED: wanted.weight_expected}
-        loss_error = max(relative(s.worst("loss", wanted.loss), wanted.loss) for s in steps)
+        terms = _size_of_loss_terms(run, wanted)
+        loss_error = max(relative(s.worst("loss", wanted.loss), wanted.loss, terms) for s in steps)
         weight_sum_error = max(
             (
                 relative(s.worst(name, right), right)
@@ -183,6 +192,11 @@ def _verdict(run: Run, case: Case, wanted: Expected, steps: Sequence[Measured]) 
     )
 
 
+def _size_of_loss_terms(run: Run, wanted: Expected) -> float:
+    """Root of the sum over tokens of the squared terms of the loss."""
+    return float((wanted.slope_Y * run.reference.losses_Y).norm())
+
+
 def _explain(done: Sequence[_Done]) -> None:
     """Find the causes that agree with every verdict of the layout, for the failed ones.
 
@@ -201,11 +215,11 @@ def _explain(done: Sequence[_Done]) -> None:
             measured = run.train(case, poison=False)
             again = _verdict(run, case, wanted, [measured])
         reported = steps[-1] if trained.passed else measured
-        tolerance = min(100 * verdict.tolerance, _CLEARLY)
+        tolerance = verdict.tolerance_of_causes
         predicted = {name: cause.predict(run.facts, case, wanted) for name, cause in likely.items()}
-        slopes = [slope for slope, _ in predicted.values()]
-        hypotheses_HP = torch.stack([wanted.slope_Y, *slopes]) @ run.reference.gradients_YP
-        (_, *errors), _ = run.compared(measured, hypotheses_HP)
+        slopes_HY = torch.stack([wanted.slope_Y, *(slope for slope, _ in predicted.values())])
+        (_, *errors), _ = run.compared(measured, slopes_HY, slopes_HY @ run.reference.gradients_YP)
+        terms = _size_of_loss_terms(run, wanted)
         loss = reported.worst("loss", wanted.loss)
         if not verdict.passed:
             is_inf = again.passed and not trained.passed
@@ -219,7 +233,9 @@ def _explain(done: Sequence[_Done]) -> None:
             name
             for name, error in zip(likely, errors, strict=True)
             if error < tolerance
-            and (verdict.loss_error is None or relative(loss, predicted[name][1]) < tolerance)
+            and (
+                verdict.loss_error is None or relative(loss, predicted[name][1], terms) < tolerance
+            )
         ]
         box = [agree]  # rank 0's: all ranks continue with the same causes
         dist.broadcast_object_list(box, src=0, device=device())
@@ -254,7 +270,7 @@ def _measured_in_words(
 ) -> str:
     if right_without_inf:
         return "not finite with inf at masked positions, right without"
-    tolerance = min(100 * verdict.tolerance, _CLEARLY)
+    tolerance = verdict.tolerance_of_causes
 
     def factor_text(what: str, factor: float) -> str:
         names = symbols(factor, run.facts, tolerance=tolerance) if math.isfinite(factor) else []

@@ -8,6 +8,8 @@ import pytest
 from conftest import early
 from launching import TIMEOUT, environment, free_ports, report_of
 
+from megatron_lossagg.verify.cases import CASES
+
 pytestmark = pytest.mark.launches
 
 BF16 = ("--tp", "2", "--distributed-optimizer", "--bf16", "--loss-scaling", "average")
@@ -75,27 +77,26 @@ def test_the_groups_that_span_hosts_are_counted_by_kind(tmp_path):
     assert str(counted) in printed
 
 
-def bf16_report(fault):
-    options = [*BF16, "--loss-aggregation", "sample_mean"]
-    return json.loads(report_of(fault, *options, processes=4).read_text())
-
-
 @early
 def right_in_bf16():
-    return bf16_report(None)
+    return json.loads(report_of(None, *BF16, processes=4).read_text())
 
 
 @early
 def wrong_in_bf16():
-    return bf16_report("over_m")
+    options = [*BF16, "--loss-aggregation", "sample_mean"]
+    return json.loads(report_of("over_m", *options, processes=4).read_text())
 
 
-def test_in_bf16_the_gradient_is_the_configured_one_within_its_rounding(right_in_bf16):
-    (verdict,) = right_in_bf16["verdicts"]
-    assert verdict["passed"]
-    assert 1e-4 < verdict["gradient_error"] < 0.1  # not computed in a wider dtype
-    assert verdict["measured_factor"] == pytest.approx(1, abs=0.02)
-    assert verdict["layout"] == "DP 2 x TP 2, M 3, bf16, distributed optimizer"
+def test_in_bf16_every_gradient_is_the_configured_one_within_its_rounding(right_in_bf16):
+    verdicts = right_in_bf16["verdicts"]
+    assert [verdict["case"] for verdict in verdicts] == [str(case) for case in CASES]
+    for verdict in verdicts:
+        assert verdict["passed"], verdict["explanation"]
+        assert 1e-4 < verdict["gradient_error"] < 0.1  # not computed in a wider dtype
+        assert verdict["loss_error"] < 0.02
+        assert verdict["measured_factor"] == pytest.approx(1, abs=0.02)
+        assert verdict["layout"] == "DP 2 x TP 2, M 3, bf16, distributed optimizer"
 
 
 def test_in_bf16_a_wrong_factor_is_noticed_and_named(wrong_in_bf16):
