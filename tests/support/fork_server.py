@@ -4,8 +4,9 @@ Under ``megatron_lossagg.cpu.launch`` every rank imports for seconds before it s
 :class:`ForkServer` is a process that imports once and forks the ranks of each launch: a rank
 has the environment, the arguments and the exit status that it would have under the launcher,
 and nothing that it does reaches another launch. What differs: the ranks share the seed of
-string hashes, and they end without the interpreter's own teardown. What is about launching
-itself is therefore tested under the launcher (``test_cpu_launch.py``, ``test_faults.py``).
+string hashes, the groups of a rank share one gloo device, and ranks end without the
+interpreter's own teardown. What is about launching itself is therefore tested under the
+launcher (``test_cpu_launch.py``, ``test_faults.py``).
 
 ``python fork_server.py SOCKET MODULE ...`` is the process of a :class:`ForkServer`. It installs
 the CPU stand-ins if one of the modules needs Megatron-Core, imports the modules, and forks one
@@ -16,6 +17,7 @@ JSON each.
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import json
@@ -150,6 +152,7 @@ def _be_rank(
         for name in set(os.environ) - set(environment):
             del os.environ[name]
         os.environ.update(environment)
+        _share_a_device()
         status = work() or 0
     except SystemExit as ended:
         if ended.code is None or isinstance(ended.code, int):
@@ -164,6 +167,27 @@ def _be_rank(
             sys.stderr.flush()
         finally:
             os._exit(status & 0xFF)
+
+
+def _share_a_device() -> None:
+    """Let the groups of this process share one gloo device, made with the first of them.
+
+    Else each has one, whose thread wakes 100 times per second; Megatron-Core makes 21 groups.
+    """
+    gloo: Any = torch.distributed.ProcessGroupGloo
+    device, make = functools.cache(gloo.create_default_device), gloo.__init__
+
+    def make_on_device(self: Any, *group: Any, **given: Any) -> None:
+        try:
+            options = gloo._Options()
+            options._devices = [device()]
+            for name, value in given.items():
+                setattr(options, "_timeout" if name == "timeout" else name, value)
+            make(self, *group, options)
+        except (AttributeError, TypeError):  # a torch whose groups are made with others
+            make(self, *group, **given)
+
+    gloo.__init__ = make_on_device
 
 
 def _kill(pid: int, *, is_running: bool) -> None:
