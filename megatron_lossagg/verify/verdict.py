@@ -96,6 +96,7 @@ class Verdict:
 def run_job(job: Job) -> Iterator[Event]:
     """Run a job on this rank, as :meth:`Job.run` says."""
     world = join_world()
+    gc.freeze()  # else every collection walks all that was imported
     if dist.get_world_size() != job.world_size:
         raise ProofError(
             f"{job.layouts[0]}: got {number_of(dist.get_world_size(), 'rank')} from the launcher, "
