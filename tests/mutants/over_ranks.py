@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from fault_table import ROWS
-from fork_server import fork_ranks
+from forked_ranks import fork_ranks
 from mutmut.state import state
 
 from megatron_lossagg import Aggregation, cpu
