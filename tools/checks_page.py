@@ -84,9 +84,22 @@ The guards, in the order in which they look:
 
 {guards}
 
-`mb.outputs`, the end of a step and the schedule hook also check:
+Beside the guards, `mb.outputs` looks at:
 
-{others}
+{outputs}
+
+and the schedule hook at the first of these, what reads data (`StepBuffer`) at the second:
+
+{hook}
+
+## When a step finishes
+
+`step.finish`, which the end of `with` calls, looks in this order. What it finds first is raised.
+
+1. {tracker}
+2. The guards that look at the end, in their order: {finishing}.
+3. {together} compares the context-parallel ranks, even if this rank has failed: none waits.
+4. What the checks of [values](#values) recorded on a device.
 """
 
 
@@ -97,7 +110,11 @@ def page() -> str:
         before="\n".join(_functions(BEFORE_A_STEP)),
         values="\n".join(_values()),
         guards="\n".join(_guards()),
-        others="\n".join(_others()),
+        outputs="\n".join((*_functions(_checks_of(outputs)), *_modules(evaluation))),
+        hook="\n".join(_modules(framework_loss, refilled)),
+        tracker=next(_modules(sequence_tracker)).removeprefix("- "),
+        finishing=", ".join(_overriding("on_finish")),
+        together=", ".join(_overriding("together")),
     )
 
 
@@ -137,9 +154,14 @@ def _guards() -> Iterator[str]:
         yield f"| `{guard.__name__}` | {', '.join(looks)} | {guard.catches} | {guard.costs} |"
 
 
-def _others() -> Iterator[str]:
-    yield from _functions(_checks_of(outputs))
-    for module in (sequence_tracker, framework_loss, evaluation, refilled):
+def _overriding(method: str) -> Iterator[str]:
+    for guard in GUARDS:
+        if getattr(guard, method) is not getattr(Guard, method):
+            yield f"`{guard.__name__}`"
+
+
+def _modules(*modules: ModuleType) -> Iterator[str]:
+    for module in modules:
         yield f"- `{module.__name__.rpartition('.')[2]}`: {_first_sentence(module)}"
 
 

@@ -71,7 +71,7 @@ def plan_of(step: Mapping[str, Any], aggregation: Aggregation, split: Split) -> 
 def modes_of(plan: StepWeights) -> Iterator[Mode]:
     """Yield the plan's mode, and those that can be compared with it by the ids of the step."""
     for mode in MODES.values():
-        lacks_prompts = mode.name == "prompt_mean" and plan.totals.prompt_tokens is None
+        lacks_prompts = "prompt" in mode.needs and plan.totals.prompt_tokens is None
         if mode.name == plan.aggregation.mode or not (mode.name in _ONLY_ITSELF or lacks_prompts):
             yield mode
 

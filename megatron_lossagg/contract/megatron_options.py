@@ -2,7 +2,8 @@
 
 :func:`check_options` rejects what a live object sets. The table of ``docs/compatibility.md`` has
 these options, others that need no refusal, and the release that brought each. A test compares the
-two. What only a step or a framework can refuse is in ``guards/before.py`` and ``integrations/``.
+two. What only a step can refuse is in ``guards/before.py``, a layout that is not the model's in
+``guards/split.py``, what a framework cannot do in the framework's file of ``integrations/``.
 No torch, no Megatron.
 """
 

@@ -30,14 +30,13 @@ from megatron_lossagg.integrations._announce import announce
 from megatron_lossagg.integrations._refusals import imported, not_a_mask
 from megatron_lossagg.loop.flags import aggregation_from_args, args_of
 from megatron_lossagg.reduction.aggregation import Aggregation, require_mask_count
-from megatron_lossagg.reduction.modes import CUSTOM, OWN_WEIGHTS
+from megatron_lossagg.reduction.modes import CUSTOM
 from megatron_lossagg.reduction.plan import plan_step
 from megatron_lossagg.reduction.sequences import Sequences
 
 __all__ = ["aggregated", "check_config"]
 
 _NOT_HERE = (CUSTOM, "microbatch_token_mean", "balanced")
-_OF_PROMPTS = ("prompt_mean", OWN_WEIGHTS)
 _VERSION = "use AReaL 4aef98d8"
 _PROMPT, _SCALE = "loss_aggregation_prompt", "loss_aggregation_scale"
 """Columns ``[sequences, s]`` of a batch: AReaL splits and packs no others."""
@@ -231,7 +230,7 @@ def _scales(
             f"loss_mask.count_nonzero(): {_VERSION}"
         )
     ids = None
-    if prompt is not None and aggregation.mode in _OF_PROMPTS:
+    if prompt is not None and aggregation.reads("prompt"):
         ids = prompt[:, 0].cpu()
     plan = plan_step(
         aggregation,

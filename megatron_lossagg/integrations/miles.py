@@ -47,7 +47,6 @@ from megatron_lossagg.integrations._rollout_mask_sums import (
 )
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.faults import warn_once
-from megatron_lossagg.reduction.modes import OWN_WEIGHTS
 from megatron_lossagg.reduction.options import Options
 
 __all__ = ["carry_weights", "check", "with_weights"]
@@ -136,11 +135,11 @@ def with_weights(args: Any, samples: Sequence[Any], data: dict[str, Any]) -> dic
     aggregation = _checked(args)
     masks = data["loss_masks"]
     prompt = None
-    if aggregation.mode in ("prompt_mean", OWN_WEIGHTS):
+    if aggregation.reads("prompt"):
         try:
             prompt = _prompts(samples, len(masks))
         except PlanError:
-            if aggregation.mode != OWN_WEIGHTS:  # which may need none
+            if "prompt" in aggregation.needs:
                 raise
     steps = _steps(args, data)
     in_a_step = {sequence for step in steps for sequence in step.sequences}

@@ -49,7 +49,7 @@ from megatron_lossagg.integrations._advantage_groups import advantage_groups
 from megatron_lossagg.integrations._refusals import not_a_mask
 from megatron_lossagg.loop.flags import aggregation_from_args
 from megatron_lossagg.reduction.aggregation import Aggregation, require_mask_count
-from megatron_lossagg.reduction.modes import CUSTOM, OWN_WEIGHTS
+from megatron_lossagg.reduction.modes import CUSTOM
 from megatron_lossagg.reduction.plan import plan_step
 from megatron_lossagg.reduction.sequences import Sequences
 
@@ -62,7 +62,6 @@ _LINEAR = (
 """SkyRL's policy losses whose per-token loss grows in proportion to the advantage."""
 _NOT_LINEAR = ("clip_cov", "kl_cov", "cross_entropy")
 _REDUCTION = "apply_loss_reduction_to_advantages_minibatch"
-_OF_PROMPTS = ("prompt_mean", OWN_WEIGHTS)
 _NOT_HERE = (CUSTOM, "microbatch_token_mean")
 _NOT_IN_SFT = (*_NOT_HERE, "prompt_mean", "balanced")
 _WEIGHED = "loss_aggregation"
@@ -259,7 +258,7 @@ class _Weighing:
             Sequences(
                 active_tokens=loss_mask.sum(-1).to("cpu", torch.int64),
                 sample=samples,
-                prompt=prompts if self.aggregation.mode in _OF_PROMPTS else None,
+                prompt=prompts if self.aggregation.reads("prompt") else None,
                 group=groups,
             ),
             group=None,

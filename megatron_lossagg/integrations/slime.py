@@ -46,7 +46,6 @@ from megatron_lossagg.integrations._rollout_mask_sums import (
     rollout_mask_sums,
 )
 from megatron_lossagg.reduction.exchange import Exchange
-from megatron_lossagg.reduction.modes import OWN_WEIGHTS
 from megatron_lossagg.reduction.options import Options
 
 __all__ = ["carry_weights", "check"]
@@ -140,11 +139,11 @@ def carry_weights(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> N
     active_tokens, fault = _active_tokens(rollout_data["loss_masks"])
     rollout_ids = [int(rollout) for rollout in rollout_data["rollout_ids"]]
     prompt, samples_per_prompt = None, None
-    if aggregation.mode in ("prompt_mean", OWN_WEIGHTS):
+    if aggregation.reads("prompt"):
         try:
             prompt, samples_per_prompt = _prompts(args, rollout_ids, rollout_data)
         except PlanError as error:
-            if aggregation.mode != OWN_WEIGHTS:  # which may need none
+            if "prompt" in aggregation.needs:
                 fault = fault or str(error)
     d_S = rollout_mask_sums(
         aggregation,

@@ -16,14 +16,11 @@ from megatron_lossagg.loop.buffer import MicrobatchSequences
 from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.faults import Describe
 from megatron_lossagg.reduction.layout import Layout
-from megatron_lossagg.reduction.modes import OWN_WEIGHTS
 
 if TYPE_CHECKING:
     from megatron_lossagg.loop.aggregator import LossAggregator
 
 __all__ = ["FrameworkLoss", "Integration"]
-
-_OF_PROMPTS = ("prompt_mean", OWN_WEIGHTS)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -167,7 +164,7 @@ class Integration(ABC):
         the shadows.
         """
         self.weighs_tokens = any(one.count == "weights" for one in aggregations)
-        self.needs_prompts = any(one.mode in _OF_PROMPTS for one in aggregations)
+        self.needs_prompts = any(one.reads("prompt") for one in aggregations)
 
     def iteration(self) -> int | None:
         """Return the number of the step that is trained, from 1; None if it is not known.

@@ -68,9 +68,8 @@ class ScheduleHook:
                 "got no aggregation, expected one that is trained: pass a mode, or without "
                 "Options(record=...) only Options(shadow=...)"
             )
-        for mode, kind in (("prompt_mean", "prompt"), ("balanced", "group")):
-            is_given = getattr(integration, f"gives_{kind}s")
-            if any(one.mode == mode for one in asked) and not is_given:
+        for mode, kind in ((one.mode, kind) for one in asked for kind in one.needs):
+            if not getattr(integration, f"gives_{kind}s"):
                 raise AggregationError(
                     f"{mode} needs {kind} ids, and the data that {type(integration).__name__} "
                     "reads has none: choose another --loss-aggregation, such as sample_mean"

@@ -13,7 +13,7 @@ from megatron_lossagg.reduction.checks.aggregation import (
     checked_divisor,
     checked_exponent,
 )
-from megatron_lossagg.reduction.modes import COUNTS, CUSTOM, MODES, OWN_WEIGHTS, Count
+from megatron_lossagg.reduction.modes import COUNTS, CUSTOM, MODES, OWN_WEIGHTS, Count, Ids
 from megatron_lossagg.reduction.own_weights import StepCounts, WeightsFunction
 
 __all__ = ["Aggregation", "parsed_aggregation", "require_mask_count"]
@@ -113,6 +113,15 @@ class Aggregation:
         divisor = repr(self.divisor or 1.0).removesuffix(".0")
         exponent = repr(self.exponent).removesuffix(".0")
         return MODES[self.mode].weight.format(**counts, L=divisor, C=divisor, a=exponent)
+
+    @property
+    def needs(self) -> tuple[Ids, ...]:
+        """The ids, beside those of samples, without which no sequence has a weight."""
+        return MODES[self.mode].needs
+
+    def reads(self, ids: Ids) -> bool:
+        """Whether weights may depend on ids of a kind; a user's own may on each."""
+        return ids in self.needs or self.mode == OWN_WEIGHTS
 
     def __str__(self) -> str:
         """Mode and formula on one line."""

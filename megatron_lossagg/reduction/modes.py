@@ -1,5 +1,8 @@
 """The table of modes: the formula of each, and the one weight per sequence that it gives.
 
+A mode costs an entry here, its loss in ``verify/reference_loss.py``, a case in ``verify/cases.py``
+and its formula in ``docs/math.md``; a count that no mode has costs more (CONTRIBUTING.md).
+
 Symbols (``docs/math.md``): a sequence s has n_s active tokens, its sample n_b, its prompt
 n_p, its sample's group n_c; the step has N active tokens, B samples and P prompts; sample b
 has R_b sequences, group c has k_c samples; M microbatches on this rank, DP data-parallel ranks; the
@@ -14,10 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["COUNTS", "CUSTOM", "MODES", "OWN_WEIGHTS", "Count", "Mode"]
+__all__ = ["COUNTS", "CUSTOM", "MODES", "OWN_WEIGHTS", "Count", "Ids", "Mode"]
 
 _DivisorRule = Literal["required", "optional", "none"]
 Count = Literal["mask", "weights"]
+Ids = Literal["prompt", "group"]
 
 COUNTS: dict[Count, str] = {
     "mask": "the tokens of the loss mask",
@@ -44,6 +48,8 @@ class Mode:
     """The sum of w_s n_s over a step that has an active token, likewise; None: it is summed."""
     has_exponent: bool = False
     """Whether it needs the exponent a."""
+    needs: tuple[Ids, ...] = ()
+    """The ids without which no sequence has a weight; by default each is a sample."""
     needs_all: bool = False
     """Whether every rank needs the sequences of all ranks."""
 
@@ -76,6 +82,7 @@ MODES: dict[str, Mode] = {
             name="prompt_mean",
             weight="1/({P} n_p)",
             divisor="none",
+            needs=("prompt",),
             meaning="mean over prompts of each prompt's token mean (ScaleRL)",
             denominator=lambda c: c.prompt_tokens * c.prompts,
             expected=lambda c: c.active_prompts / c.prompts,
@@ -119,6 +126,7 @@ MODES: dict[str, Mode] = {
             name="balanced",
             weight="k_c/({B} n_c)",
             divisor="none",
+            needs=("group",),
             needs_all=True,
             meaning="token means of groups c, such as prompt and sign of the advantage, weighted "
             "by their samples k_c",

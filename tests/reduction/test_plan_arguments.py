@@ -11,6 +11,7 @@ from reducing import weights_of
 from megatron_lossagg import Aggregation, Sequences, plan_step
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.reduction.counts import StepTotals
+from megatron_lossagg.reduction.modes import CUSTOM, MODES, OWN_WEIGHTS
 
 BAD = {
     "negative counts": (
@@ -177,3 +178,28 @@ def test_samples_per_prompt_is_an_integer_from_1(number):
 def test_samples_per_prompt_needs_prompts():
     with pytest.raises(PlanError, match=r"samples_per_prompt .* no prompt ids: pass prompt="):
         weights_of("token_mean", active_tokens=[1], samples_per_prompt=2)
+
+
+@pytest.mark.parametrize("ids", ["prompt", "group"])
+@pytest.mark.parametrize("mode", sorted(set(MODES) - {CUSTOM, OWN_WEIGHTS}))
+def test_a_mode_needs_the_ids_that_it_says_and_no_others(mode, ids):
+    """An integration asks ``Mode.needs`` which ids it has to read."""
+    aggregation = Aggregation(
+        mode,
+        divisor=4.0 if MODES[mode].divisor == "required" else None,
+        exponent=0.5 if MODES[mode].has_exponent else None,
+    )
+    passed = {
+        "active_tokens": [1, 2, 3],
+        "prompt": [0, 0, 1],
+        "group": [0, 1, 2],
+        "microbatch": [0, 0, 0],
+        "num_microbatches": 1,
+    }
+    assert len(plan_step(aggregation, Sequences(**passed)).weights) == 3
+    del passed[ids]
+    if ids not in MODES[mode].needs:
+        assert len(plan_step(aggregation, Sequences(**passed)).weights) == 3
+        return
+    with pytest.raises(PlanError, match=rf"needs Sequences\({ids}="):
+        plan_step(aggregation, Sequences(**passed)).weights  # noqa: B018
