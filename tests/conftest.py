@@ -125,6 +125,15 @@ def new_folder():
     return Path(tempfile.mkdtemp(dir=FOLDER.name))
 
 
+def pytest_collection(session):
+    """Let the servers import while a run of all tests collects them."""
+    config = session.config
+    chosen = config.option.markexpr or config.option.keyword or config.option.collectonly
+    if config.args_source is config.ArgsSource.TESTPATHS and not chosen:
+        for server in SERVERS.values():
+            server.start()
+
+
 def pytest_collection_finish(session):
     """Begin what the collected tests need, in their order."""
     if session.config.option.collectonly:

@@ -124,12 +124,16 @@ class ForkServer:
             server.wait()
             self._folder.cleanup()
 
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    def start(self) -> None:
+        """Start to import, unless that has begun; the first launch does it too."""
         with self._starting:
             if self._is_closed:
                 raise RuntimeError("the fork server is closed")
             if self._server is None:
                 self._start()
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        self.start()
         try:
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.connect(f"{self._folder.name}/socket")
