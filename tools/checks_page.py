@@ -84,11 +84,11 @@ The guards, in the order in which they look:
 
 {guards}
 
-Beside the guards, `mb.outputs` looks at:
+`mb.outputs` also looks at:
 
 {outputs}
 
-and the schedule hook at the first of these, what reads data (`StepBuffer`) at the second:
+The schedule hook also looks at the first of these, `StepBuffer`, which reads data, at the second:
 
 {hook}
 

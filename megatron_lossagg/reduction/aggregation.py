@@ -116,7 +116,7 @@ class Aggregation:
 
     @property
     def needs(self) -> tuple[Ids, ...]:
-        """The ids, beside those of samples, without which no sequence has a weight."""
+        """The kinds of ids that must be passed, for without them no sequence has a weight."""
         return MODES[self.mode].needs
 
     def reads(self, ids: Ids) -> bool:

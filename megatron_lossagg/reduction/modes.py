@@ -49,7 +49,7 @@ class Mode:
     has_exponent: bool = False
     """Whether it needs the exponent a."""
     needs: tuple[Ids, ...] = ()
-    """The ids without which no sequence has a weight; by default each is a sample."""
+    """The kinds of ids that must be passed; ids of samples never: by default each is a sample."""
     needs_all: bool = False
     """Whether every rank needs the sequences of all ranks."""
 

@@ -1,6 +1,6 @@
 """A step's sequences and totals under one aggregation, and their weights, from ``weights.py``.
 
-NumPy alone: no torch is imported.
+It imports NumPy and no torch.
 
 Shape suffix: S = sequences of this data-parallel rank in the step.
 """

@@ -60,9 +60,16 @@ class Reference:
     def size_of_terms(self, slopes_HY: Tensor, name: str) -> Tensor:
         """Root of the sum of squares of a parameter's terms over tokens, ``[H]``.
 
-        Rounding leaves an error of this size where the terms of a gradient cancel each other.
+        The rounding of the terms is relative to it, even if their sum is nearly 0.
         """
         return (slopes_HY.square() @ self._squared_norms_Y[name]).sqrt()
+
+    def size_of_loss_terms(self, slope_Y: Tensor) -> float:
+        """A tenth of the same of the loss: its rounding is so much smaller than a gradient's.
+
+        Relative to the whole, half a loss would pass in bfloat16.
+        """
+        return 0.1 * float((slope_Y * self.losses_Y).norm())
 
     @cached_property
     def _squared_norms_Y(self) -> dict[str, Tensor]:
@@ -119,6 +126,6 @@ def compute(shape: ModelShape, *, copies: int, padded: int) -> Reference:
 def relative(got: float, want: float, terms: float = 0.0) -> float:
     """Return the error of a value, relative to it or to the size of its terms; inf if not finite.
 
-    Terms that cancel each other leave a small value with the rounding of the large ones.
+    The rounding of the terms stays in their sum, even if that is nearly 0.
     """
     return abs(got - want) / max(abs(want), terms, 1e-30) if math.isfinite(got) else math.inf

@@ -167,7 +167,7 @@ def _verdict(run: Run, case: Case, wanted: Expected, steps: Sequence[Measured]) 
     loss_error = weight_sum_error = None
     if run.parallelism.one_m:
         sums = {WEIGHT_SUM: wanted.weight_sum, WEIGHT_EXPECTED: wanted.weight_expected}
-        terms = _size_of_loss_terms(run, wanted)
+        terms = run.reference.size_of_loss_terms(wanted.slope_Y)
         loss_error = max(relative(s.worst("loss", wanted.loss), wanted.loss, terms) for s in steps)
         weight_sum_error = max(
             (
@@ -193,11 +193,6 @@ def _verdict(run: Run, case: Case, wanted: Expected, steps: Sequence[Measured]) 
     )
 
 
-def _size_of_loss_terms(run: Run, wanted: Expected) -> float:
-    """Root of the sum over tokens of the squared terms of the loss."""
-    return float((wanted.slope_Y * run.reference.losses_Y).norm())
-
-
 def _explain(done: Sequence[_Done]) -> None:
     """Find the causes that agree with every verdict of the layout, for the failed ones.
 
@@ -220,7 +215,7 @@ def _explain(done: Sequence[_Done]) -> None:
         predicted = {name: cause.predict(run.facts, case, wanted) for name, cause in likely.items()}
         slopes_HY = torch.stack([wanted.slope_Y, *(slope for slope, _ in predicted.values())])
         (_, *errors), _ = run.compared(measured, slopes_HY, slopes_HY @ run.reference.gradients_YP)
-        terms = _size_of_loss_terms(run, wanted)
+        terms = run.reference.size_of_loss_terms(wanted.slope_Y)
         loss = reported.worst("loss", wanted.loss)
         if not verdict.passed:
             is_inf = again.passed and not trained.passed

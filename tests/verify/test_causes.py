@@ -10,7 +10,7 @@ from megatron_lossagg.contract.scaling import LOSS_SCALINGS
 from megatron_lossagg.verify.cases import CASES, expected
 from megatron_lossagg.verify.causes import CAUSES, Facts, symbols
 from megatron_lossagg.verify.parallelism import Parallelism
-from megatron_lossagg.verify.reference_gradient import Reference
+from megatron_lossagg.verify.reference_gradient import Reference, relative
 from megatron_lossagg.verify.step_data import assign_sequences, make_sequences, padding_sequence
 
 BY_NAME = {cause.name: cause for cause in (*CAUSES, *faults.CAUSES)}
@@ -47,6 +47,13 @@ def all_cases():
         facts = facts_of(parallelism, loss_scaling=loss_scaling)
         for case in CASES:
             yield facts, case, expected(case, facts.reference, facts.assignment)
+
+
+def test_in_bf16_half_of_a_reported_loss_is_noticed_in_every_case():
+    deepest = Parallelism(pp=4, vpp=2, microbatches=4, bf16=True)
+    for facts, _, wanted in all_cases():
+        terms = facts.reference.size_of_loss_terms(wanted.slope_Y)
+        assert relative(wanted.loss / 2, wanted.loss, terms) > deepest.tolerance
 
 
 def over_cases(predict, cases):
