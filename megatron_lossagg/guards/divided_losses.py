@@ -30,7 +30,7 @@ def warn_of_divided_losses(reducer: Reducer, losses: Tensor) -> None:
 
     What is saved for the backward pass is not read where a checkpoint or an offload packs it.
     """
-    if torch.compiler.is_compiling() or not reducer.counted_tokens:
+    if not reducer.counted_tokens:
         return
     if not first_time("the graph of losses"):
         return

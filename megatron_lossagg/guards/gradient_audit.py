@@ -199,8 +199,6 @@ class GradientAudit(Guard):
 
 def _which(losses: Tensor) -> tuple[Any, ...]:
     """Say which tensor this is: freed addresses come back, a weak reference does not."""
-    if torch.compiler.is_compiling():  # what is traced has no storage to compare
-        return (object(),)
     storage = StorageWeakRef(losses.untyped_storage())  # type: ignore[no-untyped-call]
     shape, stride = tuple(losses.shape), losses.stride()
     return storage, losses.storage_offset(), shape, stride, losses._version

@@ -52,7 +52,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _untraced(function: _Function) -> _Function:
-    """Let ``torch.compile`` of a loss_func call a method as it is: it reads counts and masks."""
+    """Let a compiled loss_func call it as it is: it reads counts, masks and where tensors lie."""
     return cast(_Function, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
@@ -69,6 +69,7 @@ class MicrobatchLoss:
         """Which tokens this rank holds."""
         return self._reducer.layout
 
+    @_untraced
     def reduce(self, losses: Tensor, aggregation: Aggregation | str | None = None) -> Tensor:
         """Sum this rank's per-token losses with the step's weights: a 0-dim partial loss.
 
@@ -121,6 +122,7 @@ class MicrobatchLoss:
         made[2].update(shadow_reports(self._shadows, self._step.scaling))
         return made
 
+    @_untraced
     def shadow(self, losses: Tensor) -> dict[str, Tensor]:
         """Report what each mode of ``Options.shadow`` would give for losses that others train.
 
@@ -389,6 +391,7 @@ def _overridden(guards: Sequence[Guard], event: str) -> list[Callable[..., None]
     return [getattr(guard, event) for guard in guards if getattr(type(guard), event) is not stock]
 
 
+@_untraced
 def _tell(listeners: Sequence[Callable[..., None]], facts: StepFacts, *details: Any) -> None:
     """Tell the guards of an event; without the step, which nobody keeps alive by this."""
     for listener in listeners:

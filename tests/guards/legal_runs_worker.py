@@ -16,7 +16,7 @@ import torch.distributed as dist
 from audit_cases import LAYOUTS
 from check_runner import run_checks
 from megatron.core import parallel_state
-from training_steps import ACTIVE, SEQUENCES, Training, begin, microbatch, right
+from training_steps import ACTIVE, SEQUENCES, Training, begin, right
 
 from megatron_lossagg import Aggregation, LossAggregator
 from megatron_lossagg.reduction.options import Options
@@ -104,29 +104,11 @@ def aggregate_anew(run, mode="sample_mean", **options):
     run.aggregator = LossAggregator(run.chunks, mode, options=Options(probe=False, **options))
 
 
-def check_reduce_is_compiled(make):
-    run = make()
-    if run.per_token:  # the loss scaling enters outputs, which is not compiled here
-        return
-    torch._dynamo.reset()
-    reduce = torch.compile(lambda mb, x: mb.reduce(x), backend="aot_eager")
-
-    def loss_func(step, batch, x):
-        mb = microbatch(step, batch)
-        return mb.outputs(reduce(mb, x))
-
-    for mode in ("sample_mean", "token_mean"):  # one function, other weights
-        expected = run.by_hand(weights_by_hand(mode))
-        aggregate_anew(run, mode)
-        same(run.train(loss_func), expected)
-
-
 def check_a_whole_loss_func_is_compiled(make):
     torch._dynamo.reset()
     compiled = torch.compile(right, backend="aot_eager")
     run = make()
-    # Other weights compile again; that they do is shown in one loss scaling.
-    for mode in ("sample_mean",) if run.per_token else ("sample_mean", "token_mean"):
+    for mode in ("sample_mean", "token_mean"):  # one function, other weights
         expected = run.by_hand(weights_by_hand(mode))
         aggregate_anew(run, mode)
         for _ in range(2):
@@ -345,7 +327,6 @@ OF_CONTEXT_PARALLELISM = (
     check_losses_are_gathered_over_context_parallel_ranks,
     check_a_context_parallel_rank_with_only_prompt_tokens,
     # They take ten seconds each; at CP 2 they index what at CP 1 they slice.
-    check_reduce_is_compiled,
     check_a_whole_loss_func_is_compiled,
 )
 OF_ANY = (

@@ -27,6 +27,20 @@ def test_half_precision_losses_are_accumulated_in_float32(dtype):
     assert partial_loss.item() == n
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own, while it traces
+def test_a_compiled_reducer_follows_other_weights_masks_and_sizes():
+    compiled = torch.compile(lambda reducer, x: reducer(x), backend="aot_eager")
+    for mode in ("sample_mean", "token_mean"):
+        for last in (2, 3):
+            mask = [*MASK[:4], *[1] * last]
+            plan = a_plan((sum(MASK[:4]), last), mode=mode)
+            reducer = plan.reducer([0, 1], torch.tensor(mask), thd(4, last))
+            found, expected = (torch.ones(4 + last, requires_grad=True) for _ in range(2))
+            compiled(reducer, found).backward()
+            reducer(expected).backward()
+            assert found.grad.tolist() == expected.grad.tolist()
+
+
 def test_an_empty_rank_is_connected_to_the_graph():
     x = torch.zeros(0, requires_grad=True)
     plan = a_plan([2])
