@@ -49,56 +49,11 @@ class Option:
     """What to change."""
 
 
-def _is_set(value: Any, setting: Setting) -> bool:
-    return value is not None and value is not False
-
-
-def _is_not_zigzag(value: Any, setting: Setting) -> bool:
-    return setting.cp_size > 1 and value != "zigzag"
-
-
-def _is_unknown_partition(value: Any, setting: Setting) -> bool:
-    return setting.cp_size > 1 and value not in ("zigzag", "contiguous")
-
-
-def _is_dynamic(value: Any, setting: Setting) -> bool:
-    return bool(value) and not setting.counts_parts
-
-
-def _is_unknown_scheduler(value: Any, setting: Setting) -> bool:
-    known = ("dp_balanced", "default_dynamic_cp") if setting.counts_parts else ("dp_balanced",)
-    return value is not None and value not in known
-
-
-def _is_above_one(value: Any, setting: Setting) -> bool:
-    return (value or 1) > 1
-
-
-def _splits_documents(value: Any, setting: Setting) -> bool:
-    is_sft = getattr(setting.holder, "sft", False)
-    return bool(value) and not is_sft and setting.cp_size > 1
-
-
-def _differs_from_training(value: Any, setting: Setting) -> bool:
-    return value not in (None, setting.cp_size)
-
-
-def _mixes_up_messages(value: Any, setting: Setting) -> bool:
-    config = setting.holder
-    overlaps = getattr(config, "overlap_p2p_comm", False)
-    is_batched = getattr(config, "batch_p2p_comm", True)
-    return bool(setting.num_chunks > 1 and value == 2 and (not overlaps or is_batched))
-
-
-def _is_full_iteration(value: Any, setting: Setting) -> bool:
-    return "full_iteration" in str(value).replace("full_iteration_inference", "")
-
-
 OPTIONS = (
     Option(
         names=("cp_partition_mode",),
         default="zigzag",
-        is_wrong=_is_unknown_partition,
+        is_wrong=lambda value, at: at.cp_size > 1 and value not in ("zigzag", "contiguous"),
         when="neither `zigzag` nor `contiguous` at CP > 1",
         why="packed sequences take the layout that the model's config names",
         change="set cp_partition_mode to 'zigzag' or 'contiguous', or train at "
@@ -107,7 +62,7 @@ OPTIONS = (
     Option(
         names=("linear_cp_layout", "attention_cp_layout"),
         default="zigzag",
-        is_wrong=_is_not_zigzag,
+        is_wrong=lambda value, at: at.cp_size > 1 and value != "zigzag",
         when="not `zigzag` at CP > 1",
         why="the layers choose the split, and the weights are laid out for two chunks of each "
         "sequence",
@@ -115,14 +70,14 @@ OPTIONS = (
     ),
     Option(
         names=("hybrid_context_parallel",),
-        is_wrong=_is_set,
+        is_wrong=lambda value, at: value is not None and value is not False,
         when="set",
         why="CP changes with every microbatch, so that sequences have no single layout",
         change="drop --hybrid-context-parallel",
     ),
     Option(
         names=("dynamic_context_parallel",),
-        is_wrong=_is_dynamic,
+        is_wrong=lambda value, at: bool(value) and not at.counts_parts,
         when="set, but in Megatron-LM's own loop and in verl, which have it",
         why="each microbatch has CP groups of its own, so that sequences have no single layout: "
         "each rank counts its parts of them",
@@ -130,7 +85,10 @@ OPTIONS = (
     ),
     Option(
         names=("sequence_packing_scheduler",),
-        is_wrong=_is_unknown_scheduler,
+        is_wrong=lambda value, at: (
+            value not in (None, "dp_balanced")
+            and not (at.counts_parts and value == "default_dynamic_cp")
+        ),
         when="neither unset nor `dp_balanced`",
         why="sequences are counted after `dp_balanced` has packed them; `default_dynamic_cp` is "
         "dynamic context parallelism",
@@ -140,7 +98,9 @@ OPTIONS = (
         names=("dataloader_inter_document_masking",),
         holder="script arguments",
         default=False,
-        is_wrong=_splits_documents,
+        is_wrong=lambda value, at: (
+            bool(value) and not getattr(at.holder, "sft", False) and at.cp_size > 1
+        ),
         when="set at CP > 1, without `sft`",
         why="an entry is split as a whole, so that a document's tokens lie unevenly on CP ranks",
         change="use --context-parallel-size 1, or drop --dataloader-inter-document-masking",
@@ -148,7 +108,7 @@ OPTIONS = (
     Option(
         names=("eval_context_parallel_size",),
         holder="Bridge's dist config",
-        is_wrong=_differs_from_training,
+        is_wrong=lambda value, at: value not in (None, at.cp_size),
         when="not the training CP",
         why="groups and layouts are read once, and evaluation would have others than training",
         change="leave dist.eval_context_parallel_size unset",
@@ -156,7 +116,7 @@ OPTIONS = (
     Option(
         names=("gtp_weight_remat_size", "expert_gtp_weight_remat_size"),
         default=1,
-        is_wrong=_is_above_one,
+        is_wrong=lambda value, at: (value or 1) > 1,
         when="above 1",
         why="its ranks train microbatches of their own, outside the data-parallel group that is "
         "counted over",
@@ -165,21 +125,30 @@ OPTIONS = (
     Option(
         names=("pipeline_model_parallel_size",),
         default=1,
-        is_wrong=_mixes_up_messages,
+        is_wrong=lambda value, at: (
+            at.num_chunks > 1
+            and value == 2
+            and not (
+                getattr(at.holder, "overlap_p2p_comm", False)
+                and not getattr(at.holder, "batch_p2p_comm", True)
+            )
+        ),
         when="2 and interleaved, unless `overlap_p2p_comm` without `batch_p2p_comm`",
         why="interleaved pipelining over 2 stages mixes up its messages",
         change="set overlap_p2p_comm=True and batch_p2p_comm=False",
     ),
     Option(
         names=("cuda_graph_scope", "cuda_graph_impl"),
-        is_wrong=_is_full_iteration,
+        is_wrong=lambda value, at: (
+            "full_iteration" in str(value).replace("full_iteration_inference", "")
+        ),
         when="full iteration",
         why="a full-iteration CUDA graph freezes K at capture",
         change="use another --cuda-graph-impl or --cuda-graph-scope",
     ),
     Option(
         names=("flextron",),
-        is_wrong=_is_set,
+        is_wrong=lambda value, at: value is not None and value is not False,
         when="set",
         why="the model returns a penalty, which the configured loss would drop",
         change="drop --flextron",

@@ -63,10 +63,9 @@ def outputs(
 
 def shadow_reports(shadows: Mapping[str, Tensor], scaling: Scaling) -> dict[str, Tensor]:
     """Return ``lossagg/shadow/NAME`` for each partial loss by its mode's name."""
-    names = {name: f"lossagg/shadow/{name}" for name in shadows}
+    named = {f"lossagg/shadow/{mode}": loss for mode, loss in shadows.items()}
     return {
-        names[name]: _report(names[name], shadow, scaling, torch.ones_like(shadow))
-        for name, shadow in shadows.items()
+        name: _report(name, loss, scaling, torch.ones_like(loss)) for name, loss in named.items()
     }
 
 

@@ -18,7 +18,6 @@ losses' gradients. Sources: ``schedules.forward_step_calc_loss``,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
@@ -40,7 +39,7 @@ MOST_TOKENS_PER_TOKEN = 2**31 - 1
 """The largest N of a step in the per-token loss scaling: Megatron-Core sums num_tokens in int32."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Factor:
     """One place between a partial loss and the gradient, and what it multiplies by."""
 
@@ -95,27 +94,23 @@ class Scaling:
             return 1
         return counted if cp_rank == 0 else 0
 
-    def factors(self) -> Iterator[Factor]:
+    def factors(self) -> tuple[Factor, ...]:
         """List what multiplies a partial loss on its way to the gradient; the product is 1."""
-        m, ranks, n = self.num_microbatches, self.dp_cp_size, self.k
-        k = Fraction(self.k)
+        m, ranks, k = self.num_microbatches, self.dp_cp_size, Fraction(self.k)
         if self.loss_scaling == "average":
-            places = (
-                ("loss_func", "returns partial loss * K, K = M DP CP", k),
-                ("schedule", "/ num_tokens, which is 1; / M", Fraction(1, m)),
-                ("DDP", "mean over the DP CP ranks: their sum / (DP CP)", Fraction(1, ranks)),
-                ("finalize_model_grads", "nothing", Fraction(1)),
+            mean = "mean over the DP CP ranks: their sum / (DP CP)"
+            return (
+                Factor("loss_func", "returns partial loss * K, K = M DP CP", k),
+                Factor("schedule", "/ num_tokens, which is 1; / M", Fraction(1, m)),
+                Factor("DDP", mean, Fraction(1, ranks)),
+                Factor("finalize_model_grads", "nothing", Fraction(1)),
             )
-        else:
-            by_n = "/ sum of the step's num_tokens, which is N"
-            places = (
-                ("loss_func", "returns partial loss * K, K = N", k),
-                ("schedule", "nothing", Fraction(1)),
-                ("DDP", "sum over the DP CP ranks", Fraction(1)),
-                ("finalize_model_grads", by_n, Fraction(1, n)),
-            )
-        for where, does, factor in places:
-            yield Factor(where=where, does=does, factor=factor)
+        return (
+            Factor("loss_func", "returns partial loss * K, K = N", k),
+            Factor("schedule", "nothing", Fraction(1)),
+            Factor("DDP", "sum over the DP CP ranks", Fraction(1)),
+            Factor("finalize_model_grads", "/ sum of the step's num_tokens, which is N", 1 / k),
+        )
 
 
 K_FORMULA: dict[LossScaling, str] = {"average": "M DP CP", "per_token": "N"}

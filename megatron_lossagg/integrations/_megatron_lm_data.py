@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -60,8 +59,7 @@ class MaskedSumIntegration(Integration):
 
     def loss(self, loss_func: Callable[..., Any], output: Tensor) -> FrameworkLoss:
         """Take the mask out of ``partial(loss_func, loss_mask, ...)``; the output is the losses."""
-        given = loss_func.args if isinstance(loss_func, functools.partial) else ()
-        mask = next(iter(given), None)
+        mask = next(iter(getattr(loss_func, "args", ())), None)
         if not isinstance(output, Tensor):
             found = f"a {type(output).__name__}"
             raise _unknown(found, "forward_step", "one tensor of per-token losses")
@@ -85,6 +83,13 @@ class MaskedSumIntegration(Integration):
             returned=returned,
             masked_sum=theirs.reshape(()),
         )
+
+    def iteration(self) -> int | None:
+        """Number the step as Megatron-LM's log does: ``curr_iteration`` counts finished steps."""
+        from megatron.training import get_args
+
+        finished = getattr(get_args(), "curr_iteration", None)
+        return None if finished is None else finished + 1
 
     def _check_entries(self, output: Tensor) -> None:
         """Refuse losses of other entries than were counted, as of a batch that was transposed."""

@@ -22,8 +22,10 @@ from megatron_lossagg.integrations._rebind import rebind
 from megatron_lossagg.integrations._refusals import imported
 from megatron_lossagg.loop.framework import Integration
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
+from megatron_lossagg.reduction.aggregation import Aggregation
+from megatron_lossagg.reduction.options import Options
 
-__all__ = ["TrainerIntegration", "field_of", "installed", "reported", "trainer_class"]
+__all__ = ["TrainerIntegration", "installed", "trainer_class"]
 
 _BASE = "swift.megatron.trainers.base"
 
@@ -36,8 +38,8 @@ class TrainerIntegration(Integration):
     """Module and name of the trainer."""
     commands: ClassVar[str]
     """What starts it."""
-    other: ClassVar[str]
-    """The integration of a different trainer."""
+    log_reduces_loss = False
+    """Whether its log reduces ``loss`` itself."""
 
     def __init__(self) -> None:
         self.trainer: Any = None
@@ -57,8 +59,9 @@ class TrainerIntegration(Integration):
         if not isinstance(trainer, known) or type(trainer).loss_func is not known.loss_func:
             raise ContractError(
                 f"got the loss of a {type(trainer).__name__}, expected that of ms-swift's "
-                f"{self.trainer_at[1]} ({self.commands}): {self.other}; train any other without "
-                "megatron_lossagg"
+                f"{self.trainer_at[1]} ({self.commands}): megatron sft and megatron pt have "
+                "ms_swift.install, GRPO has ms_swift_grpo.install, GKD has ms_swift_gkd.install; "
+                "train any other without megatron_lossagg"
             )
         self.check(trainer, call)
         self.trainer = trainer
@@ -75,33 +78,16 @@ def trainer_class(module: str, name: str) -> Any:
     return getattr(imported(module, expected=expected), name)
 
 
-def installed(hook: ScheduleHook, trainer: Any, names: Sequence[str]) -> ScheduleHook:
-    """Rebind ms-swift's schedule, and let a trainer's log reduce these pairs; return the hook."""
+def installed(
+    aggregation: Aggregation | str | None, integration: TrainerIntegration, options: Options | None
+) -> ScheduleHook:
+    """Rebind ms-swift's schedule, and let the trainer's log reduce what the hook reports."""
+    trainer = trainer_class(*integration.trainer_at)
+    hook = ScheduleHook(aggregation, integration, options=options)
     rebind(hook, [_BASE], "ms-swift's Megatron trainers")
+    names = [n for n in hook.reported if n != "loss" or not integration.log_reduces_loss]
     trainer._log_callback = _reducing(trainer._log_callback, names)
     return hook
-
-
-def field_of(data: Any, name: str, source: str) -> Any:
-    """Return a field of a microbatch; raises :class:`ContractError` if it has none.
-
-    ``source``: what of ms-swift makes it.
-    """
-    found = data.get(name) if isinstance(data, Mapping) else None
-    if found is None:
-        raise ContractError(
-            f"got a {type(data).__name__} from the data iterator, expected the dict with {name} "
-            f"that ms-swift's {source} makes: train it without megatron_lossagg"
-        )
-    return found
-
-
-def reported(hook: ScheduleHook) -> list[str]:
-    """List the pairs that the hook reports next to ``loss``; the same on every rank."""
-    shadows = [f"lossagg/shadow/{name}" for name in hook.options.shadows]
-    if hook.aggregation is None:
-        return [*shadows, "lossagg/shadow/stock"]
-    return ["lossagg/weight_sum", "lossagg/weight_expected", "stock/loss", *shadows]
 
 
 def _reducing(log: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:

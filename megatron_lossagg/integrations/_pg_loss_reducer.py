@@ -51,8 +51,7 @@ def constant_reducer(name: str, module: str) -> MakeReducer:
     match = _NAME.fullmatch(name)
     if match:
         with suppress(AggregationError):  # 0, or too large for a float
-            divisor = float(match[1].replace("p", "."))
-            return _reducer_of(Aggregation("constant", divisor=divisor).divisor or 0.0)
+            return _reducer_of(float(match[1].replace("p", ".")))
     raise AttributeError(
         f"module {module!r} has no attribute {name!r}, expected carry_weights, check or "
         "constant_<L> with a finite divisor L above 0: write constant_40960 or constant_0p5"
@@ -84,8 +83,8 @@ def _reducer_of(divisor: float) -> MakeReducer:
             )
         cp_size, cp_rank = _context_parallel()
         arguments = sys.modules.get("megatron.training.global_vars")  # miles on FSDP has none
-        if arguments is not None:
-            refuse_bshd(arguments.get_args, cp_size)
+        if arguments is not None and cp_size > 1:
+            refuse_bshd(arguments.get_args())
         lengths = [mask.numel() for mask in loss_masks]
         if lengths != [int(n) for n in response_lengths]:
             raise LayoutError(
@@ -118,9 +117,9 @@ def _context_parallel() -> tuple[int, int]:
     return mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
 
 
-def refuse_bshd(get_args: Callable[[], Any], cp_size: int) -> None:
-    """Raise :class:`LayoutError` if the framework splits by a length that no reducer is given."""
-    if cp_size > 1 and getattr(get_args(), "qkv_format", "thd") != "thd":
+def refuse_bshd(args: Any) -> None:
+    """Raise :class:`LayoutError` if CP splits by a length that no reducer is given."""
+    if getattr(args, "qkv_format", "thd") != "thd":
         raise LayoutError(
             "got --qkv-format bshd with context parallelism, which splits by max_seq_len, expected "
             "thd: the reducer is not given that length. Use --qkv-format thd, or carry the weights"

@@ -256,10 +256,8 @@ def _of_plan(plan: StepPlan, rollouts: int, remedy: str | None) -> _Floats:
 def log_carried(hooks: Hooks, aggregation: Aggregation) -> None:
     """Log on rank 0 that weights were carried; ``cache`` keeps it to once per process."""
     _log(
-        "megatron_lossagg trains %s, carried to %s as rollout_mask_sums = 1 / (w_s G): for the "
-        "policy loss, entropy, KL and the logged metrics alike",
-        aggregation,
-        hooks.name,
+        f"megatron_lossagg trains {aggregation}, carried to {hooks.name} as rollout_mask_sums = "
+        "1 / (w_s G): for the policy loss, entropy, KL and the logged metrics alike"
     )
 
 
@@ -278,23 +276,19 @@ def log_set_up(
     if not is_ours(reducer) and aggregation is None:
         return
     for name, loss in not_covered:
-        if getattr(args, name, False) and _is_first_rank():
-            text = "megatron_lossagg does not cover %s (%s): it keeps %s's own scale"
-            logging.getLogger(__name__).warning(text, loss, name, hooks.name)
+        if getattr(args, name, False):
+            text = f"megatron_lossagg does not cover {loss} ({name}): it keeps "
+            _log(f"{text}{hooks.name}'s own scale", logging.WARNING)
     if is_ours(reducer):
         mean = f"KL, entropy and the logged metrics keep {hooks.name}'s mean"
-        _log("megatron_lossagg: the policy loss is to be divided by %s; %s", reducer, mean)
-    elif aggregation is not None:
-        _log("megatron_lossagg: %s is to train %s", hooks.name, aggregation)
+        _log(f"megatron_lossagg: the policy loss is to be divided by {reducer}; {mean}")
+    else:
+        _log(f"megatron_lossagg: {hooks.name} is to train {aggregation}")
 
 
-def _log(message: str, *values: object) -> None:
-    if _is_first_rank():
-        logging.getLogger(__name__).info(message, *values)
-
-
-def _is_first_rank() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+def _log(message: str, level: int = logging.INFO) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logging.getLogger(__name__).log(level, message)
 
 
 def is_ours(value: object) -> bool:

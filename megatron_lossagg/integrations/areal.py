@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megatron_lossagg.errors import AggregationError, ContractError
 from megatron_lossagg.integrations._announce import announce
-from megatron_lossagg.integrations._refusals import imported, not_a_mask
+from megatron_lossagg.integrations._refusals import imported, not_a_mask, replaced
 from megatron_lossagg.loop.flags import aggregation_from_args, args_of
 from megatron_lossagg.reduction.aggregation import Aggregation, require_mask_count
 from megatron_lossagg.reduction.modes import CUSTOM
@@ -40,7 +40,7 @@ _NOT_HERE = (CUSTOM, "microbatch_token_mean", "balanced")
 _VERSION = "use AReaL 4aef98d8"
 _PROMPT, _SCALE = "loss_aggregation_prompt", "loss_aggregation_scale"
 """Columns ``[sequences, s]`` of a batch: AReaL splits and packs no others."""
-_WEIGHTS, _COUNT_EMPTY = "loss_aggregation_weights_path", "loss_aggregation_count_empty"
+_COUNT_EMPTY = "loss_aggregation_count_empty"
 _SFT_LOSS = "compute_packed_sft_loss"
 _ENGINES = {"MegatronPPOActor": "LossAggregationActor", "MegatronLMEngine": "LossAggregationLM"}
 """AReaL's engines, and ours in this module."""
@@ -114,14 +114,8 @@ def _in_place_of_engines(config: Any, aggregation: Aggregation) -> Iterator[None
     os.environ.update(_variables(aggregation))  # AReaL's SPMD mode has its engines here
     for spec in config.scheduling_spec:
         spec.env_vars.update(_variables(aggregation))
-    own = {name: getattr(engines, name) for name in _ENGINES}
-    try:
-        for name, ours in _ENGINES.items():
-            setattr(engines, name, _engine(ours))
+    with replaced(engines, **{name: _engine(ours) for name, ours in _ENGINES.items()}):
         yield
-    finally:
-        for name, engine in own.items():
-            setattr(engines, name, engine)
 
 
 def _checked(engine: Any) -> Any:
@@ -224,7 +218,7 @@ def _scales(
             not_a_mask("loss_mask", "make it 0 or 1, and scale advantages to weigh a token")
         )
     active_tokens = mask.sum(-1).to("cpu", torch.int64)
-    if int(loss_weight_fn({**data, "loss_mask": mask})) != int(active_tokens.sum()):
+    if not fault and int(loss_weight_fn({**data, "loss_mask": mask})) != int(active_tokens.sum()):
         fault = (
             "AReaL weighs a microbatch by a number other than its active tokens, expected "
             f"loss_mask.count_nonzero(): {_VERSION}"
@@ -259,8 +253,8 @@ def _weighed(loss_fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _variables(aggregation: Aggregation) -> dict[str, str]:
     """Write the aggregation as environment variables, all of them: AReaL joins them by commas."""
-    names = {_WEIGHTS: None, **args_of(aggregation)}
-    return {name.upper(): "" if value is None else str(value) for name, value in names.items()}
+    args = args_of(aggregation)
+    return {name.upper(): "" if value is None else str(value) for name, value in args.items()}
 
 
 def _of_environment() -> Aggregation:

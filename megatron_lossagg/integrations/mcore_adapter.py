@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations._rebind import rebind
-from megatron_lossagg.integrations._refusals import imported
+from megatron_lossagg.integrations._refusals import field_of, imported
 from megatron_lossagg.integrations._segment_counts import count_segments, to_numpy
 from megatron_lossagg.loop.buffer import MicrobatchSequences
 from megatron_lossagg.loop.framework import FrameworkLoss, Integration
@@ -70,12 +70,7 @@ class McaIntegration(Integration):
 
     def sequences(self, data: Any) -> MicrobatchSequences:
         """Count the labels of each sequence; ``data`` is what the trainer's collator returns."""
-        labels = data.get("labels") if isinstance(data, Mapping) else None
-        if labels is None:
-            raise ContractError(
-                f"got a {type(data).__name__} from the data iterator, expected mcore_adapter's "
-                "dict with labels: train it without megatron_lossagg"
-            )
+        labels = field_of(data, "labels", "mcore_adapter's collator")
         b, s = labels.shape
         lengths, is_padding = np.full(b, s), np.zeros(b, dtype=bool)
         if self._trainer.args.sequence_packing and data.get("attention_mask") is not None:
@@ -146,8 +141,7 @@ class _Hook(ScheduleHook):
 
     def _logged(self, reports: list[dict[str, Any]], trainer: Any) -> list[dict[str, Any]]:
         """Complete our reports over CP, which the trainer's log does not, in the log's form."""
-        names = [name for name in reported(self) if not name.startswith("stock/")]
-        names = [name for name in names if self.aggregation is not None or name != "loss"]
+        names = [name for name in self.reported if not name.startswith("stock/")]
         if not reports:  # an earlier pipeline stage
             return reports
         pairs = torch.stack([report[name] for report in reports for name in names])
@@ -160,15 +154,6 @@ class _Hook(ScheduleHook):
             if "loss" in names and trainer.args.calculate_per_token_loss:
                 report["loss"] = tuple(values[names.index("loss")].unbind())
         return reports
-
-
-def reported(hook: ScheduleHook) -> list[str]:
-    """List what the hook lets the trainer log, the same on every rank."""
-    shadows = [f"lossagg/shadow/{name}" for name in hook.options.shadows]
-    if hook.aggregation is None:
-        return ["loss", *shadows, "lossagg/shadow/stock"]
-    custom = hook.aggregation.reducer_path is not None
-    return ["loss", "stock/loss", *([] if custom else ["lossagg/weight_sum"]), *shadows]
 
 
 def install(
@@ -184,5 +169,5 @@ def install(
     trainer = imported(_MODULE, expected="mcore_adapter of ROLL: install it").McaTrainer
     hook = _Hook(aggregation, McaIntegration(trainer), options=options)
     rebind(hook, [_MODULE], "mcore_adapter")
-    trainer.metrics_keys = reported(hook)
+    trainer.metrics_keys = list(dict.fromkeys(["loss", *hook.reported]))
     return hook

@@ -33,7 +33,7 @@ from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.options import Options
 
-__all__ = ["PretrainIntegration", "current_iteration", "install"]
+__all__ = ["PretrainIntegration", "install"]
 
 
 class PretrainIntegration(MaskedSumIntegration):
@@ -57,14 +57,11 @@ class PretrainIntegration(MaskedSumIntegration):
         super().prepare(aggregations)
         self._packs = itertools.count()
         self._per_microbatch = any(one.mode == "microbatch_token_mean" for one in aggregations)
-        self._has_begun = False
 
     def applies(self, call: Mapping[str, Any]) -> bool:
-        """Refuse, on every rank and before the first batch, what a dynamic CP cannot have."""
-        if not self._has_begun:
-            self._has_begun = True
-            model = call["model"]
-            self._check_dynamic((model[0] if isinstance(model, (list, tuple)) else model).config)
+        """Refuse, on every rank and before each step, what a dynamic CP cannot have."""
+        model = call["model"]
+        self._check_dynamic((model[0] if isinstance(model, (list, tuple)) else model).config)
         return super().applies(call)
 
     def _check_dynamic(self, config: Any) -> None:
@@ -117,18 +114,6 @@ class PretrainIntegration(MaskedSumIntegration):
         name = (pack * dist.get_world_size() + dist.get_process_group_ranks(group)[0]) << 20
         parts = replace(parts, sample=name + np.arange(len(length_G)))
         return with_weights(parts, mask_T) if self.weighs_tokens else parts
-
-    def iteration(self) -> int | None:
-        """Number the step as Megatron-LM's log does."""
-        return current_iteration()
-
-
-def current_iteration() -> int | None:
-    """Return the number of Megatron-LM's step: ``curr_iteration`` counts finished steps."""
-    from megatron.training import get_args
-
-    finished = getattr(get_args(), "curr_iteration", None)
-    return None if finished is None else finished + 1
 
 
 def install(

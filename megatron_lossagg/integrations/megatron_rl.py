@@ -25,7 +25,6 @@ from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations._megatron_lm_data import MaskedSumIntegration
 from megatron_lossagg.integrations._refusals import imported
 from megatron_lossagg.integrations._segment_counts import count_segments, to_numpy
-from megatron_lossagg.integrations.megatron_lm import current_iteration
 from megatron_lossagg.loop.aggregator import LossAggregator
 from megatron_lossagg.loop.buffer import MicrobatchSequences
 from megatron_lossagg.loop.framework import FrameworkLoss
@@ -118,10 +117,6 @@ class RLIntegration(MaskedSumIntegration):
             return pad(values.view(output.shape), (0, 1)).reshape(-1)
 
         return replace(found, losses=whole(found.losses), mask=whole(found.mask))
-
-    def iteration(self) -> int | None:
-        """Number the step as Megatron-LM's log does."""
-        return current_iteration()
 
     def layout(self, aggregator: LossAggregator, lengths: Sequence[int]) -> Layout:
         """Split as Transformer Engine does, whatever ``cp_partition_mode`` says, and gathered."""

@@ -82,8 +82,8 @@ def check(args: Any) -> None:
     does not raise a denominator below 1 from here on (``_denominators.py``). No collective.
     """
     aggregation = checked_aggregation(args, HOOKS)
-    if is_ours(getattr(args, REDUCER, None)):
-        refuse_bshd(lambda: args, getattr(args, "context_parallel_size", 1))
+    if is_ours(getattr(args, REDUCER, None)) and getattr(args, "context_parallel_size", 1) > 1:
+        refuse_bshd(args)
     log_set_up(args, HOOKS, aggregation, _NOT_COVERED)
     if aggregation is None:
         return

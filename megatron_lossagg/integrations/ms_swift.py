@@ -18,11 +18,10 @@ from torch import Tensor
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations._ms_swift_trainer import (
     TrainerIntegration,
-    field_of,
     installed,
-    reported,
     trainer_class,
 )
+from megatron_lossagg.integrations._refusals import field_of
 from megatron_lossagg.integrations._segment_counts import count_segments, to_numpy, with_weights
 from megatron_lossagg.loop.buffer import MicrobatchSequences
 from megatron_lossagg.loop.framework import FrameworkLoss
@@ -32,7 +31,6 @@ from megatron_lossagg.reduction.options import Options
 
 __all__ = ["IGNORED", "SwiftIntegration", "install"]
 
-_SFT = ("swift.megatron.trainers.trainer", "MegatronTrainer")
 IGNORED = -100
 """The label of a token that is not trained."""
 
@@ -47,9 +45,9 @@ class SwiftIntegration(TrainerIntegration):
     """
 
     gives_token_weights = True
-    trainer_at = _SFT
+    trainer_at = ("swift.megatron.trainers.trainer", "MegatronTrainer")
     commands = "megatron sft, megatron pt"
-    other = "GRPO has ms_swift_grpo.install, GKD has ms_swift_gkd.install"
+    log_reduces_loss = True
 
     def check(self, trainer: Any, call: Mapping[str, Any]) -> None:
         """Raise for arguments with a different loss or a different layout."""
@@ -80,7 +78,7 @@ class SwiftIntegration(TrainerIntegration):
 
     def sequences(self, data: Any) -> MicrobatchSequences:
         """Count the labels of each conversation; ``data`` is what ms-swift's collator returns."""
-        mask_P = _shifted(field_of(data, "labels", "template")) != IGNORED
+        mask_P = _shifted(field_of(data, "labels", "ms-swift's template")) != IGNORED
         counted = count_segments(*self._segments(data), mask_P)
         if not self.weighs_tokens:
             return counted
@@ -146,11 +144,9 @@ def install(
     prompt ids. Raises :class:`ContractError` if ms-swift 4.6.0 is not there. Adds one all-reduce
     to each line of the log, over data and context parallelism.
     """
-    sft = trainer_class(*_SFT)
-    if "_log_callback" not in vars(sft):
+    if "_log_callback" not in vars(trainer_class(*SwiftIntegration.trainer_at)):
         raise ContractError(
             "ms-swift's MegatronTrainer has no _log_callback of its own, which reduces the logged "
             "loss from 4.6.0 on: upgrade ms-swift"
         )
-    hook = ScheduleHook(aggregation, SwiftIntegration(), options=options)
-    return installed(hook, sft, reported(hook))
+    return installed(aggregation, SwiftIntegration(), options)

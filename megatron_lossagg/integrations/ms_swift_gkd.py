@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megatron_lossagg.errors import ContractError
-from megatron_lossagg.integrations._ms_swift_trainer import installed, reported, trainer_class
+from megatron_lossagg.integrations._ms_swift_trainer import installed
 from megatron_lossagg.integrations.ms_swift import IGNORED, SwiftIntegration
 from megatron_lossagg.loop.framework import FrameworkLoss
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
@@ -26,8 +26,6 @@ from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.options import Options
 
 __all__ = ["GKDIntegration", "install"]
-
-_GKD = ("swift.megatron.trainers.gkd_trainer", "MegatronGKDTrainer")
 
 
 class GKDIntegration(SwiftIntegration):
@@ -40,9 +38,9 @@ class GKDIntegration(SwiftIntegration):
     """
 
     gives_token_weights = False
-    trainer_at = _GKD
+    trainer_at = ("swift.megatron.trainers.gkd_trainer", "MegatronGKDTrainer")
     commands = "megatron rlhf --rlhf_type gkd"
-    other = "megatron sft and megatron pt have ms_swift.install, GRPO has ms_swift_grpo.install"
+    log_reduces_loss = False
 
     def check(self, trainer: Any, call: Mapping[str, Any]) -> None:
         """Raise for a different layout."""
@@ -123,7 +121,4 @@ def install(
 
     As :func:`megatron_lossagg.integrations.ms_swift.install`.
     """
-    gkd = trainer_class(*_GKD)
-    hook = ScheduleHook(aggregation, GKDIntegration(), options=options)
-    names = reported(hook) if aggregation is None else ["loss", *reported(hook)]
-    return installed(hook, gkd, names)
+    return installed(aggregation, GKDIntegration(), options)

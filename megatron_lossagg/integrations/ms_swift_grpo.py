@@ -30,11 +30,10 @@ from torch.overrides import TorchFunctionMode
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations._ms_swift_trainer import (
     TrainerIntegration,
-    field_of,
     installed,
-    reported,
     trainer_class,
 )
+from megatron_lossagg.integrations._refusals import field_of
 from megatron_lossagg.integrations._segment_counts import to_numpy
 from megatron_lossagg.loop.aggregator import LossAggregator
 from megatron_lossagg.loop.buffer import MicrobatchSequences
@@ -48,7 +47,6 @@ from megatron_lossagg.reduction.options import Options
 __all__ = ["GRPOIntegration", "install"]
 
 _MODULE = "swift.megatron.trainers.grpo_trainer"
-_GRPO = (_MODULE, "MegatronGRPOTrainer")
 _PER_SAMPLE, _PER_WIDTH = ("grpo", "sapo"), ("dr_grpo",)
 _PER_TOKEN = ("bnpo", "cispo", "dapo", "fipo")
 """The ``loss_type``s whose loss is a sum over tokens, by what they divide it by."""
@@ -67,9 +65,8 @@ class GRPOIntegration(TrainerIntegration):
     """
 
     gives_prompts = True
-    trainer_at = _GRPO
+    trainer_at = (_MODULE, "MegatronGRPOTrainer")
     commands = "megatron rlhf --rlhf_type grpo"
-    other = "megatron sft and megatron pt have ms_swift.install, GKD has ms_swift_gkd.install"
 
     def __init__(self, *, trains: bool = True) -> None:
         super().__init__()
@@ -94,7 +91,7 @@ class GRPOIntegration(TrainerIntegration):
 
     def sequences(self, data: Any) -> MicrobatchSequences:
         """Count the completions of a microbatch, as the trainer's rollout made it."""
-        batch = field_of(data, "grpo_batch", "rollout")
+        batch = field_of(data, "grpo_batch", "ms-swift's rollout")
         mask = to_numpy(batch.completion_mask) != 0
         if self.trainer.args.overlong_filter:
             mask = mask & ~to_numpy(batch.truncated_mask)[:, None]
@@ -292,7 +289,7 @@ def _number_prompts() -> None:
     ``get_local_rollout_batch`` gets a data-parallel rank's prompts and repeats each;
     ``collate_to_grpo_micro_batch`` gets what became of them.
     """
-    trainer = trainer_class(*_GRPO)
+    trainer = trainer_class(*GRPOIntegration.trainer_at)
     module: Any = importlib.import_module(_MODULE)
     repeat, collate = trainer.get_local_rollout_batch, module.collate_to_grpo_micro_batch
     numbers = itertools.count()
@@ -324,8 +321,4 @@ def install(
 
     As :func:`megatron_lossagg.integrations.ms_swift.install`, but ``prompt_mean`` is possible.
     """
-    grpo = trainer_class(*_GRPO)
-    integration = GRPOIntegration(trains=aggregation is not None)
-    hook = ScheduleHook(aggregation, integration, options=options)
-    names = reported(hook) if aggregation is None else ["loss", *reported(hook)]
-    return installed(hook, grpo, names)
+    return installed(aggregation, GRPOIntegration(trains=aggregation is not None), options)

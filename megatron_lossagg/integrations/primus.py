@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.integrations._rebind import rebind, report_if_unused
-from megatron_lossagg.integrations._refusals import imported
+from megatron_lossagg.integrations._refusals import imported, replaced
 from megatron_lossagg.integrations.megatron_lm import PretrainIntegration
 from megatron_lossagg.loop.schedule_hook import ScheduleHook
 from megatron_lossagg.reduction.aggregation import Aggregation
@@ -61,12 +61,8 @@ def _hooked(hook: ScheduleHook, train: Callable[..., Any]) -> Callable[..., Any]
                     f"were not tested here; set {name}: false, or drop the hook"
                 )
         megatron = imported("megatron.training", expected="the Megatron-LM that Primus trains with")
-        stock = megatron.pretrain
-        megatron.pretrain = _bound_before(hook, stock)
-        try:
+        with replaced(megatron, pretrain=_bound_before(hook, megatron.pretrain)):
             return train(trainer)
-        finally:
-            megatron.pretrain = stock
 
     return run
 

@@ -35,7 +35,7 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -46,7 +46,7 @@ from torch import Tensor
 
 from megatron_lossagg.errors import AggregationError, ContractError
 from megatron_lossagg.integrations._advantage_groups import advantage_groups
-from megatron_lossagg.integrations._refusals import not_a_mask
+from megatron_lossagg.integrations._refusals import not_a_mask, replaced
 from megatron_lossagg.loop.flags import aggregation_from_args
 from megatron_lossagg.reduction.aggregation import Aggregation, require_mask_count
 from megatron_lossagg.reduction.modes import CUSTOM
@@ -110,9 +110,9 @@ def aggregated(trainer: Any, aggregation: Aggregation, *, carry_weights: bool = 
             weighing = _Weighing(aggregation, mini_batch_boundaries, samples)
             with _in_place_of_the_reduction(trainer, weighing):
                 data = super()._normalize_advantages(data, mini_batch_boundaries, prompt_boundaries)
-            if weighing.num_calls != len(mini_batch_boundaries):
+            if len(weighing.weights) != len(mini_batch_boundaries):
                 raise ContractError(
-                    f"SkyRL reduced {weighing.num_calls} of {len(mini_batch_boundaries)} "
+                    f"SkyRL reduced {len(weighing.weights)} of {len(mini_batch_boundaries)} "
                     f"mini-batches: this version does not call {_REDUCTION} once for each; "
                     f"{_VERSIONS}"
                 )
@@ -147,12 +147,8 @@ def aggregated_sft(trainer: Any, aggregation: Aggregation) -> Any:
 
         def build_train_dataloader(self, tokenized: Any) -> Any:
             """Collate training batches with the weights; the evaluation's collator stays."""
-            own = self.collator
-            self.collator = _Collator(own, aggregation)
-            try:
+            with replaced(self, collator=_Collator(self.collator, aggregation)):
                 return super().build_train_dataloader(tokenized)
-            finally:
-                self.collator = own
 
         def train_step(self, batch: Any, step: int) -> Any:
             """Train a batch that has the weights; any other one is an error."""
@@ -217,7 +213,6 @@ class _Weighing:
     boundaries: Sequence[tuple[int, int]]
     samples: list[int] | None
     """Sample of each sequence, if SkyRL trains step by step; None: each sequence is one."""
-    num_calls: int = 0
     weights: list[Tensor] = field(default_factory=list)
 
     def column(self, like: Tensor) -> Tensor:
@@ -237,8 +232,7 @@ class _Weighing:
         prompt_boundaries: Sequence[tuple[int, int]] | None = None,
     ) -> Tensor:
         """Return A w_s; ``advantages``, ``loss_mask``: ``[sequences of the mini-batch, s]``."""
-        start, end = self.boundaries[self.num_calls]
-        self.num_calls += 1
+        start, end = self.boundaries[len(self.weights)]
         if end - start != len(advantages):
             raise ContractError(
                 f"SkyRL reduces {len(advantages)} sequences, and the mini-batch has {end - start}: "
@@ -261,7 +255,6 @@ class _Weighing:
                 prompt=prompts if self.aggregation.reads("prompt") else None,
                 group=groups,
             ),
-            group=None,
         )
         self.weights.append(plan.weights)
         return advantages * plan.weights.to(advantages)[:, None]
@@ -292,17 +285,13 @@ def _samples(cfg: Any, data: Any) -> list[int] | None:
 def _in_place_of_the_reduction(trainer: Any, weighing: _Weighing) -> Iterator[None]:
     """Replace SkyRL's reduction in the module whose ``_normalize_advantages`` runs."""
     module = sys.modules[trainer._normalize_advantages.__module__]
-    own: Callable[..., Tensor] | None = getattr(module, _REDUCTION, None)
-    if own is None:
+    if not hasattr(module, _REDUCTION):
         raise ContractError(
             f"{module.__name__} has no {_REDUCTION}: {_VERSIONS}, or a trainer that does not "
             "override _normalize_advantages"
         )
-    setattr(module, _REDUCTION, weighing.reduce)
-    try:
+    with replaced(module, **{_REDUCTION: weighing.reduce}):
         yield
-    finally:
-        setattr(module, _REDUCTION, own)
 
 
 def check_config(cfg: Any, *, carry_weights: bool = False) -> None:

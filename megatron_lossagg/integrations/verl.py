@@ -39,7 +39,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -47,6 +47,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_lossagg.errors import AggregationError, ContractError, PlanError
+from megatron_lossagg.integrations._refusals import replaced
 from megatron_lossagg.integrations._verl_batch import (
     COUNT_SAMPLES,
     LOSS_WEIGHT,
@@ -87,8 +88,6 @@ _OF_AGG_LOSS = {
     "loss_scale_factor",
 }
 """What verl's ``agg_loss`` takes next to losses and mask; a plan's weights replace all of it."""
-
-_AggLoss = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -225,14 +224,12 @@ _planned: list[_Microbatch] = []
 def _aggregated(microbatch: _Microbatch) -> Iterator[None]:
     """Put our partial loss in the place of ``agg_loss``, in each module of verl with the name."""
     modules = [sys.modules[name] for name in _AGGREGATES if name in sys.modules]
-    own: list[_AggLoss] = [module.agg_loss for module in modules]
-    try:
+    with ExitStack() as stack:
         for module in modules:
-            module.agg_loss = microbatch.agg_loss  # type: ignore[attr-defined]
+            stack.enter_context(replaced(module, agg_loss=microbatch.agg_loss))
+        _planned.append(microbatch)
+        stack.callback(_planned.pop)
         yield
-    finally:
-        for module, agg_loss in zip(modules, own, strict=True):
-            module.agg_loss = agg_loss  # type: ignore[attr-defined]
 
 
 def _engine(base: Any) -> Any:
@@ -271,11 +268,8 @@ def _engine(base: Any) -> Any:
             if not forward_only:
                 warn_of_split(data, plan, self.tokens_of)
             planned = partial(with_plan, loss_function, plan, dp_size)
-            self.has_plan = True
-            try:
+            with replaced(self, has_plan=True):
                 output = super().forward_backward_batch(data, planned, forward_only)
-            finally:
-                self.has_plan = False
             plan.check()
             return output
 
@@ -308,9 +302,5 @@ def with_plan(
     sequences = checked_integers("sequences", data[SEQUENCE], PlanError)
     if LOSS_WEIGHT in data.keys():  # noqa: SIM118  the plan has it
         arguments["data"] = data.exclude(LOSS_WEIGHT)
-    _planned.append(_Microbatch(plan, sequences, dp_size))
-    try:
-        with _aggregated(_planned[-1]):
-            return loss_function(**arguments)
-    finally:
-        _planned.pop()
+    with _aggregated(_Microbatch(plan, sequences, dp_size)):
+        return loss_function(**arguments)

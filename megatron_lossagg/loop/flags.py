@@ -174,6 +174,7 @@ def args_of(aggregation: Aggregation) -> dict[str, Any]:
     """Return the arguments from which :func:`aggregation_from_args` reads the same mode."""
     names = ("mode", "divisor", "exponent", "count_empty", "count")
     args = dict(zip(_OF_A_MODE, (getattr(aggregation, name) for name in names), strict=True))
+    args[_WEIGHTS] = None
     if aggregation.count == "mask":  # as if the flag was not given
         args["loss_aggregation_count"] = None
     if aggregation.weights_function is not None:

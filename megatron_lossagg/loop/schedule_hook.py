@@ -99,6 +99,17 @@ class ScheduleHook:
         """K of the latest step; 1 before, and on a rank that computes no loss."""
         integration.prepare(asked)
 
+    @property
+    def reported(self) -> list[str]:
+        """Names of the pairs that it reports, the same on every rank."""
+        shadows = [f"lossagg/shadow/{name}" for name in self.options.shadows]
+        if self.aggregation is None:
+            return [*shadows, "lossagg/shadow/stock"]
+        name = self.integration.loss_name
+        is_custom = self.aggregation.reducer_path is not None
+        sums = [] if is_custom else ["lossagg/weight_sum", "lossagg/weight_expected"]
+        return [name, f"stock/{name.replace(' ', '_')}", *sums, *shadows]
+
     def wrap(self, schedule: Schedule) -> Schedule:
         """Wrap what ``get_forward_backward_func()`` returned.
 

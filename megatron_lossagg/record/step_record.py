@@ -15,7 +15,6 @@ Shape suffix: S = sequences of this data-parallel rank in the step.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,7 +110,7 @@ def read_record(path: Path) -> dict[int, StepRecord]:
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(f"{path} cannot be read ({error})") from None
     steps: dict[int, StepRecord] = {}
-    for number, line in enumerate(_whole_lines(text), start=1):
+    for number, line in enumerate(text.split("\n")[:-1], start=1):
         record = _parsed(line)
         if record is None:
             raise RecordError(
@@ -121,12 +120,6 @@ def read_record(path: Path) -> dict[int, StepRecord]:
         steps.pop(record.step, None)
         steps[record.step] = record
     return steps
-
-
-def _whole_lines(text: str) -> Iterator[str]:
-    for line in text.splitlines(keepends=True):
-        if line.endswith("\n"):
-            yield line
 
 
 def _parsed(line: str) -> StepRecord | None:
