@@ -1,7 +1,8 @@
 """torch's launcher for one machine, with nothing that listens on an address other than loopback.
 
-``python agent.py PROCESSES COMMAND ...``. torch's own rendezvous for one node binds its store to
-all interfaces; this one's store takes a socket that is bound to 127.0.0.1.
+``python agent.py PROCESSES FOLDER COMMAND ...``; FOLDER gets what torch's launcher leaves behind.
+torch's own rendezvous for one node binds its store to all interfaces; this one's store takes a
+socket that is bound to 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -71,11 +72,12 @@ class Loopback(RendezvousHandler):
         return True
 
 
-def main(processes: str, *command: str) -> None:
+def main(processes: str, folder: str, *command: str) -> None:
     """Run ``command`` on the ranks, which end when this process does."""
     rendezvous_handler_registry.register("loopback", Loopback)
     tied = [sys.executable, "-IS", str(_TIED), str(os.getpid()), *command]
     options = ["--rdzv-backend=loopback", "--rdzv-endpoint=unused", f"--local-addr={_ADDRESS}"]
+    options += [f"--log-dir={folder}"]
     torchrun(["--no-python", f"--nproc-per-node={processes}", *options, *tied])
 
 

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 __all__ = ["launch", "run_alone"]
 
@@ -36,8 +37,9 @@ def launch(
     the output so far. Nothing is left running in any case; on Linux not even if this process, or
     the thread that called, is killed.
     """
-    agent = [str(_AGENT), str(processes), sys.executable, "-u", *command]
-    return run_alone(agent, timeout=timeout, env=env)
+    with TemporaryDirectory() as folder:  # torchrun leaves its own behind
+        agent = [str(_AGENT), str(processes), folder, sys.executable, "-u", *command]
+        return run_alone(agent, timeout=timeout, env=env)
 
 
 def run_alone(

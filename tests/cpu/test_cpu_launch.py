@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -122,3 +123,10 @@ def test_launched_ranks_end_with_a_launcher_that_is_killed(
 ) -> None:
     _, running = killed
     assert not running
+
+
+def test_a_launch_leaves_no_files_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert launch(["-m", "json.tool", "--help"], processes=1, timeout=200).returncode == 0
+    assert not list(tmp_path.iterdir())
