@@ -32,6 +32,7 @@ from megatron_lossagg.verify.frameworks.check import (
     FrameworkError,
     NotRunError,
     compare,
+    ended_by,
     outcome_of,
 )
 from megatron_lossagg.verify.frameworks.missing import install_line
@@ -157,6 +158,21 @@ def commands_of_children():
                 yield file.with_name("cmdline").read_bytes()
 
 
+@pytest.fixture
+def swift(tmp_path, monkeypatch):
+    """Return the folder of a package ``swift`` on the path, and forget what is imported of it."""
+
+    def forget():
+        for name in [one for one in sys.modules if f"{one}.".startswith("swift.")]:
+            del sys.modules[name]
+
+    forget()
+    (tmp_path / "swift" / "megatron").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path / "swift"
+    forget()
+
+
 @pytest.mark.parametrize(
     ("framework", "module", "state"),
     [
@@ -168,13 +184,8 @@ def commands_of_children():
     ],
 )
 def test_a_module_that_the_framework_itself_lacks_fails_and_one_of_others_is_not_run(
-    monkeypatch, tmp_path, framework, module, state
+    swift, framework, module, state
 ):
-    monkeypatch.delitem(sys.modules, "swift", raising=False)
-    (tmp_path / "swift").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    importlib.invalidate_caches()
-
     def imports():
         importlib.import_module(module)
 
@@ -285,6 +296,22 @@ def test_a_checkout_whose_packages_lie_in_src_is_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     check_installed("of tests")
     assert os.environ["PYTHONPATH"] == os.pathsep.join([str(tmp_path / "src"), "/before"])
+
+
+def test_a_framework_is_looked_for_without_running_its_code(swift):
+    for package in (swift, swift / "megatron"):
+        (package / "__init__.py").write_text("raise RuntimeError('it was imported')")
+    check_installed("ms-swift")
+    assert "swift" not in sys.modules
+
+
+def test_what_a_framework_lacks_of_its_own_is_not_to_be_installed(swift):
+    (swift / "__init__.py").write_text("import module_of_tests\nimport swift.absent")
+    with pytest.raises(ModuleNotFoundError) as caught:
+        importlib.import_module("swift.megatron")
+    outcome = ended_by(caught.value, "its checks", framework="ms-swift")
+    line = "got no module_of_tests: pip install module-of-tests, or run where ms-swift trains"
+    assert outcome.explanation == line
 
 
 def test_missing_modules_are_named_by_what_installs_them():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib import invalidate_caches
 from importlib.util import find_spec
@@ -118,7 +117,10 @@ def check_installed(name: str) -> None:
 
 
 def _is_found(package: str) -> bool:
-    with suppress(ImportError):
-        spec = find_spec(package)
-        return spec is not None and bool(spec.submodule_search_locations)
-    return False
+    """Look for a package; ``find_spec`` of a dotted name imports what is before the dot."""
+    outer, *inner = package.split(".")
+    spec = find_spec(outer)
+    if spec is not None and spec.origin is None:  # a namespace, such as megatron, has no code
+        spec, inner = find_spec(package), []
+    places = None if spec is None else spec.submodule_search_locations
+    return any(Path(place, *inner).is_dir() for place in places or ())

@@ -195,8 +195,7 @@ def ended_by(error: BaseException, check: str, *, framework: str, function: str 
     is_elsewhere = isinstance(error, NotRunError) or _is_of_others(error, framework)
     names = []
     if is_elsewhere and not function:
-        package = FRAMEWORKS[framework].package
-        names = missing_modules(FRAMEWORKS[framework].imports, own=package)
+        names = missing_modules(FRAMEWORKS[framework].imports, own=_own(framework))
     if names:
         text = f"got no {', '.join(names)}: {install_line(names)}, or run where {framework} trains"
     elif isinstance(error, NotRunError):
@@ -215,11 +214,14 @@ def ended_by(error: BaseException, check: str, *, framework: str, function: str 
 
 def _is_of_others(error: BaseException, framework: str) -> bool:
     """Whether a module is missing that is not the framework's own."""
-    own = FRAMEWORKS[framework].package
-    if not own.startswith("megatron."):  # which several projects share
-        own = own.partition(".")[0]
     is_missing = isinstance(error, ModuleNotFoundError)
-    return is_missing and not f"{getattr(error, 'name', None)}.".startswith(f"{own}.")
+    return is_missing and not f"{getattr(error, 'name', None)}.".startswith(f"{_own(framework)}.")
+
+
+def _own(framework: str) -> str:
+    """Return the package whose modules are all the framework's; several share ``megatron``."""
+    package = FRAMEWORKS[framework].package
+    return package if package.startswith("megatron.") else package.partition(".")[0]
 
 
 def _is_raised_here(error: BaseException) -> bool:

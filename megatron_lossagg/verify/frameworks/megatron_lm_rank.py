@@ -2,14 +2,12 @@
 
 Its events: one per training step, ``{"step": losses by name, "grad_norm"}``, and one per
 evaluation, ``{"evaluate": losses by name}``. On one process each step is computed by the reference
-too: ``{"wanted", "grad_norm", "sequences"}``. Weights do not depend on the layout; ``SEED`` changes
-them.
+too: ``{"wanted", "grad_norm", "sequences"}``. Weights do not depend on the layout.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -92,7 +90,7 @@ def watch(training: Any, write: _Write) -> None:
         options = training.get_args()
         # A float32 optimizer has no copies of the weights.
         if options.iteration == 0 and not options.finetune:
-            cpu.initialize_weights(out[0], seed=int(os.environ.get("SEED", "5")))
+            cpu.initialize_weights(out[0], seed=5)
         return out
 
     training.train_step, training.evaluate = watched_step, watched_evaluate
