@@ -22,6 +22,8 @@ __all__ = ["Denominators", "keep_below_one"]
 
 _CLAMPS = ("clamp_min", "clamp", "clip", "maximum")
 _SUMS = "get_sum_of_sample_mean"
+_made: set[Callable[..., Any]] = set()
+"""What replaced it, here."""
 
 
 class Denominators(Tensor):
@@ -57,8 +59,10 @@ def keep_below_one(modules: Sequence[str]) -> None:
                 f"got {name} without {_SUMS}, expected the function that divides by "
                 "rollout_mask_sums: use a release that the integration was written for"
             )
-        if not hasattr(stock, "__wrapped__"):
-            setattr(module, _SUMS, _kept(stock))
+        if stock not in _made:
+            kept = _kept(stock)
+            _made.add(kept)
+            setattr(module, _SUMS, kept)
 
 
 def _kept(stock: Callable[..., Any]) -> Callable[..., Any]:

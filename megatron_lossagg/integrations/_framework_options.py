@@ -27,6 +27,8 @@ _WITHOUT_EFFECT = (
     "loss_aggregation_side_losses",
 )
 """Options of a step of this package, which these frameworks do not have."""
+_LIKE_OURS = ("loss_ag", "lossag")
+"""How what may be meant for us begins."""
 
 
 def spelled(flag: str, framework: str) -> str:
@@ -42,7 +44,8 @@ def requested(args: Any, framework: str) -> Namespace:
     """
     flags = vars(add_loss_aggregation_args(argparse.ArgumentParser()).parse_args([]))
     given = {name: value for name, value in vars(args).items() if value is not None}
-    of_framework = defined_by(framework) if flags.keys() & given.keys() else {}
+    is_asked = any(name.startswith(_LIKE_OURS) for name in given)
+    of_framework = defined_by(framework) if is_asked else {}
     _check_names(args, flags, of_framework)
     made = {}
     for flag in flags:
@@ -70,7 +73,7 @@ def _check_names(args: Any, flags: Iterable[str], of_framework: Iterable[str]) -
     read = [flag for flag in flags if flag not in _WITHOUT_EFFECT]
     known = {*read, *map(_short, read), *of_framework}
     for name, value in vars(args).items():
-        is_like_ours = name.replace("-", "_").lower().startswith(("loss_ag", "lossag"))
+        is_like_ours = name.replace("-", "_").lower().startswith(_LIKE_OURS)
         is_unset = name in _WITHOUT_EFFECT and value is None
         if is_like_ours and name not in known and not is_unset:
             raise AggregationError(
@@ -92,4 +95,4 @@ def defined_by(framework: str) -> dict[str, Any]:
     except (Exception, SystemExit):  # whatever a framework's import raises
         return {}
     options = {action.dest: action.default for action in parser._actions}
-    return {name: value for name, value in options.items() if name.startswith("loss_aggregation")}
+    return {name: value for name, value in options.items() if name.startswith(_LIKE_OURS)}

@@ -3,9 +3,12 @@
 What they refuse: ``test_slime_arguments.py``. The reducer: ``test_pg_loss_reducer.py``.
 """
 
+import functools
 import io
 import itertools
 import random
+import sys
+import types
 from argparse import Namespace
 
 import numpy as np
@@ -19,7 +22,7 @@ from rollout_batch import CASES, SAMPLES, batch_of, of_miles, of_slime
 from megatron_lossagg import Aggregation
 from megatron_lossagg.errors import ContractError, PlanError
 from megatron_lossagg.integrations import miles, slime
-from megatron_lossagg.integrations._denominators import Denominators
+from megatron_lossagg.integrations._denominators import Denominators, keep_below_one
 from megatron_lossagg.integrations._rollout_mask_sums import FrameworkStep, rollout_mask_sums
 from megatron_lossagg.reduction import faults
 from megatron_lossagg.verify import reference_loss
@@ -272,6 +275,22 @@ def test_only_denominators_of_0_are_raised_to_1():
     torch.save(given, on_disk)  # as a framework's dumps
     on_disk.seek(0)
     assert type(torch.load(on_disk, weights_only=False)) is Denominators
+
+
+def test_a_function_that_a_framework_decorates_itself_gets_denominators_once(monkeypatch):
+    def get_sum_of_sample_mean(*, denominators):
+        return [torch.clamp_min(one, 1).item() for one in denominators]
+
+    decorated = functools.wraps(get_sum_of_sample_mean)(
+        lambda **given: get_sum_of_sample_mean(**given)
+    )
+    module = types.ModuleType("loss_of_tests")
+    module.get_sum_of_sample_mean = decorated
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for _ in range(2):
+        keep_below_one([module.__name__])
+    assert module.get_sum_of_sample_mean(denominators=[torch.tensor(0.5)]) == [0.5]
+    assert module.get_sum_of_sample_mean.__wrapped__ is decorated
 
 
 @pytest.mark.parametrize("init", [None, "mine.init"])
