@@ -12,7 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["FinalizeHook", "is_megatrons_finalize", "is_same_function", "own_finalize"]
+__all__ = [
+    "FinalizeHook",
+    "hook_of",
+    "is_megatrons_finalize",
+    "is_same_function",
+    "own_finalize",
+]
 
 
 class FinalizeHook:

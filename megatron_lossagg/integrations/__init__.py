@@ -1,8 +1,8 @@
 """Entry points for frameworks, one file each; a file that begins with ``_`` serves several.
 
 One that calls Megatron's schedule is an ``Integration`` of ``loop/framework.py``, as
-``docs/integrations/integration.md`` shows. It costs its file, one in ``verify/frameworks``, tests
-in ``tests/integrations`` and a page (CONTRIBUTING.md). What it cannot do is refused in its file.
+``docs/integrations/integration.md`` shows. CONTRIBUTING.md lists what one more
+costs. What it cannot do is refused in its file.
 """
 
 from __future__ import annotations

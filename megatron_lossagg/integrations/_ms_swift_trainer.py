@@ -2,8 +2,8 @@
 
 Training and evaluation of ``BaseMegatronTrainer`` look up one name, ``get_forward_backward_func``,
 in one module; it is rebound. ms-swift multiplies by nothing after the schedule. It logs sum / count
-of each reported pair over microbatches, and reduces ``loss`` only: what the hook reports next to it
-is reduced here, when it is logged.
+of each reported pair over microbatches. Only SFT's log reduces a pair over ranks, ``loss``: all
+others that the hook reports are reduced here, when they are logged.
 """
 
 from __future__ import annotations

@@ -183,7 +183,8 @@ def rollout_mask_sums(
     """Compute d_s of each sequence of a rollout batch, float64 ``[S]``; NaN outside of all steps.
 
     ``active_tokens``, ``sample`` and ``prompt`` have one entry per sequence. ``dropped``: sequences
-    that the framework leaves out. Every rank of ``group`` calls, with the same number of steps, and
+    that the framework leaves out. ``samples_per_prompt``: as of :class:`Sequences`, in
+    each step. Every rank of ``group`` calls, with the same number of steps, and
     all of them or none with ``dropped``: per step the collectives of :func:`plan_step`, once more
     if prompts are given with several steps or with ``dropped``. ``remedy``: how the framework is
     told not to raise a d_s below 1, if it does; None if it does not. ``fault``: why this rank has

@@ -1,4 +1,4 @@
-"""Every aggregation for the policy loss of an unmodified SkyRL, by its entry point.
+"""Aggregations for the policy loss of an unmodified SkyRL, by its entry point.
 
 ::
 

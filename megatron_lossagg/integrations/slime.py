@@ -1,4 +1,4 @@
-"""Every mode in an unmodified slime, by arguments alone.
+"""Every mode but ``balanced`` in an unmodified slime, by arguments alone.
 
 **All of the loss.** The weights travel with the data, for the policy loss, entropy, KL and
 logged metrics alike. A file for ``--custom-config-path``::

@@ -1,4 +1,4 @@
-"""Every aggregation in an unmodified verl on Megatron: two lines of configuration.
+"""Aggregations in an unmodified verl on Megatron: two lines of configuration.
 
 verl imports the entry points of ``verl.plugins`` with every ``import verl``, in each worker. Ours
 registers an engine, which ``VERL_ENGINE_VENDOR=lossagg`` in every worker's environment selects, and
