@@ -12,7 +12,6 @@ from megatron_lossagg.cli.plans import EXPONENT, Split, aggregation_of, modes_of
 from megatron_lossagg.contract.scaling import MOST_TOKENS_PER_TOKEN, Factor, Scaling
 from megatron_lossagg.errors import LossAggregationError
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.aliases import alias_of
 from megatron_lossagg.reduction.modes import CUSTOM, MODES
 from megatron_lossagg.reduction.step_weights import StepWeights
 from megatron_lossagg.verify.text import number_of
@@ -117,8 +116,6 @@ def explain(
             "custom has no formula to explain: its loss is what the factory of "
             "--loss-aggregation-reducer-path returns"
         )
-    if weights is None:
-        _check_given(name, divisor, exponent)
     aggregation = aggregation_of(name, divisor, exponent, count_empty, weights)
     num_tokens = sum(step["active_tokens"])
     if split.loss_scaling == "per_token" and num_tokens > MOST_TOKENS_PER_TOKEN:
@@ -239,18 +236,3 @@ def _loss(plan: StepWeights) -> float:
             "--divisor of the size of a response"
         )
     return loss
-
-
-def _check_given(name: str, divisor: float | None, exponent: float | None) -> None:
-    """Refuse a mode without the number that it needs."""
-    mode = MODES[alias_of(name).mode]
-    if mode.divisor == "required" and divisor is None:
-        raise LossAggregationError(
-            f"{name} divides by a constant length and got none: give --divisor, the longest "
-            "response that generation allows"
-        )
-    if mode.has_exponent and exponent is None:
-        raise LossAggregationError(
-            f"{name} needs an exponent and got none: give --exponent, 0 for token_mean up to 1 for "
-            "sample_mean"
-        )

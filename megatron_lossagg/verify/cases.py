@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import TYPE_CHECKING, Any
 
 from megatron_lossagg.reduction.aggregation import Aggregation
@@ -134,16 +135,6 @@ def expected(case: Case, reference: Reference, assignment: Assignment) -> Expect
     from megatron_lossagg.verify.own_reducer import loss_of_whole
 
     y_Y = reference.losses_Y.clone().requires_grad_()
-    if case.is_custom:
-        loss = loss_of_whole(case.aggregation, reference, y_Y)
-        (slope_Y,) = torch.autograd.grad(loss, y_Y)
-        return Expected(
-            loss=loss.item(),
-            slope_Y=slope_Y,
-            gradient_P=slope_Y @ reference.gradients_YP,
-            weight_sum=None,
-            weight_expected=None,
-        )
 
     def reference_sequences(
         aggregation: Aggregation, term: Callable[[Tensor, float], Tensor]
@@ -157,21 +148,27 @@ def expected(case: Case, reference: Reference, assignment: Assignment) -> Expect
             for sequence, key, start in sequences
         ]
 
-    linear = reference_sequences(case.aggregation, lambda y, c: c * y)
-    options = reference_options(case.aggregation, assignment.microbatches)
-    loss = reference_loss.step_loss(case.aggregation.mode, linear, **options)
+    weight_sum = weight_expected = None
+    if case.is_custom:
+        loss = loss_of_whole(case.aggregation, reference, y_Y)
+    else:
+        mode, linear = case.aggregation.mode, reference_sequences(case.aggregation, mul)
+        options = reference_options(case.aggregation, assignment.microbatches)
+        loss = reference_loss.step_loss(mode, linear, **options)
+        counted = [{**sequence, "trained": sequence["counted"]} for sequence in linear]
+        weight_sum = reference_loss.weight_sum(mode, linear, **options)
+        weight_expected = reference_loss.weight_sum(mode, counted, **options)
     if case.second is not None:
         second = reference_options(case.second, assignment.microbatches)
         squares = reference_sequences(case.second, lambda y, c: y * y)
         loss = loss + BETA * reference_loss.step_loss(case.second.mode, squares, **second)
     (slope_Y,) = torch.autograd.grad(loss, y_Y)
-    counted = [{**sequence, "trained": sequence["counted"]} for sequence in linear]
     return Expected(
         loss=loss.item(),
         slope_Y=slope_Y,
         gradient_P=slope_Y @ reference.gradients_YP,
-        weight_sum=reference_loss.weight_sum(case.aggregation.mode, linear, **options),
-        weight_expected=reference_loss.weight_sum(case.aggregation.mode, counted, **options),
+        weight_sum=weight_sum,
+        weight_expected=weight_expected,
     )
 
 

@@ -1,4 +1,4 @@
-"""What this machine has of the packages that a verification runs on, without importing one.
+"""What this machine has of the packages that a verification runs on; only torch is imported.
 
 A package that is installed and cannot be imported ends the ranks, whose error names it.
 """

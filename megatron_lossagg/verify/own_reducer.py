@@ -81,8 +81,8 @@ def not_additive(aggregation: Aggregation, facts: Facts, loss: float, tolerance:
     """Say that partial losses do not add up to ``loss``, that of the whole; empty if they do."""
     try:
         parts = loss_of_parts(aggregation, facts, facts.reference.losses_Y).item()
-    except LossAggregationError:
-        found = "one of its partial losses is not finite"
+    except LossAggregationError as error:
+        found = f"it raises: {error}"
     else:
         if abs(parts - loss) <= tolerance * abs(loss):
             return ""

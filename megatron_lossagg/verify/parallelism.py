@@ -170,7 +170,7 @@ class Parallelism:
                 "add --float32"
             )
         if self.packing == "local" and self.mtp:
-            raise ProofError("packing: got local with mtp, expected thd or bshd")
+            raise ProofError("packing: got local with mtp, expected another")
         if self.cp_partition == "contiguous" and self.mtp:
             raise ProofError(
                 "cp_partition: got contiguous with mtp, expected zigzag: Megatron-Core rolls the "

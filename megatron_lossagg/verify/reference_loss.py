@@ -140,12 +140,12 @@ def _counts(sequences: Sequence[StepSequence], count_empty: bool) -> SimpleNames
 
 
 def _sum(sequences: Sequence[StepSequence]) -> Tensor:
-    total = torch.zeros((), dtype=torch.float64)
-    for sequence in sequences:
-        for x, m, v in zip(sequence["x"], sequence["trained"], _weights(sequence), strict=True):
-            if m == 1:
-                total = total + sequence.get("sequence_weight", 1.0) * v * x
-    return total
+    return _total(
+        sequence.get("sequence_weight", 1.0) * v * x
+        for sequence in sequences
+        for x, m, v in zip(sequence["x"], sequence["trained"], _weights(sequence), strict=True)
+        if m == 1
+    )
 
 
 def _tokens(sequences: Sequence[StepSequence]) -> float:
@@ -177,7 +177,4 @@ def _over(total: Tensor, count: float) -> Tensor:
 
 
 def _total(values: Iterable[Tensor]) -> Tensor:
-    total = torch.zeros((), dtype=torch.float64)
-    for value in values:
-        total = total + value
-    return total
+    return sum(values, torch.zeros((), dtype=torch.float64))

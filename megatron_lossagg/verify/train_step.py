@@ -45,7 +45,7 @@ from megatron_lossagg.verify.small_gpt import (
     token_losses,
     wrapped_chunks,
 )
-from megatron_lossagg.verify.step_data import TrainingSequence, assign_sequences
+from megatron_lossagg.verify.step_data import TrainingSequence, assign_sequences, padding_sequence
 from megatron_lossagg.verify.world import device
 
 __all__ = ["WEIGHT_EXPECTED", "WEIGHT_SUM", "Measured", "Run"]
@@ -91,21 +91,17 @@ class Run:
         rank = dist.get_rank(self.aggregator.dp_group)
         self.num_microbatches = parallelism.m_of_ranks[rank]
         assignment, sequences_of_rank = self.facts.assignment, self.facts.assignment.of_rank(rank)
-        self._sequences = [reference.sequences[index] for index in sequences_of_rank]
+        self.sequences = [reference.sequences[index] for index in sequences_of_rank]
         self._numbers = [assignment.keys[index][1] for index in sequences_of_rank]
         self.batches = [
             pack(
-                self._sequences,
+                self.sequences,
                 [place for place, number in enumerate(self._numbers) if number == microbatch],
                 parallelism,
             )
             for microbatch in range(self.num_microbatches)
         ]
         self._side: list[Tensor] | None = None
-
-    def sequence(self, index: int) -> TrainingSequence | None:
-        """Return a sequence of this rank; None for the padding sequence."""
-        return None if index == PADDING else self._sequences[index]
 
     def train(self, case: Case, *, poison: bool = True) -> Measured:
         """Run one step; return the gradient of the main loss and the reported values."""
@@ -170,19 +166,7 @@ class Run:
         """Plan and begin a step; ranks that compute no loss or read no data pass no counts."""
         counts: dict[str, Any] = {}
         if self._reads and parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-            counts = {
-                "active_tokens": [sum(sequence.counted) for sequence in self._sequences],
-                "sample": [sequence.sample for sequence in self._sequences],
-                "prompt": [sequence.prompt for sequence in self._sequences],
-                "group": [sequence.group for sequence in self._sequences],
-                "microbatch": self._numbers,
-            }
-            if case.aggregation.count == "weights":
-                counts["token_weight_sums"] = [
-                    math.fsum(sequence.weight) for sequence in self._sequences
-                ]
-            if case.weighs_sequences:
-                counts["sequence_weight"] = [one.sequence_weight for one in self._sequences]
+            counts = {**_counts(self.sequences, case), "microbatch": self._numbers}
         return self.aggregator_of(case).step(
             **counts, num_microbatches=self.num_microbatches, forward_only=forward_only
         )
@@ -325,6 +309,21 @@ class Run:
             )
 
 
+def _counts(sequences: Sequence[TrainingSequence], case: Case) -> dict[str, Any]:
+    """Count sequences as a step takes them, and a microbatch of the hook."""
+    counts: dict[str, Any] = {
+        "active_tokens": [sum(one.counted) for one in sequences],
+        "sample": [one.sample for one in sequences],
+        "prompt": [one.prompt for one in sequences],
+        "group": [one.group for one in sequences],
+    }
+    if case.aggregation.count == "weights":
+        counts["token_weight_sums"] = [math.fsum(one.weight) for one in sequences]
+    if case.weighs_sequences:
+        counts["sequence_weight"] = [one.sequence_weight for one in sequences]
+    return counts
+
+
 def _weights(batch: Batch, aggregation: Aggregation) -> Tensor | None:
     return batch.weights if aggregation.count == "weights" else None
 
@@ -352,22 +351,11 @@ class _Integration(Integration):
         self._main = main
 
     def sequences(self, data: Batch) -> MicrobatchSequences:
-        sequences = [self._run.sequence(index) for index in data.sequences]
+        own = [*self._run.sequences, padding_sequence(0)]  # at PADDING, -1
         return MicrobatchSequences(
-            active_tokens=[sum(sequence.counted) if sequence else 0 for sequence in sequences],
+            **_counts([own[index] for index in data.sequences], self._case),
             lengths=data.offsets.diff(),
-            sample=[sequence.sample if sequence else 0 for sequence in sequences],
-            prompt=[sequence.prompt if sequence else 0 for sequence in sequences],
-            group=[sequence.group if sequence else 0 for sequence in sequences],
-            token_weight_sums=[
-                math.fsum(sequence.weight) if sequence else 0 for sequence in sequences
-            ]
-            if self._case.aggregation.count == "weights"
-            else None,
-            sequence_weight=[one.sequence_weight if one else 0 for one in sequences]
-            if self._case.weighs_sequences
-            else None,
-            is_padding=[int(sequence is None) for sequence in sequences],
+            is_padding=[int(index == PADDING) for index in data.sequences],
         )
 
     def loss(self, loss_func: Any, output: Tensor) -> FrameworkLoss:

@@ -325,9 +325,9 @@ def test_without_a_command_the_help_is_printed(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["constant"], "constant divides by a constant length and got none: give --divisor,"),
-        (["trl:dr_grpo"], "trl:dr_grpo divides by a constant length and got none: give --divisor,"),
-        (["length_power"], "needs an exponent and got none: give --exponent,"),
+        (["constant"], "'constant' divides by a constant length and got none: pass the longest "),
+        (["trl:dr_grpo"], "longest response that generation allows as --divisor"),
+        (["length_power"], "needs an exponent and got none: pass --exponent,"),
         (["dapo"], "'dapo' names two losses: token_mean, "),
         (["gspo"], "'gspo' is a policy loss and no aggregation. "),
         (["xyz"], "microbatch_token_mean; other systems' names are written system:name"),
