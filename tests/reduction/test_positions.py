@@ -47,6 +47,16 @@ def test_positions_in_the_sequence_or_in_the_buffer_are_right(device, name, cp_r
 
 
 @DEVICES
+def test_a_rank_without_tokens_has_no_positions(device):
+    with on(device) as to:
+        plan = a_plan([6, 5])
+        made = plan.reducer([], to(torch.zeros(0)), thd()).microbatch
+        faults = plan.state.faults
+        check_positions(to(torch.zeros(0).long()), made.keep, made.segments, 0, faults)
+        plan.check()
+
+
+@DEVICES
 @pytest.mark.parametrize(
     ("name", "sliced"),
     [("zigzag", "contiguous"), ("contiguous", "zigzag"), ("unpacked", "contiguous")],

@@ -41,6 +41,8 @@ def check_positions(
             f"got {positions.numel()} positions, the layout {layout.name} holds {num} tokens on CP "
             f"rank {layout.cp_rank} of {layout.cp_size}: pass the position ids of this rank's slice"
         )
+    if not num:
+        return
     device = positions.device
     in_buffer_T = layout.positions.numpy()
     in_sequence_T = in_buffer_T - np.repeat(layout.offset_G1[layout.segment_R], layout.length_R)
