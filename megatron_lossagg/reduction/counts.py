@@ -180,6 +180,7 @@ def known_step(
         prompt_tokens=None,
         microbatch_tokens=_count_microbatches(sequences, n_S)[0],
         weighted=None,
+        table=None,
     )
 
 

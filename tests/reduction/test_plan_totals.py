@@ -123,3 +123,11 @@ def test_v_and_q_are_required_where_empty_ones_do_not_count():
             Sequences(active_tokens=[2]),
             totals=StepTotals(samples=3),
         )
+
+
+def test_the_sequences_of_a_plan_whose_totals_are_passed_are_not_this_steps():
+    earlier = plan_step(Aggregation("row_mean"), Sequences(active_tokens=[8, 1, 1]))
+    with pytest.raises(PlanError, match="row_mean: "):
+        plan_step(
+            Aggregation("row_mean"), Sequences(active_tokens=[2, 3, 5]), totals=earlier.totals
+        )

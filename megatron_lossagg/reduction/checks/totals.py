@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import fields
 
 from megatron_lossagg.errors import PlanError
 from megatron_lossagg.reduction.counts import StepTotals
@@ -28,8 +29,8 @@ def note_step_with_totals(exchange: Exchange) -> None:
 
 def check_totals(given: StepTotals, counted: StepTotals) -> None:
     """Raise :class:`PlanError` for totals that are not those of the group's sequences."""
-    for name, value in vars(given).items():
-        found = getattr(counted, name)
+    for name in (field.name for field in fields(StepTotals) if field.compare):
+        value, found = getattr(given, name), getattr(counted, name)
         # A sum of fractions may differ in its last bit.
         if value is not None and found is not None and not math.isclose(value, found, rel_tol=1e-9):
             raise PlanError(
