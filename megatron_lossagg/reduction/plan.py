@@ -199,6 +199,7 @@ def plan_step(
             checked = sequences.checked()
         except Exception as error:  # whatever it is, no rank may leave the others waiting
             fault = message_of(error)
+            options = options if isinstance(options, Options) else _DEFAULTS
     which = WhichStep.of(forward_only, iteration)
     if totals is None:
         counted = _counted(aggregation, checked, fault, exchange, options, which)

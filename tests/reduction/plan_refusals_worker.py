@@ -220,6 +220,20 @@ def check_given_totals_are_verified_in_steps_1_2_4_and_so_on():
         plan_step(*own, totals=StepTotals(active_tokens=5), group=world)
 
 
+def check_totals_that_a_plan_has_counted_may_be_passed():
+    world, first = dist.group.WORLD, 2 * dist.get_rank()
+    totals = plan_step(*of(active_tokens=[3, 2], sample=[first, first + 1]), group=world).totals
+    plan = plan_step(*of(active_tokens=[3, 2]), totals=totals, group=world)
+    assert plan.weights.tolist() == [1 / (5 * dist.get_world_size())] * 2
+
+
+def check_options_of_another_type_on_one_rank_raise_on_all():
+    options = None if dist.get_rank() == 1 else Options()
+    message = r"rank 1 of the data-parallel group: got None, expected Options$"
+    own = of(active_tokens=[3, 2])
+    raised_everywhere(message, plan_step, *own, group=dist.group.WORLD, options=options)
+
+
 def check_ranks_that_disagree_on_an_option_raise_together():
     """One would stop on an empty step while the others enter the schedule."""
     is_second, own, world = dist.get_rank() == 1, of(active_tokens=[0]), dist.group.WORLD
