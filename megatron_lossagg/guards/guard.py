@@ -17,10 +17,7 @@ from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.plan import StepPlan
 from megatron_lossagg.reduction.reducer import Reducer
 
-__all__ = ["EVENTS", "Guard", "ScheduleCalls", "StepFacts", "is_in_backward"]
-
-EVENTS = ("on_microbatch", "on_reduce", "on_outputs", "on_return", "on_finalize")
-"""The methods of a guard that a running step calls."""
+__all__ = ["Guard", "ScheduleCalls", "StepFacts", "is_in_backward"]
 
 
 @dataclass(kw_only=True, eq=False)

@@ -22,26 +22,23 @@ class _Tally:
     microbatch again changes nothing.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, num_sequences: int, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._value_S: dict[torch.device, Tensor] = {}
-        self._is_noted_S: npt.NDArray[np.bool_] | None = None
+        self._is_noted_S = np.zeros(num_sequences, dtype=bool)
 
     def lacks(self, sequences: Ints) -> npt.NDArray[np.bool_]:
         """Say of each sequence whether nothing was noted of it."""
-        if self._is_noted_S is None:
-            return np.ones(len(sequences), dtype=bool)
         return ~self._is_noted_S[sequences]
 
-    def add(self, sequences: Ints, values: Tensor, num_sequences: int) -> None:
+    def add(self, sequences: Ints, values: Tensor) -> None:
         """Note a microbatch's ``values``, ``[len(sequences)]``; no host sync."""
         device = values.device
         if device not in self._value_S:
-            self._value_S[device] = torch.zeros(num_sequences, dtype=self.dtype, device=device)
+            size = len(self._is_noted_S)
+            self._value_S[device] = torch.zeros(size, dtype=self.dtype, device=device)
         value_S, index = self._value_S[device], from_numpy(sequences, device)
         value_S.index_copy_(0, index, torch.maximum(value_S[index], values.to(self.dtype)))
-        if self._is_noted_S is None:
-            self._is_noted_S = np.zeros(num_sequences, dtype=bool)
         self._is_noted_S[sequences] = True
 
     def of_sequences(self) -> Tensor | None:
@@ -56,14 +53,13 @@ class TrainedTokens:
     """Trained tokens of each sequence, and the sums of their weights, by two kinds of masks."""
 
     def __init__(self, num_sequences: int) -> None:
-        self._num_sequences = num_sequences
-        self.own = _Tally(torch.int64)
+        self.own = _Tally(num_sequences, torch.int64)
         """By masks of each rank's own: sliced by the framework, or of gathered losses."""
-        self.whole = _Tally(torch.int64)
+        self.whole = _Tally(num_sequences, torch.int64)
         """By whole masks: what this rank holds of the first mask of each sequence."""
-        self.own_weights = _Tally(torch.float64)
+        self.own_weights = _Tally(num_sequences, torch.float64)
         """The sums of the token weights that ``own`` trains, if the plan has any."""
-        self.whole_weights = _Tally(torch.float64)
+        self.whole_weights = _Tally(num_sequences, torch.float64)
         """Those of ``whole``."""
 
     @property
@@ -88,7 +84,6 @@ class TrainedTokens:
                 return
             index, sequences = index[is_new], sequences[is_new]
         index_G = from_numpy(index, microbatch.trained.device)
-        tally.add(sequences, microbatch.trained[index_G], self._num_sequences)
+        tally.add(sequences, microbatch.trained[index_G])
         if microbatch.trained_weights is not None:
-            trained_weights = microbatch.trained_weights[index_G]
-            weight_tally.add(sequences, trained_weights, self._num_sequences)
+            weight_tally.add(sequences, microbatch.trained_weights[index_G])

@@ -171,7 +171,7 @@ def aggregation_from_args(args: argparse.Namespace) -> Aggregation | None:
 
 
 def args_of(aggregation: Aggregation) -> dict[str, Any]:
-    """Return the arguments from which :func:`aggregation_from_args` reads the same mode."""
+    """Return the arguments from which :func:`aggregation_from_args` reads it; not of ``custom``."""
     names = ("mode", "divisor", "exponent", "count_empty", "count")
     args = dict(zip(_OF_A_MODE, (getattr(aggregation, name) for name in names), strict=True))
     args[_WEIGHTS] = None

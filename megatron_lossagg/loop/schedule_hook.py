@@ -47,8 +47,9 @@ class ScheduleHook:
     :class:`LossAggregator`. With a model, :meth:`LossAggregator.wrap` makes the hook.
     ``aggregation``: what is trained; None trains the framework's own loss, and ``options.shadow``
     only reports what others would give. ``options``: of the run. Raises :class:`AggregationError`
-    for ``prompt_mean`` if the integration has no prompt ids, for ``count="weights"`` if it has no
-    token weights, for None without a shadow, and for None with a record.
+    for ids that an aggregation or a shadow needs and the integration has not, for
+    ``count="weights"`` if it has no token weights, for None without a shadow, and for None with a
+    record.
     """
 
     def __init__(
@@ -121,7 +122,8 @@ class ScheduleHook:
 
         Collectives, outside the schedule: those of ``LossAggregator`` in the first call; on the
         last pipeline stage those of ``plan_step``, and one ``all_gather_object`` over
-        tensor-parallel ranks; one all-gather over several pipeline stages.
+        tensor-parallel ranks; one all-gather over several pipeline stages, and one over
+        context-parallel ranks.
         """
         self.is_found = True
         if hasattr(schedule, _HOOKED):

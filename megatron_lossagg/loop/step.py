@@ -29,13 +29,7 @@ from megatron_lossagg.contract.side_loss_scale import SideLossScale, weight_sum_
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards import guards_of
 from megatron_lossagg.guards.evaluation import refuse_training, without_gradient
-from megatron_lossagg.guards.guard import (
-    EVENTS,
-    Guard,
-    ScheduleCalls,
-    StepFacts,
-    is_in_backward,
-)
+from megatron_lossagg.guards.guard import Guard, ScheduleCalls, StepFacts, is_in_backward
 from megatron_lossagg.loop.first_step import record_first_step
 from megatron_lossagg.record.writer import StepRecorder
 from megatron_lossagg.reduction.aggregation import Aggregation
@@ -207,10 +201,9 @@ class Step:
         """Let the guards hear of reducers and of the finalize function."""
         if is_guarded:
             self._guards = guards_of(facts)
-        self._listeners = {event: _overridden(self._guards, event) for event in EVENTS}
-        facts.plan.state.begin(partial(_tell, self._listeners["on_reduce"], facts))
+        facts.plan.state.begin(partial(_tell, self._guards, "on_reduce", facts))
         if is_guarded and not self.forward_only:
-            told = partial(_tell, self._listeners["on_finalize"], facts)
+            told = partial(_tell, self._guards, "on_finalize", facts)
             self._finalize = FinalizeHook(facts.config, told)
             # A step that is given up without its end is collected.
             weakref.finalize(self, self._finalize.end)
@@ -297,7 +290,7 @@ class Step:
 
     def _tell(self, event: str, *details: Any) -> None:
         """Tell each guard of an event of this step."""
-        _tell(self._listeners[event], self._facts, *details)
+        _tell(self._guards, event, self._facts, *details)
 
     def _note_shadows(
         self, reducer: Reducer, losses: Tensor, shadows: Mapping[str, Tensor]
@@ -385,14 +378,8 @@ class Step:
             self._plan.state.end()
 
 
-def _overridden(guards: Sequence[Guard], event: str) -> list[Callable[..., None]]:
-    """Return the method of an event of each guard that has one of its own."""
-    stock = getattr(Guard, event)
-    return [getattr(guard, event) for guard in guards if getattr(type(guard), event) is not stock]
-
-
 @_untraced
-def _tell(listeners: Sequence[Callable[..., None]], facts: StepFacts, *details: Any) -> None:
+def _tell(guards: Sequence[Guard], event: str, facts: StepFacts, *details: Any) -> None:
     """Tell the guards of an event; without the step, which nobody keeps alive by this."""
-    for listener in listeners:
-        listener(facts, *details)
+    for guard in guards:
+        getattr(guard, event)(facts, *details)

@@ -155,17 +155,10 @@ def parsed_aggregation(spelling: str) -> Aggregation:
         raise unknown_name("name", spelling)
     mode = MODES[alias_of(name).mode]
     takes = "exponent" if mode.has_exponent else "divisor"
-    if mode.name in (CUSTOM, OWN_WEIGHTS) or (
-        number and mode.divisor == "none" and not mode.has_exponent
-    ):
-        raise AggregationError(
-            f"got {spelling!r}, expected a mode"
-            + (
-                " of the table: drop it"
-                if mode.name in (CUSTOM, OWN_WEIGHTS)
-                else " that takes a number: drop it"
-            )
-        )
+    if mode.name in (CUSTOM, OWN_WEIGHTS):
+        raise AggregationError(f"got {spelling!r}, expected a mode of the table: drop it")
+    if number and mode.divisor == "none" and not mode.has_exponent:
+        raise AggregationError(f"got {spelling!r}, expected a mode that takes a number: drop it")
     if not number and (mode.divisor == "required" or mode.has_exponent):
         raise AggregationError(
             f"got {spelling!r} without its {takes}, expected such as constant:4096 or "

@@ -52,8 +52,6 @@ class Exchange:
 
     def integers(self, own: Ints) -> Ints:
         """Gather an int64 ``[K]`` of every rank; returns ``[W, K]``. One all-gather."""
-        if self.size == 1:
-            return own[None]
         integers: Ints = self.tensors(torch.from_numpy(np.ascontiguousarray(own))).cpu().numpy()
         return integers
 

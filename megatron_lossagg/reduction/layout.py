@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -125,20 +125,19 @@ class Layout:
         position_T += np.arange(self.num_local_tokens)
         return torch.from_numpy(position_T)
 
-    def is_in_rows(self, sizes: Sequence[int], *, is_local: bool) -> bool:
-        """Whether a tensor of several dimensions can hold the tokens in their order.
+    def is_in_rows(self, shape: Sequence[int], *, is_local: bool) -> bool:
+        """Whether a tensor can hold the tokens in their order, but for dimensions of 1.
 
-        ``sizes``: its dimensions but those of 1. Unpacked sequences: they are ``[b, s]``, and
-        ``[b, s / CP]`` of what this rank holds. Packed sequences: two, and each row of the tensor
-        begins with a segment.
+        Unpacked sequences: it is ``[b, s]``, and ``[b, s / CP]`` of what this rank holds. Packed
+        sequences: it has two dimensions, and each of its rows begins with a segment.
         """
+        sizes = [size for size in shape if size != 1]
+        if len(sizes) < 2 or 0 in sizes:
+            return True
         if self.batch_shape is not None:
             b, s = self.batch_shape
             return list(sizes) == [n for n in (b, s // self.cp_size if is_local else s) if n != 1]
-        length_G = np.diff(self.offset_G1)
-        if is_local:
-            length_G = self.local_lengths
-        offset_G1 = _offsets(length_G)
+        offset_G1 = _offsets(self.local_lengths) if is_local else self.offset_G1
         starts = np.arange(0, offset_G1[-1], sizes[-1])
         return len(sizes) == 2 and bool(np.isin(starts, offset_G1).all())
 
@@ -210,8 +209,8 @@ class Layout:
             chunk_G = length_G // (2 * cp_size)
             starts = [offset_G1[:-1] + k * chunk_G for k in _chunks(cp_size, cp_rank)]
             lengths = [chunk_G, chunk_G]
-        more = {"allows_tail": True, "is_whole": True, "split": "zigzag"}
-        return _of_runs("thd_zigzag", offset_G1, starts, lengths, cp_size, cp_rank, **more)
+        layout = _of_runs("thd_zigzag", offset_G1, starts, lengths, cp_size, cp_rank)
+        return replace(layout, allows_tail=True, is_whole=True, split="zigzag")
 
     @staticmethod
     def bshd_zigzag(batch_size: int, seq_length: int, *, cp_size: int, cp_rank: int) -> Layout:
@@ -340,12 +339,8 @@ def _of_runs(
     lengths: list[Ints],
     cp_size: int,
     cp_rank: int,
-    **more: Any,
 ) -> Layout:
-    """Lay out segments of equally many runs: of each run the starts and lengths, ``[G]``.
-
-    ``more``: other fields of the layout.
-    """
+    """Lay out segments of equally many runs: of each run the starts and lengths, ``[G]``."""
     return Layout(
         name=name,
         offset_G1=offset_G1,
@@ -354,7 +349,6 @@ def _of_runs(
         segment_R=np.repeat(np.arange(len(offset_G1) - 1), len(starts)),
         cp_size=cp_size,
         cp_rank=cp_rank,
-        **more,
     )
 
 

@@ -10,6 +10,7 @@ the step.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +27,12 @@ from megatron_lossagg.reduction.checks.arguments import (
 from megatron_lossagg.reduction.checks.mask import check_mask
 from megatron_lossagg.reduction.checks.token_weights import check_token_weights
 from megatron_lossagg.reduction.devices import from_numpy, moved
-from megatron_lossagg.reduction.faults import Faults
-from megatron_lossagg.reduction.integers import Ints, IntsLike
+from megatron_lossagg.reduction.integers import IntsLike
 from megatron_lossagg.reduction.layout import Layout
 from megatron_lossagg.reduction.segments import PADDING, Segments, of_sequences
+
+if TYPE_CHECKING:
+    from megatron_lossagg.reduction.plan import StepPlan
 
 __all__ = ["Microbatch"]
 
@@ -58,36 +61,30 @@ class Microbatch:
 
     @staticmethod
     def of(
+        plan: StepPlan,
         sequences: IntsLike,
         mask: Tensor,
         layout: Layout,
-        *,
         token_weights: Tensor | None,
-        active_tokens: Ints,
-        token_weight_sums: npt.NDArray[np.float64] | None,
-        microbatch_of_sequence: Ints | None,
-        rejects_tokens: bool,
-        faults: Faults,
     ) -> Microbatch:
         """Check sequences and mask and slice the mask; see ``StepPlan.reducer``.
 
-        ``faults``: the plan's, where checks on a device leave their results. Raises
-        :class:`ReducerError`. No collective. No host sync, unless ``sequences`` is a CUDA tensor.
+        Raises :class:`ReducerError`. No collective. No host sync, unless ``sequences`` is a CUDA
+        tensor.
         """
-        sequences_G = checked_sequences(sequences, layout, len(active_tokens))
-        if microbatch_of_sequence is not None:
-            check_one_microbatch(sequences_G, microbatch_of_sequence)
+        planned, faults = plan.sequences, plan.state.faults
+        sequences_G = checked_sequences(sequences, layout, len(planned.active_tokens))
+        if planned.microbatch is not None:
+            check_one_microbatch(sequences_G, planned.microbatch)
         mask_P = checked_mask(mask, layout)
-        counted_weights = (
-            None if token_weight_sums is None else of_sequences(token_weight_sums, sequences_G)
-        )
+        sums_S = planned.token_weight_sums
         segments = Segments(
             sequences=sequences_G,
-            counted=of_sequences(active_tokens, sequences_G),
-            counted_weights=counted_weights,
+            counted=of_sequences(planned.active_tokens, sequences_G),
+            counted_weights=None if sums_S is None else of_sequences(sums_S, sequences_G),
             layout=layout,
-            microbatch_of_sequence=microbatch_of_sequence,
-            rejects_tokens=rejects_tokens,
+            microbatch_of_sequence=planned.microbatch,
+            rejects_tokens=plan.state.rejects_tokens,
         )
         keep_T, trained_G = check_mask(mask_P, segments, faults)
         weight_T, trained_weight_G = None, None

@@ -113,18 +113,7 @@ class StepPlan(StepWeights):
                 f"{'no ' if sums is None else ''}token_weight_sums: pass both, or neither and "
                 "count the mask"
             )
-        microbatch = Microbatch.of(
-            sequences,
-            mask,
-            layout,
-            token_weights=token_weights,
-            active_tokens=self.active_tokens,
-            token_weight_sums=sums,
-            microbatch_of_sequence=self.sequences.microbatch,
-            rejects_tokens=self.state.rejects_tokens,
-            faults=self.state.faults,
-        )
-        return Reducer.of(self, microbatch)
+        return Reducer.of(self, Microbatch.of(self, sequences, mask, layout, token_weights))
 
     def check(self) -> None:
         """Raise the first fault that was found on devices in this step, if any.
@@ -156,7 +145,7 @@ def plan_step(
     a weights function one of three numbers. Each is one host sync. A third one only brings an
     error's message to every rank. A sample with more active tokens than the divisor of
     ``constant``, and ids that look as if they were not global, give one warning per process, on all
-    ranks alike.
+    ranks alike unless totals are passed.
 
     Args:
         aggregation: Which loss is trained.

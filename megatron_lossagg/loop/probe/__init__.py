@@ -12,8 +12,8 @@ reported. The probe measures K, not rounding, so it computes in float32 for any 
 It works on copies: the live config, model, buffers, random states and Megatron's globals stay as
 they are.
 
-``startup`` runs the live parts and reports what was found, ``step`` is the step and its true
-gradient, ``model`` the tiny chunk and its configs, ``together`` makes all ranks fail alike.
+``startup`` runs the live parts and reports what was found, ``probe_step`` is the step and its true
+gradient, ``probe_model`` the tiny chunk and its configs, ``all_ranks`` makes all ranks fail alike.
 """
 
 from megatron_lossagg.loop.probe.startup import ProbeReport, run_probe

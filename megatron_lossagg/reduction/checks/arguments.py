@@ -92,9 +92,7 @@ def checked_mask(mask: Tensor, layout: Layout) -> Tensor:
             f"{layout.num_tokens}: pass the whole mask, packed and padded like the tokens, "
             "before slicing for context parallelism"
         )
-    sizes = [size for size in mask.shape if size != 1]
-    has_sequences = layout.batch_shape is not None and len(sizes) > 1 and mask.numel() > 0
-    if has_sequences and not layout.is_in_rows(sizes, is_local=False):
+    if layout.batch_shape is not None and not layout.is_in_rows(mask.shape, is_local=False):
         raise ReducerError(
             f"got a mask of shape {tuple(mask.shape)}, expected [b, s] = {layout.batch_shape}: "
             "pass it so and not as [s, b], or flat"

@@ -38,8 +38,13 @@ def checked_losses(x: Tensor, layout: Layout, num_past_end: int) -> Tensor:
             f"{layout.name} holds {num_losses} on CP rank {layout.cp_rank} of "
             f"{layout.cp_size}: pass the losses of {whose}, in its order"
         )
+    if not layout.is_in_rows(x.shape, is_local=not layout.is_gathered):
+        raise ReducerError(
+            f"got losses of shape {tuple(x.shape)}, and not each of their sequences begins "
+            f"with a segment of the layout {layout.name}: pass them in the order of the "
+            "mask, [b, s] and not [s, b], or flat"
+        )
     if x.dim() != 1:
-        _check_sequence_starts(x, layout)
         x = x.reshape(-1)
     if x.numel() > num_losses:
         _check_tail(layout, num_past_end)
@@ -62,19 +67,6 @@ def _check_tail(layout: Layout, num_past_end: int) -> None:
         "pad sequences, pass the padded offsets (cu_seqlens_padded); if they belong to no "
         "sequence, end the offsets after them and give that segment -1"
     )
-
-
-def _check_sequence_starts(x: Tensor, layout: Layout) -> None:
-    """Refuse losses whose dimensions are in a different order, such as ``[s, b]``."""
-    sizes = [size for size in x.shape if size != 1]
-    if len(sizes) < 2 or x.numel() == 0:
-        return
-    if not layout.is_in_rows(sizes, is_local=not layout.is_gathered):
-        raise ReducerError(
-            f"got losses of shape {tuple(x.shape)}, and not each of their sequences begins "
-            f"with a segment of the layout {layout.name}: pass them in the order of the "
-            "mask, [b, s] and not [s, b], or flat"
-        )
 
 
 def check_finite(

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_lossagg.errors import ReducerError
 from megatron_lossagg.reduction.devices import from_numpy
 from megatron_lossagg.reduction.faults import Faults, warn_once
 from megatron_lossagg.reduction.segments import (
@@ -40,13 +39,6 @@ def check_mask(mask_P: Tensor, segments: Segments, faults: Faults) -> tuple[Tens
     layout, device = segments.layout, mask_P.device
     value_T = held(mask_P, layout)
     keep_T = value_T == 1
-    if not len(mask_P):
-        if segments.counted.any():
-            most = int(segments.counted.argmax())
-            fault = _describe_counts(segments, [0, 0, segments.counted[most], most])
-            if fault:
-                raise ReducerError(fault)
-        return keep_T, torch.zeros(layout.num_segments, dtype=torch.int64, device=device)
     if mask_P.dtype != torch.bool and len(value_T):
         faults.check_or_record(
             device,
@@ -65,7 +57,7 @@ def check_mask(mask_P: Tensor, segments: Segments, faults: Faults) -> tuple[Tens
         partial(_describe_counts, segments),
         seems_right=lambda: not missing_G1.any(),
     )
-    if layout.is_whole and layout.num_segments:
+    if layout.is_whole and layout.num_segments and len(mask_P):
         # An empty first segment ends at 0: index -1 is the mask's last position, which is not
         # trained if it follows the last segment, and is looked at anyway if it does not.
         faults.check_or_record(

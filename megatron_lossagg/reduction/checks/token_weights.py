@@ -41,8 +41,6 @@ def check_token_weights(
     weight_T = held(weight_P, layout)
     if layout.interval is not None:  # a view, and the caller may use its memory again
         weight_T = weight_T.clone()
-    if not len(mask_P):
-        return weight_T, torch.zeros(layout.num_segments, dtype=torch.float64, device=device)
     is_wrong_T = ~((weight_T >= 0) & (weight_T < torch.inf))
     if not segments.rejects_tokens:
         is_wrong_T |= (weight_T != 0) & ~keep_T
