@@ -94,12 +94,15 @@ The schedule hook also looks at the first of these, `StepBuffer`, which reads da
 
 ## When a step finishes
 
-`step.finish`, which the end of `with` calls, looks in this order. What it finds first is raised.
+`step.finish`, which the end of `with` calls, looks in this order. What 1 or 2 finds first is raised
+after 3.
 
 1. {tracker}
 2. The guards that look at the end, in their order: {finishing}.
 3. {together} compares the context-parallel ranks, even if this rank has failed: none waits.
 4. What the checks of [values](#values) recorded on a device.
+
+Then `Options.record` writes the step's line.
 """
 
 

@@ -1,4 +1,4 @@
-"""Which sequences of a step arrived in which microbatch.
+"""Whether each sequence and microbatch of a step arrived, and none of them twice.
 
 Each sequence is in exactly one microbatch of the step. While Megatron's rerun machine repeats a
 step, all its microbatches come once more: a new pass over the same sequences.

@@ -1,4 +1,7 @@
-"""Whether losses are split over context-parallel ranks as the model is."""
+"""Whether losses are split over context-parallel ranks as the model is, zigzag or contiguous.
+
+A split that no layout here has is an option of the model: ``contract/megatron_options.py``.
+"""
 
 from __future__ import annotations
 

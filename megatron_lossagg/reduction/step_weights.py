@@ -1,4 +1,4 @@
-"""A step's sequences and totals under one aggregation, and their weights, from ``weights.py``.
+"""A step's sequences and totals under one aggregation; keeps the weights that ``weights.py`` makes.
 
 It imports NumPy and no torch.
 

@@ -1,4 +1,7 @@
-"""The weight of each sequence, and their sum over the step's active tokens.
+"""The weight of each sequence, and their sum over the step's active tokens: the division.
+
+``modes.py`` has the denominators, ``mode_counts.py`` the counts in them (``counts.py`` gathers
+those), and ``step_weights.py`` keeps what is computed here.
 
 Shape suffixes: S = sequences of this data-parallel rank in the step; A = of all ranks.
 """

@@ -91,7 +91,7 @@ def test_microbatches_do_not_matter_where_the_mode_ignores_them(sequences, mode,
         [
             aggregation
             for aggregation in ANY_LAYOUT.values()
-            if aggregation.mode != "prompt_mean" and not MODES[aggregation.mode].needs_all
+            if not aggregation.needs and not MODES[aggregation.mode].needs_all
         ]
     ),
     data=st.data(),
