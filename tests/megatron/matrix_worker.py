@@ -30,7 +30,7 @@ def stock_gradients(chunks, run, *, main):
 
     Stock has one mask. Where the training mask selects fewer tokens, it counts the counting mask.
     """
-    sequences = [replace(sequence, trained=sequence.counted) for sequence in run._sequences]
+    sequences = [replace(sequence, trained=sequence.counted) for sequence in run.sequences]
     counting = [pack(sequences, batch.sequences[:-1], run.parallelism) for batch in run.batches]
 
     def returns(loss, num_tokens):
