@@ -1,7 +1,7 @@
 """The drawn step of ``lossagg verify --framework`` on a live model, and its loss by the reference.
 
-``framework_step.py DTYPE FILE [signed]`` saves the masked sum of each sequence and its gradient,
-term by term: what any aggregation trains is a weighted sum of them.
+``framework_step.py DTYPE FILE LAYERS [signed]`` saves the masked sum of each sequence and its
+gradient, term by term: what any aggregation trains is a weighted sum of them.
 """
 
 import math
@@ -81,9 +81,9 @@ def policy_loss(log_prob, sequence):
     return ppo_losses(log_prob, old, advantage, clip=CLIP, dual_clip=DUAL_CLIP)
 
 
-def reference(path):
+def reference(path, num_layers):
     """Save, per sequence and term, its masked sum and that sum's gradient, in float64."""
-    model = tiny_gpt.gpt(tiny_gpt.config_of(), get_gpt_layer_local_spec())
+    model = tiny_gpt.gpt(tiny_gpt.config_of(num_layers=num_layers), get_gpt_layer_local_spec())
     named = {shard.name: shard.parameter for shard in cpu.named_shards([model])}
     saved = []
     for sequence in samples():
@@ -171,6 +171,6 @@ def worst_error(chunk, grads, factor=1.0):
 
 if __name__ == "__main__":
     tiny_gpt.start(dtype=getattr(torch, sys.argv[1]))
-    SIGNS = SIGNED if "signed" in sys.argv[3:] else None
-    reference(sys.argv[2])
+    SIGNS = SIGNED if "signed" in sys.argv[4:] else None
+    reference(sys.argv[2], int(sys.argv[3]))
     dist.destroy_process_group()

@@ -129,7 +129,7 @@ def errors_of(launches, tmp_path):
         changed = text.replace("dtype != torch.float:", "dtype not in (torch.float, torch.double):")
         assert changed != text
         tracker.write_text(changed)
-        arguments = (checkout, reference("float64"), cp, tp, pp, 1e-12, *cases)
+        arguments = (checkout, reference("float64", pp), cp, tp, pp, 1e-12, *cases)
         out = launched("integrations/areal_worker.py", *arguments, processes=processes)
         lines = dict(re.findall(r"^([a-z_ ]+/\w+/\w+/\w+): (\S+)$", out, re.M))
         assert list(lines) == list(cases), out

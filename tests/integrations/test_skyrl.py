@@ -292,7 +292,7 @@ def errors_of(launches, tmp_path):
         checkout = copy_of(source, "skyrl", tmp_path, patch=patch)
         if is_exact:
             in_float64(checkout / file for file in IN_FLOAT32)
-        arguments = (reference("float64"), checkout, cp, tp, pp, bound, *cases)
+        arguments = (reference("float64", pp), checkout, cp, tp, pp, bound, *cases)
         out = launched("integrations/skyrl_worker.py", *arguments, processes=processes)
         print(out)
         lines = re.findall(r"^(.*): (\S+), (\S+) padding microbatches per rank$", out, re.M)

@@ -165,7 +165,7 @@ def test_agg_loss_is_verls_own_again_afterwards():
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     file = tmp_path_factory.mktemp("reference") / "reference.pt"
-    launched("framework_step.py", "float64", file, processes=1)
+    launched("framework_step.py", "float64", file, 1, processes=1)
     return file
 
 
@@ -181,7 +181,7 @@ def test_on_verls_own_engine_policy_kl_and_entropy_have_our_weights(reference, p
 @pytest.mark.parametrize("per_token", [0, 1])
 def test_a_trajectory_of_several_sequences_is_one_sample(tmp_path, per_token):
     reference = tmp_path / "reference.pt"
-    launched("framework_step.py", "float64", reference, "signed", processes=1)
+    launched("framework_step.py", "float64", reference, 1, "signed", processes=1)
     out = launched("verl_sessions_worker.py", reference, per_token, processes=4)
     print(out)
     assert out.count("a sample is a trajectory: the reference") == 10

@@ -72,8 +72,8 @@ def in_float64(files):
 
 
 @functools.cache
-def reference(dtype):
-    """Compute the reference's losses and gradients of the step; returns the file of them."""
+def reference(dtype, stages=1):
+    """Compute losses and gradients of the step, of a model for ``stages``; returns the file."""
     file = new_folder() / "reference.pt"
-    launched("integrations/framework_step.py", dtype, file, processes=1)
+    launched("integrations/framework_step.py", dtype, file, stages, processes=1)
     return file
