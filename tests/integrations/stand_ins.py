@@ -1,13 +1,12 @@
 """Modules in place of what the frameworks import and their loss functions never call.
 
-A stand-in has any attribute: false, a class that takes anything, or a decorator that returns what
-it decorates. Each name says which framework imports it, and what installing it would cost.
+A stand-in is a placeholder of ``lossagg verify --framework``. Each name says which framework
+imports it, and what installing it would cost.
 """
 
-import importlib.abc
-import importlib.machinery
 import sys
-import types
+
+from megatron_lossagg.verify.frameworks.missing import Placeholders
 
 RAY = ("ray",)
 """verl and skyrl start workers with it; 240 MB."""
@@ -117,65 +116,9 @@ AREAL = (
 """AReaL's model loading, servers and clients, kernels of fp8, and compilers of its packing."""
 
 
-class _Anything:
-    """A class, a decorator, a constant: whatever a module does with it at import."""
-
-    def __init__(self, *arguments, **options):
-        pass
-
-    def __call__(self, *arguments, **options):
-        if len(arguments) == 1 and not options and callable(arguments[0]):
-            return arguments[0]
-        return self
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __or__(self, other):
-        return self  # of types
-
-    __ror__ = __getitem__ = __or__
-
-    def __iter__(self):
-        return iter(())
-
-    def __bool__(self):
-        return False  # such as whether ray is initialized
-
-    def __mro_entries__(self, bases):
-        return (_Anything,)
-
-
-class _Module(types.ModuleType):
-    __version__ = "2.9.0"  # of Transformer Engine: compared by Megatron-Bridge
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Anything()
-
-
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def __init__(self, names):
-        self.names = tuple(names)
-
-    def find_spec(self, fullname, path=None, target=None):
-        if any(fullname == name or fullname.startswith(f"{name}.") for name in self.names):
-            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-        return None
-
-    def create_module(self, spec):
-        return _Module(spec.name)
-
-    def exec_module(self, module):
-        pass
-
-
 def install(*groups):
     """Put stand-ins before everything else that is imported under their names."""
-    sys.meta_path.insert(0, _Finder(name for group in groups for name in group))
+    sys.meta_path.insert(0, Placeholders(name for group in groups for name in group))
 
 
 def older_transformers():

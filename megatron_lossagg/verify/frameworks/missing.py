@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["install_line", "missing_modules"]
+__all__ = ["Placeholders", "install_line", "missing_modules"]
 
 _MOST = 200
 """Modules that are looked for: an import that never ends would be a fault here."""
@@ -38,7 +38,7 @@ def missing_modules(imports: Iterable[str], *, own: str) -> list[str]:
     ``own``: the framework's package, whose modules are not looked for. What an import raises
     otherwise ends the search in that module.
     """
-    finder = _Placeholders()
+    finder = Placeholders()
     sys.meta_path.append(finder)
     try:
         for name in imports:
@@ -48,7 +48,7 @@ def missing_modules(imports: Iterable[str], *, own: str) -> list[str]:
     return finder.names
 
 
-def _import(name: str, own: str, finder: _Placeholders) -> None:
+def _import(name: str, own: str, finder: Placeholders) -> None:
     for _ in range(_MOST):
         try:
             import_module(name)
@@ -125,7 +125,7 @@ class _Placeholder:
 
 
 class _Module(ModuleType):
-    __version__ = "0"
+    __version__ = "2.9.0"  # of Transformer Engine: compared by Megatron-Bridge
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -133,19 +133,21 @@ class _Module(ModuleType):
         return _Placeholder()
 
 
-class _Placeholders(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the modules that were missing, and what lies in them; the last finder of all."""
+class Placeholders(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds modules that are missing, and what lies in them, as a finder of ``sys.meta_path``."""
 
-    def __init__(self) -> None:
-        self.names: list[str] = []
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self.names = list(names)
 
     def find_spec(self, fullname: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
+        """Find what lies in one of the names."""
         if any(f"{fullname}.".startswith(f"{name}.") for name in self.names):
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
         return None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        """Make a module that has any name."""
         return _Module(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        pass
+        """Run nothing."""
