@@ -1,7 +1,7 @@
 """The table of modes: the formula of each, and the one weight per sequence that it gives.
 
-A mode costs an entry here, its loss in ``verify/reference_loss.py``, a case in ``verify/cases.py``
-and its formula in ``docs/math.md``; a count that no mode has costs more (CONTRIBUTING.md).
+``weights.py`` divides by a mode's denominator, whose counts are of ``mode_counts.py``.
+CONTRIBUTING.md lists what one more mode costs.
 
 Symbols (``docs/math.md``): a sequence s has n_s active tokens, its sample n_b, its prompt
 n_p, its sample's group n_c; the step has N active tokens, B samples and P prompts; sample b
