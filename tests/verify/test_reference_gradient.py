@@ -1,9 +1,10 @@
-"""What an error is relative to where terms cancel."""
+"""What an error is relative to where terms cancel, and the weights of the reference."""
 
 import math
 
 import pytest
 import torch
+from conftest import launched
 
 from megatron_lossagg.verify.reference_gradient import Reference, relative
 from megatron_lossagg.verify.step_data import make_sequences
@@ -29,3 +30,10 @@ def test_an_error_is_relative_to_the_larger_of_value_and_terms():
     assert relative(1.5, 1.0, terms=5.0) == 0.1
     assert relative(1.5, -1.0, terms=0.5) == 2.5
     assert relative(math.nan, 1.0, terms=5.0) == math.inf
+
+
+@pytest.mark.launches
+def test_the_weights_of_bfloat16_are_rounded_in_the_reference_too():
+    """Their rounding is the model's, and no error of a gradient."""
+    difference = float(launched("verify/reference_worker.py", processes=1))
+    assert 1e-5 < difference < 1e-2
