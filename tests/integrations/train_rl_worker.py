@@ -23,7 +23,7 @@ from megatron_lossagg.cpu import training as cpu_training
 cpu_training.install_training()
 cpu_training._triton_while_importing()  # its imports ask for it again
 
-import schedule_worker as worker  # noqa: E402
+import hooked_loop  # noqa: E402
 import tiny_gpt  # noqa: E402
 import train_rl  # noqa: E402
 from megatron.core import num_microbatches_calculator as microbatches  # noqa: E402
@@ -39,6 +39,7 @@ except ImportError:  # after 0.19
 from megatron.training import global_vars  # noqa: E402
 
 from megatron_lossagg import Aggregation  # noqa: E402
+from megatron_lossagg.errors import PlanError  # noqa: E402
 from megatron_lossagg.integrations import megatron_rl  # noqa: E402
 from megatron_lossagg.integrations.megatron_rl import RLIntegration  # noqa: E402
 from megatron_lossagg.loop.schedule_hook import ScheduleHook  # noqa: E402
@@ -268,7 +269,7 @@ def trained(hook, chunk, new, old, ref, packs):
     )
     data = data[0] if isinstance(data, tuple) else data  # a tuple from 0.17 on
     chunk.load_state_dict(new.state_dict())
-    reports = worker.run(
+    reports = hooked_loop.run(
         hook.wrap(get_forward_backward_func()),
         chunk,
         data,
@@ -304,17 +305,17 @@ def check_what_is_refused(hook, chunk, data, args):
     args.global_batch_size = len(GROUPS)
     with pytest.warns(RuntimeWarning, match="of 8 rollouts is trained in steps of 4"):
         hook.integration._ids([megatron_rl._NO_TURN])
-    with worker.refused(worker.PlanError, "got a list", "a batch of prepare_data_for_update's"):
+    with hooked_loop.refused(PlanError, "got a list", "a batch of prepare_data_for_update's"):
         args.rl_use_sequence_packing = False
-        worker.run(
+        hooked_loop.run(
             hook.wrap(get_forward_backward_func()),
             chunk,
             iter([[torch.zeros(1, LENGTH)] * 7] * 2),
         )
     if not IN_ROWS:
         args.context_parallel_size = 2
-        with worker.refused(worker.PlanError, "with context parallelism", "up to core_v0.19 give"):
-            worker.run(hook.wrap(get_forward_backward_func()), chunk, data)
+        with hooked_loop.refused(PlanError, "with context parallelism", "up to core_v0.19 give"):
+            hooked_loop.run(hook.wrap(get_forward_backward_func()), chunk, data)
 
 
 if __name__ == "__main__":
