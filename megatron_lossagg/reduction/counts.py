@@ -98,7 +98,7 @@ class StepTotals:
     """Sum over ranks of (microbatches with an active token) / (M of the rank)."""
     data_parallel_size: int | None = field(default=None, repr=False, compare=False)
     """DP; None if totals were passed without a group in a job of several processes."""
-    longest_sample: int | None = field(default=None, repr=False)
+    longest_sample: int | None = field(default=None, repr=False, compare=False)
     """The largest n_b; of this rank if totals were passed."""
     sample_lengths: Ints | None = field(default=None, repr=False, compare=False)
     """n_b of every sample of the step, int64; None if lengths were not gathered."""

@@ -223,7 +223,7 @@ def check_given_totals_are_verified_in_steps_1_2_4_and_so_on():
 def check_totals_that_a_plan_has_counted_may_be_passed():
     world, first = dist.group.WORLD, 2 * dist.get_rank()
     totals = plan_step(*of(active_tokens=[3, 2], sample=[first, first + 1]), group=world).totals
-    plan = plan_step(*of(active_tokens=[3, 2]), totals=totals, group=world)
+    plan = plan_step(*of(active_tokens=[4, 1]), totals=totals, group=world)  # as many
     assert plan.weights.tolist() == [1 / (5 * dist.get_world_size())] * 2
 
 
