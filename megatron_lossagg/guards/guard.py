@@ -90,7 +90,7 @@ class Guard:
     ) -> None:
         """``mb.outputs`` gets the loss of a microbatch, and the coefficient that it declares."""
 
-    def on_return(self, step: StepFacts, reducer: Reducer, returned: Outputs) -> None:
+    def on_return(self, step: StepFacts, returned: Outputs) -> None:
         """``mb.outputs`` returns what loss_func returns."""
 
     def on_finalize(self, step: StepFacts, num_tokens: Tensor | None) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 from megatron_lossagg.contract.outputs import Outputs
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards.guard import Guard, StepFacts
-from megatron_lossagg.reduction.reducer import Reducer
 
 __all__ = ["NumTokens"]
 
@@ -37,7 +36,7 @@ class NumTokens(Guard):
         is_divided = step.scaling.loss_scaling == "per_token" and not step.forward_only
         return cls() if is_divided else None
 
-    def on_return(self, step: StepFacts, reducer: Reducer, returned: Outputs) -> None:
+    def on_return(self, step: StepFacts, returned: Outputs) -> None:
         """Note what loss_func is to return for a microbatch; a copy, which nobody changes."""
         self._returned.append(returned[1].clone())
 

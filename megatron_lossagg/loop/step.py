@@ -325,7 +325,7 @@ class Step:
                 self._recorder.add(reducer, is_first=self._tracker.num_calls == 1)
         made = outputs(loss, reducer, self.scaling, cp_rank=cp_rank, report=report, means=means)
         if not is_recomputed:
-            self._tell("on_return", reducer, made)
+            self._tell("on_return", made)
         return made
 
     def _detached(self, loss: Tensor) -> Tensor:
