@@ -44,8 +44,7 @@ def requested(args: Any, framework: str) -> Namespace:
     """
     flags = vars(add_loss_aggregation_args(argparse.ArgumentParser()).parse_args([]))
     given = {name: value for name, value in vars(args).items() if value is not None}
-    is_asked = any(name.startswith(_LIKE_OURS) for name in given)
-    of_framework = defined_by(framework) if is_asked else {}
+    of_framework = defined_by(framework)
     _check_names(args, flags, of_framework)
     made = {}
     for flag in flags:

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from audit_cases import LAYOUTS
 from check_runner import run_checks
 from megatron.core import parallel_state
-from training_steps import ACTIVE, SEQUENCES, Training, begin, right
+from torch._dynamo.testing import CompileCounterWithBackend
+from training_steps import ACTIVE, SEQUENCES, Training, begin, microbatch, right
 
 from megatron_lossagg import Aggregation, LossAggregator
 from megatron_lossagg.reduction.options import Options
@@ -106,13 +107,20 @@ def aggregate_anew(run, mode="sample_mean", **options):
 
 def check_a_whole_loss_func_is_compiled(make):
     torch._dynamo.reset()
-    compiled = torch.compile(right, backend="aot_eager")
+    graphs = CompileCounterWithBackend("aot_eager")
+
+    def loss_func(step, batch, x):
+        mb = microbatch(step, batch)
+        return mb.outputs(mb.reduce(x.square() / x))
+
+    compiled = torch.compile(loss_func, backend=graphs)
     run = make()
     for mode in ("sample_mean", "token_mean"):  # one function, other weights
         expected = run.by_hand(weights_by_hand(mode))
         aggregate_anew(run, mode)
         for _ in range(2):
             same(run.train(lambda *given: compiled(*given)), expected)
+    assert 1 <= graphs.frame_count <= 2  # the division, for one size and for any
 
 
 def check_ids_of_every_kind(make):

@@ -37,7 +37,7 @@ from megatron.core import parallel_state
 from torch.distributed.nn import functional
 
 import megatron_lossagg.cpu as cpu
-from megatron_lossagg.errors import ContractError
+from megatron_lossagg.errors import ContractError, PlanError
 from megatron_lossagg.integrations import areal
 
 REFERENCE, *SIZES, BOUND = sys.argv[2:7]
@@ -221,6 +221,10 @@ def main():
             print(f"{named}: {error:.1e}", flush=True)
     with pytest.raises(ContractError, match="got calculate_per_token_loss=True"):
         train(chunks[True], "token_mean", "pg", "1", "ours")
+    engine = SimpleNamespace(model=[chunks[False]])
+    data = {"loss_mask": torch.tensor([[1, 0, 2]]), "attention_mask": torch.ones(1, 3)}
+    with pytest.raises(PlanError, match="got loss_mask with values other than 0 and 1"):
+        areal._scales(engine, data, None, lambda data: data["loss_mask"].count_nonzero())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Modules in place of what the frameworks import and their loss functions never call.
 
-A stand-in is a placeholder of ``lossagg verify --framework``. Each name says which framework
-imports it, and what installing it would cost.
+A stand-in has any attribute: ``megatron_lossagg/verify/frameworks/missing.py``. Each name says
+which framework imports it, and what installing it would cost.
 """
 
 import sys

@@ -157,6 +157,7 @@ def with_their_own_option(framework, monkeypatch):
     def add_options(parser):
         parser.add_argument("--loss-aggregation", default="sample_mean")
         parser.add_argument("--loss-aggregation-divisor", type=float)
+        parser.add_argument("--loss-agg-mode", default="theirs")
 
     name = framework.module.HOOKS.name
     arguments = types.ModuleType(f"{name}.utils.arguments")
@@ -165,7 +166,8 @@ def with_their_own_option(framework, monkeypatch):
     monkeypatch.setitem(sys.modules, f"{name}.utils", types.ModuleType(f"{name}.utils"))
     monkeypatch.setitem(sys.modules, arguments.__name__, arguments)
     _framework_options.defined_by.cache_clear()
-    yield {"loss_aggregation": "sample_mean", "loss_aggregation_divisor": None}
+    own = {"loss_aggregation": "sample_mean", "loss_aggregation_divisor": None}
+    yield {**own, "loss_agg_mode": "theirs"}
     _framework_options.defined_by.cache_clear()
 
 

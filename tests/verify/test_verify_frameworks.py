@@ -21,22 +21,19 @@ from conftest import fork_server
 from frameworks import SERVING, checkout_of, needs
 
 from megatron_lossagg.cli.main import main
-from megatron_lossagg.errors import ProofError
 from megatron_lossagg.integrations import _rebind
 from megatron_lossagg.integrations.slime import HOOKS
-from megatron_lossagg.verify import frameworks, job
-from megatron_lossagg.verify.frameworks import FRAMEWORKS, Framework, check_installed
+from megatron_lossagg.verify import job
+from megatron_lossagg.verify.frameworks import FRAMEWORKS
 from megatron_lossagg.verify.frameworks import megatron_lm as checks_of_megatron_lm
 from megatron_lossagg.verify.frameworks.check import (
     Check,
     FrameworkError,
     NotRunError,
     compare,
-    ended_by,
     outcome_of,
 )
 from megatron_lossagg.verify.frameworks.drawn_step import aggregations
-from megatron_lossagg.verify.frameworks.missing import install_line
 from megatron_lossagg.verify.frameworks.run_checks import (
     DEFAULT,
     FrameworkJob,
@@ -46,11 +43,6 @@ from megatron_lossagg.verify.frameworks.run_checks import (
 from megatron_lossagg.verify.frameworks.slime_and_miles import join_alone, parsed
 
 ROOT = Path(__file__).parents[2]
-
-
-def test_a_framework_that_is_not_installed_is_wrong_usage(capsys):
-    assert main(["verify", "--framework", "miles"]) == 2
-    assert "nothing to verify: miles is not installed here" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(find_spec("megatron.training") is not None, reason="Megatron-LM is here")
@@ -159,42 +151,6 @@ def commands_of_children():
                 yield file.with_name("cmdline").read_bytes()
 
 
-@pytest.fixture
-def swift(tmp_path, monkeypatch):
-    """Return the folder of a package ``swift`` on the path, and forget what is imported of it."""
-
-    def forget():
-        for name in [one for one in sys.modules if f"{one}.".startswith("swift.")]:
-            del sys.modules[name]
-
-    forget()
-    (tmp_path / "swift" / "megatron").mkdir(parents=True)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield tmp_path / "swift"
-    forget()
-
-
-@pytest.mark.parametrize(
-    ("framework", "module", "state"),
-    [
-        ("ms-swift", "swift.absent", "FAIL"),  # its package is swift.megatron
-        ("ms-swift", "megatron.absent", "NOT RUN"),
-        ("bridge", "megatron.bridge.absent", "FAIL"),
-        ("bridge", "megatron.absent", "NOT RUN"),
-        ("slime", "megatron.training.absent", "NOT RUN"),
-    ],
-)
-def test_a_module_that_the_framework_itself_lacks_fails_and_one_of_others_is_not_run(
-    swift, framework, module, state
-):
-    def imports():
-        importlib.import_module(module)
-
-    outcome = outcome_of(Check(name="one", function="f", compare=imports), framework=framework)
-    assert outcome.state == state, outcome.explanation
-    assert "ModuleNotFoundError: No module named" in outcome.explanation
-
-
 def test_an_option_that_a_framework_no_longer_has_is_named(monkeypatch):
     training = types.ModuleType("megatron.training.arguments")
     training.parse_args = lambda provider, **_: provider(types.SimpleNamespace())
@@ -263,65 +219,12 @@ def test_a_framework_of_which_nothing_ran_is_no_pass_in_text_json_markdown_and_s
         assert reason in text
 
 
-def test_a_framework_is_found_in_the_current_folder_as_python_m_finds_it(
-    tmp_path, monkeypatch, capsys
-):
-    """A console script has its own folder on the path, not the current one."""
-    write_verl(tmp_path, "import ray_of_tests")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
-    assert main(["verify", "--framework", "verl", "--json", "/nowhere/at/all"]) == 2
-    assert capsys.readouterr().err == (  # what is looked at after the framework is found
-        "lossagg: --json /nowhere/at/all cannot be written: name a file in a folder that exists\n"
-    )
-
-
 @pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="it is here")
 @pytest.mark.parametrize("framework", ["bridge", "ms-swift"])
 def test_what_needs_transformer_engine_says_so_before_it_imports_anything(framework):
     (outcome,) = FrameworkJob(framework, DEFAULT).run()
     assert outcome["state"] == "NOT RUN"
     assert outcome["explanation"].startswith(f"{framework} imports Transformer Engine, which is no")
-
-
-def test_a_checkout_whose_packages_lie_in_src_is_found(tmp_path, monkeypatch):
-    package = tmp_path / "src" / "package_of_tests" / "inner"
-    package.mkdir(parents=True)
-    found = Framework(package="package_of_tests.inner", imports=(), written_for="")
-    monkeypatch.setitem(frameworks.FRAMEWORKS, "of tests", found)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setenv("PYTHONPATH", "/before")
-    with pytest.raises(ProofError, match="Run this in the checkout of of tests, put the folder"):
-        check_installed("of tests")
-    assert os.environ["PYTHONPATH"] == "/before"
-    monkeypatch.chdir(tmp_path)
-    check_installed("of tests")
-    assert os.environ["PYTHONPATH"] == os.pathsep.join([str(tmp_path / "src"), "/before"])
-
-
-def test_a_framework_is_looked_for_without_running_its_code(swift):
-    for package in (swift, swift / "megatron"):
-        (package / "__init__.py").write_text("raise RuntimeError('it was imported')")
-    check_installed("ms-swift")
-    assert "swift" not in sys.modules
-
-
-def test_what_a_framework_lacks_of_its_own_is_not_to_be_installed(swift):
-    (swift / "__init__.py").write_text("import module_of_tests\nimport swift.absent")
-    with pytest.raises(ModuleNotFoundError) as caught:
-        importlib.import_module("swift.megatron")
-    outcome = ended_by(caught.value, "its checks", framework="ms-swift")
-    line = "got no module_of_tests: pip install module-of-tests, or run where ms-swift trains"
-    assert outcome.explanation == line
-
-
-def test_missing_modules_are_named_by_what_installs_them():
-    names = ["zmq", "skyrl_gym", "megatron.training", "yaml"]
-    assert install_line(names) == (
-        "pip install pyzmq skyrl-gym pyyaml, and put the Megatron-LM that has megatron.training on "
-        "PYTHONPATH"
-    )
-    assert install_line(["megatron.core"]) == "pip install megatron-core"
 
 
 BRIDGE = ("megatron.bridge.training.train", "megatron.bridge.training.eval")

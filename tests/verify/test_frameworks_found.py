@@ -1,0 +1,109 @@
+"""Whether ``lossagg verify --framework`` finds a framework, and what it says is missing."""
+
+import importlib
+import os
+import sys
+
+import pytest
+
+from megatron_lossagg.cli.main import main
+from megatron_lossagg.errors import ProofError
+from megatron_lossagg.verify import frameworks
+from megatron_lossagg.verify.frameworks import Framework, check_installed
+from megatron_lossagg.verify.frameworks.check import Check, ended_by, outcome_of
+from megatron_lossagg.verify.frameworks.missing import install_line
+
+
+def test_a_framework_that_is_not_installed_is_wrong_usage(capsys):
+    assert main(["verify", "--framework", "miles"]) == 2
+    assert "nothing to verify: miles is not installed here" in capsys.readouterr().err
+
+
+def test_a_framework_is_found_in_the_current_folder_as_python_m_finds_it(
+    tmp_path, monkeypatch, capsys
+):
+    """A console script has its own folder on the path, not the current one."""
+    (tmp_path / "verl").mkdir()
+    (tmp_path / "verl" / "__init__.py").write_text("import ray_of_tests")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    assert main(["verify", "--framework", "verl", "--json", "/nowhere/at/all"]) == 2
+    assert capsys.readouterr().err == (  # what is looked at after the framework is found
+        "lossagg: --json /nowhere/at/all cannot be written: name a file in a folder that exists\n"
+    )
+
+
+def test_a_checkout_whose_packages_lie_in_src_is_found(tmp_path, monkeypatch):
+    package = tmp_path / "src" / "package_of_tests" / "inner"
+    package.mkdir(parents=True)
+    found = Framework(package="package_of_tests.inner", imports=(), written_for="")
+    monkeypatch.setitem(frameworks.FRAMEWORKS, "of tests", found)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "/before")
+    with pytest.raises(ProofError, match="Run this in the checkout of of tests, put the folder"):
+        check_installed("of tests")
+    assert os.environ["PYTHONPATH"] == "/before"
+    monkeypatch.chdir(tmp_path)
+    check_installed("of tests")
+    assert os.environ["PYTHONPATH"] == os.pathsep.join([str(tmp_path / "src"), "/before"])
+
+
+@pytest.fixture
+def swift(tmp_path, monkeypatch):
+    """Return the folder of a package ``swift`` on the path, and forget what is imported of it."""
+
+    def forget():
+        for name in [one for one in sys.modules if f"{one}.".startswith("swift.")]:
+            del sys.modules[name]
+
+    forget()
+    (tmp_path / "swift" / "megatron").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path / "swift"
+    forget()
+
+
+@pytest.mark.parametrize(
+    ("framework", "module", "state"),
+    [
+        ("ms-swift", "swift.absent", "FAIL"),  # its package is swift.megatron
+        ("ms-swift", "megatron.absent", "NOT RUN"),
+        ("bridge", "megatron.bridge.absent", "FAIL"),
+        ("bridge", "megatron.absent", "NOT RUN"),
+        ("slime", "megatron.training.absent", "NOT RUN"),
+    ],
+)
+def test_a_module_that_the_framework_itself_lacks_fails_and_one_of_others_is_not_run(
+    swift, framework, module, state
+):
+    def imports():
+        importlib.import_module(module)
+
+    outcome = outcome_of(Check(name="one", function="f", compare=imports), framework=framework)
+    assert outcome.state == state, outcome.explanation
+    assert "ModuleNotFoundError: No module named" in outcome.explanation
+
+
+def test_a_framework_is_looked_for_without_running_its_code(swift):
+    for package in (swift, swift / "megatron"):
+        (package / "__init__.py").write_text("raise RuntimeError('it was imported')")
+    check_installed("ms-swift")
+    assert "swift" not in sys.modules
+
+
+def test_what_a_framework_lacks_of_its_own_is_not_to_be_installed(swift):
+    (swift / "__init__.py").write_text("import module_of_tests\nimport swift.absent")
+    with pytest.raises(ModuleNotFoundError) as caught:
+        importlib.import_module("swift.megatron")
+    outcome = ended_by(caught.value, "its checks", framework="ms-swift")
+    line = "got no module_of_tests: pip install module-of-tests, or run where ms-swift trains"
+    assert outcome.explanation == line
+
+
+def test_missing_modules_are_named_by_what_installs_them():
+    names = ["zmq", "skyrl_gym", "megatron.training", "yaml"]
+    assert install_line(names) == (
+        "pip install pyzmq skyrl-gym pyyaml, and put the Megatron-LM that has megatron.training on "
+        "PYTHONPATH"
+    )
+    assert install_line(["megatron.core"]) == "pip install megatron-core"
