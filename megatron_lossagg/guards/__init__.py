@@ -4,9 +4,9 @@ A guard costs its file, a line of this table, and its cases in ``tests/guards``:
 algebra's code. ``docs/checks.md`` is printed from here and lists everything that is checked.
 
 No guards: ``before`` has the refusals before a step. ``agreement`` and ``frozen`` look when a run
-and each step start, ``refilled`` while data is read, ``framework_loss`` in the schedule hook,
-``evaluation`` where a loss is returned. ``coefficients`` and ``divided_losses`` are parts of
-``GradientAudit``, ``trained_tokens`` is what ``Ownership`` adds up.
+and each step start, ``refilled`` while data is read, ``framework_loss`` in the schedule hook, and
+``evaluation`` when ``mb.outputs`` is called. ``coefficients`` and ``divided_losses`` belong to
+``GradientAudit``, ``trained_tokens`` to ``Ownership``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Modes in an unmodified miles on Megatron, by arguments alone.
+"""An unmodified miles on Megatron under most modes, by its arguments only.
 
 **All of the loss.** The weights travel with the data, for the policy loss, entropy, KL, a
 critic's value loss and logged metrics alike. A file for ``--custom-config-path``::

@@ -1,4 +1,4 @@
-"""Every mode but ``balanced`` in an unmodified slime, by arguments alone.
+"""An unmodified slime under any mode except ``balanced``, by its arguments only.
 
 **All of the loss.** The weights travel with the data, for the policy loss, entropy, KL and
 logged metrics alike. A file for ``--custom-config-path``::
