@@ -103,14 +103,15 @@ def run_job(job: Job) -> Iterator[Event]:
             f"expected {job.world_size}. Change --dp, or the number of processes"
         )
     yield {"event": "start", "megatron": megatron_version(), **asdict(world)}
-    references: dict[Any, Reference] = {}
-    with split_world(Parallelism(dp=job.world_size)):  # which splits no model
-        for layout in job.layouts:
-            if layout.reference not in references:
-                shape, copies, padded = layout.reference
-                references[layout.reference] = compute(shape, copies=copies, padded=padded)
+    references = _references(job)
+    wanted: dict[Any, list[Expected]] = {}  # layouts that assign sequences alike share it
     for layout in job.layouts:
-        yield _proven(layout, job, references[layout.reference], world.hosts)
+        reference, key = references[layout.reference], (layout.reference, *layout.m_of_ranks)
+        if key not in wanted:
+            assignment = assign_sequences(reference.sequences, layout.m_of_ranks)
+            wanted[key] = [expected(case, reference, assignment) for case in job.cases]
+        cases = list(zip(job.cases, wanted[key], strict=True))
+        yield _proven(layout, job.loss_scalings, cases, reference, world.hosts)
         gc.collect()  # of the models, which hold the layout's groups
     yield {"event": "end"}
     dist.barrier()  # a launcher ends the others as soon as one rank has failed
@@ -118,7 +119,26 @@ def run_job(job: Job) -> Iterator[Event]:
     dist.destroy_process_group()
 
 
-def _proven(layout: Parallelism, job: Job, reference: Reference, hosts: Sequence[str]) -> Event:
+def _references(job: Job) -> dict[Any, Reference]:
+    """Compute the reference of each layout on rank 0, for all ranks."""
+    references: dict[Any, Reference] = {}
+    with split_world(Parallelism(dp=job.world_size)):  # which splits no model
+        for shape, copies, padded in dict.fromkeys(layout.reference for layout in job.layouts):
+            box: list[Any] = [None]
+            if dist.get_rank() == 0:
+                box = [compute(shape, copies=copies, padded=padded)]
+            dist.broadcast_object_list(box, src=0, device=device())
+            references[shape, copies, padded] = box[0]
+    return references
+
+
+def _proven(
+    layout: Parallelism,
+    loss_scalings: Sequence[LossScaling],
+    cases: Sequence[tuple[Case, Expected]],
+    reference: Reference,
+    hosts: Sequence[str],
+) -> Event:
     """Run every case of a layout in each loss scaling; all ranks get the same verdicts.
 
     The first case of each loss scaling and count is evaluated too: what a forward-only step has of
@@ -128,11 +148,9 @@ def _proven(layout: Parallelism, job: Job, reference: Reference, hosts: Sequence
     agree with every case of it.
     """
     done: list[_Done] = []
-    assignment = assign_sequences(reference.sequences, layout.m_of_ranks)
-    cases = [(case, expected(case, reference, assignment)) for case in job.cases]
     with split_world(layout):
         groups = groups_over_hosts(hosts)
-        for loss_scaling in job.loss_scalings:
+        for loss_scaling in loss_scalings:
             run = Run(layout, reference, per_token=loss_scaling == "per_token")
             run.check_every_parameter_is_compared()
             evaluated: set[str] = set()
