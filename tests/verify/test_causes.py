@@ -1,5 +1,6 @@
 """The causes of verification and the faults of tests/wrong_factors train different steps."""
 
+from functools import cache
 from itertools import combinations, product
 
 import pytest
@@ -41,12 +42,19 @@ def facts_of(parallelism, *, loss_scaling="average", copies=1):
     )
 
 
+@cache
+def wanted_of(case):
+    """Compute what a case expects, in either loss scaling and partition: both assign alike."""
+    facts = facts_of(ALL_APART)
+    return expected(case, facts.reference, facts.assignment)
+
+
 def all_cases():
     """Yield every case in both loss scalings and partitions, with what it expects."""
     for loss_scaling, parallelism in product(LOSS_SCALINGS, (ALL_APART, INTERVALS)):
         facts = facts_of(parallelism, loss_scaling=loss_scaling)
         for case in CASES:
-            yield facts, case, expected(case, facts.reference, facts.assignment)
+            yield facts, case, wanted_of(case)
 
 
 def test_in_bf16_half_of_a_reported_loss_is_noticed_in_every_case():
@@ -77,8 +85,7 @@ def test_no_two_causes_are_equal_where_m_dp_and_cp_differ_and_none_is_the_config
 @pytest.mark.parametrize("loss_scaling", LOSS_SCALINGS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_right_token_weights_predict_the_references_slope_and_loss(case, loss_scaling):
-    facts = facts_of(ALL_APART, loss_scaling=loss_scaling)
-    wanted = expected(case, facts.reference, facts.assignment)
+    facts, wanted = facts_of(ALL_APART, loss_scaling=loss_scaling), wanted_of(case)
     right = faults.weighted(lambda facts, term: faults.twice(faults.token_weights(facts, term)))
     slope, loss = right(facts, case, wanted)
     assert torch.allclose(slope, wanted.slope_Y, rtol=1e-13, atol=0)
@@ -103,8 +110,7 @@ FACTORS = {
 @pytest.mark.parametrize("name", FACTORS)
 def test_a_wrong_factor_multiplies_gradient_and_report_as_computed_by_hand(name):
     for loss_scaling, factor in zip(LOSS_SCALINGS, FACTORS[name], strict=False):
-        facts = facts_of(ALL_APART, loss_scaling=loss_scaling)
-        wanted = expected(CASES[0], facts.reference, facts.assignment)
+        facts, wanted = facts_of(ALL_APART, loss_scaling=loss_scaling), wanted_of(CASES[0])
         slope, loss = BY_NAME[name].predict(facts, CASES[0], wanted)
         assert torch.allclose(slope, factor * wanted.slope_Y, rtol=1e-12, atol=0)
         assert loss == pytest.approx(FACTORS[name][2] * wanted.loss, rel=1e-12)
