@@ -27,7 +27,7 @@ def trained(training, loss_func):
     return gradient, [one for one in own if "the mask is 1 at the last" not in one]
 
 
-def check(training, case):
+def check(training, plain, case):
     """Train a case: its refusal, or the gradient of the plain program and its warnings."""
     loss_func = returning(case.loss, **case.declared)
     is_last = training.aggregator.groups.is_last_stage
@@ -35,7 +35,7 @@ def check(training, case):
         with pytest.raises(ContractError, match=case.refused) if is_last else nullcontext():
             trained(training, loss_func)
         return
-    expected = training.plain(case.plain)
+    expected = plain(case.plain)
     found, warned = trained(training, loss_func)
     tolerance = 2e-2 if training.layout.bf16 else case.tolerance
     assert (found - expected).norm() <= tolerance * expected.norm()
@@ -49,11 +49,12 @@ def main():
         with split_world(layout):
             for per_token in (False, True):
                 training = Training(layout, per_token=per_token)
+                plain = functools.cache(training.plain)  # several cases have one plain program
                 scaling = training.aggregator.loss_scaling
                 for name, case in cases_of(layout).items():
                     each_told(
                         f"{layout_name} | {scaling} | {name}",
-                        functools.partial(check, training, case),
+                        functools.partial(check, training, plain, case),
                     )
 
 
