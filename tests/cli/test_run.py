@@ -194,7 +194,7 @@ ENDS = {
 
 
 LOOP = """
-import os, sys
+import gc, os, sys
 sys.path.insert(0, {folder!r})
 from megatron_lossagg import Aggregation
 from megatron_lossagg.integrations._rebind import rebind
@@ -213,6 +213,7 @@ def lossagg_run(code):
         file.write("import sys\\n" + code)
     sys.exit(main(["run", script, "--loss-aggregation", "token_mean"]))
 
+gc.freeze()  # else each child walks all that was imported at its end
 statuses = []
 for number, ends in enumerate({ends!r}):
     if os.fork() == 0:  # one import for all; each child ends as a process does
