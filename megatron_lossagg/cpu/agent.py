@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -73,7 +74,13 @@ class Loopback(RendezvousHandler):
 
 
 def main(processes: str, folder: str, *command: str) -> None:
-    """Run ``command`` on the ranks, which end when this process does."""
+    """Run ``command`` on the ranks, which end when this process does.
+
+    With more ranks than cores, a message that arrives does not interrupt another rank: half of the
+    kernel's time, a fifth of a verification's.
+    """
+    with suppress(AttributeError, OSError):  # not Linux, or not allowed
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     rendezvous_handler_registry.register("loopback", Loopback)
     tied = [sys.executable, "-IS", str(_TIED), str(os.getpid()), *command]
     options = ["--rdzv-backend=loopback", "--rdzv-endpoint=unused", f"--local-addr={_ADDRESS}"]

@@ -30,7 +30,8 @@ def launch(
     """Run ``command`` on ``processes`` ranks over loopback and return what it printed.
 
     ``command`` is a Python script with its arguments, or ``["-m", module, ...]``. ``env`` is added
-    to this process's environment; each rank gets one OpenMP thread unless it sets a number itself.
+    to this process's environment; each rank gets one OpenMP thread unless it sets a number itself,
+    and on Linux the batch scheduling policy.
     The rendezvous takes a free port of 127.0.0.1, so several launches can run at the same time and
     no other machine reaches one. When one rank fails, ``torch.distributed.run`` ends the others.
     After ``timeout`` seconds everything is killed and ``subprocess.TimeoutExpired`` raised, with

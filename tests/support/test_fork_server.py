@@ -25,7 +25,7 @@ os.write(1, f"{line}{os.environ['MARKED']} {sys.argv[1:]}\\n".encode())  # whole
 dist.destroy_process_group()
 """
 ENVIRONMENT = """
-import json, os, pathlib, runpy, sys
+import contextlib, json, os, pathlib, runpy, sys
 names = ("RANK", "LOCAL_RANK", "ROLE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
          "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "OMP_NUM_THREADS",
          "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE",
@@ -33,6 +33,11 @@ names = ("RANK", "LOCAL_RANK", "ROLE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_W
 facts = {name: os.environ.get(name) for name in names}
 facts |= {"argv": sys.argv[2:], "path": sys.path[0], "name": __name__, "folder": os.getcwd()}
 facts |= {"group": os.getpgid(0) == os.getpid(), "stdin": sys.stdin.read()}
+policy = lambda: getattr(os, "sched_getscheduler", int)(0)
+before = policy()
+with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+facts["is_batch"] = policy() == before
 facts["main"] = sys.modules["__main__"].__dict__.get("facts") is facts
 pathlib.Path(sys.argv[1], facts["RANK"]).write_text(json.dumps(facts))
 del sys.argv[:2]
@@ -95,6 +100,7 @@ def test_a_rank_has_the_launchers_environment_arguments_and_name(in_both):
     assert ranks == wanted
     assert [rank["RANK"] for rank in ranks] == ["0", "1"]
     assert all(rank["main"] and rank["GIVEN"] == "yes" for rank in ranks)
+    assert all(rank["is_batch"] for rank in ranks)
 
 
 @pytest.mark.parametrize(
