@@ -89,8 +89,7 @@ def launched(
     package = str(Path(megatron_lossagg.__file__).resolve().parent.parent)
     # The user's path first: their Megatron-Core, not one that is installed next to this package.
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), package]))
-    # Compiled or not, functions compute the same; importing the compiler takes each rank 2 s.
-    env = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+    env = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory() as folder:
         job_file, events = Path(folder) / "job", Path(folder) / "events.jsonl"
         write_job(job, job_file)

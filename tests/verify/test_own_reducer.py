@@ -138,6 +138,34 @@ def test_the_reducers_of_the_example_are_told_apart_by_their_gradients(
         assert verdict["gradient_error"] > 0.1
 
 
+COMPILED = """
+import pathlib, torch
+
+def backend(graph, inputs):
+    pathlib.Path({folder!r}, "compiled").touch()
+    return graph.forward
+
+@torch.compile(backend=backend)
+def total(losses, tokens):
+    return losses.sum() / tokens
+
+def factory(context):
+    return lambda losses: total(losses, context.plan.totals.active_tokens)
+"""
+
+
+@pytest.mark.launches
+def test_a_reducer_that_its_user_compiles_is_compiled(tmp_path, monkeypatch):
+    """Else another function would be verified than the one that trains."""
+    (tmp_path / "compiled_reducer.py").write_text(COMPILED.format(folder=str(tmp_path)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("megatron_lossagg.verify.job.launch", fork_server().launch)
+    flags = ["--loss-scaling", "average", "--loss-aggregation-reducer-path"]
+    assert main(["verify", "--dp", "1", *flags, "compiled_reducer:factory"]) == 0
+    assert (tmp_path / "compiled").exists()
+
+
 def test_a_frameworks_functions_are_not_compared_with_a_reducer_of_ones_own(monkeypatch, capsys):
     monkeypatch.setattr("megatron_lossagg.cli.verify.check_installed", lambda name: None)
     flags = ["--framework", "verl", "--loss-aggregation-reducer-path", "math:fsum"]
