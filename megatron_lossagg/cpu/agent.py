@@ -76,8 +76,7 @@ class Loopback(RendezvousHandler):
 def main(processes: str, folder: str, *command: str) -> None:
     """Run ``command`` on the ranks, which end when this process does.
 
-    With more ranks than cores, a message that arrives does not interrupt another rank: half of the
-    kernel's time, a fifth of a verification's.
+    A rank that wakes, as each message makes one, does not interrupt another that computes.
     """
     with suppress(AttributeError, OSError):  # not Linux, or not allowed
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -110,8 +110,7 @@ def run_job(job: Job) -> Iterator[Event]:
         if key not in wanted:
             assignment = assign_sequences(reference.sequences, layout.m_of_ranks)
             wanted[key] = [expected(case, reference, assignment) for case in job.cases]
-        cases = list(zip(job.cases, wanted[key], strict=True))
-        yield _proven(layout, job.loss_scalings, cases, reference, world.hosts)
+        yield _proven(layout, job, reference, wanted[key], world.hosts)
         gc.collect()  # of the models, which hold the layout's groups
     yield {"event": "end"}
     dist.barrier()  # a launcher ends the others as soon as one rank has failed
@@ -134,9 +133,9 @@ def _references(job: Job) -> dict[Any, Reference]:
 
 def _proven(
     layout: Parallelism,
-    loss_scalings: Sequence[LossScaling],
-    cases: Sequence[tuple[Case, Expected]],
+    job: Job,
     reference: Reference,
+    wanted_of_cases: Sequence[Expected],
     hosts: Sequence[str],
 ) -> Event:
     """Run every case of a layout in each loss scaling; all ranks get the same verdicts.
@@ -150,11 +149,11 @@ def _proven(
     done: list[_Done] = []
     with split_world(layout):
         groups = groups_over_hosts(hosts)
-        for loss_scaling in loss_scalings:
+        for loss_scaling in job.loss_scalings:
             run = Run(layout, reference, per_token=loss_scaling == "per_token")
             run.check_every_parameter_is_compared()
             evaluated: set[str] = set()
-            for case, wanted in cases:
+            for case, wanted in zip(job.cases, wanted_of_cases, strict=True):
                 steps = [run.train(case)]
                 if layout.one_m and case.aggregation.count not in evaluated:
                     evaluated.add(case.aggregation.count)

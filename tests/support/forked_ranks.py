@@ -129,7 +129,7 @@ def _be_rank(
     status = 1
     try:
         os.setsid()  # a group of its own, to be killed with what it starts
-        _stay_on_a_core()
+        _be_a_batch_process()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for number, path in zip((1, 2), output, strict=True):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), number)
@@ -153,10 +153,10 @@ def _be_rank(
             os._exit(status & 0xFF)
 
 
-def _stay_on_a_core() -> None:
-    """Do not let each message that arrives interrupt what another rank computes.
+def _be_a_batch_process() -> None:
+    """Do not interrupt a rank that computes when a message wakes this one, as under the launcher.
 
-    With more ranks than cores, that takes half of the kernel's time.
+    With more ranks than cores, half of the kernel's time.
     """
     with suppress(AttributeError, OSError):  # not Linux, or not allowed
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
