@@ -154,10 +154,7 @@ def _be_rank(
 
 
 def _be_a_batch_process() -> None:
-    """Do not interrupt a rank that computes when a message wakes this one, as under the launcher.
-
-    With more ranks than cores, half of the kernel's time.
-    """
+    """Do not interrupt a rank that computes when a message wakes this one: as launched ranks."""
     with suppress(AttributeError, OSError):  # not Linux, or not allowed
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
