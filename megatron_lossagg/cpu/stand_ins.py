@@ -3,7 +3,7 @@
 Megatron-Core asks CUDA for a device, a random state, streams and synchronization. Each of those
 names is replaced by one for the CPU; the table ``STAND_INS`` is all that is replaced. Nothing in it
 computes: schedules, distributed data parallelism, ``finalize_model_grads`` and the optimizers run
-as Megatron-Core ships them.
+as Megatron-Core ships them, its fused functions uncompiled.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 import pkgutil
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -173,8 +174,9 @@ def install(*, allow_cuda: bool = False) -> None:
     """Replace every name in ``STAND_INS`` in this process, once; later calls do nothing.
 
     Call it before anything imports Megatron-Core, which binds some of the names at import; it
-    imports Megatron-Core itself. Only a new process reverts it. ``allow_cuda=True`` keeps a machine
-    with CUDA on its CPU.
+    imports Megatron-Core itself, whose fused functions are not compiled, as under Megatron-LM's
+    ``--disable-jit-fuser``. Only a new process reverts it. ``allow_cuda=True`` keeps a machine with
+    CUDA on its CPU.
     """
     if _originals:
         return
@@ -189,7 +191,24 @@ def install(*, allow_cuda: bool = False) -> None:
             "megatron.core is imported already and has bound CUDA's own functions: call "
             "megatron_lossagg.cpu.install() before the first import of megatron"
         )
-    replace(STAND_INS)
+    with _uncompiled():  # each process would import inductor, and a machine may have no compiler
+        replace(STAND_INS)
+        importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+
+
+@contextlib.contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Let ``torch.compile`` return functions as they are: those that are decorated meanwhile."""
+    name = "TORCHDYNAMO_DISABLE"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def replace(stand_ins: Mapping[str, Replacement]) -> None:

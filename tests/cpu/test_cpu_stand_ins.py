@@ -81,7 +81,9 @@ if sys.argv[1] == "with":
     found = {"refused": refusal()}
     install(allow_cuda=True)
     torch.cuda.is_available = is_available
-for name in ("models.gpt", "optimizer", "pipeline_parallel", "transformer.moe.moe_layer"):
+for name in (
+    "models.gpt.gpt_layer_specs", "optimizer", "pipeline_parallel", "transformer.moe.moe_layer"
+):
     importlib.import_module("megatron.core." + name)
 after = of("torch")
 changed = [n for n in before if after.get(n) is not before[n] and callable(after.get(n))]
@@ -98,6 +100,11 @@ if sys.argv[1] == "with":
     found |= {"device": str(zeros(1, device="cuda").device), "same": torch.zeros is zeros}
 else:
     found = {"refused": refusal()}
+from megatron.core.fusions.fused_bias_gelu import bias_gelu
+found["compiled"] = [
+    hasattr(function, "_torchdynamo_orig_callable")
+    for function in (bias_gelu, torch.compile(lambda x: x, backend="eager"))
+]
 print(json.dumps({**found, "torch": changed, "megatron": megatron}))
 """
 
@@ -124,6 +131,14 @@ def test_exactly_the_names_in_the_table_are_replaced(replaced: tuple[Any, Any]) 
 def test_installing_twice_changes_nothing_more(replaced: tuple[Any, Any]) -> None:
     ours, _ = replaced
     assert ours["same"]
+
+
+def test_fusions_of_megatron_are_left_uncompiled_and_no_function_of_a_user(
+    replaced: tuple[Any, Any],
+) -> None:
+    ours, stock = replaced
+    assert ours["compiled"] == [False, True]
+    assert stock["compiled"] == [True, True]
 
 
 def test_a_machine_with_cuda_is_refused_unless_allowed(replaced: tuple[Any, Any]) -> None:
