@@ -1,24 +1,50 @@
 """Whether losses are split over context-parallel ranks as the model is, zigzag or contiguous.
 
-A split that no layout here has is an option of the model: ``contract/megatron_options.py``.
+With dynamic context parallelism: whether a mode's weights follow from parts of sequences. A split
+that no layout here has is an option of the model: ``contract/megatron_options.py``.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from megatron_lossagg.contract.groups import LiveGroups
 from megatron_lossagg.errors import ContractError
 from megatron_lossagg.guards.guard import Guard, StepFacts
+from megatron_lossagg.reduction.aggregation import Aggregation
 from megatron_lossagg.reduction.layout import Layout
+from megatron_lossagg.reduction.modes import OWN_WEIGHTS
 from megatron_lossagg.reduction.reducer import Reducer
 
-__all__ = ["Split"]
+__all__ = ["Split", "check_parts"]
+
+_OF_WHOLE_SEQUENCES = ("microbatch_token_mean", "row_mean", OWN_WEIGHTS)
+
+
+def check_parts(groups: LiveGroups, aggregation: Aggregation) -> None:
+    """Refuse weights that follow from whole sequences where each rank counts parts of them.
+
+    So it is with dynamic context parallelism. Raises :class:`ContractError`. No collective.
+    """
+    is_dynamic = groups.cp_group is None
+    if is_dynamic and aggregation.mode in _OF_WHOLE_SEQUENCES:
+        raise ContractError(
+            f"got {aggregation.mode} with dynamic_context_parallel, expected a mode whose weights "
+            "do not depend on the sequences of a sample or microbatch: each rank counts parts of "
+            "them; choose another --loss-aggregation"
+        )
 
 
 class Split(Guard):
-    """Refuse a layout of a different context-parallel rank, or of another split, immediately."""
+    """Refuse a layout of a different context-parallel rank, or of another split, immediately.
 
-    catches = "a layout of another rank or split: one sequence's weight on another one's tokens"
+    And a mode that cannot be counted in parts, if the ranks count parts of sequences.
+    """
+
+    catches = (
+        "a layout of another rank or split: one sequence's weight on another one's tokens; a mode "
+        "that needs whole sequences, of which ranks count parts"
+    )
 
     def on_microbatch(self, step: StepFacts, layout: Layout) -> None:
         """Check the layout of a microbatch."""
@@ -40,6 +66,7 @@ class Split(Guard):
     def on_reduce(
         self, step: StepFacts, reducer: Reducer, losses: Tensor, partial_loss: Tensor
     ) -> None:
-        """Check the layout of a reducer that ``plan.reducer`` made; a metric may have any."""
+        """Check a reducer's mode, and the layout of what is trained; a metric may have any."""
+        check_parts(step.groups, reducer.plan.aggregation)
         if partial_loss.requires_grad:
             self.on_microbatch(step, reducer.layout)

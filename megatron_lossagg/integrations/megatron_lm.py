@@ -53,10 +53,9 @@ class PretrainIntegration(MaskedSumIntegration):
         return type(self).sequences is PretrainIntegration.sequences
 
     def prepare(self, aggregations: Sequence[Aggregation]) -> None:
-        """Note what ``loss_mask`` means, and whether microbatches have weights of their own."""
+        """Note what ``loss_mask`` means."""
         super().prepare(aggregations)
         self._packs = itertools.count()
-        self._per_microbatch = any(one.mode == "microbatch_token_mean" for one in aggregations)
 
     def applies(self, call: Mapping[str, Any]) -> bool:
         """Refuse, on every rank and before each step, what a dynamic CP cannot have."""
@@ -65,7 +64,7 @@ class PretrainIntegration(MaskedSumIntegration):
         return super().applies(call)
 
     def _check_dynamic(self, config: Any) -> None:
-        """Refuse options whose padding or microbatches differ from rank to rank, by name."""
+        """Refuse an option whose padding differs from rank to rank, by name."""
         is_dynamic = getattr(config, "dynamic_context_parallel", False)
         if not (is_dynamic and self._counts_as_given):
             return
@@ -73,15 +72,11 @@ class PretrainIntegration(MaskedSumIntegration):
 
         alignment = getattr(get_args(), "pad_packed_seq_alignment", None)
         if alignment is not None:
-            given, what = f"--pad-packed-seq-alignment {alignment}", "the padding of packs"
-        elif self._per_microbatch:
-            given, what = "microbatch_token_mean", "the number of microbatches"
-        else:
-            return
-        raise ContractError(
-            f"got --dynamic-context-parallel with {given}, expected one of the two: {what} would "
-            "differ from rank to rank; drop one, or use a fixed --context-parallel-size"
-        )
+            raise ContractError(
+                f"got --dynamic-context-parallel with --pad-packed-seq-alignment {alignment}, "
+                "expected one of the two: the padding of packs would differ from rank to rank; "
+                "drop one, or use a fixed --context-parallel-size"
+            )
 
     def sequences(self, data: Any) -> MicrobatchSequences:
         """Count the mask of each sequence; ``data`` is the dict of Megatron-LM's data sets."""

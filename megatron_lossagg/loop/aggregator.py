@@ -24,7 +24,7 @@ from megatron_lossagg.guards.before import BEFORE_A_STEP, Asked
 from megatron_lossagg.guards.guard import ScheduleCalls
 from megatron_lossagg.loop.counts_of_rank import sequences_of_rank
 from megatron_lossagg.loop.flags import aggregation_from_args
-from megatron_lossagg.loop.read_run import aggregation_of, read_run, settings_of
+from megatron_lossagg.loop.read_run import aggregation_of, agree_further, read_run
 from megatron_lossagg.loop.stages import begun_together
 from megatron_lossagg.loop.step import Step
 from megatron_lossagg.record.writer import StepRecorder
@@ -177,14 +177,13 @@ class LossAggregator:
         return self.groups.cp_rank
 
     def agree_on(self, aggregation: Aggregation) -> None:
-        """Check that a further aggregation of the run is the same on every rank.
+        """Check that a further aggregation of the run is one it can train, the same on every rank.
 
         :meth:`begin` takes plans under the run's aggregation and those that this method has seen.
         Raises :class:`ContractError` on every rank. One ``all_gather_object`` over the world, by
         every rank.
         """
-        agree("", settings_of(aggregation))
-        self._run.agreed.add(aggregation)
+        agree_further(self._run, aggregation)
 
     def thd(self, cu_seqlens_padded: IntsLike) -> Layout:
         """Return the layout of packed sequences for this rank; see :meth:`LiveGroups.thd`."""

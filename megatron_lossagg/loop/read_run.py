@@ -15,12 +15,12 @@ from megatron_lossagg.errors import ContractError, message_of
 from megatron_lossagg.guards.agreement import agree
 from megatron_lossagg.guards.before import RunFacts
 from megatron_lossagg.guards.frozen import Frozen
+from megatron_lossagg.guards.split import check_parts
 from megatron_lossagg.record.writer import RecordFile, opened_record
 from megatron_lossagg.reduction.aggregation import Aggregation
-from megatron_lossagg.reduction.modes import OWN_WEIGHTS
 from megatron_lossagg.reduction.options import Options
 
-__all__ = ["aggregation_of", "read_run", "settings_of"]
+__all__ = ["aggregation_of", "agree_further", "read_run"]
 
 
 def read_run(
@@ -39,10 +39,10 @@ def read_run(
             check_follow(chunks[0].config, aggregation)
         frozen = Frozen.of(chunks, loss_scaling)
         groups = LiveGroups.of(chunks)
-        if groups.cp_group is None:  # dynamic context parallelism
-            _check_parts(aggregation, *options.shadows.values())
+        for one in (aggregation, *options.shadows.values()):
+            check_parts(groups, one)
         settings = f"megatron-core {megatron_version()}, loss scaling {loss_scaling}, "
-        settings += f"{options}, {settings_of(aggregation)}"
+        settings += f"{options}, {_settings_of(aggregation)}"
         record_group, record_file = opened_record(options.record, groups)
     except Exception as error:  # of any type: no rank may leave the others waiting
         fault = message_of(error)
@@ -58,18 +58,21 @@ def read_run(
     return run, record_group, record_file
 
 
-def _check_parts(*aggregations: Aggregation) -> None:
-    """Raise for weights that follow from whole sequences, of which each rank counts parts."""
-    for aggregation in aggregations:
-        if aggregation.mode in ("row_mean", OWN_WEIGHTS):
-            raise ContractError(
-                f"got {aggregation.mode} with dynamic_context_parallel, expected a mode whose "
-                "weights do not depend on the sequences of a sample: each rank counts parts of "
-                "them; choose another --loss-aggregation"
-            )
+def agree_further(run: RunFacts, aggregation: Aggregation) -> None:
+    """Check that a run can train a further aggregation, which is the same on every rank.
+
+    Raises :class:`ContractError` on every rank. One ``all_gather_object`` over the world.
+    """
+    fault = ""
+    try:
+        check_parts(run.groups, aggregation)
+    except ContractError as error:
+        fault = message_of(error)
+    agree(fault, _settings_of(aggregation))
+    run.agreed.add(aggregation)
 
 
-def settings_of(aggregation: Aggregation) -> str:
+def _settings_of(aggregation: Aggregation) -> str:
     """Write what must be the same on all ranks of an aggregation."""
     return f"{aggregation} ({aggregation!r})"  # a formula may not show count_empty
 

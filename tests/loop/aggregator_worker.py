@@ -13,6 +13,7 @@ import torch.distributed as dist
 from live_steps import (
     CONSTANT,
     a_chunk,
+    a_microbatch,
     a_moe,
     a_plan,
     abandoned,
@@ -240,6 +241,32 @@ def check_parts_of_sequences_are_counted_over_all_ranks(chunk, aggregator):
     assert groups.dp_group is groups.dp_cp_group is chunk.dp_cp_group
     assert groups.dp_size == groups.dp_cp_size == dist.get_world_size()
     assert (groups.cp_group, groups.cp_size, groups.cp_rank) == (None, 1, 0)
+
+
+def check_modes_of_whole_sequences_are_refused_if_ranks_count_parts(chunk, aggregator):
+    words = "got {} with dynamic_context_parallel, expected a mode whose weights do not depend"
+    modes = [
+        Aggregation("row_mean"),
+        Aggregation("microbatch_token_mean"),
+        Aggregation(weights=len),
+    ]
+    options = Options(probe=False)
+    with patch.object(chunk.config, "dynamic_context_parallel", True, create=True):
+        its = LossAggregator(chunk, CONSTANT, options=options, counts_parts=True)
+        for mode in modes:
+            with refused("^rank 0: " + words.format(mode.mode)):
+                LossAggregator(chunk, mode, options=options, counts_parts=True)
+            with refused("^rank 0: " + words.format(mode.mode)):
+                its.agree_on(mode)
+        shadowed = Options(probe=False, shadow=("row_mean",))
+        with refused("^rank 0: " + words.format("row_mean")):
+            LossAggregator(chunk, CONSTANT, options=shadowed, counts_parts=True)
+        plan = a_plan(its, microbatch=[0, 0])
+        with abandoned(its.begin(plan, num_microbatches=1)) as step:
+            mb = a_microbatch(step, [0, 1])
+            partial_loss_of(mb, "sample_mean")
+            with refused("^" + words.format("microbatch_token_mean")):
+                partial_loss_of(mb, "microbatch_token_mean")
 
 
 def check_the_start_line_names_mode_formula_loss_scaling_and_k(chunk, aggregator):

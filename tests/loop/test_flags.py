@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lossagg import Aggregation, add_loss_aggregation_args
-from megatron_lossagg.errors import AggregationError, ContractError, ReducerPathError
+from megatron_lossagg.errors import AggregationError, ReducerPathError
 from megatron_lossagg.loop.flags import aggregation_from_args, args_of
-from megatron_lossagg.loop.read_run import _check_parts
 from megatron_lossagg.reduction.aliases import ALIASES
 from megatron_lossagg.reduction.modes import CUSTOM, MODES, OWN_WEIGHTS
 from megatron_lossagg.reduction.options import Options
@@ -122,13 +121,6 @@ def test_a_weights_path_is_given_without_a_mode_and_with_what_is_counted():
             read(*argv, *more)
     with pytest.raises(ReducerPathError, match=r"weights path 'no\.such:f' raised"):
         read("--loss-aggregation-weights-path", "no.such:f")
-
-
-@pytest.mark.parametrize("mode", ["row_mean", "own_weights"])
-def test_weights_of_whole_sequences_are_refused_if_ranks_count_parts(mode):
-    aggregation = Aggregation(weights=len) if mode == "own_weights" else Aggregation(mode)
-    with pytest.raises(ContractError, match=f"got {mode} with dynamic_context_parallel"):
-        _check_parts(Aggregation("sample_mean"), aggregation)
 
 
 def test_help_has_one_line_for_each_mode_where_text_is_raw():
