@@ -22,12 +22,11 @@ _OF_WHOLE_SEQUENCES = ("microbatch_token_mean", "row_mean", OWN_WEIGHTS)
 
 
 def check_parts(groups: LiveGroups, aggregation: Aggregation) -> None:
-    """Refuse weights that follow from whole sequences where each rank counts parts of them.
+    """Refuse weights that follow from whole sequences if each rank counts parts of them.
 
-    So it is with dynamic context parallelism. Raises :class:`ContractError`. No collective.
+    As with dynamic context parallelism. Raises :class:`ContractError`. No collective.
     """
-    is_dynamic = groups.cp_group is None
-    if is_dynamic and aggregation.mode in _OF_WHOLE_SEQUENCES:
+    if groups.counts_parts and aggregation.mode in _OF_WHOLE_SEQUENCES:
         raise ContractError(
             f"got {aggregation.mode} with dynamic_context_parallel, expected a mode whose weights "
             "do not depend on the sequences of a sample or microbatch: each rank counts parts of "

@@ -241,6 +241,8 @@ def check_parts_of_sequences_are_counted_over_all_ranks(chunk, aggregator):
     assert groups.dp_group is groups.dp_cp_group is chunk.dp_cp_group
     assert groups.dp_size == groups.dp_cp_size == dist.get_world_size()
     assert (groups.cp_group, groups.cp_size, groups.cp_rank) == (None, 1, 0)
+    assert groups.counts_parts
+    assert not LiveGroups.of([chunk]).counts_parts
 
 
 def check_modes_of_whole_sequences_are_refused_if_ranks_count_parts(chunk, aggregator):
