@@ -15,7 +15,7 @@ from megatron_lossagg.cpu.training import install_training
 
 typing.override = typing_extensions.override  # Megatron-LM's, before Python 3.12
 # It looks for triton when it is imported, and must see that there is none.
-importlib.import_module("torch._inductor.runtime.triton_compat")
+importlib.import_module("torch._inductor.compile_fx")
 install_training()
 stand_ins.install(stand_ins.BRIDGE, stand_ins.DATA)
 

@@ -12,7 +12,7 @@ import stand_ins
 from megatron_lossagg import cpu
 
 # It looks for triton when it is imported, and must see that there is none.
-importlib.import_module("torch._inductor.runtime.triton_compat")
+importlib.import_module("torch._inductor.compile_fx")
 cpu.install()
 for module in ("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.optimizer"):
     importlib.import_module(module)
