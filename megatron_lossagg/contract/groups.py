@@ -31,7 +31,7 @@ class LiveGroups:
     dp_size: int
     dp_cp_size: int
     cp_group: ProcessGroup | None
-    """None if ``counts_parts``."""
+    """None if ``is_dynamic``."""
     cp_size: int
     cp_rank: int
     tp_group: ProcessGroup
@@ -41,9 +41,9 @@ class LiveGroups:
     split: Literal["zigzag", "contiguous"]
     """How a packed buffer is split over context-parallel ranks: two chunks of each sequence, or one
     interval of the buffer."""
-    counts_parts: bool = False
-    """Whether each rank counts its parts of sequences, because a microbatch has a context-parallel
-    group of its own (dynamic context parallelism)."""
+    is_dynamic: bool = False
+    """Whether a microbatch has a context-parallel group of its own (dynamic context parallelism),
+    so that each rank counts its parts of sequences."""
 
     @staticmethod
     def of(chunks: Sequence[Any]) -> LiveGroups:
@@ -92,7 +92,7 @@ class LiveGroups:
                 cp_size=1,
                 cp_rank=0,
                 split="zigzag",
-                counts_parts=True,
+                is_dynamic=True,
             )
         return groups
 

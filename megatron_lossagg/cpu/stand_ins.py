@@ -3,7 +3,7 @@
 Megatron-Core asks CUDA for a device, a random state, streams and synchronization. Each of those
 names is replaced by one for the CPU; the table ``STAND_INS`` is all that is replaced. Nothing in it
 computes: schedules, distributed data parallelism, ``finalize_model_grads`` and the optimizers run
-as Megatron-Core ships them, its fused functions uncompiled.
+as Megatron-Core ships them, a GPT's fused functions uncompiled.
 """
 
 from __future__ import annotations
@@ -174,9 +174,9 @@ def install(*, allow_cuda: bool = False) -> None:
     """Replace every name in ``STAND_INS`` in this process, once; later calls do nothing.
 
     Call it before anything imports Megatron-Core, which binds some of the names at import; it
-    imports Megatron-Core itself, whose fused functions are not compiled, as under Megatron-LM's
-    ``--disable-jit-fuser``. Only a new process reverts it. ``allow_cuda=True`` keeps a machine with
-    CUDA on its CPU.
+    imports Megatron-Core itself, and what a GPT has of it, whose fused functions are not compiled,
+    as under Megatron-LM's ``--disable-jit-fuser``; what is imported later is. Only a new process
+    reverts it. ``allow_cuda=True`` keeps a machine with CUDA on its CPU.
     """
     if _originals:
         return

@@ -26,7 +26,7 @@ def check_parts(groups: LiveGroups, aggregation: Aggregation) -> None:
 
     As with dynamic context parallelism. Raises :class:`ContractError`. No collective.
     """
-    if groups.counts_parts and aggregation.mode in _OF_WHOLE_SEQUENCES:
+    if groups.is_dynamic and aggregation.mode in _OF_WHOLE_SEQUENCES:
         raise ContractError(
             f"got {aggregation.mode} with dynamic_context_parallel, expected a mode whose weights "
             "do not depend on the sequences of a sample or microbatch: each rank counts parts of "

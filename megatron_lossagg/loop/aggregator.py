@@ -386,7 +386,7 @@ class LossAggregator:
 
     def describe(self) -> str:
         """Write a line for the start of a run: mode, formula, loss scaling, K; then the note."""
-        cp = "dynamic" if self.groups.counts_parts else self.cp_size
+        cp = "dynamic" if self.groups.is_dynamic else self.cp_size
         line = (
             f"loss aggregation {self.aggregation}; loss scaling {self.loss_scaling}, K = "
             f"{K_FORMULA[self.loss_scaling]} "

@@ -106,7 +106,7 @@ def opened_record(
     stages, and all but the first of tensor parallelism. Raises :class:`ContractError` with dynamic
     context parallelism, and :class:`RecordError` as :class:`RecordFile`.
     """
-    if path is not None and groups.counts_parts:
+    if path is not None and groups.is_dynamic:
         raise ContractError(
             "got a record with dynamic_context_parallel, expected none: a line holds the "
             "hash of whole sequences' weights, and each rank has parts of them; drop "

@@ -241,11 +241,11 @@ def check_parts_of_sequences_are_counted_over_all_ranks(chunk, aggregator):
     assert groups.dp_group is groups.dp_cp_group is chunk.dp_cp_group
     assert groups.dp_size == groups.dp_cp_size == dist.get_world_size()
     assert (groups.cp_group, groups.cp_size, groups.cp_rank) == (None, 1, 0)
-    assert groups.counts_parts
-    assert not LiveGroups.of([chunk]).counts_parts
+    assert groups.is_dynamic
+    assert not LiveGroups.of([chunk]).is_dynamic
 
 
-def check_modes_of_whole_sequences_are_refused_if_ranks_count_parts(chunk, aggregator):
+def check_what_needs_whole_sequences_is_refused_if_ranks_count_parts(chunk, aggregator):
     words = "got {} with dynamic_context_parallel, expected a mode whose weights do not depend"
     modes = [
         Aggregation("row_mean"),
@@ -260,6 +260,10 @@ def check_modes_of_whole_sequences_are_refused_if_ranks_count_parts(chunk, aggre
                 LossAggregator(chunk, mode, options=options, counts_parts=True)
             with refused("^rank 0: " + words.format(mode.mode)):
                 its.agree_on(mode)
+        assert "(DP 2, CP dynamic)" in its.describe()
+        with refused("got a record with dynamic_context_parallel"):
+            recorded = Options(probe=False, record="never")
+            LossAggregator(chunk, CONSTANT, options=recorded, counts_parts=True)
         shadowed = Options(probe=False, shadow=("row_mean",))
         with refused("^rank 0: " + words.format("row_mean")):
             LossAggregator(chunk, CONSTANT, options=shadowed, counts_parts=True)
