@@ -55,9 +55,8 @@ def outputs(
         name = "lossagg/weight_sum"
         reports[name] = _report(name, weight_sum, scaling, one)
         if expected is not None:
-            pair = torch.full_like(reports[name], expected)
-            pair[1] = 1
-            reports["lossagg/weight_expected"] = pair
+            name = "lossagg/weight_expected"
+            reports[name] = _mean(name, torch.full_like(weight_sum, expected), 1)
     return scaled, num_tokens, reports
 
 

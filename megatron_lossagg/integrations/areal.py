@@ -30,6 +30,7 @@ from megatron_lossagg.integrations._announce import announce
 from megatron_lossagg.integrations._refusals import imported, not_a_mask, replaced
 from megatron_lossagg.loop.flags import aggregation_from_args, args_of
 from megatron_lossagg.reduction.aggregation import Aggregation, require_mask_count
+from megatron_lossagg.reduction.devices import moved
 from megatron_lossagg.reduction.modes import CUSTOM
 from megatron_lossagg.reduction.plan import plan_step
 from megatron_lossagg.reduction.sequences import Sequences
@@ -192,7 +193,7 @@ def _lm(base: Any) -> Any:
             data = dict(self._normalize_batch_input(input_)[0])
             scale_S = _scales(self, data, None, loss_weight_fn)
             mask = data["loss_mask"]
-            data[_SCALE] = scale_S.to(mask.device)[:, None].expand_as(mask).contiguous()
+            data[_SCALE] = moved(scale_S, mask.device)[:, None].expand_as(mask).contiguous()
             return super().train_batch(data, _weighed(loss_fn), loss_weight_fn)
 
     return LM

@@ -66,8 +66,8 @@ class GKDIntegration(SwiftIntegration):
         of_sft = [one for one in sums.of_tables if one.shape == mask.shape]
         for one in of_sft:
             losses = losses + self.trainer.sft_alpha * one
-        counts = [num_trained, num_trained.new_tensor(len(found))]
-        terms = losses.detach()[mask]
+        counts = [num_trained, torch.full_like(num_trained, len(found))]
+        terms = torch.where(mask, losses.detach(), 0)
         theirs = returned[0].detach().clone()  # under a shadow Megatron divides it in place
         return FrameworkLoss(
             losses=losses.reshape(-1),

@@ -45,6 +45,7 @@ from megatron_lossagg.integrations._rollout_mask_sums import (
     log_set_up,
     rollout_mask_sums,
 )
+from megatron_lossagg.reduction.devices import moved
 from megatron_lossagg.reduction.exchange import Exchange
 from megatron_lossagg.reduction.options import Options
 
@@ -157,7 +158,7 @@ def carry_weights(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> N
         fault=fault,
     )
     of_slime = rollout_data["rollout_mask_sums"]
-    carried = torch.from_numpy(d_S).to(of_slime.device, of_slime.dtype)
+    carried = moved(torch.from_numpy(d_S), of_slime.device).to(of_slime.dtype)
     _PROCESS.carried = carried.as_subclass(Denominators) if (d_S < 1).any() else carried
     rollout_data["rollout_mask_sums"] = _PROCESS.carried
     log_carried(HOOKS, aggregation)

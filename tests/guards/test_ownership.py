@@ -24,9 +24,9 @@ def test_the_comparison_waits_for_no_device_until_the_step_is_read():
     guard = Ownership.of(facts)
     plan.state.begin(partial(guard.on_reduce, facts))
     with DeviceDouble() as double:
-        mask = torch.tensor([1, 1, 1, 0, 1, 0]).to(double.device)
+        mask = torch.tensor([1, 1, 1, 0, 1, 0]).to(double.device, non_blocking=True)
         layout = Layout.local([4, 2], cp_size=2, cp_rank=0)
-        plan.reducer([0, 1], mask, layout)(torch.ones(6).to(double.device))
+        plan.reducer([0, 1], mask, layout)(torch.ones(6).to(double.device, non_blocking=True))
         guard.together(facts, has_failed=False)
         assert not double.syncs
         message = "train 2 tokens fewer of sequence 0 than the 5 that were counted"

@@ -354,7 +354,7 @@ def called(name, *, is_on_device):
         }
         double.syncs.clear()
         call = partial(verl._policy_loss, verl.LossMode.named(name), squared)
-        data = {verl.SEQUENCE: sequences.to(place)}
+        data = {verl.SEQUENCE: sequences.to(place, non_blocking=True)}
         loss, _ = verl.with_plan(lambda data: call(**tensors), plan, 2, data=data)
         plan.check()
         num_syncs = sum(double.syncs.values())

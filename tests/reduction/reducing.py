@@ -52,7 +52,7 @@ def on(device):
     with DeviceDouble() as double:
 
         def to(values):
-            return torch.as_tensor(values).to(double.device)
+            return torch.as_tensor(values).to(double.device, non_blocking=True)
 
         to.syncs = double.syncs
         yield to

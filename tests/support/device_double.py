@@ -2,15 +2,21 @@
 
 In a block of ``with DeviceDouble() as double``, ``tensor.to(double.device)`` is a tensor on torch's
 ``meta`` device that keeps its values. As a CUDA tensor it has no ``numpy()``, is not mixed with
-tensors on the CPU, and comes back by ``cpu()``, ``tolist()`` or ``item()``: each is a host sync,
-counted in ``double.syncs`` by its name. Autograd and jagged tensors work in the block.
+tensors on the CPU, and comes back by ``cpu()``, ``tolist()`` or ``item()``. Each is a host sync, as
+is what copies to the device from memory that is not pinned: ``to(device)`` without
+``non_blocking`` (``moved`` pins; ``tests/test_device_copies.py`` holds all copies to it), a number
+or a list that is written into a tensor, a list as an index. ``double.syncs`` counts them by file,
+line and operation. Autograd and jagged tensors work in the block.
 
 ``torch.tensor(..., device=double.device)`` is an error: PyTorch makes one without values.
 """
 
+import sys
 from collections import Counter
+from pathlib import Path
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -70,6 +76,19 @@ class DeviceDouble(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.syncs = Counter()
+        self._writes = _NumbersInPython(self)
+
+    def __enter__(self):
+        self._writes.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *raised):
+        super().__exit__(*raised)
+        self._writes.__exit__(*raised)
+
+    def waits(self, name):
+        """Count a host sync where the package, or else a test, asked for it."""
+        self.syncs[f"{_place()}: {name}"] += 1
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -89,7 +108,10 @@ class DeviceDouble(TorchDispatchMode):
         if came and name not in TAKES_BOTH:
             self._check_one_device(name, tensors)
         if came and (not goes or name in READING_OPERATIONS or _selects(name, args)):
-            self.syncs[name] += 1
+            self.waits(name)
+        arrives = goes and not came if name == "_to_copy" else _overwrites(name, args)
+        if arrives and not (kwargs.get("non_blocking") or args[2:] == (True,)):
+            self.waits(f"{name} from memory that is not pinned")
         own = (args, kwargs)
         args, kwargs = tree_map_only(OnDevice, lambda t: t.on_cpu, own)
         if name == "_to_copy" and came != goes:
@@ -113,3 +135,42 @@ def _selects(name, args):
     """Whether it is an index by a mask, whose number of entries is read."""
     leaves = tree_leaves(args[1]) if name in ("index", "index_put_") else []
     return any(isinstance(leaf, torch.Tensor) and leaf.dtype == torch.bool for leaf in leaves)
+
+
+def _overwrites(name, args):
+    """Whether a tensor of the CPU is copied over one of the device."""
+    return name == "copy_" and isinstance(args[0], OnDevice) and not isinstance(args[1], OnDevice)
+
+
+class _NumbersInPython(TorchFunctionMode):
+    """Sees what becomes a tensor of the CPU before it is dispatched: on meta, none is made."""
+
+    def __init__(self, double):
+        super().__init__()
+        self.double = double
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", "")
+        is_indexed = name in ("__setitem__", "__getitem__") and isinstance(args[0], OnDevice)
+        if is_indexed and len(args) > 2 and not isinstance(args[2], torch.Tensor):
+            self.double.waits("a number or list written into a tensor")
+        if is_indexed and any(isinstance(part, list) for part in _parts(args[1])):
+            self.double.waits("a list as an index")
+        return function(*args, **(kwargs or {}))
+
+
+def _parts(index):
+    return index if isinstance(index, tuple) else (index,)
+
+
+def _place():
+    """Return ``file:line`` of the innermost frame in the package, or else outside of torch."""
+    frame, outside = sys._getframe(1), None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "/megatron_lossagg/" in file:
+            return f"{file[file.rindex('/megatron_lossagg/') + 1 :]}:{frame.f_lineno}"
+        if outside is None and file != __file__ and "/torch/" not in file:
+            outside = f"{Path(file).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return outside

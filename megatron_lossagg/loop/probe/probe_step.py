@@ -108,7 +108,7 @@ class ProbeStep:
         yield reduced_part(chunk, chunk.module.dense, chunk.intra_dp_cp_group) / true
         if chunk.expert_parallel_buffers:
             gradient = reduced_part(chunk, chunk.module.expert, chunk.intra_expt_dp_group)
-            of_experts = torch.tensor(self.own_gradient(self._rank), device=gradient.device)
+            of_experts = torch.full((), self.own_gradient(self._rank), device=gradient.device)
             dist.all_reduce(of_experts, group=chunk.expt_dp_group)
             yield gradient / of_experts
 
